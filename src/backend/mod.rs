@@ -1,0 +1,107 @@
+//! Memory and operations of a device. Everything above is generic over these two traits.
+//!
+//! [`Backend`] is memory: buffers of f32 (or the device's compute type), views into them, and
+//! transfers. [`Kernels`] is arithmetic. Both are implemented once per device.
+
+pub mod cpu;
+mod kernels;
+mod memory;
+
+use std::ops::Range;
+
+use crate::error::Result;
+
+pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Norm, Sgd};
+pub use memory::{Ledger, Memory};
+
+/// The memory of one device.
+///
+/// A buffer is one flat allocation that moves between owners and returns to a pool when dropped.
+/// What it is for ([`Memory`]) is stated at allocation: it is counted there, and a device that
+/// computes in another precision than it accumulates in chooses the element type by it.
+pub trait Backend: Clone + Send + Sync + 'static {
+    /// An owned, flat buffer.
+    type Buf: Send + Sync + 'static;
+    /// Token ids, class labels: indices on the device.
+    type Ints: Send + Sync + 'static;
+    /// A shared window into a buffer.
+    type View<'a>: Copy + Send;
+    /// An exclusive window into a buffer.
+    type ViewMut<'a>: Send;
+
+    /// A buffer of `len` elements with unspecified contents.
+    ///
+    /// # Errors
+    /// Out of memory, with the category and what is already taken.
+    fn alloc(&self, what: Memory, len: usize) -> Result<Self::Buf>;
+
+    /// A buffer that holds `host`.
+    ///
+    /// # Errors
+    /// As [`Backend::alloc`].
+    fn upload(&self, what: Memory, host: &[f32]) -> Result<Self::Buf>;
+
+    /// Copies a window to the host; `host` has the window's length.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn download(&self, from: Self::View<'_>, host: &mut [f32]) -> Result<()>;
+
+    /// Copies indices to the device.
+    ///
+    /// # Errors
+    /// As [`Backend::alloc`].
+    fn upload_ints(&self, host: &[u32]) -> Result<Self::Ints>;
+
+    /// The window `range` of `buf`.
+    fn view(buf: &Self::Buf, range: Range<usize>) -> Self::View<'_>;
+
+    /// The exclusive window `range` of `buf`.
+    fn view_mut(buf: &mut Self::Buf, range: Range<usize>) -> Self::ViewMut<'_>;
+
+    /// Elements in `buf`.
+    fn len(buf: &Self::Buf) -> usize;
+
+    /// Splits a window in two at element `at`.
+    fn cut(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>);
+
+    /// Splits an exclusive window in two at element `at`.
+    fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>);
+
+    /// The buffer as host memory, when this device's memory is host memory: what the wire may touch directly.
+    fn host(buf: &mut Self::Buf) -> Option<&mut [f32]>;
+
+    /// The count of what is allocated, by category.
+    fn ledger(&self) -> &Ledger;
+
+    /// The whole of `buf`.
+    fn all(buf: &Self::Buf) -> Self::View<'_> {
+        Self::view(buf, 0..Self::len(buf))
+    }
+
+    /// The whole of `buf`, exclusively.
+    fn all_mut(buf: &mut Self::Buf) -> Self::ViewMut<'_> {
+        let len = Self::len(buf);
+        Self::view_mut(buf, 0..len)
+    }
+}
+
+/// Cuts a window into consecutive parts of the given lengths; what is left over is padding.
+pub fn split<'a, B: Backend, const N: usize>(mut view: B::View<'a>, lens: [usize; N]) -> [B::View<'a>; N] {
+    lens.map(|len| {
+        let (head, rest) = B::cut(view, len);
+        view = rest;
+        head
+    })
+}
+
+/// As [`split`], for an exclusive window.
+pub fn split_mut<'a, B: Backend, const N: usize>(view: B::ViewMut<'a>, lens: [usize; N]) -> [B::ViewMut<'a>; N] {
+    let mut rest = Some(view);
+    lens.map(|len| {
+        // `rest` is always refilled below; the option only lets the exclusive window move.
+        let (head, tail) = B::cut_mut(rest.take().expect("refilled"), len);
+        rest = Some(tail);
+        head
+    })
+}

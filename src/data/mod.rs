@@ -1,0 +1,1 @@
+//! Sharded HDF5 data: shards, sample order, prefetching, import, verification.

@@ -1,0 +1,125 @@
+//! The one error type: what went wrong, what to do about it, and where it happened.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// The crate's result.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Whose fault an error is; decides the exit code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Kind {
+    /// The user asked for something impossible, or gave unusable data.
+    Input,
+    /// The file system refused: missing, unreadable, full, read-only.
+    Io,
+    /// A message between ranks failed, or a rank is gone.
+    Comm,
+    /// The training diverged: losses or gradients that are not finite.
+    Numeric,
+    /// A broken promise inside this program.
+    Internal,
+}
+
+/// A failure, told as one line plus an optional hint.
+///
+/// Messages are lowercase phrases with the real values in them; the hint says what to do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Error {
+    kind: Kind,
+    message: String,
+    hint: Option<String>,
+    /// The rank it was seen on, set when ranks compare notes.
+    rank: Option<usize>,
+}
+
+impl Error {
+    fn new(kind: Kind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), hint: None, rank: None }
+    }
+
+    /// The user's input is wrong.
+    pub fn input(message: impl Into<String>) -> Self {
+        Self::new(Kind::Input, message)
+    }
+
+    /// The file system refused to `action` (a phrase such as `"write"`) `path`.
+    pub fn io(action: &str, path: &std::path::Path, source: impl fmt::Display) -> Self {
+        Self::new(Kind::Io, format!("cannot {action} {}: {source}", path.display()))
+    }
+
+    /// A message between ranks failed.
+    pub fn comm(message: impl Into<String>) -> Self {
+        Self::new(Kind::Comm, message)
+    }
+
+    /// The training diverged.
+    pub fn numeric(message: impl Into<String>) -> Self {
+        Self::new(Kind::Numeric, message)
+    }
+
+    /// A promise of this program is broken: please report it.
+    pub fn internal(message: impl Into<String>) -> Self {
+        Self::new(Kind::Internal, message)
+    }
+
+    /// Adds what the user can do about it.
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+
+    /// Prefixes the message with where it happened: `"step 12: …"`.
+    pub fn at(mut self, place: impl fmt::Display) -> Self {
+        self.message = format!("{place}: {}", self.message);
+        self
+    }
+
+    /// Notes the rank that saw it first, unless one is noted already.
+    pub fn on_rank(mut self, rank: usize) -> Self {
+        self.rank.get_or_insert(rank);
+        self
+    }
+
+    /// Whose fault it is.
+    pub fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// The exit code of a process that ends with this error: 2 for what the user can mend, else 1.
+    pub fn exit_code(&self) -> i32 {
+        match self.kind {
+            Kind::Input | Kind::Io => 2,
+            Kind::Comm | Kind::Numeric | Kind::Internal => 1,
+        }
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(rank) = self.rank {
+            write!(f, "rank {rank}: ")?;
+        }
+        write!(f, "{}", self.message)?;
+        match &self.hint {
+            Some(hint) => write!(f, "\nhint: {hint}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn display_names_rank_place_and_hint() {
+        let e = Error::input("id 70 ≥ vocabulary 65").hint("re-import").at("a.h5").on_rank(3).on_rank(1);
+        assert_eq!(e.to_string(), "rank 3: a.h5: id 70 ≥ vocabulary 65\nhint: re-import");
+        assert_eq!(e.exit_code(), 2);
+        assert_eq!(Error::comm("gone").exit_code(), 1);
+    }
+}

@@ -1,0 +1,4 @@
+//! hpctrain trains neural networks on clusters that speak MPI.
+
+pub mod data;
+pub mod error;
