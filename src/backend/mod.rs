@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use crate::error::Result;
 
-pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Norm, Sgd};
+pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, NORM_EPSILON, Norm, Sgd};
 pub use memory::{Ledger, Memory};
 
 /// The memory of one device.

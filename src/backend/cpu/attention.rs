@@ -1,0 +1,162 @@
+//! Causal multi-head attention whose memory is linear in the context.
+//!
+//! Each (sequence, head) is one task. Queries go in blocks; the scores of a block live in a scratch of
+//! block × context and are recomputed in the backward from the saved log-denominators
+//! (Dao et al., "FlashAttention", 2022, without its tiling of keys, which a CPU's cache does not need).
+
+use std::cell::RefCell;
+
+use ndarray::{ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
+
+use super::math::{exp, max, simd, sum, sum2};
+use super::product::multiply;
+use super::threads::Threads;
+use crate::backend::Attention;
+
+/// Queries in a block.
+const BLOCK: usize = 64;
+
+thread_local! {
+    /// Scores of one block and their gradient; kept, because a fresh allocation would fault page by page.
+    static SCRATCH: RefCell<[Vec<f32>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
+}
+
+/// The query, key and value columns of one head in one sequence's packed rows.
+fn heads<'a>(qkv: &'a [f32], shape: Attention, sequence: usize, head: usize) -> [ArrayView2<'a, f32>; 3] {
+    let (t, w) = (shape.time, shape.head_width);
+    let d = shape.heads * w;
+    let rows = &qkv[sequence * t * 3 * d..][..t * 3 * d];
+    let rows = ArrayView2::from_shape((t, 3 * d), rows).expect("t rows of 3·d");
+    [0, 1, 2].map(|part| rows.slice_move(s![.., part * d + head * w..part * d + (head + 1) * w]))
+}
+
+/// Disjoint columns of one sequence's rows, `w` wide each.
+fn columns<'a>(x: &'a mut [f32], t: usize, width: usize, w: usize) -> Vec<Vec<ArrayViewMut2<'a, f32>>> {
+    let x = ArrayViewMut3::from_shape((x.len() / (t * width), t, width), x).expect("b sequences of t rows");
+    let mut sequences = Vec::new();
+    let mut rest = x;
+    while rest.len_of(Axis(0)) > 0 {
+        let (first, tail) = rest.split_at(Axis(0), 1);
+        rest = tail;
+        let mut row = first.index_axis_move(Axis(0), 0);
+        let mut parts = Vec::new();
+        while row.ncols() > 0 {
+            let (head, others) = row.split_at(Axis(1), w);
+            parts.push(head);
+            row = others;
+        }
+        sequences.push(parts);
+    }
+    sequences
+}
+
+pub fn forward(threads: &Threads, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
+    let (t, w) = (shape.time, shape.head_width);
+    let y = columns(y, t, shape.heads * w, w).into_iter().flatten();
+    threads.each(y.zip(lse.chunks_mut(t)).enumerate(), |(i, (mut y, lse))| {
+        let [q, k, v] = heads(qkv, shape, i / shape.heads, i % shape.heads);
+        SCRATCH.with_borrow_mut(|[scores, _]| {
+            for first in (0..t).step_by(BLOCK) {
+                let last = (first + BLOCK).min(t);
+                let mut p = block(scores, last - first, last);
+                multiply(q.slice(s![first..last, ..]), k.slice(s![..last, ..]).reversed_axes(), p.view_mut(), false);
+                softmax_rows(&mut p, first, shape, &mut lse[first..last]);
+                multiply(p.view(), v.slice(s![..last, ..]), y.slice_mut(s![first..last, ..]), false);
+            }
+        });
+    });
+}
+
+pub fn backward(
+    threads: &Threads,
+    shape: Attention,
+    qkv: &[f32],
+    y: &[f32],
+    lse: &[f32],
+    dy: &[f32],
+    dqkv: &mut [f32],
+) {
+    let (t, w) = (shape.time, shape.head_width);
+    let d = shape.heads * w;
+    let scale = scale(shape);
+    let tasks = columns(dqkv, t, 3 * d, w).into_iter().flat_map(|mut dq| {
+        let mut dk = dq.split_off(shape.heads);
+        let dv = dk.split_off(shape.heads);
+        dq.into_iter().zip(dk).zip(dv)
+    });
+    threads.each(tasks.zip(lse.chunks(t)).enumerate(), |(i, (((mut dq, mut dk), mut dv), lse))| {
+        let (sequence, head) = (i / shape.heads, i % shape.heads);
+        let [q, k, v] = heads(qkv, shape, sequence, head);
+        let rows = |x| ArrayView2::from_shape((t, d), x).expect("t rows of d");
+        let of_head = s![.., head * w..(head + 1) * w];
+        let y = rows(&y[sequence * t * d..][..t * d]).slice_move(of_head);
+        let dy = rows(&dy[sequence * t * d..][..t * d]).slice_move(of_head);
+        SCRATCH.with_borrow_mut(|[scores, gradients]| {
+            // The last block sees all keys: it overwrites dk and dv, the earlier ones add.
+            for first in (0..t).step_by(BLOCK).rev() {
+                let last = (first + BLOCK).min(t);
+                let add = last < t;
+                let (mut p, mut dp) = (block(scores, last - first, last), block(gradients, last - first, last));
+                let (q, dy) = (q.slice(s![first..last, ..]), dy.slice(s![first..last, ..]));
+                let (k, v) = (k.slice(s![..last, ..]), v.slice(s![..last, ..]));
+                multiply(q, k.reversed_axes(), p.view_mut(), false);
+                multiply(dy, v.reversed_axes(), dp.view_mut(), false);
+                for (row, (mut p, mut dp)) in p.rows_mut().into_iter().zip(dp.rows_mut()).enumerate() {
+                    let (Some(p), Some(dp)) = (p.as_slice_mut(), dp.as_slice_mut()) else { continue };
+                    let (y, dy) = (y.row(first + row), dy.row(row));
+                    let lse = lse[first + row];
+                    let seen = first + row + 1;
+                    simd(|| {
+                        let dot = match (y.as_slice(), dy.as_slice()) {
+                            (Some(y), Some(dy)) => sum2(y, dy, |y, dy| y * dy),
+                            _ => 0.0,
+                        };
+                        for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
+                            *p = exp(*p * scale - lse);
+                            *dp = *p * (*dp - dot) * scale;
+                        }
+                    });
+                    p[seen..].fill(0.0);
+                    dp[seen..].fill(0.0);
+                }
+                multiply(dp.view(), k, dq.slice_mut(s![first..last, ..]), false);
+                multiply(dp.view().reversed_axes(), q, dk.slice_mut(s![..last, ..]), add);
+                multiply(p.view().reversed_axes(), dy, dv.slice_mut(s![..last, ..]), add);
+            }
+        });
+    });
+}
+
+fn scale(shape: Attention) -> f32 {
+    1.0 / (shape.head_width as f32).sqrt()
+}
+
+/// A rows × columns matrix in the scratch, contents unspecified.
+fn block(scratch: &mut Vec<f32>, rows: usize, columns: usize) -> ArrayViewMut2<'_, f32> {
+    if scratch.len() < rows * columns {
+        scratch.resize(rows * columns, 0.0);
+    }
+    ArrayViewMut2::from_shape((rows, columns), &mut scratch[..rows * columns]).expect("cut to size")
+}
+
+/// Turns scores into probabilities; query `first + row` sees keys up to itself.
+fn softmax_rows(scores: &mut ArrayViewMut2<'_, f32>, first: usize, shape: Attention, lse: &mut [f32]) {
+    let scale = scale(shape);
+    for (row, (mut p, lse)) in scores.rows_mut().into_iter().zip(lse).enumerate() {
+        let Some(p) = p.as_slice_mut() else { continue };
+        let (seen, masked) = p.split_at_mut(first + row + 1);
+        simd(|| {
+            let top = max(seen) * scale;
+            for p in seen.iter_mut() {
+                *p = exp(*p * scale - top);
+            }
+            let total = sum(seen, |p| p);
+            let inverse = 1.0 / total;
+            for p in seen.iter_mut() {
+                *p *= inverse;
+            }
+            *lse = top + total.ln();
+        });
+        masked.fill(0.0);
+    }
+}

@@ -1,0 +1,56 @@
+//! Token and position tables, added.
+
+use super::math::simd;
+use super::threads::Threads;
+
+/// Rows of one task.
+const ROWS: usize = 64;
+/// Table columns of one task in the backward.
+const COLUMNS: usize = 32;
+
+/// The width and context of the tables, from their lengths and the number of rows.
+fn width(rows: usize, y: &[f32]) -> usize {
+    y.len() / rows.max(1)
+}
+
+pub fn forward(threads: &Threads, tokens: &[u32], token_table: &[f32], position_table: &[f32], y: &mut [f32]) {
+    let d = width(tokens.len(), y);
+    let context = position_table.len() / d.max(1);
+    threads.each(y.chunks_mut(ROWS * d).zip(tokens.chunks(ROWS)).enumerate(), |(i, (y, tokens))| {
+        simd(|| {
+            for (row, (y, &token)) in y.chunks_exact_mut(d).zip(tokens).enumerate() {
+                let word = &token_table[token as usize * d..][..d];
+                let place = &position_table[(i * ROWS + row) % context * d..][..d];
+                for ((y, word), place) in y.iter_mut().zip(word).zip(place) {
+                    *y = word + place;
+                }
+            }
+        });
+    });
+}
+
+pub fn backward(threads: &Threads, tokens: &[u32], dy: &[f32], dtoken_table: &mut [f32], dposition_table: &mut [f32]) {
+    let d = width(tokens.len(), dy);
+    let context = dposition_table.len() / d.max(1);
+    add_rows_at(threads, d, dy, dtoken_table, |row| tokens[row] as usize);
+    add_rows_at(threads, d, dy, dposition_table, |row| row % context);
+}
+
+/// `table[at(row)] += dy[row]`. Each task owns some columns of the table and walks all rows in order: no two
+/// tasks meet, and the order of every sum is fixed.
+fn add_rows_at(threads: &Threads, d: usize, dy: &[f32], table: &mut [f32], at: impl Fn(usize) -> usize + Sync) {
+    let mut table = ndarray::ArrayViewMut2::from_shape((table.len() / d.max(1), d), table).expect("rows of width d");
+    threads.each(table.axis_chunks_iter_mut(ndarray::Axis(1), COLUMNS).enumerate(), |(i, mut part)| {
+        simd(|| {
+            for (row, dy) in dy.chunks_exact(d).enumerate() {
+                let mut sum = part.row_mut(at(row));
+                let dy = &dy[i * COLUMNS..][..sum.len()];
+                if let Some(sum) = sum.as_slice_mut() {
+                    for (sum, dy) in sum.iter_mut().zip(dy) {
+                        *sum += dy;
+                    }
+                }
+            }
+        });
+    });
+}

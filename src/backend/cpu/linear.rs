@@ -1,0 +1,65 @@
+//! Affine maps of rows, and their two backward products.
+
+use ndarray::{ArrayView2, ArrayViewMut2};
+
+use super::math::simd;
+use super::product::multiply_parallel;
+use super::threads::Threads;
+use crate::backend::{Gemm, Linear};
+
+/// A row-major matrix over a slice.
+fn matrix(x: &[f32], rows: usize, columns: usize) -> ArrayView2<'_, f32> {
+    ArrayView2::from_shape((rows, columns), x).expect("a window has its shape's length")
+}
+
+/// As [`matrix`], exclusive.
+fn matrix_mut(x: &mut [f32], rows: usize, columns: usize) -> ArrayViewMut2<'_, f32> {
+    ArrayViewMut2::from_shape((rows, columns), x).expect("a window has its shape's length")
+}
+
+pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
+    let a = if s.ta { matrix(a, s.k, s.m).reversed_axes() } else { matrix(a, s.m, s.k) };
+    let b = if s.tb { matrix(b, s.n, s.k).reversed_axes() } else { matrix(b, s.k, s.n) };
+    multiply_parallel(threads, a, b, matrix_mut(c, s.m, s.n), s.acc);
+}
+
+/// Rows of one task when a bias is spread over rows.
+const ROWS: usize = 32;
+
+/// Columns of one task when rows are summed.
+const COLUMNS: usize = 64;
+
+pub fn forward(threads: &Threads, s: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
+    if !bias.is_empty() {
+        threads.each(y.chunks_mut(ROWS * s.outputs), |y| {
+            y.chunks_exact_mut(s.outputs).for_each(|y| y.copy_from_slice(bias));
+        });
+    }
+    let shape = Gemm { m: s.rows, n: s.outputs, k: s.inputs, ta: false, tb: true, acc: !bias.is_empty() };
+    gemm(threads, shape, x, weight, y);
+}
+
+pub fn backward_input(threads: &Threads, s: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) {
+    let shape = Gemm { m: s.rows, n: s.inputs, k: s.outputs, ta: false, tb: false, acc: false };
+    gemm(threads, shape, dy, weight, dx);
+}
+
+pub fn backward_weight(threads: &Threads, s: Linear, dy: &[f32], x: &[f32], dweight: &mut [f32], dbias: &mut [f32]) {
+    let shape = Gemm { m: s.outputs, n: s.inputs, k: s.rows, ta: true, tb: false, acc: true };
+    gemm(threads, shape, dy, x, dweight);
+    add_rows(threads, dy, s.outputs, dbias);
+}
+
+/// `sum += Σ_rows x`. Each task owns some columns and walks all rows, so the order of the sum is fixed.
+fn add_rows(threads: &Threads, x: &[f32], width: usize, sum: &mut [f32]) {
+    threads.each(sum.chunks_mut(COLUMNS).enumerate(), |(i, sum)| {
+        simd(|| {
+            for row in x.chunks_exact(width) {
+                let row = &row[i * COLUMNS..][..sum.len()];
+                for (sum, x) in sum.iter_mut().zip(row) {
+                    *sum += x;
+                }
+            }
+        });
+    });
+}

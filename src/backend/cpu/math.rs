@@ -1,0 +1,126 @@
+//! Vectorisable building blocks shared by the CPU kernels.
+//!
+//! Elementwise code is written plainly and compiled for the widest vectors of the machine by [`simd`].
+//! Sums run over [`LANES`] fixed partial sums, so their bits do not depend on the vector width.
+
+use std::sync::LazyLock;
+
+/// Partial sums in a reduction.
+pub const LANES: usize = 16;
+
+static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
+
+/// Runs `f` compiled for the machine's vector extensions.
+#[inline(always)]
+pub fn simd<R>(f: impl FnOnce() -> R) -> R {
+    ARCH.dispatch(f)
+}
+
+/// `eˣ` to about 1 ulp for x in -87..88; 0 below, saturates above. NaN stays NaN.
+///
+/// Cody-Waite reduction to |r| ≤ ln2/2 and a degree-6 Taylor-Horner polynomial with minimax coefficients
+/// (Cephes, `expf`).
+#[inline(always)]
+pub fn exp(x: f32) -> f32 {
+    const SHIFT: f32 = 12_582_912.0; // 1.5·2²³: adding it rounds to an integer
+    let clamped = x.clamp(-87.336_54, 88.376_26);
+    let n = (clamped * std::f32::consts::LOG2_E + SHIFT) - SHIFT;
+    let r = clamped - n * 0.693_359_4 + n * 2.121_944_4e-4;
+    let p = 1.987_569_1e-4;
+    let p = p * r + 1.398_199_9e-3;
+    let p = p * r + 8.333_452e-3;
+    let p = p * r + 4.166_579_6e-2;
+    let p = p * r + 1.666_666_5e-1;
+    let p = p * r + 0.5;
+    let y = p * (r * r) + r + 1.0;
+    // n is integral and within -126..=127 here (or NaN, which the product restores).
+    let scale = f32::from_bits(((n as i32 + 127) << 23) as u32);
+    let y = y * scale;
+    if x < -87.336_54 { 0.0 } else { y }
+}
+
+/// Adds the partial sums in a fixed binary tree.
+#[inline(always)]
+fn fold(lanes: [f32; LANES]) -> f32 {
+    let mut lanes = lanes;
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// `Σ f(x)` over a slice in a fixed order.
+#[inline(always)]
+pub fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
+    let (blocks, tail) = x.as_chunks::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for block in blocks {
+        for i in 0..LANES {
+            lanes[i] += f(block[i]);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(tail) {
+        *lane += f(x);
+    }
+    fold(lanes)
+}
+
+/// `Σ f(x, y)` over two slices of one length in a fixed order.
+#[inline(always)]
+pub fn sum2(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
+    let ((x_blocks, x_tail), (y_blocks, y_tail)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+    let mut lanes = [0.0; LANES];
+    for (x, y) in x_blocks.iter().zip(y_blocks) {
+        for i in 0..LANES {
+            lanes[i] += f(x[i], y[i]);
+        }
+    }
+    for (i, (&x, &y)) in x_tail.iter().zip(y_tail).enumerate() {
+        lanes[i] += f(x, y);
+    }
+    fold(lanes)
+}
+
+/// The largest element; -∞ of nothing; NaN elements are passed over.
+#[inline(always)]
+pub fn max(x: &[f32]) -> f32 {
+    let (blocks, tail) = x.as_chunks::<LANES>();
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    for block in blocks {
+        for i in 0..LANES {
+            lanes[i] = if block[i] > lanes[i] { block[i] } else { lanes[i] };
+        }
+    }
+    lanes.iter().chain(tail).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_close_to_f64() {
+        for i in -87_000..88_000 {
+            let x = i as f32 * 1e-3;
+            let (got, want) = (f64::from(simd(|| exp(x))), f64::from(x).exp());
+            assert!((got / want - 1.0).abs() < 3e-7, "exp({x}) = {got}, not {want}");
+        }
+        assert_eq!((exp(-100.0), exp(f32::NEG_INFINITY), exp(0.0)), (0.0, 0.0, 1.0));
+        assert!(exp(f32::NAN).is_nan() && exp(200.0) > 1e38);
+    }
+
+    #[test]
+    fn reductions_handle_every_length() {
+        for len in [0, 1, 15, 16, 17, 31, 33, 1023] {
+            let x: Vec<f32> = (0..len).map(|i| (i as f32 * 0.37).sin()).collect();
+            let want: f64 = x.iter().map(|&x| f64::from(x) * 2.0).sum();
+            assert!((f64::from(sum(&x, |x| 2.0 * x)) - want).abs() < 1e-5);
+            assert!((f64::from(sum2(&x, &x, |a, b| a + b)) - want).abs() < 1e-5);
+            assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+        }
+    }
+}

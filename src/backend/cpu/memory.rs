@@ -1,0 +1,103 @@
+//! Host buffers: cache-line aligned, recycled through a pool, counted by category.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::backend::{Ledger, Memory};
+
+/// One cache line; makes every buffer aligned to it.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+struct Line([f32; LINE]);
+
+/// f32 elements in a cache line.
+const LINE: usize = 16;
+
+/// Free buffers, waiting for their next use, and the count of the live ones.
+#[derive(Default)]
+pub struct Pool {
+    free: Mutex<Vec<Vec<Line>>>,
+    pub(super) ledger: Ledger,
+}
+
+impl Pool {
+    /// A buffer with unspecified contents: NaN in debug builds, so that reading them shows.
+    pub fn take(self: &Arc<Self>, what: Memory, len: usize) -> CpuBuf {
+        let lines = len.div_ceil(LINE);
+        let recycled = {
+            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+            // Best fit; a buffer more than a quarter too large would waste what the banner promised.
+            let fits = |have: usize| have >= lines && have <= lines + lines / 4;
+            let best = (0..free.len()).filter(|&i| fits(free[i].len())).min_by_key(|&i| free[i].len());
+            best.map(|i| free.swap_remove(i))
+        };
+        let mut lines = recycled.unwrap_or_else(|| vec![Line::zeroed(); lines]);
+        if cfg!(debug_assertions) {
+            lines.fill(Line([f32::NAN; LINE]));
+        }
+        self.ledger.take(what, size_of_val(lines.as_slice()));
+        CpuBuf { lines, len, what, pool: self.clone() }
+    }
+}
+
+/// A flat buffer of f32 on the host. Its memory returns to the pool on drop.
+pub struct CpuBuf {
+    lines: Vec<Line>,
+    len: usize,
+    what: Memory,
+    pool: Arc<Pool>,
+}
+
+impl CpuBuf {
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The elements.
+    pub fn as_slice(&self) -> &[f32] {
+        &bytemuck::cast_slice(&self.lines)[..self.len]
+    }
+
+    /// The elements, to write.
+    pub fn as_mut_slice(&mut self) -> &mut [f32] {
+        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.len]
+    }
+}
+
+impl Drop for CpuBuf {
+    fn drop(&mut self) {
+        self.pool.ledger.give(self.what, size_of_val(self.lines.as_slice()));
+        if !self.lines.is_empty() {
+            let lines = std::mem::take(&mut self.lines);
+            self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).push(lines);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_come_back_and_are_counted() {
+        let pool = Arc::new(Pool::default());
+        let first = pool.take(Memory::Gradients, 1000);
+        assert_eq!(first.as_slice().as_ptr() as usize % 64, 0);
+        let address = first.as_slice().as_ptr();
+        drop(first);
+        assert_eq!(pool.ledger.live(Memory::Gradients), 0);
+        let second = pool.take(Memory::Activations, 990);
+        assert_eq!(second.as_slice().as_ptr(), address);
+        assert_eq!(second.len(), 990);
+        let third = pool.take(Memory::Activations, 990);
+        assert_ne!(third.as_slice().as_ptr(), address);
+        assert!(pool.take(Memory::Data, 0).is_empty());
+    }
+}

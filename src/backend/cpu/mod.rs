@@ -1,0 +1,245 @@
+//! The CPU: host memory, vectorised kernels, a pool of threads.
+
+mod attention;
+mod classifier;
+mod dropout;
+mod elementwise;
+mod embedding;
+mod linear;
+mod math;
+mod memory;
+mod norm;
+mod optimizer;
+mod product;
+#[cfg(test)]
+mod tests;
+mod threads;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::{AdamW, Attention, Backend, CrossEntropy, Dropout, Gemm, Kernels, Ledger, Linear, Memory, Norm, Sgd};
+use crate::error::Result;
+
+pub use elementwise::add_serial;
+pub use memory::CpuBuf;
+pub use threads::Threads;
+
+/// The CPU backend of one rank. Clones share memory pool and threads.
+#[derive(Clone)]
+pub struct Cpu {
+    pool: Arc<memory::Pool>,
+    threads: Arc<Threads>,
+}
+
+impl Cpu {
+    /// A backend that computes on `threads` threads, the caller's included.
+    pub fn new(threads: usize) -> Self {
+        Self { pool: Arc::default(), threads: Arc::new(Threads::new(threads)) }
+    }
+
+    /// Threads that compute.
+    pub fn threads(&self) -> usize {
+        self.threads.count()
+    }
+}
+
+impl Backend for Cpu {
+    type Buf = CpuBuf;
+    type Ints = Vec<u32>;
+    type View<'a> = &'a [f32];
+    type ViewMut<'a> = &'a mut [f32];
+
+    fn alloc(&self, what: Memory, len: usize) -> Result<CpuBuf> {
+        Ok(self.pool.take(what, len))
+    }
+
+    fn upload(&self, what: Memory, host: &[f32]) -> Result<CpuBuf> {
+        let mut buf = self.pool.take(what, host.len());
+        buf.as_mut_slice().copy_from_slice(host);
+        Ok(buf)
+    }
+
+    fn download(&self, from: &[f32], host: &mut [f32]) -> Result<()> {
+        host.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn upload_ints(&self, host: &[u32]) -> Result<Vec<u32>> {
+        Ok(host.to_vec())
+    }
+
+    fn view(buf: &CpuBuf, range: Range<usize>) -> &[f32] {
+        &buf.as_slice()[range]
+    }
+
+    fn view_mut(buf: &mut CpuBuf, range: Range<usize>) -> &mut [f32] {
+        &mut buf.as_mut_slice()[range]
+    }
+
+    fn len(buf: &CpuBuf) -> usize {
+        buf.len()
+    }
+
+    fn cut(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {
+        view.split_at(at)
+    }
+
+    fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
+        view.split_at_mut(at)
+    }
+
+    fn host(buf: &mut CpuBuf) -> Option<&mut [f32]> {
+        Some(buf.as_mut_slice())
+    }
+
+    fn ledger(&self) -> &Ledger {
+        &self.pool.ledger
+    }
+}
+
+impl Kernels for Cpu {
+    fn zero(&self, y: &mut [f32]) -> Result<()> {
+        elementwise::zero(&self.threads, y);
+        Ok(())
+    }
+
+    fn copy(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        elementwise::copy(&self.threads, x, y);
+        Ok(())
+    }
+
+    fn add(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        elementwise::add(&self.threads, x, y);
+        Ok(())
+    }
+
+    fn sum_squares(&self, x: &[f32]) -> Result<f64> {
+        Ok(elementwise::sum_squares(&self.threads, x))
+    }
+
+    fn gemm(&self, shape: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
+        linear::gemm(&self.threads, shape, a, b, c);
+        Ok(())
+    }
+
+    fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
+        linear::forward(&self.threads, shape, x, weight, bias, y);
+        Ok(())
+    }
+
+    fn linear_backward_input(&self, shape: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
+        linear::backward_input(&self.threads, shape, dy, weight, dx);
+        Ok(())
+    }
+
+    fn linear_backward_weight(
+        &self,
+        shape: Linear,
+        dy: &[f32],
+        x: &[f32],
+        dweight: &mut [f32],
+        dbias: &mut [f32],
+    ) -> Result<()> {
+        linear::backward_weight(&self.threads, shape, dy, x, dweight, dbias);
+        Ok(())
+    }
+
+    fn embedding(&self, tokens: &Vec<u32>, token_table: &[f32], position_table: &[f32], y: &mut [f32]) -> Result<()> {
+        embedding::forward(&self.threads, tokens, token_table, position_table, y);
+        Ok(())
+    }
+
+    fn embedding_backward(
+        &self,
+        tokens: &Vec<u32>,
+        dy: &[f32],
+        dtoken_table: &mut [f32],
+        dposition_table: &mut [f32],
+    ) -> Result<()> {
+        embedding::backward(&self.threads, tokens, dy, dtoken_table, dposition_table);
+        Ok(())
+    }
+
+    fn layer_norm(
+        &self,
+        shape: Norm,
+        x: &[f32],
+        weight: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+        stats: &mut [f32],
+    ) -> Result<()> {
+        norm::forward(&self.threads, shape, x, weight, bias, y, stats);
+        Ok(())
+    }
+
+    fn layer_norm_backward(
+        &self,
+        shape: Norm,
+        dy: &[f32],
+        x: &[f32],
+        weight: &[f32],
+        stats: &[f32],
+        dx: &mut [f32],
+        dweight: &mut [f32],
+        dbias: &mut [f32],
+    ) -> Result<()> {
+        norm::backward(&self.threads, shape, dy, x, weight, stats, dx, dweight, dbias);
+        Ok(())
+    }
+
+    fn attention(&self, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) -> Result<()> {
+        attention::forward(&self.threads, shape, qkv, y, lse);
+        Ok(())
+    }
+
+    fn attention_backward(
+        &self,
+        shape: Attention,
+        qkv: &[f32],
+        y: &[f32],
+        lse: &[f32],
+        dy: &[f32],
+        dqkv: &mut [f32],
+    ) -> Result<()> {
+        attention::backward(&self.threads, shape, qkv, y, lse, dy, dqkv);
+        Ok(())
+    }
+
+    fn gelu(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        elementwise::gelu(&self.threads, x, y);
+        Ok(())
+    }
+
+    fn gelu_backward(&self, x: &[f32], dy: &mut [f32]) -> Result<()> {
+        elementwise::gelu_backward(&self.threads, x, dy);
+        Ok(())
+    }
+
+    fn dropout(&self, mask: Dropout, x: &mut [f32]) -> Result<()> {
+        dropout::dropout(&self.threads, mask, x);
+        Ok(())
+    }
+
+    fn cross_entropy(
+        &self,
+        shape: CrossEntropy,
+        logits: &mut [f32],
+        targets: &Vec<u32>,
+        losses: &mut [f32],
+    ) -> Result<()> {
+        classifier::cross_entropy(&self.threads, shape, logits, targets, losses);
+        Ok(())
+    }
+
+    fn adamw(&self, update: AdamW, grad: &[f32], m: &mut [f32], v: &mut [f32], p: &mut [f32]) -> Result<()> {
+        optimizer::adamw(&self.threads, update, grad, m, v, p);
+        Ok(())
+    }
+
+    fn sgd(&self, update: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32]) -> Result<()> {
+        optimizer::sgd(&self.threads, update, grad, m, p);
+        Ok(())
+    }
+}

@@ -1,0 +1,101 @@
+//! Layer normalisation (Ba, Kiros and Hinton, 2016).
+
+use super::math::{simd, sum, sum2};
+use super::threads::Threads;
+use crate::backend::{NORM_EPSILON, Norm};
+
+/// Rows of one task.
+const ROWS: usize = 32;
+/// Columns of one task when rows are summed.
+const COLUMNS: usize = 64;
+
+pub fn forward(threads: &Threads, s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32], stats: &mut [f32]) {
+    let d = s.width;
+    let (mean, rstd) = stats.split_at_mut(s.rows);
+    let parts = x.chunks(ROWS * d).zip(y.chunks_mut(ROWS * d)).zip(mean.chunks_mut(ROWS).zip(rstd.chunks_mut(ROWS)));
+    threads.each(parts, |((x, y), (mean, rstd))| {
+        simd(|| {
+            let rows = x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(mean.iter_mut().zip(rstd));
+            for ((x, y), (mean, rstd)) in rows {
+                let mu = sum(x, |x| x) / d as f32;
+                let variance = sum(x, |x| (x - mu) * (x - mu)) / d as f32;
+                let scale = 1.0 / (variance + NORM_EPSILON).sqrt();
+                if bias.is_empty() {
+                    for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+                        *y = (x - mu) * scale * w;
+                    }
+                } else {
+                    for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
+                        *y = (x - mu) * scale * w + b;
+                    }
+                }
+                (*mean, *rstd) = (mu, scale);
+            }
+        });
+    });
+}
+
+#[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
+pub fn backward(
+    threads: &Threads,
+    s: Norm,
+    dy: &[f32],
+    x: &[f32],
+    weight: &[f32],
+    stats: &[f32],
+    dx: &mut [f32],
+    dweight: &mut [f32],
+    dbias: &mut [f32],
+) {
+    let d = s.width;
+    let (mean, rstd) = stats.split_at(s.rows);
+    let rows = dy.chunks(ROWS * d).zip(x.chunks(ROWS * d)).zip(dx.chunks_mut(ROWS * d));
+    threads.each(rows.zip(mean.chunks(ROWS).zip(rstd.chunks(ROWS))), |(((dy, x), dx), (mean, rstd))| {
+        simd(|| {
+            let rows = dy.chunks_exact(d).zip(x.chunks_exact(d)).zip(dx.chunks_exact_mut(d));
+            for (((dy, x), dx), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
+                // With g = dy·w and n = (x - mean)·rstd: dx = rstd·(g - mean(g) - n·mean(g·n)).
+                let g_mean = sum2(dy, weight, |dy, w| dy * w) / d as f32;
+                let gn_mean = {
+                    let gx = sum3(dy, weight, x, |dy, w, x| dy * w * (x - mean));
+                    gx * rstd / d as f32
+                };
+                for (((dx, &dy), &w), &x) in dx.iter_mut().zip(dy).zip(weight).zip(x) {
+                    *dx += rstd * (dy * w - g_mean - (x - mean) * rstd * gn_mean);
+                }
+            }
+        });
+    });
+    // Columns are summed over all rows by the one task that owns them: the order is fixed.
+    let has_bias = !dbias.is_empty();
+    let mut no_bias = vec![0.0; if has_bias { 0 } else { d }];
+    let dbias = if has_bias { dbias } else { &mut no_bias };
+    let columns = dweight.chunks_mut(COLUMNS).zip(dbias.chunks_mut(COLUMNS)).enumerate();
+    threads.each(columns, |(i, (dweight, dbias))| {
+        simd(|| {
+            let at = i * COLUMNS;
+            for (row, (dy, x)) in dy.chunks_exact(d).zip(x.chunks_exact(d)).enumerate() {
+                let (dy, x) = (&dy[at..][..dweight.len()], &x[at..][..dweight.len()]);
+                let (mean, rstd) = (mean[row], rstd[row]);
+                for (((dw, db), &dy), &x) in dweight.iter_mut().zip(dbias.iter_mut()).zip(dy).zip(x) {
+                    *dw += dy * (x - mean) * rstd;
+                    *db += dy;
+                }
+            }
+        });
+    });
+}
+
+/// `Σ f(x, y, z)` in the same fixed order as [`sum2`].
+#[inline(always)]
+fn sum3(x: &[f32], y: &[f32], z: &[f32], f: impl Fn(f32, f32, f32) -> f32) -> f32 {
+    use super::math::LANES;
+    let mut lanes = [0.0; LANES];
+    let blocks = x.chunks(LANES).zip(y.chunks(LANES)).zip(z.chunks(LANES));
+    for ((x, y), z) in blocks {
+        for (i, ((&x, &y), &z)) in x.iter().zip(y).zip(z).enumerate() {
+            lanes[i] += f(x, y, z);
+        }
+    }
+    sum(&lanes, |x| x)
+}

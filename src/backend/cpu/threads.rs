@@ -1,0 +1,230 @@
+//! A fork-join pool that stays hot between kernels.
+//!
+//! Kernels of a small model last tens of microseconds; waking a sleeping thread costs as much. Workers
+//! therefore spin briefly after a job before they sleep. A job is a number of independent tasks, each
+//! claimed once; the caller works too and returns when all are done.
+
+use std::cell::UnsafeCell;
+use std::mem::ManuallyDrop;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+/// Rounds a worker spins for the next job before it sleeps: some tens of microseconds.
+const SPINS: u32 = 20_000;
+
+/// Bits of the claim word that hold the next task and the number of tasks; the rest is the job's number.
+const TASK_BITS: u32 = 24;
+const TASK_MASK: u64 = (1 << TASK_BITS) - 1;
+
+type Task<'a> = &'a (dyn Fn(usize) + Sync);
+
+struct Shared {
+    /// Job number, number of tasks and next task in one word: whoever claims a task learns in the
+    /// same instant which job it belongs to and whether the task exists.
+    claim: AtomicU64,
+    /// Tasks finished of the current job.
+    done: AtomicUsize,
+    /// The current job. Written only while no claimed task is unfinished.
+    job: UnsafeCell<Option<Task<'static>>>,
+    panicked: AtomicBool,
+    sleepers: AtomicUsize,
+    stop: AtomicBool,
+}
+
+// SAFETY: `job` is written by the one caller inside `run` (it holds the pool's lock) while every earlier
+// task is finished, and read only by threads that hold an unfinished task of the current job.
+unsafe impl Sync for Shared {}
+
+impl Shared {
+    /// Takes the next task of the current job, if one is left.
+    fn next(&self) -> Option<usize> {
+        let split = |word: u64| ((word & TASK_MASK) as usize, ((word >> TASK_BITS) & TASK_MASK) as usize);
+        let (index, tasks) = split(self.claim.load(Ordering::Acquire));
+        if index >= tasks {
+            return None;
+        }
+        let (index, tasks) = split(self.claim.fetch_add(1, Ordering::AcqRel));
+        (index < tasks).then_some(index)
+    }
+
+    /// Works on the current job until no task is left to claim.
+    fn work(&self) {
+        while let Some(index) = self.next() {
+            // SAFETY: a claimed, unfinished task keeps `run` from returning and the job from changing.
+            let job = unsafe { *self.job.get() };
+            if let Some(task) = job
+                && catch_unwind(AssertUnwindSafe(|| task(index))).is_err()
+            {
+                self.panicked.store(true, Ordering::Relaxed);
+            }
+            self.done.fetch_add(1, Ordering::Release);
+        }
+    }
+
+    fn worker(&self) {
+        let mut spins = 0;
+        while !self.stop.load(Ordering::Relaxed) {
+            let before = self.claim.load(Ordering::Acquire);
+            self.work();
+            if self.claim.load(Ordering::Acquire) != before {
+                spins = 0;
+            } else if spins < SPINS {
+                spins += 1;
+                std::hint::spin_loop();
+            } else {
+                self.sleepers.fetch_add(1, Ordering::SeqCst);
+                // A job published before the line above was counted in is seen here; a later one wakes us.
+                if self.claim.load(Ordering::SeqCst) == before && !self.stop.load(Ordering::SeqCst) {
+                    std::thread::park();
+                }
+                self.sleepers.fetch_sub(1, Ordering::SeqCst);
+                spins = 0;
+            }
+        }
+    }
+}
+
+/// The threads of one rank.
+pub struct Threads {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    /// One job at a time.
+    running: Mutex<u64>,
+}
+
+impl Threads {
+    /// A pool of `count` threads, the caller of [`Threads::run`] included.
+    pub fn new(count: usize) -> Self {
+        let shared = Arc::new(Shared {
+            claim: AtomicU64::new(0),
+            done: AtomicUsize::new(0),
+            job: UnsafeCell::new(None),
+            panicked: AtomicBool::new(false),
+            sleepers: AtomicUsize::new(0),
+            stop: AtomicBool::new(false),
+        });
+        let workers = (1..count)
+            .filter_map(|i| {
+                let shared = shared.clone();
+                // A thread that the system refuses is one worker less, not an error: results do not change.
+                std::thread::Builder::new().name(format!("compute-{i}")).spawn(move || shared.worker()).ok()
+            })
+            .collect();
+        Self { shared, workers, running: Mutex::new(0) }
+    }
+
+    /// Threads that work on a job.
+    pub fn count(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Calls `task(0)` … `task(tasks - 1)`, each once, in any order, on any thread; returns when all have.
+    ///
+    /// # Panics
+    /// When a task panics. Must not be called from inside a task.
+    pub fn run(&self, tasks: usize, task: impl Fn(usize) + Sync) {
+        if self.workers.is_empty() || tasks <= 1 {
+            (0..tasks).for_each(task);
+            return;
+        }
+        assert!(tasks as u64 <= TASK_MASK, "{tasks} tasks in one job");
+        let shared = &*self.shared;
+        let mut job_number = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        *job_number += 1;
+        let task: Task<'_> = &task;
+        // SAFETY: only the lifetime changes; every use of the reference ends before this function returns,
+        // because it waits for all claimed tasks and the claim word offers no more.
+        let task: Task<'static> = unsafe { std::mem::transmute(task) };
+        // SAFETY: no task of an earlier job is unfinished, so nobody reads `job` now.
+        unsafe { *shared.job.get() = Some(task) };
+        shared.done.store(0, Ordering::Relaxed);
+        let word = *job_number << (2 * TASK_BITS) | (tasks as u64) << TASK_BITS;
+        shared.claim.store(word, Ordering::SeqCst);
+        if shared.sleepers.load(Ordering::SeqCst) > 0 {
+            self.workers.iter().for_each(|worker| worker.thread().unpark());
+        }
+        shared.work();
+        let mut spins = 0;
+        while shared.done.load(Ordering::Acquire) < tasks {
+            spins += 1;
+            // A worker that was descheduled inside its task needs the core that this loop burns.
+            if spins % 1024 == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
+        if shared.panicked.swap(false, Ordering::Relaxed) {
+            drop(job_number);
+            resume_unwind(Box::new("a compute thread panicked"));
+        }
+    }
+
+    /// Calls `f` once with each item, spread over the threads. Items are typically disjoint parts of an output.
+    pub fn each<T: Send>(&self, items: impl IntoIterator<Item = T>, f: impl Fn(T) + Sync) {
+        if self.workers.is_empty() {
+            items.into_iter().for_each(f);
+            return;
+        }
+        struct Items<T>(Vec<UnsafeCell<ManuallyDrop<T>>>);
+        // SAFETY: each cell is touched by the one thread that claimed its index.
+        unsafe impl<T: Send> Sync for Items<T> {}
+        let items = Items(items.into_iter().map(|item| UnsafeCell::new(ManuallyDrop::new(item))).collect());
+        let items = &items;
+        self.run(items.0.len(), |i| {
+            // SAFETY: `run` hands out every index once, so the item is taken once.
+            f(unsafe { ManuallyDrop::take(&mut *items.0[i].get()) });
+        });
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        for worker in self.workers.drain(..) {
+            worker.thread().unpark();
+            // A worker catches the panics of its tasks, so joining cannot fail.
+            let _ = worker.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once() {
+        for threads in [1, 2, 3, 8] {
+            let pool = Threads::new(threads);
+            for tasks in (0..40).chain([1000]) {
+                let hits: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
+                pool.run(tasks, |i| {
+                    hits[i].fetch_add(1, Ordering::Relaxed);
+                });
+                assert!(hits.iter().all(|hit| hit.load(Ordering::Relaxed) == 1));
+            }
+        }
+    }
+
+    #[test]
+    fn items_are_moved_out_and_sleepers_wake() {
+        let pool = Threads::new(3);
+        for _ in 0..3 {
+            let mut out = vec![0; 100];
+            pool.each(out.chunks_mut(7).enumerate(), |(i, part)| part.fill(i + 1));
+            assert!(out.iter().enumerate().all(|(i, &x)| x == i / 7 + 1));
+            std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    }
+
+    #[test]
+    fn a_panic_in_a_task_reaches_the_caller_and_the_pool_survives() {
+        let pool = Threads::new(2);
+        let caught = catch_unwind(AssertUnwindSafe(|| pool.run(8, |i| assert_ne!(i, 5))));
+        assert!(caught.is_err());
+        let sum = AtomicUsize::new(0);
+        pool.run(8, |i| {
+            sum.fetch_add(i, Ordering::Relaxed);
+        });
+        assert_eq!(sum.into_inner(), 28);
+    }
+}

@@ -1,0 +1,257 @@
+//! The operations a device must know: the only trait with arithmetic in it.
+//!
+//! Shape letters: b batch, t time (context), h heads, d width, v vocabulary; *rows* are b·t.
+//! "Adds" means the result is accumulated into the output, "overwrites" that it replaces it.
+
+use super::Backend;
+use crate::error::Result;
+
+/// A matrix product `c = op(a)·op(b) (+ c)`, row-major.
+#[derive(Debug, Clone, Copy)]
+pub struct Gemm {
+    /// Rows of `c`.
+    pub m: usize,
+    /// Columns of `c`.
+    pub n: usize,
+    /// The summed dimension.
+    pub k: usize,
+    /// `a` is stored k×m instead of m×k.
+    pub ta: bool,
+    /// `b` is stored n×k instead of k×n.
+    pub tb: bool,
+    /// Add to `c` instead of overwriting it.
+    pub acc: bool,
+}
+
+/// An affine map of every row: `y = x·Wᵀ + bias`, W stored outputs×inputs.
+#[derive(Debug, Clone, Copy)]
+pub struct Linear {
+    /// Rows of `x` and `y`.
+    pub rows: usize,
+    /// Columns of `x`.
+    pub inputs: usize,
+    /// Columns of `y`.
+    pub outputs: usize,
+}
+
+/// Layer normalisation of every row.
+#[derive(Debug, Clone, Copy)]
+pub struct Norm {
+    /// Rows.
+    pub rows: usize,
+    /// Columns, over which mean and variance are taken.
+    pub width: usize,
+}
+
+/// Added to the variance in [`Kernels::layer_norm`]; GPT-2's value.
+pub const NORM_EPSILON: f32 = 1e-5;
+
+/// Causal multi-head attention over packed queries, keys and values.
+#[derive(Debug, Clone, Copy)]
+pub struct Attention {
+    /// Sequences.
+    pub batch: usize,
+    /// Positions a sequence.
+    pub time: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Width of one head.
+    pub head_width: usize,
+}
+
+/// Where a dropout mask comes from: a counter, never a state.
+///
+/// Element `i` of the window is kept or dropped by a hash of (`key`, `offset + i`), so the mask is the
+/// same in a recomputation and on any number of ranks.
+#[derive(Debug, Clone, Copy)]
+pub struct Dropout {
+    /// Chance to drop an element; kept ones are scaled by `1 / (1 - rate)`.
+    pub rate: f32,
+    /// Names the stream: run seed, step and layer.
+    pub key: u64,
+    /// Index of the window's first element in the global batch.
+    pub offset: u64,
+}
+
+/// Softmax cross-entropy over rows of logits.
+#[derive(Debug, Clone, Copy)]
+pub struct CrossEntropy {
+    /// Rows of logits.
+    pub rows: usize,
+    /// Classes a row.
+    pub classes: usize,
+    /// Factor of the gradient: 1 / (rows in the global batch).
+    pub scale: f32,
+    /// Replace the logits by their gradient; without it they are left alone.
+    pub gradient: bool,
+}
+
+/// One AdamW update (Loshchilov and Hutter, 2019): decoupled weight decay, bias-corrected moments.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamW {
+    /// Learning rate of this step.
+    pub lr: f32,
+    /// Decay of the first moment.
+    pub beta1: f32,
+    /// Decay of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub eps: f32,
+    /// Decoupled weight decay.
+    pub weight_decay: f32,
+    /// Number of this update, from 1: for the bias correction.
+    pub step: u64,
+    /// Factor on the gradient: the clip.
+    pub grad_scale: f32,
+}
+
+/// One SGD update with momentum, optionally Nesterov's, and coupled (L2) weight decay.
+#[derive(Debug, Clone, Copy)]
+pub struct Sgd {
+    /// Learning rate of this step.
+    pub lr: f32,
+    /// Decay of the momentum buffer; 0 is plain SGD.
+    pub momentum: f32,
+    /// Look ahead along the momentum.
+    pub nesterov: bool,
+    /// L2 weight decay, added to the gradient.
+    pub weight_decay: f32,
+    /// Factor on the gradient: the clip.
+    pub grad_scale: f32,
+}
+
+/// Arithmetic on a device's buffers.
+///
+/// All results are a function of shapes and values alone: never of the number of threads or of launch order.
+/// Lengths of windows must match the shapes; a mismatch is a bug and panics. A bias window of length
+/// zero means "no bias".
+pub trait Kernels: Backend {
+    /// `y = 0`.
+    fn zero(&self, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `y = x`.
+    fn copy(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `y += x`.
+    fn add(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `Σ x²` in f64, summed in fixed chunks.
+    fn sum_squares(&self, x: Self::View<'_>) -> Result<f64>;
+
+    /// The matrix product described by `shape`.
+    fn gemm(&self, shape: Gemm, a: Self::View<'_>, b: Self::View<'_>, c: Self::ViewMut<'_>) -> Result<()>;
+    /// `y = x·Wᵀ + bias`; overwrites.
+    fn linear(
+        &self,
+        shape: Linear,
+        x: Self::View<'_>,
+        weight: Self::View<'_>,
+        bias: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// `dx = dy·W`; overwrites.
+    fn linear_backward_input(
+        &self,
+        shape: Linear,
+        dy: Self::View<'_>,
+        weight: Self::View<'_>,
+        dx: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// `dW += dyᵀ·x`, `dbias += Σ_rows dy`.
+    fn linear_backward_weight(
+        &self,
+        shape: Linear,
+        dy: Self::View<'_>,
+        x: Self::View<'_>,
+        dweight: Self::ViewMut<'_>,
+        dbias: Self::ViewMut<'_>,
+    ) -> Result<()>;
+
+    /// `y[b,t] = token_table[tokens[b,t]] + position_table[t]`; overwrites. Shapes: tokens b·t, y b·t·d.
+    fn embedding(
+        &self,
+        tokens: &Self::Ints,
+        token_table: Self::View<'_>,
+        position_table: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// Adds `dy` to the rows of both tables that made it.
+    fn embedding_backward(
+        &self,
+        tokens: &Self::Ints,
+        dy: Self::View<'_>,
+        dtoken_table: Self::ViewMut<'_>,
+        dposition_table: Self::ViewMut<'_>,
+    ) -> Result<()>;
+
+    /// `y = (x - mean)·rstd·weight + bias` for every row; overwrites `y` and `stats` (mean and rstd, 2·rows).
+    fn layer_norm(
+        &self,
+        shape: Norm,
+        x: Self::View<'_>,
+        weight: Self::View<'_>,
+        bias: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+        stats: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// Adds to `dx` (which holds the residual path's gradient), `dweight` and `dbias`.
+    #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
+    fn layer_norm_backward(
+        &self,
+        shape: Norm,
+        dy: Self::View<'_>,
+        x: Self::View<'_>,
+        weight: Self::View<'_>,
+        stats: Self::View<'_>,
+        dx: Self::ViewMut<'_>,
+        dweight: Self::ViewMut<'_>,
+        dbias: Self::ViewMut<'_>,
+    ) -> Result<()>;
+
+    /// Attention over `qkv` (rows × 3·d: queries, keys, values) into `y` (rows × d); overwrites `y` and
+    /// `lse` (b·h·t: log of the softmax's denominator, all that the backward needs of the probabilities).
+    fn attention(
+        &self,
+        shape: Attention,
+        qkv: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+        lse: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// Overwrites `dqkv`.
+    fn attention_backward(
+        &self,
+        shape: Attention,
+        qkv: Self::View<'_>,
+        y: Self::View<'_>,
+        lse: Self::View<'_>,
+        dy: Self::View<'_>,
+        dqkv: Self::ViewMut<'_>,
+    ) -> Result<()>;
+
+    /// GELU in its tanh form (Hendrycks and Gimpel, 2016); overwrites.
+    fn gelu(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `dy *= gelu'(x)`, in place.
+    fn gelu_backward(&self, x: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
+
+    /// Drops and scales in place; the backward is the same call on the gradient.
+    fn dropout(&self, mask: Dropout, x: Self::ViewMut<'_>) -> Result<()>;
+
+    /// Writes the loss of every row (`-log softmax(logits)[target]`, unscaled) to `losses`;
+    /// with [`CrossEntropy::gradient`], overwrites the logits by their scaled gradient.
+    fn cross_entropy(
+        &self,
+        shape: CrossEntropy,
+        logits: Self::ViewMut<'_>,
+        targets: &Self::Ints,
+        losses: Self::ViewMut<'_>,
+    ) -> Result<()>;
+
+    /// Updates `p`, `m` and `v` of a contiguous range from its gradient.
+    fn adamw(
+        &self,
+        update: AdamW,
+        grad: Self::View<'_>,
+        m: Self::ViewMut<'_>,
+        v: Self::ViewMut<'_>,
+        p: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// Updates `p` and `m` of a contiguous range from its gradient.
+    fn sgd(&self, update: Sgd, grad: Self::View<'_>, m: Self::ViewMut<'_>, p: Self::ViewMut<'_>) -> Result<()>;
+}

@@ -1,0 +1,3 @@
+//! The `hpctrain` program.
+
+fn main() {}

@@ -1,0 +1,102 @@
+//! Counter-based random numbers: a value is a function of (key, counter), never of a state.
+//!
+//! That makes initial weights, dropout masks and sampled tokens independent of ranks, threads and restarts.
+
+/// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011):
+/// four 32-bit words for a 128-bit counter and a 64-bit key.
+#[inline(always)]
+pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for _ in 0..10 {
+        let a = u64::from(counter[0]) * 0xD251_1F53;
+        let b = u64::from(counter[2]) * 0xCD9E_8D57;
+        counter = [(b >> 32) as u32 ^ counter[1] ^ key[0], b as u32, (a >> 32) as u32 ^ counter[3] ^ key[1], a as u32];
+        key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
+    }
+    counter
+}
+
+/// A stream of words, named by a key.
+#[derive(Debug, Clone, Copy)]
+pub struct Stream {
+    key: [u32; 2],
+}
+
+impl Stream {
+    /// The stream `key`.
+    pub fn new(key: u64) -> Self {
+        Self { key: [key as u32, (key >> 32) as u32] }
+    }
+
+    /// Words `4·block .. 4·block + 4` of the stream.
+    #[inline(always)]
+    pub fn block(self, block: u64) -> [u32; 4] {
+        philox([block as u32, (block >> 32) as u32, 0, 0], self.key)
+    }
+
+    /// Element `index` of a standard normal sequence (Box and Muller, 1958).
+    pub fn normal(self, index: u64) -> f32 {
+        let words = self.block(index);
+        // (0, 1]: the logarithm is finite.
+        let unit = |word: u32| (f64::from(word) + 1.0) / 4_294_967_296.0;
+        let radius = (-2.0 * unit(words[0]).ln()).sqrt();
+        (radius * (std::f64::consts::TAU * unit(words[1])).cos()) as f32
+    }
+
+    /// Element `index` of a uniform sequence in [0, 1).
+    pub fn uniform(self, index: u64) -> f64 {
+        f64::from(self.block(index)[0]) / 4_294_967_296.0
+    }
+}
+
+/// Derives an independent key from a parent key and a list of names or numbers (SplitMix64 finaliser).
+pub fn derive(key: u64, parts: &[u64]) -> u64 {
+    let mix = |mut z: u64| {
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    };
+    parts.iter().fold(mix(key.wrapping_add(0x9E37_79B9_7F4A_7C15)), |key, &part| {
+        mix(key.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ mix(part.wrapping_add(0x9E37_79B9_7F4A_7C15)))
+    })
+}
+
+/// A number for a name, to pass to [`derive`] (FNV-1a).
+pub fn name(text: &str) -> u64 {
+    text.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The known answers published with Random123.
+    #[test]
+    fn philox_known_answers() {
+        assert_eq!(philox([0; 4], [0; 2]), [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]);
+        assert_eq!(philox([u32::MAX; 4], [u32::MAX; 2]), [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]);
+        let pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
+        assert_eq!(philox(pi, [0xa409_3822, 0x299f_31d0]), [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]);
+    }
+
+    #[test]
+    fn normal_has_its_moments() {
+        let stream = Stream::new(7);
+        let n = 100_000;
+        let (mut sum, mut squares) = (0.0, 0.0);
+        for i in 0..n {
+            let x = f64::from(stream.normal(i));
+            sum += x;
+            squares += x * x;
+        }
+        assert!((sum / n as f64).abs() < 0.01 && (squares / n as f64 - 1.0).abs() < 0.02);
+    }
+
+    #[test]
+    fn derived_keys_differ() {
+        let keys =
+            [derive(0, &[]), derive(0, &[0]), derive(0, &[0, 0]), derive(0, &[1, 0]), derive(1, &[0]), name("a")];
+        for (i, a) in keys.iter().enumerate() {
+            assert!(keys[..i].iter().all(|b| a != b));
+        }
+    }
+}
