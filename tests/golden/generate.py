@@ -1,0 +1,248 @@
+"""Writes gpt.h5 and ops.h5 next to this file: reference numbers from PyTorch (see README.md).
+
+Initial values and inputs are rounded to f32 first; everything else is computed from them in f64.
+"""
+
+import math
+import pathlib
+
+import h5py
+import numpy as np
+import torch
+
+HERE = pathlib.Path(__file__).parent
+CONFIG = dict(layers=2, heads=3, width=24, context=13, vocabulary=37, batch=5)
+STEPS = 10
+ADAMW = dict(lr=1e-2, warmup_steps=3, total_steps=STEPS, min_lr=1e-3, schedule="cosine", beta1=0.9, beta2=0.95,
+             eps=1e-8, weight_decay=0.1, grad_clip=1.0)
+SGD = dict(lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01)
+
+
+# --- the operations, written out ---
+
+def layer_norm(x, weight, bias=None, eps=1e-5):
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred / torch.sqrt((centred ** 2).mean(-1, keepdim=True) + eps) * weight
+    return y if bias is None else y + bias
+
+
+def gelu(x):
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x ** 3)))
+
+
+def attention(qkv, heads):
+    """Causal. qkv [B, T, 3*D]: first all of q, then k, then v; head h owns columns h*hd.. of each. Returns [B, T, D]."""
+    b, t, d = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
+    q, k, v = (part.reshape(b, t, heads, d // heads).transpose(1, 2) for part in qkv.split(d, dim=-1))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(d // heads)
+    future = torch.ones(t, t, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2).reshape(b, t, d)
+
+
+def cross_entropy(logits, targets):
+    """Loss of each row."""
+    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None])[:, 0]
+
+
+# --- the network ---
+
+def shapes(layers, width, context, vocabulary, bias, **_):
+    out = {"wte.weight": (vocabulary, width), "wpe.weight": (context, width)}
+
+    def add(name, *shape):
+        out[f"{name}.weight"] = shape
+        if bias:
+            out[f"{name}.bias"] = shape[:1]
+
+    for i in range(layers):
+        add(f"h.{i}.ln_1", width)
+        add(f"h.{i}.attn.c_attn", 3 * width, width)
+        add(f"h.{i}.attn.c_proj", width, width)
+        add(f"h.{i}.ln_2", width)
+        add(f"h.{i}.mlp.c_fc", 4 * width, width)
+        add(f"h.{i}.mlp.c_proj", width, 4 * width)
+    add("ln_f", width)
+    return out
+
+
+def gpt(params, tokens):
+    """Logits [B, T, V]. Pre-norm GPT-2 with learned positions and the head tied to wte."""
+
+    def linear(x, name):
+        y = x @ params[f"{name}.weight"].T
+        return y + params[f"{name}.bias"] if f"{name}.bias" in params else y
+
+    def norm(x, name):
+        return layer_norm(x, params[f"{name}.weight"], params.get(f"{name}.bias"))
+
+    x = params["wte.weight"][tokens] + params["wpe.weight"][:tokens.shape[1]]
+    for i in range(CONFIG["layers"]):
+        mix = attention(linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn"), CONFIG["heads"])
+        x = x + linear(mix, f"h.{i}.attn.c_proj")
+        x = x + linear(gelu(linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")), f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ params["wte.weight"].T
+
+
+def backward(params, tokens, targets):
+    """Fresh gradients of the mean loss into params; returns (loss, logits)."""
+    for p in params.values():
+        p.grad = None
+    logits = gpt(params, tokens)
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten()).mean()
+    loss.backward()
+    return loss.detach(), logits.detach()
+
+
+def leaves(values):
+    return {n: v.double().clone().requires_grad_() for n, v in values.items()}
+
+
+def decay_groups(params, decay):
+    """Weight decay for matrices only."""
+    return [dict(params=[p for p in params.values() if p.ndim >= 2], weight_decay=decay),
+            dict(params=[p for p in params.values() if p.ndim < 2], weight_decay=0.0)]
+
+
+def adamw_lr(step):
+    s = ADAMW
+    if step < s["warmup_steps"]:
+        return s["lr"] * (step + 1) / s["warmup_steps"]
+    done = (step - s["warmup_steps"]) / (s["total_steps"] - s["warmup_steps"])
+    return s["min_lr"] + 0.5 * (s["lr"] - s["min_lr"]) * (1 + math.cos(math.pi * done))
+
+
+# --- writing ---
+
+def put(group, name, value):
+    """Stored as it comes, except that indices become u32."""
+    value = value.detach().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    group.create_dataset(name, data=value.astype(np.uint32) if value.dtype == np.int64 else value)
+
+
+def put_all(group, values, dtype):
+    for name, value in values.items():
+        put(group, name, value.to(dtype))
+
+
+def attributes(group, values):
+    for name, value in values.items():
+        group.attrs[name] = np.bytes_(value) if isinstance(value, str) else value
+
+
+def normal(rng, *shape, scale=1.0, shift=0.0):
+    return torch.from_numpy((shift + scale * rng.standard_normal(shape)).astype(np.float32))
+
+
+def write_case(group, rng, bias):
+    attributes(group, CONFIG)
+    initial = {}
+    for name, shape in shapes(bias=bias, **CONFIG).items():
+        scale_of_norm = "ln_" in name and name.endswith("weight")
+        initial[name] = normal(rng, *shape, scale=0.08, shift=1.0 if scale_of_norm else 0.0)
+    batches = (STEPS, CONFIG["batch"], CONFIG["context"])
+    tokens, targets = (torch.from_numpy(rng.integers(CONFIG["vocabulary"], size=batches)) for _ in range(2))
+    put_all(group.create_group("params"), initial, torch.float32)
+    put(group, "tokens", tokens)
+    put(group, "targets", targets)
+
+    params = leaves(initial)
+    loss, logits = backward(params, tokens[0], targets[0])
+    put(group, "loss", loss)
+    put(group, "logits", logits)
+    put_all(group.create_group("grads"), {n: p.grad for n, p in params.items()}, torch.float64)
+
+    params = leaves(initial)
+    optimizer = torch.optim.AdamW(decay_groups(params, ADAMW["weight_decay"]), betas=(ADAMW["beta1"], ADAMW["beta2"]),
+                                  eps=ADAMW["eps"])
+    losses, norms, rates = [], [], []
+    for step in range(STEPS):
+        losses.append(backward(params, tokens[step], targets[step])[0].item())
+        norms.append(torch.nn.utils.clip_grad_norm_(params.values(), ADAMW["grad_clip"]).item())
+        rates.append(adamw_lr(step))
+        for g in optimizer.param_groups:
+            g["lr"] = rates[-1]
+        optimizer.step()
+    out = group.create_group("adamw")
+    attributes(out, ADAMW)
+    put(out, "losses", losses)
+    put(out, "grad_norms", norms)
+    put(out, "lr", rates)
+    put_all(out.create_group("params"), params, torch.float32)
+
+    params = leaves(initial)
+    optimizer = torch.optim.SGD(decay_groups(params, SGD["weight_decay"]), lr=SGD["lr"], momentum=SGD["momentum"],
+                                nesterov=SGD["nesterov"])
+    losses = []
+    for step in range(STEPS):
+        losses.append(backward(params, tokens[step], targets[step])[0].item())
+        optimizer.step()
+    out = group.create_group("sgd")
+    attributes(out, SGD)
+    put(out, "losses", losses)
+    put_all(out.create_group("params"), params, torch.float32)
+
+
+def write_op(file, name, inputs, op, results, **attrs):
+    """Stores the inputs, the output (results[0]) and gradients: "dx" in results is that of input "x".
+
+    `op` takes the f64 inputs and returns the output and the scalar to differentiate.
+    """
+    group = file.create_group(name)
+    attributes(group, attrs)
+    for key, value in inputs.items():
+        put(group, key, value)
+    args = {k: v.double().requires_grad_() if v.is_floating_point() else v for k, v in inputs.items()}
+    y, scalar = op(args)
+    scalar.backward()
+    output, *grads = results
+    put(group, output, y.float())
+    for key in grads:
+        put(group, key, args[key[1:]].grad.float())
+
+
+def write_ops(file, rng):
+    def weighted(y, a):
+        return y, (y * a["dy"].detach()).sum()
+
+    write_op(file, "layer_norm",
+             dict(x=normal(rng, 7, 33, scale=2, shift=0.7), weight=normal(rng, 33, scale=0.5, shift=1),
+                  bias=normal(rng, 33), dy=normal(rng, 7, 33)),
+             lambda a: weighted(layer_norm(a["x"], a["weight"], a["bias"]), a), ["y", "dx", "dweight", "dbias"],
+             eps=1e-5)
+    write_op(file, "gelu", dict(x=normal(rng, 1023, scale=3), dy=normal(rng, 1023)),
+             lambda a: weighted(gelu(a["x"]), a), ["y", "dx"])
+    heads, size = 3, 5
+    write_op(file, "attention", dict(qkv=normal(rng, 2, 33, 3 * heads * size), dy=normal(rng, 2, 33, heads * size)),
+             lambda a: weighted(attention(a["qkv"], heads), a), ["y", "dqkv"], heads=heads,
+             head_size=size)
+
+    def mean_loss(a):
+        loss = cross_entropy(a["logits"], a["targets"])
+        return loss, loss.mean()
+
+    logits = normal(rng, 31, 65, scale=2)
+    logits[3] += 200  # exp overflows f32 unless the row's maximum is subtracted
+    logits[4] -= 200
+    write_op(file, "cross_entropy", dict(logits=logits, targets=torch.from_numpy(rng.integers(65, size=31))),
+             mean_loss, ["loss", "dlogits"])
+    tokens = torch.from_numpy(rng.integers(11, size=(3, 9)))  # 27 draws of 11: repeats in plenty
+    tokens[tokens == 6] = 7  # a row that nothing refers to has gradient zero
+    write_op(file, "embedding", dict(weight=normal(rng, 11, 21), tokens=tokens, dy=normal(rng, 3, 9, 21)),
+             lambda a: weighted(a["weight"][a["tokens"]], a), ["y", "dweight"])
+
+
+def main():
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    with h5py.File(HERE / "gpt.h5", "w") as file:
+        file.attrs["torch"] = np.bytes_(torch.__version__)
+        for seed, name in enumerate(["bias", "nobias"]):
+            write_case(file.create_group(name), np.random.default_rng(1234 + seed), bias=name == "bias")
+    with h5py.File(HERE / "ops.h5", "w") as file:
+        file.attrs["torch"] = np.bytes_(torch.__version__)
+        write_ops(file, np.random.default_rng(99))
+
+
+if __name__ == "__main__":
+    main()
