@@ -1,7 +1,17 @@
 //! hpctrain trains neural networks on clusters that speak MPI.
 
 pub mod backend;
+pub mod checkpoint;
 pub mod comm;
+pub mod config;
 pub mod data;
 pub mod error;
+pub mod evaluate;
+pub mod layout;
+pub mod mesh;
+pub mod nn;
+pub mod optim;
+pub mod parallel;
 pub mod random;
+pub mod telemetry;
+pub mod train;

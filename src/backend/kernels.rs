@@ -164,7 +164,8 @@ pub trait Kernels: Backend {
         dbias: Self::ViewMut<'_>,
     ) -> Result<()>;
 
-    /// `y[b,t] = token_table[tokens[b,t]] + position_table[t]`; overwrites. Shapes: tokens b·t, y b·t·d.
+    /// `y[b,t] = token_table[tokens[b,t]] + position_table[t]`; overwrites. Shapes: tokens b·t, y b·t·d,
+    /// position table t·d.
     fn embedding(
         &self,
         tokens: &Self::Ints,

@@ -1,0 +1,217 @@
+//! From preset, file and overrides to one [`Config`].
+//!
+//! Each layer is checked by itself first, so that an error names the layer it came from.
+
+use std::path::Path;
+
+use toml::Table;
+
+use super::Config;
+use crate::error::{Error, Result};
+
+/// The presets, by name.
+pub const PRESETS: [(&str, &str); 3] = [
+    ("gpt-char", include_str!("presets/gpt-char.toml")),
+    ("gpt-baby", include_str!("presets/gpt-baby.toml")),
+    ("gpt2-124m", include_str!("presets/gpt2-124m.toml")),
+];
+
+/// The preset that runs when nothing is said.
+pub const DEFAULT_PRESET: &str = "gpt-char";
+
+/// Where a configuration comes from.
+#[derive(Debug, Clone, Default)]
+pub struct Sources<'a> {
+    /// A compiled-in preset.
+    pub preset: Option<&'a str>,
+    /// A file.
+    pub file: Option<&'a Path>,
+    /// `section.key=value`, in order.
+    pub overrides: &'a [String],
+}
+
+/// Reads and merges all layers. With neither preset nor file, the default preset is the base.
+///
+/// Returns the configuration and the name that a run without `run.name` gets.
+///
+/// # Errors
+/// What is wrong, in which layer, and the nearest key that exists.
+pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
+    let mut merged = Table::new();
+    let mut name = DEFAULT_PRESET.to_string();
+    if let Some(preset) = sources.preset.or(sources.file.is_none().then_some(DEFAULT_PRESET)) {
+        merge(&mut merged, parse_layer(self::preset(preset)?, &format!("preset {preset}"))?);
+        name = preset.to_string();
+    }
+    if let Some(path) = sources.file {
+        let text = std::fs::read_to_string(path).map_err(|e| {
+            Error::io("read the configuration", path, e).hint("hpctrain config show prints one to start from")
+        })?;
+        merge(&mut merged, parse_layer(&text, &path.display().to_string())?);
+        if let Some(stem) = path.file_stem() {
+            name = stem.to_string_lossy().into_owned();
+        }
+    }
+    for item in sources.overrides {
+        merge(&mut merged, parse_override(item)?);
+    }
+    let config = Config::deserialize_table(merged)?;
+    Ok((config, name))
+}
+
+impl Config {
+    fn deserialize_table(table: Table) -> Result<Config> {
+        table.try_into().map_err(|e: toml::de::Error| explain(&e, "", "configuration"))
+    }
+}
+
+/// The text of a preset.
+fn preset(name: &str) -> Result<&'static str> {
+    PRESETS.iter().find(|(known, _)| *known == name).map(|(_, text)| *text).ok_or_else(|| {
+        let names = PRESETS.map(|(name, _)| name);
+        let error = Error::input(format!("there is no preset {name}"));
+        error.hint(format!("{}presets are {}", did_you_mean(name, &names), names.join(", ")))
+    })
+}
+
+/// Parses one layer, refusing keys and values that the schema does not know.
+fn parse_layer(text: &str, origin: &str) -> Result<Table> {
+    toml::from_str::<Config>(text).map_err(|e| explain(&e, text, origin))?;
+    toml::from_str(text).map_err(|e| explain(&e, text, origin))
+}
+
+/// `a.b=c` as a table; `c` may be TOML or a bare word.
+fn parse_override(item: &str) -> Result<Table> {
+    let origin = format!("--set {item}");
+    let malformed = || Error::input(format!("{origin}: not of the form section.key=value")).hint("--set run.steps=500");
+    let (key, value) = item.split_once('=').ok_or_else(malformed)?;
+    let (key, value) = (key.trim(), value.trim());
+    if key.split('.').count() != 2 || key.split('.').any(str::is_empty) {
+        return Err(malformed());
+    }
+    let line = format!("{key} = {value}\n");
+    if toml::from_str::<Table>(&line).is_ok() {
+        return parse_layer(&line, &origin);
+    }
+    let quoted = value.replace('\\', "\\\\").replace('"', "\\\"");
+    parse_layer(&format!("{key} = \"{quoted}\"\n"), &origin)
+}
+
+/// Overlays `layer` on `base`, section by section.
+fn merge(base: &mut Table, layer: Table) {
+    for (key, value) in layer {
+        match (base.get_mut(&key), value) {
+            (Some(toml::Value::Table(old)), toml::Value::Table(new)) => merge(old, new),
+            (_, value) => {
+                base.insert(key, value);
+            }
+        }
+    }
+}
+
+/// One line from the parser's error, with line number and the nearest known key.
+fn explain(error: &toml::de::Error, text: &str, origin: &str) -> Error {
+    let message = error.message().lines().next().unwrap_or_default().to_string();
+    let place = match error.span() {
+        // An override has one line; its text is in the origin already.
+        Some(span) if text.lines().count() > 1 => {
+            let line = text[..span.start.min(text.len())].matches('\n').count() + 1;
+            format!("{origin}:{line}")
+        }
+        _ => origin.to_string(),
+    };
+    // serde: "unknown field `stps`, expected one of `name`, `steps`"
+    let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
+    match names.as_slice() {
+        [unknown, known @ ..] if message.starts_with("unknown field") => {
+            Error::input(format!("{place}: unknown key `{unknown}`"))
+                .hint(format!("{}keys here are {}", did_you_mean(unknown, known), known.join(", ")))
+        }
+        [unknown, known @ ..] if message.starts_with("unknown variant") => {
+            Error::input(format!("{place}: unknown value `{unknown}`"))
+                .hint(format!("{}it can be {}", did_you_mean(unknown, known), known.join(", ")))
+        }
+        _ => Error::input(format!("{place}: {message}")).hint("hpctrain config show prints every key with its value"),
+    }
+}
+
+/// "did you mean `steps`? " for a near miss, else nothing.
+fn did_you_mean(word: &str, known: &[&str]) -> String {
+    let nearest = known.iter().min_by_key(|candidate| distance(word, candidate));
+    match nearest {
+        Some(nearest) if distance(word, nearest) <= word.len().div_ceil(2) => format!("did you mean `{nearest}`? "),
+        _ => String::new(),
+    }
+}
+
+/// Edit distance (Levenshtein).
+fn distance(a: &str, b: &str) -> usize {
+    let b: Vec<char> = b.chars().collect();
+    let mut row: Vec<usize> = (0..=b.len()).collect();
+    for (i, x) in a.chars().enumerate() {
+        let mut diagonal = std::mem::replace(&mut row[0], i + 1);
+        for (j, y) in b.iter().enumerate() {
+            let substitute = diagonal + usize::from(x != *y);
+            diagonal = row[j + 1];
+            row[j + 1] = substitute.min(row[j] + 1).min(diagonal + 1);
+        }
+    }
+    row[b.len()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn set(overrides: &[&str]) -> Result<Config> {
+        let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();
+        load(&Sources { overrides: &overrides, ..Sources::default() }).map(|(config, _)| config)
+    }
+
+    #[test]
+    fn layers_override_in_order() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("mine.toml");
+        std::fs::write(&path, "[run]\nsteps = 7\n[model]\nwidth = 64\n").unwrap();
+        let overrides = ["model.width=32".to_string(), "run.name=a b".to_string()];
+        let sources = Sources { preset: Some("gpt-char"), file: Some(&path), overrides: &overrides };
+        let (config, name) = load(&sources).unwrap();
+        assert_eq!((config.run.steps, config.model.width, config.model.bias), (7, 32, false));
+        assert_eq!((name.as_str(), config.run.name.as_deref()), ("mine", Some("a b")));
+    }
+
+    #[test]
+    fn every_preset_parses() {
+        for (name, _) in PRESETS {
+            load(&Sources { preset: Some(name), ..Sources::default() }).unwrap();
+        }
+    }
+
+    #[test]
+    fn unknown_keys_name_the_nearest() {
+        let error = set(&["run.stps=5"]).unwrap_err().to_string();
+        assert!(error.contains("--set run.stps=5: unknown key `stps`"), "{error}");
+        assert!(error.contains("did you mean `steps`?"), "{error}");
+        let error = set(&["schedule.shape=cosin"]).unwrap_err().to_string();
+        assert!(error.contains("unknown value `cosin`") && error.contains("`cosine`"), "{error}");
+    }
+
+    #[test]
+    fn a_file_error_has_its_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("bad.toml");
+        std::fs::write(&path, "[run]\nsteps = 7\n\n[modle]\nwidth = 64\n").unwrap();
+        let error = load(&Sources { file: Some(&path), ..Sources::default() }).unwrap_err().to_string();
+        assert!(error.contains("bad.toml:4: unknown key `modle`") && error.contains("`model`"), "{error}");
+        let error = load(&Sources { file: Some(Path::new("no.toml")), ..Sources::default() }).unwrap_err();
+        assert!(error.to_string().contains("no.toml") && error.exit_code() == 2);
+    }
+
+    #[test]
+    fn malformed_overrides_are_refused() {
+        for item in ["steps", "steps=5", "run.=5", "a.b.c=1", "run.steps=many"] {
+            let error = set(&[item]).unwrap_err().to_string();
+            assert!(error.contains(&format!("--set {item}")), "{error}");
+        }
+    }
+}

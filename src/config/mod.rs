@@ -1,0 +1,9 @@
+//! Configuration: TOML in, a checked [`Plan`] out.
+
+mod load;
+mod raw;
+mod resolve;
+
+pub use load::{DEFAULT_PRESET, PRESETS, Sources, load};
+pub use raw::*;
+pub use resolve::{Facts, Plan, resolve};

@@ -1,0 +1,280 @@
+//! The configuration file: one typed tree, every key with its default.
+//!
+//! Optional keys are resolved by [`super::resolve`]; nothing else sees them unresolved.
+
+use serde::{Deserialize, Serialize};
+
+use crate::comm::Algorithm;
+use crate::optim::Shape;
+use crate::parallel::Zero;
+
+macro_rules! sections {
+    ($($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr,)* })*) => {$(
+        $(#[$doc])*
+        #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        pub struct $name {
+            $($(#[$field_doc])* pub $field: $type,)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self { $($field: $default,)* }
+            }
+        }
+    )*};
+}
+
+sections! {
+    /// The whole file.
+    Config {
+        /// What runs, where, for how long.
+        run: Run = Run::default(),
+        /// The network.
+        model: Model = Model::default(),
+        /// The data.
+        data: Data = Data::default(),
+        /// Samples a step.
+        batch: Batch = Batch::default(),
+        /// The update rule.
+        optimizer: Optimizer = Optimizer::default(),
+        /// The learning rate over time.
+        schedule: Schedule = Schedule::default(),
+        /// The layout over ranks.
+        parallel: Parallel = Parallel::default(),
+        /// Number formats.
+        precision: Precision = Precision::default(),
+        /// Saving.
+        checkpoint: Checkpoint = Checkpoint::default(),
+        /// Inline evaluation.
+        eval: Eval = Eval::default(),
+        /// Messages between ranks.
+        comm: Comm = Comm::default(),
+        /// What people see.
+        log: Log = Log::default(),
+    }
+
+    /// `[run]`
+    Run {
+        /// Directory under `root`; left out, the preset's or file's name with the next free number.
+        name: Option<String> = None,
+        /// Where run directories are made.
+        root: String = "runs".into(),
+        /// Optimizer steps.
+        steps: u64 = 1000,
+        /// Names every random stream: weights, sample order, dropout.
+        seed: u64 = 1337,
+        /// Compute threads a rank; left out, the cores the rank may use, shared with its neighbours.
+        threads: Option<usize> = None,
+        /// Steps in a row whose loss or gradient is not finite before the run gives up.
+        max_skipped: u64 = 10,
+    }
+
+    /// `[model]`
+    Model {
+        /// The family.
+        kind: ModelKind = ModelKind::Gpt,
+        /// Transformer blocks.
+        layers: usize = 4,
+        /// Attention heads a block.
+        heads: usize = 4,
+        /// Width of the residual stream.
+        width: usize = 128,
+        /// Positions a sequence.
+        context: usize = 64,
+        /// Token ids; left out, what the data says.
+        vocabulary: Option<usize> = None,
+        /// Biases in linear maps and norms.
+        bias: bool = true,
+        /// Dropout rate.
+        dropout: f32 = 0.0,
+    }
+
+    /// `[data]`
+    Data {
+        /// A directory of shards, one file, or `bundled:tiny-shakespeare`.
+        path: String = "bundled:tiny-shakespeare".into(),
+        /// File names of the training shards; `*` matches anything.
+        train: String = "train-*.h5".into(),
+        /// File names of the validation shards.
+        validation: String = "val-*.h5".into(),
+        /// Dataset with a stream of tokens.
+        tokens: String = "/tokens".into(),
+        /// Dataset with one sample a row.
+        inputs: String = "/inputs".into(),
+        /// Dataset with one target a row.
+        targets: String = "/targets".into(),
+        /// Visit samples in a random order, another every epoch.
+        shuffle: bool = true,
+        /// Micro-batches read ahead.
+        prefetch: usize = 4,
+    }
+
+    /// `[batch]`
+    Batch {
+        /// Samples a step, over all ranks: the contract.
+        global: u64 = 16,
+        /// Samples computed at once; left out, as many as a lane has.
+        micro: Option<u64> = None,
+    }
+
+    /// `[optimizer]`
+    Optimizer {
+        /// The update rule.
+        kind: OptimizerKind = OptimizerKind::Adamw,
+        /// Peak learning rate.
+        lr: f64 = 1e-3,
+        /// AdamW: decay of the first moment.
+        beta1: f32 = 0.9,
+        /// AdamW: decay of the second moment.
+        beta2: f32 = 0.99,
+        /// AdamW: added to the root of the second moment.
+        eps: f32 = 1e-8,
+        /// SGD: decay of the momentum buffer.
+        momentum: f32 = 0.9,
+        /// SGD: look ahead along the momentum.
+        nesterov: bool = false,
+        /// Weight decay of matrices and tables.
+        weight_decay: f32 = 0.1,
+        /// Largest global norm of the gradient; 0 does not clip.
+        grad_clip: f64 = 1.0,
+    }
+
+    /// `[schedule]`
+    Schedule {
+        /// What follows the warm-up.
+        shape: Shape = Shape::Cosine,
+        /// Steps of linear warm-up.
+        warmup: u64 = 100,
+        /// Learning rate at the end, as a fraction of the peak.
+        min_ratio: f64 = 0.1,
+        /// Steps of the final decay, for `wsd`; left out, a tenth of the run.
+        decay: Option<u64> = None,
+        /// Global batch that `optimizer.lr` was tuned for; given, the rate is scaled to `batch.global`.
+        reference_batch: Option<u64> = None,
+        /// How the rate is scaled.
+        scaling: Scaling = Scaling::Linear,
+    }
+
+    /// `[parallel]`
+    Parallel {
+        /// ZeRO stage, 0 to 3.
+        zero: Zero = Zero::Zero,
+        /// Ranks that share one copy of the parameters; left out, 1 at stage 0, else all that are left.
+        shard: Option<usize> = None,
+        /// Copies; left out, all ranks that are left.
+        replica: Option<usize> = None,
+        /// Ranks that share one block.
+        tensor: usize = 1,
+        /// Stages.
+        pipeline: usize = 1,
+        /// Pieces of the batch whose gradients are summed by a fixed tree; left out, the data-parallel ranks.
+        lanes: Option<usize> = None,
+        /// Keep only the input of each block and compute its inside again in the backward.
+        recompute: bool = false,
+    }
+
+    /// `[precision]`
+    Precision {
+        /// Number format of matrix products.
+        compute: Compute = Compute::F32,
+    }
+
+    /// `[checkpoint]`
+    Checkpoint {
+        /// Steps between checkpoints; 0 saves at the end only.
+        every: u64 = 500,
+        /// Newest checkpoints kept.
+        keep: usize = 2,
+    }
+
+    /// `[eval]`
+    Eval {
+        /// Steps between evaluations; 0 evaluates at the end only.
+        every: u64 = 250,
+        /// Validation samples; left out, all.
+        samples: Option<u64> = None,
+        /// Samples computed at once; the same on any rank count, so that the loss is.
+        batch: u64 = 16,
+    }
+
+    /// `[comm]`
+    Comm {
+        /// How gradients are summed.
+        algorithm: Algorithm = Algorithm::Tree,
+    }
+
+    /// `[log]`
+    Log {
+        /// Least serious messages that are written: error, warn, info, debug, trace.
+        level: Level = Level::Info,
+        /// Steps between progress lines when the output is not a terminal.
+        every: u64 = 50,
+        /// Characters of text printed by the trained model at the end.
+        sample: usize = 300,
+    }
+}
+
+/// Families of networks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ModelKind {
+    /// GPT-2.
+    Gpt,
+}
+
+/// Update rules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerKind {
+    /// Adam with decoupled weight decay.
+    Adamw,
+    /// Stochastic gradient descent with momentum.
+    Sgd,
+}
+
+/// How the learning rate follows the batch size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Scaling {
+    /// In proportion (Goyal et al., 2017).
+    Linear,
+    /// With its square root (Krizhevsky, 2014).
+    Sqrt,
+}
+
+/// Number formats of matrix products.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Compute {
+    /// IEEE single precision.
+    F32,
+}
+
+/// Seriousness of log messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Level {
+    /// Only errors.
+    Error,
+    /// And warnings.
+    Warn,
+    /// And the course of the run.
+    Info,
+    /// And details.
+    Debug,
+    /// And everything.
+    Trace,
+}
+
+impl From<Level> for log::LevelFilter {
+    fn from(level: Level) -> Self {
+        match level {
+            Level::Error => Self::Error,
+            Level::Warn => Self::Warn,
+            Level::Info => Self::Info,
+            Level::Debug => Self::Debug,
+            Level::Trace => Self::Trace,
+        }
+    }
+}

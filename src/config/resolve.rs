@@ -1,0 +1,340 @@
+//! From what was written to what will run: every optional key filled, every combination checked.
+
+use super::{Config, OptimizerKind, Scaling};
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use crate::nn::gpt::Gpt;
+use crate::optim::{Rule, Schedule};
+use crate::parallel::Zero;
+
+/// What the environment contributes to a [`Plan`].
+#[derive(Debug, Clone, Copy)]
+pub struct Facts {
+    /// Ranks that train.
+    pub ranks: usize,
+    /// Compute threads of this rank, unless the configuration says.
+    pub threads: usize,
+    /// Token ids in the data, if the data says.
+    pub vocabulary: Option<usize>,
+}
+
+/// A run with nothing left open. It holds no invalid combination.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Plan {
+    /// The configuration, resolved: running it again gives this plan again.
+    pub config: Config,
+    /// The layout of the ranks.
+    pub mesh: Mesh,
+    /// Lanes of the global batch.
+    pub lanes: usize,
+    /// Samples a lane.
+    pub lane_samples: u64,
+    /// Samples computed at once; divides `lane_samples`.
+    pub micro: u64,
+    /// Compute threads of this rank.
+    pub threads: usize,
+    /// The network.
+    pub gpt: Gpt,
+    /// The update rule.
+    pub rule: Rule,
+    /// The learning rate over time.
+    pub schedule: Schedule,
+}
+
+impl Plan {
+    /// Micro-batches in a lane.
+    pub fn micros_per_lane(&self) -> usize {
+        (self.lane_samples / self.micro) as usize
+    }
+
+    /// Tokens in a global batch.
+    pub fn tokens_per_step(&self) -> u64 {
+        self.config.batch.global * self.gpt.context as u64
+    }
+}
+
+/// Resolves a configuration for the ranks and data at hand.
+///
+/// # Errors
+/// The first key that cannot be, with its value and what would do.
+pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
+    check_ranges(&config)?;
+    let mesh = mesh(&config, facts.ranks)?;
+    let lanes = lanes(&config, &mesh)?;
+    let (lane_samples, micro) = batch(&config, lanes)?;
+    let threads = config.run.threads.unwrap_or(facts.threads);
+    let gpt = gpt(&config, facts.vocabulary)?;
+    let schedule = schedule(&config);
+    let rule = match config.optimizer.kind {
+        OptimizerKind::Adamw => {
+            Rule::AdamW { beta1: config.optimizer.beta1, beta2: config.optimizer.beta2, eps: config.optimizer.eps }
+        }
+        OptimizerKind::Sgd => {
+            Rule::Sgd { momentum: config.optimizer.momentum, nesterov: config.optimizer.nesterov }
+        }
+    };
+    config.parallel.shard = Some(mesh.shard);
+    config.parallel.replica = Some(mesh.replica);
+    config.parallel.lanes = Some(lanes);
+    config.batch.micro = Some(micro);
+    config.run.threads = Some(threads);
+    config.model.vocabulary = Some(gpt.vocabulary);
+    config.schedule.decay = Some(schedule.decay);
+    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, gpt, rule, schedule })
+}
+
+/// A value out of its range.
+fn out_of_range(key: &str, value: impl std::fmt::Display, wanted: &str) -> Error {
+    Error::input(format!("{key} = {value} is out of range")).hint(format!("{key} must be {wanted}"))
+}
+
+fn check_ranges(config: &Config) -> Result<()> {
+    let Config { run, model, data, batch, optimizer, schedule, eval, checkpoint, log, .. } = config;
+    let positive = [
+        ("run.steps", run.steps),
+        ("run.max_skipped", run.max_skipped),
+        ("model.layers", model.layers as u64),
+        ("model.heads", model.heads as u64),
+        ("model.width", model.width as u64),
+        ("model.context", model.context as u64),
+        ("data.prefetch", data.prefetch as u64),
+        ("batch.global", batch.global),
+        ("batch.micro", batch.micro.unwrap_or(1)),
+        ("eval.batch", eval.batch),
+        ("eval.samples", eval.samples.unwrap_or(1)),
+        ("checkpoint.keep", checkpoint.keep as u64),
+        ("log.every", log.every),
+        ("run.threads", run.threads.unwrap_or(1) as u64),
+        ("schedule.reference_batch", schedule.reference_batch.unwrap_or(1)),
+        ("model.vocabulary", model.vocabulary.unwrap_or(1) as u64),
+    ];
+    for (key, value) in positive {
+        if value == 0 {
+            return Err(out_of_range(key, value, "at least 1"));
+        }
+    }
+    let fractions = [
+        ("model.dropout", f64::from(model.dropout)),
+        ("optimizer.beta1", f64::from(optimizer.beta1)),
+        ("optimizer.beta2", f64::from(optimizer.beta2)),
+        ("optimizer.momentum", f64::from(optimizer.momentum)),
+    ];
+    for (key, value) in fractions {
+        if !(0.0..1.0).contains(&value) {
+            return Err(out_of_range(key, value, "at least 0 and less than 1"));
+        }
+    }
+    let not_negative = [
+        ("optimizer.weight_decay", f64::from(optimizer.weight_decay)),
+        ("optimizer.grad_clip", optimizer.grad_clip),
+        ("optimizer.eps", f64::from(optimizer.eps)),
+    ];
+    for (key, value) in not_negative {
+        if !(value >= 0.0 && value.is_finite()) {
+            return Err(out_of_range(key, value, "0 or more"));
+        }
+    }
+    if !(optimizer.lr > 0.0 && optimizer.lr.is_finite()) {
+        return Err(out_of_range("optimizer.lr", optimizer.lr, "greater than 0"));
+    }
+    if !(0.0..=1.0).contains(&schedule.min_ratio) {
+        return Err(out_of_range("schedule.min_ratio", schedule.min_ratio, "from 0 to 1"));
+    }
+    if optimizer.nesterov && optimizer.momentum == 0.0 {
+        return Err(out_of_range("optimizer.momentum", optimizer.momentum, "greater than 0 with nesterov"));
+    }
+    if let Some(name) = &run.name
+        && (name.is_empty() || name.contains(['/', '\0']) || name.starts_with('.'))
+    {
+        return Err(Error::input(format!("run.name = {name:?} cannot name a directory")).hint("use letters and digits"));
+    }
+    if !model.width.is_multiple_of(model.heads) {
+        let below = (1..=model.heads).rev().find(|h| model.width.is_multiple_of(*h)).unwrap_or(1);
+        return Err(Error::input(format!(
+            "model.width = {} does not divide into model.heads = {} heads",
+            model.width, model.heads
+        ))
+        .hint(format!("{below} heads do, or a width of {}", model.width.next_multiple_of(model.heads))));
+    }
+    Ok(())
+}
+
+fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
+    let parallel = &config.parallel;
+    for (key, value) in [("tensor", parallel.tensor), ("pipeline", parallel.pipeline)] {
+        if value != 1 {
+            return Err(Error::input(format!("parallel.{key} = {value}: this version does not split along that axis"))
+                .hint(format!("set parallel.{key} = 1")));
+        }
+    }
+    for (key, value) in [("shard", parallel.shard), ("replica", parallel.replica), ("lanes", parallel.lanes)] {
+        if value == Some(0) {
+            return Err(out_of_range(&format!("parallel.{key}"), 0, "at least 1"));
+        }
+    }
+    let shard = match (parallel.zero, parallel.shard) {
+        (Zero::Zero, Some(shard)) if shard > 1 => {
+            return Err(Error::input(format!("parallel.shard = {shard} with parallel.zero = 0 shards nothing"))
+                .hint("set parallel.zero to 1, 2 or 3"));
+        }
+        (Zero::Zero, _) => 1,
+        (_, Some(shard)) => shard,
+        (_, None) => ranks / parallel.replica.unwrap_or(1).min(ranks),
+    };
+    let replica = parallel.replica.unwrap_or((ranks / shard.min(ranks)).max(1));
+    let mesh = Mesh { pipeline: parallel.pipeline, replica, shard, tensor: parallel.tensor };
+    mesh.check(ranks)?;
+    Ok(mesh)
+}
+
+fn lanes(config: &Config, mesh: &Mesh) -> Result<usize> {
+    let ranks = mesh.data();
+    let lanes = config.parallel.lanes.unwrap_or(ranks);
+    if lanes.is_multiple_of(ranks) {
+        return Ok(lanes);
+    }
+    let up = lanes.next_multiple_of(ranks);
+    let nearest = if lanes > ranks { format!("{} or {up}", up - ranks) } else { up.to_string() };
+    Err(Error::input(format!("parallel.lanes = {lanes} does not divide over {ranks} data-parallel ranks"))
+        .hint(format!("the nearest that does: {nearest}")))
+}
+
+fn batch(config: &Config, lanes: usize) -> Result<(u64, u64)> {
+    let (global, lanes) = (config.batch.global, lanes as u64);
+    if !global.is_multiple_of(lanes) {
+        let up = global.next_multiple_of(lanes);
+        let nearest = if global > lanes { format!("{} or {up}", up - lanes) } else { up.to_string() };
+        return Err(Error::input(format!(
+            "batch.global = {global} does not divide into {lanes} lanes ({global} / {lanes} = {:.2} samples)",
+            global as f64 / lanes as f64
+        ))
+        .hint(format!("the nearest batch that does: {nearest}")));
+    }
+    let lane_samples = global / lanes;
+    let micro = config.batch.micro.unwrap_or(lane_samples);
+    if !lane_samples.is_multiple_of(micro) {
+        let divisors = (1..=lane_samples).filter(|d| lane_samples.is_multiple_of(*d));
+        let nearest = divisors.min_by_key(|d| d.abs_diff(micro)).unwrap_or(1);
+        return Err(Error::input(format!(
+            "batch.micro = {micro} does not divide the {lane_samples} samples of a lane \
+             (batch.global = {global} / {lanes} lanes)"
+        ))
+        .hint(format!("the nearest that does: {nearest}")));
+    }
+    Ok((lane_samples, micro))
+}
+
+fn gpt(config: &Config, of_data: Option<usize>) -> Result<Gpt> {
+    let model = &config.model;
+    let vocabulary = match (model.vocabulary, of_data) {
+        (Some(asked), Some(needed)) if asked < needed => {
+            return Err(Error::input(format!(
+                "model.vocabulary = {asked} is smaller than the data's vocabulary of {needed}"
+            ))
+            .hint(format!("set model.vocabulary = {needed}, or leave it out")));
+        }
+        (Some(asked), _) => asked,
+        (None, Some(needed)) => needed,
+        (None, None) => {
+            return Err(Error::input("the data does not say how many token ids it uses").hint("set model.vocabulary"));
+        }
+    };
+    Ok(Gpt {
+        layers: model.layers,
+        heads: model.heads,
+        width: model.width,
+        context: model.context,
+        vocabulary,
+        bias: model.bias,
+        dropout: model.dropout,
+    })
+}
+
+fn schedule(config: &Config) -> Schedule {
+    let factor = config.schedule.reference_batch.map_or(1.0, |reference| {
+        let ratio = config.batch.global as f64 / reference as f64;
+        match config.schedule.scaling {
+            Scaling::Linear => ratio,
+            Scaling::Sqrt => ratio.sqrt(),
+        }
+    });
+    let peak = config.optimizer.lr * factor;
+    Schedule {
+        shape: config.schedule.shape,
+        peak,
+        min: peak * config.schedule.min_ratio,
+        warmup: config.schedule.warmup,
+        total: config.run.steps,
+        decay: config.schedule.decay.unwrap_or(config.run.steps / 10),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Sources, load};
+
+    fn plan(ranks: usize, overrides: &[&str]) -> Result<Plan> {
+        let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() })?;
+        resolve(config, &Facts { ranks, threads: 2, vocabulary: Some(65) })
+    }
+
+    fn refusal(ranks: usize, overrides: &[&str]) -> String {
+        let error = plan(ranks, overrides).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        error.to_string()
+    }
+
+    #[test]
+    fn a_resolved_plan_resolves_to_itself() {
+        let first = plan(4, &["parallel.zero=2", "parallel.replica=2", "parallel.lanes=8"]).unwrap();
+        assert_eq!((first.mesh.shard, first.mesh.replica, first.lane_samples, first.micro), (2, 2, 2, 2));
+        let facts = Facts { ranks: 4, threads: 99, vocabulary: None };
+        assert_eq!(resolve(first.config.clone(), &facts).unwrap(), first);
+    }
+
+    #[test]
+    fn the_batch_arithmetic_is_in_the_error() {
+        let error = refusal(3, &[]);
+        assert!(error.contains("16 / 3 = 5.33") && error.contains("15 or 18"), "{error}");
+        let error = refusal(2, &["batch.micro=3"]);
+        assert!(error.contains("the 8 samples of a lane") && error.contains("nearest that does: 2"), "{error}");
+        let error = refusal(32, &[]);
+        assert!(error.contains("batch that does: 32"), "{error}");
+    }
+
+    #[test]
+    fn layouts_are_checked() {
+        assert!(refusal(4, &["parallel.replica=3"]).contains("= 3 ranks, but 4 started"));
+        assert!(refusal(3, &["parallel.lanes=8", "batch.global=24"]).contains("6 or 9"));
+        assert!(refusal(2, &["parallel.shard=2"]).contains("parallel.zero"));
+        assert!(refusal(2, &["parallel.tensor=2"]).contains("parallel.tensor = 2"));
+        assert!(refusal(1, &["parallel.zero=4"]).contains("ZeRO has stages 0 to 3, not 4"));
+        assert_eq!(plan(4, &["parallel.zero=3"]).unwrap().mesh.shard, 4);
+    }
+
+    #[test]
+    fn values_out_of_range_name_the_key() {
+        for (setting, wanted) in [
+            ("run.steps=0", "run.steps = 0"),
+            ("model.dropout=1.0", "model.dropout = 1"),
+            ("optimizer.lr=-1.0", "optimizer.lr = -1"),
+            ("optimizer.lr=nan", "optimizer.lr = NaN"),
+            ("model.heads=3", "does not divide into model.heads = 3"),
+            ("model.vocabulary=10", "model.vocabulary = 10"),
+            ("run.name=../x", "run.name"),
+            ("schedule.min_ratio=2.0", "schedule.min_ratio"),
+        ] {
+            assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
+        }
+    }
+
+    #[test]
+    fn the_rate_follows_the_batch() {
+        let peak = |overrides: &[&str]| plan(1, overrides).unwrap().schedule.peak;
+        assert_eq!(peak(&["schedule.reference_batch=4"]), 4e-3);
+        assert_eq!(peak(&["schedule.reference_batch=4", "schedule.scaling=sqrt"]), 2e-3);
+        assert_eq!(peak(&[]), 1e-3);
+    }
+}

@@ -1,0 +1,93 @@
+//! Sampling text from a language model, one token at a time.
+
+use crate::backend::{Backend, Kernels};
+use crate::error::{Error, Result};
+use crate::nn::Micro;
+use crate::random::{Stream, derive, name};
+use crate::train::Engine;
+
+/// How tokens are drawn.
+#[derive(Debug, Clone, Copy)]
+pub struct Sampling {
+    /// Tokens to draw.
+    pub tokens: usize,
+    /// Divides the logits; 0 takes the likeliest token.
+    pub temperature: f64,
+    /// Draw among the likeliest only; none draws among all.
+    pub top_k: Option<usize>,
+    /// Names the random stream.
+    pub seed: u64,
+}
+
+/// Continues `prompt` (at least one token); the model sees the last `context` tokens.
+///
+/// # Errors
+/// The device failed.
+pub fn generate<B: Kernels>(
+    engine: &mut Engine<B>,
+    prompt: &[u32],
+    context: usize,
+    sampling: Sampling,
+) -> Result<Vec<u32>> {
+    let stream = Stream::new(derive(sampling.seed, &[name("sample")]));
+    let mut tokens = prompt.to_vec();
+    for index in 0..sampling.tokens {
+        let window = &tokens[tokens.len().saturating_sub(context)..];
+        let ids = engine.backend.upload_ints(window)?;
+        let targets = engine.backend.upload_ints(&[])?;
+        let micro = Micro { tokens: ids, targets, sequences: 1, time: window.len(), first: 0 };
+        let logits = engine.logits(&micro)?;
+        let classes = B::len(&logits) / window.len();
+        let mut last = vec![0.0; classes];
+        let end = B::len(&logits);
+        engine.backend.download(B::view(&logits, end - classes..end), &mut last)?;
+        tokens.push(draw(&last, sampling, stream.uniform(index as u64))?);
+    }
+    Ok(tokens.split_off(prompt.len()))
+}
+
+/// One token id from its logits and a uniform number in [0, 1).
+fn draw(logits: &[f32], sampling: Sampling, uniform: f64) -> Result<u32> {
+    if logits.iter().any(|x| x.is_nan()) {
+        return Err(Error::numeric("the model's output is not a number"));
+    }
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]));
+    if sampling.temperature == 0.0 {
+        order.truncate(1);
+    }
+    order.truncate(sampling.top_k.unwrap_or(usize::MAX).max(1));
+    let top = f64::from(logits[order[0]]);
+    let temperature = if sampling.temperature == 0.0 { 1.0 } else { sampling.temperature };
+    let weights: Vec<f64> = order.iter().map(|&i| ((f64::from(logits[i]) - top) / temperature).exp()).collect();
+    let mut left = uniform * weights.iter().sum::<f64>();
+    for (&i, weight) in order.iter().zip(&weights) {
+        left -= weight;
+        if left < 0.0 {
+            return Ok(i as u32);
+        }
+    }
+    // Rounding can leave a crumb after the last weight.
+    Ok(order[order.len() - 1] as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampling(temperature: f64, top_k: Option<usize>) -> Sampling {
+        Sampling { tokens: 1, temperature, top_k, seed: 0 }
+    }
+
+    #[test]
+    fn draws_follow_the_probabilities() {
+        let logits = [0.0, 3f32.ln(), f32::NEG_INFINITY];
+        let at = |uniform, sampling| draw(&logits, sampling, uniform).unwrap();
+        assert_eq!(at(0.0, sampling(1.0, None)), 1);
+        assert_eq!(at(0.7499, sampling(1.0, None)), 1);
+        assert_eq!(at(0.7501, sampling(1.0, None)), 0);
+        assert_eq!(at(0.9999, sampling(0.0, None)), 1);
+        assert_eq!(at(0.9999, sampling(1.0, Some(1))), 1);
+        assert!(draw(&[f32::NAN], sampling(1.0, None), 0.5).is_err());
+    }
+}

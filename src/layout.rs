@@ -1,0 +1,157 @@
+//! Where tensors live: units, offsets, owned ranges. Integers in, integers out.
+
+use std::ops::Range;
+
+/// How a tensor begins.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// All zero.
+    Zeros,
+    /// All one.
+    Ones,
+    /// Normal with mean 0 and this standard deviation.
+    Normal(f32),
+}
+
+/// One named parameter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tensor {
+    /// Unique in the model, in the field's usual spelling: `h.0.attn.c_attn.weight`.
+    pub name: String,
+    /// Extent of every dimension, row-major.
+    pub shape: Vec<usize>,
+    /// Its initial values.
+    pub init: Init,
+}
+
+impl Tensor {
+    /// A parameter.
+    pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
+        Self { name: name.into(), shape: shape.to_vec(), init }
+    }
+
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether weight decay applies: to matrices, not to biases and norms.
+    pub fn decays(&self) -> bool {
+        self.shape.len() >= 2
+    }
+}
+
+/// The flat storage of one block's parameters: tensors one after another, decayed ones first, then padding.
+#[derive(Debug, Clone, PartialEq)]
+pub struct UnitLayout {
+    /// Name for traces and errors.
+    pub name: String,
+    /// The tensors in storage order, with their places.
+    pub tensors: Vec<(Tensor, Range<usize>)>,
+    /// Elements before this one decay.
+    pub decayed: usize,
+    /// Elements in use.
+    pub used: usize,
+    /// Elements stored: `used`, padded so that it can be cut into `parts` equal, aligned parts.
+    pub padded: usize,
+}
+
+/// Elements that an equal part of a unit is a multiple of: a cache line of f32.
+const ALIGN: usize = 16;
+
+impl UnitLayout {
+    /// Lays out `tensors` so that the unit can be cut into `parts` equal parts.
+    pub fn new(name: impl Into<String>, tensors: Vec<Tensor>, parts: usize) -> Self {
+        debug_assert!(tensors.iter().is_sorted_by_key(|t| !t.decays()), "decayed tensors come first");
+        let mut used = 0;
+        let mut decayed = 0;
+        let mut placed = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            let range = used..used + tensor.len();
+            used = range.end;
+            if tensor.decays() {
+                decayed = used;
+            }
+            placed.push((tensor, range));
+        }
+        Self { name: name.into(), tensors: placed, decayed, used, padded: used.next_multiple_of(parts * ALIGN) }
+    }
+
+    /// Part `index` of `count` equal parts of the padded unit.
+    pub fn part(&self, index: usize, count: usize) -> Range<usize> {
+        part(self.padded, index, count)
+    }
+
+    /// The tensors that overlap `owned`, with the overlap as a range of the tensor's own flat elements.
+    pub fn pieces(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
+        self.tensors.iter().filter_map(move |(tensor, range)| {
+            let overlap = range.start.max(owned.start)..range.end.min(owned.end);
+            (overlap.start < overlap.end).then(|| Piece {
+                tensor,
+                of_tensor: overlap.start - range.start..overlap.end - range.start,
+                of_owned: overlap.start - owned.start..overlap.end - owned.start,
+            })
+        })
+    }
+}
+
+/// The part of a tensor that lies in an owned range of a unit.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Piece<'a> {
+    /// The tensor.
+    pub tensor: &'a Tensor,
+    /// The overlap, in flat elements of the tensor.
+    pub of_tensor: Range<usize>,
+    /// The overlap, in elements of the owned range.
+    pub of_owned: Range<usize>,
+}
+
+/// Part `index` of `count` equal parts of `len` elements; `count` divides `len`.
+pub fn part(len: usize, index: usize, count: usize) -> Range<usize> {
+    debug_assert_eq!(len % count, 0);
+    let size = len / count;
+    index * size..(index + 1) * size
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn unit(parts: usize) -> UnitLayout {
+        let tensors = vec![
+            Tensor::new("w", &[3, 5], Init::Normal(0.02)),
+            Tensor::new("u", &[7, 2], Init::Zeros),
+            Tensor::new("b", &[5], Init::Ones),
+        ];
+        UnitLayout::new("block", tensors, parts)
+    }
+
+    #[test]
+    fn decayed_first_then_padding() {
+        let unit = unit(3);
+        assert_eq!((unit.decayed, unit.used, unit.padded), (29, 34, 48));
+        assert_eq!(unit.part(2, 3), 32..48);
+    }
+
+    proptest! {
+        #[test]
+        fn parts_cover_every_tensor_once(parts in 1usize..9) {
+            let unit = unit(parts);
+            let mut seen = vec![vec![0; 15], vec![0; 14], vec![0; 5]];
+            for index in 0..parts {
+                for piece in unit.pieces(unit.part(index, parts)) {
+                    prop_assert_eq!(piece.of_tensor.len(), piece.of_owned.len());
+                    let which = unit.tensors.iter().position(|(t, _)| t.name == piece.tensor.name).unwrap();
+                    piece.of_tensor.for_each(|i| seen[which][i] += 1);
+                }
+            }
+            prop_assert!(seen.iter().flatten().all(|&n| n == 1));
+        }
+    }
+}

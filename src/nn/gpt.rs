@@ -1,0 +1,388 @@
+//! GPT-2 (Radford et al., "Language models are unsupervised multitask learners", 2019): learned positions,
+//! pre-norm blocks, tanh-GELU, an output head tied to the token table.
+//!
+//! Shape letters: b sequences, t context, d width, h heads, v vocabulary; rows are b·t.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Block, Blocks, Context, Grads, Params, lent, unpack};
+use crate::backend::{Attention, Backend, Dropout, Gemm, Kernels, Linear, Memory, Norm, split, split_mut};
+use crate::error::Result;
+use crate::layout::{Init, Tensor};
+use crate::random;
+
+/// The size of a GPT.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Gpt {
+    /// Transformer blocks.
+    pub layers: usize,
+    /// Attention heads a block.
+    pub heads: usize,
+    /// Width of the residual stream; a multiple of `heads`.
+    pub width: usize,
+    /// Positions a sequence.
+    pub context: usize,
+    /// Token ids.
+    pub vocabulary: usize,
+    /// Biases in linear maps and norms.
+    pub bias: bool,
+    /// Dropout rate after the embedding, and at the end of each residual branch.
+    pub dropout: f32,
+}
+
+/// The token table's unit, which the head borrows.
+const EMBEDDING_UNIT: usize = 0;
+
+/// Standard deviation of the initial weights.
+const INIT: f32 = 0.02;
+
+impl Gpt {
+    /// The network as blocks.
+    pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
+        let mut blocks: Blocks<B> = vec![Box::new(Embedding(self.clone()))];
+        blocks.extend((0..self.layers).map(|layer| Box::new(Transformer { gpt: self.clone(), layer }) as _));
+        blocks.push(Box::new(Head(self.clone())));
+        blocks
+    }
+
+    /// A vector parameter, or none where the model has no biases.
+    fn bias(&self, name: String, len: usize) -> Option<Tensor> {
+        self.bias.then(|| Tensor::new(name, &[len], Init::Zeros))
+    }
+
+    /// Elements of a bias of length `len`.
+    fn bias_len(&self, len: usize) -> usize {
+        if self.bias { len } else { 0 }
+    }
+
+    /// Applies dropout number `site` of the network in place; the backward makes the same call.
+    fn drop<B: Kernels>(&self, cx: &Context<'_, B>, site: usize, x: B::ViewMut<'_>) -> Result<()> {
+        let Some(key) = cx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(()) };
+        let offset = cx.micro.first * (cx.micro.time * self.width) as u64;
+        cx.backend.dropout(Dropout { rate: self.dropout, key: random::derive(key, &[site as u64]), offset }, x)
+    }
+
+    /// The gradient behind dropout `site`: a masked copy, or nothing when there is no dropout.
+    fn dropped<B: Kernels>(&self, cx: &Context<'_, B>, site: usize, dy: &B::Buf) -> Result<Option<B::Buf>> {
+        if cx.dropout.is_none() || self.dropout == 0.0 {
+            return Ok(None);
+        }
+        let mut masked = cx.backend.alloc(Memory::Activations, B::len(dy))?;
+        cx.backend.copy(B::all(dy), B::all_mut(&mut masked))?;
+        self.drop(cx, site, B::all_mut(&mut masked))?;
+        Ok(Some(masked))
+    }
+}
+
+/// Token table plus position table.
+struct Embedding(Gpt);
+
+impl Embedding {
+    fn lens(&self) -> [usize; 2] {
+        [self.0.vocabulary * self.0.width, self.0.context * self.0.width]
+    }
+}
+
+impl<B: Kernels> Block<B> for Embedding {
+    fn name(&self) -> String {
+        "embedding".into()
+    }
+
+    fn tensors(&self) -> Vec<Tensor> {
+        let Gpt { vocabulary, context, width, .. } = self.0;
+        vec![
+            Tensor::new("wte.weight", &[vocabulary, width], Init::Normal(INIT)),
+            Tensor::new("wpe.weight", &[context, width], Init::Normal(INIT)),
+        ]
+    }
+
+    fn saved_per_row(&self) -> usize {
+        0
+    }
+
+    fn scratch_per_row(&self) -> usize {
+        self.0.width
+    }
+
+    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, _: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let [words, places] = split::<B, 2>(params.own, self.lens());
+        // A sequence shorter than the context uses the first positions.
+        let (places, _) = B::cut(places, cx.micro.time * self.0.width);
+        let mut y = cx.backend.alloc(Memory::Activations, cx.micro.rows() * self.0.width)?;
+        cx.backend.embedding(&cx.micro.tokens, words, places, B::all_mut(&mut y))?;
+        self.0.drop(cx, 0, B::all_mut(&mut y))?;
+        Ok((y, vec![]))
+    }
+
+    fn backward(
+        &self,
+        cx: &Context<'_, B>,
+        _: Params<'_, B>,
+        grads: Grads<'_, B>,
+        _: &B::Buf,
+        _: Vec<B::Buf>,
+        mut dy: B::Buf,
+    ) -> Result<B::Buf> {
+        self.0.drop(cx, 0, B::all_mut(&mut dy))?;
+        let [dwords, dplaces] = split_mut::<B, 2>(grads.own, self.lens());
+        let (dplaces, _) = B::cut_mut(dplaces, cx.micro.time * self.0.width);
+        cx.backend.embedding_backward(&cx.micro.tokens, B::all(&dy), dwords, dplaces)?;
+        cx.backend.alloc(Memory::Activations, 0)
+    }
+}
+
+/// `x += attention(norm(x)); x += mlp(norm(x))`.
+struct Transformer {
+    gpt: Gpt,
+    layer: usize,
+}
+
+impl Transformer {
+    /// Lengths of the tensors in storage order: four matrices, then biases and norms.
+    fn lens(&self) -> [usize; 12] {
+        let d = self.gpt.width;
+        let bias = |len| self.gpt.bias_len(len);
+        [3 * d * d, d * d, 4 * d * d, 4 * d * d, bias(3 * d), bias(d), bias(4 * d), bias(d), d, bias(d), d, bias(d)]
+    }
+
+    fn shapes<B: Backend>(&self, cx: &Context<'_, B>) -> Shapes {
+        let (rows, d, heads) = (cx.micro.rows(), self.gpt.width, self.gpt.heads);
+        Shapes {
+            norm: Norm { rows, width: d },
+            qkv: Linear { rows, inputs: d, outputs: 3 * d },
+            attention: Attention { batch: cx.micro.sequences, time: cx.micro.time, heads, head_width: d / heads },
+            out: Linear { rows, inputs: d, outputs: d },
+            up: Linear { rows, inputs: d, outputs: 4 * d },
+            down: Linear { rows, inputs: 4 * d, outputs: d },
+        }
+    }
+
+    /// Numbers of the two dropout sites; 0 is the embedding's.
+    fn sites(&self) -> [usize; 2] {
+        [2 * self.layer + 1, 2 * self.layer + 2]
+    }
+}
+
+/// The operations of a block with their sizes.
+struct Shapes {
+    norm: Norm,
+    qkv: Linear,
+    attention: Attention,
+    out: Linear,
+    up: Linear,
+    down: Linear,
+}
+
+impl<B: Kernels> Block<B> for Transformer {
+    fn name(&self) -> String {
+        format!("h.{}", self.layer)
+    }
+
+    fn tensors(&self) -> Vec<Tensor> {
+        let (d, layer) = (self.gpt.width, self.layer);
+        let name = |rest: &str| format!("h.{layer}.{rest}");
+        // Both ends of a residual branch start smaller, so that the stream's variance does not grow with depth.
+        let residual = INIT / (2.0 * self.gpt.layers as f32).sqrt();
+        let matrices = [
+            Tensor::new(name("attn.c_attn.weight"), &[3 * d, d], Init::Normal(INIT)),
+            Tensor::new(name("attn.c_proj.weight"), &[d, d], Init::Normal(residual)),
+            Tensor::new(name("mlp.c_fc.weight"), &[4 * d, d], Init::Normal(INIT)),
+            Tensor::new(name("mlp.c_proj.weight"), &[d, 4 * d], Init::Normal(residual)),
+        ];
+        let vectors = [
+            self.gpt.bias(name("attn.c_attn.bias"), 3 * d),
+            self.gpt.bias(name("attn.c_proj.bias"), d),
+            self.gpt.bias(name("mlp.c_fc.bias"), 4 * d),
+            self.gpt.bias(name("mlp.c_proj.bias"), d),
+            Some(Tensor::new(name("ln_1.weight"), &[d], Init::Ones)),
+            self.gpt.bias(name("ln_1.bias"), d),
+            Some(Tensor::new(name("ln_2.weight"), &[d], Init::Ones)),
+            self.gpt.bias(name("ln_2.bias"), d),
+        ];
+        matrices.into_iter().chain(vectors.into_iter().flatten()).collect()
+    }
+
+    fn saved_per_row(&self) -> usize {
+        // input, norm 1, qkv, attention, stream, norm 2, up, gelu; then statistics of both norms and the lse.
+        (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4) * self.gpt.width + 4 + self.gpt.heads
+    }
+
+    fn scratch_per_row(&self) -> usize {
+        // The stream's gradient, and the wider of (d up, d norm 2) and (d qkv, d attention).
+        (1 + 4 + 1) * self.gpt.width
+    }
+
+    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (b, rows, d) = (cx.backend, cx.micro.rows(), self.gpt.width);
+        let s = self.shapes(cx);
+        let new = |len| b.alloc(Memory::Activations, len);
+        let [w_qkv, w_out, w_up, w_down, b_qkv, b_out, b_up, b_down, w_norm1, b_norm1, w_norm2, b_norm2] =
+            split::<B, 12>(params.own, self.lens());
+        let [site1, site2] = self.sites();
+
+        let (mut norm1, mut stats1) = (new(rows * d)?, new(rows * 2)?);
+        b.layer_norm(s.norm, B::all(x), w_norm1, b_norm1, B::all_mut(&mut norm1), B::all_mut(&mut stats1))?;
+        let mut qkv = new(rows * 3 * d)?;
+        b.linear(s.qkv, B::all(&norm1), w_qkv, b_qkv, B::all_mut(&mut qkv))?;
+        let (mut heads, mut lse) = (new(rows * d)?, new(rows * self.gpt.heads)?);
+        b.attention(s.attention, B::all(&qkv), B::all_mut(&mut heads), B::all_mut(&mut lse))?;
+        let mut stream = new(rows * d)?;
+        b.linear(s.out, B::all(&heads), w_out, b_out, B::all_mut(&mut stream))?;
+        self.gpt.drop(cx, site1, B::all_mut(&mut stream))?;
+        b.add(B::all(x), B::all_mut(&mut stream))?;
+
+        let (mut norm2, mut stats2) = (new(rows * d)?, new(rows * 2)?);
+        b.layer_norm(s.norm, B::all(&stream), w_norm2, b_norm2, B::all_mut(&mut norm2), B::all_mut(&mut stats2))?;
+        let mut up = new(rows * 4 * d)?;
+        b.linear(s.up, B::all(&norm2), w_up, b_up, B::all_mut(&mut up))?;
+        let mut act = new(rows * 4 * d)?;
+        b.gelu(B::all(&up), B::all_mut(&mut act))?;
+        let mut y = new(rows * d)?;
+        b.linear(s.down, B::all(&act), w_down, b_down, B::all_mut(&mut y))?;
+        self.gpt.drop(cx, site2, B::all_mut(&mut y))?;
+        b.add(B::all(&stream), B::all_mut(&mut y))?;
+        Ok((y, vec![norm1, stats1, qkv, heads, lse, stream, norm2, stats2, up, act]))
+    }
+
+    fn backward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        grads: Grads<'_, B>,
+        x: &B::Buf,
+        saved: Vec<B::Buf>,
+        mut dy: B::Buf,
+    ) -> Result<B::Buf> {
+        let (b, rows, d) = (cx.backend, cx.micro.rows(), self.gpt.width);
+        let s = self.shapes(cx);
+        let new = |len| b.alloc(Memory::Activations, len);
+        let [w_qkv, w_out, w_up, w_down, _, _, _, _, w_norm1, _, w_norm2, _] = split::<B, 12>(params.own, self.lens());
+        let [gw_qkv, gw_out, gw_up, gw_down, gb_qkv, gb_out, gb_up, gb_down, gw_norm1, gb_norm1, gw_norm2, gb_norm2] =
+            split_mut::<B, 12>(grads.own, self.lens());
+        let [norm1, stats1, qkv, heads, lse, stream, norm2, stats2, up, act] = unpack(saved)?;
+        let [site1, site2] = self.sites();
+
+        // dy is the gradient of the stream from here on; each branch adds its share.
+        let mut dup = new(rows * 4 * d)?;
+        {
+            let masked = self.gpt.dropped(cx, site2, &dy)?;
+            let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
+            b.linear_backward_weight(s.down, dbranch, B::all(&act), gw_down, gb_down)?;
+            drop(act);
+            b.linear_backward_input(s.down, dbranch, w_down, B::all_mut(&mut dup))?;
+        }
+        b.gelu_backward(B::all(&up), B::all_mut(&mut dup))?;
+        drop(up);
+        b.linear_backward_weight(s.up, B::all(&dup), B::all(&norm2), gw_up, gb_up)?;
+        let mut dnorm = norm2;
+        b.linear_backward_input(s.up, B::all(&dup), w_up, B::all_mut(&mut dnorm))?;
+        drop(dup);
+        let (g, dstream) = (B::all(&dnorm), B::all_mut(&mut dy));
+        b.layer_norm_backward(s.norm, g, B::all(&stream), w_norm2, B::all(&stats2), dstream, gw_norm2, gb_norm2)?;
+
+        // The second norm's input is not needed any more: its memory takes the gradient of the heads.
+        let mut dheads = stream;
+        {
+            let masked = self.gpt.dropped(cx, site1, &dy)?;
+            let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
+            b.linear_backward_weight(s.out, dbranch, B::all(&heads), gw_out, gb_out)?;
+            b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
+        }
+        let mut dqkv = new(rows * 3 * d)?;
+        let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
+        b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
+        drop(qkv);
+        b.linear_backward_weight(s.qkv, B::all(&dqkv), B::all(&norm1), gw_qkv, gb_qkv)?;
+        b.linear_backward_input(s.qkv, B::all(&dqkv), w_qkv, B::all_mut(&mut dnorm))?;
+        let (g, dstream) = (B::all(&dnorm), B::all_mut(&mut dy));
+        b.layer_norm_backward(s.norm, g, B::all(x), w_norm1, B::all(&stats1), dstream, gw_norm1, gb_norm1)?;
+        Ok(dy)
+    }
+}
+
+/// Final norm, then logits against the borrowed token table.
+struct Head(Gpt);
+
+impl Head {
+    fn norm(&self, rows: usize) -> Norm {
+        Norm { rows, width: self.0.width }
+    }
+
+    fn logits(&self, rows: usize) -> Linear {
+        Linear { rows, inputs: self.0.width, outputs: self.0.vocabulary }
+    }
+
+    fn lens(&self) -> [usize; 2] {
+        [self.0.width, self.0.bias_len(self.0.width)]
+    }
+
+    fn table(&self) -> usize {
+        self.0.vocabulary * self.0.width
+    }
+}
+
+impl<B: Kernels> Block<B> for Head {
+    fn name(&self) -> String {
+        "head".into()
+    }
+
+    fn tensors(&self) -> Vec<Tensor> {
+        let d = self.0.width;
+        [Some(Tensor::new("ln_f.weight", &[d], Init::Ones)), self.0.bias("ln_f.bias".into(), d)]
+            .into_iter()
+            .flatten()
+            .collect()
+    }
+
+    fn borrows(&self) -> Option<usize> {
+        Some(EMBEDDING_UNIT)
+    }
+
+    fn saved_per_row(&self) -> usize {
+        2 * self.0.width + 2
+    }
+
+    fn scratch_per_row(&self) -> usize {
+        self.0.vocabulary + 2 * self.0.width
+    }
+
+    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (b, rows, d) = (cx.backend, cx.micro.rows(), self.0.width);
+        let [weight, bias] = split::<B, 2>(params.own, self.lens());
+        let (table, _) = B::cut(lent(params.lent)?, self.table());
+        let (no_bias, _) = B::cut(params.own, 0);
+        let mut norm = b.alloc(Memory::Activations, rows * d)?;
+        let mut stats = b.alloc(Memory::Activations, rows * 2)?;
+        b.layer_norm(self.norm(rows), B::all(x), weight, bias, B::all_mut(&mut norm), B::all_mut(&mut stats))?;
+        let mut logits = b.alloc(Memory::Activations, rows * self.0.vocabulary)?;
+        b.linear(self.logits(rows), B::all(&norm), table, no_bias, B::all_mut(&mut logits))?;
+        Ok((logits, vec![norm, stats]))
+    }
+
+    fn backward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        grads: Grads<'_, B>,
+        x: &B::Buf,
+        saved: Vec<B::Buf>,
+        dlogits: B::Buf,
+    ) -> Result<B::Buf> {
+        let (b, rows, d) = (cx.backend, cx.micro.rows(), self.0.width);
+        let [weight, _] = split::<B, 2>(params.own, self.lens());
+        let [dweight, dbias] = split_mut::<B, 2>(grads.own, self.lens());
+        let (table, _) = B::cut(lent(params.lent)?, self.table());
+        let (dtable, _) = B::cut_mut(lent(grads.lent)?, self.table());
+        let [norm, stats] = unpack(saved)?;
+        let product = Gemm { m: self.0.vocabulary, n: d, k: rows, ta: true, tb: false, acc: true };
+        b.gemm(product, B::all(&dlogits), B::all(&norm), dtable)?;
+        let mut dnorm = norm;
+        b.linear_backward_input(self.logits(rows), B::all(&dlogits), table, B::all_mut(&mut dnorm))?;
+        drop(dlogits);
+        let mut dx = b.alloc(Memory::Activations, rows * d)?;
+        b.zero(B::all_mut(&mut dx))?;
+        let (g, x, stats) = (B::all(&dnorm), B::all(x), B::all(&stats));
+        b.layer_norm_backward(self.norm(rows), g, x, weight, stats, B::all_mut(&mut dx), dweight, dbias)?;
+        Ok(dx)
+    }
+}

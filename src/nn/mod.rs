@@ -1,0 +1,114 @@
+//! Networks: sequences of stateless blocks and a loss.
+//!
+//! A block knows shapes, never parameters: those live in the unit of the same index
+//! ([`crate::layout::UnitLayout`]) and are handed in.
+
+pub mod gpt;
+pub mod loss;
+
+use crate::backend::{Backend, Kernels};
+use crate::error::{Error, Result};
+use crate::layout::Tensor;
+
+/// One micro-batch on the device.
+pub struct Micro<B: Backend> {
+    /// Token ids, `sequences`·`time`.
+    pub tokens: B::Ints,
+    /// The id to predict at each position, `sequences`·`time`.
+    pub targets: B::Ints,
+    /// Sequences.
+    pub sequences: usize,
+    /// Positions a sequence.
+    pub time: usize,
+    /// Index of the first sequence in the global batch: dropout masks are named by it.
+    pub first: u64,
+}
+
+impl<B: Backend> Micro<B> {
+    /// Rows of every activation.
+    pub fn rows(&self) -> usize {
+        self.sequences * self.time
+    }
+}
+
+/// What a block sees besides its input and parameters.
+pub struct Context<'a, B: Backend> {
+    /// The device.
+    pub backend: &'a B,
+    /// The data at hand.
+    pub micro: &'a Micro<B>,
+    /// Names this step's dropout masks; none outside training.
+    pub dropout: Option<u64>,
+}
+
+/// Parameters of a block: its own unit's and, when it borrows, another unit's.
+pub struct Params<'a, B: Backend> {
+    /// The block's unit.
+    pub own: B::View<'a>,
+    /// The unit named by [`Block::borrows`].
+    pub lent: Option<B::View<'a>>,
+}
+
+/// Gradients of a block's parameters. The backward adds into them.
+pub struct Grads<'a, B: Backend> {
+    /// The block's unit.
+    pub own: B::ViewMut<'a>,
+    /// The unit named by [`Block::borrows`].
+    pub lent: Option<B::ViewMut<'a>>,
+}
+
+/// A layer, or a few that belong together. Its tensors form one unit.
+pub trait Block<B: Kernels>: Send + Sync {
+    /// The unit's name.
+    fn name(&self) -> String;
+
+    /// Parameters in storage order, decayed ones first.
+    fn tensors(&self) -> Vec<Tensor>;
+
+    /// The unit, of an earlier block, whose parameters this one uses as well. That unit's gradient is final only
+    /// when its own block's backward ends.
+    fn borrows(&self) -> Option<usize> {
+        None
+    }
+
+    /// f32 elements that one row keeps between forward and backward, input included.
+    fn saved_per_row(&self) -> usize;
+
+    /// f32 elements a row that live at once while this block works, besides what is saved.
+    fn scratch_per_row(&self) -> usize;
+
+    /// Output, and what the backward will want.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)>;
+
+    /// Adds to the gradients of the parameters and returns that of `x` (empty for the first block).
+    /// Takes what the forward saved, and the gradient of the output.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn backward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        grads: Grads<'_, B>,
+        x: &B::Buf,
+        saved: Vec<B::Buf>,
+        dy: B::Buf,
+    ) -> Result<B::Buf>;
+}
+
+/// The blocks of a network in order.
+pub type Blocks<B> = Vec<Box<dyn Block<B>>>;
+
+/// The saved buffers as an array, in the order the forward listed them.
+fn unpack<T, const N: usize>(saved: Vec<T>) -> Result<[T; N]> {
+    let found = saved.len();
+    saved.try_into().map_err(|_| Error::internal(format!("{found} saved buffers where the backward wants {N}")))
+}
+
+/// The lent window, which a block that borrows always gets.
+fn lent<T>(window: Option<T>) -> Result<T> {
+    window.ok_or_else(|| Error::internal("a block that borrows parameters was handed none"))
+}

@@ -1,0 +1,83 @@
+//! Optimizers: fused updates of a contiguous range, and the learning rate's schedule.
+
+mod schedule;
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::{AdamW, Kernels, Sgd};
+use crate::error::Result;
+
+pub use schedule::{Schedule, Shape};
+
+/// The update rule with its constants.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Rule {
+    /// Adam with decoupled weight decay.
+    AdamW {
+        /// Decay of the first moment.
+        beta1: f32,
+        /// Decay of the second moment.
+        beta2: f32,
+        /// Added to the root of the second moment.
+        eps: f32,
+    },
+    /// Stochastic gradient descent.
+    Sgd {
+        /// Decay of the momentum buffer.
+        momentum: f32,
+        /// Look ahead along the momentum.
+        nesterov: bool,
+    },
+}
+
+impl Rule {
+    /// Names of the state buffers, each as long as the parameters.
+    pub fn state(&self) -> &'static [&'static str] {
+        match self {
+            Rule::AdamW { .. } => &["m", "v"],
+            Rule::Sgd { .. } => &["momentum"],
+        }
+    }
+}
+
+/// What changes from step to step or from range to range.
+#[derive(Debug, Clone, Copy)]
+pub struct Update {
+    /// Learning rate.
+    pub lr: f32,
+    /// Weight decay of this range.
+    pub weight_decay: f32,
+    /// Number of the update, from 1.
+    pub step: u64,
+    /// Factor on the gradient: the clip.
+    pub grad_scale: f32,
+}
+
+impl Rule {
+    /// Updates the window `params` and the same window of every state buffer from the gradient.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn update<B: Kernels>(
+        &self,
+        backend: &B,
+        update: Update,
+        grad: B::View<'_>,
+        state: Vec<B::ViewMut<'_>>,
+        params: B::ViewMut<'_>,
+    ) -> Result<()> {
+        let Update { lr, weight_decay, step, grad_scale } = update;
+        let mut state = state.into_iter();
+        let mut next = || state.next().expect("one window for each name in `Rule::state`");
+        match *self {
+            Rule::AdamW { beta1, beta2, eps } => {
+                let constants = AdamW { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
+                backend.adamw(constants, grad, next(), next(), params)
+            }
+            Rule::Sgd { momentum, nesterov } => {
+                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params)
+            }
+        }
+    }
+}

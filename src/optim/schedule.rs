@@ -1,0 +1,93 @@
+//! The learning rate as a pure function of the step.
+
+use serde::{Deserialize, Serialize};
+
+/// How the learning rate falls after the warm-up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Shape {
+    /// It does not.
+    Constant,
+    /// In a straight line to the minimum.
+    Linear,
+    /// Along half a cosine to the minimum (Loshchilov and Hutter, "SGDR", 2017, without restarts).
+    Cosine,
+    /// Warm-up, stable, decay: constant, then a straight line over the last steps (Hu et al., "MiniCPM", 2024).
+    Wsd,
+}
+
+/// A learning-rate schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Schedule {
+    /// What follows the warm-up.
+    pub shape: Shape,
+    /// The highest rate, already scaled for the batch.
+    pub peak: f64,
+    /// The rate at the end.
+    pub min: f64,
+    /// Steps of the linear warm-up.
+    pub warmup: u64,
+    /// Steps of the run.
+    pub total: u64,
+    /// Steps of the final decay of [`Shape::Wsd`].
+    pub decay: u64,
+}
+
+impl Schedule {
+    /// The rate of step `step`, counted from 0.
+    pub fn rate(&self, step: u64) -> f64 {
+        if step < self.warmup {
+            return self.peak * (step + 1) as f64 / self.warmup as f64;
+        }
+        let start = match self.shape {
+            Shape::Constant => return self.peak,
+            Shape::Linear | Shape::Cosine => self.warmup,
+            Shape::Wsd => self.total.saturating_sub(self.decay).max(self.warmup),
+        };
+        let length = self.total.saturating_sub(start).max(1);
+        let progress = (step.saturating_sub(start) as f64 / length as f64).min(1.0);
+        let left = match self.shape {
+            Shape::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
+            _ => 1.0 - progress,
+        };
+        self.min + (self.peak - self.min) * left
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn schedule(shape: Shape) -> Schedule {
+        Schedule { shape, peak: 1.0, min: 0.1, warmup: 10, total: 110, decay: 20 }
+    }
+
+    #[test]
+    fn all_warm_up_alike() {
+        for shape in [Shape::Constant, Shape::Linear, Shape::Cosine, Shape::Wsd] {
+            let s = schedule(shape);
+            assert_eq!((s.rate(0), s.rate(4), s.rate(9), s.rate(10)), (0.1, 0.5, 1.0, 1.0));
+        }
+    }
+
+    #[test]
+    fn each_falls_its_own_way() {
+        let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} is not {b}");
+        assert_eq!(schedule(Shape::Constant).rate(109), 1.0);
+        close(schedule(Shape::Linear).rate(60), 0.55);
+        close(schedule(Shape::Cosine).rate(60), 0.55);
+        close(schedule(Shape::Cosine).rate(35), 0.1 + 0.45 * (1.0 + 0.5f64.sqrt()));
+        close(schedule(Shape::Wsd).rate(89), 1.0);
+        close(schedule(Shape::Wsd).rate(100), 0.55);
+        for shape in [Shape::Linear, Shape::Cosine, Shape::Wsd] {
+            close(schedule(shape).rate(110), 0.1);
+            close(schedule(shape).rate(10_000), 0.1);
+        }
+    }
+
+    #[test]
+    fn no_warmup_and_no_steps_are_fine() {
+        let s = Schedule { warmup: 0, total: 0, decay: 0, ..schedule(Shape::Cosine) };
+        assert!(s.rate(0).is_finite());
+    }
+}

@@ -1,0 +1,73 @@
+//! Parameters, gradients and optimizer state spread over ranks.
+//!
+//! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by how
+//! long full gradients and full parameters live ([`Residency`]).
+
+mod lanes;
+pub mod schedule;
+mod sharded;
+#[cfg(test)]
+mod tests;
+
+pub use lanes::{Lanes, tree_sum};
+pub use sharded::{Groups, Hyper, Sharded, Synced};
+
+use serde::{Deserialize, Serialize};
+
+/// How long a full buffer lives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Life {
+    /// All the time.
+    Step,
+    /// From its first use in a pass to its last.
+    Use,
+}
+
+/// Lifetimes of the full buffers; the owned parts live always.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Residency {
+    /// Of full gradients.
+    pub grads: Life,
+    /// Of full parameters.
+    pub params: Life,
+}
+
+/// Which full buffers are given up: the stages of ZeRO (Rajbhandari et al., 2020). Optimizer state is sharded
+/// by the mesh's shard axis in all of them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "u8", into = "u8")]
+pub enum Zero {
+    /// Nothing is sharded: distributed data parallel.
+    Zero,
+    /// Optimizer state.
+    One,
+    /// And gradients.
+    Two,
+    /// And parameters.
+    Three,
+}
+
+impl Zero {
+    /// The lifetimes this stage means.
+    pub fn residency(self) -> Residency {
+        let life = |gives_up| if gives_up { Life::Use } else { Life::Step };
+        Residency { grads: life(self as u8 >= 2), params: life(self as u8 >= 3) }
+    }
+}
+
+impl TryFrom<u8> for Zero {
+    type Error = String;
+
+    fn try_from(stage: u8) -> Result<Self, String> {
+        [Zero::Zero, Zero::One, Zero::Two, Zero::Three]
+            .get(usize::from(stage))
+            .copied()
+            .ok_or_else(|| format!("ZeRO has stages 0 to 3, not {stage}"))
+    }
+}
+
+impl From<Zero> for u8 {
+    fn from(stage: Zero) -> u8 {
+        stage as u8
+    }
+}

@@ -1,0 +1,142 @@
+//! The start banner: where the run is, how it is laid out, what it will need.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use super::{bytes, grouped};
+use crate::backend::Memory;
+use crate::config::Plan;
+
+/// What the banner says besides the plan.
+pub struct Facts<'a> {
+    /// Ranks of the world.
+    pub ranks: usize,
+    /// Distinct hosts.
+    pub hosts: usize,
+    /// Host of rank 0.
+    pub host: &'a str,
+    /// Cores that rank 0 may use.
+    pub cores: usize,
+    /// What carries messages.
+    pub library: &'a str,
+    /// The run's directory.
+    pub directory: &'a Path,
+    /// Parameters of the network.
+    pub parameters: u64,
+    /// Training samples and tokens.
+    pub train: (u64, u64),
+    /// Validation samples.
+    pub validation: u64,
+    /// What a rank needs.
+    pub memory: &'a Estimate,
+    /// Step and checkpoint resumed from.
+    pub resumed: Option<(u64, &'a Path)>,
+}
+
+/// Bytes a rank will need.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Estimate {
+    /// By category, in the order of [`Memory::ALL`].
+    pub categories: [usize; 6],
+    /// Resident already: program, libraries, MPI.
+    pub runtime: usize,
+}
+
+impl Estimate {
+    /// All of it.
+    pub fn total(&self) -> usize {
+        self.categories.iter().sum::<usize>() + self.runtime
+    }
+}
+
+/// The banner's text.
+pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
+    let mut out = String::new();
+    let mut line = |name: &str, text: String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "{name:<12} {text}");
+    };
+    let plural = |n: usize, word: &str| format!("{n} {word}{}", if n == 1 { "" } else { "s" });
+    line("hpctrain", env!("CARGO_PKG_VERSION").to_string());
+    line("run", facts.directory.display().to_string());
+    if let Some((step, from)) = facts.resumed {
+        line("resumed", format!("at step {step} from {}", from.display()));
+    }
+    let bound = if facts.cores == 1 && facts.ranks <= 2 && facts.library.starts_with("Open MPI") {
+        " (mpirun binds small jobs to one core each: --bind-to none frees them)"
+    } else {
+        ""
+    };
+    line(
+        "ranks",
+        format!(
+            "{} on {} ({}), {} a rank of {}{bound}",
+            facts.ranks,
+            plural(facts.hosts, "host"),
+            facts.host,
+            plural(plan.threads, "thread"),
+            plural(facts.cores, "core"),
+        ),
+    );
+    line("messages", format!("{}, all-reduce by {}", facts.library, plan.config.comm.algorithm));
+    let mesh = &plan.mesh;
+    line(
+        "layout",
+        format!(
+            "pipeline {} × replica {} × shard {} × tensor {}, ZeRO {}, {}",
+            mesh.pipeline,
+            mesh.replica,
+            mesh.shard,
+            mesh.tensor,
+            u8::from(plan.config.parallel.zero),
+            plural(plan.lanes, "lane"),
+        ),
+    );
+    let gpt = &plan.gpt;
+    line(
+        "model",
+        format!(
+            "GPT, {} layers, {} heads, width {}, context {}, vocabulary {}: {} parameters",
+            gpt.layers,
+            gpt.heads,
+            gpt.width,
+            gpt.context,
+            gpt.vocabulary,
+            grouped(facts.parameters)
+        ),
+    );
+    let (samples, tokens) = facts.train;
+    line(
+        "data",
+        format!(
+            "{}: {} training samples ({} tokens), {} for validation",
+            plan.config.data.path,
+            grouped(samples),
+            grouped(tokens),
+            grouped(facts.validation)
+        ),
+    );
+    line(
+        "batch",
+        format!(
+            "{} samples = {} × {} × {} (lanes × micro-batches × samples), {} tokens a step",
+            plan.config.batch.global,
+            plan.lanes,
+            plan.micros_per_lane(),
+            plan.micro,
+            grouped(plan.tokens_per_step())
+        ),
+    );
+    let parts = Memory::ALL.iter().zip(facts.memory.categories).filter(|(_, size)| *size > 0);
+    let parts: Vec<String> = parts.map(|(what, size)| format!("{} {}", what.name(), bytes(size))).collect();
+    line(
+        "memory",
+        format!(
+            "{} a rank: {}, runtime {}",
+            bytes(facts.memory.total()),
+            parts.join(", "),
+            bytes(facts.memory.runtime)
+        ),
+    );
+    out
+}

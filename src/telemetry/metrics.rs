@@ -1,0 +1,134 @@
+//! `metrics.jsonl` and `eval.jsonl`: one JSON object a line, floats that read back to the same bits.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// One training step.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Step {
+    /// Number of the step, from 1.
+    pub step: u64,
+    /// Passes over the training data so far.
+    pub epoch: f64,
+    /// Tokens seen so far.
+    pub tokens: u64,
+    /// Mean loss of the global batch; null when it is not finite.
+    pub loss: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Global norm of the gradient before clipping; null when it is not finite.
+    pub grad_norm: f64,
+    /// Whether the update was left out because loss or gradient was not finite.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub skipped: bool,
+    /// Duration of the step.
+    pub step_ms: f64,
+    /// Tokens of this step over its duration.
+    pub tokens_per_second: f64,
+    /// Seconds since 1970.
+    pub time: f64,
+}
+
+/// One evaluation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Evaluation {
+    /// Steps finished.
+    pub step: u64,
+    /// Mean validation loss.
+    pub loss: f64,
+    /// Its exponential.
+    pub perplexity: f64,
+    /// The checkpoint that was evaluated; none for the weights in training.
+    pub checkpoint: Option<String>,
+    /// Seconds since 1970.
+    pub time: f64,
+}
+
+/// A file of JSON lines.
+pub struct JsonLines {
+    path: PathBuf,
+    file: File,
+}
+
+impl JsonLines {
+    /// Opens `path` to append, first dropping the lines after step `last`: a resumed run writes them again.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn open(path: &Path, last: u64) -> Result<Self> {
+        #[derive(Deserialize)]
+        struct Numbered {
+            step: u64,
+        }
+        let keeps = |line: &String| serde_json::from_str::<Numbered>(line).is_ok_and(|line| line.step <= last);
+        if let Ok(old) = File::open(path) {
+            let lines: Vec<String> = BufReader::new(old).lines().map_while(|line| line.ok()).filter(keeps).collect();
+            let temporary = path.with_extension("jsonl.tmp");
+            let text: String = lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect();
+            std::fs::write(&temporary, text)
+                .and_then(|()| std::fs::rename(&temporary, path))
+                .map_err(|e| Error::io("rewrite", path, e))?;
+        }
+        let file =
+            OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open", path, e))?;
+        Ok(Self { path: path.to_path_buf(), file })
+    }
+
+    /// Appends one line.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
+        let mut line = serde_json::to_string(record).map_err(|e| Error::internal(format!("metrics: {e}")))?;
+        line.push('\n');
+        self.file.write_all(line.as_bytes()).map_err(|e| Error::io("write", &self.path, e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(step: u64, loss: f64) -> Step {
+        Step {
+            step,
+            epoch: 0.1,
+            tokens: 64,
+            loss,
+            lr: 1e-3,
+            grad_norm: 1.0 / 3.0,
+            skipped: false,
+            step_ms: 1.5,
+            tokens_per_second: 1e5,
+            time: 1.7e9,
+        }
+    }
+
+    #[test]
+    fn floats_read_back_to_the_same_bits() {
+        let before = step(1, 0.1f64 + 0.2);
+        let after: Step = serde_json::from_str(&serde_json::to_string(&before).unwrap()).unwrap();
+        assert_eq!(after.loss.to_bits(), before.loss.to_bits());
+        assert_eq!(after, before);
+    }
+
+    #[test]
+    fn reopening_drops_what_will_be_written_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let mut lines = JsonLines::open(&path, 0).unwrap();
+        (1..=4).for_each(|i| lines.write(&step(i, 1.0)).unwrap());
+        drop(lines);
+        // A torn last line, as a killed run leaves it.
+        OpenOptions::new().append(true).open(&path).unwrap().write_all(b"{\"step\":2,\"lo").unwrap();
+        JsonLines::open(&path, 2).unwrap().write(&step(3, 2.0)).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let steps: Vec<Step> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(steps.iter().map(|s| (s.step, s.loss)).collect::<Vec<_>>(), [(1, 1.0), (2, 1.0), (3, 2.0)]);
+    }
+}

@@ -1,0 +1,53 @@
+//! `run.json`: the facts of a run that a table of results needs.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// The run card.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RunCard {
+    /// Version of hpctrain.
+    pub version: String,
+    /// What carried messages.
+    pub mpi: String,
+    /// Ranks.
+    pub ranks: usize,
+    /// Compute threads a rank.
+    pub threads: usize,
+    /// Host of every rank.
+    pub hosts: Vec<String>,
+    /// Parameters of the network.
+    pub parameters: u64,
+    /// Steps finished.
+    pub steps: u64,
+    /// Steps whose update was skipped.
+    pub skipped: u64,
+    /// Last validation loss.
+    pub validation_loss: f64,
+    /// Median over this start's steps.
+    pub tokens_per_second: f64,
+    /// Seconds of this start, with evaluation and saving.
+    pub seconds: f64,
+    /// Seconds rank 0 waited for data.
+    pub loader_wait_seconds: f64,
+    /// Seconds rank 0 waited for messages.
+    pub comm_wait_seconds: f64,
+    /// Peak bytes of rank 0 by category.
+    pub peak_bytes: std::collections::BTreeMap<String, usize>,
+    /// Seconds since 1970 at the end.
+    pub time: f64,
+}
+
+impl RunCard {
+    /// Writes the card.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(format!("run card: {e}")))?;
+        std::fs::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
+    }
+}

@@ -1,0 +1,3 @@
+//! Training.
+mod step;
+pub use step::{Engine, Geometry};

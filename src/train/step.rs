@@ -1,0 +1,139 @@
+//! The one training step: forwards and backwards of all micro-batches, in every layout the same code.
+
+use std::collections::VecDeque;
+
+use crate::backend::{Kernels, Memory};
+use crate::error::{Error, Result};
+use crate::nn::{Blocks, Context, Micro, loss};
+use crate::parallel::schedule::{Action, one_forward_one_backward};
+use crate::parallel::{Sharded, Synced};
+use crate::random;
+
+/// A network with its parameters, ready to compute.
+pub struct Engine<B: Kernels> {
+    /// The device.
+    pub backend: B,
+    /// The network.
+    pub blocks: Blocks<B>,
+    /// Its parameters, gradients and optimizer state.
+    pub sharded: Sharded<B>,
+    /// How a step is cut.
+    pub geometry: Geometry,
+}
+
+/// How a step's samples are cut, and what its random streams hang on.
+#[derive(Debug, Clone, Copy)]
+pub struct Geometry {
+    /// Lanes of this rank.
+    pub lanes: usize,
+    /// Micro-batches a lane.
+    pub micros_per_lane: usize,
+    /// Predictions in the global batch.
+    pub predictions: u64,
+    /// Keep only the input of each block for the backward.
+    pub recompute: bool,
+    /// The run's seed.
+    pub seed: u64,
+}
+
+/// What a forward leaves for its backward.
+struct Tape<B: Kernels> {
+    micro: Micro<B>,
+    /// Input of every block.
+    inputs: Vec<B::Buf>,
+    /// What every block saved; empty with recomputation.
+    saved: Vec<Vec<B::Buf>>,
+    /// Gradient of the last block's output.
+    dy: B::Buf,
+}
+
+impl<B: Kernels> Engine<B> {
+    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in order.
+    ///
+    /// # Errors
+    /// Of the data, the device, or a message between ranks.
+    pub fn gradients(&mut self, step: u64, mut next: impl FnMut() -> Result<Micro<B>>) -> Result<Synced> {
+        let Geometry { lanes, micros_per_lane, seed, .. } = self.geometry;
+        let dropout = random::derive(seed, &[random::name("dropout"), step]);
+        let mut losses = vec![0.0; lanes];
+        let mut tapes = VecDeque::new();
+        for action in one_forward_one_backward(0, 1, lanes * micros_per_lane) {
+            match action {
+                Action::Forward(k) => {
+                    let (tape, loss) = self.forward(next()?, dropout)?;
+                    losses[k / micros_per_lane] += loss;
+                    tapes.push_back(tape);
+                }
+                Action::Backward(k) => {
+                    let tape = tapes.pop_front().ok_or_else(|| Error::internal("a backward before its forward"))?;
+                    let lane_ends = (k + 1) % micros_per_lane == 0;
+                    let last = k + 1 == lanes * micros_per_lane;
+                    self.backward(tape, dropout, lane_ends.then_some(last))?;
+                }
+            }
+        }
+        self.sharded.reduce(&losses)
+    }
+
+    /// Forward of one micro-batch to the loss (a sum over predictions) and the gradient of the logits.
+    fn forward(&mut self, micro: Micro<B>, dropout: u64) -> Result<(Tape<B>, f64)> {
+        let cx = Context { backend: &self.backend, micro: &micro, dropout: Some(dropout) };
+        let mut x = self.backend.alloc(Memory::Activations, 0)?;
+        let (mut inputs, mut saved) = (Vec::with_capacity(self.blocks.len()), Vec::with_capacity(self.blocks.len()));
+        for (unit, block) in self.blocks.iter().enumerate() {
+            let params = self.sharded.params(unit, block.borrows())?;
+            let (y, kept) = block.forward(&cx, params, &x)?;
+            self.sharded.release(unit, block.borrows());
+            inputs.push(std::mem::replace(&mut x, y));
+            saved.push(if self.geometry.recompute { vec![] } else { kept });
+        }
+        let scale = 1.0 / self.geometry.predictions as f32;
+        let loss = loss::cross_entropy_with_gradient(&self.backend, &micro, &mut x, scale)?;
+        Ok((Tape { micro, inputs, saved, dy: x }, loss))
+    }
+
+    /// Backward of one micro-batch. `lane_ends` is set on the last one of a lane: whether it is the rank's last lane.
+    fn backward(&mut self, tape: Tape<B>, dropout: u64, lane_ends: Option<bool>) -> Result<()> {
+        let Tape { micro, mut inputs, mut saved, mut dy } = tape;
+        let cx = Context { backend: &self.backend, micro: &micro, dropout: Some(dropout) };
+        for (unit, block) in self.blocks.iter().enumerate().rev() {
+            let (Some(x), Some(mut kept)) = (inputs.pop(), saved.pop()) else {
+                return Err(Error::internal("a backward without what its forward kept"));
+            };
+            if self.geometry.recompute {
+                kept = block.forward(&cx, self.sharded.params(unit, block.borrows())?, &x)?.1;
+            }
+            let (params, grads) = self.sharded.params_and_grads(unit, block.borrows())?;
+            dy = block.backward(&cx, params, grads, &x, kept, dy)?;
+            self.sharded.release(unit, block.borrows());
+            if let Some(last) = lane_ends {
+                self.sharded.lane_done(unit, last)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Logits of a micro-batch, outside training.
+    ///
+    /// # Errors
+    /// The device or a gather failed.
+    pub fn logits(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
+        let cx = Context { backend: &self.backend, micro, dropout: None };
+        let mut x = self.backend.alloc(Memory::Activations, 0)?;
+        for (unit, block) in self.blocks.iter().enumerate() {
+            let params = self.sharded.params(unit, block.borrows())?;
+            x = block.forward(&cx, params, &x)?.0;
+            self.sharded.release(unit, block.borrows());
+        }
+        Ok(x)
+    }
+
+    /// Sum of the losses of a micro-batch's predictions, outside training.
+    ///
+    /// # Errors
+    /// As [`Engine::logits`].
+    pub fn loss(&mut self, micro: &Micro<B>) -> Result<f64> {
+        let mut logits = self.logits(micro)?;
+        loss::cross_entropy(&self.backend, micro, &mut logits)
+    }
+}
