@@ -1,7 +1,19 @@
 //! Sharded HDF5 data: shards, sample order, prefetching, import, verification.
+//!
+//! From the file up: [`Dataset`] opens the shards of one split and numbers their samples,
+//! [`Sampler`] says which sample stands at which position of the run, and [`Loader`] reads
+//! positions ahead of the training step.
 
+mod dataset;
+mod format;
+mod h5;
+pub mod import;
+mod loader;
 mod sampler;
+mod shard;
 mod tokenizer;
 
+pub use dataset::{DataSpec, Dataset, Split};
+pub use loader::{Batch, Loader};
 pub use sampler::Sampler;
 pub use tokenizer::{Tokenizer, TokenizerKind};
