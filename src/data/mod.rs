@@ -8,10 +8,12 @@ mod dataset;
 mod format;
 mod h5;
 pub mod import;
+pub mod inspect;
 mod loader;
 mod sampler;
 mod shard;
 mod tokenizer;
+pub mod verify;
 
 pub use dataset::{DataSpec, Dataset, Split};
 pub use loader::{Batch, Loader};
