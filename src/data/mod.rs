@@ -4,6 +4,7 @@
 //! [`Sampler`] says which sample stands at which position of the run, and [`Loader`] reads
 //! positions ahead of the training step.
 
+pub mod bundled;
 mod dataset;
 mod format;
 mod h5;
