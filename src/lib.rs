@@ -2,6 +2,7 @@
 
 pub mod backend;
 pub mod checkpoint;
+pub mod cli;
 pub mod comm;
 pub mod config;
 pub mod data;

@@ -1,1 +1,22 @@
 //! Sharded HDF5 data: shards, sample order, prefetching, import, verification.
+//!
+//! From the file up: [`Dataset`] opens the shards of one split and numbers their samples,
+//! [`Sampler`] says which sample stands at which position of the run, and [`Loader`] reads
+//! positions ahead of the training step.
+
+pub mod bundled;
+mod dataset;
+mod format;
+mod h5;
+pub mod import;
+pub mod inspect;
+mod loader;
+mod sampler;
+mod shard;
+mod tokenizer;
+pub mod verify;
+
+pub use dataset::{DataSpec, Dataset, Split};
+pub use loader::{Batch, Loader};
+pub use sampler::Sampler;
+pub use tokenizer::{Tokenizer, TokenizerKind};

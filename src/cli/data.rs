@@ -1,0 +1,84 @@
+//! `hpctrain data`: import, look at and check training data.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand};
+
+use crate::data::import::{ImportText, import_text};
+use crate::data::{TokenizerKind, inspect, verify};
+use crate::error::{Error, Result};
+
+/// Import, look at and check training data
+#[derive(Debug, Args)]
+pub struct DataArgs {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Turn other formats into HDF5 shards
+    Import(ImportArgs),
+    /// Show what HDF5 files hold: shapes, types, layout, compression, provenance
+    Inspect {
+        /// An HDF5 file, or a directory of .h5 files
+        path: PathBuf,
+    },
+    /// Read everything and compare it with its checksums, vocabulary and sibling shards
+    Verify {
+        /// An HDF5 file, or a directory of .h5 files
+        path: PathBuf,
+    },
+}
+
+#[derive(Debug, Args)]
+struct ImportArgs {
+    #[command(subcommand)]
+    source: Source,
+}
+
+#[derive(Debug, Subcommand)]
+enum Source {
+    /// Tokenize a text file into train-*.h5 and val-*.h5
+    #[command(after_help = "Example: hpctrain data import text input.txt --tokenizer char --shards 4 --out data/mine")]
+    Text(TextArgs),
+}
+
+#[derive(Debug, Args)]
+struct TextArgs {
+    /// The text file; UTF-8 unless the tokenizer is byte
+    input: PathBuf,
+    /// How the text becomes token ids
+    #[arg(long, value_enum, default_value_t = TokenizerKind::Char)]
+    tokenizer: TokenizerKind,
+    /// Number of training shards
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    shards: usize,
+    /// Share of the tokens, from the end of the text, kept for validation
+    #[arg(long, value_name = "F", default_value_t = 0.1)]
+    val_fraction: f64,
+    /// Directory to write to; it may hold no shards yet
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Compress with deflate, level 0 to 9 [default: no compression, the fastest to read]
+    #[arg(long, value_name = "LEVEL", value_parser = clap::value_parser!(u8).range(0..=9))]
+    compress: Option<u8>,
+}
+
+/// Does what the arguments say and prints the outcome to the standard output.
+pub fn run(args: DataArgs) -> Result<()> {
+    match args.command {
+        Command::Import(ImportArgs { source: Source::Text(text) }) => {
+            let TextArgs { input, tokenizer, shards, val_fraction, out, compress } = text;
+            print(import_text(&ImportText { input, tokenizer, shards, val_fraction, out, compress })?)
+        }
+        Command::Inspect { path } => print(inspect::inspect(&path)?.trim_end()),
+        Command::Verify { path } => print(verify::verify(&path)?),
+    }
+}
+
+/// Like `println!`, but a closed pipe is an error instead of a panic.
+fn print(text: impl std::fmt::Display) -> Result<()> {
+    writeln!(std::io::stdout(), "{text}").map_err(|e| Error::io("write", Path::new("standard output"), e))
+}

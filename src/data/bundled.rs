@@ -1,0 +1,154 @@
+//! The data set that comes inside the program, for first runs without a download.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use sha2::{Digest, Sha256};
+
+use super::import::hex;
+use crate::error::{Error, Result};
+
+struct Bundle {
+    name: &'static str,
+    /// File names and contents.
+    files: &'static [(&'static str, &'static [u8])],
+}
+
+const BUNDLES: &[Bundle] = &[Bundle {
+    name: "tiny-shakespeare",
+    files: &[
+        ("train-00000.h5", include_bytes!("../../data/tiny-shakespeare/train-00000.h5")),
+        ("train-00001.h5", include_bytes!("../../data/tiny-shakespeare/train-00001.h5")),
+        ("train-00002.h5", include_bytes!("../../data/tiny-shakespeare/train-00002.h5")),
+        ("train-00003.h5", include_bytes!("../../data/tiny-shakespeare/train-00003.h5")),
+        ("val-00000.h5", include_bytes!("../../data/tiny-shakespeare/val-00000.h5")),
+    ],
+}];
+
+/// The directory that holds the shards of the bundled data set `name`, written there if need be.
+///
+/// It lies in the user's cache directory, or in the temporary one where that cannot be written.
+/// Any number of processes may call this at once.
+pub fn locate(name: &str) -> Result<PathBuf> {
+    match BUNDLES.iter().find(|bundle| bundle.name == name) {
+        Some(bundle) => bundle.unpack(&cache_roots()),
+        None => {
+            let names: Vec<&str> = BUNDLES.iter().map(|bundle| bundle.name).collect();
+            Err(Error::input(format!("no bundled data set is named {name:?}"))
+                .hint(format!("there is {}", names.join(", "))))
+        }
+    }
+}
+
+/// Where unpacked bundles may live, best first.
+fn cache_roots() -> Vec<PathBuf> {
+    let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let user = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
+    user.into_iter().chain([std::env::temp_dir()]).collect()
+}
+
+impl Bundle {
+    /// Writes the files below the first of `roots` that takes them.
+    fn unpack(&self, roots: &[PathBuf]) -> Result<PathBuf> {
+        let mut failure = Error::internal("there is no directory to unpack data into");
+        for root in roots {
+            // The hash keeps programs of different versions apart.
+            let directory = root.join("hpctrain").join(self.hash());
+            match self.unpack_into(&directory) {
+                Ok(()) => return Ok(directory),
+                Err(e) => failure = e,
+            }
+        }
+        Err(failure.hint("set XDG_CACHE_HOME to a directory that can be written"))
+    }
+
+    fn unpack_into(&self, directory: &Path) -> Result<()> {
+        fs::create_dir_all(directory).map_err(|e| Error::io("create", directory, e))?;
+        for (name, content) in self.files {
+            let path = directory.join(name);
+            if fs::read(&path).is_ok_and(|existing| existing == *content) {
+                continue;
+            }
+            // Ranks race here, on one node or many: each renames a complete file of its own.
+            let temporary = directory.join(format!(".{name}.{}.tmp", unique()));
+            fs::write(&temporary, content)
+                .and_then(|()| fs::rename(&temporary, &path))
+                .inspect_err(|_| {
+                    // Leaves nothing behind on a full disk; the write's error matters more.
+                    let _ = fs::remove_file(&temporary);
+                })
+                .map_err(|e| Error::io("write", &path, e))?;
+        }
+        Ok(())
+    }
+
+    fn hash(&self) -> String {
+        let mut hash = Sha256::new();
+        for (name, content) in self.files {
+            hash.update(name);
+            hash.update(content);
+        }
+        hex(&hash.finalize()[..8])
+    }
+}
+
+/// A string no other thread, process or node uses at this time.
+fn unique() -> String {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let time = std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos());
+    format!("{}-{time}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BUNDLE: Bundle = Bundle { name: "x", files: &[("a", b"one"), ("b", b"two")] };
+
+    fn names(directory: &Path) -> Vec<String> {
+        crate::data::dataset::file_names(directory).unwrap()
+    }
+
+    #[test]
+    fn damaged_files_are_replaced_and_whole_ones_kept() {
+        let root = tempfile::tempdir().unwrap();
+        let roots = [root.path().to_owned()];
+        let directory = BUNDLE.unpack(&roots).unwrap();
+        fs::write(directory.join("a"), "oen").unwrap();
+        let kept = fs::metadata(directory.join("b")).unwrap().modified().unwrap();
+        assert_eq!(BUNDLE.unpack(&roots).unwrap(), directory);
+        assert_eq!(fs::read(directory.join("a")).unwrap(), b"one");
+        assert_eq!(fs::metadata(directory.join("b")).unwrap().modified().unwrap(), kept);
+        assert_eq!(names(&directory), ["a", "b"]);
+    }
+
+    #[test]
+    fn an_unusable_cache_falls_back_to_the_next() {
+        let root = tempfile::tempdir().unwrap();
+        let file = root.path().join("file");
+        fs::write(&file, "").unwrap();
+        let other = root.path().join("other");
+        let directory = BUNDLE.unpack(&[file.clone(), other.clone()]).unwrap();
+        assert!(directory.starts_with(&other));
+        assert!(BUNDLE.unpack(&[file]).unwrap_err().to_string().contains("cannot create"));
+    }
+
+    #[test]
+    fn racing_threads_all_succeed() {
+        let root = tempfile::tempdir().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| BUNDLE.unpack(&[root.path().to_owned()]).unwrap());
+            }
+        });
+        let directory = BUNDLE.unpack(&[root.path().to_owned()]).unwrap();
+        assert_eq!(names(&directory), ["a", "b"]);
+    }
+
+    #[test]
+    fn unknown_names_are_answered_with_the_known() {
+        let e = locate("huge-shakespeare").unwrap_err().to_string();
+        assert_eq!(e, "no bundled data set is named \"huge-shakespeare\"\nhint: there is tiny-shakespeare");
+    }
+}

@@ -1,0 +1,332 @@
+//! All shards of one split as one numbered sequence of samples.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::Tokenizer;
+use super::h5::RowReader;
+use super::shard::{Content, Ids, Shard, first_invalid};
+use crate::error::{Error, Result};
+
+/// Shards kept open at a time: well below the usual limit of 1024 files.
+const MAX_OPEN: usize = 256;
+/// What all chunk caches of a data set may take together …
+const CHUNK_CACHE_TOTAL: usize = 256 << 20;
+/// … and a single one.
+const CHUNK_CACHE_EACH: usize = 32 << 20;
+
+/// Where the data is and what it is called there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DataSpec {
+    /// A directory of shards, or one HDF5 file.
+    pub path: PathBuf,
+    /// File names of the training shards; `*` stands for any characters.
+    pub train: String,
+    /// File names of the validation shards.
+    pub validation: String,
+    /// The dataset of token ids, one dimension.
+    pub tokens: String,
+    /// The dataset of input ids where samples are ready-made, samples x context.
+    pub inputs: String,
+    /// The dataset of target ids, of the same shape.
+    pub targets: String,
+    /// The number of ids, for files that do not tell; may also pad the files' own number.
+    pub vocabulary: Option<usize>,
+}
+
+impl DataSpec {
+    /// The names that the importer gives, at `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            train: "train-*.h5".to_owned(),
+            validation: "val-*.h5".to_owned(),
+            tokens: "/tokens".to_owned(),
+            inputs: "/inputs".to_owned(),
+            targets: "/targets".to_owned(),
+            vocabulary: None,
+        }
+    }
+
+    /// The shards of `split`, sorted by name; at least one.
+    pub fn files(&self, split: Split) -> Result<Vec<PathBuf>> {
+        let path = self.path.display();
+        let metadata = std::fs::metadata(&self.path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => Error::input(format!("{path} does not exist"))
+                .hint("data.path is a directory of .h5 shards or one .h5 file"),
+            _ => Error::io("read", &self.path, e),
+        })?;
+        if metadata.is_file() {
+            return match split {
+                Split::Train => Ok(vec![self.path.clone()]),
+                Split::Validation => Err(Error::input(format!("{path} is a single file and has no validation split"))
+                    .hint("give a directory with training and validation shards as data.path")),
+            };
+        }
+        let (key, pattern) = match split {
+            Split::Train => ("data.train", &self.train),
+            Split::Validation => ("data.validation", &self.validation),
+        };
+        let names = file_names(&self.path)?;
+        let shards: Vec<PathBuf> =
+            names.iter().filter(|name| matches(pattern, name)).map(|name| self.path.join(name)).collect();
+        if shards.is_empty() {
+            return Err(Error::input(format!("no file in {path} matches {pattern}"))
+                .hint(format!("it holds {}; set {key} to a pattern that fits", listing(&names))));
+        }
+        Ok(shards)
+    }
+}
+
+/// The names of all entries of a directory, sorted.
+pub(super) fn file_names(directory: &Path) -> Result<Vec<String>> {
+    let failed = |e| Error::io("list", directory, e);
+    let entries: Vec<_> = std::fs::read_dir(directory).map_err(failed)?.collect::<Result<_, _>>().map_err(failed)?;
+    let mut names: Vec<String> = entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// The first few names, and how many there are.
+fn listing(names: &[String]) -> String {
+    const SHOWN: usize = 5;
+    match names.len() {
+        0 => "nothing".to_owned(),
+        1..=SHOWN => names.join(", "),
+        n => format!("{} … ({n} files)", names[..SHOWN].join(", ")),
+    }
+}
+
+/// Whether `name` fits `pattern`, in which `*` stands for any characters.
+fn matches(pattern: &str, name: &str) -> bool {
+    match pattern.split_once('*') {
+        None => pattern == name,
+        Some((before, after)) => name.strip_prefix(before).is_some_and(|rest| {
+            rest.char_indices().map(|(at, _)| at).chain([rest.len()]).any(|at| matches(after, &rest[at..]))
+        }),
+    }
+}
+
+/// The two parts of a data set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Split {
+    /// What the model learns from.
+    Train,
+    /// What it is measured on.
+    Validation,
+}
+
+impl Split {
+    /// The word for it in files and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Train => "train",
+            Self::Validation => "validation",
+        }
+    }
+}
+
+impl fmt::Display for Split {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The samples of one split, for language models: `context` input ids and as many targets.
+///
+/// A token stream is cut into windows of `context + 1` ids at stride `context`, so that each
+/// token is a target at most once. Windows never cross shards; what is left at a shard's end is
+/// not used.
+pub struct Dataset {
+    shards: Vec<Shard>,
+    /// The number of the first sample of each shard, and of all samples at the end.
+    first_sample: Vec<u64>,
+    context: usize,
+    vocabulary: usize,
+    open: OpenShards,
+    /// One window of a token stream: inputs and targets overlap.
+    window: Vec<u32>,
+}
+
+impl Dataset {
+    /// Opens and checks every shard of `split`.
+    pub fn open(spec: &DataSpec, split: Split, context: usize) -> Result<Self> {
+        if context == 0 {
+            return Err(Error::input("a sample of 0 tokens teaches nothing").hint("set the context to 1 or more"));
+        }
+        let shards: Vec<Shard> =
+            spec.files(split)?.iter().map(|path| Shard::open(path, spec)).collect::<Result<_>>()?;
+        let mut first_sample = vec![0];
+        let mut samples = 0;
+        for shard in &shards {
+            shard.check_sibling(&shards[0])?;
+            samples += shard.samples(context)?;
+            first_sample.push(samples);
+        }
+        let vocabulary = shards[0].vocabulary(spec.vocabulary)?;
+        let open = OpenShards::new(&shards, MAX_OPEN);
+        Ok(Self { shards, first_sample, context, vocabulary, open, window: vec![0; context + 1] })
+    }
+
+    /// How many samples there are; at least one.
+    pub fn samples(&self) -> u64 {
+        self.first_sample[self.shards.len()]
+    }
+
+    /// All ids are below this.
+    pub fn vocabulary(&self) -> usize {
+        self.vocabulary
+    }
+
+    /// The length of a sample's inputs, and of its targets.
+    pub fn context(&self) -> usize {
+        self.context
+    }
+
+    /// How many input ids the shards hold, those outside any whole window included.
+    pub fn tokens(&self) -> u64 {
+        self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum()
+    }
+
+    /// What turns ids into text, if the shards tell.
+    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+        self.shards[0].header.tokenizer.as_ref()
+    }
+
+    /// Overwrites `inputs` and `targets`, `context` elements each, with sample number `sample`.
+    pub fn read(&mut self, sample: u64, inputs: &mut [u32], targets: &mut [u32]) -> Result<()> {
+        if sample >= self.samples() || inputs.len() != self.context || targets.len() != self.context {
+            return Err(Error::internal(format!(
+                "sample {sample} of {} asked for, into {} inputs and {} targets of context {}",
+                self.samples(),
+                inputs.len(),
+                targets.len(),
+                self.context
+            )));
+        }
+        let index = self.first_sample.partition_point(|&first| first <= sample) - 1;
+        let shard = &self.shards[index];
+        let row = sample - self.first_sample[index];
+        let readers = self.open.readers(shard, index)?;
+        match &shard.content {
+            Content::Tokens(tokens) => {
+                let start = row * self.context as u64;
+                read_checked(shard, tokens, &mut readers[0], start, &mut self.window, self.vocabulary)?;
+                inputs.copy_from_slice(&self.window[..self.context]);
+                targets.copy_from_slice(&self.window[1..]);
+            }
+            Content::Samples { inputs: input_ids, targets: target_ids } => {
+                read_checked(shard, input_ids, &mut readers[0], row, inputs, self.vocabulary)?;
+                read_checked(shard, target_ids, &mut readers[1], row, targets, self.vocabulary)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads rows from `first` on and refuses ids outside the vocabulary.
+fn read_checked(
+    shard: &Shard,
+    ids: &Ids,
+    reader: &mut RowReader,
+    first: u64,
+    out: &mut [u32],
+    vocabulary: usize,
+) -> Result<()> {
+    reader.read(first, out).map_err(|e| shard.unreadable(ids, &e))?;
+    match first_invalid(out, vocabulary) {
+        None => Ok(()),
+        Some(at) => {
+            let (element, id) = (ids.element(first as usize * ids.row_len() + at), out[at] as i32);
+            Err(Error::input(format!("{element} is token id {id}, outside the vocabulary of {vocabulary}"))
+                .hint("import the text again, or set data.vocabulary to the true number of ids")
+                .at(shard.path.display()))
+        }
+    }
+}
+
+/// The shards with open files; the least recently used one makes room for another.
+struct OpenShards {
+    by_index: HashMap<usize, OpenShard>,
+    max_open: usize,
+    cache_bytes: usize,
+    /// Counts uses; orders `OpenShard::last_use`.
+    clock: u64,
+}
+
+struct OpenShard {
+    readers: Vec<RowReader>,
+    last_use: u64,
+}
+
+impl OpenShards {
+    fn new(shards: &[Shard], max_open: usize) -> Self {
+        let datasets = shards.len().min(max_open) * shards[0].content.datasets().len();
+        let cache_bytes = (CHUNK_CACHE_TOTAL / datasets).min(CHUNK_CACHE_EACH);
+        Self { by_index: HashMap::new(), max_open, cache_bytes, clock: 0 }
+    }
+
+    /// A reader for each dataset of the shard, which is number `index`.
+    fn readers(&mut self, shard: &Shard, index: usize) -> Result<&mut [RowReader]> {
+        if self.by_index.len() == self.max_open && !self.by_index.contains_key(&index) {
+            let oldest = self.by_index.iter().min_by_key(|(_, open)| open.last_use).map(|(&index, _)| index);
+            oldest.and_then(|oldest| self.by_index.remove(&oldest));
+        }
+        let open = match self.by_index.entry(index) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(OpenShard { readers: shard.readers(self.cache_bytes)?, last_use: 0 }),
+        };
+        self.clock += 1;
+        open.last_use = self.clock;
+        Ok(&mut open.readers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::format::TokenShard;
+
+    #[test]
+    fn patterns_match_whole_names() {
+        for (pattern, name, fits) in [
+            ("train-*.h5", "train-00000.h5", true),
+            ("train-*.h5", "train-.h5", true),
+            ("train-*.h5", "train-0.h5.tmp", false),
+            ("train-*.h5", "x-train-0.h5", false),
+            ("*", "", true),
+            ("a*b*c", "aXbYbc", true),
+            ("a*b*c", "acb", false),
+            ("*é", "éé", true),
+            ("one.h5", "one.h5", true),
+            ("one.h5", "one.h5x", false),
+        ] {
+            assert_eq!(matches(pattern, name), fits, "{pattern} {name}");
+        }
+    }
+
+    #[test]
+    fn only_so_many_shards_stay_open() {
+        let dir = tempfile::tempdir().unwrap();
+        for shard in 0..4 {
+            let (ids, tokenizer) = ([shard as u32; 3], &Tokenizer::Byte);
+            let (source, source_sha256, split) = ("", "", Split::Train);
+            TokenShard { ids: &ids, tokenizer, source, source_sha256, split, shard, num_shards: 4, compress: None }
+                .write(&dir.path().join(format!("train-{shard}.h5")))
+                .unwrap();
+        }
+        let mut dataset = Dataset::open(&DataSpec::new(dir.path()), Split::Train, 1).unwrap();
+        dataset.open = OpenShards::new(&dataset.shards, 2);
+        let (mut inputs, mut targets) = ([9], [9]);
+        for sample in [0, 7, 2, 1, 5, 6] {
+            dataset.read(sample, &mut inputs, &mut targets).unwrap();
+            assert_eq!((inputs[0], targets[0]), ((sample / 2) as u32, (sample / 2) as u32));
+            assert!(dataset.open.by_index.len() <= 2);
+        }
+        let mut open: Vec<usize> = dataset.open.by_index.keys().copied().collect();
+        open.sort_unstable();
+        assert_eq!(open, [2, 3], "the two used last");
+    }
+}

@@ -1,0 +1,123 @@
+//! What HDF5 files hold, as a table for people.
+
+use std::path::{Path, PathBuf};
+
+use hdf5::filters::Filter;
+use hdf5::types::TypeDescriptor;
+
+use super::dataset::file_names;
+use super::format::{CHECKSUMS, Header, TOKENIZER};
+use super::{h5, shard};
+use crate::error::{Error, Result};
+
+/// Describes one HDF5 file, or all `.h5` files of a directory.
+pub fn inspect(path: &Path) -> Result<String> {
+    let mut rows = vec![["file", "dataset", "shape", "type", "layout", "compression", "bytes"].map(str::to_owned)];
+    let mut origins: Vec<(String, Vec<String>)> = Vec::new();
+    for path in h5_files(path)? {
+        let file = h5::open_file(&path, None)?;
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
+        let names = h5::dataset_names(&file).map_err(|e| unreadable(&path, &e))?;
+        for dataset in names.iter().filter(|name| ![CHECKSUMS, TOKENIZER].contains(&name.as_str())) {
+            let [shape, dtype, layout, compression, bytes] =
+                describe(&file, dataset).map_err(|e| unreadable(&path, &e))?;
+            rows.push([name.clone(), dataset.clone(), shape, dtype, layout, compression, bytes]);
+        }
+        let origin = origin(&header);
+        match origins.iter_mut().find(|(known, _)| *known == origin) {
+            Some((_, files)) => files.push(name),
+            None => origins.push((origin, vec![name])),
+        }
+    }
+    let mut report = table(&rows);
+    for (origin, files) in origins {
+        report += &format!("\n{}: {origin}\n", files.join(", "));
+    }
+    Ok(report)
+}
+
+/// The file itself, or the `.h5` files of a directory, sorted; at least one.
+pub(super) fn h5_files(path: &Path) -> Result<Vec<PathBuf>> {
+    let metadata = std::fs::metadata(path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", path.display()))
+            .hint("give an HDF5 file or a directory of .h5 files"),
+        _ => Error::io("read", path, e),
+    })?;
+    if metadata.is_file() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let names = file_names(path)?;
+    let files: Vec<PathBuf> = names.iter().filter(|name| name.ends_with(".h5")).map(|name| path.join(name)).collect();
+    if files.is_empty() {
+        return Err(Error::input(format!("no .h5 file in {}", path.display()))
+            .hint("give an HDF5 file or a directory of .h5 files"));
+    }
+    Ok(files)
+}
+
+fn unreadable(path: &Path, error: &hdf5::Error) -> Error {
+    Error::io("read", path, h5::one_line(error))
+}
+
+/// Shape, type, layout, compression and stored bytes.
+fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<[String; 5]> {
+    let dataset = file.dataset(name)?;
+    let dtype =
+        dataset.dtype()?.to_descriptor().map_or_else(|_| "other".to_owned(), |dtype: TypeDescriptor| dtype.to_string());
+    let layout = match dataset.chunk() {
+        Some(chunk) => format!("chunks of {}", shard::shape(&chunk)),
+        None => format!("{:?}", dataset.layout()).to_lowercase(),
+    };
+    let filters: Vec<String> = dataset.filters().iter().map(filter).collect();
+    let compression = if filters.is_empty() { "none".to_owned() } else { filters.join(" + ") };
+    Ok([shard::shape(&dataset.get_shape()?), dtype, layout, compression, dataset.storage_size().to_string()])
+}
+
+fn filter(filter: &Filter) -> String {
+    match filter {
+        Filter::Deflate(level) => format!("deflate {level}"),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
+/// Where the content of a file comes from, as far as it tells.
+fn origin(header: &Header) -> String {
+    let Some(version) = header.format_version else {
+        return "not written by hpctrain, no provenance".to_owned();
+    };
+    let or_unknown = |text: Option<String>| text.unwrap_or_else(|| "unknown".to_owned());
+    format!(
+        "format version {version}, tokenizer {}, vocabulary {}, split {}, num_shards {}, source {} (sha256 {})",
+        header.tokenizer.as_ref().map_or("unknown", |tokenizer| tokenizer.name()),
+        or_unknown(header.vocabulary_size.map(|size| size.to_string())),
+        or_unknown(header.split.clone()),
+        or_unknown(header.num_shards.map(|n| n.to_string())),
+        or_unknown(header.source.clone()),
+        or_unknown(header.source_sha256.clone()),
+    )
+}
+
+/// Columns as wide as their widest cell, two spaces apart.
+fn table<const N: usize>(rows: &[[String; N]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: [usize; N] = std::array::from_fn(width);
+    let mut text = String::new();
+    for row in rows {
+        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        text += cells.join("  ").trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_line_up() {
+        let rows = [["a", "bb", "c"], ["aaa", "b", "ccc"]].map(|row| row.map(str::to_owned));
+        assert_eq!(table(&rows), "a    bb  c\naaa  b   ccc\n");
+    }
+}

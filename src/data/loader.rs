@@ -1,0 +1,116 @@
+//! Reads batches ahead of the training step, on a thread of its own.
+
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::{Dataset, Sampler};
+use crate::error::{Error, Result};
+
+/// The samples of one micro-batch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// Where the samples stand in the run.
+    pub positions: Range<u64>,
+    /// Input ids, sample after sample.
+    pub inputs: Vec<u32>,
+    /// Target ids, sample after sample.
+    pub targets: Vec<u32>,
+}
+
+/// Hands out batches in the order asked for at the start, read in advance.
+///
+/// One thread is enough: HDF5 serialises its callers.
+pub struct Loader {
+    /// `None` only while dropping.
+    batches: Option<Receiver<Result<Batch>>>,
+    used: Sender<Batch>,
+    reader: Option<JoinHandle<()>>,
+    waited: Duration,
+}
+
+impl Loader {
+    /// Starts to read `batches`, each a range of positions that `sampler` maps to samples, and
+    /// keeps at most `depth` of them ready besides the one being read.
+    pub fn start(
+        dataset: Dataset,
+        sampler: Sampler,
+        batches: impl Iterator<Item = Range<u64>> + Send + 'static,
+        depth: usize,
+    ) -> Result<Self> {
+        let (ready, receiver) = sync_channel(depth);
+        let (used, recycled) = channel();
+        let reader = std::thread::Builder::new()
+            .name("hpctrain-data".to_owned())
+            .spawn(move || read_ahead(dataset, sampler, batches, &ready, &recycled))
+            .map_err(|e| Error::internal(format!("cannot start the thread that reads data: {e}")))?;
+        Ok(Self { batches: Some(receiver), used, reader: Some(reader), waited: Duration::ZERO })
+    }
+
+    /// The next batch; waits for it if need be.
+    ///
+    /// After a failure, and after the last batch, there are no more.
+    #[expect(clippy::should_implement_trait, reason = "the end is an error here: the caller knows the schedule")]
+    pub fn next(&mut self) -> Result<Batch> {
+        let start = Instant::now();
+        let received = self.batches.as_ref().and_then(|batches| batches.recv().ok());
+        self.waited += start.elapsed();
+        received.unwrap_or_else(|| {
+            Err(Error::internal("no batch is left: the loader was asked for more than its schedule"))
+        })
+    }
+
+    /// Gives the buffers of a batch back, to be filled again.
+    pub fn recycle(&self, batch: Batch) {
+        // A reader that is done needs no buffers.
+        let _ = self.used.send(batch);
+    }
+
+    /// The time that [`next`](Self::next) has waited, in sum.
+    pub fn waited(&self) -> Duration {
+        self.waited
+    }
+}
+
+impl Drop for Loader {
+    fn drop(&mut self) {
+        // Without a receiver the reader's next send fails, even one that waits for room.
+        self.batches = None;
+        if let Some(reader) = self.reader.take() {
+            // A panic of the reader has been reported by its thread and ended the batches.
+            let _ = reader.join();
+        }
+    }
+}
+
+/// Sends all batches, or those before the first failure and the failure.
+fn read_ahead(
+    mut dataset: Dataset,
+    sampler: Sampler,
+    batches: impl Iterator<Item = Range<u64>>,
+    ready: &SyncSender<Result<Batch>>,
+    recycled: &Receiver<Batch>,
+) {
+    for positions in batches {
+        let (inputs, targets) = recycled.try_recv().map(|batch| (batch.inputs, batch.targets)).unwrap_or_default();
+        let batch = read_batch(&mut dataset, sampler, Batch { positions, inputs, targets });
+        let failed = batch.is_err();
+        if ready.send(batch).is_err() || failed {
+            return;
+        }
+    }
+}
+
+/// Fills the buffers of `batch`, whose size may be any.
+fn read_batch(dataset: &mut Dataset, sampler: Sampler, mut batch: Batch) -> Result<Batch> {
+    let context = dataset.context();
+    let samples = batch.positions.clone().count();
+    batch.inputs.resize(samples * context, 0);
+    batch.targets.resize(samples * context, 0);
+    let rows = batch.inputs.chunks_exact_mut(context).zip(batch.targets.chunks_exact_mut(context));
+    for (position, (inputs, targets)) in batch.positions.clone().zip(rows) {
+        dataset.read(sampler.index(position), inputs, targets)?;
+    }
+    Ok(batch)
+}

@@ -1,0 +1,284 @@
+//! One shard: what a file holds, and whether that can be trained on.
+//!
+//! A shard is described once, when a data set is opened; the description keeps no handle.
+
+use std::path::{Path, PathBuf};
+
+use hdf5::File;
+use hdf5::types::TypeDescriptor;
+
+use super::Tokenizer;
+use super::dataset::DataSpec;
+use super::format::Header;
+use super::h5::{self, ChunkCache, RowReader};
+use crate::error::{Error, Result};
+
+/// Ids are read as `i32`, see [`RowReader`]; the largest value means "too large".
+const MAX_VOCABULARY: usize = i32::MAX as usize;
+
+/// The description of one file.
+#[derive(Debug, Clone)]
+pub(super) struct Shard {
+    pub path: PathBuf,
+    pub header: Header,
+    pub content: Content,
+}
+
+/// The datasets that samples are made of.
+#[derive(Debug, Clone)]
+pub(super) enum Content {
+    /// A stream of ids, from which windows are cut.
+    Tokens(Ids),
+    /// Samples of `context` ids each, with their targets.
+    Samples { inputs: Ids, targets: Ids },
+}
+
+/// A dataset of integer ids.
+#[derive(Debug, Clone)]
+pub(super) struct Ids {
+    pub name: String,
+    pub dtype: TypeDescriptor,
+    pub shape: Vec<usize>,
+    /// Decompressed bytes of a chunk; 0 if contiguous.
+    chunk_bytes: usize,
+}
+
+impl Shard {
+    /// Describes the file at `path`, whose datasets have the names that `spec` gives.
+    pub(super) fn open(path: &Path, spec: &DataSpec) -> Result<Self> {
+        let file = h5::open_file(path, None)?;
+        let described = Header::read(&file).and_then(|header| Ok((header, Content::find(&file, spec)?)));
+        let (header, content) = described.map_err(|e| e.at(path.display()))?;
+        Ok(Self { path: path.to_owned(), header, content })
+    }
+
+    /// Refuses a shard that does not fit the `first` one of its data set.
+    pub(super) fn check_sibling(&self, first: &Self) -> Result<()> {
+        let aspects = |shard: &Self| {
+            let describe = |one: &dyn Fn(&Ids) -> String| {
+                let all: Vec<String> = shard.content.datasets().into_iter().map(one).collect();
+                all.join(", ")
+            };
+            [
+                ("set of datasets", describe(&|ids| ids.name.clone())),
+                ("dtype", describe(&|ids| format!("{} {}", ids.name, ids.dtype))),
+                ("sample shape", describe(&|ids| format!("{} {}", ids.name, shape(&ids.shape[1..])))),
+                ("vocabulary_size", shard.header.vocabulary_size.map_or("none".to_owned(), |size| size.to_string())),
+            ]
+        };
+        for ((aspect, own), (_, expected)) in aspects(self).into_iter().zip(aspects(first)) {
+            if own != expected {
+                return Err(self.differs(first, aspect, &own, &expected));
+            }
+        }
+        if self.header.tokenizer != first.header.tokenizer {
+            let [own, expected] = tokenizer_names(self.header.tokenizer.as_ref(), first.header.tokenizer.as_ref());
+            return Err(self.differs(first, "tokenizer", &own, &expected));
+        }
+        Ok(())
+    }
+
+    fn differs(&self, first: &Self, aspect: &str, own: &str, expected: &str) -> Error {
+        let (path, first) = (self.path.display(), first.path.display());
+        Error::input(format!("{aspect} differs: {path} has {own}, {first} has {expected}"))
+            .hint("the shards of one data set must agree: import them in one go")
+    }
+
+    /// How many samples of `context` ids there are; at least one.
+    pub(super) fn samples(&self, context: usize) -> Result<u64> {
+        let at = self.path.display();
+        match &self.content {
+            Content::Tokens(tokens) => match tokens.rows().saturating_sub(1) / context {
+                0 => Err(Error::input(format!(
+                    "{} has {} tokens, but one sample takes {context} + 1",
+                    tokens.name,
+                    tokens.rows()
+                ))
+                .hint("use a smaller context or fewer, larger shards")
+                .at(at)),
+                windows => Ok(windows as u64),
+            },
+            Content::Samples { inputs, .. } => {
+                if inputs.row_len() != context {
+                    let message = format!("{} has samples of {} ids", inputs.name, inputs.row_len());
+                    return Err(Error::input(format!("{message}, but the model's context is {context}"))
+                        .hint(format!("set the context to {}", inputs.row_len()))
+                        .at(at));
+                }
+                match inputs.rows() {
+                    0 => Err(Error::input(format!("{} has no samples", inputs.name)).at(at)),
+                    rows => Ok(rows as u64),
+                }
+            }
+        }
+    }
+
+    /// The number of ids a model has to know: the shard's, or a larger one from the configuration.
+    pub(super) fn vocabulary(&self, configured: Option<usize>) -> Result<usize> {
+        let at = self.path.display();
+        let own = self.header.vocabulary_size.map(|size| size.try_into().unwrap_or(usize::MAX));
+        let vocabulary = match (configured, own) {
+            (None, None) => {
+                return Err(Error::input("the size of the vocabulary is unknown: no attribute vocabulary_size")
+                    .hint("set data.vocabulary to the number of ids")
+                    .at(at));
+            }
+            (Some(configured), Some(own)) if configured < own => {
+                return Err(Error::input(format!("vocabulary_size is {own}, but data.vocabulary is {configured}"))
+                    .hint(format!("set data.vocabulary to {own} or more, or leave it out"))
+                    .at(at));
+            }
+            (Some(configured), _) => configured,
+            (None, Some(own)) => own,
+        };
+        match vocabulary {
+            1..=MAX_VOCABULARY => Ok(vocabulary),
+            _ => Err(Error::input(format!("a vocabulary of {vocabulary} ids is outside 1..={MAX_VOCABULARY}")).at(at)),
+        }
+    }
+
+    /// Opens the file anew and returns a reader for each dataset of its content. `cache_bytes` is
+    /// spent on each of them, more if a chunk is larger: else each read would decompress it again.
+    pub(super) fn readers(&self, cache_bytes: usize) -> Result<Vec<RowReader>> {
+        let datasets = self.content.datasets();
+        let chunk_bytes = datasets.iter().map(|ids| ids.chunk_bytes).max().unwrap_or(0);
+        let file = h5::open_file(&self.path, Some(ChunkCache { bytes: cache_bytes.max(chunk_bytes), chunk_bytes }))?;
+        let open = |ids: &&Ids| file.dataset(&ids.name).and_then(RowReader::new).map_err(|e| self.unreadable(ids, &e));
+        datasets.iter().map(open).collect()
+    }
+
+    /// A read of `ids` failed although the file once was in order.
+    pub(super) fn unreadable(&self, ids: &Ids, error: &hdf5::Error) -> Error {
+        let place = PathBuf::from(format!("{}:{}", self.path.display(), ids.name));
+        Error::io("read", &place, h5::one_line(error))
+            .hint("check it with `hpctrain data verify`; import or copy it again if it is damaged")
+    }
+}
+
+impl Content {
+    /// Tokens if there are any, else samples.
+    fn find(file: &File, spec: &DataSpec) -> Result<Self> {
+        if file.link_exists(&spec.tokens) {
+            return Ok(Self::Tokens(Ids::describe(file, &spec.tokens, 1)?));
+        }
+        if !file.link_exists(&spec.inputs) && !file.link_exists(&spec.targets) {
+            let message = format!("has neither {} nor {} and {}", spec.tokens, spec.inputs, spec.targets);
+            return Err(lacking(file, message));
+        }
+        for name in [&spec.inputs, &spec.targets] {
+            if !file.link_exists(name) {
+                return Err(lacking(file, format!("has no dataset {name}")));
+            }
+        }
+        let inputs = Ids::describe(file, &spec.inputs, 2)?;
+        let targets = Ids::describe(file, &spec.targets, 2)?;
+        if inputs.shape != targets.shape {
+            let (a, b) = (shape(&inputs.shape), shape(&targets.shape));
+            return Err(Error::input(format!("{} is {a}, but {} is {b}", inputs.name, targets.name))
+                .hint("each row of inputs needs a row of targets of the same length"));
+        }
+        Ok(Self::Samples { inputs, targets })
+    }
+
+    pub(super) fn datasets(&self) -> Vec<&Ids> {
+        match self {
+            Self::Tokens(tokens) => vec![tokens],
+            Self::Samples { inputs, targets } => vec![inputs, targets],
+        }
+    }
+}
+
+fn lacking(file: &File, message: String) -> Error {
+    let existing = h5::dataset_names(file).unwrap_or_default();
+    let existing = if existing.is_empty() { "no dataset".to_owned() } else { existing.join(", ") };
+    Error::input(message)
+        .hint(format!("the file holds {existing}; name its datasets in data.tokens, or data.inputs and data.targets"))
+}
+
+impl Ids {
+    fn describe(file: &File, name: &str, rank: usize) -> Result<Self> {
+        let unreadable = |e| Error::input(format!("{name} cannot be opened as a dataset: {}", h5::one_line(&e)));
+        let dataset = file.dataset(name).map_err(unreadable)?;
+        let dtype = dataset.dtype().and_then(|dtype| dtype.to_descriptor()).map_err(unreadable)?;
+        if !matches!(dtype, TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_)) {
+            return Err(Error::input(format!("{name} is of type {dtype}, but token ids are integers"))
+                .hint("store the ids as an integer dataset of any width"));
+        }
+        let dims = dataset.get_shape().map_err(unreadable)?;
+        if dims.len() != rank {
+            let want = if rank == 1 { "one dimension" } else { "two dimensions, samples x context" };
+            return Err(Error::input(format!("{name} has shape {}, but {want} is expected", shape(&dims)))
+                .hint("name another dataset, or store the ids in that shape"));
+        }
+        let chunk_elements: usize = dataset.chunk().map_or(0, |chunk| chunk.iter().product());
+        let chunk_bytes = chunk_elements * dtype.size();
+        Ok(Self { name: name.to_owned(), dtype, shape: dims, chunk_bytes })
+    }
+
+    /// Elements, or rows of elements if there are two dimensions.
+    pub(super) fn rows(&self) -> usize {
+        self.shape[0]
+    }
+
+    /// Ids in a row.
+    pub(super) fn row_len(&self) -> usize {
+        self.shape[1..].iter().product()
+    }
+
+    /// All ids.
+    pub(super) fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Names the element at `offset` as in `/inputs[3, 17]`.
+    pub(super) fn element(&self, offset: usize) -> String {
+        match self.shape.len() {
+            1 => format!("{}[{offset}]", self.name),
+            _ => format!("{}[{}, {}]", self.name, offset / self.row_len(), offset % self.row_len()),
+        }
+    }
+}
+
+/// Names of two tokenizers, with their first different character if there is one.
+fn tokenizer_names(a: Option<&Tokenizer>, b: Option<&Tokenizer>) -> [String; 2] {
+    if let (Some(Tokenizer::Char { chars: a }), Some(Tokenizer::Char { chars: b })) = (a, b)
+        && let Some((id, (a, b))) = a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b)
+    {
+        return [a, b].map(|c| format!("char with {c:?} as id {id}"));
+    }
+    [a, b].map(|tokenizer| tokenizer.map_or("none", |tokenizer| tokenizer.name()).to_owned())
+}
+
+/// `100 x 64`; a single number for one dimension.
+pub(super) fn shape(dims: &[usize]) -> String {
+    if dims.is_empty() {
+        return "scalar".to_owned();
+    }
+    let dims: Vec<String> = dims.iter().map(usize::to_string).collect();
+    dims.join(" x ")
+}
+
+/// The place of the first id outside the vocabulary.
+pub(super) fn first_invalid(ids: &[u32], vocabulary: usize) -> Option<usize> {
+    ids.iter().position(|&id| id as usize >= vocabulary)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_are_named_by_row_and_column() {
+        let dtype = TypeDescriptor::Unsigned(hdf5::types::IntSize::U1);
+        let ids = |shape| Ids { name: "/x".into(), dtype: dtype.clone(), shape, chunk_bytes: 0 };
+        assert_eq!(ids(vec![100]).element(42), "/x[42]");
+        assert_eq!(ids(vec![10, 8]).element(42), "/x[5, 2]");
+    }
+
+    #[test]
+    fn ids_outside_the_vocabulary_are_found() {
+        assert_eq!(first_invalid(&[0, 4, 5, 9], 5), Some(2));
+        assert_eq!(first_invalid(&[0, 4], 5), None);
+        assert_eq!(first_invalid(&[-1i32 as u32], i32::MAX as usize), Some(0));
+    }
+}

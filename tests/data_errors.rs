@@ -1,0 +1,317 @@
+//! Each way in which data can be unusable, and what the user is told about it.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests may fail like the tests")]
+
+use std::path::{Path, PathBuf};
+
+use hdf5::File;
+use hdf5::types::VarLenUnicode;
+use hpctrain::data::import::{ImportText, import_text};
+use hpctrain::data::{DataSpec, Dataset, Split, TokenizerKind, inspect, verify};
+use hpctrain::error::{Error, Kind};
+
+/// Asserts the kind, that the first line holds every one of `parts`, and the hint `hint`.
+#[track_caller]
+fn assert_told(error: &Error, parts: &[&str], hint: &str) {
+    let text = error.to_string();
+    let (message, rest) = text.split_once("\nhint: ").unwrap_or((&text, ""));
+    assert_eq!(error.kind(), Kind::Input, "{text}");
+    assert!(!message.contains('\n'), "{text}");
+    for part in parts {
+        assert!(message.contains(part), "{part:?} is missing in: {text}");
+    }
+    assert!(rest.contains(hint), "{hint:?} is missing in the hint: {text}");
+}
+
+/// A directory to put shards into.
+struct Shards(tempfile::TempDir);
+
+impl Shards {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn tokens(&self, name: &str, ids: &[u8], vocabulary: Option<u64>) -> PathBuf {
+        let path = self.path(name);
+        let file = File::create(&path).unwrap();
+        file.new_dataset::<u8>().shape(ids.len()).create("tokens").unwrap().write_raw(ids).unwrap();
+        if let Some(vocabulary) = vocabulary {
+            file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&vocabulary).unwrap();
+        }
+        path
+    }
+
+    /// A shard as the importer writes it.
+    fn imported(&self, name: &str, text: &str, tokenizer: TokenizerKind) -> PathBuf {
+        let (input, out) = (self.path("text"), self.path("out"));
+        std::fs::write(&input, text).unwrap();
+        let import = ImportText { input, tokenizer, shards: 1, val_fraction: 0.0, out: out.clone(), compress: None };
+        import_text(&import).unwrap();
+        let path = self.path(name);
+        std::fs::rename(out.join("train-00000.h5"), &path).unwrap();
+        path
+    }
+
+    fn open(&self, context: usize) -> Error {
+        failure(Dataset::open(&DataSpec::new(self.0.path()), Split::Train, context))
+    }
+}
+
+fn failure(result: Result<Dataset, Error>) -> Error {
+    result.err().expect("opened what it should refuse")
+}
+
+#[test]
+fn path_is_missing() {
+    let e = failure(Dataset::open(&DataSpec::new("/no/such/place"), Split::Train, 4));
+    assert_told(&e, &["/no/such/place does not exist"], "data.path");
+}
+
+#[test]
+fn no_shard_fits_the_pattern() {
+    let shards = Shards::new();
+    assert_told(&shards.open(4), &["matches train-*.h5"], "nothing; set data.train");
+    shards.tokens("part-1.h5", &[0; 9], Some(5));
+    std::fs::write(shards.path("notes.txt"), "").unwrap();
+    assert_told(&shards.open(4), &["matches train-*.h5"], "notes.txt, part-1.h5; set data.train");
+    let e = failure(Dataset::open(&DataSpec::new(shards.0.path()), Split::Validation, 4));
+    assert_told(&e, &["matches val-*.h5"], "data.validation");
+}
+
+#[test]
+fn a_single_file_has_no_validation_split() {
+    let path = Shards::new().0.keep().join("a.h5");
+    File::create(&path).unwrap();
+    let e = failure(Dataset::open(&DataSpec::new(&path), Split::Validation, 4));
+    assert_told(&e, &["a.h5 is a single file"], "directory");
+}
+
+#[test]
+fn a_file_is_truncated() {
+    let shards = Shards::new();
+    let path = shards.tokens("train-0.h5", &[1; 5000], Some(5));
+    std::fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(3000).unwrap();
+    assert_told(&shards.open(4), &["train-0.h5 is a damaged or truncated HDF5 file", "3000"], "import it again");
+    assert_told(&inspect::inspect(&path).unwrap_err(), &["truncated"], "import it again");
+}
+
+#[test]
+fn a_file_is_not_hdf5() {
+    let shards = Shards::new();
+    for garbage in ["", "what is this", "a longer text than the eight bytes of a signature"] {
+        std::fs::write(shards.path("train-0.h5"), garbage).unwrap();
+        assert_told(&shards.open(4), &["train-0.h5 is not an HDF5 file"], "data import");
+    }
+}
+
+#[test]
+fn datasets_are_lacking() {
+    let shards = Shards::new();
+    let file = File::create(shards.path("train-0.h5")).unwrap();
+    assert_told(&shards.open(4), &["train-0.h5: has neither /tokens nor /inputs and /targets"], "no dataset");
+    file.create_group("g").unwrap().new_dataset::<u8>().shape(3).create("ids").unwrap();
+    file.new_dataset::<u8>().shape((3, 4)).create("inputs").unwrap();
+    file.flush().unwrap();
+    drop(file);
+    assert_told(&shards.open(4), &["train-0.h5: has no dataset /targets"], "/g/ids, /inputs");
+}
+
+#[test]
+fn a_name_leads_to_a_group() {
+    let shards = Shards::new();
+    File::create(shards.path("train-0.h5")).unwrap().create_group("tokens").unwrap();
+    assert_told(&shards.open(4), &["train-0.h5", "/tokens cannot be opened as a dataset"], "");
+}
+
+#[test]
+fn ids_are_not_integers() {
+    let shards = Shards::new();
+    let file = File::create(shards.path("train-0.h5")).unwrap();
+    file.new_dataset::<f32>().shape(9).create("tokens").unwrap();
+    file.close().unwrap();
+    assert_told(&shards.open(4), &["train-0.h5: /tokens is of type float32"], "integer");
+}
+
+#[test]
+fn shapes_are_wrong() {
+    let shards = Shards::new();
+    let write = |datasets: &[(&str, (usize, usize))]| {
+        let file = File::create(shards.path("train-0.h5")).unwrap();
+        for (name, shape) in datasets {
+            file.new_dataset::<u8>().shape(*shape).create(*name).unwrap();
+        }
+        file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&5u64).unwrap();
+    };
+    write(&[("tokens", (5, 2))]);
+    assert_told(&shards.open(4), &["train-0.h5: /tokens has shape 5 x 2", "one dimension"], "shape");
+    write(&[("inputs", (5, 4)), ("targets", (6, 4))]);
+    assert_told(&shards.open(4), &["train-0.h5: /inputs is 5 x 4, but /targets is 6 x 4"], "row");
+    write(&[("inputs", (5, 4)), ("targets", (5, 4))]);
+    assert_told(&shards.open(8), &["samples of 4 ids", "context is 8"], "set the context to 4");
+    write(&[("inputs", (0, 4)), ("targets", (0, 4))]);
+    assert_told(&shards.open(4), &["train-0.h5: /inputs has no samples"], "");
+}
+
+#[test]
+fn siblings_differ() {
+    let shards = Shards::new();
+    let first = shards.imported("train-0.h5", "abcabcabc", TokenizerKind::Char);
+    let first = first.to_str().unwrap();
+    let told = |parts: &[&str]| {
+        assert_told(&shards.open(4), &[&[first, "train-1.h5"], parts].concat(), "must agree");
+    };
+    shards.imported("train-1.h5", "abcdabcd", TokenizerKind::Char);
+    told(&["vocabulary_size differs", "train-1.h5 has 4", "train-0.h5 has 3"]);
+    shards.imported("train-1.h5", "abdabdabd", TokenizerKind::Char);
+    told(&["tokenizer differs", "train-1.h5 has char with 'd' as id 2", "train-0.h5 has char with 'c' as id 2"]);
+    shards.imported("train-1.h5", "abcabcabc", TokenizerKind::Gpt2);
+    told(&["dtype differs", "train-1.h5 has /tokens uint16", "train-0.h5 has /tokens uint8"]);
+    shards.tokens("train-1.h5", &[1; 9], None);
+    told(&["vocabulary_size differs", "train-1.h5 has none"]);
+    shards.tokens("train-1.h5", &[1; 9], Some(3));
+    told(&["tokenizer differs", "train-1.h5 has none", "train-0.h5 has char"]);
+    let file = File::create(shards.path("train-1.h5")).unwrap();
+    for name in ["inputs", "targets"] {
+        file.new_dataset::<u8>().shape((5, 4)).create(name).unwrap();
+    }
+    file.close().unwrap();
+    told(&["datasets differs", "/inputs, /targets"]);
+}
+
+#[test]
+fn sample_shapes_of_siblings_differ() {
+    let shards = Shards::new();
+    for (shard, context) in [(0, 4), (1, 5)] {
+        let file = File::create(shards.path(&format!("train-{shard}.h5"))).unwrap();
+        for name in ["inputs", "targets"] {
+            file.new_dataset::<u8>().shape((3, context)).create(name).unwrap();
+        }
+    }
+    let parts = ["sample shape differs", "train-1.h5 has /inputs 5, /targets 5", "train-0.h5 has /inputs 4"];
+    assert_told(&shards.open(4), &parts, "must agree");
+}
+
+#[test]
+fn the_format_is_of_the_future() {
+    let shards = Shards::new();
+    let path = shards.imported("train-0.h5", "abcabc", TokenizerKind::Char);
+    let file = File::open_rw(&path).unwrap();
+    file.attr("format_version").unwrap().write_scalar(&2u32).unwrap();
+    file.close().unwrap();
+    assert_told(&shards.open(2), &["train-0.h5: format_version is 2", "knows up to 1"], "newer hpctrain");
+}
+
+#[test]
+fn the_tokenizer_is_damaged() {
+    let shards = Shards::new();
+    let path = shards.imported("train-0.h5", "abcabc", TokenizerKind::Char);
+    let file = File::open_rw(&path).unwrap();
+    let json: VarLenUnicode = r#"{"kind":"char","chars":["a"]}"#.parse().unwrap();
+    file.dataset("tokenizer").unwrap().write_scalar(&json).unwrap();
+    file.close().unwrap();
+    assert_told(&shards.open(2), &["train-0.h5", "vocabulary_size is 3", "tokenizer has 1 ids"], "import");
+}
+
+#[test]
+fn a_shard_is_shorter_than_a_window() {
+    let shards = Shards::new();
+    shards.tokens("train-0.h5", &[1; 9], Some(5));
+    shards.tokens("train-1.h5", &[1; 8], Some(5));
+    assert_told(&shards.open(8), &["train-1.h5: /tokens has 8 tokens", "8 + 1"], "smaller context");
+    assert_told(&shards.open(0), &["0 tokens"], "context");
+}
+
+#[test]
+fn the_vocabulary_is_unknown_or_too_small() {
+    let shards = Shards::new();
+    let path = shards.tokens("train-0.h5", &[1; 9], None);
+    assert_told(&shards.open(4), &["train-0.h5", "vocabulary is unknown"], "data.vocabulary");
+    let mut spec = DataSpec::new(&path);
+    spec.vocabulary = Some(1 << 31);
+    assert_told(&failure(Dataset::open(&spec, Split::Train, 4)), &["2147483648"], "");
+    shards.tokens("train-0.h5", &[1; 9], Some(50));
+    spec.vocabulary = Some(40);
+    let e = failure(Dataset::open(&spec, Split::Train, 4));
+    assert_told(&e, &["train-0.h5: vocabulary_size is 50, but data.vocabulary is 40"], "50 or more");
+}
+
+#[test]
+fn an_id_is_outside_the_vocabulary() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.h5");
+    let file = File::create(&path).unwrap();
+    for (name, bad) in [("inputs", -3i64), ("targets", 1 << 40)] {
+        let mut ids = [1i64; 12];
+        ids[if name == "inputs" { 6 } else { 11 }] = bad;
+        file.new_dataset::<i64>().shape((3, 4)).create(name).unwrap().write_raw(&ids).unwrap();
+    }
+    file.close().unwrap();
+    let mut spec = DataSpec::new(&path);
+    spec.vocabulary = Some(5);
+    let mut dataset = Dataset::open(&spec, Split::Train, 4).unwrap();
+    let (mut inputs, mut targets) = ([0; 4], [0; 4]);
+    dataset.read(0, &mut inputs, &mut targets).unwrap();
+    let e = dataset.read(1, &mut inputs, &mut targets).unwrap_err();
+    assert_told(&e, &["a.h5: /inputs[1, 2] is token id -3, outside the vocabulary of 5"], "data.vocabulary");
+    let e = dataset.read(2, &mut inputs, &mut targets).unwrap_err();
+    assert_told(&e, &["a.h5: /targets[2, 3] is token id"], "");
+    let e = dataset.read(3, &mut inputs, &mut targets).unwrap_err();
+    assert_eq!(e.kind(), Kind::Internal);
+}
+
+fn import_failure(dir: &Path, change: impl FnOnce(&mut ImportText)) -> Error {
+    let (input, tokenizer) = (dir.join("input.txt"), TokenizerKind::Char);
+    let mut import =
+        ImportText { input, tokenizer, shards: 1, val_fraction: 0.1, out: dir.join("out"), compress: None };
+    change(&mut import);
+    import_text(&import).unwrap_err()
+}
+
+#[test]
+fn imports_refuse_bad_requests() {
+    let dir = tempfile::tempdir().unwrap();
+    let told = |parts: &[&str], hint: &str, change: &dyn Fn(&mut ImportText)| {
+        assert_told(&import_failure(dir.path(), change), parts, hint);
+        assert!(!dir.path().join("out").exists(), "{parts:?}");
+    };
+    told(&["input.txt does not exist"], "text file", &|_| {});
+    std::fs::write(dir.path().join("input.txt"), "").unwrap();
+    told(&["input.txt: the text is empty"], "some text", &|_| {});
+    std::fs::write(dir.path().join("input.txt"), b"ab\xffcd").unwrap();
+    told(&["input.txt: byte 2 is not UTF-8"], "UTF-8", &|_| {});
+    told(&["input.txt: byte 2 is not UTF-8"], "byte", &|import| import.tokenizer = TokenizerKind::Gpt2);
+    std::fs::write(dir.path().join("input.txt"), "abcdefghij").unwrap();
+    told(&["0 shards"], "1 shard", &|import| import.shards = 0);
+    told(&["9 training tokens do not fill 10 shards"], "fewer", &|import| import.shards = 10);
+    for fraction in [1.0, -0.1, f64::NAN] {
+        told(&["validation fraction"], "0.1", &|import| import.val_fraction = fraction);
+    }
+    told(&["compression level 10"], "6", &|import| import.compress = Some(10));
+}
+
+#[test]
+fn imports_keep_existing_shards() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("input.txt"), "abcdefghij").unwrap();
+    let out = dir.path().join("out");
+    std::fs::create_dir(&out).unwrap();
+    std::fs::write(out.join("old.h5"), "precious").unwrap();
+    assert_told(&import_failure(dir.path(), |_| {}), &["out holds shards already, such as old.h5"], "another");
+    assert_eq!(std::fs::read_dir(&out).unwrap().count(), 1);
+}
+
+#[test]
+fn nothing_to_inspect_or_verify() {
+    let dir = tempfile::tempdir().unwrap();
+    for e in [inspect::inspect(dir.path()).unwrap_err(), verify::verify(dir.path()).unwrap_err()] {
+        assert_told(&e, &["no .h5 file in"], "directory of .h5 files");
+    }
+    let missing = dir.path().join("x");
+    for e in [inspect::inspect(&missing).unwrap_err(), verify::verify(&missing).unwrap_err()] {
+        assert_told(&e, &["x does not exist"], "HDF5 file");
+    }
+}
