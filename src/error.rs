@@ -32,11 +32,13 @@ pub struct Error {
     hint: Option<String>,
     /// The rank it was seen on, set when ranks compare notes.
     rank: Option<usize>,
+    /// Whether every rank returns it.
+    shared: bool,
 }
 
 impl Error {
     fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), hint: None, rank: None }
+        Self { kind, message: message.into(), hint: None, rank: None, shared: false }
     }
 
     /// The user's input is wrong.
@@ -80,6 +82,17 @@ impl Error {
     pub fn on_rank(mut self, rank: usize) -> Self {
         self.rank.get_or_insert(rank);
         self
+    }
+
+    /// Notes that every rank returns this same error, so that one can print it and all can end in good order.
+    pub fn shared(mut self) -> Self {
+        self.shared = true;
+        self
+    }
+
+    /// Whether every rank returns it; if not, the others must be told to end.
+    pub fn is_shared(&self) -> bool {
+        self.shared
     }
 
     /// Whose fault it is.

@@ -15,4 +15,5 @@ pub mod optim;
 pub mod parallel;
 pub mod random;
 pub mod telemetry;
+pub mod topology;
 pub mod train;

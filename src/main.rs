@@ -1,3 +1,5 @@
 //! The `hpctrain` program.
 
-fn main() {}
+fn main() {
+    std::process::exit(hpctrain::cli::run());
+}

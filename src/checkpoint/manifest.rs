@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::Progress;
 use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
@@ -80,6 +81,11 @@ impl Manifest {
                 .hint("use the version of hpctrain that wrote it, or a later one"));
         }
         serde_json::from_str(&text).map_err(malformed)
+    }
+
+    /// How far the run was.
+    pub fn progress(&self) -> Progress {
+        Progress { step: self.step, updates: self.updates, position: self.position }
     }
 
     /// Checks that the tensors are those of a model.

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::parallel::{Owned, Sharded};
 
 /// How far a run is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Progress {
     /// Steps finished.
     pub step: u64,

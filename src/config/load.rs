@@ -123,14 +123,14 @@ fn explain(error: &toml::de::Error, text: &str, origin: &str) -> Error {
     // serde: "unknown field `stps`, expected one of `name`, `steps`"
     let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     match names.as_slice() {
-        [unknown, known @ ..] if message.starts_with("unknown field") => {
-            Error::input(format!("{place}: unknown key `{unknown}`"))
-                .hint(format!("{}keys here are {}", did_you_mean(unknown, known), known.join(", ")))
-        }
-        [unknown, known @ ..] if message.starts_with("unknown variant") => {
-            Error::input(format!("{place}: unknown value `{unknown}`"))
-                .hint(format!("{}it can be {}", did_you_mean(unknown, known), known.join(", ")))
-        }
+        [unknown, known @ ..] if message.starts_with("unknown field") => Error::input(format!(
+            "{place}: unknown key `{unknown}`"
+        ))
+        .hint(format!("{}keys here are {}", did_you_mean(unknown, known), known.join(", "))),
+        [unknown, known @ ..] if message.starts_with("unknown variant") => Error::input(format!(
+            "{place}: unknown value `{unknown}`"
+        ))
+        .hint(format!("{}it can be {}", did_you_mean(unknown, known), known.join(", "))),
         _ => Error::input(format!("{place}: {message}")).hint("hpctrain config show prints every key with its value"),
     }
 }

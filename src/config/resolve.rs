@@ -69,9 +69,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         OptimizerKind::Adamw => {
             Rule::AdamW { beta1: config.optimizer.beta1, beta2: config.optimizer.beta2, eps: config.optimizer.eps }
         }
-        OptimizerKind::Sgd => {
-            Rule::Sgd { momentum: config.optimizer.momentum, nesterov: config.optimizer.nesterov }
-        }
+        OptimizerKind::Sgd => Rule::Sgd { momentum: config.optimizer.momentum, nesterov: config.optimizer.nesterov },
     };
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);

@@ -1,6 +1,6 @@
 //! Sampling text from a language model, one token at a time.
 
-use crate::backend::{Backend, Kernels};
+use crate::backend::Kernels;
 use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::random::{Stream, derive, name};

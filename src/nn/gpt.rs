@@ -96,6 +96,10 @@ impl<B: Kernels> Block<B> for Embedding {
         ]
     }
 
+    fn input_per_row(&self) -> usize {
+        0
+    }
+
     fn saved_per_row(&self) -> usize {
         0
     }
@@ -202,9 +206,13 @@ impl<B: Kernels> Block<B> for Transformer {
         matrices.into_iter().chain(vectors.into_iter().flatten()).collect()
     }
 
+    fn input_per_row(&self) -> usize {
+        self.gpt.width
+    }
+
     fn saved_per_row(&self) -> usize {
-        // input, norm 1, qkv, attention, stream, norm 2, up, gelu; then statistics of both norms and the lse.
-        (1 + 1 + 3 + 1 + 1 + 1 + 4 + 4) * self.gpt.width + 4 + self.gpt.heads
+        // norm 1, qkv, attention, stream, norm 2, up, gelu; then statistics of both norms and the lse.
+        (1 + 3 + 1 + 1 + 1 + 4 + 4) * self.gpt.width + 4 + self.gpt.heads
     }
 
     fn scratch_per_row(&self) -> usize {
@@ -338,8 +346,12 @@ impl<B: Kernels> Block<B> for Head {
         Some(EMBEDDING_UNIT)
     }
 
+    fn input_per_row(&self) -> usize {
+        self.0.width
+    }
+
     fn saved_per_row(&self) -> usize {
-        2 * self.0.width + 2
+        self.0.width + 2
     }
 
     fn scratch_per_row(&self) -> usize {

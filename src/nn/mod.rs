@@ -71,7 +71,10 @@ pub trait Block<B: Kernels>: Send + Sync {
         None
     }
 
-    /// f32 elements that one row keeps between forward and backward, input included.
+    /// f32 elements of one row of the input.
+    fn input_per_row(&self) -> usize;
+
+    /// f32 elements that one row keeps between forward and backward, besides the input.
     fn saved_per_row(&self) -> usize;
 
     /// f32 elements a row that live at once while this block works, besides what is saved.

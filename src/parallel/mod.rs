@@ -10,7 +10,7 @@ mod sharded;
 mod tests;
 
 pub use lanes::{Lanes, tree_sum};
-pub use sharded::{Groups, Hyper, Sharded, Synced};
+pub use sharded::{Groups, Hyper, Owned, Sharded, Synced};
 
 use serde::{Deserialize, Serialize};
 

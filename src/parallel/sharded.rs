@@ -196,11 +196,7 @@ impl<B: Kernels> Sharded<B> {
     ///
     /// # Errors
     /// The gather failed.
-    pub fn params_and_grads(
-        &mut self,
-        unit: usize,
-        borrowed: Option<usize>,
-    ) -> Result<(Params<'_, B>, Grads<'_, B>)> {
+    pub fn params_and_grads(&mut self, unit: usize, borrowed: Option<usize>) -> Result<(Params<'_, B>, Grads<'_, B>)> {
         for index in [Some(unit), borrowed].into_iter().flatten() {
             self.gather(index)?;
             self.open_grads(index)?;
@@ -296,6 +292,24 @@ impl<B: Kernels> Sharded<B> {
         Ok(Synced { loss: tree_sum(&all_losses), norm: tree_sum(&all_squares).sqrt() })
     }
 
+    /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update: the unit's layout, the owned
+    /// range, its gradient.
+    ///
+    /// # Errors
+    /// Nothing was reduced.
+    pub fn gradients(&self) -> Result<Vec<(&UnitLayout, Range<usize>, B::View<'_>)>> {
+        let early = || Error::internal("gradients were asked for before they were reduced");
+        self.units
+            .iter()
+            .map(|unit| match &unit.reduction {
+                Some(Reduction::Done(grad, window)) => {
+                    Ok((&unit.layout, unit.owned.clone(), B::view(grad, window.clone())))
+                }
+                _ => Err(early()),
+            })
+            .collect()
+    }
+
     /// Updates the owned ranges from the reduced gradients, then spreads them.
     ///
     /// # Errors
@@ -319,12 +333,8 @@ impl<B: Kernels> Sharded<B> {
             let state = unit.state.iter_mut().map(B::all_mut).collect();
             // Decayed tensors come first: one cut separates the two groups.
             let cut = unit.layout.decayed.clamp(owned.start, owned.end) - owned.start;
-            let update = |weight_decay| Update {
-                lr: hyper.lr,
-                weight_decay,
-                step: hyper.step,
-                grad_scale: hyper.grad_scale,
-            };
+            let update =
+                |weight_decay| Update { lr: hyper.lr, weight_decay, step: hyper.step, grad_scale: hyper.grad_scale };
             let (g_decayed, g_rest) = B::cut(g, cut);
             let (p_decayed, p_rest) = B::cut_mut(params, cut);
             let (s_decayed, s_rest) = cut_all::<B>(state, cut);
@@ -382,10 +392,7 @@ impl<B: Kernels> Sharded<B> {
     ///
     /// # Errors
     /// Of `read`, or of the device.
-    pub fn restore(
-        &mut self,
-        mut read: impl FnMut(&str, usize, Range<usize>, &mut [f32]) -> Result<()>,
-    ) -> Result<()> {
+    pub fn restore(&mut self, mut read: impl FnMut(&str, usize, Range<usize>, &mut [f32]) -> Result<()>) -> Result<()> {
         for unit in &mut self.units {
             let kept = if unit.master.is_some() { unit.owned.clone() } else { 0..unit.layout.padded };
             let mut fill = |part: usize, range: Range<usize>| -> Result<B::Buf> {

@@ -74,8 +74,7 @@ impl JsonLines {
                 .and_then(|()| std::fs::rename(&temporary, path))
                 .map_err(|e| Error::io("rewrite", path, e))?;
         }
-        let file =
-            OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open", path, e))?;
+        let file = OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open", path, e))?;
         Ok(Self { path: path.to_path_buf(), file })
     }
 

@@ -37,6 +37,8 @@ pub struct RunCard {
     pub comm_wait_seconds: f64,
     /// Peak bytes of rank 0 by category.
     pub peak_bytes: std::collections::BTreeMap<String, usize>,
+    /// Most resident bytes of rank 0's process.
+    pub peak_resident_bytes: usize,
     /// Seconds since 1970 at the end.
     pub time: f64,
 }

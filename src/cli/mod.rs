@@ -1,0 +1,90 @@
+//! The command line: one file a subcommand, thin.
+
+mod config;
+pub mod data;
+mod sample;
+mod simulate;
+mod train;
+
+use clap::{CommandFactory as _, Parser, Subcommand};
+
+use crate::comm::launch;
+use crate::error::{Error, Result};
+
+/// Trains neural networks on clusters that speak MPI.
+///
+/// Without a subcommand it trains the bundled default: a small GPT on tiny Shakespeare.
+#[derive(Parser)]
+#[command(name = "hpctrain", version, args_conflicts_with_subcommands = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+    #[command(flatten)]
+    train: train::TrainArgs,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Train a network, one rank for each process that mpirun or srun starts.
+    Train(train::TrainArgs),
+    /// Train with threads as ranks: the same program in one process, without MPI.
+    Simulate(simulate::SimulateArgs),
+    /// Print text that a trained language model continues.
+    Sample(sample::SampleArgs),
+    /// Import, describe and check data.
+    Data(data::DataArgs),
+    /// Show the configuration that would run.
+    Config(config::ConfigArgs),
+    /// Print a completion script for a shell.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+}
+
+/// Runs the program; returns its exit code.
+pub fn run() -> i32 {
+    let launch = match launch::launched(|name| std::env::var(name).ok()) {
+        Ok(launch) => launch,
+        Err(e) => return fail(&e),
+    };
+    // Every rank reads the same arguments: one of them speaks for all.
+    let speaks = launch.as_ref().is_none_or(|launch| launch.rank.unwrap_or(0) == 0);
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => {
+            if speaks {
+                // Nobody is left to tell when standard error is closed.
+                let _ = e.print();
+            }
+            return e.exit_code();
+        }
+    };
+    crate::telemetry::logging::to_console(&match launch.as_ref().and_then(|launch| launch.rank) {
+        Some(rank) => format!("rank {rank}"),
+        None => "hpctrain".to_string(),
+    });
+    let command = cli.command.unwrap_or(Command::Train(cli.train));
+    match command {
+        Command::Train(args) => train::run(&args, launch.is_some()),
+        _ if !speaks => 0,
+        Command::Simulate(args) => simulate::run(&args),
+        Command::Sample(args) => report(sample::run(&args)),
+        Command::Data(args) => report(data::run(args)),
+        Command::Config(args) => report(config::run(&args)),
+        Command::Completions { shell } => {
+            clap_complete::generate(shell, &mut Cli::command(), "hpctrain", &mut std::io::stdout());
+            0
+        }
+    }
+}
+
+fn report(result: Result<()>) -> i32 {
+    result.map_or_else(|e| fail(&e), |()| 0)
+}
+
+/// Prints an error; returns its exit code.
+fn fail(error: &Error) -> i32 {
+    eprintln!("error: {error}");
+    error.exit_code()
+}

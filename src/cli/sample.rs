@@ -1,0 +1,79 @@
+//! `hpctrain sample`: text from a checkpoint, on one rank.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::backend::cpu::Cpu;
+use crate::checkpoint::Reader;
+use crate::comm::{self, Comm};
+use crate::config::{Facts, resolve};
+use crate::error::{Error, Result};
+use crate::evaluate::{Sampling, generate};
+use crate::parallel::{Groups, Lanes, Sharded, Zero};
+use crate::train::{Engine, Geometry};
+
+/// Arguments of `hpctrain sample`.
+#[derive(Args)]
+pub struct SampleArgs {
+    /// A checkpoint, such as runs/x/checkpoints/latest.
+    #[arg(long, value_name = "DIR")]
+    checkpoint: PathBuf,
+    /// Text to continue; without it, a line break.
+    #[arg(long, default_value = "\n", hide_default_value = true)]
+    prompt: String,
+    /// Tokens to draw.
+    #[arg(long, default_value_t = 200)]
+    tokens: usize,
+    /// Divides the logits; 0 takes the likeliest token.
+    #[arg(long, default_value_t = 0.8)]
+    temperature: f64,
+    /// Draw among the K likeliest tokens only.
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..))]
+    top_k: Option<u32>,
+    /// Names the random stream.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+}
+
+/// Prints prompt and continuation.
+pub fn run(args: &SampleArgs) -> Result<()> {
+    if !(args.temperature >= 0.0 && args.temperature.is_finite()) {
+        return Err(Error::input(format!("--temperature {} is out of range", args.temperature)).hint("0 or more"));
+    }
+    let mut reader = Reader::open(&args.checkpoint)?;
+    let manifest = reader.manifest().clone();
+    let tokenizer = manifest.tokenizer.as_ref().ok_or_else(|| {
+        Error::input(format!("{}: the data of this model had no tokenizer", args.checkpoint.display()))
+            .hint("train on data made by hpctrain data import")
+    })?;
+    let prompt = tokenizer.encode(&args.prompt)?;
+    if prompt.is_empty() {
+        return Err(Error::input("--prompt is empty").hint("give at least one character, or leave it out"));
+    }
+
+    let mut config = manifest.config.clone();
+    // One rank holds the whole model, whatever layout trained it.
+    (config.parallel, config.batch.micro, config.run.threads) = Default::default();
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let plan = resolve(config, &Facts { ranks: 1, threads: cores, vocabulary: None })?;
+    let backend = Cpu::new(plan.threads);
+    let comm: Comm<Cpu> = comm::single();
+    let groups = Groups { shard: comm.world(), replica: comm.world(), data: comm.world() };
+    let lanes = Lanes { total: 1, ranks: 1, rank: 0 };
+    let blocks = plan.gpt.blocks();
+    let mut sharded = Sharded::new(backend.clone(), groups, Zero::Zero.residency(), lanes, None, &blocks, None)?;
+    sharded.restore(|tensor, part, range, out| reader.read(tensor, part, range, out))?;
+    let geometry = Geometry { lanes: 1, micros_per_lane: 1, predictions: 1, recompute: false, seed: 0 };
+    let mut engine = Engine { backend, blocks, sharded, geometry };
+
+    let sampling = Sampling {
+        tokens: args.tokens,
+        temperature: args.temperature,
+        top_k: args.top_k.map(|k| k as usize),
+        seed: args.seed,
+    };
+    let drawn = generate(&mut engine, &prompt, plan.gpt.context, sampling)?;
+    println!("{}{}", args.prompt, tokenizer.decode(&drawn));
+    Ok(())
+}

@@ -1,0 +1,100 @@
+//! `hpctrain train`: one rank of a job.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::fail;
+use crate::backend::cpu::Cpu;
+use crate::comm::{self, Algorithm, Comm};
+use crate::config::{Config, Sources, load};
+use crate::error::Result;
+use crate::train::{Request, Resume, train};
+
+/// Where the configuration comes from.
+#[derive(Args)]
+pub struct SourceArgs {
+    /// Configuration file (TOML); `hpctrain config show` prints one.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Compiled-in configuration to start from: gpt-char, gpt-baby or gpt2-124m.
+    #[arg(long, value_name = "NAME")]
+    preset: Option<String>,
+    /// Override one key, such as run.steps=500; may be repeated.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    overrides: Vec<String>,
+}
+
+impl SourceArgs {
+    /// The configuration, and the name of a run that has none.
+    pub fn load(&self) -> Result<(Config, String)> {
+        let (preset, file) = (self.preset.as_deref(), self.config.as_deref());
+        load(&Sources { preset, file, overrides: &self.overrides })
+    }
+}
+
+/// Arguments of `hpctrain train`.
+#[derive(Args)]
+pub struct TrainArgs {
+    #[command(flatten)]
+    sources: SourceArgs,
+    /// Continue a run: `auto` takes the newest checkpoint of its directory, else the path of one.
+    #[arg(long, value_name = "auto|CHECKPOINT")]
+    resume: Option<String>,
+}
+
+impl TrainArgs {
+    /// What to run.
+    pub fn request(&self, threads: Option<usize>) -> Result<Request> {
+        let (config, name) = self.sources.load()?;
+        let resume = match self.resume.as_deref() {
+            None => Resume::No,
+            Some("auto") => Resume::Auto,
+            Some(path) => Resume::From(path.into()),
+        };
+        Ok(Request { config, name, resume, threads })
+    }
+}
+
+/// Runs one rank; returns the exit code.
+pub fn run(args: &TrainArgs, launched: bool) -> i32 {
+    let request = args.request(None);
+    // A rank whose configuration failed still meets the others, so that all hear of it and one speaks.
+    let algorithm = request.as_ref().map(|request| request.config.comm.algorithm).unwrap_or(Algorithm::Tree);
+    let comm: Comm<Cpu> = if launched {
+        match comm::mpi::start(algorithm) {
+            Ok(comm) => comm,
+            Err(e) => return fail(&e),
+        }
+    } else {
+        comm::single()
+    };
+    abort_on_panic(&comm);
+    let result = comm.world().agree(request).and_then(|request| train(&comm, &request, Cpu::new));
+    let code = match result {
+        Ok(()) => 0,
+        Err(e) if e.is_shared() || comm.size() == 1 => {
+            if comm.rank() == 0 {
+                fail(&e);
+            }
+            e.exit_code()
+        }
+        Err(e) => {
+            // The others wait for this rank and would for ever.
+            let e = e.on_rank(comm.rank());
+            log::error!("{e}");
+            comm.abort(e.exit_code())
+        }
+    };
+    comm.shutdown();
+    code
+}
+
+/// A panic on any thread of a rank ends the whole job, with the rank named.
+fn abort_on_panic(comm: &Comm<Cpu>) {
+    let comm = comm.clone();
+    std::panic::set_hook(Box::new(move |panic| {
+        eprintln!("error: rank {}: internal error, please report it: {panic}", comm.rank());
+        comm.abort(1)
+    }));
+}

@@ -1,0 +1,109 @@
+//! Where ranks run, and how many threads each may use.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::Backend;
+use crate::comm::Group;
+use crate::error::{Error, Result};
+
+/// A rank's place.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    /// The node's name.
+    pub host: String,
+    /// Cores the rank may run on.
+    pub cores: BTreeSet<usize>,
+}
+
+/// The places of all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Topology {
+    places: Vec<Place>,
+    rank: usize,
+}
+
+impl Topology {
+    /// Collective: every rank tells where it is.
+    ///
+    /// # Errors
+    /// The message failed.
+    pub fn gather<B: Backend>(world: &Group<B>, host: String) -> Result<Self> {
+        let here = Place { host, cores: allowed_cores() };
+        let message = serde_json::to_vec(&here).map_err(|e| Error::internal(e.to_string()))?;
+        let messages = world.gather_bytes(message).wait()?;
+        let places = messages.iter().map(|bytes| serde_json::from_slice(bytes));
+        let places = places.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("a rank's place: {e}")))?;
+        Ok(Self { places, rank: world.rank() })
+    }
+
+    /// This rank's place.
+    pub fn here(&self) -> &Place {
+        &self.places[self.rank]
+    }
+
+    /// Host of every rank.
+    pub fn hosts(&self) -> Vec<String> {
+        self.places.iter().map(|place| place.host.clone()).collect()
+    }
+
+    /// Distinct hosts.
+    pub fn host_count(&self) -> usize {
+        self.places.iter().map(|place| &place.host).collect::<BTreeSet<_>>().len()
+    }
+
+    /// Compute threads for this rank: its cores, shared with the ranks of its node that may use them too.
+    pub fn threads(&self) -> usize {
+        let here = self.here();
+        let shares = |other: &&Place| other.host == here.host && !other.cores.is_disjoint(&here.cores);
+        let sharers = self.places.iter().filter(shares).count().max(1);
+        (here.cores.len() / sharers).max(1)
+    }
+}
+
+/// The cores in this process's affinity mask.
+fn allowed_cores() -> BTreeSet<usize> {
+    let listed = std::fs::read_to_string("/proc/self/status").ok().and_then(|status| {
+        let line = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
+        parse_list(line.trim())
+    });
+    // Without /proc the numbers are unknown; the count is not.
+    listed.unwrap_or_else(|| (0..std::thread::available_parallelism().map_or(1, usize::from)).collect())
+}
+
+/// `0-2,5` as a set.
+fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
+    let mut cores = BTreeSet::new();
+    for part in text.split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        cores.extend(first.parse::<usize>().ok()?..=last.parse::<usize>().ok()?);
+    }
+    Some(cores)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn threads(masks: &[(&str, &str)], rank: usize) -> usize {
+        let place = |(host, cores): &(&str, &str)| Place { host: host.to_string(), cores: parse_list(cores).unwrap() };
+        Topology { places: masks.iter().map(place).collect(), rank }.threads()
+    }
+
+    #[test]
+    fn lists_parse() {
+        assert_eq!(parse_list("0-2,5"), Some([0, 1, 2, 5].into()));
+        assert_eq!(parse_list("7"), Some([7].into()));
+        assert_eq!(parse_list("a"), None);
+    }
+
+    #[test]
+    fn wide_masks_are_shared_and_bound_ones_are_not() {
+        assert_eq!(threads(&[("a", "0-7")], 0), 8);
+        assert_eq!(threads(&[("a", "0-7"), ("a", "0-7")], 1), 4);
+        assert_eq!(threads(&[("a", "0-3"), ("a", "4-7")], 1), 4);
+        assert_eq!(threads(&[("a", "0-7"), ("b", "0-7")], 0), 8);
+        assert_eq!(threads(&[("a", "0"), ("a", "0"), ("a", "0")], 2), 1);
+    }
+}

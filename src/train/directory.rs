@@ -1,0 +1,164 @@
+//! The directory of a run: which one, and whose.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::checkpoint::Checkpoints;
+use crate::config::Config;
+use crate::error::{Error, Result};
+
+/// A run's directory.
+#[derive(Debug, Clone)]
+pub struct RunDirectory {
+    path: PathBuf,
+}
+
+/// Where a run begins.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resume {
+    /// At step 0.
+    No,
+    /// At the newest readable checkpoint of its own directory.
+    Auto,
+    /// At this checkpoint.
+    From(PathBuf),
+}
+
+impl RunDirectory {
+    /// The directory at `path`.
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
+    }
+
+    /// Chooses and creates the directory of a run called `config.run.name`, or, unnamed, `default` with the next
+    /// free number (the last one in use, to resume). Called on one rank.
+    ///
+    /// # Errors
+    /// It holds another run; there is none to resume; the file system refused.
+    pub fn prepare(config: &Config, default: &str, resume: &Resume) -> Result<Self> {
+        let root = Path::new(&config.run.root);
+        let directory = match &config.run.name {
+            Some(name) => Self::at(root.join(name)),
+            None => Self::numbered(root, default, *resume == Resume::Auto),
+        };
+        let path = &directory.path;
+        match resume {
+            Resume::Auto if !directory.holds_a_run() => {
+                return Err(Error::input(format!("{} holds no run to resume", path.display()))
+                    .hint("leave out --resume to start one"));
+            }
+            Resume::No | Resume::From(_) if directory.holds_a_run() => {
+                return Err(Error::input(format!("{} holds another run", path.display()))
+                    .hint("continue it with --resume auto, or choose another --set run.name=…"));
+            }
+            _ => {}
+        }
+        for dir in [directory.path.join("logs"), directory.checkpoints_path()] {
+            fs::create_dir_all(&dir).map_err(|e| Error::io("create", &dir, e))?;
+        }
+        Ok(directory)
+    }
+
+    /// `default`, `default-2`, …: the first free one, or the last one in use.
+    fn numbered(root: &Path, default: &str, last_used: bool) -> Self {
+        let mut previous = None;
+        for number in 1u64.. {
+            let name = if number == 1 { default.to_string() } else { format!("{default}-{number}") };
+            let candidate = Self::at(root.join(name));
+            if !candidate.holds_a_run() {
+                return previous.filter(|_| last_used).unwrap_or(candidate);
+            }
+            previous = Some(candidate);
+        }
+        unreachable!("some number is free")
+    }
+
+    fn holds_a_run(&self) -> bool {
+        self.config_path().exists()
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What ran, every default resolved.
+    pub fn config_path(&self) -> PathBuf {
+        self.path.join("config.toml")
+    }
+
+    /// One line a step.
+    pub fn metrics_path(&self) -> PathBuf {
+        self.path.join("metrics.jsonl")
+    }
+
+    /// One line an evaluation.
+    pub fn evaluations_path(&self) -> PathBuf {
+        self.path.join("eval.jsonl")
+    }
+
+    /// The run card.
+    pub fn card_path(&self) -> PathBuf {
+        self.path.join("run.json")
+    }
+
+    /// The log of a rank.
+    pub fn log_path(&self, rank: usize) -> PathBuf {
+        self.path.join("logs").join(format!("rank-{rank:05}.log"))
+    }
+
+    fn checkpoints_path(&self) -> PathBuf {
+        self.path.join("checkpoints")
+    }
+
+    /// The checkpoints.
+    pub fn checkpoints(&self) -> Checkpoints {
+        Checkpoints::new(self.checkpoints_path())
+    }
+
+    /// Writes the resolved configuration.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write_config(&self, config: &Config) -> Result<()> {
+        let path = self.config_path();
+        let text = toml::to_string(config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
+        fs::write(&path, text).map_err(|e| Error::io("write", &path, e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(root: &Path, name: Option<&str>) -> Config {
+        let mut config = Config::default();
+        config.run.root = root.display().to_string();
+        config.run.name = name.map(str::to_string);
+        config
+    }
+
+    #[test]
+    fn unnamed_runs_are_numbered_and_resumed_at_the_last() {
+        let root = tempfile::tempdir().unwrap();
+        let config = config(root.path(), None);
+        for name in ["x", "x-2", "x-3"] {
+            let directory = RunDirectory::prepare(&config, "x", &Resume::No).unwrap();
+            assert_eq!(directory.path(), root.path().join(name));
+            directory.write_config(&config).unwrap();
+        }
+        let resumed = RunDirectory::prepare(&config, "x", &Resume::Auto).unwrap();
+        assert_eq!(resumed.path(), root.path().join("x-3"));
+    }
+
+    #[test]
+    fn a_named_run_is_not_overwritten() {
+        let root = tempfile::tempdir().unwrap();
+        let config = config(root.path(), Some("mine"));
+        let error = RunDirectory::prepare(&config, "x", &Resume::Auto).unwrap_err().to_string();
+        assert!(error.contains("holds no run to resume"), "{error}");
+        RunDirectory::prepare(&config, "x", &Resume::No).unwrap().write_config(&config).unwrap();
+        let error = RunDirectory::prepare(&config, "x", &Resume::No).unwrap_err().to_string();
+        assert!(error.contains("mine holds another run") && error.contains("--resume auto"), "{error}");
+    }
+}

@@ -1,0 +1,72 @@
+//! What a rank will need, computed before anything is allocated.
+
+use crate::backend::{Kernels, Memory};
+use crate::config::Plan;
+use crate::layout::UnitLayout;
+use crate::nn::Blocks;
+use crate::parallel::Life;
+use crate::telemetry::banner::Estimate;
+
+/// Bytes of an f32.
+const F32: usize = size_of::<f32>();
+
+/// The peak of every category, from the plan alone. `resident` is what the process holds already.
+pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, resident: usize) -> Estimate {
+    let keep = plan.config.parallel.zero.residency();
+    let padded: Vec<usize> =
+        blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
+    let all: usize = padded.iter().sum();
+    let owned = all / plan.mesh.shard;
+    // A block's own unit and the one it borrows, or the one whose reduction is under way.
+    let in_flight: usize = {
+        let mut sizes = padded.clone();
+        sizes.sort_unstable();
+        sizes.iter().rev().take(2).sum()
+    };
+    let lanes = plan.lanes / plan.mesh.data();
+    // Partial sums of the tree of lanes, besides the lane being computed.
+    let partial = lanes.next_power_of_two().trailing_zeros() as usize;
+    let parameters = if keep.params == Life::Use { owned + in_flight } else { all };
+    let gradients = match keep.grads {
+        Life::Step => all,
+        Life::Use => owned + in_flight,
+    } + partial * all;
+    let state = match plan.rule {
+        crate::optim::Rule::AdamW { .. } => 2 * owned,
+        crate::optim::Rule::Sgd { .. } => owned,
+    };
+
+    let rows = plan.micro as usize * plan.gpt.context;
+    let kept = |recompute: bool| -> usize {
+        blocks.iter().map(|b| b.input_per_row() + if recompute { 0 } else { b.saved_per_row() }).sum()
+    };
+    let recomputed = if plan.config.parallel.recompute { widest(blocks, |b| b.saved_per_row()) } else { 0 };
+    let scratch = widest(blocks, |b| b.scratch_per_row());
+    let training = rows * (kept(plan.config.parallel.recompute) + recomputed + scratch + 1);
+    let evaluation_rows = plan.config.eval.batch as usize * plan.gpt.context;
+    let evaluation = evaluation_rows * widest(blocks, |b| b.input_per_row() + b.saved_per_row() + b.scratch_per_row());
+
+    let mut categories = [0; Memory::ALL.len()];
+    categories[Memory::Parameters as usize] = parameters * F32;
+    categories[Memory::Gradients as usize] = gradients * F32;
+    categories[Memory::Optimizer as usize] = state * F32;
+    categories[Memory::Activations as usize] = training.max(evaluation) * F32;
+    // Read ahead, one being read, one in use; inputs and targets.
+    categories[Memory::Data as usize] = (plan.config.data.prefetch + 2) * rows * 2 * size_of::<u32>();
+    Estimate { categories, runtime: resident }
+}
+
+fn widest<B: Kernels>(blocks: &Blocks<B>, of: impl Fn(&dyn crate::nn::Block<B>) -> usize) -> usize {
+    blocks.iter().map(|block| of(&**block)).max().unwrap_or(0)
+}
+
+/// Resident bytes of this process: now, and at most.
+pub fn resident() -> (usize, usize) {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let field = |name: &str| {
+        let line = status.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim().trim_end_matches(" kB").parse::<usize>().ok()
+    };
+    let bytes = |name| field(name).unwrap_or(0) * 1024;
+    (bytes("VmRSS:"), bytes("VmHWM:"))
+}

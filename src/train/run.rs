@@ -1,0 +1,494 @@
+//! A training run from the first message to the last checkpoint.
+
+use std::ops::Range;
+use std::path::PathBuf;
+use std::time::Instant;
+
+use super::directory::{Resume, RunDirectory};
+use super::memory;
+use super::step::{Engine, Geometry};
+use crate::backend::{Kernels, Memory};
+use crate::checkpoint::{self, Reader};
+use crate::comm::{Comm, Group};
+use crate::config::{Config, Facts, Plan, resolve};
+use crate::data::{Batch, DataSpec, Dataset, Loader, Sampler, Split, Tokenizer, bundled};
+use crate::error::{Error, Result};
+use crate::evaluate::{Evaluator, Sampling, generate};
+use crate::mesh::Axis;
+use crate::nn::Micro;
+use crate::parallel::{Groups, Hyper, Lanes, Sharded, Synced};
+use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
+use crate::telemetry::progress::Progress;
+use crate::telemetry::run_card::RunCard;
+use crate::telemetry::{banner, logging, unix_time};
+use crate::topology::Topology;
+
+/// What is asked of a run.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The configuration, not yet resolved.
+    pub config: Config,
+    /// Name of the run unless the configuration has one.
+    pub name: String,
+    /// Where it begins.
+    pub resume: Resume,
+    /// Compute threads a rank, where the launcher knows better than the affinity mask.
+    pub threads: Option<usize>,
+}
+
+/// Trains: collective over the world of `comm`. `backend` makes the device of a rank with so many threads.
+///
+/// # Errors
+/// Whatever ends the run early. An error that all ranks share says so ([`Error::is_shared`]).
+pub fn train<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<()> {
+    let mut run = Run::prepare(comm, request, backend)?;
+    while run.progress.step < run.plan.config.run.steps {
+        run.step()?;
+        run.evaluate_if_due()?;
+        run.save_if_due()?;
+    }
+    run.finish()
+}
+
+/// A run under way on one rank.
+struct Run<'a, B: Kernels> {
+    comm: &'a Comm<B>,
+    world: Group<B>,
+    data: Group<B>,
+    plan: Plan,
+    topology: Topology,
+    directory: RunDirectory,
+    engine: Engine<B>,
+    loader: Loader,
+    evaluator: Evaluator,
+    tokenizer: Option<Tokenizer>,
+    train_samples: u64,
+    progress: checkpoint::Progress,
+    /// Steps in a row that were skipped, and in all.
+    skipped: (u64, u64),
+    /// Step and loss of the last evaluation.
+    evaluated: Option<(u64, f64)>,
+    /// Step of the last checkpoint.
+    saved: Option<u64>,
+    started: Instant,
+    step_ms: Vec<f64>,
+    /// On rank 0 only.
+    records: Option<Records>,
+}
+
+/// What rank 0 writes and shows.
+struct Records {
+    metrics: JsonLines,
+    evaluations: JsonLines,
+    progress: Progress,
+}
+
+impl<'a, B: Kernels> Run<'a, B> {
+    fn prepare(comm: &'a Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<Self> {
+        let started = Instant::now();
+        let world = comm.world();
+        let root = world.rank() == 0;
+        let topology = Topology::gather(&world, comm.node().host)?;
+
+        let (train, validation) = world.agree(open_data(&request.config))?;
+        let facts = Facts {
+            ranks: world.size(),
+            threads: request.threads.unwrap_or_else(|| topology.threads()),
+            vocabulary: Some(train.vocabulary()),
+        };
+        let mut plan = world.agree(resolve(request.config.clone(), &facts))?;
+        world.agree(enough_data(&plan, &train))?;
+
+        let prepared =
+            || RunDirectory::prepare(&plan.config, &request.name, &request.resume).map(|d| d.path().to_path_buf());
+        let directory = share(&world, root.then(prepared))?;
+        let directory = RunDirectory::at(directory);
+        plan.config.run.name = directory.path().file_name().map(|name| name.to_string_lossy().into_owned());
+        world.agree(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
+        log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
+
+        let backend = backend(plan.threads);
+        let resident = memory::resident().0;
+        let (mut engine, data) = engine(comm, &plan, backend)?;
+        let resumed = match &request.resume {
+            Resume::No => None,
+            Resume::Auto => {
+                let newest = root.then(|| directory.checkpoints().newest().map(|(path, _)| path));
+                Some(share(&world, newest)?)
+            }
+            Resume::From(path) => Some(path.clone()),
+        };
+        let restored = resumed.as_ref().map(|path| restore(&mut engine.sharded, path)).transpose();
+        let progress = world.agree(restored)?.unwrap_or_default();
+        if progress.step > plan.config.run.steps {
+            let asked = plan.config.run.steps;
+            let error =
+                Error::input(format!("the checkpoint is at step {}, beyond run.steps = {asked}", progress.step));
+            return world.agree(Err(error.hint("raise run.steps")));
+        }
+
+        let records = if root { Some(Records::open(&directory, &plan, progress.step)) } else { None };
+        let records = world.agree(records.transpose())?;
+        let train_samples = train.samples();
+        if root {
+            let parameters = engine.sharded.layouts().map(|unit| unit.used as u64).sum();
+            let estimate = memory::estimate(&plan, &engine.blocks, resident);
+            let facts = banner::Facts {
+                ranks: world.size(),
+                hosts: topology.host_count(),
+                host: &topology.here().host,
+                cores: topology.here().cores.len(),
+                library: comm.library(),
+                directory: directory.path(),
+                parameters,
+                train: (train.samples(), train.tokens()),
+                validation: validation.samples(),
+                memory: &estimate,
+                resumed: resumed.as_deref().map(|path| (progress.step, path)),
+            };
+            println!("{}", banner::banner(&plan, &facts));
+        }
+
+        let tokenizer = train.tokenizer().cloned();
+        let sampler = match plan.config.data.shuffle {
+            true => Sampler::new(train_samples, plan.config.run.seed),
+            false => Sampler::in_order(train_samples),
+        };
+        let ranges = Schedule::new(&plan, data.rank(), progress);
+        let loader = world.agree(Loader::start(train, sampler, ranges, plan.config.data.prefetch))?;
+        let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
+        Ok(Self {
+            comm,
+            world,
+            data,
+            plan,
+            topology,
+            directory,
+            engine,
+            loader,
+            evaluator,
+            tokenizer,
+            train_samples,
+            progress,
+            skipped: (0, 0),
+            evaluated: None,
+            saved: None,
+            started,
+            step_ms: Vec::new(),
+            records,
+        })
+    }
+
+    /// One optimizer step and its record.
+    fn step(&mut self) -> Result<()> {
+        let start = Instant::now();
+        let step = self.progress.step;
+        let time = self.plan.gpt.context;
+        let (loader, backend) = (&mut self.loader, self.engine.backend.clone());
+        let base = self.progress.position;
+        let next = || {
+            let batch = loader.next()?;
+            let micro = upload(&backend, &batch, base, time)?;
+            loader.recycle(batch);
+            Ok(micro)
+        };
+        let Synced { loss, norm } = self.engine.gradients(step, next)?;
+
+        let loss = loss / (self.plan.tokens_per_step() as f64);
+        let lr = self.plan.schedule.rate(step);
+        let finite = loss.is_finite() && norm.is_finite();
+        if finite {
+            self.skipped.0 = 0;
+            self.progress.updates += 1;
+            let optimizer = &self.plan.config.optimizer;
+            self.engine.sharded.update(Hyper {
+                lr: lr as f32,
+                weight_decay: optimizer.weight_decay,
+                step: self.progress.updates,
+                grad_scale: clip(optimizer.grad_clip, norm) as f32,
+            })?;
+        } else {
+            // Loss and norm are the same on all ranks, so they all skip.
+            self.skipped = (self.skipped.0 + 1, self.skipped.1 + 1);
+            self.engine.sharded.skip();
+            log::warn!("step {}: loss {loss}, gradient norm {norm}: update skipped", step + 1);
+        }
+        self.progress.step += 1;
+        self.progress.position += self.plan.config.batch.global;
+        self.record(loss, norm, lr, !finite, start)?;
+        if self.skipped.0 >= self.plan.config.run.max_skipped {
+            let message = format!("step {}: {} steps in a row were not finite", step + 1, self.skipped.0);
+            return Err(Error::numeric(message)
+                .hint("lower optimizer.lr, lengthen schedule.warmup, or lower optimizer.grad_clip")
+                .shared());
+        }
+        Ok(())
+    }
+
+    fn record(&mut self, loss: f64, grad_norm: f64, lr: f64, skipped: bool, start: Instant) -> Result<()> {
+        let seconds = start.elapsed().as_secs_f64();
+        self.step_ms.push(seconds * 1e3);
+        let Some(records) = &mut self.records else { return Ok(()) };
+        let tokens = self.plan.tokens_per_step();
+        let record = Step {
+            step: self.progress.step,
+            epoch: self.progress.position as f64 / self.train_samples as f64,
+            tokens: self.progress.position * self.plan.gpt.context as u64,
+            loss,
+            lr,
+            grad_norm,
+            skipped,
+            step_ms: seconds * 1e3,
+            tokens_per_second: tokens as f64 / seconds,
+            time: unix_time(),
+        };
+        records.metrics.write(&record)?;
+        records.progress.step(&record);
+        Ok(())
+    }
+
+    fn evaluate_if_due(&mut self) -> Result<()> {
+        let every = self.plan.config.eval.every;
+        if every > 0 && self.progress.step.is_multiple_of(every) { self.evaluate() } else { Ok(()) }
+    }
+
+    fn evaluate(&mut self) -> Result<()> {
+        let step = self.progress.step;
+        let loss = self.evaluator.loss(&mut self.engine, &self.data)?;
+        self.evaluated = Some((step, loss));
+        log::info!("step {step}: validation loss {loss}");
+        if let Some(records) = &mut self.records {
+            let perplexity = loss.exp();
+            records.evaluations.write(&Evaluation { step, loss, perplexity, checkpoint: None, time: unix_time() })?;
+            records.progress.say(&format!("step {step:>6}  validation loss {loss:.4}, perplexity {perplexity:.2}"));
+        }
+        Ok(())
+    }
+
+    fn save_if_due(&mut self) -> Result<()> {
+        let every = self.plan.config.checkpoint.every;
+        if every > 0 && self.progress.step.is_multiple_of(every) { self.save() } else { Ok(()) }
+    }
+
+    fn save(&mut self) -> Result<()> {
+        let checkpoints = self.directory.checkpoints();
+        let (sharded, tokenizer) = (&mut self.engine.sharded, self.tokenizer.as_ref());
+        checkpoint::save(&checkpoints, &self.world, sharded, self.progress, &self.plan.config, tokenizer)
+            .map_err(|e| e.at(format_args!("checkpoint of step {}", self.progress.step)))?;
+        self.saved = Some(self.progress.step);
+        log::info!("saved {}", checkpoints.path(self.progress.step).display());
+        Ok(())
+    }
+
+    /// Last evaluation, last checkpoint, a sample of text, the run card.
+    fn finish(mut self) -> Result<()> {
+        if self.evaluated.is_none_or(|(step, _)| step != self.progress.step) {
+            self.evaluate()?;
+        }
+        if self.saved != Some(self.progress.step) {
+            self.save()?;
+        }
+        let text = self.sample()?;
+        if let (Some(records), Some((_, loss))) = (&self.records, self.evaluated) {
+            records.progress.finish();
+            println!("\nvalidation loss {loss:.4} over {} samples", self.evaluator.samples());
+            if let Some(text) = text {
+                println!("\n{text}\n");
+            }
+            println!("checkpoints in {}", self.directory.path().join("checkpoints").display());
+            self.card(loss).write(&self.directory.card_path())?;
+        }
+        log::info!("finished");
+        Ok(())
+    }
+
+    /// Text from the trained model. Every rank computes it, because gathers of parameters are collective.
+    fn sample(&mut self) -> Result<Option<String>> {
+        let tokens = self.plan.config.log.sample;
+        let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| tokens > 0) else { return Ok(None) };
+        // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets.
+        let Ok(prompt) = tokenizer.encode("\n") else { return Ok(None) };
+        let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
+        let drawn = generate(&mut self.engine, &prompt, self.plan.gpt.context, sampling)?;
+        Ok(Some(tokenizer.decode(&drawn)))
+    }
+
+    fn card(&self, validation_loss: f64) -> RunCard {
+        let mut step_ms = self.step_ms.clone();
+        step_ms.sort_by(f64::total_cmp);
+        let median = step_ms.get(step_ms.len() / 2).copied().unwrap_or(f64::INFINITY);
+        let ledger = self.engine.backend.ledger();
+        RunCard {
+            version: env!("CARGO_PKG_VERSION").into(),
+            mpi: self.comm.library().into(),
+            ranks: self.world.size(),
+            threads: self.plan.threads,
+            hosts: self.topology.hosts(),
+            parameters: self.engine.sharded.layouts().map(|unit| unit.used as u64).sum(),
+            steps: self.progress.step,
+            skipped: self.skipped.1,
+            validation_loss,
+            tokens_per_second: self.plan.tokens_per_step() as f64 / (median * 1e-3),
+            seconds: self.started.elapsed().as_secs_f64(),
+            loader_wait_seconds: self.loader.waited().as_secs_f64(),
+            comm_wait_seconds: self.comm.stats().blocked,
+            peak_bytes: Memory::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
+            peak_resident_bytes: memory::resident().1,
+            time: unix_time(),
+        }
+    }
+}
+
+impl Records {
+    fn open(directory: &RunDirectory, plan: &Plan, step: u64) -> Result<Self> {
+        directory.write_config(&plan.config)?;
+        Ok(Self {
+            metrics: JsonLines::open(&directory.metrics_path(), step)?,
+            evaluations: JsonLines::open(&directory.evaluations_path(), step)?,
+            progress: Progress::new(step, plan.config.run.steps, plan.config.log.every),
+        })
+    }
+}
+
+/// Rank 0's path, or its error, on every rank.
+fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<PathBuf>>) -> Result<PathBuf> {
+    let mine = world.agree(mine.transpose())?;
+    let text = mine.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
+    let all = world.gather_bytes(text.into_bytes()).wait()?;
+    let path = all.first().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    path.map(PathBuf::from).ok_or_else(|| Error::internal("no rank 0"))
+}
+
+/// Training and validation data of a configuration.
+fn open_data(config: &Config) -> Result<(Dataset, Dataset)> {
+    let data = &config.data;
+    let path = match data.path.strip_prefix("bundled:") {
+        Some(name) => bundled::locate(name)?,
+        None => PathBuf::from(&data.path),
+    };
+    let spec = DataSpec {
+        path,
+        train: data.train.clone(),
+        validation: data.validation.clone(),
+        tokens: data.tokens.clone(),
+        inputs: data.inputs.clone(),
+        targets: data.targets.clone(),
+        vocabulary: config.model.vocabulary,
+    };
+    let open = |split| Dataset::open(&spec, split, config.model.context);
+    Ok((open(Split::Train)?, open(Split::Validation)?))
+}
+
+/// Token ids that the data of a configuration uses.
+///
+/// # Errors
+/// The data cannot be opened.
+pub fn vocabulary(config: &Config) -> Result<usize> {
+    open_data(config).map(|(train, _)| train.vocabulary())
+}
+
+/// A step must not see a sample twice.
+fn enough_data(plan: &Plan, train: &Dataset) -> Result<()> {
+    let (have, want) = (train.samples(), plan.config.batch.global);
+    if have >= want {
+        return Ok(());
+    }
+    Err(Error::input(format!(
+        "{} has {have} training samples of {} tokens, fewer than batch.global = {want}",
+        plan.config.data.path, plan.gpt.context
+    ))
+    .hint(format!("set batch.global to at most {have}, or shorten model.context")))
+}
+
+/// The network on its mesh, and the group of ranks with different data.
+fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<(Engine<B>, Group<B>)> {
+    let group = |axes: &[Axis]| comm.split(&plan.mesh.colors(axes));
+    let groups = Groups {
+        shard: group(&[Axis::Shard])?,
+        replica: group(&[Axis::Replica])?,
+        data: group(&[Axis::Replica, Axis::Shard])?,
+    };
+    let data = groups.data.clone();
+    let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
+    let blocks = plan.gpt.blocks();
+    let (keep, seed) = (plan.config.parallel.zero.residency(), plan.config.run.seed);
+    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(plan.rule), &blocks, Some(seed))?;
+    let geometry = Geometry {
+        lanes: lanes.mine().len(),
+        micros_per_lane: plan.micros_per_lane(),
+        predictions: plan.tokens_per_step(),
+        recompute: plan.config.parallel.recompute,
+        seed,
+    };
+    Ok((Engine { backend, blocks, sharded, geometry }, data))
+}
+
+/// Loads a checkpoint into this rank's ranges.
+fn restore<B: Kernels>(sharded: &mut Sharded<B>, path: &std::path::Path) -> Result<checkpoint::Progress> {
+    let mut reader = Reader::open(path)?;
+    reader.manifest().check(path, sharded.layouts(), sharded.state_names())?;
+    let progress = reader.manifest().progress();
+    sharded.restore(|tensor, part, range, out| reader.read(tensor, part, range, out))?;
+    Ok(progress)
+}
+
+/// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.
+fn clip(limit: f64, norm: f64) -> f64 {
+    if limit > 0.0 && norm > limit { limit / (norm + 1e-6) } else { 1.0 }
+}
+
+/// A batch on the device. `base` is the position of the global batch's first sample.
+fn upload<B: Kernels>(backend: &B, batch: &Batch, base: u64, time: usize) -> Result<Micro<B>> {
+    Ok(Micro {
+        tokens: backend.upload_ints(&batch.inputs)?,
+        targets: backend.upload_ints(&batch.targets)?,
+        sequences: (batch.positions.end - batch.positions.start) as usize,
+        time,
+        first: batch.positions.start - base,
+    })
+}
+
+/// The positions of this rank's micro-batches, in the order of their use, to the end of the run.
+struct Schedule {
+    lanes: Range<u64>,
+    lane_samples: u64,
+    micro: u64,
+    global: u64,
+    /// Position of the next global batch, and batches left.
+    base: u64,
+    steps_left: u64,
+    /// Samples of this rank's part of the batch already handed out.
+    done: u64,
+}
+
+impl Schedule {
+    fn new(plan: &Plan, rank: usize, progress: checkpoint::Progress) -> Self {
+        let lanes = Lanes { total: plan.lanes, ranks: plan.mesh.data(), rank }.mine();
+        Self {
+            lanes: lanes.start as u64..lanes.end as u64,
+            lane_samples: plan.lane_samples,
+            micro: plan.micro,
+            global: plan.config.batch.global,
+            base: progress.position,
+            steps_left: plan.config.run.steps - progress.step,
+            done: 0,
+        }
+    }
+}
+
+impl Iterator for Schedule {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Range<u64>> {
+        let mine = (self.lanes.end - self.lanes.start) * self.lane_samples;
+        if self.done == mine {
+            (self.done, self.base, self.steps_left) = (0, self.base + self.global, self.steps_left.saturating_sub(1));
+        }
+        if self.steps_left == 0 {
+            return None;
+        }
+        let start = self.base + self.lanes.start * self.lane_samples + self.done;
+        self.done += self.micro;
+        Some(start..start + self.micro)
+    }
+}

@@ -1,0 +1,121 @@
+//! What several integration tests need: small networks, golden files, comparisons.
+#![allow(dead_code, reason = "each test file uses a part")]
+
+use std::path::{Path, PathBuf};
+
+use hpctrain::backend::Backend as _;
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::comm::Comm;
+use hpctrain::mesh::{Axis, Mesh};
+use hpctrain::nn::Micro;
+use hpctrain::nn::gpt::Gpt;
+use hpctrain::optim::Rule;
+use hpctrain::parallel::{Groups, Lanes, Sharded, Zero};
+use hpctrain::train::{Engine, Geometry};
+
+/// A file of `tests/golden/`.
+pub fn golden(name: &str) -> hdf5::File {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name);
+    hdf5::File::open(path).unwrap()
+}
+
+/// A dataset as f64.
+pub fn numbers(group: &hdf5::Group, name: &str) -> Vec<f64> {
+    group.dataset(name).unwrap().read_raw().unwrap()
+}
+
+/// A dataset as f32.
+pub fn floats(group: &hdf5::Group, name: &str) -> Vec<f32> {
+    group.dataset(name).unwrap().read_raw().unwrap()
+}
+
+/// A dataset as ids.
+pub fn ids(group: &hdf5::Group, name: &str) -> Vec<u32> {
+    group.dataset(name).unwrap().read_raw().unwrap()
+}
+
+/// The relative 2-norm of a difference: |got - want| / |want|.
+pub fn distance(got: &[f32], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = norm(&mut got.iter().zip(want).map(|(&g, w)| f64::from(g) - w));
+    difference / norm(&mut want.iter().copied()).max(1e-30)
+}
+
+/// How a step is cut.
+#[derive(Clone, Copy)]
+pub struct Cut {
+    pub lanes: usize,
+    pub micros_per_lane: usize,
+    pub recompute: bool,
+}
+
+impl Cut {
+    pub const WHOLE: Cut = Cut { lanes: 1, micros_per_lane: 1, recompute: false };
+}
+
+/// An engine on this rank of a world, initialised from seed 7.
+pub fn engine(
+    comm: &Comm<Cpu>,
+    gpt: &Gpt,
+    mesh: Mesh,
+    zero: Zero,
+    rule: Rule,
+    cut: Cut,
+    predictions: u64,
+    threads: usize,
+) -> Engine<Cpu> {
+    let group = |axes: &[Axis]| comm.split(&mesh.colors(axes)).unwrap();
+    let groups = Groups {
+        shard: group(&[Axis::Shard]),
+        replica: group(&[Axis::Replica]),
+        data: group(&[Axis::Replica, Axis::Shard]),
+    };
+    let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let backend = Cpu::new(threads);
+    let blocks = gpt.blocks();
+    let sharded = Sharded::new(backend.clone(), groups, zero.residency(), lanes, Some(rule), &blocks, Some(7)).unwrap();
+    let geometry = Geometry {
+        lanes: lanes.mine().len(),
+        micros_per_lane: cut.micros_per_lane,
+        predictions,
+        recompute: cut.recompute,
+        seed: 7,
+    };
+    Engine { backend, blocks, sharded, geometry }
+}
+
+/// A micro-batch of sequences `first..` of a global batch.
+pub fn micro(backend: &Cpu, tokens: &[u32], targets: &[u32], time: usize, first: u64) -> Micro<Cpu> {
+    let sequences = tokens.len() / time;
+    let (tokens, targets) = (backend.upload_ints(tokens).unwrap(), backend.upload_ints(targets).unwrap());
+    Micro { tokens, targets, sequences, time, first }
+}
+
+/// The reduced gradients of one rank that owns everything, by tensor name.
+pub fn gradients(engine: &Engine<Cpu>) -> Vec<(String, Vec<f32>)> {
+    let mut named = Vec::new();
+    for (layout, owned, grad) in engine.sharded.gradients().unwrap() {
+        let mut host = vec![0.0; owned.len()];
+        engine.backend.download(grad, &mut host).unwrap();
+        named.extend(layout.pieces(owned).map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())));
+    }
+    named
+}
+
+/// All parameters of one rank that owns everything, by tensor name.
+pub fn parameters(engine: &mut Engine<Cpu>) -> Vec<(String, Vec<f32>)> {
+    let mut named = Vec::new();
+    for unit in engine.sharded.owned().unwrap() {
+        let mut host = vec![0.0; unit.range.len()];
+        unit.backend.download(unit.params, &mut host).unwrap();
+        named
+            .extend(unit.layout.pieces(unit.range.clone()).map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())));
+    }
+    named
+}
+
+/// The program under test.
+pub fn program() -> PathBuf {
+    env!("CARGO_BIN_EXE_hpctrain").into()
+}
