@@ -1,1 +1,226 @@
 //! Messages between ranks.
+//!
+//! One **communication thread** per rank owns the wire: with MPI it initialises the library, makes every
+//! call and finalises it. Compute threads hand it buffers *by move*, and [`Pending::wait`] gives them
+//! back, so no borrow can race with the wire. Requests run in the order they were made, one at a time;
+//! only sends finish in the background. The ranks of a group must make the same collective requests in
+//! the same order, which debug builds check.
+//!
+//! Three things carry messages: [`mpi`], [`threads`] (ranks as threads of one process, for tests and
+//! simulation), and nothing at all ([`single`]). The collectives above them are shared.
+//! A group of one rank is the identity, so callers never ask how large a group is.
+
+mod algorithms;
+mod group;
+pub mod launch;
+pub mod mpi;
+mod operand;
+mod pace;
+mod pending;
+mod shared;
+#[cfg(test)]
+mod tests;
+pub mod threads;
+mod wire;
+mod worker;
+
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::backend::Backend;
+use crate::error::{Error, Result};
+
+pub use algorithms::Algorithm;
+pub use group::Group;
+pub use pending::Pending;
+pub use shared::Stats;
+
+use pending::reply;
+use shared::Shared;
+use wire::Members;
+use worker::{Desk, Label, Request, Worker};
+
+/// How long an abort may take before the process ends on its own.
+const ABORT_PATIENCE: Duration = Duration::from_secs(2);
+
+/// Where a rank runs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeInfo {
+    /// This rank's number among the ranks of its node.
+    pub local_rank: usize,
+    /// Ranks on this node.
+    pub local_size: usize,
+    /// The node's name.
+    pub host: String,
+}
+
+/// What a rank knows about the world it was started in.
+#[derive(Clone)]
+struct World {
+    rank: usize,
+    size: usize,
+    node: NodeInfo,
+    library: String,
+}
+
+/// How a rank goes down when it aborts.
+enum Abort {
+    /// With its process.
+    Exit,
+    /// By unwinding with [`threads::Aborted`]: the process is shared with other ranks.
+    Unwind,
+}
+
+/// A handle to this rank's communication thread. Clones share it.
+pub struct Comm<B: Backend> {
+    inner: Arc<Inner>,
+    backend: PhantomData<fn() -> B>,
+}
+
+struct Inner {
+    world: World,
+    algorithm: Algorithm,
+    abort: Abort,
+    shared: Arc<Shared>,
+    /// None in a world of one, which has nobody to talk to.
+    worker: Mutex<Option<Worker>>,
+}
+
+impl<B: Backend> Clone for Comm<B> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), backend: PhantomData }
+    }
+}
+
+/// The communicator of a process that was started alone: no MPI, no thread.
+pub fn single<B: Backend>() -> Comm<B> {
+    let node = NodeInfo { local_rank: 0, local_size: 1, host: "localhost".into() };
+    let world = World { rank: 0, size: 1, node, library: "none (one rank)".into() };
+    Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
+}
+
+impl<B: Backend> Comm<B> {
+    fn new(world: World, algorithm: Algorithm, abort: Abort, shared: Arc<Shared>, worker: Option<Worker>) -> Self {
+        let inner = Inner { world, algorithm, abort, shared, worker: Mutex::new(worker) };
+        Self { inner: Arc::new(inner), backend: PhantomData }
+    }
+
+    /// This rank's number in the world.
+    pub fn rank(&self) -> usize {
+        self.inner.world.rank
+    }
+
+    /// Ranks in the world.
+    pub fn size(&self) -> usize {
+        self.inner.world.size
+    }
+
+    /// Where this rank runs.
+    pub fn node(&self) -> NodeInfo {
+        self.inner.world.node.clone()
+    }
+
+    /// What carries the messages, such as `"Open MPI v4.1.4"`.
+    pub fn library(&self) -> &str {
+        &self.inner.world.library
+    }
+
+    /// How the groups of this world add up.
+    pub fn algorithm(&self) -> Algorithm {
+        self.inner.algorithm
+    }
+
+    /// What communication has cost this rank so far.
+    pub fn stats(&self) -> Stats {
+        self.inner.shared.stats()
+    }
+
+    /// The group of all ranks.
+    pub fn world(&self) -> Group<B> {
+        Group::new(self.clone(), Members::world(self.rank(), self.size()))
+    }
+
+    /// Collective over the world: the group of the ranks that share my colour, ordered by rank.
+    /// Every rank passes the colours of *all* ranks. The group lives as long as the communicator.
+    ///
+    /// # Errors
+    /// A colour is missing, or the message between ranks failed.
+    pub fn split(&self, colors_of_all_ranks: &[usize]) -> Result<Group<B>> {
+        let colors = colors_of_all_ranks;
+        if colors.len() != self.size() {
+            return Err(Error::internal(format!("{} colours for {} ranks", colors.len(), self.size())));
+        }
+        let mine = colors[self.rank()];
+        let id = if self.size() == 1 {
+            0
+        } else {
+            let world = Members::world(self.rank(), self.size());
+            let label = Label { op: "split", len: colors.len() };
+            let (reply, pending) = reply(&self.inner.shared);
+            self.inner.submit(Request::run(move |desk| {
+                reply.send(desk.collective(&world, &label, |desk| desk.wire.split(mine)));
+            }));
+            pending.wait()?
+        };
+        let ranks: Vec<usize> = (0..self.size()).filter(|&rank| colors[rank] == mine).collect();
+        Ok(Group::new(self.clone(), Members::new(id, self.rank(), ranks)))
+    }
+
+    /// Ends the communication thread once it has done what was requested of it, and leaves the world
+    /// (`MPI_Finalize`). Groups that are still alive can make no further requests. Dropping the last
+    /// handle does the same.
+    pub fn shutdown(self) {
+        self.inner.end();
+    }
+
+    /// Ends *all* ranks, even while they wait for one another.
+    ///
+    /// With MPI this is `MPI_Abort` on the communication thread, and after two seconds without effect the
+    /// end of this process, which makes the launcher end the others. Between threads every request of every
+    /// rank fails from now on, and the calling thread unwinds with [`threads::Aborted`].
+    pub fn abort(&self, code: i32) -> ! {
+        self.inner.request_abort(code);
+        match self.inner.abort {
+            Abort::Unwind => std::panic::resume_unwind(Box::new(threads::Aborted { code })),
+            Abort::Exit => {
+                if self.size() > 1 {
+                    std::thread::sleep(ABORT_PATIENCE);
+                }
+                std::process::exit(code)
+            }
+        }
+    }
+}
+
+impl Inner {
+    /// Queues a request. If the thread has ended, the request is dropped, which its `Pending` reports.
+    fn submit(&self, request: Request) {
+        if let Some(worker) = &*self.worker.lock().unwrap_or_else(PoisonError::into_inner) {
+            worker.submit(request);
+        }
+    }
+
+    fn request_abort(&self, code: i32) {
+        self.shared.abort(code);
+        // The thread may be asleep on its queue.
+        self.submit(Request::run(|_: &mut Desk| {}));
+    }
+
+    fn end(&self) {
+        let worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(worker) = worker {
+            worker.end();
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // The others may be waiting for what this rank will never send.
+            self.request_abort(1);
+        }
+        self.end();
+    }
+}

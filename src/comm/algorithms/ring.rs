@@ -1,0 +1,55 @@
+//! Around a ring: each rank talks to two neighbours only, and every link carries the same load.
+
+use std::slice::from_ref;
+
+use super::part;
+use crate::comm::operand::{CHUNK, Combine, Operand};
+use crate::comm::wire::{Members, Wire};
+use crate::error::Result;
+
+/// n−1 steps. A part starts its way around behind its owner, collects a term on each rank, and arrives complete.
+pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+    let (size, len) = (group.size(), x.len());
+    // `back` ranks behind me around the ring.
+    let behind = |back: usize| part(len, (group.rank + 2 * size - back) % size, size);
+    for step in 1..size {
+        let send = [behind(step)];
+        let receive = [behind(step + 1)];
+        x.exchange(wire, group, Some((group.next(), &send)), Some((group.previous(), &receive, Combine::Add)))?;
+    }
+    Ok(())
+}
+
+/// n−1 steps. Each rank passes on what it received in the step before, its own part first.
+pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+    let (size, len) = (group.size(), x.len());
+    let behind = |back: usize| part(len, (group.rank + size - back) % size, size);
+    for step in 1..size {
+        let send = [behind(step - 1)];
+        let receive = [behind(step)];
+        x.exchange(wire, group, Some((group.next(), &send)), Some((group.previous(), &receive, Combine::Replace)))?;
+    }
+    Ok(())
+}
+
+/// A chain that starts at the root: each rank passes one chunk on while it receives the next.
+pub fn broadcast(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, root: usize) -> Result<()> {
+    let len = x.len();
+    let chunks = len.div_ceil(CHUNK);
+    let chunk = |i: usize| i * CHUNK..len.min((i + 1) * CHUNK);
+    let is_root = group.rank == root;
+    let is_last = group.next() == root;
+    // The root has every chunk; the others send chunk i−1 while chunk i arrives.
+    let delay = usize::from(!is_root);
+    for step in 0..chunks + delay {
+        let send = step.checked_sub(delay).filter(|_| !is_last).map(chunk);
+        let receive = Some(step).filter(|_| !is_root && step < chunks).map(chunk);
+        x.exchange(
+            wire,
+            group,
+            send.as_ref().map(|range| (group.next(), from_ref(range))),
+            receive.as_ref().map(|range| (group.previous(), from_ref(range), Combine::Replace)),
+        )?;
+    }
+    Ok(())
+}

@@ -1,0 +1,126 @@
+//! The reproducible algorithm: every element is summed by the same binary tree over the ranks.
+//!
+//! Level k of the tree adds, to the partial sum of rank i (a multiple of 2^(k+1)), the one of rank
+//! i + 2^k if that rank exists: (x0+x1)+(x2+x3) for four ranks, (x0+x1)+x2 for three. Neither the
+//! position of an element nor the way it travels changes the tree, and its lower levels can as well be
+//! evaluated inside a rank, so that a sum over eight terms has the same bits on 8, 4, 2 or 1 ranks.
+//!
+//! A power of two of ranks halves and doubles recursively (Thakur, Rabenseifner and Gropp,
+//! "Optimization of Collective Communication Operations in MPICH", 2005), nearest partner first, as the
+//! tree's lowest level wants it. Other numbers exchange parts directly: the owner of a part receives all
+//! its terms and adds them in the tree's order.
+
+use std::ops::Range;
+use std::slice::from_ref;
+
+use super::{part, ring};
+use crate::comm::operand::{Combine, Operand};
+use crate::comm::wire::{Members, Wire};
+use crate::error::Result;
+
+/// Elements of one direct message: the owner keeps as many of each rank aside.
+const BLOCK: usize = 1 << 14;
+
+/// The parts whose numbers have the lowest `bits` bits of `like`.
+fn parts(len: usize, size: usize, like: usize, bits: u32) -> Vec<Range<usize>> {
+    let stride = 1 << bits;
+    (like % stride..size).step_by(stride).map(|index| part(len, index, size)).collect()
+}
+
+/// My part of the sum.
+pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+    if group.size().is_power_of_two() { halve(x, wire, group) } else { exchange_directly(x, wire, group) }
+}
+
+/// log₂ n steps. In step k partners are 2^k apart and hold partial sums of 2^k ranks each, of the parts whose
+/// numbers equal theirs in the k lowest bits. Each keeps the half that equals its own number in bit k, too.
+fn halve(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+    let (size, len) = (group.size(), x.len());
+    for k in 0..size.trailing_zeros() {
+        let partner = group.rank ^ (1 << k);
+        let theirs = parts(len, size, partner, k + 1);
+        let mine = parts(len, size, group.rank, k + 1);
+        x.exchange(wire, group, Some((partner, &theirs)), Some((partner, &mine, Combine::Add)))?;
+    }
+    Ok(())
+}
+
+/// n−1 steps a block: in step s each rank sends to the owner s ranks ahead, so that nobody is sent to twice.
+fn exchange_directly(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+    let (size, len, rank) = (group.size(), x.len(), group.rank);
+    let additions = additions(size);
+    // Part 0 is never shorter than another.
+    for start in part(len, 0, size).step_by(BLOCK) {
+        let block = |owner: usize| {
+            let part = part(len, owner, size);
+            let at = |offset: usize| part.end.min(part.start + offset);
+            at(start)..at(start + BLOCK)
+        };
+        for step in 1..size {
+            let (to, from) = ((rank + step) % size, (rank + size - step) % size);
+            let receive = (from, &[block(rank)][..], Combine::Aside(from));
+            x.exchange(wire, group, Some((to, &[block(to)])), Some(receive))?;
+        }
+        x.fold(block(rank), rank, &additions);
+    }
+    Ok(())
+}
+
+/// The additions (into, from) of the tree over `size` terms, in order; the sum ends in term 0.
+fn additions(size: usize) -> Vec<(usize, usize)> {
+    let strides = std::iter::successors(Some(1), |stride| Some(2 * stride)).take_while(|&stride| stride < size);
+    strides.flat_map(|stride| (0..size - stride).step_by(2 * stride).map(move |into| (into, into + stride))).collect()
+}
+
+/// Every rank's part: the halving backwards, or around the ring.
+pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+    let (size, len) = (group.size(), x.len());
+    if !size.is_power_of_two() {
+        return ring::all_gather(x, wire, group);
+    }
+    for k in (0..size.trailing_zeros()).rev() {
+        let partner = group.rank ^ (1 << k);
+        let mine = parts(len, size, group.rank, k + 1);
+        let theirs = parts(len, size, partner, k + 1);
+        x.exchange(wire, group, Some((partner, &mine)), Some((partner, &theirs, Combine::Replace)))?;
+    }
+    Ok(())
+}
+
+/// A binomial tree: in step k the 2^k ranks that have the elements send them 2^k ranks ahead.
+pub fn broadcast(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, root: usize) -> Result<()> {
+    let size = group.size();
+    // Counted from the root.
+    let me = (group.rank + size - root) % size;
+    let everything = 0..x.len();
+    let mut stride = 1;
+    while stride < size {
+        let absolute = |relative: usize| (relative + root) % size;
+        if me < stride && me + stride < size {
+            x.exchange(wire, group, Some((absolute(me + stride), from_ref(&everything))), None)?;
+        } else if (stride..2 * stride).contains(&me) {
+            x.exchange(wire, group, None, Some((absolute(me - stride), from_ref(&everything), Combine::Replace)))?;
+        }
+        stride *= 2;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tree_is_the_documented_one() {
+        assert_eq!(additions(1), []);
+        assert_eq!(additions(3), [(0, 1), (0, 2)]);
+        assert_eq!(additions(4), [(0, 1), (2, 3), (0, 2)]);
+        assert_eq!(additions(6), [(0, 1), (2, 3), (4, 5), (0, 2), (0, 4)]);
+    }
+
+    #[test]
+    fn halves_are_chosen_by_the_lowest_bits() {
+        assert_eq!(parts(8, 8, 5, 1), [1..2, 3..4, 5..6, 7..8]);
+        assert_eq!(parts(16, 8, 5, 2), [2..4, 10..12]);
+    }
+}

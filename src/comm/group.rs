@@ -1,0 +1,230 @@
+//! Collectives and messages of a group of ranks.
+
+use std::ops::Range;
+
+use super::algorithms::{self, bytes};
+use super::operand::{Host, Operand};
+use super::pending::{Pending, Reply, reply};
+use super::wire::{Members, Parcel, Wire};
+use super::worker::{Label, Request};
+use super::{Algorithm, Comm};
+use crate::backend::Backend;
+use crate::error::{Error, Result};
+
+/// Some ranks of the world, in order. Clones share the communication thread.
+///
+/// Collectives are requested by all ranks of the group, in the same order. A group of one is the identity.
+pub struct Group<B: Backend> {
+    comm: Comm<B>,
+    members: Members,
+}
+
+impl<B: Backend> Clone for Group<B> {
+    fn clone(&self) -> Self {
+        Self { comm: self.comm.clone(), members: self.members.clone() }
+    }
+}
+
+/// The memory of a buffer, where the wire can touch it.
+fn host<B: Backend>(buf: &mut B::Buf) -> Result<&mut [f32]> {
+    B::host(buf).ok_or_else(|| Error::internal("this device's memory is not within the wire's reach"))
+}
+
+/// A buffer on its way to another rank.
+struct Outgoing<B: Backend> {
+    buf: B::Buf,
+    reply: Reply<B::Buf>,
+}
+
+impl<B: Backend> Parcel for Outgoing<B> {
+    fn bytes(&mut self) -> Result<&[u8]> {
+        Ok(bytemuck::cast_slice(host::<B>(&mut self.buf)?))
+    }
+
+    fn finish(self: Box<Self>, sent: Result<()>) {
+        let Self { buf, reply } = *self;
+        reply.send(sent.map(|()| buf));
+    }
+}
+
+impl<B: Backend> Group<B> {
+    pub(super) fn new(comm: Comm<B>, members: Members) -> Self {
+        Self { comm, members }
+    }
+
+    /// My number in the group.
+    pub fn rank(&self) -> usize {
+        self.members.rank
+    }
+
+    /// Ranks in the group.
+    pub fn size(&self) -> usize {
+        self.members.size()
+    }
+
+    /// The sum over all ranks of the elements in `range`, on every rank.
+    pub fn all_reduce(&self, buf: B::Buf, range: Range<usize>) -> Pending<B::Buf> {
+        let len = B::len(&buf);
+        if range.start > range.end || range.end > len {
+            return Pending::refused(Error::internal(format!("all_reduce of {range:?} in a buffer of {len}")));
+        }
+        self.collective("all_reduce", buf, range, algorithms::all_reduce)
+    }
+
+    /// The sum over all ranks of my part, elements `rank·len/size..(rank+1)·len/size`. The rest of the buffer is
+    /// unspecified afterwards. The length is a multiple of the group's size.
+    pub fn reduce_scatter(&self, buf: B::Buf) -> Pending<B::Buf> {
+        self.collective_of_parts("reduce_scatter", buf, algorithms::reduce_scatter)
+    }
+
+    /// Every rank's part, as in [`reduce_scatter`](Group::reduce_scatter), on every rank, in place.
+    pub fn all_gather(&self, buf: B::Buf) -> Pending<B::Buf> {
+        self.collective_of_parts("all_gather", buf, algorithms::all_gather)
+    }
+
+    /// The elements of rank `root`, on every rank.
+    pub fn broadcast(&self, buf: B::Buf, root: usize) -> Pending<B::Buf> {
+        if root >= self.size() {
+            return Pending::refused(Error::internal(format!("broadcast from rank {root} of {}", self.size())));
+        }
+        let range = 0..B::len(&buf);
+        self.collective("broadcast", buf, range, move |algorithm, x, wire, members| {
+            algorithms::broadcast(algorithm, x, wire, members, root)
+        })
+    }
+
+    /// Sends a buffer, which comes back when it may be written again. The communication thread does not wait
+    /// for the receiver before it turns to the next request.
+    pub fn send(&self, to: usize, buf: B::Buf) -> Pending<B::Buf> {
+        if let Err(error) = self.check_peer(to) {
+            return Pending::refused(error);
+        }
+        let members = self.members.clone();
+        let (reply, pending) = reply(&self.comm.inner.shared);
+        let parcel = Box::new(Outgoing::<B> { buf, reply });
+        self.comm.inner.submit(Request::run(move |desk| {
+            if let Some(error) = desk.failure() {
+                return parcel.finish(Err(error));
+            }
+            // The wire answers through the parcel, whatever happens.
+            let _ = desk.attempt(|desk| desk.wire.post(&members, to, parcel));
+        }));
+        pending
+    }
+
+    /// Fills a buffer with what rank `from` sends, which has the same length.
+    pub fn recv(&self, from: usize, mut buf: B::Buf) -> Pending<B::Buf> {
+        if let Err(error) = self.check_peer(from) {
+            return Pending::refused(error);
+        }
+        let members = self.members.clone();
+        let (reply, pending) = reply(&self.comm.inner.shared);
+        self.comm.inner.submit(Request::run(move |desk| {
+            reply.send(desk.attempt(|desk| {
+                let memory = bytemuck::cast_slice_mut(host::<B>(&mut buf)?);
+                desk.wire.exchange(&members, None, Some((from, memory)))?;
+                Ok(buf)
+            }));
+        }));
+        pending
+    }
+
+    /// Every rank's bytes, of any length, in rank order, on every rank.
+    pub fn gather_bytes(&self, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        if self.size() == 1 {
+            return Pending::ready(vec![mine]);
+        }
+        let members = self.members.clone();
+        let (reply, pending) = reply(&self.comm.inner.shared);
+        self.comm.inner.submit(Request::run(move |desk| {
+            let label = Label { op: "gather_bytes", len: 0 };
+            reply.send(desk.collective(&members, &label, |desk| bytes::gather(&mut *desk.wire, &members, mine)));
+        }));
+        pending
+    }
+
+    /// Done when every rank has made the request.
+    pub fn barrier(&self) -> Pending<()> {
+        if self.size() == 1 {
+            return Pending::ready(());
+        }
+        let members = self.members.clone();
+        let (reply, pending) = reply(&self.comm.inner.shared);
+        self.comm.inner.submit(Request::run(move |desk| {
+            let label = Label { op: "barrier", len: 0 };
+            reply.send(desk.collective(&members, &label, |desk| bytes::barrier(&mut *desk.wire, &members)));
+        }));
+        pending
+    }
+
+    /// Collective: succeeds on all ranks or on none.
+    ///
+    /// # Errors
+    /// The error of the lowest rank that has one, the same on every rank. It names that rank, unless all ranks
+    /// failed alike.
+    pub fn agree<T>(&self, mine: Result<T>) -> Result<T> {
+        if self.size() == 1 {
+            return mine;
+        }
+        let report = serde_json::to_vec(&mine.as_ref().err());
+        let report = report.map_err(|error| Error::internal(format!("an error cannot be told: {error}")))?;
+        let reports = match self.gather_bytes(report).wait() {
+            Ok(reports) => reports,
+            // What went wrong here says more than that the others did not hear of it.
+            Err(unheard) => return Err(mine.err().unwrap_or(unheard)),
+        };
+        let alike = reports.iter().all(|report| *report == reports[0]);
+        for (&rank, report) in self.members.ranks.iter().zip(&reports) {
+            let error: Option<Error> = serde_json::from_slice(report)
+                .map_err(|error| Error::internal(format!("unreadable report: {error}")).on_rank(rank))?;
+            if let Some(error) = error {
+                return Err(if alike { error } else { error.on_rank(rank) });
+            }
+        }
+        mine
+    }
+
+    /// Queues a collective that works on equal parts of the whole buffer.
+    fn collective_of_parts(&self, op: &'static str, buf: B::Buf, run: Collective) -> Pending<B::Buf> {
+        let len = B::len(&buf);
+        if !len.is_multiple_of(self.size()) {
+            return Pending::refused(Error::internal(format!("{op} of {len} elements in {} parts", self.size())));
+        }
+        self.collective(op, buf, 0..len, run)
+    }
+
+    /// Queues a collective on a range of a buffer.
+    fn collective(
+        &self,
+        op: &'static str,
+        mut buf: B::Buf,
+        range: Range<usize>,
+        run: impl FnOnce(Algorithm, &mut dyn Operand, &mut dyn Wire, &Members) -> Result<()> + Send + 'static,
+    ) -> Pending<B::Buf> {
+        if self.size() == 1 {
+            return Pending::ready(buf);
+        }
+        let members = self.members.clone();
+        let (reply, pending) = reply(&self.comm.inner.shared);
+        self.comm.inner.submit(Request::run(move |desk| {
+            let label = Label { op, len: range.len() };
+            reply.send(desk.collective(&members, &label, |desk| {
+                let memory = &mut host::<B>(&mut buf)?[range];
+                let mut x = Host { memory, scratch: &mut desk.scratch };
+                run(desk.algorithm, &mut x, &mut *desk.wire, &members)?;
+                Ok(buf)
+            }));
+        }));
+        pending
+    }
+
+    fn check_peer(&self, peer: usize) -> Result<()> {
+        if peer < self.size() && peer != self.rank() {
+            return Ok(());
+        }
+        Err(Error::internal(format!("a message between rank {} and rank {peer} of {}", self.rank(), self.size())))
+    }
+}
+
+/// A collective of the algorithms.
+type Collective = fn(Algorithm, &mut dyn Operand, &mut dyn Wire, &Members) -> Result<()>;

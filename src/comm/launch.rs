@@ -1,0 +1,89 @@
+//! Whether this process was started by an MPI launcher: asked before MPI is, which must not be
+//! initialised in a process that runs alone, and may take seconds.
+
+use crate::error::{Error, Result};
+
+/// A start by an MPI launcher.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Launch {
+    /// This process's rank, if the launcher told: what fails before MPI is up is printed by rank 0 only.
+    pub rank: Option<usize>,
+}
+
+/// A variable that a launcher sets, and the one that holds the rank.
+const LAUNCHERS: [(&str, &str); 5] = [
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMIX_RANK", "PMIX_RANK"),
+    ("PMI_RANK", "PMI_RANK"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
+    ("PALS_RANKID", "PALS_RANKID"),
+];
+
+/// Overrides what the launchers' variables say: `1` or `0`.
+const OVERRIDE: &str = "HPCTRAIN_MPI";
+
+/// The launch that the environment tells of, or None for a process that was started alone.
+///
+/// # Errors
+/// The override is neither 0 nor 1, or Slurm started several tasks that cannot find one another.
+pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> {
+    let launcher = LAUNCHERS.iter().find(|(sign, _)| env(sign).is_some());
+    let rank = launcher.and_then(|(_, rank)| env(rank)?.parse().ok());
+    match env(OVERRIDE).as_deref() {
+        Some("0") => return Ok(None),
+        Some("1") => return Ok(Some(Launch { rank })),
+        Some(other) => return Err(Error::input(format!("{OVERRIDE}={other} is neither 0 nor 1"))),
+        None => {}
+    }
+    if launcher.is_some() {
+        return Ok(Some(Launch { rank }));
+    }
+    // Set by srun for the tasks of a step only; SLURM_NTASKS is also seen by a batch script, which runs once.
+    let tasks: usize = env("SLURM_STEP_NUM_TASKS").and_then(|tasks| tasks.parse().ok()).unwrap_or(1);
+    if tasks > 1 && env("SLURM_PROCID").is_some() {
+        return Err(Error::input(format!("srun started {tasks} tasks without a process-management interface"))
+            .hint("srun --mpi=pmix (or pmi2)"));
+    }
+    Ok(None)
+}
+
+/// How many processes the launcher says it started, to compare with what MPI says.
+pub(super) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usize> {
+    ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].iter().find_map(|name| env(name)?.parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ask(vars: &[(&str, &str)]) -> Result<Option<Launch>> {
+        launched(|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()))
+    }
+
+    #[test]
+    fn launchers_are_recognised() {
+        assert_eq!(ask(&[]), Ok(None));
+        let open_mpi = [("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_RANK", "2")];
+        assert_eq!(ask(&open_mpi), Ok(Some(Launch { rank: Some(2) })));
+        assert_eq!(ask(&[("PMI_RANK", "1")]), Ok(Some(Launch { rank: Some(1) })));
+        assert_eq!(ask(&[("PALS_RANKID", "?")]), Ok(Some(Launch { rank: None })));
+    }
+
+    #[test]
+    fn the_override_decides() {
+        assert_eq!(ask(&[("HPCTRAIN_MPI", "0"), ("PMI_RANK", "1")]), Ok(None));
+        assert_eq!(ask(&[("HPCTRAIN_MPI", "1")]), Ok(Some(Launch { rank: None })));
+        assert!(ask(&[("HPCTRAIN_MPI", "yes")]).is_err());
+    }
+
+    #[test]
+    fn srun_without_pmi_is_an_error() {
+        let step = [("SLURM_STEP_NUM_TASKS", "4"), ("SLURM_PROCID", "0")];
+        let error = ask(&step).unwrap_err();
+        assert!(error.to_string().contains("srun started 4 tasks") && error.to_string().contains("--mpi=pmix"));
+        let with_pmix = [step[0], step[1], ("PMIX_RANK", "0")];
+        assert_eq!(ask(&with_pmix), Ok(Some(Launch { rank: Some(0) })));
+        // A batch script of a job of four tasks.
+        assert_eq!(ask(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]), Ok(None));
+    }
+}

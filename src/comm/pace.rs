@@ -1,0 +1,49 @@
+//! How eagerly the communication thread polls.
+
+use std::time::{Duration, Instant};
+
+use super::shared::Shared;
+
+/// Hot polls between two offers of the core to others.
+const POLLS_PER_YIELD: u32 = 64;
+
+/// How long polling stays brisk although nobody waits: most messages of a transfer in progress arrive within it.
+const BRISK: Duration = Duration::from_micros(20);
+
+/// A nap between polls while compute works. With the timer slack of the thread it lasts a little longer.
+const NAP: Duration = Duration::from_micros(30);
+
+/// One wait. While a thread of this rank is blocked, polling is hot, because compute cannot go on;
+/// otherwise compute needs the core, and polling soon backs off to naps.
+pub struct Pace {
+    polls: u32,
+    /// Ranks of this node outnumber the cores: whoever spins keeps another rank from sending.
+    crowded: bool,
+    brisk_until: Option<Instant>,
+}
+
+impl Pace {
+    pub fn new(crowded: bool) -> Self {
+        Self { polls: 0, crowded, brisk_until: None }
+    }
+
+    /// Passes the time until the next poll.
+    pub fn pause(&mut self, shared: &Shared) {
+        self.polls = self.polls.wrapping_add(1);
+        if shared.has_waiters() {
+            self.brisk_until = None;
+            if self.crowded || self.polls.is_multiple_of(POLLS_PER_YIELD) {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+            return;
+        }
+        let now = Instant::now();
+        if now < *self.brisk_until.get_or_insert(now + BRISK) {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(NAP);
+        }
+    }
+}

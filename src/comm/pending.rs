@@ -1,0 +1,61 @@
+//! The result of a request that may still be on its way.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
+
+use super::shared::Shared;
+use crate::error::{Error, Result};
+
+/// A value that the communication thread will hand back.
+#[must_use = "the buffer comes back, and errors show, only through `wait`"]
+pub struct Pending<T>(State<T>);
+
+enum State<T> {
+    Ready(Result<T>),
+    Requested { answer: Receiver<Result<T>>, shared: Arc<Shared> },
+}
+
+/// Where the communication thread puts the value.
+pub struct Reply<T>(SyncSender<Result<T>>);
+
+/// Both ends of one answer.
+pub fn reply<T>(shared: &Arc<Shared>) -> (Reply<T>, Pending<T>) {
+    let (sender, answer) = sync_channel(1);
+    (Reply(sender), Pending(State::Requested { answer, shared: shared.clone() }))
+}
+
+impl<T> Reply<T> {
+    pub fn send(self, value: Result<T>) {
+        // Nobody listens to a `Pending` that was dropped; the buffer then returns to its pool here.
+        let _ = self.0.send(value);
+    }
+}
+
+impl<T> Pending<T> {
+    /// A value that needed no communication.
+    pub fn ready(value: T) -> Self {
+        Self(State::Ready(Ok(value)))
+    }
+
+    /// A request that was refused.
+    pub(super) fn refused(error: Error) -> Self {
+        Self(State::Ready(Err(error)))
+    }
+
+    /// Blocks until the request is done and returns what it was given.
+    ///
+    /// # Errors
+    /// The request, or one before it, failed: a message between ranks was lost, a rank is gone.
+    pub fn wait(self) -> Result<T> {
+        let (answer, shared) = match self.0 {
+            State::Ready(value) => return value,
+            State::Requested { answer, shared } => (answer, shared),
+        };
+        let ended = || Error::comm("the communication thread has ended");
+        match answer.try_recv() {
+            Ok(value) => value,
+            Err(TryRecvError::Disconnected) => Err(ended()),
+            Err(TryRecvError::Empty) => shared.blocked(|| answer.recv()).map_err(|_| ended())?,
+        }
+    }
+}

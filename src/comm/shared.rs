@@ -1,0 +1,98 @@
+//! What a rank's handles and its communication thread both see: counters and the order to abort.
+
+use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// No abort was ordered; exit codes are 32 bits wide.
+const NO_ABORT: i64 = i64::MIN;
+
+/// What communication has cost a rank.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Stats {
+    /// Seconds the communication thread spent on requests.
+    pub busy: f64,
+    /// Seconds threads were blocked in [`wait`](super::Pending::wait): communication that compute did not hide.
+    pub blocked: f64,
+    /// Bytes handed to the wire; for the vendor's collectives the bytes a bandwidth-optimal algorithm sends.
+    pub sent: u64,
+}
+
+pub struct Shared {
+    waiters: AtomicUsize,
+    busy_ns: AtomicU64,
+    blocked_ns: AtomicU64,
+    sent: AtomicU64,
+    abort: AtomicI64,
+}
+
+impl Default for Shared {
+    fn default() -> Self {
+        Self {
+            waiters: AtomicUsize::new(0),
+            busy_ns: AtomicU64::new(0),
+            blocked_ns: AtomicU64::new(0),
+            sent: AtomicU64::new(0),
+            abort: AtomicI64::new(NO_ABORT),
+        }
+    }
+}
+
+impl Shared {
+    pub fn stats(&self) -> Stats {
+        let seconds = |ns: &AtomicU64| Duration::from_nanos(ns.load(Ordering::Relaxed)).as_secs_f64();
+        Stats {
+            busy: seconds(&self.busy_ns),
+            blocked: seconds(&self.blocked_ns),
+            sent: self.sent.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Runs `wait` as a wait that compute cannot go on without.
+    pub fn blocked<T>(&self, wait: impl FnOnce() -> T) -> T {
+        let start = Instant::now();
+        self.waiters.fetch_add(1, Ordering::Relaxed);
+        let value = wait();
+        self.waiters.fetch_sub(1, Ordering::Relaxed);
+        self.blocked_ns.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
+        value
+    }
+
+    /// Whether compute is blocked: the core is free for the communication thread, and its speed matters.
+    pub fn has_waiters(&self) -> bool {
+        self.waiters.load(Ordering::Relaxed) > 0
+    }
+
+    pub fn add_busy(&self, time: Duration) {
+        self.busy_ns.fetch_add(time.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    pub fn add_sent(&self, bytes: usize) {
+        self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Orders an abort; the first order stands.
+    pub fn abort(&self, code: i32) {
+        let order = i64::from(code);
+        // Only the first caller finds the marker; that a later one does not is as intended.
+        let _ = self.abort.compare_exchange(NO_ABORT, order, Ordering::SeqCst, Ordering::SeqCst);
+    }
+
+    /// The exit code, once an abort was ordered.
+    pub fn aborted(&self) -> Option<i32> {
+        i32::try_from(self.abort.load(Ordering::Relaxed)).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn first_abort_stands() {
+        let shared = Shared::default();
+        assert_eq!(shared.aborted(), None);
+        shared.abort(3);
+        shared.abort(4);
+        assert_eq!(shared.aborted(), Some(3));
+    }
+}

@@ -1,0 +1,276 @@
+//! Every algorithm and operation between threads, against references.
+
+use std::ops::Range;
+use std::sync::LazyLock;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use super::{Algorithm, Comm, Group, single, threads};
+use crate::backend::cpu::{Cpu, CpuBuf};
+use crate::backend::{Backend, Memory};
+use crate::error::{Error, Kind, Result};
+
+const LONGEST: usize = 300_000;
+const LENGTHS: [usize; 8] = [0, 1, 2, 3, 7, 64, 1000, LONGEST];
+
+/// Runs `rank` on a thread for each of `ranks` ranks and returns what each made of it, or fails after a while.
+fn run<T: Send + 'static>(
+    ranks: usize,
+    algorithm: Algorithm,
+    rank: impl Fn(Comm<Cpu>) -> T + Clone + Send + 'static,
+) -> Vec<std::thread::Result<T>> {
+    let (done, results) = channel();
+    for comm in threads::start::<Cpu>(ranks, algorithm) {
+        let (rank, done) = (rank.clone(), done.clone());
+        std::thread::spawn(move || {
+            let index = comm.rank();
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| rank(comm)));
+            done.send((index, result)).unwrap();
+        });
+    }
+    let limit = Duration::from_secs(60);
+    let mut all: Vec<_> = (0..ranks).map(|_| results.recv_timeout(limit).expect("a rank hangs")).collect();
+    all.sort_by_key(|(index, _)| *index);
+    all.into_iter().map(|(_, result)| result).collect()
+}
+
+fn buf(values: &[f32]) -> CpuBuf {
+    Cpu::new(1).upload(Memory::Gradients, values).unwrap()
+}
+
+/// Values whose sum depends on the order of additions, of more ranks than any test has.
+fn values(rank: usize, len: usize) -> &'static [f32] {
+    static VALUES: LazyLock<Vec<Vec<f32>>> = LazyLock::new(|| {
+        let of_rank = |rank: u64| {
+            let mut state = rank * 7919 + 1;
+            let mut next = || {
+                state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                (state >> 40) as f32 / (1 << 24) as f32
+            };
+            (0..LONGEST + 8).map(|_| (next() - 0.5) * 10f32.powi((next() * 6.0) as i32 - 3)).collect()
+        };
+        (0..9).map(of_rank).collect()
+    });
+    &VALUES[rank][..len]
+}
+
+/// The sum of one element by the documented tree.
+fn tree_sum(partial: &mut [f32]) -> f32 {
+    let mut stride = 1;
+    while stride < partial.len() {
+        for i in (0..partial.len()).step_by(2 * stride) {
+            if i + stride < partial.len() {
+                partial[i] += partial[i + stride];
+            }
+        }
+        stride *= 2;
+    }
+    partial[0]
+}
+
+/// Whether `got` is the sum over `ranks` ranks of `values`, of the elements in `range`.
+fn check_sum(algorithm: Algorithm, ranks: usize, got: &[f32], len: usize, range: Range<usize>) {
+    let inputs: Vec<_> = (0..ranks).map(|rank| values(rank, len)).collect();
+    let mut terms = vec![0.0; ranks];
+    for i in range {
+        (0..ranks).for_each(|rank| terms[rank] = inputs[rank][i]);
+        if algorithm == Algorithm::Tree {
+            assert_eq!(got[i].to_bits(), tree_sum(&mut terms).to_bits(), "element {i} of {len} on {ranks} ranks");
+        } else {
+            let exact: f64 = terms.iter().map(|&x| f64::from(x)).sum();
+            let scale: f64 = terms.iter().map(|&x| f64::from(x).abs()).sum();
+            let error = (f64::from(got[i]) - exact).abs();
+            assert!(error <= scale * ranks as f64 * f64::from(f32::EPSILON), "element {i} of {len}, {ranks} ranks");
+        }
+    }
+}
+
+fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
+    let (rank, size) = (group.rank(), group.size());
+    for len in LENGTHS {
+        let sum = group.all_reduce(buf(values(rank, len)), 0..len).wait()?;
+        check_sum(algorithm, size, sum.as_slice(), len, 0..len);
+
+        let (start, end) = (len / 5, len - len / 7);
+        let sum = group.all_reduce(buf(values(rank, len)), start..end).wait()?;
+        check_sum(algorithm, size, sum.as_slice(), len, start..end);
+        let mine = values(rank, len);
+        assert_eq!(sum.as_slice()[..start], mine[..start]);
+        assert_eq!(sum.as_slice()[end..], mine[end..]);
+
+        let padded = len.next_multiple_of(size);
+        let part = rank * padded / size..(rank + 1) * padded / size;
+        let sum = group.reduce_scatter(buf(values(rank, padded))).wait()?;
+        check_sum(algorithm, size, sum.as_slice(), padded, part.clone());
+
+        let whole = values(8, padded);
+        let mut mine = vec![f32::NAN; padded];
+        mine[part.clone()].copy_from_slice(&whole[part]);
+        assert_eq!(group.all_gather(buf(&mine)).wait()?.as_slice(), whole);
+
+        for root in [0, size - 1, size / 2] {
+            let mine = if rank == root { values(root, len).to_vec() } else { vec![f32::NAN; len] };
+            assert_eq!(group.broadcast(buf(&mine), root).wait()?.as_slice(), values(root, len));
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn every_operation_on_any_number_of_ranks() {
+    for algorithm in [Algorithm::Ring, Algorithm::Tree] {
+        for ranks in 1..=8 {
+            for result in run(ranks, algorithm, move |comm| every_operation(&comm.world(), algorithm)) {
+                assert!(matches!(result, Ok(Ok(()))), "{algorithm} on {ranks}: {result:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_single_rank_is_the_identity() {
+    let comm = single::<Cpu>();
+    every_operation(&comm.world(), Algorithm::Tree).unwrap();
+    every_operation(&comm.split(&[5]).unwrap(), Algorithm::Tree).unwrap();
+    assert_eq!(comm.world().gather_bytes(vec![1]).wait().unwrap(), [[1]]);
+    assert_eq!(comm.stats().sent, 0);
+    assert!(comm.world().send(0, buf(&[1.0])).wait().is_err());
+}
+
+#[test]
+fn groups_work_by_themselves() {
+    // Rows and columns of a 2×3 mesh.
+    let results = run(6, Algorithm::Tree, |comm| -> Result<()> {
+        let rank = comm.rank();
+        let row = comm.split(&[0, 0, 0, 1, 1, 1])?;
+        let column = comm.split(&[7, 8, 9, 7, 8, 9])?;
+        assert_eq!((row.rank(), row.size(), column.rank(), column.size()), (rank % 3, 3, rank / 3, 2));
+        let sum = |group: &Group<Cpu>| group.all_reduce(buf(&[rank as f32]), 0..1);
+        let (in_row, in_column) = (sum(&row), sum(&column));
+        assert_eq!(in_row.wait()?.as_slice(), [if rank < 3 { 3.0 } else { 12.0 }]);
+        assert_eq!(in_column.wait()?.as_slice(), [(2 * (rank % 3) + 3) as f32]);
+        every_operation(&row, Algorithm::Tree)?;
+        let alone = comm.split(&[0, 1, 2, 3, 4, 5])?;
+        assert_eq!(alone.size(), 1);
+        assert!(comm.split(&[0]).is_err());
+        Ok(())
+    });
+    assert!(results.iter().all(|result| matches!(result, Ok(Ok(())))), "{results:?}");
+}
+
+#[test]
+fn messages_bytes_and_barriers() {
+    let results = run(3, Algorithm::Ring, |comm| -> Result<()> {
+        let (world, rank) = (comm.world(), comm.rank());
+        let (next, previous) = ((rank + 1) % 3, (rank + 2) % 3);
+        // Everyone sends before anyone receives.
+        let sent: Vec<_> = (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
+        for i in 0..4 {
+            let received = world.recv(previous, buf(&[0.0; 100])).wait()?;
+            assert_eq!(received.as_slice(), [(previous * 10 + i) as f32; 100]);
+        }
+        for sent in sent {
+            assert_eq!(sent.wait()?.len(), 100);
+        }
+        let all = world.gather_bytes(vec![rank as u8; rank * 2]).wait()?;
+        assert_eq!(all, [vec![], vec![1; 2], vec![2; 4]]);
+        world.barrier().wait()?;
+        let stats = comm.stats();
+        assert!(stats.busy > 0.0 && stats.sent >= 1600, "{stats:?}");
+        comm.shutdown();
+        assert!(world.barrier().wait().unwrap_err().to_string().contains("has ended"));
+        Ok(())
+    });
+    assert!(results.iter().all(|result| matches!(result, Ok(Ok(())))), "{results:?}");
+}
+
+#[test]
+fn ranks_agree_on_errors() {
+    let results = run(4, Algorithm::Tree, |comm| {
+        let world = comm.world();
+        assert_eq!(world.agree(Ok(comm.rank())), Ok(comm.rank()));
+        let alike = world.agree::<()>(Err(Error::input("no such file").hint("look"))).unwrap_err();
+        let lone = match comm.rank() {
+            rank @ (1 | 2) => Err(Error::io("read", "x.h5".as_ref(), format!("broken for {rank}"))),
+            _ => Ok(()),
+        };
+        (alike, world.agree(lone).unwrap_err())
+    });
+    for result in results {
+        let (alike, lone) = result.unwrap();
+        assert_eq!(alike.to_string(), "no such file\nhint: look");
+        assert_eq!(lone.to_string(), "rank 1: cannot read x.h5: broken for 1");
+        assert_eq!(lone.kind(), Kind::Io);
+    }
+}
+
+#[test]
+fn a_rank_that_left_is_missed() {
+    let results = run(4, Algorithm::Ring, |comm| {
+        if comm.rank() == 2 {
+            return Ok(());
+        }
+        comm.world().all_reduce(buf(&[1.0; 10]), 0..10).wait().map(drop)
+    });
+    let missing: Vec<_> = results.into_iter().filter_map(|result| result.unwrap().err()).collect();
+    assert_eq!(missing.len(), 3);
+    assert!(missing.iter().any(|error| error.to_string() == "rank 2 is gone"), "{missing:?}");
+}
+
+#[test]
+fn an_abort_ends_the_waits_of_all() {
+    let results = run(3, Algorithm::Tree, |comm| {
+        if comm.rank() == 1 {
+            // Its own communication thread is inside a collective, too.
+            let _stuck = comm.world().recv(0, buf(&[0.0]));
+            comm.abort(3);
+        }
+        comm.world().barrier().wait()
+    });
+    let aborted = results[1].as_ref().unwrap_err();
+    assert_eq!(aborted.downcast_ref::<threads::Aborted>().unwrap().code, 3);
+    for rank in [0, 2] {
+        let error = results[rank].as_ref().unwrap().as_ref().unwrap_err();
+        assert_eq!(error.to_string(), "rank 1 aborted with code 3");
+    }
+}
+
+#[test]
+fn a_rank_that_panics_is_missed() {
+    let results = run(2, Algorithm::Tree, |comm| {
+        if comm.rank() == 0 {
+            std::panic::resume_unwind(Box::new("bug"));
+        }
+        comm.world().recv(0, buf(&[0.0])).wait().map(drop)
+    });
+    assert!(results[0].is_err());
+    assert!(results[1].as_ref().unwrap().is_err());
+}
+
+#[cfg(debug_assertions)]
+#[test]
+fn different_requests_are_named() {
+    let results = run(2, Algorithm::Ring, |comm| {
+        let (world, buf) = (comm.world(), buf(&[0.0; 6]));
+        let request = if comm.rank() == 0 { world.all_gather(buf) } else { world.all_reduce(buf, 0..4) };
+        request.wait().err().map(|error| error.to_string())
+    });
+    let wants = "rank 1 wants collective 1: all_reduce of 4";
+    let told = results.into_iter().filter_map(|result| result.unwrap());
+    assert!(told.filter(|error| error.contains(wants) && error.contains("all_gather of 6")).count() > 0);
+}
+
+#[test]
+fn impossible_requests_are_refused() {
+    let results = run(2, Algorithm::Mpi, |comm| {
+        let world = comm.world();
+        assert!(world.all_reduce(buf(&[0.0; 4]), 2..5).wait().is_err());
+        assert!(world.reduce_scatter(buf(&[0.0; 3])).wait().is_err());
+        assert!(world.broadcast(buf(&[0.0; 3]), 2).wait().is_err());
+        assert!(world.send(comm.rank(), buf(&[])).wait().is_err());
+        // Refusals do no harm; this one is the transport's.
+        world.barrier().wait().unwrap();
+        world.all_reduce(buf(&[0.0; 4]), 0..4).wait().err().unwrap().to_string()
+    });
+    assert!(results.into_iter().all(|error| error.unwrap().contains("needs MPI")));
+}

@@ -1,0 +1,185 @@
+//! Ranks as threads of one process: for tests, and to simulate a cluster on one machine.
+//!
+//! Messages are copied through mailboxes, one for each sender, receiver and group, first in first out.
+//! A rank whose communication thread ends is *gone*: whoever waits for a message from it, or sends it
+//! one, gets an error instead of waiting for ever.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use super::shared::Shared;
+use super::wire::{Members, Parcel, Vendor, Wire};
+use super::worker::Worker;
+use super::{Abort, Algorithm, Comm, NodeInfo, World};
+use crate::backend::Backend;
+use crate::error::{Error, Result};
+
+/// What the thread that calls [`Comm::abort`] unwinds with, silently: the process belongs to other ranks, too.
+#[derive(Debug)]
+pub struct Aborted {
+    /// The exit code it asked for.
+    pub code: i32,
+}
+
+/// How often a rank that waits for a message looks whether its own side ordered an abort.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// The communicators of `ranks` ranks in this process. Give each to a thread of its own.
+pub fn start<B: Backend>(ranks: usize, algorithm: Algorithm) -> Vec<Comm<B>> {
+    let office = Arc::new(Office {
+        post: Mutex::new(Post { gone: vec![false; ranks], ..Post::default() }),
+        arrivals: (0..ranks).map(|_| Condvar::new()).collect(),
+    });
+    let start = |rank| {
+        let node = NodeInfo { local_rank: rank, local_size: ranks, host: "localhost".into() };
+        let world = World { rank, size: ranks, node, library: "threads of one process".into() };
+        let shared = Arc::new(Shared::default());
+        let worker = (ranks > 1).then(|| {
+            let wire = Mailboxes { rank, office: office.clone(), shared: shared.clone(), splits: 0 };
+            Worker::start(format!("comm-{rank}"), algorithm, &shared, move || Some(Box::new(wire)))
+        });
+        Comm::new(world, algorithm, Abort::Unwind, shared, worker)
+    };
+    (0..ranks).map(start).collect()
+}
+
+/// Sender and receiver in the world, and the group.
+type Route = (usize, usize, usize);
+
+/// What all ranks share.
+struct Office {
+    post: Mutex<Post>,
+    /// By receiver.
+    arrivals: Vec<Condvar>,
+}
+
+#[derive(Default)]
+struct Post {
+    mail: HashMap<Route, VecDeque<Vec<u8>>>,
+    gone: Vec<bool>,
+    /// Who aborted the world, and with which code.
+    aborted: Option<(usize, i32)>,
+}
+
+impl Post {
+    /// Whether a message to or from this rank makes sense.
+    fn check(&self, peer: usize) -> Result<()> {
+        if let Some((rank, code)) = self.aborted {
+            return Err(Error::comm(format!("rank {rank} aborted with code {code}")));
+        }
+        if self.gone[peer] {
+            return Err(Error::comm(format!("rank {peer} is gone")));
+        }
+        Ok(())
+    }
+}
+
+impl Office {
+    fn lock(&self) -> MutexGuard<'_, Post> {
+        self.post.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wake_all(&self) {
+        self.arrivals.iter().for_each(Condvar::notify_all);
+    }
+}
+
+/// One rank's access to the mailboxes.
+struct Mailboxes {
+    rank: usize,
+    office: Arc<Office>,
+    shared: Arc<Shared>,
+    /// Groups made so far, the world aside.
+    splits: usize,
+}
+
+impl Mailboxes {
+    fn put(&self, group: &Members, to: usize, message: &[u8]) -> Result<()> {
+        let to = group.ranks[to];
+        let copy = message.to_vec();
+        let mut post = self.office.lock();
+        post.check(to)?;
+        post.mail.entry((self.rank, to, group.id)).or_default().push_back(copy);
+        drop(post);
+        self.office.arrivals[to].notify_all();
+        self.shared.add_sent(message.len());
+        Ok(())
+    }
+
+    fn take(&mut self, group: &Members, from: usize) -> Result<Vec<u8>> {
+        let from = group.ranks[from];
+        let office = self.office.clone();
+        let mut post = office.lock();
+        loop {
+            if let Some(message) = post.mail.entry((from, self.rank, group.id)).or_default().pop_front() {
+                return Ok(message);
+            }
+            post.check(from)?;
+            if let Some(code) = self.shared.aborted() {
+                drop(post);
+                self.abort(code);
+                return Err(Error::comm(format!("aborted with code {code}")));
+            }
+            let arrival = &office.arrivals[self.rank];
+            post = arrival.wait_timeout(post, LOOK).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Wire for Mailboxes {
+    fn exchange(
+        &mut self,
+        group: &Members,
+        send: Option<(usize, &[u8])>,
+        receive: Option<(usize, &mut [u8])>,
+    ) -> Result<()> {
+        if let Some((to, message)) = send.filter(|(_, message)| !message.is_empty()) {
+            self.put(group, to, message)?;
+        }
+        let Some((from, into)) = receive.filter(|(_, into)| !into.is_empty()) else { return Ok(()) };
+        let message = self.take(group, from)?;
+        if message.len() != into.len() {
+            let (from, len, expected) = (group.ranks[from], message.len(), into.len());
+            return Err(Error::comm(format!("rank {from} sent {len} bytes where {expected} were expected")));
+        }
+        into.copy_from_slice(&message);
+        Ok(())
+    }
+
+    fn post(&mut self, group: &Members, to: usize, mut parcel: Box<dyn Parcel>) -> Result<()> {
+        let sent = parcel.bytes().and_then(|bytes| if bytes.is_empty() { Ok(()) } else { self.put(group, to, bytes) });
+        parcel.finish(sent.clone());
+        sent
+    }
+
+    fn progress(&mut self) -> Result<bool> {
+        Ok(false)
+    }
+
+    fn vendor(&mut self, _: &Members, _: Vendor, _: &mut [f32]) -> Result<()> {
+        Err(Error::input("comm.algorithm = mpi needs MPI").hint("use ring or tree"))
+    }
+
+    fn split(&mut self, _: usize) -> Result<usize> {
+        self.splits += 1;
+        Ok(self.splits)
+    }
+
+    fn abort(&mut self, code: i32) {
+        self.office.lock().aborted.get_or_insert((self.rank, code));
+        self.office.wake_all();
+    }
+
+    fn leave(&mut self, _in_order: bool) {
+        self.office.lock().gone[self.rank] = true;
+        self.office.wake_all();
+    }
+}
+
+impl Drop for Mailboxes {
+    fn drop(&mut self) {
+        // Also when a panic ended the communication thread.
+        self.leave(false);
+    }
+}

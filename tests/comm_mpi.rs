@@ -1,0 +1,273 @@
+//! Communication over MPI: each test relaunches this program under `mpirun`.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+
+use std::fs::File;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use hpctrain::backend::cpu::{Cpu, CpuBuf};
+use hpctrain::backend::{Backend, Memory};
+use hpctrain::comm::{Algorithm, Comm, Group, mpi, threads};
+use hpctrain::error::{Error, Result};
+
+/// Tells a relaunched test that it is a rank.
+const ROLE: &str = "HPCTRAIN_TEST_RANK_OF";
+
+fn is_rank_of(test: &str) -> bool {
+    std::env::var(ROLE).is_ok_and(|role| role == test)
+}
+
+/// Sends a signal to a process, or to a group of them with a minus before its number.
+fn signal(name: &str, target: &str) {
+    let _ = Command::new("kill").args(["-s", name, "--", target]).status();
+}
+
+fn exit_within(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
+    let start = Instant::now();
+    while start.elapsed() < limit {
+        if let Some(status) = child.try_wait().unwrap() {
+            return Some(status);
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    None
+}
+
+/// Runs `test` of this program on some ranks. Returns how it ended and what it printed; fails after `seconds`.
+fn mpirun(test: &str, ranks: usize, seconds: u64) -> (ExitStatus, String) {
+    // More would only take turns on the cores.
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+
+    let folder = tempfile::tempdir().unwrap();
+    let log = folder.path().join("log");
+    let file = File::create(&log).unwrap();
+    let mut child = Command::new("mpirun")
+        .args(["-np", &ranks.to_string()])
+        .arg(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"])
+        .env(ROLE, test)
+        .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")])
+        .env("OMPI_MCA_rmaps_base_oversubscribe", "1")
+        .stdout(file.try_clone().unwrap())
+        .stderr(file)
+        .process_group(0)
+        .spawn()
+        .expect("mpirun is installed");
+    let status = exit_within(&mut child, Duration::from_secs(seconds));
+    let printed = || std::fs::read_to_string(&log).unwrap();
+    let Some(status) = status else {
+        // mpirun passes the end on to the ranks, if it still can.
+        signal("TERM", &child.id().to_string());
+        if exit_within(&mut child, Duration::from_secs(5)).is_none() {
+            signal("KILL", &format!("-{}", child.id()));
+        }
+        panic!("{test} on {ranks} ranks hangs:\n{}", printed());
+    };
+    (status, printed())
+}
+
+fn passes(test: &str, ranks: usize) {
+    let (status, printed) = mpirun(test, ranks, 60);
+    assert!(status.success(), "{test} on {ranks} ranks:\n{printed}");
+}
+
+fn buf(values: &[f32]) -> CpuBuf {
+    Cpu::new(1).upload(Memory::Gradients, values).unwrap()
+}
+
+/// Values whose sum depends on the order of additions.
+fn values(rank: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|i| ((i * 31 + rank * 17 + 3) % 1009) as f32 * 0.37 - 150.0).collect()
+}
+
+/// What every operation yields on one rank, for a number of lengths.
+fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
+    let (rank, size) = (group.rank(), group.size());
+    let mut results = Vec::new();
+    for len in [0, 1, 3, 7, 64, 1000, 300_000_usize] {
+        let padded = len.next_multiple_of(size);
+        let part = rank * padded / size..(rank + 1) * padded / size;
+        // All in flight together.
+        let whole = group.all_reduce(buf(&values(rank, len)), 0..len);
+        let middle = group.all_reduce(buf(&values(rank, len)), len / 5..len - len / 7);
+        let scattered = group.reduce_scatter(buf(&values(rank, padded)));
+        let mut mine = vec![f32::NAN; padded];
+        mine[part.clone()].copy_from_slice(&values(8, padded)[part.clone()]);
+        let gathered = group.all_gather(buf(&mine));
+        let broadcast = group.broadcast(buf(&values(rank, len)), size - 1);
+        results.extend([whole.wait()?, middle.wait()?].map(|buf| buf.as_slice().to_vec()));
+        results.push(scattered.wait()?.as_slice()[part].to_vec());
+        results.extend([gathered.wait()?, broadcast.wait()?].map(|buf| buf.as_slice().to_vec()));
+    }
+    Ok(results)
+}
+
+/// The same on threads, for the rank that asks.
+fn on_threads(ranks: usize, rank: usize, algorithm: Algorithm) -> Vec<Vec<f32>> {
+    let run = |comm: Comm<Cpu>| std::thread::spawn(move || every_operation(&comm.world()).unwrap());
+    let ranks: Vec<_> = threads::start::<Cpu>(ranks, algorithm).into_iter().map(run).collect();
+    ranks.into_iter().map(|rank| rank.join().unwrap()).nth(rank).unwrap()
+}
+
+/// Every algorithm and operation against the same on threads; the vendor's against the tree, almost.
+fn check_operations(algorithm: Algorithm) {
+    let comm = mpi::start::<Cpu>(algorithm).unwrap();
+    let (rank, size) = (comm.rank(), comm.size());
+    let started: usize = std::env::var("OMPI_COMM_WORLD_SIZE").unwrap().parse().unwrap();
+    assert_eq!((size, comm.node().local_size, comm.node().local_rank), (started, size, rank));
+    assert!(comm.library().starts_with("Open MPI v"), "{}", comm.library());
+    let got = every_operation(&comm.world()).unwrap();
+    let reference = if algorithm == Algorithm::Mpi { Algorithm::Tree } else { algorithm };
+    for (got, wanted) in got.iter().zip(on_threads(size, rank, reference)) {
+        assert_eq!(got.len(), wanted.len());
+        for (got, wanted) in got.iter().zip(wanted) {
+            let near = algorithm == Algorithm::Mpi && (got - wanted).abs() < 1e-3;
+            assert!(near || got.to_bits() == wanted.to_bits(), "{algorithm}: {got} for {wanted}");
+        }
+    }
+
+    let world = comm.world();
+    let gathered = world.gather_bytes(vec![rank as u8; 3 * rank]).wait().unwrap();
+    assert_eq!(gathered, (0..size).map(|rank| vec![rank as u8; 3 * rank]).collect::<Vec<_>>());
+    let lone = if rank + 1 == size { Err(Error::input("bad")) } else { Ok(()) };
+    let told = if size == 1 { "bad".into() } else { format!("rank {rank}: bad", rank = size - 1) };
+    assert_eq!(world.agree(lone).unwrap_err().to_string(), told);
+
+    // Groups: odd and even ranks.
+    let colors: Vec<_> = (0..size).map(|rank| rank % 2).collect();
+    let group = comm.split(&colors).unwrap();
+    let sum = group.all_reduce(buf(&[rank as f32; 5]), 0..5).wait().unwrap();
+    let expected: usize = (0..size).filter(|other| other % 2 == rank % 2).sum();
+    assert_eq!(sum.as_slice(), [expected as f32; 5]);
+
+    // Everyone sends long messages before anyone receives: they leave in the background.
+    if size > 1 {
+        let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+        let sent: Vec<_> = (0..3).map(|i| world.send(next, buf(&vec![(rank + i) as f32; 200_000]))).collect();
+        for i in 0..3 {
+            let received = world.recv(previous, buf(&vec![0.0; 200_000])).wait().unwrap();
+            assert!(received.as_slice().iter().all(|&x| x == (previous + i) as f32));
+        }
+        sent.into_iter().for_each(|sent| assert_eq!(sent.wait().unwrap().len(), 200_000));
+        assert!(comm.stats().sent > 0 && comm.stats().blocked > 0.0);
+    }
+    world.barrier().wait().unwrap();
+    comm.shutdown();
+}
+
+macro_rules! operations {
+    ($($test:ident: $algorithm:expr, $ranks:expr;)*) => {$(
+        #[test]
+        fn $test() {
+            match is_rank_of(stringify!($test)) {
+                true => check_operations($algorithm),
+                false => $ranks.into_iter().for_each(|ranks| passes(stringify!($test), ranks)),
+            }
+        }
+    )*};
+}
+
+operations! {
+    vendor_matches_threads: Algorithm::Mpi, [1, 2, 3, 4];
+    ring_matches_threads: Algorithm::Ring, [1, 2, 3, 4];
+    tree_matches_threads: Algorithm::Tree, [1, 2, 3, 4];
+}
+
+/// Rank 1 aborts; the others are inside an all-reduce that it never joins.
+fn aborts(test: &str, algorithm: Algorithm) {
+    if is_rank_of(test) {
+        let comm = mpi::start::<Cpu>(algorithm).unwrap();
+        if comm.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(300));
+            comm.abort(3);
+        }
+        let _ = comm.world().all_reduce(buf(&[1.0; 1000]), 0..1000).wait();
+        unreachable!("the abort ends this rank");
+    }
+    let (status, printed) = mpirun(test, 3, 10);
+    assert_eq!(status.code(), Some(3), "{printed}");
+    assert!(!printed.contains("the abort ends this rank"), "{printed}");
+}
+
+#[test]
+fn an_abort_ends_all_ranks() {
+    aborts("an_abort_ends_all_ranks", Algorithm::Tree);
+}
+
+#[test]
+fn an_abort_ends_a_rank_inside_the_vendors_collective() {
+    aborts("an_abort_ends_a_rank_inside_the_vendors_collective", Algorithm::Mpi);
+}
+
+/// Rank 1 aborts while its own thread is stuck in a receive.
+#[test]
+fn an_abort_reaches_a_busy_thread() {
+    const NAME: &str = "an_abort_reaches_a_busy_thread";
+    if is_rank_of(NAME) {
+        let comm = mpi::start::<Cpu>(Algorithm::Ring).unwrap();
+        let other = 1 - comm.rank();
+        let pending = comm.world().recv(other, buf(&[0.0; 10]));
+        if comm.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(300));
+            comm.abort(4);
+        }
+        let _ = pending.wait();
+        unreachable!("the abort ends this rank");
+    }
+    let (status, printed) = mpirun(NAME, 2, 10);
+    assert_eq!(status.code(), Some(4), "{printed}");
+}
+
+/// Not a test: prints how long an all-reduce takes, the median of nine.
+/// `cargo test --release --test comm_mpi -- --ignored --nocapture speed_`
+fn measure(test: &str, algorithm: Algorithm) {
+    if !is_rank_of(test) {
+        let ranks = std::env::var("RANKS").map_or(2, |ranks| ranks.parse().unwrap());
+        let (status, printed) = mpirun(test, ranks, 120);
+        assert!(status.success(), "{printed}");
+        printed.lines().filter(|line| line.contains("MiB")).for_each(|line| println!("{line}"));
+        return;
+    }
+    let comm = mpi::start::<Cpu>(algorithm).unwrap();
+    let world = comm.world();
+    for kib in [1, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10] {
+        let len = kib << 8;
+        let mut x = buf(&vec![0.0; len]);
+        let mut seconds = Vec::new();
+        for round in 0..12 {
+            world.barrier().wait().unwrap();
+            let start = Instant::now();
+            x = world.all_reduce(x, 0..len).wait().unwrap();
+            if round >= 3 {
+                seconds.push(start.elapsed().as_secs_f64());
+            }
+        }
+        seconds.sort_by(f64::total_cmp);
+        if comm.rank() == 0 {
+            let (size, time) = (kib as f64 / 1024.0, seconds[seconds.len() / 2]);
+            let speed = len as f64 * 4e-9 / time;
+            println!("{algorithm:>5} {size:8.3} MiB {:9.3} ms {speed:6.2} GB/s", time * 1e3);
+        }
+    }
+    comm.shutdown();
+}
+
+macro_rules! speeds {
+    ($($test:ident: $algorithm:expr;)*) => {$(
+        #[test]
+        #[ignore = "a measurement"]
+        fn $test() {
+            measure(stringify!($test), $algorithm);
+        }
+    )*};
+}
+
+speeds! {
+    speed_of_mpi: Algorithm::Mpi;
+    speed_of_ring: Algorithm::Ring;
+    speed_of_tree: Algorithm::Tree;
+}
