@@ -152,7 +152,7 @@ fn ten_steps_of_adamw() {
             let (decay, clip) = (attribute(&golden, "weight_decay") as f32, attribute(&golden, "grad_clip"));
             let (losses, norms, mut engine) = train(&case, bias, ADAMW, cut, |s| schedule.rate(s), decay, clip);
             close(&losses, &numbers(&golden, "losses"), 1e-5, "loss");
-            close(&norms, &numbers(&golden, "grad_norms"), 1e-5, "norm");
+            close(&norms, &numbers(&golden, "grad_norms"), 1e-4, "norm");
             same_parameters(&case, "adamw/params", &mut engine, 2e-5);
         }
     }

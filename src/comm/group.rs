@@ -178,7 +178,7 @@ impl<B: Backend> Group<B> {
             let error: Option<Error> = serde_json::from_slice(report)
                 .map_err(|error| Error::internal(format!("unreadable report: {error}")).on_rank(rank))?;
             if let Some(error) = error {
-                return Err(if alike { error } else { error.on_rank(rank) });
+                return Err(if alike { error } else { error.on_rank(rank) }.shared());
             }
         }
         mine
