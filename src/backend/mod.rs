@@ -6,6 +6,8 @@
 pub mod cpu;
 mod kernels;
 mod memory;
+#[cfg(test)]
+mod suite;
 
 use std::ops::Range;
 

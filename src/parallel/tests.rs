@@ -1,1 +1,201 @@
+//! Every layout against one rank, with threads as ranks: a new configuration is a row.
 
+use super::{Groups, Hyper, Lanes, Sharded, Zero};
+use crate::backend::cpu::Cpu;
+use crate::backend::{Backend as _, Memory};
+use crate::comm::{Algorithm, Comm, threads};
+use crate::layout::UnitLayout;
+use crate::mesh::{Axis, Mesh};
+use crate::nn::Micro;
+use crate::nn::gpt::Gpt;
+use crate::optim::Rule;
+use crate::train::{Engine, Geometry};
+
+const STEPS: u64 = 4;
+const BATCH: usize = 24;
+const TIME: usize = 7;
+
+/// Loss and norm of every step, then all parameters and optimizer state of every tensor, as bits.
+#[derive(PartialEq)]
+struct Outcome {
+    curve: Vec<(u64, u64)>,
+    tensors: Vec<(String, usize, Vec<u32>)>,
+    peak: [usize; 2],
+}
+
+#[derive(Clone, Copy)]
+struct Row {
+    shard: usize,
+    replica: usize,
+    zero: Zero,
+    lanes: usize,
+    micros_per_lane: usize,
+    recompute: bool,
+    algorithm: Algorithm,
+}
+
+const ONE: Row = Row {
+    shard: 1,
+    replica: 1,
+    zero: Zero::Zero,
+    lanes: 8,
+    micros_per_lane: 1,
+    recompute: false,
+    algorithm: Algorithm::Tree,
+};
+
+fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
+    let gpt = Gpt { layers: 2, heads: 3, width: 15, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
+    let mesh = Mesh { pipeline: 1, replica: row.replica, shard: row.shard, tensor: 1 };
+    let group = |axes: &[Axis]| comm.split(&mesh.colors(axes)).unwrap();
+    let groups = Groups {
+        shard: group(&[Axis::Shard]),
+        replica: group(&[Axis::Replica]),
+        data: group(&[Axis::Replica, Axis::Shard]),
+    };
+    let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let backend = Cpu::new(1);
+    let blocks = gpt.blocks();
+    let rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
+    let sharded =
+        Sharded::new(backend.clone(), groups, row.zero.residency(), lanes, Some(rule), &blocks, Some(3)).unwrap();
+    let predictions = (BATCH * TIME) as u64;
+    let geometry = Geometry {
+        lanes: lanes.mine().len(),
+        micros_per_lane: row.micros_per_lane,
+        predictions,
+        recompute: row.recompute,
+        seed: 3,
+    };
+    let mut engine = Engine { backend: backend.clone(), blocks, sharded, geometry };
+
+    let mut curve = Vec::new();
+    let sequences = BATCH / row.lanes / row.micros_per_lane;
+    for step in 0..STEPS {
+        let mut first = lanes.mine().start * (BATCH / row.lanes);
+        let next = || {
+            let id = |i: usize| ((i as u64 * 2_654_435_761 + step * 97) % 19) as u32;
+            let from = first * TIME;
+            let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
+            let targets: Vec<u32> = (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
+            let micro = Micro { tokens, targets, sequences, time: TIME, first: first as u64 };
+            first += sequences;
+            Ok(micro)
+        };
+        let synced = engine.gradients(step, next).unwrap();
+        curve.push((synced.loss.to_bits(), synced.norm.to_bits()));
+        if step == 1 {
+            // A step that does not count leaves no trace.
+            engine.sharded.skip();
+            continue;
+        }
+        engine.sharded.update(Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 }).unwrap();
+    }
+    let mut tensors = Vec::new();
+    for unit in engine.sharded.owned().unwrap() {
+        for (part, view) in std::iter::once(unit.params).chain(unit.state).enumerate() {
+            for piece in unit.layout.pieces(unit.range.clone()) {
+                let bits = view[piece.of_owned].iter().map(|x| x.to_bits()).collect();
+                tensors.push((format!("{}/{part}", piece.tensor.name), piece.of_tensor.start, bits));
+            }
+        }
+    }
+    let peak = [Memory::Parameters, Memory::Optimizer].map(|what| backend.ledger().peak(what));
+    Outcome { curve, tensors, peak }
+}
+
+/// Runs a row on as many threads as it has ranks; joins the tensors of all.
+fn run(row: Row) -> Outcome {
+    let comms = threads::start(row.shard * row.replica, row.algorithm);
+    let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(&comm, row))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    let mut tensors: Vec<_> = outcomes.iter().flat_map(|outcome| outcome.tensors.clone()).collect();
+    tensors.sort();
+    let mut whole: Vec<(String, usize, Vec<u32>)> = Vec::new();
+    for (name, start, bits) in tensors {
+        match whole.last_mut() {
+            Some((last, _, have)) if *last == name => {
+                assert_eq!(have.len(), start, "{name}: pieces overlap or leave a hole");
+                have.extend(bits);
+            }
+            _ => whole.push((name, start, bits)),
+        }
+    }
+    assert!(outcomes.iter().all(|outcome| outcome.curve == outcomes[0].curve), "ranks disagree");
+    Outcome { curve: outcomes[0].curve.clone(), tensors: whole, peak: outcomes[0].peak }
+}
+
+#[test]
+fn every_layout_gives_the_bits_of_one_rank() {
+    let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
+    let want = run(ONE);
+    assert!(want.tensors.iter().any(|(name, _, _)| name == "wte.weight/2"));
+    let mut rows = Vec::new();
+    for ranks in [1, 2, 4, 8] {
+        rows.push(Row { replica: ranks, ..ONE });
+        rows.extend(stages[1..].iter().map(|&zero| Row { shard: ranks, zero, ..ONE }));
+    }
+    for (shard, replica) in [(2, 2), (4, 2), (2, 4)] {
+        rows.extend(stages[1..].iter().map(|&zero| Row { shard, replica, zero, ..ONE }));
+    }
+    rows.push(Row { replica: 2, recompute: true, ..ONE });
+    rows.push(Row { shard: 2, zero: Zero::Three, recompute: true, ..ONE });
+    for row in rows {
+        let got = run(row);
+        let name = format!("shard {} replica {} {:?}", row.shard, row.replica, row.zero);
+        assert_eq!(got.curve, want.curve, "{name}");
+        assert!(got.tensors == want.tensors, "{name}: other parameters");
+    }
+}
+
+#[test]
+fn groups_of_a_power_of_two_agree_on_odd_ranks() {
+    let lanes = Row { lanes: 12, ..ONE };
+    let want = run(lanes);
+    for (ranks, zero) in [(3, Zero::Zero), (3, Zero::Two), (6, Zero::Three), (12, Zero::One)] {
+        let (shard, replica) = if zero == Zero::Zero { (1, ranks) } else { (ranks, 1) };
+        let got = run(Row { shard, replica, zero, ..lanes });
+        assert!(got.curve == want.curve && got.tensors == want.tensors, "{ranks} ranks {zero:?}");
+    }
+}
+
+#[test]
+fn other_orders_of_addition_are_close() {
+    let loss = |row| f64::from_bits(run(row).curve[STEPS as usize - 1].0);
+    let want = loss(ONE);
+    let rows = [
+        Row { lanes: 1, ..ONE },
+        Row { lanes: 3, replica: 3, ..ONE },
+        Row { lanes: 1, micros_per_lane: 4, ..ONE },
+        Row { replica: 4, algorithm: Algorithm::Ring, ..ONE },
+        Row { shard: 4, zero: Zero::Three, algorithm: Algorithm::Ring, ..ONE },
+    ];
+    for row in rows {
+        let got = loss(row);
+        // A few updates of AdamW turn rounding in tiny gradients into visible, still small, differences.
+        assert!((got / want - 1.0).abs() < 1e-5, "{got}, one rank with 8 lanes {want}");
+    }
+}
+
+#[test]
+fn sharding_saves_what_it_promises() {
+    let padded: usize = {
+        let gpt = Gpt { layers: 2, heads: 3, width: 15, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
+        let blocks = gpt.blocks::<Cpu>();
+        blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), 8).padded * size_of::<f32>()).sum()
+    };
+    for (row, parameters, optimizer) in [
+        (Row { replica: 4, ..ONE }, Some(padded), 2 * padded),
+        (Row { shard: 4, zero: Zero::One, ..ONE }, Some(padded), padded / 2),
+        (Row { shard: 4, zero: Zero::Three, ..ONE }, None, padded / 2),
+    ] {
+        let [have_parameters, have_optimizer] = run(row).peak;
+        assert_eq!(have_optimizer, optimizer);
+        match parameters {
+            Some(parameters) => assert_eq!(have_parameters, parameters),
+            None => assert!(have_parameters < padded, "{have_parameters} of {padded} bytes"),
+        }
+    }
+}

@@ -11,8 +11,6 @@ mod memory;
 mod norm;
 mod optimizer;
 mod product;
-#[cfg(test)]
-mod tests;
 mod threads;
 
 use std::ops::Range;

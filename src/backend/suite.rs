@@ -1,0 +1,408 @@
+//! One suite for every device: each kernel against f64 arithmetic at awkward sizes, and for repeatable bits.
+
+use super::cpu::Cpu;
+use super::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, NORM_EPSILON, Norm, Sgd};
+use crate::random::Stream;
+
+/// Relative error allowed for f32 arithmetic, against the largest value of the result.
+const TOLERANCE: f64 = 1e-5;
+
+/// Normal numbers, named by `seed`.
+fn random(seed: u64, len: usize) -> Vec<f32> {
+    let mut values = vec![0.0; len];
+    Stream::new(seed).fill_normal(&mut values);
+    values
+}
+
+fn ids(seed: u64, len: usize, below: usize) -> Vec<u32> {
+    (0..len).map(|i| (Stream::new(seed).uniform(i as u64) * below as f64) as u32).collect()
+}
+
+fn wide(x: &[f32]) -> Vec<f64> {
+    x.iter().copied().map(f64::from).collect()
+}
+
+fn close(got: &[f32], want: &[f64], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let largest = want.iter().fold(1e-6, |a: f64, b| a.max(b.abs()));
+    for (i, (&g, w)) in got.iter().zip(want).enumerate() {
+        assert!((f64::from(g) - w).abs() <= TOLERANCE * largest, "{what}[{i}]: {g}, in f64 {w}");
+    }
+}
+
+fn up<B: Kernels>(b: &B, x: &[f32]) -> B::Buf {
+    b.upload(Memory::Activations, x).unwrap()
+}
+
+fn down<B: Kernels>(b: &B, x: &B::Buf) -> Vec<f32> {
+    let mut host = vec![0.0; B::len(x)];
+    b.download(B::all(x), &mut host).unwrap();
+    host
+}
+
+/// A row-major product in f64, `a` m×k and `b` k×n.
+fn product(m: usize, n: usize, k: usize, a: impl Fn(usize, usize) -> f64, b: impl Fn(usize, usize) -> f64) -> Vec<f64> {
+    (0..m * n).map(|i| (0..k).map(|l| a(i / n, l) * b(l, i % n)).sum()).collect()
+}
+
+/// Results of every kernel on awkward sizes, checked; returned to compare bits between devices' settings.
+fn everything<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = elementwise(b);
+    results.extend(products(b));
+    results.extend(norms(b));
+    results.extend(embeddings(b));
+    results.extend(attentions(b));
+    results.extend(classifiers(b));
+    results.extend(optimizers(b));
+    results.extend(dropouts(b));
+    results
+}
+
+fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = Vec::new();
+    for len in [0, 1, 31, 33, 1023, 40_001] {
+        let (x, y) = (random(1, len), random(2, len));
+        let (xb, mut yb) = (up(b, &x), up(b, &y));
+        b.add(B::all(&xb), B::all_mut(&mut yb)).unwrap();
+        let sums: Vec<f64> = x.iter().zip(&y).map(|(x, y)| f64::from(*x) + f64::from(*y)).collect();
+        close(&down(b, &yb), &sums, "add");
+        b.copy(B::all(&xb), B::all_mut(&mut yb)).unwrap();
+        assert_eq!(down(b, &yb), x);
+
+        let squares: f64 = wide(&x).iter().map(|x| x * x).sum();
+        let got = b.sum_squares(B::all(&xb)).unwrap();
+        assert!((got - squares).abs() <= 1e-12 * squares, "{got} is not {squares}");
+        results.push(vec![got as f32]);
+
+        b.gelu(B::all(&xb), B::all_mut(&mut yb)).unwrap();
+        let gelu = |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh());
+        close(&down(b, &yb), &wide(&x).into_iter().map(gelu).collect::<Vec<_>>(), "gelu");
+        results.push(down(b, &yb));
+
+        let mut dy = up(b, &y);
+        b.gelu_backward(B::all(&xb), B::all_mut(&mut dy)).unwrap();
+        let slope = |x: f64| (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5;
+        let want: Vec<f64> = wide(&x).into_iter().zip(wide(&y)).map(|(x, dy)| slope(x) * dy).collect();
+        close(&down(b, &dy), &want, "gelu backward");
+        results.push(down(b, &dy));
+
+        b.zero(B::all_mut(&mut dy)).unwrap();
+        assert!(down(b, &dy).iter().all(|&x| x == 0.0));
+    }
+    // Far from zero GELU is the identity or nothing, not NaN.
+    let far = up(b, &[-1e4, -100.0, 100.0, 1e4]);
+    let mut y = up(b, &[0.0; 4]);
+    b.gelu(B::all(&far), B::all_mut(&mut y)).unwrap();
+    let y = down(b, &y);
+    assert!(y[0].abs() < 1e-30 && y[1].abs() < 1e-30 && y[2..] == [100.0, 1e4], "{y:?}");
+    results
+}
+
+fn products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = Vec::new();
+    for (m, n, k) in [(1, 1, 1), (1, 33, 7), (31, 1, 33), (33, 31, 65), (130, 257, 100), (500, 130, 71), (2, 700, 1100)]
+    {
+        let (a, bm, c) = (random(3, m * k), random(4, k * n), random(5, m * n));
+        for (ta, tb, acc) in [(false, false, false), (true, false, true), (false, true, true), (true, true, false)] {
+            let at = |i: usize, l: usize| f64::from(if ta { a[l * m + i] } else { a[i * k + l] });
+            let bt = |l: usize, j: usize| f64::from(if tb { bm[j * k + l] } else { bm[l * n + j] });
+            let mut want = product(m, n, k, at, bt);
+            if acc {
+                want.iter_mut().zip(&c).for_each(|(w, c)| *w += f64::from(*c));
+            }
+            let (ab, bb, mut cb) = (up(b, &a), up(b, &bm), up(b, &c));
+            b.gemm(Gemm { m, n, k, ta, tb, acc }, B::all(&ab), B::all(&bb), B::all_mut(&mut cb)).unwrap();
+            close(&down(b, &cb), &want, &format!("gemm {m}×{n}×{k} {ta} {tb} {acc}"));
+            results.push(down(b, &cb));
+        }
+    }
+    for (rows, inputs, outputs) in [(1, 1, 1), (33, 31, 65), (70, 96, 33)] {
+        let shape = Linear { rows, inputs, outputs };
+        let (x, w, bias) = (random(6, rows * inputs), random(7, outputs * inputs), random(8, outputs));
+        let dy = random(9, rows * outputs);
+        let (xb, wb, dyb) = (up(b, &x), up(b, &w), up(b, &dy));
+        let at = |v: &[f32], i: usize| f64::from(v[i]);
+        for bias in [&bias[..], &[]] {
+            let mut y = up(b, &random(10, rows * outputs));
+            let bb = up(b, bias);
+            b.linear(shape, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y)).unwrap();
+            let sums = product(rows, outputs, inputs, |r, i| at(&x, r * inputs + i), |i, o| at(&w, o * inputs + i));
+            let want: Vec<f64> = sums
+                .iter()
+                .enumerate()
+                .map(|(i, p)| p + bias.get(i % outputs).map_or(0.0, |&b| f64::from(b)))
+                .collect();
+            close(&down(b, &y), &want, "linear");
+
+            let (dw0, db0) = (random(11, outputs * inputs), random(12, bias.len()));
+            let (mut dw, mut db) = (up(b, &dw0), up(b, &db0));
+            let (dw_view, db_view) = (B::all_mut(&mut dw), B::all_mut(&mut db));
+            b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view).unwrap();
+            let sum = product(outputs, inputs, rows, |o, r| at(&dy, r * outputs + o), |r, i| at(&x, r * inputs + i));
+            let want: Vec<f64> = sum.iter().zip(&dw0).map(|(s, d)| s + f64::from(*d)).collect();
+            close(&down(b, &dw), &want, "linear dW");
+            let column = |o: usize| (0..rows).map(|r| at(&dy, r * outputs + o)).sum::<f64>();
+            let want: Vec<f64> = db0.iter().enumerate().map(|(o, d)| column(o) + f64::from(*d)).collect();
+            close(&down(b, &db), &want, "linear dbias");
+            results.extend([down(b, &y), down(b, &dw), down(b, &db)]);
+        }
+        let mut dx = up(b, &random(13, rows * inputs));
+        b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut dx)).unwrap();
+        let want = product(rows, inputs, outputs, |r, o| at(&dy, r * outputs + o), |o, i| at(&w, o * inputs + i));
+        close(&down(b, &dx), &want, "linear dx");
+        results.push(down(b, &dx));
+    }
+    results
+}
+
+fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = Vec::new();
+    for (rows, width) in [(1, 1), (1, 31), (33, 33), (70, 130), (3, 1023)] {
+        let shape = Norm { rows, width };
+        let x: Vec<f32> = random(14, rows * width).iter().map(|x| 3.0 * x + 2.0).collect();
+        let (w, dy) = (random(15, width), random(16, rows * width));
+        for bias in [random(17, width), vec![]] {
+            let (xb, wb, bb, dyb) = (up(b, &x), up(b, &w), up(b, &bias), up(b, &dy));
+            let (mut y, mut stats) = (up(b, &vec![0.0; rows * width]), up(b, &vec![0.0; rows * 2]));
+            b.layer_norm(shape, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y), B::all_mut(&mut stats))
+                .unwrap();
+
+            let (dx0, dw0, db0) = (random(18, rows * width), random(19, width), random(20, bias.len()));
+            let (mut dx, mut dw, mut db) = (up(b, &dx0), up(b, &dw0), up(b, &db0));
+            b.layer_norm_backward(
+                shape,
+                B::all(&dyb),
+                B::all(&xb),
+                B::all(&wb),
+                B::all(&stats),
+                B::all_mut(&mut dx),
+                B::all_mut(&mut dw),
+                B::all_mut(&mut db),
+            )
+            .unwrap();
+
+            let (mut want_y, mut want_dx) = (vec![], wide(&dx0));
+            let (mut want_dw, mut want_db) = (wide(&dw0), wide(&db0));
+            for row in 0..rows {
+                let at = row * width;
+                let x = wide(&x[at..at + width]);
+                let n = width as f64;
+                let mean = x.iter().sum::<f64>() / n;
+                let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;
+                let rstd = 1.0 / (variance + f64::from(NORM_EPSILON)).sqrt();
+                let hat: Vec<f64> = x.iter().map(|x| (x - mean) * rstd).collect();
+                let g: Vec<f64> = (0..width).map(|i| f64::from(dy[at + i]) * f64::from(w[i])).collect();
+                let g_mean = g.iter().sum::<f64>() / n;
+                let gh_mean = g.iter().zip(&hat).map(|(g, h)| g * h).sum::<f64>() / n;
+                for i in 0..width {
+                    want_y.push(hat[i] * f64::from(w[i]) + bias.get(i).map_or(0.0, |&b| f64::from(b)));
+                    want_dx[at + i] += rstd * (g[i] - g_mean - hat[i] * gh_mean);
+                    want_dw[i] += f64::from(dy[at + i]) * hat[i];
+                    if let Some(db) = want_db.get_mut(i) {
+                        *db += f64::from(dy[at + i]);
+                    }
+                }
+            }
+            close(&down(b, &y), &want_y, "layer norm");
+            if width > 1 {
+                close(&down(b, &dx), &want_dx, "layer norm dx");
+            }
+            close(&down(b, &dw), &want_dw, "layer norm dweight");
+            close(&down(b, &db), &want_db, "layer norm dbias");
+            results.extend([down(b, &y), down(b, &dx), down(b, &dw), down(b, &db)]);
+        }
+    }
+    results
+}
+
+fn embeddings<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = Vec::new();
+    for (sequences, time, vocabulary, width) in [(1, 1, 1, 1), (3, 31, 11, 33), (5, 64, 200, 65)] {
+        let rows = sequences * time;
+        let tokens = ids(21, rows, vocabulary);
+        let (words, places) = (random(22, vocabulary * width), random(23, time * width));
+        let (tb, wb, pb) = (b.upload_ints(&tokens).unwrap(), up(b, &words), up(b, &places));
+        let mut y = up(b, &vec![0.0; rows * width]);
+        b.embedding(&tb, B::all(&wb), B::all(&pb), B::all_mut(&mut y)).unwrap();
+        let cell = |row: usize, i: usize| {
+            f64::from(words[tokens[row] as usize * width + i]) + f64::from(places[row % time * width + i])
+        };
+        let want: Vec<f64> = (0..rows * width).map(|i| cell(i / width, i % width)).collect();
+        close(&down(b, &y), &want, "embedding");
+
+        let (dy, dw0, dp0) = (random(24, rows * width), random(25, words.len()), random(26, places.len()));
+        let (dyb, mut dw, mut dp) = (up(b, &dy), up(b, &dw0), up(b, &dp0));
+        b.embedding_backward(&tb, B::all(&dyb), B::all_mut(&mut dw), B::all_mut(&mut dp)).unwrap();
+        let (mut want_w, mut want_p) = (wide(&dw0), wide(&dp0));
+        for (i, &d) in dy.iter().enumerate() {
+            let (row, column) = (i / width, i % width);
+            want_w[tokens[row] as usize * width + column] += f64::from(d);
+            want_p[row % time * width + column] += f64::from(d);
+        }
+        close(&down(b, &dw), &want_w, "embedding d words");
+        close(&down(b, &dp), &want_p, "embedding d places");
+        results.extend([down(b, &y), down(b, &dw), down(b, &dp)]);
+    }
+    results
+}
+
+fn attentions<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = Vec::new();
+    for (batch, time, heads, head_width) in [(1, 1, 1, 1), (2, 33, 3, 5), (1, 130, 2, 33), (3, 64, 1, 32)] {
+        let shape = Attention { batch, time, heads, head_width };
+        let d = heads * head_width;
+        let rows = batch * time;
+        let (qkv, dy) = (random(27, rows * 3 * d), random(28, rows * d));
+        let (xb, dyb) = (up(b, &qkv), up(b, &dy));
+        let (mut y, mut lse) = (up(b, &vec![0.0; rows * d]), up(b, &vec![0.0; rows * heads]));
+        b.attention(shape, B::all(&xb), B::all_mut(&mut y), B::all_mut(&mut lse)).unwrap();
+        let mut dqkv = up(b, &vec![0.0; rows * 3 * d]);
+        let views = (B::all(&xb), B::all(&y), B::all(&lse), B::all(&dyb));
+        b.attention_backward(shape, views.0, views.1, views.2, views.3, B::all_mut(&mut dqkv)).unwrap();
+
+        let (mut want_y, mut want_d) = (vec![0.0; rows * d], vec![0.0; rows * 3 * d]);
+        let scale = 1.0 / (head_width as f64).sqrt();
+        for (sequence, head) in (0..batch * heads).map(|i| (i / heads, i % heads)) {
+            let at = |part: usize, t: usize, i: usize| (sequence * time + t) * 3 * d + part * d + head * head_width + i;
+            let of_y = |t: usize, i: usize| (sequence * time + t) * d + head * head_width + i;
+            for t in 0..time {
+                let dot = |part_a: usize, ta: usize, part_b: usize, tb: usize| -> f64 {
+                    (0..head_width).map(|i| f64::from(qkv[at(part_a, ta, i)]) * f64::from(qkv[at(part_b, tb, i)])).sum()
+                };
+                let scores: Vec<f64> = (0..=t).map(|s| dot(0, t, 1, s) * scale).collect();
+                let top = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let total: f64 = scores.iter().map(|s| (s - top).exp()).sum();
+                let p: Vec<f64> = scores.iter().map(|s| (s - top).exp() / total).collect();
+                let dp: Vec<f64> = (0..=t)
+                    .map(|s| (0..head_width).map(|i| f64::from(dy[of_y(t, i)]) * f64::from(qkv[at(2, s, i)])).sum())
+                    .collect();
+                let mean: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
+                for s in 0..=t {
+                    let ds = p[s] * (dp[s] - mean) * scale;
+                    for i in 0..head_width {
+                        want_y[of_y(t, i)] += p[s] * f64::from(qkv[at(2, s, i)]);
+                        want_d[at(0, t, i)] += ds * f64::from(qkv[at(1, s, i)]);
+                        want_d[at(1, s, i)] += ds * f64::from(qkv[at(0, t, i)]);
+                        want_d[at(2, s, i)] += p[s] * f64::from(dy[of_y(t, i)]);
+                    }
+                }
+            }
+        }
+        close(&down(b, &y), &want_y, "attention");
+        close(&down(b, &dqkv), &want_d, "attention dqkv");
+        results.extend([down(b, &y), down(b, &lse), down(b, &dqkv)]);
+    }
+    results
+}
+
+fn classifiers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = Vec::new();
+    for (rows, classes) in [(1, 1), (31, 65), (3, 50_257), (600, 33)] {
+        let logits: Vec<f32> = random(29, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
+        let targets = ids(30, rows, classes);
+        let tb = b.upload_ints(&targets).unwrap();
+        let scale = 0.25;
+        let (mut want_loss, mut want_d) = (vec![], vec![]);
+        for (row, &target) in targets.iter().enumerate() {
+            let x = wide(&logits[row * classes..][..classes]);
+            let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let total: f64 = x.iter().map(|x| (x - top).exp()).sum();
+            want_loss.push(total.ln() + top - x[target as usize]);
+            want_d.extend(x.iter().enumerate().map(|(i, x)| {
+                f64::from(scale) * ((x - top).exp() / total - if i == target as usize { 1.0 } else { 0.0 })
+            }));
+        }
+        for gradient in [false, true] {
+            let (mut lb, mut losses) = (up(b, &logits), up(b, &vec![0.0; rows]));
+            let shape = CrossEntropy { rows, classes, scale, gradient };
+            b.cross_entropy(shape, B::all_mut(&mut lb), &tb, B::all_mut(&mut losses)).unwrap();
+            close(&down(b, &losses), &want_loss, "cross-entropy");
+            if gradient {
+                close(&down(b, &lb), &want_d, "cross-entropy gradient");
+            } else {
+                assert_eq!(down(b, &lb), logits);
+            }
+            results.extend([down(b, &losses), down(b, &lb)]);
+        }
+    }
+    results
+}
+
+fn optimizers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = Vec::new();
+    for len in [0, 1, 33, 20_001] {
+        let (g, m, p) = (random(31, len), random(32, len), random(33, len));
+        let v: Vec<f32> = random(34, len).iter().map(|x| x * x).collect();
+        let (gb, mut mb, mut vb, mut pb) = (up(b, &g), up(b, &m), up(b, &v), up(b, &p));
+        let u = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
+        let (m_view, v_view, p_view) = (B::all_mut(&mut mb), B::all_mut(&mut vb), B::all_mut(&mut pb));
+        b.adamw(u, B::all(&gb), m_view, v_view, p_view).unwrap();
+        let [lr, beta1, beta2, decay] = [u.lr, u.beta1, u.beta2, u.weight_decay].map(f64::from);
+        let (mut want_m, mut want_v, mut want_p) = (vec![], vec![], vec![]);
+        for i in 0..len {
+            let g = f64::from(g[i]) * 0.5;
+            want_m.push(beta1 * f64::from(m[i]) + (1.0 - beta1) * g);
+            want_v.push(beta2 * f64::from(v[i]) + (1.0 - beta2) * g * g);
+            let (m_hat, v_hat) = (want_m[i] / (1.0 - beta1.powi(3)), want_v[i] / (1.0 - beta2.powi(3)));
+            want_p.push(f64::from(p[i]) * (1.0 - lr * decay) - lr * m_hat / (v_hat.sqrt() + 1e-8));
+        }
+        close(&down(b, &mb), &want_m, "adamw m");
+        close(&down(b, &vb), &want_v, "adamw v");
+        close(&down(b, &pb), &want_p, "adamw p");
+        results.extend([down(b, &mb), down(b, &vb), down(b, &pb)]);
+
+        for nesterov in [false, true] {
+            let (mut mb, mut pb) = (up(b, &m), up(b, &p));
+            let u = Sgd { lr: 0.1, momentum: 0.9, nesterov, weight_decay: 0.2, grad_scale: 0.5 };
+            b.sgd(u, B::all(&gb), B::all_mut(&mut mb), B::all_mut(&mut pb)).unwrap();
+            let (mut want_m, mut want_p) = (vec![], vec![]);
+            for i in 0..len {
+                let [g, m, p] = [g[i], m[i], p[i]].map(f64::from);
+                let g = g * 0.5 + f64::from(0.2f32) * p;
+                let m = f64::from(0.9f32) * m + g;
+                want_p.push(p - f64::from(0.1f32) * if nesterov { g + f64::from(0.9f32) * m } else { m });
+                want_m.push(m);
+            }
+            close(&down(b, &mb), &want_m, "sgd momentum");
+            close(&down(b, &pb), &want_p, "sgd p");
+            results.extend([down(b, &mb), down(b, &pb)]);
+        }
+    }
+    results
+}
+
+fn dropouts<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let len = 40_000;
+    let mask = |offset| Dropout { rate: 0.25, key: 9, offset };
+    let mut whole = up(b, &vec![1.0; len]);
+    b.dropout(mask(0), B::all_mut(&mut whole)).unwrap();
+    let whole = down(b, &whole);
+    let kept = whole.iter().filter(|&&x| x != 0.0).count() as f64 / len as f64;
+    assert!((kept - 0.75).abs() < 0.01, "kept {kept}");
+    assert!(whole.iter().all(|&x| x == 0.0 || x == 1.0 / 0.75));
+    // Any window sees its part of the same mask.
+    for (start, end) in [(0, 1), (1, 2), (2, 20_001), (16_383, 16_390), (5, 5), (39_999, 40_000)] {
+        let mut part = up(b, &vec![1.0; end - start]);
+        b.dropout(mask(start as u64), B::all_mut(&mut part)).unwrap();
+        assert_eq!(down(b, &part), whole[start..end], "{start}..{end}");
+    }
+    let mut other = up(b, &vec![1.0; len]);
+    b.dropout(Dropout { key: 10, ..mask(0) }, B::all_mut(&mut other)).unwrap();
+    assert_ne!(down(b, &other), whole);
+    let mut none = up(b, &random(35, 100));
+    b.dropout(Dropout { rate: 0.0, ..mask(0) }, B::all_mut(&mut none)).unwrap();
+    assert_eq!(down(b, &none), random(35, 100));
+    vec![whole]
+}
+
+#[test]
+fn cpu_kernels_are_right_and_do_not_depend_on_the_threads() {
+    let bits = |threads| -> Vec<Vec<u32>> {
+        let results = everything(&Cpu::new(threads));
+        results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
+    };
+    let one = bits(1);
+    for threads in [2, 3, 8] {
+        assert!(bits(threads) == one, "{threads} threads give other bits than one");
+    }
+}
