@@ -116,7 +116,6 @@ fn check(code: c_int, call: &str) -> Result<()> {
 /// A message that is leaving in the background.
 struct Posted {
     requests: Vec<ffi::MPI_Request>,
-    /// Declared after the requests that refer to its memory.
     parcel: Box<dyn Parcel>,
 }
 
@@ -230,7 +229,7 @@ impl Mpi {
     }
 
     /// As [`Wire::exchange`], for messages of at most [`LONGEST`] bytes. Returns only when MPI has let go of both
-    /// buffers; if an error makes that impossible, the job ends.
+    /// buffers; if an error of MPI makes that impossible, the job ends.
     fn exchange_message(
         &mut self,
         group: &Members,
@@ -239,15 +238,12 @@ impl Mpi {
     ) -> Result<()> {
         let expected = receive.as_ref().map_or(0, |(_, bytes)| bytes.len());
         let from = receive.as_ref().map(|&(from, _)| group.ranks[from]);
-        // SAFETY: this function does not return before both requests are complete, and both buffers are borrowed
-        // for as long.
-        let started = unsafe {
-            let receiving = receive.map(|(from, bytes)| self.start_receive(group, from, bytes)).transpose();
-            receiving.map(|receiving| (receiving, send.map(|(to, bytes)| self.start_send(group, to, bytes))))
-        };
-        // The first call starts nothing when it fails.
-        let (mut receiving, sending) = started?;
-        let mut sending = match sending.transpose() {
+        // SAFETY: the buffer is borrowed until this function returns, which is after the request is complete.
+        let start = |(from, bytes)| unsafe { self.start_receive(group, from, bytes) };
+        let mut receiving = receive.map(start).transpose()?;
+        // SAFETY: as above.
+        let start = |(to, bytes)| unsafe { self.start_send(group, to, bytes) };
+        let mut sending = match send.map(start).transpose() {
             Ok(sending) => sending,
             Err(error) if receiving.is_none() => return Err(error),
             Err(error) => self.give_up(&error),
@@ -255,21 +251,12 @@ impl Mpi {
         let mut received = 0;
         let mut pace = Pace::new(self.crowded);
         loop {
-            for (slot, is_receive) in [(&mut receiving, true), (&mut sending, false)] {
-                let Some(request) = slot else { continue };
-                match Self::test(request) {
-                    Ok(None) => {}
-                    Ok(Some(bytes)) => {
-                        *slot = None;
-                        received = if is_receive { bytes } else { received };
-                    }
-                    Err(error) => self.give_up(&error),
-                }
-            }
+            received = self.completed(&mut receiving).unwrap_or(received);
+            self.completed(&mut sending);
             if receiving.is_none() && sending.is_none() {
                 break;
             }
-            self.progress()?;
+            self.poll();
             pace.pause(&self.shared);
         }
         if received != expected {
@@ -277,6 +264,34 @@ impl Mpi {
             return Err(Error::comm(format!("rank {from} sent {received} bytes where {expected} were expected")));
         }
         Ok(())
+    }
+
+    /// Empties a slot whose request is complete. Returns the bytes that it received.
+    fn completed(&self, slot: &mut Option<ffi::MPI_Request>) -> Option<usize> {
+        let bytes = Self::test(slot.as_mut()?).unwrap_or_else(|error| self.give_up(&error))?;
+        *slot = None;
+        Some(bytes)
+    }
+
+    /// Hears an abort, and gives back the parcels that have left.
+    fn poll(&mut self) {
+        if let Some(code) = self.shared.aborted() {
+            self.abort_all(code);
+        }
+        let mut index = 0;
+        while index < self.posted.len() {
+            let mut requests = std::mem::take(&mut self.posted[index].requests);
+            requests.retain_mut(|request| match Self::test(request) {
+                Ok(done) => done.is_none(),
+                Err(error) => self.give_up(&error),
+            });
+            if requests.is_empty() {
+                self.posted.swap_remove(index).parcel.finish(Ok(()));
+            } else {
+                self.posted[index].requests = requests;
+                index += 1;
+            }
+        }
     }
 
     /// Ends the job after an error that leaves MPI holding borrowed memory.
@@ -316,7 +331,7 @@ impl Wire for Mpi {
         };
         let mut requests = Vec::with_capacity(1);
         for message in bytes.chunks(LONGEST) {
-            // SAFETY: the parcel keeps its bytes in place until it is finished, which `progress` does only when
+            // SAFETY: the parcel keeps its bytes in place until it is finished, which `poll` does only when
             // all requests are complete.
             match unsafe { self.start_send(group, to, message) } {
                 Ok(request) => requests.push(request),
@@ -324,32 +339,12 @@ impl Wire for Mpi {
             }
         }
         self.posted.push(Posted { requests, parcel });
-        self.progress().map(drop)
+        self.poll();
+        Ok(())
     }
 
     fn progress(&mut self) -> Result<bool> {
-        if let Some(code) = self.shared.aborted() {
-            self.abort_all(code);
-        }
-        let mut index = 0;
-        while index < self.posted.len() {
-            let mut failure = None;
-            self.posted[index].requests.retain_mut(|request| match Self::test(request) {
-                Ok(done) => done.is_none(),
-                Err(error) => {
-                    failure = Some(error);
-                    true
-                }
-            });
-            if let Some(error) = failure {
-                self.give_up(&error);
-            }
-            if self.posted[index].requests.is_empty() {
-                self.posted.swap_remove(index).parcel.finish(Ok(()));
-            } else {
-                index += 1;
-            }
-        }
+        self.poll();
         Ok(!self.posted.is_empty())
     }
 
@@ -405,6 +400,9 @@ impl Wire for Mpi {
 
     fn leave(&mut self, in_order: bool) {
         // After an error other ranks may wait for this one; only `abort` can end them.
+        for posted in self.posted.drain(..) {
+            posted.parcel.abandon(Error::comm("another message failed before this one had left"));
+        }
         if in_order {
             // SAFETY: nothing is in flight, no MPI call follows.
             unsafe { ffi::MPI_Finalize() };
