@@ -214,18 +214,24 @@ impl Mpi {
         Ok(request)
     }
 
-    /// Whether a request is complete, and how many bytes it received. Complete requests become null ones.
-    fn test(request: &mut ffi::MPI_Request) -> Result<Option<usize>> {
-        let (mut done, mut bytes) = (0, 0);
+    /// The status of a request, once it is complete. It then becomes a null one.
+    fn test(request: &mut ffi::MPI_Request) -> Result<Option<ffi::MPI_Status>> {
+        let mut done = 0;
         // SAFETY: a status is plain integers that MPI overwrites; out-parameters are live locals.
-        let (tested, counted) = unsafe {
+        let (code, status) = unsafe {
             let mut status = std::mem::zeroed();
-            let tested = ffi::MPI_Test(request, &mut done, &mut status);
-            (tested, ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut bytes))
+            (ffi::MPI_Test(request, &mut done, &mut status), status)
         };
-        check(tested, "MPI_Test")?;
-        check(counted, "MPI_Get_count")?;
-        Ok((done != 0).then_some(bytes as usize))
+        check(code, "MPI_Test")?;
+        Ok((done != 0).then_some(status))
+    }
+
+    /// The bytes that a complete request has received.
+    fn received(status: &ffi::MPI_Status) -> Result<usize> {
+        let mut bytes = 0;
+        // SAFETY: the status is one that MPI wrote; the out-parameter is a live local.
+        check(unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &mut bytes) }, "MPI_Get_count")?;
+        Ok(bytes as usize)
     }
 
     /// As [`Wire::exchange`], for messages of at most [`LONGEST`] bytes. Returns only when MPI has let go of both
@@ -236,8 +242,7 @@ impl Mpi {
         send: Option<(usize, &[u8])>,
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()> {
-        let expected = receive.as_ref().map_or(0, |(_, bytes)| bytes.len());
-        let from = receive.as_ref().map(|&(from, _)| group.ranks[from]);
+        let expected = receive.as_ref().map(|(from, bytes)| (group.ranks[*from], bytes.len()));
         // SAFETY: the buffer is borrowed until this function returns, which is after the request is complete.
         let start = |(from, bytes)| unsafe { self.start_receive(group, from, bytes) };
         let mut receiving = receive.map(start).transpose()?;
@@ -248,10 +253,10 @@ impl Mpi {
             Err(error) if receiving.is_none() => return Err(error),
             Err(error) => self.give_up(&error),
         };
-        let mut received = 0;
+        let mut status = None;
         let mut pace = Pace::new(self.crowded);
         loop {
-            received = self.completed(&mut receiving).unwrap_or(received);
+            status = self.completed(&mut receiving).or(status);
             self.completed(&mut sending);
             if receiving.is_none() && sending.is_none() {
                 break;
@@ -259,18 +264,18 @@ impl Mpi {
             self.poll();
             pace.pause(&self.shared);
         }
-        if received != expected {
-            let from = from.unwrap_or_default();
-            return Err(Error::comm(format!("rank {from} sent {received} bytes where {expected} were expected")));
+        let (Some((from, expected)), Some(status)) = (expected, status) else { return Ok(()) };
+        match Self::received(&status)? {
+            received if received == expected => Ok(()),
+            received => Err(Error::comm(format!("rank {from} sent {received} bytes where {expected} were expected"))),
         }
-        Ok(())
     }
 
-    /// Empties a slot whose request is complete. Returns the bytes that it received.
-    fn completed(&self, slot: &mut Option<ffi::MPI_Request>) -> Option<usize> {
-        let bytes = Self::test(slot.as_mut()?).unwrap_or_else(|error| self.give_up(&error))?;
+    /// Empties a slot whose request is complete.
+    fn completed(&self, slot: &mut Option<ffi::MPI_Request>) -> Option<ffi::MPI_Status> {
+        let status = Self::test(slot.as_mut()?).unwrap_or_else(|error| self.give_up(&error))?;
         *slot = None;
-        Some(bytes)
+        Some(status)
     }
 
     /// Hears an abort, and gives back the parcels that have left.
