@@ -2,7 +2,7 @@
 //!
 //! All calls are made by one thread (`MPI_THREAD_FUNNELED`), through the bindings of rsmpi: its safe layer
 //! ignores return codes. Waiting is ours: requests are started without blocking and polled as eagerly as
-//! [`Pace`] allows, so that a rank with a busy core does not lose it to a spinning library, and so that an
+//! the pace allows, so that a rank with a busy core does not lose it to a spinning library, and so that an
 //! abort is heard in the middle of a collective. The vendor's collectives alone block.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
