@@ -222,6 +222,23 @@ fn an_abort_reaches_a_busy_thread() {
     assert_eq!(status.code(), Some(4), "{printed}");
 }
 
+/// Another library's launcher leaves every process alone in a world of its own.
+#[test]
+fn a_foreign_launcher_is_recognised() {
+    const NAME: &str = "a_foreign_launcher_is_recognised";
+    if is_rank_of(NAME) {
+        let error = mpi::start::<Cpu>(Algorithm::Ring).err().unwrap().to_string();
+        assert!(error.contains("2 processes were started, but Open MPI") && error.contains("hint: "), "{error}");
+        return;
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([NAME, "--exact"]).envs([(ROLE, NAME), ("PMI_SIZE", "2"), ("PMI_RANK", "0")]);
+    command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    let mut child = command.process_group(0).spawn().unwrap();
+    let status = exit_within(&mut child, Duration::from_secs(30));
+    assert!(status.is_some_and(|status| status.success()), "{status:?}");
+}
+
 /// Not a test: prints how long an all-reduce takes, the median of nine.
 /// `cargo test --release --test comm_mpi -- --ignored --nocapture speed_`
 fn measure(test: &str, algorithm: Algorithm) {

@@ -45,6 +45,12 @@ impl<B: Backend> Parcel for Outgoing<B> {
         let Self { buf, reply } = *self;
         reply.send(sent.map(|()| buf));
     }
+
+    fn abandon(self: Box<Self>, error: Error) {
+        let Self { buf, reply } = *self;
+        std::mem::forget(buf);
+        reply.send(Err(error));
+    }
 }
 
 impl<B: Backend> Group<B> {

@@ -39,7 +39,7 @@ pub use shared::Stats;
 use pending::reply;
 use shared::Shared;
 use wire::Members;
-use worker::{Desk, Label, Request, Worker};
+use worker::{Label, Request, Worker};
 
 /// How long an abort may take before the process ends on its own.
 const ABORT_PATIENCE: Duration = Duration::from_secs(2);
@@ -204,7 +204,7 @@ impl Inner {
     fn request_abort(&self, code: i32) {
         self.shared.abort(code);
         // The thread may be asleep on its queue.
-        self.submit(Request::run(|_: &mut Desk| {}));
+        self.submit(Request::run(|_| {}));
     }
 
     fn end(&self) {

@@ -2,7 +2,7 @@
 //!
 //! All calls are made by one thread (`MPI_THREAD_FUNNELED`), through the bindings of rsmpi: its safe layer
 //! ignores return codes. Waiting is ours: requests are started without blocking and polled as eagerly as
-//! [`Pace`] allows, so that a rank with a busy core does not lose it to a spinning library, and so that an
+//! the pace allows, so that a rank with a busy core does not lose it to a spinning library, and so that an
 //! abort is heard in the middle of a collective. The vendor's collectives alone block.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -116,7 +116,6 @@ fn check(code: c_int, call: &str) -> Result<()> {
 /// A message that is leaving in the background.
 struct Posted {
     requests: Vec<ffi::MPI_Request>,
-    /// Declared after the requests that refer to its memory.
     parcel: Box<dyn Parcel>,
 }
 
@@ -215,68 +214,89 @@ impl Mpi {
         Ok(request)
     }
 
-    /// Whether a request is complete, and how many bytes it received. Complete requests become null ones.
-    fn test(request: &mut ffi::MPI_Request) -> Result<Option<usize>> {
-        let (mut done, mut bytes) = (0, 0);
+    /// The status of a request, once it is complete. It then becomes a null one.
+    fn test(request: &mut ffi::MPI_Request) -> Result<Option<ffi::MPI_Status>> {
+        let mut done = 0;
         // SAFETY: a status is plain integers that MPI overwrites; out-parameters are live locals.
-        let (tested, counted) = unsafe {
+        let (code, status) = unsafe {
             let mut status = std::mem::zeroed();
-            let tested = ffi::MPI_Test(request, &mut done, &mut status);
-            (tested, ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut bytes))
+            (ffi::MPI_Test(request, &mut done, &mut status), status)
         };
-        check(tested, "MPI_Test")?;
-        check(counted, "MPI_Get_count")?;
-        Ok((done != 0).then_some(bytes as usize))
+        check(code, "MPI_Test")?;
+        Ok((done != 0).then_some(status))
+    }
+
+    /// The bytes that a complete request has received.
+    fn received(status: &ffi::MPI_Status) -> Result<usize> {
+        let mut bytes = 0;
+        // SAFETY: the status is one that MPI wrote; the out-parameter is a live local.
+        check(unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &mut bytes) }, "MPI_Get_count")?;
+        Ok(bytes as usize)
     }
 
     /// As [`Wire::exchange`], for messages of at most [`LONGEST`] bytes. Returns only when MPI has let go of both
-    /// buffers; if an error makes that impossible, the job ends.
+    /// buffers; if an error of MPI makes that impossible, the job ends.
     fn exchange_message(
         &mut self,
         group: &Members,
         send: Option<(usize, &[u8])>,
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()> {
-        let expected = receive.as_ref().map_or(0, |(_, bytes)| bytes.len());
-        let from = receive.as_ref().map(|&(from, _)| group.ranks[from]);
-        // SAFETY: this function does not return before both requests are complete, and both buffers are borrowed
-        // for as long.
-        let started = unsafe {
-            let receiving = receive.map(|(from, bytes)| self.start_receive(group, from, bytes)).transpose();
-            receiving.map(|receiving| (receiving, send.map(|(to, bytes)| self.start_send(group, to, bytes))))
-        };
-        // The first call starts nothing when it fails.
-        let (mut receiving, sending) = started?;
-        let mut sending = match sending.transpose() {
+        let expected = receive.as_ref().map(|(from, bytes)| (group.ranks[*from], bytes.len()));
+        // SAFETY: the buffer is borrowed until this function returns, which is after the request is complete.
+        let start = |(from, bytes)| unsafe { self.start_receive(group, from, bytes) };
+        let mut receiving = receive.map(start).transpose()?;
+        // SAFETY: as above.
+        let start = |(to, bytes)| unsafe { self.start_send(group, to, bytes) };
+        let mut sending = match send.map(start).transpose() {
             Ok(sending) => sending,
             Err(error) if receiving.is_none() => return Err(error),
             Err(error) => self.give_up(&error),
         };
-        let mut received = 0;
+        let mut status = None;
         let mut pace = Pace::new(self.crowded);
         loop {
-            for (slot, is_receive) in [(&mut receiving, true), (&mut sending, false)] {
-                let Some(request) = slot else { continue };
-                match Self::test(request) {
-                    Ok(None) => {}
-                    Ok(Some(bytes)) => {
-                        *slot = None;
-                        received = if is_receive { bytes } else { received };
-                    }
-                    Err(error) => self.give_up(&error),
-                }
-            }
+            status = self.completed(&mut receiving).or(status);
+            self.completed(&mut sending);
             if receiving.is_none() && sending.is_none() {
                 break;
             }
-            self.progress()?;
+            self.poll();
             pace.pause(&self.shared);
         }
-        if received != expected {
-            let from = from.unwrap_or_default();
-            return Err(Error::comm(format!("rank {from} sent {received} bytes where {expected} were expected")));
+        let (Some((from, expected)), Some(status)) = (expected, status) else { return Ok(()) };
+        match Self::received(&status)? {
+            received if received == expected => Ok(()),
+            received => Err(Error::comm(format!("rank {from} sent {received} bytes where {expected} were expected"))),
         }
-        Ok(())
+    }
+
+    /// Empties a slot whose request is complete.
+    fn completed(&self, slot: &mut Option<ffi::MPI_Request>) -> Option<ffi::MPI_Status> {
+        let status = Self::test(slot.as_mut()?).unwrap_or_else(|error| self.give_up(&error))?;
+        *slot = None;
+        Some(status)
+    }
+
+    /// Hears an abort, and gives back the parcels that have left.
+    fn poll(&mut self) {
+        if let Some(code) = self.shared.aborted() {
+            self.abort_all(code);
+        }
+        let mut index = 0;
+        while index < self.posted.len() {
+            let mut requests = std::mem::take(&mut self.posted[index].requests);
+            requests.retain_mut(|request| match Self::test(request) {
+                Ok(done) => done.is_none(),
+                Err(error) => self.give_up(&error),
+            });
+            if requests.is_empty() {
+                self.posted.swap_remove(index).parcel.finish(Ok(()));
+            } else {
+                self.posted[index].requests = requests;
+                index += 1;
+            }
+        }
     }
 
     /// Ends the job after an error that leaves MPI holding borrowed memory.
@@ -316,7 +336,7 @@ impl Wire for Mpi {
         };
         let mut requests = Vec::with_capacity(1);
         for message in bytes.chunks(LONGEST) {
-            // SAFETY: the parcel keeps its bytes in place until it is finished, which `progress` does only when
+            // SAFETY: the parcel keeps its bytes in place until it is finished, which `poll` does only when
             // all requests are complete.
             match unsafe { self.start_send(group, to, message) } {
                 Ok(request) => requests.push(request),
@@ -324,32 +344,12 @@ impl Wire for Mpi {
             }
         }
         self.posted.push(Posted { requests, parcel });
-        self.progress().map(drop)
+        self.poll();
+        Ok(())
     }
 
     fn progress(&mut self) -> Result<bool> {
-        if let Some(code) = self.shared.aborted() {
-            self.abort_all(code);
-        }
-        let mut index = 0;
-        while index < self.posted.len() {
-            let mut failure = None;
-            self.posted[index].requests.retain_mut(|request| match Self::test(request) {
-                Ok(done) => done.is_none(),
-                Err(error) => {
-                    failure = Some(error);
-                    true
-                }
-            });
-            if let Some(error) = failure {
-                self.give_up(&error);
-            }
-            if self.posted[index].requests.is_empty() {
-                self.posted.swap_remove(index).parcel.finish(Ok(()));
-            } else {
-                index += 1;
-            }
-        }
+        self.poll();
         Ok(!self.posted.is_empty())
     }
 
@@ -405,6 +405,9 @@ impl Wire for Mpi {
 
     fn leave(&mut self, in_order: bool) {
         // After an error other ranks may wait for this one; only `abort` can end them.
+        for posted in self.posted.drain(..) {
+            posted.parcel.abandon(Error::comm("another message failed before this one had left"));
+        }
         if in_order {
             // SAFETY: nothing is in flight, no MPI call follows.
             unsafe { ffi::MPI_Finalize() };

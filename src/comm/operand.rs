@@ -6,8 +6,9 @@ use super::wire::{Members, Vendor, Wire};
 use crate::backend::cpu::add_serial;
 use crate::error::{Error, Result};
 
-/// Elements of one message: what is received is added while it is still in the cache.
-pub const CHUNK: usize = 1 << 16;
+/// Elements of one message, 1 MiB: what is received is added while it is still in the cache. Between two processes
+/// of one machine 256 KiB took a fifth longer and 128 KiB a quarter; 4 MiB made no difference.
+const CHUNK: usize = 1 << 18;
 
 /// What happens to the elements that are received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

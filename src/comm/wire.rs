@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// The ranks of a group, seen from one of them.
 #[derive(Debug, Clone)]
@@ -60,6 +60,9 @@ pub trait Parcel: Send {
 
     /// Gives the memory back to its owner.
     fn finish(self: Box<Self>, sent: Result<()>);
+
+    /// Reports a message that may never leave. Its memory is leaked: the network may still read it.
+    fn abandon(self: Box<Self>, error: Error);
 }
 
 /// Moves bytes between ranks. Lives on the communication thread; ranks are numbers in the group.

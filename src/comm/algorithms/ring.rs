@@ -3,9 +3,12 @@
 use std::slice::from_ref;
 
 use super::part;
-use crate::comm::operand::{CHUNK, Combine, Operand};
+use crate::comm::operand::{Combine, Operand};
 use crate::comm::wire::{Members, Wire};
 use crate::error::Result;
+
+/// Elements a rank of a broadcast receives before it passes them on.
+const SEGMENT: usize = 1 << 16;
 
 /// n−1 steps. A part starts its way around behind its owner, collects a term on each rank, and arrives complete.
 pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
@@ -32,18 +35,18 @@ pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> 
     Ok(())
 }
 
-/// A chain that starts at the root: each rank passes one chunk on while it receives the next.
+/// A chain that starts at the root: each rank passes one segment on while it receives the next.
 pub fn broadcast(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, root: usize) -> Result<()> {
     let len = x.len();
-    let chunks = len.div_ceil(CHUNK);
-    let chunk = |i: usize| i * CHUNK..len.min((i + 1) * CHUNK);
+    let segments = len.div_ceil(SEGMENT);
+    let segment = |i: usize| i * SEGMENT..len.min((i + 1) * SEGMENT);
     let is_root = group.rank == root;
     let is_last = group.next() == root;
-    // The root has every chunk; the others send chunk i−1 while chunk i arrives.
+    // The root has every segment; the others send segment i−1 while segment i arrives.
     let delay = usize::from(!is_root);
-    for step in 0..chunks + delay {
-        let send = step.checked_sub(delay).filter(|_| !is_last).map(chunk);
-        let receive = Some(step).filter(|_| !is_root && step < chunks).map(chunk);
+    for step in 0..segments + delay {
+        let send = step.checked_sub(delay).filter(|_| !is_last).map(segment);
+        let receive = Some(step).filter(|_| !is_root && step < segments).map(segment);
         x.exchange(
             wire,
             group,
