@@ -143,7 +143,7 @@ mod tests {
         #[test]
         fn parts_cover_every_tensor_once(parts in 1usize..9) {
             let unit = unit(parts);
-            let mut seen = vec![vec![0; 15], vec![0; 14], vec![0; 5]];
+            let mut seen = [vec![0; 15], vec![0; 14], vec![0; 5]];
             for index in 0..parts {
                 for piece in unit.pieces(unit.part(index, parts)) {
                     prop_assert_eq!(piece.of_tensor.len(), piece.of_owned.len());

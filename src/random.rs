@@ -68,7 +68,7 @@ pub fn derive(key: u64, parts: &[u64]) -> u64 {
     })
 }
 
-/// A number for a name, to pass to [`derive`] (FNV-1a).
+/// A number for a name, to pass to [`derive()`] (FNV-1a).
 pub fn name(text: &str) -> u64 {
     text.bytes().fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01B3))
 }

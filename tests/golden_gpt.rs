@@ -1,4 +1,5 @@
 //! The GPT against PyTorch: logits, loss, every gradient, ten steps of two optimizers.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod common;
 
@@ -28,7 +29,7 @@ fn load(case: &hdf5::Group, bias: bool, rule: Rule, cut: Cut) -> (Engine<Cpu>, G
         ["layers", "heads", "width", "context", "vocabulary"].map(|name| size(case, name));
     let gpt = Gpt { layers, heads, width, context, vocabulary, bias, dropout: 0.0 };
     let predictions = (size(case, "batch") * context) as u64;
-    let mut engine = engine(&comm::single(), &gpt, ONE, Zero::Zero, rule, cut, predictions, 2);
+    let mut engine = engine(&comm::single(), &gpt, ONE, Zero::Zero, rule, cut, predictions);
     let params = case.group("params").unwrap();
     engine
         .sharded
@@ -153,7 +154,9 @@ fn ten_steps_of_adamw() {
             let (losses, norms, mut engine) = train(&case, bias, ADAMW, cut, |s| schedule.rate(s), decay, clip);
             close(&losses, &numbers(&golden, "losses"), 1e-5, "loss");
             close(&norms, &numbers(&golden, "grad_norms"), 1e-4, "norm");
-            same_parameters(&case, "adamw/params", &mut engine, 2e-5);
+            // AdamW divides a gradient by its own size, so rounding in tiny elements shows: the same ten steps with
+            // PyTorch's f32 gradients end 8e-5 from its f64 ones, with f64 gradients and f32 updates 2e-7.
+            same_parameters(&case, "adamw/params", &mut engine, 1e-4);
         }
     }
 }

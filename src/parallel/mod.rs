@@ -10,7 +10,7 @@ mod sharded;
 mod tests;
 
 pub use lanes::{Lanes, tree_sum};
-pub use sharded::{Groups, Hyper, Owned, Sharded, Synced};
+pub use sharded::{Groups, Hyper, Owned, Reduced, Sharded, Synced};
 
 use serde::{Deserialize, Serialize};
 

@@ -114,6 +114,16 @@ pub struct Owned<'a, B: Kernels> {
     pub state: Vec<B::View<'a>>,
 }
 
+/// The reduced gradient of a unit.
+pub struct Reduced<'a, B: Kernels> {
+    /// The unit's layout.
+    pub layout: &'a UnitLayout,
+    /// The range of the unit that this rank owns.
+    pub range: Range<usize>,
+    /// The gradient of that range.
+    pub grad: B::View<'a>,
+}
+
 /// Units over the ranks of a shard × replica mesh.
 pub struct Sharded<B: Kernels> {
     backend: B,
@@ -292,18 +302,18 @@ impl<B: Kernels> Sharded<B> {
         Ok(Synced { loss: tree_sum(&all_losses), norm: tree_sum(&all_squares).sqrt() })
     }
 
-    /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update: the unit's layout, the owned
-    /// range, its gradient.
+    /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update.
     ///
     /// # Errors
     /// Nothing was reduced.
-    pub fn gradients(&self) -> Result<Vec<(&UnitLayout, Range<usize>, B::View<'_>)>> {
+    pub fn gradients(&self) -> Result<Vec<Reduced<'_, B>>> {
         let early = || Error::internal("gradients were asked for before they were reduced");
         self.units
             .iter()
             .map(|unit| match &unit.reduction {
                 Some(Reduction::Done(grad, window)) => {
-                    Ok((&unit.layout, unit.owned.clone(), B::view(grad, window.clone())))
+                    let grad = B::view(grad, window.clone());
+                    Ok(Reduced { layout: &unit.layout, range: unit.owned.clone(), grad })
                 }
                 _ => Err(early()),
             })

@@ -1,5 +1,6 @@
 //! What several integration tests need: small networks, golden files, comparisons.
 #![allow(dead_code, reason = "each test file uses a part")]
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::path::{Path, PathBuf};
 
@@ -63,7 +64,6 @@ pub fn engine(
     rule: Rule,
     cut: Cut,
     predictions: u64,
-    threads: usize,
 ) -> Engine<Cpu> {
     let group = |axes: &[Axis]| comm.split(&mesh.colors(axes)).unwrap();
     let groups = Groups {
@@ -72,7 +72,7 @@ pub fn engine(
         data: group(&[Axis::Replica, Axis::Shard]),
     };
     let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
-    let backend = Cpu::new(threads);
+    let backend = Cpu::new(2);
     let blocks = gpt.blocks();
     let sharded = Sharded::new(backend.clone(), groups, zero.residency(), lanes, Some(rule), &blocks, Some(7)).unwrap();
     let geometry = Geometry {
@@ -95,10 +95,10 @@ pub fn micro(backend: &Cpu, tokens: &[u32], targets: &[u32], time: usize, first:
 /// The reduced gradients of one rank that owns everything, by tensor name.
 pub fn gradients(engine: &Engine<Cpu>) -> Vec<(String, Vec<f32>)> {
     let mut named = Vec::new();
-    for (layout, owned, grad) in engine.sharded.gradients().unwrap() {
-        let mut host = vec![0.0; owned.len()];
-        engine.backend.download(grad, &mut host).unwrap();
-        named.extend(layout.pieces(owned).map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())));
+    for unit in engine.sharded.gradients().unwrap() {
+        let mut host = vec![0.0; unit.range.len()];
+        engine.backend.download(unit.grad, &mut host).unwrap();
+        named.extend(unit.layout.pieces(unit.range).map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())));
     }
     named
 }
