@@ -8,7 +8,7 @@ use std::cell::RefCell;
 
 use ndarray::{ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
 
-use super::math::{exp, max, simd, sum, sum2};
+use super::math::{LANES, exp, max, simd, sum, sum2};
 use super::product::multiply;
 use super::threads::Threads;
 use crate::backend::Attention;
@@ -105,17 +105,20 @@ pub fn backward(
                     let (Some(p), Some(dp)) = (p.as_slice_mut(), dp.as_slice_mut()) else { continue };
                     let (y, dy) = (y.row(first + row), dy.row(row));
                     let lse = lse[first + row];
-                    let seen = first + row + 1;
-                    simd(|| {
-                        let dot = match (y.as_slice(), dy.as_slice()) {
-                            (Some(y), Some(dy)) => sum2(y, dy, |y, dy| y * dy),
-                            _ => 0.0,
-                        };
-                        for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
-                            *p = exp(*p * scale - lse);
-                            *dp = *p * (*dp - dot) * scale;
-                        }
-                    });
+                    let seen = mask(p, first + row + 1);
+                    simd(
+                        #[inline(always)]
+                        || {
+                            let dot = match (y.as_slice(), dy.as_slice()) {
+                                (Some(y), Some(dy)) => sum2(y, dy, |y, dy| y * dy),
+                                _ => 0.0,
+                            };
+                            for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
+                                *p = exp(*p * scale - lse);
+                                *dp = *p * (*dp - dot) * scale;
+                            }
+                        },
+                    );
                     p[seen..].fill(0.0);
                     dp[seen..].fill(0.0);
                 }
@@ -139,24 +142,36 @@ fn block(scratch: &mut Vec<f32>, rows: usize, columns: usize) -> ArrayViewMut2<'
     ArrayViewMut2::from_shape((rows, columns), &mut scratch[..rows * columns]).expect("cut to size")
 }
 
+/// Masks the scores after the first `seen` as far as whole vectors reach, where the exponential will make them
+/// zero; returns how far that is. What lies beyond is not computed at all.
+fn mask(scores: &mut [f32], seen: usize) -> usize {
+    let computed = seen.next_multiple_of(LANES).min(scores.len());
+    scores[seen..computed].fill(f32::NEG_INFINITY);
+    computed
+}
+
 /// Turns scores into probabilities; query `first + row` sees keys up to itself.
 fn softmax_rows(scores: &mut ArrayViewMut2<'_, f32>, first: usize, shape: Attention, lse: &mut [f32]) {
     let scale = scale(shape);
     for (row, (mut p, lse)) in scores.rows_mut().into_iter().zip(lse).enumerate() {
         let Some(p) = p.as_slice_mut() else { continue };
-        let (seen, masked) = p.split_at_mut(first + row + 1);
-        simd(|| {
-            let top = max(seen) * scale;
-            for p in seen.iter_mut() {
-                *p = exp(*p * scale - top);
-            }
-            let total = sum(seen, |p| p);
-            let inverse = 1.0 / total;
-            for p in seen.iter_mut() {
-                *p *= inverse;
-            }
-            *lse = top + total.ln();
-        });
+        let computed = mask(p, first + row + 1);
+        let (seen, masked) = p.split_at_mut(computed);
+        simd(
+            #[inline(always)]
+            || {
+                let top = max(seen) * scale;
+                for p in seen.iter_mut() {
+                    *p = exp(*p * scale - top);
+                }
+                let total = sum(seen, |p| p);
+                let inverse = 1.0 / total;
+                for p in seen.iter_mut() {
+                    *p *= inverse;
+                }
+                *lse = top + total.ln();
+            },
+        );
         masked.fill(0.0);
     }
 }

@@ -10,19 +10,22 @@ pub fn cross_entropy(threads: &Threads, s: CrossEntropy, logits: &mut [f32], tar
     let rows = (CHUNK / s.classes.max(1)).max(1);
     let parts = logits.chunks_mut(rows * s.classes).zip(targets.chunks(rows)).zip(losses.chunks_mut(rows));
     threads.each(parts, |((logits, targets), losses)| {
-        simd(|| {
-            for ((logits, &target), loss) in logits.chunks_exact_mut(s.classes).zip(targets).zip(losses) {
-                let top = max(logits);
-                let total = sum(logits, |x| exp(x - top));
-                *loss = total.ln() - (logits[target as usize] - top);
-                if s.gradient {
-                    let factor = s.scale / total;
-                    for x in logits.iter_mut() {
-                        *x = exp(*x - top) * factor;
+        simd(
+            #[inline(always)]
+            || {
+                for ((logits, &target), loss) in logits.chunks_exact_mut(s.classes).zip(targets).zip(losses) {
+                    let top = max(logits);
+                    let total = sum(logits, |x| exp(x - top));
+                    *loss = total.ln() - (logits[target as usize] - top);
+                    if s.gradient {
+                        let factor = s.scale / total;
+                        for x in logits.iter_mut() {
+                            *x = exp(*x - top) * factor;
+                        }
+                        logits[target as usize] -= s.scale;
                     }
-                    logits[target as usize] -= s.scale;
                 }
-            }
-        });
+            },
+        );
     });
 }

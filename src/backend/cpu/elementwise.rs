@@ -20,11 +20,14 @@ pub fn copy(threads: &Threads, x: &[f32], y: &mut [f32]) {
 
 /// `y += x` on the calling thread; what a reduction over the wire uses, too.
 pub fn add_serial(x: &[f32], y: &mut [f32]) {
-    simd(|| {
-        for (y, x) in y.iter_mut().zip(x) {
-            *y += x;
-        }
-    });
+    simd(
+        #[inline(always)]
+        || {
+            for (y, x) in y.iter_mut().zip(x) {
+                *y += x;
+            }
+        },
+    );
 }
 
 pub fn add(threads: &Threads, x: &[f32], y: &mut [f32]) {
@@ -36,16 +39,19 @@ pub fn add(threads: &Threads, x: &[f32], y: &mut [f32]) {
 pub fn sum_squares(threads: &Threads, x: &[f32]) -> f64 {
     let mut partial = vec![0.0f64; x.len().div_ceil(SQUARES_CHUNK)];
     threads.each(x.chunks(SQUARES_CHUNK).zip(&mut partial), |(x, partial)| {
-        *partial = simd(|| {
-            let mut lanes = [0.0f64; 8];
-            let (blocks, tail) = x.as_chunks::<8>();
-            for block in blocks {
-                for i in 0..8 {
-                    lanes[i] += f64::from(block[i]) * f64::from(block[i]);
+        *partial = simd(
+            #[inline(always)]
+            || {
+                let mut lanes = [0.0f64; 8];
+                let (blocks, tail) = x.as_chunks::<8>();
+                for block in blocks {
+                    for i in 0..8 {
+                        lanes[i] += f64::from(block[i]) * f64::from(block[i]);
+                    }
                 }
-            }
-            lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()
-        });
+                lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()
+            },
+        );
     });
     partial.iter().sum()
 }
@@ -57,30 +63,36 @@ const GELU_CUBIC: f32 = 0.044_715;
 /// The logistic function of 2u, u = √(2/π)(x + 0.044715x³): GELU is x times it.
 #[inline(always)]
 fn gelu_gate(x: f32) -> f32 {
-    let u = GELU_SCALE * (x + GELU_CUBIC * x * x * x);
-    1.0 / (1.0 + exp(-2.0 * u))
+    let minus_2u = x * (x * x).mul_add(-2.0 * GELU_SCALE * GELU_CUBIC, -2.0 * GELU_SCALE);
+    1.0 / (1.0 + exp(minus_2u))
 }
 
 pub fn gelu(threads: &Threads, x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len());
     threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| {
-        simd(|| {
-            for (y, &x) in y.iter_mut().zip(x) {
-                *y = x * gelu_gate(x);
-            }
-        });
+        simd(
+            #[inline(always)]
+            || {
+                for (y, &x) in y.iter_mut().zip(x) {
+                    *y = x * gelu_gate(x);
+                }
+            },
+        );
     });
 }
 
 pub fn gelu_backward(threads: &Threads, x: &[f32], dy: &mut [f32]) {
     assert_eq!(x.len(), dy.len());
     threads.each(x.chunks(CHUNK).zip(dy.chunks_mut(CHUNK)), |(x, dy)| {
-        simd(|| {
-            for (dy, &x) in dy.iter_mut().zip(x) {
-                let gate = gelu_gate(x);
-                let du = GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * x * x);
-                *dy *= gate + x * gate * (1.0 - gate) * 2.0 * du;
-            }
-        });
+        simd(
+            #[inline(always)]
+            || {
+                for (dy, &x) in dy.iter_mut().zip(x) {
+                    let gate = gelu_gate(x);
+                    let two_du = (x * x).mul_add(6.0 * GELU_SCALE * GELU_CUBIC, 2.0 * GELU_SCALE);
+                    *dy *= gate * (x * (1.0 - gate)).mul_add(two_du, 1.0);
+                }
+            },
+        );
     });
 }

@@ -17,15 +17,18 @@ pub fn forward(threads: &Threads, tokens: &[u32], token_table: &[f32], position_
     let d = width(tokens.len(), y);
     let context = position_table.len() / d.max(1);
     threads.each(y.chunks_mut(ROWS * d).zip(tokens.chunks(ROWS)).enumerate(), |(i, (y, tokens))| {
-        simd(|| {
-            for (row, (y, &token)) in y.chunks_exact_mut(d).zip(tokens).enumerate() {
-                let word = &token_table[token as usize * d..][..d];
-                let place = &position_table[(i * ROWS + row) % context * d..][..d];
-                for ((y, word), place) in y.iter_mut().zip(word).zip(place) {
-                    *y = word + place;
+        simd(
+            #[inline(always)]
+            || {
+                for (row, (y, &token)) in y.chunks_exact_mut(d).zip(tokens).enumerate() {
+                    let word = &token_table[token as usize * d..][..d];
+                    let place = &position_table[(i * ROWS + row) % context * d..][..d];
+                    for ((y, word), place) in y.iter_mut().zip(word).zip(place) {
+                        *y = word + place;
+                    }
                 }
-            }
-        });
+            },
+        );
     });
 }
 
@@ -41,16 +44,19 @@ pub fn backward(threads: &Threads, tokens: &[u32], dy: &[f32], dtoken_table: &mu
 fn add_rows_at(threads: &Threads, d: usize, dy: &[f32], table: &mut [f32], at: impl Fn(usize) -> usize + Sync) {
     let mut table = ndarray::ArrayViewMut2::from_shape((table.len() / d.max(1), d), table).expect("rows of width d");
     threads.each(table.axis_chunks_iter_mut(ndarray::Axis(1), COLUMNS).enumerate(), |(i, mut part)| {
-        simd(|| {
-            for (row, dy) in dy.chunks_exact(d).enumerate() {
-                let mut sum = part.row_mut(at(row));
-                let dy = &dy[i * COLUMNS..][..sum.len()];
-                if let Some(sum) = sum.as_slice_mut() {
-                    for (sum, dy) in sum.iter_mut().zip(dy) {
-                        *sum += dy;
+        simd(
+            #[inline(always)]
+            || {
+                for (row, dy) in dy.chunks_exact(d).enumerate() {
+                    let mut sum = part.row_mut(at(row));
+                    let dy = &dy[i * COLUMNS..][..sum.len()];
+                    if let Some(sum) = sum.as_slice_mut() {
+                        for (sum, dy) in sum.iter_mut().zip(dy) {
+                            *sum += dy;
+                        }
                     }
                 }
-            }
-        });
+            },
+        );
     });
 }

@@ -53,13 +53,16 @@ pub fn backward_weight(threads: &Threads, s: Linear, dy: &[f32], x: &[f32], dwei
 /// `sum += Σ_rows x`. Each task owns some columns and walks all rows, so the order of the sum is fixed.
 fn add_rows(threads: &Threads, x: &[f32], width: usize, sum: &mut [f32]) {
     threads.each(sum.chunks_mut(COLUMNS).enumerate(), |(i, sum)| {
-        simd(|| {
-            for row in x.chunks_exact(width) {
-                let row = &row[i * COLUMNS..][..sum.len()];
-                for (sum, x) in sum.iter_mut().zip(row) {
-                    *sum += x;
+        simd(
+            #[inline(always)]
+            || {
+                for row in x.chunks_exact(width) {
+                    let row = &row[i * COLUMNS..][..sum.len()];
+                    for (sum, x) in sum.iter_mut().zip(row) {
+                        *sum += x;
+                    }
                 }
-            }
-        });
+            },
+        );
     });
 }

@@ -1,6 +1,7 @@
 //! Vectorisable building blocks shared by the CPU kernels.
 //!
-//! Elementwise code is written plainly and compiled for the widest vectors of the machine by [`simd`].
+//! Elementwise code is written plainly and compiled for the widest vectors of the machine by [`simd`]. Fused
+//! multiply-adds are spelled out: the compiler never fuses by itself, so the bits are the same on every machine.
 //! Sums run over [`LANES`] fixed partial sums, so their bits do not depend on the vector width.
 
 use std::sync::LazyLock;
@@ -11,6 +12,8 @@ pub const LANES: usize = 16;
 static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
 
 /// Runs `f` compiled for the machine's vector extensions.
+///
+/// The closure must be marked `#[inline(always)]`: code that is not inlined here is compiled for the oldest machine.
 #[inline(always)]
 pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     ARCH.dispatch(f)
@@ -22,21 +25,26 @@ pub fn simd<R>(f: impl FnOnce() -> R) -> R {
 /// (Cephes, `expf`).
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    const SHIFT: f32 = 12_582_912.0; // 1.5·2²³: adding it rounds to an integer
-    let clamped = x.clamp(-87.336_54, 88.376_26);
-    let n = (clamped * std::f32::consts::LOG2_E + SHIFT) - SHIFT;
-    let r = clamped - n * 0.693_359_4 + n * 2.121_944_4e-4;
-    let p = 1.987_569_1e-4;
-    let p = p * r + 1.398_199_9e-3;
-    let p = p * r + 8.333_452e-3;
-    let p = p * r + 4.166_579_6e-2;
-    let p = p * r + 1.666_666_5e-1;
-    let p = p * r + 0.5;
-    let y = p * (r * r) + r + 1.0;
-    // n is integral and within -126..=127 here (or NaN, which the product restores).
-    let scale = f32::from_bits(((n as i32 + 127) << 23) as u32);
-    let y = y * scale;
-    if x < -87.336_54 { 0.0 } else { y }
+    const LOWEST: f32 = -87.336_54;
+    const HIGHEST: f32 = 88.376_26;
+    // 1.5·2²³: adding it rounds to an integer, which then stands in the low bits of the sum.
+    const SHIFT: f32 = 12_582_912.0;
+    // Comparisons, not `clamp`: they are one instruction each and let NaN pass.
+    let clamped = if x < LOWEST { LOWEST } else { x };
+    let clamped = if clamped > HIGHEST { HIGHEST } else { clamped };
+    let shifted = clamped.mul_add(std::f32::consts::LOG2_E, SHIFT);
+    let n = shifted - SHIFT;
+    let r = n.mul_add(2.121_944_4e-4, n.mul_add(-0.693_359_4, clamped));
+    let p = 1.987_569_1e-4f32;
+    let p = p.mul_add(r, 1.398_199_9e-3);
+    let p = p.mul_add(r, 8.333_452e-3);
+    let p = p.mul_add(r, 4.166_579_6e-2);
+    let p = p.mul_add(r, 1.666_666_5e-1);
+    let p = p.mul_add(r, 0.5);
+    let y = p.mul_add(r * r, r) + 1.0;
+    // 2ⁿ by its exponent bits; the rest of `shifted` is shifted out.
+    let scale = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
+    if x < LOWEST { 0.0 } else { y * scale }
 }
 
 /// Adds the partial sums in a fixed binary tree.
@@ -106,7 +114,13 @@ mod tests {
     fn exp_is_close_to_f64() {
         for i in -87_000..88_000 {
             let x = i as f32 * 1e-3;
-            let (got, want) = (f64::from(simd(|| exp(x))), f64::from(x).exp());
+            let (got, want) = (
+                f64::from(simd(
+                    #[inline(always)]
+                    || exp(x),
+                )),
+                f64::from(x).exp(),
+            );
             assert!((got / want - 1.0).abs() < 3e-7, "exp({x}) = {got}, not {want}");
         }
         assert_eq!((exp(-100.0), exp(f32::NEG_INFINITY), exp(0.0)), (0.0, 0.0, 1.0));

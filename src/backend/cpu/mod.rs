@@ -33,6 +33,7 @@ pub struct Cpu {
 impl Cpu {
     /// A backend that computes on `threads` threads, the caller's included.
     pub fn new(threads: usize) -> Self {
+        product::configure();
         Self { pool: Arc::default(), threads: Arc::new(Threads::new(threads)) }
     }
 

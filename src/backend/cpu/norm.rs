@@ -1,6 +1,6 @@
 //! Layer normalisation (Ba, Kiros and Hinton, 2016).
 
-use super::math::{simd, sum, sum2};
+use super::math::{LANES, simd, sum};
 use super::threads::Threads;
 use crate::backend::{NORM_EPSILON, Norm};
 
@@ -14,24 +14,27 @@ pub fn forward(threads: &Threads, s: Norm, x: &[f32], weight: &[f32], bias: &[f3
     let (mean, rstd) = stats.split_at_mut(s.rows);
     let parts = x.chunks(ROWS * d).zip(y.chunks_mut(ROWS * d)).zip(mean.chunks_mut(ROWS).zip(rstd.chunks_mut(ROWS)));
     threads.each(parts, |((x, y), (mean, rstd))| {
-        simd(|| {
-            let rows = x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(mean.iter_mut().zip(rstd));
-            for ((x, y), (mean, rstd)) in rows {
-                let mu = sum(x, |x| x) / d as f32;
-                let variance = sum(x, |x| (x - mu) * (x - mu)) / d as f32;
-                let scale = 1.0 / (variance + NORM_EPSILON).sqrt();
-                if bias.is_empty() {
-                    for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-                        *y = (x - mu) * scale * w;
+        simd(
+            #[inline(always)]
+            || {
+                let rows = x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(mean.iter_mut().zip(rstd));
+                for ((x, y), (mean, rstd)) in rows {
+                    let mu = sum(x, |x| x) / d as f32;
+                    let variance = sum(x, |x| (x - mu) * (x - mu)) / d as f32;
+                    let scale = 1.0 / (variance + NORM_EPSILON).sqrt();
+                    if bias.is_empty() {
+                        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+                            *y = (x - mu) * scale * w;
+                        }
+                    } else {
+                        for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
+                            *y = (x - mu) * scale * w + b;
+                        }
                     }
-                } else {
-                    for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
-                        *y = (x - mu) * scale * w + b;
-                    }
+                    (*mean, *rstd) = (mu, scale);
                 }
-                (*mean, *rstd) = (mu, scale);
-            }
-        });
+            },
+        );
     });
 }
 
@@ -51,20 +54,20 @@ pub fn backward(
     let (mean, rstd) = stats.split_at(s.rows);
     let rows = dy.chunks(ROWS * d).zip(x.chunks(ROWS * d)).zip(dx.chunks_mut(ROWS * d));
     threads.each(rows.zip(mean.chunks(ROWS).zip(rstd.chunks(ROWS))), |(((dy, x), dx), (mean, rstd))| {
-        simd(|| {
-            let rows = dy.chunks_exact(d).zip(x.chunks_exact(d)).zip(dx.chunks_exact_mut(d));
-            for (((dy, x), dx), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
-                // With g = dy·w and n = (x - mean)·rstd: dx = rstd·(g - mean(g) - n·mean(g·n)).
-                let g_mean = sum2(dy, weight, |dy, w| dy * w) / d as f32;
-                let gn_mean = {
-                    let gx = sum3(dy, weight, x, |dy, w, x| dy * w * (x - mean));
-                    gx * rstd / d as f32
-                };
-                for (((dx, &dy), &w), &x) in dx.iter_mut().zip(dy).zip(weight).zip(x) {
-                    *dx += rstd * (dy * w - g_mean - (x - mean) * rstd * gn_mean);
+        simd(
+            #[inline(always)]
+            || {
+                let rows = dy.chunks_exact(d).zip(x.chunks_exact(d)).zip(dx.chunks_exact_mut(d));
+                for (((dy, x), dx), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
+                    // With g = dy·w and n = (x - mean)·rstd: dx = rstd·(g - mean(g) - n·mean(g·n)).
+                    let (g_sum, gx_sum) = weighted_sums(dy, weight, x, mean);
+                    let (g_mean, gn_mean) = (g_sum / d as f32, gx_sum * rstd / d as f32);
+                    for (((dx, &dy), &w), &x) in dx.iter_mut().zip(dy).zip(weight).zip(x) {
+                        *dx += rstd * (dy * w - g_mean - (x - mean) * rstd * gn_mean);
+                    }
                 }
-            }
-        });
+            },
+        );
     });
     // Columns are summed over all rows by the one task that owns them: the order is fixed.
     let has_bias = !dbias.is_empty();
@@ -72,30 +75,40 @@ pub fn backward(
     let dbias = if has_bias { dbias } else { &mut no_bias };
     let columns = dweight.chunks_mut(COLUMNS).zip(dbias.chunks_mut(COLUMNS)).enumerate();
     threads.each(columns, |(i, (dweight, dbias))| {
-        simd(|| {
-            let at = i * COLUMNS;
-            for (row, (dy, x)) in dy.chunks_exact(d).zip(x.chunks_exact(d)).enumerate() {
-                let (dy, x) = (&dy[at..][..dweight.len()], &x[at..][..dweight.len()]);
-                let (mean, rstd) = (mean[row], rstd[row]);
-                for (((dw, db), &dy), &x) in dweight.iter_mut().zip(dbias.iter_mut()).zip(dy).zip(x) {
-                    *dw += dy * (x - mean) * rstd;
-                    *db += dy;
+        simd(
+            #[inline(always)]
+            || {
+                let at = i * COLUMNS;
+                for (row, (dy, x)) in dy.chunks_exact(d).zip(x.chunks_exact(d)).enumerate() {
+                    let (dy, x) = (&dy[at..][..dweight.len()], &x[at..][..dweight.len()]);
+                    let (mean, rstd) = (mean[row], rstd[row]);
+                    for (((dw, db), &dy), &x) in dweight.iter_mut().zip(dbias.iter_mut()).zip(dy).zip(x) {
+                        *dw += dy * (x - mean) * rstd;
+                        *db += dy;
+                    }
                 }
-            }
-        });
+            },
+        );
     });
 }
 
-/// `Σ f(x, y, z)` in the same fixed order as [`sum2`].
+/// `Σ dy·w` and `Σ dy·w·(x - mean)` in one pass, in the fixed order of [`sum`].
 #[inline(always)]
-fn sum3(x: &[f32], y: &[f32], z: &[f32], f: impl Fn(f32, f32, f32) -> f32) -> f32 {
-    use super::math::LANES;
-    let mut lanes = [0.0; LANES];
-    let blocks = x.chunks(LANES).zip(y.chunks(LANES)).zip(z.chunks(LANES));
-    for ((x, y), z) in blocks {
-        for (i, ((&x, &y), &z)) in x.iter().zip(y).zip(z).enumerate() {
-            lanes[i] += f(x, y, z);
+fn weighted_sums(dy: &[f32], weight: &[f32], x: &[f32], mean: f32) -> (f32, f32) {
+    let ((dy, dy_tail), (w, w_tail), (x, x_tail)) =
+        (dy.as_chunks::<LANES>(), weight.as_chunks::<LANES>(), x.as_chunks::<LANES>());
+    let (mut g_sum, mut gx_sum) = ([0.0; LANES], [0.0; LANES]);
+    let mut add = |i: usize, dy: f32, w: f32, x: f32| {
+        g_sum[i] += dy * w;
+        gx_sum[i] += dy * w * (x - mean);
+    };
+    for ((dy, w), x) in dy.iter().zip(w).zip(x) {
+        for i in 0..LANES {
+            add(i, dy[i], w[i], x[i]);
         }
     }
-    sum(&lanes, |x| x)
+    for (i, ((&dy, &w), &x)) in dy_tail.iter().zip(w_tail).zip(x_tail).enumerate() {
+        add(i, dy, w, x);
+    }
+    (sum(&g_sum, |x| x), sum(&gx_sum, |x| x))
 }

@@ -5,8 +5,20 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 use super::threads::Threads;
 
 /// Work of one task: large enough to hide the hand-over, small enough to balance.
-const TASK_FLOPS: usize = 4 << 20;
+const TASK_FLOPS: usize = 8 << 20;
 const MAX_TASKS: usize = 64;
+
+/// Parts are multiples of these, so that the micro-kernels of all machines stay whole.
+const ROW_STEP: usize = 24;
+const COLUMN_STEP: usize = 32;
+
+/// The kernel copies `a` into a packed form from this many tiles on; below, reading it in place is faster.
+const PACK_FROM_TILES: usize = 64;
+
+/// Tells the kernel what suits the shapes of small networks. Process-wide.
+pub fn configure() {
+    gemm_common::gemm::set_rhs_packing_threshold(PACK_FROM_TILES);
+}
 
 /// `c = a·b`, or `c += a·b` with `acc`; any strides. One thread.
 pub fn multiply(a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut c: ArrayViewMut2<'_, f32>, acc: bool) {
@@ -53,17 +65,21 @@ pub fn multiply_parallel(
     acc: bool,
 ) {
     let (m, n) = c.dim();
-    let tasks = (2 * m * n * a.ncols() / TASK_FLOPS).clamp(1, MAX_TASKS);
-    let (rows, columns) = (Axis(0), Axis(1));
-    // Multiples of 16 keep the micro-kernels whole.
-    let part = |len: usize| len.div_ceil(tasks).next_multiple_of(16);
+    // A power of two divides evenly over the usual numbers of threads.
+    let tasks = (2 * m * n * a.ncols()).div_ceil(TASK_FLOPS).clamp(1, MAX_TASKS).next_power_of_two();
+    // The kernel repacks `b` in every task when its rows are not contiguous: then each task should take its own
+    // columns of `b`, unless there are too few.
+    let packs_b = b.strides()[1] != 1;
+    let by_columns = if packs_b { n >= tasks * COLUMN_STEP } else { n > m };
     if tasks == 1 {
         multiply(a, b, c, acc);
-    } else if m >= n {
-        let (a, c) = (a.axis_chunks_iter(rows, part(m)), c.axis_chunks_iter_mut(rows, part(m)));
-        threads.each(a.zip(c), |(a, c)| multiply(a, b, c, acc));
-    } else {
-        let (b, c) = (b.axis_chunks_iter(columns, part(n)), c.axis_chunks_iter_mut(columns, part(n)));
+    } else if by_columns {
+        let part = n.div_ceil(tasks).next_multiple_of(COLUMN_STEP);
+        let (b, c) = (b.axis_chunks_iter(Axis(1), part), c.axis_chunks_iter_mut(Axis(1), part));
         threads.each(b.zip(c), |(b, c)| multiply(a, b, c, acc));
+    } else {
+        let part = m.div_ceil(tasks).next_multiple_of(ROW_STEP);
+        let (a, c) = (a.axis_chunks_iter(Axis(0), part), c.axis_chunks_iter_mut(Axis(0), part));
+        threads.each(a.zip(c), |(a, c)| multiply(a, b, c, acc));
     }
 }
