@@ -51,7 +51,7 @@ impl Checkpoints {
             }
         }
         Err(Error::input(format!("{} holds no checkpoint to resume from", self.root.display()))
-            .hint("leave out --resume to start the run"))
+            .hint("it ended before its first checkpoint: start again under another run.name, or remove it"))
     }
 
     /// Empties the staging directory of a step.

@@ -187,6 +187,11 @@ impl<B: Kernels> Sharded<B> {
         state_names(self.rule)
     }
 
+    /// Parameters of the network, padding left out.
+    pub fn parameters(&self) -> u64 {
+        self.layouts().map(|unit| unit.used as u64).sum()
+    }
+
     /// Layouts of all units.
     pub fn layouts(&self) -> impl Iterator<Item = &UnitLayout> {
         self.units.iter().map(|unit| &unit.layout)

@@ -1,21 +1,19 @@
 //! A training run from the first message to the last checkpoint.
 
-use std::ops::Range;
 use std::path::PathBuf;
 use std::time::Instant;
 
 use super::directory::{Resume, RunDirectory};
-use super::memory;
 use super::step::{Engine, Geometry};
+use super::{feed, memory};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Reader};
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Facts, Plan, resolve};
-use crate::data::{Batch, DataSpec, Dataset, Loader, Sampler, Split, Tokenizer, bundled};
+use crate::data::{Loader, Tokenizer};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Sampling, generate};
 use crate::mesh::Axis;
-use crate::nn::Micro;
 use crate::parallel::{Groups, Hyper, Lanes, Sharded, Synced};
 use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
 use crate::telemetry::progress::Progress;
@@ -90,14 +88,14 @@ impl<'a, B: Kernels> Run<'a, B> {
         let root = world.rank() == 0;
         let topology = Topology::gather(&world, comm.node().host)?;
 
-        let (train, validation) = world.agree(open_data(&request.config))?;
+        let (train, validation) = world.agree(feed::open(&request.config))?;
         let facts = Facts {
             ranks: world.size(),
             threads: request.threads.unwrap_or_else(|| topology.threads()),
             vocabulary: Some(train.vocabulary()),
         };
         let mut plan = world.agree(resolve(request.config.clone(), &facts))?;
-        world.agree(enough_data(&plan, &train))?;
+        world.agree(feed::check_size(&plan, &train))?;
 
         let prepared =
             || RunDirectory::prepare(&plan.config, &request.name, &request.resume).map(|d| d.path().to_path_buf());
@@ -110,29 +108,10 @@ impl<'a, B: Kernels> Run<'a, B> {
         let backend = backend(plan.threads);
         let resident = memory::resident().0;
         let (mut engine, data) = engine(comm, &plan, backend)?;
-        let resumed = match &request.resume {
-            Resume::No => None,
-            Resume::Auto => {
-                let newest = root.then(|| directory.checkpoints().newest().map(|(path, _)| path));
-                Some(share(&world, newest)?)
-            }
-            Resume::From(path) => Some(path.clone()),
-        };
-        let restored = resumed.as_ref().map(|path| restore(&mut engine.sharded, path)).transpose();
-        let progress = world.agree(restored)?.unwrap_or_default();
-        if progress.step > plan.config.run.steps {
-            let asked = plan.config.run.steps;
-            let error =
-                Error::input(format!("the checkpoint is at step {}, beyond run.steps = {asked}", progress.step));
-            return world.agree(Err(error.hint("raise run.steps")));
-        }
-
+        let (progress, resumed) = resume(&world, &mut engine, &plan, &directory, &request.resume)?;
         let records = if root { Some(Records::open(&directory, &plan, progress.step)) } else { None };
         let records = world.agree(records.transpose())?;
-        let train_samples = train.samples();
         if root {
-            let parameters = engine.sharded.layouts().map(|unit| unit.used as u64).sum();
-            let estimate = memory::estimate(&plan, &engine.blocks, resident);
             let facts = banner::Facts {
                 ranks: world.size(),
                 hosts: topology.host_count(),
@@ -140,22 +119,18 @@ impl<'a, B: Kernels> Run<'a, B> {
                 cores: topology.here().cores.len(),
                 library: comm.library(),
                 directory: directory.path(),
-                parameters,
+                parameters: engine.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
                 validation: validation.samples(),
-                memory: &estimate,
+                memory: &memory::estimate(&plan, &engine.blocks, resident),
                 resumed: resumed.as_deref().map(|path| (progress.step, path)),
             };
             println!("{}", banner::banner(&plan, &facts));
         }
 
+        let train_samples = train.samples();
         let tokenizer = train.tokenizer().cloned();
-        let sampler = match plan.config.data.shuffle {
-            true => Sampler::new(train_samples, plan.config.run.seed),
-            false => Sampler::in_order(train_samples),
-        };
-        let ranges = Schedule::new(&plan, data.rank(), progress);
-        let loader = world.agree(Loader::start(train, sampler, ranges, plan.config.data.prefetch))?;
+        let loader = world.agree(feed::start(train, &plan, data.rank(), progress))?;
         let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
         Ok(Self {
             comm,
@@ -188,7 +163,7 @@ impl<'a, B: Kernels> Run<'a, B> {
         let base = self.progress.position;
         let next = || {
             let batch = loader.next()?;
-            let micro = upload(&backend, &batch, base, time)?;
+            let micro = feed::upload(&backend, &batch, base, time)?;
             loader.recycle(batch);
             Ok(micro)
         };
@@ -324,7 +299,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             ranks: self.world.size(),
             threads: self.plan.threads,
             hosts: self.topology.hosts(),
-            parameters: self.engine.sharded.layouts().map(|unit| unit.used as u64).sum(),
+            parameters: self.engine.sharded.parameters(),
             steps: self.progress.step,
             skipped: self.skipped.1,
             validation_loss,
@@ -359,47 +334,6 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<PathBuf>>) -> Result<
     path.map(PathBuf::from).ok_or_else(|| Error::internal("no rank 0"))
 }
 
-/// Training and validation data of a configuration.
-fn open_data(config: &Config) -> Result<(Dataset, Dataset)> {
-    let data = &config.data;
-    let path = match data.path.strip_prefix("bundled:") {
-        Some(name) => bundled::locate(name)?,
-        None => PathBuf::from(&data.path),
-    };
-    let spec = DataSpec {
-        path,
-        train: data.train.clone(),
-        validation: data.validation.clone(),
-        tokens: data.tokens.clone(),
-        inputs: data.inputs.clone(),
-        targets: data.targets.clone(),
-        vocabulary: config.model.vocabulary,
-    };
-    let open = |split| Dataset::open(&spec, split, config.model.context);
-    Ok((open(Split::Train)?, open(Split::Validation)?))
-}
-
-/// Token ids that the data of a configuration uses.
-///
-/// # Errors
-/// The data cannot be opened.
-pub fn vocabulary(config: &Config) -> Result<usize> {
-    open_data(config).map(|(train, _)| train.vocabulary())
-}
-
-/// A step must not see a sample twice.
-fn enough_data(plan: &Plan, train: &Dataset) -> Result<()> {
-    let (have, want) = (train.samples(), plan.config.batch.global);
-    if have >= want {
-        return Ok(());
-    }
-    Err(Error::input(format!(
-        "{} has {have} training samples of {} tokens, fewer than batch.global = {want}",
-        plan.config.data.path, plan.gpt.context
-    ))
-    .hint(format!("set batch.global to at most {have}, or shorten model.context")))
-}
-
 /// The network on its mesh, and the group of ranks with different data.
 fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<(Engine<B>, Group<B>)> {
     let group = |axes: &[Axis]| comm.split(&plan.mesh.colors(axes));
@@ -423,6 +357,34 @@ fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<(Engine
     Ok((Engine { backend, blocks, sharded, geometry }, data))
 }
 
+/// Where the run begins, and the checkpoint that it begins from. Collective.
+fn resume<B: Kernels>(
+    world: &Group<B>,
+    engine: &mut Engine<B>,
+    plan: &Plan,
+    directory: &RunDirectory,
+    resume: &Resume,
+) -> Result<(checkpoint::Progress, Option<PathBuf>)> {
+    let from = match resume {
+        Resume::No => return Ok(Default::default()),
+        Resume::Auto => {
+            // One rank looks, so that all take the same one.
+            let newest = || directory.checkpoints().newest().map(|(path, _)| path);
+            share(world, (world.rank() == 0).then(newest))?
+        }
+        Resume::From(path) => path.clone(),
+    };
+    let progress = world.agree(restore(&mut engine.sharded, &from))?;
+    let (at, asked) = (progress.step, plan.config.run.steps);
+    let fits = match at <= asked {
+        true => Ok(()),
+        false => Err(Error::input(format!("{} is at step {at}, beyond run.steps = {asked}", from.display()))
+            .hint("raise run.steps")),
+    };
+    world.agree(fits)?;
+    Ok((progress, Some(from)))
+}
+
 /// Loads a checkpoint into this rank's ranges.
 fn restore<B: Kernels>(sharded: &mut Sharded<B>, path: &std::path::Path) -> Result<checkpoint::Progress> {
     let mut reader = Reader::open(path)?;
@@ -435,60 +397,4 @@ fn restore<B: Kernels>(sharded: &mut Sharded<B>, path: &std::path::Path) -> Resu
 /// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.
 fn clip(limit: f64, norm: f64) -> f64 {
     if limit > 0.0 && norm > limit { limit / (norm + 1e-6) } else { 1.0 }
-}
-
-/// A batch on the device. `base` is the position of the global batch's first sample.
-fn upload<B: Kernels>(backend: &B, batch: &Batch, base: u64, time: usize) -> Result<Micro<B>> {
-    Ok(Micro {
-        tokens: backend.upload_ints(&batch.inputs)?,
-        targets: backend.upload_ints(&batch.targets)?,
-        sequences: (batch.positions.end - batch.positions.start) as usize,
-        time,
-        first: batch.positions.start - base,
-    })
-}
-
-/// The positions of this rank's micro-batches, in the order of their use, to the end of the run.
-struct Schedule {
-    lanes: Range<u64>,
-    lane_samples: u64,
-    micro: u64,
-    global: u64,
-    /// Position of the next global batch, and batches left.
-    base: u64,
-    steps_left: u64,
-    /// Samples of this rank's part of the batch already handed out.
-    done: u64,
-}
-
-impl Schedule {
-    fn new(plan: &Plan, rank: usize, progress: checkpoint::Progress) -> Self {
-        let lanes = Lanes { total: plan.lanes, ranks: plan.mesh.data(), rank }.mine();
-        Self {
-            lanes: lanes.start as u64..lanes.end as u64,
-            lane_samples: plan.lane_samples,
-            micro: plan.micro,
-            global: plan.config.batch.global,
-            base: progress.position,
-            steps_left: plan.config.run.steps - progress.step,
-            done: 0,
-        }
-    }
-}
-
-impl Iterator for Schedule {
-    type Item = Range<u64>;
-
-    fn next(&mut self) -> Option<Range<u64>> {
-        let mine = (self.lanes.end - self.lanes.start) * self.lane_samples;
-        if self.done == mine {
-            (self.done, self.base, self.steps_left) = (0, self.base + self.global, self.steps_left.saturating_sub(1));
-        }
-        if self.steps_left == 0 {
-            return None;
-        }
-        let start = self.base + self.lanes.start * self.lane_samples + self.done;
-        self.done += self.micro;
-        Some(start..start + self.micro)
-    }
 }

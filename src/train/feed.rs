@@ -1,0 +1,130 @@
+//! The data of a run: opening it, and the micro-batches of a rank in the order of their use.
+
+use std::ops::Range;
+use std::path::PathBuf;
+
+use crate::backend::Backend;
+use crate::checkpoint::Progress;
+use crate::config::{Config, Plan};
+use crate::data::{Batch, DataSpec, Dataset, Loader, Sampler, Split, bundled};
+use crate::error::{Error, Result};
+use crate::nn::Micro;
+use crate::parallel::Lanes;
+
+/// Training and validation data of a configuration.
+///
+/// # Errors
+/// What is missing or malformed, and where.
+pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
+    let data = &config.data;
+    let path = match data.path.strip_prefix("bundled:") {
+        Some(name) => bundled::locate(name)?,
+        None => PathBuf::from(&data.path),
+    };
+    let spec = DataSpec {
+        path,
+        train: data.train.clone(),
+        validation: data.validation.clone(),
+        tokens: data.tokens.clone(),
+        inputs: data.inputs.clone(),
+        targets: data.targets.clone(),
+        vocabulary: config.model.vocabulary,
+    };
+    let split = |split| Dataset::open(&spec, split, config.model.context);
+    Ok((split(Split::Train)?, split(Split::Validation)?))
+}
+
+/// Token ids that the data of a configuration uses.
+///
+/// # Errors
+/// The data cannot be opened.
+pub fn vocabulary(config: &Config) -> Result<usize> {
+    open(config).map(|(train, _)| train.vocabulary())
+}
+
+/// A step must not see a sample twice.
+///
+/// # Errors
+/// The data is shorter than one batch.
+pub fn check_size(plan: &Plan, train: &Dataset) -> Result<()> {
+    let (have, want) = (train.samples(), plan.config.batch.global);
+    if have >= want {
+        return Ok(());
+    }
+    Err(Error::input(format!(
+        "{} has {have} training samples of {} tokens, fewer than batch.global = {want}",
+        plan.config.data.path, plan.gpt.context
+    ))
+    .hint(format!("set batch.global to at most {have}, or shorten model.context")))
+}
+
+/// Starts to read what the data-parallel rank `rank` will compute from `progress` on.
+///
+/// # Errors
+/// The reader's thread could not be started.
+pub fn start(train: Dataset, plan: &Plan, rank: usize, progress: Progress) -> Result<Loader> {
+    let sampler = match plan.config.data.shuffle {
+        true => Sampler::new(train.samples(), plan.config.run.seed),
+        false => Sampler::in_order(train.samples()),
+    };
+    Loader::start(train, sampler, Positions::new(plan, rank, progress), plan.config.data.prefetch)
+}
+
+/// A batch on the device. `base` is the position of the global batch's first sample.
+///
+/// # Errors
+/// The device is out of memory.
+pub fn upload<B: Backend>(backend: &B, batch: &Batch, base: u64, time: usize) -> Result<Micro<B>> {
+    Ok(Micro {
+        tokens: backend.upload_ints(&batch.inputs)?,
+        targets: backend.upload_ints(&batch.targets)?,
+        sequences: (batch.positions.end - batch.positions.start) as usize,
+        time,
+        first: batch.positions.start - base,
+    })
+}
+
+/// The positions of this rank's micro-batches, in the order of their use, to the end of the run.
+struct Positions {
+    lanes: Range<u64>,
+    lane_samples: u64,
+    micro: u64,
+    global: u64,
+    /// Position of the next global batch, and batches left.
+    base: u64,
+    steps_left: u64,
+    /// Samples of this rank's part of the batch already handed out.
+    done: u64,
+}
+
+impl Positions {
+    fn new(plan: &Plan, rank: usize, progress: Progress) -> Self {
+        let lanes = Lanes { total: plan.lanes, ranks: plan.mesh.data(), rank }.mine();
+        Self {
+            lanes: lanes.start as u64..lanes.end as u64,
+            lane_samples: plan.lane_samples,
+            micro: plan.micro,
+            global: plan.config.batch.global,
+            base: progress.position,
+            steps_left: plan.config.run.steps - progress.step,
+            done: 0,
+        }
+    }
+}
+
+impl Iterator for Positions {
+    type Item = Range<u64>;
+
+    fn next(&mut self) -> Option<Range<u64>> {
+        let mine = (self.lanes.end - self.lanes.start) * self.lane_samples;
+        if self.done == mine {
+            (self.done, self.base, self.steps_left) = (0, self.base + self.global, self.steps_left.saturating_sub(1));
+        }
+        if self.steps_left == 0 {
+            return None;
+        }
+        let start = self.base + self.lanes.start * self.lane_samples + self.done;
+        self.done += self.micro;
+        Some(start..start + self.micro)
+    }
+}
