@@ -38,14 +38,16 @@ pub struct Facts<'a> {
 pub struct Estimate {
     /// By category, in the order of [`Memory::ALL`].
     pub categories: [usize; 6],
-    /// Resident already: program, libraries, MPI.
+    /// Copies on the host on their way to and from checkpoints.
+    pub staging: usize,
+    /// Program, libraries, MPI, and what they grow by.
     pub runtime: usize,
 }
 
 impl Estimate {
     /// All of it.
     pub fn total(&self) -> usize {
-        self.categories.iter().sum::<usize>() + self.runtime
+        self.categories.iter().sum::<usize>() + self.staging + self.runtime
     }
 }
 
@@ -132,9 +134,10 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     line(
         "memory",
         format!(
-            "{} a rank: {}, runtime {}",
+            "{} a rank: {}, staging {}, runtime {}",
             bytes(facts.memory.total()),
             parts.join(", "),
+            bytes(facts.memory.staging),
             bytes(facts.memory.runtime)
         ),
     );
