@@ -69,7 +69,10 @@ impl Manifest {
     /// It is missing, malformed, or of a later version.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(FILE);
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read the manifest", &path, e))?;
+        let text = std::fs::read_to_string(&path).map_err(|e| {
+            Error::io("read the manifest", &path, e)
+                .hint("a checkpoint is a directory such as runs/<name>/checkpoints/latest")
+        })?;
         #[derive(Deserialize)]
         struct Version {
             version: u32,
