@@ -8,9 +8,11 @@ use super::threads::Threads;
 const TASK_FLOPS: usize = 8 << 20;
 const MAX_TASKS: usize = 64;
 
-/// Parts are multiples of these, so that the micro-kernels of all machines stay whole.
-const ROW_STEP: usize = 24;
-const COLUMN_STEP: usize = 32;
+/// A part is at least so many rows or columns wide: less leaves the kernel's tiles half empty.
+const MIN_PART: usize = 48;
+
+/// Columns of the kernel's tiles; parts are whole ones.
+const TILE_COLUMNS: usize = 16;
 
 /// The kernel copies `a` into a packed form from this many tiles on; below, reading it in place is faster.
 const PACK_FROM_TILES: usize = 64;
@@ -65,20 +67,24 @@ pub fn multiply_parallel(
     acc: bool,
 ) {
     let (m, n) = c.dim();
-    // A power of two divides evenly over the usual numbers of threads.
-    let tasks = (2 * m * n * a.ncols()).div_ceil(TASK_FLOPS).clamp(1, MAX_TASKS).next_power_of_two();
     // The kernel repacks `b` in every task when its rows are not contiguous: then each task should take its own
     // columns of `b`, unless there are too few.
     let packs_b = b.strides()[1] != 1;
-    let by_columns = if packs_b { n >= tasks * COLUMN_STEP } else { n > m };
+    let by_columns = if packs_b { n >= 2 * MIN_PART } else { n > m };
+    let len = if by_columns { n } else { m };
+    // A power of two divides evenly over the usual numbers of threads.
+    let mut tasks = (2 * m * n * a.ncols()).div_ceil(TASK_FLOPS).clamp(1, MAX_TASKS).next_power_of_two();
+    while tasks > 1 && len < tasks * MIN_PART {
+        tasks /= 2;
+    }
     if tasks == 1 {
         multiply(a, b, c, acc);
     } else if by_columns {
-        let part = n.div_ceil(tasks).next_multiple_of(COLUMN_STEP);
+        let part = n.div_ceil(tasks).next_multiple_of(TILE_COLUMNS);
         let (b, c) = (b.axis_chunks_iter(Axis(1), part), c.axis_chunks_iter_mut(Axis(1), part));
         threads.each(b.zip(c), |(b, c)| multiply(a, b, c, acc));
     } else {
-        let part = m.div_ceil(tasks).next_multiple_of(ROW_STEP);
+        let part = m.div_ceil(tasks);
         let (a, c) = (a.axis_chunks_iter(Axis(0), part), c.axis_chunks_iter_mut(Axis(0), part));
         threads.each(a.zip(c), |(a, c)| multiply(a, b, c, acc));
     }

@@ -1,0 +1,81 @@
+"""hpctrain against PyTorch on this machine: the two in turn, and the ratio pair by pair.
+
+    python benches/against_pytorch.py [--pairs 5] [--size char|gpt2-124m]
+
+Needs a release build and, for the Python that runs this, torch (and h5py, for gpt2-124m). hpctrain trains for real: it
+reads shards, clips, writes metrics; its figure is the median step of a run. PyTorch's is the median step of a bare loop
+over one batch in memory.
+"""
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HPCTRAIN = os.environ.get("HPCTRAIN", str(ROOT / "target/release/hpctrain"))
+MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+SETTINGS = {
+    "char": ["batch.global=12", "run.steps=150"],
+    "gpt2-124m": ["batch.global=4", "model.context=64", "run.steps=10", "eval.batch=4"],
+}
+
+
+def tokens(directory):
+    """Random GPT-2 tokens as shards of foreign make."""
+    import h5py
+    import numpy
+
+    for name in ("train-0.h5", "val-0.h5"):
+        with h5py.File(directory / name, "w") as file:
+            file["tokens"] = numpy.random.default_rng(1).integers(50257, size=65_537, dtype="uint16")
+
+
+def hpctrain(size, ranks, threads, work):
+    settings = SETTINGS[size] + [f"run.root={work}", f"run.threads={threads}", "eval.samples=8", "log.sample=0"]
+    if size != "char":
+        settings.append(f"data.path={work}")
+    launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
+    command = launcher + [HPCTRAIN, "train", "--preset", "gpt-char" if size == "char" else size]
+    run = tempfile.mkdtemp(dir=work)
+    settings.append(f"run.name={Path(run).name}")
+    os.rmdir(run)
+    for setting in settings:
+        command += ["--set", setting]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | MPI)
+    result = json.loads((Path(run) / "run.json").read_text())["tokens_per_second"]
+    subprocess.run(["rm", "-r", run], check=True)
+    return result
+
+
+def pytorch(size, threads):
+    steps = "100" if size == "char" else "8"
+    output = subprocess.check_output([sys.executable, ROOT / "benches/pytorch_gpt.py", size, str(threads), steps])
+    return float(output)
+
+
+def main():
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--pairs", type=int, default=5)
+    arguments.add_argument("--size", choices=SETTINGS, default="char")
+    arguments = arguments.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as work:
+        work = Path(work)
+        if arguments.size != "char":
+            tokens(work)
+        for _ in range(arguments.pairs):
+            one = hpctrain(arguments.size, 1, 2, work)
+            peer = pytorch(arguments.size, 2)
+            two = hpctrain(arguments.size, 2, 1, work)
+            rows.append((one, two, peer, one / peer, two / one))
+            print("1x2 %.0f  2x1 %.0f  pytorch %.0f  1x2/pytorch %.2f  2x1/1x2 %.2f" % rows[-1], flush=True)
+    print("median: 1x2 %.0f  2x1 %.0f  pytorch %.0f  1x2/pytorch %.2f  2x1/1x2 %.2f" %
+          tuple(statistics.median(column) for column in zip(*rows)))
+
+
+if __name__ == "__main__":
+    main()
