@@ -69,12 +69,19 @@ impl Manifest {
     /// It is missing, malformed, or of a later version.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(FILE);
-        let text = std::fs::read_to_string(&path).map_err(|e| Error::io("read the manifest", &path, e))?;
+        let text = std::fs::read_to_string(&path).map_err(|e| {
+            Error::io("read the manifest", &path, e).hint(
+                "a checkpoint is a directory such as runs/x/checkpoints/latest or runs/x/checkpoints/step-00000500",
+            )
+        })?;
         #[derive(Deserialize)]
         struct Version {
             version: u32,
         }
-        let malformed = |e: serde_json::Error| Error::input(format!("{}: malformed manifest: {e}", path.display()));
+        let malformed = |e: serde_json::Error| {
+            Error::input(format!("{}: malformed manifest: {e}", path.display()))
+                .hint("the checkpoint is damaged: resume from an older one")
+        };
         let Version { version } = serde_json::from_str(&text).map_err(malformed)?;
         if version > VERSION {
             return Err(Error::input(format!("{}: format version {version} is newer than {VERSION}", path.display()))
