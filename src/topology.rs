@@ -48,6 +48,15 @@ impl Topology {
         self.places.iter().map(|place| place.host.clone()).collect()
     }
 
+    /// Whether cores of this rank's node are left to no rank: mpirun binds each rank of a small job to one core.
+    pub fn has_spare_cores(&self) -> bool {
+        let here = self.here();
+        let used: BTreeSet<_> =
+            self.places.iter().filter(|place| place.host == here.host).flat_map(|place| &place.cores).collect();
+        let online = std::fs::read_to_string("/sys/devices/system/cpu/online").unwrap_or_default();
+        parse_list(online.trim()).is_some_and(|online| online.len() > used.len())
+    }
+
     /// Distinct hosts.
     pub fn host_count(&self) -> usize {
         self.places.iter().map(|place| &place.host).collect::<BTreeSet<_>>().len()

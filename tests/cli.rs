@@ -106,7 +106,8 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
         assert!(ended.stdout.contains(words), "{words:?} is missing: {ended}");
     }
     // The trained model has had its say.
-    let text = ended.stdout.split("samples\n\n").nth(1).and_then(|rest| rest.split("\n\ncheckpoints in ").next());
+    let text =
+        ended.stdout.split("checkpoints/latest\n\n").nth(1).and_then(|rest| rest.split("\n\nmore text: ").next());
     assert_eq!(text.map(|text| text.chars().count()), Some(300), "{ended}");
     let run = folder.path().join("runs/gpt-char");
     let files = [

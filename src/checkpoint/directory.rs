@@ -95,9 +95,14 @@ impl Checkpoints {
         Ok(path)
     }
 
+    /// The link to the newest published checkpoint.
+    pub fn latest(&self) -> PathBuf {
+        self.root.join("latest")
+    }
+
     /// Points `latest` at `path` in one rename.
     fn link_latest(&self, path: &Path) -> Result<()> {
-        let (link, temporary) = (self.root.join("latest"), self.root.join(".latest.tmp"));
+        let (link, temporary) = (self.latest(), self.root.join(".latest.tmp"));
         let target = path.file_name().unwrap_or_default();
         // A leftover of a run that was killed between the two calls below; it may well not exist.
         let _ = fs::remove_file(&temporary);

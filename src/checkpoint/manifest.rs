@@ -70,9 +70,8 @@ impl Manifest {
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(FILE);
         let text = std::fs::read_to_string(&path).map_err(|e| {
-            Error::io("read the manifest", &path, e).hint(
-                "a checkpoint is a directory such as runs/x/checkpoints/latest or runs/x/checkpoints/step-00000500",
-            )
+            Error::io("read the manifest", &path, e)
+                .hint("a checkpoint is a directory such as runs/<name>/checkpoints/latest")
         })?;
         #[derive(Deserialize)]
         struct Version {

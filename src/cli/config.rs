@@ -5,6 +5,7 @@ use clap::{Args, Subcommand};
 use super::train::SourceArgs;
 use crate::config::{Facts, resolve};
 use crate::error::{Error, Result};
+use crate::telemetry::say;
 use crate::train::vocabulary;
 
 /// Arguments of `hpctrain config`.
@@ -38,6 +39,6 @@ pub fn run(args: &ConfigArgs) -> Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let plan = resolve(config, &Facts { ranks: usize::from(*ranks), threads, vocabulary: of_data })?;
     let text = toml::to_string(&plan.config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
-    print!("{text}");
+    say(text.trim_end());
     Ok(())
 }

@@ -1,13 +1,13 @@
 //! `hpctrain data`: import, look at and check training data.
 
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
 use crate::data::import::{ImportText, import_text};
 use crate::data::{TokenizerKind, inspect, verify};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::telemetry::say;
 
 /// Import, look at and check training data
 #[derive(Debug, Args)]
@@ -71,14 +71,10 @@ pub fn run(args: DataArgs) -> Result<()> {
     match args.command {
         Command::Import(ImportArgs { source: Source::Text(text) }) => {
             let TextArgs { input, tokenizer, shards, val_fraction, out, compress } = text;
-            print(import_text(&ImportText { input, tokenizer, shards, val_fraction, out, compress })?)
+            say(import_text(&ImportText { input, tokenizer, shards, val_fraction, out, compress })?);
         }
-        Command::Inspect { path } => print(inspect::inspect(&path)?.trim_end()),
-        Command::Verify { path } => print(verify::verify(&path)?),
+        Command::Inspect { path } => say(inspect::inspect(&path)?.trim_end()),
+        Command::Verify { path } => say(verify::verify(&path)?),
     }
-}
-
-/// Like `println!`, but a closed pipe is an error instead of a panic.
-fn print(text: impl std::fmt::Display) -> Result<()> {
-    writeln!(std::io::stdout(), "{text}").map_err(|e| Error::io("write", Path::new("standard output"), e))
+    Ok(())
 }

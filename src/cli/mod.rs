@@ -73,7 +73,9 @@ pub fn run() -> i32 {
         Command::Data(args) => report(data::run(args)),
         Command::Config(args) => report(config::run(&args)),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "hpctrain", &mut std::io::stdout());
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "hpctrain", &mut script);
+            crate::telemetry::say(String::from_utf8_lossy(&script).trim_end());
             0
         }
     }

@@ -11,6 +11,7 @@ use crate::config::{Facts, resolve};
 use crate::error::{Error, Result};
 use crate::evaluate::{Sampling, generate};
 use crate::parallel::{Groups, Lanes, Sharded, Zero};
+use crate::telemetry::say;
 use crate::train::{Engine, Geometry};
 
 /// Arguments of `hpctrain sample`.
@@ -74,6 +75,6 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         seed: args.seed,
     };
     let drawn = generate(&mut engine, &prompt, plan.gpt.context, sampling)?;
-    println!("{}{}", args.prompt, tokenizer.decode(&drawn));
+    say(format_args!("{}{}", args.prompt, tokenizer.decode(&drawn)));
     Ok(())
 }

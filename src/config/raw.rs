@@ -114,7 +114,7 @@ sections! {
     Batch {
         /// Samples a step, over all ranks: the contract.
         global: u64 = 16,
-        /// Samples computed at once; left out, as many as a lane has.
+        /// Samples computed at once; left out, all of a lane, or so many that they have 4096 tokens at most.
         micro: Option<u64> = None,
     }
 

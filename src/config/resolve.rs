@@ -53,6 +53,10 @@ impl Plan {
     }
 }
 
+/// Tokens that a micro-batch has at most unless the configuration says: enough for efficient products, few enough for
+/// the memory of activations.
+const MICRO_TOKENS: u64 = 4096;
+
 /// Resolves a configuration for the ranks and data at hand.
 ///
 /// # Errors
@@ -209,7 +213,8 @@ fn batch(config: &Config, lanes: usize) -> Result<(u64, u64)> {
         .hint(format!("the nearest batch that does: {nearest}")));
     }
     let lane_samples = global / lanes;
-    let micro = config.batch.micro.unwrap_or(lane_samples);
+    let fits = |micro: &u64| lane_samples.is_multiple_of(*micro) && micro * config.model.context as u64 <= MICRO_TOKENS;
+    let micro = config.batch.micro.unwrap_or_else(|| (1..=lane_samples).rev().find(fits).unwrap_or(1));
     if !lane_samples.is_multiple_of(micro) {
         let divisors = (1..=lane_samples).filter(|d| lane_samples.is_multiple_of(*d));
         let nearest = divisors.min_by_key(|d| d.abs_diff(micro)).unwrap_or(1);
@@ -298,6 +303,9 @@ mod tests {
         assert!(error.contains("16 / 3 = 5.33") && error.contains("15 or 18"), "{error}");
         let error = refusal(2, &["batch.micro=3"]);
         assert!(error.contains("the 8 samples of a lane") && error.contains("nearest that does: 2"), "{error}");
+        let micro = |overrides: &[&str]| plan(1, overrides).unwrap().micro;
+        assert_eq!((micro(&[]), micro(&["batch.global=150"])), (16, 50));
+        assert_eq!((micro(&["model.context=5000"]), micro(&["batch.global=71"])), (1, 1));
         let error = refusal(32, &[]);
         assert!(error.contains("batch that does: 32"), "{error}");
     }

@@ -17,6 +17,8 @@ pub struct Facts<'a> {
     pub host: &'a str,
     /// Cores that rank 0 may use.
     pub cores: usize,
+    /// Whether cores of its node are left to no rank.
+    pub spare_cores: bool,
     /// What carries messages.
     pub library: &'a str,
     /// The run's directory.
@@ -38,14 +40,16 @@ pub struct Facts<'a> {
 pub struct Estimate {
     /// By category, in the order of [`Memory::ALL`].
     pub categories: [usize; 6],
-    /// Resident already: program, libraries, MPI.
+    /// Copies on the host on their way to and from checkpoints.
+    pub staging: usize,
+    /// Program, libraries, MPI, and what they grow by.
     pub runtime: usize,
 }
 
 impl Estimate {
     /// All of it.
     pub fn total(&self) -> usize {
-        self.categories.iter().sum::<usize>() + self.runtime
+        self.categories.iter().sum::<usize>() + self.staging + self.runtime
     }
 }
 
@@ -62,8 +66,8 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     if let Some((step, from)) = facts.resumed {
         line("resumed", format!("at step {step} from {}", from.display()));
     }
-    let bound = if facts.cores == 1 && facts.ranks <= 2 && facts.library.starts_with("Open MPI") {
-        " (mpirun binds small jobs to one core each: --bind-to none frees them)"
+    let bound = if facts.spare_cores && facts.ranks <= 2 && facts.library.starts_with("Open MPI") {
+        " (mpirun binds each rank of a small job to one core: --bind-to none frees the others)"
     } else {
         ""
     };
@@ -132,9 +136,10 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     line(
         "memory",
         format!(
-            "{} a rank: {}, runtime {}",
+            "{} a rank: {}, staging {}, runtime {}",
             bytes(facts.memory.total()),
             parts.join(", "),
+            bytes(facts.memory.staging),
             bytes(facts.memory.runtime)
         ),
     );

@@ -6,6 +6,12 @@ pub mod metrics;
 pub mod progress;
 pub mod run_card;
 
+/// Prints a line to standard output. A run goes on, and a command ends well, when nobody reads it any more.
+pub fn say(line: impl std::fmt::Display) {
+    use std::io::Write as _;
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
+
 /// Seconds since 1970, for records.
 pub fn unix_time() -> f64 {
     std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0.0, |elapsed| elapsed.as_secs_f64())

@@ -48,7 +48,7 @@ impl Progress {
                 bar.set_message(facts);
             }
             None if done == 1 || step.step.is_multiple_of(self.every) || step.step == self.total => {
-                println!("step {:>6}/{}  {facts}", step.step, self.total);
+                super::say(format_args!("step {:>6}/{}  {facts}", step.step, self.total));
             }
             None => {}
         }
@@ -57,8 +57,8 @@ impl Progress {
     /// Prints a line without disturbing the bar.
     pub fn say(&self, line: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| println!("{line}")),
-            None => println!("{line}"),
+            Some(bar) => bar.suspend(|| super::say(line)),
+            None => super::say(line),
         }
     }
 

@@ -10,6 +10,10 @@ use crate::telemetry::banner::Estimate;
 /// Bytes of an f32.
 const F32: usize = size_of::<f32>();
 
+/// What a process grows by after the start besides the categories: packed operands of products, the reader's
+/// decompressed chunks, message buffers of MPI, slack of the allocator. Measured; it does not depend on the model.
+const GROWTH: usize = 10 << 20;
+
 /// The peak of every category, from the plan alone. `resident` is what the process holds already.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, resident: usize) -> Estimate {
     let keep = plan.config.parallel.zero.residency();
@@ -24,13 +28,15 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, resident: usize) ->
         sizes.iter().rev().take(2).sum()
     };
     let lanes = plan.lanes / plan.mesh.data();
-    // Partial sums of the tree of lanes, besides the lane being computed.
+    // Partial sums in the tree of lanes while the last one is computed.
     let partial = lanes.next_power_of_two().trailing_zeros() as usize;
     let parameters = if keep.params == Life::Use { owned + in_flight } else { all };
-    let gradients = match keep.grads {
-        Life::Step => all,
-        Life::Use => owned + in_flight,
-    } + partial * all;
+    let gradients = match (partial, keep.grads) {
+        (0, Life::Step) => all,
+        (0, Life::Use) => owned + in_flight,
+        // The lane being computed joins its unit's tree as soon as the unit is done.
+        _ => partial * all + in_flight,
+    };
     let state = match plan.rule {
         crate::optim::Rule::AdamW { .. } => 2 * owned,
         crate::optim::Rule::Sgd { .. } => owned,
@@ -53,7 +59,9 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, resident: usize) ->
     categories[Memory::Activations as usize] = training.max(evaluation) * F32;
     // Read ahead, one being read, one in use; inputs and targets.
     categories[Memory::Data as usize] = (plan.config.data.prefetch + 2) * rows * 2 * size_of::<u32>();
-    Estimate { categories, runtime: resident }
+    // A host copy of one unit at a time: at the start, and when a checkpoint is written.
+    let staging = padded.iter().max().copied().unwrap_or(0) * F32;
+    Estimate { categories, staging, runtime: resident + GROWTH }
 }
 
 fn widest<B: Kernels>(blocks: &Blocks<B>, of: impl Fn(&dyn crate::nn::Block<B>) -> usize) -> usize {

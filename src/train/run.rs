@@ -7,7 +7,7 @@ use super::directory::{Resume, RunDirectory};
 use super::step::{Engine, Geometry};
 use super::{feed, memory};
 use crate::backend::{Kernels, Memory};
-use crate::checkpoint::{self, Reader};
+use crate::checkpoint::{self, Manifest, Reader};
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::{Loader, Tokenizer};
@@ -18,7 +18,7 @@ use crate::parallel::{Groups, Hyper, Lanes, Sharded, Synced};
 use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
 use crate::telemetry::progress::Progress;
 use crate::telemetry::run_card::RunCard;
-use crate::telemetry::{banner, logging, unix_time};
+use crate::telemetry::{banner, logging, say, unix_time};
 use crate::topology::Topology;
 
 /// What is asked of a run.
@@ -117,6 +117,7 @@ impl<'a, B: Kernels> Run<'a, B> {
                 hosts: topology.host_count(),
                 host: &topology.here().host,
                 cores: topology.here().cores.len(),
+                spare_cores: topology.has_spare_cores(),
                 library: comm.library(),
                 directory: directory.path(),
                 parameters: engine.sharded.parameters(),
@@ -125,7 +126,7 @@ impl<'a, B: Kernels> Run<'a, B> {
                 memory: &memory::estimate(&plan, &engine.blocks, resident),
                 resumed: resumed.as_deref().map(|path| (progress.step, path)),
             };
-            println!("{}", banner::banner(&plan, &facts));
+            say(banner::banner(&plan, &facts));
         }
 
         let train_samples = train.samples();
@@ -266,11 +267,12 @@ impl<'a, B: Kernels> Run<'a, B> {
         let text = self.sample()?;
         if let (Some(records), Some((_, loss))) = (&self.records, self.evaluated) {
             records.progress.finish();
-            println!("\nvalidation loss {loss:.4} over {} samples", self.evaluator.samples());
+            say(format_args!("\nvalidation loss {loss:.4} over {} samples", self.evaluator.samples()));
+            let latest = self.directory.checkpoints().latest();
+            say(format_args!("checkpoint in {}", latest.display()));
             if let Some(text) = text {
-                println!("\n{text}\n");
+                say(format_args!("\n{text}\n\nmore text: hpctrain sample --checkpoint {}", latest.display()));
             }
-            println!("checkpoints in {}", self.directory.path().join("checkpoints").display());
             self.card(loss).write(&self.directory.card_path())?;
         }
         log::info!("finished");
@@ -376,7 +378,11 @@ fn resume<B: Kernels>(
         }
         Resume::From(path) => path.clone(),
     };
-    let progress = world.agree(restore(&mut engine.sharded, &from))?;
+    let manifest = world.agree(restore(&mut engine.sharded, &from))?;
+    let progress = manifest.progress();
+    if world.rank() == 0 {
+        warn_of_changes(&manifest.config, &plan.config);
+    }
     let (at, asked) = (progress.step, plan.config.run.steps);
     let fits = match at <= asked {
         true => Ok(()),
@@ -387,13 +393,36 @@ fn resume<B: Kernels>(
     Ok((progress, Some(from)))
 }
 
+/// Says which of the keys that shape the curve differ from those that the checkpoint was trained with.
+fn warn_of_changes(before: &Config, now: &Config) {
+    let table = |config: &Config| toml::Table::try_from(config).unwrap_or_default();
+    let (before, now) = (table(before), table(now));
+    let mut changes = Vec::new();
+    for (section, keys) in
+        [("run", &["steps", "seed"][..]), ("batch", &["global"]), ("data", &[]), ("optimizer", &[]), ("schedule", &[])]
+    {
+        let of = |table: &toml::Table| table.get(section).and_then(toml::Value::as_table).cloned().unwrap_or_default();
+        let (before, now) = (of(&before), of(&now));
+        for (key, value) in now.iter().filter(|(key, _)| keys.is_empty() || keys.contains(&key.as_str())) {
+            match before.get(key) {
+                Some(old) if old == value => {}
+                Some(old) => changes.push(format!("{section}.{key} was {old}, is {value}")),
+                None => changes.push(format!("{section}.{key} was left out, is {value}")),
+            }
+        }
+    }
+    if !changes.is_empty() {
+        log::warn!("the run goes on with another configuration: {}", changes.join("; "));
+    }
+}
+
 /// Loads a checkpoint into this rank's ranges.
-fn restore<B: Kernels>(sharded: &mut Sharded<B>, path: &std::path::Path) -> Result<checkpoint::Progress> {
+fn restore<B: Kernels>(sharded: &mut Sharded<B>, path: &std::path::Path) -> Result<Manifest> {
     let mut reader = Reader::open(path)?;
     reader.manifest().check(path, sharded.layouts(), sharded.state_names())?;
-    let progress = reader.manifest().progress();
+    let manifest = reader.manifest().clone();
     sharded.restore(|tensor, part, range, out| reader.read(tensor, part, range, out))?;
-    Ok(progress)
+    Ok(manifest)
 }
 
 /// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.
