@@ -2,12 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests")]
 
-use std::fs::File;
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitStatus};
-use std::sync::{Mutex, PoisonError};
+mod common;
+
+use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
+use common::launch;
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
 use hpctrain::backend::{Backend, Memory};
 use hpctrain::comm::{Algorithm, Comm, Group, mpi, threads};
@@ -20,54 +20,13 @@ fn is_rank_of(test: &str) -> bool {
     std::env::var(ROLE).is_ok_and(|role| role == test)
 }
 
-/// Sends a signal to a process, or to a group of them with a minus before its number.
-fn signal(name: &str, target: &str) {
-    let _ = Command::new("kill").args(["-s", name, "--", target]).status();
-}
-
-fn exit_within(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
-    let start = Instant::now();
-    while start.elapsed() < limit {
-        if let Some(status) = child.try_wait().unwrap() {
-            return Some(status);
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    None
-}
-
 /// Runs `test` of this program on some ranks. Returns how it ended and what it printed; fails after `seconds`.
 fn mpirun(test: &str, ranks: usize, seconds: u64) -> (ExitStatus, String) {
-    // More would only take turns on the cores.
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-
-    let folder = tempfile::tempdir().unwrap();
-    let log = folder.path().join("log");
-    let file = File::create(&log).unwrap();
-    let mut child = Command::new("mpirun")
-        .args(["-np", &ranks.to_string()])
-        .arg(std::env::current_exe().unwrap())
-        .args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"])
-        .env(ROLE, test)
-        .envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")])
-        .env("OMPI_MCA_rmaps_base_oversubscribe", "1")
-        .stdout(file.try_clone().unwrap())
-        .stderr(file)
-        .process_group(0)
-        .spawn()
-        .expect("mpirun is installed");
-    let status = exit_within(&mut child, Duration::from_secs(seconds));
-    let printed = || std::fs::read_to_string(&log).unwrap();
-    let Some(status) = status else {
-        // mpirun passes the end on to the ranks, if it still can.
-        signal("TERM", &child.id().to_string());
-        if exit_within(&mut child, Duration::from_secs(5)).is_none() {
-            signal("KILL", &format!("-{}", child.id()));
-        }
-        panic!("{test} on {ranks} ranks hangs:\n{}", printed());
-    };
-    (status, printed())
+    let mut command = launch::mpirun(ranks);
+    command.arg(std::env::current_exe().unwrap()).env(ROLE, test);
+    command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
+    let ended = launch::start(&mut command).finish(Duration::from_secs(seconds));
+    (ended.status, ended.stdout + &ended.stderr)
 }
 
 fn passes(test: &str, ranks: usize) {

@@ -229,14 +229,14 @@ fn a_shard_is_shorter_than_a_window() {
 fn the_vocabulary_is_unknown_or_too_small() {
     let shards = Shards::new();
     let path = shards.tokens("train-0.h5", &[1; 9], None);
-    assert_told(&shards.open(4), &["train-0.h5", "vocabulary is unknown"], "data.vocabulary");
+    assert_told(&shards.open(4), &["train-0.h5", "vocabulary is unknown"], "model.vocabulary");
     let mut spec = DataSpec::new(&path);
     spec.vocabulary = Some(1 << 31);
     assert_told(&failure(Dataset::open(&spec, Split::Train, 4)), &["2147483648"], "");
     shards.tokens("train-0.h5", &[1; 9], Some(50));
     spec.vocabulary = Some(40);
     let e = failure(Dataset::open(&spec, Split::Train, 4));
-    assert_told(&e, &["train-0.h5: vocabulary_size is 50, but data.vocabulary is 40"], "50 or more");
+    assert_told(&e, &["train-0.h5: vocabulary_size is 50, but model.vocabulary is 40"], "50 or more");
 }
 
 #[test]
@@ -256,7 +256,7 @@ fn an_id_is_outside_the_vocabulary() {
     let (mut inputs, mut targets) = ([0; 4], [0; 4]);
     dataset.read(0, &mut inputs, &mut targets).unwrap();
     let e = dataset.read(1, &mut inputs, &mut targets).unwrap_err();
-    assert_told(&e, &["a.h5: /inputs[1, 2] is token id -3, outside the vocabulary of 5"], "data.vocabulary");
+    assert_told(&e, &["a.h5: /inputs[1, 2] is token id -3, outside the vocabulary of 5"], "model.vocabulary");
     let e = dataset.read(2, &mut inputs, &mut targets).unwrap_err();
     assert_told(&e, &["a.h5: /targets[2, 3] is token id"], "");
     let e = dataset.read(3, &mut inputs, &mut targets).unwrap_err();

@@ -77,7 +77,10 @@ impl Manifest {
         struct Version {
             version: u32,
         }
-        let malformed = |e: serde_json::Error| Error::input(format!("{}: malformed manifest: {e}", path.display()));
+        let malformed = |e: serde_json::Error| {
+            Error::input(format!("{}: malformed manifest: {e}", path.display()))
+                .hint("the checkpoint is damaged: resume from an older one")
+        };
         let Version { version } = serde_json::from_str(&text).map_err(malformed)?;
         if version > VERSION {
             return Err(Error::input(format!("{}: format version {version} is newer than {VERSION}", path.display()))

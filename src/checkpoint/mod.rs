@@ -22,8 +22,3 @@ pub use write::{Progress, save};
 
 /// Datasets with parameters are under this group; optimizer state is under the name of its buffer.
 pub const PARAMS: &str = "params";
-
-/// The first line of HDF5's error stack: the rest repeats it.
-fn first_line(error: &hdf5::Error) -> String {
-    error.to_string().lines().next().unwrap_or_default().to_string()
-}

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::{Manifest, PARAMS, Piece, first_line};
+use super::{Manifest, PARAMS, Piece};
+use crate::data::one_line;
 use crate::error::{Error, Result};
 
 /// An open checkpoint.
@@ -74,13 +75,13 @@ impl Reader {
             let file = match self.files.get(&piece.file) {
                 Some(file) => file,
                 None => {
-                    let file = hdf5::File::open(&path).map_err(|e| Error::io("open", &path, first_line(&e)))?;
+                    let file = hdf5::File::open(&path).map_err(|e| Error::io("open", &path, one_line(&e)))?;
                     self.files.entry(piece.file.clone()).or_insert(file)
                 }
             };
             file.dataset(&format!("{group}/{tensor}"))
                 .and_then(|dataset| dataset.read_raw())
-                .map_err(|e| damaged(first_line(&e)))?
+                .map_err(|e| damaged(one_line(&e)))?
         };
         if values.len() != piece.len {
             return Err(damaged(format!("{} elements where the manifest says {}", values.len(), piece.len)));

@@ -7,11 +7,11 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::manifest::{FILE, VERSION};
-use super::{Checkpoints, Manifest, PARAMS, Piece, TensorEntry, first_line};
+use super::{Checkpoints, Manifest, PARAMS, Piece, TensorEntry};
 use crate::backend::Kernels;
 use crate::comm::Group;
 use crate::config::Config;
-use crate::data::Tokenizer;
+use crate::data::{Tokenizer, one_line};
 use crate::error::{Error, Result};
 use crate::parallel::{Owned, Sharded};
 
@@ -112,7 +112,7 @@ fn write_rank<B: Kernels>(dir: &Path, rank: usize, sharded: &mut Sharded<B>, sta
     };
     write().map_err(|e| match e {
         WriteError::Ours(e) => e,
-        WriteError::Hdf5(e) => Error::io("write the checkpoint", &path, first_line(&e))
+        WriteError::Hdf5(e) => Error::io("write the checkpoint", &path, one_line(&e))
             .hint("check the free space and permissions there; the last published checkpoint is kept"),
     })?;
     fs::File::open(&path).and_then(|file| file.sync_all()).map_err(|e| Error::io("sync", &path, e))?;

@@ -32,7 +32,10 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
     match env(OVERRIDE).as_deref() {
         Some("0") => return Ok(None),
         Some("1") => return Ok(Some(Launch { rank })),
-        Some(other) => return Err(Error::input(format!("{OVERRIDE}={other} is neither 0 nor 1"))),
+        Some(other) => {
+            return Err(Error::input(format!("{OVERRIDE}={other} is neither 0 nor 1"))
+                .hint("1 says that an MPI launcher started this process, 0 that none did; leave it out to find out"));
+        }
         None => {}
     }
     if launcher.is_some() {

@@ -241,7 +241,7 @@ fn read_checked(
         Some(at) => {
             let (element, id) = (ids.element(first as usize * ids.row_len() + at), out[at] as i32);
             Err(Error::input(format!("{element} is token id {id}, outside the vocabulary of {vocabulary}"))
-                .hint("import the text again, or set data.vocabulary to the true number of ids")
+                .hint("import the text again, or set model.vocabulary to the true number of ids")
                 .at(shard.path.display()))
         }
     }

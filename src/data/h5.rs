@@ -62,13 +62,19 @@ fn read_start(path: &Path) -> std::io::Result<Vec<u8>> {
     Ok(start)
 }
 
-/// The cause at the bottom of HDF5's error stack.
-pub(super) fn one_line(error: &hdf5::Error) -> String {
+/// The top and the bottom of HDF5's error stack, with the system's reason if it refused to read or write.
+pub(crate) fn one_line(error: &hdf5::Error) -> String {
     let text = match error.stack() {
         Some(stack) => stack.description().to_owned(),
         None => error.to_string(),
     };
-    text.lines().next().unwrap_or_default().to_owned()
+    // "… file write failed: time = …", a line break, ", filename = …, error message = 'No space left on device', …"
+    let first = text.lines().next().unwrap_or_default();
+    let what = first.split_once(": time = ").map_or(first, |(what, _)| what);
+    match text.split_once("error message = '").and_then(|(_, rest)| rest.split_once('\'')) {
+        Some((reason, _)) => format!("{what}: {reason}"),
+        None => what.to_owned(),
+    }
 }
 
 /// The full names of all datasets, groups included, sorted.

@@ -17,6 +17,7 @@ mod tokenizer;
 pub mod verify;
 
 pub use dataset::{DataSpec, Dataset, Split};
+pub(crate) use h5::one_line;
 pub use loader::{Batch, Loader};
 pub use sampler::Sampler;
 pub use tokenizer::{Tokenizer, TokenizerKind};

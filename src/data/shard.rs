@@ -120,12 +120,12 @@ impl Shard {
         let vocabulary = match (configured, own) {
             (None, None) => {
                 return Err(Error::input("the size of the vocabulary is unknown: no attribute vocabulary_size")
-                    .hint("set data.vocabulary to the number of ids")
+                    .hint("set model.vocabulary to the number of ids")
                     .at(at));
             }
             (Some(configured), Some(own)) if configured < own => {
-                return Err(Error::input(format!("vocabulary_size is {own}, but data.vocabulary is {configured}"))
-                    .hint(format!("set data.vocabulary to {own} or more, or leave it out"))
+                return Err(Error::input(format!("vocabulary_size is {own}, but model.vocabulary is {configured}"))
+                    .hint(format!("set model.vocabulary to {own} or more, or leave it out"))
                     .at(at));
             }
             (Some(configured), _) => configured,

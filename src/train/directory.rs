@@ -54,7 +54,9 @@ impl RunDirectory {
             _ => {}
         }
         for dir in [directory.path.join("logs"), directory.checkpoints_path()] {
-            fs::create_dir_all(&dir).map_err(|e| Error::io("create", &dir, e))?;
+            fs::create_dir_all(&dir).map_err(|e| {
+                Error::io("create", &dir, e).hint("choose a directory that can be written with --set run.root=…")
+            })?;
         }
         Ok(directory)
     }

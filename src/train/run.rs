@@ -148,7 +148,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             progress,
             skipped: (0, 0),
             evaluated: None,
-            saved: None,
+            saved: (request.resume == Resume::Auto).then_some(progress.step),
             started,
             step_ms: Vec::new(),
             records,
@@ -319,9 +319,11 @@ impl<'a, B: Kernels> Run<'a, B> {
 impl Records {
     fn open(directory: &RunDirectory, plan: &Plan, step: u64) -> Result<Self> {
         directory.write_config(&plan.config)?;
+        // A finished run that is resumed has no step left, but evaluates again.
+        let evaluated = if step == plan.config.run.steps { step.saturating_sub(1) } else { step };
         Ok(Self {
             metrics: JsonLines::open(&directory.metrics_path(), step)?,
-            evaluations: JsonLines::open(&directory.evaluations_path(), step)?,
+            evaluations: JsonLines::open(&directory.evaluations_path(), evaluated)?,
             progress: Progress::new(step, plan.config.run.steps, plan.config.log.every),
         })
     }

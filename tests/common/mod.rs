@@ -2,6 +2,9 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
+pub mod launch;
+pub mod runs;
+
 use std::path::{Path, PathBuf};
 
 use hpctrain::backend::Backend as _;

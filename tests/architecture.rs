@@ -1,0 +1,166 @@
+//! The order of the modules: each knows only those below it.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// Modules by level, lowest first. A module may use those of lower levels.
+const LEVELS: [&[&str]; 10] = [
+    &["error", "random"],
+    &["layout", "mesh"],
+    &["backend"],
+    &["comm", "data"],
+    &["nn", "optim"],
+    &["parallel"],
+    &["config", "telemetry", "topology"],
+    &["checkpoint"],
+    &["train", "evaluate"],
+    &["cli"],
+];
+
+/// Uses within a level that are meant.
+const BESIDE: [(&str, &str); 3] = [
+    // The banner and the records describe the resolved configuration.
+    ("telemetry", "config"),
+    // A run evaluates inline; an evaluation runs the engine that training runs.
+    ("train", "evaluate"),
+    ("evaluate", "train"),
+];
+
+/// Lower levels that a module keeps clear of nevertheless.
+const APART: [(&str, &str); 2] = [("data", "backend"), ("data", "comm")];
+
+/// The only files with `unsafe` in them.
+const UNSAFE: [&str; 4] = ["backend/cpu/product.rs", "backend/cpu/threads.rs", "comm/mpi.rs", "data/h5.rs"];
+
+/// Every source file: its path below `src/`, its text without comments and strings.
+fn sources() -> BTreeMap<String, String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = BTreeMap::new();
+    let mut folders = vec![root.clone()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path: PathBuf = entry.unwrap().path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let name = path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
+                files.insert(name, code(&std::fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    files
+}
+
+/// A text without its comments. Block comments and comment signs in strings do not occur.
+fn code(text: &str) -> String {
+    let lines = text.lines().map(|line| line.split_once("//").map_or(line, |(code, _)| code));
+    lines.flat_map(|line| [line, "\n"]).collect()
+}
+
+/// The module of a file: `train` for `train/run.rs`, none for the roots of library and program.
+fn module(file: &str) -> Option<&str> {
+    let first = file.split(['/', '.']).next().unwrap();
+    (!["lib", "main"].contains(&first)).then_some(first)
+}
+
+/// The word at the start of a text.
+fn word(text: &str) -> &str {
+    let end = text.find(|c: char| !(c.is_alphanumeric() || c == '_')).unwrap_or(text.len());
+    &text[..end]
+}
+
+/// What follows `crate::`: one module, or those of a list in braces.
+fn used(text: &str) -> Vec<String> {
+    let Some(list) = text.strip_prefix('{') else { return vec![word(text).to_owned()] };
+    let mut modules = Vec::new();
+    let (mut depth, mut item) = (1, true);
+    for (at, c) in list.char_indices() {
+        match c {
+            '{' => depth += 1,
+            '}' => depth -= 1,
+            ',' if depth == 1 => item = true,
+            c if item && !c.is_whitespace() => {
+                modules.push(word(&list[at..]).to_owned());
+                item = false;
+            }
+            _ => {}
+        }
+        if depth == 0 {
+            break;
+        }
+    }
+    modules
+}
+
+/// A file's text without its tests, which may use what they like.
+fn shipped<'a>(file: &str, text: &'a str) -> &'a str {
+    if file.ends_with("/tests.rs") {
+        return "";
+    }
+    text.split_once("#[cfg(test)]\nmod tests {").map_or(text, |(code, _)| code)
+}
+
+/// Who uses whom, and where.
+fn edges(sources: &BTreeMap<String, String>) -> BTreeMap<(String, String), BTreeSet<String>> {
+    let mut edges: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
+    for (file, text) in sources {
+        let Some(module) = module(file) else { continue };
+        let text = shipped(file, text);
+        for (at, path) in text.match_indices("crate::") {
+            for other in used(&text[at + path.len()..]).into_iter().filter(|other| other != module) {
+                edges.entry((module.to_owned(), other)).or_default().insert(file.clone());
+            }
+        }
+    }
+    edges
+}
+
+fn level(module: &str) -> usize {
+    let found = LEVELS.iter().position(|level| level.contains(&module));
+    found.unwrap_or_else(|| panic!("module {module} has no level: add it to the table"))
+}
+
+#[test]
+fn modules_use_only_lower_ones() {
+    let sources = sources();
+    let modules: BTreeSet<&str> = sources.keys().filter_map(|file| module(file)).collect();
+    let known: BTreeSet<&str> = LEVELS.iter().flat_map(|level| level.iter().copied()).collect();
+    assert_eq!(modules, known, "the modules of src/ and those of the table");
+
+    let edges = edges(&sources);
+    let listed = |table: &[(&str, &str)], from: &str, to: &str| table.contains(&(from, to));
+    let mut wrong = Vec::new();
+    for ((from, to), files) in &edges {
+        let downward = level(to) < level(from) && !listed(&APART, from, to);
+        let beside = level(to) == level(from) && listed(&BESIDE, from, to);
+        if !downward && !beside {
+            wrong.push(format!("{from} ({}) uses {to} ({}) in {files:?}", level(from), level(to)));
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    for (from, to) in BESIDE {
+        assert!(edges.contains_key(&(from.into(), to.into())), "{from} no longer uses {to}: take it off the list");
+    }
+    // The reader finds what is there.
+    assert!(edges.contains_key(&("cli".into(), "train".into())) && edges.len() > 30, "{edges:?}");
+}
+
+#[test]
+fn unsafe_code_stays_where_it_is() {
+    let sources = sources();
+    let uses = |text: &str| text.match_indices("unsafe").any(|(at, found)| word(&text[at..]) == found);
+    let found: Vec<&str> = sources.iter().filter(|(_, text)| uses(text)).map(|(file, _)| file.as_str()).collect();
+    assert_eq!(found, UNSAFE);
+}
+
+#[test]
+fn paths_are_read() {
+    assert_eq!(used("comm::{self, Comm};"), ["comm"]);
+    assert_eq!(
+        used("{backend::{Kernels, Memory}, comm, error::{Error, Result}};\nuse std"),
+        ["backend", "comm", "error"]
+    );
+    assert_eq!(code("a // crate::b\nc\n"), "a \nc\n");
+    assert_eq!((module("train/run.rs"), module("mesh.rs"), module("lib.rs")), (Some("train"), Some("mesh"), None));
+}

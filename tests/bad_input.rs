@@ -1,0 +1,395 @@
+//! Whatever a user gets wrong: one error, which says what and where, a hint, exit code 2, and nothing lost.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use common::launch::{Ended, finish, program};
+use common::runs::{Run, RunFiles, copy};
+use hdf5::H5Type;
+
+/// Panics unless a program ended with exit code 2, one error with all `words`, and a hint.
+#[track_caller]
+fn refused(ended: &Ended, words: &[&str]) {
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+    assert_eq!(ended.stderr.matches("\nhint: ").count(), 1, "{ended}");
+    for word in words {
+        assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
+    }
+}
+
+/// Every file below a directory with its content.
+fn snapshot(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut files = BTreeMap::new();
+    let mut folders = vec![folder.to_path_buf()];
+    while let Some(next) = folders.pop() {
+        for path in std::fs::read_dir(next).unwrap().map(|entry| entry.unwrap().path()) {
+            match path.is_dir() {
+                true => folders.push(path),
+                false => drop(files.insert(path.clone(), std::fs::read(&path).unwrap())),
+            }
+        }
+    }
+    files
+}
+
+/// Runs a command that must be refused and may not touch what is below `folder`; logs grow.
+#[track_caller]
+fn refuses(command: &mut Command, folder: &Path, words: &[&str]) {
+    let before = snapshot(folder);
+    refused(&finish(command), words);
+    let after = snapshot(folder);
+    for (path, content) in before {
+        let log = path.extension().is_some_and(|extension| extension == "log");
+        let kept = after.get(&path).is_some_and(|now| *now == content || (log && now.starts_with(&content)));
+        assert!(kept, "{} has changed", path.display());
+    }
+}
+
+/// A shard of ids with its vocabulary.
+fn shard<T: H5Type>(folder: &Path, name: &str, ids: &[T], vocabulary: u64) {
+    std::fs::create_dir_all(folder).unwrap();
+    let file = hdf5::File::create(folder.join(name)).unwrap();
+    file.new_dataset::<T>().shape(ids.len()).create("tokens").unwrap().write_raw(ids).unwrap();
+    file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&vocabulary).unwrap();
+}
+
+/// Two training shards and one for validation: 62 and 62 samples of 16 ids below 5.
+fn shards(folder: &Path) {
+    let ids: Vec<u8> = (0..1000).map(|i| (i * i % 5) as u8).collect();
+    for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
+        shard(folder, name, &ids, 5);
+    }
+}
+
+/// Transports of cases that concern all ranks alike.
+const ALL: &[Transport] = &[Alone, Mpirun(2), Simulate(2)];
+const ONE: &[Transport] = &[Alone];
+const JOBS: &[Transport] = &[Mpirun(2), Simulate(2)];
+const THREADS: &[Transport] = &[Simulate(2)];
+
+#[test]
+fn settings() {
+    let cases: &[(&str, &[Transport], &[&str])] = &[
+        ("run.stps=5", ALL, &["--set run.stps=5", "unknown key `stps`", "did you mean `steps`"]),
+        ("rnu.steps=5", ONE, &["unknown key `rnu`", "did you mean `run`"]),
+        ("run.steps", ONE, &["--set run.steps: not of the form section.key=value"]),
+        ("run.steps=many", ONE, &["--set run.steps=many", "many"]),
+        ("run.steps=1.5", ONE, &["--set run.steps=1.5", "1.5"]),
+        ("run.steps=-1", ONE, &["--set run.steps=-1", "-1"]),
+        ("parallel.zero=5", ONE, &["5", "0 to 3"]),
+        ("schedule.shape=cosin", ONE, &["unknown value `cosin`", "did you mean `cosine`"]),
+        ("comm.algorithm=rng", ONE, &["unknown value `rng`", "did you mean `ring`"]),
+        ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
+        ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
+        ("model.dropout=1.5", ONE, &["model.dropout = 1.5 is out of range"]),
+        ("optimizer.lr=nan", ONE, &["optimizer.lr = NaN is out of range"]),
+        ("schedule.min_ratio=2", ONE, &["schedule.min_ratio", "2"]),
+        ("model.heads=3", ONE, &["model.width = 32", "model.heads = 3"]),
+        ("model.vocabulary=10", ONE, &["65", "10", "model.vocabulary"]),
+        ("run.name=a/b", ONE, &["run.name = \"a/b\""]),
+        ("parallel.tensor=2", THREADS, &["parallel.tensor = 2"]),
+        ("parallel.replica=3", THREADS, &["= 3 ranks, but 2 started"]),
+        ("parallel.lanes=3", JOBS, &["parallel.lanes = 3", "2 data-parallel ranks", "2 or 4"]),
+        ("parallel.shard=2", THREADS, &["parallel.shard = 2", "parallel.zero"]),
+        ("batch.global=8", &[Mpirun(3), Simulate(3)], &["batch.global = 8", "8 / 3 = 2.67", "6 or 9"]),
+        ("batch.global=2", &[Simulate(4)], &["batch.global = 2", "4 lanes", "nearest batch that does: 4"]),
+        ("batch.micro=3", THREADS, &["batch.micro = 3", "4 samples of a lane"]),
+        ("data.path=bundled:hamlet", ONE, &["hamlet", "tiny-shakespeare"]),
+        ("data.path=/no/such/data", ALL, &["/no/such/data does not exist", "data.path"]),
+    ];
+    let root = tempfile::tempdir().unwrap();
+    for (setting, transports, words) in cases {
+        for transport in *transports {
+            refuses(&mut Run::new(*transport, root.path(), "x", &[setting]).command(), root.path(), words);
+        }
+    }
+    assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
+}
+
+#[test]
+fn configuration_files() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("mine.toml");
+    let cases: [(&str, &[&str]); 5] = [
+        ("[run]\nsteps = 5\n\n[modle]\nwidth = 64\n", &["mine.toml:4", "unknown key `modle`", "did you mean `model`"]),
+        ("[run]\nsteps = 5\nstps = 6\n", &["mine.toml:3", "unknown key `stps`", "did you mean `steps`"]),
+        ("[run]\nname = \"x\"\nsteps = \"many\"\n", &["mine.toml:3", "many"]),
+        ("[run\nsteps = 5\n", &["mine.toml:1"]),
+        ("[batch]\nglobal = 0\n", &["batch.global = 0 is out of range"]),
+    ];
+    for (text, words) in cases {
+        std::fs::write(&file, text).unwrap();
+        refuses(Alone.train().arg("--config").arg(&file), root.path(), words);
+        refuses(program(["config", "show", "--config"]).arg(&file), root.path(), words);
+    }
+    refuses(Mpirun(2).train().arg("--config").arg(&file), root.path(), cases[4].1);
+    let missing = root.path().join("none.toml");
+    for transport in ALL {
+        refuses(transport.train().arg("--config").arg(&missing), root.path(), &["none.toml", "config show"]);
+        refuses(
+            transport.train().args(["--preset", "gpt-chra"]),
+            root.path(),
+            &["gpt-chra", "did you mean `gpt-char`"],
+        );
+    }
+}
+
+/// A way to spoil the shards of a directory.
+type Spoil = fn(&Path);
+
+#[test]
+fn data() {
+    let cases: &[(Spoil, &str, &[Transport], &[&str])] = &[
+        (|dir| std::fs::create_dir(dir).unwrap(), "", ONE, &["no file in", "train-*.h5", "data.train"]),
+        (
+            |dir| {
+                shards(dir);
+                std::fs::remove_file(dir.join("val-0.h5")).unwrap();
+            },
+            "",
+            ONE,
+            &["val-*.h5", "data.validation", "train-0.h5, train-1.h5"],
+        ),
+        (
+            |dir| {
+                shards(dir);
+                std::fs::OpenOptions::new().write(true).open(dir.join("train-1.h5")).unwrap().set_len(1500).unwrap();
+            },
+            "",
+            ALL,
+            &["train-1.h5", "damaged or truncated"],
+        ),
+        (
+            |dir| {
+                shards(dir);
+                std::fs::write(dir.join("train-1.h5"), "what is this?").unwrap();
+            },
+            "",
+            ONE,
+            &["train-1.h5 is not an HDF5 file", "data import"],
+        ),
+        (shards, "data.tokens=/ids", ALL, &["train-0.h5", "/ids", "/tokens", "data.tokens"]),
+        (
+            |dir| {
+                shards(dir);
+                shard(dir, "train-0.h5", &[0.5f32; 100], 5);
+            },
+            "",
+            THREADS,
+            &["train-0.h5", "/tokens is of type float32", "integer"],
+        ),
+        (
+            |dir| {
+                shards(dir);
+                shard(dir, "train-1.h5", &[1u8; 100], 7);
+            },
+            "",
+            ALL,
+            &["vocabulary_size differs", "train-1.h5 has 7", "train-0.h5 has 5"],
+        ),
+        (
+            |dir| {
+                shards(dir);
+                shard(dir, "train-1.h5", &[1u16; 100], 5);
+            },
+            "",
+            ONE,
+            &["dtype differs", "train-1.h5 has /tokens uint16", "train-0.h5 has /tokens uint8"],
+        ),
+        (shards, "model.vocabulary=4", ONE, &["train-0.h5", "vocabulary_size is 5", "model.vocabulary is 4"]),
+        (shards, "model.context=2000", ONE, &["train-0.h5", "1000 tokens", "2000 + 1"]),
+        (shards, "batch.global=200", ALL, &["124 training samples", "batch.global = 200", "at most 124"]),
+    ];
+    for (i, (spoil, setting, transports, words)) in cases.iter().enumerate() {
+        let root = tempfile::tempdir().unwrap();
+        let folder = root.path().join(format!("data-{i}"));
+        spoil(&folder);
+        let path = format!("data.path={}", folder.display());
+        let settings: Vec<&str> = [path.as_str(), setting].into_iter().filter(|setting| !setting.is_empty()).collect();
+        for transport in *transports {
+            refuses(&mut Run::new(*transport, root.path(), "x", &settings).command(), root.path(), words);
+        }
+    }
+}
+
+/// Only the rank that reads it sees a bad id; the whole job ends.
+#[test]
+fn an_id_outside_the_vocabulary() {
+    let root = tempfile::tempdir().unwrap();
+    let folder = root.path().join("data");
+    shards(&folder);
+    // In order, a step takes 8 samples of 16 ids: 4 for each of two ranks. Sample 22 is of step 3 and rank 1.
+    let mut ids = [1u8; 1000];
+    ids[22 * 16 + 5] = 9;
+    shard(&folder, "train-0.h5", &ids, 5);
+    let path = format!("data.path={}", folder.display());
+    let words = ["train-0.h5", "/tokens[357] is token id 9", "vocabulary of 5", "model.vocabulary"];
+    for (i, transport) in [Alone, Mpirun(2), Simulate(2), Mpirun(4)].into_iter().enumerate() {
+        let name = format!("x-{i}");
+        let run = Run::new(transport, root.path(), &name, &[&path, "data.shuffle=false", "checkpoint.every=1"]);
+        refuses(&mut run.command(), &folder, &words);
+        let ended = finish(&mut Run { name: name + "-again", ..run.clone() }.command());
+        let rank = match transport {
+            Alone => "error: /",
+            Mpirun(4) => "error: rank 3: ",
+            _ => "error: rank 1: ",
+        };
+        refused(&ended, &[rank]);
+        // What came before is kept.
+        let steps = run.files().numbers("metrics.jsonl", "step");
+        assert!(steps.len() <= 2 && steps.iter().zip(1..).all(|(&step, n)| step == f64::from(n)), "{steps:?}");
+    }
+}
+
+#[test]
+fn run_directories() {
+    let root = tempfile::tempdir().unwrap();
+    Run::new(Alone, root.path(), "taken", &["run.steps=2"]).succeeds();
+    std::fs::write(root.path().join("file"), "not a directory").unwrap();
+    let below = root.path().join("file/deeper");
+    let nothing = root.path().join("nothing");
+    std::fs::create_dir(&nothing).unwrap();
+    let nothing = nothing.to_str().unwrap();
+    for transport in ALL {
+        let run = |root: &Path, name: &str| Run::new(*transport, root, name, &[]);
+        let cases: [(Run, &[&str]); 6] = [
+            (run(root.path(), "taken"), &["taken holds another run", "--resume auto", "run.name"]),
+            (run(root.path(), "taken").resume(nothing), &["taken holds another run"]),
+            (run(root.path(), "new").resume("auto"), &["new holds no run to resume", "leave out --resume"]),
+            (run(root.path(), "new").resume(nothing), &["nothing/manifest.json", "No such file", "checkpoints/latest"]),
+            (run(&below, "x"), &["cannot create", "file/deeper/x", "Not a directory", "run.root"]),
+            (run(Path::new("/proc"), "x"), &["cannot create /proc/x", "run.root"]),
+        ];
+        for (run, words) in cases {
+            refuses(&mut run.command(), root.path(), words);
+        }
+    }
+    // A run of which no checkpoint is left.
+    std::fs::remove_dir_all(root.path().join("taken/checkpoints")).unwrap();
+    let run = Run::new(Mpirun(2), root.path(), "taken", &[]).resume("auto");
+    refuses(&mut run.command(), root.path(), &["taken/checkpoints holds no checkpoint to resume from"]);
+}
+
+#[test]
+fn samples() {
+    let root = tempfile::tempdir().unwrap();
+    let files = Run::new(Alone, root.path(), "x", &["run.steps=1"]).succeeds();
+    let latest = files.path("checkpoints/latest");
+    let latest = latest.to_str().unwrap();
+    let cases: [(&[&str], &[&str]); 4] = [
+        (&["--checkpoint", latest, "--prompt", "naïve"], &["'ï'", "U+00EF", "65 characters"]),
+        (&["--checkpoint", latest, "--prompt", ""], &["--prompt is empty"]),
+        (&["--checkpoint", latest, "--temperature=-1"], &["--temperature -1 is out of range"]),
+        (&["--checkpoint", "/no/such/run"], &["/no/such/run/manifest.json", "No such file"]),
+    ];
+    for (args, words) in cases {
+        refuses(program(["sample"]).args(args), root.path(), words);
+    }
+}
+
+/// Arguments that the parser of the command line refuses in its own words.
+#[test]
+fn arguments() {
+    let cases: [(&[&str], &str); 6] = [
+        (&["--confg", "x"], "'--confg'"),
+        (&["trian"], "'trian'"),
+        (&["simulate", "--ranks", "0"], "'0'"),
+        (&["simulate"], "--ranks"),
+        (&["sample"], "--checkpoint"),
+        (&["completions", "dos"], "'dos'"),
+    ];
+    for (args, word) in cases {
+        let ended = finish(&mut program(args));
+        assert_eq!(ended.code(), 2, "{ended}");
+        assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+        assert!(ended.stderr.contains(word), "{ended}");
+    }
+    let ended = finish(Mpirun(2).train().args(["--confg", "x"]));
+    assert_eq!((ended.code(), ended.stderr.matches("error:").count()), (2, 1), "{ended}");
+    refused(&finish(program(["train"]).env("HPCTRAIN_MPI", "maybe")), &["HPCTRAIN_MPI", "maybe"]);
+}
+
+/// Mounts a disk of 1 MiB on the first argument, runs the others there until it is full, makes it larger, resumes.
+const SMALL_DISK: &str = r#"
+    disk=$1; shift
+    mount -t tmpfs -o size=1m small "$disk" || exit 99
+    "$@"; echo "exit code $?"
+    cp -a "$disk/x" "$disk.full"
+    mount -o remount,size=64m "$disk" || exit 99
+    "$@" --resume auto || exit
+    cp -a "$disk/x" "$disk.resumed"
+"#;
+
+/// How to get a file system of one's own, if at all.
+fn mounting() -> Option<&'static [&'static str]> {
+    let ways: [&[&str]; 2] = [&["--mount"], &["--map-root-user", "--mount"]];
+    let folder = tempfile::tempdir().unwrap();
+    ways.into_iter().find(|flags| {
+        let mut command = Command::new("unshare");
+        command.args(*flags).args(["mount", "-t", "tmpfs", "-o", "size=1m", "small"]).arg(folder.path());
+        command.output().is_ok_and(|output| output.status.success())
+    })
+}
+
+#[test]
+fn a_full_disk_costs_no_checkpoint() {
+    let Some(flags) = mounting() else {
+        println!("skipped: this user may not mount a small disk");
+        return;
+    };
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["run.steps=8", "checkpoint.every=1", "checkpoint.keep=99", "parallel.lanes=2"];
+    let reference = Run::new(Alone, root.path(), "reference", &settings).succeeds();
+    for (i, transport) in ALL.iter().enumerate() {
+        let disk = root.path().join(format!("disk-{i}"));
+        std::fs::create_dir(&disk).unwrap();
+        let inner = Run::new(*transport, &disk, "x", &settings).command();
+        let mut command = Command::new("unshare");
+        command.args(flags).args(["sh", "-c", SMALL_DISK, "sh"]).arg(&disk);
+        command.arg(inner.get_program()).args(inner.get_args());
+        command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let ended = finish(&mut command);
+        assert_eq!(ended.code(), 0, "{ended}");
+        assert!(ended.stdout.contains("exit code 2\n"), "{ended}");
+        assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+        for word in ["checkpoint of step ", "No space left on device", "\nhint: ", "last published checkpoint is kept"]
+        {
+            assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
+        }
+        // The full disk held only whole checkpoints, and the steps up to the failure.
+        let full = RunFiles(disk.with_extension("full"));
+        let steps = full.numbers("metrics.jsonl", "step").len() as u64;
+        assert!((2..8).contains(&steps), "{steps}");
+        assert_eq!(full.path("checkpoints").read_dir().unwrap().count() as u64, steps, "checkpoints and the link");
+        for step in 1..steps {
+            assert_eq!(full.tensors(step), reference.tensors(step));
+        }
+        RunFiles(disk.with_extension("resumed")).same_as(&reference, 8, "after the disk was full");
+    }
+}
+
+#[test]
+fn imports_keep_what_is_there() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("input.txt");
+    std::fs::write(&text, "some text to import\n".repeat(10)).unwrap();
+    let out = folder.path().join("out");
+    let import = |more: &[&str]| {
+        let mut command = program(["data", "import", "text"]);
+        command.arg(&text).arg("--out").arg(&out).args(more);
+        command
+    };
+    finish(&mut import(&[])).succeeded();
+    refuses(&mut import(&[]), folder.path(), &["holds shards already", "train-00000.h5"]);
+    let spare = folder.path().join("spare");
+    copy(&out, &spare);
+    let cases: [(&[&str], &[&str]); 2] = [(&["verify"], &["does not exist"]), (&["inspect"], &["does not exist"])];
+    for (args, words) in cases {
+        refuses(program(["data"]).args(args).arg(folder.path().join("none")), folder.path(), words);
+    }
+}

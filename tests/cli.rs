@@ -1,0 +1,220 @@
+//! The command line where nothing is wrong: what it prints and what it leaves.
+
+mod common;
+
+use std::path::Path;
+
+use common::launch::Transport::Alone;
+use common::launch::{Ended, finish, mpirun, program};
+use common::runs::{Run, SMALL};
+use serde_json::Value;
+
+/// What a command prints that succeeds, without warnings.
+#[track_caller]
+fn printed(args: &[&str]) -> String {
+    let ended = finish(&mut program(args)).succeeded();
+    assert_eq!(ended.stderr, "");
+    ended.stdout
+}
+
+/// Arguments that set keys.
+fn set<'a>(settings: impl IntoIterator<Item = &'a &'a str>) -> Vec<&'a str> {
+    settings.into_iter().flat_map(|setting| ["--set", *setting]).collect()
+}
+
+#[test]
+fn help_names_every_command() {
+    let help = printed(&["--help"]);
+    for command in ["train", "simulate", "sample", "data", "config", "completions"] {
+        assert!(help.contains(&format!("  {command} ")), "{help}");
+        assert!(printed(&[command, "--help"]).contains(&format!("Usage: hpctrain {command}")));
+    }
+    assert!(help.contains("--set <SECTION.KEY=VALUE>") && help.contains("--resume"), "{help}");
+    assert!(printed(&["data", "import", "text", "--help"]).contains("Example: hpctrain data import text"));
+}
+
+#[test]
+fn version() {
+    let version = format!("hpctrain {}\n", env!("CARGO_PKG_VERSION"));
+    assert_eq!(printed(&["--version"]), version);
+    // Ranks read the same arguments: one answers.
+    let ended = finish(mpirun(2).arg(common::program()).arg("--version")).succeeded();
+    assert_eq!(ended.stdout, version);
+}
+
+#[test]
+fn completions() {
+    for (shell, word) in
+        [("bash", "complete -F _hpctrain"), ("zsh", "#compdef hpctrain"), ("fish", "complete -c hpctrain")]
+    {
+        assert!(printed(&["completions", shell]).contains(word), "{shell}");
+    }
+}
+
+#[test]
+fn config_show_prints_a_configuration_that_gives_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("any.toml");
+    let file = file.to_str().unwrap();
+    for args in [
+        vec![],
+        vec!["--preset", "gpt-char"],
+        vec!["--preset", "gpt-baby", "--ranks", "4", "--set", "parallel.zero=3", "--set", "run.name=a \"b\""],
+        vec!["--preset", "gpt2-124m", "--ranks", "8", "--set", "schedule.shape=wsd", "--set", "eval.samples=100"],
+    ] {
+        let shown = printed(&[&["config", "show"], &args[..]].concat());
+        let table: toml::Table = shown.parse().unwrap();
+        assert_eq!(table.len(), 12, "{shown}");
+        std::fs::write(file, &shown).unwrap();
+        let ranks = args.iter().position(|arg| *arg == "--ranks").map_or("1", |at| args[at + 1]);
+        assert_eq!(printed(&["config", "show", "--config", file, "--ranks", ranks]), shown, "{args:?}");
+    }
+    let shown =
+        printed(&["config", "show", "--ranks", "4", "--set", "parallel.zero=1"]).parse::<toml::Table>().unwrap();
+    let parallel = shown["parallel"].as_table().unwrap();
+    let number = |key: &str| parallel[key].as_integer().unwrap();
+    assert_eq!((number("zero"), number("shard"), number("replica"), number("lanes")), (1, 4, 1, 4));
+    assert_eq!(shown["batch"]["micro"].as_integer(), Some(4));
+    assert_eq!(shown["model"]["vocabulary"].as_integer(), Some(65));
+    assert_eq!(shown["run"]["name"].as_str(), Some("gpt-char"));
+}
+
+/// Files below a directory, sorted.
+fn listing(folder: &Path) -> Vec<String> {
+    let mut names = Vec::new();
+    let mut folders = vec![folder.to_path_buf()];
+    while let Some(next) = folders.pop() {
+        for entry in std::fs::read_dir(next).unwrap() {
+            let path = entry.unwrap().path();
+            match path.is_dir() && !path.is_symlink() {
+                true => folders.push(path),
+                false => names.push(path.strip_prefix(folder).unwrap().to_str().unwrap().to_owned()),
+            }
+        }
+    }
+    names.sort();
+    names
+}
+
+#[test]
+fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let smaller = ["run.steps=3", "model.layers=1", "model.width=16", "model.context=8", "eval.samples=8"];
+    let ended = finish(program(set(&smaller)).current_dir(folder.path())).succeeded();
+    assert_eq!(ended.stderr, "");
+    for words in ["run          runs/gpt-char\n", "bundled:tiny-shakespeare", "step      3/3", "validation loss "] {
+        assert!(ended.stdout.contains(words), "{words:?} is missing: {ended}");
+    }
+    // The trained model has had its say.
+    let text =
+        ended.stdout.split("checkpoints/latest\n\n").nth(1).and_then(|rest| rest.split("\n\nmore text: ").next());
+    assert_eq!(text.map(|text| text.chars().count()), Some(300), "{ended}");
+    let run = folder.path().join("runs/gpt-char");
+    let files = [
+        "checkpoints/latest",
+        "checkpoints/step-00000003/manifest.json",
+        "checkpoints/step-00000003/rank-00000.h5",
+        "config.toml",
+        "eval.jsonl",
+        "logs/rank-00000.log",
+        "metrics.jsonl",
+        "run.json",
+    ];
+    assert_eq!(listing(&run), files);
+    assert_eq!(std::fs::read_link(run.join("checkpoints/latest")).unwrap().to_str(), Some("step-00000003"));
+
+    let text = |name: &str| std::fs::read_to_string(run.join(name)).unwrap();
+    let shown =
+        printed(&[&["config", "show", "--config", run.join("config.toml").to_str().unwrap()], &[][..]].concat());
+    assert_eq!(shown, text("config.toml"));
+    assert!(text("logs/rank-00000.log").contains("saved runs/gpt-char/checkpoints/step-00000003"));
+    let lines = |name: &str| text(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>();
+    let steps = lines("metrics.jsonl");
+    assert_eq!(steps.iter().map(|step| step["step"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 3]);
+    let keys = ["epoch", "grad_norm", "loss", "lr", "step", "step_ms", "time", "tokens", "tokens_per_second"];
+    assert!(steps.iter().all(|step| step.as_object().unwrap().keys().eq(&keys)), "{steps:?}");
+    let evaluation = &lines("eval.jsonl")[0];
+    let card: Value = serde_json::from_str(&text("run.json")).unwrap();
+    assert_eq!(card["validation_loss"], evaluation["loss"]);
+    assert_eq!((card["steps"].as_u64(), card["ranks"].as_u64()), (Some(3), Some(1)));
+    let loss = evaluation["loss"].as_f64().unwrap();
+    assert!(ended.stdout.contains(&format!("validation loss {loss:.4} over 8 samples")), "{ended}");
+}
+
+#[test]
+fn unnamed_runs_are_numbered() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("mine.toml");
+    std::fs::write(&file, "[run]\nsteps = 1\n[batch]\nglobal = 4\n").unwrap();
+    let place = format!("run.root={}", root.path().display());
+    let small: Vec<&str> =
+        SMALL.into_iter().filter(|s| !s.starts_with("run.steps") && !s.starts_with("batch")).collect();
+    let train = |more: &[&str]| {
+        let args = [&["train", "--config", file.to_str().unwrap(), "--set", &place], &set(&small)[..], more].concat();
+        finish(&mut program(args)).succeeded()
+    };
+    (0..3).for_each(|_| drop(train(&[])));
+    for name in ["mine", "mine-2", "mine-3"] {
+        assert!(root.path().join(name).join("run.json").exists(), "{name}");
+    }
+    assert!(!root.path().join("mine-4").exists());
+    // Resuming takes the last.
+    let ended: Ended = train(&["--resume", "auto", "--set", "run.steps=2"]);
+    assert!(ended.stdout.contains("mine-3/checkpoints/step-00000001"), "{ended}");
+    let steps =
+        |name: &str| std::fs::read_to_string(root.path().join(name).join("metrics.jsonl")).unwrap().lines().count();
+    assert_eq!(["mine", "mine-2", "mine-3"].map(steps), [1, 1, 2]);
+}
+
+#[test]
+fn text_is_imported_described_checked_and_trained_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let text: String = (0..400).map(|i| format!("line {i} of the text\n")).collect();
+    std::fs::write(path("input.txt"), &text).unwrap();
+    for (tokenizer, more) in [("char", &[][..]), ("byte", &["--compress", "6"]), ("gpt2", &["--val-fraction", "0.2"])] {
+        let out = path(tokenizer);
+        let input = path("input.txt");
+        let import = ["data", "import", "text", &input, "--tokenizer", tokenizer, "--shards", "2", "--out", &out];
+        printed(&[&import, more].concat());
+        assert_eq!(listing(Path::new(&out)), ["train-00000.h5", "train-00001.h5", "val-00000.h5"]);
+        let shown = printed(&["data", "inspect", &out]);
+        assert!(shown.contains("/tokens") && shown.contains(tokenizer) && shown.contains("val-00000.h5"), "{shown}");
+        let checked = printed(&["data", "verify", &out]);
+        assert!(checked.starts_with("3 files in order: "), "{checked}");
+        let data = format!("data.path={out}");
+        let files = Run::new(Alone, folder.path(), &format!("run-{tokenizer}"), &[&data, "run.steps=2"]).succeeds();
+        assert_eq!(files.steps().len(), 2);
+    }
+    // A bit of an id changes.
+    let shard = path("char") + "/train-00001.h5";
+    let at = hdf5::File::open(&shard).unwrap().dataset("tokens").unwrap().offset().unwrap() as usize + 100;
+    let mut bytes = std::fs::read(&shard).unwrap();
+    bytes[at] ^= 1;
+    std::fs::write(&shard, bytes).unwrap();
+    let ended = finish(&mut program(["data", "verify", &path("char")]));
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("train-00001.h5") && ended.stderr.contains("checksum"), "{ended}");
+}
+
+#[test]
+fn samples_follow_the_seed() {
+    let root = tempfile::tempdir().unwrap();
+    let run = Run::new(Alone, root.path(), "x", &["parallel.lanes=2", "parallel.recompute=true", "run.steps=12"]);
+    let latest = run.succeeds().path("checkpoints/latest");
+    let latest = latest.to_str().unwrap();
+    let sample = |more: &[&str]| printed(&[&["sample", "--checkpoint", latest, "--tokens", "40"], more].concat());
+    let one = sample(&["--seed", "1", "--prompt", "ROMEO:"]);
+    assert!(one.starts_with("ROMEO:") && one.chars().count() == 6 + 40 + 1, "{one:?}");
+    assert_eq!(sample(&["--seed", "1", "--prompt", "ROMEO:"]), one);
+    assert_ne!(sample(&["--seed", "2", "--prompt", "ROMEO:"]), one);
+    assert_ne!(sample(&["--seed", "1", "--prompt", "ROMEO:", "--temperature", "0.1"]), one);
+    let likeliest = sample(&["--temperature", "0"]);
+    assert_eq!(sample(&["--temperature", "0", "--seed", "5"]), likeliest);
+    assert_eq!(sample(&["--top-k", "1", "--seed", "3"]), likeliest);
+    assert_eq!(sample(&["--top-k", "65", "--seed", "3"]), sample(&["--seed", "3"]));
+    assert_eq!(printed(&["sample", "--checkpoint", latest, "--tokens", "0", "--prompt", "a"]), "a\n");
+    // A prompt longer than the context.
+    let long = "To be, or not to be, that is the question";
+    assert!(sample(&["--prompt", long]).starts_with(long));
+}

@@ -1,0 +1,182 @@
+//! Starts programs as tests should: with a limit on their time, their own process group, and what they print kept.
+
+use std::ffi::OsStr;
+use std::fmt;
+use std::fs::File;
+use std::os::unix::process::CommandExt as _;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Long enough for any job of the tests on a busy machine.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// How a program ended.
+pub struct Ended {
+    pub status: ExitStatus,
+    pub stdout: String,
+    pub stderr: String,
+}
+
+impl Ended {
+    /// The exit code; panics with everything printed if a signal ended it.
+    #[track_caller]
+    pub fn code(&self) -> i32 {
+        self.status.code().unwrap_or_else(|| panic!("{self}"))
+    }
+
+    /// Panics unless the exit code is 0.
+    #[track_caller]
+    pub fn succeeded(self) -> Self {
+        assert!(self.status.success(), "{self}");
+        self
+    }
+}
+
+impl fmt::Display for Ended {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}\n--- stdout\n{}--- stderr\n{}---", self.status, self.stdout, self.stderr)
+    }
+}
+
+/// Where the ranks of a job are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transport {
+    /// One process, started by itself.
+    Alone,
+    /// A process each.
+    Mpirun(usize),
+    /// Threads of one process.
+    Simulate(usize),
+}
+
+impl Transport {
+    /// A command that trains on these ranks; options of `hpctrain train` follow.
+    pub fn train(self) -> Command {
+        match self {
+            Self::Alone => program(["train"]),
+            Self::Simulate(ranks) => program(["simulate", "--ranks", &ranks.to_string()]),
+            Self::Mpirun(ranks) => {
+                let mut command = mpirun(ranks);
+                command.arg(super::program()).arg("train");
+                command
+            }
+        }
+    }
+}
+
+/// The program under test, with some arguments, in the environment of the tests.
+pub fn program<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Command {
+    let mut command = Command::new(super::program());
+    command.args(args);
+    in_our_environment(&mut command);
+    command
+}
+
+/// `mpirun -np N`, whoever runs it and however few cores there are. The program to run follows.
+pub fn mpirun(ranks: usize) -> Command {
+    let mut command = Command::new("mpirun");
+    command.args(["-np", &ranks.to_string()]);
+    command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    command.env("OMPI_MCA_rmaps_base_oversubscribe", "1");
+    in_our_environment(&mut command);
+    command
+}
+
+/// What a user has set must not decide a test; the bundled data is unpacked among the build's files.
+fn in_our_environment(command: &mut Command) {
+    command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
+    for name in ["RUST_LOG", "RUST_BACKTRACE", "HPCTRAIN_MPI"] {
+        command.env_remove(name);
+    }
+}
+
+/// A program that runs.
+pub struct Running {
+    child: Child,
+    /// Holds what it prints.
+    folder: tempfile::TempDir,
+    /// More jobs would only take turns on the cores.
+    _turn: MutexGuard<'static, ()>,
+}
+
+/// Starts a program in a process group of its own.
+pub fn start(command: &mut Command) -> Running {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name| File::create(folder.path().join(name)).unwrap();
+    command.stdin(std::process::Stdio::null()).stdout(file("stdout")).stderr(file("stderr")).process_group(0);
+    let child = command.spawn().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    Running { child, folder, _turn: turn }
+}
+
+/// Runs a program to its end; panics with what it printed if that takes longer than [`LIMIT`].
+#[track_caller]
+pub fn finish(command: &mut Command) -> Ended {
+    start(command).finish(LIMIT)
+}
+
+impl Running {
+    /// Number of the process.
+    pub fn id(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Whether it has not ended.
+    pub fn runs(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    /// Waits for the end; panics with what was printed if it takes longer than `limit`.
+    #[track_caller]
+    pub fn finish(mut self, limit: Duration) -> Ended {
+        match self.exit_within(limit) {
+            Some(status) => self.ended(status),
+            None => {
+                self.end();
+                panic!("hangs: {}", self.ended(ExitStatus::default()));
+            }
+        }
+    }
+
+    fn ended(&self, status: ExitStatus) -> Ended {
+        let text = |name| String::from_utf8_lossy(&std::fs::read(self.folder.path().join(name)).unwrap()).into_owned();
+        Ended { status, stdout: text("stdout"), stderr: text("stderr") }
+    }
+
+    fn exit_within(&mut self, limit: Duration) -> Option<ExitStatus> {
+        let start = Instant::now();
+        while start.elapsed() < limit {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return Some(status);
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        None
+    }
+
+    fn end(&mut self) {
+        // mpirun passes the end on to the ranks, if it still can.
+        signal("TERM", &self.id().to_string());
+        if self.exit_within(Duration::from_secs(5)).is_none() {
+            signal("KILL", &format!("-{}", self.id()));
+            let _ = self.child.wait();
+        }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // A test that fails while its program runs leaves nothing behind.
+        if self.runs() {
+            self.end();
+        }
+    }
+}
+
+/// Sends a signal to a process, or to a group of them with a minus before its number.
+pub fn signal(name: &str, target: &str) {
+    let _ = Command::new("kill").args(["-s", name, "--", target]).status();
+}

@@ -1,0 +1,174 @@
+//! Small runs and what they leave on the disk.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use hpctrain::checkpoint::Reader;
+use serde_json::Value;
+
+use super::launch::{Ended, Transport, finish};
+
+/// A network and a batch that train in milliseconds, at a rate that moves the weights from the first step.
+pub const SMALL: [&str; 12] = [
+    "model.layers=2",
+    "model.width=32",
+    "model.heads=2",
+    "model.context=16",
+    "batch.global=8",
+    "run.steps=6",
+    "schedule.warmup=2",
+    "optimizer.lr=0.01",
+    // Eight evaluation batches, the last one short.
+    "eval.samples=30",
+    "eval.batch=4",
+    "log.sample=0",
+    "run.seed=7",
+];
+
+/// A run that tests ask for: a directory, some ranks, and settings on top of [`SMALL`].
+#[derive(Debug, Clone)]
+pub struct Run {
+    pub transport: Transport,
+    pub root: PathBuf,
+    pub name: String,
+    pub settings: Vec<String>,
+    pub resume: Option<String>,
+}
+
+impl Run {
+    /// Directory `name` below `root`.
+    pub fn new(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> Self {
+        let settings = settings.iter().map(|setting| setting.to_string()).collect();
+        Self { transport, root: root.to_path_buf(), name: name.into(), settings, resume: None }
+    }
+
+    /// The same, continued from a checkpoint or `auto`.
+    pub fn resume(mut self, from: &str) -> Self {
+        self.resume = Some(from.into());
+        self
+    }
+
+    /// The command line.
+    pub fn command(&self) -> Command {
+        let mut command = self.transport.train();
+        let place = [format!("run.root={}", self.root.display()), format!("run.name={}", self.name)];
+        let settings = SMALL.iter().map(|setting| setting.to_string()).chain(place);
+        for setting in settings.chain(self.settings.iter().cloned()) {
+            command.args(["--set", &setting]);
+        }
+        command.args(self.resume.iter().flat_map(|from| ["--resume", from]));
+        command
+    }
+
+    /// Runs to the end, which may be a bad one.
+    #[track_caller]
+    pub fn ends(&self) -> Ended {
+        finish(&mut self.command())
+    }
+
+    /// Runs to a good end; returns what it left.
+    #[track_caller]
+    pub fn succeeds(&self) -> RunFiles {
+        self.ends().succeeded();
+        self.files()
+    }
+
+    /// What it leaves.
+    pub fn files(&self) -> RunFiles {
+        RunFiles(self.root.join(&self.name))
+    }
+}
+
+/// A run's directory.
+#[derive(Debug, Clone)]
+pub struct RunFiles(pub PathBuf);
+
+impl RunFiles {
+    /// A file of it.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+
+    /// A text file of it.
+    #[track_caller]
+    pub fn text(&self, name: &str) -> String {
+        let path = self.path(name);
+        std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+    }
+
+    /// A checkpoint of it.
+    pub fn checkpoint(&self, step: u64) -> PathBuf {
+        self.path(&format!("checkpoints/step-{step:08}"))
+    }
+
+    /// The lines of `metrics.jsonl` without times. Numbers are printed so that other bits are another text.
+    pub fn steps(&self) -> Vec<String> {
+        self.lines("metrics.jsonl", &["step_ms", "tokens_per_second", "time"])
+    }
+
+    /// The lines of `eval.jsonl` without times.
+    pub fn evaluations(&self) -> Vec<String> {
+        self.lines("eval.jsonl", &["time"])
+    }
+
+    fn lines(&self, name: &str, without: &[&str]) -> Vec<String> {
+        let text = self.text(name);
+        let lines = text.lines().map(|line| {
+            let mut value: Value = serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
+            for key in without {
+                value.as_object_mut().unwrap().remove(*key).unwrap_or_else(|| panic!("no {key}: {line}"));
+            }
+            value.to_string()
+        });
+        lines.collect()
+    }
+
+    /// A number of every line of a file of JSON lines.
+    pub fn numbers(&self, name: &str, key: &str) -> Vec<f64> {
+        self.lines(name, &[])
+            .iter()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap()[key].as_f64().unwrap())
+            .collect()
+    }
+
+    /// Every tensor and buffer of a checkpoint, as bits.
+    pub fn tensors(&self, step: u64) -> Vec<(String, Vec<u32>)> {
+        tensors(&self.checkpoint(step))
+    }
+
+    /// Panics unless metrics, evaluations and the last checkpoint are those of `other`, bit by bit.
+    #[track_caller]
+    pub fn same_as(&self, other: &RunFiles, steps: u64, what: &str) {
+        assert_eq!(self.steps(), other.steps(), "{what}: metrics");
+        assert_eq!(self.steps().len() as u64, steps, "{what}");
+        assert_eq!(self.evaluations(), other.evaluations(), "{what}: evaluations");
+        let (mine, others) = (self.tensors(steps), other.tensors(steps));
+        assert_eq!(mine.len(), others.len(), "{what}");
+        for ((name, mine), (other_name, other)) in mine.iter().zip(&others) {
+            assert_eq!(name, other_name, "{what}");
+            let differ = mine.iter().zip(other).filter(|(a, b)| a != b).count();
+            assert!(mine.len() == other.len() && differ == 0, "{what}: {differ} elements of {name} differ");
+        }
+    }
+}
+
+/// Every tensor and buffer of the checkpoint in `dir`, as bits.
+pub fn tensors(dir: &Path) -> Vec<(String, Vec<u32>)> {
+    let mut reader = Reader::open(dir).unwrap();
+    let manifest = reader.manifest().clone();
+    let mut all = Vec::new();
+    for (name, entry) in &manifest.tensors {
+        for part in 0..=manifest.state.len() {
+            let mut values = vec![f32::NAN; entry.shape.iter().product()];
+            reader.read(name, part, 0..values.len(), &mut values).unwrap();
+            all.push((format!("{name}, part {part}"), values.into_iter().map(f32::to_bits).collect()));
+        }
+    }
+    all
+}
+
+/// Copies a directory, links as links.
+pub fn copy(from: &Path, to: &Path) {
+    let status = Command::new("cp").arg("-a").arg(from).arg(to).status().unwrap();
+    assert!(status.success(), "cp -a {} {}", from.display(), to.display());
+}

@@ -1,0 +1,262 @@
+//! Interrupted runs: continued, they leave what the uninterrupted run leaves, bit by bit.
+
+mod common;
+
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use common::launch::{signal, start};
+use common::runs::{Run, RunFiles, copy};
+use hpctrain::checkpoint::Reader;
+
+/// Steps of the uninterrupted run. It saves and evaluates every third.
+const STEPS: u64 = 9;
+/// Eight lanes on any number of ranks: the same bits on all.
+const SETTINGS: [&str; 7] = [
+    "run.steps=9",
+    "checkpoint.every=3",
+    "checkpoint.keep=9",
+    "eval.every=3",
+    "parallel.lanes=8",
+    "model.dropout=0.1",
+    "batch.global=16",
+];
+
+fn run(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
+    Run::new(transport, root, name, &[&SETTINGS, more].concat())
+}
+
+/// The run `from`, as if it had been killed after step `step` was saved and before the next checkpoint was.
+fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
+    copy(&from.0, to);
+    let files = RunFiles(to.to_path_buf());
+    for newer in (step + 1..=STEPS).filter(|newer| files.checkpoint(*newer).exists()) {
+        std::fs::remove_dir_all(files.checkpoint(newer)).unwrap();
+    }
+    std::fs::remove_file(files.path("run.json")).unwrap();
+    files
+}
+
+/// Who ran before the interruption, who afterwards, with which stage, and the step of the checkpoint.
+const PAIRS: [(Transport, &str, Transport, &str, u64); 9] = [
+    (Alone, "parallel.zero=0", Alone, "parallel.zero=0", 3),
+    (Alone, "parallel.zero=0", Mpirun(4), "parallel.zero=1", 6),
+    (Alone, "parallel.zero=3", Simulate(8), "parallel.zero=2", 3),
+    (Mpirun(4), "parallel.zero=3", Mpirun(4), "parallel.zero=3", 6),
+    (Mpirun(4), "parallel.zero=3", Mpirun(2), "parallel.zero=0", 3),
+    (Mpirun(4), "parallel.zero=2 parallel.shard=2", Alone, "parallel.zero=0", 6),
+    (Mpirun(2), "parallel.zero=1", Mpirun(4), "parallel.zero=3 parallel.shard=2 parallel.recompute=true", 3),
+    (Simulate(4), "parallel.zero=0", Mpirun(2), "parallel.zero=3", 6),
+    (Simulate(8), "parallel.zero=3", Simulate(2), "parallel.zero=1", 3),
+];
+
+#[test]
+fn resumed_runs_equal_uninterrupted_ones_on_any_ranks() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = run(Alone, root.path(), "reference", &[]).succeeds();
+    assert_eq!(reference.steps().len() as u64, STEPS);
+    assert_eq!(reference.numbers("eval.jsonl", "step"), [3.0, 6.0, 9.0]);
+    for (i, (before, zero_before, after, zero_after, step)) in PAIRS.into_iter().enumerate() {
+        let what = format!("{before:?} {zero_before} until step {step}, then {after:?} {zero_after}");
+        let settings = |zero: &'static str| zero.split_whitespace().collect::<Vec<_>>();
+        let whole = run(before, root.path(), &format!("before-{i}"), &settings(zero_before)).succeeds();
+        let name = format!("after-{i}");
+        interrupted(&whole, step, &root.path().join(&name));
+        let resumed = run(after, root.path(), &name, &settings(zero_after)).resume("auto");
+        let ended = resumed.ends().succeeded();
+        let resumed = resumed.files();
+        assert!(ended.stdout.contains(&format!("at step {step} from")), "{what}: {ended}");
+        resumed.same_as(&reference, STEPS, &what);
+        assert_eq!(resumed.path("checkpoints/latest").canonicalize().unwrap(), resumed.checkpoint(STEPS), "{what}");
+        assert!(resumed.path("run.json").exists(), "{what}");
+    }
+}
+
+#[test]
+fn a_path_starts_another_run_from_a_checkpoint() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = run(Alone, root.path(), "reference", &[]).succeeds();
+    let kept = reference.steps();
+    let from = reference.checkpoint(6);
+    let branch = run(Alone, root.path(), "branch", &[]).resume(from.to_str().unwrap()).succeeds();
+    assert_eq!(branch.steps(), reference.steps()[6..]);
+    assert_eq!(branch.tensors(STEPS), reference.tensors(STEPS));
+    assert_eq!(reference.steps(), kept);
+
+    // A link to it will do; a directory that holds a run will not.
+    let latest = reference.path("checkpoints/latest");
+    let latest = latest.to_str().unwrap();
+    let more = run(Mpirun(2), root.path(), "more", &["run.steps=12"]).resume(latest).succeeds();
+    assert_eq!(more.numbers("metrics.jsonl", "step"), [10.0, 11.0, 12.0]);
+    let ended = run(Alone, root.path(), "branch", &[]).resume(latest).ends();
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("branch holds another run"), "{ended}");
+    assert_eq!(branch.steps(), reference.steps()[6..]);
+}
+
+#[test]
+fn a_finished_run_resumes_to_itself() {
+    let root = tempfile::tempdir().unwrap();
+    let asked = run(Alone, root.path(), "x", &["parallel.zero=0"]);
+    let files = asked.succeeds();
+    let (steps, evaluations, tensors) = (files.steps(), files.evaluations(), files.tensors(STEPS));
+    let written = files.checkpoint(STEPS).metadata().unwrap().modified().unwrap();
+    asked.clone().resume("auto").succeeds();
+    assert_eq!((files.steps(), files.evaluations()), (steps.clone(), evaluations));
+    assert_eq!(files.checkpoint(STEPS).metadata().unwrap().modified().unwrap(), written);
+    assert_eq!(files.tensors(STEPS), tensors);
+    // Fewer steps than it has done.
+    let ended = run(Alone, root.path(), "x", &["run.steps=5"]).resume("auto").ends();
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("at step 9, beyond run.steps = 5"), "{ended}");
+    assert_eq!(files.steps(), steps);
+    // More.
+    let files = run(Alone, root.path(), "x", &["run.steps=12"]).resume("auto").succeeds();
+    assert_eq!(files.numbers("metrics.jsonl", "step"), (1..=12).map(f64::from).collect::<Vec<_>>());
+    assert_eq!(files.numbers("eval.jsonl", "step"), [3.0, 6.0, 9.0, 12.0]);
+}
+
+#[test]
+fn a_damaged_manifest_is_passed_over() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = run(Alone, root.path(), "reference", &[]).succeeds();
+    for (i, damage) in ["", "{\"version\": 1, \"step\": 6", "not JSON"].into_iter().enumerate() {
+        let name = format!("damaged-{i}");
+        let files = interrupted(&reference, 6, &root.path().join(&name));
+        std::fs::write(files.checkpoint(6).join("manifest.json"), damage).unwrap();
+        let resumed = run(Mpirun(2), root.path(), &name, &[]).resume("auto");
+        let ended = resumed.ends().succeeded();
+        let warnings: Vec<_> = ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
+        assert_eq!(warnings.len(), 1, "{ended}");
+        assert!(warnings[0].contains("passing over") && warnings[0].contains("step-00000006"), "{ended}");
+        assert!(ended.stdout.contains("at step 3 from"), "{ended}");
+        files.same_as(&reference, STEPS, "after a damaged manifest");
+    }
+}
+
+/// Panics unless a job ended with exit code 2, one error with these words, and a hint.
+#[track_caller]
+fn refuses(run: &Run, words: &[&str]) {
+    let ended = run.ends();
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert_eq!(ended.stderr.matches("error: ").count(), 1, "{ended}");
+    assert!(ended.stderr.contains("\nhint: "), "{ended}");
+    for word in words {
+        assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
+    }
+}
+
+#[test]
+fn flipped_bits_are_found_and_named() {
+    let root = tempfile::tempdir().unwrap();
+    let whole = run(Mpirun(2), root.path(), "x", &["parallel.zero=1"]).succeeds();
+    let files = interrupted(&whole, 6, &root.path().join("y"));
+    let damaged = files.checkpoint(6).join("rank-00001.h5");
+    // A bit in the middle of the values of one tensor.
+    let (offset, tensor) = {
+        let file = hdf5::File::open(&damaged).unwrap();
+        let names = file.group("params").unwrap().member_names().unwrap();
+        let name = names.iter().find(|name| name.contains("mlp.c_proj.weight")).unwrap().clone();
+        let dataset = file.dataset(&format!("params/{name}")).unwrap();
+        (dataset.offset().unwrap() + dataset.size() as u64 * 2, name)
+    };
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(&damaged).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).unwrap();
+    file.write_all_at(&[byte[0] ^ 4], offset).unwrap();
+    drop(file);
+
+    let (steps, config) = (files.steps(), files.text("config.toml"));
+    for transport in [Alone, Mpirun(2), Simulate(2)] {
+        let resumed = run(transport, root.path(), "y", &[]).resume("auto");
+        refuses(&resumed, &["step-00000006/rank-00001.h5", &format!("/params/{tensor}"), "older checkpoint"]);
+    }
+    // Nothing is lost: the checkpoint before it continues the run.
+    assert_eq!((files.steps(), files.text("config.toml")), (steps, config));
+    let before = files.checkpoint(3);
+    run(Alone, root.path(), "z", &[]).resume(before.to_str().unwrap()).succeeds();
+
+    // A file that is shorter than it was, and one that is gone.
+    std::fs::OpenOptions::new().write(true).open(&damaged).unwrap().set_len(5000).unwrap();
+    refuses(&run(Alone, root.path(), "y", &[]).resume("auto"), &["step-00000006/rank-00001.h5"]);
+    std::fs::remove_file(&damaged).unwrap();
+    refuses(&run(Mpirun(2), root.path(), "y", &[]).resume("auto"), &["step-00000006/rank-00001.h5"]);
+}
+
+#[test]
+fn a_checkpoint_of_another_model_names_the_tensor() {
+    let root = tempfile::tempdir().unwrap();
+    let files = run(Alone, root.path(), "x", &[]).succeeds();
+    let latest = files.path("checkpoints/latest");
+    let latest = latest.to_str().unwrap();
+    let (steps, config) = (files.steps(), files.text("config.toml"));
+    for (setting, words) in [
+        ("model.width=64", ["wte.weight is [65, 32] there", "[65, 64] here"]),
+        ("model.context=8", ["wpe.weight is [16, 32] there", "[8, 32] here"]),
+        ("model.layers=3", ["it has no tensor h.2.", "another model"]),
+        ("model.layers=1", ["tensors, the model", "another model"]),
+        ("optimizer.kind=sgd", ["its optimizer state is [\"m\", \"v\"]", "[\"momentum\"]"]),
+    ] {
+        refuses(&run(Alone, root.path(), "y", &[setting]).resume(latest), &words);
+        refuses(&run(Alone, root.path(), "x", &[setting]).resume("auto"), &words);
+    }
+    refuses(&run(Mpirun(2), root.path(), "y", &["model.width=64"]).resume(latest), &["wte.weight is [65, 32] there"]);
+    assert_eq!((files.steps(), files.text("config.toml")), (steps, config));
+    // A failed start does not occupy the name.
+    run(Alone, root.path(), "y", &[]).succeeds();
+}
+
+#[test]
+fn a_killed_rank_ends_the_job_and_the_run_continues() {
+    const LONG: u64 = 400;
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["run.steps=400", "checkpoint.every=20", "eval.every=0", "parallel.zero=2"];
+    let reference = run(Alone, root.path(), "reference", &settings).succeeds();
+
+    let asked = run(Mpirun(2), root.path(), "x", &settings);
+    let files = asked.files();
+    let mut job = start(&mut asked.command());
+    let begun = Instant::now();
+    while !files.checkpoint(20).exists() {
+        assert!(job.runs() && begun.elapsed() < Duration::from_secs(30), "no checkpoint of step 20");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    signal("KILL", &rank(job.id(), 1).to_string());
+    let ended = job.finish(Duration::from_secs(15));
+    assert!(!ended.status.success(), "{ended}");
+    assert!(!files.path("run.json").exists() && !files.checkpoint(LONG).exists(), "the run had ended: {ended}");
+
+    asked.resume("auto").succeeds().same_as(&reference, LONG, "after a rank was killed");
+}
+
+/// The process of a rank of the mpirun with this number.
+fn rank(mpirun: u32, rank: usize) -> u32 {
+    let children = std::fs::read_to_string(format!("/proc/{mpirun}/task/{mpirun}/children")).unwrap();
+    let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
+    let is_it = |pid: &u32| {
+        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        environment.split(|&byte| byte == 0).any(|one| one == variable.as_bytes())
+    };
+    children.split_whitespace().map(|pid| pid.parse().unwrap()).find(is_it).unwrap()
+}
+
+/// What a kill between two renames leaves is not taken for a checkpoint, and does not stay for ever.
+#[test]
+fn leftovers_of_a_kill_are_ignored() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = run(Alone, root.path(), "reference", &[]).succeeds();
+    let files = interrupted(&reference, 3, &root.path().join("x"));
+    let checkpoints = files.path("checkpoints");
+    copy(&files.checkpoint(3), &checkpoints.join("step-00000006.tmp"));
+    std::fs::create_dir(checkpoints.join(".trash-step-00000003")).unwrap();
+    std::os::unix::fs::symlink("step-00000003", checkpoints.join(".latest.tmp")).unwrap();
+    // The last line was being written.
+    let torn = files.text("metrics.jsonl");
+    std::fs::write(files.path("metrics.jsonl"), &torn[..torn.len() - 30]).unwrap();
+    run(Mpirun(2), root.path(), "x", &[]).resume("auto").succeeds();
+    files.same_as(&reference, STEPS, "after a kill while saving");
+    assert!(!checkpoints.join("step-00000006.tmp").exists() && !checkpoints.join(".latest.tmp").exists());
+    assert_eq!(Reader::open(&files.checkpoint(6)).unwrap().manifest().step, 6);
+}
