@@ -1,4 +1,5 @@
 //! The command line where nothing is wrong: what it prints and what it leaves.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod common;
 

@@ -1,10 +1,10 @@
 //! Communication over MPI: each test relaunches this program under `mpirun`.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests")]
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod common;
 
-use std::process::ExitStatus;
+use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use common::launch;
@@ -193,9 +193,7 @@ fn a_foreign_launcher_is_recognised() {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([NAME, "--exact"]).envs([(ROLE, NAME), ("PMI_SIZE", "2"), ("PMI_RANK", "0")]);
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
-    let mut child = command.process_group(0).spawn().unwrap();
-    let status = exit_within(&mut child, Duration::from_secs(30));
-    assert!(status.is_some_and(|status| status.success()), "{status:?}");
+    launch::start(&mut command).finish(Duration::from_secs(30)).succeeded();
 }
 
 /// Not a test: prints how long an all-reduce takes, the median of nine.

@@ -1,4 +1,5 @@
 //! The banner's promise of memory against what the process took.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod common;
 

@@ -1,4 +1,5 @@
 //! Interrupted runs: continued, they leave what the uninterrupted run leaves, bit by bit.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod common;
 

@@ -75,7 +75,10 @@ impl Reader {
             let file = match self.files.get(&piece.file) {
                 Some(file) => file,
                 None => {
-                    let file = hdf5::File::open(&path).map_err(|e| Error::io("open", &path, one_line(&e)))?;
+                    let file = hdf5::File::open(&path).map_err(|e| {
+                        Error::io("open", &path, one_line(&e))
+                            .hint("resume from an older checkpoint, which has all files")
+                    })?;
                     self.files.entry(piece.file.clone()).or_insert(file)
                 }
             };
