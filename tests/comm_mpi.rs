@@ -5,7 +5,7 @@
 mod common;
 
 use std::process::{Command, ExitStatus};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use common::launch;
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
@@ -194,54 +194,4 @@ fn a_foreign_launcher_is_recognised() {
     command.args([NAME, "--exact"]).envs([(ROLE, NAME), ("PMI_SIZE", "2"), ("PMI_RANK", "0")]);
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     launch::start(&mut command).finish(Duration::from_secs(30)).succeeded();
-}
-
-/// Not a test: prints how long an all-reduce takes, the median of nine.
-/// `cargo test --release --test comm_mpi -- --ignored --nocapture speed_`
-fn measure(test: &str, algorithm: Algorithm) {
-    if !is_rank_of(test) {
-        let ranks = std::env::var("RANKS").map_or(2, |ranks| ranks.parse().unwrap());
-        let (status, printed) = mpirun(test, ranks, 120);
-        assert!(status.success(), "{printed}");
-        printed.lines().filter(|line| line.contains("MiB")).for_each(|line| println!("{line}"));
-        return;
-    }
-    let comm = mpi::start::<Cpu>(algorithm).unwrap();
-    let world = comm.world();
-    for kib in [1, 64, 1 << 10, 4 << 10, 16 << 10, 64 << 10] {
-        let len = kib << 8;
-        let mut x = buf(&vec![0.0; len]);
-        let mut seconds = Vec::new();
-        for round in 0..12 {
-            world.barrier().wait().unwrap();
-            let start = Instant::now();
-            x = world.all_reduce(x, 0..len).wait().unwrap();
-            if round >= 3 {
-                seconds.push(start.elapsed().as_secs_f64());
-            }
-        }
-        seconds.sort_by(f64::total_cmp);
-        if comm.rank() == 0 {
-            let (size, time) = (kib as f64 / 1024.0, seconds[seconds.len() / 2]);
-            let speed = len as f64 * 4e-9 / time;
-            println!("{algorithm:>5} {size:8.3} MiB {:9.3} ms {speed:6.2} GB/s", time * 1e3);
-        }
-    }
-    comm.shutdown();
-}
-
-macro_rules! speeds {
-    ($($test:ident: $algorithm:expr;)*) => {$(
-        #[test]
-        #[ignore = "a measurement"]
-        fn $test() {
-            measure(stringify!($test), $algorithm);
-        }
-    )*};
-}
-
-speeds! {
-    speed_of_mpi: Algorithm::Mpi;
-    speed_of_ring: Algorithm::Ring;
-    speed_of_tree: Algorithm::Tree;
 }
