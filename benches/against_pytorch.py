@@ -3,8 +3,8 @@
     python benches/against_pytorch.py [--pairs 5] [--size char|gpt2-124m]
 
 Needs a release build and, for the Python that runs this, torch (and h5py, for gpt2-124m). hpctrain trains for real: it
-reads shards, clips, writes metrics; its figure is the median step of a run. PyTorch's is the median step of a bare loop
-over one batch in memory.
+reads shards, clips, writes metrics; its figure is the median step of a run. PyTorch's is the median step of a loop
+over tokens in memory.
 """
 import argparse
 import json

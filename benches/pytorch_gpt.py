@@ -1,4 +1,5 @@
-"""The peer: one GPT training step in PyTorch (eager, scaled_dot_product_attention, AdamW), tokens a second.
+"""The peer: a GPT training step in PyTorch (eager, scaled_dot_product_attention, AdamW), tokens a second. As a training
+loop does, a step draws a batch from tokens in memory, clips, decays matrices only, and reads the loss.
 
     python benches/pytorch_gpt.py char 2 100     # size, threads, steps; prints the median over steps
 """
@@ -49,14 +50,21 @@ def main():
     torch.manual_seed(1)
     layers, heads, width, context, batch, vocabulary, bias = SIZES[size]
     model = Gpt(layers, heads, width, context, vocabulary, bias)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.99), weight_decay=0.1)
-    tokens, targets = torch.randint(vocabulary, (2, batch, context))
+    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.99))
+    data = torch.randint(vocabulary, (1 << 16,))
 
     def step():
-        model(tokens, targets).backward()
+        starts = torch.randint(len(data) - context - 1, (batch,))
+        tokens = torch.stack([data[i:i + context] for i in starts])
+        targets = torch.stack([data[i + 1:i + 1 + context] for i in starts])
+        loss = model(tokens, targets)
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.item()
 
     for _ in range(5):
         step()

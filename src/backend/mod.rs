@@ -73,6 +73,9 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// The buffer as host memory, when this device's memory is host memory: what the wire may touch directly.
     fn host(buf: &mut Self::Buf) -> Option<&mut [f32]>;
 
+    /// Gives memory that waits for reuse back to the system: shapes are about to change.
+    fn trim(&self);
+
     /// The count of what is allocated, by category.
     fn ledger(&self) -> &Ledger;
 

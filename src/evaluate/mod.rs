@@ -37,6 +37,8 @@ impl Evaluator {
     /// # Errors
     /// Of the data, the device, or a message between ranks.
     pub fn loss<B: Kernels>(&mut self, engine: &mut Engine<B>, data: &Group<B>) -> Result<f64> {
+        // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation afterwards.
+        engine.backend.trim();
         let chunks = self.samples.div_ceil(self.chunk);
         let ranks = data.size() as u64;
         let mut sums = Vec::new();
@@ -50,6 +52,7 @@ impl Evaluator {
                 sums.push(sum);
             }
         }
+        engine.backend.trim();
         let message = sums.iter().flat_map(|sum: &f64| sum.to_le_bytes()).collect();
         let everyone = data.gather_bytes(message).wait()?;
         let mut all = vec![0.0; chunks as usize];

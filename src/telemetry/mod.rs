@@ -9,7 +9,10 @@ pub mod run_card;
 /// Prints a line to standard output. A run goes on, and a command ends well, when nobody reads it any more.
 pub fn say(line: impl std::fmt::Display) {
     use std::io::Write as _;
-    let _ = writeln!(std::io::stdout(), "{line}");
+    match writeln!(std::io::stdout(), "{line}") {
+        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => log::error!("cannot write to standard output: {e}"),
+        _ => {}
+    }
 }
 
 /// Seconds since 1970, for records.

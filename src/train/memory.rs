@@ -12,7 +12,7 @@ const F32: usize = size_of::<f32>();
 
 /// What a process grows by after the start besides the categories: packed operands of products, the reader's
 /// decompressed chunks, message buffers of MPI, slack of the allocator. Measured; it does not depend on the model.
-const GROWTH: usize = 10 << 20;
+const GROWTH: usize = 7 << 20;
 
 /// The peak of every category, from the plan alone. `resident` is what the process holds already.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, resident: usize) -> Estimate {

@@ -273,7 +273,10 @@ impl<'a, B: Kernels> Run<'a, B> {
             if let Some(text) = text {
                 say(format_args!("\n{text}\n\nmore text: hpctrain sample --checkpoint {}", latest.display()));
             }
-            self.card(loss).write(&self.directory.card_path())?;
+            // A finished run that was resumed had nothing left to measure.
+            if !self.step_ms.is_empty() {
+                self.card(loss).write(&self.directory.card_path())?;
+            }
         }
         log::info!("finished");
         Ok(())

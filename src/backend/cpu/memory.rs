@@ -39,6 +39,11 @@ impl Pool {
         self.ledger.take(what, size_of_val(lines.as_slice()));
         CpuBuf { lines, len, what, pool: self.clone() }
     }
+
+    /// Frees all that waits for reuse.
+    pub fn trim(&self) {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
 }
 
 /// A flat buffer of f32 on the host. Its memory returns to the pool on drop.
@@ -99,5 +104,7 @@ mod tests {
         let third = pool.take(Memory::Activations, 990);
         assert_ne!(third.as_slice().as_ptr(), address);
         assert!(pool.take(Memory::Data, 0).is_empty());
+        pool.trim();
+        assert!(pool.free.lock().unwrap().is_empty());
     }
 }

@@ -92,6 +92,10 @@ impl Backend for Cpu {
         Some(buf.as_mut_slice())
     }
 
+    fn trim(&self) {
+        self.pool.trim();
+    }
+
     fn ledger(&self) -> &Ledger {
         &self.pool.ledger
     }
