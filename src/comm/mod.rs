@@ -11,6 +11,9 @@
 //! A group of one rank is the identity, so callers never ask how large a group is.
 
 mod algorithms;
+pub mod bench;
+mod choice;
+mod cut;
 mod group;
 pub mod launch;
 pub mod mpi;
@@ -28,10 +31,11 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Memory};
 use crate::error::{Error, Result};
 
-pub use algorithms::Algorithm;
+pub use algorithms::{Algorithm, Operation};
+pub use choice::{Choice, Table, measure};
 pub use group::Group;
 pub use pending::Pending;
 pub use shared::Stats;
@@ -59,9 +63,14 @@ pub struct NodeInfo {
 #[derive(Clone)]
 struct World {
     rank: usize,
-    size: usize,
+    /// The node of every rank, as a number.
+    nodes: Arc<[usize]>,
     node: NodeInfo,
     library: String,
+    /// Whether ranks of this node exchange through shared memory.
+    shares_memory: bool,
+    /// Whether the library has collectives of its own.
+    vendor: bool,
 }
 
 /// How a rank goes down when it aborts.
@@ -96,7 +105,14 @@ impl<B: Backend> Clone for Comm<B> {
 /// The communicator of a process that was started alone: no MPI, no thread.
 pub fn single<B: Backend>() -> Comm<B> {
     let node = NodeInfo { local_rank: 0, local_size: 1, host: "localhost".into() };
-    let world = World { rank: 0, size: 1, node, library: "none (one rank)".into() };
+    let world = World {
+        rank: 0,
+        nodes: [0].into(),
+        node,
+        library: "none (one rank)".into(),
+        shares_memory: false,
+        vendor: false,
+    };
     Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
 }
 
@@ -113,7 +129,7 @@ impl<B: Backend> Comm<B> {
 
     /// Ranks in the world.
     pub fn size(&self) -> usize {
-        self.inner.world.size
+        self.inner.world.nodes.len()
     }
 
     /// Where this rank runs.
@@ -126,7 +142,12 @@ impl<B: Backend> Comm<B> {
         &self.inner.world.library
     }
 
-    /// How the groups of this world add up.
+    /// Whether the ranks of this node exchange through shared memory.
+    pub fn shares_memory(&self) -> bool {
+        self.inner.world.shares_memory
+    }
+
+    /// How groups exchange and add that choose nothing else.
     pub fn algorithm(&self) -> Algorithm {
         self.inner.algorithm
     }
@@ -136,9 +157,14 @@ impl<B: Backend> Comm<B> {
         self.inner.shared.stats()
     }
 
+    /// Counts the memory that messages pass through as the backend's.
+    pub fn count_memory(&self, backend: B) {
+        self.inner.shared.count_staging(Box::new(move |bytes| backend.ledger().take(Memory::Communication, bytes)));
+    }
+
     /// The group of all ranks.
     pub fn world(&self) -> Group<B> {
-        Group::new(self.clone(), Members::world(self.rank(), self.size()))
+        Group::new(self.clone(), Members::world(self.rank(), self.inner.world.nodes.clone()))
     }
 
     /// Collective over the world: the group of the ranks that share my colour, ordered by rank.
@@ -155,7 +181,7 @@ impl<B: Backend> Comm<B> {
         let id = if self.size() == 1 {
             0
         } else {
-            let world = Members::world(self.rank(), self.size());
+            let world = Members::world(self.rank(), self.inner.world.nodes.clone());
             let label = Label { op: "split", len: colors.len() };
             let (reply, pending) = reply(&self.inner.shared);
             self.inner.submit(Request::run(move |desk| {
@@ -164,7 +190,7 @@ impl<B: Backend> Comm<B> {
             pending.wait()?
         };
         let ranks: Vec<usize> = (0..self.size()).filter(|&rank| colors[rank] == mine).collect();
-        Ok(Group::new(self.clone(), Members::new(id, self.rank(), ranks)))
+        Ok(Group::new(self.clone(), Members::new(id, self.rank(), ranks, self.inner.world.nodes.clone())))
     }
 
     /// Ends the communication thread once it has done what was requested of it, and leaves the world

@@ -6,7 +6,6 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::algorithms::Algorithm;
 use super::operand::Scratch;
 use super::pace::Pace;
 use super::shared::Shared;
@@ -40,7 +39,6 @@ pub struct Label {
 pub struct Desk {
     pub wire: Box<dyn Wire>,
     pub scratch: Scratch,
-    pub algorithm: Algorithm,
     shared: Arc<Shared>,
     failed: Option<Error>,
     /// Whether somebody was waiting when the last request was done.
@@ -106,7 +104,7 @@ impl Desk {
         let mut mine = format!("collective {sequence}: {} of {}", label.op, label.len).into_bytes();
         mine.resize(64, b' ');
         let mut theirs = [0; 64];
-        self.wire.exchange(group, Some((group.next(), &mine)), Some((group.previous(), &mut theirs)))?;
+        self.wire.exchange_bytes(group, Some((group.next(), &mine)), Some((group.previous(), &mut theirs)))?;
         if mine == theirs {
             return Ok(());
         }
@@ -130,7 +128,6 @@ impl Worker {
     /// If the system refuses a thread, `open` is dropped and every request finds that the thread has ended.
     pub fn start(
         name: String,
-        algorithm: Algorithm,
         shared: &Arc<Shared>,
         open: impl FnOnce() -> Option<Box<dyn Wire>> + Send + 'static,
     ) -> Self {
@@ -140,8 +137,7 @@ impl Worker {
             if let Some(wire) = open() {
                 let desk = Desk {
                     wire,
-                    scratch: Scratch::default(),
-                    algorithm,
+                    scratch: Scratch::new(shared.clone()),
                     shared,
                     failed: None,
                     awaited: false,
