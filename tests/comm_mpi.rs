@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::launch;
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
 use hpctrain::backend::{Backend, Memory};
-use hpctrain::comm::{Algorithm, Comm, Group, mpi, threads};
+use hpctrain::comm::{Algorithm, Comm, Group, Operation, Table, mpi, threads};
 use hpctrain::error::{Error, Result};
 
 /// Tells a relaunched test that it is a rank.
@@ -145,6 +145,44 @@ operations! {
     tree_matches_threads: Algorithm::Tree, [1, 2, 3, 4];
     hierarchical_matches_threads: Algorithm::Hierarchical, [1, 2, 3, 4, 5];
     reduce_to_one_matches_threads: Algorithm::ReduceToOne, [1, 2, 3, 4];
+}
+
+/// Counts of MPI are 31 bits wide, and so were byte counts.
+#[test]
+#[ignore = "needs 6 GiB of memory and a minute: cargo test --test comm_mpi -- --ignored"]
+fn more_than_two_gibibytes() {
+    const NAME: &str = "more_than_two_gibibytes";
+    if !is_rank_of(NAME) {
+        let (status, printed) = mpirun(NAME, 2, 2, 300);
+        assert!(status.success(), "{printed}");
+        let (status, printed) = mpirun(NAME, 2, 1, 300);
+        assert!(status.success(), "{printed}");
+        return;
+    }
+    let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
+    let (world, rank) = (comm.world(), comm.rank());
+    let len = (1 << 29) + 6;
+    let value = |rank: usize, i: usize| ((i % 1009) * (rank + 1)) as f32;
+    let mut whole = Cpu::new(1).alloc(Memory::Communication, len).unwrap();
+    for algorithm in [Algorithm::Tree, Algorithm::Ring, Algorithm::Mpi] {
+        let group = world.choosing(Table::always(algorithm));
+        for operation in Operation::ALL {
+            whole.as_mut_slice().iter_mut().enumerate().for_each(|(i, x)| *x = value(rank, i));
+            whole = group.run(operation, whole).wait().unwrap();
+            let half = len / 2;
+            let (range, expected): (_, fn(usize, usize) -> usize) = match operation {
+                Operation::AllReduce => (0..len, |_, _| 3),
+                Operation::ReduceScatter => (rank * half..(rank + 1) * half, |_, _| 3),
+                Operation::AllGather => (0..len, |i, half| 1 + i / half),
+                Operation::Broadcast => (0..len, |_, _| 1),
+            };
+            for i in range {
+                let wanted = ((i % 1009) * expected(i, half)) as f32;
+                assert_eq!(whole.as_slice()[i], wanted, "{algorithm} {operation}, element {i}");
+            }
+        }
+    }
+    comm.shutdown();
 }
 
 /// Rank 1 aborts; the others are inside an all-reduce that it never joins.

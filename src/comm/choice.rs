@@ -162,6 +162,8 @@ pub fn measure<B: Backend>(
     for (&operation, fastest) in operations.iter().zip(&fastest) {
         table.set(operation, fastest);
     }
+    // Buffers of these sizes may not be needed again.
+    backend.trim();
     Ok(table)
 }
 
@@ -184,7 +186,8 @@ fn time<B: Backend>(
 ) -> Result<f64> {
     let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
     let group = group.choosing(Table::always(algorithm));
-    let mut buf = backend.upload(Memory::Communication, &vec![0.0; len])?;
+    // It stands for the gradient of a unit, which is not there yet.
+    let mut buf = backend.upload(Memory::Gradients, &vec![0.0; len])?;
     let mut fastest = f64::INFINITY;
     // The first one touches memory for the first time.
     for _ in 0..=REPETITIONS {

@@ -71,6 +71,8 @@ struct World {
     shares_memory: bool,
     /// Whether the library has collectives of its own.
     vendor: bool,
+    /// Bytes that messages pass through, at most.
+    staging: usize,
 }
 
 /// How a rank goes down when it aborts.
@@ -112,6 +114,7 @@ pub fn single<B: Backend>() -> Comm<B> {
         library: "none (one rank)".into(),
         shares_memory: false,
         vendor: false,
+        staging: 0,
     };
     Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
 }
@@ -155,6 +158,11 @@ impl<B: Backend> Comm<B> {
     /// What communication has cost this rank so far.
     pub fn stats(&self) -> Stats {
         self.inner.shared.stats()
+    }
+
+    /// Bytes of memory that messages pass through, at most.
+    pub fn staging(&self) -> usize {
+        self.inner.world.staging
     }
 
     /// Counts the memory that messages pass through as the backend's.

@@ -8,6 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::algorithms;
 use super::shared::Shared;
 use super::wire::{Incoming, Members, Outgoing, Parcel, Vendor, Wire, check_length};
 use super::worker::Worker;
@@ -48,6 +49,7 @@ pub fn start_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Vec<
             library: "threads of one process".into(),
             shares_memory: false,
             vendor: false,
+            staging: algorithms::staging(ranks),
         };
         let shared = Arc::new(Shared::default());
         let worker = (ranks > 1).then(|| {

@@ -129,7 +129,7 @@ impl<'a, B: Kernels> Run<'a, B> {
                 parameters: engine.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
                 validation: validation.samples(),
-                memory: &memory::estimate(&plan, &engine.blocks, resident),
+                memory: &memory::estimate(&plan, &engine.blocks, comm.staging(), resident),
                 resumed: resumed.as_deref().map(|path| (progress.step, path)),
             };
             say(banner::banner(&plan, &facts));

@@ -137,6 +137,11 @@ impl FromStr for Operation {
 /// Elements of a rank in one block, 256 KiB: all steps of a block find it in the cache.
 const BLOCK: usize = 1 << 16;
 
+/// Bytes that the algorithms of a world of `ranks` keep aside, at most.
+pub fn staging(ranks: usize) -> usize {
+    if ranks.is_power_of_two() { 0 } else { ranks * tree::BLOCK * size_of::<f32>() }
+}
+
 /// Cuts a range into blocks, and each into even shares.
 fn blocks(range: Range<usize>, size: usize) -> impl Iterator<Item = (Range<usize>, Shares)> {
     let block = BLOCK * size;

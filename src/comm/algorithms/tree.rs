@@ -20,7 +20,7 @@ use crate::comm::wire::{Members, Wire};
 use crate::error::Result;
 
 /// Elements of one direct message: the owner keeps as many of each rank aside.
-const BLOCK: usize = 1 << 14;
+pub const BLOCK: usize = 1 << 14;
 
 /// The ranks whose numbers have the lowest `bits` bits of `like`.
 fn alike(size: usize, like: usize, bits: u32) -> impl Iterator<Item = usize> {

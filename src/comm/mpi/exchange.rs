@@ -19,6 +19,9 @@ const MESSAGE: usize = 1 << 18;
 /// Messages of MPI under way at once: one travels while the one before is added.
 const DEPTH: usize = 2;
 
+/// Bytes of memory that messages of MPI pass through.
+pub const BYTES: usize = 2 * DEPTH * MESSAGE * size_of::<f32>();
+
 /// Memory that messages of MPI pass through when they are not one piece, or are to be added.
 #[derive(Default)]
 pub struct Staging {

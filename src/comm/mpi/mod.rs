@@ -20,6 +20,7 @@ use std::sync::mpsc::sync_channel;
 
 use mpi::ffi;
 
+use super::algorithms;
 use super::launch::launched_size;
 use super::pace::Pace;
 use super::shared::Shared;
@@ -283,7 +284,8 @@ impl Mpi {
         let (rank, size) = place(world)?;
         let node = Node::find(world, count(rank)?, count(size)?)?;
         let segment = node.share(rank)?;
-        shared.hold(if segment.is_some() { segment::BYTES } else { 0 });
+        let near = if segment.is_some() { segment::BYTES } else { 0 };
+        shared.hold(near);
         let mpi = Self {
             groups: vec![world],
             rank,
@@ -302,6 +304,7 @@ impl Mpi {
             library: short_version(&library),
             shares_memory: mpi.segment.is_some(),
             vendor: true,
+            staging: algorithms::staging(size) + near + if node.size < size { exchange::BYTES } else { 0 },
         };
         Ok((mpi, world))
     }
