@@ -61,6 +61,15 @@ pub fn run(args: &TrainArgs, launched: bool) -> i32 {
     let request = args.request(None);
     // A rank whose configuration failed still meets the others, so that all hear of it and one speaks.
     let algorithm = request.as_ref().map(|request| request.config.comm.algorithm).unwrap_or(Algorithm::Tree);
+    job(algorithm, launched, |comm| {
+        let request = comm.world().agree(request)?;
+        train(comm, &request, Cpu::new)
+    })
+}
+
+/// What one rank of a job does around its work: joins the others, tells them of its errors, leaves. Returns the
+/// exit code.
+pub fn job(algorithm: Algorithm, launched: bool, work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> i32 {
     let comm: Comm<Cpu> = if launched {
         match comm::mpi::start(algorithm) {
             Ok(comm) => comm,
@@ -70,7 +79,7 @@ pub fn run(args: &TrainArgs, launched: bool) -> i32 {
         comm::single()
     };
     abort_on_panic(&comm);
-    let result = comm.world().agree(request).and_then(|request| train(&comm, &request, Cpu::new));
+    let result = work(&comm);
     let code = match result {
         Ok(()) => 0,
         Err(e) if e.is_shared() || comm.size() == 1 => {

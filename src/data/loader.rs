@@ -1,6 +1,8 @@
 //! Reads batches ahead of the training step, on a thread of its own.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -27,6 +29,8 @@ pub struct Loader {
     batches: Option<Receiver<Result<Batch>>>,
     used: Sender<Batch>,
     reader: Option<JoinHandle<()>>,
+    /// Bytes of all batches there are; only the reader makes new ones.
+    held: Arc<AtomicUsize>,
     waited: Duration,
 }
 
@@ -41,11 +45,13 @@ impl Loader {
     ) -> Result<Self> {
         let (ready, receiver) = sync_channel(depth);
         let (used, recycled) = channel();
+        let held = Arc::new(AtomicUsize::new(0));
+        let counter = held.clone();
         let reader = std::thread::Builder::new()
             .name("hpctrain-data".to_owned())
-            .spawn(move || read_ahead(dataset, sampler, batches, &ready, &recycled))
+            .spawn(move || read_ahead(dataset, sampler, batches, &ready, &recycled, &counter))
             .map_err(|e| Error::internal(format!("cannot start the thread that reads data: {e}")))?;
-        Ok(Self { batches: Some(receiver), used, reader: Some(reader), waited: Duration::ZERO })
+        Ok(Self { batches: Some(receiver), used, reader: Some(reader), held, waited: Duration::ZERO })
     }
 
     /// The next batch; waits for it if need be.
@@ -65,6 +71,11 @@ impl Loader {
     pub fn recycle(&self, batch: Batch) {
         // A reader that is done needs no buffers.
         let _ = self.used.send(batch);
+    }
+
+    /// Bytes of the batches that were read ahead, are being read, or were handed out.
+    pub fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed)
     }
 
     /// The time that [`next`](Self::next) has waited, in sum.
@@ -91,15 +102,25 @@ fn read_ahead(
     batches: impl Iterator<Item = Range<u64>>,
     ready: &SyncSender<Result<Batch>>,
     recycled: &Receiver<Batch>,
+    held: &AtomicUsize,
 ) {
     for positions in batches {
         let (inputs, targets) = recycled.try_recv().map(|batch| (batch.inputs, batch.targets)).unwrap_or_default();
+        let before = bytes(&inputs, &targets);
         let batch = read_batch(&mut dataset, sampler, Batch { positions, inputs, targets });
+        if let Ok(batch) = &batch {
+            held.fetch_add(bytes(&batch.inputs, &batch.targets) - before, Ordering::Relaxed);
+        }
         let failed = batch.is_err();
         if ready.send(batch).is_err() || failed {
             return;
         }
     }
+}
+
+/// Bytes that a batch's buffers take; they never shrink.
+fn bytes(inputs: &Vec<u32>, targets: &Vec<u32>) -> usize {
+    (inputs.capacity() + targets.capacity()) * size_of::<u32>()
 }
 
 /// Fills the buffers of `batch`, whose size may be any.

@@ -1,12 +1,16 @@
 //! Training: the run, its directory, and the one step.
 
+mod advance;
 mod directory;
-mod feed;
+pub mod feed;
+mod local;
 mod memory;
 mod run;
 mod step;
 
+pub use advance::{Taken, advance};
 pub use directory::{Resume, RunDirectory};
 pub use feed::vocabulary;
-pub use run::{Request, train};
+pub use local::on_threads;
+pub use run::{Request, engine, train};
 pub use step::{Engine, Geometry};
