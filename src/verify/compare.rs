@@ -87,12 +87,12 @@ fn values<T: fmt::Debug + PartialEq>(what: &str, here: T, there: T) -> String {
     format!("{what} is {here:?} here, {there:?} on one rank")
 }
 
-/// How far two orders of addition may be apart.
+/// How far two orders of addition may be apart in the first [`CLOSE_STEPS`] steps.
 ///
 /// Two orders of adding n numbers in single precision differ by less than about n·2⁻²⁴ of the sum of their
 /// magnitudes: some 1e-6 of a gradient. Adam divides by the gradient's own size, so that an element whose gradient
 /// is nearly zero may go the other way, at the full rate, in every step; those hardly move the loss. A lost or
-/// doubled contribution of a rank is worth more than 1e-2 of loss, norm and state.
+/// doubled contribution of a rank is worth more than 1e-2 of loss, norm and state in the first step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bounds {
     /// Of the loss, relative.
@@ -105,16 +105,23 @@ pub struct Bounds {
     pub state: f64,
 }
 
-/// Bound of the loss for each step taken.
-const LOSS: f64 = 1e-6;
-/// Bounds of norm and state for each step taken.
-const NORM: f64 = 1e-5;
+/// Steps in which layouts of another order are compared: later the differences of rounding have grown, as those of
+/// training do, beyond what tells them from mistakes.
+pub const CLOSE_STEPS: u64 = 6;
+
+/// Bound of the loss.
+const LOSS: f64 = 1e-5;
+/// Bounds of norm and state.
+const NORM: f64 = 1e-3;
 
 impl Bounds {
-    /// The bounds after the steps of `reference`, with a gradient clipped at `clip` (0: not clipped).
+    /// The bounds for what is compared with `reference`, with a gradient clipped at `clip` (0: not clipped).
     pub fn new(rule: Rule, clip: f64, reference: &Recording) -> Self {
-        let steps = reference.steps.len() as f64;
-        let taken = reference.steps.iter().map(|step| (f64::from_bits(step.lr), f64::from_bits(step.norm)));
+        let taken = reference
+            .steps
+            .iter()
+            .take(CLOSE_STEPS as usize)
+            .map(|step| (f64::from_bits(step.lr), f64::from_bits(step.norm)));
         let parameter = match rule {
             Rule::AdamW { beta1, beta2, .. } => {
                 // The largest quotient of the moments: one gradient after many of zero.
@@ -124,10 +131,10 @@ impl Bounds {
             Rule::Sgd { momentum, .. } => {
                 let limit = if clip > 0.0 { clip } else { f64::INFINITY };
                 let way: f64 = taken.filter(|(lr, _)| *lr > 0.0).map(|(lr, norm)| lr * norm.min(limit)).sum();
-                NORM * steps * way / (1.0 - f64::from(momentum))
+                NORM * way / (1.0 - f64::from(momentum))
             }
         };
-        Self { loss: LOSS * steps, norm: NORM * steps, parameter, state: NORM * steps }
+        Self { loss: LOSS, norm: NORM, parameter, state: NORM }
     }
 }
 
@@ -234,16 +241,16 @@ mod tests {
 
     #[test]
     fn one_element_is_named() {
-        let (reference, mut row) = (recording(), other(2, 1, 1.5));
+        let (mut reference, mut row) = (recording(), other(2, 1, 1.5));
         assert_eq!(exactly(&reference, &row), Agreement { curve: true, parameters: false, state: true });
         assert_eq!(parting(&reference, &row), Some(2));
-        row.steps.truncate(2);
+        [&mut reference, &mut row].map(|recording| recording.steps.truncate(2));
         assert_eq!(
             describe(&reference, &row),
             "first difference at step 2: unit h.0, tensor b, element 37 of 100 is 1.5 here, 1.0 on one rank (1 of \
              its elements and 0 more tensors differ)"
         );
-        let row = other(1, 0, 1.5);
+        let (reference, row) = (recording(), other(1, 0, 1.5));
         assert!(!exactly(&reference, &row).state);
         assert!(describe(&reference, &row).contains("tensor w of the optimizer's m, element 37"));
     }
@@ -276,8 +283,8 @@ mod tests {
         let (agreement, said) = closely(&bounds, &reference, &other(0, 2, 1.007));
         assert!(!agreement.parameters && said.unwrap().contains("after step 3, unit h.0, tensor w, element 37"));
         let (agreement, said) = closely(&bounds, &reference, &other(3, 2, 1.1));
-        assert!(!agreement.state && said.unwrap().contains("the optimizer's m is off by 1.0e-2"));
+        assert!(!agreement.state && said.unwrap().contains("the optimizer's m is off by 7.1e-3"));
         let sgd = Bounds::new(Rule::Sgd { momentum: 0.5, nesterov: false }, 0.5, &reference);
-        assert!((sgd.parameter - 3e-5 * 3.0 * 1e-3 * 0.5 / 0.5).abs() < 1e-12, "{sgd:?}");
+        assert!((sgd.parameter - 1e-3 * 3.0 * 1e-3 * 0.5 / 0.5).abs() < 1e-12, "{sgd:?}");
     }
 }

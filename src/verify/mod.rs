@@ -13,12 +13,14 @@ mod snapshot;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use compare::{Agreement, Bounds, closely, describe, exactly, parting};
+use compare::{Agreement, Bounds, CLOSE_STEPS, closely, describe, exactly, parting};
 use record::{Recording, Then};
 use rows::{REFERENCE, Row, matrix};
 
+use crate::comm::Algorithm;
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::error::{Error, Result};
+use crate::optim::Rule;
 use crate::parallel::Zero;
 use crate::telemetry::say;
 use crate::train::vocabulary;
@@ -55,28 +57,30 @@ pub fn verify(request: &Request) -> Result<bool> {
     let request = &request;
     let mut verifier = Verifier::start(request, &rows)?;
     say(" ranks  shard × replica  ZeRO  loss, norm  parameters  optimizer  time");
-    let (mut compared, mut differ, mut skipped) = (0, 0, 0);
+    let (mut compared, mut close, mut differ, mut skipped) = (0, 0, 0, 0);
     for row in rows {
         match verifier.row(row)? {
             None => skipped += 1,
             Some(agrees) => {
                 compared += 1;
+                close += usize::from(agrees && !same_bits(&request.config, &row));
                 differ += usize::from(!agrees);
             }
         }
     }
-    let left_out = if skipped > 0 { format!(", {skipped} skipped") } else { String::new() };
-    let rows = |n: usize| format!("{n} row{}", if n == 1 { "" } else { "s" });
-    let verdict = match differ {
-        0 if verifier.bounds.is_some() => "all within bounds".to_string(),
-        0 => "0 differing bits".to_string(),
-        1 => "1 row differs".to_string(),
-        _ => format!("{differ} rows differ"),
-    };
-    say(format_args!("{}{left_out}, {} steps: {verdict}", rows(compared), request.steps));
     if compared == 0 {
         return Err(Error::input("no row of the matrix can run").hint("each row says why; choose other --ranks"));
     }
+    let left_out = if skipped > 0 { format!(", {skipped} skipped") } else { String::new() };
+    let rows = |n: usize| format!("{n} row{}", if n == 1 { "" } else { "s" });
+    let steps = if close < compared { request.steps } else { verifier.close_steps() };
+    let verdict = match (differ, close) {
+        (0, 0) => "0 differing bits".to_string(),
+        (0, close) => format!("all agree, {close} of them within bounds"),
+        (1, _) => "1 row differs".to_string(),
+        _ => format!("{differ} rows differ"),
+    };
+    say(format_args!("{}{left_out}, {steps} steps: {verdict}", rows(compared)));
     Ok(differ == 0)
 }
 
@@ -100,57 +104,70 @@ impl<'a> Verifier<'a> {
         let folder = tempfile::Builder::new().prefix("hpctrain-verify-").tempdir();
         let folder = folder.map_err(|e| Error::io("create a directory in", &std::env::temp_dir(), e))?;
         let plan = plan(config, REFERENCE, vocabulary)?;
-        let fixed = config.parallel.lanes;
+        if config.comm.algorithm == Algorithm::Mpi && request.launcher == Launcher::Threads {
+            return Err(Error::input("comm.algorithm = mpi needs MPI").hint("add --mpi, or set it to tree or ring"));
+        }
         say(format_args!(
             "verify       {} for {} steps: {} samples a step, all-reduce by {}",
             request.name, request.steps, config.batch.global, config.comm.algorithm
         ));
         say(format_args!("ranks        {}, compared with one rank", request.launcher.name()));
         let start = Instant::now();
-        let mut verifier = Self {
+        let verifier = Self {
             request,
             vocabulary,
-            reference: Recording { entries: vec![], steps: vec![], differences: vec![] },
+            reference: refer(request, request.steps, Then::Forget)?,
             bounds: None,
             folder,
             snapshot: None,
         };
-        let close = rows.iter().any(|row| !same_bits(config, row));
-        verifier.reference = verifier.refer(if close { Some(request.steps) } else { None }, request.steps)?;
-        match fixed {
-            Some(lanes) => say(format_args!(
-                "expected     the same bits: parallel.lanes = {lanes} is cut by each layout into parts of its tree"
-            )),
-            None => {
-                say("expected     close results: the order of additions follows the ranks; parallel.lanes fixes it")
-            }
-        }
-        if close {
-            let bounds = Bounds::new(plan.rule, config.optimizer.grad_clip, &verifier.reference);
-            say(format_args!("bounds       {bounds}"));
-            verifier.bounds = Some(bounds);
-        }
+        let seconds = start.elapsed().as_secs_f64();
         let loss = |step: Option<&record::Marks>| step.map_or(f64::NAN, |step| f64::from_bits(step.loss));
         let steps = &verifier.reference.steps;
         say(format_args!(
-            "one rank     loss {:.4} at step 1, {:.4} at step {}, in {:.1} s\n",
+            "one rank     loss {:.4} at step 1, {:.4} at step {}, in {:.1} s",
             loss(steps.first()),
             loss(steps.last()),
             steps.len(),
-            start.elapsed().as_secs_f64()
+            seconds
         ));
-        Ok(verifier)
+        Ok(verifier.expect(plan.rule, rows))
     }
 
-    /// Runs the reference, in this process, for `steps` steps; writes its elements if `snapshot` says so.
-    fn refer(&mut self, snapshot: Option<u64>, steps: u64) -> Result<Recording> {
-        let then = snapshot.map_or(Then::Forget, |_| Then::Write(self.snapshot_path()));
-        self.snapshot = snapshot.or(self.snapshot);
-        launch::local(1, Task { config: REFERENCE.config(&self.request.config), threads: None, steps, then })
+    /// Says what is expected of the rows.
+    fn expect(mut self, rule: Rule, rows: &[Row]) -> Self {
+        let config = &self.request.config;
+        match config.parallel.lanes {
+            Some(lanes) => {
+                say(format_args!("expected     the same bits: parallel.lanes = {lanes} fixes the order of additions"));
+            }
+            None => say("expected     close results: without parallel.lanes the order of additions follows the ranks"),
+        }
+        if !rows.iter().all(|row| same_bits(config, row)) {
+            if config.parallel.lanes.is_some() {
+                say("             close results where a rank or a copy has no power of two of the lanes");
+            }
+            let bounds = Bounds::new(rule, config.optimizer.grad_clip, &self.reference);
+            say(format_args!("bounds       in the first {} steps: {bounds}", self.close_steps()));
+            self.bounds = Some(bounds);
+        }
+        say("");
+        self
     }
 
-    fn snapshot_path(&self) -> PathBuf {
-        self.folder.path().join("elements")
+    /// Steps of the rows that are only close.
+    fn close_steps(&self) -> u64 {
+        self.request.steps.min(CLOSE_STEPS)
+    }
+
+    /// A file with the reference's elements after `step`.
+    fn snapshot(&mut self, step: u64) -> Result<PathBuf> {
+        let path = self.folder.path().join("elements");
+        if self.snapshot != Some(step) {
+            refer(self.request, step, Then::Write(path.clone()))?;
+            self.snapshot = Some(step);
+        }
+        Ok(path)
     }
 
     /// Runs one row and prints its line; none if it cannot run.
@@ -163,8 +180,13 @@ impl<'a> Verifier<'a> {
         }
         let start = Instant::now();
         let exact = same_bits(config, &row);
-        let then = if exact { Then::Forget } else { Then::Compare(self.snapshot_path()) };
-        let recording = self.run(row, self.request.steps, then)?;
+        let recording = match exact {
+            true => self.run(row, self.request.steps, Then::Forget)?,
+            false => {
+                let snapshot = self.snapshot(self.close_steps())?;
+                self.run(row, self.close_steps(), Then::Compare(snapshot))?
+            }
+        };
         let seconds = start.elapsed().as_secs_f64();
         let (agreement, said) = match self.bounds {
             Some(bounds) if !exact => closely(&bounds, &self.reference, &recording),
@@ -197,19 +219,17 @@ impl<'a> Verifier<'a> {
 
     /// Computes both sides again up to `step`, the first that differs, and compares elements.
     fn first_difference(&mut self, row: Row, step: u64) -> Result<String> {
-        // The rows that are only close have their snapshot at the last step: it is written again for them.
-        let last = self.bounds.is_some().then_some(self.request.steps);
-        if self.snapshot != Some(step) {
-            self.refer(Some(step), step)?;
-        }
-        let recording = self.run(row, step, Then::Compare(self.snapshot_path()))?;
+        let snapshot = self.snapshot(step)?;
+        let recording = self.run(row, step, Then::Compare(snapshot))?;
         let mut reference = self.reference.clone();
         reference.steps.truncate(step as usize);
-        if let Some(last) = last.filter(|last| *last != step) {
-            self.refer(Some(last), last)?;
-        }
         Ok(describe(&reference, &recording))
     }
+}
+
+/// One rank, in this process.
+fn refer(request: &Request, steps: u64, then: Then) -> Result<Recording> {
+    launch::local(1, Task { config: REFERENCE.config(&request.config), threads: None, steps, then })
 }
 
 /// Whether a row must give the bits of one rank: with fixed lanes whose tree it keeps.
