@@ -29,7 +29,7 @@ pub struct Loader {
     batches: Option<Receiver<Result<Batch>>>,
     used: Sender<Batch>,
     reader: Option<JoinHandle<()>>,
-    /// Bytes of all batches there are; only the reader makes new ones.
+    /// Bytes of all batches there are.
     held: Arc<AtomicUsize>,
     waited: Duration,
 }
@@ -49,7 +49,7 @@ impl Loader {
         let counter = held.clone();
         let reader = std::thread::Builder::new()
             .name("hpctrain-data".to_owned())
-            .spawn(move || read_ahead(dataset, sampler, batches, &ready, &recycled, &counter))
+            .spawn(move || read_ahead(dataset, sampler, batches, depth, &ready, &recycled, &counter))
             .map_err(|e| Error::internal(format!("cannot start the thread that reads data: {e}")))?;
         Ok(Self { batches: Some(receiver), used, reader: Some(reader), held, waited: Duration::ZERO })
     }
@@ -100,17 +100,21 @@ fn read_ahead(
     mut dataset: Dataset,
     sampler: Sampler,
     batches: impl Iterator<Item = Range<u64>>,
+    depth: usize,
     ready: &SyncSender<Result<Batch>>,
     recycled: &Receiver<Batch>,
     held: &AtomicUsize,
 ) {
+    let mut batches = batches.peekable();
+    // All that there will ever be, so that memory does not grow with the reader's luck: those ready, one being read,
+    // one in use.
+    let size = batches.peek().map_or(0, |positions| positions.clone().count() * dataset.context());
+    let empty = || Batch { positions: 0..0, inputs: Vec::with_capacity(size), targets: Vec::with_capacity(size) };
+    let mut unused: Vec<Batch> = std::iter::repeat_with(empty).take(depth + 2).collect();
+    held.store(unused.iter().map(bytes).sum(), Ordering::Relaxed);
     for positions in batches {
-        let (inputs, targets) = recycled.try_recv().map(|batch| (batch.inputs, batch.targets)).unwrap_or_default();
-        let before = bytes(&inputs, &targets);
-        let batch = read_batch(&mut dataset, sampler, Batch { positions, inputs, targets });
-        if let Ok(batch) = &batch {
-            held.fetch_add(bytes(&batch.inputs, &batch.targets) - before, Ordering::Relaxed);
-        }
+        let batch = unused.pop().or_else(|| recycled.try_recv().ok()).unwrap_or_else(empty);
+        let batch = read_batch(&mut dataset, sampler, Batch { positions, ..batch });
         let failed = batch.is_err();
         if ready.send(batch).is_err() || failed {
             return;
@@ -118,9 +122,9 @@ fn read_ahead(
     }
 }
 
-/// Bytes that a batch's buffers take; they never shrink.
-fn bytes(inputs: &Vec<u32>, targets: &Vec<u32>) -> usize {
-    (inputs.capacity() + targets.capacity()) * size_of::<u32>()
+/// Bytes that a batch's buffers take.
+fn bytes(batch: &Batch) -> usize {
+    (batch.inputs.capacity() + batch.targets.capacity()) * size_of::<u32>()
 }
 
 /// Fills the buffers of `batch`, whose size may be any.

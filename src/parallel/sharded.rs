@@ -153,6 +153,7 @@ impl<B: Kernels> Sharded<B> {
         seed: Option<u64>,
     ) -> Result<Self> {
         let (shards, shard) = (groups.shard.size(), groups.shard.rank());
+        let keep = keep.over(shards);
         let mut units = Vec::with_capacity(blocks.len());
         for block in blocks {
             let layout = UnitLayout::new(block.name(), block.tensors(), lanes.total);
