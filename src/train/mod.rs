@@ -1,8 +1,10 @@
 //! Training: the run, its directory, and the one step.
 
 mod advance;
+mod available;
 mod directory;
 pub mod feed;
+mod fits;
 mod local;
 mod memory;
 mod run;
@@ -11,6 +13,8 @@ mod step;
 pub use advance::{Taken, advance};
 pub use directory::{Resume, RunDirectory};
 pub use feed::vocabulary;
+pub use fits::check as check_memory;
 pub use local::on_threads;
+pub use memory::resident;
 pub use run::{Request, engine, train};
 pub use step::{Engine, Geometry};

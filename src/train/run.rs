@@ -6,8 +6,8 @@ use std::time::Instant;
 use super::advance::{Taken, advance};
 use super::directory::{Resume, RunDirectory};
 use super::feed::{self, Feed};
-use super::memory;
 use super::step::{Engine, Geometry};
+use super::{fits, memory};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Manifest, Reader};
 use crate::comm::{Comm, Group};
@@ -98,6 +98,8 @@ impl<'a, B: Kernels> Run<'a, B> {
         };
         let mut plan = world.agree(resolve(request.config.clone(), &facts))?;
         world.agree(feed::check_size(&plan, &train))?;
+        // Nobody allocates before all have looked.
+        world.agree(fits::check::<B>(&plan, &topology, memory::resident().0))?;
 
         let prepared =
             || RunDirectory::prepare(&plan.config, &request.name, &request.resume).map(|d| d.path().to_path_buf());

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::parallel::Sharded;
 use crate::topology::Topology;
 use crate::train::feed::{self, Feed};
-use crate::train::{advance, engine};
+use crate::train::{advance, check_memory, engine, resident};
 
 /// What the ranks of a job are asked to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -99,6 +99,7 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(usiz
     };
     let plan = world.agree(resolve(task.config.clone(), &facts))?;
     world.agree(feed::check_size(&plan, &train))?;
+    world.agree(check_memory::<B>(&plan, &topology, resident().0))?;
     let (mut engine, data) = engine(comm, &plan, backend(plan.threads))?;
     let mut progress = Progress::default();
     let mut feed = world.agree(Feed::start(engine.backend.clone(), train, &plan, data.rank(), progress))?;
