@@ -23,7 +23,7 @@ fn available_below(root: &Path) -> Option<usize> {
         };
         // A limit of any group above holds as well. In a container the path may be one of the host.
         let groups = Path::new(path).ancestors().filter_map(|path| path.strip_prefix("/").ok());
-        groups.filter_map(|group| left_in(&Path::new(files.mount).join(group), &files, &read)).min()
+        groups.filter_map(|group| left_in(&Path::new(files.mount).join(group), &files, read)).min()
     });
     left.chain(node).min()
 }
