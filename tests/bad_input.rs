@@ -146,6 +146,20 @@ fn what_takes_less_memory_is_told() {
     finish(&mut command(Alone, &["batch.micro=8", "run.steps=1"])).succeeded();
 }
 
+/// The system may promise less than it has: an allocation that fails ends the run like any other error.
+#[test]
+fn an_allocation_that_fails() {
+    let root = tempfile::tempdir().unwrap();
+    let big = ["model.layers=6", "model.width=512", "model.context=64", "batch.global=32", "run.threads=1"];
+    let inner = Run::new(Alone, root.path(), "x", &big).command();
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -v 600000; exec \"$@\"", "sh"]).arg(inner.get_program()).args(inner.get_args());
+    command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?)))).env("MALLOC_ARENA_MAX", "1");
+    let words =
+        ["error: out of memory: no ", " MiB for activations; this rank has taken parameters 72.", ", optimizer 144."];
+    refuses(&mut command, root.path(), &words);
+}
+
 #[test]
 fn meshes_that_do_not_fit() {
     let root = tempfile::tempdir().unwrap();
