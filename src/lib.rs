@@ -17,3 +17,4 @@ pub mod random;
 pub mod telemetry;
 pub mod topology;
 pub mod train;
+pub mod verify;

@@ -70,19 +70,26 @@ impl Mesh {
         (0..self.ranks()).map(color).collect()
     }
 
-    /// Checks that the axes multiply to the ranks there are.
+    /// Checks that the axes multiply to the ranks there are. `shards` is whether parameters may be cut.
     ///
     /// # Errors
-    /// The equation that does not hold, and the replica count that would mend it.
-    pub fn check(&self, ranks: usize) -> Result<()> {
+    /// The equation that does not hold, and the nearest values that would mend it.
+    pub fn check(&self, ranks: usize, shards: bool) -> Result<()> {
         if self.ranks() == ranks {
             return Ok(());
         }
-        let others = self.pipeline * self.shard * self.tensor;
-        let hint = match ranks.checked_div(others) {
-            Some(replica) if replica > 0 && replica * others == ranks => format!("set parallel.replica = {replica}"),
-            _ => format!("start {} ranks, or leave out parallel.replica", self.ranks()),
+        let others = self.pipeline * self.tensor;
+        let mut fitting: Vec<(usize, usize)> = match ranks.is_multiple_of(others) {
+            true => factors(ranks / others).filter(|(shard, _)| shards || *shard == 1).collect(),
+            false => vec![],
         };
+        fitting.sort_by_key(|(shard, replica)| shard.abs_diff(self.shard) + replica.abs_diff(self.replica));
+        let mut mended: Vec<String> = fitting
+            .iter()
+            .take(2)
+            .map(|(shard, replica)| format!("parallel.shard = {shard} with parallel.replica = {replica}"))
+            .collect();
+        mended.push(format!("{} ranks", self.ranks()));
         Err(Error::input(format!(
             "pipeline({}) × replica({}) × shard({}) × tensor({}) = {} ranks, but {ranks} started",
             self.pipeline,
@@ -91,8 +98,13 @@ impl Mesh {
             self.tensor,
             self.ranks()
         ))
-        .hint(hint))
+        .hint(format!("the nearest that fit: {}", mended.join(", or "))))
     }
+}
+
+/// All pairs of numbers whose product is `number`.
+fn factors(number: usize) -> impl Iterator<Item = (usize, usize)> {
+    (1..=number).filter(move |first| number.is_multiple_of(*first)).map(move |first| (first, number / first))
 }
 
 #[cfg(test)]
@@ -112,9 +124,15 @@ mod tests {
     #[test]
     fn the_equation_is_in_the_error() {
         let mesh = Mesh { pipeline: 1, replica: 3, shard: 2, tensor: 1 };
-        assert!(mesh.check(6).is_ok());
-        let message = mesh.check(8).unwrap_err().to_string();
-        assert!(message.contains("= 6 ranks, but 8 started") && message.contains("parallel.replica = 4"), "{message}");
-        assert!(mesh.check(7).unwrap_err().to_string().contains("start 6 ranks"));
+        assert!(mesh.check(6, true).is_ok());
+        let refusal = |ranks, shards| mesh.check(ranks, shards).unwrap_err().to_string();
+        assert_eq!(
+            refusal(8, true),
+            "pipeline(1) × replica(3) × shard(2) × tensor(1) = 6 ranks, but 8 started\nhint: the nearest that fit: \
+             parallel.shard = 2 with parallel.replica = 4, or parallel.shard = 4 with parallel.replica = 2, or 6 ranks"
+        );
+        assert!(refusal(7, false).ends_with("fit: parallel.shard = 1 with parallel.replica = 7, or 6 ranks"));
+        let mesh = Mesh { pipeline: 2, ..mesh };
+        assert!(mesh.check(9, true).unwrap_err().to_string().ends_with("the nearest that fit: 12 ranks"));
     }
 }

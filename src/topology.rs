@@ -57,6 +57,11 @@ impl Topology {
         parse_list(online.trim()).is_some_and(|online| online.len() > used.len())
     }
 
+    /// Ranks on this rank's node, itself included.
+    pub fn ranks_here(&self) -> usize {
+        self.places.iter().filter(|place| place.host == self.here().host).count()
+    }
+
     /// Distinct hosts.
     pub fn host_count(&self) -> usize {
         self.places.iter().map(|place| &place.host).collect::<BTreeSet<_>>().len()

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Modules by level, lowest first. A module may use those of lower levels.
-const LEVELS: [&[&str]; 10] = [
+const LEVELS: [&[&str]; 11] = [
     &["error", "random"],
     &["layout", "mesh"],
     &["backend"],
@@ -15,6 +15,7 @@ const LEVELS: [&[&str]; 10] = [
     &["config", "telemetry", "topology"],
     &["checkpoint"],
     &["train", "evaluate"],
+    &["verify"],
     &["cli"],
 ];
 

@@ -94,7 +94,26 @@ fn settings() {
         ("model.vocabulary=10", ONE, &["65", "10", "model.vocabulary"]),
         ("run.name=a/b", ONE, &["run.name = \"a/b\""]),
         ("parallel.tensor=2", THREADS, &["parallel.tensor = 2"]),
-        ("parallel.replica=3", THREADS, &["= 3 ranks, but 2 started"]),
+        (
+            "parallel.replica=3",
+            THREADS,
+            &[
+                "replica(3) × shard(1) × tensor(1) = 3 ranks, but 2 started",
+                "hint: the nearest that fit: ",
+                "replica = 2",
+            ],
+        ),
+        ("run.memory_limit=lots", ONE, &["--set run.memory_limit=lots", "not a size such as \"8GiB\""]),
+        (
+            "run.memory_limit=20MiB",
+            ALL,
+            &["a rank needs ", "(parameters ", "runtime ", "more than run.memory_limit = 20MiB", "hint: no layout"],
+        ),
+        (
+            "model.width=65536",
+            ALL,
+            &[" × ", " TiB (parameters ", " GiB, gradients ", "are needed for the ranks on ", " are available\nhint: "],
+        ),
         ("parallel.lanes=3", JOBS, &["parallel.lanes = 3", "2 data-parallel ranks", "2 or 4"]),
         ("parallel.shard=2", THREADS, &["parallel.shard = 2", "parallel.zero"]),
         ("batch.global=8", &[Mpirun(3), Simulate(3)], &["batch.global = 8", "8 / 3 = 2.67", "6 or 9"]),
@@ -110,6 +129,46 @@ fn settings() {
         }
     }
     assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
+}
+
+#[test]
+fn what_takes_less_memory_is_told() {
+    let root = tempfile::tempdir().unwrap();
+    let big = ["model.layers=4", "model.width=256", "model.context=64", "batch.global=16", "run.memory_limit=125MiB"];
+    let command = |transport, more: &[&str]| Run::new(transport, root.path(), "x", &[&big, more].concat()).command();
+    let words =
+        ["a rank needs 1", "activations 72.1 MiB", "more than run.memory_limit = 125MiB", "\nhint: batch.micro=8"];
+    refuses(&mut command(Alone, &[]), root.path(), &words);
+    let words = ["activations ", "\nhint: parallel.zero=", " takes "];
+    refuses(&mut command(Mpirun(2), &["run.memory_limit=83MiB", "batch.micro=1"]), root.path(), &words);
+    assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
+    // What the hint says is taken.
+    finish(&mut command(Alone, &["batch.micro=8", "run.steps=1"])).succeeded();
+}
+
+/// The system may promise less than it has: an allocation that fails ends the run like any other error.
+#[test]
+fn an_allocation_that_fails() {
+    let root = tempfile::tempdir().unwrap();
+    let big = ["model.layers=6", "model.width=512", "model.context=64", "batch.global=32", "run.threads=1"];
+    let inner = Run::new(Alone, root.path(), "x", &big).command();
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -v 600000; exec \"$@\"", "sh"]).arg(inner.get_program()).args(inner.get_args());
+    command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?)))).env("MALLOC_ARENA_MAX", "1");
+    let words =
+        ["error: out of memory: no ", " MiB for activations; this rank has taken parameters 72.", ", optimizer 144."];
+    refuses(&mut command, root.path(), &words);
+}
+
+#[test]
+fn meshes_that_do_not_fit() {
+    let root = tempfile::tempdir().unwrap();
+    let run = Run::new(Simulate(4), root.path(), "x", &["parallel.zero=1", "parallel.shard=3"]);
+    let words = [
+        "pipeline(1) × replica(1) × shard(3) × tensor(1) = 3 ranks, but 4 started",
+        "parallel.shard = 4 with parallel.replica = 1, or parallel.shard = 2 with parallel.replica = 2, or 3 ranks",
+    ];
+    refuses(&mut run.command(), root.path(), &words);
 }
 
 #[test]

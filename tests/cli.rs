@@ -26,7 +26,7 @@ fn set<'a>(settings: impl IntoIterator<Item = &'a &'a str>) -> Vec<&'a str> {
 #[test]
 fn help_names_every_command() {
     let help = printed(&["--help"]);
-    for command in ["train", "simulate", "sample", "data", "config", "completions"] {
+    for command in ["train", "simulate", "verify", "sample", "data", "config", "completions"] {
         assert!(help.contains(&format!("  {command} ")), "{help}");
         assert!(printed(&[command, "--help"]).contains(&format!("Usage: hpctrain {command}")));
     }
@@ -132,7 +132,8 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
     let lines = |name: &str| text(name).lines().map(|line| serde_json::from_str(line).unwrap()).collect::<Vec<Value>>();
     let steps = lines("metrics.jsonl");
     assert_eq!(steps.iter().map(|step| step["step"].as_u64().unwrap()).collect::<Vec<_>>(), [1, 2, 3]);
-    let keys = ["epoch", "grad_norm", "loss", "lr", "step", "step_ms", "time", "tokens", "tokens_per_second"];
+    let keys =
+        ["epoch", "grad_norm", "loss", "lr", "peak_bytes", "step", "step_ms", "time", "tokens", "tokens_per_second"];
     assert!(steps.iter().all(|step| step.as_object().unwrap().keys().eq(&keys)), "{steps:?}");
     let evaluation = &lines("eval.jsonl")[0];
     let card: Value = serde_json::from_str(&text("run.json")).unwrap();

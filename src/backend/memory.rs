@@ -48,6 +48,9 @@ impl Memory {
 pub struct Ledger {
     live: [AtomicUsize; 6],
     peak: [AtomicUsize; 6],
+    total: AtomicUsize,
+    total_peak: AtomicUsize,
+    fresh: AtomicUsize,
 }
 
 impl Ledger {
@@ -55,11 +58,32 @@ impl Ledger {
     pub fn take(&self, what: Memory, bytes: usize) {
         let now = self.live[what as usize].fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak[what as usize].fetch_max(now, Ordering::Relaxed);
+        let total = self.total.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.total_peak.fetch_max(total, Ordering::Relaxed);
     }
 
     /// Notes a release.
     pub fn give(&self, what: Memory, bytes: usize) {
         self.live[what as usize].fetch_sub(bytes, Ordering::Relaxed);
+        self.total.fetch_sub(bytes, Ordering::Relaxed);
+    }
+
+    /// Notes that something that was counted with `before` bytes has `now`.
+    pub fn resize(&self, what: Memory, before: usize, now: usize) {
+        match now.checked_sub(before) {
+            Some(more) => self.take(what, more),
+            None => self.give(what, before - now),
+        }
+    }
+
+    /// Notes that memory was asked of the system because no buffer that waits for reuse would do.
+    pub fn note_fresh(&self) {
+        self.fresh.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Buffers that were asked of the system so far. In steady training there are no more of them.
+    pub fn fresh(&self) -> usize {
+        self.fresh.load(Ordering::Relaxed)
     }
 
     /// Bytes live now.
@@ -71,6 +95,30 @@ impl Ledger {
     pub fn peak(&self, what: Memory) -> usize {
         self.peak[what as usize].load(Ordering::Relaxed)
     }
+
+    /// The most bytes of all categories together that were live at once.
+    pub fn total_peak(&self) -> usize {
+        self.total_peak.load(Ordering::Relaxed)
+    }
+
+    /// What is live, for people: `parameters 3.1 MiB, gradients 3.1 MiB`.
+    pub fn live_by_category(&self) -> String {
+        let parts = Memory::ALL.iter().filter(|what| self.live(**what) > 0);
+        let parts: Vec<String> = parts.map(|what| format!("{} {}", what.name(), readable(self.live(*what)))).collect();
+        if parts.is_empty() { "nothing".into() } else { parts.join(", ") }
+    }
+}
+
+/// Bytes with a binary unit: `12.5 MiB`.
+pub fn readable(count: usize) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = count as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", UNITS[unit]) }
 }
 
 #[cfg(test)]
@@ -85,5 +133,14 @@ mod tests {
         ledger.give(Memory::Data, 100);
         assert_eq!((ledger.live(Memory::Data), ledger.peak(Memory::Data)), (50, 150));
         assert_eq!(ledger.live(Memory::Gradients), 0);
+        ledger.resize(Memory::Data, 50, 20);
+        ledger.take(Memory::Gradients, 100);
+        assert_eq!((ledger.live(Memory::Data), ledger.total_peak()), (20, 150));
+        assert_eq!(ledger.live_by_category(), "gradients 100 B, data 20 B");
+    }
+
+    #[test]
+    fn sizes_read_well() {
+        assert_eq!([0, 1023, 1024, 13_107_200].map(readable), ["0 B", "1023 B", "1.0 KiB", "12.5 MiB"]);
     }
 }

@@ -14,7 +14,7 @@ use std::ops::Range;
 use crate::error::Result;
 
 pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, NORM_EPSILON, Norm, Sgd};
-pub use memory::{Ledger, Memory};
+pub use memory::{Ledger, Memory, readable};
 
 /// The memory of one device.
 ///

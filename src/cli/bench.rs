@@ -7,6 +7,7 @@ use super::job;
 use crate::backend::cpu::Cpu;
 use crate::comm::bench::{self, Timing};
 use crate::comm::{Algorithm, Comm, Operation};
+use crate::config::Size;
 use crate::error::{Error, Result};
 use crate::telemetry::{bytes, say};
 
@@ -33,19 +34,14 @@ struct CommArgs {
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     algorithms: Vec<Algorithm>,
     /// Sizes of the whole buffer, such as 64KiB,1MiB; from 1 KiB to 256 MiB if left out.
-    #[arg(long, value_delimiter = ',', value_name = "SIZES", value_parser = size)]
-    sizes: Vec<usize>,
+    #[arg(long, value_delimiter = ',', value_name = "SIZES")]
+    sizes: Vec<Size>,
     /// Batches of which the median is taken.
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u16).range(1..))]
     batches: u16,
     /// Print one JSON object instead of the table.
     #[arg(long)]
     json: bool,
-}
-
-fn size(text: &str) -> std::result::Result<usize, String> {
-    let bytes = parse_size::Config::new().with_binary().parse_size(text).map_err(|e| e.to_string())?;
-    usize::try_from(bytes).map_err(|e| e.to_string())
 }
 
 /// One line of the table.
@@ -87,8 +83,8 @@ fn comm_table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     let or_all = |some: &[Operation]| if some.is_empty() { Operation::ALL.to_vec() } else { some.to_vec() };
     let operations = or_all(&args.operations);
     let algorithms = if args.algorithms.is_empty() { Algorithm::ALL.to_vec() } else { args.algorithms.clone() };
-    let default = || (10..=28).step_by(2).map(|bits| 1 << bits).collect();
-    let sizes: Vec<usize> = if args.sizes.is_empty() { default() } else { args.sizes.clone() };
+    let default = || -> Vec<usize> { (10..=28).step_by(2).map(|bits| 1 << bits).collect() };
+    let sizes = if args.sizes.is_empty() { default() } else { args.sizes.iter().map(|size| size.0).collect() };
     let batches = usize::from(args.batches);
 
     let speaks = comm.rank() == 0;

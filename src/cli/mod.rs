@@ -7,6 +7,7 @@ mod job;
 mod sample;
 mod simulate;
 mod train;
+mod verify;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
@@ -31,6 +32,11 @@ enum Command {
     Train(train::TrainArgs),
     /// Train with threads as ranks: the same program in one process, without MPI.
     Simulate(simulate::SimulateArgs),
+    /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO stage.
+    Verify(verify::VerifyArgs),
+    /// One rank of a row of `verify --mpi`.
+    #[command(hide = true)]
+    VerifyRank(verify::RankArgs),
     /// Print text that a trained language model continues.
     Sample(sample::SampleArgs),
     /// Import, describe and check data.
@@ -72,7 +78,9 @@ pub fn run() -> i32 {
     match command {
         Command::Train(args) => train::run(&args, launch.is_some()),
         Command::Bench(args) => bench::run(&args, launch.is_some()),
+        Command::VerifyRank(args) => verify::run_rank(&args, launch.is_some()),
         _ if !speaks => 0,
+        Command::Verify(args) => verify::run(&args),
         Command::Simulate(args) => simulate::run(&args),
         Command::Sample(args) => report(sample::run(&args)),
         Command::Data(args) => report(data::run(args)),

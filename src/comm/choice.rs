@@ -1,5 +1,6 @@
 //! Which algorithm runs which operation at which size: told by the configuration, or measured at the start.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
@@ -38,6 +39,12 @@ impl Choice {
             Choice::Hierarchical => Some(Algorithm::Hierarchical),
             Choice::ReduceToOne => Some(Algorithm::ReduceToOne),
         }
+    }
+}
+
+impl fmt::Display for Choice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.fixed().map_or("auto", Algorithm::name))
     }
 }
 

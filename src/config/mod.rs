@@ -3,7 +3,9 @@
 mod load;
 mod raw;
 mod resolve;
+mod size;
 
 pub use load::{DEFAULT_PRESET, PRESETS, Sources, load};
 pub use raw::*;
 pub use resolve::{Facts, Plan, resolve};
+pub use size::Size;

@@ -4,6 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::Size;
 use crate::comm::Choice;
 use crate::optim::Shape;
 use crate::parallel::Zero;
@@ -68,6 +69,9 @@ sections! {
         threads: Option<usize> = None,
         /// Steps in a row whose loss or gradient is not finite before the run gives up.
         max_skipped: u64 = 10,
+        /// Most memory a rank may need, such as `8GiB`: a run that would need more is refused before it starts. Left
+        /// out, the memory of the node is the limit.
+        memory_limit: Option<Size> = None,
     }
 
     /// `[model]`

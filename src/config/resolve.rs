@@ -185,7 +185,7 @@ fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     };
     let replica = parallel.replica.unwrap_or((ranks / shard.min(ranks)).max(1));
     let mesh = Mesh { pipeline: parallel.pipeline, replica, shard, tensor: parallel.tensor };
-    mesh.check(ranks)?;
+    mesh.check(ranks, parallel.zero != Zero::Zero)?;
     Ok(mesh)
 }
 

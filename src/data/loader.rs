@@ -1,6 +1,8 @@
 //! Reads batches ahead of the training step, on a thread of its own.
 
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -27,6 +29,8 @@ pub struct Loader {
     batches: Option<Receiver<Result<Batch>>>,
     used: Sender<Batch>,
     reader: Option<JoinHandle<()>>,
+    /// Bytes of all batches there are.
+    held: Arc<AtomicUsize>,
     waited: Duration,
 }
 
@@ -41,11 +45,13 @@ impl Loader {
     ) -> Result<Self> {
         let (ready, receiver) = sync_channel(depth);
         let (used, recycled) = channel();
+        let held = Arc::new(AtomicUsize::new(0));
+        let counter = held.clone();
         let reader = std::thread::Builder::new()
             .name("hpctrain-data".to_owned())
-            .spawn(move || read_ahead(dataset, sampler, batches, &ready, &recycled))
+            .spawn(move || read_ahead(dataset, sampler, batches, depth, &ready, &recycled, &counter))
             .map_err(|e| Error::internal(format!("cannot start the thread that reads data: {e}")))?;
-        Ok(Self { batches: Some(receiver), used, reader: Some(reader), waited: Duration::ZERO })
+        Ok(Self { batches: Some(receiver), used, reader: Some(reader), held, waited: Duration::ZERO })
     }
 
     /// The next batch; waits for it if need be.
@@ -65,6 +71,11 @@ impl Loader {
     pub fn recycle(&self, batch: Batch) {
         // A reader that is done needs no buffers.
         let _ = self.used.send(batch);
+    }
+
+    /// Bytes of the batches that were read ahead, are being read, or were handed out.
+    pub fn held(&self) -> usize {
+        self.held.load(Ordering::Relaxed)
     }
 
     /// The time that [`next`](Self::next) has waited, in sum.
@@ -89,17 +100,31 @@ fn read_ahead(
     mut dataset: Dataset,
     sampler: Sampler,
     batches: impl Iterator<Item = Range<u64>>,
+    depth: usize,
     ready: &SyncSender<Result<Batch>>,
     recycled: &Receiver<Batch>,
+    held: &AtomicUsize,
 ) {
+    let mut batches = batches.peekable();
+    // All that there will ever be, so that memory does not grow with the reader's luck: those ready, one being read,
+    // one in use.
+    let size = batches.peek().map_or(0, |positions| positions.clone().count() * dataset.context());
+    let empty = || Batch { positions: 0..0, inputs: Vec::with_capacity(size), targets: Vec::with_capacity(size) };
+    let mut unused: Vec<Batch> = std::iter::repeat_with(empty).take(depth + 2).collect();
+    held.store(unused.iter().map(bytes).sum(), Ordering::Relaxed);
     for positions in batches {
-        let (inputs, targets) = recycled.try_recv().map(|batch| (batch.inputs, batch.targets)).unwrap_or_default();
-        let batch = read_batch(&mut dataset, sampler, Batch { positions, inputs, targets });
+        let batch = unused.pop().or_else(|| recycled.try_recv().ok()).unwrap_or_else(empty);
+        let batch = read_batch(&mut dataset, sampler, Batch { positions, ..batch });
         let failed = batch.is_err();
         if ready.send(batch).is_err() || failed {
             return;
         }
     }
+}
+
+/// Bytes that a batch's buffers take.
+fn bytes(batch: &Batch) -> usize {
+    (batch.inputs.capacity() + batch.targets.capacity()) * size_of::<u32>()
 }
 
 /// Fills the buffers of `batch`, whose size may be any.

@@ -30,8 +30,12 @@ fn run<B: Kernels>(backend: &B, micro: &Micro<B>, logits: &mut B::Buf, scale: f3
     let mut losses = backend.alloc(Memory::Activations, rows)?;
     let shape = CrossEntropy { rows, classes: B::len(logits) / rows.max(1), scale, gradient };
     backend.cross_entropy(shape, B::all_mut(logits), &micro.targets, B::all_mut(&mut losses))?;
+    // In row order, in f64: the same bits however the rows were computed.
+    let sum = |losses: &[f32]| losses.iter().copied().map(f64::from).sum();
+    if let Some(losses) = B::host(&mut losses) {
+        return Ok(sum(losses));
+    }
     let mut host = vec![0.0; rows];
     backend.download(B::all(&losses), &mut host)?;
-    // In row order, in f64: the same bits however the rows were computed.
-    Ok(host.into_iter().map(f64::from).sum())
+    Ok(sum(&host))
 }

@@ -32,6 +32,13 @@ pub struct Residency {
     pub params: Life,
 }
 
+impl Residency {
+    /// The lifetimes over so many shards: what one rank owns whole is never given up, since it would only be copied.
+    pub fn over(self, shards: usize) -> Self {
+        if shards == 1 { Self { grads: Life::Step, params: Life::Step } } else { self }
+    }
+}
+
 /// Which full buffers are given up: the stages of ZeRO (Rajbhandari et al., 2020). Optimizer state is sharded
 /// by the mesh's shard axis in all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -153,6 +153,7 @@ impl<B: Kernels> Sharded<B> {
         seed: Option<u64>,
     ) -> Result<Self> {
         let (shards, shard) = (groups.shard.size(), groups.shard.rank());
+        let keep = keep.over(shards);
         let mut units = Vec::with_capacity(blocks.len());
         for block in blocks {
             let layout = UnitLayout::new(block.name(), block.tensors(), lanes.total);
@@ -180,6 +181,11 @@ impl<B: Kernels> Sharded<B> {
             });
         }
         Ok(Self { backend, groups, keep, lanes, rule, units, started: Vec::new() })
+    }
+
+    /// The ranks with different data.
+    pub fn data(&self) -> &Group<B> {
+        &self.groups.data
     }
 
     /// Names of the optimizer's buffers.

@@ -78,6 +78,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             let from = first * TIME;
             let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
             let targets: Vec<u32> = (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
+            let (tokens, targets) = (backend.upload_ints(&tokens)?, backend.upload_ints(&targets)?);
             let micro = Micro { tokens, targets, sequences, time: TIME, first: first as u64 };
             first += sequences;
             Ok(micro)

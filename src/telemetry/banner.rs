@@ -55,6 +55,13 @@ impl Estimate {
     pub fn total(&self) -> usize {
         self.categories.iter().sum::<usize>() + self.staging + self.runtime
     }
+
+    /// What it is for: `parameters 3.1 MiB, …, runtime 30.0 MiB`.
+    pub fn parts(&self) -> String {
+        let categories = Memory::ALL.iter().map(|what| what.name()).zip(self.categories).filter(|(_, size)| *size > 0);
+        let parts = categories.chain([("staging", self.staging), ("runtime", self.runtime)]);
+        parts.map(|(name, size)| format!("{name} {}", bytes(size))).collect::<Vec<_>>().join(", ")
+    }
 }
 
 /// The banner's text.
@@ -141,17 +148,6 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             grouped(plan.tokens_per_step())
         ),
     );
-    let parts = Memory::ALL.iter().zip(facts.memory.categories).filter(|(_, size)| *size > 0);
-    let parts: Vec<String> = parts.map(|(what, size)| format!("{} {}", what.name(), bytes(size))).collect();
-    line(
-        "memory",
-        format!(
-            "{} a rank: {}, staging {}, runtime {}",
-            bytes(facts.memory.total()),
-            parts.join(", "),
-            bytes(facts.memory.staging),
-            bytes(facts.memory.runtime)
-        ),
-    );
+    line("memory", format!("{} a rank: {}", bytes(facts.memory.total()), facts.memory.parts()));
     out
 }

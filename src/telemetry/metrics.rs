@@ -30,6 +30,9 @@ pub struct Step {
     pub step_ms: f64,
     /// Tokens of this step over its duration.
     pub tokens_per_second: f64,
+    /// The most bytes that rank 0 held at once so far, all categories together.
+    #[serde(default)]
+    pub peak_bytes: usize,
     /// Seconds since 1970.
     pub time: f64,
 }
@@ -104,6 +107,7 @@ mod tests {
             skipped: false,
             step_ms: 1.5,
             tokens_per_second: 1e5,
+            peak_bytes: 1 << 40,
             time: 1.7e9,
         }
     }

@@ -6,6 +6,8 @@ pub mod metrics;
 pub mod progress;
 pub mod run_card;
 
+pub use crate::backend::readable as bytes;
+
 /// Prints a line to standard output. A run goes on, and a command ends well, when nobody reads it any more.
 pub fn say(line: impl std::fmt::Display) {
     use std::io::Write as _;
@@ -33,18 +35,6 @@ pub fn grouped(number: u64) -> String {
     out
 }
 
-/// Bytes with a binary unit: `12.5 MiB`.
-pub fn bytes(count: usize) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = count as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{count} B") } else { format!("{value:.1} {}", UNITS[unit]) }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -52,6 +42,5 @@ mod tests {
     #[test]
     fn numbers_read_well() {
         assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
-        assert_eq!([0, 1023, 1024, 13_107_200].map(bytes), ["0 B", "1023 B", "1.0 KiB", "12.5 MiB"]);
     }
 }

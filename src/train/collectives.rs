@@ -38,25 +38,25 @@ struct Key {
 }
 
 /// How the ranks of a run exchange.
-pub struct Exchange<B: Kernels> {
-    pub groups: Groups<B>,
+pub struct Exchange {
     /// A line for people; empty where nothing is exchanged.
     pub told: String,
     /// What a new measurement found, to be kept in `collectives.json`.
     pub found: Option<String>,
 }
 
-/// Collective over the world: the groups of `plan`'s mesh. What `auto` chose before is read from `path` by rank 0.
+/// Collective over the world: the groups of `plan`'s mesh, each with its algorithms. What `auto` chose before is read
+/// from `path` by rank 0.
 ///
 /// # Errors
 /// A message failed.
-pub fn exchange<B: Kernels>(
+pub fn groups<B: Kernels>(
     comm: &Comm<B>,
     plan: &Plan,
     backend: &B,
     blocks: &Blocks<B>,
-    path: &Path,
-) -> Result<Exchange<B>> {
+    path: Option<&Path>,
+) -> Result<(Groups<B>, Exchange)> {
     let group = |axes: &[Axis]| comm.split(&plan.mesh.colors(axes));
     let (shard, replica) = (group(&[Axis::Shard])?, group(&[Axis::Replica])?);
     let data = group(&[Axis::Replica, Axis::Shard])?;
@@ -88,11 +88,8 @@ pub fn exchange<B: Kernels>(
         [told(&shard, &of_shards, &OF_SHARDS, "shards"), told(&replica, &of_replicas, &OF_REPLICAS, "replicas")];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
     let told = if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
-    Ok(Exchange {
-        groups: Groups { shard: shard.choosing(of_shards), replica: replica.choosing(of_replicas), data },
-        told,
-        found,
-    })
+    let groups = Groups { shard: shard.choosing(of_shards), replica: replica.choosing(of_replicas), data };
+    Ok((groups, Exchange { told, found }))
 }
 
 impl Key {
@@ -119,8 +116,9 @@ fn find<B: Kernels>(world: &Group<B>, shard: &Group<B>, replica: &Group<B>, back
 }
 
 /// What rank 0 finds in the file, on every rank.
-fn recall<B: Kernels>(world: &Group<B>, path: &Path, key: &Key) -> Result<Option<Found>> {
-    let mine = if world.rank() == 0 { std::fs::read(path).unwrap_or_default() } else { Vec::new() };
+fn recall<B: Kernels>(world: &Group<B>, path: Option<&Path>, key: &Key) -> Result<Option<Found>> {
+    let path = path.filter(|_| world.rank() == 0);
+    let mine = path.and_then(|path| std::fs::read(path).ok()).unwrap_or_default();
     let all = world.gather_bytes(mine).wait()?;
     let found = all.first().and_then(|bytes| serde_json::from_slice::<Found>(bytes).ok());
     Ok(found.filter(|found| found.key == *key))

@@ -2,11 +2,12 @@
 
 use std::ops::Range;
 use std::path::PathBuf;
+use std::time::Duration;
 
-use crate::backend::Backend;
+use crate::backend::{Backend, Memory};
 use crate::checkpoint::Progress;
 use crate::config::{Config, Plan};
-use crate::data::{Batch, DataSpec, Dataset, Loader, Sampler, Split, bundled};
+use crate::data::{DataSpec, Dataset, Loader, Sampler, Split, bundled};
 use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::parallel::Lanes;
@@ -58,30 +59,62 @@ pub fn check_size(plan: &Plan, train: &Dataset) -> Result<()> {
     .hint(format!("set batch.global to at most {have}, or shorten model.context")))
 }
 
-/// Starts to read what the data-parallel rank `rank` will compute from `progress` on.
-///
-/// # Errors
-/// The reader's thread could not be started.
-pub fn start(train: Dataset, plan: &Plan, rank: usize, progress: Progress) -> Result<Loader> {
-    let sampler = match plan.config.data.shuffle {
-        true => Sampler::new(train.samples(), plan.config.run.seed),
-        false => Sampler::in_order(train.samples()),
-    };
-    Loader::start(train, sampler, Positions::new(plan, rank, progress), plan.config.data.prefetch)
+/// A rank's micro-batches, read ahead on the host and put on the device one at a time.
+pub struct Feed<B: Backend> {
+    backend: B,
+    loader: Loader,
+    /// Bytes of the loader that the ledger knows of.
+    entered: usize,
 }
 
-/// A batch on the device. `base` is the position of the global batch's first sample.
-///
-/// # Errors
-/// The device is out of memory.
-pub fn upload<B: Backend>(backend: &B, batch: &Batch, base: u64, time: usize) -> Result<Micro<B>> {
-    Ok(Micro {
-        tokens: backend.upload_ints(&batch.inputs)?,
-        targets: backend.upload_ints(&batch.targets)?,
-        sequences: (batch.positions.end - batch.positions.start) as usize,
-        time,
-        first: batch.positions.start - base,
-    })
+impl<B: Backend> Feed<B> {
+    /// Starts to read what the data-parallel rank `rank` will compute from `progress` on.
+    ///
+    /// # Errors
+    /// The reader's thread could not be started.
+    pub fn start(backend: B, train: Dataset, plan: &Plan, rank: usize, progress: Progress) -> Result<Self> {
+        let sampler = match plan.config.data.shuffle {
+            true => Sampler::new(train.samples(), plan.config.run.seed),
+            false => Sampler::in_order(train.samples()),
+        };
+        let loader = Loader::start(train, sampler, Positions::new(plan, rank, progress), plan.config.data.prefetch)?;
+        Ok(Self { backend, loader, entered: 0 })
+    }
+
+    /// The next micro-batch on the device. `base` is the position of the global batch's first sample.
+    ///
+    /// # Errors
+    /// Of the data, or the device is out of memory.
+    pub fn next(&mut self, base: u64, time: usize) -> Result<Micro<B>> {
+        let batch = self.loader.next()?;
+        self.enter(self.loader.held());
+        let micro = Micro {
+            tokens: self.backend.upload_ints(&batch.inputs)?,
+            targets: self.backend.upload_ints(&batch.targets)?,
+            sequences: (batch.positions.end - batch.positions.start) as usize,
+            time,
+            first: batch.positions.start - base,
+        };
+        self.loader.recycle(batch);
+        Ok(micro)
+    }
+
+    /// The time that [`Feed::next`] has waited for the reader, in sum.
+    pub fn waited(&self) -> Duration {
+        self.loader.waited()
+    }
+
+    /// The loader knows no device: what it holds is entered here.
+    fn enter(&mut self, held: usize) {
+        self.backend.ledger().resize(Memory::Data, self.entered, held);
+        self.entered = held;
+    }
+}
+
+impl<B: Backend> Drop for Feed<B> {
+    fn drop(&mut self) {
+        self.enter(0);
+    }
 }
 
 /// The positions of this rank's micro-batches, in the order of their use, to the end of the run.

@@ -17,26 +17,32 @@ const GROWTH: usize = 7 << 20;
 /// The peak of every category, from the plan alone. Messages pass through `messages` bytes; `resident` is what the
 /// process holds already.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, resident: usize) -> Estimate {
-    let keep = plan.config.parallel.zero.residency();
+    let keep = plan.config.parallel.zero.residency().over(plan.mesh.shard);
     let padded: Vec<usize> =
         blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
-    // A block's own unit and the one it borrows, or the one whose reduction is under way.
-    let in_flight: usize = {
-        let mut sizes = padded.clone();
-        sizes.sort_unstable();
-        sizes.iter().rev().take(2).sum()
+    let borrowed: Vec<usize> = blocks.iter().filter_map(|block| block.borrows()).collect();
+    let lent: usize = borrowed.iter().map(|&unit| padded[unit]).sum();
+    let largest = {
+        let others = padded.iter().enumerate().filter(|(unit, _)| !borrowed.contains(unit));
+        others.map(|(_, len)| *len).max().unwrap_or(0)
     };
+    // Full parameters: of the block that computes, or of the one that borrows and the unit it borrows.
+    let borrowing = blocks.iter().zip(&padded).filter_map(|(block, len)| Some(len + padded[block.borrows()?])).max();
+    let gathered = largest.max(borrowing.unwrap_or(0));
+    // Full gradients: of the block that computes, of the one whose reduction is under way, and of what was lent,
+    // which is not final before the end. The owned parts of the first and the last come later.
+    let reduced = 2 * largest + lent - (largest + lent) / plan.mesh.shard;
     let lanes = plan.lanes / plan.mesh.data();
     // Partial sums in the tree of lanes while the last one is computed.
     let partial = lanes.next_power_of_two().trailing_zeros() as usize;
-    let parameters = if keep.params == Life::Use { owned + in_flight } else { all };
+    let parameters = if keep.params == Life::Use { owned + gathered } else { all };
     let gradients = match (partial, keep.grads) {
         (0, Life::Step) => all,
-        (0, Life::Use) => owned + in_flight,
+        (0, Life::Use) => owned + reduced,
         // The lane being computed joins its unit's tree as soon as the unit is done.
-        _ => partial * all + in_flight,
+        _ => partial * all + 2 * largest + lent,
     };
     let state = match plan.rule {
         crate::optim::Rule::AdamW { .. } => 2 * owned,
@@ -59,8 +65,8 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     categories[Memory::Optimizer as usize] = state * F32;
     categories[Memory::Activations as usize] = training.max(evaluation) * F32;
     categories[Memory::Communication as usize] = messages;
-    // Read ahead, one being read, one in use; inputs and targets.
-    categories[Memory::Data as usize] = (plan.config.data.prefetch + 2) * rows * 2 * size_of::<u32>();
+    // Read ahead, one being read, one in use, one on the device; inputs and targets.
+    categories[Memory::Data as usize] = (plan.config.data.prefetch + 3) * rows * 2 * size_of::<u32>();
     // A host copy of one unit at a time: at the start, and when a checkpoint is written.
     let staging = padded.iter().max().copied().unwrap_or(0) * F32;
     Estimate { categories, staging, runtime: resident + GROWTH }

@@ -1,13 +1,22 @@
 //! Training: the run, its directory, and the one step.
 
+mod advance;
+mod available;
 mod collectives;
 mod directory;
-mod feed;
+pub mod feed;
+mod fits;
+mod local;
 mod memory;
 mod run;
 mod step;
 
+pub use advance::{Taken, advance};
+pub use collectives::Exchange;
 pub use directory::{Resume, RunDirectory};
 pub use feed::vocabulary;
-pub use run::{Request, train};
+pub use fits::check as check_memory;
+pub use local::on_threads;
+pub use memory::resident;
+pub use run::{Request, engine, train};
 pub use step::{Engine, Geometry};

@@ -3,18 +3,20 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use super::advance::{Taken, advance};
+use super::collectives::{self, Exchange};
 use super::directory::{Resume, RunDirectory};
+use super::feed::{self, Feed};
 use super::step::{Engine, Geometry};
-use super::{collectives, feed, memory};
+use super::{fits, memory};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Manifest, Reader};
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Facts, Plan, resolve};
-use crate::data::{Loader, Tokenizer};
+use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Sampling, generate};
-use crate::nn::Blocks;
-use crate::parallel::{Groups, Hyper, Lanes, Sharded, Synced};
+use crate::parallel::{Lanes, Sharded};
 use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
 use crate::telemetry::progress::Progress;
 use crate::telemetry::run_card::RunCard;
@@ -57,7 +59,7 @@ struct Run<'a, B: Kernels> {
     topology: Topology,
     directory: RunDirectory,
     engine: Engine<B>,
-    loader: Loader,
+    feed: Feed<B>,
     evaluator: Evaluator,
     tokenizer: Option<Tokenizer>,
     train_samples: u64,
@@ -96,6 +98,8 @@ impl<'a, B: Kernels> Run<'a, B> {
         };
         let mut plan = world.agree(resolve(request.config.clone(), &facts))?;
         world.agree(feed::check_size(&plan, &train))?;
+        // Nobody allocates before all have looked.
+        world.agree(fits::check::<B>(&plan, &topology, comm.staging(), memory::resident().0))?;
 
         let prepared =
             || RunDirectory::prepare(&plan.config, &request.name, &request.resume).map(|d| d.path().to_path_buf());
@@ -108,10 +112,8 @@ impl<'a, B: Kernels> Run<'a, B> {
         let backend = backend(plan.threads);
         comm.count_memory(backend.clone());
         let resident = memory::resident().0;
-        let blocks = plan.gpt.blocks();
-        let exchange = collectives::exchange(comm, &plan, &backend, &blocks, &directory.collectives_path())?;
-        let data = exchange.groups.data.clone();
-        let mut engine = engine(&plan, backend, blocks, exchange.groups)?;
+        let (mut engine, exchange) = engine(comm, &plan, backend, Some(&directory.collectives_path()))?;
+        let data = engine.sharded.data().clone();
         let (progress, resumed) = resume(&world, &mut engine, &plan, &directory, &request.resume)?;
         let records = if root { Some(Records::open(&directory, &plan, progress.step, exchange.found)) } else { None };
         let records = world.agree(records.transpose())?;
@@ -137,7 +139,8 @@ impl<'a, B: Kernels> Run<'a, B> {
 
         let train_samples = train.samples();
         let tokenizer = train.tokenizer().cloned();
-        let loader = world.agree(feed::start(train, &plan, data.rank(), progress))?;
+        let backend = engine.backend.clone();
+        let feed = world.agree(Feed::start(backend, train, &plan, data.rank(), progress))?;
         let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
         Ok(Self {
             comm,
@@ -147,7 +150,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             topology,
             directory,
             engine,
-            loader,
+            feed,
             evaluator,
             tokenizer,
             train_samples,
@@ -165,39 +168,14 @@ impl<'a, B: Kernels> Run<'a, B> {
     fn step(&mut self) -> Result<()> {
         let start = Instant::now();
         let step = self.progress.step;
-        let time = self.plan.gpt.context;
-        let (loader, backend) = (&mut self.loader, self.engine.backend.clone());
-        let base = self.progress.position;
-        let next = || {
-            let batch = loader.next()?;
-            let micro = feed::upload(&backend, &batch, base, time)?;
-            loader.recycle(batch);
-            Ok(micro)
-        };
-        let Synced { loss, norm } = self.engine.gradients(step, next)?;
-
-        let loss = loss / (self.plan.tokens_per_step() as f64);
-        let lr = self.plan.schedule.rate(step);
-        let finite = loss.is_finite() && norm.is_finite();
-        if finite {
-            self.skipped.0 = 0;
-            self.progress.updates += 1;
-            let optimizer = &self.plan.config.optimizer;
-            self.engine.sharded.update(Hyper {
-                lr: lr as f32,
-                weight_decay: optimizer.weight_decay,
-                step: self.progress.updates,
-                grad_scale: clip(optimizer.grad_clip, norm) as f32,
-            })?;
-        } else {
-            // Loss and norm are the same on all ranks, so they all skip.
+        let taken = advance(&self.plan, &mut self.engine, &mut self.feed, &mut self.progress)?;
+        if taken.skipped {
             self.skipped = (self.skipped.0 + 1, self.skipped.1 + 1);
-            self.engine.sharded.skip();
-            log::warn!("step {}: loss {loss}, gradient norm {norm}: update skipped", step + 1);
+            log::warn!("step {}: loss {}, gradient norm {}: update skipped", step + 1, taken.loss, taken.norm);
+        } else {
+            self.skipped.0 = 0;
         }
-        self.progress.step += 1;
-        self.progress.position += self.plan.config.batch.global;
-        self.record(loss, norm, lr, !finite, start)?;
+        self.record(taken, start)?;
         if self.skipped.0 >= self.plan.config.run.max_skipped {
             let message = format!("step {}: {} steps in a row were not finite", step + 1, self.skipped.0);
             return Err(Error::numeric(message)
@@ -207,7 +185,7 @@ impl<'a, B: Kernels> Run<'a, B> {
         Ok(())
     }
 
-    fn record(&mut self, loss: f64, grad_norm: f64, lr: f64, skipped: bool, start: Instant) -> Result<()> {
+    fn record(&mut self, taken: Taken, start: Instant) -> Result<()> {
         let seconds = start.elapsed().as_secs_f64();
         self.step_ms.push(seconds * 1e3);
         let Some(records) = &mut self.records else { return Ok(()) };
@@ -216,12 +194,13 @@ impl<'a, B: Kernels> Run<'a, B> {
             step: self.progress.step,
             epoch: self.progress.position as f64 / self.train_samples as f64,
             tokens: self.progress.position * self.plan.gpt.context as u64,
-            loss,
-            lr,
-            grad_norm,
-            skipped,
+            loss: taken.loss,
+            lr: taken.lr,
+            grad_norm: taken.norm,
+            skipped: taken.skipped,
             step_ms: seconds * 1e3,
             tokens_per_second: tokens as f64 / seconds,
+            peak_bytes: self.engine.backend.ledger().total_peak(),
             time: unix_time(),
         };
         records.metrics.write(&record)?;
@@ -316,7 +295,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             validation_loss,
             tokens_per_second: self.plan.tokens_per_step() as f64 / (median * 1e-3),
             seconds: self.started.elapsed().as_secs_f64(),
-            loader_wait_seconds: self.loader.waited().as_secs_f64(),
+            loader_wait_seconds: self.feed.waited().as_secs_f64(),
             comm_wait_seconds: self.comm.stats().blocked,
             peak_bytes: Memory::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
             peak_resident_bytes: memory::resident().1,
@@ -351,8 +330,18 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<PathBuf>>) -> Result<
     path.map(PathBuf::from).ok_or_else(|| Error::internal("no rank 0"))
 }
 
-/// The network on its mesh.
-fn engine<B: Kernels>(plan: &Plan, backend: B, blocks: Blocks<B>, groups: Groups<B>) -> Result<Engine<B>> {
+/// The network on its mesh. Collective over the world. `choices` is where a measurement of collectives may be kept.
+///
+/// # Errors
+/// Out of memory, or a message between ranks failed.
+pub fn engine<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &Plan,
+    backend: B,
+    choices: Option<&Path>,
+) -> Result<(Engine<B>, Exchange)> {
+    let blocks = plan.gpt.blocks();
+    let (groups, exchange) = collectives::groups(comm, plan, &backend, &blocks, choices)?;
     let data = &groups.data;
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.config.parallel.zero.residency(), plan.config.run.seed);
@@ -364,7 +353,7 @@ fn engine<B: Kernels>(plan: &Plan, backend: B, blocks: Blocks<B>, groups: Groups
         recompute: plan.config.parallel.recompute,
         seed,
     };
-    Ok(Engine { backend, blocks, sharded, geometry })
+    Ok((Engine { backend, blocks, sharded, geometry }, exchange))
 }
 
 /// Where the run begins, and the checkpoint that it begins from. Collective.
@@ -429,9 +418,4 @@ fn restore<B: Kernels>(sharded: &mut Sharded<B>, path: &Path) -> Result<Manifest
     let manifest = reader.manifest().clone();
     sharded.restore(|tensor, part, range, out| reader.read(tensor, part, range, out))?;
     Ok(manifest)
-}
-
-/// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.
-fn clip(limit: f64, norm: f64) -> f64 {
-    if limit > 0.0 && norm > limit { limit / (norm + 1e-6) } else { 1.0 }
 }

@@ -101,9 +101,9 @@ impl RunFiles {
         self.path(&format!("checkpoints/step-{step:08}"))
     }
 
-    /// The lines of `metrics.jsonl` without times. Numbers are printed so that other bits are another text.
+    /// The lines of `metrics.jsonl` without times and memory. Numbers are printed so that other bits are another text.
     pub fn steps(&self) -> Vec<String> {
-        self.lines("metrics.jsonl", &["step_ms", "tokens_per_second", "time"])
+        self.lines("metrics.jsonl", &["step_ms", "tokens_per_second", "peak_bytes", "time"])
     }
 
     /// The lines of `eval.jsonl` without times.

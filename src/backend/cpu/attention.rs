@@ -6,7 +6,7 @@
 
 use std::cell::RefCell;
 
-use ndarray::{ArrayView2, ArrayViewMut2, ArrayViewMut3, Axis, s};
+use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 
 use super::math::{LANES, exp, max, simd, sum, sum2};
 use super::product::multiply;
@@ -30,29 +30,23 @@ fn heads<'a>(qkv: &'a [f32], shape: Attention, sequence: usize, head: usize) -> 
     [0, 1, 2].map(|part| rows.slice_move(s![.., part * d + head * w..part * d + (head + 1) * w]))
 }
 
-/// Disjoint columns of one sequence's rows, `w` wide each.
-fn columns<'a>(x: &'a mut [f32], t: usize, width: usize, w: usize) -> Vec<Vec<ArrayViewMut2<'a, f32>>> {
-    let x = ArrayViewMut3::from_shape((x.len() / (t * width), t, width), x).expect("b sequences of t rows");
-    let mut sequences = Vec::new();
-    let mut rest = x;
-    while rest.len_of(Axis(0)) > 0 {
-        let (first, tail) = rest.split_at(Axis(0), 1);
-        rest = tail;
-        let mut row = first.index_axis_move(Axis(0), 0);
-        let mut parts = Vec::new();
-        while row.ncols() > 0 {
-            let (head, others) = row.split_at(Axis(1), w);
+/// The disjoint columns of every sequence's rows, `w` wide each.
+fn columns(x: &mut [f32], t: usize, width: usize, w: usize) -> impl Iterator<Item = Vec<ArrayViewMut2<'_, f32>>> {
+    x.chunks_exact_mut(t * width).map(move |rows| {
+        let mut rest = ArrayViewMut2::from_shape((t, width), rows).expect("t rows");
+        let mut parts = Vec::with_capacity(width / w);
+        while rest.ncols() > 0 {
+            let (head, others) = rest.split_at(Axis(1), w);
             parts.push(head);
-            row = others;
+            rest = others;
         }
-        sequences.push(parts);
-    }
-    sequences
+        parts
+    })
 }
 
 pub fn forward(threads: &Threads, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
     let (t, w) = (shape.time, shape.head_width);
-    let y = columns(y, t, shape.heads * w, w).into_iter().flatten();
+    let y = columns(y, t, shape.heads * w, w).flatten();
     threads.each(y.zip(lse.chunks_mut(t)).enumerate(), |(i, (mut y, lse))| {
         let [q, k, v] = heads(qkv, shape, i / shape.heads, i % shape.heads);
         SCRATCH.with_borrow_mut(|[scores, _]| {
@@ -79,7 +73,7 @@ pub fn backward(
     let (t, w) = (shape.time, shape.head_width);
     let d = shape.heads * w;
     let scale = scale(shape);
-    let tasks = columns(dqkv, t, 3 * d, w).into_iter().flat_map(|mut dq| {
+    let tasks = columns(dqkv, t, 3 * d, w).flat_map(|mut dq| {
         let mut dk = dq.split_off(shape.heads);
         let dv = dk.split_off(shape.heads);
         dq.into_iter().zip(dk).zip(dv)

@@ -8,6 +8,8 @@ pub const CHUNK: usize = 1 << 14;
 
 /// Elements of one partial sum of squares.
 const SQUARES_CHUNK: usize = 1 << 12;
+/// Chunks whose sums are kept before they are added.
+const SQUARES_PART: usize = 256;
 
 pub fn zero(threads: &Threads, y: &mut [f32]) {
     threads.each(y.chunks_mut(CHUNK), |y| y.fill(0.0));
@@ -37,23 +39,28 @@ pub fn add(threads: &Threads, x: &[f32], y: &mut [f32]) {
 
 /// `Σ x²`: f64 sums of fixed chunks, added in order.
 pub fn sum_squares(threads: &Threads, x: &[f32]) -> f64 {
-    let mut partial = vec![0.0f64; x.len().div_ceil(SQUARES_CHUNK)];
-    threads.each(x.chunks(SQUARES_CHUNK).zip(&mut partial), |(x, partial)| {
-        *partial = simd(
-            #[inline(always)]
-            || {
-                let mut lanes = [0.0f64; 8];
-                let (blocks, tail) = x.as_chunks::<8>();
-                for block in blocks {
-                    for i in 0..8 {
-                        lanes[i] += f64::from(block[i]) * f64::from(block[i]);
+    let mut total = 0.0;
+    // The partial sums of one part wait on the stack.
+    for x in x.chunks(SQUARES_PART * SQUARES_CHUNK) {
+        let mut partial = [0.0f64; SQUARES_PART];
+        threads.each(x.chunks(SQUARES_CHUNK).zip(&mut partial), |(x, partial)| {
+            *partial = simd(
+                #[inline(always)]
+                || {
+                    let mut lanes = [0.0f64; 8];
+                    let (blocks, tail) = x.as_chunks::<8>();
+                    for block in blocks {
+                        for i in 0..8 {
+                            lanes[i] += f64::from(block[i]) * f64::from(block[i]);
+                        }
                     }
-                }
-                lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()
-            },
-        );
-    });
-    partial.iter().sum()
+                    lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()
+                },
+            );
+        });
+        total = partial.iter().fold(total, |total, partial| total + partial);
+    }
+    total
 }
 
 /// √(2/π) and the cubic coefficient of GELU's tanh form.

@@ -1,10 +1,12 @@
 //! Host buffers: cache-line aligned, recycled through a pool, counted by category.
 
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::backend::{Ledger, Memory};
+use crate::backend::{Ledger, Memory, readable};
+use crate::error::{Error, Result};
 
 /// One cache line; makes every buffer aligned to it.
 #[repr(C, align(64))]
@@ -23,7 +25,10 @@ pub struct Pool {
 
 impl Pool {
     /// A buffer with unspecified contents: NaN in debug builds, so that reading them shows.
-    pub fn take(self: &Arc<Self>, what: Memory, len: usize) -> CpuBuf {
+    ///
+    /// # Errors
+    /// The system has no such memory.
+    pub fn take(self: &Arc<Self>, what: Memory, len: usize) -> Result<CpuBuf> {
         let lines = len.div_ceil(LINE);
         let recycled = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
@@ -32,12 +37,30 @@ impl Pool {
             let best = (0..free.len()).filter(|&i| fits(free[i].len())).min_by_key(|&i| free[i].len());
             best.map(|i| free.swap_remove(i))
         };
-        let mut lines = recycled.unwrap_or_else(|| vec![Line::zeroed(); lines]);
+        let mut lines = recycled.map_or_else(|| self.fresh(what, lines), Ok)?;
         if cfg!(debug_assertions) {
             lines.fill(Line([f32::NAN; LINE]));
         }
         self.ledger.take(what, size_of_val(lines.as_slice()));
-        CpuBuf { lines, len, what, pool: self.clone() }
+        Ok(CpuBuf { lines, len, what, pool: self.clone() })
+    }
+
+    /// Memory from the system.
+    fn fresh(&self, what: Memory, len: usize) -> Result<Vec<Line>> {
+        let mut lines = Vec::new();
+        lines.try_reserve_exact(len).map_err(|_| {
+            let size = readable(len.saturating_mul(size_of::<Line>()));
+            let taken = self.ledger.live_by_category();
+            Error::input(format!("out of memory: no {size} for {}; this rank has taken {taken}", what.name())).hint(
+                "set batch.micro lower, parallel.recompute=true or parallel.zero higher; \
+                 run.memory_limit refuses such a run at its start",
+            )
+        })?;
+        lines.resize(len, Line::zeroed());
+        if len > 0 {
+            self.ledger.note_fresh();
+        }
+        Ok(lines)
     }
 
     /// Frees all that waits for reuse.
@@ -86,6 +109,29 @@ impl Drop for CpuBuf {
     }
 }
 
+/// Token ids or labels: 32-bit integers in the memory of a buffer.
+pub struct CpuInts(CpuBuf);
+
+impl CpuInts {
+    /// A copy of `host`.
+    ///
+    /// # Errors
+    /// The system has no such memory.
+    pub(super) fn new(pool: &Arc<Pool>, host: &[u32]) -> Result<Self> {
+        let mut buf = pool.take(Memory::Data, host.len())?;
+        bytemuck::cast_slice_mut(buf.as_mut_slice()).copy_from_slice(host);
+        Ok(Self(buf))
+    }
+}
+
+impl Deref for CpuInts {
+    type Target = [u32];
+
+    fn deref(&self) -> &[u32] {
+        bytemuck::cast_slice(self.0.as_slice())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -93,18 +139,35 @@ mod tests {
     #[test]
     fn buffers_come_back_and_are_counted() {
         let pool = Arc::new(Pool::default());
-        let first = pool.take(Memory::Gradients, 1000);
+        let first = pool.take(Memory::Gradients, 1000).unwrap();
         assert_eq!(first.as_slice().as_ptr() as usize % 64, 0);
         let address = first.as_slice().as_ptr();
         drop(first);
         assert_eq!(pool.ledger.live(Memory::Gradients), 0);
-        let second = pool.take(Memory::Activations, 990);
+        let second = pool.take(Memory::Activations, 990).unwrap();
         assert_eq!(second.as_slice().as_ptr(), address);
         assert_eq!(second.len(), 990);
-        let third = pool.take(Memory::Activations, 990);
+        let third = pool.take(Memory::Activations, 990).unwrap();
         assert_ne!(third.as_slice().as_ptr(), address);
-        assert!(pool.take(Memory::Data, 0).is_empty());
+        assert!(pool.take(Memory::Data, 0).unwrap().is_empty());
+        assert_eq!(pool.ledger.fresh(), 2);
         pool.trim();
         assert!(pool.free.lock().unwrap().is_empty());
+    }
+    #[test]
+    fn integers_are_data() {
+        let pool = Arc::new(Pool::default());
+        let ids = CpuInts::new(&pool, &[7, u32::MAX]).unwrap();
+        assert_eq!((&ids[..], pool.ledger.live(Memory::Data)), (&[7, u32::MAX][..], 64));
+    }
+
+    #[test]
+    fn no_memory_is_an_error() {
+        let pool = Arc::new(Pool::default());
+        let _taken = pool.take(Memory::Parameters, 1 << 18).unwrap();
+        let error = pool.take(Memory::Activations, usize::MAX / 8).err().unwrap();
+        assert_eq!(error.exit_code(), 2);
+        let text = error.to_string();
+        assert!(text.contains("TiB for activations; this rank has taken parameters 1.0 MiB\nhint: "), "{text}");
     }
 }

@@ -20,7 +20,7 @@ use super::{AdamW, Attention, Backend, CrossEntropy, Dropout, Gemm, Kernels, Led
 use crate::error::Result;
 
 pub use elementwise::add_serial;
-pub use memory::CpuBuf;
+pub use memory::{CpuBuf, CpuInts};
 pub use threads::Threads;
 
 /// The CPU backend of one rank. Clones share memory pool and threads.
@@ -45,16 +45,16 @@ impl Cpu {
 
 impl Backend for Cpu {
     type Buf = CpuBuf;
-    type Ints = Vec<u32>;
+    type Ints = CpuInts;
     type View<'a> = &'a [f32];
     type ViewMut<'a> = &'a mut [f32];
 
     fn alloc(&self, what: Memory, len: usize) -> Result<CpuBuf> {
-        Ok(self.pool.take(what, len))
+        self.pool.take(what, len)
     }
 
     fn upload(&self, what: Memory, host: &[f32]) -> Result<CpuBuf> {
-        let mut buf = self.pool.take(what, host.len());
+        let mut buf = self.pool.take(what, host.len())?;
         buf.as_mut_slice().copy_from_slice(host);
         Ok(buf)
     }
@@ -64,8 +64,8 @@ impl Backend for Cpu {
         Ok(())
     }
 
-    fn upload_ints(&self, host: &[u32]) -> Result<Vec<u32>> {
-        Ok(host.to_vec())
+    fn upload_ints(&self, host: &[u32]) -> Result<CpuInts> {
+        CpuInts::new(&self.pool, host)
     }
 
     fn view(buf: &CpuBuf, range: Range<usize>) -> &[f32] {
@@ -148,14 +148,14 @@ impl Kernels for Cpu {
         Ok(())
     }
 
-    fn embedding(&self, tokens: &Vec<u32>, token_table: &[f32], position_table: &[f32], y: &mut [f32]) -> Result<()> {
+    fn embedding(&self, tokens: &CpuInts, token_table: &[f32], position_table: &[f32], y: &mut [f32]) -> Result<()> {
         embedding::forward(&self.threads, tokens, token_table, position_table, y);
         Ok(())
     }
 
     fn embedding_backward(
         &self,
-        tokens: &Vec<u32>,
+        tokens: &CpuInts,
         dy: &[f32],
         dtoken_table: &mut [f32],
         dposition_table: &mut [f32],
@@ -229,7 +229,7 @@ impl Kernels for Cpu {
         &self,
         shape: CrossEntropy,
         logits: &mut [f32],
-        targets: &Vec<u32>,
+        targets: &CpuInts,
         losses: &mut [f32],
     ) -> Result<()> {
         classifier::cross_entropy(&self.threads, shape, logits, targets, losses);

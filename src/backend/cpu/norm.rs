@@ -70,11 +70,11 @@ pub fn backward(
         );
     });
     // Columns are summed over all rows by the one task that owns them: the order is fixed.
-    let has_bias = !dbias.is_empty();
-    let mut no_bias = vec![0.0; if has_bias { 0 } else { d }];
-    let dbias = if has_bias { dbias } else { &mut no_bias };
-    let columns = dweight.chunks_mut(COLUMNS).zip(dbias.chunks_mut(COLUMNS)).enumerate();
+    let mut biases = dbias.chunks_mut(COLUMNS);
+    let columns = dweight.chunks_mut(COLUMNS).map(move |dweight| (dweight, biases.next())).enumerate();
     threads.each(columns, |(i, (dweight, dbias))| {
+        let mut no_bias = [0.0; COLUMNS];
+        let dbias = dbias.unwrap_or(&mut no_bias);
         simd(
             #[inline(always)]
             || {

@@ -5,7 +5,6 @@
 //! claimed once; the caller works too and returns when all are done.
 
 use std::cell::UnsafeCell;
-use std::mem::ManuallyDrop;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -159,19 +158,19 @@ impl Threads {
     }
 
     /// Calls `f` once with each item, spread over the threads. Items are typically disjoint parts of an output.
-    pub fn each<T: Send>(&self, items: impl IntoIterator<Item = T>, f: impl Fn(T) + Sync) {
+    pub fn each<I: IntoIterator<Item: Send, IntoIter: Send>>(&self, items: I, f: impl Fn(I::Item) + Sync) {
+        let items = items.into_iter();
         if self.workers.is_empty() {
-            items.into_iter().for_each(f);
+            items.for_each(f);
             return;
         }
-        struct Items<T>(Vec<UnsafeCell<ManuallyDrop<T>>>);
-        // SAFETY: each cell is touched by the one thread that claimed its index.
-        unsafe impl<T: Send> Sync for Items<T> {}
-        let items = Items(items.into_iter().map(|item| UnsafeCell::new(ManuallyDrop::new(item))).collect());
-        let items = &items;
-        self.run(items.0.len(), |i| {
-            // SAFETY: `run` hands out every index once, so the item is taken once.
-            f(unsafe { ManuallyDrop::take(&mut *items.0[i].get()) });
+        // Items are made as they are taken: a list of them would be an allocation in every kernel.
+        let items = Mutex::new(items);
+        let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+        self.run(self.count(), |_| {
+            while let Some(item) = next() {
+                f(item);
+            }
         });
     }
 }

@@ -1,0 +1,60 @@
+//! One optimizer step from its data to its update: what a run repeats, and what `hpctrain verify` compares.
+
+use super::feed::Feed;
+use super::step::Engine;
+use crate::backend::Kernels;
+use crate::checkpoint::Progress;
+use crate::config::Plan;
+use crate::error::Result;
+use crate::parallel::{Hyper, Synced};
+
+/// A step that was taken: the same on all ranks.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Taken {
+    /// Mean loss of the global batch.
+    pub loss: f64,
+    /// Global norm of the gradient before clipping.
+    pub norm: f64,
+    /// Learning rate.
+    pub lr: f64,
+    /// Whether the update was left out because loss or gradient was not finite.
+    pub skipped: bool,
+}
+
+/// Takes the next step: gradients of all micro-batches, then the clipped update, unless they are not finite.
+///
+/// # Errors
+/// Of the data, the device, or a message between ranks.
+pub fn advance<B: Kernels>(
+    plan: &Plan,
+    engine: &mut Engine<B>,
+    feed: &mut Feed<B>,
+    progress: &mut Progress,
+) -> Result<Taken> {
+    let (step, base, time) = (progress.step, progress.position, plan.gpt.context);
+    let Synced { loss, norm } = engine.gradients(step, || feed.next(base, time))?;
+    let loss = loss / (plan.tokens_per_step() as f64);
+    let lr = plan.schedule.rate(step);
+    // Loss and norm are the same on all ranks, so they all skip.
+    let skipped = !(loss.is_finite() && norm.is_finite());
+    if skipped {
+        engine.sharded.skip();
+    } else {
+        progress.updates += 1;
+        let optimizer = &plan.config.optimizer;
+        engine.sharded.update(Hyper {
+            lr: lr as f32,
+            weight_decay: optimizer.weight_decay,
+            step: progress.updates,
+            grad_scale: clip(optimizer.grad_clip, norm) as f32,
+        })?;
+    }
+    progress.step += 1;
+    progress.position += plan.config.batch.global;
+    Ok(Taken { loss, norm, lr, skipped })
+}
+
+/// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.
+fn clip(limit: f64, norm: f64) -> f64 {
+    if limit > 0.0 && norm > limit { limit / (norm + 1e-6) } else { 1.0 }
+}

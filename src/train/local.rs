@@ -1,0 +1,31 @@
+//! Ranks as threads of this process.
+
+use crate::backend::Backend;
+use crate::comm::{Algorithm, Comm, threads};
+use crate::error::{Error, Kind, Result};
+
+/// Runs `rank` on `ranks` threads, each with its communicator; returns what each gave, in order of ranks.
+///
+/// # Errors
+/// Of the rank whose error says why the others failed.
+pub fn on_threads<B: Backend, T: Send>(ranks: usize, rank: impl Fn(&Comm<B>) -> Result<T> + Sync) -> Result<Vec<T>> {
+    let comms = threads::start(ranks, Algorithm::Tree);
+    let rank = &rank;
+    let results: Vec<Result<T>> = std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            comms.into_iter().map(|comm| scope.spawn(move || rank(&comm).map_err(|e| (comm.rank(), e)))).collect();
+        let panicked = || Err((0, Error::internal("a rank panicked")));
+        let name = |(rank, e): (usize, Error)| if e.is_shared() { e } else { e.on_rank(rank) };
+        threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| panicked()).map_err(name)).collect()
+    });
+    let (mut given, mut errors) = (Vec::with_capacity(ranks), Vec::new());
+    for result in results {
+        match result {
+            Ok(value) => given.push(value),
+            Err(e) => errors.push(e),
+        }
+    }
+    // When one rank fails alone, the others fail because it is gone: its error says why.
+    errors.sort_by_key(|e| e.kind() == Kind::Comm);
+    errors.into_iter().next().map_or(Ok(given), Err)
+}

@@ -1,0 +1,291 @@
+//! Two recordings side by side: bit for bit, or within bounds where additions have another order.
+
+use std::fmt;
+
+use super::record::{Entry, Recording};
+use super::snapshot::Difference;
+use crate::optim::Rule;
+
+/// What of a row agrees with one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Agreement {
+    /// Loss and gradient norm of every step.
+    pub curve: bool,
+    /// Parameters.
+    pub parameters: bool,
+    /// Optimizer state.
+    pub state: bool,
+}
+
+impl Agreement {
+    /// Whether all of it does.
+    pub fn whole(&self) -> bool {
+        self.curve && self.parameters && self.state
+    }
+}
+
+/// Compares every bit of every step.
+pub fn exactly(reference: &Recording, row: &Recording) -> Agreement {
+    let mut agreement = Agreement { curve: true, parameters: true, state: true };
+    for (mine, theirs) in row.steps.iter().zip(&reference.steps) {
+        agreement.curve &= (mine.loss, mine.norm) == (theirs.loss, theirs.norm);
+        for (entry, (mine, theirs)) in row.entries.iter().zip(mine.digests.iter().zip(&theirs.digests)) {
+            let part = if entry.is_parameter() { &mut agreement.parameters } else { &mut agreement.state };
+            *part &= mine == theirs;
+        }
+    }
+    agreement
+}
+
+/// The first step after which anything differs, from 1.
+pub fn parting(reference: &Recording, row: &Recording) -> Option<u64> {
+    let same = |(mine, theirs)| mine == theirs;
+    let steps = row.steps.iter().zip(&reference.steps);
+    steps.zip(1..).find_map(|(both, step)| (!same(both)).then_some(step))
+}
+
+/// The words for the first difference of two recordings of the same steps, of which the last is the first that
+/// differs; `row` was compared with the elements of `reference`.
+pub fn describe(reference: &Recording, row: &Recording) -> String {
+    let mut facts = Vec::new();
+    if let (Some(mine), Some(theirs)) = (row.steps.last(), reference.steps.last()) {
+        for (name, mine, theirs) in [("loss", mine.loss, theirs.loss), ("norm", mine.norm, theirs.norm)] {
+            if mine != theirs {
+                facts.push(values(name, f64::from_bits(mine), f64::from_bits(theirs)));
+            }
+        }
+    }
+    let entries = row.entries.iter().zip(&row.differences);
+    let mut differing = entries.filter_map(|(entry, difference)| Some((entry, difference, difference.first?)));
+    if let Some((entry, difference, first)) = differing.next() {
+        let (here, there) = (f32::from_bits(first.here), f32::from_bits(first.reference));
+        facts.push(format!(
+            "unit {}, {}, {} ({} of its elements and {} more tensors differ)",
+            entry.unit,
+            name(entry),
+            values(&format!("element {} of {}", first.index, entry.len), here, there),
+            difference.elements,
+            differing.count(),
+        ));
+    }
+    let step = row.steps.len();
+    if facts.is_empty() {
+        return format!("step {step} differed, but not when it was computed again: it is not reproducible");
+    }
+    format!("first difference at step {step}: {}", facts.join("; "))
+}
+
+/// The name of a tensor and which of its values are meant.
+fn name(entry: &Entry) -> String {
+    match entry.state.as_str() {
+        "" => format!("tensor {}", entry.tensor),
+        state => format!("tensor {} of the optimizer's {state}", entry.tensor),
+    }
+}
+
+fn values<T: fmt::Debug + PartialEq>(what: &str, here: T, there: T) -> String {
+    format!("{what} is {here:?} here, {there:?} on one rank")
+}
+
+/// How far two orders of addition may be apart in the first [`CLOSE_STEPS`] steps.
+///
+/// Two orders of adding n numbers in single precision differ by less than about n·2⁻²⁴ of the sum of their
+/// magnitudes: some 1e-6 of a gradient. Adam divides by the gradient's own size, so that an element whose gradient
+/// is nearly zero may go the other way, at the full rate, in every step; those hardly move the loss. A lost or
+/// doubled contribution of a rank is worth more than 1e-2 of loss, norm and state in the first step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Bounds {
+    /// Of the loss, relative.
+    pub loss: f64,
+    /// Of the norm, relative.
+    pub norm: f64,
+    /// Of an element of the parameters, absolute.
+    pub parameter: f64,
+    /// Of the 2-norm of each of the optimizer's buffers, relative.
+    pub state: f64,
+}
+
+/// Steps in which layouts of another order are compared: later the differences of rounding have grown, as those of
+/// training do, beyond what tells them from mistakes.
+pub const CLOSE_STEPS: u64 = 6;
+
+/// Bound of the loss.
+const LOSS: f64 = 1e-5;
+/// Bounds of norm and state.
+const NORM: f64 = 1e-3;
+
+impl Bounds {
+    /// The bounds for what is compared with `reference`, with a gradient clipped at `clip` (0: not clipped).
+    pub fn new(rule: Rule, clip: f64, reference: &Recording) -> Self {
+        let taken = reference
+            .steps
+            .iter()
+            .take(CLOSE_STEPS as usize)
+            .map(|step| (f64::from_bits(step.lr), f64::from_bits(step.norm)));
+        let parameter = match rule {
+            Rule::AdamW { beta1, beta2, .. } => {
+                // The largest quotient of the moments: one gradient after many of zero.
+                let most = (1.0 - f64::from(beta1)) / (1.0 - f64::from(beta2)).sqrt();
+                2.0 * most.max(1.0) * taken.map(|(lr, _)| lr).sum::<f64>()
+            }
+            Rule::Sgd { momentum, .. } => {
+                let limit = if clip > 0.0 { clip } else { f64::INFINITY };
+                let way: f64 = taken.filter(|(lr, _)| *lr > 0.0).map(|(lr, norm)| lr * norm.min(limit)).sum();
+                NORM * way / (1.0 - f64::from(momentum))
+            }
+        };
+        Self { loss: LOSS, norm: NORM, parameter, state: NORM }
+    }
+}
+
+impl fmt::Display for Bounds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "loss within {:.0e}, norm and optimizer state (2-norm) within {:.0e} of one rank's, every parameter \
+             within {:.1e}",
+            self.loss, self.norm, self.parameter
+        )
+    }
+}
+
+/// Compares curves and, after the last step, tensors within bounds; says what is farthest off where it is too far.
+pub fn closely(bounds: &Bounds, reference: &Recording, row: &Recording) -> (Agreement, Option<String>) {
+    let mut agreement = Agreement { curve: true, parameters: true, state: true };
+    let mut facts = Vec::new();
+    for ((mine, theirs), step) in row.steps.iter().zip(&reference.steps).zip(1..) {
+        for (name, mine, theirs, bound) in
+            [("loss", mine.loss, theirs.loss, bounds.loss), ("norm", mine.norm, theirs.norm, bounds.norm)]
+        {
+            let (mine, theirs) = (f64::from_bits(mine), f64::from_bits(theirs));
+            let off = (mine - theirs).abs() / theirs.abs();
+            // What is not finite on both sides has no distance.
+            if !(off <= bound || mine.to_bits() == theirs.to_bits()) && agreement.curve {
+                agreement.curve = false;
+                facts.push(format!("at step {step}, {}: off by {off:.1e}", values(name, mine, theirs)));
+            }
+        }
+    }
+    let entries = || row.entries.iter().zip(&row.differences);
+    let last = row.steps.len();
+    let parameters = entries().filter(|(entry, _)| entry.is_parameter());
+    for (entry, worst) in parameters.filter_map(|(entry, difference)| Some((entry, difference.worst?))) {
+        if worst.distance() > bounds.parameter && agreement.parameters {
+            agreement.parameters = false;
+            let (here, there) = (f32::from_bits(worst.here), f32::from_bits(worst.reference));
+            let element = values(&format!("element {} of {}", worst.index, entry.len), here, there);
+            facts.push(format!("after step {last}, unit {}, {}, {element}", entry.unit, name(entry)));
+        }
+    }
+    let mut states: Vec<&str> = row.entries.iter().map(|entry| entry.state.as_str()).collect();
+    states.sort_unstable();
+    states.dedup();
+    for state in states.into_iter().filter(|state| !state.is_empty()) {
+        let of_state = || entries().filter(|(entry, _)| entry.state == state).map(|(_, difference)| difference);
+        let off = distance(of_state());
+        if off > bounds.state {
+            agreement.state = false;
+            facts.push(format!("after step {last}, the optimizer's {state} is off by {off:.1e}"));
+        }
+    }
+    (agreement, (!facts.is_empty()).then(|| facts.join("; ")))
+}
+
+/// The relative 2-norm of the difference of several tensors.
+fn distance<'a>(differences: impl Iterator<Item = &'a Difference>) -> f64 {
+    let (mut squares, mut reference) = (0.0, 0.0);
+    for difference in differences {
+        squares += difference.squares;
+        reference += difference.reference_squares;
+    }
+    if squares == 0.0 { 0.0 } else { (squares / reference).sqrt() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::verify::record::Marks;
+
+    const RULE: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
+
+    /// Three steps of two tensors with their moments.
+    fn recording() -> Recording {
+        let entry = |tensor: &str, state: &str| Entry {
+            unit: "h.0".into(),
+            tensor: tensor.into(),
+            state: state.into(),
+            len: 100,
+        };
+        let entries = vec![entry("w", ""), entry("w", "m"), entry("b", ""), entry("b", "m")];
+        let step = |i: u64| Marks {
+            loss: (4.0 - i as f64).to_bits(),
+            norm: 1f64.to_bits(),
+            lr: 1e-3f64.to_bits(),
+            digests: vec![i; 4],
+        };
+        let mut differences = vec![Difference::default(); 4];
+        differences.iter_mut().for_each(|difference| difference.add(0, &[1.0; 100], &[1.0; 100]));
+        Recording { entries, steps: (0..3).map(step).collect(), differences }
+    }
+
+    /// The same but for one element of one entry from a step on.
+    fn other(entry: usize, from: usize, value: f32) -> Recording {
+        let mut other = recording();
+        other.steps[from..].iter_mut().for_each(|step| step.digests[entry] += 1);
+        other.differences[entry] = Difference::default();
+        let mut here = [1.0; 100];
+        here[37] = value;
+        other.differences[entry].add(0, &here, &[1.0; 100]);
+        other
+    }
+
+    #[test]
+    fn one_element_is_named() {
+        let (mut reference, mut row) = (recording(), other(2, 1, 1.5));
+        assert_eq!(exactly(&reference, &row), Agreement { curve: true, parameters: false, state: true });
+        assert_eq!(parting(&reference, &row), Some(2));
+        reference.steps.truncate(2);
+        row.steps.truncate(2);
+        assert_eq!(
+            describe(&reference, &row),
+            "first difference at step 2: unit h.0, tensor b, element 37 of 100 is 1.5 here, 1.0 on one rank (1 of \
+             its elements and 0 more tensors differ)"
+        );
+        let (reference, row) = (recording(), other(1, 0, 1.5));
+        assert!(!exactly(&reference, &row).state);
+        assert!(describe(&reference, &row).contains("tensor w of the optimizer's m, element 37"));
+    }
+
+    #[test]
+    fn equal_recordings_agree() {
+        let (reference, row) = (recording(), recording());
+        assert!(exactly(&reference, &row).whole());
+        assert_eq!(parting(&reference, &row), None);
+        assert!(describe(&reference, &row).contains("not reproducible"));
+        assert_eq!(closely(&Bounds::new(RULE, 1.0, &reference), &reference, &row).1, None);
+    }
+
+    #[test]
+    fn a_curve_alone_can_differ() {
+        let (reference, mut row) = (recording(), recording());
+        row.steps[2].norm = 2f64.to_bits();
+        assert_eq!(exactly(&reference, &row), Agreement { curve: false, parameters: true, state: true });
+        assert!(describe(&reference, &row).ends_with("at step 3: norm is 2.0 here, 1.0 on one rank"));
+        let (agreement, said) = closely(&Bounds::new(RULE, 1.0, &reference), &reference, &row);
+        assert!(!agreement.curve && said.unwrap().contains("at step 3, norm is 2.0"));
+    }
+
+    #[test]
+    fn closeness_follows_the_rate() {
+        let reference = recording();
+        let bounds = Bounds::new(RULE, 1.0, &reference);
+        assert!((bounds.parameter - 6e-3).abs() < 1e-8, "{bounds:?}");
+        assert!(closely(&bounds, &reference, &other(0, 2, 1.005)).0.whole());
+        let (agreement, said) = closely(&bounds, &reference, &other(0, 2, 1.007));
+        assert!(!agreement.parameters && said.unwrap().contains("after step 3, unit h.0, tensor w, element 37"));
+        let (agreement, said) = closely(&bounds, &reference, &other(3, 2, 1.1));
+        assert!(!agreement.state && said.unwrap().contains("the optimizer's m is off by 7.1e-3"));
+        let sgd = Bounds::new(Rule::Sgd { momentum: 0.5, nesterov: false }, 0.5, &reference);
+        assert!((sgd.parameter - 1e-3 * 3.0 * 1e-3 * 0.5 / 0.5).abs() < 1e-12, "{sgd:?}");
+    }
+}

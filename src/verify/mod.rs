@@ -1,0 +1,243 @@
+//! Does a configuration give the same result in every layout? Some steps of each, against one rank.
+//!
+//! Every row is a real run without a directory: the feed, the engine and the step of `hpctrain train`. After each step a
+//! row leaves its loss, its norm and a 64-bit digest of each tensor. Elements are compared where digests differ:
+//! both sides are computed again up to the first step that differs.
+
+mod compare;
+mod launch;
+mod record;
+mod rows;
+mod snapshot;
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use compare::{Agreement, Bounds, CLOSE_STEPS, closely, describe, exactly, parting};
+use record::{Recording, Then};
+use rows::{REFERENCE, Row, matrix};
+
+use crate::comm::Choice;
+use crate::config::{Config, Facts, Plan, resolve};
+use crate::error::{Error, Result};
+use crate::optim::Rule;
+use crate::parallel::Zero;
+use crate::telemetry::say;
+use crate::train::vocabulary;
+
+pub use launch::{Launcher, rank, task};
+pub use record::Task;
+
+/// What is to be verified.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The configuration; its layout is replaced by those of the matrix.
+    pub config: Config,
+    /// Its name.
+    pub name: String,
+    /// Numbers of ranks.
+    pub ranks: Vec<usize>,
+    /// ZeRO stages.
+    pub stages: Vec<Zero>,
+    /// Steps of each row.
+    pub steps: u64,
+    /// What starts the ranks.
+    pub launcher: Launcher,
+}
+
+/// Compares every row of the matrix with one rank and prints a table; whether all agree.
+///
+/// # Errors
+/// The configuration is wrong, no row can run, or a row failed.
+pub fn verify(request: &Request) -> Result<bool> {
+    let rows = matrix(&request.ranks, &request.stages);
+    // More steps than the run has make it longer, before its schedule is laid out.
+    let mut request = request.clone();
+    request.config.run.steps = request.config.run.steps.max(request.steps);
+    let request = &request;
+    let mut verifier = Verifier::start(request, &rows)?;
+    say(" ranks  shard × replica  ZeRO  loss, norm  parameters  optimizer  time");
+    let (mut compared, mut close, mut differ, mut skipped) = (0, 0, 0, 0);
+    for row in rows {
+        match verifier.row(row)? {
+            None => skipped += 1,
+            Some(agrees) => {
+                compared += 1;
+                close += usize::from(agrees && !same_bits(&request.config, &row));
+                differ += usize::from(!agrees);
+            }
+        }
+    }
+    if compared == 0 {
+        return Err(Error::input("no row of the matrix can run").hint("each row says why; choose other --ranks"));
+    }
+    let left_out = if skipped > 0 { format!(", {skipped} skipped") } else { String::new() };
+    let rows = |n: usize| format!("{n} row{}", if n == 1 { "" } else { "s" });
+    let steps = if close < compared { request.steps } else { verifier.close_steps() };
+    let verdict = match (differ, close) {
+        (0, 0) => "0 differing bits".to_string(),
+        (0, close) => format!("all agree, {close} of them within bounds"),
+        (1, _) => "1 row differs".to_string(),
+        _ => format!("{differ} rows differ"),
+    };
+    say(format_args!("{}{left_out}, {steps} steps: {verdict}", rows(compared)));
+    Ok(differ == 0)
+}
+
+/// The reference, and what the rows are compared by.
+struct Verifier<'a> {
+    request: &'a Request,
+    vocabulary: usize,
+    reference: Recording,
+    /// For rows that add in another order than the reference; none if there are no such rows.
+    bounds: Option<Bounds>,
+    /// Holds snapshots and messages; empties itself.
+    folder: tempfile::TempDir,
+    /// The step of the snapshot on the disk.
+    snapshot: Option<u64>,
+}
+
+impl<'a> Verifier<'a> {
+    fn start(request: &'a Request, rows: &[Row]) -> Result<Self> {
+        let config = &request.config;
+        let vocabulary = vocabulary(config)?;
+        let folder = tempfile::Builder::new().prefix("hpctrain-verify-").tempdir();
+        let folder = folder.map_err(|e| Error::io("create a directory in", &std::env::temp_dir(), e))?;
+        let plan = plan(config, REFERENCE, vocabulary)?;
+        if config.comm.algorithm == Choice::Mpi && request.launcher == Launcher::Threads {
+            return Err(Error::input("comm.algorithm = mpi needs MPI").hint("add --mpi, or set it to tree or ring"));
+        }
+        say(format_args!(
+            "verify       {} for {} steps: {} samples a step, messages by {}",
+            request.name, request.steps, config.batch.global, config.comm.algorithm
+        ));
+        say(format_args!("ranks        {}, compared with one rank", request.launcher.name()));
+        let start = Instant::now();
+        let verifier = Self {
+            request,
+            vocabulary,
+            reference: refer(request, request.steps, Then::Forget)?,
+            bounds: None,
+            folder,
+            snapshot: None,
+        };
+        let seconds = start.elapsed().as_secs_f64();
+        let loss = |step: Option<&record::Marks>| step.map_or(f64::NAN, |step| f64::from_bits(step.loss));
+        let steps = &verifier.reference.steps;
+        say(format_args!(
+            "one rank     loss {:.4} at step 1, {:.4} at step {}, in {:.1} s",
+            loss(steps.first()),
+            loss(steps.last()),
+            steps.len(),
+            seconds
+        ));
+        Ok(verifier.expect(plan.rule, rows))
+    }
+
+    /// Says what is expected of the rows.
+    fn expect(mut self, rule: Rule, rows: &[Row]) -> Self {
+        let config = &self.request.config;
+        match config.parallel.lanes {
+            Some(lanes) => {
+                say(format_args!("expected     the same bits: parallel.lanes = {lanes} fixes the order of additions"));
+            }
+            None => say("expected     close results: without parallel.lanes the order of additions follows the ranks"),
+        }
+        if !rows.iter().all(|row| same_bits(config, row)) {
+            if config.parallel.lanes.is_some() {
+                say("             close results where a rank or a copy has no power of two of the lanes");
+            }
+            let bounds = Bounds::new(rule, config.optimizer.grad_clip, &self.reference);
+            say(format_args!("bounds       in the first {} steps: {bounds}", self.close_steps()));
+            self.bounds = Some(bounds);
+        }
+        say("");
+        self
+    }
+
+    /// Steps of the rows that are only close.
+    fn close_steps(&self) -> u64 {
+        self.request.steps.min(CLOSE_STEPS)
+    }
+
+    /// A file with the reference's elements after `step`.
+    fn snapshot(&mut self, step: u64) -> Result<PathBuf> {
+        let path = self.folder.path().join("elements");
+        if self.snapshot != Some(step) {
+            refer(self.request, step, Then::Write(path.clone()))?;
+            self.snapshot = Some(step);
+        }
+        Ok(path)
+    }
+
+    /// Runs one row and prints its line; none if it cannot run.
+    fn row(&mut self, row: Row) -> Result<Option<bool>> {
+        let config = &self.request.config;
+        if let Err(e) = plan(config, row, self.vocabulary) {
+            let why = e.to_string().replace("\nhint: ", "; ");
+            say(format_args!("{row}  skipped: {why}"));
+            return Ok(None);
+        }
+        let start = Instant::now();
+        let exact = same_bits(config, &row);
+        let recording = match exact {
+            true => self.run(row, self.request.steps, Then::Forget)?,
+            false => {
+                let snapshot = self.snapshot(self.close_steps())?;
+                self.run(row, self.close_steps(), Then::Compare(snapshot))?
+            }
+        };
+        let seconds = start.elapsed().as_secs_f64();
+        let (agreement, said) = match self.bounds {
+            Some(bounds) if !exact => closely(&bounds, &self.reference, &recording),
+            _ => (exactly(&self.reference, &recording), None),
+        };
+        let Agreement { curve, parameters, state } = agreement;
+        let word = |agrees| match (agrees, exact) {
+            (true, true) => "equal",
+            (true, false) => "close",
+            (false, _) => "DIFFER",
+        };
+        say(format_args!("{row}  {:<10}  {:<10}  {:<9}  {seconds:.1} s", word(curve), word(parameters), word(state)));
+        let said = match parting(&self.reference, &recording) {
+            Some(step) if exact => Some(self.first_difference(row, step)?),
+            _ => said,
+        };
+        if let Some(said) = said {
+            say(format_args!("       {said}"));
+        }
+        Ok(Some(agreement.whole()))
+    }
+
+    fn run(&self, row: Row, steps: u64, then: Then) -> Result<Recording> {
+        let task = Task { config: row.config(&self.request.config), threads: None, steps, then };
+        self.request.launcher.run(row.ranks(), task, self.folder.path()).map_err(|e| {
+            let place = format!("{} ranks, shard {} × replica {}", row.ranks(), row.shard, row.replica);
+            e.at(format_args!("{place}, ZeRO {}", u8::from(row.zero)))
+        })
+    }
+
+    /// Computes both sides again up to `step`, the first that differs, and compares elements.
+    fn first_difference(&mut self, row: Row, step: u64) -> Result<String> {
+        let snapshot = self.snapshot(step)?;
+        let recording = self.run(row, step, Then::Compare(snapshot))?;
+        let mut reference = self.reference.clone();
+        reference.steps.truncate(step as usize);
+        Ok(describe(&reference, &recording))
+    }
+}
+
+/// One rank, in this process.
+fn refer(request: &Request, steps: u64, then: Then) -> Result<Recording> {
+    launch::local(1, Task { config: REFERENCE.config(&request.config), threads: None, steps, then })
+}
+
+/// Whether a row must give the bits of one rank: with fixed lanes whose tree it keeps.
+fn same_bits(config: &Config, row: &Row) -> bool {
+    row.same_tree(config.parallel.lanes.unwrap_or(row.ranks())) && (config.parallel.lanes.is_some() || row.ranks() == 1)
+}
+
+fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<Plan> {
+    let facts = Facts { ranks: row.ranks(), threads: 1, vocabulary: Some(vocabulary) };
+    resolve(row.config(config), &facts)
+}

@@ -1,0 +1,234 @@
+//! One layout for some steps: loss, norm and a digest of every tensor at each of them.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::snapshot::{Difference, Snapshot};
+use crate::backend::Kernels;
+use crate::checkpoint::Progress;
+use crate::comm::{Comm, Group};
+use crate::config::{Config, Facts, resolve};
+use crate::error::{Error, Result};
+use crate::parallel::Sharded;
+use crate::topology::Topology;
+use crate::train::feed::{self, Feed};
+use crate::train::{advance, check_memory, engine, resident};
+
+/// What the ranks of a job are asked to do.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Task {
+    /// The configuration, not yet resolved.
+    pub config: Config,
+    /// Compute threads a rank, where the caller knows better than the affinity mask.
+    pub threads: Option<usize>,
+    /// Steps to take, at most those of the run.
+    pub steps: u64,
+    /// What to do with the tensors after the last of them.
+    pub then: Then,
+}
+
+/// What happens to the tensors at the end.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Then {
+    /// Nothing more.
+    Forget,
+    /// Their elements are written to a file. On one rank.
+    Write(PathBuf),
+    /// Each rank compares its elements with those in a file.
+    Compare(PathBuf),
+}
+
+/// A tensor of the parameters or of the optimizer's state.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Entry {
+    /// The unit it belongs to.
+    pub unit: String,
+    /// The parameter's name.
+    pub tensor: String,
+    /// Empty for the parameters, else the name of a buffer of the optimizer.
+    pub state: String,
+    /// Elements.
+    pub len: usize,
+}
+
+impl Entry {
+    /// Whether it is a parameter.
+    pub fn is_parameter(&self) -> bool {
+        self.state.is_empty()
+    }
+}
+
+/// One step. Floats as bits: equal means equal.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Marks {
+    /// Mean loss.
+    pub loss: u64,
+    /// Norm of the gradient.
+    pub norm: u64,
+    /// Learning rate; zero if the update was skipped.
+    pub lr: u64,
+    /// One of every entry, after the update.
+    pub digests: Vec<u64>,
+}
+
+/// What a layout gave.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Recording {
+    /// The tensors, in the order of [`Marks::digests`].
+    pub entries: Vec<Entry>,
+    /// Every step.
+    pub steps: Vec<Marks>,
+    /// How every entry differs from the file, if it was compared with one.
+    pub differences: Vec<Difference>,
+}
+
+/// Runs a task on this rank: collective over the world of `comm`. `backend` makes the device. Every rank gets the
+/// whole recording.
+///
+/// # Errors
+/// Whatever ends the run early.
+pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(usize) -> B) -> Result<Recording> {
+    let world = comm.world();
+    let topology = Topology::gather(&world, comm.node().host)?;
+    let (train, _) = world.agree(feed::open(&task.config))?;
+    let facts = Facts {
+        ranks: world.size(),
+        threads: task.threads.unwrap_or_else(|| topology.threads()),
+        vocabulary: Some(train.vocabulary()),
+    };
+    let plan = world.agree(resolve(task.config.clone(), &facts))?;
+    world.agree(feed::check_size(&plan, &train))?;
+    world.agree(check_memory::<B>(&plan, &topology, comm.staging(), resident().0))?;
+    let (mut engine, _) = engine(comm, &plan, backend(plan.threads), None)?;
+    let data = engine.sharded.data().clone();
+    let mut progress = Progress::default();
+    let mut feed = world.agree(Feed::start(engine.backend.clone(), train, &plan, data.rank(), progress))?;
+
+    let entries = entries(&engine.sharded);
+    let mut steps = Vec::with_capacity(task.steps as usize);
+    for _ in 0..task.steps {
+        let taken = advance(&plan, &mut engine, &mut feed, &mut progress)?;
+        let mut digests = vec![0u64; entries.len()];
+        visit(&mut engine.sharded, |entry, start, values| {
+            digests[entry] = digests[entry].wrapping_add(digest(start, values));
+            Ok(())
+        })?;
+        let lr = if taken.skipped { 0.0 } else { taken.lr };
+        steps.push(Marks { loss: taken.loss.to_bits(), norm: taken.norm.to_bits(), lr: lr.to_bits(), digests });
+    }
+
+    let mut differences = Vec::new();
+    match &task.then {
+        Then::Forget => {}
+        Then::Write(file) => {
+            let mut snapshot = Snapshot::create(file, &entries)?;
+            visit(&mut engine.sharded, |entry, start, values| snapshot.write(entry, start, values))?;
+        }
+        Then::Compare(file) => {
+            let mine = world.agree(Snapshot::open(file, &entries).and_then(|mut snapshot| {
+                let mut mine = vec![Difference::default(); entries.len()];
+                visit(&mut engine.sharded, |entry, start, values| {
+                    snapshot.compare(entry, start, values, &mut mine[entry])
+                })?;
+                Ok(mine)
+            }))?;
+            differences = meet(&world, mine, |all, one| all.iter_mut().zip(one).for_each(|(all, one)| all.merge(one)))?;
+        }
+    }
+    let steps = meet(&world, steps, |all, one| {
+        for (all, one) in all.iter_mut().zip(one) {
+            all.digests.iter_mut().zip(one.digests).for_each(|(all, one)| *all = all.wrapping_add(one));
+        }
+    })?;
+    Ok(Recording { entries, steps, differences })
+}
+
+/// Every tensor of every unit: its parameters, then each buffer of its optimizer state.
+fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<Entry> {
+    let states: Vec<&str> = std::iter::once("").chain(sharded.state_names().iter().copied()).collect();
+    let mut entries = Vec::new();
+    for unit in sharded.layouts() {
+        for (tensor, _) in &unit.tensors {
+            entries.extend(states.iter().map(|state| Entry {
+                unit: unit.name.clone(),
+                tensor: tensor.name.clone(),
+                state: state.to_string(),
+                len: tensor.len(),
+            }));
+        }
+    }
+    entries
+}
+
+/// Shows every run of elements that this rank, and no other, answers for: the number of the entry, the first
+/// element's index in it, the elements.
+fn visit<B: Kernels>(sharded: &mut Sharded<B>, mut show: impl FnMut(usize, usize, &[f32]) -> Result<()>) -> Result<()> {
+    let parts = 1 + sharded.state_names().len();
+    let mut host = Vec::new();
+    let mut first = 0;
+    for unit in sharded.owned()? {
+        host.resize(unit.range.len(), 0.0);
+        for (part, view) in std::iter::once(unit.params).chain(unit.state).enumerate() {
+            unit.backend.download(view, &mut host)?;
+            for piece in unit.layout.pieces(unit.range.clone()) {
+                let place = unit.layout.tensors.iter().position(|(tensor, _)| tensor.name == piece.tensor.name);
+                let place = place.ok_or_else(|| Error::internal("a piece of no tensor"))?;
+                show(first + place * parts + part, piece.of_tensor.start, &host[piece.of_owned])?;
+            }
+        }
+        first += unit.layout.tensors.len() * parts;
+    }
+    Ok(())
+}
+
+/// A sum over elements of a hash of index and bits, so that it does not matter who holds which element. Two tensors
+/// that differ in one element always have different digests, others but for a chance of 2⁻⁶⁴.
+fn digest(start: usize, values: &[f32]) -> u64 {
+    let marks = values.iter().zip(start as u64..).map(|(value, index)| mix(index << 32 ^ u64::from(value.to_bits())));
+    marks.fold(0, u64::wrapping_add)
+}
+
+/// The output function of SplitMix64: one to one, and each bit of the result depends on each of `value`.
+fn mix(value: u64) -> u64 {
+    let mut z = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// Joins what all ranks have, in order of ranks.
+fn meet<B: Kernels, T: Serialize + for<'a> Deserialize<'a>>(
+    world: &Group<B>,
+    mine: T,
+    join: impl Fn(&mut T, T),
+) -> Result<T> {
+    let message = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("recording: {e}")))?;
+    let mut joined: Option<T> = None;
+    for message in world.gather_bytes(message).wait()? {
+        let one = serde_json::from_slice(&message).map_err(|e| Error::comm(format!("a rank's recording: {e}")))?;
+        match &mut joined {
+            Some(all) => join(all, one),
+            None => joined = Some(one),
+        }
+    }
+    joined.ok_or_else(|| Error::internal("no rank 0"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn digests_add_up_and_see_one_bit() {
+        let values: Vec<f32> = (0..100).map(|i| (i as f32).sin()).collect();
+        let whole = digest(0, &values);
+        assert_eq!(digest(0, &values[..37]).wrapping_add(digest(37, &values[37..])), whole);
+        let mut other = values.clone();
+        other[50] = f32::from_bits(other[50].to_bits() ^ 1);
+        assert_ne!(digest(0, &other), whole);
+        other[50] = values[51];
+        other[51] = values[50];
+        assert_ne!(digest(0, &other), whole, "two elements have changed places");
+    }
+}

@@ -1,0 +1,90 @@
+//! The matrix: which layouts are compared with one rank, and what each may be expected to give.
+
+use std::fmt;
+
+use crate::config::Config;
+use crate::parallel::Zero;
+
+/// A layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Row {
+    /// ZeRO stage.
+    pub zero: Zero,
+    /// Ranks that share one copy of the parameters.
+    pub shard: usize,
+    /// Copies.
+    pub replica: usize,
+}
+
+/// One rank that shards nothing: what the others are compared with.
+pub const REFERENCE: Row = Row { zero: Zero::Zero, shard: 1, replica: 1 };
+
+impl Row {
+    /// Ranks.
+    pub fn ranks(&self) -> usize {
+        self.shard * self.replica
+    }
+
+    /// The configuration with this layout.
+    pub fn config(&self, base: &Config) -> Config {
+        let mut config = base.clone();
+        config.parallel.zero = self.zero;
+        config.parallel.shard = Some(self.shard);
+        config.parallel.replica = Some(self.replica);
+        config
+    }
+
+    /// Whether `lanes` lanes are added by the same tree as on one rank with as many: each rank, and each copy of
+    /// the parameters, has a power of two of them.
+    pub fn same_tree(&self, lanes: usize) -> bool {
+        let power = |parts| lanes.is_multiple_of(parts) && (lanes / parts).is_power_of_two();
+        self.ranks() == 1 || (power(self.ranks()) && (self.replica == 1 || power(self.replica)))
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let layout = format!("{} × {}", self.shard, self.replica);
+        write!(f, "{:>5}  {layout:<15}  {:>4}", self.ranks(), u8::from(self.zero))
+    }
+}
+
+/// Every stage on every number of ranks; then, for the stages that shard, every way to have several copies of
+/// several shards.
+pub fn matrix(ranks: &[usize], stages: &[Zero]) -> Vec<Row> {
+    let mut rows = Vec::new();
+    for &ranks in ranks {
+        rows.extend(stages.iter().map(|&zero| match zero {
+            Zero::Zero => Row { zero, shard: 1, replica: ranks },
+            _ => Row { zero, shard: ranks, replica: 1 },
+        }));
+        for shard in (2..ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
+            let sharding = stages.iter().filter(|zero| **zero != Zero::Zero);
+            rows.extend(sharding.map(|&zero| Row { zero, shard, replica: ranks / shard }));
+        }
+    }
+    rows
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hybrid_rows_fit_the_ranks() {
+        let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
+        let rows = matrix(&[1, 2, 4, 8], &stages);
+        assert_eq!(rows.len(), 4 * 4 + 3 * (1 + 2));
+        assert!(rows.contains(&Row { zero: Zero::Two, shard: 4, replica: 2 }));
+        assert!(matrix(&[6], &stages[..1]).iter().all(|row| (row.shard, row.replica) == (1, 6)));
+    }
+
+    #[test]
+    fn trees_are_the_same_with_powers_of_two() {
+        let tree = |shard, replica, lanes| Row { zero: Zero::One, shard, replica }.same_tree(lanes);
+        assert!(tree(4, 2, 8) && tree(3, 1, 12) && tree(1, 1, 7) && tree(1, 8, 8));
+        assert!(!tree(3, 4, 12), "a copy has three lanes");
+        assert!(!tree(4, 1, 12), "a rank has three lanes");
+        assert!(!tree(8, 1, 4));
+    }
+}

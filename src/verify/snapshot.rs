@@ -1,0 +1,189 @@
+//! All elements of all tensors of one rank in a file, with which the ranks of other layouts compare theirs.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::record::Entry;
+use crate::error::{Error, Result};
+
+/// The file: the elements of one entry after those of the other, as they are in memory.
+pub struct Snapshot {
+    path: PathBuf,
+    file: File,
+    /// First element of every entry.
+    starts: Vec<usize>,
+    /// Elements read.
+    buffer: Vec<f32>,
+}
+
+/// Elements read at a time.
+const CHUNK: usize = 1 << 16;
+
+/// An element with two values, as bits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Element {
+    /// Its index in the tensor.
+    pub index: usize,
+    /// The value here.
+    pub here: u32,
+    /// The value on one rank.
+    pub reference: u32,
+}
+
+impl Element {
+    /// How far the values are apart.
+    pub fn distance(&self) -> f64 {
+        let distance = (f64::from(f32::from_bits(self.here)) - f64::from(f32::from_bits(self.reference))).abs();
+        if distance.is_nan() { f64::MAX } else { distance }
+    }
+}
+
+/// How a tensor differs.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Difference {
+    /// Elements whose bits differ.
+    pub elements: u64,
+    /// The one with the lowest index.
+    pub first: Option<Element>,
+    /// The one whose values are farthest apart.
+    pub worst: Option<Element>,
+    /// Sum of the squares of the distances.
+    pub squares: f64,
+    /// Sum of the squares of the values on one rank.
+    pub reference_squares: f64,
+}
+
+impl Difference {
+    /// Compares runs of elements, of which the first has index `start`.
+    pub fn add(&mut self, start: usize, here: &[f32], reference: &[f32]) {
+        for (index, (here, reference)) in (start..).zip(here.iter().zip(reference)) {
+            self.reference_squares += f64::from(*reference).powi(2);
+            let (here, reference) = (here.to_bits(), reference.to_bits());
+            if here != reference {
+                let element = Element { index, here, reference };
+                // What is not finite counts as very far, and can still be written down.
+                self.squares += element.distance().min(1e100).powi(2);
+                self.see(1, element, element);
+            }
+        }
+    }
+
+    /// Takes in what another rank found in other elements.
+    pub fn merge(&mut self, other: Self) {
+        self.squares += other.squares;
+        self.reference_squares += other.reference_squares;
+        if let (Some(first), Some(worst)) = (other.first, other.worst) {
+            self.see(other.elements, first, worst);
+        }
+    }
+
+    fn see(&mut self, elements: u64, first: Element, worst: Element) {
+        self.elements += elements;
+        if self.first.is_none_or(|old| first.index < old.index) {
+            self.first = Some(first);
+        }
+        if self.worst.is_none_or(|old| worst.distance() > old.distance()) {
+            self.worst = Some(worst);
+        }
+    }
+}
+
+impl Snapshot {
+    fn new(path: &Path, file: File, entries: &[Entry]) -> Self {
+        let ends = entries.iter().scan(0, |end, entry| {
+            let start = *end;
+            *end += entry.len;
+            Some(start)
+        });
+        Self { path: path.to_path_buf(), file, starts: ends.collect(), buffer: Vec::new() }
+    }
+
+    /// A file to fill.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn create(path: &Path, entries: &[Entry]) -> Result<Self> {
+        let file = File::create(path).map_err(|e| {
+            Error::io("create", path, e).hint("set TMPDIR to a directory with room for parameters and optimizer state")
+        })?;
+        Ok(Self::new(path, file, entries))
+    }
+
+    /// A file to compare with.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn open(path: &Path, entries: &[Entry]) -> Result<Self> {
+        let file = File::open(path).map_err(|e| {
+            Error::io("open", path, e).hint("with --mpi, set TMPDIR to a directory that all nodes share")
+        })?;
+        Ok(Self::new(path, file, entries))
+    }
+
+    /// Writes elements of an entry from index `start` on.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write(&mut self, entry: usize, start: usize, values: &[f32]) -> Result<()> {
+        let at = (self.starts[entry] + start) * size_of::<f32>();
+        self.file.write_all_at(bytemuck::cast_slice(values), at as u64).map_err(|e| Error::io("write", &self.path, e))
+    }
+
+    /// Compares elements of an entry from index `start` on.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn compare(&mut self, entry: usize, start: usize, values: &[f32], into: &mut Difference) -> Result<()> {
+        for (chunk, values) in values.chunks(CHUNK).enumerate() {
+            let start = start + chunk * CHUNK;
+            self.buffer.resize(values.len(), 0.0);
+            let at = (self.starts[entry] + start) * size_of::<f32>();
+            self.file
+                .read_exact_at(bytemuck::cast_slice_mut(&mut self.buffer), at as u64)
+                .map_err(|e| Error::io("read", &self.path, e))?;
+            into.add(start, values, &self.buffer);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_element_is_found_whoever_holds_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("all");
+        let entry = |len| Entry { unit: "u".into(), tensor: "t".into(), state: String::new(), len };
+        let entries = [entry(3), entry(CHUNK + 10)];
+        let values: Vec<f32> = (0..CHUNK + 10).map(|i| i as f32 * 0.5).collect();
+        let mut snapshot = Snapshot::create(&path, &entries).unwrap();
+        snapshot.write(0, 0, &[7.0; 3]).unwrap();
+        snapshot.write(1, 0, &values).unwrap();
+
+        let mut here = values.clone();
+        (here[5], here[CHUNK + 3]) = (2.75, f32::NAN);
+        let mut snapshot = Snapshot::open(&path, &entries).unwrap();
+        let mut parts = [Difference::default(), Difference::default()];
+        snapshot.compare(1, 0, &here[..1000], &mut parts[0]).unwrap();
+        snapshot.compare(1, 1000, &here[1000..], &mut parts[1]).unwrap();
+        let [mut low, high] = parts.clone();
+        low.merge(high);
+        let [low_part, mut other_order] = parts;
+        other_order.merge(low_part);
+        for all in [low, other_order] {
+            let first = all.first.unwrap();
+            assert_eq!((all.elements, first.index), (2, 5));
+            assert_eq!((f32::from_bits(first.here), f32::from_bits(first.reference)), (2.75, 2.5));
+            assert_eq!(all.worst.unwrap().index, CHUNK + 3);
+            assert!(all.squares.is_finite());
+        }
+        let mut none = Difference::default();
+        snapshot.compare(0, 1, &[7.0; 2], &mut none).unwrap();
+        assert_eq!((none.elements, none.reference_squares), (0, 98.0));
+    }
+}

@@ -1,0 +1,100 @@
+//! Bytes of parameters, gradients and optimizer state a rank: measured, by formula, and as docs/benchmarks.md has them.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use common::{Cut, engine, micro};
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::backend::{Backend as _, Memory};
+use hpctrain::layout::UnitLayout;
+use hpctrain::mesh::Mesh;
+use hpctrain::nn::gpt::Gpt;
+use hpctrain::optim::Rule;
+use hpctrain::parallel::{Hyper, Zero};
+use hpctrain::train::on_threads;
+
+/// Small, and of many blocks, as networks are that one shards.
+const GPT: Gpt = Gpt { layers: 12, heads: 2, width: 64, context: 8, vocabulary: 64, bias: true, dropout: 0.0 };
+const RULE: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
+const STAGES: [Zero; 4] = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
+const RANKS: [usize; 4] = [1, 2, 4, 8];
+
+/// Full parameters that ZeRO 3 gathers ahead of their use.
+const GATHERED_AHEAD: usize = 0;
+
+/// Measured and computed bytes may differ by this part.
+const TOLERANCE: f64 = 0.02;
+
+/// Peaks of the three categories after some steps, with one lane a rank; the largest of all ranks.
+fn measured(ranks: usize, zero: Zero) -> usize {
+    let (shard, replica) = if zero == Zero::Zero { (1, ranks) } else { (ranks, 1) };
+    let mesh = Mesh { pipeline: 1, replica, shard, tensor: 1 };
+    let cut = Cut { lanes: ranks, ..Cut::WHOLE };
+    let peaks = on_threads(ranks, |comm| {
+        let mut engine = engine(comm, &GPT, mesh, zero, RULE, cut, (GPT.context * ranks) as u64);
+        let backend = engine.backend.clone();
+        let ids = vec![1; GPT.context];
+        for step in 0..3 {
+            engine.gradients(step, || Ok(micro(&backend, &ids, &ids, GPT.context, comm.rank() as u64)))?;
+            engine.sharded.update(Hyper { lr: 1e-3, weight_decay: 0.0, step: step + 1, grad_scale: 1.0 })?;
+        }
+        let categories = [Memory::Parameters, Memory::Gradients, Memory::Optimizer];
+        Ok(categories.map(|what| backend.ledger().peak(what)).iter().sum::<usize>())
+    });
+    peaks.unwrap().into_iter().max().unwrap()
+}
+
+/// The same by formula, as the documentation has it.
+fn computed(ranks: usize, zero: Zero) -> f64 {
+    let blocks = GPT.blocks::<Cpu>();
+    let padded = blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), ranks).padded);
+    let padded: Vec<f64> = padded.map(|len| len as f64).collect();
+    let (psi, table, block, n) = (padded.iter().sum::<f64>(), padded[0], padded[1], ranks as f64);
+    // What one rank owns whole is not given up.
+    let zero = if ranks == 1 { Zero::Zero } else { zero };
+    // One block's gradient is computed while another's is reduced; the table's is not final before the end.
+    let gradients = 2.0 * block + table - (block + table) / n;
+    let parameters = (1 + GATHERED_AHEAD) as f64 * block;
+    match zero {
+        Zero::Zero => 16.0 * psi,
+        Zero::One => 8.0 * psi + 8.0 * psi / n,
+        Zero::Two => 4.0 * psi + 12.0 * psi / n + 4.0 * gradients,
+        Zero::Three => 16.0 * psi / n + 4.0 * gradients + 4.0 * parameters,
+    }
+}
+
+const BEGIN: &str = "<!-- measured by tests/memory_table.rs -->\n";
+const END: &str = "<!-- end -->\n";
+
+#[test]
+fn memory_follows_the_formula() {
+    let mib = |bytes: f64| bytes / f64::from(1 << 20);
+    let mut table = String::from("| ranks | ZeRO 0 | ZeRO 1 | ZeRO 2 | ZeRO 3 |\n|---|---|---|---|---|\n");
+    let mut wrong = Vec::new();
+    for ranks in RANKS {
+        write!(table, "| {ranks} |").unwrap();
+        for zero in STAGES {
+            let (have, want) = (measured(ranks, zero) as f64, computed(ranks, zero));
+            if (have - want).abs() > TOLERANCE * want {
+                wrong.push(format!("{ranks} ranks {zero:?}: {:.3} MiB, by formula {:.3} MiB", mib(have), mib(want)));
+            }
+            write!(table, " {:.2} ({:.2}) |", mib(have), mib(want)).unwrap();
+        }
+        table.push('\n');
+    }
+    println!("{table}");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/benchmarks.md");
+    let page = std::fs::read_to_string(&path).unwrap();
+    let (before, rest) = page.split_once(BEGIN).unwrap();
+    let (there, after) = rest.split_once(END).unwrap();
+    if std::env::var("UPDATE").is_ok_and(|update| update == "1") {
+        std::fs::write(&path, format!("{before}{BEGIN}{table}{END}{after}")).unwrap();
+        return;
+    }
+    assert_eq!(there, table, "docs/benchmarks.md is out of date; write it: UPDATE=1 cargo test --test memory_table");
+}

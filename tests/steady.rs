@@ -1,0 +1,147 @@
+//! Steady training asks nothing of the system: buffers come from the pool, and nothing large from the heap.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use hpctrain::backend::Backend as _;
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::checkpoint::Progress;
+use hpctrain::comm::{self, Comm};
+use hpctrain::config::{Facts, Plan, Sources, load, resolve};
+use hpctrain::error::Result;
+use hpctrain::train::feed::{self, Feed};
+use hpctrain::train::{advance, engine, on_threads};
+
+/// Bytes from which an allocation counts as large.
+const LARGE: usize = 4 << 10;
+/// Steps before everything is expected to have its memory.
+const WARM_UP: usize = 3;
+/// Steps that are watched.
+const STEADY: usize = 5;
+
+/// The system's allocator, watched.
+struct Watched;
+
+/// Whether allocations are counted.
+static WATCHING: AtomicBool = AtomicBool::new(false);
+/// Large ones that were.
+static SEEN: AtomicUsize = AtomicUsize::new(0);
+/// The size of the largest.
+static LARGEST: AtomicUsize = AtomicUsize::new(0);
+
+/// Counts an allocation, unless it is aligned to cache lines. Two things are: buffers of the pool, which the ledger
+/// counts, and the operands that the crate of matrix products packs and frees within each product.
+fn note(bytes: usize, align: usize) {
+    if bytes >= LARGE && align < 64 && WATCHING.load(Ordering::Relaxed) {
+        SEEN.fetch_add(1, Ordering::Relaxed);
+        LARGEST.fetch_max(bytes, Ordering::Relaxed);
+    }
+}
+
+// SAFETY: every call is passed on to the system's allocator as it is.
+unsafe impl GlobalAlloc for Watched {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        note(layout.size(), layout.align());
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        note(layout.size(), layout.align());
+        // SAFETY: the caller's promise.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        note(size, layout.align());
+        // SAFETY: the caller's promise.
+        unsafe { System.realloc(memory, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Watched = Watched;
+
+/// The tests of this file watch one allocator.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+const SMALL: [&str; 6] =
+    ["model.layers=2", "model.width=64", "model.heads=4", "model.context=32", "batch.global=48", "model.dropout=0.1"];
+
+fn plan(ranks: usize, threads: usize, settings: &[&str]) -> Plan {
+    let overrides: Vec<String> = SMALL.iter().chain(settings).map(|setting| setting.to_string()).collect();
+    let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+    resolve(config, &Facts { ranks, threads, vocabulary: Some(65) }).unwrap()
+}
+
+/// Trains; calls `watch` with whether steps are watched from now on. Returns the fresh buffers of watched steps.
+fn train(comm: &Comm<Cpu>, plan: &Plan, watch: impl Fn(bool)) -> Result<usize> {
+    let (data, _) = feed::open(&plan.config)?;
+    let (mut engine, _) = engine(comm, plan, Cpu::new(plan.threads), None)?;
+    let group = engine.sharded.data().clone();
+    let mut progress = Progress::default();
+    let mut feed = Feed::start(engine.backend.clone(), data, plan, group.rank(), progress)?;
+    for _ in 0..WARM_UP {
+        advance(plan, &mut engine, &mut feed, &mut progress)?;
+    }
+    let before = engine.backend.ledger().fresh();
+    watch(true);
+    for _ in 0..STEADY {
+        advance(plan, &mut engine, &mut feed, &mut progress)?;
+    }
+    watch(false);
+    Ok(engine.backend.ledger().fresh() - before)
+}
+
+#[test]
+fn one_rank_allocates_nothing_large() {
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    for (threads, settings) in [(1, ""), (2, ""), (2, "parallel.recompute=true"), (2, "batch.micro=8 parallel.lanes=2")]
+    {
+        let plan = plan(1, threads, &settings.split_whitespace().collect::<Vec<_>>());
+        SEEN.store(0, Ordering::Relaxed);
+        let fresh = train(&comm::single(), &plan, |watch| WATCHING.store(watch, Ordering::Relaxed)).unwrap();
+        let (seen, largest) = (SEEN.load(Ordering::Relaxed), LARGEST.load(Ordering::Relaxed));
+        assert_eq!((seen, fresh), (0, 0), "{threads} threads, {settings}: the largest has {largest} bytes");
+    }
+}
+
+#[test]
+fn the_watch_sees() {
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    WATCHING.store(true, Ordering::Relaxed);
+    let large = std::hint::black_box(vec![1u8; LARGE]);
+    WATCHING.store(false, Ordering::Relaxed);
+    assert!(SEEN.swap(0, Ordering::Relaxed) > 0 && large.len() == LARGE);
+}
+
+#[test]
+fn pools_of_every_layout_are_enough() {
+    let _turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    for (ranks, settings) in [
+        (1, "batch.micro=16"),
+        (1, "parallel.lanes=8 parallel.recompute=true"),
+        (2, "parallel.zero=0"),
+        (4, "parallel.zero=1"),
+        (4, "parallel.zero=2"),
+        (4, "parallel.zero=3"),
+        (4, "parallel.zero=3 parallel.shard=2 parallel.recompute=true"),
+        (2, "parallel.zero=2 parallel.lanes=8 batch.micro=2"),
+        (2, "parallel.zero=3 parallel.lanes=8 parallel.recompute=true"),
+        (3, "parallel.zero=3 comm.algorithm=ring batch.micro=4"),
+    ] {
+        let settings: Vec<&str> = settings.split_whitespace().collect();
+        let plan = plan(ranks, 1, &settings);
+        let fresh = on_threads(ranks, |comm| train(comm, &plan, |_| ())).unwrap();
+        assert!(fresh.iter().all(|fresh| *fresh == 0), "{ranks} ranks, {settings:?}: {fresh:?} fresh buffers");
+    }
+}

@@ -1,0 +1,119 @@
+//! `hpctrain verify`: what it finds equal, what it finds different, what it refuses.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use common::launch::{Ended, finish, program};
+
+/// A network that takes a step in a millisecond, at a rate that moves the weights from the first.
+const TINY: [&str; 9] = [
+    "model.layers=2",
+    "model.width=32",
+    "model.heads=2",
+    "model.context=16",
+    "model.dropout=0.1",
+    "batch.global=8",
+    "schedule.warmup=2",
+    "optimizer.lr=0.01",
+    "run.seed=7",
+];
+
+/// Verifies the tiny network with more settings and other arguments, in an empty directory that stays empty.
+#[track_caller]
+fn verify(settings: &[&str], args: &[&str]) -> Ended {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = program(["verify"]);
+    command.args(TINY.iter().chain(settings).flat_map(|setting| ["--set", setting])).args(args);
+    command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    let ended = finish(command.current_dir(folder.path()));
+    assert_eq!(folder.path().read_dir().unwrap().count(), 0, "a verification leaves no files");
+    ended
+}
+
+/// The lines of the table with a word in them.
+fn lines<'a>(ended: &'a Ended, word: &str) -> Vec<&'a str> {
+    ended.stdout.lines().filter(|line| line.contains(word)).collect()
+}
+
+#[test]
+fn every_layout_gives_the_same_bits() {
+    let ended = verify(&["parallel.lanes=8"], &["--steps", "5"]).succeeded();
+    assert_eq!(ended.stderr, "");
+    let table = lines(&ended, "equal       equal       equal");
+    assert_eq!(table.len(), 25, "{ended}");
+    for row in ["    1  1 × 1               0  ", "    8  8 × 1               3  ", "    8  2 × 4               1  "]
+    {
+        assert!(table.iter().any(|line| line.starts_with(row)), "{row}: {ended}");
+    }
+    assert!(ended.stdout.contains("expected     the same bits: parallel.lanes = 8"), "{ended}");
+    assert!(ended.stdout.ends_with("\n25 rows, 5 steps: 0 differing bits\n"), "{ended}");
+}
+
+#[test]
+fn processes_of_mpirun_give_the_same_bits() {
+    let ended = verify(&["parallel.lanes=8"], &["--mpi", "--ranks", "2,4", "--zero", "0,3"]).succeeded();
+    assert!(ended.stdout.contains("processes of mpirun"), "{ended}");
+    assert!(ended.stdout.ends_with("\n5 rows, 20 steps: 0 differing bits\n"), "{ended}");
+}
+
+/// A ring adds in an order of its own.
+#[test]
+fn a_difference_is_named() {
+    for more in [&["--ranks", "4", "--zero", "0"][..], &["--ranks", "4", "--zero", "0", "--mpi"]] {
+        let ended = verify(&["parallel.lanes=8", "comm.algorithm=ring"], more);
+        assert_eq!(ended.code(), 1, "{ended}");
+        assert_eq!(lines(&ended, "DIFFER      DIFFER      DIFFER").len(), 1, "{ended}");
+        let said = lines(&ended, "first difference at step 1: ");
+        let [said] = said[..] else { panic!("{ended}") };
+        for words in ["norm is ", "unit embedding, tensor wte.weight, element ", " of 2080 is ", " on one rank ("] {
+            assert!(said.contains(words), "{words:?} is missing: {ended}");
+        }
+        // Both values, which are not the same.
+        let values = said.split(" of 2080 is ").nth(1).unwrap();
+        let (here, rest) = values.split_once(" here, ").unwrap();
+        let there = rest.split_once(" on one rank").unwrap().0;
+        let [here, there] = [here, there].map(|value| value.parse::<f32>().unwrap());
+        assert!(here != there && (here - there).abs() < 1e-6 * there.abs().max(1e-2), "{here} and {there}");
+        assert!(ended.stdout.ends_with("\n1 row, 20 steps: 1 row differs\n"), "{ended}");
+    }
+}
+
+#[test]
+fn without_lanes_results_are_close() {
+    let ended = verify(&[], &["--ranks", "2,3", "--zero", "0,2"]).succeeded();
+    assert!(ended.stdout.contains("expected     close results: without parallel.lanes"), "{ended}");
+    assert!(ended.stdout.contains("bounds       in the first 6 steps: loss within 1e-5, norm and "), "{ended}");
+    assert_eq!(lines(&ended, "close       close       close").len(), 2, "{ended}");
+    let skipped = lines(&ended, "  skipped: batch.global = 8 does not divide into 3 lanes");
+    assert_eq!(skipped.len(), 2, "{ended}");
+    assert!(ended.stdout.ends_with("\n2 rows, 2 skipped, 6 steps: all agree, 2 of them within bounds\n"), "{ended}");
+    // One rank of its own must still give its own bits, and a copy of three lanes another tree.
+    let twelve = ["parallel.lanes=12", "batch.global=12", "optimizer.kind=sgd"];
+    let ended = verify(&twelve, &["--ranks", "1,6", "--zero", "1"]).succeeded();
+    assert_eq!(lines(&ended, "equal       equal       equal").len(), 3, "{ended}");
+    assert_eq!(lines(&ended, "close       close       close").len(), 1, "{ended}");
+}
+
+#[test]
+fn what_cannot_be_verified_is_refused() {
+    let cases: [(&[&str], &[&str], &[&str]); 5] = [
+        (&["run.stps=5"], &[], &["unknown key `stps`"]),
+        (&["parallel.lanes=3"], &[], &["batch.global = 8 does not divide into 3 lanes"]),
+        (&[], &["--ranks", "3"], &["no row of the matrix can run", "--ranks"]),
+        (&["comm.algorithm=mpi"], &[], &["comm.algorithm = mpi needs MPI", "--mpi"]),
+        (&["parallel.tensor=2"], &[], &["parallel.tensor = 2"]),
+    ];
+    for (settings, args, words) in cases {
+        let ended = verify(settings, args);
+        assert_eq!(ended.code(), 2, "{ended}");
+        assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+        assert_eq!(ended.stderr.matches("\nhint: ").count(), 1, "{ended}");
+        words.iter().for_each(|word| assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}"));
+    }
+    let ended = finish(program(["verify", "--mpi"]).env("PATH", "/nonexistent"));
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("--mpi needs mpirun") && ended.stderr.contains("hint: put "), "{ended}");
+    for args in [["--zero", "4"], ["--ranks", "0"], ["--steps", "0"]] {
+        assert_eq!(verify(&[], &args).code(), 2, "{args:?}");
+    }
+}
