@@ -11,8 +11,10 @@
 //! A group of one rank is the identity, so callers never ask how large a group is.
 
 mod algorithms;
+mod clock;
 mod group;
 pub mod launch;
+mod ledger;
 pub mod mpi;
 mod operand;
 mod pace;
@@ -28,6 +30,7 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::activity::{self, Activity};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 
@@ -36,10 +39,14 @@ pub use group::Group;
 pub use pending::Pending;
 pub use shared::Stats;
 
+use ledger::{Label, Size};
 use pending::reply;
 use shared::Shared;
 use wire::Members;
-use worker::{Label, Request, Worker};
+use worker::{Request, Worker};
+
+/// Name of the group of all ranks.
+const WORLD: &str = "world";
 
 /// How long an abort may take before the process ends on its own.
 const ABORT_PATIENCE: Duration = Duration::from_secs(2);
@@ -138,7 +145,7 @@ impl<B: Backend> Comm<B> {
 
     /// The group of all ranks.
     pub fn world(&self) -> Group<B> {
-        Group::new(self.clone(), Members::world(self.rank(), self.size()))
+        Group::new(self.clone(), Members::world(self.rank(), self.size())).named(WORLD)
     }
 
     /// Collective over the world: the group of the ranks that share my colour, ordered by rank.
@@ -156,7 +163,7 @@ impl<B: Backend> Comm<B> {
             0
         } else {
             let world = Members::world(self.rank(), self.size());
-            let label = Label { op: "split", len: colors.len() };
+            let label = self.label("split", Size::Own(0));
             let (reply, pending) = reply(&self.inner.shared);
             self.inner.submit(Request::run(move |desk| {
                 reply.send(desk.collective(&world, &label, |desk| desk.wire.split(mine)));
@@ -165,6 +172,33 @@ impl<B: Backend> Comm<B> {
         };
         let ranks: Vec<usize> = (0..self.size()).filter(|&rank| colors[rank] == mine).collect();
         Ok(Group::new(self.clone(), Members::new(id, self.rank(), ranks)))
+    }
+
+    /// What this rank does, for those of its threads that tell.
+    pub fn activity(&self) -> &Activity {
+        &self.inner.shared.activity
+    }
+
+    /// Collective over the world: nanoseconds to add to this rank's [`now`](crate::activity::now) for that of rank 0.
+    ///
+    /// # Errors
+    /// The message failed.
+    pub fn clock_offset(&self) -> Result<i64> {
+        if self.size() == 1 {
+            return Ok(0);
+        }
+        let world = Members::world(self.rank(), self.size());
+        let label = self.label("clock", Size::Same(0));
+        let (reply, pending) = reply(&self.inner.shared);
+        self.inner.submit(Request::run(move |desk| {
+            reply.send(desk.collective(&world, &label, |desk| clock::offset(&mut *desk.wire, &world, activity::now)));
+        }));
+        pending.wait()
+    }
+
+    /// Something that concerns the world.
+    fn label(&self, op: &'static str, size: Size) -> Label {
+        Label { op, group: WORLD, unit: None, size, algorithm: "direct", root: None }
     }
 
     /// Ends the communication thread once it has done what was requested of it, and leaves the world

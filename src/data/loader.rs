@@ -6,6 +6,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::{Dataset, Sampler};
+use crate::activity::{Activity, Doing, Track, span};
 use crate::error::{Error, Result};
 
 /// The samples of one micro-batch.
@@ -41,9 +42,14 @@ impl Loader {
     ) -> Result<Self> {
         let (ready, receiver) = sync_channel(depth);
         let (used, recycled) = channel();
+        let activity = Activity::current();
+        let read = move || {
+            activity.inspect(|activity| activity.here(Track::Loader));
+            read_ahead(dataset, sampler, batches, &ready, &recycled);
+        };
         let reader = std::thread::Builder::new()
             .name("hpctrain-data".to_owned())
-            .spawn(move || read_ahead(dataset, sampler, batches, &ready, &recycled))
+            .spawn(read)
             .map_err(|e| Error::internal(format!("cannot start the thread that reads data: {e}")))?;
         Ok(Self { batches: Some(receiver), used, reader: Some(reader), waited: Duration::ZERO })
     }
@@ -54,6 +60,7 @@ impl Loader {
     #[expect(clippy::should_implement_trait, reason = "the end is an error here: the caller knows the schedule")]
     pub fn next(&mut self) -> Result<Batch> {
         let start = Instant::now();
+        let _wait = span(Doing::Loading, None);
         let received = self.batches.as_ref().and_then(|batches| batches.recv().ok());
         self.waited += start.elapsed();
         received.unwrap_or_else(|| {
@@ -104,6 +111,7 @@ fn read_ahead(
 
 /// Fills the buffers of `batch`, whose size may be any.
 fn read_batch(dataset: &mut Dataset, sampler: Sampler, mut batch: Batch) -> Result<Batch> {
+    let _read = span(Doing::Reading, None);
     let context = dataset.context();
     let samples = batch.positions.clone().count();
     batch.inputs.resize(samples * context, 0);

@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::directory::{Resume, RunDirectory};
 use super::step::{Engine, Geometry};
 use super::{feed, memory};
+use crate::activity::{Doing, Track, span};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Manifest, Reader};
 use crate::comm::{Comm, Group};
@@ -39,6 +40,7 @@ pub struct Request {
 /// # Errors
 /// Whatever ends the run early. An error that all ranks share says so ([`Error::is_shared`]).
 pub fn train<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<()> {
+    comm.activity().here(Track::Compute);
     let mut run = Run::prepare(comm, request, backend)?;
     while run.progress.step < run.plan.config.run.steps {
         run.step()?;
@@ -230,6 +232,7 @@ impl<'a, B: Kernels> Run<'a, B> {
 
     fn evaluate(&mut self) -> Result<()> {
         let step = self.progress.step;
+        let _span = span(Doing::Evaluation, None);
         let loss = self.evaluator.loss(&mut self.engine, &self.data)?;
         self.evaluated = Some((step, loss));
         log::info!("step {step}: validation loss {loss}");
@@ -247,6 +250,7 @@ impl<'a, B: Kernels> Run<'a, B> {
     }
 
     fn save(&mut self) -> Result<()> {
+        let _span = span(Doing::Checkpoint, None);
         let checkpoints = self.directory.checkpoints();
         let (sharded, tokenizer) = (&mut self.engine.sharded, self.tokenizer.as_ref());
         checkpoint::save(&checkpoints, &self.world, sharded, self.progress, &self.plan.config, tokenizer)
@@ -289,6 +293,7 @@ impl<'a, B: Kernels> Run<'a, B> {
         // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets.
         let Ok(prompt) = tokenizer.encode("\n") else { return Ok(None) };
         let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
+        let _span = span(Doing::Sampling, None);
         let drawn = generate(&mut self.engine, &prompt, self.plan.gpt.context, sampling)?;
         Ok(Some(tokenizer.decode(&drawn)))
     }
@@ -343,11 +348,11 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<PathBuf>>) -> Result<
 
 /// The network on its mesh, and the group of ranks with different data.
 fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<(Engine<B>, Group<B>)> {
-    let group = |axes: &[Axis]| comm.split(&plan.mesh.colors(axes));
+    let group = |axes: &[Axis], name| Ok::<_, Error>(comm.split(&plan.mesh.colors(axes))?.named(name));
     let groups = Groups {
-        shard: group(&[Axis::Shard])?,
-        replica: group(&[Axis::Replica])?,
-        data: group(&[Axis::Replica, Axis::Shard])?,
+        shard: group(&[Axis::Shard], "shard")?,
+        replica: group(&[Axis::Replica], "replica")?,
+        data: group(&[Axis::Replica, Axis::Shard], "data")?,
     };
     let data = groups.data.clone();
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
@@ -381,7 +386,9 @@ fn resume<B: Kernels>(
         }
         Resume::From(path) => path.clone(),
     };
+    let span = span(Doing::Restore, None);
     let manifest = world.agree(restore(&mut engine.sharded, &from))?;
+    drop(span);
     let progress = manifest.progress();
     if world.rank() == 0 {
         warn_of_changes(&manifest.config, &plan.config);

@@ -30,12 +30,16 @@ pub enum Algorithm {
 
 impl Algorithm {
     const ALL: [(Algorithm, &str); 3] = [(Algorithm::Mpi, "mpi"), (Algorithm::Ring, "ring"), (Algorithm::Tree, "tree")];
+
+    /// How the configuration calls it.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(algorithm, _)| *algorithm == self).map_or("", |(_, name)| name)
+    }
 }
 
 impl fmt::Display for Algorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = Self::ALL.iter().find(|(algorithm, _)| algorithm == self).map_or("", |(_, name)| name);
-        f.pad(name)
+        f.pad(self.name())
     }
 }
 
