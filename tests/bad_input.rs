@@ -84,6 +84,8 @@ fn settings() {
         ("run.steps=-1", ONE, &["--set run.steps=-1", "-1"]),
         ("parallel.zero=5", ONE, &["5", "0 to 3"]),
         ("schedule.shape=cosin", ONE, &["unknown value `cosin`", "did you mean `cosine`"]),
+        ("comm.timeout=-1", ONE, &["--set comm.timeout=-1", "-1"]),
+        ("comm.timeout=700000", ONE, &["comm.timeout = 700000 is out of range", "604800"]),
         ("comm.algorithm=rng", ONE, &["unknown value `rng`", "did you mean `ring`"]),
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),

@@ -13,6 +13,7 @@
 mod algorithms;
 mod clock;
 mod group;
+mod heartbeat;
 pub mod launch;
 mod ledger;
 pub mod mpi;
@@ -20,13 +21,16 @@ mod operand;
 mod pace;
 mod pending;
 mod shared;
+mod stall;
 #[cfg(test)]
 mod tests;
 pub mod threads;
+mod watchdog;
 mod wire;
 mod worker;
 
 use std::marker::PhantomData;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -38,7 +42,9 @@ pub use algorithms::Algorithm;
 pub use group::Group;
 pub use pending::Pending;
 pub use shared::Stats;
+pub use watchdog::Watch;
 
+use heartbeat::Files;
 use ledger::{Label, Size};
 use pending::reply;
 use shared::Shared;
@@ -196,6 +202,22 @@ impl<B: Backend> Comm<B> {
         pending.wait()
     }
 
+    /// Collective over the world: watches over this rank until the watch is dropped. Heartbeats and ledgers go to
+    /// `folder`, which all ranks share. When a rank waits for longer than `timeout` in a collective or for data, the
+    /// job ends with a report of where each rank is, and exit code 1. A world of one rank needs no watch.
+    ///
+    /// # Errors
+    /// The folder cannot be written.
+    pub fn watch(&self, folder: &Path, timeout: Duration) -> Result<Option<Watch>> {
+        if self.size() == 1 {
+            return Ok(None);
+        }
+        let world = self.world();
+        // Nobody may take what an earlier job has left for this one's.
+        world.agree(if self.rank() == 0 { Files::new(folder).clear() } else { Ok(()) })?;
+        world.agree(Watch::start(self.inner.clone(), folder, timeout)).map(Some)
+    }
+
     /// Something that concerns the world.
     fn label(&self, op: &'static str, size: Size) -> Label {
         Label { op, group: WORLD, unit: None, size, algorithm: "direct", root: None }
@@ -239,6 +261,21 @@ impl Inner {
         self.shared.abort(code);
         // The thread may be asleep on its queue.
         self.submit(Request::run(|_| {}));
+    }
+
+    /// Ends the job from a thread that knows it to be stuck, and this process with it.
+    fn end_job(&self, code: i32) -> ! {
+        // Libraries clean up when a process ends, and may wait for a lock that a stuck thread holds.
+        let impatient = || {
+            std::thread::sleep(2 * ABORT_PATIENCE);
+            std::process::abort()
+        };
+        let _ = std::thread::Builder::new().spawn(impatient);
+        if let Abort::Exit = self.abort {
+            self.request_abort(code);
+            std::thread::sleep(ABORT_PATIENCE);
+        }
+        std::process::exit(code)
     }
 
     fn end(&self) {

@@ -178,14 +178,7 @@ impl Worker {
         let body = move || {
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
-                let desk = Desk {
-                    wire,
-                    scratch: Scratch::default(),
-                    algorithm,
-                    shared,
-                    failed: None,
-                    awaited: false,
-                };
+                let desk = Desk { wire, scratch: Scratch::default(), algorithm, shared, failed: None, awaited: false };
                 serve(desk, &queue);
             }
         };

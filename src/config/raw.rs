@@ -202,6 +202,9 @@ sections! {
     Comm {
         /// How gradients are summed.
         algorithm: Algorithm = Algorithm::Tree,
+        /// Seconds that a rank may wait for the others before the job says where each is and ends: more than the longest
+        /// evaluation or checkpoint takes; 0 waits for ever.
+        timeout: u64 = 600,
     }
 
     /// `[log]`

@@ -1,7 +1,7 @@
 //! A training run from the first message to the last checkpoint.
 
 use std::path::PathBuf;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::directory::{Resume, RunDirectory};
 use super::step::{Engine, Geometry};
@@ -9,7 +9,7 @@ use super::{feed, memory};
 use crate::activity::{Doing, Track, span};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Manifest, Reader};
-use crate::comm::{Comm, Group};
+use crate::comm::{Comm, Group, Watch};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::{Loader, Tokenizer};
 use crate::error::{Error, Result};
@@ -74,6 +74,7 @@ struct Run<'a, B: Kernels> {
     step_ms: Vec<f64>,
     /// On rank 0 only.
     records: Option<Records>,
+    _watch: Option<Watch>,
 }
 
 /// What rank 0 writes and shows.
@@ -106,6 +107,10 @@ impl<'a, B: Kernels> Run<'a, B> {
         plan.config.run.name = directory.path().file_name().map(|name| name.to_string_lossy().into_owned());
         world.agree(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
+        let watch = match plan.config.comm.timeout {
+            0 => None,
+            timeout => comm.watch(&directory.logs_path(), Duration::from_secs(timeout))?,
+        };
 
         let backend = backend(plan.threads);
         let resident = memory::resident().0;
@@ -154,6 +159,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             started,
             step_ms: Vec::new(),
             records,
+            _watch: watch,
         })
     }
 
