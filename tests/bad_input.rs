@@ -281,6 +281,22 @@ fn run_directories() {
 }
 
 #[test]
+fn traces() {
+    let root = tempfile::tempdir().unwrap();
+    std::fs::write(root.path().join("file"), "not a directory").unwrap();
+    for transport in ALL {
+        let run = Run::new(*transport, root.path(), "x", &[]);
+        let mut command = run.command();
+        refuses(
+            command.arg("--trace").arg(root.path().join("file/out.json")),
+            root.path(),
+            &["cannot write the trace", "file/out.json", "Not a directory", "--trace"],
+        );
+        assert!(!run.files().0.exists(), "nothing has begun");
+    }
+}
+
+#[test]
 fn samples() {
     let root = tempfile::tempdir().unwrap();
     let files = Run::new(Alone, root.path(), "x", &["run.steps=1"]).succeeds();

@@ -1,10 +1,11 @@
-//! What people and programs see of a run: banner, progress, metrics, logs.
+//! What people and programs see of a run: banner, progress, metrics, logs, traces.
 
 pub mod banner;
 pub mod logging;
 pub mod metrics;
 pub mod progress;
 pub mod run_card;
+pub mod trace;
 
 /// Prints a line to standard output. A run goes on, and a command ends well, when nobody reads it any more.
 pub fn say(line: impl std::fmt::Display) {

@@ -19,6 +19,7 @@ use crate::parallel::{Groups, Hyper, Lanes, Sharded, Synced};
 use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
 use crate::telemetry::progress::Progress;
 use crate::telemetry::run_card::RunCard;
+use crate::telemetry::trace::Trace;
 use crate::telemetry::{banner, logging, say, unix_time};
 use crate::topology::Topology;
 
@@ -31,6 +32,8 @@ pub struct Request {
     pub name: String,
     /// Where it begins.
     pub resume: Resume,
+    /// Where a trace goes, if one is wanted.
+    pub trace: Option<PathBuf>,
     /// Compute threads a rank, where the launcher knows better than the affinity mask.
     pub threads: Option<usize>,
 }
@@ -41,6 +44,21 @@ pub struct Request {
 /// Whatever ends the run early. An error that all ranks share says so ([`Error::is_shared`]).
 pub fn train<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<()> {
     comm.activity().here(Track::Compute);
+    let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
+    let result = run(comm, request, backend);
+    match (trace, &result) {
+        (Some(trace), Err(e)) if e.is_shared() || comm.size() == 1 => {
+            let written = trace.finish(comm);
+            result.and(written)
+        }
+        (Some(trace), Ok(())) => trace.finish(comm),
+        // Ranks that do not agree on an error would not meet to write a trace either.
+        _ => result,
+    }
+}
+
+/// A run from its preparation to its end.
+fn run<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<()> {
     let mut run = Run::prepare(comm, request, backend)?;
     while run.progress.step < run.plan.config.run.steps {
         run.step()?;
