@@ -204,7 +204,7 @@ fn a_loader_is_stuck() {
         let words = [
             format!("the job stands still: rank {rank} (process "),
             ") has not joined #".into(),
-            ": it is in wait for data since ".into(),
+            ": wait for data since ".into(),
             format!("; rank {} waits in #", 1 - rank),
         ];
         for word in words {

@@ -46,7 +46,7 @@ pub fn report(ranks: &[Sighting], ledgers: &[LedgerFile], now: f64) -> String {
             Some(told) => causes.push(format!("rank {rank} ({process}) is at {told} since {}", since(told.started))),
             None => {
                 let joined = heartbeat.finished.as_ref().map_or(0, |told| told.number);
-                let doing = format!("it is in {} since {}", heartbeat.phase, since(heartbeat.phase_since));
+                let doing = format!("{} since {}", heartbeat.phase, since(heartbeat.phase_since));
                 causes.push(format!("rank {rank} ({process}) has not joined #{}: {doing}", joined + 1));
             }
         }
@@ -71,7 +71,7 @@ pub fn report(ranks: &[Sighting], ledgers: &[LedgerFile], now: f64) -> String {
 fn place(heartbeat: &Heartbeat) -> String {
     match (&heartbeat.current, &heartbeat.finished) {
         (Some(told), _) => format!("in {told}"),
-        (None, Some(told)) => format!("after {told}, in {}", heartbeat.phase),
+        (None, Some(told)) => format!("after {told} ({})", heartbeat.phase),
         (None, None) => format!("in {}", heartbeat.phase),
     }
 }
@@ -150,13 +150,13 @@ mod tests {
     fn the_one_that_others_wait_for_is_named() {
         let done = || Some(told(42, "reduce_scatter", Some("block3"), true));
         let told = report(&[waiting(0), sighting(1, true, done(), None), waiting(2)], &[], 100.0);
-        let wanted = "the job stands still: rank 1 (process 101 on node) has not joined #43: it is in wait for data \
-                      since 31 s; ranks 0, 2 wait in #43 all_gather of wte since 30 s";
+        let wanted = "the job stands still: rank 1 (process 101 on node) has not joined #43: wait for data since 31 s; \
+                      ranks 0, 2 wait in #43 all_gather of wte since 30 s";
         assert_eq!(told, wanted);
 
         let told = report(&[waiting(0), sighting(1, false, done(), None), waiting(2)], &[], 100.0);
         let wanted = "rank 1 (process 101 on node) does not answer: last seen 12 s ago after #42 reduce_scatter of \
-                      block3, in wait for data; ";
+                      block3 (wait for data); ";
         assert!(told.contains(wanted), "{told}");
 
         let behind = self::told(42, "reduce_scatter", Some("block3"), false);
