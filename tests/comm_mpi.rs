@@ -10,7 +10,7 @@ use std::time::Duration;
 use common::launch;
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
 use hpctrain::backend::{Backend, Memory};
-use hpctrain::comm::{Algorithm, Comm, Group, mpi, threads};
+use hpctrain::comm::{Algorithm, Comm, Group, Operation, Table, mpi, threads};
 use hpctrain::error::{Error, Result};
 
 /// Tells a relaunched test that it is a rank.
@@ -21,17 +21,21 @@ fn is_rank_of(test: &str) -> bool {
 }
 
 /// Runs `test` of this program on some ranks. Returns how it ended and what it printed; fails after `seconds`.
-fn mpirun(test: &str, ranks: usize, seconds: u64) -> (ExitStatus, String) {
+fn mpirun(test: &str, ranks: usize, ranks_per_node: usize, seconds: u64) -> (ExitStatus, String) {
     let mut command = launch::mpirun(ranks);
+    command.env("HPCTRAIN_RANKS_PER_NODE", ranks_per_node.to_string());
     command.arg(std::env::current_exe().unwrap()).env(ROLE, test);
     command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
     let ended = launch::start(&mut command).finish(Duration::from_secs(seconds));
     (ended.status, ended.stdout + &ended.stderr)
 }
 
+/// With all ranks on one node, in pairs, and each on its own: through shared memory, both ways, and through messages.
 fn passes(test: &str, ranks: usize) {
-    let (status, printed) = mpirun(test, ranks, 60);
-    assert!(status.success(), "{test} on {ranks} ranks:\n{printed}");
+    for ranks_per_node in [ranks, 2, 1] {
+        let (status, printed) = mpirun(test, ranks, ranks_per_node, 60);
+        assert!(status.success(), "{test} on {ranks} ranks, {ranks_per_node} a node:\n{printed}");
+    }
 }
 
 fn buf(values: &[f32]) -> CpuBuf {
@@ -68,7 +72,9 @@ fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
 /// The same on threads, for the rank that asks.
 fn on_threads(ranks: usize, rank: usize, algorithm: Algorithm) -> Vec<Vec<f32>> {
     let run = |comm: Comm<Cpu>| std::thread::spawn(move || every_operation(&comm.world()).unwrap());
-    let ranks: Vec<_> = threads::start::<Cpu>(ranks, algorithm).into_iter().map(run).collect();
+    let per_node: usize = std::env::var("HPCTRAIN_RANKS_PER_NODE").unwrap().parse().unwrap();
+    let nodes: Vec<usize> = (0..ranks).map(|rank| rank / per_node).collect();
+    let ranks: Vec<_> = threads::start_on_nodes::<Cpu>(&nodes, algorithm).into_iter().map(run).collect();
     ranks.into_iter().map(|rank| rank.join().unwrap()).nth(rank).unwrap()
 }
 
@@ -79,6 +85,9 @@ fn check_operations(algorithm: Algorithm) {
     let started: usize = std::env::var("OMPI_COMM_WORLD_SIZE").unwrap().parse().unwrap();
     assert_eq!((size, comm.node().local_size, comm.node().local_rank), (started, size, rank));
     assert!(comm.library().starts_with("Open MPI v"), "{}", comm.library());
+    let alone = std::env::var("HPCTRAIN_RANKS_PER_NODE").unwrap() == "1";
+    assert!(alone || size == 1 || rank == size - 1 || comm.shares_memory());
+    assert!(!(alone && comm.shares_memory()));
     let got = every_operation(&comm.world()).unwrap();
     let reference = if algorithm == Algorithm::Mpi { Algorithm::Tree } else { algorithm };
     for (got, wanted) in got.iter().zip(on_threads(size, rank, reference)) {
@@ -134,6 +143,46 @@ operations! {
     vendor_matches_threads: Algorithm::Mpi, [1, 2, 3, 4];
     ring_matches_threads: Algorithm::Ring, [1, 2, 3, 4];
     tree_matches_threads: Algorithm::Tree, [1, 2, 3, 4];
+    hierarchical_matches_threads: Algorithm::Hierarchical, [1, 2, 3, 4, 5];
+    reduce_to_one_matches_threads: Algorithm::ReduceToOne, [1, 2, 3, 4];
+}
+
+/// Counts of MPI are 31 bits wide, and so were byte counts.
+#[test]
+#[ignore = "needs 6 GiB of memory and a minute: cargo test --test comm_mpi -- --ignored"]
+fn more_than_two_gibibytes() {
+    const NAME: &str = "more_than_two_gibibytes";
+    if !is_rank_of(NAME) {
+        let (status, printed) = mpirun(NAME, 2, 2, 300);
+        assert!(status.success(), "{printed}");
+        let (status, printed) = mpirun(NAME, 2, 1, 300);
+        assert!(status.success(), "{printed}");
+        return;
+    }
+    let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
+    let (world, rank) = (comm.world(), comm.rank());
+    let len = (1 << 29) + 6;
+    let value = |rank: usize, i: usize| ((i % 1009) * (rank + 1)) as f32;
+    let mut whole = Cpu::new(1).alloc(Memory::Communication, len).unwrap();
+    for algorithm in [Algorithm::Tree, Algorithm::Ring, Algorithm::Mpi] {
+        let group = world.choosing(Table::always(algorithm));
+        for operation in Operation::ALL {
+            whole.as_mut_slice().iter_mut().enumerate().for_each(|(i, x)| *x = value(rank, i));
+            whole = group.run(operation, whole).wait().unwrap();
+            let half = len / 2;
+            let (range, expected): (_, fn(usize, usize) -> usize) = match operation {
+                Operation::AllReduce => (0..len, |_, _| 3),
+                Operation::ReduceScatter => (rank * half..(rank + 1) * half, |_, _| 3),
+                Operation::AllGather => (0..len, |i, half| 1 + i / half),
+                Operation::Broadcast => (0..len, |_, _| 1),
+            };
+            for i in range {
+                let wanted = ((i % 1009) * expected(i, half)) as f32;
+                assert_eq!(whole.as_slice()[i], wanted, "{algorithm} {operation}, element {i}");
+            }
+        }
+    }
+    comm.shutdown();
 }
 
 /// Rank 1 aborts; the others are inside an all-reduce that it never joins.
@@ -147,7 +196,7 @@ fn aborts(test: &str, algorithm: Algorithm) {
         let _ = comm.world().all_reduce(buf(&[1.0; 1000]), 0..1000).wait();
         unreachable!("the abort ends this rank");
     }
-    let (status, printed) = mpirun(test, 3, 10);
+    let (status, printed) = mpirun(test, 3, 3, 10);
     assert_eq!(status.code(), Some(3), "{printed}");
     assert!(!printed.contains("the abort ends this rank"), "{printed}");
 }
@@ -177,7 +226,7 @@ fn an_abort_reaches_a_busy_thread() {
         let _ = pending.wait();
         unreachable!("the abort ends this rank");
     }
-    let (status, printed) = mpirun(NAME, 2, 10);
+    let (status, printed) = mpirun(NAME, 2, 2, 10);
     assert_eq!(status.code(), Some(4), "{printed}");
 }
 
@@ -212,7 +261,7 @@ fn different_requests_are_named() {
         std::thread::sleep(Duration::from_millis(300));
         comm.abort(error.exit_code());
     }
-    let (status, printed) = mpirun(NAME, 2, 10);
+    let (status, printed) = mpirun(NAME, 2, 2, 10);
     assert_eq!(status.code(), Some(1), "{printed}");
     for word in [
         "ranks of a group disagree",

@@ -49,7 +49,7 @@ const SIX: Sums = Sums { lanes: 6, batch: 24, micro: 2, dropout: 0.1 };
 struct Row(Sums, Transport, &'static str);
 
 /// Everything that may not make a difference, one row each.
-const SAME: [Row; 40] = [
+const SAME: [Row; 45] = [
     // More threads or blocks computed again, on one rank.
     Row(EIGHT, Alone, "run.threads=3"),
     Row(EIGHT, Alone, "parallel.recompute=true"),
@@ -79,6 +79,12 @@ const SAME: [Row; 40] = [
     Row(EIGHT, Simulate(8), "parallel.zero=3 parallel.shard=2"),
     Row(EIGHT, Simulate(8), "parallel.zero=2 parallel.replica=2"),
     Row(EIGHT, Simulate(4), "parallel.zero=3 parallel.replica=4"),
+    // Algorithms that add in the same order.
+    Row(EIGHT, Mpirun(2), "comm.algorithm=hierarchical"),
+    Row(EIGHT, Mpirun(4), "comm.algorithm=reduce-to-one parallel.zero=2"),
+    Row(EIGHT, Mpirun(4), "comm.algorithm=hierarchical parallel.zero=3 parallel.replica=2"),
+    Row(EIGHT, Simulate(8), "comm.algorithm=reduce-to-one parallel.zero=1"),
+    Row(EIGHT, Mpirun(2), "comm.algorithm=tree parallel.zero=1"),
     // Dropout and blocks computed again.
     Row(DROPOUT, Mpirun(2), "parallel.zero=0 parallel.recompute=true"),
     Row(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.recompute=true"),

@@ -1,7 +1,9 @@
 //! The command line: one file a subcommand, thin.
 
+mod bench;
 mod config;
 pub mod data;
+mod job;
 mod sample;
 mod simulate;
 mod train;
@@ -35,6 +37,8 @@ enum Command {
     Data(data::DataArgs),
     /// Show the configuration that would run.
     Config(config::ConfigArgs),
+    /// Time what the machine gives.
+    Bench(bench::BenchArgs),
     /// Print a completion script for a shell.
     Completions {
         /// The shell.
@@ -67,6 +71,7 @@ pub fn run() -> i32 {
     let command = cli.command.unwrap_or(Command::Train(cli.train));
     match command {
         Command::Train(args) => train::run(&args, launch.is_some()),
+        Command::Bench(args) => bench::run(&args, launch.is_some()),
         _ if !speaks => 0,
         Command::Simulate(args) => simulate::run(&args),
         Command::Sample(args) => report(sample::run(&args)),

@@ -5,7 +5,7 @@ use clap::Args;
 use super::fail;
 use super::train::TrainArgs;
 use crate::backend::cpu::Cpu;
-use crate::comm;
+use crate::comm::{self, Algorithm};
 use crate::error::{Error, Kind, Result};
 use crate::train::{Request, train};
 
@@ -30,7 +30,7 @@ pub fn run(args: &SimulateArgs) -> i32 {
 }
 
 fn simulate(ranks: usize, request: &Request) -> Result<()> {
-    let comms = comm::threads::start(ranks, request.config.comm.algorithm);
+    let comms = comm::threads::start(ranks, Algorithm::Tree);
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
         let threads: Vec<_> = comms
             .into_iter()

@@ -4,9 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::fail;
+use super::job;
 use crate::backend::cpu::Cpu;
-use crate::comm::{self, Algorithm, Comm};
 use crate::config::{Config, Sources, load};
 use crate::error::Result;
 use crate::train::{Request, Resume, train};
@@ -61,43 +60,7 @@ impl TrainArgs {
 
 /// Runs one rank; returns the exit code.
 pub fn run(args: &TrainArgs, launched: bool) -> i32 {
-    let request = args.request(None);
     // A rank whose configuration failed still meets the others, so that all hear of it and one speaks.
-    let algorithm = request.as_ref().map(|request| request.config.comm.algorithm).unwrap_or(Algorithm::Tree);
-    let comm: Comm<Cpu> = if launched {
-        match comm::mpi::start(algorithm) {
-            Ok(comm) => comm,
-            Err(e) => return fail(&e),
-        }
-    } else {
-        comm::single()
-    };
-    abort_on_panic(&comm);
-    let result = comm.world().agree(request).and_then(|request| train(&comm, &request, Cpu::new));
-    let code = match result {
-        Ok(()) => 0,
-        Err(e) if e.is_shared() || comm.size() == 1 => {
-            if comm.rank() == 0 {
-                fail(&e);
-            }
-            e.exit_code()
-        }
-        Err(e) => {
-            // The others wait for this rank and would for ever.
-            let e = e.on_rank(comm.rank());
-            log::error!("{e}");
-            comm.abort(e.exit_code())
-        }
-    };
-    comm.shutdown();
-    code
-}
-
-/// A panic on any thread of a rank ends the whole job, with the rank named.
-fn abort_on_panic(comm: &Comm<Cpu>) {
-    let comm = comm.clone();
-    std::panic::set_hook(Box::new(move |panic| {
-        eprintln!("error: rank {}: internal error, please report it: {panic}", comm.rank());
-        comm.abort(1)
-    }));
+    let request = args.request(None);
+    job::run(launched, |comm| comm.world().agree(request).and_then(|request| train(comm, &request, Cpu::new)))
 }

@@ -14,8 +14,8 @@ pub fn offset(wire: &mut dyn Wire, group: &Members, now: impl Fn() -> u64) -> Re
     if group.rank == 0 {
         for rank in 1..group.size() {
             for _ in 0..ROUNDS {
-                wire.exchange(group, None, Some((rank, &mut [0])))?;
-                wire.exchange(group, Some((rank, &now().to_le_bytes())), None)?;
+                wire.exchange_bytes(group, None, Some((rank, &mut [0])))?;
+                wire.exchange_bytes(group, Some((rank, &now().to_le_bytes())), None)?;
             }
         }
         return Ok(0);
@@ -24,8 +24,8 @@ pub fn offset(wire: &mut dyn Wire, group: &Members, now: impl Fn() -> u64) -> Re
     for _ in 0..ROUNDS {
         let mut answer = [0; 8];
         let asked = now();
-        wire.exchange(group, Some((0, &[0])), None)?;
-        wire.exchange(group, None, Some((0, &mut answer)))?;
+        wire.exchange_bytes(group, Some((0, &[0])), None)?;
+        wire.exchange_bytes(group, None, Some((0, &mut answer)))?;
         let took = now().saturating_sub(asked);
         if took < quickest {
             quickest = took;

@@ -3,7 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::algorithms::{self, bytes};
+use super::algorithms::{self, Operation, bytes};
+use super::choice::Table;
 use super::ledger::{Label, Size};
 use super::operand::{Host, Operand};
 use super::pending::{Pending, Reply, reply};
@@ -19,6 +20,7 @@ use crate::error::{Error, Result};
 pub struct Group<B: Backend> {
     comm: Comm<B>,
     members: Members,
+    table: Arc<Table>,
     name: &'static str,
     /// What requests through this handle are about.
     unit: Option<Arc<str>>,
@@ -26,7 +28,13 @@ pub struct Group<B: Backend> {
 
 impl<B: Backend> Clone for Group<B> {
     fn clone(&self) -> Self {
-        Self { comm: self.comm.clone(), members: self.members.clone(), name: self.name, unit: self.unit.clone() }
+        Self {
+            comm: self.comm.clone(),
+            members: self.members.clone(),
+            table: self.table.clone(),
+            name: self.name,
+            unit: self.unit.clone(),
+        }
     }
 }
 
@@ -60,10 +68,12 @@ impl<B: Backend> Parcel for Outgoing<B> {
 
 impl<B: Backend> Group<B> {
     pub(super) fn new(comm: Comm<B>, members: Members) -> Self {
-        Self { comm, members, name: "group", unit: None }
+        let table = Arc::new(Table::always(comm.algorithm()));
+        Self { comm, members, table, name: "group", unit: None }
     }
 
     /// The same group with a name for people to read.
+    #[must_use]
     pub fn named(mut self, name: &'static str) -> Self {
         self.name = name;
         self
@@ -71,8 +81,29 @@ impl<B: Backend> Group<B> {
 
     /// A handle for requests about a unit, such as a block: people find its name in ledgers, errors and traces. Debug
     /// builds check that all ranks request the same of the same.
+    #[must_use]
     pub fn about(&self, unit: &Arc<str>) -> Self {
         Self { unit: Some(unit.clone()), ..self.clone() }
+    }
+
+    /// The same ranks, with algorithms chosen by `table`, which is the same on all of them.
+    #[must_use]
+    pub fn choosing(&self, table: Table) -> Self {
+        Self { table: Arc::new(table), ..self.clone() }
+    }
+
+    /// Which algorithm runs which operation.
+    pub fn table(&self) -> &Table {
+        &self.table
+    }
+
+    /// Algorithms that this group can run: the library's own only where there is a library. With `exact`, only those
+    /// that add in the order of [`Algorithm::Tree`].
+    pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
+        let vendor = self.comm.inner.world.vendor;
+        let able = |algorithm: &Algorithm| vendor || *algorithm != Algorithm::Mpi;
+        let fits = |algorithm: &Algorithm| able(algorithm) && (!exact || algorithm.is_exact(&self.members));
+        Algorithm::ALL.into_iter().filter(fits).collect()
     }
 
     /// My number in the group.
@@ -91,18 +122,18 @@ impl<B: Backend> Group<B> {
         if range.start > range.end || range.end > len {
             return Pending::refused(Error::internal(format!("all_reduce of {range:?} in a buffer of {len}")));
         }
-        self.collective("all_reduce", buf, range, None, algorithms::all_reduce)
+        self.collective(Operation::AllReduce, buf, range, None, algorithms::all_reduce)
     }
 
     /// The sum over all ranks of my part, elements `rank·len/size..(rank+1)·len/size`. The rest of the buffer is
     /// unspecified afterwards. The length is a multiple of the group's size.
     pub fn reduce_scatter(&self, buf: B::Buf) -> Pending<B::Buf> {
-        self.collective_of_parts("reduce_scatter", buf, algorithms::reduce_scatter)
+        self.collective_of_parts(Operation::ReduceScatter, buf, algorithms::reduce_scatter)
     }
 
     /// Every rank's part, as in [`reduce_scatter`](Group::reduce_scatter), on every rank, in place.
     pub fn all_gather(&self, buf: B::Buf) -> Pending<B::Buf> {
-        self.collective_of_parts("all_gather", buf, algorithms::all_gather)
+        self.collective_of_parts(Operation::AllGather, buf, algorithms::all_gather)
     }
 
     /// The elements of rank `root`, on every rank.
@@ -111,9 +142,22 @@ impl<B: Backend> Group<B> {
             return Pending::refused(Error::internal(format!("broadcast from rank {root} of {}", self.size())));
         }
         let range = 0..B::len(&buf);
-        self.collective("broadcast", buf, range, Some(root), move |algorithm, x, wire, members| {
+        self.collective(Operation::Broadcast, buf, range, Some(root), move |algorithm, x, wire, members| {
             algorithms::broadcast(algorithm, x, wire, members, root)
         })
+    }
+
+    /// One of the collectives above on a whole buffer; rank 0 is the root of a broadcast.
+    pub fn run(&self, operation: Operation, buf: B::Buf) -> Pending<B::Buf> {
+        match operation {
+            Operation::AllReduce => {
+                let range = 0..B::len(&buf);
+                self.all_reduce(buf, range)
+            }
+            Operation::ReduceScatter => self.reduce_scatter(buf),
+            Operation::AllGather => self.all_gather(buf),
+            Operation::Broadcast => self.broadcast(buf, 0),
+        }
     }
 
     /// Sends a buffer, which comes back when it may be written again. The communication thread does not wait
@@ -147,7 +191,7 @@ impl<B: Backend> Group<B> {
         self.comm.inner.submit(Request::run(move |desk| {
             reply.send(desk.recorded(&members, &label, |desk, _| {
                 let memory = bytemuck::cast_slice_mut(host::<B>(&mut buf)?);
-                desk.wire.exchange(&members, None, Some((from, memory)))?;
+                desk.wire.exchange_bytes(&members, None, Some((from, memory)))?;
                 Ok(buf)
             }));
         }));
@@ -214,7 +258,7 @@ impl<B: Backend> Group<B> {
     }
 
     /// Queues a collective that works on equal parts of the whole buffer.
-    fn collective_of_parts(&self, op: &'static str, buf: B::Buf, run: Collective) -> Pending<B::Buf> {
+    fn collective_of_parts(&self, op: Operation, buf: B::Buf, run: Collective) -> Pending<B::Buf> {
         let len = B::len(&buf);
         if !len.is_multiple_of(self.size()) {
             return Pending::refused(Error::internal(format!("{op} of {len} elements in {} parts", self.size())));
@@ -225,7 +269,7 @@ impl<B: Backend> Group<B> {
     /// Queues a collective on a range of a buffer.
     fn collective(
         &self,
-        op: &'static str,
+        op: Operation,
         mut buf: B::Buf,
         range: Range<usize>,
         root: Option<usize>,
@@ -234,15 +278,16 @@ impl<B: Backend> Group<B> {
         if self.size() == 1 {
             return Pending::ready(buf);
         }
-        let algorithm = self.comm.algorithm().name();
-        let label = Label { root, ..self.label(op, Size::Same(size_of::<f32>() * range.len()), algorithm) };
+        let bytes = range.len() * size_of::<f32>();
+        let algorithm = self.table.pick(op, bytes);
+        let label = Label { root, ..self.label(op.name(), Size::Same(bytes), algorithm.name()) };
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |desk| {
             reply.send(desk.collective(&members, &label, |desk| {
                 let memory = &mut host::<B>(&mut buf)?[range];
                 let mut x = Host { memory, scratch: &mut desk.scratch };
-                run(desk.algorithm, &mut x, &mut *desk.wire, &members)?;
+                run(algorithm, &mut x, &mut *desk.wire, &members)?;
                 Ok(buf)
             }));
         }));

@@ -130,7 +130,8 @@ mod tests {
             algorithm: "tree",
             root: None,
         };
-        let (world, pair) = (Members::world(2, 4), Members::new(1, 2, vec![2, 3]));
+        let nodes: Arc<[usize]> = [0; 4].into();
+        let (world, pair) = (Members::world(2, nodes.clone()), Members::new(1, 2, vec![2, 3], nodes));
         let mut ledger = CollectiveLedger::default();
         assert!(ledger.place().0.is_none() && ledger.place().1.is_none());
         for i in 1..=300 {

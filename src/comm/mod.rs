@@ -11,7 +11,10 @@
 //! A group of one rank is the identity, so callers never ask how large a group is.
 
 mod algorithms;
+pub mod bench;
+mod choice;
 mod clock;
+mod cut;
 mod group;
 mod heartbeat;
 pub mod launch;
@@ -35,10 +38,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::activity::{self, Activity};
-use crate::backend::Backend;
+use crate::backend::{Backend, Memory};
 use crate::error::{Error, Result};
 
-pub use algorithms::Algorithm;
+pub use algorithms::{Algorithm, Operation};
+pub use choice::{Choice, Table, measure};
 pub use group::Group;
 pub use pending::Pending;
 pub use shared::Stats;
@@ -72,9 +76,16 @@ pub struct NodeInfo {
 #[derive(Clone)]
 struct World {
     rank: usize,
-    size: usize,
+    /// The node of every rank, as a number.
+    nodes: Arc<[usize]>,
     node: NodeInfo,
     library: String,
+    /// Whether ranks of this node exchange through shared memory.
+    shares_memory: bool,
+    /// Whether the library has collectives of its own.
+    vendor: bool,
+    /// Bytes that messages pass through, at most.
+    staging: usize,
 }
 
 /// How a rank goes down when it aborts.
@@ -109,7 +120,15 @@ impl<B: Backend> Clone for Comm<B> {
 /// The communicator of a process that was started alone: no MPI, no thread.
 pub fn single<B: Backend>() -> Comm<B> {
     let node = NodeInfo { local_rank: 0, local_size: 1, host: "localhost".into() };
-    let world = World { rank: 0, size: 1, node, library: "none (one rank)".into() };
+    let world = World {
+        rank: 0,
+        nodes: [0].into(),
+        node,
+        library: "none (one rank)".into(),
+        shares_memory: false,
+        vendor: false,
+        staging: 0,
+    };
     Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
 }
 
@@ -126,7 +145,7 @@ impl<B: Backend> Comm<B> {
 
     /// Ranks in the world.
     pub fn size(&self) -> usize {
-        self.inner.world.size
+        self.inner.world.nodes.len()
     }
 
     /// Where this rank runs.
@@ -139,7 +158,12 @@ impl<B: Backend> Comm<B> {
         &self.inner.world.library
     }
 
-    /// How the groups of this world add up.
+    /// Whether the ranks of this node exchange through shared memory.
+    pub fn shares_memory(&self) -> bool {
+        self.inner.world.shares_memory
+    }
+
+    /// How groups exchange and add that choose nothing else.
     pub fn algorithm(&self) -> Algorithm {
         self.inner.algorithm
     }
@@ -149,9 +173,19 @@ impl<B: Backend> Comm<B> {
         self.inner.shared.stats()
     }
 
+    /// Bytes of memory that messages pass through, at most.
+    pub fn staging(&self) -> usize {
+        self.inner.world.staging
+    }
+
+    /// Counts the memory that messages pass through as the backend's.
+    pub fn count_memory(&self, backend: B) {
+        self.inner.shared.count_staging(Box::new(move |bytes| backend.ledger().take(Memory::Communication, bytes)));
+    }
+
     /// The group of all ranks.
     pub fn world(&self) -> Group<B> {
-        Group::new(self.clone(), Members::world(self.rank(), self.size())).named(WORLD)
+        Group::new(self.clone(), Members::world(self.rank(), self.inner.world.nodes.clone())).named(WORLD)
     }
 
     /// Collective over the world: the group of the ranks that share my colour, ordered by rank.
@@ -168,7 +202,7 @@ impl<B: Backend> Comm<B> {
         let id = if self.size() == 1 {
             0
         } else {
-            let world = Members::world(self.rank(), self.size());
+            let world = Members::world(self.rank(), self.inner.world.nodes.clone());
             let label = self.label("split", Size::Own(0));
             let (reply, pending) = reply(&self.inner.shared);
             self.inner.submit(Request::run(move |desk| {
@@ -177,7 +211,7 @@ impl<B: Backend> Comm<B> {
             pending.wait()?
         };
         let ranks: Vec<usize> = (0..self.size()).filter(|&rank| colors[rank] == mine).collect();
-        Ok(Group::new(self.clone(), Members::new(id, self.rank(), ranks)))
+        Ok(Group::new(self.clone(), Members::new(id, self.rank(), ranks, self.inner.world.nodes.clone())))
     }
 
     /// What this rank does, for those of its threads that tell.
@@ -193,7 +227,7 @@ impl<B: Backend> Comm<B> {
         if self.size() == 1 {
             return Ok(0);
         }
-        let world = Members::world(self.rank(), self.size());
+        let world = Members::world(self.rank(), self.inner.world.nodes.clone());
         let label = self.label("clock", Size::Same(0));
         let (reply, pending) = reply(&self.inner.shared);
         self.inner.submit(Request::run(move |desk| {

@@ -21,8 +21,16 @@ pub struct Stats {
     pub sent: u64,
 }
 
+/// Memory that messages pass through.
+#[derive(Default)]
+struct Staging {
+    bytes: usize,
+    count: Option<Box<dyn Fn(usize) + Send>>,
+}
+
 pub struct Shared {
     waiters: AtomicUsize,
+    staging: Mutex<Staging>,
     busy_ns: AtomicU64,
     blocked_ns: AtomicU64,
     sent: AtomicU64,
@@ -36,6 +44,7 @@ impl Default for Shared {
     fn default() -> Self {
         Self {
             waiters: AtomicUsize::new(0),
+            staging: Mutex::default(),
             busy_ns: AtomicU64::new(0),
             blocked_ns: AtomicU64::new(0),
             sent: AtomicU64::new(0),
@@ -83,6 +92,24 @@ impl Shared {
 
     pub fn add_sent(&self, bytes: usize) {
         self.sent.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Notes memory that messages will pass through from now on.
+    pub fn hold(&self, bytes: usize) {
+        if bytes > 0 {
+            let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+            staging.bytes += bytes;
+            if let Some(count) = &staging.count {
+                count(bytes);
+            }
+        }
+    }
+
+    /// From now on `count` hears of such memory, first of what there is.
+    pub fn count_staging(&self, count: Box<dyn Fn(usize) + Send>) {
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        count(staging.bytes);
+        staging.count = Some(count);
     }
 
     /// Orders an abort; the first order stands.

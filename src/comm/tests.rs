@@ -18,14 +18,14 @@ use crate::error::{Error, Kind, Result};
 const LONGEST: usize = 300_000;
 const LENGTHS: [usize; 8] = [0, 1, 2, 3, 7, 64, 1000, LONGEST];
 
-/// Runs `rank` on a thread for each of `ranks` ranks and returns what each made of it, or fails after a while.
+/// Runs `rank` on a thread for each rank, given the node of each, and returns what each made of it, or fails after a while.
 fn run<T: Send + 'static>(
-    ranks: usize,
+    nodes: &[usize],
     algorithm: Algorithm,
     rank: impl Fn(Comm<Cpu>) -> T + Clone + Send + 'static,
 ) -> Vec<std::thread::Result<T>> {
-    let (done, results) = channel();
-    for comm in threads::start::<Cpu>(ranks, algorithm) {
+    let (ranks, (done, results)) = (nodes.len(), channel());
+    for comm in threads::start_on_nodes::<Cpu>(nodes, algorithm) {
         let (rank, done) = (rank.clone(), done.clone());
         std::thread::spawn(move || {
             let index = comm.rank();
@@ -74,12 +74,12 @@ fn tree_sum(partial: &mut [f32]) -> f32 {
 }
 
 /// Whether `got` is the sum over `ranks` ranks of `values`, of the elements in `range`.
-fn check_sum(algorithm: Algorithm, ranks: usize, got: &[f32], len: usize, range: Range<usize>) {
+fn check_sum(exact: bool, ranks: usize, got: &[f32], len: usize, range: Range<usize>) {
     let inputs: Vec<_> = (0..ranks).map(|rank| values(rank, len)).collect();
     let mut terms = vec![0.0; ranks];
     for i in range {
         (0..ranks).for_each(|rank| terms[rank] = inputs[rank][i]);
-        if algorithm == Algorithm::Tree {
+        if exact {
             assert_eq!(got[i].to_bits(), tree_sum(&mut terms).to_bits(), "element {i} of {len} on {ranks} ranks");
         } else {
             let exact: f64 = terms.iter().map(|&x| f64::from(x)).sum();
@@ -92,13 +92,14 @@ fn check_sum(algorithm: Algorithm, ranks: usize, got: &[f32], len: usize, range:
 
 fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
     let (rank, size) = (group.rank(), group.size());
+    let exact = group.algorithms(true).contains(&algorithm);
     for len in LENGTHS {
         let sum = group.all_reduce(buf(values(rank, len)), 0..len).wait()?;
-        check_sum(algorithm, size, sum.as_slice(), len, 0..len);
+        check_sum(exact, size, sum.as_slice(), len, 0..len);
 
         let (start, end) = (len / 5, len - len / 7);
         let sum = group.all_reduce(buf(values(rank, len)), start..end).wait()?;
-        check_sum(algorithm, size, sum.as_slice(), len, start..end);
+        check_sum(exact, size, sum.as_slice(), len, start..end);
         let mine = values(rank, len);
         assert_eq!(sum.as_slice()[..start], mine[..start]);
         assert_eq!(sum.as_slice()[end..], mine[end..]);
@@ -106,7 +107,7 @@ fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
         let padded = len.next_multiple_of(size);
         let part = rank * padded / size..(rank + 1) * padded / size;
         let sum = group.reduce_scatter(buf(values(rank, padded))).wait()?;
-        check_sum(algorithm, size, sum.as_slice(), padded, part.clone());
+        check_sum(exact, size, sum.as_slice(), padded, part.clone());
 
         let whole = values(8, padded);
         let mut mine = vec![f32::NAN; padded];
@@ -123,11 +124,36 @@ fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
 
 #[test]
 fn every_operation_on_any_number_of_ranks() {
-    for algorithm in [Algorithm::Ring, Algorithm::Tree] {
+    let own = Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Mpi);
+    for algorithm in own {
         for ranks in 1..=8 {
-            for result in run(ranks, algorithm, move |comm| every_operation(&comm.world(), algorithm)) {
+            for result in run(&vec![0; ranks], algorithm, move |comm| every_operation(&comm.world(), algorithm)) {
                 assert!(matches!(result, Ok(Ok(()))), "{algorithm} on {ranks}: {result:?}");
             }
+        }
+    }
+}
+
+/// Ranks on nodes in every way that matters: evenly, unevenly, interleaved, alone.
+#[test]
+fn hierarchies_of_any_shape() {
+    let algorithm = Algorithm::Hierarchical;
+    let shapes: [(&[usize], bool); 8] = [
+        (&[0, 0, 1, 1], true),
+        (&[0, 0, 0, 0, 1, 1, 1, 1], true),
+        (&[0, 0, 1, 1, 2, 2], true),
+        (&[0, 1, 2], true),
+        (&[0, 0, 0, 1, 1, 1], false),
+        (&[0, 1, 0, 1], false),
+        (&[0, 0, 0, 0, 0, 1, 1], false),
+        (&[3, 1, 1, 0, 3, 1, 1], false),
+    ];
+    for (nodes, exact) in shapes {
+        for result in run(nodes, algorithm, move |comm| -> Result<()> {
+            assert_eq!(comm.world().algorithms(true).contains(&algorithm), exact);
+            every_operation(&comm.world(), algorithm)
+        }) {
+            assert!(matches!(result, Ok(Ok(()))), "{nodes:?}: {result:?}");
         }
     }
 }
@@ -145,7 +171,7 @@ fn a_single_rank_is_the_identity() {
 #[test]
 fn groups_work_by_themselves() {
     // Rows and columns of a 2×3 mesh.
-    let results = run(6, Algorithm::Tree, |comm| -> Result<()> {
+    let results = run(&[0; 6], Algorithm::Tree, |comm| -> Result<()> {
         let rank = comm.rank();
         let row = comm.split(&[0, 0, 0, 1, 1, 1])?;
         let column = comm.split(&[7, 8, 9, 7, 8, 9])?;
@@ -165,7 +191,7 @@ fn groups_work_by_themselves() {
 
 #[test]
 fn messages_bytes_and_barriers() {
-    let results = run(3, Algorithm::Ring, |comm| -> Result<()> {
+    let results = run(&[0; 3], Algorithm::Ring, |comm| -> Result<()> {
         let (world, rank) = (comm.world(), comm.rank());
         let (next, previous) = ((rank + 1) % 3, (rank + 2) % 3);
         // Everyone sends before anyone receives.
@@ -191,7 +217,7 @@ fn messages_bytes_and_barriers() {
 
 #[test]
 fn ranks_agree_on_errors() {
-    let results = run(4, Algorithm::Tree, |comm| {
+    let results = run(&[0; 4], Algorithm::Tree, |comm| {
         let world = comm.world();
         assert_eq!(world.agree(Ok(comm.rank())), Ok(comm.rank()));
         let alike = world.agree::<()>(Err(Error::input("no such file").hint("look"))).unwrap_err();
@@ -211,7 +237,7 @@ fn ranks_agree_on_errors() {
 
 #[test]
 fn a_rank_that_left_is_missed() {
-    let results = run(4, Algorithm::Ring, |comm| {
+    let results = run(&[0; 4], Algorithm::Ring, |comm| {
         if comm.rank() == 2 {
             return Ok(());
         }
@@ -224,10 +250,12 @@ fn a_rank_that_left_is_missed() {
 
 #[test]
 fn an_abort_ends_the_waits_of_all() {
-    let results = run(3, Algorithm::Tree, |comm| {
+    let results = run(&[0; 3], Algorithm::Tree, |comm| {
+        // A group of its own, on which nobody sends.
+        let quiet = comm.split(&[0; 3])?;
         if comm.rank() == 1 {
-            // Its own communication thread is inside a collective, too.
-            let _stuck = comm.world().recv(0, buf(&[0.0]));
+            // Its own communication thread is waiting, too.
+            let _stuck = quiet.recv(0, buf(&[0.0]));
             comm.abort(3);
         }
         comm.world().barrier().wait()
@@ -242,7 +270,7 @@ fn an_abort_ends_the_waits_of_all() {
 
 #[test]
 fn a_rank_that_panics_is_missed() {
-    let results = run(2, Algorithm::Tree, |comm| {
+    let results = run(&[0; 2], Algorithm::Tree, |comm| {
         if comm.rank() == 0 {
             std::panic::resume_unwind(Box::new("bug"));
         }
@@ -255,7 +283,7 @@ fn a_rank_that_panics_is_missed() {
 #[cfg(debug_assertions)]
 #[test]
 fn different_requests_are_named() {
-    let results = run(2, Algorithm::Ring, |comm| {
+    let results = run(&[0; 2], Algorithm::Ring, |comm| {
         let (world, buf) = (comm.world(), buf(&[0.0; 6]));
         let request = if comm.rank() == 0 { world.all_gather(buf) } else { world.all_reduce(buf, 0..4) };
         request.wait().err().map(|error| error.to_string())
@@ -269,7 +297,7 @@ fn different_requests_are_named() {
 #[cfg(debug_assertions)]
 #[test]
 fn units_and_roots_are_compared() {
-    let results = run(2, Algorithm::Tree, |comm| {
+    let results = run(&[0, 0], Algorithm::Tree, |comm| {
         let unit: std::sync::Arc<str> = format!("{}{}", "long".repeat(50), comm.rank()).into();
         let world = comm.world();
         let alike = world.about(&"block0".into()).all_gather(buf(&[0.0; 2])).wait();
@@ -278,11 +306,11 @@ fn units_and_roots_are_compared() {
     assert!(results.iter().all(|result| result.as_ref().unwrap().0.is_ok()), "{results:?}");
     assert!(results.iter().any(|result| result.as_ref().unwrap().1.is_err()), "{results:?}");
 
-    let results = run(2, Algorithm::Tree, |comm| {
+    let results = run(&[0, 0], Algorithm::Tree, |comm| {
         let request = comm.world().about(&"block1".into()).broadcast(buf(&[0.0; 2]), comm.rank());
         request.wait().err().map(|error| error.to_string())
     });
-    let wants = "rank 1 wants collective 1: broadcast of block1, 8 bytes from 1";
+    let wants = "rank 1 wants collective 1: broadcast of block1, 8 bytes from 1 by tree";
     let told = results.into_iter().filter_map(|result| result.unwrap());
     assert!(told.filter(|error| error.contains(wants) && error.contains("8 bytes from 0")).count() > 0);
 }
@@ -290,9 +318,9 @@ fn units_and_roots_are_compared() {
 #[test]
 fn clocks_are_compared() {
     const APART: u64 = 3_600_000_000_000;
-    let results = run(3, Algorithm::Tree, |comm| {
+    let results = run(&[0, 0, 1], Algorithm::Tree, |comm| {
         assert!(comm.clock_offset().unwrap().unsigned_abs() < 1_000_000_000);
-        let (members, label) = (Members::world(comm.rank(), 3), comm.label("clock", Size::Same(0)));
+        let (members, label) = (Members::world(comm.rank(), [0, 0, 1].into()), comm.label("clock", Size::Same(0)));
         // Every rank's clock is an hour ahead of the one before.
         let ahead = comm.rank() as u64 * APART;
         let (reply, pending) = reply(&comm.inner.shared);
@@ -310,7 +338,7 @@ fn clocks_are_compared() {
 
 #[test]
 fn impossible_requests_are_refused() {
-    let results = run(2, Algorithm::Mpi, |comm| {
+    let results = run(&[0; 2], Algorithm::Mpi, |comm| {
         let world = comm.world();
         assert!(world.all_reduce(buf(&[0.0; 4]), 2..5).wait().is_err());
         assert!(world.reduce_scatter(buf(&[0.0; 3])).wait().is_err());

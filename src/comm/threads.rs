@@ -8,11 +8,13 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use super::algorithms;
 use super::shared::Shared;
-use super::wire::{Members, Parcel, Vendor, Wire};
+use super::wire::{Incoming, Members, Outgoing, Parcel, Vendor, Wire, check_length};
 use super::worker::Worker;
 use super::{Abort, Algorithm, Comm, NodeInfo, World};
 use crate::backend::Backend;
+use crate::backend::cpu::add_serial;
 use crate::error::{Error, Result};
 
 /// What the thread that calls [`Comm::abort`] unwinds with, silently: the process belongs to other ranks, too.
@@ -27,17 +29,32 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// The communicators of `ranks` ranks in this process. Give each to a thread of its own.
 pub fn start<B: Backend>(ranks: usize, algorithm: Algorithm) -> Vec<Comm<B>> {
+    start_on_nodes(&vec![0; ranks], algorithm)
+}
+
+/// As [`start`], of ranks that behave as if each were on the node given for it.
+pub fn start_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Vec<Comm<B>> {
+    let ranks = nodes.len();
     let office = Arc::new(Office {
         post: Mutex::new(Post { gone: vec![false; ranks], ..Post::default() }),
         arrivals: (0..ranks).map(|_| Condvar::new()).collect(),
     });
     let start = |rank| {
-        let node = NodeInfo { local_rank: rank, local_size: ranks, host: "localhost".into() };
-        let world = World { rank, size: ranks, node, library: "threads of one process".into() };
+        let on = |others: &[usize]| others.iter().filter(|&&node| node == nodes[rank]).count();
+        let host = if nodes[rank] == 0 { "localhost".into() } else { format!("simulated-{}", nodes[rank]) };
+        let world = World {
+            rank,
+            nodes: nodes.into(),
+            node: NodeInfo { local_rank: on(&nodes[..rank]), local_size: on(nodes), host },
+            library: "threads of one process".into(),
+            shares_memory: false,
+            vendor: false,
+            staging: algorithms::staging(ranks),
+        };
         let shared = Arc::new(Shared::default());
         let worker = (ranks > 1).then(|| {
             let wire = Mailboxes { rank, office: office.clone(), shared: shared.clone(), splits: 0 };
-            Worker::start(format!("comm-{rank}"), algorithm, &shared, move || Some(Box::new(wire)))
+            Worker::start(format!("comm-{rank}"), &shared, move || Some(Box::new(wire)))
         });
         Comm::new(world, algorithm, Abort::Unwind, shared, worker)
     };
@@ -95,15 +112,14 @@ struct Mailboxes {
 }
 
 impl Mailboxes {
-    fn put(&self, group: &Members, to: usize, message: &[u8]) -> Result<()> {
-        let to = group.ranks[to];
-        let copy = message.to_vec();
+    fn put(&self, group: &Members, to: usize, message: Vec<u8>) -> Result<()> {
+        let (to, len) = (group.ranks[to], message.len());
         let mut post = self.office.lock();
         post.check(to)?;
-        post.mail.entry((self.rank, to, group.id)).or_default().push_back(copy);
+        post.mail.entry((self.rank, to, group.id)).or_default().push_back(message);
         drop(post);
         self.office.arrivals[to].notify_all();
-        self.shared.add_sent(message.len());
+        self.shared.add_sent(len);
         Ok(())
     }
 
@@ -131,24 +147,57 @@ impl Wire for Mailboxes {
     fn exchange(
         &mut self,
         group: &Members,
+        send: Option<Outgoing<'_>>,
+        receive: Option<Incoming<'_, '_>>,
+    ) -> Result<()> {
+        if let Some(Outgoing { to, pieces }) = send {
+            let mut message = Vec::with_capacity(pieces.iter().map(|piece| size_of_val(*piece)).sum());
+            pieces.iter().for_each(|piece| message.extend_from_slice(bytemuck::cast_slice(piece)));
+            if !message.is_empty() {
+                self.put(group, to, message)?;
+            }
+        }
+        let Some(Incoming { from, pieces, add }) = receive else { return Ok(()) };
+        let len = pieces.iter().map(|piece| piece.len()).sum::<usize>();
+        if len == 0 {
+            return Ok(());
+        }
+        let message = self.take(group, from)?;
+        check_length(group.ranks[from], message.len(), len * size_of::<f32>())?;
+        let message: Vec<f32> = bytemuck::allocation::pod_collect_to_vec(&message);
+        let mut rest = &message[..];
+        for piece in pieces.iter_mut() {
+            let (here, after) = rest.split_at(piece.len());
+            if add {
+                add_serial(here, piece)
+            } else {
+                piece.copy_from_slice(here)
+            }
+            rest = after;
+        }
+        Ok(())
+    }
+
+    fn exchange_bytes(
+        &mut self,
+        group: &Members,
         send: Option<(usize, &[u8])>,
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()> {
         if let Some((to, message)) = send.filter(|(_, message)| !message.is_empty()) {
-            self.put(group, to, message)?;
+            self.put(group, to, message.to_vec())?;
         }
         let Some((from, into)) = receive.filter(|(_, into)| !into.is_empty()) else { return Ok(()) };
         let message = self.take(group, from)?;
-        if message.len() != into.len() {
-            let (from, len, expected) = (group.ranks[from], message.len(), into.len());
-            return Err(Error::comm(format!("rank {from} sent {len} bytes where {expected} were expected")));
-        }
+        check_length(group.ranks[from], message.len(), into.len())?;
         into.copy_from_slice(&message);
         Ok(())
     }
 
     fn post(&mut self, group: &Members, to: usize, mut parcel: Box<dyn Parcel>) -> Result<()> {
-        let sent = parcel.bytes().and_then(|bytes| if bytes.is_empty() { Ok(()) } else { self.put(group, to, bytes) });
+        let sent = parcel
+            .bytes()
+            .and_then(|bytes| if bytes.is_empty() { Ok(()) } else { self.put(group, to, bytes.to_vec()) });
         parcel.finish(sent.clone());
         sent
     }

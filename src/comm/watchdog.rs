@@ -213,7 +213,7 @@ impl Watchdog {
     }
 
     fn heartbeats(&self) -> Vec<Option<Heartbeat>> {
-        (0..self.inner.world.size).map(|rank| self.files.read(rank)).collect()
+        (0..self.inner.world.nodes.len()).map(|rank| self.files.read(rank)).collect()
     }
 
     /// Where each rank is, given how often their hearts had beaten when the alarm was raised.
@@ -224,7 +224,8 @@ impl Watchdog {
             Sighting { heartbeat, answers }
         });
         let sightings: Vec<_> = sightings.collect();
-        let ledgers: Vec<_> = (0..self.inner.world.size).filter_map(|rank| self.files.read_ledger(rank)).collect();
+        let ledgers: Vec<_> =
+            (0..self.inner.world.nodes.len()).filter_map(|rank| self.files.read_ledger(rank)).collect();
         let text = report(&sightings, &ledgers, seconds(activity::now()));
         format!(
             "{text}\nhint: {} holds the last collectives of each rank that could write them; comm.timeout = {} seconds \

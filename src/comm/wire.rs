@@ -1,4 +1,4 @@
-//! What algorithms stand on: bytes between two ranks.
+//! What algorithms stand on: numbers and bytes between two ranks.
 
 use std::sync::Arc;
 
@@ -13,16 +13,18 @@ pub struct Members {
     pub rank: usize,
     /// Their numbers in the world, ascending.
     pub ranks: Arc<[usize]>,
+    /// The node of every rank of the world.
+    nodes: Arc<[usize]>,
 }
 
 impl Members {
-    pub fn new(id: usize, world_rank: usize, ranks: Vec<usize>) -> Self {
+    pub fn new(id: usize, world_rank: usize, ranks: Vec<usize>, nodes: Arc<[usize]>) -> Self {
         let rank = ranks.partition_point(|&other| other < world_rank);
-        Self { id, rank, ranks: ranks.into() }
+        Self { id, rank, ranks: ranks.into(), nodes }
     }
 
-    pub fn world(rank: usize, size: usize) -> Self {
-        Self { id: 0, rank, ranks: (0..size).collect() }
+    pub fn world(rank: usize, nodes: Arc<[usize]>) -> Self {
+        Self { id: 0, rank, ranks: (0..nodes.len()).collect(), nodes }
     }
 
     pub fn size(&self) -> usize {
@@ -37,6 +39,26 @@ impl Members {
     /// The previous rank around the ring.
     pub fn previous(&self) -> usize {
         (self.rank + self.size() - 1) % self.size()
+    }
+
+    /// The group's ranks node by node, in the order of the nodes' first ranks.
+    pub fn by_node(&self) -> Vec<Vec<usize>> {
+        let mut found: Vec<(usize, Vec<usize>)> = Vec::new();
+        for (rank, &world_rank) in self.ranks.iter().enumerate() {
+            let node = self.nodes[world_rank];
+            match found.iter_mut().find(|(other, _)| *other == node) {
+                Some((_, ranks)) => ranks.push(rank),
+                None => found.push((node, vec![rank])),
+            }
+        }
+        found.into_iter().map(|(_, ranks)| ranks).collect()
+    }
+
+    /// Some of the group's ranks by themselves, or none if I am not one of them.
+    pub fn subset(&self, chosen: &[usize]) -> Option<Members> {
+        let rank = chosen.iter().position(|&rank| rank == self.rank)?;
+        let ranks = chosen.iter().map(|&rank| self.ranks[rank]).collect();
+        Some(Members { id: self.id, rank, ranks, nodes: self.nodes.clone() })
     }
 }
 
@@ -53,6 +75,21 @@ pub enum Vendor {
     },
 }
 
+/// Elements for one rank, gathered from pieces of memory.
+#[derive(Clone, Copy)]
+pub struct Outgoing<'a> {
+    pub to: usize,
+    pub pieces: &'a [&'a [f32]],
+}
+
+/// Elements from one rank, spread over pieces of memory that are as long as the sender's.
+pub struct Incoming<'a, 'b> {
+    pub from: usize,
+    pub pieces: &'a mut [&'b mut [f32]],
+    /// Whether they are added to those in memory, or replace them.
+    pub add: bool,
+}
+
 /// A message that the wire owns until it has left: its memory must neither move nor change before.
 pub trait Parcel: Send {
     /// The message. Its address stays the same until [`Parcel::finish`].
@@ -65,21 +102,29 @@ pub trait Parcel: Send {
     fn abandon(self: Box<Self>, error: Error);
 }
 
-/// Moves bytes between ranks. Lives on the communication thread; ranks are numbers in the group.
+/// Moves numbers and bytes between ranks. Lives on the communication thread; ranks are numbers in the group.
 ///
 /// After an error the wire's state is unknown: nothing but [`Wire::leave`] and [`Wire::abort`] is called.
 pub trait Wire {
-    /// Sends and receives at once; returns when both buffers may be used again. The receiver knows the
-    /// length: a message of another length is an error. Empty messages are not sent.
+    /// Sends and receives at once; returns when all memory may be used again. It may return before the receiver
+    /// has its elements. Nothing is sent where there are no elements.
     fn exchange(
+        &mut self,
+        group: &Members,
+        send: Option<Outgoing<'_>>,
+        receive: Option<Incoming<'_, '_>>,
+    ) -> Result<()>;
+
+    /// As [`Wire::exchange`], of bytes. The receiver knows the length: a message of another length is an error.
+    fn exchange_bytes(
         &mut self,
         group: &Members,
         send: Option<(usize, &[u8])>,
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()>;
 
-    /// Starts a message that is received by an [`exchange`](Wire::exchange), and returns before it has left.
-    /// Otherwise two neighbours that send to each other before they receive would wait for ever.
+    /// Starts a message that is received by an [`exchange_bytes`](Wire::exchange_bytes), and returns before it has
+    /// left. Otherwise two neighbours that send to each other before they receive would wait for ever.
     fn post(&mut self, group: &Members, to: usize, parcel: Box<dyn Parcel>) -> Result<()>;
 
     /// Lets started messages go on; whether any have not left yet.
@@ -96,4 +141,26 @@ pub trait Wire {
 
     /// This rank takes no further part: in good order, or because a request failed.
     fn leave(&mut self, in_order: bool);
+}
+
+/// Whether a message had the length that the receiver knew it would have.
+pub fn check_length(from: usize, received: usize, expected: usize) -> Result<()> {
+    if received == expected {
+        return Ok(());
+    }
+    Err(Error::comm(format!("rank {from} sent {received} bytes where {expected} were expected")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_found_by_node_and_chosen() {
+        let group = Members::new(3, 5, vec![1, 3, 5, 6], [0, 0, 0, 1, 1, 0, 1].into());
+        assert_eq!((group.rank, group.by_node()), (2, vec![vec![0, 2], vec![1, 3]]));
+        let chosen = group.subset(&[0, 2]).unwrap();
+        assert_eq!((chosen.rank, &chosen.ranks[..], chosen.id), (1, &[1, 5][..], 3));
+        assert!(group.subset(&[0, 1]).is_none());
+    }
 }

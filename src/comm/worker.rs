@@ -5,7 +5,6 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::algorithms::Algorithm;
 use super::ledger::{Label, Size};
 use super::operand::Scratch;
 use super::pace::Pace;
@@ -35,7 +34,6 @@ impl Request {
 pub struct Desk {
     pub wire: Box<dyn Wire>,
     pub scratch: Scratch,
-    pub algorithm: Algorithm,
     shared: Arc<Shared>,
     failed: Option<Error>,
     /// Whether somebody was waiting when the last request was done.
@@ -127,7 +125,7 @@ impl Desk {
         mine.resize(ANNOUNCED, b' ');
         mine.extend(hash.to_le_bytes());
         let mut theirs = [0; ANNOUNCED + size_of::<u32>()];
-        self.wire.exchange(group, Some((group.next(), &mine)), Some((group.previous(), &mut theirs)))?;
+        self.wire.exchange_bytes(group, Some((group.next(), &mine)), Some((group.previous(), &mut theirs)))?;
         if mine == theirs {
             return Ok(());
         }
@@ -154,7 +152,7 @@ fn announced(label: &Label) -> String {
     if let Some(root) = label.root {
         text += &format!(" from {root}");
     }
-    text
+    text + " by " + label.algorithm
 }
 
 /// The handles' end of the thread.
@@ -169,7 +167,6 @@ impl Worker {
     /// If the system refuses a thread, `open` is dropped and every request finds that the thread has ended.
     pub fn start(
         name: String,
-        algorithm: Algorithm,
         shared: &Arc<Shared>,
         open: impl FnOnce() -> Option<Box<dyn Wire>> + Send + 'static,
     ) -> Self {
@@ -178,7 +175,8 @@ impl Worker {
         let body = move || {
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
-                let desk = Desk { wire, scratch: Scratch::default(), algorithm, shared, failed: None, awaited: false };
+                let scratch = Scratch::new(shared.clone());
+                let desk = Desk { wire, scratch, shared, failed: None, awaited: false };
                 serve(desk, &queue);
             }
         };

@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::comm::Algorithm;
+use crate::comm::Choice;
 use crate::optim::Shape;
 use crate::parallel::Zero;
 
@@ -200,8 +200,11 @@ sections! {
 
     /// `[comm]`
     Comm {
-        /// How gradients are summed.
-        algorithm: Algorithm = Algorithm::Tree,
+        /// How ranks exchange and add: mpi, ring, tree, hierarchical, reduce-to-one, or auto, which measures at the
+        /// start.
+        algorithm: Choice = Choice::Auto,
+        /// Let auto take only algorithms that add in the order of `tree`, so that no measurement shows in the bits.
+        reproducible: bool = true,
         /// Seconds that a rank may wait for the others before the job says where each is and ends: more than the longest
         /// evaluation or checkpoint takes; 0 waits for ever.
         timeout: u64 = 600,

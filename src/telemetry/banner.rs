@@ -21,6 +21,10 @@ pub struct Facts<'a> {
     pub spare_cores: bool,
     /// What carries messages.
     pub library: &'a str,
+    /// Whether ranks of a node exchange through shared memory.
+    pub shares_memory: bool,
+    /// Which algorithms exchange and add; empty where nothing is exchanged.
+    pub collectives: String,
     /// The run's directory.
     pub directory: &'a Path,
     /// Parameters of the network.
@@ -82,7 +86,13 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             plural(facts.cores, "core"),
         ),
     );
-    line("messages", format!("{}, all-reduce by {}", facts.library, plan.config.comm.algorithm));
+    line(
+        "messages",
+        format!("{}{}", facts.library, if facts.shares_memory { ", shared memory inside a node" } else { "" }),
+    );
+    if !facts.collectives.is_empty() {
+        line("collectives", facts.collectives.clone());
+    }
     let mesh = &plan.mesh;
     line(
         "layout",

@@ -104,6 +104,11 @@ impl RunDirectory {
         self.path.join("run.json")
     }
 
+    /// Which algorithms a measurement chose for messages between ranks.
+    pub fn collectives_path(&self) -> PathBuf {
+        self.path.join("collectives.json")
+    }
+
     /// The log of a rank.
     pub fn log_path(&self, rank: usize) -> PathBuf {
         self.logs_path().join(format!("rank-{rank:05}.log"))

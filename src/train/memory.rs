@@ -14,8 +14,9 @@ const F32: usize = size_of::<f32>();
 /// decompressed chunks, message buffers of MPI, slack of the allocator. Measured; it does not depend on the model.
 const GROWTH: usize = 7 << 20;
 
-/// The peak of every category, from the plan alone. `resident` is what the process holds already.
-pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, resident: usize) -> Estimate {
+/// The peak of every category, from the plan alone. Messages pass through `messages` bytes; `resident` is what the
+/// process holds already.
+pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, resident: usize) -> Estimate {
     let keep = plan.config.parallel.zero.residency();
     let padded: Vec<usize> =
         blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
@@ -57,6 +58,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, resident: usize) ->
     categories[Memory::Gradients as usize] = gradients * F32;
     categories[Memory::Optimizer as usize] = state * F32;
     categories[Memory::Activations as usize] = training.max(evaluation) * F32;
+    categories[Memory::Communication as usize] = messages;
     // Read ahead, one being read, one in use; inputs and targets.
     categories[Memory::Data as usize] = (plan.config.data.prefetch + 2) * rows * 2 * size_of::<u32>();
     // A host copy of one unit at a time: at the start, and when a checkpoint is written.

@@ -1,5 +1,6 @@
 //! Training: the run, its directory, and the one step.
 
+mod collectives;
 mod directory;
 mod feed;
 mod memory;

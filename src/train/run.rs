@@ -1,11 +1,11 @@
 //! A training run from the first message to the last checkpoint.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::directory::{Resume, RunDirectory};
 use super::step::{Engine, Geometry};
-use super::{feed, memory};
+use super::{collectives, feed, memory};
 use crate::activity::{Doing, Track, span};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Manifest, Reader};
@@ -14,7 +14,7 @@ use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::{Loader, Tokenizer};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Sampling, generate};
-use crate::mesh::Axis;
+use crate::nn::Blocks;
 use crate::parallel::{Groups, Hyper, Lanes, Sharded, Synced};
 use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
 use crate::telemetry::progress::Progress;
@@ -131,10 +131,14 @@ impl<'a, B: Kernels> Run<'a, B> {
         };
 
         let backend = backend(plan.threads);
+        comm.count_memory(backend.clone());
         let resident = memory::resident().0;
-        let (mut engine, data) = engine(comm, &plan, backend)?;
+        let blocks = plan.gpt.blocks();
+        let exchange = collectives::exchange(comm, &plan, &backend, &blocks, &directory.collectives_path())?;
+        let data = exchange.groups.data.clone();
+        let mut engine = engine(&plan, backend, blocks, exchange.groups)?;
         let (progress, resumed) = resume(&world, &mut engine, &plan, &directory, &request.resume)?;
-        let records = if root { Some(Records::open(&directory, &plan, progress.step)) } else { None };
+        let records = if root { Some(Records::open(&directory, &plan, progress.step, exchange.found)) } else { None };
         let records = world.agree(records.transpose())?;
         if root {
             let facts = banner::Facts {
@@ -144,11 +148,13 @@ impl<'a, B: Kernels> Run<'a, B> {
                 cores: topology.here().cores.len(),
                 spare_cores: topology.has_spare_cores(),
                 library: comm.library(),
+                shares_memory: comm.shares_memory(),
+                collectives: exchange.told,
                 directory: directory.path(),
                 parameters: engine.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
                 validation: validation.samples(),
-                memory: &memory::estimate(&plan, &engine.blocks, resident),
+                memory: &memory::estimate(&plan, &engine.blocks, comm.staging(), resident),
                 resumed: resumed.as_deref().map(|path| (progress.step, path)),
             };
             say(banner::banner(&plan, &facts));
@@ -349,8 +355,12 @@ impl<'a, B: Kernels> Run<'a, B> {
 }
 
 impl Records {
-    fn open(directory: &RunDirectory, plan: &Plan, step: u64) -> Result<Self> {
+    fn open(directory: &RunDirectory, plan: &Plan, step: u64, choices: Option<String>) -> Result<Self> {
         directory.write_config(&plan.config)?;
+        if let Some(choices) = choices {
+            let path = directory.collectives_path();
+            std::fs::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;
+        }
         // A finished run that is resumed has no step left, but evaluates again.
         let evaluated = if step == plan.config.run.steps { step.saturating_sub(1) } else { step };
         Ok(Self {
@@ -370,17 +380,10 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<PathBuf>>) -> Result<
     path.map(PathBuf::from).ok_or_else(|| Error::internal("no rank 0"))
 }
 
-/// The network on its mesh, and the group of ranks with different data.
-fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<(Engine<B>, Group<B>)> {
-    let group = |axes: &[Axis], name| Ok::<_, Error>(comm.split(&plan.mesh.colors(axes))?.named(name));
-    let groups = Groups {
-        shard: group(&[Axis::Shard], "shard")?,
-        replica: group(&[Axis::Replica], "replica")?,
-        data: group(&[Axis::Replica, Axis::Shard], "data")?,
-    };
-    let data = groups.data.clone();
+/// The network on its mesh.
+fn engine<B: Kernels>(plan: &Plan, backend: B, blocks: Blocks<B>, groups: Groups<B>) -> Result<Engine<B>> {
+    let data = &groups.data;
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
-    let blocks = plan.gpt.blocks();
     let (keep, seed) = (plan.config.parallel.zero.residency(), plan.config.run.seed);
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(plan.rule), &blocks, Some(seed))?;
     let geometry = Geometry {
@@ -390,7 +393,7 @@ fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<(Engine
         recompute: plan.config.parallel.recompute,
         seed,
     };
-    Ok((Engine { backend, blocks, sharded, geometry }, data))
+    Ok(Engine { backend, blocks, sharded, geometry })
 }
 
 /// Where the run begins, and the checkpoint that it begins from. Collective.
@@ -451,7 +454,7 @@ fn warn_of_changes(before: &Config, now: &Config) {
 }
 
 /// Loads a checkpoint into this rank's ranges.
-fn restore<B: Kernels>(sharded: &mut Sharded<B>, path: &std::path::Path) -> Result<Manifest> {
+fn restore<B: Kernels>(sharded: &mut Sharded<B>, path: &Path) -> Result<Manifest> {
     let mut reader = Reader::open(path)?;
     reader.manifest().check(path, sharded.layouts(), sharded.state_names())?;
     let manifest = reader.manifest().clone();

@@ -87,7 +87,7 @@ pub fn mpirun(ranks: usize) -> Command {
 /// What a user has set must not decide a test; the bundled data is unpacked among the build's files.
 fn in_our_environment(command: &mut Command) {
     command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
-    for name in ["RUST_LOG", "RUST_BACKTRACE", "HPCTRAIN_MPI"] {
+    for name in ["RUST_LOG", "RUST_BACKTRACE", "HPCTRAIN_MPI", "HPCTRAIN_RANKS_PER_NODE"] {
         command.env_remove(name);
     }
 }

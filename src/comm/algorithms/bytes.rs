@@ -12,13 +12,13 @@ pub fn gather(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Result<Vec
         let send = (group.rank + 1 + size - step) % size;
         let receive = (group.rank + size - step) % size;
         let mut length = [0; 8];
-        wire.exchange(
+        wire.exchange_bytes(
             group,
             Some((group.next(), &(all[send].len() as u64).to_le_bytes())),
             Some((group.previous(), &mut length)),
         )?;
         let mut bytes = vec![0; u64::from_le_bytes(length) as usize];
-        wire.exchange(group, Some((group.next(), &all[send])), Some((group.previous(), &mut bytes)))?;
+        wire.exchange_bytes(group, Some((group.next(), &all[send])), Some((group.previous(), &mut bytes)))?;
         all[receive] = bytes;
     }
     Ok(all)
@@ -30,7 +30,7 @@ pub fn barrier(wire: &mut dyn Wire, group: &Members) -> Result<()> {
     let mut distance = 1;
     while distance < size {
         let (ahead, behind) = ((group.rank + distance) % size, (group.rank + size - distance) % size);
-        wire.exchange(group, Some((ahead, &[0])), Some((behind, &mut [0])))?;
+        wire.exchange_bytes(group, Some((ahead, &[0])), Some((behind, &mut [0])))?;
         distance *= 2;
     }
     Ok(())

@@ -1,9 +1,13 @@
 //! Collectives, told as exchanges between two ranks.
 //!
-//! Ring and tree move the least possible bytes: each rank sends 2·(n−1)/n of the buffer for an all-reduce.
+//! Ring, tree and hierarchical move the least possible bytes: each rank sends 2·(n−1)/n of the buffer for an
+//! all-reduce. Long buffers go block by block, so that what one step leaves in the cache the next one finds there.
 
 pub mod bytes;
+mod hierarchical;
+mod reduce_to_one;
 mod ring;
+mod shares;
 mod tree;
 
 use std::fmt;
@@ -15,10 +19,11 @@ use serde::{Deserialize, Serialize};
 use super::operand::Operand;
 use super::wire::{Members, Vendor, Wire};
 use crate::error::{Error, Result};
+use shares::Shares;
 
-/// How the ranks of a group add up.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+/// How the ranks of a group exchange and add.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Algorithm {
     /// What the MPI library chooses. The order of additions is its secret.
     Mpi,
@@ -26,14 +31,70 @@ pub enum Algorithm {
     Ring,
     /// Halving and doubling. Every element is summed by one fixed binary tree, whatever its position.
     Tree,
+    /// Inside each node first, then between the nodes.
+    Hierarchical,
+    /// Everything through one rank.
+    ReduceToOne,
+}
+
+/// What a group can be asked to do with a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Operation {
+    /// The sum over all ranks, on every rank.
+    AllReduce,
+    /// The sum over all ranks, each rank its part.
+    ReduceScatter,
+    /// Every rank's part, on every rank.
+    AllGather,
+    /// The elements of one rank, on every rank.
+    Broadcast,
 }
 
 impl Algorithm {
-    const ALL: [(Algorithm, &str); 3] = [(Algorithm::Mpi, "mpi"), (Algorithm::Ring, "ring"), (Algorithm::Tree, "tree")];
+    /// Every algorithm.
+    pub const ALL: [Algorithm; 5] =
+        [Algorithm::Mpi, Algorithm::Ring, Algorithm::Tree, Algorithm::Hierarchical, Algorithm::ReduceToOne];
 
-    /// How the configuration calls it.
+    /// Its name in configurations.
     pub fn name(self) -> &'static str {
-        Self::ALL.iter().find(|(algorithm, _)| *algorithm == self).map_or("", |(_, name)| name)
+        match self {
+            Algorithm::Mpi => "mpi",
+            Algorithm::Ring => "ring",
+            Algorithm::Tree => "tree",
+            Algorithm::Hierarchical => "hierarchical",
+            Algorithm::ReduceToOne => "reduce-to-one",
+        }
+    }
+
+    /// Whether sums over `group` have the bits of [`Algorithm::Tree`].
+    pub(super) fn is_exact(self, group: &Members) -> bool {
+        match self {
+            Algorithm::Mpi | Algorithm::Ring => false,
+            Algorithm::Tree | Algorithm::ReduceToOne => true,
+            Algorithm::Hierarchical => hierarchical::is_exact(group),
+        }
+    }
+}
+
+impl Operation {
+    /// Every operation.
+    pub const ALL: [Operation; 4] =
+        [Operation::AllReduce, Operation::ReduceScatter, Operation::AllGather, Operation::Broadcast];
+
+    /// Its name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Operation::AllReduce => "all_reduce",
+            Operation::ReduceScatter => "reduce_scatter",
+            Operation::AllGather => "all_gather",
+            Operation::Broadcast => "broadcast",
+        }
+    }
+
+    /// Whether it adds.
+    pub fn adds(self) -> bool {
+        matches!(self, Operation::AllReduce | Operation::ReduceScatter)
     }
 }
 
@@ -43,54 +104,120 @@ impl fmt::Display for Algorithm {
     }
 }
 
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// The one of `all` that has this name.
+fn by_name<T: Copy>(what: &str, all: &[T], name: impl Fn(T) -> &'static str, text: &str) -> Result<T> {
+    all.iter().copied().find(|&one| name(one) == text).ok_or_else(|| {
+        let names: Vec<_> = all.iter().map(|&one| name(one)).collect();
+        Error::input(format!("unknown {what} \"{text}\"")).hint(format!("one of {}", names.join(", ")))
+    })
+}
+
 impl FromStr for Algorithm {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let found = Self::ALL.iter().find(|(_, name)| *name == text);
-        found.map(|(algorithm, _)| *algorithm).ok_or_else(|| {
-            Error::input(format!("unknown communication algorithm \"{text}\"")).hint("one of mpi, ring, tree")
-        })
+        by_name("communication algorithm", &Self::ALL, Self::name, text)
     }
 }
 
-/// Part `index` of `len` elements cut into `count` parts whose lengths differ by at most one.
-fn part(len: usize, index: usize, count: usize) -> Range<usize> {
-    let start = |index: usize| index * (len / count) + index.min(len % count);
-    start(index)..start(index + 1)
+impl FromStr for Operation {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        by_name("collective operation", &Self::ALL, Self::name, text)
+    }
+}
+
+/// Elements of a rank in one block, 256 KiB: all steps of a block find it in the cache.
+const BLOCK: usize = 1 << 16;
+
+/// Bytes that the algorithms of a world of `ranks` keep aside, at most.
+pub fn staging(ranks: usize) -> usize {
+    if ranks.is_power_of_two() { 0 } else { ranks * tree::BLOCK * size_of::<f32>() }
+}
+
+/// Cuts a range into blocks, and each into even shares.
+fn blocks(range: Range<usize>, size: usize) -> impl Iterator<Item = (Range<usize>, Shares)> {
+    let block = BLOCK * size;
+    range.clone().step_by(block).map(move |start| {
+        let block = start..range.end.min(start + block);
+        let shares = Shares::even(&block, size);
+        (block, shares)
+    })
+}
+
+/// Cuts the even shares of a range into blocks.
+fn blocks_of_shares(len: usize, size: usize) -> impl Iterator<Item = Shares> {
+    let shares = Shares::even(&(0..len), size);
+    (0..shares.longest()).step_by(BLOCK).map(move |start| shares.window(&(start..start + BLOCK)))
+}
+
+/// A step towards everybody's share.
+type OnShares = fn(&mut dyn Operand, &mut dyn Wire, &Members, &Shares) -> Result<()>;
+
+/// A range from one rank to all.
+type FromRoot = fn(&mut dyn Operand, &mut dyn Wire, &Members, &Range<usize>, usize) -> Result<()>;
+
+/// The collectives of an algorithm, on one block.
+struct Steps {
+    reduce_scatter: OnShares,
+    all_gather: OnShares,
+    broadcast: FromRoot,
+}
+
+impl Algorithm {
+    /// None for the library's own.
+    fn steps(self) -> Option<Steps> {
+        macro_rules! steps {
+            ($module:ident) => {
+                Some(Steps {
+                    reduce_scatter: $module::reduce_scatter,
+                    all_gather: $module::all_gather,
+                    broadcast: $module::broadcast,
+                })
+            };
+        }
+        match self {
+            Algorithm::Mpi => None,
+            Algorithm::Ring => steps!(ring),
+            Algorithm::Tree => steps!(tree),
+            Algorithm::Hierarchical => steps!(hierarchical),
+            Algorithm::ReduceToOne => steps!(reduce_to_one),
+        }
+    }
 }
 
 /// The sum over all ranks, on every rank.
 pub fn all_reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    match algorithm {
-        Algorithm::Mpi => x.vendor(wire, group, Vendor::AllReduce),
-        Algorithm::Ring => {
-            ring::reduce_scatter(x, wire, group)?;
-            ring::all_gather(x, wire, group)
-        }
-        Algorithm::Tree => {
-            tree::reduce_scatter(x, wire, group)?;
-            tree::all_gather(x, wire, group)
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::AllReduce) };
+    for (range, shares) in blocks(0..x.len(), group.size()) {
+        if algorithm == Algorithm::ReduceToOne {
+            // The sum is in one place already.
+            reduce_to_one::all_reduce(x, wire, group, &range)?;
+        } else {
+            (steps.reduce_scatter)(x, wire, group, &shares)?;
+            (steps.all_gather)(x, wire, group, &shares)?;
         }
     }
+    Ok(())
 }
 
 /// The sum over all ranks of my part; the rest is unspecified.
 pub fn reduce_scatter(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    match algorithm {
-        Algorithm::Mpi => x.vendor(wire, group, Vendor::ReduceScatter),
-        Algorithm::Ring => ring::reduce_scatter(x, wire, group),
-        Algorithm::Tree => tree::reduce_scatter(x, wire, group),
-    }
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::ReduceScatter) };
+    blocks_of_shares(x.len(), group.size()).try_for_each(|shares| (steps.reduce_scatter)(x, wire, group, &shares))
 }
 
 /// Every rank's part, on every rank.
 pub fn all_gather(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    match algorithm {
-        Algorithm::Mpi => x.vendor(wire, group, Vendor::AllGather),
-        Algorithm::Ring => ring::all_gather(x, wire, group),
-        Algorithm::Tree => tree::all_gather(x, wire, group),
-    }
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::AllGather) };
+    blocks_of_shares(x.len(), group.size()).try_for_each(|shares| (steps.all_gather)(x, wire, group, &shares))
 }
 
 /// The root's elements, on every rank.
@@ -101,11 +228,13 @@ pub fn broadcast(
     group: &Members,
     root: usize,
 ) -> Result<()> {
-    match algorithm {
-        Algorithm::Mpi => x.vendor(wire, group, Vendor::Broadcast { root }),
-        Algorithm::Ring => ring::broadcast(x, wire, group, root),
-        Algorithm::Tree => tree::broadcast(x, wire, group, root),
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::Broadcast { root }) };
+    let whole = 0..x.len();
+    if algorithm == Algorithm::Ring {
+        // A chain cuts by itself: between blocks it would run dry.
+        return (steps.broadcast)(x, wire, group, &whole, root);
     }
+    blocks(whole, group.size()).try_for_each(|(range, _)| (steps.broadcast)(x, wire, group, &range, root))
 }
 
 #[cfg(test)]
@@ -113,20 +242,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn parts_are_even_and_cover() {
-        let parts: Vec<_> = (0..3).map(|i| part(7, i, 3)).collect();
-        assert_eq!(parts, [0..3, 3..5, 5..7]);
-        assert_eq!(part(2, 3, 4), 2..2);
-        assert_eq!(part(8, 1, 4), 2..4);
-    }
-
-    #[test]
     fn names_round_trip() {
-        for (algorithm, name) in Algorithm::ALL {
-            assert_eq!(algorithm.to_string(), name);
-            assert_eq!(name.parse::<Algorithm>(), Ok(algorithm));
-            assert_eq!(serde_json::to_string(&algorithm).unwrap(), format!("\"{name}\""));
+        for algorithm in Algorithm::ALL {
+            assert_eq!(algorithm.to_string().parse::<Algorithm>(), Ok(algorithm));
+            assert_eq!(serde_json::to_string(&algorithm).unwrap(), format!("\"{algorithm}\""));
         }
-        assert!("nccl".parse::<Algorithm>().unwrap_err().to_string().contains("mpi, ring, tree"));
+        for operation in Operation::ALL {
+            assert_eq!(operation.to_string().parse::<Operation>(), Ok(operation));
+            assert_eq!(serde_json::to_string(&operation).unwrap(), format!("\"{operation}\""));
+        }
+        let error = "nccl".parse::<Algorithm>().unwrap_err().to_string();
+        assert!(error.contains("mpi, ring, tree, hierarchical, reduce-to-one"), "{error}");
     }
 }

@@ -1,8 +1,9 @@
 //! Around a ring: each rank talks to two neighbours only, and every link carries the same load.
 
+use std::ops::Range;
 use std::slice::from_ref;
 
-use super::part;
+use super::shares::Shares;
 use crate::comm::operand::{Combine, Operand};
 use crate::comm::wire::{Members, Wire};
 use crate::error::Result;
@@ -10,36 +11,39 @@ use crate::error::Result;
 /// Elements a rank of a broadcast receives before it passes them on.
 const SEGMENT: usize = 1 << 16;
 
-/// n−1 steps. A part starts its way around behind its owner, collects a term on each rank, and arrives complete.
-pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    let (size, len) = (group.size(), x.len());
+/// n−1 steps. A share starts its way around behind its owner, collects a term on each rank, and arrives complete.
+pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    let size = group.size();
     // `back` ranks behind me around the ring.
-    let behind = |back: usize| part(len, (group.rank + 2 * size - back) % size, size);
+    let behind = |back: usize| shares.of((group.rank + 2 * size - back) % size);
     for step in 1..size {
-        let send = [behind(step)];
-        let receive = [behind(step + 1)];
-        x.exchange(wire, group, Some((group.next(), &send)), Some((group.previous(), &receive, Combine::Add)))?;
+        let receive = (group.previous(), behind(step + 1), Combine::Add);
+        x.exchange(wire, group, Some((group.next(), behind(step))), Some(receive))?;
     }
     Ok(())
 }
 
-/// n−1 steps. Each rank passes on what it received in the step before, its own part first.
-pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    let (size, len) = (group.size(), x.len());
-    let behind = |back: usize| part(len, (group.rank + size - back) % size, size);
+/// n−1 steps. Each rank passes on what it received in the step before, its own share first.
+pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    let size = group.size();
+    let behind = |back: usize| shares.of((group.rank + size - back) % size);
     for step in 1..size {
-        let send = [behind(step - 1)];
-        let receive = [behind(step)];
-        x.exchange(wire, group, Some((group.next(), &send)), Some((group.previous(), &receive, Combine::Replace)))?;
+        let receive = (group.previous(), behind(step), Combine::Replace);
+        x.exchange(wire, group, Some((group.next(), behind(step - 1))), Some(receive))?;
     }
     Ok(())
 }
 
 /// A chain that starts at the root: each rank passes one segment on while it receives the next.
-pub fn broadcast(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, root: usize) -> Result<()> {
-    let len = x.len();
-    let segments = len.div_ceil(SEGMENT);
-    let segment = |i: usize| i * SEGMENT..len.min((i + 1) * SEGMENT);
+pub fn broadcast(
+    x: &mut dyn Operand,
+    wire: &mut dyn Wire,
+    group: &Members,
+    range: &Range<usize>,
+    root: usize,
+) -> Result<()> {
+    let segments = range.len().div_ceil(SEGMENT);
+    let segment = |i: usize| range.start + i * SEGMENT..range.end.min(range.start + (i + 1) * SEGMENT);
     let is_root = group.rank == root;
     let is_last = group.next() == root;
     // The root has every segment; the others send segment i−1 while segment i arrives.

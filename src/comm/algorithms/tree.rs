@@ -7,61 +7,61 @@
 //!
 //! A power of two of ranks halves and doubles recursively (Thakur, Rabenseifner and Gropp,
 //! "Optimization of Collective Communication Operations in MPICH", 2005), nearest partner first, as the
-//! tree's lowest level wants it. Other numbers exchange parts directly: the owner of a part receives all
+//! tree's lowest level wants it. Other numbers exchange shares directly: the owner of a share receives all
 //! its terms and adds them in the tree's order.
 
 use std::ops::Range;
 use std::slice::from_ref;
 
-use super::{part, ring};
+use super::ring;
+use super::shares::Shares;
 use crate::comm::operand::{Combine, Operand};
 use crate::comm::wire::{Members, Wire};
 use crate::error::Result;
 
 /// Elements of one direct message: the owner keeps as many of each rank aside.
-const BLOCK: usize = 1 << 14;
+pub const BLOCK: usize = 1 << 14;
 
-/// The parts whose numbers have the lowest `bits` bits of `like`.
-fn parts(len: usize, size: usize, like: usize, bits: u32) -> Vec<Range<usize>> {
+/// The ranks whose numbers have the lowest `bits` bits of `like`.
+fn alike(size: usize, like: usize, bits: u32) -> impl Iterator<Item = usize> {
     let stride = 1 << bits;
-    (like % stride..size).step_by(stride).map(|index| part(len, index, size)).collect()
+    (like % stride..size).step_by(stride)
 }
 
-/// My part of the sum.
-pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    if group.size().is_power_of_two() { halve(x, wire, group) } else { exchange_directly(x, wire, group) }
+/// My share of the sum.
+pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    if group.size().is_power_of_two() {
+        halve(x, wire, group, shares)
+    } else {
+        exchange_directly(x, wire, group, shares)
+    }
 }
 
-/// log₂ n steps. In step k partners are 2^k apart and hold partial sums of 2^k ranks each, of the parts whose
-/// numbers equal theirs in the k lowest bits. Each keeps the half that equals its own number in bit k, too.
-fn halve(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    let (size, len) = (group.size(), x.len());
+/// log₂ n steps. In step k partners are 2^k apart and hold partial sums of 2^k ranks each, of the shares of ranks
+/// whose numbers equal theirs in the k lowest bits. Each keeps the half that equals its own number in bit k, too.
+fn halve(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    let size = group.size();
     for k in 0..size.trailing_zeros() {
         let partner = group.rank ^ (1 << k);
-        let theirs = parts(len, size, partner, k + 1);
-        let mine = parts(len, size, group.rank, k + 1);
+        let theirs = shares.of_all(alike(size, partner, k + 1));
+        let mine = shares.of_all(alike(size, group.rank, k + 1));
         x.exchange(wire, group, Some((partner, &theirs)), Some((partner, &mine, Combine::Add)))?;
     }
     Ok(())
 }
 
 /// n−1 steps a block: in step s each rank sends to the owner s ranks ahead, so that nobody is sent to twice.
-fn exchange_directly(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    let (size, len, rank) = (group.size(), x.len(), group.rank);
+fn exchange_directly(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    let (size, rank) = (group.size(), group.rank);
     let additions = additions(size);
-    // Part 0 is never shorter than another.
-    for start in part(len, 0, size).step_by(BLOCK) {
-        let block = |owner: usize| {
-            let part = part(len, owner, size);
-            let at = |offset: usize| part.end.min(part.start + offset);
-            at(start)..at(start + BLOCK)
-        };
+    for start in (0..shares.longest()).step_by(BLOCK) {
+        let block = shares.window(&(start..start + BLOCK));
         for step in 1..size {
             let (to, from) = ((rank + step) % size, (rank + size - step) % size);
-            let receive = (from, &[block(rank)][..], Combine::Aside(from));
-            x.exchange(wire, group, Some((to, &[block(to)])), Some(receive))?;
+            let receive = (from, block.of(rank), Combine::Aside(from));
+            x.exchange(wire, group, Some((to, block.of(to))), Some(receive))?;
         }
-        x.fold(block(rank), rank, &additions);
+        x.fold(block.of(rank), rank, &additions);
     }
     Ok(())
 }
@@ -72,34 +72,52 @@ fn additions(size: usize) -> Vec<(usize, usize)> {
     strides.flat_map(|stride| (0..size - stride).step_by(2 * stride).map(move |into| (into, into + stride))).collect()
 }
 
-/// Every rank's part: the halving backwards, or around the ring.
-pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
-    let (size, len) = (group.size(), x.len());
+/// The whole sum, on rank 0. What the other ranks have is unspecified.
+pub fn reduce(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, ranges: &[Range<usize>]) -> Result<()> {
+    for (into, from) in additions(group.size()) {
+        if group.rank == from {
+            x.exchange(wire, group, Some((into, ranges)), None)?;
+        } else if group.rank == into {
+            x.exchange(wire, group, None, Some((from, ranges, Combine::Add)))?;
+        }
+    }
+    Ok(())
+}
+
+/// Every rank's share: the halving backwards, or around the ring.
+pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    let size = group.size();
     if !size.is_power_of_two() {
-        return ring::all_gather(x, wire, group);
+        return ring::all_gather(x, wire, group, shares);
     }
     for k in (0..size.trailing_zeros()).rev() {
         let partner = group.rank ^ (1 << k);
-        let mine = parts(len, size, group.rank, k + 1);
-        let theirs = parts(len, size, partner, k + 1);
+        let mine = shares.of_all(alike(size, group.rank, k + 1));
+        let theirs = shares.of_all(alike(size, partner, k + 1));
         x.exchange(wire, group, Some((partner, &mine)), Some((partner, &theirs, Combine::Replace)))?;
     }
     Ok(())
 }
 
 /// A binomial tree: in step k the 2^k ranks that have the elements send them 2^k ranks ahead.
-pub fn broadcast(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, root: usize) -> Result<()> {
+pub fn broadcast(
+    x: &mut dyn Operand,
+    wire: &mut dyn Wire,
+    group: &Members,
+    range: &Range<usize>,
+    root: usize,
+) -> Result<()> {
     let size = group.size();
     // Counted from the root.
     let me = (group.rank + size - root) % size;
-    let everything = 0..x.len();
+    let range = from_ref(range);
     let mut stride = 1;
     while stride < size {
         let absolute = |relative: usize| (relative + root) % size;
         if me < stride && me + stride < size {
-            x.exchange(wire, group, Some((absolute(me + stride), from_ref(&everything))), None)?;
+            x.exchange(wire, group, Some((absolute(me + stride), range)), None)?;
         } else if (stride..2 * stride).contains(&me) {
-            x.exchange(wire, group, None, Some((absolute(me - stride), from_ref(&everything), Combine::Replace)))?;
+            x.exchange(wire, group, None, Some((absolute(me - stride), range, Combine::Replace)))?;
         }
         stride *= 2;
     }
@@ -120,7 +138,7 @@ mod tests {
 
     #[test]
     fn halves_are_chosen_by_the_lowest_bits() {
-        assert_eq!(parts(8, 8, 5, 1), [1..2, 3..4, 5..6, 7..8]);
-        assert_eq!(parts(16, 8, 5, 2), [2..4, 10..12]);
+        assert_eq!(alike(8, 5, 1).collect::<Vec<_>>(), [1, 3, 5, 7]);
+        assert_eq!(alike(8, 5, 2).collect::<Vec<_>>(), [1, 5]);
     }
 }

@@ -1,0 +1,150 @@
+//! `hpctrain bench`: what the machine gives.
+
+use clap::{Args, Subcommand};
+use serde::Serialize;
+
+use super::job;
+use crate::backend::cpu::Cpu;
+use crate::comm::bench::{self, Timing};
+use crate::comm::{Algorithm, Comm, Operation};
+use crate::error::{Error, Result};
+use crate::telemetry::{bytes, say};
+
+/// Arguments of `hpctrain bench`.
+#[derive(Args)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Time the collectives, for every operation, algorithm and size: mpirun -np 2 hpctrain bench comm.
+    Comm(CommArgs),
+}
+
+/// Arguments of `hpctrain bench comm`.
+#[derive(Args)]
+struct CommArgs {
+    /// Operations; all if left out.
+    #[arg(long, value_delimiter = ',', value_name = "NAMES")]
+    operations: Vec<Operation>,
+    /// Algorithms; all if left out. `mpi` is the library's own call.
+    #[arg(long, value_delimiter = ',', value_name = "NAMES")]
+    algorithms: Vec<Algorithm>,
+    /// Sizes of the whole buffer, such as 64KiB,1MiB; from 1 KiB to 256 MiB if left out.
+    #[arg(long, value_delimiter = ',', value_name = "SIZES", value_parser = size)]
+    sizes: Vec<usize>,
+    /// Batches of which the median is taken.
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u16).range(1..))]
+    batches: u16,
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    json: bool,
+}
+
+fn size(text: &str) -> std::result::Result<usize, String> {
+    let bytes = parse_size::Config::new().with_binary().parse_size(text).map_err(|e| e.to_string())?;
+    usize::try_from(bytes).map_err(|e| e.to_string())
+}
+
+/// One line of the table.
+#[derive(Serialize)]
+struct Row {
+    operation: Operation,
+    algorithm: Algorithm,
+    bytes: usize,
+    microseconds: f64,
+    /// GB/s, of 10⁹ bytes.
+    algorithm_bandwidth: f64,
+    bus_bandwidth: f64,
+    /// Bus bandwidth over the bandwidth of a memory copy.
+    of_copy: f64,
+}
+
+/// The whole output.
+#[derive(Serialize)]
+struct Report {
+    ranks: usize,
+    library: String,
+    shared_memory: bool,
+    copy_bandwidth: f64,
+    rows: Vec<Row>,
+}
+
+/// Runs one rank; returns the exit code.
+pub fn run(args: &BenchArgs, launched: bool) -> i32 {
+    let What::Comm(args) = &args.what;
+    job::run(launched, |comm| comm_table(comm, args))
+}
+
+fn comm_table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
+    if comm.size() == 1 {
+        return Err(Error::input("one rank has nobody to exchange with").hint("mpirun -np 2 hpctrain bench comm"));
+    }
+    let world = comm.world();
+    let backend = Cpu::new(1);
+    let or_all = |some: &[Operation]| if some.is_empty() { Operation::ALL.to_vec() } else { some.to_vec() };
+    let operations = or_all(&args.operations);
+    let algorithms = if args.algorithms.is_empty() { Algorithm::ALL.to_vec() } else { args.algorithms.clone() };
+    let default = || (10..=28).step_by(2).map(|bits| 1 << bits).collect();
+    let sizes: Vec<usize> = if args.sizes.is_empty() { default() } else { args.sizes.clone() };
+    let batches = usize::from(args.batches);
+
+    let speaks = comm.rank() == 0;
+    let copy = bench::copy_limit(&world, batches)?;
+    if speaks && !args.json {
+        let path = if comm.shares_memory() { ", shared memory inside a node" } else { "" };
+        say(format_args!("{} ranks, {}{path}", comm.size(), comm.library()));
+        say(format_args!("a memory copy on all ranks at once: {:.2} GB/s a rank\n", copy / 1e9));
+        say("operation       algorithm      size         time µs   algbw GB/s  busbw GB/s  of copy");
+    }
+    let mut rows = Vec::new();
+    for &operation in &operations {
+        for &bytes in &sizes {
+            for &algorithm in &algorithms {
+                let row = row(&bench::time(&world, &backend, operation, algorithm, bytes, batches)?, copy);
+                if speaks && !args.json {
+                    say(line(&row));
+                }
+                rows.push(row);
+            }
+        }
+    }
+    if speaks && args.json {
+        let report = Report {
+            ranks: comm.size(),
+            library: comm.library().to_string(),
+            shared_memory: comm.shares_memory(),
+            copy_bandwidth: copy / 1e9,
+            rows,
+        };
+        say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+    }
+    Ok(())
+}
+
+fn row(timing: &Timing, copy: f64) -> Row {
+    Row {
+        operation: timing.operation,
+        algorithm: timing.algorithm,
+        bytes: timing.bytes,
+        microseconds: timing.seconds * 1e6,
+        algorithm_bandwidth: timing.algorithm_bandwidth() / 1e9,
+        bus_bandwidth: timing.bus_bandwidth() / 1e9,
+        of_copy: timing.bus_bandwidth() / copy,
+    }
+}
+
+fn line(row: &Row) -> String {
+    format!(
+        "{:<15} {:<14} {:<10} {:>9.1} {:>12.3} {:>11.3} {:>8.3}",
+        row.operation,
+        row.algorithm,
+        bytes(row.bytes),
+        row.microseconds,
+        row.algorithm_bandwidth,
+        row.bus_bandwidth,
+        row.of_copy
+    )
+}

@@ -1,0 +1,145 @@
+//! First inside each node, then between the nodes: what crosses the network is as little as possible.
+//!
+//! Each node has as many **lanes** as the smallest node has ranks. Inside a node rank i of the node sums what falls to
+//! lane i; between nodes the ranks of one lane, one on each node, meet; both by [`super::tree`]. So every network
+//! card carries its part, and a node sends each sum once.
+//!
+//! Where nodes have equal numbers of consecutive ranks, a power of two, all of it is one tree over the ranks: the
+//! result has the bits of `tree`.
+
+use std::ops::Range;
+
+use super::shares::Shares;
+use super::tree;
+use crate::comm::operand::{Combine, Operand};
+use crate::comm::wire::{Members, Wire};
+use crate::error::Result;
+
+/// The group seen as nodes and lanes.
+struct Nodes {
+    nodes: Vec<Vec<usize>>,
+    lanes: usize,
+    /// My node.
+    node: usize,
+    /// My number on it.
+    local: usize,
+}
+
+impl Nodes {
+    fn of(group: &Members) -> Self {
+        let nodes = group.by_node();
+        let lanes = nodes.iter().map(Vec::len).min().unwrap_or(1);
+        let place = |ranks: &Vec<usize>| ranks.iter().position(|&rank| rank == group.rank);
+        let mine = nodes.iter().enumerate().find_map(|(node, ranks)| Some((node, place(ranks)?)));
+        let (node, local) = mine.unwrap_or_default();
+        Self { nodes, lanes, node, local }
+    }
+
+    /// Ranks of a node that belong to a lane.
+    fn on(&self, node: usize, lane: usize) -> impl Iterator<Item = usize> {
+        self.nodes[node].iter().copied().skip(lane).step_by(self.lanes)
+    }
+
+    /// Inside my node: everything that belongs to a lane, on its first rank.
+    fn inside(&self, shares: &Shares) -> Shares {
+        let of_lane = |lane| shares.of_all((0..self.nodes.len()).flat_map(move |node| self.on(node, lane)));
+        let of_local = |local| if local < self.lanes { of_lane(local) } else { Vec::new() };
+        Shares::new((0..self.nodes[self.node].len()).map(of_local).collect())
+    }
+
+    /// Between nodes: what belongs to my lane, on the first rank of the lane on each node.
+    fn between(&self, shares: &Shares) -> Shares {
+        Shares::new((0..self.nodes.len()).map(|node| shares.of_all(self.on(node, self.local))).collect())
+    }
+
+    /// The ranks of my lane, if I am its first on my node.
+    fn lane(&self, group: &Members) -> Option<Members> {
+        let first: Vec<usize> = self.nodes.iter().filter_map(|ranks| ranks.get(self.local).copied()).collect();
+        if self.local < self.lanes { group.subset(&first) } else { None }
+    }
+
+    fn node(&self, group: &Members) -> Option<Members> {
+        group.subset(&self.nodes[self.node])
+    }
+
+    /// Between the first rank of a lane and the lane's other ranks on the node: their shares, out or in.
+    fn hand(
+        &self,
+        x: &mut dyn Operand,
+        wire: &mut dyn Wire,
+        group: &Members,
+        shares: &Shares,
+        out: bool,
+    ) -> Result<()> {
+        let lane = self.local % self.lanes;
+        let first = self.nodes[self.node][lane];
+        for rank in self.on(self.node, lane).skip(1) {
+            let (from, to) = if out { (first, rank) } else { (rank, first) };
+            let share = shares.of(rank);
+            if group.rank == from {
+                x.exchange(wire, group, Some((to, share)), None)?;
+            } else if group.rank == to {
+                x.exchange(wire, group, None, Some((from, share, Combine::Replace)))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Whether the sum has the bits of the tree.
+pub fn is_exact(group: &Members) -> bool {
+    let nodes = group.by_node();
+    let size = nodes.first().map_or(1, Vec::len);
+    size.is_power_of_two() && nodes.iter().all(|ranks| ranks.len() == size) && nodes.concat().is_sorted()
+}
+
+/// My share of the sum.
+pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    let nodes = Nodes::of(group);
+    if let Some(node) = nodes.node(group) {
+        tree::reduce_scatter(x, wire, &node, &nodes.inside(shares))?;
+    }
+    if let Some(lane) = nodes.lane(group) {
+        tree::reduce_scatter(x, wire, &lane, &nodes.between(shares))?;
+    }
+    nodes.hand(x, wire, group, shares, true)
+}
+
+/// The same backwards.
+pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    let nodes = Nodes::of(group);
+    nodes.hand(x, wire, group, shares, false)?;
+    if let Some(lane) = nodes.lane(group) {
+        tree::all_gather(x, wire, &lane, &nodes.between(shares))?;
+    }
+    match nodes.node(group) {
+        Some(node) => tree::all_gather(x, wire, &node, &nodes.inside(shares)),
+        None => Ok(()),
+    }
+}
+
+/// From the root to one rank of each node, and from there to the others.
+pub fn broadcast(
+    x: &mut dyn Operand,
+    wire: &mut dyn Wire,
+    group: &Members,
+    range: &Range<usize>,
+    root: usize,
+) -> Result<()> {
+    let Nodes { mut nodes, node, .. } = Nodes::of(group);
+    // The root speaks for its node, the first rank for every other.
+    for ranks in &mut nodes {
+        if let Some(place) = ranks.iter().position(|&rank| rank == root) {
+            ranks.swap(0, place);
+        }
+    }
+    let speakers: Vec<usize> = nodes.iter().map(|ranks| ranks[0]).collect();
+    let first = speakers.iter().position(|&rank| rank == root).unwrap_or(0);
+    if let Some(between) = group.subset(&speakers) {
+        tree::broadcast(x, wire, &between, range, first)?;
+    }
+    match group.subset(&nodes[node]) {
+        Some(inside) => tree::broadcast(x, wire, &inside, range, 0),
+        None => Ok(()),
+    }
+}

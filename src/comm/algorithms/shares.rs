@@ -1,0 +1,91 @@
+//! Who owns which elements.
+
+use std::ops::Range;
+
+/// The elements that each rank of a group ends up with, or starts from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shares(Vec<Vec<Range<usize>>>);
+
+/// Part `index` of `len` elements cut into `count` parts whose lengths differ by at most one.
+pub fn part(len: usize, index: usize, count: usize) -> Range<usize> {
+    let start = |index: usize| index * (len / count) + index.min(len % count);
+    start(index)..start(index + 1)
+}
+
+impl Shares {
+    pub fn new(of_ranks: Vec<Vec<Range<usize>>>) -> Self {
+        Self(of_ranks)
+    }
+
+    /// An even cut of a range.
+    pub fn even(range: &Range<usize>, count: usize) -> Self {
+        let part = |index| {
+            let part = part(range.len(), index, count);
+            std::iter::once(range.start + part.start..range.start + part.end).collect()
+        };
+        Self((0..count).map(part).collect())
+    }
+
+    /// What one rank owns.
+    pub fn of(&self, rank: usize) -> &[Range<usize>] {
+        &self.0[rank]
+    }
+
+    /// What some ranks own, in the order of memory.
+    pub fn of_all(&self, ranks: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
+        let mut ranges: Vec<Range<usize>> = ranks.flat_map(|rank| self.0[rank].iter().cloned()).collect();
+        ranges.sort_unstable_by_key(|range| range.start);
+        ranges
+    }
+
+    /// All that is owned, in the order of memory.
+    pub fn all(&self) -> Vec<Range<usize>> {
+        self.of_all(0..self.0.len())
+    }
+
+    /// Elements of the largest share.
+    pub fn longest(&self) -> usize {
+        self.0.iter().map(|ranges| ranges.iter().map(Range::len).sum()).max().unwrap_or(0)
+    }
+
+    /// Elements `window` of every share, counted in its own order.
+    pub fn window(&self, window: &Range<usize>) -> Self {
+        let cut = |ranges: &Vec<Range<usize>>| {
+            let mut before = 0;
+            let mut within = |range: &Range<usize>| {
+                let (first, len) = (before, range.len());
+                before += len;
+                let at = |place: usize| range.start + place.clamp(first, first + len) - first;
+                at(window.start)..at(window.end)
+            };
+            ranges.iter().map(&mut within).collect()
+        };
+        Self(self.0.iter().map(cut).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::slice::from_ref;
+
+    use super::*;
+
+    #[test]
+    fn parts_are_even_and_cover() {
+        let parts: Vec<_> = (0..3).map(|i| part(7, i, 3)).collect();
+        assert_eq!(parts, [0..3, 3..5, 5..7]);
+        assert_eq!(part(2, 3, 4), 2..2);
+        assert_eq!(part(8, 1, 4), 2..4);
+        assert_eq!(Shares::even(&(10..17), 3), Shares::new(vec![vec![10..13], vec![13..15], vec![15..17]]));
+    }
+
+    #[test]
+    fn windows_cut_every_share() {
+        let shares = Shares::new(vec![vec![10..12, 20..25], vec![0..3], vec![]]);
+        assert_eq!(shares.longest(), 7);
+        let window = shares.window(&(1..4));
+        assert_eq!((window.of(0), window.of(1), window.of(2)), (&[11..12, 20..22][..], from_ref(&(1..3)), &[][..]));
+        assert_eq!(window.all(), [1..3, 11..12, 20..22]);
+        assert_eq!(shares.window(&(5..9)).of_all(0..2), [3..3, 12..12, 23..25]);
+    }
+}

@@ -1,0 +1,121 @@
+//! Timing collectives.
+
+use std::time::Instant;
+
+use super::algorithms::{Algorithm, Operation};
+use super::choice::{Table, slowest};
+use super::group::Group;
+use crate::backend::{Backend, Memory};
+use crate::error::Result;
+
+/// Bytes copied to find the limit of a memory copy: more than any cache.
+const COPY: usize = 256 << 20;
+
+/// Bytes after which a batch of collectives is long enough to be timed.
+const BATCH: usize = 32 << 20;
+
+/// Most collectives in a batch.
+const LONGEST_BATCH: usize = 500;
+
+/// How long a collective takes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Timing {
+    /// What was done.
+    pub operation: Operation,
+    /// How.
+    pub algorithm: Algorithm,
+    /// By how many ranks.
+    pub ranks: usize,
+    /// Bytes of the whole buffer.
+    pub bytes: usize,
+    /// Of one collective on the slowest rank: the median over batches.
+    pub seconds: f64,
+}
+
+impl Timing {
+    /// Bytes of the buffer a second.
+    pub fn algorithm_bandwidth(&self) -> f64 {
+        self.bytes as f64 / self.seconds
+    }
+
+    /// What each rank's link must carry, in bytes a second, whatever the number of ranks: the algorithm bandwidth
+    /// times 2(n−1)/n for an all-reduce, (n−1)/n for reduce-scatter and all-gather, 1 for a broadcast, as NVIDIA's
+    /// nccl-tests define it.
+    pub fn bus_bandwidth(&self) -> f64 {
+        let n = self.ranks as f64;
+        let factor = match self.operation {
+            Operation::AllReduce => 2.0 * (n - 1.0) / n,
+            Operation::ReduceScatter | Operation::AllGather => (n - 1.0) / n,
+            Operation::Broadcast => 1.0,
+        };
+        self.algorithm_bandwidth() * factor
+    }
+}
+
+/// Collective over `world`: times one operation on a buffer of about `bytes` bytes, in `batches` batches.
+///
+/// # Errors
+/// A message failed, or memory is lacking.
+pub fn time<B: Backend>(
+    world: &Group<B>,
+    backend: &B,
+    operation: Operation,
+    algorithm: Algorithm,
+    bytes: usize,
+    batches: usize,
+) -> Result<Timing> {
+    let group = world.choosing(Table::always(algorithm));
+    let len = bytes.div_ceil(size_of::<f32>()).next_multiple_of(world.size());
+    // Zeros stay zeros, however often they are added.
+    let mut buf = backend.upload(Memory::Gradients, &vec![0.0; len])?;
+    let batch = (BATCH / bytes.max(1)).clamp(1, LONGEST_BATCH);
+    let mut seconds = Vec::with_capacity(batches);
+    // The first batch touches memory for the first time.
+    for _ in 0..=batches {
+        world.barrier().wait()?;
+        let start = Instant::now();
+        for _ in 0..batch {
+            buf = group.run(operation, buf).wait()?;
+        }
+        seconds.push(start.elapsed().as_secs_f64() / batch as f64);
+    }
+    let mut seconds = slowest(world, &seconds[1..])?;
+    seconds.sort_by(f64::total_cmp);
+    let bytes = len * size_of::<f32>();
+    Ok(Timing { operation, algorithm, ranks: world.size(), bytes, seconds: seconds[seconds.len() / 2] })
+}
+
+/// Collective over `world`: bytes a second that the slowest rank copies within its memory while all others do.
+///
+/// # Errors
+/// A message failed.
+pub fn copy_limit<B: Backend>(world: &Group<B>, batches: usize) -> Result<f64> {
+    let (from, mut to) = (vec![1u8; COPY], vec![0u8; COPY]);
+    let mut seconds = Vec::with_capacity(batches);
+    for _ in 0..=batches {
+        world.barrier().wait()?;
+        let start = Instant::now();
+        to.copy_from_slice(std::hint::black_box(&from));
+        std::hint::black_box(&to);
+        seconds.push(start.elapsed().as_secs_f64());
+    }
+    let mut seconds = slowest(world, &seconds[1..])?;
+    seconds.sort_by(f64::total_cmp);
+    Ok(COPY as f64 / seconds[seconds.len() / 2])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bandwidths_are_those_of_nccl_tests() {
+        let timing =
+            |operation, ranks| Timing { operation, algorithm: Algorithm::Ring, ranks, bytes: 1000, seconds: 0.5 };
+        let bus = |operation, ranks| timing(operation, ranks).bus_bandwidth();
+        assert_eq!(timing(Operation::AllReduce, 4).algorithm_bandwidth(), 2000.0);
+        assert_eq!((bus(Operation::AllReduce, 4), bus(Operation::AllReduce, 2)), (3000.0, 2000.0));
+        assert_eq!((bus(Operation::AllGather, 4), bus(Operation::ReduceScatter, 2)), (1500.0, 1000.0));
+        assert_eq!(bus(Operation::Broadcast, 4), 2000.0);
+    }
+}

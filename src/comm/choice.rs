@@ -1,0 +1,273 @@
+//! Which algorithm runs which operation at which size: told by the configuration, or measured at the start.
+
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::algorithms::{Algorithm, Operation};
+use super::group::Group;
+use crate::backend::{Backend, Memory};
+use crate::error::{Error, Result};
+
+/// `comm.algorithm`: one algorithm for everything, or what a measurement finds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Choice {
+    /// The fastest for each operation and size.
+    Auto,
+    /// [`Algorithm::Mpi`]
+    Mpi,
+    /// [`Algorithm::Ring`]
+    Ring,
+    /// [`Algorithm::Tree`]
+    Tree,
+    /// [`Algorithm::Hierarchical`]
+    Hierarchical,
+    /// [`Algorithm::ReduceToOne`]
+    ReduceToOne,
+}
+
+impl Choice {
+    /// The one algorithm, unless it is to be measured.
+    pub fn fixed(self) -> Option<Algorithm> {
+        match self {
+            Choice::Auto => None,
+            Choice::Mpi => Some(Algorithm::Mpi),
+            Choice::Ring => Some(Algorithm::Ring),
+            Choice::Tree => Some(Algorithm::Tree),
+            Choice::Hierarchical => Some(Algorithm::Hierarchical),
+            Choice::ReduceToOne => Some(Algorithm::ReduceToOne),
+        }
+    }
+}
+
+/// The algorithm of every operation and size.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Table(Vec<Row>);
+
+/// One operation up to one size.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Row {
+    operation: Operation,
+    /// The largest message, in bytes; none for all that no other row of the operation covers.
+    up_to: Option<usize>,
+    algorithm: Algorithm,
+}
+
+impl Table {
+    /// One algorithm for everything.
+    pub fn always(algorithm: Algorithm) -> Self {
+        let row = |operation| Row { operation, up_to: None, algorithm };
+        Self(Operation::ALL.into_iter().map(row).collect())
+    }
+
+    /// The algorithm of a collective on buffers of `bytes` bytes.
+    pub fn pick(&self, operation: Operation, bytes: usize) -> Algorithm {
+        let covers = |row: &&Row| row.operation == operation && row.up_to.is_none_or(|most| bytes <= most);
+        self.0.iter().find(covers).map_or(Algorithm::Tree, |row| row.algorithm)
+    }
+
+    /// Sets an operation's rows from the fastest algorithms at some sizes in ascending order: each holds as far as
+    /// the geometric mean with the next.
+    fn set(&mut self, operation: Operation, fastest: &[(usize, Algorithm)]) {
+        self.0.retain(|row| row.operation != operation);
+        let between = |a: usize, b: usize| (a as f64 * b as f64).sqrt() as usize;
+        for (i, &(size, algorithm)) in fastest.iter().enumerate() {
+            let up_to = fastest.get(i + 1).map(|&(next, _)| between(size, next));
+            if fastest.get(i + 1).is_none_or(|&(_, next)| next != algorithm) {
+                self.0.push(Row { operation, up_to, algorithm });
+            }
+        }
+    }
+}
+
+impl Table {
+    /// For people: `all_reduce by tree, all_gather by ring to 128 KiB then tree`. Operations alike in everything
+    /// share a phrase.
+    pub fn describe(&self, operations: &[Operation]) -> String {
+        let told = |operation: Operation| {
+            let rows = self.0.iter().filter(|row| row.operation == operation);
+            let parts = rows.map(|row| match row.up_to {
+                Some(most) => format!("{} to {} KiB", row.algorithm, most / 1024),
+                None => row.algorithm.to_string(),
+            });
+            parts.collect::<Vec<_>>().join(" then ")
+        };
+        let mut kinds: Vec<(String, Vec<&str>)> = Vec::new();
+        for &operation in operations {
+            let how = told(operation);
+            match kinds.iter_mut().find(|(other, _)| *other == how) {
+                Some((_, operations)) => operations.push(operation.name()),
+                None => kinds.push((how, vec![operation.name()])),
+            }
+        }
+        let parts = kinds.iter().map(|(how, operations)| format!("{} by {how}", operations.join(" and ")));
+        parts.collect::<Vec<_>>().join(", ")
+    }
+}
+
+/// Sizes that are measured, in bytes of the whole buffer.
+const SIZES: [usize; 4] = [16 << 10, 256 << 10, 2 << 20, 16 << 20];
+
+/// Repetitions of a measurement; the fastest counts, since others only disturb.
+const REPETITIONS: usize = 3;
+
+/// What a measurement may take in all; sizes beyond are left out.
+const BUDGET: Duration = Duration::from_millis(500);
+
+/// An algorithm must be faster than the tree by this factor: timings of a start are rough.
+const GAIN: f64 = 0.9;
+
+/// Collective over `world`, of which every rank is in a group: the fastest algorithms of `group` for `operations`
+/// on buffers of up to `largest` bytes. With `exact`, sums keep the order of [`Algorithm::Tree`].
+///
+/// # Errors
+/// A message failed, or memory for it is lacking.
+pub fn measure<B: Backend>(
+    world: &Group<B>,
+    group: &Group<B>,
+    backend: &B,
+    operations: &[Operation],
+    largest: usize,
+    exact: bool,
+) -> Result<Table> {
+    let mut table = Table::always(Algorithm::Tree);
+    if world.size() == 1 {
+        return Ok(table);
+    }
+    let start = Instant::now();
+    let beyond = SIZES.iter().position(|&size| size >= largest).map_or(SIZES.len(), |i| i + 1);
+    let mut fastest = vec![Vec::new(); operations.len()];
+    for &size in &SIZES[..beyond] {
+        let mut timings = Vec::new();
+        for &operation in operations {
+            for algorithm in Algorithm::ALL {
+                let able = group.algorithms(exact && operation.adds()).contains(&algorithm);
+                let time = if able { time(world, group, backend, operation, algorithm, size)? } else { f64::INFINITY };
+                timings.push(time);
+            }
+        }
+        // The slowest rank decides, and rank 0 whether there is time for more.
+        timings.push(start.elapsed().as_secs_f64());
+        let slowest = slowest(world, &timings)?;
+        let (of_algorithms, elapsed) = slowest.split_at(slowest.len() - 1);
+        for (fastest, times) in fastest.iter_mut().zip(of_algorithms.chunks(Algorithm::ALL.len())) {
+            fastest.push((size, best(times)));
+        }
+        // The next size takes about eight times as long as this one.
+        if elapsed[0] * 8.0 > BUDGET.as_secs_f64() {
+            break;
+        }
+    }
+    for (&operation, fastest) in operations.iter().zip(&fastest) {
+        table.set(operation, fastest);
+    }
+    // Buffers of these sizes may not be needed again.
+    backend.trim();
+    Ok(table)
+}
+
+/// The fastest algorithm, or the tree if none is clearly faster.
+fn best(times: &[f64]) -> Algorithm {
+    let of_tree = Algorithm::ALL.iter().position(|&one| one == Algorithm::Tree).map_or(f64::INFINITY, |i| times[i]);
+    let all = Algorithm::ALL.iter().zip(times);
+    let faster = all.filter(|(_, time)| **time < GAIN * of_tree).min_by(|a, b| a.1.total_cmp(b.1));
+    faster.map_or(Algorithm::Tree, |(algorithm, _)| *algorithm)
+}
+
+/// Seconds of one collective.
+fn time<B: Backend>(
+    world: &Group<B>,
+    group: &Group<B>,
+    backend: &B,
+    operation: Operation,
+    algorithm: Algorithm,
+    bytes: usize,
+) -> Result<f64> {
+    let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
+    let group = group.choosing(Table::always(algorithm));
+    // It stands for the gradient of a unit, which is not there yet.
+    let mut buf = backend.upload(Memory::Gradients, &vec![0.0; len])?;
+    let mut fastest = f64::INFINITY;
+    // The first one touches memory for the first time.
+    for _ in 0..=REPETITIONS {
+        world.barrier().wait()?;
+        let start = Instant::now();
+        buf = group.run(operation, buf).wait()?;
+        fastest = fastest.min(start.elapsed().as_secs_f64());
+    }
+    Ok(fastest)
+}
+
+/// The largest of every rank's numbers, place by place.
+pub(super) fn slowest<B: Backend>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
+    let message = mine.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let mut slowest = vec![0.0; mine.len()];
+    for message in world.gather_bytes(message).wait()? {
+        let theirs = message.as_chunks().0;
+        if theirs.len() != mine.len() {
+            return Err(Error::comm("ranks measure different collectives"));
+        }
+        slowest.iter_mut().zip(theirs).for_each(|(most, x)| *most = f64::max(*most, f64::from_le_bytes(*x)));
+    }
+    Ok(slowest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::Cpu;
+    use crate::comm::threads;
+
+    #[test]
+    fn every_algorithm_can_be_chosen_by_its_name() {
+        for algorithm in Algorithm::ALL {
+            let choice: Choice = serde_json::from_str(&format!("\"{algorithm}\"")).unwrap();
+            assert_eq!(choice.fixed(), Some(algorithm));
+        }
+        assert_eq!(serde_json::from_str::<Choice>("\"auto\"").unwrap().fixed(), None);
+    }
+
+    #[test]
+    fn sizes_find_their_rows() {
+        let mut table = Table::always(Algorithm::Tree);
+        assert_eq!(table.describe(&Operation::ALL[..2]), "all_reduce and reduce_scatter by tree");
+        table.set(
+            Operation::AllGather,
+            &[(1 << 14, Algorithm::Ring), (1 << 16, Algorithm::Ring), (1 << 20, Algorithm::Mpi)],
+        );
+        let pick = |bytes| table.pick(Operation::AllGather, bytes);
+        assert_eq!((pick(0), pick(1 << 18), pick((1 << 18) + 1)), (Algorithm::Ring, Algorithm::Ring, Algorithm::Mpi));
+        assert_eq!(table.pick(Operation::Broadcast, 1), Algorithm::Tree);
+        assert_eq!(
+            table.describe(&Operation::ALL),
+            "all_reduce and reduce_scatter and broadcast by tree, all_gather by ring to 256 KiB then mpi"
+        );
+        let text = serde_json::to_string(&table).unwrap();
+        assert_eq!(serde_json::from_str::<Table>(&text).unwrap(), table);
+    }
+
+    #[test]
+    fn the_tree_is_left_for_a_gain_only() {
+        let times = |ring| [f64::INFINITY, ring, 1.0, 2.0, 3.0];
+        assert_eq!((best(&times(0.95)), best(&times(0.5))), (Algorithm::Tree, Algorithm::Ring));
+    }
+
+    #[test]
+    fn a_measurement_agrees_on_all_ranks_and_keeps_sums_exact() {
+        let measured: Vec<Table> = std::thread::scope(|scope| {
+            let rank = |comm: crate::comm::Comm<Cpu>| {
+                let world = comm.world();
+                let pairs = comm.split(&[0, 0, 1, 1]).unwrap();
+                measure(&world, &pairs, &Cpu::new(1), &Operation::ALL, 300_000, true).unwrap()
+            };
+            let comms = threads::start::<Cpu>(4, Algorithm::Ring);
+            let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert!(measured.iter().all(|table| *table == measured[0]), "{measured:?}");
+        for row in measured[0].0.iter().filter(|row| row.operation.adds()) {
+            assert!(![Algorithm::Ring, Algorithm::Mpi].contains(&row.algorithm), "{row:?}");
+        }
+    }
+}

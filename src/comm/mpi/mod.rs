@@ -1,0 +1,543 @@
+//! Ranks as processes that an MPI launcher started.
+//!
+//! All calls are made by one thread (`MPI_THREAD_FUNNELED`), through the bindings of rsmpi: its safe layer
+//! ignores return codes. Waiting is ours: requests are started without blocking and polled as eagerly as
+//! the pace allows, so that a rank with a busy core does not lose it to a spinning library, and so that an
+//! abort is heard in the middle of a collective. The vendor's collectives alone block.
+//!
+//! Between ranks of one node elements go through shared memory, between nodes through messages of MPI; bytes
+//! always are messages.
+
+mod exchange;
+mod request;
+mod segment;
+mod vendor;
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::num::NonZero;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+
+use mpi::ffi;
+
+use super::algorithms;
+use super::launch::launched_size;
+use super::pace::Pace;
+use super::shared::Shared;
+use super::wire::{Incoming, Members, Outgoing, Parcel, Vendor, Wire, check_length};
+use super::worker::Worker;
+use super::{Abort, Algorithm, Comm, NodeInfo, World};
+use crate::backend::Backend;
+use crate::error::{Error, Result};
+
+use exchange::{Receiving, Sending, Staging};
+use request::{LONGEST, Request};
+use segment::Segment;
+
+/// The oldest version of MPI that has shared memory between ranks.
+const OLDEST: (c_int, c_int) = (3, 0);
+
+/// Room for any text MPI may write: MPICH's version string is the longest.
+const TEXT: usize = 8192;
+
+/// Makes Open MPI's own waiting offer the core to others.
+const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
+
+/// At most so many ranks count as one node; the machine's other ranks are other nodes. 1 turns shared memory off.
+const RANKS_PER_NODE: &str = "HPCTRAIN_RANKS_PER_NODE";
+
+/// The value of [`RANKS_PER_NODE`].
+fn ranks_per_node(value: Option<String>) -> Result<usize> {
+    let Some(text) = value else { return Ok(usize::MAX) };
+    text.parse().ok().filter(|&ranks| ranks > 0).ok_or_else(|| {
+        Error::input(format!("{RANKS_PER_NODE}={text} is not a number of ranks"))
+            .hint("1 or more; leave it out to treat every machine as one node")
+    })
+}
+
+/// Initialises MPI on a new communication thread. Once in a process, from the main thread, before other
+/// threads start: it may set an environment variable for MPI to read.
+///
+/// # Errors
+/// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
+pub fn start<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
+    let env = |name: &str| std::env::var(name).ok();
+    let local_size = env("OMPI_COMM_WORLD_LOCAL_SIZE").and_then(|size| size.parse().ok());
+    if local_size > Some(cores()) && env(YIELD).is_none() {
+        // SAFETY: as documented above no other thread of this process exists that could read the environment.
+        unsafe { std::env::set_var(YIELD, "1") };
+    }
+    let shared: Arc<Shared> = Arc::default();
+    let (tell, told) = sync_channel(1);
+    let worker = Worker::start("comm".into(), &shared, {
+        let shared = shared.clone();
+        move || {
+            let (wire, news) = match Mpi::open(shared) {
+                Ok((wire, world)) => (Some(Box::new(wire) as Box<dyn Wire>), Ok(world)),
+                Err(error) => (None, Err(error)),
+            };
+            // The receiver waits below.
+            let _ = tell.send(news);
+            wire
+        }
+    });
+    let world: World = told.recv().map_err(|_| Error::comm("the communication thread did not start"))??;
+    match launched_size(env) {
+        Some(started) if started > 1 && world.nodes.len() == 1 => {
+            worker.end();
+            let message = format!("{started} processes were started, but {} sees only itself", world.library);
+            Err(Error::comm(message).hint("start with the mpirun of the MPI library that hpctrain is linked with"))
+        }
+        _ => Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker))),
+    }
+}
+
+/// Cores this process may use.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZero::get)
+}
+
+/// The name and version in what `MPI_Get_library_version` tells: `"Open MPI v4.1.4, package: …"`,
+/// `"MPICH Version:      4.1\nMPICH Release date: …"`.
+fn short_version(text: &str) -> String {
+    let first = text.split([',', '\n']).next().unwrap_or_default();
+    first.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// `MPI_IN_PLACE`, a macro that bindings cannot see: (void*)1 in Open MPI, (void*)-1 in MPICH and its descendants.
+fn in_place(library: &str) -> *const c_void {
+    std::ptr::without_provenance(if library.starts_with("Open MPI") { 1 } else { usize::MAX })
+}
+
+/// A count as MPI wants it.
+fn count(len: usize) -> Result<c_int> {
+    c_int::try_from(len).map_err(|_| Error::comm(format!("MPI cannot count {len} elements")))
+}
+
+/// A count or number from MPI, which are never negative.
+fn count_up(number: c_int) -> usize {
+    usize::try_from(number).unwrap_or(0)
+}
+
+/// The standard that the library implements must be recent enough.
+fn check_version(version: (c_int, c_int), library: &str) -> Result<()> {
+    if version >= OLDEST {
+        return Ok(());
+    }
+    let (have, want) = (format!("{}.{}", version.0, version.1), format!("{}.{}", OLDEST.0, OLDEST.1));
+    let message = format!("{} implements MPI {have}, hpctrain needs {want}", short_version(library));
+    Err(Error::input(message).hint("build hpctrain against a newer MPI library: Open MPI 1.8, MPICH 3.0 or later"))
+}
+
+/// Compute threads run beside the one that makes all calls.
+fn check_threads(provided: c_int, wanted: c_int, library: &str) -> Result<()> {
+    if provided >= wanted {
+        return Ok(());
+    }
+    let message = format!("{} does not allow a program with threads", short_version(library));
+    Err(Error::input(format!("{message} (level {provided}, needed {wanted}, MPI_THREAD_FUNNELED)"))
+        .hint("use an MPI library that was built with support for threads"))
+}
+
+/// Reads a text that MPI writes.
+fn text(write: impl FnOnce(*mut c_char, *mut c_int) -> c_int) -> String {
+    let (mut text, mut len) = ([0 as c_char; TEXT], 0);
+    if write(text.as_mut_ptr(), &mut len) != 0 {
+        return "unknown".into();
+    }
+    text[TEXT - 1] = 0;
+    // SAFETY: the array outlives the borrow and ends in a zero.
+    unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned()
+}
+
+/// Turns a return code into an error.
+fn check(code: c_int, call: &str) -> Result<()> {
+    if code == 0 {
+        return Ok(());
+    }
+    // SAFETY: MPI is initialised whenever one of its codes is checked; the buffer has room for any text.
+    let reason = text(|to, len| unsafe { ffi::MPI_Error_string(code, to, len) });
+    Err(Error::comm(format!("{call} failed: {reason}")))
+}
+
+/// A message that is leaving in the background.
+struct Posted {
+    requests: Vec<Request>,
+    parcel: Box<dyn Parcel>,
+}
+
+struct Mpi {
+    /// Communicators by group number, for the vendor's collectives; 0 is the world.
+    groups: Vec<ffi::MPI_Comm>,
+    rank: usize,
+    posted: Vec<Posted>,
+    /// None where the node has one rank, or could not share memory.
+    segment: Option<Segment>,
+    staging: Staging,
+    /// For what is longer than the vendor can count.
+    parts: Vec<f32>,
+    in_place: *const c_void,
+    crowded: bool,
+    shared: Arc<Shared>,
+}
+
+/// My number in a communicator, and its size.
+fn place(comm: ffi::MPI_Comm) -> Result<(usize, usize)> {
+    let (mut rank, mut size) = (0, 0);
+    // SAFETY: out-parameters are live locals.
+    check(unsafe { ffi::MPI_Comm_rank(comm, &mut rank) }, "MPI_Comm_rank")?;
+    // SAFETY: as above.
+    check(unsafe { ffi::MPI_Comm_size(comm, &mut size) }, "MPI_Comm_size")?;
+    Ok((count_up(rank), count_up(size)))
+}
+
+/// The ranks of a node, or of the part of one that [`RANKS_PER_NODE`] makes a node of its own.
+struct Node {
+    comm: ffi::MPI_Comm,
+    rank: usize,
+    size: usize,
+    /// This rank's number and the ranks on the whole machine.
+    on_machine: (usize, usize),
+    /// The first rank of every rank's node, by rank of the world.
+    of_ranks: Vec<c_int>,
+}
+
+impl Node {
+    /// Collective over the world.
+    fn find(world: ffi::MPI_Comm, rank: c_int, size: c_int) -> Result<Self> {
+        let limit = ranks_per_node(std::env::var(RANKS_PER_NODE).ok())?;
+        let mut first = rank;
+        let mut of_ranks = vec![0; count_up(size)];
+        // SAFETY: MPI is initialised; out-parameters are live locals, the array has an entry for every rank.
+        unsafe {
+            let (mut comm, kind) = (ffi::RSMPI_COMM_NULL, ffi::RSMPI_COMM_TYPE_SHARED);
+            let code = ffi::MPI_Comm_split_type(world, kind, rank, ffi::RSMPI_INFO_NULL, &mut comm);
+            check(code, "MPI_Comm_split_type")?;
+            let on_machine = place(comm)?;
+            if limit < on_machine.1 {
+                let color = count(on_machine.0 / limit)?;
+                check(ffi::MPI_Comm_split(comm, color, rank, &mut comm), "MPI_Comm_split")?;
+            }
+            let (rank, size) = place(comm)?;
+            let int = ffi::RSMPI_INT32_T;
+            check(ffi::MPI_Bcast((&raw mut first).cast(), 1, int, 0, comm), "MPI_Bcast")?;
+            let (from, to) = ((&raw const first).cast(), of_ranks.as_mut_ptr().cast());
+            check(ffi::MPI_Allgather(from, 1, int, to, 1, int, world), "MPI_Allgather")?;
+            Ok(Self { comm, rank, size, on_machine, of_ranks })
+        }
+    }
+
+    /// Collective over the node: the memory that its ranks share, if there are several and all could map it.
+    fn share(&self, rank: usize) -> Result<Option<Segment>> {
+        if self.size == 1 {
+            return Ok(None);
+        }
+        let mut next = 0..;
+        let local = |first: &c_int| (*first == self.of_ranks[rank]).then(|| next.next()).flatten();
+        let segment = Segment::open(self.comm, self.rank, self.of_ranks.iter().map(local).collect());
+        let (mine, mut all) = (c_int::from(segment.is_ok()), 0);
+        // SAFETY: in- and out-parameter are live locals.
+        let code = unsafe {
+            let (from, to) = ((&raw const mine).cast(), (&raw mut all).cast());
+            ffi::MPI_Allreduce(from, to, 1, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, self.comm)
+        };
+        check(code, "MPI_Allreduce")?;
+        match segment {
+            Ok(segment) if all == 1 => return Ok(Some(segment)),
+            Ok(_) => {}
+            Err(error) => log::warn!("no shared memory between the ranks of this node: {error}"),
+        }
+        Ok(None)
+    }
+}
+
+impl Mpi {
+    /// Initialises MPI on this thread, which makes all calls from now on.
+    fn open(shared: Arc<Shared>) -> Result<(Self, World)> {
+        let (mut initialized, mut provided) = (0, 0);
+        let mut version = (0, 0);
+        // SAFETY: naps of the pace end on time; affects this thread alone and takes no memory.
+        unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+        // SAFETY: out-parameters are live locals, null arguments are allowed, and MPI_Initialized and
+        // MPI_Get_version may be called at any time; what follows MPI_Init_thread is called only if that succeeded.
+        let (world, library, host) = unsafe {
+            ffi::MPI_Initialized(&mut initialized);
+            if initialized != 0 {
+                return Err(Error::internal("MPI is initialised a second time"));
+            }
+            let library = text(|to, len| ffi::MPI_Get_library_version(to, len));
+            ffi::MPI_Get_version(&mut version.0, &mut version.1);
+            check_version(version, &library)?;
+            let (null, wanted) = (std::ptr::null_mut(), ffi::RSMPI_THREAD_FUNNELED);
+            let code = ffi::MPI_Init_thread(null, null.cast(), wanted, &mut provided);
+            if code != 0 {
+                return Err(Error::comm(format!(
+                    "MPI_Init_thread of {} failed with code {code}",
+                    short_version(&library)
+                )));
+            }
+            check_threads(provided, wanted, &library)?;
+            let world = ffi::RSMPI_COMM_WORLD;
+            check(ffi::MPI_Comm_set_errhandler(world, ffi::RSMPI_ERRORS_RETURN), "MPI_Comm_set_errhandler")?;
+            (world, library, text(|to, len| ffi::MPI_Get_processor_name(to, len)))
+        };
+        let (rank, size) = place(world)?;
+        let node = Node::find(world, count(rank)?, count(size)?)?;
+        let segment = node.share(rank)?;
+        let near = if segment.is_some() { segment::BYTES } else { 0 };
+        shared.hold(near);
+        let mpi = Self {
+            groups: vec![world],
+            rank,
+            posted: Vec::new(),
+            segment,
+            staging: Staging::default(),
+            parts: Vec::new(),
+            in_place: in_place(&library),
+            crowded: node.on_machine.1 > cores(),
+            shared,
+        };
+        let world = World {
+            rank,
+            nodes: node.of_ranks.iter().map(|&first| count_up(first)).collect(),
+            node: NodeInfo { local_rank: node.on_machine.0, local_size: node.on_machine.1, host },
+            library: short_version(&library),
+            shares_memory: mpi.segment.is_some(),
+            vendor: true,
+            staging: algorithms::staging(size) + near + if node.size < size { exchange::BYTES } else { 0 },
+        };
+        Ok((mpi, world))
+    }
+
+    /// Ends all ranks. Used, too, when an error leaves MPI holding memory that is about to be given back.
+    fn abort_all(&self, code: i32) -> ! {
+        // SAFETY: called on the thread of all MPI calls, while MPI is initialised.
+        unsafe { ffi::MPI_Abort(self.groups[0], code) };
+        std::process::exit(code)
+    }
+
+    /// As [`Wire::exchange_bytes`], for messages of at most [`LONGEST`] bytes. Returns only when MPI has let go of
+    /// both buffers; if an error of MPI makes that impossible, the job ends.
+    fn exchange_message(
+        &mut self,
+        group: &Members,
+        send: Option<(usize, &[u8])>,
+        receive: Option<(usize, &mut [u8])>,
+    ) -> Result<()> {
+        let world = self.groups[0];
+        let expected = receive.as_ref().map(|(from, bytes)| (group.ranks[*from], bytes.len()));
+        // SAFETY: the buffer is borrowed until this function returns, which is after the request is complete.
+        let start = |(from, bytes)| unsafe { Request::receive(world, group, from, bytes) };
+        let mut receiving = receive.map(start).transpose()?;
+        self.shared.add_sent(send.map_or(0, |(_, bytes)| bytes.len()));
+        // SAFETY: as above.
+        let start = |(to, bytes)| unsafe { Request::send(world, group, to, bytes) };
+        let mut sending = match send.map(start).transpose() {
+            Ok(sending) => sending,
+            Err(error) if receiving.is_none() => return Err(error),
+            Err(error) => self.give_up(&error),
+        };
+        let mut received = None;
+        let mut pace = Pace::new(self.crowded);
+        loop {
+            received = self.completed(&mut receiving).or(received);
+            self.completed(&mut sending);
+            if receiving.is_none() && sending.is_none() {
+                break;
+            }
+            self.poll();
+            pace.pause(&self.shared);
+        }
+        match (expected, received) {
+            (Some((from, expected)), Some(received)) => check_length(from, received, expected),
+            _ => Ok(()),
+        }
+    }
+
+    /// Empties a slot whose request is complete; returns the bytes received.
+    fn completed(&self, slot: &mut Option<Request>) -> Option<usize> {
+        let bytes = slot.as_mut()?.test().unwrap_or_else(|error| self.give_up(&error))?;
+        *slot = None;
+        Some(bytes)
+    }
+
+    /// Hears an abort, and gives back the parcels that have left.
+    fn poll(&mut self) {
+        if let Some(code) = self.shared.aborted() {
+            self.abort_all(code);
+        }
+        let mut index = 0;
+        while index < self.posted.len() {
+            let mut requests = std::mem::take(&mut self.posted[index].requests);
+            requests.retain_mut(|request| match request.test() {
+                Ok(done) => done.is_none(),
+                Err(error) => self.give_up(&error),
+            });
+            if requests.is_empty() {
+                self.posted.swap_remove(index).parcel.finish(Ok(()));
+            } else {
+                self.posted[index].requests = requests;
+                index += 1;
+            }
+        }
+    }
+
+    /// Ends the job after an error that leaves MPI holding borrowed memory.
+    fn give_up(&self, error: &Error) -> ! {
+        log::error!("rank {}: {error}", self.rank);
+        self.abort_all(error.exit_code())
+    }
+
+    /// The number on this node of a rank of a group, if shared memory leads there.
+    fn near(&self, group: &Members, rank: Option<usize>) -> Option<usize> {
+        self.segment.as_ref()?.local(group.ranks[rank?])
+    }
+}
+
+impl Wire for Mpi {
+    fn exchange(
+        &mut self,
+        group: &Members,
+        send: Option<Outgoing<'_>>,
+        receive: Option<Incoming<'_, '_>>,
+    ) -> Result<()> {
+        let world = self.groups[0];
+        let sent: usize = send.map_or(0, |send| send.pieces.iter().map(|piece| size_of_val(*piece)).sum());
+        self.shared.add_sent(sent);
+        let to = self.near(group, send.map(|send| send.to));
+        let from = self.near(group, receive.as_ref().map(|receive| receive.from));
+        let (mut sending, mut receiving) = (Sending::new(send), Receiving::new(receive));
+        let mut pace = Pace::new(self.crowded);
+        let held = self.staging.bytes();
+        while !(sending.is_done() && receiving.is_done()) {
+            let sent = match (&mut self.segment, to) {
+                (Some(segment), Some(to)) => Ok(sending.near(segment, to)),
+                _ => sending.far(world, group, &mut self.staging),
+            };
+            let received = match (&mut self.segment, from) {
+                (Some(segment), Some(from)) => Ok(receiving.near(segment, from)),
+                _ => receiving.far(world, group, &mut self.staging),
+            };
+            match (sent, received) {
+                (Ok(sent), Ok(received)) if sent || received => {}
+                (Ok(_), Ok(_)) => {
+                    self.poll();
+                    pace.pause(&self.shared);
+                }
+                // MPI still holds the memory.
+                (Err(error), _) | (_, Err(error)) => self.give_up(&error),
+            }
+        }
+        self.shared.hold(self.staging.bytes() - held);
+        Ok(())
+    }
+
+    fn exchange_bytes(
+        &mut self,
+        group: &Members,
+        send: Option<(usize, &[u8])>,
+        receive: Option<(usize, &mut [u8])>,
+    ) -> Result<()> {
+        let (to, outgoing) = send.unwrap_or_default();
+        let (from, incoming) = receive.unwrap_or_default();
+        let (mut outgoing, mut incoming) = (outgoing.chunks(LONGEST), incoming.chunks_mut(LONGEST));
+        loop {
+            let send = outgoing.next().map(|bytes| (to, bytes));
+            let receive = incoming.next().map(|bytes| (from, bytes));
+            if send.is_none() && receive.is_none() {
+                return Ok(());
+            }
+            self.exchange_message(group, send, receive)?;
+        }
+    }
+
+    fn post(&mut self, group: &Members, to: usize, mut parcel: Box<dyn Parcel>) -> Result<()> {
+        let bytes = match parcel.bytes() {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                parcel.finish(Err(error.clone()));
+                return Err(error);
+            }
+        };
+        self.shared.add_sent(bytes.len());
+        let mut requests = Vec::with_capacity(1);
+        for message in bytes.chunks(LONGEST) {
+            // SAFETY: the parcel keeps its bytes in place until it is finished, which `poll` does only when
+            // all requests are complete.
+            match unsafe { Request::send(self.groups[0], group, to, message) } {
+                Ok(request) => requests.push(request),
+                Err(error) => self.give_up(&error),
+            }
+        }
+        self.posted.push(Posted { requests, parcel });
+        self.poll();
+        Ok(())
+    }
+
+    fn progress(&mut self) -> Result<bool> {
+        self.poll();
+        Ok(!self.posted.is_empty())
+    }
+
+    fn vendor(&mut self, group: &Members, call: Vendor, memory: &mut [f32]) -> Result<()> {
+        let others = size_of_val(memory) / group.size() * (group.size() - 1);
+        self.shared.add_sent(if let Vendor::AllReduce = call { 2 * others } else { others });
+        vendor::run(self.groups[group.id], self.in_place, group, call, memory, &mut self.parts)
+    }
+
+    fn split(&mut self, color: usize) -> Result<usize> {
+        let (color, key) = (count(color)?, count(self.rank)?);
+        // SAFETY: the out-parameter is a live local.
+        let (code, group) = unsafe {
+            let mut group = ffi::RSMPI_COMM_NULL;
+            (ffi::MPI_Comm_split(self.groups[0], color, key, &mut group), group)
+        };
+        check(code, "MPI_Comm_split")?;
+        self.groups.push(group);
+        Ok(self.groups.len() - 1)
+    }
+
+    fn abort(&mut self, code: i32) {
+        self.abort_all(code)
+    }
+
+    fn leave(&mut self, in_order: bool) {
+        // After an error other ranks may wait for this one; only `abort` can end them.
+        for posted in self.posted.drain(..) {
+            posted.parcel.abandon(Error::comm("another message failed before this one had left"));
+        }
+        if in_order {
+            if let Some(segment) = self.segment.take() {
+                segment.close();
+            }
+            // SAFETY: nothing is in flight, no MPI call follows.
+            unsafe { ffi::MPI_Finalize() };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_told_briefly() {
+        assert_eq!(short_version("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"), "Open MPI v4.1.4");
+        assert_eq!(short_version("MPICH Version:      4.1\nMPICH Release date: x"), "MPICH Version: 4.1");
+    }
+
+    #[test]
+    fn old_libraries_and_those_without_threads_are_refused() {
+        let error = check_version((2, 2), "Open MPI v1.6, package: x").unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(
+            error.to_string().starts_with("Open MPI v1.6 implements MPI 2.2, hpctrain needs 3.0\nhint: "),
+            "{error}"
+        );
+        assert!(check_version((3, 1), "").is_ok() && check_version((4, 0), "").is_ok());
+        assert_eq!((ranks_per_node(None), ranks_per_node(Some("2".into()))), (Ok(usize::MAX), Ok(2)));
+        assert!(ranks_per_node(Some("0".into())).is_err());
+        let error = check_threads(0, 1, "Open MPI v1.6, package: x").unwrap_err();
+        assert!(error.to_string().contains("does not allow a program with threads (level 0, needed 1"), "{error}");
+    }
+}

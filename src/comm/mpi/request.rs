@@ -1,0 +1,75 @@
+//! Single messages: requests that are started without blocking and tested.
+
+use std::ffi::c_int;
+
+use mpi::ffi;
+
+use super::{check, count};
+use crate::comm::wire::Members;
+use crate::error::Result;
+
+/// Bytes of the longest message: counts are 31 bits wide.
+pub const LONGEST: usize = 1 << 30;
+
+/// Tags MPI guarantees: 0 to 32767.
+const TAGS: usize = 1 << 15;
+
+/// A message under way. It must be tested until it is complete.
+pub struct Request(ffi::MPI_Request);
+
+/// Messages between two ranks arrive in order; those of different groups are told apart by a tag.
+fn tag(group: &Members) -> Result<c_int> {
+    count(group.id % TAGS)
+}
+
+impl Request {
+    /// Starts sending one message of at most [`LONGEST`] bytes.
+    ///
+    /// # Safety
+    /// The bytes stay where they are, unchanged, until the request is complete.
+    pub unsafe fn send(world: ffi::MPI_Comm, group: &Members, to: usize, bytes: &[u8]) -> Result<Self> {
+        let (len, to, tag) = (count(bytes.len())?, count(group.ranks[to])?, tag(group)?);
+        // SAFETY: the caller keeps the bytes; the request is a live local.
+        let (code, raw) = unsafe {
+            let mut raw = ffi::RSMPI_REQUEST_NULL;
+            let from = bytes.as_ptr().cast();
+            (ffi::MPI_Isend(from, len, ffi::RSMPI_UINT8_T, to, tag, world, &mut raw), raw)
+        };
+        check(code, "MPI_Isend")?;
+        Ok(Self(raw))
+    }
+
+    /// Starts receiving one message of at most [`LONGEST`] bytes.
+    ///
+    /// # Safety
+    /// Nothing touches the bytes until the request is complete.
+    pub unsafe fn receive(world: ffi::MPI_Comm, group: &Members, from: usize, bytes: &mut [u8]) -> Result<Self> {
+        let (len, from, tag) = (count(bytes.len())?, count(group.ranks[from])?, tag(group)?);
+        // SAFETY: the caller keeps the bytes; the request is a live local.
+        let (code, raw) = unsafe {
+            let mut raw = ffi::RSMPI_REQUEST_NULL;
+            let to = bytes.as_mut_ptr().cast();
+            (ffi::MPI_Irecv(to, len, ffi::RSMPI_UINT8_T, from, tag, world, &mut raw), raw)
+        };
+        check(code, "MPI_Irecv")?;
+        Ok(Self(raw))
+    }
+
+    /// The bytes that were received, once the request is complete.
+    pub fn test(&mut self) -> Result<Option<usize>> {
+        let mut done = 0;
+        // SAFETY: a status is plain integers that MPI overwrites; out-parameters are live locals.
+        let (code, status) = unsafe {
+            let mut status = std::mem::zeroed();
+            (ffi::MPI_Test(&mut self.0, &mut done, &mut status), status)
+        };
+        check(code, "MPI_Test")?;
+        if done == 0 {
+            return Ok(None);
+        }
+        let mut bytes = 0;
+        // SAFETY: the status is one that MPI wrote; the out-parameter is a live local.
+        check(unsafe { ffi::MPI_Get_count(&status, ffi::RSMPI_UINT8_T, &mut bytes) }, "MPI_Get_count")?;
+        Ok(Some(usize::try_from(bytes).unwrap_or(0)))
+    }
+}

@@ -1,0 +1,103 @@
+//! The collectives of the MPI library itself. They block, and choose their own order of additions.
+
+use std::ffi::c_void;
+
+use mpi::ffi;
+
+use super::{check, count};
+use crate::comm::wire::{Members, Vendor};
+use crate::error::Result;
+
+/// Elements the library is given at once: counts are 31 bits wide.
+const LONGEST: usize = 1 << 30;
+
+/// Runs a collective on the communicator of `group`. `staging` is used by what is longer than the library can count.
+pub fn run(
+    comm: ffi::MPI_Comm,
+    in_place: *const c_void,
+    group: &Members,
+    call: Vendor,
+    memory: &mut [f32],
+    staging: &mut Vec<f32>,
+) -> Result<()> {
+    // SAFETY: reading constants of the library.
+    let (float, sum) = unsafe { (ffi::RSMPI_FLOAT, ffi::RSMPI_SUM) };
+    match call {
+        Vendor::AllReduce => memory.chunks_mut(LONGEST).try_for_each(|chunk| {
+            let (to, len) = (chunk.as_mut_ptr().cast(), count(chunk.len())?);
+            // SAFETY: the call blocks, and `len` elements of the exclusive slice are read and written.
+            check(unsafe { ffi::MPI_Allreduce(in_place, to, len, float, sum, comm) }, "MPI_Allreduce")
+        }),
+        Vendor::Broadcast { root } => memory.chunks_mut(LONGEST).try_for_each(|chunk| {
+            let (to, len) = (chunk.as_mut_ptr().cast(), count(chunk.len())?);
+            // SAFETY: the call blocks, and `len` elements of the exclusive slice are read or written.
+            check(unsafe { ffi::MPI_Bcast(to, len, float, count(root)?, comm) }, "MPI_Bcast")
+        }),
+        Vendor::ReduceScatter => by_parts(group, memory, staging, LONGEST, true, |memory| {
+            let part = memory.len() / group.size();
+            let (to, len) = (memory.as_mut_ptr().cast(), count(part)?);
+            // SAFETY: the call blocks; `size` parts of the exclusive slice are read, the first is written.
+            let code = unsafe { ffi::MPI_Reduce_scatter_block(in_place, to, len, float, sum, comm) };
+            check(code, "MPI_Reduce_scatter_block")?;
+            memory.copy_within(0..part, group.rank * part);
+            Ok(())
+        }),
+        Vendor::AllGather => by_parts(group, memory, staging, LONGEST, false, |memory| {
+            let (to, len) = (memory.as_mut_ptr().cast(), count(memory.len() / group.size())?);
+            // SAFETY: the call blocks; my part of the exclusive slice is read, the others are written.
+            check(unsafe { ffi::MPI_Allgather(in_place, 0, float, to, len, float, comm) }, "MPI_Allgather")
+        }),
+    }
+}
+
+/// Runs `call` on all of `memory` if its equal parts have at most `longest` elements, else on copies of as much of
+/// every part at a time. Of those, my part comes back, or with `scattered` unset all.
+fn by_parts(
+    group: &Members,
+    memory: &mut [f32],
+    staging: &mut Vec<f32>,
+    longest: usize,
+    scattered: bool,
+    mut call: impl FnMut(&mut [f32]) -> Result<()>,
+) -> Result<()> {
+    let part = memory.len() / group.size();
+    if part <= longest {
+        return call(memory);
+    }
+    for start in (0..part).step_by(longest) {
+        let len = longest.min(part - start);
+        staging.clear();
+        (0..group.size()).for_each(|owner| staging.extend_from_slice(&memory[owner * part + start..][..len]));
+        call(staging)?;
+        for owner in (0..group.size()).filter(|owner| !scattered || *owner == group.rank) {
+            memory[owner * part + start..][..len].copy_from_slice(&staging[owner * len..][..len]);
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_parts_are_done_bit_by_bit() {
+        let group = Members::new(0, 1, vec![0, 1, 2], [0; 3].into());
+        for longest in [2, 3, 7, 8] {
+            let before: Vec<f32> = (0..21).map(|i| i as f32).collect();
+            let (mut memory, mut staging, mut calls) = (before.clone(), Vec::new(), 0);
+            // Stands for a sum: every part that is handed in must hold the same elements of all owners.
+            let call = |x: &mut [f32]| {
+                let part = x.len() / 3;
+                (0..part).for_each(|i| assert_eq!((x[part + i], x[2 * part + i]), (x[i] + 7.0, x[i] + 14.0)));
+                x.iter_mut().for_each(|x| *x += 100.0);
+                calls += 1;
+                Ok(())
+            };
+            by_parts(&group, &mut memory, &mut staging, longest, true, call).unwrap();
+            assert_eq!(calls, 7usize.div_ceil(longest));
+            assert!((7..14).all(|i| memory[i] == before[i] + 100.0), "{longest}: {memory:?}");
+            assert!(longest >= 7 || memory[..7] == before[..7]);
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! The groups of a run, and the algorithms by which they exchange and add.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::Kernels;
+use crate::comm::{Algorithm, Comm, Group, Operation, Table, measure};
+use crate::config::Plan;
+use crate::error::{Error, Result};
+use crate::layout::UnitLayout;
+use crate::mesh::{Axis, Mesh};
+use crate::nn::Blocks;
+use crate::parallel::Groups;
+
+/// What shards do with units.
+const OF_SHARDS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];
+
+/// What replicas do with them.
+const OF_REPLICAS: [Operation; 1] = [Operation::AllReduce];
+
+/// `collectives.json`: what a measurement found, and all that it depends on.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+struct Found {
+    key: Key,
+    shard: Table,
+    replica: Table,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Key {
+    mesh: Mesh,
+    library: String,
+    shared_memory: bool,
+    reproducible: bool,
+    /// Bytes of the largest unit.
+    largest: usize,
+}
+
+/// How the ranks of a run exchange.
+pub struct Exchange<B: Kernels> {
+    pub groups: Groups<B>,
+    /// A line for people; empty where nothing is exchanged.
+    pub told: String,
+    /// What a new measurement found, to be kept in `collectives.json`.
+    pub found: Option<String>,
+}
+
+/// Collective over the world: the groups of `plan`'s mesh. What `auto` chose before is read from `path` by rank 0.
+///
+/// # Errors
+/// A message failed.
+pub fn exchange<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &Plan,
+    backend: &B,
+    blocks: &Blocks<B>,
+    path: &Path,
+) -> Result<Exchange<B>> {
+    let group = |axes: &[Axis], name| Ok::<_, Error>(comm.split(&plan.mesh.colors(axes))?.named(name));
+    let (shard, replica) = (group(&[Axis::Shard], "shard")?, group(&[Axis::Replica], "replica")?);
+    let data = group(&[Axis::Replica, Axis::Shard], "data")?;
+    let world = comm.world();
+    let (mut found, mut how) = (None, "as configured");
+    // One rank has nothing to measure.
+    let alone = (comm.size() == 1).then_some(Algorithm::Tree);
+    let (of_shards, of_replicas) = match plan.config.comm.algorithm.fixed().or(alone) {
+        Some(algorithm) => (Table::always(algorithm), Table::always(algorithm)),
+        None => {
+            let key = Key::of(comm, plan, blocks);
+            how = "measured before";
+            let choices = match recall(&world, path, &key)? {
+                Some(choices) => choices,
+                None => {
+                    how = "measured";
+                    let choices = find(&world, &shard, &replica, backend, key)?;
+                    found = Some(serde_json::to_string(&choices).map_err(|e| Error::internal(e.to_string()))? + "\n");
+                    choices
+                }
+            };
+            (choices.shard, choices.replica)
+        }
+    };
+    let told = |group: &Group<B>, table: &Table, operations: &[Operation], axis: &str| {
+        (group.size() > 1).then(|| format!("{} {axis}: {}", group.size(), table.describe(operations)))
+    };
+    let parts =
+        [told(&shard, &of_shards, &OF_SHARDS, "shards"), told(&replica, &of_replicas, &OF_REPLICAS, "replicas")];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    let told = if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
+    Ok(Exchange {
+        groups: Groups { shard: shard.choosing(of_shards), replica: replica.choosing(of_replicas), data },
+        told,
+        found,
+    })
+}
+
+impl Key {
+    fn of<B: Kernels>(comm: &Comm<B>, plan: &Plan, blocks: &Blocks<B>) -> Self {
+        let sizes = blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded);
+        Self {
+            mesh: plan.mesh,
+            library: comm.library().to_string(),
+            shared_memory: comm.shares_memory(),
+            reproducible: plan.config.comm.reproducible,
+            largest: sizes.max().unwrap_or(0) * size_of::<f32>(),
+        }
+    }
+}
+
+/// Measures what the mesh will need.
+fn find<B: Kernels>(world: &Group<B>, shard: &Group<B>, replica: &Group<B>, backend: &B, key: Key) -> Result<Found> {
+    let of = |group: &Group<B>, operations: &[Operation]| {
+        let operations = if group.size() > 1 { operations } else { &[] };
+        measure(world, group, backend, operations, key.largest, key.reproducible)
+    };
+    let (shard, replica) = (of(shard, &OF_SHARDS)?, of(replica, &OF_REPLICAS)?);
+    Ok(Found { key, shard, replica })
+}
+
+/// What rank 0 finds in the file, on every rank.
+fn recall<B: Kernels>(world: &Group<B>, path: &Path, key: &Key) -> Result<Option<Found>> {
+    let mine = if world.rank() == 0 { std::fs::read(path).unwrap_or_default() } else { Vec::new() };
+    let all = world.gather_bytes(mine).wait()?;
+    let found = all.first().and_then(|bytes| serde_json::from_slice::<Found>(bytes).ok());
+    Ok(found.filter(|found| found.key == *key))
+}
