@@ -1,6 +1,7 @@
 //! Where tensors live: units, offsets, owned ranges. Integers in, integers out.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 /// How a tensor begins.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -50,7 +51,7 @@ impl Tensor {
 #[derive(Debug, Clone, PartialEq)]
 pub struct UnitLayout {
     /// Name for traces and errors.
-    pub name: String,
+    pub name: Arc<str>,
     /// The tensors in storage order, with their places.
     pub tensors: Vec<(Tensor, Range<usize>)>,
     /// Elements before this one decay.
@@ -66,7 +67,7 @@ const ALIGN: usize = 16;
 
 impl UnitLayout {
     /// Lays out `tensors` so that the unit can be cut into `parts` equal parts.
-    pub fn new(name: impl Into<String>, tensors: Vec<Tensor>, parts: usize) -> Self {
+    pub fn new(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize) -> Self {
         debug_assert!(tensors.iter().is_sorted_by_key(|t| !t.decays()), "decayed tensors come first");
         let mut used = 0;
         let mut decayed = 0;

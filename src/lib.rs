@@ -1,5 +1,6 @@
 //! hpctrain trains neural networks on clusters that speak MPI.
 
+pub mod activity;
 pub mod backend;
 pub mod checkpoint;
 pub mod cli;

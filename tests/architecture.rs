@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// Modules by level, lowest first. A module may use those of lower levels.
 const LEVELS: [&[&str]; 11] = [
-    &["error", "random"],
+    &["activity", "error", "random"],
     &["layout", "mesh"],
     &["backend"],
     &["comm", "data"],

@@ -84,6 +84,8 @@ fn settings() {
         ("run.steps=-1", ONE, &["--set run.steps=-1", "-1"]),
         ("parallel.zero=5", ONE, &["5", "0 to 3"]),
         ("schedule.shape=cosin", ONE, &["unknown value `cosin`", "did you mean `cosine`"]),
+        ("comm.timeout=-1", ONE, &["--set comm.timeout=-1", "-1"]),
+        ("comm.timeout=700000", ONE, &["comm.timeout = 700000 is out of range", "604800"]),
         ("comm.algorithm=rng", ONE, &["unknown value `rng`", "did you mean `ring`"]),
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
@@ -335,6 +337,22 @@ fn run_directories() {
     std::fs::remove_dir_all(root.path().join("taken/checkpoints")).unwrap();
     let run = Run::new(Simulate(2), root.path(), "taken", &[]).resume("auto");
     refuses(&mut run.command(), root.path(), &["taken/checkpoints holds no checkpoint to resume from"]);
+}
+
+#[test]
+fn traces() {
+    let root = tempfile::tempdir().unwrap();
+    std::fs::write(root.path().join("file"), "not a directory").unwrap();
+    for transport in ALL {
+        let run = Run::new(*transport, root.path(), "x", &[]);
+        let mut command = run.command();
+        refuses(
+            command.arg("--trace").arg(root.path().join("file/out.json")),
+            root.path(),
+            &["cannot write the trace", "file/out.json", "Not a directory", "--trace"],
+        );
+        assert!(!run.files().0.exists(), "nothing has begun");
+    }
 }
 
 #[test]

@@ -244,3 +244,30 @@ fn a_foreign_launcher_is_recognised() {
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     launch::start(&mut command).finish(Duration::from_secs(30)).succeeded();
 }
+
+/// Two ranks that request different things hear of both.
+#[cfg(debug_assertions)]
+#[test]
+fn different_requests_are_named() {
+    const NAME: &str = "different_requests_are_named";
+    if is_rank_of(NAME) {
+        let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
+        let unit = ["wte", "h.3"][comm.rank()].into();
+        let (group, buf) = (comm.world().about(&unit), buf(&[0.0; 6]));
+        let request = if comm.rank() == 0 { group.all_gather(buf) } else { group.reduce_scatter(buf) };
+        let error = request.wait().err().unwrap();
+        eprintln!("{error}");
+        // Both are heard before the job ends.
+        std::thread::sleep(Duration::from_millis(300));
+        comm.abort(error.exit_code());
+    }
+    let (status, printed) = mpirun(NAME, 2, 2, 10);
+    assert_eq!(status.code(), Some(1), "{printed}");
+    for word in [
+        "ranks of a group disagree",
+        "rank 0 wants collective 1: all_gather of wte, 24 bytes",
+        "rank 1 wants collective 1: reduce_scatter of h.3, 24 bytes",
+    ] {
+        assert!(printed.contains(word), "{word:?} is missing: {printed}");
+    }
+}

@@ -40,6 +40,9 @@ pub struct TrainArgs {
     /// Continue a run: `auto` takes the newest checkpoint of its directory, else the path of one.
     #[arg(long, value_name = "auto|CHECKPOINT")]
     resume: Option<String>,
+    /// Write what every thread of every rank did, and when, to FILE at the end, for ui.perfetto.dev.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
 }
 
 impl TrainArgs {
@@ -51,7 +54,7 @@ impl TrainArgs {
             Some("auto") => Resume::Auto,
             Some(path) => Resume::From(path.into()),
         };
-        Ok(Request { config, name, resume, threads })
+        Ok(Request { config, name, resume, trace: self.trace.clone(), threads })
     }
 }
 

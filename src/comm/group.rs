@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use super::algorithms::{self, Operation, bytes};
 use super::choice::Table;
+use super::ledger::{Label, Size};
 use super::operand::{Host, Operand};
 use super::pending::{Pending, Reply, reply};
 use super::wire::{Members, Parcel, Wire};
-use super::worker::{Label, Request};
+use super::worker::Request;
 use super::{Algorithm, Comm};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
@@ -20,11 +21,20 @@ pub struct Group<B: Backend> {
     comm: Comm<B>,
     members: Members,
     table: Arc<Table>,
+    name: &'static str,
+    /// What requests through this handle are about.
+    unit: Option<Arc<str>>,
 }
 
 impl<B: Backend> Clone for Group<B> {
     fn clone(&self) -> Self {
-        Self { comm: self.comm.clone(), members: self.members.clone(), table: self.table.clone() }
+        Self {
+            comm: self.comm.clone(),
+            members: self.members.clone(),
+            table: self.table.clone(),
+            name: self.name,
+            unit: self.unit.clone(),
+        }
     }
 }
 
@@ -59,7 +69,21 @@ impl<B: Backend> Parcel for Outgoing<B> {
 impl<B: Backend> Group<B> {
     pub(super) fn new(comm: Comm<B>, members: Members) -> Self {
         let table = Arc::new(Table::always(comm.algorithm()));
-        Self { comm, members, table }
+        Self { comm, members, table, name: "group", unit: None }
+    }
+
+    /// The same group with a name for people to read.
+    #[must_use]
+    pub fn named(mut self, name: &'static str) -> Self {
+        self.name = name;
+        self
+    }
+
+    /// A handle for requests about a unit, such as a block: people find its name in ledgers, errors and traces. Debug
+    /// builds check that all ranks request the same of the same.
+    #[must_use]
+    pub fn about(&self, unit: &Arc<str>) -> Self {
+        Self { unit: Some(unit.clone()), ..self.clone() }
     }
 
     /// The same ranks, with algorithms chosen by `table`, which is the same on all of them.
@@ -98,7 +122,7 @@ impl<B: Backend> Group<B> {
         if range.start > range.end || range.end > len {
             return Pending::refused(Error::internal(format!("all_reduce of {range:?} in a buffer of {len}")));
         }
-        self.collective(Operation::AllReduce, buf, range, algorithms::all_reduce)
+        self.collective(Operation::AllReduce, buf, range, None, algorithms::all_reduce)
     }
 
     /// The sum over all ranks of my part, elements `rank·len/size..(rank+1)·len/size`. The rest of the buffer is
@@ -118,7 +142,7 @@ impl<B: Backend> Group<B> {
             return Pending::refused(Error::internal(format!("broadcast from rank {root} of {}", self.size())));
         }
         let range = 0..B::len(&buf);
-        self.collective(Operation::Broadcast, buf, range, move |algorithm, x, wire, members| {
+        self.collective(Operation::Broadcast, buf, range, Some(root), move |algorithm, x, wire, members| {
             algorithms::broadcast(algorithm, x, wire, members, root)
         })
     }
@@ -160,10 +184,12 @@ impl<B: Backend> Group<B> {
         if let Err(error) = self.check_peer(from) {
             return Pending::refused(error);
         }
+        let size = Size::Same(size_of::<f32>() * B::len(&buf));
+        let label = Label { root: Some(from), ..self.label("recv", size, "direct") };
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |desk| {
-            reply.send(desk.attempt(|desk| {
+            reply.send(desk.recorded(&members, &label, |desk, _| {
                 let memory = bytemuck::cast_slice_mut(host::<B>(&mut buf)?);
                 desk.wire.exchange_bytes(&members, None, Some((from, memory)))?;
                 Ok(buf)
@@ -174,13 +200,17 @@ impl<B: Backend> Group<B> {
 
     /// Every rank's bytes, of any length, in rank order, on every rank.
     pub fn gather_bytes(&self, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        self.gather_as("gather_bytes", mine)
+    }
+
+    fn gather_as(&self, op: &'static str, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
         if self.size() == 1 {
             return Pending::ready(vec![mine]);
         }
+        let label = self.label(op, Size::Own(mine.len()), "ring");
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |desk| {
-            let label = Label { op: "gather_bytes", len: 0 };
             reply.send(desk.collective(&members, &label, |desk| bytes::gather(&mut *desk.wire, &members, mine)));
         }));
         pending
@@ -191,10 +221,10 @@ impl<B: Backend> Group<B> {
         if self.size() == 1 {
             return Pending::ready(());
         }
+        let label = self.label("barrier", Size::Same(0), "dissemination");
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |desk| {
-            let label = Label { op: "barrier", len: 0 };
             reply.send(desk.collective(&members, &label, |desk| bytes::barrier(&mut *desk.wire, &members)));
         }));
         pending
@@ -211,7 +241,7 @@ impl<B: Backend> Group<B> {
         }
         let report = serde_json::to_vec(&mine.as_ref().err());
         let report = report.map_err(|error| Error::internal(format!("an error cannot be told: {error}")))?;
-        let reports = match self.gather_bytes(report).wait() {
+        let reports = match self.gather_as("agree", report).wait() {
             Ok(reports) => reports,
             // What went wrong here says more than that the others did not hear of it.
             Err(unheard) => return Err(mine.err().unwrap_or(unheard)),
@@ -233,7 +263,7 @@ impl<B: Backend> Group<B> {
         if !len.is_multiple_of(self.size()) {
             return Pending::refused(Error::internal(format!("{op} of {len} elements in {} parts", self.size())));
         }
-        self.collective(op, buf, 0..len, run)
+        self.collective(op, buf, 0..len, None, run)
     }
 
     /// Queues a collective on a range of a buffer.
@@ -242,16 +272,18 @@ impl<B: Backend> Group<B> {
         op: Operation,
         mut buf: B::Buf,
         range: Range<usize>,
+        root: Option<usize>,
         run: impl FnOnce(Algorithm, &mut dyn Operand, &mut dyn Wire, &Members) -> Result<()> + Send + 'static,
     ) -> Pending<B::Buf> {
         if self.size() == 1 {
             return Pending::ready(buf);
         }
+        let bytes = range.len() * size_of::<f32>();
+        let algorithm = self.table.pick(op, bytes);
+        let label = Label { root, ..self.label(op.name(), Size::Same(bytes), algorithm.name()) };
         let members = self.members.clone();
-        let algorithm = self.table.pick(op, range.len() * size_of::<f32>());
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |desk| {
-            let label = Label { op: op.name(), len: range.len() };
             reply.send(desk.collective(&members, &label, |desk| {
                 let memory = &mut host::<B>(&mut buf)?[range];
                 let mut x = Host { memory, scratch: &mut desk.scratch };
@@ -260,6 +292,10 @@ impl<B: Backend> Group<B> {
             }));
         }));
         pending
+    }
+
+    fn label(&self, op: &'static str, size: Size, algorithm: &'static str) -> Label {
+        Label { op, group: self.name, unit: self.unit.clone(), size, algorithm, root: None }
     }
 
     fn check_peer(&self, peer: usize) -> Result<()> {

@@ -13,24 +13,31 @@
 mod algorithms;
 pub mod bench;
 mod choice;
+mod clock;
 mod cut;
 mod group;
+mod heartbeat;
 pub mod launch;
+mod ledger;
 pub mod mpi;
 mod operand;
 mod pace;
 mod pending;
 mod shared;
+mod stall;
 #[cfg(test)]
 mod tests;
 pub mod threads;
+mod watchdog;
 mod wire;
 mod worker;
 
 use std::marker::PhantomData;
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::activity::{self, Activity};
 use crate::backend::{Backend, Memory};
 use crate::error::{Error, Result};
 
@@ -39,11 +46,17 @@ pub use choice::{Choice, Table, measure};
 pub use group::Group;
 pub use pending::Pending;
 pub use shared::Stats;
+pub use watchdog::Watch;
 
+use heartbeat::Files;
+use ledger::{Label, Size};
 use pending::reply;
 use shared::Shared;
 use wire::Members;
-use worker::{Label, Request, Worker};
+use worker::{Request, Worker};
+
+/// Name of the group of all ranks.
+const WORLD: &str = "world";
 
 /// How long an abort may take before the process ends on its own.
 const ABORT_PATIENCE: Duration = Duration::from_secs(2);
@@ -172,7 +185,7 @@ impl<B: Backend> Comm<B> {
 
     /// The group of all ranks.
     pub fn world(&self) -> Group<B> {
-        Group::new(self.clone(), Members::world(self.rank(), self.inner.world.nodes.clone()))
+        Group::new(self.clone(), Members::world(self.rank(), self.inner.world.nodes.clone())).named(WORLD)
     }
 
     /// Collective over the world: the group of the ranks that share my colour, ordered by rank.
@@ -190,7 +203,7 @@ impl<B: Backend> Comm<B> {
             0
         } else {
             let world = Members::world(self.rank(), self.inner.world.nodes.clone());
-            let label = Label { op: "split", len: colors.len() };
+            let label = self.label("split", Size::Own(0));
             let (reply, pending) = reply(&self.inner.shared);
             self.inner.submit(Request::run(move |desk| {
                 reply.send(desk.collective(&world, &label, |desk| desk.wire.split(mine)));
@@ -199,6 +212,49 @@ impl<B: Backend> Comm<B> {
         };
         let ranks: Vec<usize> = (0..self.size()).filter(|&rank| colors[rank] == mine).collect();
         Ok(Group::new(self.clone(), Members::new(id, self.rank(), ranks, self.inner.world.nodes.clone())))
+    }
+
+    /// What this rank does, for those of its threads that tell.
+    pub fn activity(&self) -> &Activity {
+        &self.inner.shared.activity
+    }
+
+    /// Collective over the world: nanoseconds to add to this rank's [`now`](crate::activity::now) for that of rank 0.
+    ///
+    /// # Errors
+    /// The message failed.
+    pub fn clock_offset(&self) -> Result<i64> {
+        if self.size() == 1 {
+            return Ok(0);
+        }
+        let world = Members::world(self.rank(), self.inner.world.nodes.clone());
+        let label = self.label("clock", Size::Same(0));
+        let (reply, pending) = reply(&self.inner.shared);
+        self.inner.submit(Request::run(move |desk| {
+            reply.send(desk.collective(&world, &label, |desk| clock::offset(&mut *desk.wire, &world, activity::now)));
+        }));
+        pending.wait()
+    }
+
+    /// Collective over the world: watches over this rank until the watch is dropped. Heartbeats and ledgers go to
+    /// `folder`, which all ranks share. When a rank waits for longer than `timeout` in a collective or for data, the
+    /// job ends with a report of where each rank is, and exit code 1. A world of one rank needs no watch.
+    ///
+    /// # Errors
+    /// The folder cannot be written.
+    pub fn watch(&self, folder: &Path, timeout: Duration) -> Result<Option<Watch>> {
+        if self.size() == 1 {
+            return Ok(None);
+        }
+        let world = self.world();
+        // Nobody may take what an earlier job has left for this one's.
+        world.agree(if self.rank() == 0 { Files::new(folder).clear() } else { Ok(()) })?;
+        world.agree(Watch::start(self.inner.clone(), folder, timeout)).map(Some)
+    }
+
+    /// Something that concerns the world.
+    fn label(&self, op: &'static str, size: Size) -> Label {
+        Label { op, group: WORLD, unit: None, size, algorithm: "direct", root: None }
     }
 
     /// Ends the communication thread once it has done what was requested of it, and leaves the world
@@ -239,6 +295,21 @@ impl Inner {
         self.shared.abort(code);
         // The thread may be asleep on its queue.
         self.submit(Request::run(|_| {}));
+    }
+
+    /// Ends the job from a thread that knows it to be stuck, and this process with it.
+    fn end_job(&self, code: i32) -> ! {
+        // Libraries clean up when a process ends, and may wait for a lock that a stuck thread holds.
+        let impatient = || {
+            std::thread::sleep(2 * ABORT_PATIENCE);
+            std::process::abort()
+        };
+        let _ = std::thread::Builder::new().spawn(impatient);
+        if let Abort::Exit = self.abort {
+            self.request_abort(code);
+            std::thread::sleep(ABORT_PATIENCE);
+        }
+        std::process::exit(code)
     }
 
     fn end(&self) {

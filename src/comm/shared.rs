@@ -1,8 +1,11 @@
-//! What a rank's handles and its communication thread both see: counters and the order to abort.
+//! What a rank's handles and its communication thread both see: counters, the ledger, and the order to abort.
 
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use super::ledger::CollectiveLedger;
+use crate::activity::{Activity, Doing, span};
 
 /// No abort was ordered; exit codes are 32 bits wide.
 const NO_ABORT: i64 = i64::MIN;
@@ -32,6 +35,9 @@ pub struct Shared {
     blocked_ns: AtomicU64,
     sent: AtomicU64,
     abort: AtomicI64,
+    ledger: Mutex<CollectiveLedger>,
+    /// What this rank does.
+    pub activity: Activity,
 }
 
 impl Default for Shared {
@@ -43,6 +49,8 @@ impl Default for Shared {
             blocked_ns: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             abort: AtomicI64::new(NO_ABORT),
+            ledger: Mutex::default(),
+            activity: Activity::default(),
         }
     }
 }
@@ -60,6 +68,7 @@ impl Shared {
     /// Runs `wait` as a wait that compute cannot go on without.
     pub fn blocked<T>(&self, wait: impl FnOnce() -> T) -> T {
         let start = Instant::now();
+        let _wait = span(Doing::Waiting, None);
         self.waiters.fetch_add(1, Ordering::Relaxed);
         let value = wait();
         self.waiters.fetch_sub(1, Ordering::Relaxed);
@@ -70,6 +79,11 @@ impl Shared {
     /// Whether compute is blocked: the core is free for the communication thread, and its speed matters.
     pub fn has_waiters(&self) -> bool {
         self.waiters.load(Ordering::Relaxed) > 0
+    }
+
+    /// The last collectives.
+    pub fn ledger(&self) -> MutexGuard<'_, CollectiveLedger> {
+        self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub fn add_busy(&self, time: Duration) {

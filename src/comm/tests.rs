@@ -5,7 +5,12 @@ use std::sync::LazyLock;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use super::{Algorithm, Comm, Group, single, threads};
+use super::ledger::Size;
+use super::pending::reply;
+use super::wire::Members;
+use super::worker::Request;
+use super::{Algorithm, Comm, Group, clock, single, threads};
+use crate::activity;
 use crate::backend::cpu::{Cpu, CpuBuf};
 use crate::backend::{Backend, Memory};
 use crate::error::{Error, Kind, Result};
@@ -283,9 +288,52 @@ fn different_requests_are_named() {
         let request = if comm.rank() == 0 { world.all_gather(buf) } else { world.all_reduce(buf, 0..4) };
         request.wait().err().map(|error| error.to_string())
     });
-    let wants = "rank 1 wants collective 1: all_reduce of 4";
+    let wants = "rank 1 wants collective 1: all_reduce, 16 bytes";
     let told = results.into_iter().filter_map(|result| result.unwrap());
-    assert!(told.filter(|error| error.contains(wants) && error.contains("all_gather of 6")).count() > 0);
+    assert!(told.filter(|error| error.contains(wants) && error.contains("all_gather, 24 bytes")).count() > 0);
+}
+
+/// What is checked of two requests that look alike.
+#[cfg(debug_assertions)]
+#[test]
+fn units_and_roots_are_compared() {
+    let results = run(&[0, 0], Algorithm::Tree, |comm| {
+        let unit: std::sync::Arc<str> = format!("{}{}", "long".repeat(50), comm.rank()).into();
+        let world = comm.world();
+        let alike = world.about(&"block0".into()).all_gather(buf(&[0.0; 2])).wait();
+        (alike.map(drop), world.about(&unit).all_gather(buf(&[0.0; 2])).wait().map(drop))
+    });
+    assert!(results.iter().all(|result| result.as_ref().unwrap().0.is_ok()), "{results:?}");
+    assert!(results.iter().any(|result| result.as_ref().unwrap().1.is_err()), "{results:?}");
+
+    let results = run(&[0, 0], Algorithm::Tree, |comm| {
+        let request = comm.world().about(&"block1".into()).broadcast(buf(&[0.0; 2]), comm.rank());
+        request.wait().err().map(|error| error.to_string())
+    });
+    let wants = "rank 1 wants collective 1: broadcast of block1, 8 bytes from 1 by tree";
+    let told = results.into_iter().filter_map(|result| result.unwrap());
+    assert!(told.filter(|error| error.contains(wants) && error.contains("8 bytes from 0")).count() > 0);
+}
+
+#[test]
+fn clocks_are_compared() {
+    const APART: u64 = 3_600_000_000_000;
+    let results = run(&[0, 0, 1], Algorithm::Tree, |comm| {
+        assert!(comm.clock_offset().unwrap().unsigned_abs() < 1_000_000_000);
+        let (members, label) = (Members::world(comm.rank(), [0, 0, 1].into()), comm.label("clock", Size::Same(0)));
+        // Every rank's clock is an hour ahead of the one before.
+        let ahead = comm.rank() as u64 * APART;
+        let (reply, pending) = reply(&comm.inner.shared);
+        comm.inner.submit(Request::run(move |desk| {
+            let now = || activity::now() + ahead;
+            reply.send(desk.collective(&members, &label, |desk| clock::offset(&mut *desk.wire, &members, now)));
+        }));
+        pending.wait().unwrap()
+    });
+    for (rank, result) in results.into_iter().enumerate() {
+        let error = result.unwrap() + rank as i64 * APART as i64;
+        assert!(error.unsigned_abs() < 100_000_000, "rank {rank}: {error} ns");
+    }
 }
 
 #[test]

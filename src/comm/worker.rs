@@ -1,15 +1,16 @@
 //! The communication thread of a rank.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::ledger::{Label, Size};
 use super::operand::Scratch;
 use super::pace::Pace;
 use super::shared::Shared;
 use super::wire::{Members, Wire};
+use crate::activity::{Event, Track};
 use crate::error::{Error, Result};
 
 /// How long the thread looks out for the next request after one that somebody waited for, who will soon make it.
@@ -29,12 +30,6 @@ impl Request {
     }
 }
 
-/// A collective as it is announced to the other ranks.
-pub struct Label {
-    pub op: &'static str,
-    pub len: usize,
-}
-
 /// What requests work with.
 pub struct Desk {
     pub wire: Box<dyn Wire>,
@@ -43,8 +38,6 @@ pub struct Desk {
     failed: Option<Error>,
     /// Whether somebody was waiting when the last request was done.
     awaited: bool,
-    /// Collectives so far, by group.
-    sequence: HashMap<usize, u64>,
 }
 
 impl Desk {
@@ -82,38 +75,84 @@ impl Desk {
             })
     }
 
-    /// As [`Desk::attempt`], for what all ranks of a group do together.
+    /// As [`Desk::attempt`], for what the ledger remembers.
+    pub fn recorded<T>(
+        &mut self,
+        group: &Members,
+        label: &Label,
+        act: impl FnOnce(&mut Self, u64) -> Result<T>,
+    ) -> Result<T> {
+        self.attempt(|desk| {
+            let number = desk.shared.ledger().begin(group, label);
+            let result = act(desk, number)?;
+            let (mut ledger, activity) = (desk.shared.ledger(), &desk.shared.activity);
+            if let Some(entry) = ledger.end()
+                && activity.records()
+            {
+                activity.keep(Event {
+                    track: Track::Communication,
+                    name: label.op,
+                    unit: label.unit.clone(),
+                    start: entry.started,
+                    end: entry.ended.unwrap_or(entry.started),
+                    message: Some(entry.message()),
+                });
+            }
+            Ok(result)
+        })
+    }
+
+    /// As [`Desk::recorded`], for what all ranks of a group do together.
     pub fn collective<T>(
         &mut self,
         group: &Members,
         label: &Label,
         act: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
-        self.attempt(|desk| {
+        self.recorded(group, label, |desk, number| {
             if cfg!(debug_assertions) {
-                desk.compare(group, label)?;
+                desk.compare(group, label, number)?;
             }
             act(desk)
         })
     }
 
-    /// Compares what I am about to do with what my neighbour in the group is.
-    fn compare(&mut self, group: &Members, label: &Label) -> Result<()> {
-        let sequence = self.sequence.entry(group.id).or_default();
-        *sequence += 1;
-        let mut mine = format!("collective {sequence}: {} of {}", label.op, label.len).into_bytes();
-        mine.resize(64, b' ');
-        let mut theirs = [0; 64];
+    /// Compares what I am about to do, my collective `number` of the group, with what my neighbour is.
+    fn compare(&mut self, group: &Members, label: &Label, number: u64) -> Result<()> {
+        let mut mine = format!("collective {number}: {}", announced(label)).into_bytes();
+        // What is cut off long names still counts.
+        let hash = crc32fast::hash(&mine);
+        mine.resize(ANNOUNCED, b' ');
+        mine.extend(hash.to_le_bytes());
+        let mut theirs = [0; ANNOUNCED + size_of::<u32>()];
         self.wire.exchange_bytes(group, Some((group.next(), &mine)), Some((group.previous(), &mut theirs)))?;
         if mine == theirs {
             return Ok(());
         }
         let told = |rank: usize, text: &[u8]| {
-            format!("rank {} wants {}", group.ranks[rank], String::from_utf8_lossy(text).trim_end())
+            format!("rank {} wants {}", group.ranks[rank], String::from_utf8_lossy(&text[..ANNOUNCED]).trim_end())
         };
         let (me, other) = (told(group.rank, &mine), told(group.previous(), &theirs));
         Err(Error::internal(format!("ranks of a group disagree: {me}, {other}")))
     }
+}
+
+/// Bytes of a collective's description that another rank sees.
+const ANNOUNCED: usize = 124;
+
+/// What all ranks of the group must say alike of a collective.
+fn announced(label: &Label) -> String {
+    let mut text = label.op.to_string();
+    if let Some(unit) = &label.unit {
+        text += &format!(" of {unit}");
+    }
+    if let Size::Same(bytes) = label.size {
+        text += &format!(", {bytes} bytes");
+    }
+    if let Some(root) = label.root {
+        text += &format!(" from {root}");
+    }
+    text + " by " + label.algorithm
 }
 
 /// The handles' end of the thread.
@@ -134,15 +173,10 @@ impl Worker {
         let (requests, queue) = channel();
         let shared = shared.clone();
         let body = move || {
+            shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
-                let desk = Desk {
-                    wire,
-                    scratch: Scratch::new(shared.clone()),
-                    shared,
-                    failed: None,
-                    awaited: false,
-                    sequence: HashMap::new(),
-                };
+                let scratch = Scratch::new(shared.clone());
+                let desk = Desk { wire, scratch, shared, failed: None, awaited: false };
                 serve(desk, &queue);
             }
         };

@@ -209,6 +209,9 @@ sections! {
         algorithm: Choice = Choice::Auto,
         /// Let auto take only algorithms that add in the order of `tree`, so that no measurement shows in the bits.
         reproducible: bool = true,
+        /// Seconds that a rank may wait for the others before the job says where each is and ends: more than the longest
+        /// evaluation or checkpoint takes; 0 waits for ever.
+        timeout: u64 = 600,
     }
 
     /// `[log]`

@@ -57,6 +57,9 @@ impl Plan {
 /// the memory of activations.
 const MICRO_TOKENS: u64 = 4096;
 
+/// Longest timeout, in seconds: a week.
+const LONGEST_TIMEOUT: u64 = 604_800;
+
 /// Resolves a configuration for the ranks and data at hand.
 ///
 /// # Errors
@@ -91,7 +94,7 @@ fn out_of_range(key: &str, value: impl std::fmt::Display, wanted: &str) -> Error
 }
 
 fn check_ranges(config: &Config) -> Result<()> {
-    let Config { run, model, data, batch, optimizer, schedule, eval, checkpoint, log, .. } = config;
+    let Config { run, model, data, batch, optimizer, schedule, eval, checkpoint, comm, log, .. } = config;
     let positive = [
         ("run.steps", run.steps),
         ("run.max_skipped", run.max_skipped),
@@ -135,6 +138,9 @@ fn check_ranges(config: &Config) -> Result<()> {
         if !(value >= 0.0 && value.is_finite()) {
             return Err(out_of_range(key, value, "0 or more"));
         }
+    }
+    if comm.timeout > LONGEST_TIMEOUT {
+        return Err(out_of_range("comm.timeout", comm.timeout, "0 (for ever) to 604800 seconds (a week)"));
     }
     if !(optimizer.lr > 0.0 && optimizer.lr.is_finite()) {
         return Err(out_of_range("optimizer.lr", optimizer.lr, "greater than 0"));
@@ -331,6 +337,7 @@ mod tests {
             ("model.vocabulary=10", "model.vocabulary = 10"),
             ("run.name=../x", "run.name"),
             ("schedule.min_ratio=2.0", "schedule.min_ratio"),
+            ("comm.timeout=1000000", "comm.timeout = 1000000"),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
         }

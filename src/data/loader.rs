@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::{Dataset, Sampler};
+use crate::activity::{Activity, Doing, Track, span};
 use crate::error::{Error, Result};
 
 /// The samples of one micro-batch.
@@ -47,9 +48,14 @@ impl Loader {
         let (used, recycled) = channel();
         let held = Arc::new(AtomicUsize::new(0));
         let counter = held.clone();
+        let activity = Activity::current();
+        let read = move || {
+            activity.inspect(|activity| activity.here(Track::Loader));
+            read_ahead(dataset, sampler, batches, depth, &ready, &recycled, &counter);
+        };
         let reader = std::thread::Builder::new()
             .name("hpctrain-data".to_owned())
-            .spawn(move || read_ahead(dataset, sampler, batches, depth, &ready, &recycled, &counter))
+            .spawn(read)
             .map_err(|e| Error::internal(format!("cannot start the thread that reads data: {e}")))?;
         Ok(Self { batches: Some(receiver), used, reader: Some(reader), held, waited: Duration::ZERO })
     }
@@ -60,6 +66,7 @@ impl Loader {
     #[expect(clippy::should_implement_trait, reason = "the end is an error here: the caller knows the schedule")]
     pub fn next(&mut self) -> Result<Batch> {
         let start = Instant::now();
+        let _wait = span(Doing::Loading, None);
         let received = self.batches.as_ref().and_then(|batches| batches.recv().ok());
         self.waited += start.elapsed();
         received.unwrap_or_else(|| {
@@ -129,6 +136,7 @@ fn bytes(batch: &Batch) -> usize {
 
 /// Fills the buffers of `batch`, whose size may be any.
 fn read_batch(dataset: &mut Dataset, sampler: Sampler, mut batch: Batch) -> Result<Batch> {
+    let _read = span(Doing::Reading, None);
     let context = dataset.context();
     let samples = batch.positions.clone().count();
     batch.inputs.resize(samples * context, 0);

@@ -7,9 +7,11 @@
 //! one fused kernel on each owned range and gathers the parameters again.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::lanes::{Lanes, Tree, tree_sum};
 use super::{Life, Residency};
+use crate::activity::{Doing, span};
 use crate::backend::{Kernels, Memory};
 use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
@@ -203,6 +205,11 @@ impl<B: Kernels> Sharded<B> {
         self.units.iter().map(|unit| &unit.layout)
     }
 
+    /// What unit `unit` is called.
+    pub fn name(&self, unit: usize) -> &Arc<str> {
+        &self.units[unit].layout.name
+    }
+
     /// Parameters of unit `unit` and of the unit it borrows, gathered if they are not here.
     ///
     /// # Errors
@@ -268,7 +275,7 @@ impl<B: Kernels> Sharded<B> {
             return Ok(());
         }
         let sum = state.lanes.finish(&mut add)?.ok_or_else(|| Error::internal("no lane to reduce"))?;
-        state.reduction = Some(Reduction::Scatter(self.groups.shard.reduce_scatter(sum)));
+        state.reduction = Some(Reduction::Scatter(self.groups.shard.about(&state.layout.name).reduce_scatter(sum)));
         if let Some(&before) = self.started.last() {
             self.advance(before)?;
         }
@@ -359,8 +366,10 @@ impl<B: Kernels> Sharded<B> {
             let (g_decayed, g_rest) = B::cut(g, cut);
             let (p_decayed, p_rest) = B::cut_mut(params, cut);
             let (s_decayed, s_rest) = cut_all::<B>(state, cut);
+            let span = span(Doing::Update, Some(&unit.layout.name));
             rule.update(&self.backend, update(hyper.weight_decay), g_decayed, s_decayed, p_decayed)?;
             rule.update(&self.backend, update(0.0), g_rest, s_rest, p_rest)?;
+            drop(span);
             if keep.grads == Life::Step {
                 unit.grads = Some(grad);
             }
@@ -450,7 +459,7 @@ impl<B: Kernels> Sharded<B> {
         if let (Slot::Gone, Some(master)) = (&unit.params, &unit.master) {
             let mut full = self.backend.alloc(Memory::Parameters, unit.layout.padded)?;
             self.backend.copy(B::all(master), B::view_mut(&mut full, unit.owned.clone()))?;
-            unit.params = Slot::InFlight(self.groups.shard.all_gather(full));
+            unit.params = Slot::InFlight(self.groups.shard.about(&unit.layout.name).all_gather(full));
         }
         unit.params.land().map(drop)
     }
@@ -459,7 +468,7 @@ impl<B: Kernels> Sharded<B> {
     fn spread(&mut self, index: usize) {
         let unit = &mut self.units[index];
         if let Slot::Here(full) = std::mem::replace(&mut unit.params, Slot::Gone) {
-            unit.params = Slot::InFlight(self.groups.shard.all_gather(full));
+            unit.params = Slot::InFlight(self.groups.shard.about(&unit.layout.name).all_gather(full));
         }
     }
 
@@ -501,7 +510,7 @@ impl<B: Kernels> Sharded<B> {
                 (own, 0..unit.owned.len())
             }
         };
-        let pending = self.groups.replica.all_reduce(sum, window.clone());
+        let pending = self.groups.replica.about(&unit.layout.name).all_reduce(sum, window.clone());
         unit.reduction = Some(Reduction::Replicas(pending, window));
         Ok(())
     }

@@ -1,10 +1,11 @@
-//! What people and programs see of a run: banner, progress, metrics, logs.
+//! What people and programs see of a run: banner, progress, metrics, logs, traces.
 
 pub mod banner;
 pub mod logging;
 pub mod metrics;
 pub mod progress;
 pub mod run_card;
+pub mod trace;
 
 pub use crate::backend::readable as bytes;
 

@@ -57,9 +57,9 @@ pub fn groups<B: Kernels>(
     blocks: &Blocks<B>,
     path: Option<&Path>,
 ) -> Result<(Groups<B>, Exchange)> {
-    let group = |axes: &[Axis]| comm.split(&plan.mesh.colors(axes));
-    let (shard, replica) = (group(&[Axis::Shard])?, group(&[Axis::Replica])?);
-    let data = group(&[Axis::Replica, Axis::Shard])?;
+    let group = |axes: &[Axis], name| Ok::<_, Error>(comm.split(&plan.mesh.colors(axes))?.named(name));
+    let (shard, replica) = (group(&[Axis::Shard], "shard")?, group(&[Axis::Replica], "replica")?);
+    let data = group(&[Axis::Replica, Axis::Shard], "data")?;
     let world = comm.world();
     let (mut found, mut how) = (None, "as configured");
     // One rank has nothing to measure.

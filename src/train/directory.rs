@@ -53,7 +53,7 @@ impl RunDirectory {
             }
             _ => {}
         }
-        for dir in [directory.path.join("logs"), directory.checkpoints_path()] {
+        for dir in [directory.logs_path(), directory.checkpoints_path()] {
             fs::create_dir_all(&dir).map_err(|e| {
                 Error::io("create", &dir, e).hint("choose a directory that can be written with --set run.root=…")
             })?;
@@ -111,7 +111,12 @@ impl RunDirectory {
 
     /// The log of a rank.
     pub fn log_path(&self, rank: usize) -> PathBuf {
-        self.path.join("logs").join(format!("rank-{rank:05}.log"))
+        self.logs_path().join(format!("rank-{rank:05}.log"))
+    }
+
+    /// Logs, heartbeats, and the ledgers of a job that stood still.
+    pub fn logs_path(&self) -> PathBuf {
+        self.path.join("logs")
     }
 
     fn checkpoints_path(&self) -> PathBuf {

@@ -1,7 +1,7 @@
 //! A training run from the first message to the last checkpoint.
 
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::advance::{Taken, advance};
 use super::collectives::{self, Exchange};
@@ -9,9 +9,10 @@ use super::directory::{Resume, RunDirectory};
 use super::feed::{self, Feed};
 use super::step::{Engine, Geometry};
 use super::{fits, memory};
+use crate::activity::{Doing, Track, span};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Manifest, Reader};
-use crate::comm::{Comm, Group};
+use crate::comm::{Comm, Group, Watch};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
@@ -20,6 +21,7 @@ use crate::parallel::{Lanes, Sharded};
 use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
 use crate::telemetry::progress::Progress;
 use crate::telemetry::run_card::RunCard;
+use crate::telemetry::trace::Trace;
 use crate::telemetry::{banner, logging, say, unix_time};
 use crate::topology::Topology;
 
@@ -32,6 +34,8 @@ pub struct Request {
     pub name: String,
     /// Where it begins.
     pub resume: Resume,
+    /// Where a trace goes, if one is wanted.
+    pub trace: Option<PathBuf>,
     /// Compute threads a rank, where the launcher knows better than the affinity mask.
     pub threads: Option<usize>,
 }
@@ -41,6 +45,22 @@ pub struct Request {
 /// # Errors
 /// Whatever ends the run early. An error that all ranks share says so ([`Error::is_shared`]).
 pub fn train<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<()> {
+    comm.activity().here(Track::Compute);
+    let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
+    let result = run(comm, request, backend);
+    match (trace, &result) {
+        (Some(trace), Err(e)) if e.is_shared() || comm.size() == 1 => {
+            let written = trace.finish(comm);
+            result.and(written)
+        }
+        (Some(trace), Ok(())) => trace.finish(comm),
+        // Ranks that do not agree on an error would not meet to write a trace either.
+        _ => result,
+    }
+}
+
+/// A run from its preparation to its end.
+fn run<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<()> {
     let mut run = Run::prepare(comm, request, backend)?;
     while run.progress.step < run.plan.config.run.steps {
         run.step()?;
@@ -74,6 +94,7 @@ struct Run<'a, B: Kernels> {
     step_ms: Vec<f64>,
     /// On rank 0 only.
     records: Option<Records>,
+    _watch: Option<Watch>,
 }
 
 /// What rank 0 writes and shows.
@@ -108,6 +129,10 @@ impl<'a, B: Kernels> Run<'a, B> {
         plan.config.run.name = directory.path().file_name().map(|name| name.to_string_lossy().into_owned());
         world.agree(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
+        let watch = match plan.config.comm.timeout {
+            0 => None,
+            timeout => comm.watch(&directory.logs_path(), Duration::from_secs(timeout))?,
+        };
 
         let backend = backend(plan.threads);
         comm.count_memory(backend.clone());
@@ -161,6 +186,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             started,
             step_ms: Vec::new(),
             records,
+            _watch: watch,
         })
     }
 
@@ -215,6 +241,7 @@ impl<'a, B: Kernels> Run<'a, B> {
 
     fn evaluate(&mut self) -> Result<()> {
         let step = self.progress.step;
+        let _span = span(Doing::Evaluation, None);
         let loss = self.evaluator.loss(&mut self.engine, &self.data)?;
         self.evaluated = Some((step, loss));
         log::info!("step {step}: validation loss {loss}");
@@ -232,6 +259,7 @@ impl<'a, B: Kernels> Run<'a, B> {
     }
 
     fn save(&mut self) -> Result<()> {
+        let _span = span(Doing::Checkpoint, None);
         let checkpoints = self.directory.checkpoints();
         let (sharded, tokenizer) = (&mut self.engine.sharded, self.tokenizer.as_ref());
         checkpoint::save(&checkpoints, &self.world, sharded, self.progress, &self.plan.config, tokenizer)
@@ -274,6 +302,7 @@ impl<'a, B: Kernels> Run<'a, B> {
         // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets.
         let Ok(prompt) = tokenizer.encode("\n") else { return Ok(None) };
         let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
+        let _span = span(Doing::Sampling, None);
         let drawn = generate(&mut self.engine, &prompt, self.plan.gpt.context, sampling)?;
         Ok(Some(tokenizer.decode(&drawn)))
     }
@@ -373,7 +402,9 @@ fn resume<B: Kernels>(
         }
         Resume::From(path) => path.clone(),
     };
+    let span = span(Doing::Restore, None);
     let manifest = world.agree(restore(&mut engine.sharded, &from))?;
+    drop(span);
     let progress = manifest.progress();
     if world.rank() == 0 {
         warn_of_changes(&manifest.config, &plan.config);

@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 
+use crate::activity::{Doing, span};
 use crate::backend::{Kernels, Memory};
 use crate::error::{Error, Result};
 use crate::nn::{Blocks, Context, Micro, loss};
@@ -81,8 +82,11 @@ impl<B: Kernels> Engine<B> {
         let mut x = self.backend.alloc(Memory::Activations, 0)?;
         let (mut inputs, mut saved) = (Vec::with_capacity(self.blocks.len()), Vec::with_capacity(self.blocks.len()));
         for (unit, block) in self.blocks.iter().enumerate() {
+            let name = self.sharded.name(unit).clone();
             let params = self.sharded.params(unit, block.borrows())?;
+            let span = span(Doing::Forward, Some(&name));
             let (y, kept) = block.forward(&cx, params, &x)?;
+            drop(span);
             self.sharded.release(unit, block.borrows());
             inputs.push(std::mem::replace(&mut x, y));
             saved.push(if self.geometry.recompute { vec![] } else { kept });
@@ -100,11 +104,15 @@ impl<B: Kernels> Engine<B> {
             let (Some(x), Some(mut kept)) = (inputs.pop(), saved.pop()) else {
                 return Err(Error::internal("a backward without what its forward kept"));
             };
+            let name = self.sharded.name(unit).clone();
             if self.geometry.recompute {
+                let _span = span(Doing::Forward, Some(&name));
                 kept = block.forward(&cx, self.sharded.params(unit, block.borrows())?, &x)?.1;
             }
             let (params, grads) = self.sharded.params_and_grads(unit, block.borrows())?;
+            let span = span(Doing::Backward, Some(&name));
             dy = block.backward(&cx, params, grads, &x, kept, dy)?;
+            drop(span);
             self.sharded.release(unit, block.borrows());
             if let Some(last) = lane_ends {
                 self.sharded.lane_done(unit, last)?;

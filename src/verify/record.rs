@@ -151,7 +151,7 @@ fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<Entry> {
     for unit in sharded.layouts() {
         for (tensor, _) in &unit.tensors {
             entries.extend(states.iter().map(|state| Entry {
-                unit: unit.name.clone(),
+                unit: unit.name.to_string(),
                 tensor: tensor.name.clone(),
                 state: state.to_string(),
                 len: tensor.len(),

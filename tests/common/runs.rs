@@ -152,6 +152,12 @@ impl RunFiles {
     }
 }
 
+/// A file of JSON.
+pub fn json(path: &Path) -> Value {
+    let text = std::fs::read_to_string(path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+    serde_json::from_str(&text).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
+}
+
 /// Every tensor and buffer of the checkpoint in `dir`, as bits.
 pub fn tensors(dir: &Path) -> Vec<(String, Vec<u32>)> {
     let mut reader = Reader::open(dir).unwrap();

@@ -1,0 +1,216 @@
+//! Jobs whose ranks are stopped, killed or stuck: they end soon, and say which rank it was.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::path::PathBuf;
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Duration, Instant};
+
+use common::launch::Transport::{self, Mpirun, Simulate};
+use common::launch::{Ended, Running, signal, start};
+use common::runs::Run;
+use serde_json::Value;
+
+/// Long enough for the watch to notice and end everything, on a busy machine.
+const SOON: Duration = Duration::from_secs(30);
+
+/// A job in the middle of its training.
+struct Job {
+    running: Running,
+    logs: PathBuf,
+    /// Stopped processes, which no launcher may be able to end.
+    stopped: Vec<String>,
+    _root: tempfile::TempDir,
+}
+
+impl Job {
+    /// Starts a job that would train for hours.
+    fn start(transport: Transport, settings: &[&str]) -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let endless = ["run.steps=100000000", "eval.every=0", "checkpoint.every=0", "batch.global=12"];
+        let run = Run::new(transport, root.path(), "x", &[&endless, settings].concat());
+        let mut running = start(&mut run.command());
+        let files = run.files();
+        let begun = Instant::now();
+        let steps = || std::fs::read_to_string(files.path("metrics.jsonl")).unwrap_or_default().lines().count();
+        while steps() < 3 {
+            assert!(begun.elapsed() < SOON && running.runs(), "{}", running.finish(Duration::from_secs(1)));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Self { running, logs: files.path("logs"), stopped: Vec::new(), _root: root }
+    }
+
+    fn pid(&self, rank: usize) -> String {
+        let text = std::fs::read_to_string(self.logs.join(format!("heartbeat-{rank:05}"))).unwrap();
+        let heartbeat: Value = serde_json::from_str(&text).unwrap();
+        assert_eq!(heartbeat["rank"], rank);
+        heartbeat["pid"].to_string()
+    }
+
+    fn stop(&mut self, rank: usize) -> String {
+        self.stopped.push(self.pid(rank));
+        signal("STOP", &self.stopped[0]);
+        self.stopped[0].clone()
+    }
+
+    /// Waits for the end. Returns how it was, and the ledgers of these ranks. Others may have left one, too: the
+    /// launcher wakes a stopped rank to end it.
+    fn ends(self, ranks: &[usize]) -> (Ended, Vec<Value>) {
+        let Self { running, logs, stopped, _root } = self;
+        let _killed = KillAll(stopped);
+        let ended = running.finish(SOON);
+        let ledger = |rank| common::runs::json(&logs.join(format!("ledger-rank-{rank:05}.json")));
+        let ledgers = ranks.iter().map(|&rank| ledger(rank)).collect();
+        (ended, ledgers)
+    }
+}
+
+/// Kills processes in the end.
+struct KillAll(Vec<String>);
+
+impl Drop for KillAll {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|pid| signal("KILL", pid));
+    }
+}
+
+/// Panics unless a ledger is one of a rank that waits in its last collective.
+fn check_ledger(rank: usize, ledger: &Value) {
+    let collectives = ledger["collectives"].as_array().unwrap();
+    let (last, before) = collectives.split_last().unwrap();
+    assert_eq!(ledger["rank"], rank);
+    assert!(last["ended"].is_null() && !before.is_empty(), "{last}");
+    for (entry, next) in before.iter().zip(&collectives[1..]) {
+        assert_eq!(entry["number"].as_u64().unwrap() + 1, next["number"].as_u64().unwrap());
+        assert!(entry["ended"].as_f64().unwrap() >= entry["started"].as_f64().unwrap(), "{entry}");
+    }
+    let block = before.iter().find(|entry| entry["unit"] == "h.0").unwrap();
+    assert!(block["op"] == "all_reduce" && block["bytes"].as_u64() > Some(0), "{block}");
+}
+
+/// A rank is stopped in the middle of training, as by a debugger or a frozen node.
+fn stopped(ranks: usize, rank: usize, algorithm: &str) {
+    let mut job = Job::start(Mpirun(ranks), &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
+    let pid = job.stop(rank);
+    let others: Vec<_> = (0..ranks).filter(|other| *other != rank).collect();
+    let (ended, ledgers) = job.ends(&others);
+    assert_ne!(ended.code(), 0, "{ended}");
+    let words = [
+        format!("the job stands still: rank {rank} (process {pid} on "),
+        ") does not answer: last seen ".into(),
+        "; rank".into(),
+        " in #".into(),
+        "hint: ".into(),
+    ];
+    for word in words {
+        assert!(ended.stderr.contains(&word), "{word:?} is missing: {ended}");
+    }
+    assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+    others.iter().zip(&ledgers).for_each(|(rank, ledger)| check_ledger(*rank, ledger));
+}
+
+#[test]
+fn a_rank_is_stopped() {
+    stopped(2, 1, "tree");
+}
+
+#[test]
+fn the_first_of_three_ranks_is_stopped() {
+    stopped(3, 0, "tree");
+}
+
+#[test]
+fn a_rank_is_stopped_under_the_vendors_collectives() {
+    stopped(2, 1, "mpi");
+}
+
+#[test]
+fn a_rank_is_killed() {
+    let job = Job::start(Mpirun(2), &["comm.timeout=2"]);
+    signal("KILL", &job.pid(1));
+    let (ended, _) = job.ends(&[]);
+    assert_ne!(ended.code(), 0, "{ended}");
+}
+
+#[test]
+fn a_wait_that_ends_in_time_ends_nothing() {
+    let mut job = Job::start(Mpirun(2), &["comm.timeout=20"]);
+    let pid = job.stop(1);
+    let steps = |job: &Job| std::fs::read_to_string(job.logs.with_file_name("metrics.jsonl")).unwrap().len();
+    std::thread::sleep(Duration::from_millis(500));
+    let before = steps(&job);
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!(steps(&job), before);
+    signal("CONT", &pid);
+    let begun = Instant::now();
+    while steps(&job) == before {
+        assert!(begun.elapsed() < SOON && job.running.runs());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+#[test]
+fn a_clean_end_leaves_no_heartbeats() {
+    let root = tempfile::tempdir().unwrap();
+    for transport in [Mpirun(2), Simulate(2)] {
+        let run = Run::new(transport, root.path(), &format!("{transport:?}"), &["run.steps=2", "comm.timeout=5"]);
+        let logs = run.succeeds().path("logs");
+        let names = logs.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let others: Vec<_> = names.filter(|name| !name.ends_with(".log")).collect();
+        assert!(others.is_empty(), "{others:?}");
+    }
+}
+
+/// Freezes a thread of another process, as a read that never returns would. The rest of the process runs on.
+fn freeze(thread: i32, frozen: &Sender<bool>) {
+    let null = std::ptr::null_mut::<libc::c_void>();
+    // SAFETY: requests that take no memory of this process.
+    let held = unsafe {
+        libc::ptrace(libc::PTRACE_SEIZE, thread, null, null) == 0
+            && libc::ptrace(libc::PTRACE_INTERRUPT, thread, null, null) == 0
+    };
+    // SAFETY: a status need not be written.
+    let wait = || unsafe { libc::waitpid(thread, std::ptr::null_mut(), libc::__WALL) };
+    frozen.send(held && wait() == thread).unwrap();
+    // Its process can end only when the end of the thread was noticed here.
+    wait();
+}
+
+/// The threads of a process that read data.
+fn loaders(pid: &str) -> Vec<i32> {
+    let threads = PathBuf::from(format!("/proc/{pid}/task")).read_dir().unwrap();
+    let threads = threads.map(|entry| entry.unwrap().path());
+    let reads = |path: &PathBuf| std::fs::read_to_string(path.join("comm")).is_ok_and(|name| name == "hpctrain-data\n");
+    threads.filter(reads).map(|path| path.file_name().unwrap().to_str().unwrap().parse().unwrap()).collect()
+}
+
+#[test]
+fn a_loader_is_stuck() {
+    for (transport, algorithm) in [(Mpirun(2), "tree"), (Mpirun(2), "mpi"), (Simulate(2), "tree")] {
+        let job = Job::start(transport, &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
+        let thread = loaders(&job.pid(1))[0];
+        let (tell, told) = channel();
+        let holder = std::thread::spawn(move || freeze(thread, &tell));
+        if !told.recv().unwrap() {
+            println!("skipped: this user may not trace threads");
+            return;
+        }
+        let (ended, ledgers) = job.ends(&[0, 1]);
+        holder.join().unwrap();
+        assert_ne!(ended.code(), 0, "{ended}");
+        // Of the threads of one process it is either's.
+        let rank = if ended.stderr.contains("still: rank 0") && transport == Simulate(2) { 0 } else { 1 };
+        let words = [
+            format!("the job stands still: rank {rank} (process "),
+            ") has not joined #".into(),
+            ": wait for data since ".into(),
+            format!("; rank {} waits in #", 1 - rank),
+        ];
+        for word in words {
+            assert!(ended.stderr.contains(&word), "{word:?} is missing: {ended}");
+        }
+        assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+        check_ledger(1 - rank, &ledgers[1 - rank]);
+    }
+}
