@@ -5,6 +5,8 @@ pub mod logging;
 pub mod metrics;
 pub mod progress;
 pub mod run_card;
+pub mod straggler;
+pub mod times;
 
 /// Prints a line to standard output. A run goes on, and a command ends well, when nobody reads it any more.
 pub fn say(line: impl std::fmt::Display) {

@@ -4,7 +4,7 @@ use crate::backend::{Kernels, Memory};
 use crate::config::Plan;
 use crate::layout::UnitLayout;
 use crate::nn::Blocks;
-use crate::parallel::Life;
+use crate::parallel::{self, Life};
 use crate::telemetry::banner::Estimate;
 
 /// Bytes of an f32.
@@ -17,11 +17,12 @@ const GROWTH: usize = 7 << 20;
 /// The peak of every category, from the plan alone. Messages pass through `messages` bytes; `resident` is what the
 /// process holds already.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, resident: usize) -> Estimate {
-    let keep = plan.config.parallel.zero.residency();
+    let keep = plan.residency();
     let padded: Vec<usize> =
         blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
+    let borrows: Vec<Option<usize>> = blocks.iter().map(|block| block.borrows()).collect();
     // A block's own unit and the one it borrows, or the one whose reduction is under way.
     let in_flight: usize = {
         let mut sizes = padded.clone();
@@ -31,10 +32,13 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     let lanes = plan.lanes / plan.mesh.data();
     // Partial sums in the tree of lanes while the last one is computed.
     let partial = lanes.next_power_of_two().trailing_zeros() as usize;
-    let parameters = if keep.params == Life::Use { owned + in_flight } else { all };
+    let parameters = match keep.params {
+        Life::Step => all,
+        Life::Use => owned + parallel::peak(&parallel::step(&borrows, lanes * plan.micros_per_lane()), keep.ahead, &padded),
+    };
     let gradients = match (partial, keep.grads) {
         (0, Life::Step) => all,
-        (0, Life::Use) => owned + in_flight,
+        (0, Life::Use) => parallel::backward_peak(&borrows, plan.mesh.shard, &padded),
         // The lane being computed joins its unit's tree as soon as the unit is done.
         _ => partial * all + in_flight,
     };

@@ -1,14 +1,14 @@
 //! A training run from the first message to the last checkpoint.
 
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::directory::{Resume, RunDirectory};
 use super::step::{Engine, Geometry};
 use super::{collectives, feed, memory};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Manifest, Reader};
-use crate::comm::{Comm, Group};
+use crate::comm::{Comm, Group, Stats};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::{Loader, Tokenizer};
 use crate::error::{Error, Result};
@@ -18,6 +18,8 @@ use crate::parallel::{Groups, Hyper, Lanes, Sharded, Synced};
 use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
 use crate::telemetry::progress::Progress;
 use crate::telemetry::run_card::RunCard;
+use crate::telemetry::straggler::{Straggler, Stragglers};
+use crate::telemetry::times::{Spent, Times};
 use crate::telemetry::{banner, logging, say, unix_time};
 use crate::topology::Topology;
 
@@ -70,6 +72,10 @@ struct Run<'a, B: Kernels> {
     saved: Option<u64>,
     started: Instant,
     step_ms: Vec<f64>,
+    /// Time in optimizer updates.
+    updating: Duration,
+    /// Where the time of this start's steps went.
+    times: Times,
     /// On rank 0 only.
     records: Option<Records>,
 }
@@ -79,6 +85,7 @@ struct Records {
     metrics: JsonLines,
     evaluations: JsonLines,
     progress: Progress,
+    stragglers: Stragglers,
 }
 
 impl<'a, B: Kernels> Run<'a, B> {
@@ -157,13 +164,15 @@ impl<'a, B: Kernels> Run<'a, B> {
             saved: (request.resume == Resume::Auto).then_some(progress.step),
             started,
             step_ms: Vec::new(),
+            updating: Duration::ZERO,
+            times: Times::default(),
             records,
         })
     }
 
     /// One optimizer step and its record.
     fn step(&mut self) -> Result<()> {
-        let start = Instant::now();
+        let before = self.spent();
         let step = self.progress.step;
         let time = self.plan.gpt.context;
         let (loader, backend) = (&mut self.loader, self.engine.backend.clone());
@@ -174,7 +183,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             loader.recycle(batch);
             Ok(micro)
         };
-        let Synced { loss, norm } = self.engine.gradients(step, next)?;
+        let Synced { loss, norm, compute } = self.engine.gradients(step, next)?;
 
         let loss = loss / (self.plan.tokens_per_step() as f64);
         let lr = self.plan.schedule.rate(step);
@@ -183,12 +192,14 @@ impl<'a, B: Kernels> Run<'a, B> {
             self.skipped.0 = 0;
             self.progress.updates += 1;
             let optimizer = &self.plan.config.optimizer;
+            let start = Instant::now();
             self.engine.sharded.update(Hyper {
                 lr: lr as f32,
                 weight_decay: optimizer.weight_decay,
                 step: self.progress.updates,
                 grad_scale: clip(optimizer.grad_clip, norm) as f32,
             })?;
+            self.updating += start.elapsed();
         } else {
             // Loss and norm are the same on all ranks, so they all skip.
             self.skipped = (self.skipped.0 + 1, self.skipped.1 + 1);
@@ -197,7 +208,8 @@ impl<'a, B: Kernels> Run<'a, B> {
         }
         self.progress.step += 1;
         self.progress.position += self.plan.config.batch.global;
-        self.record(loss, norm, lr, !finite, start)?;
+        self.record(loss, norm, lr, !finite, before)?;
+        self.warn_of_stragglers(&compute);
         if self.skipped.0 >= self.plan.config.run.max_skipped {
             let message = format!("step {}: {} steps in a row were not finite", step + 1, self.skipped.0);
             return Err(Error::numeric(message)
@@ -207,9 +219,23 @@ impl<'a, B: Kernels> Run<'a, B> {
         Ok(())
     }
 
-    fn record(&mut self, loss: f64, grad_norm: f64, lr: f64, skipped: bool, start: Instant) -> Result<()> {
-        let seconds = start.elapsed().as_secs_f64();
+    /// The counters of this rank's time.
+    fn spent(&self) -> Spent {
+        let Stats { busy, blocked, .. } = self.comm.stats();
+        Spent {
+            total: self.started.elapsed().as_secs_f64(),
+            blocked,
+            busy,
+            loader: self.loader.waited().as_secs_f64(),
+            optimizer: self.updating.as_secs_f64(),
+        }
+    }
+
+    fn record(&mut self, loss: f64, grad_norm: f64, lr: f64, skipped: bool, before: Spent) -> Result<()> {
+        let after = self.spent();
+        let (seconds, times) = (after.total - before.total, Times::between(before, after));
         self.step_ms.push(seconds * 1e3);
+        self.times += times;
         let Some(records) = &mut self.records else { return Ok(()) };
         let tokens = self.plan.tokens_per_step();
         let record = Step {
@@ -223,10 +249,24 @@ impl<'a, B: Kernels> Run<'a, B> {
             step_ms: seconds * 1e3,
             tokens_per_second: tokens as f64 / seconds,
             time: unix_time(),
+            ..Step::default()
         };
+        let record = record.with(times);
         records.metrics.write(&record)?;
         records.progress.step(&record);
         Ok(())
+    }
+
+    /// Names ranks that others wait for. `compute` is the seconds that each rank computed in the last step.
+    fn warn_of_stragglers(&mut self, compute: &[f64]) {
+        let Some(records) = &mut self.records else { return };
+        for Straggler { rank, times } in records.stragglers.step(compute) {
+            log::warn!(
+                "rank {rank} (host {}) computes {times:.1} times as long as the median rank over the last {} steps",
+                self.topology.host(rank),
+                self.plan.config.log.straggler_window
+            );
+        }
     }
 
     fn evaluate_if_due(&mut self) -> Result<()> {
@@ -274,6 +314,9 @@ impl<'a, B: Kernels> Run<'a, B> {
         if let (Some(records), Some((_, loss))) = (&self.records, self.evaluated) {
             records.progress.finish();
             say(format_args!("\nvalidation loss {loss:.4} over {} samples", self.evaluator.samples()));
+            if !self.step_ms.is_empty() {
+                say(format_args!("time  {}", self.times));
+            }
             let latest = self.directory.checkpoints().latest();
             say(format_args!("checkpoint in {}", latest.display()));
             if let Some(text) = text {
@@ -316,6 +359,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             validation_loss,
             tokens_per_second: self.plan.tokens_per_step() as f64 / (median * 1e-3),
             seconds: self.started.elapsed().as_secs_f64(),
+            step_seconds: self.times,
             loader_wait_seconds: self.loader.waited().as_secs_f64(),
             comm_wait_seconds: self.comm.stats().blocked,
             peak_bytes: Memory::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
@@ -338,6 +382,7 @@ impl Records {
             metrics: JsonLines::open(&directory.metrics_path(), step)?,
             evaluations: JsonLines::open(&directory.evaluations_path(), evaluated)?,
             progress: Progress::new(step, plan.config.run.steps, plan.config.log.every),
+            stragglers: Stragglers::new(plan.config.log.straggler_factor, plan.config.log.straggler_window),
         })
     }
 }
@@ -355,7 +400,7 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<PathBuf>>) -> Result<
 fn engine<B: Kernels>(plan: &Plan, backend: B, blocks: Blocks<B>, groups: Groups<B>) -> Result<Engine<B>> {
     let data = &groups.data;
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
-    let (keep, seed) = (plan.config.parallel.zero.residency(), plan.config.run.seed);
+    let (keep, seed) = (plan.residency(), plan.config.run.seed);
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(plan.rule), &blocks, Some(seed))?;
     let geometry = Geometry {
         lanes: lanes.mine().len(),
