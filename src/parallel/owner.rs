@@ -106,7 +106,11 @@ impl<B: Kernels> Owner<B> {
     ///
     /// # Errors
     /// The parameters are nowhere.
-    pub fn views<'a>(&'a self, range: Range<usize>, full: Option<&'a B::Buf>) -> Result<(B::View<'a>, Vec<B::View<'a>>)> {
+    pub fn views<'a>(
+        &'a self,
+        range: Range<usize>,
+        full: Option<&'a B::Buf>,
+    ) -> Result<(B::View<'a>, Vec<B::View<'a>>)> {
         let of_owned = range.start - self.range.start..range.end - self.range.start;
         let params = match (&self.master, full) {
             (Some(master), _) => B::view(master, of_owned.clone()),

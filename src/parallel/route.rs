@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn units_come_ahead_and_stay_at_the_turn() {
-        assert_eq!(events(step(&BORROWS, 1), 0).0, "+0-0 +1-1 +2+0  -2-0 +1-1 +0-0");
+        assert_eq!(events(step(&BORROWS, 1), 0).0, "+0-0 +1-1 +2+0 -2-0 +1-1 +0-0");
         assert_eq!(events(step(&BORROWS, 1), 1).0, "+0+1-0 +2+0-1  +1-2-0 +0-1 -0");
         assert_eq!(events(step(&BORROWS, 1), 2).0, "+0+1+2 -1 +1 -2 -1 -0");
     }
@@ -156,7 +156,7 @@ mod tests {
     fn gradients_are_given_up_as_they_go() {
         // Of five blocks two are whole; what is kept of the last three is a quarter.
         assert_eq!(backward_peak(&[None; 5], 4, &[4; 5]), 8 + 4);
-        assert_eq!(backward_peak(&BORROWS, 4, &[4; 3]), 12);
+        assert_eq!(backward_peak(&BORROWS, 4, &[4; 3]), 12 + 1);
         assert_eq!(backward_peak(&[None; 1], 1, &[4]), 8);
     }
 }

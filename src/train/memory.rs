@@ -34,7 +34,9 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     let partial = lanes.next_power_of_two().trailing_zeros() as usize;
     let parameters = match keep.params {
         Life::Step => all,
-        Life::Use => owned + parallel::peak(&parallel::step(&borrows, lanes * plan.micros_per_lane()), keep.ahead, &padded),
+        Life::Use => {
+            owned + parallel::peak(&parallel::step(&borrows, lanes * plan.micros_per_lane()), keep.ahead, &padded)
+        }
     };
     let gradients = match (partial, keep.grads) {
         (0, Life::Step) => all,
