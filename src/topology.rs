@@ -43,6 +43,11 @@ impl Topology {
         &self.places[self.rank]
     }
 
+    /// Host of rank `rank`.
+    pub fn host(&self, rank: usize) -> &str {
+        self.places.get(rank).map_or("unknown", |place| &place.host)
+    }
+
     /// Host of every rank.
     pub fn hosts(&self) -> Vec<String> {
         self.places.iter().map(|place| place.host.clone()).collect()

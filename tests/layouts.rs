@@ -49,7 +49,7 @@ const SIX: Sums = Sums { lanes: 6, batch: 24, micro: 2, dropout: 0.1 };
 struct Row(Sums, Transport, &'static str);
 
 /// Everything that may not make a difference, one row each.
-const SAME: [Row; 45] = [
+const SAME: [Row; 52] = [
     // More threads or blocks computed again, on one rank.
     Row(EIGHT, Alone, "run.threads=3"),
     Row(EIGHT, Alone, "parallel.recompute=true"),
@@ -89,6 +89,14 @@ const SAME: [Row; 45] = [
     Row(DROPOUT, Mpirun(2), "parallel.zero=0 parallel.recompute=true"),
     Row(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.recompute=true"),
     Row(DROPOUT, Simulate(8), "parallel.zero=2"),
+    // Parameters gathered when they are needed, or ahead of that; the head borrows the first unit.
+    Row(EIGHT, Mpirun(2), "parallel.zero=3 parallel.prefetch=0"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2"),
+    Row(EIGHT, Simulate(8), "parallel.zero=3 parallel.prefetch=8"),
+    Row(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2 parallel.recompute=true"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2 parallel.shard=2"),
+    Row(ACCUMULATED, Mpirun(2), "parallel.zero=3 parallel.prefetch=8"),
+    Row(ACCUMULATED, Simulate(4), "parallel.zero=3 parallel.prefetch=0 parallel.replica=2"),
     // Micro-batches.
     Row(WIDE, Mpirun(2), "parallel.zero=2"),
     Row(WIDE, Simulate(8), "parallel.zero=3 parallel.recompute=true"),

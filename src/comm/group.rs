@@ -10,7 +10,7 @@ use super::operand::{Host, Operand};
 use super::pending::{Pending, Reply, reply};
 use super::wire::{Members, Parcel, Wire};
 use super::worker::Request;
-use super::{Algorithm, Comm};
+use super::{Algorithm, Comm, Stats};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 
@@ -116,6 +116,11 @@ impl<B: Backend> Group<B> {
         self.members.size()
     }
 
+    /// What communication has cost this rank so far, in all groups.
+    pub fn stats(&self) -> Stats {
+        self.comm.stats()
+    }
+
     /// The sum over all ranks of the elements in `range`, on every rank.
     pub fn all_reduce(&self, buf: B::Buf, range: Range<usize>) -> Pending<B::Buf> {
         let len = B::len(&buf);
@@ -123,6 +128,12 @@ impl<B: Backend> Group<B> {
             return Pending::refused(Error::internal(format!("all_reduce of {range:?} in a buffer of {len}")));
         }
         self.collective(Operation::AllReduce, buf, range, None, algorithms::all_reduce)
+    }
+
+    /// As [`all_reduce`](Group::all_reduce), of the buffer that `before` will give: it follows that request without
+    /// any other thread in between. The range lies in the buffer.
+    pub fn all_reduce_after(&self, before: Pending<B::Buf>, range: Range<usize>) -> Pending<B::Buf> {
+        self.collective_after(Operation::AllReduce, before, range, None, algorithms::all_reduce)
     }
 
     /// The sum over all ranks of my part, elements `rank·len/size..(rank+1)·len/size`. The rest of the buffer is
@@ -270,13 +281,25 @@ impl<B: Backend> Group<B> {
     fn collective(
         &self,
         op: Operation,
-        mut buf: B::Buf,
+        buf: B::Buf,
+        range: Range<usize>,
+        root: Option<usize>,
+        run: impl FnOnce(Algorithm, &mut dyn Operand, &mut dyn Wire, &Members) -> Result<()> + Send + 'static,
+    ) -> Pending<B::Buf> {
+        self.collective_after(op, Pending::ready(buf), range, root, run)
+    }
+
+    /// Queues a collective on a range of a buffer that an earlier request of this rank will give.
+    fn collective_after(
+        &self,
+        op: Operation,
+        before: Pending<B::Buf>,
         range: Range<usize>,
         root: Option<usize>,
         run: impl FnOnce(Algorithm, &mut dyn Operand, &mut dyn Wire, &Members) -> Result<()> + Send + 'static,
     ) -> Pending<B::Buf> {
         if self.size() == 1 {
-            return Pending::ready(buf);
+            return before;
         }
         let bytes = range.len() * size_of::<f32>();
         let algorithm = self.table.pick(op, bytes);
@@ -285,6 +308,8 @@ impl<B: Backend> Group<B> {
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |desk| {
             reply.send(desk.collective(&members, &label, |desk| {
+                // Requests run in their order: the buffer is there.
+                let mut buf = before.wait()?;
                 let memory = &mut host::<B>(&mut buf)?[range];
                 let mut x = Host { memory, scratch: &mut desk.scratch };
                 run(algorithm, &mut x, &mut *desk.wire, &members)?;

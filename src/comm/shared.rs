@@ -13,7 +13,8 @@ const NO_ABORT: i64 = i64::MIN;
 /// What communication has cost a rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Stats {
-    /// Seconds the communication thread spent on requests.
+    /// Seconds the communication thread spent on requests, waiting for ranks that come late included. A request
+    /// counts when it ends.
     pub busy: f64,
     /// Seconds threads were blocked in [`wait`](super::Pending::wait): communication that compute did not hide.
     pub blocked: f64,

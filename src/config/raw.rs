@@ -174,6 +174,9 @@ sections! {
         pipeline: usize = 1,
         /// Pieces of the batch whose gradients are summed by a fixed tree; left out, the data-parallel ranks.
         lanes: Option<usize> = None,
+        /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one block's parameters
+        /// and hides a gather behind the blocks before; 0 gathers when a block needs them.
+        prefetch: usize = 1,
         /// Keep only the input of each block and compute its inside again in the backward.
         recompute: bool = false,
     }
@@ -220,6 +223,10 @@ sections! {
         level: Level = Level::Info,
         /// Steps between progress lines when the output is not a terminal.
         every: u64 = 50,
+        /// A rank that computes so many times as long as the median rank is named in the log of rank 0; 0 names none.
+        straggler_factor: f64 = 1.5,
+        /// Steps over which ranks are compared.
+        straggler_window: u64 = 20,
         /// Characters of text printed by the trained model at the end.
         sample: usize = 300,
     }

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::nn::gpt::Gpt;
 use crate::optim::{Rule, Schedule};
-use crate::parallel::Zero;
+use crate::parallel::{Residency, Zero};
 
 /// What the environment contributes to a [`Plan`].
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +45,11 @@ impl Plan {
     /// Micro-batches in a lane.
     pub fn micros_per_lane(&self) -> usize {
         (self.lane_samples / self.micro) as usize
+    }
+
+    /// How long full buffers live.
+    pub fn residency(&self) -> Residency {
+        Residency { ahead: self.config.parallel.prefetch, ..self.config.parallel.zero.residency() }
     }
 
     /// Tokens in a global batch.
@@ -109,6 +114,7 @@ fn check_ranges(config: &Config) -> Result<()> {
         ("eval.samples", eval.samples.unwrap_or(1)),
         ("checkpoint.keep", checkpoint.keep as u64),
         ("log.every", log.every),
+        ("log.straggler_window", log.straggler_window),
         ("run.threads", run.threads.unwrap_or(1) as u64),
         ("schedule.reference_batch", schedule.reference_batch.unwrap_or(1)),
         ("model.vocabulary", model.vocabulary.unwrap_or(1) as u64),
@@ -147,6 +153,9 @@ fn check_ranges(config: &Config) -> Result<()> {
     }
     if !(0.0..=1.0).contains(&schedule.min_ratio) {
         return Err(out_of_range("schedule.min_ratio", schedule.min_ratio, "from 0 to 1"));
+    }
+    if log.straggler_factor != 0.0 && !(log.straggler_factor > 1.0 && log.straggler_factor.is_finite()) {
+        return Err(out_of_range("log.straggler_factor", log.straggler_factor, "0 (off) or more than 1"));
     }
     if optimizer.nesterov && optimizer.momentum == 0.0 {
         return Err(out_of_range("optimizer.momentum", optimizer.momentum, "greater than 0 with nesterov"));
@@ -338,6 +347,9 @@ mod tests {
             ("run.name=../x", "run.name"),
             ("schedule.min_ratio=2.0", "schedule.min_ratio"),
             ("comm.timeout=1000000", "comm.timeout = 1000000"),
+            ("log.straggler_factor=1.0", "log.straggler_factor = 1 "),
+            ("log.straggler_factor=nan", "log.straggler_factor = NaN"),
+            ("log.straggler_window=0", "log.straggler_window = 0"),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
         }

@@ -3,14 +3,19 @@
 //! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by how
 //! long full gradients and full parameters live ([`Residency`]).
 
+mod facts;
 mod lanes;
+mod owner;
+mod route;
 pub mod schedule;
 mod sharded;
 #[cfg(test)]
 mod tests;
 
 pub use lanes::{Lanes, tree_sum};
-pub use sharded::{Groups, Hyper, Owned, Reduced, Sharded, Synced};
+pub use owner::Hyper;
+pub use route::{Visit, backward_peak, forward, peak, step};
+pub use sharded::{Groups, Owned, Reduced, Sharded, Synced};
 
 use serde::{Deserialize, Serialize};
 
@@ -19,7 +24,7 @@ use serde::{Deserialize, Serialize};
 pub enum Life {
     /// All the time.
     Step,
-    /// From its first use in a pass to its last.
+    /// For a use, with what is gathered ahead of its own.
     Use,
 }
 
@@ -30,12 +35,14 @@ pub struct Residency {
     pub grads: Life,
     /// Of full parameters.
     pub params: Life,
+    /// Blocks ahead of whose turn full parameters are gathered, where they do not live always.
+    pub ahead: usize,
 }
 
 impl Residency {
     /// The lifetimes over so many shards: what one rank owns whole is never given up, since it would only be copied.
     pub fn over(self, shards: usize) -> Self {
-        if shards == 1 { Self { grads: Life::Step, params: Life::Step } } else { self }
+        if shards == 1 { Self { grads: Life::Step, params: Life::Step, ..self } } else { self }
     }
 }
 
@@ -55,10 +62,10 @@ pub enum Zero {
 }
 
 impl Zero {
-    /// The lifetimes this stage means.
+    /// The lifetimes this stage means; parameters are gathered while the block before computes.
     pub fn residency(self) -> Residency {
         let life = |gives_up| if gives_up { Life::Use } else { Life::Step };
-        Residency { grads: life(self as u8 >= 2), params: life(self as u8 >= 3) }
+        Residency { grads: life(self as u8 >= 2), params: life(self as u8 >= 3), ahead: 1 }
     }
 }
 

@@ -3,13 +3,19 @@
 //!
 //! A gradient's journey: blocks add into a unit's flat buffer; at the end of a lane the buffer joins the rank's
 //! tree of lanes; after the last lane the sum moves to the communication thread, which reduces it while the
-//! next block computes; [`Sharded::reduce`] waits for all and agrees on loss and norm; [`Sharded::update`] runs
-//! one fused kernel on each owned range and gathers the parameters again.
+//! next block computes; [`Sharded::reduce`] waits for all and agrees on loss and norm; [`Sharded::update`] lets
+//! each [`Owner`] update its range and gathers the parameters again.
+//!
+//! Parameters that do not live always are gathered ahead of their use: a pass tells its order of blocks
+//! ([`Sharded::begin`]), and a window slides along it ([`Route`]).
 
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::facts::Facts;
 use super::lanes::{Lanes, Tree, tree_sum};
+use super::owner::{Hyper, Owner, state_names};
+use super::route::{Route, Visit};
 use super::{Life, Residency};
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, Memory};
@@ -17,7 +23,7 @@ use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
 use crate::layout::{Init, UnitLayout, part};
 use crate::nn::{Blocks, Grads, Params};
-use crate::optim::{Rule, Update};
+use crate::optim::Rule;
 use crate::random;
 
 /// The groups that data parallelism speaks in.
@@ -30,26 +36,15 @@ pub struct Groups<B: Kernels> {
     pub data: Group<B>,
 }
 
-/// Constants of one update.
-#[derive(Debug, Clone, Copy)]
-pub struct Hyper {
-    /// Learning rate.
-    pub lr: f32,
-    /// Decoupled (AdamW) or coupled (SGD) weight decay of tensors that decay.
-    pub weight_decay: f32,
-    /// Number of the update, from 1.
-    pub step: u64,
-    /// Factor on the gradient: the clip.
-    pub grad_scale: f32,
-}
-
 /// What all data-parallel ranks know after the gradients met.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Synced {
     /// Sum of the lanes' losses.
     pub loss: f64,
     /// Global norm of the gradient, before clipping.
     pub norm: f64,
+    /// Seconds that each data-parallel rank computed in this step.
+    pub compute: Vec<f64>,
 }
 
 /// A full buffer: at hand, on the wire, or given up.
@@ -71,28 +66,39 @@ impl<T: Send + 'static> Slot<T> {
             _ => None,
         })
     }
+
+    /// The buffer, if it is here.
+    fn here(&self) -> Option<&T> {
+        match self {
+            Slot::Here(buf) => Some(buf),
+            _ => None,
+        }
+    }
 }
 
-/// A reduction under way, and where in its buffer the owned part will be.
+/// The sum of a unit's gradients over all ranks.
 enum Reduction<T> {
-    /// Over the shard axis.
-    Scatter(Pending<T>),
-    /// Over the replica axis; the owned part is this window.
-    Replicas(Pending<T>, Range<usize>),
+    /// On its way: over the shard axis, then over the replica axis.
+    InFlight(Pending<T>),
     /// Finished.
-    Done(T, Range<usize>),
+    Done(Sum<T>),
+}
+
+/// A reduced gradient.
+struct Sum<T> {
+    grad: T,
+    /// Where in its buffer the owned part is.
+    window: Range<usize>,
+    /// Squares of this rank's virtual shards.
+    squares: Vec<f64>,
 }
 
 struct Unit<B: Kernels> {
     layout: UnitLayout,
     /// The shard of this rank.
-    owned: Range<usize>,
+    owner: Owner<B>,
     /// Full parameters.
     params: Slot<B::Buf>,
-    /// The owned parameters, when the full ones do not live always.
-    master: Option<B::Buf>,
-    /// Optimizer state of the owned range, one buffer for each name in [`Rule::state`].
-    state: Vec<B::Buf>,
     /// The full gradient of the current lane.
     grads: Option<B::Buf>,
     /// Whether `grads` holds this lane's sum; if not, it is to be zeroed before use.
@@ -135,8 +141,10 @@ pub struct Sharded<B: Kernels> {
     /// None where nothing is trained.
     rule: Option<Rule>,
     units: Vec<Unit<B>>,
-    /// Units whose reduction has been started in this step, in order.
+    /// Units whose reduction is under way, in order.
     started: Vec<usize>,
+    /// The pass under way.
+    route: Route,
 }
 
 impl<B: Kernels> Sharded<B> {
@@ -163,26 +171,19 @@ impl<B: Kernels> Sharded<B> {
             let full = seed.map_or_else(|| vec![0.0; layout.padded], |seed| initial(&layout, seed));
             let (params, master) = match keep.params {
                 Life::Step => (Slot::Here(backend.upload(Memory::Parameters, &full)?), None),
-                Life::Use => (Slot::Gone, Some(backend.upload(Memory::Parameters, &full[owned.clone()])?)),
+                Life::Use => (Slot::Gone, Some(&full[owned.clone()])),
             };
-            let state = state_names(rule).iter().map(|_| {
-                let mut buf = backend.alloc(Memory::Optimizer, owned.len())?;
-                backend.zero(B::all_mut(&mut buf))?;
-                Ok(buf)
-            });
             units.push(Unit {
-                state: state.collect::<Result<_>>()?,
+                owner: Owner::new(&backend, rule, &layout, owned, master)?,
                 layout,
-                owned,
                 params,
-                master,
                 grads: None,
                 grads_open: false,
                 lanes: Tree::default(),
                 reduction: None,
             });
         }
-        Ok(Self { backend, groups, keep, lanes, rule, units, started: Vec::new() })
+        Ok(Self { backend, groups, keep, lanes, rule, units, started: Vec::new(), route: Route::default() })
     }
 
     /// The ranks with different data.
@@ -210,13 +211,22 @@ impl<B: Kernels> Sharded<B> {
         &self.units[unit].layout.name
     }
 
-    /// Parameters of unit `unit` and of the unit it borrows, gathered if they are not here.
+    /// Seconds this rank has been blocked so far, waiting for messages.
+    pub fn waited(&self) -> f64 {
+        self.groups.data.stats().blocked
+    }
+
+    /// A pass begins: blocks will take their turns in this order, which is the same on all ranks.
+    pub fn begin(&mut self, visits: Vec<Visit>) {
+        self.route = Route::new(visits);
+    }
+
+    /// Parameters of unit `unit` and of the unit it borrows, whose block's turn it is, gathered if they are not here.
     ///
     /// # Errors
     /// The gather failed.
     pub fn params(&mut self, unit: usize, borrowed: Option<usize>) -> Result<Params<'_, B>> {
-        self.gather(unit)?;
-        borrowed.map_or(Ok(()), |lent| self.gather(lent))?;
+        self.fetch(Visit { own: unit, lent: borrowed })?;
         Ok(Params { own: self.full(unit)?, lent: borrowed.map(|lent| self.full(lent)).transpose()? })
     }
 
@@ -225,10 +235,9 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// The gather failed.
     pub fn params_and_grads(&mut self, unit: usize, borrowed: Option<usize>) -> Result<(Params<'_, B>, Grads<'_, B>)> {
-        for index in [Some(unit), borrowed].into_iter().flatten() {
-            self.gather(index)?;
-            self.open_grads(index)?;
-        }
+        let visit = Visit { own: unit, lent: borrowed };
+        self.fetch(visit)?;
+        visit.units().try_for_each(|index| self.open_grads(index))?;
         let mut rest = &mut self.units[..];
         let mut lent = None;
         if let Some(index) = borrowed {
@@ -244,10 +253,10 @@ impl<B: Kernels> Sharded<B> {
         Ok((Params { own: own_params, lent: lent_params }, Grads { own: own_grads, lent: lent_grads }))
     }
 
-    /// A block has used its parameters: those that live for their use only are given up.
-    pub fn release(&mut self, unit: usize, borrowed: Option<usize>) {
-        if self.keep.params == Life::Use {
-            for index in [Some(unit), borrowed].into_iter().flatten() {
+    /// A block's turn ends: parameters that live for their use only are given up, unless the next turns want them.
+    pub fn release(&mut self) {
+        for index in self.route.pass(self.keep.ahead) {
+            if self.keep.params == Life::Use {
                 self.units[index].params = Slot::Gone;
             }
         }
@@ -275,49 +284,42 @@ impl<B: Kernels> Sharded<B> {
             return Ok(());
         }
         let sum = state.lanes.finish(&mut add)?.ok_or_else(|| Error::internal("no lane to reduce"))?;
-        state.reduction = Some(Reduction::Scatter(self.groups.shard.about(&state.layout.name).reduce_scatter(sum)));
-        if let Some(&before) = self.started.last() {
-            self.advance(before)?;
-        }
-        if self.groups.shard.size() == 1 {
-            // Nothing was scattered: the replicas can meet at once.
-            self.advance(unit)?;
+        let scattered = self.groups.shard.about(&state.layout.name).reduce_scatter(sum);
+        let pending = self.groups.replica.about(&state.layout.name).all_reduce_after(scattered, state.owner.range());
+        state.reduction = Some(Reduction::InFlight(pending));
+        if self.keep.grads == Life::Use {
+            // Full gradients live for their use: those of the unit before have had this block's time to meet.
+            std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
         }
         self.started.push(unit);
         Ok(())
     }
 
     /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm.
-    /// `losses` are those of this rank's lanes, in order.
+    /// `losses` are those of this rank's lanes, in order; `compute` is the seconds it has computed in this step.
     ///
     /// # Errors
     /// A reduction failed.
-    pub fn reduce(&mut self, losses: &[f64]) -> Result<Synced> {
-        for unit in std::mem::take(&mut self.started) {
-            self.advance(unit)?;
-            self.land(unit)?;
-        }
+    pub fn reduce(&mut self, losses: &[f64], compute: f64) -> Result<Synced> {
+        std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
         let shards = self.virtual_shards();
         let mut squares = vec![0.0; shards.len()];
         for unit in &self.units {
-            let Some(Reduction::Done(grad, window)) = &unit.reduction else {
+            let Some(Reduction::Done(sum)) = &unit.reduction else {
                 return Err(Error::internal("a unit without gradient"));
             };
-            for (square, shard) in squares.iter_mut().zip(shards.clone()) {
-                let range = unit.layout.part(shard, self.lanes.total);
-                let at = range.start - unit.owned.start + window.start;
-                *square += self.backend.sum_squares(B::view(grad, at..at + range.len()))?;
-            }
+            squares.iter_mut().zip(&sum.squares).for_each(|(all, square)| *all += square);
         }
         // Every rank gets every lane's loss and every virtual shard's square, and adds them in the same tree.
-        let message = LaneFacts { first: shards.start, losses, squares: &squares }.encode();
-        let (mut all_losses, mut all_squares) = (Vec::new(), vec![0.0; self.lanes.total]);
-        for message in self.groups.data.gather_bytes(message).wait()? {
-            let (first, losses, squares) = LaneFacts::decode(&message)?;
-            all_losses.extend(losses);
-            all_squares[first..first + squares.len()].copy_from_slice(&squares);
+        let mine = Facts { first: shards.start, compute, losses: losses.to_vec(), squares };
+        let (mut losses, mut squares, mut compute) = (Vec::new(), vec![0.0; self.lanes.total], Vec::new());
+        for message in self.groups.data.gather_bytes(mine.encode()).wait()? {
+            let facts = Facts::decode(&message)?;
+            losses.extend(facts.losses);
+            squares[facts.first..facts.first + facts.squares.len()].copy_from_slice(&facts.squares);
+            compute.push(facts.compute);
         }
-        Ok(Synced { loss: tree_sum(&all_losses), norm: tree_sum(&all_squares).sqrt() })
+        Ok(Synced { loss: tree_sum(&losses), norm: tree_sum(&squares).sqrt(), compute })
     }
 
     /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update.
@@ -329,9 +331,9 @@ impl<B: Kernels> Sharded<B> {
         self.units
             .iter()
             .map(|unit| match &unit.reduction {
-                Some(Reduction::Done(grad, window)) => {
-                    let grad = B::view(grad, window.clone());
-                    Ok(Reduced { layout: &unit.layout, range: unit.owned.clone(), grad })
+                Some(Reduction::Done(sum)) => {
+                    let grad = B::view(&sum.grad, sum.window.clone());
+                    Ok(Reduced { layout: &unit.layout, range: unit.owner.range(), grad })
                 }
                 _ => Err(early()),
             })
@@ -343,38 +345,23 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// The device or the gather failed.
     pub fn update(&mut self, hyper: Hyper) -> Result<()> {
-        let (Some(rule), keep) = (self.rule, self.keep) else {
-            return Err(Error::internal("an update without a rule"));
-        };
+        let keep = self.keep;
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
-            let Some(Reduction::Done(grad, window)) = unit.reduction.take() else {
+            let Some(Reduction::Done(Sum { grad, window, .. })) = unit.reduction.take() else {
                 return Err(Error::internal("an update without gradient"));
             };
-            let owned = unit.owned.clone();
-            let params = match (&mut unit.master, unit.params.land()?) {
-                (Some(master), _) => B::all_mut(master),
-                (None, Some(full)) => B::view_mut(full, owned.clone()),
-                (None, None) => return Err(Error::internal("parameters are nowhere")),
-            };
-            let g = B::view(&grad, window);
-            let state = unit.state.iter_mut().map(B::all_mut).collect();
-            // Decayed tensors come first: one cut separates the two groups.
-            let cut = unit.layout.decayed.clamp(owned.start, owned.end) - owned.start;
-            let update =
-                |weight_decay| Update { lr: hyper.lr, weight_decay, step: hyper.step, grad_scale: hyper.grad_scale };
-            let (g_decayed, g_rest) = B::cut(g, cut);
-            let (p_decayed, p_rest) = B::cut_mut(params, cut);
-            let (s_decayed, s_rest) = cut_all::<B>(state, cut);
             let span = span(Doing::Update, Some(&unit.layout.name));
-            rule.update(&self.backend, update(hyper.weight_decay), g_decayed, s_decayed, p_decayed)?;
-            rule.update(&self.backend, update(0.0), g_rest, s_rest, p_rest)?;
+            unit.owner.update(hyper, B::view(&grad, window), unit.params.land()?)?;
             drop(span);
             if keep.grads == Life::Step {
                 unit.grads = Some(grad);
             }
-            if keep.params == Life::Step {
-                self.spread(index);
+            match keep.params {
+                Life::Step => self.spread(index),
+                // Every pass begins with the first blocks.
+                Life::Use if index < keep.ahead => self.gather(index)?,
+                Life::Use => {}
             }
         }
         Ok(())
@@ -383,10 +370,10 @@ impl<B: Kernels> Sharded<B> {
     /// Forgets the reduced gradients: this step does not count.
     pub fn skip(&mut self) {
         for unit in &mut self.units {
-            if let Some(Reduction::Done(grad, _)) = unit.reduction.take()
+            if let Some(Reduction::Done(sum)) = unit.reduction.take()
                 && self.keep.grads == Life::Step
             {
-                unit.grads = Some(grad);
+                unit.grads = Some(sum.grad);
             }
         }
     }
@@ -405,13 +392,7 @@ impl<B: Kernels> Sharded<B> {
             .iter()
             .map(|unit| {
                 let range = unit.layout.part(shards.start, total).start..unit.layout.part(shards.end - 1, total).end;
-                let of_owned = range.start - unit.owned.start..range.end - unit.owned.start;
-                let params = match (&unit.master, &unit.params) {
-                    (Some(master), _) => B::view(master, of_owned.clone()),
-                    (None, Slot::Here(full)) => B::view(full, range.clone()),
-                    (None, _) => return Err(Error::internal("parameters are nowhere")),
-                };
-                let state = unit.state.iter().map(|buf| B::view(buf, of_owned.clone())).collect();
+                let (params, state) = unit.owner.views(range.clone(), unit.params.here())?;
                 Ok(Owned { backend: &self.backend, layout: &unit.layout, range, params, state })
             })
             .collect()
@@ -423,24 +404,21 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Of `read`, or of the device.
     pub fn restore(&mut self, mut read: impl FnMut(&str, usize, Range<usize>, &mut [f32]) -> Result<()>) -> Result<()> {
+        let backend = &self.backend;
         for unit in &mut self.units {
-            let kept = if unit.master.is_some() { unit.owned.clone() } else { 0..unit.layout.padded };
-            let mut fill = |part: usize, range: Range<usize>| -> Result<B::Buf> {
+            let layout = &unit.layout;
+            let mut load = |what, part, range: Range<usize>| {
                 let mut host = vec![0.0; range.len()];
-                for piece in unit.layout.pieces(range) {
+                for piece in layout.pieces(range) {
                     read(&piece.tensor.name, part, piece.of_tensor, &mut host[piece.of_owned])?;
                 }
-                let what = if part == 0 { Memory::Parameters } else { Memory::Optimizer };
-                self.backend.upload(what, &host)
+                backend.upload(what, &host)
             };
-            let params = fill(0, kept)?;
-            match &mut unit.master {
-                Some(master) => *master = params,
-                None => unit.params = Slot::Here(params),
-            }
-            for (part, buf) in unit.state.iter_mut().enumerate() {
-                *buf = fill(part + 1, unit.owned.clone())?;
-            }
+            unit.params = match self.keep.params {
+                Life::Step => Slot::Here(load(Memory::Parameters, 0, 0..layout.padded)?),
+                Life::Use => Slot::Gone,
+            };
+            unit.owner.restore(load)?;
         }
         Ok(())
     }
@@ -453,15 +431,23 @@ impl<B: Kernels> Sharded<B> {
         owned.start + mine.start..owned.start + mine.end
     }
 
-    /// Starts the gather of a unit's full parameters unless they are here or on their way, and waits for them.
+    /// Starts the gathers that the turn under way and the next ones want, and waits for those of `visit`.
+    fn fetch(&mut self, visit: Visit) -> Result<()> {
+        debug_assert_eq!(self.route.turn(), Some(visit), "blocks take their turns in the order of the pass");
+        let wanted: Vec<usize> = self.route.wanted(self.keep.ahead).collect();
+        wanted.into_iter().try_for_each(|index| self.gather(index))?;
+        visit.units().try_for_each(|index| self.units[index].params.land().map(drop))
+    }
+
+    /// Starts the gather of a unit's full parameters, unless they are here or on their way.
     fn gather(&mut self, index: usize) -> Result<()> {
         let unit = &mut self.units[index];
-        if let (Slot::Gone, Some(master)) = (&unit.params, &unit.master) {
+        if let Slot::Gone = unit.params {
             let mut full = self.backend.alloc(Memory::Parameters, unit.layout.padded)?;
-            self.backend.copy(B::all(master), B::view_mut(&mut full, unit.owned.clone()))?;
+            unit.owner.contribute(&mut full)?;
             unit.params = Slot::InFlight(self.groups.shard.about(&unit.layout.name).all_gather(full));
         }
-        unit.params.land().map(drop)
+        Ok(())
     }
 
     /// Sends the updated owned part of full parameters to the other shards.
@@ -473,10 +459,8 @@ impl<B: Kernels> Sharded<B> {
     }
 
     fn full(&self, index: usize) -> Result<B::View<'_>> {
-        match &self.units[index].params {
-            Slot::Here(full) => Ok(B::all(full)),
-            _ => Err(Error::internal("parameters used before they were gathered")),
-        }
+        let full = self.units[index].params.here();
+        full.map(B::all).ok_or_else(|| Error::internal("parameters used before they were gathered"))
     }
 
     /// Makes the gradient buffer of a unit ready to add to.
@@ -492,35 +476,26 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Moves a reduction from the shard axis to the replica axis. Waits for the first; the second runs on.
-    fn advance(&mut self, index: usize) -> Result<()> {
-        let unit = &mut self.units[index];
-        let scattered = match unit.reduction.take() {
-            Some(Reduction::Scatter(pending)) => pending.wait()?,
-            other => {
-                unit.reduction = other;
-                return Ok(());
-            }
-        };
-        let (sum, window) = match self.keep.grads {
-            Life::Step => (scattered, unit.owned.clone()),
-            Life::Use => {
-                let mut own = self.backend.alloc(Memory::Gradients, unit.owned.len())?;
-                self.backend.copy(B::view(&scattered, unit.owned.clone()), B::all_mut(&mut own))?;
-                (own, 0..unit.owned.len())
-            }
-        };
-        let pending = self.groups.replica.about(&unit.layout.name).all_reduce(sum, window.clone());
-        unit.reduction = Some(Reduction::Replicas(pending, window));
-        Ok(())
-    }
-
-    /// Waits for a reduction's end.
+    /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept.
     fn land(&mut self, index: usize) -> Result<()> {
+        let shards = self.virtual_shards();
         let unit = &mut self.units[index];
-        if let Some(Reduction::Replicas(pending, window)) = unit.reduction.take() {
-            unit.reduction = Some(Reduction::Done(pending.wait()?, window));
-        }
+        let Some(Reduction::InFlight(pending)) = unit.reduction.take() else {
+            return Err(Error::internal("no reduction to wait for"));
+        };
+        let (full, owned) = (pending.wait()?, unit.owner.range());
+        // Read while it is on its way through the caches, and while the next units are reduced.
+        let square = |shard| self.backend.sum_squares(B::view(&full, unit.layout.part(shard, self.lanes.total)));
+        let squares = shards.map(square).collect::<Result<_>>()?;
+        let (grad, window) = match self.keep.grads {
+            Life::Step => (full, owned),
+            Life::Use => {
+                let mut own = self.backend.alloc(Memory::Gradients, owned.len())?;
+                self.backend.copy(B::view(&full, owned.clone()), B::all_mut(&mut own))?;
+                (own, 0..owned.len())
+            }
+        };
+        unit.reduction = Some(Reduction::Done(Sum { grad, window, squares }));
         Ok(())
     }
 }
@@ -533,15 +508,6 @@ impl<B: Kernels> Unit<B> {
             _ => Err(Error::internal("parameters or gradients are not here")),
         }
     }
-}
-
-fn state_names(rule: Option<Rule>) -> &'static [&'static str] {
-    rule.map_or(&[], |rule| rule.state())
-}
-
-/// Cuts every window at the same element.
-fn cut_all<B: Kernels>(views: Vec<B::ViewMut<'_>>, at: usize) -> (Vec<B::ViewMut<'_>>, Vec<B::ViewMut<'_>>) {
-    views.into_iter().map(|view| B::cut_mut(view, at)).unzip()
 }
 
 /// The initial values of a unit: each tensor a stream of its own, named by the tensor.
@@ -560,30 +526,4 @@ fn initial(layout: &UnitLayout, seed: u64) -> Vec<f32> {
         }
     }
     values
-}
-
-/// What a rank tells the others about its lanes and virtual shards; little-endian f64.
-struct LaneFacts<'a> {
-    /// First virtual shard of `squares`.
-    first: usize,
-    losses: &'a [f64],
-    squares: &'a [f64],
-}
-
-impl LaneFacts<'_> {
-    fn encode(&self) -> Vec<u8> {
-        let head = [self.first as f64, self.losses.len() as f64];
-        head.iter().chain(self.losses).chain(self.squares).flat_map(|x| x.to_le_bytes()).collect()
-    }
-
-    fn decode(bytes: &[u8]) -> Result<(usize, Vec<f64>, Vec<f64>)> {
-        let numbers: Vec<f64> = bytes.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
-        match numbers.as_slice() {
-            [first, losses, rest @ ..] if *losses as usize <= rest.len() => {
-                let (losses, squares) = rest.split_at(*losses as usize);
-                Ok((*first as usize, losses.to_vec(), squares.to_vec()))
-            }
-            _ => Err(Error::comm("another rank sent a malformed summary of its lanes")),
-        }
-    }
 }

@@ -1,6 +1,6 @@
 //! Every layout against one rank, with threads as ranks: a new configuration is a row.
 
-use super::{Groups, Hyper, Lanes, Sharded, Zero};
+use super::{Groups, Hyper, Lanes, Residency, Sharded, Zero, backward_peak, peak, step};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, Memory};
 use crate::comm::{Algorithm, Comm, threads};
@@ -20,7 +20,7 @@ const TIME: usize = 7;
 struct Outcome {
     curve: Vec<(u64, u64)>,
     tensors: Vec<(String, usize, Vec<u32>)>,
-    peak: [usize; 2],
+    peak: [usize; 3],
 }
 
 #[derive(Clone, Copy)]
@@ -31,6 +31,7 @@ struct Row {
     lanes: usize,
     micros_per_lane: usize,
     recompute: bool,
+    ahead: usize,
     algorithm: Algorithm,
 }
 
@@ -41,11 +42,20 @@ const ONE: Row = Row {
     lanes: 8,
     micros_per_lane: 1,
     recompute: false,
+    ahead: 1,
     algorithm: Algorithm::Tree,
 };
 
+/// The last of its four blocks borrows the unit of the first.
+const GPT: Gpt = Gpt { layers: 2, heads: 3, width: 15, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
+
+/// Bytes of the padded units.
+fn unit_bytes(lanes: usize) -> Vec<usize> {
+    let size = |layout: UnitLayout| layout.padded * size_of::<f32>();
+    GPT.blocks::<Cpu>().iter().map(|block| size(UnitLayout::new(block.name(), block.tensors(), lanes))).collect()
+}
+
 fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
-    let gpt = Gpt { layers: 2, heads: 3, width: 15, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
     let mesh = Mesh { pipeline: 1, replica: row.replica, shard: row.shard, tensor: 1 };
     let group = |axes: &[Axis]| comm.split(&mesh.colors(axes)).unwrap();
     let groups = Groups {
@@ -55,10 +65,10 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     };
     let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let backend = Cpu::new(1);
-    let blocks = gpt.blocks();
+    let blocks = GPT.blocks();
     let rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
-    let sharded =
-        Sharded::new(backend.clone(), groups, row.zero.residency(), lanes, Some(rule), &blocks, Some(3)).unwrap();
+    let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
+    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(rule), &blocks, Some(3)).unwrap();
     let predictions = (BATCH * TIME) as u64;
     let geometry = Geometry {
         lanes: lanes.mine().len(),
@@ -72,6 +82,13 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let mut curve = Vec::new();
     let sequences = BATCH / row.lanes / row.micros_per_lane;
     for step in 0..STEPS {
+        if step == 3 {
+            // Outside training: another pass, which finds what the update has gathered ahead.
+            let ids = |ids| backend.upload_ints(ids).unwrap();
+            let micro = Micro { tokens: ids(&[1, 2, 3]), targets: ids(&[2, 3, 4]), sequences: 1, time: 3, first: 0 };
+            let loss = engine.loss(&micro).unwrap();
+            curve.push((loss.to_bits(), 0));
+        }
         let mut first = lanes.mine().start * (BATCH / row.lanes);
         let next = || {
             let id = |i: usize| ((i as u64 * 2_654_435_761 + step * 97) % 19) as u32;
@@ -101,7 +118,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             }
         }
     }
-    let peak = [Memory::Parameters, Memory::Optimizer].map(|what| backend.ledger().peak(what));
+    let peak = [Memory::Parameters, Memory::Optimizer, Memory::Gradients].map(|what| backend.ledger().peak(what));
     Outcome { curve, tensors, peak }
 }
 
@@ -143,9 +160,16 @@ fn every_layout_gives_the_bits_of_one_rank() {
     }
     rows.push(Row { replica: 2, recompute: true, ..ONE });
     rows.push(Row { shard: 2, zero: Zero::Three, recompute: true, ..ONE });
+    for ahead in [0, 2, 8] {
+        let three = Row { zero: Zero::Three, ahead, ..ONE };
+        rows.push(Row { shard: 4, ..three });
+        rows.push(Row { shard: 2, recompute: true, ..three });
+        rows.push(Row { shard: 2, replica: 2, ..three });
+        rows.push(Row { shard: 4, replica: 2, recompute: true, ..three });
+    }
     for row in rows {
         let got = run(row);
-        let name = format!("shard {} replica {} {:?}", row.shard, row.replica, row.zero);
+        let name = format!("shard {} replica {} {:?} ahead {}", row.shard, row.replica, row.zero, row.ahead);
         assert_eq!(got.curve, want.curve, "{name}");
         assert!(got.tensors == want.tensors, "{name}: other parameters");
     }
@@ -182,21 +206,38 @@ fn other_orders_of_addition_are_close() {
 
 #[test]
 fn sharding_saves_what_it_promises() {
-    let padded: usize = {
-        let gpt = Gpt { layers: 2, heads: 3, width: 15, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
-        let blocks = gpt.blocks::<Cpu>();
-        blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), 8).padded * size_of::<f32>()).sum()
-    };
+    let padded: usize = unit_bytes(ONE.lanes).iter().sum();
     for (row, parameters, optimizer) in [
         (Row { replica: 4, ..ONE }, Some(padded), 2 * padded),
         (Row { shard: 4, zero: Zero::One, ..ONE }, Some(padded), padded / 2),
-        (Row { shard: 4, zero: Zero::Three, ..ONE }, None, padded / 2),
+        // In a network of four blocks nothing gathered ahead would be most of it.
+        (Row { shard: 4, zero: Zero::Three, ahead: 0, ..ONE }, None, padded / 2),
     ] {
-        let [have_parameters, have_optimizer] = run(row).peak;
+        let [have_parameters, have_optimizer, _] = run(row).peak;
         assert_eq!(have_optimizer, optimizer);
         match parameters {
             Some(parameters) => assert_eq!(have_parameters, parameters),
             None => assert!(have_parameters < padded, "{have_parameters} of {padded} bytes"),
         }
     }
+}
+
+#[test]
+fn no_more_full_buffers_live_than_is_said() {
+    const RANKS: usize = 4;
+    let borrows: Vec<Option<usize>> = GPT.blocks::<Cpu>().iter().map(|block| block.borrows()).collect();
+    // Two micro-batches a rank in one lane: a backward meets the next forward.
+    let one = Row { lanes: RANKS, micros_per_lane: 2, shard: RANKS, ..ONE };
+    let sizes = unit_bytes(one.lanes);
+    let owned = sizes.iter().sum::<usize>() / RANKS;
+    for ahead in [0, 1, 2, 8] {
+        for recompute in [false, true] {
+            let [parameters, _, gradients] = run(Row { zero: Zero::Three, ahead, recompute, ..one }).peak;
+            assert_eq!(parameters, owned + peak(&step(&borrows, 2), ahead, &sizes), "parameters, {ahead} ahead");
+            assert_eq!(gradients, backward_peak(&borrows, RANKS, &sizes), "gradients, {ahead} ahead");
+        }
+    }
+    // As many buffers as it takes: at depth 0 a block's own and the one it borrows, then one more a step of depth.
+    let buffers: Vec<usize> = [0, 1, 2, 8].map(|ahead| peak(&step(&borrows, 2), ahead, &[1; 4])).into();
+    assert_eq!(buffers, [2, 3, 4, 4]);
 }

@@ -6,10 +6,11 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use super::times::Times;
 use crate::error::{Error, Result};
 
 /// One training step.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Step {
     /// Number of the step, from 1.
     pub step: u64,
@@ -28,6 +29,21 @@ pub struct Step {
     pub skipped: bool,
     /// Duration of the step.
     pub step_ms: f64,
+    /// Of it, forwards, backwards and sums on rank 0: what is left besides the three below. See [`Times`] for all five.
+    #[serde(default)]
+    pub compute_ms: f64,
+    /// Of it, compute of rank 0 was blocked, waiting for messages.
+    #[serde(default)]
+    pub comm_exposed_ms: f64,
+    /// Meanwhile, communication of rank 0 that compute hid.
+    #[serde(default)]
+    pub comm_hidden_ms: f64,
+    /// Of it, rank 0 waited for data.
+    #[serde(default)]
+    pub loader_ms: f64,
+    /// Of it, the update on rank 0.
+    #[serde(default)]
+    pub optimizer_ms: f64,
     /// Tokens of this step over its duration.
     pub tokens_per_second: f64,
     /// The most bytes that rank 0 held at once so far, all categories together.
@@ -35,6 +51,21 @@ pub struct Step {
     pub peak_bytes: usize,
     /// Seconds since 1970.
     pub time: f64,
+}
+
+impl Step {
+    /// The record with where its time went.
+    #[must_use]
+    pub fn with(self, times: Times) -> Self {
+        Self {
+            compute_ms: times.compute * 1e3,
+            comm_exposed_ms: times.comm_exposed * 1e3,
+            comm_hidden_ms: times.comm_hidden * 1e3,
+            loader_ms: times.loader * 1e3,
+            optimizer_ms: times.optimizer * 1e3,
+            ..self
+        }
+    }
 }
 
 /// One evaluation.
@@ -109,7 +140,16 @@ mod tests {
             tokens_per_second: 1e5,
             peak_bytes: 1 << 40,
             time: 1.7e9,
+            ..Step::default()
         }
+    }
+
+    #[test]
+    fn steps_of_older_versions_read_back() {
+        let old = "{\"step\":3,\"epoch\":0.1,\"tokens\":64,\"loss\":1.0,\"lr\":0.001,\"grad_norm\":0.5,\
+                   \"step_ms\":1.5,\"tokens_per_second\":1e5,\"time\":1.7e9}";
+        let step: Step = serde_json::from_str(old).unwrap();
+        assert_eq!((step.step, step.compute_ms, step.optimizer_ms), (3, 0.0, 0.0));
     }
 
     #[test]

@@ -5,6 +5,8 @@ pub mod logging;
 pub mod metrics;
 pub mod progress;
 pub mod run_card;
+pub mod straggler;
+pub mod times;
 pub mod trace;
 
 pub use crate::backend::readable as bytes;

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::times::Times;
 use crate::error::{Error, Result};
 
 /// The run card.
@@ -31,9 +32,11 @@ pub struct RunCard {
     pub tokens_per_second: f64,
     /// Seconds of this start, with evaluation and saving.
     pub seconds: f64,
+    /// Seconds of rank 0 in this start's steps, by what they went into.
+    pub step_seconds: Times,
     /// Seconds rank 0 waited for data.
     pub loader_wait_seconds: f64,
-    /// Seconds rank 0 waited for messages.
+    /// Seconds rank 0 waited for messages, in steps or outside.
     pub comm_wait_seconds: f64,
     /// Peak bytes of rank 0 by category.
     pub peak_bytes: std::collections::BTreeMap<String, usize>,

@@ -1,5 +1,7 @@
 //! One optimizer step from its data to its update: what a run repeats, and what `hpctrain verify` compares.
 
+use std::time::{Duration, Instant};
+
 use super::feed::Feed;
 use super::step::Engine;
 use crate::backend::Kernels;
@@ -8,8 +10,8 @@ use crate::config::Plan;
 use crate::error::Result;
 use crate::parallel::{Hyper, Synced};
 
-/// A step that was taken: the same on all ranks.
-#[derive(Debug, Clone, Copy, PartialEq)]
+/// A step that was taken: all but the last time is the same on all ranks.
+#[derive(Debug, Clone, PartialEq)]
 pub struct Taken {
     /// Mean loss of the global batch.
     pub loss: f64,
@@ -19,6 +21,10 @@ pub struct Taken {
     pub lr: f64,
     /// Whether the update was left out because loss or gradient was not finite.
     pub skipped: bool,
+    /// Seconds that each data-parallel rank computed.
+    pub compute: Vec<f64>,
+    /// Time of this rank's update.
+    pub updating: Duration,
 }
 
 /// Takes the next step: gradients of all micro-batches, then the clipped update, unless they are not finite.
@@ -32,11 +38,12 @@ pub fn advance<B: Kernels>(
     progress: &mut Progress,
 ) -> Result<Taken> {
     let (step, base, time) = (progress.step, progress.position, plan.gpt.context);
-    let Synced { loss, norm } = engine.gradients(step, || feed.next(base, time))?;
+    let Synced { loss, norm, compute } = engine.gradients(step, || feed.next(base, time))?;
     let loss = loss / (plan.tokens_per_step() as f64);
     let lr = plan.schedule.rate(step);
     // Loss and norm are the same on all ranks, so they all skip.
     let skipped = !(loss.is_finite() && norm.is_finite());
+    let start = Instant::now();
     if skipped {
         engine.sharded.skip();
     } else {
@@ -49,9 +56,10 @@ pub fn advance<B: Kernels>(
             grad_scale: clip(optimizer.grad_clip, norm) as f32,
         })?;
     }
+    let updating = start.elapsed();
     progress.step += 1;
     progress.position += plan.config.batch.global;
-    Ok(Taken { loss, norm, lr, skipped })
+    Ok(Taken { loss, norm, lr, skipped, compute, updating })
 }
 
 /// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.

@@ -4,7 +4,7 @@ use crate::backend::{Kernels, Memory};
 use crate::config::Plan;
 use crate::layout::UnitLayout;
 use crate::nn::Blocks;
-use crate::parallel::Life;
+use crate::parallel::{self, Life};
 use crate::telemetry::banner::Estimate;
 
 /// Bytes of an f32.
@@ -17,32 +17,26 @@ const GROWTH: usize = 7 << 20;
 /// The peak of every category, from the plan alone. Messages pass through `messages` bytes; `resident` is what the
 /// process holds already.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, resident: usize) -> Estimate {
-    let keep = plan.config.parallel.zero.residency().over(plan.mesh.shard);
+    let keep = plan.residency().over(plan.mesh.shard);
     let padded: Vec<usize> =
         blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
-    let borrowed: Vec<usize> = blocks.iter().filter_map(|block| block.borrows()).collect();
-    let lent: usize = borrowed.iter().map(|&unit| padded[unit]).sum();
-    let largest = {
-        let others = padded.iter().enumerate().filter(|(unit, _)| !borrowed.contains(unit));
-        others.map(|(_, len)| *len).max().unwrap_or(0)
-    };
-    // Full parameters: of the block that computes, or of the one that borrows and the unit it borrows.
-    let borrowing = blocks.iter().zip(&padded).filter_map(|(block, len)| Some(len + padded[block.borrows()?])).max();
-    let gathered = largest.max(borrowing.unwrap_or(0));
-    // Full gradients: of the block that computes, of the one whose reduction is under way, and of what was lent,
-    // which is not final before the end. The owned parts of the first and the last come later.
-    let reduced = 2 * largest + lent - (largest + lent) / plan.mesh.shard;
+    let borrows: Vec<Option<usize>> = blocks.iter().map(|block| block.borrows()).collect();
     let lanes = plan.lanes / plan.mesh.data();
     // Partial sums in the tree of lanes while the last one is computed.
     let partial = lanes.next_power_of_two().trailing_zeros() as usize;
-    let parameters = if keep.params == Life::Use { owned + gathered } else { all };
+    let parameters = match keep.params {
+        Life::Step => all,
+        Life::Use => {
+            owned + parallel::peak(&parallel::step(&borrows, lanes * plan.micros_per_lane()), keep.ahead, &padded)
+        }
+    };
     let gradients = match (partial, keep.grads) {
         (0, Life::Step) => all,
-        (0, Life::Use) => owned + reduced,
+        (0, Life::Use) => parallel::backward_peak(&borrows, plan.mesh.shard, &padded),
         // The lane being computed joins its unit's tree as soon as the unit is done.
-        _ => partial * all + 2 * largest + lent,
+        _ => partial * all + parallel::backward_peak(&borrows, 1, &padded) - all,
     };
     let state = match plan.rule {
         crate::optim::Rule::AdamW { .. } => 2 * owned,

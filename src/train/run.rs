@@ -12,7 +12,7 @@ use super::{fits, memory};
 use crate::activity::{Doing, Track, span};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Manifest, Reader};
-use crate::comm::{Comm, Group, Watch};
+use crate::comm::{Comm, Group, Stats, Watch};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
@@ -21,6 +21,8 @@ use crate::parallel::{Lanes, Sharded};
 use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
 use crate::telemetry::progress::Progress;
 use crate::telemetry::run_card::RunCard;
+use crate::telemetry::straggler::{Straggler, Stragglers};
+use crate::telemetry::times::{Spent, Times};
 use crate::telemetry::trace::Trace;
 use crate::telemetry::{banner, logging, say, unix_time};
 use crate::topology::Topology;
@@ -92,6 +94,10 @@ struct Run<'a, B: Kernels> {
     saved: Option<u64>,
     started: Instant,
     step_ms: Vec<f64>,
+    /// Time in optimizer updates.
+    updating: Duration,
+    /// Where the time of this start's steps went.
+    times: Times,
     /// On rank 0 only.
     records: Option<Records>,
     _watch: Option<Watch>,
@@ -102,6 +108,7 @@ struct Records {
     metrics: JsonLines,
     evaluations: JsonLines,
     progress: Progress,
+    stragglers: Stragglers,
 }
 
 impl<'a, B: Kernels> Run<'a, B> {
@@ -185,6 +192,8 @@ impl<'a, B: Kernels> Run<'a, B> {
             saved: (request.resume == Resume::Auto).then_some(progress.step),
             started,
             step_ms: Vec::new(),
+            updating: Duration::ZERO,
+            times: Times::default(),
             records,
             _watch: watch,
         })
@@ -192,16 +201,18 @@ impl<'a, B: Kernels> Run<'a, B> {
 
     /// One optimizer step and its record.
     fn step(&mut self) -> Result<()> {
-        let start = Instant::now();
+        let before = self.spent();
         let step = self.progress.step;
         let taken = advance(&self.plan, &mut self.engine, &mut self.feed, &mut self.progress)?;
+        self.updating += taken.updating;
         if taken.skipped {
             self.skipped = (self.skipped.0 + 1, self.skipped.1 + 1);
             log::warn!("step {}: loss {}, gradient norm {}: update skipped", step + 1, taken.loss, taken.norm);
         } else {
             self.skipped.0 = 0;
         }
-        self.record(taken, start)?;
+        self.record(&taken, before)?;
+        self.warn_of_stragglers(&taken.compute);
         if self.skipped.0 >= self.plan.config.run.max_skipped {
             let message = format!("step {}: {} steps in a row were not finite", step + 1, self.skipped.0);
             return Err(Error::numeric(message)
@@ -211,9 +222,23 @@ impl<'a, B: Kernels> Run<'a, B> {
         Ok(())
     }
 
-    fn record(&mut self, taken: Taken, start: Instant) -> Result<()> {
-        let seconds = start.elapsed().as_secs_f64();
+    /// The counters of this rank's time.
+    fn spent(&self) -> Spent {
+        let Stats { busy, blocked, .. } = self.comm.stats();
+        Spent {
+            total: self.started.elapsed().as_secs_f64(),
+            blocked,
+            busy,
+            loader: self.feed.waited().as_secs_f64(),
+            optimizer: self.updating.as_secs_f64(),
+        }
+    }
+
+    fn record(&mut self, taken: &Taken, before: Spent) -> Result<()> {
+        let after = self.spent();
+        let (seconds, times) = (after.total - before.total, Times::between(before, after));
         self.step_ms.push(seconds * 1e3);
+        self.times += times;
         let Some(records) = &mut self.records else { return Ok(()) };
         let tokens = self.plan.tokens_per_step();
         let record = Step {
@@ -228,10 +253,24 @@ impl<'a, B: Kernels> Run<'a, B> {
             tokens_per_second: tokens as f64 / seconds,
             peak_bytes: self.engine.backend.ledger().total_peak(),
             time: unix_time(),
+            ..Step::default()
         };
+        let record = record.with(times);
         records.metrics.write(&record)?;
         records.progress.step(&record);
         Ok(())
+    }
+
+    /// Names ranks that others wait for. `compute` is the seconds that each rank computed in the last step.
+    fn warn_of_stragglers(&mut self, compute: &[f64]) {
+        let Some(records) = &mut self.records else { return };
+        for Straggler { rank, times } in records.stragglers.step(compute) {
+            log::warn!(
+                "rank {rank} (host {}) computes {times:.1} times as long as the median rank over the last {} steps",
+                self.topology.host(rank),
+                self.plan.config.log.straggler_window
+            );
+        }
     }
 
     fn evaluate_if_due(&mut self) -> Result<()> {
@@ -281,6 +320,9 @@ impl<'a, B: Kernels> Run<'a, B> {
         if let (Some(records), Some((_, loss))) = (&self.records, self.evaluated) {
             records.progress.finish();
             say(format_args!("\nvalidation loss {loss:.4} over {} samples", self.evaluator.samples()));
+            if !self.step_ms.is_empty() {
+                say(format_args!("time  {}", self.times));
+            }
             let latest = self.directory.checkpoints().latest();
             say(format_args!("checkpoint in {}", latest.display()));
             if let Some(text) = text {
@@ -324,6 +366,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             validation_loss,
             tokens_per_second: self.plan.tokens_per_step() as f64 / (median * 1e-3),
             seconds: self.started.elapsed().as_secs_f64(),
+            step_seconds: self.times,
             loader_wait_seconds: self.feed.waited().as_secs_f64(),
             comm_wait_seconds: self.comm.stats().blocked,
             peak_bytes: Memory::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
@@ -346,6 +389,7 @@ impl Records {
             metrics: JsonLines::open(&directory.metrics_path(), step)?,
             evaluations: JsonLines::open(&directory.evaluations_path(), evaluated)?,
             progress: Progress::new(step, plan.config.run.steps, plan.config.log.every),
+            stragglers: Stragglers::new(plan.config.log.straggler_factor, plan.config.log.straggler_window),
         })
     }
 }
@@ -373,7 +417,7 @@ pub fn engine<B: Kernels>(
     let (groups, exchange) = collectives::groups(comm, plan, &backend, &blocks, choices)?;
     let data = &groups.data;
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
-    let (keep, seed) = (plan.config.parallel.zero.residency(), plan.config.run.seed);
+    let (keep, seed) = (plan.residency(), plan.config.run.seed);
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(plan.rule), &blocks, Some(seed))?;
     let geometry = Geometry {
         lanes: lanes.mine().len(),

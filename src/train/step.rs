@@ -1,13 +1,14 @@
 //! The one training step: forwards and backwards of all micro-batches, in every layout the same code.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, Memory};
 use crate::error::{Error, Result};
 use crate::nn::{Blocks, Context, Micro, loss};
 use crate::parallel::schedule::{Action, one_forward_one_backward};
-use crate::parallel::{Sharded, Synced};
+use crate::parallel::{self, Sharded, Synced};
 use crate::random;
 
 /// A network with its parameters, ready to compute.
@@ -56,12 +57,17 @@ impl<B: Kernels> Engine<B> {
     pub fn gradients(&mut self, step: u64, mut next: impl FnMut() -> Result<Micro<B>>) -> Result<Synced> {
         let Geometry { lanes, micros_per_lane, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
+        let (begun, waited, mut loading) = (Instant::now(), self.sharded.waited(), Duration::ZERO);
+        self.sharded.begin(parallel::step(&self.borrows(), lanes * micros_per_lane));
         let mut losses = vec![0.0; lanes];
         let mut tapes = VecDeque::new();
         for action in one_forward_one_backward(0, 1, lanes * micros_per_lane) {
             match action {
                 Action::Forward(k) => {
-                    let (tape, loss) = self.forward(next()?, dropout)?;
+                    let asked = Instant::now();
+                    let micro = next()?;
+                    loading += asked.elapsed();
+                    let (tape, loss) = self.forward(micro, dropout)?;
                     losses[k / micros_per_lane] += loss;
                     tapes.push_back(tape);
                 }
@@ -73,7 +79,13 @@ impl<B: Kernels> Engine<B> {
                 }
             }
         }
-        self.sharded.reduce(&losses)
+        let compute = begun.elapsed().saturating_sub(loading).as_secs_f64() - (self.sharded.waited() - waited);
+        self.sharded.reduce(&losses, compute.max(0.0))
+    }
+
+    /// The unit that each block borrows.
+    fn borrows(&self) -> Vec<Option<usize>> {
+        self.blocks.iter().map(|block| block.borrows()).collect()
     }
 
     /// Forward of one micro-batch to the loss (a sum over predictions) and the gradient of the logits.
@@ -87,7 +99,7 @@ impl<B: Kernels> Engine<B> {
             let span = span(Doing::Forward, Some(&name));
             let (y, kept) = block.forward(&cx, params, &x)?;
             drop(span);
-            self.sharded.release(unit, block.borrows());
+            self.sharded.release();
             inputs.push(std::mem::replace(&mut x, y));
             saved.push(if self.geometry.recompute { vec![] } else { kept });
         }
@@ -113,7 +125,7 @@ impl<B: Kernels> Engine<B> {
             let span = span(Doing::Backward, Some(&name));
             dy = block.backward(&cx, params, grads, &x, kept, dy)?;
             drop(span);
-            self.sharded.release(unit, block.borrows());
+            self.sharded.release();
             if let Some(last) = lane_ends {
                 self.sharded.lane_done(unit, last)?;
             }
@@ -126,12 +138,13 @@ impl<B: Kernels> Engine<B> {
     /// # Errors
     /// The device or a gather failed.
     pub fn logits(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
+        self.sharded.begin(parallel::forward(&self.borrows()));
         let cx = Context { backend: &self.backend, micro, dropout: None };
         let mut x = self.backend.alloc(Memory::Activations, 0)?;
         for (unit, block) in self.blocks.iter().enumerate() {
             let params = self.sharded.params(unit, block.borrows())?;
             x = block.forward(&cx, params, &x)?.0;
-            self.sharded.release(unit, block.borrows());
+            self.sharded.release();
         }
         Ok(x)
     }

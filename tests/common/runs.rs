@@ -103,7 +103,8 @@ impl RunFiles {
 
     /// The lines of `metrics.jsonl` without times and memory. Numbers are printed so that other bits are another text.
     pub fn steps(&self) -> Vec<String> {
-        self.lines("metrics.jsonl", &["step_ms", "tokens_per_second", "peak_bytes", "time"])
+        let parts = ["compute_ms", "comm_exposed_ms", "comm_hidden_ms", "loader_ms", "optimizer_ms"];
+        self.lines("metrics.jsonl", &[&["step_ms", "tokens_per_second", "peak_bytes", "time"], &parts[..]].concat())
     }
 
     /// The lines of `eval.jsonl` without times.

@@ -1,0 +1,162 @@
+//! The order in which blocks take their turns, and whose full parameters that order wants at hand: a window of some
+//! turns ahead. Integers in, integers out.
+//!
+//! The window decides by position alone, never by what has arrived, so that all ranks gather in the same order.
+
+use super::schedule::{Action, one_forward_one_backward};
+
+/// A block's turn: its unit, and the unit it borrows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Visit {
+    /// The block's own unit.
+    pub own: usize,
+    /// The unit it borrows.
+    pub lent: Option<usize>,
+}
+
+impl Visit {
+    /// Its units, its own first.
+    pub fn units(self) -> impl Iterator<Item = usize> {
+        std::iter::once(self.own).chain(self.lent)
+    }
+}
+
+/// The turns of a forward of `blocks`, each with the unit that it borrows.
+pub fn forward(borrows: &[Option<usize>]) -> Vec<Visit> {
+    borrows.iter().enumerate().map(|(own, &lent)| Visit { own, lent }).collect()
+}
+
+/// The turns of a step of `micros` micro-batches.
+pub fn step(borrows: &[Option<usize>], micros: usize) -> Vec<Visit> {
+    let there = forward(borrows);
+    let back: Vec<Visit> = there.iter().rev().copied().collect();
+    let turns = |action| match action {
+        Action::Forward(_) => there.iter(),
+        Action::Backward(_) => back.iter(),
+    };
+    one_forward_one_backward(0, 1, micros).into_iter().flat_map(turns).copied().collect()
+}
+
+/// Where a pass stands.
+#[derive(Debug, Default)]
+pub struct Route {
+    visits: Vec<Visit>,
+    /// The turn under way.
+    at: usize,
+}
+
+impl Route {
+    pub fn new(visits: Vec<Visit>) -> Self {
+        Self { visits, at: 0 }
+    }
+
+    /// The turn under way.
+    pub fn turn(&self) -> Option<Visit> {
+        self.visits.get(self.at).copied()
+    }
+
+    /// Units of the turn under way and of the `ahead` turns after it, in the order of their use.
+    pub fn wanted(&self, ahead: usize) -> impl Iterator<Item = usize> {
+        window(&self.visits, self.at, ahead)
+    }
+
+    /// Ends the turn under way. Returns the units that it used and the next turns will not: those of the window, and
+    /// the one turn whose parameters are here already.
+    pub fn pass(&mut self, ahead: usize) -> Vec<usize> {
+        let Some(visit) = self.turn() else { return Vec::new() };
+        self.at += 1;
+        let kept: Vec<usize> = window(&self.visits, self.at, ahead.saturating_sub(1)).collect();
+        visit.units().filter(|unit| !kept.contains(unit)).collect()
+    }
+}
+
+/// Units of turn `at` and of the `ahead` turns after it.
+fn window(visits: &[Visit], at: usize, ahead: usize) -> impl Iterator<Item = usize> {
+    visits.iter().skip(at).take(ahead.saturating_add(1)).flat_map(|visit| visit.units())
+}
+
+/// The most elements of full parameters that are alive at once, with units of these sizes.
+pub fn peak(visits: &[Visit], ahead: usize, sizes: &[usize]) -> usize {
+    let alive = |at| distinct(window(visits, at, ahead), sizes);
+    (0..visits.len()).map(alive).max().unwrap_or(0)
+}
+
+/// The most elements of gradients that are alive at once during a backward which gives full ones up when they are
+/// reduced and keeps part 1/`shards` of each: those of the block at work and the one it borrows, those still lent,
+/// those on the wire, and the kept parts.
+pub fn backward_peak(borrows: &[Option<usize>], shards: usize, sizes: &[usize]) -> usize {
+    let alive = |unit: usize| {
+        // A unit that has been lent collects gradients until its own block is done.
+        let open = borrows[unit..].iter().flatten().copied().filter(|&lent| lent < unit);
+        let full = distinct([unit, unit + 1].into_iter().chain(open).filter(|&unit| unit < sizes.len()), sizes);
+        full + sizes[unit + 1..].iter().sum::<usize>() / shards
+    };
+    // At the end the first block's whole gradient meets all that is kept.
+    let end = sizes.iter().sum::<usize>() / shards + sizes.first().copied().unwrap_or(0);
+    (0..sizes.len()).map(alive).fold(end, usize::max)
+}
+
+/// The sizes of these units together, each counted once.
+fn distinct(units: impl Iterator<Item = usize>, sizes: &[usize]) -> usize {
+    let units: std::collections::BTreeSet<usize> = units.collect();
+    units.into_iter().map(|unit| sizes[unit]).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Three blocks; the last borrows the first's unit.
+    const BORROWS: [Option<usize>; 3] = [None, None, Some(0)];
+
+    /// Every gather (+) and release (-) of a pass, as text.
+    fn events(visits: Vec<Visit>, ahead: usize) -> (String, usize) {
+        let turns = visits.len();
+        let mut route = Route::new(visits);
+        let (mut here, mut text, mut most) = (Vec::new(), String::new(), 0);
+        for _ in 0..turns {
+            for unit in route.wanted(ahead) {
+                if !here.contains(&unit) {
+                    here.push(unit);
+                    text += &format!("+{unit}");
+                }
+            }
+            most = most.max(here.len());
+            for unit in route.pass(ahead) {
+                here.retain(|&other| other != unit);
+                text += &format!("-{unit}");
+            }
+            text += " ";
+        }
+        assert!(here.is_empty(), "{here:?} are left");
+        (text.trim_end().into(), most)
+    }
+
+    #[test]
+    fn units_come_ahead_and_stay_at_the_turn() {
+        assert_eq!(events(step(&BORROWS, 1), 0).0, "+0-0 +1-1 +2+0 -2-0 +1-1 +0-0");
+        assert_eq!(events(step(&BORROWS, 1), 1).0, "+0+1-0 +2+0-1  +1-2-0 +0-1 -0");
+        assert_eq!(events(step(&BORROWS, 1), 2).0, "+0+1+2 -1 +1 -2 -1 -0");
+    }
+
+    #[test]
+    fn the_peak_is_what_is_alive() {
+        let sizes = [1, 1, 1];
+        for micros in [1, 2] {
+            for ahead in 0..5 {
+                let visits = step(&BORROWS, micros);
+                assert_eq!(events(visits.clone(), ahead).1, peak(&visits, ahead, &sizes), "{micros}, {ahead}");
+            }
+        }
+        assert_eq!(peak(&forward(&[None; 9]), 3, &[1; 9]), 4);
+        assert_eq!(peak(&forward(&[None; 9]), usize::MAX, &[1; 9]), 9);
+    }
+
+    #[test]
+    fn gradients_are_given_up_as_they_go() {
+        // Of five blocks two are whole; what is kept of the last three is a quarter.
+        assert_eq!(backward_peak(&[None; 5], 4, &[4; 5]), 8 + 4);
+        assert_eq!(backward_peak(&BORROWS, 4, &[4; 3]), 12 + 1);
+        assert_eq!(backward_peak(&[None; 1], 1, &[4]), 8);
+    }
+}

@@ -1,0 +1,95 @@
+//! Ranks that compute slower than the others. Numbers in, numbers out.
+
+/// A rank that was slow over a whole window.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Straggler {
+    /// The rank.
+    pub rank: usize,
+    /// How many times as long as the median rank it computed.
+    pub times: f64,
+}
+
+/// Compares what ranks compute, window after window of steps.
+#[derive(Debug)]
+pub struct Stragglers {
+    /// From which factor on a rank is slow; 0 finds none.
+    factor: f64,
+    /// Steps a window.
+    window: u64,
+    /// Steps in the current window, and the seconds of every rank in it.
+    steps: u64,
+    seconds: Vec<f64>,
+}
+
+impl Stragglers {
+    /// Finds ranks that compute `factor` times as long as the median rank over `window` steps; 0 finds none.
+    pub fn new(factor: f64, window: u64) -> Self {
+        Self { factor, window, steps: 0, seconds: Vec::new() }
+    }
+
+    /// Adds a step: the seconds that each rank computed, waiting for messages and data left out. When a window is full,
+    /// returns who was slow in it, and begins the next one.
+    pub fn step(&mut self, seconds: &[f64]) -> Vec<Straggler> {
+        self.seconds.resize(seconds.len(), 0.0);
+        self.seconds.iter_mut().zip(seconds).for_each(|(sum, seconds)| *sum += seconds);
+        self.steps += 1;
+        if self.steps < self.window {
+            return Vec::new();
+        }
+        self.steps = 0;
+        let sums = std::mem::take(&mut self.seconds);
+        let median = median(&sums);
+        let times = |sum: f64| if median > 0.0 { sum / median } else { 1.0 };
+        let slow = |straggler: &Straggler| self.factor > 0.0 && straggler.times >= self.factor;
+        sums.iter().enumerate().map(|(rank, &sum)| Straggler { rank, times: times(sum) }).filter(slow).collect()
+    }
+}
+
+/// The middle value; of two, the lower, so that one of two ranks can be slow.
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(sorted.len().saturating_sub(1) / 2).copied().unwrap_or(0.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What some steps of ranks that take these seconds find.
+    fn found(stragglers: &mut Stragglers, steps: usize, seconds: &[f64]) -> Vec<Straggler> {
+        (0..steps).flat_map(|_| stragglers.step(seconds)).collect()
+    }
+
+    #[test]
+    fn a_slow_rank_is_named_once_a_window() {
+        let mut stragglers = Stragglers::new(1.5, 20);
+        let seconds = [1.0, 1.25, 1.0, 2.0];
+        assert_eq!(found(&mut stragglers, 19, &seconds), []);
+        let slow = Straggler { rank: 3, times: 2.0 };
+        assert_eq!(found(&mut stragglers, 1, &seconds), [slow]);
+        assert_eq!(found(&mut stragglers, 40, &seconds), [slow; 2]);
+    }
+
+    #[test]
+    fn one_slow_step_is_no_slow_rank() {
+        let mut stragglers = Stragglers::new(1.5, 20);
+        stragglers.step(&[1.0, 8.0, 1.0]);
+        assert_eq!(found(&mut stragglers, 19, &[1.0; 3]), []);
+        // The next window has forgotten it.
+        assert_eq!(found(&mut stragglers, 20, &[1.0; 3]), []);
+    }
+
+    #[test]
+    fn one_of_two_can_be_slow_and_one_alone_cannot() {
+        let slow = Straggler { rank: 0, times: 3.0 };
+        assert_eq!(found(&mut Stragglers::new(1.5, 1), 1, &[3.0, 1.0]), [slow]);
+        assert_eq!(found(&mut Stragglers::new(1.5, 1), 9, &[3.0]), []);
+        assert_eq!(found(&mut Stragglers::new(1.5, 1), 9, &[0.0, 0.0]), []);
+    }
+
+    #[test]
+    fn zero_finds_none() {
+        assert_eq!(found(&mut Stragglers::new(0.0, 1), 9, &[9.0, 1.0]), []);
+    }
+}

@@ -1,0 +1,118 @@
+//! Where the time of steps goes on one rank.
+
+use std::fmt;
+use std::ops::AddAssign;
+
+use serde::{Deserialize, Serialize};
+
+/// What a rank has spent so far, as its counters stand.
+#[derive(Debug, Clone, Copy)]
+pub struct Spent {
+    /// Seconds that passed.
+    pub total: f64,
+    /// Seconds in which its compute was blocked, waiting for messages.
+    pub blocked: f64,
+    /// Seconds its communication thread spent on collectives, waiting for late ranks included.
+    pub busy: f64,
+    /// Seconds it waited for data.
+    pub loader: f64,
+    /// Seconds in optimizer updates.
+    pub optimizer: f64,
+}
+
+/// Seconds of a step, or of many, by what they went into. All but `comm_hidden` add up to the whole.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Times {
+    /// Everything that is nothing else: forwards, backwards, sums.
+    pub compute: f64,
+    /// Compute was blocked, waiting for messages.
+    pub comm_exposed: f64,
+    /// The communication thread was inside collectives, waiting for late ranks included, while compute went on.
+    /// A collective counts where it ends, which may be the step after the one that started it.
+    pub comm_hidden: f64,
+    /// Waiting for data.
+    pub loader: f64,
+    /// Updating the owned parameters.
+    pub optimizer: f64,
+}
+
+impl Times {
+    /// What was spent between two readings of the counters.
+    pub fn between(before: Spent, after: Spent) -> Self {
+        let comm_exposed = after.blocked - before.blocked;
+        let (loader, optimizer) = (after.loader - before.loader, after.optimizer - before.optimizer);
+        // Clocks are read one after another: what they miss must not make a time negative.
+        let rest = |whole: f64, parts: f64| (whole - parts).max(0.0);
+        Self {
+            compute: rest(after.total - before.total, comm_exposed + loader + optimizer),
+            comm_exposed,
+            comm_hidden: rest(after.busy - before.busy, comm_exposed),
+            loader,
+            optimizer,
+        }
+    }
+
+    /// The whole.
+    pub fn total(&self) -> f64 {
+        self.compute + self.comm_exposed + self.loader + self.optimizer
+    }
+}
+
+impl AddAssign for Times {
+    fn add_assign(&mut self, other: Self) {
+        self.compute += other.compute;
+        self.comm_exposed += other.comm_exposed;
+        self.comm_hidden += other.comm_hidden;
+        self.loader += other.loader;
+        self.optimizer += other.optimizer;
+    }
+}
+
+/// Shares of the whole, for people.
+impl fmt::Display for Times {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let share = |part: f64| format!("{:.0} %", 100.0 * part / self.total().max(f64::MIN_POSITIVE));
+        let Self { compute, comm_exposed, comm_hidden, loader, optimizer } = *self;
+        write!(
+            f,
+            "compute {}, exposed communication {} (hidden {}), loader {}, optimizer {}",
+            share(compute),
+            share(comm_exposed),
+            share(comm_hidden),
+            share(loader),
+            share(optimizer)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spent(total: f64, blocked: f64, busy: f64, loader: f64, optimizer: f64) -> Spent {
+        Spent { total, blocked, busy, loader, optimizer }
+    }
+
+    #[test]
+    fn parts_add_up_and_none_is_negative() {
+        let before = spent(10.0, 1.0, 2.0, 0.5, 0.25);
+        let times = Times::between(before, spent(14.0, 1.5, 3.5, 0.75, 0.5));
+        let want = Times { compute: 3.0, comm_exposed: 0.5, comm_hidden: 1.0, loader: 0.25, optimizer: 0.25 };
+        assert_eq!(times, want);
+        assert_eq!(times.total(), 4.0);
+        let mut twice = times;
+        twice += times;
+        assert_eq!(twice.total(), 8.0);
+        // Blocked longer than the collective took: it woke up late. A step that was all waiting.
+        let times = Times::between(before, spent(11.0, 2.1, 2.5, 0.5, 0.25));
+        assert_eq!((times.compute, times.comm_hidden), (0.0, 0.0));
+    }
+
+    #[test]
+    fn shares_read_well() {
+        let times = Times { compute: 3.0, comm_exposed: 0.5, comm_hidden: 1.0, loader: 0.25, optimizer: 0.25 };
+        let want = "compute 75 %, exposed communication 12 % (hidden 25 %), loader 6 %, optimizer 6 %";
+        assert_eq!(times.to_string(), want);
+        assert!(Times::default().to_string().starts_with("compute 0 %"));
+    }
+}
