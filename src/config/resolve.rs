@@ -1,6 +1,6 @@
 //! From what was written to what will run: every optional key filled, every combination checked.
 
-use super::{Config, OptimizerKind, Scaling};
+use super::{Config, OptimizerKind, Parallel, Scaling};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::nn::gpt::Gpt;
@@ -49,7 +49,8 @@ impl Plan {
 
     /// How long full buffers live.
     pub fn residency(&self) -> Residency {
-        Residency { ahead: self.config.parallel.prefetch, ..self.config.parallel.zero.residency() }
+        let Parallel { prefetch, zero, .. } = self.config.parallel;
+        Residency { ahead: prefetch, ..zero.residency() }.over(self.mesh.shard)
     }
 
     /// Tokens in a global batch.
@@ -346,10 +347,10 @@ mod tests {
             ("model.vocabulary=10", "model.vocabulary = 10"),
             ("run.name=../x", "run.name"),
             ("schedule.min_ratio=2.0", "schedule.min_ratio"),
-            ("comm.timeout=1000000", "comm.timeout = 1000000"),
             ("log.straggler_factor=1.0", "log.straggler_factor = 1 "),
             ("log.straggler_factor=nan", "log.straggler_factor = NaN"),
             ("log.straggler_window=0", "log.straggler_window = 0"),
+            ("comm.timeout=1000000", "comm.timeout = 1000000"),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
         }

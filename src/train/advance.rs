@@ -10,7 +10,7 @@ use crate::config::Plan;
 use crate::error::Result;
 use crate::parallel::{Hyper, Synced};
 
-/// A step that was taken: all but the last time is the same on all ranks.
+/// A step that was taken: the same on all ranks, but for its times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Taken {
     /// Mean loss of the global batch.
@@ -21,7 +21,7 @@ pub struct Taken {
     pub lr: f64,
     /// Whether the update was left out because loss or gradient was not finite.
     pub skipped: bool,
-    /// Seconds that each data-parallel rank computed.
+    /// Seconds that each data-parallel rank computed, without its waits for messages and data.
     pub compute: Vec<f64>,
     /// Time of this rank's update.
     pub updating: Duration,

@@ -17,12 +17,18 @@ const GROWTH: usize = 7 << 20;
 /// The peak of every category, from the plan alone. Messages pass through `messages` bytes; `resident` is what the
 /// process holds already.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, resident: usize) -> Estimate {
-    let keep = plan.residency().over(plan.mesh.shard);
+    let keep = plan.residency();
     let padded: Vec<usize> =
         blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
     let borrows: Vec<Option<usize>> = blocks.iter().map(|block| block.borrows()).collect();
+    let borrowed: Vec<usize> = borrows.iter().flatten().copied().collect();
+    let lent: usize = borrowed.iter().map(|&unit| padded[unit]).sum();
+    let largest = {
+        let others = padded.iter().enumerate().filter(|(unit, _)| !borrowed.contains(unit));
+        others.map(|(_, len)| *len).max().unwrap_or(0)
+    };
     let lanes = plan.lanes / plan.mesh.data();
     // Partial sums in the tree of lanes while the last one is computed.
     let partial = lanes.next_power_of_two().trailing_zeros() as usize;
@@ -36,7 +42,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
         (0, Life::Step) => all,
         (0, Life::Use) => parallel::backward_peak(&borrows, plan.mesh.shard, &padded),
         // The lane being computed joins its unit's tree as soon as the unit is done.
-        _ => partial * all + parallel::backward_peak(&borrows, 1, &padded) - all,
+        _ => partial * all + 2 * largest + lent,
     };
     let state = match plan.rule {
         crate::optim::Rule::AdamW { .. } => 2 * owned,
