@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn more_ranks_are_told_when_nothing_else_helps() {
-        let error = refusal(2, &["batch.global=32"], 45);
+        let error = refusal(2, &["batch.global=32"], 52);
         assert!(error.contains(" ranks, as many on each node as now, and parallel.zero=3"), "{error}");
         let error = refusal(1, &["batch.global=1"], 20);
         assert!(error.contains("no layout of this network and batch.global fits"), "{error}");
