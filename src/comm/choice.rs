@@ -261,9 +261,9 @@ mod tests {
 
     #[test]
     fn the_tree_is_left_for_a_gain_only() {
-        let best = |mpi, ring| super::best(&[mpi, ring, 1.0, 2.0, 3.0]);
-        assert_eq!((best(9.0, 0.95), best(9.0, 0.5)), (Algorithm::Tree, Algorithm::Ring));
-        assert_eq!((best(0.7, 0.95), best(0.5, 0.95)), (Algorithm::Tree, Algorithm::Mpi));
+        let pick = |mpi, ring| best(&[mpi, ring, 1.0, 2.0, 3.0]);
+        assert_eq!((pick(9.0, 0.95), pick(9.0, 0.5)), (Algorithm::Tree, Algorithm::Ring));
+        assert_eq!((pick(0.7, 0.95), pick(0.5, 0.95)), (Algorithm::Tree, Algorithm::Mpi));
     }
 
     #[test]

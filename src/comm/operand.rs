@@ -24,13 +24,15 @@ pub trait Operand {
     fn len(&self) -> usize;
 
     /// Sends the elements of some ranges to one rank and receives into ranges from another, which must not
-    /// overlap. Sender and receiver name ranges of the same total length.
+    /// overlap. Sender and receiver name ranges of the same total length, and both that the receiver sums or that it
+    /// does not.
     fn exchange(
         &mut self,
         wire: &mut dyn Wire,
         group: &Members,
+        how: Combine,
         send: Option<(usize, &[Range<usize>])>,
-        receive: Option<(usize, &[Range<usize>], Combine)>,
+        receive: Option<(usize, &[Range<usize>])>,
     ) -> Result<()>;
 
     /// Adds the terms set aside and the one in memory, at `ranges`, which is number `own`, by `additions`
@@ -113,24 +115,23 @@ impl Operand for Host<'_> {
         &mut self,
         wire: &mut dyn Wire,
         group: &Members,
+        how: Combine,
         send: Option<(usize, &[Range<usize>])>,
-        receive: Option<(usize, &[Range<usize>], Combine)>,
+        receive: Option<(usize, &[Range<usize>])>,
     ) -> Result<()> {
-        let (to, read) = send.map_or((None, &[][..]), |(to, ranges)| (Some(to), ranges));
-        let (from, ranges, combine) = match receive {
-            Some((from, ranges, combine)) => (Some(from), ranges, combine),
-            None => (None, &[][..], Combine::Replace),
-        };
-        let written = if matches!(combine, Combine::Aside(_)) { &[] } else { ranges };
-        let (reads, mut writes) = pieces(self.memory, read, written)?;
-        if let Combine::Aside(number) = combine {
+        let (read, ranges) =
+            (send.map_or(&[][..], |(_, ranges)| ranges), receive.map_or(&[][..], |(_, ranges)| ranges));
+        let aside = matches!(how, Combine::Aside(_));
+        let (reads, mut writes) = pieces(self.memory, read, if aside { &[] } else { ranges })?;
+        if let Combine::Aside(number) = how {
             writes = vec![self.scratch.aside(number, ranges.iter().map(Range::len).sum())];
         }
-        let add = combine == Combine::Add;
+        let add = how == Combine::Add;
         wire.exchange(
             group,
-            to.map(|to| Outgoing { to, pieces: &reads }),
-            from.map(|from| Incoming { from, pieces: &mut writes, add }),
+            how != Combine::Replace,
+            send.map(|(to, _)| Outgoing { to, pieces: &reads }),
+            receive.map(|(from, _)| Incoming { from, pieces: &mut writes, add }),
         )
     }
 

@@ -147,6 +147,7 @@ impl Wire for Mailboxes {
     fn exchange(
         &mut self,
         group: &Members,
+        _sums: bool,
         send: Option<Outgoing<'_>>,
         receive: Option<Incoming<'_, '_>>,
     ) -> Result<()> {

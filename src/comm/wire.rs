@@ -107,10 +107,12 @@ pub trait Parcel: Send {
 /// After an error the wire's state is unknown: nothing but [`Wire::leave`] and [`Wire::abort`] is called.
 pub trait Wire {
     /// Sends and receives at once; returns when all memory may be used again. It may return before the receiver
-    /// has its elements. Nothing is sent where there are no elements.
+    /// has its elements. Nothing is sent where there are no elements. `sums` says, to sender and receiver alike, whether
+    /// the elements are about to be added: then the way through the cache is the shorter one.
     fn exchange(
         &mut self,
         group: &Members,
+        sums: bool,
         send: Option<Outgoing<'_>>,
         receive: Option<Incoming<'_, '_>>,
     ) -> Result<()>;

@@ -77,9 +77,9 @@ impl Nodes {
             let (from, to) = if out { (first, rank) } else { (rank, first) };
             let share = shares.of(rank);
             if group.rank == from {
-                x.exchange(wire, group, Some((to, share)), None)?;
+                x.exchange(wire, group, Combine::Replace, Some((to, share)), None)?;
             } else if group.rank == to {
-                x.exchange(wire, group, None, Some((from, share, Combine::Replace)))?;
+                x.exchange(wire, group, Combine::Replace, None, Some((from, share)))?;
             }
         }
         Ok(())

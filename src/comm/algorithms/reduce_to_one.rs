@@ -22,9 +22,9 @@ pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members,
     tree::reduce(x, wire, group, &shares.all())?;
     for rank in 1..group.size() {
         if group.rank == 0 {
-            x.exchange(wire, group, Some((rank, shares.of(rank))), None)?;
+            x.exchange(wire, group, Combine::Replace, Some((rank, shares.of(rank))), None)?;
         } else if group.rank == rank {
-            x.exchange(wire, group, None, Some((0, shares.of(rank), Combine::Replace)))?;
+            x.exchange(wire, group, Combine::Replace, None, Some((0, shares.of(rank))))?;
         }
     }
     Ok(())
@@ -34,9 +34,9 @@ pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members,
 pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
     for rank in 1..group.size() {
         if group.rank == rank {
-            x.exchange(wire, group, Some((0, shares.of(rank))), None)?;
+            x.exchange(wire, group, Combine::Replace, Some((0, shares.of(rank))), None)?;
         } else if group.rank == 0 {
-            x.exchange(wire, group, None, Some((rank, shares.of(rank), Combine::Replace)))?;
+            x.exchange(wire, group, Combine::Replace, None, Some((rank, shares.of(rank))))?;
         }
     }
     shares.all().iter().try_for_each(|range| tree::broadcast(x, wire, group, range, 0))
@@ -53,9 +53,9 @@ pub fn broadcast(
     let range = from_ref(range);
     for rank in (0..group.size()).filter(|&rank| rank != root) {
         if group.rank == root {
-            x.exchange(wire, group, Some((rank, range)), None)?;
+            x.exchange(wire, group, Combine::Replace, Some((rank, range)), None)?;
         } else if group.rank == rank {
-            x.exchange(wire, group, None, Some((root, range, Combine::Replace)))?;
+            x.exchange(wire, group, Combine::Replace, None, Some((root, range)))?;
         }
     }
     Ok(())

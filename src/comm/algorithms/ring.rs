@@ -17,8 +17,8 @@ pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members,
     // `back` ranks behind me around the ring.
     let behind = |back: usize| shares.of((group.rank + 2 * size - back) % size);
     for step in 1..size {
-        let receive = (group.previous(), behind(step + 1), Combine::Add);
-        x.exchange(wire, group, Some((group.next(), behind(step))), Some(receive))?;
+        let receive = (group.previous(), behind(step + 1));
+        x.exchange(wire, group, Combine::Add, Some((group.next(), behind(step))), Some(receive))?;
     }
     Ok(())
 }
@@ -28,8 +28,8 @@ pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, sha
     let size = group.size();
     let behind = |back: usize| shares.of((group.rank + size - back) % size);
     for step in 1..size {
-        let receive = (group.previous(), behind(step), Combine::Replace);
-        x.exchange(wire, group, Some((group.next(), behind(step - 1))), Some(receive))?;
+        let receive = (group.previous(), behind(step));
+        x.exchange(wire, group, Combine::Replace, Some((group.next(), behind(step - 1))), Some(receive))?;
     }
     Ok(())
 }
@@ -54,8 +54,9 @@ pub fn broadcast(
         x.exchange(
             wire,
             group,
+            Combine::Replace,
             send.as_ref().map(|range| (group.next(), from_ref(range))),
-            receive.as_ref().map(|range| (group.previous(), from_ref(range), Combine::Replace)),
+            receive.as_ref().map(|range| (group.previous(), from_ref(range))),
         )?;
     }
     Ok(())

@@ -45,7 +45,7 @@ fn halve(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Sha
         let partner = group.rank ^ (1 << k);
         let theirs = shares.of_all(alike(size, partner, k + 1));
         let mine = shares.of_all(alike(size, group.rank, k + 1));
-        x.exchange(wire, group, Some((partner, &theirs)), Some((partner, &mine, Combine::Add)))?;
+        x.exchange(wire, group, Combine::Add, Some((partner, &theirs)), Some((partner, &mine)))?;
     }
     Ok(())
 }
@@ -58,8 +58,8 @@ fn exchange_directly(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, 
         let block = shares.window(&(start..start + BLOCK));
         for step in 1..size {
             let (to, from) = ((rank + step) % size, (rank + size - step) % size);
-            let receive = (from, block.of(rank), Combine::Aside(from));
-            x.exchange(wire, group, Some((to, block.of(to))), Some(receive))?;
+            let receive = (from, block.of(rank));
+            x.exchange(wire, group, Combine::Aside(from), Some((to, block.of(to))), Some(receive))?;
         }
         x.fold(block.of(rank), rank, &additions);
     }
@@ -76,9 +76,9 @@ fn additions(size: usize) -> Vec<(usize, usize)> {
 pub fn reduce(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, ranges: &[Range<usize>]) -> Result<()> {
     for (into, from) in additions(group.size()) {
         if group.rank == from {
-            x.exchange(wire, group, Some((into, ranges)), None)?;
+            x.exchange(wire, group, Combine::Add, Some((into, ranges)), None)?;
         } else if group.rank == into {
-            x.exchange(wire, group, None, Some((from, ranges, Combine::Add)))?;
+            x.exchange(wire, group, Combine::Add, None, Some((from, ranges)))?;
         }
     }
     Ok(())
@@ -94,7 +94,7 @@ pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, sha
         let partner = group.rank ^ (1 << k);
         let mine = shares.of_all(alike(size, group.rank, k + 1));
         let theirs = shares.of_all(alike(size, partner, k + 1));
-        x.exchange(wire, group, Some((partner, &mine)), Some((partner, &theirs, Combine::Replace)))?;
+        x.exchange(wire, group, Combine::Replace, Some((partner, &mine)), Some((partner, &theirs)))?;
     }
     Ok(())
 }
@@ -115,9 +115,9 @@ pub fn broadcast(
     while stride < size {
         let absolute = |relative: usize| (relative + root) % size;
         if me < stride && me + stride < size {
-            x.exchange(wire, group, Some((absolute(me + stride), range)), None)?;
+            x.exchange(wire, group, Combine::Replace, Some((absolute(me + stride), range)), None)?;
         } else if (stride..2 * stride).contains(&me) {
-            x.exchange(wire, group, None, Some((absolute(me - stride), range, Combine::Replace)))?;
+            x.exchange(wire, group, Combine::Replace, None, Some((absolute(me - stride), range)))?;
         }
         stride *= 2;
     }

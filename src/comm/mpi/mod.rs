@@ -5,8 +5,8 @@
 //! the pace allows, so that a rank with a busy core does not lose it to a spinning library, and so that an
 //! abort is heard in the middle of a collective. The vendor's collectives alone block.
 //!
-//! Between ranks of one node elements go through shared memory, between nodes through messages of MPI; bytes
-//! always are messages.
+//! Between ranks of one node elements that will be added go through shared memory; others, too, unless messages of MPI
+//! prove faster at the start. Between nodes there are messages only, and bytes are always messages.
 
 mod exchange;
 mod request;
@@ -17,6 +17,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::num::NonZero;
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
+use std::time::{Duration, Instant};
 
 use mpi::ffi;
 
@@ -36,6 +37,13 @@ use segment::Segment;
 
 /// The oldest version of MPI that has shared memory between ranks.
 const OLDEST: (c_int, c_int) = (3, 0);
+
+/// Elements that are exchanged to try a way, and how often: the fastest counts, others were disturbed.
+const TRIAL: usize = 1 << 18;
+const TRIALS: usize = 5;
+
+/// Messages of MPI must take less than this part of the time to be taken for copies: timings of a start are rough.
+const GAIN: f64 = 0.8;
 
 /// Room for any text MPI may write: MPICH's version string is the longest.
 const TEXT: usize = 8192;
@@ -173,6 +181,8 @@ struct Mpi {
     posted: Vec<Posted>,
     /// None where the node has one rank, or could not share memory.
     segment: Option<Segment>,
+    /// Whether elements that are only copied go through it, too: on some systems MPI copies them faster.
+    shares_copies: bool,
     staging: Staging,
     /// For what is longer than the vendor can count.
     parts: Vec<f32>,
@@ -286,27 +296,61 @@ impl Mpi {
         let segment = node.share(rank)?;
         let near = if segment.is_some() { segment::BYTES } else { 0 };
         shared.hold(near);
-        let mpi = Self {
+        let mut mpi = Self {
             groups: vec![world],
             rank,
             posted: Vec::new(),
             segment,
+            shares_copies: true,
             staging: Staging::default(),
             parts: Vec::new(),
             in_place: in_place(&library),
             crowded: node.on_machine.1 > cores(),
             shared,
         };
+        let nodes: Arc<[usize]> = node.of_ranks.iter().map(|&first| count_up(first)).collect();
+        if mpi.segment.is_some() {
+            mpi.shares_copies = mpi.shared_copies_are_faster(&node, &nodes)?;
+        }
         let world = World {
             rank,
-            nodes: node.of_ranks.iter().map(|&first| count_up(first)).collect(),
+            nodes,
             node: NodeInfo { local_rank: node.on_machine.0, local_size: node.on_machine.1, host },
             library: short_version(&library),
             shares_memory: mpi.segment.is_some(),
             vendor: true,
-            staging: algorithms::staging(size) + near + if node.size < size { exchange::BYTES } else { 0 },
+            staging: algorithms::staging(size) + near + if size > 1 { exchange::BYTES } else { 0 },
         };
         Ok((mpi, world))
+    }
+
+    /// Collective over the node: whether it copies faster through its shared memory than by messages of MPI, which can
+    /// go from memory to memory where the system lets them. Its first two ranks try, the first decides.
+    fn shared_copies_are_faster(&mut self, node: &Node, nodes: &Arc<[usize]>) -> Result<bool> {
+        let mut faster = c_int::from(true);
+        if node.rank < 2 {
+            let pair: Vec<usize> = (0..nodes.len()).filter(|&rank| nodes[rank] == nodes[self.rank]).take(2).collect();
+            let group = Members::new(0, self.rank, pair, nodes.clone());
+            let (sent, mut received) = (vec![0.0; TRIAL], vec![0.0; TRIAL]);
+            let mut fastest = [Duration::MAX; 2];
+            for trial in 0..2 * TRIALS {
+                let through = trial % 2;
+                self.shares_copies = through == 1;
+                let start = Instant::now();
+                self.exchange(
+                    &group,
+                    false,
+                    Some(Outgoing { to: group.next(), pieces: &[&sent] }),
+                    Some(Incoming { from: group.next(), pieces: &mut [&mut received], add: false }),
+                )?;
+                fastest[through] = fastest[through].min(start.elapsed());
+            }
+            faster = c_int::from(fastest[1].mul_f64(GAIN) <= fastest[0]);
+        }
+        // SAFETY: the parameter is a live local.
+        let code = unsafe { ffi::MPI_Bcast((&raw mut faster).cast(), 1, ffi::RSMPI_INT32_T, 0, node.comm) };
+        check(code, "MPI_Bcast")?;
+        Ok(faster != 0)
     }
 
     /// Ends all ranks. Used, too, when an error leaves MPI holding memory that is about to be given back.
@@ -398,14 +442,16 @@ impl Wire for Mpi {
     fn exchange(
         &mut self,
         group: &Members,
+        sums: bool,
         send: Option<Outgoing<'_>>,
         receive: Option<Incoming<'_, '_>>,
     ) -> Result<()> {
         let world = self.groups[0];
         let sent: usize = send.map_or(0, |send| send.pieces.iter().map(|piece| size_of_val(*piece)).sum());
         self.shared.add_sent(sent);
-        let to = self.near(group, send.map(|send| send.to));
-        let from = self.near(group, receive.as_ref().map(|receive| receive.from));
+        let shared = sums || self.shares_copies;
+        let to = self.near(group, send.map(|send| send.to)).filter(|_| shared);
+        let from = self.near(group, receive.as_ref().map(|receive| receive.from)).filter(|_| shared);
         let (mut sending, mut receiving) = (Sending::new(send), Receiving::new(receive));
         let mut pace = Pace::new(self.crowded);
         let held = self.staging.bytes();
