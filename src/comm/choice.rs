@@ -152,7 +152,9 @@ pub fn measure<B: Backend>(
         let mut timings = Vec::new();
         for &operation in operations {
             for algorithm in Algorithm::ALL {
-                let able = group.algorithms(exact && operation.adds()).contains(&algorithm);
+                // On one node, or with each rank on its own, the hierarchy is the tree.
+                let double = algorithm == Algorithm::Hierarchical && [1, group.size()].contains(&group.nodes());
+                let able = !double && group.algorithms(exact && operation.adds()).contains(&algorithm);
                 let time = if able { time(world, group, backend, operation, algorithm, size)? } else { f64::INFINITY };
                 timings.push(time);
             }

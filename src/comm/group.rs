@@ -97,6 +97,11 @@ impl<B: Backend> Group<B> {
         &self.table
     }
 
+    /// Nodes that the group's ranks are on.
+    pub fn nodes(&self) -> usize {
+        self.members.by_node().len()
+    }
+
     /// Algorithms that this group can run: the library's own only where there is a library. With `exact`, only those
     /// that add in the order of [`Algorithm::Tree`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {

@@ -134,8 +134,8 @@ impl FromStr for Operation {
     }
 }
 
-/// Elements of a rank in one block, 256 KiB: all steps of a block find it in the cache.
-const BLOCK: usize = 1 << 16;
+/// Elements of a rank in one block, 1 MiB: all steps of a block find it in the cache.
+const BLOCK: usize = 1 << 18;
 
 /// Bytes that the algorithms of a world of `ranks` keep aside, at most.
 pub fn staging(ranks: usize) -> usize {
