@@ -149,7 +149,7 @@ operations! {
 
 /// Counts of MPI are 31 bits wide, and so were byte counts.
 #[test]
-#[ignore = "needs 6 GiB of memory and a minute: cargo test --test comm_mpi -- --ignored"]
+#[ignore = "needs 6 GiB of memory and some minutes: cargo test --test comm_mpi -- --ignored"]
 fn more_than_two_gibibytes() {
     const NAME: &str = "more_than_two_gibibytes";
     if !is_rank_of(NAME) {
