@@ -15,6 +15,7 @@ pub mod nn;
 pub mod optim;
 pub mod parallel;
 pub mod random;
+pub mod signals;
 pub mod telemetry;
 pub mod topology;
 pub mod train;

@@ -112,7 +112,11 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
     assert_eq!(text.map(|text| text.chars().count()), Some(300), "{ended}");
     let run = folder.path().join("runs/gpt-char");
     let files = [
+        ".eval.lock",
+        "END",
+        "checkpoints/best",
         "checkpoints/latest",
+        "checkpoints/step-00000003/manifest.crc32",
         "checkpoints/step-00000003/manifest.json",
         "checkpoints/step-00000003/rank-00000.h5",
         "config.toml",
@@ -122,6 +126,7 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
         "run.json",
     ];
     assert_eq!(listing(&run), files);
+    assert_eq!(std::fs::read_link(run.join("checkpoints/best")).unwrap().to_str(), Some("step-00000003"));
     assert_eq!(std::fs::read_link(run.join("checkpoints/latest")).unwrap().to_str(), Some("step-00000003"));
 
     let text = |name: &str| std::fs::read_to_string(run.join(name)).unwrap();

@@ -63,11 +63,15 @@ fn train(
         let mut at = step as usize * per_step;
         let backend = engine.backend.clone();
         let synced = engine
-            .gradients(step, || {
-                let range = at..at + per_micro;
-                at += per_micro;
-                Ok(micro(&backend, &tokens[range.clone()], &targets[range], gpt.context, 0))
-            })
+            .gradients(
+                step,
+                || {
+                    let range = at..at + per_micro;
+                    at += per_micro;
+                    Ok(micro(&backend, &tokens[range.clone()], &targets[range], gpt.context, 0))
+                },
+                || 0,
+            )
             .unwrap();
         losses.push(synced.loss / per_step as f64);
         norms.push(synced.norm);
@@ -118,7 +122,7 @@ fn logits_loss_and_every_gradient() {
             assert!(off < 2e-6, "{name}: logits {off:e}");
 
             let mut whole = Some(whole);
-            let synced = engine.gradients(0, || Ok(whole.take().unwrap())).unwrap();
+            let synced = engine.gradients(0, || Ok(whole.take().unwrap()), || 0).unwrap();
             close(&[synced.loss / n as f64], &numbers(&case, "loss"), 1e-6, "loss");
             let golden = case.group("grads").unwrap();
             let found = gradients(&engine);

@@ -55,7 +55,7 @@ fn backward_is_the_derivative_of_forward() {
                 })
                 .unwrap();
             let backend = engine.backend.clone();
-            let synced = engine.gradients(0, || Ok(micro(&backend, &tokens, &targets, TIME, 0))).unwrap();
+            let synced = engine.gradients(0, || Ok(micro(&backend, &tokens, &targets, TIME, 0)), || 0).unwrap();
             let found = gradients(&engine);
             engine.sharded.skip();
             (synced.loss / predictions as f64, found)

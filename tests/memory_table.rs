@@ -38,7 +38,7 @@ fn measured(ranks: usize, zero: Zero) -> usize {
         let backend = engine.backend.clone();
         let ids = vec![1; GPT.context];
         for step in 0..3 {
-            engine.gradients(step, || Ok(micro(&backend, &ids, &ids, GPT.context, comm.rank() as u64)))?;
+            engine.gradients(step, || Ok(micro(&backend, &ids, &ids, GPT.context, comm.rank() as u64)), || 0)?;
             engine.sharded.update(Hyper { lr: 1e-3, weight_decay: 0.0, step: step + 1, grad_scale: 1.0 })?;
         }
         let categories = [Memory::Parameters, Memory::Gradients, Memory::Optimizer];

@@ -169,21 +169,53 @@ fn flipped_bits_are_found_and_named() {
     file.write_all_at(&[byte[0] ^ 4], offset).unwrap();
     drop(file);
 
-    let (steps, config) = (files.steps(), files.text("config.toml"));
-    for transport in [Alone, Mpirun(2), Simulate(2)] {
-        let resumed = run(transport, root.path(), "y", &[]).resume("auto");
-        refuses(&resumed, &["step-00000006/rank-00001.h5", &format!("/params/{tensor}"), "older checkpoint"]);
+    // The one before it continues the run, and it is told why.
+    let all = |transport, files: &RunFiles, why: &str| {
+        let name = files.0.file_name().unwrap().to_str().unwrap();
+        let ended = run(transport, root.path(), name, &[]).resume("auto").ends().succeeded();
+        assert!(ended.stdout.contains("at step 3 from"), "{ended}");
+        let warnings: Vec<_> = ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
+        assert_eq!(warnings.len(), 1, "{ended}");
+        assert!(warnings[0].contains("passing over") && warnings[0].contains("step-00000006/rank-00001.h5"), "{ended}");
+        assert!(warnings[0].contains(why), "{ended}");
+        files.same_as(&whole, STEPS, why);
+    };
+    let before = RunFiles(root.path().join("before"));
+    copy(&files.0, &before.0);
+    for (i, transport) in [Alone, Mpirun(2), Simulate(2)].into_iter().enumerate() {
+        let copied = RunFiles(root.path().join(format!("copy-{i}")));
+        copy(&before.0, &copied.0);
+        all(transport, &copied, &format!("/params/{tensor}"));
     }
-    // Nothing is lost: the checkpoint before it continues the run.
-    assert_eq!((files.steps(), files.text("config.toml")), (steps, config));
-    let before = files.checkpoint(3);
-    run(Alone, root.path(), "z", &[]).resume(before.to_str().unwrap()).succeeds();
+    // Named itself, it is refused, and nothing is touched.
+    let steps = files.steps();
+    let damaged_one = files.checkpoint(6);
+    let named = run(Alone, root.path(), "z", &[]).resume(damaged_one.to_str().unwrap());
+    refuses(&named, &["step-00000006/rank-00001.h5", &format!("/params/{tensor}"), "older checkpoint"]);
+    assert_eq!(files.steps(), steps);
 
-    // A file that is shorter than it was, and one that is gone.
-    std::fs::OpenOptions::new().write(true).open(&damaged).unwrap().set_len(5000).unwrap();
-    refuses(&run(Alone, root.path(), "y", &[]).resume("auto"), &["step-00000006/rank-00001.h5"]);
-    std::fs::remove_file(&damaged).unwrap();
-    refuses(&run(Mpirun(2), root.path(), "y", &[]).resume("auto"), &["step-00000006/rank-00001.h5"]);
+    // A bit of what HDF5 wrote for itself, a file that is shorter than it was, and one that is gone.
+    let damages: [(&str, &dyn Fn(&Path)); 3] = [
+        ("HDF5 structure: checksum", &|path| {
+            let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+            file.write_all_at(&[0xff], 12).unwrap();
+        }),
+        ("5000 bytes where the manifest says", &|path| {
+            std::fs::OpenOptions::new().write(true).open(path).unwrap().set_len(5000).unwrap();
+        }),
+        ("cannot open", &|path| std::fs::remove_file(path).unwrap()),
+    ];
+    for (i, (why, damage)) in damages.into_iter().enumerate() {
+        let copied = RunFiles(root.path().join(format!("damage-{i}")));
+        interrupted(&whole, 6, &copied.0);
+        damage(&copied.checkpoint(6).join("rank-00001.h5"));
+        all(Mpirun(2), &copied, why);
+    }
+    // Nothing is whole: nothing begins from the start in silence.
+    let none = interrupted(&whole, 3, &root.path().join("none"));
+    std::fs::remove_file(none.checkpoint(3).join("rank-00000.h5")).unwrap();
+    let resumed = run(Alone, root.path(), "none", &[]).resume("auto");
+    refuses(&resumed, &["none of 1 checkpoints is whole", "step-00000003/rank-00000.h5"]);
 }
 
 #[test]

@@ -24,11 +24,13 @@ pub enum Track {
     Communication,
     /// Reads data ahead.
     Loader,
+    /// Writes checkpoints.
+    Saver,
 }
 
 impl Track {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Compute, Self::Communication, Self::Loader];
+    pub const ALL: [Self; 4] = [Self::Compute, Self::Communication, Self::Loader, Self::Saver];
 
     /// What people call it.
     pub fn name(self) -> &'static str {
@@ -36,6 +38,7 @@ impl Track {
             Self::Compute => "compute",
             Self::Communication => "communication",
             Self::Loader => "loader",
+            Self::Saver => "saver",
         }
     }
 }

@@ -17,17 +17,20 @@ pub enum Memory {
     Communication,
     /// Batches on their way in.
     Data,
+    /// The copy that a checkpoint is written from.
+    Checkpoint,
 }
 
 impl Memory {
     /// Every category, in the order of reports.
-    pub const ALL: [Memory; 6] = [
+    pub const ALL: [Memory; 7] = [
         Memory::Parameters,
         Memory::Gradients,
         Memory::Optimizer,
         Memory::Activations,
         Memory::Communication,
         Memory::Data,
+        Memory::Checkpoint,
     ];
 
     /// The word for it in reports.
@@ -39,6 +42,7 @@ impl Memory {
             Memory::Activations => "activations",
             Memory::Communication => "communication",
             Memory::Data => "data",
+            Memory::Checkpoint => "checkpoint",
         }
     }
 }
@@ -46,8 +50,8 @@ impl Memory {
 /// Counts live and peak bytes by category.
 #[derive(Debug, Default)]
 pub struct Ledger {
-    live: [AtomicUsize; 6],
-    peak: [AtomicUsize; 6],
+    live: [AtomicUsize; Memory::ALL.len()],
+    peak: [AtomicUsize; Memory::ALL.len()],
     total: AtomicUsize,
     total_peak: AtomicUsize,
     fresh: AtomicUsize,

@@ -1,10 +1,14 @@
-//! The `checkpoints/` directory of a run: names, publishing, retention.
+//! The `checkpoints/` directory of a run: names, publishing, removal.
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use super::Manifest;
+use super::lease::Leases;
+use super::retention::{Candidate, Retention, removed};
+use super::{Manifest, Reader};
 use crate::error::{Error, Result};
+use crate::telemetry::evaluations::{self, Evaluation};
 
 /// The checkpoints of one run.
 #[derive(Debug, Clone)]
@@ -18,81 +22,27 @@ impl Checkpoints {
         Self { root: root.into() }
     }
 
+    /// Their directory.
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
     /// Steps of the published checkpoints, ascending.
     pub fn steps(&self) -> Vec<u64> {
         let Ok(entries) = fs::read_dir(&self.root) else { return Vec::new() };
-        let step = |name: &str| name.strip_prefix("step-").and_then(|digits| digits.parse().ok());
-        let mut steps: Vec<u64> =
-            entries.flatten().filter_map(|entry| step(entry.file_name().to_str().unwrap_or_default())).collect();
+        let mut steps: Vec<u64> = entries.flatten().filter_map(|entry| step_of(entry.file_name().to_str()?)).collect();
         steps.sort_unstable();
         steps
     }
 
     /// Where the checkpoint of a step is, once published.
     pub fn path(&self, step: u64) -> PathBuf {
-        self.root.join(format!("step-{step:08}"))
+        self.root.join(name_of(step))
     }
 
-    /// Where the checkpoint of a step is written.
-    pub fn staging(&self, step: u64) -> PathBuf {
-        self.root.join(format!("step-{step:08}.tmp"))
-    }
-
-    /// The newest checkpoint with a readable manifest; says which ones it passed over.
-    ///
-    /// # Errors
-    /// There is none.
-    pub fn newest(&self) -> Result<(PathBuf, Manifest)> {
-        for step in self.steps().into_iter().rev() {
-            let path = self.path(step);
-            match Manifest::read(&path) {
-                Ok(manifest) => return Ok((path, manifest)),
-                Err(e) => log::warn!("passing over {}: {e}", path.display()),
-            }
-        }
-        Err(Error::input(format!("{} holds no checkpoint to resume from", self.root.display()))
-            .hint("it ended before its first checkpoint: start again under another run.name, or remove it"))
-    }
-
-    /// Empties the staging directory of a step.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn begin(&self, step: u64) -> Result<PathBuf> {
-        let staging = self.staging(step);
-        if staging.exists() {
-            fs::remove_dir_all(&staging).map_err(|e| Error::io("clear", &staging, e))?;
-        }
-        fs::create_dir_all(&staging).map_err(|e| Error::io("create", &staging, e))?;
-        Ok(staging)
-    }
-
-    /// Forgets a checkpoint that could not be written.
-    pub fn abandon(&self, step: u64) {
-        let staging = self.staging(step);
-        if let Err(e) = fs::remove_dir_all(&staging) {
-            log::warn!("cannot remove {}: {e}", staging.display());
-        }
-    }
-
-    /// Renames a complete staging directory into place, moves `latest`, and removes all but the newest `keep`.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn publish(&self, step: u64, keep: usize) -> Result<PathBuf> {
-        let (staging, path) = (self.staging(step), self.path(step));
-        sync(&staging)?;
-        if path.exists() {
-            self.discard(&path)?;
-        }
-        fs::rename(&staging, &path).map_err(|e| Error::io("publish", &path, e))?;
-        self.link_latest(&path)?;
-        sync(&self.root)?;
-        let steps = self.steps();
-        for old in &steps[..steps.len().saturating_sub(keep)] {
-            self.discard(&self.path(*old))?;
-        }
-        Ok(path)
+    /// Where a job writes the checkpoint of a step.
+    pub fn staging(&self, step: u64, job: &str) -> PathBuf {
+        self.root.join(format!("{}.tmp-{job}", name_of(step)))
     }
 
     /// The link to the newest published checkpoint.
@@ -100,30 +50,206 @@ impl Checkpoints {
         self.root.join("latest")
     }
 
-    /// Points `latest` at `path` in one rename.
-    fn link_latest(&self, path: &Path) -> Result<()> {
-        let (link, temporary) = (self.latest(), self.root.join(".latest.tmp"));
-        let target = path.file_name().unwrap_or_default();
-        // A leftover of a run that was killed between the two calls below; it may well not exist.
-        let _ = fs::remove_file(&temporary);
-        std::os::unix::fs::symlink(target, &temporary)
-            .and_then(|()| fs::rename(&temporary, &link))
-            .map_err(|e| Error::io("link", &link, e))
+    /// The link to the checkpoint with the lowest validation loss.
+    pub fn best(&self) -> PathBuf {
+        self.root.join("best")
     }
 
-    /// Removes a checkpoint: renamed first, so that no reader sees half of it under its name.
+    /// Claims on checkpoints.
+    pub fn leases(&self) -> Leases {
+        Leases::new(self.root.join(".leases"))
+    }
+
+    /// Evaluations of the run, as its `eval.jsonl` has them.
+    pub fn evaluated(&self) -> Vec<Evaluation> {
+        self.root.parent().map(|run| evaluations::read(&run.join(evaluations::FILE))).unwrap_or_default()
+    }
+
+    /// Creates the directory, and clears away what earlier jobs left half written or half removed. The caller is the
+    /// only one who writes here.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn prepare(&self) -> Result<()> {
+        fs::create_dir_all(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
+        let entries = fs::read_dir(&self.root).map_err(|e| Error::io("list", &self.root, e))?;
+        for entry in entries.flatten() {
+            let name = entry.file_name();
+            let name = name.to_string_lossy();
+            let staging = name.split_once(".tmp").is_some_and(|(step, _)| step_of(step).is_some());
+            let gone = if staging {
+                self.discard(&entry.path())
+            } else if name.starts_with(TRASH) {
+                remove(&entry.path())
+            } else if name.starts_with('.') && name.ends_with(".tmp") {
+                fs::remove_file(entry.path()).map_err(|e| Error::io("remove", &entry.path(), e))
+            } else {
+                Ok(())
+            };
+            // It does no harm but take space.
+            gone.unwrap_or_else(|e| log::warn!("{e}"));
+        }
+        Ok(())
+    }
+
+    /// Forgets a checkpoint that could not be written.
+    pub fn abandon(&self, staging: &Path) {
+        if let Err(e) = self.discard(staging) {
+            log::warn!("{e}");
+        }
+    }
+
+    /// Renames a complete directory into place and moves `latest`.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn publish(&self, step: u64, staging: &Path) -> Result<PathBuf> {
+        let path = self.path(step);
+        sync(staging)?;
+        if path.exists() {
+            self.discard(&path)?;
+        }
+        fs::rename(staging, &path).map_err(|e| Error::io("publish", &path, e))?;
+        sync(&self.root)?;
+        self.link(&self.latest(), &path)?;
+        sync(&self.root)?;
+        Ok(path)
+    }
+
+    /// Points `best` at the published checkpoint with the lowest validation loss, if any has one.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn point_to_best(&self, evaluated: &[Evaluation]) -> Result<()> {
+        let steps = self.steps();
+        match evaluations::best(evaluated, &steps) {
+            Some((step, _)) if fs::read_link(self.best()).ok() != Some(name_of(step).into()) => {
+                self.link(&self.best(), &self.path(step))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Removes the checkpoints that need not be kept. One that somebody holds a lease on stays, and is looked at again
+    /// the next time.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn retain(&self, retention: &Retention, evaluated: &[Evaluation]) -> Result<()> {
+        for step in self.removable(retention, evaluated) {
+            self.discard_unless_leased(step)?;
+        }
+        Ok(())
+    }
+
+    /// Steps whose checkpoints need not be kept, ascending.
+    pub fn removable(&self, retention: &Retention, evaluated: &[Evaluation]) -> Vec<u64> {
+        let leases = self.leases();
+        let waits = leases.queue_is_watched();
+        let candidates: Vec<Candidate> = self
+            .steps()
+            .into_iter()
+            .map(|step| {
+                let sound = self.sound(step);
+                let waited_for = |id: &String| waits && !evaluations::is_settled(evaluated, id);
+                let held = leases.holds(&name_of(step)) || sound.as_ref().is_some_and(waited_for);
+                Candidate { step, sound: sound.is_some(), loss: evaluations::loss(evaluated, step), held }
+            })
+            .collect();
+        removed(&candidates, retention)
+    }
+
+    /// The name of the save, if all of the checkpoint is there: its manifest, and every file as long as it should be.
+    fn sound(&self, step: u64) -> Option<String> {
+        let path = self.path(step);
+        let sound = || -> Result<String> {
+            let manifest = Manifest::read(&path)?;
+            for (name, entry) in &manifest.files {
+                let file = path.join(name);
+                let length = fs::metadata(&file).map_err(|e| Error::io("read", &file, e))?.len();
+                if length != entry.bytes {
+                    return Err(Error::input(format!("{} has {length} bytes", file.display())));
+                }
+            }
+            Ok(manifest.id)
+        };
+        sound().inspect_err(|e| log::warn!("{} does not count as a checkpoint: {e}", path.display())).ok()
+    }
+
+    /// Removes the checkpoint of a step unless somebody took a lease on it at the last moment.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn discard_unless_leased(&self, step: u64) -> Result<bool> {
+        let (name, path) = (name_of(step), self.path(step));
+        let trash = self.root.join(format!("{TRASH}{name}"));
+        if trash.exists() {
+            remove(&trash)?;
+        }
+        fs::rename(&path, &trash).map_err(|e| Error::io("remove", &path, e))?;
+        // A holder makes its lease first and looks for the checkpoint then: either it is seen here, or it saw none.
+        if self.leases().holds(&name) {
+            fs::rename(&trash, &path).map_err(|e| Error::io("restore", &path, e))?;
+            return Ok(false);
+        }
+        remove(&trash)?;
+        Ok(true)
+    }
+
+    /// Opens the checkpoint of a step. It may be missing for an instant, while a removal is taken back.
+    ///
+    /// # Errors
+    /// It is missing or damaged.
+    pub fn open(&self, step: u64) -> Result<Reader> {
+        let path = self.path(step);
+        if !path.exists() {
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        Reader::open(&path)
+    }
+
+    /// Points a link at `path` in one rename.
+    fn link(&self, link: &Path, path: &Path) -> Result<()> {
+        let name = link.file_name().unwrap_or_default().to_string_lossy();
+        let temporary = self.root.join(format!(".{name}.{}.tmp", std::process::id()));
+        let target = path.file_name().unwrap_or_default();
+        // A leftover of a process that was killed between the two calls below; it may well not exist.
+        let _ = fs::remove_file(&temporary);
+        std::os::unix::fs::symlink(target, &temporary)
+            .and_then(|()| fs::rename(&temporary, link))
+            .map_err(|e| Error::io("link", link, e))
+    }
+
+    /// Removes a directory: renamed first, so that no reader sees half of it under its name.
     fn discard(&self, path: &Path) -> Result<()> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let trash = self.root.join(format!(".trash-{name}"));
-        let remove = || {
-            if trash.exists() {
-                fs::remove_dir_all(&trash)?;
-            }
-            fs::rename(path, &trash)?;
-            fs::remove_dir_all(&trash)
-        };
-        remove().map_err(|e| Error::io("remove", path, e))
+        let trash = self.root.join(format!("{TRASH}{name}"));
+        if trash.exists() {
+            remove(&trash)?;
+        }
+        match fs::rename(path, &trash) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+            Err(e) => Err(Error::io("remove", path, e)),
+            Ok(()) => remove(&trash),
+        }
     }
+}
+
+/// How the names of what is being removed begin.
+const TRASH: &str = ".trash-";
+
+/// The name of the checkpoint of a step.
+pub fn name_of(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
+/// The step in the name of a published checkpoint.
+fn step_of(name: &str) -> Option<u64> {
+    name.strip_prefix("step-")?.parse().ok()
+}
+
+fn remove(path: &Path) -> Result<()> {
+    fs::remove_dir_all(path).map_err(|e| Error::io("remove", path, e))
 }
 
 /// Makes a directory's entries durable.
@@ -135,28 +261,49 @@ fn sync(dir: &Path) -> Result<()> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn publishing_links_and_retains() {
-        let dir = tempfile::tempdir().unwrap();
-        let checkpoints = Checkpoints::new(dir.path());
-        for step in [5, 20, 100] {
-            let staging = checkpoints.begin(step).unwrap();
-            fs::write(staging.join("x"), step.to_string()).unwrap();
-            assert!(!checkpoints.steps().contains(&step));
-            checkpoints.publish(step, 2).unwrap();
-            assert_eq!(fs::read_to_string(dir.path().join("latest/x")).unwrap(), step.to_string());
-        }
-        assert_eq!(checkpoints.steps(), [20, 100]);
-        let left: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
-        assert_eq!(left.len(), 3, "{left:?}");
-        checkpoints.begin(7).unwrap();
-        checkpoints.abandon(7);
-        assert!(!checkpoints.staging(7).exists());
+    /// A directory with a manifest that says nothing of any tensor.
+    fn publish(checkpoints: &Checkpoints, step: u64) {
+        let staging = checkpoints.staging(step, "job");
+        fs::create_dir_all(&staging).unwrap();
+        crate::checkpoint::manifest::tests::empty(step).write(&staging).unwrap();
+        checkpoints.publish(step, &staging).unwrap();
     }
 
     #[test]
-    fn nothing_to_resume_says_so() {
-        let error = Checkpoints::new("/no/such/run").newest().unwrap_err().to_string();
-        assert!(error.contains("/no/such/run holds no checkpoint"), "{error}");
+    fn publishing_links_and_retains() {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(dir.path().join("checkpoints"));
+        checkpoints.prepare().unwrap();
+        for step in [5, 20, 100] {
+            publish(&checkpoints, step);
+            assert_eq!(fs::read_link(checkpoints.latest()).unwrap(), Path::new(&name_of(step)));
+            checkpoints.retain(&Retention { newest: 2, ..Retention::default() }, &[]).unwrap();
+        }
+        assert_eq!(checkpoints.steps(), [20, 100]);
+        // What kills leave.
+        fs::create_dir_all(checkpoints.staging(7, "dead").join("x")).unwrap();
+        fs::create_dir_all(checkpoints.root().join(".trash-step-00000001")).unwrap();
+        std::os::unix::fs::symlink("step-00000020", checkpoints.root().join(".latest.77.tmp")).unwrap();
+        checkpoints.prepare().unwrap();
+        let left: Vec<_> = fs::read_dir(checkpoints.root()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left.len(), 3, "{left:?}");
+        checkpoints.abandon(&checkpoints.staging(7, "never"));
+    }
+
+    #[test]
+    fn a_leased_checkpoint_stays_until_the_lease_ends() {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(dir.path().join("checkpoints"));
+        checkpoints.prepare().unwrap();
+        publish(&checkpoints, 1);
+        let lease = checkpoints.leases().take("step-00000001.read").unwrap().unwrap();
+        publish(&checkpoints, 2);
+        let one = Retention { newest: 1, ..Retention::default() };
+        checkpoints.retain(&one, &[]).unwrap();
+        assert!(!checkpoints.discard_unless_leased(1).unwrap());
+        assert_eq!(checkpoints.steps(), [1, 2]);
+        drop(lease);
+        checkpoints.retain(&one, &[]).unwrap();
+        assert_eq!(checkpoints.steps(), [2]);
     }
 }

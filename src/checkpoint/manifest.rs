@@ -1,43 +1,82 @@
-//! The manifest: everything about a checkpoint but the numbers.
+//! The manifest: everything about a checkpoint but the numbers. `docs/checkpoint-format.md` describes it.
 
 use std::collections::BTreeMap;
+use std::io::Write as _;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::Progress;
+use super::shard::Written;
 use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
 
-/// Version of the format that this program writes.
-pub const VERSION: u32 = 1;
+/// Version of the format that this program writes and reads.
+pub const VERSION: u32 = 2;
 
 /// File name of the manifest.
 pub const FILE: &str = "manifest.json";
+
+/// File that holds the manifest's own checksum: eight hexadecimal digits of CRC-32, as checksum tools write it.
+pub const SEAL: &str = "manifest.crc32";
+
+/// Elements that one checksum covers at most: 4 MiB, so that reading a part of a range need not read all of it.
+pub const BLOCK: usize = 1 << 20;
 
 /// `manifest.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// Version of the format.
     pub version: u32,
+    /// Names this save: two saves of one step differ in it.
+    pub id: String,
     /// Steps finished.
     pub step: u64,
     /// Optimizer updates done: steps less the skipped ones.
     pub updates: u64,
     /// Samples consumed: the loader's whole state.
     pub position: u64,
-    /// Names every random stream; with `step` and `position`, the generators' whole state.
+    /// Names every random stream. Streams are functions of their name and a counter, so that with `step` and
+    /// `position` this is the generators' whole state.
     pub seed: u64,
     /// The resolved configuration.
     pub config: Config,
     /// How text becomes token ids, when the data says.
     pub tokenizer: Option<Tokenizer>,
+    /// Who wrote it.
+    pub origin: Origin,
     /// Names of the optimizer's buffers: groups beside `params` in the files.
     pub state: Vec<String>,
+    /// Every file with numbers.
+    pub files: BTreeMap<String, FileEntry>,
     /// Every tensor, by name.
     pub tensors: BTreeMap<String, TensorEntry>,
+}
+
+/// The job that wrote a checkpoint. Nothing depends on it.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Origin {
+    /// Version of the program.
+    pub hpctrain: String,
+    /// What carried its messages.
+    pub mpi: String,
+    /// Ranks.
+    pub ranks: usize,
+    /// Nodes, by name.
+    pub hosts: Vec<String>,
+    /// Seconds since 1970.
+    pub time: f64,
+}
+
+/// A file with numbers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileEntry {
+    /// Its length.
+    pub bytes: u64,
+    /// CRC-32 of all bytes that belong to no tensor, in order: HDF5's own.
+    pub rest_crc32: u32,
 }
 
 /// One tensor and where its pieces are.
@@ -58,15 +97,24 @@ pub struct Piece {
     pub start: usize,
     /// Elements.
     pub len: usize,
-    /// CRC-32 of the little-endian f32 bytes: of the parameters, then of each buffer in [`Manifest::state`].
+    /// The parameters, then each buffer in [`Manifest::state`].
+    pub parts: Vec<Stored>,
+}
+
+/// The elements of a piece as they lie in the file: f32, little-endian, one after another.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stored {
+    /// First byte in the file.
+    pub offset: u64,
+    /// CRC-32 of every 2^20 elements; the last block may be shorter.
     pub crc32: Vec<u32>,
 }
 
 impl Manifest {
-    /// Reads the manifest of the checkpoint in `dir`.
+    /// Reads the manifest of the checkpoint in `dir`, and checks it against its seal and in itself.
     ///
     /// # Errors
-    /// It is missing, malformed, or of a later version.
+    /// It is missing, damaged, of another version, or its pieces do not cover every tensor once.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(FILE);
         let text = std::fs::read_to_string(&path).map_err(|e| {
@@ -77,16 +125,90 @@ impl Manifest {
         struct Version {
             version: u32,
         }
-        let malformed = |e: serde_json::Error| {
-            Error::input(format!("{}: malformed manifest: {e}", path.display()))
-                .hint("the checkpoint is damaged: resume from an older one")
-        };
-        let Version { version } = serde_json::from_str(&text).map_err(malformed)?;
-        if version > VERSION {
-            return Err(Error::input(format!("{}: format version {version} is newer than {VERSION}", path.display()))
-                .hint("use the version of hpctrain that wrote it, or a later one"));
+        let damaged =
+            |what: String| Error::input(format!("{}: {what}", path.display())).hint("resume from an older checkpoint");
+        if let Ok(Version { version }) = serde_json::from_str(&text)
+            && version != VERSION
+        {
+            let age = if version > VERSION { "newer" } else { "older" };
+            return Err(Error::input(format!("{}: format version {version} is {age} than {VERSION}", path.display()))
+                .hint("use the version of hpctrain that wrote it"));
         }
-        serde_json::from_str(&text).map_err(malformed)
+        let seal = dir.join(SEAL);
+        let sealed = std::fs::read_to_string(&seal)
+            .map_err(|e| Error::io("read the manifest's checksum", &seal, e).hint("resume from an older checkpoint"))?;
+        let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
+        if sealed != sealed_as(&found) {
+            return Err(damaged(format!("malformed manifest: checksum {found} is not the one in {SEAL}")));
+        }
+        let manifest: Self = serde_json::from_str(&text).map_err(|e| damaged(format!("malformed manifest: {e}")))?;
+        manifest.check_cover().map_err(|e| damaged(format!("malformed manifest: {e}")))?;
+        Ok(manifest)
+    }
+
+    /// Writes it and its seal, durably.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write(&self, dir: &Path) -> Result<()> {
+        let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(format!("manifest: {e}")))?;
+        let seal = sealed_as(&format!("{:08x}", crc32fast::hash(text.as_bytes())));
+        for (name, text) in [(FILE, &text), (SEAL, &seal)] {
+            let path = dir.join(name);
+            std::fs::File::create(&path)
+                .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
+                .map_err(|e| Error::io("write", &path, e))?;
+        }
+        Ok(())
+    }
+
+    /// Enters the files that ranks wrote, and checks that they cover every tensor once.
+    ///
+    /// # Errors
+    /// They do not.
+    pub fn enter(&mut self, written: Vec<Written>) -> Result<()> {
+        for Written { file, entry, ranges } in written {
+            self.files.insert(file, entry);
+            for (tensor, shape, piece) in ranges {
+                self.tensors.entry(tensor).or_insert(TensorEntry { shape, pieces: vec![] }).pieces.push(piece);
+            }
+        }
+        self.tensors.values_mut().for_each(|entry| entry.pieces.sort_by_key(|piece| piece.start));
+        self.check_cover().map_err(|e| Error::internal(format!("the ranks' ranges: {e}")))
+    }
+
+    /// Every element of every tensor lies in exactly one piece, and every piece within its file.
+    fn check_cover(&self) -> Result<(), String> {
+        for (name, TensorEntry { shape, pieces }) in &self.tensors {
+            let mut next = 0;
+            for piece in pieces {
+                match piece.start.cmp(&next) {
+                    std::cmp::Ordering::Less => {
+                        return Err(format!("pieces of tensor {name} overlap at element {}", piece.start));
+                    }
+                    std::cmp::Ordering::Greater => {
+                        return Err(format!("no piece of tensor {name} holds element {next}"));
+                    }
+                    std::cmp::Ordering::Equal => {}
+                }
+                next = piece.start.checked_add(piece.len).ok_or_else(|| format!("tensor {name} is too long"))?;
+                let file = self.files.get(&piece.file);
+                let file = file.ok_or_else(|| format!("tensor {name} is in the file {}, unknown there", piece.file))?;
+                if piece.parts.len() != 1 + self.state.len() {
+                    return Err(format!("a piece of tensor {name} has {} parts", piece.parts.len()));
+                }
+                for part in &piece.parts {
+                    let end = (piece.len as u64).checked_mul(4).and_then(|bytes| bytes.checked_add(part.offset));
+                    if end.is_none_or(|end| end > file.bytes) || part.crc32.len() != piece.len.div_ceil(BLOCK) {
+                        return Err(format!("a piece of tensor {name} does not fit into {}", piece.file));
+                    }
+                }
+            }
+            if next != shape.iter().product::<usize>() {
+                return Err(format!("no piece of tensor {name} holds element {next}"));
+            }
+        }
+        Ok(())
     }
 
     /// How far the run was.
@@ -94,11 +216,26 @@ impl Manifest {
         Progress { step: self.step, updates: self.updates, position: self.position }
     }
 
-    /// Checks that the tensors are those of a model.
+    /// Elements of all tensors.
+    pub fn parameters(&self) -> u64 {
+        self.tensors.values().map(|entry| entry.shape.iter().product::<usize>() as u64).sum()
+    }
+
+    /// Bytes of all files with numbers.
+    pub fn bytes(&self) -> u64 {
+        self.files.values().map(|file| file.bytes).sum()
+    }
+
+    /// Checks that the tensors are those of a model, and the optimizer's buffers those of a rule.
     ///
     /// # Errors
     /// The first tensor that differs, with both shapes.
-    pub fn check<'a>(&self, dir: &Path, layouts: impl Iterator<Item = &'a UnitLayout>, state: &[&str]) -> Result<()> {
+    pub fn check<'a>(
+        &self,
+        dir: &Path,
+        layouts: impl Iterator<Item = &'a UnitLayout>,
+        state: Option<&[&str]>,
+    ) -> Result<()> {
         let other = |what: String| {
             Err(Error::input(format!("{}: checkpoint of another model: {what}", dir.display()))
                 .hint("resume with the configuration it was saved with"))
@@ -117,9 +254,94 @@ impl Manifest {
         if expected != self.tensors.len() {
             return other(format!("it has {} tensors, the model {expected}", self.tensors.len()));
         }
-        if self.state != state {
-            return other(format!("its optimizer state is {:?}, here it is {state:?}", self.state));
+        match state {
+            Some(state) if self.state != state => {
+                let message = format!("its optimizer state is {:?}, here it is {state:?}", self.state);
+                Err(Error::input(format!("{}: checkpoint of another optimizer: {message}", dir.display()))
+                    .hint("resume with the optimizer it was saved with, or with --skip-optimizer"))
+            }
+            _ => Ok(()),
         }
-        Ok(())
+    }
+}
+
+/// The text of the seal.
+fn sealed_as(crc32: &str) -> String {
+    format!("{crc32}  {FILE}\n")
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A manifest without tensors.
+    pub fn empty(step: u64) -> Manifest {
+        Manifest {
+            version: VERSION,
+            id: format!("test-{step}"),
+            step,
+            updates: step,
+            position: step * 8,
+            seed: 1,
+            config: Config::default(),
+            tokenizer: None,
+            origin: Origin::default(),
+            state: vec!["m".into()],
+            files: BTreeMap::new(),
+            tensors: BTreeMap::new(),
+        }
+    }
+
+    fn written(file: &str, start: usize, len: usize) -> Written {
+        let part = |offset| Stored { offset, crc32: vec![0; len.div_ceil(BLOCK)] };
+        let piece = Piece { file: file.into(), start, len, parts: vec![part(100), part(100 + 4 * len as u64)] };
+        let entry = FileEntry { bytes: 100 + 8 * len as u64, rest_crc32: 0 };
+        Written { file: file.into(), entry, ranges: vec![("w".into(), vec![3, 4], piece)] }
+    }
+
+    #[test]
+    fn pieces_must_cover_every_tensor_once() {
+        let enter = |written: &[Written]| {
+            let mut manifest = empty(1);
+            manifest.enter(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
+        };
+        let whole = enter(&[written("b", 5, 7), written("a", 0, 5)]).unwrap();
+        assert_eq!((whole.parameters(), whole.tensors["w"].pieces[1].start), (12, 5));
+        for (pieces, words) in [
+            (&[written("a", 0, 5)][..], "no piece of tensor w holds element 5"),
+            (&[written("a", 0, 5), written("b", 6, 6)], "no piece of tensor w holds element 5"),
+            (&[written("a", 0, 6), written("b", 5, 7)], "overlap at element 5"),
+            (&[written("a", 0, 13)], "holds element 13"),
+        ] {
+            let error = enter(pieces).unwrap_err();
+            assert!(error.contains(words), "{error}");
+        }
+        let mut short = whole;
+        short.files.get_mut("a").unwrap().bytes -= 1;
+        assert!(short.check_cover().unwrap_err().contains("does not fit into a"));
+    }
+
+    #[test]
+    fn any_change_of_the_file_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        empty(7).write(dir.path()).unwrap();
+        assert_eq!(Manifest::read(dir.path()).unwrap(), empty(7));
+        let path = dir.path().join(FILE);
+        let text = std::fs::read_to_string(&path).unwrap();
+        let refusal = |text: &str| {
+            std::fs::write(&path, text).unwrap();
+            Manifest::read(dir.path()).unwrap_err().to_string()
+        };
+        assert!(
+            refusal(&text.replace("\"position\": 56", "\"position\": 57")).contains("malformed manifest: checksum")
+        );
+        assert!(refusal("").contains("malformed manifest"));
+        assert!(refusal("{\"version\": 3}").contains("format version 3 is newer than 2"));
+        assert!(refusal("{\"version\": 1}").contains("format version 1 is older than 2"));
+        std::fs::write(&path, text).unwrap();
+        std::fs::write(dir.path().join(SEAL), "00000000  manifest.json\n").unwrap();
+        assert!(Manifest::read(dir.path()).is_err());
+        std::fs::remove_file(dir.path().join(SEAL)).unwrap();
+        assert!(Manifest::read(dir.path()).unwrap_err().to_string().contains(SEAL));
     }
 }

@@ -2,23 +2,45 @@
 //!
 //! ```text
 //! checkpoints/
-//!   step-00000200/    complete by its name: it was renamed into place
-//!     manifest.json   step, data position, configuration, every tensor's pieces and checksums
-//!     rank-00000.h5   the ranges that rank owned: /params/<tensor>, /m/<tensor>, /v/<tensor>
-//!   latest            symbolic link to the newest published one
+//!   step-00000200/          complete by its name: it was renamed into place
+//!     manifest.json         step, data position, configuration, every tensor's pieces and checksums
+//!     manifest.crc32        checksum of the manifest
+//!     rank-00000.h5         the ranges that rank owned: /params/<tensor>, /m/<tensor>, /v/<tensor>
+//!   step-00000400.tmp-<id>/ being written
+//!   latest, best            symbolic links to published ones
+//!   .leases/                who reads which
 //! ```
 //!
-//! Nothing in it depends on the ranks that wrote it: any number of ranks in any layout can read it.
+//! Nothing in it depends on the ranks that wrote it: any number of ranks in any layout can read it. The format is in
+//! `docs/checkpoint-format.md`.
 
 mod directory;
+pub mod lease;
 mod manifest;
 mod read;
-mod write;
+mod retention;
+mod saver;
+mod shard;
+mod snapshot;
 
-pub use directory::Checkpoints;
-pub use manifest::{Manifest, Piece, TensorEntry};
+use serde::{Deserialize, Serialize};
+
+pub use directory::{Checkpoints, name_of};
+pub use manifest::{Manifest, Origin, Piece, TensorEntry};
 pub use read::Reader;
-pub use write::{Progress, save};
+pub use retention::Retention;
+pub use saver::{Job, Published, Saver};
 
 /// Datasets with parameters are under this group; optimizer state is under the name of its buffer.
 pub const PARAMS: &str = "params";
+
+/// How far a run is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Progress {
+    /// Steps finished.
+    pub step: u64,
+    /// Updates done.
+    pub updates: u64,
+    /// Samples consumed.
+    pub position: u64,
+}

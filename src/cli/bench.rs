@@ -71,7 +71,7 @@ struct Report {
 /// Runs one rank; returns the exit code.
 pub fn run(args: &BenchArgs, launched: bool) -> i32 {
     let What::Comm(args) = &args.what;
-    job::run(launched, |comm| comm_table(comm, args))
+    job::run(launched, |comm| comm_table(comm, args).map(|()| 0))
 }
 
 fn comm_table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {

@@ -5,8 +5,9 @@ use crate::backend::cpu::Cpu;
 use crate::comm::{self, Algorithm, Comm};
 use crate::error::Result;
 
-/// Does the work of one rank, in a world of its own unless an MPI launcher started it; returns the exit code.
-pub fn run(launched: bool, work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> i32 {
+/// Does the work of one rank, in a world of its own unless an MPI launcher started it; returns the exit code,
+/// which is that of the work if it succeeds.
+pub fn run(launched: bool, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 {
     let comm: Comm<Cpu> = if launched {
         match comm::mpi::start(Algorithm::Tree) {
             Ok(comm) => comm,
@@ -17,7 +18,7 @@ pub fn run(launched: bool, work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> i32 {
     };
     abort_on_panic(&comm);
     let code = match work(&comm) {
-        Ok(()) => 0,
+        Ok(code) => code,
         Err(e) if e.is_shared() || comm.size() == 1 => {
             if comm.rank() == 0 {
                 fail(&e);

@@ -3,9 +3,10 @@
 use clap::Args;
 
 use super::fail;
-use super::train::TrainArgs;
+use super::train::{TrainArgs, exit_code};
 use crate::backend::cpu::Cpu;
 use crate::error::Result;
+use crate::signals;
 use crate::train::{Request, on_threads, train};
 
 /// Arguments of `hpctrain simulate`.
@@ -22,12 +23,14 @@ pub struct SimulateArgs {
 pub fn run(args: &SimulateArgs) -> i32 {
     let ranks = usize::from(args.ranks);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    match args.train.request(Some((cores / ranks).max(1))).and_then(|request| simulate(ranks, &request)) {
-        Ok(()) => 0,
+    let request = signals::listen().and_then(|()| args.train.request(Some((cores / ranks).max(1))));
+    match request.and_then(|request| simulate(ranks, &request)) {
+        Ok(code) => code,
         Err(e) => fail(&e),
     }
 }
 
-fn simulate(ranks: usize, request: &Request) -> Result<()> {
-    on_threads(ranks, |comm| train(comm, request, Cpu::new)).map(drop)
+fn simulate(ranks: usize, request: &Request) -> Result<i32> {
+    let endings = on_threads(ranks, |comm| train(comm, request, Cpu::new))?;
+    Ok(endings.first().map_or(0, exit_code))
 }

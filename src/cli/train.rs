@@ -4,11 +4,12 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::job;
+use super::{fail, job};
 use crate::backend::cpu::Cpu;
 use crate::config::{Config, Sources, load};
-use crate::error::Result;
-use crate::train::{Request, Resume, train};
+use crate::error::{Error, Result};
+use crate::signals;
+use crate::train::{Ending, Request, Resume, Take, train};
 
 /// Where the configuration comes from.
 #[derive(Args)]
@@ -37,9 +38,16 @@ impl SourceArgs {
 pub struct TrainArgs {
     #[command(flatten)]
     sources: SourceArgs,
-    /// Continue a run: `auto` takes the newest checkpoint of its directory, else the path of one.
+    /// Continue a run: `auto` takes the newest whole checkpoint of its directory, or starts if there is none; else the
+    /// path of a checkpoint, from which another run goes on.
     #[arg(long, value_name = "auto|CHECKPOINT")]
     resume: Option<String>,
+    /// Take only the parameters of the checkpoint and begin at step 0: fine-tuning.
+    #[arg(long, requires = "resume", conflicts_with = "skip_optimizer")]
+    weights_only: bool,
+    /// Take parameters and progress of the checkpoint, but begin with a fresh optimizer.
+    #[arg(long, requires = "resume")]
+    skip_optimizer: bool,
     /// Write what every thread of every rank did, and when, to FILE at the end, for ui.perfetto.dev.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
@@ -54,13 +62,41 @@ impl TrainArgs {
             Some("auto") => Resume::Auto,
             Some(path) => Resume::From(path.into()),
         };
-        Ok(Request { config, name, resume, trace: self.trace.clone(), threads })
+        let take = match (self.weights_only, self.skip_optimizer) {
+            (true, _) if resume == Resume::Auto => {
+                return Err(Error::input(
+                    "--weights-only with --resume auto would begin the run again at every restart",
+                )
+                .hint("give the path of a checkpoint the first time, and --resume auto alone afterwards"));
+            }
+            (true, _) => Take::Weights,
+            (_, true) => Take::NoOptimizer,
+            _ => Take::Everything,
+        };
+        Ok(Request { config, name, resume, take, trace: self.trace.clone(), threads })
+    }
+}
+
+/// Exit code of a job that has saved and is to be started again: `EX_TEMPFAIL` of sysexits.h.
+const REQUEUE: i32 = 75;
+
+/// The exit code of an ending.
+pub fn exit_code(ending: &Ending) -> i32 {
+    match ending {
+        Ending::Finished | Ending::Stopped(_) => 0,
+        Ending::Preempted(_) => REQUEUE,
     }
 }
 
 /// Runs one rank; returns the exit code.
 pub fn run(args: &TrainArgs, launched: bool) -> i32 {
+    if let Err(e) = signals::listen() {
+        return fail(&e);
+    }
     // A rank whose configuration failed still meets the others, so that all hear of it and one speaks.
     let request = args.request(None);
-    job::run(launched, |comm| comm.world().agree(request).and_then(|request| train(comm, &request, Cpu::new)))
+    job::run(launched, |comm| {
+        let request = comm.world().agree(request)?;
+        train(comm, &request, Cpu::new).map(|ending| exit_code(&ending))
+    })
 }

@@ -4,8 +4,10 @@ mod load;
 mod raw;
 mod resolve;
 mod size;
+mod time;
 
 pub use load::{DEFAULT_PRESET, PRESETS, Sources, load};
 pub use raw::*;
 pub use resolve::{Facts, Plan, resolve};
 pub use size::Size;
+pub use time::Time;

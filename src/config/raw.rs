@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Size;
+use super::{Size, Time};
 use crate::comm::Choice;
 use crate::optim::Shape;
 use crate::parallel::Zero;
@@ -47,7 +47,7 @@ sections! {
         precision: Precision = Precision::default(),
         /// Saving.
         checkpoint: Checkpoint = Checkpoint::default(),
-        /// Inline evaluation.
+        /// Evaluation.
         eval: Eval = Eval::default(),
         /// Messages between ranks.
         comm: Comm = Comm::default(),
@@ -72,6 +72,9 @@ sections! {
         /// Most memory a rank may need, such as `8GiB`: a run that would need more is refused before it starts. Left
         /// out, the memory of the node is the limit.
         memory_limit: Option<Size> = None,
+        /// How long the job may take, such as `3h 50m`: it saves and ends before, with exit code 75. Left out, until the
+        /// end that Slurm has set, if it has; `0s` is no limit.
+        time_limit: Option<Time> = None,
     }
 
     /// `[model]`
@@ -191,8 +194,18 @@ sections! {
     Checkpoint {
         /// Steps between checkpoints; 0 saves at the end only.
         every: u64 = 500,
+        /// Seconds after which a checkpoint is saved although `every` asks for none yet; 0 goes by steps alone.
+        every_seconds: u64 = 0,
         /// Newest checkpoints kept.
         keep: usize = 2,
+        /// Checkpoints of steps that are multiples of this are kept for ever; 0 keeps none for its step.
+        keep_every: u64 = 0,
+        /// Checkpoints with the lowest validation losses that are kept besides.
+        keep_best: usize = 1,
+        /// Write while training goes on: costs memory for a copy of what a rank saves.
+        asynchronous: bool = true,
+        /// What a save does while the one before is still being written: wait, or skip.
+        when_busy: WhenBusy = WhenBusy::Wait,
     }
 
     /// `[eval]`
@@ -203,6 +216,12 @@ sections! {
         samples: Option<u64> = None,
         /// Samples computed at once; the same on any rank count, so that the loss is.
         batch: u64 = 16,
+        /// Let the trainer evaluate; false leaves that to evaluators beside it.
+        inline: bool = true,
+        /// Evaluations in a row without a lower loss after which training ends; 0 trains to the end.
+        patience: u64 = 0,
+        /// How much lower a loss must be to count as lower.
+        min_delta: f64 = 0.0,
     }
 
     /// `[comm]`
@@ -258,6 +277,16 @@ pub enum Scaling {
     Linear,
     /// With its square root (Krizhevsky, 2014).
     Sqrt,
+}
+
+/// What a save does while another is under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WhenBusy {
+    /// It waits for the other's end.
+    Wait,
+    /// It is left out.
+    Skip,
 }
 
 /// Number formats of matrix products.

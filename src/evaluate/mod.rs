@@ -32,17 +32,27 @@ impl Evaluator {
     }
 
     /// Mean loss a prediction over the set. Collective over `data`: chunks go round the ranks, each is computed
-    /// whole by one of them, and all sums are added in chunk order.
+    /// whole by one of them, and all sums are added in chunk order. None if any rank was `interrupted` before the end.
     ///
     /// # Errors
     /// Of the data, the device, or a message between ranks.
-    pub fn loss<B: Kernels>(&mut self, engine: &mut Engine<B>, data: &Group<B>) -> Result<f64> {
+    pub fn loss<B: Kernels>(
+        &mut self,
+        engine: &mut Engine<B>,
+        data: &Group<B>,
+        interrupted: impl Fn() -> bool,
+    ) -> Result<Option<f64>> {
         // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation afterwards.
         engine.backend.trim();
         let chunks = self.samples.div_ceil(self.chunk);
         let ranks = data.size() as u64;
         let mut sums = Vec::new();
         for round in 0..chunks.div_ceil(ranks) {
+            let told = data.gather_bytes(vec![u8::from(interrupted())]).wait()?;
+            if told.iter().any(|told| *told != [0]) {
+                engine.backend.trim();
+                return Ok(None);
+            }
             // Every rank computes in every round, because gathers of parameters are collective; what a rank
             // computes beyond the last chunk does not count.
             let chunk = round * ranks + data.rank() as u64;
@@ -63,7 +73,7 @@ impl Evaluator {
                     f64::from_le_bytes(*bytes);
             }
         }
-        Ok(tree_sum(&all) / (self.samples * self.dataset.context() as u64) as f64)
+        Ok(Some(tree_sum(&all) / (self.samples * self.dataset.context() as u64) as f64))
     }
 
     fn micro<B: Kernels>(&mut self, backend: &B, chunk: u64) -> Result<Micro<B>> {

@@ -45,6 +45,8 @@ pub struct Synced {
     pub norm: f64,
     /// Seconds that each data-parallel rank computed in this step.
     pub compute: Vec<f64>,
+    /// What each data-parallel rank wanted all to know.
+    pub notes: Vec<u32>,
 }
 
 /// A full buffer: at hand, on the wire, or given up.
@@ -296,11 +298,12 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm.
-    /// `losses` are those of this rank's lanes, in order; `compute` is the seconds it has computed in this step.
+    /// `losses` are those of this rank's lanes, in order; `compute` is the seconds it has computed in this step;
+    /// `note` is for the caller's own use.
     ///
     /// # Errors
     /// A reduction failed.
-    pub fn reduce(&mut self, losses: &[f64], compute: f64) -> Result<Synced> {
+    pub fn reduce(&mut self, losses: &[f64], compute: f64, note: u32) -> Result<Synced> {
         std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
         let shards = self.virtual_shards();
         let mut squares = vec![0.0; shards.len()];
@@ -311,15 +314,17 @@ impl<B: Kernels> Sharded<B> {
             squares.iter_mut().zip(&sum.squares).for_each(|(all, square)| *all += square);
         }
         // Every rank gets every lane's loss and every virtual shard's square, and adds them in the same tree.
-        let mine = Facts { first: shards.start, compute, losses: losses.to_vec(), squares };
-        let (mut losses, mut squares, mut compute) = (Vec::new(), vec![0.0; self.lanes.total], Vec::new());
+        let mine = Facts { first: shards.start, compute, note, losses: losses.to_vec(), squares };
+        let (mut losses, mut squares) = (Vec::new(), vec![0.0; self.lanes.total]);
+        let (mut compute, mut notes) = (Vec::new(), Vec::new());
         for message in self.groups.data.gather_bytes(mine.encode()).wait()? {
             let facts = Facts::decode(&message)?;
             losses.extend(facts.losses);
             squares[facts.first..facts.first + facts.squares.len()].copy_from_slice(&facts.squares);
             compute.push(facts.compute);
+            notes.push(facts.note);
         }
-        Ok(Synced { loss: tree_sum(&losses), norm: tree_sum(&squares).sqrt(), compute })
+        Ok(Synced { loss: tree_sum(&losses), norm: tree_sum(&squares).sqrt(), compute, notes })
     }
 
     /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update.

@@ -37,13 +37,15 @@ pub struct Facts<'a> {
     pub memory: &'a Estimate,
     /// Step and checkpoint resumed from.
     pub resumed: Option<(u64, &'a Path)>,
+    /// The time that is left, where it is limited.
+    pub time: Option<String>,
 }
 
 /// Bytes a rank will need.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
     /// By category, in the order of [`Memory::ALL`].
-    pub categories: [usize; 6],
+    pub categories: [usize; Memory::ALL.len()],
     /// Copies on the host on their way to and from checkpoints.
     pub staging: usize,
     /// Program, libraries, MPI, and what they grow by.
@@ -76,6 +78,9 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     line("run", facts.directory.display().to_string());
     if let Some((step, from)) = facts.resumed {
         line("resumed", format!("at step {step} from {}", from.display()));
+    }
+    if let Some(time) = &facts.time {
+        line("time", time.clone());
     }
     let bound = if facts.spare_cores && facts.ranks <= 2 && facts.library.starts_with("Open MPI") {
         " (mpirun binds each rank of a small job to one core: --bind-to none frees the others)"

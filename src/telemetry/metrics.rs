@@ -1,4 +1,4 @@
-//! `metrics.jsonl` and `eval.jsonl`: one JSON object a line, floats that read back to the same bits.
+//! `metrics.jsonl`: one JSON object a line, floats that read back to the same bits.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -66,21 +66,6 @@ impl Step {
             ..self
         }
     }
-}
-
-/// One evaluation.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Evaluation {
-    /// Steps finished.
-    pub step: u64,
-    /// Mean validation loss.
-    pub loss: f64,
-    /// Its exponential.
-    pub perplexity: f64,
-    /// The checkpoint that was evaluated; none for the weights in training.
-    pub checkpoint: Option<String>,
-    /// Seconds since 1970.
-    pub time: f64,
 }
 
 /// A file of JSON lines.

@@ -1,6 +1,7 @@
 //! What people and programs see of a run: banner, progress, metrics, logs, traces.
 
 pub mod banner;
+pub mod evaluations;
 pub mod logging;
 pub mod metrics;
 pub mod progress;

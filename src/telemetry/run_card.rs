@@ -26,8 +26,8 @@ pub struct RunCard {
     pub steps: u64,
     /// Steps whose update was skipped.
     pub skipped: u64,
-    /// Last validation loss.
-    pub validation_loss: f64,
+    /// Last validation loss, if the trainer evaluates.
+    pub validation_loss: Option<f64>,
     /// Median over this start's steps.
     pub tokens_per_second: f64,
     /// Seconds of this start, with evaluation and saving.

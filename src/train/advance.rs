@@ -23,11 +23,14 @@ pub struct Taken {
     pub skipped: bool,
     /// Seconds that each data-parallel rank computed, without its waits for messages and data.
     pub compute: Vec<f64>,
+    /// What each data-parallel rank told all others.
+    pub notes: Vec<u32>,
     /// Time of this rank's update.
     pub updating: Duration,
 }
 
-/// Takes the next step: gradients of all micro-batches, then the clipped update, unless they are not finite.
+/// Takes the next step: gradients of all micro-batches, then the clipped update, unless they are not finite. `note` is
+/// asked for what this rank tells the others when the gradients are summed.
 ///
 /// # Errors
 /// Of the data, the device, or a message between ranks.
@@ -36,9 +39,10 @@ pub fn advance<B: Kernels>(
     engine: &mut Engine<B>,
     feed: &mut Feed<B>,
     progress: &mut Progress,
+    note: impl FnOnce() -> u32,
 ) -> Result<Taken> {
     let (step, base, time) = (progress.step, progress.position, plan.gpt.context);
-    let Synced { loss, norm, compute } = engine.gradients(step, || feed.next(base, time))?;
+    let Synced { loss, norm, compute, notes } = engine.gradients(step, || feed.next(base, time), note)?;
     let loss = loss / (plan.tokens_per_step() as f64);
     let lr = plan.schedule.rate(step);
     // Loss and norm are the same on all ranks, so they all skip.
@@ -59,7 +63,7 @@ pub fn advance<B: Kernels>(
     let updating = start.elapsed();
     progress.step += 1;
     progress.position += plan.config.batch.global;
-    Ok(Taken { loss, norm, lr, skipped, compute, updating })
+    Ok(Taken { loss, norm, lr, skipped, compute, notes, updating })
 }
 
 /// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.

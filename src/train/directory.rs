@@ -3,9 +3,11 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use super::marks::Marks;
 use crate::checkpoint::Checkpoints;
 use crate::config::Config;
 use crate::error::{Error, Result};
+use crate::telemetry::evaluations;
 
 /// A run's directory.
 #[derive(Debug, Clone)]
@@ -18,7 +20,7 @@ pub struct RunDirectory {
 pub enum Resume {
     /// At step 0.
     No,
-    /// At the newest readable checkpoint of its own directory.
+    /// At the newest whole checkpoint of its own directory; at step 0 while there is none.
     Auto,
     /// At this checkpoint.
     From(PathBuf),
@@ -43,21 +45,17 @@ impl RunDirectory {
         };
         let path = &directory.path;
         match resume {
-            Resume::Auto if !directory.holds_a_run() => {
-                return Err(Error::input(format!("{} holds no run to resume", path.display()))
-                    .hint("leave out --resume to start one"));
-            }
             Resume::No | Resume::From(_) if directory.holds_a_run() => {
                 return Err(Error::input(format!("{} holds another run", path.display()))
                     .hint("continue it with --resume auto, or choose another --set run.name=…"));
             }
             _ => {}
         }
-        for dir in [directory.logs_path(), directory.checkpoints_path()] {
-            fs::create_dir_all(&dir).map_err(|e| {
-                Error::io("create", &dir, e).hint("choose a directory that can be written with --set run.root=…")
-            })?;
-        }
+        let logs = directory.logs_path();
+        fs::create_dir_all(&logs).map_err(|e| {
+            Error::io("create", &logs, e).hint("choose a directory that can be written with --set run.root=…")
+        })?;
+        directory.checkpoints().prepare()?;
         Ok(directory)
     }
 
@@ -96,7 +94,7 @@ impl RunDirectory {
 
     /// One line an evaluation.
     pub fn evaluations_path(&self) -> PathBuf {
-        self.path.join("eval.jsonl")
+        self.path.join(evaluations::FILE)
     }
 
     /// The run card.
@@ -121,6 +119,16 @@ impl RunDirectory {
 
     fn checkpoints_path(&self) -> PathBuf {
         self.path.join("checkpoints")
+    }
+
+    /// The last part of its path.
+    pub fn name(&self) -> String {
+        self.path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
+    }
+
+    /// How trainer and evaluators tell each other that they are done.
+    pub fn marks(&self) -> Marks {
+        Marks::new(&self.path)
     }
 
     /// The checkpoints.
@@ -167,9 +175,8 @@ mod tests {
     fn a_named_run_is_not_overwritten() {
         let root = tempfile::tempdir().unwrap();
         let config = config(root.path(), Some("mine"));
-        let error = RunDirectory::prepare(&config, "x", &Resume::Auto).unwrap_err().to_string();
-        assert!(error.contains("holds no run to resume"), "{error}");
-        RunDirectory::prepare(&config, "x", &Resume::No).unwrap().write_config(&config).unwrap();
+        // What a scheduler starts again may not have begun yet.
+        RunDirectory::prepare(&config, "x", &Resume::Auto).unwrap().write_config(&config).unwrap();
         let error = RunDirectory::prepare(&config, "x", &Resume::No).unwrap_err().to_string();
         assert!(error.contains("mine holds another run") && error.contains("--resume auto"), "{error}");
     }

@@ -82,17 +82,19 @@ fn advice(plan: &Plan, need: impl Fn(&Plan) -> usize, room: usize) -> String {
 /// Another way to run the same training.
 struct Variant {
     plan: Plan,
+    /// Write checkpoints without a copy.
+    through: bool,
     zero: Option<Zero>,
     recompute: bool,
     micro: Option<u64>,
 }
 
 impl Variant {
-    /// Few changes before many; then the lowest stage and the largest micro-batch.
+    /// Few changes before many; then the lowest stage and the largest micro-batch. Slower checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
         let changes =
             usize::from(self.zero.is_some()) + usize::from(self.recompute) + usize::from(self.micro.is_some());
-        (changes, self.zero.map(u8::from), self.recompute, Reverse(self.micro))
+        (2 * changes + usize::from(self.through), self.zero.map(u8::from), self.recompute, Reverse(self.micro))
     }
 
     /// The settings that make it.
@@ -100,12 +102,13 @@ impl Variant {
         let zero = self.zero.map(|zero| format!("parallel.zero={}", u8::from(zero)));
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
-        let settings: Vec<String> = [zero, recompute, micro].into_iter().flatten().collect();
+        let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
+        let settings: Vec<String> = [zero, recompute, micro, through].into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
 
-/// Every stage, recomputation and micro-batch that takes less than `plan`, on `ranks` ranks.
+/// Every stage, recomputation, micro-batch and way of saving that takes less than `plan`, on `ranks` ranks.
 fn variants(plan: &Plan, ranks: usize) -> Vec<Variant> {
     let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
@@ -113,7 +116,7 @@ fn variants(plan: &Plan, ranks: usize) -> Vec<Variant> {
     let mut variants = Vec::new();
     for zero in stages {
         for &smaller in &micros {
-            for again in [false, true] {
+            for (again, copy) in [(false, true), (true, true), (false, false), (true, false)] {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
                     (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
@@ -125,11 +128,12 @@ fn variants(plan: &Plan, ranks: usize) -> Vec<Variant> {
                 config.parallel.zero = zero;
                 config.parallel.recompute |= again;
                 config.batch.micro = Some(smaller);
+                let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
                 let facts = Facts { ranks, threads: plan.threads, vocabulary: Some(plan.gpt.vocabulary) };
                 if let Ok(plan) = resolve(config, &facts) {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
-                    variants.push(Variant { plan, zero, recompute: again && !recompute, micro });
+                    variants.push(Variant { plan, through, zero, recompute: again && !recompute, micro });
                 }
             }
         }
@@ -166,14 +170,19 @@ mod tests {
     #[test]
     fn the_least_change_is_told() {
         let error = refusal(1, &[], 150);
-        assert!(error.starts_with("1 × 2") && error.contains(" MiB are available\nhint: "), "{error}");
+        assert!(error.starts_with("1 × 345.3 MiB") && error.contains(" MiB are available\nhint: "), "{error}");
         assert!(error.contains("parameters 24.1 MiB") && error.contains("activations 136.3 MiB"), "{error}");
-        assert!(error.ends_with("hint: batch.micro=4 takes 170.7 MiB a rank"), "{error}");
+        assert!(
+            error.ends_with("hint: batch.micro=4 with checkpoint.asynchronous=false takes 170.7 MiB a rank"),
+            "{error}"
+        );
+        let error = refusal(1, &[], 270);
+        assert!(error.contains("hint: checkpoint.asynchronous=false takes "), "{error}");
         // Activations are small beside the optimizer's state.
         let error = refusal(4, &["batch.micro=1"], 80);
         assert!(error.contains("hint: parallel.zero=") && !error.contains(" with "), "{error}");
         let error = refusal(2, &["batch.global=32"], 100);
-        assert!(error.contains("hint: parallel.zero=2 with batch.micro=2 takes "), "{error}");
+        assert!(error.contains("hint: parallel.zero=2 with batch.micro="), "{error}");
     }
 
     #[test]

@@ -67,7 +67,11 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     categories[Memory::Communication as usize] = messages;
     // Read ahead, one being read, one in use, one on the device; inputs and targets.
     categories[Memory::Data as usize] = (plan.config.data.prefetch + 3) * rows * 2 * size_of::<u32>();
-    // A host copy of one unit at a time: at the start, and when a checkpoint is written.
+    if plan.config.checkpoint.asynchronous {
+        // Ranks divide parameters and state among themselves, copies of them too.
+        categories[Memory::Checkpoint as usize] = (all / plan.mesh.data() + state / plan.mesh.replica) * F32;
+    }
+    // A host copy of one unit at a time: at the start, and when a checkpoint is written through.
     let staging = padded.iter().max().copied().unwrap_or(0) * F32;
     Estimate { categories, staging, runtime: resident + GROWTH }
 }

@@ -2,12 +2,18 @@
 
 mod advance;
 mod available;
+mod budget;
 mod collectives;
 mod directory;
 pub mod feed;
 mod fits;
 mod local;
+pub mod marks;
 mod memory;
+mod notes;
+mod orders;
+mod records;
+mod resume;
 mod run;
 mod step;
 
@@ -18,5 +24,6 @@ pub use feed::vocabulary;
 pub use fits::check as check_memory;
 pub use local::on_threads;
 pub use memory::resident;
-pub use run::{Request, engine, train};
+pub use resume::Take;
+pub use run::{Ending, Request, engine, train};
 pub use step::{Engine, Geometry};

@@ -4,24 +4,30 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::advance::{Taken, advance};
+use super::budget::Budget;
 use super::collectives::{self, Exchange};
 use super::directory::{Resume, RunDirectory};
 use super::feed::{self, Feed};
+use super::marks::{End, Status};
+use super::notes::{self, Note, Notes};
+use super::orders::Orders;
+use super::records::Records;
+use super::resume::{Resumed, Take, resume};
 use super::step::{Engine, Geometry};
 use super::{fits, memory};
 use crate::activity::{Doing, Track, span};
 use crate::backend::{Kernels, Memory};
-use crate::checkpoint::{self, Manifest, Reader};
+use crate::checkpoint::{self, Job, Origin, Published, Saver};
 use crate::comm::{Comm, Group, Stats, Watch};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Sampling, generate};
 use crate::parallel::{Lanes, Sharded};
-use crate::telemetry::metrics::{Evaluation, JsonLines, Step};
-use crate::telemetry::progress::Progress;
+use crate::telemetry::evaluations::{self, Evaluation};
+use crate::telemetry::metrics::Step;
 use crate::telemetry::run_card::RunCard;
-use crate::telemetry::straggler::{Straggler, Stragglers};
+use crate::telemetry::straggler::Straggler;
 use crate::telemetry::times::{Spent, Times};
 use crate::telemetry::trace::Trace;
 use crate::telemetry::{banner, logging, say, unix_time};
@@ -36,35 +42,49 @@ pub struct Request {
     pub name: String,
     /// Where it begins.
     pub resume: Resume,
+    /// What of a checkpoint it takes.
+    pub take: Take,
     /// Where a trace goes, if one is wanted.
     pub trace: Option<PathBuf>,
     /// Compute threads a rank, where the launcher knows better than the affinity mask.
     pub threads: Option<usize>,
 }
 
+/// Why training ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ending {
+    /// All steps are done.
+    Finished,
+    /// More steps would not help, as the text says.
+    Stopped(String),
+    /// The job was asked to end, or its time is up: it has saved, and is to be started again with `--resume auto`.
+    Preempted(String),
+}
+
 /// Trains: collective over the world of `comm`. `backend` makes the device of a rank with so many threads.
 ///
 /// # Errors
 /// Whatever ends the run early. An error that all ranks share says so ([`Error::is_shared`]).
-pub fn train<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<()> {
+pub fn train<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<Ending> {
     comm.activity().here(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
     let result = run(comm, request, backend);
     match (trace, &result) {
         (Some(trace), Err(e)) if e.is_shared() || comm.size() == 1 => {
             let written = trace.finish(comm);
-            result.and(written)
+            result.and_then(|ending| written.map(|()| ending))
         }
-        (Some(trace), Ok(())) => trace.finish(comm),
+        (Some(trace), Ok(_)) => trace.finish(comm).and(result),
         // Ranks that do not agree on an error would not meet to write a trace either.
         _ => result,
     }
 }
 
 /// A run from its preparation to its end.
-fn run<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<()> {
+fn run<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<Ending> {
     let mut run = Run::prepare(comm, request, backend)?;
-    while run.progress.step < run.plan.config.run.steps {
+    run.begin(&request.resume)?;
+    while run.goes_on() {
         run.step()?;
         run.evaluate_if_due()?;
         run.save_if_due()?;
@@ -90,8 +110,14 @@ struct Run<'a, B: Kernels> {
     skipped: (u64, u64),
     /// Step and loss of the last evaluation.
     evaluated: Option<(u64, f64)>,
-    /// Step of the last checkpoint.
+    saver: Saver<B>,
+    /// Step of the last checkpoint that was begun.
     saved: Option<u64>,
+    /// Whether the clock asks for a checkpoint after this step.
+    save_is_due: bool,
+    orders: Orders,
+    /// Set once training is to end.
+    ending: Option<Ending>,
     started: Instant,
     step_ms: Vec<f64>,
     /// Time in optimizer updates.
@@ -101,14 +127,6 @@ struct Run<'a, B: Kernels> {
     /// On rank 0 only.
     records: Option<Records>,
     _watch: Option<Watch>,
-}
-
-/// What rank 0 writes and shows.
-struct Records {
-    metrics: JsonLines,
-    evaluations: JsonLines,
-    progress: Progress,
-    stragglers: Stragglers,
 }
 
 impl<'a, B: Kernels> Run<'a, B> {
@@ -129,10 +147,11 @@ impl<'a, B: Kernels> Run<'a, B> {
         // Nobody allocates before all have looked.
         world.agree(fits::check::<B>(&plan, &topology, comm.staging(), memory::resident().0))?;
 
-        let prepared =
-            || RunDirectory::prepare(&plan.config, &request.name, &request.resume).map(|d| d.path().to_path_buf());
-        let directory = share(&world, root.then(prepared))?;
-        let directory = RunDirectory::at(directory);
+        let prepared = || {
+            let directory = RunDirectory::prepare(&plan.config, &request.name, &request.resume)?;
+            Ok(directory.path().to_string_lossy().into_owned())
+        };
+        let directory = RunDirectory::at(share(&world, root.then(prepared))?);
         plan.config.run.name = directory.path().file_name().map(|name| name.to_string_lossy().into_owned());
         world.agree(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
@@ -146,9 +165,12 @@ impl<'a, B: Kernels> Run<'a, B> {
         let resident = memory::resident().0;
         let (mut engine, exchange) = engine(comm, &plan, backend, Some(&directory.collectives_path()))?;
         let data = engine.sharded.data().clone();
-        let (progress, resumed) = resume(&world, &mut engine, &plan, &directory, &request.resume)?;
+        let Resumed { progress, from } =
+            resume(&world, &mut engine.sharded, &plan, &directory, &request.resume, request.take)?;
         let records = if root { Some(Records::open(&directory, &plan, progress.step, exchange.found)) } else { None };
         let records = world.agree(records.transpose())?;
+        let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.sharded.parameters());
+        let orders = Orders::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
         if root {
             let facts = banner::Facts {
                 ranks: world.size(),
@@ -164,11 +186,27 @@ impl<'a, B: Kernels> Run<'a, B> {
                 train: (train.samples(), train.tokens()),
                 validation: validation.samples(),
                 memory: &memory::estimate(&plan, &engine.blocks, comm.staging(), resident),
-                resumed: resumed.as_deref().map(|path| (progress.step, path)),
+                resumed: from.as_deref().map(|path| (progress.step, path)),
+                time: orders.time_left(),
             };
             say(banner::banner(&plan, &facts));
         }
 
+        let job = Job {
+            checkpoints: directory.checkpoints(),
+            config: plan.config.clone(),
+            tokenizer: train.tokenizer().cloned(),
+            origin: Origin {
+                ranks: world.size(),
+                hosts: topology.hosts(),
+                mpi: comm.library().into(),
+                ..Origin::default()
+            },
+            id: share(&world, root.then(|| Ok(fresh_id())))?,
+            state: engine.sharded.state_names(),
+        };
+        let asynchronous = plan.config.checkpoint.asynchronous;
+        let saver = Saver::new(job, world.clone(), &engine.backend, &mut engine.sharded, asynchronous)?;
         let train_samples = train.samples();
         let tokenizer = train.tokenizer().cloned();
         let backend = engine.backend.clone();
@@ -189,7 +227,12 @@ impl<'a, B: Kernels> Run<'a, B> {
             progress,
             skipped: (0, 0),
             evaluated: None,
-            saved: (request.resume == Resume::Auto).then_some(progress.step),
+            saver,
+            // The beginning needs no checkpoint: it can be made again.
+            saved: Some(progress.step),
+            save_is_due: false,
+            orders,
+            ending: None,
             started,
             step_ms: Vec::new(),
             updating: Duration::ZERO,
@@ -203,7 +246,8 @@ impl<'a, B: Kernels> Run<'a, B> {
     fn step(&mut self) -> Result<()> {
         let before = self.spent();
         let step = self.progress.step;
-        let taken = advance(&self.plan, &mut self.engine, &mut self.feed, &mut self.progress)?;
+        let note = || self.orders.note(self.saver.is_done());
+        let taken = advance(&self.plan, &mut self.engine, &mut self.feed, &mut self.progress, note)?;
         self.updating += taken.updating;
         if taken.skipped {
             self.skipped = (self.skipped.0 + 1, self.skipped.1 + 1);
@@ -213,6 +257,7 @@ impl<'a, B: Kernels> Run<'a, B> {
         }
         self.record(&taken, before)?;
         self.warn_of_stragglers(&taken.compute);
+        self.obey(Notes(taken.notes))?;
         if self.skipped.0 >= self.plan.config.run.max_skipped {
             let message = format!("step {}: {} steps in a row were not finite", step + 1, self.skipped.0);
             return Err(Error::numeric(message)
@@ -238,6 +283,7 @@ impl<'a, B: Kernels> Run<'a, B> {
         let after = self.spent();
         let (seconds, times) = (after.total - before.total, Times::between(before, after));
         self.step_ms.push(seconds * 1e3);
+        self.orders.stepped(Duration::from_secs_f64(seconds));
         self.times += times;
         let Some(records) = &mut self.records else { return Ok(()) };
         let tokens = self.plan.tokens_per_step();
@@ -273,68 +319,155 @@ impl<'a, B: Kernels> Run<'a, B> {
         }
     }
 
+    /// Before the first step: a signal may have come already, and the evaluation of a resumed step may be missing.
+    fn begin(&mut self, resume: &Resume) -> Result<()> {
+        let step = self.progress.step;
+        let found = evaluations::loss(&self.directory.checkpoints().evaluated(), step);
+        let mine = (self.orders.note(false), found.map(f64::to_bits));
+        let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
+        let told = self.world.gather_bytes(mine).wait()?;
+        let told: Vec<(Note, Option<u64>)> = told
+            .iter()
+            .map(|bytes| serde_json::from_slice(bytes))
+            .collect::<Result<_, _>>()
+            .map_err(|e| Error::comm(format!("another rank sent a malformed note: {e}")))?;
+        // The file system may show ranks different files; rank 0 wrote them.
+        self.evaluated = told[0].1.map(|bits| (step, f64::from_bits(bits)));
+        self.obey(Notes(told.iter().map(|(note, _)| *note).collect()))?;
+        match resume {
+            // Should the run be killed, its own directory is all that its next start knows of.
+            Resume::From(_) => self.save(),
+            Resume::Auto if step > 0 && self.evaluated.is_none() => self.evaluate_if_due(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether there is another step to take.
+    fn goes_on(&self) -> bool {
+        self.ending.is_none() && self.progress.step < self.plan.config.run.steps
+    }
+
+    /// Does what the ranks' notes ask for.
+    fn obey(&mut self, notes: Notes) -> Result<()> {
+        if self.saver.is_busy() && notes.all(notes::WRITTEN) {
+            let published = self.saver.advance()?;
+            self.note_published(published);
+        }
+        self.save_is_due = notes.any(notes::DUE);
+        self.ending = self.orders.ending(&notes);
+        Ok(())
+    }
+
     fn evaluate_if_due(&mut self) -> Result<()> {
         let every = self.plan.config.eval.every;
-        if every > 0 && self.progress.step.is_multiple_of(every) { self.evaluate() } else { Ok(()) }
+        let due = self.ending.is_none() && every > 0 && self.progress.step.is_multiple_of(every);
+        if due && self.plan.config.eval.inline { self.evaluate() } else { Ok(()) }
     }
 
     fn evaluate(&mut self) -> Result<()> {
         let step = self.progress.step;
         let _span = span(Doing::Evaluation, None);
-        let loss = self.evaluator.loss(&mut self.engine, &self.data)?;
+        let Some(loss) = self.evaluator.loss(&mut self.engine, &self.data, || self.orders.must_end())? else {
+            // It is made up for when the run goes on.
+            self.ending = Some(self.orders.preempted());
+            return Ok(());
+        };
         self.evaluated = Some((step, loss));
         log::info!("step {step}: validation loss {loss}");
         if let Some(records) = &mut self.records {
+            let path = self.directory.evaluations_path();
+            evaluations::append(&path, &Evaluation::done(step, loss))?;
             let perplexity = loss.exp();
-            records.evaluations.write(&Evaluation { step, loss, perplexity, checkpoint: None, time: unix_time() })?;
             records.progress.say(&format!("step {step:>6}  validation loss {loss:.4}, perplexity {perplexity:.2}"));
+            let config = &self.plan.config.eval;
+            let all = evaluations::read(&path);
+            if let Some(why) = evaluations::no_use(&all, config.patience, config.min_delta) {
+                self.orders.stop(why);
+            }
         }
         Ok(())
     }
 
     fn save_if_due(&mut self) -> Result<()> {
         let every = self.plan.config.checkpoint.every;
-        if every > 0 && self.progress.step.is_multiple_of(every) { self.save() } else { Ok(()) }
+        let due = every > 0 && self.progress.step.is_multiple_of(every) || std::mem::take(&mut self.save_is_due);
+        // What ends is saved by the end.
+        if due && self.ending.is_none() { self.save() } else { Ok(()) }
     }
 
     fn save(&mut self) -> Result<()> {
         let _span = span(Doing::Checkpoint, None);
-        let checkpoints = self.directory.checkpoints();
-        let (sharded, tokenizer) = (&mut self.engine.sharded, self.tokenizer.as_ref());
-        checkpoint::save(&checkpoints, &self.world, sharded, self.progress, &self.plan.config, tokenizer)
-            .map_err(|e| e.at(format_args!("checkpoint of step {}", self.progress.step)))?;
-        self.saved = Some(self.progress.step);
-        log::info!("saved {}", checkpoints.path(self.progress.step).display());
+        let (begun, published) = self.saver.save(&mut self.engine.sharded, self.progress)?;
+        self.note_published(published);
+        if begun {
+            self.saved = Some(self.progress.step);
+            self.orders.save_begun();
+        }
         Ok(())
     }
 
+    fn note_published(&mut self, published: Option<Published>) {
+        if let Some(Published { took, .. }) = published {
+            self.orders.published(took);
+        }
+    }
+
     /// Last evaluation, last checkpoint, a sample of text, the run card.
-    fn finish(mut self) -> Result<()> {
-        if self.evaluated.is_none_or(|(step, _)| step != self.progress.step) {
+    fn finish(mut self) -> Result<Ending> {
+        let inline = self.plan.config.eval.inline;
+        let evaluated = self.evaluated.is_some_and(|(step, _)| step == self.progress.step);
+        if inline && !evaluated && !matches!(self.ending, Some(Ending::Preempted(_))) {
             self.evaluate()?;
         }
+        // A save under way ends first; and no other could keep the last one waiting.
+        let published = self.saver.finish()?;
+        self.note_published(published);
         if self.saved != Some(self.progress.step) {
             self.save()?;
+            self.saver.finish()?;
         }
-        let text = self.sample()?;
-        if let (Some(records), Some((_, loss))) = (&self.records, self.evaluated) {
-            records.progress.finish();
-            say(format_args!("\nvalidation loss {loss:.4} over {} samples", self.evaluator.samples()));
-            if !self.step_ms.is_empty() {
-                say(format_args!("time  {}", self.times));
-            }
-            let latest = self.directory.checkpoints().latest();
+        let ending = self.ending.take().unwrap_or(Ending::Finished);
+        let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
+        if self.world.rank() == 0 {
+            self.tell(&ending, text)?;
+        }
+        log::info!("ended at step {}: {ending:?}", self.progress.step);
+        Ok(ending)
+    }
+
+    /// Tells people and programs how the run ended. On rank 0.
+    fn tell(&self, ending: &Ending, text: Option<String>) -> Result<()> {
+        let Some(records) = &self.records else { return Ok(()) };
+        records.progress.finish();
+        let step = self.progress.step;
+        let (status, why) = match ending {
+            Ending::Finished => (Status::Finished, None),
+            Ending::Stopped(why) => (Status::Finished, Some(why.clone())),
+            Ending::Preempted(why) => (Status::Preempted, Some(why.clone())),
+        };
+        if let Some(why) = &why {
+            say(format_args!("\nended at step {step}: {why}"));
+        }
+        if let Some((at, loss)) = self.evaluated.filter(|(at, _)| *at == step) {
+            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {at}", self.evaluator.samples()));
+        }
+        if !self.step_ms.is_empty() {
+            say(format_args!("time  {}", self.times));
+        }
+        let latest = self.directory.checkpoints().latest();
+        if self.saved.is_some() {
             say(format_args!("checkpoint in {}", latest.display()));
-            if let Some(text) = text {
-                say(format_args!("\n{text}\n\nmore text: hpctrain sample --checkpoint {}", latest.display()));
-            }
-            // A finished run that was resumed had nothing left to measure.
-            if !self.step_ms.is_empty() {
-                self.card(loss).write(&self.directory.card_path())?;
-            }
         }
-        log::info!("finished");
-        Ok(())
+        if let Some(text) = text {
+            say(format_args!("\n{text}\n\nmore text: hpctrain sample --checkpoint {}", latest.display()));
+        }
+        if status == Status::Preempted {
+            say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
+        } else if !self.step_ms.is_empty() {
+            // A finished run that was resumed had nothing left to measure.
+            self.card().write(&self.directory.card_path())?;
+        }
+        self.directory.marks().end(&End { step, status, why })
     }
 
     /// Text from the trained model. Every rank computes it, because gathers of parameters are collective.
@@ -349,7 +482,7 @@ impl<'a, B: Kernels> Run<'a, B> {
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
-    fn card(&self, validation_loss: f64) -> RunCard {
+    fn card(&self) -> RunCard {
         let mut step_ms = self.step_ms.clone();
         step_ms.sort_by(f64::total_cmp);
         let median = step_ms.get(step_ms.len() / 2).copied().unwrap_or(f64::INFINITY);
@@ -363,7 +496,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             parameters: self.engine.sharded.parameters(),
             steps: self.progress.step,
             skipped: self.skipped.1,
-            validation_loss,
+            validation_loss: self.evaluated.map(|(_, loss)| loss),
             tokens_per_second: self.plan.tokens_per_step() as f64 / (median * 1e-3),
             seconds: self.started.elapsed().as_secs_f64(),
             step_seconds: self.times,
@@ -376,31 +509,17 @@ impl<'a, B: Kernels> Run<'a, B> {
     }
 }
 
-impl Records {
-    fn open(directory: &RunDirectory, plan: &Plan, step: u64, choices: Option<String>) -> Result<Self> {
-        directory.write_config(&plan.config)?;
-        if let Some(choices) = choices {
-            let path = directory.collectives_path();
-            std::fs::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;
-        }
-        // A finished run that is resumed has no step left, but evaluates again.
-        let evaluated = if step == plan.config.run.steps { step.saturating_sub(1) } else { step };
-        Ok(Self {
-            metrics: JsonLines::open(&directory.metrics_path(), step)?,
-            evaluations: JsonLines::open(&directory.evaluations_path(), evaluated)?,
-            progress: Progress::new(step, plan.config.run.steps, plan.config.log.every),
-            stragglers: Stragglers::new(plan.config.log.straggler_factor, plan.config.log.straggler_window),
-        })
-    }
+/// Rank 0's text, or its error, on every rank.
+fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<String> {
+    let mine = world.agree(mine.transpose())?;
+    let all = world.gather_bytes(mine.unwrap_or_default().into_bytes()).wait()?;
+    let text = all.first().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    text.ok_or_else(|| Error::internal("no rank 0"))
 }
 
-/// Rank 0's path, or its error, on every rank.
-fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<PathBuf>>) -> Result<PathBuf> {
-    let mine = world.agree(mine.transpose())?;
-    let text = mine.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default();
-    let all = world.gather_bytes(text.into_bytes()).wait()?;
-    let path = all.first().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    path.map(PathBuf::from).ok_or_else(|| Error::internal("no rank 0"))
+/// A name that no other job has: for what it writes.
+fn fresh_id() -> String {
+    format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
 }
 
 /// The network on its mesh. Collective over the world. `choices` is where a measurement of collectives may be kept.
@@ -427,70 +546,4 @@ pub fn engine<B: Kernels>(
         seed,
     };
     Ok((Engine { backend, blocks, sharded, geometry }, exchange))
-}
-
-/// Where the run begins, and the checkpoint that it begins from. Collective.
-fn resume<B: Kernels>(
-    world: &Group<B>,
-    engine: &mut Engine<B>,
-    plan: &Plan,
-    directory: &RunDirectory,
-    resume: &Resume,
-) -> Result<(checkpoint::Progress, Option<PathBuf>)> {
-    let from = match resume {
-        Resume::No => return Ok(Default::default()),
-        Resume::Auto => {
-            // One rank looks, so that all take the same one.
-            let newest = || directory.checkpoints().newest().map(|(path, _)| path);
-            share(world, (world.rank() == 0).then(newest))?
-        }
-        Resume::From(path) => path.clone(),
-    };
-    let span = span(Doing::Restore, None);
-    let manifest = world.agree(restore(&mut engine.sharded, &from))?;
-    drop(span);
-    let progress = manifest.progress();
-    if world.rank() == 0 {
-        warn_of_changes(&manifest.config, &plan.config);
-    }
-    let (at, asked) = (progress.step, plan.config.run.steps);
-    let fits = match at <= asked {
-        true => Ok(()),
-        false => Err(Error::input(format!("{} is at step {at}, beyond run.steps = {asked}", from.display()))
-            .hint("raise run.steps")),
-    };
-    world.agree(fits)?;
-    Ok((progress, Some(from)))
-}
-
-/// Says which of the keys that shape the curve differ from those that the checkpoint was trained with.
-fn warn_of_changes(before: &Config, now: &Config) {
-    let table = |config: &Config| toml::Table::try_from(config).unwrap_or_default();
-    let (before, now) = (table(before), table(now));
-    let mut changes = Vec::new();
-    for (section, keys) in
-        [("run", &["steps", "seed"][..]), ("batch", &["global"]), ("data", &[]), ("optimizer", &[]), ("schedule", &[])]
-    {
-        let of = |table: &toml::Table| table.get(section).and_then(toml::Value::as_table).cloned().unwrap_or_default();
-        let (before, now) = (of(&before), of(&now));
-        for (key, value) in now.iter().filter(|(key, _)| keys.is_empty() || keys.contains(&key.as_str())) {
-            match before.get(key) {
-                Some(old) if old == value => {}
-                Some(old) => changes.push(format!("{section}.{key} was {old}, is {value}")),
-                None => changes.push(format!("{section}.{key} was left out, is {value}")),
-            }
-        }
-    }
-    if !changes.is_empty() {
-        log::warn!("the run goes on with another configuration: {}", changes.join("; "));
-    }
-}
-
-/// Loads a checkpoint into this rank's ranges.
-fn restore<B: Kernels>(sharded: &mut Sharded<B>, path: &Path) -> Result<Manifest> {
-    let mut reader = Reader::open(path)?;
-    reader.manifest().check(path, sharded.layouts(), sharded.state_names())?;
-    let manifest = reader.manifest().clone();
-    sharded.restore(|tensor, part, range, out| reader.read(tensor, part, range, out))?;
-    Ok(manifest)
 }

@@ -50,11 +50,17 @@ struct Tape<B: Kernels> {
 }
 
 impl<B: Kernels> Engine<B> {
-    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in order.
+    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in order, `note` what
+    /// it wants all ranks to know when they have met.
     ///
     /// # Errors
     /// Of the data, the device, or a message between ranks.
-    pub fn gradients(&mut self, step: u64, mut next: impl FnMut() -> Result<Micro<B>>) -> Result<Synced> {
+    pub fn gradients(
+        &mut self,
+        step: u64,
+        mut next: impl FnMut() -> Result<Micro<B>>,
+        note: impl FnOnce() -> u32,
+    ) -> Result<Synced> {
         let Geometry { lanes, micros_per_lane, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
         let (begun, waited, mut loading) = (Instant::now(), self.sharded.waited(), Duration::ZERO);
@@ -80,7 +86,7 @@ impl<B: Kernels> Engine<B> {
             }
         }
         let compute = begun.elapsed().saturating_sub(loading).as_secs_f64() - (self.sharded.waited() - waited);
-        self.sharded.reduce(&losses, compute.max(0.0))
+        self.sharded.reduce(&losses, compute.max(0.0), note())
     }
 
     /// The unit that each block borrows.

@@ -1,0 +1,281 @@
+//! Saving while training goes on: copy, write, meet, publish.
+//!
+//! A save is under way in two stages. Every rank has a thread that writes its file; when all are done, rank 0 has one
+//! that writes the manifest and publishes. Ranks learn that all are done from the notes that they exchange with every
+//! step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever asks for messages, and all ranks
+//! enter the next stage at the same step.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::manifest::{Origin, VERSION};
+use super::shard::Written;
+use super::snapshot::{Snapshot, write_through};
+use super::{Checkpoints, Manifest, Progress, Retention};
+use crate::activity::{Activity, Doing, Track, span};
+use crate::backend::Kernels;
+use crate::comm::Group;
+use crate::config::{Config, WhenBusy};
+use crate::data::Tokenizer;
+use crate::error::{Error, Result};
+use crate::parallel::Sharded;
+
+/// What the manifests of a run have in common, and where they go.
+pub struct Job {
+    /// The checkpoints of the run.
+    pub checkpoints: Checkpoints,
+    /// The resolved configuration.
+    pub config: Config,
+    /// How text becomes token ids.
+    pub tokenizer: Option<Tokenizer>,
+    /// Who writes; the time is filled in.
+    pub origin: Origin,
+    /// Names the job, the same on all ranks: part of the names of what is being written.
+    pub id: String,
+    /// Names of the optimizer's buffers.
+    pub state: &'static [&'static str],
+}
+
+/// A published checkpoint.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Published {
+    /// How far the run was.
+    pub progress: Progress,
+    /// From the copy to the end of the publication.
+    pub took: Duration,
+}
+
+/// Saves the checkpoints of one rank.
+pub struct Saver<B: Kernels> {
+    job: Arc<Job>,
+    world: Group<B>,
+    /// None without asynchronous writing, and while the writer has it.
+    snapshot: Option<Snapshot<B>>,
+    underway: Option<Underway<B>>,
+}
+
+/// A save that is not finished.
+struct Underway<B: Kernels> {
+    progress: Progress,
+    begun: Instant,
+    stage: Stage<B>,
+}
+
+enum Stage<B: Kernels> {
+    /// This rank's file is being written.
+    Writing(Task<(Option<Snapshot<B>>, Result<Written>)>),
+    /// Rank 0 publishes.
+    Publishing(Option<Task<Result<()>>>),
+}
+
+/// The result of a thread, or of what needed none.
+enum Task<T> {
+    Thread(JoinHandle<T>),
+    Ready(T),
+}
+
+impl<T: Send + 'static> Task<T> {
+    /// Starts a thread that belongs to this rank.
+    fn start(name: &str, work: impl FnOnce() -> T + Send + 'static) -> Result<Self> {
+        let activity = Activity::current();
+        let work = move || {
+            if let Some(activity) = activity {
+                activity.here(Track::Saver);
+            }
+            let _span = span(Doing::Checkpoint, None);
+            work()
+        };
+        let thread = std::thread::Builder::new().name(name.into()).spawn(work);
+        thread.map(Self::Thread).map_err(|e| Error::internal(format!("cannot start the thread {name}: {e}")))
+    }
+
+    fn is_finished(&self) -> bool {
+        match self {
+            Self::Thread(thread) => thread.is_finished(),
+            Self::Ready(_) => true,
+        }
+    }
+
+    fn join(self) -> Result<T> {
+        match self {
+            Self::Thread(thread) => thread.join().map_err(|_| Error::internal("a thread that saves panicked")),
+            Self::Ready(result) => Ok(result),
+        }
+    }
+}
+
+impl<B: Kernels> Saver<B> {
+    /// A saver of what `sharded` holds. `asynchronous` takes the memory for a copy of it.
+    ///
+    /// # Errors
+    /// A message between ranks failed.
+    pub fn new(job: Job, world: Group<B>, backend: &B, sharded: &mut Sharded<B>, asynchronous: bool) -> Result<Self> {
+        let snapshot = asynchronous.then(|| Snapshot::new(backend, sharded)).transpose()?;
+        Ok(Self { job: Arc::new(job), world, snapshot, underway: None })
+    }
+
+    /// Begins to save: collective. Returns once the state is copied, or, without asynchronous writing, once it is
+    /// published. While another save is under way this waits for its end, or does nothing and returns false.
+    ///
+    /// # Errors
+    /// Of the copy on this rank, or of a save that ended, on all.
+    pub fn save(&mut self, sharded: &mut Sharded<B>, progress: Progress) -> Result<(bool, Option<Published>)> {
+        let mut published = None;
+        if let Some(underway) = &self.underway {
+            let (step, before) = (progress.step, underway.progress.step);
+            match self.job.config.checkpoint.when_busy {
+                WhenBusy::Skip => {
+                    log::warn!("step {step}: not saved: the checkpoint of step {before} is still being written");
+                    return Ok((false, None));
+                }
+                WhenBusy::Wait => published = self.finish()?,
+            }
+        }
+        let begun = Instant::now();
+        let state = self.job.state;
+        let (rank, staging) = (self.world.rank(), self.job.staging(progress.step));
+        let write = match self.snapshot.take() {
+            Some(mut snapshot) => {
+                snapshot.take(sharded)?;
+                log::info!("step {}: state copied in {:.1} ms", progress.step, begun.elapsed().as_secs_f64() * 1e3);
+                Task::start("writer", move || {
+                    let create = || std::fs::create_dir_all(&staging).map_err(|e| Error::io("create", &staging, e));
+                    let written = create().and_then(|()| snapshot.write(&staging, rank, state));
+                    (Some(snapshot), written)
+                })?
+            }
+            None => {
+                let create = std::fs::create_dir_all(&staging).map_err(|e| Error::io("create", &staging, e));
+                Task::Ready((None, create.and_then(|()| write_through(sharded, &staging, rank, state))))
+            }
+        };
+        let through = matches!(write, Task::Ready(_));
+        self.underway = Some(Underway { progress, begun, stage: Stage::Writing(write) });
+        if through {
+            published = self.finish()?;
+        }
+        Ok((true, published))
+    }
+
+    /// Whether a save is under way.
+    pub fn is_busy(&self) -> bool {
+        self.underway.is_some()
+    }
+
+    /// The step of the save under way.
+    pub fn step(&self) -> Option<u64> {
+        self.underway.as_ref().map(|underway| underway.progress.step)
+    }
+
+    /// Whether this rank has done its part of the stage under way.
+    pub fn is_done(&self) -> bool {
+        match self.underway.as_ref().map(|underway| &underway.stage) {
+            Some(Stage::Writing(task)) => task.is_finished(),
+            Some(Stage::Publishing(task)) => task.as_ref().is_none_or(Task::is_finished),
+            None => false,
+        }
+    }
+
+    /// All ranks are done with the stage under way: goes on to the next. Collective.
+    ///
+    /// # Errors
+    /// Some rank could not do its part: the same on all. Nothing is published, nothing published is lost.
+    pub fn advance(&mut self) -> Result<Option<Published>> {
+        let Some(Underway { progress, begun, stage }) = self.underway.take() else { return Ok(None) };
+        let at = |e: Error| e.at(format_args!("checkpoint of step {}", progress.step));
+        match stage {
+            Stage::Writing(task) => {
+                let (snapshot, written) = task.join()?;
+                self.snapshot = snapshot;
+                let publishing = self.meet(progress, written).map_err(at)?;
+                self.underway = Some(Underway { progress, begun, stage: Stage::Publishing(publishing) });
+                Ok(None)
+            }
+            Stage::Publishing(task) => {
+                let published = task.map_or(Ok(()), |task| task.join().flatten());
+                self.world.agree(published).map_err(at)?;
+                let took = begun.elapsed();
+                let path = self.job.checkpoints.path(progress.step);
+                log::info!("saved {} in {:.2} s", path.display(), took.as_secs_f64());
+                Ok(Some(Published { progress, took }))
+            }
+        }
+    }
+
+    /// Waits for the end of the save under way. Collective.
+    ///
+    /// # Errors
+    /// As [`Saver::advance`].
+    pub fn finish(&mut self) -> Result<Option<Published>> {
+        let mut published = None;
+        while self.is_busy() {
+            published = self.advance()?;
+        }
+        Ok(published)
+    }
+
+    /// All files are written, or one is not: what rank 0 has to do.
+    fn meet(&mut self, progress: Progress, written: Result<Written>) -> Result<Option<Task<Result<()>>>> {
+        let root = self.world.rank() == 0;
+        let staging = self.job.staging(progress.step);
+        let written = match self.world.agree(written) {
+            Ok(written) => written,
+            Err(e) => {
+                if root {
+                    self.job.checkpoints.abandon(&staging);
+                }
+                return Err(e);
+            }
+        };
+        let message = serde_json::to_vec(&written).map_err(|e| Error::internal(e.to_string()))?;
+        let everyone = self.world.gather_bytes(message).wait()?;
+        if !root {
+            return Ok(None);
+        }
+        let job = self.job.clone();
+        Task::start("publisher", move || {
+            let published = job.publish(progress, &everyone, &staging);
+            if published.is_err() {
+                job.checkpoints.abandon(&staging);
+            }
+            published
+        })
+        .map(Some)
+    }
+}
+
+impl Job {
+    /// Where the checkpoint of a step is written.
+    fn staging(&self, step: u64) -> PathBuf {
+        self.checkpoints.staging(step, &self.id)
+    }
+
+    /// Writes the manifest from the ranks' tables, publishes, and removes what is not to be kept.
+    fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
+        let table = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
+        let written: Vec<Written> =
+            tables.iter().map(table).collect::<Result<_, _>>().map_err(|e| Error::internal(e.to_string()))?;
+        let mut manifest = Manifest {
+            version: VERSION,
+            id: format!("{}-{}", self.id, progress.step),
+            step: progress.step,
+            updates: progress.updates,
+            position: progress.position,
+            seed: self.config.run.seed,
+            config: self.config.clone(),
+            tokenizer: self.tokenizer.clone(),
+            origin: Origin { time: crate::telemetry::unix_time(), ..self.origin.clone() },
+            state: self.state.iter().map(|name| name.to_string()).collect(),
+            files: Default::default(),
+            tensors: Default::default(),
+        };
+        manifest.enter(written)?;
+        manifest.write(staging)?;
+        self.checkpoints.publish(progress.step, staging)?;
+        let evaluated = self.checkpoints.evaluated();
+        self.checkpoints.point_to_best(&evaluated)?;
+        self.checkpoints.retain(&Retention::of(&self.config.checkpoint), &evaluated)
+    }
+}

@@ -1,0 +1,161 @@
+//! One rank's file: HDF5 lays it out, plain writes fill it.
+//!
+//! HDF5 locks its library while it works, and the loader reads with it: a thread that wrote a checkpoint through it would
+//! stop the training's data. So HDF5 only reserves the place of every dataset.
+
+use std::fs::{File, OpenOptions};
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use hdf5::plist::dataset_create::{AllocTime, FillTime};
+use serde::{Deserialize, Serialize};
+
+use super::PARAMS;
+use super::manifest::{BLOCK, FileEntry, Piece, Stored};
+use crate::data::one_line;
+use crate::error::{Error, Result};
+
+/// A range of a tensor that a rank writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Extent {
+    /// Name of the tensor.
+    pub tensor: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// The range, in flat elements.
+    pub range: Range<usize>,
+}
+
+/// What a rank has written, as it tells the others.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Written {
+    /// Name of the file.
+    pub file: String,
+    /// The file.
+    pub entry: FileEntry,
+    /// Tensors with their shapes, and what of them is in the file.
+    pub ranges: Vec<(String, Vec<usize>, Piece)>,
+}
+
+/// A file that is being written.
+pub struct ShardWriter {
+    path: PathBuf,
+    file: File,
+    written: Written,
+}
+
+/// The name of a rank's file.
+pub fn file_name(rank: usize) -> String {
+    format!("rank-{rank:05}.h5")
+}
+
+/// Bytes of so many elements.
+fn bytes(elements: usize) -> u64 {
+    (elements * size_of::<f32>()) as u64
+}
+
+impl ShardWriter {
+    /// Creates the file `name` in `dir` with a dataset for each extent: of the parameters and of each buffer of
+    /// `state`.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn create(dir: &Path, name: &str, state: &[&str], extents: &[Extent]) -> Result<Self> {
+        let path = dir.join(name);
+        let refused = |e: &dyn std::fmt::Display| {
+            Error::io("write the checkpoint", &path, e)
+                .hint("check the free space and permissions there; the last published checkpoint is kept")
+        };
+        let offsets = lay_out(&path, state, extents).map_err(|e| refused(&one_line(&e)))?;
+        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| refused(&e))?;
+        let ranges = extents.iter().zip(offsets).map(|(extent, offsets)| {
+            let parts = offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
+            let Extent { tensor, shape, range } = extent.clone();
+            (tensor, shape, Piece { file: name.to_string(), start: range.start, len: range.len(), parts })
+        });
+        let entry = FileEntry { bytes: 0, rest_crc32: 0 };
+        Ok(Self { written: Written { file: name.to_string(), entry, ranges: ranges.collect() }, path, file })
+    }
+
+    /// Writes one part of an extent.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write(&mut self, extent: usize, part: usize, values: &[f32]) -> Result<()> {
+        let stored = &mut self.written.ranges[extent].2.parts[part];
+        let mut offset = stored.offset;
+        for block in values.chunks(BLOCK) {
+            let block: &[u8] = bytemuck::cast_slice(block);
+            stored.crc32.push(crc32fast::hash(block));
+            self.file.write_all_at(block, offset).map_err(|e| refused(&self.path, e))?;
+            offset += block.len() as u64;
+        }
+        Ok(())
+    }
+
+    /// Makes it durable, and reads it again: what is not as it was written is not published.
+    ///
+    /// # Errors
+    /// The file system refused, or gave back something else.
+    pub fn finish(self) -> Result<Written> {
+        let Self { path, file, mut written } = self;
+        file.sync_all().map_err(|e| refused(&path, e))?;
+        let length = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
+        let pieces: Vec<&Piece> = written.ranges.iter().map(|(_, _, piece)| piece).collect();
+        let rest_crc32 = rest_crc32(&file, length, &pieces).map_err(|e| Error::io("read back", &path, e))?;
+        written.entry = FileEntry { bytes: length, rest_crc32 };
+        Ok(written)
+    }
+}
+
+fn refused(path: &Path, e: impl std::fmt::Display) -> Error {
+    Error::io("write the checkpoint", path, e)
+        .hint("check the free space and permissions there; the last published checkpoint is kept")
+}
+
+/// Creates the file; returns the place of every part of every extent.
+fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<Vec<u64>>> {
+    let file = hdf5::File::create(path)?;
+    let mut offsets = vec![Vec::new(); extents.len()];
+    for part in std::iter::once(&PARAMS).chain(state) {
+        let group = file.create_group(part)?;
+        for (extent, offsets) in extents.iter().zip(&mut offsets) {
+            let dataset = group
+                .new_dataset_builder()
+                .with_dcpl(|dcpl| dcpl.alloc_time(Some(AllocTime::Early)).fill_time(FillTime::Never))
+                .empty::<f32>()
+                .shape(extent.range.len())
+                .create(extent.tensor.as_str())?;
+            dataset.new_attr::<u64>().create("start")?.write_scalar(&(extent.range.start as u64))?;
+            offsets.push(dataset.offset().ok_or("a dataset has no place in the file")?);
+        }
+    }
+    file.close()?;
+    Ok(offsets)
+}
+
+/// CRC-32 of the bytes of a file of `length` bytes that lie in none of `pieces`, in order.
+///
+/// # Errors
+/// The file could not be read.
+pub fn rest_crc32(file: &File, length: u64, pieces: &[&Piece]) -> std::io::Result<u32> {
+    let ranges = pieces.iter().flat_map(|piece| {
+        let len = bytes(piece.len);
+        piece.parts.iter().map(move |part| part.offset..part.offset + len)
+    });
+    let mut ranges: Vec<Range<u64>> = ranges.collect();
+    ranges.sort_by_key(|range| range.start);
+    ranges.push(length..length);
+    let (mut hasher, mut at, mut buffer) = (crc32fast::Hasher::new(), 0, vec![0; 1 << 16]);
+    for range in ranges {
+        while at < range.start {
+            let take = buffer.len().min((range.start - at) as usize);
+            file.read_exact_at(&mut buffer[..take], at)?;
+            hasher.update(&buffer[..take]);
+            at += take as u64;
+        }
+        at = at.max(range.end);
+    }
+    Ok(hasher.finalize())
+}

@@ -1,0 +1,126 @@
+//! What a rank writes of a checkpoint: copied to the host at once and written later, or unit by unit.
+
+use std::ops::Range;
+use std::path::Path;
+
+use super::shard::{Extent, ShardWriter, Written, file_name};
+use crate::backend::{Kernels, Ledger, Memory};
+use crate::error::Result;
+use crate::parallel::{Owned, Sharded};
+
+/// Where one part of a unit's owned range lies in a snapshot.
+struct Place {
+    part: usize,
+    data: Range<usize>,
+    /// Extents in the range, and where in it they are.
+    extents: Vec<(usize, Range<usize>)>,
+}
+
+/// A copy of a rank's parameters and optimizer state, in memory that serves every save.
+pub struct Snapshot<B: Kernels> {
+    backend: B,
+    extents: Vec<Extent>,
+    places: Vec<Place>,
+    data: Vec<f32>,
+}
+
+impl<B: Kernels> Snapshot<B> {
+    /// Memory for a copy. It is touched here: the first save is as fast as the others.
+    ///
+    /// # Errors
+    /// A message between ranks failed.
+    pub fn new(backend: &B, sharded: &mut Sharded<B>) -> Result<Self> {
+        let (mut extents, mut places, mut len) = (Vec::new(), Vec::new(), 0);
+        for unit in sharded.owned()? {
+            let first = extents.len();
+            extents.extend(extents_of(&unit));
+            for part in 0..=unit.state.len() {
+                let data = len..len + unit.range.len();
+                len = data.end;
+                places.push(Place { part, data, extents: within(&unit, first) });
+            }
+        }
+        backend.ledger().take(Memory::Checkpoint, len * size_of::<f32>());
+        let mut data = Vec::with_capacity(len);
+        data.extend(std::iter::repeat_n(0.0, len));
+        Ok(Self { backend: backend.clone(), extents, places, data })
+    }
+
+    /// Copies the state as it is now.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn take(&mut self, sharded: &mut Sharded<B>) -> Result<()> {
+        let mut places = self.places.iter();
+        for unit in sharded.owned()? {
+            for view in parts(&unit) {
+                if let Some(place) = places.next() {
+                    unit.backend.download(view, &mut self.data[place.data.clone()])?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes the copy into the file of `rank` in `dir`.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write(&self, dir: &Path, rank: usize, state: &[&str]) -> Result<Written> {
+        let mut writer = ShardWriter::create(dir, &file_name(rank), state, &self.extents)?;
+        for Place { part, data, extents } in &self.places {
+            let values = &self.data[data.clone()];
+            extents.iter().try_for_each(|(extent, of)| writer.write(*extent, *part, &values[of.clone()]))?;
+        }
+        writer.finish()
+    }
+}
+
+impl<B: Kernels> Drop for Snapshot<B> {
+    fn drop(&mut self) {
+        let ledger: &Ledger = self.backend.ledger();
+        ledger.give(Memory::Checkpoint, self.data.len() * size_of::<f32>());
+    }
+}
+
+/// Writes the state into the file of `rank` in `dir`, with no more than one part of one unit on the host.
+///
+/// # Errors
+/// The file system refused, or the device failed.
+pub fn write_through<B: Kernels>(sharded: &mut Sharded<B>, dir: &Path, rank: usize, state: &[&str]) -> Result<Written> {
+    let units = sharded.owned()?;
+    let extents: Vec<Extent> = units.iter().flat_map(extents_of).collect();
+    let mut writer = ShardWriter::create(dir, &file_name(rank), state, &extents)?;
+    let (mut first, mut host) = (0, Vec::new());
+    for unit in &units {
+        host.resize(unit.range.len(), 0.0);
+        let extents = within(unit, first);
+        for (part, view) in parts(unit).enumerate() {
+            unit.backend.download(view, &mut host)?;
+            extents.iter().try_for_each(|(extent, of)| writer.write(*extent, part, &host[of.clone()]))?;
+        }
+        first += extents.len();
+    }
+    writer.finish()
+}
+
+/// The parts of the tensors of a unit that the rank writes.
+fn extents_of<B: Kernels>(unit: &Owned<'_, B>) -> Vec<Extent> {
+    let pieces = unit.layout.pieces(unit.range.clone());
+    let extent = |piece: crate::layout::Piece<'_>| Extent {
+        tensor: piece.tensor.name.clone(),
+        shape: piece.tensor.shape.clone(),
+        range: piece.of_tensor,
+    };
+    pieces.map(extent).collect()
+}
+
+/// The same as places in the owned range, numbered from `first`.
+fn within<B: Kernels>(unit: &Owned<'_, B>, first: usize) -> Vec<(usize, Range<usize>)> {
+    (first..).zip(unit.layout.pieces(unit.range.clone()).map(|piece| piece.of_owned)).collect()
+}
+
+/// Parameters and state of a unit.
+fn parts<'a, B: Kernels>(unit: &Owned<'a, B>) -> impl Iterator<Item = B::View<'a>> {
+    std::iter::once(unit.params).chain(unit.state.iter().copied())
+}

@@ -1,0 +1,106 @@
+//! The time that a job has, and when it must begin to end.
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::config::Time;
+
+/// Environment variable in which Slurm tells when it will end the job, in seconds since 1970.
+const SLURM_END: &str = "SLURM_JOB_END_TIME";
+
+/// What is left unused: for messages, the file system's moods, and the end of the processes.
+const RESERVE: Duration = Duration::from_secs(5);
+
+/// Bytes a second at which a checkpoint is thought to be written before one was.
+const SLOW_DISK: f64 = 100e6;
+
+/// The time of a job.
+#[derive(Debug, Clone)]
+pub struct Budget {
+    end: Option<Instant>,
+    /// The longest step so far.
+    step: Duration,
+    /// The longest save so far, or a guess.
+    save: Duration,
+}
+
+impl Budget {
+    /// The time that the configuration gives a job that began at `started`, or else Slurm. `saved` is the bytes of a
+    /// checkpoint.
+    pub fn new(limit: Option<Time>, started: Instant, saved: u64) -> Self {
+        let end = match limit {
+            Some(Time(limit)) if limit.is_zero() => None,
+            Some(Time(limit)) => started.checked_add(limit),
+            None => std::env::var(SLURM_END).ok().and_then(|text| slurm_end(&text)),
+        };
+        Self { end, step: Duration::ZERO, save: Duration::from_secs_f64(saved as f64 / SLOW_DISK) }
+    }
+
+    /// A step took so long.
+    pub fn stepped(&mut self, took: Duration) {
+        self.step = self.step.max(took);
+    }
+
+    /// A save took so long. The first that is measured replaces the guess.
+    pub fn saved(&mut self, took: Duration, first: bool) {
+        self.save = if first { took } else { self.save.max(took) };
+    }
+
+    /// What the end will take: the step under way and one more, a save under way and the last one.
+    fn needed(&self) -> Duration {
+        2 * self.step + 2 * self.save + RESERVE
+    }
+
+    /// Whether it is time to save and end.
+    pub fn is_up(&self) -> bool {
+        self.end.is_some_and(|end| Instant::now() + self.needed() >= end)
+    }
+
+    /// For people: when the job must be over, and what is kept for its end.
+    pub fn told(&self) -> Option<String> {
+        let left = self.end?.saturating_duration_since(Instant::now());
+        let seconds = |span: Duration| humantime::format_duration(Duration::from_secs(span.as_secs())).to_string();
+        Some(format!("{} left, of which the end takes {}", seconds(left), seconds(self.needed())))
+    }
+}
+
+/// The moment that Slurm names.
+fn slurm_end(text: &str) -> Option<Instant> {
+    let end = UNIX_EPOCH + Duration::from_secs(text.parse().ok()?);
+    let left = end.duration_since(SystemTime::now()).unwrap_or_default();
+    Instant::now().checked_add(left)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(seconds: u64) -> Budget {
+        Budget::new(Some(Time(Duration::from_secs(seconds))), Instant::now(), 1_000_000_000)
+    }
+
+    #[test]
+    fn the_end_begins_early_enough() {
+        // 25 seconds are needed: two saves of 1 GB at 100 MB/s, and the reserve.
+        assert!(!of(30).is_up() && of(24).is_up());
+        let mut slow = of(60);
+        slow.stepped(Duration::from_secs(20));
+        slow.stepped(Duration::from_secs(1));
+        assert!(slow.is_up());
+        slow.saved(Duration::from_secs(1), true);
+        assert!(!slow.is_up());
+        slow.saved(Duration::from_secs(8), false);
+        slow.saved(Duration::from_secs(2), false);
+        assert!(slow.is_up() && slow.told().unwrap().contains("takes 1m 1s"), "{:?}", slow.told());
+        // Zero is no limit.
+        assert!(!of(0).is_up() && of(0).told().is_none());
+    }
+
+    #[test]
+    fn slurm_says_when() {
+        let in_an_hour = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs() + 3600;
+        let left = slurm_end(&in_an_hour.to_string()).unwrap().duration_since(Instant::now());
+        assert!(left > Duration::from_secs(3590) && left <= Duration::from_secs(3600));
+        assert_eq!(slurm_end("soon"), None);
+        assert!(slurm_end("1").is_some());
+    }
+}

@@ -1,0 +1,121 @@
+//! Files of a run's directory by which trainer and evaluators tell each other that they are done.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// How a trainer ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// All steps are done, or an evaluator asked it to stop: there will be no more checkpoints.
+    Finished,
+    /// It saved and will be continued.
+    Preempted,
+}
+
+/// The END marker: the trainer has ended in good order.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct End {
+    /// Steps finished.
+    pub step: u64,
+    /// How.
+    pub status: Status,
+    /// Why, where it is not because all steps are done.
+    pub why: Option<String>,
+}
+
+/// The marks of a run.
+#[derive(Debug, Clone)]
+pub struct Marks {
+    run: PathBuf,
+}
+
+impl Marks {
+    /// Those in the directory of a run.
+    pub fn new(run: &Path) -> Self {
+        Self { run: run.to_path_buf() }
+    }
+
+    fn end_path(&self) -> PathBuf {
+        self.run.join("END")
+    }
+
+    fn stop_path(&self) -> PathBuf {
+        self.run.join("STOP")
+    }
+
+    /// The trainer begins: forgets how it ended before, and what evaluators asked of it then.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn begin(&self) -> Result<()> {
+        for path in [self.end_path(), self.stop_path()] {
+            match fs::remove_file(&path) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(Error::io("remove", &path, e)),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// The trainer has ended.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn end(&self, end: &End) -> Result<()> {
+        let text = serde_json::to_string(end).map_err(|e| Error::internal(format!("END: {e}")))?;
+        whole(&self.end_path(), &text)
+    }
+
+    /// How the trainer ended, if it has.
+    pub fn ended(&self) -> Option<End> {
+        serde_json::from_str(&fs::read_to_string(self.end_path()).ok()?).ok()
+    }
+
+    /// An evaluator asks the trainer to stop.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn ask_to_stop(&self, why: &str) -> Result<()> {
+        whole(&self.stop_path(), why)
+    }
+
+    /// Why an evaluator asks the trainer to stop, if one does.
+    pub fn asked_to_stop(&self) -> Option<String> {
+        fs::read_to_string(self.stop_path()).ok()
+    }
+}
+
+/// Writes a file that is never seen in part.
+fn whole(path: &Path, text: &str) -> Result<()> {
+    let temporary = path.with_extension("tmp");
+    fs::write(&temporary, format!("{text}\n"))
+        .and_then(|()| fs::rename(&temporary, path))
+        .map_err(|e| Error::io("write", path, e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_beginning_forgets_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let marks = Marks::new(dir.path());
+        marks.begin().unwrap();
+        assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
+        let end = End { step: 5, status: Status::Preempted, why: Some("SIGTERM".into()) };
+        marks.end(&end).unwrap();
+        marks.ask_to_stop("no better for 3 evaluations").unwrap();
+        assert_eq!(
+            (marks.ended(), marks.asked_to_stop().as_deref()),
+            (Some(end), Some("no better for 3 evaluations\n"))
+        );
+        marks.begin().unwrap();
+        assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
+    }
+}

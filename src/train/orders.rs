@@ -1,0 +1,101 @@
+//! What a rank is asked to do besides training: by signals, by the clock, by evaluators.
+//!
+//! Ranks are asked at different moments. Each tells what it was asked with its next [`Note`], and all obey the notes of
+//! the same step.
+
+use std::time::{Duration, Instant};
+
+use super::budget::Budget;
+use super::marks::Marks;
+use super::notes::{self, Note, Notes};
+use super::run::Ending;
+use crate::signals;
+
+/// How often evaluators are asked at most: it is a question to a file system that other nodes ask as well.
+const ASK: Duration = Duration::from_millis(100);
+
+/// The orders that reach this rank.
+pub struct Orders {
+    /// Rank 0 alone looks at the clock and for evaluators' requests.
+    root: bool,
+    budget: Budget,
+    marks: Marks,
+    /// Time between checkpoints, if it counts.
+    every: Option<Duration>,
+    saved: Instant,
+    has_published: bool,
+    asked: Instant,
+    /// Why more steps would be of no use, once somebody found out.
+    no_use: Option<String>,
+}
+
+impl Orders {
+    /// Orders of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for never.
+    pub fn new(root: bool, budget: Budget, marks: Marks, every: u64) -> Self {
+        let now = Instant::now();
+        let every = (every > 0).then(|| Duration::from_secs(every));
+        Self { root, budget, marks, every, saved: now, has_published: false, asked: now, no_use: None }
+    }
+
+    /// What this rank tells the others now. `written` is whether it has done its part of the save under way.
+    pub fn note(&mut self, written: bool) -> Note {
+        if self.root && self.no_use.is_none() && self.asked.elapsed() >= ASK {
+            self.asked = Instant::now();
+            self.no_use = self.marks.asked_to_stop();
+        }
+        let due = self.root && self.every.is_some_and(|every| self.saved.elapsed() >= every);
+        let says = |what, says| if says { what } else { 0 };
+        says(notes::END, self.must_end())
+            | says(notes::WRITTEN, written)
+            | says(notes::DUE, due)
+            | says(notes::STOP, self.no_use.is_some())
+    }
+
+    /// Whether a signal came, or, on rank 0, the time is up.
+    pub fn must_end(&self) -> bool {
+        signals::came().is_some() || self.root && self.budget.is_up()
+    }
+
+    /// How training ends by these notes, if it does.
+    pub fn ending(&self, notes: &Notes) -> Option<Ending> {
+        if notes.any(notes::END) {
+            return Some(self.preempted());
+        }
+        notes.any(notes::STOP).then(|| Ending::Stopped(self.no_use.clone().unwrap_or_default().trim().into()))
+    }
+
+    /// The end of a rank that was asked to end, or heard that another was.
+    pub fn preempted(&self) -> Ending {
+        Ending::Preempted(match signals::came() {
+            Some(signal) => format!("{signal} came"),
+            None if self.budget.is_up() => "the time is up".into(),
+            None => "another rank was asked to".into(),
+        })
+    }
+
+    /// A step took so long.
+    pub fn stepped(&mut self, took: Duration) {
+        self.budget.stepped(took);
+    }
+
+    /// A save has begun.
+    pub fn save_begun(&mut self) {
+        self.saved = Instant::now();
+    }
+
+    /// A save took so long.
+    pub fn published(&mut self, took: Duration) {
+        self.budget.saved(took, !self.has_published);
+        self.has_published = true;
+    }
+
+    /// An evaluation found that more steps are of no use.
+    pub fn stop(&mut self, why: String) {
+        self.no_use = Some(why);
+    }
+
+    /// For people: the time that is left, where it is limited.
+    pub fn time_left(&self) -> Option<String> {
+        self.budget.told()
+    }
+}

@@ -1,0 +1,41 @@
+//! What rank 0 writes and shows of a run.
+
+use super::directory::RunDirectory;
+use crate::config::Plan;
+use crate::error::{Error, Result};
+use crate::telemetry::evaluations;
+use crate::telemetry::metrics::JsonLines;
+use crate::telemetry::progress::Progress;
+use crate::telemetry::straggler::Stragglers;
+
+/// The records of rank 0.
+pub struct Records {
+    /// `metrics.jsonl`.
+    pub metrics: JsonLines,
+    /// The progress line.
+    pub progress: Progress,
+    /// Who is slow.
+    pub stragglers: Stragglers,
+}
+
+impl Records {
+    /// Opens the records of a run that is at `step`: what they have of later steps will be written again. `choices` is
+    /// what a measurement of collectives chose.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn open(directory: &RunDirectory, plan: &Plan, step: u64, choices: Option<String>) -> Result<Self> {
+        directory.write_config(&plan.config)?;
+        directory.marks().begin()?;
+        if let Some(choices) = choices {
+            let path = directory.collectives_path();
+            std::fs::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;
+        }
+        evaluations::forget_after(&directory.evaluations_path(), step)?;
+        Ok(Self {
+            metrics: JsonLines::open(&directory.metrics_path(), step)?,
+            progress: Progress::new(step, plan.config.run.steps, plan.config.log.every),
+            stragglers: Stragglers::new(plan.config.log.straggler_factor, plan.config.log.straggler_window),
+        })
+    }
+}
