@@ -195,7 +195,8 @@ fn flipped_bits_are_found_and_named() {
     assert_eq!(files.steps(), steps);
 
     // A bit of what HDF5 wrote for itself, a file that is shorter than it was, and one that is gone.
-    let damages: [(&str, &dyn Fn(&Path)); 3] = [
+    type Damage<'a> = (&'a str, &'a dyn Fn(&Path));
+    let damages: [Damage<'_>; 3] = [
         ("HDF5 structure: checksum", &|path| {
             let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
             file.write_all_at(&[0xff], 12).unwrap();

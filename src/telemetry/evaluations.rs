@@ -77,7 +77,7 @@ pub fn append(path: &Path, evaluation: &Evaluation) -> Result<()> {
     exclusively(path, || {
         let mut file = OpenOptions::new().create(true).append(true).read(true).open(path)?;
         // A line that was torn by a kill must not take this one with it.
-        if !std::fs::read(path)?.last().is_none_or(|byte| *byte == b'\n') {
+        if std::fs::read(path)?.last().is_some_and(|byte| *byte != b'\n') {
             line.insert(0, '\n');
         }
         file.write_all(line.as_bytes())?;
