@@ -3,7 +3,9 @@
 mod bench;
 mod config;
 pub mod data;
+mod eval;
 mod job;
+mod roles;
 mod sample;
 mod simulate;
 mod train;
@@ -30,6 +32,8 @@ struct Cli {
 enum Command {
     /// Train a network, one rank for each process that mpirun or srun starts.
     Train(train::TrainArgs),
+    /// Evaluate the checkpoints of a run, beside its trainer or afterwards.
+    Eval(eval::EvalArgs),
     /// Train with threads as ranks: the same program in one process, without MPI.
     Simulate(simulate::SimulateArgs),
     /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO stage.
@@ -77,6 +81,7 @@ pub fn run() -> i32 {
     let command = cli.command.unwrap_or(Command::Train(cli.train));
     match command {
         Command::Train(args) => train::run(&args, launch.is_some()),
+        Command::Eval(args) => eval::run(&args, launch.is_some()),
         Command::Bench(args) => bench::run(&args, launch.is_some()),
         Command::VerifyRank(args) => verify::run_rank(&args, launch.is_some()),
         _ if !speaks => 0,

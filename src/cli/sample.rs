@@ -7,12 +7,9 @@ use clap::Args;
 use crate::backend::cpu::Cpu;
 use crate::checkpoint::Reader;
 use crate::comm::{self, Comm};
-use crate::config::{Facts, resolve};
 use crate::error::{Error, Result};
-use crate::evaluate::{Sampling, generate};
-use crate::parallel::{Groups, Lanes, Sharded, Zero};
+use crate::evaluate::{Sampling, generate, model};
 use crate::telemetry::say;
-use crate::train::{Engine, Geometry};
 
 /// Arguments of `hpctrain sample`.
 #[derive(Args)]
@@ -53,20 +50,11 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         return Err(Error::input("--prompt is empty").hint("give at least one character, or leave it out"));
     }
 
-    let mut config = manifest.config.clone();
-    // One rank holds the whole model, whatever layout trained it.
-    (config.parallel, config.batch.micro, config.run.threads) = Default::default();
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let plan = resolve(config, &Facts { ranks: 1, threads: cores, vocabulary: None })?;
-    let backend = Cpu::new(plan.threads);
+    let plan = model::plan(manifest.config, 1, cores)?;
     let comm: Comm<Cpu> = comm::single();
-    let groups = Groups { shard: comm.world(), replica: comm.world(), data: comm.world() };
-    let lanes = Lanes { total: 1, ranks: 1, rank: 0 };
-    let blocks = plan.gpt.blocks();
-    let mut sharded = Sharded::new(backend.clone(), groups, Zero::Zero.residency(), lanes, None, &blocks, None)?;
-    sharded.restore(|tensor, part, range, out| reader.read(tensor, part, range, out))?;
-    let geometry = Geometry { lanes: 1, micros_per_lane: 1, predictions: 1, recompute: false, seed: 0 };
-    let mut engine = Engine { backend, blocks, sharded, geometry };
+    let mut engine = model::engine(&comm, &plan, Cpu::new(plan.threads))?;
+    model::load(&mut engine, &mut reader)?;
 
     let sampling = Sampling {
         tokens: args.tokens,

@@ -31,6 +31,6 @@ pub fn run(args: &SimulateArgs) -> i32 {
 }
 
 fn simulate(ranks: usize, request: &Request) -> Result<i32> {
-    let endings = on_threads(ranks, |comm| train(comm, request, Cpu::new))?;
+    let endings = on_threads(ranks, |comm| train(comm, request, None, Cpu::new))?;
     Ok(endings.first().map_or(0, exit_code))
 }

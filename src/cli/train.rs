@@ -4,10 +4,13 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::eval::evaluate;
+use super::roles::{Role, Start};
 use super::{fail, job};
 use crate::backend::cpu::Cpu;
 use crate::config::{Config, Sources, load};
 use crate::error::{Error, Result};
+use crate::evaluate::{self, Policy};
 use crate::signals;
 use crate::train::{Ending, Request, Resume, Take, train};
 
@@ -48,12 +51,31 @@ pub struct TrainArgs {
     /// Take parameters and progress of the checkpoint, but begin with a fresh optimizer.
     #[arg(long, requires = "resume")]
     skip_optimizer: bool,
+    /// So many of the ranks evaluate checkpoints instead of training: the last ones.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    evaluators: usize,
+    /// Which checkpoints they evaluate.
+    #[arg(long, value_enum, default_value_t = Policy::Latest, requires = "evaluators")]
+    policy: Policy,
     /// Write what every thread of every rank did, and when, to FILE at the end, for ui.perfetto.dev.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
 }
 
 impl TrainArgs {
+    /// What the evaluators of the job do. The trainer tells the directory.
+    fn evaluation(&self, role: &Role) -> evaluate::Request {
+        evaluate::Request {
+            run: PathBuf::new(),
+            watch: true,
+            policy: self.policy,
+            timeout: None,
+            overrides: vec![],
+            threads: role.threads,
+            beside_trainer: true,
+        }
+    }
+
     /// What to run.
     pub fn request(&self, threads: Option<usize>) -> Result<Request> {
         let (config, name) = self.sources.load()?;
@@ -97,6 +119,26 @@ pub fn run(args: &TrainArgs, launched: bool) -> i32 {
     let request = args.request(None);
     job::run(launched, |comm| {
         let request = comm.world().agree(request)?;
-        train(comm, &request, Cpu::new).map(|ending| exit_code(&ending))
+        let role = Role::find(comm, Start::Train { evaluators: args.evaluators })?;
+        if role.trains { train_as(&role, request) } else { evaluate(&role, args.evaluation(&role)) }
     })
+}
+
+/// Trains as one of the ranks that do; returns the exit code.
+fn train_as(role: &Role, mut request: Request) -> Result<i32> {
+    if !role.mixed {
+        return train(&role.comm, &request, None, Cpu::new).map(|ending| exit_code(&ending));
+    }
+    request.config.eval.inline = false;
+    request.threads = Some(role.threads);
+    let ending = train(&role.comm, &request, Some(&role.everyone.world()), Cpu::new);
+    if let Err(e) = &ending
+        && e.is_shared()
+        && role.comm.rank() == 0
+    {
+        // The evaluators would wait for ever.
+        fail(e);
+        role.everyone.abort(e.exit_code());
+    }
+    ending.map(|ending| exit_code(&ending))
 }

@@ -99,6 +99,8 @@ enum Abort {
 /// A handle to this rank's communication thread. Clones share it.
 pub struct Comm<B: Backend> {
     inner: Arc<Inner>,
+    /// The ranks that this handle takes for the world.
+    home: Members,
     backend: PhantomData<fn() -> B>,
 }
 
@@ -113,7 +115,7 @@ struct Inner {
 
 impl<B: Backend> Clone for Comm<B> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), backend: PhantomData }
+        Self { inner: self.inner.clone(), home: self.home.clone(), backend: PhantomData }
     }
 }
 
@@ -134,18 +136,19 @@ pub fn single<B: Backend>() -> Comm<B> {
 
 impl<B: Backend> Comm<B> {
     fn new(world: World, algorithm: Algorithm, abort: Abort, shared: Arc<Shared>, worker: Option<Worker>) -> Self {
+        let home = Members::world(world.rank, world.nodes.clone());
         let inner = Inner { world, algorithm, abort, shared, worker: Mutex::new(worker) };
-        Self { inner: Arc::new(inner), backend: PhantomData }
+        Self { inner: Arc::new(inner), home, backend: PhantomData }
     }
 
     /// This rank's number in the world.
     pub fn rank(&self) -> usize {
-        self.inner.world.rank
+        self.home.rank
     }
 
     /// Ranks in the world.
     pub fn size(&self) -> usize {
-        self.inner.world.nodes.len()
+        self.home.size()
     }
 
     /// Where this rank runs.
@@ -185,7 +188,16 @@ impl<B: Backend> Comm<B> {
 
     /// The group of all ranks.
     pub fn world(&self) -> Group<B> {
-        Group::new(self.clone(), Members::world(self.rank(), self.inner.world.nodes.clone())).named(WORLD)
+        Group::new(self.clone(), self.home.clone()).named(WORLD)
+    }
+
+    /// Collective over the world: a handle for which the ranks that share my colour are the world. Ranks of other
+    /// colours are out of its reach, but for [`Comm::abort`]. Every rank passes the colours of *all* ranks.
+    ///
+    /// # Errors
+    /// As [`Comm::split`].
+    pub fn role(&self, colors_of_all_ranks: &[usize]) -> Result<Self> {
+        Ok(Self { home: self.members(colors_of_all_ranks)?, ..self.clone() })
     }
 
     /// Collective over the world: the group of the ranks that share my colour, ordered by rank.
@@ -194,7 +206,11 @@ impl<B: Backend> Comm<B> {
     /// # Errors
     /// A colour is missing, or the message between ranks failed.
     pub fn split(&self, colors_of_all_ranks: &[usize]) -> Result<Group<B>> {
-        let colors = colors_of_all_ranks;
+        Ok(Group::new(self.clone(), self.members(colors_of_all_ranks)?))
+    }
+
+    /// The ranks that share my colour.
+    fn members(&self, colors: &[usize]) -> Result<Members> {
         if colors.len() != self.size() {
             return Err(Error::internal(format!("{} colours for {} ranks", colors.len(), self.size())));
         }
@@ -202,16 +218,17 @@ impl<B: Backend> Comm<B> {
         let id = if self.size() == 1 {
             0
         } else {
-            let world = Members::world(self.rank(), self.inner.world.nodes.clone());
+            let world = self.home.clone();
             let label = self.label("split", Size::Own(0));
             let (reply, pending) = reply(&self.inner.shared);
             self.inner.submit(Request::run(move |desk| {
-                reply.send(desk.collective(&world, &label, |desk| desk.wire.split(mine)));
+                reply.send(desk.collective(&world, &label, |desk| desk.wire.split(&world, mine)));
             }));
             pending.wait()?
         };
-        let ranks: Vec<usize> = (0..self.size()).filter(|&rank| colors[rank] == mine).collect();
-        Ok(Group::new(self.clone(), Members::new(id, self.rank(), ranks, self.inner.world.nodes.clone())))
+        let ours = self.home.ranks.iter().zip(colors).filter(|(_, color)| **color == mine);
+        let ranks: Vec<usize> = ours.map(|(rank, _)| *rank).collect();
+        Ok(Members::new(id, self.inner.world.rank, ranks, self.inner.world.nodes.clone()))
     }
 
     /// What this rank does, for those of its threads that tell.
@@ -227,7 +244,7 @@ impl<B: Backend> Comm<B> {
         if self.size() == 1 {
             return Ok(0);
         }
-        let world = Members::world(self.rank(), self.inner.world.nodes.clone());
+        let world = self.home.clone();
         let label = self.label("clock", Size::Same(0));
         let (reply, pending) = reply(&self.inner.shared);
         self.inner.submit(Request::run(move |desk| {
@@ -249,7 +266,7 @@ impl<B: Backend> Comm<B> {
         let world = self.world();
         // Nobody may take what an earlier job has left for this one's.
         world.agree(if self.rank() == 0 { Files::new(folder).clear() } else { Ok(()) })?;
-        world.agree(Watch::start(self.inner.clone(), folder, timeout)).map(Some)
+        world.agree(Watch::start(self.inner.clone(), self.rank(), self.size(), folder, timeout)).map(Some)
     }
 
     /// Something that concerns the world.
@@ -274,7 +291,7 @@ impl<B: Backend> Comm<B> {
         match self.inner.abort {
             Abort::Unwind => std::panic::resume_unwind(Box::new(threads::Aborted { code })),
             Abort::Exit => {
-                if self.size() > 1 {
+                if self.inner.world.nodes.len() > 1 {
                     std::thread::sleep(ABORT_PATIENCE);
                 }
                 std::process::exit(code)

@@ -211,7 +211,7 @@ impl Wire for Mailboxes {
         Err(Error::input("comm.algorithm = mpi needs MPI").hint("use ring or tree"))
     }
 
-    fn split(&mut self, _: usize) -> Result<usize> {
+    fn split(&mut self, _: &Members, _: usize) -> Result<usize> {
         self.splits += 1;
         Ok(self.splits)
     }

@@ -33,13 +33,19 @@ pub struct Watch {
 
 impl Watch {
     /// Starts the thread. The files of earlier jobs are gone.
-    pub(super) fn start(inner: Arc<Inner>, folder: &Path, timeout: Duration) -> Result<Self> {
+    pub(super) fn start(
+        inner: Arc<Inner>,
+        rank: usize,
+        ranks: usize,
+        folder: &Path,
+        timeout: Duration,
+    ) -> Result<Self> {
         let files = Files::new(folder);
-        let heartbeat = files.open(inner.world.rank)?;
+        let heartbeat = files.open(rank)?;
         let interval = (timeout / 10).clamp(Duration::from_millis(100), Duration::from_secs(10));
         let patience = Patience { timeout, stuck: None, waited: Duration::ZERO };
         let mut watchdog =
-            Watchdog { inner, files, heartbeat, interval, patience, beat: 0, alarm: None, told: false, failed: false };
+            Watchdog { inner, rank, ranks, files, heartbeat, interval, patience, beat: 0, alarm: None, told: false, failed: false };
         watchdog.look(Duration::ZERO);
         let (stop, stopped) = channel();
         let thread = std::thread::Builder::new()
@@ -94,6 +100,9 @@ struct Alarm {
 
 struct Watchdog {
     inner: Arc<Inner>,
+    rank: usize,
+    /// Ranks that are watched together.
+    ranks: usize,
     files: Files,
     heartbeat: File,
     interval: Duration,
@@ -116,11 +125,7 @@ impl Watchdog {
             self.look(passed);
         }
         // The heartbeat of a rank that left in good order says nothing.
-        let _ = std::fs::remove_file(self.files.heartbeat(self.rank()));
-    }
-
-    fn rank(&self) -> usize {
-        self.inner.world.rank
+        let _ = std::fs::remove_file(self.files.heartbeat(self.rank));
     }
 
     fn look(&mut self, passed: Duration) {
@@ -171,7 +176,7 @@ impl Watchdog {
             None => (phase == Doing::Loading).then_some(Stuck::Loading(since)),
         };
         let heartbeat = Heartbeat {
-            rank: self.rank(),
+            rank: self.rank,
             pid: std::process::id(),
             host: self.inner.world.node.host.clone(),
             beat: self.beat,
@@ -185,7 +190,7 @@ impl Watchdog {
         if let Err(error) = heartbeat::write(&self.heartbeat, &heartbeat)
             && !std::mem::replace(&mut self.failed, true)
         {
-            log::warn!("cannot write {}: {error}", self.files.heartbeat(self.rank()).display());
+            log::warn!("cannot write {}: {error}", self.files.heartbeat(self.rank).display());
         }
         stuck
     }
@@ -199,13 +204,13 @@ impl Watchdog {
 
     fn write_ledger(&self) {
         let ledger = LedgerFile {
-            rank: self.rank(),
+            rank: self.rank,
             pid: std::process::id(),
             host: self.inner.world.node.host.clone(),
             time: seconds(activity::now()),
             collectives: self.inner.shared.ledger().entries().map(Told::from).collect(),
         };
-        let path = self.files.ledger(self.rank());
+        let path = self.files.ledger(self.rank);
         let text = serde_json::to_string_pretty(&ledger).map_err(std::io::Error::from);
         if let Err(error) = text.and_then(|text| std::fs::write(&path, text + "\n")) {
             log::warn!("cannot write {}: {error}", path.display());
@@ -213,19 +218,19 @@ impl Watchdog {
     }
 
     fn heartbeats(&self) -> Vec<Option<Heartbeat>> {
-        (0..self.inner.world.nodes.len()).map(|rank| self.files.read(rank)).collect()
+        (0..self.ranks).map(|rank| self.files.read(rank)).collect()
     }
 
     /// Where each rank is, given how often their hearts had beaten when the alarm was raised.
     fn report(&self, beats: &[Option<u64>]) -> String {
         let moved = |heartbeat: &Option<Heartbeat>, before| heartbeat.as_ref().map(|h| h.beat) != before;
         let sightings = self.heartbeats().into_iter().zip(beats).enumerate().map(|(rank, (heartbeat, before))| {
-            let answers = rank == self.rank() || moved(&heartbeat, *before);
+            let answers = rank == self.rank || moved(&heartbeat, *before);
             Sighting { heartbeat, answers }
         });
         let sightings: Vec<_> = sightings.collect();
         let ledgers: Vec<_> =
-            (0..self.inner.world.nodes.len()).filter_map(|rank| self.files.read_ledger(rank)).collect();
+            (0..self.ranks).filter_map(|rank| self.files.read_ledger(rank)).collect();
         let text = report(&sightings, &ledgers, seconds(activity::now()));
         format!(
             "{text}\nhint: {} holds the last collectives of each rank that could write them; comm.timeout = {} seconds \

@@ -135,8 +135,8 @@ pub trait Wire {
     /// Runs a collective of the MPI library.
     fn vendor(&mut self, group: &Members, call: Vendor, memory: &mut [f32]) -> Result<()>;
 
-    /// Collective over the world: a group of the ranks of one colour. Returns its number.
-    fn split(&mut self, color: usize) -> Result<usize>;
+    /// Collective over `parent`: a group of its ranks of one colour. Returns its number.
+    fn split(&mut self, parent: &Members, color: usize) -> Result<usize>;
 
     /// Ends all ranks.
     fn abort(&mut self, code: i32);

@@ -59,6 +59,18 @@ pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
     Ok((config, name))
 }
 
+/// A configuration with some of its keys overridden, each as `section.key=value`.
+///
+/// # Errors
+/// As [`load`].
+pub fn overlay(config: &Config, overrides: &[String]) -> Result<Config> {
+    let mut merged = Table::try_from(config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
+    for item in overrides {
+        merge(&mut merged, parse_override(item)?);
+    }
+    Config::deserialize_table(merged)
+}
+
 impl Config {
     fn deserialize_table(table: Table) -> Result<Config> {
         table.try_into().map_err(|e: toml::de::Error| explain(&e, "", "configuration"))

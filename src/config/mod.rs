@@ -6,7 +6,7 @@ mod resolve;
 mod size;
 mod time;
 
-pub use load::{DEFAULT_PRESET, PRESETS, Sources, load};
+pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay};
 pub use raw::*;
 pub use resolve::{Facts, Plan, resolve};
 pub use size::Size;

@@ -1,8 +1,14 @@
-//! The validation loss: one number that does not depend on the ranks that computed it.
+//! Evaluation: the validation loss, one number that does not depend on the ranks that computed it, and the evaluator
+//! beside a trainer.
 
 mod generate;
+pub mod model;
+mod queue;
+mod sidecar;
 
 pub use generate::{Sampling, generate};
+pub use queue::Policy;
+pub use sidecar::{Request, watch};
 
 use crate::backend::Kernels;
 use crate::comm::Group;

@@ -56,6 +56,7 @@ impl RunDirectory {
             Error::io("create", &logs, e).hint("choose a directory that can be written with --set run.root=…")
         })?;
         directory.checkpoints().prepare()?;
+        directory.marks().begin()?;
         Ok(directory)
     }
 

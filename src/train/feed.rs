@@ -17,12 +17,27 @@ use crate::parallel::Lanes;
 /// # Errors
 /// What is missing or malformed, and where.
 pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
+    let spec = spec(config)?;
+    let split = |split| Dataset::open(&spec, split, config.model.context);
+    Ok((split(Split::Train)?, split(Split::Validation)?))
+}
+
+/// The validation data of a configuration.
+///
+/// # Errors
+/// As [`open`].
+pub fn validation(config: &Config) -> Result<Dataset> {
+    Dataset::open(&spec(config)?, Split::Validation, config.model.context)
+}
+
+/// Where the data is.
+fn spec(config: &Config) -> Result<DataSpec> {
     let data = &config.data;
     let path = match data.path.strip_prefix("bundled:") {
         Some(name) => bundled::locate(name)?,
         None => PathBuf::from(&data.path),
     };
-    let spec = DataSpec {
+    Ok(DataSpec {
         path,
         train: data.train.clone(),
         validation: data.validation.clone(),
@@ -30,9 +45,7 @@ pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
         inputs: data.inputs.clone(),
         targets: data.targets.clone(),
         vocabulary: config.model.vocabulary,
-    };
-    let split = |split| Dataset::open(&spec, split, config.model.context);
-    Ok((split(Split::Train)?, split(Split::Validation)?))
+    })
 }
 
 /// Token ids that the data of a configuration uses.

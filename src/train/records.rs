@@ -26,7 +26,6 @@ impl Records {
     /// The file system refused.
     pub fn open(directory: &RunDirectory, plan: &Plan, step: u64, choices: Option<String>) -> Result<Self> {
         directory.write_config(&plan.config)?;
-        directory.marks().begin()?;
         if let Some(choices) = choices {
             let path = directory.collectives_path();
             std::fs::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;

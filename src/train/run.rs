@@ -61,14 +61,20 @@ pub enum Ending {
     Preempted(String),
 }
 
-/// Trains: collective over the world of `comm`. `backend` makes the device of a rank with so many threads.
+/// Trains: collective over the world of `comm`. The ranks of `beside`, which contain this one and make a gather, are
+/// told the directory of the run. `backend` makes the device of a rank with so many threads.
 ///
 /// # Errors
 /// Whatever ends the run early. An error that all ranks share says so ([`Error::is_shared`]).
-pub fn train<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<Ending> {
+pub fn train<B: Kernels>(
+    comm: &Comm<B>,
+    request: &Request,
+    beside: Option<&Group<B>>,
+    backend: impl FnOnce(usize) -> B,
+) -> Result<Ending> {
     comm.activity().here(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
-    let result = run(comm, request, backend);
+    let result = run(comm, request, beside, backend);
     match (trace, &result) {
         (Some(trace), Err(e)) if e.is_shared() || comm.size() == 1 => {
             let written = trace.finish(comm);
@@ -81,8 +87,13 @@ pub fn train<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce
 }
 
 /// A run from its preparation to its end.
-fn run<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<Ending> {
-    let mut run = Run::prepare(comm, request, backend)?;
+fn run<B: Kernels>(
+    comm: &Comm<B>,
+    request: &Request,
+    beside: Option<&Group<B>>,
+    backend: impl FnOnce(usize) -> B,
+) -> Result<Ending> {
+    let mut run = Run::prepare(comm, request, beside, backend)?;
     run.begin(&request.resume)?;
     while run.goes_on() {
         run.step()?;
@@ -130,7 +141,12 @@ struct Run<'a, B: Kernels> {
 }
 
 impl<'a, B: Kernels> Run<'a, B> {
-    fn prepare(comm: &'a Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<Self> {
+    fn prepare(
+        comm: &'a Comm<B>,
+        request: &Request,
+        beside: Option<&Group<B>>,
+        backend: impl FnOnce(usize) -> B,
+    ) -> Result<Self> {
         let started = Instant::now();
         let world = comm.world();
         let root = world.rank() == 0;
@@ -152,7 +168,10 @@ impl<'a, B: Kernels> Run<'a, B> {
             Ok(directory.path().to_string_lossy().into_owned())
         };
         let directory = RunDirectory::at(share(&world, root.then(prepared))?);
-        plan.config.run.name = directory.path().file_name().map(|name| name.to_string_lossy().into_owned());
+        plan.config.run.name = Some(directory.name());
+        if let Some(beside) = beside {
+            beside.gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes()).wait()?;
+        }
         world.agree(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
         let watch = match plan.config.comm.timeout {

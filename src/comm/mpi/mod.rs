@@ -451,12 +451,12 @@ impl Wire for Mpi {
         vendor::run(self.groups[group.id], self.in_place, group, call, memory, &mut self.parts)
     }
 
-    fn split(&mut self, color: usize) -> Result<usize> {
+    fn split(&mut self, parent: &Members, color: usize) -> Result<usize> {
         let (color, key) = (count(color)?, count(self.rank)?);
         // SAFETY: the out-parameter is a live local.
         let (code, group) = unsafe {
             let mut group = ffi::RSMPI_COMM_NULL;
-            (ffi::MPI_Comm_split(self.groups[0], color, key, &mut group), group)
+            (ffi::MPI_Comm_split(self.groups[parent.id], color, key, &mut group), group)
         };
         check(code, "MPI_Comm_split")?;
         self.groups.push(group);

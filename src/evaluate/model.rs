@@ -1,0 +1,53 @@
+//! A network to be used rather than trained: parameters from checkpoints, no gradients, no optimizer.
+
+use crate::backend::Kernels;
+use crate::checkpoint::Reader;
+use crate::comm::Comm;
+use crate::config::{Config, Facts, Plan, resolve};
+use crate::error::Result;
+use crate::mesh::{Axis, Mesh};
+use crate::parallel::{Groups, Lanes, Sharded, Zero};
+use crate::train::{Engine, Geometry};
+
+/// The plan for `ranks` ranks that share one copy of the network of `config`, whatever layout trained it.
+///
+/// # Errors
+/// The configuration is not possible.
+pub fn plan(mut config: Config, ranks: usize, threads: usize) -> Result<Plan> {
+    (config.parallel, config.batch, config.run.threads) = Default::default();
+    if ranks > 1 {
+        config.parallel.zero = Zero::Three;
+    }
+    // Nothing is trained: any batch that divides among the ranks will do.
+    config.batch.global = ranks as u64;
+    resolve(config, &Facts { ranks, threads, vocabulary: None })
+}
+
+/// The network of a plan made by [`plan`], with parameters that are yet to be [loaded](load). Collective over the world
+/// of `comm`.
+///
+/// # Errors
+/// Out of memory, or a message between ranks failed.
+pub fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Engine<B>> {
+    let mesh: &Mesh = &plan.mesh;
+    let group = |axes: &[Axis]| comm.split(&mesh.colors(axes));
+    let groups = Groups {
+        shard: group(&[Axis::Shard])?.named("shard"),
+        replica: group(&[Axis::Replica])?.named("replica"),
+        data: comm.world(),
+    };
+    let lanes = Lanes { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let blocks = plan.gpt.blocks();
+    let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, None)?;
+    let geometry = Geometry { lanes: 1, micros_per_lane: 1, predictions: 1, recompute: false, seed: 0 };
+    Ok(Engine { backend, blocks, sharded, geometry })
+}
+
+/// Replaces the parameters by those of a checkpoint.
+///
+/// # Errors
+/// It is damaged, or another model's.
+pub fn load<B: Kernels>(engine: &mut Engine<B>, reader: &mut Reader) -> Result<()> {
+    reader.manifest().check(reader.dir(), engine.sharded.layouts(), None)?;
+    engine.sharded.restore(|tensor, part, range, out| reader.read(tensor, part, range, out))
+}

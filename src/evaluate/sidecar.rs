@@ -1,0 +1,329 @@
+//! The evaluator beside a trainer: waits for checkpoints, evaluates each once, and writes down what it found.
+//!
+//! Trainer and evaluator meet in the run's directory only, so it does not matter whether they are processes of one job
+//! or of two. Rank 0 of the evaluator decides; all of its ranks evaluate.
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::queue::{Claim, Policy, Queue};
+use super::{Evaluator, model};
+use crate::activity::Track;
+use crate::backend::Kernels;
+use crate::checkpoint::{Checkpoints, Reader, name_of};
+use crate::comm::{Comm, Group};
+use crate::config::{Config, Plan, overlay};
+use crate::error::{Error, Result};
+use crate::signals;
+use crate::telemetry::evaluations::{self, Evaluation, Status};
+use crate::telemetry::{logging, say, unix_time};
+use crate::train::marks::{self, Marks};
+use crate::train::{Ending, Engine, RunDirectory, feed};
+
+/// How often the run's directory is looked at.
+const LOOK: Duration = Duration::from_millis(300);
+
+/// Attempts at a checkpoint that cannot be read, and the time between them.
+const ATTEMPTS: usize = 3;
+const BETWEEN: Duration = Duration::from_secs(1);
+
+/// What is asked of an evaluator.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// Directory of the run.
+    pub run: PathBuf,
+    /// Wait for further checkpoints until the run ends.
+    pub watch: bool,
+    /// Which checkpoints.
+    pub policy: Policy,
+    /// End when no checkpoint has come for so long.
+    pub timeout: Option<Duration>,
+    /// Settings over those of the run, such as `eval.samples=100`.
+    pub overrides: Vec<String>,
+    /// Compute threads a rank.
+    pub threads: usize,
+    /// Whether the trainer's ranks are of the same job: they end together.
+    pub beside_trainer: bool,
+}
+
+/// What rank 0 has decided.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+enum Decision {
+    /// Nothing to do yet.
+    Wait,
+    /// This checkpoint, the name of its save, and how often it was given up before.
+    Evaluate(u64, String, usize),
+    /// Nothing more will come, or shall.
+    End(String),
+}
+
+/// What a rank tells the others before each decision is obeyed.
+#[derive(Serialize, Deserialize)]
+struct Told {
+    interrupted: bool,
+    /// Of rank 0.
+    decision: Option<Decision>,
+}
+
+/// Evaluates the checkpoints of a run: collective over the world of `comm`. `backend` makes the device.
+///
+/// # Errors
+/// There is no such run; the validation data cannot be read; a message between ranks failed. What is wrong with one
+/// checkpoint is recorded, and the next one is evaluated.
+pub fn watch<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<Ending> {
+    comm.activity().here(Track::Compute);
+    let world = comm.world();
+    let root = world.rank() == 0;
+    world.agree(check_run(&request.run))?;
+    let directory = RunDirectory::at(&request.run);
+    let log = directory.logs_path().join(format!("evaluator-{:05}.log", world.rank()));
+    world.agree(logging::to_file(&log, log::LevelFilter::Info))?;
+    let mut sidecar = Sidecar {
+        comm,
+        request,
+        checkpoints: directory.checkpoints(),
+        marks: directory.marks(),
+        evaluations: directory.evaluations_path(),
+        backend: backend(request.threads),
+        loaded: None,
+        claim: None,
+    };
+    let queue = request.policy == Policy::Every && root;
+    let _queue = queue.then(|| sidecar.checkpoints.leases().watch_queue()).transpose()?;
+    let mut waiting = root.then(|| Waiting::new(sidecar.checkpoints.clone(), request));
+    loop {
+        let decision = waiting.as_mut().map(|waiting| waiting.decide(&sidecar.marks, &mut sidecar.claim)).transpose();
+        let told = Told { interrupted: signals::came().is_some(), decision: world.agree(decision)? };
+        let (interrupted, decision) = exchange(&world, &told)?;
+        if interrupted {
+            // The lease ends with this process: the next evaluator begins anew.
+            return Ok(Ending::Preempted(signals::came().unwrap_or("a signal to another rank").into()));
+        }
+        match decision {
+            Decision::Wait => std::thread::sleep(LOOK),
+            Decision::End(why) => {
+                if root {
+                    say(format_args!("evaluator: {why}"));
+                }
+                return Ok(Ending::Finished);
+            }
+            Decision::Evaluate(step, id, retries) => {
+                if let Some(ending) = sidecar.evaluate(step, &id, retries)? {
+                    return Ok(ending);
+                }
+                if let Some(waiting) = &mut waiting {
+                    waiting.evaluated();
+                }
+            }
+        }
+    }
+}
+
+/// What is there must be a run.
+fn check_run(run: &Path) -> Result<()> {
+    if run.join("checkpoints").is_dir() || run.join("config.toml").is_file() {
+        return Ok(());
+    }
+    let what = if run.exists() { "is no run's directory" } else { "does not exist" };
+    Err(Error::input(format!("{} {what}", run.display()))
+        .hint("give the directory of a run, such as runs/gpt-char, once its trainer has begun"))
+}
+
+/// All ranks hear what each told.
+fn exchange<B: Kernels>(world: &Group<B>, mine: &Told) -> Result<(bool, Decision)> {
+    let message = serde_json::to_vec(mine).map_err(|e| Error::internal(e.to_string()))?;
+    let (mut interrupted, mut decision) = (false, None);
+    for bytes in world.gather_bytes(message).wait()? {
+        let told: Told = serde_json::from_slice(&bytes).map_err(|e| Error::comm(format!("malformed note: {e}")))?;
+        interrupted |= told.interrupted;
+        decision = decision.or(told.decision);
+    }
+    Ok((interrupted, decision.ok_or_else(|| Error::internal("nobody decided"))?))
+}
+
+/// Rank 0 between two evaluations.
+struct Waiting<'a> {
+    queue: Queue,
+    checkpoints: Checkpoints,
+    request: &'a Request,
+    /// When something was last done.
+    since: Instant,
+    /// What people were told that it waits for.
+    told: Option<&'static str>,
+}
+
+impl<'a> Waiting<'a> {
+    fn new(checkpoints: Checkpoints, request: &'a Request) -> Self {
+        let queue = Queue::new(checkpoints.clone(), request.policy);
+        Self { queue, checkpoints, request, since: Instant::now(), told: None }
+    }
+
+    fn evaluated(&mut self) {
+        self.since = Instant::now();
+        self.told = None;
+    }
+
+    /// What to do next; a checkpoint to be evaluated is left in `claim`.
+    fn decide(&mut self, marks: &Marks, claim: &mut Option<Claim>) -> Result<Decision> {
+        // The order matters: what is published before the mark is seen after it.
+        let ended = marks.ended();
+        if let Some(next) = self.queue.next()? {
+            let retries = evaluations::retries(&self.checkpoints.evaluated(), &next.id);
+            let decision = Decision::Evaluate(next.step, next.id.clone(), retries);
+            *claim = Some(next);
+            return Ok(decision);
+        }
+        let idle = self.queue.is_empty();
+        let nothing = self.checkpoints.steps().is_empty();
+        let waits_for = match ended {
+            Some(end) if idle && end.status == marks::Status::Finished => {
+                return Ok(Decision::End(format!("the run has ended at step {}", end.step)));
+            }
+            Some(end) if idle && self.request.beside_trainer => {
+                return Ok(Decision::End(format!("the trainer was interrupted at step {}", end.step)));
+            }
+            _ if idle && !self.request.watch && !nothing => {
+                return Ok(Decision::End("every checkpoint is evaluated".into()));
+            }
+            Some(_) if idle => "the trainer was interrupted: waiting for it to go on",
+            _ if nothing => "waiting for the first checkpoint",
+            _ if idle => "waiting for the next checkpoint",
+            _ => "waiting for another evaluator",
+        };
+        if self.told != Some(waits_for) {
+            self.told = Some(waits_for);
+            say(format_args!("evaluator: {waits_for} of {}", self.request.run.display()));
+        }
+        match self.request.timeout {
+            Some(timeout) if self.since.elapsed() >= timeout => {
+                let span = humantime::format_duration(timeout);
+                Ok(Decision::End(format!("no checkpoint to evaluate came for {span} (--timeout)")))
+            }
+            _ => Ok(Decision::Wait),
+        }
+    }
+}
+
+/// A network in memory and the data it is evaluated on.
+struct Loaded<B: Kernels> {
+    plan: Plan,
+    engine: Engine<B>,
+    evaluator: Evaluator,
+}
+
+/// An evaluator on one rank.
+struct Sidecar<'a, B: Kernels> {
+    comm: &'a Comm<B>,
+    request: &'a Request,
+    checkpoints: Checkpoints,
+    marks: Marks,
+    /// `eval.jsonl`.
+    evaluations: PathBuf,
+    backend: B,
+    /// One model at most.
+    loaded: Option<Loaded<B>>,
+    /// On rank 0, what is being evaluated.
+    claim: Option<Claim>,
+}
+
+impl<B: Kernels> Sidecar<'_, B> {
+    /// Evaluates one checkpoint and records it. Returns the ending if this rank or another is asked to end.
+    fn evaluate(&mut self, step: u64, id: &str, retries: usize) -> Result<Option<Ending>> {
+        let begun = Instant::now();
+        let outcome = match self.loss(step) {
+            Ok(None) => {
+                return Ok(Some(Ending::Preempted(signals::came().unwrap_or("a signal to another rank").into())));
+            }
+            Ok(Some(loss)) => Ok(loss),
+            // What all ranks have is about the checkpoint; the rest is about the job.
+            Err(e) if e.is_shared() || self.comm.size() == 1 => Err(e),
+            Err(e) => return Err(e),
+        };
+        let failed = outcome.is_err();
+        if let Some(claim) = self.claim.take() {
+            self.record(step, id, retries, outcome, begun)?;
+            claim.release();
+        }
+        if failed {
+            self.loaded = None;
+            std::thread::sleep(BETWEEN);
+        }
+        Ok(None)
+    }
+
+    /// The validation loss of a checkpoint; none if a rank was interrupted.
+    fn loss(&mut self, step: u64) -> Result<Option<f64>> {
+        let world = self.comm.world();
+        let mut reader = world.agree(self.checkpoints.open(step))?;
+        let config = world.agree(overlay(&reader.manifest().config, &self.request.overrides))?;
+        self.prepare(config)?;
+        let Some(loaded) = &mut self.loaded else { return Err(Error::internal("no network")) };
+        world.agree(check_and_load(&world, &mut reader, &mut loaded.engine))?;
+        loaded.evaluator.loss(&mut loaded.engine, &world, || signals::came().is_some())
+    }
+
+    /// Makes the network of a configuration, unless it is the one in memory.
+    fn prepare(&mut self, config: Config) -> Result<()> {
+        let world = self.comm.world();
+        let plan = world.agree(model::plan(config, world.size(), self.request.threads))?;
+        if self.loaded.as_ref().is_some_and(|loaded| loaded.plan == plan) {
+            return Ok(());
+        }
+        // The one before goes first: there is room for one.
+        self.loaded = None;
+        self.backend.trim();
+        let validation = world.agree(feed::validation(&plan.config))?;
+        let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
+        let engine = model::engine(self.comm, &plan, self.backend.clone())?;
+        self.loaded = Some(Loaded { plan, engine, evaluator });
+        Ok(())
+    }
+
+    /// Writes down how an evaluation ended. On rank 0.
+    fn record(
+        &self,
+        step: u64,
+        id: &str,
+        retries: usize,
+        outcome: Result<f64>,
+        begun: Instant,
+    ) -> Result<()> {
+        let of = Evaluation {
+            checkpoint: Some(name_of(step)),
+            id: Some(id.into()),
+            ..outcome.as_ref().map_or_else(
+                |_| Evaluation { step, time: unix_time(), ..Evaluation::default() },
+                |loss| Evaluation::done(step, *loss),
+            )
+        };
+        match outcome {
+            Ok(loss) => {
+                evaluations::append(&self.evaluations, &of)?;
+                let seconds = begun.elapsed().as_secs_f64();
+                let perplexity = loss.exp();
+                say(format_args!(
+                    "evaluator: step {step:>6}  validation loss {loss:.4}, perplexity {perplexity:.2}  ({seconds:.1} s)"
+                ));
+                let all = evaluations::read(&self.evaluations);
+                self.checkpoints.point_to_best(&all)?;
+                let eval = self.loaded.as_ref().map(|loaded| &loaded.plan.config.eval);
+                let why = eval.and_then(|eval| evaluations::no_use(&all, eval.patience, eval.min_delta));
+                why.map_or(Ok(()), |why| self.marks.ask_to_stop(&why))
+            }
+            Err(e) => {
+                let status = if retries + 1 < ATTEMPTS { Status::Retried } else { Status::Failed };
+                log::warn!("step {step}: cannot be evaluated ({status:?}): {e}");
+                let error = Some(e.to_string().replace('\n', "; "));
+                evaluations::append(&self.evaluations, &Evaluation { status, error, ..of })
+            }
+        }
+    }
+}
+
+/// Checks the files of a checkpoint, each by one rank, and loads it.
+fn check_and_load<B: Kernels>(world: &Group<B>, reader: &mut Reader, engine: &mut Engine<B>) -> Result<()> {
+    reader.check_files(world.rank(), world.size())?;
+    model::load(engine, reader)
+}
