@@ -44,8 +44,19 @@ impl Watch {
         let heartbeat = files.open(rank)?;
         let interval = (timeout / 10).clamp(Duration::from_millis(100), Duration::from_secs(10));
         let patience = Patience { timeout, stuck: None, waited: Duration::ZERO };
-        let mut watchdog =
-            Watchdog { inner, rank, ranks, files, heartbeat, interval, patience, beat: 0, alarm: None, told: false, failed: false };
+        let mut watchdog = Watchdog {
+            inner,
+            rank,
+            ranks,
+            files,
+            heartbeat,
+            interval,
+            patience,
+            beat: 0,
+            alarm: None,
+            told: false,
+            failed: false,
+        };
         watchdog.look(Duration::ZERO);
         let (stop, stopped) = channel();
         let thread = std::thread::Builder::new()
@@ -229,8 +240,7 @@ impl Watchdog {
             Sighting { heartbeat, answers }
         });
         let sightings: Vec<_> = sightings.collect();
-        let ledgers: Vec<_> =
-            (0..self.ranks).filter_map(|rank| self.files.read_ledger(rank)).collect();
+        let ledgers: Vec<_> = (0..self.ranks).filter_map(|rank| self.files.read_ledger(rank)).collect();
         let text = report(&sightings, &ledgers, seconds(activity::now()));
         format!(
             "{text}\nhint: {} holds the last collectives of each rank that could write them; comm.timeout = {} seconds \

@@ -25,6 +25,9 @@ use crate::train::{Ending, Engine, RunDirectory, feed};
 /// How often the run's directory is looked at.
 const LOOK: Duration = Duration::from_millis(300);
 
+/// How long a trainer may take to begin.
+const BEGIN: Duration = Duration::from_secs(30);
+
 /// Attempts at a checkpoint that cannot be read, and the time between them.
 const ATTEMPTS: usize = 3;
 const BETWEEN: Duration = Duration::from_secs(1);
@@ -76,7 +79,7 @@ pub fn watch<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce
     comm.activity().here(Track::Compute);
     let world = comm.world();
     let root = world.rank() == 0;
-    world.agree(check_run(&request.run))?;
+    world.agree(await_run(request))?;
     let directory = RunDirectory::at(&request.run);
     let log = directory.logs_path().join(format!("evaluator-{:05}.log", world.rank()));
     world.agree(logging::to_file(&log, log::LevelFilter::Info))?;
@@ -119,6 +122,20 @@ pub fn watch<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce
             }
         }
     }
+}
+
+/// Jobs that are submitted together do not start together: a watcher gives its trainer a moment to begin.
+fn await_run(request: &Request) -> Result<()> {
+    let run = &request.run;
+    let begun = Instant::now();
+    let may_come = request.watch && !run.exists() && run.parent().is_some_and(Path::is_dir);
+    if may_come {
+        say(format_args!("evaluator: {} does not exist: waiting {} s for its trainer", run.display(), BEGIN.as_secs()));
+    }
+    while may_come && check_run(run).is_err() && begun.elapsed() < BEGIN && signals::came().is_none() {
+        std::thread::sleep(LOOK);
+    }
+    check_run(run)
 }
 
 /// What is there must be a run.
@@ -282,14 +299,7 @@ impl<B: Kernels> Sidecar<'_, B> {
     }
 
     /// Writes down how an evaluation ended. On rank 0.
-    fn record(
-        &self,
-        step: u64,
-        id: &str,
-        retries: usize,
-        outcome: Result<f64>,
-        begun: Instant,
-    ) -> Result<()> {
+    fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<f64>, begun: Instant) -> Result<()> {
         let of = Evaluation {
             checkpoint: Some(name_of(step)),
             id: Some(id.into()),
