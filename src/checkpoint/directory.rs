@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::filesystem;
 use super::lease::Leases;
 use super::retention::{Candidate, Retention, removed};
 use super::{Manifest, Reader};
@@ -69,9 +70,12 @@ impl Checkpoints {
     /// only one who writes here.
     ///
     /// # Errors
-    /// The file system refused.
+    /// The file system refused, or does not do what checkpoints need.
     pub fn prepare(&self) -> Result<()> {
-        fs::create_dir_all(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
+        fs::create_dir_all(&self.root).map_err(|e| {
+            Error::io("create", &self.root, e).hint("choose a directory that can be written with --set run.root=…")
+        })?;
+        filesystem::check(&self.root)?;
         let entries = fs::read_dir(&self.root).map_err(|e| Error::io("list", &self.root, e))?;
         for entry in entries.flatten() {
             let name = entry.file_name();
@@ -79,7 +83,7 @@ impl Checkpoints {
             let staging = name.split_once(".tmp").is_some_and(|(step, _)| step_of(step).is_some());
             let gone = if staging {
                 self.discard(&entry.path())
-            } else if name.starts_with(TRASH) {
+            } else if name.starts_with(TRASH) || entry.path().is_dir() && name.ends_with(".tmp") {
                 remove(&entry.path())
             } else if name.starts_with('.') && name.ends_with(".tmp") {
                 fs::remove_file(entry.path()).map_err(|e| Error::io("remove", &entry.path(), e))

@@ -15,6 +15,7 @@
 //! `docs/checkpoint-format.md`.
 
 mod directory;
+mod filesystem;
 pub mod lease;
 mod manifest;
 mod read;

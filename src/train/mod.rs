@@ -15,6 +15,7 @@ mod orders;
 mod records;
 mod resume;
 mod run;
+pub mod saving;
 mod step;
 
 pub use advance::{Taken, advance};

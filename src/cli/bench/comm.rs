@@ -1,9 +1,8 @@
-//! `hpctrain bench`: what the machine gives.
+//! `hpctrain bench comm`: how fast ranks exchange.
 
-use clap::{Args, Subcommand};
+use clap::Args;
 use serde::Serialize;
 
-use super::job;
 use crate::backend::cpu::Cpu;
 use crate::comm::bench::{self, Timing};
 use crate::comm::{Algorithm, Comm, Operation};
@@ -11,22 +10,9 @@ use crate::config::Size;
 use crate::error::{Error, Result};
 use crate::telemetry::{bytes, say};
 
-/// Arguments of `hpctrain bench`.
-#[derive(Args)]
-pub struct BenchArgs {
-    #[command(subcommand)]
-    what: What,
-}
-
-#[derive(Subcommand)]
-enum What {
-    /// Time the collectives, for every operation, algorithm and size: mpirun -np 2 hpctrain bench comm.
-    Comm(CommArgs),
-}
-
 /// Arguments of `hpctrain bench comm`.
 #[derive(Args)]
-struct CommArgs {
+pub struct CommArgs {
     /// Operations; all if left out.
     #[arg(long, value_delimiter = ',', value_name = "NAMES")]
     operations: Vec<Operation>,
@@ -68,13 +54,11 @@ struct Report {
     rows: Vec<Row>,
 }
 
-/// Runs one rank; returns the exit code.
-pub fn run(args: &BenchArgs, launched: bool) -> i32 {
-    let What::Comm(args) = &args.what;
-    job::run(launched, |comm| comm_table(comm, args).map(|()| 0))
-}
-
-fn comm_table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
+/// Times all that is asked for and prints the table.
+///
+/// # Errors
+/// There is one rank only, or a message failed.
+pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     if comm.size() == 1 {
         return Err(Error::input("one rank has nobody to exchange with").hint("mpirun -np 2 hpctrain bench comm"));
     }

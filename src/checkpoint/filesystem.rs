@@ -1,0 +1,126 @@
+//! Whether a file system keeps what checkpoints rest on: renames that happen at once, links, durable directories.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use crate::error::{Error, Result};
+
+/// File systems over object stores: a rename there copies one object after the other, and readers see it half done.
+const OBJECT_STORES: [&str; 7] = [
+    "fuse.s3fs",
+    "fuse.mount-s3",
+    "fuse.goofys",
+    "fuse.gcsfuse",
+    "fuse.rclone",
+    "fuse.blobfuse",
+    "fuse.blobfuse2",
+];
+
+/// Tries what checkpoints need in `dir`, which exists. Warns where there are no locks.
+///
+/// # Errors
+/// What does not work there.
+pub fn check(dir: &Path) -> Result<()> {
+    let mounts = fs::read_to_string("/proc/mounts").unwrap_or_default();
+    let real = fs::canonicalize(dir).map_err(|e| Error::io("open", dir, e))?;
+    if let Some(kind) = kind(&mounts, &real).filter(|kind| OBJECT_STORES.contains(kind)) {
+        return Err(unfit(dir, &format!("is on {kind}, where a rename copies and is seen half done")));
+    }
+    let probe = dir.join(format!(".probe-{}.tmp", std::process::id()));
+    // A leftover of a process with this number.
+    let _ = fs::remove_dir_all(&probe);
+    fs::create_dir(&probe).map_err(|e| {
+        Error::io("create", &probe, e).hint("choose a directory that can be written with --set run.root=…")
+    })?;
+    let tried = try_all(&probe);
+    fs::remove_dir_all(&probe).map_err(|e| Error::io("remove", &probe, e))?;
+    tried.map_err(|(what, e)| unfit(dir, &format!("is on a file system that cannot {what}: {e}")))
+}
+
+fn unfit(dir: &Path, what: &str) -> Error {
+    let hint = "choose a run.root on a file system with POSIX renames: a local disk, NFS, Lustre, GPFS, BeeGFS";
+    Error::input(format!("{} {what}", dir.display())).hint(hint)
+}
+
+/// What failed, and how.
+type Failure = (&'static str, io::Error);
+
+fn try_all(probe: &Path) -> Result<(), Failure> {
+    let named = |what| move |e| (what, e);
+    let wrong = |text: &str| io::Error::other(text.to_string());
+    let path = |name: &str| -> PathBuf { probe.join(name) };
+    let sync = |path: &Path| File::open(path).and_then(|file| file.sync_all());
+
+    let rename = || -> io::Result<()> {
+        fs::create_dir(path("before"))?;
+        fs::write(path("before/file"), "x")?;
+        fs::rename(path("before"), path("after"))?;
+        let moved = !path("before").exists() && fs::read_to_string(path("after/file")).is_ok_and(|text| text == "x");
+        if moved { Ok(()) } else { Err(wrong("it is not seen afterwards")) }
+    };
+    rename().map_err(named("rename a directory"))?;
+    let replace = || -> io::Result<()> {
+        symlink("one", path("link"))?;
+        symlink("two", path("new"))?;
+        fs::rename(path("new"), path("link"))?;
+        if fs::read_link(path("link"))? == Path::new("two") { Ok(()) } else { Err(wrong("the old one stays")) }
+    };
+    replace().map_err(named("replace a symbolic link"))?;
+    sync(probe).map_err(named("make a directory durable"))?;
+    let lock = || -> io::Result<()> {
+        let file = File::create(path("lock"))?;
+        file.lock()?;
+        file.unlock()
+    };
+    if let Err(e) = lock() {
+        log::warn!(
+            "{} has no file locks ({e}): let one evaluator at a time write eval.jsonl",
+            probe.parent().unwrap_or(probe).display()
+        );
+    }
+    Ok(())
+}
+
+/// The type of the file system that holds `path`, in the words of /proc/mounts: the last mount on the longest prefix.
+fn kind<'a>(mounts: &'a str, path: &Path) -> Option<&'a str> {
+    let mounts = mounts.lines().filter_map(|line| {
+        let mut words = line.split_whitespace().skip(1);
+        // Blanks are written as \040.
+        Some((words.next()?.replace("\\040", " "), words.next()?))
+    });
+    let holding = mounts.filter(|(point, _)| path.starts_with(point));
+    holding.max_by_key(|(point, _)| point.len()).map(|(_, kind)| kind)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_usual_directory_will_do_and_stays_clean() {
+        let dir = tempfile::tempdir().unwrap();
+        check(dir.path()).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        assert!(check(&dir.path().join("missing")).is_err());
+    }
+
+    #[test]
+    fn what_fails_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("before"), "in the way").unwrap();
+        let (what, _) = try_all(dir.path()).unwrap_err();
+        let error = unfit(Path::new("runs/x"), &format!("cannot {what}")).to_string();
+        assert!(error.contains("runs/x cannot rename a directory\nhint: choose a run.root"), "{error}");
+    }
+
+    #[test]
+    fn mounts_are_found_by_their_longest_prefix() {
+        let mounts = "/dev/sda / ext4 rw 0 0\nbucket /mnt/my\\040data fuse.s3fs rw 0 0\nnone /mnt tmpfs rw 0 0\n";
+        assert_eq!(kind(mounts, Path::new("/mnt/my data/runs")), Some("fuse.s3fs"));
+        assert_eq!(kind(mounts, Path::new("/mnt/other")), Some("tmpfs"));
+        assert_eq!(kind(mounts, Path::new("/home/x")), Some("ext4"));
+        assert_eq!(kind("", Path::new("/")), None);
+    }
+}

@@ -1,0 +1,81 @@
+//! `hpctrain bench checkpoint`: how fast a state is saved and restored.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::backend::cpu::Cpu;
+use crate::comm::Comm;
+use crate::config::{Config, Size};
+use crate::error::{Error, Result};
+use crate::telemetry::{bytes, say};
+use crate::train::saving::{self, Saving};
+
+/// Arguments of `hpctrain bench checkpoint`.
+#[derive(Args)]
+pub struct CheckpointArgs {
+    /// Bytes of parameters and optimizer state, about.
+    #[arg(long, default_value = "500MB")]
+    size: Size,
+    /// Directory on the disk to be timed; what is written there is removed.
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    dir: PathBuf,
+    /// Rounds of which medians are taken.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u16).range(1..))]
+    rounds: u16,
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// The whole output: medians, in seconds.
+#[derive(Serialize)]
+struct Report {
+    ranks: usize,
+    bytes: u64,
+    /// What was written, and for how long.
+    #[serde(flatten)]
+    saving: Saving,
+}
+
+/// Bytes of parameters and Adam's two moments that a layer of this width has, about.
+const WIDTH: usize = 512;
+const LAYER: usize = 12 * WIDTH * WIDTH * 12;
+
+/// Times all and prints the table.
+///
+/// # Errors
+/// The file system refused, or a message between ranks failed.
+pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
+    let mut config = Config::default();
+    (config.model.width, config.model.heads) = (WIDTH, 8);
+    config.model.layers = (args.size.0 / LAYER).max(1);
+    config.model.vocabulary = Some(64);
+    config.batch.global = comm.size() as u64;
+    let (bytes_written, rounds) = saving::time(comm, &config, &args.dir, usize::from(args.rounds), Cpu::new)?;
+    if comm.rank() != 0 {
+        return Ok(());
+    }
+    let median = Saving::median(&rounds);
+    if args.json {
+        let report = Report { ranks: comm.size(), bytes: bytes_written, saving: median };
+        say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+        return Ok(());
+    }
+    say(format_args!("{} in {} ranks, median of {} rounds", bytes(bytes_written as usize), comm.size(), rounds.len()));
+    let rate = |what: &str, seconds: f64| {
+        say(format_args!("{what:<44} {:>8.1} ms  {:>8.1} MB/s", seconds * 1e3, bytes_written as f64 / seconds / 1e6));
+    };
+    rate("write and fsync of plain files", median.raw_write);
+    rate("save, from the copy to the publication", median.save);
+    rate("memory copy of the state", median.raw_copy);
+    rate("copy of the state, for which training waits", median.copy);
+    rate("read of the files", median.raw_read);
+    rate("restore, checksums and all", median.restore);
+    let of = |what: &str, of: &str, ratio: f64| say(format_args!("{what} is {ratio:.2} of {of}"));
+    of("the rate of saving", "a plain write's", Saving::ratio(&rounds, |one| one.raw_write / one.save));
+    of("the wait of training", "a memory copy", Saving::ratio(&rounds, |one| one.copy / one.raw_copy));
+    of("the rate of restoring", "a plain read's", Saving::ratio(&rounds, |one| one.raw_read / one.restore));
+    Ok(())
+}

@@ -1,0 +1,34 @@
+//! `hpctrain bench`: what the machine gives.
+
+mod checkpoint;
+mod comm;
+
+use clap::{Args, Subcommand};
+
+use super::job;
+
+/// Arguments of `hpctrain bench`.
+#[derive(Args)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    what: What,
+}
+
+#[derive(Subcommand)]
+enum What {
+    /// Time the collectives, for every operation, algorithm and size: mpirun -np 2 hpctrain bench comm.
+    Comm(comm::CommArgs),
+    /// Time saving and restoring beside plain writes, reads and copies of as many bytes.
+    Checkpoint(checkpoint::CheckpointArgs),
+}
+
+/// Runs one rank; returns the exit code.
+pub fn run(args: &BenchArgs, launched: bool) -> i32 {
+    job::run(launched, |comm| {
+        match &args.what {
+            What::Comm(args) => comm::table(comm, args)?,
+            What::Checkpoint(args) => checkpoint::table(comm, args)?,
+        }
+        Ok(0)
+    })
+}

@@ -1,0 +1,179 @@
+//! Timing checkpoints: what a save and a restore take, beside plain writes, copies and reads of as many bytes.
+
+use std::fs::File;
+use std::io::{Read as _, Write as _};
+use std::path::Path;
+use std::time::Instant;
+
+use serde::Serialize;
+
+use super::directory::{Resume, RunDirectory};
+use super::resume::{Take, resume};
+use super::run::engine;
+use crate::backend::Kernels;
+use crate::checkpoint::{Job, Origin, Progress, Saver};
+use crate::comm::{Comm, Group};
+use crate::config::{Config, Facts, resolve};
+use crate::error::{Error, Result};
+
+/// Directory that is made and removed.
+const NAME: &str = "hpctrain-bench.tmp";
+
+/// Bytes of a plain write or read at a time.
+const CHUNK: usize = 8 << 20;
+
+/// Seconds on the slowest rank.
+#[derive(Debug, Clone, Copy, Default, Serialize)]
+pub struct Saving {
+    /// Every rank writes its part of the bytes into a file and makes it durable.
+    pub raw_write: f64,
+    /// A checkpoint, from the copy to the publication.
+    pub save: f64,
+    /// Every rank copies its part of the bytes in memory.
+    pub raw_copy: f64,
+    /// The part of the save for which training waits.
+    pub copy: f64,
+    /// The files of the checkpoint are read, each by one rank.
+    pub raw_read: f64,
+    /// The checkpoint is checked and loaded.
+    pub restore: f64,
+}
+
+impl Saving {
+    /// The median of every time.
+    pub fn median(rounds: &[Self]) -> Self {
+        let of = |time: fn(&Self) -> f64| Self::ratio(rounds, time);
+        Self {
+            raw_write: of(|one| one.raw_write),
+            save: of(|one| one.save),
+            raw_copy: of(|one| one.raw_copy),
+            copy: of(|one| one.copy),
+            raw_read: of(|one| one.raw_read),
+            restore: of(|one| one.restore),
+        }
+    }
+
+    /// The median of what `of` makes of each round: ratios of times that were taken one after the other.
+    pub fn ratio(rounds: &[Self], of: impl Fn(&Self) -> f64) -> f64 {
+        let mut all: Vec<f64> = rounds.iter().map(of).collect();
+        all.sort_by(f64::total_cmp);
+        all.get(all.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+}
+
+/// Times saves of the network of a configuration, sharded over all ranks, in `dir`. Collective over the world of `comm`.
+/// Returns the bytes of a checkpoint and every round.
+///
+/// # Errors
+/// The file system refused, or a message between ranks failed.
+pub fn time<B: Kernels>(
+    comm: &Comm<B>,
+    config: &Config,
+    dir: &Path,
+    rounds: usize,
+    backend: impl FnOnce(usize) -> B,
+) -> Result<(u64, Vec<Saving>)> {
+    let world = comm.world();
+    let root = world.rank() == 0;
+    let mut config = config.clone();
+    config.parallel.zero = if comm.size() > 1 { crate::parallel::Zero::One } else { config.parallel.zero };
+    config.checkpoint.keep = 1;
+    config.run.root = dir.to_string_lossy().into_owned();
+    config.run.name = Some(NAME.into());
+    let facts = Facts { ranks: comm.size(), threads: 1, vocabulary: None };
+    let plan = world.agree(resolve(config, &facts))?;
+    let directory = RunDirectory::at(dir.join(NAME));
+    let checkpoints = directory.checkpoints();
+    let clear = || match std::fs::remove_dir_all(directory.path()) {
+        Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", directory.path(), e)),
+        _ => Ok(()),
+    };
+    world.agree(if root { clear().and_then(|()| checkpoints.prepare()) } else { Ok(()) })?;
+
+    let (mut engine, _) = engine(comm, &plan, backend(1), None)?;
+    let job = Job {
+        checkpoints: checkpoints.clone(),
+        config: plan.config.clone(),
+        tokenizer: None,
+        origin: Origin::default(),
+        id: "bench".into(),
+        state: engine.sharded.state_names(),
+    };
+    let mut saver = Saver::new(job, world.clone(), &engine.backend, &mut engine.sharded, true)?;
+    let mut measured = Vec::with_capacity(rounds);
+    let mut bytes = 0;
+    // One to warm up.
+    for round in 0..=rounds as u64 {
+        let mut times = Saving::default();
+        let progress = Progress { step: round + 1, ..Progress::default() };
+        let begun = begin(&world)?;
+        saver.save(&mut engine.sharded, progress)?;
+        times.copy = slowest(&world, begun)?;
+        saver.finish()?;
+        times.save = slowest(&world, begun)?;
+
+        let path = checkpoints.path(progress.step);
+        let manifest = world.agree(checkpoints.open(progress.step))?.manifest().clone();
+        bytes = manifest.bytes();
+        let mut mine = vec![1; bytes as usize / comm.size()];
+        let file = directory.path().join(format!("raw-{}", world.rank()));
+        let begun = begin(&world)?;
+        world.agree(write(&file, &mine))?;
+        times.raw_write = slowest(&world, begun)?;
+
+        let mut copy = vec![2; mine.len()];
+        let begun = begin(&world)?;
+        copy.copy_from_slice(&mine);
+        times.raw_copy = slowest(&world, begun)?;
+        drop(std::hint::black_box(copy));
+
+        let files = manifest.files.keys().skip(world.rank()).step_by(comm.size());
+        let begun = begin(&world)?;
+        world.agree(files.into_iter().try_for_each(|name| read(&path.join(name), &mut mine)))?;
+        times.raw_read = slowest(&world, begun)?;
+
+        let from = Resume::From(path);
+        let begun = begin(&world)?;
+        resume(&world, &mut engine.sharded, &plan, &directory, &from, Take::Everything)?;
+        times.restore = slowest(&world, begun)?;
+        world.agree(std::fs::remove_file(&file).map_err(|e| Error::io("remove", &file, e)))?;
+        if round > 0 {
+            measured.push(times);
+        }
+    }
+    world.agree(if root { clear() } else { Ok(()) })?;
+    Ok((bytes, measured))
+}
+
+/// All ranks begin now.
+fn begin<B: Kernels>(world: &Group<B>) -> Result<Instant> {
+    world.barrier().wait()?;
+    Ok(Instant::now())
+}
+
+/// Seconds until the last rank is done.
+fn slowest<B: Kernels>(world: &Group<B>, begun: Instant) -> Result<f64> {
+    let mine = begun.elapsed().as_secs_f64();
+    let all = world.gather_bytes(mine.to_le_bytes().to_vec()).wait()?;
+    Ok(all.iter().flat_map(|bytes| bytes.as_chunks().0).map(|bytes| f64::from_le_bytes(*bytes)).fold(0.0, f64::max))
+}
+
+/// Writes a file durably.
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    let all = || {
+        let mut file = File::create(path)?;
+        bytes.chunks(CHUNK).try_for_each(|chunk| file.write_all(chunk))?;
+        file.sync_all()
+    };
+    all().map_err(|e| Error::io("write", path, e))
+}
+
+/// Reads a file into memory that is there.
+fn read(path: &Path, into: &mut Vec<u8>) -> Result<()> {
+    let mut all = || {
+        let mut file = File::open(path)?;
+        into.resize(file.metadata()?.len() as usize, 0);
+        file.read_exact(into)
+    };
+    all().map_err(|e| Error::io("read", path, e))
+}
