@@ -143,6 +143,11 @@ impl Checkpoints {
         for step in self.removable(retention, evaluated) {
             self.discard_unless_leased(step)?;
         }
+        // With keep_best = 0 the best one is kept by no rule.
+        let best = self.best();
+        if fs::read_link(&best).is_ok() && !best.exists() {
+            fs::remove_file(&best).map_err(|e| Error::io("remove", &best, e))?;
+        }
         Ok(())
     }
 
@@ -256,9 +261,12 @@ fn remove(path: &Path) -> Result<()> {
     fs::remove_dir_all(path).map_err(|e| Error::io("remove", path, e))
 }
 
-/// Makes a directory's entries durable.
-fn sync(dir: &Path) -> Result<()> {
-    fs::File::open(dir).and_then(|file| file.sync_all()).map_err(|e| Error::io("sync", dir, e))
+/// Makes a file, or a directory's entries, durable.
+///
+/// # Errors
+/// The file system refused.
+pub fn sync(path: &Path) -> Result<()> {
+    fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("sync", path, e))
 }
 
 #[cfg(test)]

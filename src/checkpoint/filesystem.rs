@@ -8,15 +8,8 @@ use std::path::{Path, PathBuf};
 use crate::error::{Error, Result};
 
 /// File systems over object stores: a rename there copies one object after the other, and readers see it half done.
-const OBJECT_STORES: [&str; 7] = [
-    "fuse.s3fs",
-    "fuse.mount-s3",
-    "fuse.goofys",
-    "fuse.gcsfuse",
-    "fuse.rclone",
-    "fuse.blobfuse",
-    "fuse.blobfuse2",
-];
+const OBJECT_STORES: [&str; 7] =
+    ["fuse.s3fs", "fuse.mount-s3", "fuse.goofys", "fuse.gcsfuse", "fuse.rclone", "fuse.blobfuse", "fuse.blobfuse2"];
 
 /// Tries what checkpoints need in `dir`, which exists. Warns where there are no locks.
 ///

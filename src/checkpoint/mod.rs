@@ -23,6 +23,7 @@ mod retention;
 mod saver;
 mod shard;
 mod snapshot;
+mod writeback;
 
 use serde::{Deserialize, Serialize};
 

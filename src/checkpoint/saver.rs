@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::directory::sync;
 use super::manifest::{Origin, VERSION};
 use super::shard::Written;
 use super::snapshot::{Snapshot, write_through};
@@ -34,6 +35,8 @@ pub struct Job {
     pub origin: Origin,
     /// Names the job, the same on all ranks: part of the names of what is being written.
     pub id: String,
+    /// Files that tell of the steps before a checkpoint: made durable before it is published.
+    pub records: Vec<PathBuf>,
     /// Names of the optimizer's buffers.
     pub state: &'static [&'static str],
 }
@@ -273,6 +276,7 @@ impl Job {
         };
         manifest.enter(written)?;
         manifest.write(staging)?;
+        self.records.iter().try_for_each(|path| sync(path))?;
         self.checkpoints.publish(progress.step, staging)?;
         let evaluated = self.checkpoints.evaluated();
         self.checkpoints.point_to_best(&evaluated)?;

@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use hdf5::plist::dataset_create::{AllocTime, FillTime};
 use serde::{Deserialize, Serialize};
 
-use super::PARAMS;
 use super::manifest::{BLOCK, FileEntry, Piece, Stored};
+use super::{PARAMS, writeback};
 use crate::data::one_line;
 use crate::error::{Error, Result};
 
@@ -89,6 +89,7 @@ impl ShardWriter {
             let block: &[u8] = bytemuck::cast_slice(block);
             stored.crc32.push(crc32fast::hash(block));
             self.file.write_all_at(block, offset).map_err(|e| refused(&self.path, e))?;
+            writeback::start(&self.file, offset, block.len() as u64);
             offset += block.len() as u64;
         }
         Ok(())

@@ -94,13 +94,16 @@ fn run<B: Kernels>(
     backend: impl FnOnce(usize) -> B,
 ) -> Result<Ending> {
     let mut run = Run::prepare(comm, request, beside, backend)?;
-    run.begin(&request.resume)?;
-    while run.goes_on() {
-        run.step()?;
-        run.evaluate_if_due()?;
-        run.save_if_due()?;
+    match run.steps(&request.resume) {
+        Ok(()) => run.finish(),
+        Err(e) => {
+            // Ranks that share an error can still meet to publish what they have begun to save.
+            if e.is_shared() || comm.size() == 1 {
+                run.saver.finish().inspect_err(|e| log::error!("{e}")).ok();
+            }
+            Err(e)
+        }
     }
-    run.finish()
 }
 
 /// A run under way on one rank.
@@ -222,6 +225,7 @@ impl<'a, B: Kernels> Run<'a, B> {
                 ..Origin::default()
             },
             id: share(&world, root.then(|| Ok(fresh_id())))?,
+            records: vec![directory.metrics_path()],
             state: engine.sharded.state_names(),
         };
         let asynchronous = plan.config.checkpoint.asynchronous;
@@ -336,6 +340,17 @@ impl<'a, B: Kernels> Run<'a, B> {
                 self.plan.config.log.straggler_window
             );
         }
+    }
+
+    /// All steps, or those until training is to end.
+    fn steps(&mut self, resume: &Resume) -> Result<()> {
+        self.begin(resume)?;
+        while self.goes_on() {
+            self.step()?;
+            self.evaluate_if_due()?;
+            self.save_if_due()?;
+        }
+        Ok(())
     }
 
     /// Before the first step: a signal may have come already, and the evaluation of a resumed step may be missing.
@@ -474,7 +489,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             say(format_args!("time  {}", self.times));
         }
         let latest = self.directory.checkpoints().latest();
-        if self.saved.is_some() {
+        if latest.exists() {
             say(format_args!("checkpoint in {}", latest.display()));
         }
         if let Some(text) = text {

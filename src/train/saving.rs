@@ -77,7 +77,8 @@ pub fn time<B: Kernels>(
     let root = world.rank() == 0;
     let mut config = config.clone();
     config.parallel.zero = if comm.size() > 1 { crate::parallel::Zero::One } else { config.parallel.zero };
-    config.checkpoint.keep = 1;
+    // Removing is not timed: all stay until they are read again.
+    config.checkpoint.keep = rounds + 1;
     config.run.root = dir.to_string_lossy().into_owned();
     config.run.name = Some(NAME.into());
     let facts = Facts { ranks: comm.size(), threads: 1, vocabulary: None };
@@ -97,6 +98,7 @@ pub fn time<B: Kernels>(
         tokenizer: None,
         origin: Origin::default(),
         id: "bench".into(),
+        records: vec![],
         state: engine.sharded.state_names(),
     };
     let mut saver = Saver::new(job, world.clone(), &engine.backend, &mut engine.sharded, true)?;
@@ -115,7 +117,15 @@ pub fn time<B: Kernels>(
         let path = checkpoints.path(progress.step);
         let manifest = world.agree(checkpoints.open(progress.step))?.manifest().clone();
         bytes = manifest.bytes();
-        let mut mine = vec![1; bytes as usize / comm.size()];
+        // Every rank its file: memory that is there, as it is for a restore.
+        let name = manifest.files.keys().nth(world.rank());
+        let name = name.ok_or_else(|| Error::internal("a rank wrote no file"))?;
+        let mut mine = vec![1; manifest.files[name].bytes as usize];
+        let begun = begin(&world)?;
+        world.agree(read(&path.join(name), &mut mine))?;
+        times.raw_read = slowest(&world, begun)?;
+
+        // The same bytes: a disk may tell zeros from others.
         let file = directory.path().join(format!("raw-{}", world.rank()));
         let begun = begin(&world)?;
         world.agree(write(&file, &mine))?;
@@ -127,16 +137,12 @@ pub fn time<B: Kernels>(
         times.raw_copy = slowest(&world, begun)?;
         drop(std::hint::black_box(copy));
 
-        let files = manifest.files.keys().skip(world.rank()).step_by(comm.size());
-        let begun = begin(&world)?;
-        world.agree(files.into_iter().try_for_each(|name| read(&path.join(name), &mut mine)))?;
-        times.raw_read = slowest(&world, begun)?;
-
         let from = Resume::From(path);
         let begun = begin(&world)?;
         resume(&world, &mut engine.sharded, &plan, &directory, &from, Take::Everything)?;
         times.restore = slowest(&world, begun)?;
         world.agree(std::fs::remove_file(&file).map_err(|e| Error::io("remove", &file, e)))?;
+        world.agree(if root { checkpoints.discard_unless_leased(progress.step).map(drop) } else { Ok(()) })?;
         if round > 0 {
             measured.push(times);
         }
@@ -169,11 +175,6 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 }
 
 /// Reads a file into memory that is there.
-fn read(path: &Path, into: &mut Vec<u8>) -> Result<()> {
-    let mut all = || {
-        let mut file = File::open(path)?;
-        into.resize(file.metadata()?.len() as usize, 0);
-        file.read_exact(into)
-    };
-    all().map_err(|e| Error::io("read", path, e))
+fn read(path: &Path, into: &mut [u8]) -> Result<()> {
+    File::open(path).and_then(|mut file| file.read_exact(into)).map_err(|e| Error::io("read", path, e))
 }

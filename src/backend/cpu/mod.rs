@@ -11,6 +11,7 @@ mod memory;
 mod norm;
 mod optimizer;
 mod product;
+mod stream;
 mod threads;
 
 use std::ops::Range;
@@ -60,7 +61,7 @@ impl Backend for Cpu {
     }
 
     fn download(&self, from: &[f32], host: &mut [f32]) -> Result<()> {
-        host.copy_from_slice(from);
+        stream::copy(from, host);
         Ok(())
     }
 
