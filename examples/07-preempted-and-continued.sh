@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Shows: a job that is asked to end saves, ends with exit code 75, and goes on as if nothing had been. About 20 seconds.
+#
+#   examples/07-preempted-and-continued.sh
+#
+# HPCTRAIN names the program (default ./target/release/hpctrain).
+set -euo pipefail
+HPCTRAIN=${HPCTRAIN:-./target/release/hpctrain}
+
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+export OMPI_MCA_rmaps_base_oversubscribe=1 PRTE_MCA_rmaps_default_mapping_policy=:oversubscribe
+
+runs=$(mktemp -d "${TMPDIR:-/tmp}/hpctrain-07.XXXXXX")
+settings=(--set "run.root=$runs" --set run.steps=150 --set eval.every=0 --set eval.samples=64 --set parallel.lanes=2
+    --set log.sample=0)
+losses() { sed 's/.*"step":\([0-9]*\),.*"loss":\([^,]*\),.*/\1 \2/' "$runs/$1/metrics.jsonl"; }
+
+mpirun -np 2 "$HPCTRAIN" train "${settings[@]}" --set run.name=whole >/dev/null
+
+# The line that a batch system starts, the first time and every time after. mpirun hands SIGUSR1 on to its ranks.
+train() { mpirun -np 2 "$HPCTRAIN" train "${settings[@]}" --set run.name=parts --resume auto; }
+train >"$runs/first.log" 2>&1 &
+until [ "$(wc -l 2>/dev/null <"$runs/parts/metrics.jsonl")" -gt 30 ] 2>/dev/null; do sleep 0.1; done
+pkill -USR1 -P $! mpirun || kill -USR1 $!
+code=0
+wait $! || code=$?
+echo "exit code $code, $(wc -l <"$runs/parts/metrics.jsonl") steps done: $(ls "$runs/parts/checkpoints")"
+[ "$code" -eq 75 ]
+
+train >"$runs/second.log" 2>&1
+cmp <(losses whole) <(losses parts)
+echo "all $(losses parts | wc -l) losses are bit-identical to those of the run that was not interrupted"
