@@ -23,8 +23,8 @@ pub struct Exported {
     pub added: usize,
 }
 
-/// Writes the parameters of a checkpoint to the directory `out`, which appears whole or not at all. In memory it has one
-/// tensor at a time.
+/// Writes the parameters of a checkpoint to the directory `out`, which appears whole or not at all. In memory it has
+/// one tensor at a time.
 ///
 /// # Errors
 /// The checkpoint is damaged, there are files in `out`, or the file system refused.

@@ -18,8 +18,8 @@ use crate::telemetry::unix_time;
 /// Buffers of old files, which follow from the architecture.
 const BUFFERS: [&str; 2] = [".attn.bias", ".attn.masked_bias"];
 
-/// Writes the GPT-2 in the directory `from` as a checkpoint at step 0, without optimizer state, into the directory `out`,
-/// which appears whole or not at all. `tokenizer` is written down for sampling. Returns the checkpoint's manifest.
+/// Writes the GPT-2 in the directory `from` as a checkpoint at step 0, without optimizer state, into the directory
+/// `out`, which appears whole or not at all. `tokenizer` is written down for sampling. Returns the checkpoint's manifest.
 ///
 /// # Errors
 /// It is another network, tensors are missing or of another shape, or there are files in `out`.

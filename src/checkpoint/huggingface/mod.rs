@@ -1,7 +1,7 @@
 //! Hugging Face's directories of GPT-2: `config.json` and `model.safetensors`.
 //!
-//! Their tensors have the names of ours behind `transformer.`; the matrices of linear maps are [in, out] there, [out, in]
-//! here. Their network always has biases, and ties the output to the token table as ours does.
+//! Their tensors have the names of ours behind `transformer.`; the matrices of linear maps are [in, out] there,
+//! [out, in] here. Their network always has biases, and ties the output to the token table as ours does.
 
 mod config;
 mod export;

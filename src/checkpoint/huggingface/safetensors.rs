@@ -149,9 +149,13 @@ mod tests {
     fn narrow_numbers_widen() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.safetensors");
-        let header = br#"{"a":{"dtype":"F16","shape":[2],"data_offsets":[0,4]},"b":{"dtype":"BF16","shape":[1],"data_offsets":[4,6]},"c":{"dtype":"I16","shape":[1],"data_offsets":[6,8]}}"#;
+        let tensors = [("a", "F16", 2, [0, 4]), ("b", "BF16", 1, [4, 6]), ("c", "I16", 1, [6, 8])];
+        let entries = tensors.map(|(name, dtype, len, place)| {
+            format!(r#""{name}": {{"dtype": "{dtype}", "shape": [{len}], "data_offsets": {place:?}}}"#)
+        });
+        let header = format!("{{{}}}", entries.join(", "));
         let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
-        bytes.extend(header);
+        bytes.extend(header.as_bytes());
         for bits in [0x3e00u16, 0x0001, 0xc040, 7] {
             bytes.extend(bits.to_le_bytes());
         }
