@@ -95,6 +95,11 @@ impl Error {
         self.shared
     }
 
+    /// What went wrong, without rank and hint: one line for a report that has more of them.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
     /// Whose fault it is.
     pub fn kind(&self) -> Kind {
         self.kind

@@ -143,9 +143,16 @@ impl Checkpoints {
         for step in self.removable(retention, evaluated) {
             self.discard_unless_leased(step)?;
         }
-        // With keep_best = 0 the best one is kept by no rule.
+        self.drop_dangling_best()
+    }
+
+    /// Removes the link `best` if its checkpoint is gone: with `checkpoint.keep_best = 0` no rule keeps it.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn drop_dangling_best(&self) -> Result<()> {
         let best = self.best();
-        if fs::read_link(&best).is_ok() && !best.exists() {
+        if best.is_symlink() && !best.exists() {
             fs::remove_file(&best).map_err(|e| Error::io("remove", &best, e))?;
         }
         Ok(())
@@ -153,36 +160,41 @@ impl Checkpoints {
 
     /// Steps whose checkpoints need not be kept, ascending.
     pub fn removable(&self, retention: &Retention, evaluated: &[Evaluation]) -> Vec<u64> {
-        let leases = self.leases();
-        let waits = leases.queue_is_watched();
-        let candidates: Vec<Candidate> = self
-            .steps()
-            .into_iter()
-            .map(|step| {
-                let sound = self.sound(step);
-                let waited_for = |id: &String| waits && !evaluations::is_settled(evaluated, id);
-                let held = leases.holds(&name_of(step)) || sound.as_ref().is_some_and(waited_for);
-                Candidate { step, sound: sound.is_some(), loss: evaluations::loss(evaluated, step), held }
-            })
-            .collect();
-        removed(&candidates, retention)
+        removed(&self.candidates(evaluated), retention)
     }
 
-    /// The name of the save, if all of the checkpoint is there: its manifest, and every file as long as it should be.
-    fn sound(&self, step: u64) -> Option<String> {
-        let path = self.path(step);
-        let sound = || -> Result<String> {
-            let manifest = Manifest::read(&path)?;
-            for (name, entry) in &manifest.files {
-                let file = path.join(name);
-                let length = fs::metadata(&file).map_err(|e| Error::io("read", &file, e))?.len();
-                if length != entry.bytes {
-                    return Err(Error::input(format!("{} has {length} bytes", file.display())));
-                }
-            }
-            Ok(manifest.id)
+    /// The published checkpoints as a retention sees them, ascending by step.
+    pub(super) fn candidates(&self, evaluated: &[Evaluation]) -> Vec<Candidate> {
+        let leases = self.leases();
+        let waits = leases.queue_is_watched();
+        let candidate = |step| {
+            let path = self.path(step);
+            let sound = self.sound(step);
+            let sound =
+                sound.inspect_err(|e| log::warn!("{} does not count as a checkpoint: {e}", path.display())).ok();
+            let waited_for = |manifest: &Manifest| waits && !evaluations::is_settled(evaluated, &manifest.id);
+            let held = leases.holds(&name_of(step)) || sound.as_ref().is_some_and(waited_for);
+            Candidate { step, sound: sound.is_some(), loss: evaluations::loss(evaluated, step), held }
         };
-        sound().inspect_err(|e| log::warn!("{} does not count as a checkpoint: {e}", path.display())).ok()
+        self.steps().into_iter().map(candidate).collect()
+    }
+
+    /// What the checkpoint of a step says of itself, if all of it is there: its manifest, and every file as long as it
+    /// should be.
+    ///
+    /// # Errors
+    /// What is missing or too short.
+    pub(super) fn sound(&self, step: u64) -> Result<Manifest> {
+        let path = self.path(step);
+        let manifest = Manifest::read(&path)?;
+        for (name, entry) in &manifest.files {
+            let file = path.join(name);
+            let length = fs::metadata(&file).map_err(|e| Error::io("read", &file, e))?.len();
+            if length != entry.bytes {
+                return Err(Error::input(format!("{} has {length} bytes", file.display())));
+            }
+        }
+        Ok(manifest)
     }
 
     /// Removes the checkpoint of a step unless somebody took a lease on it at the last moment.
@@ -253,7 +265,7 @@ pub fn name_of(step: u64) -> String {
 }
 
 /// The step in the name of a published checkpoint.
-fn step_of(name: &str) -> Option<u64> {
+pub(super) fn step_of(name: &str) -> Option<u64> {
     name.strip_prefix("step-")?.parse().ok()
 }
 

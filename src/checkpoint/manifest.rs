@@ -64,7 +64,7 @@ pub struct Origin {
     pub mpi: String,
     /// Ranks.
     pub ranks: usize,
-    /// Nodes, by name.
+    /// The node of every rank.
     pub hosts: Vec<String>,
     /// Seconds since 1970.
     pub time: f64,

@@ -31,7 +31,7 @@ pub struct Job {
     pub config: Config,
     /// How text becomes token ids.
     pub tokenizer: Option<Tokenizer>,
-    /// Who writes; the time is filled in.
+    /// Who writes; version and time are filled in.
     pub origin: Origin,
     /// Names the job, the same on all ranks: part of the names of what is being written.
     pub id: String,
@@ -269,7 +269,11 @@ impl Job {
             seed: self.config.run.seed,
             config: self.config.clone(),
             tokenizer: self.tokenizer.clone(),
-            origin: Origin { time: crate::telemetry::unix_time(), ..self.origin.clone() },
+            origin: Origin {
+                hpctrain: env!("CARGO_PKG_VERSION").into(),
+                time: crate::telemetry::unix_time(),
+                ..self.origin.clone()
+            },
             state: self.state.iter().map(|name| name.to_string()).collect(),
             files: Default::default(),
             tensors: Default::default(),

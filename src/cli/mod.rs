@@ -1,6 +1,7 @@
 //! The command line: one file a subcommand, thin.
 
 mod bench;
+mod checkpoint;
 mod config;
 pub mod data;
 mod eval;
@@ -45,6 +46,8 @@ enum Command {
     Sample(sample::SampleArgs),
     /// Import, describe and check data.
     Data(data::DataArgs),
+    /// Look at, check, compare, thin out and convert checkpoints.
+    Checkpoint(checkpoint::CheckpointArgs),
     /// Show the configuration that would run.
     Config(config::ConfigArgs),
     /// Time what the machine gives.
@@ -89,6 +92,7 @@ pub fn run() -> i32 {
         Command::Simulate(args) => simulate::run(&args),
         Command::Sample(args) => report(sample::run(&args)),
         Command::Data(args) => report(data::run(args)),
+        Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Config(args) => report(config::run(&args)),
         Command::Completions { shell } => {
             let mut script = Vec::new();

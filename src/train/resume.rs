@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::directory::{Resume, RunDirectory};
 use crate::activity::{Doing, span};
 use crate::backend::Kernels;
-use crate::checkpoint::{Manifest, Progress, Reader};
+use crate::checkpoint::{Manifest, Progress, Reader, find};
 use crate::comm::Group;
 use crate::config::{Config, Plan};
 use crate::error::{Error, Result};
@@ -46,7 +46,15 @@ pub fn resume<B: Kernels>(
     let start = Resumed { progress: Progress::default(), from: None };
     let (from, manifest) = match resume {
         Resume::No => return Ok(start),
-        Resume::From(path) => (path.clone(), load(world, sharded, path, take).map_err(Refusal::why)?),
+        Resume::From(path) => {
+            // One rank looks: a link such as `latest` may move meanwhile. What it finds is not removed while it is read.
+            let found = if world.rank() == 0 { find::checkpoint(path).map(Some) } else { Ok(None) };
+            let found = world.agree(found)?;
+            let _lease = found.as_deref().and_then(find::hold);
+            let path = told(world, found)?;
+            let manifest = load(world, sharded, &path, take).map_err(Refusal::why)?;
+            (path, manifest)
+        }
         Resume::Auto => match newest(world, sharded, directory, take)? {
             Some(found) => found,
             None => return Ok(start),
@@ -68,6 +76,13 @@ pub fn resume<B: Kernels>(
     };
     world.agree(fits)?;
     Ok(Resumed { progress, from: Some(from) })
+}
+
+/// Rank 0's path, on every rank.
+fn told<B: Kernels>(world: &Group<B>, mine: Option<PathBuf>) -> Result<PathBuf> {
+    let mine = mine.map(|path| path.into_os_string().into_encoded_bytes()).unwrap_or_default();
+    let all = world.gather_bytes(mine).wait()?;
+    Ok(PathBuf::from(String::from_utf8_lossy(&all[0]).into_owned()))
 }
 
 /// Loads the newest checkpoint that is whole; says which ones it passed over, and why. None if there is none at all.

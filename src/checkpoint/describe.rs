@@ -1,0 +1,59 @@
+//! What a checkpoint says of itself, for people.
+
+use std::fmt::Write as _;
+use std::path::Path;
+
+use super::Manifest;
+use super::list::written;
+use crate::data::inspect::table;
+use crate::telemetry::{bytes, grouped};
+
+/// Describes the checkpoint in `dir`.
+pub fn describe(dir: &Path, manifest: &Manifest) -> String {
+    let Manifest { version, id, step, updates, position, seed, config, origin, state, .. } = manifest;
+    let model = &config.model;
+    let mut out = String::new();
+    let mut line = |name: &str, text: String| {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "{name:<12} {text}");
+    };
+    line("checkpoint", dir.display().to_string());
+    line("format", version.to_string());
+    line("id", id.clone());
+    line("progress", format!("step {step}, {updates} updates, {position} samples, seed {seed}"));
+    let mut nodes = origin.hosts.clone();
+    nodes.dedup();
+    let hosts = if nodes.is_empty() { String::new() } else { format!(" on {}", nodes.join(", ")) };
+    let ranks = format!("{} rank{}{hosts}", origin.ranks, if origin.ranks == 1 { "" } else { "s" });
+    line("written", format!("{} by hpctrain {}, {ranks}, {}", written(manifest), origin.hpctrain, origin.mpi));
+    line(
+        "model",
+        format!(
+            "GPT, {} layers, {} heads, width {}, context {}, vocabulary {}, {} biases, dropout {}",
+            model.layers,
+            model.heads,
+            model.width,
+            model.context,
+            model.vocabulary.map_or_else(|| "unknown".into(), |ids| ids.to_string()),
+            if model.bias { "with" } else { "without" },
+            model.dropout,
+        ),
+    );
+    let tokenizer = manifest.tokenizer.as_ref();
+    line("tokenizer", tokenizer.map_or_else(|| "none".into(), |t| format!("{}, {} ids", t.name(), t.vocabulary())));
+    line("parameters", grouped(manifest.parameters()));
+    line("state", if state.is_empty() { "none: parameters alone".into() } else { state.join(", ") });
+
+    let mut files = vec![["file", "size"].map(str::to_owned)];
+    files.extend(manifest.files.iter().map(|(name, file)| [name.clone(), bytes(file.bytes as usize)]));
+    let mut tensors = vec![["tensor", "shape", "pieces"].map(str::to_owned)];
+    for (name, entry) in &manifest.tensors {
+        tensors.push([name.clone(), shape(&entry.shape), entry.pieces.len().to_string()]);
+    }
+    format!("{out}\n{}\n{}", table(&files), table(&tensors))
+}
+
+/// `[3, 4]` as `3 × 4`.
+fn shape(shape: &[usize]) -> String {
+    shape.iter().map(usize::to_string).collect::<Vec<_>>().join(" × ")
+}

@@ -1,0 +1,137 @@
+//! What a user means by a path: a run, its checkpoints, or one of them.
+
+use std::path::{Path, PathBuf};
+
+use super::directory::step_of;
+use super::lease::Lease;
+use super::{Checkpoints, manifest};
+use crate::error::{Error, Result};
+
+/// The checkpoints of the run at `path`: its directory, or that of its checkpoints.
+///
+/// # Errors
+/// There is no run.
+pub fn run(path: &Path) -> Result<Checkpoints> {
+    exists(path)?;
+    let not_a_run = |what| {
+        Err(Error::input(format!("{} is {what}", path.display()))
+            .hint("give the directory of a run, such as runs/<name>, or its checkpoints directory"))
+    };
+    match checkpoints(path) {
+        Some(checkpoints) => Ok(checkpoints),
+        None if is_checkpoint(path) => not_a_run("one checkpoint, not a run"),
+        None => not_a_run("not the directory of a run"),
+    }
+}
+
+/// The directory of the checkpoint at `path`, which may be a link to it, or a run: then its latest. The path does not
+/// go through the links `latest` and `best`, which a trainer may move.
+///
+/// # Errors
+/// There is no checkpoint.
+pub fn checkpoint(path: &Path) -> Result<PathBuf> {
+    exists(path)?;
+    let found = match checkpoints(path) {
+        Some(checkpoints) => latest(&checkpoints)?,
+        None => path.to_path_buf(),
+    };
+    let found = without_link(found)?;
+    if is_checkpoint(&found) {
+        return Ok(found);
+    }
+    Err(Error::input(format!("{} is neither a checkpoint nor a run", path.display()))
+        .hint("give a checkpoint such as runs/<name>/checkpoints/latest, or the directory of a run"))
+}
+
+/// A lease on the checkpoint in `dir`, so that a trainer beside does not remove it while it is read. None where nobody
+/// removes any: outside a run, or where nobody may write.
+pub fn hold(dir: &Path) -> Option<Lease> {
+    let name = dir.file_name()?.to_str()?;
+    step_of(name)?;
+    let leases = Checkpoints::new(dir.parent()?).leases();
+    leases.share(name).unwrap_or_else(|e| {
+        log::warn!("a trainer may remove the checkpoint meanwhile: {e}");
+        None
+    })
+}
+
+fn exists(path: &Path) -> Result<()> {
+    match std::fs::metadata(path) {
+        Ok(_) => Ok(()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            Err(Error::input(format!("{} does not exist", path.display()))
+                .hint("runs are below run.root, their checkpoints in runs/<name>/checkpoints"))
+        }
+        Err(e) => Err(Error::io("read", path, e)),
+    }
+}
+
+/// The checkpoints of a run or of a directory of checkpoints; none if `path` is neither.
+fn checkpoints(path: &Path) -> Option<Checkpoints> {
+    let below = path.join("checkpoints");
+    if below.is_dir() {
+        return Some(Checkpoints::new(below));
+    }
+    let here = Checkpoints::new(path);
+    let named = path.file_name().is_some_and(|name| name == "checkpoints") && path.is_dir();
+    (named || !here.steps().is_empty()).then_some(here)
+}
+
+/// Whether there is a checkpoint in `dir`, or what is left of one.
+fn is_checkpoint(dir: &Path) -> bool {
+    let named = dir.file_name().and_then(|name| step_of(name.to_str()?)).is_some();
+    dir.is_dir() && (named || [manifest::FILE, manifest::SEAL].iter().any(|file| dir.join(file).exists()))
+}
+
+/// The newest published checkpoint.
+fn latest(checkpoints: &Checkpoints) -> Result<PathBuf> {
+    let link = checkpoints.latest();
+    let newest = || checkpoints.steps().last().map(|step| checkpoints.path(*step));
+    let found = if link.exists() { Some(link) } else { newest() };
+    found.ok_or_else(|| {
+        Error::input(format!("there is no checkpoint in {}", checkpoints.root().display()))
+            .hint("the first one is saved after checkpoint.every steps")
+    })
+}
+
+/// The path with its last component, if that is a link, replaced by what it links to.
+fn without_link(path: PathBuf) -> Result<PathBuf> {
+    if !path.is_symlink() {
+        return Ok(path);
+    }
+    let target = std::fs::read_link(&path).map_err(|e| Error::io("read", &path, e))?;
+    Ok(path.parent().unwrap_or(Path::new("")).join(target))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::manifest::tests::empty;
+
+    #[test]
+    fn runs_and_checkpoints_are_told_apart() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = dir.path().join("x/checkpoints");
+        let one = root.join("step-00000001");
+        std::fs::create_dir_all(&root).unwrap();
+        assert!(checkpoint(&root).unwrap_err().to_string().contains("no checkpoint in"));
+        std::fs::create_dir(&one).unwrap();
+        empty(1).write(&one).unwrap();
+        std::os::unix::fs::symlink("step-00000001", root.join("latest")).unwrap();
+        for path in [dir.path().join("x"), root.clone(), root.join("latest"), one.clone()] {
+            assert_eq!(checkpoint(&path).unwrap(), one);
+        }
+        for path in [dir.path().join("x"), root.clone()] {
+            assert_eq!(run(&path).unwrap().root(), root);
+        }
+        assert!(run(&one).unwrap_err().to_string().contains("one checkpoint, not a run"));
+        assert!(run(dir.path()).unwrap_err().to_string().contains("not the directory of a run"));
+        assert!(checkpoint(dir.path()).unwrap_err().to_string().contains("neither"));
+        assert!(checkpoint(&root.join("y")).unwrap_err().to_string().contains("does not exist"));
+        // A copy elsewhere, under another name.
+        let copy = dir.path().join("mine");
+        std::fs::rename(&one, &copy).unwrap();
+        assert_eq!(checkpoint(&copy).unwrap(), copy);
+        assert!(hold(&copy).is_none() && hold(&one).is_some());
+    }
+}

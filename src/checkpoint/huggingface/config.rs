@@ -1,0 +1,189 @@
+//! `config.json` of a GPT-2: what of it is ours, and what has to be as it is here.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::NORM_EPSILON;
+use crate::config::Model;
+use crate::data::Tokenizer;
+use crate::error::{Error, Result};
+use crate::nn::gpt::Gpt;
+
+/// The keys that decide what the network computes. Left out, a key has the value that `transformers` gives it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Architecture {
+    /// Classes that read the model.
+    #[serde(default)]
+    architectures: Vec<String>,
+    /// The family.
+    model_type: String,
+    /// Token ids.
+    vocab_size: usize,
+    /// Positions a sequence.
+    #[serde(default = "Architecture::context")]
+    n_positions: usize,
+    /// The same under its old name.
+    #[serde(default)]
+    n_ctx: Option<usize>,
+    /// Width of the residual stream.
+    n_embd: usize,
+    /// Blocks.
+    n_layer: usize,
+    /// Heads a block.
+    n_head: usize,
+    /// Width inside the feed-forward part; null is four times the stream's.
+    #[serde(default)]
+    n_inner: Option<usize>,
+    /// The nonlinearity there.
+    #[serde(default = "Architecture::activation")]
+    activation_function: String,
+    /// Added to the variance in layer norms.
+    #[serde(default = "Architecture::epsilon")]
+    layer_norm_epsilon: f64,
+    /// Dropout at the end of residual branches.
+    #[serde(default = "Architecture::dropout")]
+    resid_pdrop: f32,
+    /// Dropout after the embedding.
+    #[serde(default = "Architecture::dropout")]
+    embd_pdrop: f32,
+    /// Dropout of attention's weights, which our network has none of.
+    #[serde(default = "Architecture::dropout")]
+    attn_pdrop: f32,
+    /// Divide attention's scores by the root of a head's width.
+    #[serde(default = "Architecture::yes")]
+    scale_attn_weights: bool,
+    /// Divide them by the number of the layer as well.
+    #[serde(default)]
+    scale_attn_by_inverse_layer_idx: bool,
+    /// Attend to another sequence too.
+    #[serde(default)]
+    add_cross_attention: bool,
+    /// The output matrix is the token table.
+    #[serde(default = "Architecture::yes")]
+    tie_word_embeddings: bool,
+    /// Type of the tensors in the file.
+    #[serde(default, skip_deserializing)]
+    torch_dtype: &'static str,
+    /// Token that begins a text, if the tokenizer has one.
+    #[serde(default, skip_deserializing)]
+    bos_token_id: Option<u32>,
+    /// Token that ends it.
+    #[serde(default, skip_deserializing)]
+    eos_token_id: Option<u32>,
+}
+
+/// GPT-2's token between texts.
+const END_OF_TEXT: u32 = 50256;
+
+impl Architecture {
+    fn context() -> usize {
+        1024
+    }
+
+    fn activation() -> String {
+        "gelu_new".into()
+    }
+
+    fn epsilon() -> f64 {
+        1e-5
+    }
+
+    fn dropout() -> f32 {
+        0.1
+    }
+
+    fn yes() -> bool {
+        true
+    }
+
+    /// That of a network of ours, which saw text through `tokenizer`.
+    pub fn of(gpt: &Gpt, tokenizer: Option<&Tokenizer>) -> Self {
+        // Left out they would be taken for GPT-2's, in any vocabulary.
+        let end = (tokenizer == Some(&Tokenizer::Gpt2)).then_some(END_OF_TEXT);
+        Self {
+            architectures: vec!["GPT2LMHeadModel".into()],
+            model_type: "gpt2".into(),
+            vocab_size: gpt.vocabulary,
+            n_positions: gpt.context,
+            n_ctx: Some(gpt.context),
+            n_embd: gpt.width,
+            n_layer: gpt.layers,
+            n_head: gpt.heads,
+            n_inner: None,
+            activation_function: Self::activation(),
+            layer_norm_epsilon: Self::epsilon(),
+            resid_pdrop: gpt.dropout,
+            embd_pdrop: gpt.dropout,
+            attn_pdrop: 0.0,
+            scale_attn_weights: true,
+            scale_attn_by_inverse_layer_idx: false,
+            add_cross_attention: false,
+            tie_word_embeddings: true,
+            torch_dtype: "float32",
+            bos_token_id: end,
+            eos_token_id: end,
+        }
+    }
+
+    /// Reads the file at `path`.
+    ///
+    /// # Errors
+    /// It is missing, or of another network than GPT-2 as it is here.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read(path).map_err(|e| {
+            Error::io("read", path, e).hint("give a directory with config.json and model.safetensors of a GPT-2")
+        })?;
+        #[derive(Deserialize)]
+        struct Family {
+            model_type: Option<String>,
+        }
+        let malformed = |e| Error::input(format!("{}: {e}", path.display())).hint("give the config.json of a GPT-2");
+        let Family { model_type } = serde_json::from_slice(&text).map_err(malformed)?;
+        let refused = |what: String| Err(Error::input(format!("{}: {what}", path.display())).hint("import a GPT-2"));
+        match model_type.as_deref() {
+            Some("gpt2") => {}
+            Some(other) => return refused(format!("model_type is {other:?}, not \"gpt2\"")),
+            None => return refused("model_type is missing".into()),
+        }
+        let read: Self = serde_json::from_slice(&text).map_err(malformed)?;
+        read.differs().map_or(Ok(read), refused)
+    }
+
+    /// What of it is not as in our network, if anything is.
+    fn differs(&self) -> Option<String> {
+        let Self { n_inner, n_embd, activation_function, layer_norm_epsilon, .. } = self;
+        // Two names of GELU by its tanh approximation.
+        if !["gelu_new", "gelu_pytorch_tanh"].contains(&activation_function.as_str()) {
+            return Some(format!("activation_function is {activation_function:?}, here it is \"gelu_new\""));
+        }
+        if *layer_norm_epsilon as f32 != NORM_EPSILON {
+            return Some(format!("layer_norm_epsilon is {layer_norm_epsilon}, here it is {NORM_EPSILON}"));
+        }
+        if let Some(inner) = n_inner.filter(|inner| Some(*inner) != n_embd.checked_mul(4)) {
+            return Some(format!("n_inner is {inner}, here it is four times n_embd = {n_embd}"));
+        }
+        let switches = [
+            ("scale_attn_weights", self.scale_attn_weights, true),
+            ("scale_attn_by_inverse_layer_idx", self.scale_attn_by_inverse_layer_idx, false),
+            ("add_cross_attention", self.add_cross_attention, false),
+            ("tie_word_embeddings", self.tie_word_embeddings, true),
+        ];
+        let other = switches.into_iter().find(|(_, there, here)| there != here);
+        other.map(|(key, there, here)| format!("{key} is {there}, here it is {here}"))
+    }
+
+    /// The `[model]` section that describes it.
+    pub fn model(&self) -> Model {
+        Model {
+            layers: self.n_layer,
+            heads: self.n_head,
+            width: self.n_embd,
+            context: self.n_positions,
+            vocabulary: Some(self.vocab_size),
+            bias: true,
+            dropout: self.resid_pdrop,
+            ..Model::default()
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! Files of the safetensors format, a tensor at a time.
+//!
+//! Eight bytes with the length of a header, the header in JSON, then the tensors one after another. The crate
+//! `safetensors` knows the header; it would read and write a file only as a whole.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{BufWriter, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use safetensors::tensor::{Metadata, TensorInfo};
+use safetensors::{Dtype, SafeTensorError};
+
+use crate::error::{Error, Result};
+
+/// Bytes before the header.
+const LENGTH: usize = size_of::<u64>();
+
+/// A file that is being written.
+pub struct Writer {
+    path: PathBuf,
+    file: BufWriter<File>,
+}
+
+impl Writer {
+    /// Creates the file at `path` for tensors of f32 with these names and shapes, which follow in this order.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn create(path: &Path, tensors: &[(String, Vec<usize>)]) -> Result<Self> {
+        let mut end = 0;
+        let info = |(name, shape): &(String, Vec<usize>)| {
+            let start = end;
+            end += shape.iter().product::<usize>() * size_of::<f32>();
+            (name.clone(), TensorInfo { dtype: Dtype::F32, shape: shape.clone(), data_offsets: (start, end) })
+        };
+        // Without it `from_pretrained` does not know whose conventions the tensors follow.
+        let by = HashMap::from([("format".to_string(), "pt".to_string())]);
+        let header = Metadata::new(Some(by), tensors.iter().map(info).collect());
+        let header = header.map_err(|e| Error::internal(format!("{}: {e}", path.display())))?;
+        let mut header = serde_json::to_vec(&header).map_err(|e| Error::internal(e.to_string()))?;
+        header.resize(header.len().next_multiple_of(LENGTH), b' ');
+        let file = File::create(path).map_err(|e| Error::io("create", path, e))?;
+        let mut writer = Self { path: path.to_path_buf(), file: BufWriter::new(file) };
+        writer.append(&(header.len() as u64).to_le_bytes())?;
+        writer.append(&header)?;
+        Ok(writer)
+    }
+
+    /// Writes the next tensor.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn tensor(&mut self, values: &[f32]) -> Result<()> {
+        self.append(bytemuck::cast_slice(values))
+    }
+
+    /// Makes the file durable.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn finish(mut self) -> Result<()> {
+        let done = self.file.flush().and_then(|()| self.file.get_ref().sync_all());
+        done.map_err(|e| Error::io("write", &self.path, e))
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all(bytes).map_err(|e| Error::io("write", &self.path, e))
+    }
+}
+
+/// A file to read from.
+pub struct Reader {
+    path: PathBuf,
+    file: File,
+    header: Metadata,
+    /// Where the first tensor begins.
+    start: u64,
+}
+
+impl Reader {
+    /// Opens the file at `path`.
+    ///
+    /// # Errors
+    /// It is missing, or not of this format, or not as long as its header says.
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        let length = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
+        let malformed = |what: String| {
+            Error::input(format!("{}: not a whole safetensors file: {what}", path.display())).hint("copy it again")
+        };
+        let mut size = [0; LENGTH];
+        file.read_exact_at(&mut size, 0).map_err(|e| malformed(e.to_string()))?;
+        let size = u64::from_le_bytes(size);
+        let start = size.checked_add(LENGTH as u64).filter(|start| *start <= length);
+        let start = start.ok_or_else(|| malformed(format!("a header of {size} bytes in a file of {length}")))?;
+        let mut header = vec![0; size as usize];
+        file.read_exact_at(&mut header, LENGTH as u64).map_err(|e| Error::io("read", path, e))?;
+        let header: Metadata = serde_json::from_slice(&header).map_err(|e| malformed(e.to_string()))?;
+        let expected = start + header.data_len() as u64;
+        if length != expected {
+            return Err(malformed(format!("{length} bytes, {expected} by its header")));
+        }
+        Ok(Self { path: path.to_path_buf(), file, header, start })
+    }
+
+    /// Names of all tensors, in the order of their places.
+    pub fn names(&self) -> Vec<String> {
+        self.header.offset_keys()
+    }
+
+    /// The shape of a tensor, if there is one of this name.
+    pub fn shape(&self, name: &str) -> Option<&[usize]> {
+        self.header.info(name).map(|info| &info.shape[..])
+    }
+
+    /// Reads a tensor; narrower floating-point numbers become f32, which loses nothing.
+    ///
+    /// # Errors
+    /// There is no such tensor, it is of another type, or the file system refused.
+    pub fn read(&self, name: &str) -> Result<Vec<f32>> {
+        let absent =
+            || Error::internal(format!("{}: {}", self.path.display(), SafeTensorError::TensorNotFound(name.into())));
+        let info = self.header.info(name).ok_or_else(absent)?;
+        let (start, end) = info.data_offsets;
+        let mut bytes = vec![0; end - start];
+        let read = self.file.read_exact_at(&mut bytes, self.start + start as u64);
+        read.map_err(|e| Error::io("read", &self.path, format_args!("{name}: {e}")))?;
+        let values = match info.dtype {
+            Dtype::F32 => bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect(),
+            Dtype::F16 => bytes.as_chunks().0.iter().map(|bytes| f16::from_le_bytes(*bytes).to_f32()).collect(),
+            Dtype::BF16 => bytes.as_chunks().0.iter().map(|bytes| bf16::from_le_bytes(*bytes).to_f32()).collect(),
+            other => {
+                return Err(Error::input(format!("{}: {name} is of type {other}", self.path.display()))
+                    .hint("import a model of type F32, F16 or BF16"));
+            }
+        };
+        Ok(values)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn narrow_numbers_widen() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.safetensors");
+        let tensors = [("a", "F16", 2, [0, 4]), ("b", "BF16", 1, [4, 6]), ("c", "I16", 1, [6, 8])];
+        let entries = tensors.map(|(name, dtype, len, place)| {
+            format!(r#""{name}": {{"dtype": "{dtype}", "shape": [{len}], "data_offsets": {place:?}}}"#)
+        });
+        let header = format!("{{{}}}", entries.join(", "));
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(header.as_bytes());
+        for bits in [0x3e00u16, 0x0001, 0xc040, 7] {
+            bytes.extend(bits.to_le_bytes());
+        }
+        std::fs::write(&path, &bytes).unwrap();
+        let reader = Reader::open(&path).unwrap();
+        assert_eq!(reader.read("a").unwrap(), [1.5, 2f32.powi(-24)]);
+        assert_eq!(reader.read("b").unwrap(), [-3.0]);
+        assert!(reader.read("c").unwrap_err().to_string().contains("c is of type I16"));
+
+        std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
+        assert!(Reader::open(&path).is_err());
+        for torn in [&bytes[..4], &bytes[..40], &[255; 32]] {
+            std::fs::write(&path, torn).unwrap();
+            assert!(Reader::open(&path).is_err_and(|e| e.to_string().contains("not a whole safetensors file")));
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! The checkpoints of a run as a table for people.
+
+use std::path::Path;
+use std::time::{Duration, UNIX_EPOCH};
+
+use super::directory::name_of;
+use super::{Checkpoints, Manifest};
+use crate::data::inspect::table;
+use crate::error::Error;
+use crate::telemetry::{bytes, evaluations};
+
+/// A line for every published checkpoint, ascending by step.
+pub fn list(checkpoints: &Checkpoints) -> String {
+    let evaluated = checkpoints.evaluated();
+    let mut rows = vec![["step", "size", "written", "validation loss", "marks", "id"].map(str::to_owned)];
+    for step in checkpoints.steps() {
+        let found = checkpoints.sound(step);
+        let loss = evaluations::loss(&evaluated, step).map_or_else(|| "-".into(), |loss| format!("{loss:.4}"));
+        let marks = marks(checkpoints, step, found.as_ref().err());
+        let [size, written, id] = match found {
+            Ok(manifest) => [bytes(manifest.bytes() as usize), written(&manifest), manifest.id],
+            Err(_) => ["-"; 3].map(str::to_owned),
+        };
+        rows.push([step.to_string(), size, written, loss, marks, id]);
+    }
+    match rows.len() {
+        1 => format!("no checkpoint in {}", checkpoints.root().display()),
+        _ => table(&rows),
+    }
+}
+
+/// What is special about a checkpoint.
+fn marks(checkpoints: &Checkpoints, step: u64, damage: Option<&Error>) -> String {
+    let name = name_of(step);
+    let linked = |link: &Path| std::fs::read_link(link).is_ok_and(|target| target.as_os_str() == name.as_str());
+    let mut marks = Vec::new();
+    for (mark, holds) in [
+        ("latest", linked(&checkpoints.latest())),
+        ("best", linked(&checkpoints.best())),
+        ("leased", checkpoints.leases().holds(&name)),
+    ] {
+        marks.extend(holds.then(|| mark.to_string()));
+    }
+    marks.extend(damage.map(|e| format!("damaged: {}", e.message())));
+    marks.join(", ")
+}
+
+/// When a checkpoint was written, in UTC.
+pub(super) fn written(manifest: &Manifest) -> String {
+    let time = Duration::try_from_secs_f64(manifest.origin.time).ok().and_then(|since| UNIX_EPOCH.checked_add(since));
+    time.map_or_else(|| "-".into(), |time| humantime::format_rfc3339_seconds(time).to_string())
+}

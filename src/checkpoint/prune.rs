@@ -1,0 +1,45 @@
+//! Removing checkpoints that need not be kept, when a user asks for it.
+
+use super::retention::{Candidate, removed};
+use super::{Checkpoints, Retention};
+use crate::error::Result;
+
+/// What becomes of the checkpoints that a retention does not ask for.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Pruning {
+    /// Steps whose checkpoints are removed, or would be; ascending.
+    pub removed: Vec<u64>,
+    /// Steps whose checkpoints somebody reads, or waits to evaluate: they stay.
+    pub held: Vec<u64>,
+}
+
+/// What [`prune`] would do.
+pub fn plan(checkpoints: &Checkpoints, retention: &Retention) -> Pruning {
+    let candidates = checkpoints.candidates(&checkpoints.evaluated());
+    let free: Vec<Candidate> = candidates.iter().map(|one| Candidate { held: false, ..*one }).collect();
+    let gone = removed(&candidates, retention);
+    let held = removed(&free, retention).into_iter().filter(|step| !gone.contains(step)).collect();
+    Pruning { removed: gone, held }
+}
+
+/// Removes what need not be kept. A trainer may remove checkpoints at the same time.
+///
+/// # Errors
+/// The file system refused.
+pub fn prune(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning> {
+    let Pruning { removed, mut held } = plan(checkpoints, retention);
+    let mut gone = Vec::new();
+    for step in removed {
+        match checkpoints.discard_unless_leased(step) {
+            Ok(true) => gone.push(step),
+            Ok(false) => held.push(step),
+            // Somebody else was faster.
+            Err(_) if !checkpoints.path(step).exists() => {}
+            Err(e) => return Err(e),
+        }
+    }
+    held.sort_unstable();
+    checkpoints.point_to_best(&checkpoints.evaluated())?;
+    checkpoints.drop_dangling_best()?;
+    Ok(Pruning { removed: gone, held })
+}

@@ -1,0 +1,209 @@
+//! `hpctrain checkpoint`: look at, check, compare, thin out and convert checkpoints. None of it needs MPI.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand, ValueEnum};
+
+use super::{fail, report};
+use crate::checkpoint::describe::describe;
+use crate::checkpoint::verify::{Verified, verify};
+use crate::checkpoint::{Reader, Retention, diff, find, huggingface, list, name_of, prune};
+use crate::data::Tokenizer;
+use crate::error::{Error, Result};
+use crate::telemetry::{grouped, say};
+
+/// Look at, check, compare, thin out and convert checkpoints
+#[derive(Args)]
+pub struct CheckpointArgs {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// List the checkpoints of a run
+    List {
+        /// A run, such as runs/x
+        run: PathBuf,
+    },
+    /// Show what a checkpoint holds
+    Inspect {
+        /// A checkpoint, such as runs/x/checkpoints/latest, or a run: its latest
+        checkpoint: PathBuf,
+    },
+    /// Read everything and compare it with its checksums
+    Verify {
+        /// A checkpoint, or a run: all of its checkpoints
+        path: PathBuf,
+    },
+    /// Compare two checkpoints bit by bit; the exit code is 0 if they are identical, 1 if they differ
+    Diff(DiffArgs),
+    /// Remove checkpoints of a run that need not be kept
+    ///
+    /// Damaged checkpoints do not count as kept, and leased ones stay: somebody reads them.
+    Prune(PruneArgs),
+    /// Write the parameters for Hugging Face's GPT2LMHeadModel.from_pretrained
+    ///
+    /// The tokenizer is not exported. A model without biases gets biases of zero.
+    Export {
+        /// A checkpoint, or a run: its latest
+        checkpoint: PathBuf,
+        /// Directory for model.safetensors and config.json; it may hold no files yet
+        #[arg(long, value_name = "DIR")]
+        out: PathBuf,
+    },
+    /// Make a checkpoint of a GPT-2 that Hugging Face's save_pretrained wrote
+    Import(ImportArgs),
+}
+
+#[derive(Args)]
+struct DiffArgs {
+    /// A checkpoint, or a run: its latest
+    a: PathBuf,
+    /// Another
+    b: PathBuf,
+    /// Compare the parameters alone: neither optimizer state nor progress
+    #[arg(long)]
+    weights_only: bool,
+}
+
+#[derive(Args)]
+struct PruneArgs {
+    /// A run, such as runs/x
+    run: PathBuf,
+    /// Keep the newest K
+    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u32).range(1..))]
+    keep: u32,
+    /// Keep those of steps that are multiples of N; 0 keeps none for its step
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    keep_every: u64,
+    /// Keep the B with the lowest validation losses
+    #[arg(long, value_name = "B", default_value_t = 1)]
+    keep_best: usize,
+    /// Say what would be removed, and remove nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+#[derive(Args)]
+struct ImportArgs {
+    /// Directory with config.json and model.safetensors
+    dir: PathBuf,
+    /// Directory for the checkpoint; it may hold no files yet
+    #[arg(long, value_name = "CHECKPOINT")]
+    out: PathBuf,
+    /// How text becomes ids, for hpctrain sample
+    #[arg(long, value_enum)]
+    tokenizer: Option<ImportTokenizer>,
+}
+
+/// Tokenizers whose vocabulary does not depend on a text.
+#[derive(Clone, Copy, ValueEnum)]
+enum ImportTokenizer {
+    /// One id for each of the 256 bytes
+    Byte,
+    /// The byte-pair encoding of GPT-2, 50257 ids
+    Gpt2,
+}
+
+/// Does what the arguments say; returns the exit code.
+pub fn run(args: &CheckpointArgs) -> i32 {
+    match &args.command {
+        Command::List { run } => report(find::run(run).map(|found| say(list::list(&found).trim_end()))),
+        Command::Inspect { checkpoint } => report(inspect(checkpoint)),
+        Command::Verify { path } => report(verify_all(path)),
+        Command::Diff(args) => compare(args).unwrap_or_else(|e| fail(&e)),
+        Command::Prune(args) => report(thin_out(args)),
+        Command::Export { checkpoint, out } => report(export(checkpoint, out)),
+        Command::Import(args) => report(import(args)),
+    }
+}
+
+fn inspect(path: &Path) -> Result<()> {
+    let dir = find::checkpoint(path)?;
+    let reader = Reader::open(&dir)?;
+    say(describe(&dir, reader.manifest()).trim_end());
+    Ok(())
+}
+
+fn verify_all(path: &Path) -> Result<()> {
+    let dirs = match find::run(path) {
+        Ok(run) => run.steps().into_iter().map(|step| run.path(step)).collect(),
+        Err(_) => vec![find::checkpoint(path)?],
+    };
+    let mut all = Verified::default();
+    for dir in &dirs {
+        let _lease = find::hold(dir);
+        let Verified { files, damaged } = verify(dir, &mut |line| say(line));
+        all = Verified { files: all.files + files, damaged: all.damaged + damaged };
+    }
+    match (all.damaged, dirs.len()) {
+        (0, 0) => Err(Error::input(format!("there is no checkpoint in {}", path.display())).hint("give another run")),
+        (0, _) => Ok(()),
+        (damaged, _) => Err(Error::input(format!("{}: {damaged} of {} files are damaged", path.display(), all.files))
+            .hint("--resume auto passes over damaged checkpoints; restore a copy if you have one")),
+    }
+}
+
+/// Compares; returns 1 if there is a difference.
+fn compare(args: &DiffArgs) -> Result<i32> {
+    let dirs = [find::checkpoint(&args.a)?, find::checkpoint(&args.b)?];
+    let _leases = dirs.each_ref().map(|dir| find::hold(dir));
+    let [mut a, mut b] = [Reader::open(&dirs[0])?, Reader::open(&dirs[1])?];
+    let found = diff::diff(&mut a, &mut b, args.weights_only, &mut |line| say(line))?;
+    let (tensors, elements) = (found.tensors, grouped(found.elements));
+    match found.differences {
+        0 => say(format_args!("identical: {tensors} tensors, {elements} elements")),
+        n => say(format_args!("{n} differences in {tensors} tensors, {elements} elements")),
+    }
+    Ok(i32::from(found.differences > 0))
+}
+
+fn thin_out(args: &PruneArgs) -> Result<()> {
+    let checkpoints = find::run(&args.run)?;
+    let retention = Retention { newest: args.keep as usize, multiples: args.keep_every, best: args.keep_best };
+    let (done, verb) = match args.dry_run {
+        true => (prune::plan(&checkpoints, &retention), "would remove"),
+        false => (prune::prune(&checkpoints, &retention)?, "removed"),
+    };
+    for step in &done.removed {
+        say(format_args!("{verb} {}", name_of(*step)));
+    }
+    for step in &done.held {
+        say(format_args!("kept {}: leased", name_of(*step)));
+    }
+    if done == prune::Pruning::default() {
+        say("nothing to remove");
+    }
+    Ok(())
+}
+
+fn export(path: &Path, out: &Path) -> Result<()> {
+    let dir = find::checkpoint(path)?;
+    let _lease = find::hold(&dir);
+    let mut reader = Reader::open(&dir)?;
+    let huggingface::Exported { tensors, elements, added } = huggingface::export(&mut reader, out)?;
+    let zero = if added == 0 { String::new() } else { format!(", {added} of them biases of zero") };
+    say(format_args!("{}: {tensors} tensors{zero}, {} elements", out.display(), grouped(elements)));
+    Ok(())
+}
+
+fn import(args: &ImportArgs) -> Result<()> {
+    let tokenizer = args.tokenizer.map(|tokenizer| match tokenizer {
+        ImportTokenizer::Byte => Tokenizer::Byte,
+        ImportTokenizer::Gpt2 => Tokenizer::Gpt2,
+    });
+    let manifest = huggingface::import(&args.dir, &args.out, tokenizer)?;
+    let (out, model) = (args.out.display(), &manifest.config.model);
+    say(format_args!("{out}: {} tensors, {} parameters", manifest.tensors.len(), grouped(manifest.parameters())));
+    say(format_args!(
+        "train it: hpctrain train --resume {out} --weights-only --set model.layers={} --set model.heads={} \
+         --set model.width={} --set model.context={} --set model.vocabulary={}",
+        model.layers,
+        model.heads,
+        model.width,
+        model.context,
+        model.vocabulary.unwrap_or_default(),
+    ));
+    Ok(())
+}

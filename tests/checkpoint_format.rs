@@ -1,0 +1,144 @@
+//! Checkpoints as `docs/checkpoint-format.md` describes them, read without this program's reader.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+
+use common::launch::Transport::Mpirun;
+use common::launch::finish;
+use common::runs::{Run, json, tensors};
+use serde_json::Value;
+
+const BLOCK: usize = 1 << 20;
+
+fn number(value: &Value) -> usize {
+    value.as_u64().unwrap() as usize
+}
+
+fn array(value: &Value) -> &[Value] {
+    value.as_array().unwrap()
+}
+
+fn bytes(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+/// Every tensor of the checkpoint in `dir` by the path of its dataset, from the documented format alone. Panics where a
+/// byte of it is under no checksum.
+fn rebuilt(dir: &Path) -> BTreeMap<String, Vec<f32>> {
+    let text = std::fs::read(dir.join("manifest.json")).unwrap();
+    let seal = std::fs::read_to_string(dir.join("manifest.crc32")).unwrap();
+    assert_eq!(seal, format!("{:08x}  manifest.json\n", crc32fast::hash(&text)));
+    let manifest: Value = serde_json::from_slice(&text).unwrap();
+    assert_eq!(manifest["version"], 2);
+    let state = array(&manifest["state"]).iter().map(|name| name.as_str().unwrap());
+    let groups: Vec<&str> = std::iter::once("params").chain(state).collect();
+    let mut used: BTreeMap<&str, Vec<(usize, usize)>> = BTreeMap::new();
+    let mut rebuilt = BTreeMap::new();
+    for (tensor, entry) in manifest["tensors"].as_object().unwrap() {
+        let mut parts = vec![Vec::new(); groups.len()];
+        for piece in array(&entry["pieces"]) {
+            let (start, len) = (number(&piece["start"]), number(&piece["len"]));
+            assert_eq!(start, parts[0].len(), "{tensor}: a hole or an overlap");
+            let name = piece["file"].as_str().unwrap();
+            let file = hdf5::File::open(dir.join(name)).unwrap();
+            assert_eq!(array(&piece["parts"]).len(), groups.len());
+            for ((group, part), values) in groups.iter().zip(array(&piece["parts"])).zip(&mut parts) {
+                let dataset = file.group(group).unwrap().dataset(tensor).unwrap();
+                assert!(!dataset.is_chunked() && dataset.filters().is_empty() && dataset.shape() == [len]);
+                assert_eq!(dataset.attr("start").unwrap().read_scalar::<u64>().unwrap() as usize, start);
+                let offset = number(&part["offset"]);
+                assert_eq!(dataset.offset(), Some(offset as u64));
+                let read = dataset.read_raw::<f32>().unwrap();
+                let sums: Vec<u32> = read.chunks(BLOCK).map(|block| crc32fast::hash(&bytes(block))).collect();
+                let written: Vec<u32> = array(&part["crc32"]).iter().map(|sum| number(sum) as u32).collect();
+                assert_eq!(sums, written, "/{group}/{tensor}");
+                used.entry(name).or_default().push((offset, offset + 4 * len));
+                values.extend(read);
+            }
+        }
+        let elements: usize = array(&entry["shape"]).iter().map(number).product();
+        for (group, values) in groups.iter().zip(parts) {
+            assert_eq!(values.len(), elements, "/{group}/{tensor}");
+            rebuilt.insert(format!("/{group}/{tensor}"), values);
+        }
+    }
+    for (name, entry) in manifest["files"].as_object().unwrap() {
+        let content = std::fs::read(dir.join(name)).unwrap();
+        assert_eq!(content.len(), number(&entry["bytes"]), "{name}");
+        let mut ranges = used.remove(name.as_str()).unwrap_or_default();
+        ranges.sort_unstable();
+        let (mut rest, mut at) = (crc32fast::Hasher::new(), 0);
+        for (start, end) in ranges {
+            rest.update(&content[at..start]);
+            at = end;
+        }
+        rest.update(&content[at..]);
+        assert_eq!(rest.finalize(), number(&entry["rest_crc32"]) as u32, "{name}");
+    }
+    assert!(used.is_empty());
+    rebuilt
+}
+
+#[test]
+fn the_documented_format_suffices() {
+    let root = tempfile::tempdir().unwrap();
+    // A tensor of more than one block, in pieces that do not end with blocks.
+    let large = ["parallel.zero=1", "model.vocabulary=80000", "run.steps=1", "eval.samples=4", "model.width=30"];
+    let files = Run::new(Mpirun(2), root.path(), "x", &large).succeeds();
+    let dir = files.checkpoint(1);
+    let rebuilt = rebuilt(&dir);
+    let manifest = json(&dir.join("manifest.json"));
+    let longest = array(&manifest["tensors"]["wte.weight"]["pieces"]).iter().map(|piece| number(&piece["len"])).max();
+    assert!(longest.unwrap() > BLOCK, "{longest:?}");
+
+    // It is what the program reads, bit by bit.
+    let groups = ["params", "m", "v"];
+    let read = tensors(&dir);
+    assert_eq!(read.len(), rebuilt.len());
+    for (name, bits) in read {
+        let (tensor, part) = name.split_once(", part ").unwrap();
+        let found = &rebuilt[&format!("/{}/{tensor}", groups[part.parse::<usize>().unwrap()])];
+        assert!(found.iter().map(|value| value.to_bits()).eq(bits), "{name}");
+    }
+    the_script_agrees(&dir, &rebuilt);
+}
+
+/// The script in the documentation finds the same, where there is a Python with h5py and numpy: `PYTHON` says which.
+fn the_script_agrees(dir: &Path, rebuilt: &BTreeMap<String, Vec<f32>>) {
+    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
+    let libraries = Command::new(&python).args(["-c", "import h5py, numpy"]).output();
+    if !libraries.is_ok_and(|output| output.status.success()) {
+        println!("skipped: {python} has no h5py and numpy");
+        return;
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/rebuild_checkpoint.py");
+    let ended = finish(Command::new(&python).arg(&script).arg(dir)).succeeded();
+    let want: Vec<String> =
+        rebuilt.iter().map(|(name, values)| format!("{name} {:08x}", crc32fast::hash(&bytes(values)))).collect();
+    let mut found: Vec<&str> = ended.stdout.lines().collect();
+    found.sort_unstable();
+    assert_eq!(found, want);
+    // It sees a changed bit, in numbers and between them.
+    for name in ["rank-00000.h5", "rank-00001.h5"] {
+        for at in [9, 100_000] {
+            let path = dir.join(name);
+            let mut content = std::fs::read(&path).unwrap();
+            content[at] ^= 1;
+            std::fs::write(&path, &content).unwrap();
+            assert!(!finish(Command::new(&python).arg(&script).arg(dir)).status.success(), "{name} {at}");
+            content[at] ^= 1;
+            std::fs::write(&path, content).unwrap();
+        }
+    }
+}
+
+#[test]
+fn the_documentation_shows_the_script() {
+    let file = |name: &str| std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap();
+    let script = file("tests/golden/rebuild_checkpoint.py");
+    assert!(file("docs/checkpoint-format.md").contains(&format!("```python\n{script}```\n")));
+}

@@ -1,0 +1,243 @@
+//! GPT-2 as Hugging Face's transformers saves it: its logits, its bytes, and files that are something else.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use common::launch::{finish, program};
+use common::runs::json;
+use common::{Cut, engine, micro};
+use half::bf16;
+use hpctrain::backend::Backend as _;
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::checkpoint::Reader;
+use hpctrain::checkpoint::huggingface::{export, import};
+use hpctrain::comm;
+use hpctrain::mesh::Mesh;
+use hpctrain::nn::gpt::Gpt;
+use hpctrain::optim::Rule;
+use hpctrain::parallel::Zero;
+use safetensors::{Dtype, SafeTensors, View};
+use serde_json::Value;
+
+/// `tests/golden/hf-gpt2-tiny`: what `save_pretrained` wrote, and the logits.
+fn tiny() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/hf-gpt2-tiny")
+}
+
+/// The numbers in nested arrays.
+fn flat(value: &Value) -> Vec<f64> {
+    match value {
+        Value::Array(values) => values.iter().flat_map(flat).collect(),
+        value => vec![value.as_f64().unwrap()],
+    }
+}
+
+/// The engine's logits for `tokens`, with the parameters of the checkpoint in `dir`.
+fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
+    let mut reader = Reader::open(dir).unwrap();
+    let model = reader.manifest().config.model.clone();
+    let gpt = Gpt {
+        layers: model.layers,
+        heads: model.heads,
+        width: model.width,
+        context: model.context,
+        vocabulary: model.vocabulary.unwrap(),
+        bias: model.bias,
+        dropout: 0.0,
+    };
+    let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
+    let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+    let mut engine = engine(&comm::single(), &gpt, one, Zero::Zero, rule, Cut::WHOLE, 1);
+    let parameters = |name: &str, part, range, out: &mut [f32]| match part {
+        0 => reader.read(name, part, range, out),
+        _ => Ok(()),
+    };
+    engine.sharded.restore(parameters).unwrap();
+    let micro = micro(&engine.backend, tokens, &[], gpt.context, 0);
+    let logits = engine.logits(&micro).unwrap();
+    Cpu::all(&logits).to_vec()
+}
+
+#[test]
+fn an_imported_model_computes_what_transformers_computes() {
+    let root = tempfile::tempdir().unwrap();
+    let dir = root.path().join("tiny");
+    import(&tiny(), &dir, None).unwrap();
+    let golden = json(&tiny().join("logits.json"));
+    let tokens: Vec<u32> = flat(&golden["tokens"]).into_iter().map(|id| id as u32).collect();
+    let want = flat(&golden["logits"]);
+    let got = logits(&dir, &tokens);
+    assert_eq!(got.len(), want.len());
+    let off = got.iter().zip(&want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max);
+    let size = want.iter().map(|logit| logit.abs()).fold(0.0, f64::max);
+    assert!(off < 1e-5 && size > 1.0, "{off:e} of {size}");
+}
+
+#[test]
+fn an_imported_model_is_exported_as_it_was() {
+    let root = tempfile::tempdir().unwrap();
+    let (dir, out) = (root.path().join("tiny"), root.path().join("out"));
+    import(&tiny(), &dir, None).unwrap();
+    export(&mut Reader::open(&dir).unwrap(), &out).unwrap();
+    let [before, after] = [tiny(), out.clone()].map(|dir| std::fs::read(dir.join("model.safetensors")).unwrap());
+    let [before, after] = [&before, &after].map(|file| SafeTensors::deserialize(file).unwrap());
+    assert_eq!(before.len(), after.len());
+    for (name, tensor) in before.iter() {
+        assert_eq!(after.tensor(name).unwrap(), tensor, "{name}");
+    }
+    let [before, after] = [tiny(), out].map(|dir| json(&dir.join("config.json")));
+    // Our network has no dropout in attention; these keys are of other times or other classes.
+    let ours = ["n_ctx", "torch_dtype"];
+    let same = |key: &str| key != "attn_pdrop" && !ours.contains(&key);
+    for (key, value) in after.as_object().unwrap().iter().filter(|(key, _)| same(key)) {
+        assert_eq!(before[key], *value, "{key}");
+    }
+}
+
+/// A tensor to write.
+#[derive(Clone)]
+struct Raw(Dtype, Vec<usize>, Vec<u8>);
+
+impl View for &Raw {
+    fn dtype(&self) -> Dtype {
+        self.0
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.1
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        (&self.2[..]).into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.2.len()
+    }
+}
+
+/// A copy of the tiny model, to be changed.
+struct Model {
+    config: Value,
+    tensors: BTreeMap<String, Raw>,
+}
+
+impl Model {
+    fn tiny() -> Self {
+        let file = std::fs::read(tiny().join("model.safetensors")).unwrap();
+        let tensors = SafeTensors::deserialize(&file).unwrap();
+        let raw = |(name, tensor): (&str, safetensors::tensor::TensorView<'_>)| {
+            (name.to_owned(), Raw(tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec()))
+        };
+        Self { config: json(&tiny().join("config.json")), tensors: tensors.iter().map(raw).collect() }
+    }
+
+    fn write(&self, dir: &Path) {
+        std::fs::create_dir_all(dir).unwrap();
+        std::fs::write(dir.join("config.json"), self.config.to_string()).unwrap();
+        safetensors::serialize_to_file(&self.tensors, None, &dir.join("model.safetensors")).unwrap();
+    }
+}
+
+/// As files of 2019 have it: names without `transformer.`, buffers, the output matrix once more; and in bfloat16.
+#[test]
+fn other_spellings_are_understood() {
+    let root = tempfile::tempdir().unwrap();
+    let (there, dir, reference) = (root.path().join("there"), root.path().join("dir"), root.path().join("reference"));
+    let mut model = Model::tiny();
+    let narrow = |bytes: &[u8]| -> Vec<u8> {
+        let wide = bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes));
+        wide.flat_map(|value| bf16::from_f32(value).to_le_bytes()).collect()
+    };
+    model.tensors = std::mem::take(&mut model.tensors)
+        .into_iter()
+        .map(|(name, Raw(_, shape, bytes))| {
+            (name.strip_prefix("transformer.").unwrap().to_owned(), Raw(Dtype::BF16, shape, narrow(&bytes)))
+        })
+        .collect();
+    model.tensors.insert("lm_head.weight".into(), model.tensors["wte.weight"].clone());
+    model.tensors.insert("h.0.attn.bias".into(), Raw(Dtype::U8, vec![1, 1, 12, 12], vec![1; 144]));
+    model.tensors.insert("h.0.attn.masked_bias".into(), Raw(Dtype::F32, vec![], vec![0; 4]));
+    model.write(&there);
+    import(&there, &dir, None).unwrap();
+    import(&tiny(), &reference, None).unwrap();
+    let [mut narrow, mut wide] = [&dir, &reference].map(|dir| Reader::open(dir).unwrap());
+    for (name, entry) in wide.manifest().tensors.clone() {
+        let mut values = [vec![0.0; entry.shape.iter().product()], vec![0.0; entry.shape.iter().product()]];
+        narrow.read(&name, 0, 0..values[0].len(), &mut values[0]).unwrap();
+        wide.read(&name, 0, 0..values[1].len(), &mut values[1]).unwrap();
+        let [narrow, wide] = values;
+        assert!(narrow.iter().zip(wide).all(|(narrow, wide)| *narrow == bf16::from_f32(wide).to_f32()), "{name}");
+    }
+}
+
+#[test]
+fn other_models_are_refused() {
+    type Change = fn(&mut Model);
+    let cases: [(Change, &[&str]); 13] = [
+        (|m| m.config["model_type"] = "llama".into(), &["config.json", "model_type is \"llama\", not \"gpt2\""]),
+        (|m| drop(m.config.as_object_mut().unwrap().remove("model_type")), &["model_type is missing"]),
+        (|m| drop(m.config.as_object_mut().unwrap().remove("n_layer")), &["config.json", "n_layer"]),
+        (|m| m.config["activation_function"] = "relu".into(), &["activation_function is \"relu\""]),
+        (|m| m.config["layer_norm_epsilon"] = 1e-6.into(), &["layer_norm_epsilon is 0.000001, here it is 0.00001"]),
+        (|m| m.config["n_inner"] = 100.into(), &["n_inner is 100, here it is four times n_embd = 24"]),
+        (|m| m.config["tie_word_embeddings"] = false.into(), &["tie_word_embeddings is false"]),
+        (|m| m.config["n_head"] = 5.into(), &["config.json", "24", "5"]),
+        (
+            |m| m.config["vocab_size"] = 42.into(),
+            &["model.safetensors: transformer.wte.weight is [41, 24], by config.json [42, 24]"],
+        ),
+        (
+            |m| drop(m.tensors.remove("transformer.h.1.ln_1.bias")),
+            &["model.safetensors: there is no tensor transformer.h.1.ln_1.bias"],
+        ),
+        (
+            |m| drop(m.tensors.insert("transformer.h.2.ln_1.bias".into(), Raw(Dtype::F32, vec![1], vec![0; 4]))),
+            &["GPT-2 has no tensor transformer.h.2.ln_1.bias"],
+        ),
+        (
+            |m| drop(m.tensors.insert("lm_head.weight".into(), Raw(Dtype::F32, vec![1], vec![0; 4]))),
+            &["lm_head.weight is not transformer.wte.weight again"],
+        ),
+        (
+            |m| m.tensors.get_mut("transformer.ln_f.bias").unwrap().0 = Dtype::I32,
+            &["transformer.ln_f.bias is of type I32"],
+        ),
+    ];
+    let root = tempfile::tempdir().unwrap();
+    let out = root.path().join("out");
+    let refused = |dir: &Path, words: &[&str]| {
+        let args = [Path::new("checkpoint"), "import".as_ref(), dir, "--out".as_ref(), &out];
+        let ended = finish(&mut program(args));
+        assert_eq!(ended.code(), 2, "{ended}");
+        assert_eq!(ended.stderr.matches("error: ").count(), 1, "{ended}");
+        assert!(ended.stderr.contains("\nhint: "), "{ended}");
+        for word in words {
+            assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
+        }
+        assert!(!out.exists());
+    };
+    for (i, (change, words)) in cases.into_iter().enumerate() {
+        let dir = root.path().join(i.to_string());
+        let mut model = Model::tiny();
+        change(&mut model);
+        model.write(&dir);
+        refused(&dir, words);
+    }
+    let dir = root.path().join("cut");
+    Model::tiny().write(&dir);
+    let file = dir.join("model.safetensors");
+    let content = std::fs::read(&file).unwrap();
+    std::fs::write(&file, &content[..content.len() - 1]).unwrap();
+    refused(&dir, &["model.safetensors: not a whole safetensors file"]);
+    std::fs::remove_file(&file).unwrap();
+    refused(&dir, &["model.safetensors does not exist"]);
+    refused(&root.path().join("nowhere"), &["nowhere/config.json"]);
+    // Nothing half written is left.
+    let left = std::fs::read_dir(root.path()).unwrap().filter(|entry| entry.as_ref().unwrap().file_name() != "cut");
+    assert_eq!(left.count(), 13);
+}
