@@ -1,9 +1,10 @@
 //! Saving while training goes on: copy, write, meet, publish.
 //!
-//! A save is under way in two stages. Every rank has a thread that writes its file; when all are done, rank 0 has one
-//! that writes the manifest and publishes. Ranks learn that all are done from the notes that they exchange with every
-//! step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever asks for messages, and all ranks
-//! enter the next stage at the same step.
+//! A save is under way in three stages. Every rank has a thread that writes its file; when all are done, rank 0 has one
+//! that writes the manifest and publishes, and each rank reads its file again; when all have found what they wrote, rank 0
+//! removes what is not to be kept. Ranks learn that all are done from the notes that they exchange with every step anyway
+//! ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever asks for messages, and all ranks enter the next
+//! stage at the same step.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::directory::sync;
 use super::manifest::{Origin, VERSION};
-use super::shard::Written;
+use super::shard::{ShardFile, Written};
 use super::snapshot::{Snapshot, write_through};
 use super::{Checkpoints, Manifest, Progress, Retention};
 use crate::activity::{Activity, Doing, Track, span};
@@ -68,9 +69,11 @@ struct Underway<B: Kernels> {
 
 enum Stage<B: Kernels> {
     /// This rank's file is being written.
-    Writing(Task<(Option<Snapshot<B>>, Result<Written>)>),
-    /// Rank 0 publishes.
-    Publishing(Option<Task<Result<()>>>),
+    Writing(Task<(Option<Snapshot<B>>, Result<ShardFile>)>),
+    /// Rank 0 publishes, and this rank reads its file again.
+    Publishing(Task<Result<Instant>>),
+    /// Rank 0 removes older ones.
+    Retaining(Option<Task<Result<()>>>),
 }
 
 /// The result of a thread, or of what needed none.
@@ -176,7 +179,8 @@ impl<B: Kernels> Saver<B> {
     pub fn is_done(&self) -> bool {
         match self.underway.as_ref().map(|underway| &underway.stage) {
             Some(Stage::Writing(task)) => task.is_finished(),
-            Some(Stage::Publishing(task)) => task.as_ref().is_none_or(Task::is_finished),
+            Some(Stage::Publishing(task)) => task.is_finished(),
+            Some(Stage::Retaining(task)) => task.as_ref().is_none_or(Task::is_finished),
             None => false,
         }
     }
@@ -197,12 +201,20 @@ impl<B: Kernels> Saver<B> {
                 Ok(None)
             }
             Stage::Publishing(task) => {
-                let published = task.map_or(Ok(()), |task| task.join().flatten());
-                self.world.agree(published).map_err(at)?;
-                let took = begun.elapsed();
+                let published = self.world.agree(task.join().flatten()).map_err(at)?;
+                let took = published.saturating_duration_since(begun);
                 let path = self.job.checkpoints.path(progress.step);
                 log::info!("saved {} in {:.2} s", path.display(), took.as_secs_f64());
+                let job = self.job.clone();
+                let root = self.world.rank() == 0;
+                let retaining = root.then(|| Task::start("retention", move || job.retain())).transpose()?;
+                self.underway = Some(Underway { progress, begun, stage: Stage::Retaining(retaining) });
                 Ok(Some(Published { progress, took }))
+            }
+            Stage::Retaining(task) => {
+                let retained = task.map_or(Ok(()), |task| task.join().flatten());
+                self.world.agree(retained).map_err(at)?;
+                Ok(None)
             }
         }
     }
@@ -214,13 +226,13 @@ impl<B: Kernels> Saver<B> {
     pub fn finish(&mut self) -> Result<Option<Published>> {
         let mut published = None;
         while self.is_busy() {
-            published = self.advance()?;
+            published = self.advance()?.or(published);
         }
         Ok(published)
     }
 
-    /// All files are written, or one is not: what rank 0 has to do.
-    fn meet(&mut self, progress: Progress, written: Result<Written>) -> Result<Option<Task<Result<()>>>> {
+    /// All files are written, or one is not: what this rank does next.
+    fn meet(&mut self, progress: Progress, written: Result<ShardFile>) -> Result<Task<Result<Instant>>> {
         let root = self.world.rank() == 0;
         let staging = self.job.staging(progress.step);
         let written = match self.world.agree(written) {
@@ -232,20 +244,17 @@ impl<B: Kernels> Saver<B> {
                 return Err(e);
             }
         };
-        let message = serde_json::to_vec(&written).map_err(|e| Error::internal(e.to_string()))?;
+        let message = serde_json::to_vec(written.written()).map_err(|e| Error::internal(e.to_string()))?;
         let everyone = self.world.gather_bytes(message).wait()?;
-        if !root {
-            return Ok(None);
-        }
         let job = self.job.clone();
         Task::start("publisher", move || {
-            let published = job.publish(progress, &everyone, &staging);
-            if published.is_err() {
-                job.checkpoints.abandon(&staging);
+            if root {
+                job.publish(progress, &everyone, &staging).inspect_err(|_| job.checkpoints.abandon(&staging))?;
             }
-            published
+            let published = Instant::now();
+            written.read_back()?;
+            Ok(published)
         })
-        .map(Some)
     }
 }
 
@@ -255,7 +264,7 @@ impl Job {
         self.checkpoints.staging(step, &self.id)
     }
 
-    /// Writes the manifest from the ranks' tables, publishes, and removes what is not to be kept.
+    /// Writes the manifest from the ranks' tables and publishes.
     fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
         let table = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
         let written: Vec<Written> =
@@ -281,7 +290,11 @@ impl Job {
         manifest.enter(written)?;
         manifest.write(staging)?;
         self.records.iter().try_for_each(|path| sync(path))?;
-        self.checkpoints.publish(progress.step, staging)?;
+        self.checkpoints.publish(progress.step, staging).map(drop)
+    }
+
+    /// Moves `best`, and removes what is not to be kept.
+    fn retain(&self) -> Result<()> {
         let evaluated = self.checkpoints.evaluated();
         self.checkpoints.point_to_best(&evaluated)?;
         self.checkpoints.retain(&Retention::of(&self.config.checkpoint), &evaluated)

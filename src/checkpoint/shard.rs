@@ -63,12 +63,8 @@ impl ShardWriter {
     /// The file system refused.
     pub fn create(dir: &Path, name: &str, state: &[&str], extents: &[Extent]) -> Result<Self> {
         let path = dir.join(name);
-        let refused = |e: &dyn std::fmt::Display| {
-            Error::io("write the checkpoint", &path, e)
-                .hint("check the free space and permissions there; the last published checkpoint is kept")
-        };
-        let offsets = lay_out(&path, state, extents).map_err(|e| refused(&one_line(&e)))?;
-        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| refused(&e))?;
+        let offsets = lay_out(&path, state, extents).map_err(|e| refused(&path, one_line(&e)))?;
+        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| refused(&path, e))?;
         let ranges = extents.iter().zip(offsets).map(|(extent, offsets)| {
             let parts = offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
             let Extent { tensor, shape, range } = extent.clone();
@@ -95,18 +91,56 @@ impl ShardWriter {
         Ok(())
     }
 
-    /// Makes it durable, and reads it again: what is not as it was written is not published.
+    /// Makes the file durable.
     ///
     /// # Errors
-    /// The file system refused, or gave back something else.
-    pub fn finish(self) -> Result<Written> {
+    /// The file system refused.
+    pub fn finish(self) -> Result<ShardFile> {
         let Self { path, file, mut written } = self;
         file.sync_all().map_err(|e| refused(&path, e))?;
         let length = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
         let pieces: Vec<&Piece> = written.ranges.iter().map(|(_, _, piece)| piece).collect();
         let rest_crc32 = rest_crc32(&file, length, &pieces).map_err(|e| Error::io("read back", &path, e))?;
         written.entry = FileEntry { bytes: length, rest_crc32 };
-        Ok(written)
+        Ok(ShardFile { path, file, written })
+    }
+}
+
+/// A file that is written.
+pub struct ShardFile {
+    path: PathBuf,
+    /// Still open: its directory is renamed.
+    file: File,
+    written: Written,
+}
+
+impl ShardFile {
+    /// What is in it.
+    pub fn written(&self) -> &Written {
+        &self.written
+    }
+
+    /// Reads all numbers again: older checkpoints are removed only once this one gives back what was written.
+    ///
+    /// # Errors
+    /// The file system gave back something else.
+    pub fn read_back(&self) -> Result<()> {
+        let mut block = Vec::new();
+        for (tensor, _, piece) in &self.written.ranges {
+            for stored in &piece.parts {
+                for (index, crc32) in stored.crc32.iter().enumerate() {
+                    block.resize(bytes(BLOCK.min(piece.len - index * BLOCK)) as usize, 0);
+                    let offset = stored.offset + bytes(index * BLOCK);
+                    self.file.read_exact_at(&mut block, offset).map_err(|e| Error::io("read back", &self.path, e))?;
+                    if crc32fast::hash(&block) != *crc32 {
+                        let what = format!("{tensor} reads back otherwise than it was written");
+                        return Err(Error::io("trust", &self.path, what)
+                            .hint("older checkpoints are kept; check the disk and the memory of the node"));
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::shard::{Extent, ShardWriter, Written, file_name};
+use super::shard::{Extent, ShardFile, ShardWriter, file_name};
 use crate::backend::{Kernels, Ledger, Memory};
 use crate::error::Result;
 use crate::parallel::{Owned, Sharded};
@@ -66,7 +66,7 @@ impl<B: Kernels> Snapshot<B> {
     ///
     /// # Errors
     /// The file system refused.
-    pub fn write(&self, dir: &Path, rank: usize, state: &[&str]) -> Result<Written> {
+    pub fn write(&self, dir: &Path, rank: usize, state: &[&str]) -> Result<ShardFile> {
         let mut writer = ShardWriter::create(dir, &file_name(rank), state, &self.extents)?;
         for Place { part, data, extents } in &self.places {
             let values = &self.data[data.clone()];
@@ -87,7 +87,12 @@ impl<B: Kernels> Drop for Snapshot<B> {
 ///
 /// # Errors
 /// The file system refused, or the device failed.
-pub fn write_through<B: Kernels>(sharded: &mut Sharded<B>, dir: &Path, rank: usize, state: &[&str]) -> Result<Written> {
+pub fn write_through<B: Kernels>(
+    sharded: &mut Sharded<B>,
+    dir: &Path,
+    rank: usize,
+    state: &[&str],
+) -> Result<ShardFile> {
     let units = sharded.owned()?;
     let extents: Vec<Extent> = units.iter().flat_map(extents_of).collect();
     let mut writer = ShardWriter::create(dir, &file_name(rank), state, &extents)?;

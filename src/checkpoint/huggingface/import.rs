@@ -66,7 +66,9 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
         files: Default::default(),
         tensors: Default::default(),
     };
-    manifest.enter(vec![writer.finish()?])?;
+    let file = writer.finish()?;
+    file.read_back()?;
+    manifest.enter(vec![file.written().clone()])?;
     manifest.write(staging.path())?;
     staging.publish()?;
     Ok(manifest)
