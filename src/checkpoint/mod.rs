@@ -14,22 +14,17 @@
 //! Nothing in it depends on the ranks that wrote it: any number of ranks in any layout can read it. The format is in
 //! `docs/checkpoint-format.md`.
 
-pub mod describe;
-pub mod diff;
 mod directory;
 mod filesystem;
-pub mod find;
 pub mod huggingface;
 pub mod lease;
-pub mod list;
 mod manifest;
-pub mod prune;
 mod read;
 mod retention;
 mod saver;
 mod shard;
 mod snapshot;
-pub mod verify;
+pub mod tools;
 mod writeback;
 
 use serde::{Deserialize, Serialize};

@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Subcommand, ValueEnum};
 
 use super::{fail, report};
-use crate::checkpoint::describe::describe;
-use crate::checkpoint::verify::{Verified, verify};
-use crate::checkpoint::{Reader, Retention, diff, find, huggingface, list, name_of, prune};
+use crate::checkpoint::tools::describe::describe;
+use crate::checkpoint::tools::verify::{Verified, verify};
+use crate::checkpoint::tools::{diff, find, list, prune};
+use crate::checkpoint::{Reader, Retention, huggingface, name_of};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::telemetry::{grouped, say};
@@ -198,12 +199,13 @@ fn import(args: &ImportArgs) -> Result<()> {
     say(format_args!("{out}: {} tensors, {} parameters", manifest.tensors.len(), grouped(manifest.parameters())));
     say(format_args!(
         "train it: hpctrain train --resume {out} --weights-only --set model.layers={} --set model.heads={} \
-         --set model.width={} --set model.context={} --set model.vocabulary={}",
+         --set model.width={} --set model.context={} --set model.vocabulary={} --set model.bias={}",
         model.layers,
         model.heads,
         model.width,
         model.context,
         model.vocabulary.unwrap_or_default(),
+        model.bias,
     ));
     Ok(())
 }

@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use super::directory::step_of;
-use super::lease::Lease;
-use super::{Checkpoints, manifest};
+use crate::checkpoint::directory::step_of;
+use crate::checkpoint::lease::Lease;
+use crate::checkpoint::{Checkpoints, manifest};
 use crate::error::{Error, Result};
 
 /// The checkpoints of the run at `path`: its directory, or that of its checkpoints.

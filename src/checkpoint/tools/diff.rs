@@ -1,6 +1,6 @@
 //! Where two checkpoints differ, bit by bit.
 
-use super::{Manifest, PARAMS, Reader};
+use crate::checkpoint::{Manifest, PARAMS, Reader};
 use crate::error::Result;
 use crate::telemetry::grouped;
 

@@ -3,8 +3,8 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use super::Manifest;
 use super::list::written;
+use crate::checkpoint::Manifest;
 use crate::data::inspect::table;
 use crate::telemetry::{bytes, grouped};
 

@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::{Duration, UNIX_EPOCH};
 
-use super::directory::name_of;
-use super::{Checkpoints, Manifest};
+use crate::checkpoint::directory::name_of;
+use crate::checkpoint::{Checkpoints, Manifest};
 use crate::data::inspect::table;
 use crate::error::Error;
 use crate::telemetry::{bytes, evaluations};

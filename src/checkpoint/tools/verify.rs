@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{Reader, manifest};
+use crate::checkpoint::{Reader, manifest};
 use crate::telemetry::bytes;
 
 /// What a verification has seen.

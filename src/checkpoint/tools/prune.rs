@@ -1,7 +1,7 @@
 //! Removing checkpoints that need not be kept, when a user asks for it.
 
-use super::retention::{Candidate, removed};
-use super::{Checkpoints, Retention};
+use crate::checkpoint::retention::{Candidate, removed};
+use crate::checkpoint::{Checkpoints, Retention};
 use crate::error::Result;
 
 /// What becomes of the checkpoints that a retention does not ask for.

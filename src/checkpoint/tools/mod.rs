@@ -1,0 +1,8 @@
+//! What people ask of checkpoints without training: `hpctrain checkpoint`.
+
+pub mod describe;
+pub mod diff;
+pub mod find;
+pub mod list;
+pub mod prune;
+pub mod verify;
