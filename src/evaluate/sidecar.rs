@@ -179,7 +179,6 @@ impl<'a> Waiting<'a> {
 
     fn evaluated(&mut self) {
         self.since = Instant::now();
-        self.told = None;
     }
 
     /// What to do next; a checkpoint to be evaluated is left in `claim`.
