@@ -112,6 +112,19 @@ fn check_operations(algorithm: Algorithm) {
     let expected: usize = (0..size).filter(|other| other % 2 == rank % 2).sum();
     assert_eq!(sum.as_slice(), [expected as f32; 5]);
 
+    // Roles: the last rank alone, the others a world of their own, in which groups are made at other times.
+    let alone = |other: usize| usize::from(other + 1 == size && size > 1);
+    let role = comm.role(&(0..size).map(alone).collect::<Vec<_>>()).unwrap();
+    let mates = (0..size).filter(|other| alone(*other) == alone(rank)).count();
+    assert_eq!((role.size(), role.rank()), (mates, if alone(rank) == 1 { 0 } else { rank }));
+    every_operation(&role.world()).unwrap();
+    if alone(rank) == 0 {
+        let all_in_one = role.split(&vec![0; mates]).unwrap();
+        let sum = all_in_one.all_reduce(buf(&[1.0]), 0..1).wait().unwrap();
+        assert_eq!(sum.as_slice(), [mates as f32]);
+        role.clock_offset().unwrap();
+    }
+
     // Everyone sends long messages before anyone receives: they leave in the background.
     if size > 1 {
         let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);

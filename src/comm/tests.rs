@@ -190,6 +190,27 @@ fn groups_work_by_themselves() {
 }
 
 #[test]
+fn a_role_is_a_world() {
+    // Ranks 0, 2 and 4, and ranks 1 and 3, which talk at other times.
+    let results = run(&[0; 5], Algorithm::Tree, |comm| -> Result<()> {
+        let role = comm.role(&[0, 1, 0, 1, 0])?;
+        assert_eq!((role.rank(), role.size()), (comm.rank() / 2, if comm.rank() % 2 == 0 { 3 } else { 2 }));
+        assert_eq!(comm.size(), 5);
+        every_operation(&role.world(), Algorithm::Tree)?;
+        if comm.rank() % 2 == 0 {
+            let (pair, last) = (role.split(&[0, 0, 1])?, role.rank() == 2);
+            assert_eq!(pair.size(), if last { 1 } else { 2 });
+            every_operation(&pair, Algorithm::Ring)?;
+            assert!(role.split(&[0; 5]).is_err());
+        }
+        let told = comm.world().gather_bytes(vec![role.rank() as u8]).wait()?;
+        assert_eq!(told, [[0], [0], [1], [1], [2]]);
+        Ok(())
+    });
+    assert!(results.iter().all(|result| matches!(result, Ok(Ok(())))), "{results:?}");
+}
+
+#[test]
 fn messages_bytes_and_barriers() {
     let results = run(&[0; 3], Algorithm::Ring, |comm| -> Result<()> {
         let (world, rank) = (comm.world(), comm.rank());
