@@ -58,7 +58,7 @@ pub fn run(args: &EvalArgs, launched: bool) -> i32 {
 /// Evaluates as one of the ranks that do; returns the exit code. What goes wrong here does not end the trainer.
 ///
 /// # Errors
-/// Those of [`watch`], in a job of evaluators alone.
+/// Those of [`watch`], in a job of evaluators alone, and those that the evaluators do not share.
 pub fn evaluate(role: &Role, mut request: Request) -> Result<i32> {
     if role.mixed {
         // The trainer knows where it is, also where its run has no name.
@@ -69,7 +69,7 @@ pub fn evaluate(role: &Role, mut request: Request) -> Result<i32> {
     }
     match watch(&role.comm, &request, Cpu::new) {
         Ok(ending) => Ok(exit_code(&ending)),
-        Err(e) if role.mixed => {
+        Err(e) if role.mixed && (e.is_shared() || role.comm.size() == 1) => {
             if role.comm.rank() == 0 {
                 fail(&e.clone().at("evaluator"));
             }

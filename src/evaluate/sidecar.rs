@@ -93,8 +93,11 @@ pub fn watch<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce
         loaded: None,
         claim: None,
     };
-    let queue = request.policy == Policy::Every && root;
-    let _queue = queue.then(|| sidecar.checkpoints.leases().watch_queue()).transpose()?;
+    let watched = match request.policy {
+        Policy::Every if root => sidecar.checkpoints.leases().watch_queue(),
+        _ => Ok(None),
+    };
+    let _queue = world.agree(watched)?;
     let mut waiting = root.then(|| Waiting::new(sidecar.checkpoints.clone(), request));
     loop {
         let decision = waiting.as_mut().map(|waiting| waiting.decide(&sidecar.marks, &mut sidecar.claim)).transpose();
@@ -258,10 +261,11 @@ impl<B: Kernels> Sidecar<'_, B> {
             Err(e) => return Err(e),
         };
         let failed = outcome.is_err();
-        if let Some(claim) = self.claim.take() {
-            self.record(step, id, retries, outcome, begun)?;
-            claim.release();
-        }
+        let recorded = match self.claim.take() {
+            Some(claim) => self.record(step, id, retries, outcome, begun).map(|()| claim.release()),
+            None => Ok(()),
+        };
+        self.comm.world().agree(recorded)?;
         if failed {
             self.loaded = None;
             std::thread::sleep(BETWEEN);
