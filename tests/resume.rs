@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{signal, start};
+use common::launch::{Ended, finish, signal, start};
 use common::runs::{Run, RunFiles, copy};
 use hpctrain::checkpoint::Reader;
 
@@ -95,6 +95,61 @@ fn a_path_starts_another_run_from_a_checkpoint() {
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("branch holds another run"), "{ended}");
     assert_eq!(branch.steps(), reference.steps()[6..]);
+}
+
+/// The command of a run with a flag of `hpctrain train`.
+fn flagged(run: &Run, flag: &str) -> Ended {
+    let mut command = run.command();
+    command.arg(flag);
+    finish(&mut command)
+}
+
+#[test]
+fn weights_alone_begin_another_run() {
+    let root = tempfile::tempdir().unwrap();
+    let base = run(Mpirun(2), root.path(), "base", &["parallel.zero=1"]).succeeds();
+    let from = base.0.to_str().unwrap();
+    // Another seed, other data order, another optimizer.
+    let other = ["run.seed=8", "optimizer.kind=sgd", "run.steps=3"];
+    let tuned = run(Mpirun(2), root.path(), "tuned", &other).resume(from);
+    let ended = flagged(&tuned, "--weights-only").succeeded();
+    assert!(ended.stdout.contains("at step 0 from"), "{ended}");
+    let files = tuned.files();
+    assert_eq!(files.numbers("metrics.jsonl", "step"), [1.0, 2.0, 3.0]);
+    // It saved at once, for its own directory is all that a restart knows of: killed now, it goes on from there.
+    let parameters = |files: &RunFiles, step| {
+        let all = files.tensors(step);
+        all.into_iter().filter(|(name, _)| name.ends_with("part 0")).collect::<Vec<_>>()
+    };
+    assert_eq!(parameters(&files, 0), parameters(&base, STEPS));
+    let whole = RunFiles(root.path().join("whole"));
+    copy(&files.0, &whole.0);
+    std::fs::remove_dir_all(files.checkpoint(3)).unwrap();
+    run(Alone, root.path(), "tuned", &other).resume("auto").succeeds();
+    files.same_as(&whole, 3, "weights alone, then killed");
+    // Every restart of a job script would begin the run again.
+    let ended = flagged(&run(Alone, root.path(), "tuned", &other).resume("auto"), "--weights-only");
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("--resume auto alone afterwards"), "{ended}");
+}
+
+#[test]
+fn the_optimizer_can_be_left_behind() {
+    let root = tempfile::tempdir().unwrap();
+    let base = run(Alone, root.path(), "base", &[]).succeeds();
+    let from = base.checkpoint(6);
+    let asked = run(Mpirun(2), root.path(), "fresh", &["optimizer.kind=sgd"]).resume(from.to_str().unwrap());
+    let ended = asked.ends();
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(
+        ended.stderr.contains("checkpoint of another optimizer") && ended.stderr.contains("--skip-optimizer"),
+        "{ended}"
+    );
+    flagged(&asked, "--skip-optimizer").succeeded();
+    let files = asked.files();
+    assert_eq!(files.numbers("metrics.jsonl", "step"), [7.0, 8.0, 9.0]);
+    let manifest = Reader::open(&files.checkpoint(STEPS)).unwrap().manifest().clone();
+    assert_eq!((manifest.step, manifest.updates, manifest.position), (9, 3, 9 * 16));
 }
 
 #[test]
