@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::lease::Leases;
 use super::retention::{Candidate, Retention, removed};
-use super::{Manifest, Reader};
+use super::{Manifest, REFUSED, Reader};
 use crate::error::{Error, Result};
 use crate::telemetry::evaluations::{self, Evaluation};
 
@@ -94,7 +94,10 @@ impl Checkpoints {
 
     /// Forgets a checkpoint that could not be written.
     pub fn abandon(&self, staging: &Path) {
-        if let Err(e) = self.discard(staging) {
+        // It may not even have been created.
+        if staging.exists()
+            && let Err(e) = self.discard(staging)
+        {
             log::warn!("{e}");
         }
     }
@@ -109,7 +112,7 @@ impl Checkpoints {
         if path.exists() {
             self.discard(&path)?;
         }
-        fs::rename(staging, &path).map_err(|e| Error::io("publish", &path, e))?;
+        fs::rename(staging, &path).map_err(|e| Error::io("publish", &path, e).hint(REFUSED))?;
         sync(&self.root)?;
         self.link(&self.latest(), &path)?;
         sync(&self.root)?;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use super::manifest::{Origin, VERSION};
 use super::shard::Written;
 use super::snapshot::{Snapshot, write_through};
-use super::{Checkpoints, Manifest, Progress, Retention};
+use super::{Checkpoints, Manifest, Progress, REFUSED, Retention};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::backend::Kernels;
 use crate::comm::Group;
@@ -141,14 +141,13 @@ impl<B: Kernels> Saver<B> {
                 snapshot.take(sharded)?;
                 log::info!("step {}: state copied in {:.1} ms", progress.step, begun.elapsed().as_secs_f64() * 1e3);
                 Task::start("writer", move || {
-                    let create = || std::fs::create_dir_all(&staging).map_err(|e| Error::io("create", &staging, e));
-                    let written = create().and_then(|()| snapshot.write(&staging, rank, state));
+                    let written = create(&staging).and_then(|()| snapshot.write(&staging, rank, state));
                     (Some(snapshot), written)
                 })?
             }
             None => {
-                let create = std::fs::create_dir_all(&staging).map_err(|e| Error::io("create", &staging, e));
-                Task::Ready((None, create.and_then(|()| write_through(sharded, &staging, rank, state))))
+                let written = create(&staging).and_then(|()| write_through(sharded, &staging, rank, state));
+                Task::Ready((None, written))
             }
         };
         let through = matches!(write, Task::Ready(_));
@@ -244,6 +243,11 @@ impl<B: Kernels> Saver<B> {
         })
         .map(Some)
     }
+}
+
+/// Creates the directory that a checkpoint is written in; another rank may have.
+fn create(staging: &Path) -> Result<()> {
+    std::fs::create_dir_all(staging).map_err(|e| Error::io("create", staging, e).hint(REFUSED))
 }
 
 impl Job {

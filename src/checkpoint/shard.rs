@@ -11,8 +11,8 @@ use std::path::{Path, PathBuf};
 use hdf5::plist::dataset_create::{AllocTime, FillTime};
 use serde::{Deserialize, Serialize};
 
-use super::PARAMS;
 use super::manifest::{BLOCK, FileEntry, Piece, Stored};
+use super::{PARAMS, REFUSED};
 use crate::data::one_line;
 use crate::error::{Error, Result};
 
@@ -63,12 +63,8 @@ impl ShardWriter {
     /// The file system refused.
     pub fn create(dir: &Path, name: &str, state: &[&str], extents: &[Extent]) -> Result<Self> {
         let path = dir.join(name);
-        let refused = |e: &dyn std::fmt::Display| {
-            Error::io("write the checkpoint", &path, e)
-                .hint("check the free space and permissions there; the last published checkpoint is kept")
-        };
-        let offsets = lay_out(&path, state, extents).map_err(|e| refused(&one_line(&e)))?;
-        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| refused(&e))?;
+        let offsets = lay_out(&path, state, extents).map_err(|e| refused(&path, one_line(&e)))?;
+        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| refused(&path, e))?;
         let ranges = extents.iter().zip(offsets).map(|(extent, offsets)| {
             let parts = offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
             let Extent { tensor, shape, range } = extent.clone();
@@ -110,8 +106,7 @@ impl ShardWriter {
 }
 
 fn refused(path: &Path, e: impl std::fmt::Display) -> Error {
-    Error::io("write the checkpoint", path, e)
-        .hint("check the free space and permissions there; the last published checkpoint is kept")
+    Error::io("write the checkpoint", path, e).hint(REFUSED)
 }
 
 /// Creates the file; returns the place of every part of every extent.

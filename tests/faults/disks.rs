@@ -152,7 +152,7 @@ fn a_read_only_root_is_refused() {
 }
 
 /// Changes one bit.
-fn flip(path: &Path, offset: u64) {
+pub fn flip(path: &Path, offset: u64) {
     let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
     let mut byte = [0];
     file.read_exact_at(&mut byte, offset).unwrap();
