@@ -124,22 +124,33 @@ impl Checkpoints {
     /// # Errors
     /// The file system refused.
     pub fn point_to_best(&self, evaluated: &[Evaluation]) -> Result<()> {
-        let steps = self.steps();
-        match evaluations::best(evaluated, &steps) {
-            Some((step, _)) if fs::read_link(self.best()).ok() != Some(name_of(step).into()) => {
-                self.link(&self.best(), &self.path(step))
-            }
-            _ => Ok(()),
+        self.point_to_best_of(&self.steps(), evaluated)
+    }
+
+    /// Points `best` at one of `steps`; without one that has a loss it points nowhere, rather than to what is gone.
+    fn point_to_best_of(&self, steps: &[u64], evaluated: &[Evaluation]) -> Result<()> {
+        let link = self.best();
+        match (evaluations::best(evaluated, steps), fs::read_link(&link)) {
+            (Some((step, _)), Ok(target)) if target == Path::new(&name_of(step)) => Ok(()),
+            (Some((step, _)), _) => self.link(&link, &self.path(step)),
+            (None, _) => match fs::remove_file(&link) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &link, e)),
+                _ => Ok(()),
+            },
         }
     }
 
-    /// Removes the checkpoints that need not be kept. One that somebody holds a lease on stays, and is looked at again
-    /// the next time.
+    /// Removes the checkpoints that need not be kept; `best` is one that stays. One that somebody holds a lease on
+    /// stays, and is looked at again the next time.
     ///
     /// # Errors
     /// The file system refused.
     pub fn retain(&self, retention: &Retention, evaluated: &[Evaluation]) -> Result<()> {
-        for step in self.removable(retention, evaluated) {
+        let removable = self.removable(retention, evaluated);
+        let mut left = self.steps();
+        left.retain(|step| !removable.contains(step));
+        self.point_to_best_of(&left, evaluated)?;
+        for step in removable {
             self.discard_unless_leased(step)?;
         }
         Ok(())

@@ -278,8 +278,6 @@ impl Job {
         manifest.enter(written)?;
         manifest.write(staging)?;
         self.checkpoints.publish(progress.step, staging)?;
-        let evaluated = self.checkpoints.evaluated();
-        self.checkpoints.point_to_best(&evaluated)?;
-        self.checkpoints.retain(&Retention::of(&self.config.checkpoint), &evaluated)
+        self.checkpoints.retain(&Retention::of(&self.config.checkpoint), &self.checkpoints.evaluated())
     }
 }

@@ -8,7 +8,7 @@ use crate::common::runs::{Run, RunFiles};
 use crate::observer::Observer;
 use crate::{LARGE, kill, lines, ranks, saves};
 
-const STEPS: u64 = 40;
+const STEPS: u64 = 30;
 
 /// Who runs between two kills, and in which layout.
 const LAYOUTS: [(Transport, &[&str]); 8] = [
@@ -48,16 +48,16 @@ struct Tally {
 }
 
 fn killed(transport: Transport, root: &std::path::Path, name: &str, settings: &[&str]) -> Run {
-    let steps = ["run.steps=40", "eval.every=5"];
+    let steps = ["run.steps=30", "eval.every=5"];
     Run::new(transport, root, name, &[&LARGE[..], &steps, settings].concat())
 }
 
 #[test]
 fn killed_runs_equal_undisturbed_ones() {
-    let kills = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(24, |number| number.parse().unwrap());
+    let kills = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(20, |number| number.parse().unwrap());
     let root = tempfile::tempdir().unwrap();
     let reference = killed(Alone, root.path(), "reference", &["checkpoint.when_busy=wait"]).succeeds();
-    assert_eq!(reference.evaluations().len(), 8);
+    assert_eq!(reference.evaluations().len(), 6);
 
     let mut dice = Dice(0x5eed);
     let mut tally = Tally::default();
@@ -110,7 +110,7 @@ fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
         // Into the writing, the manifest, the renames, the removal of the oldest.
         std::thread::sleep(Duration::from_millis(dice.below(5) * dice.below(30)));
     } else {
-        let moment = Duration::from_millis(dice.below(1200));
+        let moment = Duration::from_millis(dice.below(1000));
         let begun = Instant::now();
         wait(&mut job, || begun.elapsed() >= moment);
     }

@@ -1,7 +1,7 @@
 //! Faults: jobs that are killed, interrupted, short of disk, or left with damaged files. Whatever happens, what is
 //! published is whole, and the run that is continued leaves what the undisturbed one leaves, bit by bit.
 //!
-//! `HPCTRAIN_FAULT_RUNS` is the number of kills, 24 without.
+//! `HPCTRAIN_FAULT_RUNS` is the number of kills, 20 without.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 #[path = "../common/mod.rs"]

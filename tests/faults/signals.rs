@@ -106,7 +106,7 @@ fn interrupted_runs_go_on_as_if_nothing_was() {
 fn a_signal_ends_an_evaluation() {
     const STEPS: u64 = 4;
     let root = tempfile::tempdir().unwrap();
-    let slow = ["model.layers=4", "model.width=96", "run.steps=4", "eval.every=2", "eval.samples=2400"];
+    let slow = ["model.layers=4", "model.width=96", "run.steps=4", "eval.every=2", "eval.samples=1200"];
     let run = |transport: Transport, name: &str| {
         let more = ["parallel.lanes=4", "parallel.zero=3"];
         let more = if transport == Alone { &more[..1] } else { &more };
@@ -125,7 +125,7 @@ fn a_signal_ends_an_evaluation() {
         let mut job = start(&mut asked.command());
         let ranks = listening(&asked, &mut job, signal);
         until_step(&mut job, &files, 2);
-        std::thread::sleep(Duration::from_millis(200));
+        std::thread::sleep(Duration::from_millis(50));
         send(if let To::Rank(rank) = to { ranks[rank] } else { job.id() }, signal);
         let ended = job.finish(LIMIT);
         preempted(&ended, &files, transport);
