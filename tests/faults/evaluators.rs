@@ -15,7 +15,7 @@ use crate::common::launch::{LIMIT, Running, handles, mpirun, program, send, star
 use crate::common::program as executable;
 use crate::common::runs::{Run, RunFiles, json};
 use crate::disks::flip;
-use crate::{kill, lines, preempted, until_step};
+use crate::{kill, lines, preempted, ranks, until_step};
 
 const STEPS: u64 = 12;
 /// Saved every second step; an evaluation takes some hundred milliseconds.
@@ -378,4 +378,34 @@ fn training_stops_when_it_no_longer_helps() {
     stopped(&files);
     // The last one was evaluated as well.
     assert!(losses(&files).contains_key(&(files.steps().len() as u64)));
+}
+
+#[test]
+fn a_shared_job_is_interrupted_and_goes_on() {
+    const STEPS: u64 = 30;
+    let root = tempfile::tempdir().unwrap();
+    let more = ["run.steps=30", "checkpoint.every=10", "eval.samples=30", "model.width=128", "model.layers=4"];
+    let reference =
+        Run::new(Alone, root.path(), "reference", &[&SETTINGS[..], &["eval.every=10"], &more].concat()).succeeds();
+    // To all of the job, or to one who trains.
+    for signal in [SIGUSR1, SIGTERM] {
+        let run = trainer(Mpirun(3), root.path(), &more);
+        let files = run.files();
+        let mixed = ["--evaluators", "1", "--policy", "every"];
+        let mut job = start(run.command().args(mixed));
+        until_step(&mut job, &files, 12);
+        let target = if signal == SIGUSR1 { job.id() } else { ranks(&run)[1] };
+        send(target, signal);
+        preempted(&job.finish(LIMIT), &files, Mpirun(2));
+        let at = files.steps().len() as u64;
+        assert!((12..STEPS).contains(&at), "at step {at}");
+        start(run.resume("auto").command().args(mixed)).finish(LIMIT).succeeded();
+        assert_eq!(files.steps(), reference.steps());
+        let mut found = losses(&files);
+        if !at.is_multiple_of(10) {
+            assert!(found.remove(&at).is_some(), "step {at}");
+        }
+        assert_eq!(found, losses(&reference));
+        std::fs::remove_dir_all(&files.0).unwrap();
+    }
 }
