@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{Ended, finish, signal, start};
+use common::launch::{Ended, finish, processes, rank_of, send, start};
 use common::runs::{Run, RunFiles, copy};
 use hpctrain::checkpoint::Reader;
 
@@ -312,23 +312,13 @@ fn a_killed_rank_ends_the_job_and_the_run_continues() {
         assert!(job.runs() && begun.elapsed() < Duration::from_secs(30), "no checkpoint of step 20");
         std::thread::sleep(Duration::from_millis(2));
     }
-    signal("KILL", &rank(job.id(), 1).to_string());
+    let ranks = processes(asked.root.to_str().unwrap());
+    send(ranks.into_iter().find(|pid| rank_of(*pid) == Some(1)).unwrap(), libc::SIGKILL);
     let ended = job.finish(Duration::from_secs(15));
     assert!(!ended.status.success(), "{ended}");
     assert!(!files.path("run.json").exists() && !files.checkpoint(LONG).exists(), "the run had ended: {ended}");
 
     asked.resume("auto").succeeds().same_as(&reference, LONG, "after a rank was killed");
-}
-
-/// The process of a rank of the mpirun with this number.
-fn rank(mpirun: u32, rank: usize) -> u32 {
-    let children = std::fs::read_to_string(format!("/proc/{mpirun}/task/{mpirun}/children")).unwrap();
-    let variable = format!("OMPI_COMM_WORLD_RANK={rank}");
-    let is_it = |pid: &u32| {
-        let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-        environment.split(|&byte| byte == 0).any(|one| one == variable.as_bytes())
-    };
-    children.split_whitespace().map(|pid| pid.parse().unwrap()).find(is_it).unwrap()
 }
 
 /// What a kill between two renames leaves is not taken for a checkpoint, and does not stay for ever.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::filesystem;
 use super::lease::Leases;
 use super::retention::{Candidate, Retention, removed};
-use super::{Manifest, Reader};
+use super::{Manifest, REFUSED, Reader};
 use crate::error::{Error, Result};
 use crate::telemetry::evaluations::{self, Evaluation};
 
@@ -98,7 +98,10 @@ impl Checkpoints {
 
     /// Forgets a checkpoint that could not be written.
     pub fn abandon(&self, staging: &Path) {
-        if let Err(e) = self.discard(staging) {
+        // It may not even have been created.
+        if staging.exists()
+            && let Err(e) = self.discard(staging)
+        {
             log::warn!("{e}");
         }
     }
@@ -113,7 +116,7 @@ impl Checkpoints {
         if path.exists() {
             self.discard(&path)?;
         }
-        fs::rename(staging, &path).map_err(|e| Error::io("publish", &path, e))?;
+        fs::rename(staging, &path).map_err(|e| Error::io("publish", &path, e).hint(REFUSED))?;
         sync(&self.root)?;
         self.link(&self.latest(), &path)?;
         sync(&self.root)?;
@@ -125,35 +128,34 @@ impl Checkpoints {
     /// # Errors
     /// The file system refused.
     pub fn point_to_best(&self, evaluated: &[Evaluation]) -> Result<()> {
-        let steps = self.steps();
-        match evaluations::best(evaluated, &steps) {
-            Some((step, _)) if fs::read_link(self.best()).ok() != Some(name_of(step).into()) => {
-                self.link(&self.best(), &self.path(step))
-            }
-            _ => Ok(()),
+        self.point_to_best_of(&self.steps(), evaluated)
+    }
+
+    /// Points `best` at one of `steps`; without one that has a loss it points nowhere, rather than to what is gone.
+    fn point_to_best_of(&self, steps: &[u64], evaluated: &[Evaluation]) -> Result<()> {
+        let link = self.best();
+        match (evaluations::best(evaluated, steps), fs::read_link(&link)) {
+            (Some((step, _)), Ok(target)) if target == Path::new(&name_of(step)) => Ok(()),
+            (Some((step, _)), _) => self.link(&link, &self.path(step)),
+            (None, _) => match fs::remove_file(&link) {
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &link, e)),
+                _ => Ok(()),
+            },
         }
     }
 
-    /// Removes the checkpoints that need not be kept. One that somebody holds a lease on stays, and is looked at again
-    /// the next time.
+    /// Removes the checkpoints that need not be kept; `best` is one that stays. One that somebody holds a lease on
+    /// stays, and is looked at again the next time.
     ///
     /// # Errors
     /// The file system refused.
     pub fn retain(&self, retention: &Retention, evaluated: &[Evaluation]) -> Result<()> {
-        for step in self.removable(retention, evaluated) {
+        let removable = self.removable(retention, evaluated);
+        let mut left = self.steps();
+        left.retain(|step| !removable.contains(step));
+        self.point_to_best_of(&left, evaluated)?;
+        for step in removable {
             self.discard_unless_leased(step)?;
-        }
-        self.drop_dangling_best()
-    }
-
-    /// Removes the link `best` if its checkpoint is gone: with `checkpoint.keep_best = 0` no rule keeps it.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn drop_dangling_best(&self) -> Result<()> {
-        let best = self.best();
-        if best.is_symlink() && !best.exists() {
-            fs::remove_file(&best).map_err(|e| Error::io("remove", &best, e))?;
         }
         Ok(())
     }

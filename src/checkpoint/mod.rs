@@ -38,6 +38,9 @@ pub use saver::{Job, Published, Saver};
 /// Datasets with parameters are under this group; optimizer state is under the name of its buffer.
 pub const PARAMS: &str = "params";
 
+/// What to do when a checkpoint could not be written.
+const REFUSED: &str = "check the free space and permissions there; the last published checkpoint is kept";
+
 /// How far a run is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {

@@ -15,7 +15,7 @@ use super::directory::sync;
 use super::manifest::{Origin, VERSION};
 use super::shard::{ShardFile, Written};
 use super::snapshot::{Snapshot, write_through};
-use super::{Checkpoints, Manifest, Progress, Retention};
+use super::{Checkpoints, Manifest, Progress, REFUSED, Retention};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::backend::Kernels;
 use crate::comm::Group;
@@ -147,14 +147,13 @@ impl<B: Kernels> Saver<B> {
                 snapshot.take(sharded)?;
                 log::info!("step {}: state copied in {:.1} ms", progress.step, begun.elapsed().as_secs_f64() * 1e3);
                 Task::start("writer", move || {
-                    let create = || std::fs::create_dir_all(&staging).map_err(|e| Error::io("create", &staging, e));
-                    let written = create().and_then(|()| snapshot.write(&staging, rank, state));
+                    let written = create(&staging).and_then(|()| snapshot.write(&staging, rank, state));
                     (Some(snapshot), written)
                 })?
             }
             None => {
-                let create = std::fs::create_dir_all(&staging).map_err(|e| Error::io("create", &staging, e));
-                Task::Ready((None, create.and_then(|()| write_through(sharded, &staging, rank, state))))
+                let written = create(&staging).and_then(|()| write_through(sharded, &staging, rank, state));
+                Task::Ready((None, written))
             }
         };
         let through = matches!(write, Task::Ready(_));
@@ -258,6 +257,11 @@ impl<B: Kernels> Saver<B> {
     }
 }
 
+/// Creates the directory that a checkpoint is written in; another rank may have.
+fn create(staging: &Path) -> Result<()> {
+    std::fs::create_dir_all(staging).map_err(|e| Error::io("create", staging, e).hint(REFUSED))
+}
+
 impl Job {
     /// Where the checkpoint of a step is written.
     fn staging(&self, step: u64) -> PathBuf {
@@ -293,10 +297,8 @@ impl Job {
         self.checkpoints.publish(progress.step, staging).map(drop)
     }
 
-    /// Moves `best`, and removes what is not to be kept.
+    /// Removes what is not to be kept.
     fn retain(&self) -> Result<()> {
-        let evaluated = self.checkpoints.evaluated();
-        self.checkpoints.point_to_best(&evaluated)?;
-        self.checkpoints.retain(&Retention::of(&self.config.checkpoint), &evaluated)
+        self.checkpoints.retain(&Retention::of(&self.config.checkpoint), &self.checkpoints.evaluated())
     }
 }

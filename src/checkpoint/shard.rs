@@ -12,7 +12,7 @@ use hdf5::plist::dataset_create::{AllocTime, FillTime};
 use serde::{Deserialize, Serialize};
 
 use super::manifest::{BLOCK, FileEntry, Piece, Stored};
-use super::{PARAMS, writeback};
+use super::{PARAMS, REFUSED, writeback};
 use crate::data::one_line;
 use crate::error::{Error, Result};
 
@@ -145,8 +145,7 @@ impl ShardFile {
 }
 
 fn refused(path: &Path, e: impl std::fmt::Display) -> Error {
-    Error::io("write the checkpoint", path, e)
-        .hint("check the free space and permissions there; the last published checkpoint is kept")
+    Error::io("write the checkpoint", path, e).hint(REFUSED)
 }
 
 /// Creates the file; returns the place of every part of every extent.

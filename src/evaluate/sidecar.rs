@@ -81,7 +81,10 @@ pub fn watch<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce
     let root = world.rank() == 0;
     world.agree(await_run(request))?;
     let directory = RunDirectory::at(&request.run);
-    let log = directory.logs_path().join(format!("evaluator-{:05}.log", world.rank()));
+    let logs = directory.logs_path();
+    // A copy of a run's checkpoints may have none.
+    world.agree(std::fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e)))?;
+    let log = logs.join(format!("evaluator-{:05}.log", world.rank()));
     world.agree(logging::to_file(&log, log::LevelFilter::Info))?;
     let mut sidecar = Sidecar {
         comm,

@@ -97,14 +97,23 @@ pub struct Running {
     child: Child,
     /// Holds what it prints.
     folder: tempfile::TempDir,
-    /// More jobs would only take turns on the cores.
-    _turn: MutexGuard<'static, ()>,
+    /// More jobs would only take turns on the cores. None of one that runs beside another of the same test.
+    _turn: Option<MutexGuard<'static, ()>>,
 }
 
 /// Starts a program in a process group of its own.
 pub fn start(command: &mut Command) -> Running {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    spawn(command, Some(turn))
+}
+
+/// Starts a program that has to do with another one of the same test, which runs already.
+pub fn start_beside(_first: &Running, command: &mut Command) -> Running {
+    spawn(command, None)
+}
+
+fn spawn(command: &mut Command, turn: Option<MutexGuard<'static, ()>>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let file = |name| File::create(folder.path().join(name)).unwrap();
     command.stdin(std::process::Stdio::null()).stdout(file("stdout")).stderr(file("stderr")).process_group(0);
@@ -127,6 +136,24 @@ impl Running {
     /// Whether it has not ended.
     pub fn runs(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()
+    }
+
+    /// What it has printed so far, to standard output and to standard error.
+    pub fn printed(&self) -> String {
+        let ended = self.ended(ExitStatus::default());
+        ended.stdout + &ended.stderr
+    }
+
+    /// Waits until something is so; panics with what was printed if the program ends before, or it takes too long.
+    #[track_caller]
+    pub fn until(&mut self, what: &str, mut is_so: impl FnMut() -> bool) {
+        let begun = Instant::now();
+        while !is_so() {
+            let goes_on = self.runs() && begun.elapsed() < LIMIT;
+            // It may have come true just before the end.
+            assert!(goes_on || is_so(), "never {what}: {}", self.printed());
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Waits for the end; panics with what was printed if it takes longer than `limit`.
@@ -174,6 +201,38 @@ impl Drop for Running {
             self.end();
         }
     }
+}
+
+/// The processes whose command lines contain `words`, such as the path of a run: those of a job and its launcher.
+pub fn processes(words: &str) -> Vec<u32> {
+    let numbers = std::fs::read_dir("/proc").unwrap().flatten();
+    let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    // A process that has ended but was not waited for has an empty command line.
+    let is_one = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&line).contains(words)
+    };
+    numbers.filter(is_one).collect()
+}
+
+/// The rank of a process that `mpirun` started.
+pub fn rank_of(pid: u32) -> Option<usize> {
+    let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let mut variables = environment.split(|&byte| byte == 0).filter_map(|one| std::str::from_utf8(one).ok());
+    variables.find_map(|one| one.strip_prefix("OMPI_COMM_WORLD_RANK=")?.parse().ok())
+}
+
+/// Whether a process has a handler for a signal.
+pub fn handles(pid: u32, signal: i32) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let caught = status.lines().find_map(|line| u64::from_str_radix(line.strip_prefix("SigCgt:")?.trim(), 16).ok());
+    caught.is_some_and(|caught| caught & (1 << (signal - 1)) != 0)
+}
+
+/// Sends a signal to a process at once. That it is gone already is no failure.
+pub fn send(pid: u32, signal: i32) {
+    // SAFETY: touches no memory of this process.
+    unsafe { libc::kill(pid as libc::pid_t, signal) };
 }
 
 /// Sends a signal to a process, or to a group of them with a minus before its number.

@@ -40,6 +40,5 @@ pub fn prune(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning
     }
     held.sort_unstable();
     checkpoints.point_to_best(&checkpoints.evaluated())?;
-    checkpoints.drop_dangling_best()?;
     Ok(Pruning { removed: gone, held })
 }

@@ -1,0 +1,212 @@
+//! Disks that are full, read-only, or give back other bytes than they were given.
+
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use hpctrain::checkpoint::{Checkpoints, Reader};
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::{Ended, LIMIT, start};
+use crate::common::runs::{Run, RunFiles, copy};
+use crate::{LARGE, saves};
+
+/// A file system in memory, unmounted in the end.
+struct Tmpfs(PathBuf);
+
+impl Tmpfs {
+    /// Mounts one of a size such as `14m` on a directory; none where this user may not.
+    fn mount(at: &Path, size: &str) -> Option<Self> {
+        std::fs::create_dir_all(at).unwrap();
+        let mut mount = Command::new("mount");
+        let output = mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(at).output();
+        if output.is_ok_and(|output| output.status.success()) {
+            return Some(Self(at.to_path_buf()));
+        }
+        println!("skipped: this user may not mount file systems");
+        None
+    }
+
+    /// Mounts it again with other options; false if it is in use.
+    fn remount(&self, options: &str) -> bool {
+        let mut mount = Command::new("mount");
+        mount.args(["-o", &format!("remount,{options}")]).arg(&self.0).output().unwrap().status.success()
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        // Lazily: a test that failed may have left a process there.
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+/// Panics unless a job ended with exit code 2, one error with these words, and a hint.
+#[track_caller]
+fn refused(ended: &Ended, words: &[&str]) {
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+    for word in words.iter().chain(&["hint:"]) {
+        assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
+    }
+}
+
+/// Panics unless there is one checkpoint, the one of this step, `latest` points to it, and its last byte is right.
+#[track_caller]
+fn only_whole_one(files: &RunFiles, step: u64) {
+    let checkpoints = Checkpoints::new(files.path("checkpoints"));
+    assert_eq!(checkpoints.steps(), [step]);
+    assert_eq!(checkpoints.latest().canonicalize().unwrap(), checkpoints.path(step).canonicalize().unwrap());
+    let mut reader = Reader::open(&checkpoints.latest()).unwrap();
+    let names: Vec<String> = reader.manifest().files.keys().cloned().collect();
+    names.iter().for_each(|name| reader.verify(name).unwrap());
+    assert!(!saves(files), "leftovers");
+}
+
+const STEPS: u64 = 6;
+
+/// Saves every second step and keeps one checkpoint.
+fn large(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
+    let settings = ["run.steps=6", "eval.every=2", "checkpoint.keep=1", "checkpoint.keep_best=0"];
+    Run::new(transport, root, name, &[&LARGE[..], &settings, more].concat())
+}
+
+/// How checkpoints are written in these tests.
+const WAYS: [(Transport, &[&str]); 4] = [
+    (Alone, &["checkpoint.asynchronous=true"]),
+    (Alone, &["checkpoint.asynchronous=false"]),
+    (Mpirun(2), &["checkpoint.asynchronous=true", "parallel.zero=0"]),
+    (Mpirun(2), &["checkpoint.asynchronous=false", "parallel.zero=2"]),
+];
+
+#[test]
+fn a_full_disk_ends_the_run_and_costs_no_checkpoint() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = large(Alone, root.path(), "reference", &[]).succeeds();
+    for (i, (transport, way)) in WAYS.into_iter().enumerate() {
+        let asked = large(transport, root.path(), &format!("x-{i}"), way);
+        let files = asked.files();
+        // Room for one checkpoint and a half.
+        let Some(disk) = Tmpfs::mount(&files.path("checkpoints"), "14m") else { return };
+        let ended = asked.ends();
+        refused(&ended, &["cannot write", "step-00000004", "/rank-0000", ".h5", "No space left", "step 4"]);
+        only_whole_one(&files, 2);
+        // Nothing has changed: nothing is lost.
+        refused(&asked.clone().resume("auto").ends(), &["No space left"]);
+        only_whole_one(&files, 2);
+        assert!(disk.remount("size=64m"));
+        asked.clone().resume("auto").succeeds().same_as(&reference, STEPS, &format!("{transport:?} {way:?}"));
+    }
+}
+
+/// The first checkpoint is one too many already, and records are on the same disk.
+#[test]
+fn a_disk_that_was_always_full_is_named() {
+    let root = tempfile::tempdir().unwrap();
+    let Some(_disk) = Tmpfs::mount(root.path(), "5m") else { return };
+    for (transport, way) in WAYS {
+        let name = format!("{transport:?}-{}", way[0].contains("true"));
+        let ended = large(transport, root.path(), &name, way).ends();
+        refused(&ended, &["cannot write", "No space left"]);
+        std::fs::remove_dir_all(root.path().join(name)).unwrap();
+    }
+}
+
+#[test]
+fn a_disk_that_turns_read_only_ends_the_run() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = large(Alone, root.path(), "reference", &[]).succeeds();
+    for (i, (transport, way)) in WAYS.into_iter().enumerate() {
+        // After the first checkpoint, which one that comes late may have replaced.
+        let asked = large(transport, root.path(), &format!("x-{i}"), &[way, &["run.steps=1000"]].concat());
+        let files = asked.files();
+        let Some(disk) = Tmpfs::mount(&files.path("checkpoints"), "64m") else { return };
+        let mut job = start(&mut asked.command());
+        job.until("turned read-only", || files.checkpoint(2).exists() && disk.remount("ro"));
+        let ended = job.finish(LIMIT);
+        refused(&ended, &["Read-only file system", "checkpoints"]);
+        let refused_again = asked.clone().resume("auto").ends();
+        assert!(disk.remount("rw"));
+        let checkpoints = Checkpoints::new(files.path("checkpoints"));
+        let latest = checkpoints.steps().into_iter().next_back().unwrap();
+        let mut reader = Reader::open(&checkpoints.latest()).unwrap();
+        reader.check_files(0, 1).unwrap();
+        assert_eq!(reader.manifest().step, latest);
+        refused(&refused_again, &["Read-only file system"]);
+        if latest <= STEPS {
+            let resumed = large(transport, root.path(), &asked.name, way).resume("auto").succeeds();
+            resumed.same_as(&reference, STEPS, &format!("{transport:?} {way:?}"));
+        }
+    }
+}
+
+#[test]
+fn a_read_only_root_is_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let Some(disk) = Tmpfs::mount(root.path(), "8m") else { return };
+    assert!(disk.remount("ro"));
+    for transport in [Alone, Mpirun(2), Simulate(2)] {
+        let ended = Run::new(transport, root.path(), "x", &[]).ends();
+        refused(&ended, &["cannot create", &root.path().display().to_string(), "Read-only file system", "run.root"]);
+    }
+}
+
+/// Changes one bit.
+pub fn flip(path: &Path, offset: u64) {
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).unwrap();
+    file.write_all_at(&[byte[0] ^ 1 << (offset % 7)], offset).unwrap();
+}
+
+#[test]
+fn a_bit_that_flipped_anywhere_is_found() {
+    const STEPS: u64 = 9;
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["run.steps=9", "checkpoint.every=3", "eval.every=3", "parallel.lanes=4", "parallel.zero=2"];
+    let run = |transport, name: &str| {
+        let settings = if transport == Alone { &settings[..4] } else { &settings };
+        Run::new(transport, root.path(), name, &[settings, &["checkpoint.keep=9"]].concat())
+    };
+    let whole = run(Mpirun(2), "whole").succeeds();
+    // As it was when the checkpoint of step 9 was not there yet.
+    std::fs::remove_file(whole.path("run.json")).unwrap();
+    let reference = RunFiles(root.path().join("reference"));
+    copy(&whole.0, &reference.0);
+    std::fs::remove_dir_all(whole.checkpoint(9)).unwrap();
+
+    let mut damages: Vec<(String, Option<u64>)> = Vec::new();
+    for entry in whole.checkpoint(6).read_dir().unwrap() {
+        let entry = entry.unwrap();
+        let (name, length) = (entry.file_name().into_string().unwrap(), entry.metadata().unwrap().len());
+        let offsets = match name.ends_with(".h5") {
+            true => vec![0, 1, 13, 47, 99, length / 5, length / 3, length / 2, length * 7 / 8, length - 1],
+            false => vec![0, 9, length / 2, length - 1],
+        };
+        damages.extend(offsets.into_iter().map(|offset| (name.clone(), Some(offset))));
+        damages.push((name, None));
+    }
+    assert_eq!(damages.len(), 2 * 5 + 2 * 11);
+    for (i, (name, offset)) in damages.iter().enumerate() {
+        let files = RunFiles(root.path().join(format!("x-{i}")));
+        copy(&whole.0, &files.0);
+        let path = files.checkpoint(6).join(name);
+        match offset {
+            Some(offset) => flip(&path, *offset),
+            None => std::fs::remove_file(&path).unwrap(),
+        }
+        let transport = [Alone, Simulate(2), Alone, Mpirun(2)][i % 4];
+        let ended = run(transport, &format!("x-{i}")).resume("auto").ends().succeeded();
+        let what = format!("{name}, byte {offset:?}");
+        let warnings: Vec<_> = ended.stderr.lines().filter(|line| line.starts_with("warn: ")).collect();
+        assert!(warnings[0].contains("passing over") && warnings[0].contains(name), "{what}: {ended}");
+        assert!(warnings[0].contains("step-00000006"), "{what}: {ended}");
+        assert!(ended.stdout.contains("at step 3 from"), "{what}: {ended}");
+        files.same_as(&reference, STEPS, &what);
+        // It was written again.
+        let mut reader = Reader::open(&files.checkpoint(6)).unwrap();
+        reader.check_files(0, 1).unwrap();
+        assert_eq!(files.tensors(6), reference.tensors(6), "{what}");
+        std::fs::remove_dir_all(&files.0).unwrap();
+    }
+}

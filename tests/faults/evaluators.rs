@@ -1,0 +1,411 @@
+//! Evaluators beside trainers: killed, slow, too many, or with nothing to do.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::process::Command;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use hpctrain::checkpoint::Checkpoints;
+use hpctrain::telemetry::evaluations::{self, Evaluation, Status};
+use libc::{SIGTERM, SIGUSR1};
+
+use crate::common::launch::Transport::{self, Alone, Mpirun};
+use crate::common::launch::{LIMIT, Running, handles, mpirun, program, send, start, start_beside};
+use crate::common::program as executable;
+use crate::common::runs::{Run, RunFiles, json};
+use crate::disks::flip;
+use crate::{kill, lines, preempted, ranks, until_step};
+
+const STEPS: u64 = 12;
+/// Saved every second step; an evaluation takes some hundred milliseconds.
+const SETTINGS: [&str; 5] =
+    ["run.steps=12", "checkpoint.every=2", "checkpoint.keep=20", "parallel.lanes=4", "eval.samples=3000"];
+
+/// A trainer that leaves evaluation to others.
+fn trainer(transport: Transport, root: &Path, more: &[&str]) -> Run {
+    Run::new(transport, root, "x", &[&SETTINGS[..], &["eval.inline=false"], more].concat())
+}
+
+/// Bits of the validation losses that the trainer itself finds, by step.
+fn inline_losses() -> &'static BTreeMap<u64, u64> {
+    static LOSSES: OnceLock<BTreeMap<u64, u64>> = OnceLock::new();
+    LOSSES.get_or_init(|| {
+        let root = tempfile::tempdir().unwrap();
+        let files = Run::new(Alone, root.path(), "x", &[&SETTINGS[..], &["eval.every=2"]].concat()).succeeds();
+        let losses = losses(&files);
+        assert_eq!(losses.keys().copied().collect::<Vec<_>>(), [2, 4, 6, 8, 10, 12]);
+        losses
+    })
+}
+
+/// An evaluator of a run on some ranks.
+fn evaluator(ranks: usize, files: &RunFiles, more: &[&str]) -> Command {
+    let mut command = match ranks {
+        1 => program(["eval"]),
+        _ => {
+            let mut command = mpirun(ranks);
+            command.arg(executable()).arg("eval");
+            command
+        }
+    };
+    command.arg("--run").arg(&files.0).args(more);
+    command
+}
+
+/// Options of an evaluator that leaves out nothing.
+const EVERY: [&str; 3] = ["--watch", "--policy", "every"];
+
+fn read(files: &RunFiles) -> Vec<Evaluation> {
+    evaluations::read(&files.path(evaluations::FILE))
+}
+
+/// Bits of the losses by step; panics if a save was evaluated twice.
+#[track_caller]
+fn losses(files: &RunFiles) -> BTreeMap<u64, u64> {
+    let done: Vec<_> = read(files).into_iter().filter(|one| one.status == Status::Done).collect();
+    let losses: BTreeMap<u64, u64> = done.iter().map(|one| (one.step, one.loss.unwrap().to_bits())).collect();
+    assert_eq!(losses.len(), done.len(), "a checkpoint was evaluated twice: {done:#?}");
+    losses
+}
+
+/// Panics unless `best` is the checkpoint with the lowest loss of those that are there.
+#[track_caller]
+fn best_is_best(files: &RunFiles) {
+    let checkpoints = Checkpoints::new(files.path("checkpoints"));
+    let (best, _) = evaluations::best(&read(files), &checkpoints.steps()).unwrap();
+    assert_eq!(checkpoints.best().canonicalize().unwrap(), checkpoints.path(best).canonicalize().unwrap());
+}
+
+/// The leases on checkpoints of a run.
+fn leases(files: &RunFiles) -> Vec<String> {
+    let Ok(entries) = files.path("checkpoints/.leases").read_dir() else { return Vec::new() };
+    let names = entries.flatten().map(|entry| entry.file_name().into_string().unwrap());
+    names.filter(|name| name.ends_with(".lease")).collect()
+}
+
+/// Waits until an evaluator has claimed a checkpoint.
+#[track_caller]
+fn until_it_evaluates(evaluator: &mut Running, files: &RunFiles) {
+    evaluator.until("evaluates", || leases(files).iter().any(|name| name.ends_with(".evaluate.lease")));
+}
+
+/// Starts an evaluator of a run that has not begun, and waits until it says so.
+fn waiting_evaluator(ranks: usize, files: &RunFiles, more: &[&str]) -> Running {
+    std::fs::create_dir_all(files.path("checkpoints")).unwrap();
+    let mut job = start(&mut evaluator(ranks, files, more));
+    let mut text = String::new();
+    while !text.contains("waiting for the first checkpoint") {
+        assert!(job.runs(), "{text}");
+        std::thread::sleep(Duration::from_millis(10));
+        text = job.printed();
+    }
+    job
+}
+
+#[test]
+fn a_killed_evaluator_begins_again_where_it_was() {
+    let inline = inline_losses();
+    for ranks in [1, 2] {
+        let root = tempfile::tempdir().unwrap();
+        let files = trainer(Alone, root.path(), &[]).succeeds();
+        assert!(read(&files).is_empty());
+        for done in [0, 2, 3] {
+            let mut job = start(&mut evaluator(ranks, &files, &EVERY));
+            job.until("has evaluated some", || lines(&files.path(evaluations::FILE)) >= done);
+            until_it_evaluates(&mut job, &files);
+            std::thread::sleep(Duration::from_millis(60 * done as u64));
+            for pid in crate::common::launch::processes(files.0.to_str().unwrap()) {
+                kill(pid);
+            }
+            assert!(!job.finish(LIMIT).status.success());
+            assert!(!leases(&files).is_empty());
+        }
+        start(&mut evaluator(ranks, &files, &EVERY)).finish(LIMIT).succeeded();
+        assert_eq!(losses(&files), *inline, "{ranks} ranks");
+        assert_eq!(read(&files).len(), inline.len());
+        best_is_best(&files);
+        // What the killed ones held of checkpoints is gone; that they once watched is of no matter to anybody.
+        assert!(leases(&files).iter().all(|name| name.starts_with("queue-")), "{:?}", leases(&files));
+    }
+}
+
+/// The trainer removes checkpoints while the evaluator reads.
+#[test]
+fn the_latest_is_evaluated_while_others_go() {
+    let root = tempfile::tempdir().unwrap();
+    let more =
+        ["run.steps=400", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=0", "eval.samples=30"];
+    let run = trainer(Mpirun(2), root.path(), &more);
+    let files = run.files();
+    let evaluator = waiting_evaluator(1, &files, &["--watch"]);
+    start_beside(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
+    let ended = evaluator.finish(LIMIT).succeeded();
+    let all = read(&files);
+    assert!(all.iter().all(|one| one.status == Status::Done), "{ended}");
+    assert_eq!(all.last().unwrap().step, 400, "{ended}");
+    let evaluated = losses(&files).len();
+    assert!((2..400).contains(&evaluated), "{evaluated}: {ended}");
+}
+
+#[test]
+fn nothing_is_skipped_however_slow_the_evaluator_is() {
+    let inline = inline_losses();
+    for ranks in [1, 2] {
+        let root = tempfile::tempdir().unwrap();
+        let run = trainer(Alone, root.path(), &["checkpoint.keep=1", "checkpoint.keep_best=0"]);
+        let files = run.files();
+        let evaluator = waiting_evaluator(ranks, &files, &EVERY);
+        start_beside(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
+        evaluator.finish(LIMIT).succeeded();
+        assert_eq!(losses(&files), *inline, "{ranks} ranks");
+        best_is_best(&files);
+    }
+}
+
+#[test]
+fn a_slow_evaluator_of_the_latest_skips_some() {
+    let inline = inline_losses();
+    let root = tempfile::tempdir().unwrap();
+    let run = trainer(Alone, root.path(), &["checkpoint.keep=1"]);
+    let files = run.files();
+    let evaluator = waiting_evaluator(1, &files, &["--watch", "--policy", "latest"]);
+    start_beside(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
+    evaluator.finish(LIMIT).succeeded();
+    let losses = losses(&files);
+    assert!(losses.len() < inline.len() && losses.contains_key(&STEPS), "{losses:?}");
+    assert!(losses.iter().all(|(step, loss)| inline[step] == *loss), "{losses:?}");
+    best_is_best(&files);
+}
+
+#[test]
+fn two_evaluators_share_the_work() {
+    let inline = inline_losses();
+    let root = tempfile::tempdir().unwrap();
+    let files = trainer(Alone, root.path(), &[]).succeeds();
+    let first = start(&mut evaluator(1, &files, &EVERY));
+    let second = start_beside(&first, &mut evaluator(2, &files, &EVERY));
+    first.finish(LIMIT).succeeded();
+    second.finish(LIMIT).succeeded();
+    assert_eq!(losses(&files), *inline);
+    best_is_best(&files);
+}
+
+/// `best` is there also when retention does not spare it, and never points to nothing.
+#[test]
+fn the_best_of_those_that_are_left() {
+    let root = tempfile::tempdir().unwrap();
+    for (steps, keep_best) in (3..=8).flat_map(|steps| [(steps, 0), (steps, 1)]) {
+        // Losses jump: the best is an old one now and then.
+        let fast = ["optimizer.lr=0.5", "eval.every=1", "checkpoint.every=1", "checkpoint.keep=1"];
+        let more = [format!("run.steps={steps}"), format!("checkpoint.keep_best={keep_best}")];
+        let settings = [&fast[..], &[&more[0], &more[1]]].concat();
+        let files = Run::new(Alone, root.path(), &format!("{steps}-{keep_best}"), &settings).succeeds();
+        best_is_best(&files);
+    }
+}
+
+/// What a process left that died on this node is no lease.
+#[test]
+fn the_dead_keep_nothing_from_being_removed_or_evaluated() {
+    let inline = inline_losses();
+    let root = tempfile::tempdir().unwrap();
+    let run = trainer(Alone, root.path(), &["checkpoint.keep=1", "checkpoint.keep_best=0"]);
+    let files = run.files();
+    let folder = files.path("checkpoints/.leases");
+    std::fs::create_dir_all(&folder).unwrap();
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    // More than the kernel gives out.
+    let holder = format!("{{\"host\":{:?},\"pid\":4194305,\"started\":1}}", host.trim());
+    for name in ["queue-dead", "step-00000002.dead", "step-00000004.evaluate", "step-00000012.evaluate"] {
+        std::fs::write(folder.join(format!("{name}.lease")), &holder).unwrap();
+    }
+    run.succeeds();
+    let checkpoints = Checkpoints::new(files.path("checkpoints"));
+    assert_eq!(checkpoints.steps(), [STEPS]);
+    start(&mut evaluator(1, &files, &EVERY)).finish(LIMIT).succeeded();
+    assert_eq!(losses(&files), BTreeMap::from([(STEPS, inline[&STEPS])]));
+    assert!(leases(&files).is_empty(), "{:?}", leases(&files));
+}
+
+#[test]
+fn an_evaluator_ends_when_nothing_comes() {
+    let root = tempfile::tempdir().unwrap();
+    let files = trainer(Alone, root.path(), &["eval.samples=30"]).succeeds();
+    // Without the mark the run may go on at any time.
+    std::fs::remove_file(files.path("END")).unwrap();
+    let ended = start(&mut evaluator(1, &files, &["--watch", "--timeout", "1s"])).finish(LIMIT).succeeded();
+    assert!(ended.stdout.contains("waiting for the next checkpoint"), "{ended}");
+    assert!(ended.stdout.contains("no checkpoint to evaluate came for 1s"), "{ended}");
+    assert_eq!(losses(&files).len(), 1);
+    // Who does not watch does not wait.
+    let ended = start(&mut evaluator(2, &files, &["--policy", "every"])).finish(LIMIT).succeeded();
+    assert!(ended.stdout.contains("every checkpoint is evaluated"), "{ended}");
+    assert_eq!(losses(&files).len(), 6);
+    // Nor does who waits for a first checkpoint, but for his time.
+    let none = RunFiles(root.path().join("none"));
+    let waiting = waiting_evaluator(1, &none, &["--watch", "--timeout", "1s"]);
+    let ended = waiting.finish(LIMIT).succeeded();
+    assert!(ended.stdout.contains("no checkpoint to evaluate came"), "{ended}");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_given_up_and_the_next_evaluated() {
+    let inline = inline_losses();
+    let root = tempfile::tempdir().unwrap();
+    let files = trainer(Mpirun(2), root.path(), &[]).succeeds();
+    flip(&files.checkpoint(4).join("rank-00001.h5"), 40_000);
+    std::fs::remove_file(files.checkpoint(6).join("rank-00000.h5")).unwrap();
+    flip(&files.checkpoint(8).join("manifest.json"), 200);
+    let ended = start(&mut evaluator(2, &files, &EVERY)).finish(LIMIT).succeeded();
+    let sound = inline.iter().filter(|(step, _)| ![4, 6, 8].contains(*step));
+    assert_eq!(losses(&files), sound.map(|(step, loss)| (*step, *loss)).collect(), "{ended}");
+    let all = read(&files);
+    for (step, file) in [(4, "rank-00001.h5"), (6, "rank-00000.h5")] {
+        let of_it: Vec<_> = all.iter().filter(|one| one.step == step).collect();
+        let statuses: Vec<Status> = of_it.iter().map(|one| one.status).collect();
+        assert_eq!(statuses, [Status::Retried, Status::Retried, Status::Failed], "step {step}: {ended}");
+        assert!(of_it.iter().all(|one| one.error.as_ref().unwrap().contains(file)), "{of_it:#?}");
+    }
+    // What has no name cannot be recorded.
+    assert!(all.iter().all(|one| one.step != 8), "{ended}");
+    assert!(ended.stderr.contains("cannot evaluate") && ended.stderr.contains("step-00000008"), "{ended}");
+    best_is_best(&files);
+}
+
+#[test]
+fn an_interrupted_evaluator_asks_to_be_started_again() {
+    let inline = inline_losses();
+    for (ranks, signal) in [(1, SIGTERM), (2, SIGUSR1)] {
+        let root = tempfile::tempdir().unwrap();
+        let files = trainer(Alone, root.path(), &["checkpoint.keep=20"]).succeeds();
+        let mut job = start(&mut evaluator(ranks, &files, &EVERY));
+        until_it_evaluates(&mut job, &files);
+        // To mpirun, which passes it on.
+        send(job.id(), signal);
+        let ended = job.finish(LIMIT);
+        assert_eq!(ended.code(), 75, "{ended}");
+        assert!(leases(&files).is_empty(), "{:?}", leases(&files));
+        start(&mut evaluator(ranks, &files, &EVERY)).finish(LIMIT).succeeded();
+        assert_eq!(losses(&files), *inline);
+    }
+    // While it waits.
+    let root = tempfile::tempdir().unwrap();
+    let job = waiting_evaluator(1, &RunFiles(root.path().join("x")), &["--watch"]);
+    assert!(handles(job.id(), SIGTERM));
+    send(job.id(), SIGTERM);
+    let ended = job.finish(LIMIT);
+    assert_eq!(ended.code(), 75, "{ended}");
+}
+
+#[test]
+fn an_evaluator_outlives_an_interrupted_trainer() {
+    const STEPS: u64 = 40;
+    let root = tempfile::tempdir().unwrap();
+    let more = ["run.steps=40", "checkpoint.every=10", "eval.samples=30", "model.width=128", "model.layers=4"];
+    let reference =
+        Run::new(Alone, root.path(), "reference", &[&SETTINGS[..], &["eval.every=10"], &more].concat()).succeeds();
+    let run = trainer(Mpirun(2), root.path(), &more);
+    let files = run.files();
+    let mut evaluator = waiting_evaluator(1, &files, &EVERY);
+    let mut job = start_beside(&evaluator, &mut run.command());
+    until_step(&mut job, &files, 15);
+    send(job.id(), SIGUSR1);
+    preempted(&job.finish(LIMIT), &files, Mpirun(2));
+    let at = files.steps().len() as u64;
+    let mut printed = String::new();
+    while !printed.contains("the trainer was interrupted: waiting for it to go on") {
+        assert!(evaluator.runs(), "{printed}");
+        std::thread::sleep(Duration::from_millis(10));
+        printed = evaluator.printed();
+    }
+    start_beside(&evaluator, &mut run.clone().resume("auto").command()).finish(LIMIT).succeeded();
+    evaluator.finish(LIMIT).succeeded();
+    let mut found = losses(&files);
+    assert!(at < STEPS && found.contains_key(&at), "step {at}: {found:?}");
+    if !at.is_multiple_of(10) {
+        found.remove(&at);
+    }
+    assert_eq!(found, losses(&reference));
+}
+
+#[test]
+fn trainers_and_evaluators_share_a_job() {
+    let inline = inline_losses();
+    let root = tempfile::tempdir().unwrap();
+    // Two programs in one job.
+    let run = trainer(Mpirun(2), root.path(), &[]);
+    let files = run.files();
+    let mut command = run.command();
+    command.args([":", "-np", "1"]).arg(executable()).arg("eval").arg("--run").arg(&files.0).args(EVERY);
+    start(&mut command).finish(LIMIT).succeeded();
+    assert_eq!(losses(&files), *inline);
+    assert_eq!(json(&files.path("END"))["status"], "finished");
+    std::fs::remove_dir_all(&files.0).unwrap();
+
+    // One program, one of whose ranks evaluates.
+    let run = trainer(Mpirun(3), root.path(), &[]);
+    let mut command = run.command();
+    start(command.args(["--evaluators", "1", "--policy", "every"])).finish(LIMIT).succeeded();
+    assert_eq!(losses(&files), *inline);
+    assert_eq!(json(&files.path("END"))["status"], "finished");
+    best_is_best(&files);
+}
+
+#[test]
+fn training_stops_when_it_no_longer_helps() {
+    let root = tempfile::tempdir().unwrap();
+    // So fast that losses jump.
+    let settings = ["optimizer.lr=0.5", "eval.patience=1", "run.steps=100000000", "checkpoint.every=5"];
+    let stopped = |files: &RunFiles| {
+        let end = json(&files.path("END"));
+        assert_eq!(end["status"], "finished", "{end}");
+        assert!(end["why"].as_str().unwrap().contains("no validation loss lower than"), "{end}");
+        assert_eq!(end["step"].as_u64().unwrap(), files.steps().len() as u64);
+        assert!(files.checkpoint(files.steps().len() as u64).exists() && files.path("run.json").exists());
+    };
+    for transport in [Alone, Mpirun(2)] {
+        let name = format!("{transport:?}");
+        let files = Run::new(transport, root.path(), &name, &[&settings[..], &["eval.every=5"]].concat()).succeeds();
+        stopped(&files);
+        best_is_best(&files);
+    }
+    let run = trainer(Mpirun(2), root.path(), &[&settings[..], &["eval.samples=30"]].concat());
+    let files = run.files();
+    let evaluator = waiting_evaluator(1, &files, &["--watch"]);
+    start_beside(&evaluator, &mut run.command()).finish(LIMIT).succeeded();
+    evaluator.finish(LIMIT).succeeded();
+    stopped(&files);
+    // The last one was evaluated as well.
+    assert!(losses(&files).contains_key(&(files.steps().len() as u64)));
+}
+
+#[test]
+fn a_shared_job_is_interrupted_and_goes_on() {
+    const STEPS: u64 = 30;
+    let root = tempfile::tempdir().unwrap();
+    let more = ["run.steps=30", "checkpoint.every=10", "eval.samples=30", "model.width=128", "model.layers=4"];
+    let reference =
+        Run::new(Alone, root.path(), "reference", &[&SETTINGS[..], &["eval.every=10"], &more].concat()).succeeds();
+    // To all of the job, or to one who trains.
+    for signal in [SIGUSR1, SIGTERM] {
+        let run = trainer(Mpirun(3), root.path(), &more);
+        let files = run.files();
+        let mixed = ["--evaluators", "1", "--policy", "every"];
+        let mut job = start(run.command().args(mixed));
+        until_step(&mut job, &files, 12);
+        let target = if signal == SIGUSR1 { job.id() } else { ranks(&run)[1] };
+        send(target, signal);
+        preempted(&job.finish(LIMIT), &files, Mpirun(2));
+        let at = files.steps().len() as u64;
+        assert!((12..STEPS).contains(&at), "at step {at}");
+        start(run.resume("auto").command().args(mixed)).finish(LIMIT).succeeded();
+        assert_eq!(files.steps(), reference.steps());
+        let mut found = losses(&files);
+        if !at.is_multiple_of(10) {
+            assert!(found.remove(&at).is_some(), "step {at}");
+        }
+        assert_eq!(found, losses(&reference));
+        std::fs::remove_dir_all(&files.0).unwrap();
+    }
+}

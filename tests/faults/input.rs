@@ -1,0 +1,44 @@
+//! What cannot be done is refused with a hint.
+
+use crate::common::launch::Transport::{Alone, Mpirun};
+use crate::common::launch::{finish, mpirun, program};
+use crate::common::program as executable;
+use crate::common::runs::Run;
+
+#[test]
+fn an_evaluator_of_nonsense_ends_with_a_hint() {
+    let root = tempfile::tempdir().unwrap();
+    let file = root.path().join("file");
+    std::fs::write(&file, "no run").unwrap();
+    let absent = root.path().join("absent/absent");
+    for (run, watch, words) in [
+        (root.path(), true, "is no run's directory"),
+        (&*file, true, "is no run's directory"),
+        (&*root.path().join("absent"), false, "does not exist"),
+        // There is nothing that a trainer could make it in.
+        (&*absent, true, "does not exist"),
+    ] {
+        let watch = if watch { &["--watch"][..] } else { &[] };
+        let place = run.to_str().unwrap();
+        let mut alone = program(["eval", "--run", place]);
+        let mut two = mpirun(2);
+        two.arg(executable()).args(["eval", "--run", place]);
+        for command in [alone.args(watch), two.args(watch)] {
+            let ended = finish(command);
+            assert_eq!(ended.code(), 2, "{ended}");
+            assert!(ended.stderr.contains(words) && ended.stderr.contains("hint: give the directory"), "{ended}");
+            assert!(ended.stderr.contains(place) && ended.stderr.matches("error:").count() == 1, "{ended}");
+        }
+    }
+}
+
+#[test]
+fn a_time_limit_must_be_a_time() {
+    let root = tempfile::tempdir().unwrap();
+    for transport in [Alone, Mpirun(2)] {
+        let ended = Run::new(transport, root.path(), "x", &["run.time_limit=\"soon\""]).ends();
+        assert_eq!(ended.code(), 2, "{ended}");
+        assert!(ended.stderr.contains("run.time_limit") && ended.stderr.contains("soon"), "{ended}");
+        assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+    }
+}

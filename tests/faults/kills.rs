@@ -1,0 +1,154 @@
+//! Kills: of one rank or of all, at any moment and in the middle of a save, again and again.
+
+use std::time::{Duration, Instant};
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::{LIMIT, Running, processes, start};
+use crate::common::runs::{Run, RunFiles};
+use crate::observer::Observer;
+use crate::{LARGE, kill, lines, ranks, saves};
+
+const STEPS: u64 = 30;
+
+/// Who runs between two kills, and in which layout.
+const LAYOUTS: [(Transport, &[&str]); 8] = [
+    (Mpirun(2), &["parallel.zero=0"]),
+    (Mpirun(4), &["parallel.zero=3"]),
+    (Alone, &["parallel.zero=0", "checkpoint.asynchronous=false"]),
+    (Mpirun(2), &["parallel.zero=2"]),
+    (Simulate(2), &["parallel.zero=1"]),
+    (Mpirun(4), &["parallel.zero=1", "parallel.shard=2", "checkpoint.when_busy=skip"]),
+    (Mpirun(1), &["parallel.zero=0"]),
+    (Mpirun(2), &["parallel.zero=3", "checkpoint.asynchronous=false"]),
+];
+
+/// Random numbers, the same in every run of the test.
+struct Dice(u64);
+
+impl Dice {
+    /// A number below `limit`.
+    fn below(&mut self, limit: u64) -> u64 {
+        // xorshift64*
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) % limit
+    }
+}
+
+/// What was killed so far.
+#[derive(Debug, Default)]
+struct Tally {
+    /// Of them in the middle of a save.
+    in_saves: u64,
+    one_rank: u64,
+    all: u64,
+    /// Runs that were killed again and again, and came to their end.
+    runs: u64,
+}
+
+fn killed(transport: Transport, root: &std::path::Path, name: &str, settings: &[&str]) -> Run {
+    let steps = ["run.steps=30", "eval.every=5"];
+    Run::new(transport, root, name, &[&LARGE[..], &steps, settings].concat())
+}
+
+#[test]
+fn killed_runs_equal_undisturbed_ones() {
+    let kills = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(20, |number| number.parse().unwrap());
+    let root = tempfile::tempdir().unwrap();
+    let reference = killed(Alone, root.path(), "reference", &["checkpoint.when_busy=wait"]).succeeds();
+    assert_eq!(reference.evaluations().len(), 6);
+
+    let mut dice = Dice(0x5eed);
+    let mut tally = Tally::default();
+    let mut number = 0;
+    while number < kills {
+        // A run of its own for every so many kills: it must come to an end.
+        let name = format!("killed-{}", tally.runs);
+        let files = RunFiles(root.path().join(&name));
+        let observer = Observer::of(files.path("checkpoints"));
+        for _ in 0..8 {
+            // In another order every time: each layout is killed in all ways.
+            let (transport, settings) = LAYOUTS[(number + number / 8) as usize % LAYOUTS.len()];
+            let run = killed(transport, root.path(), &name, settings).resume("auto");
+            if number == kills || !disturb(&run, number, &mut dice, &mut tally) {
+                break;
+            }
+            number += 1;
+        }
+        let (transport, settings) = LAYOUTS[dice.below(LAYOUTS.len() as u64) as usize];
+        killed(transport, root.path(), &name, settings).resume("auto").succeeds();
+        files.same_as(&reference, STEPS, &name);
+        let latest = files.path("checkpoints/latest");
+        assert_eq!(latest.canonicalize().unwrap(), files.checkpoint(STEPS).canonicalize().unwrap());
+        assert!(!saves(&files), "{name}: leftovers");
+        let seen = observer.finish();
+        assert!(seen.looks > 20 && seen.verified > 20 && seen.latest > 10, "{seen:?}");
+        println!("{name}: {seen:?}");
+        tally.runs += 1;
+    }
+    println!("{kills} kills: {tally:?}");
+    assert!(kills < 20 || tally.in_saves > 0 && tally.one_rank > 0 && tally.all > 0, "{tally:?}");
+}
+
+/// Starts a run and kills it: in the middle of a save, or at a moment between its first instruction and its last. False
+/// if it had ended before.
+fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
+    let files = run.files();
+    let done = lines(&files.path("metrics.jsonl"));
+    let mut job = start(&mut run.command());
+    let in_save = number.is_multiple_of(2);
+    if in_save {
+        // Leftovers of the kill before go when the run begins.
+        let begins = || files.path("logs").join("rank-00000.log").exists() && !saves(&files);
+        let begun = Instant::now();
+        while job.runs() && !begins() && begun.elapsed() < LIMIT {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        let later = dice.below(3);
+        let wanted = done.saturating_sub(2) + 2 * later as usize;
+        wait(&mut job, || lines(&files.path("metrics.jsonl")) >= wanted && saves(&files));
+        // Into the writing, the manifest, the renames, the removal of the oldest.
+        std::thread::sleep(Duration::from_millis(dice.below(5) * dice.below(30)));
+    } else {
+        let moment = Duration::from_millis(dice.below(1000));
+        let begun = Instant::now();
+        wait(&mut job, || begun.elapsed() >= moment);
+    }
+    if !job.runs() {
+        job.finish(LIMIT).succeeded();
+        return false;
+    }
+    tally.in_saves += u64::from(saves(&files));
+
+    let victims = ranks(run);
+    let all = dice.below(2) == 0 || victims.is_empty();
+    if all {
+        tally.all += 1;
+        kill(job.id());
+        victims.into_iter().for_each(kill);
+    } else {
+        tally.one_rank += 1;
+        kill(victims[dice.below(victims.len() as u64) as usize]);
+    }
+    let ended = job.finish(LIMIT);
+    assert!(!ended.status.success() || files.path("run.json").exists(), "{ended}");
+    // Without their launcher some may live on for a while. A scheduler would end them before it starts the job again.
+    let of_run = format!("run.root={}", run.root.display());
+    while let left = processes(&of_run)
+        && !left.is_empty()
+    {
+        left.into_iter().for_each(kill);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    true
+}
+
+/// Waits until something is so, or the job has ended.
+fn wait(job: &mut Running, is_so: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while job.runs() && !is_so() {
+        assert!(begun.elapsed() < LIMIT, "hangs: {}", job.printed());
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}

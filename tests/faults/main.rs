@@ -1,0 +1,86 @@
+//! Faults: jobs that are killed, interrupted, short of disk, or left with damaged files. Whatever happens, what is
+//! published is whole, and the run that is continued leaves what the undisturbed one leaves, bit by bit.
+//!
+//! `HPCTRAIN_FAULT_RUNS` is the number of kills, 20 without.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod disks;
+mod evaluators;
+mod input;
+mod kills;
+mod observer;
+mod signals;
+
+use std::path::Path;
+
+use common::launch::{Ended, Running, Transport, processes, rank_of, send};
+use common::runs::{Run, RunFiles, json};
+
+/// A network whose checkpoint takes 9 MB, so that a save takes a while, and a step some 50 ms. Four lanes: the same bits
+/// on up to four ranks.
+const LARGE: [&str; 8] = [
+    "model.layers=4",
+    "model.width=128",
+    "model.heads=4",
+    "model.dropout=0.1",
+    "parallel.lanes=4",
+    "eval.samples=16",
+    "checkpoint.keep=2",
+    "checkpoint.every=2",
+];
+
+/// Panics unless a job asked to be continued, in every record it leaves.
+#[track_caller]
+fn preempted(ended: &Ended, files: &RunFiles, transport: Transport) {
+    assert_eq!(ended.code(), 75, "{ended}");
+    assert_eq!(json(&files.path("END"))["status"], "preempted", "{ended}");
+    assert!(!files.path("run.json").exists(), "{ended}");
+    let ranks = match transport {
+        Transport::Alone => 1,
+        Transport::Mpirun(ranks) => ranks,
+        // Threads share the log of one of them.
+        Transport::Simulate(_) => 0,
+    };
+    for rank in 0..ranks {
+        let log = files.text(&format!("logs/rank-{rank:05}.log"));
+        assert!(log.lines().last().unwrap().contains("Preempted"), "rank {rank}: {log}");
+    }
+}
+
+/// The processes of a run's ranks, in their order; incomplete while they start.
+fn ranks(run: &Run) -> Vec<u32> {
+    let all = processes(&format!("run.root={}", run.root.display()));
+    match run.transport {
+        Transport::Alone | Transport::Simulate(_) => all,
+        Transport::Mpirun(_) => {
+            let mut ranks: Vec<(usize, u32)> = all.iter().filter_map(|pid| Some((rank_of(*pid)?, *pid))).collect();
+            ranks.sort_unstable();
+            ranks.into_iter().map(|(_, pid)| pid).collect()
+        }
+    }
+}
+
+/// Whether a checkpoint of a run is being written.
+fn saves(files: &RunFiles) -> bool {
+    let Ok(entries) = files.path("checkpoints").read_dir() else { return false };
+    entries.flatten().any(|entry| entry.file_name().to_string_lossy().contains(".tmp-"))
+}
+
+/// Lines of a file, however many are there by now.
+fn lines(path: &Path) -> usize {
+    std::fs::read_to_string(path).unwrap_or_default().lines().count()
+}
+
+/// Waits until a run has taken so many steps.
+#[track_caller]
+fn until_step(job: &mut Running, files: &RunFiles, step: usize) {
+    job.until(&format!("at step {step}"), || lines(&files.path("metrics.jsonl")) >= step);
+}
+
+/// Kills a process.
+fn kill(pid: u32) {
+    send(pid, libc::SIGKILL);
+}
