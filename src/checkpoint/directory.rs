@@ -113,13 +113,13 @@ impl Checkpoints {
     pub fn publish(&self, step: u64, staging: &Path) -> Result<PathBuf> {
         let path = self.path(step);
         sync(staging)?;
-        if path.exists() {
-            self.discard(&path)?;
-        }
+        // One of the same step is damaged. Its removal takes a while, and `latest` may point to it: it comes last.
+        let replaced = self.set_aside(&path)?;
         fs::rename(staging, &path).map_err(|e| Error::io("publish", &path, e).hint(REFUSED))?;
         sync(&self.root)?;
         self.link(&self.latest(), &path)?;
         sync(&self.root)?;
+        replaced.map_or(Ok(()), |trash| remove(&trash))?;
         Ok(path)
     }
 
@@ -243,17 +243,22 @@ impl Checkpoints {
             .map_err(|e| Error::io("link", link, e))
     }
 
-    /// Removes a directory: renamed first, so that no reader sees half of it under its name.
+    /// Removes a directory, if it exists: renamed first, so that no reader sees half of it under its name.
     fn discard(&self, path: &Path) -> Result<()> {
+        self.set_aside(path)?.map_or(Ok(()), |trash| remove(&trash))
+    }
+
+    /// Renames a directory to one that is to be removed; none if it does not exist.
+    fn set_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let trash = self.root.join(format!("{TRASH}{name}"));
         if trash.exists() {
             remove(&trash)?;
         }
         match fs::rename(path, &trash) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
-            Err(e) => Err(Error::io("remove", path, e)),
-            Ok(()) => remove(&trash),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(Error::io("remove", path, e).hint(REFUSED)),
+            Ok(()) => Ok(Some(trash)),
         }
     }
 }

@@ -19,8 +19,8 @@ use std::path::Path;
 use common::launch::{Ended, Running, Transport, processes, rank_of, send};
 use common::runs::{Run, RunFiles, json};
 
-/// A network whose checkpoint takes 9 MB, so that a save takes a while, and a step some 50 ms. Four lanes: the same bits
-/// on up to four ranks.
+/// A network whose checkpoint takes 9 MB, so that a save takes a while, and a step some 50 ms. Four lanes: the same
+/// bits on up to four ranks.
 const LARGE: [&str; 8] = [
     "model.layers=4",
     "model.width=128",

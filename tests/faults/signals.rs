@@ -196,7 +196,7 @@ fn a_time_limit_is_kept() {
 fn the_end_that_slurm_sets_is_kept() {
     let root = tempfile::tempdir().unwrap();
     let run = endless(Mpirun(2), root.path(), &[]);
-    let limit = Duration::from_secs(9);
+    let limit = Duration::from_secs(10);
     let end = SystemTime::now().duration_since(UNIX_EPOCH).unwrap() + limit;
     ends_in_time(&run, run.command().env("SLURM_JOB_END_TIME", end.as_secs().to_string()), limit);
 }
