@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::config::Time;
+use crate::error::{Error, Result};
 
 /// Environment variable in which Slurm tells when it will end the job, in seconds since 1970.
 const SLURM_END: &str = "SLURM_JOB_END_TIME";
@@ -55,6 +56,18 @@ impl Budget {
         self.end.is_some_and(|end| Instant::now() + self.needed() >= end)
     }
 
+    /// A job that must end before its first step would be started again for ever.
+    ///
+    /// # Errors
+    /// Its time is up.
+    pub fn check(&self) -> Result<()> {
+        match self.told() {
+            Some(told) if self.is_up() => Err(Error::input(format!("no time to train: {told}"))
+                .hint("raise run.time_limit, or the time limit of the Slurm job")),
+            _ => Ok(()),
+        }
+    }
+
     /// For people: when the job must be over, and what is kept for its end.
     pub fn told(&self) -> Option<String> {
         let left = self.end?.saturating_duration_since(Instant::now());
@@ -82,6 +95,10 @@ mod tests {
     fn the_end_begins_early_enough() {
         // 25 seconds are needed: two saves of 1 GB at 100 MB/s, and the reserve.
         assert!(!of(30).is_up() && of(24).is_up());
+        assert!(of(30).check().is_ok());
+        assert!(
+            of(24).check().unwrap_err().to_string().contains("no time to train: 23s left, of which the end takes 25s")
+        );
         let mut slow = of(60);
         slow.stepped(Duration::from_secs(20));
         slow.stepped(Duration::from_secs(1));

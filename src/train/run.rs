@@ -192,6 +192,7 @@ impl<'a, B: Kernels> Run<'a, B> {
         let records = if root { Some(Records::open(&directory, &plan, progress.step, exchange.found)) } else { None };
         let records = world.agree(records.transpose())?;
         let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.sharded.parameters());
+        world.agree(if root { budget.check() } else { Ok(()) })?;
         let orders = Orders::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
         if root {
             let facts = banner::Facts {
