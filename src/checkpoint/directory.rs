@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::filesystem;
 use super::lease::Leases;
 use super::retention::{Candidate, Retention, removed};
-use super::{Manifest, REFUSED, Reader};
+use super::{Manifest, Reader, refused};
 use crate::error::{Error, Result};
 use crate::telemetry::evaluations::{self, Evaluation};
 
@@ -86,7 +86,7 @@ impl Checkpoints {
             } else if name.starts_with(TRASH) || entry.path().is_dir() && name.ends_with(".tmp") {
                 remove(&entry.path())
             } else if name.starts_with('.') && name.ends_with(".tmp") {
-                fs::remove_file(entry.path()).map_err(|e| Error::io("remove", &entry.path(), e))
+                fs::remove_file(entry.path()).map_err(|e| refused("remove", &entry.path(), e))
             } else {
                 Ok(())
             };
@@ -115,7 +115,7 @@ impl Checkpoints {
         sync(staging)?;
         // One of the same step is damaged. Its removal takes a while, and `latest` may point to it: it comes last.
         let replaced = self.set_aside(&path)?;
-        fs::rename(staging, &path).map_err(|e| Error::io("publish", &path, e).hint(REFUSED))?;
+        fs::rename(staging, &path).map_err(|e| refused("publish", &path, e))?;
         sync(&self.root)?;
         self.link(&self.latest(), &path)?;
         sync(&self.root)?;
@@ -138,7 +138,7 @@ impl Checkpoints {
             (Some((step, _)), Ok(target)) if target == Path::new(&name_of(step)) => Ok(()),
             (Some((step, _)), _) => self.link(&link, &self.path(step)),
             (None, _) => match fs::remove_file(&link) {
-                Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", &link, e)),
+                Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(refused("remove", &link, e)),
                 _ => Ok(()),
             },
         }
@@ -209,10 +209,10 @@ impl Checkpoints {
         if trash.exists() {
             remove(&trash)?;
         }
-        fs::rename(&path, &trash).map_err(|e| Error::io("remove", &path, e))?;
+        fs::rename(&path, &trash).map_err(|e| refused("remove", &path, e))?;
         // A holder makes its lease first and looks for the checkpoint then: either it is seen here, or it saw none.
         if self.leases().holds(&name) {
-            fs::rename(&trash, &path).map_err(|e| Error::io("restore", &path, e))?;
+            fs::rename(&trash, &path).map_err(|e| refused("restore", &path, e))?;
             return Ok(false);
         }
         remove(&trash)?;
@@ -240,7 +240,7 @@ impl Checkpoints {
         let _ = fs::remove_file(&temporary);
         std::os::unix::fs::symlink(target, &temporary)
             .and_then(|()| fs::rename(&temporary, link))
-            .map_err(|e| Error::io("link", link, e))
+            .map_err(|e| refused("link", link, e))
     }
 
     /// Removes a directory, if it exists: renamed first, so that no reader sees half of it under its name.
@@ -257,7 +257,7 @@ impl Checkpoints {
         }
         match fs::rename(path, &trash) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(Error::io("remove", path, e).hint(REFUSED)),
+            Err(e) => Err(refused("remove", path, e)),
             Ok(()) => Ok(Some(trash)),
         }
     }
@@ -277,7 +277,7 @@ pub(super) fn step_of(name: &str) -> Option<u64> {
 }
 
 fn remove(path: &Path) -> Result<()> {
-    fs::remove_dir_all(path).map_err(|e| Error::io("remove", path, e))
+    fs::remove_dir_all(path).map_err(|e| refused("remove", path, e))
 }
 
 /// Makes a file, or a directory's entries, durable.
@@ -285,7 +285,7 @@ fn remove(path: &Path) -> Result<()> {
 /// # Errors
 /// The file system refused.
 pub fn sync(path: &Path) -> Result<()> {
-    fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("sync", path, e))
+    fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| refused("sync", path, e))
 }
 
 #[cfg(test)]

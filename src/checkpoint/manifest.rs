@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::shard::Written;
-use super::{Progress, REFUSED};
+use super::{Progress, refused};
 use crate::config::Config;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
@@ -157,7 +157,7 @@ impl Manifest {
             let path = dir.join(name);
             std::fs::File::create(&path)
                 .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
-                .map_err(|e| Error::io("write", &path, e).hint(REFUSED))?;
+                .map_err(|e| refused("write", &path, e))?;
         }
         Ok(())
     }

@@ -27,7 +27,11 @@ mod snapshot;
 pub mod tools;
 mod writeback;
 
+use std::path::Path;
+
 use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
 
 pub use directory::{Checkpoints, name_of};
 pub use manifest::{Manifest, Origin, Piece, TensorEntry};
@@ -38,8 +42,10 @@ pub use saver::{Job, Published, Saver};
 /// Datasets with parameters are under this group; optimizer state is under the name of its buffer.
 pub const PARAMS: &str = "params";
 
-/// What to do when a checkpoint could not be written.
-const REFUSED: &str = "check the free space and permissions there; the last published checkpoint is kept";
+/// The file system refused something that saving needs.
+fn refused(action: &str, path: &Path, e: impl std::fmt::Display) -> Error {
+    Error::io(action, path, e).hint("check the free space and permissions there; the last published checkpoint is kept")
+}
 
 /// How far a run is.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

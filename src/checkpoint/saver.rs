@@ -15,7 +15,7 @@ use super::directory::sync;
 use super::manifest::{Origin, VERSION};
 use super::shard::{ShardFile, Written};
 use super::snapshot::{Snapshot, write_through};
-use super::{Checkpoints, Manifest, Progress, REFUSED, Retention};
+use super::{Checkpoints, Manifest, Progress, Retention, refused};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::backend::Kernels;
 use crate::comm::Group;
@@ -259,7 +259,7 @@ impl<B: Kernels> Saver<B> {
 
 /// Creates the directory that a checkpoint is written in; another rank may have.
 fn create(staging: &Path) -> Result<()> {
-    std::fs::create_dir_all(staging).map_err(|e| Error::io("create", staging, e).hint(REFUSED))
+    std::fs::create_dir_all(staging).map_err(|e| refused("create", staging, e))
 }
 
 impl Job {

@@ -12,9 +12,12 @@ use hdf5::plist::dataset_create::{AllocTime, FillTime};
 use serde::{Deserialize, Serialize};
 
 use super::manifest::{BLOCK, FileEntry, Piece, Stored};
-use super::{PARAMS, REFUSED, writeback};
+use super::{PARAMS, refused, writeback};
 use crate::data::one_line;
 use crate::error::{Error, Result};
+
+/// What fails where a file does.
+const WRITE: &str = "write the checkpoint";
 
 /// A range of a tensor that a rank writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,8 +66,8 @@ impl ShardWriter {
     /// The file system refused.
     pub fn create(dir: &Path, name: &str, state: &[&str], extents: &[Extent]) -> Result<Self> {
         let path = dir.join(name);
-        let offsets = lay_out(&path, state, extents).map_err(|e| refused(&path, one_line(&e)))?;
-        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| refused(&path, e))?;
+        let offsets = lay_out(&path, state, extents).map_err(|e| refused(WRITE, &path, one_line(&e)))?;
+        let file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| refused(WRITE, &path, e))?;
         let ranges = extents.iter().zip(offsets).map(|(extent, offsets)| {
             let parts = offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
             let Extent { tensor, shape, range } = extent.clone();
@@ -84,7 +87,7 @@ impl ShardWriter {
         for block in values.chunks(BLOCK) {
             let block: &[u8] = bytemuck::cast_slice(block);
             stored.crc32.push(crc32fast::hash(block));
-            self.file.write_all_at(block, offset).map_err(|e| refused(&self.path, e))?;
+            self.file.write_all_at(block, offset).map_err(|e| refused(WRITE, &self.path, e))?;
             writeback::start(&self.file, offset, block.len() as u64);
             offset += block.len() as u64;
         }
@@ -97,7 +100,7 @@ impl ShardWriter {
     /// The file system refused.
     pub fn finish(self) -> Result<ShardFile> {
         let Self { path, file, mut written } = self;
-        file.sync_all().map_err(|e| refused(&path, e))?;
+        file.sync_all().map_err(|e| refused(WRITE, &path, e))?;
         let length = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
         let pieces: Vec<&Piece> = written.ranges.iter().map(|(_, _, piece)| piece).collect();
         let rest_crc32 = rest_crc32(&file, length, &pieces).map_err(|e| Error::io("read back", &path, e))?;
@@ -142,10 +145,6 @@ impl ShardFile {
         }
         Ok(())
     }
-}
-
-fn refused(path: &Path, e: impl std::fmt::Display) -> Error {
-    Error::io("write the checkpoint", path, e).hint(REFUSED)
 }
 
 /// Creates the file; returns the place of every part of every extent.
