@@ -80,6 +80,8 @@ pub struct Leases {
 #[derive(Debug)]
 pub struct Lease {
     path: PathBuf,
+    /// What is in the file.
+    text: String,
     /// None only while dropping.
     stop: Option<Sender<()>>,
     beats: Option<JoinHandle<()>>,
@@ -198,18 +200,18 @@ impl Lease {
         let text = serde_json::to_string(&Holder::here()).map_err(|e| Error::internal(format!("lease: {e}")))?;
         file.write_all(text.as_bytes()).map_err(|e| Error::io("write", &path, e))?;
         let (stop, stopped) = channel();
-        let touched = path.clone();
+        let (touched, told) = (path.clone(), text.clone());
         let beat = move || {
             while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(BEAT) {
                 // A write, because it is the file system's clock that has to tell the time.
-                if let Err(e) = file.write_all_at(text.as_bytes(), 0).and_then(|()| file.sync_data()) {
+                if let Err(e) = file.write_all_at(told.as_bytes(), 0).and_then(|()| file.sync_data()) {
                     log::warn!("cannot touch {}: {e}", touched.display());
                 }
             }
         };
         let beats = std::thread::Builder::new().name("lease".into()).spawn(beat);
         let beats = beats.map_err(|e| Error::internal(format!("cannot start a lease's thread: {e}")))?;
-        Ok(Self { path, stop: Some(stop), beats: Some(beats) })
+        Ok(Self { path, text, stop: Some(stop), beats: Some(beats) })
     }
 }
 
@@ -220,7 +222,10 @@ impl Drop for Lease {
             // It does nothing that could panic.
             let _ = beats.join();
         }
-        if let Err(e) = fs::remove_file(&self.path) {
+        // A process that stood still for long may find its lease taken by another.
+        if fs::read_to_string(&self.path).is_ok_and(|text| text != self.text) {
+            log::warn!("{} was taken over", self.path.display());
+        } else if let Err(e) = fs::remove_file(&self.path) {
             log::warn!("cannot remove {}: {e}", self.path.display());
         }
     }
@@ -271,6 +276,10 @@ mod tests {
         assert!(leases.holds("step-00000002") && leases.take("step-00000002.evaluate").unwrap().is_none());
         let file = OpenOptions::new().write(true).open(&path).unwrap();
         file.set_modified(SystemTime::now() - Duration::from_secs(61)).unwrap();
-        assert!(leases.take("step-00000002.evaluate").unwrap().is_some());
+        let lease = leases.take("step-00000002.evaluate").unwrap().unwrap();
+        // Another takes it, because this process stood still: it is not ours to give up.
+        fs::write(&path, serde_json::to_string(&far).unwrap()).unwrap();
+        drop(lease);
+        assert!(leases.holds("step-00000002"));
     }
 }

@@ -35,8 +35,8 @@ pub struct Facts<'a> {
     pub validation: u64,
     /// What a rank needs.
     pub memory: &'a Estimate,
-    /// Step and checkpoint resumed from.
-    pub resumed: Option<(u64, &'a Path)>,
+    /// Step and checkpoint resumed from, if it was asked to resume; without one there was none.
+    pub resumed: Option<(u64, Option<&'a Path>)>,
     /// The time that is left, where it is limited.
     pub time: Option<String>,
 }
@@ -77,7 +77,8 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     line("hpctrain", env!("CARGO_PKG_VERSION").to_string());
     line("run", facts.directory.display().to_string());
     if let Some((step, from)) = facts.resumed {
-        line("resumed", format!("at step {step} from {}", from.display()));
+        let from = from.map(|path| format!("at step {step} from {}", path.display()));
+        line("resumed", from.unwrap_or_else(|| format!("no checkpoint yet: begins at step {step}")));
     }
     if let Some(time) = &facts.time {
         line("time", time.clone());

@@ -209,7 +209,7 @@ impl<'a, B: Kernels> Run<'a, B> {
                 train: (train.samples(), train.tokens()),
                 validation: validation.samples(),
                 memory: &memory::estimate(&plan, &engine.blocks, comm.staging(), resident),
-                resumed: from.as_deref().map(|path| (progress.step, path)),
+                resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: orders.time_left(),
             };
             say(banner::banner(&plan, &facts));
