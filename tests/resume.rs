@@ -127,6 +127,13 @@ fn weights_alone_begin_another_run() {
     std::fs::remove_dir_all(files.checkpoint(3)).unwrap();
     run(Alone, root.path(), "tuned", &other).resume("auto").succeeds();
     files.same_as(&whole, 3, "weights alone, then killed");
+    // Killed even before that, it begins where it was told to begin, not at random weights.
+    for step in [0, 3] {
+        std::fs::remove_dir_all(files.checkpoint(step)).unwrap();
+    }
+    let ended = run(Mpirun(2), root.path(), "tuned", &other).resume("auto").ends().succeeded();
+    assert!(ended.stdout.contains("at step 0 from") && ended.stdout.contains("base/checkpoints"), "{ended}");
+    files.same_as(&whole, 3, "weights alone, then killed before its first save");
     // Every restart of a job script would begin the run again.
     let ended = flagged(&run(Alone, root.path(), "tuned", &other).resume("auto"), "--weights-only");
     assert_eq!(ended.code(), 2, "{ended}");
@@ -150,6 +157,25 @@ fn the_optimizer_can_be_left_behind() {
     assert_eq!(files.numbers("metrics.jsonl", "step"), [7.0, 8.0, 9.0]);
     let manifest = Reader::open(&files.checkpoint(STEPS)).unwrap().manifest().clone();
     assert_eq!((manifest.step, manifest.updates, manifest.position), (9, 3, 9 * 16));
+}
+
+/// An evaluation finds that training no longer helps, and the run is killed before it obeys.
+#[test]
+fn a_stop_survives_a_kill() {
+    let root = tempfile::tempdir().unwrap();
+    // Weights that a huge rate throws about.
+    let settings = ["run.steps=90", "optimizer.lr=0.5", "eval.patience=1"];
+    let reference = run(Alone, root.path(), "reference", &settings).succeeds();
+    let steps = reference.steps().len() as u64;
+    assert!(steps < 90 && steps % 3 == 1, "stopped one step after an evaluation: {steps}");
+    assert!(reference.text("END").contains("no validation loss lower"), "{}", reference.text("END"));
+    let files = interrupted(&reference, steps - 1, &root.path().join("x"));
+    let _ = std::fs::remove_dir_all(files.checkpoint(steps));
+    run(Mpirun(2), root.path(), "x", &settings).resume("auto").succeeds();
+    files.same_as(&reference, steps, "killed between the evaluation and the stop");
+    // Once stopped it stays so.
+    run(Alone, root.path(), "x", &settings).resume("auto").succeeds();
+    assert_eq!(files.steps().len() as u64, steps);
 }
 
 #[test]

@@ -51,6 +51,11 @@ impl Checkpoints {
         self.root.join("latest")
     }
 
+    /// The step that was saved last, by the link.
+    pub fn latest_step(&self) -> Option<u64> {
+        step_of(fs::read_link(self.latest()).ok()?.to_str()?)
+    }
+
     /// The link to the checkpoint with the lowest validation loss.
     pub fn best(&self) -> PathBuf {
         self.root.join("best")
@@ -119,7 +124,9 @@ impl Checkpoints {
         sync(&self.root)?;
         self.link(&self.latest(), &path)?;
         sync(&self.root)?;
-        replaced.map_or(Ok(()), |trash| remove(&trash))?;
+        if let Some(Err(e)) = replaced.map(|trash| remove(&trash)) {
+            log::warn!("{e}");
+        }
         Ok(path)
     }
 
@@ -145,19 +152,21 @@ impl Checkpoints {
     }
 
     /// Removes the checkpoints that need not be kept; `best` is one that stays. One that somebody holds a lease on
-    /// stays, and is looked at again the next time.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn retain(&self, retention: &Retention, evaluated: &[Evaluation]) -> Result<()> {
+    /// stays, and is looked at again the next time; so is one that cannot be removed.
+    pub fn retain(&self, retention: &Retention, evaluated: &[Evaluation]) {
         let removable = self.removable(retention, evaluated);
         let mut left = self.steps();
         left.retain(|step| !removable.contains(step));
-        self.point_to_best_of(&left, evaluated)?;
+        let mut done = self.point_to_best_of(&left, evaluated);
         for step in removable {
-            self.discard_unless_leased(step)?;
+            done = done.and_then(|()| self.discard_unless_leased(step).map(drop));
+            // Too many checkpoints are no reason to end a run.
+            done = done.or_else(|e| {
+                log::warn!("{}", e.to_string().replace('\n', "; "));
+                Ok(())
+            });
         }
-        Ok(())
+        done.unwrap_or_else(|e| log::warn!("{e}"));
     }
 
     /// Steps whose checkpoints need not be kept, ascending.
@@ -169,6 +178,8 @@ impl Checkpoints {
     pub(super) fn candidates(&self, evaluated: &[Evaluation]) -> Vec<Candidate> {
         let leases = self.leases();
         let waits = leases.queue_is_watched();
+        // A run that passed over a damaged checkpoint has gone back: what is newer than the last save counts for nothing.
+        let latest = self.latest_step().unwrap_or(u64::MAX);
         let candidate = |step| {
             let path = self.path(step);
             let sound = self.sound(step);
@@ -176,7 +187,7 @@ impl Checkpoints {
                 sound.inspect_err(|e| log::warn!("{} does not count as a checkpoint: {e}", path.display())).ok();
             let waited_for = |manifest: &Manifest| waits && !evaluations::is_settled(evaluated, &manifest.id);
             let held = leases.holds(&name_of(step)) || sound.as_ref().is_some_and(waited_for);
-            Candidate { step, sound: sound.is_some(), loss: evaluations::loss(evaluated, step), held }
+            Candidate { step, sound: sound.is_some() && step <= latest, loss: evaluations::loss(evaluated, step), held }
         };
         self.steps().into_iter().map(candidate).collect()
     }
@@ -234,7 +245,7 @@ impl Checkpoints {
     /// Points a link at `path` in one rename.
     fn link(&self, link: &Path, path: &Path) -> Result<()> {
         let name = link.file_name().unwrap_or_default().to_string_lossy();
-        let temporary = self.root.join(format!(".{name}.{}.tmp", std::process::id()));
+        let temporary = self.root.join(format!(".{name}.{}-{}.tmp", std::process::id(), crate::telemetry::unix_time()));
         let target = path.file_name().unwrap_or_default();
         // A leftover of a process that was killed between the two calls below; it may well not exist.
         let _ = fs::remove_file(&temporary);
@@ -308,7 +319,7 @@ mod tests {
         for step in [5, 20, 100] {
             publish(&checkpoints, step);
             assert_eq!(fs::read_link(checkpoints.latest()).unwrap(), Path::new(&name_of(step)));
-            checkpoints.retain(&Retention { newest: 2, ..Retention::default() }, &[]).unwrap();
+            checkpoints.retain(&Retention { newest: 2, ..Retention::default() }, &[]);
         }
         assert_eq!(checkpoints.steps(), [20, 100]);
         // What kills leave.
@@ -321,6 +332,18 @@ mod tests {
         checkpoints.abandon(&checkpoints.staging(7, "never"));
     }
 
+    /// A run that passed over the damaged checkpoint of step 5 saves step 4: that one must not go for the sake of step 5.
+    #[test]
+    fn a_run_that_went_back_keeps_what_it_saves() {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(dir.path().join("checkpoints"));
+        checkpoints.prepare().unwrap();
+        [3, 5, 4].into_iter().for_each(|step| publish(&checkpoints, step));
+        assert_eq!(checkpoints.latest_step(), Some(4));
+        checkpoints.retain(&Retention { newest: 1, ..Retention::default() }, &[]);
+        assert_eq!(checkpoints.steps(), [4, 5]);
+    }
+
     #[test]
     fn a_leased_checkpoint_stays_until_the_lease_ends() {
         let dir = tempfile::tempdir().unwrap();
@@ -330,11 +353,11 @@ mod tests {
         let lease = checkpoints.leases().take("step-00000001.read").unwrap().unwrap();
         publish(&checkpoints, 2);
         let one = Retention { newest: 1, ..Retention::default() };
-        checkpoints.retain(&one, &[]).unwrap();
+        checkpoints.retain(&one, &[]);
         assert!(!checkpoints.discard_unless_leased(1).unwrap());
         assert_eq!(checkpoints.steps(), [1, 2]);
         drop(lease);
-        checkpoints.retain(&one, &[]).unwrap();
+        checkpoints.retain(&one, &[]);
         assert_eq!(checkpoints.steps(), [2]);
     }
 }

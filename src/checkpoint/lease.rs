@@ -30,6 +30,9 @@ const QUEUE: &str = "queue-";
 pub struct Holder {
     /// Name of its node.
     pub host: String,
+    /// The node's start and the numbering of processes there: containers of one node may have their own.
+    #[serde(default)]
+    space: String,
     /// Its process there.
     pub pid: u32,
     /// When the process started, in ticks since the node did: numbers of processes are used again.
@@ -40,12 +43,13 @@ impl Holder {
     /// This process.
     pub fn here() -> Self {
         let pid = std::process::id();
-        Self { host: host(), pid, started: started(pid).unwrap_or(0) }
+        Self { host: host(), space: space(), pid, started: started(pid).unwrap_or(0) }
     }
 
     /// Whether this is a process of this node that does not exist any more.
     fn is_gone(&self) -> bool {
-        self.host == host() && started(self.pid) != Some(self.started)
+        let here = self.host == host() && (self.space.is_empty() || self.space == space());
+        here && started(self.pid) != Some(self.started)
     }
 }
 
@@ -58,6 +62,13 @@ impl std::fmt::Display for Holder {
 /// The name of this node.
 fn host() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").map_or_else(|_| "localhost".into(), |name| name.trim().into())
+}
+
+/// What names the space in which numbers of processes mean something.
+fn space() -> String {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let pids = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    format!("{} {}", boot.trim(), pids.display())
 }
 
 /// When a process of this node started, in ticks.

@@ -73,7 +73,7 @@ enum Stage<B: Kernels> {
     /// Rank 0 publishes, and this rank reads its file again.
     Publishing(Task<Result<Instant>>),
     /// Rank 0 removes older ones.
-    Retaining(Option<Task<Result<()>>>),
+    Retaining(Option<Task<()>>),
 }
 
 /// The result of a thread, or of what needed none.
@@ -211,7 +211,7 @@ impl<B: Kernels> Saver<B> {
                 Ok(Some(Published { progress, took }))
             }
             Stage::Retaining(task) => {
-                let retained = task.map_or(Ok(()), |task| task.join().flatten());
+                let retained = task.map_or(Ok(()), Task::join);
                 self.world.agree(retained).map_err(at)?;
                 Ok(None)
             }
@@ -298,7 +298,7 @@ impl Job {
     }
 
     /// Removes what is not to be kept.
-    fn retain(&self) -> Result<()> {
+    fn retain(&self) {
         self.checkpoints.retain(&Retention::of(&self.config.checkpoint), &self.checkpoints.evaluated())
     }
 }

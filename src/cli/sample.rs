@@ -6,6 +6,7 @@ use clap::Args;
 
 use crate::backend::cpu::Cpu;
 use crate::checkpoint::Reader;
+use crate::checkpoint::tools::find;
 use crate::comm::{self, Comm};
 use crate::error::{Error, Result};
 use crate::evaluate::{Sampling, generate, model};
@@ -39,7 +40,9 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     if !(args.temperature >= 0.0 && args.temperature.is_finite()) {
         return Err(Error::input(format!("--temperature {} is out of range", args.temperature)).hint("0 or more"));
     }
-    let mut reader = Reader::open(&args.checkpoint)?;
+    let dir = find::checkpoint(&args.checkpoint)?;
+    let _lease = find::hold(&dir);
+    let mut reader = Reader::open(&dir)?;
     let manifest = reader.manifest().clone();
     let tokenizer = manifest.tokenizer.as_ref().ok_or_else(|| {
         Error::input(format!("{}: the data of this model had no tokenizer", args.checkpoint.display()))

@@ -77,7 +77,9 @@ impl Queue {
     fn waiting(&mut self, evaluated: &[Evaluation]) -> Vec<(u64, String)> {
         let mut steps = self.checkpoints.steps();
         if self.policy == Policy::Latest {
-            steps = steps.split_off(steps.len().saturating_sub(1));
+            // Not the highest: a run that passed over a damaged checkpoint is behind it.
+            let latest = self.checkpoints.latest_step().or(steps.last().copied());
+            steps.retain(|step| Some(*step) == latest);
         }
         let named = steps.into_iter().filter_map(|step| Some((step, self.name(step)?)));
         named.filter(|(_, id)| !evaluations::is_settled(evaluated, id)).collect()

@@ -104,11 +104,11 @@ pub fn watch<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce
     let mut waiting = root.then(|| Waiting::new(sidecar.checkpoints.clone(), request));
     loop {
         let decision = waiting.as_mut().map(|waiting| waiting.decide(&sidecar.marks, &mut sidecar.claim)).transpose();
-        let told = Told { interrupted: signals::came().is_some(), decision: world.agree(decision)? };
+        let told = Told { interrupted: sidecar.is_interrupted(), decision: world.agree(decision)? };
         let (interrupted, decision) = exchange(&world, &told)?;
         if interrupted {
             // The lease ends with this process: the next evaluator begins anew.
-            return Ok(Ending::Preempted(signals::came().unwrap_or("a signal to another rank").into()));
+            return Ok(preempted());
         }
         match decision {
             Decision::Wait => std::thread::sleep(LOOK),
@@ -130,11 +130,17 @@ pub fn watch<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce
     }
 }
 
+/// The end of an evaluator that was asked to end, or whose trainer was.
+fn preempted() -> Ending {
+    Ending::Preempted(signals::came().map_or("the job was asked to end".into(), |signal| format!("{signal} came")))
+}
+
 /// Jobs that are submitted together do not start together: a watcher gives its trainer a moment to begin.
 fn await_run(request: &Request) -> Result<()> {
     let run = &request.run;
     let begun = Instant::now();
-    let may_come = request.watch && !run.exists() && run.parent().is_some_and(Path::is_dir);
+    let root = run.parent().map(|parent| if parent.as_os_str().is_empty() { Path::new(".") } else { parent });
+    let may_come = request.watch && !run.exists() && root.is_some_and(Path::is_dir);
     if may_come {
         say(format_args!("evaluator: {} does not exist: waiting {} s for its trainer", run.display(), BEGIN.as_secs()));
     }
@@ -200,11 +206,12 @@ impl<'a> Waiting<'a> {
         let idle = self.queue.is_empty();
         let nothing = self.checkpoints.steps().is_empty();
         let waits_for = match ended {
-            Some(end) if idle && end.status == marks::Status::Finished => {
+            Some(end) if idle && end.status != marks::Status::Preempted => {
                 return Ok(Decision::End(format!("the run has ended at step {}", end.step)));
             }
-            Some(end) if idle && self.request.beside_trainer => {
-                return Ok(Decision::End(format!("the trainer was interrupted at step {}", end.step)));
+            _ if nothing && !self.request.watch => {
+                return Err(Error::input(format!("{} holds no checkpoint", self.request.run.display()))
+                    .hint("--watch waits for one"));
             }
             _ if idle && !self.request.watch && !nothing => {
                 return Ok(Decision::End("every checkpoint is evaluated".into()));
@@ -254,14 +261,10 @@ impl<B: Kernels> Sidecar<'_, B> {
     /// Evaluates one checkpoint and records it. Returns the ending if this rank or another is asked to end.
     fn evaluate(&mut self, step: u64, id: &str, retries: usize) -> Result<Option<Ending>> {
         let begun = Instant::now();
-        let outcome = match self.loss(step) {
-            Ok(None) => {
-                return Ok(Some(Ending::Preempted(signals::came().unwrap_or("a signal to another rank").into())));
-            }
+        let outcome = match self.loss(step, id)? {
+            Ok(None) => return Ok(Some(preempted())),
             Ok(Some(loss)) => Ok(loss),
-            // What all ranks have is about the checkpoint; the rest is about the job.
-            Err(e) if e.is_shared() || self.comm.size() == 1 => Err(e),
-            Err(e) => return Err(e),
+            Err(e) => Err(e),
         };
         let failed = outcome.is_err();
         let recorded = match self.claim.take() {
@@ -270,21 +273,36 @@ impl<B: Kernels> Sidecar<'_, B> {
         };
         self.comm.world().agree(recorded)?;
         if failed {
-            self.loaded = None;
             std::thread::sleep(BETWEEN);
         }
         Ok(None)
     }
 
-    /// The validation loss of a checkpoint; none if a rank was interrupted.
-    fn loss(&mut self, step: u64) -> Result<Option<f64>> {
+    /// Whether this rank was asked to end, or, on rank 0 of a job with a trainer, the trainer was: they end together.
+    fn is_interrupted(&self) -> bool {
+        let trainer = || self.marks.ended().is_some_and(|end| end.status == marks::Status::Preempted);
+        signals::came().is_some() || self.request.beside_trainer && self.comm.rank() == 0 && trainer()
+    }
+
+    /// The validation loss of a checkpoint, or what is wrong with it; none if a rank was interrupted.
+    ///
+    /// # Errors
+    /// What is wrong with something else: settings, data, the job.
+    fn loss(&mut self, step: u64, id: &str) -> Result<Result<Option<f64>>> {
         let world = self.comm.world();
-        let mut reader = world.agree(self.checkpoints.open(step))?;
+        let mut reader = match world.agree(self.checkpoints.open(step).and_then(|reader| is_save(reader, id))) {
+            Ok(reader) => reader,
+            Err(e) => return Ok(Err(e)),
+        };
         let config = world.agree(overlay(&reader.manifest().config, &self.request.overrides))?;
         self.prepare(config)?;
-        let Some(loaded) = &mut self.loaded else { return Err(Error::internal("no network")) };
-        world.agree(check_and_load(&world, &mut reader, &mut loaded.engine))?;
-        loaded.evaluator.loss(&mut loaded.engine, &world, || signals::came().is_some())
+        let Some(mut loaded) = self.loaded.take() else { return Err(Error::internal("no network")) };
+        if let Err(e) = world.agree(check_and_load(&world, &mut reader, &mut loaded.engine)) {
+            return Ok(Err(e));
+        }
+        let loss = loaded.evaluator.loss(&mut loaded.engine, &world, || self.is_interrupted())?;
+        self.loaded = Some(loaded);
+        Ok(Ok(loss))
     }
 
     /// Makes the network of a configuration, unless it is the one in memory.
@@ -306,6 +324,11 @@ impl<B: Kernels> Sidecar<'_, B> {
 
     /// Writes down how an evaluation ended. On rank 0.
     fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<f64>, begun: Instant) -> Result<()> {
+        if evaluations::is_settled(&evaluations::read(&self.evaluations), id) {
+            // This process stood still for so long that another took its claim.
+            log::warn!("step {step}: evaluated by another evaluator meanwhile");
+            return Ok(());
+        }
         let of = Evaluation {
             checkpoint: Some(name_of(step)),
             id: Some(id.into()),
@@ -336,6 +359,15 @@ impl<B: Kernels> Sidecar<'_, B> {
             }
         }
     }
+}
+
+/// A checkpoint must be the save that was claimed, not one that took its place.
+fn is_save(reader: Reader, id: &str) -> Result<Reader> {
+    let found = &reader.manifest().id;
+    if found != id {
+        return Err(Error::input(format!("{} is now another save, {found}", reader.dir().display())));
+    }
+    Ok(reader)
 }
 
 /// Checks the files of a checkpoint, each by one rank, and loads it.

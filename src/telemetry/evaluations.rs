@@ -101,6 +101,7 @@ pub fn forget_after(path: &Path, last: u64) -> Result<()> {
         }
         let temporary = path.with_extension("jsonl.tmp");
         std::fs::write(&temporary, kept)?;
+        File::open(&temporary)?.sync_all()?;
         std::fs::rename(&temporary, path)
     })
 }

@@ -90,6 +90,7 @@ impl JsonLines {
             let temporary = path.with_extension("jsonl.tmp");
             let text: String = lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect();
             std::fs::write(&temporary, text)
+                .and_then(|()| File::open(&temporary)?.sync_all())
                 .and_then(|()| std::fs::rename(&temporary, path))
                 .map_err(|e| Error::io("rewrite", path, e))?;
         }

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::marks::Marks;
+use super::resume::Branch;
 use crate::checkpoint::Checkpoints;
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -120,6 +121,26 @@ impl RunDirectory {
 
     fn checkpoints_path(&self) -> PathBuf {
         self.path.join("checkpoints")
+    }
+
+    fn branch_path(&self) -> PathBuf {
+        self.path.join("branch.json")
+    }
+
+    /// Where the run began, if that was at a checkpoint of another.
+    pub fn branch(&self) -> Option<Branch> {
+        serde_json::from_str(&fs::read_to_string(self.branch_path()).ok()?).ok()
+    }
+
+    /// Writes down where the run begins: should it be killed before it saves, its next start begins there as well.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write_branch(&self, mut branch: Branch) -> Result<()> {
+        let path = self.branch_path();
+        branch.from = std::path::absolute(&branch.from).map_err(|e| Error::io("find", &branch.from, e))?;
+        let text = serde_json::to_string(&branch).map_err(|e| Error::internal(format!("branch: {e}")))?;
+        fs::write(&path, text + "\n").map_err(|e| Error::io("write", &path, e))
     }
 
     /// The last part of its path.

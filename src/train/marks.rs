@@ -15,6 +15,8 @@ pub enum Status {
     Finished,
     /// It saved and will be continued.
     Preempted,
+    /// It failed.
+    Failed,
 }
 
 /// The END marker: the trainer has ended in good order.
@@ -92,7 +94,7 @@ impl Marks {
 
 /// Writes a file that is never seen in part.
 fn whole(path: &Path, text: &str) -> Result<()> {
-    let temporary = path.with_extension("tmp");
+    let temporary = path.with_extension(format!("{}-{}.tmp", std::process::id(), crate::telemetry::unix_time()));
     fs::write(&temporary, format!("{text}\n"))
         .and_then(|()| fs::rename(&temporary, path))
         .map_err(|e| Error::io("write", path, e))

@@ -89,9 +89,9 @@ impl Orders {
         self.has_published = true;
     }
 
-    /// An evaluation found that more steps are of no use.
-    pub fn stop(&mut self, why: String) {
-        self.no_use = Some(why);
+    /// An evaluation may have found why more steps are of no use.
+    pub fn stop_for(&mut self, why: Option<String>) {
+        self.no_use = why.or(self.no_use.take());
     }
 
     /// For people: the time that is left, where it is limited.

@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use serde::{Deserialize, Serialize};
+
 use super::directory::{Resume, RunDirectory};
 use crate::activity::{Doing, span};
 use crate::backend::Kernels;
@@ -13,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::parallel::Sharded;
 
 /// What of a checkpoint is taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Take {
     /// All: the run goes on as if it had not been interrupted.
     Everything,
@@ -42,23 +44,20 @@ pub fn resume<B: Kernels>(
     plan: &Plan,
     directory: &RunDirectory,
     resume: &Resume,
-    take: Take,
+    mut take: Take,
 ) -> Result<Resumed> {
     let start = Resumed { progress: Progress::default(), from: None };
     let (from, manifest) = match resume {
         Resume::No => return Ok(start),
-        Resume::From(path) => {
-            // One rank looks: a link such as `latest` may move meanwhile. What it finds is not removed while it is read.
-            let found = if world.rank() == 0 { find::checkpoint(path).map(Some) } else { Ok(None) };
-            let found = world.agree(found)?;
-            let _lease = found.as_deref().and_then(find::hold);
-            let path = told(world, found)?;
-            let manifest = load(world, sharded, &path, take).map_err(Refusal::why)?;
-            (path, manifest)
-        }
-        Resume::Auto => match newest(world, sharded, directory, take)? {
-            Some(found) => found,
-            None => return Ok(start),
+        Resume::From(path) => elsewhere(world, sharded, path, take)?,
+        Resume::Auto => match (newest(world, sharded, directory, take)?, branch(world, directory)?) {
+            (Some(found), _) => found,
+            // It began at a checkpoint of another run and was killed before it had saved any of its own.
+            (None, Some(Branch { from, take: asked })) => {
+                take = asked;
+                elsewhere(world, sharded, &from, asked)?
+            }
+            (None, None) => return Ok(start),
         },
     };
     if world.rank() == 0 && take == Take::Everything {
@@ -77,6 +76,39 @@ pub fn resume<B: Kernels>(
     };
     world.agree(fits)?;
     Ok(Resumed { progress, from: Some(from) })
+}
+
+/// Where a run began that began at a checkpoint of another.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Branch {
+    /// The checkpoint.
+    pub from: PathBuf,
+    /// What of it was taken.
+    pub take: Take,
+}
+
+/// Where the run began, as rank 0 reads it.
+fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Option<Branch>> {
+    let mine = if world.rank() == 0 { directory.branch() } else { None };
+    let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("branch: {e}")))?;
+    let told = world.gather_bytes(mine).wait()?;
+    serde_json::from_slice(&told[0]).map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
+}
+
+/// Loads a checkpoint that a user names.
+fn elsewhere<B: Kernels>(
+    world: &Group<B>,
+    sharded: &mut Sharded<B>,
+    path: &Path,
+    take: Take,
+) -> Result<(PathBuf, Manifest)> {
+    // One rank looks: a link such as `latest` may move meanwhile. What it finds is not removed while it is read.
+    let found = if world.rank() == 0 { find::checkpoint(path).map(Some) } else { Ok(None) };
+    let found = world.agree(found)?;
+    let _lease = found.as_deref().and_then(find::hold);
+    let path = told(world, found)?;
+    let manifest = load(world, sharded, &path, take).map_err(Refusal::why)?;
+    Ok((path, manifest))
 }
 
 /// Rank 0's path, on every rank.

@@ -12,7 +12,7 @@ use super::marks::{End, Status};
 use super::notes::{self, Note, Notes};
 use super::orders::Orders;
 use super::records::Records;
-use super::resume::{Resumed, Take, resume};
+use super::resume::{Branch, Resumed, Take, resume};
 use super::step::{Engine, Geometry};
 use super::{fits, memory};
 use crate::activity::{Doing, Track, span};
@@ -100,6 +100,7 @@ fn run<B: Kernels>(
             // Ranks that share an error can still meet to publish what they have begun to save.
             if e.is_shared() || comm.size() == 1 {
                 run.saver.finish().inspect_err(|e| log::error!("{e}")).ok();
+                run.tell_of_failure(&e);
             }
             Err(e)
         }
@@ -189,6 +190,12 @@ impl<'a, B: Kernels> Run<'a, B> {
         let data = engine.sharded.data().clone();
         let Resumed { progress, from } =
             resume(&world, &mut engine.sharded, &plan, &directory, &request.resume, request.take)?;
+        // Another run's checkpoint: this one's own directory is all that its next start knows of.
+        let branched = from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
+        let branch = branched.filter(|_| root && request.resume != Resume::Auto);
+        let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
+        world.agree(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
+        let branched = branched.is_some();
         let records = if root { Some(Records::open(&directory, &plan, progress.step, exchange.found)) } else { None };
         let records = world.agree(records.transpose())?;
         let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.sharded.parameters());
@@ -253,7 +260,7 @@ impl<'a, B: Kernels> Run<'a, B> {
             evaluated: None,
             saver,
             // The beginning needs no checkpoint: it can be made again.
-            saved: Some(progress.step),
+            saved: (!branched).then_some(progress.step),
             save_is_due: false,
             orders,
             ending: None,
@@ -357,7 +364,14 @@ impl<'a, B: Kernels> Run<'a, B> {
     /// Before the first step: a signal may have come already, and the evaluation of a resumed step may be missing.
     fn begin(&mut self, resume: &Resume) -> Result<()> {
         let step = self.progress.step;
-        let found = evaluations::loss(&self.directory.checkpoints().evaluated(), step);
+        let evaluated = self.directory.checkpoints().evaluated();
+        let found = evaluations::loss(&evaluated, step);
+        // An evaluation may have found that more steps are of no use, and the run was interrupted before it obeyed:
+        // at the step after the evaluation.
+        let counts = *resume == Resume::Auto && self.records.is_some();
+        let before: Vec<Evaluation> = evaluated.iter().filter(|one| one.step < step).cloned().collect();
+        let [now, next] = [&before, &evaluated].map(|all| self.no_use(all).filter(|_| counts));
+        self.orders.stop_for(now);
         let mine = (self.orders.note(false), found.map(f64::to_bits));
         let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
         let told = self.world.gather_bytes(mine).wait()?;
@@ -369,9 +383,11 @@ impl<'a, B: Kernels> Run<'a, B> {
         // The file system may show ranks different files; rank 0 wrote them.
         self.evaluated = told[0].1.map(|bits| (step, f64::from_bits(bits)));
         self.obey(Notes(told.iter().map(|(note, _)| *note).collect()))?;
+        self.orders.stop_for(next);
+        if self.saved.is_none() {
+            return self.save();
+        }
         match resume {
-            // Should the run be killed, its own directory is all that its next start knows of.
-            Resume::From(_) => self.save(),
             Resume::Auto if step > 0 && self.evaluated.is_none() => self.evaluate_if_due(),
             _ => Ok(()),
         }
@@ -414,13 +430,19 @@ impl<'a, B: Kernels> Run<'a, B> {
             evaluations::append(&path, &Evaluation::done(step, loss))?;
             let perplexity = loss.exp();
             records.progress.say(&format!("step {step:>6}  validation loss {loss:.4}, perplexity {perplexity:.2}"));
-            let config = &self.plan.config.eval;
             let all = evaluations::read(&path);
-            if let Some(why) = evaluations::no_use(&all, config.patience, config.min_delta) {
-                self.orders.stop(why);
-            }
+            let best = self.directory.checkpoints().point_to_best(&all);
+            best.unwrap_or_else(|e| log::warn!("{e}"));
+            let no_use = self.no_use(&all);
+            self.orders.stop_for(no_use);
         }
         Ok(())
+    }
+
+    /// Why more steps would be of no use by these evaluations, if they would.
+    fn no_use(&self, all: &[Evaluation]) -> Option<String> {
+        let config = &self.plan.config.eval;
+        evaluations::no_use(all, config.patience, config.min_delta)
     }
 
     fn save_if_due(&mut self) -> Result<()> {
@@ -503,6 +525,15 @@ impl<'a, B: Kernels> Run<'a, B> {
             self.card().write(&self.directory.card_path())?;
         }
         self.directory.marks().end(&End { step, status, why })
+    }
+
+    /// Evaluators need not wait for more checkpoints.
+    fn tell_of_failure(&self, error: &Error) {
+        let why = Some(error.message().to_string());
+        let end = End { step: self.progress.step, status: Status::Failed, why };
+        if let (true, Err(e)) = (self.records.is_some(), self.directory.marks().end(&end)) {
+            log::warn!("{e}");
+        }
     }
 
     /// Text from the trained model. Every rank computes it, because gathers of parameters are collective.
