@@ -80,22 +80,31 @@ __device__ __forceinline__ void fetch(bf16* tile, const bf16* matrix, size_t str
   }
 }
 
+// Where a lane reads in the 16×16 block (i, j) of a tile, given where it reads in block (0, 0): the number of the
+// row within eight, and with it the permutation, stays; and 16·j has no bit in common with a column below 16, so
+// adding it before the permutation is flipping it after. One operation, and what depends on i is a constant.
+__device__ __forceinline__ const bf16* in_block(const bf16* tile, int i, int j, int in_first) {
+  return tile + (in_first ^ 16 * j) + 16 * i * HEAD;
+}
+
 // The rows of a tile that a warp owns, 16·M of them, as left operand of products. Held in registers where there
 // is room for them, otherwise read from shared memory at each use.
 template <int M>
 struct Own {
   const bf16* tile;
-  int row;
+  int in_first;
   unsigned held[HELD ? M : 1][HELD ? HEAD / 16 : 1][4];
 
-  __device__ __forceinline__ Own(const bf16* tile) : tile(tile), row(threadIdx.x / 32 * 16 * M) {}
+  __device__ __forceinline__ Own(const bf16* tile)
+      : tile(tile + threadIdx.x / 32 * 16 * M * HEAD), in_first(in_tile(threadIdx.x % 16, threadIdx.x % 32 / 16 * 8)) {}
   // Call when the tile has arrived.
   __device__ __forceinline__ void hold() {
     if (HELD)
 #pragma unroll
       for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int k = 0; k < HEAD / 16; k++) read(held[HELD ? m : 0][HELD ? k : 0], m, k);
+        for (int k = 0; k < HEAD / 16; k++)
+          ldmatrix_x4(held[HELD ? m : 0][HELD ? k : 0], in_block(tile, m, k, in_first));
   }
   // Columns 16·k to 16·k + 15 of the m-th 16 rows.
   __device__ __forceinline__ void get(unsigned (&a)[4], int m, int k) const {
@@ -103,11 +112,7 @@ struct Own {
 #pragma unroll
       for (int i = 0; i < 4; i++) a[i] = held[HELD ? m : 0][HELD ? k : 0][i];
     else
-      read(a, m, k);
-  }
-  __device__ __forceinline__ void read(unsigned (&a)[4], int m, int k) const {
-    int lane = threadIdx.x % 32;
-    ldmatrix_x4(a, tile + in_tile(row + 16 * m + lane % 16, 16 * k + lane / 16 * 8));
+      ldmatrix_x4(a, in_block(tile, m, k, in_first));
   }
 };
 
@@ -115,7 +120,8 @@ struct Own {
 // row lane/4, columns 8·n + 2·(lane%4) and the next, c[m][n][2..3] the same of row lane/4 + 8.
 template <int M, int N>
 __device__ __forceinline__ void multiply_rows(float (&c)[M][N / 8][4], const Own<M>& own, const bf16* tile) {
-  int lane = threadIdx.x % 32;
+  // Four matrices a time: rows 0-7 and 8-15 of the tile's 16, each in two halves of the 16 columns.
+  int lane = threadIdx.x % 32, in_first = in_tile(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
@@ -129,9 +135,8 @@ __device__ __forceinline__ void multiply_rows(float (&c)[M][N / 8][4], const Own
     for (int m = 0; m < M; m++) own.get(a[m], m, k);
 #pragma unroll
     for (int n = 0; n < N / 16; n++) {
-      // Four matrices: rows 0-7 and 8-15 of the tile's 16, each in two halves of the 16 columns.
       unsigned r[4];
-      ldmatrix_x4(r, tile + in_tile(16 * n + lane / 16 * 8 + lane % 8, 16 * k + lane / 8 % 2 * 8));
+      ldmatrix_x4(r, in_block(tile, n, k, in_first));
       unsigned b0[2] = {r[0], r[1]}, b1[2] = {r[2], r[3]};
 #pragma unroll
       for (int m = 0; m < M; m++) {
@@ -147,7 +152,8 @@ __device__ __forceinline__ void multiply_rows(float (&c)[M][N / 8][4], const Own
 template <int M, int K>
 __device__ __forceinline__ void multiply_add(float (&c)[M][HEAD / 8][4], const float (&p)[M][K / 8][4],
                                              const bf16* tile) {
-  int lane = threadIdx.x % 32;
+  // Four matrices a time: columns 0-7 and 8-15 of the tile's 16, each in two halves of the 16 rows.
+  int lane = threadIdx.x % 32, in_first = in_tile(lane % 16, lane / 16 * 8);
 #pragma unroll
   for (int k = 0; k < K / 16; k++) {
     unsigned a[M][4];
@@ -160,9 +166,8 @@ __device__ __forceinline__ void multiply_add(float (&c)[M][HEAD / 8][4], const f
     }
 #pragma unroll
     for (int n = 0; n < HEAD / 16; n++) {
-      // Four matrices: columns 0-7 and 8-15 of the tile's 16, each in two halves of the 16 rows.
       unsigned r[4];
-      ldmatrix_x4_trans(r, tile + in_tile(16 * k + lane % 16, 16 * n + lane / 16 * 8));
+      ldmatrix_x4_trans(r, in_block(tile, k, n, in_first));
       unsigned b0[2] = {r[0], r[1]}, b1[2] = {r[2], r[3]};
 #pragma unroll
       for (int m = 0; m < M; m++) {
