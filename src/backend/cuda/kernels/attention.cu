@@ -9,12 +9,14 @@
 #ifdef TENSOR_CORES
 
 // A warp owns two times 16 queries: each fragment of keys and values, once read from shared memory, serves two
-// products, else reading would take longer than multiplying.
+// products, else reading would take longer than multiplying. The rest is what the registers allow.
 constexpr int M = 2;
-constexpr int TILE = 64 * M;  // queries of a block
+constexpr int TILE = 64 * M;                // queries of a block
+constexpr int STEP = HEAD == 64 ? 64 : 32;  // keys that come by at a time
+constexpr bool HELD = HEAD == 64;           // queries stay in registers
 
-// Block 128 threads, grid (⌈time / 128⌉, heads, batch), dynamic shared memory 2·HEAD·(128 + 4·STEP) bytes: 49 152
-// for HEAD 64 (STEP = 64), 65 536 for HEAD 128 (STEP = 32).
+// Block 128 threads, grid (⌈time / 128⌉, heads, batch), dynamic shared memory 2·HEAD·(TILE + 4·STEP) bytes: 49 152
+// for HEAD 64, 65 536 for HEAD 128.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __restrict__ lse, int batch, int time,
                   int heads) {
@@ -38,7 +40,7 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
   fetch<STEP>(v_tiles, v, stride, 0, time);
   cp_async_commit();
 
-  Own<M> own(q_tile);
+  Own<M, HELD> own(q_tile);
   float o[M][HEAD / 8][4] = {}, top[M][2], total[M][2];
 #pragma unroll
   for (int m = 0; m < M; m++)
@@ -59,19 +61,10 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
     if (key0 >= warp_first + 16 * M) continue;  // all after the warp's last query
 
     float s[M][STEP / 8][4];
-    multiply_rows<M, STEP>(s, own, k_tiles + now);
+    multiply_rows(s, own, k_tiles + now);
 
-    // The last key of the sequence is none after its last query, so this masks keys that do not exist as well.
-    if (key0 + STEP - 1 > warp_first)
-#pragma unroll
-      for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int n = 0; n < STEP / 8; n++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            int key = key0 + 8 * n + 2 * (lane % 4) + i % 2, query = warp_first + 16 * m + 8 * (i / 2) + lane / 4;
-            if (key > query) s[m][n][i] = -infinity();
-          }
+    // No query comes after the last key of the sequence: this masks keys that do not exist as well.
+    if (key0 + STEP - 1 > warp_first) mask_keys(s, key0 - warp_first);
 
 #pragma unroll
     for (int m = 0; m < M; m++)
@@ -95,7 +88,7 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
 #pragma unroll
         for (int n = 0; n < HEAD / 8; n++) o[m][n][2 * half] *= fade, o[m][n][2 * half + 1] *= fade;
       }
-    multiply_add<M, STEP>(o, s, v_tiles + now);
+    multiply_add(o, s, v_tiles + now);
   }
 
   float inverse[M][2];
@@ -108,7 +101,7 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
       inverse[m][half] = 1.0f / sum;
       if (lane % 4 == 0 && query < time) lse[place.softmax + query] = top[m][half] * scale + logf(sum);
     }
-  store<M>(place.single(y), place.width, warp_first, time, o, inverse);
+  store(place.single(y), place.width, warp_first, time, o, inverse);
 }
 
 #else  // plain

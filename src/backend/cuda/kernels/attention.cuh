@@ -58,10 +58,6 @@ struct Place {
 
 #ifdef TENSOR_CORES
 
-// Rows that come by in a step, and whether a warp's own rows stay in registers: what the registers allow.
-constexpr int STEP = HEAD == 64 ? 64 : 32;
-constexpr bool HELD = HEAD == 64;
-
 // A tile in shared memory has rows of HEAD elements in chunks of 16 bytes. The chunks of a row are permuted by its
 // number, so that the eight rows which ldmatrix reads at a time lie in different banks without padding.
 // `column` is a multiple of 8.
@@ -89,7 +85,7 @@ __device__ __forceinline__ const bf16* in_block(const bf16* tile, int i, int j, 
 
 // The rows of a tile that a warp owns, 16·M of them, as left operand of products. Held in registers where there
 // is room for them, otherwise read from shared memory at each use.
-template <int M>
+template <int M, bool HELD>
 struct Own {
   const bf16* tile;
   int in_first;
@@ -116,16 +112,16 @@ struct Own {
   }
 };
 
-// c = A·Tᵀ: the warp's own rows against the N rows of a tile. Accumulators are as mma has them: c[m][n][0..1] are
+// c = A·Tᵀ: the warp's own rows against the 8·N rows of a tile. Accumulators are as mma has them: c[m][n][0..1] are
 // row lane/4, columns 8·n + 2·(lane%4) and the next, c[m][n][2..3] the same of row lane/4 + 8.
-template <int M, int N>
-__device__ __forceinline__ void multiply_rows(float (&c)[M][N / 8][4], const Own<M>& own, const bf16* tile) {
+template <int M, int N, bool HELD>
+__device__ __forceinline__ void multiply_rows(float (&c)[M][N][4], const Own<M, HELD>& own, const bf16* tile) {
   // Four matrices a time: rows 0-7 and 8-15 of the tile's 16, each in two halves of the 16 columns.
   int lane = threadIdx.x % 32, in_first = in_tile(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8);
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
-    for (int n = 0; n < N / 8; n++)
+    for (int n = 0; n < N; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) c[m][n][i] = 0.0f;
 #pragma unroll
@@ -134,7 +130,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[M][N / 8][4], const Own
 #pragma unroll
     for (int m = 0; m < M; m++) own.get(a[m], m, k);
 #pragma unroll
-    for (int n = 0; n < N / 16; n++) {
+    for (int n = 0; n < N / 2; n++) {
       unsigned r[4];
       ldmatrix_x4(r, in_block(tile, n, k, in_first));
       unsigned b0[2] = {r[0], r[1]}, b1[2] = {r[2], r[3]};
@@ -147,15 +143,15 @@ __device__ __forceinline__ void multiply_rows(float (&c)[M][N / 8][4], const Own
   }
 }
 
-// c += P·T, where P comes from accumulators of K columns, rounded to bf16, and T is a tile of K rows. A lane's
+// c += P·T, where P comes from accumulators of 8·K columns, rounded to bf16, and T is a tile of 8·K rows. A lane's
 // accumulators are just what it must give as left operand: P never leaves the registers.
 template <int M, int K>
-__device__ __forceinline__ void multiply_add(float (&c)[M][HEAD / 8][4], const float (&p)[M][K / 8][4],
+__device__ __forceinline__ void multiply_add(float (&c)[M][HEAD / 8][4], const float (&p)[M][K][4],
                                              const bf16* tile) {
   // Four matrices a time: columns 0-7 and 8-15 of the tile's 16, each in two halves of the 16 rows.
   int lane = threadIdx.x % 32, in_first = in_tile(lane % 16, lane / 16 * 8);
 #pragma unroll
-  for (int k = 0; k < K / 16; k++) {
+  for (int k = 0; k < K / 2; k++) {
     unsigned a[M][4];
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -176,6 +172,31 @@ __device__ __forceinline__ void multiply_add(float (&c)[M][HEAD / 8][4], const f
       }
     }
   }
+}
+
+// The causal mask: -∞ where the key comes after the query. Rows are queries and columns keys, or the other way
+// round; column 0 is `ahead` positions after row 0 (mask_keys), row 0 after column 0 (mask_queries).
+template <int M, int N>
+__device__ __forceinline__ void mask_keys(float (&s)[M][N][4], int ahead) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (ahead + 8 * n + 2 * (lane % 4) + i % 2 > 16 * m + 8 * (i / 2) + lane / 4) s[m][n][i] = -infinity();
+}
+template <int M, int N>
+__device__ __forceinline__ void mask_queries(float (&s)[M][N][4], int ahead) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int n = 0; n < N; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if (ahead + 16 * m + 8 * (i / 2) + lane / 4 > 8 * n + 2 * (lane % 4) + i % 2) s[m][n][i] = -infinity();
 }
 
 // Writes the accumulators of a warp, times a factor for each of its rows, to the rows from `first` on that exist.

@@ -39,12 +39,14 @@ attention_delta(const elem* __restrict__ y, const elem* __restrict__ dy, float* 
 
 #ifdef TENSOR_CORES
 
-// A warp owns 16·M rows, keys in the one kernel and queries in the other.
-constexpr int M = 1;
+// A warp owns 16·M rows, keys in the one kernel and queries in the other: two times 16 so that a fragment, once read
+// from shared memory, serves two products, where the registers have room for the gradients.
+constexpr int M = HEAD == 64 ? 2 : 1;
 constexpr int TILE = 64 * M;  // rows of a block
+constexpr int STEP = 32;      // rows that come by at a time
 
-// Block 128 threads, grid (⌈time / 64⌉, heads, batch), dynamic shared memory 2·HEAD·(128 + 4·STEP) + 16·STEP bytes:
-// 50 176 for HEAD 64 (STEP = 64), 66 048 for HEAD 128 (STEP = 32).
+// Block 128 threads, grid (⌈time / TILE⌉, heads, batch) with TILE = 128 for HEAD 64 and 64 for HEAD 128, dynamic
+// shared memory 2·HEAD·(2·TILE + 4·STEP) + 16·STEP bytes: 49 664 for HEAD 64, 66 048 for HEAD 128.
 //
 // Scores are computed as keys × queries: so the accumulators of pᵀ and dsᵀ are ready to be left operands, as those
 // of p are in the forward, and nothing goes through shared memory.
@@ -69,13 +71,14 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   const int first = blockIdx.x * TILE, steps = tiles_for(time - first, STEP);
   const int lane = threadIdx.x % 32, warp_first = first + threadIdx.x / 32 * 16 * M;
 
-  // Thread i brings lse or delta of query i%STEP. Queries that do not exist have p = 2^(s - ∞) = 0.
+  // Thread i brings lse, or delta, of query i%STEP. Queries that do not exist have p = 2^(s - ∞) = 0.
   static_assert(2 * STEP <= THREADS, "a thread for each lse and delta");
   const bool is_lse = threadIdx.x < STEP;
-  auto row_value = [&](int query0) {
+  const float* const row_values = (is_lse ? lse : delta) + place.softmax;
+  auto row_value = [=](int query0) {
     int query = query0 + threadIdx.x % STEP;
-    if (query >= time) return is_lse ? infinity() : 0.0f;
-    return is_lse ? lse[place.softmax + query] * LOG2_E : delta[place.softmax + query];
+    float x = query < time ? row_values[query] : infinity();
+    return is_lse ? x * LOG2_E : query < time ? x : 0.0f;
   };
 
   fetch<TILE>(k_tile, place.packed(qkv, 1), stride, first, time);
@@ -85,7 +88,7 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   cp_async_commit();
   float row_next = row_value(first);
 
-  Own<M> own_k(k_tile), own_v(v_tile);
+  Own<M, false> own_k(k_tile), own_v(v_tile);
   float dk[M][HEAD / 8][4] = {}, dv[M][HEAD / 8][4] = {};
 
   for (int step = 0; step < steps; step++) {
@@ -102,36 +105,27 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
       cp_async_commit();
       row_next = row_value(query0 + STEP);  // arrives while this step computes
     }
-    if (step == 0) own_k.hold(), own_v.hold();
     if (query0 + STEP <= warp_first) continue;  // all before the warp's first key
 
     float p[M][STEP / 8][4], ds[M][STEP / 8][4];
-    multiply_rows<M, STEP>(p, own_k, q_tile);
-    const bool diagonal = query0 < warp_first + 16 * M - 1;
+    multiply_rows(p, own_k, q_tile);
+    multiply_rows(ds, own_v, dy_tile);
+    if (query0 < warp_first + 16 * M - 1) mask_queries(p, warp_first - query0);
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++) {
       const int column = 8 * n + 2 * (lane % 4);
       const float lse2[2] = {rows[column], rows[column + 1]};
+      const float deltas[2] = {rows[STEP + column], rows[STEP + column + 1]};
 #pragma unroll
       for (int m = 0; m < M; m++)
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, -lse2[i % 2]));
-          if (diagonal && warp_first + 16 * m + 8 * (i / 2) + lane / 4 > query0 + column + i % 2) p[m][n][i] = 0.0f;
+          ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - deltas[i % 2]);
         }
     }
-    multiply_add<M, STEP>(dv, p, dy_tile);
-    multiply_rows<M, STEP>(ds, own_v, dy_tile);
-#pragma unroll
-    for (int n = 0; n < STEP / 8; n++) {
-      const int column = 8 * n + 2 * (lane % 4);
-      const float deltas[2] = {rows[STEP + column], rows[STEP + column + 1]};
-#pragma unroll
-      for (int m = 0; m < M; m++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - deltas[i % 2]);
-    }
-    multiply_add<M, STEP>(dk, ds, q_tile);
+    multiply_add(dv, p, dy_tile);
+    multiply_add(dk, ds, q_tile);
   }
 
   float one[M][2], scales[M][2];
@@ -139,12 +133,12 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   for (int m = 0; m < M; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) one[m][half] = 1.0f, scales[m][half] = scale;
-  store<M>(place.packed(dqkv, 1), stride, warp_first, time, dk, scales);
-  store<M>(place.packed(dqkv, 2), stride, warp_first, time, dv, one);
+  store(place.packed(dqkv, 1), stride, warp_first, time, dk, scales);
+  store(place.packed(dqkv, 2), stride, warp_first, time, dv, one);
 }
 
-// Block 128 threads, grid (⌈time / 64⌉, heads, batch), dynamic shared memory 2·HEAD·(128 + 4·STEP) bytes: 49 152 for
-// HEAD 64, 65 536 for HEAD 128.
+// Block 128 threads, grid (⌈time / TILE⌉, heads, batch) as above, dynamic shared memory 2·HEAD·(2·TILE + 4·STEP)
+// bytes: 49 152 for HEAD 64, 65 536 for HEAD 128.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
                      const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads) {
@@ -177,7 +171,7 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
       lse2[m][half] = lse[at] * LOG2_E, deltas[m][half] = delta[at], scales[m][half] = scale;
     }
 
-  Own<M> own_q(q_tile), own_dy(dy_tile);
+  Own<M, false> own_q(q_tile), own_dy(dy_tile);
   float dq[M][HEAD / 8][4] = {};
 
   for (int step = 0; step < steps; step++) {
@@ -189,13 +183,12 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
       fetch<STEP>(v_tiles + next, v, stride, key0 + STEP, time);
       cp_async_commit();
     }
-    if (step == 0) own_q.hold(), own_dy.hold();
     if (key0 >= warp_first + 16 * M) continue;  // all after the warp's last query
 
     float p[M][STEP / 8][4], ds[M][STEP / 8][4];
-    multiply_rows<M, STEP>(p, own_q, k_tiles + now);
-    multiply_rows<M, STEP>(ds, own_dy, v_tiles + now);
-    const bool diagonal = key0 + STEP - 1 > warp_first;
+    multiply_rows(p, own_q, k_tiles + now);
+    multiply_rows(ds, own_dy, v_tiles + now);
+    if (key0 + STEP - 1 > warp_first) mask_keys(p, key0 - warp_first);
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
@@ -203,12 +196,11 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           float x = exp2_fast(fmaf(p[m][n][i], scale2, -lse2[m][i / 2]));
-          if (diagonal && key0 + 8 * n + 2 * (lane % 4) + i % 2 > warp_first + 16 * m + 8 * (i / 2) + lane / 4) x = 0.0f;
           ds[m][n][i] = x * (ds[m][n][i] - deltas[m][i / 2]);
         }
-    multiply_add<M, STEP>(dq, ds, k_tiles + now);
+    multiply_add(dq, ds, k_tiles + now);
   }
-  store<M>(place.packed(dqkv, 0), stride, warp_first, time, dq, scales);
+  store(place.packed(dqkv, 0), stride, warp_first, time, dq, scales);
 }
 
 #else  // plain
