@@ -4,6 +4,7 @@
 //! transfers. [`Kernels`] is arithmetic. Both are implemented once per device.
 
 pub mod cpu;
+pub mod cuda;
 mod kernels;
 mod memory;
 #[cfg(test)]
