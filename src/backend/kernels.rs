@@ -132,8 +132,10 @@ pub trait Kernels: Backend {
     fn copy(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
     /// `y += x`.
     fn add(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `Σ x` in f64, in a fixed order.
+    fn sum(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
     /// `Σ x²` in f64, summed in fixed chunks.
-    fn sum_squares(&self, x: Self::View<'_>) -> Result<f64>;
+    fn sum_squares(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
 
     /// The matrix product described by `shape`.
     fn gemm(&self, shape: Gemm, a: Self::View<'_>, b: Self::View<'_>, c: Self::ViewMut<'_>) -> Result<()>;
@@ -154,6 +156,31 @@ pub trait Kernels: Backend {
         weight: Self::View<'_>,
         dx: Self::ViewMut<'_>,
     ) -> Result<()>;
+    /// A linear map and its GELU: `h = x·Wᵀ + bias`, `y = gelu(h)`; overwrites both.
+    fn linear_gelu(
+        &self,
+        shape: Linear,
+        x: Self::View<'_>,
+        weight: Self::View<'_>,
+        bias: Self::View<'_>,
+        mut h: Self::ViewMut<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()> {
+        self.linear(shape, x, weight, bias, Self::reborrow(&mut h))?;
+        self.gelu(Self::shared(&h), y)
+    }
+    /// Back through a linear map and the GELU before it: `dh = (dy·W)·gelu'(h)`; overwrites.
+    fn linear_gelu_backward_input(
+        &self,
+        shape: Linear,
+        dy: Self::View<'_>,
+        weight: Self::View<'_>,
+        h: Self::View<'_>,
+        mut dh: Self::ViewMut<'_>,
+    ) -> Result<()> {
+        self.linear_backward_input(shape, dy, weight, Self::reborrow(&mut dh))?;
+        self.gelu_backward(h, dh)
+    }
     /// `dW += dyᵀ·x`, `dbias += Σ_rows dy`.
     fn linear_backward_weight(
         &self,
@@ -192,6 +219,21 @@ pub trait Kernels: Backend {
         y: Self::ViewMut<'_>,
         stats: Self::ViewMut<'_>,
     ) -> Result<()>;
+    /// The end of a residual branch and the norm after it: `stream += x`, then [`Kernels::layer_norm`] of the stream.
+    #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
+    fn add_layer_norm(
+        &self,
+        shape: Norm,
+        x: Self::View<'_>,
+        mut stream: Self::ViewMut<'_>,
+        weight: Self::View<'_>,
+        bias: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+        stats: Self::ViewMut<'_>,
+    ) -> Result<()> {
+        self.add(x, Self::reborrow(&mut stream))?;
+        self.layer_norm(shape, Self::shared(&stream), weight, bias, y, stats)
+    }
     /// Adds to `dx` (which holds the residual path's gradient), `dweight` and `dbias`.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     fn layer_norm_backward(
@@ -244,7 +286,8 @@ pub trait Kernels: Backend {
         losses: Self::ViewMut<'_>,
     ) -> Result<()>;
 
-    /// Updates `p`, `m` and `v` of a contiguous range from its gradient.
+    /// Updates `p`, `m` and `v` of a contiguous range from its gradient; writes the new `p` to `copy` as well, if given,
+    /// rounded to its type.
     fn adamw(
         &self,
         update: AdamW,
@@ -252,7 +295,15 @@ pub trait Kernels: Backend {
         m: Self::ViewMut<'_>,
         v: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
+        copy: Option<Self::ViewMut<'_>>,
     ) -> Result<()>;
-    /// Updates `p` and `m` of a contiguous range from its gradient.
-    fn sgd(&self, update: Sgd, grad: Self::View<'_>, m: Self::ViewMut<'_>, p: Self::ViewMut<'_>) -> Result<()>;
+    /// Updates `p` and `m` of a contiguous range from its gradient; `copy` as in [`Kernels::adamw`].
+    fn sgd(
+        &self,
+        update: Sgd,
+        grad: Self::View<'_>,
+        m: Self::ViewMut<'_>,
+        p: Self::ViewMut<'_>,
+        copy: Option<Self::ViewMut<'_>>,
+    ) -> Result<()>;
 }

@@ -26,6 +26,8 @@ pub trait Backend: Clone + Send + Sync + 'static {
     type Buf: Send + Sync + 'static;
     /// Token ids, class labels: indices on the device.
     type Ints: Send + Sync + 'static;
+    /// A number that the device computes, to be read later: asking for it at once would stop the device.
+    type Scalar: Send + Sync + 'static;
     /// A shared window into a buffer.
     type View<'a>: Copy + Send;
     /// An exclusive window into a buffer.
@@ -37,17 +39,52 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Out of memory, with the category and what is already taken.
     fn alloc(&self, what: Memory, len: usize) -> Result<Self::Buf>;
 
+    /// As [`Backend::alloc`], in f32 whatever the compute type is: masters, statistics, losses.
+    ///
+    /// # Errors
+    /// As [`Backend::alloc`].
+    fn alloc_f32(&self, what: Memory, len: usize) -> Result<Self::Buf>;
+
+    /// Whether parameters are kept in a narrower type than f32, so that updates need f32 masters besides.
+    fn computes_narrow(&self) -> bool;
+
+    /// Copies `host` into a window of its length, rounded to the window's type.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn write(&self, host: &[f32], to: Self::ViewMut<'_>) -> Result<()>;
+
     /// A buffer that holds `host`.
     ///
     /// # Errors
     /// As [`Backend::alloc`].
-    fn upload(&self, what: Memory, host: &[f32]) -> Result<Self::Buf>;
+    fn upload(&self, what: Memory, host: &[f32]) -> Result<Self::Buf> {
+        let mut buf = self.alloc(what, host.len())?;
+        self.write(host, Self::all_mut(&mut buf))?;
+        Ok(buf)
+    }
+
+    /// As [`Backend::upload`], in f32.
+    ///
+    /// # Errors
+    /// As [`Backend::alloc`].
+    fn upload_f32(&self, what: Memory, host: &[f32]) -> Result<Self::Buf> {
+        let mut buf = self.alloc_f32(what, host.len())?;
+        self.write(host, Self::all_mut(&mut buf))?;
+        Ok(buf)
+    }
 
     /// Copies a window to the host; `host` has the window's length.
     ///
     /// # Errors
     /// The device failed.
     fn download(&self, from: Self::View<'_>, host: &mut [f32]) -> Result<()>;
+
+    /// The value of a number, waiting until the device has computed it.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn read(&self, scalar: Self::Scalar) -> Result<f64>;
 
     /// Copies indices to the device.
     ///
@@ -60,6 +97,12 @@ pub trait Backend: Clone + Send + Sync + 'static {
 
     /// The exclusive window `range` of `buf`.
     fn view_mut(buf: &mut Self::Buf, range: Range<usize>) -> Self::ViewMut<'_>;
+
+    /// The same window, to read.
+    fn shared<'a>(view: &'a Self::ViewMut<'_>) -> Self::View<'a>;
+
+    /// The same window, for a while.
+    fn reborrow<'a>(view: &'a mut Self::ViewMut<'_>) -> Self::ViewMut<'a>;
 
     /// Elements in `buf`.
     fn len(buf: &Self::Buf) -> usize;

@@ -228,23 +228,22 @@ impl<B: Kernels> Block<B> for Transformer {
             split::<B, 12>(params.own, self.lens());
         let [site1, site2] = self.sites();
 
-        let (mut norm1, mut stats1) = (new(rows * d)?, new(rows * 2)?);
+        let exact = |len| b.alloc_f32(Memory::Activations, len);
+        let (mut norm1, mut stats1) = (new(rows * d)?, exact(rows * 2)?);
         b.layer_norm(s.norm, B::all(x), w_norm1, b_norm1, B::all_mut(&mut norm1), B::all_mut(&mut stats1))?;
         let mut qkv = new(rows * 3 * d)?;
         b.linear(s.qkv, B::all(&norm1), w_qkv, b_qkv, B::all_mut(&mut qkv))?;
-        let (mut heads, mut lse) = (new(rows * d)?, new(rows * self.gpt.heads)?);
+        let (mut heads, mut lse) = (new(rows * d)?, exact(rows * self.gpt.heads)?);
         b.attention(s.attention, B::all(&qkv), B::all_mut(&mut heads), B::all_mut(&mut lse))?;
         let mut stream = new(rows * d)?;
         b.linear(s.out, B::all(&heads), w_out, b_out, B::all_mut(&mut stream))?;
         self.gpt.drop(cx, site1, B::all_mut(&mut stream))?;
-        b.add(B::all(x), B::all_mut(&mut stream))?;
 
-        let (mut norm2, mut stats2) = (new(rows * d)?, new(rows * 2)?);
-        b.layer_norm(s.norm, B::all(&stream), w_norm2, b_norm2, B::all_mut(&mut norm2), B::all_mut(&mut stats2))?;
-        let mut up = new(rows * 4 * d)?;
-        b.linear(s.up, B::all(&norm2), w_up, b_up, B::all_mut(&mut up))?;
-        let mut act = new(rows * 4 * d)?;
-        b.gelu(B::all(&up), B::all_mut(&mut act))?;
+        let (mut norm2, mut stats2) = (new(rows * d)?, exact(rows * 2)?);
+        let (y, stats) = (B::all_mut(&mut norm2), B::all_mut(&mut stats2));
+        b.add_layer_norm(s.norm, B::all(x), B::all_mut(&mut stream), w_norm2, b_norm2, y, stats)?;
+        let (mut up, mut act) = (new(rows * 4 * d)?, new(rows * 4 * d)?);
+        b.linear_gelu(s.up, B::all(&norm2), w_up, b_up, B::all_mut(&mut up), B::all_mut(&mut act))?;
         let mut y = new(rows * d)?;
         b.linear(s.down, B::all(&act), w_down, b_down, B::all_mut(&mut y))?;
         self.gpt.drop(cx, site2, B::all_mut(&mut y))?;
@@ -277,9 +276,8 @@ impl<B: Kernels> Block<B> for Transformer {
             let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
             b.linear_backward_weight(s.down, dbranch, B::all(&act), gw_down, gb_down)?;
             drop(act);
-            b.linear_backward_input(s.down, dbranch, w_down, B::all_mut(&mut dup))?;
+            b.linear_gelu_backward_input(s.down, dbranch, w_down, B::all(&up), B::all_mut(&mut dup))?;
         }
-        b.gelu_backward(B::all(&up), B::all_mut(&mut dup))?;
         drop(up);
         b.linear_backward_weight(s.up, B::all(&dup), B::all(&norm2), gw_up, gb_up)?;
         let mut dnorm = norm2;
@@ -364,7 +362,7 @@ impl<B: Kernels> Block<B> for Head {
         let (table, _) = B::cut(lent(params.lent)?, self.table());
         let (no_bias, _) = B::cut(params.own, 0);
         let mut norm = b.alloc(Memory::Activations, rows * d)?;
-        let mut stats = b.alloc(Memory::Activations, rows * 2)?;
+        let mut stats = b.alloc_f32(Memory::Activations, rows * 2)?;
         b.layer_norm(self.norm(rows), B::all(x), weight, bias, B::all_mut(&mut norm), B::all_mut(&mut stats))?;
         let mut logits = b.alloc(Memory::Activations, rows * self.0.vocabulary)?;
         b.linear(self.logits(rows), B::all(&norm), table, no_bias, B::all_mut(&mut logits))?;

@@ -4,11 +4,11 @@ use super::Micro;
 use crate::backend::{CrossEntropy, Kernels, Memory};
 use crate::error::Result;
 
-/// Σ over rows of the cross-entropy between `logits` (rows × classes) and the micro-batch's targets, in f64.
+/// Σ over rows of the cross-entropy between `logits` (rows × classes) and the micro-batch's targets.
 ///
 /// # Errors
 /// The device failed.
-pub fn cross_entropy<B: Kernels>(backend: &B, micro: &Micro<B>, logits: &mut B::Buf) -> Result<f64> {
+pub fn cross_entropy<B: Kernels>(backend: &B, micro: &Micro<B>, logits: &mut B::Buf) -> Result<B::Scalar> {
     run(backend, micro, logits, 0.0, false)
 }
 
@@ -21,21 +21,20 @@ pub fn cross_entropy_with_gradient<B: Kernels>(
     micro: &Micro<B>,
     logits: &mut B::Buf,
     scale: f32,
-) -> Result<f64> {
+) -> Result<B::Scalar> {
     run(backend, micro, logits, scale, true)
 }
 
-fn run<B: Kernels>(backend: &B, micro: &Micro<B>, logits: &mut B::Buf, scale: f32, gradient: bool) -> Result<f64> {
+fn run<B: Kernels>(
+    backend: &B,
+    micro: &Micro<B>,
+    logits: &mut B::Buf,
+    scale: f32,
+    gradient: bool,
+) -> Result<B::Scalar> {
     let rows = micro.rows();
-    let mut losses = backend.alloc(Memory::Activations, rows)?;
+    let mut losses = backend.alloc_f32(Memory::Activations, rows)?;
     let shape = CrossEntropy { rows, classes: B::len(logits) / rows.max(1), scale, gradient };
     backend.cross_entropy(shape, B::all_mut(logits), &micro.targets, B::all_mut(&mut losses))?;
-    // In row order, in f64: the same bits however the rows were computed.
-    let sum = |losses: &[f32]| losses.iter().copied().map(f64::from).sum();
-    if let Some(losses) = B::host(&mut losses) {
-        return Ok(sum(losses));
-    }
-    let mut host = vec![0.0; rows];
-    backend.download(B::all(&losses), &mut host)?;
-    Ok(sum(&host))
+    backend.sum(B::all(&losses))
 }

@@ -55,7 +55,8 @@ pub struct Update {
 }
 
 impl Rule {
-    /// Updates the window `params` and the same window of every state buffer from the gradient.
+    /// Updates the window `params` and the same window of every state buffer from the gradient. The new parameters go
+    /// to `copy` as well, if there is one.
     ///
     /// # Errors
     /// The device failed.
@@ -66,6 +67,7 @@ impl Rule {
         grad: B::View<'_>,
         state: Vec<B::ViewMut<'_>>,
         params: B::ViewMut<'_>,
+        copy: Option<B::ViewMut<'_>>,
     ) -> Result<()> {
         let Update { lr, weight_decay, step, grad_scale } = update;
         let mut state = state.into_iter();
@@ -73,10 +75,10 @@ impl Rule {
         match *self {
             Rule::AdamW { beta1, beta2, eps } => {
                 let constants = AdamW { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
-                backend.adamw(constants, grad, next(), next(), params)
+                backend.adamw(constants, grad, next(), next(), params, copy)
             }
             Rule::Sgd { momentum, nesterov } => {
-                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params)
+                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy)
             }
         }
     }

@@ -32,7 +32,7 @@ pub struct Owner<B: Kernels> {
     range: Range<usize>,
     /// Elements of the range before this one decay.
     decayed: usize,
-    /// The parameters of the range. None where the full ones live always: then they are its window of those.
+    /// The parameters of the range in f32. None where full ones live always, in f32: then they are its window of those.
     master: Option<B::Buf>,
     /// One buffer for each name in [`Rule::state`].
     state: Vec<B::Buf>,
@@ -57,7 +57,7 @@ impl<B: Kernels> Owner<B> {
         });
         Ok(Self {
             state: state.collect::<Result<_>>()?,
-            master: master.map(|values| backend.upload(Memory::Parameters, values)).transpose()?,
+            master: master.map(|values| backend.upload_f32(Memory::Parameters, values)).transpose()?,
             // Decayed tensors come first: one cut separates the two groups.
             decayed: layout.decayed.clamp(range.start, range.end) - range.start,
             backend: backend.clone(),
@@ -77,9 +77,10 @@ impl<B: Kernels> Owner<B> {
     /// The device failed, or the parameters are nowhere.
     pub fn update(&mut self, hyper: Hyper, grad: B::View<'_>, full: Option<&mut B::Buf>) -> Result<()> {
         let rule = self.rule.ok_or_else(|| Error::internal("an update without a rule"))?;
-        let params = match (&mut self.master, full) {
-            (Some(master), _) => B::all_mut(master),
-            (None, Some(full)) => B::view_mut(full, self.range.clone()),
+        let full = full.map(|full| B::view_mut(full, self.range.clone()));
+        let (params, copy) = match (&mut self.master, full) {
+            (Some(master), full) => (B::all_mut(master), full),
+            (None, Some(full)) => (full, None),
             (None, None) => return Err(nowhere()),
         };
         let state = self.state.iter_mut().map(B::all_mut).collect();
@@ -88,8 +89,9 @@ impl<B: Kernels> Owner<B> {
         let (g_decayed, g_rest) = B::cut(grad, self.decayed);
         let (p_decayed, p_rest) = B::cut_mut(params, self.decayed);
         let (s_decayed, s_rest) = cut_all::<B>(state, self.decayed);
-        rule.update(&self.backend, update(weight_decay), g_decayed, s_decayed, p_decayed)?;
-        rule.update(&self.backend, update(0.0), g_rest, s_rest, p_rest)
+        let (c_decayed, c_rest) = copy.map(|copy| B::cut_mut(copy, self.decayed)).unzip();
+        rule.update(&self.backend, update(weight_decay), g_decayed, s_decayed, p_decayed, c_decayed)?;
+        rule.update(&self.backend, update(0.0), g_rest, s_rest, p_rest, c_rest)
     }
 
     /// Puts the parameters into their place in a full buffer, to be gathered.
@@ -120,17 +122,17 @@ impl<B: Kernels> Owner<B> {
         Ok((params, self.state.iter().map(|buf| B::view(buf, of_owned.clone())).collect()))
     }
 
-    /// Replaces parameters and state by what `load(category, part, range)` makes: part 0 is the parameters, part k the
+    /// Replaces parameters and state by the values that `load(part, range)` gives: part 0 is the parameters, part k the
     /// k-th buffer of state.
     ///
     /// # Errors
     /// Of `load`.
-    pub fn restore(&mut self, mut load: impl FnMut(Memory, usize, Range<usize>) -> Result<B::Buf>) -> Result<()> {
+    pub fn restore(&mut self, mut load: impl FnMut(usize, Range<usize>) -> Result<Vec<f32>>) -> Result<()> {
         if let Some(master) = &mut self.master {
-            *master = load(Memory::Parameters, 0, self.range.clone())?;
+            self.backend.write(&load(0, self.range.clone())?, B::all_mut(master))?;
         }
         for (part, buf) in self.state.iter_mut().enumerate() {
-            *buf = load(Memory::Optimizer, part + 1, self.range.clone())?;
+            self.backend.write(&load(part + 1, self.range.clone())?, B::all_mut(buf))?;
         }
         Ok(())
     }

@@ -79,20 +79,20 @@ impl<T: Send + 'static> Slot<T> {
 }
 
 /// The sum of a unit's gradients over all ranks.
-enum Reduction<T> {
+enum Reduction<B: Kernels> {
     /// On its way: over the shard axis, then over the replica axis.
-    InFlight(Pending<T>),
+    InFlight(Pending<B::Buf>),
     /// Finished.
-    Done(Sum<T>),
+    Done(Sum<B>),
 }
 
 /// A reduced gradient.
-struct Sum<T> {
-    grad: T,
+struct Sum<B: Kernels> {
+    grad: B::Buf,
     /// Where in its buffer the owned part is.
     window: Range<usize>,
     /// Squares of this rank's virtual shards.
-    squares: Vec<f64>,
+    squares: Vec<B::Scalar>,
 }
 
 struct Unit<B: Kernels> {
@@ -107,7 +107,7 @@ struct Unit<B: Kernels> {
     grads_open: bool,
     /// Finished lanes of this rank.
     lanes: Tree<B::Buf>,
-    reduction: Option<Reduction<B::Buf>>,
+    reduction: Option<Reduction<B>>,
 }
 
 /// The owned part of a unit, for checkpoints.
@@ -171,10 +171,12 @@ impl<B: Kernels> Sharded<B> {
             let layout = UnitLayout::new(block.name(), block.tensors(), lanes.total);
             let owned = layout.part(shard, shards);
             let full = seed.map_or_else(|| vec![0.0; layout.padded], |seed| initial(&layout, seed));
-            let (params, master) = match keep.params {
-                Life::Step => (Slot::Here(backend.upload(Memory::Parameters, &full)?), None),
-                Life::Use => (Slot::Gone, Some(&full[owned.clone()])),
+            let params = match keep.params {
+                Life::Step => Slot::Here(backend.upload(Memory::Parameters, &full)?),
+                Life::Use => Slot::Gone,
             };
+            let is_apart = keep.params == Life::Use || backend.computes_narrow();
+            let master = is_apart.then(|| &full[owned.clone()]);
             units.push(Unit {
                 owner: Owner::new(&backend, rule, &layout, owned, master)?,
                 layout,
@@ -307,11 +309,13 @@ impl<B: Kernels> Sharded<B> {
         std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
         let shards = self.virtual_shards();
         let mut squares = vec![0.0; shards.len()];
-        for unit in &self.units {
-            let Some(Reduction::Done(sum)) = &unit.reduction else {
+        for unit in &mut self.units {
+            let Some(Reduction::Done(sum)) = &mut unit.reduction else {
                 return Err(Error::internal("a unit without gradient"));
             };
-            squares.iter_mut().zip(&sum.squares).for_each(|(all, square)| *all += square);
+            for (all, square) in squares.iter_mut().zip(sum.squares.drain(..)) {
+                *all += self.backend.read(square)?;
+            }
         }
         // Every rank gets every lane's loss and every virtual shard's square, and adds them in the same tree.
         let mine = Facts { first: shards.start, compute, note, losses: losses.to_vec(), squares };
@@ -412,15 +416,15 @@ impl<B: Kernels> Sharded<B> {
         let backend = &self.backend;
         for unit in &mut self.units {
             let layout = &unit.layout;
-            let mut load = |what, part, range: Range<usize>| {
+            let mut load = |part, range: Range<usize>| {
                 let mut host = vec![0.0; range.len()];
                 for piece in layout.pieces(range) {
                     read(&piece.tensor.name, part, piece.of_tensor, &mut host[piece.of_owned])?;
                 }
-                backend.upload(what, &host)
+                Ok(host)
             };
             unit.params = match self.keep.params {
-                Life::Step => Slot::Here(load(Memory::Parameters, 0, 0..layout.padded)?),
+                Life::Step => Slot::Here(backend.upload(Memory::Parameters, &load(0, 0..layout.padded)?)?),
                 Life::Use => Slot::Gone,
             };
             unit.owner.restore(load)?;

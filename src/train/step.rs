@@ -65,7 +65,7 @@ impl<B: Kernels> Engine<B> {
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
         let (begun, waited, mut loading) = (Instant::now(), self.sharded.waited(), Duration::ZERO);
         self.sharded.begin(parallel::step(&self.borrows(), lanes * micros_per_lane));
-        let mut losses = vec![0.0; lanes];
+        let mut losses: Vec<Vec<B::Scalar>> = (0..lanes).map(|_| Vec::with_capacity(micros_per_lane)).collect();
         let mut tapes = VecDeque::new();
         for action in one_forward_one_backward(0, 1, lanes * micros_per_lane) {
             match action {
@@ -74,7 +74,7 @@ impl<B: Kernels> Engine<B> {
                     let micro = next()?;
                     loading += asked.elapsed();
                     let (tape, loss) = self.forward(micro, dropout)?;
-                    losses[k / micros_per_lane] += loss;
+                    losses[k / micros_per_lane].push(loss);
                     tapes.push_back(tape);
                 }
                 Action::Backward(k) => {
@@ -86,6 +86,10 @@ impl<B: Kernels> Engine<B> {
             }
         }
         let compute = begun.elapsed().saturating_sub(loading).as_secs_f64() - (self.sharded.waited() - waited);
+        // Read now, not before: the device has no more to do.
+        let total =
+            |lane: Vec<B::Scalar>| lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + self.backend.read(loss)?));
+        let losses: Vec<f64> = losses.into_iter().map(total).collect::<Result<_>>()?;
         self.sharded.reduce(&losses, compute.max(0.0), note())
     }
 
@@ -95,7 +99,7 @@ impl<B: Kernels> Engine<B> {
     }
 
     /// Forward of one micro-batch to the loss (a sum over predictions) and the gradient of the logits.
-    fn forward(&mut self, micro: Micro<B>, dropout: u64) -> Result<(Tape<B>, f64)> {
+    fn forward(&mut self, micro: Micro<B>, dropout: u64) -> Result<(Tape<B>, B::Scalar)> {
         let cx = Context { backend: &self.backend, micro: &micro, dropout: Some(dropout) };
         let mut x = self.backend.alloc(Memory::Activations, 0)?;
         let (mut inputs, mut saved) = (Vec::with_capacity(self.blocks.len()), Vec::with_capacity(self.blocks.len()));
@@ -161,6 +165,6 @@ impl<B: Kernels> Engine<B> {
     /// As [`Engine::logits`].
     pub fn loss(&mut self, micro: &Micro<B>) -> Result<f64> {
         let mut logits = self.logits(micro)?;
-        loss::cross_entropy(&self.backend, micro, &mut logits)
+        self.backend.read(loss::cross_entropy(&self.backend, micro, &mut logits)?)
     }
 }

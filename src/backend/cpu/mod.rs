@@ -47,6 +47,7 @@ impl Cpu {
 impl Backend for Cpu {
     type Buf = CpuBuf;
     type Ints = CpuInts;
+    type Scalar = f64;
     type View<'a> = &'a [f32];
     type ViewMut<'a> = &'a mut [f32];
 
@@ -54,15 +55,26 @@ impl Backend for Cpu {
         self.pool.take(what, len)
     }
 
-    fn upload(&self, what: Memory, host: &[f32]) -> Result<CpuBuf> {
-        let mut buf = self.pool.take(what, host.len())?;
-        buf.as_mut_slice().copy_from_slice(host);
-        Ok(buf)
+    fn alloc_f32(&self, what: Memory, len: usize) -> Result<CpuBuf> {
+        self.pool.take(what, len)
+    }
+
+    fn computes_narrow(&self) -> bool {
+        false
+    }
+
+    fn write(&self, host: &[f32], to: &mut [f32]) -> Result<()> {
+        to.copy_from_slice(host);
+        Ok(())
     }
 
     fn download(&self, from: &[f32], host: &mut [f32]) -> Result<()> {
         stream::copy(from, host);
         Ok(())
+    }
+
+    fn read(&self, scalar: f64) -> Result<f64> {
+        Ok(scalar)
     }
 
     fn upload_ints(&self, host: &[u32]) -> Result<CpuInts> {
@@ -75,6 +87,14 @@ impl Backend for Cpu {
 
     fn view_mut(buf: &mut CpuBuf, range: Range<usize>) -> &mut [f32] {
         &mut buf.as_mut_slice()[range]
+    }
+
+    fn shared<'a>(view: &'a Self::ViewMut<'_>) -> Self::View<'a> {
+        view
+    }
+
+    fn reborrow<'a>(view: &'a mut Self::ViewMut<'_>) -> Self::ViewMut<'a> {
+        view
     }
 
     fn len(buf: &CpuBuf) -> usize {
@@ -116,6 +136,10 @@ impl Kernels for Cpu {
     fn add(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
         elementwise::add(&self.threads, x, y);
         Ok(())
+    }
+
+    fn sum(&self, x: &[f32]) -> Result<f64> {
+        Ok(x.iter().copied().map(f64::from).sum())
     }
 
     fn sum_squares(&self, x: &[f32]) -> Result<f64> {
@@ -237,13 +261,21 @@ impl Kernels for Cpu {
         Ok(())
     }
 
-    fn adamw(&self, update: AdamW, grad: &[f32], m: &mut [f32], v: &mut [f32], p: &mut [f32]) -> Result<()> {
+    fn adamw(
+        &self,
+        update: AdamW,
+        grad: &[f32],
+        m: &mut [f32],
+        v: &mut [f32],
+        p: &mut [f32],
+        copy: Option<&mut [f32]>,
+    ) -> Result<()> {
         optimizer::adamw(&self.threads, update, grad, m, v, p);
-        Ok(())
+        copy.map_or(Ok(()), |copy| self.copy(p, copy))
     }
 
-    fn sgd(&self, update: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32]) -> Result<()> {
+    fn sgd(&self, update: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
         optimizer::sgd(&self.threads, update, grad, m, p);
-        Ok(())
+        copy.map_or(Ok(()), |copy| self.copy(p, copy))
     }
 }
