@@ -156,11 +156,9 @@ fn shape(grid: u32, block: u32, shared: u32) -> LaunchConfig {
 
 /// Launches `FUNCTION(ARGUMENTS)` on a stream.
 macro_rules! launch {
-    ($stream:expr, $function:expr, $shape:expr, $($argument:expr),+) => {{
-        let mut builder = $stream.launch_builder($function);
-        $(builder.arg($argument);)+
-        unsafe { builder.launch($shape) }.map(drop)
-    }};
+    ($stream:expr, $function:expr, $shape:expr, $($argument:expr),+) => {
+        unsafe { $stream.launch_builder($function)$(.arg($argument))+.launch($shape) }.map(drop)
+    };
 }
 
 fn function(module: &Arc<CudaModule>, name: &str) -> CudaFunction {
