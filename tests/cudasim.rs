@@ -272,6 +272,10 @@ fn tensor_kernels_compute() {
         let want: Vec<f32> = x.chunks(256).flat_map(|tile| tile.iter().rev().copied()).collect();
         assert_eq!(gpu.get(&out), want);
 
+        let mut sums = gpu.zeros::<f32>(64);
+        launch!(gpu.stream, &function(&module, "sums"), shape(1, 64, 0), &mut sums, &gpu.put(&[0.5f32; 64])).unwrap();
+        assert_eq!(gpu.get(&sums), [96.0; 64]);
+
         let (mut f, mut u) = (gpu.zeros::<f32>(3), gpu.zeros::<u32>(2));
         let (mut d, mut l) = (gpu.zeros::<f64>(1), gpu.zeros::<u64>(1));
         let ones = gpu.put(&[1.0f32; 256]);
@@ -723,7 +727,8 @@ impl Product {
         let dd = if self.beta == 0.0 { unsafe { gpu.stream.alloc::<O>(c.len()).unwrap() } } else { gpu.put(c) };
         let workspace = unsafe { gpu.stream.alloc::<u8>(1 << 16).unwrap() };
         let address = |p: &CudaSlice<O>| p.device_ptr(&gpu.stream).0;
-        let (a_at, b_at) = (da.device_ptr(&gpu.stream).0 as *const c_void, db.device_ptr(&gpu.stream).0 as *const c_void);
+        let (a_at, b_at) =
+            (da.device_ptr(&gpu.stream).0 as *const c_void, db.device_ptr(&gpu.stream).0 as *const c_void);
         let (d_at, work_at) = (address(&dd) as *mut c_void, workspace.device_ptr(&gpu.stream).0 as *mut c_void);
         unsafe {
             let (mut handle, mut desc, mut wish) = (null_mut(), null_mut(), null_mut());
@@ -734,7 +739,8 @@ impl Product {
                 lt::cublasLtMatmulDescSetAttribute(desc, attribute, value, size).result().unwrap();
             };
             for (attribute, on) in [(CUBLASLT_MATMUL_DESC_TRANSA, self.ta), (CUBLASLT_MATMUL_DESC_TRANSB, self.tb)] {
-                set(attribute, (&raw const *&i32::from(on)).cast(), 4);
+                let on = i32::from(on);
+                set(attribute, (&raw const on).cast(), 4);
             }
             set(CUBLASLT_MATMUL_DESC_EPILOGUE, (&raw const self.epilogue).cast(), 4);
             let (bias_at, bias_stride) = (address(&dbias), self.bias_len() as i64);
@@ -747,7 +753,9 @@ impl Product {
             let layout = |kind, rows: usize, cols: usize| {
                 use lt::cublasLtMatrixLayoutAttribute_t::*;
                 let mut layout = null_mut();
-                lt::cublasLtMatrixLayoutCreate(&raw mut layout, kind, rows as u64, cols as u64, rows as i64).result().unwrap();
+                lt::cublasLtMatrixLayoutCreate(&raw mut layout, kind, rows as u64, cols as u64, rows as i64)
+                    .result()
+                    .unwrap();
                 let (batch, stride) = (self.batch as i32, (rows * cols) as i64);
                 let (count, offset) = (CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET);
                 lt::cublasLtMatrixLayoutSetAttribute(layout, count, (&raw const batch).cast(), 4).result().unwrap();
@@ -762,16 +770,28 @@ impl Product {
             let attribute = lt::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
             lt::cublasLtMatmulPreferenceSetAttribute(wish, attribute, (&raw const most).cast(), 8).result().unwrap();
             let (mut found, mut count) = (std::mem::zeroed::<lt::cublasLtMatmulHeuristicResult_t>(), 0);
-            lt::cublasLtMatmulAlgoGetHeuristic(
-                handle, desc, la, lb, ld, ld, wish, 1, &raw mut found, &raw mut count,
-            )
-            .result()
-            .unwrap();
+            lt::cublasLtMatmulAlgoGetHeuristic(handle, desc, la, lb, ld, ld, wish, 1, &raw mut found, &raw mut count)
+                .result()
+                .unwrap();
             assert!(count == 1 && found.workspaceSize <= workspace.len());
             let (alpha, beta) = (0.5f32, self.beta);
             lt::cublasLtMatmul(
-                handle, desc, (&raw const alpha).cast(), a_at, la, b_at, lb, (&raw const beta).cast(), d_at, ld, d_at,
-                ld, &raw const found.algo, work_at, workspace.len(), gpu.stream.cu_stream().cast(),
+                handle,
+                desc,
+                (&raw const alpha).cast(),
+                a_at,
+                la,
+                b_at,
+                lb,
+                (&raw const beta).cast(),
+                d_at,
+                ld,
+                d_at,
+                ld,
+                &raw const found.algo,
+                work_at,
+                workspace.len(),
+                gpu.stream.cu_stream().cast(),
             )
             .result()
             .unwrap();
@@ -937,8 +957,22 @@ fn speed() {
         use cudarc::cublaslt::{Matmul as _, MatmulConfig};
         let ld = size as i64;
         let config = MatmulConfig {
-            transa: true, transb: false, transc: false, m: size, n: size, k: size, alpha: 1.0, lda: ld, ldb: ld,
-            beta: 0.0, ldc: ld, stride_a: None, stride_b: None, stride_c: None, stride_bias: None, batch_size: None,
+            transa: true,
+            transb: false,
+            transc: false,
+            m: size,
+            n: size,
+            k: size,
+            alpha: 1.0,
+            lda: ld,
+            ldb: ld,
+            beta: 0.0,
+            ldc: ld,
+            stride_a: None,
+            stride_b: None,
+            stride_c: None,
+            stride_bias: None,
+            batch_size: None,
         };
         let products = seconds(&mut || {
             unsafe { blas.matmul(config, &x, &x, &mut y, None, None).unwrap() };

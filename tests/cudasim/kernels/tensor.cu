@@ -63,6 +63,14 @@ extern "C" __global__ void twice(elem* y, const elem* x, int n) {
   if (i < n) y[i] = from_float<elem>(2.0f * to_float(x[i]));
 }
 
+// Sums by a function that has shared memory of its own, beside the kernel's.
+extern "C" __global__ void sums(float* out, const float* in) {
+  __shared__ float own[64];
+  own[threadIdx.x] = in[threadIdx.x];
+  float all = block_sum(own[threadIdx.x]);
+  out[threadIdx.x] = all + block_sum(1.0f);
+}
+
 // What the language offers beyond: 64-bit integers, doubles, atomics, cache hints, vector types.
 extern "C" __global__ void language(float* f, unsigned* u, double* d, unsigned long long* l, const float4* v) {
   float4 x = __ldg(&v[threadIdx.x]);
