@@ -4,8 +4,10 @@
 //! transfers. [`Kernels`] is arithmetic. Both are implemented once per device.
 
 pub mod cpu;
+pub mod cuda;
 mod kernels;
 mod memory;
+mod port;
 #[cfg(test)]
 mod suite;
 
@@ -15,6 +17,7 @@ use crate::error::Result;
 
 pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, NORM_EPSILON, Norm, Sgd};
 pub use memory::{Ledger, Memory, readable};
+pub use port::{Event, Piece, Pinned, Port, Reach, Scratch, Slot, Span};
 
 /// The memory of one device.
 ///
@@ -22,6 +25,9 @@ pub use memory::{Ledger, Memory, readable};
 /// What it is for ([`Memory`]) is stated at allocation: it is counted there, and a device that
 /// computes in another precision than it accumulates in chooses the element type by it.
 pub trait Backend: Clone + Send + Sync + 'static {
+    /// Whether buffers are host memory, which messages take as it is.
+    const ON_HOST: bool;
+
     /// An owned, flat buffer.
     type Buf: Send + Sync + 'static;
     /// Token ids, class labels: indices on the device.
@@ -113,8 +119,19 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Splits an exclusive window in two at element `at`.
     fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>);
 
-    /// The buffer as host memory, when this device's memory is host memory: what the wire may touch directly.
-    fn host(buf: &mut Self::Buf) -> Option<&mut [f32]>;
+    /// The elements `range` of a buffer, as messages reach them. On a device with several elements in a word the range
+    /// is one of whole words, except at the end of the buffer: what fills its last word up travels along.
+    ///
+    /// # Errors
+    /// The range cuts a word.
+    fn reach(buf: &mut Self::Buf, range: Range<usize>) -> Result<Reach<'_>>;
+
+    /// Done when all work on `buf` is that compute has requested so far: what the communication thread waits for before
+    /// it reaches the buffer. None if all is done already. When a message is done with the buffer, any stream may use it.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn stamp(buf: &Self::Buf) -> Result<Option<Box<dyn Event>>>;
 
     /// Gives memory that waits for reuse back to the system: shapes are about to change.
     fn trim(&self);

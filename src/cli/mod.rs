@@ -6,6 +6,7 @@ mod config;
 pub mod data;
 mod eval;
 mod job;
+mod prove;
 mod roles;
 mod sample;
 mod simulate;
@@ -14,7 +15,7 @@ mod verify;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::comm::launch;
+use crate::comm::{self, launch};
 use crate::error::{Error, Result};
 
 /// Trains neural networks on clusters that speak MPI.
@@ -42,6 +43,9 @@ enum Command {
     /// One rank of a row of `verify --mpi`.
     #[command(hide = true)]
     VerifyRank(verify::RankArgs),
+    /// Ask the MPI library to exchange memory of the GPU: a child of a rank, which may crash.
+    #[command(hide = true, name = comm::PROOF)]
+    ProveDirect,
     /// Print text that a trained language model continues.
     Sample(sample::SampleArgs),
     /// Import, describe and check data.
@@ -94,6 +98,7 @@ pub fn run() -> i32 {
         Command::Data(args) => report(data::run(args)),
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Config(args) => report(config::run(&args)),
+        Command::ProveDirect => report(prove::run()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "hpctrain", &mut script);

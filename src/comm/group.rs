@@ -3,15 +3,18 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::algorithms::{self, Operation, bytes};
+use super::algorithms::{self, Call, Operation, bytes};
 use super::choice::Table;
+use super::direct::Direct;
 use super::ledger::{Label, Size};
-use super::operand::{Host, Operand};
+use super::operand::Host;
+use super::path::Way;
 use super::pending::{Pending, Reply, reply};
-use super::wire::{Members, Parcel, Wire};
-use super::worker::Request;
+use super::staged::Staging;
+use super::wire::{Members, Parcel, Payload};
+use super::worker::{Desk, Request};
 use super::{Algorithm, Comm, Stats};
-use crate::backend::Backend;
+use crate::backend::{Backend, Reach};
 use crate::error::{Error, Result};
 
 /// Some ranks of the world, in order. Clones share the communication thread.
@@ -38,9 +41,10 @@ impl<B: Backend> Clone for Group<B> {
     }
 }
 
-/// The memory of a buffer, where the wire can touch it.
-fn host<B: Backend>(buf: &mut B::Buf) -> Result<&mut [f32]> {
-    B::host(buf).ok_or_else(|| Error::internal("this device's memory is not within the wire's reach"))
+/// All of a buffer.
+fn whole<B: Backend>(buf: &mut B::Buf) -> Result<Reach<'_>> {
+    let len = B::len(buf);
+    B::reach(buf, 0..len)
 }
 
 /// A buffer on its way to another rank.
@@ -50,8 +54,11 @@ struct Outgoing<B: Backend> {
 }
 
 impl<B: Backend> Parcel for Outgoing<B> {
-    fn bytes(&mut self) -> Result<&[u8]> {
-        Ok(bytemuck::cast_slice(host::<B>(&mut self.buf)?))
+    fn payload(&mut self) -> Result<Payload<'_>> {
+        Ok(match whole::<B>(&mut self.buf)? {
+            Reach::Host(memory) => Payload::Host(bytemuck::cast_slice(memory)),
+            Reach::Device(memory, _) => Payload::Device(memory),
+        })
     }
 
     fn finish(self: Box<Self>, sent: Result<()>) {
@@ -132,24 +139,24 @@ impl<B: Backend> Group<B> {
         if range.start > range.end || range.end > len {
             return Pending::refused(Error::internal(format!("all_reduce of {range:?} in a buffer of {len}")));
         }
-        self.collective(Operation::AllReduce, buf, range, None, algorithms::all_reduce)
+        self.collective(Operation::AllReduce, Pending::ready(buf), range, None)
     }
 
     /// As [`all_reduce`](Group::all_reduce), of the buffer that `before` will give: it follows that request without
     /// any other thread in between. The range lies in the buffer.
     pub fn all_reduce_after(&self, before: Pending<B::Buf>, range: Range<usize>) -> Pending<B::Buf> {
-        self.collective_after(Operation::AllReduce, before, range, None, algorithms::all_reduce)
+        self.collective(Operation::AllReduce, before, range, None)
     }
 
     /// The sum over all ranks of my part, elements `rank·len/size..(rank+1)·len/size`. The rest of the buffer is
     /// unspecified afterwards. The length is a multiple of the group's size.
     pub fn reduce_scatter(&self, buf: B::Buf) -> Pending<B::Buf> {
-        self.collective_of_parts(Operation::ReduceScatter, buf, algorithms::reduce_scatter)
+        self.collective_of_parts(Operation::ReduceScatter, buf)
     }
 
     /// Every rank's part, as in [`reduce_scatter`](Group::reduce_scatter), on every rank, in place.
     pub fn all_gather(&self, buf: B::Buf) -> Pending<B::Buf> {
-        self.collective_of_parts(Operation::AllGather, buf, algorithms::all_gather)
+        self.collective_of_parts(Operation::AllGather, buf)
     }
 
     /// The elements of rank `root`, on every rank.
@@ -158,9 +165,7 @@ impl<B: Backend> Group<B> {
             return Pending::refused(Error::internal(format!("broadcast from rank {root} of {}", self.size())));
         }
         let range = 0..B::len(&buf);
-        self.collective(Operation::Broadcast, buf, range, Some(root), move |algorithm, x, wire, members| {
-            algorithms::broadcast(algorithm, x, wire, members, root)
-        })
+        self.collective(Operation::Broadcast, Pending::ready(buf), range, Some(root))
     }
 
     /// One of the collectives above on a whole buffer; rank 0 is the root of a broadcast.
@@ -179,15 +184,27 @@ impl<B: Backend> Group<B> {
     /// Sends a buffer, which comes back when it may be written again. The communication thread does not wait
     /// for the receiver before it turns to the next request.
     pub fn send(&self, to: usize, buf: B::Buf) -> Pending<B::Buf> {
-        if let Err(error) = self.check_peer(to) {
-            return Pending::refused(error);
-        }
+        let ready = match self.check_peer(to).and_then(|()| B::stamp(&buf)) {
+            Ok(ready) => ready,
+            Err(error) => return Pending::refused(error),
+        };
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
-        let parcel = Box::new(Outgoing::<B> { buf, reply });
+        let (way, words) = (self.comm.way, self.comm.slot);
         self.comm.inner.submit(Request::run(move |desk| {
-            if let Some(error) = desk.failure() {
+            let mut parcel = Box::new(Outgoing::<B> { buf, reply });
+            if let Err(error) = desk.after(ready).and_then(|()| desk.failure().map_or(Ok(()), Err)) {
                 return parcel.finish(Err(error));
+            }
+            if let (false, Way::Staged) = (B::ON_HOST, way) {
+                let sent = desk.attempt(|desk| match whole::<B>(&mut parcel.buf)? {
+                    Reach::Device(memory, port) => {
+                        let staging = Staging { port: &*port, slots: &desk.slots, words };
+                        staging.send(memory, &mut *desk.wire, &members, to)
+                    }
+                    Reach::Host(_) => Err(Error::internal("device memory turned out to be the host's")),
+                });
+                return parcel.finish(sent);
             }
             // The wire answers through the parcel, whatever happens.
             let _ = desk.attempt(|desk| desk.wire.post(&members, to, parcel));
@@ -197,19 +214,34 @@ impl<B: Backend> Group<B> {
 
     /// Fills a buffer with what rank `from` sends, which has the same length.
     pub fn recv(&self, from: usize, mut buf: B::Buf) -> Pending<B::Buf> {
-        if let Err(error) = self.check_peer(from) {
-            return Pending::refused(error);
-        }
+        let ready = match self.check_peer(from).and_then(|()| B::stamp(&buf)) {
+            Ok(ready) => ready,
+            Err(error) => return Pending::refused(error),
+        };
         let size = Size::Same(size_of::<f32>() * B::len(&buf));
         let label = Label { root: Some(from), ..self.label("recv", size, "direct") };
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
+        let (way, words) = (self.comm.way, self.comm.slot);
         self.comm.inner.submit(Request::run(move |desk| {
-            reply.send(desk.recorded(&members, &label, |desk, _| {
-                let memory = bytemuck::cast_slice_mut(host::<B>(&mut buf)?);
-                desk.wire.exchange_bytes(&members, None, Some((from, memory)))?;
-                Ok(buf)
-            }));
+            let received = desk.after(ready).and_then(|()| {
+                desk.recorded(&members, &label, |desk, _| {
+                    let Desk { wire, slots, .. } = desk;
+                    match (whole::<B>(&mut buf)?, way) {
+                        (Reach::Host(memory), _) => {
+                            wire.exchange_bytes(&members, None, Some((from, bytemuck::cast_slice_mut(memory))))?
+                        }
+                        (Reach::Device(memory, _), Way::Direct) => {
+                            wire.exchange_device(&members, None, Some((from, memory)))?
+                        }
+                        (Reach::Device(memory, port), Way::Staged) => {
+                            Staging { port: &*port, slots, words }.receive(memory, &mut **wire, &members, from)?
+                        }
+                    }
+                    Ok(buf)
+                })
+            });
+            reply.send(received);
         }));
         pending
     }
@@ -274,52 +306,47 @@ impl<B: Backend> Group<B> {
     }
 
     /// Queues a collective that works on equal parts of the whole buffer.
-    fn collective_of_parts(&self, op: Operation, buf: B::Buf, run: Collective) -> Pending<B::Buf> {
+    fn collective_of_parts(&self, op: Operation, buf: B::Buf) -> Pending<B::Buf> {
         let len = B::len(&buf);
         if !len.is_multiple_of(self.size()) {
             return Pending::refused(Error::internal(format!("{op} of {len} elements in {} parts", self.size())));
         }
-        self.collective(op, buf, 0..len, None, run)
+        self.collective(op, Pending::ready(buf), 0..len, None)
     }
 
-    /// Queues a collective on a range of a buffer.
+    /// Queues a collective on a range of a buffer, which may be one that an earlier request of this rank will give.
     fn collective(
         &self,
-        op: Operation,
-        buf: B::Buf,
-        range: Range<usize>,
-        root: Option<usize>,
-        run: impl FnOnce(Algorithm, &mut dyn Operand, &mut dyn Wire, &Members) -> Result<()> + Send + 'static,
-    ) -> Pending<B::Buf> {
-        self.collective_after(op, Pending::ready(buf), range, root, run)
-    }
-
-    /// Queues a collective on a range of a buffer that an earlier request of this rank will give.
-    fn collective_after(
-        &self,
-        op: Operation,
+        operation: Operation,
         before: Pending<B::Buf>,
         range: Range<usize>,
         root: Option<usize>,
-        run: impl FnOnce(Algorithm, &mut dyn Operand, &mut dyn Wire, &Members) -> Result<()> + Send + 'static,
     ) -> Pending<B::Buf> {
         if self.size() == 1 {
             return before;
         }
+        // A buffer that a request gives is done with when it comes.
+        let ready = match before.at_hand().map(B::stamp).transpose() {
+            Ok(ready) => ready.flatten(),
+            Err(error) => return Pending::refused(error),
+        };
         let bytes = range.len() * size_of::<f32>();
-        let algorithm = self.table.pick(op, bytes);
-        let label = Label { root, ..self.label(op.name(), Size::Same(bytes), algorithm.name()) };
+        let algorithm = self.table.pick(operation, bytes);
+        let label = Label { root, ..self.label(operation.name(), Size::Same(bytes), algorithm.name()) };
+        let call = Call { operation, algorithm, root: root.unwrap_or(0) };
         let members = self.members.clone();
+        let (way, slot) = (self.comm.way, self.comm.slot);
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |desk| {
-            reply.send(desk.collective(&members, &label, |desk| {
-                // Requests run in their order: the buffer is there.
-                let mut buf = before.wait()?;
-                let memory = &mut host::<B>(&mut buf)?[range];
-                let mut x = Host { memory, scratch: &mut desk.scratch };
-                run(algorithm, &mut x, &mut *desk.wire, &members)?;
-                Ok(buf)
-            }));
+            let done = desk.after(ready).and_then(|()| {
+                desk.collective(&members, &label, |desk| {
+                    // Requests run in their order: the buffer is there.
+                    let mut buf = before.wait()?;
+                    run(desk, call, &members, B::reach(&mut buf, range)?, way, slot)?;
+                    Ok(buf)
+                })
+            });
+            reply.send(done);
         }));
         pending
     }
@@ -336,5 +363,26 @@ impl<B: Backend> Group<B> {
     }
 }
 
-/// A collective of the algorithms.
-type Collective = fn(Algorithm, &mut dyn Operand, &mut dyn Wire, &Members) -> Result<()>;
+/// Runs a collective where its memory is. Device memory goes one way or another, through slots of so many words.
+fn run(desk: &mut Desk, call: Call, group: &Members, memory: Reach<'_>, way: Way, slot: usize) -> Result<()> {
+    let Desk { wire, scratch, slots, room, shared, .. } = desk;
+    let wire = &mut **wire;
+    let words = match &memory {
+        Reach::Host(memory) => memory.len(),
+        Reach::Device(memory, _) => memory.words(),
+    };
+    let in_parts = matches!(call.operation, Operation::ReduceScatter | Operation::AllGather);
+    if in_parts && !words.is_multiple_of(group.size()) {
+        let told = format!("{} of {words} words of memory in {} parts", call.operation, group.size());
+        return Err(Error::internal(told));
+    }
+    match (memory, way) {
+        (Reach::Host(memory), _) => algorithms::run(call, &mut Host { memory, scratch }, wire, group),
+        (Reach::Device(memory, port), Way::Staged) => {
+            Staging { port: &*port, slots, words: slot }.collective(call, memory, wire, scratch, group)
+        }
+        (Reach::Device(memory, port), Way::Direct) => {
+            algorithms::run(call, &mut Direct { memory, port: &*port, room, shared }, wire, group)
+        }
+    }
+}

@@ -15,6 +15,7 @@ pub mod bench;
 mod choice;
 mod clock;
 mod cut;
+mod direct;
 mod group;
 mod heartbeat;
 pub mod launch;
@@ -22,8 +23,10 @@ mod ledger;
 pub mod mpi;
 mod operand;
 mod pace;
+mod path;
 mod pending;
 mod shared;
+mod staged;
 mod stall;
 #[cfg(test)]
 mod tests;
@@ -44,6 +47,7 @@ use crate::error::{Error, Result};
 pub use algorithms::{Algorithm, Operation};
 pub use choice::{Choice, Table, measure};
 pub use group::Group;
+pub use path::{PROOF, Route, Way, prove};
 pub use pending::Pending;
 pub use shared::Stats;
 pub use watchdog::Watch;
@@ -84,6 +88,8 @@ struct World {
     shares_memory: bool,
     /// Whether the library has collectives of its own.
     vendor: bool,
+    /// Whether the library says that it takes addresses of GPUs.
+    claims_devices: bool,
     /// Bytes that messages pass through, at most.
     staging: usize,
 }
@@ -101,6 +107,10 @@ pub struct Comm<B: Backend> {
     inner: Arc<Inner>,
     /// The ranks that this handle takes for the world.
     home: Members,
+    /// How it reaches device memory.
+    way: Way,
+    /// Words of device memory that go through the host at a time.
+    slot: usize,
     backend: PhantomData<fn() -> B>,
 }
 
@@ -115,7 +125,7 @@ struct Inner {
 
 impl<B: Backend> Clone for Comm<B> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), home: self.home.clone(), backend: PhantomData }
+        self.on()
     }
 }
 
@@ -129,6 +139,7 @@ pub fn single<B: Backend>() -> Comm<B> {
         library: "none (one rank)".into(),
         shares_memory: false,
         vendor: false,
+        claims_devices: false,
         staging: 0,
     };
     Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
@@ -138,7 +149,13 @@ impl<B: Backend> Comm<B> {
     fn new(world: World, algorithm: Algorithm, abort: Abort, shared: Arc<Shared>, worker: Option<Worker>) -> Self {
         let home = Members::world(world.rank, world.nodes.clone());
         let inner = Inner { world, algorithm, abort, shared, worker: Mutex::new(worker) };
-        Self { inner: Arc::new(inner), home, backend: PhantomData }
+        Self { inner: Arc::new(inner), home, way: Way::Staged, slot: staged::WORDS, backend: PhantomData }
+    }
+
+    /// The same thread and world, for buffers of another backend.
+    pub fn on<C: Backend>(&self) -> Comm<C> {
+        let Self { inner, home, way, slot, backend: _ } = self;
+        Comm { inner: inner.clone(), home: home.clone(), way: *way, slot: *slot, backend: PhantomData }
     }
 
     /// This rank's number in the world.
@@ -178,7 +195,13 @@ impl<B: Backend> Comm<B> {
 
     /// Bytes of memory that messages pass through, at most.
     pub fn staging(&self) -> usize {
-        self.inner.world.staging
+        let way = match self.way() {
+            Some(_) if self.size() == 1 => 0,
+            None => 0,
+            Some(Way::Staged) => staged::BYTES,
+            Some(Way::Direct) => direct::BYTES + algorithms::staging(self.size()),
+        };
+        self.inner.world.staging + way
     }
 
     /// Counts the memory that messages pass through as the backend's.

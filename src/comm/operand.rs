@@ -24,7 +24,7 @@ pub trait Operand {
     fn len(&self) -> usize;
 
     /// Sends the elements of some ranges to one rank and receives into ranges from another, which must not
-    /// overlap. Sender and receiver name ranges of the same total length, and both that the receiver sums or that it
+    /// overlap. Sender and receiver name the same ranges, and both that the receiver sums or that it
     /// does not.
     fn exchange(
         &mut self,
@@ -37,7 +37,7 @@ pub trait Operand {
 
     /// Adds the terms set aside and the one in memory, at `ranges`, which is number `own`, by `additions`
     /// (into, from) in this order, and leaves term 0 at `ranges`.
-    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]);
+    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()>;
 
     /// Hands the whole memory to a collective of the MPI library.
     fn vendor(&mut self, wire: &mut dyn Wire, group: &Members, call: Vendor) -> Result<()>;
@@ -135,7 +135,7 @@ impl Operand for Host<'_> {
         )
     }
 
-    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) {
+    fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()> {
         let aside = &mut self.scratch.aside;
         let mut at = 0;
         for range in ranges {
@@ -155,6 +155,7 @@ impl Operand for Host<'_> {
             }
             at += range.len();
         }
+        Ok(())
     }
 
     fn vendor(&mut self, wire: &mut dyn Wire, group: &Members, call: Vendor) -> Result<()> {

@@ -3,6 +3,9 @@
 use std::time::{Duration, Instant};
 
 use super::shared::Shared;
+use super::wire::Wire;
+use crate::backend::Event;
+use crate::error::{Error, Result};
 
 /// Hot polls between two offers of the core to others.
 const POLLS_PER_YIELD: u32 = 64;
@@ -12,6 +15,20 @@ const BRISK: Duration = Duration::from_micros(20);
 
 /// A nap between polls while compute works. With the timer slack of the thread it lasts a little longer.
 const NAP: Duration = Duration::from_micros(30);
+
+/// Waits for a device, while messages that are leaving go on and an abort is heard.
+pub fn settle(event: &dyn Event, wire: &mut dyn Wire, shared: &Shared) -> Result<()> {
+    let mut pace = Pace::new(false);
+    while !event.is_done()? {
+        if let Some(code) = shared.aborted() {
+            wire.abort(code);
+            return Err(Error::comm(format!("aborted with code {code}")));
+        }
+        wire.progress()?;
+        pace.pause(shared);
+    }
+    Ok(())
+}
 
 /// One wait. While a thread of this rank is blocked, polling is hot, because compute cannot go on;
 /// otherwise compute needs the core, and polling soon backs off to naps.

@@ -42,6 +42,14 @@ impl<T> Pending<T> {
         Self(State::Ready(Err(error)))
     }
 
+    /// The value, if it needed no communication.
+    pub(super) fn at_hand(&self) -> Option<&T> {
+        match &self.0 {
+            State::Ready(value) => value.as_ref().ok(),
+            State::Requested { .. } => None,
+        }
+    }
+
     /// Blocks until the request is done and returns what it was given.
     ///
     /// # Errors

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use super::algorithms;
 use super::shared::Shared;
-use super::wire::{Incoming, Members, Outgoing, Parcel, Vendor, Wire, check_length};
+use super::wire::{Incoming, Members, Outgoing, Parcel, Payload, Vendor, Wire, check_length};
 use super::worker::Worker;
 use super::{Abort, Algorithm, Comm, NodeInfo, World};
-use crate::backend::Backend;
 use crate::backend::cpu::add_serial;
+use crate::backend::{Backend, Span};
 use crate::error::{Error, Result};
 
 /// What the thread that calls [`Comm::abort`] unwinds with, silently: the process belongs to other ranks, too.
@@ -49,6 +49,7 @@ pub fn start_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Vec<
             library: "threads of one process".into(),
             shares_memory: false,
             vendor: false,
+            claims_devices: false,
             staging: algorithms::staging(ranks),
         };
         let shared = Arc::new(Shared::default());
@@ -100,6 +101,11 @@ impl Office {
     fn wake_all(&self) {
         self.arrivals.iter().for_each(Condvar::notify_all);
     }
+}
+
+/// Threads copy messages, which takes memory that they can look into.
+fn no_addresses() -> Error {
+    Error::input("comm.path = direct needs MPI").hint("use staged or auto")
 }
 
 /// One rank's access to the mailboxes.
@@ -196,15 +202,30 @@ impl Wire for Mailboxes {
     }
 
     fn post(&mut self, group: &Members, to: usize, mut parcel: Box<dyn Parcel>) -> Result<()> {
-        let sent = parcel
-            .bytes()
-            .and_then(|bytes| if bytes.is_empty() { Ok(()) } else { self.put(group, to, bytes.to_vec()) });
+        let sent = parcel.payload().and_then(|payload| match payload {
+            Payload::Host([]) => Ok(()),
+            Payload::Host(bytes) => self.put(group, to, bytes.to_vec()),
+            Payload::Device(_) => Err(no_addresses()),
+        });
         parcel.finish(sent.clone());
         sent
     }
 
     fn progress(&mut self) -> Result<bool> {
         Ok(false)
+    }
+
+    fn exchange_device(
+        &mut self,
+        _: &Members,
+        _: Option<(usize, Span<'_>)>,
+        _: Option<(usize, Span<'_>)>,
+    ) -> Result<()> {
+        Err(no_addresses())
+    }
+
+    fn vendor_device(&mut self, _: &Members, _: Vendor, _: Span<'_>) -> Result<()> {
+        Err(no_addresses())
     }
 
     fn vendor(&mut self, _: &Members, _: Vendor, _: &mut [f32]) -> Result<()> {

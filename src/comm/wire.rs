@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use crate::backend::Span;
 use crate::error::{Error, Result};
 
 /// The ranks of a group, seen from one of them.
@@ -90,10 +91,17 @@ pub struct Incoming<'a, 'b> {
     pub add: bool,
 }
 
+/// Where a message is.
+pub enum Payload<'a> {
+    Host(&'a [u8]),
+    /// Where the wire can take it by its address.
+    Device(Span<'a>),
+}
+
 /// A message that the wire owns until it has left: its memory must neither move nor change before.
 pub trait Parcel: Send {
     /// The message. Its address stays the same until [`Parcel::finish`].
-    fn bytes(&mut self) -> Result<&[u8]>;
+    fn payload(&mut self) -> Result<Payload<'_>>;
 
     /// Gives the memory back to its owner.
     fn finish(self: Box<Self>, sent: Result<()>);
@@ -125,7 +133,15 @@ pub trait Wire {
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()>;
 
-    /// Starts a message that is received by an [`exchange_bytes`](Wire::exchange_bytes), and returns before it has
+    /// As [`Wire::exchange_bytes`], of device memory by its address. What compute and the device do with it is done.
+    fn exchange_device(
+        &mut self,
+        group: &Members,
+        send: Option<(usize, Span<'_>)>,
+        receive: Option<(usize, Span<'_>)>,
+    ) -> Result<()>;
+
+    /// Starts a message that is received by an [`exchange_bytes`](Wire::exchange_bytes) of its kind of memory, and returns before it has
     /// left. Otherwise two neighbours that send to each other before they receive would wait for ever.
     fn post(&mut self, group: &Members, to: usize, parcel: Box<dyn Parcel>) -> Result<()>;
 
@@ -134,6 +150,9 @@ pub trait Wire {
 
     /// Runs a collective of the MPI library.
     fn vendor(&mut self, group: &Members, call: Vendor, memory: &mut [f32]) -> Result<()>;
+
+    /// As [`Wire::vendor`], of device memory by its address; but the sum of a reduce-scatter ends where part 0 was.
+    fn vendor_device(&mut self, group: &Members, call: Vendor, memory: Span<'_>) -> Result<()>;
 
     /// Collective over `parent`: a group of its ranks of one colour. Returns its number.
     fn split(&mut self, parent: &Members, color: usize) -> Result<usize>;

@@ -5,12 +5,15 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::direct::Room;
 use super::ledger::{Label, Size};
 use super::operand::Scratch;
-use super::pace::Pace;
+use super::pace::{self, Pace};
 use super::shared::Shared;
+use super::staged::Slots;
 use super::wire::{Members, Wire};
 use crate::activity::{Event, Track};
+use crate::backend;
 use crate::error::{Error, Result};
 
 /// How long the thread looks out for the next request after one that somebody waited for, who will soon make it.
@@ -34,7 +37,11 @@ impl Request {
 pub struct Desk {
     pub wire: Box<dyn Wire>,
     pub scratch: Scratch,
-    shared: Arc<Shared>,
+    /// For device memory that goes through the host.
+    pub slots: Arc<Slots>,
+    /// For device memory that goes by its address.
+    pub room: Room,
+    pub shared: Arc<Shared>,
     failed: Option<Error>,
     /// Whether somebody was waiting when the last request was done.
     awaited: bool,
@@ -54,6 +61,12 @@ impl Desk {
             self.fail(error.clone());
         }
         result
+    }
+
+    /// Waits for what compute does with a buffer. That is no time of communication.
+    pub fn after(&mut self, ready: Option<Box<dyn backend::Event>>) -> Result<()> {
+        let (Some(ready), None) = (ready, &self.failed) else { return Ok(()) };
+        pace::settle(&*ready, &mut *self.wire, &self.shared).inspect_err(|error| self.fail(error.clone()))
     }
 
     /// Why nothing works any more.
@@ -175,8 +188,9 @@ impl Worker {
         let body = move || {
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
-                let scratch = Scratch::new(shared.clone());
-                let desk = Desk { wire, scratch, shared, failed: None, awaited: false };
+                let (scratch, room) = (Scratch::new(shared.clone()), Room::new(&shared));
+                let slots = Arc::new(Slots::new(shared.clone()));
+                let desk = Desk { wire, scratch, slots, room, shared, failed: None, awaited: false };
                 serve(desk, &queue);
             }
         };

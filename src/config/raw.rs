@@ -5,7 +5,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Size, Time};
-use crate::comm::Choice;
+use crate::comm::{Choice, Route};
 use crate::optim::Shape;
 use crate::parallel::Zero;
 
@@ -231,6 +231,9 @@ sections! {
         algorithm: Choice = Choice::Auto,
         /// Let auto take only algorithms that add in the order of `tree`, so that no measurement shows in the bits.
         reproducible: bool = true,
+        /// How messages reach the memory of GPUs: direct (the MPI library is given its addresses), staged (through
+        /// page-locked memory of the host), or auto: direct where that proves to work at the start.
+        path: Route = Route::Auto,
         /// Seconds that a rank may wait for the others before the job says where each is and ends: more than the longest
         /// evaluation or checkpoint takes; 0 waits for ever.
         timeout: u64 = 600,

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::{bytes, grouped};
 use crate::backend::Memory;
+use crate::comm::Way;
 use crate::config::Plan;
 
 /// What the banner says besides the plan.
@@ -23,6 +24,8 @@ pub struct Facts<'a> {
     pub library: &'a str,
     /// Whether ranks of a node exchange through shared memory.
     pub shares_memory: bool,
+    /// How messages reach device memory, where there is any.
+    pub way: Option<Way>,
     /// Which algorithms exchange and add; empty where nothing is exchanged.
     pub collectives: String,
     /// The run's directory.
@@ -101,7 +104,12 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     );
     line(
         "messages",
-        format!("{}{}", facts.library, if facts.shares_memory { ", shared memory inside a node" } else { "" }),
+        format!(
+            "{}{}{}",
+            facts.library,
+            if facts.shares_memory { ", shared memory inside a node" } else { "" },
+            facts.way.map_or(String::new(), |way| format!(", {}", way.describe())),
+        ),
     );
     if !facts.collectives.is_empty() {
         line("collectives", facts.collectives.clone());

@@ -18,7 +18,7 @@ use super::{fits, memory};
 use crate::activity::{Doing, Track, span};
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Job, Origin, Published, Saver};
-use crate::comm::{Comm, Group, Stats, Watch};
+use crate::comm::{self, Comm, Group, Stats, Watch};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
@@ -108,8 +108,8 @@ fn run<B: Kernels>(
 }
 
 /// A run under way on one rank.
-struct Run<'a, B: Kernels> {
-    comm: &'a Comm<B>,
+struct Run<B: Kernels> {
+    comm: Comm<B>,
     world: Group<B>,
     data: Group<B>,
     plan: Plan,
@@ -144,9 +144,9 @@ struct Run<'a, B: Kernels> {
     _watch: Option<Watch>,
 }
 
-impl<'a, B: Kernels> Run<'a, B> {
+impl<B: Kernels> Run<B> {
     fn prepare(
-        comm: &'a Comm<B>,
+        comm: &Comm<B>,
         request: &Request,
         beside: Option<&Group<B>>,
         backend: impl FnOnce(usize) -> B,
@@ -164,6 +164,9 @@ impl<'a, B: Kernels> Run<'a, B> {
         };
         let mut plan = world.agree(resolve(request.config.clone(), &facts))?;
         world.agree(feed::check_size(&plan, &train))?;
+        // From here on messages may reach the device.
+        let comm = comm.on_route(plan.config.comm.path, comm::prove)?;
+        let world = comm.world();
         // Nobody allocates before all have looked.
         world.agree(fits::check::<B>(&plan, &topology, comm.staging(), memory::resident().0))?;
 
@@ -186,7 +189,7 @@ impl<'a, B: Kernels> Run<'a, B> {
         let backend = backend(plan.threads);
         comm.count_memory(backend.clone());
         let resident = memory::resident().0;
-        let (mut engine, exchange) = engine(comm, &plan, backend, Some(&directory.collectives_path()))?;
+        let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
         let data = engine.sharded.data().clone();
         let Resumed { progress, from } =
             resume(&world, &mut engine.sharded, &plan, &directory, &request.resume, request.take)?;
@@ -210,6 +213,7 @@ impl<'a, B: Kernels> Run<'a, B> {
                 spare_cores: topology.has_spare_cores(),
                 library: comm.library(),
                 shares_memory: comm.shares_memory(),
+                way: comm.way().filter(|_| world.size() > 1),
                 collectives: exchange.told,
                 directory: directory.path(),
                 parameters: engine.sharded.parameters(),

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::snapshot::{Difference, Snapshot};
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
-use crate::comm::{Comm, Group};
+use crate::comm::{self, Comm, Group};
 use crate::config::{Config, Facts, resolve};
 use crate::error::{Error, Result};
 use crate::parallel::Sharded;
@@ -99,6 +99,8 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(usiz
     };
     let plan = world.agree(resolve(task.config.clone(), &facts))?;
     world.agree(feed::check_size(&plan, &train))?;
+    let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
+    let world = comm.world();
     world.agree(check_memory::<B>(&plan, &topology, comm.staging(), resident().0))?;
     let (mut engine, _) = engine(comm, &plan, backend(plan.threads), None)?;
     let data = engine.sharded.data().clone();

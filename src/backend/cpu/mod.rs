@@ -17,7 +17,9 @@ mod threads;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{AdamW, Attention, Backend, CrossEntropy, Dropout, Gemm, Kernels, Ledger, Linear, Memory, Norm, Sgd};
+use super::{
+    AdamW, Attention, Backend, CrossEntropy, Dropout, Event, Gemm, Kernels, Ledger, Linear, Memory, Norm, Reach, Sgd,
+};
 use crate::error::Result;
 
 pub use elementwise::add_serial;
@@ -45,6 +47,8 @@ impl Cpu {
 }
 
 impl Backend for Cpu {
+    const ON_HOST: bool = true;
+
     type Buf = CpuBuf;
     type Ints = CpuInts;
     type Scalar = f64;
@@ -109,8 +113,12 @@ impl Backend for Cpu {
         view.split_at_mut(at)
     }
 
-    fn host(buf: &mut CpuBuf) -> Option<&mut [f32]> {
-        Some(buf.as_mut_slice())
+    fn reach(buf: &mut CpuBuf, range: Range<usize>) -> Result<Reach<'_>> {
+        Ok(Reach::Host(&mut buf.as_mut_slice()[range]))
+    }
+
+    fn stamp(_: &CpuBuf) -> Result<Option<Box<dyn Event>>> {
+        Ok(None)
     }
 
     fn trim(&self) {

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::operand::Operand;
 use super::wire::{Members, Vendor, Wire};
 use crate::error::{Error, Result};
-use shares::Shares;
+pub use shares::Shares;
 
 /// How the ranks of a group exchange and add.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -143,7 +143,7 @@ pub fn staging(ranks: usize) -> usize {
 }
 
 /// Cuts a range into blocks, and each into even shares.
-fn blocks(range: Range<usize>, size: usize) -> impl Iterator<Item = (Range<usize>, Shares)> {
+pub fn blocks(range: Range<usize>, size: usize) -> impl Iterator<Item = (Range<usize>, Shares)> {
     let block = BLOCK * size;
     range.clone().step_by(block).map(move |start| {
         let block = start..range.end.min(start + block);
@@ -193,8 +193,27 @@ impl Algorithm {
     }
 }
 
+/// A collective that all ranks of a group run alike.
+#[derive(Debug, Clone, Copy)]
+pub struct Call {
+    pub operation: Operation,
+    pub algorithm: Algorithm,
+    /// Of a broadcast.
+    pub root: usize,
+}
+
+/// Runs a collective.
+pub fn run(call: Call, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+    match call.operation {
+        Operation::AllReduce => all_reduce(call.algorithm, x, wire, group),
+        Operation::ReduceScatter => reduce_scatter(call.algorithm, x, wire, group),
+        Operation::AllGather => all_gather(call.algorithm, x, wire, group),
+        Operation::Broadcast => broadcast(call.algorithm, x, wire, group, call.root),
+    }
+}
+
 /// The sum over all ranks, on every rank.
-pub fn all_reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+fn all_reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
     let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::AllReduce) };
     for (range, shares) in blocks(0..x.len(), group.size()) {
         if algorithm == Algorithm::ReduceToOne {
@@ -209,19 +228,19 @@ pub fn all_reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire
 }
 
 /// The sum over all ranks of my part; the rest is unspecified.
-pub fn reduce_scatter(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+fn reduce_scatter(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
     let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::ReduceScatter) };
     blocks_of_shares(x.len(), group.size()).try_for_each(|shares| (steps.reduce_scatter)(x, wire, group, &shares))
 }
 
 /// Every rank's part, on every rank.
-pub fn all_gather(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+fn all_gather(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
     let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::AllGather) };
     blocks_of_shares(x.len(), group.size()).try_for_each(|shares| (steps.all_gather)(x, wire, group, &shares))
 }
 
 /// The root's elements, on every rank.
-pub fn broadcast(
+fn broadcast(
     algorithm: Algorithm,
     x: &mut dyn Operand,
     wire: &mut dyn Wire,

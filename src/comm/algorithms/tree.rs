@@ -61,7 +61,7 @@ fn exchange_directly(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, 
             let receive = (from, block.of(rank));
             x.exchange(wire, group, Combine::Aside(from), Some((to, block.of(to))), Some(receive))?;
         }
-        x.fold(block.of(rank), rank, &additions);
+        x.fold(block.of(rank), rank, &additions)?;
     }
     Ok(())
 }

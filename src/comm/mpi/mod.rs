@@ -10,6 +10,7 @@
 
 mod exchange;
 mod node;
+mod proof;
 mod request;
 mod segment;
 mod vendor;
@@ -29,13 +30,15 @@ use super::shared::Shared;
 use super::wire::{Incoming, Members, Outgoing, Parcel, Vendor, Wire, check_length};
 use super::worker::Worker;
 use super::{Abort, Algorithm, Comm, NodeInfo, World};
-use crate::backend::Backend;
+use crate::backend::{Backend, Span};
 use crate::error::{Error, Result};
 
 use exchange::{Receiving, Sending, Staging};
 use node::{Node, place};
-use request::{LONGEST, Request};
+use request::{Bytes, Request};
 use segment::Segment;
+
+pub use proof::{prove, prove_in_child};
 
 /// The oldest version of MPI that has shared memory between ranks.
 const OLDEST: (c_int, c_int) = (3, 0);
@@ -239,6 +242,7 @@ impl Mpi {
             library: short_version(&library),
             shares_memory: mpi.segment.is_some(),
             vendor: true,
+            claims_devices: proof::claims_devices(),
             staging: algorithms::staging(size) + near + if size > 1 { exchange::BYTES } else { 0 },
         };
         Ok((mpi, world))
@@ -280,20 +284,47 @@ impl Mpi {
         std::process::exit(code)
     }
 
-    /// As [`Wire::exchange_bytes`], for messages of at most [`LONGEST`] bytes. Returns only when MPI has let go of
-    /// both buffers; if an error of MPI makes that impossible, the job ends.
-    fn exchange_message(
+    /// As [`Wire::exchange_bytes`], wherever the bytes are.
+    ///
+    /// # Safety
+    /// The caller holds both memories until this returns; a device's are such that MPI takes their addresses.
+    unsafe fn exchange_messages(
         &mut self,
         group: &Members,
-        send: Option<(usize, &[u8])>,
-        receive: Option<(usize, &mut [u8])>,
+        send: Option<(usize, Bytes)>,
+        receive: Option<(usize, Bytes)>,
+    ) -> Result<()> {
+        let messages = |side: Option<(usize, Bytes)>| {
+            side.into_iter().flat_map(|(rank, bytes)| bytes.messages().map(move |bytes| (rank, bytes)))
+        };
+        let (mut outgoing, mut incoming) = (messages(send), messages(receive));
+        loop {
+            let (send, receive) = (outgoing.next(), incoming.next());
+            if send.is_none() && receive.is_none() {
+                return Ok(());
+            }
+            // SAFETY: as the caller promises.
+            unsafe { self.exchange_message(group, send, receive)? };
+        }
+    }
+
+    /// As [`Mpi::exchange_messages`], for single messages of at most [`LONGEST`](request::LONGEST) bytes. Returns only
+    /// when MPI has let go of both buffers; if an error of MPI makes that impossible, the job ends.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn exchange_message(
+        &mut self,
+        group: &Members,
+        send: Option<(usize, Bytes)>,
+        receive: Option<(usize, Bytes)>,
     ) -> Result<()> {
         let world = self.groups[0];
-        let expected = receive.as_ref().map(|(from, bytes)| (group.ranks[*from], bytes.len()));
-        // SAFETY: the buffer is borrowed until this function returns, which is after the request is complete.
+        let expected = receive.map(|(from, bytes)| (group.ranks[from], bytes.len));
+        // SAFETY: the caller holds the buffer until this function returns, which is after the request is complete.
         let start = |(from, bytes)| unsafe { Request::receive(world, group, from, bytes) };
         let mut receiving = receive.map(start).transpose()?;
-        self.shared.add_sent(send.map_or(0, |(_, bytes)| bytes.len()));
+        self.shared.add_sent(send.map_or(0, |(_, bytes)| bytes.len));
         // SAFETY: as above.
         let start = |(to, bytes)| unsafe { Request::send(world, group, to, bytes) };
         let mut sending = match send.map(start).transpose() {
@@ -352,6 +383,12 @@ impl Mpi {
         self.abort_all(error.exit_code())
     }
 
+    /// Counts what a bandwidth-optimal algorithm would send.
+    fn note_vendor(&self, group: &Members, call: Vendor, len: usize) {
+        let others = len * size_of::<f32>() / group.size() * (group.size() - 1);
+        self.shared.add_sent(if let Vendor::AllReduce = call { 2 * others } else { others });
+    }
+
     /// The number on this node of a rank of a group, if shared memory leads there.
     fn near(&self, group: &Members, rank: Option<usize>) -> Option<usize> {
         self.segment.as_ref()?.local(group.ranks[rank?])
@@ -404,31 +441,36 @@ impl Wire for Mpi {
         send: Option<(usize, &[u8])>,
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()> {
-        let (to, outgoing) = send.unwrap_or_default();
-        let (from, incoming) = receive.unwrap_or_default();
-        let (mut outgoing, mut incoming) = (outgoing.chunks(LONGEST), incoming.chunks_mut(LONGEST));
-        loop {
-            let send = outgoing.next().map(|bytes| (to, bytes));
-            let receive = incoming.next().map(|bytes| (from, bytes));
-            if send.is_none() && receive.is_none() {
-                return Ok(());
-            }
-            self.exchange_message(group, send, receive)?;
-        }
+        let (send, receive) =
+            (send.map(|(to, bytes)| (to, bytes.into())), receive.map(|(from, bytes)| (from, bytes.into())));
+        // SAFETY: both are borrowed until this function returns.
+        unsafe { self.exchange_messages(group, send, receive) }
+    }
+
+    fn exchange_device(
+        &mut self,
+        group: &Members,
+        send: Option<(usize, Span<'_>)>,
+        receive: Option<(usize, Span<'_>)>,
+    ) -> Result<()> {
+        let (send, receive) =
+            (send.map(|(to, span)| (to, span.into())), receive.map(|(from, span)| (from, span.into())));
+        // SAFETY: spans are memory that lives for longer than this call, with addresses that MPI may be given.
+        unsafe { self.exchange_messages(group, send, receive) }
     }
 
     fn post(&mut self, group: &Members, to: usize, mut parcel: Box<dyn Parcel>) -> Result<()> {
-        let bytes = match parcel.bytes() {
-            Ok(bytes) => bytes,
+        let bytes = match parcel.payload() {
+            Ok(payload) => Bytes::from(payload),
             Err(error) => {
                 parcel.finish(Err(error.clone()));
                 return Err(error);
             }
         };
-        self.shared.add_sent(bytes.len());
+        self.shared.add_sent(bytes.len);
         let mut requests = Vec::with_capacity(1);
-        for message in bytes.chunks(LONGEST) {
-            // SAFETY: the parcel keeps its bytes in place until it is finished, which `poll` does only when
+        for message in bytes.messages() {
+            // SAFETY: the parcel keeps its bytes in place, where MPI can read them, until it is finished, which `poll` does only when
             // all requests are complete.
             match unsafe { Request::send(self.groups[0], group, to, message) } {
                 Ok(request) => requests.push(request),
@@ -446,9 +488,13 @@ impl Wire for Mpi {
     }
 
     fn vendor(&mut self, group: &Members, call: Vendor, memory: &mut [f32]) -> Result<()> {
-        let others = size_of_val(memory) / group.size() * (group.size() - 1);
-        self.shared.add_sent(if let Vendor::AllReduce = call { 2 * others } else { others });
+        self.note_vendor(group, call, memory.len());
         vendor::run(self.groups[group.id], self.in_place, group, call, memory, &mut self.parts)
+    }
+
+    fn vendor_device(&mut self, group: &Members, call: Vendor, memory: Span<'_>) -> Result<()> {
+        self.note_vendor(group, call, memory.words());
+        vendor::run_on_device(self.groups[group.id], self.in_place, group, call, memory)
     }
 
     fn split(&mut self, parent: &Members, color: usize) -> Result<usize> {

@@ -5,7 +5,8 @@ use std::ffi::c_int;
 use mpi::ffi;
 
 use super::{check, count};
-use crate::comm::wire::Members;
+use crate::backend::Span;
+use crate::comm::wire::{Members, Payload};
 use crate::error::Result;
 
 /// Bytes of the longest message: counts are 31 bits wide.
@@ -13,6 +14,49 @@ pub const LONGEST: usize = 1 << 30;
 
 /// Tags MPI guarantees: 0 to 32767.
 const TAGS: usize = 1 << 15;
+
+/// Memory that MPI reads or writes: the host's, or a device's whose addresses the library takes.
+#[derive(Clone, Copy)]
+pub struct Bytes {
+    at: *mut u8,
+    pub len: usize,
+}
+
+impl Bytes {
+    /// Messages of at most [`LONGEST`] bytes.
+    pub fn messages(self) -> impl Iterator<Item = Bytes> {
+        let message = move |start| Bytes { at: self.at.wrapping_add(start), len: LONGEST.min(self.len - start) };
+        (0..self.len).step_by(LONGEST).map(message)
+    }
+}
+
+impl From<&[u8]> for Bytes {
+    fn from(bytes: &[u8]) -> Self {
+        Self { at: bytes.as_ptr().cast_mut(), len: bytes.len() }
+    }
+}
+
+impl From<&mut [u8]> for Bytes {
+    fn from(bytes: &mut [u8]) -> Self {
+        Self { at: bytes.as_mut_ptr(), len: bytes.len() }
+    }
+}
+
+impl From<Span<'_>> for Bytes {
+    fn from(span: Span<'_>) -> Self {
+        let at = std::ptr::with_exposed_provenance_mut(span.address());
+        Self { at, len: span.words() * size_of::<f32>() }
+    }
+}
+
+impl From<Payload<'_>> for Bytes {
+    fn from(payload: Payload<'_>) -> Self {
+        match payload {
+            Payload::Host(bytes) => bytes.into(),
+            Payload::Device(span) => span.into(),
+        }
+    }
+}
 
 /// A message under way. It must be tested until it is complete.
 pub struct Request(ffi::MPI_Request);
@@ -27,12 +71,13 @@ impl Request {
     ///
     /// # Safety
     /// The bytes stay where they are, unchanged, until the request is complete.
-    pub unsafe fn send(world: ffi::MPI_Comm, group: &Members, to: usize, bytes: &[u8]) -> Result<Self> {
-        let (len, to, tag) = (count(bytes.len())?, count(group.ranks[to])?, tag(group)?);
+    pub unsafe fn send(world: ffi::MPI_Comm, group: &Members, to: usize, bytes: impl Into<Bytes>) -> Result<Self> {
+        let bytes = bytes.into();
+        let (len, to, tag) = (count(bytes.len)?, count(group.ranks[to])?, tag(group)?);
         // SAFETY: the caller keeps the bytes; the request is a live local.
         let (code, raw) = unsafe {
             let mut raw = ffi::RSMPI_REQUEST_NULL;
-            let from = bytes.as_ptr().cast();
+            let from = bytes.at.cast_const().cast();
             (ffi::MPI_Isend(from, len, ffi::RSMPI_UINT8_T, to, tag, world, &mut raw), raw)
         };
         check(code, "MPI_Isend")?;
@@ -43,12 +88,13 @@ impl Request {
     ///
     /// # Safety
     /// Nothing touches the bytes until the request is complete.
-    pub unsafe fn receive(world: ffi::MPI_Comm, group: &Members, from: usize, bytes: &mut [u8]) -> Result<Self> {
-        let (len, from, tag) = (count(bytes.len())?, count(group.ranks[from])?, tag(group)?);
+    pub unsafe fn receive(world: ffi::MPI_Comm, group: &Members, from: usize, bytes: impl Into<Bytes>) -> Result<Self> {
+        let bytes = bytes.into();
+        let (len, from, tag) = (count(bytes.len)?, count(group.ranks[from])?, tag(group)?);
         // SAFETY: the caller keeps the bytes; the request is a live local.
         let (code, raw) = unsafe {
             let mut raw = ffi::RSMPI_REQUEST_NULL;
-            let to = bytes.as_mut_ptr().cast();
+            let to = bytes.at.cast();
             (ffi::MPI_Irecv(to, len, ffi::RSMPI_UINT8_T, from, tag, world, &mut raw), raw)
         };
         check(code, "MPI_Irecv")?;

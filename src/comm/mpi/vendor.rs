@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use mpi::ffi;
 
 use super::{check, count};
+use crate::backend::Span;
 use crate::comm::wire::{Members, Vendor};
 use crate::error::Result;
 
@@ -20,33 +21,75 @@ pub fn run(
     memory: &mut [f32],
     staging: &mut Vec<f32>,
 ) -> Result<()> {
-    // SAFETY: reading constants of the library.
-    let (float, sum) = unsafe { (ffi::RSMPI_FLOAT, ffi::RSMPI_SUM) };
+    let once = |memory: &mut [f32]| {
+        // SAFETY: the slice is exclusive, and the call blocks.
+        unsafe { run_once(comm, in_place, group, call, memory.as_mut_ptr(), memory.len()) }
+    };
     match call {
-        Vendor::AllReduce => memory.chunks_mut(LONGEST).try_for_each(|chunk| {
-            let (to, len) = (chunk.as_mut_ptr().cast(), count(chunk.len())?);
-            // SAFETY: the call blocks, and `len` elements of the exclusive slice are read and written.
-            check(unsafe { ffi::MPI_Allreduce(in_place, to, len, float, sum, comm) }, "MPI_Allreduce")
-        }),
-        Vendor::Broadcast { root } => memory.chunks_mut(LONGEST).try_for_each(|chunk| {
-            let (to, len) = (chunk.as_mut_ptr().cast(), count(chunk.len())?);
-            // SAFETY: the call blocks, and `len` elements of the exclusive slice are read or written.
-            check(unsafe { ffi::MPI_Bcast(to, len, float, count(root)?, comm) }, "MPI_Bcast")
-        }),
+        Vendor::AllReduce | Vendor::Broadcast { .. } => memory.chunks_mut(LONGEST).try_for_each(once),
+        Vendor::AllGather => by_parts(group, memory, staging, LONGEST, false, once),
         Vendor::ReduceScatter => by_parts(group, memory, staging, LONGEST, true, |memory| {
+            once(memory)?;
             let part = memory.len() / group.size();
-            let (to, len) = (memory.as_mut_ptr().cast(), count(part)?);
-            // SAFETY: the call blocks; `size` parts of the exclusive slice are read, the first is written.
-            let code = unsafe { ffi::MPI_Reduce_scatter_block(in_place, to, len, float, sum, comm) };
-            check(code, "MPI_Reduce_scatter_block")?;
             memory.copy_within(0..part, group.rank * part);
             Ok(())
         }),
-        Vendor::AllGather => by_parts(group, memory, staging, LONGEST, false, |memory| {
-            let (to, len) = (memory.as_mut_ptr().cast(), count(memory.len() / group.size())?);
-            // SAFETY: the call blocks; my part of the exclusive slice is read, the others are written.
-            check(unsafe { ffi::MPI_Allgather(in_place, 0, float, to, len, float, comm) }, "MPI_Allgather")
-        }),
+    }
+}
+
+/// As [`run`], of device memory. The sum of a reduce-scatter ends where part 0 was.
+pub fn run_on_device(
+    comm: ffi::MPI_Comm,
+    in_place: *const c_void,
+    group: &Members,
+    call: Vendor,
+    memory: Span<'_>,
+) -> Result<()> {
+    let whole = matches!(call, Vendor::AllReduce | Vendor::Broadcast { .. });
+    let longest = if whole { LONGEST } else { memory.words() };
+    for start in (0..memory.words()).step_by(longest.max(1)) {
+        let part = memory.part(start..memory.words().min(start + longest));
+        let at = std::ptr::with_exposed_provenance_mut(part.address());
+        // SAFETY: the span lives for longer than this blocking call, and MPI may be given its address.
+        unsafe { run_once(comm, in_place, group, call, at, part.words())? };
+    }
+    Ok(())
+}
+
+/// One call of the library, in place. The sum of a reduce-scatter ends where part 0 was.
+///
+/// # Safety
+/// The library can read and write `len` elements at `at`, and nobody else does before this returns.
+unsafe fn run_once(
+    comm: ffi::MPI_Comm,
+    in_place: *const c_void,
+    group: &Members,
+    call: Vendor,
+    at: *mut f32,
+    len: usize,
+) -> Result<()> {
+    // SAFETY: reading constants of the library.
+    let (float, sum) = unsafe { (ffi::RSMPI_FLOAT, ffi::RSMPI_SUM) };
+    let (to, part) = (at.cast(), len / group.size());
+    match call {
+        Vendor::AllReduce => {
+            // SAFETY: the call blocks, and `len` elements are read and written, as the caller allows.
+            check(unsafe { ffi::MPI_Allreduce(in_place, to, count(len)?, float, sum, comm) }, "MPI_Allreduce")
+        }
+        Vendor::Broadcast { root } => {
+            // SAFETY: the call blocks, and `len` elements are read or written, as the caller allows.
+            check(unsafe { ffi::MPI_Bcast(to, count(len)?, float, count(root)?, comm) }, "MPI_Bcast")
+        }
+        Vendor::ReduceScatter => {
+            // SAFETY: the call blocks; `size` parts are read, the first is written, as the caller allows.
+            let code = unsafe { ffi::MPI_Reduce_scatter_block(in_place, to, count(part)?, float, sum, comm) };
+            check(code, "MPI_Reduce_scatter_block")
+        }
+        Vendor::AllGather => {
+            let part = count(part)?;
+            // SAFETY: the call blocks; my part is read, the others are written, as the caller allows.
+            check(unsafe { ffi::MPI_Allgather(in_place, 0, float, to, part, float, comm) }, "MPI_Allgather")
+        }
     }
 }
 

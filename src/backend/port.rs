@@ -1,0 +1,218 @@
+//! How messages reach the memory of a device.
+//!
+//! The communication thread knows nothing of devices. [`Backend::reach`](super::Backend::reach) gives it a buffer as a
+//! [`Span`], which it cannot look into, and the [`Port`] that copies and adds spans: a stream of the device that compute
+//! does not use. Memory is counted in **words** of four bytes: a pair of bf16 travels as one word, and only f32 is ever
+//! added.
+//!
+//! Everything that a port does is asynchronous. Who needs a result waits for an [`Event`].
+
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+
+/// A part of a buffer, as messages reach it.
+pub enum Reach<'a> {
+    /// Host memory.
+    Host(&'a mut [f32]),
+    /// Device memory, and what moves it.
+    Device(Span<'a>, Arc<dyn Port>),
+}
+
+/// A point in the work of a device.
+pub trait Event: Send {
+    /// Whether the device has passed it. Does not block.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn is_done(&self) -> Result<bool>;
+
+    /// Blocks until the device has passed it.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn wait(&self) -> Result<()>;
+}
+
+/// Words of device memory that live for `'a`. The host cannot look into them: copies of a span are addresses.
+#[derive(Debug, Clone, Copy)]
+pub struct Span<'a> {
+    address: usize,
+    words: usize,
+    memory: PhantomData<&'a mut [f32]>,
+}
+
+impl<'a> Span<'a> {
+    /// The words at an address.
+    ///
+    /// # Safety
+    /// They are memory of a device, aligned to words, and live for `'a`. MPI may be given the address.
+    pub unsafe fn new(address: usize, words: usize) -> Self {
+        Self { address, words, memory: PhantomData }
+    }
+
+    /// The address on the device, for libraries that take it.
+    pub fn address(self) -> usize {
+        self.address
+    }
+
+    /// Words.
+    pub fn words(self) -> usize {
+        self.words
+    }
+
+    /// The words of a range, which lies within.
+    #[must_use]
+    pub fn part(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.words, "{range:?} of {} words", self.words);
+        Self { address: self.address + range.start * size_of::<f32>(), words: range.len(), memory: PhantomData }
+    }
+}
+
+/// Page-locked host memory, which the device copies to and from by itself.
+pub trait Pinned: Send {
+    /// The words. Their address never changes.
+    fn words(&mut self) -> &mut [f32];
+}
+
+/// Device memory that belongs to the communication thread.
+pub trait Scratch: Send {
+    /// All of it.
+    fn span(&self) -> Span<'_>;
+}
+
+/// Device words, and the place of their first one in a piece of host memory.
+pub type Piece<'a> = (Span<'a>, usize);
+
+/// The communication thread's access to a device. What is started runs in the order it was started, apart from compute,
+/// save that copies in one direction may run beside all else. A call that returns an error has nothing left running.
+pub trait Port: Send + Sync {
+    /// So many words of page-locked memory, with unspecified contents. The caller counts them.
+    ///
+    /// # Errors
+    /// The system has no such memory.
+    fn pinned(&self, words: usize) -> Result<Box<dyn Pinned>>;
+
+    /// So many words of device memory, with unspecified contents. The caller counts them.
+    ///
+    /// # Errors
+    /// The device has no such memory.
+    fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>>;
+
+    /// Starts copies from the device to the host memory that begins at `host`.
+    ///
+    /// # Safety
+    /// Every piece has its place in page-locked memory that nobody touches and that lives until the event is done.
+    ///
+    /// # Errors
+    /// The device failed.
+    unsafe fn download(&self, pieces: &[Piece<'_>], host: *mut f32) -> Result<Box<dyn Event>>;
+
+    /// Starts copies to the device from the host memory that begins at `host`.
+    ///
+    /// # Safety
+    /// Every piece has its place in page-locked memory that nobody writes and that lives until the event is done.
+    ///
+    /// # Errors
+    /// The device failed.
+    unsafe fn upload(&self, host: *const f32, pieces: &[Piece<'_>]) -> Result<Box<dyn Event>>;
+
+    /// Starts `to += from`, in f32, each element rounded once and as it is, denormal or not: the sums of the CPU.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn add(&self, from: Span<'_>, to: Span<'_>) -> Result<()>;
+
+    /// Starts a copy within the device, in order with [`Port::add`].
+    ///
+    /// # Errors
+    /// The device failed.
+    fn copy(&self, from: Span<'_>, to: Span<'_>) -> Result<()>;
+
+    /// Done when every addition and copy within the device is that was started before.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn mark(&self) -> Result<Box<dyn Event>>;
+}
+
+/// Page-locked memory that messages pass through, and the copy that uses it.
+///
+/// It lets nobody look while a copy is under way, and waits for the copy before it gives the memory back.
+pub struct Slot {
+    /// Taken on drop only.
+    memory: Option<Box<dyn Pinned>>,
+    copy: Option<Box<dyn Event>>,
+}
+
+impl Slot {
+    /// A slot of so many words.
+    ///
+    /// # Errors
+    /// As [`Port::pinned`].
+    pub fn new(port: &dyn Port, words: usize) -> Result<Self> {
+        Ok(Self { memory: Some(port.pinned(words)?), copy: None })
+    }
+
+    /// The copy under way, if one is.
+    pub fn copy(&self) -> Option<&dyn Event> {
+        self.copy.as_deref()
+    }
+
+    /// The words, once no copy uses them.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn memory(&mut self) -> Result<&mut [f32]> {
+        if let Some(copy) = &self.copy {
+            copy.wait()?;
+        }
+        self.copy = None;
+        self.memory.as_mut().map(|memory| memory.words()).ok_or_else(|| Error::internal("a slot without memory"))
+    }
+
+    /// Starts to fill the slot from the device.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn download(&mut self, port: &dyn Port, pieces: &[Piece<'_>]) -> Result<()> {
+        let memory = self.holding(pieces)?;
+        // SAFETY: all pieces lie in the memory, as `holding` has checked; `copy` keeps everyone away until it is done.
+        self.copy = Some(unsafe { port.download(pieces, memory)? });
+        Ok(())
+    }
+
+    /// Starts to empty the slot to the device.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn upload(&mut self, port: &dyn Port, pieces: &[Piece<'_>]) -> Result<()> {
+        let memory = self.holding(pieces)?;
+        // SAFETY: as above.
+        self.copy = Some(unsafe { port.upload(memory, pieces)? });
+        Ok(())
+    }
+
+    /// The memory, which has the places of all pieces.
+    fn holding(&mut self, pieces: &[Piece<'_>]) -> Result<*mut f32> {
+        let memory = self.memory()?;
+        let end = pieces.iter().map(|(span, at)| at + span.words()).max().unwrap_or(0);
+        if end > memory.len() {
+            return Err(Error::internal(format!("{end} words in a slot of {}", memory.len())));
+        }
+        Ok(memory.as_mut_ptr())
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        if let Some(copy) = &self.copy
+            && copy.wait().is_err()
+        {
+            // The device may still use the memory.
+            std::mem::forget(self.memory.take());
+        }
+    }
+}
