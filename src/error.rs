@@ -16,6 +16,8 @@ pub enum Kind {
     Io,
     /// A message between ranks failed, or a rank is gone.
     Comm,
+    /// A GPU or one of its libraries failed.
+    Device,
     /// The training diverged: losses or gradients that are not finite.
     Numeric,
     /// A broken promise inside this program.
@@ -54,6 +56,11 @@ impl Error {
     /// A message between ranks failed.
     pub fn comm(message: impl Into<String>) -> Self {
         Self::new(Kind::Comm, message)
+    }
+
+    /// A GPU or one of its libraries failed.
+    pub fn device(message: impl Into<String>) -> Self {
+        Self::new(Kind::Device, message)
     }
 
     /// The training diverged.
@@ -109,7 +116,7 @@ impl Error {
     pub fn exit_code(&self) -> i32 {
         match self.kind {
             Kind::Input | Kind::Io => 2,
-            Kind::Comm | Kind::Numeric | Kind::Internal => 1,
+            Kind::Comm | Kind::Device | Kind::Numeric | Kind::Internal => 1,
         }
     }
 }

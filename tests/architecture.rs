@@ -32,10 +32,20 @@ const BESIDE: [(&str, &str); 3] = [
 const APART: [(&str, &str); 2] = [("data", "backend"), ("data", "comm")];
 
 /// The only files with `unsafe` in them.
-const UNSAFE: [&str; 13] = [
+const UNSAFE: [&str; 23] = [
     "backend/cpu/product.rs",
     "backend/cpu/stream.rs",
     "backend/cpu/threads.rs",
+    "backend/cuda/device.rs",
+    "backend/cuda/ints.rs",
+    "backend/cuda/launch.rs",
+    "backend/cuda/libraries.rs",
+    "backend/cuda/matmul.rs",
+    "backend/cuda/mod.rs",
+    "backend/cuda/pinned.rs",
+    "backend/cuda/pool.rs",
+    "backend/cuda/program.rs",
+    "backend/cuda/scalar.rs",
     "backend/port.rs",
     "checkpoint/writeback.rs",
     "comm/mpi/exchange.rs",

@@ -19,11 +19,13 @@ pub enum Memory {
     Data,
     /// The copy that a checkpoint is written from.
     Checkpoint,
+    /// Scratch of a device's libraries.
+    Workspace,
 }
 
 impl Memory {
     /// Every category, in the order of reports.
-    pub const ALL: [Memory; 7] = [
+    pub const ALL: [Memory; 8] = [
         Memory::Parameters,
         Memory::Gradients,
         Memory::Optimizer,
@@ -31,6 +33,7 @@ impl Memory {
         Memory::Communication,
         Memory::Data,
         Memory::Checkpoint,
+        Memory::Workspace,
     ];
 
     /// The word for it in reports.
@@ -43,6 +46,7 @@ impl Memory {
             Memory::Communication => "communication",
             Memory::Data => "data",
             Memory::Checkpoint => "checkpoint",
+            Memory::Workspace => "workspace",
         }
     }
 }

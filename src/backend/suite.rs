@@ -1,6 +1,7 @@
 //! One suite for every device: each kernel against f64 arithmetic at awkward sizes, and for repeatable bits.
 
 use super::cpu::Cpu;
+use super::cuda;
 use super::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, NORM_EPSILON, Norm, Sgd};
 use crate::random::Stream;
 
@@ -88,13 +89,22 @@ fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
         close(b, &yb, &sums, "add");
         b.copy(B::all(&xb), B::all_mut(&mut yb)).unwrap();
         assert_eq!(down(b, &yb), x);
+        // Between types: what a window can hold it holds exactly.
+        let mut copy = up_f32(b, &y);
+        b.copy(B::all(&xb), B::all_mut(&mut copy)).unwrap();
+        assert_eq!(down(b, &copy), x);
+        b.copy(B::all(&copy), B::all_mut(&mut yb)).unwrap();
+        assert_eq!(down(b, &yb), x);
+        let mut sum = up_f32(b, &y);
+        b.add(B::all(&copy), B::all_mut(&mut sum)).unwrap();
+        close(b, &sum, &sums, "add in f32");
 
         let squares: f64 = wide(&x).iter().map(|x| x * x).sum();
-        let got = b.read(b.sum_squares(B::all(&xb)).unwrap()).unwrap();
+        let exact = b.upload_f32(Memory::Activations, &x).unwrap();
+        let got = b.read(b.sum_squares(B::all(&exact)).unwrap()).unwrap();
         assert!((got - squares).abs() <= 1e-12 * squares, "{got} is not {squares}");
         results.push(vec![got as f32]);
         let total: f64 = wide(&x).iter().sum();
-        let exact = b.upload_f32(Memory::Activations, &x).unwrap();
         let got = b.read(b.sum(B::all(&exact)).unwrap()).unwrap();
         assert!((got - total).abs() <= 1e-12 * squares.max(1.0), "{got} is not {total}");
         results.push(vec![got as f32]);
@@ -119,7 +129,7 @@ fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     let mut y = up(b, &[0.0; 4]);
     b.gelu(B::all(&far), B::all_mut(&mut y)).unwrap();
     let y = down(b, &y);
-    assert!(y[0].abs() < 1e-30 && y[1].abs() < 1e-30 && y[2..] == [100.0, 1e4], "{y:?}");
+    assert!(y[0].abs() < 1e-30 && y[1].abs() < 1e-30 && y[2..] == rounded(b, &[100.0, 1e4]), "{y:?}");
     results
 }
 
@@ -171,6 +181,22 @@ fn products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
             close(b, &db, &want, "linear dbias");
             results.extend([down(b, &y), down(b, &dw), down(b, &db)]);
         }
+        // Fused with GELU as one after the other.
+        let none = up(b, &[]);
+        let [mut h, mut y] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * outputs]));
+        b.linear_gelu(shape, B::all(&xb), B::all(&wb), B::all(&none), B::all_mut(&mut h), B::all_mut(&mut y)).unwrap();
+        let mut apart = up(b, &vec![0.0; rows * outputs]);
+        b.linear(shape, B::all(&xb), B::all(&wb), B::all(&none), B::all_mut(&mut apart)).unwrap();
+        close(b, &h, &wide(&down(b, &apart)), "linear, of linear and gelu");
+        b.gelu(B::all(&h), B::all_mut(&mut apart)).unwrap();
+        close(b, &y, &wide(&down(b, &apart)), "gelu, of linear and gelu");
+        let [mut dh, mut apart] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * inputs]));
+        let before = B::all(&xb);
+        b.linear_gelu_backward_input(shape, B::all(&dyb), B::all(&wb), before, B::all_mut(&mut dh)).unwrap();
+        b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut apart)).unwrap();
+        b.gelu_backward(before, B::all_mut(&mut apart)).unwrap();
+        close(b, &dh, &wide(&down(b, &apart)), "back through linear and gelu");
+
         let mut dx = up(b, &random(b, 13, rows * inputs));
         b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut dx)).unwrap();
         let want = product(rows, inputs, outputs, |r, o| at(&dy, r * outputs + o), |o, i| at(&w, o * inputs + i));
@@ -192,6 +218,21 @@ fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
             let (mut y, mut stats) = (up(b, &vec![0.0; rows * width]), up_f32(b, &vec![0.0; rows * 2]));
             b.layer_norm(shape, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y), B::all_mut(&mut stats))
                 .unwrap();
+
+            let branch = up(b, &random(b, 36, rows * width));
+            let mut stream = up(b, &x);
+            b.add(B::all(&branch), B::all_mut(&mut stream)).unwrap();
+            let [mut want, mut got] =
+                [0.0, 0.0].map(|x| (up(b, &vec![x; rows * width]), up_f32(b, &vec![x; rows * 2])));
+            let (y_view, stats_view) = (B::all_mut(&mut want.0), B::all_mut(&mut want.1));
+            b.layer_norm(shape, B::all(&stream), B::all(&wb), B::all(&bb), y_view, stats_view).unwrap();
+            let mut fused = up(b, &x);
+            let (y_view, stats_view) = (B::all_mut(&mut got.0), B::all_mut(&mut got.1));
+            let (stream_view, wv, bv) = (B::all_mut(&mut fused), B::all(&wb), B::all(&bb));
+            b.add_layer_norm(shape, B::all(&branch), stream_view, wv, bv, y_view, stats_view).unwrap();
+            assert_eq!(down(b, &fused), down(b, &stream));
+            close(b, &got.0, &wide(&down(b, &want.0)), "sum and norm");
+            close(b, &got.1, &wide(&down(b, &want.1)), "statistics of sum and norm");
 
             let (dx0, dw0, db0) = (random(b, 18, rows * width), random(b, 19, width), random(b, 20, bias.len()));
             let (mut dx, mut dw, mut db) = (up(b, &dx0), up_f32(b, &dw0), up_f32(b, &db0));
@@ -274,7 +315,8 @@ fn embeddings<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
 
 fn attentions<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     let mut results = Vec::new();
-    for (batch, time, heads, head_width) in [(1, 1, 1, 1), (2, 33, 3, 5), (1, 130, 2, 33), (3, 64, 1, 32)] {
+    let shapes = [(1, 1, 1, 1), (2, 33, 3, 5), (1, 130, 2, 33), (3, 64, 1, 32), (2, 129, 2, 64), (1, 65, 1, 128)];
+    for (batch, time, heads, head_width) in shapes {
         let shape = Attention { batch, time, heads, head_width };
         let d = heads * head_width;
         let rows = batch * time;
@@ -435,4 +477,26 @@ fn cpu_kernels_are_right_and_do_not_depend_on_the_threads() {
     for threads in [2, 3, 8] {
         assert!(bits(threads) == one, "{threads} threads give other bits than one");
     }
+}
+
+/// The suite on the first GPU, or on its simulator.
+fn on_cuda(precision: cuda::Precision) {
+    let device = cuda::Device::open(0).unwrap();
+    let bits = || -> Vec<Vec<u32>> {
+        let results = everything(&cuda::Cuda::new(&device, 256 << 20, precision).unwrap());
+        results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
+    };
+    assert!(bits() == bits(), "two runs give different bits");
+}
+
+#[test]
+#[ignore = "needs a GPU or its simulator"]
+fn cuda_kernels_are_right_in_f32() {
+    on_cuda(cuda::Precision::F32(cuda::Arithmetic::Full));
+}
+
+#[test]
+#[ignore = "needs a GPU or its simulator"]
+fn cuda_kernels_are_right_in_bf16() {
+    on_cuda(cuda::Precision::Bf16);
 }

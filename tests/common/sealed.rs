@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use hpctrain::backend::{Backend, Event, Ledger, Memory, Piece, Pinned, Port, Reach, Scratch, Span};
+use hpctrain::backend::{Backend, Event, Ledger, Memory, Pinned, Placed, Port, Reach, Scratch, Span};
 use hpctrain::error::{Error, Result};
 
 /// How far shown addresses are from the real ones where they are hidden: no address of a process.
@@ -32,6 +32,7 @@ impl Words {
         Self { at: Box::into_raw(memory).cast(), len }
     }
 
+    #[allow(clippy::mut_from_ref, reason = "a device's memory is written by all who hold its address")]
     fn slice(&self) -> &mut [f32] {
         // SAFETY: the memory lives as long as `self`; no two slices are used at once.
         unsafe { std::slice::from_raw_parts_mut(self.at, self.len) }
@@ -151,7 +152,7 @@ impl Port for SealedPort {
         Ok(Box::new(Place(Words::new(words), self.hidden)))
     }
 
-    unsafe fn download(&self, pieces: &[Piece<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
+    unsafe fn download(&self, pieces: &[Placed<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
         for (span, at) in pieces {
             let (hidden, address, words) = (self.hidden, span.address(), span.words());
             let to = host.expose_provenance() + at * size_of::<f32>();
@@ -161,7 +162,7 @@ impl Port for SealedPort {
         Ok(self.stream.event())
     }
 
-    unsafe fn upload(&self, host: *const f32, pieces: &[Piece<'_>]) -> Result<Box<dyn Event>> {
+    unsafe fn upload(&self, host: *const f32, pieces: &[Placed<'_>]) -> Result<Box<dyn Event>> {
         for (span, at) in pieces {
             let (hidden, address, words) = (self.hidden, span.address(), span.words());
             let from = host.expose_provenance() + at * size_of::<f32>();

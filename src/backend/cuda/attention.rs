@@ -1,0 +1,114 @@
+//! Attention: launches of `attention.cu` and `attention_backward.cu`, whose comments hold the formulas used here.
+
+use super::Cuda;
+use super::launch::{Arg, Grid};
+use super::memory::{Element, View, ViewMut};
+use super::program::Variant;
+use crate::backend::{Attention, Backend, Memory};
+use crate::error::{Error, Result};
+
+/// Widest head that the kernels are made for.
+const WIDEST_HEAD: usize = 256;
+
+/// Tiles of one kernel: rows of a block, and bytes of shared memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Tiles {
+    rows: usize,
+    shared: usize,
+}
+
+/// How the kernels for one head width and element type cut their work.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cuts {
+    forward: Tiles,
+    backward_kv: Tiles,
+    backward_q: Tiles,
+}
+
+impl Cuts {
+    fn new(element: Element, head: usize) -> Self {
+        if element == Element::Bf16 && (head == 64 || head == 128) {
+            let (step, rows) = if head == 64 { (64, 128) } else { (32, 64) };
+            let backward = 2 * head * (2 * rows + 4 * 32);
+            return Self {
+                forward: Tiles { rows: 128, shared: 2 * head * (128 + 4 * step) },
+                backward_kv: Tiles { rows, shared: backward + 16 * 32 },
+                backward_q: Tiles { rows, shared: backward },
+            };
+        }
+        let tile = if head <= 128 { 32 } else { 16 };
+        let stride = 4 * (head.div_ceil(4) | 1);
+        let (rows, scores) = (tile * stride, tile * (tile + 4));
+        let tiles = |floats: usize| Tiles { rows: tile, shared: 4 * floats };
+        Self {
+            forward: tiles(3 * rows + scores),
+            backward_kv: tiles(4 * rows + 2 * scores + 2 * tile),
+            backward_q: tiles(4 * rows + scores),
+        }
+    }
+}
+
+/// A grid of tiles over every head of every sequence.
+fn grid(shape: Attention, tiles: Tiles) -> Grid {
+    let blocks = (shape.time.div_ceil(tiles.rows) as u32, shape.heads as u32, shape.batch as u32);
+    Grid { blocks, threads: (128, 1, 1), shared: tiles.shared as u32 }
+}
+
+fn sizes(shape: Attention) -> [Arg; 3] {
+    [shape.batch.into(), shape.time.into(), shape.heads.into()]
+}
+
+impl Cuda {
+    fn attention_variant(&self, source: &'static str, shape: Attention) -> Result<Variant> {
+        if shape.head_width > WIDEST_HEAD {
+            let message = format!("model.width / model.heads = {}, beyond {WIDEST_HEAD}", shape.head_width);
+            return Err(Error::input(message).hint("set model.heads higher, or run.device=cpu"));
+        }
+        Ok(Variant { head: Some(shape.head_width), ..self.variant(source) })
+    }
+
+    pub(super) fn attend(&self, shape: Attention, qkv: View<'_>, y: &ViewMut<'_>, lse: &ViewMut<'_>) -> Result<()> {
+        let variant = self.attention_variant("attention.cu", shape)?;
+        let tiles = Cuts::new(self.element(), shape.head_width).forward;
+        let args = [&[qkv.into(), y.into(), lse.into()], &sizes(shape)[..]].concat();
+        self.launch_variant(variant, "attention_forward", grid(shape, tiles), &args)
+    }
+
+    pub(super) fn attend_backward(
+        &self,
+        shape: Attention,
+        qkv: View<'_>,
+        y: View<'_>,
+        lse: View<'_>,
+        dy: View<'_>,
+        dqkv: &ViewMut<'_>,
+    ) -> Result<()> {
+        let variant = self.attention_variant("attention_backward.cu", shape)?;
+        let cuts = Cuts::new(self.element(), shape.head_width);
+        let delta = self.alloc_f32(Memory::Activations, lse.len)?;
+        let delta = Self::all(&delta);
+        let args = [&[y.into(), dy.into(), delta.into()], &sizes(shape)[..]].concat();
+        self.launch_variant(variant, "attention_delta", grid(shape, Tiles { rows: 16, shared: 0 }), &args)?;
+        let args = [&[qkv.into(), dy.into(), lse.into(), delta.into(), dqkv.into()], &sizes(shape)[..]].concat();
+        self.launch_variant(variant, "attention_backward_kv", grid(shape, cuts.backward_kv), &args)?;
+        self.launch_variant(variant, "attention_backward_q", grid(shape, cuts.backward_q), &args)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shared_memory_is_what_the_kernels_say() {
+        let shared = |element, head| {
+            let cuts = Cuts::new(element, head);
+            [cuts.forward, cuts.backward_kv, cuts.backward_q].map(|tiles| tiles.shared)
+        };
+        assert_eq!(shared(Element::Bf16, 64), [49_152, 49_664, 49_152]);
+        assert_eq!(shared(Element::Bf16, 128), [65_536, 66_048, 65_536]);
+        let most =
+            (1..=WIDEST_HEAD).map(|head| shared(Element::F32, head)).reduce(|a, b| [0, 1, 2].map(|i| a[i].max(b[i])));
+        assert_eq!(most, Some([59_904, 77_056, 72_192]));
+    }
+}

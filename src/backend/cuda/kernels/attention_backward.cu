@@ -1,0 +1,324 @@
+// The backward of causal attention, in three kernels after one another. With p = e^(scale·s - lse), s = q·kᵀ:
+//   attention_delta         delta = Σ y·dy of each query and head; overwrites delta
+//   attention_backward_kv   dv = pᵀ·dy, dk = scale·dsᵀ·q; overwrites the keys' and values' parts of dqkv
+//   attention_backward_q    dq = scale·ds·k; overwrites the queries' part of dqkv
+// where ds = p ∘ (dy·vᵀ - delta). Layouts and the two ways of computing are in attention.cuh.
+//
+// A block owns the rows whose gradient it sums, and sums in the order of the rows it walks over: two runs give the
+// same bits. The usual single kernel computes s and dy·vᵀ once instead of twice, but then blocks must add to each
+// other's dq, in whatever order they happen to arrive.
+#include "attention.cuh"
+
+// Block 128 threads, grid (⌈time / 16⌉, heads, batch), no dynamic shared memory. Eight lanes share a query.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_delta(const elem* __restrict__ y, const elem* __restrict__ dy, float* __restrict__ delta, int batch,
+                int time, int heads) {
+  const Place place(time, heads);
+  const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8;
+  // Lanes past the end stay for the sum.
+  const elem* y_row = place.single(y) + min(query, time - 1) * place.width;
+  const elem* dy_row = place.single(dy) + min(query, time - 1) * place.width;
+  float sum = 0.0f;
+#ifdef TENSOR_CORES
+#pragma unroll
+  for (int i = 8 * lane; i < HEAD; i += 64) {
+    const uint4 a = *reinterpret_cast<const uint4*>(y_row + i), b = *reinterpret_cast<const uint4*>(dy_row + i);
+    const unsigned x[4] = {a.x, a.y, a.z, a.w}, dx[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int pair = 0; pair < 4; pair++) {
+      sum = fmaf(low_float(x[pair]), low_float(dx[pair]), sum);
+      sum = fmaf(high_float(x[pair]), high_float(dx[pair]), sum);
+    }
+  }
+#else
+  for (int i = lane; i < HEAD; i += 8) sum = fmaf(to_float(y_row[i]), to_float(dy_row[i]), sum);
+#endif
+  sum = warp_sum<8>(sum);
+  if (lane == 0 && query < time) delta[place.softmax + query] = sum;
+}
+
+#ifdef TENSOR_CORES
+
+// A warp owns 16·M rows, keys in the one kernel and queries in the other: two times 16 so that a fragment, once read
+// from shared memory, serves two products, where the registers have room for the gradients.
+constexpr int M = HEAD == 64 ? 2 : 1;
+constexpr int TILE = 64 * M;  // rows of a block
+constexpr int STEP = 32;      // rows that come by at a time
+
+// Block 128 threads, grid (⌈time / TILE⌉, heads, batch) with TILE = 128 for HEAD 64 and 64 for HEAD 128, dynamic
+// shared memory 2·HEAD·(2·TILE + 4·STEP) + 16·STEP bytes: 49 664 for HEAD 64, 66 048 for HEAD 128.
+//
+// Scores are computed as keys × queries: so the accumulators of pᵀ and dsᵀ are ready to be left operands, as those
+// of p are in the forward, and nothing goes through shared memory.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
+                      const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads) {
+  extern __shared__ __align__(128) bf16 shared[];
+  bf16* const k_tile = shared;
+  bf16* const v_tile = k_tile + TILE * HEAD;
+  bf16* const q_tiles = v_tile + TILE * HEAD;       // two, in turn
+  bf16* const dy_tiles = q_tiles + 2 * STEP * HEAD;
+  // lse (in base 2) and delta of each query, in turn as well
+  float* const row_tiles = reinterpret_cast<float*>(dy_tiles + 2 * STEP * HEAD);
+
+  const Place place(time, heads);
+  const bf16 *q = place.packed(qkv, 0), *dy_rows = place.single(dy);
+  const size_t stride = 3 * place.width;
+  const float scale = softmax_scale(), scale2 = scale * LOG2_E;
+
+  // The first keys are seen by all queries, the last by few: long blocks first. Queries before the block's first
+  // key see none of its keys.
+  const int first = blockIdx.x * TILE, steps = tiles_for(time - first, STEP);
+  const int lane = threadIdx.x % 32, warp_first = first + threadIdx.x / 32 * 16 * M;
+
+  // Thread i brings lse, or delta, of query i%STEP. Queries that do not exist have p = 2^(s - ∞) = 0.
+  static_assert(2 * STEP <= THREADS, "a thread for each lse and delta");
+  const bool is_lse = threadIdx.x < STEP;
+  const float* const row_values = (is_lse ? lse : delta) + place.softmax;
+  auto row_value = [=](int query0) {
+    int query = query0 + threadIdx.x % STEP;
+    float x = query < time ? row_values[query] : infinity();
+    return is_lse ? x * LOG2_E : query < time ? x : 0.0f;
+  };
+
+  fetch<TILE>(k_tile, place.packed(qkv, 1), stride, first, time);
+  fetch<TILE>(v_tile, place.packed(qkv, 2), stride, first, time);
+  fetch<STEP>(q_tiles, q, stride, first, time);
+  fetch<STEP>(dy_tiles, dy_rows, place.width, first, time);
+  cp_async_commit();
+  float row_next = row_value(first);
+
+  Own<M, false> own_k(k_tile), own_v(v_tile);
+  float dk[M][HEAD / 8][4] = {}, dv[M][HEAD / 8][4] = {};
+
+  for (int step = 0; step < steps; step++) {
+    const int query0 = first + step * STEP, turn = step % 2;
+    const bf16 *q_tile = q_tiles + turn * STEP * HEAD, *dy_tile = dy_tiles + turn * STEP * HEAD;
+    float* const rows = row_tiles + turn * 2 * STEP;
+    if (threadIdx.x < 2 * STEP) rows[threadIdx.x] = row_next;
+    // One barrier says both that this step's tiles are here and that the last step's may be overwritten.
+    cp_async_wait<0>();
+    __syncthreads();
+    if (step + 1 < steps) {
+      fetch<STEP>(q_tiles + (1 - turn) * STEP * HEAD, q, stride, query0 + STEP, time);
+      fetch<STEP>(dy_tiles + (1 - turn) * STEP * HEAD, dy_rows, place.width, query0 + STEP, time);
+      cp_async_commit();
+      row_next = row_value(query0 + STEP);  // arrives while this step computes
+    }
+    if (query0 + STEP <= warp_first) continue;  // all before the warp's first key
+
+    float p[M][STEP / 8][4], ds[M][STEP / 8][4];
+    multiply_rows(p, own_k, q_tile);
+    multiply_rows(ds, own_v, dy_tile);
+    if (query0 < warp_first + 16 * M - 1) mask_queries(p, warp_first - query0);
+#pragma unroll
+    for (int n = 0; n < STEP / 8; n++) {
+      const int column = 8 * n + 2 * (lane % 4);
+      const float lse2[2] = {rows[column], rows[column + 1]};
+      const float deltas[2] = {rows[STEP + column], rows[STEP + column + 1]};
+#pragma unroll
+      for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          p[m][n][i] = exp2_fast(fmaf(p[m][n][i], scale2, -lse2[i % 2]));
+          ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - deltas[i % 2]);
+        }
+    }
+    multiply_add(dv, p, dy_tile);
+    multiply_add(dk, ds, q_tile);
+  }
+
+  float one[M][2], scales[M][2];
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) one[m][half] = 1.0f, scales[m][half] = scale;
+  store(place.packed(dqkv, 1), stride, warp_first, time, dk, scales);
+  store(place.packed(dqkv, 2), stride, warp_first, time, dv, one);
+}
+
+// Block 128 threads, grid (⌈time / TILE⌉, heads, batch) as above, dynamic shared memory 2·HEAD·(2·TILE + 4·STEP)
+// bytes: 49 152 for HEAD 64, 65 536 for HEAD 128.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
+                     const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads) {
+  extern __shared__ __align__(128) bf16 shared[];
+  bf16* const q_tile = shared;
+  bf16* const dy_tile = q_tile + TILE * HEAD;
+  bf16* const k_tiles = dy_tile + TILE * HEAD;      // two, in turn
+  bf16* const v_tiles = k_tiles + 2 * STEP * HEAD;
+
+  const Place place(time, heads);
+  const bf16 *k = place.packed(qkv, 1), *v = place.packed(qkv, 2);
+  const size_t stride = 3 * place.width;
+  const float scale = softmax_scale(), scale2 = scale * LOG2_E;
+  const int first = (gridDim.x - 1 - blockIdx.x) * TILE;  // long blocks first
+  const int steps = tiles_for(min(first + TILE, time), STEP);
+  const int lane = threadIdx.x % 32, warp_first = first + threadIdx.x / 32 * 16 * M;
+
+  fetch<TILE>(q_tile, place.packed(qkv, 0), stride, first, time);
+  fetch<TILE>(dy_tile, place.single(dy), place.width, first, time);
+  fetch<STEP>(k_tiles, k, stride, 0, time);
+  fetch<STEP>(v_tiles, v, stride, 0, time);
+  cp_async_commit();
+
+  float lse2[M][2], deltas[M][2], scales[M][2];
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const size_t at = place.softmax + min(warp_first + 16 * m + 8 * half + lane / 4, time - 1);
+      lse2[m][half] = lse[at] * LOG2_E, deltas[m][half] = delta[at], scales[m][half] = scale;
+    }
+
+  Own<M, false> own_q(q_tile), own_dy(dy_tile);
+  float dq[M][HEAD / 8][4] = {};
+
+  for (int step = 0; step < steps; step++) {
+    cp_async_wait<0>();
+    __syncthreads();
+    const int key0 = step * STEP, now = step % 2 * STEP * HEAD, next = STEP * HEAD - now;
+    if (step + 1 < steps) {
+      fetch<STEP>(k_tiles + next, k, stride, key0 + STEP, time);
+      fetch<STEP>(v_tiles + next, v, stride, key0 + STEP, time);
+      cp_async_commit();
+    }
+    if (key0 >= warp_first + 16 * M) continue;  // all after the warp's last query
+
+    float p[M][STEP / 8][4], ds[M][STEP / 8][4];
+    multiply_rows(p, own_q, k_tiles + now);
+    multiply_rows(ds, own_dy, v_tiles + now);
+    if (key0 + STEP - 1 > warp_first) mask_keys(p, key0 - warp_first);
+#pragma unroll
+    for (int m = 0; m < M; m++)
+#pragma unroll
+      for (int n = 0; n < STEP / 8; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float x = exp2_fast(fmaf(p[m][n][i], scale2, -lse2[m][i / 2]));
+          ds[m][n][i] = x * (ds[m][n][i] - deltas[m][i / 2]);
+        }
+    multiply_add(dq, ds, k_tiles + now);
+  }
+  store(place.packed(dqkv, 0), stride, warp_first, time, dq, scales);
+}
+
+#else  // plain
+
+// The thread's scores, from p = e^(scale·s - lse) and dp = dy·vᵀ.
+__device__ __forceinline__ float probability(float s, float scale, float lse) {
+  return exp2_fast((s * scale - lse) * LOG2_E);
+}
+
+// Block 128 threads, grid (⌈time / TILE⌉, heads, batch), dynamic shared memory
+// 4·(4·TILE·STRIDE + 2·TILE·(TILE + 4) + 2·TILE) bytes, TILE and STRIDE as in attention.cu; at most 77 056 bytes.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
+                      const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads) {
+  extern __shared__ __align__(16) float shared[];
+  float* const k_tile = shared;
+  float* const v_tile = k_tile + TILE * STRIDE;
+  float* const q_tile = v_tile + TILE * STRIDE;
+  float* const dy_tile = q_tile + TILE * STRIDE;
+  float* const p = dy_tile + TILE * STRIDE;  // keys × queries, as all scores here
+  float* const ds = p + TILE * SCORE_STRIDE;
+  float* const lses = ds + TILE * SCORE_STRIDE;
+  float* const deltas = lses + TILE;
+
+  const Own own;
+  const Place place(time, heads);
+  const size_t stride = 3 * place.width;
+  const float scale = softmax_scale();
+  const int first = blockIdx.x * TILE;  // the longest blocks come first by themselves
+
+  fetch(k_tile, place.packed(qkv, 1), stride, first, time);
+  fetch(v_tile, place.packed(qkv, 2), stride, first, time);
+  float4 dk[OWN_ROWS][OWN_CHUNKS] = {}, dv[OWN_ROWS][OWN_CHUNKS] = {};
+
+  for (int query0 = first; query0 < time; query0 += TILE) {
+    __syncthreads();
+    fetch(q_tile, place.packed(qkv, 0), stride, query0, time);
+    fetch(dy_tile, place.single(dy), place.width, query0, time);
+    if (threadIdx.x < TILE) {
+      const int query = query0 + threadIdx.x;
+      // A query that does not exist has p = 2^(s - ∞) = 0.
+      lses[threadIdx.x] = query < time ? lse[place.softmax + query] : infinity();
+      deltas[threadIdx.x] = query < time ? delta[place.softmax + query] : 0.0f;
+    }
+    __syncthreads();
+
+    float s[OWN_ROWS][OWN_SCORES], dp[OWN_ROWS][OWN_SCORES];
+    multiply_rows(s, k_tile, q_tile);
+    multiply_rows(dp, v_tile, dy_tile);
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; i++)
+#pragma unroll
+      for (int j = 0; j < OWN_SCORES; j++) {
+        const int row = own.row + 16 * i, column = own.column + 8 * j;
+        const float x = first + row <= query0 + column ? probability(s[i][j], scale, lses[column]) : 0.0f;
+        p[row * SCORE_STRIDE + column] = x;
+        ds[row * SCORE_STRIDE + column] = x * (dp[i][j] - deltas[column]);
+      }
+    __syncwarp();
+    multiply_add(dv, p, dy_tile);
+    multiply_add(dk, ds, q_tile);
+  }
+
+  float one[OWN_ROWS], scales[OWN_ROWS];
+  for (int i = 0; i < OWN_ROWS; i++) one[i] = 1.0f, scales[i] = scale;
+  store(place.packed(dqkv, 1), stride, first, time, dk, scales);
+  store(place.packed(dqkv, 2), stride, first, time, dv, one);
+}
+
+// Block 128 threads, grid (⌈time / TILE⌉, heads, batch), dynamic shared memory
+// 4·(4·TILE·STRIDE + TILE·(TILE + 4)) bytes; at most 72 192 bytes.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
+                     const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads) {
+  extern __shared__ __align__(16) float shared[];
+  float* const q_tile = shared;
+  float* const dy_tile = q_tile + TILE * STRIDE;
+  float* const k_tile = dy_tile + TILE * STRIDE;
+  float* const v_tile = k_tile + TILE * STRIDE;
+  float* const ds = v_tile + TILE * STRIDE;
+
+  const Own own;
+  const Place place(time, heads);
+  const size_t stride = 3 * place.width;
+  const float scale = softmax_scale();
+  const int first = (gridDim.x - 1 - blockIdx.x) * TILE;  // long blocks first
+
+  fetch(q_tile, place.packed(qkv, 0), stride, first, time);
+  fetch(dy_tile, place.single(dy), place.width, first, time);
+  float lses[OWN_ROWS], deltas[OWN_ROWS], scales[OWN_ROWS];
+#pragma unroll
+  for (int i = 0; i < OWN_ROWS; i++) {
+    const size_t at = place.softmax + min(first + own.row + 16 * i, time - 1);
+    lses[i] = lse[at], deltas[i] = delta[at], scales[i] = scale;
+  }
+  float4 dq[OWN_ROWS][OWN_CHUNKS] = {};
+
+  for (int key0 = 0; key0 <= first; key0 += TILE) {
+    __syncthreads();
+    fetch(k_tile, place.packed(qkv, 1), stride, key0, time);
+    fetch(v_tile, place.packed(qkv, 2), stride, key0, time);
+    __syncthreads();
+
+    float s[OWN_ROWS][OWN_SCORES], dp[OWN_ROWS][OWN_SCORES];
+    multiply_rows(s, q_tile, k_tile);
+    multiply_rows(dp, dy_tile, v_tile);
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; i++)
+#pragma unroll
+      for (int j = 0; j < OWN_SCORES; j++) {
+        const int row = own.row + 16 * i, column = own.column + 8 * j;
+        const float x = key0 + column <= first + row ? probability(s[i][j], scale, lses[i]) : 0.0f;
+        ds[row * SCORE_STRIDE + column] = x * (dp[i][j] - deltas[i]);
+      }
+    __syncwarp();
+    multiply_add(dq, ds, k_tile);
+  }
+  store(place.packed(dqkv, 0), stride, first, time, dq, scales);
+}
+
+#endif

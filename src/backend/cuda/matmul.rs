@@ -1,0 +1,258 @@
+//! Matrix products by cuBLASLt: planned once a shape, then repeated.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::sys;
+
+use super::libraries;
+use super::memory::Element;
+use crate::error::{Error, Result};
+
+/// Bytes of scratch that an algorithm may use: what NVIDIA recommends for the largest devices.
+pub const WORKSPACE: usize = 32 << 20;
+
+/// How products of f32 are computed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Arithmetic {
+    /// With all bits.
+    Full,
+    /// On tensor cores, operands rounded to TF32's 10 bits.
+    Tf32,
+}
+
+/// What happens to a product before it is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Epilogue {
+    /// Nothing.
+    None,
+    /// A vector is added to every row: its address.
+    Bias(u64),
+}
+
+/// Operands and result: addresses, and leading dimensions in elements.
+#[derive(Debug, Clone, Copy)]
+pub struct Matrix {
+    /// Where it is on the device.
+    pub pointer: u64,
+    /// What it is made of.
+    pub element: Element,
+}
+
+/// `c = op(a)·op(b) (+ c)`, all row-major; the letters as in [`Gemm`](crate::backend::Gemm).
+#[derive(Debug, Clone, Copy)]
+pub struct Product {
+    /// Sizes and transpositions.
+    pub shape: crate::backend::Gemm,
+    /// Left operand.
+    pub a: Matrix,
+    /// Right operand.
+    pub b: Matrix,
+    /// Result.
+    pub c: Matrix,
+    /// What happens to the result.
+    pub epilogue: Epilogue,
+}
+
+/// All that an algorithm's choice depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    sizes: [usize; 3],
+    flags: [bool; 4],
+    elements: [Element; 3],
+    /// Bytes that the addresses of a, b and c are multiples of.
+    alignments: [u32; 3],
+}
+
+/// A product that cuBLASLt is ready to run.
+struct Plan {
+    description: sys::cublasLtMatmulDesc_t,
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+    algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+impl Drop for Plan {
+    fn drop(&mut self) {
+        // SAFETY: created by cuBLASLt and destroyed once; nothing can be done about failures.
+        unsafe {
+            for layout in self.layouts {
+                let _ = result::destroy_matrix_layout(layout);
+            }
+            let _ = result::destroy_matmul_desc(self.description);
+        }
+    }
+}
+
+/// cuBLASLt on one device.
+pub struct Matmul {
+    handle: sys::cublasLtHandle_t,
+    arithmetic: Arithmetic,
+    plans: Mutex<HashMap<Key, Plan>>,
+}
+
+// SAFETY: cuBLASLt's handles may be used from any thread; the plans are behind a lock.
+unsafe impl Send for Matmul {}
+// SAFETY: as above.
+unsafe impl Sync for Matmul {}
+
+impl Matmul {
+    /// The device is that of the context bound to this thread.
+    ///
+    /// # Errors
+    /// The library is not there, or fails.
+    pub fn new(arithmetic: Arithmetic) -> Result<Self> {
+        libraries::cublaslt()?;
+        let handle = result::create_handle().map_err(|e| failed("begin", e))?;
+        Ok(Self { handle, arithmetic, plans: Mutex::default() })
+    }
+
+    /// Queues a product on `stream`; `workspace` is the address of [`WORKSPACE`] bytes that nothing else on other
+    /// streams uses.
+    ///
+    /// # Errors
+    /// The library knows no algorithm, or the device failed.
+    pub fn run(&self, product: &Product, workspace: u64, stream: sys::cudaStream_t) -> Result<()> {
+        let Product { shape, a, b, c, epilogue } = *product;
+        if shape.m == 0 || shape.n == 0 {
+            return Ok(());
+        }
+        let alignment = |matrix: Matrix| 1 << matrix.pointer.trailing_zeros().min(8);
+        let key = Key {
+            sizes: [shape.m, shape.n, shape.k],
+            flags: [shape.ta, shape.tb, shape.acc, epilogue != Epilogue::None],
+            elements: [a.element, b.element, c.element],
+            alignments: [a, b, c].map(alignment),
+        };
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let plan = match plans.entry(key) {
+            std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
+            std::collections::hash_map::Entry::Vacant(new) => new.insert(self.plan(&key).map_err(|e| {
+                failed(&format!("multiply {}×{}×{} of {:?}", shape.m, shape.n, shape.k, key.elements), e)
+            })?),
+        };
+        let (alpha, beta) = (1.0f32, if shape.acc { 1.0f32 } else { 0.0 });
+        let address = |matrix: Matrix| matrix.pointer as *const c_void;
+        // SAFETY: the plan's descriptors live as long as the lock is held, and cuBLASLt copies them; the addresses are
+        // of device memory as large as the layouts say. Row-major c = a·b is column-major cᵀ = bᵀ·aᵀ.
+        let done = unsafe {
+            if let Epilogue::Bias(pointer) = epilogue {
+                let bias = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+                describe(plan.description, bias, &pointer).map_err(|e| failed("take a bias", e))?;
+            }
+            let [left, right, out] = plan.layouts;
+            let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
+            let to = c.pointer as *mut c_void;
+            result::matmul(
+                self.handle,
+                plan.description,
+                scalar(&alpha),
+                scalar(&beta),
+                address(b),
+                left,
+                address(a),
+                right,
+                address(c),
+                out,
+                to,
+                out,
+                &plan.algorithm,
+                workspace as *mut c_void,
+                WORKSPACE,
+                stream,
+            )
+        };
+        done.map_err(|e| failed(&format!("multiply {}×{}×{}", shape.m, shape.n, shape.k), e))
+    }
+
+    /// Asks cuBLASLt for its best algorithm.
+    fn plan(&self, key: &Key) -> Result<Plan, CublasError> {
+        let Key { sizes: [m, n, k], flags: [ta, tb, _, bias], elements: [a, b, c], alignments } = *key;
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+        let compute = match (a, self.arithmetic) {
+            (Element::F32, Arithmetic::Tf32) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+            _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        };
+        let operation = |transposed: bool| i32::from(transposed);
+        let layout = |element, rows: usize, columns: usize| {
+            result::create_matrix_layout(kind(element), rows as u64, columns as u64, rows as i64)
+        };
+        let description = result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F)?;
+        // As stored, seen column-major: b is (k×n)ᵀ = n×k, or k×n if it is stored transposed.
+        let layouts = [
+            if tb { layout(b, k, n)? } else { layout(b, n, k)? },
+            if ta { layout(a, m, k)? } else { layout(a, k, m)? },
+            layout(c, n, m)?,
+        ];
+        // SAFETY: the algorithm is replaced below, before it is used.
+        let algorithm = unsafe { std::mem::zeroed() };
+        let mut plan = Plan { description, layouts, algorithm };
+        // SAFETY: attributes are given as the integers that cuBLASLt documents; descriptors are alive.
+        unsafe {
+            describe(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(tb))?;
+            describe(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(ta))?;
+            if bias {
+                let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
+                describe(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            }
+            let preference = result::create_matmul_pref()?;
+            let prefer = |attribute, value: &[u8]| {
+                result::set_matmul_pref_attribute(preference, attribute, value.as_ptr().cast(), value.len())
+            };
+            // The order of sums must not depend on who comes first: no reduction in place.
+            let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32
+                | sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE as u32;
+            let chosen = prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE.to_ne_bytes())
+                .and_then(|()| prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes.to_ne_bytes()))
+                .and_then(|()| {
+                    let [of_a, of_b, of_c] = alignments.map(u32::to_ne_bytes);
+                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &of_b)?;
+                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &of_a)?;
+                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_c)?;
+                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_c)
+                })
+                .and_then(|()| {
+                    let [left, right, out] = layouts;
+                    result::get_matmul_algo_heuristic(self.handle, description, left, right, out, out, preference)
+                });
+            let _ = result::destroy_matmul_pref(preference);
+            plan.algorithm = chosen?.algo;
+        }
+        Ok(plan)
+    }
+}
+
+impl Drop for Matmul {
+    fn drop(&mut self) {
+        // SAFETY: created by cuBLASLt and destroyed once.
+        let _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}
+
+/// Sets one attribute of a product.
+///
+/// # Safety
+/// The description is alive and T is the attribute's type.
+unsafe fn describe<T>(
+    description: sys::cublasLtMatmulDesc_t,
+    attribute: sys::cublasLtMatmulDescAttributes_t,
+    value: &T,
+) -> Result<(), CublasError> {
+    // SAFETY: of the caller.
+    unsafe {
+        result::set_matmul_desc_attribute(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
+    }
+}
+
+fn kind(element: Element) -> sys::cudaDataType {
+    match element {
+        Element::F32 => sys::cudaDataType::CUDA_R_32F,
+        Element::Bf16 => sys::cudaDataType::CUDA_R_16BF,
+    }
+}
+
+fn failed(action: &str, error: CublasError) -> Error {
+    Error::device(format!("cuBLASLt could not {action}: {:?}", error.0))
+}

@@ -1,0 +1,258 @@
+//! A GPU through NVIDIA's driver: kernels compiled at run time, products by cuBLASLt, one pool of memory.
+//!
+//! Building needs no CUDA; a machine without the libraries is told apart by [`libraries`]. One stream computes, another
+//! takes batches in; nothing within a step waits for the whole device.
+
+mod attention;
+mod device;
+mod ints;
+mod launch;
+pub mod libraries;
+mod matmul;
+mod memory;
+mod ops;
+mod pinned;
+mod pool;
+pub mod program;
+mod scalar;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaStream, result};
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+
+use super::{Backend, Event, Ledger, Memory, Reach};
+use crate::error::{Error, Result};
+use libraries::check;
+use matmul::Matmul;
+use memory::Element;
+use pool::{Piece, Pool};
+use program::Programs;
+
+pub use device::{Device, devices};
+pub use ints::CudaInts;
+pub use matmul::Arithmetic;
+pub use memory::{CudaBuf, View, ViewMut};
+pub use scalar::Scalar;
+
+/// Number formats of a rank's arithmetic.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Precision {
+    /// f32 everywhere.
+    F32(Arithmetic),
+    /// Parameters and activations in bf16, sums and masters in f32.
+    Bf16,
+}
+
+/// One rank on its GPU. Clones share memory and streams.
+#[derive(Clone)]
+pub struct Cuda(Arc<Inner>);
+
+struct Inner {
+    device: Device,
+    precision: Precision,
+    /// Where kernels run.
+    compute: Arc<CudaStream>,
+    pool: Arc<Pool>,
+    programs: Programs,
+    matmul: Matmul,
+    /// Scratch of matrix products.
+    workspace: Piece,
+    scalars: Arc<scalar::Scalars>,
+    intake: Arc<ints::Intake>,
+}
+
+impl Cuda {
+    /// A rank on `device` with `bytes` of its memory.
+    ///
+    /// # Errors
+    /// A library is not there, the device cannot compute in this precision, or has less memory.
+    pub fn new(device: &Device, bytes: usize, precision: Precision) -> Result<Self> {
+        device.check_precision(precision)?;
+        let context = device.context();
+        check("be chosen", context.bind_to_thread())?;
+        // SAFETY: buffers here are never cudarc's slices, whose reuse the events would guard.
+        unsafe { context.disable_event_tracking() };
+        let stream = || check("make a stream", context.new_stream());
+        let (compute, copy) = (stream()?, stream()?);
+        let arithmetic = match precision {
+            Precision::F32(arithmetic) => arithmetic,
+            Precision::Bf16 => Arithmetic::Full,
+        };
+        let (programs, matmul) = (Programs::new(context, device.architecture())?, Matmul::new(arithmetic)?);
+        let pool = Pool::new(context, bytes)?;
+        Ok(Self(Arc::new(Inner {
+            device: device.clone(),
+            precision,
+            programs,
+            matmul,
+            workspace: pool.take(Memory::Workspace, matmul::WORKSPACE)?,
+            scalars: scalar::Scalars::new(&pool, &compute)?,
+            intake: ints::Intake::new(&pool, copy, compute.clone()),
+            compute,
+            pool,
+        })))
+    }
+
+    /// The GPU.
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// Bytes of its memory that are this rank's.
+    pub fn memory(&self) -> usize {
+        self.0.pool.bytes()
+    }
+
+    /// The type of parameters and activations.
+    fn element(&self) -> Element {
+        match self.0.precision {
+            Precision::F32(_) => Element::F32,
+            Precision::Bf16 => Element::Bf16,
+        }
+    }
+
+    fn take(&self, what: Memory, len: usize, element: Element) -> Result<CudaBuf> {
+        Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element))
+    }
+
+    /// Copies within the device.
+    fn move_within(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
+        let (bytes, stream) = (x.len * x.element.size(), self.0.compute.cu_stream());
+        // SAFETY: both windows have so many bytes, and do not overlap: one is exclusive.
+        check("copy within it", unsafe { result::memcpy_dtod_async(y.pointer, x.pointer, bytes, stream) })
+    }
+
+    /// Sets all bits to zero.
+    fn clear(&self, y: &ViewMut<'_>) -> Result<()> {
+        let (bytes, stream) = (y.len * y.element.size(), self.0.compute.cu_stream());
+        // SAFETY: the window has so many bytes.
+        check("clear memory", unsafe { result::memset_d8_async(y.pointer, 0, bytes, stream) })
+    }
+
+    /// Waits until all that was queued for computing is done.
+    fn finish(&self) -> Result<()> {
+        check("finish its work", self.0.compute.synchronize())
+    }
+}
+
+impl Backend for Cuda {
+    const ON_HOST: bool = false;
+
+    type Buf = CudaBuf;
+    type Ints = CudaInts;
+    type Scalar = Scalar;
+    type View<'a> = View<'a>;
+    type ViewMut<'a> = ViewMut<'a>;
+
+    fn alloc(&self, what: Memory, len: usize) -> Result<CudaBuf> {
+        let element = match what {
+            Memory::Parameters | Memory::Activations => self.element(),
+            _ => Element::F32,
+        };
+        self.take(what, len, element)
+    }
+
+    fn alloc_f32(&self, what: Memory, len: usize) -> Result<CudaBuf> {
+        self.take(what, len, Element::F32)
+    }
+
+    fn computes_narrow(&self) -> bool {
+        self.element() == Element::Bf16
+    }
+
+    fn write(&self, host: &[f32], to: ViewMut<'_>) -> Result<()> {
+        assert_eq!(host.len(), to.len, "values for a window");
+        check("be chosen", self.device().context().bind_to_thread())?;
+        let stream = self.0.compute.cu_stream();
+        match to.element {
+            Element::F32 => {
+                // SAFETY: the window is as long as `host`, which lives until the stream has finished.
+                check("copy from the host", unsafe { result::memcpy_htod_async(to.pointer, host, stream) })?;
+                self.finish()
+            }
+            Element::Bf16 => {
+                let mut narrow = vec![bf16::ZERO; host.len()];
+                narrow.convert_from_f32_slice(host);
+                // SAFETY: as above.
+                check("copy from the host", unsafe { result::memcpy_htod_async(to.pointer, &narrow, stream) })?;
+                self.finish()
+            }
+        }
+    }
+
+    fn download(&self, from: View<'_>, host: &mut [f32]) -> Result<()> {
+        assert_eq!(host.len(), from.len, "room for a window");
+        check("be chosen", self.device().context().bind_to_thread())?;
+        let stream = self.0.compute.cu_stream();
+        match from.element {
+            Element::F32 => {
+                // SAFETY: the window is as long as `host`, which is not used before the stream has finished.
+                check("copy to the host", unsafe { result::memcpy_dtoh_async(host, from.pointer, stream) })?;
+                self.finish()
+            }
+            Element::Bf16 => {
+                let mut narrow = vec![bf16::ZERO; host.len()];
+                // SAFETY: as above.
+                check("copy to the host", unsafe { result::memcpy_dtoh_async(&mut narrow, from.pointer, stream) })?;
+                self.finish()?;
+                narrow.convert_to_f32_slice(host);
+                Ok(())
+            }
+        }
+    }
+
+    fn read(&self, scalar: Scalar) -> Result<f64> {
+        scalar.read(&self.0.compute)
+    }
+
+    fn upload_ints(&self, host: &[u32]) -> Result<CudaInts> {
+        self.0.intake.upload(host)
+    }
+
+    fn view(buf: &CudaBuf, range: Range<usize>) -> View<'_> {
+        buf.view(range)
+    }
+
+    fn view_mut(buf: &mut CudaBuf, range: Range<usize>) -> ViewMut<'_> {
+        buf.view_mut(range)
+    }
+
+    fn shared<'a>(view: &'a Self::ViewMut<'_>) -> Self::View<'a> {
+        view.shared()
+    }
+
+    fn reborrow<'a>(view: &'a mut Self::ViewMut<'_>) -> Self::ViewMut<'a> {
+        view.reborrow()
+    }
+
+    fn len(buf: &CudaBuf) -> usize {
+        buf.len()
+    }
+
+    fn cut(view: Self::View<'_>, at: usize) -> (Self::View<'_>, Self::View<'_>) {
+        view.cut(at)
+    }
+
+    fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
+        view.cut(at)
+    }
+
+    fn reach(_: &mut CudaBuf, _: Range<usize>) -> Result<Reach<'_>> {
+        Err(Error::internal("messages do not reach this device yet"))
+    }
+
+    fn stamp(_: &CudaBuf) -> Result<Option<Box<dyn Event>>> {
+        Ok(None)
+    }
+
+    fn trim(&self) {
+        self.0.intake.trim();
+    }
+
+    fn ledger(&self) -> &Ledger {
+        &self.0.pool.ledger
+    }
+}

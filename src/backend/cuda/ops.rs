@@ -1,0 +1,305 @@
+//! Operations as launches of kernels and products.
+
+use super::launch::{Arg, Grid};
+use super::matmul::{Epilogue, Matrix, Product};
+use super::memory::{Element, View, ViewMut};
+use super::{Cuda, CudaBuf, CudaInts, Scalar};
+use crate::backend::{
+    AdamW, Attention, Backend, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, NORM_EPSILON, Norm, Sgd,
+};
+use crate::error::{Error, Result};
+
+/// Rows that are added before the sums of chunks are: the order depends on nothing else.
+const CHUNK_ROWS: usize = 128;
+
+/// Elements that one block of `sum.cu` adds.
+const SUM_CHUNK: usize = 16_384;
+
+fn matrix(view: View<'_>) -> Matrix {
+    Matrix { pointer: view.pointer, element: view.element }
+}
+
+fn long(len: usize) -> Arg {
+    Arg::Long(len as i64)
+}
+
+impl Cuda {
+    fn product(&self, shape: Gemm, a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Result<()> {
+        assert!(a.len == shape.m * shape.k && b.len == shape.k * shape.n && c.len == shape.m * shape.n, "{shape:?}");
+        let product = Product { shape, a: matrix(a), b: matrix(b), c: matrix(c.shared()), epilogue };
+        self.0.matmul.run(&product, self.0.workspace.pointer(), self.0.compute.cu_stream().cast())
+    }
+
+    /// `out += Σ` over rows of `x`.
+    fn add_columns(&self, x: View<'_>, rows: usize, out: &ViewMut<'_>) -> Result<()> {
+        let width = out.len;
+        let chunks = rows.div_ceil(CHUNK_ROWS);
+        let partial = self.alloc_f32(Memory::Activations, chunks * width)?;
+        let partial = Self::all(&partial);
+        let grid = Grid::plane(width.div_ceil(32), chunks, (32, 8, 1));
+        let args = [x.into(), partial.into(), rows.into(), width.into(), CHUNK_ROWS.into()];
+        self.launch("column_sum.cu", "column_partial", grid, &args)?;
+        self.finish_columns(partial, out, chunks, width)
+    }
+
+    /// `out += Σ` over chunks, each `stride` apart, of `partial`.
+    fn finish_columns(&self, partial: View<'_>, out: &ViewMut<'_>, chunks: usize, stride: usize) -> Result<()> {
+        let args = [partial.into(), out.into(), chunks.into(), out.len.into(), stride.into()];
+        self.launch("column_sum.cu", "column_finish", Grid::over(out.len), &args)
+    }
+
+    fn sum_of(&self, x: View<'_>, squares: bool) -> Result<Scalar> {
+        assert_eq!(x.element, Element::F32, "sums are of f32");
+        let scalar = self.0.scalars.begin()?;
+        let blocks = x.len.div_ceil(SUM_CHUNK).max(1);
+        // An f64 takes the place of two elements.
+        let partial = self.alloc_f32(Memory::Activations, 2 * blocks)?;
+        let partial = Arg::from(Self::all(&partial));
+        let args = [x.into(), partial, long(x.len), Arg::Int(i32::from(squares))];
+        self.launch("sum.cu", "sum_partial", Grid::new(blocks, 256), &args)?;
+        let args = [partial, Arg::Pointer(scalar.pointer()), blocks.into()];
+        self.launch("sum.cu", "sum_finish", Grid::new(1, 256), &args)?;
+        Ok(scalar)
+    }
+
+    /// A copy between the two types, or within one.
+    fn convert(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
+        assert_eq!(x.len, y.len, "a copy");
+        let name = match (x.element, y.element) {
+            (from, to) if from == to => return self.move_within(x, y),
+            (Element::F32, _) => "narrow",
+            (Element::Bf16, _) => "widen",
+        };
+        self.launch("convert.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), y.into(), long(x.len)])
+    }
+}
+
+impl Kernels for Cuda {
+    fn zero(&self, y: ViewMut<'_>) -> Result<()> {
+        self.clear(&y)
+    }
+
+    fn copy(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        self.convert(x, &y)
+    }
+
+    fn add(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        assert!(x.len == y.len && x.element == y.element, "a sum");
+        let name = if x.element == Element::F32 { "add_f32" } else { "add" };
+        self.launch("add.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), (&y).into(), long(x.len)])
+    }
+
+    fn sum(&self, x: View<'_>) -> Result<Scalar> {
+        self.sum_of(x, false)
+    }
+
+    fn sum_squares(&self, x: View<'_>) -> Result<Scalar> {
+        self.sum_of(x, true)
+    }
+
+    fn gemm(&self, shape: Gemm, a: View<'_>, b: View<'_>, c: ViewMut<'_>) -> Result<()> {
+        self.product(shape, a, b, &c, Epilogue::None)
+    }
+
+    fn linear(&self, shape: Linear, x: View<'_>, weight: View<'_>, bias: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let Linear { rows, inputs, outputs } = shape;
+        let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
+        let epilogue = if bias.len == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
+        self.product(gemm, x, weight, &y, epilogue)
+    }
+
+    fn linear_backward_input(&self, shape: Linear, dy: View<'_>, weight: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let Linear { rows, inputs, outputs } = shape;
+        let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
+        self.product(gemm, dy, weight, &dx, Epilogue::None)
+    }
+
+    fn linear_backward_weight(
+        &self,
+        shape: Linear,
+        dy: View<'_>,
+        x: View<'_>,
+        dweight: ViewMut<'_>,
+        dbias: ViewMut<'_>,
+    ) -> Result<()> {
+        let Linear { rows, inputs, outputs } = shape;
+        let gemm = Gemm { m: outputs, n: inputs, k: rows, ta: true, tb: false, acc: true };
+        self.product(gemm, dy, x, &dweight, Epilogue::None)?;
+        if dbias.len == 0 {
+            return Ok(());
+        }
+        self.add_columns(dy, rows, &dbias)
+    }
+
+    fn embedding(
+        &self,
+        tokens: &CudaInts,
+        token_table: View<'_>,
+        position_table: View<'_>,
+        y: ViewMut<'_>,
+    ) -> Result<()> {
+        let rows = tokens.len();
+        let width = y.len / rows.max(1);
+        let time = position_table.len / width.max(1);
+        assert!(rows * width == y.len && time * width == position_table.len, "an embedding of {rows} rows");
+        let args = [tokens.into(), token_table.into(), position_table.into(), (&y).into()];
+        let sizes = [rows.into(), time.into(), width.into()];
+        self.launch("embedding.cu", "embedding", Grid::over(y.len.div_ceil(8)), &[&args[..], &sizes].concat())
+    }
+
+    fn embedding_backward(
+        &self,
+        tokens: &CudaInts,
+        dy: View<'_>,
+        dtoken_table: ViewMut<'_>,
+        dposition_table: ViewMut<'_>,
+    ) -> Result<()> {
+        let rows = tokens.len();
+        let width = dy.len / rows.max(1);
+        let time = dposition_table.len / width.max(1);
+        let grid = Grid::plane(rows, width.div_ceil(256), (256, 1, 1));
+        let args = [tokens.into(), dy.into(), (&dtoken_table).into(), rows.into(), width.into()];
+        self.launch("embedding_backward.cu", "embedding_backward_tokens", grid, &args)?;
+        let args = [dy.into(), (&dposition_table).into(), rows.into(), time.into(), width.into()];
+        let grid = Grid::over(dposition_table.len);
+        self.launch("embedding_backward.cu", "embedding_backward_positions", grid, &args)
+    }
+
+    fn layer_norm(
+        &self,
+        shape: Norm,
+        x: View<'_>,
+        weight: View<'_>,
+        bias: View<'_>,
+        y: ViewMut<'_>,
+        stats: ViewMut<'_>,
+    ) -> Result<()> {
+        let args = [x.into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
+        let sizes = [shape.rows.into(), shape.width.into(), NORM_EPSILON.into()];
+        let grid = Grid::new(shape.rows.div_ceil(4), 128);
+        self.launch("layer_norm.cu", "layer_norm", grid, &[&args[..], &sizes].concat())
+    }
+
+    fn add_layer_norm(
+        &self,
+        shape: Norm,
+        x: View<'_>,
+        stream: ViewMut<'_>,
+        weight: View<'_>,
+        bias: View<'_>,
+        y: ViewMut<'_>,
+        stats: ViewMut<'_>,
+    ) -> Result<()> {
+        let args = [x.into(), (&stream).into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
+        let sizes = [shape.rows.into(), shape.width.into(), NORM_EPSILON.into()];
+        let grid = Grid::new(shape.rows.div_ceil(4), 128);
+        self.launch("layer_norm.cu", "add_layer_norm", grid, &[&args[..], &sizes].concat())
+    }
+
+    fn layer_norm_backward(
+        &self,
+        shape: Norm,
+        dy: View<'_>,
+        x: View<'_>,
+        weight: View<'_>,
+        stats: View<'_>,
+        dx: ViewMut<'_>,
+        dweight: ViewMut<'_>,
+        dbias: ViewMut<'_>,
+    ) -> Result<()> {
+        let Norm { rows, width } = shape;
+        let args = [dy.into(), x.into(), weight.into(), stats.into(), (&dx).into(), rows.into(), width.into()];
+        let grid = Grid::new(rows.div_ceil(4), 128);
+        self.launch("layer_norm_backward.cu", "layer_norm_backward", grid, &args)?;
+
+        let chunks = rows.div_ceil(CHUNK_ROWS);
+        let partial: CudaBuf = self.alloc_f32(Memory::Activations, chunks * 2 * width)?;
+        let partial = Self::all(&partial);
+        let args = [dy.into(), x.into(), stats.into(), partial.into(), rows.into(), width.into(), CHUNK_ROWS.into()];
+        let grid = Grid::plane(width.div_ceil(32), chunks, (32, 8, 1));
+        self.launch("layer_norm_backward.cu", "layer_norm_partial", grid, &args)?;
+        self.finish_columns(partial, &dweight, chunks, 2 * width)?;
+        if dbias.len == 0 {
+            return Ok(());
+        }
+        self.finish_columns(partial.cut(width).1, &dbias, chunks, 2 * width)
+    }
+
+    fn attention(&self, shape: Attention, qkv: View<'_>, y: ViewMut<'_>, lse: ViewMut<'_>) -> Result<()> {
+        self.attend(shape, qkv, &y, &lse)
+    }
+
+    fn attention_backward(
+        &self,
+        shape: Attention,
+        qkv: View<'_>,
+        y: View<'_>,
+        lse: View<'_>,
+        dy: View<'_>,
+        dqkv: ViewMut<'_>,
+    ) -> Result<()> {
+        self.attend_backward(shape, qkv, y, lse, dy, &dqkv)
+    }
+
+    fn gelu(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        self.launch("gelu.cu", "gelu", Grid::over(x.len.div_ceil(8)), &[x.into(), (&y).into(), long(x.len)])
+    }
+
+    fn gelu_backward(&self, x: View<'_>, dy: ViewMut<'_>) -> Result<()> {
+        self.launch("gelu.cu", "gelu_backward", Grid::over(x.len.div_ceil(8)), &[x.into(), (&dy).into(), long(x.len)])
+    }
+
+    fn dropout(&self, mask: Dropout, x: ViewMut<'_>) -> Result<()> {
+        if mask.rate == 0.0 {
+            return Ok(());
+        }
+        let dropped_below = (f64::from(mask.rate) * 4_294_967_296.0) as u32;
+        let kept = 1.0 / (1.0 - mask.rate);
+        let [offset, key] = [mask.offset, mask.key].map(Arg::UnsignedLong);
+        let args = [(&x).into(), long(x.len), offset, key, Arg::Unsigned(dropped_below), kept.into()];
+        self.launch("dropout.cu", "dropout", Grid::over(x.len.div_ceil(4)), &args)
+    }
+
+    fn cross_entropy(
+        &self,
+        shape: CrossEntropy,
+        logits: ViewMut<'_>,
+        targets: &CudaInts,
+        losses: ViewMut<'_>,
+    ) -> Result<()> {
+        let CrossEntropy { rows, classes, scale, gradient } = shape;
+        if rows != targets.len() || rows * classes != logits.len {
+            return Err(Error::internal(format!("{rows} × {classes} logits for {} targets", targets.len())));
+        }
+        let args = [(&logits).into(), targets.into(), (&losses).into()];
+        let sizes = [classes.into(), scale.into(), Arg::Int(i32::from(gradient))];
+        self.launch("cross_entropy.cu", "cross_entropy", Grid::new(rows, 512), &[&args[..], &sizes].concat())
+    }
+
+    fn adamw(
+        &self,
+        u: AdamW,
+        grad: View<'_>,
+        m: ViewMut<'_>,
+        v: ViewMut<'_>,
+        p: ViewMut<'_>,
+        copy: Option<ViewMut<'_>>,
+    ) -> Result<()> {
+        let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
+        let rate = (f64::from(u.lr) / correct(u.beta1)) as f32;
+        let root = (1.0 / correct(u.beta2).sqrt()) as f32;
+        let decay = 1.0 - u.lr * u.weight_decay;
+        let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
+        let args = [grad.into(), (&m).into(), (&v).into(), (&p).into(), to, long(grad.len)];
+        let constants = [rate, root, decay, u.beta1, u.beta2, u.eps, u.grad_scale].map(Arg::Float);
+        self.launch("adamw.cu", "adamw", Grid::over(grad.len.div_ceil(8)), &[&args[..], &constants].concat())
+    }
+
+    fn sgd(&self, u: Sgd, grad: View<'_>, m: ViewMut<'_>, p: ViewMut<'_>, copy: Option<ViewMut<'_>>) -> Result<()> {
+        let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
+        let args = [grad.into(), (&m).into(), (&p).into(), to, long(grad.len)];
+        let nesterov = Arg::Int(i32::from(u.nesterov));
+        let constants = [u.lr.into(), u.momentum.into(), nesterov, u.weight_decay.into(), u.grad_scale.into()];
+        self.launch("sgd.cu", "sgd", Grid::over(grad.len), &[&args[..], &constants].concat())
+    }
+}

@@ -1,0 +1,167 @@
+//! Device memory: one allocation at the start, from which buffers are cut.
+//!
+//! A buffer that is dropped is free at once, though kernels that use it may still be queued: its next user is queued
+//! behind them on the same stream. Whatever works on another stream waits for events.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::{CudaContext, result};
+
+use super::libraries::check;
+use crate::backend::{Ledger, Memory, readable};
+use crate::error::{Error, Result};
+
+/// Buffers begin at multiples of this many bytes, as the driver's own do.
+const ALIGNMENT: usize = 256;
+
+/// The memory of one rank on its device.
+pub struct Pool {
+    context: Arc<CudaContext>,
+    base: u64,
+    bytes: usize,
+    free: Mutex<Free>,
+    /// What is taken, by category.
+    pub ledger: Ledger,
+}
+
+/// A piece of the pool, given back when dropped.
+pub struct Piece {
+    pool: Arc<Pool>,
+    offset: usize,
+    bytes: usize,
+    what: Memory,
+}
+
+impl Pool {
+    /// Takes `bytes` of the device.
+    ///
+    /// # Errors
+    /// The device has less.
+    pub fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Arc<Self>> {
+        let bytes = bytes / ALIGNMENT * ALIGNMENT;
+        check("be chosen", context.bind_to_thread())?;
+        // SAFETY: the context is bound; the memory is given back in `drop`. It does not come from the stream-ordered
+        // allocator, whose memory other processes cannot open.
+        let base = unsafe { result::malloc_sync(bytes) }.map_err(|_| {
+            let room = context.mem_get_info().map_or_else(|_| "less".into(), |(free, _)| readable(free));
+            Error::input(format!("out of GPU memory: {} were asked for where {room} are free", readable(bytes)))
+                .hint("set device.memory_fraction or device.memory_limit lower, or end what else runs on this GPU")
+        })?;
+        let free = Mutex::new(Free::new(bytes));
+        Ok(Arc::new(Self { context: context.clone(), base, bytes, free, ledger: Ledger::default() }))
+    }
+
+    /// Bytes of the pool.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// A piece of at least `bytes`.
+    ///
+    /// # Errors
+    /// None is left that large.
+    pub fn take(self: &Arc<Self>, what: Memory, bytes: usize) -> Result<Piece> {
+        let bytes = bytes.next_multiple_of(ALIGNMENT);
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(offset) = free.take(bytes) else {
+            return Err(Error::input(format!(
+                "out of GPU memory: no {} for {} in the {} of this rank, which has taken {}; the largest free piece is {}",
+                readable(bytes),
+                what.name(),
+                readable(self.bytes),
+                self.ledger.live_by_category(),
+                readable(free.largest())
+            ))
+            .hint("set batch.micro lower, parallel.recompute=true or parallel.zero higher, or device.memory_fraction higher"));
+        };
+        self.ledger.take(what, bytes);
+        Ok(Piece { pool: self.clone(), offset, bytes, what })
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: every piece holds the pool, so none is left. Failures are of no use to anybody by now.
+            let _ = unsafe { result::free_sync(self.base) };
+        }
+    }
+}
+
+impl Piece {
+    /// Where it is on the device.
+    pub fn pointer(&self) -> u64 {
+        self.pool.base + self.offset as u64
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        self.pool.ledger.give(self.what, self.bytes);
+        self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).give(self.offset, self.bytes);
+    }
+}
+
+/// The free ranges of a pool, by offset; neighbours are one range.
+struct Free(BTreeMap<usize, usize>);
+
+impl Free {
+    fn new(bytes: usize) -> Self {
+        Self(BTreeMap::from([(0, bytes)]))
+    }
+
+    /// Cuts `bytes` off the smallest range that holds them.
+    fn take(&mut self, bytes: usize) -> Option<usize> {
+        if bytes == 0 {
+            return Some(0);
+        }
+        let fitting = self.0.iter().filter(|(_, have)| **have >= bytes);
+        let (&offset, &have) = fitting.min_by_key(|(_, have)| **have)?;
+        self.0.remove(&offset);
+        if have > bytes {
+            self.0.insert(offset + bytes, have - bytes);
+        }
+        Some(offset)
+    }
+
+    fn give(&mut self, mut offset: usize, mut bytes: usize) {
+        if bytes == 0 {
+            return;
+        }
+        if let Some(after) = self.0.remove(&(offset + bytes)) {
+            bytes += after;
+        }
+        if let Some((&before, &have)) = self.0.range(..offset).next_back()
+            && before + have == offset
+        {
+            self.0.remove(&before);
+            (offset, bytes) = (before, have + bytes);
+        }
+        self.0.insert(offset, bytes);
+    }
+
+    fn largest(&self) -> usize {
+        self.0.values().copied().max().unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn neighbours_become_one_again() {
+        let mut free = Free::new(1000);
+        let [a, b, c] = [300, 300, 300].map(|bytes| free.take(bytes).unwrap());
+        assert_eq!((a, b, c, free.largest()), (0, 300, 600, 100));
+        assert!(free.take(200).is_none());
+        free.give(b, 300);
+        assert_eq!(free.take(100), Some(900));
+        free.give(900, 100);
+        free.give(a, 300);
+        free.give(c, 300);
+        assert_eq!(free.0, BTreeMap::from([(0, 1000)]));
+        assert_eq!(free.take(0), Some(0));
+    }
+}

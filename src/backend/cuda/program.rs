@@ -1,0 +1,235 @@
+//! Kernels: sources in this binary, compiled for the device at hand by NVRTC, kept on disk.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_char};
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use cudarc::driver::sys::CUfunction_attribute_enum;
+use cudarc::driver::{CudaContext, CudaFunction, CudaModule};
+use cudarc::nvrtc::{Ptx, sys};
+use sha2::{Digest, Sha256};
+
+use super::libraries::{self, check};
+use crate::error::{Error, Result};
+
+/// A file below `kernels/`: its name and text.
+#[derive(Debug, Clone, Copy)]
+pub struct Source {
+    /// Such as `adamw.cu`.
+    pub name: &'static str,
+    /// CUDA C++ that includes none but [`HEADERS`].
+    pub text: &'static str,
+}
+
+macro_rules! sources {
+    ($($name:literal)*) => { [$(Source { name: $name, text: include_str!(concat!("kernels/", $name)) }),*] };
+}
+
+/// Bytes of shared memory that a block may be given without asking.
+const UNASKED_SHARED: u32 = 48 << 10;
+
+/// What kernels include.
+pub const HEADERS: [Source; 4] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "vector.cuh"];
+
+/// Every kernel.
+pub const KERNELS: [Source; 15] = sources![
+    "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "column_sum.cu" "convert.cu" "cross_entropy.cu" "dropout.cu"
+    "embedding.cu" "embedding_backward.cu" "gelu.cu" "layer_norm.cu" "layer_norm_backward.cu" "sgd.cu" "sum.cu"
+];
+
+/// One compilation of a source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Variant {
+    /// Name of the source.
+    pub source: &'static str,
+    /// Whether tensors are of bf16 instead of f32.
+    pub narrow: bool,
+    /// Width of a head, where the kernel is made for one.
+    pub head: Option<usize>,
+}
+
+/// Compiles `variant` for an architecture such as `sm_90a`: a cubin.
+///
+/// # Errors
+/// There is no NVRTC, no such source, or the compiler refuses it; its log is in the message.
+pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
+    libraries::nvrtc()?;
+    let source = source(variant.source)?;
+    let text = |text: &str| CString::new(text).map_err(|_| Error::internal("a zero byte in a kernel"));
+    let headers = HEADERS.iter().map(|header| text(header.text)).collect::<Result<Vec<_>>>()?;
+    let names = HEADERS.iter().map(|header| text(header.name)).collect::<Result<Vec<_>>>()?;
+    let options = options(variant, architecture).iter().map(|option| text(option)).collect::<Result<Vec<_>>>()?;
+    let pointers = |strings: &[CString]| strings.iter().map(|text| text.as_ptr()).collect::<Vec<*const c_char>>();
+    let (code, name) = (text(source.text)?, text(source.name)?);
+    let mut program = std::ptr::null_mut();
+    let failed =
+        |action: &str, status: sys::nvrtcResult| Error::device(format!("NVRTC could not {action}: {status:?}"));
+    let done = |action: &str, status: sys::nvrtcResult| match status {
+        sys::nvrtcResult::NVRTC_SUCCESS => Ok(()),
+        status => Err(failed(action, status)),
+    };
+    // SAFETY: all strings end in zero and outlive the call; as many headers as names.
+    let status = unsafe {
+        let (headers, names) = (pointers(&headers), pointers(&names));
+        let count = headers.len() as i32;
+        sys::nvrtcCreateProgram(&mut program, code.as_ptr(), name.as_ptr(), count, headers.as_ptr(), names.as_ptr())
+    };
+    done("begin", status)?;
+    let _end = End(program);
+    // SAFETY: the program lives until `_end`, the options until the call returns.
+    let compiled = unsafe {
+        let options = pointers(&options);
+        sys::nvrtcCompileProgram(program, options.len() as i32, options.as_ptr())
+    };
+    if compiled != sys::nvrtcResult::NVRTC_SUCCESS {
+        let log = output(program, sys::nvrtcGetProgramLogSize, sys::nvrtcGetProgramLog);
+        let log = log.unwrap_or_default();
+        let log = CStr::from_bytes_until_nul(&log).map(CStr::to_string_lossy).unwrap_or_default();
+        return Err(Error::device(format!(
+            "kernel {} does not compile for {architecture}: {}",
+            source.name,
+            log.trim()
+        )));
+    }
+    output(program, sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN).map_err(|status| failed("give its result", status))
+}
+
+/// What NVRTC tells of a program when asked first for a length, then for the bytes.
+fn output(
+    program: sys::nvrtcProgram,
+    size: unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
+    get: unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult,
+) -> Result<Vec<u8>, sys::nvrtcResult> {
+    let done = |status| if status == sys::nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(status) };
+    let mut len = 0;
+    // SAFETY: the program is alive, and the length is written to.
+    done(unsafe { size(program, &mut len) })?;
+    let mut bytes = vec![0u8; len];
+    // SAFETY: as many bytes are written as the library has just said.
+    done(unsafe { get(program, bytes.as_mut_ptr().cast()) })?;
+    Ok(bytes)
+}
+
+/// Ends a program of NVRTC.
+struct End(sys::nvrtcProgram);
+
+impl Drop for End {
+    fn drop(&mut self) {
+        // SAFETY: created by NVRTC and ended once.
+        unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
+    }
+}
+
+fn source(name: &str) -> Result<Source> {
+    let source = KERNELS.into_iter().find(|source| source.name == name);
+    source.ok_or_else(|| Error::internal(format!("there is no kernel {name}")))
+}
+
+fn options(variant: Variant, architecture: &str) -> Vec<String> {
+    let mut options = vec![format!("--gpu-architecture={architecture}"), "--std=c++17".into()];
+    options.extend(variant.narrow.then(|| "-DBF16".into()));
+    options.extend(variant.head.map(|head| format!("-DHEAD={head}")));
+    options
+}
+
+/// The kernels of one device, compiled when they are first wanted.
+pub struct Programs {
+    context: Arc<CudaContext>,
+    architecture: String,
+    /// Where compiled kernels are kept; none if nowhere can be written.
+    folder: Option<PathBuf>,
+    modules: Mutex<HashMap<Variant, Arc<CudaModule>>>,
+    functions: Mutex<HashMap<(Variant, &'static str), CudaFunction>>,
+}
+
+impl Programs {
+    /// None compiled yet. `architecture` as for [`compile`].
+    ///
+    /// # Errors
+    /// There is no NVRTC.
+    pub fn new(context: &Arc<CudaContext>, architecture: String) -> Result<Self> {
+        let folder = cache_folder(&libraries::nvrtc()?);
+        let (modules, functions) = (Mutex::default(), Mutex::default());
+        Ok(Self { context: context.clone(), architecture, folder, modules, functions })
+    }
+
+    /// The entry `name` of a variant, allowed `shared` bytes of shared memory a block besides its own.
+    ///
+    /// # Errors
+    /// It does not compile, or the device does not load it.
+    pub fn function(&self, variant: Variant, name: &'static str, shared: u32) -> Result<CudaFunction> {
+        if let Some(function) = self.functions.lock().unwrap_or_else(PoisonError::into_inner).get(&(variant, name)) {
+            return Ok(function.clone());
+        }
+        let module = self.module(variant)?;
+        let function = check(&format!("find {name} in {}", variant.source), module.load_function(name))?;
+        if shared > UNASKED_SHARED {
+            let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            check(&format!("give {name} {shared} bytes"), function.set_attribute(attribute, shared as i32))?;
+        }
+        self.functions.lock().unwrap_or_else(PoisonError::into_inner).insert((variant, name), function.clone());
+        Ok(function)
+    }
+
+    fn module(&self, variant: Variant) -> Result<Arc<CudaModule>> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = modules.get(&variant) {
+            return Ok(module.clone());
+        }
+        let image = self.image(variant)?;
+        let loaded = self.context.load_module(Ptx::from_binary(image));
+        let module = check(&format!("load {} for {}", variant.source, self.architecture), loaded)?;
+        modules.insert(variant, module.clone());
+        Ok(module)
+    }
+
+    /// The cubin, from disk if it was compiled before. The ranks of a node compile it once: the first holds a lock.
+    fn image(&self, variant: Variant) -> Result<Vec<u8>> {
+        let Some(folder) = &self.folder else { return compile(variant, &self.architecture) };
+        let path = folder.join(format!("{}.cubin", key(variant, &self.architecture)?));
+        if let Ok(image) = fs::read(&path) {
+            return Ok(image);
+        }
+        let lock = File::create(path.with_extension("lock")).ok();
+        // A file system without locks costs a compilation, nothing else.
+        let _locked = lock.as_ref().is_some_and(|lock| lock.lock().is_ok());
+        if let Ok(image) = fs::read(&path) {
+            return Ok(image);
+        }
+        let image = compile(variant, &self.architecture)?;
+        keep(&path, &image).unwrap_or_else(|e| log::debug!("kernel not kept in {}: {e}", path.display()));
+        Ok(image)
+    }
+}
+
+/// Writes a file that appears whole.
+fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    let mut file = tempfile::NamedTempFile::new_in(folder)?;
+    std::io::Write::write_all(&mut file, image)?;
+    file.persist(path).map(drop).map_err(|e| e.error)
+}
+
+/// Names a compilation by all that it depends on, the compiler's version aside.
+fn key(variant: Variant, architecture: &str) -> Result<String> {
+    let mut hash = Sha256::new();
+    for Source { name, text } in HEADERS.into_iter().chain([source(variant.source)?]) {
+        hash.update(name);
+        hash.update(text);
+    }
+    options(variant, architecture).iter().for_each(|option| hash.update(option));
+    Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Where kernels compiled by this version of NVRTC are kept: in the user's cache, else in the temporary directory.
+fn cache_folder(nvrtc: &str) -> Option<PathBuf> {
+    let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let user = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
+    let roots = user.into_iter().chain([std::env::temp_dir()]);
+    let folders = roots.map(|root| root.join("hpctrain").join(format!("kernels-{nvrtc}")));
+    let mut usable =
+        folders.filter(|folder| fs::create_dir_all(folder).is_ok() && tempfile::tempfile_in(folder).is_ok());
+    usable.next()
+}
