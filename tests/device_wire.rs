@@ -188,8 +188,42 @@ fn every_way_over_mpi() {
                 assert_same(&format!("{algorithm} {way} of {len}"), &rank.operations(len).unwrap(), &wanted, exact);
             }
         }
+        // How many slots messages hold that have not left yet is a matter of time.
+        for (way, rank) in ways.iter().filter(|(way, _)| *way == "direct") {
+            let (ledger, fresh) = (rank.backend.ledger(), rank.backend.ledger().fresh());
+            rank.operations(1000).unwrap();
+            assert_eq!(ledger.fresh(), fresh, "{way} makes new memory for what it has done before");
+        }
     }
     comm.shutdown();
+}
+
+/// Pairs of bf16 travel as words; nobody may add them.
+#[test]
+fn only_f32_is_added() {
+    on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
+        let rank = on_device(comm.world(), false);
+        let sum = rank.group.all_reduce(rank.up(Memory::Parameters, &[1.0; 8]), 0..8).wait();
+        assert_eq!(sum.err().unwrap().to_string(), "all_reduce of numbers that are not f32");
+    });
+}
+
+/// A rank whose device hangs still hears that another one ends the job.
+#[test]
+fn an_abort_reaches_a_rank_that_waits_for_its_device() {
+    let errors = on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
+        let rank = on_device(comm.world(), false);
+        if comm.rank() == 0 {
+            rank.backend.hang();
+        }
+        let pending = rank.group.all_reduce(rank.up(Memory::Gradients, &[1.0; 8]), 0..8);
+        if comm.rank() == 1 {
+            let aborts = std::panic::AssertUnwindSafe(|| comm.abort(3));
+            assert!(std::panic::catch_unwind(aborts).is_err());
+        }
+        pending.wait().err().unwrap().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("aborted with code 3")), "{errors:?}");
 }
 
 /// What passes through the host is counted, and made once.

@@ -27,7 +27,7 @@ const DEPTH: usize = 3;
 /// Bytes that a collective needs.
 pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
-/// Slots that wait for their next use. Messages that have not left yet hold some, so there are as many as were ever
+/// Slots that wait for their next use, all of one device. Messages that have not left yet hold some, so there are as many as were ever
 /// needed at once.
 pub struct Slots {
     free: Mutex<Vec<(usize, Slot)>>,

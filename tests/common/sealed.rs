@@ -52,6 +52,8 @@ type Job = Box<dyn FnOnce() + Send>;
 /// Jobs in order. Numbers count those that were ever queued.
 #[derive(Default)]
 struct Stream {
+    /// Whether nothing gets done any more.
+    is_stuck: AtomicBool,
     jobs: Mutex<(usize, VecDeque<Job>)>,
 }
 
@@ -84,6 +86,9 @@ struct Later {
 
 impl Event for Later {
     fn is_done(&self) -> Result<bool> {
+        if self.stream.is_stuck.load(Ordering::SeqCst) {
+            return Ok(false);
+        }
         if self.asked.swap(true, Ordering::SeqCst) {
             self.stream.run(self.until);
             return Ok(true);
@@ -203,6 +208,11 @@ impl Sealed {
         let port =
             SealedPort { hidden: if shown { 0 } else { HIDDEN }, stream: Arc::default(), ledger: ledger.clone() };
         Self { port: Arc::new(port), compute: Arc::default(), ledger }
+    }
+
+    /// From now on compute gets nothing done.
+    pub fn hang(&self) {
+        self.compute.is_stuck.store(true, Ordering::SeqCst);
     }
 
     fn make(&self, len: usize, per_word: usize) -> SealedBuf {

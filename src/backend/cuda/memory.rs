@@ -2,8 +2,12 @@
 
 use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::pool::Piece;
+use super::port::Lines;
+use crate::backend::{Event, Reach, Span};
+use crate::error::{Error, Result};
 
 /// What a buffer is made of.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -29,12 +33,39 @@ pub struct CudaBuf {
     piece: Piece,
     len: usize,
     element: Element,
+    lines: Arc<Lines>,
 }
 
 impl CudaBuf {
-    /// A buffer of `len` elements in `piece`.
-    pub fn new(piece: Piece, len: usize, element: Element) -> Self {
-        Self { piece, len, element }
+    /// A buffer of `len` elements in `piece`, which messages reach by `lines`.
+    pub(super) fn new(piece: Piece, len: usize, element: Element, lines: &Arc<Lines>) -> Self {
+        Self { piece, len, element, lines: lines.clone() }
+    }
+
+    /// The elements `range` for messages.
+    ///
+    /// # Errors
+    /// The range cuts a word of four bytes.
+    pub(super) fn reach(&mut self, range: Range<usize>) -> Result<Reach<'_>> {
+        let to_words = |elements: usize| (elements * self.element.size()).div_ceil(size_of::<f32>());
+        let is_whole = |at: usize| at == self.len || (at * self.element.size()).is_multiple_of(size_of::<f32>());
+        if !is_whole(range.start) || !is_whole(range.end) {
+            return Err(Error::internal(format!("a message of elements {range:?} cuts a word")));
+        }
+        let words = to_words(range.end) - to_words(range.start);
+        let address = self.piece.pointer() as usize + to_words(range.start) * size_of::<f32>();
+        // SAFETY: the words lie in the piece, which begins and ends at multiples of 256 bytes and lives as long as the
+        // borrow; it is not of the stream-ordered allocator, so MPI may open it.
+        let span = unsafe { Span::new(address, words) };
+        Ok(Reach::Device(span, self.lines.port()))
+    }
+
+    /// Done when the kernels queued so far are.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub(super) fn stamp(&self) -> Result<Box<dyn Event>> {
+        self.lines.stamp()
     }
 
     /// Elements.

@@ -13,6 +13,7 @@ mod memory;
 mod ops;
 mod pinned;
 mod pool;
+mod port;
 pub mod program;
 mod scalar;
 
@@ -24,7 +25,7 @@ use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
 use super::{Backend, Event, Ledger, Memory, Reach};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use libraries::check;
 use matmul::Matmul;
 use memory::Element;
@@ -56,7 +57,8 @@ struct Inner {
     /// Where kernels run.
     compute: Arc<CudaStream>,
     pool: Arc<Pool>,
-    programs: Programs,
+    programs: Arc<Programs>,
+    lines: Arc<port::Lines>,
     matmul: Matmul,
     /// Scratch of matrix products.
     workspace: Piece,
@@ -81,11 +83,12 @@ impl Cuda {
             Precision::F32(arithmetic) => arithmetic,
             Precision::Bf16 => Arithmetic::Full,
         };
-        let (programs, matmul) = (Programs::new(context, device.architecture())?, Matmul::new(arithmetic)?);
+        let (programs, matmul) = (Arc::new(Programs::new(context, device.architecture())?), Matmul::new(arithmetic)?);
         let pool = Pool::new(context, bytes)?;
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
             precision,
+            lines: port::Lines::new(&pool, &compute, &programs)?,
             programs,
             matmul,
             workspace: pool.take(Memory::Workspace, matmul::WORKSPACE)?,
@@ -115,7 +118,7 @@ impl Cuda {
     }
 
     fn take(&self, what: Memory, len: usize, element: Element) -> Result<CudaBuf> {
-        Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element))
+        Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element, &self.0.lines))
     }
 
     /// Copies within the device.
@@ -240,12 +243,12 @@ impl Backend for Cuda {
         view.cut(at)
     }
 
-    fn reach(_: &mut CudaBuf, _: Range<usize>) -> Result<Reach<'_>> {
-        Err(Error::internal("messages do not reach this device yet"))
+    fn reach(buf: &mut CudaBuf, range: Range<usize>) -> Result<Reach<'_>> {
+        buf.reach(range)
     }
 
-    fn stamp(_: &CudaBuf) -> Result<Option<Box<dyn Event>>> {
-        Ok(None)
+    fn stamp(buf: &CudaBuf) -> Result<Option<Box<dyn Event>>> {
+        buf.stamp().map(Some)
     }
 
     fn trim(&self) {

@@ -30,7 +30,8 @@ pub struct Piece {
     pool: Arc<Pool>,
     offset: usize,
     bytes: usize,
-    what: Memory,
+    /// None if somebody else counts it.
+    what: Option<Memory>,
 }
 
 impl Pool {
@@ -62,6 +63,21 @@ impl Pool {
     /// # Errors
     /// None is left that large.
     pub fn take(self: &Arc<Self>, what: Memory, bytes: usize) -> Result<Piece> {
+        let mut piece = self.piece(what, bytes)?;
+        self.ledger.take(what, piece.bytes);
+        piece.what = Some(what);
+        Ok(piece)
+    }
+
+    /// As [`Pool::take`], for one who counts it.
+    ///
+    /// # Errors
+    /// As [`Pool::take`].
+    pub fn take_uncounted(self: &Arc<Self>, what: Memory, bytes: usize) -> Result<Piece> {
+        self.piece(what, bytes)
+    }
+
+    fn piece(self: &Arc<Self>, what: Memory, bytes: usize) -> Result<Piece> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(offset) = free.take(bytes) else {
@@ -73,10 +89,11 @@ impl Pool {
                 self.ledger.live_by_category(),
                 readable(free.largest())
             ))
-            .hint("set batch.micro lower, parallel.recompute=true or parallel.zero higher, or device.memory_fraction higher"));
+            .hint(
+                "set batch.micro lower, parallel.recompute=true or parallel.zero higher, or device.memory_fraction higher",
+            ));
         };
-        self.ledger.take(what, bytes);
-        Ok(Piece { pool: self.clone(), offset, bytes, what })
+        Ok(Piece { pool: self.clone(), offset, bytes, what: None })
     }
 }
 
@@ -98,7 +115,9 @@ impl Piece {
 
 impl Drop for Piece {
     fn drop(&mut self) {
-        self.pool.ledger.give(self.what, self.bytes);
+        if let Some(what) = self.what {
+            self.pool.ledger.give(what, self.bytes);
+        }
         self.pool.free.lock().unwrap_or_else(PoisonError::into_inner).give(self.offset, self.bytes);
     }
 }

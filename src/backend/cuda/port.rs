@@ -1,0 +1,176 @@
+//! The communication thread's access to device memory: streams of its own beside the one that computes.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaEvent, CudaStream, result, sys};
+
+use super::launch::Grid;
+use super::libraries::check;
+use super::pinned;
+use super::pool::{Piece, Pool};
+use super::program::{Programs, Variant};
+use crate::backend::{Event, Memory, Pinned, Placed, Port, Scratch, Span};
+use crate::error::Result;
+
+/// What every buffer knows of the wire: the stream that computes on it, and the port.
+pub struct Lines {
+    compute: Arc<CudaStream>,
+    port: Arc<CudaPort>,
+}
+
+impl Lines {
+    /// Three streams beside `compute`.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn new(pool: &Arc<Pool>, compute: &Arc<CudaStream>, programs: &Arc<Programs>) -> Result<Arc<Self>> {
+        let stream = || check("make a stream", compute.context().new_stream());
+        let port = CudaPort {
+            pool: pool.clone(),
+            compute: compute.clone(),
+            programs: programs.clone(),
+            sums: stream()?,
+            out: stream()?,
+            back: stream()?,
+        };
+        Ok(Arc::new(Self { compute: compute.clone(), port: Arc::new(port) }))
+    }
+
+    /// What moves messages.
+    pub fn port(&self) -> Arc<dyn Port> {
+        self.port.clone()
+    }
+
+    /// Done when the kernels queued so far are.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn stamp(&self) -> Result<Box<dyn Event>> {
+        mark(&self.compute)
+    }
+}
+
+/// A point in a stream.
+struct Mark(CudaEvent);
+
+impl Event for Mark {
+    fn is_done(&self) -> Result<bool> {
+        check("tell how far it is", self.0.try_is_complete())
+    }
+
+    fn wait(&self) -> Result<()> {
+        check("finish its work", self.0.synchronize())
+    }
+}
+
+fn mark(stream: &CudaStream) -> Result<Box<dyn Event>> {
+    Ok(Box::new(Mark(check("mark a point in its work", stream.record_event(None))?)))
+}
+
+impl Pinned for pinned::Pinned<f32> {
+    fn words(&mut self) -> &mut [f32] {
+        self.as_mut_slice()
+    }
+}
+
+/// A piece of the rank's pool.
+struct CudaScratch {
+    piece: Piece,
+    words: usize,
+}
+
+impl Scratch for CudaScratch {
+    fn span(&self) -> Span<'_> {
+        // SAFETY: the piece has so many words and lives as long as the borrow; the pool is not of the stream-ordered
+        // allocator.
+        unsafe { Span::new(self.piece.pointer() as usize, self.words) }
+    }
+}
+
+struct CudaPort {
+    pool: Arc<Pool>,
+    compute: Arc<CudaStream>,
+    programs: Arc<Programs>,
+    /// Additions, and copies within the device.
+    sums: Arc<CudaStream>,
+    /// Copies to the host.
+    out: Arc<CudaStream>,
+    /// Copies from the host.
+    back: Arc<CudaStream>,
+}
+
+impl CudaPort {
+    fn bind(&self) -> Result<()> {
+        check("be chosen", self.compute.context().bind_to_thread())
+    }
+}
+
+impl Port for CudaPort {
+    fn pinned(&self, words: usize) -> Result<Box<dyn Pinned>> {
+        Ok(Box::new(pinned::Pinned::new(self.compute.context(), words)?))
+    }
+
+    fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>> {
+        let piece = self.pool.take_uncounted(Memory::Communication, words * size_of::<f32>())?;
+        // The piece may have been a buffer that queued kernels still use.
+        check("finish its work", self.compute.synchronize())?;
+        Ok(Box::new(CudaScratch { piece, words }))
+    }
+
+    unsafe fn download(&self, pieces: &[Placed<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
+        self.bind()?;
+        for (span, at) in pieces {
+            // SAFETY: the caller's pieces have their places in the host memory, untouched until the event.
+            let to = unsafe { std::slice::from_raw_parts_mut(host.add(*at), span.words()) };
+            // SAFETY: the span has as many words, which live until the event as the caller promises.
+            let queued = unsafe { result::memcpy_dtoh_async(to, span.address() as u64, self.out.cu_stream()) };
+            check("copy a message to the host", queued)?;
+        }
+        mark(&self.out)
+    }
+
+    unsafe fn upload(&self, host: *const f32, pieces: &[Placed<'_>]) -> Result<Box<dyn Event>> {
+        self.bind()?;
+        for (span, at) in pieces {
+            // SAFETY: as in `download`.
+            let from = unsafe { std::slice::from_raw_parts(host.add(*at), span.words()) };
+            // SAFETY: as in `download`.
+            let queued = unsafe { result::memcpy_htod_async(span.address() as u64, from, self.back.cu_stream()) };
+            check("copy a message from the host", queued)?;
+        }
+        mark(&self.back)
+    }
+
+    fn add(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {
+        assert_eq!(from.words(), to.words(), "a sum");
+        self.bind()?;
+        let variant = Variant { source: "add.cu", narrow: false, head: None };
+        let function = self.programs.function(variant, "add_f32", 0)?;
+        let (from, to, count) = (from.address() as u64, to.address() as u64, from.words() as i64);
+        let mut args: [*mut c_void; 3] = [
+            std::ptr::from_ref(&from).cast_mut().cast(),
+            std::ptr::from_ref(&to).cast_mut().cast(),
+            std::ptr::from_ref(&count).cast_mut().cast(),
+        ];
+        let Grid { blocks, threads, shared } = Grid::over(count as usize / 4 + 1);
+        let stream = self.sums.cu_stream();
+        // SAFETY: the kernel takes two addresses and a count of f32 elements, which both spans have.
+        let queued =
+            unsafe { result::launch_kernel(function.cu_function(), blocks, threads, shared, stream, &mut args) };
+        check("add a message", queued)
+    }
+
+    fn copy(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {
+        assert_eq!(from.words(), to.words(), "a copy");
+        self.bind()?;
+        let (bytes, stream): (_, sys::CUstream) = (from.words() * size_of::<f32>(), self.sums.cu_stream());
+        // SAFETY: both spans have so many bytes.
+        let queued = unsafe { result::memcpy_dtod_async(to.address() as u64, from.address() as u64, bytes, stream) };
+        check("copy a message within it", queued)
+    }
+
+    fn mark(&self) -> Result<Box<dyn Event>> {
+        mark(&self.sums)
+    }
+}
