@@ -91,8 +91,8 @@ fn allowed_cores() -> BTreeSet<usize> {
     listed.unwrap_or_else(|| (0..std::thread::available_parallelism().map_or(1, usize::from)).collect())
 }
 
-/// `0-2,5` as a set.
-fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
+/// `0-2,5`, as the kernel lists cores, as a set.
+pub fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
     let mut cores = BTreeSet::new();
     for part in text.split(',') {
         let (first, last) = part.split_once('-').unwrap_or((part, part));

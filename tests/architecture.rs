@@ -15,7 +15,7 @@ const LEVELS: [&[&str]; 11] = [
     &["config", "telemetry", "topology"],
     &["checkpoint"],
     &["train", "evaluate"],
-    &["verify"],
+    &["doctor", "verify"],
     &["cli"],
 ];
 
