@@ -48,6 +48,11 @@ impl Topology {
         self.places.get(rank).map_or("unknown", |place| &place.host)
     }
 
+    /// Cores of rank `rank`, as the system lists them: `0-2,5`.
+    pub fn cores(&self, rank: usize) -> String {
+        self.places.get(rank).map_or(String::new(), |place| list(&place.cores))
+    }
+
     /// Host of every rank.
     pub fn hosts(&self) -> Vec<String> {
         self.places.iter().map(|place| place.host.clone()).collect()
@@ -91,7 +96,7 @@ fn allowed_cores() -> BTreeSet<usize> {
     listed.unwrap_or_else(|| (0..std::thread::available_parallelism().map_or(1, usize::from)).collect())
 }
 
-/// `0-2,5`, as the kernel lists cores, as a set.
+/// `0-2,5` as a set.
 pub fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
     let mut cores = BTreeSet::new();
     for part in text.split(',') {
@@ -99,6 +104,19 @@ pub fn parse_list(text: &str) -> Option<BTreeSet<usize>> {
         cores.extend(first.parse::<usize>().ok()?..=last.parse::<usize>().ok()?);
     }
     Some(cores)
+}
+
+/// A set as `0-2,5`.
+fn list(cores: &BTreeSet<usize>) -> String {
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for &core in cores {
+        match runs.last_mut() {
+            Some((_, last)) if *last + 1 == core => *last = core,
+            _ => runs.push((core, core)),
+        }
+    }
+    let run = |(first, last): (usize, usize)| if first == last { first.to_string() } else { format!("{first}-{last}") };
+    runs.into_iter().map(run).collect::<Vec<_>>().join(",")
 }
 
 #[cfg(test)]
@@ -115,6 +133,7 @@ mod tests {
         assert_eq!(parse_list("0-2,5"), Some([0, 1, 2, 5].into()));
         assert_eq!(parse_list("7"), Some([7].into()));
         assert_eq!(parse_list("a"), None);
+        assert_eq!(list(&[0, 1, 2, 5].into()), "0-2,5");
     }
 
     #[test]

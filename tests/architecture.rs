@@ -13,7 +13,7 @@ const LEVELS: [&[&str]; 11] = [
     &["nn", "optim"],
     &["parallel"],
     &["config", "telemetry", "topology"],
-    &["checkpoint"],
+    &["checkpoint", "placement"],
     &["train", "evaluate"],
     &["doctor", "verify"],
     &["cli"],

@@ -80,7 +80,7 @@ const SMALL: [&str; 6] =
 fn plan(ranks: usize, threads: usize, settings: &[&str]) -> Plan {
     let overrides: Vec<String> = SMALL.iter().chain(settings).map(|setting| setting.to_string()).collect();
     let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-    resolve(config, &Facts { ranks, threads, vocabulary: Some(65) }).unwrap()
+    resolve(config, &Facts { ranks, threads, vocabulary: Some(65), on_gpu: false }).unwrap()
 }
 
 /// Trains; calls `watch` with whether steps are watched from now on. Returns the fresh buffers of watched steps.

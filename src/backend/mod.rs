@@ -17,7 +17,7 @@ use crate::error::Result;
 
 pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, NORM_EPSILON, Norm, Sgd};
 pub use memory::{Ledger, Memory, readable};
-pub use port::{Event, Piece, Pinned, Port, Reach, Scratch, Slot, Span};
+pub use port::{Event, Pinned, Placed, Port, Reach, Scratch, Slot, Span};
 
 /// The memory of one device.
 ///
@@ -27,6 +27,8 @@ pub use port::{Event, Piece, Pinned, Port, Reach, Scratch, Slot, Span};
 pub trait Backend: Clone + Send + Sync + 'static {
     /// Whether buffers are host memory, which messages take as it is.
     const ON_HOST: bool;
+    /// Bytes of scratch that a rank's libraries take on the device.
+    const WORKSPACE: usize;
 
     /// An owned, flat buffer.
     type Buf: Send + Sync + 'static;

@@ -8,10 +8,13 @@ use super::roles::{Role, Start};
 use super::train::exit_code;
 use super::{fail, job};
 use crate::backend::cpu::Cpu;
-use crate::config::Time;
+use crate::comm::Comm;
+use crate::config::{Config, Time, overlay};
 use crate::error::{Error, Result};
 use crate::evaluate::{Policy, Request, watch};
+use crate::placement::{cpu, place};
 use crate::signals;
+use crate::train::Ending;
 
 /// Arguments of `hpctrain eval`.
 #[derive(Args)]
@@ -55,6 +58,15 @@ pub fn run(args: &EvalArgs, launched: bool) -> i32 {
     })
 }
 
+/// Evaluates where `run.device` says, of the settings given to the evaluator.
+fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<Ending> {
+    let config = comm.world().agree(overlay(&Config::default(), &request.overrides))?;
+    match place(comm, &config)? {
+        None => watch(comm, request, cpu),
+        Some(gpu) => watch(&comm.on(), request, move |plan| gpu.backend(plan)),
+    }
+}
+
 /// Evaluates as one of the ranks that do; returns the exit code. What goes wrong here does not end the trainer.
 ///
 /// # Errors
@@ -67,7 +79,7 @@ pub fn evaluate(role: &Role, mut request: Request) -> Result<i32> {
         let run = told.ok_or_else(|| Error::internal("no trainer told its directory"))?;
         request.run = PathBuf::from(String::from_utf8_lossy(run).into_owned());
     }
-    match watch(&role.comm, &request, Cpu::new) {
+    match watch_on_device(&role.comm, &request) {
         Ok(ending) => Ok(exit_code(&ending)),
         Err(e) if role.mixed && (e.is_shared() || role.comm.size() == 1) => {
             if role.comm.rank() == 0 {

@@ -54,7 +54,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     }
 
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let plan = model::plan(manifest.config, 1, cores)?;
+    let plan = model::plan(manifest.config, 1, cores, false)?;
     let comm: Comm<Cpu> = comm::single();
     let mut engine = model::engine(&comm, &plan, Cpu::new(plan.threads))?;
     model::load(&mut engine, &mut reader)?;

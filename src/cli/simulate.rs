@@ -3,11 +3,10 @@
 use clap::Args;
 
 use super::fail;
-use super::train::{TrainArgs, exit_code};
-use crate::backend::cpu::Cpu;
+use super::train::{TrainArgs, exit_code, train_on_device};
 use crate::error::Result;
 use crate::signals;
-use crate::train::{Request, on_threads, train};
+use crate::train::{Request, on_threads};
 
 /// Arguments of `hpctrain simulate`.
 #[derive(Args)]
@@ -31,6 +30,6 @@ pub fn run(args: &SimulateArgs) -> i32 {
 }
 
 fn simulate(ranks: usize, request: &Request) -> Result<i32> {
-    let endings = on_threads(ranks, |comm| train(comm, request, None, Cpu::new))?;
+    let endings = on_threads(ranks, |comm| train_on_device(comm, request, None))?;
     Ok(endings.first().map_or(0, exit_code))
 }

@@ -1,11 +1,13 @@
 //! Configuration: TOML in, a checked [`Plan`] out.
 
+mod device;
 mod load;
 mod raw;
 mod resolve;
 mod size;
 mod time;
 
+pub use device::DeviceChoice;
 pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay};
 pub use raw::*;
 pub use resolve::{Facts, Plan, resolve};

@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Size, Time};
+use super::{DeviceChoice, Size, Time};
 use crate::comm::{Choice, Route};
 use crate::optim::Shape;
 use crate::parallel::Zero;
@@ -45,6 +45,8 @@ sections! {
         parallel: Parallel = Parallel::default(),
         /// Number formats.
         precision: Precision = Precision::default(),
+        /// GPUs.
+        device: Device = Device::default(),
         /// Saving.
         checkpoint: Checkpoint = Checkpoint::default(),
         /// Evaluation.
@@ -65,6 +67,9 @@ sections! {
         steps: u64 = 1000,
         /// Names every random stream: weights, sample order, dropout.
         seed: u64 = 1337,
+        /// Where ranks compute: `cpu`, `cuda` (the GPUs of the node, one a rank), `cuda:1` (that one), or `auto`: GPUs where
+        /// there are any.
+        device: DeviceChoice = DeviceChoice::Auto,
         /// Compute threads a rank; left out, the cores the rank may use, shared with its neighbours.
         threads: Option<usize> = None,
         /// Steps in a row whose loss or gradient is not finite before the run gives up.
@@ -186,8 +191,19 @@ sections! {
 
     /// `[precision]`
     Precision {
-        /// Number format of matrix products.
-        compute: Compute = Compute::F32,
+        /// Number format of parameters, activations and matrix products: f32, tf32 (f32 rounded for the tensor cores), bf16
+        /// (with f32 sums, masters and optimizer), or auto: bf16 on GPUs, f32 on CPUs.
+        compute: Compute = Compute::Auto,
+    }
+
+    /// `[device]`
+    Device {
+        /// Part of a GPU's memory that its ranks take at the start.
+        memory_fraction: f64 = 0.9,
+        /// Most memory of a GPU that a rank takes, such as `16GiB`.
+        memory_limit: Option<Size> = None,
+        /// Ranks that may share one GPU, each with its part of the memory.
+        ranks_per_gpu: usize = 1,
     }
 
     /// `[checkpoint]`
@@ -296,8 +312,26 @@ pub enum WhenBusy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Compute {
+    /// What the device does best.
+    Auto,
     /// IEEE single precision.
     F32,
+    /// The same, with operands of products rounded to 10 bits.
+    Tf32,
+    /// Its upper half, with sums, masters and optimizer in f32.
+    Bf16,
+}
+
+impl Compute {
+    /// Whether only GPUs know it.
+    pub fn needs_gpu(self) -> bool {
+        matches!(self, Compute::Tf32 | Compute::Bf16)
+    }
+
+    /// Bytes of a parameter or activation.
+    pub fn size(self) -> usize {
+        if self == Compute::Bf16 { 2 } else { 4 }
+    }
 }
 
 /// Seriousness of log messages.

@@ -1,6 +1,6 @@
 //! From what was written to what will run: every optional key filled, every combination checked.
 
-use super::{Config, OptimizerKind, Parallel, Scaling};
+use super::{Compute, Config, OptimizerKind, Parallel, Scaling};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::nn::gpt::Gpt;
@@ -16,6 +16,8 @@ pub struct Facts {
     pub threads: usize,
     /// Token ids in the data, if the data says.
     pub vocabulary: Option<usize>,
+    /// Whether ranks compute on GPUs.
+    pub on_gpu: bool,
 }
 
 /// A run with nothing left open. It holds no invalid combination.
@@ -84,6 +86,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         }
         OptimizerKind::Sgd => Rule::Sgd { momentum: config.optimizer.momentum, nesterov: config.optimizer.nesterov },
     };
+    config.precision.compute = compute(&config, facts.on_gpu)?;
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.lanes = Some(lanes);
@@ -92,6 +95,20 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     config.model.vocabulary = Some(gpt.vocabulary);
     config.schedule.decay = Some(schedule.decay);
     Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, gpt, rule, schedule })
+}
+
+/// The number format, which the device must know.
+fn compute(config: &Config, on_gpu: bool) -> Result<Compute> {
+    match (config.precision.compute, on_gpu) {
+        (Compute::Auto, true) => Ok(Compute::Bf16),
+        (Compute::Auto, false) => Ok(Compute::F32),
+        (Compute::Bf16 | Compute::Tf32, false) => {
+            let name = if config.precision.compute == Compute::Bf16 { "bf16" } else { "tf32" };
+            Err(Error::input(format!("precision.compute = {name} is for GPUs"))
+                .hint("leave it out, or run on a node with a GPU"))
+        }
+        (compute, _) => Ok(compute),
+    }
 }
 
 /// A value out of its range.
@@ -115,6 +132,7 @@ fn check_ranges(config: &Config) -> Result<()> {
         ("eval.samples", eval.samples.unwrap_or(1)),
         ("checkpoint.keep", checkpoint.keep as u64),
         ("log.every", log.every),
+        ("device.ranks_per_gpu", config.device.ranks_per_gpu as u64),
         ("log.straggler_window", log.straggler_window),
         ("run.threads", run.threads.unwrap_or(1) as u64),
         ("schedule.reference_batch", schedule.reference_batch.unwrap_or(1)),
@@ -135,6 +153,10 @@ fn check_ranges(config: &Config) -> Result<()> {
         if !(0.0..1.0).contains(&value) {
             return Err(out_of_range(key, value, "at least 0 and less than 1"));
         }
+    }
+    let fraction = config.device.memory_fraction;
+    if !(fraction > 0.0 && fraction <= 1.0) {
+        return Err(out_of_range("device.memory_fraction", fraction, "more than 0 and at most 1"));
     }
     let not_negative = [
         ("optimizer.weight_decay", f64::from(optimizer.weight_decay)),
@@ -296,7 +318,7 @@ mod tests {
     fn plan(ranks: usize, overrides: &[&str]) -> Result<Plan> {
         let overrides: Vec<String> = overrides.iter().map(|s| s.to_string()).collect();
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() })?;
-        resolve(config, &Facts { ranks, threads: 2, vocabulary: Some(65) })
+        resolve(config, &Facts { ranks, threads: 2, vocabulary: Some(65), on_gpu: false })
     }
 
     fn refusal(ranks: usize, overrides: &[&str]) -> String {
@@ -309,7 +331,7 @@ mod tests {
     fn a_resolved_plan_resolves_to_itself() {
         let first = plan(4, &["parallel.zero=2", "parallel.replica=2", "parallel.lanes=8"]).unwrap();
         assert_eq!((first.mesh.shard, first.mesh.replica, first.lane_samples, first.micro), (2, 2, 2, 2));
-        let facts = Facts { ranks: 4, threads: 99, vocabulary: None };
+        let facts = Facts { ranks: 4, threads: 99, vocabulary: None, on_gpu: false };
         assert_eq!(resolve(first.config.clone(), &facts).unwrap(), first);
     }
 

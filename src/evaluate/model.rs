@@ -13,14 +13,18 @@ use crate::train::{Engine, Geometry};
 ///
 /// # Errors
 /// The configuration is not possible.
-pub fn plan(mut config: Config, ranks: usize, threads: usize) -> Result<Plan> {
+pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> Result<Plan> {
     (config.parallel, config.batch, config.run.threads) = Default::default();
     if ranks > 1 {
         config.parallel.zero = Zero::Three;
     }
+    if !on_gpu {
+        // A GPU may have trained it; the CPU knows one format.
+        config.precision = Default::default();
+    }
     // Nothing is trained: any batch that divides among the ranks will do.
     config.batch.global = ranks as u64;
-    resolve(config, &Facts { ranks, threads, vocabulary: None })
+    resolve(config, &Facts { ranks, threads, vocabulary: None, on_gpu })
 }
 
 /// The network of a plan made by [`plan`], with parameters that are yet to be [loaded](load). Collective over the world

@@ -75,7 +75,11 @@ struct Told {
 /// # Errors
 /// There is no such run; the validation data cannot be read; a message between ranks failed. What is wrong with one
 /// checkpoint is recorded, and the next one is evaluated.
-pub fn watch<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce(usize) -> B) -> Result<Ending> {
+pub fn watch<B: Kernels>(
+    comm: &Comm<B>,
+    request: &Request,
+    backend: impl FnOnce(&Plan) -> Result<B> + 'static,
+) -> Result<Ending> {
     comm.activity().here(Track::Compute);
     let world = comm.world();
     let root = world.rank() == 0;
@@ -92,7 +96,7 @@ pub fn watch<B: Kernels>(comm: &Comm<B>, request: &Request, backend: impl FnOnce
         checkpoints: directory.checkpoints(),
         marks: directory.marks(),
         evaluations: directory.evaluations_path(),
-        backend: backend(request.threads),
+        backend: Device::Unmade(Box::new(backend)),
         loaded: None,
         claim: None,
     };
@@ -242,6 +246,27 @@ struct Loaded<B: Kernels> {
     evaluator: Evaluator,
 }
 
+/// Makes the device of a plan.
+type Make<B> = Box<dyn FnOnce(&Plan) -> Result<B>>;
+
+/// A rank's device, made when the first plan is known.
+enum Device<B: Kernels> {
+    Unmade(Make<B>),
+    Made(Result<B>),
+}
+
+impl<B: Kernels> Device<B> {
+    fn get(&mut self, plan: &Plan) -> Result<B> {
+        let unused = || Device::Made(Err(Error::internal("no device")));
+        let made = match std::mem::replace(self, unused()) {
+            Device::Unmade(make) => make(plan),
+            Device::Made(made) => made,
+        };
+        *self = Device::Made(made.clone());
+        made
+    }
+}
+
 /// An evaluator on one rank.
 struct Sidecar<'a, B: Kernels> {
     comm: &'a Comm<B>,
@@ -250,7 +275,7 @@ struct Sidecar<'a, B: Kernels> {
     marks: Marks,
     /// `eval.jsonl`.
     evaluations: PathBuf,
-    backend: B,
+    backend: Device<B>,
     /// One model at most.
     loaded: Option<Loaded<B>>,
     /// On rank 0, what is being evaluated.
@@ -308,16 +333,17 @@ impl<B: Kernels> Sidecar<'_, B> {
     /// Makes the network of a configuration, unless it is the one in memory.
     fn prepare(&mut self, config: Config) -> Result<()> {
         let world = self.comm.world();
-        let plan = world.agree(model::plan(config, world.size(), self.request.threads))?;
+        let plan = world.agree(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
         if self.loaded.as_ref().is_some_and(|loaded| loaded.plan == plan) {
             return Ok(());
         }
         // The one before goes first: there is room for one.
         self.loaded = None;
-        self.backend.trim();
         let validation = world.agree(feed::validation(&plan.config))?;
         let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
-        let engine = model::engine(self.comm, &plan, self.backend.clone())?;
+        let backend = world.agree(self.backend.get(&plan))?;
+        backend.trim();
+        let engine = model::engine(self.comm, &plan, backend)?;
         self.loaded = Some(Loaded { plan, engine, evaluator });
         Ok(())
     }

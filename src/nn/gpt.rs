@@ -104,6 +104,10 @@ impl<B: Kernels> Block<B> for Embedding {
         0
     }
 
+    fn exact_per_row(&self) -> usize {
+        0
+    }
+
     fn scratch_per_row(&self) -> usize {
         self.0.width
     }
@@ -211,8 +215,13 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn saved_per_row(&self) -> usize {
-        // norm 1, qkv, attention, stream, norm 2, up, gelu; then statistics of both norms and the lse.
-        (1 + 3 + 1 + 1 + 1 + 4 + 4) * self.gpt.width + 4 + self.gpt.heads
+        // norm 1, qkv, attention, stream, norm 2, up, gelu.
+        (1 + 3 + 1 + 1 + 1 + 4 + 4) * self.gpt.width
+    }
+
+    fn exact_per_row(&self) -> usize {
+        // Statistics of both norms, and the lse.
+        4 + self.gpt.heads
     }
 
     fn scratch_per_row(&self) -> usize {
@@ -349,7 +358,11 @@ impl<B: Kernels> Block<B> for Head {
     }
 
     fn saved_per_row(&self) -> usize {
-        self.0.width + 2
+        self.0.width
+    }
+
+    fn exact_per_row(&self) -> usize {
+        2
     }
 
     fn scratch_per_row(&self) -> usize {

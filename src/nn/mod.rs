@@ -71,13 +71,16 @@ pub trait Block<B: Kernels>: Send + Sync {
         None
     }
 
-    /// f32 elements of one row of the input.
+    /// Elements of one row of the input.
     fn input_per_row(&self) -> usize;
 
-    /// f32 elements that one row keeps between forward and backward, besides the input.
+    /// Elements that one row keeps between forward and backward, besides the input.
     fn saved_per_row(&self) -> usize;
 
-    /// f32 elements a row that live at once while this block works, besides what is saved.
+    /// As [`Block::saved_per_row`], of those that are f32 whatever the compute type is, and not counted there.
+    fn exact_per_row(&self) -> usize;
+
+    /// Elements a row that live at once while this block works, besides what is saved.
     fn scratch_per_row(&self) -> usize;
 
     /// Output, and what the backward will want.

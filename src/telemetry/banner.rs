@@ -22,6 +22,8 @@ pub struct Facts<'a> {
     pub spare_cores: bool,
     /// What carries messages.
     pub library: &'a str,
+    /// Which rank is on which GPU, a line each; empty on CPUs.
+    pub gpus: &'a [String],
     /// Whether ranks of a node exchange through shared memory.
     pub shares_memory: bool,
     /// How messages reach device memory, where there is any.
@@ -44,6 +46,9 @@ pub struct Facts<'a> {
     pub time: Option<String>,
 }
 
+/// Ranks whose GPUs are listed, at most.
+const MOST_PLACES: usize = 16;
+
 /// Bytes a rank will need.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
@@ -53,20 +58,45 @@ pub struct Estimate {
     pub staging: usize,
     /// Program, libraries, MPI, and what they grow by.
     pub runtime: usize,
+    /// Whether a GPU computes, which has a memory of its own.
+    pub on_gpu: bool,
 }
 
 impl Estimate {
-    /// All of it.
-    pub fn total(&self) -> usize {
-        self.categories.iter().sum::<usize>() + self.staging + self.runtime
+    /// Memory of the host.
+    pub fn host(&self) -> usize {
+        self.of(false).map(|(_, size)| size).sum::<usize>() + self.staging + self.runtime
+    }
+
+    /// Memory of the GPU.
+    pub fn gpu(&self) -> usize {
+        self.of(true).map(|(_, size)| size).sum()
+    }
+
+    /// The categories on the GPU, or those on the host.
+    fn of(&self, gpu: bool) -> impl Iterator<Item = (&'static str, usize)> {
+        let there = move |what: Memory| (self.on_gpu && what.is_on_device()) == gpu;
+        Memory::ALL
+            .into_iter()
+            .zip(self.categories)
+            .filter(move |(what, _)| there(*what))
+            .map(|(what, size)| (what.name(), size))
     }
 
     /// What it is for: `parameters 3.1 MiB, …, runtime 30.0 MiB`.
-    pub fn parts(&self) -> String {
-        let categories = Memory::ALL.iter().map(|what| what.name()).zip(self.categories).filter(|(_, size)| *size > 0);
-        let parts = categories.chain([("staging", self.staging), ("runtime", self.runtime)]);
-        parts.map(|(name, size)| format!("{name} {}", bytes(size))).collect::<Vec<_>>().join(", ")
+    pub fn host_parts(&self) -> String {
+        listed(self.of(false).chain([("staging", self.staging), ("runtime", self.runtime)]))
     }
+
+    /// As [`Estimate::host_parts`], of the GPU's memory.
+    pub fn gpu_parts(&self) -> String {
+        listed(self.of(true))
+    }
+}
+
+fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
+    let parts = parts.filter(|(_, size)| *size > 0).map(|(name, size)| format!("{name} {}", bytes(size)));
+    parts.collect::<Vec<_>>().join(", ")
 }
 
 /// The banner's text.
@@ -102,6 +132,12 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             plural(facts.cores, "core"),
         ),
     );
+    for place in facts.gpus.iter().take(MOST_PLACES) {
+        line("gpu", place.clone());
+    }
+    if facts.gpus.len() > MOST_PLACES {
+        line("", format!("and {} more ranks", facts.gpus.len() - MOST_PLACES));
+    }
     line(
         "messages",
         format!(
@@ -162,6 +198,12 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             grouped(plan.tokens_per_step())
         ),
     );
-    line("memory", format!("{} a rank: {}", bytes(facts.memory.total()), facts.memory.parts()));
+    let memory = facts.memory;
+    if memory.on_gpu {
+        line("gpu memory", format!("{} a rank: {}", bytes(memory.gpu()), memory.gpu_parts()));
+        line("host memory", format!("{} a rank: {}", bytes(memory.host()), memory.host_parts()));
+    } else {
+        line("memory", format!("{} a rank: {}", bytes(memory.host()), memory.host_parts()));
+    }
     out
 }

@@ -11,13 +11,33 @@ use crate::parallel::Zero;
 use crate::telemetry::banner::Estimate;
 use crate::topology::Topology;
 
-/// Compares what a rank will need with `run.memory_limit`, and what the ranks of this node will with what the node
-/// has. Messages pass through `messages` bytes; `resident` is what the process holds already.
+/// Compares what a rank will need with `run.memory_limit`, what the ranks of this node will with what the node has, and
+/// what a rank will need of its GPU with the `gpu` bytes it may take. Messages pass through `messages` bytes; `resident`
+/// is what the process holds already.
 ///
 /// # Errors
 /// How much is needed for what, how much there is, and what would fit.
-pub fn check<B: Kernels>(plan: &Plan, topology: &Topology, messages: usize, resident: usize) -> Result<()> {
+pub fn check<B: Kernels>(
+    plan: &Plan,
+    topology: &Topology,
+    messages: usize,
+    resident: usize,
+    gpu: Option<usize>,
+) -> Result<()> {
     let held = Held { messages, resident };
+    if let Some(room) = gpu {
+        let need = |plan: &Plan| estimate::<B>(plan, &plan.gpt.blocks(), messages, resident);
+        let here = need(plan);
+        if here.gpu() > room {
+            let message = format!(
+                "a rank needs {} of its GPU ({}), and may take {}",
+                readable(here.gpu()),
+                here.gpu_parts(),
+                readable(room)
+            );
+            return Err(Error::input(message).hint(advice::<B>(plan, |plan| need(plan).gpu(), room)));
+        }
+    }
     fits::<B>(plan, topology.ranks_here(), &topology.here().host, held, available())
 }
 
@@ -33,37 +53,43 @@ fn fits<B: Kernels>(plan: &Plan, ranks: usize, host: &str, held: Held, available
     let need = |plan: &Plan| estimate::<B>(plan, &plan.gpt.blocks(), messages, resident);
     let here = need(plan);
     if let Some(limit) = plan.config.run.memory_limit
-        && here.total() > limit.0
+        && here.host() > limit.0
     {
         let message = format!("a rank needs {}, more than run.memory_limit = {limit}", told(&here));
-        return Err(Error::input(message).hint(advice(plan, |plan| need(plan).total(), limit.0)));
+        return Err(Error::input(message).hint(advice::<B>(plan, |plan| need(plan).host(), limit.0)));
     }
     // What is resident is no longer available, and needs not be.
     let room = available.map_or(usize::MAX, |available| available / ranks);
-    if here.total().saturating_sub(resident) > room {
+    if here.host().saturating_sub(resident) > room {
         let message = format!(
             "{ranks} × {} are needed for the ranks on {host}, where {} are available",
             told(&here),
             readable(room.saturating_mul(ranks))
         );
-        return Err(Error::input(message).hint(advice(plan, |plan| need(plan).total(), room.saturating_add(resident))));
+        return Err(Error::input(message).hint(advice::<B>(
+            plan,
+            |plan| need(plan).host(),
+            room.saturating_add(resident),
+        )));
     }
     Ok(())
 }
 
 /// `1.5 GiB (parameters 0.5 GiB, …)`.
 fn told(estimate: &Estimate) -> String {
-    format!("{} ({})", readable(estimate.total()), estimate.parts())
+    format!("{} ({})", readable(estimate.host()), estimate.host_parts())
 }
 
 /// The least change of the configuration after which a rank needs no more than `room`.
-fn advice(plan: &Plan, need: impl Fn(&Plan) -> usize, room: usize) -> String {
-    let variants = variants(plan, plan.mesh.ranks());
+fn advice<B: Kernels>(plan: &Plan, need: impl Fn(&Plan) -> usize, room: usize) -> String {
+    let variants = variants(plan, plan.mesh.ranks(), !B::ON_HOST);
     let fitting = variants.iter().filter(|variant| need(&variant.plan) <= room);
     if let Some(best) = fitting.min_by_key(|variant| variant.cost()) {
         return format!("{} takes {} a rank", best.settings(), readable(need(&best.plan)));
     }
-    let least = |plan: &Plan, ranks| self::variants(plan, ranks).into_iter().min_by_key(|variant| need(&variant.plan));
+    let least = |plan: &Plan, ranks| {
+        self::variants(plan, ranks, !B::ON_HOST).into_iter().min_by_key(|variant| need(&variant.plan))
+    };
     // More ranks: twice as many at a time, as long as the batch can be cut for them.
     let mut ranks = plan.mesh.ranks();
     while let Some(best) = least(plan, 2 * ranks) {
@@ -109,7 +135,7 @@ impl Variant {
 }
 
 /// Every stage, recomputation, micro-batch and way of saving that takes less than `plan`, on `ranks` ranks.
-fn variants(plan: &Plan, ranks: usize) -> Vec<Variant> {
+fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
@@ -129,7 +155,7 @@ fn variants(plan: &Plan, ranks: usize) -> Vec<Variant> {
                 config.parallel.recompute |= again;
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
-                let facts = Facts { ranks, threads: plan.threads, vocabulary: Some(plan.gpt.vocabulary) };
+                let facts = Facts { ranks, threads: plan.threads, vocabulary: Some(plan.gpt.vocabulary), on_gpu };
                 if let Ok(plan) = resolve(config, &facts) {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
@@ -152,7 +178,7 @@ mod tests {
         let base = ["model.layers=8", "model.width=256"];
         let overrides: Vec<String> = base.iter().chain(settings).map(|setting| setting.to_string()).collect();
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-        let plan = resolve(config, &Facts { ranks, threads: 1, vocabulary: Some(65) }).unwrap();
+        let plan = resolve(config, &Facts { ranks, threads: 1, vocabulary: Some(65), on_gpu: false }).unwrap();
         let held = Held { messages: 0, resident: 30 << 20 };
         let fits = fits::<Cpu>(&plan, ranks, "node", held, Some((room_mib << 20) * ranks));
         fits.err().map_or(String::new(), |error| {

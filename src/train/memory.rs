@@ -3,7 +3,7 @@
 use crate::backend::{Kernels, Memory};
 use crate::config::Plan;
 use crate::layout::UnitLayout;
-use crate::nn::Blocks;
+use crate::nn::{Block, Blocks};
 use crate::parallel::{self, Life};
 use crate::telemetry::banner::Estimate;
 
@@ -18,6 +18,7 @@ const GROWTH: usize = 7 << 20;
 /// process holds already.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, resident: usize) -> Estimate {
     let keep = plan.residency();
+    let size = plan.config.precision.compute.size();
     let padded: Vec<usize> =
         blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
     let all: usize = padded.iter().sum();
@@ -33,9 +34,11 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     // Partial sums in the tree of lanes while the last one is computed.
     let partial = lanes.next_power_of_two().trailing_zeros() as usize;
     let parameters = match keep.params {
-        Life::Step => all,
+        Life::Step if size == F32 => all * size,
+        Life::Step => all * size + owned * F32,
         Life::Use => {
-            owned + parallel::peak(&parallel::step(&borrows, lanes * plan.micros_per_lane()), keep.ahead, &padded)
+            let pass = parallel::step(&borrows, lanes * plan.micros_per_lane());
+            owned * F32 + parallel::peak(&pass, keep.ahead, &padded) * size
         }
     };
     let gradients = match (partial, keep.grads) {
@@ -50,20 +53,22 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     };
 
     let rows = plan.micro as usize * plan.gpt.context;
-    let kept = |recompute: bool| -> usize {
-        blocks.iter().map(|b| b.input_per_row() + if recompute { 0 } else { b.saved_per_row() }).sum()
-    };
-    let recomputed = if plan.config.parallel.recompute { widest(blocks, |b| b.saved_per_row()) } else { 0 };
-    let scratch = widest(blocks, |b| b.scratch_per_row());
-    let training = rows * (kept(plan.config.parallel.recompute) + recomputed + scratch + 1);
+    // Bytes a row.
+    let input = |b: &dyn Block<B>| b.input_per_row() * size;
+    let saved = |b: &dyn Block<B>| b.saved_per_row() * size + b.exact_per_row() * F32;
+    let scratch = |b: &dyn Block<B>| b.scratch_per_row() * size;
+    let recompute = plan.config.parallel.recompute;
+    let kept: usize = blocks.iter().map(|b| input(&**b) + if recompute { 0 } else { saved(&**b) }).sum();
+    let recomputed = if recompute { widest(blocks, saved) } else { 0 };
+    let training = rows * (kept + recomputed + widest(blocks, scratch) + F32);
     let evaluation_rows = plan.config.eval.batch as usize * plan.gpt.context;
-    let evaluation = evaluation_rows * widest(blocks, |b| b.input_per_row() + b.saved_per_row() + b.scratch_per_row());
+    let evaluation = evaluation_rows * widest(blocks, |b| input(b) + saved(b) + scratch(b));
 
     let mut categories = [0; Memory::ALL.len()];
-    categories[Memory::Parameters as usize] = parameters * F32;
+    categories[Memory::Parameters as usize] = parameters;
     categories[Memory::Gradients as usize] = gradients * F32;
     categories[Memory::Optimizer as usize] = state * F32;
-    categories[Memory::Activations as usize] = training.max(evaluation) * F32;
+    categories[Memory::Activations as usize] = training.max(evaluation);
     categories[Memory::Communication as usize] = messages;
     // Read ahead, one being read, one in use, one on the device; inputs and targets.
     categories[Memory::Data as usize] = (plan.config.data.prefetch + 3) * rows * 2 * size_of::<u32>();
@@ -73,10 +78,11 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     }
     // A host copy of one unit at a time: at the start, and when a checkpoint is written through.
     let staging = padded.iter().max().copied().unwrap_or(0) * F32;
-    Estimate { categories, staging, runtime: resident + GROWTH }
+    categories[Memory::Workspace as usize] = B::WORKSPACE;
+    Estimate { categories, staging, runtime: resident + GROWTH, on_gpu: !B::ON_HOST }
 }
 
-fn widest<B: Kernels>(blocks: &Blocks<B>, of: impl Fn(&dyn crate::nn::Block<B>) -> usize) -> usize {
+fn widest<B: Kernels>(blocks: &Blocks<B>, of: impl Fn(&dyn Block<B>) -> usize) -> usize {
     blocks.iter().map(|block| of(&**block)).max().unwrap_or(0)
 }
 

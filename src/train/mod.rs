@@ -27,5 +27,5 @@ pub use fits::check as check_memory;
 pub use local::on_threads;
 pub use memory::resident;
 pub use resume::Take;
-pub use run::{Ending, Request, engine, train};
+pub use run::{Ending, GpuPlace, Request, engine, train};
 pub use step::{Engine, Geometry};

@@ -48,6 +48,17 @@ pub struct Request {
     pub trace: Option<PathBuf>,
     /// Compute threads a rank, where the launcher knows better than the affinity mask.
     pub threads: Option<usize>,
+    /// Where ranks compute, if on GPUs.
+    pub gpu: Option<GpuPlace>,
+}
+
+/// GPUs, as a run's checks and its banner see them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuPlace {
+    /// Bytes of its GPU that this rank may take.
+    pub memory: usize,
+    /// Which rank is on which, a line each.
+    pub table: Vec<String>,
 }
 
 /// Why training ended.
@@ -62,7 +73,7 @@ pub enum Ending {
 }
 
 /// Trains: collective over the world of `comm`. The ranks of `beside`, which contain this one and make a gather, are
-/// told the directory of the run. `backend` makes the device of a rank with so many threads.
+/// told the directory of the run. `backend` makes the device of a rank.
 ///
 /// # Errors
 /// Whatever ends the run early. An error that all ranks share says so ([`Error::is_shared`]).
@@ -70,7 +81,7 @@ pub fn train<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
     beside: Option<&Group<B>>,
-    backend: impl FnOnce(usize) -> B,
+    backend: impl FnOnce(&Plan) -> Result<B>,
 ) -> Result<Ending> {
     comm.activity().here(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
@@ -91,7 +102,7 @@ fn run<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
     beside: Option<&Group<B>>,
-    backend: impl FnOnce(usize) -> B,
+    backend: impl FnOnce(&Plan) -> Result<B>,
 ) -> Result<Ending> {
     let mut run = Run::prepare(comm, request, beside, backend)?;
     match run.steps(&request.resume) {
@@ -149,7 +160,7 @@ impl<B: Kernels> Run<B> {
         comm: &Comm<B>,
         request: &Request,
         beside: Option<&Group<B>>,
-        backend: impl FnOnce(usize) -> B,
+        backend: impl FnOnce(&Plan) -> Result<B>,
     ) -> Result<Self> {
         let started = Instant::now();
         let world = comm.world();
@@ -161,6 +172,7 @@ impl<B: Kernels> Run<B> {
             ranks: world.size(),
             threads: request.threads.unwrap_or_else(|| topology.threads()),
             vocabulary: Some(train.vocabulary()),
+            on_gpu: !B::ON_HOST,
         };
         let mut plan = world.agree(resolve(request.config.clone(), &facts))?;
         world.agree(feed::check_size(&plan, &train))?;
@@ -168,7 +180,8 @@ impl<B: Kernels> Run<B> {
         let comm = comm.on_route(plan.config.comm.path, comm::prove)?;
         let world = comm.world();
         // Nobody allocates before all have looked.
-        world.agree(fits::check::<B>(&plan, &topology, comm.staging(), memory::resident().0))?;
+        let room = request.gpu.as_ref().map(|gpu| gpu.memory);
+        world.agree(fits::check::<B>(&plan, &topology, comm.staging(), memory::resident().0, room))?;
 
         let prepared = || {
             let directory = RunDirectory::prepare(&plan.config, &request.name, &request.resume)?;
@@ -186,7 +199,7 @@ impl<B: Kernels> Run<B> {
             timeout => comm.watch(&directory.logs_path(), Duration::from_secs(timeout))?,
         };
 
-        let backend = backend(plan.threads);
+        let backend = world.agree(backend(&plan))?;
         comm.count_memory(backend.clone());
         let resident = memory::resident().0;
         let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
@@ -212,6 +225,7 @@ impl<B: Kernels> Run<B> {
                 cores: topology.here().cores.len(),
                 spare_cores: topology.has_spare_cores(),
                 library: comm.library(),
+                gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),
                 shares_memory: comm.shares_memory(),
                 way: comm.way().filter(|_| world.size() > 1),
                 collectives: exchange.told,

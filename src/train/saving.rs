@@ -13,7 +13,7 @@ use super::run::engine;
 use crate::backend::Kernels;
 use crate::checkpoint::{Job, Origin, Progress, Saver};
 use crate::comm::{Comm, Group};
-use crate::config::{Config, Facts, resolve};
+use crate::config::{Config, Facts, Plan, resolve};
 use crate::error::{Error, Result};
 
 /// Directory that is made and removed.
@@ -71,7 +71,7 @@ pub fn time<B: Kernels>(
     config: &Config,
     dir: &Path,
     rounds: usize,
-    backend: impl FnOnce(usize) -> B,
+    backend: impl FnOnce(&Plan) -> Result<B>,
 ) -> Result<(u64, Vec<Saving>)> {
     let world = comm.world();
     let root = world.rank() == 0;
@@ -81,7 +81,7 @@ pub fn time<B: Kernels>(
     config.checkpoint.keep = rounds + 1;
     config.run.root = dir.to_string_lossy().into_owned();
     config.run.name = Some(NAME.into());
-    let facts = Facts { ranks: comm.size(), threads: 1, vocabulary: None };
+    let facts = Facts { ranks: comm.size(), threads: 1, vocabulary: None, on_gpu: !B::ON_HOST };
     let plan = world.agree(resolve(config, &facts))?;
     let directory = RunDirectory::at(dir.join(NAME));
     let checkpoints = directory.checkpoints();
@@ -91,7 +91,7 @@ pub fn time<B: Kernels>(
     };
     world.agree(if root { clear().and_then(|()| checkpoints.prepare()) } else { Ok(()) })?;
 
-    let (mut engine, _) = engine(comm, &plan, backend(1), None)?;
+    let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
     let job = Job {
         checkpoints: checkpoints.clone(),
         config: plan.config.clone(),

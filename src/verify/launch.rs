@@ -5,8 +5,9 @@ use std::process::{Command, Stdio};
 
 use super::record::{Recording, Task, record};
 use crate::backend::cpu::Cpu;
-use crate::comm;
+use crate::comm::{self, Comm};
 use crate::error::{Error, Result};
+use crate::placement::{cpu, place};
 use crate::train::on_threads;
 
 /// What starts the ranks of a row.
@@ -63,9 +64,9 @@ fn cores() -> usize {
 pub fn local(ranks: usize, task: Task) -> Result<Recording> {
     let task = Task { threads: Some((cores() / ranks).max(1)), ..task };
     if ranks == 1 {
-        return record(&comm::single(), &task, Cpu::new);
+        return on_device(&comm::single(), &task);
     }
-    let recordings = on_threads(ranks, |comm| record(comm, &task, Cpu::new))?;
+    let recordings = on_threads(ranks, |comm| on_device(comm, &task))?;
     recordings.into_iter().next().ok_or_else(|| Error::internal("no rank 0"))
 }
 
@@ -98,12 +99,20 @@ fn processes(ranks: usize, task: &Task, folder: &Path, open_mpi: bool) -> Result
     serde_json::from_slice(&text).map_err(|e| Error::internal(format!("recording: {e}")))
 }
 
+/// Records where `run.device` wants it.
+fn on_device(comm: &Comm<Cpu>, task: &Task) -> Result<Recording> {
+    match place(comm, &task.config)? {
+        None => record(comm, task, cpu),
+        Some(gpu) => record(&comm.on(), task, |plan| gpu.backend(plan)),
+    }
+}
+
 /// What `hpctrain verify-rank` does on one rank of `mpirun`: the task in the file `asked`. Rank 0 writes to `given`.
 ///
 /// # Errors
 /// Of the task.
-pub fn rank(comm: &comm::Comm<Cpu>, task: &Task, given: &Path) -> Result<()> {
-    let recording = record(comm, task, Cpu::new)?;
+pub fn rank(comm: &Comm<Cpu>, task: &Task, given: &Path) -> Result<()> {
+    let recording = on_device(comm, task)?;
     let written = || {
         let text = serde_json::to_vec(&recording).map_err(|e| Error::internal(format!("recording: {e}")))?;
         std::fs::write(given, text).map_err(|e| Error::io("write", given, e))

@@ -8,7 +8,7 @@ use super::snapshot::{Difference, Snapshot};
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm, Group};
-use crate::config::{Config, Facts, resolve};
+use crate::config::{Config, Facts, Plan, resolve};
 use crate::error::{Error, Result};
 use crate::parallel::Sharded;
 use crate::topology::Topology;
@@ -88,7 +88,7 @@ pub struct Recording {
 ///
 /// # Errors
 /// Whatever ends the run early.
-pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(usize) -> B) -> Result<Recording> {
+pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Plan) -> Result<B>) -> Result<Recording> {
     let world = comm.world();
     let topology = Topology::gather(&world, comm.node().host)?;
     let (train, _) = world.agree(feed::open(&task.config))?;
@@ -96,13 +96,14 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(usiz
         ranks: world.size(),
         threads: task.threads.unwrap_or_else(|| topology.threads()),
         vocabulary: Some(train.vocabulary()),
+        on_gpu: !B::ON_HOST,
     };
     let plan = world.agree(resolve(task.config.clone(), &facts))?;
     world.agree(feed::check_size(&plan, &train))?;
     let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
     let world = comm.world();
-    world.agree(check_memory::<B>(&plan, &topology, comm.staging(), resident().0))?;
-    let (mut engine, _) = engine(comm, &plan, backend(plan.threads), None)?;
+    world.agree(check_memory::<B>(&plan, &topology, comm.staging(), resident().0, None))?;
+    let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
     let data = engine.sharded.data().clone();
     let mut progress = Progress::default();
     let mut feed = world.agree(Feed::start(engine.backend.clone(), train, &plan, data.rank(), progress))?;

@@ -3,7 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 pub mod launch;
+pub mod ranks;
 pub mod runs;
+pub mod sealed;
 
 use std::path::{Path, PathBuf};
 

@@ -48,6 +48,7 @@ impl Cpu {
 
 impl Backend for Cpu {
     const ON_HOST: bool = true;
+    const WORKSPACE: usize = 0;
 
     type Buf = CpuBuf;
     type Ints = CpuInts;

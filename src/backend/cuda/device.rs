@@ -13,6 +13,8 @@ use crate::error::{Error, Result};
 #[derive(Clone)]
 pub struct Device {
     context: Arc<CudaContext>,
+    /// Tells it, or a slice of it, apart from all others.
+    pub id: String,
     /// Such as `NVIDIA H200`.
     pub name: String,
     /// Its place on the bus, such as `0000:4e:00.0`.
@@ -50,6 +52,7 @@ impl Device {
         let told = unsafe { sys::cuDeviceGetPCIBusId(pci.as_mut_ptr().cast(), pci.len() as i32, context.cu_device()) };
         check("tell its place on the bus", told.result())?;
         Ok(Self {
+            id: check("tell its id", context.uuid())?.bytes.iter().map(|byte| format!("{:02x}", *byte as u8)).collect(),
             name: check("tell its name", context.name())?,
             pci: String::from_utf8_lossy(&pci).trim_end_matches('\0').to_lowercase(),
             capability: check("tell its capability", context.compute_capability())?,

@@ -143,6 +143,7 @@ impl Cuda {
 
 impl Backend for Cuda {
     const ON_HOST: bool = false;
+    const WORKSPACE: usize = matmul::WORKSPACE + scalar::BYTES;
 
     type Buf = CudaBuf;
     type Ints = CudaInts;

@@ -11,7 +11,10 @@ use crate::backend::Memory;
 use crate::error::{Error, Result};
 
 /// Numbers that may be waiting to be read at once.
-const SLOTS: usize = 1 << 16;
+const SLOTS: usize = 1 << 14;
+
+/// Bytes that their places take on the device.
+pub const BYTES: usize = SLOTS * size_of::<f64>();
 
 /// Places for numbers on the device, and their last copy on the host.
 pub struct Scalars {
@@ -41,7 +44,7 @@ impl Scalars {
     /// # Errors
     /// Out of memory.
     pub fn new(pool: &Arc<Pool>, stream: &CudaStream) -> Result<Arc<Self>> {
-        let slots = pool.take(Memory::Workspace, SLOTS * size_of::<f64>())?;
+        let slots = pool.take(Memory::Workspace, BYTES)?;
         let copy = Pinned::new(stream.context(), SLOTS)?;
         let free = (0..SLOTS as u32).rev().collect();
         Ok(Arc::new(Self { slots, state: Mutex::new(State { free, begun: 0, copied: 0, copy }) }))

@@ -26,7 +26,7 @@ const BUFFERS: [&str; 2] = [".attn.bias", ".attn.masked_bias"];
 pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<Manifest> {
     let architecture = Architecture::read(&from.join(CONFIG))?;
     let config = Config { model: architecture.model(), ..Config::default() };
-    let plan = resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None });
+    let plan = resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu: false });
     let plan = plan.map_err(|e| e.at(from.join(CONFIG).display()))?;
     if let Some(tokenizer) = tokenizer.as_ref().filter(|tokenizer| tokenizer.vocabulary() > plan.gpt.vocabulary) {
         let (name, ids, vocabulary) = (tokenizer.name(), tokenizer.vocabulary(), plan.gpt.vocabulary);

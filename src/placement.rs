@@ -1,0 +1,239 @@
+//! Which rank computes on which GPU.
+//!
+//! Every rank tells what it sees; all share the GPUs of each node out in the same way. A rank that sees one GPU only,
+//! because a batch system bound it, takes that one.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::cpu::Cpu;
+use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices};
+use crate::backend::{Backend, readable};
+use crate::comm::Comm;
+use crate::config::{Compute, Config, DeviceChoice, Plan};
+use crate::error::{Error, Result};
+use crate::topology::{Topology, parse_list};
+
+/// Bytes of a GPU that are enough to try things out.
+const SMALL: usize = 64 << 20;
+
+/// A GPU as a rank sees it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Seen {
+    /// Tells GPUs, and slices of them, apart on all of the node's ranks.
+    id: String,
+    name: String,
+    pci: String,
+    memory: usize,
+    /// Whether it hangs on the processor whose cores the rank has.
+    is_near: bool,
+}
+
+/// What a rank sees, or why it sees nothing.
+type View = std::result::Result<Vec<Seen>, String>;
+
+/// The GPU of this rank.
+#[derive(Clone)]
+pub struct Gpu {
+    device: Device,
+    /// Bytes of its memory for this rank.
+    pub memory: usize,
+    /// Where every rank computes, a line each.
+    pub table: Vec<String>,
+}
+
+impl Gpu {
+    /// The rank's device, ready to compute by `plan`.
+    ///
+    /// # Errors
+    /// A library is missing, or the device has not so much memory.
+    pub fn backend(&self, plan: &Plan) -> Result<Cuda> {
+        let precision = match plan.config.precision.compute {
+            Compute::Auto | Compute::Bf16 => Precision::Bf16,
+            Compute::F32 => Precision::F32(Arithmetic::Full),
+            Compute::Tf32 => Precision::F32(Arithmetic::Tf32),
+        };
+        Cuda::new(&self.device, self.memory, precision)
+    }
+
+    /// As [`Gpu::backend`], with little memory and in f32: to try things out.
+    ///
+    /// # Errors
+    /// As [`Gpu::backend`].
+    pub fn small(&self) -> Result<Cuda> {
+        Cuda::new(&self.device, SMALL, Precision::F32(Arithmetic::Full))
+    }
+}
+
+/// The CPU as a rank's device.
+///
+/// # Errors
+/// None; GPUs have some.
+pub fn cpu(plan: &Plan) -> Result<Cpu> {
+    Ok(Cpu::new(plan.threads))
+}
+
+/// Decides where the ranks of `comm` compute: collective. None is the CPU.
+///
+/// # Errors
+/// `run.device` asks for GPUs that are not there, or there are fewer than the ranks need.
+pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
+    let choice = config.run.device;
+    let world = comm.world();
+    if choice == DeviceChoice::Cpu {
+        return Ok(None);
+    }
+    let topology = Topology::gather(&world, comm.node().host)?;
+    let mut opened = Vec::new();
+    let mine: View = look(&topology, &mut opened).map_err(|e| e.to_string());
+    let message = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
+    let told = world.gather_bytes(message).wait()?;
+    let views = told.iter().map(|bytes| serde_json::from_slice(bytes)).collect::<Result<Vec<View>, _>>();
+    let views = views.map_err(|e| Error::comm(format!("another rank sent malformed GPUs: {e}")))?;
+    let Some(chosen) = share_out(choice, &views, &topology.hosts(), config.device.ranks_per_gpu)? else {
+        return Ok(None);
+    };
+    let seen = |rank: usize| -> &Seen { &views[rank].as_deref().unwrap_or(&[])[chosen[rank]] };
+    let sharers = |rank: usize| {
+        let others = (0..chosen.len()).filter(|&other| topology.host(other) == topology.host(rank));
+        others.filter(|&other| seen(other).id == seen(rank).id).count()
+    };
+    let memory = |rank: usize| {
+        let part = (seen(rank).memory as f64 * config.device.memory_fraction) as usize / sharers(rank);
+        config.device.memory_limit.map_or(part, |limit| part.min(limit.0))
+    };
+    let line = |rank: usize| {
+        let Seen { name, pci, memory: whole, .. } = seen(rank);
+        let (host, own) = (topology.host(rank), readable(memory(rank)));
+        format!("rank {rank} on {host}: {name} at {pci}, {own} of {}, cores {}", readable(*whole), topology.cores(rank))
+    };
+    let table = (0..chosen.len()).map(line).collect();
+    let rank = world.rank();
+    let device = opened.swap_remove(chosen[rank]);
+    Ok(Some(Gpu { device, memory: memory(rank), table }))
+}
+
+/// The GPUs that this rank sees.
+fn look(topology: &Topology, opened: &mut Vec<Device>) -> Result<Vec<Seen>> {
+    for number in 0..devices()? {
+        opened.push(Device::open(number)?);
+    }
+    let seen = opened.iter().map(|device| Seen {
+        id: device.id.clone(),
+        name: device.name.clone(),
+        pci: device.pci.clone(),
+        memory: device.memory,
+        is_near: near_cores(&device.pci).is_none_or(|cores| !cores.is_disjoint(&topology.here().cores)),
+    });
+    Ok(seen.collect())
+}
+
+/// The cores of the processor that a device hangs on, where the system knows.
+fn near_cores(pci: &str) -> Option<std::collections::BTreeSet<usize>> {
+    let path = Path::new("/sys/bus/pci/devices").join(pci).join("local_cpulist");
+    parse_list(std::fs::read_to_string(path).ok()?.trim())
+}
+
+/// The number of every rank's GPU among those it sees; none if all compute on the CPU.
+fn share_out(
+    choice: DeviceChoice,
+    views: &[View],
+    hosts: &[String],
+    ranks_per_gpu: usize,
+) -> Result<Option<Vec<usize>>> {
+    let sees = |view: &View| view.as_ref().is_ok_and(|seen| !seen.is_empty());
+    if choice == DeviceChoice::Auto && !views.iter().any(sees) {
+        return Ok(None);
+    }
+    let mut users: HashMap<(&str, &str), usize> = HashMap::new();
+    let mut chosen = Vec::with_capacity(views.len());
+    for (rank, (view, host)) in views.iter().zip(hosts).enumerate() {
+        let none = |why: &str| {
+            let (why, hint) = why.split_once("\nhint: ").unwrap_or((why, "set run.device=cpu to do without"));
+            Error::input(format!("run.device = {choice}: rank {rank} on {host} has no GPU: {why}")).hint(hint).shared()
+        };
+        let seen = match view {
+            Ok(seen) if seen.is_empty() => return Err(none("it sees none")),
+            Ok(seen) => seen,
+            Err(why) => return Err(none(why)),
+        };
+        let load = |number: usize| users.get(&(host.as_str(), seen[number].id.as_str())).copied().unwrap_or(0);
+        let number = match choice {
+            DeviceChoice::CudaAt(number) if number < seen.len() => number,
+            DeviceChoice::CudaAt(number) => {
+                let message = format!("run.device = cuda:{number}, but {host} has {}", count(seen.len()));
+                return Err(Error::input(message).hint(format!("cuda:0 to cuda:{}", seen.len() - 1)).shared());
+            }
+            // The least used, then a near one, then the first.
+            _ => (0..seen.len()).min_by_key(|&number| (load(number), !seen[number].is_near)).unwrap_or(0),
+        };
+        if load(number) == ranks_per_gpu {
+            let ranks = hosts.iter().filter(|other| *other == host).count();
+            let wanted = ranks.div_ceil(if matches!(choice, DeviceChoice::CudaAt(_)) { 1 } else { seen.len() });
+            let message = format!("{ranks} ranks on {host} are to share {}", count(seen.len()));
+            let hint = format!("start fewer ranks, or set device.ranks_per_gpu={wanted} to let them share");
+            return Err(Error::input(message).hint(hint).shared());
+        }
+        *users.entry((host.as_str(), seen[number].id.as_str())).or_default() += 1;
+        chosen.push(number);
+    }
+    Ok(Some(chosen))
+}
+
+/// `1 GPU`, `4 GPUs`.
+fn count(gpus: usize) -> String {
+    format!("{gpus} GPU{}", if gpus == 1 { "" } else { "s" })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gpus(ids: &[(&str, bool)]) -> View {
+        let seen = |&(id, is_near): &(&str, bool)| Seen {
+            id: id.into(),
+            name: "GPU".into(),
+            pci: "0000:01:00.0".into(),
+            memory: 1 << 30,
+            is_near,
+        };
+        Ok(ids.iter().map(seen).collect())
+    }
+
+    fn shared(choice: DeviceChoice, views: &[View], per_gpu: usize) -> Result<Option<Vec<usize>>, String> {
+        share_out(choice, views, &vec!["n".to_string(); views.len()], per_gpu).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn each_rank_takes_one_that_is_near() {
+        let both = gpus(&[("a", false), ("b", true)]);
+        let auto = DeviceChoice::Auto;
+        assert_eq!(shared(auto, &[both.clone(), both.clone()], 1), Ok(Some(vec![1, 0])));
+        assert_eq!(shared(auto, &vec![both.clone(); 4], 2), Ok(Some(vec![1, 0, 1, 0])));
+        // Bound by the batch system: every rank sees its own as the first.
+        assert_eq!(shared(auto, &[gpus(&[("a", true)]), gpus(&[("b", true)])], 1), Ok(Some(vec![0, 0])));
+    }
+
+    #[test]
+    fn too_many_ranks_are_told_how_to_share() {
+        let error = shared(DeviceChoice::Auto, &vec![gpus(&[("a", true)]); 3], 1).unwrap_err();
+        assert!(
+            error.contains("3 ranks on n are to share 1 GPU\nhint: ") && error.contains("ranks_per_gpu=3"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn what_is_not_there_is_refused_or_left() {
+        let none: View = Err("no CUDA driver\nhint: do without".into());
+        assert_eq!(shared(DeviceChoice::Auto, &[none.clone(), none.clone()], 1), Ok(None));
+        let error = shared(DeviceChoice::Cuda, std::slice::from_ref(&none), 1).unwrap_err();
+        assert!(error.contains("rank 0 on n has no GPU: no CUDA driver\nhint: do without"), "{error}");
+        let error = shared(DeviceChoice::Auto, &[gpus(&[("a", true)]), none], 1).unwrap_err();
+        assert!(error.contains("rank 1 on n has no GPU"), "{error}");
+        let error = shared(DeviceChoice::CudaAt(7), &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
+        assert!(error.contains("run.device = cuda:7, but n has 2 GPUs\nhint: cuda:0 to cuda:1"), "{error}");
+    }
+}
