@@ -1,10 +1,7 @@
 //! Driver, GPUs, NVRTC, cuBLASLt: there, recent enough, and right.
 
-use std::collections::BTreeSet;
 use std::fs;
-use std::time::Instant;
-
-use serde::{Deserialize, Serialize};
+use std::path::Path;
 
 use super::Finding;
 use super::probe::Teller;
@@ -13,7 +10,6 @@ use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices, librari
 use crate::backend::{Backend, Gemm, Kernels, Memory};
 use crate::error::{Error, Result};
 use crate::telemetry::bytes;
-use crate::topology::parse_list;
 
 /// Memory of a GPU that checks take: the scratch of products, and something to multiply.
 const POOL: usize = 64 << 20;
@@ -25,36 +21,10 @@ const MOSTLY_FREE: f64 = 0.5;
 const NVIDIA: &str = "0x10de";
 const DISPLAY: &str = "0x03";
 
-/// A GPU as ranks are told of it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Gpu {
-    /// Its number among those that the process sees.
-    pub number: usize,
-    /// Its name.
-    pub name: String,
-    /// Its place on the bus.
-    pub pci: String,
-    /// The memory node that it is attached to, where the system knows.
-    pub numa_node: Option<usize>,
-    /// The cores there.
-    pub near_cores: BTreeSet<usize>,
-}
-
-impl Gpu {
-    fn new(number: usize, device: &Device) -> Self {
-        let read = |path: String| fs::read_to_string(path).unwrap_or_default();
-        // -1 where there is only one.
-        let numa_node = read(format!("/sys/bus/pci/devices/{}/numa_node", device.pci)).trim().parse().ok();
-        let cores = numa_node.map(|node: usize| read(format!("/sys/devices/system/node/node{node}/cpulist")));
-        let near_cores = cores.and_then(|list| parse_list(list.trim())).unwrap_or_default();
-        Self { number, name: device.name.clone(), pci: device.pci.clone(), numa_node, near_cores }
-    }
-}
-
 /// NVIDIA's GPUs on the bus, whether or not a driver knows them.
 pub(super) fn on_bus() -> Vec<String> {
     let Ok(entries) = fs::read_dir("/sys/bus/pci/devices") else { return Vec::new() };
-    let is_gpu = |path: &std::path::Path| {
+    let is_gpu = |path: &Path| {
         let starts = |file: &str, with: &str| fs::read_to_string(path.join(file)).is_ok_and(|id| id.starts_with(with));
         starts("vendor", NVIDIA) && starts("class", DISPLAY)
     };
@@ -62,8 +32,7 @@ pub(super) fn on_bus() -> Vec<String> {
     gpus.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
 }
 
-/// Looks at driver and libraries, and at every `every`th GPU from this rank's on. The rank's is number `first` of those
-/// there are, counted around.
+/// Looks at driver and libraries, and at every `every`th GPU from number `first` on, counted around.
 pub(super) fn probe(tell: &Teller, first: usize, every: usize) {
     if !libraries::driver_is_there() {
         tell.attempt("gpu driver", no_driver);
@@ -84,12 +53,7 @@ pub(super) fn probe(tell: &Teller, first: usize, every: usize) {
         return;
     }
     let able = toolkit(tell, std::convert::identity);
-    let own = first % count;
-    for number in (own..count).step_by(every.max(1)) {
-        if let Some(gpu) = look(tell, number, able).filter(|_| number == own) {
-            tell.gpu(gpu);
-        }
-    }
+    (first % count..count).step_by(every.max(1)).for_each(|number| look(tell, number, able));
 }
 
 fn gpus(count: usize) -> String {
@@ -131,7 +95,7 @@ fn place_in<'a>(maps: &'a str, file: &str) -> Option<&'a str> {
 }
 
 /// Looks at one GPU, and computes on it if the libraries are there.
-fn look(tell: &Teller, number: usize, able: bool) -> Option<Gpu> {
+fn look(tell: &Teller, number: usize, able: bool) {
     let name = format!("gpu {number}");
     let mut opened = None;
     tell.attempt(&name, || match Device::open(number).and_then(|device| Ok((describe(&device)?, device))) {
@@ -141,12 +105,10 @@ fn look(tell: &Teller, number: usize, able: bool) -> Option<Gpu> {
         }
         Err(error) => Err(error).into(),
     });
-    let device = opened?;
-    if able {
+    if let Some(device) = opened.filter(|_| able) {
         tell.attempt(&format!("{name} kernel"), || kernel(&device).into());
         tell.attempt(&format!("{name} product"), || product(&device).into());
     }
-    Some(Gpu::new(number, &device))
 }
 
 fn describe(device: &Device) -> Result<Finding> {
@@ -168,15 +130,14 @@ fn describe(device: &Device) -> Result<Finding> {
 }
 
 /// A rank on the device for a moment.
-pub(super) fn open(device: &Device) -> Result<Cuda> {
+fn open(device: &Device) -> Result<Cuda> {
     Cuda::new(device, POOL, Precision::F32(Arithmetic::Full))
 }
 
 /// Compiles a kernel, whether or not it was compiled before, and runs it.
 fn kernel(device: &Device) -> Result<String> {
-    let (start, architecture) = (Instant::now(), device.architecture());
+    let architecture = device.architecture();
     let size = program::compile(Variant { source: "add.cu", narrow: false, head: None }, &architecture)?.len();
-    let seconds = start.elapsed().as_secs_f64();
 
     let cuda = open(device)?;
     // A number of elements that fills no block.
@@ -187,7 +148,7 @@ fn kernel(device: &Device) -> Result<String> {
     cuda.download(Cuda::all(&sum), &mut got)?;
     match x.iter().zip(&got).find(|&(x, got)| x + 0.5 != *got) {
         Some((x, got)) => Err(wrong(format!("it adds {x} and 0.5 to {got}"))),
-        None => Ok(format!("compiled for {architecture} in {seconds:.2} s ({}), right", bytes(size))),
+        None => Ok(format!("compiled for {architecture} ({}), adds right", bytes(size))),
     }
 }
 
@@ -195,7 +156,8 @@ fn kernel(device: &Device) -> Result<String> {
 fn product(device: &Device) -> Result<String> {
     let shape = Gemm { m: 65, n: 33, k: 129, ta: false, tb: false, acc: false };
     // Small multiples of 1/8: every product and sum is exact, in any order.
-    let values = |len: usize, step: usize| -> Vec<f32> { (0..len).map(|i| (i * step % 17) as f32 / 8.0 - 1.0).collect() };
+    let values =
+        |len: usize, step: usize| -> Vec<f32> { (0..len).map(|i| (i * step % 17) as f32 / 8.0 - 1.0).collect() };
     let (a, b) = (values(shape.m * shape.k, 5), values(shape.k * shape.n, 7));
     let cuda = open(device)?;
     let mut c = cuda.alloc(Memory::Activations, shape.m * shape.n)?;

@@ -20,11 +20,13 @@ use tempfile::NamedTempFile;
 
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Group};
-use crate::error::{Error, Result};
+use crate::config::Config;
+use crate::error::{Error, Kind, Result};
+use crate::placement::place;
 use crate::topology::Topology;
 
 use probe::Probe;
-use ranks::Seat;
+use ranks::{Gpu, Seat};
 
 pub use report::Report;
 
@@ -82,8 +84,11 @@ impl From<Result<String>> for Finding {
         match result {
             Ok(found) => Self::ok(found),
             Err(error) => {
-                let hint = error.advice().unwrap_or("what works and what does not is in the lines around this one");
-                Self::failure(error.message(), hint)
+                let hint = match error.kind() {
+                    Kind::Device => "nvidia-smi and the kernel's log may tell more; another driver or toolkit may do",
+                    _ => "this should not happen: please report it",
+                };
+                Self::failure(error.message(), error.advice().unwrap_or(hint))
             }
         }
     }
@@ -113,8 +118,8 @@ pub struct Request {
 struct Greeting {
     /// A file that rank 0 has made in the run root.
     marker: Option<PathBuf>,
-    /// Whether its GPU has passed all checks.
-    gpu_works: bool,
+    /// Whether the GPUs that it looked at, if any, have passed all checks.
+    gpus_work: bool,
 }
 
 /// All that a rank has found, in the order of the report.
@@ -136,19 +141,35 @@ pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
     let speaks_for_node = node.local_rank == 0;
 
     let devices = probe::ask(&Probe::Gpu { first: node.local_rank, every: node.local_size });
-    let gpu_works = devices.gpu.is_some() && devices.checks.iter().all(|check| check.finding.status != Status::Failure);
     let spread = topology.host_count() > 1;
     let marker = (comm.rank() == 0 && spread).then(|| run_root::marker(&request.run_root)).flatten();
-    let greeting = Greeting { marker: marker.as_ref().map(|file| file.path().to_owned()), gpu_works };
+    let greeting = Greeting {
+        marker: marker.as_ref().map(|file| file.path().to_owned()),
+        gpus_work: devices.iter().all(|check| check.finding.status != Status::Failure),
+    };
     let greetings = gather(&world, &greeting)?;
 
     let mut messages = mpi::checks(comm, request.launcher);
-    if let Some(gpu) = devices.gpu.as_ref().filter(|_| greetings.iter().all(|rank| rank.gpu_works)) {
-        messages.extend(paths::checks(comm, gpu.number, speaks_for_node)?);
+    let mut gpu = None;
+    // A child has shown that this process will not crash here.
+    if greetings.iter().all(|rank| rank.gpus_work) {
+        match place(comm, &Config::default()) {
+            Ok(placed) => gpu = placed,
+            Err(error) if error.is_shared() => {
+                messages.push(Finding::from(Err(error)).at_most_a_warning().named("gpu of each rank"));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    if let Some(gpu) = &gpu {
+        messages.push(Finding::ok(gpu.table.join("\n")).named("gpu of each rank"));
+        if request.launcher.is_some() {
+            messages.extend(paths::checks(comm, gpu, speaks_for_node)?);
+        }
     }
     let mut of_node = Vec::new();
     if speaks_for_node {
-        of_node = probe::ask(&Probe::Node { run_root: request.run_root.clone() }).checks;
+        of_node = probe::ask(&Probe::Node { run_root: request.run_root.clone() });
         of_node.extend(greetings[0].marker.as_deref().map(run_root::is_shared));
     }
     let seat = Seat {
@@ -156,9 +177,9 @@ pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
         local_rank: node.local_rank,
         cores: topology.here().cores.clone(),
         spare_cores: topology.has_spare_cores(),
-        gpu: devices.gpu,
+        gpu: gpu.as_ref().map(|gpu| Gpu::new(gpu.device())),
     };
-    let facts = gather(&world, &Facts { seat, devices: devices.checks, messages, node: of_node })?;
+    let facts = gather(&world, &Facts { seat, devices, messages, node: of_node })?;
     // Every rank has looked for it by now.
     drop::<Option<NamedTempFile>>(marker);
     Ok(Report::new(facts))

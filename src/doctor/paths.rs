@@ -1,12 +1,12 @@
 //! Whether messages reach the memory of GPUs: through the host, and straight from the device.
 
-use super::probe::Probe;
-use super::{Check, Finding, gpu};
+use super::{Check, Finding};
 use crate::backend::cpu::Cpu;
-use crate::backend::cuda::{Cuda, Device};
+use crate::backend::cuda::Cuda;
 use crate::backend::{Backend as _, Memory};
-use crate::comm::{Comm, Way, mpi};
+use crate::comm::{self, Comm, Way};
 use crate::error::Result;
+use crate::placement::Gpu;
 
 /// Elements that ranks add: more than go through the host at a time.
 const LEN: usize = (1 << 20) + 33;
@@ -14,15 +14,15 @@ const LEN: usize = (1 << 20) + 33;
 /// Elements of each chunk on its way through the host, so that several are under way.
 const CHUNK: usize = 1 << 18;
 
-/// Collective over the world: exchanges memory of GPU `number` of each rank. One rank of a node tries the direct way.
+/// Collective over the world: exchanges memory of every rank's GPU. One rank of a node tries the direct way.
 ///
 /// # Errors
 /// A message between ranks failed.
-pub(super) fn checks(comm: &Comm<Cpu>, number: usize, tries_direct: bool) -> Result<Vec<Check>> {
+pub(super) fn checks(comm: &Comm<Cpu>, gpu: &Gpu, tries_direct: bool) -> Result<Vec<Check>> {
     let mut checks = Vec::new();
     if comm.size() > 1 {
         // All ranks have a device in hand before any waits for a message.
-        let opened = comm.world().agree(Device::open(number).and_then(|device| gpu::open(&device)));
+        let opened = comm.world().agree(gpu.small());
         let finding = match opened {
             Ok(cuda) => staged(comm, &cuda)?,
             Err(error) => Err(error).into(),
@@ -30,7 +30,7 @@ pub(super) fn checks(comm: &Comm<Cpu>, number: usize, tries_direct: bool) -> Res
         checks.push(finding.named("path staged"));
     }
     if tries_direct {
-        checks.push(direct(comm, number).named("path direct"));
+        checks.push(direct(comm).named("path direct"));
     }
     Ok(checks)
 }
@@ -53,22 +53,16 @@ fn staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
 }
 
 /// Only what the library claims is tried, and only what it shows is believed.
-fn direct(comm: &Comm<Cpu>, number: usize) -> Finding {
+fn direct(comm: &Comm<Cpu>) -> Finding {
     if !comm.claims_devices() {
         let found = format!("{} does not claim to know CUDA: messages go through the host", comm.library());
         return Finding::ok(found);
     }
-    let arguments = Probe::Direct { gpu: number }.arguments();
-    match mpi::prove_in_child(&arguments.each_ref().map(String::as_str)) {
+    match comm::prove() {
         Ok(()) => Finding::ok("MPI takes memory of the GPU and gives it back unchanged"),
         Err(error) => Finding::warning(
             format!("{} claims to know CUDA, but {}", comm.library(), error.message()),
             "comm.path = auto, the default, sends through the host",
         ),
     }
-}
-
-/// In a child: hands memory of a GPU to the MPI library, which may crash.
-pub(super) fn prove(number: usize) -> Result<()> {
-    mpi::prove(&gpu::open(&Device::open(number)?)?)
 }

@@ -11,8 +11,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::gpu::{self, Gpu};
-use super::{Check, Finding, h5, limits, paths, run_root};
+use super::{Check, Finding, Status, gpu, h5, limits, run_root};
 use crate::error::{Error, Result};
 use crate::telemetry::say;
 
@@ -39,11 +38,6 @@ pub enum Probe {
         /// Where runs will be.
         run_root: PathBuf,
     },
-    /// Whether the MPI library takes memory of a GPU.
-    Direct {
-        /// The GPU.
-        gpu: usize,
-    },
 }
 
 /// A line from the child.
@@ -53,15 +47,6 @@ enum Line {
     /// The name of what is tried next.
     Trying(String),
     Found(Check),
-    /// The GPU that the rank would compute on.
-    Gpu(Gpu),
-}
-
-/// What the child found.
-#[derive(Default)]
-pub(super) struct Answer {
-    pub checks: Vec<Check>,
-    pub gpu: Option<Gpu>,
 }
 
 /// The child's voice.
@@ -77,21 +62,16 @@ impl Teller {
     pub fn attempt(&self, name: &str, work: impl FnOnce() -> Finding) -> bool {
         self.line(&Line::Trying(name.to_owned()));
         let finding = work();
-        let fine = finding.status != super::Status::Failure;
+        let fine = finding.status != Status::Failure;
         self.line(&Line::Found(finding.named(name)));
         fine
-    }
-
-    /// Tells of the rank's GPU.
-    pub fn gpu(&self, gpu: Gpu) {
-        self.line(&Line::Gpu(gpu));
     }
 }
 
 /// The child's part.
 ///
 /// # Errors
-/// The arguments name no probe, or the direct way does not work.
+/// The argument is no probe.
 pub fn answer(probe: &str) -> Result<()> {
     let probe = serde_json::from_str(probe).map_err(|e| Error::input(format!("{probe} is no probe: {e}")))?;
     match probe {
@@ -102,42 +82,35 @@ pub fn answer(probe: &str) -> Result<()> {
             limits::probe(&Teller);
             h5::probe_data(&Teller);
         }
-        Probe::Direct { gpu } => paths::prove(gpu)?,
     }
     Ok(())
 }
 
 impl Probe {
-    /// The arguments that make a child of it.
-    pub(super) fn arguments(&self) -> [String; 2] {
-        [COMMAND.to_owned(), serde_json::to_string(self).unwrap_or_default()]
-    }
-
     /// What it is called where it fails before it has tried anything.
     fn name(&self) -> &'static str {
         match self {
             Probe::Gpu { .. } => "gpu driver",
             Probe::Node { .. } => "node",
-            Probe::Direct { .. } => "direct path",
         }
     }
 }
 
 /// Starts a child and hears it out.
-pub(super) fn ask(probe: &Probe) -> Answer {
-    let program = match std::env::current_exe() {
-        Ok(program) => program,
-        Err(e) => return lost(probe, &format!("where is this program? {e}")),
-    };
-    ask_program(probe, Command::new(program).args(probe.arguments()), PATIENCE)
+pub(super) fn ask(probe: &Probe) -> Vec<Check> {
+    let argument = serde_json::to_string(probe).unwrap_or_default();
+    match std::env::current_exe() {
+        Ok(program) => ask_program(probe, Command::new(program).args([COMMAND, &argument]), PATIENCE),
+        Err(e) => lost(probe, &format!("where is this program? {e}")),
+    }
 }
 
-fn lost(probe: &Probe, why: &str) -> Answer {
+fn lost(probe: &Probe, why: &str) -> Vec<Check> {
     let hint = "the checks run in processes of their own: this one could not be started";
-    Answer { checks: vec![Finding::failure(why, hint).named(probe.name())], gpu: None }
+    vec![Finding::failure(why, hint).named(probe.name())]
 }
 
-fn ask_program(probe: &Probe, command: &mut Command, patience: Duration) -> Answer {
+fn ask_program(probe: &Probe, command: &mut Command, patience: Duration) -> Vec<Check> {
     let mut child = match command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn() {
         Ok(child) => child,
         Err(e) => return lost(probe, &format!("no process could be started: {e}")),
@@ -150,35 +123,32 @@ fn ask_program(probe: &Probe, command: &mut Command, patience: Duration) -> Answ
             lines.filter_map(|line| serde_json::from_str(&line).ok()).try_for_each(|line| tell.send(line))
         });
     }
-    let mut answer = Answer::default();
-    let mut trying = Some(probe.name().to_owned());
-    let ended = hear(&told, patience, &mut answer, &mut trying);
-    if !ended {
-        // A child that waits for a dead file system stays; nobody waits for it.
+    let (mut checks, mut trying) = (Vec::new(), None);
+    let fate = if hear(&told, patience, &mut checks, &mut trying) {
+        match child.wait() {
+            Ok(status) if status.success() => return checks,
+            Ok(status) => format!("the process that tried it ended with {status}"),
+            Err(e) => format!("nothing is known of the process that tried it: {e}"),
+        }
+    } else {
+        // One that waits for a dead file system does not end even so, and nobody waits for it.
         let _ = child.kill();
-    }
-    let fate = match (ended, ended.then(|| child.wait())) {
-        (false, _) => format!("no answer for {} seconds", patience.as_secs()),
-        (_, Some(Ok(status))) if status.success() => return answer,
-        (_, Some(Ok(status))) => format!("the process that tried it ended with {status}"),
-        (_, Some(Err(e))) => format!("nothing is known of the process that tried it: {e}"),
-        (true, None) => return answer,
+        format!("no answer for {} seconds", patience.as_secs())
     };
     let name = trying.unwrap_or_else(|| probe.name().to_owned());
     let hint = "training would end or hang there as well; what the library said, if anything, is on standard error";
-    answer.checks.push(Finding::failure(fate, hint).named(name));
-    answer
+    checks.push(Finding::failure(fate, hint).named(name));
+    checks
 }
 
 /// Takes lines until the child has no more; whether that was in time.
-fn hear(told: &Receiver<Line>, patience: Duration, answer: &mut Answer, trying: &mut Option<String>) -> bool {
+fn hear(told: &Receiver<Line>, patience: Duration, checks: &mut Vec<Check>, trying: &mut Option<String>) -> bool {
     loop {
         match told.recv_timeout(patience) {
             Ok(Line::Trying(name)) => *trying = Some(name),
-            Ok(Line::Gpu(gpu)) => answer.gpu = Some(gpu),
             Ok(Line::Found(check)) => {
                 *trying = None;
-                answer.checks.push(check);
+                checks.push(check);
             }
             Err(RecvTimeoutError::Disconnected) => return true,
             Err(RecvTimeoutError::Timeout) => return false,
@@ -192,7 +162,7 @@ mod tests {
 
     fn hear_shell(script: &str, patience: Duration) -> Vec<Check> {
         let probe = Probe::Node { run_root: "runs".into() };
-        ask_program(&probe, Command::new("sh").args(["-c", script]), patience).checks
+        ask_program(&probe, Command::new("sh").args(["-c", script]), patience)
     }
 
     #[test]

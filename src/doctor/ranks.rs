@@ -4,8 +4,27 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use super::gpu::Gpu;
 use super::{Check, Finding};
+use crate::backend::cuda::Device;
+use crate::placement::near_cores;
+
+/// The GPU that a rank computes on.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpu {
+    /// Its name.
+    pub name: String,
+    /// Its place on the bus.
+    pub pci: String,
+    /// The cores of the processor that it hangs on; empty where the system does not know.
+    pub near_cores: BTreeSet<usize>,
+}
+
+impl Gpu {
+    pub(super) fn new(device: &Device) -> Self {
+        let near_cores = near_cores(&device.pci).unwrap_or_default();
+        Self { name: device.name.clone(), pci: device.pci.clone(), near_cores }
+    }
+}
 
 /// A rank's place.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,17 +37,14 @@ pub struct Seat {
     pub cores: BTreeSet<usize>,
     /// Whether its node has cores that no rank may run on.
     pub spare_cores: bool,
-    /// The GPU it would compute on.
+    /// The GPU it would compute on; none where it is the CPU.
     pub gpu: Option<Gpu>,
 }
 
 /// Looks at all seats, by rank.
 pub(super) fn checks(seats: &[Seat]) -> Vec<Check> {
     let mut checks = vec![hosts(seats).named("ranks"), cores(seats).named("cores")];
-    if seats.iter().any(|seat| seat.gpu.is_some()) {
-        checks.push(gpus(seats).named("gpu of each rank"));
-        checks.extend(memory_nodes(seats).map(|finding| finding.named("gpu and cores")));
-    }
+    checks.extend(nearness(seats).map(|finding| finding.named("gpus and cores")));
     checks
 }
 
@@ -72,37 +88,19 @@ fn union(seats: &[&Seat]) -> BTreeSet<usize> {
     seats.iter().flat_map(|seat| &seat.cores).copied().collect()
 }
 
-fn gpus(seats: &[Seat]) -> Finding {
-    let map = seats.iter().enumerate().map(|(rank, seat)| match &seat.gpu {
-        Some(gpu) => format!("{rank} → {} ({})", gpu.number, gpu.pci),
-        None => format!("{rank} → none"),
-    });
-    let map = format!("rank {}", map.collect::<Vec<_>>().join(", "));
-    let without = seats.iter().filter(|seat| seat.gpu.is_none()).count();
-    let places: BTreeSet<_> = seats.iter().filter_map(|seat| Some((&seat.host, &seat.gpu.as_ref()?.pci))).collect();
-    if without > 0 {
-        Finding::warning(map, format!("{without} of {} ranks have no GPU: start ranks where GPUs are", seats.len()))
-    } else if places.len() < seats.len() {
-        Finding::warning(map, "ranks share a GPU, and its memory: start one rank a GPU")
-    } else {
-        Finding::ok(map)
-    }
-}
-
-/// Whether ranks run near the memory that their GPU is attached to; none where the system does not say.
-fn memory_nodes(seats: &[Seat]) -> Option<Finding> {
+/// Whether ranks run on the processor that their GPU hangs on; none where the system does not say.
+fn nearness(seats: &[Seat]) -> Option<Finding> {
     let known = |seat: &&Seat| seat.gpu.as_ref().is_some_and(|gpu| !gpu.near_cores.is_empty());
     let far = |seat: &Seat| seat.gpu.as_ref().is_some_and(|gpu| gpu.near_cores.is_disjoint(&seat.cores));
     let known: Vec<(usize, &Seat)> = seats.iter().enumerate().filter(|(_, seat)| known(seat)).collect();
-    let far: Vec<String> =
-        known.iter().filter(|(_, seat)| far(seat)).map(|(rank, _)| format!("rank {rank}")).collect();
+    let far: Vec<String> = known.iter().filter(|(_, seat)| far(seat)).map(|(rank, _)| format!("rank {rank}")).collect();
     if known.is_empty() {
         return None;
     }
     Some(match far.is_empty() {
-        true => Finding::ok("ranks may run on cores of their GPU's memory node"),
+        true => Finding::ok("each rank runs on the processor that its GPU hangs on"),
         false => Finding::warning(
-            format!("no core of {} is on the memory node of its GPU", far.join(", ")),
+            format!("no core of {} is on the processor that its GPU hangs on", far.join(", ")),
             "bind ranks near their GPUs: --map-by numa --bind-to numa, or srun --gpu-bind=closest",
         ),
     })
@@ -115,10 +113,8 @@ mod tests {
 
     fn seat(host: &str, cores: &[usize], gpu: Option<(&str, &[usize])>) -> Seat {
         let gpu = gpu.map(|(pci, near)| Gpu {
-            number: 0,
             name: "x".into(),
             pci: pci.into(),
-            numa_node: Some(0),
             near_cores: near.iter().copied().collect(),
         });
         Seat { host: host.into(), local_rank: 0, cores: cores.iter().copied().collect(), spare_cores: true, gpu }
@@ -140,15 +136,10 @@ mod tests {
     }
 
     #[test]
-    fn shared_missing_and_distant_gpus_are_warned_of() {
-        let on = |pci| seat("a", &[0], Some((pci, &[0, 1])));
-        comes_out(&gpus(&[on("p"), on("q")]), Ok, "rank 0 → 0 (p), 1 → 0 (q)");
-        comes_out(&gpus(&[on("p"), on("p")]), Warning, "1 → 0 (p)");
-        comes_out(&gpus(&[on("p"), seat("a", &[0], None)]), Warning, "1 → none");
-        // The same place on another host is another GPU.
-        comes_out(&gpus(&[on("p"), seat("b", &[0], Some(("p", &[])))]), Ok, "");
-        comes_out(&memory_nodes(&[on("p")]).unwrap(), Ok, "");
-        comes_out(&memory_nodes(&[on("p"), seat("a", &[7], Some(("q", &[0])))]).unwrap(), Warning, "core of rank 1 is");
-        assert_eq!(memory_nodes(&[seat("a", &[0], Some(("p", &[])))]), None);
+    fn distant_gpus_are_warned_of() {
+        let on = |core, near: &[usize]| seat("a", &[core], Some(("p", near)));
+        comes_out(&nearness(&[on(0, &[0, 1])]).unwrap(), Ok, "each rank");
+        comes_out(&nearness(&[on(0, &[0, 1]), on(7, &[0])]).unwrap(), Warning, "core of rank 1 is");
+        assert_eq!(nearness(&[on(0, &[]), seat("a", &[0], None)]), None);
     }
 }

@@ -90,8 +90,8 @@ impl fmt::Display for Report {
                 true => format!("rank {} on {}: ", listed(ranks), self.ranks[ranks[0]].host),
                 false => String::new(),
             };
-            // Compilers say more than a line.
-            let found = finding.found.replace('\n', "\n    ");
+            // Compilers say more than a line, and every rank has a GPU.
+            let found = finding.found.replace('\n', &format!("\n{:indent$}", "", indent = width + 4));
             write!(f, "{}{sign} {name:<width$}  {who}{found}", if at > 0 { "\n" } else { "" })?;
             if let Some(hint) = &finding.hint {
                 write!(f, "\n  hint: {hint}")?;
@@ -116,8 +116,12 @@ mod tests {
     fn what_ranks_found_alike_is_one_line() {
         let (driver, nvrtc) = (Finding::ok("13.0").named("driver"), Finding::warning("none", "get it").named("nvrtc"));
         let old = Finding::ok("12.0").named("driver");
-        let report = Report::new(vec![facts("a", &[driver.clone(), nvrtc.clone()]), facts("a", &[driver.clone(), nvrtc])]);
-        assert!(report.to_string().starts_with("✓ driver  13.0\n! nvrtc   none\n  hint: get it\n✓ ranks   2 on a\n"), "{report}");
+        let report =
+            Report::new(vec![facts("a", &[driver.clone(), nvrtc.clone()]), facts("a", &[driver.clone(), nvrtc])]);
+        assert!(
+            report.to_string().starts_with("✓ driver  13.0\n! nvrtc   none\n  hint: get it\n✓ ranks   2 on a\n"),
+            "{report}"
+        );
         let report = Report::new(vec![facts("a", &[driver.clone()]), facts("a", &[driver]), facts("b", &[old])]);
         let text = report.to_string();
         assert!(text.starts_with("✓ driver  rank 0-1 on a: 13.0\n✓ driver  rank 2 on b: 12.0\n"), "{text}");

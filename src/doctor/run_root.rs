@@ -24,7 +24,9 @@ pub(super) fn nearest(run_root: &Path) -> PathBuf {
 /// A directory of our own below `dir`, removed when it is dropped.
 pub(super) fn scratch(dir: &Path) -> Result<TempDir> {
     let made = Builder::new().prefix(".doctor-").tempdir_in(dir);
-    made.map_err(|e| Error::io("create a directory in", dir, e).hint("choose another --run-root, and run.root to train"))
+    made.map_err(|e| {
+        Error::io("create a directory in", dir, e).hint("choose another --run-root, and run.root to train")
+    })
 }
 
 pub(super) fn probe(tell: &Teller, run_root: &Path) {
