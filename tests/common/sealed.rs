@@ -248,6 +248,7 @@ pub struct WindowMut<'a>(&'a mut SealedBuf);
 
 impl Backend for Sealed {
     const ON_HOST: bool = false;
+    const WORKSPACE: usize = 0;
     type Buf = SealedBuf;
     type Ints = Vec<u32>;
     type Scalar = f64;
