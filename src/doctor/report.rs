@@ -122,7 +122,8 @@ mod tests {
             report.to_string().starts_with("✓ driver  13.0\n! nvrtc   none\n  hint: get it\n✓ ranks   2 on a\n"),
             "{report}"
         );
-        let report = Report::new(vec![facts("a", &[driver.clone()]), facts("a", &[driver]), facts("b", &[old])]);
+        let report =
+            Report::new(vec![facts("a", std::slice::from_ref(&driver)), facts("a", &[driver]), facts("b", &[old])]);
         let text = report.to_string();
         assert!(text.starts_with("✓ driver  rank 0-1 on a: 13.0\n✓ driver  rank 2 on b: 12.0\n"), "{text}");
         assert!(!report.has_failures());
