@@ -1,0 +1,152 @@
+//! `hpctrain doctor`: what it finds on this machine, and on a simulated GPU that works or does not.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::process::Command;
+
+use common::launch::{Ended, finish, mpirun, program};
+use common::simulator::{simulator, with_simulator};
+use serde_json::Value;
+
+/// The report that a doctor printed with `--json`, which must agree with its exit code.
+#[track_caller]
+fn report(ended: &Ended) -> Value {
+    let report: Value = serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"));
+    let checks = report["checks"].as_array().unwrap();
+    let failed = checks.iter().any(|check| check["status"] == "failure");
+    assert_eq!(ended.code(), i32::from(failed), "{ended}");
+    for check in checks {
+        assert_eq!(check["hint"].is_string(), check["status"] != "ok", "{check}");
+        assert!(!check["found"].as_str().unwrap().is_empty() && check["ranks"].is_array(), "{check}");
+    }
+    report
+}
+
+/// Status and finding of a check that is there once.
+#[track_caller]
+fn check<'a>(report: &'a Value, name: &str) -> (&'a str, &'a str) {
+    let named: Vec<&Value> =
+        report["checks"].as_array().unwrap().iter().filter(|check| check["name"] == name).collect();
+    assert_eq!(named.len(), 1, "{name} in {report:#}");
+    (named[0]["status"].as_str().unwrap(), named[0]["found"].as_str().unwrap())
+}
+
+/// Runs one rank on the simulator.
+#[track_caller]
+fn simulated(settings: &[(&str, &str)]) -> Value {
+    let mut command = program(["doctor", "--json"]);
+    report(&finish(with_simulator(&mut command).envs(settings.iter().copied())))
+}
+
+/// A doctor under mpirun.
+fn on_ranks(ranks: usize, args: &[&str]) -> Command {
+    let mut command = mpirun(ranks);
+    command.arg(common::program()).arg("doctor").args(args);
+    command
+}
+
+#[test]
+fn a_run_root_is_tried_and_left_as_it_was() {
+    let root = tempfile::tempdir().unwrap();
+    let args = ["doctor", "--run-root", root.path().to_str().unwrap()];
+    let ended = finish(&mut program(args));
+    let mut lines = ended.stdout.lines().peekable();
+    while let Some(line) = lines.next() {
+        let advised = lines.peek().is_some_and(|next| next.starts_with("  hint: "));
+        match line.chars().next().unwrap() {
+            '✓' => assert!(!advised, "{ended}"),
+            '!' | '✗' => assert!(advised, "{ended}"),
+            ' ' => {}
+            _ => panic!("{line:?} in {ended}"),
+        }
+    }
+    let report = report(&finish(program(args).arg("--json")));
+    for name in ["gpu driver", "nvrtc", "cublaslt", "ranks", "cores", "free space", "memory", "open files"] {
+        assert!(report["checks"].as_array().unwrap().iter().any(|check| check["name"] == name), "{name}: {report:#}");
+    }
+    assert!(check(&report, "mpi").1.contains("started alone"));
+    for name in ["hdf5", "hdf5 files", "run root", "bundled data"] {
+        assert_eq!(check(&report, name).0, "ok", "{report:#}");
+    }
+    assert_eq!(report["ranks"].as_array().unwrap().len(), 1);
+    assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_run_root_to_come_is_not_made() {
+    let root = tempfile::tempdir().unwrap();
+    let report = report(&finish(program(["doctor", "--json"]).current_dir(root.path())));
+    assert!(check(&report, "run root").1.contains("for runs, which is not there yet"), "{report:#}");
+    assert_eq!(std::fs::read_dir(root.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn a_run_root_that_cannot_be_written_fails() {
+    let ended = finish(&mut program(["doctor", "--json", "--run-root", "/proc"]));
+    let report = report(&ended);
+    assert_eq!((ended.code(), check(&report, "run root").0, check(&report, "hdf5 files").0), (1, "failure", "failure"));
+    assert_eq!(check(&report, "bundled data").0, "ok");
+}
+
+#[test]
+fn ranks_meet_in_one_report() {
+    let report = report(&finish(&mut on_ranks(2, &["--json"])));
+    let ranks = report["ranks"].as_array().unwrap();
+    assert_eq!(ranks.iter().map(|rank| rank["local_rank"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1]);
+    assert!(ranks.iter().all(|rank| !rank["cores"].as_array().unwrap().is_empty()), "{report:#}");
+    assert!(check(&report, "mpi").1.contains("2 ranks, started by Open MPI's mpirun"), "{report:#}");
+    assert_eq!(check(&report, "mpi threads").0, "ok");
+    assert_eq!(check(&report, "shared memory").0, "ok");
+    assert!(check(&report, "ranks").1.starts_with("2 on "), "{report:#}");
+
+    let apart = self::report(&finish(on_ranks(2, &["--json"]).env("HPCTRAIN_RANKS_PER_NODE", "1")));
+    assert_eq!(check(&apart, "shared memory").0, "warning");
+}
+
+#[test]
+fn a_gpu_that_works_is_computed_on() {
+    let report = simulated(&[("CUDASIM_DEVICES", "2")]);
+    for name in ["gpu driver", "nvrtc", "cublaslt", "gpu 0 kernel", "gpu 0 product", "gpu 1 kernel", "gpu 1 product"] {
+        assert_eq!(check(&report, name).0, "ok", "{report:#}");
+    }
+    let place = simulator().join("lib/libnvrtc.so");
+    assert!(check(&report, "nvrtc").1.ends_with(place.to_str().unwrap()), "{report:#}");
+    assert!(check(&report, "gpu 1").1.contains("0000:02:00.0") && check(&report, "gpu 1").1.contains("capability 9.0"));
+    assert_eq!(report["ranks"][0]["gpu"]["pci"], "0000:01:00.0");
+}
+
+#[test]
+fn ranks_exchange_the_memory_of_their_gpus() {
+    let mut two = on_ranks(2, &["--json"]);
+    let report = report(&finish(with_simulator(&mut two).env("CUDASIM_DEVICES", "2")));
+    assert_eq!(check(&report, "path staged").0, "ok", "{report:#}");
+    assert!(check(&report, "path direct").1.contains("does not claim to know CUDA"), "{report:#}");
+    let gpus = |rank: usize| report["ranks"][rank]["gpu"]["pci"].as_str().unwrap().to_owned();
+    assert_eq!([gpus(0), gpus(1)], ["0000:01:00.0", "0000:02:00.0"]);
+    assert_eq!(check(&report, "gpu of each rank").1.lines().count(), 2);
+
+    let mut shared = on_ranks(2, &["--json"]);
+    let report = self::report(&finish(with_simulator(&mut shared).env("CUDASIM_DEVICES", "1")));
+    let (status, found) = check(&report, "gpu of each rank");
+    assert!(status == "warning" && found.contains("are to share 1 GPU"), "{report:#}");
+}
+
+#[test]
+fn a_gpu_that_does_not_work_fails() {
+    let old = simulated(&[("CUDASIM_DRIVER_VERSION", "11000")]);
+    let (status, found) = check(&old, "gpu driver");
+    assert!(status == "failure" && found.contains("CUDA 11.0, and 12.0 is needed"), "{old:#}");
+    let none = simulated(&[("CUDASIM_DEVICES", "0")]);
+    let (status, found) = check(&none, "gpu driver");
+    assert!(status == "failure" && found.contains("NO_DEVICE"), "{none:#}");
+    // The CPU is still looked at.
+    assert_eq!(check(&none, "hdf5 files").0, "ok");
+
+    let driver_only = tempfile::tempdir().unwrap();
+    std::fs::copy(simulator().join("lib/libcuda.so.1"), driver_only.path().join("libcuda.so")).unwrap();
+    let bare = simulated(&[("LD_LIBRARY_PATH", driver_only.path().to_str().unwrap())]);
+    assert_eq!((check(&bare, "gpu driver").0, check(&bare, "gpu 0").0), ("ok", "ok"), "{bare:#}");
+    // Where the system has the libraries, they do not fit this driver.
+    assert!(bare["checks"].as_array().unwrap().iter().any(|check| check["status"] == "failure"), "{bare:#}");
+}
