@@ -262,7 +262,7 @@ fn a_missing_wait_for_asynchronous_copies_shows() {
 
 #[test]
 fn the_compiler_takes_headers_macros_and_architectures() {
-    under(&[&[]], || {
+    under(&[&[], &[("CUDASIM_CHECK", "1")]], || {
         let gpu = Gpu::new(0);
         let wide = function(&gpu.module(TENSOR, &[]), "twice");
         let half = function(&gpu.module(TENSOR, &["-DBF16"]), "twice");
