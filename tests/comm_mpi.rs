@@ -4,31 +4,15 @@
 
 mod common;
 
-use std::process::{Command, ExitStatus};
+use std::process::Command;
 use std::time::Duration;
 
 use common::launch;
+use common::ranks::{ROLE, is_rank_of, mpirun};
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
 use hpctrain::backend::{Backend, Memory};
 use hpctrain::comm::{Algorithm, Comm, Group, Operation, Table, mpi, threads};
 use hpctrain::error::{Error, Result};
-
-/// Tells a relaunched test that it is a rank.
-const ROLE: &str = "HPCTRAIN_TEST_RANK_OF";
-
-fn is_rank_of(test: &str) -> bool {
-    std::env::var(ROLE).is_ok_and(|role| role == test)
-}
-
-/// Runs `test` of this program on some ranks. Returns how it ended and what it printed; fails after `seconds`.
-fn mpirun(test: &str, ranks: usize, ranks_per_node: usize, seconds: u64) -> (ExitStatus, String) {
-    let mut command = launch::mpirun(ranks);
-    command.env("HPCTRAIN_RANKS_PER_NODE", ranks_per_node.to_string());
-    command.arg(std::env::current_exe().unwrap()).env(ROLE, test);
-    command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
-    let ended = launch::start(&mut command).finish(Duration::from_secs(seconds));
-    (ended.status, ended.stdout + &ended.stderr)
-}
 
 /// With all ranks on one node, in pairs, and each on its own: through shared memory, both ways, and through messages.
 fn passes(test: &str, ranks: usize) {

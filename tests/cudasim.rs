@@ -12,6 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use common::launch::{Ended, finish};
+use common::simulator::{Settings, child, role, simulator, under};
 use cudarc::cublaslt::sys as lt;
 use cudarc::driver::sys::{CUresult, CUstreamCaptureMode};
 use cudarc::driver::{
@@ -36,46 +37,6 @@ const SCHEDULES: [&[(&str, &str)]; 4] = [
     &[("CUDASIM_CHECK", "1")],
     &[("CUDASIM_HOST_ACCESS", "0")],
 ];
-
-type Settings<'a> = &'a [(&'a str, &'a str)];
-
-/// The simulator's folder, built if it is older than its sources.
-fn simulator() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cudasim");
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cudasim/build.sh");
-        assert!(Command::new(script).arg(&out).status().unwrap().success());
-        out
-    })
-}
-
-/// In the process that runs the body of a test: what it is to do.
-fn role() -> Option<String> {
-    std::env::var("CUDASIM_TEST_ROLE").ok()
-}
-
-/// Runs the calling test anew with the simulator's libraries, in a role.
-#[track_caller]
-fn child(settings: Settings, role: &str) -> Ended {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([std::thread::current().name().unwrap(), "--exact", "--nocapture", "--include-ignored"]);
-    command.env("CUDASIM_TEST_ROLE", role).env("LD_LIBRARY_PATH", simulator().join("lib"));
-    command.env("CUDASIM_CACHE", simulator().join("kernels")).env_remove("CUDA_VISIBLE_DEVICES");
-    finish(command.envs(settings.iter().copied()))
-}
-
-/// Runs a test's body under each of some settings.
-#[track_caller]
-fn under(all: &[Settings], body: fn()) {
-    if role().is_some() {
-        return body();
-    }
-    for settings in all {
-        let ended = child(settings, "body");
-        assert!(ended.status.success(), "{settings:?}: {ended}");
-    }
-}
 
 // ---- compiling and launching ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ use crate::error::Result;
 
 pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, NORM_EPSILON, Norm, Sgd};
 pub use memory::{Ledger, Memory, readable};
-pub use port::{Event, Piece, Pinned, Port, Reach, Scratch, Slot, Span};
+pub use port::{Event, Pinned, Placed, Port, Reach, Scratch, Slot, Span};
 
 /// The memory of one device.
 ///

@@ -84,7 +84,7 @@ pub trait Scratch: Send {
 }
 
 /// Device words, and the place of their first one in a piece of host memory.
-pub type Piece<'a> = (Span<'a>, usize);
+pub type Placed<'a> = (Span<'a>, usize);
 
 /// The communication thread's access to a device. What is started runs in the order it was started, apart from compute,
 /// save that copies in one direction may run beside all else. A call that returns an error has nothing left running.
@@ -108,7 +108,7 @@ pub trait Port: Send + Sync {
     ///
     /// # Errors
     /// The device failed.
-    unsafe fn download(&self, pieces: &[Piece<'_>], host: *mut f32) -> Result<Box<dyn Event>>;
+    unsafe fn download(&self, pieces: &[Placed<'_>], host: *mut f32) -> Result<Box<dyn Event>>;
 
     /// Starts copies to the device from the host memory that begins at `host`.
     ///
@@ -117,7 +117,7 @@ pub trait Port: Send + Sync {
     ///
     /// # Errors
     /// The device failed.
-    unsafe fn upload(&self, host: *const f32, pieces: &[Piece<'_>]) -> Result<Box<dyn Event>>;
+    unsafe fn upload(&self, host: *const f32, pieces: &[Placed<'_>]) -> Result<Box<dyn Event>>;
 
     /// Starts `to += from`, in f32, each element rounded once and as it is, denormal or not: the sums of the CPU.
     ///
@@ -177,7 +177,7 @@ impl Slot {
     ///
     /// # Errors
     /// The device failed.
-    pub fn download(&mut self, port: &dyn Port, pieces: &[Piece<'_>]) -> Result<()> {
+    pub fn download(&mut self, port: &dyn Port, pieces: &[Placed<'_>]) -> Result<()> {
         let memory = self.holding(pieces)?;
         // SAFETY: all pieces lie in the memory, as `holding` has checked; `copy` keeps everyone away until it is done.
         self.copy = Some(unsafe { port.download(pieces, memory)? });
@@ -188,7 +188,7 @@ impl Slot {
     ///
     /// # Errors
     /// The device failed.
-    pub fn upload(&mut self, port: &dyn Port, pieces: &[Piece<'_>]) -> Result<()> {
+    pub fn upload(&mut self, port: &dyn Port, pieces: &[Placed<'_>]) -> Result<()> {
         let memory = self.holding(pieces)?;
         // SAFETY: as above.
         self.copy = Some(unsafe { port.upload(memory, pieces)? });
@@ -196,7 +196,7 @@ impl Slot {
     }
 
     /// The memory, which has the places of all pieces.
-    fn holding(&mut self, pieces: &[Piece<'_>]) -> Result<*mut f32> {
+    fn holding(&mut self, pieces: &[Placed<'_>]) -> Result<*mut f32> {
         let memory = self.memory()?;
         let end = pieces.iter().map(|(span, at)| at + span.words()).max().unwrap_or(0);
         if end > memory.len() {

@@ -1,5 +1,8 @@
 //! One suite for every device: each kernel against f64 arithmetic at awkward sizes, and for repeatable bits.
 
+use std::path::Path;
+use std::process::Command;
+
 use super::cpu::Cpu;
 use super::cuda;
 use super::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, NORM_EPSILON, Norm, Sgd};
@@ -479,7 +482,7 @@ fn cpu_kernels_are_right_and_do_not_depend_on_the_threads() {
     }
 }
 
-/// The suite on the first GPU, or on its simulator.
+/// The suite on the first GPU, twice.
 fn on_cuda(precision: cuda::Precision) {
     let device = cuda::Device::open(0).unwrap();
     let bits = || -> Vec<Vec<u32>> {
@@ -487,6 +490,23 @@ fn on_cuda(precision: cuda::Precision) {
         results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
     };
     assert!(bits() == bits(), "two runs give different bits");
+}
+
+/// Runs an ignored test of this program with the simulator's libraries (`tests/cudasim/`).
+fn simulated(test: &str, settings: &[(&str, &str)]) {
+    let program = std::env::current_exe().unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    // Beside the folder of the programs, where integration tests build it too.
+    let out = program.ancestors().nth(3).unwrap().join("tmp/cudasim");
+    assert!(Command::new(root.join("tests/cudasim/build.sh")).arg(&out).status().unwrap().success());
+    let mut command = Command::new(program);
+    command.args([&format!("backend::suite::{test}"), "--exact", "--ignored", "--nocapture"]);
+    command.env("LD_LIBRARY_PATH", out.join("lib")).env("CUDASIM_CACHE", out.join("kernels"));
+    command.env("XDG_CACHE_HOME", out.join("cache")).env_remove("CUDA_VISIBLE_DEVICES");
+    let output = command.envs(settings.iter().copied()).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    let told = text(&output.stdout) + &text(&output.stderr);
+    assert!(output.status.success() && told.contains("1 passed"), "{settings:?}: {told}");
 }
 
 #[test]
@@ -499,4 +519,22 @@ fn cuda_kernels_are_right_in_f32() {
 #[ignore = "needs a GPU or its simulator"]
 fn cuda_kernels_are_right_in_bf16() {
     on_cuda(cuda::Precision::Bf16);
+}
+
+#[test]
+fn simulated_kernels_are_right_in_f32() {
+    simulated("cuda_kernels_are_right_in_f32", &[("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")]);
+}
+
+#[test]
+fn simulated_kernels_are_right_in_bf16() {
+    simulated("cuda_kernels_are_right_in_bf16", &[("CUDASIM_HOST_ACCESS", "0")]);
+}
+
+#[test]
+#[ignore = "some minutes: threads of kernels are watched for races"]
+fn simulated_kernels_do_not_race() {
+    for test in ["cuda_kernels_are_right_in_f32", "cuda_kernels_are_right_in_bf16"] {
+        simulated(test, &[("CUDASIM_CHECK", "1")]);
+    }
 }

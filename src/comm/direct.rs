@@ -22,7 +22,7 @@ const DEPTH: usize = 2;
 /// Bytes that messages pass through on the device, besides what algorithms keep aside.
 pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
-/// Memory on the device that messages pass through; kept between collectives.
+/// Memory on the device that messages pass through; kept between collectives. All buffers of a rank are on one device.
 pub struct Room {
     received: Places,
     aside: Places,

@@ -335,14 +335,15 @@ impl<B: Backend> Group<B> {
         let label = Label { root, ..self.label(operation.name(), Size::Same(bytes), algorithm.name()) };
         let call = Call { operation, algorithm, root: root.unwrap_or(0) };
         let members = self.members.clone();
-        let (way, slot) = (self.comm.way, self.comm.slot);
+        let way = (self.comm.way, self.comm.slot);
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |desk| {
             let done = desk.after(ready).and_then(|()| {
                 desk.collective(&members, &label, |desk| {
                     // Requests run in their order: the buffer is there.
                     let mut buf = before.wait()?;
-                    run(desk, call, &members, B::reach(&mut buf, range)?, way, slot)?;
+                    let reach = (range.len(), B::reach(&mut buf, range)?);
+                    run(desk, call, &members, reach, way)?;
                     Ok(buf)
                 })
             });
@@ -363,14 +364,24 @@ impl<B: Backend> Group<B> {
     }
 }
 
-/// Runs a collective where its memory is. Device memory goes one way or another, through slots of so many words.
-fn run(desk: &mut Desk, call: Call, group: &Members, memory: Reach<'_>, way: Way, slot: usize) -> Result<()> {
+/// Runs a collective on so many elements where their memory is. Device memory goes one way or another, through slots of
+/// so many words.
+fn run(
+    desk: &mut Desk,
+    call: Call,
+    group: &Members,
+    (elements, memory): (usize, Reach<'_>),
+    (way, slot): (Way, usize),
+) -> Result<()> {
     let Desk { wire, scratch, slots, room, shared, .. } = desk;
     let wire = &mut **wire;
     let words = match &memory {
         Reach::Host(memory) => memory.len(),
         Reach::Device(memory, _) => memory.words(),
     };
+    if call.operation.adds() && words != elements {
+        return Err(Error::internal(format!("{} of numbers that are not f32", call.operation)));
+    }
     let in_parts = matches!(call.operation, Operation::ReduceScatter | Operation::AllGather);
     if in_parts && !words.is_multiple_of(group.size()) {
         let told = format!("{} of {words} words of memory in {} parts", call.operation, group.size());

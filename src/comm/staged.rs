@@ -15,7 +15,7 @@ use super::operand::{Host, Scratch};
 use super::pace;
 use super::shared::Shared;
 use super::wire::{Members, Parcel, Payload, Wire};
-use crate::backend::{Piece, Port, Slot, Span};
+use crate::backend::{Placed, Port, Slot, Span};
 use crate::error::{Error, Result};
 
 /// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are not all lost.
@@ -27,7 +27,7 @@ const DEPTH: usize = 3;
 /// Bytes that a collective needs.
 pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
-/// Slots that wait for their next use. Messages that have not left yet hold some, so there are as many as were ever
+/// Slots that wait for their next use, all of one device. Messages that have not left yet hold some, so there are as many as were ever
 /// needed at once.
 pub struct Slots {
     free: Mutex<Vec<(usize, Slot)>>,
@@ -105,7 +105,7 @@ impl Chunk {
     }
 
     /// The chosen ranges and their places in the slot. Neighbours are one piece.
-    fn pieces<'a>(&self, memory: Span<'a>, chosen: impl Fn(usize) -> bool) -> Vec<Piece<'a>> {
+    fn pieces<'a>(&self, memory: Span<'a>, chosen: impl Fn(usize) -> bool) -> Vec<Placed<'a>> {
         let mut found: Vec<(Range<usize>, usize)> = Vec::with_capacity(self.0.len());
         let mut at = 0;
         for (i, range) in self.0.iter().enumerate().filter(|(_, range)| !range.is_empty()) {
@@ -275,7 +275,7 @@ mod tests {
         let ring = call(Operation::AllReduce, Algorithm::Ring);
         assert_eq!(chunks(ring, 8, 3, 6), [vec![0..2, 3..5, 6..8], vec![2..3, 5..6, 8..8]]);
         let tree = call(Operation::AllReduce, Algorithm::Tree);
-        assert_eq!(chunks(tree, 10, 2, 6), [[0..6], [6..10]]);
+        assert_eq!(chunks(tree, 10, 2, 6).concat(), [0..6, 6..10]);
         assert!(chunks(tree, 0, 2, 6).is_empty() && chunks(gather, 0, 2, 6).is_empty());
     }
 

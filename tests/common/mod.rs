@@ -3,11 +3,14 @@
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 pub mod launch;
+pub mod ranks;
 pub mod runs;
+pub mod sealed;
+pub mod simulator;
 
 use std::path::{Path, PathBuf};
 
-use hpctrain::backend::Backend as _;
+use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm::Comm;
 use hpctrain::mesh::{Axis, Mesh};
@@ -68,6 +71,21 @@ pub fn engine(
     cut: Cut,
     predictions: u64,
 ) -> Engine<Cpu> {
+    engine_on(Cpu::new(2), comm, gpt, mesh, zero, rule, cut, predictions)
+}
+
+/// As [`engine`], on another device.
+#[expect(clippy::too_many_arguments, reason = "one for each property of a layout")]
+pub fn engine_on<B: Kernels>(
+    backend: B,
+    comm: &Comm<B>,
+    gpt: &Gpt,
+    mesh: Mesh,
+    zero: Zero,
+    rule: Rule,
+    cut: Cut,
+    predictions: u64,
+) -> Engine<B> {
     let group = |axes: &[Axis]| comm.split(&mesh.colors(axes)).unwrap();
     let groups = Groups {
         shard: group(&[Axis::Shard]),
@@ -75,7 +93,6 @@ pub fn engine(
         data: group(&[Axis::Replica, Axis::Shard]),
     };
     let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
-    let backend = Cpu::new(2);
     let blocks = gpt.blocks();
     let sharded = Sharded::new(backend.clone(), groups, zero.residency(), lanes, Some(rule), &blocks, Some(7)).unwrap();
     let geometry = Geometry {
@@ -89,14 +106,14 @@ pub fn engine(
 }
 
 /// A micro-batch of sequences `first..` of a global batch.
-pub fn micro(backend: &Cpu, tokens: &[u32], targets: &[u32], time: usize, first: u64) -> Micro<Cpu> {
+pub fn micro<B: Kernels>(backend: &B, tokens: &[u32], targets: &[u32], time: usize, first: u64) -> Micro<B> {
     let sequences = tokens.len() / time;
     let (tokens, targets) = (backend.upload_ints(tokens).unwrap(), backend.upload_ints(targets).unwrap());
     Micro { tokens, targets, sequences, time, first }
 }
 
 /// The reduced gradients of one rank that owns everything, by tensor name.
-pub fn gradients(engine: &Engine<Cpu>) -> Vec<(String, Vec<f32>)> {
+pub fn gradients<B: Kernels>(engine: &Engine<B>) -> Vec<(String, Vec<f32>)> {
     let mut named = Vec::new();
     for unit in engine.sharded.gradients().unwrap() {
         let mut host = vec![0.0; unit.range.len()];
@@ -107,7 +124,7 @@ pub fn gradients(engine: &Engine<Cpu>) -> Vec<(String, Vec<f32>)> {
 }
 
 /// All parameters of one rank that owns everything, by tensor name.
-pub fn parameters(engine: &mut Engine<Cpu>) -> Vec<(String, Vec<f32>)> {
+pub fn parameters<B: Kernels>(engine: &mut Engine<B>) -> Vec<(String, Vec<f32>)> {
     let mut named = Vec::new();
     for unit in engine.sharded.owned().unwrap() {
         let mut host = vec![0.0; unit.range.len()];

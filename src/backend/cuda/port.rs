@@ -10,8 +10,7 @@ use super::libraries::check;
 use super::pinned;
 use super::pool::{Piece, Pool};
 use super::program::{Programs, Variant};
-use crate::backend::port::Piece as Part;
-use crate::backend::{Event, Memory, Pinned, Port, Scratch, Span};
+use crate::backend::{Event, Memory, Pinned, Placed, Port, Scratch, Span};
 use crate::error::Result;
 
 /// What every buffer knows of the wire: the stream that computes on it, and the port.
@@ -119,7 +118,7 @@ impl Port for CudaPort {
         Ok(Box::new(CudaScratch { piece, words }))
     }
 
-    unsafe fn download(&self, pieces: &[Part<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
+    unsafe fn download(&self, pieces: &[Placed<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
         self.bind()?;
         for (span, at) in pieces {
             // SAFETY: the caller's pieces have their places in the host memory, untouched until the event.
@@ -131,7 +130,7 @@ impl Port for CudaPort {
         mark(&self.out)
     }
 
-    unsafe fn upload(&self, host: *const f32, pieces: &[Part<'_>]) -> Result<Box<dyn Event>> {
+    unsafe fn upload(&self, host: *const f32, pieces: &[Placed<'_>]) -> Result<Box<dyn Event>> {
         self.bind()?;
         for (span, at) in pieces {
             // SAFETY: as in `download`.

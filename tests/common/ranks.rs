@@ -1,0 +1,35 @@
+//! Tests that relaunch themselves under `mpirun`.
+
+use std::process::ExitStatus;
+use std::time::Duration;
+
+use super::launch;
+
+/// Tells a relaunched test that it is a rank.
+pub const ROLE: &str = "HPCTRAIN_TEST_RANK_OF";
+
+pub fn is_rank_of(test: &str) -> bool {
+    std::env::var(ROLE).is_ok_and(|role| role == test)
+}
+
+/// Runs `test` of this program on some ranks. Returns how it ended and what it printed; fails after `seconds`.
+pub fn mpirun(test: &str, ranks: usize, ranks_per_node: usize, seconds: u64) -> (ExitStatus, String) {
+    mpirun_with(test, ranks, ranks_per_node, seconds, &[])
+}
+
+/// As [`mpirun`], with variables of the environment.
+pub fn mpirun_with(
+    test: &str,
+    ranks: usize,
+    ranks_per_node: usize,
+    seconds: u64,
+    variables: &[(&str, &str)],
+) -> (ExitStatus, String) {
+    let mut command = launch::mpirun(ranks);
+    command.envs(variables.iter().copied());
+    command.env("HPCTRAIN_RANKS_PER_NODE", ranks_per_node.to_string());
+    command.arg(std::env::current_exe().unwrap()).env(ROLE, test);
+    command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
+    let ended = launch::start(&mut command).finish(Duration::from_secs(seconds));
+    (ended.status, ended.stdout + &ended.stderr)
+}

@@ -1,0 +1,343 @@
+//! A device made of host memory that tests nobody may touch: what is not waited for is not there yet.
+//!
+//! Uploads of compute and everything that its port does are put off until somebody asks twice whether they are done; until
+//! then their targets hold NaN. Addresses are off by a constant, so that using one as it is ends the process, unless the
+//! device is made to show them.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use hpctrain::backend::{Backend, Event, Ledger, Memory, Pinned, Placed, Port, Reach, Scratch, Span};
+use hpctrain::error::{Error, Result};
+
+/// How far shown addresses are from the real ones where they are hidden: no address of a process.
+const HIDDEN: usize = 1 << 62;
+
+/// Host memory that is only used through pointers.
+struct Words {
+    at: *mut f32,
+    len: usize,
+}
+
+// SAFETY: the memory belongs to nobody else; who uses it when is what the tests are about.
+unsafe impl Send for Words {}
+// SAFETY: as above.
+unsafe impl Sync for Words {}
+
+impl Words {
+    fn new(len: usize) -> Self {
+        let memory = vec![f32::NAN; len].into_boxed_slice();
+        Self { at: Box::into_raw(memory).cast(), len }
+    }
+
+    #[allow(clippy::mut_from_ref, reason = "a device's memory is written by all who hold its address")]
+    fn slice(&self) -> &mut [f32] {
+        // SAFETY: the memory lives as long as `self`; no two slices are used at once.
+        unsafe { std::slice::from_raw_parts_mut(self.at, self.len) }
+    }
+}
+
+impl Drop for Words {
+    fn drop(&mut self) {
+        // SAFETY: the pointer is the one that `new` made of a box of this length.
+        drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.at, self.len)) });
+    }
+}
+
+/// One thing that the device is still to do.
+type Job = Box<dyn FnOnce() + Send>;
+
+/// Jobs in order. Numbers count those that were ever queued.
+#[derive(Default)]
+struct Stream {
+    /// Whether nothing gets done any more.
+    is_stuck: AtomicBool,
+    jobs: Mutex<(usize, VecDeque<Job>)>,
+}
+
+impl Stream {
+    fn queue(self: &Arc<Self>, job: impl FnOnce() + Send + 'static) {
+        self.jobs.lock().unwrap().1.push_back(Box::new(job));
+    }
+
+    /// What is done when all jobs of now are.
+    fn event(self: &Arc<Self>) -> Box<dyn Event> {
+        let jobs = self.jobs.lock().unwrap();
+        Box::new(Later { stream: self.clone(), until: jobs.0 + jobs.1.len(), asked: AtomicBool::new(false) })
+    }
+
+    fn run(&self, until: usize) {
+        let mut jobs = self.jobs.lock().unwrap();
+        while jobs.0 < until {
+            jobs.0 += 1;
+            let job = jobs.1.pop_front().unwrap();
+            job();
+        }
+    }
+}
+
+struct Later {
+    stream: Arc<Stream>,
+    until: usize,
+    asked: AtomicBool,
+}
+
+impl Event for Later {
+    fn is_done(&self) -> Result<bool> {
+        if self.stream.is_stuck.load(Ordering::SeqCst) {
+            return Ok(false);
+        }
+        if self.asked.swap(true, Ordering::SeqCst) {
+            self.stream.run(self.until);
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    fn wait(&self) -> Result<()> {
+        self.stream.run(self.until);
+        Ok(())
+    }
+}
+
+struct SealedPort {
+    hidden: usize,
+    stream: Arc<Stream>,
+    ledger: Arc<Ledger>,
+}
+
+impl SealedPort {
+    fn span<'a>(&self, words: &'a Words, range: Range<usize>) -> Span<'a> {
+        assert!(range.end <= words.len);
+        // SAFETY: the words live for 'a. Where addresses are hidden MPI is not given any, which the tests make sure of.
+        unsafe { Span::new(words.at.expose_provenance() + self.hidden, words.len).part(range) }
+    }
+
+    /// What the device sees of a span.
+    fn slice<'a>(hidden: usize, address: usize, words: usize) -> &'a mut [f32] {
+        // SAFETY: spans are those of `span`, of memory that the test keeps, and jobs run one after the other.
+        unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address - hidden), words) }
+    }
+
+    fn later(&self, from: Span<'_>, to: Span<'_>, act: fn(&mut f32, f32)) {
+        assert_eq!(from.words(), to.words());
+        let (hidden, from, to, words) = (self.hidden, from.address(), to.address(), to.words());
+        self.stream.queue(move || {
+            let from = Self::slice(hidden, from, words);
+            Self::slice(hidden, to, words).iter_mut().zip(from).for_each(|(to, from)| act(to, *from));
+        });
+    }
+}
+
+impl Pinned for Words {
+    fn words(&mut self) -> &mut [f32] {
+        self.slice()
+    }
+}
+
+struct Place(Words, usize);
+
+impl Scratch for Place {
+    fn span(&self) -> Span<'_> {
+        // SAFETY: as in `SealedPort::span`.
+        unsafe { Span::new(self.0.at.expose_provenance() + self.1, self.0.len) }
+    }
+}
+
+impl Port for SealedPort {
+    fn pinned(&self, words: usize) -> Result<Box<dyn Pinned>> {
+        self.ledger.note_fresh();
+        Ok(Box::new(Words::new(words)))
+    }
+
+    fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>> {
+        self.ledger.note_fresh();
+        Ok(Box::new(Place(Words::new(words), self.hidden)))
+    }
+
+    unsafe fn download(&self, pieces: &[Placed<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
+        for (span, at) in pieces {
+            let (hidden, address, words) = (self.hidden, span.address(), span.words());
+            let to = host.expose_provenance() + at * size_of::<f32>();
+            Self::slice(0, to, words).fill(f32::NAN);
+            self.stream.queue(move || Self::slice(0, to, words).copy_from_slice(Self::slice(hidden, address, words)));
+        }
+        Ok(self.stream.event())
+    }
+
+    unsafe fn upload(&self, host: *const f32, pieces: &[Placed<'_>]) -> Result<Box<dyn Event>> {
+        for (span, at) in pieces {
+            let (hidden, address, words) = (self.hidden, span.address(), span.words());
+            let from = host.expose_provenance() + at * size_of::<f32>();
+            Self::slice(hidden, address, words).fill(f32::NAN);
+            self.stream.queue(move || Self::slice(hidden, address, words).copy_from_slice(Self::slice(0, from, words)));
+        }
+        Ok(self.stream.event())
+    }
+
+    fn add(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {
+        self.later(from, to, |to, from| *to += from);
+        Ok(())
+    }
+
+    fn copy(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {
+        self.later(from, to, |to, from| *to = from);
+        Ok(())
+    }
+
+    fn mark(&self) -> Result<Box<dyn Event>> {
+        Ok(self.stream.event())
+    }
+}
+
+/// The device of one rank. Parameters are kept in bf16, two to a word.
+#[derive(Clone)]
+pub struct Sealed {
+    port: Arc<SealedPort>,
+    /// What compute is still to do.
+    compute: Arc<Stream>,
+    ledger: Arc<Ledger>,
+}
+
+impl Sealed {
+    /// A device whose addresses are shown, or not.
+    pub fn new(shown: bool) -> Self {
+        let ledger: Arc<Ledger> = Arc::default();
+        let port =
+            SealedPort { hidden: if shown { 0 } else { HIDDEN }, stream: Arc::default(), ledger: ledger.clone() };
+        Self { port: Arc::new(port), compute: Arc::default(), ledger }
+    }
+
+    /// From now on compute gets nothing done.
+    pub fn hang(&self) {
+        self.compute.is_stuck.store(true, Ordering::SeqCst);
+    }
+
+    fn make(&self, len: usize, per_word: usize) -> SealedBuf {
+        let words = Arc::new(Words::new(len.div_ceil(per_word)));
+        SealedBuf { words, len, per_word, device: self.clone() }
+    }
+
+    /// What a buffer holds. Unlike compute, it does not wait for anything.
+    pub fn look(&self, buf: &SealedBuf) -> Vec<f32> {
+        let words = buf.words.slice();
+        match buf.per_word {
+            1 => words.to_vec(),
+            _ => {
+                let halves = words.iter().flat_map(|word| [word.to_bits() << 16, word.to_bits() & 0xffff_0000]);
+                halves.take(buf.len).map(f32::from_bits).collect()
+            }
+        }
+    }
+}
+
+pub struct SealedBuf {
+    words: Arc<Words>,
+    len: usize,
+    per_word: usize,
+    device: Sealed,
+}
+
+/// A window: nobody needs one to look through.
+#[derive(Clone, Copy)]
+pub struct Window<'a>(&'a SealedBuf);
+
+pub struct WindowMut<'a>(&'a mut SealedBuf);
+
+impl Backend for Sealed {
+    const ON_HOST: bool = false;
+    const WORKSPACE: usize = 0;
+    type Buf = SealedBuf;
+    type Ints = Vec<u32>;
+    type Scalar = f64;
+    type View<'a> = Window<'a>;
+    type ViewMut<'a> = WindowMut<'a>;
+
+    fn alloc(&self, what: Memory, len: usize) -> Result<SealedBuf> {
+        Ok(self.make(len, if what == Memory::Parameters { 2 } else { 1 }))
+    }
+
+    fn alloc_f32(&self, _: Memory, len: usize) -> Result<SealedBuf> {
+        Ok(self.make(len, 1))
+    }
+
+    fn computes_narrow(&self) -> bool {
+        true
+    }
+
+    fn write(&self, host: &[f32], to: WindowMut<'_>) -> Result<()> {
+        let words = to.0.words.clone();
+        let values: Vec<f32> = match to.0.per_word {
+            1 => host.to_vec(),
+            _ => {
+                let half = |x: Option<&f32>| x.map_or(0, |x| x.to_bits() >> 16);
+                host.chunks(2).map(|pair| f32::from_bits(half(pair.first()) | half(pair.get(1)) << 16)).collect()
+            }
+        };
+        self.compute.queue(move || words.slice().copy_from_slice(&values));
+        Ok(())
+    }
+
+    fn download(&self, from: Window<'_>, host: &mut [f32]) -> Result<()> {
+        self.compute.event().wait()?;
+        host.copy_from_slice(&self.look(from.0));
+        Ok(())
+    }
+
+    fn read(&self, scalar: f64) -> Result<f64> {
+        Ok(scalar)
+    }
+
+    fn upload_ints(&self, host: &[u32]) -> Result<Vec<u32>> {
+        Ok(host.to_vec())
+    }
+
+    fn view(buf: &SealedBuf, _: Range<usize>) -> Window<'_> {
+        Window(buf)
+    }
+
+    fn view_mut(buf: &mut SealedBuf, _: Range<usize>) -> WindowMut<'_> {
+        WindowMut(buf)
+    }
+
+    fn shared<'a>(view: &'a WindowMut<'_>) -> Window<'a> {
+        Window(view.0)
+    }
+
+    fn reborrow<'a>(view: &'a mut WindowMut<'_>) -> WindowMut<'a> {
+        WindowMut(view.0)
+    }
+
+    fn len(buf: &SealedBuf) -> usize {
+        buf.len
+    }
+
+    fn cut(_: Self::View<'_>, _: usize) -> (Self::View<'_>, Self::View<'_>) {
+        unimplemented!("windows are whole buffers here")
+    }
+
+    fn cut_mut(_: Self::ViewMut<'_>, _: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>) {
+        unimplemented!("windows are whole buffers here")
+    }
+
+    fn reach(buf: &mut SealedBuf, range: Range<usize>) -> Result<Reach<'_>> {
+        let n = buf.per_word;
+        if !range.start.is_multiple_of(n) || !(range.end.is_multiple_of(n) || range.end == buf.len) {
+            return Err(Error::internal(format!("{range:?} cuts a word")));
+        }
+        let port = buf.device.port.clone();
+        Ok(Reach::Device(port.span(&buf.words, range.start / n..range.end.div_ceil(n)), port))
+    }
+
+    fn stamp(buf: &SealedBuf) -> Result<Option<Box<dyn Event>>> {
+        Ok(Some(buf.device.compute.event()))
+    }
+
+    fn trim(&self) {}
+
+    fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+}

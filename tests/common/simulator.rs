@@ -1,0 +1,54 @@
+//! Tests on a GPU's simulator (`tests/cudasim/`), in processes of their own that find its libraries.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+use super::launch::{Ended, finish};
+
+pub type Settings<'a> = &'a [(&'a str, &'a str)];
+
+/// Set to anything, the tests run on the machine's own GPU instead.
+const ON_GPU: &str = "HPCTRAIN_TEST_GPU";
+
+/// The simulator's folder, built if it is older than its sources.
+pub fn simulator() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cudasim");
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cudasim/build.sh");
+        assert!(Command::new(script).arg(&out).status().unwrap().success());
+        out
+    })
+}
+
+/// Lets a program find the simulator's libraries, and none of a GPU.
+pub fn with_simulator(command: &mut Command) -> &mut Command {
+    command.env("LD_LIBRARY_PATH", simulator().join("lib")).env("CUDASIM_CACHE", simulator().join("kernels"));
+    command.env("XDG_CACHE_HOME", simulator().join("cache")).env_remove("CUDA_VISIBLE_DEVICES")
+}
+
+/// In the process that runs the body of a test: what it is to do.
+pub fn role() -> Option<String> {
+    std::env::var("CUDASIM_TEST_ROLE").ok()
+}
+
+/// Runs the calling test anew with the simulator's libraries, in a role.
+#[track_caller]
+pub fn child(settings: Settings, role: &str) -> Ended {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([std::thread::current().name().unwrap(), "--exact", "--nocapture", "--include-ignored"]);
+    finish(with_simulator(&mut command).env("CUDASIM_TEST_ROLE", role).envs(settings.iter().copied()))
+}
+
+/// Runs a test's body under each of some settings of the simulator, or once on the machine's own GPU.
+#[track_caller]
+pub fn under(all: &[Settings], body: fn()) {
+    if role().is_some() || std::env::var_os(ON_GPU).is_some() {
+        return body();
+    }
+    for settings in all {
+        let ended = child(settings, "body");
+        assert!(ended.status.success(), "{settings:?}: {ended}");
+    }
+}

@@ -1,0 +1,308 @@
+//! Messages of device memory: every way gives the bits that host memory gives.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::ops::Range;
+
+use common::ranks::{is_rank_of, mpirun, mpirun_with};
+use common::sealed::Sealed;
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::backend::{Backend, Memory};
+use hpctrain::comm::{Algorithm, Comm, Group, Route, Table, Way, mpi, threads};
+use hpctrain::error::{Error, Result};
+
+const LENGTHS: [usize; 6] = [0, 1, 3, 7, 64, 1000];
+
+/// Values whose sum depends on the order of additions.
+fn values(rank: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|i| ((i * 31 + rank * 17 + 3) % 1009) as f32 * 0.37 - 150.0).collect()
+}
+
+/// One rank's device, and how to look into its buffers when a message is done with them.
+struct Rank<B: Backend> {
+    group: Group<B>,
+    backend: B,
+    look: fn(&B, &B::Buf) -> Vec<f32>,
+}
+
+impl<B: Backend> Rank<B> {
+    fn up(&self, what: Memory, values: &[f32]) -> B::Buf {
+        self.backend.upload(what, values).unwrap()
+    }
+
+    fn see(&self, buf: &B::Buf) -> Vec<f32> {
+        if self.group.size() == 1 {
+            // No message: compute may still have to do with it.
+            let mut values = vec![0.0; B::len(buf)];
+            self.backend.download(B::all(buf), &mut values).unwrap();
+            return values;
+        }
+        (self.look)(&self.backend, buf)
+    }
+
+    /// What every operation yields on buffers of one length, all in flight together.
+    fn operations(&self, len: usize) -> Result<Vec<Vec<f32>>> {
+        let (group, rank, size) = (&self.group, self.group.rank(), self.group.size());
+        let padded = len.next_multiple_of(size);
+        let part = rank * padded / size..(rank + 1) * padded / size;
+        let mine = |part: &Range<usize>, of: &[f32]| {
+            let mut mine = vec![f32::NAN; of.len()];
+            mine[part.clone()].copy_from_slice(&of[part.clone()]);
+            mine
+        };
+        let gradients = |values: Vec<f32>| self.up(Memory::Gradients, &values);
+        let whole = group.all_reduce(gradients(values(rank, len)), 0..len);
+        let middle = group.all_reduce(gradients(values(rank, len)), len / 5..len - len / 7);
+        let scattered = group.reduce_scatter(gradients(values(rank, padded)));
+        let chained = group.reduce_scatter(gradients(values(rank, padded)));
+        let chained = group.all_reduce_after(chained, part.clone());
+        let gathered = group.all_gather(gradients(mine(&part, &values(8, padded))));
+        let broadcast = group.broadcast(gradients(values(rank, len)), size - 1);
+
+        // Whole numbers to 255 are the same in every format.
+        let small = |rank: usize, len: usize| (0..len).map(|i| ((i + rank) % 256) as f32).collect::<Vec<_>>();
+        let narrow = len.next_multiple_of(2 * size);
+        let narrow_part = rank * narrow / size..(rank + 1) * narrow / size;
+        let parameters = self.up(Memory::Parameters, &mine(&narrow_part, &small(0, narrow)));
+        let parameters = group.all_gather(parameters);
+        let odd = group.broadcast(self.up(Memory::Parameters, &small(rank, len)), 0);
+
+        let mut results: Vec<Vec<f32>> = Vec::new();
+        for pending in [whole, middle] {
+            results.push(self.see(&pending.wait()?));
+        }
+        for pending in [scattered, chained] {
+            results.push(self.see(&pending.wait()?)[part.clone()].to_vec());
+        }
+        for pending in [gathered, broadcast, parameters, odd] {
+            results.push(self.see(&pending.wait()?));
+        }
+        if size > 1 && len > 0 {
+            let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
+            let sent: Vec<_> = (0..3).map(|i| group.send(next, gradients(values(rank + i, len)))).collect();
+            for _ in 0..3 {
+                let received = group.recv(previous, gradients(vec![0.0; len]));
+                results.push(self.see(&received.wait()?));
+            }
+            for sent in sent {
+                results.push(self.see(&sent.wait()?));
+            }
+        }
+        Ok(results)
+    }
+}
+
+fn on_host(group: Group<Cpu>) -> Rank<Cpu> {
+    Rank { group, backend: Cpu::new(1), look: |_, buf| buf.as_slice().to_vec() }
+}
+
+fn on_device(group: Group<Sealed>, shown: bool) -> Rank<Sealed> {
+    Rank { group, backend: Sealed::new(shown), look: Sealed::look }
+}
+
+fn assert_same(what: &str, got: &[Vec<f32>], wanted: &[Vec<f32>], exact: bool) {
+    assert_eq!(got.len(), wanted.len());
+    for (request, (got, wanted)) in got.iter().zip(wanted).enumerate() {
+        assert_eq!(got.len(), wanted.len(), "{what}");
+        for (i, (got, wanted)) in got.iter().zip(wanted).enumerate() {
+            let near = !exact && (got - wanted).abs() < 1e-3;
+            assert!(near || got.to_bits() == wanted.to_bits(), "{what}, {request}, {i}: {got} for {wanted}");
+        }
+    }
+}
+
+/// What each rank of a world of threads makes of `rank`.
+fn on_threads<B: Backend, T: Send>(
+    nodes: &[usize],
+    algorithm: Algorithm,
+    rank: impl Fn(Comm<B>) -> T + Sync,
+) -> Vec<T> {
+    let rank = &rank;
+    std::thread::scope(|scope| {
+        let comms = threads::start_on_nodes::<B>(nodes, algorithm).into_iter();
+        let ranks: Vec<_> = comms.map(|comm| scope.spawn(move || rank(comm))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+/// Staged in chunks of so many words, against host memory.
+fn check_staged(nodes: &[usize], algorithm: Algorithm, lengths: &[usize], chunks: &[usize]) {
+    for &len in lengths {
+        let wanted = on_threads::<Cpu, _>(nodes, algorithm, |comm| on_host(comm.world()).operations(len).unwrap());
+        for &chunk in chunks {
+            let got = on_threads::<Sealed, _>(nodes, algorithm, |comm| {
+                on_device(comm.in_chunks(chunk).world(), false).operations(len).unwrap()
+            });
+            for (rank, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+                let what = format!("{algorithm} of {len} in chunks of {chunk}, rank {rank} on {nodes:?}");
+                assert_same(&what, got, wanted, true);
+            }
+        }
+    }
+}
+
+#[test]
+fn staged_between_threads() {
+    for algorithm in Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Mpi) {
+        for nodes in [&[0][..], &[0, 0], &[0, 0, 0], &[0, 0, 0, 0], &[0, 0, 1, 1], &[0, 0, 1]] {
+            check_staged(nodes, algorithm, &LENGTHS, &[1, 5, 16, 999, 1 << 20]);
+        }
+    }
+}
+
+/// More than the host takes at a time, so that chunks meet its own blocks.
+#[test]
+fn staged_blocks_between_threads() {
+    for algorithm in [Algorithm::Ring, Algorithm::Tree] {
+        check_staged(&[0, 0], algorithm, &[1_100_001], &[100_000, 1 << 20]);
+        check_staged(&[0, 0, 0], algorithm, &[1_100_000], &[1 << 20]);
+    }
+}
+
+#[test]
+fn every_way_over_mpi() {
+    const NAME: &str = "every_way_over_mpi";
+    if !is_rank_of(NAME) {
+        for (ranks, per_node) in [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2)] {
+            let (status, printed) = mpirun(NAME, ranks, per_node, 120);
+            assert!(status.success(), "{ranks} ranks, {per_node} a node:\n{printed}");
+        }
+        return;
+    }
+    let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
+    for algorithm in Algorithm::ALL {
+        let table = Table::always(algorithm);
+        let host = on_host(comm.world().choosing(table.clone()));
+        let exact = algorithm != Algorithm::Mpi;
+        let device = |comm: Comm<Sealed>, shown| on_device(comm.world().choosing(table.clone()), shown);
+        let staged = comm.on::<Sealed>().through(Way::Staged);
+        let ways = [
+            ("staged", device(staged.clone(), false)),
+            ("staged in chunks", device(staged.in_chunks(60), false)),
+            ("direct", device(comm.on().through(Way::Direct), true)),
+        ];
+        for len in LENGTHS.into_iter().chain([300_000, 1_200_001]) {
+            let wanted = host.operations(len).unwrap();
+            for (way, rank) in ways.iter().filter(|(way, _)| len < 2000 || *way != "staged in chunks") {
+                assert_same(&format!("{algorithm} {way} of {len}"), &rank.operations(len).unwrap(), &wanted, exact);
+            }
+        }
+        // How many slots messages hold that have not left yet is a matter of time.
+        for (way, rank) in ways.iter().filter(|(way, _)| *way == "direct") {
+            let (ledger, fresh) = (rank.backend.ledger(), rank.backend.ledger().fresh());
+            rank.operations(1000).unwrap();
+            assert_eq!(ledger.fresh(), fresh, "{way} makes new memory for what it has done before");
+        }
+    }
+    comm.shutdown();
+}
+
+/// Pairs of bf16 travel as words; nobody may add them.
+#[test]
+fn only_f32_is_added() {
+    on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
+        let rank = on_device(comm.world(), false);
+        let sum = rank.group.all_reduce(rank.up(Memory::Parameters, &[1.0; 8]), 0..8).wait();
+        assert_eq!(sum.err().unwrap().to_string(), "all_reduce of numbers that are not f32");
+    });
+}
+
+/// A rank whose device hangs still hears that another one ends the job.
+#[test]
+fn an_abort_reaches_a_rank_that_waits_for_its_device() {
+    let errors = on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
+        let rank = on_device(comm.world(), false);
+        if comm.rank() == 0 {
+            rank.backend.hang();
+        }
+        let pending = rank.group.all_reduce(rank.up(Memory::Gradients, &[1.0; 8]), 0..8);
+        if comm.rank() == 1 {
+            let aborts = std::panic::AssertUnwindSafe(|| comm.abort(3));
+            assert!(std::panic::catch_unwind(aborts).is_err());
+        }
+        pending.wait().err().unwrap().to_string()
+    });
+    assert!(errors.iter().all(|error| error.contains("aborted with code 3")), "{errors:?}");
+}
+
+/// What passes through the host is counted, and made once.
+#[test]
+fn staging_is_counted_and_steady() {
+    on_threads::<Sealed, _>(&[0, 0, 0], Algorithm::Tree, |comm| {
+        let comm = comm.in_chunks(100);
+        let rank = on_device(comm.world(), false);
+        comm.count_memory(rank.backend.clone());
+        let ledger = rank.backend.ledger();
+        let state = || (ledger.fresh(), ledger.live(Memory::Communication));
+        rank.operations(1000).unwrap();
+        let before = state();
+        assert!(before.0 >= 3 && before.1 >= before.0 * 400, "{before:?}");
+        (0..3).for_each(|_| drop(rank.operations(1000).unwrap()));
+        assert_eq!(state(), before);
+    });
+}
+
+#[test]
+fn routes_are_found() {
+    on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
+        let way = |route| comm.on_route(route, || unreachable!("threads are not asked")).map(|comm| comm.way());
+        assert_eq!((way(Route::Staged).unwrap(), way(Route::Auto).unwrap()), (Some(Way::Staged), Some(Way::Staged)));
+        let error = way(Route::Direct).unwrap_err().to_string();
+        assert!(error.contains("threads of one process cannot take addresses") && error.contains("comm.path = staged"));
+        // Direct messages that nobody carries are errors, not crashes.
+        let (group, backend) = (comm.through(Way::Direct).world(), Sealed::new(false));
+        let sum = group.all_reduce(backend.upload(Memory::Gradients, &[1.0; 8]).unwrap(), 0..8).wait();
+        assert!(sum.err().unwrap().to_string().contains("comm.path = direct needs MPI"));
+    });
+    on_threads::<Cpu, _>(&[0], Algorithm::Tree, |comm| {
+        assert_eq!(comm.on_route(Route::Auto, || Ok(())).unwrap().way(), None);
+        let error = comm.on_route(Route::Direct, || Ok(())).err().unwrap();
+        assert!(error.exit_code() == 2 && error.to_string().contains("comm.path = direct is for GPUs"), "{error}");
+    });
+}
+
+/// The library is asked in a child, which crashes on memory that it cannot reach.
+#[test]
+fn the_direct_way_is_proved() {
+    const NAME: &str = "the_direct_way_is_proved";
+    const DEVICE: &str = "HPCTRAIN_TEST_DEVICE";
+    let device = std::env::var(DEVICE).unwrap_or_default();
+    if is_rank_of(NAME) && std::env::var("OMPI_COMM_WORLD_SIZE").is_err() {
+        // The child, which knows of no launcher.
+        let proved = match device.as_str() {
+            "shown" => mpi::prove(&Sealed::new(true)),
+            "hidden" => mpi::prove(&Sealed::new(false)),
+            _ => mpi::prove(&Cpu::new(1)),
+        };
+        return proved.unwrap_or_else(|e| {
+            eprintln!("error: {e}");
+            std::process::exit(2)
+        });
+    }
+    if is_rank_of(NAME) {
+        let comm = mpi::start::<Sealed>(Algorithm::Tree).unwrap();
+        let prove = || {
+            assert_eq!(comm.rank(), 0, "one rank of a node tries");
+            mpi::prove_in_child(&[NAME, "--exact", "--nocapture"])
+        };
+        let found = comm.on_route(Route::Direct, prove).map(|comm| comm.way());
+        match device.as_str() {
+            "shown" => assert_eq!(found.unwrap(), Some(Way::Direct)),
+            "hidden" => {
+                let error = found.unwrap_err().to_string();
+                assert!(error.contains("signal") && error.contains("hint: set comm.path = staged"), "{error}");
+            }
+            _ => assert!(found.unwrap_err().to_string().contains("there is no GPU"), "{device}"),
+        }
+        // Debian's library claims nothing: nobody is asked.
+        let never = || Err(Error::internal("asked"));
+        assert_eq!(comm.on_route(Route::Auto, never).unwrap().way(), Some(Way::Staged));
+        comm.shutdown();
+        return;
+    }
+    for device in ["shown", "hidden", "none"] {
+        let (status, printed) = mpirun_with(NAME, 2, 2, 100, &[(DEVICE, device)]);
+        assert!(status.success(), "{device}:\n{printed}");
+    }
+}
