@@ -107,6 +107,11 @@ impl Error {
         &self.message
     }
 
+    /// What the user can do about it.
+    pub fn advice(&self) -> Option<&str> {
+        self.hint.as_deref()
+    }
+
     /// Whose fault it is.
     pub fn kind(&self) -> Kind {
         self.kind

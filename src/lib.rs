@@ -7,6 +7,7 @@ pub mod cli;
 pub mod comm;
 pub mod config;
 pub mod data;
+pub mod doctor;
 pub mod error;
 pub mod evaluate;
 pub mod layout;

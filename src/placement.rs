@@ -45,6 +45,11 @@ pub struct Gpu {
 }
 
 impl Gpu {
+    /// The device itself.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// The rank's device, ready to compute by `plan`.
     ///
     /// # Errors
@@ -131,7 +136,7 @@ fn look(topology: &Topology, opened: &mut Vec<Device>) -> Result<Vec<Seen>> {
 }
 
 /// The cores of the processor that a device hangs on, where the system knows.
-fn near_cores(pci: &str) -> Option<std::collections::BTreeSet<usize>> {
+pub fn near_cores(pci: &str) -> Option<std::collections::BTreeSet<usize>> {
     let path = Path::new("/sys/bus/pci/devices").join(pci).join("local_cpulist");
     parse_list(std::fs::read_to_string(path).ok()?.trim())
 }

@@ -15,7 +15,7 @@ const LEVELS: [&[&str]; 11] = [
     &["config", "telemetry", "topology"],
     &["checkpoint", "placement"],
     &["train", "evaluate"],
-    &["verify"],
+    &["doctor", "verify"],
     &["cli"],
 ];
 

@@ -5,14 +5,11 @@
 mod common;
 
 use std::ffi::{CString, c_char, c_void};
-use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::ptr::null_mut;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
-use common::launch::{Ended, finish};
-use common::simulator::{Settings, child, role, simulator, under};
+use common::simulator::{Settings, child, role, under};
 use cudarc::cublaslt::sys as lt;
 use cudarc::driver::sys::{CUresult, CUstreamCaptureMode};
 use cudarc::driver::{

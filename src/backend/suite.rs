@@ -532,7 +532,6 @@ fn simulated_kernels_are_right_in_bf16() {
 }
 
 #[test]
-#[ignore = "some minutes: threads of kernels are watched for races"]
 fn simulated_kernels_do_not_race() {
     for test in ["cuda_kernels_are_right_in_f32", "cuda_kernels_are_right_in_bf16"] {
         simulated(test, &[("CUDASIM_CHECK", "1")]);

@@ -11,25 +11,45 @@ use crate::error::{Error, Result};
 const OBJECT_STORES: [&str; 7] =
     ["fuse.s3fs", "fuse.mount-s3", "fuse.goofys", "fuse.gcsfuse", "fuse.rclone", "fuse.blobfuse", "fuse.blobfuse2"];
 
+/// A file system that checkpoints can be on.
+#[derive(Debug)]
+pub struct FileSystem {
+    /// Its type in the words of /proc/mounts, such as `ext4`; none if it is not listed.
+    pub kind: Option<String>,
+    /// Whether files can be locked, or why not.
+    pub locks: Result<(), String>,
+}
+
 /// Tries what checkpoints need in `dir`, which exists. Warns where there are no locks.
 ///
 /// # Errors
 /// What does not work there.
-pub fn check(dir: &Path) -> Result<()> {
+pub(super) fn check(dir: &Path) -> Result<()> {
+    if let Err(e) = probe(dir)?.locks {
+        log::warn!("{} has no file locks ({e}): let one evaluator at a time write eval.jsonl", dir.display());
+    }
+    Ok(())
+}
+
+/// As `check`, and tells what it found. Ranks may do it at once.
+///
+/// # Errors
+/// What does not work there.
+pub fn probe(dir: &Path) -> Result<FileSystem> {
     let mounts = fs::read_to_string("/proc/mounts").unwrap_or_default();
     let real = fs::canonicalize(dir).map_err(|e| Error::io("open", dir, e))?;
-    if let Some(kind) = kind(&mounts, &real).filter(|kind| OBJECT_STORES.contains(kind)) {
+    let kind = kind(&mounts, &real);
+    if let Some(kind) = kind.filter(|kind| OBJECT_STORES.contains(kind)) {
         return Err(unfit(dir, &format!("is on {kind}, where a rename copies and is seen half done")));
     }
-    let probe = dir.join(format!(".probe-{}.tmp", std::process::id()));
-    // A leftover of a process with this number.
-    let _ = fs::remove_dir_all(&probe);
-    fs::create_dir(&probe).map_err(|e| {
-        Error::io("create", &probe, e).hint("choose a directory that can be written with --set run.root=…")
+    let probe = tempfile::Builder::new().prefix(".probe-").suffix(".tmp").tempdir_in(dir).map_err(|e| {
+        Error::io("create a directory in", dir, e).hint("choose a directory that can be written with --set run.root=…")
     })?;
-    let tried = try_all(&probe);
-    fs::remove_dir_all(&probe).map_err(|e| Error::io("remove", &probe, e))?;
-    tried.map_err(|(what, e)| unfit(dir, &format!("is on a file system that cannot {what}: {e}")))
+    let tried = try_all(probe.path());
+    let path = probe.path().to_owned();
+    probe.close().map_err(|e| Error::io("remove", &path, e))?;
+    let locks = tried.map_err(|(what, e)| unfit(dir, &format!("is on a file system that cannot {what}: {e}")))?;
+    Ok(FileSystem { kind: kind.map(str::to_owned), locks })
 }
 
 fn unfit(dir: &Path, what: &str) -> Error {
@@ -40,7 +60,8 @@ fn unfit(dir: &Path, what: &str) -> Error {
 /// What failed, and how.
 type Failure = (&'static str, io::Error);
 
-fn try_all(probe: &Path) -> Result<(), Failure> {
+/// Tries everything; whether there are locks, which checkpoints can do without.
+fn try_all(probe: &Path) -> Result<Result<(), String>, Failure> {
     let named = |what| move |e| (what, e);
     let wrong = |text: &str| io::Error::other(text.to_string());
     let path = |name: &str| -> PathBuf { probe.join(name) };
@@ -67,13 +88,7 @@ fn try_all(probe: &Path) -> Result<(), Failure> {
         file.lock()?;
         file.unlock()
     };
-    if let Err(e) = lock() {
-        log::warn!(
-            "{} has no file locks ({e}): let one evaluator at a time write eval.jsonl",
-            probe.parent().unwrap_or(probe).display()
-        );
-    }
-    Ok(())
+    Ok(lock().map_err(|e| e.to_string()))
 }
 
 /// The type of the file system that holds `path`, in the words of /proc/mounts: the last mount on the longest prefix.

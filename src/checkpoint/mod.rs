@@ -15,7 +15,7 @@
 //! `docs/checkpoint-format.md`.
 
 mod directory;
-mod filesystem;
+pub mod filesystem;
 pub mod huggingface;
 pub mod lease;
 mod manifest;

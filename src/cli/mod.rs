@@ -4,6 +4,7 @@ mod bench;
 mod checkpoint;
 mod config;
 pub mod data;
+mod doctor;
 mod eval;
 mod job;
 mod prove;
@@ -54,6 +55,11 @@ enum Command {
     Checkpoint(checkpoint::CheckpointArgs),
     /// Show the configuration that would run.
     Config(config::ConfigArgs),
+    /// Look whether this machine is fit to train on: GPUs, MPI, HDF5, file system, limits.
+    Doctor(doctor::DoctorArgs),
+    /// Some checks of `doctor`, in a process that may crash.
+    #[command(hide = true, name = crate::doctor::probe::COMMAND)]
+    DoctorProbe(doctor::ProbeArgs),
     /// Time what the machine gives.
     Bench(bench::BenchArgs),
     /// Print a completion script for a shell.
@@ -90,6 +96,8 @@ pub fn run() -> i32 {
         Command::Train(args) => train::run(&args, launch.is_some()),
         Command::Eval(args) => eval::run(&args, launch.is_some()),
         Command::Bench(args) => bench::run(&args, launch.is_some()),
+        Command::Doctor(args) => doctor::run(&args, launch.as_ref()),
+        Command::DoctorProbe(args) => report(doctor::probe(&args)),
         Command::VerifyRank(args) => verify::run_rank(&args, launch.is_some()),
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),

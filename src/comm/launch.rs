@@ -8,15 +8,17 @@ use crate::error::{Error, Result};
 pub struct Launch {
     /// This process's rank, if the launcher told: what fails before MPI is up is printed by rank 0 only.
     pub rank: Option<usize>,
+    /// What started it, for people.
+    pub by: &'static str,
 }
 
-/// A variable that a launcher sets, and the one that holds the rank.
-const LAUNCHERS: [(&str, &str); 5] = [
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMIX_RANK", "PMIX_RANK"),
-    ("PMI_RANK", "PMI_RANK"),
-    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
-    ("PALS_RANKID", "PALS_RANKID"),
+/// A variable that a launcher sets, the one that holds the rank, and what people call the launcher.
+const LAUNCHERS: [(&str, &str, &str); 5] = [
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpirun"),
+    ("PMIX_RANK", "PMIX_RANK", "a launcher that speaks PMIx, such as srun --mpi=pmix"),
+    ("PMI_RANK", "PMI_RANK", "a launcher that speaks PMI, such as MPICH's mpiexec"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MVAPICH's mpirun"),
+    ("PALS_RANKID", "PALS_RANKID", "PALS"),
 ];
 
 /// Overrides what the launchers' variables say: `1` or `0`.
@@ -27,19 +29,20 @@ const OVERRIDE: &str = "HPCTRAIN_MPI";
 /// # Errors
 /// The override is neither 0 nor 1, or Slurm started several tasks that cannot find one another.
 pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> {
-    let launcher = LAUNCHERS.iter().find(|(sign, _)| env(sign).is_some());
-    let rank = launcher.and_then(|(_, rank)| env(rank)?.parse().ok());
+    let launcher = LAUNCHERS.iter().find(|(sign, ..)| env(sign).is_some());
+    let rank = launcher.and_then(|(_, rank, _)| env(rank)?.parse().ok());
+    let by = launcher.map(|(.., name)| *name);
     match env(OVERRIDE).as_deref() {
         Some("0") => return Ok(None),
-        Some("1") => return Ok(Some(Launch { rank })),
+        Some("1") => return Ok(Some(Launch { rank, by: by.unwrap_or("a launcher that HPCTRAIN_MPI=1 vouches for") })),
         Some(other) => {
             return Err(Error::input(format!("{OVERRIDE}={other} is neither 0 nor 1"))
                 .hint("1 says that an MPI launcher started this process, 0 that none did; leave it out to find out"));
         }
         None => {}
     }
-    if launcher.is_some() {
-        return Ok(Some(Launch { rank }));
+    if let Some(by) = by {
+        return Ok(Some(Launch { rank, by }));
     }
     // Set by srun for the tasks of a step only; SLURM_NTASKS is also seen by a batch script, which runs once.
     let tasks: usize = env("SLURM_STEP_NUM_TASKS").and_then(|tasks| tasks.parse().ok()).unwrap_or(1);
@@ -59,23 +62,25 @@ pub(super) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usiz
 mod tests {
     use super::*;
 
-    fn ask(vars: &[(&str, &str)]) -> Result<Option<Launch>> {
-        launched(|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()))
+    /// The rank that a launch tells, if there is one.
+    fn ask(vars: &[(&str, &str)]) -> Result<Option<Option<usize>>> {
+        let launch = launched(|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()))?;
+        Ok(launch.map(|launch| launch.rank))
     }
 
     #[test]
     fn launchers_are_recognised() {
         assert_eq!(ask(&[]), Ok(None));
         let open_mpi = [("OMPI_COMM_WORLD_SIZE", "4"), ("OMPI_COMM_WORLD_RANK", "2")];
-        assert_eq!(ask(&open_mpi), Ok(Some(Launch { rank: Some(2) })));
-        assert_eq!(ask(&[("PMI_RANK", "1")]), Ok(Some(Launch { rank: Some(1) })));
-        assert_eq!(ask(&[("PALS_RANKID", "?")]), Ok(Some(Launch { rank: None })));
+        assert_eq!(ask(&open_mpi), Ok(Some(Some(2))));
+        assert_eq!(ask(&[("PMI_RANK", "1")]), Ok(Some(Some(1))));
+        assert_eq!(ask(&[("PALS_RANKID", "?")]), Ok(Some(None)));
     }
 
     #[test]
     fn the_override_decides() {
         assert_eq!(ask(&[("HPCTRAIN_MPI", "0"), ("PMI_RANK", "1")]), Ok(None));
-        assert_eq!(ask(&[("HPCTRAIN_MPI", "1")]), Ok(Some(Launch { rank: None })));
+        assert_eq!(ask(&[("HPCTRAIN_MPI", "1")]), Ok(Some(None)));
         assert!(ask(&[("HPCTRAIN_MPI", "yes")]).is_err());
     }
 
@@ -85,7 +90,7 @@ mod tests {
         let error = ask(&step).unwrap_err();
         assert!(error.to_string().contains("srun started 4 tasks") && error.to_string().contains("--mpi=pmix"));
         let with_pmix = [step[0], step[1], ("PMIX_RANK", "0")];
-        assert_eq!(ask(&with_pmix), Ok(Some(Launch { rank: Some(0) })));
+        assert_eq!(ask(&with_pmix), Ok(Some(Some(0))));
         // A batch script of a job of four tasks.
         assert_eq!(ask(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]), Ok(None));
     }

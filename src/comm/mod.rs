@@ -90,6 +90,8 @@ struct World {
     vendor: bool,
     /// Whether the library says that it takes addresses of GPUs.
     claims_devices: bool,
+    /// What MPI allows threads to do, where there is MPI.
+    threads: Option<&'static str>,
     /// Bytes that messages pass through, at most.
     staging: usize,
 }
@@ -140,6 +142,7 @@ pub fn single<B: Backend>() -> Comm<B> {
         shares_memory: false,
         vendor: false,
         claims_devices: false,
+        threads: None,
         staging: 0,
     };
     Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
@@ -181,6 +184,16 @@ impl<B: Backend> Comm<B> {
     /// Whether the ranks of this node exchange through shared memory.
     pub fn shares_memory(&self) -> bool {
         self.inner.world.shares_memory
+    }
+
+    /// Whether the MPI library says that it takes addresses of GPUs. Some say so where they cannot.
+    pub fn claims_devices(&self) -> bool {
+        self.inner.world.claims_devices
+    }
+
+    /// What MPI allows threads to do, such as `MPI_THREAD_FUNNELED`; none without MPI.
+    pub fn thread_level(&self) -> Option<&'static str> {
+        self.inner.world.threads
     }
 
     /// How groups exchange and add that choose nothing else.

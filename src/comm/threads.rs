@@ -50,6 +50,7 @@ pub fn start_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Vec<
             shares_memory: false,
             vendor: false,
             claims_devices: false,
+            threads: None,
             staging: algorithms::staging(ranks),
         };
         let shared = Arc::new(Shared::default());

@@ -19,6 +19,7 @@ pub mod saving;
 mod step;
 
 pub use advance::{Taken, advance};
+pub use available::available;
 pub use collectives::Exchange;
 pub use directory::{Resume, RunDirectory};
 pub use feed::vocabulary;

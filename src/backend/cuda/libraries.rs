@@ -20,13 +20,18 @@ fn version(number: i32) -> String {
     format!("{}.{}", number / 1000, number % 1000 / 10)
 }
 
+/// Whether this node has a driver at all, working or not.
+pub fn driver_is_there() -> bool {
+    // SAFETY: only looks whether the library can be opened.
+    unsafe { driver::sys::is_culib_present() }
+}
+
 /// The CUDA version that the driver speaks, such as `13.0`.
 ///
 /// # Errors
 /// There is no driver, it finds no device, or it is too old.
 pub fn driver() -> Result<String> {
-    // SAFETY: only looks whether the library can be opened.
-    if !unsafe { driver::sys::is_culib_present() } {
+    if !driver_is_there() {
         return Err(Error::input("no CUDA driver: libcuda.so.1 is not there")
             .hint("run on a node with a GPU, or set run.device=cpu"));
     }

@@ -68,6 +68,14 @@ fn mark(stream: &CudaStream) -> Result<Box<dyn Event>> {
     Ok(Box::new(Mark(check("mark a point in its work", stream.record_event(None))?)))
 }
 
+/// The end of what was queued; after a failure, nothing of it is left running.
+fn all_or_nothing(stream: &CudaStream, queued: Result<()>) -> Result<Box<dyn Event>> {
+    queued.and_then(|()| mark(stream)).inspect_err(|_| {
+        // If it cannot be waited for either, the device has ended.
+        let _ = stream.synchronize();
+    })
+}
+
 impl Pinned for pinned::Pinned<f32> {
     fn words(&mut self) -> &mut [f32] {
         self.as_mut_slice()
@@ -120,26 +128,26 @@ impl Port for CudaPort {
 
     unsafe fn download(&self, pieces: &[Placed<'_>], host: *mut f32) -> Result<Box<dyn Event>> {
         self.bind()?;
-        for (span, at) in pieces {
+        let queue = |(span, at): &Placed<'_>| {
             // SAFETY: the caller's pieces have their places in the host memory, untouched until the event.
             let to = unsafe { std::slice::from_raw_parts_mut(host.add(*at), span.words()) };
             // SAFETY: the span has as many words, which live until the event as the caller promises.
             let queued = unsafe { result::memcpy_dtoh_async(to, span.address() as u64, self.out.cu_stream()) };
-            check("copy a message to the host", queued)?;
-        }
-        mark(&self.out)
+            check("copy a message to the host", queued)
+        };
+        all_or_nothing(&self.out, pieces.iter().try_for_each(queue))
     }
 
     unsafe fn upload(&self, host: *const f32, pieces: &[Placed<'_>]) -> Result<Box<dyn Event>> {
         self.bind()?;
-        for (span, at) in pieces {
+        let queue = |(span, at): &Placed<'_>| {
             // SAFETY: as in `download`.
             let from = unsafe { std::slice::from_raw_parts(host.add(*at), span.words()) };
             // SAFETY: as in `download`.
             let queued = unsafe { result::memcpy_htod_async(span.address() as u64, from, self.back.cu_stream()) };
-            check("copy a message from the host", queued)?;
-        }
-        mark(&self.back)
+            check("copy a message from the host", queued)
+        };
+        all_or_nothing(&self.back, pieces.iter().try_for_each(queue))
     }
 
     fn add(&self, from: Span<'_>, to: Span<'_>) -> Result<()> {

@@ -105,6 +105,26 @@ fn short_version(text: &str) -> String {
     first.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
+/// Name and version of the library that this program is linked with. May be asked before MPI has begun.
+pub fn library() -> String {
+    // SAFETY: MPI allows the call at any time; the buffer has room for any text.
+    short_version(&text(|to, len| unsafe { ffi::MPI_Get_library_version(to, len) }))
+}
+
+/// The name of a level of MPI's support for threads.
+fn thread_level(level: c_int) -> &'static str {
+    // SAFETY: reading constants of the library.
+    let named = unsafe {
+        [
+            (ffi::RSMPI_THREAD_SINGLE, "MPI_THREAD_SINGLE"),
+            (ffi::RSMPI_THREAD_FUNNELED, "MPI_THREAD_FUNNELED"),
+            (ffi::RSMPI_THREAD_SERIALIZED, "MPI_THREAD_SERIALIZED"),
+            (ffi::RSMPI_THREAD_MULTIPLE, "MPI_THREAD_MULTIPLE"),
+        ]
+    };
+    named.iter().find(|(number, _)| *number == level).map_or("a level of its own", |(_, name)| name)
+}
+
 /// `MPI_IN_PLACE`, a macro that bindings cannot see: (void*)1 in Open MPI, (void*)-1 in MPICH and its descendants.
 fn in_place(library: &str) -> *const c_void {
     std::ptr::without_provenance(if library.starts_with("Open MPI") { 1 } else { usize::MAX })
@@ -243,6 +263,7 @@ impl Mpi {
             shares_memory: mpi.segment.is_some(),
             vendor: true,
             claims_devices: proof::claims_devices(),
+            threads: Some(thread_level(provided)),
             staging: algorithms::staging(size) + near + if size > 1 { exchange::BYTES } else { 0 },
         };
         Ok((mpi, world))

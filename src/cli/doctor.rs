@@ -1,0 +1,52 @@
+//! `hpctrain doctor`: is this machine fit to train on?
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::job;
+use crate::comm::launch::Launch;
+use crate::doctor::{self, Request};
+use crate::error::{Error, Result};
+use crate::telemetry::say;
+
+/// Arguments of `hpctrain doctor`.
+#[derive(Args)]
+#[command(after_help = "Exit code: 0 if nothing failed (warnings do not count), 1 if something did.\n\
+                        Example: mpirun -np 2 hpctrain doctor --run-root /scratch/runs")]
+pub struct DoctorArgs {
+    /// Where runs will be: its file system is tried. What is written there is removed.
+    #[arg(long, value_name = "DIR", default_value = "runs")]
+    run_root: PathBuf,
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Examines as one rank; returns the exit code.
+pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
+    let request = Request { run_root: args.run_root.clone(), launcher: launch.map(|launch| launch.by) };
+    job::run(launch.is_some(), |comm| {
+        let report = doctor::run(comm, &request)?;
+        if comm.rank() == 0 {
+            if args.json {
+                say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+            } else {
+                say(&report);
+            }
+        }
+        Ok(i32::from(report.has_failures()))
+    })
+}
+
+/// Arguments of `hpctrain doctor-probe`, which `hpctrain doctor` starts.
+#[derive(Args)]
+pub struct ProbeArgs {
+    /// What to look at.
+    probe: String,
+}
+
+/// Looks at what could crash, in a process of its own.
+pub fn probe(args: &ProbeArgs) -> Result<()> {
+    doctor::probe::answer(&args.probe)
+}

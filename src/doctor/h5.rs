@@ -1,0 +1,82 @@
+//! HDF5: which one, whether it writes, reads and locks in the run root; and the data inside this program.
+
+use std::fs::{File, TryLockError};
+use std::path::Path;
+
+use super::Finding;
+use super::probe::Teller;
+use super::run_root::{nearest, scratch};
+use crate::data::{DataSpec, Dataset, Split, bundled, one_line};
+use crate::error::{Error, Result};
+use crate::telemetry::grouped;
+
+/// Decides whether HDF5 locks files.
+const LOCKING: &str = "HDF5_USE_FILE_LOCKING";
+
+/// The data inside this program, and a length of its samples.
+const BUNDLED: &str = "tiny-shakespeare";
+const CONTEXT: usize = 64;
+
+pub(super) fn probe(tell: &Teller, run_root: &Path) {
+    tell.attempt("hdf5", || {
+        let (major, minor, patch) = hdf5::library_version();
+        let safe = if hdf5::is_library_threadsafe() { "thread-safe" } else { "not thread-safe: threads take turns" };
+        Finding::ok(format!("{major}.{minor}.{patch}, {safe}"))
+    });
+    tell.attempt("hdf5 files", || {
+        let dir = nearest(run_root);
+        let locks = round_trip(&dir).map(|locks| match (locks, std::env::var(LOCKING)) {
+            (true, _) => "locked while they are open".to_owned(),
+            (false, Ok(value)) => format!("not locked ({LOCKING}={value})"),
+            (false, Err(_)) => "not locked".to_owned(),
+        });
+        locks.map(|locks| format!("written and read in {}, {locks}", dir.display())).into()
+    });
+}
+
+/// Writes a file, reads it back; whether HDF5 holds a lock on a file that it writes.
+fn round_trip(dir: &Path) -> Result<bool> {
+    let folder = scratch(dir)?;
+    let path = folder.path().join("probe.h5");
+    let failed = |action: &'static str| {
+        let path = path.clone();
+        move |e: hdf5::Error| {
+            let detail = one_line(&e);
+            let hint = if detail.contains("lock") {
+                format!("set {LOCKING}=FALSE in the environment of all ranks")
+            } else {
+                "check free space and permissions there".to_owned()
+            };
+            Error::io(action, &path, detail).hint(hint)
+        }
+    };
+    let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
+    let write = || -> hdf5::Result<bool> {
+        let file = hdf5::File::create(&path)?;
+        file.new_dataset::<f32>().shape(values.len()).create("values")?.write_raw(&values)?;
+        file.flush()?;
+        Ok(is_locked(&path))
+    };
+    let locked = write().map_err(failed("write"))?;
+    let read = || hdf5::File::open(&path)?.dataset("values")?.read_raw::<f32>();
+    if read().map_err(failed("read"))? != values {
+        return Err(Error::io("read", &path, "it is not what was written").hint("choose another --run-root"));
+    }
+    Ok(locked)
+}
+
+/// Whether somebody holds a lock on a file, as HDF5 does. A file system without locks has none that are held.
+fn is_locked(path: &Path) -> bool {
+    File::open(path).is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+}
+
+/// Unpacks the data inside this program and opens it.
+pub(super) fn probe_data(tell: &Teller) {
+    tell.attempt("bundled data", || {
+        let opened = bundled::locate(BUNDLED).and_then(|folder| {
+            let dataset = Dataset::open(&DataSpec::new(&folder), Split::Train, CONTEXT)?;
+            Ok(format!("{BUNDLED}, {} tokens, in {}", grouped(dataset.tokens()), folder.display()))
+        });
+        opened.into()
+    });
+}

@@ -1,0 +1,93 @@
+//! What the system lets a process have: memory, open files, locked pages.
+
+use std::fs;
+
+use super::probe::Teller;
+use super::{Finding, gpu};
+use crate::telemetry::bytes;
+use crate::train::available;
+
+/// Less memory than this, and hardly a run fits.
+const LITTLE_MEMORY: usize = 1 << 30;
+
+/// Files that a rank may have open at once: shards are kept open.
+const FEW_FILES: usize = 1024;
+
+pub(super) fn probe(tell: &Teller) {
+    tell.attempt("memory", || {
+        let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        memory(available(), total(&meminfo))
+    });
+    let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    tell.attempt("open files", || open_files(limit(&limits, "Max open files")));
+    let infiniband = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
+    if infiniband || !gpu::on_bus().is_empty() {
+        tell.attempt("locked memory", || locked_memory(limit(&limits, "Max locked memory"), infiniband));
+    }
+}
+
+fn memory(available: Option<usize>, total: Option<usize>) -> Finding {
+    let Some(available) = available else { return Finding::ok("the system does not say") };
+    let of = total.map(|total| format!(" of the node's {}", bytes(total))).unwrap_or_default();
+    let found = format!("{} available{of}", bytes(available));
+    match available < LITTLE_MEMORY {
+        true => Finding::warning(found, "ask for more: a Slurm job with --mem, a container with --memory"),
+        false => Finding::ok(found),
+    }
+}
+
+fn open_files(limit: Option<usize>) -> Finding {
+    match limit {
+        None => Finding::ok("no limit"),
+        Some(limit) if limit < FEW_FILES => {
+            Finding::warning(format!("{limit} a process"), "ulimit -n 4096, before mpirun and on every node")
+        }
+        Some(limit) => Finding::ok(format!("{limit} a process")),
+    }
+}
+
+/// InfiniBand locks the memory of messages, and counts it; what CUDA locks is not counted.
+fn locked_memory(limit: Option<usize>, infiniband: bool) -> Finding {
+    match limit {
+        None => Finding::ok("no limit"),
+        Some(limit) if infiniband => Finding::warning(
+            format!("{} a process, and messages over InfiniBand lock theirs", bytes(limit)),
+            "ulimit -l unlimited, in /etc/security/limits.conf, or where Slurm's slurmd is started",
+        ),
+        Some(limit) => Finding::ok(format!("{} a process; what CUDA locks does not count", bytes(limit))),
+    }
+}
+
+/// The memory of the node.
+fn total(meminfo: &str) -> Option<usize> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.split_whitespace().next()?.parse().ok().map(|kib: usize| kib << 10)
+}
+
+/// The soft limit of a line in /proc/self/limits; none where it is unlimited.
+fn limit(limits: &str, name: &str) -> Option<usize> {
+    limits.lines().find_map(|line| line.strip_prefix(name))?.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Status::{Ok, Warning};
+    use super::*;
+
+    #[test]
+    fn limits_are_read() {
+        let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
+                      Max open files            1024                 524288               files     \n\
+                      Max locked memory         unlimited            unlimited            bytes     \n";
+        assert_eq!((limit(limits, "Max open files"), limit(limits, "Max locked memory")), (Some(1024), None));
+        assert_eq!(total("MemFree: 1 kB\nMemTotal:       2048 kB\n"), Some(2 << 20));
+    }
+
+    #[test]
+    fn narrow_limits_are_warned_of() {
+        assert_eq!((open_files(Some(256)).status, open_files(None).status), (Warning, Ok));
+        assert_eq!((memory(Some(1 << 20), None).status, memory(None, None).status), (Warning, Ok));
+        let locked = |limit, infiniband| locked_memory(limit, infiniband).status;
+        assert_eq!((locked(Some(65536), true), locked(Some(65536), false), locked(None, true)), (Warning, Ok, Ok));
+    }
+}

@@ -1,0 +1,194 @@
+//! Is this machine fit to train on? Everything a run rests on, tried: GPUs, MPI, HDF5, the file system, limits, data.
+//!
+//! Each rank looks at what is its own, the first rank of each node at the node as well. What could crash or hang is
+//! tried in a child ([`probe`]): the doctor survives to tell. All findings meet in one [`Report`].
+
+mod gpu;
+mod h5;
+mod limits;
+mod mpi;
+mod paths;
+pub mod probe;
+mod ranks;
+mod report;
+mod run_root;
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+use tempfile::NamedTempFile;
+
+use crate::backend::cpu::Cpu;
+use crate::comm::{Comm, Group};
+use crate::config::Config;
+use crate::error::{Error, Kind, Result};
+use crate::placement::place;
+use crate::topology::Topology;
+
+use probe::Probe;
+use ranks::{Gpu, Seat};
+
+pub use report::Report;
+
+/// How a check came out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Status {
+    /// Fit.
+    Ok,
+    /// Training will run; not as well as it could, or not everywhere.
+    Warning,
+    /// Something that is there does not work.
+    Failure,
+}
+
+/// What a check found.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Finding {
+    /// How it came out.
+    pub status: Status,
+    /// A short fact.
+    pub found: String,
+    /// What to do about it.
+    pub hint: Option<String>,
+}
+
+impl Finding {
+    fn ok(found: impl Into<String>) -> Self {
+        Self { status: Status::Ok, found: found.into(), hint: None }
+    }
+
+    fn warning(found: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { status: Status::Warning, found: found.into(), hint: Some(hint.into()) }
+    }
+
+    fn failure(found: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self { status: Status::Failure, found: found.into(), hint: Some(hint.into()) }
+    }
+
+    /// A failure that can be lived with.
+    fn at_most_a_warning(mut self) -> Self {
+        if self.status == Status::Failure {
+            self.status = Status::Warning;
+        }
+        self
+    }
+
+    fn named(self, name: impl Into<String>) -> Check {
+        Check { name: name.into(), finding: self }
+    }
+}
+
+impl From<Result<String>> for Finding {
+    fn from(result: Result<String>) -> Self {
+        match result {
+            Ok(found) => Self::ok(found),
+            Err(error) => {
+                let hint = match error.kind() {
+                    Kind::Device => "nvidia-smi and the kernel's log may tell more; another driver or toolkit may do",
+                    _ => "this should not happen: please report it",
+                };
+                Self::failure(error.message(), error.advice().unwrap_or(hint))
+            }
+        }
+    }
+}
+
+/// One line of the report.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Check {
+    /// What was looked at.
+    pub name: String,
+    /// What it is like.
+    #[serde(flatten)]
+    pub finding: Finding,
+}
+
+/// What the doctor is asked.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// Where runs will be.
+    pub run_root: PathBuf,
+    /// What started the ranks; none for a process that was started alone.
+    pub launcher: Option<&'static str>,
+}
+
+/// What every rank tells before any looks at what concerns several.
+#[derive(Serialize, Deserialize)]
+struct Greeting {
+    /// A file that rank 0 has made in the run root.
+    marker: Option<PathBuf>,
+    /// Whether the GPUs that it looked at, if any, have passed all checks.
+    gpus_work: bool,
+}
+
+/// All that a rank has found, in the order of the report.
+#[derive(Serialize, Deserialize)]
+struct Facts {
+    seat: Seat,
+    devices: Vec<Check>,
+    messages: Vec<Check>,
+    node: Vec<Check>,
+}
+
+/// Collective over the world: the report on all ranks, the same on each.
+///
+/// # Errors
+/// A message between ranks failed.
+pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
+    let (world, node) = (comm.world(), comm.node());
+    let topology = Topology::gather(&world, node.host.clone())?;
+    let speaks_for_node = node.local_rank == 0;
+
+    let devices = probe::ask(&Probe::Gpu { first: node.local_rank, every: node.local_size });
+    let spread = topology.host_count() > 1;
+    let marker = (comm.rank() == 0 && spread).then(|| run_root::marker(&request.run_root)).flatten();
+    let greeting = Greeting {
+        marker: marker.as_ref().map(|file| file.path().to_owned()),
+        gpus_work: devices.iter().all(|check| check.finding.status != Status::Failure),
+    };
+    let greetings = gather(&world, &greeting)?;
+
+    let mut messages = mpi::checks(comm, request.launcher);
+    let mut gpu = None;
+    // A child has shown that this process will not crash here.
+    if greetings.iter().all(|rank| rank.gpus_work) {
+        match place(comm, &Config::default()) {
+            Ok(placed) => gpu = placed,
+            Err(error) if error.is_shared() => {
+                messages.push(Finding::from(Err(error)).at_most_a_warning().named("gpu of each rank"));
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    if let Some(gpu) = &gpu {
+        messages.push(Finding::ok(gpu.table.join("\n")).named("gpu of each rank"));
+        if request.launcher.is_some() {
+            messages.extend(paths::checks(comm, gpu, speaks_for_node)?);
+        }
+    }
+    let mut of_node = Vec::new();
+    if speaks_for_node {
+        of_node = probe::ask(&Probe::Node { run_root: request.run_root.clone() });
+        of_node.extend(greetings[0].marker.as_deref().map(run_root::is_shared));
+    }
+    let seat = Seat {
+        host: node.host,
+        local_rank: node.local_rank,
+        cores: topology.here().cores.clone(),
+        spare_cores: topology.has_spare_cores(),
+        gpu: gpu.as_ref().map(|gpu| Gpu::new(gpu.device())),
+    };
+    let facts = gather(&world, &Facts { seat, devices, messages, node: of_node })?;
+    // Every rank has looked for it by now.
+    drop::<Option<NamedTempFile>>(marker);
+    Ok(Report::new(facts))
+}
+
+/// Collective: what every rank tells.
+fn gather<T: Serialize + serde::de::DeserializeOwned>(world: &Group<Cpu>, mine: &T) -> Result<Vec<T>> {
+    let message = serde_json::to_vec(mine).map_err(|e| Error::internal(e.to_string()))?;
+    let messages = world.gather_bytes(message).wait()?;
+    let told = messages.iter().map(|bytes| serde_json::from_slice(bytes));
+    told.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("what another rank found: {e}")))
+}

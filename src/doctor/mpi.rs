@@ -1,0 +1,33 @@
+//! MPI: which library, what it grants, what it claims.
+
+use super::{Check, Finding};
+use crate::backend::cpu::Cpu;
+use crate::comm::{self, Comm};
+
+/// Looks at the library as this rank sees it.
+pub(super) fn checks(comm: &Comm<Cpu>, launcher: Option<&str>) -> Vec<Check> {
+    let Some(launcher) = launcher else {
+        let library = comm::mpi::library();
+        let found = format!("{library}; not begun, as this process was started alone: mpirun -np 2 hpctrain doctor");
+        return vec![Finding::ok(found).named("mpi")];
+    };
+    let ranks = format!("{} rank{}", comm.size(), if comm.size() == 1 { "" } else { "s" });
+    let mut checks = vec![Finding::ok(format!("{}, {ranks}, started by {launcher}", comm.library())).named("mpi")];
+    if let Some(level) = comm.thread_level() {
+        checks.push(Finding::ok(format!("{level} granted, MPI_THREAD_FUNNELED needed")).named("mpi threads"));
+    }
+    if comm.node().local_size > 1 {
+        checks.push(shared_memory(comm.shares_memory()).named("shared memory"));
+    }
+    checks
+}
+
+fn shared_memory(shares: bool) -> Finding {
+    match shares {
+        true => Finding::ok("ranks of a node exchange through a window of MPI"),
+        false => Finding::warning(
+            "ranks of a node have no memory in common: they exchange by messages, which is slower",
+            "unset HPCTRAIN_RANKS_PER_NODE; a container may need a larger /dev/shm (--shm-size)",
+        ),
+    }
+}

@@ -1,0 +1,139 @@
+//! The findings of all ranks as one table.
+
+use std::collections::BTreeSet;
+use std::fmt;
+
+use serde::Serialize;
+
+use super::ranks::{self, Seat};
+use super::{Check, Facts, Status};
+
+/// What was found, the same on every rank.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    checks: Vec<Line>,
+    ranks: Vec<Seat>,
+}
+
+/// A check, and who made it with this outcome.
+#[derive(Debug, Serialize)]
+struct Line {
+    #[serde(flatten)]
+    check: Check,
+    ranks: Vec<usize>,
+    /// Whether other ranks found something else, or other nodes nothing.
+    #[serde(skip)]
+    partial: bool,
+}
+
+impl Report {
+    /// Of what the ranks found.
+    pub(super) fn new(facts: Vec<Facts>) -> Self {
+        let seats: Vec<Seat> = facts.iter().map(|facts| facts.seat.clone()).collect();
+        let section = |of: fn(&Facts) -> &Vec<Check>| merge(&facts.iter().map(of).collect::<Vec<_>>(), &seats);
+        let mut checks = section(|facts| &facts.devices);
+        checks.extend(section(|facts| &facts.messages));
+        let all: Vec<usize> = (0..seats.len()).collect();
+        let whole = |check| Line { check, ranks: all.clone(), partial: false };
+        checks.extend(ranks::checks(&seats).into_iter().map(whole));
+        checks.extend(section(|facts| &facts.node));
+        Self { checks, ranks: seats }
+    }
+
+    /// Whether a check failed.
+    pub fn has_failures(&self) -> bool {
+        self.checks.iter().any(|line| line.check.finding.status == Status::Failure)
+    }
+}
+
+/// Checks of the same name stand together, those that came out alike are one line.
+fn merge(by_rank: &[&Vec<Check>], seats: &[Seat]) -> Vec<Line> {
+    let mut lines: Vec<Line> = Vec::new();
+    for (rank, check) in by_rank.iter().enumerate().flat_map(|(rank, checks)| checks.iter().map(move |c| (rank, c))) {
+        if let Some(line) = lines.iter_mut().find(|line| line.check == *check) {
+            line.ranks.push(rank);
+            continue;
+        }
+        let after = lines.iter().rposition(|line| line.check.name == check.name).map_or(lines.len(), |last| last + 1);
+        lines.insert(after, Line { check: check.clone(), ranks: vec![rank], partial: false });
+    }
+    let hosts = |ranks: &[usize]| ranks.iter().map(|&rank| seats[rank].host.clone()).collect::<BTreeSet<_>>().len();
+    let all = hosts(&(0..seats.len()).collect::<Vec<_>>());
+    let names: Vec<String> = lines.iter().map(|line| line.check.name.clone()).collect();
+    for line in &mut lines {
+        let several = names.iter().filter(|name| **name == line.check.name).count() > 1;
+        line.partial = several || hosts(&line.ranks) < all;
+    }
+    lines
+}
+
+/// `0-2,5`
+fn listed(ranks: &[usize]) -> String {
+    let runs = ranks.chunk_by(|a, b| a + 1 == *b).map(|run| match run {
+        [one] => one.to_string(),
+        [first, .., last] => format!("{first}-{last}"),
+        [] => String::new(),
+    });
+    runs.collect::<Vec<_>>().join(",")
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let width = self.checks.iter().map(|line| line.check.name.len()).max().unwrap_or(0);
+        for (at, Line { check: Check { name, finding }, ranks, partial }) in self.checks.iter().enumerate() {
+            let sign = match finding.status {
+                Status::Ok => '✓',
+                Status::Warning => '!',
+                Status::Failure => '✗',
+            };
+            let who = match partial {
+                true => format!("rank {} on {}: ", listed(ranks), self.ranks[ranks[0]].host),
+                false => String::new(),
+            };
+            // Compilers say more than a line, and every rank has a GPU.
+            let found = finding.found.replace('\n', &format!("\n{:indent$}", "", indent = width + 4));
+            write!(f, "{}{sign} {name:<width$}  {who}{found}", if at > 0 { "\n" } else { "" })?;
+            if let Some(hint) = &finding.hint {
+                write!(f, "\n  hint: {hint}")?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::Finding;
+    use super::*;
+
+    fn facts(host: &str, devices: &[Check]) -> Facts {
+        let cores = BTreeSet::from([0, 1]);
+        let seat = Seat { host: host.into(), local_rank: 0, cores, spare_cores: false, gpu: None };
+        Facts { seat, devices: devices.to_vec(), messages: vec![], node: vec![] }
+    }
+
+    #[test]
+    fn what_ranks_found_alike_is_one_line() {
+        let (driver, nvrtc) = (Finding::ok("13.0").named("driver"), Finding::warning("none", "get it").named("nvrtc"));
+        let old = Finding::ok("12.0").named("driver");
+        let report =
+            Report::new(vec![facts("a", &[driver.clone(), nvrtc.clone()]), facts("a", &[driver.clone(), nvrtc])]);
+        assert!(
+            report.to_string().starts_with("✓ driver  13.0\n! nvrtc   none\n  hint: get it\n✓ ranks   2 on a\n"),
+            "{report}"
+        );
+        let report = Report::new(vec![facts("a", &[driver.clone()]), facts("a", &[driver]), facts("b", &[old])]);
+        let text = report.to_string();
+        assert!(text.starts_with("✓ driver  rank 0-1 on a: 13.0\n✓ driver  rank 2 on b: 12.0\n"), "{text}");
+        assert!(!report.has_failures());
+        let failed = Finding::failure("gone", "call").named("driver");
+        let report = Report::new(vec![facts("a", &[]), facts("b", &[failed])]);
+        assert!(report.has_failures() && report.to_string().starts_with("✗ driver  rank 1 on b: gone"), "{report}");
+    }
+
+    #[test]
+    fn ranks_are_listed_in_runs() {
+        assert_eq!(listed(&[0, 1, 2, 5]), "0-2,5");
+        assert_eq!(listed(&[3]), "3");
+    }
+}

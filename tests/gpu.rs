@@ -1,0 +1,224 @@
+//! Training on GPUs, in their simulator: the same curve as the CPU's, in every layout and on every way of messages; and
+//! what is said where no GPU can do what is asked.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::path::Path;
+use std::process::Command;
+
+use common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use common::launch::{Ended, finish};
+use common::runs::{Run, RunFiles};
+use common::simulator::{Settings, simulator, with_simulator};
+
+const STEPS: u64 = 4;
+
+/// A small training on simulated GPUs.
+fn command(transport: Transport, root: &Path, name: &str, settings: &[&str], sim: Settings) -> (Run, Command) {
+    let ours = ["run.steps=4", "parallel.lanes=2", "eval.samples=8", "device.memory_limit=64MiB"];
+    let run = Run::new(transport, root, name, &[&ours, settings].concat());
+    let mut command = run.command();
+    with_simulator(&mut command).envs(sim.iter().copied());
+    (run, command)
+}
+
+#[track_caller]
+fn trains(transport: Transport, root: &Path, name: &str, settings: &[&str], sim: Settings) -> RunFiles {
+    let (run, mut command) = command(transport, root, name, settings, sim);
+    finish(&mut command).succeeded();
+    run.files()
+}
+
+#[track_caller]
+fn refused(settings: &[&str], sim: Settings) -> String {
+    let root = tempfile::tempdir().unwrap();
+    let (_, mut command) = command(Alone, root.path(), "x", settings, sim);
+    said(&finish(&mut command))
+}
+
+#[track_caller]
+fn said(ended: &Ended) -> String {
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert_eq!(ended.stderr.matches("error: ").count(), 1, "{ended}");
+    ended.stderr.clone()
+}
+
+/// The largest difference of losses.
+fn apart(one: &RunFiles, other: &RunFiles) -> f64 {
+    let losses = |files: &RunFiles| {
+        let mut losses = files.numbers("metrics.jsonl", "loss");
+        losses.extend(files.numbers("eval.jsonl", "loss"));
+        losses
+    };
+    let (one, other) = (losses(one), losses(other));
+    assert_eq!(one.len(), other.len());
+    one.iter().zip(&other).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+#[test]
+fn the_curve_is_that_of_the_cpu() {
+    let root = tempfile::tempdir().unwrap();
+    let cpu = trains(Alone, root.path(), "cpu", &["run.device=cpu"], &[]);
+    let narrow = trains(Alone, root.path(), "bf16", &[], &[("CUDASIM_STREAMS", "lazy")]);
+    let exact = trains(Alone, root.path(), "f32", &["precision.compute=f32"], &[]);
+    let (narrow, exact) = (apart(&cpu, &narrow), apart(&cpu, &exact));
+    assert!(exact < 1e-4, "f32 is {exact} off");
+    assert!(0.0 < narrow && narrow < 2e-2, "bf16 is {narrow} off");
+}
+
+/// Dropout, recomputation and accumulation, which take kernels and orders of their own.
+#[test]
+fn what_changes_the_order_of_work_changes_no_curve() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["model.dropout=0.2", "parallel.recompute=true", "batch.micro=2", "optimizer.kind=sgd"];
+    let on_cpu = [&settings[..], &["run.device=cpu"]].concat();
+    let cpu = trains(Alone, root.path(), "cpu", &on_cpu, &[]);
+    let on_gpu = [&settings[..], &["precision.compute=f32"]].concat();
+    let gpu = trains(Alone, root.path(), "gpu", &on_gpu, &[("CUDASIM_ORDER", "reverse")]);
+    let off = apart(&cpu, &gpu);
+    assert!(off < 1e-4, "{off}");
+}
+
+#[test]
+fn every_layout_gives_the_same_bits() {
+    let root = tempfile::tempdir().unwrap();
+    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+        let name = |row: &str| format!("{}-{row}", &precision[18..]);
+        let one = trains(Alone, root.path(), &name("one"), &[precision], &[]);
+        // Memory of the device is out of the reach of MPI.
+        let apart = [("CUDASIM_DEVICES", "2"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
+        for zero in 0..4 {
+            let settings = [precision, &format!("parallel.zero={zero}")];
+            let two = trains(Mpirun(2), root.path(), &name(&format!("zero{zero}")), &settings, &apart);
+            two.same_as(&one, STEPS, &format!("{precision}, ZeRO {zero}, 2 ranks"));
+        }
+        // Ranks that share a GPU, as threads of one process.
+        let settings = [precision, "parallel.zero=3", "device.ranks_per_gpu=2", "device.memory_fraction=0.4"];
+        let shared = trains(Simulate(2), root.path(), &name("shared"), &settings, &[]);
+        shared.same_as(&one, STEPS, &format!("{precision}, one GPU shared"));
+    }
+}
+
+#[test]
+fn messages_take_the_way_they_are_told() {
+    let root = tempfile::tempdir().unwrap();
+    let two = ("CUDASIM_DEVICES", "2");
+    let staged = trains(Mpirun(2), root.path(), "staged", &["comm.path=staged", "parallel.zero=2"], &[two]);
+    // The simulator's memory can be read by any MPI, which is what the direct way asks for.
+    for algorithm in ["tree", "ring", "mpi"] {
+        let settings = ["comm.path=direct", "parallel.zero=2", &format!("comm.algorithm={algorithm}")];
+        let direct = trains(Mpirun(2), root.path(), algorithm, &settings, &[two]);
+        direct.same_as(&staged, STEPS, algorithm);
+    }
+    // Where it cannot, the proof fails in a process of its own.
+    let (_, mut command) =
+        command(Mpirun(2), root.path(), "no", &["comm.path=direct"], &[two, ("CUDASIM_HOST_ACCESS", "0")]);
+    let ended = finish(&mut command);
+    assert_eq!(ended.code(), 2, "{ended}");
+    let told = ended.stderr.contains("comm.path = direct: the MPI library cannot exchange memory of the GPU");
+    assert!(told && ended.stderr.contains("hint: set comm.path = staged"), "{ended}");
+}
+
+#[test]
+fn a_run_goes_on_from_gpu_to_cpu_and_back() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["precision.compute=f32", "checkpoint.every=2", "checkpoint.keep=5"];
+    let whole = trains(Alone, root.path(), "whole", &settings, &[]);
+    let resumed = |name: &str, settings: &[&str], sim: Settings| {
+        let (run, _) = command(Alone, root.path(), name, settings, &[]);
+        let run = run.resume(whole.checkpoint(2).to_str().unwrap());
+        let mut command = run.command();
+        with_simulator(&mut command).envs(sim.iter().copied());
+        finish(&mut command).succeeded();
+        run.files()
+    };
+    let here = resumed("here", &settings, &[]);
+    assert_eq!(here.tensors(STEPS), whole.tensors(STEPS));
+    let on_cpu = resumed("cpu", &["run.device=cpu", "precision.compute=f32"], &[]);
+    let losses = |files: &RunFiles| files.numbers("metrics.jsonl", "loss").split_off(files.steps().len() - 2);
+    for (a, b) in losses(&on_cpu).iter().zip(losses(&whole)) {
+        assert!((a - b).abs() < 1e-4, "{a} is not {b}");
+    }
+}
+
+/// A folder with some of the simulator's libraries.
+fn only(names: &[&str]) -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    for name in names {
+        std::os::unix::fs::symlink(simulator().join("lib").join(name), folder.path().join(name)).unwrap();
+    }
+    folder
+}
+
+#[test]
+fn missing_libraries_are_named() {
+    let cuda = ["libcuda.so", "libcuda.so.1"];
+    let (none, driver) = (only(&[]), only(&cuda));
+    let compiler = only(&[&cuda[..], &["libnvrtc.so"]].concat());
+    let with = |folder: &tempfile::TempDir| folder.path().to_str().unwrap().to_string();
+    for (folder, device, text) in [
+        (&none, "cuda", "rank 0 on localhost has no GPU: no CUDA driver: libcuda.so.1 is not there"),
+        (&driver, "auto", "NVRTC, which compiles the GPU's kernels, is not there"),
+        (&compiler, "auto", "cuBLASLt, which multiplies matrices on the GPU, is not there"),
+    ] {
+        let said = refused(&[&format!("run.device={device}")], &[("LD_LIBRARY_PATH", &with(folder))]);
+        assert!(said.contains(text) && said.contains("\nhint: "), "{said}");
+    }
+    // Without a driver there is the CPU.
+    let root = tempfile::tempdir().unwrap();
+    trains(Alone, root.path(), "x", &[], &[("LD_LIBRARY_PATH", &with(&none))]);
+}
+
+#[test]
+fn gpus_that_cannot_are_told() {
+    let cases: [(&[&str], Settings, &str); 8] = [
+        (&["run.device=cuda"], &[("CUDASIM_DEVICES", "0")], "the CUDA driver finds no GPU: CUDA_ERROR_NO_DEVICE"),
+        (&["run.device=cuda"], &[("CUDASIM_DRIVER_VERSION", "11040")], "speaks CUDA 11.4, and 12.0 is needed"),
+        (&["run.device=cuda:7"], &[("CUDASIM_DEVICES", "4")], "run.device = cuda:7, but localhost has 4 GPUs"),
+        (&["run.device=gpu"], &[], "`gpu` is no device"),
+        (&[], &[("CUDASIM_CC", "75")], "precision.compute = bf16 needs compute capability 8.0"),
+        (&["device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
+        (&["device.memory_fraction=1.5"], &[], "device.memory_fraction = 1.5 is out of range"),
+        (&["run.device=cpu", "precision.compute=bf16"], &[], "precision.compute = bf16 is for GPUs"),
+    ];
+    for (settings, sim, text) in cases {
+        let said = refused(settings, sim);
+        assert!(said.contains(text) && said.contains("\nhint: "), "{said}");
+    }
+    // One of the earlier generation does what it can.
+    let root = tempfile::tempdir().unwrap();
+    trains(Alone, root.path(), "x", &["precision.compute=f32"], &[("CUDASIM_CC", "75")]);
+}
+
+#[test]
+fn more_ranks_than_gpus_may_share_if_told_so() {
+    let root = tempfile::tempdir().unwrap();
+    let (_, mut asked) = command(Mpirun(3), root.path(), "x", &["batch.global=6", "parallel.lanes=3"], &[]);
+    let ended = finish(&mut asked);
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("3 ranks on "), "{ended}");
+    assert!(ended.stderr.contains("are to share 1 GPU\nhint: ") && ended.stderr.contains("ranks_per_gpu=3"), "{ended}");
+}
+
+#[test]
+fn failures_of_the_device_end_the_run() {
+    let root = tempfile::tempdir().unwrap();
+    for (number, (failure, code, text)) in [
+        ("launch:40", 1, "the GPU could not "),
+        ("alloc:1", 2, "out of GPU memory: 64.0 MiB were asked for"),
+        ("compile", 1, "does not compile for sm_90a"),
+        ("matmul", 1, "cuBLASLt could not multiply"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let cache = tempfile::tempdir().unwrap();
+        let fresh = cache.path().to_str().unwrap();
+        let sim = [("CUDASIM_FAIL", failure), ("XDG_CACHE_HOME", fresh), ("CUDASIM_CACHE", fresh)];
+        let (_, mut asked) = command(Alone, root.path(), &format!("x{number}"), &[], &sim);
+        let ended = finish(&mut asked);
+        assert_eq!(ended.code(), code, "{failure}: {ended}");
+        assert!(ended.stderr.contains(text), "{failure}: {ended}");
+    }
+}

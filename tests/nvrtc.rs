@@ -1,0 +1,43 @@
+//! Every kernel compiles with NVIDIA's own compiler for the oldest and the newest device that is aimed at. It needs no
+//! GPU; `scripts/setup --test` fetches it.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::path::Path;
+use std::process::Command;
+
+use common::launch::finish;
+use hpctrain::backend::cuda::libraries;
+use hpctrain::backend::cuda::program::{KERNELS, Variant, compile};
+
+/// Set in the process that finds the compiler.
+const ROLE: &str = "NVRTC_TEST_ROLE";
+
+#[test]
+fn every_kernel_compiles() {
+    if std::env::var_os(ROLE).is_some() {
+        return compile_all();
+    }
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).parent().unwrap().join("nvrtc");
+    assert!(folder.join("libnvrtc.so.13").exists(), "no NVRTC in {}: run scripts/setup --test", folder.display());
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["every_kernel_compiles", "--exact", "--nocapture"]).env("LD_LIBRARY_PATH", folder);
+    finish(command.env(ROLE, "compile")).succeeded();
+}
+
+fn compile_all() {
+    assert_eq!(libraries::nvrtc().unwrap(), "13.0");
+    for source in KERNELS {
+        let heads: &[Option<usize>] = match source.name.starts_with("attention") {
+            true => &[Some(64), Some(128), Some(24)],
+            false => &[None],
+        };
+        for (&head, narrow) in heads.iter().flat_map(|head| [(head, false), (head, true)]) {
+            for architecture in ["sm_80", "sm_90a"] {
+                let image = compile(Variant { source: source.name, narrow, head }, architecture).unwrap();
+                assert_eq!(image[..4], *b"\x7fELF", "{} for {architecture}", source.name);
+            }
+        }
+    }
+}
