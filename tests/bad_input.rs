@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{Ended, finish, program};
+use common::launch::{Ended, finish, mpirun, program};
 use common::runs::{Run, RunFiles, copy};
 use hdf5::H5Type;
 use hpctrain::checkpoint::Checkpoints;
@@ -481,4 +481,21 @@ fn imports_keep_what_is_there() {
     for (args, words) in cases {
         refuses(program(["data"]).args(args).arg(folder.path().join("none")), folder.path(), words);
     }
+}
+
+#[test]
+fn timing_a_gpu_wants_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let bench = |args: &[&str]| {
+        let mut command = program(["bench", "gpu"]);
+        // What GPUs there may be.
+        command.args(args).current_dir(folder.path()).env("CUDA_VISIBLE_DEVICES", "");
+        command
+    };
+    for args in [&["--json"][..], &["--small", "--compute", "f32", "--device", "1"]] {
+        refuses(&mut bench(args), folder.path(), &["CUDA driver", "\nhint: ", "GPU"]);
+    }
+    let mut two = mpirun(2);
+    two.arg(common::program()).args(["bench", "gpu"]);
+    refused(&finish(&mut two), &["2 ranks would share", "without mpirun"]);
 }

@@ -1,0 +1,406 @@
+//! How fast a device runs the operations of a GPT.
+//!
+//! An operation is queued many times in a row, then waited for: the time of a batch over its launches, the median of
+//! several batches. Operands take turns, so that none is still in a cache from the launch before.
+
+use std::time::Instant;
+
+use super::{AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, Memory, Norm};
+use crate::error::{Error, Result};
+use crate::random::Stream;
+
+/// Sizes of the operations that are timed.
+#[derive(Debug, Clone)]
+pub struct Sizes {
+    /// Rows of activations, one table of operations each.
+    pub rows: Vec<usize>,
+    /// Positions a sequence; divides every number of rows.
+    pub time: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Width of a head.
+    pub head_width: usize,
+    /// Classes.
+    pub vocabulary: usize,
+    /// Parameters that the optimizer updates.
+    pub parameters: usize,
+    /// Elements of a copy.
+    pub copied: usize,
+    /// Bytes that the operands which take turns have together.
+    pub cold: usize,
+    /// Seconds that a batch of launches takes at least.
+    pub batch: f64,
+}
+
+impl Sizes {
+    /// GPT-2 with 124 M parameters, its vocabulary padded to a multiple of 128.
+    pub fn gpt2() -> Self {
+        Self {
+            rows: vec![8192, 16_384],
+            time: 1024,
+            heads: 12,
+            head_width: 64,
+            vocabulary: 50_304,
+            parameters: 124_475_904,
+            copied: 1 << 29,
+            cold: 512 << 20,
+            batch: 0.01,
+        }
+    }
+
+    /// The same operations on so little that a simulated device is done in minutes. Their times mean nothing.
+    pub fn small() -> Self {
+        Self {
+            rows: vec![32, 64],
+            time: 32,
+            heads: 1,
+            head_width: 64,
+            vocabulary: 256,
+            parameters: 4096,
+            copied: 1 << 14,
+            cold: 0,
+            batch: 0.0,
+        }
+    }
+
+    fn width(&self) -> usize {
+        self.heads * self.head_width
+    }
+}
+
+/// One operation's time.
+#[derive(Debug, Clone)]
+pub struct Timing {
+    /// Such as `layer norm, backward`.
+    pub operation: String,
+    /// Such as `8192×768`.
+    pub shape: String,
+    /// Median of the batches, for one launch.
+    pub seconds: f64,
+    /// The fastest batch, likewise.
+    pub fastest: f64,
+    /// Bytes that must be read and written, every operand once; indices are not counted.
+    pub bytes: f64,
+    /// Floating-point operations of products and attention; 0 for what moves memory.
+    pub flops: f64,
+}
+
+/// An operand: elements, of which type, how often each is moved.
+#[derive(Debug, Clone, Copy)]
+struct Tensor {
+    len: usize,
+    is_wide: bool,
+    passes: f64,
+}
+
+impl Tensor {
+    /// In the compute type: parameters and activations.
+    fn of(len: usize) -> Self {
+        Self { len, is_wide: false, passes: 1.0 }
+    }
+
+    /// In f32: statistics, gradients of parameters, masters.
+    fn wide(len: usize) -> Self {
+        Self { is_wide: true, ..Self::of(len) }
+    }
+
+    /// Read, and written where it was.
+    fn changed(self) -> Self {
+        Self { passes: 2.0, ..self }
+    }
+
+    /// Only so many elements are moved, each read and written.
+    fn touched(self, elements: usize) -> Self {
+        Self { passes: 2.0 * elements as f64 / self.len as f64, ..self }
+    }
+}
+
+/// Most operands that take turns.
+const MOST_TURNS: usize = 64;
+
+/// Most launches of a batch: a device's queue has an end.
+const MOST_LAUNCHES: usize = 1000;
+
+struct Bench<'a, B: Kernels> {
+    backend: &'a B,
+    sizes: &'a Sizes,
+    batches: usize,
+    /// Normal numbers in f32, of which operands are made.
+    pattern: B::Buf,
+    /// Is told of each operation.
+    see: &'a mut dyn FnMut(&Timing) -> Result<()>,
+}
+
+/// Times everything, in the order of the reports: the median of so many batches, at least one. `see` is told of each.
+///
+/// # Errors
+/// Out of memory, or the device failed.
+pub fn operations<B: Kernels>(
+    backend: &B,
+    sizes: &Sizes,
+    batches: usize,
+    see: &mut dyn FnMut(&Timing) -> Result<()>,
+) -> Result<()> {
+    let mut pattern = vec![0.0; sizes.copied.min(1 << 20)];
+    Stream::new(1).fill_normal(&mut pattern);
+    let pattern = backend.upload_f32(Memory::Activations, &pattern)?;
+    let mut bench = Bench { backend, sizes, batches: batches.max(1), pattern, see };
+    bench.memory()?;
+    for &rows in &sizes.rows {
+        bench.elementwise(rows)?;
+        bench.norms(rows)?;
+        bench.tables(rows)?;
+        bench.products(rows)?;
+        bench.attention(rows)?;
+    }
+    bench.optimizer()
+}
+
+impl<B: Kernels> Bench<'_, B> {
+    /// What everything else is measured by.
+    fn memory(&mut self) -> Result<()> {
+        let len = self.sizes.copied;
+        let shape = len.to_string();
+        let [one, two] = [Tensor::of(len), Tensor::of(len)];
+        self.time("copy", &shape, 0.0, [one, two], |b, [x, y]| b.copy(B::all(x), B::all_mut(y)))?;
+        self.time("add", &shape, 0.0, [one, two.changed()], |b, [x, y]| b.add(B::all(x), B::all_mut(y)))?;
+        let [one, two] = [Tensor::wide(len / 2), Tensor::wide(len / 2)];
+        let shape = (len / 2).to_string();
+        self.time("add in f32", &shape, 0.0, [one, two.changed()], |b, [x, y]| b.add(B::all(x), B::all_mut(y)))?;
+        // What a launch costs whatever it does: faster than this nothing is measured.
+        let [one, two] = [Tensor::of(8), Tensor::of(8)];
+        self.time("launch", "8", 0.0, [one, two.changed()], |b, [x, y]| b.add(B::all(x), B::all_mut(y)))
+    }
+
+    fn elementwise(&mut self, rows: usize) -> Result<()> {
+        let width = 4 * self.sizes.width();
+        let (shape, x) = (format!("{rows}×{width}"), Tensor::of(rows * width));
+        self.time("gelu", &shape, 0.0, [x, x], |b, [x, y]| b.gelu(B::all(x), B::all_mut(y)))?;
+        self.time("gelu, backward", &shape, 0.0, [x, x.changed()], |b, [x, dy]| {
+            b.gelu_backward(B::all(x), B::all_mut(dy))
+        })
+    }
+
+    fn norms(&mut self, rows: usize) -> Result<()> {
+        let width = self.sizes.width();
+        let norm = Norm { rows, width };
+        let (shape, x) = (format!("{rows}×{width}"), Tensor::of(rows * width));
+        let (weight, stats, dweight) = (Tensor::of(width), Tensor::wide(2 * rows), Tensor::wide(width).changed());
+        let tensors = [x, weight, weight, x, stats];
+        self.time("layer norm", &shape, 0.0, tensors, |b, [x, weight, bias, y, stats]| {
+            b.layer_norm(norm, B::all(x), B::all(weight), B::all(bias), B::all_mut(y), B::all_mut(stats))
+        })?;
+        let tensors = [x, x.changed(), weight, weight, x, stats];
+        self.time("add and layer norm", &shape, 0.0, tensors, |b, [x, stream, weight, bias, y, stats]| {
+            let (weight, bias) = (B::all(weight), B::all(bias));
+            b.add_layer_norm(norm, B::all(x), B::all_mut(stream), weight, bias, B::all_mut(y), B::all_mut(stats))
+        })?;
+        let tensors = [x, x, weight, stats, x.changed(), dweight, dweight];
+        self.time("layer norm, backward", &shape, 0.0, tensors, |b, [dy, x, weight, stats, dx, dweight, dbias]| {
+            let (dx, dweight, dbias) = (B::all_mut(dx), B::all_mut(dweight), B::all_mut(dbias));
+            b.layer_norm_backward(norm, B::all(dy), B::all(x), B::all(weight), B::all(stats), dx, dweight, dbias)
+        })
+    }
+
+    /// Embedding and classifier.
+    fn tables(&mut self, rows: usize) -> Result<()> {
+        let Sizes { vocabulary, time, .. } = *self.sizes;
+        let width = self.sizes.width();
+        let (shape, y) = (format!("{rows}×{width}"), Tensor::of(rows * width));
+        let of = |seed: u64, below: usize| -> Result<B::Ints> {
+            let ids = (0..rows as u64).map(|i| (Stream::new(seed).uniform(i) * below as f64) as u32);
+            self.backend.upload_ints(&ids.collect::<Vec<_>>())
+        };
+        let (tokens, targets) = (of(2, vocabulary)?, of(3, vocabulary)?);
+        let (words, places) = (vocabulary * width, time * width);
+        // Each row takes one of the table, at most.
+        let read = Tensor { passes: 0.5 * Tensor::of(words).touched(rows * width).passes, ..Tensor::of(words) };
+        self.time("embedding", &shape, 0.0, [read, Tensor::of(places), y], |b, [words, places, y]| {
+            b.embedding(&tokens, B::all(words), B::all(places), B::all_mut(y))
+        })?;
+        let tensors = [y, Tensor::wide(words).touched(rows * width), Tensor::wide(places).changed()];
+        self.time("embedding, backward", &shape, 0.0, tensors, |b, [dy, words, places]| {
+            b.embedding_backward(&tokens, B::all(dy), B::all_mut(words), B::all_mut(places))
+        })?;
+        let shape = format!("{rows}×{vocabulary}");
+        let tensors = [Tensor::of(rows * vocabulary).changed(), Tensor::wide(rows)];
+        let loss = CrossEntropy { rows, classes: vocabulary, scale: 1.0 / rows as f32, gradient: true };
+        self.time("classifier", &shape, 0.0, tensors, |b, [logits, losses]| {
+            b.cross_entropy(loss, B::all_mut(logits), &targets, B::all_mut(losses))
+        })
+    }
+
+    /// Every linear map of a block, and the head, forwards and backwards.
+    fn products(&mut self, rows: usize) -> Result<()> {
+        let (width, vocabulary) = (self.sizes.width(), self.sizes.vocabulary);
+        let maps = [
+            ("qkv", width, 3 * width),
+            ("out", width, width),
+            ("up", width, 4 * width),
+            ("down", 4 * width, width),
+            ("head", width, vocabulary),
+        ];
+        for (name, inputs, outputs) in maps {
+            let linear = Linear { rows, inputs, outputs };
+            let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
+            let (x, y) = (Tensor::of(rows * inputs), Tensor::of(rows * outputs));
+            let (weight, dweight) = (Tensor::of(inputs * outputs), Tensor::wide(inputs * outputs).changed());
+            let bias = if name == "head" { 0 } else { outputs };
+            let shape = format!("{rows}×{inputs}→{outputs}");
+            let tensors = [x, weight, Tensor::of(bias), y];
+            self.time(name, &shape, flops, tensors, |b, [x, weight, bias, y]| {
+                b.linear(linear, B::all(x), B::all(weight), B::all(bias), B::all_mut(y))
+            })?;
+            self.time(&format!("{name}, input's gradient"), &shape, flops, [y, weight, x], |b, [dy, weight, dx]| {
+                b.linear_backward_input(linear, B::all(dy), B::all(weight), B::all_mut(dx))
+            })?;
+            let tensors = [y, x, dweight, Tensor::wide(bias).changed()];
+            self.time(&format!("{name}, weight's gradient"), &shape, flops, tensors, |b, [dy, x, dweight, dbias]| {
+                b.linear_backward_weight(linear, B::all(dy), B::all(x), B::all_mut(dweight), B::all_mut(dbias))
+            })?;
+        }
+        let (inputs, outputs) = (width, 4 * width);
+        let linear = Linear { rows, inputs, outputs };
+        let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
+        let (x, y) = (Tensor::of(rows * inputs), Tensor::of(rows * outputs));
+        let (weight, bias) = (Tensor::of(inputs * outputs), Tensor::of(outputs));
+        let shape = format!("{rows}×{inputs}→{outputs}");
+        self.time("up and gelu", &shape, flops, [x, weight, bias, y, y], |b, [x, weight, bias, h, y]| {
+            b.linear_gelu(linear, B::all(x), B::all(weight), B::all(bias), B::all_mut(h), B::all_mut(y))
+        })?;
+        // Both dimensions large: what the library can do where nothing is in its way.
+        let edge = rows.min(8192);
+        let gemm = Gemm { m: edge, n: edge, k: edge, ta: false, tb: true, acc: false };
+        let square = Tensor::of(edge * edge);
+        let flops = 2.0 * (edge as f64).powi(3);
+        self.time("square product", &format!("{edge}³"), flops, [square; 3], |b, [x, y, z]| {
+            b.gemm(gemm, B::all(x), B::all(y), B::all_mut(z))
+        })
+    }
+
+    fn attention(&mut self, rows: usize) -> Result<()> {
+        let Sizes { time, heads, head_width, .. } = *self.sizes;
+        let attention = Attention { batch: rows / time, time, heads, head_width };
+        let shape = format!("{}×{time}×{heads}×{head_width}", attention.batch);
+        let (y, lse) = (Tensor::of(rows * self.sizes.width()), Tensor::wide(rows * heads));
+        let qkv = Tensor::of(3 * y.len);
+        // Two products over half a square of scores; backwards five.
+        let product = rows as f64 * time as f64 * (heads * head_width) as f64;
+        self.time("attention", &shape, 2.0 * product, [qkv, y, lse], |b, [qkv, y, lse]| {
+            b.attention(attention, B::all(qkv), B::all_mut(y), B::all_mut(lse))
+        })?;
+        let tensors = [qkv, y, lse, y, qkv];
+        self.time("attention, backward", &shape, 5.0 * product, tensors, |b, [qkv, y, lse, dy, dqkv]| {
+            b.attention_backward(attention, B::all(qkv), B::all(y), B::all(lse), B::all(dy), B::all_mut(dqkv))
+        })
+    }
+
+    fn optimizer(&mut self) -> Result<()> {
+        let len = self.sizes.parameters;
+        let shape = len.to_string();
+        let gradient = Tensor::wide(len);
+        let state = gradient.changed();
+        let update =
+            AdamW { lr: 1e-4, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1, step: 100, grad_scale: 1.0 };
+        let is_narrow = self.backend.computes_narrow();
+        let copy = Tensor::of(if is_narrow { len } else { 0 });
+        self.time("adamw", &shape, 0.0, [gradient, state, state, state, copy], |b, [grad, m, v, p, copy]| {
+            let copy = is_narrow.then(|| B::all_mut(copy));
+            b.adamw(update, B::all(grad), B::all_mut(m), B::all_mut(v), B::all_mut(p), copy)
+        })?;
+        self.time("sum of squares", &shape, 0.0, [gradient], |b, [x]| b.sum_squares(B::all(x)).map(drop))
+    }
+
+    /// Times one operation; `launch` queues it on one set of operands.
+    fn time<const N: usize>(
+        &mut self,
+        operation: &str,
+        shape: &str,
+        flops: f64,
+        tensors: [Tensor; N],
+        launch: impl Fn(&B, &mut [B::Buf; N]) -> Result<()>,
+    ) -> Result<()> {
+        let narrow = if self.backend.computes_narrow() { 2.0 } else { 4.0 };
+        let size = |tensor: &Tensor| tensor.len as f64 * if tensor.is_wide { 4.0 } else { narrow };
+        let held: f64 = tensors.iter().map(size).sum();
+        let turns = ((self.sizes.cold as f64 / held).ceil() as usize).clamp(1, MOST_TURNS);
+        let mut sets = (0..turns).map(|_| self.operands(tensors)).collect::<Result<Vec<_>>>()?;
+        let mut run = |launches: usize| -> Result<f64> {
+            let start = Instant::now();
+            for launch_number in 0..launches {
+                launch(self.backend, &mut sets[launch_number % turns])?;
+            }
+            if let Some(last) = B::stamp(&sets[0][0])? {
+                last.wait()?;
+            }
+            Ok(start.elapsed().as_secs_f64() / launches as f64)
+        };
+        // The first launches compile, plan and wake the device.
+        run(1)?;
+        let guess = run(turns)?;
+        let launches = ((self.sizes.batch / guess).ceil() as usize).clamp(1, MOST_LAUNCHES);
+        run(launches)?;
+        let mut seconds = (0..self.batches).map(|_| run(launches)).collect::<Result<Vec<_>>>()?;
+        seconds.sort_by(f64::total_cmp);
+        (self.see)(&Timing {
+            operation: operation.into(),
+            shape: shape.into(),
+            seconds: seconds[seconds.len() / 2],
+            fastest: seconds[0],
+            bytes: tensors.iter().map(|tensor| size(tensor) * tensor.passes).sum(),
+            flops,
+        })
+    }
+
+    /// A set of operands.
+    fn operands<const N: usize>(&self, tensors: [Tensor; N]) -> Result<[B::Buf; N]> {
+        let buffers = tensors.iter().map(|tensor| self.operand(tensor)).collect::<Result<Vec<_>>>()?;
+        buffers.try_into().map_err(|_| Error::internal("operands"))
+    }
+
+    fn operand(&self, tensor: &Tensor) -> Result<B::Buf> {
+        let backend = self.backend;
+        let mut buffer = match tensor.is_wide {
+            true => backend.alloc_f32(Memory::Activations, tensor.len)?,
+            false => backend.alloc(Memory::Activations, tensor.len)?,
+        };
+        if tensor.is_wide {
+            // Sums begin at nothing, and second moments are not below it.
+            backend.zero(B::all_mut(&mut buffer))?;
+            return Ok(buffer);
+        }
+        let period = B::len(&self.pattern);
+        let mut start = 0;
+        while start < tensor.len {
+            let end = tensor.len.min(start + period);
+            backend.copy(B::view(&self.pattern, 0..end - start), B::view_mut(&mut buffer, start..end))?;
+            start = end;
+        }
+        Ok(buffer)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::cpu::Cpu;
+
+    #[test]
+    fn every_operation_is_timed() {
+        let mut seen = Vec::new();
+        let sizes = Sizes::small();
+        operations(&Cpu::new(2), &sizes, 1, &mut |timing| {
+            assert!(timing.seconds > 0.0 && timing.fastest <= timing.seconds && timing.bytes > 0.0, "{timing:?}");
+            seen.push(timing.clone());
+            Ok(())
+        })
+        .unwrap();
+        let find = |operation: &str| seen.iter().find(|timing| timing.operation == operation).unwrap();
+        assert_eq!(find("copy").bytes, 2.0 * 4.0 * sizes.copied as f64);
+        assert_eq!(find("adamw").bytes, 28.0 * sizes.parameters as f64);
+        assert_eq!(find("qkv").flops, 2.0 * 32.0 * 64.0 * 192.0);
+        assert_eq!(find("attention").flops, 2.0 * 32.0 * 32.0 * 64.0);
+        assert_eq!(find("attention, backward").flops, 5.0 * 32.0 * 32.0 * 64.0);
+        assert_eq!(seen.len(), 4 + sizes.rows.len() * 27 + 2);
+    }
+}

@@ -1,0 +1,145 @@
+//! `hpctrain bench gpu`: how fast the operations of a GPT are on a GPU.
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::backend::bench::{Sizes, Timing, operations};
+use crate::backend::cpu::Cpu;
+use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, libraries};
+use crate::backend::readable;
+use crate::comm::Comm;
+use crate::config::{Compute, Size};
+use crate::error::{Error, Result};
+use crate::telemetry::say;
+
+/// Arguments of `hpctrain bench gpu`.
+#[derive(Args)]
+pub struct GpuArgs {
+    /// Which of the GPUs that this process sees.
+    #[arg(long, value_name = "NUMBER", default_value_t = 0)]
+    device: usize,
+    /// Number format of parameters, activations and products.
+    #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = ["bf16", "tf32", "f32"])]
+    compute: String,
+    /// Memory of the GPU that is taken; nine tenths of what is free if left out.
+    #[arg(long, value_name = "SIZE")]
+    memory: Option<Size>,
+    /// Batches of launches of which medians are taken.
+    #[arg(long, default_value_t = 11, value_parser = clap::value_parser!(u16).range(1..))]
+    batches: u16,
+    /// Tiny sizes, to see that everything runs: the times mean nothing.
+    #[arg(long)]
+    small: bool,
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// One line of the table.
+#[derive(Serialize)]
+struct Row {
+    operation: String,
+    shape: String,
+    /// Median, and the fastest batch.
+    microseconds: f64,
+    fastest_microseconds: f64,
+    bytes: f64,
+    /// GB/s, of 10⁹ bytes.
+    bandwidth: f64,
+    /// Over the bandwidth of a copy within the device.
+    of_copy: f64,
+    /// TFLOP/s; none for what only moves memory.
+    teraflops: Option<f64>,
+}
+
+/// The whole output.
+#[derive(Serialize)]
+struct Report {
+    device: String,
+    multiprocessors: usize,
+    memory_bytes: usize,
+    /// CUDA versions that the driver, NVRTC and cuBLASLt speak.
+    driver: String,
+    nvrtc: String,
+    cublaslt: String,
+    compute: Compute,
+    /// Whether the sizes are those of `--small`.
+    small: bool,
+    batches: u16,
+    /// GB/s.
+    copy_bandwidth: f64,
+    rows: Vec<Row>,
+}
+
+/// Times all and prints the table.
+///
+/// # Errors
+/// There is no such GPU, a library is missing, or the device failed.
+pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
+    if comm.size() > 1 {
+        let error = Error::input(format!("{} ranks would share the GPU that is to be timed", comm.size()));
+        return Err(error.hint("start it without mpirun: hpctrain bench gpu").shared());
+    }
+    let (compute, precision) = match args.compute.as_str() {
+        "f32" => (Compute::F32, Precision::F32(Arithmetic::Full)),
+        "tf32" => (Compute::Tf32, Precision::F32(Arithmetic::Tf32)),
+        _ => (Compute::Bf16, Precision::Bf16),
+    };
+    let device = Device::open(args.device)?;
+    let memory = match args.memory {
+        Some(size) => size.0,
+        None => device.free_memory()? / 10 * 9,
+    };
+    let cuda = Cuda::new(&device, memory, precision)?;
+    let sizes = if args.small { Sizes::small() } else { Sizes::gpt2() };
+    if !args.json {
+        say(format_args!("{}, {}, {} of it taken\n", device.name, readable(device.memory), readable(memory)));
+        say("operation                  shape                  time µs       GB/s  of copy   TFLOP/s");
+    }
+    let (mut rows, mut copy) = (Vec::new(), None);
+    operations(&cuda, &sizes, usize::from(args.batches), &mut |timing| {
+        let row = row(timing, *copy.get_or_insert(timing.bytes / timing.seconds));
+        if !args.json {
+            say(line(&row));
+        }
+        rows.push(row);
+        Ok(())
+    })?;
+    if args.json {
+        let report = Report {
+            multiprocessors: device.multiprocessors()?,
+            memory_bytes: device.memory,
+            driver: libraries::driver()?,
+            nvrtc: libraries::nvrtc()?,
+            cublaslt: libraries::cublaslt()?,
+            device: device.name,
+            compute,
+            small: args.small,
+            batches: args.batches,
+            copy_bandwidth: copy.unwrap_or(0.0) / 1e9,
+            rows,
+        };
+        say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+    }
+    Ok(())
+}
+
+fn row(timing: &Timing, copy: f64) -> Row {
+    let bandwidth = timing.bytes / timing.seconds;
+    Row {
+        operation: timing.operation.clone(),
+        shape: timing.shape.clone(),
+        microseconds: timing.seconds * 1e6,
+        fastest_microseconds: timing.fastest * 1e6,
+        bytes: timing.bytes,
+        bandwidth: bandwidth / 1e9,
+        of_copy: bandwidth / copy,
+        teraflops: (timing.flops > 0.0).then(|| timing.flops / timing.seconds / 1e12),
+    }
+}
+
+fn line(row: &Row) -> String {
+    let Row { operation, shape, microseconds, bandwidth, of_copy, teraflops, .. } = row;
+    let teraflops = teraflops.map_or_else(|| format!("{:>10}", "–"), |rate| format!("{rate:>10.1}"));
+    format!("{operation:<26} {shape:<20} {microseconds:>9.1} {bandwidth:>10.1} {of_copy:>8.2}{teraflops}")
+}
