@@ -112,37 +112,43 @@ struct Variant {
     through: bool,
     zero: Option<Zero>,
     recompute: bool,
+    offload: bool,
     micro: Option<u64>,
 }
 
 impl Variant {
-    /// Few changes before many; then the lowest stage and the largest micro-batch. Slower checkpoints are the least.
+    /// Few changes before many; then the lowest stage and the largest micro-batch; updates on the host come last. Slower
+    /// checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
-        let changes =
-            usize::from(self.zero.is_some()) + usize::from(self.recompute) + usize::from(self.micro.is_some());
-        (2 * changes + usize::from(self.through), self.zero.map(u8::from), self.recompute, Reverse(self.micro))
+        let made = [self.zero.is_some(), self.recompute, self.offload, self.micro.is_some()];
+        let changes = made.into_iter().filter(|made| *made).count();
+        let cost = 2 * changes + usize::from(self.through);
+        (cost, self.offload, self.zero.map(u8::from), self.recompute, Reverse(self.micro))
     }
 
     /// The settings that make it.
     fn settings(&self) -> String {
         let zero = self.zero.map(|zero| format!("parallel.zero={}", u8::from(zero)));
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
+        let offload = self.offload.then(|| "optimizer.offload=true".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
         let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
-        let settings: Vec<String> = [zero, recompute, micro, through].into_iter().flatten().collect();
+        let settings: Vec<String> = [zero, recompute, offload, micro, through].into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
 
-/// Every stage, recomputation, micro-batch and way of saving that takes less than `plan`, on `ranks` ranks.
+/// Every stage, recomputation, place of the optimizer, micro-batch and way of saving that takes less than `plan`, on
+/// `ranks` ranks.
 fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
+    let offloads = plan.config.optimizer.offload;
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
     let mut variants = Vec::new();
     for zero in stages {
         for &smaller in &micros {
-            for (again, copy) in [(false, true), (true, true), (false, false), (true, false)] {
+            for [again, copy, offload] in choices(on_gpu) {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
                     (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
@@ -153,18 +159,26 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 }
                 config.parallel.zero = zero;
                 config.parallel.recompute |= again;
+                config.optimizer.offload |= offload;
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
                 let facts = Facts { ranks, threads: plan.threads, vocabulary: Some(plan.gpt.vocabulary), on_gpu };
                 if let Ok(plan) = resolve(config, &facts) {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
-                    variants.push(Variant { plan, through, zero, recompute: again && !recompute, micro });
+                    let (recompute, offload) = (again && !recompute, offload && !offloads);
+                    variants.push(Variant { plan, through, zero, recompute, offload, micro });
                 }
             }
         }
     }
     variants
+}
+
+/// What can be switched: recomputation, checkpoints from a copy, the optimizer on the host of a GPU.
+fn choices(on_gpu: bool) -> impl Iterator<Item = [bool; 3]> {
+    let all = (0..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0));
+    all.filter(move |[_, _, offload]| on_gpu || !offload)
 }
 
 #[cfg(test)]

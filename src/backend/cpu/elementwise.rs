@@ -1,5 +1,7 @@
 //! Fills, copies, sums and the activation functions: one pass over memory each.
 
+use half::bf16;
+
 use super::math::{exp, simd};
 use super::threads::Threads;
 
@@ -18,6 +20,21 @@ pub fn zero(threads: &Threads, y: &mut [f32]) {
 pub fn copy(threads: &Threads, x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len());
     threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| y.copy_from_slice(x));
+}
+
+/// `y = x`, rounded to bf16 as GPUs do: to the nearest, ties to even. `y` is its bits.
+pub fn narrow(threads: &Threads, x: &[f32], y: &mut [u16]) {
+    assert_eq!(x.len(), y.len());
+    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| {
+        simd(
+            #[inline(always)]
+            || {
+                for (y, x) in y.iter_mut().zip(x) {
+                    *y = bf16::from_f32(*x).to_bits();
+                }
+            },
+        );
+    });
 }
 
 /// `y += x` on the calling thread; what a reduction over the wire uses, too.
