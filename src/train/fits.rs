@@ -184,7 +184,9 @@ fn choices(on_gpu: bool) -> impl Iterator<Item = [bool; 3]> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::Memory;
     use crate::backend::cpu::Cpu;
+    use crate::backend::cuda::Cuda;
     use crate::config::{Sources, load};
 
     /// The refusal with this room a rank, on top of what is resident; empty if it fits.
@@ -231,6 +233,27 @@ mod tests {
         assert!(error.contains(" ranks, as many on each node as now, and parallel.zero=3"), "{error}");
         let error = refusal(1, &["batch.global=1"], 20);
         assert!(error.contains("no layout of this network and batch.global fits"), "{error}");
+    }
+
+    #[test]
+    fn the_optimizer_may_leave_a_gpu() {
+        // Twelve bytes a parameter are masters and moments; activations are small beside them.
+        let overrides = ["model.layers=8", "model.width=256", "batch.global=1"].map(String::from);
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        let plan = |offload: bool| {
+            let mut config = config.clone();
+            config.optimizer.offload = offload;
+            resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
+        };
+        let need = |plan: &Plan| estimate::<Cuda>(plan, &plan.gpt.blocks(), 0, 0);
+        let (there, here) = (need(&plan(false)), need(&plan(true)));
+        let moved = there.gpu() - here.gpu();
+        assert_eq!(moved, there.categories[Memory::Optimizer as usize] / 2 * 3);
+        // And the place that gradients come through.
+        assert_eq!(here.host() - there.host(), moved / 3 * 4);
+        assert!(here.host_parts().contains("offloaded "), "{}", here.host_parts());
+        let hint = advice::<Cuda>(&plan(false), |plan| need(plan).gpu(), here.gpu());
+        assert!(hint.starts_with("optimizer.offload=true takes "), "{hint}");
     }
 
     #[test]

@@ -120,3 +120,17 @@ pub fn gelu_backward(threads: &Threads, x: &[f32], dy: &mut [f32]) {
         );
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ties_go_to_even_and_what_is_not_finite_stays_so() {
+        let bits = [0x3f80_8000, 0x3f81_8000, 0x3f80_8001, 0x8000_0001, 0x7f7f_ffff, 0xff80_0000, 0x7f80_0001];
+        let mut rounded = [0; 7];
+        narrow(&Threads::new(1), &bits.map(f32::from_bits), &mut rounded);
+        assert_eq!(rounded[..6], [0x3f80, 0x3f82, 0x3f81, 0x8000, 0x7f80, 0xff80]);
+        assert!(bf16::from_bits(rounded[6]).is_nan());
+    }
+}
