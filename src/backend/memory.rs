@@ -11,6 +11,8 @@ pub enum Memory {
     Gradients,
     /// Moments of the optimizer.
     Optimizer,
+    /// Masters, moments and gradients that are kept on the host in the stead of a GPU.
+    Offloaded,
     /// What the forward keeps for the backward, and scratch.
     Activations,
     /// Staging of messages.
@@ -25,10 +27,11 @@ pub enum Memory {
 
 impl Memory {
     /// Every category, in the order of reports.
-    pub const ALL: [Memory; 8] = [
+    pub const ALL: [Memory; 9] = [
         Memory::Parameters,
         Memory::Gradients,
         Memory::Optimizer,
+        Memory::Offloaded,
         Memory::Activations,
         Memory::Communication,
         Memory::Data,
@@ -38,7 +41,7 @@ impl Memory {
 
     /// Whether it is on the device that computes, rather than on the host, where the two differ.
     pub fn is_on_device(self) -> bool {
-        !matches!(self, Memory::Communication | Memory::Data | Memory::Checkpoint)
+        !matches!(self, Memory::Offloaded | Memory::Communication | Memory::Data | Memory::Checkpoint)
     }
 
     /// The word for it in reports.
@@ -47,6 +50,7 @@ impl Memory {
             Memory::Parameters => "parameters",
             Memory::Gradients => "gradients",
             Memory::Optimizer => "optimizer",
+            Memory::Offloaded => "offloaded",
             Memory::Activations => "activations",
             Memory::Communication => "communication",
             Memory::Data => "data",

@@ -13,12 +13,13 @@ mod port;
 mod suite;
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::error::Result;
 
 pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, NORM_EPSILON, Norm, Sgd};
 pub use memory::{Ledger, Memory, readable};
-pub use port::{Event, Pinned, Placed, Port, Reach, Scratch, Slot, Span};
+pub use port::{Event, Ferry, Pinned, Placed, Port, Reach, Scratch, Slot, Span};
 
 /// The memory of one device.
 ///
@@ -135,6 +136,14 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// # Errors
     /// The device failed.
     fn stamp(buf: &Self::Buf) -> Result<Option<Box<dyn Event>>>;
+
+    /// What carries between the device and the host beside compute; none where buffers are host memory.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn ferry(&self) -> Result<Option<Arc<dyn Ferry>>> {
+        Ok(None)
+    }
 
     /// Gives memory that waits for reuse back to the system: shapes are about to change.
     fn trim(&self);

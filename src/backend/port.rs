@@ -138,7 +138,30 @@ pub trait Port: Send + Sync {
     fn mark(&self) -> Result<Box<dyn Event>>;
 }
 
-/// Page-locked memory that messages pass through, and the copy that uses it.
+/// A port whose copies keep an order with compute, which the device sees to: the host does not wait to start them. It has
+/// the copies for itself; messages go through another port.
+pub trait Ferry: Port {
+    /// What is started from now on runs after all that compute has requested so far.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn after_compute(&self) -> Result<()>;
+
+    /// What compute requests from now on runs after all copies to the device that were started so far.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn before_compute(&self) -> Result<()>;
+}
+
+/// Where nothing copies by itself, any memory will do.
+impl Pinned for Vec<f32> {
+    fn words(&mut self) -> &mut [f32] {
+        self
+    }
+}
+
+/// Page-locked memory that goes to the device or comes from it, and the copy that uses it.
 ///
 /// It lets nobody look while a copy is under way, and waits for the copy before it gives the memory back.
 pub struct Slot {
@@ -153,7 +176,12 @@ impl Slot {
     /// # Errors
     /// As [`Port::pinned`].
     pub fn new(port: &dyn Port, words: usize) -> Result<Self> {
-        Ok(Self { memory: Some(port.pinned(words)?), copy: None })
+        Ok(Self::of(port.pinned(words)?))
+    }
+
+    /// A slot of this memory.
+    pub fn of(memory: Box<dyn Pinned>) -> Self {
+        Self { memory: Some(memory), copy: None }
     }
 
     /// The copy under way, if one is.

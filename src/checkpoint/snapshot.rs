@@ -6,7 +6,7 @@ use std::path::Path;
 use super::shard::{Extent, ShardFile, ShardWriter, file_name};
 use crate::backend::{Kernels, Ledger, Memory};
 use crate::error::Result;
-use crate::parallel::{Owned, Sharded};
+use crate::parallel::{Owned, Sharded, Values};
 
 /// Where one part of a unit's owned range lies in a snapshot.
 struct Place {
@@ -53,9 +53,9 @@ impl<B: Kernels> Snapshot<B> {
     pub fn take(&mut self, sharded: &mut Sharded<B>) -> Result<()> {
         let mut places = self.places.iter();
         for unit in sharded.owned()? {
-            for view in parts(&unit) {
+            for values in parts(&unit) {
                 if let Some(place) = places.next() {
-                    unit.backend.download(view, &mut self.data[place.data.clone()])?;
+                    values.read(&mut self.data[place.data.clone()])?;
                 }
             }
         }
@@ -100,8 +100,8 @@ pub fn write_through<B: Kernels>(
     for unit in &units {
         host.resize(unit.range.len(), 0.0);
         let extents = within(unit, first);
-        for (part, view) in parts(unit).enumerate() {
-            unit.backend.download(view, &mut host)?;
+        for (part, values) in parts(unit).enumerate() {
+            values.read(&mut host)?;
             extents.iter().try_for_each(|(extent, of)| writer.write(*extent, part, &host[of.clone()]))?;
         }
         first += extents.len();
@@ -126,6 +126,6 @@ fn within<B: Kernels>(unit: &Owned<'_, B>, first: usize) -> Vec<(usize, Range<us
 }
 
 /// Parameters and state of a unit.
-fn parts<'a, B: Kernels>(unit: &Owned<'a, B>) -> impl Iterator<Item = B::View<'a>> {
-    std::iter::once(unit.params).chain(unit.state.iter().copied())
+fn parts<'a, 'b, B: Kernels>(unit: &'b Owned<'a, B>) -> impl Iterator<Item = &'b Values<'a, B>> {
+    std::iter::once(&unit.params).chain(&unit.state)
 }

@@ -37,7 +37,7 @@ pub fn run(args: &ConfigArgs) -> Result<()> {
         None => Some(vocabulary(&config)?),
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let on_gpu = config.precision.compute.needs_gpu();
+    let on_gpu = config.needs_gpu();
     let plan = resolve(config, &Facts { ranks: usize::from(*ranks), threads, vocabulary: of_data, on_gpu })?;
     let text = toml::to_string(&plan.config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
     say(text.trim_end());

@@ -50,6 +50,18 @@ impl<T> Pending<T> {
         }
     }
 
+    /// Whether the request is done: [`Pending::wait`] would not block.
+    pub fn is_done(&mut self) -> bool {
+        if let State::Requested { answer, .. } = &self.0 {
+            self.0 = State::Ready(match answer.try_recv() {
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => Err(ended()),
+                Ok(value) => value,
+            });
+        }
+        true
+    }
+
     /// Blocks until the request is done and returns what it was given.
     ///
     /// # Errors
@@ -59,11 +71,14 @@ impl<T> Pending<T> {
             State::Ready(value) => return value,
             State::Requested { answer, shared } => (answer, shared),
         };
-        let ended = || Error::comm("the communication thread has ended");
         match answer.try_recv() {
             Ok(value) => value,
             Err(TryRecvError::Disconnected) => Err(ended()),
             Err(TryRecvError::Empty) => shared.blocked(|| answer.recv()).map_err(|_| ended())?,
         }
     }
+}
+
+fn ended() -> Error {
+    Error::comm("the communication thread has ended")
 }

@@ -150,6 +150,8 @@ sections! {
         weight_decay: f32 = 0.1,
         /// Largest global norm of the gradient; 0 does not clip.
         grad_clip: f64 = 1.0,
+        /// GPUs: keep masters and optimizer state in the memory of the host, and update them there.
+        offload: bool = false,
     }
 
     /// `[schedule]`
@@ -267,6 +269,13 @@ sections! {
         straggler_window: u64 = 20,
         /// Characters of text printed by the trained model at the end.
         sample: usize = 300,
+    }
+}
+
+impl Config {
+    /// Whether only GPUs can do what it asks for.
+    pub fn needs_gpu(&self) -> bool {
+        self.precision.compute.needs_gpu() || self.optimizer.offload
     }
 }
 

@@ -87,6 +87,11 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         OptimizerKind::Sgd => Rule::Sgd { momentum: config.optimizer.momentum, nesterov: config.optimizer.nesterov },
     };
     config.precision.compute = compute(&config, facts.on_gpu)?;
+    if config.optimizer.offload && !facts.on_gpu {
+        return Err(Error::input("optimizer.offload = true is for GPUs").hint(
+            "leave it out, or run on a node with a GPU: on a CPU the optimizer is in the memory of the host anyway",
+        ));
+    }
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.lanes = Some(lanes);
@@ -373,6 +378,7 @@ mod tests {
             ("log.straggler_factor=nan", "log.straggler_factor = NaN"),
             ("log.straggler_window=0", "log.straggler_window = 0"),
             ("comm.timeout=1000000", "comm.timeout = 1000000"),
+            ("optimizer.offload=true", "optimizer.offload = true is for GPUs\nhint: leave it out"),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
         }

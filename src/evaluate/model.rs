@@ -14,7 +14,7 @@ use crate::train::{Engine, Geometry};
 /// # Errors
 /// The configuration is not possible.
 pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> Result<Plan> {
-    (config.parallel, config.batch, config.run.threads) = Default::default();
+    (config.parallel, config.batch, config.optimizer, config.run.threads) = Default::default();
     if ranks > 1 {
         config.parallel.zero = Zero::Three;
     }

@@ -4,7 +4,9 @@
 //! long full gradients and full parameters live ([`Residency`]).
 
 mod facts;
+mod held;
 mod lanes;
+mod offload;
 mod owner;
 mod route;
 pub mod schedule;
@@ -13,7 +15,8 @@ mod sharded;
 mod tests;
 
 pub use lanes::{Lanes, tree_sum};
-pub use owner::Hyper;
+pub use offload::bytes as offloaded_bytes;
+pub use owner::{Hyper, Updates, Values};
 pub use route::{Visit, backward_peak, forward, peak, step};
 pub use sharded::{Groups, Owned, Reduced, Sharded, Synced};
 

@@ -1,14 +1,18 @@
 //! What a rank owns of a unit: a range of its parameters, the optimizer's state of that range, and their update.
 //!
-//! Nothing else knows where the state is or how it is updated. The gradient comes as a window, and updated parameters
-//! leave as a window, of the device that computes.
+//! Nothing else knows where the state is or how it is updated: on the device that computes ([`Held`]), or on the host
+//! ([`Offloaded`]). The gradient comes as a window, and updated parameters leave as a window, of the device that
+//! computes.
 
 use std::ops::Range;
 
-use crate::backend::{Kernels, Memory};
+use super::held::Held;
+use super::offload::{Host, Offloaded};
+use crate::backend::cpu::Cpu;
+use crate::backend::{Backend as _, Kernels};
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
-use crate::optim::{Rule, Update};
+use crate::optim::Rule;
 
 /// Constants of one update.
 #[derive(Debug, Clone, Copy)]
@@ -23,47 +27,70 @@ pub struct Hyper {
     pub grad_scale: f32,
 }
 
+/// How parameters are updated, and where.
+#[derive(Clone)]
+pub struct Updates {
+    /// The rule.
+    pub rule: Rule,
+    /// The CPU that keeps masters and optimizer state and updates them. None leaves that to the device that computes.
+    pub host: Option<Cpu>,
+}
+
+/// Parameters or optimizer state of an owned range, wherever they are.
+pub enum Values<'a, B: Kernels> {
+    /// On the device that computes.
+    Device(&'a B, B::View<'a>),
+    /// On the host.
+    Host(&'a Cpu, &'a [f32]),
+}
+
+impl<B: Kernels> Values<'_, B> {
+    /// Copies them; `to` has their length.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn read(&self, to: &mut [f32]) -> Result<()> {
+        match *self {
+            Values::Device(backend, view) => backend.download(view, to),
+            Values::Host(cpu, values) => cpu.download(values, to),
+        }
+    }
+}
+
 /// The owned range of one unit.
 pub struct Owner<B: Kernels> {
-    backend: B,
-    /// None where nothing is trained.
-    rule: Option<Rule>,
     /// The range of the unit.
     range: Range<usize>,
-    /// Elements of the range before this one decay.
-    decayed: usize,
-    /// The parameters of the range in f32. None where full ones live always, in f32: then they are its window of those.
-    master: Option<B::Buf>,
-    /// One buffer for each name in [`Rule::state`].
-    state: Vec<B::Buf>,
+    home: Home<B>,
+}
+
+/// Where parameters and state are.
+enum Home<B: Kernels> {
+    Device(Held<B>),
+    Host(Offloaded<B>),
 }
 
 impl<B: Kernels> Owner<B> {
-    /// The owner of `range`, with fresh optimizer state. `master` holds its parameters, unless full ones live always.
+    /// The owner of `range`, with fresh optimizer state. `master` holds its parameters, unless full ones live always and
+    /// there is no host to keep them.
     ///
     /// # Errors
     /// Out of memory.
     pub fn new(
         backend: &B,
+        host: Option<&Host>,
         rule: Option<Rule>,
         layout: &UnitLayout,
         range: Range<usize>,
         master: Option<&[f32]>,
     ) -> Result<Self> {
-        let state = state_names(rule).iter().map(|_| {
-            let mut buf = backend.alloc(Memory::Optimizer, range.len())?;
-            backend.zero(B::all_mut(&mut buf))?;
-            Ok(buf)
-        });
-        Ok(Self {
-            state: state.collect::<Result<_>>()?,
-            master: master.map(|values| backend.upload_f32(Memory::Parameters, values)).transpose()?,
-            // Decayed tensors come first: one cut separates the two groups.
-            decayed: layout.decayed.clamp(range.start, range.end) - range.start,
-            backend: backend.clone(),
-            rule,
-            range,
-        })
+        // Decayed tensors come first: one cut separates the two groups.
+        let decayed = layout.decayed.clamp(range.start, range.end) - range.start;
+        let home = match host {
+            None => Home::Device(Held::new(backend, rule, range.len(), decayed, master)?),
+            Some(host) => Home::Host(Offloaded::new(backend, host, rule, decayed, master.ok_or_else(nowhere)?)?),
+        };
+        Ok(Self { range, home })
     }
 
     /// The range of the unit.
@@ -71,36 +98,51 @@ impl<B: Kernels> Owner<B> {
         self.range.clone()
     }
 
+    /// The reduced gradient of the range is the window `at` of `grad`, which stays as it is until [`Owner::update`] or
+    /// [`Owner::forget`].
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn reduced(&mut self, grad: &mut B::Buf, at: Range<usize>) -> Result<()> {
+        match &mut self.home {
+            Home::Device(_) => Ok(()),
+            Home::Host(offloaded) => offloaded.fetch(B::reach(grad, at)?),
+        }
+    }
+
+    /// The reduced gradient is not to be used.
+    pub fn forget(&mut self) {
+        if let Home::Host(offloaded) = &mut self.home {
+            offloaded.forget();
+        }
+    }
+
     /// Updates the parameters from the reduced gradient of the range. `full` are the full ones, where they live always.
     ///
     /// # Errors
     /// The device failed, or the parameters are nowhere.
     pub fn update(&mut self, hyper: Hyper, grad: B::View<'_>, full: Option<&mut B::Buf>) -> Result<()> {
-        let rule = self.rule.ok_or_else(|| Error::internal("an update without a rule"))?;
-        let full = full.map(|full| B::view_mut(full, self.range.clone()));
-        let (params, copy) = match (&mut self.master, full) {
-            (Some(master), full) => (B::all_mut(master), full),
-            (None, Some(full)) => (full, None),
-            (None, None) => return Err(nowhere()),
-        };
-        let state = self.state.iter_mut().map(B::all_mut).collect();
-        let Hyper { lr, weight_decay, step, grad_scale } = hyper;
-        let update = |weight_decay| Update { lr, weight_decay, step, grad_scale };
-        let (g_decayed, g_rest) = B::cut(grad, self.decayed);
-        let (p_decayed, p_rest) = B::cut_mut(params, self.decayed);
-        let (s_decayed, s_rest) = cut_all::<B>(state, self.decayed);
-        let (c_decayed, c_rest) = copy.map(|copy| B::cut_mut(copy, self.decayed)).unzip();
-        rule.update(&self.backend, update(weight_decay), g_decayed, s_decayed, p_decayed, c_decayed)?;
-        rule.update(&self.backend, update(0.0), g_rest, s_rest, p_rest, c_rest)
+        match (&mut self.home, full) {
+            (Home::Device(held), full) => {
+                held.update(hyper, grad, full.map(|full| B::view_mut(full, self.range.clone())))
+            }
+            (Home::Host(offloaded), None) => offloaded.update(hyper),
+            (Home::Host(offloaded), Some(full)) => {
+                offloaded.update(hyper)?;
+                offloaded.contribute(B::reach(full, self.range.clone())?)
+            }
+        }
     }
 
     /// Puts the parameters into their place in a full buffer, to be gathered.
     ///
     /// # Errors
     /// The device failed, or the parameters are nowhere.
-    pub fn contribute(&self, full: &mut B::Buf) -> Result<()> {
-        let master = self.master.as_ref().ok_or_else(nowhere)?;
-        self.backend.copy(B::all(master), B::view_mut(full, self.range.clone()))
+    pub fn contribute(&mut self, full: &mut B::Buf) -> Result<()> {
+        match &mut self.home {
+            Home::Device(held) => held.backend.copy(B::all(held.master()?), B::view_mut(full, self.range.clone())),
+            Home::Host(offloaded) => offloaded.contribute(B::reach(full, self.range.clone())?),
+        }
     }
 
     /// Parameters and optimizer state of `range`, a range of the unit within the owned one. `full` as in
@@ -108,18 +150,29 @@ impl<B: Kernels> Owner<B> {
     ///
     /// # Errors
     /// The parameters are nowhere.
-    pub fn views<'a>(
+    pub fn values<'a>(
         &'a self,
         range: Range<usize>,
         full: Option<&'a B::Buf>,
-    ) -> Result<(B::View<'a>, Vec<B::View<'a>>)> {
+    ) -> Result<(Values<'a, B>, Vec<Values<'a, B>>)> {
         let of_owned = range.start - self.range.start..range.end - self.range.start;
-        let params = match (&self.master, full) {
-            (Some(master), _) => B::view(master, of_owned.clone()),
-            (None, Some(full)) => B::view(full, range),
-            (None, None) => return Err(nowhere()),
-        };
-        Ok((params, self.state.iter().map(|buf| B::view(buf, of_owned.clone())).collect()))
+        match &self.home {
+            Home::Device(held) => {
+                let params = match (held.master(), full) {
+                    (Ok(master), _) => B::view(master, of_owned.clone()),
+                    (Err(_), Some(full)) => B::view(full, range),
+                    (Err(e), None) => return Err(e),
+                };
+                let value = |view| Values::Device(&held.backend, view);
+                Ok((value(params), held.state(&of_owned).map(value).collect()))
+            }
+            Home::Host(offloaded) => {
+                let held = offloaded.held();
+                let value = |values| Values::Host(&held.backend, values);
+                let params = Cpu::view(held.master()?, of_owned.clone());
+                Ok((value(params), held.state(&of_owned).map(value).collect()))
+            }
+        }
     }
 
     /// Replaces parameters and state by the values that `load(part, range)` gives: part 0 is the parameters, part k the
@@ -128,13 +181,11 @@ impl<B: Kernels> Owner<B> {
     /// # Errors
     /// Of `load`.
     pub fn restore(&mut self, mut load: impl FnMut(usize, Range<usize>) -> Result<Vec<f32>>) -> Result<()> {
-        if let Some(master) = &mut self.master {
-            self.backend.write(&load(0, self.range.clone())?, B::all_mut(master))?;
+        let load = |part| load(part, self.range.clone());
+        match &mut self.home {
+            Home::Device(held) => held.restore(load),
+            Home::Host(offloaded) => offloaded.restore(load),
         }
-        for (part, buf) in self.state.iter_mut().enumerate() {
-            self.backend.write(&load(part + 1, self.range.clone())?, B::all_mut(buf))?;
-        }
-        Ok(())
     }
 }
 
@@ -143,11 +194,7 @@ pub fn state_names(rule: Option<Rule>) -> &'static [&'static str] {
     rule.map_or(&[], |rule| rule.state())
 }
 
-fn nowhere() -> Error {
+/// The error of parameters that nobody holds.
+pub fn nowhere() -> Error {
     Error::internal("parameters are nowhere")
-}
-
-/// Cuts every window at the same element.
-fn cut_all<B: Kernels>(views: Vec<B::ViewMut<'_>>, at: usize) -> (Vec<B::ViewMut<'_>>, Vec<B::ViewMut<'_>>) {
-    views.into_iter().map(|view| B::cut_mut(view, at)).unzip()
 }

@@ -14,7 +14,8 @@ use std::sync::Arc;
 
 use super::facts::Facts;
 use super::lanes::{Lanes, Tree, tree_sum};
-use super::owner::{Hyper, Owner, state_names};
+use super::offload::Host;
+use super::owner::{Hyper, Owner, Updates, Values, state_names};
 use super::route::{Route, Visit};
 use super::{Life, Residency};
 use crate::activity::{Doing, span};
@@ -112,16 +113,14 @@ struct Unit<B: Kernels> {
 
 /// The owned part of a unit, for checkpoints.
 pub struct Owned<'a, B: Kernels> {
-    /// The device it is on.
-    pub backend: &'a B,
     /// The unit's layout.
     pub layout: &'a UnitLayout,
     /// The range of the unit that this view covers.
     pub range: Range<usize>,
     /// Its parameters.
-    pub params: B::View<'a>,
-    /// Its optimizer state, one window for each name in [`Rule::state`].
-    pub state: Vec<B::View<'a>>,
+    pub params: Values<'a, B>,
+    /// Its optimizer state, one for each name in [`Rule::state`].
+    pub state: Vec<Values<'a, B>>,
 }
 
 /// The reduced gradient of a unit.
@@ -142,6 +141,8 @@ pub struct Sharded<B: Kernels> {
     lanes: Lanes,
     /// None where nothing is trained.
     rule: Option<Rule>,
+    /// Whether owners keep state and masters on the host, and so want gradients early.
+    offloads: bool,
     units: Vec<Unit<B>>,
     /// Units whose reduction is under way, in order.
     started: Vec<usize>,
@@ -151,7 +152,7 @@ pub struct Sharded<B: Kernels> {
 
 impl<B: Kernels> Sharded<B> {
     /// Storage for `blocks`, initialised from `seed`: the same values for any mesh. Without a seed it is zero, to
-    /// be restored; without a rule there is no optimizer state.
+    /// be restored; without updates there is no optimizer state.
     ///
     /// # Errors
     /// Out of memory, or the first gather failed.
@@ -160,12 +161,14 @@ impl<B: Kernels> Sharded<B> {
         groups: Groups<B>,
         keep: Residency,
         lanes: Lanes,
-        rule: Option<Rule>,
+        updates: Option<Updates>,
         blocks: &Blocks<B>,
         seed: Option<u64>,
     ) -> Result<Self> {
         let (shards, shard) = (groups.shard.size(), groups.shard.rank());
         let keep = keep.over(shards);
+        let (rule, host) = updates.map_or((None, None), |Updates { rule, host }| (Some(rule), host));
+        let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
         let mut units = Vec::with_capacity(blocks.len());
         for block in blocks {
             let layout = UnitLayout::new(block.name(), block.tensors(), lanes.total);
@@ -175,10 +178,10 @@ impl<B: Kernels> Sharded<B> {
                 Life::Step => Slot::Here(backend.upload(Memory::Parameters, &full)?),
                 Life::Use => Slot::Gone,
             };
-            let is_apart = keep.params == Life::Use || backend.computes_narrow();
+            let is_apart = keep.params == Life::Use || backend.computes_narrow() || host.is_some();
             let master = is_apart.then(|| &full[owned.clone()]);
             units.push(Unit {
-                owner: Owner::new(&backend, rule, &layout, owned, master)?,
+                owner: Owner::new(&backend, host.as_ref(), rule, &layout, owned, master)?,
                 layout,
                 params,
                 grads: None,
@@ -187,7 +190,8 @@ impl<B: Kernels> Sharded<B> {
                 reduction: None,
             });
         }
-        Ok(Self { backend, groups, keep, lanes, rule, units, started: Vec::new(), route: Route::default() })
+        let offloads = host.is_some();
+        Ok(Self { backend, groups, keep, lanes, rule, offloads, units, started: Vec::new(), route: Route::default() })
     }
 
     /// The ranks with different data.
@@ -296,6 +300,11 @@ impl<B: Kernels> Sharded<B> {
             std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
         }
         self.started.push(unit);
+        if self.offloads {
+            // Gradients go down as soon as they can, beside the backwards that are left.
+            let arrived = self.started.iter().take_while(|&&unit| has_arrived(&mut self.units[unit])).count();
+            self.started.drain(..arrived).collect::<Vec<_>>().into_iter().try_for_each(|unit| self.land(unit))?;
+        }
         Ok(())
     }
 
@@ -379,6 +388,7 @@ impl<B: Kernels> Sharded<B> {
     /// Forgets the reduced gradients: this step does not count.
     pub fn skip(&mut self) {
         for unit in &mut self.units {
+            unit.owner.forget();
             if let Some(Reduction::Done(sum)) = unit.reduction.take()
                 && self.keep.grads == Life::Step
             {
@@ -401,8 +411,8 @@ impl<B: Kernels> Sharded<B> {
             .iter()
             .map(|unit| {
                 let range = unit.layout.part(shards.start, total).start..unit.layout.part(shards.end - 1, total).end;
-                let (params, state) = unit.owner.views(range.clone(), unit.params.here())?;
-                Ok(Owned { backend: &self.backend, layout: &unit.layout, range, params, state })
+                let (params, state) = unit.owner.values(range.clone(), unit.params.here())?;
+                Ok(Owned { layout: &unit.layout, range, params, state })
             })
             .collect()
     }
@@ -496,7 +506,7 @@ impl<B: Kernels> Sharded<B> {
         // Read while it is on its way through the caches, and while the next units are reduced.
         let square = |shard| self.backend.sum_squares(B::view(&full, unit.layout.part(shard, self.lanes.total)));
         let squares = shards.map(square).collect::<Result<_>>()?;
-        let (grad, window) = match self.keep.grads {
+        let (mut grad, window) = match self.keep.grads {
             Life::Step => (full, owned),
             Life::Use => {
                 let mut own = self.backend.alloc(Memory::Gradients, owned.len())?;
@@ -504,6 +514,7 @@ impl<B: Kernels> Sharded<B> {
                 (own, 0..owned.len())
             }
         };
+        unit.owner.reduced(&mut grad, window.clone())?;
         unit.reduction = Some(Reduction::Done(Sum { grad, window, squares }));
         Ok(())
     }
@@ -516,6 +527,14 @@ impl<B: Kernels> Unit<B> {
             (Slot::Here(params), Some(grads)) => Ok((B::all(params), B::all_mut(grads))),
             _ => Err(Error::internal("parameters or gradients are not here")),
         }
+    }
+}
+
+/// Whether a unit's reduction is over, so that nothing need be waited for.
+fn has_arrived<B: Kernels>(unit: &mut Unit<B>) -> bool {
+    match &mut unit.reduction {
+        Some(Reduction::InFlight(pending)) => pending.is_done(),
+        _ => false,
     }
 }
 

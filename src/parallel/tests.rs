@@ -1,6 +1,6 @@
 //! Every layout against one rank, with threads as ranks: a new configuration is a row.
 
-use super::{Groups, Hyper, Lanes, Residency, Sharded, Zero, backward_peak, peak, step};
+use super::{Groups, Hyper, Lanes, Residency, Sharded, Updates, Zero, backward_peak, offloaded_bytes, peak, step};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, Memory};
 use crate::comm::{Algorithm, Comm, threads};
@@ -20,7 +20,7 @@ const TIME: usize = 7;
 struct Outcome {
     curve: Vec<(u64, u64)>,
     tensors: Vec<(String, usize, Vec<u32>)>,
-    peak: [usize; 3],
+    peak: [usize; 4],
 }
 
 #[derive(Clone, Copy)]
@@ -33,6 +33,8 @@ struct Row {
     recompute: bool,
     ahead: usize,
     algorithm: Algorithm,
+    /// A host beside the device, which is one itself here.
+    offload: bool,
 }
 
 const ONE: Row = Row {
@@ -44,7 +46,10 @@ const ONE: Row = Row {
     recompute: false,
     ahead: 1,
     algorithm: Algorithm::Tree,
+    offload: false,
 };
+
+const RULE: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
 /// The last of its four blocks borrows the unit of the first.
 const GPT: Gpt = Gpt { layers: 2, heads: 3, width: 15, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
@@ -66,9 +71,9 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let backend = Cpu::new(1);
     let blocks = GPT.blocks();
-    let rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
+    let updates = Updates { rule: RULE, host: row.offload.then(|| Cpu::new(2)) };
     let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
-    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(rule), &blocks, Some(3)).unwrap();
+    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(3)).unwrap();
     let predictions = (BATCH * TIME) as u64;
     let geometry = Geometry {
         lanes: lanes.mine().len(),
@@ -111,14 +116,17 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     }
     let mut tensors = Vec::new();
     for unit in engine.sharded.owned().unwrap() {
-        for (part, view) in std::iter::once(unit.params).chain(unit.state).enumerate() {
+        for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
+            let mut view = vec![0.0; unit.range.len()];
+            values.read(&mut view).unwrap();
             for piece in unit.layout.pieces(unit.range.clone()) {
                 let bits = view[piece.of_owned].iter().map(|x| x.to_bits()).collect();
                 tensors.push((format!("{}/{part}", piece.tensor.name), piece.of_tensor.start, bits));
             }
         }
     }
-    let peak = [Memory::Parameters, Memory::Optimizer, Memory::Gradients].map(|what| backend.ledger().peak(what));
+    let counted = [Memory::Parameters, Memory::Optimizer, Memory::Gradients, Memory::Offloaded];
+    let peak = counted.map(|what| backend.ledger().peak(what));
     Outcome { curve, tensors, peak }
 }
 
@@ -167,9 +175,10 @@ fn every_layout_gives_the_bits_of_one_rank() {
         rows.push(Row { shard: 2, replica: 2, ..three });
         rows.push(Row { shard: 4, replica: 2, recompute: true, ..three });
     }
-    for row in rows {
+    for row in rows.clone().into_iter().chain(rows.into_iter().map(|row| Row { offload: true, ..row })) {
         let got = run(row);
-        let name = format!("shard {} replica {} {:?} ahead {}", row.shard, row.replica, row.zero, row.ahead);
+        let Row { shard, replica, zero, ahead, offload, .. } = row;
+        let name = format!("shard {shard} replica {replica} {zero:?} ahead {ahead} offload {offload}");
         assert_eq!(got.curve, want.curve, "{name}");
         assert!(got.tensors == want.tensors, "{name}: other parameters");
     }
@@ -213,7 +222,13 @@ fn sharding_saves_what_it_promises() {
         // In a network of four blocks nothing gathered ahead would be most of it.
         (Row { shard: 4, zero: Zero::Three, ahead: 0, ..ONE }, None, padded / 2),
     ] {
-        let [have_parameters, have_optimizer, _] = run(row).peak;
+        let [have_parameters, have_optimizer, _, offloaded] = run(row).peak;
+        assert_eq!(offloaded, 0);
+        let [bare_parameters, bare_optimizer, _, offloaded] = run(Row { offload: true, ..row }).peak;
+        // Of two moments for every owned element; all but the full parameters is on the host.
+        assert_eq!((bare_optimizer, offloaded), (0, offloaded_bytes(Some(RULE), optimizer / 8)));
+        let masters = if row.zero == Zero::Three { optimizer / 2 } else { 0 };
+        assert_eq!(bare_parameters, have_parameters - masters);
         assert_eq!(have_optimizer, optimizer);
         match parameters {
             Some(parameters) => assert_eq!(have_parameters, parameters),
@@ -232,7 +247,7 @@ fn no_more_full_buffers_live_than_is_said() {
     let owned = sizes.iter().sum::<usize>() / RANKS;
     for ahead in [0, 1, 2, 8] {
         for recompute in [false, true] {
-            let [parameters, _, gradients] = run(Row { zero: Zero::Three, ahead, recompute, ..one }).peak;
+            let [parameters, _, gradients, _] = run(Row { zero: Zero::Three, ahead, recompute, ..one }).peak;
             assert_eq!(parameters, owned + peak(&step(&borrows, 2), ahead, &sizes), "parameters, {ahead} ahead");
             assert_eq!(gradients, backward_peak(&borrows, RANKS, &sizes), "gradients, {ahead} ahead");
         }

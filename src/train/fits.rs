@@ -112,37 +112,43 @@ struct Variant {
     through: bool,
     zero: Option<Zero>,
     recompute: bool,
+    offload: bool,
     micro: Option<u64>,
 }
 
 impl Variant {
-    /// Few changes before many; then the lowest stage and the largest micro-batch. Slower checkpoints are the least.
+    /// Few changes before many; then the lowest stage and the largest micro-batch; updates on the host come last. Slower
+    /// checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
-        let changes =
-            usize::from(self.zero.is_some()) + usize::from(self.recompute) + usize::from(self.micro.is_some());
-        (2 * changes + usize::from(self.through), self.zero.map(u8::from), self.recompute, Reverse(self.micro))
+        let made = [self.zero.is_some(), self.recompute, self.offload, self.micro.is_some()];
+        let changes = made.into_iter().filter(|made| *made).count();
+        let cost = 2 * changes + usize::from(self.through);
+        (cost, self.offload, self.zero.map(u8::from), self.recompute, Reverse(self.micro))
     }
 
     /// The settings that make it.
     fn settings(&self) -> String {
         let zero = self.zero.map(|zero| format!("parallel.zero={}", u8::from(zero)));
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
+        let offload = self.offload.then(|| "optimizer.offload=true".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
         let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
-        let settings: Vec<String> = [zero, recompute, micro, through].into_iter().flatten().collect();
+        let settings: Vec<String> = [zero, recompute, offload, micro, through].into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
 
-/// Every stage, recomputation, micro-batch and way of saving that takes less than `plan`, on `ranks` ranks.
+/// Every stage, recomputation, place of the optimizer, micro-batch and way of saving that takes less than `plan`, on
+/// `ranks` ranks.
 fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
+    let offloads = plan.config.optimizer.offload;
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
     let mut variants = Vec::new();
     for zero in stages {
         for &smaller in &micros {
-            for (again, copy) in [(false, true), (true, true), (false, false), (true, false)] {
+            for [again, copy, offload] in choices(on_gpu) {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
                     (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
@@ -153,13 +159,15 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 }
                 config.parallel.zero = zero;
                 config.parallel.recompute |= again;
+                config.optimizer.offload |= offload;
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
                 let facts = Facts { ranks, threads: plan.threads, vocabulary: Some(plan.gpt.vocabulary), on_gpu };
                 if let Ok(plan) = resolve(config, &facts) {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
-                    variants.push(Variant { plan, through, zero, recompute: again && !recompute, micro });
+                    let (recompute, offload) = (again && !recompute, offload && !offloads);
+                    variants.push(Variant { plan, through, zero, recompute, offload, micro });
                 }
             }
         }
@@ -167,10 +175,18 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     variants
 }
 
+/// What can be switched: recomputation, checkpoints from a copy, the optimizer on the host of a GPU.
+fn choices(on_gpu: bool) -> impl Iterator<Item = [bool; 3]> {
+    let all = (0..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0));
+    all.filter(move |[_, _, offload]| on_gpu || !offload)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::Memory;
     use crate::backend::cpu::Cpu;
+    use crate::backend::cuda::Cuda;
     use crate::config::{Sources, load};
 
     /// The refusal with this room a rank, on top of what is resident; empty if it fits.
@@ -217,6 +233,27 @@ mod tests {
         assert!(error.contains(" ranks, as many on each node as now, and parallel.zero=3"), "{error}");
         let error = refusal(1, &["batch.global=1"], 20);
         assert!(error.contains("no layout of this network and batch.global fits"), "{error}");
+    }
+
+    #[test]
+    fn the_optimizer_may_leave_a_gpu() {
+        // Twelve bytes a parameter are masters and moments; activations are small beside them.
+        let overrides = ["model.layers=8", "model.width=256", "batch.global=1"].map(String::from);
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        let plan = |offload: bool| {
+            let mut config = config.clone();
+            config.optimizer.offload = offload;
+            resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
+        };
+        let need = |plan: &Plan| estimate::<Cuda>(plan, &plan.gpt.blocks(), 0, 0);
+        let (there, here) = (need(&plan(false)), need(&plan(true)));
+        let moved = there.gpu() - here.gpu();
+        assert_eq!(moved, there.categories[Memory::Optimizer as usize] / 2 * 3);
+        // And the place that gradients come through.
+        assert_eq!(here.host() - there.host(), moved / 3 * 4);
+        assert!(here.host_parts().contains("offloaded "), "{}", here.host_parts());
+        let hint = advice::<Cuda>(&plan(false), |plan| need(plan).gpu(), here.gpu());
+        assert!(hint.starts_with("optimizer.offload=true takes "), "{hint}");
     }
 
     #[test]

@@ -33,14 +33,16 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     let lanes = plan.lanes / plan.mesh.data();
     // Partial sums in the tree of lanes while the last one is computed.
     let partial = lanes.next_power_of_two().trailing_zeros() as usize;
-    let parameters = match keep.params {
-        Life::Step if size == F32 => all * size,
-        Life::Step => all * size + owned * F32,
+    let offloads = plan.config.optimizer.offload;
+    let full = match keep.params {
+        Life::Step => all,
         Life::Use => {
             let pass = parallel::step(&borrows, lanes * plan.micros_per_lane());
-            owned * F32 + parallel::peak(&pass, keep.ahead, &padded) * size
+            parallel::peak(&pass, keep.ahead, &padded)
         }
     };
+    let are_masters_apart = !offloads && (keep.params == Life::Use || size < F32);
+    let parameters = full * size + if are_masters_apart { owned * F32 } else { 0 };
     let gradients = match (partial, keep.grads) {
         (0, Life::Step) => all,
         (0, Life::Use) => parallel::backward_peak(&borrows, plan.mesh.shard, &padded),
@@ -67,7 +69,10 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     let mut categories = [0; Memory::ALL.len()];
     categories[Memory::Parameters as usize] = parameters;
     categories[Memory::Gradients as usize] = gradients * F32;
-    categories[Memory::Optimizer as usize] = state * F32;
+    match offloads {
+        true => categories[Memory::Offloaded as usize] = parallel::offloaded_bytes(Some(plan.rule), owned),
+        false => categories[Memory::Optimizer as usize] = state * F32,
+    }
     categories[Memory::Activations as usize] = training.max(evaluation);
     categories[Memory::Communication as usize] = messages;
     // Read ahead, one being read, one in use, one on the device; inputs and targets.

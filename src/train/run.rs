@@ -16,6 +16,7 @@ use super::resume::{Branch, Resumed, Take, resume};
 use super::step::{Engine, Geometry};
 use super::{fits, memory};
 use crate::activity::{Doing, Track, span};
+use crate::backend::cpu::Cpu;
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Job, Origin, Published, Saver};
 use crate::comm::{self, Comm, Group, Stats, Watch};
@@ -23,7 +24,7 @@ use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Sampling, generate};
-use crate::parallel::{Lanes, Sharded};
+use crate::parallel::{Lanes, Sharded, Updates};
 use crate::telemetry::evaluations::{self, Evaluation};
 use crate::telemetry::metrics::Step;
 use crate::telemetry::run_card::RunCard;
@@ -621,7 +622,9 @@ pub fn engine<B: Kernels>(
     let data = &groups.data;
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
-    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(plan.rule), &blocks, Some(seed))?;
+    let host = plan.config.optimizer.offload.then(|| Cpu::new(plan.threads));
+    let updates = Updates { rule: plan.rule, host };
+    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(seed))?;
     let geometry = Geometry {
         lanes: lanes.mine().len(),
         micros_per_lane: plan.micros_per_lane(),

@@ -238,7 +238,7 @@ fn same_bits(config: &Config, row: &Row) -> bool {
 }
 
 fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<Plan> {
-    let on_gpu = config.precision.compute.needs_gpu();
+    let on_gpu = config.needs_gpu();
     let facts = Facts { ranks: row.ranks(), threads: 1, vocabulary: Some(vocabulary), on_gpu };
     resolve(row.config(config), &facts)
 }

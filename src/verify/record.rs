@@ -172,8 +172,8 @@ fn visit<B: Kernels>(sharded: &mut Sharded<B>, mut show: impl FnMut(usize, usize
     let mut first = 0;
     for unit in sharded.owned()? {
         host.resize(unit.range.len(), 0.0);
-        for (part, view) in std::iter::once(unit.params).chain(unit.state).enumerate() {
-            unit.backend.download(view, &mut host)?;
+        for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
+            values.read(&mut host)?;
             for piece in unit.layout.pieces(unit.range.clone()) {
                 let place = unit.layout.tensors.iter().position(|(tensor, _)| tensor.name == piece.tensor.name);
                 let place = place.ok_or_else(|| Error::internal("a piece of no tensor"))?;

@@ -17,7 +17,7 @@ use hpctrain::mesh::{Axis, Mesh};
 use hpctrain::nn::Micro;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::optim::Rule;
-use hpctrain::parallel::{Groups, Lanes, Sharded, Zero};
+use hpctrain::parallel::{Groups, Lanes, Sharded, Updates, Zero};
 use hpctrain::train::{Engine, Geometry};
 
 /// A file of `tests/golden/`.
@@ -94,7 +94,9 @@ pub fn engine_on<B: Kernels>(
     };
     let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = gpt.blocks();
-    let sharded = Sharded::new(backend.clone(), groups, zero.residency(), lanes, Some(rule), &blocks, Some(7)).unwrap();
+    let updates = Updates { rule, host: None };
+    let sharded =
+        Sharded::new(backend.clone(), groups, zero.residency(), lanes, Some(updates), &blocks, Some(7)).unwrap();
     let geometry = Geometry {
         lanes: lanes.mine().len(),
         micros_per_lane: cut.micros_per_lane,

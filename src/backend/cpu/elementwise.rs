@@ -1,5 +1,7 @@
 //! Fills, copies, sums and the activation functions: one pass over memory each.
 
+use half::bf16;
+
 use super::math::{exp, simd};
 use super::threads::Threads;
 
@@ -18,6 +20,21 @@ pub fn zero(threads: &Threads, y: &mut [f32]) {
 pub fn copy(threads: &Threads, x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len());
     threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| y.copy_from_slice(x));
+}
+
+/// `y = x`, rounded to bf16 as GPUs do: to the nearest, ties to even. `y` is its bits.
+pub fn narrow(threads: &Threads, x: &[f32], y: &mut [u16]) {
+    assert_eq!(x.len(), y.len());
+    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| {
+        simd(
+            #[inline(always)]
+            || {
+                for (y, x) in y.iter_mut().zip(x) {
+                    *y = bf16::from_f32(*x).to_bits();
+                }
+            },
+        );
+    });
 }
 
 /// `y += x` on the calling thread; what a reduction over the wire uses, too.
@@ -102,4 +119,18 @@ pub fn gelu_backward(threads: &Threads, x: &[f32], dy: &mut [f32]) {
             },
         );
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ties_go_to_even_and_what_is_not_finite_stays_so() {
+        let bits = [0x3f80_8000, 0x3f81_8000, 0x3f80_8001, 0x8000_0001, 0x7f7f_ffff, 0xff80_0000, 0x7f80_0001];
+        let mut rounded = [0; 7];
+        narrow(&Threads::new(1), &bits.map(f32::from_bits), &mut rounded);
+        assert_eq!(rounded[..6], [0x3f80, 0x3f82, 0x3f81, 0x8000, 0x7f80, 0xff80]);
+        assert!(bf16::from_bits(rounded[6]).is_nan());
+    }
 }

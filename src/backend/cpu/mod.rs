@@ -44,6 +44,12 @@ impl Cpu {
     pub fn threads(&self) -> usize {
         self.threads.count()
     }
+
+    /// Rounds to bf16, two to a word, as a GPU would: for memory that goes there. Words that are left over stay as they
+    /// are.
+    pub fn narrow(&self, x: &[f32], words: &mut [f32]) {
+        elementwise::narrow(&self.threads, x, &mut bytemuck::cast_slice_mut(words)[..x.len()]);
+    }
 }
 
 impl Backend for Cpu {

@@ -24,7 +24,7 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-use super::{Backend, Event, Ledger, Memory, Reach};
+use super::{Backend, Event, Ferry, Ledger, Memory, Reach};
 use crate::error::Result;
 use libraries::check;
 use matmul::Matmul;
@@ -250,6 +250,10 @@ impl Backend for Cuda {
 
     fn stamp(buf: &CudaBuf) -> Result<Option<Box<dyn Event>>> {
         buf.stamp().map(Some)
+    }
+
+    fn ferry(&self) -> Result<Option<Arc<dyn Ferry>>> {
+        Ok(Some(Arc::new(port::CudaPort::new(&self.0.pool, &self.0.compute, &self.0.programs)?)))
     }
 
     fn trim(&self) {

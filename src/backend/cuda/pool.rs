@@ -90,7 +90,8 @@ impl Pool {
                 readable(free.largest())
             ))
             .hint(
-                "set batch.micro lower, parallel.recompute=true or parallel.zero higher, or device.memory_fraction higher",
+                "set batch.micro lower, parallel.recompute=true, optimizer.offload=true or parallel.zero higher, \
+                 or device.memory_fraction higher",
             ));
         };
         Ok(Piece { pool: self.clone(), offset, bytes, what: None })

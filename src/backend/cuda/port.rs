@@ -1,4 +1,4 @@
-//! The communication thread's access to device memory: streams of its own beside the one that computes.
+//! Access to device memory beside compute: streams of their own for messages, and for what the host keeps.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::libraries::check;
 use super::pinned;
 use super::pool::{Piece, Pool};
 use super::program::{Programs, Variant};
-use crate::backend::{Event, Memory, Pinned, Placed, Port, Scratch, Span};
+use crate::backend::{Event, Ferry, Memory, Pinned, Placed, Port, Scratch, Span};
 use crate::error::Result;
 
 /// What every buffer knows of the wire: the stream that computes on it, and the port.
@@ -25,15 +25,7 @@ impl Lines {
     /// # Errors
     /// The device failed.
     pub fn new(pool: &Arc<Pool>, compute: &Arc<CudaStream>, programs: &Arc<Programs>) -> Result<Arc<Self>> {
-        let stream = || check("make a stream", compute.context().new_stream());
-        let port = CudaPort {
-            pool: pool.clone(),
-            compute: compute.clone(),
-            programs: programs.clone(),
-            sums: stream()?,
-            out: stream()?,
-            back: stream()?,
-        };
+        let port = CudaPort::new(pool, compute, programs)?;
         Ok(Arc::new(Self { compute: compute.clone(), port: Arc::new(port) }))
     }
 
@@ -96,7 +88,8 @@ impl Scratch for CudaScratch {
     }
 }
 
-struct CudaPort {
+/// Three streams beside the one that computes.
+pub struct CudaPort {
     pool: Arc<Pool>,
     compute: Arc<CudaStream>,
     programs: Arc<Programs>,
@@ -109,6 +102,22 @@ struct CudaPort {
 }
 
 impl CudaPort {
+    /// Streams beside `compute`.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn new(pool: &Arc<Pool>, compute: &Arc<CudaStream>, programs: &Arc<Programs>) -> Result<Self> {
+        let stream = || check("make a stream", compute.context().new_stream());
+        Ok(Self {
+            pool: pool.clone(),
+            compute: compute.clone(),
+            programs: programs.clone(),
+            sums: stream()?,
+            out: stream()?,
+            back: stream()?,
+        })
+    }
+
     fn bind(&self) -> Result<()> {
         check("be chosen", self.compute.context().bind_to_thread())
     }
@@ -180,5 +189,20 @@ impl Port for CudaPort {
 
     fn mark(&self) -> Result<Box<dyn Event>> {
         mark(&self.sums)
+    }
+}
+
+impl Ferry for CudaPort {
+    fn after_compute(&self) -> Result<()> {
+        self.bind()?;
+        let here = check("mark a point in its work", self.compute.record_event(None))?;
+        for stream in [&self.sums, &self.out, &self.back] {
+            check("wait for itself", stream.wait(&here))?;
+        }
+        Ok(())
+    }
+
+    fn before_compute(&self) -> Result<()> {
+        check("wait for itself", self.compute.join(&self.back))
     }
 }

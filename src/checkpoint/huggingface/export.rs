@@ -61,7 +61,7 @@ fn network(reader: &Reader) -> Result<Gpt> {
     let mut config = reader.manifest().config.clone();
     // The layout that trained it needs other ranks than one.
     (config.parallel, config.batch.micro) = Default::default();
-    let on_gpu = config.precision.compute.needs_gpu();
+    let on_gpu = config.needs_gpu();
     let gpt = resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu })?.gpt;
     for tensor in tensors(&gpt) {
         let found = reader.manifest().tensors.get(&tensor.name).map(|entry| &entry.shape);

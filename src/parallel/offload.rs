@@ -1,0 +1,174 @@
+//! Parameters and optimizer state of a range that live on the host, though a GPU computes.
+//!
+//! The range's traffic goes through one slot of page-locked memory, by turns: the gradient comes down as soon as it is
+//! reduced, beside whatever computes; the CPU's kernels update the range from it; the new parameters take its place,
+//! rounded to the device's type, and go up. Rounding on the host halves what goes up with bf16, and costs less than the
+//! update. While the CPU updates one range, gradients of the next and parameters of the one before are on their way.
+//!
+//! Only slots are page-locked: nobody but the CPU reads masters and moments.
+
+use std::sync::Arc;
+
+use super::held::Held;
+use super::owner::Hyper;
+use crate::backend::cpu::Cpu;
+use crate::backend::{Ferry, Kernels, Memory, Reach, Slot};
+use crate::error::{Error, Result};
+use crate::optim::Rule;
+
+/// The host's side of a device: what updates in its stead, and what copies between them.
+#[derive(Clone)]
+pub struct Host {
+    cpu: Cpu,
+    /// None where the device's buffers are host memory.
+    ferry: Option<Arc<dyn Ferry>>,
+}
+
+impl Host {
+    /// The host of `backend`, which updates with `cpu`.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn new<B: Kernels>(backend: &B, cpu: Cpu) -> Result<Self> {
+        Ok(Self { cpu, ferry: backend.ferry()? })
+    }
+
+    fn ferry(&self) -> Result<&dyn Ferry> {
+        self.ferry.as_deref().ok_or_else(|| Error::internal("a device that nothing copies to"))
+    }
+}
+
+/// What the slot of a range holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cargo {
+    Nothing,
+    /// The reduced gradient of a step, to be used.
+    Gradient,
+    /// The parameters as they are, in the device's type.
+    Parameters,
+}
+
+/// A range on the host.
+pub struct Offloaded<B: Kernels> {
+    /// The device that computes.
+    backend: B,
+    host: Host,
+    held: Held<Cpu>,
+    slot: Slot,
+    cargo: Cargo,
+    /// Elements.
+    len: usize,
+    /// Bytes, as they are counted.
+    bytes: usize,
+}
+
+impl<B: Kernels> Offloaded<B> {
+    /// Parameters `master`, of which the first `decayed` decay, with fresh optimizer state.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn new(backend: &B, host: &Host, rule: Option<Rule>, decayed: usize, master: &[f32]) -> Result<Self> {
+        let len = master.len();
+        let slot = match &host.ferry {
+            Some(ferry) => Slot::new(&**ferry, len)?,
+            None => Slot::of(Box::new(vec![0.0; len])),
+        };
+        let held = Held::new(&host.cpu, rule, len, decayed, Some(master))?;
+        let bytes = bytes(rule, len);
+        backend.ledger().take(Memory::Offloaded, bytes);
+        Ok(Self { backend: backend.clone(), host: host.clone(), held, slot, cargo: Cargo::Nothing, len, bytes })
+    }
+
+    /// What is on the host.
+    pub fn held(&self) -> &Held<Cpu> {
+        &self.held
+    }
+
+    /// The reduced gradient is there: starts to bring it down. It must stay as it is until the update.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn fetch(&mut self, grad: Reach<'_>) -> Result<()> {
+        match grad {
+            Reach::Host(grad) => self.slot.memory()?[..self.len].copy_from_slice(grad),
+            Reach::Device(grad, _) => {
+                let ferry = self.host.ferry()?;
+                ferry.after_compute()?;
+                self.slot.download(ferry, &[(grad, 0)])?;
+            }
+        }
+        self.cargo = Cargo::Gradient;
+        Ok(())
+    }
+
+    /// The gradient is not to be used.
+    pub fn forget(&mut self) {
+        self.cargo = Cargo::Nothing;
+    }
+
+    /// Updates the parameters from the gradient that was fetched.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn update(&mut self, hyper: Hyper) -> Result<()> {
+        if self.cargo != Cargo::Gradient {
+            return Err(Error::internal("an update without a gradient on the host"));
+        }
+        self.held.update(hyper, &self.slot.memory()?[..self.len], None)?;
+        self.load()
+    }
+
+    /// Starts to bring the parameters up. What compute requests from now on waits for them.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn contribute(&mut self, full: Reach<'_>) -> Result<()> {
+        match self.cargo {
+            Cargo::Parameters => {}
+            Cargo::Nothing => self.load()?,
+            Cargo::Gradient => return Err(Error::internal("parameters wanted before their update")),
+        }
+        match full {
+            Reach::Host(full) => full.copy_from_slice(&self.slot.memory()?[..self.len]),
+            Reach::Device(full, _) => {
+                let ferry = self.host.ferry()?;
+                // The buffer's memory may have been another's, which kernels still use.
+                ferry.after_compute()?;
+                self.slot.upload(ferry, &[(full, 0)])?;
+                ferry.before_compute()?;
+            }
+        }
+        Ok(())
+    }
+
+    /// As [`Held::restore`].
+    ///
+    /// # Errors
+    /// Of `load`.
+    pub fn restore(&mut self, load: impl FnMut(usize) -> Result<Vec<f32>>) -> Result<()> {
+        self.cargo = Cargo::Nothing;
+        self.held.restore(load)
+    }
+
+    /// Puts the parameters into the slot.
+    fn load(&mut self) -> Result<()> {
+        let (master, words) = (self.held.master()?.as_slice(), self.slot.memory()?);
+        match self.backend.computes_narrow() {
+            true => self.host.cpu.narrow(master, words),
+            false => self.host.cpu.copy(master, &mut words[..self.len])?,
+        }
+        self.cargo = Cargo::Parameters;
+        Ok(())
+    }
+}
+
+impl<B: Kernels> Drop for Offloaded<B> {
+    fn drop(&mut self) {
+        self.backend.ledger().give(Memory::Offloaded, self.bytes);
+    }
+}
+
+/// Bytes on the host for so many elements: masters, state and the slot.
+pub fn bytes(rule: Option<Rule>, len: usize) -> usize {
+    (2 + super::owner::state_names(rule).len()) * len * size_of::<f32>()
+}
