@@ -130,7 +130,7 @@ pub fn parameters<B: Kernels>(engine: &mut Engine<B>) -> Vec<(String, Vec<f32>)>
     let mut named = Vec::new();
     for unit in engine.sharded.owned().unwrap() {
         let mut host = vec![0.0; unit.range.len()];
-        unit.backend.download(unit.params, &mut host).unwrap();
+        unit.params.read(&mut host).unwrap();
         named
             .extend(unit.layout.pieces(unit.range.clone()).map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())));
     }
