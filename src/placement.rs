@@ -60,7 +60,7 @@ impl Gpu {
             Compute::F32 => Precision::F32(Arithmetic::Full),
             Compute::Tf32 => Precision::F32(Arithmetic::Tf32),
         };
-        Cuda::new(&self.device, self.memory, precision)
+        Cuda::with_journal(&self.device, self.memory, precision, plan.config.log.placement)
     }
 
     /// As [`Gpu::backend`], with little memory and in f32: to try things out.

@@ -60,7 +60,11 @@ fn apart(one: &RunFiles, other: &RunFiles) -> f64 {
 fn the_curve_is_that_of_the_cpu() {
     let root = tempfile::tempdir().unwrap();
     let cpu = trains(Alone, root.path(), "cpu", &["run.device=cpu"], &[]);
-    let narrow = trains(Alone, root.path(), "bf16", &[], &[("CUDASIM_STREAMS", "lazy")]);
+    let narrow = trains(Alone, root.path(), "bf16", &["log.placement=true"], &[("CUDASIM_STREAMS", "lazy")]);
+    let log = narrow.text("logs/rank-00000.log");
+    for told in ["placement: kernel adamw, ", "placement: product ", "placement: buffer of "] {
+        assert!(log.contains(told) && log.contains("CPU simulator 0 at 0000:01:00.0"), "{told}: {log}");
+    }
     let exact = trains(Alone, root.path(), "f32", &["precision.compute=f32"], &[]);
     let (narrow, exact) = (apart(&cpu, &narrow), apart(&cpu, &exact));
     assert!(exact < 1e-4, "f32 is {exact} off");
@@ -205,7 +209,7 @@ fn more_ranks_than_gpus_may_share_if_told_so() {
 fn failures_of_the_device_end_the_run() {
     let root = tempfile::tempdir().unwrap();
     for (number, (failure, code, text)) in [
-        ("launch:40", 1, "the GPU could not "),
+        ("launch:40", 1, " could not "),
         ("alloc:1", 2, "out of GPU memory: 64.0 MiB were asked for"),
         ("compile", 1, "does not compile for sm_90a"),
         ("matmul", 1, "cuBLASLt could not multiply"),

@@ -154,7 +154,7 @@ fn products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
             results.push(down(b, &cb));
         }
     }
-    for (rows, inputs, outputs) in [(1, 1, 1), (33, 31, 65), (70, 96, 33)] {
+    for (rows, inputs, outputs) in [(1, 1, 1), (33, 31, 65), (70, 96, 33), (33, 64, 96)] {
         let shape = Linear { rows, inputs, outputs };
         let (x, w, bias) = (random(b, 6, rows * inputs), random(b, 7, outputs * inputs), random(b, 8, outputs));
         let dy = random(b, 9, rows * outputs);

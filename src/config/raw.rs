@@ -267,6 +267,8 @@ sections! {
         straggler_factor: f64 = 1.5,
         /// Steps over which ranks are compared.
         straggler_window: u64 = 20,
+        /// Log which GPU each buffer, kernel and product goes to, every kind once.
+        placement: bool = false,
         /// Characters of text printed by the trained model at the end.
         sample: usize = 300,
     }

@@ -30,6 +30,47 @@ pub enum Epilogue {
     None,
     /// A vector is added to every row: its address.
     Bias(u64),
+    /// The vector is added, unless its address is null; the sum is kept at `kept`, and its GELU stored.
+    Gelu {
+        /// As of [`Epilogue::Bias`].
+        bias: u64,
+        /// Address of a matrix like the result.
+        kept: u64,
+    },
+    /// It is multiplied by the derivative of GELU at what was kept.
+    GeluBackward {
+        /// As of [`Epilogue::Gelu`].
+        kept: u64,
+    },
+}
+
+impl Epilogue {
+    /// cuBLASLt's name for it.
+    fn kind(self) -> sys::cublasLtEpilogue_t {
+        match self {
+            Epilogue::None => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
+            Epilogue::Bias(_) => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
+            Epilogue::Gelu { bias: 0, .. } => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_GELU_AUX,
+            Epilogue::Gelu { .. } => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
+            Epilogue::GeluBackward { .. } => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DGELU,
+        }
+    }
+
+    /// The address of a vector to add.
+    fn bias(self) -> Option<u64> {
+        match self {
+            Epilogue::Bias(bias) | Epilogue::Gelu { bias, .. } => Some(bias).filter(|bias| *bias != 0),
+            _ => None,
+        }
+    }
+
+    /// The address of what is kept between forward and backward.
+    fn kept(self) -> Option<u64> {
+        match self {
+            Epilogue::Gelu { kept, .. } | Epilogue::GeluBackward { kept } => Some(kept),
+            _ => None,
+        }
+    }
 }
 
 /// Operands and result: addresses, and leading dimensions in elements.
@@ -61,6 +102,7 @@ pub struct Product {
 struct Key {
     sizes: [usize; 3],
     flags: [bool; 4],
+    epilogue: u32,
     elements: [Element; 3],
     /// Bytes that the addresses of a, b and c are multiples of.
     alignments: [u32; 3],
@@ -121,7 +163,8 @@ impl Matmul {
         let alignment = |matrix: Matrix| 1 << matrix.pointer.trailing_zeros().min(8);
         let key = Key {
             sizes: [shape.m, shape.n, shape.k],
-            flags: [shape.ta, shape.tb, shape.acc, epilogue != Epilogue::None],
+            flags: [shape.ta, shape.tb, shape.acc, epilogue.kept().is_some()],
+            epilogue: epilogue.kind() as u32,
             elements: [a.element, b.element, c.element],
             alignments: [a, b, c].map(alignment),
         };
@@ -137,9 +180,14 @@ impl Matmul {
         // SAFETY: the plan's descriptors live as long as the lock is held, and cuBLASLt copies them; the addresses are
         // of device memory as large as the layouts say. Row-major c = a·b is column-major cᵀ = bᵀ·aᵀ.
         let done = unsafe {
-            if let Epilogue::Bias(pointer) = epilogue {
-                let bias = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-                describe(plan.description, bias, &pointer).map_err(|e| failed("take a bias", e))?;
+            use sys::cublasLtMatmulDescAttributes_t as Attribute;
+            if let Some(bias) = epilogue.bias() {
+                let attribute = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+                describe(plan.description, attribute, &bias).map_err(|e| failed("take a bias", e))?;
+            }
+            if let Some(kept) = epilogue.kept() {
+                let attribute = Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER;
+                describe(plan.description, attribute, &kept).map_err(|e| failed("keep the input of GELU", e))?;
             }
             let [left, right, out] = plan.layouts;
             let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
@@ -168,7 +216,7 @@ impl Matmul {
 
     /// Asks cuBLASLt for its best algorithm.
     fn plan(&self, key: &Key) -> Result<Plan, CublasError> {
-        let Key { sizes: [m, n, k], flags: [ta, tb, _, bias], elements: [a, b, c], alignments } = *key;
+        let Key { sizes: [m, n, k], flags: [ta, tb, _, keeps], epilogue, elements: [a, b, c], alignments } = *key;
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
         let compute = match (a, self.arithmetic) {
@@ -193,9 +241,9 @@ impl Matmul {
         unsafe {
             describe(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(tb))?;
             describe(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(ta))?;
-            if bias {
-                let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS as u32;
-                describe(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            describe(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            if keeps {
+                describe(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(n as i64))?;
             }
             let preference = result::create_matmul_pref()?;
             let prefer = |attribute, value: &[u8]| {

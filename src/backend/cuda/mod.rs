@@ -6,6 +6,7 @@
 mod attention;
 mod device;
 mod ints;
+mod journal;
 mod launch;
 pub mod libraries;
 mod matmul;
@@ -26,6 +27,7 @@ use half::slice::HalfFloatSliceExt;
 
 use super::{Backend, Event, Ferry, Ledger, Memory, Reach};
 use crate::error::Result;
+use journal::Journal;
 use libraries::check;
 use matmul::Matmul;
 use memory::Element;
@@ -53,6 +55,7 @@ pub struct Cuda(Arc<Inner>);
 
 struct Inner {
     device: Device,
+    journal: Journal,
     precision: Precision,
     /// Where kernels run.
     compute: Arc<CudaStream>,
@@ -72,6 +75,14 @@ impl Cuda {
     /// # Errors
     /// A library is not there, the device cannot compute in this precision, or has less memory.
     pub fn new(device: &Device, bytes: usize, precision: Precision) -> Result<Self> {
+        Self::with_journal(device, bytes, precision, false)
+    }
+
+    /// As [`Cuda::new`]; with `placement`, what goes to the device is logged, every kind once.
+    ///
+    /// # Errors
+    /// As [`Cuda::new`].
+    pub fn with_journal(device: &Device, bytes: usize, precision: Precision, placement: bool) -> Result<Self> {
         device.check_precision(precision)?;
         let context = device.context();
         check("be chosen", context.bind_to_thread())?;
@@ -87,6 +98,7 @@ impl Cuda {
         let pool = Pool::new(context, bytes)?;
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
+            journal: Journal::new(format!("{} at {}", device.name, device.pci), placement),
             precision,
             lines: port::Lines::new(&pool, &compute, &programs)?,
             programs,
@@ -118,6 +130,7 @@ impl Cuda {
     }
 
     fn take(&self, what: Memory, len: usize, element: Element) -> Result<CudaBuf> {
+        self.0.journal.buffer(what, len * element.size());
         Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element, &self.0.lines))
     }
 

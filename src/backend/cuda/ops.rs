@@ -15,6 +15,11 @@ const CHUNK_ROWS: usize = 128;
 /// Elements that one block of `sum.cu` adds.
 const SUM_CHUNK: usize = 16_384;
 
+/// Whether a product can keep the input of its GELU there: cuBLASLt does so in bf16, in rows that are aligned.
+fn keeps_gelu(width: usize, kept: View<'_>) -> bool {
+    kept.element == Element::Bf16 && width.is_multiple_of(8) && kept.pointer.is_multiple_of(16)
+}
+
 fn matrix(view: View<'_>) -> Matrix {
     Matrix { pointer: view.pointer, element: view.element }
 }
@@ -26,6 +31,7 @@ fn long(len: usize) -> Arg {
 impl Cuda {
     fn product(&self, shape: Gemm, a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Result<()> {
         assert!(a.len == shape.m * shape.k && b.len == shape.k * shape.n && c.len == shape.m * shape.n, "{shape:?}");
+        self.0.journal.product(shape);
         let product = Product { shape, a: matrix(a), b: matrix(b), c: matrix(c.shared()), epilogue };
         self.0.matmul.run(&product, self.0.workspace.pointer(), self.0.compute.cu_stream().cast())
     }
@@ -106,6 +112,42 @@ impl Kernels for Cuda {
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
         let epilogue = if bias.len == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
         self.product(gemm, x, weight, &y, epilogue)
+    }
+
+    fn linear_gelu(
+        &self,
+        shape: Linear,
+        x: View<'_>,
+        weight: View<'_>,
+        bias: View<'_>,
+        mut h: ViewMut<'_>,
+        y: ViewMut<'_>,
+    ) -> Result<()> {
+        let Linear { rows, inputs, outputs } = shape;
+        if !keeps_gelu(outputs, h.shared()) {
+            self.linear(shape, x, weight, bias, h.reborrow())?;
+            return self.gelu(h.shared(), y);
+        }
+        let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
+        let epilogue = Epilogue::Gelu { bias: bias.pointer_or_null(), kept: h.pointer };
+        self.product(gemm, x, weight, &y, epilogue)
+    }
+
+    fn linear_gelu_backward_input(
+        &self,
+        shape: Linear,
+        dy: View<'_>,
+        weight: View<'_>,
+        h: View<'_>,
+        mut dh: ViewMut<'_>,
+    ) -> Result<()> {
+        let Linear { rows, inputs, outputs } = shape;
+        if !keeps_gelu(inputs, h) {
+            self.linear_backward_input(shape, dy, weight, dh.reborrow())?;
+            return self.gelu_backward(h, dh);
+        }
+        let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
+        self.product(gemm, dy, weight, &dh, Epilogue::GeluBackward { kept: h.pointer })
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: View<'_>, weight: View<'_>, dx: ViewMut<'_>) -> Result<()> {

@@ -1,0 +1,57 @@
+//! `log.placement`: which device each buffer, kernel and product goes to, every kind once.
+
+use std::collections::HashSet;
+use std::sync::{Mutex, PoisonError};
+
+use super::launch::Grid;
+use crate::backend::{Gemm, Memory, readable};
+
+/// What is told once.
+#[derive(PartialEq, Eq, Hash)]
+enum Kind {
+    Buffer(Memory, usize),
+    Kernel(&'static str, (u32, u32, u32)),
+    Product([usize; 3]),
+}
+
+/// The kinds told so far.
+pub struct Journal {
+    /// Name and place of the device.
+    device: String,
+    /// None if nobody wants to know.
+    told: Option<Mutex<HashSet<Kind>>>,
+}
+
+impl Journal {
+    /// Nothing is told yet, or ever unless it is `wanted`.
+    pub fn new(device: String, wanted: bool) -> Self {
+        Self { device, told: wanted.then(Mutex::default) }
+    }
+
+    /// A buffer of so many bytes.
+    pub fn buffer(&self, what: Memory, bytes: usize) {
+        self.tell(Kind::Buffer(what, bytes), || format!("buffer of {} for {}", readable(bytes), what.name()));
+    }
+
+    /// A launch.
+    pub fn kernel(&self, name: &'static str, grid: Grid) {
+        let Grid { blocks, threads, shared } = grid;
+        self.tell(Kind::Kernel(name, blocks), || {
+            format!("kernel {name}, blocks {blocks:?} of {threads:?} threads, {shared} B of shared memory")
+        });
+    }
+
+    /// A matrix product.
+    pub fn product(&self, shape: Gemm) {
+        let Gemm { m, n, k, .. } = shape;
+        self.tell(Kind::Product([m, n, k]), || format!("product {m}×{n}×{k} by cuBLASLt"));
+    }
+
+    fn tell(&self, kind: Kind, text: impl FnOnce() -> String) {
+        if let Some(told) = &self.told
+            && told.lock().unwrap_or_else(PoisonError::into_inner).insert(kind)
+        {
+            log::info!("placement: {} on {}", text(), self.device);
+        }
+    }
+}
