@@ -1,4 +1,4 @@
-//! Every gradient of the GPT by finite differences, through the whole step.
+//! Every gradient of every network by finite differences, through the whole step.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod common;
@@ -6,7 +6,9 @@ mod common;
 use common::{Cut, engine, gradients, micro, parameters};
 use hpctrain::comm;
 use hpctrain::mesh::Mesh;
+use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
+use hpctrain::nn::llama::Llama;
 use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
 use hpctrain::random::derive;
@@ -23,12 +25,30 @@ fn sign(i: usize) -> f32 {
 /// the change large against f32 rounding, half random signs, which a wrong gradient cannot be orthogonal to.
 #[test]
 fn backward_is_the_derivative_of_forward() {
-    for (bias, dropout) in [(true, 0.0), (false, 0.3), (true, 0.3)] {
-        let gpt = Gpt { layers: 2, heads: 2, width: 10, context: TIME, vocabulary: 13, bias, dropout };
+    let gpt = |bias, dropout| {
+        Network::Gpt(Gpt { layers: 2, heads: 2, width: 10, context: TIME, vocabulary: 13, bias, dropout })
+    };
+    let llama = |kv_heads, tied, dropout| {
+        Network::Llama(Llama {
+            layers: 2,
+            heads: 4,
+            kv_heads,
+            width: 16,
+            hidden: 11,
+            context: TIME,
+            vocabulary: 13,
+            rope_theta: 10.0,
+            epsilon: 1e-5,
+            tied,
+            dropout,
+        })
+    };
+    let gpts = [gpt(true, 0.0), gpt(false, 0.3), gpt(true, 0.3)];
+    for network in gpts.into_iter().chain([llama(2, false, 0.0), llama(1, true, 0.3), llama(4, true, 0.0)]) {
         let mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
         let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
         let predictions = (SEQUENCES * TIME) as u64;
-        let mut engine = engine(&comm::single(), &gpt, mesh, Zero::Zero, rule, Cut::WHOLE, predictions);
+        let mut engine = engine(&comm::single(), &network, mesh, Zero::Zero, rule, Cut::WHOLE, predictions);
         // Larger weights than the initial ones, and biases and norms off their special values.
         let at_zero: Vec<(String, Vec<f32>)> = parameters(&mut engine)
             .into_iter()

@@ -1,4 +1,4 @@
-//! GPT-2 as Hugging Face's transformers saves it: its logits, its bytes, and files that are something else.
+//! GPT-2 and Llama as Hugging Face's transformers saves it: its logits, its bytes, and files that are something else.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod common;
@@ -16,16 +16,24 @@ use hpctrain::backend::cpu::Cpu;
 use hpctrain::checkpoint::Reader;
 use hpctrain::checkpoint::huggingface::{export, import};
 use hpctrain::comm;
+use hpctrain::config::network;
 use hpctrain::mesh::Mesh;
-use hpctrain::nn::gpt::Gpt;
 use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
 use safetensors::{Dtype, SafeTensors, View};
 use serde_json::Value;
 
-/// `tests/golden/hf-gpt2-tiny`: what `save_pretrained` wrote, and the logits.
+/// A folder of `tests/golden/`: what `save_pretrained` wrote, and the logits.
+fn golden(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden").join(name)
+}
+
 fn tiny() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/hf-gpt2-tiny")
+    golden("hf-gpt2-tiny")
+}
+
+fn tiny_llama() -> PathBuf {
+    golden("hf-llama-tiny")
 }
 
 /// The numbers in nested arrays.
@@ -39,63 +47,91 @@ fn flat(value: &Value) -> Vec<f64> {
 /// The engine's logits for `tokens`, with the parameters of the checkpoint in `dir`.
 fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
     let mut reader = Reader::open(dir).unwrap();
-    let model = reader.manifest().config.model.clone();
-    let gpt = Gpt {
-        layers: model.layers,
-        heads: model.heads,
-        width: model.width,
-        context: model.context,
-        vocabulary: model.vocabulary.unwrap(),
-        bias: model.bias,
-        dropout: 0.0,
-    };
+    let network = network(&mut reader.manifest().config.model.clone(), None).unwrap();
     let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
     let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
-    let mut engine = engine(&comm::single(), &gpt, one, Zero::Zero, rule, Cut::WHOLE, 1);
+    let mut engine = engine(&comm::single(), &network, one, Zero::Zero, rule, Cut::WHOLE, 1);
     let parameters = |name: &str, part, range, out: &mut [f32]| match part {
         0 => reader.read(name, part, range, out),
         _ => Ok(()),
     };
     engine.sharded.restore(parameters).unwrap();
-    let micro = micro(&engine.backend, tokens, &[], gpt.context, 0);
+    let micro = micro(&engine.backend, tokens, &[], network.context(), 0);
     let logits = engine.logits(&micro).unwrap();
     Cpu::all(&logits).to_vec()
 }
 
 #[test]
 fn an_imported_model_computes_what_transformers_computes() {
-    let root = tempfile::tempdir().unwrap();
-    let dir = root.path().join("tiny");
-    import(&tiny(), &dir, None).unwrap();
-    let golden = json(&tiny().join("logits.json"));
-    let tokens: Vec<u32> = flat(&golden["tokens"]).into_iter().map(|id| id as u32).collect();
-    let want = flat(&golden["logits"]);
-    let got = logits(&dir, &tokens);
-    assert_eq!(got.len(), want.len());
-    let off = got.iter().zip(&want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max);
-    let size = want.iter().map(|logit| logit.abs()).fold(0.0, f64::max);
-    assert!(off < 1e-5 && size > 1.0, "{off:e} of {size}");
+    for there in [tiny(), tiny_llama()] {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("tiny");
+        import(&there, &dir, None).unwrap();
+        let golden = json(&there.join("logits.json"));
+        let tokens: Vec<u32> = flat(&golden["tokens"]).into_iter().map(|id| id as u32).collect();
+        let want = flat(&golden["logits"]);
+        let got = logits(&dir, &tokens);
+        assert_eq!(got.len(), want.len());
+        let off = got.iter().zip(&want).map(|(got, want)| (f64::from(*got) - want).abs()).fold(0.0, f64::max);
+        let size = want.iter().map(|logit| logit.abs()).fold(0.0, f64::max);
+        assert!(off < 1e-5 && size > 1.0, "{off:e} of {size}");
+    }
 }
 
 #[test]
 fn an_imported_model_is_exported_as_it_was() {
-    let root = tempfile::tempdir().unwrap();
-    let (dir, out) = (root.path().join("tiny"), root.path().join("out"));
-    import(&tiny(), &dir, None).unwrap();
-    export(&mut Reader::open(&dir).unwrap(), &out).unwrap();
-    let [before, after] = [tiny(), out.clone()].map(|dir| std::fs::read(dir.join("model.safetensors")).unwrap());
-    let [before, after] = [&before, &after].map(|file| SafeTensors::deserialize(file).unwrap());
-    assert_eq!(before.len(), after.len());
-    for (name, tensor) in before.iter() {
-        assert_eq!(after.tensor(name).unwrap(), tensor, "{name}");
-    }
-    let [before, after] = [tiny(), out].map(|dir| json(&dir.join("config.json")));
     // Our network has no dropout in attention; these keys are of other times or other classes.
-    let ours = ["n_ctx", "torch_dtype"];
-    let same = |key: &str| key != "attn_pdrop" && !ours.contains(&key);
-    for (key, value) in after.as_object().unwrap().iter().filter(|(key, _)| same(key)) {
-        assert_eq!(before[key], *value, "{key}");
+    for (there, ours) in
+        [(tiny(), vec!["attn_pdrop", "n_ctx", "torch_dtype"]), (tiny_llama(), vec!["rope_theta", "torch_dtype"])]
+    {
+        let root = tempfile::tempdir().unwrap();
+        let (dir, out) = (root.path().join("tiny"), root.path().join("out"));
+        import(&there, &dir, None).unwrap();
+        export(&mut Reader::open(&dir).unwrap(), &out).unwrap();
+        let [before, after] = [&there, &out].map(|dir| std::fs::read(dir.join("model.safetensors")).unwrap());
+        let [before, after] = [&before, &after].map(|file| SafeTensors::deserialize(file).unwrap());
+        assert_eq!(before.len(), after.len());
+        for (name, tensor) in before.iter() {
+            assert_eq!(after.tensor(name).unwrap(), tensor, "{name}");
+        }
+        let [before, after] = [&there, &out].map(|dir| json(&dir.join("config.json")));
+        for (key, value) in after.as_object().unwrap().iter().filter(|(key, _)| !ours.contains(&key.as_str())) {
+            assert_eq!(before[key], *value, "{key}");
+        }
     }
+}
+
+/// As large models come, and with the output matrix left to the token table.
+#[test]
+fn a_llama_may_be_in_several_files() {
+    let root = tempfile::tempdir().unwrap();
+    let (there, dir, whole) = (root.path().join("there"), root.path().join("dir"), root.path().join("whole"));
+    let mut model = Model::of(&tiny_llama());
+    model.config["tie_word_embeddings"] = true.into();
+    model.tensors.remove("lm_head.weight").unwrap();
+    model.write(&whole);
+    import(&whole, &root.path().join("reference"), None).unwrap();
+    model.write(&there);
+    std::fs::remove_file(there.join("model.safetensors")).unwrap();
+    let mut parts: BTreeMap<String, BTreeMap<String, Raw>> = BTreeMap::new();
+    for (i, (name, tensor)) in model.tensors.iter().enumerate() {
+        let file = format!("model-0000{}-of-00003.safetensors", i % 3 + 1);
+        parts.entry(file).or_default().insert(name.clone(), tensor.clone());
+    }
+    let mut map = serde_json::Map::new();
+    for (file, tensors) in &parts {
+        safetensors::serialize_to_file(tensors, None, &there.join(file)).unwrap();
+        map.extend(tensors.keys().map(|name| (name.clone(), file.clone().into())));
+    }
+    let index = there.join("model.safetensors.index.json");
+    std::fs::write(&index, serde_json::json!({ "weight_map": map }).to_string()).unwrap();
+    import(&there, &dir, None).unwrap();
+    let tokens: Vec<u32> = (0..12).collect();
+    assert_eq!(logits(&dir, &tokens), logits(&root.path().join("reference"), &tokens));
+
+    std::fs::remove_file(there.join("model-00002-of-00003.safetensors")).unwrap();
+    let error = import(&there, &root.path().join("x"), None).unwrap_err().to_string();
+    assert!(error.contains("there is no file model-00002-of-00003.safetensors\nhint: copy all files"), "{error}");
 }
 
 /// A tensor to write.
@@ -128,12 +164,16 @@ struct Model {
 
 impl Model {
     fn tiny() -> Self {
-        let file = std::fs::read(tiny().join("model.safetensors")).unwrap();
+        Self::of(&tiny())
+    }
+
+    fn of(dir: &Path) -> Self {
+        let file = std::fs::read(dir.join("model.safetensors")).unwrap();
         let tensors = SafeTensors::deserialize(&file).unwrap();
         let raw = |(name, tensor): (&str, safetensors::tensor::TensorView<'_>)| {
             (name.to_owned(), Raw(tensor.dtype(), tensor.shape().to_vec(), tensor.data().to_vec()))
         };
-        Self { config: json(&tiny().join("config.json")), tensors: tensors.iter().map(raw).collect() }
+        Self { config: json(&dir.join("config.json")), tensors: tensors.iter().map(raw).collect() }
     }
 
     fn write(&self, dir: &Path) {
@@ -178,8 +218,11 @@ fn other_spellings_are_understood() {
 #[test]
 fn other_models_are_refused() {
     type Change = fn(&mut Model);
-    let cases: [(Change, &[&str]); 13] = [
-        (|m| m.config["model_type"] = "llama".into(), &["config.json", "model_type is \"llama\", not \"gpt2\""]),
+    let cases: [(Change, &[&str]); 14] = [
+        (
+            |m| m.config["model_type"] = "bert".into(),
+            &["config.json", "model_type is \"bert\", not \"gpt2\" or \"llama\""],
+        ),
         (|m| drop(m.config.as_object_mut().unwrap().remove("model_type")), &["model_type is missing"]),
         (|m| drop(m.config.as_object_mut().unwrap().remove("n_layer")), &["config.json", "n_layer"]),
         (|m| m.config["activation_function"] = "relu".into(), &["activation_function is \"relu\""]),
@@ -198,6 +241,17 @@ fn other_models_are_refused() {
         (
             |m| drop(m.tensors.insert("transformer.h.2.ln_1.bias".into(), Raw(Dtype::F32, vec![1], vec![0; 4]))),
             &["GPT-2 has no tensor transformer.h.2.ln_1.bias"],
+        ),
+        (
+            |m| {
+                m.tensors.retain(|name, _| !name.starts_with("transformer.h.0.ln_"));
+                m.tensors.insert("transformer.x".into(), Raw(Dtype::F32, vec![1], vec![0; 4]));
+                m.tensors.insert("y".into(), Raw(Dtype::F32, vec![1], vec![0; 4]));
+                m.tensors.get_mut("transformer.ln_f.bias").unwrap().1 = vec![2, 12];
+            },
+            &["no tensor transformer.h.0.ln_1.bias, transformer.h.0.ln_1.weight, transformer.h.0.ln_2.bias, \
+                 transformer.h.0.ln_2.weight; transformer.ln_f.bias is [2, 12], by config.json [24]; GPT-2 has no tensor \
+                 transformer.x, y"],
         ),
         (
             |m| drop(m.tensors.insert("lm_head.weight".into(), Raw(Dtype::F32, vec![1], vec![0; 4]))),
@@ -239,5 +293,33 @@ fn other_models_are_refused() {
     refused(&root.path().join("nowhere"), &["nowhere/config.json"]);
     // Nothing half written is left.
     let left = std::fs::read_dir(root.path()).unwrap().filter(|entry| entry.as_ref().unwrap().file_name() != "cut");
-    assert_eq!(left.count(), 13);
+    assert_eq!(left.count(), 14);
+}
+
+#[test]
+fn other_llamas_are_refused() {
+    type Change = fn(&mut Value);
+    let cases: [(Change, &str); 7] = [
+        (|c| c["hidden_act"] = "gelu".into(), "hidden_act is \"gelu\", here it is \"silu\""),
+        (|c| c["attention_bias"] = true.into(), "attention_bias is true, here it is false"),
+        (|c| c["head_dim"] = 8.into(), "head_dim is 8, here it is hidden_size / num_attention_heads"),
+        (
+            |c| c["rope_parameters"]["rope_type"] = "llama3".into(),
+            "rope_type is \"llama3\", here positions are not scaled",
+        ),
+        (|c| c["rope_scaling"] = serde_json::json!({ "type": "linear", "factor": 2.0 }), "rope_scaling is {"),
+        (|c| c["num_key_value_heads"] = 3.into(), "model.kv_heads = 3 does not divide model.heads = 4"),
+        (|c| c["tie_word_embeddings"] = true.into(), "lm_head.weight is not model.embed_tokens.weight again"),
+    ];
+    let root = tempfile::tempdir().unwrap();
+    for (i, (change, wanted)) in cases.into_iter().enumerate() {
+        let (dir, out) = (root.path().join(i.to_string()), root.path().join("out"));
+        let mut model = Model::of(&tiny_llama());
+        change(&mut model.config);
+        model.write(&dir);
+        let error = import(&dir, &out, None).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains(wanted), "{error}");
+        assert!(!out.exists());
+    }
 }

@@ -11,6 +11,7 @@ use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, Memory};
 use hpctrain::layout::UnitLayout;
 use hpctrain::mesh::Mesh;
+use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{Hyper, Zero};
@@ -34,7 +35,7 @@ fn measured(ranks: usize, zero: Zero) -> usize {
     let mesh = Mesh { pipeline: 1, replica, shard, tensor: 1 };
     let cut = Cut { lanes: ranks, ..Cut::WHOLE };
     let peaks = on_threads(ranks, |comm| {
-        let mut engine = engine(comm, &GPT, mesh, zero, RULE, cut, (GPT.context * ranks) as u64);
+        let mut engine = engine(comm, &Network::Gpt(GPT), mesh, zero, RULE, cut, (GPT.context * ranks) as u64);
         let backend = engine.backend.clone();
         let ids = vec![1; GPT.context];
         for step in 0..3 {

@@ -183,22 +183,22 @@ impl<B: Kernels> Bench<'_, B> {
 
     fn norms(&mut self, rows: usize) -> Result<()> {
         let width = self.sizes.width();
-        let norm = Norm { rows, width };
+        let norm = Norm { rows, width, epsilon: 1e-5, centred: true };
         let (shape, x) = (format!("{rows}×{width}"), Tensor::of(rows * width));
         let (weight, stats, dweight) = (Tensor::of(width), Tensor::wide(2 * rows), Tensor::wide(width).changed());
         let tensors = [x, weight, weight, x, stats];
         self.time("layer norm", &shape, 0.0, tensors, |b, [x, weight, bias, y, stats]| {
-            b.layer_norm(norm, B::all(x), B::all(weight), B::all(bias), B::all_mut(y), B::all_mut(stats))
+            b.norm(norm, B::all(x), B::all(weight), B::all(bias), B::all_mut(y), B::all_mut(stats))
         })?;
         let tensors = [x, x.changed(), weight, weight, x, stats];
         self.time("add and layer norm", &shape, 0.0, tensors, |b, [x, stream, weight, bias, y, stats]| {
             let (weight, bias) = (B::all(weight), B::all(bias));
-            b.add_layer_norm(norm, B::all(x), B::all_mut(stream), weight, bias, B::all_mut(y), B::all_mut(stats))
+            b.add_norm(norm, B::all(x), B::all_mut(stream), weight, bias, B::all_mut(y), B::all_mut(stats))
         })?;
         let tensors = [x, x, weight, stats, x.changed(), dweight, dweight];
         self.time("layer norm, backward", &shape, 0.0, tensors, |b, [dy, x, weight, stats, dx, dweight, dbias]| {
             let (dx, dweight, dbias) = (B::all_mut(dx), B::all_mut(dweight), B::all_mut(dbias));
-            b.layer_norm_backward(norm, B::all(dy), B::all(x), B::all(weight), B::all(stats), dx, dweight, dbias)
+            b.norm_backward(norm, B::all(dy), B::all(x), B::all(weight), B::all(stats), dx, dweight, dbias)
         })
     }
 
@@ -280,7 +280,7 @@ impl<B: Kernels> Bench<'_, B> {
 
     fn attention(&mut self, rows: usize) -> Result<()> {
         let Sizes { time, heads, head_width, .. } = *self.sizes;
-        let attention = Attention { batch: rows / time, time, heads, head_width };
+        let attention = Attention { batch: rows / time, time, heads, kv_heads: heads, head_width };
         let shape = format!("{}×{time}×{heads}×{head_width}", attention.batch);
         let (y, lse) = (Tensor::of(rows * self.sizes.width()), Tensor::wide(rows * heads));
         let qkv = Tensor::of(3 * y.len);

@@ -34,29 +34,64 @@ pub struct Linear {
     pub outputs: usize,
 }
 
-/// Layer normalisation of every row.
+/// Normalisation of every row.
 #[derive(Debug, Clone, Copy)]
 pub struct Norm {
     /// Rows.
     pub rows: usize,
-    /// Columns, over which mean and variance are taken.
+    /// Columns, over which the statistics are taken.
     pub width: usize,
+    /// Added to the variance, or to the mean square.
+    pub epsilon: f32,
+    /// Subtract the mean first: layer normalisation (Ba, Kiros and Hinton, 2016). Without, RMS normalisation (Zhang and
+    /// Sennrich, 2019), where the mean counts as zero.
+    pub centred: bool,
 }
 
-/// Added to the variance in [`Kernels::layer_norm`]; GPT-2's value.
-pub const NORM_EPSILON: f32 = 1e-5;
-
-/// Causal multi-head attention over packed queries, keys and values.
+/// Causal multi-head attention over packed queries, keys and values; with fewer heads of keys and values than of
+/// queries, grouped-query attention (Ainslie et al., 2023).
 #[derive(Debug, Clone, Copy)]
 pub struct Attention {
     /// Sequences.
     pub batch: usize,
     /// Positions a sequence.
     pub time: usize,
-    /// Heads.
+    /// Heads of queries.
     pub heads: usize,
+    /// Heads of keys and values, a divisor of `heads`: as many neighbouring heads of queries share one.
+    pub kv_heads: usize,
     /// Width of one head.
     pub head_width: usize,
+}
+
+impl Attention {
+    /// Columns of a row of queries, keys and values.
+    pub fn packed_width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_width
+    }
+
+    /// Heads of queries that share one of keys and values.
+    pub fn group(&self) -> usize {
+        self.heads / self.kv_heads
+    }
+}
+
+/// Rotary positions (Su et al., "RoFormer", 2021) of the first heads of every row: elements i and i + `head_width`/2 of a
+/// head turn by angle i of the position.
+#[derive(Debug, Clone, Copy)]
+pub struct Rotary {
+    /// Sequences.
+    pub batch: usize,
+    /// Positions a sequence.
+    pub time: usize,
+    /// Heads that turn.
+    pub heads: usize,
+    /// Width of one head; even.
+    pub head_width: usize,
+    /// Columns of a row.
+    pub width: usize,
+    /// Turn back: the backward.
+    pub back: bool,
 }
 
 /// Where a dropout mask comes from: a counter, never a state.
@@ -192,7 +227,7 @@ pub trait Kernels: Backend {
     ) -> Result<()>;
 
     /// `y[b,t] = token_table[tokens[b,t]] + position_table[t]`; overwrites. Shapes: tokens b·t, y b·t·d,
-    /// position table t·d.
+    /// position table t·d, or empty where there are no positions.
     fn embedding(
         &self,
         tokens: &Self::Ints,
@@ -209,8 +244,9 @@ pub trait Kernels: Backend {
         dposition_table: Self::ViewMut<'_>,
     ) -> Result<()>;
 
-    /// `y = (x - mean)·rstd·weight + bias` for every row; overwrites `y` and `stats` (mean and rstd, 2·rows).
-    fn layer_norm(
+    /// `y = (x - mean)·rstd·weight + bias` for every row, where rstd is 1 / √(mean of (x - mean)² + ε); overwrites `y` and
+    /// `stats` (mean and rstd, 2·rows).
+    fn norm(
         &self,
         shape: Norm,
         x: Self::View<'_>,
@@ -219,9 +255,9 @@ pub trait Kernels: Backend {
         y: Self::ViewMut<'_>,
         stats: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// The end of a residual branch and the norm after it: `stream += x`, then [`Kernels::layer_norm`] of the stream.
+    /// The end of a residual branch and the norm after it: `stream += x`, then [`Kernels::norm`] of the stream.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
-    fn add_layer_norm(
+    fn add_norm(
         &self,
         shape: Norm,
         x: Self::View<'_>,
@@ -232,11 +268,11 @@ pub trait Kernels: Backend {
         stats: Self::ViewMut<'_>,
     ) -> Result<()> {
         self.add(x, Self::reborrow(&mut stream))?;
-        self.layer_norm(shape, Self::shared(&stream), weight, bias, y, stats)
+        self.norm(shape, Self::shared(&stream), weight, bias, y, stats)
     }
     /// Adds to `dx` (which holds the residual path's gradient), `dweight` and `dbias`.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
-    fn layer_norm_backward(
+    fn norm_backward(
         &self,
         shape: Norm,
         dy: Self::View<'_>,
@@ -248,8 +284,8 @@ pub trait Kernels: Backend {
         dbias: Self::ViewMut<'_>,
     ) -> Result<()>;
 
-    /// Attention over `qkv` (rows × 3·d: queries, keys, values) into `y` (rows × d); overwrites `y` and
-    /// `lse` (b·h·t: log of the softmax's denominator, all that the backward needs of the probabilities).
+    /// Attention over `qkv` (rows × [`Attention::packed_width`]: queries, keys, values) into `y` (rows × d); overwrites `y`
+    /// and `lse` (b·h·t: log of the softmax's denominator, all that the backward needs of the probabilities).
     fn attention(
         &self,
         shape: Attention,
@@ -267,6 +303,16 @@ pub trait Kernels: Backend {
         dy: Self::View<'_>,
         dqkv: Self::ViewMut<'_>,
     ) -> Result<()>;
+
+    /// Turns heads of `x` in place, by angles whose cosines and sines are the rows of `table` (t × head width: one half
+    /// each, in f32).
+    fn rotary(&self, shape: Rotary, table: Self::View<'_>, x: Self::ViewMut<'_>) -> Result<()>;
+
+    /// SwiGLU (Shazeer, "GLU variants improve transformer", 2020): `y = silu(gate)·up`, where a row of `x` (2·`width`) is
+    /// the gates, then the ups; overwrites `y`.
+    fn swiglu(&self, width: usize, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// Replaces the gates and ups of `x` by their gradients.
+    fn swiglu_backward(&self, width: usize, x: Self::ViewMut<'_>, dy: Self::View<'_>) -> Result<()>;
 
     /// GELU in its tanh form (Hendrycks and Gimpel, 2016); overwrites.
     fn gelu(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;

@@ -17,7 +17,7 @@ use std::sync::Arc;
 
 use crate::error::Result;
 
-pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, NORM_EPSILON, Norm, Sgd};
+pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Norm, Rotary, Sgd};
 pub use memory::{Ledger, Memory, readable};
 pub use port::{Event, Ferry, Pinned, Placed, Port, Reach, Scratch, Slot, Span};
 

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use super::cpu::Cpu;
 use super::cuda;
-use super::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, NORM_EPSILON, Norm, Sgd};
+use super::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd};
 use crate::random::Stream;
 
 /// Relative error allowed, against the largest value of the result.
@@ -76,6 +76,8 @@ fn everything<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results.extend(norms(b));
     results.extend(embeddings(b));
     results.extend(attentions(b));
+    results.extend(rotations(b));
+    results.extend(gates(b));
     results.extend(classifiers(b));
     results.extend(optimizers(b));
     results.extend(dropouts(b));
@@ -211,16 +213,16 @@ fn products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
 
 fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     let mut results = Vec::new();
-    for (rows, width) in [(1, 1), (1, 31), (33, 33), (70, 130), (3, 1023)] {
-        let shape = Norm { rows, width };
+    let sizes = [(1, 1), (1, 31), (33, 33), (70, 130), (3, 1023)];
+    for (rows, width, centred) in sizes.into_iter().flat_map(|(rows, width)| [true, false].map(|c| (rows, width, c))) {
+        let shape = Norm { rows, width, epsilon: 1e-3, centred };
         let x: Vec<f32> = random(b, 14, rows * width).iter().map(|x| 3.0 * x + 2.0).collect();
         let x = rounded(b, &x);
         let (w, dy) = (random(b, 15, width), random(b, 16, rows * width));
         for bias in [random(b, 17, width), vec![]] {
             let (xb, wb, bb, dyb) = (up(b, &x), up(b, &w), up(b, &bias), up(b, &dy));
             let (mut y, mut stats) = (up(b, &vec![0.0; rows * width]), up_f32(b, &vec![0.0; rows * 2]));
-            b.layer_norm(shape, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y), B::all_mut(&mut stats))
-                .unwrap();
+            b.norm(shape, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y), B::all_mut(&mut stats)).unwrap();
 
             let branch = up(b, &random(b, 36, rows * width));
             let mut stream = up(b, &x);
@@ -228,18 +230,18 @@ fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
             let [mut want, mut got] =
                 [0.0, 0.0].map(|x| (up(b, &vec![x; rows * width]), up_f32(b, &vec![x; rows * 2])));
             let (y_view, stats_view) = (B::all_mut(&mut want.0), B::all_mut(&mut want.1));
-            b.layer_norm(shape, B::all(&stream), B::all(&wb), B::all(&bb), y_view, stats_view).unwrap();
+            b.norm(shape, B::all(&stream), B::all(&wb), B::all(&bb), y_view, stats_view).unwrap();
             let mut fused = up(b, &x);
             let (y_view, stats_view) = (B::all_mut(&mut got.0), B::all_mut(&mut got.1));
             let (stream_view, wv, bv) = (B::all_mut(&mut fused), B::all(&wb), B::all(&bb));
-            b.add_layer_norm(shape, B::all(&branch), stream_view, wv, bv, y_view, stats_view).unwrap();
+            b.add_norm(shape, B::all(&branch), stream_view, wv, bv, y_view, stats_view).unwrap();
             assert_eq!(down(b, &fused), down(b, &stream));
             close(b, &got.0, &wide(&down(b, &want.0)), "sum and norm");
             close(b, &got.1, &wide(&down(b, &want.1)), "statistics of sum and norm");
 
             let (dx0, dw0, db0) = (random(b, 18, rows * width), random(b, 19, width), random(b, 20, bias.len()));
             let (mut dx, mut dw, mut db) = (up(b, &dx0), up_f32(b, &dw0), up_f32(b, &db0));
-            b.layer_norm_backward(
+            b.norm_backward(
                 shape,
                 B::all(&dyb),
                 B::all(&xb),
@@ -257,12 +259,12 @@ fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
                 let at = row * width;
                 let x = wide(&x[at..at + width]);
                 let n = width as f64;
-                let mean = x.iter().sum::<f64>() / n;
+                let mean = if centred { x.iter().sum::<f64>() / n } else { 0.0 };
                 let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;
-                let rstd = 1.0 / (variance + f64::from(NORM_EPSILON)).sqrt();
+                let rstd = 1.0 / (variance + f64::from(shape.epsilon)).sqrt();
                 let hat: Vec<f64> = x.iter().map(|x| (x - mean) * rstd).collect();
                 let g: Vec<f64> = (0..width).map(|i| f64::from(dy[at + i]) * f64::from(w[i])).collect();
-                let g_mean = g.iter().sum::<f64>() / n;
+                let g_mean = if centred { g.iter().sum::<f64>() / n } else { 0.0 };
                 let gh_mean = g.iter().zip(&hat).map(|(g, h)| g * h).sum::<f64>() / n;
                 for i in 0..width {
                     want_y.push(hat[i] * f64::from(w[i]) + bias.get(i).map_or(0.0, |&b| f64::from(b)));
@@ -273,12 +275,13 @@ fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
                     }
                 }
             }
-            close(b, &y, &want_y, "layer norm");
+            let what = if centred { "layer norm" } else { "RMS norm" };
+            close(b, &y, &want_y, what);
             if width > 1 {
-                close(b, &dx, &want_dx, "layer norm dx");
+                close(b, &dx, &want_dx, &format!("{what} dx"));
             }
-            close(b, &dw, &want_dw, "layer norm dweight");
-            close(b, &db, &want_db, "layer norm dbias");
+            close(b, &dw, &want_dw, &format!("{what} dweight"));
+            close(b, &db, &want_db, &format!("{what} dbias"));
             results.extend([down(b, &y), down(b, &dx), down(b, &dw), down(b, &db)]);
         }
     }
@@ -312,29 +315,42 @@ fn embeddings<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
         close(b, &dw, &want_w, "embedding d words");
         close(b, &dp, &want_p, "embedding d places");
         results.extend([down(b, &y), down(b, &dw), down(b, &dp)]);
+
+        // Without positions.
+        let (mut none, mut dw) = (up_f32(b, &[]), up_f32(b, &dw0));
+        b.embedding(&tb, B::all(&wb), B::all(&none), B::all_mut(&mut y)).unwrap();
+        let word = |i: usize| words[tokens[i / width] as usize * width + i % width];
+        assert_eq!(down(b, &y), (0..rows * width).map(word).collect::<Vec<_>>());
+        b.embedding_backward(&tb, B::all(&dyb), B::all_mut(&mut dw), B::all_mut(&mut none)).unwrap();
+        close(b, &dw, &want_w, "embedding d words without places");
     }
     results
 }
 
 fn attentions<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     let mut results = Vec::new();
-    let shapes = [(1, 1, 1, 1), (2, 33, 3, 5), (1, 130, 2, 33), (3, 64, 1, 32), (2, 129, 2, 64), (1, 65, 1, 128)];
-    for (batch, time, heads, head_width) in shapes {
-        let shape = Attention { batch, time, heads, head_width };
-        let d = heads * head_width;
+    let alone = [(1, 1, 1, 1), (2, 33, 3, 5), (1, 130, 2, 33), (3, 64, 1, 32), (2, 129, 2, 64), (1, 65, 1, 128)];
+    let alone = alone.map(|(batch, time, heads, head_width)| (batch, time, heads, heads, head_width));
+    // Heads of keys and values that several of queries share.
+    let shared = [(2, 33, 6, 2, 5), (1, 130, 3, 1, 33), (2, 129, 4, 2, 64), (1, 65, 2, 1, 128)];
+    for (batch, time, heads, kv_heads, head_width) in alone.into_iter().chain(shared) {
+        let shape = Attention { batch, time, heads, kv_heads, head_width };
+        let (d, packed) = (heads * head_width, shape.packed_width());
         let rows = batch * time;
-        let (qkv, dy) = (random(b, 27, rows * 3 * d), random(b, 28, rows * d));
+        let (qkv, dy) = (random(b, 27, rows * packed), random(b, 28, rows * d));
         let (xb, dyb) = (up(b, &qkv), up(b, &dy));
         let (mut y, mut lse) = (up(b, &vec![0.0; rows * d]), up_f32(b, &vec![0.0; rows * heads]));
         b.attention(shape, B::all(&xb), B::all_mut(&mut y), B::all_mut(&mut lse)).unwrap();
-        let mut dqkv = up(b, &vec![0.0; rows * 3 * d]);
+        let mut dqkv = up(b, &vec![0.0; rows * packed]);
         let views = (B::all(&xb), B::all(&y), B::all(&lse), B::all(&dyb));
         b.attention_backward(shape, views.0, views.1, views.2, views.3, B::all_mut(&mut dqkv)).unwrap();
 
-        let (mut want_y, mut want_d) = (vec![0.0; rows * d], vec![0.0; rows * 3 * d]);
+        let (mut want_y, mut want_d) = (vec![0.0; rows * d], vec![0.0; rows * packed]);
         let scale = 1.0 / (head_width as f64).sqrt();
         for (sequence, head) in (0..batch * heads).map(|i| (i / heads, i % heads)) {
-            let at = |part: usize, t: usize, i: usize| (sequence * time + t) * 3 * d + part * d + head * head_width + i;
+            let key = heads + head / (heads / kv_heads);
+            let places = [head, key, key + kv_heads];
+            let at = |part: usize, t: usize, i: usize| (sequence * time + t) * packed + places[part] * head_width + i;
             let of_y = |t: usize, i: usize| (sequence * time + t) * d + head * head_width + i;
             for t in 0..time {
                 let dot = |part_a: usize, ta: usize, part_b: usize, tb: usize| -> f64 {
@@ -363,6 +379,67 @@ fn attentions<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
         close(b, &dqkv, &want_d, "attention dqkv");
         results.extend([down(b, &y), down(b, &lse), down(b, &dqkv)]);
     }
+    results
+}
+
+fn rotations<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = Vec::new();
+    for (batch, time, heads, head_width, others) in [(1, 1, 1, 2, 0), (2, 33, 3, 6, 5), (3, 17, 2, 64, 64)] {
+        let (rows, half, width) = (batch * time, head_width / 2, heads * head_width + others);
+        let angle = |t: usize, i: usize| t as f64 * 100f64.powf(-(i as f64) / half as f64);
+        // The table may be of more positions than there are.
+        let table = (0..time + 1).flat_map(|t| {
+            let angles = (0..half).map(move |i| angle(t, i));
+            angles.clone().map(f64::cos).chain(angles.map(f64::sin)).map(|x| x as f32)
+        });
+        let table = up_f32(b, &table.collect::<Vec<_>>());
+        let x = random(b, 37, rows * width);
+        for back in [false, true] {
+            let mut turned = up(b, &x);
+            let shape = Rotary { batch, time, heads, head_width, width, back };
+            b.rotary(shape, B::all(&table), B::all_mut(&mut turned)).unwrap();
+            let mut want = wide(&x);
+            for (row, head, i) in (0..rows * heads * half).map(|n| (n / half / heads, n / half % heads, n % half)) {
+                let (sin, cos) = angle(row % time, i).sin_cos();
+                let sin = if back { -sin } else { sin };
+                let at = row * width + head * head_width + i;
+                let [first, second] = [x[at], x[at + half]].map(f64::from);
+                (want[at], want[at + half]) = (first * cos - second * sin, second * cos + first * sin);
+            }
+            close(b, &turned, &want, "rotary positions");
+            results.push(down(b, &turned));
+        }
+    }
+    results
+}
+
+fn gates<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = Vec::new();
+    for (rows, width) in [(1, 1), (7, 33), (70, 64), (3, 20_001)] {
+        let x: Vec<f32> = random(b, 38, rows * 2 * width).iter().map(|x| 3.0 * x).collect();
+        let (x, dy) = (rounded(b, &x), random(b, 39, rows * width));
+        let silu = |x: f64| x / (1.0 + (-x).exp());
+        let slope = |x: f64| (silu(x + 1e-5) - silu(x - 1e-5)) / 2e-5;
+        let (mut want_y, mut want_d) = (vec![0.0; rows * width], vec![0.0; rows * 2 * width]);
+        for (row, i) in (0..rows * width).map(|n| (n / width, n % width)) {
+            let (at, of_gate) = (row * width + i, row * 2 * width + i);
+            let [gate, up, dy] = [x[of_gate], x[of_gate + width], dy[at]].map(f64::from);
+            want_y[at] = silu(gate) * up;
+            (want_d[of_gate], want_d[of_gate + width]) = (dy * up * slope(gate), dy * silu(gate));
+        }
+        let (mut xb, dyb, mut y) = (up(b, &x), up(b, &dy), up(b, &vec![0.0; rows * width]));
+        b.swiglu(width, B::all(&xb), B::all_mut(&mut y)).unwrap();
+        close(b, &y, &want_y, "swiglu");
+        b.swiglu_backward(width, B::all_mut(&mut xb), B::all(&dyb)).unwrap();
+        close(b, &xb, &want_d, "swiglu backward");
+        results.extend([down(b, &y), down(b, &xb)]);
+    }
+    // Far from zero a gate lets all or nothing through, not NaN.
+    let far = up(b, &[-1e4, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]);
+    let mut y = up(b, &[0.0; 4]);
+    b.swiglu(4, B::all(&far), B::all_mut(&mut y)).unwrap();
+    let y = down(b, &y);
+    assert!(y[0].abs() < 1e-30 && y[1].abs() < 1e-30 && y[2..] == rounded(b, &[100.0, 1e4]), "{y:?}");
     results
 }
 

@@ -9,6 +9,7 @@ use crate::checkpoint::tools::describe::describe;
 use crate::checkpoint::tools::verify::{Verified, verify};
 use crate::checkpoint::tools::{diff, find, list, prune};
 use crate::checkpoint::{Reader, Retention, huggingface, name_of};
+use crate::config::Model;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::telemetry::{grouped, say};
@@ -197,15 +198,17 @@ fn import(args: &ImportArgs) -> Result<()> {
     let manifest = huggingface::import(&args.dir, &args.out, tokenizer)?;
     let (out, model) = (args.out.display(), &manifest.config.model);
     say(format_args!("{out}: {} tensors, {} parameters", manifest.tensors.len(), grouped(manifest.parameters())));
-    say(format_args!(
-        "train it: hpctrain train --resume {out} --weights-only --set model.layers={} --set model.heads={} \
-         --set model.width={} --set model.context={} --set model.vocabulary={} --set model.bias={}",
-        model.layers,
-        model.heads,
-        model.width,
-        model.context,
-        model.vocabulary.unwrap_or_default(),
-        model.bias,
-    ));
+    say(format_args!("train it: hpctrain train --resume {out} --weights-only{}", settings(model)?));
     Ok(())
+}
+
+/// A section as arguments of the command line, without what is so by default.
+fn settings(model: &Model) -> Result<String> {
+    let table = |model: &Model| toml::Table::try_from(model).map_err(|e| Error::internal(e.to_string()));
+    let (default, mut text) = (table(&Model::default())?, String::new());
+    for (key, value) in table(model)?.iter().filter(|(key, value)| default.get(*key) != Some(value)) {
+        let value = value.as_str().map_or_else(|| value.to_string(), Into::into);
+        text += &format!(" --set model.{key}={value}");
+    }
+    Ok(text)
 }

@@ -65,7 +65,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         top_k: args.top_k.map(|k| k as usize),
         seed: args.seed,
     };
-    let drawn = generate(&mut engine, &prompt, plan.gpt.context, sampling)?;
+    let drawn = generate(&mut engine, &prompt, plan.network.context(), sampling)?;
     say(format_args!("{}{}", args.prompt, tokenizer.decode(&drawn)));
     Ok(())
 }

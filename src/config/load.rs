@@ -188,7 +188,7 @@ mod tests {
         let overrides = ["model.width=32".to_string(), "run.name=a b".to_string()];
         let sources = Sources { preset: Some("gpt-char"), file: Some(&path), overrides: &overrides };
         let (config, name) = load(&sources).unwrap();
-        assert_eq!((config.run.steps, config.model.width, config.model.bias), (7, 32, false));
+        assert_eq!((config.run.steps, config.model.width, config.model.bias), (7, 32, Some(false)));
         assert_eq!((name.as_str(), config.run.name.as_deref()), ("mine", Some("a b")));
     }
 

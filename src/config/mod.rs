@@ -10,6 +10,6 @@ mod time;
 pub use device::DeviceChoice;
 pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay};
 pub use raw::*;
-pub use resolve::{Facts, Plan, resolve};
+pub use resolve::{Facts, Plan, network, resolve};
 pub use size::Size;
 pub use time::Time;

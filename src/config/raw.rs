@@ -90,14 +90,24 @@ sections! {
         layers: usize = 4,
         /// Attention heads a block.
         heads: usize = 4,
+        /// Llama: heads of keys and values, which that many heads of queries share; left out, as many as heads.
+        kv_heads: Option<usize> = None,
         /// Width of the residual stream.
         width: usize = 128,
+        /// Llama: gates of a block; left out, 8/3 of the width, rounded up to a multiple of 64.
+        hidden: Option<usize> = None,
         /// Positions a sequence.
         context: usize = 64,
         /// Token ids; left out, what the data says.
         vocabulary: Option<usize> = None,
-        /// Biases in linear maps and norms.
-        bias: bool = true,
+        /// GPT: biases in linear maps and norms; left out, there are some.
+        bias: Option<bool> = None,
+        /// Llama: the output matrix is the token table; left out, it is one of its own.
+        tied: Option<bool> = None,
+        /// Llama: base of the angles of rotary positions; left out, 10000.
+        rope_theta: Option<f64> = None,
+        /// Llama: added to the mean square in norms; left out, 1e-5.
+        norm_epsilon: Option<f32> = None,
         /// Dropout rate.
         dropout: f32 = 0.0,
     }
@@ -287,6 +297,8 @@ impl Config {
 pub enum ModelKind {
     /// GPT-2.
     Gpt,
+    /// Llama.
+    Llama,
 }
 
 /// Update rules.

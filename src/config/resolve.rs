@@ -1,9 +1,11 @@
 //! From what was written to what will run: every optional key filled, every combination checked.
 
-use super::{Compute, Config, OptimizerKind, Parallel, Scaling};
+use super::{Compute, Config, Model, ModelKind, OptimizerKind, Parallel, Scaling};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
+use crate::nn::Network;
 use crate::nn::gpt::Gpt;
+use crate::nn::llama::Llama;
 use crate::optim::{Rule, Schedule};
 use crate::parallel::{Residency, Zero};
 
@@ -36,7 +38,7 @@ pub struct Plan {
     /// Compute threads of this rank.
     pub threads: usize,
     /// The network.
-    pub gpt: Gpt,
+    pub network: Network,
     /// The update rule.
     pub rule: Rule,
     /// The learning rate over time.
@@ -57,7 +59,7 @@ impl Plan {
 
     /// Tokens in a global batch.
     pub fn tokens_per_step(&self) -> u64 {
-        self.config.batch.global * self.gpt.context as u64
+        self.config.batch.global * self.network.context() as u64
     }
 }
 
@@ -78,7 +80,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let lanes = lanes(&config, &mesh)?;
     let (lane_samples, micro) = batch(&config, lanes)?;
     let threads = config.run.threads.unwrap_or(facts.threads);
-    let gpt = gpt(&config, facts.vocabulary)?;
+    let network = network(&mut config.model, facts.vocabulary)?;
     let schedule = schedule(&config);
     let rule = match config.optimizer.kind {
         OptimizerKind::Adamw => {
@@ -97,9 +99,8 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     config.parallel.lanes = Some(lanes);
     config.batch.micro = Some(micro);
     config.run.threads = Some(threads);
-    config.model.vocabulary = Some(gpt.vocabulary);
     config.schedule.decay = Some(schedule.decay);
-    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, gpt, rule, schedule })
+    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, network, rule, schedule })
 }
 
 /// The number format, which the device must know.
@@ -270,30 +271,94 @@ fn batch(config: &Config, lanes: usize) -> Result<(u64, u64)> {
     Ok((lane_samples, micro))
 }
 
-fn gpt(config: &Config, of_data: Option<usize>) -> Result<Gpt> {
-    let model = &config.model;
-    let vocabulary = match (model.vocabulary, of_data) {
+/// The network that a section describes; fills what it leaves open. `of_data` is the number of token ids in the data, if
+/// that is known.
+///
+/// # Errors
+/// The first key that cannot be, with its value and what would do.
+pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
+    let vocabulary = vocabulary(model, of_data)?;
+    model.vocabulary = Some(vocabulary);
+    let Model { layers, heads, width, context, dropout, .. } = *model;
+    match model.kind {
+        ModelKind::Gpt => {
+            let of_llama = [
+                ("model.kv_heads", model.kv_heads.is_some()),
+                ("model.hidden", model.hidden.is_some()),
+                ("model.tied", model.tied.is_some()),
+                ("model.rope_theta", model.rope_theta.is_some()),
+                ("model.norm_epsilon", model.norm_epsilon.is_some()),
+            ];
+            if let Some((key, _)) = of_llama.into_iter().find(|(_, given)| *given) {
+                return Err(
+                    Error::input(format!("{key} is not of a GPT")).hint("leave it out, or set model.kind=llama")
+                );
+            }
+            let bias = *model.bias.get_or_insert(true);
+            Ok(Network::Gpt(Gpt { layers, heads, width, context, vocabulary, bias, dropout }))
+        }
+        ModelKind::Llama => {
+            if model.bias == Some(true) {
+                return Err(Error::input("model.bias = true, but a Llama has no biases").hint("leave it out"));
+            }
+            model.bias = Some(false);
+            let kv_heads = *model.kv_heads.get_or_insert(heads);
+            if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+                let some = (1..=heads).filter(|kv| heads.is_multiple_of(*kv)).map(|kv| kv.to_string());
+                return Err(Error::input(format!("model.kv_heads = {kv_heads} does not divide model.heads = {heads}"))
+                    .hint(format!("one of {} does", some.collect::<Vec<_>>().join(", "))));
+            }
+            if !(width / heads).is_multiple_of(2) {
+                let head = width / heads;
+                return Err(Error::input(format!(
+                    "model.width / model.heads = {head}, but rotary positions turn pairs"
+                ))
+                .hint(format!("a width of {} has heads of {}", (head + 1) * heads, head + 1)));
+            }
+            let hidden = *model.hidden.get_or_insert((width * 8).div_ceil(3).next_multiple_of(64));
+            let rope_theta = *model.rope_theta.get_or_insert(10_000.0);
+            let epsilon = *model.norm_epsilon.get_or_insert(1e-5);
+            if hidden == 0 {
+                return Err(out_of_range("model.hidden", 0, "at least 1"));
+            }
+            if !(rope_theta >= 1.0 && rope_theta.is_finite()) {
+                return Err(out_of_range("model.rope_theta", rope_theta, "at least 1"));
+            }
+            if !(epsilon > 0.0 && epsilon.is_finite()) {
+                return Err(out_of_range("model.norm_epsilon", epsilon, "greater than 0"));
+            }
+            let tied = *model.tied.get_or_insert(false);
+            let llama = Llama {
+                layers,
+                heads,
+                kv_heads,
+                width,
+                hidden,
+                context,
+                vocabulary,
+                rope_theta,
+                epsilon,
+                tied,
+                dropout,
+            };
+            Ok(Network::Llama(llama))
+        }
+    }
+}
+
+/// Token ids, which must be enough for the data.
+fn vocabulary(model: &Model, of_data: Option<usize>) -> Result<usize> {
+    match (model.vocabulary, of_data) {
         (Some(asked), Some(needed)) if asked < needed => {
-            return Err(Error::input(format!(
-                "model.vocabulary = {asked} is smaller than the data's vocabulary of {needed}"
-            ))
-            .hint(format!("set model.vocabulary = {needed}, or leave it out")));
+            Err(Error::input(format!("model.vocabulary = {asked} is smaller than the data's vocabulary of {needed}"))
+                .hint(format!("set model.vocabulary = {needed}, or leave it out")))
         }
-        (Some(asked), _) => asked,
-        (None, Some(needed)) => needed,
+        (Some(asked), _) => Ok(asked),
+        (None, Some(needed)) => Ok(needed),
         (None, None) => {
-            return Err(Error::input("the data does not say how many token ids it uses").hint("set model.vocabulary"));
+            Err(Error::input("the data does not say how many token ids it uses").hint("set model.vocabulary"))
         }
-    };
-    Ok(Gpt {
-        layers: model.layers,
-        heads: model.heads,
-        width: model.width,
-        context: model.context,
-        vocabulary,
-        bias: model.bias,
-        dropout: model.dropout,
-    })
+    }
 }
 
 fn schedule(config: &Config) -> Schedule {
@@ -371,6 +436,7 @@ mod tests {
             ("optimizer.lr=-1.0", "optimizer.lr = -1"),
             ("optimizer.lr=nan", "optimizer.lr = NaN"),
             ("model.heads=3", "does not divide into model.heads = 3"),
+            ("model.kv_heads=2", "model.kv_heads is not of a GPT\nhint: leave it out, or set model.kind=llama"),
             ("model.vocabulary=10", "model.vocabulary = 10"),
             ("run.name=../x", "run.name"),
             ("schedule.min_ratio=2.0", "schedule.min_ratio"),
@@ -381,6 +447,25 @@ mod tests {
             ("optimizer.offload=true", "optimizer.offload = true is for GPUs\nhint: leave it out"),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
+        }
+    }
+
+    #[test]
+    fn a_llama_is_filled_in_and_checked() {
+        let model = |overrides: &[&str]| plan(1, &[&["model.kind=llama"], overrides].concat()).unwrap().config.model;
+        let small = model(&["model.width=96"]);
+        assert_eq!((small.kv_heads, small.hidden, small.tied), (Some(4), Some(256), Some(false)));
+        assert_eq!((small.rope_theta, small.norm_epsilon, small.bias), (Some(10_000.0), Some(1e-5), Some(false)));
+        for (setting, wanted) in [
+            ("model.kv_heads=3", "model.kv_heads = 3 does not divide model.heads = 4\nhint: one of 1, 2, 4 does"),
+            ("model.width=12", "model.width / model.heads = 3, but rotary positions turn pairs\nhint: a width of 16"),
+            ("model.bias=true", "a Llama has no biases"),
+            ("model.hidden=0", "model.hidden = 0 is out of range"),
+            ("model.rope_theta=0.5", "model.rope_theta = 0.5"),
+            ("model.norm_epsilon=0.0", "model.norm_epsilon = 0"),
+        ] {
+            let error = refusal(1, &["model.kind=llama", setting]);
+            assert!(error.contains(wanted), "{setting}: {error}");
         }
     }
 

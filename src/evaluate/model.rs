@@ -41,7 +41,7 @@ pub fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Eng
         data: comm.world(),
     };
     let lanes = Lanes { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
-    let blocks = plan.gpt.blocks();
+    let blocks = plan.network.blocks();
     let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, None)?;
     let geometry = Geometry { lanes: 1, micros_per_lane: 1, predictions: 1, recompute: false, seed: 0 };
     Ok(Engine { backend, blocks, sharded, geometry })

@@ -5,11 +5,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{Block, Blocks, Context, Grads, Params, lent, unpack};
-use crate::backend::{Attention, Backend, Dropout, Gemm, Kernels, Linear, Memory, Norm, split, split_mut};
+use super::dropout::StreamDropout;
+use super::embedding::Embedding;
+use super::head::{Head, Table};
+use super::{Block, Blocks, Context, Grads, INIT, Params, unpack};
+use crate::backend::{Attention, Backend, Kernels, Linear, Memory, Norm, split, split_mut};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
-use crate::random;
 
 /// The size of a GPT.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -30,19 +32,35 @@ pub struct Gpt {
     pub dropout: f32,
 }
 
-/// The token table's unit, which the head borrows.
-const EMBEDDING_UNIT: usize = 0;
-
-/// Standard deviation of the initial weights.
-const INIT: f32 = 0.02;
+/// Added to the variance in norms.
+pub const EPSILON: f32 = 1e-5;
 
 impl Gpt {
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
-        let mut blocks: Blocks<B> = vec![Box::new(Embedding(self.clone()))];
+        let embedding = Embedding {
+            words: "wte.weight",
+            places: Some(("wpe.weight", self.context)),
+            vocabulary: self.vocabulary,
+            dropout: self.dropout(),
+        };
+        let head = Head {
+            norm: "ln_f",
+            bias: self.bias,
+            centred: true,
+            epsilon: EPSILON,
+            width: self.width,
+            vocabulary: self.vocabulary,
+            table: Table::Tied,
+        };
+        let mut blocks: Blocks<B> = vec![Box::new(embedding)];
         blocks.extend((0..self.layers).map(|layer| Box::new(Transformer { gpt: self.clone(), layer }) as _));
-        blocks.push(Box::new(Head(self.clone())));
+        blocks.push(Box::new(head));
         blocks
+    }
+
+    fn dropout(&self) -> StreamDropout {
+        StreamDropout { rate: self.dropout, width: self.width }
     }
 
     /// A vector parameter, or none where the model has no biases.
@@ -53,89 +71,6 @@ impl Gpt {
     /// Elements of a bias of length `len`.
     fn bias_len(&self, len: usize) -> usize {
         if self.bias { len } else { 0 }
-    }
-
-    /// Applies dropout number `site` of the network in place; the backward makes the same call.
-    fn drop<B: Kernels>(&self, cx: &Context<'_, B>, site: usize, x: B::ViewMut<'_>) -> Result<()> {
-        let Some(key) = cx.dropout.filter(|_| self.dropout > 0.0) else { return Ok(()) };
-        let offset = cx.micro.first * (cx.micro.time * self.width) as u64;
-        cx.backend.dropout(Dropout { rate: self.dropout, key: random::derive(key, &[site as u64]), offset }, x)
-    }
-
-    /// The gradient behind dropout `site`: a masked copy, or nothing when there is no dropout.
-    fn dropped<B: Kernels>(&self, cx: &Context<'_, B>, site: usize, dy: &B::Buf) -> Result<Option<B::Buf>> {
-        if cx.dropout.is_none() || self.dropout == 0.0 {
-            return Ok(None);
-        }
-        let mut masked = cx.backend.alloc(Memory::Activations, B::len(dy))?;
-        cx.backend.copy(B::all(dy), B::all_mut(&mut masked))?;
-        self.drop(cx, site, B::all_mut(&mut masked))?;
-        Ok(Some(masked))
-    }
-}
-
-/// Token table plus position table.
-struct Embedding(Gpt);
-
-impl Embedding {
-    fn lens(&self) -> [usize; 2] {
-        [self.0.vocabulary * self.0.width, self.0.context * self.0.width]
-    }
-}
-
-impl<B: Kernels> Block<B> for Embedding {
-    fn name(&self) -> String {
-        "embedding".into()
-    }
-
-    fn tensors(&self) -> Vec<Tensor> {
-        let Gpt { vocabulary, context, width, .. } = self.0;
-        vec![
-            Tensor::new("wte.weight", &[vocabulary, width], Init::Normal(INIT)),
-            Tensor::new("wpe.weight", &[context, width], Init::Normal(INIT)),
-        ]
-    }
-
-    fn input_per_row(&self) -> usize {
-        0
-    }
-
-    fn saved_per_row(&self) -> usize {
-        0
-    }
-
-    fn exact_per_row(&self) -> usize {
-        0
-    }
-
-    fn scratch_per_row(&self) -> usize {
-        self.0.width
-    }
-
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, _: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let [words, places] = split::<B, 2>(params.own, self.lens());
-        // A sequence shorter than the context uses the first positions.
-        let (places, _) = B::cut(places, cx.micro.time * self.0.width);
-        let mut y = cx.backend.alloc(Memory::Activations, cx.micro.rows() * self.0.width)?;
-        cx.backend.embedding(&cx.micro.tokens, words, places, B::all_mut(&mut y))?;
-        self.0.drop(cx, 0, B::all_mut(&mut y))?;
-        Ok((y, vec![]))
-    }
-
-    fn backward(
-        &self,
-        cx: &Context<'_, B>,
-        _: Params<'_, B>,
-        grads: Grads<'_, B>,
-        _: &B::Buf,
-        _: Vec<B::Buf>,
-        mut dy: B::Buf,
-    ) -> Result<B::Buf> {
-        self.0.drop(cx, 0, B::all_mut(&mut dy))?;
-        let [dwords, dplaces] = split_mut::<B, 2>(grads.own, self.lens());
-        let (dplaces, _) = B::cut_mut(dplaces, cx.micro.time * self.0.width);
-        cx.backend.embedding_backward(&cx.micro.tokens, B::all(&dy), dwords, dplaces)?;
-        cx.backend.alloc(Memory::Activations, 0)
     }
 }
 
@@ -156,9 +91,15 @@ impl Transformer {
     fn shapes<B: Backend>(&self, cx: &Context<'_, B>) -> Shapes {
         let (rows, d, heads) = (cx.micro.rows(), self.gpt.width, self.gpt.heads);
         Shapes {
-            norm: Norm { rows, width: d },
+            norm: Norm { rows, width: d, epsilon: EPSILON, centred: true },
             qkv: Linear { rows, inputs: d, outputs: 3 * d },
-            attention: Attention { batch: cx.micro.sequences, time: cx.micro.time, heads, head_width: d / heads },
+            attention: Attention {
+                batch: cx.micro.sequences,
+                time: cx.micro.time,
+                heads,
+                kv_heads: heads,
+                head_width: d / heads,
+            },
             out: Linear { rows, inputs: d, outputs: d },
             up: Linear { rows, inputs: d, outputs: 4 * d },
             down: Linear { rows, inputs: 4 * d, outputs: d },
@@ -239,23 +180,23 @@ impl<B: Kernels> Block<B> for Transformer {
 
         let exact = |len| b.alloc_f32(Memory::Activations, len);
         let (mut norm1, mut stats1) = (new(rows * d)?, exact(rows * 2)?);
-        b.layer_norm(s.norm, B::all(x), w_norm1, b_norm1, B::all_mut(&mut norm1), B::all_mut(&mut stats1))?;
+        b.norm(s.norm, B::all(x), w_norm1, b_norm1, B::all_mut(&mut norm1), B::all_mut(&mut stats1))?;
         let mut qkv = new(rows * 3 * d)?;
         b.linear(s.qkv, B::all(&norm1), w_qkv, b_qkv, B::all_mut(&mut qkv))?;
         let (mut heads, mut lse) = (new(rows * d)?, exact(rows * self.gpt.heads)?);
         b.attention(s.attention, B::all(&qkv), B::all_mut(&mut heads), B::all_mut(&mut lse))?;
         let mut stream = new(rows * d)?;
         b.linear(s.out, B::all(&heads), w_out, b_out, B::all_mut(&mut stream))?;
-        self.gpt.drop(cx, site1, B::all_mut(&mut stream))?;
+        self.gpt.dropout().apply(cx, site1, B::all_mut(&mut stream))?;
 
         let (mut norm2, mut stats2) = (new(rows * d)?, exact(rows * 2)?);
         let (y, stats) = (B::all_mut(&mut norm2), B::all_mut(&mut stats2));
-        b.add_layer_norm(s.norm, B::all(x), B::all_mut(&mut stream), w_norm2, b_norm2, y, stats)?;
+        b.add_norm(s.norm, B::all(x), B::all_mut(&mut stream), w_norm2, b_norm2, y, stats)?;
         let (mut up, mut act) = (new(rows * 4 * d)?, new(rows * 4 * d)?);
         b.linear_gelu(s.up, B::all(&norm2), w_up, b_up, B::all_mut(&mut up), B::all_mut(&mut act))?;
         let mut y = new(rows * d)?;
         b.linear(s.down, B::all(&act), w_down, b_down, B::all_mut(&mut y))?;
-        self.gpt.drop(cx, site2, B::all_mut(&mut y))?;
+        self.gpt.dropout().apply(cx, site2, B::all_mut(&mut y))?;
         b.add(B::all(&stream), B::all_mut(&mut y))?;
         Ok((y, vec![norm1, stats1, qkv, heads, lse, stream, norm2, stats2, up, act]))
     }
@@ -281,7 +222,7 @@ impl<B: Kernels> Block<B> for Transformer {
         // dy is the gradient of the stream from here on; each branch adds its share.
         let mut dup = new(rows * 4 * d)?;
         {
-            let masked = self.gpt.dropped(cx, site2, &dy)?;
+            let masked = self.gpt.dropout().masked(cx, site2, &dy)?;
             let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
             b.linear_backward_weight(s.down, dbranch, B::all(&act), gw_down, gb_down)?;
             drop(act);
@@ -293,12 +234,12 @@ impl<B: Kernels> Block<B> for Transformer {
         b.linear_backward_input(s.up, B::all(&dup), w_up, B::all_mut(&mut dnorm))?;
         drop(dup);
         let (g, dstream) = (B::all(&dnorm), B::all_mut(&mut dy));
-        b.layer_norm_backward(s.norm, g, B::all(&stream), w_norm2, B::all(&stats2), dstream, gw_norm2, gb_norm2)?;
+        b.norm_backward(s.norm, g, B::all(&stream), w_norm2, B::all(&stats2), dstream, gw_norm2, gb_norm2)?;
 
         // The second norm's input is not needed any more: its memory takes the gradient of the heads.
         let mut dheads = stream;
         {
-            let masked = self.gpt.dropped(cx, site1, &dy)?;
+            let masked = self.gpt.dropout().masked(cx, site1, &dy)?;
             let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
             b.linear_backward_weight(s.out, dbranch, B::all(&heads), gw_out, gb_out)?;
             b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
@@ -310,102 +251,7 @@ impl<B: Kernels> Block<B> for Transformer {
         b.linear_backward_weight(s.qkv, B::all(&dqkv), B::all(&norm1), gw_qkv, gb_qkv)?;
         b.linear_backward_input(s.qkv, B::all(&dqkv), w_qkv, B::all_mut(&mut dnorm))?;
         let (g, dstream) = (B::all(&dnorm), B::all_mut(&mut dy));
-        b.layer_norm_backward(s.norm, g, B::all(x), w_norm1, B::all(&stats1), dstream, gw_norm1, gb_norm1)?;
+        b.norm_backward(s.norm, g, B::all(x), w_norm1, B::all(&stats1), dstream, gw_norm1, gb_norm1)?;
         Ok(dy)
-    }
-}
-
-/// Final norm, then logits against the borrowed token table.
-struct Head(Gpt);
-
-impl Head {
-    fn norm(&self, rows: usize) -> Norm {
-        Norm { rows, width: self.0.width }
-    }
-
-    fn logits(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.0.width, outputs: self.0.vocabulary }
-    }
-
-    fn lens(&self) -> [usize; 2] {
-        [self.0.width, self.0.bias_len(self.0.width)]
-    }
-
-    fn table(&self) -> usize {
-        self.0.vocabulary * self.0.width
-    }
-}
-
-impl<B: Kernels> Block<B> for Head {
-    fn name(&self) -> String {
-        "head".into()
-    }
-
-    fn tensors(&self) -> Vec<Tensor> {
-        let d = self.0.width;
-        [Some(Tensor::new("ln_f.weight", &[d], Init::Ones)), self.0.bias("ln_f.bias".into(), d)]
-            .into_iter()
-            .flatten()
-            .collect()
-    }
-
-    fn borrows(&self) -> Option<usize> {
-        Some(EMBEDDING_UNIT)
-    }
-
-    fn input_per_row(&self) -> usize {
-        self.0.width
-    }
-
-    fn saved_per_row(&self) -> usize {
-        self.0.width
-    }
-
-    fn exact_per_row(&self) -> usize {
-        2
-    }
-
-    fn scratch_per_row(&self) -> usize {
-        self.0.vocabulary + 2 * self.0.width
-    }
-
-    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows, d) = (cx.backend, cx.micro.rows(), self.0.width);
-        let [weight, bias] = split::<B, 2>(params.own, self.lens());
-        let (table, _) = B::cut(lent(params.lent)?, self.table());
-        let (no_bias, _) = B::cut(params.own, 0);
-        let mut norm = b.alloc(Memory::Activations, rows * d)?;
-        let mut stats = b.alloc_f32(Memory::Activations, rows * 2)?;
-        b.layer_norm(self.norm(rows), B::all(x), weight, bias, B::all_mut(&mut norm), B::all_mut(&mut stats))?;
-        let mut logits = b.alloc(Memory::Activations, rows * self.0.vocabulary)?;
-        b.linear(self.logits(rows), B::all(&norm), table, no_bias, B::all_mut(&mut logits))?;
-        Ok((logits, vec![norm, stats]))
-    }
-
-    fn backward(
-        &self,
-        cx: &Context<'_, B>,
-        params: Params<'_, B>,
-        grads: Grads<'_, B>,
-        x: &B::Buf,
-        saved: Vec<B::Buf>,
-        dlogits: B::Buf,
-    ) -> Result<B::Buf> {
-        let (b, rows, d) = (cx.backend, cx.micro.rows(), self.0.width);
-        let [weight, _] = split::<B, 2>(params.own, self.lens());
-        let [dweight, dbias] = split_mut::<B, 2>(grads.own, self.lens());
-        let (table, _) = B::cut(lent(params.lent)?, self.table());
-        let (dtable, _) = B::cut_mut(lent(grads.lent)?, self.table());
-        let [norm, stats] = unpack(saved)?;
-        let product = Gemm { m: self.0.vocabulary, n: d, k: rows, ta: true, tb: false, acc: true };
-        b.gemm(product, B::all(&dlogits), B::all(&norm), dtable)?;
-        let mut dnorm = norm;
-        b.linear_backward_input(self.logits(rows), B::all(&dlogits), table, B::all_mut(&mut dnorm))?;
-        drop(dlogits);
-        let mut dx = b.alloc(Memory::Activations, rows * d)?;
-        b.zero(B::all_mut(&mut dx))?;
-        let (g, x, stats) = (B::all(&dnorm), B::all(x), B::all(&stats));
-        b.layer_norm_backward(self.norm(rows), g, x, weight, stats, B::all_mut(&mut dx), dweight, dbias)?;
-        Ok(dx)
     }
 }

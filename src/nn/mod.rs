@@ -3,12 +3,23 @@
 //! A block knows shapes, never parameters: those live in the unit of the same index
 //! ([`crate::layout::UnitLayout`]) and are handed in.
 
+mod dropout;
+mod embedding;
 pub mod gpt;
+mod head;
+pub mod llama;
 pub mod loss;
+mod network;
+mod rotary;
 
 use crate::backend::{Backend, Kernels};
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
+
+pub use network::Network;
+
+/// Standard deviation of the initial weights of language models; GPT-2's and Llama's.
+const INIT: f32 = 0.02;
 
 /// One micro-batch on the device.
 pub struct Micro<B: Backend> {
@@ -82,6 +93,12 @@ pub trait Block<B: Kernels>: Send + Sync {
 
     /// Elements a row that live at once while this block works, besides what is saved.
     fn scratch_per_row(&self) -> usize;
+
+    /// Elements of f32 that it keeps from its first use on, whatever the batch is; what blocks share is told by one of
+    /// them.
+    fn constants(&self) -> usize {
+        0
+    }
 
     /// Output, and what the backward will want.
     ///

@@ -163,19 +163,7 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             plural(plan.lanes, "lane"),
         ),
     );
-    let gpt = &plan.gpt;
-    line(
-        "model",
-        format!(
-            "GPT, {} layers, {} heads, width {}, context {}, vocabulary {}: {} parameters",
-            gpt.layers,
-            gpt.heads,
-            gpt.width,
-            gpt.context,
-            gpt.vocabulary,
-            grouped(facts.parameters)
-        ),
-    );
+    line("model", format!("{}: {} parameters", plan.network.describe(), grouped(facts.parameters)));
     let (samples, tokens) = facts.train;
     line(
         "data",

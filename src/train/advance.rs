@@ -41,7 +41,7 @@ pub fn advance<B: Kernels>(
     progress: &mut Progress,
     note: impl FnOnce() -> u32,
 ) -> Result<Taken> {
-    let (step, base, time) = (progress.step, progress.position, plan.gpt.context);
+    let (step, base, time) = (progress.step, progress.position, plan.network.context());
     let Synced { loss, norm, compute, notes } = engine.gradients(step, || feed.next(base, time), note)?;
     let loss = loss / (plan.tokens_per_step() as f64);
     let lr = plan.schedule.rate(step);

@@ -67,7 +67,8 @@ pub fn check_size(plan: &Plan, train: &Dataset) -> Result<()> {
     }
     Err(Error::input(format!(
         "{} has {have} training samples of {} tokens, fewer than batch.global = {want}",
-        plan.config.data.path, plan.gpt.context
+        plan.config.data.path,
+        plan.network.context()
     ))
     .hint(format!("set batch.global to at most {have}, or shorten model.context")))
 }

@@ -26,7 +26,7 @@ pub fn check<B: Kernels>(
 ) -> Result<()> {
     let held = Held { messages, resident };
     if let Some(room) = gpu {
-        let need = |plan: &Plan| estimate::<B>(plan, &plan.gpt.blocks(), messages, resident);
+        let need = |plan: &Plan| estimate::<B>(plan, &plan.network.blocks(), messages, resident);
         let here = need(plan);
         if here.gpu() > room {
             let message = format!(
@@ -50,7 +50,7 @@ struct Held {
 
 fn fits<B: Kernels>(plan: &Plan, ranks: usize, host: &str, held: Held, available: Option<usize>) -> Result<()> {
     let Held { messages, resident } = held;
-    let need = |plan: &Plan| estimate::<B>(plan, &plan.gpt.blocks(), messages, resident);
+    let need = |plan: &Plan| estimate::<B>(plan, &plan.network.blocks(), messages, resident);
     let here = need(plan);
     if let Some(limit) = plan.config.run.memory_limit
         && here.host() > limit.0
@@ -162,7 +162,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 config.optimizer.offload |= offload;
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
-                let facts = Facts { ranks, threads: plan.threads, vocabulary: Some(plan.gpt.vocabulary), on_gpu };
+                let facts = Facts { ranks, threads: plan.threads, vocabulary: Some(plan.network.vocabulary()), on_gpu };
                 if let Ok(plan) = resolve(config, &facts) {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
@@ -245,7 +245,7 @@ mod tests {
             config.optimizer.offload = offload;
             resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
         };
-        let need = |plan: &Plan| estimate::<Cuda>(plan, &plan.gpt.blocks(), 0, 0);
+        let need = |plan: &Plan| estimate::<Cuda>(plan, &plan.network.blocks(), 0, 0);
         let (there, here) = (need(&plan(false)), need(&plan(true)));
         let moved = there.gpu() - here.gpu();
         assert_eq!(moved, there.categories[Memory::Optimizer as usize] / 2 * 3);

@@ -54,7 +54,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
         crate::optim::Rule::Sgd { .. } => owned,
     };
 
-    let rows = plan.micro as usize * plan.gpt.context;
+    let rows = plan.micro as usize * plan.network.context();
     // Bytes a row.
     let input = |b: &dyn Block<B>| b.input_per_row() * size;
     let saved = |b: &dyn Block<B>| b.saved_per_row() * size + b.exact_per_row() * F32;
@@ -63,7 +63,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
     let kept: usize = blocks.iter().map(|b| input(&**b) + if recompute { 0 } else { saved(&**b) }).sum();
     let recomputed = if recompute { widest(blocks, saved) } else { 0 };
     let training = rows * (kept + recomputed + widest(blocks, scratch) + F32);
-    let evaluation_rows = plan.config.eval.batch as usize * plan.gpt.context;
+    let evaluation_rows = plan.config.eval.batch as usize * plan.network.context();
     let evaluation = evaluation_rows * widest(blocks, |b| input(b) + saved(b) + scratch(b));
 
     let mut categories = [0; Memory::ALL.len()];
@@ -73,7 +73,8 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, re
         true => categories[Memory::Offloaded as usize] = parallel::offloaded_bytes(Some(plan.rule), owned),
         false => categories[Memory::Optimizer as usize] = state * F32,
     }
-    categories[Memory::Activations as usize] = training.max(evaluation);
+    let constants: usize = blocks.iter().map(|block| block.constants()).sum();
+    categories[Memory::Activations as usize] = training.max(evaluation) + constants * F32;
     categories[Memory::Communication as usize] = messages;
     // Read ahead, one being read, one in use, one on the device; inputs and targets.
     categories[Memory::Data as usize] = (plan.config.data.prefetch + 3) * rows * 2 * size_of::<u32>();

@@ -340,7 +340,7 @@ impl<B: Kernels> Run<B> {
         let record = Step {
             step: self.progress.step,
             epoch: self.progress.position as f64 / self.train_samples as f64,
-            tokens: self.progress.position * self.plan.gpt.context as u64,
+            tokens: self.progress.position * self.plan.network.context() as u64,
             loss: taken.loss,
             lr: taken.lr,
             grad_norm: taken.norm,
@@ -563,7 +563,7 @@ impl<B: Kernels> Run<B> {
         let Ok(prompt) = tokenizer.encode("\n") else { return Ok(None) };
         let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
         let _span = span(Doing::Sampling, None);
-        let drawn = generate(&mut self.engine, &prompt, self.plan.gpt.context, sampling)?;
+        let drawn = generate(&mut self.engine, &prompt, self.plan.network.context(), sampling)?;
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
@@ -617,7 +617,7 @@ pub fn engine<B: Kernels>(
     backend: B,
     choices: Option<&Path>,
 ) -> Result<(Engine<B>, Exchange)> {
-    let blocks = plan.gpt.blocks();
+    let blocks = plan.network.blocks();
     let (groups, exchange) = collectives::groups(comm, plan, &backend, &blocks, choices)?;
     let data = &groups.data;
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };

@@ -14,8 +14,7 @@ use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm::Comm;
 use hpctrain::mesh::{Axis, Mesh};
-use hpctrain::nn::Micro;
-use hpctrain::nn::gpt::Gpt;
+use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{Groups, Lanes, Sharded, Updates, Zero};
 use hpctrain::train::{Engine, Geometry};
@@ -64,14 +63,14 @@ impl Cut {
 /// An engine on this rank of a world, initialised from seed 7.
 pub fn engine(
     comm: &Comm<Cpu>,
-    gpt: &Gpt,
+    network: &Network,
     mesh: Mesh,
     zero: Zero,
     rule: Rule,
     cut: Cut,
     predictions: u64,
 ) -> Engine<Cpu> {
-    engine_on(Cpu::new(2), comm, gpt, mesh, zero, rule, cut, predictions)
+    engine_on(Cpu::new(2), comm, network, mesh, zero, rule, cut, predictions)
 }
 
 /// As [`engine`], on another device.
@@ -79,7 +78,7 @@ pub fn engine(
 pub fn engine_on<B: Kernels>(
     backend: B,
     comm: &Comm<B>,
-    gpt: &Gpt,
+    network: &Network,
     mesh: Mesh,
     zero: Zero,
     rule: Rule,
@@ -93,7 +92,7 @@ pub fn engine_on<B: Kernels>(
         data: group(&[Axis::Replica, Axis::Shard]),
     };
     let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
-    let blocks = gpt.blocks();
+    let blocks = network.blocks();
     let updates = Updates { rule, host: None };
     let sharded =
         Sharded::new(backend.clone(), groups, zero.residency(), lanes, Some(updates), &blocks, Some(7)).unwrap();

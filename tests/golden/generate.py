@@ -1,8 +1,9 @@
-"""Writes gpt.h5 and ops.h5 next to this file: reference numbers from PyTorch (see README.md).
+"""Writes gpt.h5, llama.h5 and ops.h5 next to this file: reference numbers from PyTorch (see README.md).
 
 Initial values and inputs are rounded to f32 first; everything else is computed from them in f64.
 """
 
+import functools
 import math
 import pathlib
 
@@ -12,6 +13,9 @@ import torch
 
 HERE = pathlib.Path(__file__).parent
 CONFIG = dict(layers=2, heads=3, width=24, context=13, vocabulary=37, batch=5)
+LLAMA = dict(layers=2, heads=4, width=24, hidden=40, context=13, vocabulary=37, batch=5, rope_theta=100.0, epsilon=1e-5)
+# Heads of keys and values, and whether the head is the token table.
+LLAMA_CASES = dict(grouped=dict(kv_heads=2, tied=False), tied=dict(kv_heads=4, tied=True))
 STEPS = 10
 ADAMW = dict(lr=1e-2, warmup_steps=3, total_steps=STEPS, min_lr=1e-3, schedule="cosine", beta1=0.9, beta2=0.95,
              eps=1e-8, weight_decay=0.1, grad_clip=1.0)
@@ -38,6 +42,28 @@ def attention(qkv, heads):
     future = torch.ones(t, t, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(future, -math.inf).softmax(-1)
     return (weights @ v).transpose(1, 2).reshape(b, t, d)
+
+
+def rms_norm(x, weight, eps):
+    return x / torch.sqrt((x ** 2).mean(-1, keepdim=True) + eps) * weight
+
+
+def rotated(x, theta):
+    """x [B, heads, T, w]: elements i and i + w/2 are a complex number, turned by t·theta^(-2i/w)."""
+    time, half = x.shape[-2], x.shape[-1] // 2
+    angles = torch.arange(time, dtype=x.dtype)[:, None] * theta ** (-torch.arange(half, dtype=x.dtype) / half)
+    turned = torch.complex(x[..., :half].contiguous(), x[..., half:].contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([turned.real, turned.imag], dim=-1)
+
+
+def grouped_attention(q, k, v, theta):
+    """Causal, with rotary positions. q [B, heads, T, w], k and v [B, kv_heads, T, w]. Returns [B, T, heads * w]."""
+    b, heads, t, w = q.shape
+    q, k = rotated(q, theta), rotated(k, theta)
+    k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    future = torch.ones(t, t, dtype=torch.bool).triu(1)
+    weights = (q @ k.transpose(-1, -2) / math.sqrt(w)).masked_fill(future, -math.inf).softmax(-1)
+    return (weights @ v).transpose(1, 2).reshape(b, t, heads * w)
 
 
 def cross_entropy(logits, targets):
@@ -84,11 +110,46 @@ def gpt(params, tokens):
     return norm(x, "ln_f") @ params["wte.weight"].T
 
 
-def backward(params, tokens, targets):
+def llama_shapes(layers, heads, kv_heads, width, hidden, vocabulary, tied, **_):
+    out = {"embed_tokens.weight": (vocabulary, width)}
+    keys = width // heads * kv_heads
+    for i in range(layers):
+        of_block = {"input_layernorm": (width,), "self_attn.q_proj": (width, width), "self_attn.k_proj": (keys, width),
+                    "self_attn.v_proj": (keys, width), "self_attn.o_proj": (width, width),
+                    "post_attention_layernorm": (width,), "mlp.gate_proj": (hidden, width),
+                    "mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
+        out.update({f"layers.{i}.{name}.weight": shape for name, shape in of_block.items()})
+    out["norm.weight"] = (width,)
+    if not tied:
+        out["lm_head.weight"] = (vocabulary, width)
+    return out
+
+
+def llama(params, tokens, layers, heads, kv_heads, rope_theta, epsilon, tied, **_):
+    """Logits [B, T, V]. Pre-norm with RMS norms, rotary positions, grouped-query attention and SwiGLU."""
+    b, t = tokens.shape
+
+    def linear(x, name):
+        return x @ params[f"{name}.weight"].T
+
+    x = params["embed_tokens.weight"][tokens]
+    for i in range(layers):
+        h = rms_norm(x, params[f"layers.{i}.input_layernorm.weight"], epsilon)
+        q, k, v = (linear(h, f"layers.{i}.self_attn.{part}_proj").reshape(b, t, n, -1).transpose(1, 2)
+                   for part, n in [("q", heads), ("k", kv_heads), ("v", kv_heads)])
+        x = x + linear(grouped_attention(q, k, v, rope_theta), f"layers.{i}.self_attn.o_proj")
+        h = rms_norm(x, params[f"layers.{i}.post_attention_layernorm.weight"], epsilon)
+        gate = linear(h, f"layers.{i}.mlp.gate_proj")
+        x = x + linear(gate * torch.sigmoid(gate) * linear(h, f"layers.{i}.mlp.up_proj"), f"layers.{i}.mlp.down_proj")
+    table = params["embed_tokens.weight" if tied else "lm_head.weight"]
+    return rms_norm(x, params["norm.weight"], epsilon) @ table.T
+
+
+def backward(network, params, tokens, targets):
     """Fresh gradients of the mean loss into params; returns (loss, logits)."""
     for p in params.values():
         p.grad = None
-    logits = gpt(params, tokens)
+    logits = network(params, tokens)
     loss = cross_entropy(logits.flatten(0, 1), targets.flatten()).mean()
     loss.backward()
     return loss.detach(), logits.detach()
@@ -134,20 +195,21 @@ def normal(rng, *shape, scale=1.0, shift=0.0):
     return torch.from_numpy((shift + scale * rng.standard_normal(shape)).astype(np.float32))
 
 
-def write_case(group, rng, bias):
-    attributes(group, CONFIG)
+def write_case(group, rng, config, shapes, network):
+    """`network` gives the logits of (parameters, tokens); `shapes` those of its parameters."""
+    attributes(group, config)
     initial = {}
-    for name, shape in shapes(bias=bias, **CONFIG).items():
-        scale_of_norm = "ln_" in name and name.endswith("weight")
+    for name, shape in shapes.items():
+        scale_of_norm = ("ln_" in name or "norm" in name) and name.endswith("weight")
         initial[name] = normal(rng, *shape, scale=0.08, shift=1.0 if scale_of_norm else 0.0)
-    batches = (STEPS, CONFIG["batch"], CONFIG["context"])
-    tokens, targets = (torch.from_numpy(rng.integers(CONFIG["vocabulary"], size=batches)) for _ in range(2))
+    batches = (STEPS, config["batch"], config["context"])
+    tokens, targets = (torch.from_numpy(rng.integers(config["vocabulary"], size=batches)) for _ in range(2))
     put_all(group.create_group("params"), initial, torch.float32)
     put(group, "tokens", tokens)
     put(group, "targets", targets)
 
     params = leaves(initial)
-    loss, logits = backward(params, tokens[0], targets[0])
+    loss, logits = backward(network, params, tokens[0], targets[0])
     put(group, "loss", loss)
     put(group, "logits", logits)
     put_all(group.create_group("grads"), {n: p.grad for n, p in params.items()}, torch.float64)
@@ -157,7 +219,7 @@ def write_case(group, rng, bias):
                                   eps=ADAMW["eps"])
     losses, norms, rates = [], [], []
     for step in range(STEPS):
-        losses.append(backward(params, tokens[step], targets[step])[0].item())
+        losses.append(backward(network, params, tokens[step], targets[step])[0].item())
         norms.append(torch.nn.utils.clip_grad_norm_(params.values(), ADAMW["grad_clip"]).item())
         rates.append(adamw_lr(step))
         for g in optimizer.param_groups:
@@ -175,7 +237,7 @@ def write_case(group, rng, bias):
                                 nesterov=SGD["nesterov"])
     losses = []
     for step in range(STEPS):
-        losses.append(backward(params, tokens[step], targets[step])[0].item())
+        losses.append(backward(network, params, tokens[step], targets[step])[0].item())
         optimizer.step()
     out = group.create_group("sgd")
     attributes(out, SGD)
@@ -238,7 +300,14 @@ def main():
     with h5py.File(HERE / "gpt.h5", "w") as file:
         file.attrs["torch"] = np.bytes_(torch.__version__)
         for seed, name in enumerate(["bias", "nobias"]):
-            write_case(file.create_group(name), np.random.default_rng(1234 + seed), bias=name == "bias")
+            rng = np.random.default_rng(1234 + seed)
+            write_case(file.create_group(name), rng, CONFIG, shapes(bias=name == "bias", **CONFIG), gpt)
+    with h5py.File(HERE / "llama.h5", "w") as file:
+        file.attrs["torch"] = np.bytes_(torch.__version__)
+        for seed, (name, case) in enumerate(LLAMA_CASES.items()):
+            config = LLAMA | case
+            network = functools.partial(llama, **config)
+            write_case(file.create_group(name), np.random.default_rng(4321 + seed), config, llama_shapes(**config), network)
     with h5py.File(HERE / "ops.h5", "w") as file:
         file.attrs["torch"] = np.bytes_(torch.__version__)
         write_ops(file, np.random.default_rng(99))

@@ -21,13 +21,13 @@ thread_local! {
     static SCRATCH: RefCell<[Vec<f32>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
 }
 
-/// The query, key and value columns of one head in one sequence's packed rows.
+/// The columns of one head of queries, and of the keys and values that it sees, in one sequence's packed rows.
 fn heads<'a>(qkv: &'a [f32], shape: Attention, sequence: usize, head: usize) -> [ArrayView2<'a, f32>; 3] {
-    let (t, w) = (shape.time, shape.head_width);
-    let d = shape.heads * w;
-    let rows = &qkv[sequence * t * 3 * d..][..t * 3 * d];
-    let rows = ArrayView2::from_shape((t, 3 * d), rows).expect("t rows of 3·d");
-    [0, 1, 2].map(|part| rows.slice_move(s![.., part * d + head * w..part * d + (head + 1) * w]))
+    let (t, w, width) = (shape.time, shape.head_width, shape.packed_width());
+    let rows = &qkv[sequence * t * width..][..t * width];
+    let rows = ArrayView2::from_shape((t, width), rows).expect("t packed rows");
+    let key = shape.heads + head / shape.group();
+    [head, key, key + shape.kv_heads].map(|place| rows.slice_move(s![.., place * w..(place + 1) * w]))
 }
 
 /// The disjoint columns of every sequence's rows, `w` wide each.
@@ -72,55 +72,75 @@ pub fn backward(
 ) {
     let (t, w) = (shape.time, shape.head_width);
     let d = shape.heads * w;
-    let scale = scale(shape);
-    let tasks = columns(dqkv, t, 3 * d, w).flat_map(|mut dq| {
+    // A task is one head of keys and values, with the heads of queries that share it one after the other.
+    let group = shape.group();
+    let tasks = columns(dqkv, t, shape.packed_width(), w).flat_map(|mut dq| {
         let mut dk = dq.split_off(shape.heads);
-        let dv = dk.split_off(shape.heads);
-        dq.into_iter().zip(dk).zip(dv)
+        let dv = dk.split_off(shape.kv_heads);
+        let mut dq = dq.into_iter();
+        let groups: Vec<Vec<_>> = (0..shape.kv_heads).map(|_| dq.by_ref().take(group).collect()).collect();
+        groups.into_iter().zip(dk).zip(dv)
     });
-    threads.each(tasks.zip(lse.chunks(t)).enumerate(), |(i, (((mut dq, mut dk), mut dv), lse))| {
-        let (sequence, head) = (i / shape.heads, i % shape.heads);
-        let [q, k, v] = heads(qkv, shape, sequence, head);
-        let rows = |x| ArrayView2::from_shape((t, d), x).expect("t rows of d");
-        let of_head = s![.., head * w..(head + 1) * w];
-        let y = rows(&y[sequence * t * d..][..t * d]).slice_move(of_head);
-        let dy = rows(&dy[sequence * t * d..][..t * d]).slice_move(of_head);
-        SCRATCH.with_borrow_mut(|[scores, gradients]| {
-            // The last block sees all keys: it overwrites dk and dv, the earlier ones add.
-            for first in (0..t).step_by(BLOCK).rev() {
-                let last = (first + BLOCK).min(t);
-                let add = last < t;
-                let (mut p, mut dp) = (block(scores, last - first, last), block(gradients, last - first, last));
-                let (q, dy) = (q.slice(s![first..last, ..]), dy.slice(s![first..last, ..]));
-                let (k, v) = (k.slice(s![..last, ..]), v.slice(s![..last, ..]));
-                multiply(q, k.reversed_axes(), p.view_mut(), false);
-                multiply(dy, v.reversed_axes(), dp.view_mut(), false);
-                for (row, (mut p, mut dp)) in p.rows_mut().into_iter().zip(dp.rows_mut()).enumerate() {
-                    let (Some(p), Some(dp)) = (p.as_slice_mut(), dp.as_slice_mut()) else { continue };
-                    let (y, dy) = (y.row(first + row), dy.row(row));
-                    let lse = lse[first + row];
-                    let seen = mask(p, first + row + 1);
-                    simd(
-                        #[inline(always)]
-                        || {
-                            let dot = match (y.as_slice(), dy.as_slice()) {
-                                (Some(y), Some(dy)) => sum2(y, dy, |y, dy| y * dy),
-                                _ => 0.0,
-                            };
-                            for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
-                                *p = exp(*p * scale - lse);
-                                *dp = *p * (*dp - dot) * scale;
-                            }
-                        },
-                    );
-                    p[seen..].fill(0.0);
-                    dp[seen..].fill(0.0);
-                }
-                multiply(dp.view(), k, dq.slice_mut(s![first..last, ..]), false);
-                multiply(dp.view().reversed_axes(), q, dk.slice_mut(s![..last, ..]), add);
-                multiply(p.view().reversed_axes(), dy, dv.slice_mut(s![..last, ..]), add);
+    threads.each(tasks.zip(lse.chunks(group * t)).enumerate(), |(i, (((dqs, mut dk), mut dv), lse))| {
+        let (sequence, first) = (i / shape.kv_heads, i % shape.kv_heads * group);
+        for (shared, (dq, lse)) in dqs.into_iter().zip(lse.chunks(t)).enumerate() {
+            let head = first + shared;
+            let rows = |x| ArrayView2::from_shape((t, d), x).expect("t rows of d");
+            let of_head = s![.., head * w..(head + 1) * w];
+            let y = rows(&y[sequence * t * d..][..t * d]).slice_move(of_head);
+            let dy = rows(&dy[sequence * t * d..][..t * d]).slice_move(of_head);
+            let to = [dq, dk.view_mut(), dv.view_mut()];
+            backward_of_head(shape, heads(qkv, shape, sequence, head), y, lse, dy, to, shared > 0);
+        }
+    });
+}
+
+/// The gradients of one head's queries, keys and values; those of the keys and values are added to if `add`.
+fn backward_of_head(
+    shape: Attention,
+    [q, k, v]: [ArrayView2<'_, f32>; 3],
+    y: ArrayView2<'_, f32>,
+    lse: &[f32],
+    dy: ArrayView2<'_, f32>,
+    [mut dq, mut dk, mut dv]: [ArrayViewMut2<'_, f32>; 3],
+    add: bool,
+) {
+    let (t, scale) = (shape.time, scale(shape));
+    SCRATCH.with_borrow_mut(|[scores, gradients]| {
+        // The last block sees all keys: it overwrites dk and dv, the earlier ones add.
+        for first in (0..t).step_by(BLOCK).rev() {
+            let last = (first + BLOCK).min(t);
+            let add = add || last < t;
+            let (mut p, mut dp) = (block(scores, last - first, last), block(gradients, last - first, last));
+            let (q, dy) = (q.slice(s![first..last, ..]), dy.slice(s![first..last, ..]));
+            let (k, v) = (k.slice(s![..last, ..]), v.slice(s![..last, ..]));
+            multiply(q, k.reversed_axes(), p.view_mut(), false);
+            multiply(dy, v.reversed_axes(), dp.view_mut(), false);
+            for (row, (mut p, mut dp)) in p.rows_mut().into_iter().zip(dp.rows_mut()).enumerate() {
+                let (Some(p), Some(dp)) = (p.as_slice_mut(), dp.as_slice_mut()) else { continue };
+                let (y, dy) = (y.row(first + row), dy.row(row));
+                let lse = lse[first + row];
+                let seen = mask(p, first + row + 1);
+                simd(
+                    #[inline(always)]
+                    || {
+                        let dot = match (y.as_slice(), dy.as_slice()) {
+                            (Some(y), Some(dy)) => sum2(y, dy, |y, dy| y * dy),
+                            _ => 0.0,
+                        };
+                        for (p, dp) in p[..seen].iter_mut().zip(&mut dp[..seen]) {
+                            *p = exp(*p * scale - lse);
+                            *dp = *p * (*dp - dot) * scale;
+                        }
+                    },
+                );
+                p[seen..].fill(0.0);
+                dp[seen..].fill(0.0);
             }
-        });
+            multiply(dp.view(), k, dq.slice_mut(s![first..last, ..]), false);
+            multiply(dp.view().reversed_axes(), q, dk.slice_mut(s![..last, ..]), add);
+            multiply(p.view().reversed_axes(), dy, dv.slice_mut(s![..last, ..]), add);
+        }
     });
 }
 

@@ -16,15 +16,17 @@ fn width(rows: usize, y: &[f32]) -> usize {
 pub fn forward(threads: &Threads, tokens: &[u32], token_table: &[f32], position_table: &[f32], y: &mut [f32]) {
     let d = width(tokens.len(), y);
     let context = position_table.len() / d.max(1);
+    // Where there are no positions every row takes its words as they are.
+    let place = |row: usize| (context > 0).then(|| &position_table[row % context * d..][..d]);
     threads.each(y.chunks_mut(ROWS * d).zip(tokens.chunks(ROWS)).enumerate(), |(i, (y, tokens))| {
         simd(
             #[inline(always)]
             || {
                 for (row, (y, &token)) in y.chunks_exact_mut(d).zip(tokens).enumerate() {
                     let word = &token_table[token as usize * d..][..d];
-                    let place = &position_table[(i * ROWS + row) % context * d..][..d];
-                    for ((y, word), place) in y.iter_mut().zip(word).zip(place) {
-                        *y = word + place;
+                    y.copy_from_slice(word);
+                    for (y, place) in y.iter_mut().zip(place(i * ROWS + row).unwrap_or(&[])) {
+                        *y += place;
                     }
                 }
             },
@@ -36,7 +38,9 @@ pub fn backward(threads: &Threads, tokens: &[u32], dy: &[f32], dtoken_table: &mu
     let d = width(tokens.len(), dy);
     let context = dposition_table.len() / d.max(1);
     add_rows_at(threads, d, dy, dtoken_table, |row| tokens[row] as usize);
-    add_rows_at(threads, d, dy, dposition_table, |row| row % context);
+    if context > 0 {
+        add_rows_at(threads, d, dy, dposition_table, |row| row % context);
+    }
 }
 
 /// `table[at(row)] += dy[row]`. Each task owns some columns of the table and walks all rows in order: no two

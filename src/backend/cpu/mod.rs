@@ -11,14 +11,17 @@ mod memory;
 mod norm;
 mod optimizer;
 mod product;
+mod rotary;
 mod stream;
+mod swiglu;
 mod threads;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::{
-    AdamW, Attention, Backend, CrossEntropy, Dropout, Event, Gemm, Kernels, Ledger, Linear, Memory, Norm, Reach, Sgd,
+    AdamW, Attention, Backend, CrossEntropy, Dropout, Event, Gemm, Kernels, Ledger, Linear, Memory, Norm, Reach,
+    Rotary, Sgd,
 };
 use crate::error::Result;
 
@@ -204,7 +207,7 @@ impl Kernels for Cpu {
         Ok(())
     }
 
-    fn layer_norm(
+    fn norm(
         &self,
         shape: Norm,
         x: &[f32],
@@ -217,7 +220,7 @@ impl Kernels for Cpu {
         Ok(())
     }
 
-    fn layer_norm_backward(
+    fn norm_backward(
         &self,
         shape: Norm,
         dy: &[f32],
@@ -247,6 +250,21 @@ impl Kernels for Cpu {
         dqkv: &mut [f32],
     ) -> Result<()> {
         attention::backward(&self.threads, shape, qkv, y, lse, dy, dqkv);
+        Ok(())
+    }
+
+    fn rotary(&self, shape: Rotary, table: &[f32], x: &mut [f32]) -> Result<()> {
+        rotary::rotary(&self.threads, shape, table, x);
+        Ok(())
+    }
+
+    fn swiglu(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        swiglu::forward(&self.threads, width, x, y);
+        Ok(())
+    }
+
+    fn swiglu_backward(&self, width: usize, x: &mut [f32], dy: &[f32]) -> Result<()> {
+        swiglu::backward(&self.threads, width, x, dy);
         Ok(())
     }
 

@@ -1,8 +1,8 @@
-//! Layer normalisation (Ba, Kiros and Hinton, 2016).
+//! Layer normalisation, and RMS normalisation: the same with a mean of zero.
 
 use super::math::{LANES, simd, sum};
 use super::threads::Threads;
-use crate::backend::{NORM_EPSILON, Norm};
+use crate::backend::Norm;
 
 /// Rows of one task.
 const ROWS: usize = 32;
@@ -10,6 +10,22 @@ const ROWS: usize = 32;
 const COLUMNS: usize = 64;
 
 pub fn forward(threads: &Threads, s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32], stats: &mut [f32]) {
+    if s.centred {
+        normalise::<true>(threads, s, x, weight, bias, y, stats);
+    } else {
+        normalise::<false>(threads, s, x, weight, bias, y, stats);
+    }
+}
+
+fn normalise<const CENTRED: bool>(
+    threads: &Threads,
+    s: Norm,
+    x: &[f32],
+    weight: &[f32],
+    bias: &[f32],
+    y: &mut [f32],
+    stats: &mut [f32],
+) {
     let d = s.width;
     let (mean, rstd) = stats.split_at_mut(s.rows);
     let parts = x.chunks(ROWS * d).zip(y.chunks_mut(ROWS * d)).zip(mean.chunks_mut(ROWS).zip(rstd.chunks_mut(ROWS)));
@@ -19,9 +35,9 @@ pub fn forward(threads: &Threads, s: Norm, x: &[f32], weight: &[f32], bias: &[f3
             || {
                 let rows = x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(mean.iter_mut().zip(rstd));
                 for ((x, y), (mean, rstd)) in rows {
-                    let mu = sum(x, |x| x) / d as f32;
+                    let mu = if CENTRED { sum(x, |x| x) / d as f32 } else { 0.0 };
                     let variance = sum(x, |x| (x - mu) * (x - mu)) / d as f32;
-                    let scale = 1.0 / (variance + NORM_EPSILON).sqrt();
+                    let scale = 1.0 / (variance + s.epsilon).sqrt();
                     if bias.is_empty() {
                         for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
                             *y = (x - mu) * scale * w;
@@ -50,6 +66,25 @@ pub fn backward(
     dweight: &mut [f32],
     dbias: &mut [f32],
 ) {
+    if s.centred {
+        backward_of::<true>(threads, s, dy, x, weight, stats, dx, dweight, dbias);
+    } else {
+        backward_of::<false>(threads, s, dy, x, weight, stats, dx, dweight, dbias);
+    }
+}
+
+#[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
+fn backward_of<const CENTRED: bool>(
+    threads: &Threads,
+    s: Norm,
+    dy: &[f32],
+    x: &[f32],
+    weight: &[f32],
+    stats: &[f32],
+    dx: &mut [f32],
+    dweight: &mut [f32],
+    dbias: &mut [f32],
+) {
     let d = s.width;
     let (mean, rstd) = stats.split_at(s.rows);
     let rows = dy.chunks(ROWS * d).zip(x.chunks(ROWS * d)).zip(dx.chunks_mut(ROWS * d));
@@ -59,9 +94,11 @@ pub fn backward(
             || {
                 let rows = dy.chunks_exact(d).zip(x.chunks_exact(d)).zip(dx.chunks_exact_mut(d));
                 for (((dy, x), dx), (&mean, &rstd)) in rows.zip(mean.iter().zip(rstd)) {
-                    // With g = dy·w and n = (x - mean)·rstd: dx = rstd·(g - mean(g) - n·mean(g·n)).
+                    // With g = dy·w and n = (x - mean)·rstd: dx = rstd·(g - mean(g) - n·mean(g·n)), where the second term
+                    // comes through the mean.
                     let (g_sum, gx_sum) = weighted_sums(dy, weight, x, mean);
-                    let (g_mean, gn_mean) = (g_sum / d as f32, gx_sum * rstd / d as f32);
+                    let g_mean = if CENTRED { g_sum / d as f32 } else { 0.0 };
+                    let gn_mean = gx_sum * rstd / d as f32;
                     for (((dx, &dy), &w), &x) in dx.iter_mut().zip(dy).zip(weight).zip(x) {
                         *dx += rstd * (dy * w - g_mean - (x - mean) * rstd * gn_mean);
                     }

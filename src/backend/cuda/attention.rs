@@ -48,14 +48,14 @@ impl Cuts {
     }
 }
 
-/// A grid of tiles over every head of every sequence.
-fn grid(shape: Attention, tiles: Tiles) -> Grid {
-    let blocks = (shape.time.div_ceil(tiles.rows) as u32, shape.heads as u32, shape.batch as u32);
+/// A grid of tiles over so many heads of every sequence.
+fn grid(shape: Attention, heads: usize, tiles: Tiles) -> Grid {
+    let blocks = (shape.time.div_ceil(tiles.rows) as u32, heads as u32, shape.batch as u32);
     Grid { blocks, threads: (128, 1, 1), shared: tiles.shared as u32 }
 }
 
-fn sizes(shape: Attention) -> [Arg; 3] {
-    [shape.batch.into(), shape.time.into(), shape.heads.into()]
+fn sizes(shape: Attention) -> [Arg; 4] {
+    [shape.batch.into(), shape.time.into(), shape.heads.into(), shape.kv_heads.into()]
 }
 
 impl Cuda {
@@ -71,7 +71,7 @@ impl Cuda {
         let variant = self.attention_variant("attention.cu", shape)?;
         let tiles = Cuts::new(self.element(), shape.head_width).forward;
         let args = [&[qkv.into(), y.into(), lse.into()], &sizes(shape)[..]].concat();
-        self.launch_variant(variant, "attention_forward", grid(shape, tiles), &args)
+        self.launch_variant(variant, "attention_forward", grid(shape, shape.heads, tiles), &args)
     }
 
     pub(super) fn attend_backward(
@@ -88,10 +88,15 @@ impl Cuda {
         let delta = self.alloc_f32(Memory::Activations, lse.len)?;
         let delta = Self::all(&delta);
         let args = [&[y.into(), dy.into(), delta.into()], &sizes(shape)[..]].concat();
-        self.launch_variant(variant, "attention_delta", grid(shape, Tiles { rows: 16, shared: 0 }), &args)?;
+        self.launch_variant(
+            variant,
+            "attention_delta",
+            grid(shape, shape.heads, Tiles { rows: 16, shared: 0 }),
+            &args,
+        )?;
         let args = [&[qkv.into(), dy.into(), lse.into(), delta.into(), dqkv.into()], &sizes(shape)[..]].concat();
-        self.launch_variant(variant, "attention_backward_kv", grid(shape, cuts.backward_kv), &args)?;
-        self.launch_variant(variant, "attention_backward_q", grid(shape, cuts.backward_q), &args)
+        self.launch_variant(variant, "attention_backward_kv", grid(shape, shape.kv_heads, cuts.backward_kv), &args)?;
+        self.launch_variant(variant, "attention_backward_q", grid(shape, shape.heads, cuts.backward_q), &args)
     }
 }
 

@@ -5,7 +5,7 @@ use super::matmul::{Epilogue, Matrix, Product};
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf, CudaInts, Scalar};
 use crate::backend::{
-    AdamW, Attention, Backend, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, NORM_EPSILON, Norm, Sgd,
+    AdamW, Attention, Backend, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd,
 };
 use crate::error::{Error, Result};
 
@@ -202,12 +202,15 @@ impl Kernels for Cuda {
         let grid = Grid::plane(rows, width.div_ceil(256), (256, 1, 1));
         let args = [tokens.into(), dy.into(), (&dtoken_table).into(), rows.into(), width.into()];
         self.launch("embedding_backward.cu", "embedding_backward_tokens", grid, &args)?;
+        if dposition_table.len == 0 {
+            return Ok(());
+        }
         let args = [dy.into(), (&dposition_table).into(), rows.into(), time.into(), width.into()];
         let grid = Grid::over(dposition_table.len);
         self.launch("embedding_backward.cu", "embedding_backward_positions", grid, &args)
     }
 
-    fn layer_norm(
+    fn norm(
         &self,
         shape: Norm,
         x: View<'_>,
@@ -217,12 +220,13 @@ impl Kernels for Cuda {
         stats: ViewMut<'_>,
     ) -> Result<()> {
         let args = [x.into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
-        let sizes = [shape.rows.into(), shape.width.into(), NORM_EPSILON.into()];
+        let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
         let grid = Grid::new(shape.rows.div_ceil(4), 128);
-        self.launch("layer_norm.cu", "layer_norm", grid, &[&args[..], &sizes].concat())
+        let name = if shape.centred { "layer_norm" } else { "rms_norm" };
+        self.launch("norm.cu", name, grid, &[&args[..], &sizes].concat())
     }
 
-    fn add_layer_norm(
+    fn add_norm(
         &self,
         shape: Norm,
         x: View<'_>,
@@ -233,12 +237,13 @@ impl Kernels for Cuda {
         stats: ViewMut<'_>,
     ) -> Result<()> {
         let args = [x.into(), (&stream).into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
-        let sizes = [shape.rows.into(), shape.width.into(), NORM_EPSILON.into()];
+        let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
         let grid = Grid::new(shape.rows.div_ceil(4), 128);
-        self.launch("layer_norm.cu", "add_layer_norm", grid, &[&args[..], &sizes].concat())
+        let name = if shape.centred { "add_layer_norm" } else { "add_rms_norm" };
+        self.launch("norm.cu", name, grid, &[&args[..], &sizes].concat())
     }
 
-    fn layer_norm_backward(
+    fn norm_backward(
         &self,
         shape: Norm,
         dy: View<'_>,
@@ -249,17 +254,18 @@ impl Kernels for Cuda {
         dweight: ViewMut<'_>,
         dbias: ViewMut<'_>,
     ) -> Result<()> {
-        let Norm { rows, width } = shape;
+        let Norm { rows, width, centred, .. } = shape;
         let args = [dy.into(), x.into(), weight.into(), stats.into(), (&dx).into(), rows.into(), width.into()];
         let grid = Grid::new(rows.div_ceil(4), 128);
-        self.launch("layer_norm_backward.cu", "layer_norm_backward", grid, &args)?;
+        let name = if centred { "layer_norm_backward" } else { "rms_norm_backward" };
+        self.launch("norm_backward.cu", name, grid, &args)?;
 
         let chunks = rows.div_ceil(CHUNK_ROWS);
         let partial: CudaBuf = self.alloc_f32(Memory::Activations, chunks * 2 * width)?;
         let partial = Self::all(&partial);
         let args = [dy.into(), x.into(), stats.into(), partial.into(), rows.into(), width.into(), CHUNK_ROWS.into()];
         let grid = Grid::plane(width.div_ceil(32), chunks, (32, 8, 1));
-        self.launch("layer_norm_backward.cu", "layer_norm_partial", grid, &args)?;
+        self.launch("norm_backward.cu", "norm_partial", grid, &args)?;
         self.finish_columns(partial, &dweight, chunks, 2 * width)?;
         if dbias.len == 0 {
             return Ok(());
@@ -281,6 +287,24 @@ impl Kernels for Cuda {
         dqkv: ViewMut<'_>,
     ) -> Result<()> {
         self.attend_backward(shape, qkv, y, lse, dy, &dqkv)
+    }
+
+    fn rotary(&self, shape: Rotary, table: View<'_>, x: ViewMut<'_>) -> Result<()> {
+        let Rotary { batch, time, heads, head_width, width, back } = shape;
+        let (rows, half) = (batch * time, head_width / 2);
+        let args = [table.into(), (&x).into(), rows.into(), time.into(), heads.into(), half.into(), width.into()];
+        let args = [&args[..], &[Arg::Int(i32::from(back))]].concat();
+        self.launch("rotary.cu", "rotary", Grid::over(rows * heads * half), &args)
+    }
+
+    fn swiglu(&self, width: usize, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let args = [x.into(), (&y).into(), (y.len / width).into(), width.into()];
+        self.launch("swiglu.cu", "swiglu", Grid::over(y.len.div_ceil(8)), &args)
+    }
+
+    fn swiglu_backward(&self, width: usize, x: ViewMut<'_>, dy: View<'_>) -> Result<()> {
+        let args = [(&x).into(), dy.into(), (dy.len / width).into(), width.into()];
+        self.launch("swiglu.cu", "swiglu_backward", Grid::over(dy.len.div_ceil(8)), &args)
     }
 
     fn gelu(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {

@@ -34,9 +34,10 @@ const UNASKED_SHARED: u32 = 48 << 10;
 pub const HEADERS: [Source; 4] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "vector.cuh"];
 
 /// Every kernel.
-pub const KERNELS: [Source; 15] = sources![
+pub const KERNELS: [Source; 17] = sources![
     "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "column_sum.cu" "convert.cu" "cross_entropy.cu" "dropout.cu"
-    "embedding.cu" "embedding_backward.cu" "gelu.cu" "layer_norm.cu" "layer_norm_backward.cu" "sgd.cu" "sum.cu"
+    "embedding.cu" "embedding_backward.cu" "gelu.cu" "norm.cu" "norm_backward.cu" "rotary.cu" "sgd.cu" "sum.cu"
+    "swiglu.cu"
 ];
 
 /// One compilation of a source.

@@ -1,15 +1,18 @@
-//! From a checkpoint to a directory that `GPT2LMHeadModel.from_pretrained` reads.
+//! From a checkpoint to a directory that `AutoModelForCausalLM.from_pretrained` reads.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::config::Architecture;
+use super::architecture::Architecture;
 use super::safetensors::Writer;
+use super::spelling::{Spelling, transposed};
 use super::staging::Staging;
-use super::{CONFIG, MODEL, PREFIX, linear, shape_there, tensors, transposed};
+use super::{CONFIG, MODEL, tensors};
 use crate::checkpoint::Reader;
-use crate::config::{Facts, resolve};
+use crate::config;
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
+use crate::nn::Network;
 use crate::nn::gpt::Gpt;
 
 /// What an export has written.
@@ -29,41 +32,42 @@ pub struct Exported {
 /// # Errors
 /// The checkpoint is damaged, there are files in `out`, or the file system refused.
 pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
-    let gpt = network(reader)?;
-    // Their network has biases whether ours has or not.
-    let there = tensors(&Gpt { bias: true, ..gpt.clone() });
+    let network = network(reader)?;
+    let spelling = Spelling::of(&network);
+    // A GPT-2 of theirs has biases whether ours has or not.
+    let there = tensors(&match &network {
+        Network::Gpt(gpt) => Network::Gpt(Gpt { bias: true, ..gpt.clone() }),
+        Network::Llama(_) => network.clone(),
+    });
+    let ours: BTreeSet<String> = tensors(&network).into_iter().map(|tensor| tensor.name).collect();
     let staging = Staging::new(out)?;
-    let table: Vec<(String, Vec<usize>)> =
-        there.iter().map(|tensor| (format!("{PREFIX}{}", tensor.name), shape_there(tensor))).collect();
+    let named = |tensor: &Tensor| (spelling.name(spelling.prefix, &tensor.name), spelling.shape(tensor));
+    let table: Vec<(String, Vec<usize>)> = there.iter().map(named).collect();
     let mut writer = Writer::create(&staging.path().join(MODEL), &table)?;
     let mut exported = Exported { tensors: there.len(), elements: 0, added: 0 };
     for tensor in &there {
         let mut values = vec![0.0; tensor.len()];
         exported.elements += values.len() as u64;
-        if is_left_out(tensor, &gpt) {
-            exported.added += 1;
-        } else {
+        if ours.contains(&tensor.name) {
             reader.read(&tensor.name, 0, 0..tensor.len(), &mut values)?;
+        } else {
+            exported.added += 1;
         }
-        match linear(tensor) {
+        match spelling.turned(tensor) {
             Some([_, columns]) => writer.tensor(&transposed(&values, columns))?,
             None => writer.tensor(&values)?,
         }
     }
     writer.finish()?;
-    write_config(&staging.path().join(CONFIG), &Architecture::of(&gpt, reader.manifest().tokenizer.as_ref()))?;
+    write_config(&staging.path().join(CONFIG), &Architecture::of(&network, reader.manifest().tokenizer.as_ref()))?;
     staging.publish()?;
     Ok(exported)
 }
 
 /// The network in a checkpoint.
-fn network(reader: &Reader) -> Result<Gpt> {
-    let mut config = reader.manifest().config.clone();
-    // The layout that trained it needs other ranks than one.
-    (config.parallel, config.batch.micro) = Default::default();
-    let on_gpu = config.needs_gpu();
-    let gpt = resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu })?.gpt;
-    for tensor in tensors(&gpt) {
+fn network(reader: &Reader) -> Result<Network> {
+    let network = config::network(&mut reader.manifest().config.model.clone(), None)?;
+    for tensor in tensors(&network) {
         let found = reader.manifest().tensors.get(&tensor.name).map(|entry| &entry.shape);
         if found != Some(&tensor.shape) {
             let is = found.map_or_else(|| "missing".into(), |shape| format!("{shape:?}"));
@@ -73,12 +77,7 @@ fn network(reader: &Reader) -> Result<Gpt> {
             );
         }
     }
-    Ok(gpt)
-}
-
-/// Whether our network does without a tensor of theirs.
-fn is_left_out(tensor: &Tensor, gpt: &Gpt) -> bool {
-    !gpt.bias && tensor.name.ends_with(".bias")
+    Ok(network)
 }
 
 fn write_config(path: &Path, architecture: &Architecture) -> Result<()> {

@@ -1,11 +1,13 @@
 //! From a directory that Hugging Face's `save_pretrained` wrote to a checkpoint.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use super::config::Architecture;
+use super::architecture::Architecture;
 use super::safetensors::Reader;
+use super::spelling::{HEAD, Spelling, transposed};
 use super::staging::Staging;
-use super::{CONFIG, HEAD, MODEL, PREFIX, linear, shape_there, tensors, transposed};
+use super::{CONFIG, INDEX, MODEL, tensors};
 use crate::checkpoint::manifest::VERSION;
 use crate::checkpoint::shard::{Extent, ShardWriter, file_name};
 use crate::checkpoint::{Manifest, Origin};
@@ -15,10 +17,7 @@ use crate::error::{Error, Result};
 use crate::layout::Tensor;
 use crate::telemetry::unix_time;
 
-/// Buffers of old files, which follow from the architecture.
-const BUFFERS: [&str; 2] = [".attn.bias", ".attn.masked_bias"];
-
-/// Writes the GPT-2 in the directory `from` as a checkpoint at step 0, without optimizer state, into the directory
+/// Writes the network in the directory `from` as a checkpoint at step 0, without optimizer state, into the directory
 /// `out`, which appears whole or not at all. `tokenizer` is written down for sampling. Returns the checkpoint's manifest.
 ///
 /// # Errors
@@ -28,14 +27,13 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     let config = Config { model: architecture.model(), ..Config::default() };
     let plan = resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu: false });
     let plan = plan.map_err(|e| e.at(from.join(CONFIG).display()))?;
-    if let Some(tokenizer) = tokenizer.as_ref().filter(|tokenizer| tokenizer.vocabulary() > plan.gpt.vocabulary) {
-        let (name, ids, vocabulary) = (tokenizer.name(), tokenizer.vocabulary(), plan.gpt.vocabulary);
+    if let Some(tokenizer) = tokenizer.as_ref().filter(|tokenizer| tokenizer.vocabulary() > plan.network.vocabulary()) {
+        let (name, ids, vocabulary) = (tokenizer.name(), tokenizer.vocabulary(), plan.network.vocabulary());
         return Err(Error::input(format!("the tokenizer {name} has {ids} ids, the model only {vocabulary}"))
             .hint("give the tokenizer that the model was trained with, or none"));
     }
-    let tensors = tensors(&plan.gpt);
-    let path = from.join(MODEL);
-    let source = Source::open(&path, &tensors)?;
+    let tensors = tensors(&plan.network);
+    let source = Source::open(from, Spelling::of(&plan.network), &tensors)?;
 
     let staging = Staging::new(out)?;
     let extent =
@@ -74,66 +72,112 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     Ok(manifest)
 }
 
-/// A file whose tensors are those of a network.
+/// Files whose tensors are those of a network.
 struct Source {
-    reader: Reader,
+    spelling: Spelling,
+    readers: Vec<Reader>,
+    /// The reader of every tensor there.
+    places: BTreeMap<String, usize>,
     /// What comes before our names.
     prefix: &'static str,
 }
 
 impl Source {
-    /// Opens the file at `path` and checks that it has these tensors, and no others that count.
-    fn open(path: &Path, tensors: &[Tensor]) -> Result<Self> {
-        if !path.exists() {
-            return Err(Error::input(format!("{} does not exist", path.display()))
-                .hint("save the model in one file: model.save_pretrained(dir, max_shard_size=\"1TB\")"));
+    /// Opens what is in the directory `from` and checks that it has these tensors, and no others that count.
+    fn open(from: &Path, spelling: Spelling, tensors: &[Tensor]) -> Result<Self> {
+        let readers = files(from)?.iter().map(|name| Reader::open(&from.join(name))).collect::<Result<Vec<_>>>()?;
+        let mut places = BTreeMap::new();
+        for (number, reader) in readers.iter().enumerate() {
+            places.extend(reader.names().into_iter().map(|name| (name, number)));
         }
-        let reader = Reader::open(path)?;
-        let names = reader.names();
-        let prefix = if names.iter().any(|name| name.starts_with(PREFIX)) { PREFIX } else { "" };
-        let refused = |what: String| {
-            Err(Error::input(format!("{}: {what}", path.display()))
-                .hint("import the model.safetensors that belongs to config.json"))
-        };
-        for tensor in tensors {
-            let (name, shape) = (format!("{prefix}{}", tensor.name), shape_there(tensor));
-            match reader.shape(&name) {
-                None => return refused(format!("there is no tensor {name}")),
-                Some(found) if found != shape => {
-                    return refused(format!("{name} is {found:?}, by config.json {shape:?}"));
-                }
-                Some(_) => {}
+        let prefix = if places.keys().any(|name| name.starts_with(spelling.prefix)) { spelling.prefix } else { "" };
+        let source = Self { spelling, readers, places, prefix };
+        let wrong = source.compare(tensors)?;
+        if wrong.is_empty() {
+            return Ok(source);
+        }
+        Err(Error::input(format!("{}: {}", from.join(MODEL).display(), wrong.join("; ")))
+            .hint(format!("import the {MODEL} that belongs to {CONFIG}")))
+    }
+
+    /// The name of one of our tensors there.
+    fn name(&self, ours: &str) -> String {
+        self.spelling.name(self.prefix, ours)
+    }
+
+    /// Everything that is not as the network wants it.
+    fn compare(&self, tensors: &[Tensor]) -> Result<Vec<String>> {
+        let mut wrong = Vec::new();
+        let wanted: BTreeMap<String, Vec<usize>> =
+            tensors.iter().map(|tensor| (self.name(&tensor.name), self.spelling.shape(tensor))).collect();
+        let missing: Vec<&str> =
+            wanted.keys().filter(|name| !self.places.contains_key(*name)).map(String::as_str).collect();
+        if !missing.is_empty() {
+            wrong.push(format!("there is no tensor {}", missing.join(", ")));
+        }
+        for (name, shape) in &wanted {
+            if let Some(found) = self.places.get(name).and_then(|&number| self.readers[number].shape(name))
+                && found != shape
+            {
+                wrong.push(format!("{name} is {found:?}, by {CONFIG} {shape:?}"));
             }
         }
-        let known = |name: &str| {
-            let ours = name.strip_prefix(prefix).unwrap_or(name);
-            name == HEAD
-                || BUFFERS.iter().any(|buffer| ours.ends_with(buffer))
-                || tensors.iter().any(|tensor| tensor.name == ours)
-        };
-        if let Some(name) = names.iter().find(|name| !known(name)) {
-            return refused(format!("GPT-2 has no tensor {name}"));
+        let known = |name: &&str| wanted.contains_key(*name) || *name == HEAD || self.spelling.is_buffer(name);
+        let extra: Vec<&str> = self.places.keys().map(String::as_str).filter(|name| !known(name)).collect();
+        if !extra.is_empty() {
+            wrong.push(format!("{} has no tensor {}", self.spelling.family, extra.join(", ")));
         }
-        let source = Self { reader, prefix };
-        match names.iter().any(|name| name == HEAD) {
-            true if !source.is_tied()? => refused(format!("{HEAD} is not {prefix}wte.weight again")),
-            _ => Ok(source),
+        if self.places.contains_key(HEAD) && !wanted.contains_key(HEAD) && missing.is_empty() && !self.is_tied()? {
+            wrong.push(format!("{HEAD} is not {} again", self.name(self.spelling.table)));
         }
+        Ok(wrong)
+    }
+
+    fn read(&self, name: &str) -> Result<Vec<f32>> {
+        let place = self.places.get(name).ok_or_else(|| Error::internal(format!("{name} was not looked for")))?;
+        self.readers[*place].read(name)
     }
 
     /// Whether the output matrix is the token table.
     fn is_tied(&self) -> Result<bool> {
-        let bits = |name: &str| Ok(self.reader.read(name)?.into_iter().map(f32::to_bits).collect::<Vec<_>>());
-        Ok(bits(HEAD)? == bits(&format!("{}wte.weight", self.prefix))?)
+        let bits = |name: &str| Ok(self.read(name)?.into_iter().map(f32::to_bits).collect::<Vec<_>>());
+        Ok(bits(HEAD)? == bits(&self.name(self.spelling.table))?)
     }
 
     /// The values of a tensor in our order.
     fn tensor(&self, tensor: &Tensor) -> Result<Vec<f32>> {
-        let values = self.reader.read(&format!("{}{}", self.prefix, tensor.name))?;
-        Ok(match linear(tensor) {
+        let values = self.read(&self.name(&tensor.name))?;
+        Ok(match self.spelling.turned(tensor) {
             // There it has as many columns as here rows.
             Some([rows, _]) => transposed(&values, rows),
             None => values,
         })
+    }
+}
+
+/// Names of the files that the numbers are in: one, or those that an index names.
+fn files(from: &Path) -> Result<Vec<String>> {
+    let index = from.join(INDEX);
+    if !index.exists() {
+        let path = from.join(MODEL);
+        return match path.exists() {
+            true => Ok(vec![MODEL.into()]),
+            false => Err(Error::input(format!("{} does not exist", path.display()))
+                .hint("save the model as safetensors: model.save_pretrained(dir)")),
+        };
+    }
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let text = std::fs::read(&index).map_err(|e| Error::io("read", &index, e))?;
+    let Index { weight_map } = serde_json::from_slice(&text)
+        .map_err(|e| Error::input(format!("{}: {e}", index.display())).hint("copy it again"))?;
+    let names: BTreeSet<String> = weight_map.into_values().collect();
+    // An index is data of others: it names files beside it, nothing else.
+    match names.iter().find(|name| name.contains(['/', '\\']) || !from.join(name).is_file()) {
+        Some(absent) => Err(Error::input(format!("{}: there is no file {absent}", index.display()))
+            .hint("copy all files of the model into one directory")),
+        None => Ok(names.into_iter().collect()),
     }
 }

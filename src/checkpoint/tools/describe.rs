@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::list::written;
 use crate::checkpoint::Manifest;
+use crate::config::network;
 use crate::data::inspect::table;
 use crate::telemetry::{bytes, grouped};
 
@@ -26,19 +27,8 @@ pub fn describe(dir: &Path, manifest: &Manifest) -> String {
     let hosts = if nodes.is_empty() { String::new() } else { format!(" on {}", nodes.join(", ")) };
     let ranks = format!("{} rank{}{hosts}", origin.ranks, if origin.ranks == 1 { "" } else { "s" });
     line("written", format!("{} by hpctrain {}, {ranks}, {}", written(manifest), origin.hpctrain, origin.mpi));
-    line(
-        "model",
-        format!(
-            "GPT, {} layers, {} heads, width {}, context {}, vocabulary {}, {} biases, dropout {}",
-            model.layers,
-            model.heads,
-            model.width,
-            model.context,
-            model.vocabulary.map_or_else(|| "unknown".into(), |ids| ids.to_string()),
-            if model.bias { "with" } else { "without" },
-            model.dropout,
-        ),
-    );
+    let network = network(&mut model.clone(), None).map_or_else(|e| e.to_string(), |network| network.describe());
+    line("model", format!("{network}, dropout {}", model.dropout));
     let tokenizer = manifest.tokenizer.as_ref();
     line("tokenizer", tokenizer.map_or_else(|| "none".into(), |t| format!("{}, {} ids", t.name(), t.vocabulary())));
     line("parameters", grouped(manifest.parameters()));

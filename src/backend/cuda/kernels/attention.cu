@@ -19,15 +19,15 @@ constexpr bool HELD = HEAD == 64;           // queries stay in registers
 // for HEAD 64, 65 536 for HEAD 128.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __restrict__ lse, int batch, int time,
-                  int heads) {
+                  int heads, int kv_heads) {
   extern __shared__ __align__(128) bf16 shared[];
   bf16* const q_tile = shared;
   bf16* const k_tiles = q_tile + TILE * HEAD;      // two, in turn
   bf16* const v_tiles = k_tiles + 2 * STEP * HEAD;
 
-  const Place place(time, heads);
-  const bf16 *q = place.packed(qkv, 0), *k = place.packed(qkv, 1), *v = place.packed(qkv, 2);
-  const size_t stride = 3 * place.width;
+  const Place place(time, heads, kv_heads, blockIdx.y);
+  const bf16 *q = place.queries(qkv), *k = place.keys(qkv), *v = place.values(qkv);
+  const size_t stride = place.stride;
   const float scale = softmax_scale(), scale2 = scale * LOG2_E;
 
   // Later queries see more keys: the long blocks of a head start first, the short ones fill the gaps.
@@ -110,7 +110,7 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
 // bytes, where TILE = 32 up to HEAD 128 and 16 above, STRIDE = 4·(⌈HEAD / 4⌉ | 1); at most 55 296 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __restrict__ lse, int batch, int time,
-                  int heads) {
+                  int heads, int kv_heads) {
   extern __shared__ __align__(16) float shared[];
   float* const q_tile = shared;
   float* const k_tile = q_tile + TILE * STRIDE;
@@ -118,13 +118,13 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
   float* const p = v_tile + TILE * STRIDE;
 
   const Own own;
-  const Place place(time, heads);
-  const elem *k = place.packed(qkv, 1), *v = place.packed(qkv, 2);
-  const size_t stride = 3 * place.width;
+  const Place place(time, heads, kv_heads, blockIdx.y);
+  const elem *k = place.keys(qkv), *v = place.values(qkv);
+  const size_t stride = place.stride;
   const float scale = softmax_scale(), scale2 = scale * LOG2_E;
   const int first = (gridDim.x - 1 - blockIdx.x) * TILE;  // long blocks first
 
-  fetch(q_tile, place.packed(qkv, 0), stride, first, time);
+  fetch(q_tile, place.queries(qkv), stride, first, time);
   float4 o[OWN_ROWS][OWN_CHUNKS] = {};
   float top[OWN_ROWS], total[OWN_ROWS];
   for (int i = 0; i < OWN_ROWS; i++) top[i] = -infinity(), total[i] = 0.0f;

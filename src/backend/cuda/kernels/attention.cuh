@@ -8,8 +8,9 @@
 //   plain          everything else; all in float
 // Blocks are of 128 threads in both, and grids (⌈time / tile⌉, heads, batch).
 //
-// Layouts: qkv and dqkv rows × 3·d, y and dy rows × d, all row-major; rows = batch·time, d = heads·HEAD; a row of
-// qkv is the queries of all heads, then the keys, then the values. lse and delta are batch × heads × time floats.
+// Layouts: qkv and dqkv rows × (heads + 2·kv_heads)·HEAD, y and dy rows × heads·HEAD, all row-major; rows = batch·time;
+// a row of qkv is the queries of all heads, then the keys, then the values. heads / kv_heads neighbouring heads of
+// queries share one of keys and values. lse and delta are batch × heads × time floats.
 // With tensor cores, qkv, dy, y and dqkv must be aligned to 16 bytes.
 #pragma once
 #include "common.cuh"
@@ -31,28 +32,42 @@ __device__ __forceinline__ float softmax_scale() { return 1.0f / sqrtf(static_ca
 
 __device__ __forceinline__ int tiles_for(int rows, int tile) { return (rows + tile - 1) / tile; }
 
-// The rows of one sequence that one head sees.
+// The rows of one sequence that one head of queries sees.
 struct Place {
   size_t row;       // the sequence's first row
-  size_t column;    // the head's first column in y, dy and the queries of qkv
-  size_t width;     // d
+  size_t head;      // of the queries
+  size_t heads;
+  size_t kv_heads;
+  size_t stride;    // between rows of qkv and dqkv
+  size_t width;     // between rows of y and dy
   size_t softmax;   // the head's first element in lse and delta
 
-  __device__ __forceinline__ Place(int time, int heads)
+  __device__ __forceinline__ Place(int time, int heads, int kv_heads, int head)
       : row(static_cast<size_t>(blockIdx.z) * time),
-        column(static_cast<size_t>(blockIdx.y) * HEAD),
+        head(head),
+        heads(heads),
+        kv_heads(kv_heads),
+        stride((static_cast<size_t>(heads) + 2 * kv_heads) * HEAD),
         width(static_cast<size_t>(heads) * HEAD),
-        softmax((static_cast<size_t>(blockIdx.z) * heads + blockIdx.y) * time) {}
+        softmax((static_cast<size_t>(blockIdx.z) * heads + head) * time) {}
 
-  // Queries (part 0), keys (1) or values (2) in qkv or dqkv: rows are 3·width apart.
+  // In qkv or dqkv.
   template <class T>
-  __device__ __forceinline__ T* packed(T* qkv, int part) const {
-    return qkv + row * 3 * width + part * width + column;
+  __device__ __forceinline__ T* queries(T* qkv) const {
+    return qkv + row * stride + head * HEAD;
   }
-  // The same rows of y or dy, width apart.
+  template <class T>
+  __device__ __forceinline__ T* keys(T* qkv) const {
+    return qkv + row * stride + (heads + head / (heads / kv_heads)) * HEAD;
+  }
+  template <class T>
+  __device__ __forceinline__ T* values(T* qkv) const {
+    return keys(qkv) + kv_heads * HEAD;
+  }
+  // The same rows of y or dy.
   template <class T>
   __device__ __forceinline__ T* single(T* y) const {
-    return y + row * width + column;
+    return y + row * width + head * HEAD;
   }
 };
 

@@ -12,8 +12,8 @@
 // Block 128 threads, grid (⌈time / 16⌉, heads, batch), no dynamic shared memory. Eight lanes share a query.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_delta(const elem* __restrict__ y, const elem* __restrict__ dy, float* __restrict__ delta, int batch,
-                int time, int heads) {
-  const Place place(time, heads);
+                int time, int heads, int kv_heads) {
+  const Place place(time, heads, kv_heads, blockIdx.y);
   const int query = blockIdx.x * 16 + threadIdx.x / 8, lane = threadIdx.x % 8;
   // Lanes past the end stay for the sum.
   const elem* y_row = place.single(y) + min(query, time - 1) * place.width;
@@ -45,14 +45,15 @@ constexpr int M = HEAD == 64 ? 2 : 1;
 constexpr int TILE = 64 * M;  // rows of a block
 constexpr int STEP = 32;      // rows that come by at a time
 
-// Block 128 threads, grid (⌈time / TILE⌉, heads, batch) with TILE = 128 for HEAD 64 and 64 for HEAD 128, dynamic
+// Block 128 threads, grid (⌈time / TILE⌉, kv_heads, batch) with TILE = 128 for HEAD 64 and 64 for HEAD 128, dynamic
 // shared memory 2·HEAD·(2·TILE + 4·STEP) + 16·STEP bytes: 49 664 for HEAD 64, 66 048 for HEAD 128.
 //
 // Scores are computed as keys × queries: so the accumulators of pᵀ and dsᵀ are ready to be left operands, as those
 // of p are in the forward, and nothing goes through shared memory.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
-                      const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads) {
+                      const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads,
+                      int kv_heads) {
   extern __shared__ __align__(128) bf16 shared[];
   bf16* const k_tile = shared;
   bf16* const v_tile = k_tile + TILE * HEAD;
@@ -61,38 +62,44 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   // lse (in base 2) and delta of each query, in turn as well
   float* const row_tiles = reinterpret_cast<float*>(dy_tiles + 2 * STEP * HEAD);
 
-  const Place place(time, heads);
-  const bf16 *q = place.packed(qkv, 0), *dy_rows = place.single(dy);
-  const size_t stride = 3 * place.width;
+  // The keys' head, and the heads of queries that share it, one after the other.
+  const int group = heads / kv_heads, head0 = blockIdx.y * group;
+  const Place place(time, heads, kv_heads, head0);
+  const size_t stride = place.stride;
   const float scale = softmax_scale(), scale2 = scale * LOG2_E;
 
   // The first keys are seen by all queries, the last by few: long blocks first. Queries before the block's first
   // key see none of its keys.
-  const int first = blockIdx.x * TILE, steps = tiles_for(time - first, STEP);
+  const int first = blockIdx.x * TILE, steps_of_head = tiles_for(time - first, STEP), steps = steps_of_head * group;
   const int lane = threadIdx.x % 32, warp_first = first + threadIdx.x / 32 * 16 * M;
 
   // Thread i brings lse, or delta, of query i%STEP. Queries that do not exist have p = 2^(s - ∞) = 0.
   static_assert(2 * STEP <= THREADS, "a thread for each lse and delta");
   const bool is_lse = threadIdx.x < STEP;
   const float* const row_values = (is_lse ? lse : delta) + place.softmax;
-  auto row_value = [=](int query0) {
-    int query = query0 + threadIdx.x % STEP;
-    float x = query < time ? row_values[query] : infinity();
+  auto row_value = [=](int step) {
+    int query = first + step % steps_of_head * STEP + threadIdx.x % STEP;
+    float x = query < time ? row_values[static_cast<size_t>(step / steps_of_head) * time + query] : infinity();
     return is_lse ? x * LOG2_E : query < time ? x : 0.0f;
   };
+  auto fetch_queries = [=](int step) {
+    const Place of(time, heads, kv_heads, head0 + step / steps_of_head);
+    const int query0 = first + step % steps_of_head * STEP, turn = step % 2;
+    fetch<STEP>(q_tiles + turn * STEP * HEAD, of.queries(qkv), stride, query0, time);
+    fetch<STEP>(dy_tiles + turn * STEP * HEAD, of.single(dy), of.width, query0, time);
+  };
 
-  fetch<TILE>(k_tile, place.packed(qkv, 1), stride, first, time);
-  fetch<TILE>(v_tile, place.packed(qkv, 2), stride, first, time);
-  fetch<STEP>(q_tiles, q, stride, first, time);
-  fetch<STEP>(dy_tiles, dy_rows, place.width, first, time);
+  fetch<TILE>(k_tile, place.keys(qkv), stride, first, time);
+  fetch<TILE>(v_tile, place.values(qkv), stride, first, time);
+  fetch_queries(0);
   cp_async_commit();
-  float row_next = row_value(first);
+  float row_next = row_value(0);
 
   Own<M, false> own_k(k_tile), own_v(v_tile);
   float dk[M][HEAD / 8][4] = {}, dv[M][HEAD / 8][4] = {};
 
   for (int step = 0; step < steps; step++) {
-    const int query0 = first + step * STEP, turn = step % 2;
+    const int query0 = first + step % steps_of_head * STEP, turn = step % 2;
     const bf16 *q_tile = q_tiles + turn * STEP * HEAD, *dy_tile = dy_tiles + turn * STEP * HEAD;
     float* const rows = row_tiles + turn * 2 * STEP;
     if (threadIdx.x < 2 * STEP) rows[threadIdx.x] = row_next;
@@ -100,10 +107,9 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
     cp_async_wait<0>();
     __syncthreads();
     if (step + 1 < steps) {
-      fetch<STEP>(q_tiles + (1 - turn) * STEP * HEAD, q, stride, query0 + STEP, time);
-      fetch<STEP>(dy_tiles + (1 - turn) * STEP * HEAD, dy_rows, place.width, query0 + STEP, time);
+      fetch_queries(step + 1);
       cp_async_commit();
-      row_next = row_value(query0 + STEP);  // arrives while this step computes
+      row_next = row_value(step + 1);  // arrives while this step computes
     }
     if (query0 + STEP <= warp_first) continue;  // all before the warp's first key
 
@@ -133,30 +139,31 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   for (int m = 0; m < M; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) one[m][half] = 1.0f, scales[m][half] = scale;
-  store(place.packed(dqkv, 1), stride, warp_first, time, dk, scales);
-  store(place.packed(dqkv, 2), stride, warp_first, time, dv, one);
+  store(place.keys(dqkv), stride, warp_first, time, dk, scales);
+  store(place.values(dqkv), stride, warp_first, time, dv, one);
 }
 
 // Block 128 threads, grid (⌈time / TILE⌉, heads, batch) as above, dynamic shared memory 2·HEAD·(2·TILE + 4·STEP)
 // bytes: 49 152 for HEAD 64, 65 536 for HEAD 128.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
-                     const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads) {
+                     const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads,
+                      int kv_heads) {
   extern __shared__ __align__(128) bf16 shared[];
   bf16* const q_tile = shared;
   bf16* const dy_tile = q_tile + TILE * HEAD;
   bf16* const k_tiles = dy_tile + TILE * HEAD;      // two, in turn
   bf16* const v_tiles = k_tiles + 2 * STEP * HEAD;
 
-  const Place place(time, heads);
-  const bf16 *k = place.packed(qkv, 1), *v = place.packed(qkv, 2);
-  const size_t stride = 3 * place.width;
+  const Place place(time, heads, kv_heads, blockIdx.y);
+  const bf16 *k = place.keys(qkv), *v = place.values(qkv);
+  const size_t stride = place.stride;
   const float scale = softmax_scale(), scale2 = scale * LOG2_E;
   const int first = (gridDim.x - 1 - blockIdx.x) * TILE;  // long blocks first
   const int steps = tiles_for(min(first + TILE, time), STEP);
   const int lane = threadIdx.x % 32, warp_first = first + threadIdx.x / 32 * 16 * M;
 
-  fetch<TILE>(q_tile, place.packed(qkv, 0), stride, first, time);
+  fetch<TILE>(q_tile, place.queries(qkv), stride, first, time);
   fetch<TILE>(dy_tile, place.single(dy), place.width, first, time);
   fetch<STEP>(k_tiles, k, stride, 0, time);
   fetch<STEP>(v_tiles, v, stride, 0, time);
@@ -200,7 +207,7 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
         }
     multiply_add(dq, ds, k_tiles + now);
   }
-  store(place.packed(dqkv, 0), stride, warp_first, time, dq, scales);
+  store(place.queries(dqkv), stride, warp_first, time, dq, scales);
 }
 
 #else  // plain
@@ -210,11 +217,12 @@ __device__ __forceinline__ float probability(float s, float scale, float lse) {
   return exp2_fast((s * scale - lse) * LOG2_E);
 }
 
-// Block 128 threads, grid (⌈time / TILE⌉, heads, batch), dynamic shared memory
+// Block 128 threads, grid (⌈time / TILE⌉, kv_heads, batch), dynamic shared memory
 // 4·(4·TILE·STRIDE + 2·TILE·(TILE + 4) + 2·TILE) bytes, TILE and STRIDE as in attention.cu; at most 77 056 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
-                      const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads) {
+                      const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads,
+                      int kv_heads) {
   extern __shared__ __align__(16) float shared[];
   float* const k_tile = shared;
   float* const v_tile = k_tile + TILE * STRIDE;
@@ -226,24 +234,29 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   float* const deltas = lses + TILE;
 
   const Own own;
-  const Place place(time, heads);
-  const size_t stride = 3 * place.width;
+  const int group = heads / kv_heads, head0 = blockIdx.y * group;
+  const Place place(time, heads, kv_heads, head0);
+  const size_t stride = place.stride;
   const float scale = softmax_scale();
   const int first = blockIdx.x * TILE;  // the longest blocks come first by themselves
+  const int steps_of_head = tiles_for(time - first, TILE);
 
-  fetch(k_tile, place.packed(qkv, 1), stride, first, time);
-  fetch(v_tile, place.packed(qkv, 2), stride, first, time);
+  fetch(k_tile, place.keys(qkv), stride, first, time);
+  fetch(v_tile, place.values(qkv), stride, first, time);
   float4 dk[OWN_ROWS][OWN_CHUNKS] = {}, dv[OWN_ROWS][OWN_CHUNKS] = {};
 
-  for (int query0 = first; query0 < time; query0 += TILE) {
+  // The heads of queries that share the keys, one after the other.
+  for (int step = 0; step < steps_of_head * group; step++) {
+    const Place of(time, heads, kv_heads, head0 + step / steps_of_head);
+    const int query0 = first + step % steps_of_head * TILE;
     __syncthreads();
-    fetch(q_tile, place.packed(qkv, 0), stride, query0, time);
-    fetch(dy_tile, place.single(dy), place.width, query0, time);
+    fetch(q_tile, of.queries(qkv), stride, query0, time);
+    fetch(dy_tile, of.single(dy), of.width, query0, time);
     if (threadIdx.x < TILE) {
       const int query = query0 + threadIdx.x;
       // A query that does not exist has p = 2^(s - ∞) = 0.
-      lses[threadIdx.x] = query < time ? lse[place.softmax + query] : infinity();
-      deltas[threadIdx.x] = query < time ? delta[place.softmax + query] : 0.0f;
+      lses[threadIdx.x] = query < time ? lse[of.softmax + query] : infinity();
+      deltas[threadIdx.x] = query < time ? delta[of.softmax + query] : 0.0f;
     }
     __syncthreads();
 
@@ -266,15 +279,16 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
 
   float one[OWN_ROWS], scales[OWN_ROWS];
   for (int i = 0; i < OWN_ROWS; i++) one[i] = 1.0f, scales[i] = scale;
-  store(place.packed(dqkv, 1), stride, first, time, dk, scales);
-  store(place.packed(dqkv, 2), stride, first, time, dv, one);
+  store(place.keys(dqkv), stride, first, time, dk, scales);
+  store(place.values(dqkv), stride, first, time, dv, one);
 }
 
 // Block 128 threads, grid (⌈time / TILE⌉, heads, batch), dynamic shared memory
 // 4·(4·TILE·STRIDE + TILE·(TILE + 4)) bytes; at most 72 192 bytes.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
-                     const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads) {
+                     const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads,
+                      int kv_heads) {
   extern __shared__ __align__(16) float shared[];
   float* const q_tile = shared;
   float* const dy_tile = q_tile + TILE * STRIDE;
@@ -283,12 +297,12 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
   float* const ds = v_tile + TILE * STRIDE;
 
   const Own own;
-  const Place place(time, heads);
-  const size_t stride = 3 * place.width;
+  const Place place(time, heads, kv_heads, blockIdx.y);
+  const size_t stride = place.stride;
   const float scale = softmax_scale();
   const int first = (gridDim.x - 1 - blockIdx.x) * TILE;  // long blocks first
 
-  fetch(q_tile, place.packed(qkv, 0), stride, first, time);
+  fetch(q_tile, place.queries(qkv), stride, first, time);
   fetch(dy_tile, place.single(dy), place.width, first, time);
   float lses[OWN_ROWS], deltas[OWN_ROWS], scales[OWN_ROWS];
 #pragma unroll
@@ -300,8 +314,8 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
 
   for (int key0 = 0; key0 <= first; key0 += TILE) {
     __syncthreads();
-    fetch(k_tile, place.packed(qkv, 1), stride, key0, time);
-    fetch(v_tile, place.packed(qkv, 2), stride, key0, time);
+    fetch(k_tile, place.keys(qkv), stride, key0, time);
+    fetch(v_tile, place.values(qkv), stride, key0, time);
     __syncthreads();
 
     float s[OWN_ROWS][OWN_SCORES], dp[OWN_ROWS][OWN_SCORES];
@@ -318,7 +332,7 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
     __syncwarp();
     multiply_add(dq, ds, k_tile);
   }
-  store(place.packed(dqkv, 0), stride, first, time, dq, scales);
+  store(place.queries(dqkv), stride, first, time, dq, scales);
 }
 
 #endif

@@ -1,4 +1,4 @@
-// y[row] = token_table[tokens[row]] + position_table[row % time]. Grid: any; block: any.
+// y[row] = token_table[tokens[row]] + position_table[row % time], which may be null. Grid: any; block: any.
 #include "vector.cuh"
 
 extern "C" __global__ void embedding(const unsigned* tokens, const elem* token_table, const elem* position_table,
@@ -9,9 +9,9 @@ extern "C" __global__ void embedding(const unsigned* tokens, const elem* token_t
       n, by_pack,
       [&](long long i) {
         int row = int(i / width), column = int(i % width);
-        float word[Pack<elem>::SIZE], place[Pack<elem>::SIZE];
+        float word[Pack<elem>::SIZE], place[Pack<elem>::SIZE] = {};
         load_pack(word, token_table + (long long)tokens[row] * width + column);
-        load_pack(place, position_table + (long long)(row % time) * width + column);
+        if (position_table) load_pack(place, position_table + (long long)(row % time) * width + column);
 #pragma unroll
         for (int k = 0; k < Pack<elem>::SIZE; k++) word[k] += place[k];
         store_pack(y + i, word);
@@ -19,6 +19,7 @@ extern "C" __global__ void embedding(const unsigned* tokens, const elem* token_t
       [&](long long i) {
         int row = int(i / width), column = int(i % width);
         float word = to_float(token_table[(long long)tokens[row] * width + column]);
-        y[i] = from_float<elem>(word + to_float(position_table[(long long)(row % time) * width + column]));
+        if (position_table) word += to_float(position_table[(long long)(row % time) * width + column]);
+        y[i] = from_float<elem>(word);
       });
 }

@@ -1,14 +1,10 @@
 //! `config.json` of a GPT-2: what of it is ours, and what has to be as it is here.
 
-use std::path::Path;
-
 use serde::{Deserialize, Serialize};
 
-use crate::backend::NORM_EPSILON;
-use crate::config::Model;
-use crate::data::Tokenizer;
-use crate::error::{Error, Result};
-use crate::nn::gpt::Gpt;
+use super::architecture::Tokens;
+use crate::config::{Model, ModelKind};
+use crate::nn::gpt::{EPSILON, Gpt};
 
 /// The keys that decide what the network computes. Left out, a key has the value that `transformers` gives it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -65,16 +61,10 @@ pub struct Architecture {
     /// Type of the tensors in the file.
     #[serde(default, skip_deserializing)]
     torch_dtype: &'static str,
-    /// Token that begins a text, if the tokenizer has one.
-    #[serde(default, skip_deserializing)]
-    bos_token_id: Option<u32>,
-    /// Token that ends it.
-    #[serde(default, skip_deserializing)]
-    eos_token_id: Option<u32>,
+    /// Tokens that begin and end a text, if the tokenizer has some.
+    #[serde(flatten, skip_deserializing)]
+    tokens: Tokens,
 }
-
-/// GPT-2's token between texts.
-const END_OF_TEXT: u32 = 50256;
 
 impl Architecture {
     fn context() -> usize {
@@ -97,10 +87,8 @@ impl Architecture {
         true
     }
 
-    /// That of a network of ours, which saw text through `tokenizer`.
-    pub fn of(gpt: &Gpt, tokenizer: Option<&Tokenizer>) -> Self {
-        // Left out they would be taken for GPT-2's, in any vocabulary.
-        let end = (tokenizer == Some(&Tokenizer::Gpt2)).then_some(END_OF_TEXT);
+    /// That of a network of ours.
+    pub fn of(gpt: &Gpt, tokens: Tokens) -> Self {
         Self {
             architectures: vec!["GPT2LMHeadModel".into()],
             model_type: "gpt2".into(),
@@ -121,44 +109,19 @@ impl Architecture {
             add_cross_attention: false,
             tie_word_embeddings: true,
             torch_dtype: "float32",
-            bos_token_id: end,
-            eos_token_id: end,
+            tokens,
         }
-    }
-
-    /// Reads the file at `path`.
-    ///
-    /// # Errors
-    /// It is missing, or of another network than GPT-2 as it is here.
-    pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read(path).map_err(|e| {
-            Error::io("read", path, e).hint("give a directory with config.json and model.safetensors of a GPT-2")
-        })?;
-        #[derive(Deserialize)]
-        struct Family {
-            model_type: Option<String>,
-        }
-        let malformed = |e| Error::input(format!("{}: {e}", path.display())).hint("give the config.json of a GPT-2");
-        let Family { model_type } = serde_json::from_slice(&text).map_err(malformed)?;
-        let refused = |what: String| Err(Error::input(format!("{}: {what}", path.display())).hint("import a GPT-2"));
-        match model_type.as_deref() {
-            Some("gpt2") => {}
-            Some(other) => return refused(format!("model_type is {other:?}, not \"gpt2\"")),
-            None => return refused("model_type is missing".into()),
-        }
-        let read: Self = serde_json::from_slice(&text).map_err(malformed)?;
-        read.differs().map_or(Ok(read), refused)
     }
 
     /// What of it is not as in our network, if anything is.
-    fn differs(&self) -> Option<String> {
+    pub fn differs(&self) -> Option<String> {
         let Self { n_inner, n_embd, activation_function, layer_norm_epsilon, .. } = self;
         // Two names of GELU by its tanh approximation.
         if !["gelu_new", "gelu_pytorch_tanh"].contains(&activation_function.as_str()) {
             return Some(format!("activation_function is {activation_function:?}, here it is \"gelu_new\""));
         }
-        if *layer_norm_epsilon as f32 != NORM_EPSILON {
-            return Some(format!("layer_norm_epsilon is {layer_norm_epsilon}, here it is {NORM_EPSILON}"));
+        if *layer_norm_epsilon as f32 != EPSILON {
+            return Some(format!("layer_norm_epsilon is {layer_norm_epsilon}, here it is {EPSILON}"));
         }
         if let Some(inner) = n_inner.filter(|inner| Some(*inner) != n_embd.checked_mul(4)) {
             return Some(format!("n_inner is {inner}, here it is four times n_embd = {n_embd}"));
@@ -176,12 +139,13 @@ impl Architecture {
     /// The `[model]` section that describes it.
     pub fn model(&self) -> Model {
         Model {
+            kind: ModelKind::Gpt,
             layers: self.n_layer,
             heads: self.n_head,
             width: self.n_embd,
             context: self.n_positions,
             vocabulary: Some(self.vocab_size),
-            bias: true,
+            bias: Some(true),
             dropout: self.resid_pdrop,
             ..Model::default()
         }

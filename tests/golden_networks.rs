@@ -1,4 +1,4 @@
-//! The GPT against PyTorch: logits, loss, every gradient, ten steps of two optimizers, on every device.
+//! Every network against PyTorch: logits, loss, every gradient, ten steps of two optimizers, on every device.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod common;
@@ -10,7 +10,9 @@ use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::comm;
 use hpctrain::mesh::Mesh;
+use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
+use hpctrain::nn::llama::Llama;
 use hpctrain::optim::{Rule, Schedule, Shape};
 use hpctrain::parallel::{Hyper, Zero};
 use hpctrain::train::Engine;
@@ -25,13 +27,46 @@ fn size(group: &hdf5::Group, name: &str) -> usize {
     group.attr(name).unwrap().read_scalar::<i64>().unwrap() as usize
 }
 
-/// The golden network with its golden parameters on one rank.
-fn load<B: Kernels>(b: &B, case: &hdf5::Group, bias: bool, rule: Rule, cut: Cut) -> (Engine<B>, Gpt) {
-    let [layers, heads, width, context, vocabulary] =
-        ["layers", "heads", "width", "context", "vocabulary"].map(|name| size(case, name));
-    let gpt = Gpt { layers, heads, width, context, vocabulary, bias, dropout: 0.0 };
-    let predictions = (size(case, "batch") * context) as u64;
-    let mut engine = engine_on(b.clone(), &comm::single(), &gpt, ONE, Zero::Zero, rule, cut, predictions);
+fn flag(group: &hdf5::Group, name: &str) -> bool {
+    group.attr(name).unwrap().read_scalar::<bool>().unwrap()
+}
+
+/// The golden networks: file, group.
+const CASES: [(&str, &str); 4] =
+    [("gpt.h5", "bias"), ("gpt.h5", "nobias"), ("llama.h5", "grouped"), ("llama.h5", "tied")];
+
+/// Runs a test on every golden network.
+fn each_case(test: impl Fn(&str, &hdf5::Group, &Network)) {
+    for (file, name) in CASES {
+        let file_of_case = golden(file);
+        let case = file_of_case.group(name).unwrap();
+        let [layers, heads, width, context, vocabulary] =
+            ["layers", "heads", "width", "context", "vocabulary"].map(|name| size(&case, name));
+        let network = if file == "gpt.h5" {
+            Network::Gpt(Gpt { layers, heads, width, context, vocabulary, bias: name == "bias", dropout: 0.0 })
+        } else {
+            Network::Llama(Llama {
+                layers,
+                heads,
+                kv_heads: size(&case, "kv_heads"),
+                width,
+                hidden: size(&case, "hidden"),
+                context,
+                vocabulary,
+                rope_theta: attribute(&case, "rope_theta"),
+                epsilon: attribute(&case, "epsilon") as f32,
+                tied: flag(&case, "tied"),
+                dropout: 0.0,
+            })
+        };
+        test(&format!("{file}/{name}"), &case, &network);
+    }
+}
+
+/// A network with its golden parameters on one rank.
+fn load<B: Kernels>(b: &B, case: &hdf5::Group, network: &Network, rule: Rule, cut: Cut) -> Engine<B> {
+    let predictions = (size(case, "batch") * network.context()) as u64;
+    let mut engine = engine_on(b.clone(), &comm::single(), network, ONE, Zero::Zero, rule, cut, predictions);
     let params = case.group("params").unwrap();
     engine
         .sharded
@@ -42,7 +77,7 @@ fn load<B: Kernels>(b: &B, case: &hdf5::Group, bias: bool, rule: Rule, cut: Cut)
             Ok(())
         })
         .unwrap();
-    (engine, gpt)
+    engine
 }
 
 /// Losses and gradient norms of ten steps, and the trained network.
@@ -50,17 +85,17 @@ fn load<B: Kernels>(b: &B, case: &hdf5::Group, bias: bool, rule: Rule, cut: Cut)
 fn train<B: Kernels>(
     b: &B,
     case: &hdf5::Group,
-    bias: bool,
+    network: &Network,
     rule: Rule,
     cut: Cut,
     rate: impl Fn(u64) -> f64,
     weight_decay: f32,
     clip: f64,
 ) -> (Vec<f64>, Vec<f64>, Engine<B>) {
-    let (mut engine, gpt) = load(b, case, bias, rule, cut);
+    let mut engine = load(b, case, network, rule, cut);
     let (tokens, targets) = (ids(case, "tokens"), ids(case, "targets"));
     let batch = size(case, "batch");
-    let per_step = batch * gpt.context;
+    let per_step = batch * network.context();
     let per_micro = per_step / (cut.lanes * cut.micros_per_lane);
     let (mut losses, mut norms) = (vec![], vec![]);
     for step in 0..10u64 {
@@ -72,7 +107,7 @@ fn train<B: Kernels>(
                 || {
                     let range = at..at + per_micro;
                     at += per_micro;
-                    Ok(micro(&backend, &tokens[range.clone()], &targets[range], gpt.context, 0))
+                    Ok(micro(&backend, &tokens[range.clone()], &targets[range], network.context(), 0))
                 },
                 || 0,
             )
@@ -108,7 +143,6 @@ fn same_parameters<B: Kernels>(case: &hdf5::Group, group: &str, engine: &mut Eng
     }
 }
 
-const CASES: [(&str, bool); 2] = [("bias", true), ("nobias", false)];
 const ADAMW: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
 
 /// How far a device may be from PyTorch's f64.
@@ -131,23 +165,21 @@ const BF16: Within =
     Within { logits: 2e-2, loss: 2e-3, gradients: 4e-2, losses: 2e-2, norms: 2e-2, adamw: 2e-2, sgd: 2e-2 };
 
 fn logits_loss_and_every_gradient<B: Kernels>(b: &B, within: Within) {
-    let file = golden("gpt.h5");
-    for (name, bias) in CASES {
-        let case = file.group(name).unwrap();
+    each_case(|name, case, network| {
         for recompute in [false, true] {
-            let (mut engine, gpt) = load(b, &case, bias, ADAMW, Cut { recompute, ..Cut::WHOLE });
-            let (tokens, targets) = (ids(&case, "tokens"), ids(&case, "targets"));
-            let n = size(&case, "batch") * gpt.context;
-            let whole = micro(&engine.backend, &tokens[..n], &targets[..n], gpt.context, 0);
+            let mut engine = load(b, case, network, ADAMW, Cut { recompute, ..Cut::WHOLE });
+            let (tokens, targets) = (ids(case, "tokens"), ids(case, "targets"));
+            let n = size(case, "batch") * network.context();
+            let whole = micro(&engine.backend, &tokens[..n], &targets[..n], network.context(), 0);
             let logits = engine.logits(&whole).unwrap();
             let mut host = vec![0.0; B::len(&logits)];
             b.download(B::all(&logits), &mut host).unwrap();
-            let off = distance(&host, &numbers(&case, "logits"));
+            let off = distance(&host, &numbers(case, "logits"));
             assert!(off < within.logits, "{name}: logits {off:e}");
 
             let mut whole = Some(whole);
             let synced = engine.gradients(0, || Ok(whole.take().unwrap()), || 0).unwrap();
-            close(&[synced.loss / n as f64], &numbers(&case, "loss"), within.loss, "loss");
+            close(&[synced.loss / n as f64], &numbers(case, "loss"), within.loss, "loss");
             let golden = case.group("grads").unwrap();
             let found = gradients(&engine);
             assert_eq!(found.len(), golden.len() as usize);
@@ -156,13 +188,11 @@ fn logits_loss_and_every_gradient<B: Kernels>(b: &B, within: Within) {
                 assert!(off < within.gradients, "{name}/{tensor}: {off:e}");
             }
         }
-    }
+    });
 }
 
 fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
-    let file = golden("gpt.h5");
-    for (name, bias) in CASES {
-        let case = file.group(name).unwrap();
+    each_case(|_, case, network| {
         let golden = case.group("adamw").unwrap();
         let schedule = Schedule {
             shape: Shape::Cosine,
@@ -178,26 +208,24 @@ fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
         for (lanes, micros_per_lane) in [(1, 1), (1, 5), (5, 1)] {
             let cut = Cut { lanes, micros_per_lane, recompute: false };
             let (decay, clip) = (attribute(&golden, "weight_decay") as f32, attribute(&golden, "grad_clip"));
-            let (losses, norms, mut engine) = train(b, &case, bias, ADAMW, cut, |s| schedule.rate(s), decay, clip);
+            let (losses, norms, mut engine) = train(b, case, network, ADAMW, cut, |s| schedule.rate(s), decay, clip);
             close(&losses, &numbers(&golden, "losses"), within.losses, "loss");
             close(&norms, &numbers(&golden, "grad_norms"), within.norms, "norm");
-            same_parameters(&case, "adamw/params", &mut engine, within.adamw);
+            same_parameters(case, "adamw/params", &mut engine, within.adamw);
         }
-    }
+    });
 }
 
 fn ten_steps_of_nesterov<B: Kernels>(b: &B, within: Within) {
-    let file = golden("gpt.h5");
-    for (name, bias) in CASES {
-        let case = file.group(name).unwrap();
+    each_case(|_, case, network| {
         let golden = case.group("sgd").unwrap();
         let rule = Rule::Sgd { momentum: attribute(&golden, "momentum") as f32, nesterov: true };
         let rate = attribute(&golden, "lr");
         let decay = attribute(&golden, "weight_decay") as f32;
-        let (losses, _, mut engine) = train(b, &case, bias, rule, Cut::WHOLE, |_| rate, decay, f64::INFINITY);
+        let (losses, _, mut engine) = train(b, case, network, rule, Cut::WHOLE, |_| rate, decay, f64::INFINITY);
         close(&losses, &numbers(&golden, "losses"), within.losses, "loss");
-        same_parameters(&case, "sgd/params", &mut engine, within.sgd);
-    }
+        same_parameters(case, "sgd/params", &mut engine, within.sgd);
+    });
 }
 
 #[test]

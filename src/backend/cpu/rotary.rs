@@ -1,0 +1,31 @@
+//! Rotary positions (Su et al., 2021).
+
+use super::math::simd;
+use super::threads::Threads;
+use crate::backend::Rotary;
+
+/// Rows of one task.
+const ROWS: usize = 16;
+
+pub fn rotary(threads: &Threads, s: Rotary, table: &[f32], x: &mut [f32]) {
+    let half = s.head_width / 2;
+    assert!(x.len() == s.batch * s.time * s.width && table.len() >= s.time * s.head_width, "{s:?}");
+    threads.each(x.chunks_mut(ROWS * s.width).enumerate(), |(task, x)| {
+        simd(
+            #[inline(always)]
+            || {
+                for (row, x) in x.chunks_exact_mut(s.width).enumerate() {
+                    let position = (task * ROWS + row) % s.time;
+                    let (cos, sin) = table[position * s.head_width..][..s.head_width].split_at(half);
+                    for head in x[..s.heads * s.head_width].chunks_exact_mut(s.head_width) {
+                        let (first, second) = head.split_at_mut(half);
+                        for (((a, b), &cos), &sin) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+                            let sin = if s.back { -sin } else { sin };
+                            (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                        }
+                    }
+                }
+            },
+        );
+    });
+}

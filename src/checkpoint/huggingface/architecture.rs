@@ -1,0 +1,79 @@
+//! `config.json`: which family it is of.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::{gpt2, llama};
+use crate::config::Model;
+use crate::data::Tokenizer;
+use crate::error::{Error, Result};
+use crate::nn::Network;
+
+/// GPT-2's token between texts.
+const END_OF_TEXT: u32 = 50256;
+
+/// Tokens that begin and end a text: null where there are none, else a reader would take its family's own for them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct Tokens {
+    bos_token_id: Option<u32>,
+    eos_token_id: Option<u32>,
+}
+
+/// What `config.json` says of a network.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub enum Architecture {
+    Gpt2(gpt2::Architecture),
+    Llama(llama::Architecture),
+}
+
+impl Architecture {
+    /// That of a network of ours, which saw text through `tokenizer`.
+    pub fn of(network: &Network, tokenizer: Option<&Tokenizer>) -> Self {
+        let end = (tokenizer == Some(&Tokenizer::Gpt2)).then_some(END_OF_TEXT);
+        let tokens = Tokens { bos_token_id: end, eos_token_id: end };
+        match network {
+            Network::Gpt(gpt) => Self::Gpt2(gpt2::Architecture::of(gpt, tokens)),
+            Network::Llama(llama) => Self::Llama(llama::Architecture::of(llama, tokens)),
+        }
+    }
+
+    /// Reads the file at `path`.
+    ///
+    /// # Errors
+    /// It is missing, or of another network than those here.
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read(path)
+            .map_err(|e| Error::io("read", path, e).hint("give a directory with config.json and model.safetensors"))?;
+        #[derive(Deserialize)]
+        struct Family {
+            model_type: Option<String>,
+        }
+        let malformed =
+            |e| Error::input(format!("{}: {e}", path.display())).hint("give the config.json of a GPT-2 or a Llama");
+        let refused = |what: String| {
+            Err(Error::input(format!("{}: {what}", path.display())).hint("import a GPT-2 or a Llama as it is here"))
+        };
+        let Family { model_type } = serde_json::from_slice(&text).map_err(malformed)?;
+        let read = match model_type.as_deref() {
+            Some("gpt2") => Self::Gpt2(serde_json::from_slice(&text).map_err(malformed)?),
+            Some("llama") => Self::Llama(serde_json::from_slice(&text).map_err(malformed)?),
+            Some(other) => return refused(format!("model_type is {other:?}, not \"gpt2\" or \"llama\"")),
+            None => return refused("model_type is missing".into()),
+        };
+        let differs = match &read {
+            Self::Gpt2(gpt2) => gpt2.differs(),
+            Self::Llama(llama) => llama.differs(),
+        };
+        differs.map_or(Ok(read), refused)
+    }
+
+    /// The `[model]` section that describes it.
+    pub fn model(&self) -> Model {
+        match self {
+            Self::Gpt2(gpt2) => gpt2.model(),
+            Self::Llama(llama) => llama.model(),
+        }
+    }
+}

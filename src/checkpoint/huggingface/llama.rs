@@ -1,0 +1,173 @@
+//! `config.json` of a Llama: what of it is ours, and what has to be as it is here.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::architecture::Tokens;
+use crate::config::{Model, ModelKind};
+use crate::nn::llama::Llama;
+
+/// The keys that decide what the network computes. Left out, a key has the value that `transformers` gives it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Architecture {
+    /// Classes that read the model.
+    #[serde(default)]
+    architectures: Vec<String>,
+    /// The family.
+    model_type: String,
+    /// Token ids.
+    vocab_size: usize,
+    /// Positions a sequence.
+    #[serde(default = "Architecture::context")]
+    max_position_embeddings: usize,
+    /// Width of the residual stream.
+    hidden_size: usize,
+    /// Gates of a block.
+    intermediate_size: usize,
+    /// Blocks.
+    num_hidden_layers: usize,
+    /// Heads of queries a block.
+    num_attention_heads: usize,
+    /// Heads of keys and values; null is as many.
+    #[serde(default)]
+    num_key_value_heads: Option<usize>,
+    /// Width of a head; null is what follows from the stream's.
+    #[serde(default)]
+    head_dim: Option<usize>,
+    /// The nonlinearity of the gates.
+    #[serde(default = "Architecture::activation")]
+    hidden_act: String,
+    /// Added to the mean square in norms.
+    #[serde(default = "Architecture::epsilon")]
+    rms_norm_eps: f64,
+    /// Base of the angles of positions; in newer files one of `rope_parameters`.
+    #[serde(default)]
+    rope_theta: Option<f64>,
+    /// Another scale of positions than ours; in newer files one of `rope_parameters`.
+    #[serde(default, skip_serializing)]
+    rope_scaling: Option<Value>,
+    /// How positions turn.
+    #[serde(default)]
+    rope_parameters: Option<Rope>,
+    /// Biases in attention's linear maps.
+    #[serde(default)]
+    attention_bias: bool,
+    /// Biases in the others.
+    #[serde(default)]
+    mlp_bias: bool,
+    /// The output matrix is the token table.
+    #[serde(default)]
+    tie_word_embeddings: bool,
+    /// Dropout of attention's weights, which our network has none of.
+    #[serde(default)]
+    attention_dropout: f32,
+    /// Type of the tensors in the file.
+    #[serde(default, skip_deserializing)]
+    torch_dtype: &'static str,
+    /// Tokens that begin and end a text, if the tokenizer has some.
+    #[serde(flatten, skip_deserializing)]
+    tokens: Tokens,
+}
+
+/// How positions turn, in newer files.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Rope {
+    #[serde(default)]
+    rope_theta: Option<f64>,
+    #[serde(default = "Rope::plain")]
+    rope_type: String,
+}
+
+impl Rope {
+    fn plain() -> String {
+        "default".into()
+    }
+}
+
+impl Architecture {
+    fn context() -> usize {
+        2048
+    }
+
+    fn activation() -> String {
+        "silu".into()
+    }
+
+    fn epsilon() -> f64 {
+        1e-6
+    }
+
+    /// That of a network of ours.
+    pub fn of(llama: &Llama, tokens: Tokens) -> Self {
+        Self {
+            architectures: vec!["LlamaForCausalLM".into()],
+            model_type: "llama".into(),
+            vocab_size: llama.vocabulary,
+            max_position_embeddings: llama.context,
+            hidden_size: llama.width,
+            intermediate_size: llama.hidden,
+            num_hidden_layers: llama.layers,
+            num_attention_heads: llama.heads,
+            num_key_value_heads: Some(llama.kv_heads),
+            head_dim: Some(llama.head_width()),
+            hidden_act: Self::activation(),
+            // The shortest decimal of the f32, not the f32's own digits.
+            rms_norm_eps: llama.epsilon.to_string().parse().unwrap_or(f64::from(llama.epsilon)),
+            rope_theta: Some(llama.rope_theta),
+            rope_scaling: None,
+            rope_parameters: Some(Rope { rope_theta: Some(llama.rope_theta), rope_type: Rope::plain() }),
+            attention_bias: false,
+            mlp_bias: false,
+            tie_word_embeddings: llama.tied,
+            attention_dropout: 0.0,
+            torch_dtype: "float32",
+            tokens,
+        }
+    }
+
+    /// What of it is not as in our network, if anything is.
+    pub fn differs(&self) -> Option<String> {
+        if !["silu", "swish"].contains(&self.hidden_act.as_str()) {
+            return Some(format!("hidden_act is {:?}, here it is \"silu\"", self.hidden_act));
+        }
+        let own = self.hidden_size.checked_div(self.num_attention_heads);
+        if let Some(width) = self.head_dim.filter(|width| Some(*width) != own) {
+            return Some(format!("head_dim is {width}, here it is hidden_size / num_attention_heads"));
+        }
+        for (key, there) in [("attention_bias", self.attention_bias), ("mlp_bias", self.mlp_bias)] {
+            if there {
+                return Some(format!("{key} is true, here it is false"));
+            }
+        }
+        if let Some(scaling) = self.rope_scaling.as_ref().filter(|scaling| !is_plain(scaling)) {
+            return Some(format!("rope_scaling is {scaling}, here positions are not scaled"));
+        }
+        let kind = self.rope_parameters.as_ref().map(|rope| &rope.rope_type).filter(|kind| **kind != Rope::plain());
+        kind.map(|kind| format!("rope_type is {kind:?}, here positions are not scaled"))
+    }
+
+    /// The `[model]` section that describes it.
+    pub fn model(&self) -> Model {
+        let newer = self.rope_parameters.as_ref().and_then(|rope| rope.rope_theta);
+        Model {
+            kind: ModelKind::Llama,
+            layers: self.num_hidden_layers,
+            heads: self.num_attention_heads,
+            kv_heads: self.num_key_value_heads,
+            width: self.hidden_size,
+            hidden: Some(self.intermediate_size),
+            context: self.max_position_embeddings,
+            vocabulary: Some(self.vocab_size),
+            rope_theta: newer.or(self.rope_theta),
+            norm_epsilon: Some(self.rms_norm_eps as f32),
+            tied: Some(self.tie_word_embeddings),
+            ..Model::default()
+        }
+    }
+}
+
+/// Whether a section about the scale of positions asks for none.
+fn is_plain(scaling: &Value) -> bool {
+    let kind = scaling.get("rope_type").or_else(|| scaling.get("type"));
+    kind.and_then(Value::as_str) == Some("default")
+}

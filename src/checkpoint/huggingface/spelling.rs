@@ -1,0 +1,96 @@
+//! How the tensors of a family are called and laid out there.
+
+use crate::layout::Tensor;
+use crate::nn::Network;
+
+/// Key of the output matrix.
+pub const HEAD: &str = "lm_head.weight";
+
+/// A family's names and layouts.
+#[derive(Debug, Clone, Copy)]
+pub struct Spelling {
+    /// What people call the family.
+    pub family: &'static str,
+    /// What names begin with in a model with an output head.
+    pub prefix: &'static str,
+    /// The token table, which is the output matrix where the two are tied.
+    pub table: &'static str,
+    /// Ends of the names of matrices that are stored as inputs × outputs there, outputs × inputs here.
+    turned: &'static [&'static str],
+    /// Ends of the names of buffers in old files, which follow from the architecture.
+    buffers: &'static [&'static str],
+}
+
+const GPT2: Spelling = Spelling {
+    family: "GPT-2",
+    prefix: "transformer.",
+    table: "wte.weight",
+    turned: &["attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"],
+    buffers: &[".attn.bias", ".attn.masked_bias"],
+};
+
+const LLAMA: Spelling = Spelling {
+    family: "Llama",
+    prefix: "model.",
+    table: "embed_tokens.weight",
+    turned: &[],
+    buffers: &[".rotary_emb.inv_freq"],
+};
+
+impl Spelling {
+    /// That of a network.
+    pub fn of(network: &Network) -> Self {
+        match network {
+            Network::Gpt(_) => GPT2,
+            Network::Llama(_) => LLAMA,
+        }
+    }
+
+    /// The name of one of our tensors there, where names begin with `prefix`.
+    pub fn name(&self, prefix: &str, ours: &str) -> String {
+        if ours == HEAD { ours.into() } else { format!("{prefix}{ours}") }
+    }
+
+    /// Rows and columns of a matrix that is the other way round there.
+    pub fn turned(&self, tensor: &Tensor) -> Option<[usize; 2]> {
+        match tensor.shape[..] {
+            [rows, columns] if self.turned.iter().any(|end| tensor.name.ends_with(end)) => Some([rows, columns]),
+            _ => None,
+        }
+    }
+
+    /// The shape of a tensor there.
+    pub fn shape(&self, tensor: &Tensor) -> Vec<usize> {
+        self.turned(tensor).map_or_else(|| tensor.shape.clone(), |[rows, columns]| vec![columns, rows])
+    }
+
+    /// Whether a tensor there follows from the architecture.
+    pub fn is_buffer(&self, name: &str) -> bool {
+        self.buffers.iter().any(|end| name.ends_with(end))
+    }
+}
+
+/// A matrix of `columns` columns, row by row, turned into its transpose.
+pub fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
+    (0..columns).flat_map(|column| values.iter().skip(column).step_by(columns).copied()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tensors;
+    use super::*;
+    use crate::nn::gpt::Gpt;
+
+    #[test]
+    fn linear_maps_of_gpt2_are_turned() {
+        assert_eq!(transposed(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 3), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+        let gpt = Gpt { layers: 1, heads: 1, width: 4, context: 8, vocabulary: 5, bias: true, dropout: 0.0 };
+        let tensors = tensors(&Network::Gpt(gpt));
+        let turned = tensors.iter().filter(|tensor| GPT2.turned(tensor).is_some()).map(|tensor| &tensor.name);
+        assert_eq!(
+            turned.collect::<Vec<_>>(),
+            ["h.0.attn.c_attn.weight", "h.0.attn.c_proj.weight", "h.0.mlp.c_fc.weight", "h.0.mlp.c_proj.weight"]
+        );
+        assert_eq!(GPT2.shape(&tensors[2]), [4, 12]);
+    }
+}

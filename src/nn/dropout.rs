@@ -1,0 +1,41 @@
+//! Dropout on the residual stream (Hinton et al., 2012).
+
+use super::Context;
+use crate::backend::{Dropout, Kernels, Memory};
+use crate::error::Result;
+use crate::random;
+
+/// Dropout of rows of the stream, at numbered sites of a network.
+#[derive(Debug, Clone, Copy)]
+pub struct StreamDropout {
+    /// Chance to drop an element.
+    pub rate: f32,
+    /// Columns of the stream.
+    pub width: usize,
+}
+
+impl StreamDropout {
+    /// Drops at a site in place; the backward makes the same call.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn apply<B: Kernels>(self, cx: &Context<'_, B>, site: usize, x: B::ViewMut<'_>) -> Result<()> {
+        let Some(key) = cx.dropout.filter(|_| self.rate > 0.0) else { return Ok(()) };
+        let offset = cx.micro.first * (cx.micro.time * self.width) as u64;
+        cx.backend.dropout(Dropout { rate: self.rate, key: random::derive(key, &[site as u64]), offset }, x)
+    }
+
+    /// The gradient behind a site: a masked copy, or nothing when there is no dropout.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn masked<B: Kernels>(self, cx: &Context<'_, B>, site: usize, dy: &B::Buf) -> Result<Option<B::Buf>> {
+        if cx.dropout.is_none() || self.rate == 0.0 {
+            return Ok(None);
+        }
+        let mut masked = cx.backend.alloc(Memory::Activations, B::len(dy))?;
+        cx.backend.copy(B::all(dy), B::all_mut(&mut masked))?;
+        self.apply(cx, site, B::all_mut(&mut masked))?;
+        Ok(Some(masked))
+    }
+}
