@@ -61,6 +61,7 @@ fn config_show_prints_a_configuration_that_gives_itself() {
         vec![],
         vec!["--preset", "gpt-char"],
         vec!["--preset", "gpt-baby", "--ranks", "4", "--set", "parallel.zero=3", "--set", "run.name=a \"b\""],
+        vec!["--preset", "tinyllama-1.1b", "--ranks", "8", "--set", "parallel.zero=3"],
         vec!["--preset", "gpt2-124m", "--ranks", "8", "--set", "schedule.shape=wsd", "--set", "eval.samples=100"],
     ] {
         let shown = printed(&[&["config", "show"], &args[..]].concat());
