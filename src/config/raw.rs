@@ -107,7 +107,7 @@ sections! {
         /// Llama: base of the angles of rotary positions; left out, 10000.
         rope_theta: Option<f64> = None,
         /// Llama: added to the mean square in norms; left out, 1e-5.
-        norm_epsilon: Option<f32> = None,
+        norm_epsilon: Option<f64> = None,
         /// Dropout rate.
         dropout: f32 = 0.0,
     }

@@ -327,6 +327,7 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
             if !(epsilon > 0.0 && epsilon.is_finite()) {
                 return Err(out_of_range("model.norm_epsilon", epsilon, "greater than 0"));
             }
+            let epsilon = epsilon as f32;
             let tied = *model.tied.get_or_insert(false);
             let llama = Llama {
                 layers,

@@ -159,7 +159,7 @@ impl Architecture {
             context: self.max_position_embeddings,
             vocabulary: Some(self.vocab_size),
             rope_theta: newer.or(self.rope_theta),
-            norm_epsilon: Some(self.rms_norm_eps as f32),
+            norm_epsilon: Some(self.rms_norm_eps),
             tied: Some(self.tie_word_embeddings),
             ..Model::default()
         }
