@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
 use hpctrain::data::import::{ImportText, import_text};
-use hpctrain::data::{DataSpec, Dataset, Split, TokenizerKind, inspect, verify};
+use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, TokenizerKind, inspect, verify};
 use hpctrain::error::{Error, Kind};
 
 /// Asserts the kind, that the first line holds every one of `parts`, and the hint `hint`.
@@ -254,12 +254,12 @@ fn an_id_is_outside_the_vocabulary() {
     spec.vocabulary = Some(5);
     let mut dataset = Dataset::open(&spec, Split::Train, 4).unwrap();
     let (mut inputs, mut targets) = ([0; 4], [0; 4]);
-    dataset.read(0, &mut inputs, &mut targets).unwrap();
-    let e = dataset.read(1, &mut inputs, &mut targets).unwrap_err();
+    dataset.read(0, SampleMut::text(&mut inputs, &mut targets)).unwrap();
+    let e = dataset.read(1, SampleMut::text(&mut inputs, &mut targets)).unwrap_err();
     assert_told(&e, &["a.h5: /inputs[1, 2] is token id -3, outside the vocabulary of 5"], "model.vocabulary");
-    let e = dataset.read(2, &mut inputs, &mut targets).unwrap_err();
+    let e = dataset.read(2, SampleMut::text(&mut inputs, &mut targets)).unwrap_err();
     assert_told(&e, &["a.h5: /targets[2, 3] is token id"], "");
-    let e = dataset.read(3, &mut inputs, &mut targets).unwrap_err();
+    let e = dataset.read(3, SampleMut::text(&mut inputs, &mut targets)).unwrap_err();
     assert_eq!(e.kind(), Kind::Internal);
 }
 

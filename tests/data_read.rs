@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use hdf5::File;
 use hpctrain::data::import::{ImportText, Imported, import_text};
-use hpctrain::data::{Batch, DataSpec, Dataset, Loader, Sampler, Split, Tokenizer, TokenizerKind, bundled, inspect};
+use hpctrain::data::{
+    Batch, DataSpec, Dataset, Loader, SampleMut, Sampler, Split, Tokenizer, TokenizerKind, bundled, inspect,
+};
 
 /// Text of `n` characters that repeats only after 1000.
 fn text(n: usize) -> String {
@@ -26,7 +28,7 @@ fn import(dir: &Path, text: &[u8], change: impl FnOnce(&mut ImportText)) -> Impo
 
 fn sample(dataset: &mut Dataset, sample: u64) -> (Vec<u32>, Vec<u32>) {
     let (mut inputs, mut targets) = (vec![u32::MAX; dataset.context()], vec![u32::MAX; dataset.context()]);
-    dataset.read(sample, &mut inputs, &mut targets).unwrap();
+    dataset.read(sample, SampleMut::text(&mut inputs, &mut targets)).unwrap();
     (inputs, targets)
 }
 
@@ -176,15 +178,15 @@ fn the_loader_keeps_the_order_and_reuses_buffers() {
         let batch = loader.next().unwrap();
         let first: Vec<u32> = positions.clone().map(|position| 2 * sampler.index(position) as u32).collect();
         assert_eq!(batch.positions, positions);
-        assert_eq!(batch.inputs, first.iter().flat_map(|&id| [id, id + 1]).collect::<Vec<_>>());
-        assert_eq!(batch.targets, first.iter().flat_map(|&id| [id + 1, id + 2]).collect::<Vec<_>>());
+        assert_eq!(batch.ids, first.iter().flat_map(|&id| [id, id + 1]).collect::<Vec<_>>());
+        assert_eq!(batch.classes, first.iter().flat_map(|&id| [id + 1, id + 2]).collect::<Vec<_>>());
         loader.recycle(batch);
     }
     let e = loader.next().unwrap_err();
     assert!(e.to_string().contains("more than its schedule"), "{e}");
     assert_eq!(e.kind(), hpctrain::error::Kind::Internal);
     // Too late to be of use, and no failure.
-    loader.recycle(Batch { positions: 0..0, inputs: vec![], targets: vec![] });
+    loader.recycle(Batch { positions: 0..0, ids: vec![], features: vec![], classes: vec![], values: vec![] });
 }
 
 #[test]

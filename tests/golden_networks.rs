@@ -13,6 +13,7 @@ use hpctrain::mesh::Mesh;
 use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::llama::Llama;
+use hpctrain::nn::loss::Loss;
 use hpctrain::optim::{Rule, Schedule, Shape};
 use hpctrain::parallel::{Hyper, Zero};
 use hpctrain::train::Engine;
@@ -66,7 +67,8 @@ fn each_case(test: impl Fn(&str, &hdf5::Group, &Network)) {
 /// A network with its golden parameters on one rank.
 fn load<B: Kernels>(b: &B, case: &hdf5::Group, network: &Network, rule: Rule, cut: Cut) -> Engine<B> {
     let predictions = (size(case, "batch") * network.context()) as u64;
-    let mut engine = engine_on(b.clone(), &comm::single(), network, ONE, Zero::Zero, rule, cut, predictions);
+    let mut engine =
+        engine_on(b.clone(), &comm::single(), network, Loss::cross_entropy(), ONE, Zero::Zero, rule, cut, predictions);
     let params = case.group("params").unwrap();
     engine
         .sharded
@@ -171,7 +173,7 @@ fn logits_loss_and_every_gradient<B: Kernels>(b: &B, within: Within) {
             let (tokens, targets) = (ids(case, "tokens"), ids(case, "targets"));
             let n = size(case, "batch") * network.context();
             let whole = micro(&engine.backend, &tokens[..n], &targets[..n], network.context(), 0);
-            let logits = engine.logits(&whole).unwrap();
+            let logits = engine.output(&whole).unwrap();
             let mut host = vec![0.0; B::len(&logits)];
             b.download(B::all(&logits), &mut host).unwrap();
             let off = distance(&host, &numbers(case, "logits"));

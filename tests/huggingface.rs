@@ -57,7 +57,7 @@ fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
     };
     engine.sharded.restore(parameters).unwrap();
     let micro = micro(&engine.backend, tokens, &[], network.context(), 0);
-    let logits = engine.logits(&micro).unwrap();
+    let logits = engine.output(&micro).unwrap();
     Cpu::all(&logits).to_vec()
 }
 

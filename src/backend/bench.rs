@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use super::{AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, Memory, Norm};
+use super::{Activation, AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, Memory, Norm};
 use crate::error::{Error, Result};
 use crate::random::Stream;
 
@@ -175,9 +175,9 @@ impl<B: Kernels> Bench<'_, B> {
     fn elementwise(&mut self, rows: usize) -> Result<()> {
         let width = 4 * self.sizes.width();
         let (shape, x) = (format!("{rows}×{width}"), Tensor::of(rows * width));
-        self.time("gelu", &shape, 0.0, [x, x], |b, [x, y]| b.gelu(B::all(x), B::all_mut(y)))?;
+        self.time("gelu", &shape, 0.0, [x, x], |b, [x, y]| b.activation(Activation::Gelu, B::all(x), B::all_mut(y)))?;
         self.time("gelu, backward", &shape, 0.0, [x, x.changed()], |b, [x, dy]| {
-            b.gelu_backward(B::all(x), B::all_mut(dy))
+            b.activation_backward(Activation::Gelu, B::all(x), B::all_mut(dy))
         })
     }
 
@@ -223,10 +223,10 @@ impl<B: Kernels> Bench<'_, B> {
             b.embedding_backward(&tokens, B::all(dy), B::all_mut(words), B::all_mut(places))
         })?;
         let shape = format!("{rows}×{vocabulary}");
-        let tensors = [Tensor::of(rows * vocabulary).changed(), Tensor::wide(rows)];
-        let loss = CrossEntropy { rows, classes: vocabulary, scale: 1.0 / rows as f32, gradient: true };
-        self.time("classifier", &shape, 0.0, tensors, |b, [logits, losses]| {
-            b.cross_entropy(loss, B::all_mut(logits), &targets, B::all_mut(losses))
+        let tensors = [Tensor::of(rows * vocabulary).changed(), Tensor::wide(0), Tensor::wide(rows)];
+        let loss = CrossEntropy { rows, classes: vocabulary, scale: 1.0 / rows as f32, gradient: true, smoothing: 0.0 };
+        self.time("classifier", &shape, 0.0, tensors, |b, [logits, none, losses]| {
+            b.cross_entropy(loss, B::all_mut(logits), &targets, B::all(none), B::all_mut(losses))
         })
     }
 

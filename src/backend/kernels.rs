@@ -108,6 +108,102 @@ pub struct Dropout {
     pub offset: u64,
 }
 
+/// A function of every element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Activation {
+    /// max(x, 0).
+    Relu,
+    /// x·Φ(x) in its tanh form (Hendrycks and Gimpel, 2016).
+    Gelu,
+    /// x·σ(x).
+    Silu,
+    /// The hyperbolic tangent.
+    Tanh,
+    /// σ(x) = 1 / (1 + e⁻ˣ).
+    Sigmoid,
+}
+
+/// A window that moves over images: b × `height` × `width` × `channels`, channels last.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// Images.
+    pub batch: usize,
+    /// Rows of an image.
+    pub height: usize,
+    /// Columns of an image.
+    pub width: usize,
+    /// Channels of an image.
+    pub channels: usize,
+    /// Rows and columns of the window.
+    pub size: [usize; 2],
+    /// Rows and columns from one place to the next.
+    pub stride: [usize; 2],
+    /// Rows and columns beyond each edge where the window begins; less than its size.
+    pub padding: [usize; 2],
+}
+
+impl Window {
+    /// Rows and columns of places.
+    pub fn places(&self) -> [usize; 2] {
+        let along = |axis: usize, len: usize| {
+            (len + 2 * self.padding[axis]).checked_sub(self.size[axis]).map_or(0, |rest| rest / self.stride[axis] + 1)
+        };
+        [along(0, self.height), along(1, self.width)]
+    }
+
+    /// Places in all images: rows of the output.
+    pub fn rows(&self) -> usize {
+        let [high, wide] = self.places();
+        self.batch * high * wide
+    }
+
+    /// Elements of all images.
+    pub fn len(&self) -> usize {
+        self.batch * self.height * self.width * self.channels
+    }
+}
+
+/// What rows of predictions are compared by with rows of targets; the mean over a row's elements.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Deviation {
+    /// (p - t)².
+    Squared,
+    /// |p - t|.
+    Absolute,
+    /// ½(p - t)² up to this distance, linear beyond (Huber, 1964).
+    Huber(f32),
+    /// -t·ln σ(p) - (1 - t)·ln(1 - σ(p)): binary cross-entropy of logits.
+    Binary,
+}
+
+/// Rows of predictions and of targets.
+#[derive(Debug, Clone, Copy)]
+pub struct Regression {
+    /// Rows.
+    pub rows: usize,
+    /// Elements of a row.
+    pub width: usize,
+    /// How they are compared.
+    pub by: Deviation,
+    /// Factor of the gradient: 1 / (rows in the global batch).
+    pub scale: f32,
+    /// Replace the predictions by their gradient; without it they are left alone.
+    pub gradient: bool,
+}
+
+/// Columns of rows that are copied from one matrix to another.
+#[derive(Debug, Clone, Copy)]
+pub struct Columns {
+    /// Rows of both.
+    pub rows: usize,
+    /// Columns copied.
+    pub count: usize,
+    /// Columns of a source row, and the first one copied.
+    pub from: [usize; 2],
+    /// Columns of a target row, and where the first one goes.
+    pub to: [usize; 2],
+}
+
 /// Softmax cross-entropy over rows of logits.
 #[derive(Debug, Clone, Copy)]
 pub struct CrossEntropy {
@@ -119,6 +215,8 @@ pub struct CrossEntropy {
     pub scale: f32,
     /// Replace the logits by their gradient; without it they are left alone.
     pub gradient: bool,
+    /// Part of the target that is spread evenly over all classes (Szegedy et al., 2016); 0 is none.
+    pub smoothing: f32,
 }
 
 /// One AdamW update (Loshchilov and Hutter, 2019): decoupled weight decay, bias-corrected moments.
@@ -202,7 +300,7 @@ pub trait Kernels: Backend {
         y: Self::ViewMut<'_>,
     ) -> Result<()> {
         self.linear(shape, x, weight, bias, Self::reborrow(&mut h))?;
-        self.gelu(Self::shared(&h), y)
+        self.activation(Activation::Gelu, Self::shared(&h), y)
     }
     /// Back through a linear map and the GELU before it: `dh = (dy·W)·gelu'(h)`; overwrites.
     fn linear_gelu_backward_input(
@@ -214,7 +312,7 @@ pub trait Kernels: Backend {
         mut dh: Self::ViewMut<'_>,
     ) -> Result<()> {
         self.linear_backward_input(shape, dy, weight, Self::reborrow(&mut dh))?;
-        self.gelu_backward(h, dh)
+        self.activation_backward(Activation::Gelu, h, dh)
     }
     /// `dW += dyᵀ·x`, `dbias += Σ_rows dy`.
     fn linear_backward_weight(
@@ -314,21 +412,83 @@ pub trait Kernels: Backend {
     /// Replaces the gates and ups of `x` by their gradients.
     fn swiglu_backward(&self, width: usize, x: Self::ViewMut<'_>, dy: Self::View<'_>) -> Result<()>;
 
-    /// GELU in its tanh form (Hendrycks and Gimpel, 2016); overwrites.
-    fn gelu(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
-    /// `dy *= gelu'(x)`, in place.
-    fn gelu_backward(&self, x: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
+    /// `y = f(x)`; overwrites.
+    fn activation(&self, f: Activation, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `dy *= f'(x)`, in place.
+    fn activation_backward(&self, f: Activation, x: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
+
+    /// `y = softmax(x)` of rows of `width` elements; overwrites.
+    fn softmax(&self, width: usize, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// Replaces the gradient of `y = softmax(x)` by that of `x`.
+    fn softmax_backward(&self, width: usize, y: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
+
+    /// What a convolution multiplies: for each place of the window a row of `y` with what it sees of `channels`
+    /// neighbouring channels from `first` on (window rows × window columns × `channels`), zero beyond the edges; overwrites.
+    fn unfold(
+        &self,
+        window: Window,
+        first: usize,
+        channels: usize,
+        x: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// The backward of [`Kernels::unfold`]: adds every element of `dy` to the one of `dx` that it was copied from.
+    fn fold(
+        &self,
+        window: Window,
+        first: usize,
+        channels: usize,
+        dy: Self::View<'_>,
+        dx: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// The largest element that the window sees at each place, channel by channel; overwrites.
+    fn max_pool(&self, window: Window, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// Gives the gradient of each place to the first of its largest elements; overwrites `dx`.
+    fn max_pool_backward(
+        &self,
+        window: Window,
+        x: Self::View<'_>,
+        dy: Self::View<'_>,
+        dx: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// The mean of what the window sees at each place, channel by channel, edges not counted; overwrites.
+    fn average_pool(&self, window: Window, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// Overwrites `dx`.
+    fn average_pool_backward(&self, window: Window, dy: Self::View<'_>, dx: Self::ViewMut<'_>) -> Result<()>;
+    /// Copies columns of rows; those of `y` between them are left alone.
+    fn copy_columns(&self, shape: Columns, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
 
     /// Drops and scales in place; the backward is the same call on the gradient.
     fn dropout(&self, mask: Dropout, x: Self::ViewMut<'_>) -> Result<()>;
 
     /// Writes the loss of every row (`-log softmax(logits)[target]`, unscaled) to `losses`;
-    /// with [`CrossEntropy::gradient`], overwrites the logits by their scaled gradient.
+    /// with [`CrossEntropy::gradient`], overwrites the logits by their scaled gradient. `weights` (f32) has a factor of
+    /// loss and gradient for every class, or is empty.
     fn cross_entropy(
         &self,
         shape: CrossEntropy,
         logits: Self::ViewMut<'_>,
         targets: &Self::Ints,
+        weights: Self::View<'_>,
+        losses: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// Writes to `hits` (f32) 1 for every row of logits whose target is among its `k` largest, else 0. Of equal logits the
+    /// first is the larger.
+    fn hits(
+        &self,
+        classes: usize,
+        k: usize,
+        logits: Self::View<'_>,
+        targets: &Self::Ints,
+        hits: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// Writes every row's mean deviation from its targets (f32) to `losses` (f32), unscaled; with
+    /// [`Regression::gradient`], overwrites the predictions by their scaled gradient.
+    fn regression(
+        &self,
+        shape: Regression,
+        predictions: Self::ViewMut<'_>,
+        targets: Self::View<'_>,
         losses: Self::ViewMut<'_>,
     ) -> Result<()>;
 

@@ -17,7 +17,10 @@ use std::sync::Arc;
 
 use crate::error::Result;
 
-pub use kernels::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Norm, Rotary, Sgd};
+pub use kernels::{
+    Activation, AdamW, Attention, Columns, CrossEntropy, Deviation, Dropout, Gemm, Kernels, Linear, Norm, Regression,
+    Rotary, Sgd, Window,
+};
 pub use memory::{Ledger, Memory, readable};
 pub use port::{Event, Ferry, Pinned, Placed, Port, Reach, Scratch, Slot, Span};
 

@@ -1,11 +1,13 @@
 //! One suite for every device: each kernel against f64 arithmetic at awkward sizes, and for repeatable bits.
 
+mod layers;
+
 use std::path::Path;
 use std::process::Command;
 
 use super::cpu::Cpu;
 use super::cuda;
-use super::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd};
+use super::{Activation, AdamW, Attention, Dropout, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd};
 use crate::random::Stream;
 
 /// Relative error allowed, against the largest value of the result.
@@ -78,7 +80,7 @@ fn everything<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results.extend(attentions(b));
     results.extend(rotations(b));
     results.extend(gates(b));
-    results.extend(classifiers(b));
+    results.extend(layers::everything(b));
     results.extend(optimizers(b));
     results.extend(dropouts(b));
     results
@@ -114,27 +116,10 @@ fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
         assert!((got - total).abs() <= 1e-12 * squares.max(1.0), "{got} is not {total}");
         results.push(vec![got as f32]);
 
-        b.gelu(B::all(&xb), B::all_mut(&mut yb)).unwrap();
-        let gelu = |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh());
-        close(b, &yb, &wide(&x).into_iter().map(gelu).collect::<Vec<_>>(), "gelu");
-        results.push(down(b, &yb));
-
         let mut dy = up(b, &y);
-        b.gelu_backward(B::all(&xb), B::all_mut(&mut dy)).unwrap();
-        let slope = |x: f64| (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5;
-        let want: Vec<f64> = wide(&x).into_iter().zip(wide(&y)).map(|(x, dy)| slope(x) * dy).collect();
-        close(b, &dy, &want, "gelu backward");
-        results.push(down(b, &dy));
-
         b.zero(B::all_mut(&mut dy)).unwrap();
         assert!(down(b, &dy).iter().all(|&x| x == 0.0));
     }
-    // Far from zero GELU is the identity or nothing, not NaN.
-    let far = up(b, &[-1e4, -100.0, 100.0, 1e4]);
-    let mut y = up(b, &[0.0; 4]);
-    b.gelu(B::all(&far), B::all_mut(&mut y)).unwrap();
-    let y = down(b, &y);
-    assert!(y[0].abs() < 1e-30 && y[1].abs() < 1e-30 && y[2..] == rounded(b, &[100.0, 1e4]), "{y:?}");
     results
 }
 
@@ -193,13 +178,13 @@ fn products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
         let mut apart = up(b, &vec![0.0; rows * outputs]);
         b.linear(shape, B::all(&xb), B::all(&wb), B::all(&none), B::all_mut(&mut apart)).unwrap();
         close(b, &h, &wide(&down(b, &apart)), "linear, of linear and gelu");
-        b.gelu(B::all(&h), B::all_mut(&mut apart)).unwrap();
+        b.activation(Activation::Gelu, B::all(&h), B::all_mut(&mut apart)).unwrap();
         close(b, &y, &wide(&down(b, &apart)), "gelu, of linear and gelu");
         let [mut dh, mut apart] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * inputs]));
         let before = B::all(&xb);
         b.linear_gelu_backward_input(shape, B::all(&dyb), B::all(&wb), before, B::all_mut(&mut dh)).unwrap();
         b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut apart)).unwrap();
-        b.gelu_backward(before, B::all_mut(&mut apart)).unwrap();
+        b.activation_backward(Activation::Gelu, before, B::all_mut(&mut apart)).unwrap();
         close(b, &dh, &wide(&down(b, &apart)), "back through linear and gelu");
 
         let mut dx = up(b, &random(b, 13, rows * inputs));
@@ -440,40 +425,6 @@ fn gates<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     b.swiglu(4, B::all(&far), B::all_mut(&mut y)).unwrap();
     let y = down(b, &y);
     assert!(y[0].abs() < 1e-30 && y[1].abs() < 1e-30 && y[2..] == rounded(b, &[100.0, 1e4]), "{y:?}");
-    results
-}
-
-fn classifiers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
-    let mut results = Vec::new();
-    for (rows, classes) in [(1, 1), (31, 65), (3, 50_257), (600, 33)] {
-        let logits: Vec<f32> = random(b, 29, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
-        let logits = rounded(b, &logits);
-        let targets = ids(30, rows, classes);
-        let tb = b.upload_ints(&targets).unwrap();
-        let scale = 0.25;
-        let (mut want_loss, mut want_d) = (vec![], vec![]);
-        for (row, &target) in targets.iter().enumerate() {
-            let x = wide(&logits[row * classes..][..classes]);
-            let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-            let total: f64 = x.iter().map(|x| (x - top).exp()).sum();
-            want_loss.push(total.ln() + top - x[target as usize]);
-            want_d.extend(x.iter().enumerate().map(|(i, x)| {
-                f64::from(scale) * ((x - top).exp() / total - if i == target as usize { 1.0 } else { 0.0 })
-            }));
-        }
-        for gradient in [false, true] {
-            let (mut lb, mut losses) = (up(b, &logits), up_f32(b, &vec![0.0; rows]));
-            let shape = CrossEntropy { rows, classes, scale, gradient };
-            b.cross_entropy(shape, B::all_mut(&mut lb), &tb, B::all_mut(&mut losses)).unwrap();
-            close(b, &losses, &want_loss, "cross-entropy");
-            if gradient {
-                close(b, &lb, &want_d, "cross-entropy gradient");
-            } else {
-                assert_eq!(down(b, &lb), logits);
-            }
-            results.extend([down(b, &losses), down(b, &lb)]);
-        }
-    }
     results
 }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use crate::data::import::{ImportText, import_text};
+use crate::data::import::{ImportCsv, ImportIdx, ImportText, Kept, import_csv, import_idx, import_text};
 use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
 use crate::telemetry::say;
@@ -43,6 +43,54 @@ enum Source {
     /// Tokenize a text file into train-*.h5 and val-*.h5
     #[command(after_help = "Example: hpctrain data import text input.txt --tokenizer char --shards 4 --out data/mine")]
     Text(TextArgs),
+    /// Images and labels in the IDX format of MNIST, plain or gzipped, into train-*.h5 and val-*.h5
+    #[command(
+        after_help = "Example: hpctrain data import idx t10k-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz --out data/mnist"
+    )]
+    Idx {
+        /// The images
+        images: PathBuf,
+        /// Their classes
+        labels: PathBuf,
+        #[command(flatten)]
+        kept: KeptArgs,
+    },
+    /// A table of numbers with a header into train-*.h5 and val-*.h5
+    #[command(after_help = "Example: hpctrain data import csv houses.csv --target price --out data/houses")]
+    Csv {
+        /// The table
+        input: PathBuf,
+        /// A column to predict; may be given several times. One column of integers from 0 on is of classes
+        #[arg(long = "target", value_name = "COLUMN", required = true)]
+        targets: Vec<String>,
+        /// Predict numbers, even where they look like classes
+        #[arg(long)]
+        regression: bool,
+        #[command(flatten)]
+        kept: KeptArgs,
+    },
+}
+
+#[derive(Debug, Args)]
+struct KeptArgs {
+    /// Directory to write to; it may hold no shards yet
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// Number of training shards
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    shards: usize,
+    /// Of so many samples in a row the last is kept for validation; 0 keeps none
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    val_every: usize,
+    /// Leave numbers as they are, rather than bring each channel or column to mean 0 and deviation 1
+    #[arg(long)]
+    raw: bool,
+}
+
+impl From<KeptArgs> for Kept {
+    fn from(args: KeptArgs) -> Self {
+        Self { every: args.val_every, shards: args.shards, normalize: !args.raw, out: args.out }
+    }
 }
 
 #[derive(Debug, Args)]
@@ -72,6 +120,12 @@ pub fn run(args: DataArgs) -> Result<()> {
         Command::Import(ImportArgs { source: Source::Text(text) }) => {
             let TextArgs { input, tokenizer, shards, val_fraction, out, compress } = text;
             say(import_text(&ImportText { input, tokenizer, shards, val_fraction, out, compress })?);
+        }
+        Command::Import(ImportArgs { source: Source::Idx { images, labels, kept } }) => {
+            say(import_idx(&ImportIdx { images, labels, kept: kept.into() })?);
+        }
+        Command::Import(ImportArgs { source: Source::Csv { input, targets, regression, kept } }) => {
+            say(import_csv(&ImportCsv { input, targets, regression, kept: kept.into() })?);
         }
         Command::Inspect { path } => say(inspect::inspect(&path)?.trim_end()),
         Command::Verify { path } => say(verify::verify(&path)?),

@@ -10,12 +10,14 @@ use super::Config;
 use crate::error::{Error, Result};
 
 /// The presets, by name.
-pub const PRESETS: [(&str, &str); 5] = [
+pub const PRESETS: [(&str, &str); 7] = [
     ("gpt-char", include_str!("presets/gpt-char.toml")),
     ("gpt-baby", include_str!("presets/gpt-baby.toml")),
     ("gpt2-124m", include_str!("presets/gpt2-124m.toml")),
     ("llama-char", include_str!("presets/llama-char.toml")),
     ("tinyllama-1.1b", include_str!("presets/tinyllama-1.1b.toml")),
+    ("mlp-mnist", include_str!("presets/mlp-mnist.toml")),
+    ("cnn-mnist", include_str!("presets/cnn-mnist.toml")),
 ];
 
 /// The preset that runs when nothing is said.

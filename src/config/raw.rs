@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{DeviceChoice, Size, Time};
 use crate::comm::{Choice, Route};
+use crate::nn::layers::Layer;
 use crate::optim::Shape;
 use crate::parallel::Zero;
 
@@ -33,6 +34,8 @@ sections! {
         run: Run = Run::default(),
         /// The network.
         model: Model = Model::default(),
+        /// What the network learns.
+        loss: Loss = Loss::default(),
         /// The data.
         data: Data = Data::default(),
         /// Samples a step.
@@ -86,8 +89,10 @@ sections! {
     Model {
         /// The family.
         kind: ModelKind = ModelKind::Gpt,
-        /// Transformer blocks.
-        layers: usize = 4,
+        /// Transformer blocks; of a network of kind `layers`, its layers: `[[model.layers]]`.
+        layers: LayerList = LayerList::Count(4),
+        /// Layers: shape of a sample, such as `[28, 28, 1]`; images have their channels last.
+        input: Option<Vec<usize>> = None,
         /// Attention heads a block.
         heads: usize = 4,
         /// Llama: heads of keys and values, which that many heads of queries share; left out, as many as heads.
@@ -110,6 +115,18 @@ sections! {
         norm_epsilon: Option<f64> = None,
         /// Dropout rate.
         dropout: f32 = 0.0,
+    }
+
+    /// `[loss]`
+    Loss {
+        /// What is made small: cross-entropy (of classes), mse, mae, huber, or binary-cross-entropy (of logits).
+        kind: LossKind = LossKind::CrossEntropy,
+        /// Cross-entropy: part of the target that is spread evenly over all classes. Evaluations go without.
+        label_smoothing: f32 = 0.0,
+        /// Cross-entropy: a factor for each class; empty is 1 for all. Evaluations go without.
+        class_weights: Vec<f32> = vec![],
+        /// Huber: the distance up to which it is a square.
+        huber_delta: f32 = 1.0,
     }
 
     /// `[data]`
@@ -299,6 +316,34 @@ pub enum ModelKind {
     Gpt,
     /// Llama.
     Llama,
+    /// Layers, one after the other.
+    Layers,
+}
+
+/// How many layers, or which.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum LayerList {
+    /// So many transformer blocks.
+    Count(usize),
+    /// These.
+    List(Vec<Layer>),
+}
+
+/// What a network learns to make small.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LossKind {
+    /// Softmax cross-entropy of classes.
+    CrossEntropy,
+    /// Mean of squares.
+    Mse,
+    /// Mean of absolute values.
+    Mae,
+    /// Mean of squares near the target, of absolute values far from it.
+    Huber,
+    /// Of logits and numbers between 0 and 1.
+    BinaryCrossEntropy,
 }
 
 /// Update rules.

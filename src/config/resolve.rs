@@ -1,11 +1,14 @@
 //! From what was written to what will run: every optional key filled, every combination checked.
 
-use super::{Compute, Config, Model, ModelKind, OptimizerKind, Parallel, Scaling};
+use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, OptimizerKind, Parallel, Scaling};
+use crate::backend::{Deviation, Kernels};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::nn::Network;
 use crate::nn::gpt::Gpt;
+use crate::nn::layers::Layers;
 use crate::nn::llama::Llama;
+use crate::nn::loss::{Loss, Objective};
 use crate::optim::{Rule, Schedule};
 use crate::parallel::{Residency, Zero};
 
@@ -39,6 +42,8 @@ pub struct Plan {
     pub threads: usize,
     /// The network.
     pub network: Network,
+    /// What it learns.
+    pub loss: Loss,
     /// The update rule.
     pub rule: Rule,
     /// The learning rate over time.
@@ -46,6 +51,11 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// What the network learns, on a device.
+    pub fn objective<B: Kernels>(&self) -> Objective<B> {
+        Objective::new(self.loss.clone(), self.network.outputs(), !self.network.is_language())
+    }
+
     /// Micro-batches in a lane.
     pub fn micros_per_lane(&self) -> usize {
         (self.lane_samples / self.micro) as usize
@@ -81,6 +91,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let (lane_samples, micro) = batch(&config, lanes)?;
     let threads = config.run.threads.unwrap_or(facts.threads);
     let network = network(&mut config.model, facts.vocabulary)?;
+    let loss = loss(&config, &network)?;
     let schedule = schedule(&config);
     let rule = match config.optimizer.kind {
         OptimizerKind::Adamw => {
@@ -100,7 +111,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     config.batch.micro = Some(micro);
     config.run.threads = Some(threads);
     config.schedule.decay = Some(schedule.decay);
-    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, network, rule, schedule })
+    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, network, loss, rule, schedule })
 }
 
 /// The number format, which the device must know.
@@ -127,7 +138,6 @@ fn check_ranges(config: &Config) -> Result<()> {
     let positive = [
         ("run.steps", run.steps),
         ("run.max_skipped", run.max_skipped),
-        ("model.layers", model.layers as u64),
         ("model.heads", model.heads as u64),
         ("model.width", model.width as u64),
         ("model.context", model.context as u64),
@@ -194,7 +204,7 @@ fn check_ranges(config: &Config) -> Result<()> {
     {
         return Err(Error::input(format!("run.name = {name:?} cannot name a directory")).hint("use letters and digits"));
     }
-    if !model.width.is_multiple_of(model.heads) {
+    if model.kind != ModelKind::Layers && !model.width.is_multiple_of(model.heads) {
         let below = (1..=model.heads).rev().find(|h| model.width.is_multiple_of(*h)).unwrap_or(1);
         return Err(Error::input(format!(
             "model.width = {} does not divide into model.heads = {} heads",
@@ -257,7 +267,8 @@ fn batch(config: &Config, lanes: usize) -> Result<(u64, u64)> {
         .hint(format!("the nearest batch that does: {nearest}")));
     }
     let lane_samples = global / lanes;
-    let fits = |micro: &u64| lane_samples.is_multiple_of(*micro) && micro * config.model.context as u64 <= MICRO_TOKENS;
+    let predictions = if config.model.kind == ModelKind::Layers { 1 } else { config.model.context as u64 };
+    let fits = |micro: &u64| lane_samples.is_multiple_of(*micro) && micro * predictions <= MICRO_TOKENS;
     let micro = config.batch.micro.unwrap_or_else(|| (1..=lane_samples).rev().find(fits).unwrap_or(1));
     if !lane_samples.is_multiple_of(micro) {
         let divisors = (1..=lane_samples).filter(|d| lane_samples.is_multiple_of(*d));
@@ -277,9 +288,24 @@ fn batch(config: &Config, lanes: usize) -> Result<(u64, u64)> {
 /// # Errors
 /// The first key that cannot be, with its value and what would do.
 pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
+    if model.kind == ModelKind::Layers {
+        return by_layers(model).map(Network::Layers);
+    }
+    if model.input.is_some() {
+        return Err(
+            Error::input("model.input is not of a language model").hint("leave it out, or set model.kind=layers")
+        );
+    }
     let vocabulary = vocabulary(model, of_data)?;
     model.vocabulary = Some(vocabulary);
-    let Model { layers, heads, width, context, dropout, .. } = *model;
+    let LayerList::Count(layers) = model.layers else {
+        return Err(Error::input("model.layers is a list, but transformers have a number of blocks")
+            .hint("set model.kind=\"layers\" for a network by layers"));
+    };
+    if layers == 0 {
+        return Err(out_of_range("model.layers", 0, "at least 1"));
+    }
+    let Model { heads, width, context, dropout, .. } = *model;
     match model.kind {
         ModelKind::Gpt => {
             let of_llama = [
@@ -344,7 +370,64 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
             };
             Ok(Network::Llama(llama))
         }
+        ModelKind::Layers => by_layers(model).map(Network::Layers),
     }
+}
+
+/// A network by layers.
+fn by_layers(model: &Model) -> Result<Layers> {
+    let (LayerList::List(layers), Some(input)) = (&model.layers, &model.input) else {
+        return Err(Error::input("model.kind = layers wants model.input and [[model.layers]]")
+            .hint("give the shape of a sample and a list of layers; see the presets mlp-mnist and cnn-mnist"));
+    };
+    if input.is_empty() || input.contains(&0) {
+        return Err(Error::input(format!("model.input = {input:?} has no elements")).hint("give the shape of a sample"));
+    }
+    Layers::new(input, layers)
+}
+
+/// What the network learns.
+fn loss(config: &Config, network: &Network) -> Result<Loss> {
+    let own = &config.loss;
+    if !(0.0..1.0).contains(&own.label_smoothing) {
+        return Err(out_of_range("loss.label_smoothing", own.label_smoothing, "at least 0 and less than 1"));
+    }
+    if !(own.huber_delta > 0.0 && own.huber_delta.is_finite()) {
+        return Err(out_of_range("loss.huber_delta", own.huber_delta, "greater than 0"));
+    }
+    let by = match own.kind {
+        LossKind::CrossEntropy => {
+            let (given, classes) = (own.class_weights.len(), network.outputs());
+            if given > 0 && given != classes {
+                return Err(Error::input(format!("loss.class_weights has {given} weights for {classes} classes"))
+                    .hint("give one for each class, or none"));
+            }
+            if let Some(weight) = own.class_weights.iter().find(|weight| !(**weight >= 0.0 && weight.is_finite())) {
+                return Err(out_of_range("loss.class_weights", weight, "0 or more"));
+            }
+            if let Network::Layers(layers) = network
+                && layers.output().len() != 1
+            {
+                let output = crate::nn::layers::shown(layers.output());
+                let message =
+                    format!("the last of model.layers gives {output}, but cross-entropy wants one axis of classes");
+                return Err(Error::input(message).hint("end with flatten and dense, or set another loss.kind"));
+            }
+            return Ok(Loss::CrossEntropy { smoothing: own.label_smoothing, weights: own.class_weights.clone() });
+        }
+        LossKind::Mse => Deviation::Squared,
+        LossKind::Mae => Deviation::Absolute,
+        LossKind::Huber => Deviation::Huber(own.huber_delta),
+        LossKind::BinaryCrossEntropy => Deviation::Binary,
+    };
+    if network.is_language() {
+        return Err(Error::input("loss.kind: language models predict tokens").hint("leave it out: cross-entropy"));
+    }
+    if own.label_smoothing != 0.0 || !own.class_weights.is_empty() {
+        return Err(Error::input("loss.label_smoothing and loss.class_weights are for cross-entropy")
+            .hint("leave them out, or set loss.kind=cross-entropy"));
+    }
+    Ok(Loss::Deviation(by))
 }
 
 /// Token ids, which must be enough for the data.

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::Tokenizer;
 use super::h5::RowReader;
-use super::shard::{Content, Ids, Shard, first_invalid};
+use super::shard::{Content, Field, Shard, first_invalid};
 use crate::error::{Error, Result};
 
 /// Shards kept open at a time: well below the usual limit of 1024 files.
@@ -34,6 +34,65 @@ pub struct DataSpec {
     pub targets: String,
     /// The number of ids, for files that do not tell; may also pad the files' own number.
     pub vocabulary: Option<usize>,
+    /// What a sample is to be made of.
+    pub wants: Wants,
+}
+
+/// What a network wants of a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wants {
+    /// Token ids and the ids that follow them.
+    Text,
+    /// A row of inputs and a target.
+    Rows {
+        /// Elements of the inputs.
+        input: usize,
+        /// Ids that there are, if inputs are ids rather than numbers.
+        ids: Option<usize>,
+        /// The target.
+        target: Target,
+    },
+}
+
+/// The target of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// One of so many classes.
+    Class(usize),
+    /// So many numbers.
+    Values(usize),
+}
+
+/// Elements of a sample's parts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// Ids of the input.
+    pub ids: usize,
+    /// Numbers of the input.
+    pub features: usize,
+    /// Classes to predict.
+    pub classes: usize,
+    /// Numbers to predict.
+    pub values: usize,
+}
+
+/// Where a sample goes: each part has the length that [`Dataset::sizes`] tells.
+pub struct SampleMut<'a> {
+    /// Ids of the input.
+    pub ids: &'a mut [u32],
+    /// Numbers of the input.
+    pub features: &'a mut [f32],
+    /// Classes to predict.
+    pub classes: &'a mut [u32],
+    /// Numbers to predict.
+    pub values: &'a mut [f32],
+}
+
+impl<'a> SampleMut<'a> {
+    /// Of text: ids and the ids that follow them.
+    pub fn text(ids: &'a mut [u32], classes: &'a mut [u32]) -> Self {
+        Self { ids, features: &mut [], classes, values: &mut [] }
+    }
 }
 
 impl DataSpec {
@@ -47,6 +106,7 @@ impl DataSpec {
             inputs: "/inputs".to_owned(),
             targets: "/targets".to_owned(),
             vocabulary: None,
+            wants: Wants::Text,
         }
     }
 
@@ -134,7 +194,7 @@ impl fmt::Display for Split {
     }
 }
 
-/// The samples of one split, for language models: `context` input ids and as many targets.
+/// The samples of one split: rows with their targets, or, for language models, `context` input ids and as many targets.
 ///
 /// A token stream is cut into windows of `context + 1` ids at stride `context`, so that each
 /// token is a target at most once. Windows never cross shards; what is left at a shard's end is
@@ -144,6 +204,8 @@ pub struct Dataset {
     /// The number of the first sample of each shard, and of all samples at the end.
     first_sample: Vec<u64>,
     context: usize,
+    wants: Wants,
+    /// Ids are below this: of text, or of rows of ids.
     vocabulary: usize,
     open: OpenShards,
     /// One window of a token stream: inputs and targets overlap.
@@ -165,9 +227,13 @@ impl Dataset {
             samples += shard.samples(context)?;
             first_sample.push(samples);
         }
-        let vocabulary = shards[0].vocabulary(spec.vocabulary)?;
+        let vocabulary = match spec.wants {
+            Wants::Text => shards[0].vocabulary(spec.vocabulary)?,
+            Wants::Rows { ids, .. } => ids.unwrap_or(0),
+        };
         let open = OpenShards::new(&shards, MAX_OPEN);
-        Ok(Self { shards, first_sample, context, vocabulary, open, window: vec![0; context + 1] })
+        let window = vec![0; context + 1];
+        Ok(Self { shards, first_sample, context, wants: spec.wants, vocabulary, open, window })
     }
 
     /// How many samples there are; at least one.
@@ -180,12 +246,27 @@ impl Dataset {
         self.vocabulary
     }
 
-    /// The length of a sample's inputs, and of its targets.
+    /// Predictions of a sample; of text, its ids.
     pub fn context(&self) -> usize {
         self.context
     }
 
-    /// How many input ids the shards hold, those outside any whole window included.
+    /// Elements of a sample's parts.
+    pub fn sizes(&self) -> Sizes {
+        match self.wants {
+            Wants::Text => Sizes { ids: self.context, features: 0, classes: self.context, values: 0 },
+            Wants::Rows { input, ids, target } => {
+                let (ids, features) = if ids.is_some() { (input, 0) } else { (0, input) };
+                let (classes, values) = match target {
+                    Target::Class(_) => (1, 0),
+                    Target::Values(width) => (0, width),
+                };
+                Sizes { ids, features, classes, values }
+            }
+        }
+    }
+
+    /// How many elements of inputs the shards hold; of text, those outside any whole window included.
     pub fn tokens(&self) -> u64 {
         self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum()
     }
@@ -195,16 +276,17 @@ impl Dataset {
         self.shards[0].header.tokenizer.as_ref()
     }
 
-    /// Overwrites `inputs` and `targets`, `context` elements each, with sample number `sample`.
-    pub fn read(&mut self, sample: u64, inputs: &mut [u32], targets: &mut [u32]) -> Result<()> {
-        if sample >= self.samples() || inputs.len() != self.context || targets.len() != self.context {
-            return Err(Error::internal(format!(
-                "sample {sample} of {} asked for, into {} inputs and {} targets of context {}",
-                self.samples(),
-                inputs.len(),
-                targets.len(),
-                self.context
-            )));
+    /// Overwrites `into` with sample number `sample`.
+    ///
+    /// # Errors
+    /// The file system refused, an id or a class is out of its range, or a number is none.
+    pub fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        let sizes = self.sizes();
+        let SampleMut { ids, features, classes, values } = into;
+        let lens = Sizes { ids: ids.len(), features: features.len(), classes: classes.len(), values: values.len() };
+        if sample >= self.samples() || lens != sizes {
+            let all = self.samples();
+            return Err(Error::internal(format!("sample {sample} of {all} of {sizes:?} asked for, into {lens:?}")));
         }
         let index = self.first_sample.partition_point(|&first| first <= sample) - 1;
         let shard = &self.shards[index];
@@ -214,12 +296,26 @@ impl Dataset {
             Content::Tokens(tokens) => {
                 let start = row * self.context as u64;
                 read_checked(shard, tokens, &mut readers[0], start, &mut self.window, self.vocabulary)?;
-                inputs.copy_from_slice(&self.window[..self.context]);
-                targets.copy_from_slice(&self.window[1..]);
+                ids.copy_from_slice(&self.window[..self.context]);
+                classes.copy_from_slice(&self.window[1..]);
             }
             Content::Samples { inputs: input_ids, targets: target_ids } => {
-                read_checked(shard, input_ids, &mut readers[0], row, inputs, self.vocabulary)?;
-                read_checked(shard, target_ids, &mut readers[1], row, targets, self.vocabulary)?;
+                read_checked(shard, input_ids, &mut readers[0], row, ids, self.vocabulary)?;
+                read_checked(shard, target_ids, &mut readers[1], row, classes, self.vocabulary)?;
+            }
+            Content::Rows { inputs, targets, standard } => {
+                if self.vocabulary > 0 {
+                    read_checked(shard, inputs, &mut readers[0], row, ids, self.vocabulary)?;
+                } else {
+                    read_numbers(shard, inputs, &mut readers[0], row, features)?;
+                    standard.iter().for_each(|standard| standard.apply(features));
+                }
+                match self.wants {
+                    Wants::Rows { target: Target::Class(all), .. } => {
+                        read_class(shard, targets, &mut readers[1], row, classes, all)?;
+                    }
+                    _ => read_numbers(shard, targets, &mut readers[1], row, values)?,
+                }
             }
         }
         Ok(())
@@ -229,7 +325,7 @@ impl Dataset {
 /// Reads rows from `first` on and refuses ids outside the vocabulary.
 fn read_checked(
     shard: &Shard,
-    ids: &Ids,
+    ids: &Field,
     reader: &mut RowReader,
     first: u64,
     out: &mut [u32],
@@ -242,6 +338,43 @@ fn read_checked(
             let (element, id) = (ids.element(first as usize * ids.row_len() + at), out[at] as i32);
             Err(Error::input(format!("{element} is token id {id}, outside the vocabulary of {vocabulary}"))
                 .hint("import the text again, or set model.vocabulary to the true number of ids")
+                .at(shard.path.display()))
+        }
+    }
+}
+
+/// Reads a row's class and refuses one that is not among `all`.
+fn read_class(
+    shard: &Shard,
+    field: &Field,
+    reader: &mut RowReader,
+    row: u64,
+    out: &mut [u32],
+    all: usize,
+) -> Result<()> {
+    reader.read(row, out).map_err(|e| shard.unreadable(field, &e))?;
+    match first_invalid(out, all) {
+        None => Ok(()),
+        Some(_) => Err(Error::input(format!(
+            "{} is class {}, but the network knows 0 to {}",
+            field.element(row as usize),
+            out[0] as i32,
+            all - 1
+        ))
+        .hint("give the last of model.layers more units, or mend the data")
+        .at(shard.path.display())),
+    }
+}
+
+/// Reads a row of numbers and refuses what is none.
+fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
+    reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, &e))?;
+    match out.iter().position(|x| !x.is_finite()) {
+        None => Ok(()),
+        Some(at) => {
+            let element = field.element(row as usize * field.row_len() + at);
+            Err(Error::input(format!("{element} is {}", out[at]))
+                .hint("mend the data: every input and target must be a finite number")
                 .at(shard.path.display()))
         }
     }
@@ -321,7 +454,7 @@ mod tests {
         dataset.open = OpenShards::new(&dataset.shards, 2);
         let (mut inputs, mut targets) = ([9], [9]);
         for sample in [0, 7, 2, 1, 5, 6] {
-            dataset.read(sample, &mut inputs, &mut targets).unwrap();
+            dataset.read(sample, SampleMut::text(&mut inputs, &mut targets)).unwrap();
             assert_eq!((inputs[0], targets[0]), ((sample / 2) as u32, (sample / 2) as u32));
             assert!(dataset.open.by_index.len() <= 2);
         }

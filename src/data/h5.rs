@@ -1,4 +1,4 @@
-//! What the HDF5 binding lacks: integer rows read straight into a buffer that the caller keeps,
+//! What the HDF5 binding lacks: rows of integers or numbers read straight into a buffer that the caller keeps,
 //! caches and buffers sized for random reads, and failures told in one line.
 
 use std::path::Path;
@@ -88,17 +88,26 @@ pub(super) fn dataset_names(group: &Group) -> hdf5::Result<Vec<String>> {
 }
 
 /// A string as HDF5 stores it.
-pub(super) fn var_len(text: &str) -> Result<VarLenUnicode> {
+pub(in crate::data) fn var_len(text: &str) -> Result<VarLenUnicode> {
     text.parse().map_err(|e| Error::input(format!("{text:?} cannot be stored in HDF5: {e}")))
 }
 
-/// Reads rows of an integer dataset: single elements if it has one dimension, else whole
-/// slices along the first one.
+/// What the elements of a dataset become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum As {
+    /// `u32`: ids, classes.
+    Ids,
+    /// `f32`
+    Numbers,
+}
+
+/// Reads rows of a dataset: single elements if it has one dimension, else whole slices along the first one.
 pub(super) struct RowReader {
     dataset: hdf5::Dataset,
     row_len: usize,
     file_space: Dataspace,
     mem_space: Dataspace,
+    kind: As,
     mem_type: Datatype,
     transfer: SmallTransfer,
     /// The selection's corner and extent; only the first element of each ever changes.
@@ -107,7 +116,7 @@ pub(super) struct RowReader {
 }
 
 impl RowReader {
-    pub(super) fn new(dataset: hdf5::Dataset) -> hdf5::Result<Self> {
+    pub(super) fn new(dataset: hdf5::Dataset, kind: As) -> hdf5::Result<Self> {
         let shape = dataset.get_shape()?;
         if shape.is_empty() {
             return Err("a scalar has no rows".into());
@@ -118,7 +127,11 @@ impl RowReader {
             mem_space: Dataspace::try_new(0)?,
             // Signed, and HDF5 clamps what does not fit: negative ids of any width arrive with
             // the top bit set and too large ones as i32::MAX. No vocabulary reaches either.
-            mem_type: Datatype::from_type::<i32>()?,
+            mem_type: match kind {
+                As::Ids => Datatype::from_type::<i32>()?,
+                As::Numbers => Datatype::from_type::<f32>()?,
+            },
+            kind,
             transfer: SmallTransfer::new()?,
             start: vec![0; shape.len()],
             count: shape.iter().map(|&n| n as u64).collect(),
@@ -128,12 +141,25 @@ impl RowReader {
 
     /// Overwrites `ids` with the rows from `first` on, as many as fill it exactly.
     pub(super) fn read(&mut self, first: u64, ids: &mut [u32]) -> hdf5::Result<()> {
-        let rows = ids.len() / self.row_len.max(1);
-        if rows * self.row_len != ids.len() {
-            return Err(format!("{} elements are no whole number of rows of {}", ids.len(), self.row_len).into());
+        self.read_as(As::Ids, first, ids)
+    }
+
+    /// As [`RowReader::read`], of a dataset whose elements become numbers.
+    pub(super) fn read_numbers(&mut self, first: u64, numbers: &mut [f32]) -> hdf5::Result<()> {
+        self.read_as(As::Numbers, first, numbers)
+    }
+
+    /// Any bit pattern is a valid `T`, which has four bytes.
+    fn read_as<T: bytemuck::Pod>(&mut self, kind: As, first: u64, out: &mut [T]) -> hdf5::Result<()> {
+        if kind != self.kind || size_of::<T>() != 4 {
+            return Err("read as something else than it was opened for".into());
         }
-        if self.mem_space.size() != ids.len() {
-            self.mem_space = Dataspace::try_new(ids.len())?;
+        let rows = out.len() / self.row_len.max(1);
+        if rows * self.row_len != out.len() {
+            return Err(format!("{} elements are no whole number of rows of {}", out.len(), self.row_len).into());
+        }
+        if self.mem_space.size() != out.len() {
+            self.mem_space = Dataspace::try_new(out.len())?;
         }
         (self.start[0], self.count[0]) = (first, rows as u64);
         hdf5::sync::sync(|| {
@@ -151,8 +177,8 @@ impl RowReader {
             };
             hdf5::h5check(selected)?;
             // SAFETY: HDF5 writes one 4-byte `mem_type` for each element of `mem_space`, which has
-            // as many as `ids`, and fails if the selection in the file is outside the dataset or of
-            // another size. Any bit pattern is a valid u32. All ids are open as long as `self`.
+            // as many as `out`, and fails if the selection in the file is outside the dataset or of
+            // another size. Any bit pattern is a valid element. All ids are open as long as `self`.
             let read = unsafe {
                 H5Dread(
                     self.dataset.id(),
@@ -160,7 +186,7 @@ impl RowReader {
                     self.mem_space.id(),
                     self.file_space.id(),
                     self.transfer.0,
-                    ids.as_mut_ptr().cast(),
+                    out.as_mut_ptr().cast(),
                 )
             };
             hdf5::h5check(read).map(|_| ())

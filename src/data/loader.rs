@@ -7,19 +7,74 @@ use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::dataset::{SampleMut, Sizes};
 use super::{Dataset, Sampler};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::error::{Error, Result};
 
 /// The samples of one micro-batch.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
     /// Where the samples stand in the run.
     pub positions: Range<u64>,
-    /// Input ids, sample after sample.
-    pub inputs: Vec<u32>,
-    /// Target ids, sample after sample.
-    pub targets: Vec<u32>,
+    /// Ids of the inputs, sample after sample.
+    pub ids: Vec<u32>,
+    /// Numbers of the inputs, sample after sample.
+    pub features: Vec<f32>,
+    /// Classes to predict, sample after sample.
+    pub classes: Vec<u32>,
+    /// Numbers to predict, sample after sample.
+    pub values: Vec<f32>,
+}
+
+impl Batch {
+    /// Empty, with room for so many samples.
+    fn with_room(sizes: Sizes, samples: usize) -> Self {
+        Self {
+            positions: 0..0,
+            ids: Vec::with_capacity(samples * sizes.ids),
+            features: Vec::with_capacity(samples * sizes.features),
+            classes: Vec::with_capacity(samples * sizes.classes),
+            values: Vec::with_capacity(samples * sizes.values),
+        }
+    }
+
+    /// Samples `numbers` of a data set, which stand at `positions`.
+    ///
+    /// # Errors
+    /// As [`Dataset::read`].
+    pub fn read(dataset: &mut Dataset, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<Self> {
+        let mut batch = Self::with_room(dataset.sizes(), positions.clone().count());
+        batch.fill(dataset, positions, numbers)?;
+        Ok(batch)
+    }
+
+    /// As [`Batch::read`], into buffers of any size.
+    fn fill(&mut self, dataset: &mut Dataset, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<()> {
+        let (sizes, samples) = (dataset.sizes(), positions.clone().count());
+        self.positions = positions;
+        self.ids.resize(samples * sizes.ids, 0);
+        self.features.resize(samples * sizes.features, 0.0);
+        self.classes.resize(samples * sizes.classes, 0);
+        self.values.resize(samples * sizes.values, 0.0);
+        for (i, number) in numbers.take(samples).enumerate() {
+            let of = |size: usize| i * size..(i + 1) * size;
+            let sample = SampleMut {
+                ids: &mut self.ids[of(sizes.ids)],
+                features: &mut self.features[of(sizes.features)],
+                classes: &mut self.classes[of(sizes.classes)],
+                values: &mut self.values[of(sizes.values)],
+            };
+            dataset.read(number, sample)?;
+        }
+        Ok(())
+    }
+
+    /// Bytes that its buffers take.
+    fn bytes(&self) -> usize {
+        let elements = [self.ids.capacity(), self.features.capacity(), self.classes.capacity(), self.values.capacity()];
+        elements.iter().sum::<usize>() * size_of::<u32>()
+    }
 }
 
 /// Hands out batches in the order asked for at the start, read in advance.
@@ -115,35 +170,20 @@ fn read_ahead(
     let mut batches = batches.peekable();
     // All that there will ever be, so that memory does not grow with the reader's luck: those ready, one being read,
     // one in use.
-    let size = batches.peek().map_or(0, |positions| positions.clone().count() * dataset.context());
-    let empty = || Batch { positions: 0..0, inputs: Vec::with_capacity(size), targets: Vec::with_capacity(size) };
+    let samples = batches.peek().map_or(0, |positions| positions.clone().count());
+    let sizes = dataset.sizes();
+    let empty = || Batch::with_room(sizes, samples);
     let mut unused: Vec<Batch> = std::iter::repeat_with(empty).take(depth + 2).collect();
-    held.store(unused.iter().map(bytes).sum(), Ordering::Relaxed);
+    held.store(unused.iter().map(Batch::bytes).sum(), Ordering::Relaxed);
     for positions in batches {
-        let batch = unused.pop().or_else(|| recycled.try_recv().ok()).unwrap_or_else(empty);
-        let batch = read_batch(&mut dataset, sampler, Batch { positions, ..batch });
+        let mut batch = unused.pop().or_else(|| recycled.try_recv().ok()).unwrap_or_else(empty);
+        let reading = span(Doing::Reading, None);
+        let numbers = positions.clone().map(|position| sampler.index(position));
+        let batch = batch.fill(&mut dataset, positions, numbers).map(|()| batch);
+        drop(reading);
         let failed = batch.is_err();
         if ready.send(batch).is_err() || failed {
             return;
         }
     }
-}
-
-/// Bytes that a batch's buffers take.
-fn bytes(batch: &Batch) -> usize {
-    (batch.inputs.capacity() + batch.targets.capacity()) * size_of::<u32>()
-}
-
-/// Fills the buffers of `batch`, whose size may be any.
-fn read_batch(dataset: &mut Dataset, sampler: Sampler, mut batch: Batch) -> Result<Batch> {
-    let _read = span(Doing::Reading, None);
-    let context = dataset.context();
-    let samples = batch.positions.clone().count();
-    batch.inputs.resize(samples * context, 0);
-    batch.targets.resize(samples * context, 0);
-    let rows = batch.inputs.chunks_exact_mut(context).zip(batch.targets.chunks_exact_mut(context));
-    for (position, (inputs, targets)) in batch.positions.clone().zip(rows) {
-        dataset.read(sampler.index(position), inputs, targets)?;
-    }
-    Ok(batch)
 }

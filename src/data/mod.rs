@@ -16,7 +16,7 @@ mod shard;
 mod tokenizer;
 pub mod verify;
 
-pub use dataset::{DataSpec, Dataset, Split};
+pub use dataset::{DataSpec, Dataset, SampleMut, Sizes, Split, Target, Wants};
 pub(crate) use h5::one_line;
 pub use loader::{Batch, Loader};
 pub use sampler::Sampler;

@@ -8,12 +8,12 @@ use hdf5::File;
 use hdf5::types::TypeDescriptor;
 
 use super::Tokenizer;
-use super::dataset::DataSpec;
+use super::dataset::{DataSpec, Target, Wants};
 use super::format::Header;
-use super::h5::{self, ChunkCache, RowReader};
+use super::h5::{self, As, ChunkCache, RowReader};
 use crate::error::{Error, Result};
 
-/// Ids are read as `i32`, see [`RowReader`]; the largest value means "too large".
+/// Field are read as `i32`, see [`RowReader`]; the largest value means "too large".
 const MAX_VOCABULARY: usize = i32::MAX as usize;
 
 /// The description of one file.
@@ -28,15 +28,68 @@ pub(super) struct Shard {
 #[derive(Debug, Clone)]
 pub(super) enum Content {
     /// A stream of ids, from which windows are cut.
-    Tokens(Ids),
+    Tokens(Field),
     /// Samples of `context` ids each, with their targets.
-    Samples { inputs: Ids, targets: Ids },
+    Samples { inputs: Field, targets: Field },
+    /// A row of inputs and a row of targets for each sample.
+    Rows {
+        inputs: Field,
+        targets: Field,
+        /// How inputs are brought to a common scale.
+        standard: Option<Standard>,
+    },
 }
 
-/// A dataset of integer ids.
+/// Mean and standard deviation of inputs, one for each place of their last axis or of a whole row.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Standard {
+    pub mean: Vec<f32>,
+    pub std: Vec<f32>,
+}
+
+/// Names of the attributes of inputs that hold a [`Standard`].
+pub(in crate::data) const MEAN: &str = "mean";
+pub(in crate::data) const STD: &str = "std";
+
+impl Standard {
+    /// That of a dataset, if it has one.
+    fn read(file: &File, name: &str, row_len: usize) -> Result<Option<Self>> {
+        let unreadable = |e| Error::input(format!("attributes {MEAN} and {STD} of {name}: {}", h5::one_line(&e)));
+        let dataset = file.dataset(name).map_err(unreadable)?;
+        let has = |attribute: &str| dataset.attr_names().map(|names| names.iter().any(|name| name == attribute));
+        if !has(MEAN).map_err(unreadable)? {
+            return Ok(None);
+        }
+        let numbers = |attribute: &str| dataset.attr(attribute)?.read_raw::<f32>();
+        let standard = Self { mean: numbers(MEAN).map_err(unreadable)?, std: numbers(STD).map_err(unreadable)? };
+        let places = standard.mean.len();
+        if places == 0 || places != standard.std.len() || !row_len.is_multiple_of(places) {
+            let stds = standard.std.len();
+            return Err(Error::input(format!("{name} has rows of {row_len}, {places} means and {stds} deviations"))
+                .hint("give one of each for every channel or column, or none"));
+        }
+        if let Some(std) = standard.std.iter().find(|std| !(**std > 0.0 && std.is_finite())) {
+            return Err(Error::input(format!("{name} has a standard deviation of {std}")).hint("import it again"));
+        }
+        Ok(Some(standard))
+    }
+
+    /// Brings rows to the scale.
+    pub(super) fn apply(&self, rows: &mut [f32]) {
+        for row in rows.chunks_exact_mut(self.mean.len()) {
+            for ((x, mean), std) in row.iter_mut().zip(&self.mean).zip(&self.std) {
+                *x = (*x - mean) / std;
+            }
+        }
+    }
+}
+
+/// A dataset.
 #[derive(Debug, Clone)]
-pub(super) struct Ids {
+pub(super) struct Field {
     pub name: String,
+    /// What its elements become.
+    pub kind: As,
     pub dtype: TypeDescriptor,
     pub shape: Vec<usize>,
     /// Decompressed bytes of a chunk; 0 if contiguous.
@@ -55,7 +108,7 @@ impl Shard {
     /// Refuses a shard that does not fit the `first` one of its data set.
     pub(super) fn check_sibling(&self, first: &Self) -> Result<()> {
         let aspects = |shard: &Self| {
-            let describe = |one: &dyn Fn(&Ids) -> String| {
+            let describe = |one: &dyn Fn(&Field) -> String| {
                 let all: Vec<String> = shard.content.datasets().into_iter().map(one).collect();
                 all.join(", ")
             };
@@ -63,6 +116,7 @@ impl Shard {
                 ("set of datasets", describe(&|ids| ids.name.clone())),
                 ("dtype", describe(&|ids| format!("{} {}", ids.name, ids.dtype))),
                 ("sample shape", describe(&|ids| format!("{} {}", ids.name, shape(&ids.shape[1..])))),
+                ("scale of inputs", format!("{:?}", shard.content.standard())),
                 ("vocabulary_size", shard.header.vocabulary_size.map_or("none".to_owned(), |size| size.to_string())),
             ]
         };
@@ -97,6 +151,10 @@ impl Shard {
                 .hint("use a smaller context or fewer, larger shards")
                 .at(at)),
                 windows => Ok(windows as u64),
+            },
+            Content::Rows { inputs, .. } => match inputs.rows() {
+                0 => Err(Error::input(format!("{} has no samples", inputs.name)).at(at)),
+                rows => Ok(rows as u64),
             },
             Content::Samples { inputs, .. } => {
                 if inputs.row_len() != context {
@@ -143,12 +201,15 @@ impl Shard {
         let datasets = self.content.datasets();
         let chunk_bytes = datasets.iter().map(|ids| ids.chunk_bytes).max().unwrap_or(0);
         let file = h5::open_file(&self.path, Some(ChunkCache { bytes: cache_bytes.max(chunk_bytes), chunk_bytes }))?;
-        let open = |ids: &&Ids| file.dataset(&ids.name).and_then(RowReader::new).map_err(|e| self.unreadable(ids, &e));
+        let open = |field: &&Field| {
+            let reader = file.dataset(&field.name).and_then(|dataset| RowReader::new(dataset, field.kind));
+            reader.map_err(|e| self.unreadable(field, &e))
+        };
         datasets.iter().map(open).collect()
     }
 
     /// A read of `ids` failed although the file once was in order.
-    pub(super) fn unreadable(&self, ids: &Ids, error: &hdf5::Error) -> Error {
+    pub(super) fn unreadable(&self, ids: &Field, error: &hdf5::Error) -> Error {
         let place = PathBuf::from(format!("{}:{}", self.path.display(), ids.name));
         Error::io("read", &place, h5::one_line(error))
             .hint("check it with `hpctrain data verify`; import or copy it again if it is damaged")
@@ -158,8 +219,11 @@ impl Shard {
 impl Content {
     /// Tokens if there are any, else samples.
     fn find(file: &File, spec: &DataSpec) -> Result<Self> {
+        if let Wants::Rows { input, ids, target } = spec.wants {
+            return Self::rows(file, spec, input, ids, target);
+        }
         if file.link_exists(&spec.tokens) {
-            return Ok(Self::Tokens(Ids::describe(file, &spec.tokens, 1)?));
+            return Ok(Self::Tokens(Field::ids(file, &spec.tokens, 1)?));
         }
         if !file.link_exists(&spec.inputs) && !file.link_exists(&spec.targets) {
             let message = format!("has neither {} nor {} and {}", spec.tokens, spec.inputs, spec.targets);
@@ -170,8 +234,8 @@ impl Content {
                 return Err(lacking(file, format!("has no dataset {name}")));
             }
         }
-        let inputs = Ids::describe(file, &spec.inputs, 2)?;
-        let targets = Ids::describe(file, &spec.targets, 2)?;
+        let inputs = Field::ids(file, &spec.inputs, 2)?;
+        let targets = Field::ids(file, &spec.targets, 2)?;
         if inputs.shape != targets.shape {
             let (a, b) = (shape(&inputs.shape), shape(&targets.shape));
             return Err(Error::input(format!("{} is {a}, but {} is {b}", inputs.name, targets.name))
@@ -180,10 +244,57 @@ impl Content {
         Ok(Self::Samples { inputs, targets })
     }
 
-    pub(super) fn datasets(&self) -> Vec<&Ids> {
+    /// The scale of the inputs, if there is one.
+    fn standard(&self) -> Option<&Standard> {
+        match self {
+            Self::Rows { standard, .. } => standard.as_ref(),
+            _ => None,
+        }
+    }
+
+    /// Rows of `input` elements, and targets.
+    fn rows(file: &File, spec: &DataSpec, input: usize, ids: Option<usize>, target: Target) -> Result<Self> {
+        for name in [&spec.inputs, &spec.targets] {
+            if !file.link_exists(name) {
+                return Err(lacking(file, format!("has no dataset {name}")));
+            }
+        }
+        let kind = if ids.is_some() { As::Ids } else { As::Numbers };
+        let inputs = Field::describe(file, &spec.inputs, kind)?;
+        if inputs.row_len() != input {
+            let message = format!("{} has rows of {}", inputs.name, shape(&inputs.shape[1..]));
+            return Err(Error::input(format!("{message}, but model.input has {input} elements"))
+                .hint("set model.input to the shape of a row"));
+        }
+        let targets = match target {
+            Target::Class(_) => Field::describe(file, &spec.targets, As::Ids)?,
+            Target::Values(_) => Field::describe(file, &spec.targets, As::Numbers)?,
+        };
+        let width = match target {
+            Target::Class(_) => 1,
+            Target::Values(width) => width,
+        };
+        if targets.row_len() != width {
+            let message = format!("{} has rows of {}", targets.name, targets.row_len());
+            return Err(Error::input(format!("{message}, but the network predicts {width} of each sample"))
+                .hint("the last of model.layers must give as many, and loss.kind must fit the targets"));
+        }
+        if inputs.rows() != targets.rows() {
+            let (a, b) = (inputs.rows(), targets.rows());
+            return Err(Error::input(format!("{} has {a} rows, but {} has {b}", inputs.name, targets.name))
+                .hint("each row of inputs needs a row of targets"));
+        }
+        let standard = match kind {
+            As::Numbers => Standard::read(file, &spec.inputs, input)?,
+            As::Ids => None,
+        };
+        Ok(Self::Rows { inputs, targets, standard })
+    }
+
+    pub(super) fn datasets(&self) -> Vec<&Field> {
         match self {
             Self::Tokens(tokens) => vec![tokens],
-            Self::Samples { inputs, targets } => vec![inputs, targets],
+            Self::Samples { inputs, targets } | Self::Rows { inputs, targets, .. } => vec![inputs, targets],
         }
     }
 }
@@ -195,24 +306,41 @@ fn lacking(file: &File, message: String) -> Error {
         .hint(format!("the file holds {existing}; name its datasets in data.tokens, or data.inputs and data.targets"))
 }
 
-impl Ids {
-    fn describe(file: &File, name: &str, rank: usize) -> Result<Self> {
+impl Field {
+    /// A dataset of token ids in so many dimensions.
+    fn ids(file: &File, name: &str, rank: usize) -> Result<Self> {
+        let field = Self::describe(file, name, As::Ids)?;
+        if field.shape.len() != rank {
+            let want = if rank == 1 { "one dimension" } else { "two dimensions, samples x context" };
+            return Err(Error::input(format!("{name} has shape {}, but {want} is expected", shape(&field.shape)))
+                .hint("name another dataset, or store the ids in that shape"));
+        }
+        Ok(field)
+    }
+
+    fn describe(file: &File, name: &str, kind: As) -> Result<Self> {
         let unreadable = |e| Error::input(format!("{name} cannot be opened as a dataset: {}", h5::one_line(&e)));
         let dataset = file.dataset(name).map_err(unreadable)?;
         let dtype = dataset.dtype().and_then(|dtype| dtype.to_descriptor()).map_err(unreadable)?;
-        if !matches!(dtype, TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_)) {
-            return Err(Error::input(format!("{name} is of type {dtype}, but token ids are integers"))
-                .hint("store the ids as an integer dataset of any width"));
+        let is_integer = matches!(dtype, TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_));
+        match kind {
+            As::Ids if !is_integer => {
+                return Err(Error::input(format!("{name} is of type {dtype}, but ids and classes are integers"))
+                    .hint("store them as an integer dataset of any width"));
+            }
+            As::Numbers if !is_integer && !matches!(dtype, TypeDescriptor::Float(_)) => {
+                return Err(Error::input(format!("{name} is of type {dtype}, but numbers are expected"))
+                    .hint("store it as a dataset of floating-point numbers or integers"));
+            }
+            _ => {}
         }
         let dims = dataset.get_shape().map_err(unreadable)?;
-        if dims.len() != rank {
-            let want = if rank == 1 { "one dimension" } else { "two dimensions, samples x context" };
-            return Err(Error::input(format!("{name} has shape {}, but {want} is expected", shape(&dims)))
-                .hint("name another dataset, or store the ids in that shape"));
+        if dims.is_empty() {
+            return Err(Error::input(format!("{name} is a scalar")).hint("store one row for each sample"));
         }
         let chunk_elements: usize = dataset.chunk().map_or(0, |chunk| chunk.iter().product());
         let chunk_bytes = chunk_elements * dtype.size();
-        Ok(Self { name: name.to_owned(), dtype, shape: dims, chunk_bytes })
+        Ok(Self { name: name.to_owned(), kind, dtype, shape: dims, chunk_bytes })
     }
 
     /// Elements, or rows of elements if there are two dimensions.
@@ -220,7 +348,7 @@ impl Ids {
         self.shape[0]
     }
 
-    /// Ids in a row.
+    /// Field in a row.
     pub(super) fn row_len(&self) -> usize {
         self.shape[1..].iter().product()
     }
@@ -270,7 +398,7 @@ mod tests {
     #[test]
     fn elements_are_named_by_row_and_column() {
         let dtype = TypeDescriptor::Unsigned(hdf5::types::IntSize::U1);
-        let ids = |shape| Ids { name: "/x".into(), dtype: dtype.clone(), shape, chunk_bytes: 0 };
+        let ids = |shape| Field { name: "/x".into(), kind: As::Ids, dtype: dtype.clone(), shape, chunk_bytes: 0 };
         assert_eq!(ids(vec![100]).element(42), "/x[42]");
         assert_eq!(ids(vec![10, 8]).element(42), "/x[5, 2]");
     }

@@ -6,11 +6,11 @@ use std::path::Path;
 use super::format::{Checksums, checksum};
 use super::h5;
 use super::inspect::h5_files;
-use super::shard::{Content, Ids, Shard, first_invalid};
+use super::shard::{Content, Field, Shard, first_invalid};
 use super::{DataSpec, Split};
 use crate::error::{Error, Result};
 
-/// Ids read at a time where no checksum gives the block.
+/// Field read at a time where no checksum gives the block.
 const BLOCK: usize = 1 << 16;
 /// Stored chunks of a few MiB are decompressed once even if blocks straddle them.
 const CACHE_BYTES: usize = 32 << 20;
@@ -20,7 +20,7 @@ const CACHE_BYTES: usize = 32 << 20;
 pub struct Report {
     /// Files read.
     pub files: usize,
-    /// Ids read, inputs and targets counted apart.
+    /// Field read, inputs and targets counted apart.
     pub ids: u64,
     /// Blocks whose checksum was compared.
     pub checksums: u64,
@@ -127,7 +127,7 @@ impl Check {
     fn dataset(
         &mut self,
         shard: &Shard,
-        ids: &Ids,
+        ids: &Field,
         reader: &mut h5::RowReader,
         checksums: Option<&Checksums>,
         vocabulary: usize,

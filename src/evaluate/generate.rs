@@ -33,10 +33,8 @@ pub fn generate<B: Kernels>(
     let mut tokens = prompt.to_vec();
     for index in 0..sampling.tokens {
         let window = &tokens[tokens.len().saturating_sub(context)..];
-        let ids = engine.backend.upload_ints(window)?;
-        let targets = engine.backend.upload_ints(&[])?;
-        let micro = Micro { tokens: ids, targets, sequences: 1, time: window.len(), first: 0 };
-        let logits = engine.logits(&micro)?;
+        let micro = Micro::of_text(&engine.backend, window, &[], window.len(), 0)?;
+        let logits = engine.output(&micro)?;
         let classes = B::len(&logits) / window.len();
         let mut last = vec![0.0; classes];
         let end = B::len(&logits);

@@ -10,13 +10,35 @@ pub use generate::{Sampling, generate};
 pub use queue::Policy;
 pub use sidecar::{Request, watch};
 
+use std::collections::BTreeMap;
+use std::fmt;
+
 use crate::backend::Kernels;
 use crate::comm::Group;
-use crate::data::Dataset;
+use crate::data::{Batch, Dataset};
 use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::parallel::tree_sum;
-use crate::train::Engine;
+use crate::train::{Engine, feed};
+
+/// What an evaluation has measured.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Measures {
+    /// Mean loss a prediction.
+    pub loss: f64,
+    /// Metrics by name; none of language models, which are judged by the loss.
+    pub metrics: BTreeMap<String, f64>,
+}
+
+impl fmt::Display for Measures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "validation loss {:.4}", self.loss)?;
+        if self.metrics.is_empty() {
+            return write!(f, ", perplexity {:.2}", self.loss.exp());
+        }
+        self.metrics.iter().try_for_each(|(name, value)| write!(f, ", {name} {value:.4}"))
+    }
+}
 
 /// A fixed set of validation samples, cut into fixed chunks.
 pub struct Evaluator {
@@ -37,21 +59,22 @@ impl Evaluator {
         self.samples
     }
 
-    /// Mean loss a prediction over the set. Collective over `data`: chunks go round the ranks, each is computed
+    /// Mean loss a prediction over the set, and metrics. Collective over `data`: chunks go round the ranks, each is computed
     /// whole by one of them, and all sums are added in chunk order. None if any rank was `interrupted` before the end.
     ///
     /// # Errors
     /// Of the data, the device, or a message between ranks.
-    pub fn loss<B: Kernels>(
+    pub fn measure<B: Kernels>(
         &mut self,
         engine: &mut Engine<B>,
         data: &Group<B>,
         interrupted: impl Fn() -> bool,
-    ) -> Result<Option<f64>> {
+    ) -> Result<Option<Measures>> {
         // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation afterwards.
         engine.backend.trim();
         let chunks = self.samples.div_ceil(self.chunk);
         let ranks = data.size() as u64;
+        let metrics = engine.objective.metrics().to_vec();
         let mut sums = Vec::new();
         for round in 0..chunks.div_ceil(ranks) {
             let told = data.gather_bytes(vec![u8::from(interrupted())]).wait()?;
@@ -63,35 +86,38 @@ impl Evaluator {
             // computes beyond the last chunk does not count.
             let chunk = round * ranks + data.rank() as u64;
             let micro = self.micro(&engine.backend, chunk.min(chunks - 1))?;
-            let sum = engine.loss(&micro)?;
+            let of_chunk = engine.measure(&micro)?;
             if chunk < chunks {
-                sums.push(sum);
+                sums.extend(of_chunk);
             }
         }
         engine.backend.trim();
         let message = sums.iter().flat_map(|sum: &f64| sum.to_le_bytes()).collect();
         let everyone = data.gather_bytes(message).wait()?;
-        let mut all = vec![0.0; chunks as usize];
+        // By loss and metrics, every chunk's sum.
+        let width = 1 + metrics.len();
+        let mut all = vec![vec![0.0; chunks as usize]; width];
         for (rank, message) in everyone.iter().enumerate() {
-            for (round, bytes) in message.as_chunks().0.iter().enumerate() {
+            for (round, of_chunk) in message.as_chunks::<8>().0.chunks_exact(width).enumerate() {
                 let chunk = round * data.size() + rank;
-                *all.get_mut(chunk).ok_or_else(|| Error::comm("a rank evaluated chunks that do not exist"))? =
-                    f64::from_le_bytes(*bytes);
+                for (sums, bytes) in all.iter_mut().zip(of_chunk) {
+                    *sums.get_mut(chunk).ok_or_else(|| Error::comm("a rank evaluated chunks that do not exist"))? =
+                        f64::from_le_bytes(*bytes);
+                }
             }
         }
-        Ok(Some(tree_sum(&all) / (self.samples * self.dataset.context() as u64) as f64))
+        let mean = |sums: &Vec<f64>| tree_sum(sums) / (self.samples * self.dataset.context() as u64) as f64;
+        let named = metrics.iter().zip(&all[1..]);
+        Ok(Some(Measures {
+            loss: mean(&all[0]),
+            metrics: named.map(|(metric, sums)| (metric.name().into(), metric.of_mean(mean(sums)))).collect(),
+        }))
     }
 
     fn micro<B: Kernels>(&mut self, backend: &B, chunk: u64) -> Result<Micro<B>> {
-        let time = self.dataset.context();
         let first = chunk * self.chunk;
         let last = (first + self.chunk).min(self.samples);
-        let sequences = (last - first) as usize;
-        let (mut inputs, mut targets) = (vec![0; sequences * time], vec![0; sequences * time]);
-        for (i, (inputs, targets)) in inputs.chunks_mut(time).zip(targets.chunks_mut(time)).enumerate() {
-            self.dataset.read(first + i as u64, inputs, targets)?;
-        }
-        let (tokens, targets) = (backend.upload_ints(&inputs)?, backend.upload_ints(&targets)?);
-        Ok(Micro { tokens, targets, sequences, time, first })
+        let batch = Batch::read(&mut self.dataset, first..last, first..last)?;
+        feed::micro(backend, &batch, self.dataset.context(), 0)
     }
 }

@@ -44,7 +44,7 @@ pub fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Eng
     let blocks = plan.network.blocks();
     let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, None)?;
     let geometry = Geometry { lanes: 1, micros_per_lane: 1, predictions: 1, recompute: false, seed: 0 };
-    Ok(Engine { backend, blocks, sharded, geometry })
+    Ok(Engine { backend, blocks, objective: plan.objective(), sharded, geometry })
 }
 
 /// Replaces the parameters by those of a checkpoint.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::queue::{Claim, Policy, Queue};
-use super::{Evaluator, model};
+use super::{Evaluator, Measures, model};
 use crate::activity::Track;
 use crate::backend::Kernels;
 use crate::checkpoint::{Checkpoints, Reader, name_of};
@@ -286,9 +286,9 @@ impl<B: Kernels> Sidecar<'_, B> {
     /// Evaluates one checkpoint and records it. Returns the ending if this rank or another is asked to end.
     fn evaluate(&mut self, step: u64, id: &str, retries: usize) -> Result<Option<Ending>> {
         let begun = Instant::now();
-        let outcome = match self.loss(step, id)? {
+        let outcome = match self.measure(step, id)? {
             Ok(None) => return Ok(Some(preempted())),
-            Ok(Some(loss)) => Ok(loss),
+            Ok(Some(measures)) => Ok(measures),
             Err(e) => Err(e),
         };
         let failed = outcome.is_err();
@@ -313,7 +313,7 @@ impl<B: Kernels> Sidecar<'_, B> {
     ///
     /// # Errors
     /// What is wrong with something else: settings, data, the job.
-    fn loss(&mut self, step: u64, id: &str) -> Result<Result<Option<f64>>> {
+    fn measure(&mut self, step: u64, id: &str) -> Result<Result<Option<Measures>>> {
         let world = self.comm.world();
         let mut reader = match world.agree(self.checkpoints.open(step).and_then(|reader| is_save(reader, id))) {
             Ok(reader) => reader,
@@ -325,9 +325,9 @@ impl<B: Kernels> Sidecar<'_, B> {
         if let Err(e) = world.agree(check_and_load(&world, &mut reader, &mut loaded.engine)) {
             return Ok(Err(e));
         }
-        let loss = loaded.evaluator.loss(&mut loaded.engine, &world, || self.is_interrupted())?;
+        let measured = loaded.evaluator.measure(&mut loaded.engine, &world, || self.is_interrupted())?;
         self.loaded = Some(loaded);
-        Ok(Ok(loss))
+        Ok(Ok(measured))
     }
 
     /// Makes the network of a configuration, unless it is the one in memory.
@@ -349,7 +349,7 @@ impl<B: Kernels> Sidecar<'_, B> {
     }
 
     /// Writes down how an evaluation ended. On rank 0.
-    fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<f64>, begun: Instant) -> Result<()> {
+    fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<Measures>, begun: Instant) -> Result<()> {
         if evaluations::is_settled(&evaluations::read(&self.evaluations), id) {
             // This process stood still for so long that another took its claim.
             log::warn!("step {step}: evaluated by another evaluator meanwhile");
@@ -360,17 +360,14 @@ impl<B: Kernels> Sidecar<'_, B> {
             id: Some(id.into()),
             ..outcome.as_ref().map_or_else(
                 |_| Evaluation { step, time: unix_time(), ..Evaluation::default() },
-                |loss| Evaluation::done(step, *loss),
+                |found| Evaluation::done(step, found.loss, found.metrics.clone()),
             )
         };
         match outcome {
-            Ok(loss) => {
+            Ok(measures) => {
                 evaluations::append(&self.evaluations, &of)?;
                 let seconds = begun.elapsed().as_secs_f64();
-                let perplexity = loss.exp();
-                say(format_args!(
-                    "evaluator: step {step:>6}  validation loss {loss:.4}, perplexity {perplexity:.2}  ({seconds:.1} s)"
-                ));
+                say(format_args!("evaluator: step {step:>6}  {measures}  ({seconds:.1} s)"));
                 let all = evaluations::read(&self.evaluations);
                 self.checkpoints.point_to_best(&all)?;
                 let eval = self.loaded.as_ref().map(|loaded| &loaded.plan.config.eval);

@@ -65,7 +65,7 @@ impl<B: Kernels> Block<B> for Embedding {
         let [words, places] = split::<B, 2>(params.own, self.lens());
         let (places, _) = B::cut(places, self.used(cx));
         let mut y = cx.backend.alloc(Memory::Activations, cx.micro.rows() * self.width())?;
-        cx.backend.embedding(&cx.micro.tokens, words, places, B::all_mut(&mut y))?;
+        cx.backend.embedding(&cx.micro.ids, words, places, B::all_mut(&mut y))?;
         self.dropout.apply(cx, 0, B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
@@ -82,7 +82,7 @@ impl<B: Kernels> Block<B> for Embedding {
         self.dropout.apply(cx, 0, B::all_mut(&mut dy))?;
         let [dwords, dplaces] = split_mut::<B, 2>(grads.own, self.lens());
         let (dplaces, _) = B::cut_mut(dplaces, self.used(cx));
-        cx.backend.embedding_backward(&cx.micro.tokens, B::all(&dy), dwords, dplaces)?;
+        cx.backend.embedding_backward(&cx.micro.ids, B::all(&dy), dwords, dplaces)?;
         cx.backend.alloc(Memory::Activations, 0)
     }
 }

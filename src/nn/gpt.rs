@@ -94,7 +94,7 @@ impl Transformer {
             norm: Norm { rows, width: d, epsilon: EPSILON, centred: true },
             qkv: Linear { rows, inputs: d, outputs: 3 * d },
             attention: Attention {
-                batch: cx.micro.sequences,
+                batch: cx.micro.samples,
                 time: cx.micro.time,
                 heads,
                 kv_heads: heads,

@@ -102,7 +102,7 @@ impl<B: Backend> Decoder<B> {
 
     fn shapes(&self, cx: &Context<'_, B>) -> Shapes {
         let Llama { heads, kv_heads, width: d, hidden: f, epsilon, .. } = self.llama;
-        let (rows, batch, time, head_width) = (cx.micro.rows(), cx.micro.sequences, cx.micro.time, d / heads);
+        let (rows, batch, time, head_width) = (cx.micro.rows(), cx.micro.samples, cx.micro.time, d / heads);
         let packed = self.packed();
         Shapes {
             norm: Norm { rows, width: d, epsilon, centred: false },

@@ -1,40 +1,158 @@
-//! Losses: the end of the forward and the seed of the backward.
+//! Losses: the end of the forward and the seed of the backward. And what else is measured of a network's output.
+
+use std::sync::OnceLock;
 
 use super::Micro;
-use crate::backend::{CrossEntropy, Kernels, Memory};
-use crate::error::Result;
+use crate::backend::{Backend, CrossEntropy, Deviation, Kernels, Memory, Regression};
+use crate::error::{Error, Result};
 
-/// Σ over rows of the cross-entropy between `logits` (rows × classes) and the micro-batch's targets.
-///
-/// # Errors
-/// The device failed.
-pub fn cross_entropy<B: Kernels>(backend: &B, micro: &Micro<B>, logits: &mut B::Buf) -> Result<B::Scalar> {
-    run(backend, micro, logits, 0.0, false)
+/// What a network learns to make small; the mean over all predictions.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Loss {
+    /// Of logits and classes.
+    CrossEntropy {
+        /// Part of the target that is spread evenly over all classes.
+        smoothing: f32,
+        /// A factor for each class, or none. The mean is over predictions, not over weights.
+        weights: Vec<f32>,
+    },
+    /// Of numbers and numbers.
+    Deviation(Deviation),
 }
 
-/// As [`cross_entropy`]; replaces the logits by their gradient times `scale`.
-///
-/// # Errors
-/// The device failed.
-pub fn cross_entropy_with_gradient<B: Kernels>(
-    backend: &B,
-    micro: &Micro<B>,
-    logits: &mut B::Buf,
-    scale: f32,
-) -> Result<B::Scalar> {
-    run(backend, micro, logits, scale, true)
+impl Loss {
+    /// Plain cross-entropy.
+    pub fn cross_entropy() -> Self {
+        Loss::CrossEntropy { smoothing: 0.0, weights: vec![] }
+    }
 }
 
-fn run<B: Kernels>(
-    backend: &B,
-    micro: &Micro<B>,
-    logits: &mut B::Buf,
-    scale: f32,
-    gradient: bool,
-) -> Result<B::Scalar> {
-    let rows = micro.rows();
-    let mut losses = backend.alloc_f32(Memory::Activations, rows)?;
-    let shape = CrossEntropy { rows, classes: B::len(logits) / rows.max(1), scale, gradient };
-    backend.cross_entropy(shape, B::all_mut(logits), &micro.targets, B::all_mut(&mut losses))?;
-    backend.sum(B::all(&losses))
+/// A number that is measured beside the loss.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Metric {
+    /// Part of the predictions whose likeliest class is the target.
+    Accuracy,
+    /// Part of the predictions whose target is among the five likeliest classes.
+    Top5,
+    /// Mean of absolute deviations.
+    MeanAbsolute,
+    /// Root of the mean of squared deviations.
+    RootMeanSquare,
+}
+
+impl Metric {
+    /// Its name in records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Metric::Accuracy => "accuracy",
+            Metric::Top5 => "top5_accuracy",
+            Metric::MeanAbsolute => "mae",
+            Metric::RootMeanSquare => "rmse",
+        }
+    }
+
+    /// From the mean of what [`Objective::measure`] sums.
+    pub fn of_mean(self, mean: f64) -> f64 {
+        if self == Metric::RootMeanSquare { mean.sqrt() } else { mean }
+    }
+}
+
+/// A loss on a device, and metrics.
+pub struct Objective<B: Backend> {
+    loss: Loss,
+    metrics: Vec<Metric>,
+    /// Weights of classes, on the device from their first use on.
+    weights: OnceLock<B::Buf>,
+}
+
+impl<B: Kernels> Objective<B> {
+    /// A loss of outputs of `width` elements; with `metrics`, all that go with it.
+    pub fn new(loss: Loss, width: usize, metrics: bool) -> Self {
+        let all = match loss {
+            Loss::CrossEntropy { .. } if width > 5 => vec![Metric::Accuracy, Metric::Top5],
+            Loss::CrossEntropy { .. } => vec![Metric::Accuracy],
+            Loss::Deviation(Deviation::Binary) => vec![],
+            Loss::Deviation(_) => vec![Metric::MeanAbsolute, Metric::RootMeanSquare],
+        };
+        Self { loss, metrics: if metrics { all } else { vec![] }, weights: OnceLock::new() }
+    }
+
+    /// What is measured beside the loss.
+    pub fn metrics(&self) -> &[Metric] {
+        &self.metrics
+    }
+
+    /// Σ of the losses of a micro-batch's predictions; replaces `output` (rows × width) by its gradient times `scale`.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn train(&self, backend: &B, micro: &Micro<B>, output: &mut B::Buf, scale: f32) -> Result<B::Scalar> {
+        let rows = micro.rows();
+        let mut losses = backend.alloc_f32(Memory::Activations, rows)?;
+        match &self.loss {
+            Loss::CrossEntropy { smoothing, .. } => {
+                let classes = B::len(output) / rows.max(1);
+                let shape = CrossEntropy { rows, classes, scale, gradient: true, smoothing: *smoothing };
+                let weights = self.weights(backend)?;
+                backend.cross_entropy(shape, B::all_mut(output), &micro.classes, weights, B::all_mut(&mut losses))?;
+            }
+            Loss::Deviation(by) => {
+                let width = B::len(output) / rows.max(1);
+                let shape = Regression { rows, width, by: *by, scale, gradient: true };
+                let values = B::all(&micro.values);
+                backend.regression(shape, B::all_mut(output), values, B::all_mut(&mut losses))?;
+            }
+        }
+        backend.sum(B::all(&losses))
+    }
+
+    /// Σ over a micro-batch's predictions of the loss, without smoothing and weights, and of what the metrics are means of.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn measure(&self, backend: &B, micro: &Micro<B>, output: &mut B::Buf) -> Result<Vec<f64>> {
+        let rows = micro.rows();
+        let width = B::len(output) / rows.max(1);
+        let mut values = backend.alloc_f32(Memory::Activations, rows)?;
+        let mut sums = Vec::with_capacity(1 + self.metrics.len());
+        match &self.loss {
+            Loss::CrossEntropy { .. } => {
+                let shape = CrossEntropy { rows, classes: width, scale: 0.0, gradient: false, smoothing: 0.0 };
+                let none = backend.alloc_f32(Memory::Activations, 0)?;
+                let to = B::all_mut(&mut values);
+                backend.cross_entropy(shape, B::all_mut(output), &micro.classes, B::all(&none), to)?;
+                sums.push(backend.read(backend.sum(B::all(&values))?)?);
+                for metric in &self.metrics {
+                    let k = if *metric == Metric::Top5 { 5 } else { 1 };
+                    backend.hits(width, k, B::all(output), &micro.classes, B::all_mut(&mut values))?;
+                    sums.push(backend.read(backend.sum(B::all(&values))?)?);
+                }
+            }
+            Loss::Deviation(by) => {
+                let of_metric = |metric: &Metric| match metric {
+                    Metric::RootMeanSquare => Deviation::Squared,
+                    _ => Deviation::Absolute,
+                };
+                for by in std::iter::once(*by).chain(self.metrics.iter().map(of_metric)) {
+                    let shape = Regression { rows, width, by, scale: 0.0, gradient: false };
+                    let targets = B::all(&micro.values);
+                    backend.regression(shape, B::all_mut(output), targets, B::all_mut(&mut values))?;
+                    sums.push(backend.read(backend.sum(B::all(&values))?)?);
+                }
+            }
+        }
+        Ok(sums)
+    }
+
+    fn weights(&self, backend: &B) -> Result<B::View<'_>> {
+        if self.weights.get().is_none() {
+            let weights = match &self.loss {
+                Loss::CrossEntropy { weights, .. } => &weights[..],
+                Loss::Deviation(_) => &[],
+            };
+            // Another thread's are the same.
+            let _ = self.weights.set(backend.upload_f32(Memory::Activations, weights)?);
+        }
+        self.weights.get().map(B::all).ok_or_else(|| Error::internal("weights that were set are not there"))
+    }
 }

@@ -7,12 +7,13 @@ mod dropout;
 mod embedding;
 pub mod gpt;
 mod head;
+pub mod layers;
 pub mod llama;
 pub mod loss;
 mod network;
 mod rotary;
 
-use crate::backend::{Backend, Kernels};
+use crate::backend::{Backend, Kernels, Memory};
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
 
@@ -23,22 +24,39 @@ const INIT: f32 = 0.02;
 
 /// One micro-batch on the device.
 pub struct Micro<B: Backend> {
-    /// Token ids, `sequences`·`time`.
-    pub tokens: B::Ints,
-    /// The id to predict at each position, `sequences`·`time`.
-    pub targets: B::Ints,
-    /// Sequences.
-    pub sequences: usize,
-    /// Positions a sequence.
+    /// Ids of the input, sample after sample: tokens of language models.
+    pub ids: B::Ints,
+    /// Numbers of the input, sample after sample.
+    pub features: B::Buf,
+    /// The class to predict at each position, `samples`·`time`.
+    pub classes: B::Ints,
+    /// The numbers to predict, in f32, sample after sample.
+    pub values: B::Buf,
+    /// Samples; of language models, sequences.
+    pub samples: usize,
+    /// Predictions a sample; of language models, positions.
     pub time: usize,
-    /// Index of the first sequence in the global batch: dropout masks are named by it.
+    /// Index of the first sample in the global batch: dropout masks are named by it.
     pub first: u64,
 }
 
 impl<B: Backend> Micro<B> {
     /// Rows of every activation.
     pub fn rows(&self) -> usize {
-        self.sequences * self.time
+        self.samples * self.time
+    }
+}
+
+impl<B: Backend> Micro<B> {
+    /// A micro-batch of text: `ids` of sequences, and the `targets` to predict.
+    ///
+    /// # Errors
+    /// The device is out of memory.
+    pub fn of_text(backend: &B, ids: &[u32], targets: &[u32], time: usize, first: u64) -> Result<Self> {
+        let samples = ids.len() / time.max(1);
+        let (ids, classes) = (backend.upload_ints(ids)?, backend.upload_ints(targets)?);
+        let (features, values) = (backend.alloc(Memory::Activations, 0)?, backend.alloc_f32(Memory::Activations, 0)?);
+        Ok(Self { ids, features, classes, values, samples, time, first })
     }
 }
 

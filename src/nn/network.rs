@@ -2,6 +2,7 @@
 
 use super::Blocks;
 use super::gpt::Gpt;
+use super::layers::{Layers, shown};
 use super::llama::Llama;
 use crate::backend::Kernels;
 
@@ -12,6 +13,8 @@ pub enum Network {
     Gpt(Gpt),
     /// Llama.
     Llama(Llama),
+    /// Layers, one after the other.
+    Layers(Layers),
 }
 
 impl Network {
@@ -20,14 +23,16 @@ impl Network {
         match self {
             Network::Gpt(gpt) => gpt.blocks(),
             Network::Llama(llama) => llama.blocks(),
+            Network::Layers(layers) => layers.blocks(),
         }
     }
 
-    /// Positions a sequence.
+    /// Predictions a sample; of language models, positions of a sequence.
     pub fn context(&self) -> usize {
         match self {
             Network::Gpt(gpt) => gpt.context,
             Network::Llama(llama) => llama.context,
+            Network::Layers(_) => 1,
         }
     }
 
@@ -48,14 +53,32 @@ impl Network {
                      context {context}, vocabulary {vocabulary}, {head} head"
                 )
             }
+            Network::Layers(layers) => {
+                format!("{} layers from {} to {}", layers.len(), shown(layers.input()), shown(layers.output()))
+            }
         }
     }
 
-    /// Token ids.
-    pub fn vocabulary(&self) -> usize {
+    /// Token ids of a language model.
+    pub fn vocabulary(&self) -> Option<usize> {
+        match self {
+            Network::Gpt(gpt) => Some(gpt.vocabulary),
+            Network::Llama(llama) => Some(llama.vocabulary),
+            Network::Layers(_) => None,
+        }
+    }
+
+    /// Whether it is of text: what it predicts are tokens.
+    pub fn is_language(&self) -> bool {
+        self.vocabulary().is_some()
+    }
+
+    /// Elements of the output at each prediction: classes, or numbers.
+    pub fn outputs(&self) -> usize {
         match self {
             Network::Gpt(gpt) => gpt.vocabulary,
             Network::Llama(llama) => llama.vocabulary,
+            Network::Layers(layers) => layers.output().iter().product(),
         }
     }
 }

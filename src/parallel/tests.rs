@@ -8,6 +8,7 @@ use crate::layout::UnitLayout;
 use crate::mesh::{Axis, Mesh};
 use crate::nn::Micro;
 use crate::nn::gpt::Gpt;
+use crate::nn::loss::{Loss, Objective};
 use crate::optim::Rule;
 use crate::train::{Engine, Geometry};
 
@@ -82,16 +83,16 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         recompute: row.recompute,
         seed: 3,
     };
-    let mut engine = Engine { backend: backend.clone(), blocks, sharded, geometry };
+    let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false);
+    let mut engine = Engine { backend: backend.clone(), blocks, objective, sharded, geometry };
 
     let mut curve = Vec::new();
     let sequences = BATCH / row.lanes / row.micros_per_lane;
     for step in 0..STEPS {
         if step == 3 {
             // Outside training: another pass, which finds what the update has gathered ahead.
-            let ids = |ids| backend.upload_ints(ids).unwrap();
-            let micro = Micro { tokens: ids(&[1, 2, 3]), targets: ids(&[2, 3, 4]), sequences: 1, time: 3, first: 0 };
-            let loss = engine.loss(&micro).unwrap();
+            let micro = Micro::of_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
+            let loss = engine.measure(&micro).unwrap()[0];
             curve.push((loss.to_bits(), 0));
         }
         let mut first = lanes.mine().start * (BATCH / row.lanes);
@@ -100,8 +101,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             let from = first * TIME;
             let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
             let targets: Vec<u32> = (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
-            let (tokens, targets) = (backend.upload_ints(&tokens)?, backend.upload_ints(&targets)?);
-            let micro = Micro { tokens, targets, sequences, time: TIME, first: first as u64 };
+            let micro = Micro::of_text(&backend, &tokens, &targets, TIME, first as u64)?;
             first += sequences;
             Ok(micro)
         };

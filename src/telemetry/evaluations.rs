@@ -1,5 +1,6 @@
 //! `eval.jsonl`: one JSON object an evaluation. A trainer and several evaluators may write it.
 
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::path::Path;
@@ -34,8 +35,11 @@ pub struct Evaluation {
     pub status: Status,
     /// Mean validation loss; null when it is not finite or not known.
     pub loss: Option<f64>,
-    /// Its exponential.
+    /// Of language models, its exponential.
     pub perplexity: Option<f64>,
+    /// Of other networks, metrics by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub metrics: BTreeMap<String, f64>,
     /// The checkpoint that was evaluated; null for the weights in training.
     pub checkpoint: Option<String>,
     /// The name of the save, by which two checkpoints of one step differ.
@@ -50,9 +54,10 @@ pub struct Evaluation {
 
 impl Evaluation {
     /// A finished evaluation of the weights in training.
-    pub fn done(step: u64, loss: f64) -> Self {
+    pub fn done(step: u64, loss: f64, metrics: BTreeMap<String, f64>) -> Self {
         let time = super::unix_time();
-        Self { step, loss: Some(loss), perplexity: Some(loss.exp()), time, ..Self::default() }
+        let perplexity = metrics.is_empty().then(|| loss.exp());
+        Self { step, loss: Some(loss), perplexity, metrics, time, ..Self::default() }
     }
 
     /// Whether it is of a checkpoint rather than of the weights in training.
@@ -133,7 +138,7 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
 pub fn no_use(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
     let done = evaluations.iter().filter(|one| one.status == Status::Done);
     // A step that was evaluated twice counts once; the last one counts.
-    let losses: std::collections::BTreeMap<u64, Option<f64>> = done.map(|one| (one.step, one.loss)).collect();
+    let losses: BTreeMap<u64, Option<f64>> = done.map(|one| (one.step, one.loss)).collect();
     let (mut lowest, mut since) = (None, 0);
     for (step, loss) in losses {
         match (loss.filter(|loss| loss.is_finite()), lowest) {
@@ -162,6 +167,10 @@ pub fn retries(evaluations: &[Evaluation], id: &str) -> usize {
 mod tests {
     use super::*;
 
+    fn done(step: u64, loss: f64) -> Evaluation {
+        Evaluation::done(step, loss, BTreeMap::new())
+    }
+
     fn of_checkpoint(step: u64, status: Status, loss: Option<f64>) -> Evaluation {
         let (checkpoint, id) = (Some(format!("step-{step:08}")), Some(format!("job-{step}")));
         Evaluation { step, status, loss, checkpoint, id, ..Evaluation::default() }
@@ -173,12 +182,12 @@ mod tests {
         let path = dir.path().join(FILE);
         assert!(read(&path).is_empty());
         for step in [2, 4] {
-            append(&path, &Evaluation::done(step, 0.1 + 0.2)).unwrap();
+            append(&path, &done(step, 0.1 + 0.2)).unwrap();
         }
         append(&path, &of_checkpoint(4, Status::Done, Some(1.0))).unwrap();
         let torn = "{\"step\":6,\"lo";
         OpenOptions::new().append(true).open(&path).unwrap().write_all(torn.as_bytes()).unwrap();
-        append(&path, &Evaluation::done(6, 2.0)).unwrap();
+        append(&path, &done(6, 2.0)).unwrap();
         let all = read(&path);
         assert_eq!(all.iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4, 4, 6]);
         assert_eq!(all[0].loss.map(f64::to_bits), Some((0.1f64 + 0.2).to_bits()));
@@ -189,21 +198,18 @@ mod tests {
 
     #[test]
     fn patience_ends() {
-        let all: Vec<Evaluation> =
-            (1..).zip([3.0, 2.0, 2.5, 1.95, 1.96]).map(|(n, loss)| Evaluation::done(n, loss)).collect();
+        let all: Vec<Evaluation> = (1..).zip([3.0, 2.0, 2.5, 1.95, 1.96]).map(|(n, loss)| done(n, loss)).collect();
         assert!(no_use(&all[..2], 1, 0.0).is_none() && no_use(&all, 0, 0.0).is_none());
         assert!(no_use(&all[..3], 1, 0.0).unwrap().contains("2.0000 of step 2 in 1 evaluations"));
         assert!(no_use(&all[..4], 2, 0.0).is_none() && no_use(&all, 2, 0.0).is_none());
         assert!(no_use(&all, 3, 0.1).unwrap().contains("of step 2 in 3"));
-        assert!(
-            no_use(&[Evaluation { loss: None, ..Evaluation::done(1, 0.0) }], 1, 0.0).unwrap().contains("no finite")
-        );
+        assert!(no_use(&[Evaluation { loss: None, ..done(1, 0.0) }], 1, 0.0).unwrap().contains("no finite"));
     }
 
     #[test]
     fn the_best_is_among_those_that_exist() {
-        let nan = Evaluation { loss: None, ..Evaluation::done(5, 0.0) };
-        let mut all = vec![Evaluation::done(1, 3.0), Evaluation::done(2, 1.0), Evaluation::done(3, 2.0), nan];
+        let nan = Evaluation { loss: None, ..done(5, 0.0) };
+        let mut all = vec![done(1, 3.0), done(2, 1.0), done(3, 2.0), nan];
         all.push(of_checkpoint(4, Status::Retried, None));
         assert_eq!(best(&all, &[1, 2, 3, 4, 5]), Some((2, 1.0)));
         assert_eq!(best(&all, &[1, 3]), Some((3, 2.0)));

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use crate::backend::{Backend, Memory};
 use crate::checkpoint::Progress;
-use crate::config::{Config, Plan};
-use crate::data::{DataSpec, Dataset, Loader, Sampler, Split, bundled};
+use crate::config::{Config, LossKind, ModelKind, Plan, network};
+use crate::data::{Batch, DataSpec, Dataset, Loader, Sampler, Split, Target, Wants, bundled};
 use crate::error::{Error, Result};
-use crate::nn::Micro;
+use crate::nn::{Micro, Network};
 use crate::parallel::Lanes;
 
 /// Training and validation data of a configuration.
@@ -18,7 +18,7 @@ use crate::parallel::Lanes;
 /// What is missing or malformed, and where.
 pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
     let spec = spec(config)?;
-    let split = |split| Dataset::open(&spec, split, config.model.context);
+    let split = |split| Dataset::open(&spec, split, predictions(config));
     Ok((split(Split::Train)?, split(Split::Validation)?))
 }
 
@@ -27,7 +27,24 @@ pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
 /// # Errors
 /// As [`open`].
 pub fn validation(config: &Config) -> Result<Dataset> {
-    Dataset::open(&spec(config)?, Split::Validation, config.model.context)
+    Dataset::open(&spec(config)?, Split::Validation, predictions(config))
+}
+
+/// Predictions of a sample.
+fn predictions(config: &Config) -> usize {
+    if config.model.kind == ModelKind::Layers { 1 } else { config.model.context }
+}
+
+/// What the network wants of a sample.
+fn wants(config: &Config) -> Result<Wants> {
+    if config.model.kind != ModelKind::Layers {
+        return Ok(Wants::Text);
+    }
+    let Network::Layers(layers) = network(&mut config.model.clone(), None)? else { return Ok(Wants::Text) };
+    let outputs = layers.output().iter().product();
+    let target =
+        if config.loss.kind == LossKind::CrossEntropy { Target::Class(outputs) } else { Target::Values(outputs) };
+    Ok(Wants::Rows { input: layers.input().iter().product(), ids: layers.ids(), target })
 }
 
 /// Where the data is.
@@ -45,6 +62,7 @@ fn spec(config: &Config) -> Result<DataSpec> {
         inputs: data.inputs.clone(),
         targets: data.targets.clone(),
         vocabulary: config.model.vocabulary,
+        wants: wants(config)?,
     })
 }
 
@@ -54,6 +72,22 @@ fn spec(config: &Config) -> Result<DataSpec> {
 /// The data cannot be opened.
 pub fn vocabulary(config: &Config) -> Result<usize> {
     open(config).map(|(train, _)| train.vocabulary())
+}
+
+/// A batch on the device, of samples of `time` predictions. `base` is the position of the global batch's first sample.
+///
+/// # Errors
+/// The device is out of memory.
+pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64) -> Result<Micro<B>> {
+    Ok(Micro {
+        ids: backend.upload_ints(&batch.ids)?,
+        features: backend.upload(Memory::Activations, &batch.features)?,
+        classes: backend.upload_ints(&batch.classes)?,
+        values: backend.upload_f32(Memory::Activations, &batch.values)?,
+        samples: (batch.positions.end - batch.positions.start) as usize,
+        time,
+        first: batch.positions.start - base,
+    })
 }
 
 /// A step must not see a sample twice.
@@ -102,13 +136,7 @@ impl<B: Backend> Feed<B> {
     pub fn next(&mut self, base: u64, time: usize) -> Result<Micro<B>> {
         let batch = self.loader.next()?;
         self.enter(self.loader.held());
-        let micro = Micro {
-            tokens: self.backend.upload_ints(&batch.inputs)?,
-            targets: self.backend.upload_ints(&batch.targets)?,
-            sequences: (batch.positions.end - batch.positions.start) as usize,
-            time,
-            first: batch.positions.start - base,
-        };
+        let micro = micro(&self.backend, &batch, time, base)?;
         self.loader.recycle(batch);
         Ok(micro)
     }

@@ -162,7 +162,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 config.optimizer.offload |= offload;
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
-                let facts = Facts { ranks, threads: plan.threads, vocabulary: Some(plan.network.vocabulary()), on_gpu };
+                let facts = Facts { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
                 if let Ok(plan) = resolve(config, &facts) {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);

@@ -23,7 +23,7 @@ use crate::comm::{self, Comm, Group, Stats, Watch};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
-use crate::evaluate::{Evaluator, Sampling, generate};
+use crate::evaluate::{Evaluator, Measures, Sampling, generate};
 use crate::parallel::{Lanes, Sharded, Updates};
 use crate::telemetry::evaluations::{self, Evaluation};
 use crate::telemetry::metrics::Step;
@@ -172,7 +172,7 @@ impl<B: Kernels> Run<B> {
         let facts = Facts {
             ranks: world.size(),
             threads: request.threads.unwrap_or_else(|| topology.threads()),
-            vocabulary: Some(train.vocabulary()),
+            vocabulary: Some(train.vocabulary()).filter(|ids| *ids > 0),
             on_gpu: !B::ON_HOST,
         };
         let mut plan = world.agree(resolve(request.config.clone(), &facts))?;
@@ -437,18 +437,20 @@ impl<B: Kernels> Run<B> {
     fn evaluate(&mut self) -> Result<()> {
         let step = self.progress.step;
         let _span = span(Doing::Evaluation, None);
-        let Some(loss) = self.evaluator.loss(&mut self.engine, &self.data, || self.orders.must_end())? else {
+        let measured = self.evaluator.measure(&mut self.engine, &self.data, || self.orders.must_end())?;
+        let Some(measures) = measured else {
             // It is made up for when the run goes on.
             self.ending = Some(self.orders.preempted());
             return Ok(());
         };
+        let told = measures.to_string();
+        let Measures { loss, metrics } = measures;
         self.evaluated = Some((step, loss));
-        log::info!("step {step}: validation loss {loss}");
+        log::info!("step {step}: {told}");
         if let Some(records) = &mut self.records {
             let path = self.directory.evaluations_path();
-            evaluations::append(&path, &Evaluation::done(step, loss))?;
-            let perplexity = loss.exp();
-            records.progress.say(&format!("step {step:>6}  validation loss {loss:.4}, perplexity {perplexity:.2}"));
+            evaluations::append(&path, &Evaluation::done(step, loss, metrics))?;
+            records.progress.say(&format!("step {step:>6}  {told}"));
             let all = evaluations::read(&path);
             let best = self.directory.checkpoints().point_to_best(&all);
             best.unwrap_or_else(|e| log::warn!("{e}"));
@@ -632,5 +634,5 @@ pub fn engine<B: Kernels>(
         recompute: plan.config.parallel.recompute,
         seed,
     };
-    Ok((Engine { backend, blocks, sharded, geometry }, exchange))
+    Ok((Engine { backend, blocks, objective: plan.objective(), sharded, geometry }, exchange))
 }

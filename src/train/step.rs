@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, Memory};
 use crate::error::{Error, Result};
-use crate::nn::{Blocks, Context, Micro, loss};
+use crate::nn::loss::Objective;
+use crate::nn::{Blocks, Context, Micro};
 use crate::parallel::schedule::{Action, one_forward_one_backward};
 use crate::parallel::{self, Sharded, Synced};
 use crate::random;
@@ -17,6 +18,8 @@ pub struct Engine<B: Kernels> {
     pub backend: B,
     /// The network.
     pub blocks: Blocks<B>,
+    /// What it learns.
+    pub objective: Objective<B>,
     /// Its parameters, gradients and optimizer state.
     pub sharded: Sharded<B>,
     /// How a step is cut.
@@ -114,7 +117,7 @@ impl<B: Kernels> Engine<B> {
             saved.push(if self.geometry.recompute { vec![] } else { kept });
         }
         let scale = 1.0 / self.geometry.predictions as f32;
-        let loss = loss::cross_entropy_with_gradient(&self.backend, &micro, &mut x, scale)?;
+        let loss = self.objective.train(&self.backend, &micro, &mut x, scale)?;
         Ok((Tape { micro, inputs, saved, dy: x }, loss))
     }
 
@@ -143,11 +146,11 @@ impl<B: Kernels> Engine<B> {
         Ok(())
     }
 
-    /// Logits of a micro-batch, outside training.
+    /// The output for a micro-batch, outside training: logits of classes, or numbers.
     ///
     /// # Errors
     /// The device or a gather failed.
-    pub fn logits(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
+    pub fn output(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
         self.sharded.begin(parallel::forward(&self.borrows()));
         let cx = Context { backend: &self.backend, micro, dropout: None };
         let mut x = self.backend.alloc(Memory::Activations, 0)?;
@@ -159,12 +162,12 @@ impl<B: Kernels> Engine<B> {
         Ok(x)
     }
 
-    /// Sum of the losses of a micro-batch's predictions, outside training.
+    /// Sums over a micro-batch's predictions, outside training, as [`Objective::measure`] has them: the loss first.
     ///
     /// # Errors
-    /// As [`Engine::logits`].
-    pub fn loss(&mut self, micro: &Micro<B>) -> Result<f64> {
-        let mut logits = self.logits(micro)?;
-        self.backend.read(loss::cross_entropy(&self.backend, micro, &mut logits)?)
+    /// As [`Engine::output`].
+    pub fn measure(&mut self, micro: &Micro<B>) -> Result<Vec<f64>> {
+        let mut output = self.output(micro)?;
+        self.objective.measure(&self.backend, micro, &mut output)
     }
 }

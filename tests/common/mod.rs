@@ -14,6 +14,7 @@ use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm::Comm;
 use hpctrain::mesh::{Axis, Mesh};
+use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{Groups, Lanes, Sharded, Updates, Zero};
@@ -70,7 +71,7 @@ pub fn engine(
     cut: Cut,
     predictions: u64,
 ) -> Engine<Cpu> {
-    engine_on(Cpu::new(2), comm, network, mesh, zero, rule, cut, predictions)
+    engine_on(Cpu::new(2), comm, network, Loss::cross_entropy(), mesh, zero, rule, cut, predictions)
 }
 
 /// As [`engine`], on another device.
@@ -79,6 +80,7 @@ pub fn engine_on<B: Kernels>(
     backend: B,
     comm: &Comm<B>,
     network: &Network,
+    loss: Loss,
     mesh: Mesh,
     zero: Zero,
     rule: Rule,
@@ -103,14 +105,13 @@ pub fn engine_on<B: Kernels>(
         recompute: cut.recompute,
         seed: 7,
     };
-    Engine { backend, blocks, sharded, geometry }
+    let objective = Objective::new(loss, network.outputs(), !network.is_language());
+    Engine { backend, blocks, objective, sharded, geometry }
 }
 
 /// A micro-batch of sequences `first..` of a global batch.
 pub fn micro<B: Kernels>(backend: &B, tokens: &[u32], targets: &[u32], time: usize, first: u64) -> Micro<B> {
-    let sequences = tokens.len() / time;
-    let (tokens, targets) = (backend.upload_ints(tokens).unwrap(), backend.upload_ints(targets).unwrap());
-    Micro { tokens, targets, sequences, time, first }
+    Micro::of_text(backend, tokens, targets, time, first).unwrap()
 }
 
 /// The reduced gradients of one rank that owns everything, by tensor name.

@@ -1,9 +1,10 @@
-//! Fills, copies, sums and the activation functions: one pass over memory each.
+//! Fills, copies and sums: one pass over memory each.
 
 use half::bf16;
 
-use super::math::{exp, simd};
+use super::math::simd;
 use super::threads::Threads;
+use crate::backend::Columns;
 
 /// Elements of one task.
 pub const CHUNK: usize = 1 << 14;
@@ -34,6 +35,17 @@ pub fn narrow(threads: &Threads, x: &[f32], y: &mut [u16]) {
                 }
             },
         );
+    });
+}
+
+pub fn copy_columns(threads: &Threads, s: Columns, x: &[f32], y: &mut [f32]) {
+    let ([from, first], [to, at]) = (s.from, s.to);
+    assert_eq!((x.len(), y.len()), (s.rows * from, s.rows * to));
+    let rows = (CHUNK / to.max(1)).max(1);
+    threads.each(x.chunks(rows * from).zip(y.chunks_mut(rows * to)), |(x, y)| {
+        for (x, y) in x.chunks_exact(from).zip(y.chunks_exact_mut(to)) {
+            y[at..at + s.count].copy_from_slice(&x[first..first + s.count]);
+        }
     });
 }
 
@@ -78,47 +90,6 @@ pub fn sum_squares(threads: &Threads, x: &[f32]) -> f64 {
         total = partial.iter().fold(total, |total, partial| total + partial);
     }
     total
-}
-
-/// √(2/π) and the cubic coefficient of GELU's tanh form.
-const GELU_SCALE: f32 = 0.797_884_6;
-const GELU_CUBIC: f32 = 0.044_715;
-
-/// The logistic function of 2u, u = √(2/π)(x + 0.044715x³): GELU is x times it.
-#[inline(always)]
-fn gelu_gate(x: f32) -> f32 {
-    let minus_2u = x * (x * x).mul_add(-2.0 * GELU_SCALE * GELU_CUBIC, -2.0 * GELU_SCALE);
-    1.0 / (1.0 + exp(minus_2u))
-}
-
-pub fn gelu(threads: &Threads, x: &[f32], y: &mut [f32]) {
-    assert_eq!(x.len(), y.len());
-    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| {
-        simd(
-            #[inline(always)]
-            || {
-                for (y, &x) in y.iter_mut().zip(x) {
-                    *y = x * gelu_gate(x);
-                }
-            },
-        );
-    });
-}
-
-pub fn gelu_backward(threads: &Threads, x: &[f32], dy: &mut [f32]) {
-    assert_eq!(x.len(), dy.len());
-    threads.each(x.chunks(CHUNK).zip(dy.chunks_mut(CHUNK)), |(x, dy)| {
-        simd(
-            #[inline(always)]
-            || {
-                for (dy, &x) in dy.iter_mut().zip(x) {
-                    let gate = gelu_gate(x);
-                    let two_du = (x * x).mul_add(6.0 * GELU_SCALE * GELU_CUBIC, 2.0 * GELU_SCALE);
-                    *dy *= gate * (x * (1.0 - gate)).mul_add(two_du, 1.0);
-                }
-            },
-        );
-    });
 }
 
 #[cfg(test)]

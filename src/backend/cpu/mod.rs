@@ -1,5 +1,6 @@
 //! The CPU: host memory, vectorised kernels, a pool of threads.
 
+mod activation;
 mod attention;
 mod classifier;
 mod dropout;
@@ -11,17 +12,20 @@ mod memory;
 mod norm;
 mod optimizer;
 mod product;
+mod regression;
 mod rotary;
+mod softmax;
 mod stream;
 mod swiglu;
 mod threads;
+mod window;
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::{
-    AdamW, Attention, Backend, CrossEntropy, Dropout, Event, Gemm, Kernels, Ledger, Linear, Memory, Norm, Reach,
-    Rotary, Sgd,
+    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Dropout, Event, Gemm, Kernels, Ledger, Linear,
+    Memory, Norm, Reach, Regression, Rotary, Sgd, Window,
 };
 use crate::error::Result;
 
@@ -268,13 +272,58 @@ impl Kernels for Cpu {
         Ok(())
     }
 
-    fn gelu(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
-        elementwise::gelu(&self.threads, x, y);
+    fn activation(&self, f: Activation, x: &[f32], y: &mut [f32]) -> Result<()> {
+        activation::forward(&self.threads, f, x, y);
         Ok(())
     }
 
-    fn gelu_backward(&self, x: &[f32], dy: &mut [f32]) -> Result<()> {
-        elementwise::gelu_backward(&self.threads, x, dy);
+    fn activation_backward(&self, f: Activation, x: &[f32], dy: &mut [f32]) -> Result<()> {
+        activation::backward(&self.threads, f, x, dy);
+        Ok(())
+    }
+
+    fn softmax(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        softmax::forward(&self.threads, width, x, y);
+        Ok(())
+    }
+
+    fn softmax_backward(&self, width: usize, y: &[f32], dy: &mut [f32]) -> Result<()> {
+        softmax::backward(&self.threads, width, y, dy);
+        Ok(())
+    }
+
+    fn unfold(&self, window: Window, first: usize, channels: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        window::unfold(&self.threads, window, first, channels, x, y);
+        Ok(())
+    }
+
+    fn fold(&self, window: Window, first: usize, channels: usize, dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        window::fold(&self.threads, window, first, channels, dy, dx);
+        Ok(())
+    }
+
+    fn max_pool(&self, window: Window, x: &[f32], y: &mut [f32]) -> Result<()> {
+        window::max_pool(&self.threads, window, x, y);
+        Ok(())
+    }
+
+    fn max_pool_backward(&self, window: Window, x: &[f32], dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        window::max_pool_backward(&self.threads, window, x, dy, dx);
+        Ok(())
+    }
+
+    fn average_pool(&self, window: Window, x: &[f32], y: &mut [f32]) -> Result<()> {
+        window::average_pool(&self.threads, window, x, y);
+        Ok(())
+    }
+
+    fn average_pool_backward(&self, window: Window, dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        window::average_pool_backward(&self.threads, window, dy, dx);
+        Ok(())
+    }
+
+    fn copy_columns(&self, shape: Columns, x: &[f32], y: &mut [f32]) -> Result<()> {
+        elementwise::copy_columns(&self.threads, shape, x, y);
         Ok(())
     }
 
@@ -288,9 +337,26 @@ impl Kernels for Cpu {
         shape: CrossEntropy,
         logits: &mut [f32],
         targets: &CpuInts,
+        weights: &[f32],
         losses: &mut [f32],
     ) -> Result<()> {
-        classifier::cross_entropy(&self.threads, shape, logits, targets, losses);
+        classifier::cross_entropy(&self.threads, shape, logits, targets, weights, losses);
+        Ok(())
+    }
+
+    fn hits(&self, classes: usize, k: usize, logits: &[f32], targets: &CpuInts, hits: &mut [f32]) -> Result<()> {
+        classifier::hits(&self.threads, classes, k, logits, targets, hits);
+        Ok(())
+    }
+
+    fn regression(
+        &self,
+        shape: Regression,
+        predictions: &mut [f32],
+        targets: &[f32],
+        losses: &mut [f32],
+    ) -> Result<()> {
+        regression::regression(&self.threads, shape, predictions, targets, losses);
         Ok(())
     }
 

@@ -5,7 +5,8 @@ use super::matmul::{Epilogue, Matrix, Product};
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf, CudaInts, Scalar};
 use crate::backend::{
-    AdamW, Attention, Backend, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd,
+    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Deviation, Dropout, Gemm, Kernels, Linear, Memory,
+    Norm, Regression, Rotary, Sgd, Window,
 };
 use crate::error::{Error, Result};
 
@@ -22,6 +23,26 @@ fn keeps_gelu(width: usize, kept: View<'_>) -> bool {
 
 fn matrix(view: View<'_>) -> Matrix {
     Matrix { pointer: view.pointer, element: view.element }
+}
+
+/// The names of a function's kernel and of its backward's.
+fn activation(f: Activation) -> (&'static str, &'static str) {
+    match f {
+        Activation::Relu => ("relu", "relu_backward"),
+        Activation::Gelu => ("gelu", "gelu_backward"),
+        Activation::Silu => ("silu", "silu_backward"),
+        Activation::Tanh => ("hyperbolic", "hyperbolic_backward"),
+        Activation::Sigmoid => ("sigmoid", "sigmoid_backward"),
+    }
+}
+
+/// A window as the kernels take it.
+fn numbers(w: Window) -> [Arg; 12] {
+    let [high, wide] = w.places();
+    let Window { batch, height, width, channels, size, stride, padding } = w;
+    let pairs = [size, stride, padding].concat();
+    let all = [batch, height, width, channels, pairs[0], pairs[1], pairs[2], pairs[3], pairs[4], pairs[5], high, wide];
+    all.map(Arg::from)
 }
 
 fn long(len: usize) -> Arg {
@@ -126,7 +147,7 @@ impl Kernels for Cuda {
         let Linear { rows, inputs, outputs } = shape;
         if !keeps_gelu(outputs, h.shared()) {
             self.linear(shape, x, weight, bias, h.reborrow())?;
-            return self.gelu(h.shared(), y);
+            return self.activation(Activation::Gelu, h.shared(), y);
         }
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
         let epilogue = Epilogue::Gelu { bias: bias.pointer_or_null(), kept: h.pointer };
@@ -144,7 +165,7 @@ impl Kernels for Cuda {
         let Linear { rows, inputs, outputs } = shape;
         if !keeps_gelu(inputs, h) {
             self.linear_backward_input(shape, dy, weight, dh.reborrow())?;
-            return self.gelu_backward(h, dh);
+            return self.activation_backward(Activation::Gelu, h, dh);
         }
         let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
         self.product(gemm, dy, weight, &dh, Epilogue::GeluBackward { kept: h.pointer })
@@ -307,12 +328,64 @@ impl Kernels for Cuda {
         self.launch("swiglu.cu", "swiglu_backward", Grid::over(dy.len.div_ceil(8)), &args)
     }
 
-    fn gelu(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
-        self.launch("gelu.cu", "gelu", Grid::over(x.len.div_ceil(8)), &[x.into(), (&y).into(), long(x.len)])
+    fn activation(&self, f: Activation, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let (name, _) = activation(f);
+        self.launch("activation.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), (&y).into(), long(x.len)])
     }
 
-    fn gelu_backward(&self, x: View<'_>, dy: ViewMut<'_>) -> Result<()> {
-        self.launch("gelu.cu", "gelu_backward", Grid::over(x.len.div_ceil(8)), &[x.into(), (&dy).into(), long(x.len)])
+    fn activation_backward(&self, f: Activation, x: View<'_>, dy: ViewMut<'_>) -> Result<()> {
+        let (_, name) = activation(f);
+        self.launch("activation.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), (&dy).into(), long(x.len)])
+    }
+
+    fn softmax(&self, width: usize, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let rows = x.len / width;
+        let args = [x.into(), (&y).into(), rows.into(), width.into()];
+        self.launch("softmax.cu", "softmax", Grid::new(rows.div_ceil(4), 128), &args)
+    }
+
+    fn softmax_backward(&self, width: usize, y: View<'_>, dy: ViewMut<'_>) -> Result<()> {
+        let rows = y.len / width;
+        let args = [y.into(), (&dy).into(), rows.into(), width.into()];
+        self.launch("softmax.cu", "softmax_backward", Grid::new(rows.div_ceil(4), 128), &args)
+    }
+
+    fn unfold(&self, window: Window, first: usize, channels: usize, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let args = [&[x.into(), (&y).into(), first.into(), channels.into()], &numbers(window)[..]].concat();
+        self.launch("window.cu", "unfold", Grid::over(y.len), &args)
+    }
+
+    fn fold(&self, window: Window, first: usize, channels: usize, dy: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let args = [&[dy.into(), (&dx).into(), first.into(), channels.into()], &numbers(window)[..]].concat();
+        self.launch("window.cu", "fold", Grid::over(dx.len / window.channels * channels), &args)
+    }
+
+    fn max_pool(&self, window: Window, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let args = [&[x.into(), (&y).into()], &numbers(window)[..]].concat();
+        self.launch("window.cu", "max_pool", Grid::over(y.len), &args)
+    }
+
+    fn max_pool_backward(&self, window: Window, x: View<'_>, dy: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let args = [&[x.into(), dy.into(), (&dx).into()], &numbers(window)[..]].concat();
+        self.launch("window.cu", "max_pool_backward", Grid::over(dx.len), &args)
+    }
+
+    fn average_pool(&self, window: Window, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let args = [&[x.into(), (&y).into()], &numbers(window)[..]].concat();
+        self.launch("window.cu", "average_pool", Grid::over(y.len), &args)
+    }
+
+    fn average_pool_backward(&self, window: Window, dy: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let args = [&[dy.into(), (&dx).into()], &numbers(window)[..]].concat();
+        self.launch("window.cu", "average_pool_backward", Grid::over(dx.len), &args)
+    }
+
+    fn copy_columns(&self, shape: Columns, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let Columns { rows, count, from, to } = shape;
+        assert!(x.len == rows * from[0] && y.len == rows * to[0] && x.element == y.element, "{shape:?}");
+        let sizes = [rows, count, from[0], from[1], to[0], to[1]].map(Arg::from);
+        let args = [&[x.into(), (&y).into()], &sizes[..]].concat();
+        self.launch("columns.cu", "copy_columns", Grid::over(rows * count), &args)
     }
 
     fn dropout(&self, mask: Dropout, x: ViewMut<'_>) -> Result<()> {
@@ -331,15 +404,48 @@ impl Kernels for Cuda {
         shape: CrossEntropy,
         logits: ViewMut<'_>,
         targets: &CudaInts,
+        weights: View<'_>,
         losses: ViewMut<'_>,
     ) -> Result<()> {
-        let CrossEntropy { rows, classes, scale, gradient } = shape;
+        let CrossEntropy { rows, classes, scale, gradient, smoothing } = shape;
         if rows != targets.len() || rows * classes != logits.len {
             return Err(Error::internal(format!("{rows} × {classes} logits for {} targets", targets.len())));
         }
-        let args = [(&logits).into(), targets.into(), (&losses).into()];
-        let sizes = [classes.into(), scale.into(), Arg::Int(i32::from(gradient))];
+        assert!(
+            weights.len == 0 || weights.len == classes && weights.element == Element::F32,
+            "a weight for each class"
+        );
+        let args = [(&logits).into(), targets.into(), weights.into(), (&losses).into()];
+        let sizes = [classes.into(), scale.into(), smoothing.into(), Arg::Int(i32::from(gradient))];
         self.launch("cross_entropy.cu", "cross_entropy", Grid::new(rows, 512), &[&args[..], &sizes].concat())
+    }
+
+    fn hits(&self, classes: usize, k: usize, logits: View<'_>, targets: &CudaInts, hits: ViewMut<'_>) -> Result<()> {
+        let rows = targets.len();
+        assert!(logits.len == rows * classes && hits.len == rows, "{rows} × {classes} logits");
+        let args = [logits.into(), targets.into(), (&hits).into(), rows.into(), classes.into(), k.into()];
+        self.launch("cross_entropy.cu", "hits", Grid::new(rows.div_ceil(4), 128), &args)
+    }
+
+    fn regression(
+        &self,
+        shape: Regression,
+        predictions: ViewMut<'_>,
+        targets: View<'_>,
+        losses: ViewMut<'_>,
+    ) -> Result<()> {
+        let Regression { rows, width, by, scale, gradient } = shape;
+        assert!(targets.element == Element::F32 && targets.len == rows * width && predictions.len == rows * width);
+        // In the order of the kernel's own list.
+        let (by, reach) = match by {
+            Deviation::Squared => (0, 0.0),
+            Deviation::Absolute => (1, 0.0),
+            Deviation::Huber(reach) => (2, reach),
+            Deviation::Binary => (3, 0.0),
+        };
+        let args = [(&predictions).into(), targets.into(), (&losses).into(), rows.into(), width.into()];
+        let rest = [Arg::Int(by), reach.into(), scale.into(), Arg::Int(i32::from(gradient))];
+        self.launch("regression.cu", "regression", Grid::new(rows.div_ceil(4), 128), &[&args[..], &rest].concat())
     }
 
     fn adamw(

@@ -34,10 +34,10 @@ const UNASKED_SHARED: u32 = 48 << 10;
 pub const HEADERS: [Source; 4] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "vector.cuh"];
 
 /// Every kernel.
-pub const KERNELS: [Source; 17] = sources![
-    "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "column_sum.cu" "convert.cu" "cross_entropy.cu" "dropout.cu"
-    "embedding.cu" "embedding_backward.cu" "gelu.cu" "norm.cu" "norm_backward.cu" "rotary.cu" "sgd.cu" "sum.cu"
-    "swiglu.cu"
+pub const KERNELS: [Source; 21] = sources![
+    "activation.cu" "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "column_sum.cu" "columns.cu" "convert.cu"
+    "cross_entropy.cu" "dropout.cu" "embedding.cu" "embedding_backward.cu" "norm.cu" "norm_backward.cu" "regression.cu"
+    "rotary.cu" "sgd.cu" "softmax.cu" "sum.cu" "swiglu.cu" "window.cu"
 ];
 
 /// One compilation of a source.

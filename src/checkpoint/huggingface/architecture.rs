@@ -30,12 +30,16 @@ pub enum Architecture {
 
 impl Architecture {
     /// That of a network of ours, which saw text through `tokenizer`.
-    pub fn of(network: &Network, tokenizer: Option<&Tokenizer>) -> Self {
+    ///
+    /// # Errors
+    /// It is of no family that is known there.
+    pub fn of(network: &Network, tokenizer: Option<&Tokenizer>) -> Result<Self> {
         let end = (tokenizer == Some(&Tokenizer::Gpt2)).then_some(END_OF_TEXT);
         let tokens = Tokens { bos_token_id: end, eos_token_id: end };
         match network {
-            Network::Gpt(gpt) => Self::Gpt2(gpt2::Architecture::of(gpt, tokens)),
-            Network::Llama(llama) => Self::Llama(llama::Architecture::of(llama, tokens)),
+            Network::Gpt(gpt) => Ok(Self::Gpt2(gpt2::Architecture::of(gpt, tokens))),
+            Network::Llama(llama) => Ok(Self::Llama(llama::Architecture::of(llama, tokens))),
+            Network::Layers(_) => Err(unknown()),
         }
     }
 
@@ -76,4 +80,10 @@ impl Architecture {
             Self::Llama(llama) => llama.model(),
         }
     }
+}
+
+/// Of networks that have no form there.
+pub fn unknown() -> Error {
+    Error::input("a network by layers has no form in Hugging Face's files")
+        .hint("read its checkpoint with any HDF5 library: docs/checkpoint-format.md")
 }

@@ -33,11 +33,11 @@ pub struct Exported {
 /// The checkpoint is damaged, there are files in `out`, or the file system refused.
 pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
     let network = network(reader)?;
-    let spelling = Spelling::of(&network);
+    let spelling = Spelling::of(&network)?;
     // A GPT-2 of theirs has biases whether ours has or not.
     let there = tensors(&match &network {
         Network::Gpt(gpt) => Network::Gpt(Gpt { bias: true, ..gpt.clone() }),
-        Network::Llama(_) => network.clone(),
+        Network::Llama(_) | Network::Layers(_) => network.clone(),
     });
     let ours: BTreeSet<String> = tensors(&network).into_iter().map(|tensor| tensor.name).collect();
     let staging = Staging::new(out)?;
@@ -59,7 +59,7 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
         }
     }
     writer.finish()?;
-    write_config(&staging.path().join(CONFIG), &Architecture::of(&network, reader.manifest().tokenizer.as_ref()))?;
+    write_config(&staging.path().join(CONFIG), &Architecture::of(&network, reader.manifest().tokenizer.as_ref())?)?;
     staging.publish()?;
     Ok(exported)
 }

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::architecture::Tokens;
-use crate::config::{Model, ModelKind};
+use crate::config::{LayerList, Model, ModelKind};
 use crate::nn::gpt::{EPSILON, Gpt};
 
 /// The keys that decide what the network computes. Left out, a key has the value that `transformers` gives it.
@@ -140,7 +140,7 @@ impl Architecture {
     pub fn model(&self) -> Model {
         Model {
             kind: ModelKind::Gpt,
-            layers: self.n_layer,
+            layers: LayerList::Count(self.n_layer),
             heads: self.n_head,
             width: self.n_embd,
             context: self.n_positions,

@@ -27,13 +27,14 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     let config = Config { model: architecture.model(), ..Config::default() };
     let plan = resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu: false });
     let plan = plan.map_err(|e| e.at(from.join(CONFIG).display()))?;
-    if let Some(tokenizer) = tokenizer.as_ref().filter(|tokenizer| tokenizer.vocabulary() > plan.network.vocabulary()) {
-        let (name, ids, vocabulary) = (tokenizer.name(), tokenizer.vocabulary(), plan.network.vocabulary());
+    let vocabulary = plan.network.outputs();
+    if let Some(tokenizer) = tokenizer.as_ref().filter(|tokenizer| tokenizer.vocabulary() > vocabulary) {
+        let (name, ids) = (tokenizer.name(), tokenizer.vocabulary());
         return Err(Error::input(format!("the tokenizer {name} has {ids} ids, the model only {vocabulary}"))
             .hint("give the tokenizer that the model was trained with, or none"));
     }
     let tensors = tensors(&plan.network);
-    let source = Source::open(from, Spelling::of(&plan.network), &tensors)?;
+    let source = Source::open(from, Spelling::of(&plan.network)?, &tensors)?;
 
     let staging = Staging::new(out)?;
     let extent =

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::architecture::Tokens;
-use crate::config::{Model, ModelKind};
+use crate::config::{LayerList, Model, ModelKind};
 use crate::nn::llama::Llama;
 
 /// The keys that decide what the network computes. Left out, a key has the value that `transformers` gives it.
@@ -151,7 +151,7 @@ impl Architecture {
         let newer = self.rope_parameters.as_ref().and_then(|rope| rope.rope_theta);
         Model {
             kind: ModelKind::Llama,
-            layers: self.num_hidden_layers,
+            layers: LayerList::Count(self.num_hidden_layers),
             heads: self.num_attention_heads,
             kv_heads: self.num_key_value_heads,
             width: self.hidden_size,

@@ -1,5 +1,7 @@
 //! How the tensors of a family are called and laid out there.
 
+use super::architecture::unknown;
+use crate::error::Result;
 use crate::layout::Tensor;
 use crate::nn::Network;
 
@@ -39,10 +41,14 @@ const LLAMA: Spelling = Spelling {
 
 impl Spelling {
     /// That of a network.
-    pub fn of(network: &Network) -> Self {
+    ///
+    /// # Errors
+    /// It is of no family that is known there.
+    pub fn of(network: &Network) -> Result<Self> {
         match network {
-            Network::Gpt(_) => GPT2,
-            Network::Llama(_) => LLAMA,
+            Network::Gpt(_) => Ok(GPT2),
+            Network::Llama(_) => Ok(LLAMA),
+            Network::Layers(_) => Err(unknown()),
         }
     }
 

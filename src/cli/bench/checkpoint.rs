@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
-use crate::config::{Config, Size};
+use crate::config::{Config, LayerList, Size};
 use crate::error::{Error, Result};
 use crate::telemetry::{bytes, say};
 use crate::train::saving::{self, Saving};
@@ -50,7 +50,7 @@ const LAYER: usize = 12 * WIDTH * WIDTH * 12;
 pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
     let mut config = Config::default();
     (config.model.width, config.model.heads) = (WIDTH, 8);
-    config.model.layers = (args.size.0 / LAYER).max(1);
+    config.model.layers = LayerList::Count((args.size.0 / LAYER).max(1));
     config.model.vocabulary = Some(64);
     config.batch.global = comm.size() as u64;
     let (bytes_written, rounds) =

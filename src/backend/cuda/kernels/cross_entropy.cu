@@ -21,8 +21,10 @@ __device__ __forceinline__ Running merge(Running a, Running b) {
   return Running{top, a.sum * expf(a.top - top) + b.sum * expf(b.top - top)};
 }
 
-extern "C" __global__ void __launch_bounds__(512) cross_entropy(elem* logits, const unsigned* targets, float* losses,
-                                                                int classes, float scale, int gradient) {
+// `weights`, a factor for each class, may be null. `smoothing` is the part of the target that is spread over all classes.
+extern "C" __global__ void __launch_bounds__(512)
+    cross_entropy(elem* logits, const unsigned* targets, const float* weights, float* losses, int classes, float scale,
+                  float smoothing, int gradient) {
   __shared__ Running parts[16];
   elem* row = logits + (long long)blockIdx.x * classes;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -56,8 +58,17 @@ extern "C" __global__ void __launch_bounds__(512) cross_entropy(elem* logits, co
   for (int i = 1; i < 16; i++) all = merge(all, parts[i]);
   unsigned target = targets[blockIdx.x];
   float at_target = to_float(row[target]), log_sum = all.top + logf(all.sum);
-  if (threadIdx.x == 0) losses[blockIdx.x] = log_sum - at_target;
+  float weight = weights ? weights[target] : 1.0f, rest = 1.0f - smoothing, spread = smoothing / classes;
+  float loss = log_sum - rest * at_target;
+  if (smoothing > 0.0f) {
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < classes; i += 512) sum += to_float(row[i]) - all.top;
+    // Of the differences from the largest: a common shift of all logits costs no digits.
+    loss = logf(all.sum) - rest * (at_target - all.top) - spread * block_sum(sum);
+  }
+  if (threadIdx.x == 0) losses[blockIdx.x] = loss * weight;
   if (!gradient) return;
+  scale *= weight;
   __syncthreads();  // all have read the target's logit
   float factor = scale / all.sum;
   each_of_row(
@@ -67,11 +78,30 @@ extern "C" __global__ void __launch_bounds__(512) cross_entropy(elem* logits, co
         load_pack(v, row + i);
 #pragma unroll
         for (int k = 0; k < Pack<elem>::SIZE; k++)
-          v[k] = expf(v[k] - all.top) * factor - (i + k == int(target) ? scale : 0.0f);
+          v[k] = expf(v[k] - all.top) * factor - scale * spread - (i + k == int(target) ? scale * rest : 0.0f);
         store_pack(row + i, v);
       },
       [&](int i) {
-        float v = expf(to_float(row[i]) - all.top) * factor - (i == int(target) ? scale : 0.0f);
+        float v = expf(to_float(row[i]) - all.top) * factor - scale * spread - (i == int(target) ? scale * rest : 0.0f);
         row[i] = from_float<elem>(v);
       });
+}
+
+// 1 for every row whose target is among the k largest logits, else 0. A warp takes a row: block 128 threads, grid
+// ceil(rows / 4).
+extern "C" __global__ void __launch_bounds__(128)
+    hits(const elem* logits, const unsigned* targets, float* hits, int rows, int classes, int k) {
+  int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  logits += (long long)row * classes;
+  int target = int(targets[row]);
+  float own = to_float(logits[target]), larger = 0.0f;
+  for (int i = lane; i < classes; i += 32) {
+    float x = to_float(logits[i]);
+    // A logit that is no number is larger than all.
+    bool is_less = i < target ? x < own : x <= own;
+    if (i != target && !is_less) larger += 1.0f;
+  }
+  larger = warp_sum(larger);
+  if (lane == 0) hits[row] = larger < k ? 1.0f : 0.0f;
 }

@@ -1,14 +1,13 @@
 //! From a text file to token shards.
 
 use std::fmt;
-use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use sha2::{Digest, Sha256};
 
-use super::dataset::file_names;
-use super::format::TokenShard;
-use super::{Split, Tokenizer, TokenizerKind};
+use super::{Staged, hex, part, refuse_shards, shard_name};
+use crate::data::format::TokenShard;
+use crate::data::{Split, Tokenizer, TokenizerKind};
 use crate::error::{Error, Result};
 
 /// What to import, and how.
@@ -76,11 +75,8 @@ pub fn import_text(import: &ImportText) -> Result<Imported> {
     let mut staged = Staged::default();
     let mut shards = Vec::new();
     for (split, shard, range) in train.chain(validation) {
-        let (prefix, num_shards) = match split {
-            Split::Train => ("train", import.shards),
-            Split::Validation => ("val", 1),
-        };
-        let path = import.out.join(format!("{prefix}-{shard:05}.h5"));
+        let num_shards = if split == Split::Train { import.shards } else { 1 };
+        let path = import.out.join(shard_name(split, shard));
         shards.push((path.clone(), range.len()));
         TokenShard {
             ids: &ids[range],
@@ -110,14 +106,7 @@ impl ImportText {
         if let Some(level) = self.compress.filter(|&level| level > 9) {
             return Err(Error::input(format!("compression level {level} is outside 0..=9")).hint("6 is a good choice"));
         }
-        if !self.out.exists() {
-            return Ok(());
-        }
-        if let Some(shard) = file_names(&self.out)?.iter().find(|name| name.ends_with(".h5")) {
-            return Err(Error::input(format!("{} holds shards already, such as {shard}", self.out.display()))
-                .hint("choose another directory, or remove the shards first"));
-        }
-        Ok(())
+        refuse_shards(&self.out)
     }
 }
 
@@ -135,73 +124,4 @@ fn tokenize(kind: TokenizerKind, text: &[u8]) -> Result<(Tokenizer, Vec<u32>)> {
     let tokenizer = Tokenizer::for_text(kind, text);
     let ids = tokenizer.encode(text)?;
     Ok((tokenizer, ids))
-}
-
-/// The `index`-th of `parts` ranges over `0..len`, whose lengths differ by one at most.
-fn part(len: usize, parts: usize, index: usize) -> Range<usize> {
-    let (share, rest) = (len / parts, len % parts);
-    let start = index * share + index.min(rest);
-    start..start + share + usize::from(index < rest)
-}
-
-/// Lower-case hexadecimal.
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Files under temporary names, removed unless published.
-#[derive(Default)]
-struct Staged {
-    /// Temporary and final names.
-    files: Vec<(PathBuf, PathBuf)>,
-}
-
-impl Staged {
-    /// The temporary name for `path`, hidden and in the same directory.
-    fn add(&mut self, path: PathBuf) -> &Path {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let temporary = path.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
-        self.files.push((temporary, path));
-        &self.files[self.files.len() - 1].0
-    }
-
-    fn publish(&self) -> Result<()> {
-        for (temporary, path) in &self.files {
-            std::fs::rename(temporary, path).map_err(|e| Error::io("write", path, e))?;
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Staged {
-    fn drop(&mut self) {
-        for (temporary, _) in &self.files {
-            // Gone already when published; otherwise nothing better can be done.
-            let _ = std::fs::remove_file(temporary);
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_cover_everything_nearly_equally() {
-        for (len, parts) in [(10, 3), (9, 3), (3, 3), (1000, 7)] {
-            let ranges: Vec<_> = (0..parts).map(|index| part(len, parts, index)).collect();
-            assert_eq!((ranges[0].start, ranges[parts - 1].end), (0, len));
-            assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
-            assert!(ranges.iter().all(|range| range.len() - len / parts <= 1));
-        }
-    }
-
-    #[test]
-    fn failed_imports_leave_no_files() {
-        let dir = tempfile::tempdir().unwrap();
-        let mut staged = Staged::default();
-        std::fs::write(staged.add(dir.path().join("a.h5")), "half").unwrap();
-        drop(staged);
-        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-    }
 }

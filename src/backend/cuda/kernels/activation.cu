@@ -1,0 +1,94 @@
+// Functions of every element, and their slopes. Grid: any; block: any.
+#include "vector.cuh"
+
+__device__ __forceinline__ float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+struct Relu {
+  __device__ __forceinline__ static float value(float x) { return x > 0.0f ? x : 0.0f; }
+  __device__ __forceinline__ static float slope(float x) { return x > 0.0f ? 1.0f : 0.0f; }
+};
+
+// In its tanh form (Hendrycks and Gimpel, 2016).
+struct Gelu {
+  // tanh(√(2/π)·(x + 0.044715 x³)), and its argument's derivative by x.
+  __device__ __forceinline__ static float inner_tanh(float x, float& slope) {
+    const float root = 0.7978845608028654f, cube = 0.044715f;
+    slope = root * (1.0f + 3.0f * cube * x * x);
+    return tanhf(root * (x + cube * x * x * x));
+  }
+  __device__ __forceinline__ static float value(float x) {
+    float slope;
+    return 0.5f * x * (1.0f + inner_tanh(x, slope));
+  }
+  __device__ __forceinline__ static float slope(float x) {
+    float inner, t = inner_tanh(x, inner);
+    // Far out the square of x is infinite where 1 - t² is zero.
+    float bend = t * t < 1.0f ? 0.5f * x * (1.0f - t * t) * inner : 0.0f;
+    return 0.5f * (1.0f + t) + bend;
+  }
+};
+
+struct Silu {
+  __device__ __forceinline__ static float value(float x) { return x * logistic(x); }
+  __device__ __forceinline__ static float slope(float x) {
+    float s = logistic(x);
+    return s * (x * (1.0f - s) + 1.0f);
+  }
+};
+
+struct Tanh {
+  __device__ __forceinline__ static float value(float x) { return tanhf(x); }
+  __device__ __forceinline__ static float slope(float x) {
+    float y = tanhf(x);
+    return 1.0f - y * y;
+  }
+};
+
+struct Sigmoid {
+  __device__ __forceinline__ static float value(float x) { return logistic(x); }
+  __device__ __forceinline__ static float slope(float x) {
+    float y = logistic(x);
+    return y * (1.0f - y);
+  }
+};
+
+// y = f(x)
+template <class F>
+__device__ __forceinline__ void map(const elem* x, elem* y, long long n) {
+  each<elem>(
+      n, aligned(x) && aligned(y),
+      [&](long long i) {
+        float v[Pack<elem>::SIZE];
+        load_pack(v, x + i);
+#pragma unroll
+        for (int k = 0; k < Pack<elem>::SIZE; k++) v[k] = F::value(v[k]);
+        store_pack(y + i, v);
+      },
+      [&](long long i) { y[i] = from_float<elem>(F::value(to_float(x[i]))); });
+}
+
+// dy *= f'(x), in place.
+template <class F>
+__device__ __forceinline__ void scale(const elem* x, elem* dy, long long n) {
+  each<elem>(
+      n, aligned(x) && aligned(dy),
+      [&](long long i) {
+        float v[Pack<elem>::SIZE], d[Pack<elem>::SIZE];
+        load_pack(v, x + i), load_pack(d, dy + i);
+#pragma unroll
+        for (int k = 0; k < Pack<elem>::SIZE; k++) d[k] *= F::slope(v[k]);
+        store_pack(dy + i, d);
+      },
+      [&](long long i) { dy[i] = from_float<elem>(to_float(dy[i]) * F::slope(to_float(x[i]))); });
+}
+
+extern "C" __global__ void relu(const elem* x, elem* y, long long n) { map<Relu>(x, y, n); }
+extern "C" __global__ void relu_backward(const elem* x, elem* dy, long long n) { scale<Relu>(x, dy, n); }
+extern "C" __global__ void gelu(const elem* x, elem* y, long long n) { map<Gelu>(x, y, n); }
+extern "C" __global__ void gelu_backward(const elem* x, elem* dy, long long n) { scale<Gelu>(x, dy, n); }
+extern "C" __global__ void silu(const elem* x, elem* y, long long n) { map<Silu>(x, y, n); }
+extern "C" __global__ void silu_backward(const elem* x, elem* dy, long long n) { scale<Silu>(x, dy, n); }
+extern "C" __global__ void hyperbolic(const elem* x, elem* y, long long n) { map<Tanh>(x, y, n); }
+extern "C" __global__ void hyperbolic_backward(const elem* x, elem* dy, long long n) { scale<Tanh>(x, dy, n); }
+extern "C" __global__ void sigmoid(const elem* x, elem* y, long long n) { map<Sigmoid>(x, y, n); }
+extern "C" __global__ void sigmoid_backward(const elem* x, elem* dy, long long n) { scale<Sigmoid>(x, dy, n); }

@@ -1,0 +1,152 @@
+// Windows that move over images, channels last: what convolutions multiply, and pooling. Every element of a result is the
+// work of one thread, which adds in a fixed order: no atomics. Grid: any; block: any.
+#include "common.cuh"
+
+// As backend::Window; passed by its numbers, since the compiler knows no header of ours on the host.
+struct Window {
+  int batch, height, width, channels, rows, columns, down, right, above, left, high, wide;
+};
+
+#define WINDOW                                                                                                     \
+  int batch, int height, int width, int channels, int rows, int columns, int down, int right, int above, int left, \
+      int high, int wide
+#define THE_WINDOW \
+  Window { batch, height, width, channels, rows, columns, down, right, above, left, high, wide }
+
+// Calls `body` for every number below n, spread over the threads of the grid.
+template <class F>
+__device__ __forceinline__ void spread(long long n, F body) {
+  long long threads = (long long)gridDim.x * blockDim.x;
+  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += threads) body(i);
+}
+
+// The rows (or columns) of the image that the window sees at a place: [first, last).
+__device__ __forceinline__ void seen(int place, int stride, int padding, int size, int len, int& first, int& last) {
+  first = place * stride - padding, last = first + size;
+  if (first < 0) first = 0;
+  if (last > len) last = len;
+}
+
+// The places whose windows see a row (or column): [first, last).
+__device__ __forceinline__ void seeing(int at, int stride, int padding, int size, int places, int& first, int& last) {
+  int from = at + padding - size + 1;
+  first = from <= 0 ? 0 : (from + stride - 1) / stride;
+  last = (at + padding) / stride + 1;
+  if (last > places) last = places;
+}
+
+extern "C" __global__ void unfold(const elem* x, elem* y, int first, int taken, WINDOW) {
+  Window w = THE_WINDOW;
+  long long row = (long long)w.rows * w.columns * taken;
+  spread((long long)w.batch * w.high * w.wide * row, [&](long long at) {
+    int channel = int(at % taken), j = int(at / taken % w.columns), i = int(at / taken / w.columns % w.rows);
+    long long place = at / row;
+    int column = int(place % w.wide) * w.right - w.left + j;
+    int line = int(place / w.wide % w.high) * w.down - w.above + i;
+    long long image = place / w.wide / w.high;
+    bool inside = line >= 0 && line < w.height && column >= 0 && column < w.width;
+    y[at] = inside ? x[((image * w.height + line) * w.width + column) * w.channels + first + channel] : from_float<elem>(0.0f);
+  });
+}
+
+// dx += what was copied from it.
+extern "C" __global__ void fold(const elem* dy, elem* dx, int first, int taken, WINDOW) {
+  Window w = THE_WINDOW;
+  spread((long long)w.batch * w.height * w.width * taken, [&](long long at) {
+    int channel = int(at % taken), column = int(at / taken % w.width), line = int(at / taken / w.width % w.height);
+    long long image = at / taken / w.width / w.height;
+    int top, bottom, begin, end;
+    seeing(line, w.down, w.above, w.rows, w.high, top, bottom);
+    seeing(column, w.right, w.left, w.columns, w.wide, begin, end);
+    float sum = 0.0f;
+    for (int h = top; h < bottom; h++)
+      for (int v = begin; v < end; v++) {
+        int i = line + w.above - h * w.down, j = column + w.left - v * w.right;
+        sum += to_float(dy[((((image * w.high + h) * w.wide + v) * w.rows + i) * w.columns + j) * taken + channel]);
+      }
+    elem* to = dx + ((image * w.height + line) * w.width + column) * w.channels + first + channel;
+    *to = from_float<elem>(to_float(*to) + sum);
+  });
+}
+
+// The place of the first of the largest elements that the window sees at (h, v).
+__device__ __forceinline__ long long largest(const elem* x, const Window& w, long long image, int h, int v, int channel) {
+  int top, bottom, begin, end;
+  seen(h, w.down, w.above, w.rows, w.height, top, bottom);
+  seen(v, w.right, w.left, w.columns, w.width, begin, end);
+  long long at = -1;
+  for (int line = top; line < bottom; line++)
+    for (int column = begin; column < end; column++) {
+      long long place = ((image * w.height + line) * w.width + column) * w.channels + channel;
+      if (at < 0 || to_float(x[place]) > to_float(x[at])) at = place;
+    }
+  return at;
+}
+
+extern "C" __global__ void max_pool(const elem* x, elem* y, WINDOW) {
+  Window w = THE_WINDOW;
+  spread((long long)w.batch * w.high * w.wide * w.channels, [&](long long at) {
+    long long place = at / w.channels;
+    int v = int(place % w.wide), h = int(place / w.wide % w.high);
+    y[at] = x[largest(x, w, place / w.wide / w.high, h, v, int(at % w.channels))];
+  });
+}
+
+extern "C" __global__ void max_pool_backward(const elem* x, const elem* dy, elem* dx, WINDOW) {
+  Window w = THE_WINDOW;
+  spread((long long)w.batch * w.height * w.width * w.channels, [&](long long at) {
+    int channel = int(at % w.channels), column = int(at / w.channels % w.width);
+    int line = int(at / w.channels / w.width % w.height);
+    long long image = at / w.channels / w.width / w.height;
+    int top, bottom, begin, end;
+    seeing(line, w.down, w.above, w.rows, w.high, top, bottom);
+    seeing(column, w.right, w.left, w.columns, w.wide, begin, end);
+    float sum = 0.0f;
+    for (int h = top; h < bottom; h++)
+      for (int v = begin; v < end; v++)
+        if (largest(x, w, image, h, v, channel) == at)
+          sum += to_float(dy[((image * w.high + h) * w.wide + v) * w.channels + channel]);
+    dx[at] = from_float<elem>(sum);
+  });
+}
+
+// Elements that the window sees at (h, v).
+__device__ __forceinline__ int count(const Window& w, int h, int v) {
+  int top, bottom, begin, end;
+  seen(h, w.down, w.above, w.rows, w.height, top, bottom);
+  seen(v, w.right, w.left, w.columns, w.width, begin, end);
+  return (bottom - top) * (end - begin);
+}
+
+extern "C" __global__ void average_pool(const elem* x, elem* y, WINDOW) {
+  Window w = THE_WINDOW;
+  spread((long long)w.batch * w.high * w.wide * w.channels, [&](long long at) {
+    long long place = at / w.channels, image = place / w.wide / w.high;
+    int v = int(place % w.wide), h = int(place / w.wide % w.high), channel = int(at % w.channels);
+    int top, bottom, begin, end;
+    seen(h, w.down, w.above, w.rows, w.height, top, bottom);
+    seen(v, w.right, w.left, w.columns, w.width, begin, end);
+    float sum = 0.0f;
+    for (int line = top; line < bottom; line++)
+      for (int column = begin; column < end; column++)
+        sum += to_float(x[((image * w.height + line) * w.width + column) * w.channels + channel]);
+    y[at] = from_float<elem>(sum / count(w, h, v));
+  });
+}
+
+extern "C" __global__ void average_pool_backward(const elem* dy, elem* dx, WINDOW) {
+  Window w = THE_WINDOW;
+  spread((long long)w.batch * w.height * w.width * w.channels, [&](long long at) {
+    int channel = int(at % w.channels), column = int(at / w.channels % w.width);
+    int line = int(at / w.channels / w.width % w.height);
+    long long image = at / w.channels / w.width / w.height;
+    int top, bottom, begin, end;
+    seeing(line, w.down, w.above, w.rows, w.high, top, bottom);
+    seeing(column, w.right, w.left, w.columns, w.wide, begin, end);
+    float sum = 0.0f;
+    for (int h = top; h < bottom; h++)
+      for (int v = begin; v < end; v++)
+        sum += to_float(dy[((image * w.high + h) * w.wide + v) * w.channels + channel]) / count(w, h, v);
+    dx[at] = from_float<elem>(sum);
+  });
+}

@@ -1,0 +1,107 @@
+//! From files of other formats to shards.
+//!
+//! All shards of an import get their names only after all of them are written.
+
+mod csv;
+mod idx;
+mod samples;
+mod text;
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::Split;
+use super::dataset::file_names;
+use crate::error::{Error, Result};
+
+pub use csv::{ImportCsv, import_csv};
+pub use idx::{ImportIdx, import_idx};
+pub use samples::{Imported as ImportedSamples, Kept};
+pub use text::{ImportText, Imported, import_text};
+
+/// The name of a shard.
+fn shard_name(split: Split, shard: usize) -> String {
+    let prefix = if split == Split::Train { "train" } else { "val" };
+    format!("{prefix}-{shard:05}.h5")
+}
+
+/// Refuses to write into a directory that holds shards.
+fn refuse_shards(out: &Path) -> Result<()> {
+    if !out.exists() {
+        return Ok(());
+    }
+    match file_names(out)?.iter().find(|name| name.ends_with(".h5")) {
+        Some(shard) => Err(Error::input(format!("{} holds shards already, such as {shard}", out.display()))
+            .hint("choose another directory, or remove the shards first")),
+        None => Ok(()),
+    }
+}
+
+/// The `index`-th of `parts` ranges over `0..len`, whose lengths differ by one at most.
+fn part(len: usize, parts: usize, index: usize) -> Range<usize> {
+    let (share, rest) = (len / parts, len % parts);
+    let start = index * share + index.min(rest);
+    start..start + share + usize::from(index < rest)
+}
+
+/// Lower-case hexadecimal.
+pub(in crate::data) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Files under temporary names, removed unless published.
+#[derive(Default)]
+struct Staged {
+    /// Temporary and final names.
+    files: Vec<(PathBuf, PathBuf)>,
+}
+
+impl Staged {
+    /// The temporary name for `path`, hidden and in the same directory.
+    fn add(&mut self, path: PathBuf) -> &Path {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let temporary = path.with_file_name(format!(".{name}.{}.tmp", std::process::id()));
+        self.files.push((temporary, path));
+        &self.files[self.files.len() - 1].0
+    }
+
+    fn publish(&self) -> Result<()> {
+        for (temporary, path) in &self.files {
+            std::fs::rename(temporary, path).map_err(|e| Error::io("write", path, e))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Staged {
+    fn drop(&mut self) {
+        for (temporary, _) in &self.files {
+            // Gone already when published; otherwise nothing better can be done.
+            let _ = std::fs::remove_file(temporary);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_cover_everything_nearly_equally() {
+        for (len, parts) in [(10, 3), (9, 3), (3, 3), (1000, 7)] {
+            let ranges: Vec<_> = (0..parts).map(|index| part(len, parts, index)).collect();
+            assert_eq!((ranges[0].start, ranges[parts - 1].end), (0, len));
+            assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(ranges.iter().all(|range| range.len() - len / parts <= 1));
+        }
+    }
+
+    #[test]
+    fn failed_imports_leave_no_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut staged = Staged::default();
+        std::fs::write(staged.add(dir.path().join("a.h5")), "half").unwrap();
+        drop(staged);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+}

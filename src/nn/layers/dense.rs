@@ -1,0 +1,66 @@
+//! An affine map of the last axis.
+
+use super::init::he;
+use super::op::{Back, Op, Sizes};
+use crate::backend::{Backend, Kernels, Linear, Memory};
+use crate::error::Result;
+use crate::layout::{Init, Tensor};
+use crate::nn::Context;
+
+/// `y = x·Wᵀ + b` for every row of a sample.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Dense {
+    /// Before `.weight` and `.bias`.
+    pub name: String,
+    /// Rows of a sample.
+    pub rows: usize,
+    pub inputs: usize,
+    pub outputs: usize,
+    pub bias: bool,
+}
+
+impl Dense {
+    fn shape<B: Backend>(&self, cx: &Context<'_, B>) -> Linear {
+        Linear { rows: cx.micro.samples * self.rows, inputs: self.inputs, outputs: self.outputs }
+    }
+}
+
+impl Op for Dense {
+    fn tensors(&self) -> Vec<Tensor> {
+        let weight = Tensor::new(format!("{}.weight", self.name), &[self.outputs, self.inputs], he(self.inputs));
+        let bias = self.bias.then(|| Tensor::new(format!("{}.bias", self.name), &[self.outputs], Init::Zeros));
+        std::iter::once(weight).chain(bias).collect()
+    }
+
+    fn sizes(&self) -> Sizes {
+        Sizes { input: self.rows * self.inputs, output: self.rows * self.outputs, ..Sizes::default() }
+    }
+
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        params: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let shape = self.shape(cx);
+        let mut y = cx.backend.alloc(Memory::Activations, shape.rows * shape.outputs)?;
+        let bias = params.get(1).copied().unwrap_or(B::cut(params[0], 0).0);
+        cx.backend.linear(shape, B::all(x), params[0], bias, B::all_mut(&mut y))?;
+        Ok((y, vec![]))
+    }
+
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+        let (b, shape) = (cx.backend, self.shape(cx));
+        let Back { params, grads, x, dy, wants_input, .. } = back;
+        let mut none = b.alloc_f32(Memory::Activations, 0)?;
+        let (weight, bias) = grads.split_at_mut(1);
+        let bias = bias.first_mut().map_or_else(|| B::all_mut(&mut none), |bias| B::reborrow(bias));
+        b.linear_backward_weight(shape, B::all(&dy), B::all(x), B::reborrow(&mut weight[0]), bias)?;
+        if !wants_input {
+            return Ok(dy);
+        }
+        let mut dx = b.alloc(Memory::Activations, shape.rows * shape.inputs)?;
+        b.linear_backward_input(shape, B::all(&dy), params[0], B::all_mut(&mut dx))?;
+        Ok(dx)
+    }
+}

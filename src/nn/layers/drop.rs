@@ -1,0 +1,41 @@
+//! Dropout (Hinton et al., 2012).
+
+use super::op::{Back, Op, Sizes};
+use crate::backend::{Kernels, Memory};
+use crate::error::Result;
+use crate::nn::Context;
+use crate::nn::dropout::StreamDropout;
+
+/// Dropout of all elements of a sample.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Drop {
+    /// Its number in the network.
+    pub site: usize,
+    pub rate: f32,
+    pub elements: usize,
+}
+
+impl Drop {
+    fn dropout(&self) -> StreamDropout {
+        StreamDropout { rate: self.rate, width: self.elements }
+    }
+}
+
+impl Op for Drop {
+    fn sizes(&self) -> Sizes {
+        Sizes { input: self.elements, output: self.elements, ..Sizes::default() }
+    }
+
+    fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let mut y = cx.backend.alloc(Memory::Activations, B::len(x))?;
+        cx.backend.copy(B::all(x), B::all_mut(&mut y))?;
+        self.dropout().apply(cx, self.site, B::all_mut(&mut y))?;
+        Ok((y, vec![]))
+    }
+
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+        let mut dy = back.dy;
+        self.dropout().apply(cx, self.site, B::all_mut(&mut dy))?;
+        Ok(dy)
+    }
+}

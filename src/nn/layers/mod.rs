@@ -1,0 +1,199 @@
+//! Networks by layers, as a configuration lists them.
+
+mod conv;
+mod dense;
+mod drop;
+mod embedding;
+mod function;
+mod init;
+mod norm;
+mod op;
+mod pool;
+mod residual;
+mod sequence;
+mod shape;
+mod softmax;
+mod spec;
+mod stage;
+
+use conv::Conv;
+use dense::Dense;
+use drop::Drop;
+use embedding::Embedding;
+use function::Function;
+use norm::LayerNorm;
+use op::{Op as _, Step};
+use pool::{By, Pool};
+use residual::Residual;
+use sequence::Sequence;
+use softmax::Softmax;
+use stage::Stage;
+
+use super::Blocks;
+use crate::backend::{Kernels, Window};
+use crate::error::{Error, Result};
+
+pub use shape::shown;
+pub use spec::{Layer, NamedPadding, Padding, Pair};
+
+/// Where the layers of a network stand.
+const PLACE: &str = "model.layers";
+
+/// A network by layers, its shapes checked.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Layers {
+    /// Shape of a sample's input.
+    input: Vec<usize>,
+    /// Shape of a sample's output.
+    output: Vec<usize>,
+    /// Layers by stages, with the stages' names.
+    stages: Vec<(String, Sequence)>,
+    /// Ids that there are, if samples are ids.
+    ids: Option<usize>,
+}
+
+impl Layers {
+    /// The network of `layers` on samples of shape `input`.
+    ///
+    /// # Errors
+    /// A layer that cannot take what the one before gives, or no layer with parameters.
+    pub fn new(input: &[usize], layers: &[Layer]) -> Result<Self> {
+        let output = shape::through(layers, PLACE, input)?;
+        let ids = match layers.first() {
+            Some(Layer::Embedding { ids, .. }) => Some(*ids),
+            _ => None,
+        };
+        let mut steps = Compiler { shape: input.to_vec(), sites: 0 }.compile(layers, "layers", PLACE)?.into_iter();
+        let mut stages: Vec<(String, Sequence)> = Vec::new();
+        let mut waiting = Vec::new();
+        for (place, step) in steps.by_ref() {
+            let has_parameters = !step.tensors().is_empty();
+            waiting.push(step);
+            match (has_parameters, stages.last_mut()) {
+                (true, _) => stages.push((place, Sequence(std::mem::take(&mut waiting)))),
+                (false, Some((_, last))) => last.0.append(&mut waiting),
+                // Layers before the first one with parameters are of its stage.
+                (false, None) => {}
+            }
+        }
+        if stages.is_empty() {
+            return Err(Error::input("model.layers has no layer with parameters").hint("add a dense or conv2d layer"));
+        }
+        Ok(Self { input: input.to_vec(), output, stages, ids })
+    }
+
+    /// The network as blocks.
+    pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
+        let stages = self.stages.iter().enumerate();
+        stages.map(|(i, (name, layers))| Box::new(Stage::new(name.clone(), layers.clone(), i == 0)) as _).collect()
+    }
+
+    /// Shape of a sample's input.
+    pub fn input(&self) -> &[usize] {
+        &self.input
+    }
+
+    /// Shape of a sample's output.
+    pub fn output(&self) -> &[usize] {
+        &self.output
+    }
+
+    /// Ids that there are, if samples are ids rather than numbers.
+    pub fn ids(&self) -> Option<usize> {
+        self.ids
+    }
+
+    /// Layers that compute something.
+    pub fn len(&self) -> usize {
+        self.stages.iter().map(|(_, layers)| layers.0.len()).sum()
+    }
+
+    /// Whether there are none; there always are some.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Follows shapes from layer to layer.
+struct Compiler {
+    shape: Vec<usize>,
+    /// Dropout layers so far.
+    sites: usize,
+}
+
+impl Compiler {
+    /// The layers that compute something, with their names.
+    fn compile(&mut self, layers: &[Layer], name: &str, place: &str) -> Result<Vec<(String, Step)>> {
+        let mut steps = Vec::new();
+        for (i, layer) in layers.iter().enumerate() {
+            let (name, place) = (format!("{name}.{i}"), format!("{place}[{i}]"));
+            let after = shape::after(layer, &place, &self.shape)?;
+            let step = self.step(layer, &name, &place)?;
+            steps.extend(step.map(|step| (name, step)));
+            self.shape = after;
+        }
+        Ok(steps)
+    }
+
+    /// Rows of a sample, and elements of a row.
+    fn rows(&self) -> (usize, usize) {
+        let (width, rest) = self.shape.split_last().unwrap_or((&1, &[]));
+        (rest.iter().product(), *width)
+    }
+
+    fn step(&mut self, layer: &Layer, name: &str, place: &str) -> Result<Option<Step>> {
+        let (elements, (rows, width)) = (self.shape.iter().product(), self.rows());
+        let name = name.to_string();
+        Ok(Some(match layer {
+            Layer::Flatten | Layer::Reshape { .. } => return Ok(None),
+            Layer::Dense { units, bias } => {
+                Step::Dense(Dense { name, rows, inputs: width, outputs: *units, bias: *bias })
+            }
+            Layer::Conv2d { filters, groups, bias, .. } => {
+                let window = shape::placed(layer, place, &self.shape)?;
+                Step::Conv(Conv { name, window, filters: *filters, groups: *groups, bias: *bias })
+            }
+            Layer::MaxPool2d { .. } => {
+                Step::Pool(Pool { window: shape::placed(layer, place, &self.shape)?, by: By::Largest })
+            }
+            Layer::AvgPool2d { .. } => {
+                Step::Pool(Pool { window: shape::placed(layer, place, &self.shape)?, by: By::Mean })
+            }
+            Layer::GlobalAvgPool => {
+                let &[height, width, channels] = &self.shape[..] else {
+                    return Err(Error::internal(format!("{place} is on {}", shown(&self.shape))));
+                };
+                let size = [height, width];
+                let window = Window { batch: 1, height, width, channels, size, stride: size, padding: [0, 0] };
+                Step::Pool(Pool { window, by: By::Mean })
+            }
+            Layer::LayerNorm { epsilon } => Step::Norm(LayerNorm { name, rows, width, epsilon: *epsilon }),
+            Layer::Dropout { rate } => {
+                self.sites += 1;
+                Step::Drop(Drop { site: self.sites, rate: *rate, elements })
+            }
+            Layer::Embedding { ids, width } => {
+                Step::Embedding(Embedding { name, ids: *ids, time: elements, width: *width })
+            }
+            Layer::Softmax => Step::Softmax(Softmax { width, elements }),
+            Layer::Residual { layers, shortcut } => {
+                let before = self.shape.clone();
+                let body = self.compile(layers, &format!("{name}.layers"), &format!("{place}.layers"))?;
+                self.shape = before.clone();
+                let around = self.compile(shortcut, &format!("{name}.shortcut"), &format!("{place}.shortcut"))?;
+                self.shape = before;
+                let sequence = |steps: Vec<(String, Step)>| Sequence(steps.into_iter().map(|(_, step)| step).collect());
+                if body.is_empty() {
+                    return Err(Error::input(format!("{place} (residual) has a branch that computes nothing"))
+                        .hint("put layers into it, or leave it out"));
+                }
+                let shortcut = (!around.is_empty()).then(|| sequence(around));
+                Step::Residual(Residual { body: sequence(body), shortcut })
+            }
+            Layer::Relu | Layer::Gelu | Layer::Silu | Layer::Tanh | Layer::Sigmoid => match layer.activation() {
+                Some(f) => Step::Function(Function { f, elements }),
+                None => return Err(Error::internal(format!("{place} is no function"))),
+            },
+        }))
+    }
+}

@@ -1,0 +1,65 @@
+//! Layer normalisation of the last axis.
+
+use super::op::{Back, Op, Sizes};
+use crate::backend::{Backend, Kernels, Memory, Norm};
+use crate::error::{Error, Result};
+use crate::layout::{Init, Tensor};
+use crate::nn::Context;
+
+/// Layer normalisation of every row of a sample.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LayerNorm {
+    /// Before `.weight` and `.bias`.
+    pub name: String,
+    /// Rows of a sample.
+    pub rows: usize,
+    pub width: usize,
+    pub epsilon: f32,
+}
+
+impl LayerNorm {
+    fn shape<B: Backend>(&self, cx: &Context<'_, B>) -> Norm {
+        Norm { rows: cx.micro.samples * self.rows, width: self.width, epsilon: self.epsilon, centred: true }
+    }
+}
+
+impl Op for LayerNorm {
+    fn tensors(&self) -> Vec<Tensor> {
+        let tensor = |end: &str, init| Tensor::new(format!("{}.{end}", self.name), &[self.width], init);
+        vec![tensor("weight", Init::Ones), tensor("bias", Init::Zeros)]
+    }
+
+    fn kept(&self) -> usize {
+        1
+    }
+
+    fn sizes(&self) -> Sizes {
+        let elements = self.rows * self.width;
+        Sizes { input: elements, output: elements, exact: 2 * self.rows, ..Sizes::default() }
+    }
+
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        params: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (b, shape) = (cx.backend, self.shape(cx));
+        let mut y = b.alloc(Memory::Activations, shape.rows * shape.width)?;
+        let mut stats = b.alloc_f32(Memory::Activations, shape.rows * 2)?;
+        b.norm(shape, B::all(x), params[0], params[1], B::all_mut(&mut y), B::all_mut(&mut stats))?;
+        Ok((y, vec![stats]))
+    }
+
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+        let (b, shape) = (cx.backend, self.shape(cx));
+        let Back { params, grads, x, kept, dy, .. } = back;
+        let [stats] = crate::nn::unpack(kept)?;
+        let [dweight, dbias] = grads else { return Err(Error::internal("a norm has two parameters")) };
+        let mut dx = b.alloc(Memory::Activations, shape.rows * shape.width)?;
+        b.zero(B::all_mut(&mut dx))?;
+        let (g, dweight, dbias) = (B::all(&dy), B::reborrow(dweight), B::reborrow(dbias));
+        b.norm_backward(shape, g, B::all(x), params[0], B::all(&stats), B::all_mut(&mut dx), dweight, dbias)?;
+        Ok(dx)
+    }
+}

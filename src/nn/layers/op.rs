@@ -1,0 +1,123 @@
+//! What a layer is once its shapes are known.
+
+use super::{conv::Conv, dense::Dense, drop::Drop, embedding::Embedding, function::Function, norm::LayerNorm};
+use super::{pool::Pool, residual::Residual, softmax::Softmax};
+use crate::backend::Kernels;
+use crate::error::Result;
+use crate::layout::Tensor;
+use crate::nn::Context;
+
+/// Elements a sample.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sizes {
+    /// Of the input.
+    pub input: usize,
+    /// Of the output.
+    pub output: usize,
+    /// Kept between forward and backward, besides the input.
+    pub kept: usize,
+    /// As `kept`, of those that are f32 whatever the compute type is, and not counted there.
+    pub exact: usize,
+    /// That live at once while it works, besides input, output and what is kept.
+    pub scratch: usize,
+}
+
+/// The computation of a layer. Parameters and their gradients come as one window for each of its tensors.
+pub trait Op {
+    /// Parameters.
+    fn tensors(&self) -> Vec<Tensor> {
+        vec![]
+    }
+
+    /// Buffers that a forward keeps for its backward.
+    fn kept(&self) -> usize {
+        0
+    }
+
+    /// Elements a sample.
+    fn sizes(&self) -> Sizes;
+
+    /// Output, and [`Op::kept`] buffers.
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        params: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)>;
+
+    /// Adds to the gradients of the parameters. Returns that of the input, or anything if nobody `wants_input`.
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf>;
+}
+
+/// What a backward works with.
+pub struct Back<'a, 'p, 'g, B: Kernels> {
+    /// Parameters.
+    pub params: &'a [B::View<'p>],
+    /// Their gradients.
+    pub grads: &'a mut [B::ViewMut<'g>],
+    /// The input of the forward.
+    pub x: &'a B::Buf,
+    /// What the forward kept.
+    pub kept: Vec<B::Buf>,
+    /// Gradient of the output.
+    pub dy: B::Buf,
+    /// Whether the gradient of the input is of use.
+    pub wants_input: bool,
+}
+
+/// Any layer.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Step {
+    Dense(Dense),
+    Conv(Conv),
+    Pool(Pool),
+    Norm(LayerNorm),
+    Drop(Drop),
+    Function(Function),
+    Softmax(Softmax),
+    Embedding(Embedding),
+    Residual(Residual),
+}
+
+macro_rules! each {
+    ($step:expr, $op:ident => $call:expr) => {
+        match $step {
+            Step::Dense($op) => $call,
+            Step::Conv($op) => $call,
+            Step::Pool($op) => $call,
+            Step::Norm($op) => $call,
+            Step::Drop($op) => $call,
+            Step::Function($op) => $call,
+            Step::Softmax($op) => $call,
+            Step::Embedding($op) => $call,
+            Step::Residual($op) => $call,
+        }
+    };
+}
+
+impl Op for Step {
+    fn tensors(&self) -> Vec<Tensor> {
+        each!(self, op => op.tensors())
+    }
+
+    fn kept(&self) -> usize {
+        each!(self, op => op.kept())
+    }
+
+    fn sizes(&self) -> Sizes {
+        each!(self, op => op.sizes())
+    }
+
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        params: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        each!(self, op => op.forward(cx, params, x))
+    }
+
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+        each!(self, op => op.backward(cx, back))
+    }
+}

@@ -1,0 +1,55 @@
+//! Pooling of images.
+
+use super::op::{Back, Op, Sizes};
+use crate::backend::{Backend, Kernels, Memory, Window};
+use crate::error::Result;
+use crate::nn::Context;
+
+/// What becomes of the elements that a window sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum By {
+    Largest,
+    Mean,
+}
+
+/// Pooling, channel by channel.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Pool {
+    /// On one image.
+    pub window: Window,
+    pub by: By,
+}
+
+impl Pool {
+    fn on<B: Backend>(&self, cx: &Context<'_, B>) -> Window {
+        Window { batch: cx.micro.samples, ..self.window }
+    }
+}
+
+impl Op for Pool {
+    fn sizes(&self) -> Sizes {
+        let output = self.window.rows() * self.window.channels;
+        Sizes { input: self.window.len(), output, ..Sizes::default() }
+    }
+
+    fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let window = self.on(cx);
+        let mut y = cx.backend.alloc(Memory::Activations, window.rows() * window.channels)?;
+        match self.by {
+            By::Largest => cx.backend.max_pool(window, B::all(x), B::all_mut(&mut y))?,
+            By::Mean => cx.backend.average_pool(window, B::all(x), B::all_mut(&mut y))?,
+        }
+        Ok((y, vec![]))
+    }
+
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+        let window = self.on(cx);
+        let mut dx = cx.backend.alloc(Memory::Activations, window.len())?;
+        let (x, dy) = (B::all(back.x), B::all(&back.dy));
+        match self.by {
+            By::Largest => cx.backend.max_pool_backward(window, x, dy, B::all_mut(&mut dx))?,
+            By::Mean => cx.backend.average_pool_backward(window, dy, B::all_mut(&mut dx))?,
+        }
+        Ok(dx)
+    }
+}

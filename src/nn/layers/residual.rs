@@ -1,0 +1,84 @@
+//! A branch and its way around (He et al., "Deep residual learning", 2016).
+
+use super::op::{Back, Op, Sizes};
+use super::sequence::Sequence;
+use crate::backend::{Kernels, Memory};
+use crate::error::Result;
+use crate::layout::Tensor;
+use crate::nn::Context;
+
+/// `shortcut(x) + body(x)`; x itself where there is no shortcut.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Residual {
+    pub body: Sequence,
+    pub shortcut: Option<Sequence>,
+}
+
+impl Residual {
+    /// Tensors of the body, which come first.
+    fn of_body(&self) -> usize {
+        self.body.tensors().len()
+    }
+}
+
+impl Op for Residual {
+    fn tensors(&self) -> Vec<Tensor> {
+        let around = self.shortcut.as_ref().map_or(vec![], Sequence::tensors);
+        self.body.tensors().into_iter().chain(around).collect()
+    }
+
+    fn kept(&self) -> usize {
+        self.body.kept() + self.shortcut.as_ref().map_or(0, Sequence::kept)
+    }
+
+    fn sizes(&self) -> Sizes {
+        let body = self.body.sizes();
+        let around = self.shortcut.as_ref().map_or(Sizes::default(), Sequence::sizes);
+        Sizes {
+            kept: body.kept + around.kept,
+            exact: body.exact + around.exact,
+            // One way's gradient waits for the other's.
+            scratch: body.scratch.max(around.scratch) + body.output + body.input,
+            ..body
+        }
+    }
+
+    fn forward<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        params: &[B::View<'_>],
+        x: &B::Buf,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (own, around) = params.split_at(self.of_body());
+        let (mut y, mut kept) = self.body.forward(cx, own, x)?;
+        match &self.shortcut {
+            Some(shortcut) => {
+                let (other, of_shortcut) = shortcut.forward(cx, around, x)?;
+                cx.backend.add(B::all(&other), B::all_mut(&mut y))?;
+                kept.extend(of_shortcut);
+            }
+            None => cx.backend.add(B::all(x), B::all_mut(&mut y))?,
+        }
+        Ok((y, kept))
+    }
+
+    fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
+        let Back { params, grads, x, mut kept, dy, .. } = back;
+        let (own_params, around_params) = params.split_at(self.of_body());
+        let (own_grads, around_grads) = grads.split_at_mut(self.of_body());
+        let of_shortcut = kept.split_off(self.body.kept());
+        let mut copy = cx.backend.alloc(Memory::Activations, B::len(&dy))?;
+        cx.backend.copy(B::all(&dy), B::all_mut(&mut copy))?;
+        let of_body = Back { params: own_params, grads: own_grads, x, kept, dy: copy, wants_input: true };
+        let mut dx = self.body.backward(cx, of_body)?;
+        let around = match &self.shortcut {
+            Some(shortcut) => {
+                let (params, grads) = (around_params, around_grads);
+                shortcut.backward(cx, Back { params, grads, x, kept: of_shortcut, dy, wants_input: true })?
+            }
+            None => dy,
+        };
+        cx.backend.add(B::all(&around), B::all_mut(&mut dx))?;
+        Ok(dx)
+    }
+}

@@ -1,0 +1,212 @@
+//! The shape of what a layer gives, from that of what it takes; per sample.
+
+use super::spec::Layer;
+use crate::backend::Window;
+use crate::error::{Error, Result};
+
+/// The shape after `layer`, which stands at `place` (such as `model.layers[3]`).
+///
+/// # Errors
+/// The layer cannot take such an input, or has a size that means nothing.
+pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
+    let refused = |wants: &str, hint: String| {
+        let kind = layer.kind();
+        Err(Error::input(format!("{place} ({kind}) gets {}, but wants {wants}", shown(input))).hint(hint))
+    };
+    let image = |wants: &str| match *input {
+        [height, width, channels] => Ok([height, width, channels]),
+        _ => refused(wants, "images are height × width × channels: reshape before".into()).map(|_: Vec<usize>| [0; 3]),
+    };
+    let positive = |name: &str, value: usize| match value {
+        0 => Err(Error::input(format!("{place} ({}): {name} = 0", layer.kind())).hint("give 1 or more")),
+        _ => Ok(()),
+    };
+    match layer {
+        Layer::Dense { units, .. } => {
+            positive("units", *units)?;
+            match input.split_last() {
+                Some((_, rest)) => Ok([rest, &[*units]].concat()),
+                None => refused("at least one axis", "flatten before".into()),
+            }
+        }
+        Layer::Conv2d { filters, kernel, groups, .. } => {
+            let [.., channels] = image("an image")?;
+            positive("filters", *filters)?;
+            positive("groups", *groups)?;
+            positive("kernel", kernel.get()[0] * kernel.get()[1])?;
+            if !channels.is_multiple_of(*groups) || !filters.is_multiple_of(*groups) {
+                let wants = format!("channels and filters (= {filters}) in {groups} equal groups");
+                return refused(&wants, "choose groups that divide both".into());
+            }
+            let [high, wide] = placed(layer, place, input)?.places();
+            Ok(vec![high, wide, *filters])
+        }
+        Layer::MaxPool2d { kernel, .. } | Layer::AvgPool2d { kernel, .. } => {
+            let [.., channels] = image("an image")?;
+            positive("kernel", kernel.get()[0] * kernel.get()[1])?;
+            let [high, wide] = placed(layer, place, input)?.places();
+            Ok(vec![high, wide, channels])
+        }
+        Layer::GlobalAvgPool => Ok(vec![image("an image")?[2]]),
+        Layer::Dropout { rate } if !(0.0..1.0).contains(rate) => {
+            Err(Error::input(format!("{place} (dropout): rate = {rate}")).hint("give at least 0 and less than 1"))
+        }
+        Layer::Reshape { shape } => {
+            let (there, here): (usize, usize) = (input.iter().product(), shape.iter().product());
+            match there == here {
+                true => Ok(shape.clone()),
+                false => refused(&format!("the {here} elements of {}", shown(shape)), format!("it has {there}")),
+            }
+        }
+        Layer::Flatten => Ok(vec![input.iter().product()]),
+        Layer::Embedding { ids, width } => {
+            positive("ids", *ids)?;
+            positive("width", *width)?;
+            match *input {
+                [time] => Ok(vec![time, *width]),
+                _ => refused("one axis of ids", "set model.input to the number of ids a sample".into()),
+            }
+        }
+        Layer::Residual { layers, shortcut } => {
+            let body = through(layers, &format!("{place}.layers"), input)?;
+            let around = through(shortcut, &format!("{place}.shortcut"), input)?;
+            match body == around {
+                true => Ok(body),
+                false => Err(Error::input(format!(
+                    "{place} (residual): the branch gives {}, its shortcut {}",
+                    shown(&body),
+                    shown(&around)
+                ))
+                .hint("give both the same shape, for example by a conv2d of kernel 1 in the shortcut")),
+            }
+        }
+        Layer::LayerNorm { .. } | Layer::Softmax if input.is_empty() => {
+            refused("at least one axis", "flatten before".into())
+        }
+        _ => Ok(input.to_vec()),
+    }
+}
+
+/// The shape after layers one after the other, which stand at `place`.
+///
+/// # Errors
+/// As [`after`].
+pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usize>> {
+    let mut shape = input.to_vec();
+    for (i, layer) in layers.iter().enumerate() {
+        if matches!(layer, Layer::Embedding { .. }) && (i > 0 || place != super::PLACE) {
+            return Err(Error::input(format!("{place}[{i}] (embedding) is not the first layer"))
+                .hint("its input is the ids of the data: put it first"));
+        }
+        shape = after(layer, &format!("{place}[{i}]"), &shape)?;
+    }
+    Ok(shape)
+}
+
+/// The window of a convolution or pooling on one image.
+///
+/// # Errors
+/// It does not fit.
+pub fn placed(layer: &Layer, place: &str, input: &[usize]) -> Result<Window> {
+    let (kernel, stride, padding) = match layer {
+        Layer::Conv2d { kernel, stride, padding, .. } => (kernel, *stride, padding),
+        Layer::MaxPool2d { kernel, stride, padding } | Layer::AvgPool2d { kernel, stride, padding } => {
+            (kernel, stride.unwrap_or(*kernel), padding)
+        }
+        _ => return Err(Error::internal(format!("{place} has no window"))),
+    };
+    let &[height, width, channels] = input else {
+        return Err(Error::internal(format!("{place} is on {}", shown(input))));
+    };
+    let (size, stride) = (kernel.get(), stride.get());
+    let padding = padding.get(size);
+    let kind = layer.kind();
+    if stride.contains(&0) {
+        return Err(Error::input(format!("{place} ({kind}): stride = 0")).hint("give 1 or more"));
+    }
+    if padding[0] >= size[0] || padding[1] >= size[1] {
+        return Err(Error::input(format!(
+            "{place} ({kind}): a padding of {} for a kernel of {}",
+            shown(&padding),
+            shown(&size)
+        ))
+        .hint("give less than the kernel: some window would see nothing but padding"));
+    }
+    if size[0] > height + 2 * padding[0] || size[1] > width + 2 * padding[1] {
+        return Err(Error::input(format!(
+            "{place} ({kind}) gets {}, smaller than its kernel of {}",
+            shown(input),
+            shown(&size)
+        ))
+        .hint("use a smaller kernel, more padding, or fewer strides before"));
+    }
+    Ok(Window { batch: 1, height, width, channels, size, stride, padding })
+}
+
+/// `28 × 28 × 1`
+pub fn shown(shape: &[usize]) -> String {
+    shape.iter().map(usize::to_string).collect::<Vec<_>>().join(" × ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(layers: &str, input: &[usize]) -> Result<Vec<usize>, String> {
+        #[derive(serde::Deserialize)]
+        struct Model {
+            layers: Vec<Layer>,
+        }
+        let model: Model = toml::from_str(&format!("layers = [{layers}]")).map_err(|e| e.to_string())?;
+        through(&model.layers, super::super::PLACE, input).map_err(|e| e.to_string())
+    }
+
+    #[test]
+    fn shapes_follow() {
+        let image = |layers: &str| shape(layers, &[28, 28, 3]).unwrap();
+        assert_eq!(image("{kind='conv2d', filters=8, kernel=3, padding='same'}"), [28, 28, 8]);
+        assert_eq!(image("{kind='conv2d', filters=6, kernel=[3, 5], stride=2, groups=3}"), [13, 12, 6]);
+        assert_eq!(image("{kind='max_pool2d', kernel=2}, {kind='flatten'}, {kind='dense', units=5}"), [5]);
+        assert_eq!(image("{kind='avg_pool2d', kernel=3, stride=2, padding=1}"), [14, 14, 3]);
+        assert_eq!(image("{kind='global_avg_pool'}, {kind='relu'}"), [3]);
+        assert_eq!(shape("{kind='embedding', ids=9, width=4}, {kind='layer_norm'}", &[7]).unwrap(), [7, 4]);
+        assert_eq!(shape("{kind='reshape', shape=[2, 3, 1]}", &[6]).unwrap(), [2, 3, 1]);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_named() {
+        for (layers, wanted) in [
+            (
+                "{kind='conv2d', filters=8, kernel=9}",
+                "model.layers[0] (conv2d) gets 4 × 4 × 3, smaller than its kernel of 9 × 9",
+            ),
+            (
+                "{kind='flatten'}, {kind='max_pool2d', kernel=2}",
+                "model.layers[1] (max_pool2d) gets 48, but wants an image",
+            ),
+            (
+                "{kind='conv2d', filters=8, kernel=3, groups=2}",
+                "model.layers[0] (conv2d) gets 4 × 4 × 3, but wants channels",
+            ),
+            ("{kind='reshape', shape=[5]}", "model.layers[0] (reshape) gets 4 × 4 × 3, but wants the 5 elements of 5"),
+            ("{kind='conv2d', filters=8, kernel=1, stride=0}", "model.layers[0] (conv2d): stride = 0"),
+            ("{kind='max_pool2d', kernel=2, padding=2}", "a padding of 2 × 2 for a kernel of 2 × 2"),
+            ("{kind='dense', units=0}", "model.layers[0] (dense): units = 0"),
+            ("{kind='dropout', rate=1.0}", "model.layers[0] (dropout): rate = 1"),
+            ("{kind='relu'}, {kind='embedding', ids=2, width=2}", "model.layers[1] (embedding) is not the first layer"),
+            (
+                "{kind='residual', layers=[{kind='dense', units=4}]}",
+                "model.layers[0] (residual): the branch gives 4 × 4 × 4, its shortcut 4 × 4 × 3",
+            ),
+            (
+                "{kind='residual', layers=[{kind='flatten'}, {kind='conv2d', filters=1, kernel=1}]}",
+                "model.layers[0].layers[1] (conv2d) gets 48, but wants an image",
+            ),
+            ("{kind='dens', units=4}", "unknown variant `dens`"),
+            ("{kind='dense', units=4, filters=3}", "unknown field `filters`"),
+        ] {
+            let error = shape(layers, &[4, 4, 3]).unwrap_err();
+            assert!(error.contains(wanted), "{layers}: {error}");
+        }
+    }
+}

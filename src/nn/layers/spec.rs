@@ -1,0 +1,217 @@
+//! Layers as a configuration has them: `[[model.layers]]`.
+
+use serde::{Deserialize, Serialize};
+
+use crate::backend::Activation;
+
+/// One number for rows and columns, or one for each.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Pair {
+    /// The same for both.
+    Both(usize),
+    /// Rows, columns.
+    Each([usize; 2]),
+}
+
+impl Pair {
+    /// Rows, columns.
+    pub fn get(self) -> [usize; 2] {
+        match self {
+            Pair::Both(n) => [n, n],
+            Pair::Each(pair) => pair,
+        }
+    }
+}
+
+/// Rows and columns beyond the edges of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Padding {
+    /// So many.
+    Of(Pair),
+    /// A word for it.
+    Named(NamedPadding),
+}
+
+/// Words for paddings.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NamedPadding {
+    /// Half the window: with a stride of 1 and a window of odd size, images keep their size.
+    Same,
+    /// None.
+    Valid,
+}
+
+impl Default for Padding {
+    fn default() -> Self {
+        Padding::Named(NamedPadding::Valid)
+    }
+}
+
+impl Padding {
+    /// Rows and columns at each edge, for a window of this size.
+    pub fn get(self, size: [usize; 2]) -> [usize; 2] {
+        match self {
+            Padding::Of(pair) => pair.get(),
+            Padding::Named(NamedPadding::Same) => size.map(|n| n / 2),
+            Padding::Named(NamedPadding::Valid) => [0, 0],
+        }
+    }
+}
+
+fn one() -> Pair {
+    Pair::Both(1)
+}
+
+fn single() -> usize {
+    1
+}
+
+fn yes() -> bool {
+    true
+}
+
+fn epsilon() -> f32 {
+    1e-5
+}
+
+/// One layer. Images are height × width × channels, channels last.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Layer {
+    /// An affine map of the last axis.
+    Dense {
+        /// Elements of its output.
+        units: usize,
+        /// Add a bias.
+        #[serde(default = "yes")]
+        bias: bool,
+    },
+    /// A convolution of images.
+    Conv2d {
+        /// Channels of its output.
+        filters: usize,
+        /// Rows and columns of the window.
+        kernel: Pair,
+        /// Rows and columns from one place of the window to the next.
+        #[serde(default = "one")]
+        stride: Pair,
+        /// `same`, `valid`, or rows and columns.
+        #[serde(default)]
+        padding: Padding,
+        /// Equal parts of the channels that do not see each other.
+        #[serde(default = "single")]
+        groups: usize,
+        /// Add a bias.
+        #[serde(default = "yes")]
+        bias: bool,
+    },
+    /// The largest element that a window sees, channel by channel.
+    MaxPool2d {
+        /// Rows and columns of the window.
+        kernel: Pair,
+        /// Rows and columns from one place to the next; left out, the window's.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stride: Option<Pair>,
+        /// `same`, `valid`, or rows and columns.
+        #[serde(default)]
+        padding: Padding,
+    },
+    /// The mean of what a window sees, channel by channel; edges do not count.
+    AvgPool2d {
+        /// Rows and columns of the window.
+        kernel: Pair,
+        /// Rows and columns from one place to the next; left out, the window's.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        stride: Option<Pair>,
+        /// `same`, `valid`, or rows and columns.
+        #[serde(default)]
+        padding: Padding,
+    },
+    /// The mean of each channel.
+    GlobalAvgPool,
+    /// Layer normalisation of the last axis.
+    LayerNorm {
+        /// Added to the variance.
+        #[serde(default = "epsilon")]
+        epsilon: f32,
+    },
+    /// Dropout, while training.
+    Dropout {
+        /// Chance to drop an element.
+        rate: f32,
+    },
+    /// One axis.
+    Flatten,
+    /// The same elements in other axes.
+    Reshape {
+        /// Extent of every axis.
+        shape: Vec<usize>,
+    },
+    /// A row of a table for each id; only as the first layer.
+    Embedding {
+        /// Ids.
+        ids: usize,
+        /// Elements of a row.
+        width: usize,
+    },
+    /// max(x, 0).
+    Relu,
+    /// GELU in its tanh form.
+    Gelu,
+    /// x·σ(x).
+    Silu,
+    /// The hyperbolic tangent.
+    Tanh,
+    /// The logistic function.
+    Sigmoid,
+    /// Softmax of the last axis.
+    Softmax,
+    /// `shortcut(x) + body(x)`; without a shortcut, x itself.
+    Residual {
+        /// The branch.
+        layers: Vec<Layer>,
+        /// What x passes on its way around; nothing if empty.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        shortcut: Vec<Layer>,
+    },
+}
+
+impl Layer {
+    /// Its word in configurations.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Layer::Dense { .. } => "dense",
+            Layer::Conv2d { .. } => "conv2d",
+            Layer::MaxPool2d { .. } => "max_pool2d",
+            Layer::AvgPool2d { .. } => "avg_pool2d",
+            Layer::GlobalAvgPool => "global_avg_pool",
+            Layer::LayerNorm { .. } => "layer_norm",
+            Layer::Dropout { .. } => "dropout",
+            Layer::Flatten => "flatten",
+            Layer::Reshape { .. } => "reshape",
+            Layer::Embedding { .. } => "embedding",
+            Layer::Relu => "relu",
+            Layer::Gelu => "gelu",
+            Layer::Silu => "silu",
+            Layer::Tanh => "tanh",
+            Layer::Sigmoid => "sigmoid",
+            Layer::Softmax => "softmax",
+            Layer::Residual { .. } => "residual",
+        }
+    }
+
+    /// The function of every element that it is, if it is one.
+    pub fn activation(&self) -> Option<Activation> {
+        match self {
+            Layer::Relu => Some(Activation::Relu),
+            Layer::Gelu => Some(Activation::Gelu),
+            Layer::Silu => Some(Activation::Silu),
+            Layer::Tanh => Some(Activation::Tanh),
+            Layer::Sigmoid => Some(Activation::Sigmoid),
+            _ => None,
+        }
+    }
+}

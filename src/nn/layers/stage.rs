@@ -1,0 +1,112 @@
+//! A few layers as one block: from one with parameters to before the next.
+
+use super::op::{Back, Op};
+use super::sequence::Sequence;
+use crate::backend::{Backend, Kernels};
+use crate::error::{Error, Result};
+use crate::layout::Tensor;
+use crate::nn::{Block, Context, Grads, Params};
+
+/// Layers whose parameters form a unit.
+pub struct Stage {
+    name: String,
+    layers: Sequence,
+    /// Whether its input is the data.
+    is_first: bool,
+    /// The place in the unit of each of the layers' tensors: decayed ones come first there.
+    places: Vec<usize>,
+}
+
+impl Stage {
+    pub fn new(name: String, layers: Sequence, is_first: bool) -> Self {
+        let decays: Vec<bool> = layers.tensors().iter().map(Tensor::decays).collect();
+        let before = |i: usize, of: bool| decays[..i].iter().filter(|decays| **decays == of).count();
+        let decayed = before(decays.len(), true);
+        let place = |i: usize| if decays[i] { before(i, true) } else { decayed + before(i, false) };
+        let places = (0..decays.len()).map(place).collect();
+        Self { name, layers, is_first, places }
+    }
+
+    /// Lengths of the tensors as they lie in the unit.
+    fn lens(&self) -> Vec<usize> {
+        let mut lens = vec![0; self.places.len()];
+        for (tensor, &place) in self.layers.tensors().iter().zip(&self.places) {
+            lens[place] = tensor.len();
+        }
+        lens
+    }
+
+    /// The unit's tensors in the order of the layers.
+    fn params<'a, B: Backend>(&self, mut unit: B::View<'a>) -> Vec<B::View<'a>> {
+        let cut = self.lens().into_iter().map(|len| {
+            let (tensor, rest) = B::cut(unit, len);
+            unit = rest;
+            tensor
+        });
+        let stored: Vec<B::View<'a>> = cut.collect();
+        self.places.iter().map(|&place| stored[place]).collect()
+    }
+
+    /// As [`Stage::params`], exclusively.
+    fn grads<'a, B: Backend>(&self, unit: B::ViewMut<'a>) -> Result<Vec<B::ViewMut<'a>>> {
+        let (mut stored, mut rest) = (Vec::new(), Some(unit));
+        for len in self.lens() {
+            let unit = rest.take().ok_or_else(|| Error::internal("a unit that ended early"))?;
+            let (tensor, others) = B::cut_mut(unit, len);
+            stored.push(Some(tensor));
+            rest = Some(others);
+        }
+        let taken = self.places.iter().map(|&place| stored[place].take());
+        taken.map(|tensor| tensor.ok_or_else(|| Error::internal("two tensors in one place"))).collect()
+    }
+
+    fn input<'a, B: Kernels>(&self, cx: &Context<'a, B>, x: &'a B::Buf) -> &'a B::Buf {
+        if self.is_first { &cx.micro.features } else { x }
+    }
+}
+
+impl<B: Kernels> Block<B> for Stage {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn tensors(&self) -> Vec<Tensor> {
+        let mut tensors = self.layers.tensors();
+        tensors.sort_by_key(|tensor| !tensor.decays());
+        tensors
+    }
+
+    fn input_per_row(&self) -> usize {
+        self.layers.sizes().input
+    }
+
+    fn saved_per_row(&self) -> usize {
+        self.layers.sizes().kept
+    }
+
+    fn exact_per_row(&self) -> usize {
+        self.layers.sizes().exact
+    }
+
+    fn scratch_per_row(&self) -> usize {
+        self.layers.sizes().scratch
+    }
+
+    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        self.layers.forward(cx, &self.params::<B>(params.own), self.input(cx, x))
+    }
+
+    fn backward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        grads: Grads<'_, B>,
+        x: &B::Buf,
+        saved: Vec<B::Buf>,
+        dy: B::Buf,
+    ) -> Result<B::Buf> {
+        let (params, mut grads) = (self.params::<B>(params.own), self.grads::<B>(grads.own)?);
+        let (x, wants_input) = (self.input(cx, x), !self.is_first);
+        self.layers.backward(cx, Back { params: &params, grads: &mut grads, x, kept: saved, dy, wants_input })
+    }
+}
