@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices};
 use crate::backend::{Backend, readable};
-use crate::comm::Comm;
+use crate::comm::{Comm, Route};
 use crate::config::{Compute, Config, DeviceChoice, Plan};
 use crate::error::{Error, Result};
 use crate::topology::{Topology, parse_list};
@@ -83,7 +83,7 @@ pub fn cpu(plan: &Plan) -> Result<Cpu> {
 /// Decides where the ranks of `comm` compute: collective. None is the CPU.
 ///
 /// # Errors
-/// `run.device` asks for GPUs that are not there, or there are fewer than the ranks need.
+/// `run.device` asks for GPUs that are not there, or there are fewer than the ranks or `comm.path` need.
 pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>> {
     let choice = config.run.device;
     let world = comm.world();
@@ -101,12 +101,21 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
         return Ok(None);
     };
     let seen = |rank: usize| -> &Seen { &views[rank].as_deref().unwrap_or(&[])[chosen[rank]] };
-    let sharers = |rank: usize| {
+    let sharers = |rank: usize| -> Vec<usize> {
         let others = (0..chosen.len()).filter(|&other| topology.host(other) == topology.host(rank));
-        others.filter(|&other| seen(other).id == seen(rank).id).count()
+        others.filter(|&other| seen(other).id == seen(rank).id).collect()
     };
+    let crowd = (0..chosen.len()).map(sharers).find(|ranks| ranks.len() > 1);
+    if let (Route::Nccl, Some(ranks)) = (config.comm.path, crowd) {
+        let (Seen { name, pci, .. }, host) = (seen(ranks[0]), topology.host(ranks[0]));
+        let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
+        let message = format!("ranks {} on {host} share {name} at {pci}", ranks.join(", "));
+        return Err(Error::input(format!("comm.path = nccl wants a GPU for every rank: {message}"))
+            .hint("set comm.path=staged, or start fewer ranks")
+            .shared());
+    }
     let memory = |rank: usize| {
-        let part = (seen(rank).memory as f64 * config.device.memory_fraction) as usize / sharers(rank);
+        let part = (seen(rank).memory as f64 * config.device.memory_fraction) as usize / sharers(rank).len();
         config.device.memory_limit.map_or(part, |limit| part.min(limit.0))
     };
     let line = |rank: usize| {

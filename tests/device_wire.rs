@@ -5,9 +5,12 @@ mod common;
 
 use std::ops::Range;
 
-use common::ranks::{is_rank_of, mpirun, mpirun_with};
+use common::launch::{LIMIT, start};
+use common::ranks::{self, is_rank_of, mpirun, mpirun_with};
 use common::sealed::Sealed;
+use common::simulator::{under, with_simulator};
 use hpctrain::backend::cpu::Cpu;
+use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, Memory};
 use hpctrain::comm::{Algorithm, Comm, Group, Route, Table, Way, mpi, threads};
 use hpctrain::error::{Error, Result};
@@ -99,6 +102,17 @@ fn on_host(group: Group<Cpu>) -> Rank<Cpu> {
 
 fn on_device(group: Group<Sealed>, shown: bool) -> Rank<Sealed> {
     Rank { group, backend: Sealed::new(shown), look: Sealed::look }
+}
+
+/// A GPU of the simulator for every rank.
+fn on_gpu(group: Group<Cuda>, number: usize) -> Rank<Cuda> {
+    let backend = Cuda::new(&Device::open(number).unwrap(), 256 << 20, Precision::Bf16).unwrap();
+    let look = |cuda: &Cuda, buf: &_| {
+        let mut values = vec![0.0; Cuda::len(buf)];
+        cuda.download(Cuda::all(buf), &mut values).unwrap();
+        values
+    };
+    Rank { group, backend, look }
 }
 
 fn assert_same(what: &str, got: &[Vec<f32>], wanted: &[Vec<f32>], exact: bool) {
@@ -198,6 +212,89 @@ fn every_way_over_mpi() {
     comm.shutdown();
 }
 
+/// What shows waits that are missing, and who touches device memory that may not.
+const LATE: &[(&str, &str)] = &[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")];
+
+/// Sums of NCCL's own, unlike ours, are only near.
+#[test]
+fn nccl_between_threads() {
+    under(&[&[("CUDASIM_DEVICES", "4")], LATE], || {
+        for nodes in [&[0][..], &[0, 0], &[0, 0, 0], &[0, 0, 1, 1], &[0, 0, 1]] {
+            for algorithm in Algorithm::ALL {
+                let (vendor, tree) = (algorithm == Algorithm::Mpi, Algorithm::Tree);
+                let ours = if vendor { tree } else { algorithm };
+                let host = |comm: Comm<Cpu>| LENGTHS.map(|len| on_host(comm.world()).operations(len).unwrap());
+                let wanted = on_threads(nodes, ours, host);
+                let got = on_threads(nodes, algorithm, |comm: Comm<Cuda>| {
+                    let rank = on_gpu(comm.through(Way::Nccl).world(), comm.rank());
+                    assert_eq!(rank.group.algorithms(false).len(), Algorithm::ALL.len());
+                    LENGTHS.map(|len| rank.operations(len).unwrap())
+                });
+                for (rank, (got, wanted)) in got.iter().zip(&wanted).enumerate() {
+                    for ((got, wanted), len) in got.iter().zip(wanted).zip(LENGTHS) {
+                        assert_same(&format!("{algorithm} of {len}, rank {rank} on {nodes:?}"), got, wanted, !vendor);
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Ranks that are processes, and more than goes in one message.
+#[test]
+fn nccl_over_mpi() {
+    const NAME: &str = "nccl_over_mpi";
+    if !is_rank_of(NAME) {
+        for ranks in [2, 3] {
+            let mut command = ranks::command(NAME, ranks, 2);
+            let ended = start(with_simulator(&mut command).envs(LATE.iter().copied())).finish(2 * LIMIT);
+            assert!(ended.status.success(), "{ranks} ranks: {ended}");
+        }
+        return;
+    }
+    let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
+    let gpu = on_gpu(comm.on().through(Way::Nccl).world(), comm.rank());
+    for algorithm in Algorithm::ALL {
+        let table = Table::always(algorithm);
+        let host = on_host(comm.world().choosing(table.clone()));
+        let device = Rank { group: gpu.group.choosing(table), backend: gpu.backend.clone(), look: gpu.look };
+        for len in [7, 1_200_001] {
+            let (got, wanted) = (device.operations(len).unwrap(), host.operations(len).unwrap());
+            assert_same(&format!("{algorithm} of {len}"), &got, &wanted, algorithm != Algorithm::Mpi);
+        }
+        let fresh = device.backend.ledger().fresh();
+        device.operations(7).unwrap();
+        assert_eq!(device.backend.ledger().fresh(), fresh, "new memory for what was done before");
+    }
+    comm.shutdown();
+}
+
+/// A rank that NCCL fails says why, and the one that waits for its message hears of the end.
+#[test]
+fn a_failure_of_nccl_ends_all() {
+    const NAME: &str = "a_failure_of_nccl_ends_all";
+    if !is_rank_of(NAME) {
+        let mut command = ranks::command(NAME, 2, 2);
+        let ended = start(with_simulator(&mut command).env("CUDASIM_DEVICES", "2")).finish(LIMIT);
+        assert!(ended.status.code() == Some(3) && ended.stderr.contains("as it should"), "{ended}");
+        return;
+    }
+    let comm = mpi::start::<Cuda>(Algorithm::Tree).unwrap();
+    let rank = on_gpu(comm.through(Way::Nccl).world(), comm.rank());
+    rank.operations(7).unwrap();
+    if comm.rank() == 1 {
+        // SAFETY: no other thread looks at the environment but through the same library's lock.
+        unsafe { std::env::set_var("CUDASIM_FAIL", "nccl") };
+    }
+    let error = rank.operations(7).unwrap_err();
+    assert_eq!(comm.rank(), 1, "{error}");
+    let told = error.to_string();
+    let words = ["NCCL could not exchange a message: ", ": a failure was asked for\nhint: "];
+    assert!(error.exit_code() == 1 && words.iter().all(|word| told.contains(word)), "{told}");
+    eprintln!("as it should");
+    comm.abort(3);
+}
+
 /// Pairs of bf16 travel as words; nobody may add them.
 #[test]
 fn only_f32_is_added() {
@@ -250,6 +347,8 @@ fn routes_are_found() {
         assert_eq!((way(Route::Staged).unwrap(), way(Route::Auto).unwrap()), (Some(Way::Staged), Some(Way::Staged)));
         let error = way(Route::Direct).unwrap_err().to_string();
         assert!(error.contains("threads of one process cannot take addresses") && error.contains("comm.path = staged"));
+        let error = way(Route::Nccl).unwrap_err().to_string();
+        assert!(error.contains("comm.path = nccl: there is no library by which devices of this kind"), "{error}");
         // Direct messages that nobody carries are errors, not crashes.
         let (group, backend) = (comm.through(Way::Direct).world(), Sealed::new(false));
         let sum = group.all_reduce(backend.upload(Memory::Gradients, &[1.0; 8]).unwrap(), 0..8).wait();

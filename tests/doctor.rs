@@ -107,11 +107,15 @@ fn ranks_meet_in_one_report() {
 #[test]
 fn a_gpu_that_works_is_computed_on() {
     let report = simulated(&[("CUDASIM_DEVICES", "2")]);
-    for name in ["gpu driver", "nvrtc", "cublaslt", "gpu 0 kernel", "gpu 0 product", "gpu 1 kernel", "gpu 1 product"] {
+    for name in
+        ["gpu driver", "nvrtc", "cublaslt", "nccl", "gpu 0 kernel", "gpu 0 product", "gpu 1 kernel", "gpu 1 product"]
+    {
         assert_eq!(check(&report, name).0, "ok", "{report:#}");
     }
-    let place = simulator().join("lib/libnvrtc.so");
-    assert!(check(&report, "nvrtc").1.ends_with(place.to_str().unwrap()), "{report:#}");
+    for (name, file) in [("nvrtc", "lib/libnvrtc.so"), ("nccl", "lib/libnccl.so.2")] {
+        let place = simulator().join(file);
+        assert!(check(&report, name).1.ends_with(place.to_str().unwrap()), "{report:#}");
+    }
     assert!(check(&report, "gpu 1").1.contains("0000:02:00.0") && check(&report, "gpu 1").1.contains("capability 9.0"));
     assert_eq!(report["ranks"][0]["gpu"]["pci"], "0000:01:00.0");
 }
@@ -147,6 +151,7 @@ fn a_gpu_that_does_not_work_fails() {
     std::fs::copy(simulator().join("lib/libcuda.so.1"), driver_only.path().join("libcuda.so")).unwrap();
     let bare = simulated(&[("LD_LIBRARY_PATH", driver_only.path().to_str().unwrap())]);
     assert_eq!((check(&bare, "gpu driver").0, check(&bare, "gpu 0").0), ("ok", "ok"), "{bare:#}");
+    assert_ne!(check(&bare, "nccl").0, "failure", "it is wanted only where it is asked for");
     // Where the system has the libraries, they do not fit this driver.
     assert!(bare["checks"].as_array().unwrap().iter().any(|check| check["status"] == "failure"), "{bare:#}");
 }

@@ -125,6 +125,54 @@ fn messages_take_the_way_they_are_told() {
 }
 
 #[test]
+fn nccl_gives_the_same_bits() {
+    let root = tempfile::tempdir().unwrap();
+    let devices = |count| [("CUDASIM_DEVICES", count), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
+    let two = devices("2");
+    let one = trains(Alone, root.path(), "one", &["parallel.lanes=4"], &[]);
+    let with = |transport, name: &str, settings: &str, sim: Settings| {
+        let ours = ["parallel.lanes=4", "comm.path=nccl"];
+        let settings: Vec<_> = ours.into_iter().chain(settings.split(' ')).collect();
+        trains(transport, root.path(), name, &settings, sim)
+    };
+    for zero in 0..4 {
+        let settings = format!("parallel.zero={zero}");
+        let files = with(Mpirun(2), &settings, &settings, &two);
+        files.same_as(&one, STEPS, &settings);
+        assert!(files.text("collectives.json").contains("\"nccl\""));
+    }
+    with(Simulate(2), "threads", "parallel.zero=3", &two).same_as(&one, STEPS, "threads of one process");
+    let hybrid = "parallel.zero=2 parallel.shard=2 parallel.replica=2";
+    with(Mpirun(4), "hybrid", hybrid, &devices("4")).same_as(&one, STEPS, hybrid);
+
+    // NCCL's own collectives add in an order of their own.
+    let own = with(Mpirun(4), "own", &format!("{hybrid} comm.algorithm=mpi"), &devices("4"));
+    let off = apart(&own, &one);
+    assert!(off < 1e-3, "{off}");
+}
+
+#[test]
+fn nccl_is_refused_where_it_cannot_be() {
+    let root = tempfile::tempdir().unwrap();
+    let refused = |name: &str, settings: &[&str], sim: Settings| {
+        let settings = [&["comm.path=nccl"], settings].concat();
+        let (run, mut command) = command(Mpirun(2), root.path(), name, &settings, sim);
+        let told = said(&finish(&mut command));
+        assert!(told.contains("\nhint: ") && !run.files().0.exists(), "{told}");
+        told
+    };
+    let shares = ["device.ranks_per_gpu=2", "device.memory_fraction=0.4"];
+    let told = refused("shared", &shares, &[]);
+    assert!(told.contains("comm.path = nccl wants a GPU for every rank: ranks 0, 1 on "), "{told}");
+    assert!(told.contains(" share CPU simulator 0 at 0000:01:00.0\nhint: set comm.path=staged"), "{told}");
+
+    let without = only(&["libcuda.so", "libcuda.so.1", "libnvrtc.so", "libcublasLt.so"]);
+    let libraries = without.path().to_str().unwrap();
+    let told = refused("missing", &[], &[("CUDASIM_DEVICES", "2"), ("LD_LIBRARY_PATH", libraries)]);
+    assert!(told.contains("comm.path = nccl: NCCL is not there: libnccl.so.2\nhint: install NCCL"), "{told}");
+}
+
+#[test]
 fn a_run_goes_on_from_gpu_to_cpu_and_back() {
     let root = tempfile::tempdir().unwrap();
     let settings = ["precision.compute=f32", "checkpoint.every=2", "checkpoint.keep=5"];

@@ -4,12 +4,14 @@
 mod common;
 
 use std::path::PathBuf;
+use std::process::Command;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use common::launch::Transport::{self, Mpirun, Simulate};
 use common::launch::{Ended, Running, signal, start};
 use common::runs::Run;
+use common::simulator::with_simulator;
 use serde_json::Value;
 
 /// Long enough for the watch to notice and end everything, on a busy machine.
@@ -27,10 +29,21 @@ struct Job {
 impl Job {
     /// Starts a job that would train for hours.
     fn start(transport: Transport, settings: &[&str]) -> Self {
+        Self::start_as(transport, settings, |command| command)
+    }
+
+    /// The same, on simulated GPUs that exchange by NCCL.
+    fn start_on_gpus(ranks: usize, settings: &[&str]) -> Self {
+        let ours = ["comm.path=nccl", "device.memory_limit=64MiB"];
+        let settings = [&ours, settings].concat();
+        Self::start_as(Mpirun(ranks), &settings, |command| with_simulator(command).env("CUDASIM_DEVICES", "4"))
+    }
+
+    fn start_as(transport: Transport, settings: &[&str], prepare: fn(&mut Command) -> &mut Command) -> Self {
         let root = tempfile::tempdir().unwrap();
         let endless = ["run.steps=100000000", "eval.every=0", "checkpoint.every=0", "batch.global=12"];
         let run = Run::new(transport, root.path(), "x", &[&endless, settings].concat());
-        let mut running = start(&mut run.command());
+        let mut running = start(prepare(&mut run.command()));
         let files = run.files();
         let begun = Instant::now();
         let steps = || std::fs::read_to_string(files.path("metrics.jsonl")).unwrap_or_default().lines().count();
@@ -91,7 +104,11 @@ fn check_ledger(rank: usize, ledger: &Value) {
 
 /// A rank is stopped in the middle of training, as by a debugger or a frozen node.
 fn stopped(ranks: usize, rank: usize, algorithm: &str) {
-    let mut job = Job::start(Mpirun(ranks), &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
+    let job = Job::start(Mpirun(ranks), &["comm.timeout=2", &format!("comm.algorithm={algorithm}")]);
+    check_stopped(job, ranks, rank);
+}
+
+fn check_stopped(mut job: Job, ranks: usize, rank: usize) {
     let pid = job.stop(rank);
     let others: Vec<_> = (0..ranks).filter(|other| *other != rank).collect();
     let (ended, ledgers) = job.ends(&others);
@@ -128,6 +145,17 @@ fn a_rank_is_stopped_under_the_vendors_collectives() {
 #[test]
 fn a_rank_is_killed() {
     let job = Job::start(Mpirun(2), &["comm.timeout=2"]);
+    signal("KILL", &job.pid(1));
+    let (ended, _) = job.ends(&[]);
+    assert_ne!(ended.code(), 0, "{ended}");
+}
+
+#[test]
+fn a_rank_is_stopped_or_killed_under_nccl() {
+    for algorithm in ["comm.algorithm=tree", "comm.algorithm=mpi"] {
+        check_stopped(Job::start_on_gpus(2, &["comm.timeout=2", algorithm]), 2, 1);
+    }
+    let job = Job::start_on_gpus(2, &["comm.timeout=2"]);
     signal("KILL", &job.pid(1));
     let (ended, _) = job.ends(&[]);
     assert_ne!(ended.code(), 0, "{ended}");

@@ -22,7 +22,7 @@ pub use kernels::{
     Rotary, Sgd, Window,
 };
 pub use memory::{Ledger, Memory, readable};
-pub use port::{Event, Ferry, Pinned, Placed, Port, Reach, Scratch, Slot, Span};
+pub use port::{Event, Ferry, Invitation, Peers, Pinned, Placed, Port, Reach, Scratch, Slot, Span, Vendor};
 
 /// The memory of one device.
 ///
@@ -146,6 +146,14 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// The device failed.
     fn ferry(&self) -> Result<Option<Arc<dyn Ferry>>> {
         Ok(None)
+    }
+
+    /// The library by which the devices of ranks can exchange memory as [`Peers`], and its version.
+    ///
+    /// # Errors
+    /// There is none.
+    fn peers_library() -> Result<String> {
+        Err(port::no_peers())
     }
 
     /// Gives memory that waits for reuse back to the system: shapes are about to change.

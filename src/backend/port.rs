@@ -83,6 +83,63 @@ pub trait Scratch: Send {
     fn span(&self) -> Span<'_>;
 }
 
+/// A collective that a library has of its own, in place.
+#[derive(Debug, Clone, Copy)]
+pub enum Vendor {
+    /// The sum over all ranks.
+    AllReduce,
+    /// My part of the memory holds the sum afterwards.
+    ReduceScatter,
+    /// My part of the memory is contributed.
+    AllGather,
+    /// The memory of one rank.
+    Broadcast {
+        /// Its number.
+        root: usize,
+    },
+}
+
+/// What one of several ranks makes, and all must have, to meet as [`Peers`].
+pub type Invitation = [u8; 128];
+
+/// Ranks with a device each, which exchange memory by a library of the device's vendor.
+///
+/// One thing is started at a time: the [`mark`](Peers::mark) of one is done before the next. It may wait for the other
+/// ranks to start theirs. Peers that are dropped without a good end are torn apart.
+pub trait Peers: Send {
+    /// Starts to send to one rank and to receive from another at once. The sender may wait for the receiver.
+    ///
+    /// # Errors
+    /// The library failed.
+    fn exchange(&self, send: Option<(usize, Span<'_>)>, receive: Option<(usize, Span<'_>)>) -> Result<()>;
+
+    /// Starts a collective of the library.
+    ///
+    /// # Errors
+    /// The library failed.
+    fn vendor(&self, call: Vendor, memory: Span<'_>) -> Result<()>;
+
+    /// Starts a good end, after which nothing else is started.
+    ///
+    /// # Errors
+    /// The library failed.
+    fn part(&self) -> Result<()>;
+
+    /// Done when what was started last is. Its error may be that of another rank.
+    ///
+    /// # Errors
+    /// The library failed.
+    fn mark(&self) -> Result<Box<dyn Event>>;
+
+    /// Stops what is under way here, at once. Nothing more can be started; the other ranks may wait for ever.
+    fn tear(&self);
+}
+
+/// What is said of a device whose vendor has no such library.
+pub(super) fn no_peers() -> Error {
+    Error::input("there is no library by which devices of this kind exchange memory")
+}
+
 /// Device words, and the place of their first one in a piece of host memory.
 pub type Placed<'a> = (Span<'a>, usize);
 
@@ -136,6 +193,23 @@ pub trait Port: Send + Sync {
     /// # Errors
     /// The device failed.
     fn mark(&self) -> Result<Box<dyn Event>>;
+
+    /// An invitation for ranks to meet.
+    ///
+    /// # Errors
+    /// There is no library for it, or it failed.
+    fn invite(&self) -> Result<Invitation> {
+        Err(no_peers())
+    }
+
+    /// Starts to meet the `size` ranks that have the same invitation, as number `rank` of them. They have met when the
+    /// first mark is done.
+    ///
+    /// # Errors
+    /// There is no library for it, or it failed.
+    fn meet(&self, _invitation: &Invitation, _rank: usize, _size: usize) -> Result<Box<dyn Peers>> {
+        Err(no_peers())
+    }
 }
 
 /// A port whose copies keep an order with compute, which the device sees to: the host does not wait to start them. It has

@@ -1,11 +1,12 @@
-//! Messages of device memory by its addresses, through an MPI library that takes them.
+//! Messages of device memory by its addresses, through a library that takes them: MPI's, or that of the device's vendor.
 //!
-//! The algorithms are those of the host, and the device adds what is received in the same order. Only what such libraries
+//! The algorithms are those of the host, and the device adds what is received in the same order. Only what MPI libraries
 //! do reliably is asked of them: single sends and receives, and the blocking collectives.
 
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::circle::Circle;
 use super::operand::{Combine, Operand};
 use super::pace;
 use super::shared::Shared;
@@ -64,9 +65,11 @@ impl Places {
     }
 }
 
-/// Device memory whose addresses the wire takes.
+/// Device memory whose addresses a library takes.
 pub struct Direct<'a> {
     pub memory: Span<'a>,
+    /// Whom messages go by; none if the wire takes addresses itself.
+    pub circle: Option<Circle<'a>>,
     pub port: &'a dyn Port,
     pub room: &'a mut Room,
     pub shared: &'a Shared,
@@ -85,6 +88,20 @@ fn messages(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
     joined.into_iter().flat_map(cut).collect()
 }
 
+/// One message each way.
+fn exchange_one(
+    circle: Option<&Circle<'_>>,
+    wire: &mut dyn Wire,
+    group: &Members,
+    send: Option<(usize, Span<'_>)>,
+    receive: Option<(usize, Span<'_>)>,
+) -> Result<()> {
+    match circle {
+        Some(circle) => circle.exchange(wire, group, send, receive),
+        None => wire.exchange_device(group, send, receive),
+    }
+}
+
 impl Direct<'_> {
     /// The messages of an exchange; `adding` are those that the device adds when it returns.
     fn exchange_all(
@@ -96,12 +113,13 @@ impl Direct<'_> {
         (from, receives): (usize, &[Range<usize>]),
         adding: &mut [Option<Box<dyn Event>>; DEPTH],
     ) -> Result<()> {
-        let Self { memory, port, room, shared } = self;
+        let Self { memory, circle, port, room, shared } = self;
+        let circle = circle.as_ref();
         let mut kept = 0;
         for i in 0..sends.len().max(receives.len()) {
             let send = sends.get(i).map(|range| (to, memory.part(range.clone())));
             let Some(range) = receives.get(i) else {
-                wire.exchange_device(group, send, None)?;
+                exchange_one(circle, wire, group, send, None)?;
                 continue;
             };
             let place = i % DEPTH;
@@ -120,7 +138,7 @@ impl Direct<'_> {
                 }
             };
             let Some(into) = into else { continue };
-            wire.exchange_device(group, send, Some((from, into)))?;
+            exchange_one(circle, wire, group, send, Some((from, into)))?;
             if how == Combine::Add {
                 port.add(into, memory.part(range.clone()))?;
                 adding[place] = Some(port.mark()?);
@@ -180,6 +198,9 @@ impl Operand for Direct<'_> {
     }
 
     fn vendor(&mut self, wire: &mut dyn Wire, group: &Members, call: Vendor) -> Result<()> {
+        if let Some(circle) = &self.circle {
+            return circle.vendor(wire, group, call, self.memory);
+        }
         wire.vendor_device(group, call, self.memory)?;
         let part = self.memory.words() / group.size();
         if let (Vendor::ReduceScatter, true) = (call, group.rank > 0) {

@@ -112,7 +112,7 @@ impl<B: Backend> Group<B> {
     /// Algorithms that this group can run: the library's own only where there is a library. With `exact`, only those
     /// that add in the order of [`Algorithm::Tree`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
-        let vendor = self.comm.inner.world.vendor;
+        let vendor = self.comm.inner.world.vendor || self.comm.way() == Some(Way::Nccl);
         let able = |algorithm: &Algorithm| vendor || *algorithm != Algorithm::Mpi;
         let fits = |algorithm: &Algorithm| able(algorithm) && (!exact || algorithm.is_exact(&self.members));
         Algorithm::ALL.into_iter().filter(fits).collect()
@@ -196,7 +196,7 @@ impl<B: Backend> Group<B> {
             if let Err(error) = desk.after(ready).and_then(|()| desk.failure().map_or(Ok(()), Err)) {
                 return parcel.finish(Err(error));
             }
-            if let (false, Way::Staged) = (B::ON_HOST, way) {
+            if !B::ON_HOST && way.stages_messages() {
                 let sent = desk.attempt(|desk| match whole::<B>(&mut parcel.buf)? {
                     Reach::Device(memory, port) => {
                         let staging = Staging { port: &*port, slots: &desk.slots, words };
@@ -227,14 +227,14 @@ impl<B: Backend> Group<B> {
             let received = desk.after(ready).and_then(|()| {
                 desk.recorded(&members, &label, |desk, _| {
                     let Desk { wire, slots, .. } = desk;
-                    match (whole::<B>(&mut buf)?, way) {
+                    match (whole::<B>(&mut buf)?, way.stages_messages()) {
                         (Reach::Host(memory), _) => {
                             wire.exchange_bytes(&members, None, Some((from, bytemuck::cast_slice_mut(memory))))?
                         }
-                        (Reach::Device(memory, _), Way::Direct) => {
+                        (Reach::Device(memory, _), false) => {
                             wire.exchange_device(&members, None, Some((from, memory)))?
                         }
-                        (Reach::Device(memory, port), Way::Staged) => {
+                        (Reach::Device(memory, port), true) => {
                             Staging { port: &*port, slots, words }.receive(memory, &mut **wire, &members, from)?
                         }
                     }
@@ -373,7 +373,7 @@ fn run(
     (elements, memory): (usize, Reach<'_>),
     (way, slot): (Way, usize),
 ) -> Result<()> {
-    let Desk { wire, scratch, slots, room, shared, .. } = desk;
+    let Desk { wire, scratch, slots, room, circles, shared, .. } = desk;
     let wire = &mut **wire;
     let words = match &memory {
         Reach::Host(memory) => memory.len(),
@@ -392,8 +392,12 @@ fn run(
         (Reach::Device(memory, port), Way::Staged) => {
             Staging { port: &*port, slots, words: slot }.collective(call, memory, wire, scratch, group)
         }
-        (Reach::Device(memory, port), Way::Direct) => {
-            algorithms::run(call, &mut Direct { memory, port: &*port, room, shared }, wire, group)
+        (Reach::Device(memory, port), Way::Direct | Way::Nccl) => {
+            let circle = match way {
+                Way::Nccl => Some(circles.of(&*port, wire, group)?),
+                _ => None,
+            };
+            algorithms::run(call, &mut Direct { memory, circle, port: &*port, room, shared }, wire, group)
         }
     }
 }

@@ -13,6 +13,7 @@
 mod algorithms;
 pub mod bench;
 mod choice;
+mod circle;
 mod clock;
 mod cut;
 mod direct;
@@ -212,7 +213,7 @@ impl<B: Backend> Comm<B> {
             Some(_) if self.size() == 1 => 0,
             None => 0,
             Some(Way::Staged) => staged::BYTES,
-            Some(Way::Direct) => direct::BYTES + algorithms::staging(self.size()),
+            Some(Way::Direct | Way::Nccl) => direct::BYTES + algorithms::staging(self.size()),
         };
         self.inner.world.staging + way
     }

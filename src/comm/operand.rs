@@ -39,7 +39,7 @@ pub trait Operand {
     /// (into, from) in this order, and leaves term 0 at `ranges`.
     fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()>;
 
-    /// Hands the whole memory to a collective of the MPI library.
+    /// Hands the whole memory to a collective of the library that carries messages.
     fn vendor(&mut self, wire: &mut dyn Wire, group: &Members, call: Vendor) -> Result<()>;
 }
 

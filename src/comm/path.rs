@@ -18,6 +18,8 @@ pub enum Route {
     Direct,
     /// [`Way::Staged`]
     Staged,
+    /// [`Way::Nccl`]
+    Nccl,
 }
 
 impl fmt::Display for Route {
@@ -26,6 +28,7 @@ impl fmt::Display for Route {
             Route::Auto => "auto",
             Route::Direct => "direct",
             Route::Staged => "staged",
+            Route::Nccl => "nccl",
         })
     }
 }
@@ -38,6 +41,8 @@ pub enum Way {
     Direct,
     /// Through page-locked memory of the host.
     Staged,
+    /// NCCL carries them; every rank has a GPU of its own.
+    Nccl,
 }
 
 impl Way {
@@ -46,7 +51,14 @@ impl Way {
         match self {
             Way::Direct => "straight from device memory",
             Way::Staged => "device memory staged through the host",
+            Way::Nccl => "device memory by NCCL",
         }
+    }
+
+    /// Whether single messages go through the host. NCCL's, too: a message of NCCL holds up those behind it until the receiver
+    /// takes it, so two neighbours that send to each other before they receive would wait for ever.
+    pub(super) fn stages_messages(self) -> bool {
+        self != Way::Direct
     }
 }
 
@@ -55,20 +67,23 @@ impl<B: Backend> Comm<B> {
     /// for this rank's node, which nothing else can know to work ([`mpi::prove_in_child`]).
     ///
     /// # Errors
-    /// The direct way is wanted and does not work, or there is no device memory to reach.
+    /// The way that is wanted does not work, or there is no device memory to reach.
     pub fn on_route(&self, route: Route, prove: impl FnOnce() -> Result<()>) -> Result<Self> {
         if B::ON_HOST {
             return match route {
                 Route::Auto => Ok(self.clone()),
-                Route::Direct | Route::Staged => Err(Error::input(format!("comm.path = {route} is for GPUs"))
-                    .hint("leave it out: messages take host memory as it is")
-                    .shared()),
+                Route::Direct | Route::Staged | Route::Nccl => {
+                    Err(Error::input(format!("comm.path = {route} is for GPUs"))
+                        .hint("leave it out: messages take host memory as it is")
+                        .shared())
+                }
             };
         }
         let world = &self.inner.world;
         let tries = self.home.by_node().iter().any(|node| node[0] == self.home.rank);
         let mine = match route {
             Route::Staged => return Ok(self.through(Way::Staged)),
+            Route::Nccl => return self.on_library(),
             _ if !tries || self.size() == 1 => Ok(()),
             _ if !world.vendor => Err(Error::input(format!("{} cannot take addresses of a GPU", world.library))),
             Route::Auto if !world.claims_devices => {
@@ -86,6 +101,16 @@ impl<B: Backend> Comm<B> {
                 Ok(self.through(Way::Staged))
             }
         }
+    }
+
+    /// A handle for [`Way::Nccl`]. Alone a rank needs no library.
+    fn on_library(&self) -> Result<Self> {
+        let mine = if self.size() > 1 { B::peers_library().map(Some) } else { Ok(None) };
+        let found = self.world().agree(mine).map_err(|error| error.at("comm.path = nccl"))?;
+        if let Some(library) = found.filter(|_| self.rank() == 0) {
+            log::info!("messages of GPUs go by {library}");
+        }
+        Ok(self.through(Way::Nccl))
     }
 
     /// A handle whose messages reach device memory in a way that is known to work. All ranks take the same.

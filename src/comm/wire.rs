@@ -5,6 +5,8 @@ use std::sync::Arc;
 use crate::backend::Span;
 use crate::error::{Error, Result};
 
+pub use crate::backend::Vendor;
+
 /// The ranks of a group, seen from one of them.
 #[derive(Debug, Clone)]
 pub struct Members {
@@ -61,19 +63,6 @@ impl Members {
         let ranks = chosen.iter().map(|&rank| self.ranks[rank]).collect();
         Some(Members { id: self.id, rank, ranks, nodes: self.nodes.clone() })
     }
-}
-
-/// A collective of the MPI library, in place.
-#[derive(Debug, Clone, Copy)]
-pub enum Vendor {
-    AllReduce,
-    /// My part of the memory holds the sum afterwards.
-    ReduceScatter,
-    /// My part of the memory is contributed.
-    AllGather,
-    Broadcast {
-        root: usize,
-    },
 }
 
 /// Elements for one rank, gathered from pieces of memory.
@@ -162,6 +151,12 @@ pub trait Wire {
 
     /// This rank takes no further part: in good order, or because a request failed.
     fn leave(&mut self, in_order: bool);
+}
+
+/// Bytes that a rank sends in a collective of a library, if that sends no more than it must.
+pub fn least_sent(group: &Members, call: Vendor, words: usize) -> usize {
+    let others = words * size_of::<f32>() / group.size() * (group.size() - 1);
+    if let Vendor::AllReduce = call { 2 * others } else { others }
 }
 
 /// Whether a message had the length that the receiver knew it would have.

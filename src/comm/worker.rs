@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use super::circle::Circles;
 use super::direct::Room;
 use super::ledger::{Label, Size};
 use super::operand::Scratch;
@@ -41,6 +42,8 @@ pub struct Desk {
     pub slots: Arc<Slots>,
     /// For device memory that goes by its address.
     pub room: Room,
+    /// For device memory that goes by a library of its vendor's.
+    pub circles: Circles,
     pub shared: Arc<Shared>,
     failed: Option<Error>,
     /// Whether somebody was waiting when the last request was done.
@@ -76,6 +79,7 @@ impl Desk {
 
     fn fail(&mut self, error: Error) {
         self.failed = Some(error);
+        self.circles.tear();
         self.wire.leave(false);
     }
 
@@ -189,8 +193,8 @@ impl Worker {
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
                 let (scratch, room) = (Scratch::new(shared.clone()), Room::new(&shared));
-                let slots = Arc::new(Slots::new(shared.clone()));
-                let desk = Desk { wire, scratch, slots, room, shared, failed: None, awaited: false };
+                let (slots, circles) = (Arc::new(Slots::new(shared.clone())), Circles::new(shared.clone()));
+                let desk = Desk { wire, scratch, slots, room, circles, shared, failed: None, awaited: false };
                 serve(desk, &queue);
             }
         };
@@ -227,6 +231,7 @@ fn serve(mut desk: Desk, queue: &Receiver<Request>) {
         pace.pause(&desk.shared);
     }
     if desk.failed.is_none() {
+        desk.circles.part(&mut *desk.wire);
         desk.wire.leave(true);
     }
 }

@@ -277,7 +277,8 @@ sections! {
         /// Let auto take only algorithms that add in the order of `tree`, so that no measurement shows in the bits.
         reproducible: bool = true,
         /// How messages reach the memory of GPUs: direct (the MPI library is given its addresses), staged (through
-        /// page-locked memory of the host), or auto: direct where that proves to work at the start.
+        /// page-locked memory of the host), nccl (NCCL carries them; a GPU for every rank), or auto: direct where that
+        /// proves to work at the start, else staged.
         path: Route = Route::Auto,
         /// Seconds that a rank may wait for the others before the job says where each is and ends: more than the longest
         /// evaluation or checkpoint takes; 0 waits for ever.

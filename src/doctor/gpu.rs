@@ -78,6 +78,8 @@ fn toolkit(tell: &Teller, weighed: fn(Finding) -> Finding) -> bool {
     };
     let compiler = tell.attempt("nvrtc", || weighed(look(libraries::nvrtc(), "libnvrtc.so")));
     let products = tell.attempt("cublaslt", || weighed(look(libraries::cublaslt(), "libcublasLt.so")));
+    // Nobody needs it who does not ask for it.
+    tell.attempt("nccl", || look(libraries::nccl(), "libnccl.so").at_most_a_warning());
     compiler && products
 }
 

@@ -1,6 +1,6 @@
 //! Tests that relaunch themselves under `mpirun`.
 
-use std::process::ExitStatus;
+use std::process::{Command, ExitStatus};
 use std::time::Duration;
 
 use super::launch;
@@ -25,11 +25,16 @@ pub fn mpirun_with(
     seconds: u64,
     variables: &[(&str, &str)],
 ) -> (ExitStatus, String) {
+    let mut command = command(test, ranks, ranks_per_node);
+    let ended = launch::start(command.envs(variables.iter().copied())).finish(Duration::from_secs(seconds));
+    (ended.status, ended.stdout + &ended.stderr)
+}
+
+/// What runs `test` of this program on some ranks.
+pub fn command(test: &str, ranks: usize, ranks_per_node: usize) -> Command {
     let mut command = launch::mpirun(ranks);
-    command.envs(variables.iter().copied());
     command.env("HPCTRAIN_RANKS_PER_NODE", ranks_per_node.to_string());
     command.arg(std::env::current_exe().unwrap()).env(ROLE, test);
     command.args([test, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"]);
-    let ended = launch::start(&mut command).finish(Duration::from_secs(seconds));
-    (ended.status, ended.stdout + &ended.stderr)
+    command
 }

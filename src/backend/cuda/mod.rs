@@ -11,6 +11,7 @@ mod launch;
 pub mod libraries;
 mod matmul;
 mod memory;
+mod nccl;
 mod ops;
 mod pinned;
 mod pool;
@@ -267,6 +268,10 @@ impl Backend for Cuda {
 
     fn ferry(&self) -> Result<Option<Arc<dyn Ferry>>> {
         Ok(Some(Arc::new(port::CudaPort::new(&self.0.pool, &self.0.compute, &self.0.programs)?)))
+    }
+
+    fn peers_library() -> Result<String> {
+        libraries::nccl().map(|version| format!("NCCL {version}"))
     }
 
     fn trim(&self) {

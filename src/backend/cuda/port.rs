@@ -7,10 +7,11 @@ use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
 use super::launch::Grid;
 use super::libraries::check;
+use super::nccl::{self, NcclPeers};
 use super::pinned;
 use super::pool::{Piece, Pool};
 use super::program::{Programs, Variant};
-use crate::backend::{Event, Ferry, Memory, Pinned, Placed, Port, Scratch, Span};
+use crate::backend::{Event, Ferry, Invitation, Memory, Peers, Pinned, Placed, Port, Scratch, Span};
 use crate::error::Result;
 
 /// What every buffer knows of the wire: the stream that computes on it, and the port.
@@ -189,6 +190,14 @@ impl Port for CudaPort {
 
     fn mark(&self) -> Result<Box<dyn Event>> {
         mark(&self.sums)
+    }
+
+    fn invite(&self) -> Result<Invitation> {
+        nccl::invite()
+    }
+
+    fn meet(&self, invitation: &Invitation, rank: usize, size: usize) -> Result<Box<dyn Peers>> {
+        Ok(Box::new(NcclPeers::meet(self.compute.context(), invitation, rank, size)?))
     }
 }
 

@@ -25,7 +25,7 @@ pub use shares::Shares;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Algorithm {
-    /// What the MPI library chooses. The order of additions is its secret.
+    /// What the library chooses: MPI's, or NCCL where that carries messages. The order of additions is its secret.
     Mpi,
     /// Around a ring. Each element is added in another order, which depends on the number of ranks.
     Ring,

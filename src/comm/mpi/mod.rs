@@ -27,7 +27,7 @@ use super::algorithms;
 use super::launch::launched_size;
 use super::pace::Pace;
 use super::shared::Shared;
-use super::wire::{Incoming, Members, Outgoing, Parcel, Vendor, Wire, check_length};
+use super::wire::{Incoming, Members, Outgoing, Parcel, Vendor, Wire, check_length, least_sent};
 use super::worker::Worker;
 use super::{Abort, Algorithm, Comm, NodeInfo, World};
 use crate::backend::{Backend, Span};
@@ -404,12 +404,6 @@ impl Mpi {
         self.abort_all(error.exit_code())
     }
 
-    /// Counts what a bandwidth-optimal algorithm would send.
-    fn note_vendor(&self, group: &Members, call: Vendor, len: usize) {
-        let others = len * size_of::<f32>() / group.size() * (group.size() - 1);
-        self.shared.add_sent(if let Vendor::AllReduce = call { 2 * others } else { others });
-    }
-
     /// The number on this node of a rank of a group, if shared memory leads there.
     fn near(&self, group: &Members, rank: Option<usize>) -> Option<usize> {
         self.segment.as_ref()?.local(group.ranks[rank?])
@@ -509,12 +503,12 @@ impl Wire for Mpi {
     }
 
     fn vendor(&mut self, group: &Members, call: Vendor, memory: &mut [f32]) -> Result<()> {
-        self.note_vendor(group, call, memory.len());
+        self.shared.add_sent(least_sent(group, call, memory.len()));
         vendor::run(self.groups[group.id], self.in_place, group, call, memory, &mut self.parts)
     }
 
     fn vendor_device(&mut self, group: &Members, call: Vendor, memory: Span<'_>) -> Result<()> {
-        self.note_vendor(group, call, memory.words());
+        self.shared.add_sent(least_sent(group, call, memory.words()));
         vendor::run_on_device(self.groups[group.id], self.in_place, group, call, memory)
     }
 

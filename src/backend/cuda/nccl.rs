@@ -1,0 +1,361 @@
+//! NCCL, NVIDIA's library of messages between GPUs, which is looked for at run time.
+//!
+//! Its functions are found here one by one: cudarc does not know the name under which NCCL is installed without its
+//! headers, and panics for a function that an older version lacks. They are those of 2.14.
+//!
+//! Communicators do not block. A call returns at once; how far the work is the communicator tells when it is asked, and before
+//! it has told that all is well, the stream may not know of the work yet.
+
+use std::cell::OnceCell;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
+
+use super::libraries::check;
+use crate::backend::{Event, Invitation, Peers, Span, Vendor};
+use crate::error::{Error, Result};
+
+/// Its file: as it is installed to run programs, and to build them.
+const FILES: [&CStr; 2] = [c"libnccl.so.2", c"libnccl.so"];
+
+/// What a missing NCCL wants of the user.
+const HINT: &str = "install NCCL 2.14 or later (pip install nvidia-nccl-cu13 has it) and name its folder in LD_LIBRARY_PATH, \
+     or set comm.path=staged";
+
+/// `ncclInProgress`; 0 is success.
+const IN_PROGRESS: c_int = 7;
+
+/// `ncclFloat32`. Words that are only copied keep their bits.
+const WORD: c_int = 7;
+
+/// `ncclSum`
+const SUM: c_int = 0;
+
+/// How often somebody looks who has nothing else to do.
+const LOOK: Duration = Duration::from_micros(50);
+
+/// `ncclComm_t`
+type Handle = *mut c_void;
+
+/// `ncclUniqueId`, which is passed by value.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct UniqueId(Invitation);
+
+/// `ncclConfig_t` as it was in 2.14; later versions keep their defaults for what they have added.
+#[repr(C)]
+struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    blocking: c_int,
+}
+
+impl Config {
+    const NON_BLOCKING: Self = Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 };
+}
+
+macro_rules! functions {
+    ($($name:ident = $symbol:literal($($argument:ty),*) -> $result:ty;)*) => {
+        /// The library, which stays open.
+        struct Library {
+            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        }
+
+        impl Library {
+            /// All functions of an open library.
+            fn of(file: *mut c_void) -> Result<Self> {
+                Ok(Self {
+                    // SAFETY: the function has this type since NCCL has it.
+                    $($name: unsafe {
+                        std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(
+                            symbol(file, $symbol)?,
+                        )
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    get_version = c"ncclGetVersion"(*mut c_int) -> c_int;
+    get_error_string = c"ncclGetErrorString"(c_int) -> *const c_char;
+    get_last_error = c"ncclGetLastError"(Handle) -> *const c_char;
+    get_unique_id = c"ncclGetUniqueId"(*mut UniqueId) -> c_int;
+    comm_init_rank_config = c"ncclCommInitRankConfig"(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int;
+    comm_get_async_error = c"ncclCommGetAsyncError"(Handle, *mut c_int) -> c_int;
+    comm_finalize = c"ncclCommFinalize"(Handle) -> c_int;
+    comm_destroy = c"ncclCommDestroy"(Handle) -> c_int;
+    comm_abort = c"ncclCommAbort"(Handle) -> c_int;
+    group_start = c"ncclGroupStart"() -> c_int;
+    group_end = c"ncclGroupEnd"() -> c_int;
+    send = c"ncclSend"(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+    recv = c"ncclRecv"(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+    all_reduce = c"ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+    reduce_scatter = c"ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+    all_gather = c"ncclAllGather"(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
+    broadcast = c"ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+}
+
+/// The address of a function.
+fn symbol(file: *mut c_void, name: &CStr) -> Result<*mut c_void> {
+    // SAFETY: the file is open, the name ends in a zero.
+    let found = unsafe { libc::dlsym(file, name.as_ptr()) };
+    if found.is_null() {
+        let message = format!("NCCL is too old: it has no {}", name.to_string_lossy());
+        return Err(Error::input(message).hint(HINT));
+    }
+    Ok(found)
+}
+
+/// The library, opened once.
+fn library() -> Result<&'static Library> {
+    static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
+    let open = || {
+        // SAFETY: the names end in zeros; NCCL does nothing when it is opened.
+        let mut files = FILES.iter().map(|file| unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW) });
+        match files.find(|file| !file.is_null()) {
+            Some(file) => Library::of(file),
+            None => Err(Error::input("NCCL is not there: libnccl.so.2").hint(HINT)),
+        }
+    };
+    LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
+}
+
+/// NCCL's version, such as `2.27.3`.
+///
+/// # Errors
+/// The library is not there, or too old.
+pub fn version() -> Result<String> {
+    let (library, mut found) = (library()?, 0);
+    // SAFETY: writes one integer.
+    library.check("tell its version", null(), unsafe { (library.get_version)(&mut found) })?;
+    Ok(format!("{}.{}.{}", found / 10_000, found / 100 % 100, found % 100))
+}
+
+/// A number for others to join in, from which `ncclCommInitRank` finds this process.
+///
+/// # Errors
+/// The library is not there, or finds no network to be reached by.
+pub fn invite() -> Result<Invitation> {
+    let (library, mut id) = (library()?, UniqueId([0; size_of::<Invitation>()]));
+    // SAFETY: writes the number.
+    library.check("invite other ranks", null(), unsafe { (library.get_unique_id)(&mut id) })?;
+    Ok(id.0)
+}
+
+/// No communicator.
+fn null() -> Handle {
+    std::ptr::null_mut()
+}
+
+impl Library {
+    /// Turns a code into an error: `action` is a phrase such as `"send"`.
+    fn check(&self, action: &str, handle: Handle, code: c_int) -> Result<()> {
+        if code == 0 || code == IN_PROGRESS {
+            return Ok(());
+        }
+        let text = |text: *const c_char| {
+            // SAFETY: NCCL's texts are null or end in a zero, and stay.
+            let text = (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned());
+            text.filter(|text| !text.is_empty())
+        };
+        // SAFETY: any code has a text; the last error may be asked for of a communicator, or of none.
+        let (what, more) = unsafe { (text((self.get_error_string)(code)), text((self.get_last_error)(handle))) };
+        let told = what.into_iter().chain(more.as_deref().and_then(|more| more.lines().last().map(str::to_owned)));
+        let told = told.collect::<Vec<_>>().join(": ");
+        Err(Error::device(format!("NCCL could not {action}: {told}")).hint("NCCL_DEBUG=INFO makes it say more"))
+    }
+}
+
+/// A communicator.
+struct Communicator {
+    library: &'static Library,
+    context: Arc<CudaContext>,
+    /// None when it is destroyed.
+    handle: Mutex<Option<Owned>>,
+}
+
+/// A handle that one thread at a time uses.
+struct Owned(Handle);
+
+// SAFETY: communicators are bound to a device and to no thread; the lock lets one in at a time.
+unsafe impl Send for Owned {}
+
+impl Communicator {
+    fn lock(&self) -> MutexGuard<'_, Option<Owned>> {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a call with the device chosen.
+    fn call(&self, action: &str, call: impl FnOnce(&Library, Handle) -> c_int) -> Result<()> {
+        check("be chosen", self.context.bind_to_thread())?;
+        match &*self.lock() {
+            Some(Owned(handle)) => self.library.check(action, *handle, call(self.library, *handle)),
+            None => Err(Error::device(format!("NCCL could not {action}: its communicator was torn apart"))),
+        }
+    }
+
+    /// Whether what was started is known to be well: in the stream, where it belongs there.
+    fn is_settled(&self) -> Result<bool> {
+        let mut state = 0;
+        // SAFETY: the communicator lives; writes one integer.
+        self.call("tell how far it is", |library, handle| unsafe {
+            (library.comm_get_async_error)(handle, &mut state)
+        })?;
+        self.call("go on", |_, _| state)?;
+        Ok(state == 0)
+    }
+
+    /// Gives the communicator back: in good order only if nothing is under way.
+    fn end(&self, in_order: bool) {
+        // The lock is let go of: the calls may take long.
+        let Some(Owned(handle)) = self.lock().take() else { return };
+        // What cannot be given back any more goes with the process.
+        let _ = self.context.bind_to_thread();
+        // SAFETY: the handle was the last one.
+        unsafe { if in_order { (self.library.comm_destroy)(handle) } else { (self.library.comm_abort)(handle) } };
+    }
+}
+
+/// The ranks of a communicator.
+pub struct NcclPeers {
+    communicator: Arc<Communicator>,
+    /// Where it works. Nothing else does.
+    stream: Arc<CudaStream>,
+    rank: usize,
+    size: usize,
+    parts: OnceCell<()>,
+}
+
+impl NcclPeers {
+    /// As [`Port::meet`](crate::backend::Port::meet), on the device of `context`.
+    ///
+    /// # Errors
+    /// The library is not there, or it failed.
+    pub fn meet(context: &Arc<CudaContext>, invitation: &Invitation, rank: usize, size: usize) -> Result<Self> {
+        let library = library()?;
+        check("be chosen", context.bind_to_thread())?;
+        let stream = check("make a stream", context.new_stream())?;
+        let (mut handle, mut config) = (null(), Config::NON_BLOCKING);
+        let (ranks, number) = (count(size)?, count(rank)?);
+        // SAFETY: writes the handle; the configuration is one of 2.14, and read before the call returns.
+        let code =
+            unsafe { (library.comm_init_rank_config)(&mut handle, ranks, UniqueId(*invitation), number, &mut config) };
+        library.check("meet the other ranks", null(), code)?;
+        let handle = Mutex::new(Some(Owned(handle)));
+        let communicator = Arc::new(Communicator { library, context: context.clone(), handle });
+        Ok(Self { communicator, stream, rank, size, parts: OnceCell::new() })
+    }
+}
+
+/// A number as NCCL wants it.
+fn count(number: usize) -> Result<c_int> {
+    c_int::try_from(number).map_err(|_| Error::internal(format!("NCCL cannot count {number} ranks")))
+}
+
+/// The address of a span as NCCL wants it.
+fn at(span: Span<'_>) -> *mut c_void {
+    std::ptr::with_exposed_provenance_mut(span.address())
+}
+
+impl Peers for NcclPeers {
+    fn exchange(&self, send: Option<(usize, Span<'_>)>, receive: Option<(usize, Span<'_>)>) -> Result<()> {
+        let stream = self.stream.cu_stream().cast();
+        let peer = |side: Option<(usize, _)>| side.map(|(rank, span)| Ok((count(rank)?, span))).transpose();
+        let (send, receive): (Option<(c_int, Span<'_>)>, _) = (peer(send)?, peer(receive)?);
+        self.communicator.call("exchange a message", |library, handle| {
+            // SAFETY: the communicator lives, and the spans until it is done with them, as the caller sees to. What was begun
+            // is ended, whatever happens between.
+            unsafe {
+                let begun = (library.group_start)();
+                let sent =
+                    send.map_or(0, |(to, span)| (library.send)(at(span), span.words(), WORD, to, handle, stream));
+                let received = receive.map_or(0, |(from, span): (c_int, Span<'_>)| {
+                    (library.recv)(at(span), span.words(), WORD, from, handle, stream)
+                });
+                let ended = (library.group_end)();
+                [begun, sent, received, ended].into_iter().find(|&code| code != 0).unwrap_or(0)
+            }
+        })
+    }
+
+    fn vendor(&self, call: Vendor, memory: Span<'_>) -> Result<()> {
+        let (stream, part) = (self.stream.cu_stream().cast(), memory.words() / self.size);
+        let mine = at(memory.part(self.rank * part..(self.rank + 1) * part));
+        let (all, words) = (at(memory), memory.words());
+        let root = match call {
+            Vendor::Broadcast { root } => count(root)?,
+            _ => 0,
+        };
+        self.communicator.call("run a collective", |library, handle| {
+            // SAFETY: the communicator lives, and the memory until it is done with it, as the caller sees to; in place
+            // is where NCCL wants it, my part being number `rank` of all.
+            unsafe {
+                match call {
+                    Vendor::AllReduce => (library.all_reduce)(all, all, words, WORD, SUM, handle, stream),
+                    Vendor::ReduceScatter => (library.reduce_scatter)(all, mine, part, WORD, SUM, handle, stream),
+                    Vendor::AllGather => (library.all_gather)(mine, all, part, WORD, handle, stream),
+                    Vendor::Broadcast { .. } => (library.broadcast)(all, all, words, WORD, root, handle, stream),
+                }
+            }
+        })
+    }
+
+    fn part(&self) -> Result<()> {
+        self.parts.get_or_init(|| ());
+        // SAFETY: the communicator lives.
+        self.communicator.call("part", |library, handle| unsafe { (library.comm_finalize)(handle) })
+    }
+
+    fn mark(&self) -> Result<Box<dyn Event>> {
+        let (communicator, stream) = (self.communicator.clone(), self.stream.clone());
+        Ok(Box::new(Mark { communicator, stream, point: OnceCell::new() }))
+    }
+
+    fn tear(&self) {
+        self.communicator.end(false);
+    }
+}
+
+impl Drop for NcclPeers {
+    fn drop(&mut self) {
+        let in_order = self.parts.get().is_some() && self.communicator.is_settled() == Ok(true);
+        self.communicator.end(in_order);
+    }
+}
+
+/// The end of what was started last.
+struct Mark {
+    communicator: Arc<Communicator>,
+    stream: Arc<CudaStream>,
+    /// Behind the work in the stream, once that is there.
+    point: OnceCell<CudaEvent>,
+}
+
+impl Event for Mark {
+    fn is_done(&self) -> Result<bool> {
+        // Also while the stream works: the error of another rank may be all that comes of it.
+        if !self.communicator.is_settled()? {
+            return Ok(false);
+        }
+        let point = match self.point.get() {
+            Some(point) => point,
+            None => {
+                let point = check("mark a point in its work", self.stream.record_event(None))?;
+                self.point.get_or_init(|| point)
+            }
+        };
+        check("tell how far it is", point.try_is_complete())
+    }
+
+    fn wait(&self) -> Result<()> {
+        while !self.is_done()? {
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
+    }
+}
