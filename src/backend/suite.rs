@@ -71,15 +71,14 @@ fn product(m: usize, n: usize, k: usize, a: impl Fn(usize, usize) -> f64, b: imp
 
 /// Results of every kernel on awkward sizes, checked; returned to compare bits between devices' settings.
 fn everything<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
-    let mut results = elementwise(b);
-    results.extend(products(b));
-    results.extend(norms(b));
-    results.extend(embeddings(b));
-    results.extend(attentions(b));
-    results.extend(classifiers(b));
-    results.extend(optimizers(b));
-    results.extend(dropouts(b));
-    results
+    [all_but_products(b), products(b, random)].concat()
+}
+
+/// What is in f32 where products are in TF32.
+fn all_but_products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let parts: [fn(&B) -> Vec<Vec<f32>>; 7] =
+        [elementwise, norms, embeddings, attentions, classifiers, optimizers, dropouts];
+    parts.into_iter().flat_map(|part| part(b)).collect()
 }
 
 fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
@@ -136,7 +135,8 @@ fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+/// Products of the values that `random` gives.
+fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Vec<Vec<f32>> {
     let mut results = Vec::new();
     for (m, n, k) in [(1, 1, 1), (1, 33, 7), (31, 1, 33), (33, 31, 65), (130, 257, 100), (500, 130, 71), (2, 700, 1100)]
     {
@@ -482,14 +482,52 @@ fn cpu_kernels_are_right_and_do_not_depend_on_the_threads() {
     }
 }
 
-/// The suite on the first GPU, twice.
-fn on_cuda(precision: cuda::Precision) {
+/// A suite on the first GPU, twice.
+fn on_cuda(precision: cuda::Precision, suite: impl Fn(&cuda::Cuda) -> Vec<Vec<f32>>) {
     let device = cuda::Device::open(0).unwrap();
     let bits = || -> Vec<Vec<u32>> {
-        let results = everything(&cuda::Cuda::new(&device, 256 << 20, precision).unwrap());
+        let results = suite(&cuda::Cuda::new(&device, 256 << 20, precision).unwrap());
         results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
     };
     assert!(bits() == bits(), "two runs give different bits");
+}
+
+/// Bits of TF32's mantissa.
+const TF32_BITS: u32 = 10;
+
+/// As [`random`], in TF32.
+fn random_tf32<B: Kernels>(b: &B, seed: u64, len: usize) -> Vec<f32> {
+    let lost = f32::MANTISSA_DIGITS - 1 - TF32_BITS;
+    random(b, seed, len).into_iter().map(|x| f32::from_bits(x.to_bits() >> lost << lost)).collect()
+}
+
+/// Products in TF32 round their operands to it and no further: operands that it holds give what f32 gives, and others
+/// are off by the rounding of the two, of each product's magnitude.
+fn products_in_tf32<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+    let mut results = products(b, random_tf32);
+    // However it is rounded. Sums in f32 add their own.
+    let operand = 0.5f64.powi(TF32_BITS as i32);
+    let (mut furthest, mut beyond_f32) = (0.0f64, 0);
+    for (m, n, k) in [(1, 1, 1), (1, 33, 7), (33, 31, 65), (130, 257, 100)] {
+        let (x, y) = (random(b, 3, m * k), random(b, 4, k * n));
+        let (xb, yb, mut zb) = (up(b, &x), up(b, &y), up(b, &vec![0.0; m * n]));
+        let shape = Gemm { m, n, k, ta: false, tb: false, acc: false };
+        b.gemm(shape, B::all(&xb), B::all(&yb), B::all_mut(&mut zb)).unwrap();
+        let (xt, yt) = (|i: usize, l: usize| f64::from(x[i * k + l]), |l: usize, j: usize| f64::from(y[l * n + j]));
+        let want = product(m, n, k, xt, yt);
+        let magnitudes = product(m, n, k, |i, l| xt(i, l).abs(), |l, j| yt(l, j).abs());
+        let got = down(b, &zb);
+        for (i, ((&got, want), magnitude)) in got.iter().zip(want).zip(magnitudes).enumerate() {
+            let off = (f64::from(got) - want).abs() / magnitude;
+            let of_sums = k as f64 * f64::from(f32::EPSILON);
+            assert!(off <= (1.0 + operand).powi(2) - 1.0 + of_sums, "tf32 {m}×{n}×{k}[{i}]: {got}, in f64 {want}");
+            furthest = furthest.max(off);
+            beyond_f32 += usize::from(off > of_sums);
+        }
+        results.push(got);
+    }
+    assert!(beyond_f32 > 0, "products are at most {furthest:e} off: they are not in TF32");
+    results
 }
 
 /// Runs an ignored test of this program with the simulator's libraries (`tests/cudasim/`).
@@ -512,18 +550,29 @@ fn simulated(test: &str, settings: &[(&str, &str)]) {
 #[test]
 #[ignore = "needs a GPU or its simulator"]
 fn cuda_kernels_are_right_in_f32() {
-    on_cuda(cuda::Precision::F32(cuda::Arithmetic::Full));
+    on_cuda(cuda::Precision::F32(cuda::Arithmetic::Full), everything);
+}
+
+#[test]
+#[ignore = "needs a GPU or its simulator"]
+fn cuda_kernels_are_right_in_tf32() {
+    on_cuda(cuda::Precision::F32(cuda::Arithmetic::Tf32), |b| [all_but_products(b), products_in_tf32(b)].concat());
 }
 
 #[test]
 #[ignore = "needs a GPU or its simulator"]
 fn cuda_kernels_are_right_in_bf16() {
-    on_cuda(cuda::Precision::Bf16);
+    on_cuda(cuda::Precision::Bf16, everything);
 }
 
 #[test]
 fn simulated_kernels_are_right_in_f32() {
     simulated("cuda_kernels_are_right_in_f32", &[("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")]);
+}
+
+#[test]
+fn simulated_kernels_are_right_in_tf32() {
+    simulated("cuda_kernels_are_right_in_tf32", &[]);
 }
 
 #[test]
