@@ -8,6 +8,9 @@ use super::cuda;
 use super::{AdamW, Attention, CrossEntropy, Dropout, Gemm, Kernels, Linear, Memory, NORM_EPSILON, Norm, Sgd};
 use crate::random::Stream;
 
+/// What kernels yielded, one vector a kernel and shape.
+type Results = Vec<Vec<f32>>;
+
 /// Relative error allowed, against the largest value of the result.
 fn tolerance<B: Kernels>(b: &B) -> f64 {
     if b.computes_narrow() { 1e-2 } else { 1e-5 }
@@ -70,18 +73,17 @@ fn product(m: usize, n: usize, k: usize, a: impl Fn(usize, usize) -> f64, b: imp
 }
 
 /// Results of every kernel on awkward sizes, checked; returned to compare bits between devices' settings.
-fn everything<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn everything<B: Kernels>(b: &B) -> Results {
     [all_but_products(b), products(b, random)].concat()
 }
 
 /// What is in f32 where products are in TF32.
-fn all_but_products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
-    let parts: [fn(&B) -> Vec<Vec<f32>>; 7] =
-        [elementwise, norms, embeddings, attentions, classifiers, optimizers, dropouts];
+fn all_but_products<B: Kernels>(b: &B) -> Results {
+    let parts: [fn(&B) -> Results; 7] = [elementwise, norms, embeddings, attentions, classifiers, optimizers, dropouts];
     parts.into_iter().flat_map(|part| part(b)).collect()
 }
 
-fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn elementwise<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for len in [0, 1, 31, 33, 1023, 40_001] {
         let (x, y) = (random(b, 1, len), random(b, 2, len));
@@ -136,7 +138,7 @@ fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
 }
 
 /// Products of the values that `random` gives.
-fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Vec<Vec<f32>> {
+fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
     let mut results = Vec::new();
     for (m, n, k) in [(1, 1, 1), (1, 33, 7), (31, 1, 33), (33, 31, 65), (130, 257, 100), (500, 130, 71), (2, 700, 1100)]
     {
@@ -209,7 +211,7 @@ fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Vec<Ve
     results
 }
 
-fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn norms<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, width) in [(1, 1), (1, 31), (33, 33), (70, 130), (3, 1023)] {
         let shape = Norm { rows, width };
@@ -285,7 +287,7 @@ fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn embeddings<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn embeddings<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (sequences, time, vocabulary, width) in [(1, 1, 1, 1), (3, 31, 11, 33), (5, 64, 200, 65)] {
         let rows = sequences * time;
@@ -316,7 +318,7 @@ fn embeddings<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn attentions<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn attentions<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     let shapes = [(1, 1, 1, 1), (2, 33, 3, 5), (1, 130, 2, 33), (3, 64, 1, 32), (2, 129, 2, 64), (1, 65, 1, 128)];
     for (batch, time, heads, head_width) in shapes {
@@ -366,7 +368,7 @@ fn attentions<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn classifiers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn classifiers<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, classes) in [(1, 1), (31, 65), (3, 50_257), (600, 33)] {
         let logits: Vec<f32> = random(b, 29, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
@@ -400,7 +402,7 @@ fn classifiers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn optimizers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn optimizers<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for len in [0, 1, 33, 20_001] {
         let (g, m, p) = (random(b, 31, len), random(b, 32, len), random(b, 33, len));
@@ -445,7 +447,7 @@ fn optimizers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn dropouts<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn dropouts<B: Kernels>(b: &B) -> Results {
     let len = 40_000;
     let mask = |offset| Dropout { rate: 0.25, key: 9, offset };
     let mut whole = up(b, &vec![1.0; len]);
@@ -483,7 +485,7 @@ fn cpu_kernels_are_right_and_do_not_depend_on_the_threads() {
 }
 
 /// A suite on the first GPU, twice.
-fn on_cuda(precision: cuda::Precision, suite: impl Fn(&cuda::Cuda) -> Vec<Vec<f32>>) {
+fn on_cuda(precision: cuda::Precision, suite: impl Fn(&cuda::Cuda) -> Results) {
     let device = cuda::Device::open(0).unwrap();
     let bits = || -> Vec<Vec<u32>> {
         let results = suite(&cuda::Cuda::new(&device, 256 << 20, precision).unwrap());
@@ -503,7 +505,7 @@ fn random_tf32<B: Kernels>(b: &B, seed: u64, len: usize) -> Vec<f32> {
 
 /// Products in TF32 round their operands to it and no further: operands that it holds give what f32 gives, and others
 /// are off by the rounding of the two, of each product's magnitude.
-fn products_in_tf32<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn products_in_tf32<B: Kernels>(b: &B) -> Results {
     let mut results = products(b, random_tf32);
     // However it is rounded. Sums in f32 add their own.
     let operand = 0.5f64.powi(TF32_BITS as i32);
