@@ -652,6 +652,7 @@ struct Product {
     tb: bool,
     beta: f32,
     epilogue: lt::cublasLtEpilogue_t,
+    compute: lt::cublasComputeType_t,
 }
 
 /// What a product reads and writes, as the device or as f64 has it.
@@ -691,8 +692,8 @@ impl Product {
         unsafe {
             let (mut handle, mut desc, mut wish) = (null_mut(), null_mut(), null_mut());
             lt::cublasLtCreate(&raw mut handle).result().unwrap();
-            let (compute, scale) = (lt::cublasComputeType_t::CUBLAS_COMPUTE_32F, lt::cudaDataType_t::CUDA_R_32F);
-            lt::cublasLtMatmulDescCreate(&raw mut desc, compute, scale).result().unwrap();
+            let scale = lt::cudaDataType_t::CUDA_R_32F;
+            lt::cublasLtMatmulDescCreate(&raw mut desc, self.compute, scale).result().unwrap();
             let set = |attribute, value: *const c_void, size| {
                 lt::cublasLtMatmulDescSetAttribute(desc, attribute, value, size).result().unwrap();
             };
@@ -819,7 +820,14 @@ impl Product {
         let (c, bias) = (into(some(batch * m * n, 3)), into(some(batch * self.bias_len(), 4)));
         let aux = into(some(batch * self.ldaux() * n, 5));
         let got = self.run(gpu, &a, &b, &c, &bias, &aux);
-        let exact_in = |v: &[I]| v.iter().map(|&x| f64::from(x.value())).collect::<Vec<f64>>();
+        // Where less precision is allowed operands lose the low bits of their mantissa, rounded to the nearest.
+        let lost = match self.compute {
+            lt::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32 => 13,
+            lt::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16BF => 16,
+            _ => 0,
+        };
+        let rounded = |x: f32| f32::from_bits((x.to_bits() + (1 << lost >> 1)) >> lost << lost);
+        let exact_in = |v: &[I]| v.iter().map(|&x| f64::from(rounded(x.value()))).collect::<Vec<f64>>();
         let exact = |v: &[O]| v.iter().map(|&x| f64::from(x.value())).collect::<Vec<f64>>();
         let want = self.reference(&exact_in(&a), &exact_in(&b), &exact(&c), &exact(&bias), &exact(&aux));
         let values = |v: &[O]| v.iter().map(|x| x.value()).collect::<Vec<f32>>();
@@ -836,6 +844,8 @@ fn matrix_products_and_epilogues_match_f64() {
     under(&[&[], &[("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")]], || {
         use lt::cublasLtEpilogue_t::*;
         let gpu = Gpu::new(0);
+        use lt::cublasComputeType_t::*;
+        let compute = CUBLAS_COMPUTE_32F;
         let epilogues = [
             CUBLASLT_EPILOGUE_DEFAULT,
             CUBLASLT_EPILOGUE_BIAS,
@@ -847,7 +857,7 @@ fn matrix_products_and_epilogues_match_f64() {
         ];
         for (i, epilogue) in epilogues.into_iter().enumerate() {
             let beta = if i % 2 == 0 { 0.0 } else { 0.75 };
-            let product = Product { m: 21, n: 13, k: 17, batch: 2, ta: true, tb: false, beta, epilogue };
+            let product = Product { m: 21, n: 13, k: 17, batch: 2, ta: true, tb: false, beta, epilogue, compute };
             product.check::<f32, f32>(&gpu);
             product.check::<u16, u16>(&gpu);
             product.check::<u16, f32>(&gpu);
@@ -856,8 +866,11 @@ fn matrix_products_and_epilogues_match_f64() {
         for (m, n, k) in [(1, 1, 1), (16, 6, 8), (33, 40, 5), (5, 1, 70)] {
             for transposed in 0..4 {
                 let (ta, tb) = (transposed & 1 == 1, transposed & 2 == 2);
-                Product { m, n, k, batch: 1, ta, tb, beta: 1.0, epilogue }.check::<f32, f32>(&gpu);
-                Product { m, n, k, batch: 3, ta, tb, beta: 0.0, epilogue }.check::<u16, f32>(&gpu);
+                Product { m, n, k, batch: 1, ta, tb, beta: 1.0, epilogue, compute }.check::<f32, f32>(&gpu);
+                Product { m, n, k, batch: 3, ta, tb, beta: 0.0, epilogue, compute }.check::<u16, f32>(&gpu);
+                for compute in [CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_32F_FAST_16BF] {
+                    Product { m, n, k, batch: 2, ta, tb, beta: 0.5, epilogue, compute }.check::<f32, f32>(&gpu);
+                }
             }
         }
     });

@@ -39,11 +39,6 @@ impl Memory {
         Memory::Workspace,
     ];
 
-    /// Whether it is on the device that computes, rather than on the host, where the two differ.
-    pub fn is_on_device(self) -> bool {
-        !matches!(self, Memory::Offloaded | Memory::Communication | Memory::Data | Memory::Checkpoint)
-    }
-
     /// The word for it in reports.
     pub fn name(self) -> &'static str {
         match self {

@@ -162,6 +162,11 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// The count of what is allocated, by category.
     fn ledger(&self) -> &Ledger;
 
+    /// The most bytes of a memory of its own that were taken at once; none where buffers are host memory.
+    fn device_peak(&self) -> Option<usize> {
+        None
+    }
+
     /// The whole of `buf`.
     fn all(buf: &Self::Buf) -> Self::View<'_> {
         Self::view(buf, 0..Self::len(buf))

@@ -10,6 +10,9 @@ use super::cuda;
 use super::{Activation, AdamW, Attention, Dropout, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd};
 use crate::random::Stream;
 
+/// What kernels yielded, one vector a kernel and shape.
+type Results = Vec<Vec<f32>>;
+
 /// Relative error allowed, against the largest value of the result.
 fn tolerance<B: Kernels>(b: &B) -> f64 {
     if b.computes_narrow() { 1e-2 } else { 1e-5 }
@@ -72,21 +75,18 @@ fn product(m: usize, n: usize, k: usize, a: impl Fn(usize, usize) -> f64, b: imp
 }
 
 /// Results of every kernel on awkward sizes, checked; returned to compare bits between devices' settings.
-fn everything<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
-    let mut results = elementwise(b);
-    results.extend(products(b));
-    results.extend(norms(b));
-    results.extend(embeddings(b));
-    results.extend(attentions(b));
-    results.extend(rotations(b));
-    results.extend(gates(b));
-    results.extend(layers::everything(b));
-    results.extend(optimizers(b));
-    results.extend(dropouts(b));
-    results
+fn everything<B: Kernels>(b: &B) -> Results {
+    [all_but_products(b), products(b, random)].concat()
 }
 
-fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+/// What is in f32 where products are in TF32.
+fn all_but_products<B: Kernels>(b: &B) -> Results {
+    let parts: [fn(&B) -> Results; 9] =
+        [elementwise, norms, embeddings, attentions, rotations, gates, layers::everything, optimizers, dropouts];
+    parts.into_iter().flat_map(|part| part(b)).collect()
+}
+
+fn elementwise<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for len in [0, 1, 31, 33, 1023, 40_001] {
         let (x, y) = (random(b, 1, len), random(b, 2, len));
@@ -123,7 +123,8 @@ fn elementwise<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+/// Products of the values that `random` gives.
+fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
     let mut results = Vec::new();
     for (m, n, k) in [(1, 1, 1), (1, 33, 7), (31, 1, 33), (33, 31, 65), (130, 257, 100), (500, 130, 71), (2, 700, 1100)]
     {
@@ -196,7 +197,7 @@ fn products<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn norms<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     let sizes = [(1, 1), (1, 31), (33, 33), (70, 130), (3, 1023)];
     for (rows, width, centred) in sizes.into_iter().flat_map(|(rows, width)| [true, false].map(|c| (rows, width, c))) {
@@ -273,7 +274,7 @@ fn norms<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn embeddings<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn embeddings<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (sequences, time, vocabulary, width) in [(1, 1, 1, 1), (3, 31, 11, 33), (5, 64, 200, 65)] {
         let rows = sequences * time;
@@ -312,7 +313,7 @@ fn embeddings<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn attentions<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn attentions<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     let alone = [(1, 1, 1, 1), (2, 33, 3, 5), (1, 130, 2, 33), (3, 64, 1, 32), (2, 129, 2, 64), (1, 65, 1, 128)];
     let alone = alone.map(|(batch, time, heads, head_width)| (batch, time, heads, heads, head_width));
@@ -367,7 +368,7 @@ fn attentions<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn rotations<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn rotations<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (batch, time, heads, head_width, others) in [(1, 1, 1, 2, 0), (2, 33, 3, 6, 5), (3, 17, 2, 64, 64)] {
         let (rows, half, width) = (batch * time, head_width / 2, heads * head_width + others);
@@ -398,7 +399,7 @@ fn rotations<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn gates<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn gates<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, width) in [(1, 1), (7, 33), (70, 64), (3, 20_001)] {
         let x: Vec<f32> = random(b, 38, rows * 2 * width).iter().map(|x| 3.0 * x).collect();
@@ -428,7 +429,7 @@ fn gates<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn optimizers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn optimizers<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for len in [0, 1, 33, 20_001] {
         let (g, m, p) = (random(b, 31, len), random(b, 32, len), random(b, 33, len));
@@ -473,7 +474,7 @@ fn optimizers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn dropouts<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn dropouts<B: Kernels>(b: &B) -> Results {
     let len = 40_000;
     let mask = |offset| Dropout { rate: 0.25, key: 9, offset };
     let mut whole = up(b, &vec![1.0; len]);
@@ -510,14 +511,52 @@ fn cpu_kernels_are_right_and_do_not_depend_on_the_threads() {
     }
 }
 
-/// The suite on the first GPU, twice.
-fn on_cuda(precision: cuda::Precision) {
+/// A suite on the first GPU, twice.
+fn on_cuda(precision: cuda::Precision, suite: impl Fn(&cuda::Cuda) -> Results) {
     let device = cuda::Device::open(0).unwrap();
     let bits = || -> Vec<Vec<u32>> {
-        let results = everything(&cuda::Cuda::new(&device, 256 << 20, precision).unwrap());
+        let results = suite(&cuda::Cuda::new(&device, 256 << 20, precision).unwrap());
         results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
     };
     assert!(bits() == bits(), "two runs give different bits");
+}
+
+/// Bits of TF32's mantissa.
+const TF32_BITS: u32 = 10;
+
+/// As [`random`], in TF32.
+fn random_tf32<B: Kernels>(b: &B, seed: u64, len: usize) -> Vec<f32> {
+    let lost = f32::MANTISSA_DIGITS - 1 - TF32_BITS;
+    random(b, seed, len).into_iter().map(|x| f32::from_bits(x.to_bits() >> lost << lost)).collect()
+}
+
+/// Products in TF32 round their operands to it and no further: operands that it holds give what f32 gives, and others
+/// are off by the rounding of the two, of each product's magnitude.
+fn products_in_tf32<B: Kernels>(b: &B) -> Results {
+    let mut results = products(b, random_tf32);
+    // However it is rounded. Sums in f32 add their own.
+    let operand = 0.5f64.powi(TF32_BITS as i32);
+    let (mut furthest, mut beyond_f32) = (0.0f64, 0);
+    for (m, n, k) in [(1, 1, 1), (1, 33, 7), (33, 31, 65), (130, 257, 100)] {
+        let (x, y) = (random(b, 3, m * k), random(b, 4, k * n));
+        let (xb, yb, mut zb) = (up(b, &x), up(b, &y), up(b, &vec![0.0; m * n]));
+        let shape = Gemm { m, n, k, ta: false, tb: false, acc: false };
+        b.gemm(shape, B::all(&xb), B::all(&yb), B::all_mut(&mut zb)).unwrap();
+        let (xt, yt) = (|i: usize, l: usize| f64::from(x[i * k + l]), |l: usize, j: usize| f64::from(y[l * n + j]));
+        let want = product(m, n, k, xt, yt);
+        let magnitudes = product(m, n, k, |i, l| xt(i, l).abs(), |l, j| yt(l, j).abs());
+        let got = down(b, &zb);
+        for (i, ((&got, want), magnitude)) in got.iter().zip(want).zip(magnitudes).enumerate() {
+            let off = (f64::from(got) - want).abs() / magnitude;
+            let of_sums = k as f64 * f64::from(f32::EPSILON);
+            assert!(off <= (1.0 + operand).powi(2) - 1.0 + of_sums, "tf32 {m}×{n}×{k}[{i}]: {got}, in f64 {want}");
+            furthest = furthest.max(off);
+            beyond_f32 += usize::from(off > of_sums);
+        }
+        results.push(got);
+    }
+    assert!(beyond_f32 > 0, "products are at most {furthest:e} off: they are not in TF32");
+    results
 }
 
 /// Runs an ignored test of this program with the simulator's libraries (`tests/cudasim/`).
@@ -540,18 +579,29 @@ fn simulated(test: &str, settings: &[(&str, &str)]) {
 #[test]
 #[ignore = "needs a GPU or its simulator"]
 fn cuda_kernels_are_right_in_f32() {
-    on_cuda(cuda::Precision::F32(cuda::Arithmetic::Full));
+    on_cuda(cuda::Precision::F32(cuda::Arithmetic::Full), everything);
+}
+
+#[test]
+#[ignore = "needs a GPU or its simulator"]
+fn cuda_kernels_are_right_in_tf32() {
+    on_cuda(cuda::Precision::F32(cuda::Arithmetic::Tf32), |b| [all_but_products(b), products_in_tf32(b)].concat());
 }
 
 #[test]
 #[ignore = "needs a GPU or its simulator"]
 fn cuda_kernels_are_right_in_bf16() {
-    on_cuda(cuda::Precision::Bf16);
+    on_cuda(cuda::Precision::Bf16, everything);
 }
 
 #[test]
 fn simulated_kernels_are_right_in_f32() {
     simulated("cuda_kernels_are_right_in_f32", &[("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")]);
+}
+
+#[test]
+fn simulated_kernels_are_right_in_tf32() {
+    simulated("cuda_kernels_are_right_in_tf32", &[]);
 }
 
 #[test]

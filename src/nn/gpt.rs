@@ -166,8 +166,8 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The stream's gradient, and the wider of (d up, d norm 2) and (d qkv, d attention).
-        (1 + 4 + 1) * self.gpt.width
+        // The gradients of stream and up, and that of the branch where dropout masks it.
+        (1 + 4 + usize::from(self.gpt.dropout > 0.0)) * self.gpt.width
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {

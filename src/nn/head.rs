@@ -88,7 +88,8 @@ impl<B: Kernels> Block<B> for Head {
     }
 
     fn scratch_per_row(&self) -> usize {
-        self.vocabulary + 2 * self.width
+        // The logits' gradient, then the input's.
+        self.vocabulary.max(self.width)
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {

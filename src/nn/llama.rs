@@ -174,8 +174,10 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The stream's gradient, that of a branch, d qkv.
-        2 * self.llama.width + self.packed()
+        // The stream's gradient, and that of the branch where dropout masks it. The gradient of queries, keys and values
+        // comes when the memory of gates, ups and their product is free.
+        let Llama { width, hidden, dropout, .. } = self.llama;
+        (1 + usize::from(dropout > 0.0)) * width + self.packed().saturating_sub(3 * hidden)
     }
 
     fn constants(&self) -> usize {

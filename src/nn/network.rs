@@ -68,6 +68,19 @@ impl Network {
         }
     }
 
+    /// Bytes of a sample's inputs and targets on the host, and of the ids among them, which the device holds beside the
+    /// activations.
+    pub fn sample_bytes(&self) -> (usize, usize) {
+        let of = |elements: usize| elements * size_of::<u32>();
+        match self {
+            Network::Gpt(_) | Network::Llama(_) => (of(2 * self.context()), of(2 * self.context())),
+            Network::Layers(layers) => {
+                let input: usize = layers.input().iter().product();
+                (of(input + 1), of(if layers.ids().is_some() { input + 1 } else { 1 }))
+            }
+        }
+    }
+
     /// Whether it is of text: what it predicts are tokens.
     pub fn is_language(&self) -> bool {
         self.vocabulary().is_some()

@@ -8,6 +8,7 @@ mod held;
 mod lanes;
 mod offload;
 mod owner;
+mod rehearsal;
 mod route;
 pub mod schedule;
 mod sharded;
@@ -17,7 +18,8 @@ mod tests;
 pub use lanes::{Lanes, tree_sum};
 pub use offload::bytes as offloaded_bytes;
 pub use owner::{Hyper, Updates, Values};
-pub use route::{Visit, backward_peak, forward, peak, step};
+pub use rehearsal::{Moment, Rehearsal, When};
+pub use route::{Visit, forward, step};
 pub use sharded::{Groups, Owned, Reduced, Sharded, Synced};
 
 use serde::{Deserialize, Serialize};

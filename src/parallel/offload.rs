@@ -2,8 +2,9 @@
 //!
 //! The range's traffic goes through one slot of page-locked memory, by turns: the gradient comes down as soon as it is
 //! reduced, beside whatever computes; the CPU's kernels update the range from it; the new parameters take its place,
-//! rounded to the device's type, and go up. Rounding on the host halves what goes up with bf16, and costs less than the
-//! update. While the CPU updates one range, gradients of the next and parameters of the one before are on their way.
+//! rounded to the device's type, and go up. Rounding on the host halves what goes up with bf16; it reads a fourth of what
+//! the update reads. While the CPU updates one range, gradients of the next and parameters of the one before may be on
+//! their way.
 //!
 //! Only slots are page-locked: nobody but the CPU reads masters and moments.
 

@@ -75,30 +75,9 @@ fn window(visits: &[Visit], at: usize, ahead: usize) -> impl Iterator<Item = usi
     visits.iter().skip(at).take(ahead.saturating_add(1)).flat_map(|visit| visit.units())
 }
 
-/// The most elements of full parameters that are alive at once, with units of these sizes.
-pub fn peak(visits: &[Visit], ahead: usize, sizes: &[usize]) -> usize {
-    let alive = |at| distinct(window(visits, at, ahead), sizes);
-    (0..visits.len()).map(alive).max().unwrap_or(0)
-}
-
-/// The most elements of gradients that are alive at once during a backward which gives full ones up when they are
-/// reduced and keeps part 1/`shards` of each: those of the block at work and the one it borrows, those still lent,
-/// those on the wire, and the kept parts.
-pub fn backward_peak(borrows: &[Option<usize>], shards: usize, sizes: &[usize]) -> usize {
-    let alive = |unit: usize| {
-        // A unit that has been lent collects gradients until its own block is done.
-        let open = borrows[unit..].iter().flatten().copied().filter(|&lent| lent < unit);
-        let full = distinct([unit, unit + 1].into_iter().chain(open).filter(|&unit| unit < sizes.len()), sizes);
-        full + sizes[unit + 1..].iter().sum::<usize>() / shards
-    };
-    // At the end the first block's whole gradient meets all that is kept.
-    let end = sizes.iter().sum::<usize>() / shards + sizes.first().copied().unwrap_or(0);
-    (0..sizes.len()).map(alive).fold(end, usize::max)
-}
-
-/// The sizes of these units together, each counted once.
-fn distinct(units: impl Iterator<Item = usize>, sizes: &[usize]) -> usize {
-    let units: std::collections::BTreeSet<usize> = units.collect();
+/// Elements of the full parameters that are alive at turn `at`, with units of these sizes.
+pub fn alive(visits: &[Visit], at: usize, ahead: usize, sizes: &[usize]) -> usize {
+    let units: std::collections::BTreeSet<usize> = window(visits, at, ahead).collect();
     units.into_iter().map(|unit| sizes[unit]).sum()
 }
 
@@ -141,6 +120,9 @@ mod tests {
 
     #[test]
     fn the_peak_is_what_is_alive() {
+        let peak = |visits: &[Visit], ahead, sizes: &[usize]| {
+            (0..visits.len()).map(|at| alive(visits, at, ahead, sizes)).max().unwrap()
+        };
         let sizes = [1, 1, 1];
         for micros in [1, 2] {
             for ahead in 0..5 {
@@ -150,13 +132,5 @@ mod tests {
         }
         assert_eq!(peak(&forward(&[None; 9]), 3, &[1; 9]), 4);
         assert_eq!(peak(&forward(&[None; 9]), usize::MAX, &[1; 9]), 9);
-    }
-
-    #[test]
-    fn gradients_are_given_up_as_they_go() {
-        // Of five blocks two are whole; what is kept of the last three is a quarter.
-        assert_eq!(backward_peak(&[None; 5], 4, &[4; 5]), 8 + 4);
-        assert_eq!(backward_peak(&BORROWS, 4, &[4; 3]), 12 + 1);
-        assert_eq!(backward_peak(&[None; 1], 1, &[4]), 8);
     }
 }

@@ -292,6 +292,7 @@ impl<B: Kernels> Sharded<B> {
             return Ok(());
         }
         let sum = state.lanes.finish(&mut add)?.ok_or_else(|| Error::internal("no lane to reduce"))?;
+        drop(spare);
         let scattered = self.groups.shard.about(&state.layout.name).reduce_scatter(sum);
         let pending = self.groups.replica.about(&state.layout.name).all_reduce_after(scattered, state.owner.range());
         state.reduction = Some(Reduction::InFlight(pending));

@@ -52,46 +52,40 @@ const MOST_PLACES: usize = 16;
 /// Bytes a rank will need.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
-    /// By category, in the order of [`Memory::ALL`].
-    pub categories: [usize; Memory::ALL.len()],
+    /// On the host by category, in the order of [`Memory::ALL`].
+    pub host: [usize; Memory::ALL.len()],
+    /// On the GPU, where one computes.
+    pub gpu: Option<[usize; Memory::ALL.len()]>,
     /// Copies on the host on their way to and from checkpoints.
     pub staging: usize,
     /// Program, libraries, MPI, and what they grow by.
     pub runtime: usize,
-    /// Whether a GPU computes, which has a memory of its own.
-    pub on_gpu: bool,
 }
 
 impl Estimate {
     /// Memory of the host.
     pub fn host(&self) -> usize {
-        self.of(false).map(|(_, size)| size).sum::<usize>() + self.staging + self.runtime
+        self.host.iter().sum::<usize>() + self.staging + self.runtime
     }
 
     /// Memory of the GPU.
     pub fn gpu(&self) -> usize {
-        self.of(true).map(|(_, size)| size).sum()
-    }
-
-    /// The categories on the GPU, or those on the host.
-    fn of(&self, gpu: bool) -> impl Iterator<Item = (&'static str, usize)> {
-        let there = move |what: Memory| (self.on_gpu && what.is_on_device()) == gpu;
-        Memory::ALL
-            .into_iter()
-            .zip(self.categories)
-            .filter(move |(what, _)| there(*what))
-            .map(|(what, size)| (what.name(), size))
+        self.gpu.iter().flatten().sum()
     }
 
     /// What it is for: `parameters 3.1 MiB, …, runtime 30.0 MiB`.
     pub fn host_parts(&self) -> String {
-        listed(self.of(false).chain([("staging", self.staging), ("runtime", self.runtime)]))
+        listed(named(&self.host).chain([("staging", self.staging), ("runtime", self.runtime)]))
     }
 
     /// As [`Estimate::host_parts`], of the GPU's memory.
     pub fn gpu_parts(&self) -> String {
-        listed(self.of(true))
+        listed(self.gpu.iter().flat_map(named))
     }
+}
+
+fn named(categories: &[usize; Memory::ALL.len()]) -> impl Iterator<Item = (&'static str, usize)> {
+    Memory::ALL.iter().map(|what| what.name()).zip(categories.iter().copied())
 }
 
 fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
@@ -187,7 +181,7 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
         ),
     );
     let memory = facts.memory;
-    if memory.on_gpu {
+    if memory.gpu.is_some() {
         line("gpu memory", format!("{} a rank: {}", bytes(memory.gpu()), memory.gpu_parts()));
         line("host memory", format!("{} a rank: {}", bytes(memory.host()), memory.host_parts()));
     } else {

@@ -38,6 +38,8 @@ pub struct RunCard {
     pub loader_wait_seconds: f64,
     /// Seconds rank 0 waited for messages, in steps or outside.
     pub comm_wait_seconds: f64,
+    /// Most bytes of a GPU's memory that rank 0 had taken at once.
+    pub peak_gpu_bytes: Option<usize>,
     /// Peak bytes of rank 0 by category.
     pub peak_bytes: std::collections::BTreeMap<String, usize>,
     /// Most resident bytes of rank 0's process.

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 
 use super::available::available;
-use super::memory::estimate;
+use super::memory::{Held, estimate};
 use crate::backend::{Kernels, readable};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::error::{Error, Result};
@@ -12,67 +12,59 @@ use crate::telemetry::banner::Estimate;
 use crate::topology::Topology;
 
 /// Compares what a rank will need with `run.memory_limit`, what the ranks of this node will with what the node has, and
-/// what a rank will need of its GPU with the `gpu` bytes it may take. Messages pass through `messages` bytes; `resident`
-/// is what the process holds already.
+/// what a rank will need of its GPU with the `gpu` bytes it may take. `held` does not depend on the plan.
 ///
 /// # Errors
 /// How much is needed for what, how much there is, and what would fit.
-pub fn check<B: Kernels>(
-    plan: &Plan,
-    topology: &Topology,
-    messages: usize,
-    resident: usize,
+pub fn check<B: Kernels>(plan: &Plan, topology: &Topology, held: Held, gpu: Option<usize>) -> Result<()> {
+    let node = Node { host: &topology.here().host, ranks: topology.ranks_here(), available: available(), gpu };
+    fits::<B>(plan, &node, held)
+}
+
+/// Where ranks are to fit.
+struct Node<'a> {
+    host: &'a str,
+    /// Ranks on it.
+    ranks: usize,
+    /// Bytes that it can give them, if it says so.
+    available: Option<usize>,
+    /// Bytes that a rank may take of its GPU.
     gpu: Option<usize>,
-) -> Result<()> {
-    let held = Held { messages, resident };
-    if let Some(room) = gpu {
-        let need = |plan: &Plan| estimate::<B>(plan, &plan.network.blocks(), messages, resident);
-        let here = need(plan);
-        if here.gpu() > room {
-            let message = format!(
-                "a rank needs {} of its GPU ({}), and may take {}",
-                readable(here.gpu()),
-                here.gpu_parts(),
-                readable(room)
-            );
-            return Err(Error::input(message).hint(advice::<B>(plan, |plan| need(plan).gpu(), room)));
-        }
+}
+
+/// What a rank may take.
+struct Room {
+    host: usize,
+    gpu: usize,
+}
+
+impl Room {
+    /// Whether it is enough.
+    fn holds(&self, need: &Estimate) -> bool {
+        need.host() <= self.host && need.gpu() <= self.gpu
     }
-    fits::<B>(plan, topology.ranks_here(), &topology.here().host, held, available())
 }
 
-/// What does not depend on the plan.
-#[derive(Clone, Copy)]
-struct Held {
-    messages: usize,
-    resident: usize,
-}
-
-fn fits<B: Kernels>(plan: &Plan, ranks: usize, host: &str, held: Held, available: Option<usize>) -> Result<()> {
-    let Held { messages, resident } = held;
-    let need = |plan: &Plan| estimate::<B>(plan, &plan.network.blocks(), messages, resident);
+fn fits<B: Kernels>(plan: &Plan, node: &Node<'_>, held: Held) -> Result<()> {
+    let Node { host, ranks, available, gpu } = *node;
+    let need = |plan: &Plan| estimate::<B>(plan, &plan.network.blocks(), held);
     let here = need(plan);
-    if let Some(limit) = plan.config.run.memory_limit
-        && here.host() > limit.0
-    {
-        let message = format!("a rank needs {}, more than run.memory_limit = {limit}", told(&here));
-        return Err(Error::input(message).hint(advice::<B>(plan, |plan| need(plan).host(), limit.0)));
-    }
+    let limit = plan.config.run.memory_limit;
     // What is resident is no longer available, and needs not be.
-    let room = available.map_or(usize::MAX, |available| available / ranks);
-    if here.host().saturating_sub(resident) > room {
-        let message = format!(
-            "{ranks} × {} are needed for the ranks on {host}, where {} are available",
-            told(&here),
-            readable(room.saturating_mul(ranks))
-        );
-        return Err(Error::input(message).hint(advice::<B>(
-            plan,
-            |plan| need(plan).host(),
-            room.saturating_add(resident),
-        )));
-    }
-    Ok(())
+    let share = available.map_or(usize::MAX, |available| (available / ranks).saturating_add(held.resident));
+    let room = Room { host: limit.map_or(usize::MAX, |limit| limit.0).min(share), gpu: gpu.unwrap_or(usize::MAX) };
+    let message = if here.gpu() > room.gpu {
+        let (need, parts) = (readable(here.gpu()), here.gpu_parts());
+        format!("a rank needs {need} of its GPU ({parts}), and may take {}", readable(room.gpu))
+    } else if let Some(limit) = limit.filter(|limit| here.host() > limit.0) {
+        format!("a rank needs {}, more than run.memory_limit = {limit}", told(&here))
+    } else if here.host() > room.host {
+        let there = readable(available.unwrap_or(usize::MAX) / ranks * ranks);
+        format!("{ranks} × {} are needed for the ranks on {host}, where {there} are available", told(&here))
+    } else {
+        return Ok(());
+    };
+    Err(Error::input(message).hint(advice(plan, need, &room)))
 }
 
 /// `1.5 GiB (parameters 0.5 GiB, …)`.
@@ -80,27 +72,33 @@ fn told(estimate: &Estimate) -> String {
     format!("{} ({})", readable(estimate.host()), estimate.host_parts())
 }
 
-/// The least change of the configuration after which a rank needs no more than `room`.
-fn advice<B: Kernels>(plan: &Plan, need: impl Fn(&Plan) -> usize, room: usize) -> String {
-    let variants = variants(plan, plan.mesh.ranks(), !B::ON_HOST);
-    let fitting = variants.iter().filter(|variant| need(&variant.plan) <= room);
-    if let Some(best) = fitting.min_by_key(|variant| variant.cost()) {
-        return format!("{} takes {} a rank", best.settings(), readable(need(&best.plan)));
+/// `1.5 GiB`, or of both memories where there are two.
+fn sizes(need: &Estimate) -> String {
+    match need.gpu {
+        None => readable(need.host()),
+        Some(_) => format!("{} of the GPU and {} of the host", readable(need.gpu()), readable(need.host())),
     }
-    let least = |plan: &Plan, ranks| {
-        self::variants(plan, ranks, !B::ON_HOST).into_iter().min_by_key(|variant| need(&variant.plan))
+}
+
+/// The least change of the configuration after which a rank fits into `room`.
+fn advice(plan: &Plan, need: impl Fn(&Plan) -> Estimate, room: &Room) -> String {
+    let fitting = |ranks: usize| {
+        let on_gpu = need(plan).gpu.is_some();
+        let all = variants(plan, ranks, on_gpu).into_iter().map(|variant| (need(&variant.plan), variant));
+        all.filter(|(need, _)| room.holds(need)).collect::<Vec<_>>()
     };
+    let now = plan.mesh.ranks();
+    if let Some((need, best)) = fitting(now).into_iter().min_by_key(|(_, variant)| variant.cost()) {
+        return format!("{} takes {} a rank", best.settings(), sizes(&need));
+    }
     // More ranks: twice as many at a time, as long as the batch can be cut for them.
-    let mut ranks = plan.mesh.ranks();
-    while let Some(best) = least(plan, 2 * ranks) {
-        ranks *= 2;
-        if need(&best.plan) <= room {
-            return format!(
-                "{ranks} ranks, as many on each node as now, and {}: {} a rank",
-                best.settings(),
-                readable(need(&best.plan))
-            );
+    let mut ranks = 2 * now;
+    while !variants(plan, ranks, need(plan).gpu.is_some()).is_empty() {
+        if let Some((need, best)) = fitting(ranks).into_iter().min_by_key(|(need, _)| (need.gpu(), need.host())) {
+            let settings = best.settings();
+            return format!("{ranks} ranks, as many on each node as now, and {settings}: {} a rank", sizes(&need));
         }
+        ranks *= 2;
     }
     "no layout of this network and batch.global fits: make model.layers, model.width or model.context smaller".into()
 }
@@ -112,7 +110,7 @@ struct Variant {
     through: bool,
     zero: Option<Zero>,
     recompute: bool,
-    offload: bool,
+    offload: Option<bool>,
     micro: Option<u64>,
 }
 
@@ -120,7 +118,7 @@ impl Variant {
     /// Few changes before many; then the lowest stage and the largest micro-batch; updates on the host come last. Slower
     /// checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
-        let made = [self.zero.is_some(), self.recompute, self.offload, self.micro.is_some()];
+        let made = [self.zero.is_some(), self.recompute, self.offload.is_some(), self.micro.is_some()];
         let changes = made.into_iter().filter(|made| *made).count();
         let cost = 2 * changes + usize::from(self.through);
         (cost, self.offload, self.zero.map(u8::from), self.recompute, Reverse(self.micro))
@@ -130,7 +128,7 @@ impl Variant {
     fn settings(&self) -> String {
         let zero = self.zero.map(|zero| format!("parallel.zero={}", u8::from(zero)));
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
-        let offload = self.offload.then(|| "optimizer.offload=true".to_string());
+        let offload = self.offload.map(|offload| format!("optimizer.offload={offload}"));
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
         let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
         let settings: Vec<String> = [zero, recompute, offload, micro, through].into_iter().flatten().collect();
@@ -138,7 +136,7 @@ impl Variant {
     }
 }
 
-/// Every stage, recomputation, place of the optimizer, micro-batch and way of saving that takes less than `plan`, on
+/// Every stage, recomputation, micro-batch and way of saving that takes less than `plan`, and each place of the optimizer, on
 /// `ranks` ranks.
 fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
@@ -148,7 +146,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let mut variants = Vec::new();
     for zero in stages {
         for &smaller in &micros {
-            for [again, copy, offload] in choices(on_gpu) {
+            for [again, copy, elsewhere] in choices(on_gpu) {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
                     (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
@@ -159,14 +157,14 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 }
                 config.parallel.zero = zero;
                 config.parallel.recompute |= again;
-                config.optimizer.offload |= offload;
+                config.optimizer.offload ^= elsewhere;
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
                 let facts = Facts { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
                 if let Ok(plan) = resolve(config, &facts) {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
-                    let (recompute, offload) = (again && !recompute, offload && !offloads);
+                    let (recompute, offload) = (again && !recompute, elsewhere.then_some(!offloads));
                     variants.push(Variant { plan, through, zero, recompute, offload, micro });
                 }
             }
@@ -175,10 +173,10 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     variants
 }
 
-/// What can be switched: recomputation, checkpoints from a copy, the optimizer on the host of a GPU.
+/// What can be switched: recomputation, checkpoints from a copy, the optimizer's place where there are two.
 fn choices(on_gpu: bool) -> impl Iterator<Item = [bool; 3]> {
     let all = (0..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0));
-    all.filter(move |[_, _, offload]| on_gpu || !offload)
+    all.filter(move |[_, _, elsewhere]| on_gpu || !elsewhere)
 }
 
 #[cfg(test)]
@@ -189,15 +187,17 @@ mod tests {
     use crate::backend::cuda::Cuda;
     use crate::config::{Sources, load};
 
+    const NOTHING: Held = Held { messages: 0, messages_on_device: false, resident: 0 };
+
     /// The refusal with this room a rank, on top of what is resident; empty if it fits.
     fn refusal(ranks: usize, settings: &[&str], room_mib: usize) -> String {
         let base = ["model.layers=8", "model.width=256"];
         let overrides: Vec<String> = base.iter().chain(settings).map(|setting| setting.to_string()).collect();
         let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
         let plan = resolve(config, &Facts { ranks, threads: 1, vocabulary: Some(65), on_gpu: false }).unwrap();
-        let held = Held { messages: 0, resident: 30 << 20 };
-        let fits = fits::<Cpu>(&plan, ranks, "node", held, Some((room_mib << 20) * ranks));
-        fits.err().map_or(String::new(), |error| {
+        let held = Held { resident: 30 << 20, ..NOTHING };
+        let node = Node { host: "node", ranks, available: Some((room_mib << 20) * ranks), gpu: None };
+        fits::<Cpu>(&plan, &node, held).err().map_or(String::new(), |error| {
             assert_eq!(error.exit_code(), 2);
             error.to_string()
         })
@@ -212,10 +212,10 @@ mod tests {
     #[test]
     fn the_least_change_is_told() {
         let error = refusal(1, &[], 150);
-        assert!(error.starts_with("1 × 345.3 MiB") && error.contains(" MiB are available\nhint: "), "{error}");
-        assert!(error.contains("parameters 24.1 MiB") && error.contains("activations 136.3 MiB"), "{error}");
+        assert!(error.starts_with("1 × 342.3 MiB") && error.contains(" MiB are available\nhint: "), "{error}");
+        assert!(error.contains("parameters 24.1 MiB") && error.contains("activations 133.2 MiB"), "{error}");
         assert!(
-            error.ends_with("hint: batch.micro=4 with checkpoint.asynchronous=false takes 170.7 MiB a rank"),
+            error.ends_with("hint: batch.micro=4 with checkpoint.asynchronous=false takes 169.9 MiB a rank"),
             "{error}"
         );
         let error = refusal(1, &[], 270);
@@ -224,7 +224,7 @@ mod tests {
         let error = refusal(4, &["batch.micro=1"], 80);
         assert!(error.contains("hint: parallel.zero=") && !error.contains("parallel.recompute"), "{error}");
         let error = refusal(2, &["batch.global=32"], 100);
-        assert!(error.contains("hint: parallel.zero=2 with batch.micro="), "{error}");
+        assert!(error.contains("hint: parallel.zero="), "{error}");
     }
 
     #[test]
@@ -235,25 +235,52 @@ mod tests {
         assert!(error.contains("no layout of this network and batch.global fits"), "{error}");
     }
 
+    /// A plan for one GPU. Twelve bytes a parameter are masters and moments; activations are small beside them.
+    fn on_gpu(offload: bool) -> Plan {
+        let overrides = ["model.layers=8", "model.width=256", "batch.global=1"].map(String::from);
+        let (mut config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        config.optimizer.offload = offload;
+        resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
+    }
+
+    fn need(plan: &Plan) -> Estimate {
+        estimate::<Cuda>(plan, &plan.network.blocks(), NOTHING)
+    }
+
     #[test]
     fn the_optimizer_may_leave_a_gpu() {
-        // Twelve bytes a parameter are masters and moments; activations are small beside them.
-        let overrides = ["model.layers=8", "model.width=256", "batch.global=1"].map(String::from);
-        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
-        let plan = |offload: bool| {
-            let mut config = config.clone();
-            config.optimizer.offload = offload;
-            resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
-        };
-        let need = |plan: &Plan| estimate::<Cuda>(plan, &plan.network.blocks(), 0, 0);
-        let (there, here) = (need(&plan(false)), need(&plan(true)));
+        let (there, here) = (need(&on_gpu(false)), need(&on_gpu(true)));
         let moved = there.gpu() - here.gpu();
-        assert_eq!(moved, there.categories[Memory::Optimizer as usize] / 2 * 3);
+        assert_eq!(moved, there.gpu.unwrap()[Memory::Optimizer as usize] / 2 * 3);
         // And the place that gradients come through.
         assert_eq!(here.host() - there.host(), moved / 3 * 4);
         assert!(here.host_parts().contains("offloaded "), "{}", here.host_parts());
-        let hint = advice::<Cuda>(&plan(false), |plan| need(plan).gpu(), here.gpu());
-        assert!(hint.starts_with("optimizer.offload=true takes "), "{hint}");
+        assert!(!there.host_parts().contains("offloaded ") && there.gpu_parts().contains("optimizer "));
+    }
+
+    /// The refusal of a GPU and its host with so much room.
+    fn refused(plan: &Plan, gpu: usize, host: usize) -> String {
+        let node = Node { host: "node", ranks: 1, available: Some(host), gpu: Some(gpu) };
+        fits::<Cuda>(plan, &node, NOTHING).err().unwrap().to_string()
+    }
+
+    #[test]
+    fn advice_for_a_gpu_leaves_room_on_the_host() {
+        let (there, here) = (need(&on_gpu(false)), need(&on_gpu(true)));
+        // Nothing but the host can take the state.
+        let error = refused(&on_gpu(false), here.gpu(), here.host());
+        assert!(error.contains(" of its GPU (parameters ") && error.contains(", and may take "), "{error}");
+        let both = format!("{} of the GPU and {} of the host a rank", readable(here.gpu()), readable(here.host()));
+        assert!(error.ends_with(&format!("hint: optimizer.offload=true takes {both}")), "{error}");
+        // It takes a little more with checkpoints that need no copy of their own, and nothing without that.
+        let error = refused(&on_gpu(false), here.gpu(), here.host() - 1);
+        let less = "hint: optimizer.offload=true with checkpoint.asynchronous=false takes ";
+        assert!(error.contains(less), "{error}");
+        let error = refused(&on_gpu(false), here.gpu(), there.host());
+        assert!(!error.contains("offload") && error.contains("hint: no layout of this network"), "{error}");
+        // And the other way round.
+        let error = refused(&on_gpu(true), there.gpu(), there.host());
+        assert!(error.starts_with("1 × ") && error.contains("hint: optimizer.offload=false takes "), "{error}");
     }
 
     #[test]

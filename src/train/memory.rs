@@ -1,10 +1,11 @@
 //! What a rank will need, computed before anything is allocated.
 
-use crate::backend::{Kernels, Memory};
+use crate::backend::{Backend, Kernels, Memory};
+use crate::comm::{Comm, Way};
 use crate::config::Plan;
 use crate::layout::UnitLayout;
-use crate::nn::{Block, Blocks};
-use crate::parallel::{self, Life};
+use crate::nn::Blocks;
+use crate::parallel::{self, Life, Moment, Rehearsal, When};
 use crate::telemetry::banner::Estimate;
 
 /// Bytes of an f32.
@@ -14,82 +15,141 @@ const F32: usize = size_of::<f32>();
 /// decompressed chunks, message buffers of MPI, slack of the allocator. Measured; it does not depend on the model.
 const GROWTH: usize = 7 << 20;
 
-/// The peak of every category, from the plan alone. Messages pass through `messages` bytes; `resident` is what the
-/// process holds already.
-pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, messages: usize, resident: usize) -> Estimate {
-    let keep = plan.residency();
+/// What does not depend on the plan.
+#[derive(Debug, Clone, Copy)]
+pub struct Held {
+    /// Bytes that messages pass through, at most.
+    pub messages: usize,
+    /// Whether those are on the device that computes.
+    pub messages_on_device: bool,
+    /// What the process holds already.
+    pub resident: usize,
+}
+
+impl Held {
+    /// By this process, which sends its messages by `comm`.
+    pub fn now<B: Backend>(comm: &Comm<B>) -> Self {
+        let messages_on_device = matches!(comm.way(), Some(Way::Direct | Way::Nccl));
+        Self { messages: comm.staging(), messages_on_device, resident: resident().0 }
+    }
+}
+
+/// Bytes that are alive of what comes and goes within a step.
+#[derive(Debug, Clone, Copy, Default)]
+struct Alive {
+    parameters: usize,
+    gradients: usize,
+    activations: usize,
+}
+
+impl Alive {
+    fn total(self) -> usize {
+        self.parameters + self.gradients + self.activations
+    }
+
+    /// The most of each, at whatever moment.
+    fn most(self, other: Self) -> Self {
+        Self {
+            parameters: self.parameters.max(other.parameters),
+            gradients: self.gradients.max(other.gradients),
+            activations: self.activations.max(other.activations),
+        }
+    }
+}
+
+/// What a rank will need, from the plan alone. On a GPU, whose memory is one pool, that is what is alive at the moment of a step
+/// when most is; on the host every category keeps the most that it ever had.
+pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Estimate {
+    let Held { messages, messages_on_device, resident } = held;
     let size = plan.config.precision.compute.size();
     let padded: Vec<usize> =
         blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
-    let borrows: Vec<Option<usize>> = blocks.iter().map(|block| block.borrows()).collect();
-    let borrowed: Vec<usize> = borrows.iter().flatten().copied().collect();
-    let lent: usize = borrowed.iter().map(|&unit| padded[unit]).sum();
-    let largest = {
-        let others = padded.iter().enumerate().filter(|(unit, _)| !borrowed.contains(unit));
-        others.map(|(_, len)| *len).max().unwrap_or(0)
-    };
-    let lanes = plan.lanes / plan.mesh.data();
-    // Partial sums in the tree of lanes while the last one is computed.
-    let partial = lanes.next_power_of_two().trailing_zeros() as usize;
     let offloads = plan.config.optimizer.offload;
-    let full = match keep.params {
-        Life::Step => all,
-        Life::Use => {
-            let pass = parallel::step(&borrows, lanes * plan.micros_per_lane());
-            parallel::peak(&pass, keep.ahead, &padded)
-        }
-    };
-    let are_masters_apart = !offloads && (keep.params == Life::Use || size < F32);
-    let parameters = full * size + if are_masters_apart { owned * F32 } else { 0 };
-    let gradients = match (partial, keep.grads) {
-        (0, Life::Step) => all,
-        (0, Life::Use) => parallel::backward_peak(&borrows, plan.mesh.shard, &padded),
-        // The lane being computed joins its unit's tree as soon as the unit is done.
-        _ => partial * all + 2 * largest + lent,
-    };
+    let are_masters_apart = !offloads && (plan.residency().params == Life::Use || size < F32);
+    let masters = if are_masters_apart { owned * F32 } else { 0 };
     let state = match plan.rule {
         crate::optim::Rule::AdamW { .. } => 2 * owned,
         crate::optim::Rule::Sgd { .. } => owned,
     };
+    let moments = moments(plan, blocks, &padded);
+    let alive = match B::ON_HOST {
+        true => moments.into_iter().fold(Alive::default(), Alive::most),
+        false => moments.into_iter().max_by_key(|moment| moment.total()).unwrap_or_default(),
+    };
 
-    let rows = plan.micro as usize * plan.network.context();
-    // Bytes a row.
-    let input = |b: &dyn Block<B>| b.input_per_row() * size;
-    let saved = |b: &dyn Block<B>| b.saved_per_row() * size + b.exact_per_row() * F32;
-    let scratch = |b: &dyn Block<B>| b.scratch_per_row() * size;
-    let recompute = plan.config.parallel.recompute;
-    let kept: usize = blocks.iter().map(|b| input(&**b) + if recompute { 0 } else { saved(&**b) }).sum();
-    let recomputed = if recompute { widest(blocks, saved) } else { 0 };
-    let training = rows * (kept + recomputed + widest(blocks, scratch) + F32);
-    let evaluation_rows = plan.config.eval.batch as usize * plan.network.context();
-    let evaluation = evaluation_rows * widest(blocks, |b| input(b) + saved(b) + scratch(b));
-
-    let mut categories = [0; Memory::ALL.len()];
-    categories[Memory::Parameters as usize] = parameters;
-    categories[Memory::Gradients as usize] = gradients * F32;
-    match offloads {
-        true => categories[Memory::Offloaded as usize] = parallel::offloaded_bytes(Some(plan.rule), owned),
-        false => categories[Memory::Optimizer as usize] = state * F32,
-    }
+    let mut device = [0; Memory::ALL.len()];
+    device[Memory::Parameters as usize] = alive.parameters + masters;
+    device[Memory::Gradients as usize] = alive.gradients;
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
-    categories[Memory::Activations as usize] = training.max(evaluation) + constants * F32;
-    categories[Memory::Communication as usize] = messages;
-    // Read ahead, one being read, one in use, one on the device; inputs and targets.
-    categories[Memory::Data as usize] = (plan.config.data.prefetch + 3) * rows * 2 * size_of::<u32>();
+    device[Memory::Activations as usize] = alive.activations + constants * F32;
+    device[Memory::Workspace as usize] = B::WORKSPACE;
+    let mut host = [0; Memory::ALL.len()];
+    match offloads {
+        true => host[Memory::Offloaded as usize] = parallel::offloaded_bytes(Some(plan.rule), owned),
+        false => device[Memory::Optimizer as usize] = state * F32,
+    }
+    let carrier = if messages_on_device { &mut device } else { &mut host };
+    carrier[Memory::Communication as usize] = messages;
+    let (of_host, of_device) = plan.network.sample_bytes();
+    // Read ahead, one being read, one in use.
+    host[Memory::Data as usize] = (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
+    device[Memory::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
     if plan.config.checkpoint.asynchronous {
         // Ranks divide parameters and state among themselves, copies of them too.
-        categories[Memory::Checkpoint as usize] = (all / plan.mesh.data() + state / plan.mesh.replica) * F32;
+        host[Memory::Checkpoint as usize] = (all / plan.mesh.data() + state / plan.mesh.replica) * F32;
     }
     // A host copy of one unit at a time: at the start, and when a checkpoint is written through.
     let staging = padded.iter().max().copied().unwrap_or(0) * F32;
-    categories[Memory::Workspace as usize] = B::WORKSPACE;
-    Estimate { categories, staging, runtime: resident + GROWTH, on_gpu: !B::ON_HOST }
+    let (host, gpu) = match B::ON_HOST {
+        true => (std::array::from_fn(|what| host[what] + device[what]), None),
+        false => (host, Some(device)),
+    };
+    Estimate { host, gpu, staging, runtime: resident + GROWTH }
 }
 
-fn widest<B: Kernels>(blocks: &Blocks<B>, of: impl Fn(&dyn Block<B>) -> usize) -> usize {
-    blocks.iter().map(|block| of(&**block)).max().unwrap_or(0)
+/// The moments of training and of evaluations.
+fn moments<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, padded: &[usize]) -> Vec<Alive> {
+    let size = plan.config.precision.compute.size();
+    let borrows: Vec<Option<usize>> = blocks.iter().map(|block| block.borrows()).collect();
+    let rehearsal = Rehearsal {
+        borrows: &borrows,
+        sizes: padded,
+        shards: plan.mesh.shard,
+        keep: plan.residency(),
+        lanes: plan.lanes / plan.mesh.data(),
+        micros_per_lane: plan.micros_per_lane(),
+    };
+    // Bytes a row: of each block's input, of what it saves, of its scratch.
+    let input: Vec<usize> = blocks.iter().map(|block| block.input_per_row() * size).collect();
+    let saved: Vec<usize> =
+        blocks.iter().map(|block| block.saved_per_row() * size + block.exact_per_row() * F32).collect();
+    let scratch: Vec<usize> = blocks.iter().map(|block| block.scratch_per_row() * size).collect();
+    let last = blocks.len() - 1;
+    // The logits, and their losses.
+    let output = |block: usize| input.get(block + 1).copied().unwrap_or(plan.network.outputs() * size + F32);
+    let recompute = plan.config.parallel.recompute;
+    // Of each block's turn, what the blocks before it keep.
+    let mut kept = vec![0; blocks.len()];
+    for block in 0..last {
+        kept[block + 1] = kept[block] + input[block] + if recompute { 0 } else { saved[block] };
+    }
+    let bytes = |Moment { when, params, grads }, rows: usize, kept: &[usize]| {
+        let of_row = match when {
+            When::Forward(block) => kept[block] + input[block] + saved[block] + output(block),
+            When::Backward(block) => kept[block] + input[block] + saved[block] + scratch[block],
+            // The gradient of the input is as large as that.
+            When::After(block) => kept[block] + 2 * input[block],
+        };
+        Alive { parameters: params * size, gradients: grads * F32, activations: rows * of_row }
+    };
+    let rows = |samples: u64| samples as usize * plan.network.context();
+    let training = rehearsal.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept));
+    let nothing = vec![0; blocks.len()];
+    let evaluated = rows(plan.config.eval.batch);
+    let evaluation = rehearsal.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing));
+    training.chain(evaluation).collect()
 }
 
 /// Resident bytes of this process: now, and at most.

@@ -25,7 +25,7 @@ pub use directory::{Resume, RunDirectory};
 pub use feed::vocabulary;
 pub use fits::check as check_memory;
 pub use local::on_threads;
-pub use memory::resident;
+pub use memory::{Held, resident};
 pub use resume::Take;
 pub use run::{Ending, GpuPlace, Request, engine, train};
 pub use step::{Engine, Geometry};

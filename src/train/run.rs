@@ -182,7 +182,7 @@ impl<B: Kernels> Run<B> {
         let world = comm.world();
         // Nobody allocates before all have looked.
         let room = request.gpu.as_ref().map(|gpu| gpu.memory);
-        world.agree(fits::check::<B>(&plan, &topology, comm.staging(), memory::resident().0, room))?;
+        world.agree(fits::check::<B>(&plan, &topology, memory::Held::now(&comm), room))?;
 
         let prepared = || {
             let directory = RunDirectory::prepare(&plan.config, &request.name, &request.resume)?;
@@ -202,7 +202,7 @@ impl<B: Kernels> Run<B> {
 
         let backend = world.agree(backend(&plan))?;
         comm.count_memory(backend.clone());
-        let resident = memory::resident().0;
+        let held = memory::Held::now(&comm);
         let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
         let data = engine.sharded.data().clone();
         let Resumed { progress, from } =
@@ -234,7 +234,7 @@ impl<B: Kernels> Run<B> {
                 parameters: engine.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
                 validation: validation.samples(),
-                memory: &memory::estimate(&plan, &engine.blocks, comm.staging(), resident),
+                memory: &memory::estimate(&plan, &engine.blocks, held),
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: orders.time_left(),
             };
@@ -589,6 +589,7 @@ impl<B: Kernels> Run<B> {
             step_seconds: self.times,
             loader_wait_seconds: self.feed.waited().as_secs_f64(),
             comm_wait_seconds: self.comm.stats().blocked,
+            peak_gpu_bytes: self.engine.backend.device_peak(),
             peak_bytes: Memory::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
             peak_resident_bytes: memory::resident().1,
             time: unix_time(),

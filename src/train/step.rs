@@ -46,7 +46,7 @@ struct Tape<B: Kernels> {
     micro: Micro<B>,
     /// Input of every block.
     inputs: Vec<B::Buf>,
-    /// What every block saved; empty with recomputation.
+    /// What every block saved; empty where it is computed again.
     saved: Vec<Vec<B::Buf>>,
     /// Gradient of the last block's output.
     dy: B::Buf,
@@ -114,7 +114,9 @@ impl<B: Kernels> Engine<B> {
             drop(span);
             self.sharded.release();
             inputs.push(std::mem::replace(&mut x, y));
-            saved.push(if self.geometry.recompute { vec![] } else { kept });
+            // The backward begins with the last block: what that has saved is not computed again.
+            let is_last = unit + 1 == self.blocks.len();
+            saved.push(if self.geometry.recompute && !is_last { vec![] } else { kept });
         }
         let scale = 1.0 / self.geometry.predictions as f32;
         let loss = self.objective.train(&self.backend, &micro, &mut x, scale)?;
@@ -130,7 +132,7 @@ impl<B: Kernels> Engine<B> {
                 return Err(Error::internal("a backward without what its forward kept"));
             };
             let name = self.sharded.name(unit).clone();
-            if self.geometry.recompute {
+            if kept.is_empty() && block.saved_per_row() + block.exact_per_row() > 0 {
                 let _span = span(Doing::Forward, Some(&name));
                 kept = block.forward(&cx, self.sharded.params(unit, block.borrows())?, &x)?.1;
             }

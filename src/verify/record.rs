@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::parallel::Sharded;
 use crate::topology::Topology;
 use crate::train::feed::{self, Feed};
-use crate::train::{advance, check_memory, engine, resident};
+use crate::train::{Held, advance, check_memory, engine};
 
 /// What the ranks of a job are asked to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -102,7 +102,7 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
     world.agree(feed::check_size(&plan, &train))?;
     let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
     let world = comm.world();
-    world.agree(check_memory::<B>(&plan, &topology, comm.staging(), resident().0, None))?;
+    world.agree(check_memory::<B>(&plan, &topology, Held::now(comm), None))?;
     let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
     let data = engine.sharded.data().clone();
     let mut progress = Progress::default();

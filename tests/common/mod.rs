@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 pub mod launch;
+pub mod layouts;
 pub mod ranks;
 pub mod runs;
 pub mod sealed;

@@ -281,4 +281,8 @@ impl Backend for Cuda {
     fn ledger(&self) -> &Ledger {
         &self.0.pool.ledger
     }
+
+    fn device_peak(&self) -> Option<usize> {
+        Some(self.0.pool.peak())
+    }
 }

@@ -58,6 +58,11 @@ impl Pool {
         self.bytes
     }
 
+    /// The most bytes that were taken at once, by whomever.
+    pub fn peak(&self) -> usize {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).most_taken
+    }
+
     /// A piece of at least `bytes`.
     ///
     /// # Errors
@@ -80,7 +85,8 @@ impl Pool {
     fn piece(self: &Arc<Self>, what: Memory, bytes: usize) -> Result<Piece> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(offset) = free.take(bytes) else {
+        let end = if what == Memory::Activations { End::Low } else { End::High };
+        let Some(offset) = free.take(bytes, end) else {
             return Err(Error::input(format!(
                 "out of GPU memory: no {} for {} in the {} of this rank, which has taken {}; the largest free piece is {}",
                 readable(bytes),
@@ -123,46 +129,67 @@ impl Drop for Piece {
     }
 }
 
-/// The free ranges of a pool, by offset; neighbours are one range.
-struct Free(BTreeMap<usize, usize>);
+/// The end of a free range that a piece is cut from. What comes and goes within a block's turn lies apart from what lives
+/// longer, and so leaves larger ranges behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Low,
+    High,
+}
+
+/// What is free of a pool, and how much is not.
+struct Free {
+    /// The free ranges, by offset; neighbours are one range.
+    ranges: BTreeMap<usize, usize>,
+    taken: usize,
+    most_taken: usize,
+}
 
 impl Free {
     fn new(bytes: usize) -> Self {
-        Self(BTreeMap::from([(0, bytes)]))
+        Self { ranges: BTreeMap::from([(0, bytes)]), taken: 0, most_taken: 0 }
     }
 
-    /// Cuts `bytes` off the smallest range that holds them.
-    fn take(&mut self, bytes: usize) -> Option<usize> {
+    /// Cuts `bytes` off an end of the smallest range that holds them.
+    fn take(&mut self, bytes: usize, end: End) -> Option<usize> {
         if bytes == 0 {
             return Some(0);
         }
-        let fitting = self.0.iter().filter(|(_, have)| **have >= bytes);
+        let fitting = self.ranges.iter().filter(|(_, have)| **have >= bytes);
         let (&offset, &have) = fitting.min_by_key(|(_, have)| **have)?;
-        self.0.remove(&offset);
-        if have > bytes {
-            self.0.insert(offset + bytes, have - bytes);
+        let rest = have - bytes;
+        let (taken, rest_at) = match end {
+            End::Low => (offset, offset + bytes),
+            End::High => (offset + rest, offset),
+        };
+        self.ranges.remove(&offset);
+        if rest > 0 {
+            self.ranges.insert(rest_at, rest);
         }
-        Some(offset)
+        self.taken += bytes;
+        self.most_taken = self.most_taken.max(self.taken);
+        Some(taken)
     }
 
     fn give(&mut self, mut offset: usize, mut bytes: usize) {
         if bytes == 0 {
             return;
         }
-        if let Some(after) = self.0.remove(&(offset + bytes)) {
+        self.taken -= bytes;
+        if let Some(after) = self.ranges.remove(&(offset + bytes)) {
             bytes += after;
         }
-        if let Some((&before, &have)) = self.0.range(..offset).next_back()
+        if let Some((&before, &have)) = self.ranges.range(..offset).next_back()
             && before + have == offset
         {
-            self.0.remove(&before);
+            self.ranges.remove(&before);
             (offset, bytes) = (before, have + bytes);
         }
-        self.0.insert(offset, bytes);
+        self.ranges.insert(offset, bytes);
     }
 
     fn largest(&self) -> usize {
-        self.0.values().copied().max().unwrap_or(0)
+        self.ranges.values().copied().max().unwrap_or(0)
     }
 }
 
@@ -173,15 +200,19 @@ mod tests {
     #[test]
     fn neighbours_become_one_again() {
         let mut free = Free::new(1000);
-        let [a, b, c] = [300, 300, 300].map(|bytes| free.take(bytes).unwrap());
+        let [a, b, c] = [300, 300, 300].map(|bytes| free.take(bytes, End::Low).unwrap());
         assert_eq!((a, b, c, free.largest()), (0, 300, 600, 100));
-        assert!(free.take(200).is_none());
+        assert!(free.take(200, End::Low).is_none());
         free.give(b, 300);
-        assert_eq!(free.take(100), Some(900));
+        assert_eq!(free.take(100, End::Low), Some(900));
+        assert_eq!((free.take(100, End::High), free.take(100, End::High)), (Some(500), Some(400)));
+        free.give(400, 100);
+        free.give(500, 100);
         free.give(900, 100);
         free.give(a, 300);
         free.give(c, 300);
-        assert_eq!(free.0, BTreeMap::from([(0, 1000)]));
-        assert_eq!(free.take(0), Some(0));
+        assert_eq!(free.ranges, BTreeMap::from([(0, 1000)]));
+        assert_eq!(free.take(0, End::High), Some(0));
+        assert_eq!((free.taken, free.most_taken), (0, 900));
     }
 }

@@ -1,9 +1,9 @@
 //! The operations of networks by layers, and losses.
 
-use super::{close, down, ids, random, rounded, up, up_f32, wide};
+use super::{Results, close, down, ids, random, rounded, up, up_f32, wide};
 use crate::backend::{Activation, Columns, CrossEntropy, Deviation, Kernels, Regression, Window};
 
-pub fn everything<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+pub fn everything<B: Kernels>(b: &B) -> Results {
     let mut results = activations(b);
     results.extend(softmaxes(b));
     results.extend(windows(b));
@@ -13,7 +13,7 @@ pub fn everything<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn activations<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn activations<B: Kernels>(b: &B) -> Results {
     let logistic = |x: f64| 1.0 / (1.0 + (-x).exp());
     let gelu = |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh());
     type Function<'a> = (Activation, &'a dyn Fn(f64) -> f64);
@@ -59,7 +59,7 @@ fn activations<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn softmaxes<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn softmaxes<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, width) in [(1, 1), (7, 33), (70, 10), (3, 5001)] {
         let x: Vec<f32> = random(b, 50, rows * width).iter().map(|x| 3.0 * x + 50.0).collect();
@@ -101,7 +101,7 @@ fn each_seen(w: Window, channel: usize, mut see: impl FnMut(usize, [usize; 2], O
     }
 }
 
-fn windows<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn windows<B: Kernels>(b: &B) -> Results {
     let window = |batch, [height, width, channels]: [usize; 3], size, stride, padding| Window {
         batch,
         height,
@@ -187,7 +187,7 @@ fn windows<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn columns<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn columns<B: Kernels>(b: &B) -> Results {
     for (rows, count, from, to) in [(1, 1, [1, 0], [1, 0]), (33, 3, [7, 2], [5, 1]), (700, 31, [31, 0], [65, 34])] {
         let (x, y) = (random(b, 67, rows * from[0]), random(b, 68, rows * to[0]));
         let (xb, mut yb, mut want) = (up(b, &x), up(b, &y), y);
@@ -200,7 +200,7 @@ fn columns<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     vec![]
 }
 
-fn classifiers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn classifiers<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, classes) in [(1, 1), (31, 65), (3, 50_257), (600, 33)] {
         let logits: Vec<f32> = random(b, 29, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
@@ -262,7 +262,7 @@ fn classifiers<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
     results
 }
 
-fn regressions<B: Kernels>(b: &B) -> Vec<Vec<f32>> {
+fn regressions<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     let all = [Deviation::Squared, Deviation::Absolute, Deviation::Huber(0.7), Deviation::Binary];
     for (by, (rows, width)) in all.into_iter().flat_map(|by| [(1, 1), (33, 1), (7, 65)].map(|shape| (by, shape))) {

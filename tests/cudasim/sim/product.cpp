@@ -58,21 +58,34 @@ void pack(const T* p, int64_t lines, int64_t next, int64_t k, int64_t step, int 
   }
 }
 
-float* packed(const Matrix& m, int64_t lines, int64_t next, int64_t k, int64_t step, int width,
+// To so many bits of mantissa: to the nearest, ties away from zero, as `cvt.rna` does.
+inline float rounded(float f, int mantissa) {
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  if ((u & 0x7f800000) == 0x7f800000) return f;  // not finite
+  int dropped = kMantissa - mantissa;
+  u = (u + (1u << (dropped - 1))) >> dropped << dropped;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+float* packed(const Matrix& m, int64_t lines, int64_t next, int64_t k, int64_t step, int width, int mantissa,
               std::vector<float>& space) {
   size_t size = size_t((lines + width - 1) / width * width * k);
   if (space.size() < size) space.resize(size);
   if (m.bf16) pack(static_cast<const uint16_t*>(m.p), lines, next, k, step, width, space.data());
   else pack(static_cast<const float*>(m.p), lines, next, k, step, width, space.data());
+  if (mantissa < kMantissa)
+    for (size_t i = 0; i < size; i++) space[i] = rounded(space[i], mantissa);
   return space.data();
 }
 
 }  // namespace
 
-void product(int64_t m, int64_t n, int64_t k, const Matrix& a, const Matrix& b, float* out) {
+void product(int64_t m, int64_t n, int64_t k, const Matrix& a, const Matrix& b, int mantissa, float* out) {
   static std::vector<float> space_a, space_b;  // device work runs one piece at a time
-  const float* pa = packed(a, m, a.row, k, a.column, kRows, space_a);
-  const float* pb = packed(b, n, b.column, k, b.row, kCols, space_b);
+  const float* pa = packed(a, m, a.row, k, a.column, kRows, mantissa, space_a);
+  const float* pb = packed(b, n, b.column, k, b.row, kCols, mantissa, space_b);
   for (int64_t j = 0; j < n; j += kCols, pb += k * kCols) {
     int64_t cols = n - j < kCols ? n - j : kCols;
     for (int64_t i = 0; i < m; i += kRows) {

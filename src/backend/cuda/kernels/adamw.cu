@@ -1,14 +1,16 @@
 // AdamW (Loshchilov and Hutter, 2019) over a contiguous range; `copy` takes the new parameters unless it is null.
+// Every operation is rounded by itself, never fused with the next, as on the CPU: so that where the optimizer's state is
+// makes no difference.
 // Grid: any; block: any.
 #include "vector.cuh"
 
 extern "C" __global__ void adamw(const float* grad, float* m, float* v, float* p, elem* copy, long long n, float rate,
                                  float root, float decay, float beta1, float beta2, float eps, float grad_scale) {
   auto update = [&](float g, float& m, float& v, float& p) {
-    g *= grad_scale;
-    m += (1.0f - beta1) * (g - m);
-    v += (1.0f - beta2) * (g * g - v);
-    p = p * decay - rate * m / (sqrtf(v) * root + eps);
+    g = __fmul_rn(g, grad_scale);
+    m = __fadd_rn(m, __fmul_rn(1.0f - beta1, g - m));
+    v = __fadd_rn(v, __fmul_rn(1.0f - beta2, __fadd_rn(__fmul_rn(g, g), -v)));
+    p = __fadd_rn(__fmul_rn(p, decay), -(__fmul_rn(rate, m) / __fadd_rn(__fmul_rn(sqrtf(v), root), eps)));
   };
   auto four = [&](long long i, float (&new_p)[4]) {
     float g4[4], m4[4], v4[4];

@@ -1,0 +1,135 @@
+//! Layouts that may make no difference: every row against one rank that computes the same lanes.
+//!
+//! With fixed lanes, and on each rank and each copy of the parameters a power of two of them, sums are the same tree
+//! everywhere: the results have the same bits.
+
+use super::launch::Transport::{self, Alone, Mpirun, Simulate};
+use super::runs::RunFiles;
+
+/// What a run computes: the one-rank run of the same is its reference.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sums {
+    lanes: usize,
+    batch: usize,
+    /// Samples computed at once.
+    micro: usize,
+    dropout: f32,
+}
+
+impl Sums {
+    fn settings(self) -> Vec<String> {
+        let Self { lanes, batch, micro, dropout } = self;
+        vec![
+            format!("parallel.lanes={lanes}"),
+            format!("batch.global={batch}"),
+            format!("batch.micro={micro}"),
+            format!("model.dropout={dropout:?}"),
+        ]
+    }
+}
+
+/// Eight lanes of one sample.
+const EIGHT: Sums = Sums { lanes: 8, batch: 8, micro: 1, dropout: 0.0 };
+const DROPOUT: Sums = Sums { dropout: 0.1, ..EIGHT };
+/// Eight lanes of three samples, computed together or one after another.
+const WIDE: Sums = Sums { lanes: 8, batch: 24, micro: 3, dropout: 0.0 };
+const ACCUMULATED: Sums = Sums { micro: 1, ..WIDE };
+const TWELVE: Sums = Sums { lanes: 12, batch: 12, micro: 1, dropout: 0.0 };
+const SIX: Sums = Sums { lanes: 6, batch: 24, micro: 2, dropout: 0.1 };
+
+/// A layout that must give the bits of the reference.
+pub struct Row(pub Sums, pub Transport, pub &'static str);
+
+/// Everything that may not make a difference, one row each.
+pub const SAME: [Row; 52] = [
+    // More threads or blocks computed again, on one rank.
+    Row(EIGHT, Alone, "run.threads=3"),
+    Row(EIGHT, Alone, "parallel.recompute=true"),
+    Row(DROPOUT, Alone, "parallel.recompute=true run.threads=1"),
+    Row(EIGHT, Alone, "parallel.zero=3"),
+    Row(EIGHT, Mpirun(1), "parallel.zero=3"),
+    Row(EIGHT, Simulate(1), ""),
+    // Every stage on every power of two.
+    Row(EIGHT, Mpirun(2), "parallel.zero=0"),
+    Row(EIGHT, Mpirun(2), "parallel.zero=1"),
+    Row(EIGHT, Mpirun(2), "parallel.zero=2"),
+    Row(EIGHT, Mpirun(2), "parallel.zero=3"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=0"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=1"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=2"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=3"),
+    Row(EIGHT, Simulate(2), "parallel.zero=1"),
+    Row(EIGHT, Simulate(4), "parallel.zero=3"),
+    Row(EIGHT, Simulate(8), "parallel.zero=0"),
+    Row(EIGHT, Simulate(8), "parallel.zero=1"),
+    Row(EIGHT, Simulate(8), "parallel.zero=2"),
+    Row(EIGHT, Simulate(8), "parallel.zero=3"),
+    // Copies of shards.
+    Row(EIGHT, Mpirun(4), "parallel.zero=1 parallel.shard=2 parallel.replica=2"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=2 parallel.shard=2 parallel.replica=2"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.shard=2 parallel.replica=2"),
+    Row(EIGHT, Simulate(8), "parallel.zero=3 parallel.shard=2"),
+    Row(EIGHT, Simulate(8), "parallel.zero=2 parallel.replica=2"),
+    Row(EIGHT, Simulate(4), "parallel.zero=3 parallel.replica=4"),
+    // Algorithms that add in the same order.
+    Row(EIGHT, Mpirun(2), "comm.algorithm=hierarchical"),
+    Row(EIGHT, Mpirun(4), "comm.algorithm=reduce-to-one parallel.zero=2"),
+    Row(EIGHT, Mpirun(4), "comm.algorithm=hierarchical parallel.zero=3 parallel.replica=2"),
+    Row(EIGHT, Simulate(8), "comm.algorithm=reduce-to-one parallel.zero=1"),
+    Row(EIGHT, Mpirun(2), "comm.algorithm=tree parallel.zero=1"),
+    // Dropout and blocks computed again.
+    Row(DROPOUT, Mpirun(2), "parallel.zero=0 parallel.recompute=true"),
+    Row(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.recompute=true"),
+    Row(DROPOUT, Simulate(8), "parallel.zero=2"),
+    // Parameters gathered when they are needed, or ahead of that; the head borrows the first unit.
+    Row(EIGHT, Mpirun(2), "parallel.zero=3 parallel.prefetch=0"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2"),
+    Row(EIGHT, Simulate(8), "parallel.zero=3 parallel.prefetch=8"),
+    Row(DROPOUT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2 parallel.recompute=true"),
+    Row(EIGHT, Mpirun(4), "parallel.zero=3 parallel.prefetch=2 parallel.shard=2"),
+    Row(ACCUMULATED, Mpirun(2), "parallel.zero=3 parallel.prefetch=8"),
+    Row(ACCUMULATED, Simulate(4), "parallel.zero=3 parallel.prefetch=0 parallel.replica=2"),
+    // Micro-batches.
+    Row(WIDE, Mpirun(2), "parallel.zero=2"),
+    Row(WIDE, Simulate(8), "parallel.zero=3 parallel.recompute=true"),
+    Row(ACCUMULATED, Mpirun(4), "parallel.zero=3"),
+    Row(ACCUMULATED, Simulate(2), "parallel.zero=1 parallel.recompute=true"),
+    // Not a power of two of ranks.
+    Row(TWELVE, Mpirun(3), "parallel.zero=0"),
+    Row(TWELVE, Simulate(3), "parallel.zero=3"),
+    Row(TWELVE, Simulate(12), "parallel.zero=2"),
+    Row(SIX, Mpirun(3), "parallel.zero=1"),
+    Row(SIX, Mpirun(3), "parallel.zero=3 parallel.recompute=true"),
+    Row(SIX, Simulate(6), "parallel.zero=2 parallel.shard=2"),
+    Row(SIX, Simulate(3), "parallel.zero=2"),
+];
+
+/// Runs every row, and one rank alone for all rows of the same sums; panics unless metrics, evaluations and the last
+/// checkpoint have the same bits. `run` makes a run of some settings, with a name.
+#[track_caller]
+pub fn give_the_same_bits<'a>(
+    rows: impl IntoIterator<Item = (&'a Row, Vec<&'a str>)>,
+    steps: u64,
+    run: impl Fn(Transport, Vec<String>, &str) -> RunFiles,
+) {
+    let mut references: Vec<(Sums, RunFiles)> = Vec::new();
+    let run = |sums: Sums, transport, settings: &[&str], name: String| {
+        let settings = sums.settings().into_iter().chain(settings.iter().map(|setting| setting.to_string()));
+        run(transport, settings.collect(), &name)
+    };
+    for (i, (Row(sums, transport, settings), more)) in rows.into_iter().enumerate() {
+        if !references.iter().any(|(known, _)| known == sums) {
+            references.push((*sums, run(*sums, Alone, &[], format!("reference-{}", references.len()))));
+        }
+        let (_, reference) = references.iter().find(|(known, _)| known == sums).unwrap();
+        let settings = [&settings.split_whitespace().collect::<Vec<_>>()[..], &more].concat();
+        let files = run(*sums, *transport, &settings, format!("row-{i}"));
+        files.same_as(reference, steps, &format!("{sums:?} on {transport:?}, {settings:?}"));
+    }
+    // The references themselves differ: equal bits say something.
+    for (i, (sums, one)) in references.iter().enumerate() {
+        for (others, other) in &references[..i] {
+            assert_ne!(one.steps(), other.steps(), "{sums:?} and {others:?}");
+        }
+    }
+}

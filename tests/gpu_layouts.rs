@@ -1,0 +1,74 @@
+//! The table of layouts on GPUs, in their simulator: every row gives the bits of one rank, whether messages are staged
+//! through the host or MPI is given addresses of the device.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use common::launch::Transport::{Alone, Mpirun, Simulate};
+use common::launch::finish;
+use common::layouts::{Row, SAME, give_the_same_bits};
+use common::runs::Run;
+use common::simulator::with_simulator;
+
+const STEPS: u64 = 3;
+
+/// Less of everything that takes the simulator long and that no layout depends on.
+const SMALLER: [&str; 7] = [
+    "run.device=cuda",
+    "run.steps=3",
+    "model.width=16",
+    "model.context=8",
+    "eval.samples=6",
+    "device.memory_limit=48MiB",
+    "device.ranks_per_gpu=12",
+];
+
+const F32: &str = "precision.compute=f32";
+const BF16: &str = "precision.compute=bf16";
+const STAGED: &str = "comm.path=staged";
+const DIRECT: &str = "comm.path=direct";
+
+/// Rows on GPUs that compute in `precision`, each with its way of messages. Every third row has two GPUs for its ranks, the
+/// others one.
+fn on_gpus<'a>(precision: &str, rows: impl Iterator<Item = (&'a Row, &'a str)>) {
+    let root = tempfile::tempdir().unwrap();
+    let rows = rows.map(|(row, path)| (row, vec![path]));
+    give_the_same_bits(rows, STEPS, |transport, settings, name| {
+        let ours = SMALLER.iter().chain([&precision]).map(|setting| setting.to_string());
+        let settings = ours.chain(settings).collect();
+        let run = Run { settings, ..Run::new(transport, root.path(), name, &[]) };
+        let devices = if name.ends_with(['0', '3', '6', '9']) { "2" } else { "1" };
+        finish(with_simulator(&mut run.command()).env("CUDASIM_DEVICES", devices)).succeeded();
+        run.files()
+    });
+}
+
+/// Rows of processes.
+fn processes() -> impl Iterator<Item = &'static Row> {
+    SAME.iter().filter(|Row(_, transport, _)| matches!(transport, Mpirun(_)))
+}
+
+#[test]
+fn staged_messages_give_the_same_bits() {
+    on_gpus(F32, processes().map(|row| (row, STAGED)));
+}
+
+#[test]
+fn direct_messages_give_the_same_bits() {
+    on_gpus(F32, processes().map(|row| (row, DIRECT)));
+}
+
+/// One rank alone, and threads as ranks. Those have no direct way: their messages are no library's, which could be given
+/// addresses.
+#[test]
+fn one_process_gives_the_same_bits() {
+    let alone = SAME.iter().filter(|Row(_, transport, _)| *transport == Alone);
+    let threads = SAME.iter().filter(|Row(_, transport, _)| matches!(transport, Simulate(_)));
+    on_gpus(F32, alone.chain(threads.step_by(3)).map(|row| (row, STAGED)));
+}
+
+/// bf16 changes kernels, and how parameters are gathered: a cut through the rows.
+#[test]
+fn bf16_gives_the_same_bits() {
+    on_gpus(BF16, processes().step_by(4).zip([STAGED, DIRECT].into_iter().cycle()));
+}

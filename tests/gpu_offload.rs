@@ -1,0 +1,107 @@
+//! `optimizer.offload` on GPUs, in their simulator: where masters and moments are makes no difference to any bit.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::path::Path;
+
+use common::launch::Transport::{self, Alone, Mpirun};
+use common::launch::finish;
+use common::runs::{Run, RunFiles};
+use common::simulator::{Settings, with_simulator};
+
+const STEPS: u64 = 4;
+
+/// A small training, some of whose gradients are clipped and weights decayed, which goes through a checkpoint in its
+/// middle.
+const SMALLER: [&str; 12] = [
+    "run.device=cuda",
+    "run.steps=4",
+    "model.width=16",
+    "model.context=8",
+    "parallel.lanes=2",
+    "optimizer.grad_clip=0.5",
+    "optimizer.weight_decay=0.1",
+    "eval.samples=8",
+    "checkpoint.every=2",
+    "checkpoint.keep=5",
+    "device.memory_limit=48MiB",
+    "device.ranks_per_gpu=2",
+];
+
+const OFFLOAD: &str = "optimizer.offload=true";
+
+fn command(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> Run {
+    Run::new(transport, root, name, &[&SMALLER, settings].concat())
+}
+
+#[track_caller]
+fn succeeds(run: &Run, sim: Settings) -> RunFiles {
+    finish(with_simulator(&mut run.command()).envs(sim.iter().copied())).succeeded();
+    run.files()
+}
+
+/// Every stage on one rank and two; the settings of the simulator in which mistakes show take turns.
+fn every_stage(precision: &str, sims: [Settings; 4]) {
+    let root = tempfile::tempdir().unwrap();
+    let here = succeeds(&command(Alone, root.path(), "here", &[precision]), &[]);
+    for (zero, sim) in sims.into_iter().enumerate() {
+        for transport in [Alone, Mpirun(2)] {
+            let name = format!("{transport:?}-{zero}");
+            let settings = [precision, OFFLOAD, &format!("parallel.zero={zero}")];
+            let there = succeeds(&command(transport, root.path(), &name, &settings), sim);
+            there.same_as(&here, STEPS, &format!("{precision}, ZeRO {zero} on {transport:?}, {sim:?}"));
+            assert_eq!(there.tensors(2), here.tensors(2), "{name}: the checkpoint before the last");
+            // It was not the device that held them.
+            let peaks = common::runs::json(&there.path("run.json"))["peak_bytes"].clone();
+            assert!(peaks["optimizer"] == 0 && peaks["offloaded"].as_u64().unwrap() > 0, "{name}: {peaks}");
+        }
+    }
+}
+
+const LAZY: (&str, &str) = ("CUDASIM_STREAMS", "lazy");
+const REVERSE: (&str, &str) = ("CUDASIM_ORDER", "reverse");
+/// The host's code may not look into the memory of the device.
+const APART: (&str, &str) = ("CUDASIM_HOST_ACCESS", "0");
+const CHECK: (&str, &str) = ("CUDASIM_CHECK", "1");
+
+#[test]
+fn the_host_updates_as_the_device_does_in_f32() {
+    every_stage("precision.compute=f32", [&[LAZY, APART], &[CHECK], &[], &[LAZY, REVERSE]]);
+}
+
+#[test]
+fn the_host_updates_as_the_device_does_in_bf16() {
+    every_stage("precision.compute=bf16", [&[CHECK], &[LAZY, APART], &[LAZY, REVERSE], &[]]);
+}
+
+#[test]
+fn momentum_is_kept_on_the_host_as_well() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["optimizer.kind=sgd", "optimizer.nesterov=true"];
+    let here = succeeds(&command(Alone, root.path(), "here", &settings), &[]);
+    let settings = [&settings[..], &[OFFLOAD, "parallel.zero=1"]].concat();
+    let there = succeeds(&command(Mpirun(2), root.path(), "there", &settings), &[LAZY]);
+    there.same_as(&here, STEPS, "SGD");
+}
+
+/// A checkpoint does not tell where its state was.
+#[test]
+fn a_run_goes_on_with_and_without() {
+    let root = tempfile::tempdir().unwrap();
+    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+        let name = |what: &str| format!("{}-{what}", &precision[18..]);
+        let whole =
+            succeeds(&command(Mpirun(2), root.path(), &name("whole"), &[precision, OFFLOAD, "parallel.zero=3"]), &[]);
+        for (what, transport, settings) in [
+            ("with", Mpirun(2), &["optimizer.offload=true", "parallel.zero=2"][..]),
+            ("without", Alone, &["optimizer.offload=false"]),
+        ] {
+            let run = command(transport, root.path(), &name(what), &[&[precision], settings].concat());
+            let files = succeeds(&run.resume(whole.checkpoint(2).to_str().unwrap()), &[LAZY]);
+            assert_eq!(files.tensors(STEPS), whole.tensors(STEPS), "{precision} {what}");
+            let (all, mine) = (whole.steps(), files.steps());
+            assert_eq!(mine, all[all.len() - mine.len()..], "{precision} {what}");
+        }
+    }
+}
