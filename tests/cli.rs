@@ -62,11 +62,12 @@ fn config_show_prints_a_configuration_that_gives_itself() {
         vec!["--preset", "gpt-char"],
         vec!["--preset", "gpt-baby", "--ranks", "4", "--set", "parallel.zero=3", "--set", "run.name=a \"b\""],
         vec!["--preset", "tinyllama-1.1b", "--ranks", "8", "--set", "parallel.zero=3"],
+        vec!["--preset", "cnn-mnist", "--ranks", "2", "--set", "loss.label_smoothing=0.1"],
         vec!["--preset", "gpt2-124m", "--ranks", "8", "--set", "schedule.shape=wsd", "--set", "eval.samples=100"],
     ] {
         let shown = printed(&[&["config", "show"], &args[..]].concat());
         let table: toml::Table = shown.parse().unwrap();
-        assert_eq!(table.len(), 13, "{shown}");
+        assert_eq!(table.len(), 14, "{shown}");
         std::fs::write(file, &shown).unwrap();
         let ranks = args.iter().position(|arg| *arg == "--ranks").map_or("1", |at| args[at + 1]);
         assert_eq!(printed(&["config", "show", "--config", file, "--ranks", ranks]), shown, "{args:?}");

@@ -4,11 +4,14 @@
 mod common;
 
 use common::{Cut, engine, gradients, micro, parameters};
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::backend::{Backend as _, Memory};
 use hpctrain::comm;
 use hpctrain::mesh::Mesh;
-use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
+use hpctrain::nn::layers::{Layer, Layers};
 use hpctrain::nn::llama::Llama;
+use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
 use hpctrain::random::derive;
@@ -21,8 +24,6 @@ fn sign(i: usize) -> f32 {
     if derive(1, &[i as u64]).is_multiple_of(2) { 1.0 } else { -1.0 }
 }
 
-/// The derivative of the loss along a unit direction in each tensor: half the gradient's own direction, which makes
-/// the change large against f32 rounding, half random signs, which a wrong gradient cannot be orthogonal to.
 #[test]
 fn backward_is_the_derivative_of_forward() {
     let gpt = |bias, dropout| {
@@ -45,52 +46,82 @@ fn backward_is_the_derivative_of_forward() {
     };
     let gpts = [gpt(true, 0.0), gpt(false, 0.3), gpt(true, 0.3)];
     for network in gpts.into_iter().chain([llama(2, false, 0.0), llama(1, true, 0.3), llama(4, true, 0.0)]) {
-        let mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
-        let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
         let predictions = (SEQUENCES * TIME) as u64;
-        let mut engine = engine(&comm::single(), &network, mesh, Zero::Zero, rule, Cut::WHOLE, predictions);
-        // Larger weights than the initial ones, and biases and norms off their special values.
-        let at_zero: Vec<(String, Vec<f32>)> = parameters(&mut engine)
-            .into_iter()
-            .map(|(name, values)| {
-                let wiggle = |(i, x): (usize, &f32)| 5.0 * x + 0.05 * sign(i + name.len());
-                let values = values.iter().enumerate().map(wiggle).collect();
-                (name, values)
-            })
-            .collect();
         let tokens: Vec<u32> = (0..predictions as u32).map(|i| i * 5 % 13).collect();
         let targets: Vec<u32> = (0..predictions as u32).map(|i| (i * i + 3) % 13).collect();
+        check(&network, predictions, &|backend| micro(backend, &tokens, &targets, TIME, 0));
+    }
+}
 
-        let mut loss_at = |tensor: &str, step: &dyn Fn(usize) -> f32| {
-            engine
-                .sharded
-                .restore(|name, part, range, out| {
-                    if part == 0 {
-                        let (_, values) = at_zero.iter().find(|(n, _)| n == name).unwrap();
-                        for (out, i) in out.iter_mut().zip(range) {
-                            *out = values[i] + if name == tensor { step(i) } else { 0.0 };
-                        }
-                    }
-                    Ok(())
-                })
-                .unwrap();
-            let backend = engine.backend.clone();
-            let synced = engine.gradients(0, || Ok(micro(&backend, &tokens, &targets, TIME, 0)), || 0).unwrap();
-            let found = gradients(&engine);
-            engine.sharded.skip();
-            (synced.loss / predictions as f64, found)
-        };
-
-        let (_, found) = loss_at("", &|_| 0.0);
-        for (name, gradient) in found {
-            let size = gradient.iter().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>().sqrt();
-            let along = |i: usize| gradient[i] / size as f32 + sign(i) / (gradient.len() as f32).sqrt();
-            let analytic: f64 = gradient.iter().enumerate().map(|(i, &g)| f64::from(g * along(i))).sum();
-            let h = 5e-4;
-            let numeric =
-                (loss_at(&name, &|i| h * along(i)).0 - loss_at(&name, &|i| -h * along(i)).0) / (2.0 * f64::from(h));
-            let allowed = 5e-3 * size + 5e-4;
-            assert!((analytic - numeric).abs() < allowed, "{name}: {analytic} by backward, {numeric} by differences");
+/// Every kind of layer, on smooth paths: at a kink of a rectifier or a maximum there is no derivative.
+#[test]
+fn backward_of_layers_is_the_derivative_of_their_forward() {
+    let layers = "[{kind='conv2d', filters=4, kernel=3, padding=1, groups=2}, {kind='silu'}, {kind='avg_pool2d', kernel=2}, \
+                  {kind='residual', layers=[{kind='conv2d', filters=6, kernel=[2, 1], stride=[1, 2], padding=[1, 0]}, \
+                  {kind='tanh'}], shortcut=[{kind='conv2d', filters=6, kernel=[2, 1], stride=[1, 2], padding=[1, 0], bias=false}]}, \
+                  {kind='dropout', rate=0.2}, {kind='layer_norm'}, {kind='gelu'}, {kind='flatten'}, {kind='dense', units=9}, \
+                  {kind='softmax'}, {kind='sigmoid'}, {kind='dense', units=5}]";
+    let layers: toml::Table = toml::from_str(&format!("layers = {layers}")).unwrap();
+    let layers: Vec<Layer> = layers["layers"].clone().try_into().unwrap();
+    let network = Network::Layers(Layers::new(&[6, 5, 2], &layers).unwrap());
+    check(&network, 7, &|backend| {
+        let features: Vec<f32> = (0..7 * 60).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
+        Micro {
+            ids: backend.upload_ints(&[]).unwrap(),
+            features: backend.upload(Memory::Activations, &features).unwrap(),
+            classes: backend.upload_ints(&[0, 1, 2, 3, 4, 0, 2]).unwrap(),
+            values: backend.upload_f32(Memory::Activations, &[]).unwrap(),
+            samples: 7,
+            time: 1,
+            first: 0,
         }
+    });
+}
+
+/// The derivative of the loss along a unit direction in each tensor: half the gradient's own direction, which makes
+/// the change large against f32 rounding, half random signs, which a wrong gradient cannot be orthogonal to.
+fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> Micro<Cpu>) {
+    let mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
+    let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+    let mut engine = engine(&comm::single(), network, mesh, Zero::Zero, rule, Cut::WHOLE, predictions);
+    // Larger weights than the initial ones, and biases and norms off their special values.
+    let at_zero: Vec<(String, Vec<f32>)> = parameters(&mut engine)
+        .into_iter()
+        .map(|(name, values)| {
+            let wiggle = |(i, x): (usize, &f32)| 5.0 * x + 0.05 * sign(i + name.len());
+            let values = values.iter().enumerate().map(wiggle).collect();
+            (name, values)
+        })
+        .collect();
+    let mut loss_at = |tensor: &str, step: &dyn Fn(usize) -> f32| {
+        engine
+            .sharded
+            .restore(|name, part, range, out| {
+                if part == 0 {
+                    let (_, values) = at_zero.iter().find(|(n, _)| n == name).unwrap();
+                    for (out, i) in out.iter_mut().zip(range) {
+                        *out = values[i] + if name == tensor { step(i) } else { 0.0 };
+                    }
+                }
+                Ok(())
+            })
+            .unwrap();
+        let backend = engine.backend.clone();
+        let synced = engine.gradients(0, || Ok(micro(&backend)), || 0).unwrap();
+        let found = gradients(&engine);
+        engine.sharded.skip();
+        (synced.loss / predictions as f64, found)
+    };
+
+    let (_, found) = loss_at("", &|_| 0.0);
+    for (name, gradient) in found {
+        let size = gradient.iter().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>().sqrt();
+        let along = |i: usize| gradient[i] / size as f32 + sign(i) / (gradient.len() as f32).sqrt();
+        let analytic: f64 = gradient.iter().enumerate().map(|(i, &g)| f64::from(g * along(i))).sum();
+        let h = 5e-4;
+        let numeric =
+            (loss_at(&name, &|i| h * along(i)).0 - loss_at(&name, &|i| -h * along(i)).0) / (2.0 * f64::from(h));
+        let allowed = 5e-3 * size + 5e-4;
+        assert!((analytic - numeric).abs() < allowed, "{name}: {analytic} by backward, {numeric} by differences");
     }
 }

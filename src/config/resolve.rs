@@ -554,6 +554,37 @@ mod tests {
     }
 
     #[test]
+    fn networks_by_layers_are_checked() {
+        let dense = "model.layers=[{kind='flatten'}, {kind='dense', units=10}]";
+        let model = ["model.kind=layers", "model.input=[4, 4, 1]", dense];
+        let first = plan(1, &model).unwrap();
+        assert_eq!((first.network.outputs(), first.network.context(), first.micro), (10, 1, 16));
+        let facts = Facts { ranks: 1, threads: 9, vocabulary: None, on_gpu: false };
+        assert_eq!(resolve(first.config.clone(), &facts).unwrap(), first);
+        for (setting, wanted) in [
+            ("model.layers=3", "model.kind = layers wants model.input and [[model.layers]]"),
+            ("model.layers=[{kind='relu'}]", "model.layers has no layer with parameters"),
+            ("model.layers=[{kind='dense', units=0}]", "model.layers[0] (dense): units = 0"),
+            (
+                "model.layers=[{kind='dense', units=2}]",
+                "the last of model.layers gives 4 × 4 × 2, but cross-entropy wants",
+            ),
+            ("model.input=[]", "model.input = [] has no elements"),
+            ("loss.class_weights=[1.0]", "loss.class_weights has 1 weights for 10 classes"),
+            ("loss.label_smoothing=1.0", "loss.label_smoothing = 1 is out of range"),
+            ("loss.huber_delta=0.0", "loss.huber_delta = 0 is out of range"),
+        ] {
+            let error = refusal(1, &[&model[..], &[setting]].concat());
+            assert!(error.contains(wanted) && error.contains("\nhint: "), "{setting}: {error}");
+        }
+        let error = refusal(1, &[&model[..], &["loss.kind=mse", "loss.label_smoothing=0.1"]].concat());
+        assert!(error.contains("are for cross-entropy"), "{error}");
+        assert!(refusal(1, &["loss.kind=mse"]).contains("language models predict tokens"));
+        assert!(refusal(1, &[dense]).contains("model.layers is a list, but transformers have a number of blocks"));
+        assert!(refusal(1, &["model.input=[3]"]).contains("model.input is not of a language model"));
+    }
+
+    #[test]
     fn the_rate_follows_the_batch() {
         let peak = |overrides: &[&str]| plan(1, overrides).unwrap().schedule.peak;
         assert_eq!(peak(&["schedule.reference_batch=4"]), 4e-3);

@@ -86,6 +86,11 @@ impl Network {
         self.vocabulary().is_some()
     }
 
+    /// The word for what it predicts one of, in the plural.
+    pub fn predictions(&self) -> &'static str {
+        if self.is_language() { "tokens" } else { "samples" }
+    }
+
     /// Elements of the output at each prediction: classes, or numbers.
     pub fn outputs(&self) -> usize {
         match self {

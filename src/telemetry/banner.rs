@@ -159,25 +159,21 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     );
     line("model", format!("{}: {} parameters", plan.network.describe(), grouped(facts.parameters)));
     let (samples, tokens) = facts.train;
-    line(
-        "data",
-        format!(
-            "{}: {} training samples ({} tokens), {} for validation",
-            plan.config.data.path,
-            grouped(samples),
-            grouped(tokens),
-            grouped(facts.validation)
-        ),
-    );
+    let tokens = if plan.network.is_language() { format!(" ({} tokens)", grouped(tokens)) } else { String::new() };
+    let (path, validation) = (&plan.config.data.path, grouped(facts.validation));
+    line("data", format!("{path}: {} training samples{tokens}, {validation} for validation", grouped(samples)));
     line(
         "batch",
         format!(
-            "{} samples = {} × {} × {} (lanes × micro-batches × samples), {} tokens a step",
+            "{} samples = {} × {} × {} (lanes × micro-batches × samples){}",
             plan.config.batch.global,
             plan.lanes,
             plan.micros_per_lane(),
             plan.micro,
-            grouped(plan.tokens_per_step())
+            match plan.network.is_language() {
+                true => format!(", {} tokens a step", grouped(plan.tokens_per_step())),
+                false => String::new(),
+            }
         ),
     );
     let memory = facts.memory;

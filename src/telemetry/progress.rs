@@ -14,18 +14,22 @@ pub struct Progress {
     first: u64,
     total: u64,
     started: Instant,
+    /// The word for what is counted.
+    predictions: &'static str,
 }
 
 impl Progress {
     /// Begins at step `first` of `total`; without a terminal, prints every `every` steps.
-    pub fn new(first: u64, total: u64, every: u64) -> Self {
+    ///
+    /// `predictions` is the word for what is counted: tokens, samples.
+    pub fn new(first: u64, total: u64, every: u64, predictions: &'static str) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::new(total).with_position(first);
             let template = "{bar:24} {pos}/{len} {msg}";
             bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
-        Self { bar, every, first, total, started: Instant::now() }
+        Self { bar, every, first, total, predictions, started: Instant::now() }
     }
 
     /// A step has finished.
@@ -34,12 +38,13 @@ impl Progress {
         let left = self.started.elapsed().as_secs_f64() / done.max(1) as f64 * (self.total - step.step) as f64;
         let skipped = if step.skipped { "  (update skipped: not finite)" } else { "" };
         let facts = format!(
-            "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} tokens/s  ETA {}{skipped}",
+            "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} {}/s  ETA {}{skipped}",
             step.loss,
             step.lr,
             step.grad_norm,
             step.step_ms,
             super::grouped(step.tokens_per_second as u64),
+            self.predictions,
             clock(left)
         );
         match &self.bar {

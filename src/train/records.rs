@@ -33,7 +33,7 @@ impl Records {
         evaluations::forget_after(&directory.evaluations_path(), step)?;
         Ok(Self {
             metrics: JsonLines::open(&directory.metrics_path(), step)?,
-            progress: Progress::new(step, plan.config.run.steps, plan.config.log.every),
+            progress: Progress::new(step, plan.config.run.steps, plan.config.log.every, plan.network.predictions()),
             stragglers: Stragglers::new(plan.config.log.straggler_factor, plan.config.log.straggler_window),
         })
     }

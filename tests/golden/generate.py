@@ -1,4 +1,4 @@
-"""Writes gpt.h5, llama.h5 and ops.h5 next to this file: reference numbers from PyTorch (see README.md).
+"""Writes gpt.h5, llama.h5, layers.h5 and ops.h5 next to this file: reference numbers from PyTorch (see README.md).
 
 Initial values and inputs are rounded to f32 first; everything else is computed from them in f64.
 """
@@ -10,6 +10,7 @@ import pathlib
 import h5py
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 HERE = pathlib.Path(__file__).parent
 CONFIG = dict(layers=2, heads=3, width=24, context=13, vocabulary=37, batch=5)
@@ -294,6 +295,147 @@ def write_ops(file, rng):
              lambda a: weighted(a["weight"][a["tokens"]], a), ["y", "dweight"])
 
 
+# --- networks by layers: images come and go with channels last, weights are filters x rows x columns x channels ---
+
+def conv(x, weight, bias, **how):
+    return F.conv2d(x.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias, **how).permute(0, 2, 3, 1)
+
+
+def pooled(pool, x, *how, **more):
+    return pool(x.permute(0, 3, 1, 2), *how, **more).permute(0, 2, 3, 1)
+
+
+CONVOLUTIONS = """
+input = [9, 8, 3]
+layers = [
+    { kind = "conv2d", filters = 6, kernel = 3, padding = "same", groups = 3 },
+    { kind = "relu" },
+    { kind = "max_pool2d", kernel = 3, stride = 2, padding = 1 },
+    { kind = "residual", layers = [
+        { kind = "conv2d", filters = 8, kernel = [3, 2], stride = [2, 1], padding = [1, 0] },
+        { kind = "silu" },
+    ], shortcut = [{ kind = "conv2d", filters = 8, kernel = [1, 2], stride = [2, 1], bias = false }] },
+    { kind = "avg_pool2d", kernel = 2, stride = 1, padding = 1 },
+    { kind = "layer_norm" },
+    { kind = "residual", layers = [{ kind = "dense", units = 8 }, { kind = "tanh" }] },
+    { kind = "global_avg_pool" },
+    { kind = "dense", units = 7 },
+]
+"""
+
+
+def convolutions(p, x):
+    x = torch.relu(conv(x, p["layers.0.weight"], p["layers.0.bias"], padding=1, groups=3))
+    x = pooled(F.max_pool2d, x, 3, stride=2, padding=1)
+    body = F.silu(conv(x, p["layers.3.layers.0.weight"], p["layers.3.layers.0.bias"], stride=(2, 1), padding=(1, 0)))
+    x = body + conv(x, p["layers.3.shortcut.0.weight"], None, stride=(2, 1))
+    x = pooled(F.avg_pool2d, x, 2, stride=1, padding=1, count_include_pad=False)
+    x = layer_norm(x, p["layers.5.weight"], p["layers.5.bias"])
+    x = x + torch.tanh(x @ p["layers.6.layers.0.weight"].T + p["layers.6.layers.0.bias"])
+    return x.mean((1, 2)) @ p["layers.8.weight"].T + p["layers.8.bias"]
+
+
+CONVOLUTION_SHAPES = {
+    "layers.0.weight": (6, 3, 3, 1), "layers.0.bias": (6,), "layers.3.layers.0.weight": (8, 3, 2, 6),
+    "layers.3.layers.0.bias": (8,), "layers.3.shortcut.0.weight": (8, 1, 2, 6), "layers.5.weight": (8,),
+    "layers.5.bias": (8,), "layers.6.layers.0.weight": (8, 8), "layers.6.layers.0.bias": (8,),
+    "layers.8.weight": (7, 8), "layers.8.bias": (7,)}
+
+NUMBERS = """
+input = [6]
+layers = [
+    { kind = "layer_norm", epsilon = 0.01 },
+    { kind = "reshape", shape = [2, 3] },
+    { kind = "dense", units = 5, bias = false },
+    { kind = "gelu" },
+    { kind = "flatten" },
+    { kind = "dense", units = 4 },
+    { kind = "sigmoid" },
+    { kind = "dense", units = 3 },
+]
+"""
+
+
+def numbers(p, x):
+    x = layer_norm(x, p["layers.0.weight"], p["layers.0.bias"], eps=0.01).reshape(-1, 2, 3)
+    x = gelu(x @ p["layers.2.weight"].T).reshape(-1, 10)
+    x = torch.sigmoid(x @ p["layers.5.weight"].T + p["layers.5.bias"])
+    return x @ p["layers.7.weight"].T + p["layers.7.bias"]
+
+
+NUMBER_SHAPES = {"layers.0.weight": (6,), "layers.0.bias": (6,), "layers.2.weight": (5, 3), "layers.5.weight": (4, 10),
+                 "layers.5.bias": (4,), "layers.7.weight": (3, 4), "layers.7.bias": (3,)}
+
+IDS = """
+input = [5]
+layers = [
+    { kind = "embedding", ids = 11, width = 6 },
+    { kind = "dense", units = 4 },
+    { kind = "softmax" },
+    { kind = "flatten" },
+    { kind = "dense", units = 2 },
+]
+"""
+
+
+def of_ids(p, x):
+    x = (p["layers.0.weight"][x] @ p["layers.1.weight"].T + p["layers.1.bias"]).softmax(-1).reshape(-1, 20)
+    return x @ p["layers.4.weight"].T + p["layers.4.bias"]
+
+
+IDS_SHAPES = {"layers.0.weight": (11, 6), "layers.1.weight": (4, 6), "layers.1.bias": (4,), "layers.4.weight": (2, 20),
+              "layers.4.bias": (2,)}
+
+
+def write_layers(file, name, rng, model, shapes, network, x, target, loss, loss_config, metrics):
+    """`loss` is the mean that training makes small; `metrics` gives numbers of (output, target) by name."""
+    group = file.create_group(name)
+    attributes(group, dict(model=model, loss=loss_config))
+    initial = {n: normal(rng, *s, scale=0.4, shift=1.0 if "5.weight" in n and len(s) == 1 else 0.0)
+               for n, s in shapes.items()}
+    params = leaves(initial)
+    output = network(params, x.double() if x.is_floating_point() else x)
+    value = loss(output, target.double() if target.is_floating_point() else target)
+    value.backward()
+    put_all(group.create_group("params"), initial, torch.float32)
+    put_all(group.create_group("grads"), {n: p.grad for n, p in params.items()}, torch.float64)
+    for key, tensor in dict(inputs=x, targets=target, output=output, loss=value).items():
+        put(group, key, tensor)
+    for key, number in metrics(output.detach(), target).items():
+        put(group, f"metrics/{key}", torch.as_tensor(number).double())
+
+
+def write_all_layers(file):
+    rng = np.random.default_rng(77)
+    weights = torch.tensor([0.5, 1.0, 2.0, 1.5, 1.0, 0.25, 3.0], dtype=torch.float64)
+
+    def classes(output, target):
+        # Weighted by class, and the mean over samples: PyTorch's own mean would be over weights.
+        return (F.cross_entropy(output, target, label_smoothing=0.1, reduction="none") * weights[target]).mean()
+
+    def ranks(output, target):
+        top = output.topk(5).indices
+        return dict(loss=F.cross_entropy(output, target), accuracy=(top[:, 0] == target).double().mean(),
+                    top5_accuracy=(top == target[:, None]).any(1).double().mean())
+
+    write_layers(file, "convolutions", rng, CONVOLUTIONS, CONVOLUTION_SHAPES, convolutions,
+                 normal(rng, 12, 9, 8, 3), torch.from_numpy(rng.integers(7, size=12)), classes,
+                 "label_smoothing = 0.1\nclass_weights = [0.5, 1.0, 2.0, 1.5, 1.0, 0.25, 3.0]", ranks)
+
+    def deviations(output, target):
+        apart = output - target
+        return dict(loss=F.huber_loss(output, target.double(), delta=0.8), mae=apart.abs().mean(),
+                    rmse=(apart ** 2).mean().sqrt())
+
+    write_layers(file, "numbers", rng, NUMBERS, NUMBER_SHAPES, numbers, normal(rng, 9, 6, scale=2, shift=1),
+                 normal(rng, 9, 3), lambda o, t: F.huber_loss(o, t, delta=0.8), 'kind = "huber"\nhuber_delta = 0.8',
+                 deviations)
+    write_layers(file, "ids", rng, IDS, IDS_SHAPES, of_ids, torch.from_numpy(rng.integers(11, size=(9, 5))),
+                 torch.from_numpy(rng.integers(2, size=(9, 2)).astype(np.float32)),
+                 lambda o, t: F.binary_cross_entropy_with_logits(o, t), 'kind = "binary-cross-entropy"',
+                 lambda o, t: dict(loss=F.binary_cross_entropy_with_logits(o, t.double())))
+
+
 def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -308,6 +450,9 @@ def main():
             config = LLAMA | case
             network = functools.partial(llama, **config)
             write_case(file.create_group(name), np.random.default_rng(4321 + seed), config, llama_shapes(**config), network)
+    with h5py.File(HERE / "layers.h5", "w") as file:
+        file.attrs["torch"] = np.bytes_(torch.__version__)
+        write_all_layers(file)
     with h5py.File(HERE / "ops.h5", "w") as file:
         file.attrs["torch"] = np.bytes_(torch.__version__)
         write_ops(file, np.random.default_rng(99))

@@ -1,0 +1,184 @@
+//! Rows with targets: import, reading, and what is said of data that cannot be trained on.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+
+use common::launch::{finish, program};
+use flate2::Compression;
+use flate2::write::GzEncoder;
+use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, import_csv, import_idx};
+use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Target, Wants};
+
+fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
+    let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
+    [0, 0, 8, shape.len() as u8].into_iter().chain(axes).chain(elements.iter().copied()).collect()
+}
+
+fn write(path: PathBuf, bytes: &[u8]) -> PathBuf {
+    std::fs::write(&path, bytes).unwrap();
+    path
+}
+
+fn kept(out: PathBuf) -> Kept {
+    Kept { every: 5, shards: 2, normalize: true, out }
+}
+
+/// A row: inputs, classes, values.
+type Row = (Vec<f32>, Vec<u32>, Vec<f32>);
+
+/// Every row of a split, or why there is none.
+fn rows(path: &Path, split: Split, input: usize, target: Target) -> hpctrain::error::Result<Vec<Row>> {
+    let wants = Wants::Rows { input, ids: None, target };
+    let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(path) }, split, 1)?;
+    let sizes = dataset.sizes();
+    let mut all = Vec::new();
+    for sample in 0..dataset.samples() {
+        let (mut features, mut classes) = (vec![0.0; sizes.features], vec![0; sizes.classes]);
+        let mut values = vec![0.0; sizes.values];
+        let into = SampleMut { ids: &mut [], features: &mut features, classes: &mut classes, values: &mut values };
+        dataset.read(sample, into)?;
+        all.push((features, classes, values));
+    }
+    Ok(all)
+}
+
+#[test]
+fn images_arrive_on_a_common_scale_each_where_it_belongs() {
+    let root = tempfile::tempdir().unwrap();
+    let pixels: Vec<u8> = (0..11 * 6).map(|i| (i * 29 % 251) as u8).collect();
+    let mut gzip = GzEncoder::new(Vec::new(), Compression::default());
+    gzip.write_all(&idx(&[11, 2, 3], &pixels)).unwrap();
+    let images = write(root.path().join("images.gz"), &gzip.finish().unwrap());
+    let labels = write(root.path().join("labels"), &idx(&[11], &[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]));
+    let out = root.path().join("out");
+    let imported = import_idx(&ImportIdx { images, labels, kept: kept(out.clone()) }).unwrap();
+    assert_eq!((imported.shape, imported.classes), (vec![2, 3, 1], Some(10)));
+    let count: Vec<usize> = imported.shards.iter().map(|(_, rows)| *rows).collect();
+    assert_eq!(count, [5, 4, 2]);
+
+    // The fifth and the tenth are kept for validation.
+    let train: Vec<usize> = (0..11).filter(|row| row % 5 != 4).collect();
+    let numbers = |row: usize| pixels[row * 6..][..6].iter().map(|pixel| f64::from(*pixel));
+    let all: Vec<f64> = train.iter().flat_map(|row| numbers(*row)).collect();
+    let mean = all.iter().sum::<f64>() / all.len() as f64;
+    let std = (all.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / all.len() as f64).sqrt();
+    for (split, wanted) in [(Split::Train, &train[..]), (Split::Validation, &[4, 9])] {
+        let rows = rows(&out, split, 6, Target::Class(10)).unwrap();
+        assert_eq!(rows.len(), wanted.len());
+        for ((features, classes, _), row) in rows.iter().zip(wanted) {
+            assert_eq!(classes[..], [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5][*row]]);
+            let off = features.iter().zip(numbers(*row)).map(|(x, pixel)| (f64::from(*x) - (pixel - mean) / std).abs());
+            assert!(off.fold(0.0, f64::max) < 1e-5);
+        }
+    }
+}
+
+#[test]
+fn a_table_is_of_classes_or_of_numbers() {
+    let root = tempfile::tempdir().unwrap();
+    let table = "x, kind ,y\n1,0,2.5\n2,1,-1\n3,2,4e1\n4,0,0\n5,1,7\n6,2,1\n";
+    let input = write(root.path().join("table.csv"), table.as_bytes());
+    let import = |name: &str, targets: &[&str], regression| {
+        let targets = targets.iter().map(|name| name.to_string()).collect();
+        let kept = Kept { every: 3, shards: 1, normalize: false, out: root.path().join(name) };
+        let imported = import_csv(&ImportCsv { input: input.clone(), targets, regression, kept }).unwrap();
+        (root.path().join(name), imported)
+    };
+    let (path, imported) = import("classes", &["kind"], false);
+    assert_eq!((imported.shape, imported.classes), (vec![2], Some(3)));
+    let train = rows(&path, Split::Train, 2, Target::Class(3)).unwrap();
+    let want = [([1.0, 2.5], 0), ([2.0, -1.0], 1), ([4.0, 0.0], 0), ([5.0, 7.0], 1)];
+    assert_eq!(train, want.map(|(x, class)| (x.to_vec(), vec![class], vec![])));
+    let (path, imported) = import("numbers", &["y", "x"], false);
+    assert_eq!((imported.shape, imported.classes), (vec![1], None));
+    let validation = rows(&path, Split::Validation, 1, Target::Values(2)).unwrap();
+    assert_eq!(validation, [(vec![2.0], vec![], vec![40.0, 3.0]), (vec![2.0], vec![], vec![1.0, 6.0])]);
+    assert_eq!(import("forced", &["kind"], true).1.classes, None);
+}
+
+#[test]
+fn malformed_files_are_refused() {
+    let root = tempfile::tempdir().unwrap();
+    let images = idx(&[2, 2, 1], &[1, 2, 3, 4]);
+    let labels = idx(&[2], &[0, 1]);
+    let cases: [(&[u8], &[u8], &str); 6] = [
+        (b"PNG", &labels, "images: not an IDX file of bytes: it begins with"),
+        (&images[..images.len() - 1], &labels, "3 elements for shape [2, 2, 1]"),
+        (&[0, 0, 0x0d, 1, 0, 0, 0, 1, 0, 0, 0, 0], &labels, "elements of type 0x0d"),
+        (&labels, &labels, "images: has one axis"),
+        (&images, &idx(&[3], &[0, 1, 2]), "labels: has shape [3], but there are 2 images"),
+        (&[0, 0, 8, 3, 0], &labels, "1 bytes for 3 axes"),
+    ];
+    let out = root.path().join("out");
+    for (images, labels, wanted) in cases {
+        let images = write(root.path().join("images"), images);
+        let labels = write(root.path().join("labels"), labels);
+        let kept = Kept { every: 0, shards: 1, normalize: true, out: out.clone() };
+        let error = import_idx(&ImportIdx { images, labels, kept }).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains(wanted) && error.to_string().contains("\nhint: "), "{error}");
+    }
+    for (table, target, wanted) in [
+        ("a,b\n1,2\n3,x\n", "b", "line 3, column \"b\": \"x\" is no number"),
+        ("a,b\n1,nan\n", "b", "line 2, column \"b\": \"nan\" is no number"),
+        ("a,b\n1,2\n3\n", "b", "line: 3"),
+        ("a,b\n1,2\n", "c", "there is no column \"c\"\nhint: its columns: a, b"),
+        ("a\n1\n", "a", "1 columns, 1 of them targets"),
+        ("a,b\n", "b", "no lines after the header"),
+    ] {
+        let input = write(root.path().join("table.csv"), table.as_bytes());
+        let kept = Kept { every: 0, shards: 1, normalize: true, out: out.clone() };
+        let import = ImportCsv { input, targets: vec![target.into()], regression: false, kept };
+        let error = import_csv(&import).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains(wanted), "{table:?}: {error}");
+    }
+    assert!(!out.exists());
+    let text = |args: &[&str]| {
+        let ended = finish(&mut program(["data", "import"].iter().chain(args)));
+        assert_eq!(ended.code(), 2, "{ended}");
+        ended.stderr
+    };
+    let (table, nowhere) = (root.path().join("table.csv"), root.path().join("nowhere"));
+    let (table, out, nowhere) = (table.to_str().unwrap(), out.to_str().unwrap(), nowhere.to_str().unwrap());
+    assert!(text(&["csv", nowhere, "--target", "b", "--out", out]).contains("nowhere"));
+    std::fs::write(table, "a,b\n1,2\n3,4\n").unwrap();
+    let said = text(&["csv", table, "--target", "b", "--out", out, "--val-every", "1"]);
+    assert!(said.contains("every row would be kept for validation"), "{said}");
+}
+
+/// A file of somebody else's make.
+fn foreign(path: &Path, inputs: &[f32], targets: &[i32], width: usize) {
+    let file = hdf5::File::create(path).unwrap();
+    let rows = inputs.len() / width;
+    file.new_dataset::<f32>().shape([rows, width]).create("inputs").unwrap().write_raw(inputs).unwrap();
+    file.new_dataset::<i32>().shape(targets.len()).create("targets").unwrap().write_raw(targets).unwrap();
+}
+
+#[test]
+fn rows_that_cannot_be_learned_name_their_place() {
+    let root = tempfile::tempdir().unwrap();
+    let path = root.path().join("train-0.h5");
+    let refused = |inputs: &[f32], targets: &[i32], input, target| {
+        foreign(&path, inputs, targets, 2);
+        let error = rows(root.path(), Split::Train, input, target).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        error.to_string()
+    };
+    let good = [1.0, 2.0, 3.0, 4.0];
+    let class = Target::Class(3);
+    for (error, wanted) in [
+        (refused(&[1.0, 2.0, 3.0, f32::NAN], &[0, 1], 2, class), "train-0.h5: /inputs[1, 1] is NaN"),
+        (refused(&[f32::INFINITY, 2.0, 3.0, 1.0], &[0, 1], 2, class), "train-0.h5: /inputs[0, 0] is inf"),
+        (refused(&good, &[0, 3], 2, class), "/targets[1] is class 3, but the network knows 0 to 2"),
+        (refused(&good, &[0, -1], 2, class), "/targets[1] is class -1, but the network knows 0 to 2"),
+        (refused(&good, &[0, 1], 3, class), "/inputs has rows of 2, but model.input has 3 elements"),
+        (refused(&good, &[0, 1], 2, Target::Values(2)), "/targets has rows of 1, but the network predicts 2"),
+        (refused(&good, &[0, 1, 2], 2, class), "/inputs has 2 rows, but /targets has 3"),
+    ] {
+        assert!(error.contains(wanted) && error.contains("\nhint: "), "{error}");
+    }
+}

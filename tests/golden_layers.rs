@@ -1,0 +1,137 @@
+//! Networks by layers against PyTorch: outputs, losses, metrics and every gradient, on every device.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use common::simulator::under;
+use common::{Cut, distance, engine_on, floats, golden, gradients, ids, numbers};
+use hdf5::types::FixedAscii;
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
+use hpctrain::backend::{Kernels, Memory};
+use hpctrain::comm;
+use hpctrain::config::{Config, Facts, Plan, resolve};
+use hpctrain::mesh::Mesh;
+use hpctrain::nn::Micro;
+use hpctrain::nn::loss::Loss;
+use hpctrain::optim::Rule;
+use hpctrain::parallel::Zero;
+
+/// How far a device may be from PyTorch's f64.
+#[derive(Clone, Copy)]
+struct Within {
+    output: f64,
+    gradients: f64,
+}
+
+const F32: Within = Within { output: 2e-6, gradients: 1e-5 };
+const BF16: Within = Within { output: 2e-2, gradients: 6e-2 };
+
+fn text(group: &hdf5::Group, name: &str) -> String {
+    group.attr(name).unwrap().read_scalar::<FixedAscii<2048>>().unwrap().to_string()
+}
+
+/// The plan of a case's configuration.
+fn plan(case: &hdf5::Group) -> Plan {
+    let text = format!("[model]\nkind = \"layers\"\n{}\n[loss]\n{}", text(case, "model"), text(case, "loss"));
+    let config: Config = toml::from_str(&text).unwrap();
+    resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu: false }).unwrap()
+}
+
+/// Samples of a case on the device.
+fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
+    let shape = case.dataset("inputs").unwrap().shape();
+    let of_ids = case.dataset("inputs").unwrap().dtype().unwrap().is::<u32>();
+    let (input, features) = if of_ids { (ids(case, "inputs"), vec![]) } else { (vec![], floats(case, "inputs")) };
+    let (classes, values) = match plan.loss {
+        Loss::CrossEntropy { .. } => (ids(case, "targets"), vec![]),
+        Loss::Deviation(_) => (vec![], floats(case, "targets")),
+    };
+    Micro {
+        ids: b.upload_ints(&input).unwrap(),
+        features: b.upload(Memory::Activations, &features).unwrap(),
+        classes: b.upload_ints(&classes).unwrap(),
+        values: b.upload_f32(Memory::Activations, &values).unwrap(),
+        samples: shape[0],
+        time: 1,
+        first: 0,
+    }
+}
+
+fn everything<B: Kernels>(b: &B, within: Within) {
+    let file = golden("layers.h5");
+    for name in ["convolutions", "numbers", "ids"] {
+        let case = file.group(name).unwrap();
+        let plan = plan(&case);
+        for recompute in [false, true] {
+            let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
+            let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
+            let cut = Cut { recompute, ..Cut::WHOLE };
+            let count = samples(b, &case, &plan).samples as u64;
+            let comm = comm::single();
+            let (network, loss) = (&plan.network, plan.loss.clone());
+            let mut engine = engine_on(b.clone(), &comm, network, loss, one, Zero::Zero, rule, cut, count);
+            let params = case.group("params").unwrap();
+            let from_golden = |tensor: &str, part, range: std::ops::Range<usize>, out: &mut [f32]| {
+                if part == 0 {
+                    out.copy_from_slice(&floats(&params, tensor)[range]);
+                }
+                Ok(())
+            };
+            engine.sharded.restore(from_golden).unwrap();
+
+            let micro = samples(b, &case, &plan);
+            let output = engine.output(&micro).unwrap();
+            let mut host = vec![0.0; B::len(&output)];
+            b.download(B::all(&output), &mut host).unwrap();
+            let off = distance(&host, &numbers(&case, "output"));
+            assert!(off < within.output, "{name}: output {off:e}");
+
+            let sums = engine.measure(&micro).unwrap();
+            let metrics = engine.objective.metrics().to_vec();
+            let golden_metrics = case.group("metrics").unwrap();
+            assert_eq!(golden_metrics.len() as usize, 1 + metrics.len(), "{name}");
+            let means: Vec<f64> = sums.iter().map(|sum| sum / count as f64).collect();
+            let of_metrics =
+                metrics.iter().zip(&means[1..]).map(|(metric, mean)| (metric.name(), metric.of_mean(*mean)));
+            for (metric, value) in [("loss", means[0])].into_iter().chain(of_metrics) {
+                let want = numbers(&golden_metrics, metric)[0];
+                assert!((value - want).abs() <= within.output * want.abs(), "{name} {metric}: {value}, PyTorch {want}");
+            }
+
+            let mut micro = Some(micro);
+            let synced = engine.gradients(0, || Ok(micro.take().unwrap()), || 0).unwrap();
+            let (loss, want) = (synced.loss / count as f64, numbers(&case, "loss")[0]);
+            assert!((loss / want - 1.0).abs() < within.output, "{name} loss: {loss}, PyTorch {want}");
+            let golden = case.group("grads").unwrap();
+            let found = gradients(&engine);
+            assert_eq!(found.len(), golden.len() as usize);
+            for (tensor, got) in found {
+                let off = distance(&got, &numbers(&golden, &tensor));
+                assert!(off < within.gradients, "{name}/{tensor}: {off:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn on_the_cpu() {
+    everything(&Cpu::new(2), F32);
+}
+
+/// A GPU that computes in `precision`.
+fn gpu(precision: Precision) -> Cuda {
+    Cuda::new(&Device::open(0).unwrap(), 128 << 20, precision).unwrap()
+}
+
+#[test]
+fn on_a_gpu_in_f32() {
+    under(&[&[("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")]], || {
+        everything(&gpu(Precision::F32(Arithmetic::Full)), F32);
+    });
+}
+
+#[test]
+fn on_a_gpu_in_bf16() {
+    under(&[&[]], || everything(&gpu(Precision::Bf16), BF16));
+}

@@ -1,0 +1,161 @@
+//! Every family of networks in every layout: the bits of one rank, on CPUs and simulated GPUs, resumed and evaluated.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::path::Path;
+
+use common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use common::launch::finish;
+use common::runs::{Run, RunFiles};
+use common::simulator::with_simulator;
+use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, import_csv, import_idx};
+
+/// A network: its name, and the settings that make it.
+struct Network {
+    name: &'static str,
+    settings: Vec<String>,
+}
+
+/// Bytes in the IDX format.
+fn idx(shape: &[u32], elements: Vec<u8>) -> Vec<u8> {
+    let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
+    [0, 0, 8, shape.len() as u8].into_iter().chain(axes).chain(elements).collect()
+}
+
+/// Small images of four classes, and a table, in the folder.
+fn data(folder: &Path) {
+    let kept = |name: &str| Kept { every: 5, shards: 2, normalize: true, out: folder.join(name) };
+    let pixel = |i: usize| (i * 37 % 101 + i / 42 % 4 * 30) as u8;
+    std::fs::write(folder.join("images"), idx(&[60, 7, 6], (0..60 * 42).map(pixel).collect())).unwrap();
+    std::fs::write(folder.join("labels"), idx(&[60], (0..60).map(|i| i % 4).collect())).unwrap();
+    let (images, labels) = (folder.join("images"), folder.join("labels"));
+    import_idx(&ImportIdx { images, labels, kept: kept("pictures") }).unwrap();
+    let line = |i: u32| {
+        let [a, b, c] = [i * 7 % 11, i * 5 % 13, i * 3 % 17].map(f64::from);
+        format!("{a},{b},{c},{},{}\n", a * 0.3 - b * 0.1, (c - a) * 0.2)
+    };
+    let table: String = std::iter::once("a,b,c,up,down\n".to_string()).chain((0..60).map(line)).collect();
+    std::fs::write(folder.join("table.csv"), table).unwrap();
+    let targets = ["up", "down"].map(String::from).to_vec();
+    let input = folder.join("table.csv");
+    import_csv(&ImportCsv { input, targets, regression: false, kept: kept("table") }).unwrap();
+}
+
+fn networks(folder: &Path) -> Vec<Network> {
+    let network = |name, settings: &[String]| Network { name, settings: settings.to_vec() };
+    let at = |name: &str| format!("data.path={}", folder.join(name).display());
+    let text = |settings: &[&str]| settings.iter().map(|setting| setting.to_string()).collect::<Vec<_>>();
+    vec![
+        network("llama", &text(&["model.kind=llama", "model.kv_heads=1", "model.hidden=24", "model.dropout=0.1"])),
+        network(
+            "convolutions",
+            &[
+                text(&[
+                    "model.kind=layers",
+                    "model.input=[7, 6, 1]",
+                    "model.layers=[{kind='conv2d', filters=4, kernel=3, padding='same'}, {kind='relu'}, \
+                     {kind='max_pool2d', kernel=2}, {kind='residual', layers=[{kind='conv2d', filters=4, kernel=3, \
+                     padding=1, groups=2}, {kind='gelu'}]}, {kind='flatten'}, {kind='dropout', rate=0.2}, \
+                     {kind='dense', units=8}, {kind='layer_norm'}, {kind='tanh'}, {kind='dense', units=4}]",
+                    "loss.label_smoothing=0.1",
+                    "loss.class_weights=[1.0, 2.0, 0.5, 1.0]",
+                ]),
+                vec![at("pictures")],
+            ]
+            .concat(),
+        ),
+        network(
+            "regression",
+            &[
+                text(&[
+                    "model.kind=layers",
+                    "model.input=[3]",
+                    "model.layers=[{kind='layer_norm'}, {kind='dense', units=6}, {kind='silu'}, {kind='dense', units=2}]",
+                    "loss.kind=huber",
+                ]),
+                vec![at("table")],
+            ]
+            .concat(),
+        ),
+    ]
+}
+
+/// A run of a network in eight lanes.
+fn run(network: &Network, transport: Transport, root: &Path, name: &str, settings: &str) -> Run {
+    let lanes = ["parallel.lanes=8", "eval.samples=10"].map(String::from).to_vec();
+    let settings = settings.split_whitespace().map(String::from).collect();
+    let settings = [lanes, network.settings.clone(), settings].concat();
+    Run { settings, ..Run::new(transport, root, &format!("{}-{name}", network.name), &[]) }
+}
+
+const LAYOUTS: [(Transport, &str); 10] = [
+    (Alone, "run.threads=3 parallel.recompute=true"),
+    (Alone, "parallel.zero=3"),
+    (Mpirun(2), "parallel.zero=0"),
+    (Mpirun(2), "parallel.zero=1"),
+    (Mpirun(2), "parallel.zero=2 parallel.recompute=true"),
+    (Mpirun(2), "parallel.zero=3"),
+    (Mpirun(4), "parallel.zero=3 parallel.shard=2 parallel.recompute=true"),
+    (Mpirun(4), "parallel.zero=2 comm.algorithm=hierarchical"),
+    (Simulate(8), "parallel.zero=1"),
+    (Simulate(8), "parallel.zero=3 parallel.prefetch=2"),
+];
+
+#[test]
+fn every_network_in_every_layout_has_the_bits_of_one_rank() {
+    let root = tempfile::tempdir().unwrap();
+    data(root.path());
+    for network in networks(root.path()) {
+        let reference = run(&network, Alone, root.path(), "reference", "").succeeds();
+        let losses = reference.numbers("metrics.jsonl", "loss");
+        assert!(losses.windows(2).any(|pair| pair[0] != pair[1]), "{}: {losses:?}", network.name);
+        for (i, (transport, settings)) in LAYOUTS.into_iter().enumerate() {
+            let files = run(&network, transport, root.path(), &i.to_string(), settings).succeeds();
+            files.same_as(&reference, 6, &format!("{}, {settings}", network.name));
+        }
+    }
+}
+
+#[test]
+fn every_network_goes_on_where_it_was() {
+    let root = tempfile::tempdir().unwrap();
+    data(root.path());
+    for network in networks(root.path()) {
+        let whole = run(&network, Alone, root.path(), "whole", "").succeeds();
+        let first = run(&network, Mpirun(2), root.path(), "parts", "parallel.zero=2 checkpoint.every=3 run.steps=6");
+        let files = first.succeeds();
+        // From the middle, on another number of ranks.
+        let middle = files.checkpoint(3).display().to_string();
+        let again = run(&network, Alone, root.path(), "again", "").resume(&middle).succeeds();
+        assert_eq!(again.tensors(6), whole.tensors(6), "{}", network.name);
+    }
+}
+
+fn on_gpu(network: &Network, transport: Transport, root: &Path, name: &str, settings: &str) -> RunFiles {
+    let gpu = "run.device=cuda run.steps=3 device.memory_limit=64MiB device.ranks_per_gpu=2";
+    let run = run(network, transport, root, name, &format!("{gpu} {settings}"));
+    finish(with_simulator(&mut run.command()).env("CUDASIM_HOST_ACCESS", "0")).succeeded();
+    run.files()
+}
+
+#[test]
+fn every_network_trains_on_gpus() {
+    let root = tempfile::tempdir().unwrap();
+    data(root.path());
+    for network in networks(root.path()) {
+        let cpu = run(&network, Alone, root.path(), "cpu", "run.steps=3").succeeds();
+        for (precision, bound) in [("f32", 1e-4), ("bf16", 2e-2)] {
+            let settings = format!("precision.compute={precision}");
+            let one = on_gpu(&network, Alone, root.path(), precision, &settings);
+            for (file, key) in [("metrics.jsonl", "loss"), ("eval.jsonl", "loss")] {
+                let (got, want) = (one.numbers(file, key), cpu.numbers(file, key));
+                let off = got.iter().zip(&want).map(|(got, want)| (got / want - 1.0).abs()).fold(0.0, f64::max);
+                assert!(got.len() == want.len() && off < bound, "{} in {precision}: {key} {off:e}", network.name);
+            }
+            let name = format!("{precision}-sharded");
+            let two = on_gpu(&network, Mpirun(2), root.path(), &name, &format!("{settings} parallel.zero=3"));
+            two.same_as(&one, 3, &format!("{} in {precision}", network.name));
+        }
+    }
+}
