@@ -158,7 +158,7 @@ impl Window {
     }
 
     /// Elements of all images.
-    pub fn len(&self) -> usize {
+    pub fn elements(&self) -> usize {
         self.batch * self.height * self.width * self.channels
     }
 }

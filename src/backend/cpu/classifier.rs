@@ -54,8 +54,8 @@ pub fn hits(threads: &Threads, classes: usize, k: usize, logits: &[f32], targets
             let (before, rest) = logits.split_at(target as usize);
             let own = rest[0];
             // A logit that is no number is larger than all.
-            let larger =
-                before.iter().filter(|x| !(**x < own)).count() + rest[1..].iter().filter(|x| !(**x <= own)).count();
+            let smaller = before.iter().filter(|x| **x < own).count() + rest[1..].iter().filter(|x| **x <= own).count();
+            let larger = classes - 1 - smaller;
             *hit = if larger < k { 1.0 } else { 0.0 };
         }
     });

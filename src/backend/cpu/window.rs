@@ -29,7 +29,7 @@ fn places(w: &Window) -> impl Iterator<Item = [usize; 2]> {
 pub fn unfold(threads: &Threads, w: Window, first: usize, channels: usize, x: &[f32], y: &mut [f32]) {
     let row = w.size[0] * w.size[1] * channels;
     let [high, wide] = w.places();
-    assert!(x.len() == w.len() && y.len() == w.rows() * row, "{w:?}");
+    assert!(x.len() == w.elements() && y.len() == w.rows() * row, "{w:?}");
     threads.each(x.chunks(image(&w)).zip(y.chunks_mut(high * wide * row)), |(x, y)| {
         for ([high, wide], y) in places(&w).zip(y.chunks_exact_mut(row)) {
             let ((rows, top), (columns, left)) = (seen(&w, 0, high), seen(&w, 1, wide));
@@ -49,7 +49,7 @@ pub fn unfold(threads: &Threads, w: Window, first: usize, channels: usize, x: &[
 pub fn fold(threads: &Threads, w: Window, first: usize, channels: usize, dy: &[f32], dx: &mut [f32]) {
     let row = w.size[0] * w.size[1] * channels;
     let [high, wide] = w.places();
-    assert!(dx.len() == w.len() && dy.len() == w.rows() * row, "{w:?}");
+    assert!(dx.len() == w.elements() && dy.len() == w.rows() * row, "{w:?}");
     threads.each(dy.chunks(high * wide * row).zip(dx.chunks_mut(image(&w))), |(dy, dx)| {
         simd(
             #[inline(always)]

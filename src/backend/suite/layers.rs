@@ -120,12 +120,12 @@ fn windows<B: Kernels>(b: &B) -> Results {
         window(2, [7, 7, 2], [5, 7], [3, 1], [4, 3]),
         window(2, [4, 4, 33], [4, 4], [4, 4], [0, 0]),
     ] {
-        let x = random(b, 60, w.len());
+        let x = random(b, 60, w.elements());
         let xb = up(b, &x);
         for (first, channels) in [(0, w.channels), (w.channels / 2, w.channels - w.channels / 2)] {
             let row = w.size[0] * w.size[1] * channels;
             let dy = random(b, 61, w.rows() * row);
-            let (mut want, mut want_d) = (vec![0.0; w.rows() * row], wide(&random(b, 62, w.len())));
+            let (mut want, mut want_d) = (vec![0.0; w.rows() * row], wide(&random(b, 62, w.elements())));
             for channel in 0..channels {
                 each_seen(w, first + channel, |place, [i, j], element| {
                     let at = place * row + (i * w.size[1] + j) * channels + channel;
@@ -138,14 +138,14 @@ fn windows<B: Kernels>(b: &B) -> Results {
             let mut y = up(b, &random(b, 63, w.rows() * row));
             b.unfold(w, first, channels, B::all(&xb), B::all_mut(&mut y)).unwrap();
             assert_eq!(down(b, &y), want, "unfold {w:?}");
-            let (dyb, mut dx) = (up(b, &dy), up(b, &random(b, 62, w.len())));
+            let (dyb, mut dx) = (up(b, &dy), up(b, &random(b, 62, w.elements())));
             b.fold(w, first, channels, B::all(&dyb), B::all_mut(&mut dx)).unwrap();
             close(b, &dx, &want_d, "fold");
             results.push(down(b, &dx));
         }
 
         // Few values, so that some windows have two largest elements.
-        let few: Vec<f32> = ids(64, w.len(), 4).into_iter().map(|id| id as f32 - 2.0).collect();
+        let few: Vec<f32> = ids(64, w.elements(), 4).into_iter().map(|id| id as f32 - 2.0).collect();
         let (fb, dy) = (up(b, &few), random(b, 65, w.rows() * w.channels));
         let outputs = w.rows() * w.channels;
         let (mut largest, mut place_of) = (vec![f32::NEG_INFINITY; outputs], vec![0; outputs]);
@@ -160,7 +160,7 @@ fn windows<B: Kernels>(b: &B) -> Results {
                 counts[at] += 1.0;
             });
         }
-        let (mut want_max, mut want_mean) = (vec![0.0; w.len()], vec![0.0; w.len()]);
+        let (mut want_max, mut want_mean) = (vec![0.0; w.elements()], vec![0.0; w.elements()]);
         for (at, dy) in dy.iter().enumerate() {
             want_max[place_of[at]] += f64::from(*dy);
         }
@@ -172,7 +172,7 @@ fn windows<B: Kernels>(b: &B) -> Results {
                 }
             });
         }
-        let (dyb, mut y, mut dx) = (up(b, &dy), up(b, &vec![0.0; outputs]), up(b, &random(b, 66, w.len())));
+        let (dyb, mut y, mut dx) = (up(b, &dy), up(b, &vec![0.0; outputs]), up(b, &random(b, 66, w.elements())));
         b.max_pool(w, B::all(&fb), B::all_mut(&mut y)).unwrap();
         assert_eq!(down(b, &y), largest, "max pool {w:?}");
         b.max_pool_backward(w, B::all(&fb), B::all(&dyb), B::all_mut(&mut dx)).unwrap();

@@ -82,7 +82,7 @@ impl Op for Conv {
     fn sizes(&self) -> Sizes {
         let grouped = if self.groups > 1 { self.window.rows() * self.filters / self.groups } else { 0 };
         Sizes {
-            input: self.window.len(),
+            input: self.window.elements(),
             output: self.window.rows() * self.filters,
             // Windows and their gradient.
             scratch: 2 * self.window.rows() * self.seen() + grouped,
@@ -96,7 +96,7 @@ impl Op for Conv {
         params: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, of_image, of_places) = (cx.backend, self.window.len(), self.window.rows() * self.filters);
+        let (b, of_image, of_places) = (cx.backend, self.window.elements(), self.window.rows() * self.filters);
         let mut y = b.alloc(Memory::Activations, cx.micro.samples * of_places)?;
         let none = B::cut(params[0], 0).0;
         for images in self.batches(cx.micro.samples) {
@@ -123,7 +123,7 @@ impl Op for Conv {
     }
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
-        let (b, of_image, of_places) = (cx.backend, self.window.len(), self.window.rows() * self.filters);
+        let (b, of_image, of_places) = (cx.backend, self.window.elements(), self.window.rows() * self.filters);
         let Back { params, grads, x, dy, wants_input, .. } = back;
         let mut dx = b.alloc(Memory::Activations, if wants_input { cx.micro.samples * of_image } else { 0 })?;
         b.zero(B::all_mut(&mut dx))?;

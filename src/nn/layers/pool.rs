@@ -29,7 +29,7 @@ impl Pool {
 impl Op for Pool {
     fn sizes(&self) -> Sizes {
         let output = self.window.rows() * self.window.channels;
-        Sizes { input: self.window.len(), output, ..Sizes::default() }
+        Sizes { input: self.window.elements(), output, ..Sizes::default() }
     }
 
     fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
@@ -44,7 +44,7 @@ impl Op for Pool {
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let window = self.on(cx);
-        let mut dx = cx.backend.alloc(Memory::Activations, window.len())?;
+        let mut dx = cx.backend.alloc(Memory::Activations, window.elements())?;
         let (x, dy) = (B::all(back.x), B::all(&back.dy));
         match self.by {
             By::Largest => cx.backend.max_pool_backward(window, x, dy, B::all_mut(&mut dx))?,
