@@ -229,3 +229,20 @@ fn samples_follow_the_seed() {
     let long = "To be, or not to be, that is the question";
     assert!(sample(&["--prompt", long]).starts_with(long));
 }
+
+#[test]
+fn config_summary_tells_the_layers() {
+    let told = printed(&["config", "summary", "--preset", "cnn-mnist"]);
+    for line in [
+        "11 layers from 28 × 28 × 1 to 10",
+        "layers.0 conv2d      28 × 28 × 32  320         451,584",
+        "layers.6 flatten     3136          0           0",
+        "layers.11 dense      10            1,290       2,560",
+        "all                                421,642",
+    ] {
+        assert!(told.contains(line), "{line:?} is missing: {told}");
+    }
+    let told = printed(&["config", "summary", "--preset", "gpt2-124m"]);
+    assert!(told.contains("h.11       1024 × 768") && told.contains("124,439,808"), "{told}");
+    assert!(printed(&["config", "summary", "--preset", "tinyllama-1.1b"]).contains("1,100,048,384"));
+}

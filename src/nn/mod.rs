@@ -17,7 +17,7 @@ use crate::backend::{Backend, Kernels, Memory};
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
 
-pub use network::Network;
+pub use network::{Network, Summary};
 
 /// Standard deviation of the initial weights of language models; GPT-2's and Llama's.
 const INIT: f32 = 0.02;

@@ -1,10 +1,12 @@
 //! The families of networks.
 
-use super::Blocks;
 use super::gpt::Gpt;
 use super::layers::{Layers, shown};
 use super::llama::Llama;
+use super::{Block, Blocks};
 use crate::backend::Kernels;
+use crate::backend::cpu::Cpu;
+use crate::layout::Tensor;
 
 /// A network and its size.
 #[derive(Debug, Clone, PartialEq)]
@@ -17,7 +19,52 @@ pub enum Network {
     Layers(Layers),
 }
 
+/// A layer, or a block of a language model, in numbers.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Summary {
+    /// Its name and kind.
+    pub name: String,
+    /// Shape of its output, of one sample.
+    pub output: Vec<usize>,
+    /// Elements of its tensors.
+    pub parameters: usize,
+    /// Multiplications and additions of a forward's matrix products, a sample. Attention counts what a causal mask leaves.
+    pub flops: u64,
+    /// Elements that a sample keeps from its forward to the backward, without recomputation.
+    pub kept: usize,
+}
+
 impl Network {
+    /// The parts of the network in order.
+    pub fn summary(&self) -> Vec<Summary> {
+        let (width, heads) = match self {
+            Network::Layers(layers) => return layers.summary().to_vec(),
+            Network::Gpt(gpt) => (gpt.width, gpt.heads),
+            Network::Llama(llama) => (llama.width, llama.heads),
+        };
+        let (context, blocks) = (self.context(), self.blocks::<Cpu>());
+        let last = blocks.len() - 1;
+        let row = |(i, block): (usize, &Box<dyn Block<Cpu>>)| {
+            let tensors = block.tensors();
+            let matrices: usize = tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
+            let (columns, multiplied) = match i {
+                0 => (width, 0),
+                i if i == last => (self.outputs(), self.outputs() * width),
+                _ => (width, matrices),
+            };
+            // Scores and their product with the values, of half of all pairs.
+            let attention = if i == 0 || i == last { 0 } else { 2 * context * context * (width / heads) * heads };
+            Summary {
+                name: block.name(),
+                output: vec![context, columns],
+                parameters: tensors.iter().map(Tensor::len).sum(),
+                flops: (2 * context * multiplied + attention) as u64,
+                kept: context * (block.saved_per_row() + block.exact_per_row() + columns),
+            }
+        };
+        blocks.iter().enumerate().map(row).collect()
+    }
+
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
         match self {

@@ -90,6 +90,10 @@ impl Op for Conv {
         }
     }
 
+    fn flops(&self) -> u64 {
+        2 * (self.window.rows() * self.seen() * self.filters) as u64
+    }
+
     fn forward<B: Kernels>(
         &self,
         cx: &Context<'_, B>,

@@ -36,6 +36,10 @@ impl Op for Dense {
         Sizes { input: self.rows * self.inputs, output: self.rows * self.outputs, ..Sizes::default() }
     }
 
+    fn flops(&self) -> u64 {
+        2 * (self.rows * self.inputs * self.outputs) as u64
+    }
+
     fn forward<B: Kernels>(
         &self,
         cx: &Context<'_, B>,

@@ -30,8 +30,10 @@ use softmax::Softmax;
 use stage::Stage;
 
 use super::Blocks;
+use super::network::Summary;
 use crate::backend::{Kernels, Window};
 use crate::error::{Error, Result};
+use crate::layout::Tensor;
 
 pub use shape::shown;
 pub use spec::{Layer, NamedPadding, Padding, Pair};
@@ -50,6 +52,7 @@ pub struct Layers {
     stages: Vec<(String, Sequence)>,
     /// Ids that there are, if samples are ids.
     ids: Option<usize>,
+    summary: Vec<Summary>,
 }
 
 impl Layers {
@@ -63,7 +66,8 @@ impl Layers {
             Some(Layer::Embedding { ids, .. }) => Some(*ids),
             _ => None,
         };
-        let mut steps = Compiler { shape: input.to_vec(), sites: 0 }.compile(layers, "layers", PLACE)?.into_iter();
+        let mut compiler = Compiler { shape: input.to_vec(), sites: 0, summary: vec![] };
+        let mut steps = compiler.compile(layers, "layers", PLACE)?.into_iter();
         let mut stages: Vec<(String, Sequence)> = Vec::new();
         let mut waiting = Vec::new();
         for (place, step) in steps.by_ref() {
@@ -79,7 +83,7 @@ impl Layers {
         if stages.is_empty() {
             return Err(Error::input("model.layers has no layer with parameters").hint("add a dense or conv2d layer"));
         }
-        Ok(Self { input: input.to_vec(), output, stages, ids })
+        Ok(Self { input: input.to_vec(), output, stages, ids, summary: compiler.summary })
     }
 
     /// The network as blocks.
@@ -96,6 +100,11 @@ impl Layers {
     /// Shape of a sample's output.
     pub fn output(&self) -> &[usize] {
         &self.output
+    }
+
+    /// Every layer, one after the other.
+    pub fn summary(&self) -> &[Summary] {
+        &self.summary
     }
 
     /// Ids that there are, if samples are ids rather than numbers.
@@ -119,6 +128,8 @@ struct Compiler {
     shape: Vec<usize>,
     /// Dropout layers so far.
     sites: usize,
+    /// Those of the network's own list.
+    summary: Vec<Summary>,
 }
 
 impl Compiler {
@@ -129,6 +140,20 @@ impl Compiler {
             let (name, place) = (format!("{name}.{i}"), format!("{place}[{i}]"));
             let after = shape::after(layer, &place, &self.shape)?;
             let step = self.step(layer, &name, &place)?;
+            if place.matches('[').count() == 1 {
+                let (kept, parameters, flops) = step.as_ref().map_or((0, 0, 0), |step| {
+                    let (sizes, tensors) = (step.sizes(), step.tensors());
+                    // The next layer's input is kept as well.
+                    (sizes.kept + sizes.exact + sizes.output, tensors.iter().map(Tensor::len).sum(), step.flops())
+                });
+                self.summary.push(Summary {
+                    name: format!("{name} {}", layer.kind()),
+                    output: after.clone(),
+                    parameters,
+                    flops,
+                    kept,
+                });
+            }
             steps.extend(step.map(|step| (name, step)));
             self.shape = after;
         }

@@ -37,6 +37,11 @@ pub trait Op {
     /// Elements a sample.
     fn sizes(&self) -> Sizes;
 
+    /// Multiplications and additions of a forward's matrix products, a sample.
+    fn flops(&self) -> u64 {
+        0
+    }
+
     /// Output, and [`Op::kept`] buffers.
     fn forward<B: Kernels>(
         &self,
@@ -106,6 +111,10 @@ impl Op for Step {
 
     fn sizes(&self) -> Sizes {
         each!(self, op => op.sizes())
+    }
+
+    fn flops(&self) -> u64 {
+        each!(self, op => op.flops())
     }
 
     fn forward<B: Kernels>(

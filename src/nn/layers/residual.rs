@@ -43,6 +43,10 @@ impl Op for Residual {
         }
     }
 
+    fn flops(&self) -> u64 {
+        self.body.flops() + self.shortcut.as_ref().map_or(0, Sequence::flops)
+    }
+
     fn forward<B: Kernels>(
         &self,
         cx: &Context<'_, B>,

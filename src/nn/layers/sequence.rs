@@ -33,6 +33,10 @@ impl Op for Sequence {
         }
     }
 
+    fn flops(&self) -> u64 {
+        self.0.iter().map(Step::flops).sum()
+    }
+
     fn forward<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
