@@ -76,13 +76,16 @@ fn the_host_updates_as_the_device_does_in_bf16() {
 }
 
 #[test]
-fn momentum_is_kept_on_the_host_as_well() {
+fn every_rule_updates_on_the_host_as_well() {
     let root = tempfile::tempdir().unwrap();
-    let settings = ["optimizer.kind=sgd", "optimizer.nesterov=true"];
-    let here = succeeds(&command(Alone, root.path(), "here", &settings), &[]);
-    let settings = [&settings[..], &[OFFLOAD, "parallel.zero=1"]].concat();
-    let there = succeeds(&command(Mpirun(2), root.path(), "there", &settings), &[LAZY]);
-    there.same_as(&here, STEPS, "SGD");
+    for kind in ["sgd", "adam", "adagrad", "rmsprop", "lion"] {
+        let own = format!("optimizer.kind={kind}");
+        let settings = [&own[..], if kind == "sgd" { "optimizer.nesterov=true" } else { "optimizer.momentum=0.5" }];
+        let here = succeeds(&command(Alone, root.path(), &format!("{kind}-here"), &settings), &[]);
+        let settings = [&settings[..], &[OFFLOAD, "parallel.zero=1"]].concat();
+        let there = succeeds(&command(Mpirun(2), root.path(), &format!("{kind}-there"), &settings), &[LAZY]);
+        there.same_as(&here, STEPS, kind);
+    }
 }
 
 /// A checkpoint does not tell where its state was.

@@ -159,3 +159,20 @@ fn every_network_trains_on_gpus() {
         }
     }
 }
+
+/// Every update rule, with its state sharded in every way.
+#[test]
+fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
+    let root = tempfile::tempdir().unwrap();
+    data(root.path());
+    let networks = networks(root.path());
+    let network = networks.iter().find(|network| network.name == "regression").unwrap();
+    for kind in ["adam", "adagrad", "rmsprop", "lion", "sgd"] {
+        let one = run(network, Alone, root.path(), kind, &format!("optimizer.kind={kind}")).succeeds();
+        for zero in 0..4 {
+            let settings = format!("optimizer.kind={kind} parallel.zero={zero}");
+            let two = run(network, Mpirun(2), root.path(), &format!("{kind}-{zero}"), &settings).succeeds();
+            two.same_as(&one, 6, &settings);
+        }
+    }
+}

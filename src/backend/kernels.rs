@@ -253,6 +253,66 @@ pub struct Sgd {
     pub grad_scale: f32,
 }
 
+/// Update rules that look at one element at a time, with one state buffer or two.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Elementwise {
+    /// Adam (Kingma and Ba, 2015) with coupled (L2) weight decay; both moments are its state.
+    Adam {
+        /// Decay of the first moment.
+        beta1: f32,
+        /// Decay of the second moment.
+        beta2: f32,
+        /// Added to the root of the second moment.
+        eps: f32,
+    },
+    /// Adagrad (Duchi, Hazan and Singer, 2011); the sum of squares is its state.
+    Adagrad {
+        /// Added to the root of the sum.
+        eps: f32,
+    },
+    /// RMSProp (Tieleman and Hinton, 2012) with momentum; mean square and momentum are its state.
+    RmsProp {
+        /// Decay of the mean square.
+        alpha: f32,
+        /// Added to its root.
+        eps: f32,
+        /// Decay of the momentum; 0 is none.
+        momentum: f32,
+    },
+    /// Lion (Chen et al., 2023) with decoupled weight decay; the moment is its state.
+    Lion {
+        /// Weight of the moment in the step.
+        beta1: f32,
+        /// Decay of the moment.
+        beta2: f32,
+    },
+}
+
+impl Elementwise {
+    /// State buffers.
+    pub fn states(self) -> usize {
+        match self {
+            Elementwise::Adam { .. } | Elementwise::RmsProp { .. } => 2,
+            Elementwise::Adagrad { .. } | Elementwise::Lion { .. } => 1,
+        }
+    }
+}
+
+/// One update by such a rule.
+#[derive(Debug, Clone, Copy)]
+pub struct Elements {
+    /// The rule.
+    pub rule: Elementwise,
+    /// Learning rate of this step.
+    pub lr: f32,
+    /// Weight decay.
+    pub weight_decay: f32,
+    /// Number of this update, from 1: for Adam's bias correction.
+    pub step: u64,
+    /// Factor on the gradient: the clip.
+    pub grad_scale: f32,
+}
+
 /// Arithmetic on a device's buffers.
 ///
 /// All results are a function of shapes and values alone: never of the number of threads or of launch order.
@@ -509,6 +569,17 @@ pub trait Kernels: Backend {
         update: Sgd,
         grad: Self::View<'_>,
         m: Self::ViewMut<'_>,
+        p: Self::ViewMut<'_>,
+        copy: Option<Self::ViewMut<'_>>,
+    ) -> Result<()>;
+    /// Updates `p` and the state of a contiguous range from its gradient; `second` is empty where the rule has one state
+    /// buffer. `copy` as in [`Kernels::adamw`].
+    fn elements(
+        &self,
+        update: Elements,
+        grad: Self::View<'_>,
+        first: Self::ViewMut<'_>,
+        second: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
     ) -> Result<()>;

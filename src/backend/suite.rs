@@ -7,7 +7,9 @@ use std::process::Command;
 
 use super::cpu::Cpu;
 use super::cuda;
-use super::{Activation, AdamW, Attention, Dropout, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd};
+use super::{
+    Activation, AdamW, Attention, Dropout, Elements, Elementwise, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd,
+};
 use crate::random::Stream;
 
 /// What kernels yielded, one vector a kernel and shape.
@@ -469,6 +471,69 @@ fn optimizers<B: Kernels>(b: &B) -> Results {
             close(b, &mb, &want_m, "sgd momentum");
             close(b, &pb, &want_p, "sgd p");
             results.extend([down(b, &mb), down(b, &pb)]);
+        }
+
+        for rule in [
+            Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
+            Elementwise::Adagrad { eps: 1e-6 },
+            Elementwise::RmsProp { alpha: 0.9, eps: 1e-6, momentum: 0.8 },
+            Elementwise::Lion { beta1: 0.9, beta2: 0.99 },
+        ] {
+            let u = Elements { rule, lr: 0.1, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
+            let squares = matches!(rule, Elementwise::Adam { .. });
+            let of_second = if squares {
+                &v[..]
+            } else if rule.states() == 2 {
+                &m[..]
+            } else {
+                &[]
+            };
+            let of_first = if squares { &m[..] } else { &v[..] };
+            let (mut first, mut second, mut pb) = (up_f32(b, of_first), up_f32(b, of_second), up_f32(b, &p));
+            let mut copy = up(b, &p);
+            let (one, two, to) = (B::all_mut(&mut first), B::all_mut(&mut second), B::all_mut(&mut pb));
+            b.elements(u, B::all(&gb), one, two, to, Some(B::all_mut(&mut copy))).unwrap();
+            let (mut want_first, mut want_second, mut want_p) = (vec![], vec![], vec![]);
+            for i in 0..len {
+                let [raw, p] = [0.5 * g[i], p[i]].map(f64::from);
+                let s = f64::from(of_first[i]);
+                let t = of_second.get(i).map_or(0.0, |t| f64::from(*t));
+                let (lr, decay) = (f64::from(0.1f32), f64::from(0.2f32));
+                let coupled = raw + decay * p;
+                let (s, t, p) = match rule {
+                    Elementwise::Adam { beta1, beta2, eps } => {
+                        let [b1, b2, eps] = [beta1, beta2, eps].map(f64::from);
+                        let (s, t) = (b1 * s + (1.0 - b1) * coupled, b2 * t + (1.0 - b2) * coupled * coupled);
+                        let (m_hat, v_hat) = (s / (1.0 - b1.powi(3)), t / (1.0 - b2.powi(3)));
+                        (s, t, p - lr * m_hat / (v_hat.sqrt() + eps))
+                    }
+                    Elementwise::Adagrad { eps } => {
+                        let s = s + coupled * coupled;
+                        (s, t, p - lr * coupled / (s.sqrt() + f64::from(eps)))
+                    }
+                    Elementwise::RmsProp { alpha, eps, momentum } => {
+                        let [alpha, eps, momentum] = [alpha, eps, momentum].map(f64::from);
+                        let s = alpha * s + (1.0 - alpha) * coupled * coupled;
+                        let t = momentum * t + coupled / (s.sqrt() + eps);
+                        (s, t, p - lr * t)
+                    }
+                    Elementwise::Lion { beta1, beta2 } => {
+                        let [b1, b2] = [beta1, beta2].map(f64::from);
+                        let way = b1 * s + (1.0 - b1) * raw;
+                        (b2 * s + (1.0 - b2) * raw, t, p * (1.0 - lr * decay) - lr * way.signum())
+                    }
+                };
+                want_first.push(s);
+                want_second.push(t);
+                want_p.push(p);
+            }
+            close(b, &first, &want_first, &format!("{rule:?} first state"));
+            if rule.states() == 2 {
+                close(b, &second, &want_second, &format!("{rule:?} second state"));
+            }
+            close(b, &pb, &want_p, &format!("{rule:?} p"));
+            assert_eq!(down(b, &copy), rounded(b, &down(b, &pb)));
+            results.extend([down(b, &first), down(b, &second), down(b, &pb)]);
         }
     }
     results

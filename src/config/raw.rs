@@ -159,17 +159,17 @@ sections! {
 
     /// `[optimizer]`
     Optimizer {
-        /// The update rule.
+        /// The update rule: adamw, adam, sgd, adagrad, rmsprop, lion.
         kind: OptimizerKind = OptimizerKind::Adamw,
         /// Peak learning rate.
         lr: f64 = 1e-3,
-        /// AdamW: decay of the first moment.
+        /// AdamW, Adam: decay of the first moment. Lion: weight of the moment in a step.
         beta1: f32 = 0.9,
-        /// AdamW: decay of the second moment.
+        /// AdamW, Adam: decay of the second moment. RMSProp: of the mean square. Lion: of the moment.
         beta2: f32 = 0.99,
-        /// AdamW: added to the root of the second moment.
+        /// AdamW, Adam, Adagrad, RMSProp: added to the root of squares.
         eps: f32 = 1e-8,
-        /// SGD: decay of the momentum buffer.
+        /// SGD, RMSProp: decay of the momentum buffer.
         momentum: f32 = 0.9,
         /// SGD: look ahead along the momentum.
         nesterov: bool = false,
@@ -355,6 +355,14 @@ pub enum OptimizerKind {
     Adamw,
     /// Stochastic gradient descent with momentum.
     Sgd,
+    /// Adam, its weight decay added to the gradient.
+    Adam,
+    /// Adagrad.
+    Adagrad,
+    /// RMSProp with momentum.
+    Rmsprop,
+    /// Lion, with decoupled weight decay.
+    Lion,
 }
 
 /// How the learning rate follows the batch size.

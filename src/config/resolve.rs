@@ -1,6 +1,6 @@
 //! From what was written to what will run: every optional key filled, every combination checked.
 
-use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, OptimizerKind, Parallel, Scaling};
+use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
 use crate::backend::{Deviation, Kernels};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
@@ -93,11 +93,14 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let network = network(&mut config.model, facts.vocabulary)?;
     let loss = loss(&config, &network)?;
     let schedule = schedule(&config);
+    let Optimizer { beta1, beta2, eps, momentum, nesterov, .. } = config.optimizer;
     let rule = match config.optimizer.kind {
-        OptimizerKind::Adamw => {
-            Rule::AdamW { beta1: config.optimizer.beta1, beta2: config.optimizer.beta2, eps: config.optimizer.eps }
-        }
-        OptimizerKind::Sgd => Rule::Sgd { momentum: config.optimizer.momentum, nesterov: config.optimizer.nesterov },
+        OptimizerKind::Adamw => Rule::AdamW { beta1, beta2, eps },
+        OptimizerKind::Sgd => Rule::Sgd { momentum, nesterov },
+        OptimizerKind::Adam => Rule::Adam { beta1, beta2, eps },
+        OptimizerKind::Adagrad => Rule::Adagrad { eps },
+        OptimizerKind::Rmsprop => Rule::RmsProp { alpha: beta2, eps, momentum },
+        OptimizerKind::Lion => Rule::Lion { beta1, beta2 },
     };
     config.precision.compute = compute(&config, facts.on_gpu)?;
     if config.optimizer.offload && !facts.on_gpu {

@@ -44,7 +44,7 @@ impl Network {
         };
         let (context, blocks) = (self.context(), self.blocks::<Cpu>());
         let last = blocks.len() - 1;
-        let row = |(i, block): (usize, &Box<dyn Block<Cpu>>)| {
+        let row = |i: usize, block: &dyn Block<Cpu>| {
             let tensors = block.tensors();
             let matrices: usize = tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
             let (columns, multiplied) = match i {
@@ -62,7 +62,7 @@ impl Network {
                 kept: context * (block.saved_per_row() + block.exact_per_row() + columns),
             }
         };
-        blocks.iter().enumerate().map(row).collect()
+        blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
     }
 
     /// The network as blocks.

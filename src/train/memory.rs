@@ -69,10 +69,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
     let offloads = plan.config.optimizer.offload;
     let are_masters_apart = !offloads && (plan.residency().params == Life::Use || size < F32);
     let masters = if are_masters_apart { owned * F32 } else { 0 };
-    let state = match plan.rule {
-        crate::optim::Rule::AdamW { .. } => 2 * owned,
-        crate::optim::Rule::Sgd { .. } => owned,
-    };
+    let state = plan.rule.state().len() * owned;
     let moments = moments(plan, blocks, &padded);
     let alive = match B::ON_HOST {
         true => moments.into_iter().fold(Alive::default(), Alive::most),

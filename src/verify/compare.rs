@@ -123,7 +123,7 @@ impl Bounds {
             .take(CLOSE_STEPS as usize)
             .map(|step| (f64::from_bits(step.lr), f64::from_bits(step.norm)));
         let parameter = match rule {
-            Rule::AdamW { beta1, beta2, .. } => {
+            Rule::AdamW { beta1, beta2, .. } | Rule::Adam { beta1, beta2, .. } => {
                 // The largest quotient of the moments: one gradient after many of zero.
                 let most = (1.0 - f64::from(beta1)) / (1.0 - f64::from(beta2)).sqrt();
                 2.0 * most.max(1.0) * taken.map(|(lr, _)| lr).sum::<f64>()
@@ -132,6 +132,12 @@ impl Bounds {
                 let limit = if clip > 0.0 { clip } else { f64::INFINITY };
                 let way: f64 = taken.filter(|(lr, _)| *lr > 0.0).map(|(lr, norm)| lr * norm.min(limit)).sum();
                 NORM * way / (1.0 - f64::from(momentum))
+            }
+            // Where a gradient is rounding alone its quotient with itself may be anything up to these.
+            Rule::Adagrad { .. } | Rule::Lion { .. } => 2.0 * taken.map(|(lr, _)| lr).sum::<f64>(),
+            Rule::RmsProp { alpha, momentum, .. } => {
+                let most = 1.0 / (1.0 - f64::from(alpha)).sqrt() / (1.0 - f64::from(momentum));
+                2.0 * most * taken.map(|(lr, _)| lr).sum::<f64>()
             }
         };
         Self { loss: LOSS, norm: NORM, parameter, state: NORM }

@@ -1,4 +1,4 @@
-"""Writes gpt.h5, llama.h5, layers.h5 and ops.h5 next to this file: reference numbers from PyTorch (see README.md).
+"""Writes gpt.h5, llama.h5, layers.h5, optimizers.h5 and ops.h5 next to this file: reference numbers from PyTorch (see README.md).
 
 Initial values and inputs are rounded to f32 first; everything else is computed from them in f64.
 """
@@ -436,6 +436,47 @@ def write_all_layers(file):
                  lambda o, t: dict(loss=F.binary_cross_entropy_with_logits(o, t.double())))
 
 
+# --- optimizers, on a vector and random gradients ---
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al., "Symbolic discovery of optimization algorithms", 2023, algorithm 2."""
+
+    def __init__(self, params, lr, betas, weight_decay):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                beta1, beta2 = group["betas"]
+                way = torch.sign(beta1 * m + (1 - beta1) * p.grad)
+                p -= group["lr"] * (way + group["weight_decay"] * p)
+                m.copy_(beta2 * m + (1 - beta2) * p.grad)
+
+
+OPTIMIZERS = {
+    "adam": (torch.optim.Adam, dict(betas=(0.9, 0.95), eps=1e-8)),
+    "adagrad": (torch.optim.Adagrad, dict(eps=1e-8)),
+    "rmsprop": (torch.optim.RMSprop, dict(alpha=0.95, eps=1e-8, momentum=0.8)),
+    "lion": (Lion, dict(betas=(0.9, 0.95)))}
+
+
+def write_optimizers(file, rng):
+    """Ten updates of 500 elements by every optimizer, learning rate 0.01 / step, weight decay 0.1."""
+    initial, grads = normal(rng, 500), normal(rng, STEPS, 500)
+    put(file, "initial", initial)
+    put(file, "grads", grads)
+    for name, (kind, how) in OPTIMIZERS.items():
+        p = initial.double().clone().requires_grad_()
+        optimizer = kind([p], lr=0.01, weight_decay=0.1, **how)
+        for step in range(STEPS):
+            optimizer.param_groups[0]["lr"] = 0.01 / (step + 1)
+            p.grad = grads[step].double()
+            optimizer.step()
+        put(file, name, p)
+
+
 def main():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -453,6 +494,9 @@ def main():
     with h5py.File(HERE / "layers.h5", "w") as file:
         file.attrs["torch"] = np.bytes_(torch.__version__)
         write_all_layers(file)
+    with h5py.File(HERE / "optimizers.h5", "w") as file:
+        file.attrs["torch"] = np.bytes_(torch.__version__)
+        write_optimizers(file, np.random.default_rng(55))
     with h5py.File(HERE / "ops.h5", "w") as file:
         file.attrs["torch"] = np.bytes_(torch.__version__)
         write_ops(file, np.random.default_rng(99))

@@ -24,8 +24,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{
-    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Dropout, Event, Gemm, Kernels, Ledger, Linear,
-    Memory, Norm, Reach, Regression, Rotary, Sgd, Window,
+    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels, Ledger,
+    Linear, Memory, Norm, Reach, Regression, Rotary, Sgd, Window,
 };
 use crate::error::Result;
 
@@ -375,6 +375,19 @@ impl Kernels for Cpu {
 
     fn sgd(&self, update: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
         optimizer::sgd(&self.threads, update, grad, m, p);
+        copy.map_or(Ok(()), |copy| self.copy(p, copy))
+    }
+
+    fn elements(
+        &self,
+        update: Elements,
+        grad: &[f32],
+        first: &mut [f32],
+        second: &mut [f32],
+        p: &mut [f32],
+        copy: Option<&mut [f32]>,
+    ) -> Result<()> {
+        optimizer::elements(&self.threads, update, grad, first, second, p);
         copy.map_or(Ok(()), |copy| self.copy(p, copy))
     }
 }

@@ -3,7 +3,7 @@
 use super::elementwise::CHUNK;
 use super::math::simd;
 use super::threads::Threads;
-use crate::backend::{AdamW, Sgd};
+use crate::backend::{AdamW, Elements, Elementwise, Sgd};
 
 pub fn adamw(threads: &Threads, u: AdamW, grad: &[f32], m: &mut [f32], v: &mut [f32], p: &mut [f32]) {
     assert!(grad.len() == m.len() && m.len() == v.len() && v.len() == p.len());
@@ -42,4 +42,116 @@ pub fn sgd(threads: &Threads, u: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32]
             },
         );
     });
+}
+
+/// One pass with one state buffer.
+fn with_one(
+    threads: &Threads,
+    grad: &[f32],
+    first: &mut [f32],
+    p: &mut [f32],
+    update: impl Fn(f32, &mut f32, &mut f32) + Sync + Copy,
+) {
+    assert!(grad.len() == first.len() && first.len() == p.len());
+    threads.each(grad.chunks(CHUNK).zip(first.chunks_mut(CHUNK)).zip(p.chunks_mut(CHUNK)), |((grad, first), p)| {
+        simd(
+            #[inline(always)]
+            || {
+                for ((&g, first), p) in grad.iter().zip(first).zip(p) {
+                    update(g, first, p);
+                }
+            },
+        );
+    });
+}
+
+/// One pass with two.
+fn with_two(
+    threads: &Threads,
+    grad: &[f32],
+    [first, second]: [&mut [f32]; 2],
+    p: &mut [f32],
+    update: impl Fn(f32, &mut f32, &mut f32, &mut f32) + Sync + Copy,
+) {
+    assert!(grad.len() == first.len() && first.len() == second.len() && second.len() == p.len());
+    let states = first.chunks_mut(CHUNK).zip(second.chunks_mut(CHUNK));
+    threads.each(grad.chunks(CHUNK).zip(states).zip(p.chunks_mut(CHUNK)), |((grad, (first, second)), p)| {
+        simd(
+            #[inline(always)]
+            || {
+                for ((&g, (first, second)), p) in grad.iter().zip(first.iter_mut().zip(second)).zip(p) {
+                    update(g, first, second, p);
+                }
+            },
+        );
+    });
+}
+
+pub fn elements(threads: &Threads, u: Elements, grad: &[f32], first: &mut [f32], second: &mut [f32], p: &mut [f32]) {
+    let Elements { rule, lr, weight_decay, step, grad_scale } = u;
+    match rule {
+        Elementwise::Adam { beta1, beta2, eps } => {
+            let correct = |beta: f32| 1.0 - f64::from(beta).powf(step as f64);
+            let rate = (f64::from(lr) / correct(beta1)) as f32;
+            let root = (1.0 / correct(beta2).sqrt()) as f32;
+            with_two(
+                threads,
+                grad,
+                [first, second],
+                p,
+                #[inline(always)]
+                |g, m, v, p| {
+                    let g = g * grad_scale + weight_decay * *p;
+                    *m += (1.0 - beta1) * (g - *m);
+                    *v += (1.0 - beta2) * (g * g - *v);
+                    *p -= rate * *m / (v.sqrt() * root + eps);
+                },
+            );
+        }
+        Elementwise::Adagrad { eps } => with_one(
+            threads,
+            grad,
+            first,
+            p,
+            #[inline(always)]
+            |g, sum, p| {
+                let g = g * grad_scale + weight_decay * *p;
+                *sum += g * g;
+                *p -= lr * g / (sum.sqrt() + eps);
+            },
+        ),
+        Elementwise::RmsProp { alpha, eps, momentum } => with_two(
+            threads,
+            grad,
+            [first, second],
+            p,
+            #[inline(always)]
+            |g, v, m, p| {
+                let g = g * grad_scale + weight_decay * *p;
+                *v += (1.0 - alpha) * (g * g - *v);
+                *m = momentum * *m + g / (v.sqrt() + eps);
+                *p -= lr * *m;
+            },
+        ),
+        Elementwise::Lion { beta1, beta2 } => with_one(
+            threads,
+            grad,
+            first,
+            p,
+            #[inline(always)]
+            |g, m, p| {
+                let g = g * grad_scale;
+                let way = *m + (1.0 - beta1) * (g - *m);
+                let sign = if way > 0.0 {
+                    1.0
+                } else if way < 0.0 {
+                    -1.0
+                } else {
+                    0.0
+                };
+                *p = *p * (1.0 - lr * weight_decay) - lr * sign;
+                *m += (1.0 - beta2) * (g - *m);
+            },
+        ),
+    }
 }

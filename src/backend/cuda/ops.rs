@@ -5,8 +5,8 @@ use super::matmul::{Epilogue, Matrix, Product};
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf, CudaInts, Scalar};
 use crate::backend::{
-    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Deviation, Dropout, Gemm, Kernels, Linear, Memory,
-    Norm, Regression, Rotary, Sgd, Window,
+    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise, Gemm,
+    Kernels, Linear, Memory, Norm, Regression, Rotary, Sgd, Window,
 };
 use crate::error::{Error, Result};
 
@@ -473,5 +473,31 @@ impl Kernels for Cuda {
         let nesterov = Arg::Int(i32::from(u.nesterov));
         let constants = [u.lr.into(), u.momentum.into(), nesterov, u.weight_decay.into(), u.grad_scale.into()];
         self.launch("sgd.cu", "sgd", Grid::over(grad.len), &[&args[..], &constants].concat())
+    }
+
+    fn elements(
+        &self,
+        u: Elements,
+        grad: View<'_>,
+        first: ViewMut<'_>,
+        second: ViewMut<'_>,
+        p: ViewMut<'_>,
+        copy: Option<ViewMut<'_>>,
+    ) -> Result<()> {
+        let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
+        // In the order of the kernel's own list: rule, rate, root, decay, a, b, eps.
+        let (rule, [rate, root, decay, a, b, eps]) = match u.rule {
+            Elementwise::Adam { beta1, beta2, eps } => {
+                let rate = (f64::from(u.lr) / correct(beta1)) as f32;
+                (0, [rate, (1.0 / correct(beta2).sqrt()) as f32, u.weight_decay, beta1, beta2, eps])
+            }
+            Elementwise::Adagrad { eps } => (1, [u.lr, 0.0, u.weight_decay, 0.0, 0.0, eps]),
+            Elementwise::RmsProp { alpha, eps, momentum } => (2, [u.lr, 0.0, u.weight_decay, alpha, momentum, eps]),
+            Elementwise::Lion { beta1, beta2 } => (3, [u.lr, 0.0, 1.0 - u.lr * u.weight_decay, beta1, beta2, 0.0]),
+        };
+        let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
+        let args = [grad.into(), (&first).into(), (&second).into(), (&p).into(), to, long(grad.len), Arg::Int(rule)];
+        let constants = [rate, root, decay, a, b, eps, u.grad_scale].map(Arg::Float);
+        self.launch("elements.cu", "elements", Grid::over(grad.len), &[&args[..], &constants].concat())
     }
 }

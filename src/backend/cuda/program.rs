@@ -34,9 +34,9 @@ const UNASKED_SHARED: u32 = 48 << 10;
 pub const HEADERS: [Source; 4] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "vector.cuh"];
 
 /// Every kernel.
-pub const KERNELS: [Source; 21] = sources![
+pub const KERNELS: [Source; 22] = sources![
     "activation.cu" "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "column_sum.cu" "columns.cu" "convert.cu"
-    "cross_entropy.cu" "dropout.cu" "embedding.cu" "embedding_backward.cu" "norm.cu" "norm_backward.cu" "regression.cu"
+    "cross_entropy.cu" "dropout.cu" "elements.cu" "embedding.cu" "embedding_backward.cu" "norm.cu" "norm_backward.cu" "regression.cu"
     "rotary.cu" "sgd.cu" "softmax.cu" "sum.cu" "swiglu.cu" "window.cu"
 ];
 

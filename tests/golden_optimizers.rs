@@ -1,0 +1,51 @@
+//! Update rules against PyTorch's: ten steps of each, on every device. AdamW and SGD are in `golden_networks.rs`.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use common::simulator::under;
+use common::{distance, floats, golden, numbers};
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
+use hpctrain::backend::{Kernels, Memory};
+use hpctrain::optim::{Rule, Update};
+
+const RULES: [(&str, Rule); 4] = [
+    ("adam", Rule::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 }),
+    ("adagrad", Rule::Adagrad { eps: 1e-8 }),
+    ("rmsprop", Rule::RmsProp { alpha: 0.95, eps: 1e-8, momentum: 0.8 }),
+    ("lion", Rule::Lion { beta1: 0.9, beta2: 0.95 }),
+];
+
+fn everything<B: Kernels>(b: &B) {
+    let file = golden("optimizers.h5");
+    let (initial, grads) = (floats(&file, "initial"), floats(&file, "grads"));
+    let len = initial.len();
+    for (name, rule) in RULES {
+        let new = |values: &[f32]| b.upload_f32(Memory::Optimizer, values).unwrap();
+        let mut params = new(&initial);
+        let mut state: Vec<B::Buf> = rule.state().iter().map(|_| new(&vec![0.0; len])).collect();
+        for (grad, step) in grads.chunks(len).zip(1..) {
+            let grad = new(grad);
+            let update = Update { lr: 0.01 / step as f32, weight_decay: 0.1, step, grad_scale: 1.0 };
+            let state = state.iter_mut().map(B::all_mut).collect();
+            rule.update(b, update, B::all(&grad), state, B::all_mut(&mut params), None).unwrap();
+        }
+        let mut host = vec![0.0; len];
+        b.download(B::all(&params), &mut host).unwrap();
+        let off = distance(&host, &numbers(&file, name));
+        assert!(off < 1e-6, "{name}: {off:e}");
+    }
+}
+
+#[test]
+fn on_the_cpu() {
+    everything(&Cpu::new(2));
+}
+
+#[test]
+fn on_a_gpu() {
+    under(&[&[]], || {
+        everything(&Cuda::new(&Device::open(0).unwrap(), 64 << 20, Precision::F32(Arithmetic::Full)).unwrap());
+    });
+}
