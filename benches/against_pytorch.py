@@ -1,10 +1,10 @@
 """hpctrain against PyTorch on this machine: the two in turn, and the ratio pair by pair.
 
-    python benches/against_pytorch.py [--pairs 5] [--size char|gpt2-124m]
+    python benches/against_pytorch.py [--pairs 5] [--size char|gpt2-124m|mlp|cnn]
 
-Needs a release build and, for the Python that runs this, torch (and h5py, for gpt2-124m). hpctrain trains for real: it
+Needs a release build and, for the Python that runs this, torch (and h5py, but for char). hpctrain trains for real: it
 reads shards, clips, writes metrics; its figure is the median step of a run. PyTorch's is the median step of a loop
-over tokens in memory.
+over data in memory; of mlp and cnn, the faster of eager and torch.compile.
 """
 import argparse
 import json
@@ -21,7 +21,10 @@ MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OM
 SETTINGS = {
     "char": ["batch.global=12", "run.steps=150"],
     "gpt2-124m": ["batch.global=4", "model.context=64", "run.steps=10", "eval.batch=4"],
+    "mlp": [],
+    "cnn": [],
 }
+LAYERS = ("mlp", "cnn")
 
 
 def tokens(directory):
@@ -34,12 +37,27 @@ def tokens(directory):
             file["tokens"] = numpy.random.default_rng(1).integers(50257, size=65_537, dtype="uint16")
 
 
+def samples(directory):
+    """Random numbers and classes as shards of foreign make."""
+    import h5py
+    import numpy
+
+    rng = numpy.random.default_rng(1)
+    for name, rows in (("train-0.h5", 4096), ("val-0.h5", 64)):
+        with h5py.File(directory / name, "w") as file:
+            file["inputs"] = rng.random((rows, 784), dtype="float32")
+            file["targets"] = rng.integers(10, size=rows, dtype="uint8")
+
+
 def hpctrain(size, ranks, threads, work):
     settings = SETTINGS[size] + [f"run.root={work}", f"run.threads={threads}", "eval.samples=8", "log.sample=0"]
     if size != "char":
         settings.append(f"data.path={work}")
     launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
-    command = launcher + [HPCTRAIN, "train", "--preset", "gpt-char" if size == "char" else size]
+    source = ["--preset", "gpt-char" if size == "char" else size]
+    if size in LAYERS:
+        source = ["--config", str(ROOT / f"benches/{size}.toml")]
+    command = launcher + [HPCTRAIN, "train", *source]
     run = tempfile.mkdtemp(dir=work)
     settings.append(f"run.name={Path(run).name}")
     os.rmdir(run)
@@ -52,6 +70,10 @@ def hpctrain(size, ranks, threads, work):
 
 
 def pytorch(size, threads):
+    if size in LAYERS:
+        script, steps = ROOT / "benches/pytorch_layers.py", "300" if size == "mlp" else "100"
+        modes = ("eager", "compile")
+        return max(float(subprocess.check_output([sys.executable, script, size, str(threads), steps, mode])) for mode in modes)
     steps = "100" if size == "char" else "8"
     output = subprocess.check_output([sys.executable, ROOT / "benches/pytorch_gpt.py", size, str(threads), steps])
     return float(output)
@@ -65,7 +87,9 @@ def main():
     rows = []
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
-        if arguments.size != "char":
+        if arguments.size in LAYERS:
+            samples(work)
+        elif arguments.size != "char":
             tokens(work)
         for _ in range(arguments.pairs):
             one = hpctrain(arguments.size, 1, 2, work)
