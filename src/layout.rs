@@ -54,8 +54,6 @@ pub struct UnitLayout {
     pub name: Arc<str>,
     /// The tensors in storage order, with their places.
     pub tensors: Vec<(Tensor, Range<usize>)>,
-    /// Elements before this one decay.
-    pub decayed: usize,
     /// Elements in use.
     pub used: usize,
     /// Elements stored: `used`, padded so that it can be cut into `parts` equal, aligned parts.
@@ -70,17 +68,13 @@ impl UnitLayout {
     pub fn new(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize) -> Self {
         debug_assert!(tensors.iter().is_sorted_by_key(|t| !t.decays()), "decayed tensors come first");
         let mut used = 0;
-        let mut decayed = 0;
         let mut placed = Vec::with_capacity(tensors.len());
         for tensor in tensors {
             let range = used..used + tensor.len();
             used = range.end;
-            if tensor.decays() {
-                decayed = used;
-            }
             placed.push((tensor, range));
         }
-        Self { name: name.into(), tensors: placed, decayed, used, padded: used.next_multiple_of(parts * ALIGN) }
+        Self { name: name.into(), tensors: placed, used, padded: used.next_multiple_of(parts * ALIGN) }
     }
 
     /// Part `index` of `count` equal parts of the padded unit.
@@ -136,7 +130,7 @@ mod tests {
     #[test]
     fn decayed_first_then_padding() {
         let unit = unit(3);
-        assert_eq!((unit.decayed, unit.used, unit.padded), (29, 34, 48));
+        assert_eq!((unit.used, unit.padded), (34, 48));
         assert_eq!(unit.part(2, 3), 32..48);
     }
 

@@ -15,6 +15,7 @@ pub mod mesh;
 pub mod nn;
 pub mod optim;
 pub mod parallel;
+mod pattern;
 pub mod placement;
 pub mod random;
 pub mod signals;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// Modules by level, lowest first. A module may use those of lower levels.
 const LEVELS: [&[&str]; 11] = [
-    &["activity", "error", "random"],
+    &["activity", "error", "pattern", "random"],
     &["layout", "mesh", "signals"],
     &["backend"],
     &["comm", "data"],

@@ -167,12 +167,28 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
     data(root.path());
     let networks = networks(root.path());
     let network = networks.iter().find(|network| network.name == "regression").unwrap();
-    for kind in ["adam", "adagrad", "rmsprop", "lion", "sgd"] {
-        let one = run(network, Alone, root.path(), kind, &format!("optimizer.kind={kind}")).succeeds();
+    let groups =
+        "optimizer.groups=[{names='*.bias',lr_factor=2.0,weight_decay=0.3},{names='layers.1.*',lr_factor=0.0}]";
+    for (kind, more) in
+        ["adam", "adagrad", "rmsprop", "lion", "sgd"].map(|kind| (kind, "")).into_iter().chain([("adamw", groups)])
+    {
+        let settings = format!("optimizer.kind={kind} {more}");
+        let one = run(network, Alone, root.path(), kind, &settings).succeeds();
         for zero in 0..4 {
-            let settings = format!("optimizer.kind={kind} parallel.zero={zero}");
+            let settings = format!("{settings} parallel.zero={zero}");
             let two = run(network, Mpirun(2), root.path(), &format!("{kind}-{zero}"), &settings).succeeds();
             two.same_as(&one, 6, &settings);
         }
     }
+    // What a group leaves as it is stays as it was before the first step; the bias beside it is of another group.
+    let start =
+        run(network, Alone, root.path(), "start", &format!("{groups} optimizer.lr=1e-30 run.steps=1")).succeeds();
+    let of = |files: &RunFiles, step, name: &str| {
+        let tensors = files.tensors(step);
+        tensors.into_iter().find(|(tensor, _)| tensor == name).unwrap().1
+    };
+    let grouped = RunFiles(root.path().join("regression-adamw"));
+    let [weight, bias] = ["layers.1.weight, part 0", "layers.1.bias, part 0"];
+    assert_eq!(of(&grouped, 6, weight), of(&start, 1, weight));
+    assert_ne!(of(&grouped, 6, bias), of(&start, 1, bias));
 }

@@ -189,6 +189,15 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("mine.toml");
         std::fs::write(&path, "[run]\nsteps = 7\n[model]\nwidth = 64\n").unwrap();
+        let wrong = |item: &str| {
+            load(&Sources { overrides: &[item.to_string()], ..Sources::default() }).unwrap_err().to_string()
+        };
+        let error = wrong("model.layers=[{kind='relu'}, {kind='dens', units=3}]");
+        assert!(error.contains("layer 1 of the list: unknown variant `dens`"), "{error}");
+        let error = wrong("model.layers=[{kind='conv2d', filters=3, kernel='big'}]");
+        assert!(error.contains("layer 0 of the list: a number, or [rows, columns]"), "{error}");
+        assert!(wrong("model.layers=-1").contains("a number of blocks or a list of layers"));
+
         let overrides = ["model.width=32".to_string(), "run.name=a b".to_string()];
         let sources = Sources { preset: Some("gpt-char"), file: Some(&path), overrides: &overrides };
         let (config, name) = load(&sources).unwrap();

@@ -2,12 +2,15 @@
 //!
 //! Optional keys are resolved by [`super::resolve`]; nothing else sees them unresolved.
 
-use serde::{Deserialize, Serialize};
+use std::fmt;
+
+use serde::de::{Error, SeqAccess, Unexpected, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{DeviceChoice, Size, Time};
 use crate::comm::{Choice, Route};
 use crate::nn::layers::Layer;
-use crate::optim::Shape;
+use crate::optim::{Group, Shape};
 use crate::parallel::Zero;
 
 macro_rules! sections {
@@ -179,6 +182,8 @@ sections! {
         grad_clip: f64 = 1.0,
         /// GPUs: keep masters and optimizer state in the memory of the host, and update them there.
         offload: bool = false,
+        /// Parameters that are updated otherwise than the rest; the first group that matches a parameter's name counts.
+        groups: Vec<Group> = vec![],
     }
 
     /// `[schedule]`
@@ -322,13 +327,48 @@ pub enum ModelKind {
 }
 
 /// How many layers, or which.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum LayerList {
     /// So many transformer blocks.
     Count(usize),
     /// These.
     List(Vec<Layer>),
+}
+
+impl<'de> Deserialize<'de> for LayerList {
+    /// By hand: a mistake in a list is to be told with the layer's number.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = LayerList;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a number of blocks or a list of layers")
+            }
+
+            fn visit_u64<E: Error>(self, count: u64) -> Result<LayerList, E> {
+                Ok(LayerList::Count(count as usize))
+            }
+
+            fn visit_i64<E: Error>(self, count: i64) -> Result<LayerList, E> {
+                let wrong = || E::invalid_value(Unexpected::Signed(count), &self);
+                count.try_into().map(LayerList::Count).map_err(|_| wrong())
+            }
+
+            fn visit_seq<S: SeqAccess<'de>>(self, mut items: S) -> Result<LayerList, S::Error> {
+                let mut layers = Vec::new();
+                loop {
+                    let next = items.next_element();
+                    match next.map_err(|e| S::Error::custom(format!("layer {} of the list: {e}", layers.len())))? {
+                        Some(layer) => layers.push(layer),
+                        None => return Ok(LayerList::List(layers)),
+                    }
+                }
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
 }
 
 /// What a network learns to make small.

@@ -1,15 +1,17 @@
 //! From what was written to what will run: every optional key filled, every combination checked.
 
 use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
+use crate::backend::cpu::Cpu;
 use crate::backend::{Deviation, Kernels};
 use crate::error::{Error, Result};
+use crate::layout::Tensor;
 use crate::mesh::Mesh;
 use crate::nn::Network;
 use crate::nn::gpt::Gpt;
 use crate::nn::layers::Layers;
 use crate::nn::llama::Llama;
 use crate::nn::loss::{Loss, Objective};
-use crate::optim::{Rule, Schedule};
+use crate::optim::{Group, Rule, Schedule};
 use crate::parallel::{Residency, Zero};
 
 /// What the environment contributes to a [`Plan`].
@@ -92,6 +94,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let threads = config.run.threads.unwrap_or(facts.threads);
     let network = network(&mut config.model, facts.vocabulary)?;
     let loss = loss(&config, &network)?;
+    check_groups(&config.optimizer.groups, &network)?;
     let schedule = schedule(&config);
     let Optimizer { beta1, beta2, eps, momentum, nesterov, .. } = config.optimizer;
     let rule = match config.optimizer.kind {
@@ -389,6 +392,29 @@ fn by_layers(model: &Model) -> Result<Layers> {
     Layers::new(input, layers)
 }
 
+/// Every group must hold some parameter.
+fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
+    if groups.is_empty() {
+        return Ok(());
+    }
+    let tensors: Vec<Tensor> = network.blocks::<Cpu>().iter().flat_map(|block| block.tensors()).collect();
+    for (i, group) in groups.iter().enumerate() {
+        let key = format!("optimizer.groups[{i}]");
+        if !(group.lr_factor >= 0.0 && group.lr_factor.is_finite()) {
+            return Err(out_of_range(&format!("{key}.lr_factor"), group.lr_factor, "0 or more"));
+        }
+        if let Some(decay) = group.weight_decay.filter(|decay| !(*decay >= 0.0 && decay.is_finite())) {
+            return Err(out_of_range(&format!("{key}.weight_decay"), decay, "0 or more"));
+        }
+        if !tensors.iter().any(|tensor| group.holds(tensor)) {
+            let some: Vec<&str> = tensors.iter().take(4).map(|tensor| &tensor.name[..]).collect();
+            return Err(Error::input(format!("{key}.names = {:?} holds no parameter", group.names))
+                .hint(format!("`*` stands for any characters; names are such as {}", some.join(", "))));
+        }
+    }
+    Ok(())
+}
+
 /// What the network learns.
 fn loss(config: &Config, network: &Network) -> Result<Loss> {
     let own = &config.loss;
@@ -531,6 +557,9 @@ mod tests {
             ("log.straggler_factor=nan", "log.straggler_factor = NaN"),
             ("log.straggler_window=0", "log.straggler_window = 0"),
             ("comm.timeout=1000000", "comm.timeout = 1000000"),
+            ("optimizer.groups=[{names='x*'}]", "optimizer.groups[0].names = \"x*\" holds no parameter\nhint: "),
+            ("optimizer.groups=[{names='*', lr_factor=-1.0}]", "optimizer.groups[0].lr_factor = -1 is out of range"),
+            ("optimizer.groups=[{names='*', weight_decay=nan}]", "optimizer.groups[0].weight_decay = NaN"),
             ("optimizer.offload=true", "optimizer.offload = true is for GPUs\nhint: leave it out"),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");

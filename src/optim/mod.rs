@@ -1,5 +1,6 @@
 //! Optimizers: fused updates of a contiguous range, and the learning rate's schedule.
 
+mod group;
 mod schedule;
 
 use serde::{Deserialize, Serialize};
@@ -7,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::{AdamW, Elements, Elementwise, Kernels, Sgd};
 use crate::error::Result;
 
+pub use group::{Group, Part, parts};
 pub use schedule::{Schedule, Shape};
 
 /// The update rule with its constants.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::owner::{Hyper, nowhere, state_names};
 use crate::backend::{Kernels, Memory};
 use crate::error::{Error, Result};
-use crate::optim::{Rule, Update};
+use crate::optim::{Part, Rule, Update};
 
 /// What is held of a range.
 pub struct Held<B: Kernels> {
@@ -13,8 +13,8 @@ pub struct Held<B: Kernels> {
     pub backend: B,
     /// None where nothing is trained.
     rule: Option<Rule>,
-    /// Elements of the range before this one decay.
-    decayed: usize,
+    /// The range, by what is updated alike.
+    parts: Vec<Part>,
     /// The parameters of the range in f32. None where full ones live always, in f32: then they are its window of those.
     master: Option<B::Buf>,
     /// One buffer for each name in [`Rule::state`].
@@ -22,12 +22,12 @@ pub struct Held<B: Kernels> {
 }
 
 impl<B: Kernels> Held<B> {
-    /// Fresh optimizer state for `len` elements, of which the first `decayed` decay, and their parameters if they are kept
-    /// apart.
+    /// Fresh optimizer state for the elements of `parts`, and their parameters if they are kept apart.
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(backend: &B, rule: Option<Rule>, len: usize, decayed: usize, master: Option<&[f32]>) -> Result<Self> {
+    pub fn new(backend: &B, rule: Option<Rule>, parts: Vec<Part>, master: Option<&[f32]>) -> Result<Self> {
+        let len = parts.iter().map(|part| part.len).sum();
         let state = state_names(rule).iter().map(|_| {
             let mut buf = backend.alloc_f32(Memory::Optimizer, len)?;
             backend.zero(B::all_mut(&mut buf))?;
@@ -38,7 +38,7 @@ impl<B: Kernels> Held<B> {
             master: master.map(|values| backend.upload_f32(Memory::Parameters, values)).transpose()?,
             backend: backend.clone(),
             rule,
-            decayed,
+            parts,
         })
     }
 
@@ -63,13 +63,15 @@ impl<B: Kernels> Held<B> {
         };
         let state = self.state.iter_mut().map(B::all_mut).collect();
         let Hyper { lr, weight_decay, step, grad_scale } = hyper;
-        let update = |weight_decay| Update { lr, weight_decay, step, grad_scale };
-        let (g_decayed, g_rest) = B::cut(grad, self.decayed);
-        let (p_decayed, p_rest) = B::cut_mut(params, self.decayed);
-        let (s_decayed, s_rest) = cut_all::<B>(state, self.decayed);
-        let (c_decayed, c_rest) = copy.map(|copy| B::cut_mut(copy, self.decayed)).unzip();
-        rule.update(&self.backend, update(weight_decay), g_decayed, s_decayed, p_decayed, c_decayed)?;
-        rule.update(&self.backend, update(0.0), g_rest, s_rest, p_rest, c_rest)
+        let mut left = Windows::<B> { grad, state, params, copy };
+        for part in &self.parts {
+            let (Windows { grad, state, params, copy }, rest) = left.cut(part.len);
+            left = rest;
+            let lr = lr * part.lr_factor;
+            let update = Update { lr, weight_decay: part.decay(weight_decay), step, grad_scale };
+            rule.update(&self.backend, update, grad, state, params, copy)?;
+        }
+        Ok(())
     }
 
     /// The elements `range` of every buffer of state.
@@ -92,7 +94,22 @@ impl<B: Kernels> Held<B> {
     }
 }
 
-/// Cuts every window at the same element.
-fn cut_all<B: Kernels>(views: Vec<B::ViewMut<'_>>, at: usize) -> (Vec<B::ViewMut<'_>>, Vec<B::ViewMut<'_>>) {
-    views.into_iter().map(|view| B::cut_mut(view, at)).unzip()
+/// The same elements of all that an update reads and writes.
+struct Windows<'g, 'a, B: Kernels> {
+    grad: B::View<'g>,
+    state: Vec<B::ViewMut<'a>>,
+    params: B::ViewMut<'a>,
+    copy: Option<B::ViewMut<'a>>,
+}
+
+impl<B: Kernels> Windows<'_, '_, B> {
+    /// Cuts every window at the same element.
+    fn cut(self, at: usize) -> (Self, Self) {
+        let (grad, grad_rest) = B::cut(self.grad, at);
+        let (params, params_rest) = B::cut_mut(self.params, at);
+        let (state, state_rest) = self.state.into_iter().map(|view| B::cut_mut(view, at)).unzip();
+        let (copy, copy_rest) = self.copy.map(|copy| B::cut_mut(copy, at)).unzip();
+        let rest = Self { grad: grad_rest, state: state_rest, params: params_rest, copy: copy_rest };
+        (Self { grad, state, params, copy }, rest)
+    }
 }

@@ -15,7 +15,7 @@ use super::owner::Hyper;
 use crate::backend::cpu::Cpu;
 use crate::backend::{Ferry, Kernels, Memory, Reach, Slot};
 use crate::error::{Error, Result};
-use crate::optim::Rule;
+use crate::optim::{Part, Rule};
 
 /// The host's side of a device: what updates in its stead, and what copies between them.
 #[derive(Clone)]
@@ -64,17 +64,17 @@ pub struct Offloaded<B: Kernels> {
 }
 
 impl<B: Kernels> Offloaded<B> {
-    /// Parameters `master`, of which the first `decayed` decay, with fresh optimizer state.
+    /// Parameters `master`, the elements of `parts`, with fresh optimizer state.
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(backend: &B, host: &Host, rule: Option<Rule>, decayed: usize, master: &[f32]) -> Result<Self> {
+    pub fn new(backend: &B, host: &Host, rule: Option<Rule>, parts: Vec<Part>, master: &[f32]) -> Result<Self> {
         let len = master.len();
         let slot = match &host.ferry {
             Some(ferry) => Slot::new(&**ferry, len)?,
             None => Slot::of(Box::new(vec![0.0; len])),
         };
-        let held = Held::new(&host.cpu, rule, len, decayed, Some(master))?;
+        let held = Held::new(&host.cpu, rule, parts, Some(master))?;
         let bytes = bytes(rule, len);
         backend.ledger().take(Memory::Offloaded, bytes);
         Ok(Self { backend: backend.clone(), host: host.clone(), held, slot, cargo: Cargo::Nothing, len, bytes })

@@ -12,14 +12,14 @@ use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, Kernels};
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
-use crate::optim::Rule;
+use crate::optim::{Group, Rule, parts};
 
 /// Constants of one update.
 #[derive(Debug, Clone, Copy)]
 pub struct Hyper {
     /// Learning rate.
     pub lr: f32,
-    /// Decoupled (AdamW) or coupled (SGD) weight decay of tensors that decay.
+    /// Weight decay of tensors that decay, decoupled or coupled as the rule has it.
     pub weight_decay: f32,
     /// Number of the update, from 1.
     pub step: u64,
@@ -32,6 +32,8 @@ pub struct Hyper {
 pub struct Updates {
     /// The rule.
     pub rule: Rule,
+    /// Parameters for which something is different.
+    pub groups: Vec<Group>,
     /// The CPU that keeps masters and optimizer state and updates them. None leaves that to the device that computes.
     pub host: Option<Cpu>,
 }
@@ -80,15 +82,15 @@ impl<B: Kernels> Owner<B> {
         backend: &B,
         host: Option<&Host>,
         rule: Option<Rule>,
+        groups: &[Group],
         layout: &UnitLayout,
         range: Range<usize>,
         master: Option<&[f32]>,
     ) -> Result<Self> {
-        // Decayed tensors come first: one cut separates the two groups.
-        let decayed = layout.decayed.clamp(range.start, range.end) - range.start;
+        let parts = parts(layout, range.clone(), groups);
         let home = match host {
-            None => Home::Device(Held::new(backend, rule, range.len(), decayed, master)?),
-            Some(host) => Home::Host(Offloaded::new(backend, host, rule, decayed, master.ok_or_else(nowhere)?)?),
+            None => Home::Device(Held::new(backend, rule, parts, master)?),
+            Some(host) => Home::Host(Offloaded::new(backend, host, rule, parts, master.ok_or_else(nowhere)?)?),
         };
         Ok(Self { range, home })
     }

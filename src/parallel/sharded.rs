@@ -167,7 +167,8 @@ impl<B: Kernels> Sharded<B> {
     ) -> Result<Self> {
         let (shards, shard) = (groups.shard.size(), groups.shard.rank());
         let keep = keep.over(shards);
-        let (rule, host) = updates.map_or((None, None), |Updates { rule, host }| (Some(rule), host));
+        let (rule, apart, host) =
+            updates.map_or((None, vec![], None), |Updates { rule, groups, host }| (Some(rule), groups, host));
         let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
         let mut units = Vec::with_capacity(blocks.len());
         for block in blocks {
@@ -181,7 +182,7 @@ impl<B: Kernels> Sharded<B> {
             let is_apart = keep.params == Life::Use || backend.computes_narrow() || host.is_some();
             let master = is_apart.then(|| &full[owned.clone()]);
             units.push(Unit {
-                owner: Owner::new(&backend, host.as_ref(), rule, &layout, owned, master)?,
+                owner: Owner::new(&backend, host.as_ref(), rule, &apart, &layout, owned, master)?,
                 layout,
                 params,
                 grads: None,

@@ -72,7 +72,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let backend = Cpu::new(1);
     let blocks = GPT.blocks();
-    let updates = Updates { rule: RULE, host: row.offload.then(|| Cpu::new(2)) };
+    let updates = Updates { rule: RULE, groups: vec![], host: row.offload.then(|| Cpu::new(2)) };
     let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(3)).unwrap();
     let predictions = (BATCH * TIME) as u64;

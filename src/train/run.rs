@@ -626,7 +626,7 @@ pub fn engine<B: Kernels>(
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
     let host = plan.config.optimizer.offload.then(|| Cpu::new(plan.threads));
-    let updates = Updates { rule: plan.rule, host };
+    let updates = Updates { rule: plan.rule, groups: plan.config.optimizer.groups.clone(), host };
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(seed))?;
     let geometry = Geometry {
         lanes: lanes.mine().len(),

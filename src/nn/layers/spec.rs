@@ -6,7 +6,7 @@ use crate::backend::Activation;
 
 /// One number for rows and columns, or one for each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "a number, or [rows, columns]")]
 pub enum Pair {
     /// The same for both.
     Both(usize),
@@ -26,7 +26,7 @@ impl Pair {
 
 /// Rows and columns beyond the edges of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "\"same\", \"valid\", a number, or [rows, columns]")]
 pub enum Padding {
     /// So many.
     Of(Pair),
