@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows: a table of numbers, a network by layers that learns to predict two of its columns, the same bits on two ranks.
+# Shows: a table of numbers, a network by layers that learns two of its columns, the same bits on two ranks, predictions.
 # About five seconds.
 #
 #   examples/09-own-table.sh
@@ -68,6 +68,9 @@ END
 "$HPCTRAIN" config summary --config "$work/throws.toml"
 "$HPCTRAIN" train --config "$work/throws.toml" --set run.name=one
 mpirun -np 2 "$HPCTRAIN" train --config "$work/throws.toml" --set run.name=two --set parallel.zero=3
+
+mpirun -np 2 "$HPCTRAIN" predict --checkpoint "$work/runs/two" --data "$work/data" --out "$work/predictions.h5"
+"$HPCTRAIN" data inspect "$work/predictions.h5"
 
 echo "--- two checkpoints, compared bit by bit"
 "$HPCTRAIN" checkpoint diff "$work/runs/one" "$work/runs/two"

@@ -6,7 +6,7 @@ mod common;
 use std::path::Path;
 
 use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::finish;
+use common::launch::{finish, mpirun, program};
 use common::runs::{Run, RunFiles};
 use common::simulator::with_simulator;
 use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, import_csv, import_idx};
@@ -191,4 +191,58 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
     let [weight, bias] = ["layers.1.weight, part 0", "layers.1.bias, part 0"];
     assert_eq!(of(&grouped, 6, weight), of(&start, 1, weight));
     assert_ne!(of(&grouped, 6, bias), of(&start, 1, bias));
+}
+
+/// Every row once and in its place, whichever rank computed it; targets are not needed.
+#[test]
+fn predictions_are_in_the_order_of_the_rows() {
+    let root = tempfile::tempdir().unwrap();
+    data(root.path());
+    for network in networks(root.path()).iter().filter(|network| network.name != "llama") {
+        let files = run(network, Alone, root.path(), "run", "").succeeds();
+        let shard =
+            root.path().join(if network.name == "regression" { "table" } else { "pictures" }).join("train-00000.h5");
+        let unlabelled = root.path().join(format!("{}.h5", network.name));
+        std::fs::copy(&shard, &unlabelled).unwrap();
+        hdf5::File::append(&unlabelled).unwrap().unlink("targets").unwrap();
+        let predicted = |transport: Option<usize>, name: &str, settings: &[&str]| {
+            let out = root.path().join(format!("{}-{name}", network.name));
+            let mut args: Vec<String> = vec!["predict".into()];
+            for (key, value) in [("--checkpoint", &files.0), ("--data", &unlabelled), ("--out", &out)] {
+                args.extend([key.into(), value.display().to_string()]);
+            }
+            args.extend(settings.iter().flat_map(|setting| ["--set".into(), setting.to_string()]));
+            let mut command = match transport {
+                None => program(&args),
+                Some(ranks) => {
+                    let mut command = mpirun(ranks);
+                    command.arg(common::program()).args(&args);
+                    command
+                }
+            };
+            finish(&mut command).succeeded();
+            let file = hdf5::File::open(&out).unwrap();
+            let outputs: Vec<f32> = file.dataset("outputs").unwrap().read_raw().unwrap();
+            let classes: Option<Vec<u32>> = file.dataset("classes").ok().map(|classes| classes.read_raw().unwrap());
+            (outputs, classes)
+        };
+        let (outputs, classes) = predicted(None, "whole.h5", &["eval.batch=1000"]);
+        let rows = hdf5::File::open(&shard).unwrap().dataset("inputs").unwrap().shape()[0];
+        let width = if network.name == "regression" { 2 } else { 4 };
+        assert_eq!(outputs.len(), rows * width, "{}", network.name);
+        assert_eq!(classes.is_some(), network.name == "convolutions");
+        if let Some(classes) = &classes {
+            let best = |row: &[f32]| (0..4).fold(0, |best, i| if row[i] > row[best] { i } else { best }) as u32;
+            assert_eq!(*classes, outputs.chunks(4).map(best).collect::<Vec<_>>());
+        }
+        for (ranks, name) in [(2, "two.h5"), (3, "three.h5")] {
+            let several = predicted(Some(ranks), name, &["eval.batch=5"]);
+            let off = several.0.iter().zip(&outputs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+            assert!(
+                several.0.len() == outputs.len() && off < 1e-5 && several.1 == classes,
+                "{}: {off:e}",
+                network.name
+            );
+        }
+    }
 }

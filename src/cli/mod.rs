@@ -7,6 +7,7 @@ pub mod data;
 mod doctor;
 mod eval;
 mod job;
+mod predict;
 mod prove;
 mod roles;
 mod sample;
@@ -37,6 +38,8 @@ enum Command {
     Train(train::TrainArgs),
     /// Evaluate the checkpoints of a run, beside its trainer or afterwards.
     Eval(eval::EvalArgs),
+    /// Write a network's outputs for every row of a data set, one rank for each process that mpirun or srun starts.
+    Predict(predict::PredictArgs),
     /// Train with threads as ranks: the same program in one process, without MPI.
     Simulate(simulate::SimulateArgs),
     /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO stage.
@@ -95,6 +98,7 @@ pub fn run() -> i32 {
     match command {
         Command::Train(args) => train::run(&args, launch.is_some()),
         Command::Eval(args) => eval::run(&args, launch.is_some()),
+        Command::Predict(args) => predict::run(&args, launch.is_some()),
         Command::Bench(args) => bench::run(&args, launch.is_some()),
         Command::Doctor(args) => doctor::run(&args, launch.as_ref()),
         Command::DoctorProbe(args) => report(doctor::probe(&args)),

@@ -62,6 +62,8 @@ pub enum Target {
     Class(usize),
     /// So many numbers.
     Values(usize),
+    /// None: the network is to predict it.
+    Unknown,
 }
 
 /// Elements of a sample's parts.
@@ -251,6 +253,7 @@ impl Dataset {
                 let (classes, values) = match target {
                     Target::Class(_) => (1, 0),
                     Target::Values(width) => (0, width),
+                    Target::Unknown => (0, 0),
                 };
                 Sizes { ids, features, classes, values }
             }
@@ -301,11 +304,12 @@ impl Dataset {
                     read_numbers(shard, inputs, &mut readers[0], row, features)?;
                     standard.iter().for_each(|standard| standard.apply(features));
                 }
-                match self.wants {
-                    Wants::Rows { target: Target::Class(all), .. } => {
+                match (self.wants, targets) {
+                    (_, None) => {}
+                    (Wants::Rows { target: Target::Class(all), .. }, Some(targets)) => {
                         read_class(shard, targets, &mut readers[1], row, classes, all)?;
                     }
-                    _ => read_numbers(shard, targets, &mut readers[1], row, values)?,
+                    (_, Some(targets)) => read_numbers(shard, targets, &mut readers[1], row, values)?,
                 }
             }
         }

@@ -34,7 +34,8 @@ pub(super) enum Content {
     /// A row of inputs and a row of targets for each sample.
     Rows {
         inputs: Field,
-        targets: Field,
+        /// None where they are not asked for.
+        targets: Option<Field>,
         /// How inputs are brought to a common scale.
         standard: Option<Standard>,
     },
@@ -255,7 +256,8 @@ impl Content {
     /// Rows of `input` elements, and targets.
     fn rows(file: &File, spec: &DataSpec, input: usize, ids: Option<usize>, target: Target) -> Result<Self> {
         for name in [&spec.inputs, &spec.targets] {
-            if !file.link_exists(name) {
+            let is_wanted = *name == spec.inputs || target != Target::Unknown;
+            if is_wanted && !file.link_exists(name) {
                 return Err(lacking(file, format!("has no dataset {name}")));
             }
         }
@@ -266,23 +268,26 @@ impl Content {
             return Err(Error::input(format!("{message}, but model.input has {input} elements"))
                 .hint("set model.input to the shape of a row"));
         }
+        let (kind_of_targets, width) = match target {
+            Target::Class(_) => (As::Ids, 1),
+            Target::Values(width) => (As::Numbers, width),
+            Target::Unknown => (As::Numbers, 0),
+        };
         let targets = match target {
-            Target::Class(_) => Field::describe(file, &spec.targets, As::Ids)?,
-            Target::Values(_) => Field::describe(file, &spec.targets, As::Numbers)?,
+            Target::Unknown => None,
+            _ => Some(Field::describe(file, &spec.targets, kind_of_targets)?),
         };
-        let width = match target {
-            Target::Class(_) => 1,
-            Target::Values(width) => width,
-        };
-        if targets.row_len() != width {
-            let message = format!("{} has rows of {}", targets.name, targets.row_len());
-            return Err(Error::input(format!("{message}, but the network predicts {width} of each sample"))
-                .hint("the last of model.layers must give as many, and loss.kind must fit the targets"));
-        }
-        if inputs.rows() != targets.rows() {
-            let (a, b) = (inputs.rows(), targets.rows());
-            return Err(Error::input(format!("{} has {a} rows, but {} has {b}", inputs.name, targets.name))
-                .hint("each row of inputs needs a row of targets"));
+        if let Some(targets) = &targets {
+            if targets.row_len() != width {
+                let message = format!("{} has rows of {}", targets.name, targets.row_len());
+                return Err(Error::input(format!("{message}, but the network predicts {width} of each sample"))
+                    .hint("the last of model.layers must give as many, and loss.kind must fit the targets"));
+            }
+            if inputs.rows() != targets.rows() {
+                let (a, b) = (inputs.rows(), targets.rows());
+                return Err(Error::input(format!("{} has {a} rows, but {} has {b}", inputs.name, targets.name))
+                    .hint("each row of inputs needs a row of targets"));
+            }
         }
         let standard = match kind {
             As::Numbers => Standard::read(file, &spec.inputs, input)?,
@@ -294,7 +299,8 @@ impl Content {
     pub(super) fn datasets(&self) -> Vec<&Field> {
         match self {
             Self::Tokens(tokens) => vec![tokens],
-            Self::Samples { inputs, targets } | Self::Rows { inputs, targets, .. } => vec![inputs, targets],
+            Self::Samples { inputs, targets } => vec![inputs, targets],
+            Self::Rows { inputs, targets, .. } => std::iter::once(inputs).chain(targets).collect(),
         }
     }
 }

@@ -3,10 +3,12 @@
 
 mod generate;
 pub mod model;
+mod predict;
 mod queue;
 mod sidecar;
 
 pub use generate::{Sampling, generate};
+pub use predict::{Predictions, predict};
 pub use queue::Policy;
 pub use sidecar::{Request, watch};
 

@@ -30,6 +30,18 @@ pub fn validation(config: &Config) -> Result<Dataset> {
     Dataset::open(&spec(config)?, Split::Validation, predictions(config))
 }
 
+/// The rows of a configuration's data without their targets, which need not be there.
+///
+/// # Errors
+/// As [`open`].
+pub fn inputs(config: &Config, split: Split) -> Result<Dataset> {
+    let mut spec = spec(config)?;
+    if let Wants::Rows { target, .. } = &mut spec.wants {
+        *target = Target::Unknown;
+    }
+    Dataset::open(&spec, split, predictions(config))
+}
+
 /// Predictions of a sample.
 fn predictions(config: &Config) -> usize {
     if config.model.kind == ModelKind::Layers { 1 } else { config.model.context }
