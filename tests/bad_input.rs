@@ -500,3 +500,39 @@ fn timing_a_gpu_wants_one() {
     two.arg(common::program()).args(["bench", "gpu"]);
     refused(&finish(&mut two), &["2 ranks would share", "without mpirun"]);
 }
+
+#[test]
+fn imports_of_rows() {
+    let root = tempfile::tempdir().unwrap();
+    let [table, out, nowhere] =
+        ["table.csv", "out", "nowhere"].map(|name| root.path().join(name).display().to_string());
+    let refused = |args: &[&str], words: &[&str]| {
+        let mut command = program(["data", "import"].iter().chain(args));
+        refuses(&mut command, root.path(), words);
+    };
+    refused(&["csv", &nowhere, "--target", "b", "--out", &out], &["nowhere"]);
+    std::fs::write(&table, "a,b\n1,2\n3,4\n").unwrap();
+    let words = ["every row would be kept for validation"];
+    refused(&["csv", &table, "--target", "b", "--out", &out, "--val-every", "1"], &words);
+    refused(&["idx", &table, &table, "--out", &out], &["table.csv: not an IDX file of bytes: it begins with"]);
+}
+
+#[test]
+fn networks_by_layers() {
+    let root = tempfile::tempdir().unwrap();
+    let model = ["model.kind=layers", "model.input=[4, 4, 1]", "data.path=nowhere"];
+    for (setting, words) in [
+        (
+            "model.layers=[{kind='flatten'}, {kind='conv2d', filters=2, kernel=3}]",
+            &["model.layers[1] (conv2d) gets 16, but wants an image"][..],
+        ),
+        ("model.layers=[{kind='dens', units=2}]", &["layer 0 of the list: unknown variant `dens`"]),
+        (
+            "model.layers=[{kind='dense', units=2}, {kind='flatten'}, {kind='dense', units=3}]",
+            &["nowhere does not exist"],
+        ),
+    ] {
+        let command = Run::new(Alone, root.path(), "x", &[&model[..], &[setting]].concat());
+        refuses(&mut command.command(), root.path(), words);
+    }
+}

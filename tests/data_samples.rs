@@ -1,12 +1,9 @@
 //! Rows with targets: import, reading, and what is said of data that cannot be trained on.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use common::launch::{finish, program};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, import_csv, import_idx};
@@ -137,17 +134,6 @@ fn malformed_files_are_refused() {
         assert!(error.to_string().contains(wanted), "{table:?}: {error}");
     }
     assert!(!out.exists());
-    let text = |args: &[&str]| {
-        let ended = finish(&mut program(["data", "import"].iter().chain(args)));
-        assert_eq!(ended.code(), 2, "{ended}");
-        ended.stderr
-    };
-    let (table, nowhere) = (root.path().join("table.csv"), root.path().join("nowhere"));
-    let (table, out, nowhere) = (table.to_str().unwrap(), out.to_str().unwrap(), nowhere.to_str().unwrap());
-    assert!(text(&["csv", nowhere, "--target", "b", "--out", out]).contains("nowhere"));
-    std::fs::write(table, "a,b\n1,2\n3,4\n").unwrap();
-    let said = text(&["csv", table, "--target", "b", "--out", out, "--val-every", "1"]);
-    assert!(said.contains("every row would be kept for validation"), "{said}");
 }
 
 /// A file of somebody else's make.
@@ -160,7 +146,6 @@ fn foreign(path: &Path, inputs: &[f32], targets: &[i32], width: usize) {
 
 #[test]
 fn rows_that_cannot_be_learned_name_their_place() {
-    // A file of its own each time: a child of another test that begins just now holds the locks of open ones for a moment.
     let refused = |inputs: &[f32], targets: &[i32], input, target| {
         let root = tempfile::tempdir().unwrap();
         foreign(&root.path().join("train-0.h5"), inputs, targets, 2);

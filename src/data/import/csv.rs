@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use csv::{Reader, StringRecord};
 
+use super::content;
 use super::samples::{Imported, Inputs, Kept, Rows, Targets};
 use crate::error::{Error, Result};
 
@@ -28,10 +29,8 @@ pub struct ImportCsv {
 pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let path = import.input.display();
     let malformed = |what: String| Error::input(format!("{path}: {what}")).hint("mend the line, or leave it out");
-    let mut reader = Reader::from_path(&import.input).map_err(|e| match e.is_io_error() {
-        true => Error::io("read", &import.input, e),
-        false => malformed(e.to_string()),
-    })?;
+    let table = content(&import.input, "give the path of a table of numbers with a header")?;
+    let mut reader = Reader::from_reader(&table[..]);
     let header = reader.headers().map_err(|e| malformed(e.to_string()))?.clone();
     let place = |name: &String| {
         header.iter().position(|column| column.trim() == name).ok_or_else(|| {

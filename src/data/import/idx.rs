@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use flate2::read::GzDecoder;
 
+use super::content;
 use super::samples::{Imported, Inputs, Kept, Rows, Targets};
 use crate::error::{Error, Result};
 
@@ -56,7 +57,7 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
 
 /// Shape and elements of a file.
 fn read(path: &Path) -> Result<(Vec<usize>, Vec<u8>)> {
-    let mut bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+    let mut bytes = content(path, "give the path of an IDX file, such as t10k-images-idx3-ubyte.gz")?;
     let malformed = |what: String| {
         Error::input(format!("{}: not an IDX file of bytes: {what}", path.display())).hint("download it again")
     };

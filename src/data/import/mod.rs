@@ -19,6 +19,14 @@ pub use idx::{ImportIdx, import_idx};
 pub use samples::{Imported as ImportedSamples, Kept};
 pub use text::{ImportText, Imported, import_text};
 
+/// The content of a file to import.
+fn content(path: &Path, hint: &str) -> Result<Vec<u8>> {
+    std::fs::read(path).map_err(|e| match e.kind() {
+        std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", path.display())).hint(hint),
+        _ => Error::io("read", path, e),
+    })
+}
+
 /// The name of a shard.
 fn shard_name(split: Split, shard: usize) -> String {
     let prefix = if split == Split::Train { "train" } else { "val" };

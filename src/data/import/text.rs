@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use sha2::{Digest, Sha256};
 
-use super::{Staged, hex, part, refuse_shards, shard_name};
+use super::{Staged, content, hex, part, refuse_shards, shard_name};
 use crate::data::format::TokenShard;
 use crate::data::{Split, Tokenizer, TokenizerKind};
 use crate::error::{Error, Result};
@@ -53,12 +53,7 @@ impl fmt::Display for Imported {
 /// Shards get their names only after all of them are written.
 pub fn import_text(import: &ImportText) -> Result<Imported> {
     import.check()?;
-    let text = std::fs::read(&import.input).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => {
-            Error::input(format!("{} does not exist", import.input.display())).hint("give the path of a text file")
-        }
-        _ => Error::io("read", &import.input, e),
-    })?;
+    let text = content(&import.input, "give the path of a text file")?;
     let (tokenizer, ids) = tokenize(import.tokenizer, &text).map_err(|e| e.at(import.input.display()))?;
     let source_sha256 = hex(&Sha256::digest(&text));
     let source = import.input.file_name().unwrap_or_default().to_string_lossy();
