@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, import_csv, import_idx};
-use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Target, Wants};
+use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Target, Wants, verify};
 
 fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
     let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
@@ -134,6 +134,23 @@ fn malformed_files_are_refused() {
         assert!(error.to_string().contains(wanted), "{table:?}: {error}");
     }
     assert!(!out.exists());
+}
+
+#[test]
+fn rows_are_verified() {
+    let root = tempfile::tempdir().unwrap();
+    foreign(&root.path().join("train-0.h5"), &[1.0, 2.0, 3.0, 4.0], &[0, 1], 2);
+    let report = verify::verify(root.path()).unwrap();
+    assert_eq!((report.files, report.ids, report.numbers), (1, 2, 4));
+    foreign(&root.path().join("train-1.h5"), &[1.0, f32::NAN, f32::INFINITY, 4.0], &[0, -1], 2);
+    let error = verify::verify(root.path()).unwrap_err().to_string();
+    for problem in [
+        "train-1.h5: /inputs[0, 1] is NaN",
+        "train-1.h5: /inputs has 2 elements that are no numbers in all",
+        "train-1.h5: /targets[1] is token id -1",
+    ] {
+        assert!(error.contains(problem), "{problem:?} is missing: {error}");
+    }
 }
 
 /// A file of somebody else's make.

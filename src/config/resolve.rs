@@ -382,6 +382,18 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
 
 /// A network by layers.
 fn by_layers(model: &Model) -> Result<Layers> {
+    let of_transformers = [
+        ("model.kv_heads", model.kv_heads.is_some(), "leave it out"),
+        ("model.hidden", model.hidden.is_some(), "leave it out: dense layers have units"),
+        ("model.tied", model.tied.is_some(), "leave it out"),
+        ("model.rope_theta", model.rope_theta.is_some(), "leave it out"),
+        ("model.norm_epsilon", model.norm_epsilon.is_some(), "leave it out: layer_norm has an epsilon"),
+        ("model.dropout", model.dropout != 0.0, "leave it out, and put dropout layers where they are to be"),
+        ("model.bias", model.bias == Some(true), "leave it out: layers have their own"),
+    ];
+    if let Some((key, _, hint)) = of_transformers.into_iter().find(|(_, given, _)| *given) {
+        return Err(Error::input(format!("{key} is not of a network by layers")).hint(hint));
+    }
     let (LayerList::List(layers), Some(input)) = (&model.layers, &model.input) else {
         return Err(Error::input("model.kind = layers wants model.input and [[model.layers]]")
             .hint("give the shape of a sample and a list of layers; see the presets mlp-mnist and cnn-mnist"));
@@ -602,6 +614,8 @@ mod tests {
                 "the last of model.layers gives 4 × 4 × 2, but cross-entropy wants",
             ),
             ("model.input=[]", "model.input = [] has no elements"),
+            ("model.dropout=0.1", "model.dropout is not of a network by layers\nhint: leave it out, and put"),
+            ("model.kv_heads=2", "model.kv_heads is not of a network by layers"),
             ("loss.class_weights=[1.0]", "loss.class_weights has 1 weights for 10 classes"),
             ("loss.label_smoothing=1.0", "loss.label_smoothing = 1 is out of range"),
             ("loss.huber_delta=0.0", "loss.huber_delta = 0 is out of range"),

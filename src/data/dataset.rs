@@ -44,6 +44,8 @@ pub struct DataSpec {
 pub enum Wants {
     /// Token ids and the ids that follow them.
     Text,
+    /// Whatever is there: to look at, not to learn from.
+    Anything,
     /// A row of inputs and a target.
     Rows {
         /// Elements of the inputs.
@@ -221,7 +223,7 @@ impl Dataset {
             first_sample.push(samples);
         }
         let vocabulary = match spec.wants {
-            Wants::Text => shards[0].vocabulary(spec.vocabulary)?,
+            Wants::Text | Wants::Anything => shards[0].vocabulary(spec.vocabulary)?,
             Wants::Rows { ids, .. } => ids.unwrap_or(0),
         };
         let open = OpenShards::new(&shards, MAX_OPEN);
@@ -247,7 +249,7 @@ impl Dataset {
     /// Elements of a sample's parts.
     pub fn sizes(&self) -> Sizes {
         match self.wants {
-            Wants::Text => Sizes { ids: self.context, features: 0, classes: self.context, values: 0 },
+            Wants::Text | Wants::Anything => Sizes { ids: self.context, features: 0, classes: self.context, values: 0 },
             Wants::Rows { input, ids, target } => {
                 let (ids, features) = if ids.is_some() { (input, 0) } else { (0, input) };
                 let (classes, values) = match target {

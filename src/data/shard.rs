@@ -13,7 +13,7 @@ use super::format::Header;
 use super::h5::{self, As, ChunkCache, RowReader};
 use crate::error::{Error, Result};
 
-/// Field are read as `i32`, see [`RowReader`]; the largest value means "too large".
+/// Ids are read as `i32`, see [`RowReader`]; the largest value means "too large".
 const MAX_VOCABULARY: usize = i32::MAX as usize;
 
 /// The description of one file.
@@ -220,8 +220,14 @@ impl Shard {
 impl Content {
     /// Tokens if there are any, else samples.
     fn find(file: &File, spec: &DataSpec) -> Result<Self> {
-        if let Wants::Rows { input, ids, target } = spec.wants {
-            return Self::rows(file, spec, input, ids, target);
+        match spec.wants {
+            Wants::Rows { input, ids, target } => return Self::rows(file, spec, input, ids, target),
+            Wants::Anything => {
+                if let Some((input, target)) = rows_of(file, spec)? {
+                    return Self::rows(file, spec, input, None, target);
+                }
+            }
+            Wants::Text => {}
         }
         if file.link_exists(&spec.tokens) {
             return Ok(Self::Tokens(Field::ids(file, &spec.tokens, 1)?));
@@ -305,6 +311,26 @@ impl Content {
     }
 }
 
+/// Elements of a row and the kind of its target, if a file holds rows rather than text.
+fn rows_of(file: &File, spec: &DataSpec) -> Result<Option<(usize, Target)>> {
+    if file.link_exists(&spec.tokens) || !file.link_exists(&spec.inputs) {
+        return Ok(None);
+    }
+    let inputs = Field::describe(file, &spec.inputs, As::Numbers)?;
+    if !file.link_exists(&spec.targets) {
+        return Ok(Some((inputs.row_len(), Target::Unknown)));
+    }
+    let targets = Field::describe(file, &spec.targets, As::Numbers)?;
+    let is_integer = |field: &Field| matches!(field.dtype, TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_));
+    // Windows of text: an id to predict for each id.
+    if is_integer(&inputs) && is_integer(&targets) && inputs.shape.len() == 2 && inputs.shape == targets.shape {
+        return Ok(None);
+    }
+    let is_class = is_integer(&targets) && targets.row_len() == 1;
+    let target = if is_class { Target::Class(MAX_VOCABULARY) } else { Target::Values(targets.row_len()) };
+    Ok(Some((inputs.row_len(), target)))
+}
+
 fn lacking(file: &File, message: String) -> Error {
     let existing = h5::dataset_names(file).unwrap_or_default();
     let existing = if existing.is_empty() { "no dataset".to_owned() } else { existing.join(", ") };
@@ -354,7 +380,7 @@ impl Field {
         self.shape[0]
     }
 
-    /// Field in a row.
+    /// Elements of a row.
     pub(super) fn row_len(&self) -> usize {
         self.shape[1..].iter().product()
     }

@@ -4,13 +4,13 @@ use std::fmt;
 use std::path::Path;
 
 use super::format::{Checksums, checksum};
-use super::h5;
+use super::h5::{self, As};
 use super::inspect::h5_files;
 use super::shard::{Content, Field, Shard, first_invalid};
-use super::{DataSpec, Split};
+use super::{DataSpec, Split, Wants};
 use crate::error::{Error, Result};
 
-/// Field read at a time where no checksum gives the block.
+/// Ids read at a time where no checksum gives the block.
 const BLOCK: usize = 1 << 16;
 /// Stored chunks of a few MiB are decompressed once even if blocks straddle them.
 const CACHE_BYTES: usize = 32 << 20;
@@ -20,8 +20,10 @@ const CACHE_BYTES: usize = 32 << 20;
 pub struct Report {
     /// Files read.
     pub files: usize,
-    /// Field read, inputs and targets counted apart.
+    /// Ids read, inputs and targets counted apart.
     pub ids: u64,
+    /// Numbers read, likewise.
+    pub numbers: u64,
     /// Blocks whose checksum was compared.
     pub checksums: u64,
     /// What could not be checked, and why.
@@ -31,7 +33,11 @@ pub struct Report {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let files = count(self.files, "file");
-        write!(f, "{files} in order: {} ids, {} checksums", self.ids, self.checksums)?;
+        write!(f, "{files} in order: {} ids, ", self.ids)?;
+        if self.numbers > 0 {
+            write!(f, "{} numbers, ", self.numbers)?;
+        }
+        write!(f, "{} checksums", self.checksums)?;
         self.notes.iter().try_for_each(|note| write!(f, "\nnote: {note}"))
     }
 }
@@ -48,7 +54,7 @@ pub fn verify(path: &Path) -> Result<Report> {
     let mut check = Check::default();
     let mut shards: Vec<Shard> = Vec::new();
     for file in &files {
-        match Shard::open(file, &DataSpec::new(path)) {
+        match Shard::open(file, &DataSpec { wants: Wants::Anything, ..DataSpec::new(path) }) {
             Ok(shard) => {
                 let sibling = shards.first().map_or(Ok(()), |first| shard.check_sibling(first));
                 check.note_failure(sibling);
@@ -112,12 +118,19 @@ impl Check {
             (Some(_), _) => {}
         }
         let vocabulary = shard.header.vocabulary_size.map(|size| size as usize);
-        if vocabulary.is_none() {
+        let has_ids = shard.content.datasets().iter().any(|field| field.kind == As::Ids);
+        if vocabulary.is_none() && has_ids {
             self.report.notes.push(format!("{path} has no vocabulary_size: only negative ids are found"));
         }
         let result = shard.readers(CACHE_BYTES).map(|mut readers| {
             for (ids, reader) in shard.content.datasets().into_iter().zip(&mut readers) {
-                self.dataset(shard, ids, reader, checksums.as_ref(), vocabulary.unwrap_or(i32::MAX as usize));
+                match ids.kind {
+                    As::Ids => {
+                        let below = vocabulary.unwrap_or(i32::MAX as usize);
+                        self.dataset(shard, ids, reader, checksums.as_ref(), below);
+                    }
+                    As::Numbers => self.numbers(shard, ids, reader),
+                }
             }
         });
         self.note_failure(result);
@@ -169,6 +182,33 @@ impl Check {
         }
         if invalid > 1 {
             self.problem(format!("{path}: {} has {invalid} ids outside the vocabulary in all", ids.name));
+        }
+    }
+
+    /// Reads a dataset of numbers block by block. What is no number counts, and the first is named.
+    fn numbers(&mut self, shard: &Shard, field: &Field, reader: &mut h5::RowReader) {
+        let path = shard.path.display();
+        let (row_len, mut wrong) = (field.row_len().max(1), 0);
+        let rows_a_block = BLOCK.div_ceil(row_len);
+        let mut buffer = Vec::new();
+        for first in (0..field.rows()).step_by(rows_a_block) {
+            let rows = rows_a_block.min(field.rows() - first);
+            buffer.resize(rows * row_len, 0.0);
+            if let Err(e) = reader.read_numbers(first as u64, &mut buffer) {
+                let place = format!("{path}: {}[{first}..{}]", field.name, first + rows);
+                self.problem(format!("{place} cannot be read: {}", h5::one_line(&e)));
+                continue;
+            }
+            self.report.numbers += buffer.len() as u64;
+            for (at, x) in buffer.iter().enumerate().filter(|(_, x)| !x.is_finite()) {
+                if wrong == 0 {
+                    self.problem(format!("{path}: {} is {x}", field.element(first * row_len + at)));
+                }
+                wrong += 1;
+            }
+        }
+        if wrong > 1 {
+            self.problem(format!("{path}: {} has {wrong} elements that are no numbers in all", field.name));
         }
     }
 
