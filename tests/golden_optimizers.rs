@@ -7,14 +7,14 @@ use common::simulator::under;
 use common::{distance, floats, golden, numbers};
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
-use hpctrain::backend::{Kernels, Memory};
+use hpctrain::backend::{Elementwise, Kernels, Memory};
 use hpctrain::optim::{Rule, Update};
 
 const RULES: [(&str, Rule); 4] = [
-    ("adam", Rule::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 }),
-    ("adagrad", Rule::Adagrad { eps: 1e-8 }),
-    ("rmsprop", Rule::RmsProp { alpha: 0.95, eps: 1e-8, momentum: 0.8 }),
-    ("lion", Rule::Lion { beta1: 0.9, beta2: 0.95 }),
+    ("adam", Rule::Elementwise(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 })),
+    ("adagrad", Rule::Elementwise(Elementwise::Adagrad { eps: 1e-8 })),
+    ("rmsprop", Rule::Elementwise(Elementwise::RmsProp { alpha: 0.95, eps: 1e-8, momentum: 0.8 })),
+    ("lion", Rule::Elementwise(Elementwise::Lion { beta1: 0.9, beta2: 0.95 })),
 ];
 
 fn everything<B: Kernels>(b: &B) {

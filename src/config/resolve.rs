@@ -2,7 +2,7 @@
 
 use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
 use crate::backend::cpu::Cpu;
-use crate::backend::{Deviation, Kernels};
+use crate::backend::{Deviation, Elementwise, Kernels};
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
 use crate::mesh::Mesh;
@@ -100,10 +100,10 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let rule = match config.optimizer.kind {
         OptimizerKind::Adamw => Rule::AdamW { beta1, beta2, eps },
         OptimizerKind::Sgd => Rule::Sgd { momentum, nesterov },
-        OptimizerKind::Adam => Rule::Adam { beta1, beta2, eps },
-        OptimizerKind::Adagrad => Rule::Adagrad { eps },
-        OptimizerKind::Rmsprop => Rule::RmsProp { alpha: beta2, eps, momentum },
-        OptimizerKind::Lion => Rule::Lion { beta1, beta2 },
+        OptimizerKind::Adam => Rule::Elementwise(Elementwise::Adam { beta1, beta2, eps }),
+        OptimizerKind::Adagrad => Rule::Elementwise(Elementwise::Adagrad { eps }),
+        OptimizerKind::Rmsprop => Rule::Elementwise(Elementwise::RmsProp { alpha: beta2, eps, momentum }),
+        OptimizerKind::Lion => Rule::Elementwise(Elementwise::Lion { beta1, beta2 }),
     };
     config.precision.compute = compute(&config, facts.on_gpu)?;
     if config.optimizer.offload && !facts.on_gpu {

@@ -3,8 +3,6 @@
 mod group;
 mod schedule;
 
-use serde::{Deserialize, Serialize};
-
 use crate::backend::{AdamW, Elements, Elementwise, Kernels, Sgd};
 use crate::error::Result;
 
@@ -12,8 +10,7 @@ pub use group::{Group, Part, parts};
 pub use schedule::{Schedule, Shape};
 
 /// The update rule with its constants.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {
     /// Adam with decoupled weight decay.
     AdamW {
@@ -31,47 +28,19 @@ pub enum Rule {
         /// Look ahead along the momentum.
         nesterov: bool,
     },
-    /// Adam with coupled weight decay.
-    Adam {
-        /// Decay of the first moment.
-        beta1: f32,
-        /// Decay of the second moment.
-        beta2: f32,
-        /// Added to the root of the second moment.
-        eps: f32,
-    },
-    /// Adagrad.
-    Adagrad {
-        /// Added to the root of the sum of squares.
-        eps: f32,
-    },
-    /// RMSProp.
-    RmsProp {
-        /// Decay of the mean square.
-        alpha: f32,
-        /// Added to its root.
-        eps: f32,
-        /// Decay of the momentum.
-        momentum: f32,
-    },
-    /// Lion.
-    Lion {
-        /// Weight of the moment in the step.
-        beta1: f32,
-        /// Decay of the moment.
-        beta2: f32,
-    },
+    /// One that looks at an element at a time.
+    Elementwise(Elementwise),
 }
 
 impl Rule {
     /// Names of the state buffers, each as long as the parameters.
     pub fn state(&self) -> &'static [&'static str] {
         match self {
-            Rule::AdamW { .. } | Rule::Adam { .. } => &["m", "v"],
+            Rule::AdamW { .. } | Rule::Elementwise(Elementwise::Adam { .. }) => &["m", "v"],
             Rule::Sgd { .. } => &["momentum"],
-            Rule::Adagrad { .. } => &["sum"],
-            Rule::RmsProp { .. } => &["v", "momentum"],
-            Rule::Lion { .. } => &["m"],
+            Rule::Elementwise(Elementwise::Adagrad { .. }) => &["sum"],
+            Rule::Elementwise(Elementwise::RmsProp { .. }) => &["v", "momentum"],
+            Rule::Elementwise(Elementwise::Lion { .. }) => &["m"],
         }
     }
 }
@@ -107,26 +76,23 @@ impl Rule {
         let Update { lr, weight_decay, step, grad_scale } = update;
         let mut state = state.into_iter();
         let mut next = || state.next().expect("one window for each name in `Rule::state`");
-        let rule = match *self {
+        match *self {
             Rule::AdamW { beta1, beta2, eps } => {
                 let constants = AdamW { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
-                return backend.adamw(constants, grad, next(), next(), params, copy);
+                backend.adamw(constants, grad, next(), next(), params, copy)
             }
             Rule::Sgd { momentum, nesterov } => {
-                let constants = Sgd { lr, momentum, nesterov, weight_decay, grad_scale };
-                return backend.sgd(constants, grad, next(), params, copy);
+                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy)
             }
-            Rule::Adam { beta1, beta2, eps } => Elementwise::Adam { beta1, beta2, eps },
-            Rule::Adagrad { eps } => Elementwise::Adagrad { eps },
-            Rule::RmsProp { alpha, eps, momentum } => Elementwise::RmsProp { alpha, eps, momentum },
-            Rule::Lion { beta1, beta2 } => Elementwise::Lion { beta1, beta2 },
-        };
-        let update = Elements { rule, lr, weight_decay, step, grad_scale };
-        let mut first = next();
-        if rule.states() == 2 {
-            return backend.elements(update, grad, first, next(), params, copy);
+            Rule::Elementwise(rule) => {
+                let update = Elements { rule, lr, weight_decay, step, grad_scale };
+                let mut first = next();
+                if rule.states() == 2 {
+                    return backend.elements(update, grad, first, next(), params, copy);
+                }
+                let (none, first) = B::cut_mut(B::reborrow(&mut first), 0);
+                backend.elements(update, grad, first, none, params, copy)
+            }
         }
-        let (none, first) = B::cut_mut(B::reborrow(&mut first), 0);
-        backend.elements(update, grad, first, none, params, copy)
     }
 }

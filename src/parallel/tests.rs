@@ -258,8 +258,11 @@ fn no_more_full_buffers_live_than_is_said() {
                 let said =
                     [masters + most(row, &sizes, |moment| moment.params), most(row, &sizes, |moment| moment.grads)];
                 for (what, have, said) in [("parameters", parameters, said[0]), ("gradients", gradients, said[1])] {
-                    // A buffer that serves again may be a little larger than is asked for.
-                    assert!((said..=said + said / 20).contains(&have), "{what}, {name}: {have} and not {said} bytes");
+                    // A buffer that serves again may be a quarter larger than is asked for, and is counted as what it
+                    // is. Where a unit's buffers only ever take each other's places nothing is.
+                    let exact = (zero, lanes, micros_per_lane) == (Zero::Three, 1, 2);
+                    let most = if exact { said } else { said + said / 20 };
+                    assert!((said..=most).contains(&have), "{what}, {name}: {have} and not {said} bytes");
                 }
             }
         }

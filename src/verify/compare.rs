@@ -4,6 +4,7 @@ use std::fmt;
 
 use super::record::{Entry, Recording};
 use super::snapshot::Difference;
+use crate::backend::Elementwise;
 use crate::optim::Rule;
 
 /// What of a row agrees with one rank.
@@ -123,7 +124,7 @@ impl Bounds {
             .take(CLOSE_STEPS as usize)
             .map(|step| (f64::from_bits(step.lr), f64::from_bits(step.norm)));
         let parameter = match rule {
-            Rule::AdamW { beta1, beta2, .. } | Rule::Adam { beta1, beta2, .. } => {
+            Rule::AdamW { beta1, beta2, .. } | Rule::Elementwise(Elementwise::Adam { beta1, beta2, .. }) => {
                 // The largest quotient of the moments: one gradient after many of zero.
                 let most = (1.0 - f64::from(beta1)) / (1.0 - f64::from(beta2)).sqrt();
                 2.0 * most.max(1.0) * taken.map(|(lr, _)| lr).sum::<f64>()
@@ -134,8 +135,10 @@ impl Bounds {
                 NORM * way / (1.0 - f64::from(momentum))
             }
             // Where a gradient is rounding alone its quotient with itself may be anything up to these.
-            Rule::Adagrad { .. } | Rule::Lion { .. } => 2.0 * taken.map(|(lr, _)| lr).sum::<f64>(),
-            Rule::RmsProp { alpha, momentum, .. } => {
+            Rule::Elementwise(Elementwise::Adagrad { .. } | Elementwise::Lion { .. }) => {
+                2.0 * taken.map(|(lr, _)| lr).sum::<f64>()
+            }
+            Rule::Elementwise(Elementwise::RmsProp { alpha, momentum, .. }) => {
                 let most = 1.0 / (1.0 - f64::from(alpha)).sqrt() / (1.0 - f64::from(momentum));
                 2.0 * most * taken.map(|(lr, _)| lr).sum::<f64>()
             }

@@ -20,6 +20,23 @@ __device__ __forceinline__ void spread(long long n, F body) {
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += threads) body(i);
 }
 
+// Where an element is in b × rows × columns × `channels` elements.
+struct Place {
+  long long image;
+  int row, column, channel;
+
+  __device__ __forceinline__ Place(long long at, int rows, int columns, int channels)
+      : image(at / channels / columns / rows),
+        row(int(at / channels / columns % rows)),
+        column(int(at / channels % columns)),
+        channel(int(at % channels)) {}
+};
+
+// Where an element of the images is in memory.
+__device__ __forceinline__ long long in_images(const Window& w, long long image, int row, int column, int channel) {
+  return ((image * w.height + row) * w.width + column) * w.channels + channel;
+}
+
 // The rows (or columns) of the image that the window sees at a place: [first, last).
 __device__ __forceinline__ void seen(int place, int stride, int padding, int size, int len, int& first, int& last) {
   first = place * stride - padding, last = first + size;
@@ -45,7 +62,7 @@ extern "C" __global__ void unfold(const elem* x, elem* y, int first, int taken, 
     int line = int(place / w.wide % w.high) * w.down - w.above + i;
     long long image = place / w.wide / w.high;
     bool inside = line >= 0 && line < w.height && column >= 0 && column < w.width;
-    y[at] = inside ? x[((image * w.height + line) * w.width + column) * w.channels + first + channel] : from_float<elem>(0.0f);
+    y[at] = inside ? x[in_images(w, image, line, column, first + channel)] : from_float<elem>(0.0f);
   });
 }
 
@@ -53,18 +70,17 @@ extern "C" __global__ void unfold(const elem* x, elem* y, int first, int taken, 
 extern "C" __global__ void fold(const elem* dy, elem* dx, int first, int taken, WINDOW) {
   Window w = THE_WINDOW;
   spread((long long)w.batch * w.height * w.width * taken, [&](long long at) {
-    int channel = int(at % taken), column = int(at / taken % w.width), line = int(at / taken / w.width % w.height);
-    long long image = at / taken / w.width / w.height;
+    const Place of(at, w.height, w.width, taken);
     int top, bottom, begin, end;
-    seeing(line, w.down, w.above, w.rows, w.high, top, bottom);
-    seeing(column, w.right, w.left, w.columns, w.wide, begin, end);
+    seeing(of.row, w.down, w.above, w.rows, w.high, top, bottom);
+    seeing(of.column, w.right, w.left, w.columns, w.wide, begin, end);
     float sum = 0.0f;
     for (int h = top; h < bottom; h++)
       for (int v = begin; v < end; v++) {
-        int i = line + w.above - h * w.down, j = column + w.left - v * w.right;
-        sum += to_float(dy[((((image * w.high + h) * w.wide + v) * w.rows + i) * w.columns + j) * taken + channel]);
+        int i = of.row + w.above - h * w.down, j = of.column + w.left - v * w.right;
+        sum += to_float(dy[((((of.image * w.high + h) * w.wide + v) * w.rows + i) * w.columns + j) * taken + of.channel]);
       }
-    elem* to = dx + ((image * w.height + line) * w.width + column) * w.channels + first + channel;
+    elem* to = dx + in_images(w, of.image, of.row, of.column, first + of.channel);
     *to = from_float<elem>(to_float(*to) + sum);
   });
 }
@@ -77,7 +93,7 @@ __device__ __forceinline__ long long largest(const elem* x, const Window& w, lon
   long long at = -1;
   for (int line = top; line < bottom; line++)
     for (int column = begin; column < end; column++) {
-      long long place = ((image * w.height + line) * w.width + column) * w.channels + channel;
+      long long place = in_images(w, image, line, column, channel);
       if (at < 0 || to_float(x[place]) > to_float(x[at])) at = place;
     }
   return at;
@@ -86,26 +102,23 @@ __device__ __forceinline__ long long largest(const elem* x, const Window& w, lon
 extern "C" __global__ void max_pool(const elem* x, elem* y, WINDOW) {
   Window w = THE_WINDOW;
   spread((long long)w.batch * w.high * w.wide * w.channels, [&](long long at) {
-    long long place = at / w.channels;
-    int v = int(place % w.wide), h = int(place / w.wide % w.high);
-    y[at] = x[largest(x, w, place / w.wide / w.high, h, v, int(at % w.channels))];
+    const Place of(at, w.high, w.wide, w.channels);
+    y[at] = x[largest(x, w, of.image, of.row, of.column, of.channel)];
   });
 }
 
 extern "C" __global__ void max_pool_backward(const elem* x, const elem* dy, elem* dx, WINDOW) {
   Window w = THE_WINDOW;
   spread((long long)w.batch * w.height * w.width * w.channels, [&](long long at) {
-    int channel = int(at % w.channels), column = int(at / w.channels % w.width);
-    int line = int(at / w.channels / w.width % w.height);
-    long long image = at / w.channels / w.width / w.height;
+    const Place of(at, w.height, w.width, w.channels);
     int top, bottom, begin, end;
-    seeing(line, w.down, w.above, w.rows, w.high, top, bottom);
-    seeing(column, w.right, w.left, w.columns, w.wide, begin, end);
+    seeing(of.row, w.down, w.above, w.rows, w.high, top, bottom);
+    seeing(of.column, w.right, w.left, w.columns, w.wide, begin, end);
     float sum = 0.0f;
     for (int h = top; h < bottom; h++)
       for (int v = begin; v < end; v++)
-        if (largest(x, w, image, h, v, channel) == at)
-          sum += to_float(dy[((image * w.high + h) * w.wide + v) * w.channels + channel]);
+        if (largest(x, w, of.image, h, v, of.channel) == at)
+          sum += to_float(dy[((of.image * w.high + h) * w.wide + v) * w.channels + of.channel]);
     dx[at] = from_float<elem>(sum);
   });
 }
@@ -121,32 +134,29 @@ __device__ __forceinline__ int count(const Window& w, int h, int v) {
 extern "C" __global__ void average_pool(const elem* x, elem* y, WINDOW) {
   Window w = THE_WINDOW;
   spread((long long)w.batch * w.high * w.wide * w.channels, [&](long long at) {
-    long long place = at / w.channels, image = place / w.wide / w.high;
-    int v = int(place % w.wide), h = int(place / w.wide % w.high), channel = int(at % w.channels);
+    const Place of(at, w.high, w.wide, w.channels);
     int top, bottom, begin, end;
-    seen(h, w.down, w.above, w.rows, w.height, top, bottom);
-    seen(v, w.right, w.left, w.columns, w.width, begin, end);
+    seen(of.row, w.down, w.above, w.rows, w.height, top, bottom);
+    seen(of.column, w.right, w.left, w.columns, w.width, begin, end);
     float sum = 0.0f;
     for (int line = top; line < bottom; line++)
       for (int column = begin; column < end; column++)
-        sum += to_float(x[((image * w.height + line) * w.width + column) * w.channels + channel]);
-    y[at] = from_float<elem>(sum / count(w, h, v));
+        sum += to_float(x[in_images(w, of.image, line, column, of.channel)]);
+    y[at] = from_float<elem>(sum / count(w, of.row, of.column));
   });
 }
 
 extern "C" __global__ void average_pool_backward(const elem* dy, elem* dx, WINDOW) {
   Window w = THE_WINDOW;
   spread((long long)w.batch * w.height * w.width * w.channels, [&](long long at) {
-    int channel = int(at % w.channels), column = int(at / w.channels % w.width);
-    int line = int(at / w.channels / w.width % w.height);
-    long long image = at / w.channels / w.width / w.height;
+    const Place of(at, w.height, w.width, w.channels);
     int top, bottom, begin, end;
-    seeing(line, w.down, w.above, w.rows, w.high, top, bottom);
-    seeing(column, w.right, w.left, w.columns, w.wide, begin, end);
+    seeing(of.row, w.down, w.above, w.rows, w.high, top, bottom);
+    seeing(of.column, w.right, w.left, w.columns, w.wide, begin, end);
     float sum = 0.0f;
     for (int h = top; h < bottom; h++)
       for (int v = begin; v < end; v++)
-        sum += to_float(dy[((image * w.high + h) * w.wide + v) * w.channels + channel]) / count(w, h, v);
+        sum += to_float(dy[((of.image * w.high + h) * w.wide + v) * w.channels + of.channel]) / count(w, h, v);
     dx[at] = from_float<elem>(sum);
   });
 }
