@@ -84,9 +84,10 @@ impl UnitLayout {
 
     /// The tensors that overlap `owned`, with the overlap as a range of the tensor's own flat elements.
     pub fn pieces(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
-        self.tensors.iter().filter_map(move |(tensor, range)| {
+        self.tensors.iter().enumerate().filter_map(move |(index, (tensor, range))| {
             let overlap = range.start.max(owned.start)..range.end.min(owned.end);
             (overlap.start < overlap.end).then(|| Piece {
+                index,
                 tensor,
                 of_tensor: overlap.start - range.start..overlap.end - range.start,
                 of_owned: overlap.start - owned.start..overlap.end - owned.start,
@@ -98,6 +99,8 @@ impl UnitLayout {
 /// The part of a tensor that lies in an owned range of a unit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Piece<'a> {
+    /// Which tensor of the unit.
+    pub index: usize,
     /// The tensor.
     pub tensor: &'a Tensor,
     /// The overlap, in flat elements of the tensor.

@@ -10,11 +10,13 @@ use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::backend::{Elementwise, Kernels, Memory};
 use hpctrain::optim::{Rule, Update};
 
-const RULES: [(&str, Rule); 4] = [
+const RULES: [(&str, Rule); 6] = [
     ("adam", Rule::Elementwise(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 })),
     ("adagrad", Rule::Elementwise(Elementwise::Adagrad { eps: 1e-8 })),
     ("rmsprop", Rule::Elementwise(Elementwise::RmsProp { alpha: 0.95, eps: 1e-8, momentum: 0.8 })),
     ("lion", Rule::Elementwise(Elementwise::Lion { beta1: 0.9, beta2: 0.95 })),
+    ("lamb", Rule::Lamb { beta1: 0.9, beta2: 0.95, eps: 1e-8 }),
+    ("lars", Rule::Lars { momentum: 0.8, nesterov: true, trust: 0.05 }),
 ];
 
 fn everything<B: Kernels>(b: &B) {
@@ -27,7 +29,12 @@ fn everything<B: Kernels>(b: &B) {
         let mut state: Vec<B::Buf> = rule.state().iter().map(|_| new(&vec![0.0; len])).collect();
         for (grad, step) in grads.chunks(len).zip(1..) {
             let grad = new(grad);
-            let update = Update { lr: 0.01 / step as f32, weight_decay: 0.1, step, grad_scale: 1.0 };
+            let mut update = Update { lr: 0.01 / step as f32, weight_decay: 0.1, step, grad_scale: 1.0, trust: 1.0 };
+            if rule.is_layerwise() {
+                let state: Vec<_> = state.iter().map(B::all).collect();
+                let squares = rule.squares(b, update, B::all(&grad), &state, B::all(&params)).unwrap();
+                update.trust = rule.trust(squares.map(|square| b.read(square).unwrap()), 0.1, 1.0);
+            }
             let state = state.iter_mut().map(B::all_mut).collect();
             rule.update(b, update, B::all(&grad), state, B::all_mut(&mut params), None).unwrap();
         }

@@ -78,7 +78,7 @@ fn the_host_updates_as_the_device_does_in_bf16() {
 #[test]
 fn every_rule_updates_on_the_host_as_well() {
     let root = tempfile::tempdir().unwrap();
-    for kind in ["sgd", "adam", "adagrad", "rmsprop", "lion"] {
+    for kind in ["sgd", "adam", "adagrad", "rmsprop", "lamb", "lars", "lion"] {
         let own = format!("optimizer.kind={kind}");
         let settings = [&own[..], if kind == "sgd" { "optimizer.nesterov=true" } else { "optimizer.momentum=0.5" }];
         let here = succeeds(&command(Alone, root.path(), &format!("{kind}-here"), &settings), &[]);

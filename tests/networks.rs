@@ -169,8 +169,10 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
     let network = networks.iter().find(|network| network.name == "regression").unwrap();
     let groups =
         "optimizer.groups=[{names='*.bias',lr_factor=2.0,weight_decay=0.3},{names='layers.1.*',lr_factor=0.0}]";
-    for (kind, more) in
-        ["adam", "adagrad", "rmsprop", "lion", "sgd"].map(|kind| (kind, "")).into_iter().chain([("adamw", groups)])
+    for (kind, more) in ["adam", "adagrad", "rmsprop", "lamb", "lars", "lion", "sgd"]
+        .map(|kind| (kind, ""))
+        .into_iter()
+        .chain([("adamw", groups)])
     {
         let settings = format!("optimizer.kind={kind} {more}");
         let one = run(network, Alone, root.path(), kind, &settings).succeeds();

@@ -563,6 +563,16 @@ pub trait Kernels: Backend {
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
     ) -> Result<()>;
+    /// `Σ u²` in f64, summed in fixed chunks, where `u` is what [`Kernels::adamw`] would take off every parameter at a learning
+    /// rate of one. Changes nothing.
+    fn adamw_step_squares(
+        &self,
+        update: AdamW,
+        grad: Self::View<'_>,
+        m: Self::View<'_>,
+        v: Self::View<'_>,
+        p: Self::View<'_>,
+    ) -> Result<Self::Scalar>;
     /// Updates `p` and `m` of a contiguous range from its gradient; `copy` as in [`Kernels::adamw`].
     fn sgd(
         &self,

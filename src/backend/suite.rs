@@ -439,6 +439,7 @@ fn optimizers<B: Kernels>(b: &B) -> Results {
         let (gb, mut mb, mut vb, mut pb) = (up_f32(b, &g), up_f32(b, &m), up_f32(b, &v), up_f32(b, &p));
         let mut copy = up(b, &p);
         let u = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
+        let squares = b.adamw_step_squares(u, B::all(&gb), B::all(&mb), B::all(&vb), B::all(&pb)).unwrap();
         let (m_view, v_view, p_view) = (B::all_mut(&mut mb), B::all_mut(&mut vb), B::all_mut(&mut pb));
         b.adamw(u, B::all(&gb), m_view, v_view, p_view, Some(B::all_mut(&mut copy))).unwrap();
         let [lr, beta1, beta2, decay] = [u.lr, u.beta1, u.beta2, u.weight_decay].map(f64::from);
@@ -450,6 +451,10 @@ fn optimizers<B: Kernels>(b: &B) -> Results {
             let (m_hat, v_hat) = (want_m[i] / (1.0 - beta1.powi(3)), want_v[i] / (1.0 - beta2.powi(3)));
             want_p.push(f64::from(p[i]) * (1.0 - lr * decay) - lr * m_hat / (v_hat.sqrt() + 1e-8));
         }
+        let step = |(&p, want): (&f32, &f64)| (f64::from(p) - want) / lr;
+        let want: f64 = p.iter().zip(&want_p).map(step).map(|u| u * u).sum();
+        let got = b.read(squares).unwrap();
+        assert!((got - want).abs() <= 1e-5 * want, "adamw step squares: {got} is not {want}");
         close(b, &mb, &want_m, "adamw m");
         close(b, &vb, &want_v, "adamw v");
         close(b, &pb, &want_p, "adamw p");

@@ -162,20 +162,22 @@ sections! {
 
     /// `[optimizer]`
     Optimizer {
-        /// The update rule: adamw, adam, sgd, adagrad, rmsprop, lion.
+        /// The update rule: adamw, adam, sgd, adagrad, rmsprop, lamb, lars, lion.
         kind: OptimizerKind = OptimizerKind::Adamw,
         /// Peak learning rate.
         lr: f64 = 1e-3,
-        /// AdamW, Adam: decay of the first moment. Lion: weight of the moment in a step.
+        /// AdamW, Adam, LAMB: decay of the first moment. Lion: weight of the moment in a step.
         beta1: f32 = 0.9,
-        /// AdamW, Adam: decay of the second moment. RMSProp: of the mean square. Lion: of the moment.
+        /// AdamW, Adam, LAMB: decay of the second moment. RMSProp: of the mean square. Lion: of the moment.
         beta2: f32 = 0.99,
-        /// AdamW, Adam, Adagrad, RMSProp: added to the root of squares.
+        /// AdamW, Adam, LAMB, Adagrad, RMSProp: added to the root of squares.
         eps: f32 = 1e-8,
-        /// SGD, RMSProp: decay of the momentum buffer.
+        /// SGD, LARS, RMSProp: decay of the momentum buffer.
         momentum: f32 = 0.9,
-        /// SGD: look ahead along the momentum.
+        /// SGD, LARS: look ahead along the momentum.
         nesterov: bool = false,
+        /// LARS: the norm of a matrix's step at a learning rate of one, as a part of the matrix's own norm.
+        trust: f32 = 0.001,
         /// Weight decay of matrices and tables.
         weight_decay: f32 = 0.1,
         /// Largest global norm of the gradient; 0 does not clip.
@@ -401,6 +403,10 @@ pub enum OptimizerKind {
     Adagrad,
     /// RMSProp with momentum.
     Rmsprop,
+    /// AdamW, the step of each matrix scaled to its norm.
+    Lamb,
+    /// Stochastic gradient descent with momentum, the gradient of each matrix scaled to its norm.
+    Lars,
     /// Lion, with decoupled weight decay.
     Lion,
 }

@@ -96,13 +96,15 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let loss = loss(&config, &network)?;
     check_groups(&config.optimizer.groups, &network)?;
     let schedule = schedule(&config);
-    let Optimizer { beta1, beta2, eps, momentum, nesterov, .. } = config.optimizer;
+    let Optimizer { beta1, beta2, eps, momentum, nesterov, trust, .. } = config.optimizer;
     let rule = match config.optimizer.kind {
         OptimizerKind::Adamw => Rule::AdamW { beta1, beta2, eps },
         OptimizerKind::Sgd => Rule::Sgd { momentum, nesterov },
         OptimizerKind::Adam => Rule::Elementwise(Elementwise::Adam { beta1, beta2, eps }),
         OptimizerKind::Adagrad => Rule::Elementwise(Elementwise::Adagrad { eps }),
         OptimizerKind::Rmsprop => Rule::Elementwise(Elementwise::RmsProp { alpha: beta2, eps, momentum }),
+        OptimizerKind::Lamb => Rule::Lamb { beta1, beta2, eps },
+        OptimizerKind::Lars => Rule::Lars { momentum, nesterov, trust },
         OptimizerKind::Lion => Rule::Elementwise(Elementwise::Lion { beta1, beta2 }),
     };
     config.precision.compute = compute(&config, facts.on_gpu)?;
@@ -195,6 +197,9 @@ fn check_ranges(config: &Config) -> Result<()> {
     }
     if !(optimizer.lr > 0.0 && optimizer.lr.is_finite()) {
         return Err(out_of_range("optimizer.lr", optimizer.lr, "greater than 0"));
+    }
+    if !(optimizer.trust > 0.0 && optimizer.trust.is_finite()) {
+        return Err(out_of_range("optimizer.trust", optimizer.trust, "greater than 0"));
     }
     if !(0.0..=1.0).contains(&schedule.min_ratio) {
         return Err(out_of_range("schedule.min_ratio", schedule.min_ratio, "from 0 to 1"));
@@ -565,6 +570,7 @@ mod tests {
             ("model.vocabulary=10", "model.vocabulary = 10"),
             ("run.name=../x", "run.name"),
             ("schedule.min_ratio=2.0", "schedule.min_ratio"),
+            ("optimizer.trust=0", "optimizer.trust"),
             ("log.straggler_factor=1.0", "log.straggler_factor = 1 "),
             ("log.straggler_factor=nan", "log.straggler_factor = NaN"),
             ("log.straggler_window=0", "log.straggler_window = 0"),

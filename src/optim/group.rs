@@ -43,9 +43,23 @@ pub struct Part {
     pub weight_decay: Option<f32>,
     /// Whether the run's weight decay is for them.
     pub decays: bool,
+    /// The tensor of the unit by whose norms their step is scaled.
+    pub scaled_by: Option<usize>,
 }
 
 impl Part {
+    /// A whole tensor, its step not scaled.
+    pub fn of(tensor: &Tensor, groups: &[Group]) -> Self {
+        let group = groups.iter().find(|group| group.holds(tensor));
+        Part {
+            len: tensor.len(),
+            lr_factor: group.map_or(1.0, |group| group.lr_factor),
+            weight_decay: group.and_then(|group| group.weight_decay),
+            decays: tensor.decays(),
+            scaled_by: None,
+        }
+    }
+
     /// The weight decay, where the run's is `default`.
     pub fn decay(&self, default: f32) -> f32 {
         self.weight_decay.unwrap_or(if self.decays { default } else { 0.0 })
@@ -56,8 +70,9 @@ impl Part {
     }
 }
 
-/// The parts of a range of a unit, in order; padding is of the last one.
-pub fn parts(layout: &UnitLayout, range: Range<usize>, groups: &[Group]) -> Vec<Part> {
+/// The parts of a range of a unit, in order; padding is of the last one. `layerwise`: each matrix is a part of its own
+/// ([`Rule::is_layerwise`](super::Rule::is_layerwise)).
+pub fn parts(layout: &UnitLayout, range: Range<usize>, groups: &[Group], layerwise: bool) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
     let mut add = |part: Part| match parts.last_mut() {
         _ if part.len == 0 => {}
@@ -66,16 +81,12 @@ pub fn parts(layout: &UnitLayout, range: Range<usize>, groups: &[Group]) -> Vec<
     };
     let mut end = range.start;
     for piece in layout.pieces(range.clone()) {
-        let group = groups.iter().find(|group| group.holds(piece.tensor));
         end = range.start + piece.of_owned.end;
-        add(Part {
-            len: piece.of_owned.len(),
-            lr_factor: group.map_or(1.0, |group| group.lr_factor),
-            weight_decay: group.and_then(|group| group.weight_decay),
-            decays: piece.tensor.decays(),
-        });
+        let part = Part::of(piece.tensor, groups);
+        let scaled_by = (layerwise && part.decays).then_some(piece.index);
+        add(Part { len: piece.of_owned.len(), scaled_by, ..part });
     }
-    add(Part { len: range.end - end, lr_factor: 1.0, weight_decay: None, decays: false });
+    add(Part { len: range.end - end, lr_factor: 1.0, weight_decay: None, decays: false, scaled_by: None });
     parts
 }
 
@@ -94,9 +105,12 @@ mod tests {
             tensor("b.bias", &[2]),
         ];
         let layout = UnitLayout::new("unit", tensors, 1);
-        let part = |len, lr_factor, weight_decay, decays| Part { len, lr_factor, weight_decay, decays };
+        let part =
+            |len, lr_factor, weight_decay, decays| Part { len, lr_factor, weight_decay, decays, scaled_by: None };
         let plain = [part(10, 1.0, None, true), part(6, 1.0, None, false)];
-        assert_eq!(parts(&layout, 0..16, &[]), plain);
+        assert_eq!(parts(&layout, 0..16, &[], false), plain);
+        let scaled = |len, tensor| Part { scaled_by: Some(tensor), ..part(len, 1.0, None, true) };
+        assert_eq!(parts(&layout, 2..16, &[], true), [scaled(4, 0), scaled(4, 1), plain[1]]);
         let group = |names: &str, lr_factor, weight_decay| Group { names: names.into(), lr_factor, weight_decay };
         let groups = [group("a.*", 0.5, None), group("*.bias", 2.0, Some(0.1)), group("b.*", 9.0, None)];
         let expected = [
@@ -106,8 +120,8 @@ mod tests {
             part(2, 2.0, Some(0.1), false),
             part(1, 1.0, None, false),
         ];
-        assert_eq!(parts(&layout, 0..16, &groups), expected);
-        assert_eq!(parts(&layout, 8..12, &groups), [part(2, 9.0, None, true), part(2, 0.5, None, false)]);
+        assert_eq!(parts(&layout, 0..16, &groups, false), expected);
+        assert_eq!(parts(&layout, 8..12, &groups, false), [part(2, 9.0, None, true), part(2, 0.5, None, false)]);
         assert_eq!(expected.map(|part| part.decay(0.3)), [0.3, 0.3, 0.0, 0.1, 0.0]);
     }
 }

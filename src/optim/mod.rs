@@ -2,12 +2,14 @@
 
 mod group;
 mod schedule;
+mod trust;
 
 use crate::backend::{AdamW, Elements, Elementwise, Kernels, Sgd};
 use crate::error::Result;
 
 pub use group::{Group, Part, parts};
 pub use schedule::{Schedule, Shape};
+pub use trust::Pair;
 
 /// The update rule with its constants.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -30,14 +32,34 @@ pub enum Rule {
     },
     /// One that looks at an element at a time.
     Elementwise(Elementwise),
+    /// LAMB (You et al., "Large batch optimization for deep learning", 2020): AdamW whose step of each matrix is scaled to the
+    /// matrix's own norm.
+    Lamb {
+        /// Decay of the first moment.
+        beta1: f32,
+        /// Decay of the second moment.
+        beta2: f32,
+        /// Added to the root of the second moment.
+        eps: f32,
+    },
+    /// LARS (You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017): SGD whose gradient of each
+    /// matrix is scaled to a part of the matrix's own norm.
+    Lars {
+        /// Decay of the momentum buffer.
+        momentum: f32,
+        /// Look ahead along the momentum.
+        nesterov: bool,
+        /// That part.
+        trust: f32,
+    },
 }
 
 impl Rule {
     /// Names of the state buffers, each as long as the parameters.
     pub fn state(&self) -> &'static [&'static str] {
         match self {
-            Rule::AdamW { .. } | Rule::Elementwise(Elementwise::Adam { .. }) => &["m", "v"],
-            Rule::Sgd { .. } => &["momentum"],
+            Rule::AdamW { .. } | Rule::Lamb { .. } | Rule::Elementwise(Elementwise::Adam { .. }) => &["m", "v"],
+            Rule::Sgd { .. } | Rule::Lars { .. } => &["momentum"],
             Rule::Elementwise(Elementwise::Adagrad { .. }) => &["sum"],
             Rule::Elementwise(Elementwise::RmsProp { .. }) => &["v", "momentum"],
             Rule::Elementwise(Elementwise::Lion { .. }) => &["m"],
@@ -56,6 +78,8 @@ pub struct Update {
     pub step: u64,
     /// Factor on the gradient: the clip.
     pub grad_scale: f32,
+    /// LAMB and LARS: the factor that [`Rule::trust`] gives for the tensor.
+    pub trust: f32,
 }
 
 impl Rule {
@@ -73,7 +97,7 @@ impl Rule {
         params: B::ViewMut<'_>,
         copy: Option<B::ViewMut<'_>>,
     ) -> Result<()> {
-        let Update { lr, weight_decay, step, grad_scale } = update;
+        let Update { lr, weight_decay, step, grad_scale, trust } = update;
         let mut state = state.into_iter();
         let mut next = || state.next().expect("one window for each name in `Rule::state`");
         match *self {
@@ -81,7 +105,15 @@ impl Rule {
                 let constants = AdamW { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
                 backend.adamw(constants, grad, next(), next(), params, copy)
             }
+            Rule::Lamb { beta1, beta2, eps } => {
+                let constants = AdamW { lr: lr * trust, beta1, beta2, eps, weight_decay, step, grad_scale };
+                backend.adamw(constants, grad, next(), next(), params, copy)
+            }
             Rule::Sgd { momentum, nesterov } => {
+                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy)
+            }
+            Rule::Lars { momentum, nesterov, .. } => {
+                let (weight_decay, grad_scale) = (trust * weight_decay, trust * grad_scale);
                 backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy)
             }
             Rule::Elementwise(rule) => {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::owner::{Hyper, nowhere, state_names};
 use crate::backend::{Kernels, Memory};
 use crate::error::{Error, Result};
-use crate::optim::{Part, Rule, Update};
+use crate::optim::{Pair, Part, Rule};
 
 /// What is held of a range.
 pub struct Held<B: Kernels> {
@@ -50,25 +50,60 @@ impl<B: Kernels> Held<B> {
         self.master.as_ref().ok_or_else(nowhere)
     }
 
-    /// Updates the parameters from their gradient. `full` is the range's window of full ones, where they live always.
+    /// The squares that scale the steps of tensors ([`Rule::squares`]): of those parts of them that are in `range` of what is
+    /// held. `params` and `grad` are windows of all that is held.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn squares<'a>(
+        &'a self,
+        hyper: Hyper,
+        range: Range<usize>,
+        grad: B::View<'a>,
+        params: B::View<'a>,
+    ) -> Result<Vec<(usize, Pair<B::Scalar>)>> {
+        let rule = self.rule()?;
+        let cut = |view, at: &Range<usize>| B::cut(B::cut(view, at.end).0, at.start).1;
+        let (mut squares, mut end) = (Vec::new(), 0);
+        for part in &self.parts {
+            let at = range.start.max(end)..range.end.min(end + part.len);
+            end += part.len;
+            let Some(tensor) = part.scaled_by.filter(|_| at.start < at.end) else { continue };
+            let state: Vec<_> = self.state(&at).collect();
+            let update = hyper.of(part, 1.0);
+            squares.push((tensor, rule.squares(&self.backend, update, cut(grad, &at), &state, cut(params, &at))?));
+        }
+        Ok(squares)
+    }
+
+    fn rule(&self) -> Result<Rule> {
+        self.rule.ok_or_else(|| Error::internal("an update without a rule"))
+    }
+
+    /// Updates the parameters from their gradient. `full` is the range's window of full ones, where they live always;
+    /// `trust` has a factor for every tensor of the unit where steps are scaled.
     ///
     /// # Errors
     /// The device failed, or the parameters are nowhere.
-    pub fn update<'a>(&'a mut self, hyper: Hyper, grad: B::View<'_>, full: Option<B::ViewMut<'a>>) -> Result<()> {
-        let rule = self.rule.ok_or_else(|| Error::internal("an update without a rule"))?;
+    pub fn update<'a>(
+        &'a mut self,
+        hyper: Hyper,
+        trust: &[f32],
+        grad: B::View<'_>,
+        full: Option<B::ViewMut<'a>>,
+    ) -> Result<()> {
+        let rule = self.rule()?;
         let (params, copy) = match (&mut self.master, full) {
             (Some(master), full) => (B::all_mut(master), full),
             (None, Some(full)) => (full, None),
             (None, None) => return Err(nowhere()),
         };
         let state = self.state.iter_mut().map(B::all_mut).collect();
-        let Hyper { lr, weight_decay, step, grad_scale } = hyper;
         let mut left = Windows::<B> { grad, state, params, copy };
         for part in &self.parts {
             let (Windows { grad, state, params, copy }, rest) = left.cut(part.len);
             left = rest;
-            let lr = lr * part.lr_factor;
-            let update = Update { lr, weight_decay: part.decay(weight_decay), step, grad_scale };
+            let update = hyper.of(part, part.scaled_by.map_or(1.0, |tensor| trust[tensor]));
             rule.update(&self.backend, update, grad, state, params, copy)?;
         }
         Ok(())

@@ -6,6 +6,7 @@
 mod facts;
 mod held;
 mod lanes;
+mod norms;
 mod offload;
 mod owner;
 mod rehearsal;

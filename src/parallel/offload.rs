@@ -8,6 +8,7 @@
 //!
 //! Only slots are page-locked: nobody but the CPU reads masters and moments.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::held::Held;
@@ -15,7 +16,7 @@ use super::owner::Hyper;
 use crate::backend::cpu::Cpu;
 use crate::backend::{Ferry, Kernels, Memory, Reach, Slot};
 use crate::error::{Error, Result};
-use crate::optim::{Part, Rule};
+use crate::optim::{Pair, Part, Rule};
 
 /// The host's side of a device: what updates in its stead, and what copies between them.
 #[derive(Clone)]
@@ -107,16 +108,30 @@ impl<B: Kernels> Offloaded<B> {
         self.cargo = Cargo::Nothing;
     }
 
-    /// Updates the parameters from the gradient that was fetched.
+    /// As [`Held::squares`], of the gradient that was fetched.
     ///
     /// # Errors
     /// The device failed.
-    pub fn update(&mut self, hyper: Hyper) -> Result<()> {
-        if self.cargo != Cargo::Gradient {
-            return Err(Error::internal("an update without a gradient on the host"));
-        }
-        self.held.update(hyper, &self.slot.memory()?[..self.len], None)?;
+    pub fn squares(&mut self, hyper: Hyper, range: Range<usize>) -> Result<Vec<(usize, Pair<f64>)>> {
+        self.has_gradient()?;
+        self.held.squares(hyper, range, &self.slot.memory()?[..self.len], self.held.master()?.as_slice())
+    }
+
+    /// Updates the parameters from the gradient that was fetched; `trust` as in [`Held::update`].
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn update(&mut self, hyper: Hyper, trust: &[f32]) -> Result<()> {
+        self.has_gradient()?;
+        self.held.update(hyper, trust, &self.slot.memory()?[..self.len], None)?;
         self.load()
+    }
+
+    fn has_gradient(&self) -> Result<()> {
+        match self.cargo {
+            Cargo::Gradient => Ok(()),
+            _ => Err(Error::internal("an update without a gradient on the host")),
+        }
     }
 
     /// Starts to bring the parameters up. What compute requests from now on waits for them.

@@ -12,7 +12,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, Kernels};
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
-use crate::optim::{Group, Rule, parts};
+use crate::optim::{Group, Pair, Part, Rule, Update, parts};
 
 /// Constants of one update.
 #[derive(Debug, Clone, Copy)]
@@ -25,6 +25,14 @@ pub struct Hyper {
     pub step: u64,
     /// Factor on the gradient: the clip.
     pub grad_scale: f32,
+}
+
+impl Hyper {
+    /// What the update of a part is, with this factor on its step.
+    pub fn of(self, part: &Part, trust: f32) -> Update {
+        let Hyper { lr, weight_decay, step, grad_scale } = self;
+        Update { lr: lr * part.lr_factor, weight_decay: part.decay(weight_decay), step, grad_scale, trust }
+    }
 }
 
 /// How parameters are updated, and where.
@@ -59,6 +67,27 @@ impl<B: Kernels> Values<'_, B> {
     }
 }
 
+/// A number that the device or the host computed.
+pub enum Number<B: Kernels> {
+    /// On the device that computes.
+    Later(B::Scalar),
+    /// On the host.
+    Known(f64),
+}
+
+impl<B: Kernels> Number<B> {
+    /// Its value.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn read(self, backend: &B) -> Result<f64> {
+        match self {
+            Number::Later(scalar) => backend.read(scalar),
+            Number::Known(value) => Ok(value),
+        }
+    }
+}
+
 /// The owned range of one unit.
 pub struct Owner<B: Kernels> {
     /// The range of the unit.
@@ -87,7 +116,7 @@ impl<B: Kernels> Owner<B> {
         range: Range<usize>,
         master: Option<&[f32]>,
     ) -> Result<Self> {
-        let parts = parts(layout, range.clone(), groups);
+        let parts = parts(layout, range.clone(), groups, rule.is_some_and(|rule| rule.is_layerwise()));
         let home = match host {
             None => Home::Device(Held::new(backend, rule, parts, master)?),
             Some(host) => Home::Host(Offloaded::new(backend, host, rule, parts, master.ok_or_else(nowhere)?)?),
@@ -119,18 +148,49 @@ impl<B: Kernels> Owner<B> {
         }
     }
 
-    /// Updates the parameters from the reduced gradient of the range. `full` are the full ones, where they live always.
+    /// The squares that scale the steps of tensors, of their parts in `range`, a range of the unit within the owned one; by
+    /// the tensors' places in the unit. `grad` is of the owned range, `full` as in [`Owner::update`].
     ///
     /// # Errors
     /// The device failed, or the parameters are nowhere.
-    pub fn update(&mut self, hyper: Hyper, grad: B::View<'_>, full: Option<&mut B::Buf>) -> Result<()> {
+    pub fn squares<'a>(
+        &'a mut self,
+        hyper: Hyper,
+        range: Range<usize>,
+        grad: B::View<'a>,
+        full: Option<&'a B::Buf>,
+    ) -> Result<Vec<(usize, Pair<Number<B>>)>> {
+        let of_owned = range.start - self.range.start..range.end - self.range.start;
+        match &mut self.home {
+            Home::Device(held) => {
+                let params = match (held.master(), full) {
+                    (Ok(master), _) => B::all(master),
+                    (Err(_), Some(full)) => B::view(full, self.range.clone()),
+                    (Err(e), None) => return Err(e),
+                };
+                let squares = held.squares(hyper, of_owned, grad, params)?.into_iter();
+                Ok(squares.map(|(tensor, pair)| (tensor, pair.map(Number::Later))).collect())
+            }
+            Home::Host(offloaded) => {
+                let squares = offloaded.squares(hyper, of_owned)?.into_iter();
+                Ok(squares.map(|(tensor, pair)| (tensor, pair.map(Number::Known))).collect())
+            }
+        }
+    }
+
+    /// Updates the parameters from the reduced gradient of the range. `full` are the full ones, where they live always;
+    /// `trust` has a factor for every tensor of the unit where steps are scaled.
+    ///
+    /// # Errors
+    /// The device failed, or the parameters are nowhere.
+    pub fn update(&mut self, hyper: Hyper, trust: &[f32], grad: B::View<'_>, full: Option<&mut B::Buf>) -> Result<()> {
         match (&mut self.home, full) {
             (Home::Device(held), full) => {
-                held.update(hyper, grad, full.map(|full| B::view_mut(full, self.range.clone())))
+                held.update(hyper, trust, grad, full.map(|full| B::view_mut(full, self.range.clone())))
             }
-            (Home::Host(offloaded), None) => offloaded.update(hyper),
+            (Home::Host(offloaded), None) => offloaded.update(hyper, trust),
             (Home::Host(offloaded), Some(full)) => {
-                offloaded.update(hyper)?;
+                offloaded.update(hyper, trust)?;
                 offloaded.contribute(B::reach(full, self.range.clone())?)
             }
         }

@@ -14,6 +14,7 @@ use std::sync::Arc;
 
 use super::facts::Facts;
 use super::lanes::{Lanes, Tree, tree_sum};
+use super::norms::{self, Norms};
 use super::offload::Host;
 use super::owner::{Hyper, Owner, Updates, Values, state_names};
 use super::route::{Route, Visit};
@@ -24,7 +25,7 @@ use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
 use crate::layout::{Init, UnitLayout, part};
 use crate::nn::{Blocks, Grads, Params};
-use crate::optim::Rule;
+use crate::optim::{Part, Rule};
 use crate::random;
 
 /// The groups that data parallelism speaks in.
@@ -98,6 +99,8 @@ struct Sum<B: Kernels> {
 
 struct Unit<B: Kernels> {
     layout: UnitLayout,
+    /// What is special about the update of each tensor.
+    tensors: Vec<Part>,
     /// The shard of this rank.
     owner: Owner<B>,
     /// Full parameters.
@@ -183,6 +186,7 @@ impl<B: Kernels> Sharded<B> {
             let master = is_apart.then(|| &full[owned.clone()]);
             units.push(Unit {
                 owner: Owner::new(&backend, host.as_ref(), rule, &apart, &layout, owned, master)?,
+                tensors: layout.tensors.iter().map(|(tensor, _)| Part::of(tensor, &apart)).collect(),
                 layout,
                 params,
                 grads: None,
@@ -360,19 +364,58 @@ impl<B: Kernels> Sharded<B> {
             .collect()
     }
 
+    /// The factor on the step of every tensor of every unit where the rule scales them by norms; nothing elsewhere.
+    ///
+    /// # Errors
+    /// The device or a message between ranks failed.
+    fn trust(&mut self, hyper: Hyper) -> Result<Vec<Vec<f32>>> {
+        let Some(rule) = self.rule.filter(Rule::is_layerwise) else {
+            return Ok(vec![vec![]; self.units.len()]);
+        };
+        let (shards, total) = (self.virtual_shards(), self.lanes.total);
+        let mut measured = Vec::new();
+        let mut first = 0;
+        for unit in &mut self.units {
+            unit.params.land()?;
+            let Some(Reduction::Done(sum)) = &unit.reduction else {
+                return Err(Error::internal("an update without gradient"));
+            };
+            for shard in shards.clone() {
+                let (range, grad) = (unit.layout.part(shard, total), B::view(&sum.grad, sum.window.clone()));
+                for (tensor, squares) in unit.owner.squares(hyper, range, grad, unit.params.here())? {
+                    measured.push((shard - shards.start, first + tensor, squares));
+                }
+            }
+            first += unit.layout.tensors.len();
+        }
+        let mut norms = Norms::new(shards, first);
+        for (shard, tensor, squares) in measured {
+            let [norm, compared] = squares;
+            norms.set(shard, tensor, [norm.read(&self.backend)?, compared.read(&self.backend)?]);
+        }
+        let messages = self.groups.data.gather_bytes(norms.encode()).wait()?;
+        let mut squares = norms::whole(&messages, total, first)?.into_iter();
+        let of_unit = |unit: &Unit<B>| {
+            let decays = unit.tensors.iter().map(|part| part.decay(hyper.weight_decay));
+            decays.zip(&mut squares).map(|(decay, squares)| rule.trust(squares, decay, hyper.grad_scale)).collect()
+        };
+        Ok(self.units.iter().map(of_unit).collect())
+    }
+
     /// Updates the owned ranges from the reduced gradients, then spreads them.
     ///
     /// # Errors
     /// The device or the gather failed.
     pub fn update(&mut self, hyper: Hyper) -> Result<()> {
         let keep = self.keep;
+        let trust = self.trust(hyper)?;
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
             let Some(Reduction::Done(Sum { grad, window, .. })) = unit.reduction.take() else {
                 return Err(Error::internal("an update without gradient"));
             };
             let span = span(Doing::Update, Some(&unit.layout.name));
-            unit.owner.update(hyper, B::view(&grad, window), unit.params.land()?)?;
+            unit.owner.update(hyper, &trust[index], B::view(&grad, window), unit.params.land()?)?;
             drop(span);
             if keep.grads == Life::Step {
                 unit.grads = Some(grad);

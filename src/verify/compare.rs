@@ -129,6 +129,11 @@ impl Bounds {
                 let most = (1.0 - f64::from(beta1)) / (1.0 - f64::from(beta2)).sqrt();
                 2.0 * most.max(1.0) * taken.map(|(lr, _)| lr).sum::<f64>()
             }
+            // An element's step is of the size of the matrix's elements, or a part of it, and those are far below ten.
+            Rule::Lamb { .. } => 20.0 * taken.map(|(lr, _)| lr).sum::<f64>(),
+            Rule::Lars { momentum, trust, .. } => {
+                20.0 * f64::from(trust) / (1.0 - f64::from(momentum)) * taken.map(|(lr, _)| lr).sum::<f64>()
+            }
             Rule::Sgd { momentum, .. } => {
                 let limit = if clip > 0.0 { clip } else { f64::INFINITY };
                 let way: f64 = taken.filter(|(lr, _)| *lr > 0.0).map(|(lr, norm)| lr * norm.min(limit)).sum();

@@ -455,11 +455,50 @@ class Lion(torch.optim.Optimizer):
                 m.copy_(beta2 * m + (1 - beta2) * p.grad)
 
 
+class Lamb(torch.optim.Optimizer):
+    """You et al., "Large batch optimization for deep learning", 2020, algorithm 2, the norms as they are."""
+
+    def __init__(self, params, lr, betas, eps, weight_decay):
+        super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                means = [state.setdefault(name, torch.zeros_like(p)) for name in ("m", "v")]
+                hats = []
+                for mean, beta, power in zip(means, group["betas"], (1, 2)):
+                    mean.copy_(beta * mean + (1 - beta) * p.grad ** power)
+                    hats.append(mean / (1 - beta ** state["step"]))
+                way = hats[0] / (hats[1].sqrt() + group["eps"]) + group["weight_decay"] * p
+                p -= group["lr"] * p.norm() / way.norm() * way
+
+
+class Lars(torch.optim.SGD):
+    """You, Gitman and Ginsburg, "Large batch training of convolutional networks", 2017; the learning rate outside the momentum."""
+
+    def __init__(self, params, trust, weight_decay, **how):
+        super().__init__(params, **how)
+        self.trust, self.decay = trust, weight_decay
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                rate = self.trust * p.norm() / (p.grad.norm() + self.decay * p.norm())
+                p.grad = rate * (p.grad + self.decay * p)
+        super().step()
+
+
 OPTIMIZERS = {
     "adam": (torch.optim.Adam, dict(betas=(0.9, 0.95), eps=1e-8)),
     "adagrad": (torch.optim.Adagrad, dict(eps=1e-8)),
     "rmsprop": (torch.optim.RMSprop, dict(alpha=0.95, eps=1e-8, momentum=0.8)),
-    "lion": (Lion, dict(betas=(0.9, 0.95)))}
+    "lion": (Lion, dict(betas=(0.9, 0.95))),
+    "lamb": (Lamb, dict(betas=(0.9, 0.95), eps=1e-8)),
+    "lars": (Lars, dict(momentum=0.8, nesterov=True, trust=0.05))}
 
 
 def write_optimizers(file, rng):

@@ -1,5 +1,7 @@
 //! Fills, copies and sums: one pass over memory each.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::math::simd;
@@ -10,7 +12,7 @@ use crate::backend::Columns;
 pub const CHUNK: usize = 1 << 14;
 
 /// Elements of one partial sum of squares.
-const SQUARES_CHUNK: usize = 1 << 12;
+pub const SQUARES_CHUNK: usize = 1 << 12;
 /// Chunks whose sums are kept before they are added.
 const SQUARES_PART: usize = 256;
 
@@ -68,28 +70,40 @@ pub fn add(threads: &Threads, x: &[f32], y: &mut [f32]) {
 
 /// `Σ x²`: f64 sums of fixed chunks, added in order.
 pub fn sum_squares(threads: &Threads, x: &[f32]) -> f64 {
+    sum_chunks(threads, x.len(), |range| {
+        simd(
+            #[inline(always)]
+            || squares(&x[range]),
+        )
+    })
+}
+
+/// The sum of what `sum` gives for chunks of `0..len` of [`SQUARES_CHUNK`] elements, added in order.
+pub fn sum_chunks(threads: &Threads, len: usize, sum: impl Fn(Range<usize>) -> f64 + Sync) -> f64 {
     let mut total = 0.0;
     // The partial sums of one part wait on the stack.
-    for x in x.chunks(SQUARES_PART * SQUARES_CHUNK) {
+    for part in (0..len).step_by(SQUARES_PART * SQUARES_CHUNK) {
         let mut partial = [0.0f64; SQUARES_PART];
-        threads.each(x.chunks(SQUARES_CHUNK).zip(&mut partial), |(x, partial)| {
-            *partial = simd(
-                #[inline(always)]
-                || {
-                    let mut lanes = [0.0f64; 8];
-                    let (blocks, tail) = x.as_chunks::<8>();
-                    for block in blocks {
-                        for i in 0..8 {
-                            lanes[i] += f64::from(block[i]) * f64::from(block[i]);
-                        }
-                    }
-                    lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()
-                },
-            );
+        let starts = (part..len).step_by(SQUARES_CHUNK);
+        threads.each(starts.zip(&mut partial), |(start, partial)| {
+            *partial = sum(start..(start + SQUARES_CHUNK).min(len));
         });
         total = partial.iter().fold(total, |total, partial| total + partial);
     }
     total
+}
+
+/// `Σ x²` of one chunk in a fixed order, within [`simd`].
+#[inline(always)]
+pub fn squares(x: &[f32]) -> f64 {
+    let mut lanes = [0.0f64; 8];
+    let (blocks, tail) = x.as_chunks::<8>();
+    for block in blocks {
+        for i in 0..8 {
+            lanes[i] += f64::from(block[i]) * f64::from(block[i]);
+        }
+    }
+    lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()
 }
 
 #[cfg(test)]

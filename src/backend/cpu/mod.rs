@@ -373,6 +373,10 @@ impl Kernels for Cpu {
         copy.map_or(Ok(()), |copy| self.copy(p, copy))
     }
 
+    fn adamw_step_squares(&self, update: AdamW, grad: &[f32], m: &[f32], v: &[f32], p: &[f32]) -> Result<f64> {
+        Ok(optimizer::adamw_step_squares(&self.threads, update, grad, m, v, p))
+    }
+
     fn sgd(&self, update: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
         optimizer::sgd(&self.threads, update, grad, m, p);
         copy.map_or(Ok(()), |copy| self.copy(p, copy))

@@ -1,6 +1,6 @@
 //! Fused optimizer updates: one pass over a contiguous range.
 
-use super::elementwise::CHUNK;
+use super::elementwise::{CHUNK, SQUARES_CHUNK, squares, sum_chunks};
 use super::math::simd;
 use super::threads::Threads;
 use crate::backend::{AdamW, Elements, Elementwise, Sgd};
@@ -25,6 +25,30 @@ pub fn adamw(threads: &Threads, u: AdamW, grad: &[f32], m: &mut [f32], v: &mut [
             },
         );
     });
+}
+
+/// `Σ u²`, where [`adamw`] would take `lr·u` off the parameters.
+pub fn adamw_step_squares(threads: &Threads, u: AdamW, grad: &[f32], m: &[f32], v: &[f32], p: &[f32]) -> f64 {
+    assert!(grad.len() == m.len() && m.len() == v.len() && v.len() == p.len());
+    let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
+    let rate = (1.0 / correct(u.beta1)) as f32;
+    let root = (1.0 / correct(u.beta2).sqrt()) as f32;
+    sum_chunks(threads, p.len(), |range| {
+        let (grad, m, v, p) = (&grad[range.clone()], &m[range.clone()], &v[range.clone()], &p[range]);
+        let mut steps = [0.0f32; SQUARES_CHUNK];
+        simd(
+            #[inline(always)]
+            || {
+                for ((((&g, &m), &v), &p), step) in grad.iter().zip(m).zip(v).zip(p).zip(&mut steps) {
+                    let g = g * u.grad_scale;
+                    let m = m + (1.0 - u.beta1) * (g - m);
+                    let v = v + (1.0 - u.beta2) * (g * g - v);
+                    *step = rate * m / (v.sqrt() * root + u.eps) + u.weight_decay * p;
+                }
+                squares(&steps[..p.len()])
+            },
+        )
+    })
 }
 
 pub fn sgd(threads: &Threads, u: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32]) {

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 /// Rows that are added before the sums of chunks are: the order depends on nothing else.
 const CHUNK_ROWS: usize = 128;
 
-/// Elements that one block of `sum.cu` adds.
+/// Elements that one block of `sum.cuh` adds.
 const SUM_CHUNK: usize = 16_384;
 
 /// Whether a product can keep the input of its GELU there: cuBLASLt does so in bf16, in rows that are aligned.
@@ -77,13 +77,20 @@ impl Cuda {
 
     fn sum_of(&self, x: View<'_>, squares: bool) -> Result<Scalar> {
         assert_eq!(x.element, Element::F32, "sums are of f32");
+        self.sum_chunks(x.len, |grid, partial| {
+            let args = [x.into(), partial, long(x.len), Arg::Int(i32::from(squares))];
+            self.launch("sum.cu", "sum_partial", grid, &args)
+        })
+    }
+
+    /// The sum of what `of_chunks(grid, partial)` writes: an f64 for every chunk of `len` elements.
+    fn sum_chunks(&self, len: usize, of_chunks: impl FnOnce(Grid, Arg) -> Result<()>) -> Result<Scalar> {
         let scalar = self.0.scalars.begin()?;
-        let blocks = x.len.div_ceil(SUM_CHUNK).max(1);
+        let blocks = len.div_ceil(SUM_CHUNK).max(1);
         // An f64 takes the place of two elements.
         let partial = self.alloc_f32(Memory::Activations, 2 * blocks)?;
         let partial = Arg::from(Self::all(&partial));
-        let args = [x.into(), partial, long(x.len), Arg::Int(i32::from(squares))];
-        self.launch("sum.cu", "sum_partial", Grid::new(blocks, 256), &args)?;
+        of_chunks(Grid::new(blocks, 256), partial)?;
         let args = [partial, Arg::Pointer(scalar.pointer()), blocks.into()];
         self.launch("sum.cu", "sum_finish", Grid::new(1, 256), &args)?;
         Ok(scalar)
@@ -465,6 +472,16 @@ impl Kernels for Cuda {
         let args = [grad.into(), (&m).into(), (&v).into(), (&p).into(), to, long(grad.len)];
         let constants = [rate, root, decay, u.beta1, u.beta2, u.eps, u.grad_scale].map(Arg::Float);
         self.launch("adamw.cu", "adamw", Grid::over(grad.len.div_ceil(8)), &[&args[..], &constants].concat())
+    }
+
+    fn adamw_step_squares(&self, u: AdamW, grad: View<'_>, m: View<'_>, v: View<'_>, p: View<'_>) -> Result<Scalar> {
+        let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
+        let (rate, root) = ((1.0 / correct(u.beta1)) as f32, (1.0 / correct(u.beta2).sqrt()) as f32);
+        self.sum_chunks(p.len, |grid, partial| {
+            let args = [grad.into(), m.into(), v.into(), p.into(), partial, long(p.len)];
+            let constants = [rate, root, u.weight_decay, u.beta1, u.beta2, u.eps, u.grad_scale].map(Arg::Float);
+            self.launch("lamb.cu", "step_squares", grid, &[&args[..], &constants].concat())
+        })
     }
 
     fn sgd(&self, u: Sgd, grad: View<'_>, m: ViewMut<'_>, p: ViewMut<'_>, copy: Option<ViewMut<'_>>) -> Result<()> {

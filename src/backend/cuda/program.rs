@@ -31,13 +31,13 @@ macro_rules! sources {
 const UNASKED_SHARED: u32 = 48 << 10;
 
 /// What kernels include.
-pub const HEADERS: [Source; 4] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "vector.cuh"];
+pub const HEADERS: [Source; 5] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "sum.cuh" "vector.cuh"];
 
 /// Every kernel.
-pub const KERNELS: [Source; 22] = sources![
+pub const KERNELS: [Source; 23] = sources![
     "activation.cu" "adamw.cu" "add.cu" "attention.cu" "attention_backward.cu" "column_sum.cu" "columns.cu" "convert.cu"
-    "cross_entropy.cu" "dropout.cu" "elements.cu" "embedding.cu" "embedding_backward.cu" "norm.cu" "norm_backward.cu" "regression.cu"
-    "rotary.cu" "sgd.cu" "softmax.cu" "sum.cu" "swiglu.cu" "window.cu"
+    "cross_entropy.cu" "dropout.cu" "elements.cu" "embedding.cu" "embedding_backward.cu" "lamb.cu" "norm.cu" "norm_backward.cu"
+    "regression.cu" "rotary.cu" "sgd.cu" "softmax.cu" "sum.cu" "swiglu.cu" "window.cu"
 ];
 
 /// One compilation of a source.

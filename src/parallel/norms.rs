@@ -1,0 +1,79 @@
+//! Squares of the norms of tensors, when each rank has measured its part of them.
+
+use std::ops::Range;
+
+use super::lanes::tree_sum;
+use crate::error::{Error, Result};
+use crate::optim::Pair;
+
+/// What a rank tells of its virtual shards; little-endian f64 on the wire.
+pub struct Norms {
+    /// First virtual shard.
+    first: usize,
+    tensors: usize,
+    /// Both squares of every tensor, for one virtual shard after another.
+    squares: Vec<Pair<f64>>,
+}
+
+impl Norms {
+    /// None of so many tensors in these virtual shards.
+    pub fn new(shards: Range<usize>, tensors: usize) -> Self {
+        Self { first: shards.start, tensors, squares: vec![[0.0; 2]; shards.len() * tensors] }
+    }
+
+    /// What a tensor has in virtual shard `shard`, counted from the first.
+    pub fn set(&mut self, shard: usize, tensor: usize, squares: Pair<f64>) {
+        self.squares[shard * self.tensors + tensor] = squares;
+    }
+
+    /// The message to all ranks.
+    pub fn encode(&self) -> Vec<u8> {
+        let squares = self.squares.iter().flatten();
+        [self.first as f64].iter().chain(squares).flat_map(|x| x.to_le_bytes()).collect()
+    }
+}
+
+/// The squares of each whole tensor, from the messages of all ranks, of which some may have measured the same: added over
+/// all `shards` virtual shards in the same tree on every rank, whatever each has measured.
+///
+/// # Errors
+/// A message is malformed.
+pub fn whole(messages: &[Vec<u8>], shards: usize, tensors: usize) -> Result<Vec<Pair<f64>>> {
+    let malformed = || Error::comm("another rank sent malformed norms of its tensors");
+    let mut squares = vec![[0.0; 2]; shards * tensors];
+    for message in messages {
+        let numbers: Vec<f64> = message.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
+        let (first, rest) = numbers.split_first().ok_or_else(malformed)?;
+        let pairs = rest.as_chunks::<2>().0;
+        let start = *first as usize * tensors;
+        squares.get_mut(start..start + pairs.len()).ok_or_else(malformed)?.copy_from_slice(pairs);
+    }
+    let sum = |tensor: usize, which: usize| {
+        let of_shards: Vec<f64> = (0..shards).map(|shard| squares[shard * tensors + tensor][which]).collect();
+        tree_sum(&of_shards)
+    };
+    Ok((0..tensors).map(|tensor| [sum(tensor, 0), sum(tensor, 1)]).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_tensors_add_up_whoever_measured_them() {
+        let part = |shard: usize, tensor: usize| [0.1 * (shard + 1) as f64, (tensor + 7 * shard) as f64];
+        let message = |shards: Range<usize>| {
+            let mut norms = Norms::new(shards.clone(), 3);
+            for (at, shard) in shards.enumerate() {
+                (0..3).for_each(|tensor| norms.set(at, tensor, part(shard, tensor)));
+            }
+            norms.encode()
+        };
+        let alone = whole(&[message(0..4)], 4, 3).unwrap();
+        assert_eq!(alone[2], [(0.1 + 0.2) + (0.1 * 3.0 + 0.4), 50.0]);
+        assert_eq!(whole(&[message(0..2), message(2..4)], 4, 3).unwrap(), alone);
+        assert_eq!(whole(&[0, 1, 2, 3].map(|shard| message(shard..shard + 1)), 4, 3).unwrap(), alone);
+        assert!(whole(&[message(3..5)], 4, 3).is_err());
+        assert!(whole(&[vec![]], 4, 3).is_err());
+    }
+}
