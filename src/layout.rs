@@ -23,12 +23,28 @@ pub struct Tensor {
     pub shape: Vec<usize>,
     /// Its initial values.
     pub init: Init,
+    /// Not trained, but an average: each step moves it by this part of the way to what minus its gradient is.
+    pub average: Option<f32>,
 }
 
 impl Tensor {
     /// A parameter.
     pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
-        Self { name: name.into(), shape: shape.to_vec(), init }
+        Self { name: name.into(), shape: shape.to_vec(), init, average: None }
+    }
+
+    /// A running average that a step moves by this part of the way to the step's own value.
+    pub fn average(name: impl Into<String>, shape: &[usize], init: Init, rate: f32) -> Self {
+        Self { average: Some(rate), ..Self::new(name, shape, init) }
+    }
+
+    /// Its place among the tensors of a unit: decayed ones, then the other trained ones, then averages.
+    pub fn order(&self) -> u8 {
+        match (self.average, self.decays()) {
+            (Some(_), _) => 2,
+            (None, false) => 1,
+            (None, true) => 0,
+        }
     }
 
     /// Elements.
@@ -43,17 +59,24 @@ impl Tensor {
 
     /// Whether weight decay applies: to matrices, not to biases and norms.
     pub fn decays(&self) -> bool {
-        self.shape.len() >= 2
+        self.shape.len() >= 2 && self.average.is_none()
     }
 }
 
-/// The flat storage of one block's parameters: tensors one after another, decayed ones first, then padding.
+/// Elements of the tensors that are trained.
+pub fn trained(tensors: &[Tensor]) -> usize {
+    tensors.iter().filter(|tensor| tensor.average.is_none()).map(Tensor::len).sum()
+}
+
+/// The flat storage of one block's parameters: tensors one after another, decayed ones first, averages last, then padding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UnitLayout {
     /// Name for traces and errors.
     pub name: Arc<str>,
     /// The tensors in storage order, with their places.
     pub tensors: Vec<(Tensor, Range<usize>)>,
+    /// Elements that are trained; averages come after them.
+    pub trained: usize,
     /// Elements in use.
     pub used: usize,
     /// Elements stored: `used`, padded so that it can be cut into `parts` equal, aligned parts.
@@ -66,7 +89,8 @@ const ALIGN: usize = 16;
 impl UnitLayout {
     /// Lays out `tensors` so that the unit can be cut into `parts` equal parts.
     pub fn new(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize) -> Self {
-        debug_assert!(tensors.iter().is_sorted_by_key(|t| !t.decays()), "decayed tensors come first");
+        debug_assert!(tensors.iter().is_sorted_by_key(Tensor::order), "decayed tensors come first, averages last");
+        let trained = trained(&tensors);
         let mut used = 0;
         let mut placed = Vec::with_capacity(tensors.len());
         for tensor in tensors {
@@ -74,7 +98,14 @@ impl UnitLayout {
             used = range.end;
             placed.push((tensor, range));
         }
-        Self { name: name.into(), tensors: placed, used, padded: used.next_multiple_of(parts * ALIGN) }
+        Self { name: name.into(), tensors: placed, trained, used, padded: used.next_multiple_of(parts * ALIGN) }
+    }
+
+    /// The elements of `range` whose gradients count: all but those of averages.
+    pub fn trained(&self, range: Range<usize>) -> Range<usize> {
+        // Padding has no gradient, and sums are fastest over whole parts.
+        let end = if self.trained == self.used { self.padded } else { self.trained };
+        range.start.min(end)..range.end.min(end)
     }
 
     /// Part `index` of `count` equal parts of the padded unit.

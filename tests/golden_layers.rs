@@ -60,7 +60,7 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
 
 fn everything<B: Kernels>(b: &B, within: Within) {
     let file = golden("layers.h5");
-    for name in ["convolutions", "numbers", "ids"] {
+    for name in ["convolutions", "numbers", "norms", "ids"] {
         let case = file.group(name).unwrap();
         let plan = plan(&case);
         for recompute in [false, true] {
@@ -108,7 +108,9 @@ fn everything<B: Kernels>(b: &B, within: Within) {
             assert_eq!(found.len(), golden.len() as usize);
             for (tensor, got) in found {
                 let off = distance(&got, &numbers(&golden, &tensor));
-                assert!(off < within.gradients, "{name}/{tensor}: {off:e}");
+                // Normalising takes away most of what the gradients of a few samples share; their roundings stay.
+                let most = if name == "norms" { 2.5 * within.gradients } else { within.gradients };
+                assert!(off < most, "{name}/{tensor}: {off:e}");
             }
         }
     }

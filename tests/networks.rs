@@ -56,7 +56,7 @@ fn networks(folder: &Path) -> Vec<Network> {
                     "model.input=[7, 6, 1]",
                     "model.layers=[{kind='conv2d', filters=4, kernel=3, padding='same'}, {kind='relu'}, \
                      {kind='max_pool2d', kernel=2}, {kind='residual', layers=[{kind='conv2d', filters=4, kernel=3, \
-                     padding=1, groups=2}, {kind='gelu'}]}, {kind='flatten'}, {kind='dropout', rate=0.2}, \
+                     padding=1, groups=2}, {kind='gelu'}]}, {kind='batch_norm', synchronised=false}, {kind='group_norm', groups=2}, {kind='flatten'}, {kind='dropout', rate=0.2}, \
                      {kind='dense', units=8}, {kind='layer_norm'}, {kind='tanh'}, {kind='dense', units=4}]",
                     "loss.label_smoothing=0.1",
                     "loss.class_weights=[1.0, 2.0, 0.5, 1.0]",
@@ -158,6 +158,54 @@ fn every_network_trains_on_gpus() {
             two.same_as(&one, 3, &format!("{} in {precision}", network.name));
         }
     }
+}
+
+/// The statistics of a batch are those of all ranks' samples, however the network's state is sharded, and running ones go on.
+#[test]
+fn ranks_share_the_statistics_of_a_batch() {
+    let root = tempfile::tempdir().unwrap();
+    data(root.path());
+    let network = |synchronised: bool| {
+        let layers = format!(
+            "model.layers=[{{kind='conv2d', filters=4, kernel=3, bias=false}}, {{kind='batch_norm', \
+             synchronised={synchronised}}}, {{kind='gelu'}}, {{kind='flatten'}}, {{kind='dense', units=4}}]"
+        );
+        let path = format!("data.path={}", root.path().join("pictures").display());
+        let rest = ["model.kind=layers", "model.input=[7, 6, 1]", "batch.global=8", "optimizer.kind=sgd"];
+        let settings = rest.map(String::from).into_iter().chain([layers, path]).collect();
+        Network { name: if synchronised { "shared" } else { "apart" }, settings }
+    };
+    let shared = network(true);
+    let losses =
+        |files: &RunFiles| [files.numbers("metrics.jsonl", "loss"), files.numbers("eval.jsonl", "loss")].concat();
+    let off = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| (a / b - 1.0).abs()).fold(0.0, f64::max);
+    let one = run(&shared, Alone, root.path(), "one", "parallel.lanes=1").succeeds();
+    let two = run(&shared, Mpirun(2), root.path(), "two", "parallel.lanes=2").succeeds();
+    let far = off(&losses(&one), &losses(&two));
+    assert!(far < 1e-5, "{far:e}");
+    let apart = run(&network(false), Mpirun(2), root.path(), "two", "parallel.lanes=2").succeeds();
+    let far = off(&losses(&one), &losses(&apart));
+    assert!(far > 1e-3, "{far:e}: statistics of a rank's own samples ought to show");
+    // A sum of two in either order is the same, so other layouts have the same bits.
+    let layouts = ["zero=1", "zero=2 parallel.recompute=true", "zero=3 parallel.prefetch=0"];
+    for (i, layout) in layouts.into_iter().enumerate() {
+        let settings = format!("parallel.lanes=2 parallel.{layout}");
+        let files = run(&shared, Mpirun(2), root.path(), &i.to_string(), &settings).succeeds();
+        files.same_as(&two, 6, layout);
+    }
+    let parts = "parallel.lanes=2 parallel.zero=2 checkpoint.every=3 run.steps=6";
+    let middle = run(&shared, Mpirun(2), root.path(), "parts", parts).succeeds().checkpoint(3).display().to_string();
+    let on = run(&shared, Mpirun(2), root.path(), "on", "parallel.lanes=2").resume(&middle).succeeds();
+    assert_eq!(on.tensors(6), two.tensors(6));
+    // On GPUs as well.
+    let gpus =
+        on_gpu(&shared, Mpirun(2), root.path(), "gpus", "parallel.lanes=2 parallel.zero=3 precision.compute=f32");
+    let far = off(&gpus.numbers("metrics.jsonl", "loss"), &two.numbers("metrics.jsonl", "loss"));
+    assert!(far < 1e-4, "{far:e}");
+    let tensors = two.tensors(6);
+    let running = tensors.iter().find(|(name, _)| name.contains("layers.1.running_var, part 0")).unwrap();
+    let moved = |bits: &u32| f32::from_bits(*bits) > 0.0 && f32::from_bits(*bits) != 1.0;
+    assert!(running.1.iter().all(moved), "{:?}", running.1);
 }
 
 /// Every update rule, with its state sharded in every way.

@@ -18,8 +18,8 @@ use std::sync::Arc;
 use crate::error::Result;
 
 pub use kernels::{
-    Activation, AdamW, Attention, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise, Gemm, Kernels,
-    Linear, Norm, Regression, Rotary, Sgd, Window,
+    Activation, AdamW, Attention, Channels, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise, Gemm,
+    Kernels, Linear, Norm, Regression, Rotary, Sgd, Window,
 };
 pub use memory::{Ledger, Memory, readable};
 pub use port::{Event, Ferry, Invitation, Peers, Pinned, Placed, Port, Reach, Scratch, Slot, Span, Vendor};

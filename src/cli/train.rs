@@ -22,7 +22,8 @@ pub struct SourceArgs {
     /// Configuration file (TOML); `hpctrain config show` prints one.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Compiled-in configuration to start from: gpt-char, gpt-baby, gpt2-124m, llama-char, tinyllama-1.1b, mlp-mnist or cnn-mnist.
+    /// Compiled-in configuration to start from: gpt-char, gpt-baby, gpt2-124m, llama-char, tinyllama-1.1b, mlp-mnist, cnn-mnist,
+    /// resnet-18-cifar or resnet-18.
     #[arg(long, value_name = "NAME")]
     preset: Option<String>,
     /// Override one key, such as run.steps=500; may be repeated.

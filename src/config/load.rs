@@ -10,7 +10,7 @@ use super::Config;
 use crate::error::{Error, Result};
 
 /// The presets, by name.
-pub const PRESETS: [(&str, &str); 7] = [
+pub const PRESETS: [(&str, &str); 9] = [
     ("gpt-char", include_str!("presets/gpt-char.toml")),
     ("gpt-baby", include_str!("presets/gpt-baby.toml")),
     ("gpt2-124m", include_str!("presets/gpt2-124m.toml")),
@@ -18,6 +18,8 @@ pub const PRESETS: [(&str, &str); 7] = [
     ("tinyllama-1.1b", include_str!("presets/tinyllama-1.1b.toml")),
     ("mlp-mnist", include_str!("presets/mlp-mnist.toml")),
     ("cnn-mnist", include_str!("presets/cnn-mnist.toml")),
+    ("resnet-18-cifar", include_str!("presets/resnet-18-cifar.toml")),
+    ("resnet-18", include_str!("presets/resnet-18.toml")),
 ];
 
 /// The preset that runs when nothing is said.

@@ -8,7 +8,7 @@ use crate::layout::Tensor;
 use crate::mesh::Mesh;
 use crate::nn::Network;
 use crate::nn::gpt::Gpt;
-use crate::nn::layers::Layers;
+use crate::nn::layers::{Layer, Layers};
 use crate::nn::llama::Llama;
 use crate::nn::loss::{Loss, Objective};
 use crate::optim::{Group, Rule, Schedule};
@@ -93,6 +93,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let (lane_samples, micro) = batch(&config, lanes)?;
     let threads = config.run.threads.unwrap_or(facts.threads);
     let network = network(&mut config.model, facts.vocabulary)?;
+    check_batch_norm(&config.model.layers, lanes, mesh.data())?;
     let loss = loss(&config, &network)?;
     check_groups(&config.optimizer.groups, &network)?;
     let schedule = schedule(&config);
@@ -385,6 +386,19 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
     }
 }
 
+/// Ranks can share the statistics of what they compute at the same time only.
+fn check_batch_norm(layers: &LayerList, lanes: usize, ranks: usize) -> Result<()> {
+    let LayerList::List(layers) = layers else { return Ok(()) };
+    match Layer::synchronised(layers, "model.layers") {
+        Some(place) if lanes > ranks => Err(Error::input(format!(
+            "{place} (batch_norm) shares statistics among ranks, but of parallel.lanes = {lanes} several are one rank's, \
+             one after the other"
+        ))
+        .hint(format!("set parallel.lanes={ranks}, or synchronised=false to take the statistics of each micro-batch alone"))),
+        _ => Ok(()),
+    }
+}
+
 /// A network by layers.
 fn by_layers(model: &Model) -> Result<Layers> {
     let of_transformers = [
@@ -634,6 +648,19 @@ mod tests {
         assert!(refusal(1, &["loss.kind=mse"]).contains("language models predict tokens"));
         assert!(refusal(1, &[dense]).contains("model.layers is a list, but transformers have a number of blocks"));
         assert!(refusal(1, &["model.input=[3]"]).contains("model.input is not of a language model"));
+    }
+
+    #[test]
+    fn ranks_share_statistics_of_what_they_compute_together() {
+        let batch_norm = |more: &str| {
+            let layers = format!("model.layers=[{{kind='residual', layers=[{{kind='batch_norm'{more}}}]}}]");
+            let model = ["model.kind=layers", "model.input=[3]", &layers, "loss.kind=mse", "parallel.lanes=4"];
+            plan(2, &model).map_err(|error| error.to_string())
+        };
+        let error = batch_norm("").unwrap_err();
+        assert!(error.starts_with("model.layers[0].layers[0] (batch_norm) shares statistics"), "{error}");
+        assert!(error.contains("hint: set parallel.lanes=2, or synchronised=false"), "{error}");
+        assert_eq!(batch_norm(", synchronised=false").map(|plan| plan.lanes), Ok(4));
     }
 
     #[test]

@@ -20,9 +20,10 @@ impl StreamDropout {
     /// # Errors
     /// The device failed.
     pub fn apply<B: Kernels>(self, cx: &Context<'_, B>, site: usize, x: B::ViewMut<'_>) -> Result<()> {
-        let Some(key) = cx.dropout.filter(|_| self.rate > 0.0) else { return Ok(()) };
+        let Some(training) = cx.training.as_ref().filter(|_| self.rate > 0.0) else { return Ok(()) };
+        let key = random::derive(training.dropout, &[site as u64]);
         let offset = cx.micro.first * (cx.micro.time * self.width) as u64;
-        cx.backend.dropout(Dropout { rate: self.rate, key: random::derive(key, &[site as u64]), offset }, x)
+        cx.backend.dropout(Dropout { rate: self.rate, key, offset }, x)
     }
 
     /// The gradient behind a site: a masked copy, or nothing when there is no dropout.
@@ -30,7 +31,7 @@ impl StreamDropout {
     /// # Errors
     /// The device failed.
     pub fn masked<B: Kernels>(self, cx: &Context<'_, B>, site: usize, dy: &B::Buf) -> Result<Option<B::Buf>> {
-        if cx.dropout.is_none() || self.rate == 0.0 {
+        if cx.training.is_none() || self.rate == 0.0 {
             return Ok(None);
         }
         let mut masked = cx.backend.alloc(Memory::Activations, B::len(dy))?;

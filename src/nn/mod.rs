@@ -14,6 +14,7 @@ mod network;
 mod rotary;
 
 use crate::backend::{Backend, Kernels, Memory};
+use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
 
@@ -66,8 +67,18 @@ pub struct Context<'a, B: Backend> {
     pub backend: &'a B,
     /// The data at hand.
     pub micro: &'a Micro<B>,
-    /// Names this step's dropout masks; none outside training.
-    pub dropout: Option<u64>,
+    /// What there is besides while training.
+    pub training: Option<Training<'a, B>>,
+}
+
+/// What a block sees of a training step.
+pub struct Training<'a, B: Backend> {
+    /// Names the step's dropout masks.
+    pub dropout: u64,
+    /// The ranks that compute micro-batches of the same step at the same time, each its own; none alone.
+    pub ranks: Option<&'a Group<B>>,
+    /// The part of the global batch that this micro-batch is.
+    pub share: f32,
 }
 
 /// Parameters of a block: its own unit's and, when it borrows, another unit's.

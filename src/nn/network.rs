@@ -6,7 +6,7 @@ use super::llama::Llama;
 use super::{Block, Blocks};
 use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
-use crate::layout::Tensor;
+use crate::layout::{Tensor, trained};
 
 /// A network and its size.
 #[derive(Debug, Clone, PartialEq)]
@@ -57,7 +57,7 @@ impl Network {
             Summary {
                 name: block.name(),
                 output: vec![context, columns],
-                parameters: tensors.iter().map(Tensor::len).sum(),
+                parameters: trained(&tensors),
                 flops: (2 * context * multiplied + attention) as u64,
                 kept: context * (block.saved_per_row() + block.exact_per_row() + columns),
             }

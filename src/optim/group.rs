@@ -45,6 +45,8 @@ pub struct Part {
     pub decays: bool,
     /// The tensor of the unit by whose norms their step is scaled.
     pub scaled_by: Option<usize>,
+    /// They are averages ([`Tensor::average`]), with this rate.
+    pub average: Option<f32>,
 }
 
 impl Part {
@@ -57,6 +59,7 @@ impl Part {
             weight_decay: group.and_then(|group| group.weight_decay),
             decays: tensor.decays(),
             scaled_by: None,
+            average: tensor.average,
         }
     }
 
@@ -86,7 +89,14 @@ pub fn parts(layout: &UnitLayout, range: Range<usize>, groups: &[Group], layerwi
         let scaled_by = (layerwise && part.decays).then_some(piece.index);
         add(Part { len: piece.of_owned.len(), scaled_by, ..part });
     }
-    add(Part { len: range.end - end, lr_factor: 1.0, weight_decay: None, decays: false, scaled_by: None });
+    add(Part {
+        len: range.end - end,
+        lr_factor: 1.0,
+        weight_decay: None,
+        decays: false,
+        scaled_by: None,
+        average: None,
+    });
     parts
 }
 
@@ -105,8 +115,14 @@ mod tests {
             tensor("b.bias", &[2]),
         ];
         let layout = UnitLayout::new("unit", tensors, 1);
-        let part =
-            |len, lr_factor, weight_decay, decays| Part { len, lr_factor, weight_decay, decays, scaled_by: None };
+        let part = |len, lr_factor, weight_decay, decays| Part {
+            len,
+            lr_factor,
+            weight_decay,
+            decays,
+            scaled_by: None,
+            average: None,
+        };
         let plain = [part(10, 1.0, None, true), part(6, 1.0, None, false)];
         assert_eq!(parts(&layout, 0..16, &[], false), plain);
         let scaled = |len, tensor| Part { scaled_by: Some(tensor), ..part(len, 1.0, None, true) };

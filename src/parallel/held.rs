@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::owner::{Hyper, nowhere, state_names};
-use crate::backend::{Kernels, Memory};
+use crate::backend::{Kernels, Memory, Sgd};
 use crate::error::{Error, Result};
 use crate::optim::{Pair, Part, Rule};
 
@@ -103,6 +103,10 @@ impl<B: Kernels> Held<B> {
         for part in &self.parts {
             let (Windows { grad, state, params, copy }, rest) = left.cut(part.len);
             left = rest;
+            if let Some(rate) = part.average {
+                follow(&self.backend, rate, grad, state, params, copy)?;
+                continue;
+            }
             let update = hyper.of(part, part.scaled_by.map_or(1.0, |tensor| trust[tensor]));
             rule.update(&self.backend, update, grad, state, params, copy)?;
         }
@@ -127,6 +131,21 @@ impl<B: Kernels> Held<B> {
         }
         Ok(())
     }
+}
+
+/// Moves averages by `rate` of the way to what minus their gradient is: as plain SGD, whose weight decay is the way from
+/// where they are to zero. The first buffer of state only passes that on.
+fn follow<B: Kernels>(
+    backend: &B,
+    rate: f32,
+    grad: B::View<'_>,
+    state: Vec<B::ViewMut<'_>>,
+    params: B::ViewMut<'_>,
+    copy: Option<B::ViewMut<'_>>,
+) -> Result<()> {
+    let plain = Sgd { lr: rate, momentum: 0.0, nesterov: false, weight_decay: 1.0, grad_scale: 1.0 };
+    let first = state.into_iter().next().ok_or_else(|| Error::internal("a rule without state"))?;
+    backend.sgd(plain, grad, first, params, copy)
 }
 
 /// The same elements of all that an update reads and writes.

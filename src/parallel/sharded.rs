@@ -209,9 +209,9 @@ impl<B: Kernels> Sharded<B> {
         state_names(self.rule)
     }
 
-    /// Parameters of the network, padding left out.
+    /// Parameters of the network, averages and padding left out.
     pub fn parameters(&self) -> u64 {
-        self.layouts().map(|unit| unit.used as u64).sum()
+        self.layouts().map(|unit| unit.trained as u64).sum()
     }
 
     /// Layouts of all units.
@@ -549,7 +549,10 @@ impl<B: Kernels> Sharded<B> {
         };
         let (full, owned) = (pending.wait()?, unit.owner.range());
         // Read while it is on its way through the caches, and while the next units are reduced.
-        let square = |shard| self.backend.sum_squares(B::view(&full, unit.layout.part(shard, self.lanes.total)));
+        let square = |shard| {
+            let trained = unit.layout.trained(unit.layout.part(shard, self.lanes.total));
+            self.backend.sum_squares(B::view(&full, trained))
+        };
         let squares = shards.map(square).collect::<Result<_>>()?;
         let (mut grad, window) = match self.keep.grads {
             Life::Step => (full, owned),

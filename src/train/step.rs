@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, Memory};
+use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::nn::loss::Objective;
-use crate::nn::{Blocks, Context, Micro};
+use crate::nn::{Blocks, Context, Micro, Training};
 use crate::parallel::schedule::{Action, one_forward_one_backward};
 use crate::parallel::{self, Sharded, Synced};
 use crate::random;
@@ -46,8 +47,8 @@ struct Tape<B: Kernels> {
     micro: Micro<B>,
     /// Input of every block.
     inputs: Vec<B::Buf>,
-    /// What every block saved; empty where it is computed again.
-    saved: Vec<Vec<B::Buf>>,
+    /// What every block saved; none where it is computed again.
+    saved: Vec<Option<Vec<B::Buf>>>,
     /// Gradient of the last block's output.
     dy: B::Buf,
 }
@@ -101,9 +102,17 @@ impl<B: Kernels> Engine<B> {
         self.blocks.iter().map(|block| block.borrows()).collect()
     }
 
+    /// What blocks see of the step besides a micro-batch.
+    fn training<'a>(&self, micro: &Micro<B>, dropout: u64, ranks: &'a Group<B>) -> Training<'a, B> {
+        let share = micro.rows() as f32 / self.geometry.predictions as f32;
+        Training { dropout, ranks: Some(ranks), share }
+    }
+
     /// Forward of one micro-batch to the loss (a sum over predictions) and the gradient of the logits.
     fn forward(&mut self, micro: Micro<B>, dropout: u64) -> Result<(Tape<B>, B::Scalar)> {
-        let cx = Context { backend: &self.backend, micro: &micro, dropout: Some(dropout) };
+        let ranks = self.sharded.data().clone();
+        let cx =
+            Context { backend: &self.backend, micro: &micro, training: Some(self.training(&micro, dropout, &ranks)) };
         let mut x = self.backend.alloc(Memory::Activations, 0)?;
         let (mut inputs, mut saved) = (Vec::with_capacity(self.blocks.len()), Vec::with_capacity(self.blocks.len()));
         for (unit, block) in self.blocks.iter().enumerate() {
@@ -116,7 +125,8 @@ impl<B: Kernels> Engine<B> {
             inputs.push(std::mem::replace(&mut x, y));
             // The backward begins with the last block: what that has saved is not computed again.
             let is_last = unit + 1 == self.blocks.len();
-            saved.push(if self.geometry.recompute && !is_last { vec![] } else { kept });
+            let again = self.geometry.recompute && !is_last && !kept.is_empty();
+            saved.push((!again).then_some(kept));
         }
         let scale = 1.0 / self.geometry.predictions as f32;
         let loss = self.objective.train(&self.backend, &micro, &mut x, scale)?;
@@ -126,16 +136,21 @@ impl<B: Kernels> Engine<B> {
     /// Backward of one micro-batch. `lane_ends` is set on the last one of a lane: whether it is the rank's last lane.
     fn backward(&mut self, tape: Tape<B>, dropout: u64, lane_ends: Option<bool>) -> Result<()> {
         let Tape { micro, mut inputs, mut saved, mut dy } = tape;
-        let cx = Context { backend: &self.backend, micro: &micro, dropout: Some(dropout) };
+        let ranks = self.sharded.data().clone();
+        let cx =
+            Context { backend: &self.backend, micro: &micro, training: Some(self.training(&micro, dropout, &ranks)) };
         for (unit, block) in self.blocks.iter().enumerate().rev() {
-            let (Some(x), Some(mut kept)) = (inputs.pop(), saved.pop()) else {
+            let (Some(x), Some(kept)) = (inputs.pop(), saved.pop()) else {
                 return Err(Error::internal("a backward without what its forward kept"));
             };
             let name = self.sharded.name(unit).clone();
-            if kept.is_empty() && block.saved_per_row() + block.exact_per_row() > 0 {
-                let _span = span(Doing::Forward, Some(&name));
-                kept = block.forward(&cx, self.sharded.params(unit, block.borrows())?, &x)?.1;
-            }
+            let kept = match kept {
+                Some(kept) => kept,
+                None => {
+                    let _span = span(Doing::Forward, Some(&name));
+                    block.forward(&cx, self.sharded.params(unit, block.borrows())?, &x)?.1
+                }
+            };
             let (params, grads) = self.sharded.params_and_grads(unit, block.borrows())?;
             let span = span(Doing::Backward, Some(&name));
             dy = block.backward(&cx, params, grads, &x, kept, dy)?;
@@ -154,7 +169,7 @@ impl<B: Kernels> Engine<B> {
     /// The device or a gather failed.
     pub fn output(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
         self.sharded.begin(parallel::forward(&self.borrows()));
-        let cx = Context { backend: &self.backend, micro, dropout: None };
+        let cx = Context { backend: &self.backend, micro, training: None };
         let mut x = self.backend.alloc(Memory::Activations, 0)?;
         for (unit, block) in self.blocks.iter().enumerate() {
             let params = self.sharded.params(unit, block.borrows())?;

@@ -387,16 +387,72 @@ IDS_SHAPES = {"layers.0.weight": (11, 6), "layers.1.weight": (4, 6), "layers.1.b
               "layers.4.bias": (2,)}
 
 
+NORMS = """
+input = [5, 4, 3]
+layers = [
+    { kind = "conv2d", filters = 6, kernel = 3, padding = "same", bias = false },
+    { kind = "batch_norm", momentum = 0.25 },
+    { kind = "relu" },
+    { kind = "residual", layers = [
+        { kind = "conv2d", filters = 6, kernel = 3, padding = "same" },
+        { kind = "group_norm", groups = 3, epsilon = 0.001 },
+        { kind = "silu" },
+    ], shortcut = [{ kind = "batch_norm", epsilon = 0.01 }] },
+    { kind = "tanh" },
+    { kind = "flatten" },
+    { kind = "dense", units = 9, bias = false },
+    { kind = "batch_norm", synchronised = false },
+    { kind = "group_norm", groups = 1 },
+    { kind = "dense", units = 7 },
+]
+"""
+
+
+def norms(p, x, training=True):
+    def batch_norm(x, name, eps=1e-5):
+        flat = x.reshape(-1, x.shape[-1])
+        if training:  # what running statistics move to is minus the gradient of theirs
+            p[f"{name}.running_mean"].grad = -flat.mean(0).detach()
+            p[f"{name}.running_var"].grad = -flat.var(0).detach()
+        running = [p[f"{name}.running_{of}"].detach().clone() for of in ("mean", "var")]
+        return F.batch_norm(flat, *running, p[f"{name}.weight"], p[f"{name}.bias"], training, eps=eps).reshape(x.shape)
+
+    def group_norm(x, name, groups, eps=1e-5):
+        if x.dim() == 2:
+            return F.group_norm(x, groups, p[f"{name}.weight"], p[f"{name}.bias"], eps)
+        return F.group_norm(x.permute(0, 3, 1, 2), groups, p[f"{name}.weight"], p[f"{name}.bias"], eps).permute(0, 2, 3, 1)
+
+    x = torch.relu(batch_norm(conv(x, p["layers.0.weight"], None, padding=1), "layers.1"))
+    body = conv(x, p["layers.3.layers.0.weight"], p["layers.3.layers.0.bias"], padding=1)
+    x = F.silu(group_norm(body, "layers.3.layers.1", 3, 1e-3)) + batch_norm(x, "layers.3.shortcut.0", 0.01)
+    x = torch.tanh(x).reshape(-1, 120) @ p["layers.6.weight"].T
+    x = group_norm(batch_norm(x, "layers.7"), "layers.8", 1)
+    return x @ p["layers.9.weight"].T + p["layers.9.bias"]
+
+
+NORM_SHAPES = {"layers.0.weight": (6, 3, 3, 3), "layers.3.layers.0.weight": (6, 3, 3, 6), "layers.3.layers.0.bias": (6,),
+               "layers.6.weight": (9, 120), "layers.9.weight": (7, 9), "layers.9.bias": (7,)}
+for place, width in {"layers.1": 6, "layers.3.layers.1": 6, "layers.3.shortcut.0": 6, "layers.7": 9, "layers.8": 9}.items():
+    ends = ["weight", "bias"] + ([] if place in ("layers.3.layers.1", "layers.8") else ["running_mean", "running_var"])
+    NORM_SHAPES |= {f"{place}.{end}": (width,) for end in ends}
+
+
 def write_layers(file, name, rng, model, shapes, network, x, target, loss, loss_config, metrics):
-    """`loss` is the mean that training makes small; `metrics` gives numbers of (output, target) by name."""
+    """`loss` is the mean that training makes small; `metrics` gives numbers of (output, target) by name, outside training."""
     group = file.create_group(name)
     attributes(group, dict(model=model, loss=loss_config))
     initial = {n: normal(rng, *s, scale=0.4, shift=1.0 if "5.weight" in n and len(s) == 1 else 0.0)
                for n, s in shapes.items()}
+    for n in initial:
+        if n.endswith("running_var"):
+            initial[n] = initial[n].abs() + 0.5
     params = leaves(initial)
-    output = network(params, x.double() if x.is_floating_point() else x)
+    wide = x.double() if x.is_floating_point() else x
+    output = network(params, wide)
     value = loss(output, target.double() if target.is_floating_point() else target)
     value.backward()
+    if network is norms:
+        output = network(params, wide, training=False)
     put_all(group.create_group("params"), initial, torch.float32)
     put_all(group.create_group("grads"), {n: p.grad for n, p in params.items()}, torch.float64)
     for key, tensor in dict(inputs=x, targets=target, output=output, loss=value).items():
@@ -434,6 +490,8 @@ def write_all_layers(file):
                  torch.from_numpy(rng.integers(2, size=(9, 2)).astype(np.float32)),
                  lambda o, t: F.binary_cross_entropy_with_logits(o, t), 'kind = "binary-cross-entropy"',
                  lambda o, t: dict(loss=F.binary_cross_entropy_with_logits(o, t.double())))
+    write_layers(file, "norms", np.random.default_rng(78), NORMS, NORM_SHAPES, norms, normal(rng, 11, 5, 4, 3),
+                 torch.from_numpy(rng.integers(7, size=11)), F.cross_entropy, "", ranks)
 
 
 # --- optimizers, on a vector and random gradients ---

@@ -2,6 +2,7 @@
 
 mod activation;
 mod attention;
+mod channel;
 mod classifier;
 mod dropout;
 mod elementwise;
@@ -24,8 +25,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{
-    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels, Ledger,
-    Linear, Memory, Norm, Reach, Regression, Rotary, Sgd, Window,
+    Activation, AdamW, Attention, Backend, Channels, Columns, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels,
+    Ledger, Linear, Memory, Norm, Reach, Regression, Rotary, Sgd, Window,
 };
 use crate::error::Result;
 
@@ -324,6 +325,43 @@ impl Kernels for Cpu {
 
     fn copy_columns(&self, shape: Columns, x: &[f32], y: &mut [f32]) -> Result<()> {
         elementwise::copy_columns(&self.threads, shape, x, y);
+        Ok(())
+    }
+
+    fn channel_moments(&self, shape: Channels, x: &[f32], moments: &mut [f32]) -> Result<()> {
+        channel::moments(&self.threads, shape, x, moments);
+        Ok(())
+    }
+
+    fn channel_norm(
+        &self,
+        shape: Channels,
+        x: &[f32],
+        stats: &[f32],
+        weight: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+    ) -> Result<()> {
+        channel::normalise(&self.threads, shape, x, stats, weight, bias, y);
+        Ok(())
+    }
+
+    fn channel_norm_sums(&self, shape: Channels, x: &[f32], dy: &[f32], stats: &[f32], sums: &mut [f32]) -> Result<()> {
+        channel::backward_sums(&self.threads, shape, x, dy, stats, sums);
+        Ok(())
+    }
+
+    fn channel_norm_backward(
+        &self,
+        shape: Channels,
+        x: &[f32],
+        dy: &[f32],
+        stats: &[f32],
+        weight: &[f32],
+        means: &[f32],
+        dx: &mut [f32],
+    ) -> Result<()> {
+        channel::backward(&self.threads, shape, x, dy, stats, weight, means, dx);
         Ok(())
     }
 

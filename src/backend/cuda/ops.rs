@@ -5,8 +5,8 @@ use super::matmul::{Epilogue, Matrix, Product};
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf, CudaInts, Scalar};
 use crate::backend::{
-    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise, Gemm,
-    Kernels, Linear, Memory, Norm, Regression, Rotary, Sgd, Window,
+    Activation, AdamW, Attention, Backend, Channels, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise,
+    Gemm, Kernels, Linear, Memory, Norm, Regression, Rotary, Sgd, Window,
 };
 use crate::error::{Error, Result};
 
@@ -43,6 +43,11 @@ fn numbers(w: Window) -> [Arg; 12] {
     let pairs = [size, stride, padding].concat();
     let all = [batch, height, width, channels, pairs[0], pairs[1], pairs[2], pairs[3], pairs[4], pairs[5], high, wide];
     all.map(Arg::from)
+}
+
+/// Channels as the kernels take them.
+fn channels(s: Channels) -> [Arg; 4] {
+    [s.samples, s.places, s.channels, s.groups].map(Arg::from)
 }
 
 fn long(len: usize) -> Arg {
@@ -94,6 +99,25 @@ impl Cuda {
         let args = [partial, Arg::Pointer(scalar.pointer()), blocks.into()];
         self.launch("sum.cu", "sum_finish", Grid::new(1, 256), &args)?;
         Ok(scalar)
+    }
+
+    /// Sums of channels over places: `of_chunks(grid, partial)` writes pairs for chunks of places, and `first` is where the
+    /// first place's channels are, if they go before the sums.
+    fn sum_places(
+        &self,
+        s: Channels,
+        first: Option<View<'_>>,
+        out: &ViewMut<'_>,
+        of_chunks: impl FnOnce(Grid, Arg) -> Result<()>,
+    ) -> Result<()> {
+        let chunks = s.places.div_ceil(CHUNK_ROWS);
+        let partial = self.alloc_f32(Memory::Activations, s.samples * chunks * 2 * s.channels)?;
+        let partial = Arg::from(Self::all(&partial));
+        let plane = Grid::plane(s.channels.div_ceil(32), chunks, (32, 8, 1));
+        of_chunks(Grid { blocks: (plane.blocks.0, plane.blocks.1, s.samples as u32), ..plane }, partial)?;
+        let first = first.map_or(Arg::Pointer(0), Arg::from);
+        let args = [first, partial, out.into(), chunks.into()];
+        self.launch("channel.cu", "finish", Grid::over(out.len), &[&args[..], &channels(s)].concat())
     }
 
     /// A copy between the two types, or within one.
@@ -393,6 +417,54 @@ impl Kernels for Cuda {
         let sizes = [rows, count, from[0], from[1], to[0], to[1]].map(Arg::from);
         let args = [&[x.into(), (&y).into()], &sizes[..]].concat();
         self.launch("columns.cu", "copy_columns", Grid::over(rows * count), &args)
+    }
+
+    fn channel_moments(&self, s: Channels, x: View<'_>, moments: ViewMut<'_>) -> Result<()> {
+        self.sum_places(s, Some(x), &moments, |grid, partial| {
+            let args = [x.into(), partial, CHUNK_ROWS.into()];
+            self.launch("channel.cu", "moments_partial", grid, &[&args[..], &channels(s)].concat())
+        })
+    }
+
+    fn channel_norm(
+        &self,
+        s: Channels,
+        x: View<'_>,
+        stats: View<'_>,
+        weight: View<'_>,
+        bias: View<'_>,
+        y: ViewMut<'_>,
+    ) -> Result<()> {
+        let args = [x.into(), stats.into(), weight.into(), bias.into(), (&y).into()];
+        self.launch("channel.cu", "channel_norm", Grid::over(y.len), &[&args[..], &channels(s)].concat())
+    }
+
+    fn channel_norm_sums(
+        &self,
+        s: Channels,
+        x: View<'_>,
+        dy: View<'_>,
+        stats: View<'_>,
+        sums: ViewMut<'_>,
+    ) -> Result<()> {
+        self.sum_places(s, None, &sums, |grid, partial| {
+            let args = [x.into(), dy.into(), stats.into(), partial, CHUNK_ROWS.into()];
+            self.launch("channel.cu", "backward_partial", grid, &[&args[..], &channels(s)].concat())
+        })
+    }
+
+    fn channel_norm_backward(
+        &self,
+        s: Channels,
+        x: View<'_>,
+        dy: View<'_>,
+        stats: View<'_>,
+        weight: View<'_>,
+        means: View<'_>,
+        dx: ViewMut<'_>,
+    ) -> Result<()> {
+        let args = [x.into(), dy.into(), stats.into(), weight.into(), means.into(), (&dx).into()];
+        self.launch("channel.cu", "channel_norm_backward", Grid::over(dx.len), &[&args[..], &channels(s)].concat())
     }
 
     fn dropout(&self, mask: Dropout, x: ViewMut<'_>) -> Result<()> {

@@ -1,5 +1,6 @@
 //! Networks by layers, as a configuration lists them.
 
+mod channels;
 mod conv;
 mod dense;
 mod drop;
@@ -16,6 +17,7 @@ mod softmax;
 mod spec;
 mod stage;
 
+use channels::{ChannelNorm, Over};
 use conv::Conv;
 use dense::Dense;
 use drop::Drop;
@@ -33,7 +35,7 @@ use super::Blocks;
 use super::network::Summary;
 use crate::backend::{Kernels, Window};
 use crate::error::{Error, Result};
-use crate::layout::Tensor;
+use crate::layout::trained;
 
 pub use shape::shown;
 pub use spec::{Layer, NamedPadding, Padding, Pair};
@@ -144,7 +146,7 @@ impl Compiler {
                 let (kept, parameters, flops) = step.as_ref().map_or((0, 0, 0), |step| {
                     let (sizes, tensors) = (step.sizes(), step.tensors());
                     // The next layer's input is kept as well.
-                    (sizes.kept + sizes.exact + sizes.output, tensors.iter().map(Tensor::len).sum(), step.flops())
+                    (sizes.kept + sizes.exact + sizes.output, trained(&tensors), step.flops())
                 });
                 self.summary.push(Summary {
                     name: format!("{name} {}", layer.kind()),
@@ -193,6 +195,14 @@ impl Compiler {
                 Step::Pool(Pool { window, by: By::Mean })
             }
             Layer::LayerNorm { epsilon } => Step::Norm(LayerNorm { name, rows, width, epsilon: *epsilon }),
+            Layer::BatchNorm { epsilon, momentum, synchronised } => {
+                let over = Over::Batch { momentum: *momentum, synchronised: *synchronised };
+                Step::Channels(ChannelNorm { name, places: rows, channels: width, epsilon: *epsilon, over })
+            }
+            Layer::GroupNorm { groups, epsilon } => {
+                let over = Over::Groups(*groups);
+                Step::Channels(ChannelNorm { name, places: rows, channels: width, epsilon: *epsilon, over })
+            }
             Layer::Dropout { rate } => {
                 self.sites += 1;
                 Step::Drop(Drop { site: self.sites, rate: *rate, elements })

@@ -1,6 +1,9 @@
 //! What a layer is once its shapes are known.
 
-use super::{conv::Conv, dense::Dense, drop::Drop, embedding::Embedding, function::Function, norm::LayerNorm};
+use super::{
+    channels::ChannelNorm, conv::Conv, dense::Dense, drop::Drop, embedding::Embedding, function::Function,
+    norm::LayerNorm,
+};
 use super::{pool::Pool, residual::Residual, softmax::Softmax};
 use crate::backend::Kernels;
 use crate::error::Result;
@@ -77,6 +80,7 @@ pub enum Step {
     Conv(Conv),
     Pool(Pool),
     Norm(LayerNorm),
+    Channels(ChannelNorm),
     Drop(Drop),
     Function(Function),
     Softmax(Softmax),
@@ -91,6 +95,7 @@ macro_rules! each {
             Step::Conv($op) => $call,
             Step::Pool($op) => $call,
             Step::Norm($op) => $call,
+            Step::Channels($op) => $call,
             Step::Drop($op) => $call,
             Step::Function($op) => $call,
             Step::Softmax($op) => $call,

@@ -80,7 +80,17 @@ pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> 
                 .hint("give both the same shape, for example by a conv2d of kernel 1 in the shortcut")),
             }
         }
-        Layer::LayerNorm { .. } | Layer::Softmax if input.is_empty() => {
+        Layer::BatchNorm { momentum, .. } if !(0.0..=1.0).contains(momentum) => {
+            Err(Error::input(format!("{place} (batch_norm): momentum = {momentum}")).hint("give from 0 to 1"))
+        }
+        Layer::GroupNorm { groups, .. } => {
+            positive("groups", *groups)?;
+            match input.last() {
+                Some(channels) if channels.is_multiple_of(*groups) => Ok(input.to_vec()),
+                _ => refused(&format!("channels in {groups} equal groups"), "choose groups that divide them".into()),
+            }
+        }
+        Layer::LayerNorm { .. } | Layer::BatchNorm { .. } | Layer::Softmax if input.is_empty() => {
             refused("at least one axis", "flatten before".into())
         }
         _ => Ok(input.to_vec()),
@@ -192,6 +202,11 @@ mod tests {
             ("{kind='conv2d', filters=8, kernel=1, stride=0}", "model.layers[0] (conv2d): stride = 0"),
             ("{kind='max_pool2d', kernel=2, padding=2}", "a padding of 2 × 2 for a kernel of 2 × 2"),
             ("{kind='dense', units=0}", "model.layers[0] (dense): units = 0"),
+            (
+                "{kind='group_norm', groups=2}",
+                "model.layers[0] (group_norm) gets 4 × 4 × 3, but wants channels in 2 equal",
+            ),
+            ("{kind='batch_norm', momentum=2.0}", "model.layers[0] (batch_norm): momentum = 2"),
             ("{kind='dropout', rate=1.0}", "model.layers[0] (dropout): rate = 1"),
             ("{kind='relu'}, {kind='embedding', ids=2, width=2}", "model.layers[1] (embedding) is not the first layer"),
             (

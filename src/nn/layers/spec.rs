@@ -77,6 +77,10 @@ fn epsilon() -> f32 {
     1e-5
 }
 
+fn momentum() -> f32 {
+    0.1
+}
+
 /// One layer. Images are height × width × channels, channels last.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
@@ -138,6 +142,26 @@ pub enum Layer {
         #[serde(default = "epsilon")]
         epsilon: f32,
     },
+    /// Batch normalisation of every channel, the last axis (Ioffe and Szegedy, 2015).
+    BatchNorm {
+        /// Added to the variance.
+        #[serde(default = "epsilon")]
+        epsilon: f32,
+        /// Part of the way that running statistics move to those of a batch.
+        #[serde(default = "momentum")]
+        momentum: f32,
+        /// Whether a batch is the micro-batches of all ranks rather than that of one.
+        #[serde(default = "yes")]
+        synchronised: bool,
+    },
+    /// Normalisation of groups of channels of every sample by itself (Wu and He, 2018).
+    GroupNorm {
+        /// Groups of neighbouring channels.
+        groups: usize,
+        /// Added to the variance.
+        #[serde(default = "epsilon")]
+        epsilon: f32,
+    },
     /// Dropout, while training.
     Dropout {
         /// Chance to drop an element.
@@ -189,6 +213,8 @@ impl Layer {
             Layer::AvgPool2d { .. } => "avg_pool2d",
             Layer::GlobalAvgPool => "global_avg_pool",
             Layer::LayerNorm { .. } => "layer_norm",
+            Layer::BatchNorm { .. } => "batch_norm",
+            Layer::GroupNorm { .. } => "group_norm",
             Layer::Dropout { .. } => "dropout",
             Layer::Flatten => "flatten",
             Layer::Reshape { .. } => "reshape",
@@ -201,6 +227,16 @@ impl Layer {
             Layer::Softmax => "softmax",
             Layer::Residual { .. } => "residual",
         }
+    }
+
+    /// Where among `layers`, which stand at `place`, a batch normalisation is that all ranks share.
+    pub fn synchronised(layers: &[Layer], place: &str) -> Option<String> {
+        layers.iter().enumerate().find_map(|(i, layer)| match layer {
+            Layer::BatchNorm { synchronised: true, .. } => Some(format!("{place}[{i}]")),
+            Layer::Residual { layers, shortcut } => Layer::synchronised(layers, &format!("{place}[{i}].layers"))
+                .or_else(|| Layer::synchronised(shortcut, &format!("{place}[{i}].shortcut"))),
+            _ => None,
+        })
     }
 
     /// The function of every element that it is, if it is one.

@@ -13,17 +13,15 @@ pub struct Stage {
     layers: Sequence,
     /// Whether its input is the data.
     is_first: bool,
-    /// The place in the unit of each of the layers' tensors: decayed ones come first there.
+    /// The place in the unit of each of the layers' tensors ([`Tensor::order`]).
     places: Vec<usize>,
 }
 
 impl Stage {
     pub fn new(name: String, layers: Sequence, is_first: bool) -> Self {
-        let decays: Vec<bool> = layers.tensors().iter().map(Tensor::decays).collect();
-        let before = |i: usize, of: bool| decays[..i].iter().filter(|decays| **decays == of).count();
-        let decayed = before(decays.len(), true);
-        let place = |i: usize| if decays[i] { before(i, true) } else { decayed + before(i, false) };
-        let places = (0..decays.len()).map(place).collect();
+        let orders: Vec<u8> = layers.tensors().iter().map(Tensor::order).collect();
+        let before = |i: usize| orders.iter().enumerate().filter(|(j, order)| (**order, *j) < (orders[i], i)).count();
+        let places = (0..orders.len()).map(before).collect();
         Self { name, layers, is_first, places }
     }
 
@@ -72,7 +70,7 @@ impl<B: Kernels> Block<B> for Stage {
 
     fn tensors(&self) -> Vec<Tensor> {
         let mut tensors = self.layers.tensors();
-        tensors.sort_by_key(|tensor| !tensor.decays());
+        tensors.sort_by_key(Tensor::order);
         tensors
     }
 
