@@ -23,7 +23,7 @@ pub struct Tensor {
     pub shape: Vec<usize>,
     /// Its initial values.
     pub init: Init,
-    /// Not trained, but an average: each step moves it by this part of the way to what minus its gradient is.
+    /// Not trained, but an average: each step moves it by this part of the way to what its gradient is.
     pub average: Option<f32>,
 }
 

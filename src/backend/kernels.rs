@@ -646,6 +646,15 @@ pub trait Kernels: Backend {
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
     ) -> Result<()>;
+    /// Moves every element of `y` by `rate` of the way to that of `x`: `y += rate·(x - y)`, both f32; `copy` as in
+    /// [`Kernels::adamw`].
+    fn approach(
+        &self,
+        rate: f32,
+        x: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+        copy: Option<Self::ViewMut<'_>>,
+    ) -> Result<()>;
     /// Updates `p` and the state of a contiguous range from its gradient; `second` is empty where the rule has one state
     /// buffer. `copy` as in [`Kernels::adamw`].
     fn elements(

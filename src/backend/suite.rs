@@ -478,6 +478,13 @@ fn optimizers<B: Kernels>(b: &B) -> Results {
             results.extend([down(b, &mb), down(b, &pb)]);
         }
 
+        let (mut pb, mut copy) = (up_f32(b, &p), up(b, &p));
+        b.approach(0.3, B::all(&gb), B::all_mut(&mut pb), Some(B::all_mut(&mut copy))).unwrap();
+        let want: Vec<f64> = wide(&p).iter().zip(wide(&g)).map(|(p, g)| p + f64::from(0.3f32) * (g - p)).collect();
+        close(b, &pb, &want, "approach");
+        assert_eq!(down(b, &copy), rounded(b, &down(b, &pb)));
+        results.push(down(b, &pb));
+
         for rule in [
             Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 },
             Elementwise::Adagrad { eps: 1e-6 },

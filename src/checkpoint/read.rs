@@ -10,6 +10,7 @@ use super::manifest::BLOCK;
 use super::shard::rest_crc32;
 use super::{Manifest, PARAMS, Piece};
 use crate::error::{Error, Result};
+use crate::optim::AVERAGE;
 
 /// An open checkpoint. HDF5 is not needed to read one: the manifest says where everything is.
 pub struct Reader {
@@ -43,6 +44,11 @@ impl Reader {
     /// Its directory.
     pub fn dir(&self) -> &Path {
         &self.files.dir
+    }
+
+    /// The part that is used rather than trained: the running average of the parameters, if there is one, else themselves.
+    pub fn used(&self) -> usize {
+        self.manifest.state.iter().position(|name| name == AVERAGE).map_or(0, |k| k + 1)
     }
 
     /// Reads elements `range` of a tensor: part 0 is the parameters, part k the k-th state buffer.

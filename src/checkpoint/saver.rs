@@ -39,7 +39,7 @@ pub struct Job {
     /// Files that tell of the steps before a checkpoint: made durable before it is published.
     pub records: Vec<PathBuf>,
     /// Names of the optimizer's buffers.
-    pub state: &'static [&'static str],
+    pub state: Vec<&'static str>,
 }
 
 /// A published checkpoint.
@@ -140,19 +140,19 @@ impl<B: Kernels> Saver<B> {
             }
         }
         let begun = Instant::now();
-        let state = self.job.state;
+        let state = self.job.state.clone();
         let (rank, staging) = (self.world.rank(), self.job.staging(progress.step));
         let write = match self.snapshot.take() {
             Some(mut snapshot) => {
                 snapshot.take(sharded)?;
                 log::info!("step {}: state copied in {:.1} ms", progress.step, begun.elapsed().as_secs_f64() * 1e3);
                 Task::start("writer", move || {
-                    let written = create(&staging).and_then(|()| snapshot.write(&staging, rank, state));
+                    let written = create(&staging).and_then(|()| snapshot.write(&staging, rank, &state));
                     (Some(snapshot), written)
                 })?
             }
             None => {
-                let written = create(&staging).and_then(|()| write_through(sharded, &staging, rank, state));
+                let written = create(&staging).and_then(|()| write_through(sharded, &staging, rank, &state));
                 Task::Ready((None, written))
             }
         };

@@ -182,6 +182,9 @@ sections! {
         weight_decay: f32 = 0.1,
         /// Largest global norm of the gradient; 0 does not clip.
         grad_clip: f64 = 1.0,
+        /// Decay of a running average of the parameters, which evaluations, predictions and exports take in their stead; 0
+        /// keeps none.
+        ema: f32 = 0.0,
         /// GPUs: keep masters and optimizer state in the memory of the host, and update them there.
         offload: bool = false,
         /// Parameters that are updated otherwise than the rest; the first group that matches a parameter's name counts.

@@ -48,6 +48,8 @@ pub struct Plan {
     pub loss: Loss,
     /// The update rule.
     pub rule: Rule,
+    /// Decay of the parameters' running average, if one is kept.
+    pub average: Option<f32>,
     /// The learning rate over time.
     pub schedule: Schedule,
 }
@@ -120,7 +122,8 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     config.batch.micro = Some(micro);
     config.run.threads = Some(threads);
     config.schedule.decay = Some(schedule.decay);
-    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, network, loss, rule, schedule })
+    let average = (config.optimizer.ema > 0.0).then_some(config.optimizer.ema);
+    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, network, loss, rule, average, schedule })
 }
 
 /// The number format, which the device must know.
@@ -173,6 +176,7 @@ fn check_ranges(config: &Config) -> Result<()> {
         ("optimizer.beta1", f64::from(optimizer.beta1)),
         ("optimizer.beta2", f64::from(optimizer.beta2)),
         ("optimizer.momentum", f64::from(optimizer.momentum)),
+        ("optimizer.ema", f64::from(optimizer.ema)),
     ];
     for (key, value) in fractions {
         if !(0.0..1.0).contains(&value) {

@@ -47,11 +47,12 @@ pub fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Eng
     Ok(Engine { backend, blocks, objective: plan.objective(), sharded, geometry })
 }
 
-/// Replaces the parameters by those of a checkpoint.
+/// Replaces the parameters by those of a checkpoint, or by their running average, if it has one.
 ///
 /// # Errors
 /// It is damaged, or another model's.
 pub fn load<B: Kernels>(engine: &mut Engine<B>, reader: &mut Reader) -> Result<()> {
     reader.manifest().check(reader.dir(), engine.sharded.layouts(), None)?;
-    engine.sharded.restore(|tensor, part, range, out| reader.read(tensor, part, range, out))
+    let used = reader.used();
+    engine.sharded.restore(|tensor, _, range, out| reader.read(tensor, used, range, out))
 }

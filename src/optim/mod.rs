@@ -11,6 +11,9 @@ pub use group::{Group, Part, parts};
 pub use schedule::{Schedule, Shape};
 pub use trust::Pair;
 
+/// Name of the running average of the parameters, where one is kept, among the buffers of state.
+pub const AVERAGE: &str = "ema";
+
 /// The update rule with its constants.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {

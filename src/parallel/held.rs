@@ -3,42 +3,50 @@
 use std::ops::Range;
 
 use super::owner::{Hyper, nowhere, state_names};
-use crate::backend::{Kernels, Memory, Sgd};
+use crate::backend::{Kernels, Memory};
 use crate::error::{Error, Result};
-use crate::optim::{Pair, Part, Rule};
+use crate::optim::{AVERAGE, Pair, Part, Rule};
+
+/// How a range is updated.
+pub struct Recipe {
+    /// None where nothing is trained.
+    pub rule: Option<Rule>,
+    /// Decay of the parameters' running average, if one is kept.
+    pub average: Option<f32>,
+    /// The range, by what is updated alike.
+    pub parts: Vec<Part>,
+}
 
 /// What is held of a range.
 pub struct Held<B: Kernels> {
     /// The device.
     pub backend: B,
-    /// None where nothing is trained.
-    rule: Option<Rule>,
-    /// The range, by what is updated alike.
-    parts: Vec<Part>,
+    recipe: Recipe,
     /// The parameters of the range in f32. None where full ones live always, in f32: then they are its window of those.
     master: Option<B::Buf>,
-    /// One buffer for each name in [`Rule::state`].
+    /// One buffer for each name in [`Rule::state`], then the average.
     state: Vec<B::Buf>,
 }
 
 impl<B: Kernels> Held<B> {
-    /// Fresh optimizer state for the elements of `parts`, and their parameters if they are kept apart.
+    /// Fresh optimizer state for a range whose parameters are `values`; those too, if they are kept apart.
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(backend: &B, rule: Option<Rule>, parts: Vec<Part>, master: Option<&[f32]>) -> Result<Self> {
-        let len = parts.iter().map(|part| part.len).sum();
-        let state = state_names(rule).iter().map(|_| {
-            let mut buf = backend.alloc_f32(Memory::Optimizer, len)?;
-            backend.zero(B::all_mut(&mut buf))?;
-            Ok(buf)
+    pub fn new(backend: &B, recipe: Recipe, values: &[f32], is_apart: bool) -> Result<Self> {
+        let state = state_names(recipe.rule, recipe.average).into_iter().map(|name| match name {
+            AVERAGE => backend.upload_f32(Memory::Optimizer, values),
+            _ => {
+                let mut buf = backend.alloc_f32(Memory::Optimizer, values.len())?;
+                backend.zero(B::all_mut(&mut buf))?;
+                Ok(buf)
+            }
         });
         Ok(Self {
             state: state.collect::<Result<_>>()?,
-            master: master.map(|values| backend.upload_f32(Memory::Parameters, values)).transpose()?,
+            master: is_apart.then(|| backend.upload_f32(Memory::Parameters, values)).transpose()?,
             backend: backend.clone(),
-            rule,
-            parts,
+            recipe,
         })
     }
 
@@ -65,11 +73,11 @@ impl<B: Kernels> Held<B> {
         let rule = self.rule()?;
         let cut = |view, at: &Range<usize>| B::cut(B::cut(view, at.end).0, at.start).1;
         let (mut squares, mut end) = (Vec::new(), 0);
-        for part in &self.parts {
+        for part in &self.recipe.parts {
             let at = range.start.max(end)..range.end.min(end + part.len);
             end += part.len;
             let Some(tensor) = part.scaled_by.filter(|_| at.start < at.end) else { continue };
-            let state: Vec<_> = self.state(&at).collect();
+            let state: Vec<_> = self.state(&at).take(rule.state().len()).collect();
             let update = hyper.of(part, 1.0);
             squares.push((tensor, rule.squares(&self.backend, update, cut(grad, &at), &state, cut(params, &at))?));
         }
@@ -77,7 +85,7 @@ impl<B: Kernels> Held<B> {
     }
 
     fn rule(&self) -> Result<Rule> {
-        self.rule.ok_or_else(|| Error::internal("an update without a rule"))
+        self.recipe.rule.ok_or_else(|| Error::internal("an update without a rule"))
     }
 
     /// Updates the parameters from their gradient. `full` is the range's window of full ones, where they live always;
@@ -100,17 +108,45 @@ impl<B: Kernels> Held<B> {
         };
         let state = self.state.iter_mut().map(B::all_mut).collect();
         let mut left = Windows::<B> { grad, state, params, copy };
-        for part in &self.parts {
-            let (Windows { grad, state, params, copy }, rest) = left.cut(part.len);
+        for part in &self.recipe.parts {
+            let (Windows { grad, mut state, mut params, copy }, rest) = left.cut(part.len);
             left = rest;
-            if let Some(rate) = part.average {
-                follow(&self.backend, rate, grad, state, params, copy)?;
-                continue;
+            let average = self.recipe.average.and_then(|decay| Some((decay, state.pop()?)));
+            let to = B::reborrow(&mut params);
+            match part.average {
+                Some(rate) => self.backend.approach(rate, grad, to, copy)?,
+                None => {
+                    let update = hyper.of(part, part.scaled_by.map_or(1.0, |tensor| trust[tensor]));
+                    rule.update(&self.backend, update, grad, state, to, copy)?;
+                }
             }
-            let update = hyper.of(part, part.scaled_by.map_or(1.0, |tensor| trust[tensor]));
-            rule.update(&self.backend, update, grad, state, params, copy)?;
+            if let Some((decay, average)) = average {
+                self.backend.approach(1.0 - decay, B::shared(&params), average, None)?;
+            }
         }
         Ok(())
+    }
+
+    /// Lets the parameters and their average take each other's places, if one is kept. `full` as in [`Held::update`].
+    ///
+    /// # Errors
+    /// The device failed, or the parameters are nowhere.
+    pub fn swap(&mut self, full: Option<B::ViewMut<'_>>) -> Result<()> {
+        let b = &self.backend;
+        let Some(average) = self.state.last_mut().filter(|_| self.recipe.average.is_some()) else { return Ok(()) };
+        match (&mut self.master, full) {
+            (Some(master), full) => {
+                std::mem::swap(master, average);
+                full.map_or(Ok(()), |full| b.copy(B::all(master), full))
+            }
+            (None, Some(mut full)) => {
+                let mut kept = b.alloc_f32(Memory::Parameters, B::len(average))?;
+                b.copy(B::shared(&full), B::all_mut(&mut kept))?;
+                b.copy(B::all(average), B::reborrow(&mut full))?;
+                b.copy(B::all(&kept), B::all_mut(average))
+            }
+            (None, None) => Err(nowhere()),
+        }
     }
 
     /// The elements `range` of every buffer of state.
@@ -131,21 +167,6 @@ impl<B: Kernels> Held<B> {
         }
         Ok(())
     }
-}
-
-/// Moves averages by `rate` of the way to what minus their gradient is: as plain SGD, whose weight decay is the way from
-/// where they are to zero. The first buffer of state only passes that on.
-fn follow<B: Kernels>(
-    backend: &B,
-    rate: f32,
-    grad: B::View<'_>,
-    state: Vec<B::ViewMut<'_>>,
-    params: B::ViewMut<'_>,
-    copy: Option<B::ViewMut<'_>>,
-) -> Result<()> {
-    let plain = Sgd { lr: rate, momentum: 0.0, nesterov: false, weight_decay: 1.0, grad_scale: 1.0 };
-    let first = state.into_iter().next().ok_or_else(|| Error::internal("a rule without state"))?;
-    backend.sgd(plain, grad, first, params, copy)
 }
 
 /// The same elements of all that an update reads and writes.

@@ -18,7 +18,7 @@ mod tests;
 
 pub use lanes::{Lanes, tree_sum};
 pub use offload::bytes as offloaded_bytes;
-pub use owner::{Hyper, Updates, Values};
+pub use owner::{Hyper, Updates, Values, state_names};
 pub use rehearsal::{Moment, Rehearsal, When};
 pub use route::{Visit, forward, step};
 pub use sharded::{Groups, Owned, Reduced, Sharded, Synced};

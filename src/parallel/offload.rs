@@ -11,12 +11,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::held::Held;
-use super::owner::Hyper;
+use super::held::{Held, Recipe};
+use super::owner::{Hyper, state_names};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Ferry, Kernels, Memory, Reach, Slot};
 use crate::error::{Error, Result};
-use crate::optim::{Pair, Part, Rule};
+use crate::optim::Pair;
 
 /// The host's side of a device: what updates in its stead, and what copies between them.
 #[derive(Clone)]
@@ -65,18 +65,18 @@ pub struct Offloaded<B: Kernels> {
 }
 
 impl<B: Kernels> Offloaded<B> {
-    /// Parameters `master`, the elements of `parts`, with fresh optimizer state.
+    /// Parameters `values` with fresh optimizer state.
     ///
     /// # Errors
     /// Out of memory.
-    pub fn new(backend: &B, host: &Host, rule: Option<Rule>, parts: Vec<Part>, master: &[f32]) -> Result<Self> {
-        let len = master.len();
+    pub fn new(backend: &B, host: &Host, recipe: Recipe, values: &[f32]) -> Result<Self> {
+        let len = values.len();
         let slot = match &host.ferry {
             Some(ferry) => Slot::new(&**ferry, len)?,
             None => Slot::of(Box::new(vec![0.0; len])),
         };
-        let held = Held::new(&host.cpu, rule, parts, Some(master))?;
-        let bytes = bytes(rule, len);
+        let bytes = bytes(state_names(recipe.rule, recipe.average).len(), len);
+        let held = Held::new(&host.cpu, recipe, values, true)?;
         backend.ledger().take(Memory::Offloaded, bytes);
         Ok(Self { backend: backend.clone(), host: host.clone(), held, slot, cargo: Cargo::Nothing, len, bytes })
     }
@@ -134,6 +134,15 @@ impl<B: Kernels> Offloaded<B> {
         }
     }
 
+    /// As [`Held::swap`].
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn swap(&mut self) -> Result<()> {
+        self.held.swap(None)?;
+        self.load()
+    }
+
     /// Starts to bring the parameters up. What compute requests from now on waits for them.
     ///
     /// # Errors
@@ -184,7 +193,7 @@ impl<B: Kernels> Drop for Offloaded<B> {
     }
 }
 
-/// Bytes on the host for so many elements: masters, state and the slot.
-pub fn bytes(rule: Option<Rule>, len: usize) -> usize {
-    (2 + super::owner::state_names(rule).len()) * len * size_of::<f32>()
+/// Bytes on the host for so many elements with so many buffers of state: masters, state and the slot.
+pub fn bytes(states: usize, len: usize) -> usize {
+    (2 + states) * len * size_of::<f32>()
 }

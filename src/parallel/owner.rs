@@ -6,13 +6,13 @@
 
 use std::ops::Range;
 
-use super::held::Held;
+use super::held::{Held, Recipe};
 use super::offload::{Host, Offloaded};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, Kernels};
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
-use crate::optim::{Group, Pair, Part, Rule, Update, parts};
+use crate::optim::{AVERAGE, Group, Pair, Part, Rule, Update, parts};
 
 /// Constants of one update.
 #[derive(Debug, Clone, Copy)]
@@ -42,6 +42,8 @@ pub struct Updates {
     pub rule: Rule,
     /// Parameters for which something is different.
     pub groups: Vec<Group>,
+    /// Decay of a running average of the parameters, if one is kept.
+    pub average: Option<f32>,
     /// The CPU that keeps masters and optimizer state and updates them. None leaves that to the device that computes.
     pub host: Option<Cpu>,
 }
@@ -102,24 +104,27 @@ enum Home<B: Kernels> {
 }
 
 impl<B: Kernels> Owner<B> {
-    /// The owner of `range`, with fresh optimizer state. `master` holds its parameters, unless full ones live always and
-    /// there is no host to keep them.
+    /// The owner of `range`, whose parameters are `values`, with fresh optimizer state; without updates there is none.
+    /// Parameters are kept, unless full ones live always and there is no host to keep them.
     ///
     /// # Errors
     /// Out of memory.
     pub fn new(
         backend: &B,
         host: Option<&Host>,
-        rule: Option<Rule>,
-        groups: &[Group],
+        updates: Option<&Updates>,
         layout: &UnitLayout,
         range: Range<usize>,
-        master: Option<&[f32]>,
+        values: &[f32],
+        are_full_here: bool,
     ) -> Result<Self> {
+        let (rule, groups) = updates.map_or((None, &[][..]), |updates| (Some(updates.rule), &updates.groups));
         let parts = parts(layout, range.clone(), groups, rule.is_some_and(|rule| rule.is_layerwise()));
+        let recipe = Recipe { rule, average: updates.and_then(|updates| updates.average), parts };
+        let is_apart = !are_full_here || backend.computes_narrow();
         let home = match host {
-            None => Home::Device(Held::new(backend, rule, parts, master)?),
-            Some(host) => Home::Host(Offloaded::new(backend, host, rule, parts, master.ok_or_else(nowhere)?)?),
+            None => Home::Device(Held::new(backend, recipe, values, is_apart)?),
+            Some(host) => Home::Host(Offloaded::new(backend, host, recipe, values)?),
         };
         Ok(Self { range, home })
     }
@@ -196,6 +201,21 @@ impl<B: Kernels> Owner<B> {
         }
     }
 
+    /// Lets parameters and their average take each other's places, where one is kept. `full` as in [`Owner::update`].
+    ///
+    /// # Errors
+    /// The device failed, or the parameters are nowhere.
+    pub fn swap(&mut self, full: Option<&mut B::Buf>) -> Result<()> {
+        match (&mut self.home, full) {
+            (Home::Device(held), full) => held.swap(full.map(|full| B::view_mut(full, self.range.clone()))),
+            (Home::Host(offloaded), None) => offloaded.swap(),
+            (Home::Host(offloaded), Some(full)) => {
+                offloaded.swap()?;
+                offloaded.contribute(B::reach(full, self.range.clone())?)
+            }
+        }
+    }
+
     /// Puts the parameters into their place in a full buffer, to be gathered.
     ///
     /// # Errors
@@ -251,9 +271,9 @@ impl<B: Kernels> Owner<B> {
     }
 }
 
-/// Names of the buffers of state under `rule`.
-pub fn state_names(rule: Option<Rule>) -> &'static [&'static str] {
-    rule.map_or(&[], |rule| rule.state())
+/// Names of the buffers of state: the rule's, and the average's after them, if one is kept.
+pub fn state_names(rule: Option<Rule>, average: Option<f32>) -> Vec<&'static str> {
+    rule.map_or(&[][..], |rule| rule.state()).iter().copied().chain(average.map(|_| AVERAGE)).collect()
 }
 
 /// The error of parameters that nobody holds.

@@ -122,7 +122,7 @@ pub struct Owned<'a, B: Kernels> {
     pub range: Range<usize>,
     /// Its parameters.
     pub params: Values<'a, B>,
-    /// Its optimizer state, one for each name in [`Rule::state`].
+    /// Its optimizer state, one for each of [`Sharded::state_names`].
     pub state: Vec<Values<'a, B>>,
 }
 
@@ -144,6 +144,8 @@ pub struct Sharded<B: Kernels> {
     lanes: Lanes,
     /// None where nothing is trained.
     rule: Option<Rule>,
+    /// Decay of the parameters' running average, if one is kept.
+    average: Option<f32>,
     /// Whether owners keep state and masters on the host, and so want gradients early.
     offloads: bool,
     units: Vec<Unit<B>>,
@@ -170,9 +172,9 @@ impl<B: Kernels> Sharded<B> {
     ) -> Result<Self> {
         let (shards, shard) = (groups.shard.size(), groups.shard.rank());
         let keep = keep.over(shards);
-        let (rule, apart, host) =
-            updates.map_or((None, vec![], None), |Updates { rule, groups, host }| (Some(rule), groups, host));
+        let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
+        let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
         let mut units = Vec::with_capacity(blocks.len());
         for block in blocks {
             let layout = UnitLayout::new(block.name(), block.tensors(), lanes.total);
@@ -182,11 +184,10 @@ impl<B: Kernels> Sharded<B> {
                 Life::Step => Slot::Here(backend.upload(Memory::Parameters, &full)?),
                 Life::Use => Slot::Gone,
             };
-            let is_apart = keep.params == Life::Use || backend.computes_narrow() || host.is_some();
-            let master = is_apart.then(|| &full[owned.clone()]);
+            let (values, are_full_here) = (&full[owned.clone()], keep.params == Life::Step);
             units.push(Unit {
-                owner: Owner::new(&backend, host.as_ref(), rule, &apart, &layout, owned, master)?,
-                tensors: layout.tensors.iter().map(|(tensor, _)| Part::of(tensor, &apart)).collect(),
+                owner: Owner::new(&backend, host.as_ref(), updates.as_ref(), &layout, owned, values, are_full_here)?,
+                tensors: layout.tensors.iter().map(|(tensor, _)| Part::of(tensor, groups_of)).collect(),
                 layout,
                 params,
                 grads: None,
@@ -195,8 +196,19 @@ impl<B: Kernels> Sharded<B> {
                 reduction: None,
             });
         }
-        let offloads = host.is_some();
-        Ok(Self { backend, groups, keep, lanes, rule, offloads, units, started: Vec::new(), route: Route::default() })
+        let (rule, average) = updates.map_or((None, None), |updates| (Some(updates.rule), updates.average));
+        Ok(Self {
+            backend,
+            groups,
+            keep,
+            lanes,
+            rule,
+            average,
+            offloads: host.is_some(),
+            units,
+            started: Vec::new(),
+            route: Route::default(),
+        })
     }
 
     /// The ranks with different data.
@@ -205,8 +217,8 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Names of the optimizer's buffers.
-    pub fn state_names(&self) -> &'static [&'static str] {
-        state_names(self.rule)
+    pub fn state_names(&self) -> Vec<&'static str> {
+        state_names(self.rule, self.average)
     }
 
     /// Parameters of the network, averages and padding left out.
@@ -430,6 +442,32 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
+    /// Lets parameters and their running average take each other's places, where one is kept: before an evaluation, and after
+    /// it. Collective.
+    ///
+    /// # Errors
+    /// The device or a gather failed.
+    pub fn swap_average(&mut self) -> Result<()> {
+        if self.average.is_none() {
+            return Ok(());
+        }
+        for index in 0..self.units.len() {
+            let unit = &mut self.units[index];
+            match self.keep.params {
+                Life::Step => {
+                    unit.owner.swap(unit.params.land()?)?;
+                    self.spread(index);
+                }
+                Life::Use => {
+                    unit.params.land()?;
+                    unit.params = Slot::Gone;
+                    unit.owner.swap(None)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// Forgets the reduced gradients: this step does not count.
     pub fn skip(&mut self) {
         for unit in &mut self.units {
@@ -463,7 +501,8 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Replaces parameters and optimizer state by what `read(tensor, part, range)` gives for every range of every
-    /// tensor that this rank stores: part 0 is the parameters, part k the k-th buffer of [`Rule::state`].
+    /// tensor that this rank stores: part 0 is the parameters, part k the k-th of
+    /// [`Sharded::state_names`].
     ///
     /// # Errors
     /// Of `read`, or of the device.

@@ -72,7 +72,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let backend = Cpu::new(1);
     let blocks = GPT.blocks();
-    let updates = Updates { rule: RULE, groups: vec![], host: row.offload.then(|| Cpu::new(2)) };
+    let updates = Updates { rule: RULE, groups: vec![], average: None, host: row.offload.then(|| Cpu::new(2)) };
     let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(3)).unwrap();
     let predictions = (BATCH * TIME) as u64;
@@ -226,7 +226,7 @@ fn sharding_saves_what_it_promises() {
         assert_eq!(offloaded, 0);
         let [bare_parameters, bare_optimizer, _, offloaded] = run(Row { offload: true, ..row }).peak;
         // Of two moments for every owned element; all but the full parameters is on the host.
-        assert_eq!((bare_optimizer, offloaded), (0, offloaded_bytes(Some(RULE), optimizer / 8)));
+        assert_eq!((bare_optimizer, offloaded), (0, offloaded_bytes(RULE.state().len(), optimizer / 8)));
         let masters = if row.zero == Zero::Three { optimizer / 2 } else { 0 };
         assert_eq!(bare_parameters, have_parameters - masters);
         assert_eq!(have_optimizer, optimizer);

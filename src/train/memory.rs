@@ -69,7 +69,8 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
     let offloads = plan.config.optimizer.offload;
     let are_masters_apart = !offloads && (plan.residency().params == Life::Use || size < F32);
     let masters = if are_masters_apart { owned * F32 } else { 0 };
-    let state = plan.rule.state().len() * owned;
+    let states = parallel::state_names(Some(plan.rule), plan.average).len();
+    let state = states * owned;
     let moments = moments(plan, blocks, &padded);
     let alive = match B::ON_HOST {
         true => moments.into_iter().fold(Alive::default(), Alive::most),
@@ -84,7 +85,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
     device[Memory::Workspace as usize] = B::WORKSPACE;
     let mut host = [0; Memory::ALL.len()];
     match offloads {
-        true => host[Memory::Offloaded as usize] = parallel::offloaded_bytes(Some(plan.rule), owned),
+        true => host[Memory::Offloaded as usize] = parallel::offloaded_bytes(states, owned),
         false => device[Memory::Optimizer as usize] = state * F32,
     }
     let carrier = if messages_on_device { &mut device } else { &mut host };

@@ -12,6 +12,7 @@ use crate::checkpoint::{Manifest, Progress, Reader};
 use crate::comm::Group;
 use crate::config::{Config, Plan};
 use crate::error::{Error, Result};
+use crate::optim::AVERAGE;
 use crate::parallel::Sharded;
 
 /// What of a checkpoint is taken.
@@ -177,12 +178,17 @@ fn load<B: Kernels>(world: &Group<B>, sharded: &mut Sharded<B>, path: &Path, tak
         Ok(reader)
     };
     let mut reader = world.agree(open()).map_err(Refusal::Damaged)?;
-    let state = (take == Take::Everything).then(|| sharded.state_names());
+    let names = sharded.state_names();
+    let state = (take == Take::Everything).then_some(&names[..]);
     let fits = reader.manifest().check(path, sharded.layouts(), state);
     world.agree(fits).map_err(Refusal::Unfit)?;
+    // Another run begins with what this one is used as; the same run goes on with what it trains.
+    let used = if take == Take::Weights { reader.used() } else { 0 };
     let restored = sharded.restore(|tensor, part, range, out| match (part, take) {
-        (0, _) | (_, Take::Everything) => reader.read(tensor, part, range, out),
-        // Fresh state is zero, as `out` is.
+        (_, Take::Everything) => reader.read(tensor, part, range, out),
+        // A new average begins at the parameters.
+        (part, _) if part == 0 || names[part - 1] == AVERAGE => reader.read(tensor, used, range, out),
+        // Other fresh state is zero, as `out` is.
         _ => Ok(()),
     });
     world.agree(restored).map_err(Refusal::Damaged)?;

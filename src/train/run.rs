@@ -437,7 +437,9 @@ impl<B: Kernels> Run<B> {
     fn evaluate(&mut self) -> Result<()> {
         let step = self.progress.step;
         let _span = span(Doing::Evaluation, None);
+        self.engine.sharded.swap_average()?;
         let measured = self.evaluator.measure(&mut self.engine, &self.data, || self.orders.must_end())?;
+        self.engine.sharded.swap_average()?;
         let Some(measures) = measured else {
             // It is made up for when the run goes on.
             self.ending = Some(self.orders.preempted());
@@ -626,7 +628,8 @@ pub fn engine<B: Kernels>(
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
     let host = plan.config.optimizer.offload.then(|| Cpu::new(plan.threads));
-    let updates = Updates { rule: plan.rule, groups: plan.config.optimizer.groups.clone(), host };
+    let groups_of = plan.config.optimizer.groups.clone();
+    let updates = Updates { rule: plan.rule, groups: groups_of, average: plan.average, host };
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(seed))?;
     let geometry = Geometry {
         lanes: lanes.mine().len(),

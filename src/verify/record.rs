@@ -149,7 +149,7 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
 
 /// Every tensor of every unit: its parameters, then each buffer of its optimizer state.
 fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<Entry> {
-    let states: Vec<&str> = std::iter::once("").chain(sharded.state_names().iter().copied()).collect();
+    let states: Vec<&str> = std::iter::once("").chain(sharded.state_names()).collect();
     let mut entries = Vec::new();
     for unit in sharded.layouts() {
         for (tensor, _) in &unit.tensors {

@@ -96,7 +96,7 @@ pub fn engine_on<B: Kernels>(
     };
     let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = network.blocks();
-    let updates = Updates { rule, groups: vec![], host: None };
+    let updates = Updates { rule, groups: vec![], average: None, host: None };
     let sharded =
         Sharded::new(backend.clone(), groups, zero.residency(), lanes, Some(updates), &blocks, Some(7)).unwrap();
     let geometry = Geometry {

@@ -411,9 +411,9 @@ layers = [
 def norms(p, x, training=True):
     def batch_norm(x, name, eps=1e-5):
         flat = x.reshape(-1, x.shape[-1])
-        if training:  # what running statistics move to is minus the gradient of theirs
-            p[f"{name}.running_mean"].grad = -flat.mean(0).detach()
-            p[f"{name}.running_var"].grad = -flat.var(0).detach()
+        if training:  # the gradient of running statistics is what they move to
+            p[f"{name}.running_mean"].grad = flat.mean(0).detach()
+            p[f"{name}.running_var"].grad = flat.var(0).detach()
         running = [p[f"{name}.running_{of}"].detach().clone() for of in ("mean", "var")]
         return F.batch_norm(flat, *running, p[f"{name}.weight"], p[f"{name}.bias"], training, eps=eps).reshape(x.shape)
 

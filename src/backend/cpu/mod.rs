@@ -420,6 +420,11 @@ impl Kernels for Cpu {
         copy.map_or(Ok(()), |copy| self.copy(p, copy))
     }
 
+    fn approach(&self, rate: f32, x: &[f32], y: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
+        optimizer::approach(&self.threads, rate, x, y);
+        copy.map_or(Ok(()), |copy| self.copy(y, copy))
+    }
+
     fn elements(
         &self,
         update: Elements,

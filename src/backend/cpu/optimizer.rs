@@ -68,6 +68,20 @@ pub fn sgd(threads: &Threads, u: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32]
     });
 }
 
+pub fn approach(threads: &Threads, rate: f32, x: &[f32], y: &mut [f32]) {
+    assert_eq!(x.len(), y.len());
+    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| {
+        simd(
+            #[inline(always)]
+            || {
+                for (x, y) in x.iter().zip(y) {
+                    *y += rate * (x - *y);
+                }
+            },
+        );
+    });
+}
+
 /// One pass with one state buffer.
 fn with_one(
     threads: &Threads,

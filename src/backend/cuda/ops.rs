@@ -564,6 +564,13 @@ impl Kernels for Cuda {
         self.launch("sgd.cu", "sgd", Grid::over(grad.len), &[&args[..], &constants].concat())
     }
 
+    fn approach(&self, rate: f32, x: View<'_>, y: ViewMut<'_>, copy: Option<ViewMut<'_>>) -> Result<()> {
+        assert!(x.len == y.len && x.element == Element::F32 && y.element == Element::F32, "an average");
+        let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
+        let args = [x.into(), (&y).into(), to, long(x.len), rate.into()];
+        self.launch("approach.cu", "approach", Grid::over(x.len), &args)
+    }
+
     fn elements(
         &self,
         u: Elements,

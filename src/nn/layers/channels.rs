@@ -110,7 +110,7 @@ impl ChannelNorm {
     }
 
     /// Mean and rstd of every group of every sample: of the numbers at hand, or running ones. With them what running
-    /// statistics are to move to, minus, as this micro-batch's share of it.
+    /// statistics are to move to: this micro-batch's share of it.
     fn statistics<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
@@ -135,7 +135,7 @@ impl ChannelNorm {
                             return Err(Error::input(format!("{} (batch_norm) has one number a channel", self.name))
                                 .hint("set batch.micro to 2 or more"));
                         }
-                        let target = |value: f64| (-f64::from(*share) * value) as f32;
+                        let target = |value: f64| (f64::from(*share) * value) as f32;
                         let means = spreads.iter().map(|spread| target(spread.mean));
                         means.chain(spreads.iter().map(|spread| target(spread.unbiased()))).collect()
                     }
