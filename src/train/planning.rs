@@ -1,0 +1,27 @@
+//! From a configuration to a plan, for the ranks and the data at hand.
+
+use super::feed;
+use crate::backend::Kernels;
+use crate::comm::Comm;
+use crate::config::{Config, Facts, Plan, resolve};
+use crate::data::Source;
+use crate::error::Result;
+use crate::topology::Topology;
+
+/// What will run on the ranks of `comm` with the data of `train`: collective over the world. `threads` is the compute threads
+/// a rank; without it the ranks of a node share its cores.
+///
+/// # Errors
+/// A key that cannot be, or fewer samples than a batch: the same on all ranks. Or a message between ranks failed.
+pub fn plan<B: Kernels>(comm: &Comm<B>, config: Config, train: &dyn Source, threads: Option<usize>) -> Result<Plan> {
+    let world = comm.world();
+    let threads = match threads {
+        Some(threads) => threads,
+        None => Topology::gather(&world, comm.node().host)?.threads(),
+    };
+    let vocabulary = Some(train.vocabulary()).filter(|ids| *ids > 0);
+    let facts = Facts { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
+    let plan = world.agree(resolve(config, &facts))?;
+    world.agree(feed::check_size(&plan, train))?;
+    Ok(plan)
+}
