@@ -10,6 +10,7 @@
 //! | train on samples made in code | [`data::Source`], [`train::Splits`] |
 //! | write the training loop | [`train::engine`], [`train::feed::Feed`], [`train::Engine::gradients`], [`parallel::Sharded::update`] |
 //! | add a kind of block | [`nn::Block`], [`nn::check`], [`train::engine_of`] |
+//! | compute on GPUs | [`train::train_on_device`], or [`placement::place`] and [`placement::Gpu::backend`] |
 //! | evaluate, predict, continue a text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
 //! | read checkpoints, and write them beside training | [`checkpoint::Reader`], [`checkpoint::Saver`] |
 //!
