@@ -4,6 +4,7 @@
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;
 
+use hpctrain::comm;
 use hpctrain::config::{Config, Sources, load};
 use hpctrain::data::{SampleMut, Sizes, Source};
 use hpctrain::error::{Error, Result};
@@ -200,9 +201,14 @@ fn samples_that_the_network_cannot_take_are_refused() {
     let message = |train| run(1, train, |_| Notes::default()).1.remove(0).unwrap_err().to_string();
     assert_eq!(
         message(Line { values: 2, ..LINE }),
-        "a line, training: 40 samples of 0 ids, 1 features, 0 classes and 2 values, but the network takes \
+        "40 samples of 0 ids, 1 features, 0 classes and 2 values, but the network takes \
          0 ids, 1 features, 0 classes and 1 values\nhint: let samples() and sizes() of the source fit model and loss"
     );
+    let root = tempfile::tempdir().unwrap();
+    let splits = Splits { validation: Box::new(Line { values: 0, ..LINE }), ..line(LINE) };
+    let own = Own { data: Some(splits), ..Own::default() };
+    let ended = train_on_device(&comm::single(), &Request::new(config(root.path()), "line"), own, None);
+    assert!(ended.unwrap_err().to_string().starts_with("a line, validation: 40 samples of 0 ids"));
     let message = message(Line { broken: Some(17), ..LINE });
     assert!(message.starts_with("a line: sample 17: NaN is not a finite number"), "{message}");
 }

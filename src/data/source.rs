@@ -12,6 +12,9 @@ use crate::error::Result;
 /// always gives the same sample, on every rank, a run has the same bits on any number of ranks and after every restart.
 /// What is random in a sample is therefore to be drawn from its number, as [`random`](crate::random) does.
 ///
+/// A whole run looks at each sample, for ids and classes that the network does not know and numbers that are none; in a loop
+/// of one's own, [`Splits::checked`](crate::train::Splits::checked) does.
+///
 /// ```
 /// use hpctrain::data::{SampleMut, Sizes, Source};
 /// use hpctrain::error::Result;

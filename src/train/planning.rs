@@ -1,6 +1,7 @@
 //! From a configuration to a plan, for the ranks and the data at hand.
 
 use super::feed;
+use super::splits::check_sizes;
 use crate::backend::Kernels;
 use crate::comm::Comm;
 use crate::config::{Config, Facts, Plan, resolve};
@@ -12,7 +13,7 @@ use crate::topology::Topology;
 /// a rank; without it the ranks of a node share its cores.
 ///
 /// # Errors
-/// A key that cannot be, or fewer samples than a batch: the same on all ranks. Or a message between ranks failed.
+/// A key that cannot be, samples that the network cannot take, or fewer than a batch: the same on all ranks. Or a message between ranks failed.
 pub fn plan<B: Kernels>(comm: &Comm<B>, config: Config, train: &dyn Source, threads: Option<usize>) -> Result<Plan> {
     let world = comm.world();
     let threads = match threads {
@@ -22,6 +23,6 @@ pub fn plan<B: Kernels>(comm: &Comm<B>, config: Config, train: &dyn Source, thre
     let vocabulary = Some(train.vocabulary()).filter(|ids| *ids > 0);
     let facts = Facts { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
     let plan = world.agree(resolve(config, &facts))?;
-    world.agree(feed::check_size(&plan, train))?;
+    world.agree(check_sizes(&plan, train).and_then(|()| feed::check_size(&plan, train)))?;
     Ok(plan)
 }

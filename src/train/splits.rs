@@ -26,31 +26,32 @@ impl Splits {
         Ok(Self { name: config.data.path.clone(), train: Box::new(train), validation: Box::new(validation) })
     }
 
-    /// The same, refusing samples that the network of `plan` cannot take: of other sizes now, with ids or classes that it
-    /// does not know as they are read. [`Dataset`](crate::data::Dataset) looks by itself.
+    /// The same, with samples that are looked at as they are read: ids and classes that the network of `plan` does not know, and
+    /// numbers that are none, are refused. [`Dataset`](crate::data::Dataset) looks by itself.
     ///
     /// # Errors
-    /// The samples have other sizes.
+    /// As [`check_sizes`].
     pub fn checked(self, plan: &Plan) -> Result<Self> {
-        let wanted = Wanted::by(plan);
         let check = |source: Box<dyn Source>, split: &str| -> Result<Box<dyn Source>> {
-            let sizes = source.sizes();
-            if sizes != wanted.sizes || source.samples() == 0 {
-                let message = format!(
-                    "{} samples of {}, but the network takes {}",
-                    source.samples(),
-                    told(sizes),
-                    told(wanted.sizes)
-                );
-                return Err(Error::input(message)
-                    .hint("let samples() and sizes() of the source fit model and loss")
-                    .at(format_args!("{}, {split}", self.name)));
-            }
-            Ok(Box::new(Checked { source, name: self.name.clone(), wanted }))
+            check_sizes(plan, &source).map_err(|e| e.at(format_args!("{}, {split}", self.name)))?;
+            Ok(Box::new(Checked { source, name: self.name.clone(), wanted: Wanted::by(plan) }))
         };
         let (train, validation) = (check(self.train, "training")?, check(self.validation, "validation")?);
         Ok(Self { name: self.name, train, validation })
     }
+}
+
+/// Samples must be of the sizes that the network takes.
+///
+/// # Errors
+/// They are not, or there are none.
+pub fn check_sizes(plan: &Plan, source: &dyn Source) -> Result<()> {
+    let (samples, sizes, wanted) = (source.samples(), source.sizes(), Wanted::by(plan).sizes);
+    if sizes == wanted && samples > 0 {
+        return Ok(());
+    }
+    Err(Error::input(format!("{samples} samples of {}, but the network takes {}", told(sizes), told(wanted)))
+        .hint("let samples() and sizes() of the source fit model and loss"))
 }
 
 /// Sizes for people.
