@@ -1,15 +1,93 @@
-//! hpctrain trains neural networks on clusters that speak MPI.
+//! hpctrain trains neural networks on clusters that speak MPI. It is a program, and this crate, with which a program of
+//! one's own does the same or something else:
+//!
+//! | to | use |
+//! |---|---|
+//! | be a rank, under `mpirun` or alone | [`job::start`]; [`train::on_threads`] for ranks without MPI |
+//! | say what is to run | [`config::load`], [`train::plan`] |
+//! | make a whole run, as `hpctrain train` does | [`train::train_on_device`] with a [`train::Request`] |
+//! | be told of its steps, evaluations and checkpoints, and end it early | [`train::Hook`] |
+//! | train on samples made in code | [`data::Source`], [`train::Splits`] |
+//! | write the training loop | [`train::engine`], [`train::feed::Feed`], [`train::Engine::gradients`], [`parallel::Sharded::update`] |
+//! | add a kind of block | [`nn::Block`], [`nn::check`], [`train::engine_of`] |
+//! | compute on GPUs | [`train::train_on_device`], or [`placement::place`] and [`placement::Gpu::backend`] |
+//! | evaluate, predict, continue a text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
+//! | read checkpoints, and write them beside training | [`checkpoint::Reader`], [`checkpoint::Saver`] |
+//!
+//! [`prelude`] has the most usual names. `examples/` has a program for each of these; they run under `mpirun` on any number of
+//! ranks as they are.
+//!
+//! All is generic over the device ([`backend::Kernels`]). What concerns several ranks is *collective*: all ranks of a group make the
+//! same calls in the same order. What may fail on some of them goes through [`comm::Group::agree`], so that all end alike.
+//!
+//! ```
+//! use hpctrain::prelude::*;
+//!
+//! /// Points of a line, to be found again.
+//! struct Line;
+//!
+//! impl Source for Line {
+//!     fn samples(&self) -> u64 {
+//!         64
+//!     }
+//!
+//!     fn sizes(&self) -> Sizes {
+//!         Sizes { features: 1, values: 1, ..Sizes::default() }
+//!     }
+//!
+//!     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+//!         into.features[0] = sample as f32 / 32.0 - 1.0;
+//!         into.values[0] = 2.0 * into.features[0] + 1.0;
+//!         Ok(())
+//!     }
+//! }
+//!
+//! let settings = [
+//!     "model.kind=layers",
+//!     "model.input=[1]",
+//!     "model.layers=[{kind='dense', units=1}]",
+//!     "loss.kind=mse",
+//!     "optimizer.lr=0.1",
+//!     "optimizer.weight_decay=0.0",
+//!     "schedule.warmup=0",
+//!     "run.steps=150",
+//! ];
+//! let (config, _) = load(&Sources { overrides: &settings.map(String::from), ..Sources::default() })?;
+//!
+//! // Two ranks, as threads of this process, share the samples of every step.
+//! let losses = on_threads(2, |comm| {
+//!     let plan = plan(comm, config.clone(), &Line, Some(1))?;
+//!     let (mut engine, _) = engine(comm, &plan, Cpu::new(plan.threads), None)?;
+//!     let mut progress = Progress::default();
+//!     let mut feed = Feed::start(engine.backend.clone(), Line, &plan, comm.rank(), progress)?;
+//!     let mut loss = f64::INFINITY;
+//!     while progress.step < plan.config.run.steps {
+//!         loss = advance(&plan, &mut engine, &mut feed, &mut progress, || 0)?.loss;
+//!     }
+//!     Ok(loss)
+//! })?;
+//! assert!(losses[0] < 1e-3 && losses[0] == losses[1], "{losses:?}");
+//! # Ok::<(), Error>(())
+//! ```
+//!
+//! Modules that are not listed here serve the program and its tests. They are public for those, and may change at any time.
 
+#![warn(missing_docs)]
+
+#[doc(hidden)]
 pub mod activity;
 pub mod backend;
 pub mod checkpoint;
+#[doc(hidden)]
 pub mod cli;
 pub mod comm;
 pub mod config;
 pub mod data;
+#[doc(hidden)]
 pub mod doctor;
 pub mod error;
 pub mod evaluate;
+pub mod job;
 pub mod layout;
 pub mod mesh;
 pub mod nn;
@@ -17,9 +95,12 @@ pub mod optim;
 pub mod parallel;
 mod pattern;
 pub mod placement;
+pub mod prelude;
 pub mod random;
 pub mod signals;
 pub mod telemetry;
+#[doc(hidden)]
 pub mod topology;
 pub mod train;
+#[doc(hidden)]
 pub mod verify;

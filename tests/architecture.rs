@@ -13,10 +13,10 @@ const LEVELS: [&[&str]; 11] = [
     &["nn", "optim"],
     &["parallel"],
     &["config", "telemetry", "topology"],
-    &["checkpoint", "placement"],
+    &["checkpoint", "job", "placement"],
     &["train", "evaluate"],
     &["doctor", "verify"],
-    &["cli"],
+    &["cli", "prelude"],
 ];
 
 /// Uses within a level that are meant.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
 
-use super::{fail, report};
+use super::report;
 use crate::checkpoint::tools::describe::describe;
 use crate::checkpoint::tools::verify::{Verified, verify};
 use crate::checkpoint::tools::{diff, find, list, prune};
@@ -12,6 +12,7 @@ use crate::checkpoint::{Reader, Retention, huggingface, name_of};
 use crate::config::Model;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
+use crate::job::fail;
 use crate::telemetry::{grouped, say};
 
 /// Look at, check, compare, thin out and convert checkpoints

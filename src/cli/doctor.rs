@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::job;
 use crate::comm::launch::Launch;
 use crate::doctor::{self, Request};
 use crate::error::{Error, Result};
+use crate::job;
 use crate::telemetry::say;
 
 /// Arguments of `hpctrain doctor`.

@@ -6,12 +6,12 @@ use clap::Args;
 
 use super::roles::{Role, Start};
 use super::train::exit_code;
-use super::{fail, job};
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
 use crate::config::{Config, Time, overlay};
 use crate::error::{Error, Result};
 use crate::evaluate::{Policy, Request, watch};
+use crate::job::{self, fail};
 use crate::placement::{cpu, place};
 use crate::signals;
 use crate::train::Ending;

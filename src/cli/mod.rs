@@ -6,7 +6,6 @@ mod config;
 pub mod data;
 mod doctor;
 mod eval;
-mod job;
 mod predict;
 mod prove;
 mod roles;
@@ -18,7 +17,8 @@ mod verify;
 use clap::{CommandFactory as _, Parser, Subcommand};
 
 use crate::comm::{self, launch};
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::job::{self, fail};
 
 /// Trains neural networks on clusters that speak MPI.
 ///
@@ -90,10 +90,7 @@ pub fn run() -> i32 {
             return e.exit_code();
         }
     };
-    crate::telemetry::logging::to_console(&match launch.as_ref().and_then(|launch| launch.rank) {
-        Some(rank) => format!("rank {rank}"),
-        None => "hpctrain".to_string(),
-    });
+    job::name_console(launch.as_ref());
     let command = cli.command.unwrap_or(Command::Train(cli.train));
     match command {
         Command::Train(args) => train::run(&args, launch.is_some()),
@@ -122,10 +119,4 @@ pub fn run() -> i32 {
 
 fn report(result: Result<()>) -> i32 {
     result.map_or_else(|e| fail(&e), |()| 0)
-}
-
-/// Prints an error; returns its exit code.
-fn fail(error: &Error) -> i32 {
-    eprintln!("error: {error}");
-    error.exit_code()
 }

@@ -4,7 +4,6 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::job;
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::checkpoint::tools::find;
@@ -13,6 +12,7 @@ use crate::config::{Config, LossKind, Plan, overlay};
 use crate::data::{Dataset, Split};
 use crate::error::{Error, Result};
 use crate::evaluate::{Predictions, model, predict};
+use crate::job;
 use crate::placement::{cpu, place};
 use crate::telemetry::{grouped, say};
 use crate::topology::Topology;

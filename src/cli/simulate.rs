@@ -2,11 +2,11 @@
 
 use clap::Args;
 
-use super::fail;
-use super::train::{TrainArgs, exit_code, train_on_device};
+use super::train::{TrainArgs, exit_code};
 use crate::error::Result;
+use crate::job::fail;
 use crate::signals;
-use crate::train::{Request, on_threads};
+use crate::train::{Own, Request, on_threads, train_on_device};
 
 /// Arguments of `hpctrain simulate`.
 #[derive(Args)]
@@ -30,6 +30,6 @@ pub fn run(args: &SimulateArgs) -> i32 {
 }
 
 fn simulate(ranks: usize, request: &Request) -> Result<i32> {
-    let endings = on_threads(ranks, |comm| train_on_device(comm, request, None))?;
+    let endings = on_threads(ranks, |comm| train_on_device(comm, request, Own::default(), None))?;
     Ok(endings.first().map_or(0, exit_code))
 }

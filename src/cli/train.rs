@@ -6,15 +6,12 @@ use clap::Args;
 
 use super::eval::evaluate;
 use super::roles::{Role, Start};
-use super::{fail, job};
-use crate::backend::cpu::Cpu;
-use crate::comm::Comm;
 use crate::config::{Config, Sources, load};
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
-use crate::placement::{cpu, place};
+use crate::job::{self, fail};
 use crate::signals;
-use crate::train::{Ending, GpuPlace, Request, Resume, Take, train};
+use crate::train::{Ending, Own, Request, Resume, Take, train_on_device};
 
 /// Where the configuration comes from.
 #[derive(Args)]
@@ -98,7 +95,7 @@ impl TrainArgs {
             (_, true) => Take::NoOptimizer,
             _ => Take::Everything,
         };
-        Ok(Request { config, name, resume, take, trace: self.trace.clone(), threads, gpu: None })
+        Ok(Request { resume, take, trace: self.trace.clone(), threads, ..Request::new(config, name) })
     }
 }
 
@@ -127,30 +124,14 @@ pub fn run(args: &TrainArgs, launched: bool) -> i32 {
     })
 }
 
-/// Trains where `run.device` says. All ranks of `beside` are told the directory.
-///
-/// # Errors
-/// As [`train`], or there are no such devices.
-pub fn train_on_device(comm: &Comm<Cpu>, request: &Request, beside: Option<&Comm<Cpu>>) -> Result<Ending> {
-    match place(comm, &request.config)? {
-        None => train(comm, request, beside.map(Comm::world).as_ref(), cpu),
-        Some(gpu) => {
-            let place = GpuPlace { memory: gpu.memory, table: gpu.table.clone() };
-            let request = Request { gpu: Some(place), ..request.clone() };
-            let beside = beside.map(|beside| beside.on().world());
-            train(&comm.on(), &request, beside.as_ref(), |plan| gpu.backend(plan))
-        }
-    }
-}
-
 /// Trains as one of the ranks that do; returns the exit code.
 fn train_as(role: &Role, mut request: Request) -> Result<i32> {
     if !role.mixed {
-        return train_on_device(&role.comm, &request, None).map(|ending| exit_code(&ending));
+        return train_on_device(&role.comm, &request, Own::default(), None).map(|ending| exit_code(&ending));
     }
     request.config.eval.inline = false;
     request.threads = Some(role.threads);
-    let ending = train_on_device(&role.comm, &request, Some(&role.everyone));
+    let ending = train_on_device(&role.comm, &request, Own::default(), Some(&role.everyone));
     if let Err(e) = &ending
         && e.is_shared()
         && role.comm.rank() == 0

@@ -4,10 +4,9 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::fail;
-use super::job;
 use super::train::SourceArgs;
 use crate::error::{Error, Result};
+use crate::job::{self, fail};
 use crate::parallel::Zero;
 use crate::verify::{Launcher, Request, rank, task, verify};
 

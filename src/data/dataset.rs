@@ -69,7 +69,7 @@ pub enum Target {
 }
 
 /// Elements of a sample's parts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Sizes {
     /// Ids of the input.
     pub ids: usize,

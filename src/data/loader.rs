@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::dataset::{SampleMut, Sizes};
-use super::{Dataset, Sampler};
+use super::{Sampler, Source};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::error::{Error, Result};
 
@@ -42,15 +42,20 @@ impl Batch {
     /// Samples `numbers` of a data set, which stand at `positions`.
     ///
     /// # Errors
-    /// As [`Dataset::read`].
-    pub fn read(dataset: &mut Dataset, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<Self> {
+    /// As [`Source::read`].
+    pub fn read(dataset: &mut dyn Source, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<Self> {
         let mut batch = Self::with_room(dataset.sizes(), positions.clone().count());
         batch.fill(dataset, positions, numbers)?;
         Ok(batch)
     }
 
     /// As [`Batch::read`], into buffers of any size.
-    fn fill(&mut self, dataset: &mut Dataset, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<()> {
+    fn fill(
+        &mut self,
+        dataset: &mut dyn Source,
+        positions: Range<u64>,
+        numbers: impl Iterator<Item = u64>,
+    ) -> Result<()> {
         let (sizes, samples) = (dataset.sizes(), positions.clone().count());
         self.positions = positions;
         self.ids.resize(samples * sizes.ids, 0);
@@ -94,7 +99,7 @@ impl Loader {
     /// Starts to read `batches`, each a range of positions that `sampler` maps to samples, and
     /// keeps at most `depth` of them ready besides the one being read.
     pub fn start(
-        dataset: Dataset,
+        dataset: impl Source + 'static,
         sampler: Sampler,
         batches: impl Iterator<Item = Range<u64>> + Send + 'static,
         depth: usize,
@@ -159,7 +164,7 @@ impl Drop for Loader {
 
 /// Sends all batches, or those before the first failure and the failure.
 fn read_ahead(
-    mut dataset: Dataset,
+    mut dataset: impl Source,
     sampler: Sampler,
     batches: impl Iterator<Item = Range<u64>>,
     depth: usize,

@@ -2,7 +2,8 @@
 //!
 //! From the file up: [`Dataset`] opens the shards of one split and numbers their samples,
 //! [`Sampler`] says which sample stands at which position of the run, and [`Loader`] reads
-//! positions ahead of the training step.
+//! positions ahead of the training step. A program that makes its samples itself puts a
+//! [`Source`] of its own in the place of the files.
 
 pub mod bundled;
 mod dataset;
@@ -13,6 +14,7 @@ pub mod inspect;
 mod loader;
 mod sampler;
 mod shard;
+mod source;
 mod tokenizer;
 pub mod verify;
 
@@ -20,4 +22,5 @@ pub use dataset::{DataSpec, Dataset, SampleMut, Sizes, Split, Target, Wants};
 pub(crate) use h5::one_line;
 pub use loader::{Batch, Loader};
 pub use sampler::Sampler;
+pub use source::Source;
 pub use tokenizer::{Tokenizer, TokenizerKind};

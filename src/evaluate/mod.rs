@@ -17,7 +17,7 @@ use std::fmt;
 
 use crate::backend::Kernels;
 use crate::comm::Group;
-use crate::data::{Batch, Dataset};
+use crate::data::{Batch, Source};
 use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::parallel::tree_sum;
@@ -44,16 +44,16 @@ impl fmt::Display for Measures {
 
 /// A fixed set of validation samples, cut into fixed chunks.
 pub struct Evaluator {
-    dataset: Dataset,
+    dataset: Box<dyn Source>,
     samples: u64,
     chunk: u64,
 }
 
 impl Evaluator {
     /// The first `samples` of `dataset` (all without), `chunk` at a time.
-    pub fn new(dataset: Dataset, samples: Option<u64>, chunk: u64) -> Self {
+    pub fn new(dataset: impl Source + 'static, samples: Option<u64>, chunk: u64) -> Self {
         let samples = samples.unwrap_or(u64::MAX).min(dataset.samples());
-        Self { dataset, samples, chunk }
+        Self { dataset: Box::new(dataset), samples, chunk }
     }
 
     /// Samples in the set.

@@ -9,7 +9,7 @@ use tempfile::{Builder, TempPath};
 
 use crate::backend::Kernels;
 use crate::comm::Group;
-use crate::data::{Batch, Dataset, one_line};
+use crate::data::{Batch, Source, one_line};
 use crate::error::{Error, Result};
 use crate::train::{Engine, feed};
 
@@ -94,7 +94,7 @@ fn likeliest(row: &[f32]) -> u32 {
 /// Of the data, the device, the file system, or a message between ranks.
 pub fn predict<B: Kernels>(
     engine: &mut Engine<B>,
-    mut dataset: Dataset,
+    mut dataset: impl Source,
     data: &Group<B>,
     chunk: u64,
     to: Option<Predictions>,

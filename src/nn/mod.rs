@@ -3,6 +3,7 @@
 //! A block knows shapes, never parameters: those live in the unit of the same index
 //! ([`crate::layout::UnitLayout`]) and are handed in.
 
+pub mod check;
 mod dropout;
 mod embedding;
 pub mod gpt;

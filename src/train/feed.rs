@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::backend::{Backend, Memory};
 use crate::checkpoint::Progress;
 use crate::config::{Config, LossKind, ModelKind, Plan, network};
-use crate::data::{Batch, DataSpec, Dataset, Loader, Sampler, Split, Target, Wants, bundled};
+use crate::data::{Batch, DataSpec, Dataset, Loader, Sampler, Source, Split, Target, Wants, bundled};
 use crate::error::{Error, Result};
 use crate::nn::{Micro, Network};
 use crate::parallel::Lanes;
@@ -106,7 +106,7 @@ pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64) -> 
 ///
 /// # Errors
 /// The data is shorter than one batch.
-pub fn check_size(plan: &Plan, train: &Dataset) -> Result<()> {
+pub fn check_size(plan: &Plan, train: &dyn Source) -> Result<()> {
     let (have, want) = (train.samples(), plan.config.batch.global);
     if have >= want {
         return Ok(());
@@ -132,7 +132,13 @@ impl<B: Backend> Feed<B> {
     ///
     /// # Errors
     /// The reader's thread could not be started.
-    pub fn start(backend: B, train: Dataset, plan: &Plan, rank: usize, progress: Progress) -> Result<Self> {
+    pub fn start(
+        backend: B,
+        train: impl Source + 'static,
+        plan: &Plan,
+        rank: usize,
+        progress: Progress,
+    ) -> Result<Self> {
         let sampler = match plan.config.data.shuffle {
             true => Sampler::new(train.samples(), plan.config.run.seed),
             false => Sampler::in_order(train.samples()),

@@ -9,8 +9,10 @@ pub const END: Note = 1 << 0;
 pub const WRITTEN: Note = 1 << 1;
 /// Of rank 0: a checkpoint is due by its clock.
 pub const DUE: Note = 1 << 2;
-/// Of rank 0: training is to stop, because it no longer helps.
+/// Training is to stop, because it no longer helps.
 pub const STOP: Note = 1 << 3;
+/// A hook of this rank has failed.
+pub const FAILED: Note = 1 << 4;
 
 /// The notes of all ranks at one step.
 #[derive(Debug, Clone, PartialEq, Eq)]

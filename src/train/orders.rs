@@ -1,4 +1,4 @@
-//! What a rank is asked to do besides training: by signals, by the clock, by evaluators.
+//! What a rank is asked to do besides training: by signals, by the clock, by evaluators, by hooks.
 //!
 //! Ranks are asked at different moments. Each tells what it was asked with its next [`Note`], and all obey the notes of
 //! the same step.
@@ -89,7 +89,7 @@ impl Orders {
         self.has_published = true;
     }
 
-    /// An evaluation may have found why more steps are of no use.
+    /// An evaluation or a hook may have found why more steps are of no use.
     pub fn stop_for(&mut self, why: Option<String>) {
         self.no_use = why.or(self.no_use.take());
     }

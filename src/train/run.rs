@@ -7,12 +7,15 @@ use super::advance::{Taken, advance};
 use super::budget::Budget;
 use super::collectives::{self, Exchange};
 use super::directory::{Resume, RunDirectory};
-use super::feed::{self, Feed};
+use super::feed::Feed;
+use super::hooks::{Hook, Hooks, Outcome};
 use super::marks::{End, Status};
 use super::notes::{self, Note, Notes};
 use super::orders::Orders;
+use super::planning::plan;
 use super::records::Records;
 use super::resume::{Branch, Resumed, Take, resume};
+use super::splits::Splits;
 use super::step::{Engine, Geometry};
 use super::{fits, memory};
 use crate::activity::{Doing, Track, span};
@@ -20,10 +23,11 @@ use crate::backend::cpu::Cpu;
 use crate::backend::{Kernels, Memory};
 use crate::checkpoint::{self, Job, Origin, Published, Saver};
 use crate::comm::{self, Comm, Group, Stats, Watch};
-use crate::config::{Config, Facts, Plan, resolve};
+use crate::config::{Config, Plan};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures, Sampling, generate};
+use crate::nn::Blocks;
 use crate::parallel::{Lanes, Sharded, Updates};
 use crate::telemetry::evaluations::{self, Evaluation};
 use crate::telemetry::metrics::Step;
@@ -51,6 +55,23 @@ pub struct Request {
     pub threads: Option<usize>,
     /// Where ranks compute, if on GPUs.
     pub gpu: Option<GpuPlace>,
+}
+
+impl Request {
+    /// A run from step 0 on CPUs, called `name` unless its configuration names it.
+    pub fn new(config: Config, name: impl Into<String>) -> Self {
+        let (resume, take) = (Resume::No, Take::Everything);
+        Self { config, name: name.into(), resume, take, trace: None, threads: None, gpu: None }
+    }
+}
+
+/// What a program gives a run of its own. The default is nothing: what `hpctrain train` does.
+#[derive(Default)]
+pub struct Own<'h> {
+    /// Called as the run goes on, in this order.
+    pub hooks: Vec<&'h mut dyn Hook>,
+    /// Samples, in the place of the files at `data.path`.
+    pub data: Option<Splits>,
 }
 
 /// GPUs, as a run's checks and its banner see them.
@@ -81,12 +102,13 @@ pub enum Ending {
 pub fn train<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
+    own: Own<'_>,
     beside: Option<&Group<B>>,
     backend: impl FnOnce(&Plan) -> Result<B>,
 ) -> Result<Ending> {
     comm.activity().here(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
-    let result = run(comm, request, beside, backend);
+    let result = run(comm, request, own, beside, backend);
     match (trace, &result) {
         (Some(trace), Err(e)) if e.is_shared() || comm.size() == 1 => {
             let written = trace.finish(comm);
@@ -102,25 +124,31 @@ pub fn train<B: Kernels>(
 fn run<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
+    own: Own<'_>,
     beside: Option<&Group<B>>,
     backend: impl FnOnce(&Plan) -> Result<B>,
 ) -> Result<Ending> {
-    let mut run = Run::prepare(comm, request, beside, backend)?;
-    match run.steps(&request.resume) {
-        Ok(()) => run.finish(),
-        Err(e) => {
-            // Ranks that share an error can still meet to publish what they have begun to save.
-            if e.is_shared() || comm.size() == 1 {
-                run.saver.finish().inspect_err(|e| log::error!("{e}")).ok();
-                run.tell_of_failure(&e);
-            }
-            Err(e)
+    let mut run = Run::prepare(comm, request, own, beside, backend)?;
+    let ended = run.steps(&request.resume).and_then(|()| run.finish());
+    match &ended {
+        Ok(ending) => {
+            let told = run.tell_hooks(Ok(ending));
+            run.world.agree(told).inspect_err(|e| run.tell_of_failure(e))?;
         }
+        // Ranks that share an error can still meet to publish what they have begun to save.
+        Err(e) if e.is_shared() || comm.size() == 1 => {
+            let published = run.saver.finish().inspect_err(|e| log::error!("{e}"));
+            run.note_published(published.ok().flatten());
+            run.tell_of_failure(e);
+            run.tell_hooks(Err(e)).unwrap_or_else(|e| log::error!("{e}"));
+        }
+        Err(_) => {}
     }
+    ended
 }
 
 /// A run under way on one rank.
-struct Run<B: Kernels> {
+struct Run<'h, B: Kernels> {
     comm: Comm<B>,
     world: Group<B>,
     data: Group<B>,
@@ -143,6 +171,7 @@ struct Run<B: Kernels> {
     /// Whether the clock asks for a checkpoint after this step.
     save_is_due: bool,
     orders: Orders,
+    hooks: Hooks<'h>,
     /// Set once training is to end.
     ending: Option<Ending>,
     started: Instant,
@@ -156,10 +185,11 @@ struct Run<B: Kernels> {
     _watch: Option<Watch>,
 }
 
-impl<B: Kernels> Run<B> {
+impl<'h, B: Kernels> Run<'h, B> {
     fn prepare(
         comm: &Comm<B>,
         request: &Request,
+        own: Own<'h>,
         beside: Option<&Group<B>>,
         backend: impl FnOnce(&Plan) -> Result<B>,
     ) -> Result<Self> {
@@ -168,15 +198,15 @@ impl<B: Kernels> Run<B> {
         let root = world.rank() == 0;
         let topology = Topology::gather(&world, comm.node().host)?;
 
-        let (train, validation) = world.agree(feed::open(&request.config))?;
-        let facts = Facts {
-            ranks: world.size(),
-            threads: request.threads.unwrap_or_else(|| topology.threads()),
-            vocabulary: Some(train.vocabulary()).filter(|ids| *ids > 0),
-            on_gpu: !B::ON_HOST,
-        };
-        let mut plan = world.agree(resolve(request.config.clone(), &facts))?;
-        world.agree(feed::check_size(&plan, &train))?;
+        let (mut config, is_own) = (request.config.clone(), own.data.is_some());
+        let mut splits = world.agree(own.data.map_or_else(|| Splits::open(&config), Ok))?;
+        config.data.path = splits.name.clone();
+        let threads = request.threads.unwrap_or_else(|| topology.threads());
+        let mut plan = plan(comm, config, &splits.train, Some(threads))?;
+        if is_own {
+            splits = world.agree(splits.checked(&plan))?;
+        }
+        let Splits { train, validation, .. } = splits;
         // From here on messages may reach the device.
         let comm = comm.on_route(plan.config.comm.path, comm::prove)?;
         let world = comm.world();
@@ -282,6 +312,7 @@ impl<B: Kernels> Run<B> {
             saved: (!branched).then_some(progress.step),
             save_is_due: false,
             orders,
+            hooks: Hooks::new(own.hooks),
             ending: None,
             started,
             step_ms: Vec::new(),
@@ -296,7 +327,8 @@ impl<B: Kernels> Run<B> {
     fn step(&mut self) -> Result<()> {
         let before = self.spent();
         let step = self.progress.step;
-        let note = || self.orders.note(self.saver.is_done());
+        let failed = if self.hooks.has_failed() { notes::FAILED } else { 0 };
+        let note = || self.orders.note(self.saver.is_done()) | failed;
         let taken = advance(&self.plan, &mut self.engine, &mut self.feed, &mut self.progress, note)?;
         self.updating += taken.updating;
         if taken.skipped {
@@ -335,7 +367,6 @@ impl<B: Kernels> Run<B> {
         self.step_ms.push(seconds * 1e3);
         self.orders.stepped(Duration::from_secs_f64(seconds));
         self.times += times;
-        let Some(records) = &mut self.records else { return Ok(()) };
         let tokens = self.plan.tokens_per_step();
         let record = Step {
             step: self.progress.step,
@@ -352,8 +383,12 @@ impl<B: Kernels> Run<B> {
             ..Step::default()
         };
         let record = record.with(times);
-        records.metrics.write(&record)?;
-        records.progress.step(&record);
+        if let Some(records) = &mut self.records {
+            records.metrics.write(&record)?;
+            records.progress.step(&record);
+        }
+        let stop = self.hooks.call(|hook| hook.step(&record));
+        self.orders.stop_for(stop);
         Ok(())
     }
 
@@ -419,12 +454,22 @@ impl<B: Kernels> Run<B> {
 
     /// Does what the ranks' notes ask for.
     fn obey(&mut self, notes: Notes) -> Result<()> {
+        if notes.any(notes::FAILED) {
+            let failure = self.hooks.failure();
+            self.world.agree(failure)?;
+        }
         if self.saver.is_busy() && notes.all(notes::WRITTEN) {
             let published = self.saver.advance()?;
             self.note_published(published);
         }
         self.save_is_due = notes.any(notes::DUE);
         self.ending = self.orders.ending(&notes);
+        if let Some(Ending::Stopped(why)) = &mut self.ending {
+            // A rank that did not ask does not know why.
+            let told = self.world.gather_bytes(std::mem::take(why).into_bytes()).wait()?;
+            let first = told.into_iter().find(|why| !why.is_empty()).unwrap_or_default();
+            *why = String::from_utf8_lossy(&first).into_owned();
+        }
         Ok(())
     }
 
@@ -446,8 +491,10 @@ impl<B: Kernels> Run<B> {
             return Ok(());
         };
         let told = measures.to_string();
+        self.evaluated = Some((step, measures.loss));
+        let stop = self.hooks.call(|hook| hook.evaluation(step, &measures));
+        self.orders.stop_for(stop);
         let Measures { loss, metrics } = measures;
-        self.evaluated = Some((step, loss));
         log::info!("step {step}: {told}");
         if let Some(records) = &mut self.records {
             let path = self.directory.evaluations_path();
@@ -487,13 +534,16 @@ impl<B: Kernels> Run<B> {
     }
 
     fn note_published(&mut self, published: Option<Published>) {
-        if let Some(Published { took, .. }) = published {
+        if let Some(Published { took, progress }) = published {
             self.orders.published(took);
+            let path = self.directory.checkpoints().path(progress.step);
+            let stop = self.hooks.call(|hook| hook.checkpoint(progress.step, &path));
+            self.orders.stop_for(stop);
         }
     }
 
     /// Last evaluation, last checkpoint, a sample of text, the run card.
-    fn finish(mut self) -> Result<Ending> {
+    fn finish(&mut self) -> Result<Ending> {
         let inline = self.plan.config.eval.inline;
         let evaluated = self.evaluated.is_some_and(|(step, _)| step == self.progress.step);
         if inline && !evaluated && !matches!(self.ending, Some(Ending::Preempted(_))) {
@@ -504,13 +554,15 @@ impl<B: Kernels> Run<B> {
         self.note_published(published);
         if self.saved != Some(self.progress.step) {
             self.save()?;
-            self.saver.finish()?;
+            let published = self.saver.finish()?;
+            self.note_published(published);
         }
         let ending = self.ending.take().unwrap_or(Ending::Finished);
         let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
-        if self.world.rank() == 0 {
-            self.tell(&ending, text)?;
-        }
+        let failure = self.hooks.failure();
+        self.world.agree(failure)?;
+        // Nobody hears of the end before it is on record.
+        self.world.agree(if self.world.rank() == 0 { self.tell(&ending, text) } else { Ok(()) })?;
         log::info!("ended at step {}: {ending:?}", self.progress.step);
         Ok(ending)
     }
@@ -548,6 +600,11 @@ impl<B: Kernels> Run<B> {
             self.card().write(&self.directory.card_path())?;
         }
         self.directory.marks().end(&End { step, status, why })
+    }
+
+    /// Tells the hooks how the run ended.
+    fn tell_hooks(&mut self, result: Result<&Ending, &Error>) -> Result<()> {
+        self.hooks.end(&Outcome { step: self.progress.step, directory: self.directory.path(), result })
     }
 
     /// Evaluators need not wait for more checkpoints.
@@ -622,7 +679,21 @@ pub fn engine<B: Kernels>(
     backend: B,
     choices: Option<&Path>,
 ) -> Result<(Engine<B>, Exchange)> {
-    let blocks = plan.network.blocks();
+    engine_of(comm, plan, plan.network.blocks(), backend, choices)
+}
+
+/// As [`engine`], of other blocks than those of the plan's network: they take the same samples and give outputs of the same
+/// width.
+///
+/// # Errors
+/// As [`engine`].
+pub fn engine_of<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &Plan,
+    blocks: Blocks<B>,
+    backend: B,
+    choices: Option<&Path>,
+) -> Result<(Engine<B>, Exchange)> {
     let (groups, exchange) = collectives::groups(comm, plan, &backend, &blocks, choices)?;
     let data = &groups.data;
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };

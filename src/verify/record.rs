@@ -8,12 +8,12 @@ use super::snapshot::{Difference, Snapshot};
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm, Group};
-use crate::config::{Config, Facts, Plan, resolve};
+use crate::config::{Config, Plan};
 use crate::error::{Error, Result};
 use crate::parallel::Sharded;
 use crate::topology::Topology;
 use crate::train::feed::{self, Feed};
-use crate::train::{Held, advance, check_memory, engine};
+use crate::train::{Held, advance, check_memory, engine, plan};
 
 /// What the ranks of a job are asked to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -92,14 +92,8 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
     let world = comm.world();
     let topology = Topology::gather(&world, comm.node().host)?;
     let (train, _) = world.agree(feed::open(&task.config))?;
-    let facts = Facts {
-        ranks: world.size(),
-        threads: task.threads.unwrap_or_else(|| topology.threads()),
-        vocabulary: Some(train.vocabulary()),
-        on_gpu: !B::ON_HOST,
-    };
-    let plan = world.agree(resolve(task.config.clone(), &facts))?;
-    world.agree(feed::check_size(&plan, &train))?;
+    let threads = task.threads.unwrap_or_else(|| topology.threads());
+    let plan = plan(comm, task.config.clone(), &train, Some(threads))?;
     let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
     let world = comm.world();
     world.agree(check_memory::<B>(&plan, &topology, Held::now(comm), None))?;

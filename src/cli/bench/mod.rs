@@ -6,7 +6,7 @@ mod gpu;
 
 use clap::{Args, Subcommand};
 
-use super::job;
+use crate::job;
 
 /// Arguments of `hpctrain bench`.
 #[derive(Args)]

@@ -1,0 +1,48 @@
+//! Evaluation and prediction on any number of ranks: loads a checkpoint, whatever layout wrote it, measures it on the
+//! validation rows of a data set, and writes what the network gives for each of them to an HDF5 file.
+//!
+//! ```sh
+//! examples/09-own-table.sh    # leaves a run and its data in a directory that it names
+//! mpirun -np 2 target/release/examples/evaluate_predict DIR/runs/one DIR/data predictions.h5
+//! ```
+
+use std::path::Path;
+use std::process::ExitCode;
+
+use hpctrain::checkpoint::Reader;
+use hpctrain::checkpoint::tools::find;
+use hpctrain::data::Split;
+use hpctrain::evaluate::{Predictions, model, predict};
+use hpctrain::prelude::*;
+
+fn main() -> ExitCode {
+    start(|comm| {
+        let world = comm.world();
+        let args: Vec<String> = std::env::args().skip(1).collect();
+        let [run, data, out] = args.as_slice() else {
+            return Err(Error::input("arguments: a run or checkpoint, its data, a file to write").shared());
+        };
+
+        // The configuration that trained it, for the data at hand and the ranks that share one copy of the network.
+        let mut reader = world.agree(find::checkpoint(Path::new(run)).and_then(|path| Reader::open(&path)))?;
+        let mut config = reader.manifest().config.clone();
+        config.data.path = data.clone();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let plan = world.agree(model::plan(config, comm.size(), (cores / comm.node().local_size).max(1), false))?;
+        let mut engine = model::engine(comm, &plan, Cpu::new(plan.threads))?;
+        world.agree(model::load(&mut engine, &mut reader))?;
+
+        // Rows go round the ranks; sums are added in the order of the rows.
+        let rows = world.agree(feed::validation(&plan.config))?;
+        let measures = Evaluator::new(rows, None, plan.config.eval.batch).measure(&mut engine, &world, || false)?;
+        if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
+            println!("step {}: {measures}", reader.manifest().step);
+        }
+
+        // The same rows without their targets, which need not be there. One rank writes.
+        let rows = world.agree(feed::inputs(&plan.config, Split::Validation))?;
+        let create = || Predictions::create(Path::new(out), rows.samples() as usize, plan.network.outputs(), false);
+        let file = world.agree((comm.rank() == 0).then(create).transpose())?;
+        predict(&mut engine, rows, &world, plan.config.eval.batch, file)
+    })
+}

@@ -1,0 +1,91 @@
+//! Hooks: a program that is told of the steps, evaluations and checkpoints of a run, and of its end. These write a table of
+//! losses, and stop the run once the validation loss is low enough: on all ranks after the same step.
+//!
+//! ```sh
+//! cargo run --release --example hooks
+//! mpirun -np 2 target/release/examples/hooks run.name=two eval.every=20
+//! ```
+
+use std::fs::File;
+use std::io::Write as _;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use hpctrain::prelude::*;
+use hpctrain::signals;
+
+/// Collects the losses, and writes them down at the end. On rank 0.
+#[derive(Default)]
+struct Table(Vec<(u64, f64)>);
+
+impl Hook for Table {
+    fn name(&self) -> &str {
+        "table of losses"
+    }
+
+    fn step(&mut self, step: &Step) -> Result<ControlFlow<String>> {
+        self.0.push((step.step, step.loss));
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn end(&mut self, outcome: &Outcome<'_>) -> Result<()> {
+        let path: PathBuf = outcome.directory.join("losses.csv");
+        let write = || {
+            let mut file = File::create(&path)?;
+            writeln!(file, "step,loss")?;
+            self.0.iter().try_for_each(|(step, loss)| writeln!(file, "{step},{loss}"))
+        };
+        write().map_err(|e| Error::io("write", &path, e))
+    }
+}
+
+/// Stops a run that is good enough, and says where its checkpoints are.
+struct Enough {
+    loss: f64,
+    /// One rank speaks.
+    speaks: bool,
+}
+
+impl Hook for Enough {
+    fn evaluation(&mut self, step: u64, measures: &Measures) -> Result<ControlFlow<String>> {
+        Ok(match measures.loss < self.loss {
+            true => ControlFlow::Break(format!("a loss of {:.4} at step {step} is enough", measures.loss)),
+            false => ControlFlow::Continue(()),
+        })
+    }
+
+    fn checkpoint(&mut self, step: u64, directory: &Path) -> Result<ControlFlow<String>> {
+        if self.speaks {
+            println!("step {step} is safe in {}", directory.display());
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn end(&mut self, outcome: &Outcome<'_>) -> Result<()> {
+        match outcome.result {
+            Ok(ending) if self.speaks => println!("after {} steps: {ending:?}", outcome.step),
+            Err(e) if self.speaks => println!("after {} steps: {}", outcome.step, e.message()),
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+fn main() -> ExitCode {
+    start(|comm| {
+        // With this a job that is told to end saves first.
+        comm.world().agree(signals::listen())?;
+        let settings = ["run.steps=300", "eval.every=20", "eval.samples=100", "checkpoint.every=50", "log.sample=0"];
+        let overrides: Vec<String> = settings.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();
+        let (config, _) = comm.world().agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+
+        let speaks = comm.rank() == 0;
+        let (mut table, mut enough) = (Table::default(), Enough { loss: 3.2, speaks });
+        let mut own = Own { hooks: vec![&mut enough], ..Own::default() };
+        if speaks {
+            own.hooks.push(&mut table);
+        }
+        train_on_device(comm, &Request::new(config, "hooks"), own, None).map(drop)
+    })
+}

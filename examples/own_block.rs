@@ -1,0 +1,136 @@
+//! A block of one's own: an adapter, `y = x + silu(x·Dᵀ)·Uᵀ` (Houlsby et al., "Parameter-efficient transfer learning for
+//! NLP", 2019). Its backward is checked by finite differences; then it learns, between the last block of a
+//! small GPT and its head, in any layout.
+//!
+//! ```sh
+//! cargo run --release --example own_block
+//! mpirun -np 2 target/release/examples/own_block run.steps=50 parallel.zero=3
+//! ```
+
+use std::process::ExitCode;
+
+use hpctrain::backend::{Activation, Linear, split, split_mut};
+use hpctrain::nn::check;
+use hpctrain::prelude::*;
+use hpctrain::train::engine_of;
+
+/// Rows of the input have `width` elements; `inner` are between the two matrices.
+struct Adapter {
+    width: usize,
+    inner: usize,
+}
+
+impl Adapter {
+    /// Lengths of the tensors, in the order of [`Block::tensors`].
+    fn lens(&self) -> [usize; 2] {
+        [self.inner * self.width, self.width * self.inner]
+    }
+
+    /// From the stream to the inside.
+    fn down(&self, rows: usize) -> Linear {
+        Linear { rows, inputs: self.width, outputs: self.inner }
+    }
+
+    /// And back.
+    fn up(&self, rows: usize) -> Linear {
+        Linear { rows, inputs: self.inner, outputs: self.width }
+    }
+}
+
+impl<B: Kernels> Block<B> for Adapter {
+    fn name(&self) -> String {
+        "adapter".into()
+    }
+
+    fn tensors(&self) -> Vec<Tensor> {
+        // It begins as the identity.
+        let down = Tensor::new("adapter.down.weight", &[self.inner, self.width], Init::Normal(0.02));
+        let up = Tensor::new("adapter.up.weight", &[self.width, self.inner], Init::Zeros);
+        vec![down, up]
+    }
+
+    fn input_per_row(&self) -> usize {
+        self.width
+    }
+
+    fn saved_per_row(&self) -> usize {
+        // What is inside, before and after the activation.
+        2 * self.inner
+    }
+
+    fn exact_per_row(&self) -> usize {
+        0
+    }
+
+    fn scratch_per_row(&self) -> usize {
+        // The gradients of what is inside and of the input.
+        self.inner + self.width
+    }
+
+    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (b, rows) = (cx.backend, cx.micro.rows());
+        let [down, up] = split::<B, 2>(params.own, self.lens());
+        let no_bias = B::cut(up, 0).0;
+        let mut h = b.alloc(Memory::Activations, rows * self.inner)?;
+        b.linear(self.down(rows), B::all(x), down, no_bias, B::all_mut(&mut h))?;
+        let mut a = b.alloc(Memory::Activations, rows * self.inner)?;
+        b.activation(Activation::Silu, B::all(&h), B::all_mut(&mut a))?;
+        let mut y = b.alloc(Memory::Activations, rows * self.width)?;
+        b.linear(self.up(rows), B::all(&a), up, no_bias, B::all_mut(&mut y))?;
+        b.add(B::all(x), B::all_mut(&mut y))?;
+        Ok((y, vec![h, a]))
+    }
+
+    fn backward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        grads: Grads<'_, B>,
+        x: &B::Buf,
+        saved: Vec<B::Buf>,
+        dy: B::Buf,
+    ) -> Result<B::Buf> {
+        let (b, rows, [h, a]) = (cx.backend, cx.micro.rows(), [&saved[0], &saved[1]]);
+        let [down, up] = split::<B, 2>(params.own, self.lens());
+        let [ddown, dup] = split_mut::<B, 2>(grads.own, self.lens());
+        let mut no_bias = b.alloc_f32(Memory::Activations, 0)?;
+        b.linear_backward_weight(self.up(rows), B::all(&dy), B::all(a), dup, B::all_mut(&mut no_bias))?;
+        let mut dh = b.alloc(Memory::Activations, rows * self.inner)?;
+        b.linear_backward_input(self.up(rows), B::all(&dy), up, B::all_mut(&mut dh))?;
+        b.activation_backward(Activation::Silu, B::all(h), B::all_mut(&mut dh))?;
+        b.linear_backward_weight(self.down(rows), B::all(&dh), B::all(x), ddown, B::all_mut(&mut no_bias))?;
+        let mut dx = b.alloc(Memory::Activations, rows * self.width)?;
+        b.linear_backward_input(self.down(rows), B::all(&dh), down, B::all_mut(&mut dx))?;
+        b.add(B::all(&dy), B::all_mut(&mut dx))?;
+        Ok(dx)
+    }
+}
+
+fn main() -> ExitCode {
+    start(|comm| {
+        let is_first = comm.rank() == 0;
+        for found in check::block(&Adapter { width: 6, inner: 3 }, 4, 5)?.iter().filter(|_| is_first) {
+            let check::Derivative { tensor, backward, differences, .. } = found;
+            println!("{tensor:<20}  {backward:>9.5} by backward, {differences:>9.5} by differences");
+        }
+
+        let settings = ["run.steps=20", "batch.global=8"].map(String::from);
+        let overrides: Vec<String> = settings.into_iter().chain(std::env::args().skip(1)).collect();
+        let world = comm.world();
+        let (config, _) = world.agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let (train, _) = world.agree(feed::open(&config))?;
+        let plan = plan(comm, config, &train, None)?;
+        let mut blocks = plan.network.blocks();
+        blocks.insert(blocks.len() - 1, Box::new(Adapter { width: plan.config.model.width, inner: 16 }));
+        let (mut engine, _) = engine_of(comm, &plan, blocks, Cpu::new(plan.threads), None)?;
+        let mut progress = Progress::default();
+        let mut feed = world.agree(Feed::start(engine.backend.clone(), train, &plan, comm.rank(), progress))?;
+        while progress.step < plan.config.run.steps {
+            let taken = advance(&plan, &mut engine, &mut feed, &mut progress, || 0)?;
+            if is_first && progress.step.is_multiple_of(5) {
+                println!("step {:>4}  loss {:.4}", progress.step, taken.loss);
+            }
+        }
+        Ok(())
+    })
+}

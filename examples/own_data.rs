@@ -1,0 +1,71 @@
+//! A data source of one's own: points of three spirals, made from their numbers alone, told apart by a small network. A
+//! whole run with records and checkpoints, the same on any number of ranks, as if the samples were in files.
+//!
+//! ```sh
+//! cargo run --release --example own_data
+//! mpirun -np 2 target/release/examples/own_data run.name=two parallel.zero=2
+//! ```
+
+use std::f64::consts::TAU;
+use std::process::ExitCode;
+
+use hpctrain::prelude::*;
+use hpctrain::random::{Stream, derive, name};
+
+/// Spirals, and so classes.
+const ARMS: u64 = 3;
+
+/// Points of the arms in turn, each somewhere along its arm and a little beside it.
+struct Spirals {
+    /// Names the random numbers: training and validation have different points.
+    key: u64,
+    samples: u64,
+}
+
+impl Source for Spirals {
+    fn samples(&self) -> u64 {
+        self.samples
+    }
+
+    fn sizes(&self) -> Sizes {
+        Sizes { features: 2, classes: 1, ..Sizes::default() }
+    }
+
+    fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        let (arm, random) = (sample % ARMS, Stream::new(derive(self.key, &[sample])));
+        let (along, beside) = (random.uniform(0), random.uniform(1) - 0.5);
+        let angle = TAU * (arm as f64 / ARMS as f64 + 0.8 * along) + 0.5 * beside;
+        let radius = 0.2 + 0.8 * along;
+        into.features.copy_from_slice(&[(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]);
+        into.classes[0] = arm as u32;
+        Ok(())
+    }
+}
+
+const SETTINGS: [&str; 10] = [
+    "model.kind=layers",
+    "model.input=[2]",
+    "model.layers=[{kind='dense', units=32}, {kind='silu'}, {kind='dense', units=32}, {kind='silu'}, {kind='dense', units=3}]",
+    "run.steps=400",
+    "batch.global=32",
+    "optimizer.lr=1e-2",
+    "schedule.warmup=20",
+    "parallel.lanes=2",
+    "eval.every=100",
+    "eval.batch=100",
+];
+
+fn main() -> ExitCode {
+    start(|comm| {
+        let overrides: Vec<String> = SETTINGS.map(String::from).into_iter().chain(std::env::args().skip(1)).collect();
+        let (config, _) = comm.world().agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let spirals = |split, samples| Box::new(Spirals { key: derive(1, &[name(split)]), samples });
+        let data = Splits {
+            name: "three spirals".into(),
+            train: spirals("train", 3000),
+            validation: spirals("validation", 600),
+        };
+        let own = Own { data: Some(data), ..Own::default() };
+        train_on_device(comm, &Request::new(config, "spirals"), own, None).map(drop)
+    })
+}

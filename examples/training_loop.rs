@@ -1,0 +1,50 @@
+//! A training loop of one's own: gradients and updates by hand, with a learning rate and a clip that no configuration
+//! knows. Data, network and layout are the configuration's: the bundled text and a small GPT, unless told otherwise.
+//!
+//! ```sh
+//! cargo run --release --example training_loop -- run.steps=100
+//! mpirun -np 2 target/release/examples/training_loop run.steps=100 parallel.zero=3
+//! ```
+
+use std::process::ExitCode;
+
+use hpctrain::prelude::*;
+
+fn main() -> ExitCode {
+    start(|comm| {
+        let overrides: Vec<String> = std::env::args().skip(1).collect();
+        let world = comm.world();
+        let (config, _) = world.agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let (train, validation) = world.agree(feed::open(&config))?;
+        let plan = plan(comm, config, &train, None)?;
+        let (mut engine, _) = engine(comm, &plan, Cpu::new(plan.threads), None)?;
+        let mut progress = Progress::default();
+        let mut feed = world.agree(Feed::start(engine.backend.clone(), train, &plan, comm.rank(), progress))?;
+
+        while progress.step < plan.config.run.steps {
+            // Forwards and backwards of this rank's part of the batch; loss and norm are of the whole of it.
+            let (base, time) = (progress.position, plan.network.context());
+            let Synced { loss, norm, .. } = engine.gradients(progress.step, || feed.next(base, time), || 0)?;
+            progress.step += 1;
+            progress.updates += 1;
+            progress.position += plan.config.batch.global;
+
+            // One over the root of the step, after a short warm-up.
+            let (step, warmup) = (progress.step as f32, 20.0);
+            let lr = 3e-3 * (step / warmup).min((warmup / step).sqrt());
+            let grad_scale = (1.0 / norm).min(1.0) as f32;
+            engine.sharded.update(Hyper { lr, weight_decay: 0.1, step: progress.updates, grad_scale })?;
+            if comm.rank() == 0 && progress.step.is_multiple_of(10) {
+                let loss = loss / plan.tokens_per_step() as f64;
+                println!("step {:>4}  loss {loss:.4}  norm {norm:.3}  lr {lr:.2e}", progress.step);
+            }
+        }
+
+        let mut evaluator = Evaluator::new(validation, Some(100), plan.config.eval.batch);
+        let measures = evaluator.measure(&mut engine, &world, || false)?;
+        if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
+            println!("{measures}");
+        }
+        Ok(())
+    })
+}

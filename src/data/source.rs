@@ -1,0 +1,141 @@
+//! What samples come from: files, or a program of one's own.
+
+use super::dataset::{SampleMut, Sizes};
+use super::{Dataset, Tokenizer};
+use crate::error::Result;
+
+/// Numbered samples: what a network learns from, or is measured on. [`Dataset`] is one, of HDF5 files; a program may
+/// have others, of other files or made in code.
+///
+/// Every rank has a source of its own and is asked for the samples of its part of each batch. Which sample stands at
+/// which position of a run follows from seed, epoch and position alone ([`Sampler`](super::Sampler)); so if a number
+/// always gives the same sample, on every rank, a run has the same bits on any number of ranks and after every restart.
+/// What is random in a sample is therefore to be drawn from its number, as [`random`](crate::random) does.
+///
+/// A whole run looks at each sample, for ids and classes that the network does not know and numbers that are none; in a loop
+/// of one's own, [`Splits::checked`](crate::train::Splits::checked) does.
+///
+/// ```
+/// use hpctrain::data::{SampleMut, Sizes, Source};
+/// use hpctrain::error::Result;
+///
+/// /// Points of a parabola: a number in, its square out.
+/// struct Parabola;
+///
+/// impl Source for Parabola {
+///     fn samples(&self) -> u64 {
+///         1000
+///     }
+///
+///     fn sizes(&self) -> Sizes {
+///         Sizes { features: 1, values: 1, ..Sizes::default() }
+///     }
+///
+///     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+///         let x = sample as f32 / 500.0 - 1.0;
+///         into.features[0] = x;
+///         into.values[0] = x * x;
+///         Ok(())
+///     }
+/// }
+///
+/// let (mut x, mut y) = ([0.0], [0.0]);
+/// Parabola.read(750, SampleMut { ids: &mut [], features: &mut x, classes: &mut [], values: &mut y })?;
+/// assert_eq!((x[0], y[0]), (0.5, 0.25));
+/// # Ok::<(), hpctrain::error::Error>(())
+/// ```
+pub trait Source: Send {
+    /// How many samples there are; at least one.
+    fn samples(&self) -> u64;
+
+    /// Elements of a sample's parts: what the network takes, and what it is to predict. Of text, as many ids as
+    /// classes; of rows, ids or features, and one class or some values.
+    fn sizes(&self) -> Sizes;
+
+    /// Overwrites `into`, whose parts have the lengths that [`Source::sizes`] tells, with sample number `sample`.
+    ///
+    /// # Errors
+    /// Whatever keeps it from being read: it ends the run.
+    fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()>;
+
+    /// Predictions of a sample; of text, positions.
+    fn context(&self) -> usize {
+        self.sizes().classes.max(1)
+    }
+
+    /// All ids of a text are below this; 0 where the data does not say, or has none.
+    fn vocabulary(&self) -> usize {
+        0
+    }
+
+    /// Elements of inputs that all samples have together, for people.
+    fn tokens(&self) -> u64 {
+        let Sizes { ids, features, .. } = self.sizes();
+        self.samples().saturating_mul((ids + features) as u64)
+    }
+
+    /// What turns ids into text, if anything does.
+    fn tokenizer(&self) -> Option<&Tokenizer> {
+        None
+    }
+}
+
+impl Source for Dataset {
+    fn samples(&self) -> u64 {
+        self.samples()
+    }
+
+    fn sizes(&self) -> Sizes {
+        self.sizes()
+    }
+
+    fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        self.read(sample, into)
+    }
+
+    fn context(&self) -> usize {
+        self.context()
+    }
+
+    fn vocabulary(&self) -> usize {
+        self.vocabulary()
+    }
+
+    fn tokens(&self) -> u64 {
+        self.tokens()
+    }
+
+    fn tokenizer(&self) -> Option<&Tokenizer> {
+        self.tokenizer()
+    }
+}
+
+impl<S: Source + ?Sized> Source for Box<S> {
+    fn samples(&self) -> u64 {
+        (**self).samples()
+    }
+
+    fn sizes(&self) -> Sizes {
+        (**self).sizes()
+    }
+
+    fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        (**self).read(sample, into)
+    }
+
+    fn context(&self) -> usize {
+        (**self).context()
+    }
+
+    fn vocabulary(&self) -> usize {
+        (**self).vocabulary()
+    }
+
+    fn tokens(&self) -> u64 {
+        (**self).tokens()
+    }
+
+    fn tokenizer(&self) -> Option<&Tokenizer> {
+        (**self).tokenizer()
+    }
+}

@@ -1,0 +1,89 @@
+//! One rank of a job: meeting the others, and ending together.
+
+use std::process::ExitCode;
+
+use crate::backend::cpu::Cpu;
+use crate::comm::launch::{Launch, launched};
+use crate::comm::{self, Algorithm, Comm};
+use crate::error::{Error, Result};
+use crate::telemetry::logging;
+
+/// The whole of a program that works on ranks: does the work of this one, in a world of its own unless an MPI launcher
+/// such as `mpirun` started the process, and ends with the others. Warnings and errors go to standard error, an error
+/// that all ranks share once; exit codes are those of the command line.
+///
+/// ```no_run
+/// fn main() -> std::process::ExitCode {
+///     hpctrain::job::start(|comm| {
+///         println!("rank {} of {}", comm.rank(), comm.size());
+///         Ok(())
+///     })
+/// }
+/// ```
+pub fn start(work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> ExitCode {
+    let code = match launched(|name| std::env::var(name).ok()) {
+        Ok(launch) => {
+            name_console(launch.as_ref());
+            run(launch.is_some(), |comm| work(comm).map(|()| 0))
+        }
+        Err(e) => fail(&e),
+    };
+    ExitCode::from(u8::try_from(code).unwrap_or(1))
+}
+
+/// Sends this rank's warnings to standard error, under its name.
+#[doc(hidden)]
+pub fn name_console(launch: Option<&Launch>) {
+    logging::to_console(&match launch.and_then(|launch| launch.rank) {
+        Some(rank) => format!("rank {rank}"),
+        None => "hpctrain".to_string(),
+    });
+}
+
+/// Does the work of one rank, in a world of its own unless an MPI launcher started it; returns the exit code,
+/// which is that of the work if it succeeds.
+#[doc(hidden)]
+pub fn run(launched: bool, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 {
+    let comm: Comm<Cpu> = if launched {
+        match comm::mpi::start(Algorithm::Tree) {
+            Ok(comm) => comm,
+            Err(e) => return fail(&e),
+        }
+    } else {
+        comm::single()
+    };
+    abort_on_panic(&comm);
+    let code = match work(&comm) {
+        Ok(code) => code,
+        Err(e) if e.is_shared() || comm.size() == 1 => {
+            if comm.rank() == 0 {
+                fail(&e);
+            }
+            e.exit_code()
+        }
+        Err(e) => {
+            // The others wait for this rank and would for ever.
+            let e = e.on_rank(comm.rank());
+            log::error!("{e}");
+            comm.abort(e.exit_code())
+        }
+    };
+    comm.shutdown();
+    code
+}
+
+/// Prints an error; returns its exit code.
+#[doc(hidden)]
+pub fn fail(error: &Error) -> i32 {
+    eprintln!("error: {error}");
+    error.exit_code()
+}
+
+/// A panic on any thread of a rank ends the whole job, with the rank named.
+fn abort_on_panic(comm: &Comm<Cpu>) {
+    let comm = comm.clone();
+    std::panic::set_hook(Box::new(move |panic| {
+        eprintln!("error: rank {}: internal error, please report it: {panic}", comm.rank());
+        comm.abort(1)
+    }));
+}

@@ -1,0 +1,355 @@
+//! Is a backward the derivative of its forward? Checked by central differences, on the CPU in f32.
+//!
+//! A loss is differentiated along one direction in each tensor: half the gradient's own, along which it changes much
+//! against the rounding of f32; half random signs, to which a wrong gradient cannot be orthogonal. At kinks, such as a rectifier's at zero,
+//! there is no derivative: check on smooth paths, or with inputs that keep away from them.
+
+use super::{Block, Context, Grads, Micro, Params};
+use crate::backend::cpu::{Cpu, CpuBuf};
+use crate::backend::{Backend as _, Memory};
+use crate::error::{Error, Result};
+use crate::layout::{Init, UnitLayout};
+use crate::random::{Stream, derive, name};
+
+/// A tensor by name, with its elements.
+pub type Named = (String, Vec<f32>);
+
+/// How far each way along the direction the loss is computed.
+const STEP: f32 = 5e-4;
+
+/// The name of a block's input in what [`block`] finds.
+pub const INPUT: &str = "input";
+
+/// The derivative of a loss along a unit direction in one tensor, found in two ways.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Derivative {
+    /// The tensor.
+    pub tensor: String,
+    /// By the gradient that the backward gives.
+    pub backward: f64,
+    /// By the difference of two losses.
+    pub differences: f64,
+    /// How far the two may be apart: rounding and curvature allow for no less.
+    pub allowed: f64,
+}
+
+impl Derivative {
+    /// Whether both ways agree.
+    pub fn agrees(&self) -> bool {
+        // Not so if one is no number.
+        (self.backward - self.differences).abs() < self.allowed
+    }
+}
+
+/// Compares the gradients of a loss with its differences. `at` computes the loss for some values of the tensors, and its
+/// gradients by all or some of them, by name. It must be a function: the same values, the same loss.
+///
+/// A loss of the size of one, such as a mean, is what the tolerance is made for.
+///
+/// # Errors
+/// The first tensor whose derivatives do not agree; or of `at`.
+pub fn derivatives(
+    tensors: &[Named],
+    mut at: impl FnMut(&[Named]) -> Result<(f64, Vec<Named>)>,
+) -> Result<Vec<Derivative>> {
+    let (_, gradients) = at(tensors)?;
+    let mut moved = tensors.to_vec();
+    let mut all = Vec::with_capacity(gradients.len());
+    for (tensor, gradient) in gradients {
+        let which = tensors.iter().position(|(name, values)| *name == tensor && values.len() == gradient.len());
+        let which = which.ok_or_else(|| {
+            Error::input(format!(
+                "a gradient of {} elements by {tensor}, which is no tensor of that length",
+                gradient.len()
+            ))
+        })?;
+        let size = gradient.iter().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>().sqrt();
+        let own = if size > 0.0 { 1.0 / size as f32 } else { 0.0 };
+        let signs = 1.0 / (gradient.len() as f32).sqrt();
+        let along = |i: usize| gradient[i] * own + sign(i) * signs;
+        let mut loss_at = |h: f32| {
+            for (i, (to, x)) in moved[which].1.iter_mut().zip(&tensors[which].1).enumerate() {
+                *to = x + h * along(i);
+            }
+            at(&moved).map(|(loss, _)| loss)
+        };
+        let differences = (loss_at(STEP)? - loss_at(-STEP)?) / (2.0 * f64::from(STEP));
+        moved[which].1.copy_from_slice(&tensors[which].1);
+        let backward = gradient.iter().enumerate().map(|(i, &g)| f64::from(g * along(i))).sum();
+        let found = Derivative { tensor, backward, differences, allowed: 5e-3 * size + 5e-4 };
+        if !found.agrees() {
+            let Derivative { tensor, backward, differences, .. } = found;
+            let message =
+                format!("{tensor}: the derivative is {backward:.6} by backward, {differences:.6} by differences");
+            return Err(Error::numeric(message));
+        }
+        all.push(found);
+    }
+    Ok(all)
+}
+
+/// Checks a block by itself, on `samples` samples of `time` rows each (1 for networks by layers), with random
+/// parameters, input and gradient of the output. Besides the derivatives by its parameters and its input it
+/// checks what else the trainer relies on: that the backward adds to the gradients, that decayed tensors come first,
+/// and that no more is kept for the backward than the block says.
+///
+/// ```
+/// use hpctrain::nn::check;
+/// use hpctrain::nn::gpt::Gpt;
+///
+/// let gpt = Gpt { layers: 1, heads: 2, width: 8, context: 5, vocabulary: 10, bias: true, dropout: 0.1 };
+/// // The first is the embedding, which has no input; the second a transformer block.
+/// let found = check::block(&*gpt.blocks()[1], 3, 5)?;
+/// assert!(found.iter().any(|derivative| derivative.tensor == "h.0.mlp.c_fc.weight"));
+/// # Ok::<(), hpctrain::error::Error>(())
+/// ```
+///
+/// # Errors
+/// What is wrong, by the name of the block and the tensor. Blocks that [borrow](Block::borrows) parameters, or have no input but
+/// the data, are refused: check the network that they are in by [`derivatives`].
+pub fn block(block: &dyn Block<Cpu>, samples: usize, time: usize) -> Result<Vec<Derivative>> {
+    Checked::new(block, samples, time).and_then(|checked| checked.run()).map_err(|e| e.at(block.name()))
+}
+
+/// A fixed random sign for each element.
+fn sign(i: usize) -> f32 {
+    if derive(1, &[i as u64]).is_multiple_of(2) { 1.0 } else { -1.0 }
+}
+
+/// Standard normal numbers, the same for a name.
+fn normal(what: &str, len: usize) -> Vec<f32> {
+    let mut values = vec![0.0; len];
+    Stream::new(derive(1, &[name(what)])).fill_normal(&mut values);
+    values
+}
+
+/// A block with data to check it on.
+struct Checked<'a> {
+    backend: Cpu,
+    block: &'a dyn Block<Cpu>,
+    layout: UnitLayout,
+    micro: Micro<Cpu>,
+}
+
+impl<'a> Checked<'a> {
+    fn new(block: &'a dyn Block<Cpu>, samples: usize, time: usize) -> Result<Self> {
+        if block.borrows().is_some() || block.input_per_row() == 0 {
+            return Err(Error::input("a block that borrows parameters or has no input cannot be checked by itself")
+                .hint("check its network with hpctrain::nn::check::derivatives"));
+        }
+        let tensors = block.tensors();
+        if !tensors.is_sorted_by_key(|tensor| !tensor.decays()) {
+            return Err(Error::input("tensors() has one of a single dimension before one of several")
+                .hint("weight decay is one range of a unit: matrices first, then biases and norms"));
+        }
+        let backend = Cpu::new(1);
+        let nothing = || backend.upload(Memory::Activations, &[]);
+        let (ids, classes) = (backend.upload_ints(&[])?, backend.upload_ints(&[])?);
+        let micro = Micro { ids, features: nothing()?, classes, values: nothing()?, samples, time, first: 0 };
+        Ok(Self { layout: UnitLayout::new(block.name(), tensors, 1), backend, block, micro })
+    }
+
+    fn run(&self) -> Result<Vec<Derivative>> {
+        let mut tensors: Vec<Named> = Vec::new();
+        for (tensor, _) in &self.layout.tensors {
+            let centre = if tensor.init == Init::Ones { 1.0 } else { 0.0 };
+            let values = normal(&tensor.name, tensor.len()).into_iter().map(|x| centre + 0.3 * x).collect();
+            tensors.push((tensor.name.clone(), values));
+        }
+        tensors.push((INPUT.into(), normal(INPUT, self.micro.rows() * self.block.input_per_row())));
+        self.adds(&tensors)?;
+        derivatives(&tensors, |tensors| self.at(tensors, 1))
+    }
+
+    /// A second backward must double the gradients of the first.
+    fn adds(&self, tensors: &[Named]) -> Result<()> {
+        let ((_, once), (_, twice)) = (self.at(tensors, 1)?, self.at(tensors, 2)?);
+        for ((tensor, once), (_, twice)) in once.iter().zip(&twice).filter(|((tensor, _), _)| tensor != INPUT) {
+            let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
+            let off = norm(&mut once.iter().zip(twice).map(|(once, twice)| twice - 2.0 * once));
+            if off > 1e-3 * norm(&mut once.iter().copied()) {
+                return Err(Error::input(format!("the backward does not add to the gradient of {tensor}"))
+                    .hint("micro-batches add up in it: += instead of ="));
+            }
+        }
+        Ok(())
+    }
+
+    /// The loss, a fixed random sum of the outputs, and its gradients after so many backwards.
+    fn at(&self, tensors: &[Named], backwards: usize) -> Result<(f64, Vec<Named>)> {
+        let cx = Context { backend: &self.backend, micro: &self.micro, dropout: Some(1) };
+        let mut unit = vec![0.0; self.layout.padded];
+        for ((_, range), (_, values)) in self.layout.tensors.iter().zip(tensors) {
+            unit[range.clone()].copy_from_slice(values);
+        }
+        let unit = self.backend.upload(Memory::Parameters, &unit)?;
+        let input = tensors.last().map_or(&[][..], |(_, values)| values);
+        let x = self.backend.upload(Memory::Activations, input)?;
+        let mut grads = self.backend.upload(Memory::Gradients, &vec![0.0; self.layout.padded])?;
+        let params = || Params { own: Cpu::all(&unit), lent: None };
+
+        let (mut loss, mut dx) = (0.0, Vec::new());
+        for _ in 0..backwards {
+            let (y, kept) = self.block.forward(&cx, params(), &x)?;
+            self.keeps_what_it_says(&kept)?;
+            let y = self.download(&y)?;
+            let scale = 1.0 / (y.len() as f32).sqrt();
+            let dy: Vec<f32> = (0..y.len()).map(|i| sign(i) * scale).collect();
+            loss = y.iter().zip(&dy).map(|(y, dy)| f64::from(*y) * f64::from(*dy)).sum();
+            let dy = self.backend.upload(Memory::Activations, &dy)?;
+            let into = Grads { own: Cpu::all_mut(&mut grads), lent: None };
+            dx = self.download(&self.block.backward(&cx, params(), into, &x, kept, dy)?)?;
+        }
+
+        let grads = self.download(&grads)?;
+        let of = |range: &std::ops::Range<usize>| grads[range.clone()].to_vec();
+        let named = self.layout.tensors.iter().map(|(tensor, range)| (tensor.name.clone(), of(range)));
+        Ok((loss, named.chain([(INPUT.to_string(), dx)]).collect()))
+    }
+
+    /// The estimate of memory believes the block.
+    fn keeps_what_it_says(&self, kept: &[CpuBuf]) -> Result<()> {
+        let kept: usize = kept.iter().map(Cpu::len).sum();
+        let said = self.micro.rows() * (self.block.saved_per_row() + self.block.exact_per_row());
+        if kept <= said {
+            return Ok(());
+        }
+        let message = format!("{kept} elements are kept for the backward, {said} by saved_per_row and exact_per_row");
+        Err(Error::input(message).hint("count all that forward returns besides the output"))
+    }
+
+    fn download(&self, buf: &CpuBuf) -> Result<Vec<f32>> {
+        let mut host = vec![0.0; Cpu::len(buf)];
+        self.backend.download(Cpu::all(buf), &mut host)?;
+        Ok(host)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::{Activation, Kernels, Linear, split, split_mut};
+    use crate::layout::Tensor;
+
+    /// What is wrong with a block.
+    #[derive(Debug, Clone, Copy, PartialEq)]
+    enum Fault {
+        None,
+        InputGradient,
+        Overwrites,
+        KeepsMore,
+        Order,
+        Borrows,
+    }
+
+    /// `y = silu(x·Wᵀ + b)`.
+    struct Layer(Fault);
+
+    const WIDTH: usize = 5;
+
+    impl Layer {
+        fn shape(cx: &Context<'_, Cpu>) -> Linear {
+            Linear { rows: cx.micro.rows(), inputs: WIDTH, outputs: WIDTH }
+        }
+    }
+
+    impl Block<Cpu> for Layer {
+        fn name(&self) -> String {
+            "layer".into()
+        }
+
+        fn tensors(&self) -> Vec<Tensor> {
+            let mut tensors =
+                vec![Tensor::new("w", &[WIDTH, WIDTH], Init::Normal(1.0)), Tensor::new("b", &[WIDTH], Init::Zeros)];
+            if self.0 == Fault::Order {
+                tensors.reverse();
+            }
+            tensors
+        }
+
+        fn borrows(&self) -> Option<usize> {
+            (self.0 == Fault::Borrows).then_some(0)
+        }
+
+        fn input_per_row(&self) -> usize {
+            WIDTH
+        }
+
+        fn saved_per_row(&self) -> usize {
+            if self.0 == Fault::KeepsMore { WIDTH - 1 } else { WIDTH }
+        }
+
+        fn exact_per_row(&self) -> usize {
+            0
+        }
+
+        fn scratch_per_row(&self) -> usize {
+            WIDTH
+        }
+
+        fn forward(&self, cx: &Context<'_, Cpu>, params: Params<'_, Cpu>, x: &CpuBuf) -> Result<(CpuBuf, Vec<CpuBuf>)> {
+            let (b, shape) = (cx.backend, Self::shape(cx));
+            let [weight, bias] = split::<Cpu, 2>(params.own, [WIDTH * WIDTH, WIDTH]);
+            let new = || b.alloc(Memory::Activations, shape.rows * WIDTH);
+            let (mut h, mut y) = (new()?, new()?);
+            b.linear(shape, Cpu::all(x), weight, bias, Cpu::all_mut(&mut h))?;
+            b.activation(Activation::Silu, Cpu::all(&h), Cpu::all_mut(&mut y))?;
+            Ok((y, vec![h]))
+        }
+
+        fn backward(
+            &self,
+            cx: &Context<'_, Cpu>,
+            params: Params<'_, Cpu>,
+            grads: Grads<'_, Cpu>,
+            x: &CpuBuf,
+            saved: Vec<CpuBuf>,
+            mut dy: CpuBuf,
+        ) -> Result<CpuBuf> {
+            let (b, shape) = (cx.backend, Self::shape(cx));
+            let [weight, _] = split::<Cpu, 2>(params.own, [WIDTH * WIDTH, WIDTH]);
+            let [mut dweight, mut dbias] = split_mut::<Cpu, 2>(grads.own, [WIDTH * WIDTH, WIDTH]);
+            b.activation_backward(Activation::Silu, Cpu::all(&saved[0]), Cpu::all_mut(&mut dy))?;
+            if self.0 == Fault::Overwrites {
+                b.zero(Cpu::reborrow(&mut dweight))?;
+                b.zero(Cpu::reborrow(&mut dbias))?;
+            }
+            b.linear_backward_weight(shape, Cpu::all(&dy), Cpu::all(x), dweight, dbias)?;
+            let mut dx = b.alloc(Memory::Activations, shape.rows * WIDTH)?;
+            b.linear_backward_input(shape, Cpu::all(&dy), weight, Cpu::all_mut(&mut dx))?;
+            if self.0 == Fault::InputGradient {
+                b.add(Cpu::all(&dy), Cpu::all_mut(&mut dx))?;
+            }
+            Ok(dx)
+        }
+    }
+
+    #[test]
+    fn what_is_right_passes() {
+        let found = block(&Layer(Fault::None), 4, 3).unwrap();
+        let tensors: Vec<&str> = found.iter().map(|derivative| derivative.tensor.as_str()).collect();
+        assert_eq!(tensors, ["w", "b", INPUT]);
+        assert!(found.iter().all(|derivative| derivative.agrees() && derivative.backward.abs() > 0.1), "{found:?}");
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (fault, said) in [
+            (Fault::InputGradient, "layer: input: the derivative is "),
+            (Fault::Overwrites, "layer: the backward does not add to the gradient of w"),
+            (Fault::KeepsMore, "layer: 60 elements are kept for the backward, 48 by saved_per_row"),
+            (Fault::Order, "layer: tensors() has one of a single dimension before one of several"),
+            (Fault::Borrows, "layer: a block that borrows parameters"),
+        ] {
+            let error = block(&Layer(fault), 4, 3).unwrap_err().to_string();
+            assert!(error.starts_with(said), "{fault:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn gradients_of_nothing_are_refused() {
+        let tensors = [("w".to_string(), vec![1.0])];
+        let error = derivatives(&tensors, |_| Ok((0.0, vec![("v".to_string(), vec![0.0])]))).unwrap_err();
+        assert!(error.to_string().contains("a gradient of 1 elements by v"), "{error}");
+    }
+}

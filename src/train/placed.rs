@@ -1,0 +1,32 @@
+//! Training where `run.device` says.
+
+use super::run::{Ending, GpuPlace, Own, Request, train};
+use crate::backend::cpu::Cpu;
+use crate::comm::Comm;
+use crate::error::Result;
+use crate::placement::{cpu, place};
+
+/// A whole run, as `hpctrain train` makes it, where `run.device` says: collective over the world of `comm`. The ranks of
+/// `beside` are told the directory, as [`train`] does.
+///
+/// Signals end the process at once unless [`signals::listen`](crate::signals::listen) was called before; then the run
+/// saves first.
+///
+/// # Errors
+/// As [`train`], or there are no such devices.
+pub fn train_on_device(
+    comm: &Comm<Cpu>,
+    request: &Request,
+    own: Own<'_>,
+    beside: Option<&Comm<Cpu>>,
+) -> Result<Ending> {
+    match place(comm, &request.config)? {
+        None => train(comm, request, own, beside.map(Comm::world).as_ref(), cpu),
+        Some(gpu) => {
+            let place = GpuPlace { memory: gpu.memory, table: gpu.table.clone() };
+            let request = Request { gpu: Some(place), ..request.clone() };
+            let beside = beside.map(|beside| beside.on().world());
+            train(&comm.on(), &request, own, beside.as_ref(), |plan| gpu.backend(plan))
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! From a configuration to a plan, for the ranks and the data at hand.
+
+use super::feed;
+use super::splits::check_sizes;
+use crate::backend::Kernels;
+use crate::comm::Comm;
+use crate::config::{Config, Facts, Plan, resolve};
+use crate::data::Source;
+use crate::error::Result;
+use crate::topology::Topology;
+
+/// What will run on the ranks of `comm` with the data of `train`: collective over the world. `threads` is the compute threads
+/// a rank; without it the ranks of a node share its cores.
+///
+/// # Errors
+/// A key that cannot be, samples that the network cannot take, or fewer than a batch: the same on all ranks. Or a message between ranks failed.
+pub fn plan<B: Kernels>(comm: &Comm<B>, config: Config, train: &dyn Source, threads: Option<usize>) -> Result<Plan> {
+    let world = comm.world();
+    let threads = match threads {
+        Some(threads) => threads,
+        None => Topology::gather(&world, comm.node().host)?.threads(),
+    };
+    let vocabulary = Some(train.vocabulary()).filter(|ids| *ids > 0);
+    let facts = Facts { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
+    let plan = world.agree(resolve(config, &facts))?;
+    world.agree(check_sizes(&plan, train).and_then(|()| feed::check_size(&plan, train)))?;
+    Ok(plan)
+}

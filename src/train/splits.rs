@@ -1,0 +1,134 @@
+//! The data of a run: the files that its configuration names, or samples that a program makes.
+
+use super::feed;
+use crate::config::{Config, LossKind, Plan};
+use crate::data::{SampleMut, Sizes, Source, Tokenizer};
+use crate::error::{Error, Result};
+use crate::nn::Network;
+
+/// What a network learns from and what it is measured on.
+pub struct Splits {
+    /// Takes the place of `data.path` in what people see and in checkpoints.
+    pub name: String,
+    /// Samples to learn from.
+    pub train: Box<dyn Source>,
+    /// Samples to be measured on.
+    pub validation: Box<dyn Source>,
+}
+
+impl Splits {
+    /// The files of a configuration.
+    ///
+    /// # Errors
+    /// As [`feed::open`].
+    pub fn open(config: &Config) -> Result<Self> {
+        let (train, validation) = feed::open(config)?;
+        Ok(Self { name: config.data.path.clone(), train: Box::new(train), validation: Box::new(validation) })
+    }
+
+    /// The same, with samples that are looked at as they are read: ids and classes that the network of `plan` does not know, and
+    /// numbers that are none, are refused. [`Dataset`](crate::data::Dataset) looks by itself.
+    ///
+    /// # Errors
+    /// As [`check_sizes`].
+    pub fn checked(self, plan: &Plan) -> Result<Self> {
+        let check = |source: Box<dyn Source>, split: &str| -> Result<Box<dyn Source>> {
+            check_sizes(plan, &source).map_err(|e| e.at(format_args!("{}, {split}", self.name)))?;
+            Ok(Box::new(Checked { source, name: self.name.clone(), wanted: Wanted::by(plan) }))
+        };
+        let (train, validation) = (check(self.train, "training")?, check(self.validation, "validation")?);
+        Ok(Self { name: self.name, train, validation })
+    }
+}
+
+/// Samples must be of the sizes that the network takes.
+///
+/// # Errors
+/// They are not, or there are none.
+pub fn check_sizes(plan: &Plan, source: &dyn Source) -> Result<()> {
+    let (samples, sizes, wanted) = (source.samples(), source.sizes(), Wanted::by(plan).sizes);
+    if sizes == wanted && samples > 0 {
+        return Ok(());
+    }
+    Err(Error::input(format!("{samples} samples of {}, but the network takes {}", told(sizes), told(wanted)))
+        .hint("let samples() and sizes() of the source fit model and loss"))
+}
+
+/// Sizes for people.
+fn told(Sizes { ids, features, classes, values }: Sizes) -> String {
+    format!("{ids} ids, {features} features, {classes} classes and {values} values")
+}
+
+/// What a network takes.
+#[derive(Debug, Clone, Copy)]
+struct Wanted {
+    sizes: Sizes,
+    /// Ids and classes are below these.
+    ids: usize,
+    classes: usize,
+}
+
+impl Wanted {
+    fn by(plan: &Plan) -> Self {
+        let (context, outputs) = (plan.network.context(), plan.network.outputs());
+        let Network::Layers(layers) = &plan.network else {
+            let sizes = Sizes { ids: context, classes: context, ..Sizes::default() };
+            return Self { sizes, ids: outputs, classes: outputs };
+        };
+        let input = layers.input().iter().product();
+        let (ids, features) = if layers.ids().is_some() { (input, 0) } else { (0, input) };
+        let of_classes = plan.config.loss.kind == LossKind::CrossEntropy;
+        let (classes, values) = if of_classes { (1, 0) } else { (0, outputs) };
+        Self { sizes: Sizes { ids, features, classes, values }, ids: layers.ids().unwrap_or(0), classes: outputs }
+    }
+}
+
+/// A source whose samples are looked at: a kernel would take a class that is none for a place in memory.
+struct Checked {
+    source: Box<dyn Source>,
+    name: String,
+    wanted: Wanted,
+}
+
+impl Source for Checked {
+    fn samples(&self) -> u64 {
+        self.source.samples()
+    }
+
+    fn sizes(&self) -> Sizes {
+        self.wanted.sizes
+    }
+
+    fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        let SampleMut { ids, features, classes, values } = into;
+        let at = |e: Error| e.at(format_args!("{}: sample {sample}", self.name));
+        self.source.read(sample, SampleMut { ids, features, classes, values }).map_err(at)?;
+        let below = |what: &str, found: &[u32], limit: usize| match found.iter().find(|id| **id as usize >= limit) {
+            Some(id) => {
+                Err(Error::input(format!("{what} {id}, but the network knows 0 to {}", limit.saturating_sub(1))))
+            }
+            None => Ok(()),
+        };
+        below("id", ids, self.wanted.ids).and_then(|()| below("class", classes, self.wanted.classes)).map_err(at)?;
+        match features.iter().chain(&*values).find(|x| !x.is_finite()) {
+            Some(x) => Err(at(Error::input(format!("{x} is not a finite number")))),
+            None => Ok(()),
+        }
+    }
+
+    fn context(&self) -> usize {
+        self.source.context()
+    }
+
+    fn vocabulary(&self) -> usize {
+        self.source.vocabulary()
+    }
+
+    fn tokens(&self) -> u64 {
+        self.source.tokens()
+    }
+
+    fn tokenizer(&self) -> Option<&Tokenizer> {
+        self.source.tokenizer()
+    }
+}

@@ -1,0 +1,150 @@
+//! The programs in `examples/`, alone and on two ranks. `cargo test` builds them; before a part of the tests,
+//! `cargo build --examples` does.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod common;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use common::launch::{Ended, finish, mpirun, program};
+use common::runs::{json, tensors};
+use serde_json::Value;
+
+/// Where `cargo` puts an example: beside the tests.
+fn example(name: &str) -> PathBuf {
+    let tests = std::env::current_exe().unwrap();
+    let path = tests.parent().unwrap().parent().unwrap().join("examples").join(name);
+    assert!(path.exists(), "{} is not there: cargo build --examples", path.display());
+    path
+}
+
+/// Runs an example on one rank, without MPI, or on two.
+#[track_caller]
+fn run(name: &str, ranks: usize, args: &[&str]) -> Ended {
+    let mut command = match ranks {
+        1 => Command::new(example(name)),
+        ranks => {
+            let mut command = mpirun(ranks);
+            command.arg(example(name));
+            command
+        }
+    };
+    // As `mpirun` of the tests does: the bundled text is unpacked there.
+    command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
+    finish(command.args(args))
+}
+
+/// Settings of a small GPT, whose sums have the same tree on one rank and two.
+const SMALL: [&str; 6] =
+    ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "batch.global=8", "parallel.lanes=2"];
+
+/// What an example prints is the same on one rank and on two.
+#[track_caller]
+fn same_on_two(name: &str, settings: &[&str], sharded: &str) -> String {
+    let args = [&SMALL[..], settings].concat();
+    let one = run(name, 1, &args).succeeded().stdout;
+    let two = run(name, 2, &[&args[..], &[sharded]].concat()).succeeded().stdout;
+    assert_eq!(one, two);
+    one
+}
+
+#[test]
+fn training_loop() {
+    let source =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/training_loop.rs")).unwrap();
+    assert!(source.lines().count() < 60, "a loop of one's own is short");
+    let printed = same_on_two("training_loop", &["run.steps=30"], "parallel.zero=3");
+    let loss = |line: &str| -> f64 { line.split_whitespace().nth(3).unwrap().parse().unwrap() };
+    let losses: Vec<f64> = printed.lines().filter(|line| line.starts_with("step ")).map(loss).collect();
+    assert!(losses.len() == 3 && losses[2] < losses[0], "{printed}");
+    assert!(printed.contains("validation loss ") && printed.contains("perplexity "), "{printed}");
+}
+
+#[test]
+fn own_block() {
+    let printed = same_on_two("own_block", &["run.steps=20"], "parallel.zero=2");
+    for tensor in ["adapter.down.weight", "adapter.up.weight", "input"] {
+        assert!(printed.lines().any(|line| line.starts_with(tensor) && line.contains(" by backward")), "{printed}");
+    }
+    assert_eq!(printed.lines().filter(|line| line.starts_with("step ")).count(), 4, "{printed}");
+}
+
+#[test]
+fn own_data() {
+    let root = tempfile::tempdir().unwrap();
+    let place = format!("run.root={}", root.path().display());
+    for (ranks, name) in [(1, "run.name=one"), (2, "run.name=two")] {
+        run("own_data", ranks, &[&place, name, "run.device=cpu"]).succeeded();
+    }
+    let of = |name: &str| root.path().join(name);
+    let accuracy = |name: &str| {
+        let text = std::fs::read_to_string(of(name).join("eval.jsonl")).unwrap();
+        let last: Value = serde_json::from_str(text.lines().last().unwrap()).unwrap();
+        last["metrics"]["accuracy"].as_f64().unwrap()
+    };
+    assert_eq!(accuracy("one"), accuracy("two"));
+    assert!(accuracy("one") > 0.9, "{}", accuracy("one"));
+    let latest = |name: &str| tensors(&of(name).join("checkpoints/latest"));
+    assert_eq!(latest("one"), latest("two"));
+    let manifest = json(&of("one").join("checkpoints/latest/manifest.json"));
+    assert_eq!(manifest["config"]["data"]["path"], "three spirals");
+}
+
+#[test]
+fn evaluate_predict() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let table: String = (0..500).map(|i| format!("{},{}\n", i as f32 / 250.0 - 1.0, i as f32 / 500.0)).collect();
+    std::fs::write(at("table.csv"), format!("x,y\n{table}")).unwrap();
+    finish(&mut program(["data", "import", "csv", &at("table.csv"), "--target", "y", "--out", &at("data")]))
+        .succeeded();
+    let settings = [
+        "model.kind=layers",
+        "model.input=[1]",
+        "model.layers=[{kind='dense', units=4}, {kind='tanh'}, {kind='dense', units=1}]",
+        "loss.kind=mse",
+        "run.steps=20",
+        "batch.global=8",
+        // The last one is short.
+        "eval.batch=7",
+        "run.name=it",
+        &format!("data.path={}", at("data")),
+        &format!("run.root={}", at("runs")),
+    ];
+    let train = settings.iter().flat_map(|setting| ["--set", setting]);
+    finish(&mut program(["train"].into_iter().chain(train))).succeeded();
+    finish(&mut program(["predict", "--checkpoint", &at("runs/it"), "--data", &at("data"), "--out", &at("known.h5")]))
+        .succeeded();
+
+    let outputs = |name: &str| -> Vec<f32> {
+        hdf5::File::open(at(name)).unwrap().dataset("outputs").unwrap().read_raw().unwrap()
+    };
+    let card = json(&folder.path().join("runs/it/run.json"));
+    let loss = format!("step 20: validation loss {:.4}, mae", card["validation_loss"].as_f64().unwrap());
+    for (ranks, out) in [(1, "one.h5"), (2, "two.h5")] {
+        let ended = run("evaluate_predict", ranks, &[&at("runs/it"), &at("data"), &at(out)]).succeeded();
+        assert!(ended.stdout.starts_with(&loss), "{loss}: {ended}");
+        assert_eq!(outputs(out), outputs("known.h5"));
+    }
+    let refused = run("evaluate_predict", 2, &[&at("runs/it")]);
+    assert_eq!(refused.code(), 2);
+    assert_eq!(refused.stderr.matches("error: arguments: a run or checkpoint").count(), 1, "{refused}");
+}
+
+#[test]
+fn hooks() {
+    let root = tempfile::tempdir().unwrap();
+    let place = format!("run.root={}", root.path().display());
+    let settings = ["optimizer.lr=0.01", "schedule.warmup=2", "eval.samples=20", "run.device=cpu", &place];
+    for (ranks, name) in [(1, "one"), (2, "two")] {
+        let ended = run("hooks", ranks, &[&SMALL[..], &settings, &[&format!("run.name={name}")]].concat()).succeeded();
+        assert!(ended.stdout.contains("is enough") && ended.stdout.contains("is safe in "), "{ended}");
+        assert!(json(&root.path().join(name).join("END"))["why"].as_str().unwrap().ends_with(" is enough"));
+    }
+    let table = |name: &str| std::fs::read_to_string(root.path().join(name).join("losses.csv")).unwrap();
+    assert_eq!(table("one"), table("two"));
+    let steps = table("one").lines().count() as u64 - 1;
+    assert_eq!(json(&root.path().join("one/END"))["step"], steps);
+    assert!(steps < 300 && steps % 20 == 1, "it ends at the step after an evaluation: {steps}");
+}

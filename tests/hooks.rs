@@ -1,0 +1,214 @@
+//! Hooks of a run: what they are told, how they stop it, how they fail; on one rank and on two.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+use std::ops::ControlFlow::{self, Break, Continue};
+use std::path::Path;
+
+use hpctrain::comm;
+use hpctrain::config::{Config, Sources, load};
+use hpctrain::data::{SampleMut, Sizes, Source};
+use hpctrain::error::{Error, Result};
+use hpctrain::evaluate::Measures;
+use hpctrain::telemetry::metrics::Step;
+use hpctrain::train::{Ending, Hook, Outcome, Own, Request, Splits, on_threads, train_on_device};
+
+/// Samples of a line, and of what the network does not take.
+#[derive(Clone, Copy)]
+struct Line {
+    values: usize,
+    /// The number of one that is not finite.
+    broken: Option<u64>,
+}
+
+const LINE: Line = Line { values: 1, broken: None };
+
+impl Source for Line {
+    fn samples(&self) -> u64 {
+        40
+    }
+
+    fn sizes(&self) -> Sizes {
+        Sizes { features: 1, values: self.values, ..Sizes::default() }
+    }
+
+    fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        let x = if self.broken == Some(sample) { f32::NAN } else { sample as f32 / 20.0 - 1.0 };
+        into.features[0] = x;
+        into.values.fill(3.0 * x);
+        Ok(())
+    }
+}
+
+/// Writes down what it is told; stops and fails when told to.
+#[derive(Default)]
+struct Notes {
+    told: Vec<String>,
+    stops_at: Option<u64>,
+    fails_at: Option<u64>,
+    fails_at_evaluation: Option<u64>,
+    fails_at_end: bool,
+}
+
+impl Hook for Notes {
+    fn name(&self) -> &str {
+        "notes"
+    }
+
+    fn step(&mut self, step: &Step) -> Result<ControlFlow<String>> {
+        assert!(step.loss.is_finite() && step.step_ms > 0.0);
+        self.told.push(format!("step {}", step.step));
+        if self.fails_at == Some(step.step) {
+            return Err(Error::input("no more paper").hint("bring some"));
+        }
+        Ok(if self.stops_at == Some(step.step) { Break(format!("enough at {}", step.step)) } else { Continue(()) })
+    }
+
+    fn evaluation(&mut self, step: u64, measures: &Measures) -> Result<ControlFlow<String>> {
+        assert!(measures.metrics.contains_key("mae"));
+        self.told.push(format!("evaluation {step}"));
+        match self.fails_at_evaluation == Some(step) {
+            true => Err(Error::input("no more ink")),
+            false => Ok(Continue(())),
+        }
+    }
+
+    fn checkpoint(&mut self, step: u64, directory: &Path) -> Result<ControlFlow<String>> {
+        assert!(directory.join("manifest.json").exists());
+        self.told.push(format!("checkpoint {step}"));
+        Ok(Continue(()))
+    }
+
+    fn end(&mut self, outcome: &Outcome<'_>) -> Result<()> {
+        let how = match outcome.result {
+            Ok(ending) => {
+                assert!(outcome.directory.join("END").exists());
+                format!("{ending:?}")
+            }
+            Err(e) => e.message().to_string(),
+        };
+        self.told.push(format!("end {}: {how}", outcome.step));
+        if self.fails_at_end { Err(Error::input("no more time")) } else { Ok(()) }
+    }
+}
+
+fn config(root: &Path) -> Config {
+    let settings = [
+        "model.kind=layers",
+        "model.input=[1]",
+        "model.layers=[{kind='dense', units=1}]",
+        "loss.kind=mse",
+        "run.steps=6",
+        "run.name=here",
+        "batch.global=4",
+        "eval.every=2",
+        "checkpoint.every=3",
+        "checkpoint.asynchronous=false",
+        "run.device=cpu",
+        &format!("run.root={}", root.display()),
+    ];
+    load(&Sources { overrides: &settings.map(String::from), ..Sources::default() }).unwrap().0
+}
+
+fn line(train: Line) -> Splits {
+    Splits { name: "a line".into(), train: Box::new(train), validation: Box::new(LINE) }
+}
+
+/// What the hook of each rank is told, and how the run ends; `hook` makes that of a rank.
+fn run(ranks: usize, train: Line, hook: impl Fn(usize) -> Notes + Sync) -> (Vec<Vec<String>>, Vec<Result<Ending>>) {
+    let root = tempfile::tempdir().unwrap();
+    let config = config(root.path());
+    let each = on_threads(ranks, |comm| {
+        let mut hook = hook(comm.rank());
+        let own = Own { hooks: vec![&mut hook], data: Some(line(train)) };
+        let request = Request { threads: Some(1), ..Request::new(config.clone(), "line") };
+        let ended = train_on_device(comm, &request, own, None);
+        Ok((hook.told, ended))
+    });
+    each.unwrap().into_iter().unzip()
+}
+
+#[test]
+fn every_rank_is_told_everything() {
+    let expected = [
+        "step 1",
+        "step 2",
+        "evaluation 2",
+        "step 3",
+        "checkpoint 3",
+        "step 4",
+        "evaluation 4",
+        "step 5",
+        "step 6",
+        "evaluation 6",
+        "checkpoint 6",
+        "end 6: Finished",
+    ];
+    for ranks in [1, 2] {
+        let (told, ended) = run(ranks, LINE, |_| Notes::default());
+        assert_eq!(
+            (told, ended),
+            (vec![expected.map(String::from).to_vec(); ranks], vec![Ok(Ending::Finished); ranks])
+        );
+    }
+}
+
+#[test]
+fn one_rank_that_asks_stops_all() {
+    for (ranks, asks) in [(1, 0), (2, 0), (2, 1)] {
+        let hook = |rank| Notes { stops_at: (rank == asks).then_some(2), ..Notes::default() };
+        let (told, ended) = run(ranks, LINE, hook);
+        assert_eq!(ended, vec![Ok(Ending::Stopped("enough at 2".into())); ranks]);
+        for told in told {
+            // The step that carried the wish is the last one.
+            let last = ["step 3", "evaluation 3", "checkpoint 3", "end 3: Stopped(\"enough at 2\")"];
+            assert_eq!(told[told.len() - 4..], last, "{told:?}");
+        }
+    }
+}
+
+#[test]
+fn a_hook_that_fails_ends_the_run_on_all_ranks() {
+    for (ranks, fails) in [(1, 0), (2, 1)] {
+        let hook = |rank| Notes { fails_at: (rank == fails).then_some(2), ..Notes::default() };
+        let (told, ended) = run(ranks, LINE, hook);
+        for (told, ended) in told.into_iter().zip(ended) {
+            let error = ended.unwrap_err();
+            assert_eq!((error.message(), error.advice()), ("hook notes: no more paper", Some("bring some")));
+            assert_eq!((ranks == 1 || error.is_shared(), error.exit_code()), (true, 2));
+            assert_eq!(told.last().unwrap(), "end 3: hook notes: no more paper");
+        }
+    }
+    // At the last evaluation: nothing follows that could carry the word.
+    let hook = |rank| Notes { fails_at_evaluation: (rank == 1).then_some(6), ..Notes::default() };
+    let (told, ended) = run(2, LINE, hook);
+    for (told, ended) in told.into_iter().zip(ended) {
+        assert_eq!(ended.unwrap_err().to_string(), "rank 1: hook notes: no more ink");
+        assert_eq!(told.last().unwrap(), "end 6: hook notes: no more ink");
+    }
+}
+
+#[test]
+fn a_hook_may_fail_at_the_end() {
+    let (told, ended) = run(2, LINE, |rank| Notes { fails_at_end: rank == 0, ..Notes::default() });
+    for (told, ended) in told.into_iter().zip(ended) {
+        assert_eq!(told.last().unwrap(), "end 6: Finished");
+        assert_eq!(ended.unwrap_err().to_string(), "rank 0: hook notes: no more time");
+    }
+}
+
+#[test]
+fn samples_that_the_network_cannot_take_are_refused() {
+    let message = |train| run(1, train, |_| Notes::default()).1.remove(0).unwrap_err().to_string();
+    assert_eq!(
+        message(Line { values: 2, ..LINE }),
+        "40 samples of 0 ids, 1 features, 0 classes and 2 values, but the network takes \
+         0 ids, 1 features, 0 classes and 1 values\nhint: let samples() and sizes() of the source fit model and loss"
+    );
+    let root = tempfile::tempdir().unwrap();
+    let splits = Splits { validation: Box::new(Line { values: 0, ..LINE }), ..line(LINE) };
+    let own = Own { data: Some(splits), ..Own::default() };
+    let ended = train_on_device(&comm::single(), &Request::new(config(root.path()), "line"), own, None);
+    assert!(ended.unwrap_err().to_string().starts_with("a line, validation: 40 samples of 0 ids"));
+    let message = message(Line { broken: Some(17), ..LINE });
+    assert!(message.starts_with("a line: sample 17: NaN is not a finite number"), "{message}");
+}
