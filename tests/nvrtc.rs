@@ -31,16 +31,21 @@ fn every_kernel_compiles() {
 
 fn compile_all() {
     assert_eq!(libraries::nvrtc().unwrap(), "13.0");
-    for source in KERNELS {
-        let heads: &[Option<usize>] = match source.name.starts_with("attention") {
-            true => &[Some(64), Some(128), Some(24)],
-            false => &[None],
-        };
-        for (&head, narrow) in heads.iter().flat_map(|head| [(head, false), (head, true)]) {
-            for architecture in ["sm_80", "sm_90a"] {
-                let image = compile(Variant { source: source.name, narrow, head }, architecture).unwrap();
-                assert_eq!(image[..4], *b"\x7fELF", "{} for {architecture}", source.name);
-            }
+    std::thread::scope(|scope| {
+        for architecture in ["sm_80", "sm_90a"] {
+            scope.spawn(move || KERNELS.iter().for_each(|source| compile_for(architecture, source.name)));
         }
+    });
+}
+
+/// Compiles a source in every variant.
+fn compile_for(architecture: &str, source: &'static str) {
+    let heads: &[Option<usize>] = match source.starts_with("attention") {
+        true => &[Some(64), Some(128), Some(24)],
+        false => &[None],
+    };
+    for (&head, narrow) in heads.iter().flat_map(|head| [(head, false), (head, true)]) {
+        let image = compile(Variant { source, narrow, head }, architecture).unwrap();
+        assert_eq!(image[..4], *b"\x7fELF", "{source} for {architecture}");
     }
 }

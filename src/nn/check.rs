@@ -4,7 +4,7 @@
 //! against the rounding of f32; half random signs, to which a wrong gradient cannot be orthogonal. At kinks, such as a rectifier's at zero,
 //! there is no derivative: check on smooth paths, or with inputs that keep away from them.
 
-use super::{Block, Context, Grads, Micro, Params};
+use super::{Block, Context, Grads, Micro, Params, Training};
 use crate::backend::cpu::{Cpu, CpuBuf};
 use crate::backend::{Backend as _, Memory};
 use crate::error::{Error, Result};
@@ -177,7 +177,11 @@ impl<'a> Checked<'a> {
 
     /// The loss, a fixed random sum of the outputs, and its gradients after so many backwards.
     fn at(&self, tensors: &[Named], backwards: usize) -> Result<(f64, Vec<Named>)> {
-        let cx = Context { backend: &self.backend, micro: &self.micro, dropout: Some(1) };
+        let cx = Context {
+            backend: &self.backend,
+            micro: &self.micro,
+            training: Some(Training { dropout: 1, ranks: None, share: 1.0 }),
+        };
         let mut unit = vec![0.0; self.layout.padded];
         for ((_, range), (_, values)) in self.layout.tensors.iter().zip(tensors) {
             unit[range.clone()].copy_from_slice(values);
