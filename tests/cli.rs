@@ -231,6 +231,33 @@ fn samples_follow_the_seed() {
 }
 
 #[test]
+fn a_profile_has_every_kernel_of_the_steps() {
+    let root = tempfile::tempdir().unwrap();
+    let run = Run::new(Alone, root.path(), "x", &["run.steps=3", "eval.every=1"]);
+    let ended = finish(run.command().arg("--profile")).succeeded();
+    let files = run.files();
+    assert!(ended.stdout.contains("\nkernel        ") && ended.stdout.contains("profile in "), "{ended}");
+    assert!(files.text("logs/rank-00000.log").contains("profile of 3 steps:"));
+    let report: Value = serde_json::from_str(&files.text("profile.json")).unwrap();
+    assert_eq!((report["steps"].as_u64(), report["waits_for_kernels"].as_bool()), (Some(3), Some(false)));
+    let number = |value: &Value, key: &str| value[key].as_f64().unwrap_or_else(|| panic!("{key} of {value}"));
+    let kernels = report["kernels"].as_array().unwrap();
+    let sum: f64 = kernels.iter().map(|kernel| number(kernel, "seconds")).sum();
+    assert!((sum + number(&report, "other_seconds") - number(&report, "compute_seconds")).abs() < 1e-9);
+    for kernel in kernels {
+        assert!(number(kernel, "calls") > 0.0 && number(kernel, "bytes") > 0.0, "{kernel}");
+        assert!(number(kernel, "of_compute") <= 1.0 && number(kernel, "gigabytes_per_second") > 0.0, "{kernel}");
+        assert_eq!(kernel["flops"].is_null(), kernel["gflops_per_second"].is_null(), "{kernel}");
+    }
+    let of = |name: &str| kernels.iter().find(|kernel| kernel["kernel"] == name).unwrap_or_else(|| panic!("{name}"));
+    // Evaluations and the text at the end do not count: each step has one attention a layer and micro-batch.
+    assert_eq!(of("attention")["calls"], of("attention, backward")["calls"]);
+    assert!(number(of("linear"), "flops") > 0.0 && of("adamw")["flops"].is_null());
+    // Without the flag there is none.
+    assert!(!Run::new(Alone, root.path(), "y", &["run.steps=1"]).succeeds().path("profile.json").exists());
+}
+
+#[test]
 fn config_summary_tells_the_layers() {
     let told = printed(&["config", "summary", "--preset", "cnn-mnist"]);
     for line in [

@@ -9,8 +9,10 @@ pub mod cuda;
 mod kernels;
 mod memory;
 mod port;
+mod profile;
 #[cfg(test)]
 mod suite;
+mod work;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,6 +25,8 @@ pub use kernels::{
 };
 pub use memory::{Ledger, Memory, readable};
 pub use port::{Event, Ferry, Invitation, Peers, Pinned, Placed, Port, Reach, Scratch, Slot, Span, Vendor};
+pub use profile::{Launch, Profile, Tally};
+pub use work::Work;
 
 /// The memory of one device.
 ///
@@ -161,6 +165,9 @@ pub trait Backend: Clone + Send + Sync + 'static {
 
     /// The count of what is allocated, by category.
     fn ledger(&self) -> &Ledger;
+
+    /// The times of its kernels.
+    fn profile(&self) -> &Profile;
 
     /// The most bytes of a memory of its own that were taken at once; none where buffers are host memory.
     fn device_peak(&self) -> Option<usize> {

@@ -62,6 +62,9 @@ pub struct TrainArgs {
     /// Write what every thread of every rank did, and when, to FILE at the end, for ui.perfetto.dev.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
+    /// Count the time of every kernel on rank 0: a table at the end, and profile.json in the run's directory.
+    #[arg(long)]
+    profile: bool,
 }
 
 impl TrainArgs {
@@ -97,7 +100,8 @@ impl TrainArgs {
             (_, true) => Take::NoOptimizer,
             _ => Take::Everything,
         };
-        Ok(Request { config, name, resume, take, trace: self.trace.clone(), threads, gpu: None })
+        let (trace, profile) = (self.trace.clone(), self.profile);
+        Ok(Request { config, name, resume, take, trace, profile, threads, gpu: None })
     }
 }
 

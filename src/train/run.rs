@@ -27,6 +27,7 @@ use crate::evaluate::{Evaluator, Measures, Sampling, generate};
 use crate::parallel::{Lanes, Sharded, Updates};
 use crate::telemetry::evaluations::{self, Evaluation};
 use crate::telemetry::metrics::Step;
+use crate::telemetry::profile::Report;
 use crate::telemetry::run_card::RunCard;
 use crate::telemetry::straggler::Straggler;
 use crate::telemetry::times::{Spent, Times};
@@ -47,6 +48,8 @@ pub struct Request {
     pub take: Take,
     /// Where a trace goes, if one is wanted.
     pub trace: Option<PathBuf>,
+    /// Whether rank 0 counts the time of its kernels.
+    pub profile: bool,
     /// Compute threads a rank, where the launcher knows better than the affinity mask.
     pub threads: Option<usize>,
     /// Where ranks compute, if on GPUs.
@@ -153,6 +156,8 @@ struct Run<B: Kernels> {
     times: Times,
     /// On rank 0 only.
     records: Option<Records>,
+    /// Whether this rank counts the time of its kernels.
+    profiles: bool,
     _watch: Option<Watch>,
 }
 
@@ -288,6 +293,7 @@ impl<B: Kernels> Run<B> {
             updating: Duration::ZERO,
             times: Times::default(),
             records,
+            profiles: request.profile && root,
             _watch: watch,
         })
     }
@@ -297,7 +303,9 @@ impl<B: Kernels> Run<B> {
         let before = self.spent();
         let step = self.progress.step;
         let note = || self.orders.note(self.saver.is_done());
+        self.engine.backend.profile().record(self.profiles);
         let taken = advance(&self.plan, &mut self.engine, &mut self.feed, &mut self.progress, note)?;
+        self.engine.backend.profile().record(false);
         self.updating += taken.updating;
         if taken.skipped {
             self.skipped = (self.skipped.0 + 1, self.skipped.1 + 1);
@@ -532,6 +540,12 @@ impl<B: Kernels> Run<B> {
         if !self.step_ms.is_empty() {
             say(format_args!("time  {}", self.times));
         }
+        if self.profiles {
+            let report = self.profile();
+            report.write(&self.directory.profile_path())?;
+            log::info!("profile of {} steps:\n{report}", report.steps);
+            say(format_args!("\n{report}\n\nprofile in {}", self.directory.profile_path().display()));
+        }
         let latest = self.directory.checkpoints().latest();
         if latest.exists() {
             say(format_args!("checkpoint in {}", latest.display()));
@@ -567,6 +581,12 @@ impl<B: Kernels> Run<B> {
         let _span = span(Doing::Sampling, None);
         let drawn = generate(&mut self.engine, &prompt, self.plan.network.context(), sampling)?;
         Ok(Some(tokenizer.decode(&drawn)))
+    }
+
+    /// What this start's kernels took.
+    fn profile(&self) -> Report {
+        let tallies = self.engine.backend.profile().tallies();
+        Report::new(&tallies, self.step_ms.len() as u64, self.times, self.plan.threads, !B::ON_HOST)
     }
 
     fn card(&self) -> RunCard {
@@ -625,7 +645,7 @@ pub fn engine<B: Kernels>(
     let data = &groups.data;
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
-    let host = plan.config.optimizer.offload.then(|| Cpu::new(plan.threads));
+    let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
     let updates = Updates { rule: plan.rule, groups: plan.config.optimizer.groups.clone(), host };
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(seed))?;
     let geometry = Geometry {

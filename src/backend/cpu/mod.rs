@@ -24,8 +24,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{
-    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels, Ledger,
-    Linear, Memory, Norm, Reach, Regression, Rotary, Sgd, Window,
+    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels, Launch,
+    Ledger, Linear, Memory, Norm, Profile, Reach, Regression, Rotary, Sgd, Window, Work,
 };
 use crate::error::Result;
 
@@ -38,13 +38,19 @@ pub use threads::Threads;
 pub struct Cpu {
     pool: Arc<memory::Pool>,
     threads: Arc<Threads>,
+    profile: Profile,
 }
 
 impl Cpu {
     /// A backend that computes on `threads` threads, the caller's included.
     pub fn new(threads: usize) -> Self {
+        Self::profiled(threads, Profile::default())
+    }
+
+    /// As [`Cpu::new`]; its kernels count in the profile of another backend.
+    pub fn profiled(threads: usize, profile: Profile) -> Self {
         product::configure();
-        Self { pool: Arc::default(), threads: Arc::new(Threads::new(threads)) }
+        Self { pool: Arc::default(), threads: Arc::new(Threads::new(threads)), profile }
     }
 
     /// Threads that compute.
@@ -56,6 +62,18 @@ impl Cpu {
     /// are.
     pub fn narrow(&self, x: &[f32], words: &mut [f32]) {
         elementwise::narrow(&self.threads, x, &mut bytemuck::cast_slice_mut(words)[..x.len()]);
+    }
+
+    /// Updated parameters go to their copy, if there is one.
+    fn copied(&self, p: &[f32], copy: Option<&mut [f32]>) {
+        if let Some(copy) = copy {
+            elementwise::copy(&self.threads, p, copy);
+        }
+    }
+
+    /// A kernel begins; it ends where what this returns is dropped.
+    fn launched(&self, work: Work) -> Launch<'_, impl Fn()> {
+        self.profile.launch(size_of::<f32>(), || (), work)
     }
 }
 
@@ -142,43 +160,55 @@ impl Backend for Cpu {
     fn ledger(&self) -> &Ledger {
         &self.pool.ledger
     }
+
+    fn profile(&self) -> &Profile {
+        &self.profile
+    }
 }
 
 impl Kernels for Cpu {
     fn zero(&self, y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::zero(y.len()));
         elementwise::zero(&self.threads, y);
         Ok(())
     }
 
     fn copy(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::copy(x.len()));
         elementwise::copy(&self.threads, x, y);
         Ok(())
     }
 
     fn add(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::add(x.len()));
         elementwise::add(&self.threads, x, y);
         Ok(())
     }
 
     fn sum(&self, x: &[f32]) -> Result<f64> {
+        let _launch = self.launched(Work::sum(x.len()));
         Ok(x.iter().copied().map(f64::from).sum())
     }
 
     fn sum_squares(&self, x: &[f32]) -> Result<f64> {
+        let _launch = self.launched(Work::sum(x.len()));
         Ok(elementwise::sum_squares(&self.threads, x))
     }
 
     fn gemm(&self, shape: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::gemm(shape));
         linear::gemm(&self.threads, shape, a, b, c);
         Ok(())
     }
 
     fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::linear(shape, bias.len()));
         linear::forward(&self.threads, shape, x, weight, bias, y);
         Ok(())
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_input(shape));
         linear::backward_input(&self.threads, shape, dy, weight, dx);
         Ok(())
     }
@@ -191,11 +221,13 @@ impl Kernels for Cpu {
         dweight: &mut [f32],
         dbias: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len()));
         linear::backward_weight(&self.threads, shape, dy, x, dweight, dbias);
         Ok(())
     }
 
     fn embedding(&self, tokens: &CpuInts, token_table: &[f32], position_table: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::embedding(y.len(), position_table.len()));
         embedding::forward(&self.threads, tokens, token_table, position_table, y);
         Ok(())
     }
@@ -207,6 +239,7 @@ impl Kernels for Cpu {
         dtoken_table: &mut [f32],
         dposition_table: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::embedding_backward(dy.len(), dposition_table.len()));
         embedding::backward(&self.threads, tokens, dy, dtoken_table, dposition_table);
         Ok(())
     }
@@ -220,6 +253,7 @@ impl Kernels for Cpu {
         y: &mut [f32],
         stats: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::norm(shape, bias.len()));
         norm::forward(&self.threads, shape, x, weight, bias, y, stats);
         Ok(())
     }
@@ -235,11 +269,13 @@ impl Kernels for Cpu {
         dweight: &mut [f32],
         dbias: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::norm_backward(shape, dbias.len()));
         norm::backward(&self.threads, shape, dy, x, weight, stats, dx, dweight, dbias);
         Ok(())
     }
 
     fn attention(&self, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::attention(shape));
         attention::forward(&self.threads, shape, qkv, y, lse);
         Ok(())
     }
@@ -253,81 +289,97 @@ impl Kernels for Cpu {
         dy: &[f32],
         dqkv: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::attention_backward(shape));
         attention::backward(&self.threads, shape, qkv, y, lse, dy, dqkv);
         Ok(())
     }
 
     fn rotary(&self, shape: Rotary, table: &[f32], x: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
         rotary::rotary(&self.threads, shape, table, x);
         Ok(())
     }
 
     fn swiglu(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::swiglu(y.len()));
         swiglu::forward(&self.threads, width, x, y);
         Ok(())
     }
 
     fn swiglu_backward(&self, width: usize, x: &mut [f32], dy: &[f32]) -> Result<()> {
+        let _launch = self.launched(Work::swiglu_backward(dy.len()));
         swiglu::backward(&self.threads, width, x, dy);
         Ok(())
     }
 
     fn activation(&self, f: Activation, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::activation(f, x.len()));
         activation::forward(&self.threads, f, x, y);
         Ok(())
     }
 
     fn activation_backward(&self, f: Activation, x: &[f32], dy: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::activation_backward(f, x.len()));
         activation::backward(&self.threads, f, x, dy);
         Ok(())
     }
 
     fn softmax(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::softmax(x.len()));
         softmax::forward(&self.threads, width, x, y);
         Ok(())
     }
 
     fn softmax_backward(&self, width: usize, y: &[f32], dy: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::softmax_backward(y.len()));
         softmax::backward(&self.threads, width, y, dy);
         Ok(())
     }
 
     fn unfold(&self, window: Window, first: usize, channels: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::unfold(window, channels));
         window::unfold(&self.threads, window, first, channels, x, y);
         Ok(())
     }
 
     fn fold(&self, window: Window, first: usize, channels: usize, dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::fold(window, channels));
         window::fold(&self.threads, window, first, channels, dy, dx);
         Ok(())
     }
 
     fn max_pool(&self, window: Window, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pool("max pool", window));
         window::max_pool(&self.threads, window, x, y);
         Ok(())
     }
 
     fn max_pool_backward(&self, window: Window, x: &[f32], dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::max_pool_backward(window));
         window::max_pool_backward(&self.threads, window, x, dy, dx);
         Ok(())
     }
 
     fn average_pool(&self, window: Window, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pool("average pool", window));
         window::average_pool(&self.threads, window, x, y);
         Ok(())
     }
 
     fn average_pool_backward(&self, window: Window, dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pool("average pool, backward", window));
         window::average_pool_backward(&self.threads, window, dy, dx);
         Ok(())
     }
 
     fn copy_columns(&self, shape: Columns, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::copy_columns(shape));
         elementwise::copy_columns(&self.threads, shape, x, y);
         Ok(())
     }
 
     fn dropout(&self, mask: Dropout, x: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::dropout(x.len()));
         dropout::dropout(&self.threads, mask, x);
         Ok(())
     }
@@ -340,11 +392,13 @@ impl Kernels for Cpu {
         weights: &[f32],
         losses: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::cross_entropy(shape, weights.len()));
         classifier::cross_entropy(&self.threads, shape, logits, targets, weights, losses);
         Ok(())
     }
 
     fn hits(&self, classes: usize, k: usize, logits: &[f32], targets: &CpuInts, hits: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::hits(logits.len(), hits.len()));
         classifier::hits(&self.threads, classes, k, logits, targets, hits);
         Ok(())
     }
@@ -356,6 +410,7 @@ impl Kernels for Cpu {
         targets: &[f32],
         losses: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::regression(shape));
         regression::regression(&self.threads, shape, predictions, targets, losses);
         Ok(())
     }
@@ -369,13 +424,17 @@ impl Kernels for Cpu {
         p: &mut [f32],
         copy: Option<&mut [f32]>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         optimizer::adamw(&self.threads, update, grad, m, v, p);
-        copy.map_or(Ok(()), |copy| self.copy(p, copy))
+        self.copied(p, copy);
+        Ok(())
     }
 
     fn sgd(&self, update: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
+        let _launch = self.launched(Work::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         optimizer::sgd(&self.threads, update, grad, m, p);
-        copy.map_or(Ok(()), |copy| self.copy(p, copy))
+        self.copied(p, copy);
+        Ok(())
     }
 
     fn elements(
@@ -387,7 +446,9 @@ impl Kernels for Cpu {
         p: &mut [f32],
         copy: Option<&mut [f32]>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::elements(update, grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         optimizer::elements(&self.threads, update, grad, first, second, p);
-        copy.map_or(Ok(()), |copy| self.copy(p, copy))
+        self.copied(p, copy);
+        Ok(())
     }
 }
