@@ -20,12 +20,12 @@ use std::sync::Arc;
 use crate::error::Result;
 
 pub use kernels::{
-    Activation, AdamW, Attention, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise, Gemm, Kernels,
-    Linear, Norm, Regression, Rotary, Sgd, Window,
+    Activation, AdamW, Attention, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise, Gemm,
+    Kernels, Linear, Norm, Regression, Rotary, Sgd, Window,
 };
 pub use memory::{Ledger, Memory, readable};
 pub use port::{Event, Ferry, Invitation, Peers, Pinned, Placed, Port, Reach, Scratch, Slot, Span, Vendor};
-pub use profile::{Launch, Profile, Tally};
+pub use profile::{Launch, Profile, Tallies, Tally};
 pub use work::Work;
 
 /// The memory of one device.

@@ -10,18 +10,39 @@ use std::time::{Duration, Instant};
 
 use super::work::Work;
 
-/// All launches of one kernel.
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
+/// Launches of a kernel.
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Tally {
     /// Launches.
     pub calls: u64,
     /// Their time.
     pub seconds: f64,
+    /// That of the fastest.
+    pub fastest: f64,
     /// Multiplications and additions, of products and attention.
     pub flops: f64,
     /// Bytes that had to be read and written.
     pub bytes: f64,
 }
+
+impl Tally {
+    /// Nothing yet.
+    const NONE: Self = Self { calls: 0, seconds: 0.0, fastest: f64::INFINITY, flops: 0.0, bytes: 0.0 };
+
+    /// Both together.
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            calls: self.calls + other.calls,
+            seconds: self.seconds + other.seconds,
+            fastest: self.fastest.min(other.fastest),
+            flops: self.flops + other.flops,
+            bytes: self.bytes + other.bytes,
+        }
+    }
+}
+
+/// Launches by kernel and shape.
+pub type Tallies = BTreeMap<(&'static str, [usize; 4]), Tally>;
 
 /// The kernels of a backend. Clones share it.
 #[derive(Debug, Clone, Default)]
@@ -30,7 +51,7 @@ pub struct Profile(Arc<Inner>);
 #[derive(Debug, Default)]
 struct Inner {
     on: AtomicBool,
-    tallies: Mutex<BTreeMap<&'static str, Tally>>,
+    tallies: Mutex<Tallies>,
 }
 
 impl Profile {
@@ -39,9 +60,9 @@ impl Profile {
         self.0.on.store(on, Ordering::Relaxed);
     }
 
-    /// What was counted so far, by kernel.
-    pub fn tallies(&self) -> BTreeMap<&'static str, Tally> {
-        self.0.tallies.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    /// What was counted since it was last taken.
+    pub fn take(&self) -> Tallies {
+        std::mem::take(&mut *self.0.tallies.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// A kernel begins; it ends where what this returns is dropped. Elements of the compute type have `width` bytes;
@@ -57,11 +78,9 @@ impl Profile {
 
     fn count(&self, work: &Work, width: usize, took: Duration) {
         let mut tallies = self.0.tallies.lock().unwrap_or_else(PoisonError::into_inner);
-        let tally = tallies.entry(work.kernel).or_default();
-        tally.calls += 1;
-        tally.seconds += took.as_secs_f64();
-        tally.flops += work.flops;
-        tally.bytes += work.bytes(width);
+        let tally = tallies.entry((work.kernel, work.shape)).or_insert(Tally::NONE);
+        let (seconds, bytes) = (took.as_secs_f64(), work.bytes(width));
+        *tally = tally.plus(Tally { calls: 1, seconds, fastest: seconds, flops: work.flops, bytes });
     }
 }
 
@@ -96,17 +115,20 @@ mod tests {
         let cpu = Cpu::new(2);
         let (x, mut y) = (vec![1.0; 100], vec![2.0; 100]);
         cpu.add(&x, &mut y).unwrap();
-        assert!(cpu.profile().tallies().is_empty());
+        assert!(cpu.profile().take().is_empty());
         cpu.profile().record(true);
         cpu.add(&x, &mut y).unwrap();
         cpu.clone().add(&x, &mut y).unwrap();
         cpu.profile().record(false);
         cpu.zero(&mut y).unwrap();
-        let tallies = cpu.profile().tallies();
-        assert_eq!(tallies.keys().collect::<Vec<_>>(), [&"add"]);
-        let Tally { calls, seconds, flops, bytes } = tallies["add"];
+        cpu.profile().record(true);
+        cpu.add(&x[1..], &mut y[1..]).unwrap();
+        let tallies = cpu.profile().take();
+        assert_eq!(tallies.keys().collect::<Vec<_>>(), [&("add", [99, 0, 0, 0]), &("add", [100, 0, 0, 0])]);
+        let Tally { calls, seconds, fastest, flops, bytes } = tallies[&("add", [100, 0, 0, 0])];
         assert_eq!((calls, flops, bytes), (2, 0.0, 2400.0));
-        assert!(seconds > 0.0);
+        assert!(fastest > 0.0 && seconds >= 2.0 * fastest);
+        assert!(cpu.profile().take().is_empty());
     }
 
     #[test]

@@ -3,13 +3,17 @@
 //! Floating-point operations are those of products and attention; what moves memory has none. Bytes are those of every
 //! operand once (twice, where it is changed in place), as if nothing were in a cache; indices are not counted.
 
-use super::{Activation, Attention, Columns, CrossEntropy, Elements, Gemm, Linear, Norm, Regression, Window};
+use super::{
+    Activation, Attention, Columns, CrossEntropy, Elements, Gemm, Linear, Norm, Regression, Window,
+};
 
 /// One launch of a kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Work {
     /// Such as `norm, backward`.
     pub kernel: &'static str,
+    /// The sizes that its time depends on: rows first; zeros at the end are none.
+    pub shape: [usize; 4],
     /// Multiplications and additions.
     pub flops: f64,
     /// Elements of the compute type that are read or written: parameters and activations.
@@ -19,8 +23,15 @@ pub struct Work {
 }
 
 impl Work {
+    /// Moves so many elements, which is all there is to say of its shape.
     fn moves(kernel: &'static str, elements: usize) -> Self {
-        Self { kernel, flops: 0.0, elements: elements as f64, exact: 0.0 }
+        Self { kernel, shape: [elements, 0, 0, 0], flops: 0.0, elements: elements as f64, exact: 0.0 }
+    }
+
+    fn on<const N: usize>(self, sizes: [usize; N]) -> Self {
+        let mut shape = [0; 4];
+        shape[..N].copy_from_slice(&sizes);
+        Self { shape, ..self }
     }
 
     fn exactly(self, exact: usize) -> Self {
@@ -38,35 +49,35 @@ impl Work {
 
     /// A fill with zeros.
     pub fn zero(len: usize) -> Self {
-        Self::moves("zero", len)
+        Self::moves("zero", len).on([len])
     }
 
     /// A copy.
     pub fn copy(len: usize) -> Self {
-        Self::moves("copy", 2 * len)
+        Self::moves("copy", 2 * len).on([len])
     }
 
     /// A sum in place.
     pub fn add(len: usize) -> Self {
-        Self::moves("add", 3 * len)
+        Self::moves("add", 3 * len).on([len])
     }
 
     /// A sum of f32, or of their squares.
     pub fn sum(len: usize) -> Self {
-        Self::moves("sum", 0).exactly(len)
+        Self::moves("sum", 0).on([len]).exactly(len)
     }
 
     /// A product of matrices.
     pub fn gemm(s: Gemm) -> Self {
         let c = s.m * s.n;
-        let product = Self::moves("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c });
+        let product = Self::moves("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c }).on([s.m, s.k, s.n]);
         product.exactly(if s.acc { 2 * c } else { 0 }).computes(flops(s.m, s.n, s.k))
     }
 
     /// An affine map, with a bias or without.
     pub fn linear(s: Linear, bias: usize) -> Self {
         let moved = s.rows * s.inputs + s.inputs * s.outputs + bias + s.rows * s.outputs;
-        Self::moves("linear", moved).computes(flops(s.rows, s.inputs, s.outputs))
+        Self::moves("linear", moved).on([s.rows, s.inputs, s.outputs]).computes(flops(s.rows, s.inputs, s.outputs))
     }
 
     /// An affine map and its GELU, of which both are written.
@@ -93,23 +104,23 @@ impl Work {
     /// The gradients of an affine map's weight and bias.
     pub fn linear_backward_weight(s: Linear, bias: usize) -> Self {
         let moved = s.rows * s.inputs + s.rows * s.outputs;
-        let kernel = Self::moves("linear, weight's gradient", moved);
+        let kernel = Self::moves("linear, weight's gradient", moved).on([s.rows, s.inputs, s.outputs]);
         kernel.exactly(2 * (s.inputs * s.outputs + bias)).computes(flops(s.rows, s.inputs, s.outputs))
     }
 
     /// Rows of a table and of positions (of so many elements in all), added.
     pub fn embedding(y: usize, places: usize) -> Self {
-        Self::moves("embedding", 2 * y + places)
+        Self::moves("embedding", 2 * y + places).on([y])
     }
 
     /// The gradients of both tables.
     pub fn embedding_backward(dy: usize, places: usize) -> Self {
-        Self::moves("embedding, backward", dy).exactly(2 * (dy + places))
+        Self::moves("embedding, backward", dy).on([dy]).exactly(2 * (dy + places))
     }
 
     /// A norm of every row, with a bias or without.
     pub fn norm(s: Norm, bias: usize) -> Self {
-        Self::moves("norm", 2 * s.rows * s.width + s.width + bias).exactly(2 * s.rows)
+        Self::moves("norm", 2 * s.rows * s.width + s.width + bias).on([s.rows, s.width]).exactly(2 * s.rows)
     }
 
     /// The same after a sum in place.
@@ -120,36 +131,44 @@ impl Work {
 
     /// The gradients of a norm's input, weight and bias.
     pub fn norm_backward(s: Norm, bias: usize) -> Self {
-        Self::moves("norm, backward", 4 * s.rows * s.width + s.width).exactly(2 * s.rows + 2 * (s.width + bias))
+        Self::moves("norm, backward", 4 * s.rows * s.width + s.width)
+            .on([s.rows, s.width])
+            .exactly(2 * s.rows + 2 * (s.width + bias))
     }
 
     /// Two products over half a square of scores.
     pub fn attention(s: Attention) -> Self {
         let rows = s.batch * s.time;
         let moved = rows * (s.packed_width() + s.heads * s.head_width);
-        Self::moves("attention", moved).exactly(rows * s.heads).computes(2.0 * scores(s))
+        Self::moves("attention", moved)
+            .on([s.batch, s.time, s.heads, s.head_width])
+            .exactly(rows * s.heads)
+            .computes(2.0 * scores(s))
     }
 
     /// Five products over half a square of scores.
     pub fn attention_backward(s: Attention) -> Self {
         let rows = s.batch * s.time;
         let moved = 2 * rows * (s.packed_width() + s.heads * s.head_width);
-        Self::moves("attention, backward", moved).exactly(rows * s.heads).computes(5.0 * scores(s))
+        Self::moves("attention, backward", moved)
+            .on([s.batch, s.time, s.heads, s.head_width])
+            .exactly(rows * s.heads)
+            .computes(5.0 * scores(s))
     }
 
     /// A turn of so many elements in place.
     pub fn rotary(len: usize) -> Self {
-        Self::moves("rotary", 2 * len)
+        Self::moves("rotary", 2 * len).on([len])
     }
 
     /// So many gated elements.
     pub fn swiglu(len: usize) -> Self {
-        Self::moves("swiglu", 3 * len)
+        Self::moves("swiglu", 3 * len).on([len])
     }
 
     /// Their gradients in place of gates and ups.
     pub fn swiglu_backward(len: usize) -> Self {
-        Self::moves("swiglu, backward", 5 * len)
+        Self::moves("swiglu, backward", 5 * len).on([len])
     }
 
     /// A function of every element.
@@ -161,7 +180,7 @@ impl Work {
             Activation::Tanh => "tanh",
             Activation::Sigmoid => "sigmoid",
         };
-        Self::moves(kernel, 2 * len)
+        Self::moves(kernel, 2 * len).on([len])
     }
 
     /// Its gradient in place.
@@ -173,81 +192,83 @@ impl Work {
             Activation::Tanh => "tanh, backward",
             Activation::Sigmoid => "sigmoid, backward",
         };
-        Self::moves(kernel, 3 * len)
+        Self::moves(kernel, 3 * len).on([len])
     }
 
     /// A softmax of rows.
     pub fn softmax(len: usize) -> Self {
-        Self::moves("softmax", 2 * len)
+        Self::moves("softmax", 2 * len).on([len])
     }
 
     /// Its gradient in place.
     pub fn softmax_backward(len: usize) -> Self {
-        Self::moves("softmax, backward", 3 * len)
+        Self::moves("softmax, backward", 3 * len).on([len])
     }
 
     /// What a window sees of so many channels.
     pub fn unfold(w: Window, channels: usize) -> Self {
         let seen = w.rows() * w.size[0] * w.size[1] * channels;
         Self::moves("unfold", w.elements() / w.channels.max(1) * channels + seen)
+            .on([w.rows(), w.size[0] * w.size[1] * channels])
     }
 
     /// Its gradient, added.
     pub fn fold(w: Window, channels: usize) -> Self {
         let seen = w.rows() * w.size[0] * w.size[1] * channels;
         Self::moves("fold", 2 * (w.elements() / w.channels.max(1) * channels) + seen)
+            .on([w.rows(), w.size[0] * w.size[1] * channels])
     }
 
     /// A pooling of images.
     pub fn pool(kernel: &'static str, w: Window) -> Self {
-        Self::moves(kernel, w.elements() + w.rows() * w.channels)
+        Self::moves(kernel, w.elements() + w.rows() * w.channels).on([w.rows(), w.channels])
     }
 
     /// The gradient of the largest.
     pub fn max_pool_backward(w: Window) -> Self {
-        Self::moves("max pool, backward", 2 * w.elements() + w.rows() * w.channels)
+        Self::moves("max pool, backward", 2 * w.elements() + w.rows() * w.channels).on([w.rows(), w.channels])
     }
 
     /// A copy of columns.
     pub fn copy_columns(s: Columns) -> Self {
-        Self::moves("copy of columns", 2 * s.rows * s.count)
+        Self::moves("copy of columns", 2 * s.rows * s.count).on([s.rows, s.count])
     }
 
     /// A mask in place.
     pub fn dropout(len: usize) -> Self {
-        Self::moves("dropout", 2 * len)
+        Self::moves("dropout", 2 * len).on([len])
     }
 
     /// Losses of rows, and the gradient of the logits in their place.
     pub fn cross_entropy(s: CrossEntropy, weights: usize) -> Self {
         let passes = if s.gradient { 2 } else { 1 };
-        Self::moves("classifier", passes * s.rows * s.classes).exactly(s.rows + weights)
+        Self::moves("classifier", passes * s.rows * s.classes).on([s.rows, s.classes]).exactly(s.rows + weights)
     }
 
     /// Whether targets are among the largest.
     pub fn hits(logits: usize, rows: usize) -> Self {
-        Self::moves("hits", logits).exactly(rows)
+        Self::moves("hits", logits).on([logits]).exactly(rows)
     }
 
     /// Losses of rows of numbers, and the gradient of the predictions in their place.
     pub fn regression(s: Regression) -> Self {
         let passes = if s.gradient { 2 } else { 1 };
-        Self::moves("regression", passes * s.rows * s.width).exactly(s.rows * (s.width + 1))
+        Self::moves("regression", passes * s.rows * s.width).on([s.rows, s.width]).exactly(s.rows * (s.width + 1))
     }
 
     /// `AdamW`'s update; `copy` elements are written besides.
     pub fn adamw(len: usize, copy: usize) -> Self {
-        Self::moves("adamw", copy).exactly(7 * len)
+        Self::moves("adamw", copy).on([len]).exactly(7 * len)
     }
 
     /// SGD's update; `copy` elements are written besides.
     pub fn sgd(len: usize, copy: usize) -> Self {
-        Self::moves("sgd", copy).exactly(5 * len)
+        Self::moves("sgd", copy).on([len]).exactly(5 * len)
     }
 
     /// Another rule's update; `copy` elements are written besides.
     pub fn elements(update: Elements, len: usize, copy: usize) -> Self {
-        Self::moves("update", copy).exactly((3 + 2 * update.rule.states()) * len)
+        Self::moves("update", copy).on([len]).exactly((3 + 2 * update.rule.states()) * len)
     }
 }
 

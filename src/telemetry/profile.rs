@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::times::Times;
-use crate::backend::Tally;
+use crate::backend::{Tallies, Tally};
 use crate::error::{Error, Result};
 
 /// A kernel's share.
@@ -50,8 +50,12 @@ pub struct Report {
 
 impl Report {
     /// Of what was counted in so many steps, which went as `times` says.
-    pub fn new(tallies: &BTreeMap<&'static str, Tally>, steps: u64, times: Times, threads: usize, waits: bool) -> Self {
+    pub fn new(tallies: &Tallies, steps: u64, times: Times, threads: usize, waits: bool) -> Self {
         let compute_seconds = times.compute + times.optimizer;
+        let mut by_kernel: BTreeMap<&str, Tally> = BTreeMap::new();
+        for ((kernel, _), tally) in tallies {
+            by_kernel.entry(*kernel).and_modify(|all| *all = all.plus(*tally)).or_insert(*tally);
+        }
         let kernel = |(kernel, tally): (&&str, &Tally)| {
             let rate = |amount: f64| amount / tally.seconds.max(f64::MIN_POSITIVE) / 1e9;
             let flops = (tally.flops > 0.0).then_some(tally.flops);
@@ -66,7 +70,7 @@ impl Report {
                 gigabytes_per_second: rate(tally.bytes),
             }
         };
-        let mut kernels: Vec<Kernel> = tallies.iter().map(kernel).collect();
+        let mut kernels: Vec<Kernel> = by_kernel.iter().map(kernel).collect();
         kernels.sort_by(|one, other| other.seconds.total_cmp(&one.seconds));
         let counted: f64 = kernels.iter().map(|kernel| kernel.seconds).sum();
         let other_seconds = (compute_seconds - counted).max(0.0);
@@ -115,8 +119,12 @@ mod tests {
 
     #[test]
     fn the_longest_comes_first_and_shares_add_up() {
-        let tally = |calls, seconds, flops, bytes| Tally { calls, seconds, flops, bytes };
-        let tallies = BTreeMap::from([("add", tally(4, 0.5, 0.0, 1e9)), ("linear", tally(2, 2.0, 8e9, 1e9))]);
+        let tally = |calls, seconds, flops, bytes| Tally { calls, seconds, fastest: seconds, flops, bytes };
+        let tallies = BTreeMap::from([
+            (("add", [4, 0, 0, 0]), tally(4, 0.5, 0.0, 1e9)),
+            (("linear", [1, 2, 3, 0]), tally(1, 0.5, 2e9, 5e8)),
+            (("linear", [2, 2, 3, 0]), tally(1, 1.5, 6e9, 5e8)),
+        ]);
         let times = Times { compute: 3.0, optimizer: 1.0, loader: 5.0, ..Times::default() };
         let report = Report::new(&tallies, 7, times, 2, true);
         assert_eq!(report.kernels.iter().map(|kernel| &kernel.kernel[..]).collect::<Vec<_>>(), ["linear", "add"]);

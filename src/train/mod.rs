@@ -12,6 +12,7 @@ pub mod marks;
 mod memory;
 mod notes;
 mod orders;
+pub mod pace;
 mod records;
 mod resume;
 mod run;

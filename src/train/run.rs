@@ -304,7 +304,8 @@ impl<B: Kernels> Run<B> {
         let step = self.progress.step;
         let note = || self.orders.note(self.saver.is_done());
         self.engine.backend.profile().record(self.profiles);
-        let taken = advance(&self.plan, &mut self.engine, &mut self.feed, &mut self.progress, note)?;
+        let next = |base, time| self.feed.next(base, time);
+        let taken = advance(&self.plan, &mut self.engine, next, &mut self.progress, note)?;
         self.engine.backend.profile().record(false);
         self.updating += taken.updating;
         if taken.skipped {
@@ -585,7 +586,7 @@ impl<B: Kernels> Run<B> {
 
     /// What this start's kernels took.
     fn profile(&self) -> Report {
-        let tallies = self.engine.backend.profile().tallies();
+        let tallies = self.engine.backend.profile().take();
         Report::new(&tallies, self.step_ms.len() as u64, self.times, self.plan.threads, !B::ON_HOST)
     }
 

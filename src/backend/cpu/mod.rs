@@ -11,6 +11,7 @@ mod math;
 mod memory;
 mod norm;
 mod optimizer;
+mod peak;
 mod product;
 mod regression;
 mod rotary;
@@ -24,14 +25,23 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::{
-    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels, Launch,
-    Ledger, Linear, Memory, Norm, Profile, Reach, Regression, Rotary, Sgd, Window, Work,
+    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels,
+    Launch, Ledger, Linear, Memory, Norm, Profile, Reach, Regression, Rotary, Sgd, Window, Work,
 };
 use crate::error::Result;
 
 pub use elementwise::add_serial;
 pub use memory::{CpuBuf, CpuInts};
 pub use threads::Threads;
+
+/// What a machine gives at best, a second.
+#[derive(Debug, Clone, Copy)]
+pub struct Peak {
+    /// Operations of fused multiply-adds on registers.
+    pub flops: f64,
+    /// Bytes of a triad over memory.
+    pub bandwidth: f64,
+}
 
 /// The CPU backend of one rank. Clones share memory pool and threads.
 #[derive(Clone)]
@@ -56,6 +66,12 @@ impl Cpu {
     /// Threads that compute.
     pub fn threads(&self) -> usize {
         self.threads.count()
+    }
+
+    /// Floating-point operations that all threads reach in a second, and bytes that they move: the best of a few tries,
+    /// which take 192 MiB of memory.
+    pub fn peak(&self) -> Peak {
+        Peak { flops: peak::flops(&self.threads), bandwidth: peak::bandwidth(&self.threads) }
     }
 
     /// Rounds to bf16, two to a word, as a GPU would: for memory that goes there. Words that are left over stay as they
