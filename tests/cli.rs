@@ -294,6 +294,7 @@ fn steps_and_kernels_are_timed_on_random_data() {
     let products = paced("gemm", &["--preset", "cnn-mnist"]);
     let rows = products["rows"].as_array().unwrap();
     assert!(of(rows, "linear").contains(&serde_json::json!([2, 3136, 128])), "{products}");
+    assert!(of(rows, "convolution").contains(&serde_json::json!([2 * 14 * 14, 9 * 32, 64])), "{products}");
     assert!(rows.iter().all(|row| row["gflops"].as_f64().unwrap() > 0.0));
     assert!(of(rows, "max pool").is_empty() && of(rows, "relu").is_empty());
 

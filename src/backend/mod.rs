@@ -12,6 +12,7 @@ mod port;
 mod profile;
 #[cfg(test)]
 mod suite;
+mod unfolded;
 mod work;
 
 use std::ops::Range;
@@ -20,7 +21,7 @@ use std::sync::Arc;
 use crate::error::Result;
 
 pub use kernels::{
-    Activation, AdamW, Attention, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise, Gemm,
+    Activation, AdamW, Attention, Columns, Convolution, CrossEntropy, Deviation, Dropout, Elements, Elementwise, Gemm,
     Kernels, Linear, Norm, Regression, Rotary, Sgd, Window,
 };
 pub use memory::{Ledger, Memory, readable};

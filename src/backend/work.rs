@@ -4,7 +4,7 @@
 //! operand once (twice, where it is changed in place), as if nothing were in a cache; indices are not counted.
 
 use super::{
-    Activation, Attention, Columns, CrossEntropy, Elements, Gemm, Linear, Norm, Regression, Window,
+    Activation, Attention, Columns, Convolution, CrossEntropy, Elements, Gemm, Linear, Norm, Regression, Window,
 };
 
 /// One launch of a kernel.
@@ -217,6 +217,32 @@ impl Work {
         let seen = w.rows() * w.size[0] * w.size[1] * channels;
         Self::moves("fold", 2 * (w.elements() / w.channels.max(1) * channels) + seen)
             .on([w.rows(), w.size[0] * w.size[1] * channels])
+    }
+
+    /// A convolution that unfolds nothing in memory.
+    pub fn convolve(s: Convolution, bias: usize) -> Self {
+        let product = s.product();
+        let filters = product.inputs * product.outputs + bias;
+        let moved = s.window.elements() / s.window.channels.max(1) * s.channels + product.rows * product.outputs;
+        Self::moves("convolution", moved + filters).on([product.rows, product.inputs, product.outputs]).computes(flops(
+            product.rows,
+            product.inputs,
+            product.outputs,
+        ))
+    }
+
+    /// The gradients of its filters and bias.
+    pub fn convolve_backward_weight(s: Convolution, bias: usize) -> Self {
+        let (forward, filters) = (Self::convolve(s, 0), s.seen() * s.filters);
+        let kernel = Self { kernel: "convolution, weight's gradient", ..forward };
+        Self { elements: forward.elements - filters as f64, ..kernel }.exactly(2 * (filters + bias))
+    }
+
+    /// The gradient of its input, added.
+    pub fn convolve_backward_input(s: Convolution) -> Self {
+        let forward = Self::convolve(s, 0);
+        let seen = s.window.elements() / s.window.channels.max(1) * s.channels;
+        Self { kernel: "convolution, input's gradient", elements: forward.elements + seen as f64, ..forward }
     }
 
     /// A pooling of images.

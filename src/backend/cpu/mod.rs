@@ -3,6 +3,7 @@
 mod activation;
 mod attention;
 mod classifier;
+mod convolution;
 mod dropout;
 mod elementwise;
 mod embedding;
@@ -24,8 +25,9 @@ mod window;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::unfolded;
 use super::{
-    Activation, AdamW, Attention, Backend, Columns, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels,
+    Activation, AdamW, Attention, Backend, Columns, Convolution, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels,
     Launch, Ledger, Linear, Memory, Norm, Profile, Reach, Regression, Rotary, Sgd, Window, Work,
 };
 use crate::error::Result;
@@ -361,6 +363,41 @@ impl Kernels for Cpu {
     fn fold(&self, window: Window, first: usize, channels: usize, dy: &[f32], dx: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::fold(window, channels));
         window::fold(&self.threads, window, first, channels, dy, dx);
+        Ok(())
+    }
+
+    fn convolve(&self, shape: Convolution, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
+        if !convolution::suits(shape) {
+            return unfolded::forward(self, shape, x, weight, bias, y);
+        }
+        let _launch = self.launched(Work::convolve(shape, bias.len()));
+        convolution::forward(&self.threads, shape, x, weight, bias, y);
+        Ok(())
+    }
+
+    fn convolve_backward_weight(
+        &self,
+        shape: Convolution,
+        dy: &[f32],
+        x: &[f32],
+        dweight: &mut [f32],
+        dbias: &mut [f32],
+    ) -> Result<()> {
+        if !convolution::suits(shape) {
+            return unfolded::backward_weight(self, shape, dy, x, dweight, dbias);
+        }
+        let _launch = self.launched(Work::convolve_backward_weight(shape, dbias.len()));
+        let mut partial = self.alloc(Memory::Activations, convolution::partial(shape))?;
+        convolution::backward_weight(&self.threads, shape, dy, x, partial.as_mut_slice(), dweight, dbias);
+        Ok(())
+    }
+
+    fn convolve_backward_input(&self, shape: Convolution, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
+        if !convolution::suits(shape) {
+            return unfolded::backward_input(self, shape, dy, weight, dx);
+        }
+        let _launch = self.launched(Work::convolve_backward_input(shape));
+        convolution::backward_input(&self.threads, shape, dy, weight, dx);
         Ok(())
     }
 

@@ -210,7 +210,7 @@ fn kernels(
 
 /// Kernels by what they take of a step.
 fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<Row> {
-    let is_product = |kernel: &str| kernel == "product" || kernel.starts_with("linear");
+    let is_product = |kernel: &str| ["product", "linear", "convolution"].iter().any(|one| kernel.starts_with(one));
     let seen = tallies.iter().filter(|((kernel, _), _)| view == View::Kernels || is_product(kernel));
     let mut seen: Vec<_> = seen.collect();
     seen.sort_by(|(_, one), (_, other)| other.seconds.total_cmp(&one.seconds));
