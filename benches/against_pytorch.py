@@ -1,8 +1,8 @@
 """hpctrain against PyTorch on this machine: the two in turn, and the ratio pair by pair.
 
-    python benches/against_pytorch.py [--pairs 5] [--size char|gpt2-124m|mlp|cnn]
+    python benches/against_pytorch.py [--pairs 5] [--size char|baby|gpt2-124m|mlp|cnn]
 
-Needs a release build and, for the Python that runs this, torch (and h5py, but for char). hpctrain trains for real: it
+Needs a release build and, for the Python that runs this, torch (and h5py, but for char and baby). hpctrain trains for real: it
 reads shards, clips, writes metrics; its figure is the median step of a run. PyTorch's is the median step of a loop
 over data in memory; of mlp and cnn, the faster of eager and torch.compile.
 """
@@ -20,11 +20,14 @@ HPCTRAIN = os.environ.get("HPCTRAIN", str(ROOT / "target/release/hpctrain"))
 MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 SETTINGS = {
     "char": ["batch.global=12", "run.steps=150"],
+    "baby": ["batch.global=4", "model.dropout=0", "run.steps=15"],
     "gpt2-124m": ["batch.global=4", "model.context=64", "run.steps=10", "eval.batch=4"],
     "mlp": [],
     "cnn": [],
 }
 LAYERS = ("mlp", "cnn")
+# Presets that come with their data.
+BUNDLED = {"char": "gpt-char", "baby": "gpt-baby"}
 
 
 def tokens(directory):
@@ -51,10 +54,10 @@ def samples(directory):
 
 def hpctrain(size, ranks, threads, work):
     settings = SETTINGS[size] + [f"run.root={work}", f"run.threads={threads}", "eval.samples=8", "log.sample=0"]
-    if size != "char":
+    if size not in BUNDLED:
         settings.append(f"data.path={work}")
     launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
-    source = ["--preset", "gpt-char" if size == "char" else size]
+    source = ["--preset", BUNDLED.get(size, size)]
     if size in LAYERS:
         source = ["--config", str(ROOT / f"benches/{size}.toml")]
     command = launcher + [HPCTRAIN, "train", *source]
@@ -74,7 +77,7 @@ def pytorch(size, threads):
         script, steps = ROOT / "benches/pytorch_layers.py", "300" if size == "mlp" else "100"
         modes = ("eager", "compile")
         return max(float(subprocess.check_output([sys.executable, script, size, str(threads), steps, mode])) for mode in modes)
-    steps = "100" if size == "char" else "8"
+    steps = {"char": "100", "baby": "10"}.get(size, "8")
     output = subprocess.check_output([sys.executable, ROOT / "benches/pytorch_gpt.py", size, str(threads), steps])
     return float(output)
 
@@ -89,7 +92,7 @@ def main():
         work = Path(work)
         if arguments.size in LAYERS:
             samples(work)
-        elif arguments.size != "char":
+        elif arguments.size not in BUNDLED:
             tokens(work)
         for _ in range(arguments.pairs):
             one = hpctrain(arguments.size, 1, 2, work)

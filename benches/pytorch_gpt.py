@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 # layers, heads, width, context, batch, vocabulary, bias
-SIZES = {"char": (4, 4, 128, 64, 12, 65, False), "gpt2-124m": (12, 12, 768, 64, 4, 50257, True)}
+SIZES = {"char": (4, 4, 128, 64, 12, 65, False), "baby": (6, 6, 384, 256, 4, 65, False), "gpt2-124m": (12, 12, 768, 64, 4, 50257, True)}
 
 
 class Block(nn.Module):

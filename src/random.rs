@@ -5,14 +5,17 @@
 /// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011):
 /// four 32-bit words for a 128-bit counter and a 64-bit key.
 #[inline(always)]
-pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+pub fn philox(counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    // In words of 64 bits, of which the upper half is zero: so vectors need not be widened for every product.
+    const LOW: u64 = 0xFFFF_FFFF;
+    let [mut c0, mut c1, mut c2, mut c3] = counter.map(u64::from);
     for _ in 0..10 {
-        let a = u64::from(counter[0]) * 0xD251_1F53;
-        let b = u64::from(counter[2]) * 0xCD9E_8D57;
-        counter = [(b >> 32) as u32 ^ counter[1] ^ key[0], b as u32, (a >> 32) as u32 ^ counter[3] ^ key[1], a as u32];
+        let (a, b) = ((c0 & LOW) * 0xD251_1F53, (c2 & LOW) * 0xCD9E_8D57);
+        let [k0, k1] = key.map(u64::from);
+        (c0, c1, c2, c3) = ((b >> 32) ^ c1 ^ k0, b & LOW, (a >> 32) ^ c3 ^ k1, a & LOW);
         key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
     }
-    counter
+    [c0, c1, c2, c3].map(|word| word as u32)
 }
 
 /// A stream of words, named by a key.
@@ -31,6 +34,19 @@ impl Stream {
     #[inline(always)]
     pub fn block(self, block: u64) -> [u32; 4] {
         philox([block as u32, (block >> 32) as u32, 0, 0], self.key)
+    }
+
+    /// [`Stream::block`] of `N` blocks from `first` on, the i-th words of all of them together: for vectors.
+    #[inline(always)]
+    pub fn blocks<const N: usize>(self, first: u64) -> [[u32; N]; 4] {
+        let mut words = [[0; N]; 4];
+        for i in 0..N {
+            let block = self.block(first.wrapping_add(i as u64));
+            for (words, word) in words.iter_mut().zip(block) {
+                words[i] = word;
+            }
+        }
+        words
     }
 
     /// Fills a slice with the beginning of a standard normal sequence (Box and Muller, 1958).

@@ -231,6 +231,85 @@ fn samples_follow_the_seed() {
 }
 
 #[test]
+fn a_profile_has_every_kernel_of_the_steps() {
+    let root = tempfile::tempdir().unwrap();
+    let run = Run::new(Alone, root.path(), "x", &["run.steps=3", "eval.every=1"]);
+    let ended = finish(run.command().arg("--profile")).succeeded();
+    let files = run.files();
+    assert!(ended.stdout.contains("\nkernel        ") && ended.stdout.contains("profile in "), "{ended}");
+    assert!(files.text("logs/rank-00000.log").contains("profile of 3 steps:"));
+    let report: Value = serde_json::from_str(&files.text("profile.json")).unwrap();
+    assert_eq!((report["steps"].as_u64(), report["waits_for_kernels"].as_bool()), (Some(3), Some(false)));
+    let number = |value: &Value, key: &str| value[key].as_f64().unwrap_or_else(|| panic!("{key} of {value}"));
+    let kernels = report["kernels"].as_array().unwrap();
+    let sum: f64 = kernels.iter().map(|kernel| number(kernel, "seconds")).sum();
+    assert!((sum + number(&report, "other_seconds") - number(&report, "compute_seconds")).abs() < 1e-9);
+    for kernel in kernels {
+        assert!(number(kernel, "calls") > 0.0 && number(kernel, "bytes") > 0.0, "{kernel}");
+        assert!(number(kernel, "of_compute") <= 1.0 && number(kernel, "gigabytes_per_second") > 0.0, "{kernel}");
+        assert_eq!(kernel["flops"].is_null(), kernel["gflops_per_second"].is_null(), "{kernel}");
+    }
+    let of = |name: &str| kernels.iter().find(|kernel| kernel["kernel"] == name).unwrap_or_else(|| panic!("{name}"));
+    // Evaluations and the text at the end do not count: each step has one attention a layer and micro-batch.
+    assert_eq!(of("attention")["calls"], of("attention, backward")["calls"]);
+    assert!(number(of("linear"), "flops") > 0.0 && of("adamw")["flops"].is_null());
+    // Without the flag there is none.
+    assert!(!Run::new(Alone, root.path(), "y", &["run.steps=1"]).succeeds().path("profile.json").exists());
+}
+
+/// What `bench` prints of a network's steps, as JSON.
+#[track_caller]
+fn paced(view: &str, more: &[&str]) -> Value {
+    let args = [&["bench", view, "--json", "--steps", "2", "--samples", "2"], more].concat();
+    serde_json::from_str(&printed(&args)).unwrap()
+}
+
+#[test]
+fn steps_and_kernels_are_timed_on_random_data() {
+    let gpt = set(&["model.layers=1", "model.width=32", "model.heads=2", "model.context=16"]);
+    let positive = |report: &Value, keys: &[&str]| {
+        keys.iter().for_each(|key| assert!(report[*key].as_f64().unwrap_or(0.0) > 0.0, "{key} of {report}"));
+    };
+    let machine = ["ranks", "threads", "samples", "peak_gflops", "peak_bandwidth"];
+    let step = paced("step", &gpt);
+    positive(&step, &machine);
+    positive(&step, &["parameters", "step_ms", "fastest_step_ms", "per_second", "gflops", "of_peak"]);
+    assert_eq!((&step["network"], &step["predictions"]), (&"gpt-char".into(), &"tokens".into()));
+    assert_eq!(step["samples"], 2);
+
+    let kernels = paced("kernels", &gpt);
+    positive(&kernels, &machine);
+    let rows = kernels["rows"].as_array().unwrap();
+    for row in rows {
+        positive(row, &["calls_per_step", "microseconds", "fastest_microseconds", "bandwidth", "of_peak_bandwidth"]);
+        assert_eq!(row["gflops"].is_null(), row["of_peak_gflops"].is_null(), "{row}");
+    }
+    let of = |rows: &[Value], kernel: &str| -> Vec<Value> {
+        rows.iter().filter(|row| row["kernel"] == kernel).map(|row| row["shape"].clone()).collect()
+    };
+    assert_eq!(of(rows, "attention"), [serde_json::json!([2, 16, 2, 16])]);
+    assert!(of(rows, "linear").contains(&serde_json::json!([32, 32, 96])), "{kernels}");
+
+    // Networks by layers need no data either; what is not a product is left out here.
+    let products = paced("gemm", &["--preset", "cnn-mnist"]);
+    let rows = products["rows"].as_array().unwrap();
+    assert!(of(rows, "linear").contains(&serde_json::json!([2, 3136, 128])), "{products}");
+    assert!(of(rows, "convolution").contains(&serde_json::json!([2 * 14 * 14, 9 * 32, 64])), "{products}");
+    assert!(rows.iter().all(|row| row["gflops"].as_f64().unwrap() > 0.0));
+    assert!(of(rows, "max pool").is_empty() && of(rows, "relu").is_empty());
+
+    let table = printed(&[&["bench", "kernels", "--steps", "1", "--samples", "1"], &gpt[..]].concat());
+    assert!(
+        table.contains("at best, a rank: ") && table.contains("\nkernel  ") && table.contains("1×16×2×16"),
+        "{table}"
+    );
+    let table = printed(&[&["bench", "step", "--steps", "1", "--samples", "1"], &gpt[..]].concat());
+    assert!(table.contains("\nthroughput  ") && table.contains(" tokens/s\n"), "{table}");
+    let ended = finish(&mut program(["bench", "step", "--preset", "no-such"]));
+    assert_eq!(ended.code(), 2, "{ended}");
+}
+
+#[test]
 fn config_summary_tells_the_layers() {
     let told = printed(&["config", "summary", "--preset", "cnn-mnist"]);
     for line in [

@@ -3,7 +3,7 @@
 //! Shape letters: b batch, t time (context), h heads, d width, v vocabulary; *rows* are b·t.
 //! "Adds" means the result is accumulated into the output, "overwrites" that it replaces it.
 
-use super::Backend;
+use super::{Backend, unfolded};
 use crate::error::Result;
 
 /// A matrix product `c = op(a)·op(b) (+ c)`, row-major.
@@ -186,6 +186,32 @@ impl Channels {
     /// Channels of one group.
     pub fn of_group(&self) -> usize {
         self.channels / self.groups
+    }
+}
+
+/// A convolution of images: filters on what a window sees of some neighbouring channels. Filters are stored one after the
+/// other, each as window rows × window columns × channels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Convolution {
+    /// On all images.
+    pub window: Window,
+    /// The first channel that filters see.
+    pub first: usize,
+    /// Channels that filters see.
+    pub channels: usize,
+    /// Channels of the output.
+    pub filters: usize,
+}
+
+impl Convolution {
+    /// Elements that a filter sees.
+    pub fn seen(&self) -> usize {
+        self.window.size[0] * self.window.size[1] * self.channels
+    }
+
+    /// The product that it is of unfolded windows.
+    pub fn product(&self) -> Linear {
+        Linear { rows: self.window.rows(), inputs: self.seen(), outputs: self.filters }
     }
 }
 
@@ -527,6 +553,39 @@ pub trait Kernels: Backend {
         dy: Self::View<'_>,
         dx: Self::ViewMut<'_>,
     ) -> Result<()>;
+    /// Every filter's product with what the window sees at each place, and a bias for each filter; overwrites `y` (places ×
+    /// filters).
+    fn convolve(
+        &self,
+        shape: Convolution,
+        x: Self::View<'_>,
+        weight: Self::View<'_>,
+        bias: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()> {
+        unfolded::forward(self, shape, x, weight, bias, y)
+    }
+    /// Adds to the gradients of filters and bias.
+    fn convolve_backward_weight(
+        &self,
+        shape: Convolution,
+        dy: Self::View<'_>,
+        x: Self::View<'_>,
+        dweight: Self::ViewMut<'_>,
+        dbias: Self::ViewMut<'_>,
+    ) -> Result<()> {
+        unfolded::backward_weight(self, shape, dy, x, dweight, dbias)
+    }
+    /// Adds to the channels of `dx` that filters see.
+    fn convolve_backward_input(
+        &self,
+        shape: Convolution,
+        dy: Self::View<'_>,
+        weight: Self::View<'_>,
+        dx: Self::ViewMut<'_>,
+    ) -> Result<()> {
+        unfolded::backward_input(self, shape, dy, weight, dx)
+    }
     /// The largest element that the window sees at each place, channel by channel; overwrites.
     fn max_pool(&self, window: Window, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
     /// Gives the gradient of each place to the first of its largest elements; overwrites `dx`.

@@ -9,8 +9,11 @@ pub mod cuda;
 mod kernels;
 mod memory;
 mod port;
+mod profile;
 #[cfg(test)]
 mod suite;
+mod unfolded;
+mod work;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,11 +21,13 @@ use std::sync::Arc;
 use crate::error::Result;
 
 pub use kernels::{
-    Activation, AdamW, Attention, Channels, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise, Gemm,
-    Kernels, Linear, Norm, Regression, Rotary, Sgd, Window,
+    Activation, AdamW, Attention, Channels, Columns, Convolution, CrossEntropy, Deviation, Dropout, Elements,
+    Elementwise, Gemm, Kernels, Linear, Norm, Regression, Rotary, Sgd, Window,
 };
 pub use memory::{Ledger, Memory, readable};
 pub use port::{Event, Ferry, Invitation, Peers, Pinned, Placed, Port, Reach, Scratch, Slot, Span, Vendor};
+pub use profile::{Launch, Profile, Tallies, Tally};
+pub use work::Work;
 
 /// The memory of one device.
 ///
@@ -161,6 +166,9 @@ pub trait Backend: Clone + Send + Sync + 'static {
 
     /// The count of what is allocated, by category.
     fn ledger(&self) -> &Ledger;
+
+    /// The times of its kernels.
+    fn profile(&self) -> &Profile;
 
     /// The most bytes of a memory of its own that were taken at once; none where buffers are host memory.
     fn device_peak(&self) -> Option<usize> {

@@ -127,7 +127,7 @@ fn elementwise<B: Kernels>(b: &B) -> Results {
 
 /// Products of the values that `random` gives.
 fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
-    let mut results = Vec::new();
+    let mut results = layers::convolutions(b, random);
     for (m, n, k) in [(1, 1, 1), (1, 33, 7), (31, 1, 33), (33, 31, 65), (130, 257, 100), (500, 130, 71), (2, 700, 1100)]
     {
         let (a, bm, c) = (random(b, 3, m * k), random(b, 4, k * n), random(b, 5, m * n));

@@ -60,6 +60,9 @@ pub struct TrainArgs {
     /// Write what every thread of every rank did, and when, to FILE at the end, for ui.perfetto.dev.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
+    /// Count the time of every kernel on rank 0: a table at the end, and profile.json in the run's directory.
+    #[arg(long)]
+    profile: bool,
 }
 
 impl TrainArgs {
@@ -95,7 +98,8 @@ impl TrainArgs {
             (_, true) => Take::NoOptimizer,
             _ => Take::Everything,
         };
-        Ok(Request { resume, take, trace: self.trace.clone(), threads, ..Request::new(config, name) })
+        let (trace, profile) = (self.trace.clone(), self.profile);
+        Ok(Request { resume, take, trace, profile, threads, ..Request::new(config, name) })
     }
 }
 

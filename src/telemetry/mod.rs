@@ -4,6 +4,7 @@ pub mod banner;
 pub mod evaluations;
 pub mod logging;
 pub mod metrics;
+pub mod profile;
 pub mod progress;
 pub mod run_card;
 pub mod straggler;

@@ -2,12 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use super::feed::Feed;
 use super::step::Engine;
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::config::Plan;
 use crate::error::Result;
+use crate::nn::Micro;
 use crate::parallel::{Hyper, Synced};
 
 /// A step that was taken: the same on all ranks, but for its times.
@@ -29,20 +29,21 @@ pub struct Taken {
     pub updating: Duration,
 }
 
-/// Takes the next step: gradients of all micro-batches, then the clipped update, unless they are not finite. `note` is
-/// asked for what this rank tells the others when the gradients are summed.
+/// Takes the next step: gradients of all micro-batches, then the clipped update, unless they are not finite. `next` gives
+/// them in order, told the position of the global batch's first sample and the predictions of a sample. `note` is asked for
+/// what this rank tells the others when the gradients are summed.
 ///
 /// # Errors
 /// Of the data, the device, or a message between ranks.
 pub fn advance<B: Kernels>(
     plan: &Plan,
     engine: &mut Engine<B>,
-    feed: &mut Feed<B>,
+    mut next: impl FnMut(u64, usize) -> Result<Micro<B>>,
     progress: &mut Progress,
     note: impl FnOnce() -> u32,
 ) -> Result<Taken> {
     let (step, base, time) = (progress.step, progress.position, plan.network.context());
-    let Synced { loss, norm, compute, notes } = engine.gradients(step, || feed.next(base, time), note)?;
+    let Synced { loss, norm, compute, notes } = engine.gradients(step, || next(base, time), note)?;
     let loss = loss / (plan.tokens_per_step() as f64);
     let lr = plan.schedule.rate(step);
     // Loss and norm are the same on all ranks, so they all skip.

@@ -104,6 +104,11 @@ impl RunDirectory {
         self.path.join("run.json")
     }
 
+    /// The profile of its kernels, if one was asked for.
+    pub fn profile_path(&self) -> PathBuf {
+        self.path.join("profile.json")
+    }
+
     /// Which algorithms a measurement chose for messages between ranks.
     pub fn collectives_path(&self) -> PathBuf {
         self.path.join("collectives.json")

@@ -13,6 +13,7 @@ pub mod marks;
 mod memory;
 mod notes;
 mod orders;
+pub mod pace;
 mod placed;
 mod planning;
 mod records;

@@ -31,6 +31,7 @@ use crate::nn::Blocks;
 use crate::parallel::{Lanes, Sharded, Updates};
 use crate::telemetry::evaluations::{self, Evaluation};
 use crate::telemetry::metrics::Step;
+use crate::telemetry::profile::Report;
 use crate::telemetry::run_card::RunCard;
 use crate::telemetry::straggler::Straggler;
 use crate::telemetry::times::{Spent, Times};
@@ -51,6 +52,8 @@ pub struct Request {
     pub take: Take,
     /// Where a trace goes, if one is wanted.
     pub trace: Option<PathBuf>,
+    /// Whether rank 0 counts the time of its kernels.
+    pub profile: bool,
     /// Compute threads a rank, where the launcher knows better than the affinity mask.
     pub threads: Option<usize>,
     /// Where ranks compute, if on GPUs.
@@ -61,7 +64,7 @@ impl Request {
     /// A run from step 0 on CPUs, called `name` unless its configuration names it.
     pub fn new(config: Config, name: impl Into<String>) -> Self {
         let (resume, take) = (Resume::No, Take::Everything);
-        Self { config, name: name.into(), resume, take, trace: None, threads: None, gpu: None }
+        Self { config, name: name.into(), resume, take, trace: None, profile: false, threads: None, gpu: None }
     }
 }
 
@@ -182,6 +185,8 @@ struct Run<'h, B: Kernels> {
     times: Times,
     /// On rank 0 only.
     records: Option<Records>,
+    /// Whether this rank counts the time of its kernels.
+    profiles: bool,
     _watch: Option<Watch>,
 }
 
@@ -319,6 +324,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             updating: Duration::ZERO,
             times: Times::default(),
             records,
+            profiles: request.profile && root,
             _watch: watch,
         })
     }
@@ -329,7 +335,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let step = self.progress.step;
         let failed = if self.hooks.has_failed() { notes::FAILED } else { 0 };
         let note = || self.orders.note(self.saver.is_done()) | failed;
-        let taken = advance(&self.plan, &mut self.engine, &mut self.feed, &mut self.progress, note)?;
+        self.engine.backend.profile().record(self.profiles);
+        let next = |base, time| self.feed.next(base, time);
+        let taken = advance(&self.plan, &mut self.engine, next, &mut self.progress, note)?;
+        self.engine.backend.profile().record(false);
         self.updating += taken.updating;
         if taken.skipped {
             self.skipped = (self.skipped.0 + 1, self.skipped.1 + 1);
@@ -586,6 +595,12 @@ impl<'h, B: Kernels> Run<'h, B> {
         if !self.step_ms.is_empty() {
             say(format_args!("time  {}", self.times));
         }
+        if self.profiles {
+            let report = self.profile();
+            report.write(&self.directory.profile_path())?;
+            log::info!("profile of {} steps:\n{report}", report.steps);
+            say(format_args!("\n{report}\n\nprofile in {}", self.directory.profile_path().display()));
+        }
         let latest = self.directory.checkpoints().latest();
         if latest.exists() {
             say(format_args!("checkpoint in {}", latest.display()));
@@ -626,6 +641,12 @@ impl<'h, B: Kernels> Run<'h, B> {
         let _span = span(Doing::Sampling, None);
         let drawn = generate(&mut self.engine, &prompt, self.plan.network.context(), sampling)?;
         Ok(Some(tokenizer.decode(&drawn)))
+    }
+
+    /// What this start's kernels took.
+    fn profile(&self) -> Report {
+        let tallies = self.engine.backend.profile().take();
+        Report::new(&tallies, self.step_ms.len() as u64, self.times, self.plan.threads, !B::ON_HOST)
     }
 
     fn card(&self) -> RunCard {
@@ -698,7 +719,7 @@ pub fn engine_of<B: Kernels>(
     let data = &groups.data;
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
-    let host = plan.config.optimizer.offload.then(|| Cpu::new(plan.threads));
+    let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
     let groups_of = plan.config.optimizer.groups.clone();
     let updates = Updates { rule: plan.rule, groups: groups_of, average: plan.average, host };
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(seed))?;

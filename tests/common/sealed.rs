@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use hpctrain::backend::{Backend, Event, Ledger, Memory, Pinned, Placed, Port, Reach, Scratch, Span};
+use hpctrain::backend::{Backend, Event, Ledger, Memory, Pinned, Placed, Port, Profile, Reach, Scratch, Span};
 use hpctrain::error::{Error, Result};
 
 /// How far shown addresses are from the real ones where they are hidden: no address of a process.
@@ -199,6 +199,7 @@ pub struct Sealed {
     /// What compute is still to do.
     compute: Arc<Stream>,
     ledger: Arc<Ledger>,
+    profile: Profile,
 }
 
 impl Sealed {
@@ -207,7 +208,7 @@ impl Sealed {
         let ledger: Arc<Ledger> = Arc::default();
         let port =
             SealedPort { hidden: if shown { 0 } else { HIDDEN }, stream: Arc::default(), ledger: ledger.clone() };
-        Self { port: Arc::new(port), compute: Arc::default(), ledger }
+        Self { port: Arc::new(port), compute: Arc::default(), ledger, profile: Profile::default() }
     }
 
     /// From now on compute gets nothing done.
@@ -339,5 +340,9 @@ impl Backend for Sealed {
 
     fn ledger(&self) -> &Ledger {
         &self.ledger
+    }
+
+    fn profile(&self) -> &Profile {
+        &self.profile
     }
 }

@@ -6,6 +6,9 @@ use super::threads::Threads;
 use crate::backend::Dropout;
 use crate::random::Stream;
 
+/// Blocks of random words that are computed side by side.
+const BLOCKS: usize = 64;
+
 pub fn dropout(threads: &Threads, mask: Dropout, x: &mut [f32]) {
     if mask.rate == 0.0 {
         return;
@@ -25,8 +28,26 @@ pub fn dropout(threads: &Threads, mask: Dropout, x: &mut [f32]) {
                 for (j, x) in head.iter_mut().enumerate() {
                     *x *= if words[(first % 4) as usize + j] < dropped_below { 0.0 } else { kept };
                 }
-                let block = first.div_ceil(4);
-                for (j, quad) in body.chunks_mut(4).enumerate() {
+                let mut block = first.div_ceil(4);
+                let (groups, rest) = body.as_chunks_mut::<{ 4 * BLOCKS }>();
+                for group in groups {
+                    let words = stream.blocks::<BLOCKS>(block);
+                    let mut factors = [[0.0; BLOCKS]; 4];
+                    for (factors, words) in factors.iter_mut().zip(&words) {
+                        for (factor, &word) in factors.iter_mut().zip(words) {
+                            // A choice would become a branch, and half of them would be guessed wrong.
+                            *factor = f32::from(u8::from(word >= dropped_below)) * kept;
+                        }
+                    }
+                    let (quads, _) = group.as_chunks_mut::<4>();
+                    for (j, quad) in quads.iter_mut().enumerate() {
+                        for i in 0..4 {
+                            quad[i] *= factors[i][j];
+                        }
+                    }
+                    block += BLOCKS as u64;
+                }
+                for (j, quad) in rest.chunks_mut(4).enumerate() {
                     let words = stream.block(block + j as u64);
                     for (x, word) in quad.iter_mut().zip(words) {
                         *x *= if word < dropped_below { 0.0 } else { kept };

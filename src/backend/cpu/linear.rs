@@ -8,12 +8,12 @@ use super::threads::Threads;
 use crate::backend::{Gemm, Linear};
 
 /// A row-major matrix over a slice.
-fn matrix(x: &[f32], rows: usize, columns: usize) -> ArrayView2<'_, f32> {
+pub(super) fn matrix(x: &[f32], rows: usize, columns: usize) -> ArrayView2<'_, f32> {
     ArrayView2::from_shape((rows, columns), x).expect("a window has its shape's length")
 }
 
 /// As [`matrix`], exclusive.
-fn matrix_mut(x: &mut [f32], rows: usize, columns: usize) -> ArrayViewMut2<'_, f32> {
+pub(super) fn matrix_mut(x: &mut [f32], rows: usize, columns: usize) -> ArrayViewMut2<'_, f32> {
     ArrayViewMut2::from_shape((rows, columns), x).expect("a window has its shape's length")
 }
 
@@ -26,7 +26,7 @@ pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
 /// Rows of one task when a bias is spread over rows.
 const ROWS: usize = 32;
 
-/// Columns of one task when rows are summed.
+/// Columns of one task when rows are summed: their sums stay in registers.
 const COLUMNS: usize = 64;
 
 pub fn forward(threads: &Threads, s: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
@@ -51,17 +51,21 @@ pub fn backward_weight(threads: &Threads, s: Linear, dy: &[f32], x: &[f32], dwei
 }
 
 /// `sum += Σ_rows x`. Each task owns some columns and walks all rows, so the order of the sum is fixed.
-fn add_rows(threads: &Threads, x: &[f32], width: usize, sum: &mut [f32]) {
+pub(super) fn add_rows(threads: &Threads, x: &[f32], width: usize, sum: &mut [f32]) {
     threads.each(sum.chunks_mut(COLUMNS).enumerate(), |(i, sum)| {
         simd(
             #[inline(always)]
             || {
+                let mut total = [0.0; COLUMNS];
+                total[..sum.len()].copy_from_slice(sum);
                 for row in x.chunks_exact(width) {
                     let row = &row[i * COLUMNS..][..sum.len()];
-                    for (sum, x) in sum.iter_mut().zip(row) {
-                        *sum += x;
+                    match row.first_chunk::<COLUMNS>() {
+                        Some(row) => (0..COLUMNS).for_each(|j| total[j] += row[j]),
+                        None => total.iter_mut().zip(row).for_each(|(total, x)| *total += x),
                     }
                 }
+                sum.copy_from_slice(&total[..sum.len()]);
             },
         );
     });

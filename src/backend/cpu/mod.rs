@@ -4,6 +4,7 @@ mod activation;
 mod attention;
 mod channel;
 mod classifier;
+mod convolution;
 mod dropout;
 mod elementwise;
 mod embedding;
@@ -12,6 +13,7 @@ mod math;
 mod memory;
 mod norm;
 mod optimizer;
+mod peak;
 mod product;
 mod regression;
 mod rotary;
@@ -24,9 +26,10 @@ mod window;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::unfolded;
 use super::{
-    Activation, AdamW, Attention, Backend, Channels, Columns, CrossEntropy, Dropout, Elements, Event, Gemm, Kernels,
-    Ledger, Linear, Memory, Norm, Reach, Regression, Rotary, Sgd, Window,
+    Activation, AdamW, Attention, Backend, Channels, Columns, Convolution, CrossEntropy, Dropout, Elements, Event,
+    Gemm, Kernels, Launch, Ledger, Linear, Memory, Norm, Profile, Reach, Regression, Rotary, Sgd, Window, Work,
 };
 use crate::error::Result;
 
@@ -34,18 +37,33 @@ pub use elementwise::add_serial;
 pub use memory::{CpuBuf, CpuInts};
 pub use threads::Threads;
 
+/// What a machine gives at best, a second.
+#[derive(Debug, Clone, Copy)]
+pub struct Peak {
+    /// Operations of fused multiply-adds on registers.
+    pub flops: f64,
+    /// Bytes of a triad over memory.
+    pub bandwidth: f64,
+}
+
 /// The CPU backend of one rank. Clones share memory pool and threads.
 #[derive(Clone)]
 pub struct Cpu {
     pool: Arc<memory::Pool>,
     threads: Arc<Threads>,
+    profile: Profile,
 }
 
 impl Cpu {
     /// A backend that computes on `threads` threads, the caller's included.
     pub fn new(threads: usize) -> Self {
+        Self::profiled(threads, Profile::default())
+    }
+
+    /// As [`Cpu::new`]; its kernels count in the profile of another backend.
+    pub fn profiled(threads: usize, profile: Profile) -> Self {
         product::configure();
-        Self { pool: Arc::default(), threads: Arc::new(Threads::new(threads)) }
+        Self { pool: Arc::default(), threads: Arc::new(Threads::new(threads)), profile }
     }
 
     /// Threads that compute.
@@ -53,10 +71,28 @@ impl Cpu {
         self.threads.count()
     }
 
+    /// Floating-point operations that all threads reach in a second, and bytes that they move: the best of a few tries,
+    /// which take 192 MiB of memory.
+    pub fn peak(&self) -> Peak {
+        Peak { flops: peak::flops(&self.threads), bandwidth: peak::bandwidth(&self.threads) }
+    }
+
     /// Rounds to bf16, two to a word, as a GPU would: for memory that goes there. Words that are left over stay as they
     /// are.
     pub fn narrow(&self, x: &[f32], words: &mut [f32]) {
         elementwise::narrow(&self.threads, x, &mut bytemuck::cast_slice_mut(words)[..x.len()]);
+    }
+
+    /// Updated parameters go to their copy, if there is one.
+    fn copied(&self, p: &[f32], copy: Option<&mut [f32]>) {
+        if let Some(copy) = copy {
+            elementwise::copy(&self.threads, p, copy);
+        }
+    }
+
+    /// A kernel begins; it ends where what this returns is dropped.
+    fn launched(&self, work: Work) -> Launch<'_, impl Fn()> {
+        self.profile.launch(size_of::<f32>(), || (), work)
     }
 }
 
@@ -143,43 +179,55 @@ impl Backend for Cpu {
     fn ledger(&self) -> &Ledger {
         &self.pool.ledger
     }
+
+    fn profile(&self) -> &Profile {
+        &self.profile
+    }
 }
 
 impl Kernels for Cpu {
     fn zero(&self, y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::zero(y.len()));
         elementwise::zero(&self.threads, y);
         Ok(())
     }
 
     fn copy(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::copy(x.len()));
         elementwise::copy(&self.threads, x, y);
         Ok(())
     }
 
     fn add(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::add(x.len()));
         elementwise::add(&self.threads, x, y);
         Ok(())
     }
 
     fn sum(&self, x: &[f32]) -> Result<f64> {
+        let _launch = self.launched(Work::sum(x.len()));
         Ok(x.iter().copied().map(f64::from).sum())
     }
 
     fn sum_squares(&self, x: &[f32]) -> Result<f64> {
+        let _launch = self.launched(Work::sum(x.len()));
         Ok(elementwise::sum_squares(&self.threads, x))
     }
 
     fn gemm(&self, shape: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::gemm(shape));
         linear::gemm(&self.threads, shape, a, b, c);
         Ok(())
     }
 
     fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::linear(shape, bias.len()));
         linear::forward(&self.threads, shape, x, weight, bias, y);
         Ok(())
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_input(shape));
         linear::backward_input(&self.threads, shape, dy, weight, dx);
         Ok(())
     }
@@ -192,11 +240,13 @@ impl Kernels for Cpu {
         dweight: &mut [f32],
         dbias: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len()));
         linear::backward_weight(&self.threads, shape, dy, x, dweight, dbias);
         Ok(())
     }
 
     fn embedding(&self, tokens: &CpuInts, token_table: &[f32], position_table: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::embedding(y.len(), position_table.len()));
         embedding::forward(&self.threads, tokens, token_table, position_table, y);
         Ok(())
     }
@@ -208,6 +258,7 @@ impl Kernels for Cpu {
         dtoken_table: &mut [f32],
         dposition_table: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::embedding_backward(dy.len(), dposition_table.len()));
         embedding::backward(&self.threads, tokens, dy, dtoken_table, dposition_table);
         Ok(())
     }
@@ -221,6 +272,7 @@ impl Kernels for Cpu {
         y: &mut [f32],
         stats: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::norm(shape, bias.len()));
         norm::forward(&self.threads, shape, x, weight, bias, y, stats);
         Ok(())
     }
@@ -236,11 +288,13 @@ impl Kernels for Cpu {
         dweight: &mut [f32],
         dbias: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::norm_backward(shape, dbias.len()));
         norm::backward(&self.threads, shape, dy, x, weight, stats, dx, dweight, dbias);
         Ok(())
     }
 
     fn attention(&self, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::attention(shape));
         attention::forward(&self.threads, shape, qkv, y, lse);
         Ok(())
     }
@@ -254,81 +308,132 @@ impl Kernels for Cpu {
         dy: &[f32],
         dqkv: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::attention_backward(shape));
         attention::backward(&self.threads, shape, qkv, y, lse, dy, dqkv);
         Ok(())
     }
 
     fn rotary(&self, shape: Rotary, table: &[f32], x: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
         rotary::rotary(&self.threads, shape, table, x);
         Ok(())
     }
 
     fn swiglu(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::swiglu(y.len()));
         swiglu::forward(&self.threads, width, x, y);
         Ok(())
     }
 
     fn swiglu_backward(&self, width: usize, x: &mut [f32], dy: &[f32]) -> Result<()> {
+        let _launch = self.launched(Work::swiglu_backward(dy.len()));
         swiglu::backward(&self.threads, width, x, dy);
         Ok(())
     }
 
     fn activation(&self, f: Activation, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::activation(f, x.len()));
         activation::forward(&self.threads, f, x, y);
         Ok(())
     }
 
     fn activation_backward(&self, f: Activation, x: &[f32], dy: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::activation_backward(f, x.len()));
         activation::backward(&self.threads, f, x, dy);
         Ok(())
     }
 
     fn softmax(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::softmax(x.len()));
         softmax::forward(&self.threads, width, x, y);
         Ok(())
     }
 
     fn softmax_backward(&self, width: usize, y: &[f32], dy: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::softmax_backward(y.len()));
         softmax::backward(&self.threads, width, y, dy);
         Ok(())
     }
 
     fn unfold(&self, window: Window, first: usize, channels: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::unfold(window, channels));
         window::unfold(&self.threads, window, first, channels, x, y);
         Ok(())
     }
 
     fn fold(&self, window: Window, first: usize, channels: usize, dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::fold(window, channels));
         window::fold(&self.threads, window, first, channels, dy, dx);
         Ok(())
     }
 
+    fn convolve(&self, shape: Convolution, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
+        if !convolution::suits(shape) {
+            return unfolded::forward(self, shape, x, weight, bias, y);
+        }
+        let _launch = self.launched(Work::convolve(shape, bias.len()));
+        convolution::forward(&self.threads, shape, x, weight, bias, y);
+        Ok(())
+    }
+
+    fn convolve_backward_weight(
+        &self,
+        shape: Convolution,
+        dy: &[f32],
+        x: &[f32],
+        dweight: &mut [f32],
+        dbias: &mut [f32],
+    ) -> Result<()> {
+        if !convolution::suits(shape) {
+            return unfolded::backward_weight(self, shape, dy, x, dweight, dbias);
+        }
+        let _launch = self.launched(Work::convolve_backward_weight(shape, dbias.len()));
+        let mut partial = self.alloc(Memory::Activations, convolution::partial(shape))?;
+        convolution::backward_weight(&self.threads, shape, dy, x, partial.as_mut_slice(), dweight, dbias);
+        Ok(())
+    }
+
+    fn convolve_backward_input(&self, shape: Convolution, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
+        if !convolution::suits(shape) {
+            return unfolded::backward_input(self, shape, dy, weight, dx);
+        }
+        let _launch = self.launched(Work::convolve_backward_input(shape));
+        convolution::backward_input(&self.threads, shape, dy, weight, dx);
+        Ok(())
+    }
+
     fn max_pool(&self, window: Window, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pool("max pool", window));
         window::max_pool(&self.threads, window, x, y);
         Ok(())
     }
 
     fn max_pool_backward(&self, window: Window, x: &[f32], dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::max_pool_backward(window));
         window::max_pool_backward(&self.threads, window, x, dy, dx);
         Ok(())
     }
 
     fn average_pool(&self, window: Window, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pool("average pool", window));
         window::average_pool(&self.threads, window, x, y);
         Ok(())
     }
 
     fn average_pool_backward(&self, window: Window, dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pool("average pool, backward", window));
         window::average_pool_backward(&self.threads, window, dy, dx);
         Ok(())
     }
 
     fn copy_columns(&self, shape: Columns, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::copy_columns(shape));
         elementwise::copy_columns(&self.threads, shape, x, y);
         Ok(())
     }
 
     fn channel_moments(&self, shape: Channels, x: &[f32], moments: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::channel_sums("channels, sums", shape, 1));
         channel::moments(&self.threads, shape, x, moments);
         Ok(())
     }
@@ -342,11 +447,13 @@ impl Kernels for Cpu {
         bias: &[f32],
         y: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::channel_norm("channels, norm", shape, 2));
         channel::normalise(&self.threads, shape, x, stats, weight, bias, y);
         Ok(())
     }
 
     fn channel_norm_sums(&self, shape: Channels, x: &[f32], dy: &[f32], stats: &[f32], sums: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::channel_sums("channels, gradient's sums", shape, 2));
         channel::backward_sums(&self.threads, shape, x, dy, stats, sums);
         Ok(())
     }
@@ -361,11 +468,13 @@ impl Kernels for Cpu {
         means: &[f32],
         dx: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::channel_norm("channels, norm backward", shape, 3));
         channel::backward(&self.threads, shape, x, dy, stats, weight, means, dx);
         Ok(())
     }
 
     fn dropout(&self, mask: Dropout, x: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::dropout(x.len()));
         dropout::dropout(&self.threads, mask, x);
         Ok(())
     }
@@ -378,11 +487,13 @@ impl Kernels for Cpu {
         weights: &[f32],
         losses: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::cross_entropy(shape, weights.len()));
         classifier::cross_entropy(&self.threads, shape, logits, targets, weights, losses);
         Ok(())
     }
 
     fn hits(&self, classes: usize, k: usize, logits: &[f32], targets: &CpuInts, hits: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::hits(logits.len(), hits.len()));
         classifier::hits(&self.threads, classes, k, logits, targets, hits);
         Ok(())
     }
@@ -394,6 +505,7 @@ impl Kernels for Cpu {
         targets: &[f32],
         losses: &mut [f32],
     ) -> Result<()> {
+        let _launch = self.launched(Work::regression(shape));
         regression::regression(&self.threads, shape, predictions, targets, losses);
         Ok(())
     }
@@ -407,22 +519,29 @@ impl Kernels for Cpu {
         p: &mut [f32],
         copy: Option<&mut [f32]>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         optimizer::adamw(&self.threads, update, grad, m, v, p);
-        copy.map_or(Ok(()), |copy| self.copy(p, copy))
+        self.copied(p, copy);
+        Ok(())
     }
 
     fn adamw_step_squares(&self, update: AdamW, grad: &[f32], m: &[f32], v: &[f32], p: &[f32]) -> Result<f64> {
+        let _launch = self.launched(Work::adamw_step_squares(grad.len()));
         Ok(optimizer::adamw_step_squares(&self.threads, update, grad, m, v, p))
     }
 
     fn sgd(&self, update: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
+        let _launch = self.launched(Work::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         optimizer::sgd(&self.threads, update, grad, m, p);
-        copy.map_or(Ok(()), |copy| self.copy(p, copy))
+        self.copied(p, copy);
+        Ok(())
     }
 
     fn approach(&self, rate: f32, x: &[f32], y: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
+        let _launch = self.launched(Work::approach(x.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         optimizer::approach(&self.threads, rate, x, y);
-        copy.map_or(Ok(()), |copy| self.copy(y, copy))
+        self.copied(y, copy);
+        Ok(())
     }
 
     fn elements(
@@ -434,7 +553,9 @@ impl Kernels for Cpu {
         p: &mut [f32],
         copy: Option<&mut [f32]>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::elements(update, grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
         optimizer::elements(&self.threads, update, grad, first, second, p);
-        copy.map_or(Ok(()), |copy| self.copy(p, copy))
+        self.copied(p, copy);
+        Ok(())
     }
 }

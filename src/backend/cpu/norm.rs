@@ -6,8 +6,8 @@ use crate::backend::Norm;
 
 /// Rows of one task.
 const ROWS: usize = 32;
-/// Columns of one task when rows are summed.
-const COLUMNS: usize = 64;
+/// Columns of one task when rows are summed: their sums stay in registers.
+const COLUMNS: usize = 32;
 
 pub fn forward(threads: &Threads, s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32], stats: &mut [f32]) {
     if s.centred {
@@ -111,22 +111,37 @@ fn backward_of<const CENTRED: bool>(
     let columns = dweight.chunks_mut(COLUMNS).map(move |dweight| (dweight, biases.next())).enumerate();
     threads.each(columns, |(i, (dweight, dbias))| {
         let mut no_bias = [0.0; COLUMNS];
-        let dbias = dbias.unwrap_or(&mut no_bias);
+        let width = dweight.len();
+        let dbias = dbias.unwrap_or(&mut no_bias[..width]);
         simd(
             #[inline(always)]
             || {
                 let at = i * COLUMNS;
+                let (mut dw, mut db) = ([0.0; COLUMNS], [0.0; COLUMNS]);
+                dw[..width].copy_from_slice(dweight);
+                db[..width].copy_from_slice(dbias);
                 for (row, (dy, x)) in dy.chunks_exact(d).zip(x.chunks_exact(d)).enumerate() {
-                    let (dy, x) = (&dy[at..][..dweight.len()], &x[at..][..dweight.len()]);
-                    let (mean, rstd) = (mean[row], rstd[row]);
-                    for (((dw, db), &dy), &x) in dweight.iter_mut().zip(dbias.iter_mut()).zip(dy).zip(x) {
-                        *dw += dy * (x - mean) * rstd;
-                        *db += dy;
+                    let (dy, x, stats) = (&dy[at..at + width], &x[at..at + width], (mean[row], rstd[row]));
+                    // The whole is the usual case, and of a length that the compiler knows.
+                    match (dy.first_chunk::<COLUMNS>(), x.first_chunk::<COLUMNS>()) {
+                        (Some(dy), Some(x)) => add_row(&mut dw, &mut db, dy, x, stats),
+                        _ => add_row(&mut dw[..width], &mut db[..width], dy, x, stats),
                     }
                 }
+                dweight.copy_from_slice(&dw[..width]);
+                dbias.copy_from_slice(&db[..width]);
             },
         );
     });
+}
+
+/// A row's share of the gradients of weight and bias.
+#[inline(always)]
+fn add_row(dw: &mut [f32], db: &mut [f32], dy: &[f32], x: &[f32], (mean, rstd): (f32, f32)) {
+    for (((dw, db), &dy), &x) in dw.iter_mut().zip(db).zip(dy).zip(x) {
+        *dw += dy * (x - mean) * rstd;
+        *db += dy;
+    }
 }
 
 /// `Σ dy·w` and `Σ dy·w·(x - mean)` in one pass, in the fixed order of [`sum`].

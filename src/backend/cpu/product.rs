@@ -1,5 +1,7 @@
 //! Matrix products: the single-threaded kernel of `gemm`, a pure-Rust crate, on fixed parts of the output.
 
+use std::ops::Range;
+
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
 use super::threads::Threads;
@@ -63,7 +65,7 @@ pub fn multiply_parallel(
     threads: &Threads,
     a: ArrayView2<'_, f32>,
     b: ArrayView2<'_, f32>,
-    mut c: ArrayViewMut2<'_, f32>,
+    c: ArrayViewMut2<'_, f32>,
     acc: bool,
 ) {
     let (m, n) = c.dim();
@@ -80,12 +82,54 @@ pub fn multiply_parallel(
     if tasks == 1 {
         multiply(a, b, c, acc);
     } else if by_columns {
-        let part = n.div_ceil(tasks).next_multiple_of(TILE_COLUMNS);
-        let (b, c) = (b.axis_chunks_iter(Axis(1), part), c.axis_chunks_iter_mut(Axis(1), part));
-        threads.each(b.zip(c), |(b, c)| multiply(a, b, c, acc));
+        threads.each(parts(c, Axis(1), tasks, TILE_COLUMNS), |(columns, c)| {
+            multiply(a, b.slice_axis(Axis(1), columns.into()), c, acc);
+        });
     } else {
-        let part = m.div_ceil(tasks);
-        let (a, c) = (a.axis_chunks_iter(Axis(0), part), c.axis_chunks_iter_mut(Axis(0), part));
-        threads.each(a.zip(c), |(a, c)| multiply(a, b, c, acc));
+        threads.each(parts(c, Axis(0), tasks, 1), |(rows, c)| {
+            multiply(a.slice_axis(Axis(0), rows.into()), b, c, acc);
+        });
+    }
+}
+
+/// Cuts a matrix along an axis into so many parts of whole tiles, none more than a tile larger than another: a smaller last
+/// part would leave threads without work.
+fn parts(
+    c: ArrayViewMut2<'_, f32>,
+    axis: Axis,
+    count: usize,
+    tile: usize,
+) -> impl Iterator<Item = (Range<usize>, ArrayViewMut2<'_, f32>)> + Send {
+    let (len, tiles) = (c.len_of(axis), c.len_of(axis).div_ceil(tile));
+    let edge = move |part: usize| (part * tiles / count * tile).min(len);
+    let mut rest = Some(c);
+    (0..count).filter_map(move |part| {
+        let range = edge(part)..edge(part + 1);
+        let (own, others) = rest.take()?.split_at(axis, range.len());
+        rest = Some(others);
+        (!range.is_empty()).then_some((range, own))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_disjoint_whole_and_even() {
+        for (columns, count, tile) in
+            [(784, 8, 16), (50_257, 64, 16), (100, 2, 16), (128, 8, 1), (20, 4, 16), (1, 2, 1)]
+        {
+            let mut matrix = ndarray::Array2::<f32>::zeros((2, columns));
+            let mut ends = vec![0];
+            for (range, mut part) in parts(matrix.view_mut(), Axis(1), count, tile) {
+                assert_eq!((range.start, range.len()), (ends[ends.len() - 1], part.ncols()));
+                part += 1.0;
+                ends.push(range.end);
+            }
+            assert!(matrix.iter().all(|x| *x == 1.0));
+            let sizes: Vec<usize> = ends.windows(2).map(|pair| (pair[1] - pair[0]).div_ceil(tile)).collect();
+            assert!(sizes.len() <= count && sizes.iter().max() <= sizes.iter().min().map(|least| least + 1).as_ref());
+        }
     }
 }

@@ -26,7 +26,7 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-use super::{Backend, Event, Ferry, Ledger, Memory, Reach};
+use super::{Backend, Event, Ferry, Launch, Ledger, Memory, Profile, Reach, Work};
 use crate::error::Result;
 use journal::Journal;
 use libraries::check;
@@ -68,6 +68,7 @@ struct Inner {
     workspace: Piece,
     scalars: Arc<scalar::Scalars>,
     intake: Arc<ints::Intake>,
+    profile: Profile,
 }
 
 impl Cuda {
@@ -109,6 +110,7 @@ impl Cuda {
             intake: ints::Intake::new(&pool, copy, compute.clone()),
             compute,
             pool,
+            profile: Profile::default(),
         })))
     }
 
@@ -152,6 +154,13 @@ impl Cuda {
     /// Waits until all that was queued for computing is done.
     fn finish(&self) -> Result<()> {
         check("finish its work", self.0.compute.synchronize())
+    }
+
+    /// A kernel begins; it ends where what this returns is dropped.
+    fn launched(&self, work: Work) -> Launch<'_, impl Fn()> {
+        // What fails here fails the next kernel, too.
+        let settle = || drop(self.finish());
+        self.0.profile.launch(self.element().size(), settle, work)
     }
 }
 
@@ -280,6 +289,10 @@ impl Backend for Cuda {
 
     fn ledger(&self) -> &Ledger {
         &self.0.pool.ledger
+    }
+
+    fn profile(&self) -> &Profile {
+        &self.0.profile
     }
 
     fn device_peak(&self) -> Option<usize> {

@@ -6,7 +6,7 @@ use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf, CudaInts, Scalar};
 use crate::backend::{
     Activation, AdamW, Attention, Backend, Channels, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise,
-    Gemm, Kernels, Linear, Memory, Norm, Regression, Rotary, Sgd, Window,
+    Gemm, Kernels, Linear, Memory, Norm, Regression, Rotary, Sgd, Window, Work,
 };
 use crate::error::{Error, Result};
 
@@ -134,32 +134,39 @@ impl Cuda {
 
 impl Kernels for Cuda {
     fn zero(&self, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::zero(y.len));
         self.clear(&y)
     }
 
     fn copy(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::copy(x.len));
         self.convert(x, &y)
     }
 
     fn add(&self, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::add(x.len));
         assert!(x.len == y.len && x.element == y.element, "a sum");
         let name = if x.element == Element::F32 { "add_f32" } else { "add" };
         self.launch("add.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), (&y).into(), long(x.len)])
     }
 
     fn sum(&self, x: View<'_>) -> Result<Scalar> {
+        let _launch = self.launched(Work::sum(x.len));
         self.sum_of(x, false)
     }
 
     fn sum_squares(&self, x: View<'_>) -> Result<Scalar> {
+        let _launch = self.launched(Work::sum(x.len));
         self.sum_of(x, true)
     }
 
     fn gemm(&self, shape: Gemm, a: View<'_>, b: View<'_>, c: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::gemm(shape));
         self.product(shape, a, b, &c, Epilogue::None)
     }
 
     fn linear(&self, shape: Linear, x: View<'_>, weight: View<'_>, bias: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::linear(shape, bias.len));
         let Linear { rows, inputs, outputs } = shape;
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
         let epilogue = if bias.len == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
@@ -180,6 +187,7 @@ impl Kernels for Cuda {
             self.linear(shape, x, weight, bias, h.reborrow())?;
             return self.activation(Activation::Gelu, h.shared(), y);
         }
+        let _launch = self.launched(Work::linear_gelu(shape, bias.len));
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
         let epilogue = Epilogue::Gelu { bias: bias.pointer_or_null(), kept: h.pointer };
         self.product(gemm, x, weight, &y, epilogue)
@@ -198,11 +206,13 @@ impl Kernels for Cuda {
             self.linear_backward_input(shape, dy, weight, dh.reborrow())?;
             return self.activation_backward(Activation::Gelu, h, dh);
         }
+        let _launch = self.launched(Work::linear_gelu_backward_input(shape));
         let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
         self.product(gemm, dy, weight, &dh, Epilogue::GeluBackward { kept: h.pointer })
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: View<'_>, weight: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_input(shape));
         let Linear { rows, inputs, outputs } = shape;
         let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
         self.product(gemm, dy, weight, &dx, Epilogue::None)
@@ -216,6 +226,7 @@ impl Kernels for Cuda {
         dweight: ViewMut<'_>,
         dbias: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len));
         let Linear { rows, inputs, outputs } = shape;
         let gemm = Gemm { m: outputs, n: inputs, k: rows, ta: true, tb: false, acc: true };
         self.product(gemm, dy, x, &dweight, Epilogue::None)?;
@@ -232,6 +243,7 @@ impl Kernels for Cuda {
         position_table: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::embedding(y.len, position_table.len));
         let rows = tokens.len();
         let width = y.len / rows.max(1);
         let time = position_table.len / width.max(1);
@@ -248,6 +260,7 @@ impl Kernels for Cuda {
         dtoken_table: ViewMut<'_>,
         dposition_table: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::embedding_backward(dy.len, dposition_table.len));
         let rows = tokens.len();
         let width = dy.len / rows.max(1);
         let time = dposition_table.len / width.max(1);
@@ -271,6 +284,7 @@ impl Kernels for Cuda {
         y: ViewMut<'_>,
         stats: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::norm(shape, bias.len));
         let args = [x.into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
         let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
         let grid = Grid::new(shape.rows.div_ceil(4), 128);
@@ -288,6 +302,7 @@ impl Kernels for Cuda {
         y: ViewMut<'_>,
         stats: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::add_norm(shape, bias.len));
         let args = [x.into(), (&stream).into(), weight.into(), bias.into(), (&y).into(), (&stats).into()];
         let sizes = [shape.rows.into(), shape.width.into(), shape.epsilon.into()];
         let grid = Grid::new(shape.rows.div_ceil(4), 128);
@@ -306,6 +321,7 @@ impl Kernels for Cuda {
         dweight: ViewMut<'_>,
         dbias: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::norm_backward(shape, dbias.len));
         let Norm { rows, width, centred, .. } = shape;
         let args = [dy.into(), x.into(), weight.into(), stats.into(), (&dx).into(), rows.into(), width.into()];
         let grid = Grid::new(rows.div_ceil(4), 128);
@@ -326,6 +342,7 @@ impl Kernels for Cuda {
     }
 
     fn attention(&self, shape: Attention, qkv: View<'_>, y: ViewMut<'_>, lse: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::attention(shape));
         self.attend(shape, qkv, &y, &lse)
     }
 
@@ -338,10 +355,12 @@ impl Kernels for Cuda {
         dy: View<'_>,
         dqkv: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::attention_backward(shape));
         self.attend_backward(shape, qkv, y, lse, dy, &dqkv)
     }
 
     fn rotary(&self, shape: Rotary, table: View<'_>, x: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
         let Rotary { batch, time, heads, head_width, width, back } = shape;
         let (rows, half) = (batch * time, head_width / 2);
         let args = [table.into(), (&x).into(), rows.into(), time.into(), heads.into(), half.into(), width.into()];
@@ -350,68 +369,81 @@ impl Kernels for Cuda {
     }
 
     fn swiglu(&self, width: usize, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::swiglu(y.len));
         let args = [x.into(), (&y).into(), (y.len / width).into(), width.into()];
         self.launch("swiglu.cu", "swiglu", Grid::over(y.len.div_ceil(8)), &args)
     }
 
     fn swiglu_backward(&self, width: usize, x: ViewMut<'_>, dy: View<'_>) -> Result<()> {
+        let _launch = self.launched(Work::swiglu_backward(dy.len));
         let args = [(&x).into(), dy.into(), (dy.len / width).into(), width.into()];
         self.launch("swiglu.cu", "swiglu_backward", Grid::over(dy.len.div_ceil(8)), &args)
     }
 
     fn activation(&self, f: Activation, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::activation(f, x.len));
         let (name, _) = activation(f);
         self.launch("activation.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), (&y).into(), long(x.len)])
     }
 
     fn activation_backward(&self, f: Activation, x: View<'_>, dy: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::activation_backward(f, x.len));
         let (_, name) = activation(f);
         self.launch("activation.cu", name, Grid::over(x.len.div_ceil(8)), &[x.into(), (&dy).into(), long(x.len)])
     }
 
     fn softmax(&self, width: usize, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::softmax(x.len));
         let rows = x.len / width;
         let args = [x.into(), (&y).into(), rows.into(), width.into()];
         self.launch("softmax.cu", "softmax", Grid::new(rows.div_ceil(4), 128), &args)
     }
 
     fn softmax_backward(&self, width: usize, y: View<'_>, dy: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::softmax_backward(y.len));
         let rows = y.len / width;
         let args = [y.into(), (&dy).into(), rows.into(), width.into()];
         self.launch("softmax.cu", "softmax_backward", Grid::new(rows.div_ceil(4), 128), &args)
     }
 
     fn unfold(&self, window: Window, first: usize, channels: usize, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::unfold(window, channels));
         let args = [&[x.into(), (&y).into(), first.into(), channels.into()], &numbers(window)[..]].concat();
         self.launch("window.cu", "unfold", Grid::over(y.len), &args)
     }
 
     fn fold(&self, window: Window, first: usize, channels: usize, dy: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::fold(window, channels));
         let args = [&[dy.into(), (&dx).into(), first.into(), channels.into()], &numbers(window)[..]].concat();
         self.launch("window.cu", "fold", Grid::over(dx.len / window.channels * channels), &args)
     }
 
     fn max_pool(&self, window: Window, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::pool("max pool", window));
         let args = [&[x.into(), (&y).into()], &numbers(window)[..]].concat();
         self.launch("window.cu", "max_pool", Grid::over(y.len), &args)
     }
 
     fn max_pool_backward(&self, window: Window, x: View<'_>, dy: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::max_pool_backward(window));
         let args = [&[x.into(), dy.into(), (&dx).into()], &numbers(window)[..]].concat();
         self.launch("window.cu", "max_pool_backward", Grid::over(dx.len), &args)
     }
 
     fn average_pool(&self, window: Window, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::pool("average pool", window));
         let args = [&[x.into(), (&y).into()], &numbers(window)[..]].concat();
         self.launch("window.cu", "average_pool", Grid::over(y.len), &args)
     }
 
     fn average_pool_backward(&self, window: Window, dy: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::pool("average pool, backward", window));
         let args = [&[dy.into(), (&dx).into()], &numbers(window)[..]].concat();
         self.launch("window.cu", "average_pool_backward", Grid::over(dx.len), &args)
     }
 
     fn copy_columns(&self, shape: Columns, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::copy_columns(shape));
         let Columns { rows, count, from, to } = shape;
         assert!(x.len == rows * from[0] && y.len == rows * to[0] && x.element == y.element, "{shape:?}");
         let sizes = [rows, count, from[0], from[1], to[0], to[1]].map(Arg::from);
@@ -420,6 +452,7 @@ impl Kernels for Cuda {
     }
 
     fn channel_moments(&self, s: Channels, x: View<'_>, moments: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::channel_sums("channels, sums", s, 1));
         self.sum_places(s, Some(x), &moments, |grid, partial| {
             let args = [x.into(), partial, CHUNK_ROWS.into()];
             self.launch("channel.cu", "moments_partial", grid, &[&args[..], &channels(s)].concat())
@@ -435,6 +468,7 @@ impl Kernels for Cuda {
         bias: View<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::channel_norm("channels, norm", s, 2));
         let args = [x.into(), stats.into(), weight.into(), bias.into(), (&y).into()];
         self.launch("channel.cu", "channel_norm", Grid::over(y.len), &[&args[..], &channels(s)].concat())
     }
@@ -447,6 +481,7 @@ impl Kernels for Cuda {
         stats: View<'_>,
         sums: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::channel_sums("channels, gradient's sums", s, 2));
         self.sum_places(s, None, &sums, |grid, partial| {
             let args = [x.into(), dy.into(), stats.into(), partial, CHUNK_ROWS.into()];
             self.launch("channel.cu", "backward_partial", grid, &[&args[..], &channels(s)].concat())
@@ -463,11 +498,13 @@ impl Kernels for Cuda {
         means: View<'_>,
         dx: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::channel_norm("channels, norm backward", s, 3));
         let args = [x.into(), dy.into(), stats.into(), weight.into(), means.into(), (&dx).into()];
         self.launch("channel.cu", "channel_norm_backward", Grid::over(dx.len), &[&args[..], &channels(s)].concat())
     }
 
     fn dropout(&self, mask: Dropout, x: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::dropout(x.len));
         if mask.rate == 0.0 {
             return Ok(());
         }
@@ -486,6 +523,7 @@ impl Kernels for Cuda {
         weights: View<'_>,
         losses: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::cross_entropy(shape, weights.len));
         let CrossEntropy { rows, classes, scale, gradient, smoothing } = shape;
         if rows != targets.len() || rows * classes != logits.len {
             return Err(Error::internal(format!("{rows} × {classes} logits for {} targets", targets.len())));
@@ -500,6 +538,7 @@ impl Kernels for Cuda {
     }
 
     fn hits(&self, classes: usize, k: usize, logits: View<'_>, targets: &CudaInts, hits: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::hits(logits.len, hits.len));
         let rows = targets.len();
         assert!(logits.len == rows * classes && hits.len == rows, "{rows} × {classes} logits");
         let args = [logits.into(), targets.into(), (&hits).into(), rows.into(), classes.into(), k.into()];
@@ -513,6 +552,7 @@ impl Kernels for Cuda {
         targets: View<'_>,
         losses: ViewMut<'_>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::regression(shape));
         let Regression { rows, width, by, scale, gradient } = shape;
         assert!(targets.element == Element::F32 && targets.len == rows * width && predictions.len == rows * width);
         // In the order of the kernel's own list.
@@ -536,6 +576,7 @@ impl Kernels for Cuda {
         p: ViewMut<'_>,
         copy: Option<ViewMut<'_>>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::adamw(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
         let rate = (f64::from(u.lr) / correct(u.beta1)) as f32;
         let root = (1.0 / correct(u.beta2).sqrt()) as f32;
@@ -547,6 +588,7 @@ impl Kernels for Cuda {
     }
 
     fn adamw_step_squares(&self, u: AdamW, grad: View<'_>, m: View<'_>, v: View<'_>, p: View<'_>) -> Result<Scalar> {
+        let _launch = self.launched(Work::adamw_step_squares(grad.len));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
         let (rate, root) = ((1.0 / correct(u.beta1)) as f32, (1.0 / correct(u.beta2).sqrt()) as f32);
         self.sum_chunks(p.len, |grid, partial| {
@@ -557,6 +599,7 @@ impl Kernels for Cuda {
     }
 
     fn sgd(&self, u: Sgd, grad: View<'_>, m: ViewMut<'_>, p: ViewMut<'_>, copy: Option<ViewMut<'_>>) -> Result<()> {
+        let _launch = self.launched(Work::sgd(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [grad.into(), (&m).into(), (&p).into(), to, long(grad.len)];
         let nesterov = Arg::Int(i32::from(u.nesterov));
@@ -565,6 +608,7 @@ impl Kernels for Cuda {
     }
 
     fn approach(&self, rate: f32, x: View<'_>, y: ViewMut<'_>, copy: Option<ViewMut<'_>>) -> Result<()> {
+        let _launch = self.launched(Work::approach(x.len, copy.as_ref().map_or(0, |copy| copy.len)));
         assert!(x.len == y.len && x.element == Element::F32 && y.element == Element::F32, "an average");
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [x.into(), (&y).into(), to, long(x.len), rate.into()];
@@ -580,6 +624,7 @@ impl Kernels for Cuda {
         p: ViewMut<'_>,
         copy: Option<ViewMut<'_>>,
     ) -> Result<()> {
+        let _launch = self.launched(Work::elements(u, grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
         // In the order of the kernel's own list: rule, rate, root, decay, a, b, eps.
         let (rule, [rate, root, decay, a, b, eps]) = match u.rule {

@@ -3,6 +3,7 @@
 mod checkpoint;
 mod comm;
 mod gpu;
+mod pace;
 
 use clap::{Args, Subcommand};
 
@@ -23,6 +24,12 @@ enum What {
     Checkpoint(checkpoint::CheckpointArgs),
     /// Time the operations of a GPT on a GPU, beside a copy within its memory.
     Gpu(gpu::GpuArgs),
+    /// Time the steps of a network on the CPUs, on random data: hpctrain bench step --preset gpt-baby --samples 4.
+    Step(pace::PaceArgs),
+    /// Time every kernel of such steps, beside what cores and memory give at best.
+    Kernels(pace::PaceArgs),
+    /// Time the products of matrices of such steps.
+    Gemm(pace::PaceArgs),
 }
 
 /// Runs one rank; returns the exit code.
@@ -32,6 +39,9 @@ pub fn run(args: &BenchArgs, launched: bool) -> i32 {
             What::Comm(args) => comm::table(comm, args)?,
             What::Checkpoint(args) => checkpoint::table(comm, args)?,
             What::Gpu(args) => gpu::table(comm, args)?,
+            What::Step(args) => pace::table(comm, args, pace::View::Step)?,
+            What::Kernels(args) => pace::table(comm, args, pace::View::Kernels)?,
+            What::Gemm(args) => pace::table(comm, args, pace::View::Gemm)?,
         }
         Ok(0)
     })

@@ -1,16 +1,13 @@
-//! Convolution of images, as a matrix product of what the window sees (im2col).
+//! Convolution of images.
 
 use std::ops::Range;
 
 use super::init::he;
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Columns, Kernels, Linear, Memory, Window};
+use crate::backend::{Backend, Columns, Convolution, Kernels, Memory, Window};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 use crate::nn::Context;
-
-/// Elements of the unfolded windows that are held at a time, unless one image has more.
-const UNFOLDED: usize = 1 << 22;
 
 /// A convolution. Weights are filters × rows × columns × channels of a group.
 #[derive(Debug, Clone, PartialEq)]
@@ -36,15 +33,11 @@ impl Conv {
         self.window.size[0] * self.window.size[1] * self.channels()
     }
 
-    /// Images at a time.
-    fn batches(&self, samples: usize) -> impl Iterator<Item = Range<usize>> {
-        let most = (UNFOLDED / (self.window.rows() * self.seen())).max(1);
-        (0..samples).step_by(most).map(move |first| first..samples.min(first + most))
-    }
-
-    /// The product of one group on so many images.
-    fn product(&self, images: usize) -> Linear {
-        Linear { rows: images * self.window.rows(), inputs: self.seen(), outputs: self.filters / self.groups }
+    /// What a group does with so many images.
+    fn of(&self, group: usize, images: usize) -> Convolution {
+        let (channels, filters) = (self.channels(), self.filters / self.groups);
+        let window = Window { batch: images, ..self.window };
+        Convolution { window, first: group * channels, channels, filters }
     }
 
     /// A group's columns of the output, and those alone.
@@ -84,7 +77,7 @@ impl Op for Conv {
         Sizes {
             input: self.window.elements(),
             output: self.window.rows() * self.filters,
-            // Windows and their gradient.
+            // Windows and their gradient, on devices that unfold them.
             scratch: 2 * self.window.rows() * self.seen() + grouped,
             ..Sizes::default()
         }
@@ -100,71 +93,57 @@ impl Op for Conv {
         params: &[B::View<'_>],
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, of_image, of_places) = (cx.backend, self.window.elements(), self.window.rows() * self.filters);
-        let mut y = b.alloc(Memory::Activations, cx.micro.samples * of_places)?;
+        let (b, samples) = (cx.backend, cx.micro.samples);
+        let rows = samples * self.window.rows();
+        let mut y = b.alloc(Memory::Activations, rows * self.filters)?;
         let none = B::cut(params[0], 0).0;
-        for images in self.batches(cx.micro.samples) {
-            let (window, product) = (Window { batch: images.len(), ..self.window }, self.product(images.len()));
-            let x = B::view(x, images.start * of_image..images.end * of_image);
-            let places = images.start * of_places..images.end * of_places;
-            let mut unfolded = b.alloc(Memory::Activations, product.rows * product.inputs)?;
-            for group in 0..self.groups {
-                b.unfold(window, group * self.channels(), self.channels(), x, B::all_mut(&mut unfolded))?;
-                let weight = part::<B>(params[0], self.of_group(group, self.filters * self.seen()));
-                let bias = params.get(1).map_or(none, |bias| part::<B>(*bias, self.of_group(group, self.filters)));
-                if self.groups == 1 {
-                    b.linear(product, B::all(&unfolded), weight, bias, B::view_mut(&mut y, places.clone()))?;
-                    continue;
-                }
-                let mut own = b.alloc(Memory::Activations, product.rows * product.outputs)?;
-                b.linear(product, B::all(&unfolded), weight, bias, B::all_mut(&mut own))?;
-                let [to, from] = self.columns(group);
-                let columns = Columns { rows: product.rows, count: product.outputs, from, to };
-                b.copy_columns(columns, B::all(&own), B::view_mut(&mut y, places.clone()))?;
+        for group in 0..self.groups {
+            let convolution = self.of(group, samples);
+            let weight = part::<B>(params[0], self.of_group(group, self.filters * self.seen()));
+            let bias = params.get(1).map_or(none, |bias| part::<B>(*bias, self.of_group(group, self.filters)));
+            if self.groups == 1 {
+                b.convolve(convolution, B::all(x), weight, bias, B::all_mut(&mut y))?;
+                continue;
             }
+            let mut own = b.alloc(Memory::Activations, rows * convolution.filters)?;
+            b.convolve(convolution, B::all(x), weight, bias, B::all_mut(&mut own))?;
+            let [to, from] = self.columns(group);
+            let columns = Columns { rows, count: convolution.filters, from, to };
+            b.copy_columns(columns, B::all(&own), B::all_mut(&mut y))?;
         }
         Ok((y, vec![]))
     }
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
-        let (b, of_image, of_places) = (cx.backend, self.window.elements(), self.window.rows() * self.filters);
+        let (b, samples) = (cx.backend, cx.micro.samples);
+        let rows = samples * self.window.rows();
         let Back { params, grads, x, dy, wants_input, .. } = back;
-        let mut dx = b.alloc(Memory::Activations, if wants_input { cx.micro.samples * of_image } else { 0 })?;
+        let mut dx = b.alloc(Memory::Activations, if wants_input { samples * self.window.elements() } else { 0 })?;
         b.zero(B::all_mut(&mut dx))?;
         let mut none = b.alloc_f32(Memory::Activations, 0)?;
         let (dweight, dbias) = grads.split_at_mut(1);
-        for images in self.batches(cx.micro.samples) {
-            let (window, product) = (Window { batch: images.len(), ..self.window }, self.product(images.len()));
-            let of_images = images.start * of_image..images.end * of_image;
-            let places = images.start * of_places..images.end * of_places;
-            let mut unfolded = b.alloc(Memory::Activations, product.rows * product.inputs)?;
-            for group in 0..self.groups {
-                let (first, channels) = (group * self.channels(), self.channels());
-                let mut own =
-                    b.alloc(Memory::Activations, if self.groups > 1 { product.rows * product.outputs } else { 0 })?;
-                let dy = match self.groups {
-                    1 => B::view(&dy, places.clone()),
-                    _ => {
-                        let [from, to] = self.columns(group);
-                        let columns = Columns { rows: product.rows, count: product.outputs, from, to };
-                        b.copy_columns(columns, B::view(&dy, places.clone()), B::all_mut(&mut own))?;
-                        B::all(&own)
-                    }
-                };
-                b.unfold(window, first, channels, B::view(x, of_images.clone()), B::all_mut(&mut unfolded))?;
-                let of_weight = self.of_group(group, self.filters * self.seen());
-                let dbias = match dbias.first_mut() {
-                    Some(dbias) => part_mut::<B>(B::reborrow(dbias), self.of_group(group, self.filters)),
-                    None => B::all_mut(&mut none),
-                };
-                let dweight = part_mut::<B>(B::reborrow(&mut dweight[0]), of_weight.clone());
-                b.linear_backward_weight(product, dy, B::all(&unfolded), dweight, dbias)?;
-                if wants_input {
-                    // What the window saw is not needed any more: its memory takes its gradient.
-                    b.linear_backward_input(product, dy, part::<B>(params[0], of_weight), B::all_mut(&mut unfolded))?;
-                    let dx = B::view_mut(&mut dx, of_images.clone());
-                    b.fold(window, first, channels, B::all(&unfolded), dx)?;
+        for group in 0..self.groups {
+            let convolution = self.of(group, samples);
+            let mut own = b.alloc(Memory::Activations, if self.groups > 1 { rows * convolution.filters } else { 0 })?;
+            let dy = match self.groups {
+                1 => B::all(&dy),
+                _ => {
+                    let [from, to] = self.columns(group);
+                    let columns = Columns { rows, count: convolution.filters, from, to };
+                    b.copy_columns(columns, B::all(&dy), B::all_mut(&mut own))?;
+                    B::all(&own)
                 }
+            };
+            let of_weight = self.of_group(group, self.filters * self.seen());
+            let dbias = match dbias.first_mut() {
+                Some(dbias) => part_mut::<B>(B::reborrow(dbias), self.of_group(group, self.filters)),
+                None => B::all_mut(&mut none),
+            };
+            let dweight = part_mut::<B>(B::reborrow(&mut dweight[0]), of_weight.clone());
+            b.convolve_backward_weight(convolution, dy, B::all(x), dweight, dbias)?;
+            if wants_input {
+                let weight = part::<B>(params[0], of_weight);
+                b.convolve_backward_input(convolution, dy, weight, B::all_mut(&mut dx))?;
             }
         }
         Ok(dx)

@@ -1,0 +1,85 @@
+//! What the cores and the memory give at best, with nothing in the way: what kernels are measured by.
+
+use std::hint::black_box;
+use std::time::Instant;
+
+use pulp::{Arch, Simd, WithSimd};
+
+use super::threads::Threads;
+
+/// The best of so many tries, since others may be using the machine.
+const TRIES: usize = 10;
+
+/// Fused multiply-adds of a register in one try: some milliseconds.
+const ROUNDS: usize = 1 << 20;
+
+/// Registers that are added to in turn: an addition takes longer than it takes to start the next.
+const REGISTERS: usize = 12;
+
+/// Elements of each array of the triad, 64 MiB: more than caches hold.
+const ELEMENTS: usize = 1 << 24;
+
+/// Elements that a thread takes at a time.
+const CHUNK: usize = 1 << 16;
+
+/// The least seconds of a few tries.
+fn best(mut run: impl FnMut()) -> f64 {
+    let tries = (0..TRIES).map(|_| {
+        let begun = Instant::now();
+        run();
+        begun.elapsed().as_secs_f64()
+    });
+    tries.fold(f64::INFINITY, f64::min)
+}
+
+/// Fused multiply-adds on registers; returns how many it made, in elements.
+struct Fused(f32);
+
+impl WithSimd for Fused {
+    type Output = (usize, f32);
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
+        let (factor, more) = (simd.splat_f32s(self.0), simd.splat_f32s(1.0 - self.0));
+        let mut sums = [simd.splat_f32s(1.0); REGISTERS];
+        for _ in 0..ROUNDS {
+            for sum in &mut sums {
+                *sum = simd.mul_add_f32s(*sum, factor, more);
+            }
+        }
+        let total = sums.into_iter().fold(simd.splat_f32s(0.0), |total, sum| simd.add_f32s(total, sum));
+        (ROUNDS * REGISTERS * S::F32_LANES, simd.reduce_sum_f32s(total))
+    }
+}
+
+/// Floating-point operations a second of fused multiply-adds on all threads.
+pub fn flops(threads: &Threads) -> f64 {
+    let arch = Arch::new();
+    let lanes = arch.dispatch(Fused(black_box(0.5))).0;
+    let seconds = best(|| {
+        threads.run(threads.count(), |_| {
+            black_box(arch.dispatch(Fused(black_box(0.5))));
+        });
+    });
+    (2 * lanes * threads.count()) as f64 / seconds
+}
+
+/// Bytes a second that `a = b + 3·c` moves on all threads: McCalpin's triad (STREAM, 1995), every array once.
+pub fn bandwidth(threads: &Threads) -> f64 {
+    let (mut a, b, c) = (vec![0.0f32; ELEMENTS], vec![1.0f32; ELEMENTS], vec![2.0f32; ELEMENTS]);
+    let seconds = best(|| {
+        let parts = a.chunks_mut(CHUNK).zip(b.chunks(CHUNK)).zip(c.chunks(CHUNK));
+        threads.each(parts, |((a, b), c)| {
+            super::math::simd(
+                #[inline(always)]
+                || {
+                    for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
+                        *a = c.mul_add(3.0, *b);
+                    }
+                },
+            );
+        });
+    });
+    black_box(&a);
+    (3 * ELEMENTS * size_of::<f32>()) as f64 / seconds
+}

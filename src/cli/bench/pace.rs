@@ -1,0 +1,250 @@
+//! `hpctrain bench step`, `kernels` and `gemm`: how fast the CPUs train a network, in whole and by kernel.
+//!
+//! All three take steps on random data. What kernels reach is compared with what the machine gives at best, measured
+//! right before.
+
+use clap::Args;
+use serde::Serialize;
+
+use crate::backend::cpu::{Cpu, Peak};
+use crate::backend::{Backend as _, Tallies};
+use crate::cli::train::SourceArgs;
+use crate::comm::Comm;
+use crate::error::{Error, Result};
+use crate::placement::cpu;
+use crate::telemetry::{grouped, say};
+use crate::train::pace::Pace;
+
+/// Arguments of the three.
+#[derive(Args)]
+pub struct PaceArgs {
+    #[command(flatten)]
+    sources: SourceArgs,
+    /// Samples a rank and step; left out, the micro-batch of the configuration.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    samples: Option<u64>,
+    /// Steps that are timed, after two that are not.
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..))]
+    steps: u16,
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What is looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum View {
+    /// Whole steps.
+    Step,
+    /// Every kernel, by shape.
+    Kernels,
+    /// Products of matrices only.
+    Gemm,
+}
+
+/// What all reports begin with.
+#[derive(Serialize)]
+struct Machine {
+    /// Preset or file.
+    network: String,
+    ranks: usize,
+    threads: usize,
+    /// Samples a rank and step.
+    samples: u64,
+    /// 10⁹ operations a second of fused multiply-adds on a rank's threads.
+    peak_gflops: f64,
+    /// GB/s of a triad, of 10⁹ bytes.
+    peak_bandwidth: f64,
+}
+
+/// Whole steps.
+#[derive(Serialize)]
+struct Steps {
+    #[serde(flatten)]
+    machine: Machine,
+    parameters: u64,
+    /// Median and fastest.
+    step_ms: f64,
+    fastest_step_ms: f64,
+    /// What is counted: tokens or samples.
+    predictions: &'static str,
+    /// Of all ranks, by the median.
+    per_second: f64,
+    /// Of a rank's products and attention, by the median.
+    gflops: f64,
+    of_peak: f64,
+}
+
+/// A kernel on one shape.
+#[derive(Serialize)]
+struct Row {
+    kernel: String,
+    shape: Vec<usize>,
+    calls_per_step: f64,
+    /// Mean, and the fastest; the rates are the fastest's.
+    microseconds: f64,
+    fastest_microseconds: f64,
+    /// None for what only moves memory.
+    gflops: Option<f64>,
+    of_peak_gflops: Option<f64>,
+    /// GB/s, as if every operand were moved once. What finds it in a cache may be beyond the memory's peak.
+    bandwidth: f64,
+    of_peak_bandwidth: f64,
+}
+
+/// Kernels by shape.
+#[derive(Serialize)]
+struct Kernels {
+    #[serde(flatten)]
+    machine: Machine,
+    /// What takes the most time comes first.
+    rows: Vec<Row>,
+}
+
+/// Steps that are not timed: memory is new, threads are cold.
+const WARM_UP: usize = 2;
+
+/// Trains and prints what is asked for.
+///
+/// # Errors
+/// The configuration cannot be, or the memory does not suffice.
+pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
+    let world = comm.world();
+    let (config, network) = world.agree(args.sources.load())?;
+    let mut pace = Pace::new(comm, config, args.samples, cpu)?;
+    // All ranks at once: they share memory and cores.
+    world.barrier().wait()?;
+    let peak = pace.backend().peak();
+    for _ in 0..WARM_UP {
+        pace.step()?;
+    }
+    let speaks = comm.rank() == 0;
+    let machine = Machine {
+        network,
+        ranks: comm.size(),
+        threads: pace.backend().threads(),
+        samples: pace.plan.micro,
+        peak_gflops: peak.flops / 1e9,
+        peak_bandwidth: peak.bandwidth / 1e9,
+    };
+    if speaks && !args.json {
+        let Machine { network, ranks, threads, samples, peak_gflops, peak_bandwidth } = &machine;
+        say(format_args!("{network}: {ranks} × {threads} threads, {samples} samples a rank and step, on random data"));
+        say(format_args!("at best, a rank: {peak_gflops:.1} GFLOP/s, {peak_bandwidth:.1} GB/s\n"));
+    }
+    if view == View::Step {
+        steps(&mut pace, args, machine, speaks)
+    } else {
+        kernels(&mut pace, args, machine, peak, view, speaks)
+    }
+}
+
+fn print_json(report: &impl Serialize) -> Result<()> {
+    say(serde_json::to_string_pretty(report).map_err(|e| Error::internal(e.to_string()))?);
+    Ok(())
+}
+
+/// One step of which every kernel is counted.
+fn profiled(pace: &mut Pace<Cpu>) -> Result<()> {
+    pace.backend().profile().record(true);
+    pace.step()?;
+    pace.backend().profile().record(false);
+    Ok(())
+}
+
+fn steps(pace: &mut Pace<Cpu>, args: &PaceArgs, machine: Machine, speaks: bool) -> Result<()> {
+    profiled(pace)?;
+    let flops: f64 = pace.backend().profile().take().values().map(|tally| tally.flops).sum();
+    let mut seconds = (0..args.steps).map(|_| pace.step()).collect::<Result<Vec<_>>>()?;
+    seconds.sort_by(f64::total_cmp);
+    let (median, fastest) = (seconds[seconds.len() / 2], seconds[0]);
+    let gflops = flops / median / 1e9;
+    let report = Steps {
+        parameters: pace.parameters(),
+        step_ms: median * 1e3,
+        fastest_step_ms: fastest * 1e3,
+        predictions: pace.plan.network.predictions(),
+        per_second: pace.plan.tokens_per_step() as f64 / median,
+        gflops,
+        of_peak: gflops / machine.peak_gflops,
+        machine,
+    };
+    match (speaks, args.json) {
+        (false, _) => Ok(()),
+        (true, true) => print_json(&report),
+        (true, false) => {
+            let Steps { parameters, step_ms, fastest_step_ms, predictions, per_second, gflops, of_peak, .. } = report;
+            say(format_args!("{} parameters", grouped(parameters)));
+            say(format_args!("step        {step_ms:.2} ms, the fastest of {} {fastest_step_ms:.2} ms", args.steps));
+            say(format_args!("throughput  {} {predictions}/s", grouped(per_second as u64)));
+            say(format_args!("arithmetic  {gflops:.1} GFLOP/s, {:.0} % of the peak", 100.0 * of_peak));
+            Ok(())
+        }
+    }
+}
+
+fn kernels(
+    pace: &mut Pace<Cpu>,
+    args: &PaceArgs,
+    machine: Machine,
+    peak: Peak,
+    view: View,
+    speaks: bool,
+) -> Result<()> {
+    for _ in 0..args.steps {
+        profiled(pace)?;
+    }
+    let report = Kernels { machine, rows: rows(&pace.backend().profile().take(), f64::from(args.steps), peak, view) };
+    match (speaks, args.json) {
+        (false, _) => {}
+        (true, true) => print_json(&report)?,
+        (true, false) => {
+            say(
+                "kernel                             shape                   calls    mean µs  fastest µs   GFLOP/s of peak      GB/s of peak",
+            );
+            report.rows.iter().for_each(|row| say(line(row)));
+        }
+    }
+    Ok(())
+}
+
+/// Kernels by what they take of a step.
+fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<Row> {
+    let is_product = |kernel: &str| ["product", "linear", "convolution"].iter().any(|one| kernel.starts_with(one));
+    let seen = tallies.iter().filter(|((kernel, _), _)| view == View::Kernels || is_product(kernel));
+    let mut seen: Vec<_> = seen.collect();
+    seen.sort_by(|(_, one), (_, other)| other.seconds.total_cmp(&one.seconds));
+    let row = |((kernel, shape), tally): (&(&'static str, [usize; 4]), &crate::backend::Tally)| {
+        let calls = tally.calls as f64;
+        // What one launch does, by the fastest launch.
+        let rate = |amount: f64| amount / calls / tally.fastest;
+        let (flops, bandwidth) = (rate(tally.flops), rate(tally.bytes));
+        let computes = tally.flops > 0.0;
+        Row {
+            kernel: kernel.to_string(),
+            shape: shape.iter().copied().filter(|size| *size > 0).collect(),
+            calls_per_step: calls / steps,
+            microseconds: tally.seconds / calls * 1e6,
+            fastest_microseconds: tally.fastest * 1e6,
+            gflops: computes.then_some(flops / 1e9),
+            of_peak_gflops: computes.then_some(flops / peak.flops),
+            bandwidth: bandwidth / 1e9,
+            of_peak_bandwidth: bandwidth / peak.bandwidth,
+        }
+    };
+    seen.into_iter().map(row).collect()
+}
+
+fn line(row: &Row) -> String {
+    let Row { kernel, shape, calls_per_step, microseconds, fastest_microseconds, bandwidth, of_peak_bandwidth, .. } =
+        row;
+    let shape: Vec<String> = shape.iter().map(usize::to_string).collect();
+    let shape = shape.join("×");
+    let flops = match (row.gflops, row.of_peak_gflops) {
+        (Some(rate), Some(of)) => format!("{rate:>9.1} {of:>7.2}"),
+        _ => format!("{:>9} {:>7}", "–", "–"),
+    };
+    format!(
+        "{kernel:<34} {shape:<20} {calls_per_step:>8} {microseconds:>10.1} {fastest_microseconds:>11.1} {flops} {bandwidth:>9.1} {of_peak_bandwidth:>7.2}"
+    )
+}

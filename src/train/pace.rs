@@ -1,0 +1,111 @@
+//! Steps of a network on random data: how fast the machine trains it, whatever its data.
+
+use std::time::Instant;
+
+use super::advance::advance;
+use super::feed;
+use super::memory::Held;
+use super::run::engine;
+use super::step::Engine;
+use super::{fits, vocabulary};
+use crate::backend::Kernels;
+use crate::checkpoint::Progress;
+use crate::comm::{self, Comm};
+use crate::config::{Config, Facts, ModelKind, Plan, resolve};
+use crate::data::Batch;
+use crate::error::Result;
+use crate::nn::Network;
+use crate::nn::loss::Loss;
+use crate::random::Stream;
+use crate::topology::Topology;
+
+/// A network that trains on one micro-batch a rank, over and over.
+pub struct Pace<B: Kernels> {
+    /// What trains.
+    pub plan: Plan,
+    engine: Engine<B>,
+    batch: Batch,
+    progress: Progress,
+}
+
+impl<B: Kernels> Pace<B> {
+    /// The network of a configuration with so many samples a rank and step, or a micro-batch of its own. Collective over
+    /// the world of `comm`.
+    ///
+    /// # Errors
+    /// The configuration cannot be, or the memory does not suffice.
+    pub fn new(
+        comm: &Comm<B>,
+        mut config: Config,
+        samples: Option<u64>,
+        backend: impl FnOnce(&Plan) -> Result<B>,
+    ) -> Result<Self> {
+        let world = comm.world();
+        let topology = Topology::gather(&world, comm.node().host)?;
+        // Ids of text are those of its tokenizer.
+        let wants_ids = config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();
+        let vocabulary = world.agree(wants_ids.then(|| vocabulary(&config)).transpose())?;
+        let facts = Facts { ranks: world.size(), threads: topology.threads(), vocabulary, on_gpu: !B::ON_HOST };
+        let samples = match samples {
+            Some(samples) => samples,
+            None => world.agree(resolve(config.clone(), &facts))?.micro,
+        };
+        (config.batch.global, config.batch.micro) = (samples * world.size() as u64, Some(samples));
+        config.parallel.lanes = None;
+        let plan = world.agree(resolve(config, &facts))?;
+        let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
+        world.agree(fits::check::<B>(&plan, &topology, Held::now(comm), None))?;
+        let (engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
+        let batch = random(&plan, samples as usize);
+        Ok(Self { plan, engine, batch, progress: Progress::default() })
+    }
+
+    /// Seconds of the next step on this rank.
+    ///
+    /// # Errors
+    /// The device or a message between ranks failed.
+    pub fn step(&mut self) -> Result<f64> {
+        let begun = Instant::now();
+        let (backend, batch) = (self.engine.backend.clone(), &self.batch);
+        let next = |_, time| feed::micro(&backend, batch, time, 0);
+        advance(&self.plan, &mut self.engine, next, &mut self.progress, || 0)?;
+        Ok(begun.elapsed().as_secs_f64())
+    }
+
+    /// The device.
+    pub fn backend(&self) -> &B {
+        &self.engine.backend
+    }
+
+    /// Parameters of the network.
+    pub fn parameters(&self) -> u64 {
+        self.engine.sharded.parameters()
+    }
+}
+
+/// Samples of random numbers, and random things to predict.
+fn random(plan: &Plan, samples: usize) -> Batch {
+    let below = |stream: u64, len: usize, bound: usize| -> Vec<u32> {
+        let stream = Stream::new(stream);
+        (0..len as u64).map(|i| (stream.uniform(i) * bound as f64) as u32).collect()
+    };
+    let normal = |stream: u64, len: usize| {
+        let mut numbers = vec![0.0; len];
+        Stream::new(stream).fill_normal(&mut numbers);
+        numbers
+    };
+    let predictions = samples * plan.network.context();
+    let outputs = plan.network.outputs();
+    let (ids, features) = match &plan.network {
+        Network::Layers(layers) => {
+            let len = samples * layers.input().iter().product::<usize>();
+            layers.ids().map_or_else(|| (vec![], normal(1, len)), |bound| (below(1, len, bound), vec![]))
+        }
+        _ => (below(1, predictions, outputs), vec![]),
+    };
+    let (classes, values) = match plan.loss {
+        Loss::CrossEntropy { .. } => (below(2, predictions, outputs), vec![]),
+        Loss::Deviation(_) => (vec![], normal(2, predictions * outputs)),
+    };
+    Batch { positions: 0..samples as u64, ids, features, classes, values }
+}
