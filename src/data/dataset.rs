@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::Tokenizer;
 use super::h5::RowReader;
+use super::import::left_out;
 use super::shard::{Content, Field, Shard, first_invalid};
 use crate::error::{Error, Result};
 use crate::pattern::matches;
@@ -265,6 +266,11 @@ impl Dataset {
     /// How many elements of inputs the shards hold; of text, those outside any whole window included.
     pub fn tokens(&self) -> u64 {
         self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum()
+    }
+
+    /// What there is to say of rows that an import has left out, if it has.
+    pub fn left_out(&self) -> Option<String> {
+        self.shards[0].header.skipped_rows.map(left_out)
     }
 
     /// What turns ids into text, if the shards tell.

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use super::format::{Checksums, checksum};
 use super::h5::{self, As};
+use super::import::left_out;
 use super::inspect::h5_files;
 use super::shard::{Content, Field, Shard, first_invalid};
 use super::{DataSpec, Split, Wants};
@@ -66,6 +67,10 @@ pub fn verify(path: &Path) -> Result<Report> {
     }
     if path.is_dir() && shards.len() == files.len() {
         check.completeness(path, &shards);
+    }
+    // Every shard tells of the whole import.
+    if let Some(rows) = shards.iter().filter_map(|shard| shard.header.skipped_rows).max() {
+        check.report.notes.push(left_out(rows));
     }
     check.report.files = files.len();
     match check.problems.len() {

@@ -38,6 +38,8 @@ pub struct Facts<'a> {
     pub train: (u64, u64),
     /// Validation samples.
     pub validation: u64,
+    /// What there is to say of training rows that are not in the data.
+    pub left_out: Option<String>,
     /// What a rank needs.
     pub memory: &'a Estimate,
     /// Step and checkpoint resumed from, if it was asked to resume; without one there was none.
@@ -162,6 +164,9 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     let tokens = if plan.network.is_language() { format!(" ({} tokens)", grouped(tokens)) } else { String::new() };
     let (path, validation) = (&plan.config.data.path, grouped(facts.validation));
     line("data", format!("{path}: {} training samples{tokens}, {validation} for validation", grouped(samples)));
+    if let Some(told) = &facts.left_out {
+        line("", told.clone());
+    }
     line(
         "batch",
         format!(

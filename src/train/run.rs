@@ -234,6 +234,7 @@ impl<B: Kernels> Run<B> {
                 parameters: engine.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
                 validation: validation.samples(),
+                left_out: train.left_out(),
                 memory: &memory::estimate(&plan, &engine.blocks, held),
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: orders.time_left(),
