@@ -6,18 +6,16 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::Tokenizer;
-use super::h5::RowReader;
 use super::import::left_out;
+use super::rows::RowReader;
 use super::shard::{Content, Field, Shard, first_invalid};
 use crate::error::{Error, Result};
 use crate::pattern::matches;
 
 /// Shards kept open at a time: well below the usual limit of 1024 files.
 const MAX_OPEN: usize = 256;
-/// What all chunk caches of a data set may take together …
-const CHUNK_CACHE_TOTAL: usize = 256 << 20;
-/// … and a single one.
-const CHUNK_CACHE_EACH: usize = 32 << 20;
+/// What may be kept in memory of all shards together, unless single chunks are larger.
+const CACHE_TOTAL: usize = 128 << 20;
 
 /// Where the data is and what it is called there.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -82,7 +80,7 @@ pub struct Sizes {
     pub values: usize,
 }
 
-/// Where a sample goes: each part has the length that [`Dataset::sizes`] tells.
+/// Where samples go: each part has the length that [`Dataset::sizes`] tells, times the number of samples.
 pub struct SampleMut<'a> {
     /// Ids of the input.
     pub ids: &'a mut [u32],
@@ -92,6 +90,14 @@ pub struct SampleMut<'a> {
     pub classes: &'a mut [u32],
     /// Numbers to predict.
     pub values: &'a mut [f32],
+}
+
+impl Sizes {
+    /// Of so many samples.
+    fn times(self, count: usize) -> Self {
+        let Self { ids, features, classes, values } = self;
+        Self { ids: ids * count, features: features * count, classes: classes * count, values: values * count }
+    }
 }
 
 impl<'a> SampleMut<'a> {
@@ -204,7 +210,7 @@ pub struct Dataset {
     /// Ids are below this: of text, or of rows of ids.
     vocabulary: usize,
     open: OpenShards,
-    /// One window of a token stream: inputs and targets overlap.
+    /// Windows of a token stream, which overlap by one: inputs and targets.
     window: Vec<u32>,
 }
 
@@ -228,8 +234,7 @@ impl Dataset {
             Wants::Rows { ids, .. } => ids.unwrap_or(0),
         };
         let open = OpenShards::new(&shards, MAX_OPEN);
-        let window = vec![0; context + 1];
-        Ok(Self { shards, first_sample, context, wants: spec.wants, vocabulary, open, window })
+        Ok(Self { shards, first_sample, context, wants: spec.wants, vocabulary, open, window: Vec::new() })
     }
 
     /// How many samples there are; at least one.
@@ -278,27 +283,68 @@ impl Dataset {
         self.shards[0].header.tokenizer.as_ref()
     }
 
+    /// Most bytes that are kept of what was read, for further reads.
+    pub fn cache_limit(&self) -> usize {
+        let mut limits: Vec<usize> = self.shards.iter().map(|shard| shard.cache_limit(self.open.cache_bytes)).collect();
+        limits.sort_unstable_by(|a, b| b.cmp(a));
+        limits.iter().take(self.open.max_open).sum()
+    }
+
+    /// Bytes that are kept now of what was read, for further reads.
+    pub fn cached(&self) -> usize {
+        self.open.by_index.values().flat_map(|open| &open.readers).map(RowReader::held).sum()
+    }
+
     /// Overwrites `into` with sample number `sample`.
     ///
     /// # Errors
     /// The file system refused, an id or a class is out of its range, or a number is none.
     pub fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        self.read_run(sample, 1, into)
+    }
+
+    /// As [`Dataset::read`], of `count` samples from `first` on, whose parts stand one after the other: samples that are
+    /// neighbours in the file are read at once.
+    ///
+    /// # Errors
+    /// As [`Dataset::read`].
+    pub fn read_run(&mut self, first: u64, count: usize, into: SampleMut<'_>) -> Result<()> {
         let sizes = self.sizes();
-        let SampleMut { ids, features, classes, values } = into;
+        let SampleMut { mut ids, mut features, mut classes, mut values } = into;
         let lens = Sizes { ids: ids.len(), features: features.len(), classes: classes.len(), values: values.len() };
-        if sample >= self.samples() || lens != sizes {
+        let last = first.saturating_add(count as u64);
+        if last > self.samples() || lens != sizes.times(count) {
             let all = self.samples();
-            return Err(Error::internal(format!("sample {sample} of {all} of {sizes:?} asked for, into {lens:?}")));
+            return Err(Error::internal(format!("samples {first}..{last} of {all} of {sizes:?} wanted in {lens:?}")));
         }
-        let index = self.first_sample.partition_point(|&first| first <= sample) - 1;
+        let mut next = first;
+        while next < last {
+            let index = self.first_sample.partition_point(|&first| first <= next) - 1;
+            let here = (self.first_sample[index + 1].min(last) - next) as usize;
+            let into = SampleMut {
+                ids: front(&mut ids, here * sizes.ids),
+                features: front(&mut features, here * sizes.features),
+                classes: front(&mut classes, here * sizes.classes),
+                values: front(&mut values, here * sizes.values),
+            };
+            self.read_rows(index, next - self.first_sample[index], here, into)?;
+            next += here as u64;
+        }
+        Ok(())
+    }
+
+    /// Reads `count` samples of shard `index`, from its sample `row` on.
+    fn read_rows(&mut self, index: usize, row: u64, count: usize, into: SampleMut<'_>) -> Result<()> {
+        let SampleMut { ids, features, classes, values } = into;
         let shard = &self.shards[index];
-        let row = sample - self.first_sample[index];
         let readers = self.open.readers(shard, index)?;
         match &shard.content {
             Content::Tokens(tokens) => {
-                let start = row * self.context as u64;
+                let context = self.context;
+                self.window.resize(count * context + 1, 0);
+                let start = row * context as u64;
                 read_checked(shard, tokens, &mut readers[0], start, &mut self.window, self.vocabulary)?;
-                ids.copy_from_slice(&self.window[..self.context]);
+                ids.copy_from_slice(&self.window[..count * context]);
                 classes.copy_from_slice(&self.window[1..]);
             }
             Content::Samples { inputs: input_ids, targets: target_ids } => {
@@ -325,6 +371,13 @@ impl Dataset {
     }
 }
 
+/// Splits off the first `count` elements.
+fn front<'a, T>(slice: &mut &'a mut [T], count: usize) -> &'a mut [T] {
+    let (front, rest) = std::mem::take(slice).split_at_mut(count);
+    *slice = rest;
+    front
+}
+
 /// Reads rows from `first` on and refuses ids outside the vocabulary.
 fn read_checked(
     shard: &Shard,
@@ -346,7 +399,7 @@ fn read_checked(
     }
 }
 
-/// Reads a row's class and refuses one that is not among `all`.
+/// Reads rows' classes and refuses one that is not among `all`.
 fn read_class(
     shard: &Shard,
     field: &Field,
@@ -358,10 +411,10 @@ fn read_class(
     reader.read(row, out).map_err(|e| shard.unreadable(field, &e))?;
     match first_invalid(out, all) {
         None => Ok(()),
-        Some(_) => Err(Error::input(format!(
+        Some(at) => Err(Error::input(format!(
             "{} is class {}, but the network knows 0 to {}",
-            field.element(row as usize),
-            out[0] as i32,
+            field.element(row as usize + at),
+            out[at] as i32,
             all - 1
         ))
         .hint("give the last of model.layers more units, or mend the data")
@@ -369,9 +422,13 @@ fn read_class(
     }
 }
 
-/// Reads a row of numbers and refuses what is none.
+/// Reads rows of numbers and refuses what is none.
 fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
     reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, &e))?;
+    // No search, unless there is something to find: this way it takes vector instructions.
+    if !reader.is_float() || out.iter().fold(true, |all, x| all & x.is_finite()) {
+        return Ok(());
+    }
     match out.iter().position(|x| !x.is_finite()) {
         None => Ok(()),
         Some(at) => {
@@ -400,7 +457,7 @@ struct OpenShard {
 impl OpenShards {
     fn new(shards: &[Shard], max_open: usize) -> Self {
         let datasets = shards.len().min(max_open) * shards[0].content.datasets().len();
-        let cache_bytes = (CHUNK_CACHE_TOTAL / datasets).min(CHUNK_CACHE_EACH);
+        let cache_bytes = CACHE_TOTAL / datasets;
         Self { by_index: HashMap::new(), max_open, cache_bytes, clock: 0 }
     }
 

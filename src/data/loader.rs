@@ -57,15 +57,22 @@ impl Batch {
         self.features.resize(samples * sizes.features, 0.0);
         self.classes.resize(samples * sizes.classes, 0);
         self.values.resize(samples * sizes.values, 0.0);
-        for (i, number) in numbers.take(samples).enumerate() {
-            let of = |size: usize| i * size..(i + 1) * size;
-            let sample = SampleMut {
+        let mut numbers = numbers.take(samples).peekable();
+        let mut i = 0;
+        while let Some(first) = numbers.next() {
+            let mut count = 1;
+            while numbers.next_if_eq(&(first + count as u64)).is_some() {
+                count += 1;
+            }
+            let of = |size: usize| i * size..(i + count) * size;
+            let run = SampleMut {
                 ids: &mut self.ids[of(sizes.ids)],
                 features: &mut self.features[of(sizes.features)],
                 classes: &mut self.classes[of(sizes.classes)],
                 values: &mut self.values[of(sizes.values)],
             };
-            dataset.read(number, sample)?;
+            dataset.read_run(first, count, run)?;
+            i += count;
         }
         Ok(())
     }
@@ -79,13 +86,13 @@ impl Batch {
 
 /// Hands out batches in the order asked for at the start, read in advance.
 ///
-/// One thread is enough: HDF5 serialises its callers.
+/// One thread is enough: plain reads keep up with a network, and HDF5 serialises its callers.
 pub struct Loader {
     /// `None` only while dropping.
     batches: Option<Receiver<Result<Batch>>>,
     used: Sender<Batch>,
     reader: Option<JoinHandle<()>>,
-    /// Bytes of all batches there are.
+    /// Bytes of all batches there are, and of what the data set keeps.
     held: Arc<AtomicUsize>,
     waited: Duration,
 }
@@ -135,7 +142,7 @@ impl Loader {
         let _ = self.used.send(batch);
     }
 
-    /// Bytes of the batches that were read ahead, are being read, or were handed out.
+    /// Bytes of the batches that were read ahead, are being read, or were handed out, and of what the data set keeps.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
@@ -174,13 +181,15 @@ fn read_ahead(
     let sizes = dataset.sizes();
     let empty = || Batch::with_room(sizes, samples);
     let mut unused: Vec<Batch> = std::iter::repeat_with(empty).take(depth + 2).collect();
-    held.store(unused.iter().map(Batch::bytes).sum(), Ordering::Relaxed);
+    let of_batches: usize = unused.iter().map(Batch::bytes).sum();
+    held.store(of_batches, Ordering::Relaxed);
     for positions in batches {
         let mut batch = unused.pop().or_else(|| recycled.try_recv().ok()).unwrap_or_else(empty);
         let reading = span(Doing::Reading, None);
         let numbers = positions.clone().map(|position| sampler.index(position));
         let batch = batch.fill(&mut dataset, positions, numbers).map(|()| batch);
         drop(reading);
+        held.store(of_batches + dataset.cached(), Ordering::Relaxed);
         let failed = batch.is_err();
         if ready.send(batch).is_err() || failed {
             return;

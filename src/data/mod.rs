@@ -4,6 +4,7 @@
 //! [`Sampler`] says which sample stands at which position of the run, and [`Loader`] reads
 //! positions ahead of the training step.
 
+pub mod bench;
 pub mod bundled;
 mod dataset;
 mod format;
@@ -11,8 +12,10 @@ mod h5;
 pub mod import;
 pub mod inspect;
 mod loader;
+mod rows;
 mod sampler;
 mod shard;
+mod stored;
 mod tokenizer;
 pub mod verify;
 

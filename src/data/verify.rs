@@ -4,10 +4,12 @@ use std::fmt;
 use std::path::Path;
 
 use super::format::{Checksums, checksum};
-use super::h5::{self, As};
+use super::h5;
 use super::import::left_out;
 use super::inspect::h5_files;
+use super::rows::RowReader;
 use super::shard::{Content, Field, Shard, first_invalid};
+use super::stored::As;
 use super::{DataSpec, Split, Wants};
 use crate::error::{Error, Result};
 
@@ -146,7 +148,7 @@ impl Check {
         &mut self,
         shard: &Shard,
         ids: &Field,
-        reader: &mut h5::RowReader,
+        reader: &mut RowReader,
         checksums: Option<&Checksums>,
         vocabulary: usize,
     ) {
@@ -191,7 +193,7 @@ impl Check {
     }
 
     /// Reads a dataset of numbers block by block. What is no number counts, and the first is named.
-    fn numbers(&mut self, shard: &Shard, field: &Field, reader: &mut h5::RowReader) {
+    fn numbers(&mut self, shard: &Shard, field: &Field, reader: &mut RowReader) {
         let path = shard.path.display();
         let (row_len, mut wrong) = (field.row_len().max(1), 0);
         let rows_a_block = BLOCK.div_ceil(row_len);

@@ -182,7 +182,8 @@ impl<B: Kernels> Run<B> {
         let world = comm.world();
         // Nobody allocates before all have looked.
         let room = request.gpu.as_ref().map(|gpu| gpu.memory);
-        world.agree(fits::check::<B>(&plan, &topology, memory::Held::now(&comm), room))?;
+        let held = memory::Held::now(&comm, [&train, &validation]);
+        world.agree(fits::check::<B>(&plan, &topology, held, room))?;
 
         let prepared = || {
             let directory = RunDirectory::prepare(&plan.config, &request.name, &request.resume)?;
@@ -202,7 +203,7 @@ impl<B: Kernels> Run<B> {
 
         let backend = world.agree(backend(&plan))?;
         comm.count_memory(backend.clone());
-        let held = memory::Held::now(&comm);
+        let held = memory::Held::now(&comm, [&train, &validation]);
         let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
         let data = engine.sharded.data().clone();
         let Resumed { progress, from } =

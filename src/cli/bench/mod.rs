@@ -2,6 +2,7 @@
 
 mod checkpoint;
 mod comm;
+mod data;
 mod gpu;
 
 use clap::{Args, Subcommand};
@@ -21,6 +22,8 @@ enum What {
     Comm(comm::CommArgs),
     /// Time saving and restoring beside plain writes, reads and copies of as many bytes.
     Checkpoint(checkpoint::CheckpointArgs),
+    /// Time how fast samples are read, beside plain reads of the same bytes.
+    Data(data::DataArgs),
     /// Time the operations of a GPT on a GPU, beside a copy within its memory.
     Gpu(gpu::GpuArgs),
 }
@@ -31,6 +34,7 @@ pub fn run(args: &BenchArgs, launched: bool) -> i32 {
         match &args.what {
             What::Comm(args) => comm::table(comm, args)?,
             What::Checkpoint(args) => checkpoint::table(comm, args)?,
+            What::Data(args) => data::table(comm, args)?,
             What::Gpu(args) => gpu::table(comm, args)?,
         }
         Ok(0)
