@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
-use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Target, Wants, verify};
+use hpctrain::data::{Augment, Batch, DataSpec, Dataset, SampleMut, Split, Target, Wants, verify};
 
 fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
     let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
@@ -167,6 +167,44 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     let wants = Wants::Rows { input: 2, ids: None, target: Target::Class(3) };
     let dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
     assert_eq!(dataset.left_out().as_deref(), Some(told));
+}
+
+#[test]
+fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
+    let root = tempfile::tempdir().unwrap();
+    let pixels: Vec<u8> = (0..10 * 30).map(|i| (i * 29 % 250 + 1) as u8).collect();
+    let images = write(root.path().join("images"), &idx(&[10, 5, 6], &pixels));
+    let labels = write(root.path().join("labels"), &idx(&[10], &[0; 10]));
+    let out = root.path().join("out");
+    import_idx(&ImportIdx { images, labels, kept: Kept { every: 0, ..kept(out.clone()) } }).unwrap();
+    let wants = Wants::Rows { input: 30, ids: None, target: Target::Class(1) };
+    let open = |by: Option<Augment>| {
+        let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
+        by.into_iter().for_each(|by| dataset.augment(by, &[5, 6, 1], 3).unwrap());
+        dataset
+    };
+    let read = |by, range: std::ops::Range<u64>| {
+        let numbers = range.clone().map(|position| position % 10);
+        Batch::read(&mut open(by), range, numbers).unwrap().features
+    };
+    let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+    let plain = read(None, 0..10);
+    let by = Augment { flip: true, shift: 1, crop: 2 };
+    let all = read(Some(by), 0..40);
+    assert_eq!(bits(&read(Some(Augment::default()), 0..10)), bits(&plain));
+    // What a stored zero becomes: no pixel is one, but padding is.
+    let black = bits(&all).into_iter().find(|x| !bits(&plain).contains(x)).unwrap();
+    let mut moved = 0;
+    for (position, image) in all.chunks_exact(30).enumerate() {
+        let original = bits(&plain[position % 10 * 30..][..30]);
+        assert!(bits(image).iter().all(|x| *x == black || original.contains(x)), "{position}");
+        moved += usize::from(bits(image) != original);
+    }
+    assert!(moved > 30, "{moved}");
+    assert_ne!(bits(&all[..300]), bits(&all[300..600]));
+    // However positions are cut into batches, and across the end of an epoch.
+    let pieces: Vec<f32> = [0..7, 7..13, 13..40].into_iter().flat_map(|range| read(Some(by), range)).collect();
+    assert_eq!(bits(&pieces), bits(&all));
 }
 
 #[test]

@@ -66,6 +66,9 @@ fn networks(folder: &Path) -> Vec<Network> {
                      {kind='dense', units=8}, {kind='layer_norm'}, {kind='tanh'}, {kind='dense', units=4}]",
                     "loss.label_smoothing=0.1",
                     "loss.class_weights=[1.0, 2.0, 0.5, 1.0]",
+                    "data.augment.flip=true",
+                    "data.augment.shift=1",
+                    "data.augment.crop=2",
                 ]),
                 vec![at("pictures")],
             ]

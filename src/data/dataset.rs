@@ -6,6 +6,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::Tokenizer;
+use super::augment::{Augment, Augmenter};
 use super::import::left_out;
 use super::rows::RowReader;
 use super::shard::{Content, Field, Shard, first_invalid};
@@ -210,6 +211,8 @@ pub struct Dataset {
     /// Ids are below this: of text, or of rows of ids.
     vocabulary: usize,
     open: OpenShards,
+    /// What is done to images before they are brought to their scale.
+    augmenter: Option<Augmenter>,
     /// Windows of a token stream, which overlap by one: inputs and targets.
     window: Vec<u32>,
 }
@@ -234,7 +237,28 @@ impl Dataset {
             Wants::Rows { ids, .. } => ids.unwrap_or(0),
         };
         let open = OpenShards::new(&shards, MAX_OPEN);
-        Ok(Self { shards, first_sample, context, wants: spec.wants, vocabulary, open, window: Vec::new() })
+        Ok(Self {
+            shards,
+            first_sample,
+            context,
+            wants: spec.wants,
+            vocabulary,
+            open,
+            augmenter: None,
+            window: Vec::new(),
+        })
+    }
+
+    /// Has images of `shape`, which is that of a row, moved and mirrored at random, by `seed`, from now on.
+    ///
+    /// # Errors
+    /// Samples are no images, or they would be moved out of sight.
+    pub fn augment(&mut self, by: Augment, shape: &[usize], seed: u64) -> Result<()> {
+        if self.sizes().ids > 0 {
+            return Err(Error::input("data.augment is for images, but samples are ids").hint("leave it out"));
+        }
+        self.augmenter = Some(Augmenter::new(by, shape, seed)?);
+        Ok(())
     }
 
     /// How many samples there are; at least one.
@@ -300,15 +324,15 @@ impl Dataset {
     /// # Errors
     /// The file system refused, an id or a class is out of its range, or a number is none.
     pub fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
-        self.read_run(sample, 1, into)
+        self.read_run(sample, 1, 0, into)
     }
 
     /// As [`Dataset::read`], of `count` samples from `first` on, whose parts stand one after the other: samples that are
-    /// neighbours in the file are read at once.
+    /// neighbours in the file are read at once. In another `epoch` images are augmented otherwise.
     ///
     /// # Errors
     /// As [`Dataset::read`].
-    pub fn read_run(&mut self, first: u64, count: usize, into: SampleMut<'_>) -> Result<()> {
+    pub fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
         let sizes = self.sizes();
         let SampleMut { mut ids, mut features, mut classes, mut values } = into;
         let lens = Sizes { ids: ids.len(), features: features.len(), classes: classes.len(), values: values.len() };
@@ -327,14 +351,15 @@ impl Dataset {
                 classes: front(&mut classes, here * sizes.classes),
                 values: front(&mut values, here * sizes.values),
             };
-            self.read_rows(index, next - self.first_sample[index], here, into)?;
+            let seen = Seen { epoch, first: next };
+            self.read_rows(index, next - self.first_sample[index], here, seen, into)?;
             next += here as u64;
         }
         Ok(())
     }
 
     /// Reads `count` samples of shard `index`, from its sample `row` on.
-    fn read_rows(&mut self, index: usize, row: u64, count: usize, into: SampleMut<'_>) -> Result<()> {
+    fn read_rows(&mut self, index: usize, row: u64, count: usize, seen: Seen, into: SampleMut<'_>) -> Result<()> {
         let SampleMut { ids, features, classes, values } = into;
         let shard = &self.shards[index];
         let readers = self.open.readers(shard, index)?;
@@ -356,6 +381,11 @@ impl Dataset {
                     read_checked(shard, inputs, &mut readers[0], row, ids, self.vocabulary)?;
                 } else {
                     read_numbers(shard, inputs, &mut readers[0], row, features)?;
+                    if let Some(augmenter) = &mut self.augmenter {
+                        for (image, sample) in features.chunks_exact_mut(inputs.row_len()).zip(seen.first..) {
+                            augmenter.apply(seen.epoch, sample, image);
+                        }
+                    }
                     standard.iter().for_each(|standard| standard.apply(features));
                 }
                 match (self.wants, targets) {
@@ -369,6 +399,13 @@ impl Dataset {
         }
         Ok(())
     }
+}
+
+/// When samples are seen, and the number of the first of them in the whole data set.
+#[derive(Clone, Copy)]
+struct Seen {
+    epoch: u64,
+    first: u64,
 }
 
 /// Splits off the first `count` elements.

@@ -52,6 +52,7 @@ impl Batch {
     /// As [`Batch::read`], into buffers of any size.
     fn fill(&mut self, dataset: &mut Dataset, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<()> {
         let (sizes, samples) = (dataset.sizes(), positions.clone().count());
+        let (first_position, all) = (positions.start, dataset.samples());
         self.positions = positions;
         self.ids.resize(samples * sizes.ids, 0);
         self.features.resize(samples * sizes.features, 0.0);
@@ -60,8 +61,9 @@ impl Batch {
         let mut numbers = numbers.take(samples).peekable();
         let mut i = 0;
         while let Some(first) = numbers.next() {
+            let epoch = |i: usize| (first_position + i as u64) / all;
             let mut count = 1;
-            while numbers.next_if_eq(&(first + count as u64)).is_some() {
+            while epoch(i + count) == epoch(i) && numbers.next_if_eq(&(first + count as u64)).is_some() {
                 count += 1;
             }
             let of = |size: usize| i * size..(i + count) * size;
@@ -71,7 +73,7 @@ impl Batch {
                 classes: &mut self.classes[of(sizes.classes)],
                 values: &mut self.values[of(sizes.values)],
             };
-            dataset.read_run(first, count, run)?;
+            dataset.read_run(first, count, epoch(i), run)?;
             i += count;
         }
         Ok(())

@@ -4,6 +4,7 @@
 //! [`Sampler`] says which sample stands at which position of the run, and [`Loader`] reads
 //! positions ahead of the training step.
 
+mod augment;
 pub mod bench;
 pub mod bundled;
 mod dataset;
@@ -19,6 +20,7 @@ mod stored;
 mod tokenizer;
 pub mod verify;
 
+pub use augment::Augment;
 pub use dataset::{DataSpec, Dataset, SampleMut, Sizes, Split, Target, Wants};
 pub(crate) use h5::one_line;
 pub use loader::{Batch, Loader};

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::backend::{Backend, Memory};
 use crate::checkpoint::Progress;
 use crate::config::{Config, LossKind, ModelKind, Plan, network};
-use crate::data::{Batch, DataSpec, Dataset, Loader, Sampler, Split, Target, Wants, bundled};
+use crate::data::{Augment, Batch, DataSpec, Dataset, Loader, Sampler, Split, Target, Wants, bundled};
 use crate::error::{Error, Result};
 use crate::nn::{Micro, Network};
 use crate::parallel::Lanes;
@@ -19,7 +19,13 @@ use crate::parallel::Lanes;
 pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
     let spec = spec(config)?;
     let split = |split| Dataset::open(&spec, split, predictions(config));
-    Ok((split(Split::Train)?, split(Split::Validation)?))
+    let mut train = split(Split::Train)?;
+    if config.data.augment != Augment::default() {
+        // Models of text have no shape of a sample.
+        let shape = config.model.input.as_deref().unwrap_or_default();
+        train.augment(config.data.augment, shape, config.run.seed)?;
+    }
+    Ok((train, split(Split::Validation)?))
 }
 
 /// The validation data of a configuration.
