@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
-use hpctrain::data::{Augment, Batch, DataSpec, Dataset, SampleMut, Split, Target, Wants, verify};
+use hpctrain::data::{Augment, DataSpec, Dataset, Loader, SampleMut, Sampler, Split, Target, Wants, verify};
 
 fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
     let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
@@ -184,8 +184,8 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
         dataset
     };
     let read = |by, range: std::ops::Range<u64>| {
-        let numbers = range.clone().map(|position| position % 10);
-        Batch::read(&mut open(by), range, numbers).unwrap().features
+        let once = std::iter::once(range);
+        Loader::start(open(by), Sampler::in_order(10), once, 1).unwrap().next().unwrap().features
     };
     let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
     let plain = read(None, 0..10);

@@ -206,6 +206,8 @@ pub struct Dataset {
     shards: Vec<Shard>,
     /// The number of the first sample of each shard, and of all samples at the end.
     first_sample: Vec<u64>,
+    /// Samples of each data set.
+    parts: Vec<u64>,
     context: usize,
     wants: Wants,
     /// Ids are below this: of text, or of rows of ids.
@@ -219,19 +221,39 @@ pub struct Dataset {
 
 impl Dataset {
     /// Opens and checks every shard of `split`.
+    ///
+    /// # Errors
+    /// What is missing or malformed, and where.
     pub fn open(spec: &DataSpec, split: Split, context: usize) -> Result<Self> {
+        Self::open_all(std::slice::from_ref(spec), split, context)
+    }
+
+    /// Opens and checks every shard of several data sets of the same kind, whose samples are numbered one after the other.
+    ///
+    /// # Errors
+    /// As [`Dataset::open`], or the data sets do not go together.
+    pub fn open_all(specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
         if context == 0 {
             return Err(Error::input("a sample of 0 tokens teaches nothing").hint("set the context to 1 or more"));
         }
-        let shards: Vec<Shard> =
-            spec.files(split)?.iter().map(|path| Shard::open(path, spec)).collect::<Result<_>>()?;
-        let mut first_sample = vec![0];
+        let (mut shards, mut first_sample, mut parts) = (Vec::<Shard>::new(), vec![0], Vec::new());
         let mut samples = 0;
-        for shard in &shards {
-            shard.check_sibling(&shards[0])?;
-            samples += shard.samples(context)?;
-            first_sample.push(samples);
+        for spec in specs {
+            let (own, before) = (shards.len(), samples);
+            for path in spec.files(split)? {
+                let shard = Shard::open(&path, spec)?;
+                if let Some(first) = shards.get(own) {
+                    shard.check_sibling(first)?;
+                } else if let Some(first) = shards.first() {
+                    shard.check_mixable(first)?;
+                }
+                samples += shard.samples(context)?;
+                first_sample.push(samples);
+                shards.push(shard);
+            }
+            parts.push(samples - before);
         }
+        let spec = specs.first().ok_or_else(|| Error::internal("no data set is to be opened"))?;
         let vocabulary = match spec.wants {
             Wants::Text | Wants::Anything => shards[0].vocabulary(spec.vocabulary)?,
             Wants::Rows { ids, .. } => ids.unwrap_or(0),
@@ -240,6 +262,7 @@ impl Dataset {
         Ok(Self {
             shards,
             first_sample,
+            parts,
             context,
             wants: spec.wants,
             vocabulary,
@@ -264,6 +287,11 @@ impl Dataset {
     /// How many samples there are; at least one.
     pub fn samples(&self) -> u64 {
         self.first_sample[self.shards.len()]
+    }
+
+    /// How many samples each of the data sets has.
+    pub fn parts(&self) -> &[u64] {
+        &self.parts
     }
 
     /// All ids are below this.
@@ -299,7 +327,11 @@ impl Dataset {
 
     /// What there is to say of rows that an import has left out, if it has.
     pub fn left_out(&self) -> Option<String> {
-        self.shards[0].header.skipped_rows.map(left_out)
+        // Every shard tells of its whole import, which the first one of a source stands for.
+        let mut sources: Vec<_> = self.shards.iter().map(|shard| (shard.path.parent(), &shard.header)).collect();
+        sources.dedup_by_key(|(folder, _)| *folder);
+        let rows: u64 = sources.iter().filter_map(|(_, header)| header.skipped_rows).sum();
+        (rows > 0).then(|| left_out(rows))
     }
 
     /// What turns ids into text, if the shards tell.

@@ -134,10 +134,11 @@ impl SlabReader {
         if rows * self.row_len * self.width != out.len() {
             return Err(format!("{} bytes are no whole number of rows of {}", out.len(), self.row_len).into());
         }
-        if self.mem_space.size() != elements {
-            self.mem_space = Dataspace::try_new(elements)?;
-        }
         (self.start[0], self.count[0]) = (first, rows as u64);
+        if self.mem_space.size() != elements {
+            // Of the same rank as the dataset: between spaces of different ranks HDF5 maps element by element.
+            self.mem_space = Dataspace::try_new(self.count.iter().map(|&n| n as usize).collect::<Vec<_>>())?;
+        }
         hdf5::sync::sync(|| {
             // SAFETY: `start` and `count` have one element for each dimension of `file_space`;
             // the null stride and block mean 1.

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::dataset::{SampleMut, Sizes};
-use super::{Dataset, Sampler};
+use super::{Dataset, Draw, Order};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::error::{Error, Result};
 
@@ -45,25 +45,23 @@ impl Batch {
     /// As [`Dataset::read`].
     pub fn read(dataset: &mut Dataset, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<Self> {
         let mut batch = Self::with_room(dataset.sizes(), positions.clone().count());
-        batch.fill(dataset, positions, numbers)?;
+        batch.fill(dataset, positions, numbers.map(|sample| Draw { sample, epoch: 0 }))?;
         Ok(batch)
     }
 
     /// As [`Batch::read`], into buffers of any size.
-    fn fill(&mut self, dataset: &mut Dataset, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<()> {
+    fn fill(&mut self, dataset: &mut Dataset, positions: Range<u64>, draws: impl Iterator<Item = Draw>) -> Result<()> {
         let (sizes, samples) = (dataset.sizes(), positions.clone().count());
-        let (first_position, all) = (positions.start, dataset.samples());
         self.positions = positions;
         self.ids.resize(samples * sizes.ids, 0);
         self.features.resize(samples * sizes.features, 0.0);
         self.classes.resize(samples * sizes.classes, 0);
         self.values.resize(samples * sizes.values, 0.0);
-        let mut numbers = numbers.take(samples).peekable();
+        let mut draws = draws.take(samples).peekable();
         let mut i = 0;
-        while let Some(first) = numbers.next() {
-            let epoch = |i: usize| (first_position + i as u64) / all;
+        while let Some(Draw { sample: first, epoch }) = draws.next() {
             let mut count = 1;
-            while epoch(i + count) == epoch(i) && numbers.next_if_eq(&(first + count as u64)).is_some() {
+            while draws.next_if_eq(&Draw { sample: first + count as u64, epoch }).is_some() {
                 count += 1;
             }
             let of = |size: usize| i * size..(i + count) * size;
@@ -73,7 +71,7 @@ impl Batch {
                 classes: &mut self.classes[of(sizes.classes)],
                 values: &mut self.values[of(sizes.values)],
             };
-            dataset.read_run(first, count, epoch(i), run)?;
+            dataset.read_run(first, count, epoch, run)?;
             i += count;
         }
         Ok(())
@@ -100,22 +98,21 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Starts to read `batches`, each a range of positions that `sampler` maps to samples, and
-    /// keeps at most `depth` of them ready besides the one being read.
+    /// Starts to read `batches`, each a range of positions that `order` maps to samples, and keeps at most `depth` of them ready besides the one being read.
     pub fn start(
         dataset: Dataset,
-        sampler: Sampler,
+        order: impl Into<Order>,
         batches: impl Iterator<Item = Range<u64>> + Send + 'static,
         depth: usize,
     ) -> Result<Self> {
         let (ready, receiver) = sync_channel(depth);
         let (used, recycled) = channel();
         let held = Arc::new(AtomicUsize::new(0));
-        let counter = held.clone();
+        let (counter, order) = (held.clone(), order.into());
         let activity = Activity::current();
         let read = move || {
             activity.inspect(|activity| activity.here(Track::Loader));
-            read_ahead(dataset, sampler, batches, depth, &ready, &recycled, &counter);
+            read_ahead(dataset, &order, batches, depth, &ready, &recycled, &counter);
         };
         let reader = std::thread::Builder::new()
             .name("hpctrain-data".to_owned())
@@ -169,7 +166,7 @@ impl Drop for Loader {
 /// Sends all batches, or those before the first failure and the failure.
 fn read_ahead(
     mut dataset: Dataset,
-    sampler: Sampler,
+    order: &Order,
     batches: impl Iterator<Item = Range<u64>>,
     depth: usize,
     ready: &SyncSender<Result<Batch>>,
@@ -188,8 +185,8 @@ fn read_ahead(
     for positions in batches {
         let mut batch = unused.pop().or_else(|| recycled.try_recv().ok()).unwrap_or_else(empty);
         let reading = span(Doing::Reading, None);
-        let numbers = positions.clone().map(|position| sampler.index(position));
-        let batch = batch.fill(&mut dataset, positions, numbers).map(|()| batch);
+        let draws = positions.clone().map(|position| order.draw(position));
+        let batch = batch.fill(&mut dataset, positions, draws).map(|()| batch);
         drop(reading);
         held.store(of_batches + dataset.cached(), Ordering::Relaxed);
         let failed = batch.is_err();

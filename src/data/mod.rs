@@ -1,8 +1,8 @@
 //! Sharded HDF5 data: shards, sample order, prefetching, import, verification.
 //!
 //! From the file up: [`Dataset`] opens the shards of one split and numbers their samples,
-//! [`Sampler`] says which sample stands at which position of the run, and [`Loader`] reads
-//! positions ahead of the training step.
+//! [`Sampler`] says which sample stands at which position of the run ([`Order`] does where several
+//! data sets are mixed), and [`Loader`] reads positions ahead of the training step.
 
 mod augment;
 pub mod bench;
@@ -13,6 +13,7 @@ mod h5;
 pub mod import;
 pub mod inspect;
 mod loader;
+mod order;
 mod rows;
 mod sampler;
 mod shard;
@@ -24,5 +25,6 @@ pub use augment::Augment;
 pub use dataset::{DataSpec, Dataset, SampleMut, Sizes, Split, Target, Wants};
 pub(crate) use h5::one_line;
 pub use loader::{Batch, Loader};
+pub use order::{Draw, Mix, Order};
 pub use sampler::Sampler;
 pub use tokenizer::{Tokenizer, TokenizerKind};

@@ -127,6 +127,16 @@ impl Shard {
 
     /// Refuses a shard that does not fit the `first` one of its data set.
     pub(super) fn check_sibling(&self, first: &Self) -> Result<()> {
+        self.check(first, &["set of datasets", "dtype", "sample shape", "scale of inputs", "vocabulary_size"])
+    }
+
+    /// Refuses a shard whose samples are not of the kind of those of the `first` one, which is of another data set. Types and
+    /// scales may differ: what is read does not tell.
+    pub(super) fn check_mixable(&self, first: &Self) -> Result<()> {
+        self.check(first, &["set of datasets", "sample shape", "vocabulary_size"])
+    }
+
+    fn check(&self, first: &Self, checked: &[&str]) -> Result<()> {
         let aspects = |shard: &Self| {
             let describe = |one: &dyn Fn(&Field) -> String| {
                 let all: Vec<String> = shard.content.datasets().into_iter().map(one).collect();
@@ -141,7 +151,7 @@ impl Shard {
             ]
         };
         for ((aspect, own), (_, expected)) in aspects(self).into_iter().zip(aspects(first)) {
-            if own != expected {
+            if checked.contains(&aspect) && own != expected {
                 return Err(self.differs(first, aspect, &own, &expected));
             }
         }
@@ -155,7 +165,7 @@ impl Shard {
     fn differs(&self, first: &Self, aspect: &str, own: &str, expected: &str) -> Error {
         let (path, first) = (self.path.display(), first.path.display());
         Error::input(format!("{aspect} differs: {path} has {own}, {first} has {expected}"))
-            .hint("the shards of one data set must agree: import them in one go")
+            .hint("the shards of one data set must agree: import them in one go; those of data.mix must hold samples of one kind")
     }
 
     /// How many samples of `context` ids there are; at least one.
