@@ -215,8 +215,6 @@ pub struct Dataset {
     open: OpenShards,
     /// What is done to images before they are brought to their scale.
     augmenter: Option<Augmenter>,
-    /// Windows of a token stream, which overlap by one: inputs and targets.
-    window: Vec<u32>,
 }
 
 impl Dataset {
@@ -259,17 +257,7 @@ impl Dataset {
             Wants::Rows { ids, .. } => ids.unwrap_or(0),
         };
         let open = OpenShards::new(&shards, MAX_OPEN);
-        Ok(Self {
-            shards,
-            first_sample,
-            parts,
-            context,
-            wants: spec.wants,
-            vocabulary,
-            open,
-            augmenter: None,
-            window: Vec::new(),
-        })
+        Ok(Self { shards, first_sample, parts, context, wants: spec.wants, vocabulary, open, augmenter: None })
     }
 
     /// Has images of `shape`, which is that of a row, moved and mirrored at random, by `seed`, from now on.
@@ -384,25 +372,25 @@ impl Dataset {
                 values: front(&mut values, here * sizes.values),
             };
             let seen = Seen { epoch, first: next };
-            self.read_rows(index, next - self.first_sample[index], here, seen, into)?;
+            self.read_rows(index, next - self.first_sample[index], seen, into)?;
             next += here as u64;
         }
         Ok(())
     }
 
-    /// Reads `count` samples of shard `index`, from its sample `row` on.
-    fn read_rows(&mut self, index: usize, row: u64, count: usize, seen: Seen, into: SampleMut<'_>) -> Result<()> {
+    /// Reads samples of shard `index` from its sample `row` on, as many as there is room for.
+    fn read_rows(&mut self, index: usize, row: u64, seen: Seen, into: SampleMut<'_>) -> Result<()> {
         let SampleMut { ids, features, classes, values } = into;
         let shard = &self.shards[index];
         let readers = self.open.readers(shard, index)?;
         match &shard.content {
             Content::Tokens(tokens) => {
-                let context = self.context;
-                self.window.resize(count * context + 1, 0);
-                let start = row * context as u64;
-                read_checked(shard, tokens, &mut readers[0], start, &mut self.window, self.vocabulary)?;
-                ids.copy_from_slice(&self.window[..count * context]);
-                classes.copy_from_slice(&self.window[1..]);
+                let start = row * self.context as u64;
+                let read = readers[0].read_shifted(start, ids, classes);
+                read.map_err(|e| shard.unreadable(tokens, &e))?;
+                let last = classes.len().saturating_sub(1);
+                check_ids(shard, tokens, start, ids, self.vocabulary)?;
+                check_ids(shard, tokens, start + ids.len() as u64, &classes[last..], self.vocabulary)?;
             }
             Content::Samples { inputs: input_ids, targets: target_ids } => {
                 read_checked(shard, input_ids, &mut readers[0], row, ids, self.vocabulary)?;
@@ -457,6 +445,11 @@ fn read_checked(
     vocabulary: usize,
 ) -> Result<()> {
     reader.read(first, out).map_err(|e| shard.unreadable(ids, &e))?;
+    check_ids(shard, ids, first, out, vocabulary)
+}
+
+/// Refuses ids outside the vocabulary among rows from `first` on.
+fn check_ids(shard: &Shard, ids: &Field, first: u64, out: &[u32], vocabulary: usize) -> Result<()> {
     match first_invalid(out, vocabulary) {
         None => Ok(()),
         Some(at) => {

@@ -72,6 +72,27 @@ impl RowReader {
         self.read_as(first, ids, Stored::to_ids)
     }
 
+    /// Of rows of one element: overwrites `ids` with those from `first` on, and `next` with as many from `first` + 1 on.
+    pub(super) fn read_shifted(&mut self, first: u64, ids: &mut [u32], next: &mut [u32]) -> hdf5::Result<()> {
+        let (count, width) = (ids.len(), self.stored.width());
+        let end = first.checked_add(count as u64).filter(|end| *end < self.rows);
+        let end = end.ok_or_else(|| format!("rows {first} to {first} + {count} of {} asked for", self.rows))?;
+        if self.row_len != 1 || next.len() != count || count == 0 {
+            let next = next.len();
+            return Err(format!("{count} and {next} elements of rows of {} asked for", self.row_len).into());
+        }
+        if self.blocks.rows == 0 {
+            self.raw.resize((count + 1) * width, 0);
+            self.source.read(first, width, &mut self.raw)?;
+            self.stored.to_ids(&self.raw[..count * width], ids);
+            self.stored.to_ids(&self.raw[width..], next);
+            return Ok(());
+        }
+        self.read(first, ids)?;
+        next[..count - 1].copy_from_slice(&ids[1..]);
+        self.read(end, &mut next[count - 1..])
+    }
+
     /// As [`RowReader::read`], of a dataset whose elements become numbers.
     pub(super) fn read_numbers(&mut self, first: u64, numbers: &mut [f32]) -> hdf5::Result<()> {
         self.read_as(first, numbers, Stored::to_numbers)

@@ -107,7 +107,8 @@ struct ShardOf<'a> {
 
 /// How people are told of rows that an import has skipped.
 pub(in crate::data) fn left_out(rows: u64) -> String {
-    format!("{rows} rows with numbers that are not finite were left out when the data was imported")
+    let (noun, verb) = if rows == 1 { ("row", "was") } else { ("rows", "were") };
+    format!("{rows} {noun} with numbers that are not finite {verb} left out when the data was imported")
 }
 
 /// Ids are read with 31 bits.
