@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, import_csv, import_idx};
-use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Target, Wants, verify};
+use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
+use hpctrain::data::{Augment, DataSpec, Dataset, Loader, SampleMut, Sampler, Split, Target, Wants, verify};
 
 fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
     let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
@@ -20,7 +20,7 @@ fn write(path: PathBuf, bytes: &[u8]) -> PathBuf {
 }
 
 fn kept(out: PathBuf) -> Kept {
-    Kept { every: 5, shards: 2, normalize: true, out }
+    Kept { not_finite: NotFinite::Error, every: 5, shards: 2, normalize: true, out }
 }
 
 /// A row: inputs, classes, values.
@@ -80,7 +80,8 @@ fn a_table_is_of_classes_or_of_numbers() {
     let input = write(root.path().join("table.csv"), table.as_bytes());
     let import = |name: &str, targets: &[&str], regression| {
         let targets = targets.iter().map(|name| name.to_string()).collect();
-        let kept = Kept { every: 3, shards: 1, normalize: false, out: root.path().join(name) };
+        let kept =
+            Kept { not_finite: NotFinite::Error, every: 3, shards: 1, normalize: false, out: root.path().join(name) };
         let imported = import_csv(&ImportCsv { input: input.clone(), targets, regression, kept }).unwrap();
         (root.path().join(name), imported)
     };
@@ -113,7 +114,7 @@ fn malformed_files_are_refused() {
     for (images, labels, wanted) in cases {
         let images = write(root.path().join("images"), images);
         let labels = write(root.path().join("labels"), labels);
-        let kept = Kept { every: 0, shards: 1, normalize: true, out: out.clone() };
+        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
         let error = import_idx(&ImportIdx { images, labels, kept }).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted) && error.to_string().contains("\nhint: "), "{error}");
@@ -127,13 +128,83 @@ fn malformed_files_are_refused() {
         ("a,b\n", "b", "no lines after the header"),
     ] {
         let input = write(root.path().join("table.csv"), table.as_bytes());
-        let kept = Kept { every: 0, shards: 1, normalize: true, out: out.clone() };
+        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
         let import = ImportCsv { input, targets: vec![target.into()], regression: false, kept };
         let error = import_csv(&import).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted), "{table:?}: {error}");
     }
     assert!(!out.exists());
+}
+
+#[test]
+fn rows_that_are_not_finite_are_left_out_and_counted() {
+    let root = tempfile::tempdir().unwrap();
+    let table = "x,y,kind\n1,2,0\n2,nan,1\n3,4,\n4,-inf,1\n5,1e39,0\n6,7,1\n8,9,2\n10,11,0\n";
+    let input = write(root.path().join("table.csv"), table.as_bytes());
+    let out = root.path().join("out");
+    let import = |not_finite| {
+        let kept = Kept { not_finite, every: 3, shards: 1, normalize: true, out: out.clone() };
+        import_csv(&ImportCsv { input: input.clone(), targets: vec!["kind".into()], regression: false, kept })
+    };
+    let error = import(NotFinite::Error).unwrap_err().to_string();
+    assert!(error.contains("line 3, column \"y\": \"nan\" is no number\nhint: "), "{error}");
+    let imported = import(NotFinite::Skip).unwrap();
+    assert_eq!((imported.skipped, imported.classes), (4, Some(3)));
+    let told = "4 rows with numbers that are not finite were left out when the data was imported";
+    assert!(imported.to_string().ends_with(told), "{imported}");
+    // As if they had not been there: the third of the four that are left is kept for validation, and does not count in the scale.
+    let rest = write(root.path().join("rest.csv"), b"x,y,kind\n1,2,0\n6,7,1\n8,9,2\n10,11,0\n");
+    let kept = Kept { every: 3, ..kept(root.path().join("rest")) };
+    let kept = Kept { shards: 1, ..kept };
+    import_csv(&ImportCsv { input: rest, targets: vec!["kind".into()], regression: false, kept }).unwrap();
+    for split in [Split::Train, Split::Validation] {
+        let both = [&out, &root.path().join("rest")].map(|path| rows(path, split, 2, Target::Class(3)).unwrap());
+        assert_eq!(both[0], both[1], "{split}");
+    }
+    let report = verify::verify(&out).unwrap();
+    assert!(report.notes.iter().any(|note| note == told), "{report}");
+    let wants = Wants::Rows { input: 2, ids: None, target: Target::Class(3) };
+    let dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
+    assert_eq!(dataset.left_out().as_deref(), Some(told));
+}
+
+#[test]
+fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
+    let root = tempfile::tempdir().unwrap();
+    let pixels: Vec<u8> = (0..10 * 30).map(|i| (i * 29 % 250 + 1) as u8).collect();
+    let images = write(root.path().join("images"), &idx(&[10, 5, 6], &pixels));
+    let labels = write(root.path().join("labels"), &idx(&[10], &[0; 10]));
+    let out = root.path().join("out");
+    import_idx(&ImportIdx { images, labels, kept: Kept { every: 0, ..kept(out.clone()) } }).unwrap();
+    let wants = Wants::Rows { input: 30, ids: None, target: Target::Class(1) };
+    let open = |by: Option<Augment>| {
+        let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
+        by.into_iter().for_each(|by| dataset.augment(by, &[5, 6, 1], 3).unwrap());
+        dataset
+    };
+    let read = |by, range: std::ops::Range<u64>| {
+        let once = std::iter::once(range);
+        Loader::start(open(by), Sampler::in_order(10), once, 1).unwrap().next().unwrap().features
+    };
+    let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
+    let plain = read(None, 0..10);
+    let by = Augment { flip: true, shift: 1, crop: 2 };
+    let all = read(Some(by), 0..40);
+    assert_eq!(bits(&read(Some(Augment::default()), 0..10)), bits(&plain));
+    // What a stored zero becomes: no pixel is one, but padding is.
+    let black = bits(&all).into_iter().find(|x| !bits(&plain).contains(x)).unwrap();
+    let mut moved = 0;
+    for (position, image) in all.chunks_exact(30).enumerate() {
+        let original = bits(&plain[position % 10 * 30..][..30]);
+        assert!(bits(image).iter().all(|x| *x == black || original.contains(x)), "{position}");
+        moved += usize::from(bits(image) != original);
+    }
+    assert!(moved > 30, "{moved}");
+    assert_ne!(bits(&all[..300]), bits(&all[300..600]));
+    // However positions are cut into batches, and across the end of an epoch.
+    let pieces: Vec<f32> = [0..7, 7..13, 13..40].into_iter().flat_map(|range| read(Some(by), range)).collect();
+    assert_eq!(bits(&pieces), bits(&all));
 }
 
 #[test]

@@ -9,7 +9,7 @@ use common::launch::Transport::{self, Alone, Mpirun, Simulate};
 use common::launch::{finish, mpirun, program};
 use common::runs::{Run, RunFiles};
 use common::simulator::with_simulator;
-use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, import_csv, import_idx};
+use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
 
 /// A network: its name, and the settings that make it.
 struct Network {
@@ -25,7 +25,13 @@ fn idx(shape: &[u32], elements: Vec<u8>) -> Vec<u8> {
 
 /// Small images of four classes, and a table, in the folder.
 fn data(folder: &Path) {
-    let kept = |name: &str| Kept { every: 5, shards: 2, normalize: true, out: folder.join(name) };
+    let kept = |name: &str| Kept {
+        not_finite: NotFinite::Error,
+        every: 5,
+        shards: 2,
+        normalize: true,
+        out: folder.join(name),
+    };
     let pixel = |i: usize| (i * 37 % 101 + i / 42 % 4 * 30) as u8;
     std::fs::write(folder.join("images"), idx(&[60, 7, 6], (0..60 * 42).map(pixel).collect())).unwrap();
     std::fs::write(folder.join("labels"), idx(&[60], (0..60).map(|i| i % 4).collect())).unwrap();
@@ -60,6 +66,9 @@ fn networks(folder: &Path) -> Vec<Network> {
                      {kind='dense', units=8}, {kind='layer_norm'}, {kind='tanh'}, {kind='dense', units=4}]",
                     "loss.label_smoothing=0.1",
                     "loss.class_weights=[1.0, 2.0, 0.5, 1.0]",
+                    "data.augment.flip=true",
+                    "data.augment.shift=1",
+                    "data.augment.crop=2",
                 ]),
                 vec![at("pictures")],
             ]

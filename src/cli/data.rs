@@ -4,7 +4,10 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use crate::data::import::{ImportCsv, ImportIdx, ImportText, Kept, import_csv, import_idx, import_text};
+use crate::data::import::{
+    Arrays, ImportCsv, ImportIdx, ImportNumpy, ImportText, Kept, NotFinite, import_csv, import_idx, import_numpy,
+    import_text,
+};
 use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
 use crate::telemetry::say;
@@ -69,6 +72,38 @@ enum Source {
         #[command(flatten)]
         kept: KeptArgs,
     },
+    /// NumPy arrays of features and labels, as numpy.save writes them, into train-*.h5 and val-*.h5
+    #[command(after_help = "Example: hpctrain data import npy X.npy Y.npy --out data/mine")]
+    Npy {
+        /// The features: a row for each sample; rows × height × width are images of one channel
+        features: PathBuf,
+        /// The labels. One integer from 0 on for each row is a class
+        labels: PathBuf,
+        /// Predict numbers, even where they look like classes
+        #[arg(long)]
+        regression: bool,
+        #[command(flatten)]
+        kept: KeptArgs,
+    },
+    /// Two arrays of an archive, as numpy.savez and numpy.savez_compressed write it, into train-*.h5 and val-*.h5
+    #[command(
+        after_help = "Example: hpctrain data import npz mnist.npz --features x_train --labels y_train --out data/mnist"
+    )]
+    Npz {
+        /// The archive
+        input: PathBuf,
+        /// Name of the features
+        #[arg(long, value_name = "NAME", default_value = "x")]
+        features: String,
+        /// Name of the labels
+        #[arg(long, value_name = "NAME", default_value = "y")]
+        labels: String,
+        /// Predict numbers, even where they look like classes
+        #[arg(long)]
+        regression: bool,
+        #[command(flatten)]
+        kept: KeptArgs,
+    },
 }
 
 #[derive(Debug, Args)]
@@ -85,11 +120,15 @@ struct KeptArgs {
     /// Leave numbers as they are, rather than bring each channel or column to mean 0 and deviation 1
     #[arg(long)]
     raw: bool,
+    /// What becomes of rows with a number that is not finite; empty cells of tables count as such, too, if they are skipped
+    #[arg(long, value_enum, default_value_t)]
+    not_finite: NotFinite,
 }
 
 impl From<KeptArgs> for Kept {
     fn from(args: KeptArgs) -> Self {
-        Self { every: args.val_every, shards: args.shards, normalize: !args.raw, out: args.out }
+        let KeptArgs { out, shards, val_every, raw, not_finite } = args;
+        Self { not_finite, every: val_every, shards, normalize: !raw, out }
     }
 }
 
@@ -126,6 +165,14 @@ pub fn run(args: DataArgs) -> Result<()> {
         }
         Command::Import(ImportArgs { source: Source::Csv { input, targets, regression, kept } }) => {
             say(import_csv(&ImportCsv { input, targets, regression, kept: kept.into() })?);
+        }
+        Command::Import(ImportArgs { source: Source::Npy { features, labels, regression, kept } }) => {
+            let arrays = Arrays::Files { features, labels };
+            say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
+        }
+        Command::Import(ImportArgs { source: Source::Npz { input, features, labels, regression, kept } }) => {
+            let arrays = Arrays::Archive { path: input, features, labels };
+            say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
         Command::Inspect { path } => say(inspect::inspect(&path)?.trim_end()),
         Command::Verify { path } => say(verify::verify(&path)?),

@@ -66,6 +66,7 @@ pub fn run(args: &PredictArgs, launched: bool) -> i32 {
 fn config(args: &PredictArgs, reader: &Reader) -> Result<Config> {
     let mut config = overlay(&reader.manifest().config, &args.overrides)?;
     config.data.path = args.data.display().to_string();
+    config.data.mix.clear();
     Ok(config)
 }
 

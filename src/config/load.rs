@@ -98,13 +98,13 @@ fn parse_layer(text: &str, origin: &str) -> Result<Table> {
     toml::from_str(text).map_err(|e| explain(&e, text, origin))
 }
 
-/// `a.b=c` as a table; `c` may be TOML or a bare word.
+/// `a.b=c` as a table, or `a.b.d=c` where a section has sections; `c` may be TOML or a bare word.
 fn parse_override(item: &str) -> Result<Table> {
     let origin = format!("--set {item}");
     let malformed = || Error::input(format!("{origin}: not of the form section.key=value")).hint("--set run.steps=500");
     let (key, value) = item.split_once('=').ok_or_else(malformed)?;
     let (key, value) = (key.trim(), value.trim());
-    if key.split('.').count() != 2 || key.split('.').any(str::is_empty) {
+    if !(2..=3).contains(&key.split('.').count()) || key.split('.').any(str::is_empty) {
         return Err(malformed());
     }
     let line = format!("{key} = {value}\n");
@@ -236,7 +236,16 @@ mod tests {
 
     #[test]
     fn malformed_overrides_are_refused() {
-        for item in ["steps", "steps=5", "run.=5", "a.b.c=1", "run.steps=many"] {
+        for item in [
+            "steps",
+            "steps=5",
+            "run.=5",
+            "a.b.c=1",
+            "run.steps.c=1",
+            "data.augment.flop=true",
+            "a.b.c.d=1",
+            "run.steps=many",
+        ] {
             let error = set(&[item]).unwrap_err().to_string();
             assert!(error.contains(&format!("--set {item}")), "{error}");
         }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{DeviceChoice, Size, Time};
 use crate::comm::{Choice, Route};
+use crate::data::{Augment, Mix};
 use crate::nn::layers::Layer;
 use crate::optim::{Group, Shape};
 use crate::parallel::Zero;
@@ -150,6 +151,11 @@ sections! {
         shuffle: bool = true,
         /// Micro-batches read ahead.
         prefetch: usize = 4,
+        /// `[data.augment]`, for images while training: `flip` (true: mirror every other one, left to right), `shift` (move by up
+        /// to so many pixels, the border repeated), `crop` (pad with so many zeros, cut out the old size).
+        augment: Augment = Augment::default(),
+        /// `[[data.mix]]`: several data sets in the stead of `path`, each with a `path` and a `weight`.
+        mix: Vec<Mix> = vec![],
     }
 
     /// `[batch]`

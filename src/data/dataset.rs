@@ -6,17 +6,17 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::Tokenizer;
-use super::h5::RowReader;
+use super::augment::{Augment, Augmenter};
+use super::import::left_out;
+use super::rows::RowReader;
 use super::shard::{Content, Field, Shard, first_invalid};
 use crate::error::{Error, Result};
 use crate::pattern::matches;
 
 /// Shards kept open at a time: well below the usual limit of 1024 files.
 const MAX_OPEN: usize = 256;
-/// What all chunk caches of a data set may take together …
-const CHUNK_CACHE_TOTAL: usize = 256 << 20;
-/// … and a single one.
-const CHUNK_CACHE_EACH: usize = 32 << 20;
+/// What may be kept in memory of all shards together, unless single chunks are larger.
+const CACHE_TOTAL: usize = 128 << 20;
 
 /// Where the data is and what it is called there.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -81,7 +81,7 @@ pub struct Sizes {
     pub values: usize,
 }
 
-/// Where a sample goes: each part has the length that [`Dataset::sizes`] tells.
+/// Where samples go: each part has the length that [`Dataset::sizes`] tells, times the number of samples.
 pub struct SampleMut<'a> {
     /// Ids of the input.
     pub ids: &'a mut [u32],
@@ -91,6 +91,14 @@ pub struct SampleMut<'a> {
     pub classes: &'a mut [u32],
     /// Numbers to predict.
     pub values: &'a mut [f32],
+}
+
+impl Sizes {
+    /// Of so many samples.
+    fn times(self, count: usize) -> Self {
+        let Self { ids, features, classes, values } = self;
+        Self { ids: ids * count, features: features * count, classes: classes * count, values: values * count }
+    }
 }
 
 impl<'a> SampleMut<'a> {
@@ -198,42 +206,80 @@ pub struct Dataset {
     shards: Vec<Shard>,
     /// The number of the first sample of each shard, and of all samples at the end.
     first_sample: Vec<u64>,
+    /// Samples of each data set.
+    parts: Vec<u64>,
     context: usize,
     wants: Wants,
     /// Ids are below this: of text, or of rows of ids.
     vocabulary: usize,
     open: OpenShards,
-    /// One window of a token stream: inputs and targets overlap.
-    window: Vec<u32>,
+    /// What is done to images before they are brought to their scale.
+    augmenter: Option<Augmenter>,
 }
 
 impl Dataset {
     /// Opens and checks every shard of `split`.
+    ///
+    /// # Errors
+    /// What is missing or malformed, and where.
     pub fn open(spec: &DataSpec, split: Split, context: usize) -> Result<Self> {
+        Self::open_all(std::slice::from_ref(spec), split, context)
+    }
+
+    /// Opens and checks every shard of several data sets of the same kind, whose samples are numbered one after the other.
+    ///
+    /// # Errors
+    /// As [`Dataset::open`], or the data sets do not go together.
+    pub fn open_all(specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
         if context == 0 {
             return Err(Error::input("a sample of 0 tokens teaches nothing").hint("set the context to 1 or more"));
         }
-        let shards: Vec<Shard> =
-            spec.files(split)?.iter().map(|path| Shard::open(path, spec)).collect::<Result<_>>()?;
-        let mut first_sample = vec![0];
+        let (mut shards, mut first_sample, mut parts) = (Vec::<Shard>::new(), vec![0], Vec::new());
         let mut samples = 0;
-        for shard in &shards {
-            shard.check_sibling(&shards[0])?;
-            samples += shard.samples(context)?;
-            first_sample.push(samples);
+        for spec in specs {
+            let (own, before) = (shards.len(), samples);
+            for path in spec.files(split)? {
+                let shard = Shard::open(&path, spec)?;
+                if let Some(first) = shards.get(own) {
+                    shard.check_sibling(first)?;
+                } else if let Some(first) = shards.first() {
+                    shard.check_mixable(first)?;
+                }
+                samples += shard.samples(context)?;
+                first_sample.push(samples);
+                shards.push(shard);
+            }
+            parts.push(samples - before);
         }
+        let spec = specs.first().ok_or_else(|| Error::internal("no data set is to be opened"))?;
         let vocabulary = match spec.wants {
             Wants::Text | Wants::Anything => shards[0].vocabulary(spec.vocabulary)?,
             Wants::Rows { ids, .. } => ids.unwrap_or(0),
         };
         let open = OpenShards::new(&shards, MAX_OPEN);
-        let window = vec![0; context + 1];
-        Ok(Self { shards, first_sample, context, wants: spec.wants, vocabulary, open, window })
+        Ok(Self { shards, first_sample, parts, context, wants: spec.wants, vocabulary, open, augmenter: None })
+    }
+
+    /// Has images of `shape`, which is that of a row, moved and mirrored at random, by `seed`, from now on.
+    ///
+    /// # Errors
+    /// Samples are no images, or they would be moved out of sight.
+    pub fn augment(&mut self, by: Augment, shape: &[usize], seed: u64) -> Result<()> {
+        if self.sizes().ids > 0 {
+            return Err(Error::input("data.augment is for images, but samples are ids").hint("leave it out"));
+        }
+        self.augmenter = Some(Augmenter::new(by, shape, seed)?);
+        Ok(())
     }
 
     /// How many samples there are; at least one.
     pub fn samples(&self) -> u64 {
         self.first_sample[self.shards.len()]
+    }
+
+    /// How many samples each of the data sets has.
+    pub fn parts(&self) -> &[u64] {
+        &self.parts
     }
 
     /// All ids are below this.
@@ -267,9 +313,30 @@ impl Dataset {
         self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum()
     }
 
+    /// What there is to say of rows that an import has left out, if it has.
+    pub fn left_out(&self) -> Option<String> {
+        // Every shard tells of its whole import, which the first one of a source stands for.
+        let mut sources: Vec<_> = self.shards.iter().map(|shard| (shard.path.parent(), &shard.header)).collect();
+        sources.dedup_by_key(|(folder, _)| *folder);
+        let rows: u64 = sources.iter().filter_map(|(_, header)| header.skipped_rows).sum();
+        (rows > 0).then(|| left_out(rows))
+    }
+
     /// What turns ids into text, if the shards tell.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.shards[0].header.tokenizer.as_ref()
+    }
+
+    /// Most bytes that are kept of what was read, for further reads.
+    pub fn cache_limit(&self) -> usize {
+        let mut limits: Vec<usize> = self.shards.iter().map(|shard| shard.cache_limit(self.open.cache_bytes)).collect();
+        limits.sort_unstable_by(|a, b| b.cmp(a));
+        limits.iter().take(self.open.max_open).sum()
+    }
+
+    /// Bytes that are kept now of what was read, for further reads.
+    pub fn cached(&self) -> usize {
+        self.open.by_index.values().flat_map(|open| &open.readers).map(RowReader::held).sum()
     }
 
     /// Overwrites `into` with sample number `sample`.
@@ -277,23 +344,53 @@ impl Dataset {
     /// # Errors
     /// The file system refused, an id or a class is out of its range, or a number is none.
     pub fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        self.read_run(sample, 1, 0, into)
+    }
+
+    /// As [`Dataset::read`], of `count` samples from `first` on, whose parts stand one after the other: samples that are
+    /// neighbours in the file are read at once. In another `epoch` images are augmented otherwise.
+    ///
+    /// # Errors
+    /// As [`Dataset::read`].
+    pub fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
         let sizes = self.sizes();
-        let SampleMut { ids, features, classes, values } = into;
+        let SampleMut { mut ids, mut features, mut classes, mut values } = into;
         let lens = Sizes { ids: ids.len(), features: features.len(), classes: classes.len(), values: values.len() };
-        if sample >= self.samples() || lens != sizes {
+        let last = first.saturating_add(count as u64);
+        if last > self.samples() || lens != sizes.times(count) {
             let all = self.samples();
-            return Err(Error::internal(format!("sample {sample} of {all} of {sizes:?} asked for, into {lens:?}")));
+            return Err(Error::internal(format!("samples {first}..{last} of {all} of {sizes:?} wanted in {lens:?}")));
         }
-        let index = self.first_sample.partition_point(|&first| first <= sample) - 1;
+        let mut next = first;
+        while next < last {
+            let index = self.first_sample.partition_point(|&first| first <= next) - 1;
+            let here = (self.first_sample[index + 1].min(last) - next) as usize;
+            let into = SampleMut {
+                ids: front(&mut ids, here * sizes.ids),
+                features: front(&mut features, here * sizes.features),
+                classes: front(&mut classes, here * sizes.classes),
+                values: front(&mut values, here * sizes.values),
+            };
+            let seen = Seen { epoch, first: next };
+            self.read_rows(index, next - self.first_sample[index], seen, into)?;
+            next += here as u64;
+        }
+        Ok(())
+    }
+
+    /// Reads samples of shard `index` from its sample `row` on, as many as there is room for.
+    fn read_rows(&mut self, index: usize, row: u64, seen: Seen, into: SampleMut<'_>) -> Result<()> {
+        let SampleMut { ids, features, classes, values } = into;
         let shard = &self.shards[index];
-        let row = sample - self.first_sample[index];
         let readers = self.open.readers(shard, index)?;
         match &shard.content {
             Content::Tokens(tokens) => {
                 let start = row * self.context as u64;
-                read_checked(shard, tokens, &mut readers[0], start, &mut self.window, self.vocabulary)?;
-                ids.copy_from_slice(&self.window[..self.context]);
-                classes.copy_from_slice(&self.window[1..]);
+                let read = readers[0].read_shifted(start, ids, classes);
+                read.map_err(|e| shard.unreadable(tokens, &e))?;
+                let last = classes.len().saturating_sub(1);
+                check_ids(shard, tokens, start, ids, self.vocabulary)?;
+                check_ids(shard, tokens, start + ids.len() as u64, &classes[last..], self.vocabulary)?;
             }
             Content::Samples { inputs: input_ids, targets: target_ids } => {
                 read_checked(shard, input_ids, &mut readers[0], row, ids, self.vocabulary)?;
@@ -304,6 +401,11 @@ impl Dataset {
                     read_checked(shard, inputs, &mut readers[0], row, ids, self.vocabulary)?;
                 } else {
                     read_numbers(shard, inputs, &mut readers[0], row, features)?;
+                    if let Some(augmenter) = &mut self.augmenter {
+                        for (image, sample) in features.chunks_exact_mut(inputs.row_len()).zip(seen.first..) {
+                            augmenter.apply(seen.epoch, sample, image);
+                        }
+                    }
                     standard.iter().for_each(|standard| standard.apply(features));
                 }
                 match (self.wants, targets) {
@@ -319,6 +421,20 @@ impl Dataset {
     }
 }
 
+/// When samples are seen, and the number of the first of them in the whole data set.
+#[derive(Clone, Copy)]
+struct Seen {
+    epoch: u64,
+    first: u64,
+}
+
+/// Splits off the first `count` elements.
+fn front<'a, T>(slice: &mut &'a mut [T], count: usize) -> &'a mut [T] {
+    let (front, rest) = std::mem::take(slice).split_at_mut(count);
+    *slice = rest;
+    front
+}
+
 /// Reads rows from `first` on and refuses ids outside the vocabulary.
 fn read_checked(
     shard: &Shard,
@@ -329,6 +445,11 @@ fn read_checked(
     vocabulary: usize,
 ) -> Result<()> {
     reader.read(first, out).map_err(|e| shard.unreadable(ids, &e))?;
+    check_ids(shard, ids, first, out, vocabulary)
+}
+
+/// Refuses ids outside the vocabulary among rows from `first` on.
+fn check_ids(shard: &Shard, ids: &Field, first: u64, out: &[u32], vocabulary: usize) -> Result<()> {
     match first_invalid(out, vocabulary) {
         None => Ok(()),
         Some(at) => {
@@ -340,7 +461,7 @@ fn read_checked(
     }
 }
 
-/// Reads a row's class and refuses one that is not among `all`.
+/// Reads rows' classes and refuses one that is not among `all`.
 fn read_class(
     shard: &Shard,
     field: &Field,
@@ -352,10 +473,10 @@ fn read_class(
     reader.read(row, out).map_err(|e| shard.unreadable(field, &e))?;
     match first_invalid(out, all) {
         None => Ok(()),
-        Some(_) => Err(Error::input(format!(
+        Some(at) => Err(Error::input(format!(
             "{} is class {}, but the network knows 0 to {}",
-            field.element(row as usize),
-            out[0] as i32,
+            field.element(row as usize + at),
+            out[at] as i32,
             all - 1
         ))
         .hint("give the last of model.layers more units, or mend the data")
@@ -363,9 +484,13 @@ fn read_class(
     }
 }
 
-/// Reads a row of numbers and refuses what is none.
+/// Reads rows of numbers and refuses what is none.
 fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
     reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, &e))?;
+    // No search, unless there is something to find: this way it takes vector instructions.
+    if !reader.is_float() || out.iter().fold(true, |all, x| all & x.is_finite()) {
+        return Ok(());
+    }
     match out.iter().position(|x| !x.is_finite()) {
         None => Ok(()),
         Some(at) => {
@@ -394,7 +519,7 @@ struct OpenShard {
 impl OpenShards {
     fn new(shards: &[Shard], max_open: usize) -> Self {
         let datasets = shards.len().min(max_open) * shards[0].content.datasets().len();
-        let cache_bytes = (CHUNK_CACHE_TOTAL / datasets).min(CHUNK_CACHE_EACH);
+        let cache_bytes = CACHE_TOTAL / datasets;
         Self { by_index: HashMap::new(), max_open, cache_bytes, clock: 0 }
     }
 

@@ -25,6 +25,8 @@ const BLOCK: usize = 1 << 16;
 const TOKENS: &str = "/tokens";
 pub(super) const CHECKSUMS: &str = "/checksums";
 pub(super) const TOKENIZER: &str = "/tokenizer";
+/// Of rows: how many the import has left out.
+pub(super) const SKIPPED_ROWS: &str = "skipped_rows";
 const CHECKSUM_BLOCK: &str = "checksum_block";
 
 /// What a file says about itself; a file of foreign make says nothing.
@@ -40,6 +42,8 @@ pub(super) struct Header {
     pub split: Option<String>,
     pub shard: Option<u64>,
     pub num_shards: Option<u64>,
+    /// Rows of the imported file that are in no shard.
+    pub skipped_rows: Option<u64>,
 }
 
 impl Header {
@@ -64,6 +68,7 @@ impl Header {
             split: text("split")?,
             shard: attribute(file, "shard")?,
             num_shards: attribute(file, "num_shards")?,
+            skipped_rows: attribute(file, SKIPPED_ROWS)?,
         };
         if let (Some(tokenizer), Some(size)) = (&header.tokenizer, header.vocabulary_size)
             && tokenizer.vocabulary() as u64 != size
@@ -228,6 +233,7 @@ mod tests {
             split: Some("train".into()),
             shard: Some(1),
             num_shards: Some(3),
+            skipped_rows: None,
         };
         assert_eq!(Header::read(&file).unwrap(), expected);
         let checksums = Checksums::read(&file).unwrap().unwrap();

@@ -1,5 +1,5 @@
-//! What the HDF5 binding lacks: rows of integers or numbers read straight into a buffer that the caller keeps,
-//! caches and buffers sized for random reads, and failures told in one line.
+//! What the HDF5 binding lacks: rows read straight into a buffer that the caller keeps, caches and buffers sized for
+//! random reads, and failures told in one line.
 
 use std::path::Path;
 
@@ -10,6 +10,7 @@ use hdf5_sys::h5i::hid_t;
 use hdf5_sys::h5p::{H5Pclose, H5Pcreate, H5Pset_buffer};
 use hdf5_sys::h5s::{H5S_SELECT_SET, H5Sselect_hyperslab};
 
+use super::stored::Stored;
 use crate::error::{Error, Result};
 
 /// The first bytes of an HDF5 file.
@@ -92,46 +93,33 @@ pub(in crate::data) fn var_len(text: &str) -> Result<VarLenUnicode> {
     text.parse().map_err(|e| Error::input(format!("{text:?} cannot be stored in HDF5: {e}")))
 }
 
-/// What the elements of a dataset become.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum As {
-    /// `u32`: ids, classes.
-    Ids,
-    /// `f32`
-    Numbers,
-}
-
-/// Reads rows of a dataset: single elements if it has one dimension, else whole slices along the first one.
-pub(super) struct RowReader {
+/// Reads rows of a dataset through the library: single elements if it has one dimension, else whole slices along the first one.
+pub(super) struct SlabReader {
     dataset: hdf5::Dataset,
+    /// Elements of a row, and bytes of an element in memory.
     row_len: usize,
+    width: usize,
     file_space: Dataspace,
     mem_space: Dataspace,
-    kind: As,
     mem_type: Datatype,
     transfer: SmallTransfer,
-    /// The selection's corner and extent; only the first element of each ever changes.
     start: Vec<u64>,
     count: Vec<u64>,
 }
 
-impl RowReader {
-    pub(super) fn new(dataset: hdf5::Dataset, kind: As) -> hdf5::Result<Self> {
+impl SlabReader {
+    /// Elements arrive as `stored`, whatever the file has: integers that do not fit are clamped by HDF5.
+    pub(super) fn new(dataset: hdf5::Dataset, stored: Stored) -> hdf5::Result<Self> {
         let shape = dataset.get_shape()?;
         if shape.is_empty() {
             return Err("a scalar has no rows".into());
         }
         Ok(Self {
             row_len: shape[1..].iter().product(),
+            width: stored.width(),
             file_space: dataset.space()?,
             mem_space: Dataspace::try_new(0)?,
-            // Signed, and HDF5 clamps what does not fit: negative ids of any width arrive with
-            // the top bit set and too large ones as i32::MAX. No vocabulary reaches either.
-            mem_type: match kind {
-                As::Ids => Datatype::from_type::<i32>()?,
-                As::Numbers => Datatype::from_type::<f32>()?,
-            },
-            kind,
+            mem_type: stored.datatype()?,
             transfer: SmallTransfer::new()?,
             start: vec![0; shape.len()],
             count: shape.iter().map(|&n| n as u64).collect(),
@@ -139,29 +127,18 @@ impl RowReader {
         })
     }
 
-    /// Overwrites `ids` with the rows from `first` on, as many as fill it exactly.
-    pub(super) fn read(&mut self, first: u64, ids: &mut [u32]) -> hdf5::Result<()> {
-        self.read_as(As::Ids, first, ids)
-    }
-
-    /// As [`RowReader::read`], of a dataset whose elements become numbers.
-    pub(super) fn read_numbers(&mut self, first: u64, numbers: &mut [f32]) -> hdf5::Result<()> {
-        self.read_as(As::Numbers, first, numbers)
-    }
-
-    /// Any bit pattern is a valid `T`, which has four bytes.
-    fn read_as<T: bytemuck::Pod>(&mut self, kind: As, first: u64, out: &mut [T]) -> hdf5::Result<()> {
-        if kind != self.kind || size_of::<T>() != 4 {
-            return Err("read as something else than it was opened for".into());
-        }
-        let rows = out.len() / self.row_len.max(1);
-        if rows * self.row_len != out.len() {
-            return Err(format!("{} elements are no whole number of rows of {}", out.len(), self.row_len).into());
-        }
-        if self.mem_space.size() != out.len() {
-            self.mem_space = Dataspace::try_new(out.len())?;
+    /// Overwrites `out` with the rows from `first` on, as many as fill it exactly.
+    pub(super) fn read(&mut self, first: u64, out: &mut [u8]) -> hdf5::Result<()> {
+        let elements = out.len() / self.width;
+        let rows = elements / self.row_len.max(1);
+        if rows * self.row_len * self.width != out.len() {
+            return Err(format!("{} bytes are no whole number of rows of {}", out.len(), self.row_len).into());
         }
         (self.start[0], self.count[0]) = (first, rows as u64);
+        if self.mem_space.size() != elements {
+            // Of the same rank as the dataset: between spaces of different ranks HDF5 maps element by element.
+            self.mem_space = Dataspace::try_new(self.count.iter().map(|&n| n as usize).collect::<Vec<_>>())?;
+        }
         hdf5::sync::sync(|| {
             // SAFETY: `start` and `count` have one element for each dimension of `file_space`;
             // the null stride and block mean 1.
@@ -176,9 +153,9 @@ impl RowReader {
                 )
             };
             hdf5::h5check(selected)?;
-            // SAFETY: HDF5 writes one 4-byte `mem_type` for each element of `mem_space`, which has
-            // as many as `out`, and fails if the selection in the file is outside the dataset or of
-            // another size. Any bit pattern is a valid element. All ids are open as long as `self`.
+            // SAFETY: HDF5 writes one `mem_type` of `width` bytes for each element of `mem_space`, which is as many bytes
+            // as `out` has, and fails if the selection in the file is outside the dataset or of another size. All ids
+            // are open as long as `self`.
             let read = unsafe {
                 H5Dread(
                     self.dataset.id(),

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::dataset::{SampleMut, Sizes};
-use super::{Sampler, Source};
+use super::{Draw, Order, Source};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::error::{Error, Result};
 
@@ -45,7 +45,7 @@ impl Batch {
     /// As [`Source::read`].
     pub fn read(dataset: &mut dyn Source, positions: Range<u64>, numbers: impl Iterator<Item = u64>) -> Result<Self> {
         let mut batch = Self::with_room(dataset.sizes(), positions.clone().count());
-        batch.fill(dataset, positions, numbers)?;
+        batch.fill(dataset, positions, numbers.map(|sample| Draw { sample, epoch: 0 }))?;
         Ok(batch)
     }
 
@@ -54,7 +54,7 @@ impl Batch {
         &mut self,
         dataset: &mut dyn Source,
         positions: Range<u64>,
-        numbers: impl Iterator<Item = u64>,
+        draws: impl Iterator<Item = Draw>,
     ) -> Result<()> {
         let (sizes, samples) = (dataset.sizes(), positions.clone().count());
         self.positions = positions;
@@ -62,15 +62,22 @@ impl Batch {
         self.features.resize(samples * sizes.features, 0.0);
         self.classes.resize(samples * sizes.classes, 0);
         self.values.resize(samples * sizes.values, 0.0);
-        for (i, number) in numbers.take(samples).enumerate() {
-            let of = |size: usize| i * size..(i + 1) * size;
-            let sample = SampleMut {
+        let mut draws = draws.take(samples).peekable();
+        let mut i = 0;
+        while let Some(Draw { sample: first, epoch }) = draws.next() {
+            let mut count = 1;
+            while draws.next_if_eq(&Draw { sample: first + count as u64, epoch }).is_some() {
+                count += 1;
+            }
+            let of = |size: usize| i * size..(i + count) * size;
+            let run = SampleMut {
                 ids: &mut self.ids[of(sizes.ids)],
                 features: &mut self.features[of(sizes.features)],
                 classes: &mut self.classes[of(sizes.classes)],
                 values: &mut self.values[of(sizes.values)],
             };
-            dataset.read(number, sample)?;
+            dataset.read_run(first, count, epoch, run)?;
+            i += count;
         }
         Ok(())
     }
@@ -84,34 +91,33 @@ impl Batch {
 
 /// Hands out batches in the order asked for at the start, read in advance.
 ///
-/// One thread is enough: HDF5 serialises its callers.
+/// One thread is enough: plain reads keep up with a network, and HDF5 serialises its callers.
 pub struct Loader {
     /// `None` only while dropping.
     batches: Option<Receiver<Result<Batch>>>,
     used: Sender<Batch>,
     reader: Option<JoinHandle<()>>,
-    /// Bytes of all batches there are.
+    /// Bytes of all batches there are, and of what the data set keeps.
     held: Arc<AtomicUsize>,
     waited: Duration,
 }
 
 impl Loader {
-    /// Starts to read `batches`, each a range of positions that `sampler` maps to samples, and
-    /// keeps at most `depth` of them ready besides the one being read.
+    /// Starts to read `batches`, each a range of positions that `order` maps to samples, and keeps at most `depth` of them ready besides the one being read.
     pub fn start(
         dataset: impl Source + 'static,
-        sampler: Sampler,
+        order: impl Into<Order>,
         batches: impl Iterator<Item = Range<u64>> + Send + 'static,
         depth: usize,
     ) -> Result<Self> {
         let (ready, receiver) = sync_channel(depth);
         let (used, recycled) = channel();
         let held = Arc::new(AtomicUsize::new(0));
-        let counter = held.clone();
+        let (counter, order) = (held.clone(), order.into());
         let activity = Activity::current();
         let read = move || {
             activity.inspect(|activity| activity.here(Track::Loader));
-            read_ahead(dataset, sampler, batches, depth, &ready, &recycled, &counter);
+            read_ahead(dataset, &order, batches, depth, &ready, &recycled, &counter);
         };
         let reader = std::thread::Builder::new()
             .name("hpctrain-data".to_owned())
@@ -140,7 +146,7 @@ impl Loader {
         let _ = self.used.send(batch);
     }
 
-    /// Bytes of the batches that were read ahead, are being read, or were handed out.
+    /// Bytes of the batches that were read ahead, are being read, or were handed out, and of what the data set keeps.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }
@@ -165,7 +171,7 @@ impl Drop for Loader {
 /// Sends all batches, or those before the first failure and the failure.
 fn read_ahead(
     mut dataset: impl Source,
-    sampler: Sampler,
+    order: &Order,
     batches: impl Iterator<Item = Range<u64>>,
     depth: usize,
     ready: &SyncSender<Result<Batch>>,
@@ -179,13 +185,15 @@ fn read_ahead(
     let sizes = dataset.sizes();
     let empty = || Batch::with_room(sizes, samples);
     let mut unused: Vec<Batch> = std::iter::repeat_with(empty).take(depth + 2).collect();
-    held.store(unused.iter().map(Batch::bytes).sum(), Ordering::Relaxed);
+    let of_batches: usize = unused.iter().map(Batch::bytes).sum();
+    held.store(of_batches, Ordering::Relaxed);
     for positions in batches {
         let mut batch = unused.pop().or_else(|| recycled.try_recv().ok()).unwrap_or_else(empty);
         let reading = span(Doing::Reading, None);
-        let numbers = positions.clone().map(|position| sampler.index(position));
-        let batch = batch.fill(&mut dataset, positions, numbers).map(|()| batch);
+        let draws = positions.clone().map(|position| order.draw(position));
+        let batch = batch.fill(&mut dataset, positions, draws).map(|()| batch);
         drop(reading);
+        held.store(of_batches + dataset.cached(), Ordering::Relaxed);
         let failed = batch.is_err();
         if ready.send(batch).is_err() || failed {
             return;

@@ -1,10 +1,12 @@
 //! Sharded HDF5 data: shards, sample order, prefetching, import, verification.
 //!
 //! From the file up: [`Dataset`] opens the shards of one split and numbers their samples,
-//! [`Sampler`] says which sample stands at which position of the run, and [`Loader`] reads
-//! positions ahead of the training step. A program that makes its samples itself puts a
-//! [`Source`] of its own in the place of the files.
+//! [`Sampler`] says which sample stands at which position of the run ([`Order`] does where several
+//! data sets are mixed), and [`Loader`] reads positions ahead of the training step. A program that
+//! makes its samples itself puts a [`Source`] of its own in the place of the files.
 
+mod augment;
+pub mod bench;
 pub mod bundled;
 mod dataset;
 mod format;
@@ -12,15 +14,20 @@ mod h5;
 pub mod import;
 pub mod inspect;
 mod loader;
+mod order;
+mod rows;
 mod sampler;
 mod shard;
 mod source;
+mod stored;
 mod tokenizer;
 pub mod verify;
 
+pub use augment::Augment;
 pub use dataset::{DataSpec, Dataset, SampleMut, Sizes, Split, Target, Wants};
 pub(crate) use h5::one_line;
 pub use loader::{Batch, Loader};
+pub use order::{Draw, Mix, Order};
 pub use sampler::Sampler;
 pub use source::Source;
 pub use tokenizer::{Tokenizer, TokenizerKind};

@@ -38,6 +38,11 @@ impl Sampler {
         Self { samples, seed: None }
     }
 
+    /// How many samples there are.
+    pub(super) fn samples(&self) -> u64 {
+        self.samples
+    }
+
     /// The sample at `position`, counted from the start of the run.
     pub fn index(&self, position: u64) -> u64 {
         let (epoch, within) = (position / self.samples, position % self.samples);

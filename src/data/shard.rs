@@ -3,17 +3,21 @@
 //! A shard is described once, when a data set is opened; the description keeps no handle.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use hdf5::File;
+use hdf5::dataset::Layout;
 use hdf5::types::TypeDescriptor;
 
 use super::Tokenizer;
 use super::dataset::{DataSpec, Target, Wants};
 use super::format::Header;
-use super::h5::{self, As, ChunkCache, RowReader};
+use super::h5::{self, ChunkCache, SlabReader};
+use super::rows::{RowReader, Source};
+use super::stored::{As, Stored};
 use crate::error::{Error, Result};
 
-/// Ids are read as `i32`, see [`RowReader`]; the largest value means "too large".
+/// The largest value means "too large", see [`Stored::to_ids`].
 const MAX_VOCABULARY: usize = i32::MAX as usize;
 
 /// The description of one file.
@@ -77,6 +81,10 @@ impl Standard {
 
     /// Brings rows to the scale.
     pub(super) fn apply(&self, rows: &mut [f32]) {
+        if let ([mean], [std]) = (&self.mean[..], &self.std[..]) {
+            // The same, in a form that takes vector instructions.
+            return rows.iter_mut().for_each(|x| *x = (*x - mean) / std);
+        }
         for row in rows.chunks_exact_mut(self.mean.len()) {
             for ((x, mean), std) in row.iter_mut().zip(&self.mean).zip(&self.std) {
                 *x = (*x - mean) / std;
@@ -93,9 +101,20 @@ pub(super) struct Field {
     pub kind: As,
     pub dtype: TypeDescriptor,
     pub shape: Vec<usize>,
-    /// Decompressed bytes of a chunk; 0 if contiguous.
-    chunk_bytes: usize,
+    /// What its elements are in memory before they become ids or numbers.
+    stored: Stored,
+    /// Shape of a chunk, if it is chunked.
+    chunk: Option<Vec<usize>>,
+    /// Chunks are compressed, or filtered otherwise.
+    is_filtered: bool,
+    /// Where its elements lie side by side in the shard's own file as they are in memory, if they do.
+    offset: Option<u64>,
 }
+
+/// Bytes that blocks of rows have at least, unless chunks are larger: fewer are not worth their place in a table.
+const BLOCK_BYTES: usize = 16 << 10;
+/// Rows of so many bytes are not worth a call to the system each.
+const SMALL_ROW: usize = 64;
 
 impl Shard {
     /// Describes the file at `path`, whose datasets have the names that `spec` gives.
@@ -108,6 +127,16 @@ impl Shard {
 
     /// Refuses a shard that does not fit the `first` one of its data set.
     pub(super) fn check_sibling(&self, first: &Self) -> Result<()> {
+        self.check(first, &["set of datasets", "dtype", "sample shape", "scale of inputs", "vocabulary_size"])
+    }
+
+    /// Refuses a shard whose samples are not of the kind of those of the `first` one, which is of another data set. Types and
+    /// scales may differ: what is read does not tell.
+    pub(super) fn check_mixable(&self, first: &Self) -> Result<()> {
+        self.check(first, &["set of datasets", "sample shape", "vocabulary_size"])
+    }
+
+    fn check(&self, first: &Self, checked: &[&str]) -> Result<()> {
         let aspects = |shard: &Self| {
             let describe = |one: &dyn Fn(&Field) -> String| {
                 let all: Vec<String> = shard.content.datasets().into_iter().map(one).collect();
@@ -122,7 +151,7 @@ impl Shard {
             ]
         };
         for ((aspect, own), (_, expected)) in aspects(self).into_iter().zip(aspects(first)) {
-            if own != expected {
+            if checked.contains(&aspect) && own != expected {
                 return Err(self.differs(first, aspect, &own, &expected));
             }
         }
@@ -136,7 +165,7 @@ impl Shard {
     fn differs(&self, first: &Self, aspect: &str, own: &str, expected: &str) -> Error {
         let (path, first) = (self.path.display(), first.path.display());
         Error::input(format!("{aspect} differs: {path} has {own}, {first} has {expected}"))
-            .hint("the shards of one data set must agree: import them in one go")
+            .hint("the shards of one data set must agree: import them in one go; those of data.mix must hold samples of one kind")
     }
 
     /// How many samples of `context` ids there are; at least one.
@@ -196,17 +225,63 @@ impl Shard {
         }
     }
 
-    /// Opens the file anew and returns a reader for each dataset of its content. `cache_bytes` is
-    /// spent on each of them, more if a chunk is larger: else each read would decompress it again.
+    /// Opens the file anew and returns a reader for each dataset of its content. `cache_bytes` may be kept of each, more if
+    /// a chunk is larger: else each read would decompress it again.
     pub(super) fn readers(&self, cache_bytes: usize) -> Result<Vec<RowReader>> {
         let datasets = self.content.datasets();
-        let chunk_bytes = datasets.iter().map(|ids| ids.chunk_bytes).max().unwrap_or(0);
-        let file = h5::open_file(&self.path, Some(ChunkCache { bytes: cache_bytes.max(chunk_bytes), chunk_bytes }))?;
+        // Of data whose blocks are kept by its reader, HDF5 has nothing to keep.
+        let chunk_bytes = |field: &&Field| field.chunk_bytes().filter(|_| self.block(field, cache_bytes) == 0);
+        let chunk_bytes = datasets.iter().filter_map(chunk_bytes).max();
+        let bytes = chunk_bytes.map_or(0, |chunk_bytes| cache_bytes.max(chunk_bytes));
+        let file = h5::open_file(&self.path, Some(ChunkCache { bytes, chunk_bytes: chunk_bytes.unwrap_or(0) }))?;
+        let plain = std::fs::File::open(&self.path).map_err(|e| Error::io("read", &self.path, e))?;
+        let plain = Arc::new(plain);
         let open = |field: &&Field| {
-            let reader = file.dataset(&field.name).and_then(|dataset| RowReader::new(dataset, field.kind));
-            reader.map_err(|e| self.unreadable(field, &e))
+            let source = match field.offset {
+                Some(offset) => Ok(Source::File(plain.clone(), offset)),
+                None => file
+                    .dataset(&field.name)
+                    .and_then(|dataset| SlabReader::new(dataset, field.stored))
+                    .map(Source::Library),
+            };
+            let source = source.map_err(|e| self.unreadable(field, &e))?;
+            let (rows, block) = (field.rows() as u64, self.block(field, cache_bytes) as u64);
+            Ok(RowReader::new(source, field.stored, rows, field.row_len(), block, cache_bytes))
         };
         datasets.iter().map(open).collect()
+    }
+
+    /// Most bytes that the readers of all its datasets keep together, if `cache_bytes` may be kept of each.
+    pub(super) fn cache_limit(&self, cache_bytes: usize) -> usize {
+        let limit = |field: &Field| {
+            let block = self.block(field, cache_bytes) * field.row_bytes();
+            match (block, field.chunk_bytes()) {
+                (0, Some(chunk_bytes)) => cache_bytes.max(chunk_bytes),
+                (0, None) => 0,
+                (block, _) => block.max(cache_bytes).min(field.rows() * field.row_bytes()),
+            }
+        };
+        self.content.datasets().into_iter().map(limit).sum()
+    }
+
+    /// Rows of a dataset that are read at once and kept, if `cache_bytes` may be; 0 reads what is asked for and keeps nothing.
+    fn block(&self, field: &Field, cache_bytes: usize) -> usize {
+        let row_bytes = field.row_bytes().max(1);
+        let fits = field.rows() * row_bytes <= cache_bytes;
+        let enough_rows = BLOCK_BYTES.div_ceil(row_bytes);
+        match &field.chunk {
+            // Targets, mostly: all of them take less than a few samples.
+            None if fits && row_bytes < SMALL_ROW && !matches!(self.content, Content::Tokens(_)) => enough_rows,
+            None => 0,
+            Some(chunk) if fits => enough_rows.next_multiple_of(chunk[0].max(1)),
+            Some(chunk) => {
+                let chunk_bytes = chunk[0] * row_bytes;
+                let is_whole = chunk[1..] == field.shape[1..];
+                // Of what is not compressed HDF5 reads just what is asked for.
+                let pays = field.is_filtered && chunk_bytes >= BLOCK_BYTES && (is_whole || chunk_bytes <= cache_bytes);
+                if pays { chunk[0] } else { 0 }
+            }
+        }
     }
 
     /// A read of `ids` failed although the file once was in order.
@@ -370,9 +445,31 @@ impl Field {
         if dims.is_empty() {
             return Err(Error::input(format!("{name} is a scalar")).hint("store one row for each sample"));
         }
-        let chunk_elements: usize = dataset.chunk().map_or(0, |chunk| chunk.iter().product());
-        let chunk_bytes = chunk_elements * dtype.size();
-        Ok(Self { name: name.to_owned(), kind, dtype, shape: dims, chunk_bytes })
+        let native = dataset.dtype().and_then(|dtype| Stored::of(&dtype)).map_err(unreadable)?;
+        let properties = dataset.create_plist().map_err(unreadable)?;
+        // A link may lead into another file, and elements may lie in files without structure.
+        let is_here = dataset.filename() == file.filename() && properties.external().is_empty();
+        let is_plain = dataset.layout() == Layout::Contiguous && is_here && native.is_some();
+        Ok(Self {
+            name: name.to_owned(),
+            kind,
+            dtype,
+            shape: dims,
+            stored: native.unwrap_or(Stored::converted(kind)),
+            chunk: dataset.chunk(),
+            is_filtered: !dataset.filters().is_empty(),
+            offset: dataset.offset().filter(|_| is_plain),
+        })
+    }
+
+    /// Bytes of a row in memory.
+    fn row_bytes(&self) -> usize {
+        self.row_len() * self.stored.width()
+    }
+
+    /// Decompressed bytes of a chunk, if there are chunks.
+    fn chunk_bytes(&self) -> Option<usize> {
+        self.chunk.as_ref().map(|chunk| chunk.iter().product::<usize>() * self.dtype.size())
     }
 
     /// Elements, or rows of elements if there are two dimensions.
@@ -420,6 +517,10 @@ pub(super) fn shape(dims: &[usize]) -> String {
 
 /// The place of the first id outside the vocabulary.
 pub(super) fn first_invalid(ids: &[u32], vocabulary: usize) -> Option<usize> {
+    // Nearly always there is none, which vector instructions tell sooner than a search.
+    if (ids.iter().fold(0, |largest, id| largest.max(*id)) as usize) < vocabulary {
+        return None;
+    }
     ids.iter().position(|&id| id as usize >= vocabulary)
 }
 
@@ -430,7 +531,16 @@ mod tests {
     #[test]
     fn elements_are_named_by_row_and_column() {
         let dtype = TypeDescriptor::Unsigned(hdf5::types::IntSize::U1);
-        let ids = |shape| Field { name: "/x".into(), kind: As::Ids, dtype: dtype.clone(), shape, chunk_bytes: 0 };
+        let ids = |shape| Field {
+            name: "/x".into(),
+            kind: As::Ids,
+            dtype: dtype.clone(),
+            shape,
+            stored: Stored::U8,
+            chunk: None,
+            is_filtered: false,
+            offset: None,
+        };
         assert_eq!(ids(vec![100]).element(42), "/x[42]");
         assert_eq!(ids(vec![10, 8]).element(42), "/x[5, 2]");
     }

@@ -58,6 +58,47 @@ pub trait Source: Send {
     /// Whatever keeps it from being read: it ends the run.
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()>;
 
+    /// Overwrites `into` with `count` samples from number `first` on, one after the other, as pass number `epoch` over the
+    /// data sees them. Unless a source knows better, each is read by itself and every pass sees the same.
+    ///
+    /// # Errors
+    /// As [`Source::read`].
+    fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
+        let _ = epoch;
+        let sizes = self.sizes();
+        for i in 0..count {
+            let of = |size: usize| i * size..(i + 1) * size;
+            let one = SampleMut {
+                ids: &mut into.ids[of(sizes.ids)],
+                features: &mut into.features[of(sizes.features)],
+                classes: &mut into.classes[of(sizes.classes)],
+                values: &mut into.values[of(sizes.values)],
+            };
+            self.read(first + i as u64, one)?;
+        }
+        Ok(())
+    }
+
+    /// Samples of each of the data sets that it is made of, one after the other.
+    fn parts(&self) -> Vec<u64> {
+        vec![self.samples()]
+    }
+
+    /// The most bytes that it keeps of what it reads.
+    fn cache_limit(&self) -> usize {
+        0
+    }
+
+    /// Bytes that it keeps now of what it has read.
+    fn cached(&self) -> usize {
+        0
+    }
+
+    /// What was left out when it was made, for people.
+    fn left_out(&self) -> Option<String> {
+        None
+    }
+
     /// Predictions of a sample; of text, positions.
     fn context(&self) -> usize {
         self.sizes().classes.max(1)
@@ -93,6 +134,26 @@ impl Source for Dataset {
         self.read(sample, into)
     }
 
+    fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
+        self.read_run(first, count, epoch, into)
+    }
+
+    fn parts(&self) -> Vec<u64> {
+        self.parts().to_vec()
+    }
+
+    fn cache_limit(&self) -> usize {
+        self.cache_limit()
+    }
+
+    fn cached(&self) -> usize {
+        self.cached()
+    }
+
+    fn left_out(&self) -> Option<String> {
+        self.left_out()
+    }
+
     fn context(&self) -> usize {
         self.context()
     }
@@ -121,6 +182,26 @@ impl<S: Source + ?Sized> Source for Box<S> {
 
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
         (**self).read(sample, into)
+    }
+
+    fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
+        (**self).read_run(first, count, epoch, into)
+    }
+
+    fn parts(&self) -> Vec<u64> {
+        (**self).parts()
+    }
+
+    fn cache_limit(&self) -> usize {
+        (**self).cache_limit()
+    }
+
+    fn cached(&self) -> usize {
+        (**self).cached()
+    }
+
+    fn left_out(&self) -> Option<String> {
+        (**self).left_out()
     }
 
     fn context(&self) -> usize {

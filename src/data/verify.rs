@@ -4,9 +4,12 @@ use std::fmt;
 use std::path::Path;
 
 use super::format::{Checksums, checksum};
-use super::h5::{self, As};
+use super::h5;
+use super::import::left_out;
 use super::inspect::h5_files;
+use super::rows::RowReader;
 use super::shard::{Content, Field, Shard, first_invalid};
+use super::stored::As;
 use super::{DataSpec, Split, Wants};
 use crate::error::{Error, Result};
 
@@ -66,6 +69,10 @@ pub fn verify(path: &Path) -> Result<Report> {
     }
     if path.is_dir() && shards.len() == files.len() {
         check.completeness(path, &shards);
+    }
+    // Every shard tells of the whole import.
+    if let Some(rows) = shards.iter().filter_map(|shard| shard.header.skipped_rows).max() {
+        check.report.notes.push(left_out(rows));
     }
     check.report.files = files.len();
     match check.problems.len() {
@@ -141,7 +148,7 @@ impl Check {
         &mut self,
         shard: &Shard,
         ids: &Field,
-        reader: &mut h5::RowReader,
+        reader: &mut RowReader,
         checksums: Option<&Checksums>,
         vocabulary: usize,
     ) {
@@ -186,7 +193,7 @@ impl Check {
     }
 
     /// Reads a dataset of numbers block by block. What is no number counts, and the first is named.
-    fn numbers(&mut self, shard: &Shard, field: &Field, reader: &mut h5::RowReader) {
+    fn numbers(&mut self, shard: &Shard, field: &Field, reader: &mut RowReader) {
         let path = shard.path.display();
         let (row_len, mut wrong) = (field.row_len().max(1), 0);
         let rows_a_block = BLOCK.div_ceil(row_len);

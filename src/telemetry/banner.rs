@@ -7,6 +7,7 @@ use super::{bytes, grouped};
 use crate::backend::Memory;
 use crate::comm::Way;
 use crate::config::Plan;
+use crate::data::Mix;
 
 /// What the banner says besides the plan.
 pub struct Facts<'a> {
@@ -38,6 +39,8 @@ pub struct Facts<'a> {
     pub train: (u64, u64),
     /// Validation samples.
     pub validation: u64,
+    /// What there is to say of training rows that are not in the data.
+    pub left_out: Option<String>,
     /// What a rank needs.
     pub memory: &'a Estimate,
     /// Step and checkpoint resumed from, if it was asked to resume; without one there was none.
@@ -160,8 +163,17 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     line("model", format!("{}: {} parameters", plan.network.describe(), grouped(facts.parameters)));
     let (samples, tokens) = facts.train;
     let tokens = if plan.network.is_language() { format!(" ({} tokens)", grouped(tokens)) } else { String::new() };
-    let (path, validation) = (&plan.config.data.path, grouped(facts.validation));
+    let data = &plan.config.data;
+    let mixed = |one: &Mix| format!("{} × {}", one.weight, one.path);
+    let path = match &data.mix[..] {
+        [] => data.path.clone(),
+        mix => mix.iter().map(mixed).collect::<Vec<_>>().join(" + "),
+    };
+    let validation = grouped(facts.validation);
     line("data", format!("{path}: {} training samples{tokens}, {validation} for validation", grouped(samples)));
+    if let Some(told) = &facts.left_out {
+        line("", told.clone());
+    }
     line(
         "batch",
         format!(

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::backend::{Backend, Memory};
 use crate::checkpoint::Progress;
 use crate::config::{Config, LossKind, ModelKind, Plan, network};
-use crate::data::{Batch, DataSpec, Dataset, Loader, Sampler, Source, Split, Target, Wants, bundled};
+use crate::data::{Augment, Batch, DataSpec, Dataset, Loader, Order, Source, Split, Target, Wants, bundled};
 use crate::error::{Error, Result};
 use crate::nn::{Micro, Network};
 use crate::parallel::Lanes;
@@ -17,9 +17,15 @@ use crate::parallel::Lanes;
 /// # Errors
 /// What is missing or malformed, and where.
 pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
-    let spec = spec(config)?;
-    let split = |split| Dataset::open(&spec, split, predictions(config));
-    Ok((split(Split::Train)?, split(Split::Validation)?))
+    let specs = specs(config)?;
+    let split = |split| Dataset::open_all(&specs, split, predictions(config));
+    let mut train = split(Split::Train)?;
+    if config.data.augment != Augment::default() {
+        // Models of text have no shape of a sample.
+        let shape = config.model.input.as_deref().unwrap_or_default();
+        train.augment(config.data.augment, shape, config.run.seed)?;
+    }
+    Ok((train, split(Split::Validation)?))
 }
 
 /// The validation data of a configuration.
@@ -27,7 +33,7 @@ pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
 /// # Errors
 /// As [`open`].
 pub fn validation(config: &Config) -> Result<Dataset> {
-    Dataset::open(&spec(config)?, Split::Validation, predictions(config))
+    Dataset::open_all(&specs(config)?, Split::Validation, predictions(config))
 }
 
 /// The rows of a configuration's data without their targets, which need not be there.
@@ -35,11 +41,13 @@ pub fn validation(config: &Config) -> Result<Dataset> {
 /// # Errors
 /// As [`open`].
 pub fn inputs(config: &Config, split: Split) -> Result<Dataset> {
-    let mut spec = spec(config)?;
-    if let Wants::Rows { target, .. } = &mut spec.wants {
-        *target = Target::Unknown;
+    let mut specs = specs(config)?;
+    for spec in &mut specs {
+        if let Wants::Rows { target, .. } = &mut spec.wants {
+            *target = Target::Unknown;
+        }
     }
-    Dataset::open(&spec, split, predictions(config))
+    Dataset::open_all(&specs, split, predictions(config))
 }
 
 /// Predictions of a sample.
@@ -60,22 +68,35 @@ fn wants(config: &Config) -> Result<Wants> {
 }
 
 /// Where the data is.
-fn spec(config: &Config) -> Result<DataSpec> {
+fn specs(config: &Config) -> Result<Vec<DataSpec>> {
     let data = &config.data;
-    let path = match data.path.strip_prefix("bundled:") {
-        Some(name) => bundled::locate(name)?,
-        None => PathBuf::from(&data.path),
+    let wants = wants(config)?;
+    let spec = |path: &String| {
+        let path = match path.strip_prefix("bundled:") {
+            Some(name) => bundled::locate(name)?,
+            None => PathBuf::from(path),
+        };
+        Ok(DataSpec {
+            path,
+            train: data.train.clone(),
+            validation: data.validation.clone(),
+            tokens: data.tokens.clone(),
+            inputs: data.inputs.clone(),
+            targets: data.targets.clone(),
+            vocabulary: config.model.vocabulary,
+            wants,
+        })
     };
-    Ok(DataSpec {
-        path,
-        train: data.train.clone(),
-        validation: data.validation.clone(),
-        tokens: data.tokens.clone(),
-        inputs: data.inputs.clone(),
-        targets: data.targets.clone(),
-        vocabulary: config.model.vocabulary,
-        wants: wants(config)?,
-    })
+    if data.mix.is_empty() { Ok(vec![spec(&data.path)?]) } else { data.mix.iter().map(|one| spec(&one.path)).collect() }
+}
+
+/// Which sample stands at which position.
+fn order(config: &Config, train: &dyn Source) -> Result<Order> {
+    let weights: Vec<f64> = match &config.data.mix[..] {
+        [] => vec![1.0],
+        mix => mix.iter().map(|one| one.weight).collect(),
+    };
+    Order::mixed(&train.parts(), &weights, config.data.shuffle.then_some(config.run.seed))
 }
 
 /// Token ids that the data of a configuration uses.
@@ -107,16 +128,22 @@ pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64) -> 
 /// # Errors
 /// The data is shorter than one batch.
 pub fn check_size(plan: &Plan, train: &dyn Source) -> Result<()> {
-    let (have, want) = (train.samples(), plan.config.batch.global);
-    if have >= want {
+    let Some((number, have, want)) = order(&plan.config, train)?.repeats_within(plan.config.batch.global) else {
         return Ok(());
-    }
+    };
+    let tokens = plan.network.context();
+    let Some(one) = plan.config.data.mix.get(number) else {
+        let path = &plan.config.data.path;
+        return Err(Error::input(format!(
+            "{path} has {have} training samples of {tokens} tokens, fewer than batch.global = {want}"
+        ))
+        .hint(format!("set batch.global to at most {have}, or shorten model.context")));
+    };
     Err(Error::input(format!(
-        "{} has {have} training samples of {} tokens, fewer than batch.global = {want}",
-        plan.config.data.path,
-        plan.network.context()
+        "{} has {have} training samples, but batch.global = {} may take {want} of them",
+        one.path, plan.config.batch.global
     ))
-    .hint(format!("set batch.global to at most {have}, or shorten model.context")))
+    .hint("make batch.global or its weight in data.mix smaller"))
 }
 
 /// A rank's micro-batches, read ahead on the host and put on the device one at a time.
@@ -139,11 +166,8 @@ impl<B: Backend> Feed<B> {
         rank: usize,
         progress: Progress,
     ) -> Result<Self> {
-        let sampler = match plan.config.data.shuffle {
-            true => Sampler::new(train.samples(), plan.config.run.seed),
-            false => Sampler::in_order(train.samples()),
-        };
-        let loader = Loader::start(train, sampler, Positions::new(plan, rank, progress), plan.config.data.prefetch)?;
+        let order = order(&plan.config, &train)?;
+        let loader = Loader::start(train, order, Positions::new(plan, rank, progress), plan.config.data.prefetch)?;
         Ok(Self { backend, loader, entered: 0 })
     }
 

@@ -187,7 +187,7 @@ mod tests {
     use crate::backend::cuda::Cuda;
     use crate::config::{Sources, load};
 
-    const NOTHING: Held = Held { messages: 0, messages_on_device: false, resident: 0 };
+    const NOTHING: Held = Held { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
 
     /// The refusal with this room a rank, on top of what is resident; empty if it fits.
     fn refusal(ranks: usize, settings: &[&str], room_mib: usize) -> String {

@@ -3,6 +3,7 @@
 use crate::backend::{Backend, Kernels, Memory};
 use crate::comm::{Comm, Way};
 use crate::config::Plan;
+use crate::data::Source;
 use crate::layout::UnitLayout;
 use crate::nn::Blocks;
 use crate::parallel::{self, Life, Moment, Rehearsal, When};
@@ -11,8 +12,8 @@ use crate::telemetry::banner::Estimate;
 /// Bytes of an f32.
 const F32: usize = size_of::<f32>();
 
-/// What a process grows by after the start besides the categories: packed operands of products, the reader's
-/// decompressed chunks, message buffers of MPI, slack of the allocator. Measured; it does not depend on the model.
+/// What a process grows by after the start besides the categories: packed operands of products, message
+/// buffers of MPI, slack of the allocator. Measured; it does not depend on the model.
 const GROWTH: usize = 7 << 20;
 
 /// What does not depend on the plan.
@@ -24,13 +25,16 @@ pub struct Held {
     pub messages_on_device: bool,
     /// What the process holds already.
     pub resident: usize,
+    /// What data sets keep of what they read, at most.
+    pub cache: usize,
 }
 
 impl Held {
-    /// By this process, which sends its messages by `comm`.
-    pub fn now<B: Backend>(comm: &Comm<B>) -> Self {
+    /// By this process, which sends its messages by `comm` and reads these data sets.
+    pub fn now<B: Backend>(comm: &Comm<B>, data: &[&dyn Source]) -> Self {
         let messages_on_device = matches!(comm.way(), Some(Way::Direct | Way::Nccl));
-        Self { messages: comm.staging(), messages_on_device, resident: resident().0 }
+        let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
+        Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache }
     }
 }
 
@@ -60,7 +64,7 @@ impl Alive {
 /// What a rank will need, from the plan alone. On a GPU, whose memory is one pool, that is what is alive at the moment of a step
 /// when most is; on the host every category keeps the most that it ever had.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Estimate {
-    let Held { messages, messages_on_device, resident } = held;
+    let Held { messages, messages_on_device, resident, cache } = held;
     let size = plan.config.precision.compute.size();
     let padded: Vec<usize> =
         blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
@@ -92,7 +96,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
     carrier[Memory::Communication as usize] = messages;
     let (of_host, of_device) = plan.network.sample_bytes();
     // Read ahead, one being read, one in use.
-    host[Memory::Data as usize] = (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
+    host[Memory::Data as usize] = cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
     device[Memory::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
     if plan.config.checkpoint.asynchronous {
         // Ranks divide parameters and state among themselves, copies of them too.

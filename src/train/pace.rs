@@ -54,7 +54,7 @@ impl<B: Kernels> Pace<B> {
         config.parallel.lanes = None;
         let plan = world.agree(resolve(config, &facts))?;
         let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
-        world.agree(fits::check::<B>(&plan, &topology, Held::now(comm), None))?;
+        world.agree(fits::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
         let (engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
         let batch = random(&plan, samples as usize);
         Ok(Self { plan, engine, batch, progress: Progress::default() })

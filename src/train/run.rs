@@ -217,7 +217,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let world = comm.world();
         // Nobody allocates before all have looked.
         let room = request.gpu.as_ref().map(|gpu| gpu.memory);
-        world.agree(fits::check::<B>(&plan, &topology, memory::Held::now(&comm), room))?;
+        let held = memory::Held::now(&comm, &[&train, &validation]);
+        world.agree(fits::check::<B>(&plan, &topology, held, room))?;
 
         let prepared = || {
             let directory = RunDirectory::prepare(&plan.config, &request.name, &request.resume)?;
@@ -237,7 +238,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 
         let backend = world.agree(backend(&plan))?;
         comm.count_memory(backend.clone());
-        let held = memory::Held::now(&comm);
+        let held = memory::Held::now(&comm, &[&train, &validation]);
         let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
         let data = engine.sharded.data().clone();
         let Resumed { progress, from } =
@@ -269,6 +270,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 parameters: engine.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
                 validation: validation.samples(),
+                left_out: train.left_out(),
                 memory: &memory::estimate(&plan, &engine.blocks, held),
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: orders.time_left(),

@@ -90,6 +90,12 @@ struct Checked {
     wanted: Wanted,
 }
 
+impl Checked {
+    fn at(&self, sample: u64, error: Error) -> Error {
+        error.at(format_args!("{}: sample {sample}", self.name))
+    }
+}
+
 impl Source for Checked {
     fn samples(&self) -> u64 {
         self.source.samples()
@@ -100,20 +106,50 @@ impl Source for Checked {
     }
 
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        self.read_run(sample, 1, 0, into)
+    }
+
+    fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
         let SampleMut { ids, features, classes, values } = into;
-        let at = |e: Error| e.at(format_args!("{}: sample {sample}", self.name));
-        self.source.read(sample, SampleMut { ids, features, classes, values }).map_err(at)?;
-        let below = |what: &str, found: &[u32], limit: usize| match found.iter().find(|id| **id as usize >= limit) {
-            Some(id) => {
-                Err(Error::input(format!("{what} {id}, but the network knows 0 to {}", limit.saturating_sub(1))))
-            }
-            None => Ok(()),
+        self.source
+            .read_run(first, count, epoch, SampleMut { ids, features, classes, values })
+            .map_err(|e| self.at(first, e))?;
+        let sizes = self.wanted.sizes;
+        let below = |what: &str, found: &[u32], a_sample: usize, limit: usize| {
+            let place = found.iter().position(|id| *id as usize >= limit)?;
+            let most = limit.saturating_sub(1);
+            Some((place / a_sample, format!("{what} {}, but the network knows 0 to {most}", found[place])))
         };
-        below("id", ids, self.wanted.ids).and_then(|()| below("class", classes, self.wanted.classes)).map_err(at)?;
-        match features.iter().chain(&*values).find(|x| !x.is_finite()) {
-            Some(x) => Err(at(Error::input(format!("{x} is not a finite number")))),
+        let finite = |found: &[f32], a_sample: usize| {
+            let place = found.iter().position(|x| !x.is_finite())?;
+            Some((place / a_sample, format!("{} is not a finite number", found[place])))
+        };
+        let found = [
+            below("id", ids, sizes.ids, self.wanted.ids),
+            below("class", classes, sizes.classes, self.wanted.classes),
+            finite(features, sizes.features),
+            finite(values, sizes.values),
+        ];
+        match found.into_iter().flatten().min_by_key(|(sample, _)| *sample) {
+            Some((sample, message)) => Err(self.at(first + sample as u64, Error::input(message))),
             None => Ok(()),
         }
+    }
+
+    fn parts(&self) -> Vec<u64> {
+        self.source.parts()
+    }
+
+    fn cache_limit(&self) -> usize {
+        self.source.cache_limit()
+    }
+
+    fn cached(&self) -> usize {
+        self.source.cached()
+    }
+
+    fn left_out(&self) -> Option<String> {
+        self.source.left_out()
     }
 
     fn context(&self) -> usize {

@@ -2,6 +2,7 @@
 
 mod checkpoint;
 mod comm;
+mod data;
 mod gpu;
 mod pace;
 
@@ -22,6 +23,8 @@ enum What {
     Comm(comm::CommArgs),
     /// Time saving and restoring beside plain writes, reads and copies of as many bytes.
     Checkpoint(checkpoint::CheckpointArgs),
+    /// Time how fast samples are read, beside plain reads of the same bytes.
+    Data(data::DataArgs),
     /// Time the operations of a GPT on a GPU, beside a copy within its memory.
     Gpu(gpu::GpuArgs),
     /// Time the steps of a network on the CPUs, on random data: hpctrain bench step --preset gpt-baby --samples 4.
@@ -38,6 +41,7 @@ pub fn run(args: &BenchArgs, launched: bool) -> i32 {
         match &args.what {
             What::Comm(args) => comm::table(comm, args)?,
             What::Checkpoint(args) => checkpoint::table(comm, args)?,
+            What::Data(args) => data::table(comm, args)?,
             What::Gpu(args) => gpu::table(comm, args)?,
             What::Step(args) => pace::table(comm, args, pace::View::Step)?,
             What::Kernels(args) => pace::table(comm, args, pace::View::Kernels)?,

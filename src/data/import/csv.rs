@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use csv::{Reader, StringRecord};
 
 use super::content;
-use super::samples::{Imported, Inputs, Kept, Rows, Targets};
+use super::samples::{Imported, Inputs, Kept, NotFinite, Rows};
 use crate::error::{Error, Result};
 
 /// What to import, and how.
@@ -40,42 +40,41 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         })
     };
     let of_targets = import.targets.iter().map(place).collect::<Result<Vec<usize>>>()?;
-    let width = header.len() - of_targets.len();
-    if of_targets.is_empty() || width == 0 {
+    let inputs_of_row = header.len() - of_targets.len();
+    if of_targets.is_empty() || inputs_of_row == 0 {
         return Err(Error::input(format!("{path}: {} columns, {} of them targets", header.len(), of_targets.len()))
             .hint("name the columns to predict with --target, and leave some as inputs"));
     }
+    let skips = import.kept.not_finite == NotFinite::Skip;
+    let number = |cell: &str| match cell.trim() {
+        // How tables have what is missing.
+        "" if skips => Some(f64::NAN),
+        cell => cell.parse().ok().filter(|x: &f64| skips || (*x as f32).is_finite()),
+    };
     let (mut inputs, mut targets) = (Vec::new(), Vec::new());
-    let (mut record, mut rows) = (StringRecord::new(), 0);
+    let (mut record, mut row) = (StringRecord::new(), vec![0.0; header.len()]);
+    let mut rows = 0;
     while reader.read_record(&mut record).map_err(|e| malformed(e.to_string()))? {
         let line = record.position().map_or(0, csv::Position::line);
         for (column, cell) in record.iter().enumerate() {
-            let number: Option<f32> = cell.trim().parse().ok().filter(|x: &f32| x.is_finite());
-            let number = number.ok_or_else(|| {
+            row[column] = number(cell).ok_or_else(|| {
                 malformed(format!(
                     "line {line}, column {:?}: {cell:?} is no number",
                     header.get(column).unwrap_or_default()
                 ))
             })?;
             if !of_targets.contains(&column) {
-                inputs.push(number);
+                inputs.push(row[column] as f32);
             }
         }
-        let cell = |column: &usize| record.get(*column).and_then(|cell| cell.trim().parse::<f32>().ok()).unwrap_or(0.0);
-        targets.extend(of_targets.iter().map(cell));
+        targets.extend(of_targets.iter().map(|column| row[*column]));
         rows += 1;
     }
     if rows == 0 {
         return Err(Error::input(format!("{path}: no lines after the header")).hint("give a table with some samples"));
     }
-    // Up to 2²⁴ an f32 is exact.
-    let is_class = |x: &f32| *x >= 0.0 && x.fract() == 0.0 && *x < 16_777_216.0;
-    let targets = match of_targets.len() {
-        1 if !import.regression && targets.iter().all(is_class) => {
-            Targets::Classes(targets.into_iter().map(|x| x as u32).collect())
-        }
-        columns => Targets::Values(targets, columns),
-    };
     let source = import.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    Rows { inputs: Inputs::Numbers(inputs), shape: vec![width], targets, source }.write(&import.kept)
+    let places = [path.to_string(), path.to_string()];
+    let (inputs, shape, width) = (Inputs::Numbers(inputs), vec![inputs_of_row], of_targets.len());
+    Rows { inputs, shape, targets, width, regression: import.regression, source, places }.write(&import.kept)
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use flate2::read::GzDecoder;
 
 use super::content;
-use super::samples::{Imported, Inputs, Kept, Rows, Targets};
+use super::samples::{Imported, Inputs, Kept, Rows};
 use crate::error::{Error, Result};
 
 /// The type of unsigned bytes, the only one that images and labels come in.
@@ -51,8 +51,10 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     // Grey images have one channel.
     let shape = if rest.len() == 2 { [rest, &[1]].concat() } else { rest.to_vec() };
     let source = import.images.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let targets = Targets::Classes(labels.into_iter().map(u32::from).collect());
-    Rows { inputs: Inputs::Bytes(images), shape, targets, source }.write(&import.kept)
+    let targets = labels.into_iter().map(f64::from).collect();
+    let places = [&import.images, &import.labels].map(|path| path.display().to_string());
+    Rows { inputs: Inputs::Bytes(images), shape, targets, width: 1, regression: false, source, places }
+        .write(&import.kept)
 }
 
 /// Shape and elements of a file.

@@ -4,6 +4,8 @@
 
 mod csv;
 mod idx;
+mod npy;
+mod numpy;
 mod samples;
 mod text;
 
@@ -16,7 +18,9 @@ use crate::error::{Error, Result};
 
 pub use csv::{ImportCsv, import_csv};
 pub use idx::{ImportIdx, import_idx};
-pub use samples::{Imported as ImportedSamples, Kept};
+pub use numpy::{Arrays, ImportNumpy, import_numpy};
+pub(in crate::data) use samples::left_out;
+pub use samples::{Imported as ImportedSamples, Kept, NotFinite};
 pub use text::{ImportText, Imported, import_text};
 
 /// The content of a file to import.

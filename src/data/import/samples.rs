@@ -7,6 +7,7 @@ use hdf5::File;
 use hdf5::types::VarLenUnicode;
 
 use super::{Staged, part, refuse_shards, shard_name};
+use crate::data::format::SKIPPED_ROWS;
 use crate::data::h5::{one_line, var_len};
 use crate::data::shard::{MEAN, STD};
 use crate::data::{DataSpec, Split};
@@ -15,9 +16,21 @@ use crate::error::{Error, Result};
 const FORMAT: &str = "hpctrain-samples";
 const FORMAT_VERSION: u32 = 1;
 
+/// What becomes of rows with a number that is not finite: NaN or an infinity.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum NotFinite {
+    /// The import fails and tells where it is.
+    #[default]
+    Error,
+    /// They are left out, before anything is split, and counted. Empty cells of tables are such numbers, too.
+    Skip,
+}
+
 /// Which rows are kept for validation, and where the others go.
 #[derive(Debug, Clone)]
 pub struct Kept {
+    /// What becomes of rows with a number that is not finite.
+    pub not_finite: NotFinite,
     /// Of so many rows in a row the last is kept for validation; 0 keeps none.
     pub every: usize,
     /// The number of training shards.
@@ -35,21 +48,21 @@ pub(super) enum Inputs {
     Numbers(Vec<f32>),
 }
 
-/// Targets of all rows.
-pub(super) enum Targets {
-    Classes(Vec<u32>),
-    /// Row after row, so many a row.
-    Values(Vec<f32>, usize),
-}
-
 /// Rows in memory.
 pub(super) struct Rows {
     pub inputs: Inputs,
     /// Shape of a row of inputs.
     pub shape: Vec<usize>,
-    pub targets: Targets,
+    /// Targets, row after row.
+    pub targets: Vec<f64>,
+    /// Targets of a row.
+    pub width: usize,
+    /// Targets are numbers. Otherwise, if there is one a row and all are integers from 0 on, they are classes.
+    pub regression: bool,
     /// The imported file's name, without its directory.
     pub source: String,
+    /// Where inputs and targets come from, for messages.
+    pub places: [String; 2],
 }
 
 /// What an import has written.
@@ -61,6 +74,8 @@ pub struct Imported {
     pub shape: Vec<usize>,
     /// Classes that occur, counted from 0, if targets are classes.
     pub classes: Option<usize>,
+    /// Rows that were left out, because a number was not finite.
+    pub skipped: usize,
 }
 
 impl fmt::Display for Imported {
@@ -70,8 +85,35 @@ impl fmt::Display for Imported {
         }
         let rows: usize = self.shards.iter().map(|(_, rows)| rows).sum();
         write!(f, "{rows} samples; model.input = {:?}", self.shape)?;
-        self.classes.map_or(Ok(()), |classes| write!(f, ", {classes} classes"))
+        self.classes.map_or(Ok(()), |classes| write!(f, ", {classes} classes"))?;
+        match self.skipped {
+            0 => Ok(()),
+            skipped => write!(f, "\n{}", left_out(skipped as u64)),
+        }
     }
+}
+
+/// One shard about to be written.
+struct ShardOf<'a> {
+    split: Split,
+    rows: &'a [usize],
+    /// To which inputs are to be brought when they are read.
+    scale: Option<&'a Scale>,
+    /// Targets are classes.
+    is_class: bool,
+    /// Rows that the whole import has left out.
+    skipped: usize,
+}
+
+/// How people are told of rows that an import has skipped.
+pub(in crate::data) fn left_out(rows: u64) -> String {
+    let (noun, verb) = if rows == 1 { ("row", "was") } else { ("rows", "were") };
+    format!("{rows} {noun} with numbers that are not finite {verb} left out when the data was imported")
+}
+
+/// Ids are read with 31 bits.
+fn is_class(target: f64) -> bool {
+    target >= 0.0 && target.fract() == 0.0 && target < f64::from(i32::MAX)
 }
 
 /// Mean and deviation of every place.
@@ -79,10 +121,11 @@ type Scale = (Vec<f32>, Vec<f32>);
 
 impl Rows {
     fn len(&self) -> usize {
-        match &self.targets {
-            Targets::Classes(classes) => classes.len(),
-            Targets::Values(values, width) => values.len() / width,
-        }
+        self.targets.len() / self.width
+    }
+
+    fn targets_of(&self, row: usize) -> &[f64] {
+        &self.targets[row * self.width..(row + 1) * self.width]
     }
 
     fn row_len(&self) -> usize {
@@ -95,6 +138,20 @@ impl Rows {
             Inputs::Bytes(bytes) => bytes[range].iter().map(|byte| f32::from(*byte)).collect(),
             Inputs::Numbers(numbers) => numbers[range].to_vec(),
         }
+    }
+
+    /// The first of a row's numbers that is not finite: where it is, and what.
+    fn not_finite(&self, row: usize) -> Option<String> {
+        let numbers = match &self.inputs {
+            Inputs::Bytes(_) => &[],
+            Inputs::Numbers(numbers) => &numbers[row * self.row_len()..(row + 1) * self.row_len()],
+        };
+        // As f32, which is what is written.
+        let targets = self.targets_of(row).iter().map(|x| *x as f32);
+        let found = numbers.iter().position(|x| !x.is_finite()).map(|at| (0, at, numbers[at]));
+        let mut of_targets = targets.enumerate().filter(|(_, x)| !x.is_finite());
+        let (place, at, x) = found.or_else(|| of_targets.next().map(|(at, x)| (1, at, x)))?;
+        Some(format!("{}: row {row}, element {at} is {x}", self.places[place]))
     }
 
     /// Mean and standard deviation of some rows, in one pass: of every channel of images, of every column of tables. What
@@ -125,7 +182,7 @@ impl Rows {
     /// Writes all rows as shards.
     ///
     /// # Errors
-    /// There are too few rows, shards in the directory already, or the file system refused.
+    /// A number is not finite, there are too few rows, shards in the directory already, or the file system refused.
     pub fn write(&self, kept: &Kept) -> Result<Imported> {
         refuse_shards(&kept.out)?;
         if kept.shards == 0 {
@@ -134,8 +191,27 @@ impl Rows {
         if kept.every == 1 {
             return Err(Error::input("every row would be kept for validation").hint("--val-every 5 keeps a fifth"));
         }
-        let is_validation = |row: &usize| kept.every > 0 && row % kept.every == kept.every - 1;
-        let (validation, train): (Vec<usize>, Vec<usize>) = (0..self.len()).partition(is_validation);
+        let mut rows = Vec::with_capacity(self.len());
+        for row in 0..self.len() {
+            match self.not_finite(row) {
+                None => rows.push(row),
+                Some(_) if kept.not_finite == NotFinite::Skip => {}
+                Some(found) => {
+                    return Err(
+                        Error::input(found).hint("mend the data, or leave such rows out with --not-finite skip")
+                    );
+                }
+            }
+        }
+        let skipped = self.len() - rows.len();
+        let is_class = !self.regression && self.width == 1 && rows.iter().all(|row| is_class(self.targets[*row]));
+        let classes = if is_class { rows.iter().map(|row| self.targets[*row] as usize + 1).max() } else { None };
+        let is_validation = |place: usize| kept.every > 0 && place % kept.every == kept.every - 1;
+        let pick = |of_validation: bool| -> Vec<usize> {
+            let picked = rows.iter().enumerate().filter(|(place, _)| is_validation(*place) == of_validation);
+            picked.map(|(_, row)| *row).collect()
+        };
+        let (validation, train) = (pick(true), pick(false));
         if train.len() < kept.shards {
             return Err(Error::input(format!("{} training rows do not fill {} shards", train.len(), kept.shards))
                 .hint("ask for fewer shards"));
@@ -148,37 +224,32 @@ impl Rows {
         for (split, shard, rows) in parts.chain(validation) {
             let path = kept.out.join(shard_name(split, shard));
             shards.push((path.clone(), rows.len()));
-            self.write_shard(staged.add(path), split, rows, scale.as_ref())?;
+            let shard = ShardOf { split, rows, scale: scale.as_ref(), is_class, skipped };
+            self.write_shard(staged.add(path), &shard)?;
         }
         staged.publish()?;
-        let classes = match &self.targets {
-            Targets::Classes(classes) => classes.iter().max().map(|largest| *largest as usize + 1),
-            Targets::Values(..) => None,
-        };
-        Ok(Imported { shards, shape: self.shape.clone(), classes })
+        Ok(Imported { shards, shape: self.shape.clone(), classes, skipped })
     }
 
-    fn write_shard(&self, path: &Path, split: Split, rows: &[usize], scale: Option<&Scale>) -> Result<()> {
-        let texts =
-            [("format", var_len(FORMAT)?), ("source", var_len(&self.source)?), ("split", var_len(split.name())?)];
-        self.write_objects(path, &texts, rows, scale).map_err(|e| Error::io("write", path, one_line(&e)))?;
+    fn write_shard(&self, path: &Path, shard: &ShardOf) -> Result<()> {
+        let split = var_len(shard.split.name())?;
+        let texts = [("format", var_len(FORMAT)?), ("source", var_len(&self.source)?), ("split", split)];
+        self.write_objects(path, &texts, shard).map_err(|e| Error::io("write", path, one_line(&e)))?;
         // The name must never outlive the content.
         std::fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("write", path, e))
     }
 
-    fn write_objects(
-        &self,
-        path: &Path,
-        texts: &[(&str, VarLenUnicode)],
-        rows: &[usize],
-        scale: Option<&Scale>,
-    ) -> hdf5::Result<()> {
+    fn write_objects(&self, path: &Path, texts: &[(&str, VarLenUnicode)], shard: &ShardOf) -> hdf5::Result<()> {
+        let ShardOf { rows, scale, is_class, skipped, .. } = *shard;
         let names = DataSpec::new("");
         let file = File::create(path)?;
         for (name, text) in texts {
             file.new_attr::<VarLenUnicode>().create(*name)?.write_scalar(text)?;
         }
         file.new_attr::<u32>().create("format_version")?.write_scalar(&FORMAT_VERSION)?;
+        if skipped > 0 {
+            file.new_attr::<u64>().create(SKIPPED_ROWS)?.write_scalar(&(skipped as u64))?;
+        }
         let shape: Vec<usize> = std::iter::once(rows.len()).chain(self.shape.iter().copied()).collect();
         let inputs = match &self.inputs {
             Inputs::Bytes(bytes) => {
@@ -194,20 +265,16 @@ impl Rows {
                 inputs
             }
         };
-        for (name, numbers) in scale.iter().flat_map(|(mean, std)| [(MEAN, mean), (STD, std)]) {
+        for (name, numbers) in scale.into_iter().flat_map(|(mean, std)| [(MEAN, mean), (STD, std)]) {
             inputs.new_attr::<f32>().shape(numbers.len()).create(name)?.write_raw(numbers)?;
         }
-        match &self.targets {
-            Targets::Classes(classes) => {
-                let of_rows: Vec<u32> = rows.iter().map(|row| classes[*row]).collect();
-                file.new_dataset::<u32>().shape(rows.len()).create(&names.targets[..])?.write_raw(&of_rows)?;
-            }
-            Targets::Values(values, width) => {
-                let of_row = |row: &usize| &values[row * width..(row + 1) * width];
-                let of_rows: Vec<f32> = rows.iter().flat_map(of_row).copied().collect();
-                let shape = [rows.len(), *width];
-                file.new_dataset::<f32>().shape(shape).create(&names.targets[..])?.write_raw(&of_rows)?;
-            }
+        if is_class {
+            let classes: Vec<u32> = rows.iter().map(|row| self.targets[*row] as u32).collect();
+            file.new_dataset::<u32>().shape(rows.len()).create(&names.targets[..])?.write_raw(&classes)?;
+        } else {
+            let values: Vec<f32> = rows.iter().flat_map(|row| self.targets_of(*row)).map(|x| *x as f32).collect();
+            let shape = [rows.len(), self.width];
+            file.new_dataset::<f32>().shape(shape).create(&names.targets[..])?.write_raw(&values)?;
         }
         file.close()
     }
@@ -220,8 +287,9 @@ mod tests {
     #[test]
     fn the_scale_is_that_of_every_channel() {
         let numbers = vec![1000.0, 5.0, 1002.0, 5.0, 1004.0, 5.0, 1006.0, 5.0, 9.0, 9.0, 9.0, 9.0];
-        let targets = Targets::Classes(vec![0; 3]);
-        let rows = Rows { inputs: Inputs::Numbers(numbers), shape: vec![2, 2], targets, source: String::new() };
+        let (source, places) = (String::new(), [String::new(), String::new()]);
+        let (inputs, targets) = (Inputs::Numbers(numbers), vec![0.0; 3]);
+        let rows = Rows { inputs, shape: vec![2, 2], targets, width: 1, regression: false, source, places };
         let (mean, std) = rows.scale(&[0, 1]);
         assert_eq!((mean, std), (vec![1003.0, 5.0], vec![5f32.sqrt(), 1.0]));
     }

@@ -1,0 +1,198 @@
+//! How fast samples arrive, beside plain positional reads of the same bytes.
+
+use std::fs::File;
+use std::hint::black_box;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use super::h5::one_line;
+use super::{DataSpec, Dataset, Loader, Sampler, Split, Target, Wants};
+use crate::error::{Error, Result};
+use crate::random::Stream;
+
+/// Bytes of an image of 28 × 28, and of its class.
+const IMAGE: usize = 784;
+const CLASS: usize = size_of::<u32>();
+/// Images of a compressed chunk.
+const CHUNK: usize = 64;
+/// Ids of a window, without the one that follows.
+const CONTEXT: usize = 256;
+/// Samples of a batch, and batches read ahead.
+const BATCH: u64 = 128;
+const DEPTH: usize = 4;
+
+/// One way to lay out data and to read it.
+#[derive(Debug, Clone)]
+pub struct Timing {
+    /// What was read.
+    pub what: &'static str,
+    /// Samples of a pass.
+    pub samples: u64,
+    /// Bytes of a sample, as they are stored or would be if they were not compressed.
+    pub bytes: usize,
+    /// Seconds of each round's pass through the loader.
+    pub seconds: Vec<f64>,
+    /// Seconds of plain reads of the same rows in the same order, one for each row of each dataset; none where the file does not
+    /// have them side by side.
+    pub plain: Vec<f64>,
+}
+
+/// One case: the file, how it is read.
+struct Case {
+    what: &'static str,
+    path: PathBuf,
+    wants: Wants,
+    context: usize,
+    shuffled: bool,
+    /// Bytes of a row of each dataset with its name and the distance of rows, if rows lie side by side.
+    rows: Vec<(&'static str, usize, u64)>,
+}
+
+/// Writes `samples` random images and as many windows of tokens below `folder`, reads them `rounds` times in several ways, each
+/// round with files newly opened. The files are in the page cache.
+///
+/// # Errors
+/// The file system refused.
+pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>> {
+    let [images, packed, tokens] = ["images.h5", "packed.h5", "tokens.h5"].map(|name| folder.join(name));
+    let written = |path: &Path, written: hdf5::Result<()>| written.map_err(|e| Error::io("write", path, one_line(&e)));
+    written(&images, write_images(&images, samples, false))?;
+    written(&packed, write_images(&packed, samples, true))?;
+    written(&tokens, write_tokens(&tokens, samples))?;
+    let of_images = Wants::Rows { input: IMAGE, ids: None, target: Target::Class(10) };
+    let image_rows = vec![("inputs", IMAGE, IMAGE as u64), ("targets", CLASS, CLASS as u64)];
+    let image = |what, path: &Path, shuffled, rows| Case {
+        what,
+        path: path.to_owned(),
+        wants: of_images,
+        context: 1,
+        shuffled,
+        rows,
+    };
+    let window = vec![("tokens", (CONTEXT + 1) * 2, CONTEXT as u64 * 2)];
+    let cases = [
+        image("images, shuffled", &images, true, image_rows.clone()),
+        image("images, in order", &images, false, image_rows),
+        image("images, deflated chunks, shuffled", &packed, true, vec![]),
+        Case {
+            what: "token windows, shuffled",
+            path: tokens,
+            wants: Wants::Text,
+            context: CONTEXT,
+            shuffled: true,
+            rows: window,
+        },
+    ];
+    cases.iter().map(|case| case.time(rounds)).collect()
+}
+
+impl Case {
+    fn time(&self, rounds: usize) -> Result<Timing> {
+        let open = || {
+            let spec = DataSpec { wants: self.wants, ..DataSpec::new(&self.path) };
+            Dataset::open(&spec, Split::Train, self.context)
+        };
+        let samples = open()?.samples();
+        let sampler = if self.shuffled { Sampler::new(samples, 1) } else { Sampler::in_order(samples) };
+        let bytes = if self.wants == Wants::Text { (CONTEXT + 1) * 2 } else { IMAGE + CLASS };
+        let (mut seconds, mut plain) = (Vec::new(), Vec::new());
+        // The first round fills the page cache.
+        for round in 0..=rounds {
+            let dataset = open()?;
+            let start = Instant::now();
+            let batches = (0..samples / BATCH).map(|batch| batch * BATCH..(batch + 1) * BATCH);
+            let mut loader = Loader::start(dataset, sampler, batches, DEPTH)?;
+            for _ in 0..samples / BATCH {
+                let batch = black_box(loader.next()?);
+                loader.recycle(batch);
+            }
+            let of_loader = start.elapsed().as_secs_f64();
+            let of_plain = self.read_plainly(&sampler, samples / BATCH * BATCH)?;
+            if round > 0 {
+                seconds.push(of_loader);
+                plain.extend(of_plain);
+            }
+        }
+        Ok(Timing { what: self.what, samples: samples / BATCH * BATCH, bytes, seconds, plain })
+    }
+
+    /// Seconds of plain reads of the same rows.
+    fn read_plainly(&self, sampler: &Sampler, samples: u64) -> Result<Option<f64>> {
+        if self.rows.is_empty() {
+            return Ok(None);
+        }
+        let failed = |e: String| Error::io("read", &self.path, e);
+        let structured = hdf5::File::open(&self.path).map_err(|e| failed(one_line(&e)))?;
+        let offset = |name: &str| {
+            let offset = structured.dataset(name).map_err(|e| failed(one_line(&e)))?.offset();
+            offset.ok_or_else(|| Error::internal(format!("{name} was written contiguously and has no offset")))
+        };
+        let offsets: Vec<u64> = self.rows.iter().map(|(name, ..)| offset(name)).collect::<Result<_>>()?;
+        let file = File::open(&self.path).map_err(|e| failed(e.to_string()))?;
+        let mut buffer = vec![0; IMAGE.max((CONTEXT + 1) * 2)];
+        let start = Instant::now();
+        for position in 0..samples {
+            let sample = sampler.index(position);
+            for ((_, bytes, stride), offset) in self.rows.iter().zip(&offsets) {
+                let into = &mut buffer[..*bytes];
+                file.read_exact_at(into, offset + sample * stride).map_err(|e| failed(e.to_string()))?;
+                black_box(into);
+            }
+        }
+        Ok(Some(start.elapsed().as_secs_f64()))
+    }
+}
+
+/// Images of random bytes, or with few of them set in compressed chunks.
+fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
+    let file = hdf5::File::create(path)?;
+    let mut pixels = random(samples * IMAGE);
+    let mut builder = file.new_dataset_builder().empty::<u8>().shape((samples, 28, 28, 1));
+    if packed {
+        // About a fifth, as in images of digits.
+        pixels.iter_mut().for_each(|pixel| *pixel = if *pixel < 51 { 200 } else { 0 });
+        builder = builder.chunk((CHUNK.min(samples), 28, 28, 1)).deflate(4);
+    }
+    let inputs = builder.create("inputs")?;
+    inputs.write_raw(&pixels)?;
+    for (name, number) in [(super::shard::MEAN, 127.5f32), (super::shard::STD, 73.9)] {
+        inputs.new_attr::<f32>().shape(1).create(name)?.write_raw(&[number])?;
+    }
+    let classes: Vec<u32> = random(samples).into_iter().map(|byte| u32::from(byte % 10)).collect();
+    file.new_dataset::<u32>().shape(samples).create("targets")?.write_raw(&classes)?;
+    file.close()
+}
+
+/// Ids of 16 bits.
+fn write_tokens(path: &Path, samples: usize) -> hdf5::Result<()> {
+    let file = hdf5::File::create(path)?;
+    let count = samples * CONTEXT + 1;
+    let ids: Vec<u16> = random(count * 2).as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair)).collect();
+    file.new_dataset::<u16>().shape(count).create("tokens")?.write_raw(&ids)?;
+    file.new_attr::<u64>().create("vocabulary_size")?.write_scalar(&(1u64 << 16))?;
+    file.close()
+}
+
+fn random(count: usize) -> Vec<u8> {
+    let stream = Stream::new(1);
+    (0..count.div_ceil(16) as u64)
+        .flat_map(|block| stream.block(block))
+        .flat_map(u32::to_le_bytes)
+        .take(count)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_way_is_timed() {
+        let folder = tempfile::tempdir().unwrap();
+        let timings = time(folder.path(), 300, 2).unwrap();
+        let rounds: Vec<_> = timings.iter().map(|one| (one.samples, one.seconds.len(), one.plain.len())).collect();
+        assert_eq!(rounds, [(256, 2, 2), (256, 2, 2), (256, 2, 0), (256, 2, 2)]);
+        assert!(timings.iter().flat_map(|one| one.seconds.iter().chain(&one.plain)).all(|seconds| *seconds > 0.0));
+    }
+}

@@ -1,0 +1,200 @@
+//! Rows of a dataset: single elements if it has one dimension, else whole slices along the first one.
+//!
+//! Where the file has elements side by side as this machine has them, they are read with plain positional reads, past
+//! HDF5 and its lock. All else goes through the library: chunked data by whole chunks, of which some are kept.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use super::h5::SlabReader;
+use super::stored::Stored;
+
+/// A dataset open for reading.
+pub(super) struct RowReader {
+    source: Source,
+    stored: Stored,
+    row_len: usize,
+    rows: u64,
+    blocks: Blocks,
+    /// Rows as they are stored, on their way.
+    raw: Vec<u8>,
+}
+
+/// Where rows come from.
+pub(super) enum Source {
+    /// Side by side in a file, the first at this offset.
+    File(Arc<File>, u64),
+    /// Out of HDF5's hands.
+    Library(SlabReader),
+}
+
+impl Source {
+    /// Overwrites `out` with the bytes of rows from `first` on, of `row_bytes` each.
+    fn read(&mut self, first: u64, row_bytes: usize, out: &mut [u8]) -> hdf5::Result<()> {
+        match self {
+            Self::File(file, offset) => file
+                .read_exact_at(out, *offset + first * row_bytes as u64)
+                .map_err(|e| hdf5::Error::Internal(e.to_string())),
+            Self::Library(slab) => slab.read(first, out),
+        }
+    }
+}
+
+/// Blocks of rows that are kept in memory.
+struct Blocks {
+    /// Rows of a block; 0 keeps none.
+    rows: u64,
+    /// Most bytes that are kept, besides that there is always room for one block.
+    limit: usize,
+    held: HashMap<u64, Block>,
+    bytes: usize,
+    /// Counts uses; orders [`Block::last_use`].
+    clock: u64,
+}
+
+struct Block {
+    bytes: Vec<u8>,
+    last_use: u64,
+}
+
+impl RowReader {
+    /// Of `rows` rows of `row_len` elements. Blocks of `block` rows are read at once and kept, `limit` bytes of them; a block of 0
+    /// rows is none.
+    pub(super) fn new(source: Source, stored: Stored, rows: u64, row_len: usize, block: u64, limit: usize) -> Self {
+        let blocks = Blocks { rows: block, limit, held: HashMap::new(), bytes: 0, clock: 0 };
+        Self { source, stored, row_len, rows, blocks, raw: Vec::new() }
+    }
+
+    /// Overwrites `ids` with the rows from `first` on, as many as fill it exactly.
+    pub(super) fn read(&mut self, first: u64, ids: &mut [u32]) -> hdf5::Result<()> {
+        self.read_as(first, ids, Stored::to_ids)
+    }
+
+    /// Of rows of one element: overwrites `ids` with those from `first` on, and `next` with as many from `first` + 1 on.
+    pub(super) fn read_shifted(&mut self, first: u64, ids: &mut [u32], next: &mut [u32]) -> hdf5::Result<()> {
+        let (count, width) = (ids.len(), self.stored.width());
+        let end = first.checked_add(count as u64).filter(|end| *end < self.rows);
+        let end = end.ok_or_else(|| format!("rows {first} to {first} + {count} of {} asked for", self.rows))?;
+        if self.row_len != 1 || next.len() != count || count == 0 {
+            let next = next.len();
+            return Err(format!("{count} and {next} elements of rows of {} asked for", self.row_len).into());
+        }
+        if self.blocks.rows == 0 {
+            self.raw.resize((count + 1) * width, 0);
+            self.source.read(first, width, &mut self.raw)?;
+            self.stored.to_ids(&self.raw[..count * width], ids);
+            self.stored.to_ids(&self.raw[width..], next);
+            return Ok(());
+        }
+        self.read(first, ids)?;
+        next[..count - 1].copy_from_slice(&ids[1..]);
+        self.read(end, &mut next[count - 1..])
+    }
+
+    /// As [`RowReader::read`], of a dataset whose elements become numbers.
+    pub(super) fn read_numbers(&mut self, first: u64, numbers: &mut [f32]) -> hdf5::Result<()> {
+        self.read_as(first, numbers, Stored::to_numbers)
+    }
+
+    /// Whether numbers may be NaN or infinite.
+    pub(super) fn is_float(&self) -> bool {
+        self.stored.is_float()
+    }
+
+    /// Bytes of the blocks that are kept.
+    pub(super) fn held(&self) -> usize {
+        self.blocks.bytes
+    }
+
+    fn read_as<T>(&mut self, first: u64, out: &mut [T], convert: fn(Stored, &[u8], &mut [T])) -> hdf5::Result<()> {
+        let rows = (out.len() / self.row_len.max(1)) as u64;
+        if rows * self.row_len as u64 != out.len() as u64 {
+            return Err(format!("{} elements are no whole number of rows of {}", out.len(), self.row_len).into());
+        }
+        let end = first.checked_add(rows).filter(|end| *end <= self.rows);
+        let end = end.ok_or_else(|| format!("rows {first} to {first} + {rows} of {} asked for", self.rows))?;
+        let row_bytes = self.row_len * self.stored.width();
+        if self.blocks.rows == 0 {
+            self.raw.resize(rows as usize * row_bytes, 0);
+            self.source.read(first, row_bytes, &mut self.raw)?;
+            convert(self.stored, &self.raw, out);
+            return Ok(());
+        }
+        let (mut row, mut rest) = (first, out);
+        while row < end {
+            let number = row / self.blocks.rows;
+            let start = number * self.blocks.rows;
+            let stop = (start + self.blocks.rows).min(self.rows);
+            let block = self
+                .blocks
+                .get(number, (stop - start) as usize * row_bytes, |bytes| self.source.read(start, row_bytes, bytes))?;
+            let here = (stop.min(end) - row) as usize;
+            let (now, later) = rest.split_at_mut(here * self.row_len);
+            let from = (row - start) as usize * row_bytes;
+            convert(self.stored, &block[from..from + here * row_bytes], now);
+            (row, rest) = (row + here as u64, later);
+        }
+        Ok(())
+    }
+}
+
+impl Blocks {
+    /// A block of so many bytes, which `read` fills if it is not there.
+    fn get(
+        &mut self,
+        number: u64,
+        bytes: usize,
+        read: impl FnOnce(&mut [u8]) -> hdf5::Result<()>,
+    ) -> hdf5::Result<&[u8]> {
+        self.clock += 1;
+        let clock = self.clock;
+        if !self.held.contains_key(&number) {
+            let mut buffer = Vec::new();
+            while self.bytes > 0 && self.bytes + bytes > self.limit {
+                let oldest = self.held.iter().min_by_key(|(_, block)| block.last_use).map(|(number, _)| *number);
+                let Some(block) = oldest.and_then(|oldest| self.held.remove(&oldest)) else { break };
+                self.bytes -= block.bytes.len();
+                buffer = block.bytes;
+            }
+            buffer.resize(bytes, 0);
+            read(&mut buffer)?;
+            self.bytes += bytes;
+            self.held.insert(number, Block { bytes: buffer, last_use: clock });
+        }
+        match self.held.get_mut(&number) {
+            Some(block) => {
+                block.last_use = clock;
+                Ok(&block.bytes)
+            }
+            None => Err("a block that was read is not there".into()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_so_many_blocks_are_kept() {
+        let mut blocks = Blocks { rows: 1, limit: 20, held: HashMap::new(), bytes: 0, clock: 0 };
+        let mut reads = Vec::new();
+        for number in [0, 1, 0, 2, 0, 1, 3] {
+            let fill = |bytes: &mut [u8]| {
+                reads.push(number);
+                bytes.fill(number as u8);
+                Ok(())
+            };
+            assert_eq!(blocks.get(number, 10, fill).unwrap(), [number as u8; 10]);
+            assert!(blocks.bytes <= 20);
+        }
+        assert_eq!(reads, [0, 1, 2, 1, 3]);
+        // One that is larger than all there may be.
+        assert_eq!(blocks.get(9, 50, |_| Ok(())).unwrap().len(), 50);
+        assert_eq!((blocks.bytes, blocks.held.len()), (50, 1));
+        assert!(blocks.get(7, 10, |_| Err("broken".into())).is_err());
+        assert_eq!(blocks.get(7, 10, |_| Ok(())).unwrap().len(), 10);
+    }
+}

@@ -1,0 +1,146 @@
+//! Types of stored elements, and what they become: ids and classes are `u32`, numbers `f32`.
+
+use hdf5::{Datatype, H5Type};
+
+/// What the elements of a dataset become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum As {
+    /// `u32`: ids, classes.
+    Ids,
+    /// `f32`
+    Numbers,
+}
+
+/// An element in memory, in the byte order of this machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stored {
+    U8,
+    I8,
+    U16,
+    I16,
+    U32,
+    I32,
+    U64,
+    I64,
+    F32,
+    F64,
+}
+
+impl Stored {
+    const ALL: [Self; 10] =
+        [Self::U8, Self::I8, Self::U16, Self::I16, Self::U32, Self::I32, Self::U64, Self::I64, Self::F32, Self::F64];
+
+    /// The one that a file has bit by bit, if there is one: not so in another byte order.
+    pub(super) fn of(dtype: &Datatype) -> hdf5::Result<Option<Self>> {
+        for stored in Self::ALL {
+            if stored.datatype()? == *dtype {
+                return Ok(Some(stored));
+            }
+        }
+        Ok(None)
+    }
+
+    /// What the library converts elements of other types to.
+    pub(super) fn converted(kind: As) -> Self {
+        match kind {
+            As::Ids => Self::I32,
+            As::Numbers => Self::F32,
+        }
+    }
+
+    /// HDF5's name for it.
+    pub(super) fn datatype(self) -> hdf5::Result<Datatype> {
+        fn of<T: H5Type>() -> hdf5::Result<Datatype> {
+            Datatype::from_type::<T>()
+        }
+        match self {
+            Self::U8 => of::<u8>(),
+            Self::I8 => of::<i8>(),
+            Self::U16 => of::<u16>(),
+            Self::I16 => of::<i16>(),
+            Self::U32 => of::<u32>(),
+            Self::I32 => of::<i32>(),
+            Self::U64 => of::<u64>(),
+            Self::I64 => of::<i64>(),
+            Self::F32 => of::<f32>(),
+            Self::F64 => of::<f64>(),
+        }
+    }
+
+    /// Bytes of an element.
+    pub(super) fn width(self) -> usize {
+        match self {
+            Self::U8 | Self::I8 => 1,
+            Self::U16 | Self::I16 => 2,
+            Self::U32 | Self::I32 | Self::F32 => 4,
+            Self::U64 | Self::I64 | Self::F64 => 8,
+        }
+    }
+
+    /// Whether elements may be NaN or infinite.
+    pub(super) fn is_float(self) -> bool {
+        matches!(self, Self::F32 | Self::F64)
+    }
+
+    /// Elements as ids. No vocabulary reaches 2³¹ − 1: negative ones arrive above it, and too large ones as it.
+    pub(super) fn to_ids(self, bytes: &[u8], out: &mut [u32]) {
+        const LARGEST: u32 = i32::MAX as u32;
+        match self {
+            Self::U8 => convert(bytes, out, |x: u8| u32::from(x)),
+            Self::U16 => convert(bytes, out, |x: u16| u32::from(x)),
+            Self::U32 => convert(bytes, out, |x: u32| x.min(LARGEST)),
+            Self::U64 => convert(bytes, out, |x: u64| x.min(u64::from(LARGEST)) as u32),
+            Self::I8 => convert(bytes, out, |x: i8| i32::from(x) as u32),
+            Self::I16 => convert(bytes, out, |x: i16| i32::from(x) as u32),
+            Self::I32 => convert(bytes, out, |x: i32| x as u32),
+            Self::I64 => convert(bytes, out, |x: i64| x.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as u32),
+            // Datasets of ids are integers: this is what the rest of the program sees as too large.
+            Self::F32 | Self::F64 => out.fill(LARGEST),
+        }
+    }
+
+    /// Elements as numbers, rounded to the nearest.
+    pub(super) fn to_numbers(self, bytes: &[u8], out: &mut [f32]) {
+        match self {
+            Self::U8 => convert(bytes, out, |x: u8| f32::from(x)),
+            Self::I8 => convert(bytes, out, |x: i8| f32::from(x)),
+            Self::U16 => convert(bytes, out, |x: u16| f32::from(x)),
+            Self::I16 => convert(bytes, out, |x: i16| f32::from(x)),
+            Self::U32 => convert(bytes, out, |x: u32| x as f32),
+            Self::I32 => convert(bytes, out, |x: i32| x as f32),
+            Self::U64 => convert(bytes, out, |x: u64| x as f32),
+            Self::I64 => convert(bytes, out, |x: i64| x as f32),
+            Self::F32 => convert(bytes, out, |x: f32| x),
+            Self::F64 => convert(bytes, out, |x: f64| x as f32),
+        }
+    }
+}
+
+fn convert<T: bytemuck::AnyBitPattern, O>(bytes: &[u8], out: &mut [O], to: impl Fn(T) -> O) {
+    for (element, out) in bytes.chunks_exact(size_of::<T>()).zip(out) {
+        *out = to(bytemuck::pod_read_unaligned(element));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_id_stays_none() {
+        const LARGEST: u32 = i32::MAX as u32;
+        let ids = |stored: Stored, bytes: &[u8]| {
+            let mut out = vec![7; bytes.len() / stored.width()];
+            stored.to_ids(bytes, &mut out);
+            out
+        };
+        assert_eq!(ids(Stored::U8, &[0, 255]), [0, 255]);
+        assert_eq!(ids(Stored::I8, &[5, 0xff]), [5, u32::MAX]);
+        assert_eq!(ids(Stored::I16, &(-2i16).to_ne_bytes()), [u32::MAX - 1]);
+        assert_eq!(ids(Stored::U32, &u32::MAX.to_ne_bytes()), [LARGEST]);
+        assert_eq!(ids(Stored::I32, &(-1i32).to_ne_bytes()), [u32::MAX]);
+        assert_eq!(ids(Stored::U64, &(1u64 << 40).to_ne_bytes()), [LARGEST]);
+        assert_eq!(ids(Stored::I64, &(-1i64 << 40).to_ne_bytes()), [1 << 31]);
+        assert_eq!(ids(Stored::F32, &[0; 4]), [LARGEST]);
+    }
+}
