@@ -30,7 +30,7 @@ impl Splits {
     /// numbers that are none, are refused. [`Dataset`](crate::data::Dataset) looks by itself.
     ///
     /// # Errors
-    /// As [`check_sizes`].
+    /// The samples have other sizes than the network takes, or there are none.
     pub fn checked(self, plan: &Plan) -> Result<Self> {
         let check = |source: Box<dyn Source>, split: &str| -> Result<Box<dyn Source>> {
             check_sizes(plan, &source).map_err(|e| e.at(format_args!("{}, {split}", self.name)))?;
