@@ -17,6 +17,7 @@ mod order;
 mod rows;
 mod sampler;
 mod shard;
+pub mod stage;
 mod stored;
 mod tokenizer;
 pub mod verify;

@@ -168,7 +168,7 @@ impl<B: Kernels> Run<B> {
         let root = world.rank() == 0;
         let topology = Topology::gather(&world, comm.node().host)?;
 
-        let (train, validation) = world.agree(feed::open(&request.config))?;
+        let (train, validation) = feed::open_staged(&request.config, &world, &topology)?;
         let facts = Facts {
             ranks: world.size(),
             threads: request.threads.unwrap_or_else(|| topology.threads()),
