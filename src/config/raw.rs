@@ -151,6 +151,9 @@ sections! {
         shuffle: bool = true,
         /// Micro-batches read ahead.
         prefetch: usize = 4,
+        /// Directory on a disk of each node's own, such as `/tmp`, to which one of its ranks copies the shards before training;
+        /// copies that are there and in order are used again. Left out, shards are read where they are.
+        stage: Option<String> = None,
         /// `[data.augment]`, for images while training: `flip` (true: mirror every other one, left to right), `shift` (move by up
         /// to so many pixels, the border repeated), `crop` (pad with so many zeros, cut out the old size).
         augment: Augment = Augment::default(),

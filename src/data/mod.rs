@@ -19,6 +19,7 @@ mod rows;
 mod sampler;
 mod shard;
 mod source;
+pub mod stage;
 mod stored;
 mod tokenizer;
 pub mod verify;

@@ -1,24 +1,51 @@
 //! The data of a run: opening it, and the micro-batches of a rank in the order of their use.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::backend::{Backend, Memory};
 use crate::checkpoint::Progress;
+use crate::comm::Group;
 use crate::config::{Config, LossKind, ModelKind, Plan, network};
-use crate::data::{Augment, Batch, DataSpec, Dataset, Loader, Order, Source, Split, Target, Wants, bundled};
+use crate::data::{Augment, Batch, DataSpec, Dataset, Loader, Order, Source, Split, Target, Wants, bundled, stage};
 use crate::error::{Error, Result};
 use crate::nn::{Micro, Network};
 use crate::parallel::Lanes;
+use crate::topology::Topology;
 
 /// Training and validation data of a configuration.
 ///
 /// # Errors
 /// What is missing or malformed, and where.
 pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
-    let specs = specs(config)?;
-    let split = |split| Dataset::open_all(&specs, split, predictions(config));
+    open_specs(config, &specs(config)?)
+}
+
+/// As [`open`], on all ranks of a job: with `data.stage` one rank of each node copies the shards first, and all read the copies.
+///
+/// # Errors
+/// As [`open`], or the shards could not be copied.
+pub fn open_staged<B: Backend>(config: &Config, world: &Group<B>, topology: &Topology) -> Result<(Dataset, Dataset)> {
+    let Some(root) = config.data.stage.as_ref().map(Path::new) else { return world.agree(open(config)) };
+    let sources = world.agree(specs(config))?;
+    let here = &topology.here().host;
+    let copies = || {
+        for spec in &sources {
+            let stage::Staged { copied: (files, bytes), reused } = stage::stage(spec, root)?;
+            let (from, to) = (spec.path.display(), root.display());
+            log::info!("{here}: {files} shards ({bytes} bytes) of {from} copied to {to}, {reused} were there");
+        }
+        Ok(())
+    };
+    let is_first = (0..world.rank()).all(|rank| topology.host(rank) != here);
+    world.agree(if is_first { copies() } else { Ok(()) })?;
+    let specs = || sources.iter().map(|spec| stage::place(spec, root)).collect::<Result<Vec<_>>>();
+    world.agree(specs().and_then(|specs| open_specs(config, &specs)))
+}
+
+fn open_specs(config: &Config, specs: &[DataSpec]) -> Result<(Dataset, Dataset)> {
+    let split = |split| Dataset::open_all(specs, split, predictions(config));
     let mut train = split(Split::Train)?;
     if config.data.augment != Augment::default() {
         // Models of text have no shape of a sample.

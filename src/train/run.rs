@@ -204,7 +204,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let topology = Topology::gather(&world, comm.node().host)?;
 
         let (mut config, is_own) = (request.config.clone(), own.data.is_some());
-        let mut splits = world.agree(own.data.map_or_else(|| Splits::open(&config), Ok))?;
+        let mut splits = match own.data {
+            Some(splits) => splits,
+            None => Splits::open(&config, &world, &topology)?,
+        };
         config.data.path = splits.name.clone();
         let threads = request.threads.unwrap_or_else(|| topology.threads());
         let mut plan = plan(comm, config, &splits.train, Some(threads))?;

@@ -1,10 +1,13 @@
 //! The data of a run: the files that its configuration names, or samples that a program makes.
 
 use super::feed;
+use crate::backend::Backend;
+use crate::comm::Group;
 use crate::config::{Config, LossKind, Plan};
 use crate::data::{SampleMut, Sizes, Source, Tokenizer};
 use crate::error::{Error, Result};
 use crate::nn::Network;
+use crate::topology::Topology;
 
 /// What a network learns from and what it is measured on.
 pub struct Splits {
@@ -17,12 +20,12 @@ pub struct Splits {
 }
 
 impl Splits {
-    /// The files of a configuration.
+    /// The files of a configuration. Collective over `world`.
     ///
     /// # Errors
-    /// As [`feed::open`].
-    pub fn open(config: &Config) -> Result<Self> {
-        let (train, validation) = feed::open(config)?;
+    /// As [`feed::open_staged`].
+    pub fn open<B: Backend>(config: &Config, world: &Group<B>, topology: &Topology) -> Result<Self> {
+        let (train, validation) = feed::open_staged(config, world, topology)?;
         Ok(Self { name: config.data.path.clone(), train: Box::new(train), validation: Box::new(validation) })
     }
 

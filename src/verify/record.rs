@@ -91,7 +91,7 @@ pub struct Recording {
 pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Plan) -> Result<B>) -> Result<Recording> {
     let world = comm.world();
     let topology = Topology::gather(&world, comm.node().host)?;
-    let (train, validation) = world.agree(feed::open(&task.config))?;
+    let (train, validation) = feed::open_staged(&task.config, &world, &topology)?;
     let threads = task.threads.unwrap_or_else(|| topology.threads());
     let plan = plan(comm, task.config.clone(), &train, Some(threads))?;
     let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
