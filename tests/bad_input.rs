@@ -149,7 +149,7 @@ fn what_takes_less_memory_is_told() {
         ["a rank needs 1", "activations 69.1 MiB", "more than run.memory_limit = 130MiB", "\nhint: batch.micro=2"];
     refuses(&mut command(Alone, &[]), root.path(), &words);
     let words = ["activations ", "\nhint: parallel.zero=", " takes "];
-    refuses(&mut command(Mpirun(2), &["run.memory_limit=88MiB", "batch.micro=1"]), root.path(), &words);
+    refuses(&mut command(Mpirun(2), &["run.memory_limit=90MiB", "batch.micro=1"]), root.path(), &words);
     assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
     // What the hint says is taken.
     finish(&mut command(Alone, &["batch.micro=2", "run.steps=1"])).succeeded();
