@@ -96,6 +96,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let threads = config.run.threads.unwrap_or(facts.threads);
     let network = network(&mut config.model, facts.vocabulary)?;
     check_batch_norm(&config.model.layers, lanes, mesh.data())?;
+    check_batch(&network, micro, mesh.data())?;
     let loss = loss(&config, &network)?;
     check_groups(&config.optimizer.groups, &network)?;
     let schedule = schedule(&config);
@@ -403,6 +404,18 @@ fn check_batch_norm(layers: &LayerList, lanes: usize, ranks: usize) -> Result<()
     }
 }
 
+/// One number has no variance.
+fn check_batch(network: &Network, micro: u64, ranks: usize) -> Result<()> {
+    let Network::Layers(layers) = network else { return Ok(()) };
+    match layers.single() {
+        Some((place, synchronised)) if micro * if synchronised { ranks as u64 } else { 1 } < 2 => {
+            Err(Error::input(format!("{place} (batch_norm) would have one number a channel in a batch"))
+                .hint("set batch.micro to 2 or more, or use layer_norm or group_norm"))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// A network by layers.
 fn by_layers(model: &Model) -> Result<Layers> {
     let of_transformers = [
@@ -665,6 +678,11 @@ mod tests {
         assert!(error.starts_with("model.layers[0].layers[0] (batch_norm) shares statistics"), "{error}");
         assert!(error.contains("hint: set parallel.lanes=2, or synchronised=false"), "{error}");
         assert_eq!(batch_norm(", synchronised=false").map(|plan| plan.lanes), Ok(4));
+        let layers = "model.layers=[{kind='dense', units=2}, {kind='batch_norm'}]";
+        let one = ["model.kind=layers", "model.input=[3]", layers, "loss.kind=mse", "batch.micro=1"];
+        let error = refusal(1, &one);
+        assert!(error.starts_with("model.layers[1] (batch_norm) would have one number a channel"), "{error}");
+        assert!(plan(2, &one).is_ok());
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! random reads, and failures told in one line.
 
 use std::path::Path;
+use std::time::Duration;
 
 use hdf5::types::VarLenUnicode;
 use hdf5::{Dataspace, Datatype, File, Group};
@@ -25,6 +26,11 @@ pub(super) struct ChunkCache {
     pub chunk_bytes: usize,
 }
 
+/// How often a file is tried again that somebody else has locked, and how long after. HDF5 lets child processes inherit its
+/// files: one that was started while a file was written holds the writer's lock until it executes its own program.
+const LOCK_TRIES: u32 = 10;
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
+
 /// Opens a file for reading only, which takes no exclusive lock.
 pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> {
     let mut options = File::with_options();
@@ -34,7 +40,15 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
         let slots = (10 * bytes / chunk_bytes.max(1)).clamp(521, 1 << 16) | 1;
         options.with_fapl(|fapl| fapl.chunk_cache(slots, bytes, 0.0));
     }
-    options.open(path).map_err(|e| cannot_open(path, &e))
+    let mut opened = options.open(path);
+    for _ in 0..LOCK_TRIES {
+        match &opened {
+            Err(e) if e.to_string().contains("temporarily unavailable") => std::thread::sleep(LOCK_PAUSE),
+            _ => break,
+        }
+        opened = options.open(path);
+    }
+    opened.map_err(|e| cannot_open(path, &e))
 }
 
 /// Tells apart what the user can mend: no permission, not HDF5 at all, damaged, not lockable.

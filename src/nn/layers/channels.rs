@@ -56,7 +56,7 @@ impl Spread {
         self.squares.max(0.0) / self.count
     }
 
-    /// The estimate of the variance of what the numbers are drawn from.
+    /// The estimate of the variance of what the numbers, two or more, are drawn from.
     fn unbiased(self) -> f64 {
         self.squares.max(0.0) / (self.count - 1.0)
     }
@@ -131,10 +131,6 @@ impl ChannelNorm {
                 let stats = spreads.iter().flat_map(|spread| [spread.mean as f32, rstd(spread.variance())]).collect();
                 let targets = match (over, training) {
                     (Over::Batch { .. }, Some(Training { share, .. })) => {
-                        if spreads.iter().any(|spread| spread.count < 2.0) {
-                            return Err(Error::input(format!("{} (batch_norm) has one number a channel", self.name))
-                                .hint("set batch.micro to 2 or more"));
-                        }
                         let target = |value: f64| (f64::from(*share) * value) as f32;
                         let means = spreads.iter().map(|spread| target(spread.mean));
                         means.chain(spreads.iter().map(|spread| target(spread.unbiased()))).collect()

@@ -55,6 +55,8 @@ pub struct Layers {
     /// Ids that there are, if samples are ids.
     ids: Option<usize>,
     summary: Vec<Summary>,
+    /// See [`Layers::single`].
+    single: Option<(String, bool)>,
 }
 
 impl Layers {
@@ -68,7 +70,7 @@ impl Layers {
             Some(Layer::Embedding { ids, .. }) => Some(*ids),
             _ => None,
         };
-        let mut compiler = Compiler { shape: input.to_vec(), sites: 0, summary: vec![] };
+        let mut compiler = Compiler { shape: input.to_vec(), sites: 0, summary: vec![], single: None };
         let mut steps = compiler.compile(layers, "layers", PLACE)?.into_iter();
         let mut stages: Vec<(String, Sequence)> = Vec::new();
         let mut waiting = Vec::new();
@@ -85,7 +87,8 @@ impl Layers {
         if stages.is_empty() {
             return Err(Error::input("model.layers has no layer with parameters").hint("add a dense or conv2d layer"));
         }
-        Ok(Self { input: input.to_vec(), output, stages, ids, summary: compiler.summary })
+        let Compiler { summary, single, .. } = compiler;
+        Ok(Self { input: input.to_vec(), output, stages, ids, summary, single })
     }
 
     /// The network as blocks.
@@ -114,6 +117,12 @@ impl Layers {
         self.ids
     }
 
+    /// Where a batch normalisation has one number a channel from each sample, so that one sample has no variance, and whether it
+    /// is synchronised.
+    pub fn single(&self) -> Option<(&str, bool)> {
+        self.single.as_ref().map(|(place, synchronised)| (place.as_str(), *synchronised))
+    }
+
     /// Layers that compute something.
     pub fn len(&self) -> usize {
         self.stages.iter().map(|(_, layers)| layers.0.len()).sum()
@@ -132,6 +141,8 @@ struct Compiler {
     sites: usize,
     /// Those of the network's own list.
     summary: Vec<Summary>,
+    /// See [`Layers::single`].
+    single: Option<(String, bool)>,
 }
 
 impl Compiler {
@@ -197,6 +208,9 @@ impl Compiler {
             Layer::LayerNorm { epsilon } => Step::Norm(LayerNorm { name, rows, width, epsilon: *epsilon }),
             Layer::BatchNorm { epsilon, momentum, synchronised } => {
                 let over = Over::Batch { momentum: *momentum, synchronised: *synchronised };
+                if rows == 1 && self.single.as_ref().is_none_or(|(_, synchronised)| *synchronised) {
+                    self.single = Some((place.to_string(), *synchronised));
+                }
                 Step::Channels(ChannelNorm { name, places: rows, channels: width, epsilon: *epsilon, over })
             }
             Layer::GroupNorm { groups, epsilon } => {
