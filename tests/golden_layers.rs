@@ -22,10 +22,13 @@ use hpctrain::parallel::Zero;
 struct Within {
     output: f64,
     gradients: f64,
+    /// Of gradients through batch and group norms: normalising takes away most of what those of a few samples share, and their
+    /// roundings stay.
+    through_norms: f64,
 }
 
-const F32: Within = Within { output: 2e-6, gradients: 1e-5 };
-const BF16: Within = Within { output: 2e-2, gradients: 6e-2 };
+const F32: Within = Within { output: 2e-6, gradients: 1e-5, through_norms: 1e-5 };
+const BF16: Within = Within { output: 2e-2, gradients: 6e-2, through_norms: 0.15 };
 
 fn text(group: &hdf5::Group, name: &str) -> String {
     group.attr(name).unwrap().read_scalar::<FixedAscii<2048>>().unwrap().to_string()
@@ -108,8 +111,7 @@ fn everything<B: Kernels>(b: &B, within: Within) {
             assert_eq!(found.len(), golden.len() as usize);
             for (tensor, got) in found {
                 let off = distance(&got, &numbers(&golden, &tensor));
-                // Normalising takes away most of what the gradients of a few samples share; their roundings stay.
-                let most = if name == "norms" { 2.5 * within.gradients } else { within.gradients };
+                let most = if name == "norms" { within.through_norms } else { within.gradients };
                 assert!(off < most, "{name}/{tensor}: {off:e}");
             }
         }
