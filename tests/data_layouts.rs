@@ -7,7 +7,7 @@ use hdf5::{File, H5Type};
 use hdf5_sys::h5d::{H5Dclose, H5Dcreate2, H5Dwrite};
 use hdf5_sys::h5p::H5P_DEFAULT;
 use hdf5_sys::h5s::H5S_ALL;
-use hpctrain::data::{Batch, DataSpec, Dataset, SampleMut, Sampler, Split, Target, Wants};
+use hpctrain::data::{Batch, DataSpec, Dataset, Ids, SampleMut, Sampler, Split, Target, Wants};
 
 const ROWS: usize = 101;
 const SHAPE: [usize; 2] = [4, 3];
@@ -48,7 +48,7 @@ fn inputs<T: H5Type>(file: &File, chunk: Option<[usize; 3]>, compressed: bool, o
 }
 
 fn open(path: &Path) -> Dataset {
-    let wants = Wants::Rows { input: ROW, ids: None, target: Target::Class(10) };
+    let wants = Wants::Rows { input: ROW, ids: Ids::None, target: Target::Class(10) };
     Dataset::open(&DataSpec { wants, ..DataSpec::new(path) }, Split::Train, 1).unwrap()
 }
 

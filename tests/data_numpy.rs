@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use hpctrain::data::import::{Arrays, ImportNumpy, Kept, NotFinite, import_numpy};
-use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, Target, Wants};
+use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, Split, Target, Wants};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
@@ -30,7 +30,7 @@ fn kept(out: PathBuf) -> Kept {
 
 /// Features, classes and values of all training rows.
 fn rows(path: &Path, input: usize, target: Target) -> Vec<(Vec<f32>, Vec<u32>, Vec<f32>)> {
-    let wants = Wants::Rows { input, ids: None, target };
+    let wants = Wants::Rows { input, ids: Ids::None, target };
     let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(path) }, Split::Train, 1).unwrap();
     let sizes = dataset.sizes();
     let row = |sample| {

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use flate2::Compression;
 use flate2::write::GzEncoder;
-use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
-use hpctrain::data::{Augment, DataSpec, Dataset, Loader, SampleMut, Sampler, Split, Target, Wants, verify};
+use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
+use hpctrain::data::{Augment, DataSpec, Dataset, Ids, Loader, SampleMut, Sampler, Split, Target, Wants, verify};
 
 fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
     let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
@@ -28,7 +28,7 @@ type Row = (Vec<f32>, Vec<u32>, Vec<f32>);
 
 /// Every row of a split, or why there is none.
 fn rows(path: &Path, split: Split, input: usize, target: Target) -> hpctrain::error::Result<Vec<Row>> {
-    let wants = Wants::Rows { input, ids: None, target };
+    let wants = Wants::Rows { input, ids: Ids::None, target };
     let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(path) }, split, 1)?;
     let sizes = dataset.sizes();
     let mut all = Vec::new();
@@ -82,7 +82,9 @@ fn a_table_is_of_classes_or_of_numbers() {
         let targets = targets.iter().map(|name| name.to_string()).collect();
         let kept =
             Kept { not_finite: NotFinite::Error, every: 3, shards: 1, normalize: false, out: root.path().join(name) };
-        let imported = import_csv(&ImportCsv { input: input.clone(), targets, regression, kept }).unwrap();
+        let imported =
+            import_csv(&ImportCsv { input: input.clone(), targets, regression, categories: Categories::NONE, kept })
+                .unwrap();
         (root.path().join(name), imported)
     };
     let (path, imported) = import("classes", &["kind"], false);
@@ -95,6 +97,102 @@ fn a_table_is_of_classes_or_of_numbers() {
     let validation = rows(&path, Split::Validation, 1, Target::Values(2)).unwrap();
     assert_eq!(validation, [(vec![2.0], vec![], vec![40.0, 3.0]), (vec![2.0], vec![], vec![1.0, 6.0])]);
     assert_eq!(import("forced", &["kind"], true).1.classes, None);
+}
+
+/// A row of a table: numbers, ids of categories, class.
+type TableRow = (Vec<f32>, Vec<u32>, u32);
+
+/// Every training row of a table.
+fn table_rows(path: &Path, input: usize, tables: &[usize]) -> hpctrain::error::Result<Vec<TableRow>> {
+    let wants = Wants::Rows { input, ids: Ids::Tables(tables.into()), target: Target::Class(2) };
+    let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(path) }, Split::Train, 1)?;
+    let mut all = Vec::new();
+    for sample in 0..dataset.samples() {
+        let (mut features, mut ids, mut classes) = (vec![0.0; input], vec![0; tables.len()], [0]);
+        let into = SampleMut { ids: &mut ids, features: &mut features, classes: &mut classes, values: &mut [] };
+        dataset.read(sample, into)?;
+        all.push((features, ids, classes[0]));
+    }
+    Ok(all)
+}
+
+#[test]
+fn categories_become_ids_and_later_tables_the_same() {
+    let root = tempfile::tempdir().unwrap();
+    let import = |name: &str, table: &str, categories: Categories, normalize: bool| {
+        let input = write(root.path().join(name).with_extension("csv"), table.as_bytes());
+        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize, out: root.path().join(name) };
+        import_csv(&ImportCsv { input, targets: vec!["y".into()], regression: false, categories, kept })
+    };
+    let named = |columns: &[&str], hash| {
+        let columns = columns.iter().map(|name| name.to_string()).collect();
+        Categories::Named { columns, hash }
+    };
+    let table = "city,age,y, device\nRome,10,0,pc\nOslo,20,1,phone\n,30,1,pc\nRome,20,0, tablet \n";
+    let imported = import("first", table, named(&["device", "city"], None), true).unwrap();
+    assert_eq!((&imported.shape[..], &imported.tables[..]), (&[1][..], &[4, 3][..]));
+    assert!(imported.to_string().ends_with("; embedding_tables: ids = [4, 3]"), "{imported}");
+    // Of numbers 10, 20, 30, 20; the ids of the second table begin at 4.
+    let at = |age: f32| vec![(age - 20.0) / 50f32.sqrt()];
+    let rows = table_rows(&root.path().join("first"), 1, &[4, 3]).unwrap();
+    let want =
+        [(at(10.0), vec![1, 5], 0), (at(20.0), vec![2, 6], 1), (at(30.0), vec![1, 4], 1), (at(20.0), vec![3, 5], 0)];
+    assert_eq!(rows, want);
+
+    // Other order of columns, one more, values that were not there: the scale and the ids of the first table.
+    let later = "y,device,note,age,city\n1,phone,?,40,Rome\n0,radio,?,10,Oslo\n";
+    let like = || Categories::Like(root.path().join("first"));
+    assert_eq!(import("later", later, like(), true).unwrap().tables, [4, 3]);
+    let rows = table_rows(&root.path().join("later"), 1, &[4, 3]).unwrap();
+    assert_eq!(rows, [(at(40.0), vec![2, 5], 1), (at(10.0), vec![0, 6], 0)]);
+    let error = import("lacking", "y,age,city\n1,2,Rome\n", like(), true).unwrap_err().to_string();
+    assert!(error.contains("there is no column \"device\"\nhint: its columns: y, age, city"), "{error}");
+
+    let imported = import("hashed", table, named(&["city", "device", "age"], Some(50)), true).unwrap();
+    assert_eq!((&imported.shape[..], &imported.tables[..]), (&[0][..], &[50, 50, 50][..]));
+    let rows = table_rows(&root.path().join("hashed"), 0, &[50, 50, 50]).unwrap();
+    assert!(rows[0].1 != rows[1].1 && rows[0].1[0] == rows[3].1[0] && rows[2].1[0] == 0, "{rows:?}");
+    assert!(rows.iter().all(|(_, ids, _)| ids[0] < 50 && (50..100).contains(&ids[1]) && (100..150).contains(&ids[2])));
+
+    for (categories, wanted) in [
+        (named(&["town"], None), "there is no column \"town\""),
+        (named(&["city", "city"], None), "column \"city\" is asked for twice\nhint: "),
+        (named(&["y"], None), "column \"y\" is asked for twice"),
+        (named(&["city"], Some(1)), "values hashed to 1 ids\nhint: "),
+        (named(&[], None), "line 2, column \"city\": \"Rome\" is no number\nhint: "),
+        (Categories::Like(root.path().join("none")), "does not exist"),
+    ] {
+        let error = import("refused", table, categories, true).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains(wanted), "{error}");
+    }
+}
+
+#[test]
+fn ids_of_categories_fit_their_tables() {
+    let root = tempfile::tempdir().unwrap();
+    let file = |name: &str, ids: &[i32]| {
+        let path = root.path().join(name);
+        let file = hdf5::File::create(&path).unwrap();
+        file.new_dataset::<i32>().shape([2, 2]).create("categories").unwrap().write_raw(ids).unwrap();
+        file.new_dataset::<i32>().shape(2).create("targets").unwrap().write_raw(&[0, 1]).unwrap();
+        path
+    };
+    let good = file("good.h5", &[0, 1, 2, 0]);
+    assert_eq!(table_rows(&good, 0, &[3, 2]).unwrap(), [(vec![], vec![0, 4], 0), (vec![], vec![2, 3], 1)]);
+    assert!(verify::verify(&good).unwrap().to_string().contains("6 ids"));
+    for (path, tables, wanted) in [
+        (&good, &[2, 2][..], "/categories[1, 0] is id 2, but table 0 has 2 rows\nhint: "),
+        (&good, &[3, 1], "/categories[0, 1] is id 1, but table 1 has 1 rows"),
+        (&good, &[3, 1, 5], "/categories has rows of 2, but the network has 3 embedding tables\nhint: "),
+        (&file("bad.h5", &[0, 1, -2, 0]), &[3, 2], "/categories[1, 0] is id -2, but table 0 has 3 rows"),
+    ] {
+        let error = table_rows(path, 0, tables).unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains(wanted), "{error}");
+    }
+    let error = table_rows(&good, 3, &[3, 2]).unwrap_err().to_string();
+    assert!(error.contains("has no dataset /inputs\nhint: the file holds /categories, /targets"), "{error}");
 }
 
 #[test]
@@ -129,7 +227,8 @@ fn malformed_files_are_refused() {
     ] {
         let input = write(root.path().join("table.csv"), table.as_bytes());
         let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
-        let import = ImportCsv { input, targets: vec![target.into()], regression: false, kept };
+        let import =
+            ImportCsv { input, targets: vec![target.into()], regression: false, categories: Categories::NONE, kept };
         let error = import_csv(&import).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted), "{table:?}: {error}");
@@ -145,7 +244,13 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     let out = root.path().join("out");
     let import = |not_finite| {
         let kept = Kept { not_finite, every: 3, shards: 1, normalize: true, out: out.clone() };
-        import_csv(&ImportCsv { input: input.clone(), targets: vec!["kind".into()], regression: false, kept })
+        import_csv(&ImportCsv {
+            input: input.clone(),
+            targets: vec!["kind".into()],
+            regression: false,
+            categories: Categories::NONE,
+            kept,
+        })
     };
     let error = import(NotFinite::Error).unwrap_err().to_string();
     assert!(error.contains("line 3, column \"y\": \"nan\" is no number\nhint: "), "{error}");
@@ -157,14 +262,21 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     let rest = write(root.path().join("rest.csv"), b"x,y,kind\n1,2,0\n6,7,1\n8,9,2\n10,11,0\n");
     let kept = Kept { every: 3, ..kept(root.path().join("rest")) };
     let kept = Kept { shards: 1, ..kept };
-    import_csv(&ImportCsv { input: rest, targets: vec!["kind".into()], regression: false, kept }).unwrap();
+    import_csv(&ImportCsv {
+        input: rest,
+        targets: vec!["kind".into()],
+        regression: false,
+        categories: Categories::NONE,
+        kept,
+    })
+    .unwrap();
     for split in [Split::Train, Split::Validation] {
         let both = [&out, &root.path().join("rest")].map(|path| rows(path, split, 2, Target::Class(3)).unwrap());
         assert_eq!(both[0], both[1], "{split}");
     }
     let report = verify::verify(&out).unwrap();
     assert!(report.notes.iter().any(|note| note == told), "{report}");
-    let wants = Wants::Rows { input: 2, ids: None, target: Target::Class(3) };
+    let wants = Wants::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
     let dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
     assert_eq!(dataset.left_out().as_deref(), Some(told));
 }
@@ -177,8 +289,8 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
     let labels = write(root.path().join("labels"), &idx(&[10], &[0; 10]));
     let out = root.path().join("out");
     import_idx(&ImportIdx { images, labels, kept: Kept { every: 0, ..kept(out.clone()) } }).unwrap();
-    let wants = Wants::Rows { input: 30, ids: None, target: Target::Class(1) };
     let open = |by: Option<Augment>| {
+        let wants = Wants::Rows { input: 30, ids: Ids::None, target: Target::Class(1) };
         let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
         by.into_iter().for_each(|by| dataset.augment(by, &[5, 6, 1], 3).unwrap());
         dataset

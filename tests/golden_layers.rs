@@ -12,8 +12,8 @@ use hpctrain::backend::{Kernels, Memory};
 use hpctrain::comm;
 use hpctrain::config::{Config, Facts, Plan, resolve};
 use hpctrain::mesh::Mesh;
-use hpctrain::nn::Micro;
 use hpctrain::nn::loss::Loss;
+use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
 
@@ -41,11 +41,27 @@ fn plan(case: &hdf5::Group) -> Plan {
     resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu: false }).unwrap()
 }
 
+/// Rows of the tables of categories.
+fn tables(plan: &Plan) -> &[usize] {
+    let Network::Layers(layers) = &plan.network else { panic!("{:?}", plan.network) };
+    layers.tables()
+}
+
 /// Samples of a case on the device.
 fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
     let shape = case.dataset("inputs").unwrap().shape();
     let of_ids = case.dataset("inputs").unwrap().dtype().unwrap().is::<u32>();
-    let (input, features) = if of_ids { (ids(case, "inputs"), vec![]) } else { (vec![], floats(case, "inputs")) };
+    let (input, features) = match tables(plan) {
+        _ if of_ids => (ids(case, "inputs"), vec![]),
+        [] => (vec![], floats(case, "inputs")),
+        // Ids count through all tables.
+        [first, second, _] => {
+            let before = [0, *first, first + second].into_iter().cycle();
+            let ids = ids(case, "categories").into_iter().zip(before).map(|(id, before)| id + before as u32);
+            (ids.collect(), floats(case, "inputs"))
+        }
+        other => panic!("{} tables", other.len()),
+    };
     let (classes, values) = match plan.loss {
         Loss::CrossEntropy { .. } => (ids(case, "targets"), vec![]),
         Loss::Deviation(_) => (vec![], floats(case, "targets")),
@@ -63,7 +79,7 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
 
 fn everything<B: Kernels>(b: &B, within: Within) {
     let file = golden("layers.h5");
-    for name in ["convolutions", "numbers", "norms", "ids"] {
+    for name in ["convolutions", "numbers", "norms", "ids", "tables"] {
         let case = file.group(name).unwrap();
         let plan = plan(&case);
         for recompute in [false, true] {

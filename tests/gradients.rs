@@ -79,6 +79,31 @@ fn backward_of_layers_is_the_derivative_of_their_forward() {
     });
 }
 
+/// Tables of categories beside numbers, and the products of their rows in pairs.
+#[test]
+fn backward_of_tables_is_the_derivative_of_their_forward() {
+    let layers = "[{kind='embedding_tables', ids=[3, 7, 2], width=4, dense=[{kind='dense', units=6}, {kind='tanh'}, \
+                  {kind='dropout', rate=0.2}, {kind='dense', units=4}, {kind='layer_norm'}]}, {kind='dot_interaction'}, \
+                  {kind='layer_norm'}, {kind='dense', units=5}, {kind='silu'}, {kind='dense', units=3}]";
+    let layers: toml::Table = toml::from_str(&format!("layers = {layers}")).unwrap();
+    let layers: Vec<Layer> = layers["layers"].clone().try_into().unwrap();
+    let network = Network::Layers(Layers::new(&[5], &layers).unwrap());
+    check(&network, 6, &|backend| {
+        let features: Vec<f32> = (0..6 * 5).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
+        // Rows of all tables: below 3, from 3 below 10, from 10 below 12.
+        let ids: Vec<u32> = (0..6).flat_map(|i| [i % 2, 3 + i * 5 % 7, 10 + i / 3]).collect();
+        Micro {
+            ids: backend.upload_ints(&ids).unwrap(),
+            features: backend.upload(Memory::Activations, &features).unwrap(),
+            classes: backend.upload_ints(&[0, 1, 2, 0, 2, 1]).unwrap(),
+            values: backend.upload_f32(Memory::Activations, &[]).unwrap(),
+            samples: 6,
+            time: 1,
+            first: 0,
+        }
+    });
+}
+
 /// Every tensor of a network, by the whole step.
 fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> Micro<Cpu>) {
     let mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };

@@ -9,7 +9,7 @@ use common::launch::Transport::{self, Alone, Mpirun, Simulate};
 use common::launch::{finish, mpirun, program};
 use common::runs::{Run, RunFiles};
 use common::simulator::with_simulator;
-use hpctrain::data::import::{ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
+use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
 
 /// A network: its name, and the settings that make it.
 struct Network {
@@ -45,7 +45,15 @@ fn data(folder: &Path) {
     std::fs::write(folder.join("table.csv"), table).unwrap();
     let targets = ["up", "down"].map(String::from).to_vec();
     let input = folder.join("table.csv");
-    import_csv(&ImportCsv { input, targets, regression: false, kept: kept("table") }).unwrap();
+    import_csv(&ImportCsv { input, targets, regression: false, categories: Categories::NONE, kept: kept("table") })
+        .unwrap();
+    let line = |i: u32| format!("{},{},{},{}\n", i % 2, ["x", "y", "z"][(i * 7 % 3) as usize], i * 5 % 11, i * 3 % 7);
+    let clicks: String = std::iter::once("clicked,site,age,device\n".to_string()).chain((0..60).map(line)).collect();
+    std::fs::write(folder.join("clicks.csv"), clicks).unwrap();
+    let columns = ["site", "device"].map(String::from).to_vec();
+    let categories = Categories::Named { columns, hash: None };
+    let (input, targets) = (folder.join("clicks.csv"), vec!["clicked".into()]);
+    import_csv(&ImportCsv { input, targets, regression: false, categories, kept: kept("clicks") }).unwrap();
 }
 
 fn networks(folder: &Path) -> Vec<Network> {
@@ -84,6 +92,21 @@ fn networks(folder: &Path) -> Vec<Network> {
                     "loss.kind=huber",
                 ]),
                 vec![at("table")],
+            ]
+            .concat(),
+        ),
+        network(
+            "recommender",
+            &[
+                text(&[
+                    "model.kind=layers",
+                    "model.input=[1]",
+                    "model.layers=[{kind='embedding_tables', ids=[4, 8], width=6, dense=[{kind='dense', units=5}, \
+                     {kind='relu'}, {kind='dense', units=6}]}, {kind='dot_interaction'}, {kind='dropout', rate=0.1}, \
+                     {kind='dense', units=7}, {kind='relu'}, {kind='dense', units=1}]",
+                    "loss.kind=binary-cross-entropy",
+                ]),
+                vec![at("clicks")],
             ]
             .concat(),
         ),
@@ -259,8 +282,12 @@ fn predictions_are_in_the_order_of_the_rows() {
     data(root.path());
     for network in networks(root.path()).iter().filter(|network| network.name != "llama") {
         let files = run(network, Alone, root.path(), "run", "").succeeds();
-        let shard =
-            root.path().join(if network.name == "regression" { "table" } else { "pictures" }).join("train-00000.h5");
+        let (folder, width) = match network.name {
+            "regression" => ("table", 2),
+            "recommender" => ("clicks", 1),
+            _ => ("pictures", 4),
+        };
+        let shard = root.path().join(folder).join("train-00000.h5");
         let unlabelled = root.path().join(format!("{}.h5", network.name));
         std::fs::copy(&shard, &unlabelled).unwrap();
         hdf5::File::append(&unlabelled).unwrap().unlink("targets").unwrap();
@@ -287,7 +314,6 @@ fn predictions_are_in_the_order_of_the_rows() {
         };
         let (outputs, classes) = predicted(None, "whole.h5", &["eval.batch=1000"]);
         let rows = hdf5::File::open(&shard).unwrap().dataset("inputs").unwrap().shape()[0];
-        let width = if network.name == "regression" { 2 } else { 4 };
         assert_eq!(outputs.len(), rows * width, "{}", network.name);
         assert_eq!(classes.is_some(), network.name == "convolutions");
         if let Some(classes) = &classes {

@@ -226,6 +226,8 @@ pub enum Deviation {
     Huber(f32),
     /// -t·ln σ(p) - (1 - t)·ln(1 - σ(p)): binary cross-entropy of logits.
     Binary,
+    /// 1 where a logit and its target are on the same side, of 0 and of ½, else 0; without a slope.
+    Agreement,
 }
 
 /// Rows of predictions and of targets.
@@ -254,6 +256,24 @@ pub struct Columns {
     pub from: [usize; 2],
     /// Columns of a target row, and where the first one goes.
     pub to: [usize; 2],
+}
+
+/// Samples of `rows` × `width` elements, whose rows are multiplied in pairs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pairs {
+    /// Samples.
+    pub samples: usize,
+    /// Rows of a sample.
+    pub rows: usize,
+    /// Elements of a row.
+    pub width: usize,
+}
+
+impl Pairs {
+    /// Elements of a sample's output: the first row, then a product for each pair.
+    pub fn outputs(&self) -> usize {
+        self.width + self.rows * self.rows.saturating_sub(1) / 2
+    }
 }
 
 /// Softmax cross-entropy over rows of logits.
@@ -602,6 +622,17 @@ pub trait Kernels: Backend {
     fn average_pool_backward(&self, window: Window, dy: Self::View<'_>, dx: Self::ViewMut<'_>) -> Result<()>;
     /// Copies columns of rows; those of `y` between them are left alone.
     fn copy_columns(&self, shape: Columns, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// The first row of every sample, then the scalar products of its rows in pairs: of the second with the first, of the third
+    /// with the first and the second, and so on (Naumov et al., 2019); overwrites `y` (samples × [`Pairs::outputs`]).
+    fn pair_products(&self, shape: Pairs, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// Overwrites `dx`.
+    fn pair_products_backward(
+        &self,
+        shape: Pairs,
+        x: Self::View<'_>,
+        dy: Self::View<'_>,
+        dx: Self::ViewMut<'_>,
+    ) -> Result<()>;
 
     /// Sums over the places of every sample for its statistics, in f32 and in chunks that depend on the shape alone: for each
     /// sample the first place's channels `s`, then Σ (x - s), then Σ (x - s)² of every channel; overwrites.

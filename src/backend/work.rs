@@ -4,8 +4,8 @@
 //! operand once (twice, where it is changed in place), as if nothing were in a cache; indices are not counted.
 
 use super::{
-    Activation, Attention, Channels, Columns, Convolution, CrossEntropy, Elements, Gemm, Linear, Norm, Regression,
-    Window,
+    Activation, Attention, Channels, Columns, Convolution, CrossEntropy, Elements, Gemm, Linear, Norm, Pairs,
+    Regression, Window,
 };
 
 /// One launch of a kernel.
@@ -259,6 +259,20 @@ impl Work {
     /// A copy of columns.
     pub fn copy_columns(s: Columns) -> Self {
         Self::moves("copy of columns", 2 * s.rows * s.count).on([s.rows, s.count])
+    }
+
+    /// Products of rows in pairs.
+    pub fn pair_products(s: Pairs) -> Self {
+        let multiplied = (s.samples * (s.outputs() - s.width) * 2 * s.width) as f64;
+        let kernel = Self::moves("pairs of rows", s.samples * (s.rows * s.width + s.outputs()));
+        kernel.on([s.samples, s.rows, s.width]).computes(multiplied)
+    }
+
+    /// The gradient of the rows.
+    pub fn pair_products_backward(s: Pairs) -> Self {
+        let forward = Self::pair_products(s);
+        let kernel = Self::moves("pairs of rows, backward", s.samples * (2 * s.rows * s.width + s.outputs()));
+        kernel.on([s.samples, s.rows, s.width]).computes(2.0 * forward.flops)
     }
 
     /// Sums of channels over places for their statistics, or for a gradient's: `reads` arrays are read.

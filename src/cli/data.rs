@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use crate::data::import::{
-    Arrays, ImportCsv, ImportIdx, ImportNumpy, ImportText, Kept, NotFinite, import_csv, import_idx, import_numpy,
-    import_text,
+    Arrays, Categories, ImportCsv, ImportIdx, ImportNumpy, ImportText, Kept, NotFinite, import_csv, import_idx,
+    import_numpy, import_text,
 };
 use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
@@ -58,8 +58,10 @@ enum Source {
         #[command(flatten)]
         kept: KeptArgs,
     },
-    /// A table of numbers with a header into train-*.h5 and val-*.h5
-    #[command(after_help = "Example: hpctrain data import csv houses.csv --target price --out data/houses")]
+    /// A table with a header into train-*.h5 and val-*.h5: numbers, and columns of categories
+    #[command(
+        after_help = "Example: hpctrain data import csv clicks.csv --target clicked --categorical site,device --out data/clicks"
+    )]
     Csv {
         /// The table
         input: PathBuf,
@@ -69,6 +71,15 @@ enum Source {
         /// Predict numbers, even where they look like classes
         #[arg(long)]
         regression: bool,
+        /// Columns of categories, whose values become ids from 1 on; empty cells have id 0
+        #[arg(long, value_name = "COLUMN,…", value_delimiter = ',')]
+        categorical: Vec<String>,
+        /// Hash the values of each category to so many ids, rather than list them
+        #[arg(long, value_name = "IDS", requires = "categorical")]
+        hash: Option<u32>,
+        /// Take inputs, categories, ids and scale from the table that was imported into this directory
+        #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash"])]
+        like: Option<PathBuf>,
         #[command(flatten)]
         kept: KeptArgs,
     },
@@ -163,8 +174,12 @@ pub fn run(args: DataArgs) -> Result<()> {
         Command::Import(ImportArgs { source: Source::Idx { images, labels, kept } }) => {
             say(import_idx(&ImportIdx { images, labels, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Csv { input, targets, regression, kept } }) => {
-            say(import_csv(&ImportCsv { input, targets, regression, kept: kept.into() })?);
+        Command::Import(ImportArgs {
+            source: Source::Csv { input, targets, regression, categorical, hash, like, kept },
+        }) => {
+            let named = Categories::Named { columns: categorical, hash };
+            let categories = like.map_or(named, Categories::Like);
+            say(import_csv(&ImportCsv { input, targets, regression, categories, kept: kept.into() })?);
         }
         Command::Import(ImportArgs { source: Source::Npy { features, labels, regression, kept } }) => {
             let arrays = Arrays::Files { features, labels };

@@ -20,7 +20,7 @@ pub struct SourceArgs {
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Compiled-in configuration to start from: gpt-char, gpt-baby, gpt2-124m, llama-char, tinyllama-1.1b, mlp-mnist, cnn-mnist,
-    /// resnet-18-cifar or resnet-18.
+    /// resnet-18-cifar, resnet-18 or dlrm.
     #[arg(long, value_name = "NAME")]
     preset: Option<String>,
     /// Override one key, such as run.steps=500; may be repeated.

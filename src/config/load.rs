@@ -10,7 +10,7 @@ use super::Config;
 use crate::error::{Error, Result};
 
 /// The presets, by name.
-pub const PRESETS: [(&str, &str); 9] = [
+pub const PRESETS: [(&str, &str); 10] = [
     ("gpt-char", include_str!("presets/gpt-char.toml")),
     ("gpt-baby", include_str!("presets/gpt-baby.toml")),
     ("gpt2-124m", include_str!("presets/gpt2-124m.toml")),
@@ -20,6 +20,7 @@ pub const PRESETS: [(&str, &str); 9] = [
     ("cnn-mnist", include_str!("presets/cnn-mnist.toml")),
     ("resnet-18-cifar", include_str!("presets/resnet-18-cifar.toml")),
     ("resnet-18", include_str!("presets/resnet-18.toml")),
+    ("dlrm", include_str!("presets/dlrm.toml")),
 ];
 
 /// The preset that runs when nothing is said.

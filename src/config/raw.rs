@@ -145,6 +145,8 @@ sections! {
         tokens: String = "/tokens".into(),
         /// Dataset with one sample a row.
         inputs: String = "/inputs".into(),
+        /// Dataset with an id of each category a row, for networks with embedding tables.
+        categories: String = "/categories".into(),
         /// Dataset with one target a row.
         targets: String = "/targets".into(),
         /// Visit samples in a random order, another every epoch.

@@ -434,7 +434,8 @@ fn by_layers(model: &Model) -> Result<Layers> {
         return Err(Error::input("model.kind = layers wants model.input and [[model.layers]]")
             .hint("give the shape of a sample and a list of layers; see the presets mlp-mnist and cnn-mnist"));
     };
-    if input.is_empty() || input.contains(&0) {
+    let of_ids_alone = matches!(&layers[..], [Layer::EmbeddingTables { dense, .. }, ..] if dense.is_empty());
+    if input.is_empty() || input.contains(&0) && !of_ids_alone {
         return Err(Error::input(format!("model.input = {input:?} has no elements")).hint("give the shape of a sample"));
     }
     Layers::new(input, layers)

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use super::h5::one_line;
-use super::{DataSpec, Dataset, Loader, Sampler, Split, Target, Wants};
+use super::{DataSpec, Dataset, Ids, Loader, Sampler, Split, Target, Wants};
 use crate::error::{Error, Result};
 use crate::random::Stream;
 
@@ -60,12 +60,11 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>>
     written(&images, write_images(&images, samples, false))?;
     written(&packed, write_images(&packed, samples, true))?;
     written(&tokens, write_tokens(&tokens, samples))?;
-    let of_images = Wants::Rows { input: IMAGE, ids: None, target: Target::Class(10) };
     let image_rows = vec![("inputs", IMAGE, IMAGE as u64), ("targets", CLASS, CLASS as u64)];
     let image = |what, path: &Path, shuffled, rows| Case {
         what,
         path: path.to_owned(),
-        wants: of_images,
+        wants: Wants::Rows { input: IMAGE, ids: Ids::None, target: Target::Class(10) },
         context: 1,
         shuffled,
         rows,
@@ -90,7 +89,7 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>>
 impl Case {
     fn time(&self, rounds: usize) -> Result<Timing> {
         let open = || {
-            let spec = DataSpec { wants: self.wants, ..DataSpec::new(&self.path) };
+            let spec = DataSpec { wants: self.wants.clone(), ..DataSpec::new(&self.path) };
             Dataset::open(&spec, Split::Train, self.context)
         };
         let samples = open()?.samples();

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::Tokenizer;
 use super::augment::{Augment, Augmenter};
@@ -31,6 +32,8 @@ pub struct DataSpec {
     pub tokens: String,
     /// The dataset of input ids where samples are ready-made, samples x context.
     pub inputs: String,
+    /// The dataset of ids of categories, samples x categories.
+    pub categories: String,
     /// The dataset of target ids, of the same shape.
     pub targets: String,
     /// The number of ids, for files that do not tell; may also pad the files' own number.
@@ -40,7 +43,7 @@ pub struct DataSpec {
 }
 
 /// What a network wants of a sample.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Wants {
     /// Token ids and the ids that follow them.
     Text,
@@ -50,11 +53,23 @@ pub enum Wants {
     Rows {
         /// Elements of the inputs.
         input: usize,
-        /// Ids that there are, if inputs are ids rather than numbers.
-        ids: Option<usize>,
+        /// The ids among them or beside them.
+        ids: Ids,
         /// The target.
         target: Target,
     },
+}
+
+/// Ids that are not of text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ids {
+    /// There are none: inputs are numbers.
+    None,
+    /// Inputs are ids below this.
+    Input(usize),
+    /// Beside inputs, which are numbers, there is an id of each category, below its own number: rows of its table. As parts of
+    /// a sample they count through all tables, those of the second from where those of the first end.
+    Tables(Arc<[usize]>),
 }
 
 /// The target of a row.
@@ -83,7 +98,7 @@ pub struct Sizes {
 
 /// Where samples go: each part has the length that [`Dataset::sizes`] tells, times the number of samples.
 pub struct SampleMut<'a> {
-    /// Ids of the input.
+    /// Ids of the input; those of several tables count through all of them, as [`Ids::Tables`] says.
     pub ids: &'a mut [u32],
     /// Numbers of the input.
     pub features: &'a mut [f32],
@@ -117,6 +132,7 @@ impl DataSpec {
             validation: "val-*.h5".to_owned(),
             tokens: "/tokens".to_owned(),
             inputs: "/inputs".to_owned(),
+            categories: "/categories".to_owned(),
             targets: "/targets".to_owned(),
             vocabulary: None,
             wants: Wants::Text,
@@ -252,12 +268,13 @@ impl Dataset {
             parts.push(samples - before);
         }
         let spec = specs.first().ok_or_else(|| Error::internal("no data set is to be opened"))?;
-        let vocabulary = match spec.wants {
+        let vocabulary = match &spec.wants {
             Wants::Text | Wants::Anything => shards[0].vocabulary(spec.vocabulary)?,
-            Wants::Rows { ids, .. } => ids.unwrap_or(0),
+            Wants::Rows { ids: Ids::Input(below), .. } => *below,
+            Wants::Rows { .. } => 0,
         };
         let open = OpenShards::new(&shards, MAX_OPEN);
-        Ok(Self { shards, first_sample, parts, context, wants: spec.wants, vocabulary, open, augmenter: None })
+        Ok(Self { shards, first_sample, parts, context, wants: spec.wants.clone(), vocabulary, open, augmenter: None })
     }
 
     /// Has images of `shape`, which is that of a row, moved and mirrored at random, by `seed`, from now on.
@@ -266,7 +283,7 @@ impl Dataset {
     /// Samples are no images, or they would be moved out of sight.
     pub fn augment(&mut self, by: Augment, shape: &[usize], seed: u64) -> Result<()> {
         if self.sizes().ids > 0 {
-            return Err(Error::input("data.augment is for images, but samples are ids").hint("leave it out"));
+            return Err(Error::input("data.augment is for images, but samples have ids").hint("leave it out"));
         }
         self.augmenter = Some(Augmenter::new(by, shape, seed)?);
         Ok(())
@@ -294,13 +311,17 @@ impl Dataset {
 
     /// Elements of a sample's parts.
     pub fn sizes(&self) -> Sizes {
-        match self.wants {
+        match &self.wants {
             Wants::Text | Wants::Anything => Sizes { ids: self.context, features: 0, classes: self.context, values: 0 },
             Wants::Rows { input, ids, target } => {
-                let (ids, features) = if ids.is_some() { (input, 0) } else { (0, input) };
+                let (ids, features) = match ids {
+                    Ids::None => (0, *input),
+                    Ids::Input(_) => (*input, 0),
+                    Ids::Tables(tables) => (tables.len(), *input),
+                };
                 let (classes, values) = match target {
                     Target::Class(_) => (1, 0),
-                    Target::Values(width) => (0, width),
+                    Target::Values(width) => (0, *width),
                     Target::Unknown => (0, 0),
                 };
                 Sizes { ids, features, classes, values }
@@ -396,24 +417,38 @@ impl Dataset {
                 read_checked(shard, input_ids, &mut readers[0], row, ids, self.vocabulary)?;
                 read_checked(shard, target_ids, &mut readers[1], row, classes, self.vocabulary)?;
             }
-            Content::Rows { inputs, targets, standard } => {
-                if self.vocabulary > 0 {
-                    read_checked(shard, inputs, &mut readers[0], row, ids, self.vocabulary)?;
-                } else {
-                    read_numbers(shard, inputs, &mut readers[0], row, features)?;
-                    if let Some(augmenter) = &mut self.augmenter {
-                        for (image, sample) in features.chunks_exact_mut(inputs.row_len()).zip(seen.first..) {
-                            augmenter.apply(seen.epoch, sample, image);
+            Content::Rows { inputs, categories, targets, standard } => {
+                // In the order of the content's datasets.
+                let mut readers = readers.iter_mut();
+                let mut of = |field| readers.next().map(|reader| (field, reader));
+                let (inputs, categories) = (inputs.as_ref().and_then(&mut of), categories.as_ref().and_then(&mut of));
+                let targets = targets.as_ref().and_then(of);
+                match inputs {
+                    None => {}
+                    Some((inputs, reader)) if self.vocabulary > 0 => {
+                        read_checked(shard, inputs, reader, row, ids, self.vocabulary)?;
+                    }
+                    Some((inputs, reader)) => {
+                        read_numbers(shard, inputs, reader, row, features)?;
+                        if let Some(augmenter) = &mut self.augmenter {
+                            for (image, sample) in features.chunks_exact_mut(inputs.row_len()).zip(seen.first..) {
+                                augmenter.apply(seen.epoch, sample, image);
+                            }
                         }
+                        standard.iter().for_each(|standard| standard.apply(features));
                     }
-                    standard.iter().for_each(|standard| standard.apply(features));
                 }
-                match (self.wants, targets) {
+                if let Some((categories, reader)) = categories
+                    && let Wants::Rows { ids: Ids::Tables(tables), .. } = &self.wants
+                {
+                    read_categories(shard, categories, reader, row, ids, tables)?;
+                }
+                match (&self.wants, targets) {
                     (_, None) => {}
-                    (Wants::Rows { target: Target::Class(all), .. }, Some(targets)) => {
-                        read_class(shard, targets, &mut readers[1], row, classes, all)?;
+                    (Wants::Rows { target: Target::Class(all), .. }, Some((targets, reader))) => {
+                        read_class(shard, targets, reader, row, classes, *all)?;
                     }
-                    (_, Some(targets)) => read_numbers(shard, targets, &mut readers[1], row, values)?,
+                    (_, Some((targets, reader))) => read_numbers(shard, targets, reader, row, values)?,
                 }
             }
         }
@@ -446,6 +481,33 @@ fn read_checked(
 ) -> Result<()> {
     reader.read(first, out).map_err(|e| shard.unreadable(ids, &e))?;
     check_ids(shard, ids, first, out, vocabulary)
+}
+
+/// Reads rows' ids of categories, refuses one that has no row in its table, and has them count through all tables.
+fn read_categories(
+    shard: &Shard,
+    field: &Field,
+    reader: &mut RowReader,
+    row: u64,
+    out: &mut [u32],
+    tables: &[usize],
+) -> Result<()> {
+    reader.read(row, out).map_err(|e| shard.unreadable(field, &e))?;
+    for (i, ids) in out.chunks_exact_mut(tables.len()).enumerate() {
+        let mut before = 0;
+        for (category, (id, &rows)) in ids.iter_mut().zip(tables).enumerate() {
+            if *id as usize >= rows {
+                let element = field.element((row as usize + i) * tables.len() + category);
+                let id = *id as i32;
+                return Err(Error::input(format!("{element} is id {id}, but table {category} has {rows} rows"))
+                    .hint("give embedding_tables more ids, or import the data again")
+                    .at(shard.path.display()));
+            }
+            *id += before;
+            before += rows as u32;
+        }
+    }
+    Ok(())
 }
 
 /// Refuses ids outside the vocabulary among rows from `first` on.

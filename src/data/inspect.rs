@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use hdf5::filters::Filter;
 use hdf5::types::TypeDescriptor;
 
+use super::columns::COLUMNS;
 use super::dataset::file_names;
 use super::format::{CHECKSUMS, Header, TOKENIZER};
 use super::{h5, shard};
@@ -19,7 +20,7 @@ pub fn inspect(path: &Path) -> Result<String> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
         let names = h5::dataset_names(&file).map_err(|e| unreadable(&path, &e))?;
-        for dataset in names.iter().filter(|name| ![CHECKSUMS, TOKENIZER].contains(&name.as_str())) {
+        for dataset in names.iter().filter(|name| ![CHECKSUMS, COLUMNS, TOKENIZER].contains(&name.as_str())) {
             let [shape, dtype, layout, compression, bytes] =
                 describe(&file, dataset).map_err(|e| unreadable(&path, &e))?;
             rows.push([name.clone(), dataset.clone(), shape, dtype, layout, compression, bytes]);

@@ -8,6 +8,7 @@
 mod augment;
 pub mod bench;
 pub mod bundled;
+mod columns;
 mod dataset;
 mod format;
 mod h5;
@@ -25,7 +26,7 @@ mod tokenizer;
 pub mod verify;
 
 pub use augment::Augment;
-pub use dataset::{DataSpec, Dataset, SampleMut, Sizes, Split, Target, Wants};
+pub use dataset::{DataSpec, Dataset, Ids, SampleMut, Sizes, Split, Target, Wants};
 pub(crate) use h5::one_line;
 pub use loader::{Batch, Loader};
 pub use order::{Draw, Mix, Order};

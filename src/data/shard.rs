@@ -10,7 +10,7 @@ use hdf5::dataset::Layout;
 use hdf5::types::TypeDescriptor;
 
 use super::Tokenizer;
-use super::dataset::{DataSpec, Target, Wants};
+use super::dataset::{DataSpec, Ids, Target, Wants};
 use super::format::Header;
 use super::h5::{self, ChunkCache, SlabReader};
 use super::rows::{RowReader, Source};
@@ -37,7 +37,10 @@ pub(super) enum Content {
     Samples { inputs: Field, targets: Field },
     /// A row of inputs and a row of targets for each sample.
     Rows {
-        inputs: Field,
+        /// None where samples have categories alone.
+        inputs: Option<Field>,
+        /// Ids of categories.
+        categories: Option<Field>,
         /// None where they are not asked for.
         targets: Option<Field>,
         /// How inputs are brought to a common scale.
@@ -47,7 +50,7 @@ pub(super) enum Content {
 
 /// Mean and standard deviation of inputs, one for each place of their last axis or of a whole row.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Standard {
+pub(in crate::data) struct Standard {
     pub mean: Vec<f32>,
     pub std: Vec<f32>,
 }
@@ -58,7 +61,7 @@ pub(in crate::data) const STD: &str = "std";
 
 impl Standard {
     /// That of a dataset, if it has one.
-    fn read(file: &File, name: &str, row_len: usize) -> Result<Option<Self>> {
+    pub(super) fn read(file: &File, name: &str, row_len: usize) -> Result<Option<Self>> {
         let unreadable = |e| Error::input(format!("attributes {MEAN} and {STD} of {name}: {}", h5::one_line(&e)));
         let dataset = file.dataset(name).map_err(unreadable)?;
         let has = |attribute: &str| dataset.attr_names().map(|names| names.iter().any(|name| name == attribute));
@@ -182,10 +185,13 @@ impl Shard {
                 .at(at)),
                 windows => Ok(windows as u64),
             },
-            Content::Rows { inputs, .. } => match inputs.rows() {
-                0 => Err(Error::input(format!("{} has no samples", inputs.name)).at(at)),
-                rows => Ok(rows as u64),
-            },
+            Content::Rows { .. } => {
+                let first = self.content.datasets()[0];
+                match first.rows() {
+                    0 => Err(Error::input(format!("{} has no samples", first.name)).at(at)),
+                    rows => Ok(rows as u64),
+                }
+            }
             Content::Samples { inputs, .. } => {
                 if inputs.row_len() != context {
                     let message = format!("{} has samples of {} ids", inputs.name, inputs.row_len());
@@ -295,11 +301,11 @@ impl Shard {
 impl Content {
     /// Tokens if there are any, else samples.
     fn find(file: &File, spec: &DataSpec) -> Result<Self> {
-        match spec.wants {
-            Wants::Rows { input, ids, target } => return Self::rows(file, spec, input, ids, target),
+        match &spec.wants {
+            Wants::Rows { input, ids, target } => return Self::rows(file, spec, *input, ids, *target),
             Wants::Anything => {
-                if let Some((input, target)) = rows_of(file, spec)? {
-                    return Self::rows(file, spec, input, None, target);
+                if let Some((input, ids, target)) = rows_of(file, spec)? {
+                    return Self::rows(file, spec, input, &ids, target);
                 }
             }
             Wants::Text => {}
@@ -334,20 +340,26 @@ impl Content {
         }
     }
 
-    /// Rows of `input` elements, and targets.
-    fn rows(file: &File, spec: &DataSpec, input: usize, ids: Option<usize>, target: Target) -> Result<Self> {
-        for name in [&spec.inputs, &spec.targets] {
-            let is_wanted = *name == spec.inputs || target != Target::Unknown;
-            if is_wanted && !file.link_exists(name) {
-                return Err(lacking(file, format!("has no dataset {name}")));
-            }
+    /// Rows of `input` elements, ids of categories, and targets.
+    fn rows(file: &File, spec: &DataSpec, input: usize, ids: &Ids, target: Target) -> Result<Self> {
+        let tables = if let Ids::Tables(tables) = ids { tables.len() } else { 0 };
+        let wanted =
+            [(&spec.inputs, input > 0), (&spec.categories, tables > 0), (&spec.targets, target != Target::Unknown)];
+        if let Some((name, _)) = wanted.iter().find(|(name, is_wanted)| *is_wanted && !file.link_exists(name)) {
+            return Err(lacking(file, format!("has no dataset {name}")));
         }
-        let kind = if ids.is_some() { As::Ids } else { As::Numbers };
-        let inputs = Field::describe(file, &spec.inputs, kind)?;
-        if inputs.row_len() != input {
+        let kind = if let Ids::Input(_) = ids { As::Ids } else { As::Numbers };
+        let inputs = (input > 0).then(|| Field::describe(file, &spec.inputs, kind)).transpose()?;
+        if let Some(inputs) = inputs.as_ref().filter(|inputs| inputs.row_len() != input) {
             let message = format!("{} has rows of {}", inputs.name, shape(&inputs.shape[1..]));
             return Err(Error::input(format!("{message}, but model.input has {input} elements"))
                 .hint("set model.input to the shape of a row"));
+        }
+        let categories = (tables > 0).then(|| Field::describe(file, &spec.categories, As::Ids)).transpose()?;
+        if let Some(categories) = categories.as_ref().filter(|categories| categories.row_len() != tables) {
+            let message = format!("{} has rows of {}", categories.name, shape(&categories.shape[1..]));
+            return Err(Error::input(format!("{message}, but the network has {tables} embedding tables"))
+                .hint("let `ids` of embedding_tables have a number for each category"));
         }
         let (kind_of_targets, width) = match target {
             Target::Class(_) => (As::Ids, 1),
@@ -358,59 +370,69 @@ impl Content {
             Target::Unknown => None,
             _ => Some(Field::describe(file, &spec.targets, kind_of_targets)?),
         };
-        if let Some(targets) = &targets {
-            if targets.row_len() != width {
-                let message = format!("{} has rows of {}", targets.name, targets.row_len());
-                return Err(Error::input(format!("{message}, but the network predicts {width} of each sample"))
-                    .hint("the last of model.layers must give as many, and loss.kind must fit the targets"));
-            }
-            if inputs.rows() != targets.rows() {
-                let (a, b) = (inputs.rows(), targets.rows());
-                return Err(Error::input(format!("{} has {a} rows, but {} has {b}", inputs.name, targets.name))
-                    .hint("each row of inputs needs a row of targets"));
-            }
+        if let Some(targets) = targets.as_ref().filter(|targets| targets.row_len() != width) {
+            let message = format!("{} has rows of {}", targets.name, targets.row_len());
+            return Err(Error::input(format!("{message}, but the network predicts {width} of each sample"))
+                .hint("the last of model.layers must give as many, and loss.kind must fit the targets"));
         }
         let standard = match kind {
-            As::Numbers => Standard::read(file, &spec.inputs, input)?,
-            As::Ids => None,
+            As::Numbers if input > 0 => Standard::read(file, &spec.inputs, input)?,
+            _ => None,
         };
-        Ok(Self::Rows { inputs, targets, standard })
+        let content = Self::Rows { inputs, categories, targets, standard };
+        if let [first, rest @ ..] = &content.datasets()[..]
+            && let Some(other) = rest.iter().find(|other| other.rows() != first.rows())
+        {
+            let (a, b) = (first.rows(), other.rows());
+            return Err(Error::input(format!("{} has {a} rows, but {} has {b}", first.name, other.name))
+                .hint("all datasets need a row for each sample"));
+        }
+        Ok(content)
     }
 
     pub(super) fn datasets(&self) -> Vec<&Field> {
         match self {
             Self::Tokens(tokens) => vec![tokens],
             Self::Samples { inputs, targets } => vec![inputs, targets],
-            Self::Rows { inputs, targets, .. } => std::iter::once(inputs).chain(targets).collect(),
+            Self::Rows { inputs, categories, targets, .. } => inputs.iter().chain(categories).chain(targets).collect(),
         }
     }
 }
 
-/// Elements of a row and the kind of its target, if a file holds rows rather than text.
-fn rows_of(file: &File, spec: &DataSpec) -> Result<Option<(usize, Target)>> {
-    if file.link_exists(&spec.tokens) || !file.link_exists(&spec.inputs) {
+/// Elements of a row, the ids beside them and the kind of its target, if a file holds rows rather than text.
+fn rows_of(file: &File, spec: &DataSpec) -> Result<Option<(usize, Ids, Target)>> {
+    let has = |name: &str| file.link_exists(name);
+    if has(&spec.tokens) || !(has(&spec.inputs) || has(&spec.categories)) {
         return Ok(None);
     }
-    let inputs = Field::describe(file, &spec.inputs, As::Numbers)?;
+    let describe = |name: &str, kind: As| has(name).then(|| Field::describe(file, name, kind)).transpose();
+    let inputs = describe(&spec.inputs, As::Numbers)?;
+    let ids = match describe(&spec.categories, As::Ids)? {
+        Some(categories) => Ids::Tables(vec![MAX_VOCABULARY; categories.row_len()].into()),
+        None => Ids::None,
+    };
+    let input = inputs.as_ref().map_or(0, Field::row_len);
     if !file.link_exists(&spec.targets) {
-        return Ok(Some((inputs.row_len(), Target::Unknown)));
+        return Ok(Some((input, ids, Target::Unknown)));
     }
     let targets = Field::describe(file, &spec.targets, As::Numbers)?;
     let is_integer = |field: &Field| matches!(field.dtype, TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_));
     // Windows of text: an id to predict for each id.
-    if is_integer(&inputs) && is_integer(&targets) && inputs.shape.len() == 2 && inputs.shape == targets.shape {
+    let is_text = |inputs: &Field| is_integer(inputs) && inputs.shape.len() == 2 && inputs.shape == targets.shape;
+    if is_integer(&targets) && inputs.as_ref().is_some_and(is_text) && ids == Ids::None {
         return Ok(None);
     }
     let is_class = is_integer(&targets) && targets.row_len() == 1;
     let target = if is_class { Target::Class(MAX_VOCABULARY) } else { Target::Values(targets.row_len()) };
-    Ok(Some((inputs.row_len(), target)))
+    Ok(Some((input, ids, target)))
 }
 
 fn lacking(file: &File, message: String) -> Error {
     let existing = h5::dataset_names(file).unwrap_or_default();
     let existing = if existing.is_empty() { "no dataset".to_owned() } else { existing.join(", ") };
-    Error::input(message)
-        .hint(format!("the file holds {existing}; name its datasets in data.tokens, or data.inputs and data.targets"))
+    Error::input(message).hint(format!(
+        "the file holds {existing}; name its datasets in data.tokens, or data.inputs, data.categories and data.targets"
+    ))
 }
 
 impl Field {

@@ -30,7 +30,7 @@ impl Loss {
 /// A number that is measured beside the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Metric {
-    /// Part of the predictions whose likeliest class is the target.
+    /// Part of the predictions whose likeliest class is the target; of logits, those on the target's side.
     Accuracy,
     /// Part of the predictions whose target is among the five likeliest classes.
     Top5,
@@ -71,7 +71,7 @@ impl<B: Kernels> Objective<B> {
         let all = match loss {
             Loss::CrossEntropy { .. } if width > 5 => vec![Metric::Accuracy, Metric::Top5],
             Loss::CrossEntropy { .. } => vec![Metric::Accuracy],
-            Loss::Deviation(Deviation::Binary) => vec![],
+            Loss::Deviation(Deviation::Binary) => vec![Metric::Accuracy],
             Loss::Deviation(_) => vec![Metric::MeanAbsolute, Metric::RootMeanSquare],
         };
         Self { loss, metrics: if metrics { all } else { vec![] }, weights: OnceLock::new() }
@@ -131,6 +131,7 @@ impl<B: Kernels> Objective<B> {
             Loss::Deviation(by) => {
                 let of_metric = |metric: &Metric| match metric {
                     Metric::RootMeanSquare => Deviation::Squared,
+                    Metric::Accuracy => Deviation::Agreement,
                     _ => Deviation::Absolute,
                 };
                 for by in std::iter::once(*by).chain(self.metrics.iter().map(of_metric)) {

@@ -26,7 +26,7 @@ const INIT: f32 = 0.02;
 
 /// One micro-batch on the device.
 pub struct Micro<B: Backend> {
-    /// Ids of the input, sample after sample: tokens of language models.
+    /// Ids of the input, sample after sample: tokens of language models, rows of embedding tables.
     pub ids: B::Ints,
     /// Numbers of the input, sample after sample.
     pub features: B::Buf,

@@ -1,7 +1,7 @@
 //! The families of networks.
 
 use super::gpt::Gpt;
-use super::layers::{Layers, shown};
+use super::layers::{Layers, Taken, shown};
 use super::llama::Llama;
 use super::{Block, Blocks};
 use crate::backend::Kernels;
@@ -122,8 +122,8 @@ impl Network {
         match self {
             Network::Gpt(_) | Network::Llama(_) => (of(2 * self.context()), of(2 * self.context())),
             Network::Layers(layers) => {
-                let input: usize = layers.input().iter().product();
-                (of(input + 1), of(if layers.ids().is_some() { input + 1 } else { 1 }))
+                let Taken { ids, features, .. } = layers.takes();
+                (of(ids + features + 1), of(ids + 1))
             }
         }
     }

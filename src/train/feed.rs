@@ -8,8 +8,11 @@ use crate::backend::{Backend, Memory};
 use crate::checkpoint::Progress;
 use crate::comm::Group;
 use crate::config::{Config, LossKind, ModelKind, Plan, network};
-use crate::data::{Augment, Batch, DataSpec, Dataset, Loader, Order, Source, Split, Target, Wants, bundled, stage};
+use crate::data::{
+    Augment, Batch, DataSpec, Dataset, Ids, Loader, Order, Source, Split, Target, Wants, bundled, stage,
+};
 use crate::error::{Error, Result};
+use crate::nn::layers::Taken;
 use crate::nn::{Micro, Network};
 use crate::parallel::Lanes;
 use crate::topology::Topology;
@@ -91,7 +94,13 @@ fn wants(config: &Config) -> Result<Wants> {
     let outputs = layers.output().iter().product();
     let target =
         if config.loss.kind == LossKind::CrossEntropy { Target::Class(outputs) } else { Target::Values(outputs) };
-    Ok(Wants::Rows { input: layers.input().iter().product(), ids: layers.ids(), target })
+    let Taken { ids, below, .. } = layers.takes();
+    let ids = match layers.tables() {
+        [] if ids == 0 => Ids::None,
+        [] => Ids::Input(below),
+        tables => Ids::Tables(tables.into()),
+    };
+    Ok(Wants::Rows { input: layers.input().iter().product(), ids, target })
 }
 
 /// Where the data is.
@@ -109,9 +118,10 @@ fn specs(config: &Config) -> Result<Vec<DataSpec>> {
             validation: data.validation.clone(),
             tokens: data.tokens.clone(),
             inputs: data.inputs.clone(),
+            categories: data.categories.clone(),
             targets: data.targets.clone(),
             vocabulary: config.model.vocabulary,
-            wants,
+            wants: wants.clone(),
         })
     };
     if data.mix.is_empty() { Ok(vec![spec(&data.path)?]) } else { data.mix.iter().map(|one| spec(&one.path)).collect() }

@@ -98,8 +98,8 @@ fn random(plan: &Plan, samples: usize) -> Batch {
     let outputs = plan.network.outputs();
     let (ids, features) = match &plan.network {
         Network::Layers(layers) => {
-            let len = samples * layers.input().iter().product::<usize>();
-            layers.ids().map_or_else(|| (vec![], normal(1, len)), |bound| (below(1, len, bound), vec![]))
+            let taken = layers.takes();
+            (below(1, samples * taken.ids, taken.below), normal(1, samples * taken.features))
         }
         _ => (below(1, predictions, outputs), vec![]),
     };

@@ -7,6 +7,7 @@ use crate::config::{Config, LossKind, Plan};
 use crate::data::{SampleMut, Sizes, Source, Tokenizer};
 use crate::error::{Error, Result};
 use crate::nn::Network;
+use crate::nn::layers::Taken;
 use crate::topology::Topology;
 
 /// What a network learns from and what it is measured on.
@@ -78,11 +79,10 @@ impl Wanted {
             let sizes = Sizes { ids: context, classes: context, ..Sizes::default() };
             return Self { sizes, ids: outputs, classes: outputs };
         };
-        let input = layers.input().iter().product();
-        let (ids, features) = if layers.ids().is_some() { (input, 0) } else { (0, input) };
+        let Taken { ids, below, features } = layers.takes();
         let of_classes = plan.config.loss.kind == LossKind::CrossEntropy;
         let (classes, values) = if of_classes { (1, 0) } else { (0, outputs) };
-        Self { sizes: Sizes { ids, features, classes, values }, ids: layers.ids().unwrap_or(0), classes: outputs }
+        Self { sizes: Sizes { ids, features, classes, values }, ids: below, classes: outputs }
     }
 }
 

@@ -437,6 +437,41 @@ for place, width in {"layers.1": 6, "layers.3.layers.1": 6, "layers.3.shortcut.0
     NORM_SHAPES |= {f"{place}.{end}": (width,) for end in ends}
 
 
+TABLES = """
+input = [5]
+layers = [
+    { kind = "embedding_tables", ids = [7, 3, 11], width = 6, dense = [
+        { kind = "dense", units = 8 },
+        { kind = "silu" },
+        { kind = "dense", units = 6 },
+        { kind = "silu" },
+    ] },
+    { kind = "dot_interaction" },
+    { kind = "dense", units = 9 },
+    { kind = "silu" },
+    { kind = "dense", units = 1 },
+]
+"""
+
+
+def tables(p, x):
+    """Naumov et al., "Deep learning recommendation model", 2019; `x` is numbers and ids."""
+    x, ids = x
+    for i in (0, 2):
+        x = F.silu(F.linear(x, p[f"layers.0.dense.{i}.weight"], p[f"layers.0.dense.{i}.bias"]))
+    rows = torch.stack([x] + [F.embedding(ids[:, i], p[f"layers.0.tables.{i}.weight"]) for i in range(3)], 1)
+    products = rows @ rows.transpose(1, 2)
+    x = torch.cat([x, products[:, *torch.tril_indices(4, 4, -1)]], 1)
+    x = F.silu(F.linear(x, p["layers.2.weight"], p["layers.2.bias"]))
+    return F.linear(x, p["layers.4.weight"], p["layers.4.bias"])
+
+
+TABLE_SHAPES = {"layers.0.dense.0.weight": (8, 5), "layers.0.dense.0.bias": (8,), "layers.0.dense.2.weight": (6, 8),
+                "layers.0.dense.2.bias": (6,), "layers.0.tables.0.weight": (7, 6), "layers.0.tables.1.weight": (3, 6),
+                "layers.0.tables.2.weight": (11, 6), "layers.2.weight": (9, 12), "layers.2.bias": (9,),
+                "layers.4.weight": (1, 9), "layers.4.bias": (1,)}
+
+
 def write_layers(file, name, rng, model, shapes, network, x, target, loss, loss_config, metrics):
     """`loss` is the mean that training makes small; `metrics` gives numbers of (output, target) by name, outside training."""
     group = file.create_group(name)
@@ -447,7 +482,7 @@ def write_layers(file, name, rng, model, shapes, network, x, target, loss, loss_
         if n.endswith("running_var"):
             initial[n] = initial[n].abs() + 0.5
     params = leaves(initial)
-    wide = x.double() if x.is_floating_point() else x
+    wide = (x[0].double(), x[1]) if isinstance(x, tuple) else x.double() if x.is_floating_point() else x
     output = network(params, wide)
     value = loss(output, target.double() if target.is_floating_point() else target)
     value.backward()
@@ -455,7 +490,8 @@ def write_layers(file, name, rng, model, shapes, network, x, target, loss, loss_
         output = network(params, wide, training=False)
     put_all(group.create_group("params"), initial, torch.float32)
     put_all(group.create_group("grads"), {n: p.grad for n, p in params.items()}, torch.float64)
-    for key, tensor in dict(inputs=x, targets=target, output=output, loss=value).items():
+    of_input = dict(inputs=x[0], categories=x[1]) if isinstance(x, tuple) else dict(inputs=x)
+    for key, tensor in (of_input | dict(targets=target, output=output, loss=value)).items():
         put(group, key, tensor)
     for key, number in metrics(output.detach(), target).items():
         put(group, f"metrics/{key}", torch.as_tensor(number).double())
@@ -486,12 +522,20 @@ def write_all_layers(file):
     write_layers(file, "numbers", rng, NUMBERS, NUMBER_SHAPES, numbers, normal(rng, 9, 6, scale=2, shift=1),
                  normal(rng, 9, 3), lambda o, t: F.huber_loss(o, t, delta=0.8), 'kind = "huber"\nhuber_delta = 0.8',
                  deviations)
+    def sides(output, target):
+        return dict(loss=F.binary_cross_entropy_with_logits(output, target.double()),
+                    accuracy=((output > 0) == (target > 0.5)).double().mean())
+
     write_layers(file, "ids", rng, IDS, IDS_SHAPES, of_ids, torch.from_numpy(rng.integers(11, size=(9, 5))),
                  torch.from_numpy(rng.integers(2, size=(9, 2)).astype(np.float32)),
-                 lambda o, t: F.binary_cross_entropy_with_logits(o, t), 'kind = "binary-cross-entropy"',
-                 lambda o, t: dict(loss=F.binary_cross_entropy_with_logits(o, t.double())))
+                 lambda o, t: F.binary_cross_entropy_with_logits(o, t), 'kind = "binary-cross-entropy"', sides)
     write_layers(file, "norms", np.random.default_rng(78), NORMS, NORM_SHAPES, norms, normal(rng, 11, 5, 4, 3),
                  torch.from_numpy(rng.integers(7, size=11)), F.cross_entropy, "", ranks)
+    own = np.random.default_rng(79)
+    ids = torch.from_numpy(np.stack([own.integers(rows, size=13) for rows in (7, 3, 11)], 1))
+    write_layers(file, "tables", own, TABLES, TABLE_SHAPES, tables, (normal(own, 13, 5), ids),
+                 torch.from_numpy(own.integers(2, size=(13, 1)).astype(np.float32)),
+                 lambda o, t: F.binary_cross_entropy_with_logits(o, t), 'kind = "binary-cross-entropy"', sides)
 
 
 # --- optimizers, on a vector and random gradients ---

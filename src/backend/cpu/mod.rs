@@ -13,6 +13,7 @@ mod math;
 mod memory;
 mod norm;
 mod optimizer;
+mod pairs;
 mod peak;
 mod product;
 mod regression;
@@ -29,7 +30,7 @@ use std::sync::Arc;
 use super::unfolded;
 use super::{
     Activation, AdamW, Attention, Backend, Channels, Columns, Convolution, CrossEntropy, Dropout, Elements, Event,
-    Gemm, Kernels, Launch, Ledger, Linear, Memory, Norm, Profile, Reach, Regression, Rotary, Sgd, Window, Work,
+    Gemm, Kernels, Launch, Ledger, Linear, Memory, Norm, Pairs, Profile, Reach, Regression, Rotary, Sgd, Window, Work,
 };
 use crate::error::Result;
 
@@ -429,6 +430,18 @@ impl Kernels for Cpu {
     fn copy_columns(&self, shape: Columns, x: &[f32], y: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::copy_columns(shape));
         elementwise::copy_columns(&self.threads, shape, x, y);
+        Ok(())
+    }
+
+    fn pair_products(&self, shape: Pairs, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pair_products(shape));
+        pairs::forward(&self.threads, shape, x, y);
+        Ok(())
+    }
+
+    fn pair_products_backward(&self, shape: Pairs, x: &[f32], dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pair_products_backward(shape));
+        pairs::backward(&self.threads, shape, x, dy, dx);
         Ok(())
     }
 

@@ -19,6 +19,7 @@ fn deviation(by: Deviation, p: f32, t: f32) -> (f32, f32) {
             let sigmoid = if p >= 0.0 { 1.0 } else { small } / (1.0 + small);
             (p.max(0.0) - p * t + small.ln_1p(), sigmoid - t)
         }
+        Deviation::Agreement => (if (p > 0.0) == (t > 0.5) { 1.0 } else { 0.0 }, 0.0),
     }
 }
 

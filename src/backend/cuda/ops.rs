@@ -6,7 +6,7 @@ use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf, CudaInts, Scalar};
 use crate::backend::{
     Activation, AdamW, Attention, Backend, Channels, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise,
-    Gemm, Kernels, Linear, Memory, Norm, Regression, Rotary, Sgd, Window, Work,
+    Gemm, Kernels, Linear, Memory, Norm, Pairs, Regression, Rotary, Sgd, Window, Work,
 };
 use crate::error::{Error, Result};
 
@@ -451,6 +451,24 @@ impl Kernels for Cuda {
         self.launch("columns.cu", "copy_columns", Grid::over(rows * count), &args)
     }
 
+    fn pair_products(&self, s: Pairs, x: View<'_>, y: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::pair_products(s));
+        let outputs = s.samples * s.outputs();
+        assert!(x.len == s.samples * s.rows * s.width && y.len == outputs && x.element == y.element, "{s:?}");
+        let args = [x.into(), (&y).into(), s.samples.into(), s.rows.into(), s.width.into()];
+        self.launch("pairs.cu", "pair_products", Grid::over(outputs), &args)
+    }
+
+    fn pair_products_backward(&self, s: Pairs, x: View<'_>, dy: View<'_>, dx: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::pair_products_backward(s));
+        assert!(
+            x.len == dx.len && dx.len == s.samples * s.rows * s.width && dy.len == s.samples * s.outputs(),
+            "{s:?}"
+        );
+        let args = [x.into(), dy.into(), (&dx).into(), s.samples.into(), s.rows.into(), s.width.into()];
+        self.launch("pairs.cu", "pair_products_backward", Grid::over(dx.len), &args)
+    }
+
     fn channel_moments(&self, s: Channels, x: View<'_>, moments: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(Work::channel_sums("channels, sums", s, 1));
         self.sum_places(s, Some(x), &moments, |grid, partial| {
@@ -561,6 +579,7 @@ impl Kernels for Cuda {
             Deviation::Absolute => (1, 0.0),
             Deviation::Huber(reach) => (2, reach),
             Deviation::Binary => (3, 0.0),
+            Deviation::Agreement => (4, 0.0),
         };
         let args = [(&predictions).into(), targets.into(), (&losses).into(), rows.into(), width.into()];
         let rest = [Arg::Int(by), reach.into(), scale.into(), Arg::Int(i32::from(gradient))];

@@ -2,7 +2,7 @@
 
 use super::{Results, close, down, ids, random, rounded, up, up_f32, wide};
 use crate::backend::{
-    Activation, Channels, Columns, Convolution, CrossEntropy, Deviation, Kernels, Regression, Window,
+    Activation, Channels, Columns, Convolution, CrossEntropy, Deviation, Kernels, Pairs, Regression, Window,
 };
 
 pub fn everything<B: Kernels>(b: &B) -> Results {
@@ -10,6 +10,7 @@ pub fn everything<B: Kernels>(b: &B) -> Results {
     results.extend(softmaxes(b));
     results.extend(windows(b));
     results.extend(columns(b));
+    results.extend(pairs(b));
     results.extend(channels(b));
     results.extend(classifiers(b));
     results.extend(regressions(b));
@@ -257,6 +258,40 @@ fn columns<B: Kernels>(b: &B) -> Results {
     vec![]
 }
 
+fn pairs<B: Kernels>(b: &B) -> Results {
+    let mut results = Vec::new();
+    // Pairs counted from 0 where their square root is whole, or not quite.
+    for (samples, rows, width) in [(1, 2, 1), (3, 5, 7), (33, 27, 16), (2, 130, 3), (700, 3, 35)] {
+        let shape = Pairs { samples, rows, width };
+        let (inputs, outputs) = (rows * width, shape.outputs());
+        let (x, dy) = (random(b, 71, samples * inputs), random(b, 72, samples * outputs));
+        let (wx, wdy) = (wide(&x), wide(&dy));
+        let (mut want_y, mut want_dx) = (Vec::new(), vec![0.0; samples * inputs]);
+        for sample in 0..samples {
+            let (x, dy) = (&wx[sample * inputs..][..inputs], &wdy[sample * outputs..][..outputs]);
+            let dx = &mut want_dx[sample * inputs..][..inputs];
+            want_y.extend_from_slice(&x[..width]);
+            dx[..width].copy_from_slice(&dy[..width]);
+            let pairs = (1..rows).flat_map(|i| (0..i).map(move |j| (i, j)));
+            for ((i, j), slope) in pairs.zip(&dy[width..]) {
+                want_y.push((0..width).map(|k| x[i * width + k] * x[j * width + k]).sum());
+                for k in 0..width {
+                    dx[i * width + k] += slope * x[j * width + k];
+                    dx[j * width + k] += slope * x[i * width + k];
+                }
+            }
+        }
+        let (xb, dyb) = (up(b, &x), up(b, &dy));
+        let (mut y, mut dx) = (up(b, &vec![9.0; samples * outputs]), up(b, &vec![9.0; samples * inputs]));
+        b.pair_products(shape, B::all(&xb), B::all_mut(&mut y)).unwrap();
+        close(b, &y, &want_y, &format!("{shape:?}"));
+        b.pair_products_backward(shape, B::all(&xb), B::all(&dyb), B::all_mut(&mut dx)).unwrap();
+        close(b, &dx, &want_dx, &format!("{shape:?} backward"));
+        results.extend([down(b, &y), down(b, &dx)]);
+    }
+    results
+}
+
 /// Statistics and normalisation of channels, each number by its definition.
 fn channels<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
@@ -401,10 +436,11 @@ fn classifiers<B: Kernels>(b: &B) -> Results {
 
 fn regressions<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
-    let all = [Deviation::Squared, Deviation::Absolute, Deviation::Huber(0.7), Deviation::Binary];
+    let all = [Deviation::Squared, Deviation::Absolute, Deviation::Huber(0.7), Deviation::Binary, Deviation::Agreement];
     for (by, (rows, width)) in all.into_iter().flat_map(|by| [(1, 1), (33, 1), (7, 65)].map(|shape| (by, shape))) {
         let (p, t) = (random(b, 69, rows * width), random(b, 70, rows * width));
-        let t: Vec<f32> = if by == Deviation::Binary { t.iter().map(|t| f32::from(*t > 0.0)).collect() } else { t };
+        let of_logits = matches!(by, Deviation::Binary | Deviation::Agreement);
+        let t: Vec<f32> = if of_logits { t.iter().map(|t| f32::from(*t > 0.0)).collect() } else { t };
         let scale = 0.25;
         let (mut want_loss, mut want_d) = (vec![0.0; rows], vec![]);
         for (i, (p, t)) in wide(&p).into_iter().zip(wide(&t)).enumerate() {
@@ -416,6 +452,7 @@ fn regressions<B: Kernels>(b: &B) -> Results {
                 Deviation::Huber(_) if apart.abs() <= reach => (0.5 * apart * apart, apart),
                 Deviation::Huber(_) => (reach * (apart.abs() - 0.5 * reach), reach * apart.signum()),
                 Deviation::Binary => ((1.0 + p.exp()).ln() - p * t, 1.0 / (1.0 + (-p).exp()) - t),
+                Deviation::Agreement => (f64::from((p > 0.0) == (t > 0.5)), 0.0),
             };
             want_loss[i / width] += value / width as f64;
             want_d.push(f64::from(scale) * slope / width as f64);

@@ -1,11 +1,14 @@
 //! From a table with a header to shards.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use csv::{Reader, StringRecord};
 
 use super::content;
-use super::samples::{Imported, Inputs, Kept, NotFinite, Rows};
+use super::samples::{Imported, Inputs, Kept, NotFinite, Rows, Scale, Table};
+use crate::data::columns::{Category, Coder, Columns};
+use crate::data::shard::Standard;
+use crate::data::{DataSpec, Split, h5};
 use crate::error::{Error, Result};
 
 /// What to import, and how.
@@ -17,8 +20,122 @@ pub struct ImportCsv {
     pub targets: Vec<String>,
     /// Targets are numbers, even where they look like classes.
     pub regression: bool,
+    /// Columns of categories.
+    pub categories: Categories,
     /// Where the rows go.
     pub kept: Kept,
+}
+
+/// Which columns are categories, and how their values become ids. An empty cell has id 0.
+#[derive(Debug, Clone)]
+pub enum Categories {
+    /// Columns of these names.
+    Named {
+        /// The names.
+        columns: Vec<String>,
+        /// Ids of each category, to which values are hashed. Without it, values have ids from 1 on in the order of their
+        /// appearance.
+        hash: Option<u32>,
+    },
+    /// Inputs, categories, ids and scale are those of an earlier import in this directory. Values that it did not have get id
+    /// 0; other columns are left out.
+    Like(PathBuf),
+}
+
+impl Categories {
+    /// None.
+    pub const NONE: Self = Self::Named { columns: Vec::new(), hash: None };
+}
+
+/// Where the cells of a line go.
+struct Cells {
+    inputs: Vec<usize>,
+    categories: Vec<(usize, Coder)>,
+    targets: Vec<usize>,
+    /// Of the earlier import.
+    scale: Option<Scale>,
+}
+
+impl Cells {
+    /// As the import says of a table with this header.
+    fn find(import: &ImportCsv, header: &StringRecord) -> Result<Self> {
+        let path = import.input.display();
+        let place = |name: &String| {
+            header.iter().position(|column| column.trim() == name).ok_or_else(|| {
+                let names: Vec<&str> = header.iter().collect();
+                Error::input(format!("{path}: there is no column {name:?}"))
+                    .hint(format!("its columns: {}", names.join(", ")))
+            })
+        };
+        let places = |names: &[String]| names.iter().map(place).collect::<Result<Vec<usize>>>();
+        let targets = places(&import.targets)?;
+        let (inputs, categories, scale) = match &import.categories {
+            Categories::Named { columns, hash } => {
+                if let Some(ids) = hash.filter(|ids| *ids < 2) {
+                    return Err(Error::input(format!("values hashed to {ids} ids"))
+                        .hint("give 2 or more: id 0 is of empty cells"));
+                }
+                let categories = places(columns)?;
+                let is_input = |column: &usize| !targets.contains(column) && !categories.contains(column);
+                let inputs = (0..header.len()).filter(is_input).collect();
+                (inputs, categories.into_iter().map(|column| (column, Coder::new(*hash))).collect(), None)
+            }
+            Categories::Like(path) => {
+                let (columns, scale) = earlier(path)?;
+                let coders = columns
+                    .categories
+                    .iter()
+                    .map(|category| Ok((place(&category.name)?, Coder::like(&category.coding))));
+                (places(&columns.inputs)?, coders.collect::<Result<_>>()?, scale)
+            }
+        };
+        let cells = Self { inputs, categories, targets, scale };
+        cells.check(import, header)?;
+        Ok(cells)
+    }
+
+    /// Every column has one use, and there is something to learn and something to learn it from.
+    fn check(&self, import: &ImportCsv, header: &StringRecord) -> Result<()> {
+        let path = import.input.display();
+        let categories = self.categories.iter().map(|(column, _)| column);
+        let mut used: Vec<&usize> = self.inputs.iter().chain(&self.targets).chain(categories).collect();
+        used.sort_unstable();
+        if let Some(twice) = used.windows(2).find(|pair| pair[0] == pair[1]) {
+            let name = header.get(*twice[0]).unwrap_or_default();
+            return Err(Error::input(format!("{path}: column {name:?} is asked for twice"))
+                .hint("a column is an input, a category or a target"));
+        }
+        if self.targets.is_empty() || used.len() == self.targets.len() {
+            let (all, targets) = (header.len(), self.targets.len());
+            return Err(Error::input(format!("{path}: {all} columns, {targets} of them targets"))
+                .hint("name the columns to predict with --target, and leave some as inputs"));
+        }
+        Ok(())
+    }
+
+    /// Names of inputs and categories, and how the latter became ids.
+    fn columns(self, header: &StringRecord) -> Columns {
+        let name = |column: usize| header.get(column).unwrap_or_default().trim().to_owned();
+        let category = |(column, coder): (usize, Coder)| Category { name: name(column), coding: coder.coding() };
+        let inputs = self.inputs.iter().map(|column| name(*column)).collect();
+        Columns { inputs, categories: self.categories.into_iter().map(category).collect() }
+    }
+}
+
+/// Columns and scale of an earlier import.
+fn earlier(folder: &Path) -> Result<(Columns, Option<Scale>)> {
+    let files = DataSpec::new(folder).files(Split::Train)?;
+    let file = h5::open_file(&files[0], None)?;
+    let at = files[0].display();
+    let columns = Columns::read(&file).map_err(|e| e.at(at.to_string()))?.ok_or_else(|| {
+        Error::input(format!("{at} does not tell its columns")).hint("give the directory of a table that was imported")
+    })?;
+    let inputs = DataSpec::new(folder).inputs;
+    let standard = match columns.inputs.len() {
+        0 => None,
+        width => Standard::read(&file, &inputs, width).map_err(|e| e.at(at))?,
+    };
+    Ok((columns, standard.map(|Standard { mean, std }| (mean, std))))
 }
 
 /// Writes every line as a sample. Targets are classes if there is one column of them that holds integers from 0 on.
@@ -32,42 +149,33 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let table = content(&import.input, "give the path of a table of numbers with a header")?;
     let mut reader = Reader::from_reader(&table[..]);
     let header = reader.headers().map_err(|e| malformed(e.to_string()))?.clone();
-    let place = |name: &String| {
-        header.iter().position(|column| column.trim() == name).ok_or_else(|| {
-            let names: Vec<&str> = header.iter().collect();
-            Error::input(format!("{path}: there is no column {name:?}"))
-                .hint(format!("its columns: {}", names.join(", ")))
-        })
-    };
-    let of_targets = import.targets.iter().map(place).collect::<Result<Vec<usize>>>()?;
-    let inputs_of_row = header.len() - of_targets.len();
-    if of_targets.is_empty() || inputs_of_row == 0 {
-        return Err(Error::input(format!("{path}: {} columns, {} of them targets", header.len(), of_targets.len()))
-            .hint("name the columns to predict with --target, and leave some as inputs"));
-    }
+    let mut cells = Cells::find(import, &header)?;
     let skips = import.kept.not_finite == NotFinite::Skip;
     let number = |cell: &str| match cell.trim() {
         // How tables have what is missing.
         "" if skips => Some(f64::NAN),
         cell => cell.parse().ok().filter(|x: &f64| skips || (*x as f32).is_finite()),
     };
-    let (mut inputs, mut targets) = (Vec::new(), Vec::new());
-    let (mut record, mut row) = (StringRecord::new(), vec![0.0; header.len()]);
+    let (mut inputs, mut ids, mut targets) = (Vec::new(), Vec::new(), Vec::new());
+    let mut record = StringRecord::new();
     let mut rows = 0;
     while reader.read_record(&mut record).map_err(|e| malformed(e.to_string()))? {
         let line = record.position().map_or(0, csv::Position::line);
-        for (column, cell) in record.iter().enumerate() {
-            row[column] = number(cell).ok_or_else(|| {
-                malformed(format!(
-                    "line {line}, column {:?}: {cell:?} is no number",
-                    header.get(column).unwrap_or_default()
-                ))
-            })?;
-            if !of_targets.contains(&column) {
-                inputs.push(row[column] as f32);
-            }
+        let cell = |column: usize| record.get(column).unwrap_or_default();
+        let number = |column: usize| {
+            number(cell(column)).ok_or_else(|| {
+                let (name, cell) = (header.get(column).unwrap_or_default(), cell(column));
+                let hint = "mend the line or leave it out; name a column of words with --categorical";
+                Error::input(format!("{path}: line {line}, column {name:?}: {cell:?} is no number")).hint(hint)
+            })
+        };
+        for column in &cells.inputs {
+            inputs.push(number(*column)? as f32);
         }
-        targets.extend(of_targets.iter().map(|column| row[*column]));
+        ids.extend(cells.categories.iter_mut().map(|(column, coder)| coder.id(cell(*column).trim())));
+        for column in &cells.targets {
+            targets.push(number(*column)?);
+        }
         rows += 1;
     }
     if rows == 0 {
@@ -75,6 +183,8 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     }
     let source = import.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let places = [path.to_string(), path.to_string()];
-    let (inputs, shape, width) = (Inputs::Numbers(inputs), vec![inputs_of_row], of_targets.len());
-    Rows { inputs, shape, targets, width, regression: import.regression, source, places }.write(&import.kept)
+    let (inputs, shape, width) = (Inputs::Numbers(inputs), vec![cells.inputs.len()], cells.targets.len());
+    let scale = cells.scale.take();
+    let table = Some(Table { columns: cells.columns(&header), ids, scale });
+    Rows { inputs, shape, targets, width, regression: import.regression, source, places, table }.write(&import.kept)
 }

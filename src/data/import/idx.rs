@@ -53,7 +53,7 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     let source = import.images.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let targets = labels.into_iter().map(f64::from).collect();
     let places = [&import.images, &import.labels].map(|path| path.display().to_string());
-    Rows { inputs: Inputs::Bytes(images), shape, targets, width: 1, regression: false, source, places }
+    Rows { inputs: Inputs::Bytes(images), shape, targets, width: 1, regression: false, source, places, table: None }
         .write(&import.kept)
 }
 

@@ -16,7 +16,7 @@ use super::Split;
 use super::dataset::file_names;
 use crate::error::{Error, Result};
 
-pub use csv::{ImportCsv, import_csv};
+pub use csv::{Categories, ImportCsv, import_csv};
 pub use idx::{ImportIdx, import_idx};
 pub use numpy::{Arrays, ImportNumpy, import_numpy};
 pub(in crate::data) use samples::left_out;

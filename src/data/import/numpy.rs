@@ -81,5 +81,6 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
     };
     let source = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let targets = labels.numbers().collect();
-    Rows { inputs, shape, targets, width, regression: import.regression, source, places }.write(&import.kept)
+    Rows { inputs, shape, targets, width, regression: import.regression, source, places, table: None }
+        .write(&import.kept)
 }

@@ -7,6 +7,7 @@ use hdf5::File;
 use hdf5::types::VarLenUnicode;
 
 use super::{Staged, part, refuse_shards, shard_name};
+use crate::data::columns::{COLUMNS, Columns};
 use crate::data::format::SKIPPED_ROWS;
 use crate::data::h5::{one_line, var_len};
 use crate::data::shard::{MEAN, STD};
@@ -63,6 +64,17 @@ pub(super) struct Rows {
     pub source: String,
     /// Where inputs and targets come from, for messages.
     pub places: [String; 2],
+    /// What else a table has.
+    pub table: Option<Table>,
+}
+
+/// What a table has besides numbers.
+pub(super) struct Table {
+    pub columns: Columns,
+    /// Ids of categories, row after row.
+    pub ids: Vec<u32>,
+    /// Of inputs, if it is not to be their own.
+    pub scale: Option<Scale>,
 }
 
 /// What an import has written.
@@ -76,6 +88,8 @@ pub struct Imported {
     pub classes: Option<usize>,
     /// Rows that were left out, because a number was not finite.
     pub skipped: usize,
+    /// Ids of each category: rows of its table.
+    pub tables: Vec<usize>,
 }
 
 impl fmt::Display for Imported {
@@ -86,6 +100,9 @@ impl fmt::Display for Imported {
         let rows: usize = self.shards.iter().map(|(_, rows)| rows).sum();
         write!(f, "{rows} samples; model.input = {:?}", self.shape)?;
         self.classes.map_or(Ok(()), |classes| write!(f, ", {classes} classes"))?;
+        if !self.tables.is_empty() {
+            write!(f, "; embedding_tables: ids = {:?}", self.tables)?;
+        }
         match self.skipped {
             0 => Ok(()),
             skipped => write!(f, "\n{}", left_out(skipped as u64)),
@@ -117,7 +134,7 @@ fn is_class(target: f64) -> bool {
 }
 
 /// Mean and deviation of every place.
-type Scale = (Vec<f32>, Vec<f32>);
+pub(super) type Scale = (Vec<f32>, Vec<f32>);
 
 impl Rows {
     fn len(&self) -> usize {
@@ -216,7 +233,8 @@ impl Rows {
             return Err(Error::input(format!("{} training rows do not fill {} shards", train.len(), kept.shards))
                 .hint("ask for fewer shards"));
         }
-        let scale = kept.normalize.then(|| self.scale(&train));
+        let of_table = self.table.as_ref().and_then(|table| table.scale.clone());
+        let scale = (kept.normalize && self.row_len() > 0).then(|| of_table.unwrap_or_else(|| self.scale(&train)));
         std::fs::create_dir_all(&kept.out).map_err(|e| Error::io("create", &kept.out, e))?;
         let parts = (0..kept.shards).map(|shard| (Split::Train, shard, &train[part(train.len(), kept.shards, shard)]));
         let validation = (!validation.is_empty()).then_some((Split::Validation, 0, &validation[..]));
@@ -228,18 +246,28 @@ impl Rows {
             self.write_shard(staged.add(path), &shard)?;
         }
         staged.publish()?;
-        Ok(Imported { shards, shape: self.shape.clone(), classes, skipped })
+        let categories = self.table.iter().flat_map(|table| &table.columns.categories);
+        let tables = categories.map(|category| category.coding.ids()).collect();
+        Ok(Imported { shards, shape: self.shape.clone(), classes, skipped, tables })
     }
 
     fn write_shard(&self, path: &Path, shard: &ShardOf) -> Result<()> {
         let split = var_len(shard.split.name())?;
         let texts = [("format", var_len(FORMAT)?), ("source", var_len(&self.source)?), ("split", split)];
-        self.write_objects(path, &texts, shard).map_err(|e| Error::io("write", path, one_line(&e)))?;
+        let columns = self.table.as_ref().map(|table| table.columns.stored()).transpose()?;
+        self.write_objects(path, &texts, columns.as_ref(), shard)
+            .map_err(|e| Error::io("write", path, one_line(&e)))?;
         // The name must never outlive the content.
         std::fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("write", path, e))
     }
 
-    fn write_objects(&self, path: &Path, texts: &[(&str, VarLenUnicode)], shard: &ShardOf) -> hdf5::Result<()> {
+    fn write_objects(
+        &self,
+        path: &Path,
+        texts: &[(&str, VarLenUnicode)],
+        columns: Option<&VarLenUnicode>,
+        shard: &ShardOf,
+    ) -> hdf5::Result<()> {
         let ShardOf { rows, scale, is_class, skipped, .. } = *shard;
         let names = DataSpec::new("");
         let file = File::create(path)?;
@@ -252,21 +280,33 @@ impl Rows {
         }
         let shape: Vec<usize> = std::iter::once(rows.len()).chain(self.shape.iter().copied()).collect();
         let inputs = match &self.inputs {
+            _ if self.row_len() == 0 => None,
             Inputs::Bytes(bytes) => {
                 let of_row = |row: &usize| &bytes[row * self.row_len()..(row + 1) * self.row_len()];
                 let inputs = file.new_dataset::<u8>().shape(shape).create(&names.inputs[..])?;
                 inputs.write_raw(&rows.iter().flat_map(of_row).copied().collect::<Vec<u8>>())?;
-                inputs
+                Some(inputs)
             }
             Inputs::Numbers(numbers) => {
                 let of_row = |row: &usize| &numbers[row * self.row_len()..(row + 1) * self.row_len()];
                 let inputs = file.new_dataset::<f32>().shape(shape).create(&names.inputs[..])?;
                 inputs.write_raw(&rows.iter().flat_map(of_row).copied().collect::<Vec<f32>>())?;
-                inputs
+                Some(inputs)
             }
         };
-        for (name, numbers) in scale.into_iter().flat_map(|(mean, std)| [(MEAN, mean), (STD, std)]) {
-            inputs.new_attr::<f32>().shape(numbers.len()).create(name)?.write_raw(numbers)?;
+        if let (Some(inputs), Some((mean, std))) = (inputs, scale) {
+            for (name, numbers) in [(MEAN, mean), (STD, std)] {
+                inputs.new_attr::<f32>().shape(numbers.len()).create(name)?.write_raw(numbers)?;
+            }
+        }
+        if let (Some(table), Some(columns)) = (&self.table, columns) {
+            file.new_dataset::<VarLenUnicode>().create(COLUMNS)?.write_scalar(columns)?;
+            let width = table.columns.categories.len();
+            if width > 0 {
+                let ids: Vec<u32> = rows.iter().flat_map(|row| &table.ids[row * width..][..width]).copied().collect();
+                let categories = file.new_dataset::<u32>().shape([rows.len(), width]);
+                categories.create(&names.categories[..])?.write_raw(&ids)?;
+            }
         }
         if is_class {
             let classes: Vec<u32> = rows.iter().map(|row| self.targets[*row] as u32).collect();
@@ -289,7 +329,8 @@ mod tests {
         let numbers = vec![1000.0, 5.0, 1002.0, 5.0, 1004.0, 5.0, 1006.0, 5.0, 9.0, 9.0, 9.0, 9.0];
         let (source, places) = (String::new(), [String::new(), String::new()]);
         let (inputs, targets) = (Inputs::Numbers(numbers), vec![0.0; 3]);
-        let rows = Rows { inputs, shape: vec![2, 2], targets, width: 1, regression: false, source, places };
+        let rows =
+            Rows { inputs, shape: vec![2, 2], targets, width: 1, regression: false, source, places, table: None };
         let (mean, std) = rows.scale(&[0, 1]);
         assert_eq!((mean, std), (vec![1003.0, 5.0], vec![5f32.sqrt(), 1.0]));
     }

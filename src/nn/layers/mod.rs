@@ -7,6 +7,7 @@ mod drop;
 mod embedding;
 mod function;
 mod init;
+mod interaction;
 mod norm;
 mod op;
 mod pool;
@@ -16,6 +17,7 @@ mod shape;
 mod softmax;
 mod spec;
 mod stage;
+mod tables;
 
 use channels::{ChannelNorm, Over};
 use conv::Conv;
@@ -23,6 +25,7 @@ use dense::Dense;
 use drop::Drop;
 use embedding::Embedding;
 use function::Function;
+use interaction::Interaction;
 use norm::LayerNorm;
 use op::{Op as _, Step};
 use pool::{By, Pool};
@@ -30,6 +33,7 @@ use residual::Residual;
 use sequence::Sequence;
 use softmax::Softmax;
 use stage::Stage;
+use tables::Tables;
 
 use super::Blocks;
 use super::network::Summary;
@@ -43,6 +47,17 @@ pub use spec::{Layer, NamedPadding, Padding, Pair};
 /// Where the layers of a network stand.
 const PLACE: &str = "model.layers";
 
+/// What a network takes of a sample.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Taken {
+    /// Ids.
+    pub ids: usize,
+    /// All ids are below this.
+    pub below: usize,
+    /// Numbers.
+    pub features: usize,
+}
+
 /// A network by layers, its shapes checked.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Layers {
@@ -52,8 +67,9 @@ pub struct Layers {
     output: Vec<usize>,
     /// Layers by stages, with the stages' names.
     stages: Vec<(String, Sequence)>,
-    /// Ids that there are, if samples are ids.
-    ids: Option<usize>,
+    takes: Taken,
+    /// See [`Layers::tables`].
+    tables: Vec<usize>,
     summary: Vec<Summary>,
     /// See [`Layers::single`].
     single: Option<(String, bool)>,
@@ -66,9 +82,13 @@ impl Layers {
     /// A layer that cannot take what the one before gives, or no layer with parameters.
     pub fn new(input: &[usize], layers: &[Layer]) -> Result<Self> {
         let output = shape::through(layers, PLACE, input)?;
-        let ids = match layers.first() {
-            Some(Layer::Embedding { ids, .. }) => Some(*ids),
-            _ => None,
+        let elements = input.iter().product();
+        let (takes, tables) = match layers.first() {
+            Some(Layer::Embedding { ids, .. }) => (Taken { ids: elements, below: *ids, features: 0 }, vec![]),
+            Some(Layer::EmbeddingTables { ids, .. }) => {
+                (Taken { ids: ids.len(), below: ids.iter().sum(), features: elements }, ids.clone())
+            }
+            _ => (Taken { ids: 0, below: 0, features: elements }, vec![]),
         };
         let mut compiler = Compiler { shape: input.to_vec(), sites: 0, summary: vec![], single: None };
         let mut steps = compiler.compile(layers, "layers", PLACE)?.into_iter();
@@ -88,7 +108,7 @@ impl Layers {
             return Err(Error::input("model.layers has no layer with parameters").hint("add a dense or conv2d layer"));
         }
         let Compiler { summary, single, .. } = compiler;
-        Ok(Self { input: input.to_vec(), output, stages, ids, summary, single })
+        Ok(Self { input: input.to_vec(), output, stages, takes, tables, summary, single })
     }
 
     /// The network as blocks.
@@ -112,9 +132,15 @@ impl Layers {
         &self.summary
     }
 
-    /// Ids that there are, if samples are ids rather than numbers.
-    pub fn ids(&self) -> Option<usize> {
-        self.ids
+    /// What it takes of a sample.
+    pub fn takes(&self) -> Taken {
+        self.takes
+    }
+
+    /// Where samples have categories beside their numbers: rows of the table of each. A sample's ids count through all
+    /// tables: those of the second begin where those of the first end.
+    pub fn tables(&self) -> &[usize] {
+        &self.tables
     }
 
     /// Where a batch normalisation has one number a channel from each sample, so that one sample has no variance, and whether it
@@ -224,6 +250,12 @@ impl Compiler {
             Layer::Embedding { ids, width } => {
                 Step::Embedding(Embedding { name, ids: *ids, time: elements, width: *width })
             }
+            Layer::EmbeddingTables { ids, width, dense } => {
+                let dense = self.compile(dense, &format!("{name}.dense"), &format!("{place}.dense"))?;
+                let dense = (!dense.is_empty()).then(|| sequence(dense));
+                Step::Tables(Tables { name, ids: ids.clone(), width: *width, features: elements, dense })
+            }
+            Layer::DotInteraction => Step::Interaction(Interaction { rows, width }),
             Layer::Softmax => Step::Softmax(Softmax { width, elements }),
             Layer::Residual { layers, shortcut } => {
                 let before = self.shape.clone();
@@ -231,7 +263,6 @@ impl Compiler {
                 self.shape = before.clone();
                 let around = self.compile(shortcut, &format!("{name}.shortcut"), &format!("{place}.shortcut"))?;
                 self.shape = before;
-                let sequence = |steps: Vec<(String, Step)>| Sequence(steps.into_iter().map(|(_, step)| step).collect());
                 if body.is_empty() {
                     return Err(Error::input(format!("{place} (residual) has a branch that computes nothing"))
                         .hint("put layers into it, or leave it out"));
@@ -245,4 +276,9 @@ impl Compiler {
             },
         }))
     }
+}
+
+/// Steps without their names.
+fn sequence(steps: Vec<(String, Step)>) -> Sequence {
+    Sequence(steps.into_iter().map(|(_, step)| step).collect())
 }

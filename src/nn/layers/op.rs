@@ -2,9 +2,9 @@
 
 use super::{
     channels::ChannelNorm, conv::Conv, dense::Dense, drop::Drop, embedding::Embedding, function::Function,
-    norm::LayerNorm,
+    interaction::Interaction, norm::LayerNorm,
 };
-use super::{pool::Pool, residual::Residual, softmax::Softmax};
+use super::{pool::Pool, residual::Residual, softmax::Softmax, tables::Tables};
 use crate::backend::Kernels;
 use crate::error::Result;
 use crate::layout::Tensor;
@@ -25,11 +25,19 @@ pub struct Sizes {
     pub scratch: usize,
 }
 
-/// The computation of a layer. Parameters and their gradients come as one window for each of its tensors.
+/// A window of a unit: its tensors' place among all ([`Tensor::order`]), and its elements.
+pub type Slice = (u8, usize);
+
+/// The computation of a layer. Parameters and their gradients come as one window for each of its [`Op::slices`].
 pub trait Op {
     /// Parameters.
     fn tensors(&self) -> Vec<Tensor> {
         vec![]
+    }
+
+    /// How it wants its parameters: a window for each tensor, unless it takes some that stand side by side as one.
+    fn slices(&self) -> Vec<Slice> {
+        self.tensors().iter().map(|tensor| (tensor.order(), tensor.len())).collect()
     }
 
     /// Buffers that a forward keeps for its backward.
@@ -85,6 +93,8 @@ pub enum Step {
     Function(Function),
     Softmax(Softmax),
     Embedding(Embedding),
+    Tables(Tables),
+    Interaction(Interaction),
     Residual(Residual),
 }
 
@@ -100,6 +110,8 @@ macro_rules! each {
             Step::Function($op) => $call,
             Step::Softmax($op) => $call,
             Step::Embedding($op) => $call,
+            Step::Tables($op) => $call,
+            Step::Interaction($op) => $call,
             Step::Residual($op) => $call,
         }
     };
@@ -108,6 +120,10 @@ macro_rules! each {
 impl Op for Step {
     fn tensors(&self) -> Vec<Tensor> {
         each!(self, op => op.tensors())
+    }
+
+    fn slices(&self) -> Vec<Slice> {
+        each!(self, op => op.slices())
     }
 
     fn kept(&self) -> usize {

@@ -1,6 +1,6 @@
 //! A branch and its way around (He et al., "Deep residual learning", 2016).
 
-use super::op::{Back, Op, Sizes};
+use super::op::{Back, Op, Sizes, Slice};
 use super::sequence::Sequence;
 use crate::backend::{Kernels, Memory};
 use crate::error::Result;
@@ -15,9 +15,9 @@ pub struct Residual {
 }
 
 impl Residual {
-    /// Tensors of the body, which come first.
+    /// Windows of the body, which come first.
     fn of_body(&self) -> usize {
-        self.body.tensors().len()
+        self.body.slices().len()
     }
 }
 
@@ -25,6 +25,11 @@ impl Op for Residual {
     fn tensors(&self) -> Vec<Tensor> {
         let around = self.shortcut.as_ref().map_or(vec![], Sequence::tensors);
         self.body.tensors().into_iter().chain(around).collect()
+    }
+
+    fn slices(&self) -> Vec<Slice> {
+        let around = self.shortcut.as_ref().map_or(vec![], Sequence::slices);
+        self.body.slices().into_iter().chain(around).collect()
     }
 
     fn kept(&self) -> usize {

@@ -1,6 +1,6 @@
 //! Layers one after the other.
 
-use super::op::{Back, Op, Sizes, Step};
+use super::op::{Back, Op, Sizes, Slice, Step};
 use crate::backend::Kernels;
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
@@ -13,6 +13,10 @@ pub struct Sequence(pub Vec<Step>);
 impl Op for Sequence {
     fn tensors(&self) -> Vec<Tensor> {
         self.0.iter().flat_map(Step::tensors).collect()
+    }
+
+    fn slices(&self) -> Vec<Slice> {
+        self.0.iter().flat_map(Step::slices).collect()
     }
 
     /// Those of every layer, and its input from the second layer on.
@@ -46,7 +50,7 @@ impl Op for Sequence {
         let (mut kept, mut rest) = (Vec::with_capacity(self.kept()), params);
         let mut last: Option<B::Buf> = None;
         for step in &self.0 {
-            let (own, others) = rest.split_at(step.tensors().len());
+            let (own, others) = rest.split_at(step.slices().len());
             rest = others;
             let (y, of_step) = step.forward(cx, own, last.as_ref().unwrap_or(x))?;
             kept.extend(of_step);
@@ -61,7 +65,7 @@ impl Op for Sequence {
             // In the order of the forward: what the layer kept, then its input.
             let input = if i > 0 { kept.pop() } else { None };
             let of_step = kept.split_off(kept.len() - step.kept());
-            let own = params.len() - step.tensors().len();
+            let own = params.len() - step.slices().len();
             let (params_before, own_params) = params.split_at(own);
             let (grads_before, own_grads) = grads.split_at_mut(own);
             (params, grads) = (params_before, grads_before);

@@ -67,6 +67,31 @@ pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> 
                 _ => refused("one axis of ids", "set model.input to the number of ids a sample".into()),
             }
         }
+        Layer::EmbeddingTables { ids, width, dense } => {
+            positive("width", *width)?;
+            positive("ids", ids.iter().copied().min().unwrap_or(0))?;
+            let all = ids.iter().fold(0usize, |sum, ids| sum.saturating_add(*ids));
+            if all > i32::MAX as usize {
+                return Err(Error::input(format!("{place} (embedding_tables): {all} ids in all"))
+                    .hint("give fewer: ids are counted with 31 bits"));
+            }
+            let features: usize = input.iter().product();
+            match (dense.is_empty(), features) {
+                (true, 0) => return Ok(vec![ids.len(), *width]),
+                (true, _) => return refused("0 numbers", "give it `dense` layers, or set model.input=[0]".into()),
+                (false, 0) => return refused("numbers", "set model.input to how many, or leave `dense` out".into()),
+                (false, _) => {}
+            }
+            match through(dense, &format!("{place}.dense"), input)? {
+                row if row == [*width] => Ok(vec![1 + ids.len(), *width]),
+                row => Err(Error::input(format!("{place} (embedding_tables): dense gives {}", shown(&row)))
+                    .hint(format!("end it with {width} units, the width of the tables"))),
+            }
+        }
+        Layer::DotInteraction => match *input {
+            [rows, width] if rows > 1 => Ok(vec![width + rows * (rows - 1) / 2]),
+            _ => refused("two rows or more", "put it behind embedding_tables, or reshape before".into()),
+        },
         Layer::Residual { layers, shortcut } => {
             let body = through(layers, &format!("{place}.layers"), input)?;
             let around = through(shortcut, &format!("{place}.shortcut"), input)?;
@@ -104,8 +129,9 @@ pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> 
 pub fn through(layers: &[Layer], place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let mut shape = input.to_vec();
     for (i, layer) in layers.iter().enumerate() {
-        if matches!(layer, Layer::Embedding { .. }) && (i > 0 || place != super::PLACE) {
-            return Err(Error::input(format!("{place}[{i}] (embedding) is not the first layer"))
+        let of_ids = matches!(layer, Layer::Embedding { .. } | Layer::EmbeddingTables { .. });
+        if of_ids && (i > 0 || place != super::PLACE) {
+            return Err(Error::input(format!("{place}[{i}] ({}) is not the first layer", layer.kind()))
                 .hint("its input is the ids of the data: put it first"));
         }
         shape = after(layer, &format!("{place}[{i}]"), &shape)?;
@@ -180,6 +206,11 @@ mod tests {
         assert_eq!(image("{kind='avg_pool2d', kernel=3, stride=2, padding=1}"), [14, 14, 3]);
         assert_eq!(image("{kind='global_avg_pool'}, {kind='relu'}"), [3]);
         assert_eq!(shape("{kind='embedding', ids=9, width=4}, {kind='layer_norm'}", &[7]).unwrap(), [7, 4]);
+        let tables = "{kind='embedding_tables', ids=[5, 6], width=3, dense=[{kind='dense', units=3}]}";
+        assert_eq!(shape(tables, &[7]).unwrap(), [3, 3]);
+        assert_eq!(shape(&format!("{tables}, {{kind='dot_interaction'}}"), &[7]).unwrap(), [6]);
+        assert_eq!(shape("{kind='embedding_tables', ids=[5, 6], width=3}", &[0]).unwrap(), [2, 3]);
+        assert!(shape(tables, &[0]).unwrap_err().contains("gets 0, but wants numbers"));
         assert_eq!(shape("{kind='reshape', shape=[2, 3, 1]}", &[6]).unwrap(), [2, 3, 1]);
     }
 
@@ -209,6 +240,29 @@ mod tests {
             ("{kind='batch_norm', momentum=2.0}", "model.layers[0] (batch_norm): momentum = 2"),
             ("{kind='dropout', rate=1.0}", "model.layers[0] (dropout): rate = 1"),
             ("{kind='relu'}, {kind='embedding', ids=2, width=2}", "model.layers[1] (embedding) is not the first layer"),
+            (
+                "{kind='residual', layers=[{kind='embedding_tables', ids=[2], width=2}]}",
+                "model.layers[0].layers[0] (embedding_tables) is not the first layer",
+            ),
+            ("{kind='embedding_tables', ids=[], width=2}", "model.layers[0] (embedding_tables): ids = 0"),
+            ("{kind='embedding_tables', ids=[5, 0], width=2}", "model.layers[0] (embedding_tables): ids = 0"),
+            ("{kind='embedding_tables', ids=[5], width=2}", "(embedding_tables) gets 4 × 4 × 3, but wants 0 numbers"),
+            (
+                "{kind='embedding_tables', ids=[2000000000, 2000000000], width=2}",
+                "model.layers[0] (embedding_tables): 4000000000 ids in all",
+            ),
+            (
+                "{kind='embedding_tables', ids=[5], width=2, dense=[{kind='flatten'}, {kind='dense', units=3}]}",
+                "model.layers[0] (embedding_tables): dense gives 3",
+            ),
+            (
+                "{kind='embedding_tables', ids=[5], width=2, dense=[{kind='dense', units=0}]}",
+                "model.layers[0].dense[0] (dense): units = 0",
+            ),
+            (
+                "{kind='dot_interaction'}",
+                "model.layers[0] (dot_interaction) gets 4 × 4 × 3, but wants two rows or more",
+            ),
             (
                 "{kind='residual', layers=[{kind='dense', units=4}]}",
                 "model.layers[0] (residual): the branch gives 4 × 4 × 4, its shortcut 4 × 4 × 3",

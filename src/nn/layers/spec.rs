@@ -181,6 +181,19 @@ pub enum Layer {
         /// Elements of a row.
         width: usize,
     },
+    /// A row of a table for each of a sample's categories, every category with a table of its own, and before them a row that
+    /// layers make of the sample's numbers; only as the first layer.
+    EmbeddingTables {
+        /// Ids of each category: rows of its table.
+        ids: Vec<usize>,
+        /// Elements of a row.
+        width: usize,
+        /// Layers on the sample's numbers, which end with `width` elements; without any, samples have no numbers.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        dense: Vec<Layer>,
+    },
+    /// The first row, then the scalar products of all pairs of rows (Naumov et al., "Deep learning recommendation model", 2019).
+    DotInteraction,
     /// max(x, 0).
     Relu,
     /// GELU in its tanh form.
@@ -219,6 +232,8 @@ impl Layer {
             Layer::Flatten => "flatten",
             Layer::Reshape { .. } => "reshape",
             Layer::Embedding { .. } => "embedding",
+            Layer::EmbeddingTables { .. } => "embedding_tables",
+            Layer::DotInteraction => "dot_interaction",
             Layer::Relu => "relu",
             Layer::Gelu => "gelu",
             Layer::Silu => "silu",
@@ -235,6 +250,7 @@ impl Layer {
             Layer::BatchNorm { synchronised: true, .. } => Some(format!("{place}[{i}]")),
             Layer::Residual { layers, shortcut } => Layer::synchronised(layers, &format!("{place}[{i}].layers"))
                 .or_else(|| Layer::synchronised(shortcut, &format!("{place}[{i}].shortcut"))),
+            Layer::EmbeddingTables { dense, .. } => Layer::synchronised(dense, &format!("{place}[{i}].dense")),
             _ => None,
         })
     }

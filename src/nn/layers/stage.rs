@@ -13,33 +13,33 @@ pub struct Stage {
     layers: Sequence,
     /// Whether its input is the data.
     is_first: bool,
-    /// The place in the unit of each of the layers' tensors ([`Tensor::order`]).
+    /// The place in the unit of each of the layers' windows ([`Op::slices`]).
     places: Vec<usize>,
 }
 
 impl Stage {
     pub fn new(name: String, layers: Sequence, is_first: bool) -> Self {
-        let orders: Vec<u8> = layers.tensors().iter().map(Tensor::order).collect();
+        let orders: Vec<u8> = layers.slices().into_iter().map(|(order, _)| order).collect();
         let before = |i: usize| orders.iter().enumerate().filter(|(j, order)| (**order, *j) < (orders[i], i)).count();
         let places = (0..orders.len()).map(before).collect();
         Self { name, layers, is_first, places }
     }
 
-    /// Lengths of the tensors as they lie in the unit.
+    /// Lengths of the windows as they lie in the unit.
     fn lens(&self) -> Vec<usize> {
         let mut lens = vec![0; self.places.len()];
-        for (tensor, &place) in self.layers.tensors().iter().zip(&self.places) {
-            lens[place] = tensor.len();
+        for ((_, len), &place) in self.layers.slices().into_iter().zip(&self.places) {
+            lens[place] = len;
         }
         lens
     }
 
-    /// The unit's tensors in the order of the layers.
+    /// The unit's windows in the order of the layers.
     fn params<'a, B: Backend>(&self, mut unit: B::View<'a>) -> Vec<B::View<'a>> {
         let cut = self.lens().into_iter().map(|len| {
-            let (tensor, rest) = B::cut(unit, len);
+            let (window, rest) = B::cut(unit, len);
             unit = rest;
-            tensor
+            window
         });
         let stored: Vec<B::View<'a>> = cut.collect();
         self.places.iter().map(|&place| stored[place]).collect()
@@ -50,12 +50,12 @@ impl Stage {
         let (mut stored, mut rest) = (Vec::new(), Some(unit));
         for len in self.lens() {
             let unit = rest.take().ok_or_else(|| Error::internal("a unit that ended early"))?;
-            let (tensor, others) = B::cut_mut(unit, len);
-            stored.push(Some(tensor));
+            let (window, others) = B::cut_mut(unit, len);
+            stored.push(Some(window));
             rest = Some(others);
         }
         let taken = self.places.iter().map(|&place| stored[place].take());
-        taken.map(|tensor| tensor.ok_or_else(|| Error::internal("two tensors in one place"))).collect()
+        taken.map(|window| window.ok_or_else(|| Error::internal("two windows in one place"))).collect()
     }
 
     fn input<'a, B: Kernels>(&self, cx: &Context<'a, B>, x: &'a B::Buf) -> &'a B::Buf {

@@ -3,7 +3,7 @@
 #include "common.cuh"
 
 // As backend::Deviation, in its order.
-enum By { SQUARED, ABSOLUTE, HUBER, BINARY };
+enum By { SQUARED, ABSOLUTE, HUBER, BINARY, AGREEMENT };
 
 __device__ __forceinline__ float deviation(int by, float reach, float p, float t, float& slope) {
   float apart = p - t, far = fabsf(apart), side = apart > 0.0f ? 1.0f : apart < 0.0f ? -1.0f : 0.0f;
@@ -18,6 +18,10 @@ __device__ __forceinline__ float deviation(int by, float reach, float p, float t
   if (by == HUBER) {
     slope = far <= reach ? apart : reach * side;
     return far <= reach ? 0.5f * apart * apart : reach * (far - 0.5f * reach);
+  }
+  if (by == AGREEMENT) {
+    slope = 0.0f;
+    return (p > 0.0f) == (t > 0.5f) ? 1.0f : 0.0f;
   }
   // max(p, 0) - p·t + ln(1 + e^-|p|): no exponential overflows.
   float small = expf(-fabsf(p)), sigmoid = (p >= 0.0f ? 1.0f : small) / (1.0f + small);

@@ -1,0 +1,154 @@
+//! What the columns of an imported table were: names, and how categories became ids.
+//!
+//! Shards carry it as JSON, so that another table can be brought to the same ids and the same scale.
+
+use std::collections::HashMap;
+
+use hdf5::File;
+use hdf5::types::VarLenUnicode;
+use serde::{Deserialize, Serialize};
+
+use super::h5::{one_line, var_len};
+use crate::error::{Error, Result};
+
+/// The dataset that holds it.
+pub(super) const COLUMNS: &str = "/columns";
+
+/// The id of an empty cell, and of a value that the first table did not have.
+pub(super) const UNKNOWN: u32 = 0;
+
+/// Columns of a table by their use, in the order of the shards' datasets.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Columns {
+    pub inputs: Vec<String>,
+    pub categories: Vec<Category>,
+}
+
+/// A column of categories.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Category {
+    pub name: String,
+    pub coding: Coding,
+}
+
+/// How values become ids; [`UNKNOWN`] is nobody's.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Coding {
+    /// The first of these has id 1, and so on.
+    Values(Vec<String>),
+    /// The CRC-32 of the value, brought below this number of ids.
+    Hash(u32),
+}
+
+impl Coding {
+    /// Ids that there are: rows of a table.
+    pub fn ids(&self) -> usize {
+        match self {
+            Coding::Values(values) => 1 + values.len(),
+            Coding::Hash(ids) => *ids as usize,
+        }
+    }
+}
+
+impl Columns {
+    /// Those of a shard, if it has any.
+    pub fn read(file: &File) -> Result<Option<Self>> {
+        if !file.link_exists(COLUMNS) {
+            return Ok(None);
+        }
+        let json: VarLenUnicode = file
+            .dataset(COLUMNS)
+            .and_then(|dataset| dataset.read_scalar())
+            .map_err(|e| Error::input(format!("dataset {COLUMNS} cannot be read: {}", one_line(&e))))?;
+        let columns = serde_json::from_str(&json);
+        columns.map(Some).map_err(|e| Error::input(format!("dataset {COLUMNS} has no columns: {e}")))
+    }
+
+    /// As a shard holds it.
+    pub fn stored(&self) -> Result<VarLenUnicode> {
+        var_len(&serde_json::to_string(self).map_err(|e| Error::internal(format!("columns as JSON: {e}")))?)
+    }
+}
+
+/// Gives values of a column their ids.
+pub(super) enum Coder {
+    /// By these; `grows` gives new ones the next id.
+    Values {
+        ids: HashMap<String, u32>,
+        order: Vec<String>,
+        grows: bool,
+    },
+    Hash(u32),
+}
+
+impl Coder {
+    /// That of a first table: hashes if there is a number of ids, else the values as they come.
+    pub fn new(hash: Option<u32>) -> Self {
+        match hash {
+            Some(ids) => Self::Hash(ids),
+            None => Self::Values { ids: HashMap::new(), order: Vec::new(), grows: true },
+        }
+    }
+
+    /// That of a table like an earlier one.
+    pub fn like(coding: &Coding) -> Self {
+        match coding {
+            Coding::Hash(ids) => Self::Hash(*ids),
+            Coding::Values(values) => {
+                let ids = values.iter().cloned().zip(1..).collect();
+                Self::Values { ids, order: values.clone(), grows: false }
+            }
+        }
+    }
+
+    /// The id of a value.
+    pub fn id(&mut self, value: &str) -> u32 {
+        match self {
+            _ if value.is_empty() => UNKNOWN,
+            Self::Hash(ids) => 1 + crc32fast::hash(value.as_bytes()) % (*ids - 1),
+            Self::Values { ids, order, grows } => match ids.get(value) {
+                Some(id) => *id,
+                None if *grows => {
+                    order.push(value.to_owned());
+                    let id = order.len() as u32;
+                    ids.insert(value.to_owned(), id);
+                    id
+                }
+                None => UNKNOWN,
+            },
+        }
+    }
+
+    /// What it has done so far.
+    pub fn coding(self) -> Coding {
+        match self {
+            Self::Hash(ids) => Coding::Hash(ids),
+            Self::Values { order, .. } => Coding::Values(order),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_have_ids_in_the_order_of_their_appearance() {
+        let mut coder = Coder::new(None);
+        assert_eq!(["b", "a", "", "b", "c"].map(|value| coder.id(value)), [1, 2, 0, 1, 3]);
+        let coding = coder.coding();
+        assert_eq!(coding.ids(), 4);
+        let mut later = Coder::like(&coding);
+        assert_eq!(["c", "new", "a"].map(|value| later.id(value)), [3, 0, 2]);
+        assert_eq!(later.coding(), coding);
+    }
+
+    #[test]
+    fn hashes_stay_below_their_number() {
+        let mut coder = Coder::new(Some(3));
+        let ids: Vec<u32> = (0..100).map(|i| coder.id(&i.to_string())).collect();
+        assert!(ids.iter().all(|id| (1..3).contains(id)) && ids.contains(&1) && ids.contains(&2));
+        assert_eq!((coder.id(""), coder.coding().ids()), (0, 3));
+    }
+}
