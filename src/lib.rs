@@ -98,6 +98,7 @@ pub mod placement;
 pub mod prelude;
 pub mod random;
 pub mod signals;
+mod simd;
 pub mod telemetry;
 #[doc(hidden)]
 pub mod topology;

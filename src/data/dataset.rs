@@ -1,7 +1,5 @@
 //! All shards of one split as one numbered sequence of samples.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,6 +11,7 @@ use super::rows::RowReader;
 use super::shard::{Content, Field, Shard, first_invalid};
 use crate::error::{Error, Result};
 use crate::pattern::matches;
+use crate::simd::simd;
 
 /// Shards kept open at a time: well below the usual limit of 1024 files.
 const MAX_OPEN: usize = 256;
@@ -357,7 +356,7 @@ impl Dataset {
 
     /// Bytes that are kept now of what was read, for further reads.
     pub fn cached(&self) -> usize {
-        self.open.by_index.values().flat_map(|open| &open.readers).map(RowReader::held).sum()
+        self.open.shards.iter().flatten().flat_map(|open| &open.readers).map(RowReader::held).sum()
     }
 
     /// Overwrites `into` with sample number `sample`.
@@ -550,7 +549,13 @@ fn read_class(
 fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
     reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, &e))?;
     // No search, unless there is something to find: this way it takes vector instructions.
-    if !reader.is_float() || out.iter().fold(true, |all, x| all & x.is_finite()) {
+    let all_finite = || {
+        simd(
+            #[inline(always)]
+            || out.iter().fold(true, |all, x| all & x.is_finite()),
+        )
+    };
+    if !reader.is_float() || all_finite() {
         return Ok(());
     }
     match out.iter().position(|x| !x.is_finite()) {
@@ -566,7 +571,10 @@ fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, 
 
 /// The shards with open files; the least recently used one makes room for another.
 struct OpenShards {
-    by_index: HashMap<usize, OpenShard>,
+    /// Of every shard, what is open of it.
+    shards: Vec<Option<OpenShard>>,
+    /// How many are open.
+    count: usize,
     max_open: usize,
     cache_bytes: usize,
     /// Counts uses; orders `OpenShard::last_use`.
@@ -582,20 +590,24 @@ impl OpenShards {
     fn new(shards: &[Shard], max_open: usize) -> Self {
         let datasets = shards.len().min(max_open) * shards[0].content.datasets().len();
         let cache_bytes = CACHE_TOTAL / datasets;
-        Self { by_index: HashMap::new(), max_open, cache_bytes, clock: 0 }
+        let shards = shards.iter().map(|_| None).collect();
+        Self { shards, count: 0, max_open, cache_bytes, clock: 0 }
     }
 
     /// A reader for each dataset of the shard, which is number `index`.
     fn readers(&mut self, shard: &Shard, index: usize) -> Result<&mut [RowReader]> {
-        if self.by_index.len() == self.max_open && !self.by_index.contains_key(&index) {
-            let oldest = self.by_index.iter().min_by_key(|(_, open)| open.last_use).map(|(&index, _)| index);
-            oldest.and_then(|oldest| self.by_index.remove(&oldest));
+        if self.shards[index].is_none() {
+            if self.count == self.max_open {
+                let of_open = |(i, shard): (usize, &Option<OpenShard>)| shard.as_ref().map(|shard| (shard.last_use, i));
+                let oldest = self.shards.iter().enumerate().filter_map(of_open).min();
+                oldest.inspect(|(_, oldest)| self.shards[*oldest] = None);
+                self.count -= 1;
+            }
+            self.shards[index] = Some(OpenShard { readers: shard.readers(self.cache_bytes)?, last_use: 0 });
+            self.count += 1;
         }
-        let open = match self.by_index.entry(index) {
-            Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => entry.insert(OpenShard { readers: shard.readers(self.cache_bytes)?, last_use: 0 }),
-        };
         self.clock += 1;
+        let open = self.shards[index].as_mut().ok_or_else(|| Error::internal("a shard that was opened is not open"))?;
         open.last_use = self.clock;
         Ok(&mut open.readers)
     }
@@ -622,10 +634,9 @@ mod tests {
         for sample in [0, 7, 2, 1, 5, 6] {
             dataset.read(sample, SampleMut::text(&mut inputs, &mut targets)).unwrap();
             assert_eq!((inputs[0], targets[0]), ((sample / 2) as u32, (sample / 2) as u32));
-            assert!(dataset.open.by_index.len() <= 2);
+            assert!(dataset.open.shards.iter().flatten().count() <= 2);
         }
-        let mut open: Vec<usize> = dataset.open.by_index.keys().copied().collect();
-        open.sort_unstable();
-        assert_eq!(open, [2, 3], "the two used last");
+        let open: Vec<bool> = dataset.open.shards.iter().map(Option::is_some).collect();
+        assert_eq!(open, [false, false, true, true], "the two used last");
     }
 }

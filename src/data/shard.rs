@@ -16,6 +16,7 @@ use super::h5::{self, ChunkCache, SlabReader};
 use super::rows::{RowReader, Source};
 use super::stored::{As, Stored};
 use crate::error::{Error, Result};
+use crate::simd::simd;
 
 /// The largest value means "too large", see [`Stored::to_ids`].
 const MAX_VOCABULARY: usize = i32::MAX as usize;
@@ -84,15 +85,20 @@ impl Standard {
 
     /// Brings rows to the scale.
     pub(super) fn apply(&self, rows: &mut [f32]) {
-        if let ([mean], [std]) = (&self.mean[..], &self.std[..]) {
-            // The same, in a form that takes vector instructions.
-            return rows.iter_mut().for_each(|x| *x = (*x - mean) / std);
-        }
-        for row in rows.chunks_exact_mut(self.mean.len()) {
-            for ((x, mean), std) in row.iter_mut().zip(&self.mean).zip(&self.std) {
-                *x = (*x - mean) / std;
-            }
-        }
+        simd(
+            #[inline(always)]
+            || {
+                if let ([mean], [std]) = (&self.mean[..], &self.std[..]) {
+                    // The same, in a form that takes vector instructions.
+                    return rows.iter_mut().for_each(|x| *x = (*x - mean) / std);
+                }
+                for row in rows.chunks_exact_mut(self.mean.len()) {
+                    for ((x, mean), std) in row.iter_mut().zip(&self.mean).zip(&self.std) {
+                        *x = (*x - mean) / std;
+                    }
+                }
+            },
+        );
     }
 }
 
@@ -540,7 +546,11 @@ pub(super) fn shape(dims: &[usize]) -> String {
 /// The place of the first id outside the vocabulary.
 pub(super) fn first_invalid(ids: &[u32], vocabulary: usize) -> Option<usize> {
     // Nearly always there is none, which vector instructions tell sooner than a search.
-    if (ids.iter().fold(0, |largest, id| largest.max(*id)) as usize) < vocabulary {
+    let largest = simd(
+        #[inline(always)]
+        || ids.iter().fold(0, |largest, id| largest.max(*id)),
+    );
+    if (largest as usize) < vocabulary {
         return None;
     }
     ids.iter().position(|&id| id as usize >= vocabulary)

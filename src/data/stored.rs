@@ -2,6 +2,8 @@
 
 use hdf5::{Datatype, H5Type};
 
+use crate::simd::simd;
+
 /// What the elements of a dataset become.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum As {
@@ -85,37 +87,44 @@ impl Stored {
     /// Elements as ids. No vocabulary reaches 2³¹ − 1: negative ones arrive above it, and too large ones as it.
     pub(super) fn to_ids(self, bytes: &[u8], out: &mut [u32]) {
         const LARGEST: u32 = i32::MAX as u32;
-        match self {
-            Self::U8 => convert(bytes, out, |x: u8| u32::from(x)),
-            Self::U16 => convert(bytes, out, |x: u16| u32::from(x)),
-            Self::U32 => convert(bytes, out, |x: u32| x.min(LARGEST)),
-            Self::U64 => convert(bytes, out, |x: u64| x.min(u64::from(LARGEST)) as u32),
-            Self::I8 => convert(bytes, out, |x: i8| i32::from(x) as u32),
-            Self::I16 => convert(bytes, out, |x: i16| i32::from(x) as u32),
-            Self::I32 => convert(bytes, out, |x: i32| x as u32),
-            Self::I64 => convert(bytes, out, |x: i64| x.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as u32),
-            // Datasets of ids are integers: this is what the rest of the program sees as too large.
-            Self::F32 | Self::F64 => out.fill(LARGEST),
-        }
+        simd(
+            #[inline(always)]
+            || match self {
+                Self::U8 => convert(bytes, out, |x: u8| u32::from(x)),
+                Self::U16 => convert(bytes, out, |x: u16| u32::from(x)),
+                Self::U32 => convert(bytes, out, |x: u32| x.min(LARGEST)),
+                Self::U64 => convert(bytes, out, |x: u64| x.min(u64::from(LARGEST)) as u32),
+                Self::I8 => convert(bytes, out, |x: i8| i32::from(x) as u32),
+                Self::I16 => convert(bytes, out, |x: i16| i32::from(x) as u32),
+                Self::I32 => convert(bytes, out, |x: i32| x as u32),
+                Self::I64 => convert(bytes, out, |x: i64| x.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as u32),
+                // Datasets of ids are integers: this is what the rest of the program sees as too large.
+                Self::F32 | Self::F64 => out.fill(LARGEST),
+            },
+        )
     }
 
     /// Elements as numbers, rounded to the nearest.
     pub(super) fn to_numbers(self, bytes: &[u8], out: &mut [f32]) {
-        match self {
-            Self::U8 => convert(bytes, out, |x: u8| f32::from(x)),
-            Self::I8 => convert(bytes, out, |x: i8| f32::from(x)),
-            Self::U16 => convert(bytes, out, |x: u16| f32::from(x)),
-            Self::I16 => convert(bytes, out, |x: i16| f32::from(x)),
-            Self::U32 => convert(bytes, out, |x: u32| x as f32),
-            Self::I32 => convert(bytes, out, |x: i32| x as f32),
-            Self::U64 => convert(bytes, out, |x: u64| x as f32),
-            Self::I64 => convert(bytes, out, |x: i64| x as f32),
-            Self::F32 => convert(bytes, out, |x: f32| x),
-            Self::F64 => convert(bytes, out, |x: f64| x as f32),
-        }
+        simd(
+            #[inline(always)]
+            || match self {
+                Self::U8 => convert(bytes, out, |x: u8| f32::from(x)),
+                Self::I8 => convert(bytes, out, |x: i8| f32::from(x)),
+                Self::U16 => convert(bytes, out, |x: u16| f32::from(x)),
+                Self::I16 => convert(bytes, out, |x: i16| f32::from(x)),
+                Self::U32 => convert(bytes, out, |x: u32| x as f32),
+                Self::I32 => convert(bytes, out, |x: i32| x as f32),
+                Self::U64 => convert(bytes, out, |x: u64| x as f32),
+                Self::I64 => convert(bytes, out, |x: i64| x as f32),
+                Self::F32 => convert(bytes, out, |x: f32| x),
+                Self::F64 => convert(bytes, out, |x: f64| x as f32),
+            },
+        )
     }
 }
 
+#[inline(always)]
 fn convert<T: bytemuck::AnyBitPattern, O>(bytes: &[u8], out: &mut [O], to: impl Fn(T) -> O) {
     for (element, out) in bytes.chunks_exact(size_of::<T>()).zip(out) {
         *out = to(bytemuck::pod_read_unaligned(element));

@@ -4,20 +4,10 @@
 //! multiply-adds are spelled out: the compiler never fuses by itself, so the bits are the same on every machine.
 //! Sums run over [`LANES`] fixed partial sums, so their bits do not depend on the vector width.
 
-use std::sync::LazyLock;
+pub use crate::simd::simd;
 
 /// Partial sums in a reduction.
 pub const LANES: usize = 16;
-
-static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
-
-/// Runs `f` compiled for the machine's vector extensions.
-///
-/// The closure must be marked `#[inline(always)]`: code that is not inlined here is compiled for the oldest machine.
-#[inline(always)]
-pub fn simd<R>(f: impl FnOnce() -> R) -> R {
-    ARCH.dispatch(f)
-}
 
 /// `eˣ` to about 1 ulp for x in -87..88; 0 below, saturates above. NaN stays NaN.
 ///

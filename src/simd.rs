@@ -1,0 +1,13 @@
+//! Plain code, compiled for the widest vectors of the machine.
+
+use std::sync::LazyLock;
+
+static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
+
+/// Runs `f` compiled for the machine's vector extensions.
+///
+/// The closure must be marked `#[inline(always)]`: code that is not inlined here is compiled for the oldest machine.
+#[inline(always)]
+pub fn simd<R>(f: impl FnOnce() -> R) -> R {
+    ARCH.dispatch(f)
+}
