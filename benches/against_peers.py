@@ -1,10 +1,13 @@
-"""hpctrain against PyTorch on this machine: the two in turn, and the ratio pair by pair.
+"""hpctrain against PyTorch and others on this machine: all in turn, and the ratio pair by pair.
 
-    python benches/against_pytorch.py [--pairs 5] [--size char|baby|gpt2-124m|mlp|cnn]
+    python benches/against_peers.py [--pairs 5] [--size char|baby|gpt2-124m|mlp|cnn] [--peers pytorch,ddp,candle,burn]
 
 Needs a release build and, for the Python that runs this, torch (and h5py, but for char and baby). hpctrain trains for real: it
-reads shards, clips, writes metrics; its figure is the median step of a run. PyTorch's is the median step of a loop
-over data in memory; of mlp and cnn, the faster of eager and torch.compile.
+reads shards, clips, writes metrics; its figure is the median step of a run. A peer's is the median step of a loop
+over data in memory. `pytorch` has two threads (eager; of mlp and cnn, the faster of eager and torch.compile), `ddp` two processes of
+one thread (language models), `candle` and `burn` two threads; they want
+`cargo build --release --manifest-path benches/rust-peers/Cargo.toml`. `ddp` is compared with two ranks of one thread (2x1), the others
+with one of two (1x2).
 """
 import argparse
 import json
@@ -17,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HPCTRAIN = os.environ.get("HPCTRAIN", str(ROOT / "target/release/hpctrain"))
+RUST_PEERS = Path(os.environ.get("RUST_PEERS", ROOT / "benches/rust-peers/target/release"))
 MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 SETTINGS = {
     "char": ["batch.global=12", "run.steps=150"],
@@ -82,26 +86,53 @@ def pytorch(size, threads):
     return float(output)
 
 
+def ddp(size):
+    steps = {"char": "100", "baby": "10"}.get(size, "8")
+    return float(subprocess.check_output([sys.executable, ROOT / "benches/pytorch_ddp.py", size, "2", steps]))
+
+
+def rust(name, size):
+    steps = {"mlp": "300", "cnn": "100", "char": "50", "baby": "6"}.get(size, "4")
+    command = [str(RUST_PEERS / name), size, steps]
+    return float(subprocess.check_output(command, env=os.environ | {"RAYON_NUM_THREADS": "2"}))
+
+
+PEERS = {
+    "pytorch": lambda size: pytorch(size, 2),
+    "ddp": ddp,
+    "candle": lambda size: rust("candle", size),
+    "burn": lambda size: rust("burn", size),
+}
+
+
 def main():
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--pairs", type=int, default=5)
     arguments.add_argument("--size", choices=SETTINGS, default="char")
+    arguments.add_argument("--peers", default="pytorch")
     arguments = arguments.parse_args()
+    peers = arguments.peers.split(",")
+    names = ["1x2", "2x1", "2x1/1x2"] + [column for peer in peers for column in (peer, f"ours/{peer}")]
     rows = []
+
+    def show(title, row):
+        print(title, *(f"{name} {value:.{2 if '/' in name else 0}f}" for name, value in zip(names, row)), sep="  ", flush=True)
+
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         if arguments.size in LAYERS:
             samples(work)
         elif arguments.size not in BUNDLED:
             tokens(work)
-        for _ in range(arguments.pairs):
-            one = hpctrain(arguments.size, 1, 2, work)
-            peer = pytorch(arguments.size, 2)
-            two = hpctrain(arguments.size, 2, 1, work)
-            rows.append((one, two, peer, one / peer, two / one))
-            print("1x2 %.0f  2x1 %.0f  pytorch %.0f  1x2/pytorch %.2f  2x1/1x2 %.2f" % rows[-1], flush=True)
-    print("median: 1x2 %.0f  2x1 %.0f  pytorch %.0f  1x2/pytorch %.2f  2x1/1x2 %.2f" %
-          tuple(statistics.median(column) for column in zip(*rows)))
+        for pair in range(arguments.pairs):
+            one, two = hpctrain(arguments.size, 1, 2, work), hpctrain(arguments.size, 2, 1, work)
+            row = [one, two, two / one]
+            for peer in peers:
+                speed = PEERS[peer](arguments.size)
+                row += [speed, (two if peer == "ddp" else one) / speed]
+            rows.append(row)
+            show(pair + 1, row)
+    show("median", [statistics.median(column) for column in zip(*rows)])
 
 
 if __name__ == "__main__":

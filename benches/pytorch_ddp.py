@@ -1,0 +1,66 @@
+"""The peer of two ranks: the model of pytorch_gpt.py in DistributedDataParallel over gloo, a thread a process, tokens a second.
+
+    python benches/pytorch_ddp.py char 2 100     # size, processes, steps; prints the median over steps of the slowest process
+"""
+import os
+import statistics
+import sys
+import time
+
+import torch
+from torch import distributed, multiprocessing, nn
+
+from pytorch_gpt import SIZES, Gpt
+
+
+def work(rank, ranks, size, steps, results):
+    os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", GLOO_SOCKET_IFNAME="lo")
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", rank=rank, world_size=ranks)
+    torch.manual_seed(1)
+    layers, heads, width, context, batch, vocabulary, bias = SIZES[size]
+    own = batch // ranks
+    model = nn.parallel.DistributedDataParallel(Gpt(layers, heads, width, context, vocabulary, bias))
+    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.99))
+    torch.manual_seed(rank)
+    data = torch.randint(vocabulary, (1 << 16,))
+
+    def step():
+        starts = torch.randint(len(data) - context - 1, (own,))
+        tokens = torch.stack([data[i:i + context] for i in starts])
+        targets = torch.stack([data[i + 1:i + 1 + context] for i in starts])
+        loss = model(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    for _ in range(5):
+        step()
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    results.put(own * ranks * context / statistics.median(seconds))
+    distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def main():
+    size, ranks, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    spawned = multiprocessing.get_context("spawn")
+    results = spawned.SimpleQueue()
+    processes = [spawned.Process(target=work, args=(rank, ranks, size, steps, results)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    print(min(results.get() for _ in processes))
+    for process in processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    main()
