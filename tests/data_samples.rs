@@ -35,7 +35,8 @@ fn rows(path: &Path, split: Split, input: usize, target: Target) -> hpctrain::er
     for sample in 0..dataset.samples() {
         let (mut features, mut classes) = (vec![0.0; sizes.features], vec![0; sizes.classes]);
         let mut values = vec![0.0; sizes.values];
-        let into = SampleMut { ids: &mut [], features: &mut features, classes: &mut classes, values: &mut values };
+        let into =
+            SampleMut { features: &mut features, classes: &mut classes, values: &mut values, ..SampleMut::default() };
         dataset.read(sample, into)?;
         all.push((features, classes, values));
     }
@@ -82,7 +83,8 @@ fn a_table_is_of_classes_or_of_numbers() {
         let targets = targets.iter().map(|name| name.to_string()).collect();
         let kept =
             Kept { not_finite: NotFinite::Error, every: 3, shards: 1, normalize: false, out: root.path().join(name) };
-        let imported = import_csv(&ImportCsv { input: input.clone(), targets, regression, kept }).unwrap();
+        let imported =
+            import_csv(&ImportCsv { input: input.clone(), targets, weight: None, regression, kept }).unwrap();
         (root.path().join(name), imported)
     };
     let (path, imported) = import("classes", &["kind"], false);
@@ -129,7 +131,7 @@ fn malformed_files_are_refused() {
     ] {
         let input = write(root.path().join("table.csv"), table.as_bytes());
         let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
-        let import = ImportCsv { input, targets: vec![target.into()], regression: false, kept };
+        let import = ImportCsv { input, targets: vec![target.into()], weight: None, regression: false, kept };
         let error = import_csv(&import).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted), "{table:?}: {error}");
@@ -145,7 +147,13 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     let out = root.path().join("out");
     let import = |not_finite| {
         let kept = Kept { not_finite, every: 3, shards: 1, normalize: true, out: out.clone() };
-        import_csv(&ImportCsv { input: input.clone(), targets: vec!["kind".into()], regression: false, kept })
+        import_csv(&ImportCsv {
+            input: input.clone(),
+            targets: vec!["kind".into()],
+            weight: None,
+            regression: false,
+            kept,
+        })
     };
     let error = import(NotFinite::Error).unwrap_err().to_string();
     assert!(error.contains("line 3, column \"y\": \"nan\" is no number\nhint: "), "{error}");
@@ -157,7 +165,8 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     let rest = write(root.path().join("rest.csv"), b"x,y,kind\n1,2,0\n6,7,1\n8,9,2\n10,11,0\n");
     let kept = Kept { every: 3, ..kept(root.path().join("rest")) };
     let kept = Kept { shards: 1, ..kept };
-    import_csv(&ImportCsv { input: rest, targets: vec!["kind".into()], regression: false, kept }).unwrap();
+    import_csv(&ImportCsv { input: rest, targets: vec!["kind".into()], weight: None, regression: false, kept })
+        .unwrap();
     for split in [Split::Train, Split::Validation] {
         let both = [&out, &root.path().join("rest")].map(|path| rows(path, split, 2, Target::Class(3)).unwrap());
         assert_eq!(both[0], both[1], "{split}");

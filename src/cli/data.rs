@@ -66,6 +66,9 @@ enum Source {
         /// A column to predict; may be given several times. One column of integers from 0 on is of classes
         #[arg(long = "target", value_name = "COLUMN", required = true)]
         targets: Vec<String>,
+        /// A column with a factor of each sample's loss in training, neither input nor target
+        #[arg(long, value_name = "COLUMN")]
+        weight: Option<String>,
         /// Predict numbers, even where they look like classes
         #[arg(long)]
         regression: bool,
@@ -79,6 +82,9 @@ enum Source {
         features: PathBuf,
         /// The labels. One integer from 0 on for each row is a class
         labels: PathBuf,
+        /// A factor of each sample's loss in training: as many numbers of 0 or more
+        #[arg(long, value_name = "FILE")]
+        weights: Option<PathBuf>,
         /// Predict numbers, even where they look like classes
         #[arg(long)]
         regression: bool,
@@ -98,6 +104,9 @@ enum Source {
         /// Name of the labels
         #[arg(long, value_name = "NAME", default_value = "y")]
         labels: String,
+        /// Name of a factor of each sample's loss in training: as many numbers of 0 or more
+        #[arg(long, value_name = "NAME")]
+        weights: Option<String>,
         /// Predict numbers, even where they look like classes
         #[arg(long)]
         regression: bool,
@@ -163,15 +172,15 @@ pub fn run(args: DataArgs) -> Result<()> {
         Command::Import(ImportArgs { source: Source::Idx { images, labels, kept } }) => {
             say(import_idx(&ImportIdx { images, labels, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Csv { input, targets, regression, kept } }) => {
-            say(import_csv(&ImportCsv { input, targets, regression, kept: kept.into() })?);
+        Command::Import(ImportArgs { source: Source::Csv { input, targets, weight, regression, kept } }) => {
+            say(import_csv(&ImportCsv { input, targets, weight, regression, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Npy { features, labels, regression, kept } }) => {
-            let arrays = Arrays::Files { features, labels };
+        Command::Import(ImportArgs { source: Source::Npy { features, labels, weights, regression, kept } }) => {
+            let arrays = Arrays::Files { features, labels, weights };
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Npz { input, features, labels, regression, kept } }) => {
-            let arrays = Arrays::Archive { path: input, features, labels };
+        Command::Import(ImportArgs { source: Source::Npz { input, features, labels, weights, regression, kept } }) => {
+            let arrays = Arrays::Archive { path: input, features, labels, weights };
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
         Command::Inspect { path } => say(inspect::inspect(&path)?.trim_end()),

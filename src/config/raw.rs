@@ -147,6 +147,8 @@ sections! {
         inputs: String = "/inputs".into(),
         /// Dataset with one target a row.
         targets: String = "/targets".into(),
+        /// Dataset with one factor of the loss a row, for training; left out, `/weights` where shards have it; empty, none.
+        weights: Option<String> = None,
         /// Visit samples in a random order, another every epoch.
         shuffle: bool = true,
         /// Micro-batches read ahead.

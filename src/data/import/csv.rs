@@ -15,6 +15,8 @@ pub struct ImportCsv {
     pub input: PathBuf,
     /// Names of the columns to predict. All others are inputs.
     pub targets: Vec<String>,
+    /// Name of the column with the weights of samples, neither input nor target.
+    pub weight: Option<String>,
     /// Targets are numbers, even where they look like classes.
     pub regression: bool,
     /// Where the rows go.
@@ -24,7 +26,7 @@ pub struct ImportCsv {
 /// Writes every line as a sample. Targets are classes if there is one column of them that holds integers from 0 on.
 ///
 /// # Errors
-/// The file is missing, a line has not as many cells as the header or a cell is no number, there is no such column, or as
+/// The file is missing, a line has not as many cells as the header, a cell is no number or a weight less than 0, there is no such column, or as
 /// for every import.
 pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let path = import.input.display();
@@ -40,7 +42,14 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         })
     };
     let of_targets = import.targets.iter().map(place).collect::<Result<Vec<usize>>>()?;
-    let inputs_of_row = header.len() - of_targets.len();
+    let of_weight = import.weight.as_ref().map(place).transpose()?;
+    if let (Some(name), Some(column)) = (&import.weight, of_weight)
+        && of_targets.contains(&column)
+    {
+        return Err(Error::input(format!("{path}: column {name:?} is a target and the weight"))
+            .hint("name another column with --weight, or leave it out"));
+    }
+    let inputs_of_row = header.len() - of_targets.len() - usize::from(of_weight.is_some());
     if of_targets.is_empty() || inputs_of_row == 0 {
         return Err(Error::input(format!("{path}: {} columns, {} of them targets", header.len(), of_targets.len()))
             .hint("name the columns to predict with --target, and leave some as inputs"));
@@ -51,7 +60,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         "" if skips => Some(f64::NAN),
         cell => cell.parse().ok().filter(|x: &f64| skips || (*x as f32).is_finite()),
     };
-    let (mut inputs, mut targets) = (Vec::new(), Vec::new());
+    let (mut inputs, mut targets, mut weights) = (Vec::new(), Vec::new(), Vec::new());
     let (mut record, mut row) = (StringRecord::new(), vec![0.0; header.len()]);
     let mut rows = 0;
     while reader.read_record(&mut record).map_err(|e| malformed(e.to_string()))? {
@@ -63,7 +72,12 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
                     header.get(column).unwrap_or_default()
                 ))
             })?;
-            if !of_targets.contains(&column) {
+            if of_weight == Some(column) {
+                if row[column] < 0.0 {
+                    return Err(malformed(format!("line {line}: a weight of {}, less than 0", row[column])));
+                }
+                weights.push(row[column]);
+            } else if !of_targets.contains(&column) {
                 inputs.push(row[column] as f32);
             }
         }
@@ -74,7 +88,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         return Err(Error::input(format!("{path}: no lines after the header")).hint("give a table with some samples"));
     }
     let source = import.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let places = [path.to_string(), path.to_string()];
+    let places = std::array::from_fn(|_| path.to_string());
     let (inputs, shape, width) = (Inputs::Numbers(inputs), vec![inputs_of_row], of_targets.len());
-    Rows { inputs, shape, targets, width, regression: import.regression, source, places }.write(&import.kept)
+    Rows { inputs, shape, targets, width, weights, regression: import.regression, source, places }.write(&import.kept)
 }
