@@ -62,7 +62,7 @@ fn check(folder: &Path, files: usize, what: &str) {
     for position in 0..samples as u64 {
         let sample = sampler.index(position) as usize;
         let (mut features, mut classes) = (vec![-1.0; ROW], [99]);
-        let into = SampleMut { ids: &mut [], features: &mut features, classes: &mut classes, values: &mut [] };
+        let into = SampleMut { features: &mut features, classes: &mut classes, ..SampleMut::default() };
         dataset.read(sample as u64, into).unwrap();
         assert!(features.iter().copied().eq(wanted(sample)), "{what}: {sample}: {features:?}");
         assert_eq!(classes[0], class(sample % ROWS), "{what}: {sample}");

@@ -36,7 +36,8 @@ fn rows(path: &Path, input: usize, target: Target) -> Vec<(Vec<f32>, Vec<u32>, V
     let row = |sample| {
         let (mut features, mut classes) = (vec![0.0; sizes.features], vec![0; sizes.classes]);
         let mut values = vec![0.0; sizes.values];
-        let into = SampleMut { ids: &mut [], features: &mut features, classes: &mut classes, values: &mut values };
+        let into =
+            SampleMut { features: &mut features, classes: &mut classes, values: &mut values, ..SampleMut::default() };
         dataset.read(sample, into).unwrap();
         (features, classes, values)
     };
@@ -70,8 +71,8 @@ fn files_and_archives_of_any_order_hold_the_same_rows() {
         }
         zip.finish().unwrap();
         let [features, labels] = paths;
-        let of_archive = Arrays::Archive { path: archive, features: "x".into(), labels: "label".into() };
-        for (kind, arrays) in [("npy", Arrays::Files { features, labels }), ("npz", of_archive)] {
+        let of_archive = Arrays::Archive { path: archive, features: "x".into(), labels: "label".into(), weights: None };
+        for (kind, arrays) in [("npy", Arrays::Files { features, labels, weights: None }), ("npz", of_archive)] {
             let out = root.path().join(format!("{name}-{kind}"));
             let imported = import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(out.clone()) }).unwrap();
             assert_eq!((imported.shape, imported.classes), (vec![2], Some(4)));
@@ -88,7 +89,7 @@ fn labels_are_classes_or_numbers() {
     let import = |name: &str, labels: Vec<u8>, regression| {
         let (path, out) = (root.path().join("y.npy"), root.path().join(name));
         std::fs::write(&path, labels).unwrap();
-        let arrays = Arrays::Files { features: features.clone(), labels: path };
+        let arrays = Arrays::Files { features: features.clone(), labels: path, weights: None };
         let imported = import_numpy(&ImportNumpy { arrays, regression, kept: kept(out.clone()) }).unwrap();
         assert_eq!(imported.shape, [1, 2, 1]);
         (imported.classes, out)
@@ -126,18 +127,19 @@ fn what_does_not_fit_is_refused() {
     ] {
         std::fs::write(&features, x).unwrap();
         std::fs::write(&labels, y).unwrap();
-        let arrays = Arrays::Files { features: features.clone(), labels: labels.clone() };
+        let arrays = Arrays::Files { features: features.clone(), labels: labels.clone(), weights: None };
         let error = import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(out.clone()) }).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted) && error.to_string().contains("\nhint: "), "{error}");
     }
-    let arrays = Arrays::Files { features: features.clone(), labels: labels.clone() };
+    let arrays = Arrays::Files { features: features.clone(), labels: labels.clone(), weights: None };
     let skipping = Kept { not_finite: NotFinite::Skip, ..kept(root.path().join("rest")) };
     let imported = import_numpy(&ImportNumpy { arrays, regression: false, kept: skipping }).unwrap();
     assert_eq!((imported.skipped, imported.classes, imported.shards[0].1), (1, None, 1));
     let archive = root.path().join("a.npz");
     let refused = |features: &str| {
-        let arrays = Arrays::Archive { path: archive.clone(), features: features.into(), labels: "y".into() };
+        let arrays =
+            Arrays::Archive { path: archive.clone(), features: features.into(), labels: "y".into(), weights: None };
         import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(out.clone()) }).unwrap_err().to_string()
     };
     assert!(refused("x").contains("a.npz does not exist\nhint: "));

@@ -186,7 +186,8 @@ fn the_loader_keeps_the_order_and_reuses_buffers() {
     assert!(e.to_string().contains("more than its schedule"), "{e}");
     assert_eq!(e.kind(), hpctrain::error::Kind::Internal);
     // Too late to be of use, and no failure.
-    loader.recycle(Batch { positions: 0..0, ids: vec![], features: vec![], classes: vec![], values: vec![] });
+    let [features, values, weights] = [const { vec![] }; 3];
+    loader.recycle(Batch { positions: 0..0, ids: vec![], features, classes: vec![], values, weights });
 }
 
 #[test]

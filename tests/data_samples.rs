@@ -35,7 +35,8 @@ fn rows(path: &Path, split: Split, input: usize, target: Target) -> hpctrain::er
     for sample in 0..dataset.samples() {
         let (mut features, mut classes) = (vec![0.0; sizes.features], vec![0; sizes.classes]);
         let mut values = vec![0.0; sizes.values];
-        let into = SampleMut { ids: &mut [], features: &mut features, classes: &mut classes, values: &mut values };
+        let into =
+            SampleMut { features: &mut features, classes: &mut classes, values: &mut values, ..SampleMut::default() };
         dataset.read(sample, into)?;
         all.push((features, classes, values));
     }
@@ -82,9 +83,15 @@ fn a_table_is_of_classes_or_of_numbers() {
         let targets = targets.iter().map(|name| name.to_string()).collect();
         let kept =
             Kept { not_finite: NotFinite::Error, every: 3, shards: 1, normalize: false, out: root.path().join(name) };
-        let imported =
-            import_csv(&ImportCsv { input: input.clone(), targets, regression, categories: Categories::NONE, kept })
-                .unwrap();
+        let imported = import_csv(&ImportCsv {
+            input: input.clone(),
+            targets,
+            weight: None,
+            regression,
+            categories: Categories::NONE,
+            kept,
+        })
+        .unwrap();
         (root.path().join(name), imported)
     };
     let (path, imported) = import("classes", &["kind"], false);
@@ -109,7 +116,13 @@ fn table_rows(path: &Path, input: usize, tables: &[usize]) -> hpctrain::error::R
     let mut all = Vec::new();
     for sample in 0..dataset.samples() {
         let (mut features, mut ids, mut classes) = (vec![0.0; input], vec![0; tables.len()], [0]);
-        let into = SampleMut { ids: &mut ids, features: &mut features, classes: &mut classes, values: &mut [] };
+        let into = SampleMut {
+            ids: &mut ids,
+            features: &mut features,
+            classes: &mut classes,
+            values: &mut [],
+            weights: &mut [],
+        };
         dataset.read(sample, into)?;
         all.push((features, ids, classes[0]));
     }
@@ -122,7 +135,7 @@ fn categories_become_ids_and_later_tables_the_same() {
     let import = |name: &str, table: &str, categories: Categories, normalize: bool| {
         let input = write(root.path().join(name).with_extension("csv"), table.as_bytes());
         let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize, out: root.path().join(name) };
-        import_csv(&ImportCsv { input, targets: vec!["y".into()], regression: false, categories, kept })
+        import_csv(&ImportCsv { input, targets: vec!["y".into()], weight: None, regression: false, categories, kept })
     };
     let named = |columns: &[&str], hash| {
         let columns = columns.iter().map(|name| name.to_string()).collect();
@@ -227,8 +240,14 @@ fn malformed_files_are_refused() {
     ] {
         let input = write(root.path().join("table.csv"), table.as_bytes());
         let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
-        let import =
-            ImportCsv { input, targets: vec![target.into()], regression: false, categories: Categories::NONE, kept };
+        let import = ImportCsv {
+            input,
+            targets: vec![target.into()],
+            weight: None,
+            regression: false,
+            categories: Categories::NONE,
+            kept,
+        };
         let error = import_csv(&import).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted), "{table:?}: {error}");
@@ -247,6 +266,7 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
         import_csv(&ImportCsv {
             input: input.clone(),
             targets: vec!["kind".into()],
+            weight: None,
             regression: false,
             categories: Categories::NONE,
             kept,
@@ -265,6 +285,7 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     import_csv(&ImportCsv {
         input: rest,
         targets: vec!["kind".into()],
+        weight: None,
         regression: false,
         categories: Categories::NONE,
         kept,

@@ -66,11 +66,13 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
         Loss::CrossEntropy { .. } => (ids(case, "targets"), vec![]),
         Loss::Deviation(_) => (vec![], floats(case, "targets")),
     };
+    let weights = if case.link_exists("weights") { floats(case, "weights") } else { vec![] };
     Micro {
         ids: b.upload_ints(&input).unwrap(),
         features: b.upload(Memory::Activations, &features).unwrap(),
         classes: b.upload_ints(&classes).unwrap(),
         values: b.upload_f32(Memory::Activations, &values).unwrap(),
+        weights: b.upload_f32(Memory::Activations, &weights).unwrap(),
         samples: shape[0],
         time: 1,
         first: 0,
@@ -79,7 +81,7 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
 
 fn everything<B: Kernels>(b: &B, within: Within) {
     let file = golden("layers.h5");
-    for name in ["convolutions", "numbers", "norms", "ids", "tables"] {
+    for name in ["convolutions", "numbers", "norms", "ids", "weighted_classes", "weighted_numbers", "tables"] {
         let case = file.group(name).unwrap();
         let plan = plan(&case);
         for recompute in [false, true] {

@@ -18,9 +18,11 @@ struct Line {
     values: usize,
     /// The number of one that is not finite.
     broken: Option<u64>,
+    /// If samples have weights, that of number 17; the others do not count.
+    weight: Option<f32>,
 }
 
-const LINE: Line = Line { values: 1, broken: None };
+const LINE: Line = Line { values: 1, broken: None, weight: None };
 
 impl Source for Line {
     fn samples(&self) -> u64 {
@@ -28,13 +30,14 @@ impl Source for Line {
     }
 
     fn sizes(&self) -> Sizes {
-        Sizes { features: 1, values: self.values, ..Sizes::default() }
+        Sizes { features: 1, values: self.values, weights: usize::from(self.weight.is_some()), ..Sizes::default() }
     }
 
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
         let x = if self.broken == Some(sample) { f32::NAN } else { sample as f32 / 20.0 - 1.0 };
         into.features[0] = x;
         into.values.fill(3.0 * x);
+        into.weights.fill(if sample == 17 { self.weight.unwrap_or(0.0) } else { 0.0 });
         Ok(())
     }
 }
@@ -211,4 +214,19 @@ fn samples_that_the_network_cannot_take_are_refused() {
     assert!(ended.unwrap_err().to_string().starts_with("a line, validation: 40 samples of 0 ids"));
     let message = message(Line { broken: Some(17), ..LINE });
     assert!(message.starts_with("a line: sample 17: NaN is not a finite number"), "{message}");
+}
+
+#[test]
+fn samples_of_a_source_may_have_weights() {
+    let root = tempfile::tempdir().unwrap();
+    let own = Own { data: Some(line(Line { weight: Some(2.0), ..LINE })), ..Own::default() };
+    train_on_device(&comm::single(), &Request::new(config(root.path()), "line"), own, None).unwrap();
+    let text = std::fs::read_to_string(root.path().join("here/metrics.jsonl")).unwrap();
+    // One sample counts, and six steps of four see it once.
+    assert_eq!(text.lines().filter(|line| line.contains("\"loss\":0.0,")).count(), 5, "{text}");
+    for (weight, shown) in [(-0.5, "-0.5"), (f32::NAN, "NaN"), (f32::INFINITY, "inf")] {
+        let ended = run(1, Line { weight: Some(weight), ..LINE }, |_| Notes::default()).1.remove(0);
+        let (told, wanted) = (ended.unwrap_err().to_string(), format!("a line: sample 17: weight {shown} is not a"));
+        assert!(told.starts_with(&wanted), "{told}");
+    }
 }

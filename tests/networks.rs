@@ -23,7 +23,7 @@ fn idx(shape: &[u32], elements: Vec<u8>) -> Vec<u8> {
     [0, 0, 8, shape.len() as u8].into_iter().chain(axes).chain(elements).collect()
 }
 
-/// Small images of four classes, and a table, in the folder.
+/// Small images of four classes, and a table with weights, in the folder.
 fn data(folder: &Path) {
     let kept = |name: &str| Kept {
         not_finite: NotFinite::Error,
@@ -39,21 +39,30 @@ fn data(folder: &Path) {
     import_idx(&ImportIdx { images, labels, kept: kept("pictures") }).unwrap();
     let line = |i: u32| {
         let [a, b, c] = [i * 7 % 11, i * 5 % 13, i * 3 % 17].map(f64::from);
-        format!("{a},{b},{c},{},{}\n", a * 0.3 - b * 0.1, (c - a) * 0.2)
+        format!("{a},{b},{c},{},{},{}\n", a * 0.3 - b * 0.1, (c - a) * 0.2, i % 4)
     };
-    let table: String = std::iter::once("a,b,c,up,down\n".to_string()).chain((0..60).map(line)).collect();
+    let table: String = std::iter::once("a,b,c,up,down,weight\n".to_string()).chain((0..60).map(line)).collect();
     std::fs::write(folder.join("table.csv"), table).unwrap();
     let targets = ["up", "down"].map(String::from).to_vec();
     let input = folder.join("table.csv");
-    import_csv(&ImportCsv { input, targets, regression: false, categories: Categories::NONE, kept: kept("table") })
-        .unwrap();
+    let weight = Some("weight".to_owned());
+    import_csv(&ImportCsv {
+        input,
+        targets,
+        weight,
+        regression: false,
+        categories: Categories::NONE,
+        kept: kept("table"),
+    })
+    .unwrap();
     let line = |i: u32| format!("{},{},{},{}\n", i % 2, ["x", "y", "z"][(i * 7 % 3) as usize], i * 5 % 11, i * 3 % 7);
     let clicks: String = std::iter::once("clicked,site,age,device\n".to_string()).chain((0..60).map(line)).collect();
     std::fs::write(folder.join("clicks.csv"), clicks).unwrap();
     let columns = ["site", "device"].map(String::from).to_vec();
     let categories = Categories::Named { columns, hash: None };
     let (input, targets) = (folder.join("clicks.csv"), vec!["clicked".into()]);
-    import_csv(&ImportCsv { input, targets, regression: false, categories, kept: kept("clicks") }).unwrap();
+    import_csv(&ImportCsv { input, targets, weight: None, regression: false, categories, kept: kept("clicks") })
+        .unwrap();
 }
 
 fn networks(folder: &Path) -> Vec<Network> {

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use super::{Activation, AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, Memory, Norm};
+use super::{Activation, AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, LossWeights, Memory, Norm};
 use crate::error::{Error, Result};
 use crate::random::Stream;
 
@@ -226,7 +226,8 @@ impl<B: Kernels> Bench<'_, B> {
         let tensors = [Tensor::of(rows * vocabulary).changed(), Tensor::wide(0), Tensor::wide(rows)];
         let loss = CrossEntropy { rows, classes: vocabulary, scale: 1.0 / rows as f32, gradient: true, smoothing: 0.0 };
         self.time("classifier", &shape, 0.0, tensors, |b, [logits, none, losses]| {
-            b.cross_entropy(loss, B::all_mut(logits), &targets, B::all(none), B::all_mut(losses))
+            let weights = LossWeights { classes: B::all(none), rows: B::all(none) };
+            b.cross_entropy(loss, B::all_mut(logits), &targets, weights, B::all_mut(losses))
         })
     }
 

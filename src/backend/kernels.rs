@@ -291,6 +291,15 @@ pub struct CrossEntropy {
     pub smoothing: f32,
 }
 
+/// Factors of the losses of a [`CrossEntropy`] and of their gradients, windows of f32; an empty one is none.
+#[derive(Debug, Clone, Copy)]
+pub struct LossWeights<V> {
+    /// One for each class.
+    pub classes: V,
+    /// One for each row.
+    pub rows: V,
+}
+
 /// One AdamW update (Loshchilov and Hutter, 2019): decoupled weight decay, bias-corrected moments.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamW {
@@ -676,14 +685,13 @@ pub trait Kernels: Backend {
     fn dropout(&self, mask: Dropout, x: Self::ViewMut<'_>) -> Result<()>;
 
     /// Writes the loss of every row (`-log softmax(logits)[target]`, unscaled) to `losses`;
-    /// with [`CrossEntropy::gradient`], overwrites the logits by their scaled gradient. `weights` (f32) has a factor of
-    /// loss and gradient for every class, or is empty.
+    /// with [`CrossEntropy::gradient`], overwrites the logits by their scaled gradient. Both times `weights`.
     fn cross_entropy(
         &self,
         shape: CrossEntropy,
         logits: Self::ViewMut<'_>,
         targets: &Self::Ints,
-        weights: Self::View<'_>,
+        weights: LossWeights<Self::View<'_>>,
         losses: Self::ViewMut<'_>,
     ) -> Result<()>;
     /// Writes to `hits` (f32) 1 for every row of logits whose target is among its `k` largest, else 0. Of equal logits the
@@ -697,12 +705,14 @@ pub trait Kernels: Backend {
         hits: Self::ViewMut<'_>,
     ) -> Result<()>;
     /// Writes every row's mean deviation from its targets (f32) to `losses` (f32), unscaled; with
-    /// [`Regression::gradient`], overwrites the predictions by their scaled gradient.
+    /// [`Regression::gradient`], overwrites the predictions by their scaled gradient. `weights` (f32) has a factor of loss and
+    /// gradient for every row, or is empty.
     fn regression(
         &self,
         shape: Regression,
         predictions: Self::ViewMut<'_>,
         targets: Self::View<'_>,
+        weights: Self::View<'_>,
         losses: Self::ViewMut<'_>,
     ) -> Result<()>;
 

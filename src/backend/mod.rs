@@ -22,7 +22,7 @@ use crate::error::Result;
 
 pub use kernels::{
     Activation, AdamW, Attention, Channels, Columns, Convolution, CrossEntropy, Deviation, Dropout, Elements,
-    Elementwise, Gemm, Kernels, Linear, Norm, Pairs, Regression, Rotary, Sgd, Window,
+    Elementwise, Gemm, Kernels, Linear, LossWeights, Norm, Pairs, Regression, Rotary, Sgd, Window,
 };
 pub use memory::{Ledger, Memory, readable};
 pub use port::{Event, Ferry, Invitation, Peers, Pinned, Placed, Port, Reach, Scratch, Slot, Span, Vendor};

@@ -305,9 +305,10 @@ impl Work {
     }
 
     /// Losses of rows of numbers, and the gradient of the predictions in their place.
-    pub fn regression(s: Regression) -> Self {
+    pub fn regression(s: Regression, weights: usize) -> Self {
         let passes = if s.gradient { 2 } else { 1 };
-        Self::moves("regression", passes * s.rows * s.width).on([s.rows, s.width]).exactly(s.rows * (s.width + 1))
+        let exact = s.rows * (s.width + 1) + weights;
+        Self::moves("regression", passes * s.rows * s.width).on([s.rows, s.width]).exactly(exact)
     }
 
     /// `AdamW`'s update; `copy` elements are written besides.

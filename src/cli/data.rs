@@ -68,6 +68,9 @@ enum Source {
         /// A column to predict; may be given several times. One column of integers from 0 on is of classes
         #[arg(long = "target", value_name = "COLUMN", required = true)]
         targets: Vec<String>,
+        /// A column with a factor of each sample's loss in training, neither input nor target
+        #[arg(long, value_name = "COLUMN")]
+        weight: Option<String>,
         /// Predict numbers, even where they look like classes
         #[arg(long)]
         regression: bool,
@@ -90,6 +93,9 @@ enum Source {
         features: PathBuf,
         /// The labels. One integer from 0 on for each row is a class
         labels: PathBuf,
+        /// A factor of each sample's loss in training: as many numbers of 0 or more
+        #[arg(long, value_name = "FILE")]
+        weights: Option<PathBuf>,
         /// Predict numbers, even where they look like classes
         #[arg(long)]
         regression: bool,
@@ -109,6 +115,9 @@ enum Source {
         /// Name of the labels
         #[arg(long, value_name = "NAME", default_value = "y")]
         labels: String,
+        /// Name of a factor of each sample's loss in training: as many numbers of 0 or more
+        #[arg(long, value_name = "NAME")]
+        weights: Option<String>,
         /// Predict numbers, even where they look like classes
         #[arg(long)]
         regression: bool,
@@ -175,18 +184,18 @@ pub fn run(args: DataArgs) -> Result<()> {
             say(import_idx(&ImportIdx { images, labels, kept: kept.into() })?);
         }
         Command::Import(ImportArgs {
-            source: Source::Csv { input, targets, regression, categorical, hash, like, kept },
+            source: Source::Csv { input, targets, weight, regression, categorical, hash, like, kept },
         }) => {
             let named = Categories::Named { columns: categorical, hash };
             let categories = like.map_or(named, Categories::Like);
-            say(import_csv(&ImportCsv { input, targets, regression, categories, kept: kept.into() })?);
+            say(import_csv(&ImportCsv { input, targets, weight, regression, categories, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Npy { features, labels, regression, kept } }) => {
-            let arrays = Arrays::Files { features, labels };
+        Command::Import(ImportArgs { source: Source::Npy { features, labels, weights, regression, kept } }) => {
+            let arrays = Arrays::Files { features, labels, weights };
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Npz { input, features, labels, regression, kept } }) => {
-            let arrays = Arrays::Archive { path: input, features, labels };
+        Command::Import(ImportArgs { source: Source::Npz { input, features, labels, weights, regression, kept } }) => {
+            let arrays = Arrays::Archive { path: input, features, labels, weights };
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
         Command::Inspect { path } => say(inspect::inspect(&path)?.trim_end()),

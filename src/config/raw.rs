@@ -149,6 +149,8 @@ sections! {
         categories: String = "/categories".into(),
         /// Dataset with one target a row.
         targets: String = "/targets".into(),
+        /// Dataset with one factor of the loss a row, for training; left out, `/weights` where shards have it; empty, none.
+        weights: Option<String> = None,
         /// Visit samples in a random order, another every epoch.
         shuffle: bool = true,
         /// Micro-batches read ahead.

@@ -473,6 +473,9 @@ fn loss(config: &Config, network: &Network) -> Result<Loss> {
     if !(own.huber_delta > 0.0 && own.huber_delta.is_finite()) {
         return Err(out_of_range("loss.huber_delta", own.huber_delta, "greater than 0"));
     }
+    if network.is_language() && config.data.weights.as_ref().is_some_and(|name| !name.is_empty()) {
+        return Err(Error::input("data.weights: samples of language models have none").hint("leave it out"));
+    }
     let by = match own.kind {
         LossKind::CrossEntropy => {
             let (given, classes) = (own.class_weights.len(), network.outputs());
@@ -664,6 +667,9 @@ mod tests {
         let error = refusal(1, &[&model[..], &["loss.kind=mse", "loss.label_smoothing=0.1"]].concat());
         assert!(error.contains("are for cross-entropy"), "{error}");
         assert!(refusal(1, &["loss.kind=mse"]).contains("language models predict tokens"));
+        assert!(
+            refusal(1, &["data.weights=/w"]).contains("data.weights: samples of language models have none\nhint: ")
+        );
         assert!(refusal(1, &[dense]).contains("model.layers is a list, but transformers have a number of blocks"));
         assert!(refusal(1, &["model.input=[3]"]).contains("model.input is not of a language model"));
     }

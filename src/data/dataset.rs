@@ -35,6 +35,8 @@ pub struct DataSpec {
     pub categories: String,
     /// The dataset of target ids, of the same shape.
     pub targets: String,
+    /// The dataset with a factor of each row's loss; `/weights` if none is given and files have one, none if empty.
+    pub weights: Option<String>,
     /// The number of ids, for files that do not tell; may also pad the files' own number.
     pub vocabulary: Option<usize>,
     /// What a sample is to be made of.
@@ -93,9 +95,12 @@ pub struct Sizes {
     pub classes: usize,
     /// Numbers to predict.
     pub values: usize,
+    /// Factors of the loss in training: one, or none where all samples count alike.
+    pub weights: usize,
 }
 
 /// Where samples go: each part has the length that [`Dataset::sizes`] tells, times the number of samples.
+#[derive(Default)]
 pub struct SampleMut<'a> {
     /// Ids of the input; those of several tables count through all of them, as [`Ids::Tables`] says.
     pub ids: &'a mut [u32],
@@ -105,20 +110,28 @@ pub struct SampleMut<'a> {
     pub classes: &'a mut [u32],
     /// Numbers to predict.
     pub values: &'a mut [f32],
+    /// Factors of the loss in training, of 0 or more.
+    pub weights: &'a mut [f32],
 }
 
 impl Sizes {
     /// Of so many samples.
     fn times(self, count: usize) -> Self {
-        let Self { ids, features, classes, values } = self;
-        Self { ids: ids * count, features: features * count, classes: classes * count, values: values * count }
+        let Self { ids, features, classes, values, weights } = self;
+        Self {
+            ids: ids * count,
+            features: features * count,
+            classes: classes * count,
+            values: values * count,
+            weights: weights * count,
+        }
     }
 }
 
 impl<'a> SampleMut<'a> {
     /// Of text: ids and the ids that follow them.
     pub fn text(ids: &'a mut [u32], classes: &'a mut [u32]) -> Self {
-        Self { ids, features: &mut [], classes, values: &mut [] }
+        Self { ids, classes, ..Self::default() }
     }
 }
 
@@ -133,6 +146,7 @@ impl DataSpec {
             inputs: "/inputs".to_owned(),
             categories: "/categories".to_owned(),
             targets: "/targets".to_owned(),
+            weights: None,
             vocabulary: None,
             wants: Wants::Text,
         }
@@ -260,6 +274,9 @@ impl Dataset {
                 } else if let Some(first) = shards.first() {
                     shard.check_mixable(first)?;
                 }
+                if let Some(first) = shards.first() {
+                    shard.check_weights(first)?;
+                }
                 samples += shard.samples(context)?;
                 first_sample.push(samples);
                 shards.push(shard);
@@ -311,7 +328,7 @@ impl Dataset {
     /// Elements of a sample's parts.
     pub fn sizes(&self) -> Sizes {
         match &self.wants {
-            Wants::Text | Wants::Anything => Sizes { ids: self.context, features: 0, classes: self.context, values: 0 },
+            Wants::Text | Wants::Anything => Sizes { ids: self.context, classes: self.context, ..Sizes::default() },
             Wants::Rows { input, ids, target } => {
                 let (ids, features) = match ids {
                     Ids::None => (0, *input),
@@ -323,7 +340,8 @@ impl Dataset {
                     Target::Values(width) => (0, *width),
                     Target::Unknown => (0, 0),
                 };
-                Sizes { ids, features, classes, values }
+                let weights = usize::from(self.shards[0].content.weights().is_some());
+                Sizes { ids, features, classes, values, weights }
             }
         }
     }
@@ -374,8 +392,14 @@ impl Dataset {
     /// As [`Dataset::read`].
     pub fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
         let sizes = self.sizes();
-        let SampleMut { mut ids, mut features, mut classes, mut values } = into;
-        let lens = Sizes { ids: ids.len(), features: features.len(), classes: classes.len(), values: values.len() };
+        let SampleMut { mut ids, mut features, mut classes, mut values, mut weights } = into;
+        let lens = Sizes {
+            ids: ids.len(),
+            features: features.len(),
+            classes: classes.len(),
+            values: values.len(),
+            weights: weights.len(),
+        };
         let last = first.saturating_add(count as u64);
         if last > self.samples() || lens != sizes.times(count) {
             let all = self.samples();
@@ -390,6 +414,7 @@ impl Dataset {
                 features: front(&mut features, here * sizes.features),
                 classes: front(&mut classes, here * sizes.classes),
                 values: front(&mut values, here * sizes.values),
+                weights: front(&mut weights, here * sizes.weights),
             };
             let seen = Seen { epoch, first: next };
             self.read_rows(index, next - self.first_sample[index], seen, into)?;
@@ -400,7 +425,7 @@ impl Dataset {
 
     /// Reads samples of shard `index` from its sample `row` on, as many as there is room for.
     fn read_rows(&mut self, index: usize, row: u64, seen: Seen, into: SampleMut<'_>) -> Result<()> {
-        let SampleMut { ids, features, classes, values } = into;
+        let SampleMut { ids, features, classes, values, weights: factors } = into;
         let shard = &self.shards[index];
         let readers = self.open.readers(shard, index)?;
         match &shard.content {
@@ -416,12 +441,13 @@ impl Dataset {
                 read_checked(shard, input_ids, &mut readers[0], row, ids, self.vocabulary)?;
                 read_checked(shard, target_ids, &mut readers[1], row, classes, self.vocabulary)?;
             }
-            Content::Rows { inputs, categories, targets, standard } => {
+            Content::Rows { inputs, categories, targets, weights: of_weights, standard } => {
                 // In the order of the content's datasets.
                 let mut readers = readers.iter_mut();
                 let mut of = |field| readers.next().map(|reader| (field, reader));
                 let (inputs, categories) = (inputs.as_ref().and_then(&mut of), categories.as_ref().and_then(&mut of));
-                let targets = targets.as_ref().and_then(of);
+                let targets = targets.as_ref().and_then(&mut of);
+                let of_weights = of_weights.as_ref().and_then(of);
                 match inputs {
                     None => {}
                     Some((inputs, reader)) if self.vocabulary > 0 => {
@@ -448,6 +474,9 @@ impl Dataset {
                         read_class(shard, targets, reader, row, classes, *all)?;
                     }
                     (_, Some((targets, reader))) => read_numbers(shard, targets, reader, row, values)?,
+                }
+                if let Some((weights, reader)) = of_weights {
+                    read_weights(shard, weights, reader, row, factors)?;
                 }
             }
         }
@@ -567,6 +596,22 @@ fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, 
                 .at(shard.path.display()))
         }
     }
+}
+
+/// Reads rows' weights and refuses what is no number of 0 or more.
+fn read_weights(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
+    reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, &e))?;
+    match out.iter().position(|x| !is_weight(*x)) {
+        None => Ok(()),
+        Some(at) => Err(Error::input(format!("{} is {}", field.element(row as usize + at), out[at]))
+            .hint("mend the data: the weight of a sample is a finite number of 0 or more; data.weights = \"\" leaves them unread")
+            .at(shard.path.display())),
+    }
+}
+
+/// Whether a number can be the weight of a sample.
+pub fn is_weight(x: f32) -> bool {
+    x >= 0.0 && x.is_finite()
 }
 
 /// The shards with open files; the least recently used one makes room for another.

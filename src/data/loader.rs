@@ -25,6 +25,8 @@ pub struct Batch {
     pub classes: Vec<u32>,
     /// Numbers to predict, sample after sample.
     pub values: Vec<f32>,
+    /// A factor of the loss of each sample in training; none where all count alike.
+    pub weights: Vec<f32>,
 }
 
 impl Batch {
@@ -36,6 +38,7 @@ impl Batch {
             features: Vec::with_capacity(samples * sizes.features),
             classes: Vec::with_capacity(samples * sizes.classes),
             values: Vec::with_capacity(samples * sizes.values),
+            weights: Vec::with_capacity(samples * sizes.weights),
         }
     }
 
@@ -62,6 +65,7 @@ impl Batch {
         self.features.resize(samples * sizes.features, 0.0);
         self.classes.resize(samples * sizes.classes, 0);
         self.values.resize(samples * sizes.values, 0.0);
+        self.weights.resize(samples * sizes.weights, 0.0);
         let mut draws = draws.take(samples).peekable();
         let mut i = 0;
         while let Some(Draw { sample: first, epoch }) = draws.next() {
@@ -75,6 +79,7 @@ impl Batch {
                 features: &mut self.features[of(sizes.features)],
                 classes: &mut self.classes[of(sizes.classes)],
                 values: &mut self.values[of(sizes.values)],
+                weights: &mut self.weights[of(sizes.weights)],
             };
             dataset.read_run(first, count, epoch, run)?;
             i += count;
@@ -84,8 +89,9 @@ impl Batch {
 
     /// Bytes that its buffers take.
     fn bytes(&self) -> usize {
-        let elements = [self.ids.capacity(), self.features.capacity(), self.classes.capacity(), self.values.capacity()];
-        elements.iter().sum::<usize>() * size_of::<u32>()
+        let inputs = self.ids.capacity() + self.features.capacity();
+        let rest = self.classes.capacity() + self.values.capacity() + self.weights.capacity();
+        (inputs + rest) * size_of::<u32>()
     }
 }
 

@@ -26,6 +26,7 @@ mod tokenizer;
 pub mod verify;
 
 pub use augment::Augment;
+pub(crate) use dataset::is_weight;
 pub use dataset::{DataSpec, Dataset, Ids, SampleMut, Sizes, Split, Target, Wants};
 pub(crate) use h5::one_line;
 pub use loader::{Batch, Loader};

@@ -44,6 +44,8 @@ pub(super) enum Content {
         categories: Option<Field>,
         /// None where they are not asked for.
         targets: Option<Field>,
+        /// Factors of the rows' losses, one each; the last of the datasets.
+        weights: Option<Field>,
         /// How inputs are brought to a common scale.
         standard: Option<Standard>,
     },
@@ -59,6 +61,9 @@ pub(in crate::data) struct Standard {
 /// Names of the attributes of inputs that hold a [`Standard`].
 pub(in crate::data) const MEAN: &str = "mean";
 pub(in crate::data) const STD: &str = "std";
+
+/// The dataset that weights are looked for in unless another is named.
+pub(in crate::data) const WEIGHTS: &str = "/weights";
 
 impl Standard {
     /// That of a dataset, if it has one.
@@ -145,10 +150,25 @@ impl Shard {
         self.check(first, &["set of datasets", "sample shape", "vocabulary_size"])
     }
 
+    /// Refuses a shard that has weights where the `first` one has none, or the other way round.
+    pub(super) fn check_weights(&self, first: &Self) -> Result<()> {
+        let weights = |shard: &Self| shard.content.weights().map_or("none".to_owned(), |field| field.name.clone());
+        let (own, expected) = (weights(self), weights(first));
+        if own == expected {
+            return Ok(());
+        }
+        Err(self
+            .differs(first, "set of weights", &own, &expected)
+            .hint("give every training shard weights, or leave them unread: data.weights = \"\""))
+    }
+
     fn check(&self, first: &Self, checked: &[&str]) -> Result<()> {
         let aspects = |shard: &Self| {
             let describe = |one: &dyn Fn(&Field) -> String| {
-                let all: Vec<String> = shard.content.datasets().into_iter().map(one).collect();
+                let mut fields = shard.content.datasets();
+                // Validation shards need none.
+                fields.truncate(fields.len() - shard.content.weights().iter().len());
+                let all: Vec<String> = fields.into_iter().map(one).collect();
                 all.join(", ")
             };
             [
@@ -385,7 +405,12 @@ impl Content {
             As::Numbers if input > 0 => Standard::read(file, &spec.inputs, input)?,
             _ => None,
         };
-        let content = Self::Rows { inputs, categories, targets, standard };
+        let rows = inputs.iter().chain(&categories).map(Field::rows).next().unwrap_or(0);
+        let weights = match targets {
+            Some(_) => Self::find_weights(file, spec, rows)?,
+            None => None,
+        };
+        let content = Self::Rows { inputs, categories, targets, weights, standard };
         if let [first, rest @ ..] = &content.datasets()[..]
             && let Some(other) = rest.iter().find(|other| other.rows() != first.rows())
         {
@@ -396,11 +421,41 @@ impl Content {
         Ok(content)
     }
 
+    /// A number for each of `rows` rows, if there is to be one.
+    fn find_weights(file: &File, spec: &DataSpec, rows: usize) -> Result<Option<Field>> {
+        let name = match spec.weights.as_deref() {
+            Some("") => return Ok(None),
+            Some(name) => name,
+            None if file.link_exists(WEIGHTS) => WEIGHTS,
+            None => return Ok(None),
+        };
+        if !file.link_exists(name) {
+            return Err(lacking(file, format!("has no dataset {name}"))
+                .hint("name a dataset that is there as data.weights, or leave it out"));
+        }
+        let weights = Field::describe(file, name, As::Numbers)?;
+        if (weights.rows(), weights.row_len()) != (rows, 1) {
+            let message = format!("{name} has shape {}, but there are {rows} samples", shape(&weights.shape));
+            return Err(Error::input(message).hint("give one weight for each sample, or data.weights = \"\""));
+        }
+        Ok(Some(weights))
+    }
+
+    /// The dataset of weights, if there is one.
+    pub(super) fn weights(&self) -> Option<&Field> {
+        match self {
+            Self::Rows { weights, .. } => weights.as_ref(),
+            _ => None,
+        }
+    }
+
     pub(super) fn datasets(&self) -> Vec<&Field> {
         match self {
             Self::Tokens(tokens) => vec![tokens],
             Self::Samples { inputs, targets } => vec![inputs, targets],
-            Self::Rows { inputs, categories, targets, .. } => inputs.iter().chain(categories).chain(targets).collect(),
+            Self::Rows { inputs, categories, targets, weights, .. } => {
+                inputs.iter().chain(categories).chain(targets).chain(weights).collect()
+            }
         }
     }
 }

@@ -40,7 +40,7 @@ use crate::error::Result;
 /// }
 ///
 /// let (mut x, mut y) = ([0.0], [0.0]);
-/// Parabola.read(750, SampleMut { ids: &mut [], features: &mut x, classes: &mut [], values: &mut y })?;
+/// Parabola.read(750, SampleMut { features: &mut x, values: &mut y, ..SampleMut::default() })?;
 /// assert_eq!((x[0], y[0]), (0.5, 0.25));
 /// # Ok::<(), hpctrain::error::Error>(())
 /// ```
@@ -49,7 +49,8 @@ pub trait Source: Send {
     fn samples(&self) -> u64;
 
     /// Elements of a sample's parts: what the network takes, and what it is to predict. Of text, as many ids as
-    /// classes; of rows, ids or features, and one class or some values.
+    /// classes; of rows, ids or features, and one class or some values, and if samples are not to count alike in training, a
+    /// weight.
     fn sizes(&self) -> Sizes;
 
     /// Overwrites `into`, whose parts have the lengths that [`Source::sizes`] tells, with sample number `sample`.
@@ -73,6 +74,7 @@ pub trait Source: Send {
                 features: &mut into.features[of(sizes.features)],
                 classes: &mut into.classes[of(sizes.classes)],
                 values: &mut into.values[of(sizes.values)],
+                weights: &mut into.weights[of(sizes.weights)],
             };
             self.read(first + i as u64, one)?;
         }

@@ -10,8 +10,9 @@ use super::inspect::h5_files;
 use super::rows::RowReader;
 use super::shard::{Content, Field, Shard, first_invalid};
 use super::stored::As;
-use super::{DataSpec, Split, Wants};
+use super::{DataSpec, Split, Wants, is_weight};
 use crate::error::{Error, Result};
+use crate::pattern::matches;
 
 /// Ids read at a time where no checksum gives the block.
 const BLOCK: usize = 1 << 16;
@@ -56,11 +57,18 @@ pub fn verify(path: &Path) -> Result<Report> {
     let files = h5_files(path)?;
     let mut check = Check::default();
     let mut shards: Vec<Shard> = Vec::new();
+    let spec = DataSpec { wants: Wants::Anything, ..DataSpec::new(path) };
     for file in &files {
-        match Shard::open(file, &DataSpec { wants: Wants::Anything, ..DataSpec::new(path) }) {
+        match Shard::open(file, &spec) {
             Ok(shard) => {
                 let sibling = shards.first().map_or(Ok(()), |first| shard.check_sibling(first));
                 check.note_failure(sibling);
+                // Evaluations go without.
+                let is_train = |shard: &Shard| {
+                    shard.path.file_name().is_some_and(|name| matches(&spec.train, &name.to_string_lossy()))
+                };
+                let of_split = shards.iter().find(|other| is_train(other) == is_train(&shard));
+                check.note_failure(of_split.map_or(Ok(()), |first| shard.check_weights(first)));
                 check.content(&shard);
                 shards.push(shard);
             }
@@ -136,7 +144,10 @@ impl Check {
                         let below = vocabulary.unwrap_or(i32::MAX as usize);
                         self.dataset(shard, ids, reader, checksums.as_ref(), below);
                     }
-                    As::Numbers => self.numbers(shard, ids, reader),
+                    As::Numbers => {
+                        let of_weights = shard.content.weights().is_some_and(|weights| weights.name == ids.name);
+                        self.numbers(shard, ids, reader, if of_weights { is_weight } else { f32::is_finite });
+                    }
                 }
             }
         });
@@ -192,8 +203,8 @@ impl Check {
         }
     }
 
-    /// Reads a dataset of numbers block by block. What is no number counts, and the first is named.
-    fn numbers(&mut self, shard: &Shard, field: &Field, reader: &mut RowReader) {
+    /// Reads a dataset of numbers block by block. What is not `right` counts, and the first is named.
+    fn numbers(&mut self, shard: &Shard, field: &Field, reader: &mut RowReader, right: fn(f32) -> bool) {
         let path = shard.path.display();
         let (row_len, mut wrong) = (field.row_len().max(1), 0);
         let rows_a_block = BLOCK.div_ceil(row_len);
@@ -207,7 +218,7 @@ impl Check {
                 continue;
             }
             self.report.numbers += buffer.len() as u64;
-            for (at, x) in buffer.iter().enumerate().filter(|(_, x)| !x.is_finite()) {
+            for (at, x) in buffer.iter().enumerate().filter(|(_, x)| !right(**x)) {
                 if wrong == 0 {
                     self.problem(format!("{path}: {} is {x}", field.element(first * row_len + at)));
                 }
@@ -215,7 +226,8 @@ impl Check {
             }
         }
         if wrong > 1 {
-            self.problem(format!("{path}: {} has {wrong} elements that are no numbers in all", field.name));
+            let what = if right(-1.0) { "no numbers" } else { "no weights" };
+            self.problem(format!("{path}: {} has {wrong} elements that are {what} in all", field.name));
         }
     }
 

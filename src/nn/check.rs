@@ -145,7 +145,16 @@ impl<'a> Checked<'a> {
         let backend = Cpu::new(1);
         let nothing = || backend.upload(Memory::Activations, &[]);
         let (ids, classes) = (backend.upload_ints(&[])?, backend.upload_ints(&[])?);
-        let micro = Micro { ids, features: nothing()?, classes, values: nothing()?, samples, time, first: 0 };
+        let micro = Micro {
+            ids,
+            features: nothing()?,
+            classes,
+            values: nothing()?,
+            weights: nothing()?,
+            samples,
+            time,
+            first: 0,
+        };
         Ok(Self { layout: UnitLayout::new(block.name(), tensors, 1), backend, block, micro })
     }
 

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use super::Micro;
-use crate::backend::{Backend, CrossEntropy, Deviation, Kernels, Memory, Regression};
+use crate::backend::{Backend, CrossEntropy, Deviation, Kernels, LossWeights, Memory, Regression};
 use crate::error::{Error, Result};
 
 /// What a network learns to make small; the mean over all predictions.
@@ -82,7 +82,7 @@ impl<B: Kernels> Objective<B> {
         &self.metrics
     }
 
-    /// Σ of the losses of a micro-batch's predictions; replaces `output` (rows × width) by its gradient times `scale`.
+    /// Σ of the losses of a micro-batch's predictions, each times the weights of its class and sample; replaces `output` (rows × width) by its gradient times `scale`.
     ///
     /// # Errors
     /// The device failed.
@@ -93,14 +93,14 @@ impl<B: Kernels> Objective<B> {
             Loss::CrossEntropy { smoothing, .. } => {
                 let classes = B::len(output) / rows.max(1);
                 let shape = CrossEntropy { rows, classes, scale, gradient: true, smoothing: *smoothing };
-                let weights = self.weights(backend)?;
+                let weights = LossWeights { classes: self.weights(backend)?, rows: B::all(&micro.weights) };
                 backend.cross_entropy(shape, B::all_mut(output), &micro.classes, weights, B::all_mut(&mut losses))?;
             }
             Loss::Deviation(by) => {
                 let width = B::len(output) / rows.max(1);
                 let shape = Regression { rows, width, by: *by, scale, gradient: true };
-                let values = B::all(&micro.values);
-                backend.regression(shape, B::all_mut(output), values, B::all_mut(&mut losses))?;
+                let (values, weights) = (B::all(&micro.values), B::all(&micro.weights));
+                backend.regression(shape, B::all_mut(output), values, weights, B::all_mut(&mut losses))?;
             }
         }
         backend.sum(B::all(&losses))
@@ -115,12 +115,13 @@ impl<B: Kernels> Objective<B> {
         let width = B::len(output) / rows.max(1);
         let mut values = backend.alloc_f32(Memory::Activations, rows)?;
         let mut sums = Vec::with_capacity(1 + self.metrics.len());
+        let none = backend.alloc_f32(Memory::Activations, 0)?;
         match &self.loss {
             Loss::CrossEntropy { .. } => {
                 let shape = CrossEntropy { rows, classes: width, scale: 0.0, gradient: false, smoothing: 0.0 };
-                let none = backend.alloc_f32(Memory::Activations, 0)?;
+                let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
                 let to = B::all_mut(&mut values);
-                backend.cross_entropy(shape, B::all_mut(output), &micro.classes, B::all(&none), to)?;
+                backend.cross_entropy(shape, B::all_mut(output), &micro.classes, weights, to)?;
                 sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 for metric in &self.metrics {
                     let k = if *metric == Metric::Top5 { 5 } else { 1 };
@@ -136,8 +137,8 @@ impl<B: Kernels> Objective<B> {
                 };
                 for by in std::iter::once(*by).chain(self.metrics.iter().map(of_metric)) {
                     let shape = Regression { rows, width, by, scale: 0.0, gradient: false };
-                    let targets = B::all(&micro.values);
-                    backend.regression(shape, B::all_mut(output), targets, B::all_mut(&mut values))?;
+                    let (targets, weights) = (B::all(&micro.values), B::all(&none));
+                    backend.regression(shape, B::all_mut(output), targets, weights, B::all_mut(&mut values))?;
                     sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 }
             }

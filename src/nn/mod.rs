@@ -34,6 +34,8 @@ pub struct Micro<B: Backend> {
     pub classes: B::Ints,
     /// The numbers to predict, in f32, sample after sample.
     pub values: B::Buf,
+    /// A factor of the loss of each sample in training, in f32; empty where all count alike.
+    pub weights: B::Buf,
     /// Samples; of language models, sequences.
     pub samples: usize,
     /// Predictions a sample; of language models, positions.
@@ -57,8 +59,9 @@ impl<B: Backend> Micro<B> {
     pub fn of_text(backend: &B, ids: &[u32], targets: &[u32], time: usize, first: u64) -> Result<Self> {
         let samples = ids.len() / time.max(1);
         let (ids, classes) = (backend.upload_ints(ids)?, backend.upload_ints(targets)?);
-        let (features, values) = (backend.alloc(Memory::Activations, 0)?, backend.alloc_f32(Memory::Activations, 0)?);
-        Ok(Self { ids, features, classes, values, samples, time, first })
+        let none = || backend.alloc_f32(Memory::Activations, 0);
+        let (features, values, weights) = (backend.alloc(Memory::Activations, 0)?, none()?, none()?);
+        Ok(Self { ids, features, classes, values, weights, samples, time, first })
     }
 }
 

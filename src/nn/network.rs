@@ -115,7 +115,7 @@ impl Network {
         }
     }
 
-    /// Bytes of a sample's inputs and targets on the host, and of the ids among them, which the device holds beside the
+    /// Bytes of a sample's inputs, targets and weight on the host, and of the ids among them, which the device holds beside the
     /// activations.
     pub fn sample_bytes(&self) -> (usize, usize) {
         let of = |elements: usize| elements * size_of::<u32>();
@@ -123,7 +123,7 @@ impl Network {
             Network::Gpt(_) | Network::Llama(_) => (of(2 * self.context()), of(2 * self.context())),
             Network::Layers(layers) => {
                 let Taken { ids, features, .. } = layers.takes();
-                (of(ids + features + 1), of(ids + 1))
+                (of(ids + features + 2), of(ids + 1))
             }
         }
     }

@@ -48,14 +48,20 @@ pub fn open_staged<B: Backend>(config: &Config, world: &Group<B>, topology: &Top
 }
 
 fn open_specs(config: &Config, specs: &[DataSpec]) -> Result<(Dataset, Dataset)> {
-    let split = |split| Dataset::open_all(specs, split, predictions(config));
-    let mut train = split(Split::Train)?;
+    let mut train = Dataset::open_all(specs, Split::Train, predictions(config))?;
     if config.data.augment != Augment::default() {
         // Models of text have no shape of a sample.
         let shape = config.model.input.as_deref().unwrap_or_default();
         train.augment(config.data.augment, shape, config.run.seed)?;
     }
-    Ok((train, split(Split::Validation)?))
+    Ok((train, open_validation(config, specs)?))
+}
+
+/// Evaluations look at no weights.
+fn open_validation(config: &Config, specs: &[DataSpec]) -> Result<Dataset> {
+    let unweighted = |spec: &DataSpec| DataSpec { weights: Some(String::new()), ..spec.clone() };
+    let specs: Vec<DataSpec> = specs.iter().map(unweighted).collect();
+    Dataset::open_all(&specs, Split::Validation, predictions(config))
 }
 
 /// The validation data of a configuration.
@@ -63,7 +69,7 @@ fn open_specs(config: &Config, specs: &[DataSpec]) -> Result<(Dataset, Dataset)>
 /// # Errors
 /// As [`open`].
 pub fn validation(config: &Config) -> Result<Dataset> {
-    Dataset::open_all(&specs(config)?, Split::Validation, predictions(config))
+    open_validation(config, &specs(config)?)
 }
 
 /// The rows of a configuration's data without their targets, which need not be there.
@@ -120,6 +126,7 @@ fn specs(config: &Config) -> Result<Vec<DataSpec>> {
             inputs: data.inputs.clone(),
             categories: data.categories.clone(),
             targets: data.targets.clone(),
+            weights: data.weights.clone(),
             vocabulary: config.model.vocabulary,
             wants: wants.clone(),
         })
@@ -154,6 +161,7 @@ pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64) -> 
         features: backend.upload(Memory::Activations, &batch.features)?,
         classes: backend.upload_ints(&batch.classes)?,
         values: backend.upload_f32(Memory::Activations, &batch.values)?,
+        weights: backend.upload_f32(Memory::Activations, &batch.weights)?,
         samples: (batch.positions.end - batch.positions.start) as usize,
         time,
         first: batch.positions.start - base,

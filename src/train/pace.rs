@@ -107,5 +107,5 @@ fn random(plan: &Plan, samples: usize) -> Batch {
         Loss::CrossEntropy { .. } => (below(2, predictions, outputs), vec![]),
         Loss::Deviation(_) => (vec![], normal(2, predictions * outputs)),
     };
-    Batch { positions: 0..samples as u64, ids, features, classes, values }
+    Batch { positions: 0..samples as u64, ids, features, classes, values, weights: vec![] }
 }

@@ -4,7 +4,7 @@ use super::feed;
 use crate::backend::Backend;
 use crate::comm::Group;
 use crate::config::{Config, LossKind, Plan};
-use crate::data::{SampleMut, Sizes, Source, Tokenizer};
+use crate::data::{SampleMut, Sizes, Source, Tokenizer, is_weight};
 use crate::error::{Error, Result};
 use crate::nn::Network;
 use crate::nn::layers::Taken;
@@ -38,7 +38,8 @@ impl Splits {
     pub fn checked(self, plan: &Plan) -> Result<Self> {
         let check = |source: Box<dyn Source>, split: &str| -> Result<Box<dyn Source>> {
             check_sizes(plan, &source).map_err(|e| e.at(format_args!("{}, {split}", self.name)))?;
-            Ok(Box::new(Checked { source, name: self.name.clone(), wanted: Wanted::by(plan) }))
+            let wanted = Wanted::by(plan, source.sizes());
+            Ok(Box::new(Checked { source, name: self.name.clone(), wanted }))
         };
         let (train, validation) = (check(self.train, "training")?, check(self.validation, "validation")?);
         Ok(Self { name: self.name, train, validation })
@@ -50,7 +51,8 @@ impl Splits {
 /// # Errors
 /// They are not, or there are none.
 pub fn check_sizes(plan: &Plan, source: &dyn Source) -> Result<()> {
-    let (samples, sizes, wanted) = (source.samples(), source.sizes(), Wanted::by(plan).sizes);
+    let (samples, sizes) = (source.samples(), source.sizes());
+    let wanted = Wanted::by(plan, sizes).sizes;
     if sizes == wanted && samples > 0 {
         return Ok(());
     }
@@ -59,8 +61,9 @@ pub fn check_sizes(plan: &Plan, source: &dyn Source) -> Result<()> {
 }
 
 /// Sizes for people.
-fn told(Sizes { ids, features, classes, values }: Sizes) -> String {
-    format!("{ids} ids, {features} features, {classes} classes and {values} values")
+fn told(Sizes { ids, features, classes, values, weights }: Sizes) -> String {
+    let weights = if weights > 0 { format!(", {weights} weights") } else { String::new() };
+    format!("{ids} ids, {features} features, {classes} classes and {values} values{weights}")
 }
 
 /// What a network takes.
@@ -73,7 +76,8 @@ struct Wanted {
 }
 
 impl Wanted {
-    fn by(plan: &Plan) -> Self {
+    /// Of samples that give `sizes`: rows may have weights, or not.
+    fn by(plan: &Plan, sizes: Sizes) -> Self {
         let (context, outputs) = (plan.network.context(), plan.network.outputs());
         let Network::Layers(layers) = &plan.network else {
             let sizes = Sizes { ids: context, classes: context, ..Sizes::default() };
@@ -82,7 +86,8 @@ impl Wanted {
         let Taken { ids, below, features } = layers.takes();
         let of_classes = plan.config.loss.kind == LossKind::CrossEntropy;
         let (classes, values) = if of_classes { (1, 0) } else { (0, outputs) };
-        Self { sizes: Sizes { ids, features, classes, values }, ids: below, classes: outputs }
+        let sizes = Sizes { ids, features, classes, values, weights: sizes.weights.min(1) };
+        Self { sizes, ids: below, classes: outputs }
     }
 }
 
@@ -113,9 +118,9 @@ impl Source for Checked {
     }
 
     fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
-        let SampleMut { ids, features, classes, values } = into;
+        let SampleMut { ids, features, classes, values, weights } = into;
         self.source
-            .read_run(first, count, epoch, SampleMut { ids, features, classes, values })
+            .read_run(first, count, epoch, SampleMut { ids, features, classes, values, weights })
             .map_err(|e| self.at(first, e))?;
         let sizes = self.wanted.sizes;
         let below = |what: &str, found: &[u32], a_sample: usize, limit: usize| {
@@ -132,6 +137,10 @@ impl Source for Checked {
             below("class", classes, sizes.classes, self.wanted.classes),
             finite(features, sizes.features),
             finite(values, sizes.values),
+            weights
+                .iter()
+                .position(|x| !is_weight(*x))
+                .map(|sample| (sample, format!("weight {} is not a finite number of 0 or more", weights[sample]))),
         ];
         match found.into_iter().flatten().min_by_key(|(sample, _)| *sample) {
             Some((sample, message)) => Err(self.at(first + sample as u64, Error::input(message))),

@@ -472,8 +472,9 @@ TABLE_SHAPES = {"layers.0.dense.0.weight": (8, 5), "layers.0.dense.0.bias": (8,)
                 "layers.4.weight": (1, 9), "layers.4.bias": (1,)}
 
 
-def write_layers(file, name, rng, model, shapes, network, x, target, loss, loss_config, metrics):
-    """`loss` is the mean that training makes small; `metrics` gives numbers of (output, target) by name, outside training."""
+def write_layers(file, name, rng, model, shapes, network, x, target, loss, loss_config, metrics, weights=None):
+    """`loss` is the mean that training makes small; `metrics` gives numbers of (output, target) by name, outside training.
+    `weights` are for the test alone: `loss` knows them."""
     group = file.create_group(name)
     attributes(group, dict(model=model, loss=loss_config))
     initial = {n: normal(rng, *s, scale=0.4, shift=1.0 if "5.weight" in n and len(s) == 1 else 0.0)
@@ -493,6 +494,8 @@ def write_layers(file, name, rng, model, shapes, network, x, target, loss, loss_
     of_input = dict(inputs=x[0], categories=x[1]) if isinstance(x, tuple) else dict(inputs=x)
     for key, tensor in (of_input | dict(targets=target, output=output, loss=value)).items():
         put(group, key, tensor)
+    if weights is not None:
+        put(group, "weights", weights)
     for key, number in metrics(output.detach(), target).items():
         put(group, f"metrics/{key}", torch.as_tensor(number).double())
 
@@ -529,6 +532,7 @@ def write_all_layers(file):
     write_layers(file, "ids", rng, IDS, IDS_SHAPES, of_ids, torch.from_numpy(rng.integers(11, size=(9, 5))),
                  torch.from_numpy(rng.integers(2, size=(9, 2)).astype(np.float32)),
                  lambda o, t: F.binary_cross_entropy_with_logits(o, t), 'kind = "binary-cross-entropy"', sides)
+    write_weighted(file, np.random.default_rng(79), deviations)
     write_layers(file, "norms", np.random.default_rng(78), NORMS, NORM_SHAPES, norms, normal(rng, 11, 5, 4, 3),
                  torch.from_numpy(rng.integers(7, size=11)), F.cross_entropy, "", ranks)
     own = np.random.default_rng(79)
@@ -536,6 +540,28 @@ def write_all_layers(file):
     write_layers(file, "tables", own, TABLES, TABLE_SHAPES, tables, (normal(own, 13, 5), ids),
                  torch.from_numpy(own.integers(2, size=(13, 1)).astype(np.float32)),
                  lambda o, t: F.binary_cross_entropy_with_logits(o, t), 'kind = "binary-cross-entropy"', sides)
+
+
+def write_weighted(file, rng, deviations):
+    """A weight for each sample, one of them 0, beside those of classes. Means are over samples, as Keras takes them."""
+    of_classes = torch.tensor([0.5, 2.0, 1.25], dtype=torch.float64)
+    weights = normal(rng, 9).abs() * 2
+    weights[3] = 0
+
+    def classes(output, target):
+        losses = F.cross_entropy(output, target, label_smoothing=0.1, reduction="none")
+        return (losses * of_classes[target] * weights.double()).mean()
+
+    def likeliest(output, target):
+        return dict(loss=F.cross_entropy(output, target), accuracy=(output.argmax(1) == target).double().mean())
+
+    write_layers(file, "weighted_classes", rng, NUMBERS, NUMBER_SHAPES, numbers, normal(rng, 9, 6, scale=2, shift=1),
+                 torch.from_numpy(rng.integers(3, size=9)), classes,
+                 "label_smoothing = 0.1\nclass_weights = [0.5, 2.0, 1.25]", likeliest, weights)
+    write_layers(file, "weighted_numbers", rng, NUMBERS, NUMBER_SHAPES, numbers, normal(rng, 9, 6, scale=2, shift=1),
+                 normal(rng, 9, 3),
+                 lambda o, t: (F.huber_loss(o, t, delta=0.8, reduction="none").mean(1) * weights.double()).mean(),
+                 'kind = "huber"\nhuber_delta = 0.8', deviations, weights)
 
 
 # --- optimizers, on a vector and random gradients ---

@@ -3,29 +3,33 @@
 use super::elementwise::CHUNK;
 use super::math::{exp, max, simd, sum};
 use super::threads::Threads;
-use crate::backend::CrossEntropy;
+use crate::backend::{CrossEntropy, LossWeights};
 
 pub fn cross_entropy(
     threads: &Threads,
     s: CrossEntropy,
     logits: &mut [f32],
     targets: &[u32],
-    weights: &[f32],
+    weights: LossWeights<&[f32]>,
     losses: &mut [f32],
 ) {
     assert_eq!((logits.len(), targets.len(), losses.len()), (s.rows * s.classes, s.rows, s.rows));
-    assert!(weights.is_empty() || weights.len() == s.classes, "a weight for each class");
+    let LossWeights { classes: of_classes, rows: of_rows } = weights;
+    assert!(of_classes.is_empty() || of_classes.len() == s.classes, "a weight for each class");
+    assert!(of_rows.is_empty() || of_rows.len() == s.rows, "a weight for each row");
     let (rest, spread) = (1.0 - s.smoothing, s.smoothing / s.classes as f32);
     let rows = (CHUNK / s.classes.max(1)).max(1);
     let parts = logits.chunks_mut(rows * s.classes).zip(targets.chunks(rows)).zip(losses.chunks_mut(rows));
-    threads.each(parts, |((logits, targets), losses)| {
+    threads.each(parts.zip((0..).step_by(rows)), |(((logits, targets), losses), first)| {
         simd(
             #[inline(always)]
             || {
-                for ((logits, &target), loss) in logits.chunks_exact_mut(s.classes).zip(targets).zip(losses) {
+                let all = logits.chunks_exact_mut(s.classes).zip(targets).zip(losses).zip(first..);
+                for (((logits, &target), loss), row) in all {
                     let top = max(logits);
                     let total = sum(logits, |x| exp(x - top));
-                    let weight = weights.get(target as usize).copied().unwrap_or(1.0);
+                    let of_class = of_classes.get(target as usize).copied().unwrap_or(1.0);
+                    let weight = of_class * of_rows.get(row).copied().unwrap_or(1.0);
                     *loss = total.ln() - rest * (logits[target as usize] - top);
                     if s.smoothing > 0.0 {
                         *loss -= spread * sum(logits, |x| x - top);

@@ -30,7 +30,8 @@ use std::sync::Arc;
 use super::unfolded;
 use super::{
     Activation, AdamW, Attention, Backend, Channels, Columns, Convolution, CrossEntropy, Dropout, Elements, Event,
-    Gemm, Kernels, Launch, Ledger, Linear, Memory, Norm, Pairs, Profile, Reach, Regression, Rotary, Sgd, Window, Work,
+    Gemm, Kernels, Launch, Ledger, Linear, LossWeights, Memory, Norm, Pairs, Profile, Reach, Regression, Rotary, Sgd,
+    Window, Work,
 };
 use crate::error::Result;
 
@@ -497,10 +498,10 @@ impl Kernels for Cpu {
         shape: CrossEntropy,
         logits: &mut [f32],
         targets: &CpuInts,
-        weights: &[f32],
+        weights: LossWeights<&[f32]>,
         losses: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(Work::cross_entropy(shape, weights.len()));
+        let _launch = self.launched(Work::cross_entropy(shape, weights.classes.len() + weights.rows.len()));
         classifier::cross_entropy(&self.threads, shape, logits, targets, weights, losses);
         Ok(())
     }
@@ -516,10 +517,11 @@ impl Kernels for Cpu {
         shape: Regression,
         predictions: &mut [f32],
         targets: &[f32],
+        weights: &[f32],
         losses: &mut [f32],
     ) -> Result<()> {
-        let _launch = self.launched(Work::regression(shape));
-        regression::regression(&self.threads, shape, predictions, targets, losses);
+        let _launch = self.launched(Work::regression(shape, weights.len()));
+        regression::regression(&self.threads, shape, predictions, targets, weights, losses);
         Ok(())
     }
 

@@ -23,14 +23,24 @@ fn deviation(by: Deviation, p: f32, t: f32) -> (f32, f32) {
     }
 }
 
-pub fn regression(threads: &Threads, s: Regression, predictions: &mut [f32], targets: &[f32], losses: &mut [f32]) {
+pub fn regression(
+    threads: &Threads,
+    s: Regression,
+    predictions: &mut [f32],
+    targets: &[f32],
+    weights: &[f32],
+    losses: &mut [f32],
+) {
     assert_eq!((predictions.len(), targets.len(), losses.len()), (s.rows * s.width, s.rows * s.width, s.rows));
+    assert!(weights.is_empty() || weights.len() == s.rows, "a weight for each row");
     let rows = (CHUNK / s.width.max(1)).max(1);
     let factor = s.scale / s.width as f32;
     let parts = predictions.chunks_mut(rows * s.width).zip(targets.chunks(rows * s.width)).zip(losses.chunks_mut(rows));
-    threads.each(parts, |((predictions, targets), losses)| {
-        let rows = predictions.chunks_exact_mut(s.width).zip(targets.chunks_exact(s.width)).zip(losses);
-        for ((predictions, targets), loss) in rows {
+    threads.each(parts.zip((0..).step_by(rows)), |(((predictions, targets), losses), first)| {
+        let rows = predictions.chunks_exact_mut(s.width).zip(targets.chunks_exact(s.width)).zip(losses).zip(first..);
+        for (((predictions, targets), loss), row) in rows {
+            let weight = weights.get(row).copied().unwrap_or(1.0);
+            let factor = factor * weight;
             let mut total = 0.0;
             for (p, &t) in predictions.iter_mut().zip(targets) {
                 let (value, slope) = deviation(s.by, *p, t);
@@ -39,7 +49,7 @@ pub fn regression(threads: &Threads, s: Regression, predictions: &mut [f32], tar
                     *p = slope * factor;
                 }
             }
-            *loss = total / s.width as f32;
+            *loss = total / s.width as f32 * weight;
         }
     });
 }

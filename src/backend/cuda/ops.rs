@@ -6,7 +6,7 @@ use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf, CudaInts, Scalar};
 use crate::backend::{
     Activation, AdamW, Attention, Backend, Channels, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise,
-    Gemm, Kernels, Linear, Memory, Norm, Pairs, Regression, Rotary, Sgd, Window, Work,
+    Gemm, Kernels, Linear, LossWeights, Memory, Norm, Pairs, Regression, Rotary, Sgd, Window, Work,
 };
 use crate::error::{Error, Result};
 
@@ -538,19 +538,19 @@ impl Kernels for Cuda {
         shape: CrossEntropy,
         logits: ViewMut<'_>,
         targets: &CudaInts,
-        weights: View<'_>,
+        weights: LossWeights<View<'_>>,
         losses: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::cross_entropy(shape, weights.len));
+        let LossWeights { classes: of_classes, rows: of_rows } = weights;
+        let _launch = self.launched(Work::cross_entropy(shape, of_classes.len + of_rows.len));
         let CrossEntropy { rows, classes, scale, gradient, smoothing } = shape;
         if rows != targets.len() || rows * classes != logits.len {
             return Err(Error::internal(format!("{rows} × {classes} logits for {} targets", targets.len())));
         }
-        assert!(
-            weights.len == 0 || weights.len == classes && weights.element == Element::F32,
-            "a weight for each class"
-        );
-        let args = [(&logits).into(), targets.into(), weights.into(), (&losses).into()];
+        for (weights, len) in [(of_classes, classes), (of_rows, rows)] {
+            assert!(weights.len == 0 || weights.len == len && weights.element == Element::F32, "{len} weights");
+        }
+        let args = [(&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
         let sizes = [classes.into(), scale.into(), smoothing.into(), Arg::Int(i32::from(gradient))];
         self.launch("cross_entropy.cu", "cross_entropy", Grid::new(rows, 512), &[&args[..], &sizes].concat())
     }
@@ -568,11 +568,13 @@ impl Kernels for Cuda {
         shape: Regression,
         predictions: ViewMut<'_>,
         targets: View<'_>,
+        weights: View<'_>,
         losses: ViewMut<'_>,
     ) -> Result<()> {
-        let _launch = self.launched(Work::regression(shape));
+        let _launch = self.launched(Work::regression(shape, weights.len));
         let Regression { rows, width, by, scale, gradient } = shape;
         assert!(targets.element == Element::F32 && targets.len == rows * width && predictions.len == rows * width);
+        assert!(weights.len == 0 || weights.len == rows && weights.element == Element::F32, "{rows} weights");
         // In the order of the kernel's own list.
         let (by, reach) = match by {
             Deviation::Squared => (0, 0.0),
@@ -581,8 +583,8 @@ impl Kernels for Cuda {
             Deviation::Binary => (3, 0.0),
             Deviation::Agreement => (4, 0.0),
         };
-        let args = [(&predictions).into(), targets.into(), (&losses).into(), rows.into(), width.into()];
-        let rest = [Arg::Int(by), reach.into(), scale.into(), Arg::Int(i32::from(gradient))];
+        let args = [(&predictions).into(), targets.into(), weights.into(), (&losses).into()];
+        let rest = [rows.into(), width.into(), Arg::Int(by), reach.into(), scale.into(), Arg::Int(i32::from(gradient))];
         self.launch("regression.cu", "regression", Grid::new(rows.div_ceil(4), 128), &[&args[..], &rest].concat())
     }
 

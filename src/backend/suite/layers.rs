@@ -2,7 +2,8 @@
 
 use super::{Results, close, down, ids, random, rounded, up, up_f32, wide};
 use crate::backend::{
-    Activation, Channels, Columns, Convolution, CrossEntropy, Deviation, Kernels, Pairs, Regression, Window,
+    Activation, Channels, Columns, Convolution, CrossEntropy, Deviation, Kernels, LossWeights, Pairs, Regression,
+    Window,
 };
 
 pub fn everything<B: Kernels>(b: &B) -> Results {
@@ -381,14 +382,17 @@ fn classifiers<B: Kernels>(b: &B) -> Results {
         let tb = b.upload_ints(&targets).unwrap();
         let scale = 0.25;
         let some: Vec<f32> = (0..classes).map(|class| 0.5 + (class % 3) as f32).collect();
-        for (smoothing, weights) in [(0.0, &[][..]), (0.2, &some)] {
-            let wb = up_f32(b, weights);
+        // Among them a row that does not count.
+        let of_rows: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 * 0.7).collect();
+        for (smoothing, weights, of_rows) in [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows), (0.0, &[], &of_rows)] {
+            let (wb, rb) = (up_f32(b, weights), up_f32(b, of_rows));
             let (mut want_loss, mut want_d) = (vec![], vec![]);
             for (row, &target) in targets.iter().enumerate() {
                 let x = wide(&logits[row * classes..][..classes]);
                 let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let log_total = x.iter().map(|x| (x - top).exp()).sum::<f64>().ln() + top;
-                let weight = weights.get(target as usize).map_or(1.0, |weight| f64::from(*weight));
+                let factor = |weights: &[f32], at: usize| weights.get(at).map_or(1.0, |weight| f64::from(*weight));
+                let weight = factor(weights, target as usize) * factor(of_rows, row);
                 let smoothing = f64::from(smoothing);
                 let wanted = |class: usize| {
                     smoothing / classes as f64 + if class == target as usize { 1.0 - smoothing } else { 0.0 }
@@ -401,7 +405,8 @@ fn classifiers<B: Kernels>(b: &B) -> Results {
             for gradient in [false, true] {
                 let (mut lb, mut losses) = (up(b, &logits), up_f32(b, &vec![0.0; rows]));
                 let shape = CrossEntropy { rows, classes, scale, gradient, smoothing };
-                b.cross_entropy(shape, B::all_mut(&mut lb), &tb, B::all(&wb), B::all_mut(&mut losses)).unwrap();
+                let weights = LossWeights { classes: B::all(&wb), rows: B::all(&rb) };
+                b.cross_entropy(shape, B::all_mut(&mut lb), &tb, weights, B::all_mut(&mut losses)).unwrap();
                 close(b, &losses, &want_loss, "cross-entropy");
                 if gradient {
                     close(b, &lb, &want_d, "cross-entropy gradient");
@@ -437,7 +442,10 @@ fn classifiers<B: Kernels>(b: &B) -> Results {
 fn regressions<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     let all = [Deviation::Squared, Deviation::Absolute, Deviation::Huber(0.7), Deviation::Binary, Deviation::Agreement];
-    for (by, (rows, width)) in all.into_iter().flat_map(|by| [(1, 1), (33, 1), (7, 65)].map(|shape| (by, shape))) {
+    let shapes = [(1, 1, false), (33, 1, true), (33, 1, false), (7, 65, true), (600, 33, true)];
+    for (by, (rows, width, is_weighted)) in all.into_iter().flat_map(|by| shapes.map(|shape| (by, shape))) {
+        let weights: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 * 0.7).collect();
+        let weights = if is_weighted { &weights[..] } else { &[] };
         let (p, t) = (random(b, 69, rows * width), random(b, 70, rows * width));
         let of_logits = matches!(by, Deviation::Binary | Deviation::Agreement);
         let t: Vec<f32> = if of_logits { t.iter().map(|t| f32::from(*t > 0.0)).collect() } else { t };
@@ -448,20 +456,21 @@ fn regressions<B: Kernels>(b: &B) -> Results {
             let reach = f64::from(0.7f32);
             let (value, slope) = match by {
                 Deviation::Squared => (apart * apart, 2.0 * apart),
-                Deviation::Absolute => (apart.abs(), apart.signum()),
+                Deviation::Absolute => (apart.abs(), if apart == 0.0 { 0.0 } else { apart.signum() }),
                 Deviation::Huber(_) if apart.abs() <= reach => (0.5 * apart * apart, apart),
                 Deviation::Huber(_) => (reach * (apart.abs() - 0.5 * reach), reach * apart.signum()),
                 Deviation::Binary => ((1.0 + p.exp()).ln() - p * t, 1.0 / (1.0 + (-p).exp()) - t),
                 Deviation::Agreement => (f64::from((p > 0.0) == (t > 0.5)), 0.0),
             };
-            want_loss[i / width] += value / width as f64;
-            want_d.push(f64::from(scale) * slope / width as f64);
+            let weight = weights.get(i / width).map_or(1.0, |weight| f64::from(*weight)) / width as f64;
+            want_loss[i / width] += value * weight;
+            want_d.push(f64::from(scale) * slope * weight);
         }
-        let tb = up_f32(b, &t);
+        let (tb, wb) = (up_f32(b, &t), up_f32(b, weights));
         for gradient in [false, true] {
             let (mut pb, mut losses) = (up(b, &p), up_f32(b, &vec![0.0; rows]));
             let shape = Regression { rows, width, by, scale, gradient };
-            b.regression(shape, B::all_mut(&mut pb), B::all(&tb), B::all_mut(&mut losses)).unwrap();
+            b.regression(shape, B::all_mut(&mut pb), B::all(&tb), B::all(&wb), B::all_mut(&mut losses)).unwrap();
             close(b, &losses, &want_loss, &format!("{by:?}"));
             if gradient {
                 close(b, &pb, &want_d, &format!("{by:?} gradient"));
@@ -473,8 +482,9 @@ fn regressions<B: Kernels>(b: &B) -> Results {
     }
     // Far off nothing overflows.
     let (mut p, t, mut losses) = (up(b, &[1000.0, -1000.0]), up_f32(b, &[1.0, 1.0]), up_f32(b, &[0.0; 2]));
+    let none = up_f32(b, &[]);
     let shape = Regression { rows: 2, width: 1, by: Deviation::Binary, scale: 1.0, gradient: true };
-    b.regression(shape, B::all_mut(&mut p), B::all(&t), B::all_mut(&mut losses)).unwrap();
+    b.regression(shape, B::all_mut(&mut p), B::all(&t), B::all(&none), B::all_mut(&mut losses)).unwrap();
     assert_eq!((down(b, &losses), down(b, &p)), (vec![0.0, 1000.0], vec![0.0, -1.0]));
     results
 }

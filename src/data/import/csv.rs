@@ -18,6 +18,8 @@ pub struct ImportCsv {
     pub input: PathBuf,
     /// Names of the columns to predict. All others are inputs.
     pub targets: Vec<String>,
+    /// Name of the column with the weights of samples, neither input nor target.
+    pub weight: Option<String>,
     /// Targets are numbers, even where they look like classes.
     pub regression: bool,
     /// Columns of categories.
@@ -52,6 +54,7 @@ struct Cells {
     inputs: Vec<usize>,
     categories: Vec<(usize, Coder)>,
     targets: Vec<usize>,
+    weight: Option<usize>,
     /// Of the earlier import.
     scale: Option<Scale>,
 }
@@ -68,7 +71,7 @@ impl Cells {
             })
         };
         let places = |names: &[String]| names.iter().map(place).collect::<Result<Vec<usize>>>();
-        let targets = places(&import.targets)?;
+        let (targets, weight) = (places(&import.targets)?, import.weight.as_ref().map(place).transpose()?);
         let (inputs, categories, scale) = match &import.categories {
             Categories::Named { columns, hash } => {
                 if let Some(ids) = hash.filter(|ids| *ids < 2) {
@@ -76,7 +79,9 @@ impl Cells {
                         .hint("give 2 or more: id 0 is of empty cells"));
                 }
                 let categories = places(columns)?;
-                let is_input = |column: &usize| !targets.contains(column) && !categories.contains(column);
+                let is_input = |column: &usize| {
+                    !targets.contains(column) && !categories.contains(column) && weight != Some(*column)
+                };
                 let inputs = (0..header.len()).filter(is_input).collect();
                 (inputs, categories.into_iter().map(|column| (column, Coder::new(*hash))).collect(), None)
             }
@@ -89,7 +94,7 @@ impl Cells {
                 (places(&columns.inputs)?, coders.collect::<Result<_>>()?, scale)
             }
         };
-        let cells = Self { inputs, categories, targets, scale };
+        let cells = Self { inputs, categories, targets, weight, scale };
         cells.check(import, header)?;
         Ok(cells)
     }
@@ -98,14 +103,16 @@ impl Cells {
     fn check(&self, import: &ImportCsv, header: &StringRecord) -> Result<()> {
         let path = import.input.display();
         let categories = self.categories.iter().map(|(column, _)| column);
-        let mut used: Vec<&usize> = self.inputs.iter().chain(&self.targets).chain(categories).collect();
+        let learned_from = self.inputs.len() + self.categories.len();
+        let mut used: Vec<&usize> =
+            self.inputs.iter().chain(&self.targets).chain(&self.weight).chain(categories).collect();
         used.sort_unstable();
         if let Some(twice) = used.windows(2).find(|pair| pair[0] == pair[1]) {
             let name = header.get(*twice[0]).unwrap_or_default();
             return Err(Error::input(format!("{path}: column {name:?} is asked for twice"))
-                .hint("a column is an input, a category or a target"));
+                .hint("a column is an input, a category, a target or the weight"));
         }
-        if self.targets.is_empty() || used.len() == self.targets.len() {
+        if self.targets.is_empty() || learned_from == 0 {
             let (all, targets) = (header.len(), self.targets.len());
             return Err(Error::input(format!("{path}: {all} columns, {targets} of them targets"))
                 .hint("name the columns to predict with --target, and leave some as inputs"));
@@ -141,7 +148,7 @@ fn earlier(folder: &Path) -> Result<(Columns, Option<Scale>)> {
 /// Writes every line as a sample. Targets are classes if there is one column of them that holds integers from 0 on.
 ///
 /// # Errors
-/// The file is missing, a line has not as many cells as the header or a cell is no number, there is no such column, or as
+/// The file is missing, a line has not as many cells as the header, a cell is no number or a weight less than 0, there is no such column, or as
 /// for every import.
 pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let path = import.input.display();
@@ -156,7 +163,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         "" if skips => Some(f64::NAN),
         cell => cell.parse().ok().filter(|x: &f64| skips || (*x as f32).is_finite()),
     };
-    let (mut inputs, mut ids, mut targets) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut inputs, mut ids, mut targets, mut weights) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut record = StringRecord::new();
     let mut rows = 0;
     while reader.read_record(&mut record).map_err(|e| malformed(e.to_string()))? {
@@ -173,6 +180,13 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
             inputs.push(number(*column)? as f32);
         }
         ids.extend(cells.categories.iter_mut().map(|(column, coder)| coder.id(cell(*column).trim())));
+        if let Some(column) = cells.weight {
+            let weight = number(column)?;
+            if weight < 0.0 {
+                return Err(malformed(format!("line {line}: a weight of {weight}, less than 0")));
+            }
+            weights.push(weight);
+        }
         for column in &cells.targets {
             targets.push(number(*column)?);
         }
@@ -182,9 +196,10 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         return Err(Error::input(format!("{path}: no lines after the header")).hint("give a table with some samples"));
     }
     let source = import.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let places = [path.to_string(), path.to_string()];
+    let places = std::array::from_fn(|_| path.to_string());
     let (inputs, shape, width) = (Inputs::Numbers(inputs), vec![cells.inputs.len()], cells.targets.len());
     let scale = cells.scale.take();
     let table = Some(Table { columns: cells.columns(&header), ids, scale });
-    Rows { inputs, shape, targets, width, regression: import.regression, source, places, table }.write(&import.kept)
+    let regression = import.regression;
+    Rows { inputs, shape, targets, width, weights, regression, source, places, table }.write(&import.kept)
 }

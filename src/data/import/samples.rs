@@ -10,7 +10,7 @@ use super::{Staged, part, refuse_shards, shard_name};
 use crate::data::columns::{COLUMNS, Columns};
 use crate::data::format::SKIPPED_ROWS;
 use crate::data::h5::{one_line, var_len};
-use crate::data::shard::{MEAN, STD};
+use crate::data::shard::{MEAN, STD, WEIGHTS};
 use crate::data::{DataSpec, Split};
 use crate::error::{Error, Result};
 
@@ -58,12 +58,14 @@ pub(super) struct Rows {
     pub targets: Vec<f64>,
     /// Targets of a row.
     pub width: usize,
+    /// A factor of the loss for each row; empty where all count alike.
+    pub weights: Vec<f64>,
     /// Targets are numbers. Otherwise, if there is one a row and all are integers from 0 on, they are classes.
     pub regression: bool,
     /// The imported file's name, without its directory.
     pub source: String,
-    /// Where inputs and targets come from, for messages.
-    pub places: [String; 2],
+    /// Where inputs, targets and weights come from, for messages.
+    pub places: [String; 3],
     /// What else a table has.
     pub table: Option<Table>,
 }
@@ -167,7 +169,9 @@ impl Rows {
         let targets = self.targets_of(row).iter().map(|x| *x as f32);
         let found = numbers.iter().position(|x| !x.is_finite()).map(|at| (0, at, numbers[at]));
         let mut of_targets = targets.enumerate().filter(|(_, x)| !x.is_finite());
-        let (place, at, x) = found.or_else(|| of_targets.next().map(|(at, x)| (1, at, x)))?;
+        let found = found.or_else(|| of_targets.next().map(|(at, x)| (1, at, x)));
+        let weight = self.weights.get(row).map(|weight| *weight as f32).filter(|weight| !weight.is_finite());
+        let (place, at, x) = found.or_else(|| weight.map(|weight| (2, 0, weight)))?;
         Some(format!("{}: row {row}, element {at} is {x}", self.places[place]))
     }
 
@@ -219,6 +223,13 @@ impl Rows {
                     );
                 }
             }
+        }
+        let negative = rows
+            .iter()
+            .find_map(|row| self.weights.get(*row).filter(|weight| **weight < 0.0).map(|weight| (row, weight)));
+        if let Some((row, weight)) = negative {
+            return Err(Error::input(format!("{}: row {row} has a weight of {weight}", self.places[2]))
+                .hint("mend the data: a weight is a factor of the loss, 0 or more"));
         }
         let skipped = self.len() - rows.len();
         let is_class = !self.regression && self.width == 1 && rows.iter().all(|row| is_class(self.targets[*row]));
@@ -316,6 +327,10 @@ impl Rows {
             let shape = [rows.len(), self.width];
             file.new_dataset::<f32>().shape(shape).create(&names.targets[..])?.write_raw(&values)?;
         }
+        if !self.weights.is_empty() {
+            let weights: Vec<f32> = rows.iter().map(|row| self.weights[*row] as f32).collect();
+            file.new_dataset::<f32>().shape(rows.len()).create(WEIGHTS)?.write_raw(&weights)?;
+        }
         file.close()
     }
 }
@@ -327,10 +342,19 @@ mod tests {
     #[test]
     fn the_scale_is_that_of_every_channel() {
         let numbers = vec![1000.0, 5.0, 1002.0, 5.0, 1004.0, 5.0, 1006.0, 5.0, 9.0, 9.0, 9.0, 9.0];
-        let (source, places) = (String::new(), [String::new(), String::new()]);
-        let (inputs, targets) = (Inputs::Numbers(numbers), vec![0.0; 3]);
-        let rows =
-            Rows { inputs, shape: vec![2, 2], targets, width: 1, regression: false, source, places, table: None };
+        let (source, places) = (String::new(), [const { String::new() }; 3]);
+        let (inputs, targets, weights) = (Inputs::Numbers(numbers), vec![0.0; 3], vec![]);
+        let rows = Rows {
+            inputs,
+            shape: vec![2, 2],
+            targets,
+            width: 1,
+            weights,
+            regression: false,
+            source,
+            places,
+            table: None,
+        };
         let (mean, std) = rows.scale(&[0, 1]);
         assert_eq!((mean, std), (vec![1003.0, 5.0], vec![5f32.sqrt(), 1.0]));
     }

@@ -21,10 +21,10 @@ __device__ __forceinline__ Running merge(Running a, Running b) {
   return Running{top, a.sum * expf(a.top - top) + b.sum * expf(b.top - top)};
 }
 
-// `weights`, a factor for each class, may be null. `smoothing` is the part of the target that is spread over all classes.
+// `of_classes`, a factor for each class, and `of_rows`, one for each row, may be null. `smoothing` is the part of the target that is spread over all classes.
 extern "C" __global__ void __launch_bounds__(512)
-    cross_entropy(elem* logits, const unsigned* targets, const float* weights, float* losses, int classes, float scale,
-                  float smoothing, int gradient) {
+    cross_entropy(elem* logits, const unsigned* targets, const float* of_classes, const float* of_rows, float* losses,
+                  int classes, float scale, float smoothing, int gradient) {
   __shared__ Running parts[16];
   elem* row = logits + (long long)blockIdx.x * classes;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -58,7 +58,8 @@ extern "C" __global__ void __launch_bounds__(512)
   for (int i = 1; i < 16; i++) all = merge(all, parts[i]);
   unsigned target = targets[blockIdx.x];
   float at_target = to_float(row[target]), log_sum = all.top + logf(all.sum);
-  float weight = weights ? weights[target] : 1.0f, rest = 1.0f - smoothing, spread = smoothing / classes;
+  float weight = (of_classes ? of_classes[target] : 1.0f) * (of_rows ? of_rows[blockIdx.x] : 1.0f);
+  float rest = 1.0f - smoothing, spread = smoothing / classes;
   float loss = log_sum - rest * at_target;
   if (smoothing > 0.0f) {
     float sum = 0.0f;

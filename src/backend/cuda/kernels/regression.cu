@@ -29,18 +29,19 @@ __device__ __forceinline__ float deviation(int by, float reach, float p, float t
   return fmaxf(p, 0.0f) - p * t + log1pf(small);
 }
 
+// `weights`, a factor for each row, may be null.
 extern "C" __global__ void __launch_bounds__(128)
-    regression(elem* predictions, const float* targets, float* losses, int rows, int width, int by, float reach, float scale,
-               int gradient) {
+    regression(elem* predictions, const float* targets, const float* weights, float* losses, int rows, int width, int by,
+               float reach, float scale, int gradient) {
   int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= rows) return;
   predictions += (long long)row * width, targets += (long long)row * width;
-  float total = 0.0f;
+  float weight = weights ? weights[row] : 1.0f, factor = scale / width * weight, total = 0.0f;
   for (int i = lane; i < width; i += 32) {
     float slope;
     total += deviation(by, reach, to_float(predictions[i]), targets[i], slope);
-    if (gradient) predictions[i] = from_float<elem>(slope * (scale / width));
+    if (gradient) predictions[i] = from_float<elem>(slope * factor);
   }
   total = warp_sum(total);
-  if (lane == 0) losses[row] = total / width;
+  if (lane == 0) losses[row] = total / width * weight;
 }
