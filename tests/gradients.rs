@@ -72,7 +72,6 @@ fn backward_of_layers_is_the_derivative_of_their_forward() {
             features: backend.upload(Memory::Activations, &features).unwrap(),
             classes: backend.upload_ints(&[0, 1, 2, 3, 4, 0, 2]).unwrap(),
             values: backend.upload_f32(Memory::Activations, &[]).unwrap(),
-            weights: backend.upload_f32(Memory::Activations, &[]).unwrap(),
             // The weighted loss has the weighted gradient.
             weights: backend.upload_f32(Memory::Activations, &[1.0, 0.5, 2.0, 0.0, 1.5, 3.0, 1.0]).unwrap(),
             samples: 7,
