@@ -183,7 +183,7 @@ fn data_sets_with_and_without_weights_do_not_mix() {
     foreign(&none, None, "", &[]);
     let wants = Wants::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
     let specs = |weights: Option<String>| {
-        [&some, &none].map(|path| DataSpec { wants, weights: weights.clone(), ..DataSpec::new(path) })
+        [&some, &none].map(|path| DataSpec { wants: wants.clone(), weights: weights.clone(), ..DataSpec::new(path) })
     };
     let error = Dataset::open_all(&specs(None), Split::Train, 1).err().unwrap().to_string();
     assert!(error.contains("set of weights differs: ") && error.contains("none.h5 has none, "), "{error}");
@@ -241,12 +241,7 @@ fn arrays_have_one_of_weights() {
     let labels = npy("y.npy", "(3,)", &[0.0, 1.0, 2.0]);
     let import = |weights: PathBuf, name: &str| {
         let arrays = Arrays::Files { features: features.clone(), labels: labels.clone(), weights: Some(weights) };
-        import_numpy(&ImportNumpy {
-            arrays,
-            regression: false,
-            categories: Categories::NONE,
-            kept: kept(root.path().join(name)),
-        })
+        import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(root.path().join(name)) })
     };
     import(npy("w.npy", "(3, 1)", &[0.0, 1.5, 2.0]), "files").unwrap();
     let of = |name| weights(open(&root.path().join(name), None, Split::Train).unwrap()).unwrap();
@@ -271,13 +266,7 @@ fn arrays_have_one_of_weights() {
     zip.finish().unwrap();
     let [x, y, w] = ["x", "y", "w"].map(String::from);
     let arrays = Arrays::Archive { path: archive, features: x, labels: y, weights: Some(w) };
-    import_numpy(&ImportNumpy {
-        arrays,
-        regression: false,
-        categories: Categories::NONE,
-        kept: kept(root.path().join("archive")),
-    })
-    .unwrap();
+    import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(root.path().join("archive")) }).unwrap();
     assert_eq!(of("archive"), Some(vec![4.0, 5.0, 6.0]));
 }
 
