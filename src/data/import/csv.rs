@@ -90,5 +90,6 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let source = import.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let places = std::array::from_fn(|_| path.to_string());
     let (inputs, shape, width) = (Inputs::Numbers(inputs), vec![inputs_of_row], of_targets.len());
-    Rows { inputs, shape, targets, width, weights, regression: import.regression, source, places }.write(&import.kept)
+    let regression = import.regression;
+    Rows { inputs, shape, targets, width, weights, regression, source, places, files: None }.write(&import.kept)
 }

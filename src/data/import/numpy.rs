@@ -95,5 +95,6 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
     let source = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let targets = labels.numbers().collect();
     let weights = weights.map_or(vec![], |weights| weights.numbers().collect());
-    Rows { inputs, shape, targets, width, weights, regression: import.regression, source, places }.write(&import.kept)
+    let regression = import.regression;
+    Rows { inputs, shape, targets, width, weights, regression, source, places, files: None }.write(&import.kept)
 }
