@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use crate::data::import::{
-    Arrays, Categories, ImportCsv, ImportIdx, ImportNumpy, ImportText, Kept, NotFinite, import_csv, import_idx,
-    import_numpy, import_text,
+    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportText, Kept, NotFinite, import_csv,
+    import_idx, import_images, import_numpy, import_text,
 };
 use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
@@ -55,6 +55,21 @@ enum Source {
         images: PathBuf,
         /// Their classes
         labels: PathBuf,
+        #[command(flatten)]
+        kept: KeptArgs,
+    },
+    /// PNG and JPEG images in folders, one folder a class, into train-*.h5 and val-*.h5
+    #[command(after_help = "Example: hpctrain data import images photos --size 64 --out data/photos")]
+    Images {
+        /// Holds a folder for each class, which are numbered in the order of their names, and nothing else
+        folder: PathBuf,
+        /// Bring every image to this height and width (one number: both): scaled until it covers them, then cut to them around the
+        /// middle [default: as they are, all of one size]
+        #[arg(long, value_name = "HxW", value_parser = size)]
+        size: Option<[u32; 2]>,
+        /// One channel instead of three
+        #[arg(long)]
+        grey: bool,
         #[command(flatten)]
         kept: KeptArgs,
     },
@@ -152,6 +167,16 @@ impl From<KeptArgs> for Kept {
     }
 }
 
+/// `32x48`, or `32` for `32x32`.
+fn size(text: &str) -> Result<[u32; 2], String> {
+    const MOST: u32 = 8192;
+    let (height, width) = text.split_once('x').unwrap_or((text, text));
+    match (height.parse(), width.parse()) {
+        (Ok(height @ 1..=MOST), Ok(width @ 1..=MOST)) => Ok([height, width]),
+        _ => Err(format!("height and width, such as 32x48, or one number for both, from 1 to {MOST}")),
+    }
+}
+
 #[derive(Debug, Args)]
 struct TextArgs {
     /// The text file; UTF-8 unless the tokenizer is byte
@@ -182,6 +207,9 @@ pub fn run(args: DataArgs) -> Result<()> {
         }
         Command::Import(ImportArgs { source: Source::Idx { images, labels, kept } }) => {
             say(import_idx(&ImportIdx { images, labels, kept: kept.into() })?);
+        }
+        Command::Import(ImportArgs { source: Source::Images { folder, size, grey, kept } }) => {
+            say(import_images(&ImportImages { folder, size, grey, kept: kept.into() })?);
         }
         Command::Import(ImportArgs {
             source: Source::Csv { input, targets, weight, regression, categorical, hash, like, kept },

@@ -3,18 +3,20 @@
 use std::path::{Path, PathBuf};
 
 use hdf5::filters::Filter;
-use hdf5::types::TypeDescriptor;
+use hdf5::types::{TypeDescriptor, VarLenUnicode};
 
 use super::columns::COLUMNS;
 use super::dataset::file_names;
 use super::format::{CHECKSUMS, Header, TOKENIZER};
+use super::import::{CLASSES, numbered};
 use super::{h5, shard};
 use crate::error::{Error, Result};
 
 /// Describes one HDF5 file, or all `.h5` files of a directory.
 pub fn inspect(path: &Path) -> Result<String> {
     let mut rows = vec![["file", "dataset", "shape", "type", "layout", "compression", "bytes"].map(str::to_owned)];
-    let mut origins: Vec<(String, Vec<String>)> = Vec::new();
+    // What is told below the table, and of which files.
+    let mut notes: Vec<(String, Vec<String>)> = Vec::new();
     for path in h5_files(path)? {
         let file = h5::open_file(&path, None)?;
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -25,15 +27,17 @@ pub fn inspect(path: &Path) -> Result<String> {
                 describe(&file, dataset).map_err(|e| unreadable(&path, &e))?;
             rows.push([name.clone(), dataset.clone(), shape, dtype, layout, compression, bytes]);
         }
-        let origin = origin(&header);
-        match origins.iter_mut().find(|(known, _)| *known == origin) {
-            Some((_, files)) => files.push(name),
-            None => origins.push((origin, vec![name])),
+        let classes = if file.link_exists(CLASSES) { classes(&file).map_err(|e| unreadable(&path, &e))? } else { None };
+        for note in std::iter::once(origin(&header)).chain(classes) {
+            match notes.iter_mut().find(|(known, _)| *known == note) {
+                Some((_, files)) => files.push(name.clone()),
+                None => notes.push((note, vec![name.clone()])),
+            }
         }
     }
     let mut report = table(&rows);
-    for (origin, files) in origins {
-        report += &format!("\n{}: {origin}\n", files.join(", "));
+    for (note, files) in notes {
+        report += &format!("\n{}: {note}\n", files.join(", "));
     }
     Ok(report)
 }
@@ -73,6 +77,17 @@ fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<[String; 5]> {
     let filters: Vec<String> = dataset.filters().iter().map(filter).collect();
     let compression = if filters.is_empty() { "none".to_owned() } else { filters.join(" + ") };
     Ok([shard::shape(&dataset.get_shape()?), dtype, layout, compression, dataset.storage_size().to_string()])
+}
+
+/// The names of classes with their numbers, if the dataset is one of texts.
+fn classes(file: &hdf5::File) -> hdf5::Result<Option<String>> {
+    let dataset = file.dataset(CLASSES)?;
+    if dataset.dtype()?.to_descriptor()? != TypeDescriptor::VarLenUnicode {
+        return Ok(None);
+    }
+    let names: Vec<VarLenUnicode> = dataset.read_raw()?;
+    let names: Vec<String> = names.iter().map(ToString::to_string).collect();
+    Ok(Some(format!("classes {}", numbered(&names))))
 }
 
 fn filter(filter: &Filter) -> String {

@@ -201,5 +201,5 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let scale = cells.scale.take();
     let table = Some(Table { columns: cells.columns(&header), ids, scale });
     let regression = import.regression;
-    Rows { inputs, shape, targets, width, weights, regression, source, places, table }.write(&import.kept)
+    Rows { inputs, shape, targets, width, weights, regression, source, places, table, files: None }.write(&import.kept)
 }

@@ -54,7 +54,7 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     let targets = labels.into_iter().map(f64::from).collect();
     let places = [&import.images, &import.labels, &import.labels].map(|path| path.display().to_string());
     let (inputs, weights) = (Inputs::Bytes(images), vec![]);
-    Rows { inputs, shape, targets, width: 1, weights, regression: false, source, places, table: None }
+    Rows { inputs, shape, targets, width: 1, weights, regression: false, source, places, table: None, files: None }
         .write(&import.kept)
 }
 

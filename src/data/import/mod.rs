@@ -4,6 +4,7 @@
 
 mod csv;
 mod idx;
+mod images;
 mod npy;
 mod numpy;
 mod samples;
@@ -18,8 +19,9 @@ use crate::error::{Error, Result};
 
 pub use csv::{Categories, ImportCsv, import_csv};
 pub use idx::{ImportIdx, import_idx};
+pub use images::{ImportImages, import_images};
 pub use numpy::{Arrays, ImportNumpy, import_numpy};
-pub(in crate::data) use samples::left_out;
+pub(in crate::data) use samples::{CLASSES, left_out, numbered};
 pub use samples::{Imported as ImportedSamples, Kept, NotFinite};
 pub use text::{ImportText, Imported, import_text};
 

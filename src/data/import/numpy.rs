@@ -96,5 +96,6 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
     let targets = labels.numbers().collect();
     let weights = weights.map_or(vec![], |weights| weights.numbers().collect());
     let regression = import.regression;
-    Rows { inputs, shape, targets, width, weights, regression, source, places, table: None }.write(&import.kept)
+    Rows { inputs, shape, targets, width, weights, regression, source, places, table: None, files: None }
+        .write(&import.kept)
 }

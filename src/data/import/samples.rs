@@ -16,6 +16,10 @@ use crate::error::{Error, Result};
 
 const FORMAT: &str = "hpctrain-samples";
 const FORMAT_VERSION: u32 = 1;
+/// Of rows that were files: their names.
+const FILES: &str = "/files";
+/// The names of classes in the order of their numbers.
+pub(in crate::data) const CLASSES: &str = "/classes";
 
 /// What becomes of rows with a number that is not finite: NaN or an infinity.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -68,6 +72,8 @@ pub(super) struct Rows {
     pub places: [String; 3],
     /// What else a table has.
     pub table: Option<Table>,
+    /// What the rows were, if each was a file.
+    pub files: Option<Files>,
 }
 
 /// What a table has besides numbers.
@@ -79,6 +85,14 @@ pub(super) struct Table {
     pub scale: Option<Scale>,
 }
 
+/// Rows that were files in folders, one for each class. Of every class its own part is kept for validation.
+pub(super) struct Files {
+    /// Of each row, below the folder that was imported.
+    pub names: Vec<String>,
+    /// Names of the folders in the order of the classes' numbers.
+    pub classes: Vec<String>,
+}
+
 /// What an import has written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Imported {
@@ -88,6 +102,8 @@ pub struct Imported {
     pub shape: Vec<usize>,
     /// Classes that occur, counted from 0, if targets are classes.
     pub classes: Option<usize>,
+    /// Their names in the order of their numbers, if they have any.
+    pub class_names: Vec<String>,
     /// Rows that were left out, because a number was not finite.
     pub skipped: usize,
     /// Ids of each category: rows of its table.
@@ -104,6 +120,9 @@ impl fmt::Display for Imported {
         self.classes.map_or(Ok(()), |classes| write!(f, ", {classes} classes"))?;
         if !self.tables.is_empty() {
             write!(f, "; embedding_tables: ids = {:?}", self.tables)?;
+        }
+        if !self.class_names.is_empty() {
+            write!(f, "\nclasses: {}", numbered(&self.class_names))?;
         }
         match self.skipped {
             0 => Ok(()),
@@ -122,6 +141,12 @@ struct ShardOf<'a> {
     is_class: bool,
     /// Rows that the whole import has left out.
     skipped: usize,
+}
+
+/// Names of classes with their numbers, for people.
+pub(in crate::data) fn numbered(names: &[String]) -> String {
+    let all: Vec<String> = names.iter().enumerate().map(|(number, name)| format!("{number} {name}")).collect();
+    all.join(", ")
 }
 
 /// How people are told of rows that an import has skipped.
@@ -234,12 +259,14 @@ impl Rows {
         let skipped = self.len() - rows.len();
         let is_class = !self.regression && self.width == 1 && rows.iter().all(|row| is_class(self.targets[*row]));
         let classes = if is_class { rows.iter().map(|row| self.targets[*row] as usize + 1).max() } else { None };
-        let is_validation = |place: usize| kept.every > 0 && place % kept.every == kept.every - 1;
-        let pick = |of_validation: bool| -> Vec<usize> {
-            let picked = rows.iter().enumerate().filter(|(place, _)| is_validation(*place) == of_validation);
-            picked.map(|(_, row)| *row).collect()
-        };
-        let (validation, train) = (pick(true), pick(false));
+        let class_names = self.files.as_ref().map_or(vec![], |files| files.classes.clone());
+        // Of each class by itself, or of all together.
+        let mut places = vec![0usize; class_names.len().max(1)];
+        let (validation, train): (Vec<usize>, Vec<usize>) = rows.into_iter().partition(|row| {
+            let place = &mut places[if self.files.is_some() { self.targets[*row] as usize } else { 0 }];
+            *place += 1;
+            kept.every > 0 && (*place).is_multiple_of(kept.every)
+        });
         if train.len() < kept.shards {
             return Err(Error::input(format!("{} training rows do not fill {} shards", train.len(), kept.shards))
                 .hint("ask for fewer shards"));
@@ -259,7 +286,7 @@ impl Rows {
         staged.publish()?;
         let categories = self.table.iter().flat_map(|table| &table.columns.categories);
         let tables = categories.map(|category| category.coding.ids()).collect();
-        Ok(Imported { shards, shape: self.shape.clone(), classes, skipped, tables })
+        Ok(Imported { shards, shape: self.shape.clone(), classes, class_names, skipped, tables })
     }
 
     fn write_shard(&self, path: &Path, shard: &ShardOf) -> Result<()> {
@@ -331,6 +358,15 @@ impl Rows {
             let weights: Vec<f32> = rows.iter().map(|row| self.weights[*row] as f32).collect();
             file.new_dataset::<f32>().shape(rows.len()).create(WEIGHTS)?.write_raw(&weights)?;
         }
+        if let Some(files) = &self.files {
+            let texts = |texts: &mut dyn Iterator<Item = &String>| -> hdf5::Result<Vec<VarLenUnicode>> {
+                texts.map(|text| text.parse().map_err(|_| format!("{text:?} is no text").into())).collect()
+            };
+            let names = texts(&mut rows.iter().map(|row| &files.names[*row]))?;
+            file.new_dataset::<VarLenUnicode>().shape(names.len()).create(FILES)?.write_raw(&names)?;
+            let classes = texts(&mut files.classes.iter())?;
+            file.new_dataset::<VarLenUnicode>().shape(classes.len()).create(CLASSES)?.write_raw(&classes)?;
+        }
         file.close()
     }
 }
@@ -354,6 +390,8 @@ mod tests {
             source,
             places,
             table: None,
+
+            files: None,
         };
         let (mean, std) = rows.scale(&[0, 1]);
         assert_eq!((mean, std), (vec![1003.0, 5.0], vec![5f32.sqrt(), 1.0]));

@@ -1,0 +1,179 @@
+//! From folders of images, one folder a class, to shards.
+
+use std::path::{Path, PathBuf};
+
+use image::imageops::FilterType;
+use image::{DynamicImage, ImageFormat, ImageReader};
+
+use super::samples::{Files, Imported, Inputs, Kept, Rows};
+use crate::data::dataset::file_names;
+use crate::error::{Error, Result};
+
+/// What to import, and how.
+#[derive(Debug, Clone)]
+pub struct ImportImages {
+    /// Folders of PNG and JPEG files, one for each class, and nothing else. Names that begin with a dot are passed over.
+    pub folder: PathBuf,
+    /// Height and width that every image is brought to; left out, all must have the same.
+    pub size: Option<[u32; 2]>,
+    /// One channel instead of three.
+    pub grey: bool,
+    /// Where they go.
+    pub kept: Kept,
+}
+
+/// Writes images as samples of height × width × channels. Classes are numbered in the order of the folders' names. Images of every
+/// class are dealt out evenly, in the order of their names, so that any part of the rows has all classes in proportion.
+///
+/// # Errors
+/// A file is missing, damaged, no image or of another size, there is no class or none of its images, or as for every import.
+pub fn import_images(import: &ImportImages) -> Result<Imported> {
+    let (classes, files) = listed(&import.folder)?;
+    let mut inputs = Vec::new();
+    let mut first: Option<(&Path, [u32; 2])> = None;
+    for Labelled { path, .. } in &files {
+        let picture = decoded(path, import.grey)?;
+        let picture = match import.size {
+            // Scaled until it covers the size, then cut to it around the middle.
+            Some([height, width]) => picture.resize_to_fill(width, height, FilterType::Triangle),
+            None => picture,
+        };
+        let size @ [height, width] = [picture.height(), picture.width()];
+        let (first, expected) = *first.get_or_insert((path, size));
+        if size != expected {
+            let [high, wide] = expected;
+            let (path, first) = (path.display(), first.display());
+            return Err(Error::input(format!(
+                "{path} is {height} × {width} pixels (height × width), but {first} is {high} × {wide}"
+            ))
+            .hint(format!("bring all images to one size: --size {high}x{wide}")));
+        }
+        let pixels = picture.into_bytes();
+        if inputs.is_empty() {
+            let all = pixels.len().saturating_mul(files.len());
+            inputs.try_reserve_exact(all).map_err(|_| {
+                Error::input(format!("{} images of {height} × {width} take {all} bytes of memory", files.len()))
+                    .hint("make them smaller with --size")
+            })?;
+        }
+        inputs.extend(pixels);
+    }
+    let [height, width] = first.map_or([0, 0], |(_, size)| size.map(|extent| extent as usize));
+    let names = files.iter().map(|Labelled { path, class, .. }| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        format!("{}/{name}", classes[*class])
+    });
+    let folder = import.folder.display().to_string();
+    let source = import.folder.file_name().map_or(folder.clone(), |name| name.to_string_lossy().into_owned());
+    Rows {
+        inputs: Inputs::Bytes(inputs),
+        shape: vec![height, width, if import.grey { 1 } else { 3 }],
+        targets: files.iter().map(|file| file.class as f64).collect(),
+        width: 1,
+        weights: vec![],
+        regression: false,
+        source,
+        places: std::array::from_fn(|_| folder.clone()),
+        table: None,
+        files: Some(Files { names: names.collect(), classes }),
+    }
+    .write(&import.kept)
+}
+
+/// A file, and the number of its class.
+struct Labelled {
+    path: PathBuf,
+    class: usize,
+    /// Where it stands among those of its class, from 0 to 1.
+    along: f64,
+}
+
+/// Names of the classes, and all images, every class spread evenly over all of them.
+fn listed(folder: &Path) -> Result<(Vec<String>, Vec<Labelled>)> {
+    let classes = visible(folder)?;
+    let mut files = Vec::new();
+    for (class, name) in classes.iter().enumerate() {
+        let of_class = folder.join(name);
+        if !of_class.is_dir() {
+            return Err(Error::input(format!("{} is a file beside the folders of classes", of_class.display()))
+                .hint("the folder to import holds one folder for each class and nothing else: move the file away"));
+        }
+        let images = visible(&of_class)?;
+        if images.is_empty() {
+            return Err(Error::input(format!("{} holds no images", of_class.display()))
+                .hint("remove the folder, or put the images of that class into it"));
+        }
+        for (i, name) in images.iter().enumerate() {
+            let path = of_class.join(name);
+            if path.is_dir() {
+                return Err(Error::input(format!("{} is a folder inside that of a class", path.display())).hint(
+                    "the images of a class lie in its folder: name the folder above those of classes, or move it away",
+                ));
+            }
+            files.push(Labelled { path, class, along: (i as f64 + 0.5) / images.len() as f64 });
+        }
+    }
+    if files.is_empty() {
+        return Err(Error::input(format!("{} holds no folder of a class", folder.display()))
+            .hint("put the images of each class into a folder of its own there: DIR/cat/1.png, DIR/dog/1.png"));
+    }
+    files.sort_by(|one, other| one.along.total_cmp(&other.along).then(one.class.cmp(&other.class)));
+    Ok((classes, files))
+}
+
+/// Names of a folder's entries, sorted, without those that begin with a dot.
+fn visible(folder: &Path) -> Result<Vec<String>> {
+    if !folder.exists() {
+        return Err(Error::input(format!("{} does not exist", folder.display()))
+            .hint("give a folder with one folder of images for each class"));
+    }
+    Ok(file_names(folder)?.into_iter().filter(|name| !name.starts_with('.')).collect())
+}
+
+/// The pixels of a file, in bytes: three channels, or one. Transparency is dropped.
+fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
+    let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+    let at = path.display();
+    let reader = ImageReader::new(std::io::Cursor::new(&bytes)).with_guessed_format();
+    let reader = reader.map_err(|e| Error::io("read", path, e))?;
+    let format = match reader.format() {
+        Some(format @ (ImageFormat::Png | ImageFormat::Jpeg)) => format,
+        other => {
+            let what = other.map_or(String::new(), |format| format!(", but {format:?}"));
+            return Err(Error::input(format!("{at} is not a PNG or JPEG image{what}"))
+                .hint("convert it, or move it away: a class's folder holds its images and nothing else"));
+        }
+    };
+    let damaged = |what: String| {
+        Error::input(format!("{at} is a damaged or truncated image: {what}")).hint("copy it again, or move it away")
+    };
+    // The decoder would fill up what is missing.
+    if format == ImageFormat::Jpeg && !is_whole(&bytes) {
+        return Err(damaged("it ends before the mark of its end".into()));
+    }
+    let picture = reader.decode().map_err(|e| damaged(e.to_string().replace('\n', " ")))?;
+    Ok(match grey {
+        true => DynamicImage::ImageLuma8(picture.into_luma8()),
+        false => DynamicImage::ImageRgb8(picture.into_rgb8()),
+    })
+}
+
+/// Whether a JPEG file has the marker of its end, outside of previews that are embedded in its segments.
+fn is_whole(jpeg: &[u8]) -> bool {
+    let mut rest = jpeg;
+    loop {
+        // Among compressed pixels 0xff is followed by 0, or restarts them.
+        let is_marker = |two: &[u8]| two[0] == 0xff && !matches!(two[1], 0 | 0xd0..=0xd7 | 0xff);
+        let Some(at) = rest.windows(2).position(is_marker) else { return false };
+        let after = &rest[at + 2..];
+        let skipped = match (rest[at + 1], after) {
+            (0xd9, _) => return true,
+            // The start of the file, and a marker of its own: no segment follows.
+            (0xd8 | 0x01, _) => 0,
+            (_, [high, low, ..]) => usize::from(u16::from_be_bytes([*high, *low])),
+            _ => return false,
+        };
+        let Some(next) = after.get(skipped..) else { return false };
+        rest = next;
+    }
+}
