@@ -82,7 +82,8 @@ impl<B: Kernels> Objective<B> {
         &self.metrics
     }
 
-    /// Σ of the losses of a micro-batch's predictions, each times the weights of its class and sample; replaces `output` (rows × width) by its gradient times `scale`.
+    /// Σ of the losses of a micro-batch's predictions, each times the weights of its class and sample; replaces `output` (rows ×
+    /// width) by its gradient times `scale`.
     ///
     /// # Errors
     /// The device failed.

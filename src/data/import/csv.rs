@@ -148,8 +148,8 @@ fn earlier(folder: &Path) -> Result<(Columns, Option<Scale>)> {
 /// Writes every line as a sample. Targets are classes if there is one column of them that holds integers from 0 on.
 ///
 /// # Errors
-/// The file is missing, a line has not as many cells as the header, a cell is no number or a weight less than 0, there is no such column, or as
-/// for every import.
+/// The file is missing, a line has not as many cells as the header, a cell is no number or a weight less than 0, there is no
+/// such column, or as for every import.
 pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let path = import.input.display();
     let malformed = |what: String| Error::input(format!("{path}: {what}")).hint("mend the line, or leave it out");

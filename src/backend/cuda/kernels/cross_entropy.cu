@@ -21,7 +21,8 @@ __device__ __forceinline__ Running merge(Running a, Running b) {
   return Running{top, a.sum * expf(a.top - top) + b.sum * expf(b.top - top)};
 }
 
-// `of_classes`, a factor for each class, and `of_rows`, one for each row, may be null. `smoothing` is the part of the target that is spread over all classes.
+// `of_classes`, a factor for each class, and `of_rows`, one for each row, may be null. `smoothing` is the part of the
+// target that is spread over all classes.
 extern "C" __global__ void __launch_bounds__(512)
     cross_entropy(elem* logits, const unsigned* targets, const float* of_classes, const float* of_rows, float* losses,
                   int classes, float scale, float smoothing, int gradient) {
