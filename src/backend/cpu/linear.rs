@@ -3,7 +3,7 @@
 use ndarray::{ArrayView2, ArrayViewMut2};
 
 use super::math::simd;
-use super::product::multiply_parallel;
+use super::product::{multiply_across, multiply_parallel};
 use super::threads::Threads;
 use crate::backend::{Gemm, Linear};
 
@@ -18,16 +18,18 @@ pub(super) fn matrix_mut(x: &mut [f32], rows: usize, columns: usize) -> ArrayVie
 }
 
 pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
-    let a = if s.ta { matrix(a, s.k, s.m).reversed_axes() } else { matrix(a, s.m, s.k) };
     let b = if s.tb { matrix(b, s.n, s.k).reversed_axes() } else { matrix(b, s.k, s.n) };
-    multiply_parallel(threads, a, b, matrix_mut(c, s.m, s.n), s.acc);
+    let c = matrix_mut(c, s.m, s.n);
+    if s.ta {
+        assert_eq!(a.len(), s.k * s.m);
+        multiply_across(threads, a, s.m, b, c, s.acc, &mut []);
+    } else {
+        multiply_parallel(threads, matrix(a, s.m, s.k), b, c, s.acc);
+    }
 }
 
 /// Rows of one task when a bias is spread over rows.
 const ROWS: usize = 32;
-
-/// Columns of one task when rows are summed: their sums stay in registers.
-const COLUMNS: usize = 64;
 
 pub fn forward(threads: &Threads, s: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
     if !bias.is_empty() {
@@ -45,21 +47,31 @@ pub fn backward_input(threads: &Threads, s: Linear, dy: &[f32], weight: &[f32], 
 }
 
 pub fn backward_weight(threads: &Threads, s: Linear, dy: &[f32], x: &[f32], dweight: &mut [f32], dbias: &mut [f32]) {
-    let shape = Gemm { m: s.outputs, n: s.inputs, k: s.rows, ta: true, tb: false, acc: true };
-    gemm(threads, shape, dy, x, dweight);
-    add_rows(threads, dy, s.outputs, dbias);
+    assert_eq!(dy.len(), s.rows * s.outputs);
+    let (x, dweight) = (matrix(x, s.rows, s.inputs), matrix_mut(dweight, s.outputs, s.inputs));
+    multiply_across(threads, dy, s.outputs, x, dweight, true, dbias);
 }
+
+/// Columns of one task when rows are summed: their sums stay in registers.
+const COLUMNS: usize = 64;
 
 /// `sum += Σ_rows x`. Each task owns some columns and walks all rows, so the order of the sum is fixed.
 pub(super) fn add_rows(threads: &Threads, x: &[f32], width: usize, sum: &mut [f32]) {
     threads.each(sum.chunks_mut(COLUMNS).enumerate(), |(i, sum)| {
+        add_columns(x, width, i * COLUMNS, sum);
+    });
+}
+
+/// `sum += Σ_rows x` of the columns from `first` on.
+pub(super) fn add_columns(x: &[f32], width: usize, first: usize, sum: &mut [f32]) {
+    for (i, sum) in sum.chunks_mut(COLUMNS).enumerate() {
         simd(
             #[inline(always)]
             || {
                 let mut total = [0.0; COLUMNS];
                 total[..sum.len()].copy_from_slice(sum);
                 for row in x.chunks_exact(width) {
-                    let row = &row[i * COLUMNS..][..sum.len()];
+                    let row = &row[first + i * COLUMNS..][..sum.len()];
                     match row.first_chunk::<COLUMNS>() {
                         Some(row) => (0..COLUMNS).for_each(|j| total[j] += row[j]),
                         None => total.iter_mut().zip(row).for_each(|(total, x)| *total += x),
@@ -68,5 +80,5 @@ pub(super) fn add_rows(threads: &Threads, x: &[f32], width: usize, sum: &mut [f3
                 sum.copy_from_slice(&total[..sum.len()]);
             },
         );
-    });
+    }
 }

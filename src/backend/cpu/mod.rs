@@ -21,6 +21,7 @@ mod softmax;
 mod stream;
 mod swiglu;
 mod threads;
+mod transpose;
 mod window;
 
 use std::ops::Range;
