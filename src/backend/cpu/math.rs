@@ -77,6 +77,24 @@ pub fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     fold(lanes)
 }
 
+/// As [`sum`], and leaves `f(x)` in the place of `x`.
+#[inline(always)]
+pub fn replace_and_sum(x: &mut [f32], f: impl Fn(f32) -> f32) -> f32 {
+    let (blocks, tail) = x.as_chunks_mut::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for block in blocks {
+        for i in 0..LANES {
+            block[i] = f(block[i]);
+            lanes[i] += block[i];
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(tail) {
+        *x = f(*x);
+        *lane += *x;
+    }
+    fold(lanes)
+}
+
 /// `Σ f(x, y)` over two slices of one length in a fixed order.
 #[inline(always)]
 pub fn sum2(x: &[f32], y: &[f32], f: impl Fn(f32, f32) -> f32) -> f32 {
@@ -134,6 +152,9 @@ mod tests {
             let want: f64 = x.iter().map(|&x| f64::from(x) * 2.0).sum();
             assert!((f64::from(sum(&x, |x| 2.0 * x)) - want).abs() < 1e-5);
             assert!((f64::from(sum2(&x, &x, |a, b| a + b)) - want).abs() < 1e-5);
+            let mut twice = x.clone();
+            assert_eq!(replace_and_sum(&mut twice, |x| 2.0 * x), sum(&x, |x| 2.0 * x));
+            assert!(twice.iter().zip(&x).all(|(twice, x)| *twice == 2.0 * x));
             assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         }
     }
