@@ -8,7 +8,7 @@ use super::threads::Threads;
 use crate::backend::{Gemm, Linear};
 
 /// A row-major matrix over a slice.
-pub(super) fn matrix(x: &[f32], rows: usize, columns: usize) -> ArrayView2<'_, f32> {
+pub(super) fn matrix<T>(x: &[T], rows: usize, columns: usize) -> ArrayView2<'_, T> {
     ArrayView2::from_shape((rows, columns), x).expect("a window has its shape's length")
 }
 
@@ -17,33 +17,53 @@ pub(super) fn matrix_mut(x: &mut [f32], rows: usize, columns: usize) -> ArrayVie
     ArrayViewMut2::from_shape((rows, columns), x).expect("a window has its shape's length")
 }
 
+/// The left operand, m×k.
+pub(super) fn left<T>(s: Gemm, a: &[T]) -> ArrayView2<'_, T> {
+    if s.ta { matrix(a, s.k, s.m).reversed_axes() } else { matrix(a, s.m, s.k) }
+}
+
+/// The right operand, k×n.
+pub(super) fn right<T>(s: Gemm, b: &[T]) -> ArrayView2<'_, T> {
+    if s.tb { matrix(b, s.n, s.k).reversed_axes() } else { matrix(b, s.k, s.n) }
+}
+
 pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
-    let b = if s.tb { matrix(b, s.n, s.k).reversed_axes() } else { matrix(b, s.k, s.n) };
     let c = matrix_mut(c, s.m, s.n);
     if s.ta {
         assert_eq!(a.len(), s.k * s.m);
-        multiply_across(threads, a, s.m, b, c, s.acc, &mut []);
+        multiply_across(threads, a, s.m, right(s, b), c, s.acc, &mut []);
     } else {
-        multiply_parallel(threads, matrix(a, s.m, s.k), b, c, s.acc);
+        multiply_parallel(threads, left(s, a), right(s, b), c, s.acc);
     }
 }
 
-/// Rows of one task when a bias is spread over rows.
-const ROWS: usize = 32;
+/// Elements of one task when a bias is spread over rows.
+const SPREAD: usize = 1 << 14;
 
-pub fn forward(threads: &Threads, s: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) {
-    if !bias.is_empty() {
-        threads.each(y.chunks_mut(ROWS * s.outputs), |y| {
-            y.chunks_exact_mut(s.outputs).for_each(|y| y.copy_from_slice(bias));
-        });
+/// Every row of `y` becomes the bias, if there is one: what the product is added to.
+pub fn spread(threads: &Threads, bias: &[f32], y: &mut [f32]) {
+    if bias.is_empty() {
+        return;
     }
-    let shape = Gemm { m: s.rows, n: s.outputs, k: s.inputs, ta: false, tb: true, acc: !bias.is_empty() };
-    gemm(threads, shape, x, weight, y);
+    let rows = (SPREAD / bias.len()).max(1);
+    threads.each(y.chunks_mut(rows * bias.len()), |y| {
+        y.chunks_exact_mut(bias.len()).for_each(|y| y.copy_from_slice(bias));
+    });
 }
 
-pub fn backward_input(threads: &Threads, s: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) {
-    let shape = Gemm { m: s.rows, n: s.inputs, k: s.outputs, ta: false, tb: false, acc: false };
-    gemm(threads, shape, dy, weight, dx);
+/// The product of [`crate::backend::Kernels::linear`], after [`spread`].
+pub fn forward(s: Linear, bias: &[f32]) -> Gemm {
+    Gemm { m: s.rows, n: s.outputs, k: s.inputs, ta: false, tb: true, acc: !bias.is_empty() }
+}
+
+/// The product of [`crate::backend::Kernels::linear_backward_input`].
+pub fn backward_input(s: Linear) -> Gemm {
+    Gemm { m: s.rows, n: s.inputs, k: s.outputs, ta: false, tb: false, acc: false }
+}
+
+/// The product of [`crate::backend::Kernels::linear_backward_weight`].
+pub fn weight_gradient(s: Linear) -> Gemm {
+    Gemm { m: s.outputs, n: s.inputs, k: s.rows, ta: true, tb: false, acc: true }
 }
 
 pub fn backward_weight(threads: &Threads, s: Linear, dy: &[f32], x: &[f32], dweight: &mut [f32], dbias: &mut [f32]) {

@@ -47,6 +47,16 @@ pub fn exp(x: f32) -> f32 {
     if x < LOWEST { 0.0 } else { y * scale }
 }
 
+/// The bits of bf16 that are nearest, ties to even. NaN stays NaN.
+#[inline(always)]
+pub fn to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    let quiet = bits | 1 << 22;
+    let kept = if x.is_nan() { quiet } else { rounded };
+    (kept >> 16) as u16
+}
+
 /// Adds the partial sums in a fixed binary tree.
 #[inline(always)]
 fn fold(lanes: [f32; LANES]) -> f32 {
@@ -143,6 +153,17 @@ mod tests {
         }
         assert_eq!((exp(-100.0), exp(f32::NEG_INFINITY), exp(0.0)), (0.0, 0.0, 1.0));
         assert!(exp(f32::NAN).is_nan() && exp(200.0) > 1e38);
+    }
+
+    #[test]
+    fn bf16_is_the_nearest() {
+        // Every upper half, with lower halves around the middle.
+        for bits in (0..=u32::from(u16::MAX))
+            .flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| high << 16 | low))
+        {
+            let x = f32::from_bits(bits);
+            assert_eq!(to_bf16(x), half::bf16::from_f32(x).to_bits(), "{x} ({bits:x})");
+        }
     }
 
     #[test]
