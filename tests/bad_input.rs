@@ -139,7 +139,7 @@ fn settings() {
     let lacks = true;
     let words: &[&str] = &["precision.compute = bf16 needs a GPU, or a CPU with avx512_bf16", "hint: leave it out"];
     let of_cpu = lacks.then_some(("precision.compute=bf16", ALL, words));
-    for (setting, transports, words) in cases.into_iter().chain(of_cpu) {
+    for (setting, transports, words) in cases.iter().chain(&of_cpu) {
         for transport in *transports {
             refuses(&mut Run::new(*transport, root.path(), "x", &[setting]).command(), root.path(), words);
         }
