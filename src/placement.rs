@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::backend::cpu::Cpu;
+use crate::backend::cpu::{Cpu, Products};
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices};
 use crate::backend::{Backend, readable};
 use crate::comm::{Comm, Route};
@@ -72,12 +72,25 @@ impl Gpu {
     }
 }
 
+/// What multiplies matrices on the CPU.
+fn products(config: &Config) -> Products {
+    if config.precision.compute == Compute::Bf16 { Products::Bf16 } else { Products::Own }
+}
+
 /// The CPU as a rank's device.
 ///
 /// # Errors
-/// None; GPUs have some.
+/// As [`cpu_can`].
 pub fn cpu(plan: &Plan) -> Result<Cpu> {
-    Ok(Cpu::new(plan.threads))
+    Cpu::new(plan.threads).with_products(products(&plan.config))
+}
+
+/// Whether the CPU computes in the format that is asked for.
+///
+/// # Errors
+/// With bf16: the CPU does not multiply it, or oneDNN is not there.
+pub fn cpu_can(config: &Config) -> Result<()> {
+    products(config).check()
 }
 
 /// Decides where the ranks of `comm` compute: collective. None is the CPU.

@@ -32,7 +32,8 @@ const BESIDE: [(&str, &str); 3] = [
 const APART: [(&str, &str); 2] = [("data", "backend"), ("data", "comm")];
 
 /// The only files with `unsafe` in them.
-const UNSAFE: [&str; 26] = [
+const UNSAFE: [&str; 27] = [
+    "backend/cpu/onednn.rs",
     "backend/cpu/product.rs",
     "backend/cpu/stream.rs",
     "backend/cpu/threads.rs",

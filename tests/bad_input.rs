@@ -132,7 +132,14 @@ fn settings() {
         ("data.path=/no/such/data", ALL, &["/no/such/data does not exist", "data.path"]),
     ];
     let root = tempfile::tempdir().unwrap();
-    for (setting, transports, words) in cases {
+    // Elsewhere a missing library may be refused, or nothing.
+    #[cfg(target_arch = "x86_64")]
+    let lacks = !is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    let lacks = true;
+    let words: &[&str] = &["precision.compute = bf16 needs a GPU, or a CPU with avx512_bf16", "hint: leave it out"];
+    let of_cpu = lacks.then_some(("precision.compute=bf16", ALL, words));
+    for (setting, transports, words) in cases.iter().chain(&of_cpu) {
         for transport in *transports {
             refuses(&mut Run::new(*transport, root.path(), "x", &[setting]).command(), root.path(), words);
         }

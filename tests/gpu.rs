@@ -232,7 +232,7 @@ fn gpus_that_cannot_are_told() {
         (&[], &[("CUDASIM_CC", "75")], "precision.compute = bf16 needs compute capability 8.0"),
         (&["device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
         (&["device.memory_fraction=1.5"], &[], "device.memory_fraction = 1.5 is out of range"),
-        (&["run.device=cpu", "precision.compute=bf16"], &[], "precision.compute = bf16 is for GPUs"),
+        (&["run.device=cpu", "precision.compute=tf32"], &[], "precision.compute = tf32 is for GPUs"),
     ];
     for (settings, sim, text) in cases {
         let said = refused(settings, sim);

@@ -5,7 +5,7 @@ mod layers;
 use std::path::Path;
 use std::process::Command;
 
-use super::cpu::Cpu;
+use super::cpu::{Cpu, Products};
 use super::cuda;
 use super::{
     Activation, AdamW, Attention, Dropout, Elements, Elementwise, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd,
@@ -586,6 +586,34 @@ fn cpu_kernels_are_right_and_do_not_depend_on_the_threads() {
     for threads in [2, 3, 8] {
         assert!(bits(threads) == one, "{threads} threads give other bits than one");
     }
+}
+
+/// Products by a library on several numbers of threads: false where it is not there.
+fn by_library(by: Products, random: fn(&Cpu, u64, usize) -> Vec<f32>) -> bool {
+    let bits = |threads| -> Option<Vec<Vec<u32>>> {
+        let cpu = Cpu::new(threads).with_products(by).map_err(|e| eprintln!("skipped: {e}")).ok()?;
+        let results = products(&cpu, random).into_iter();
+        Some(results.map(|result| result.into_iter().map(f32::to_bits).collect()).collect())
+    };
+    let Some(one) = bits(1) else { return false };
+    for threads in [2, 3, 8] {
+        assert!(bits(threads).as_ref() == Some(&one), "{threads} threads give other bits than one");
+    }
+    true
+}
+
+#[test]
+fn products_by_onednn_are_right_and_do_not_depend_on_the_threads() {
+    by_library(Products::OneDnn, random);
+}
+
+#[test]
+fn products_of_bf16_are_right_where_the_cpu_has_them() {
+    // Operands that bf16 holds: the sums are those of f32.
+    let narrow = |_: &Cpu, seed, len| -> Vec<f32> {
+        random(&Cpu::new(1), seed, len).into_iter().map(|x| half::bf16::from_f32(x).to_f32()).collect()
+    };
+    by_library(Products::Bf16, narrow);
 }
 
 /// A suite on the first GPU, twice.

@@ -244,7 +244,8 @@ sections! {
     /// `[precision]`
     Precision {
         /// Number format of parameters, activations and matrix products: f32, tf32 (f32 rounded for the tensor cores), bf16
-        /// (with f32 sums, masters and optimizer), or auto: bf16 on GPUs, f32 on CPUs.
+        /// (with f32 sums, masters and optimizer), or auto: bf16 on GPUs, f32 on CPUs. On CPUs that multiply bf16, it is the
+        /// format of the operands of products alone, by oneDNN.
         compute: Compute = Compute::Auto,
     }
 
@@ -464,12 +465,12 @@ pub enum Compute {
 impl Compute {
     /// Whether only GPUs know it.
     pub fn needs_gpu(self) -> bool {
-        matches!(self, Compute::Tf32 | Compute::Bf16)
+        self == Compute::Tf32
     }
 
-    /// Bytes of a parameter or activation.
-    pub fn size(self) -> usize {
-        if self == Compute::Bf16 { 2 } else { 4 }
+    /// Bytes of a parameter or activation, on the host or on a GPU.
+    pub fn size(self, on_host: bool) -> usize {
+        if self == Compute::Bf16 && !on_host { 2 } else { 4 }
     }
 }
 

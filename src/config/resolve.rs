@@ -132,10 +132,8 @@ fn compute(config: &Config, on_gpu: bool) -> Result<Compute> {
     match (config.precision.compute, on_gpu) {
         (Compute::Auto, true) => Ok(Compute::Bf16),
         (Compute::Auto, false) => Ok(Compute::F32),
-        (Compute::Bf16 | Compute::Tf32, false) => {
-            let name = if config.precision.compute == Compute::Bf16 { "bf16" } else { "tf32" };
-            Err(Error::input(format!("precision.compute = {name} is for GPUs"))
-                .hint("leave it out, or run on a node with a GPU"))
+        (Compute::Tf32, false) => {
+            Err(Error::input("precision.compute = tf32 is for GPUs").hint("leave it out, or run on a node with a GPU"))
         }
         (compute, _) => Ok(compute),
     }

@@ -19,7 +19,7 @@ pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> R
         config.parallel.zero = Zero::Three;
     }
     if !on_gpu {
-        // A GPU may have trained it; the CPU knows one format.
+        // A GPU may have trained it, or a CPU of another kind; all know f32.
         config.precision = Default::default();
     }
     // Nothing is trained: any batch that divides among the ranks will do.

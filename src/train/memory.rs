@@ -65,7 +65,7 @@ impl Alive {
 /// when most is; on the host every category keeps the most that it ever had.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Estimate {
     let Held { messages, messages_on_device, resident, cache } = held;
-    let size = plan.config.precision.compute.size();
+    let size = plan.config.precision.compute.size(B::ON_HOST);
     let padded: Vec<usize> =
         blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
     let all: usize = padded.iter().sum();
@@ -113,7 +113,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
 
 /// The moments of training and of evaluations.
 fn moments<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, padded: &[usize]) -> Vec<Alive> {
-    let size = plan.config.precision.compute.size();
+    let size = plan.config.precision.compute.size(B::ON_HOST);
     let borrows: Vec<Option<usize>> = blocks.iter().map(|block| block.borrows()).collect();
     let rehearsal = Rehearsal {
         borrows: &borrows,

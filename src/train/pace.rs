@@ -55,7 +55,7 @@ impl<B: Kernels> Pace<B> {
         let plan = world.agree(resolve(config, &facts))?;
         let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
         world.agree(fits::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
-        let (engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
+        let (engine, _) = engine(comm, &plan, world.agree(backend(&plan))?, None)?;
         let batch = random(&plan, samples as usize);
         Ok(Self { plan, engine, batch, progress: Progress::default() })
     }

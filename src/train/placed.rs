@@ -4,7 +4,7 @@ use super::run::{Ending, GpuPlace, Own, Request, train};
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
 use crate::error::Result;
-use crate::placement::{cpu, place};
+use crate::placement::{cpu, cpu_can, place};
 
 /// A whole run, as `hpctrain train` makes it, where `run.device` says: collective over the world of `comm`. The ranks of
 /// `beside` are told the directory, as [`train`] does.
@@ -21,7 +21,10 @@ pub fn train_on_device(
     beside: Option<&Comm<Cpu>>,
 ) -> Result<Ending> {
     match place(comm, &request.config)? {
-        None => train(comm, request, own, beside.map(Comm::world).as_ref(), cpu),
+        None => {
+            comm.world().agree(cpu_can(&request.config))?;
+            train(comm, request, own, beside.map(Comm::world).as_ref(), cpu)
+        }
         Some(gpu) => {
             let place = GpuPlace { memory: gpu.memory, table: gpu.table.clone() };
             let request = Request { gpu: Some(place), ..request.clone() };

@@ -1,9 +1,30 @@
 //! Softmax cross-entropy, fused with its gradient: the logits are overwritten, never copied.
 
 use super::elementwise::CHUNK;
-use super::math::{exp, max, simd, sum};
+use super::math::{exp, max, replace_and_sum, simd, sum};
 use super::threads::Threads;
 use crate::backend::{CrossEntropy, LossWeights};
+
+/// Elements of a row whose exponentials are taken while they are in a core's nearest cache, and most such blocks of a row.
+const BLOCK: usize = 1 << 11;
+const MOST_BLOCKS: usize = 64;
+
+/// The largest logit of a row, and `Σ exp(x - largest)`. With `replace`, logits become their exponentials, less the largest
+/// logit of their block, which is left in `tops`: one exponential a logit is enough for loss and gradient.
+#[inline(always)]
+fn softmax_sum(logits: &mut [f32], block: usize, replace: bool, tops: &mut [f32; MOST_BLOCKS]) -> (f32, f32) {
+    let (mut top, mut total) = (f32::MIN, 0.0);
+    for (logits, of_block) in logits.chunks_mut(block).zip(tops) {
+        // Of classes that are ruled out by -∞ nothing is left, even where a block has no others.
+        let largest = max(logits).max(f32::MIN);
+        let sum =
+            if replace { replace_and_sum(logits, |x| exp(x - largest)) } else { sum(logits, |x| exp(x - largest)) };
+        let above = top.max(largest);
+        total = total * exp(top - above) + sum * exp(largest - above);
+        (top, *of_block) = (above, largest);
+    }
+    (top, total)
+}
 
 pub fn cross_entropy(
     threads: &Threads,
@@ -19,27 +40,32 @@ pub fn cross_entropy(
     assert!(of_rows.is_empty() || of_rows.len() == s.rows, "a weight for each row");
     let (rest, spread) = (1.0 - s.smoothing, s.smoothing / s.classes as f32);
     let rows = (CHUNK / s.classes.max(1)).max(1);
+    let block = BLOCK.max(s.classes.div_ceil(MOST_BLOCKS));
     let parts = logits.chunks_mut(rows * s.classes).zip(targets.chunks(rows)).zip(losses.chunks_mut(rows));
     threads.each(parts.zip((0..).step_by(rows)), |(((logits, targets), losses), first)| {
         simd(
             #[inline(always)]
             || {
+                let mut tops = [0.0; MOST_BLOCKS];
                 let all = logits.chunks_exact_mut(s.classes).zip(targets).zip(losses).zip(first..);
                 for (((logits, &target), loss), row) in all {
-                    let top = max(logits);
-                    let total = sum(logits, |x| exp(x - top));
+                    let own = logits[target as usize];
+                    let others = if s.smoothing > 0.0 { sum(logits, |x| x - own) } else { 0.0 };
+                    let (top, total) = softmax_sum(logits, block, s.gradient, &mut tops);
                     let of_class = of_classes.get(target as usize).copied().unwrap_or(1.0);
                     let weight = of_class * of_rows.get(row).copied().unwrap_or(1.0);
-                    *loss = total.ln() - rest * (logits[target as usize] - top);
+                    *loss = total.ln() - rest * (own - top);
                     if s.smoothing > 0.0 {
-                        *loss -= spread * sum(logits, |x| x - top);
+                        *loss -= spread * (others + s.classes as f32 * (own - top));
                     }
                     *loss *= weight;
                     if s.gradient {
                         let scale = s.scale * weight;
-                        let factor = scale / total;
-                        for x in logits.iter_mut() {
-                            *x = exp(*x - top) * factor - scale * spread;
+                        for (logits, largest) in logits.chunks_mut(block).zip(&tops) {
+                            let factor = scale / total * exp(largest - top);
+                            for x in logits.iter_mut() {
+                                *x = *x * factor - scale * spread;
+                            }
                         }
                         logits[target as usize] -= scale * rest;
                     }

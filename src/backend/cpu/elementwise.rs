@@ -2,9 +2,7 @@
 
 use std::ops::Range;
 
-use half::bf16;
-
-use super::math::simd;
+use super::math::{simd, to_bf16};
 use super::threads::Threads;
 use crate::backend::Columns;
 
@@ -33,7 +31,7 @@ pub fn narrow(threads: &Threads, x: &[f32], y: &mut [u16]) {
             #[inline(always)]
             || {
                 for (y, x) in y.iter_mut().zip(x) {
-                    *y = bf16::from_f32(*x).to_bits();
+                    *y = to_bf16(*x);
                 }
             },
         );
@@ -108,6 +106,8 @@ pub fn squares(x: &[f32]) -> f64 {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     #[test]

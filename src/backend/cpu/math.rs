@@ -37,6 +37,16 @@ pub fn exp(x: f32) -> f32 {
     if x < LOWEST { 0.0 } else { y * scale }
 }
 
+/// The bits of bf16 that are nearest, ties to even. NaN stays NaN.
+#[inline(always)]
+pub fn to_bf16(x: f32) -> u16 {
+    let bits = x.to_bits();
+    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
+    let quiet = bits | 1 << 22;
+    let kept = if x.is_nan() { quiet } else { rounded };
+    (kept >> 16) as u16
+}
+
 /// Adds the partial sums in a fixed binary tree.
 #[inline(always)]
 fn fold(lanes: [f32; LANES]) -> f32 {
@@ -63,6 +73,24 @@ pub fn sum(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     }
     for (lane, &x) in lanes.iter_mut().zip(tail) {
         *lane += f(x);
+    }
+    fold(lanes)
+}
+
+/// As [`sum`], and leaves `f(x)` in the place of `x`.
+#[inline(always)]
+pub fn replace_and_sum(x: &mut [f32], f: impl Fn(f32) -> f32) -> f32 {
+    let (blocks, tail) = x.as_chunks_mut::<LANES>();
+    let mut lanes = [0.0; LANES];
+    for block in blocks {
+        for i in 0..LANES {
+            block[i] = f(block[i]);
+            lanes[i] += block[i];
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(tail) {
+        *x = f(*x);
+        *lane += *x;
     }
     fold(lanes)
 }
@@ -118,12 +146,26 @@ mod tests {
     }
 
     #[test]
+    fn bf16_is_the_nearest() {
+        // Every upper half, with lower halves around the middle.
+        for bits in (0..=u32::from(u16::MAX))
+            .flat_map(|high| [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| high << 16 | low))
+        {
+            let x = f32::from_bits(bits);
+            assert_eq!(to_bf16(x), half::bf16::from_f32(x).to_bits(), "{x} ({bits:x})");
+        }
+    }
+
+    #[test]
     fn reductions_handle_every_length() {
         for len in [0, 1, 15, 16, 17, 31, 33, 1023] {
             let x: Vec<f32> = (0..len).map(|i| (i as f32 * 0.37).sin()).collect();
             let want: f64 = x.iter().map(|&x| f64::from(x) * 2.0).sum();
             assert!((f64::from(sum(&x, |x| 2.0 * x)) - want).abs() < 1e-5);
             assert!((f64::from(sum2(&x, &x, |a, b| a + b)) - want).abs() < 1e-5);
+            let mut twice = x.clone();
+            assert_eq!(replace_and_sum(&mut twice, |x| 2.0 * x), sum(&x, |x| 2.0 * x));
+            assert!(twice.iter().zip(&x).all(|(twice, x)| *twice == 2.0 * x));
             assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
         }
     }

@@ -12,6 +12,7 @@ mod linear;
 mod math;
 mod memory;
 mod norm;
+mod onednn;
 mod optimizer;
 mod pairs;
 mod peak;
@@ -22,6 +23,7 @@ mod softmax;
 mod stream;
 mod swiglu;
 mod threads;
+mod transpose;
 mod window;
 
 use std::ops::Range;
@@ -33,7 +35,7 @@ use super::{
     Gemm, Kernels, Launch, Ledger, Linear, LossWeights, Memory, Norm, Pairs, Profile, Reach, Regression, Rotary, Sgd,
     Window, Work,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 pub use elementwise::add_serial;
 pub use memory::{CpuBuf, CpuInts};
@@ -48,12 +50,41 @@ pub struct Peak {
     pub bandwidth: f64,
 }
 
+/// What multiplies matrices: products, affine maps and convolutions that are unfolded whole. Attention and convolutions by tiles
+/// have small products of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Products {
+    /// This program's kernels, in f32.
+    Own,
+    /// oneDNN, in f32.
+    OneDnn,
+    /// oneDNN, operands rounded to bf16, sums in f32.
+    Bf16,
+}
+
+impl Products {
+    /// Whether this machine can.
+    ///
+    /// # Errors
+    /// The CPU does not multiply bf16, or the library is not there.
+    pub fn check(self) -> Result<()> {
+        if self == Products::Bf16 && !multiplies_bf16() {
+            return Err(Error::input(
+                "precision.compute = bf16 needs a GPU, or a CPU with avx512_bf16 among its flags",
+            )
+            .hint("leave it out: CPUs without it compute in f32 (/proc/cpuinfo has the flags)"));
+        }
+        if self == Products::Own { Ok(()) } else { onednn::find() }
+    }
+}
+
 /// The CPU backend of one rank. Clones share memory pool and threads.
 #[derive(Clone)]
 pub struct Cpu {
     pool: Arc<memory::Pool>,
     threads: Arc<Threads>,
     profile: Profile,
+    products: Products,
 }
 
 impl Cpu {
@@ -65,7 +96,16 @@ impl Cpu {
     /// As [`Cpu::new`]; its kernels count in the profile of another backend.
     pub fn profiled(threads: usize, profile: Profile) -> Self {
         product::configure();
-        Self { pool: Arc::default(), threads: Arc::new(Threads::new(threads)), profile }
+        Self { pool: Arc::default(), threads: Arc::new(Threads::new(threads)), profile, products: Products::Own }
+    }
+
+    /// The same backend with other products.
+    ///
+    /// # Errors
+    /// As [`Products::check`].
+    pub fn with_products(self, products: Products) -> Result<Self> {
+        products.check()?;
+        Ok(Self { products, ..self })
     }
 
     /// Threads that compute.
@@ -85,6 +125,30 @@ impl Cpu {
         elementwise::narrow(&self.threads, x, &mut bytemuck::cast_slice_mut(words)[..x.len()]);
     }
 
+    fn product(&self, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
+        let threads = &self.threads;
+        match self.products {
+            Products::Own => {
+                linear::gemm(threads, s, a, b, c);
+                Ok(())
+            }
+            Products::OneDnn => onednn::multiply(threads, s, a, b, c),
+            Products::Bf16 => {
+                let (a_words, b_words) = (self.narrowed(a)?, self.narrowed(b)?);
+                let [a, b] = [(&a_words, a), (&b_words, b)]
+                    .map(|(words, x)| &bytemuck::cast_slice::<f32, u16>(words.as_slice())[..x.len()]);
+                onednn::multiply(threads, s, a, b, c)
+            }
+        }
+    }
+
+    /// A copy in bf16, two to a word.
+    fn narrowed(&self, x: &[f32]) -> Result<CpuBuf> {
+        let mut words = self.pool.take(Memory::Workspace, x.len().div_ceil(2))?;
+        self.narrow(x, words.as_mut_slice());
+        Ok(words)
+    }
+
     /// Updated parameters go to their copy, if there is one.
     fn copied(&self, p: &[f32], copy: Option<&mut [f32]>) {
         if let Some(copy) = copy {
@@ -96,6 +160,14 @@ impl Cpu {
     fn launched(&self, work: Work) -> Launch<'_, impl Fn()> {
         self.profile.launch(size_of::<f32>(), || (), work)
     }
+}
+
+/// Whether the CPU has instructions for sums of products of bf16.
+fn multiplies_bf16() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx512bf16");
+    #[cfg(not(target_arch = "x86_64"))]
+    false
 }
 
 impl Backend for Cpu {
@@ -218,20 +290,18 @@ impl Kernels for Cpu {
 
     fn gemm(&self, shape: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::gemm(shape));
-        linear::gemm(&self.threads, shape, a, b, c);
-        Ok(())
+        self.product(shape, a, b, c)
     }
 
     fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::linear(shape, bias.len()));
-        linear::forward(&self.threads, shape, x, weight, bias, y);
-        Ok(())
+        linear::spread(&self.threads, bias, y);
+        self.product(linear::forward(shape, bias), x, weight, y)
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::linear_backward_input(shape));
-        linear::backward_input(&self.threads, shape, dy, weight, dx);
-        Ok(())
+        self.product(linear::backward_input(shape), dy, weight, dx)
     }
 
     fn linear_backward_weight(
@@ -243,7 +313,12 @@ impl Kernels for Cpu {
         dbias: &mut [f32],
     ) -> Result<()> {
         let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len()));
-        linear::backward_weight(&self.threads, shape, dy, x, dweight, dbias);
+        if self.products == Products::Own {
+            linear::backward_weight(&self.threads, shape, dy, x, dweight, dbias);
+            return Ok(());
+        }
+        self.product(linear::weight_gradient(shape), dy, x, dweight)?;
+        linear::add_rows(&self.threads, dy, shape.outputs, dbias);
         Ok(())
     }
 

@@ -1,23 +1,48 @@
 //! Matrix products: the single-threaded kernel of `gemm`, a pure-Rust crate, on fixed parts of the output.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
-use ndarray::{ArrayView2, ArrayViewMut2, Axis};
+use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _};
 
+use super::linear::{add_columns, add_rows, matrix};
 use super::threads::Threads;
+use super::transpose::transpose;
 
-/// Work of one task: large enough to hide the hand-over, small enough to balance.
-const TASK_FLOPS: usize = 8 << 20;
+/// Work of one task: large enough to hide the hand-over and what is packed, small enough to balance.
+const TASK_FLOPS: usize = 16 << 20;
+
+/// The same where an operand must be packed number by number.
+const PACKING_TASK_FLOPS: usize = 32 << 20;
 const MAX_TASKS: usize = 64;
 
 /// A part is at least so many rows or columns wide: less leaves the kernel's tiles half empty.
 const MIN_PART: usize = 48;
 
-/// Columns of the kernel's tiles; parts are whole ones.
+/// Rows and columns of the kernel's tiles; parts are whole ones.
+const TILE_ROWS: usize = 6;
 const TILE_COLUMNS: usize = 16;
+
+/// Columns of a product from which on it pays to transpose an operand first.
+const ACROSS_FROM: usize = 256;
+
+/// Elements of a transposed operand at a time, 4 MiB, and most of one of its rows.
+const ACROSS: usize = 1 << 20;
+const DEEPEST: usize = 2048;
+
+/// Columns that one task transposes.
+const STRIP: usize = 64;
+
+/// Elements of a cache line.
+const LINE: usize = 16;
 
 /// The kernel copies `a` into a packed form from this many tiles on; below, reading it in place is faster.
 const PACK_FROM_TILES: usize = 64;
+
+thread_local! {
+    /// An operand, transposed; kept, because a fresh allocation would fault page by page.
+    static ACROSS_ROOM: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
+}
 
 /// Tells the kernel what suits the shapes of small networks. Process-wide.
 pub fn configure() {
@@ -68,28 +93,97 @@ pub fn multiply_parallel(
     c: ArrayViewMut2<'_, f32>,
     acc: bool,
 ) {
+    let packs = [a, b].map(|x| x.strides()[1] != 1);
+    each_part(threads, c, a.ncols(), packs, |rows, columns, c| {
+        multiply(a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()), c, acc);
+    });
+}
+
+/// Calls `f` with the parts of a product's output and their rows and columns, spread over the threads: parts of m×k times
+/// k×n, where the kernel `packs` either operand number by number.
+pub fn each_part(
+    threads: &Threads,
+    c: ArrayViewMut2<'_, f32>,
+    k: usize,
+    packs: [bool; 2],
+    f: impl Fn(Range<usize>, Range<usize>, ArrayViewMut2<'_, f32>) + Sync,
+) {
     let (m, n) = c.dim();
-    // The kernel repacks `b` in every task when its rows are not contiguous: then each task should take its own
-    // columns of `b`, unless there are too few.
-    let packs_b = b.strides()[1] != 1;
-    let by_columns = if packs_b { n >= 2 * MIN_PART } else { n > m };
-    let len = if by_columns { n } else { m };
+    let [high, wide] = grid(m, n, k, packs);
+    if high * wide == 1 {
+        return f(0..m, 0..n, c);
+    }
+    let all = parts(c, Axis(0), high, TILE_ROWS).flat_map(|(rows, c)| {
+        parts(c, Axis(1), wide, TILE_COLUMNS).map(move |(columns, c)| (rows.clone(), columns, c))
+    });
+    threads.each(all, |(rows, columns, c)| f(rows, columns, c));
+}
+
+/// As [`multiply_parallel`], of `aᵀ` and `b`, where `a` is row-major with `m` columns; adds the sums of its columns to `sums`, unless
+/// there are none.
+///
+/// The kernel would pack `aᵀ` again in every part, number by number. If parts are many, it is transposed once instead, so much at a
+/// time as the caches hold.
+pub fn multiply_across(
+    threads: &Threads,
+    a: &[f32],
+    m: usize,
+    b: ArrayView2<'_, f32>,
+    mut c: ArrayViewMut2<'_, f32>,
+    acc: bool,
+    sums: &mut [f32],
+) {
+    if b.ncols() < ACROSS_FROM || b.nrows() == 0 {
+        multiply_parallel(threads, matrix(a, b.nrows(), m).reversed_axes(), b, c, acc);
+        return add_rows(threads, a, m, sums);
+    }
+    let deep = b.nrows().min(DEEPEST);
+    // From row to row an odd number of cache lines: a power of two would send all rows to the same few places of a cache.
+    let stride = deep.next_multiple_of(2 * LINE) + LINE;
+    let high = (ACROSS / stride).next_multiple_of(STRIP).min(m.max(1));
+    let mut sums = sums.chunks_mut(high);
+    ACROSS_ROOM.with_borrow_mut(|room| {
+        room.resize(room.len().max(high * stride), 0.0);
+        for (i, mut c) in c.axis_chunks_iter_mut(Axis(0), high).enumerate() {
+            let sums = sums.next().unwrap_or_default();
+            for (j, (a, b)) in a.chunks(deep * m).zip(b.axis_chunks_iter(Axis(0), deep)).enumerate() {
+                let across = &mut room[..c.nrows() * stride];
+                let mut of_strips = sums.chunks_mut(STRIP);
+                let strips = across.chunks_mut(STRIP * stride).map(|strip| (strip, of_strips.next())).enumerate();
+                threads.each(strips, |(strip, (across, sums))| {
+                    let first = i * high + strip * STRIP;
+                    transpose(a, m, first..first + across.len() / stride, across, stride);
+                    if let Some(sums) = sums {
+                        add_columns(a, m, first, sums);
+                    }
+                });
+                let across = ArrayView2::from_shape((c.nrows(), b.nrows()).strides((stride, 1)), across);
+                let across = across.expect("room for a row of each column");
+                multiply_parallel(threads, across, b, c.view_mut(), acc || j > 0);
+            }
+        }
+    });
+}
+
+/// How often a product of m×k and k×n is cut along rows and along columns.
+fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 2] {
     // A power of two divides evenly over the usual numbers of threads.
-    let mut tasks = (2 * m * n * a.ncols()).div_ceil(TASK_FLOPS).clamp(1, MAX_TASKS).next_power_of_two();
-    while tasks > 1 && len < tasks * MIN_PART {
-        tasks /= 2;
+    let flops = if packs_a { PACKING_TASK_FLOPS } else { TASK_FLOPS };
+    let tasks = (2 * m * n * k).div_ceil(flops).clamp(1, MAX_TASKS).next_power_of_two();
+    let cut = |len: usize, most: usize| {
+        let mut parts = 1;
+        while parts < most && len >= 2 * parts * MIN_PART {
+            parts *= 2;
+        }
+        parts
+    };
+    // What is packed number by number is cut as little as can be: the other operand's parts each pack it anew.
+    if packs_a {
+        let high = cut(m, tasks);
+        return [high, if high > 1 { 1 } else { cut(n, tasks) }];
     }
-    if tasks == 1 {
-        multiply(a, b, c, acc);
-    } else if by_columns {
-        threads.each(parts(c, Axis(1), tasks, TILE_COLUMNS), |(columns, c)| {
-            multiply(a, b.slice_axis(Axis(1), columns.into()), c, acc);
-        });
-    } else {
-        threads.each(parts(c, Axis(0), tasks, 1), |(rows, c)| {
-            multiply(a.slice_axis(Axis(0), rows.into()), b, c, acc);
-        });
-    }
+    let wide = cut(n, tasks);
+    [if packs_b && wide > 1 { 1 } else { cut(m, tasks / wide) }, wide]
 }
 
 /// Cuts a matrix along an axis into so many parts of whole tiles, none more than a tile larger than another: a smaller last
@@ -130,6 +224,25 @@ mod tests {
             assert!(matrix.iter().all(|x| *x == 1.0));
             let sizes: Vec<usize> = ends.windows(2).map(|pair| (pair[1] - pair[0]).div_ceil(tile)).collect();
             assert!(sizes.len() <= count && sizes.iter().max() <= sizes.iter().min().map(|least| least + 1).as_ref());
+        }
+    }
+
+    #[test]
+    fn transposed_operands_are_cut_where_they_are_large() {
+        // More rows than are transposed at a time, and than fit at a time; one row less than a strip.
+        for (k, m, n) in [(DEEPEST + 3, 700, 256), (5, ACROSS / 32 + 1, 256), (3, 63, 300)] {
+            let numbers = |len: usize, step: usize| (0..len).map(|i| (i * step % 13) as f32 - 6.0).collect::<Vec<_>>();
+            let (a, b) = (numbers(k * m, 7), numbers(k * n, 5));
+            let (mut c, mut sums) = (vec![1.0; m * n], vec![1.0; m]);
+            let threads = Threads::new(2);
+            let of_c = ArrayViewMut2::from_shape((m, n), &mut c).unwrap();
+            multiply_across(&threads, &a, m, matrix(&b, k, n), of_c, true, &mut sums);
+            // Small integers: every order of summation is exact.
+            for (i, j) in [(0, 0), (m / 2, n / 3), (m - 1, n - 1), (m.min(512) - 1, 17)] {
+                let want: f32 = (0..k).map(|l| a[l * m + i] * b[l * n + j]).sum();
+                assert_eq!(c[i * n + j], 1.0 + want, "{k}×{m}×{n} at {i}, {j}");
+                assert_eq!(sums[i], 1.0 + (0..k).map(|l| a[l * m + i]).sum::<f32>());
+            }
         }
     }
 }

@@ -6,10 +6,11 @@
 use clap::Args;
 use serde::Serialize;
 
-use crate::backend::cpu::{Cpu, Peak};
+use crate::backend::cpu::{Cpu, Peak, Products};
 use crate::backend::{Backend as _, Tallies};
 use crate::cli::train::SourceArgs;
 use crate::comm::Comm;
+use crate::config::Plan;
 use crate::error::{Error, Result};
 use crate::placement::cpu;
 use crate::telemetry::{grouped, say};
@@ -26,6 +27,9 @@ pub struct PaceArgs {
     /// Steps that are timed, after two that are not.
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..))]
     steps: u16,
+    /// Let oneDNN multiply matrices, in f32, if it is there.
+    #[arg(long)]
+    onednn: bool,
     /// Print one JSON object instead of the table.
     #[arg(long)]
     json: bool,
@@ -111,7 +115,11 @@ const WARM_UP: usize = 2;
 pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     let world = comm.world();
     let (config, network) = world.agree(args.sources.load())?;
-    let mut pace = Pace::new(comm, config, args.samples, cpu)?;
+    let backend = |plan: &Plan| match args.onednn {
+        true => Cpu::new(plan.threads).with_products(Products::OneDnn),
+        false => cpu(plan),
+    };
+    let mut pace = Pace::new(comm, config, args.samples, backend)?;
     // All ranks at once: they share memory and cores.
     world.barrier().wait()?;
     let peak = pace.backend().peak();
