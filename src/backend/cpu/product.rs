@@ -14,6 +14,10 @@ const TASK_FLOPS: usize = 16 << 20;
 
 /// The same where an operand must be packed number by number.
 const PACKING_TASK_FLOPS: usize = 32 << 20;
+
+/// Tasks are smaller, but not than this, while there would be fewer than so many: threads want something to do.
+const LEAST_FLOPS: usize = 8 << 20;
+const FEW_TASKS: usize = 4;
 const MAX_TASKS: usize = 64;
 
 /// A part is at least so many rows or columns wide: less leaves the kernel's tiles half empty.
@@ -167,9 +171,10 @@ pub fn multiply_across(
 
 /// How often a product of m×k and k×n is cut along rows and along columns.
 fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 2] {
+    let flops = 2 * m * n * k;
+    let tasks = flops.div_ceil(if packs_a { PACKING_TASK_FLOPS } else { TASK_FLOPS });
     // A power of two divides evenly over the usual numbers of threads.
-    let flops = if packs_a { PACKING_TASK_FLOPS } else { TASK_FLOPS };
-    let tasks = (2 * m * n * k).div_ceil(flops).clamp(1, MAX_TASKS).next_power_of_two();
+    let tasks = tasks.max(flops.div_ceil(LEAST_FLOPS).min(FEW_TASKS)).clamp(1, MAX_TASKS).next_power_of_two();
     let cut = |len: usize, most: usize| {
         let mut parts = 1;
         while parts < most && len >= 2 * parts * MIN_PART {
