@@ -8,7 +8,7 @@ use super::Tokenizer;
 use super::augment::{Augment, Augmenter};
 use super::import::left_out;
 use super::rows::RowReader;
-use super::shard::{Content, Field, Shard, first_invalid};
+use super::shard::{Content, Field, Rows, Shard, first_invalid};
 use crate::error::{Error, Result};
 use crate::pattern::matches;
 use crate::simd::simd;
@@ -441,7 +441,8 @@ impl Dataset {
                 read_checked(shard, input_ids, &mut readers[0], row, ids, self.vocabulary)?;
                 read_checked(shard, target_ids, &mut readers[1], row, classes, self.vocabulary)?;
             }
-            Content::Rows { inputs, categories, targets, weights: of_weights, standard } => {
+            Content::Rows(rows) => {
+                let Rows { inputs, categories, targets, weights: of_weights, standard } = &**rows;
                 // In the order of the content's datasets.
                 let mut readers = readers.iter_mut();
                 let mut of = |field| readers.next().map(|reader| (field, reader));

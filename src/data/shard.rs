@@ -36,19 +36,23 @@ pub(super) enum Content {
     Tokens(Field),
     /// Samples of `context` ids each, with their targets.
     Samples { inputs: Field, targets: Field },
-    /// A row of inputs and a row of targets for each sample.
-    Rows {
-        /// None where samples have categories alone.
-        inputs: Option<Field>,
-        /// Ids of categories.
-        categories: Option<Field>,
-        /// None where they are not asked for.
-        targets: Option<Field>,
-        /// Factors of the rows' losses, one each; the last of the datasets.
-        weights: Option<Field>,
-        /// How inputs are brought to a common scale.
-        standard: Option<Standard>,
-    },
+    /// A row of each for every sample.
+    Rows(Box<Rows>),
+}
+
+/// The datasets of rows.
+#[derive(Debug, Clone)]
+pub(super) struct Rows {
+    /// None where samples have categories alone.
+    pub inputs: Option<Field>,
+    /// Ids of categories.
+    pub categories: Option<Field>,
+    /// None where they are not asked for.
+    pub targets: Option<Field>,
+    /// Factors of the rows' losses, one each.
+    pub weights: Option<Field>,
+    /// How inputs are brought to a common scale.
+    pub standard: Option<Standard>,
 }
 
 /// Mean and standard deviation of inputs, one for each place of their last axis or of a whole row.
@@ -211,7 +215,7 @@ impl Shard {
                 .at(at)),
                 windows => Ok(windows as u64),
             },
-            Content::Rows { .. } => {
+            Content::Rows(_) => {
                 let first = self.content.datasets()[0];
                 match first.rows() {
                     0 => Err(Error::input(format!("{} has no samples", first.name)).at(at)),
@@ -361,7 +365,7 @@ impl Content {
     /// The scale of the inputs, if there is one.
     fn standard(&self) -> Option<&Standard> {
         match self {
-            Self::Rows { standard, .. } => standard.as_ref(),
+            Self::Rows(rows) => rows.standard.as_ref(),
             _ => None,
         }
     }
@@ -410,7 +414,7 @@ impl Content {
             Some(_) => Self::find_weights(file, spec, rows)?,
             None => None,
         };
-        let content = Self::Rows { inputs, categories, targets, weights, standard };
+        let content = Self::Rows(Box::new(Rows { inputs, categories, targets, weights, standard }));
         if let [first, rest @ ..] = &content.datasets()[..]
             && let Some(other) = rest.iter().find(|other| other.rows() != first.rows())
         {
@@ -444,7 +448,7 @@ impl Content {
     /// The dataset of weights, if there is one.
     pub(super) fn weights(&self) -> Option<&Field> {
         match self {
-            Self::Rows { weights, .. } => weights.as_ref(),
+            Self::Rows(rows) => rows.weights.as_ref(),
             _ => None,
         }
     }
@@ -453,8 +457,8 @@ impl Content {
         match self {
             Self::Tokens(tokens) => vec![tokens],
             Self::Samples { inputs, targets } => vec![inputs, targets],
-            Self::Rows { inputs, categories, targets, weights, .. } => {
-                inputs.iter().chain(categories).chain(targets).chain(weights).collect()
+            Self::Rows(rows) => {
+                rows.inputs.iter().chain(&rows.categories).chain(&rows.targets).chain(&rows.weights).collect()
             }
         }
     }
