@@ -85,7 +85,7 @@ fn settings() {
         ("run.steps=-1", ONE, &["--set run.steps=-1", "-1"]),
         ("data.augment.flop=true", ONE, &["unknown key `flop`", "did you mean `flip`"]),
         ("data.augment.shift=-1", ONE, &["--set data.augment.shift=-1", "-1"]),
-        ("data.augment.flip=true", ALL, &["data.augment is for images, but samples are ids"]),
+        ("data.augment.flip=true", ALL, &["data.augment is for images, but samples have ids"]),
         ("parallel.zero=5", ONE, &["5", "0 to 3"]),
         ("schedule.shape=cosin", ONE, &["unknown value `cosin`", "did you mean `cosine`"]),
         ("comm.timeout=-1", ONE, &["--set comm.timeout=-1", "-1"]),
