@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -95,13 +95,16 @@ impl Batch {
     }
 }
 
+/// Batches besides those ready: one being read, one in use.
+const BESIDE_READY: usize = 2;
+
 /// Hands out batches in the order asked for at the start, read in advance.
 ///
 /// One thread is enough: plain reads keep up with a network, and HDF5 serialises its callers.
 pub struct Loader {
     /// `None` only while dropping.
     batches: Option<Receiver<Result<Batch>>>,
-    used: Sender<Batch>,
+    used: SyncSender<Batch>,
     reader: Option<JoinHandle<()>>,
     /// Bytes of all batches there are, and of what the data set keeps.
     held: Arc<AtomicUsize>,
@@ -117,7 +120,8 @@ impl Loader {
         depth: usize,
     ) -> Result<Self> {
         let (ready, receiver) = sync_channel(depth);
-        let (used, recycled) = channel();
+        // Room for all batches there will be: a channel without a bound would ask for memory now and then.
+        let (used, recycled) = sync_channel(depth + BESIDE_READY);
         let held = Arc::new(AtomicUsize::new(0));
         let (counter, order) = (held.clone(), order.into());
         let activity = Activity::current();
@@ -148,8 +152,8 @@ impl Loader {
 
     /// Gives the buffers of a batch back, to be filled again.
     pub fn recycle(&self, batch: Batch) {
-        // A reader that is done needs no buffers.
-        let _ = self.used.send(batch);
+        // A reader that is done, or has enough, needs no buffers.
+        let _ = self.used.try_send(batch);
     }
 
     /// Bytes of the batches that were read ahead, are being read, or were handed out, and of what the data set keeps.
@@ -190,7 +194,7 @@ fn read_ahead(
     let samples = batches.peek().map_or(0, |positions| positions.clone().count());
     let sizes = dataset.sizes();
     let empty = || Batch::with_room(sizes, samples);
-    let mut unused: Vec<Batch> = std::iter::repeat_with(empty).take(depth + 2).collect();
+    let mut unused: Vec<Batch> = std::iter::repeat_with(empty).take(depth + BESIDE_READY).collect();
     let of_batches: usize = unused.iter().map(Batch::bytes).sum();
     held.store(of_batches, Ordering::Relaxed);
     for positions in batches {
