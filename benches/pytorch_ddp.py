@@ -3,14 +3,12 @@
     python benches/pytorch_ddp.py char 2 100     # size, processes, steps; prints the median over steps of the slowest process
 """
 import os
-import statistics
 import sys
-import time
 
 import torch
 from torch import distributed, multiprocessing, nn
 
-from pytorch_gpt import SIZES, Gpt
+from pytorch_gpt import SIZES, Gpt, median
 
 
 def work(rank, ranks, size, steps, results):
@@ -21,31 +19,8 @@ def work(rank, ranks, size, steps, results):
     layers, heads, width, context, batch, vocabulary, bias = SIZES[size]
     own = batch // ranks
     model = nn.parallel.DistributedDataParallel(Gpt(layers, heads, width, context, vocabulary, bias))
-    groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-              {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.99))
     torch.manual_seed(rank)
-    data = torch.randint(vocabulary, (1 << 16,))
-
-    def step():
-        starts = torch.randint(len(data) - context - 1, (own,))
-        tokens = torch.stack([data[i:i + context] for i in starts])
-        targets = torch.stack([data[i + 1:i + 1 + context] for i in starts])
-        loss = model(tokens, targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.item()
-
-    for _ in range(5):
-        step()
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    results.put(own * ranks * context / statistics.median(seconds))
+    results.put(own * ranks * context / median(model, size, own, steps))
     distributed.barrier()
     distributed.destroy_process_group()
 

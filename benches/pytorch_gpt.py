@@ -44,12 +44,9 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main():
-    size, threads, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    torch.set_num_threads(threads)
-    torch.manual_seed(1)
-    layers, heads, width, context, batch, vocabulary, bias = SIZES[size]
-    model = Gpt(layers, heads, width, context, vocabulary, bias)
+def median(model, size, batch, steps):
+    """Seconds of a training step on `batch` random samples, the median of so many."""
+    _, _, _, context, _, vocabulary, _ = SIZES[size]
     groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.99))
@@ -73,7 +70,16 @@ def main():
         start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)
-    print(batch * context / statistics.median(seconds))
+    return statistics.median(seconds)
+
+
+def main():
+    size, threads, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(threads)
+    torch.manual_seed(1)
+    layers, heads, width, context, batch, vocabulary, bias = SIZES[size]
+    model = Gpt(layers, heads, width, context, vocabulary, bias)
+    print(batch * context / median(model, size, batch, steps))
 
 
 if __name__ == "__main__":
