@@ -8,7 +8,7 @@ mod common;
 
 use common::launch::Transport::{self, Alone, Mpirun, Simulate};
 use common::layouts::{SAME, give_the_same_bits};
-use common::runs::Run;
+use common::runs::{Run, json};
 
 /// Steps of a run.
 const STEPS: u64 = 6;
@@ -20,6 +20,24 @@ fn layouts_with_the_same_lanes_give_the_same_bits() {
     give_the_same_bits(rows, STEPS, |transport, settings, name| {
         Run { settings, ..Run::new(transport, root.path(), name, &[]) }.succeeds()
     });
+}
+
+/// A rank with several micro-batches of 64 rows or more multiplies by weights in panels, one with a single micro-batch does
+/// not.
+#[test]
+fn weights_in_panels_give_the_same_bits() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["model.width=64", "batch.global=16", "parallel.lanes=2"];
+    let run = |transport, name| {
+        let files = Run::new(transport, root.path(), name, &settings).succeeds();
+        let workspace = json(&files.path("run.json"))["peak_bytes"]["workspace"].as_u64().unwrap();
+        (files, workspace)
+    };
+    let (together, panels) = run(Alone, "one");
+    let (apart, none) = run(Mpirun(2), "two");
+    // Two layers of 12·64² weights and the head, each way.
+    assert!(panels >= 2 * 4 * 2 * 12 * 64 * 64 && none == 0, "{panels} and {none} bytes of panels");
+    apart.same_as(&together, STEPS, "one rank, whose weights are in panels, and two");
 }
 
 /// Layouts that add in another order than one rank, one lane.

@@ -500,15 +500,12 @@ pub trait Kernels: Backend {
         &self,
         shape: Norm,
         x: Self::View<'_>,
-        mut stream: Self::ViewMut<'_>,
+        stream: Self::ViewMut<'_>,
         weight: Self::View<'_>,
         bias: Self::View<'_>,
         y: Self::ViewMut<'_>,
         stats: Self::ViewMut<'_>,
-    ) -> Result<()> {
-        self.add(x, Self::reborrow(&mut stream))?;
-        self.norm(shape, Self::shared(&stream), weight, bias, y, stats)
-    }
+    ) -> Result<()>;
     /// Adds to `dx` (which holds the residual path's gradient), `dweight` and `dbias`.
     #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     fn norm_backward(

@@ -161,6 +161,18 @@ pub trait Backend: Clone + Send + Sync + 'static {
         Err(port::no_peers())
     }
 
+    /// Announces that these parameters stay as they are until [`Backend::end_reuse`] and will be multiplied several times:
+    /// what a backend makes of them to multiply faster may stay too. Announced again, they are as before.
+    fn reuse(&self, _parameters: Self::View<'_>) {}
+
+    /// Parameters may change from here on.
+    fn end_reuse(&self) {}
+
+    /// Bytes that [`Backend::reuse`] may take, for so many elements of parameters and rows of a micro-batch.
+    fn reuse_bytes(_elements: usize, _rows: usize) -> usize {
+        0
+    }
+
     /// Gives memory that waits for reuse back to the system: shapes are about to change.
     fn trim(&self);
 

@@ -153,6 +153,8 @@ pub struct Sharded<B: Kernels> {
     started: Vec<usize>,
     /// The pass under way.
     route: Route,
+    /// Whether it multiplies parameters several times before they change.
+    reuses: bool,
 }
 
 impl<B: Kernels> Sharded<B> {
@@ -208,6 +210,7 @@ impl<B: Kernels> Sharded<B> {
             units,
             started: Vec::new(),
             route: Route::default(),
+            reuses: false,
         })
     }
 
@@ -241,9 +244,13 @@ impl<B: Kernels> Sharded<B> {
         self.groups.data.stats().blocked
     }
 
-    /// A pass begins: blocks will take their turns in this order, which is the same on all ranks.
-    pub fn begin(&mut self, visits: Vec<Visit>) {
+    /// A pass begins: blocks will take their turns in this order, which is the same on all ranks. With `again` they take
+    /// several each way before [`Sharded::reduce`], until which parameters stay as they are.
+    pub fn begin(&mut self, visits: Vec<Visit>, again: bool) {
         self.route = Route::new(visits);
+        self.backend.end_reuse();
+        // Buffers that live for their use only are another unit's before long.
+        self.reuses = again && self.keep.params == Life::Step;
     }
 
     /// Parameters of unit `unit` and of the unit it borrows, whose block's turn it is, gathered if they are not here.
@@ -333,6 +340,7 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// A reduction failed.
     pub fn reduce(&mut self, losses: &[f64], compute: f64, note: u32) -> Result<Synced> {
+        self.backend.end_reuse();
         std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
         let shards = self.virtual_shards();
         let mut squares = vec![0.0; shards.len()];
@@ -539,7 +547,14 @@ impl<B: Kernels> Sharded<B> {
         debug_assert_eq!(self.route.turn(), Some(visit), "blocks take their turns in the order of the pass");
         let wanted: Vec<usize> = self.route.wanted(self.keep.ahead).collect();
         wanted.into_iter().try_for_each(|index| self.gather(index))?;
-        visit.units().try_for_each(|index| self.units[index].params.land().map(drop))
+        for index in visit.units() {
+            if let Some(params) = self.units[index].params.land()?
+                && self.reuses
+            {
+                self.backend.reuse(B::all(params));
+            }
+        }
+        Ok(())
     }
 
     /// Starts the gather of a unit's full parameters, unless they are here or on their way.

@@ -87,6 +87,10 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
     device[Memory::Activations as usize] = alive.activations + constants * F32;
     device[Memory::Workspace as usize] = B::WORKSPACE;
+    let micros = plan.lanes / plan.mesh.data() * plan.micros_per_lane();
+    if micros > 1 && plan.residency().params == Life::Step {
+        device[Memory::Workspace as usize] += B::reuse_bytes(all, plan.micro as usize * plan.network.context());
+    }
     let mut host = [0; Memory::ALL.len()];
     match offloads {
         true => host[Memory::Offloaded as usize] = parallel::offloaded_bytes(states, owned),

@@ -68,10 +68,11 @@ impl<B: Kernels> Engine<B> {
         let Geometry { lanes, micros_per_lane, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
         let (begun, waited, mut loading) = (Instant::now(), self.sharded.waited(), Duration::ZERO);
-        self.sharded.begin(parallel::step(&self.borrows(), lanes * micros_per_lane));
+        let micros = lanes * micros_per_lane;
+        self.sharded.begin(parallel::step(&self.borrows(), micros), micros > 1);
         let mut losses: Vec<Vec<B::Scalar>> = (0..lanes).map(|_| Vec::with_capacity(micros_per_lane)).collect();
         let mut tapes = VecDeque::new();
-        for action in one_forward_one_backward(0, 1, lanes * micros_per_lane) {
+        for action in one_forward_one_backward(0, 1, micros) {
             match action {
                 Action::Forward(k) => {
                     let asked = Instant::now();
@@ -84,7 +85,7 @@ impl<B: Kernels> Engine<B> {
                 Action::Backward(k) => {
                     let tape = tapes.pop_front().ok_or_else(|| Error::internal("a backward before its forward"))?;
                     let lane_ends = (k + 1) % micros_per_lane == 0;
-                    let last = k + 1 == lanes * micros_per_lane;
+                    let last = k + 1 == micros;
                     self.backward(tape, dropout, lane_ends.then_some(last))?;
                 }
             }
@@ -168,7 +169,7 @@ impl<B: Kernels> Engine<B> {
     /// # Errors
     /// The device or a gather failed.
     pub fn output(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
-        self.sharded.begin(parallel::forward(&self.borrows()));
+        self.sharded.begin(parallel::forward(&self.borrows()), false);
         let cx = Context { backend: &self.backend, micro, training: None };
         let mut x = self.backend.alloc(Memory::Activations, 0)?;
         for (unit, block) in self.blocks.iter().enumerate() {

@@ -8,6 +8,7 @@ mod convolution;
 mod dropout;
 mod elementwise;
 mod embedding;
+mod kept;
 mod linear;
 mod math;
 mod memory;
@@ -15,6 +16,7 @@ mod norm;
 mod onednn;
 mod optimizer;
 mod pairs;
+mod panels;
 mod peak;
 mod product;
 mod regression;
@@ -85,6 +87,7 @@ pub struct Cpu {
     threads: Arc<Threads>,
     profile: Profile,
     products: Products,
+    kept: Arc<kept::Kept>,
 }
 
 impl Cpu {
@@ -96,7 +99,8 @@ impl Cpu {
     /// As [`Cpu::new`]; its kernels count in the profile of another backend.
     pub fn profiled(threads: usize, profile: Profile) -> Self {
         product::configure();
-        Self { pool: Arc::default(), threads: Arc::new(Threads::new(threads)), profile, products: Products::Own }
+        let threads = Arc::new(Threads::new(threads));
+        Self { pool: Arc::default(), threads, profile, products: Products::Own, kept: Arc::default() }
     }
 
     /// The same backend with other products.
@@ -139,6 +143,21 @@ impl Cpu {
                     .map(|(words, x)| &bytemuck::cast_slice::<f32, u16>(words.as_slice())[..x.len()]);
                 onednn::multiply(threads, s, a, b, c)
             }
+        }
+    }
+
+    /// As [`Cpu::product`], of a weight, which may be there in panels.
+    fn weighed(&self, s: Gemm, x: &[f32], weight: &[f32], y: &mut [f32]) -> Result<()> {
+        let panels = match self.products {
+            Products::Own => self.kept.panels(&self.pool, &self.threads, s, weight)?,
+            Products::OneDnn | Products::Bf16 => None,
+        };
+        match panels {
+            Some(panels) => {
+                panels.multiply(&self.threads, linear::left(s, x), linear::matrix_mut(y, s.m, s.n), s.acc);
+                Ok(())
+            }
+            None => self.product(s, x, weight, y),
         }
     }
 
@@ -246,6 +265,18 @@ impl Backend for Cpu {
         Ok(None)
     }
 
+    fn reuse(&self, parameters: &[f32]) {
+        self.kept.announce(parameters);
+    }
+
+    fn end_reuse(&self) {
+        self.kept.clear();
+    }
+
+    fn reuse_bytes(elements: usize, rows: usize) -> usize {
+        kept::bytes(elements, rows)
+    }
+
     fn trim(&self) {
         self.pool.trim();
     }
@@ -296,12 +327,12 @@ impl Kernels for Cpu {
     fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::linear(shape, bias.len()));
         linear::spread(&self.threads, bias, y);
-        self.product(linear::forward(shape, bias), x, weight, y)
+        self.weighed(linear::forward(shape, bias), x, weight, y)
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::linear_backward_input(shape));
-        self.product(linear::backward_input(shape), dy, weight, dx)
+        self.weighed(linear::backward_input(shape), dy, weight, dx)
     }
 
     fn linear_backward_weight(
@@ -351,6 +382,21 @@ impl Kernels for Cpu {
     ) -> Result<()> {
         let _launch = self.launched(Work::norm(shape, bias.len()));
         norm::forward(&self.threads, shape, x, weight, bias, y, stats);
+        Ok(())
+    }
+
+    fn add_norm(
+        &self,
+        shape: Norm,
+        x: &[f32],
+        stream: &mut [f32],
+        weight: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+        stats: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::add_norm(shape, bias.len()));
+        norm::add_forward(&self.threads, shape, x, stream, weight, bias, y, stats);
         Ok(())
     }
 

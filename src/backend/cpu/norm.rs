@@ -10,17 +10,29 @@ const ROWS: usize = 32;
 const COLUMNS: usize = 32;
 
 pub fn forward(threads: &Threads, s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32], stats: &mut [f32]) {
-    if s.centred {
-        normalise::<true>(threads, s, x, weight, bias, y, stats);
-    } else {
-        normalise::<false>(threads, s, x, weight, bias, y, stats);
-    }
+    let d = s.width;
+    let (mean, rstd) = stats.split_at_mut(s.rows);
+    let stats = mean.chunks_mut(ROWS).zip(rstd.chunks_mut(ROWS));
+    threads.each(x.chunks(ROWS * d).zip(y.chunks_mut(ROWS * d)).zip(stats), |((x, y), (mean, rstd))| {
+        simd(
+            #[inline(always)]
+            || {
+                let rows = x.chunks_exact(d).zip(y.chunks_exact_mut(d));
+                for ((x, y), (mean, rstd)) in rows.zip(mean.iter_mut().zip(rstd)) {
+                    (*mean, *rstd) = normalise(s, x, weight, bias, y);
+                }
+            },
+        );
+    });
 }
 
-fn normalise<const CENTRED: bool>(
+/// As [`forward`], of the stream after `x` is added to it: a row is normalised while the nearest cache still holds its sum.
+#[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
+pub fn add_forward(
     threads: &Threads,
     s: Norm,
     x: &[f32],
+    stream: &mut [f32],
     weight: &[f32],
     bias: &[f32],
     y: &mut [f32],
@@ -28,30 +40,45 @@ fn normalise<const CENTRED: bool>(
 ) {
     let d = s.width;
     let (mean, rstd) = stats.split_at_mut(s.rows);
-    let parts = x.chunks(ROWS * d).zip(y.chunks_mut(ROWS * d)).zip(mean.chunks_mut(ROWS).zip(rstd.chunks_mut(ROWS)));
-    threads.each(parts, |((x, y), (mean, rstd))| {
+    let inputs = x.chunks(ROWS * d).zip(stream.chunks_mut(ROWS * d));
+    let outputs = y.chunks_mut(ROWS * d).zip(mean.chunks_mut(ROWS).zip(rstd.chunks_mut(ROWS)));
+    threads.each(inputs.zip(outputs), |((x, stream), (y, (mean, rstd)))| {
         simd(
             #[inline(always)]
             || {
-                let rows = x.chunks_exact(d).zip(y.chunks_exact_mut(d)).zip(mean.iter_mut().zip(rstd));
-                for ((x, y), (mean, rstd)) in rows {
-                    let mu = if CENTRED { sum(x, |x| x) / d as f32 } else { 0.0 };
-                    let variance = sum(x, |x| (x - mu) * (x - mu)) / d as f32;
-                    let scale = 1.0 / (variance + s.epsilon).sqrt();
-                    if bias.is_empty() {
-                        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
-                            *y = (x - mu) * scale * w;
-                        }
-                    } else {
-                        for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
-                            *y = (x - mu) * scale * w + b;
-                        }
-                    }
-                    (*mean, *rstd) = (mu, scale);
+                let inputs = x.chunks_exact(d).zip(stream.chunks_exact_mut(d));
+                let outputs = y.chunks_exact_mut(d).zip(mean.iter_mut().zip(rstd));
+                for ((x, stream), (y, (mean, rstd))) in inputs.zip(outputs) {
+                    stream.iter_mut().zip(x).for_each(|(stream, x)| *stream += x);
+                    (*mean, *rstd) = normalise(s, stream, weight, bias, y);
                 }
             },
         );
     });
+}
+
+/// One row; its mean and rstd.
+#[inline(always)]
+fn normalise(s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> (f32, f32) {
+    if s.centred { normalise_as::<true>(s, x, weight, bias, y) } else { normalise_as::<false>(s, x, weight, bias, y) }
+}
+
+#[inline(always)]
+fn normalise_as<const CENTRED: bool>(s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> (f32, f32) {
+    let d = s.width as f32;
+    let mean = if CENTRED { sum(x, |x| x) / d } else { 0.0 };
+    let variance = sum(x, |x| (x - mean) * (x - mean)) / d;
+    let rstd = 1.0 / (variance + s.epsilon).sqrt();
+    if bias.is_empty() {
+        for ((y, x), w) in y.iter_mut().zip(x).zip(weight) {
+            *y = (x - mean) * rstd * w;
+        }
+    } else {
+        for (((y, x), w), b) in y.iter_mut().zip(x).zip(weight).zip(bias) {
+            *y = (x - mean) * rstd * w + b;
+        }
+    }
+    (mean, rstd)
 }
 
 #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]

@@ -24,7 +24,7 @@ const MAX_TASKS: usize = 64;
 const MIN_PART: usize = 48;
 
 /// Rows and columns of the kernel's tiles; parts are whole ones.
-const TILE_ROWS: usize = 6;
+pub const TILE_ROWS: usize = 6;
 const TILE_COLUMNS: usize = 16;
 
 /// Columns of a product from which on it pays to transpose an operand first.
@@ -39,6 +39,10 @@ const STRIP: usize = 64;
 
 /// Elements of a cache line.
 const LINE: usize = 16;
+
+/// Most terms that the kernel sums before it adds them to the result. The crate would choose by the shape and the machine's
+/// caches; with a limit below its own the order of sums, so the bits, hangs on the number of terms alone.
+const DEPTH: usize = 512;
 
 /// The kernel copies `a` into a packed form from this many tiles on; below, reading it in place is faster.
 const PACK_FROM_TILES: usize = 64;
@@ -60,32 +64,42 @@ pub fn multiply(a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut c: ArrayView
     assert!(kb == k && c.dim() == (m, n), "product of {:?} and {:?} into {:?}", a.dim(), b.dim(), c.dim());
     let [a_strides, b_strides, c_strides] = [a.strides(), b.strides(), c.strides()].map(|s| [s[0], s[1]]);
     let kernel = gemm_f32::gemm::f32::get_gemm_fn();
-    // SAFETY: the views guarantee that every element addressed by their dimensions and strides is valid, and that
-    // `c` is exclusive, hence overlaps neither `a` nor `b`; the dimensions agree.
-    unsafe {
-        // The kernel wants columns of its result contiguous, ours are the rows: it computes cᵀ = bᵀ·aᵀ.
-        kernel(
-            n,
-            m,
-            k,
-            c.as_mut_ptr(),
-            c_strides[0],
-            c_strides[1],
-            acc,
-            b.as_ptr(),
-            b_strides[0],
-            b_strides[1],
-            a.as_ptr(),
-            a_strides[0],
-            a_strides[1],
-            1.0,
-            1.0,
-            false,
-            false,
-            false,
-            gemm_common::Parallelism::None,
-        );
+    for terms in depths(k) {
+        let first = terms.start as isize;
+        // SAFETY: the views guarantee that every element addressed by their dimensions and strides is valid, and that
+        // `c` is exclusive, hence overlaps neither `a` nor `b`; the dimensions agree, and `terms` lie within them.
+        unsafe {
+            // The kernel wants columns of its result contiguous, ours are the rows: it computes cᵀ = bᵀ·aᵀ.
+            kernel(
+                n,
+                m,
+                terms.len(),
+                c.as_mut_ptr(),
+                c_strides[0],
+                c_strides[1],
+                acc || first > 0,
+                b.as_ptr().wrapping_offset(first * b_strides[0]),
+                b_strides[0],
+                b_strides[1],
+                a.as_ptr().wrapping_offset(first * a_strides[1]),
+                a_strides[0],
+                a_strides[1],
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                gemm_common::Parallelism::None,
+            );
+        }
     }
+}
+
+/// Cuts so many terms into even parts of at most [`DEPTH`]; no terms are one part.
+pub fn depths(terms: usize) -> impl Iterator<Item = Range<usize>> {
+    let parts = terms.div_ceil(DEPTH).max(1);
+    let depth = terms.div_ceil(parts);
+    (0..parts).map(move |part| part * depth..((part + 1) * depth).min(terms))
 }
 
 /// As [`multiply`], on all threads. The output is cut into parts that depend on its shape alone, so its bits do not
@@ -113,12 +127,23 @@ pub fn each_part(
     f: impl Fn(Range<usize>, Range<usize>, ArrayViewMut2<'_, f32>) + Sync,
 ) {
     let (m, n) = c.dim();
-    let [high, wide] = grid(m, n, k, packs);
+    each_of(threads, c, grid(m, n, k, packs), [TILE_ROWS, TILE_COLUMNS], f);
+}
+
+/// As [`each_part`], of an output that is cut so many times along rows and along columns, into parts of whole tiles.
+pub fn each_of(
+    threads: &Threads,
+    c: ArrayViewMut2<'_, f32>,
+    [high, wide]: [usize; 2],
+    [tile_rows, tile_columns]: [usize; 2],
+    f: impl Fn(Range<usize>, Range<usize>, ArrayViewMut2<'_, f32>) + Sync,
+) {
     if high * wide == 1 {
+        let (m, n) = c.dim();
         return f(0..m, 0..n, c);
     }
-    let all = parts(c, Axis(0), high, TILE_ROWS).flat_map(|(rows, c)| {
-        parts(c, Axis(1), wide, TILE_COLUMNS).map(move |(columns, c)| (rows.clone(), columns, c))
+    let all = parts(c, Axis(0), high, tile_rows).flat_map(|(rows, c)| {
+        parts(c, Axis(1), wide, tile_columns).map(move |(columns, c)| (rows.clone(), columns, c))
     });
     threads.each(all, |(rows, columns, c)| f(rows, columns, c));
 }
