@@ -43,9 +43,9 @@ impl<B: Kernels> Block<B> for Adapter {
     }
 
     fn tensors(&self) -> Vec<Tensor> {
-        // It begins as the identity.
-        let down = Tensor::new("adapter.down.weight", &[self.inner, self.width], Init::Normal(0.02));
-        let up = Tensor::new("adapter.up.weight", &[self.width, self.inner], Init::Zeros);
+        // It begins as the identity. Gradients that the first backward overwrites need not be zeroed.
+        let down = Tensor::new("adapter.down.weight", &[self.inner, self.width], Init::Normal(0.02)).overwritten();
+        let up = Tensor::new("adapter.up.weight", &[self.width, self.inner], Init::Zeros).overwritten();
         vec![down, up]
     }
 
@@ -92,13 +92,14 @@ impl<B: Kernels> Block<B> for Adapter {
     ) -> Result<B::Buf> {
         let (b, rows, [h, a]) = (cx.backend, cx.micro.rows(), [&saved[0], &saved[1]]);
         let [down, up] = split::<B, 2>(params.own, self.lens());
+        let add = !grads.first;
         let [ddown, dup] = split_mut::<B, 2>(grads.own, self.lens());
         let mut no_bias = b.alloc_f32(Memory::Activations, 0)?;
-        b.linear_backward_weight(self.up(rows), B::all(&dy), B::all(a), dup, B::all_mut(&mut no_bias))?;
+        b.linear_backward_weight(self.up(rows), B::all(&dy), B::all(a), dup, B::all_mut(&mut no_bias), add)?;
         let mut dh = b.alloc(Memory::Activations, rows * self.inner)?;
         b.linear_backward_input(self.up(rows), B::all(&dy), up, B::all_mut(&mut dh))?;
         b.activation_backward(Activation::Silu, B::all(h), B::all_mut(&mut dh))?;
-        b.linear_backward_weight(self.down(rows), B::all(&dh), B::all(x), ddown, B::all_mut(&mut no_bias))?;
+        b.linear_backward_weight(self.down(rows), B::all(&dh), B::all(x), ddown, B::all_mut(&mut no_bias), add)?;
         let mut dx = b.alloc(Memory::Activations, rows * self.width)?;
         b.linear_backward_input(self.down(rows), B::all(&dh), down, B::all_mut(&mut dx))?;
         b.add(B::all(&dy), B::all_mut(&mut dx))?;

@@ -25,17 +25,24 @@ pub struct Tensor {
     pub init: Init,
     /// Not trained, but an average: each step moves it by this part of the way to what its gradient is.
     pub average: Option<f32>,
+    /// Whether the first backward of a lane overwrites its gradient: it need not be zeroed before.
+    pub overwritten: bool,
 }
 
 impl Tensor {
     /// A parameter.
     pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
-        Self { name: name.into(), shape: shape.to_vec(), init, average: None }
+        Self { name: name.into(), shape: shape.to_vec(), init, average: None, overwritten: false }
     }
 
     /// A running average that a step moves by this part of the way to the step's own value.
     pub fn average(name: impl Into<String>, shape: &[usize], init: Init, rate: f32) -> Self {
         Self { average: Some(rate), ..Self::new(name, shape, init) }
+    }
+
+    /// The same, of a block whose backward overwrites its gradient when it is the first.
+    pub fn overwritten(self) -> Self {
+        Self { overwritten: true, ..self }
     }
 
     /// Its place among the tensors of a unit: decayed ones, then the other trained ones, then averages.
@@ -99,6 +106,19 @@ impl UnitLayout {
             placed.push((tensor, range));
         }
         Self { name: name.into(), tensors: placed, trained, used, padded: used.next_multiple_of(parts * ALIGN) }
+    }
+
+    /// The elements whose gradients backwards only ever add to, so that they begin with zeros; padding is among them.
+    pub fn zeroed(&self) -> Vec<Range<usize>> {
+        let mut zeroed = Vec::new();
+        let mut from = 0;
+        for (_, range) in self.tensors.iter().filter(|(tensor, _)| tensor.overwritten) {
+            zeroed.push(from..range.start);
+            from = range.end;
+        }
+        zeroed.push(from..self.padded);
+        zeroed.retain(|range| !range.is_empty());
+        zeroed
     }
 
     /// The elements of `range` whose gradients count: all but those of averages.
@@ -166,6 +186,20 @@ mod tests {
         let unit = unit(3);
         assert_eq!((unit.used, unit.padded), (34, 48));
         assert_eq!(unit.part(2, 3), 32..48);
+    }
+
+    #[test]
+    fn what_no_backward_overwrites_is_zeroed() {
+        let of = |overwritten: &[usize]| {
+            let mut tensors: Vec<Tensor> = unit(3).tensors.into_iter().map(|(tensor, _)| tensor).collect();
+            overwritten.iter().for_each(|&i| tensors[i].overwritten = true);
+            let zeroed = UnitLayout::new("unit", tensors, 3).zeroed();
+            zeroed.into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(&[]), [(0, 48)]);
+        assert_eq!(of(&[0]), [(15, 48)]);
+        assert_eq!(of(&[1]), [(0, 15), (29, 48)]);
+        assert_eq!(of(&[0, 1, 2]), [(34, 48)]);
     }
 
     proptest! {

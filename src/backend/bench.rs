@@ -257,7 +257,7 @@ impl<B: Kernels> Bench<'_, B> {
             })?;
             let tensors = [y, x, dweight, Tensor::wide(bias).changed()];
             self.time(&format!("{name}, weight's gradient"), &shape, flops, tensors, |b, [dy, x, dweight, dbias]| {
-                b.linear_backward_weight(linear, B::all(dy), B::all(x), B::all_mut(dweight), B::all_mut(dbias))
+                b.linear_backward_weight(linear, B::all(dy), B::all(x), B::all_mut(dweight), B::all_mut(dbias), true)
             })?;
         }
         let (inputs, outputs) = (width, 4 * width);

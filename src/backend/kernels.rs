@@ -455,7 +455,7 @@ pub trait Kernels: Backend {
         self.linear_backward_input(shape, dy, weight, Self::reborrow(&mut dh))?;
         self.activation_backward(Activation::Gelu, h, dh)
     }
-    /// `dW += dyᵀ·x`, `dbias += Σ_rows dy`.
+    /// `dW = dyᵀ·x`, or `dW += dyᵀ·x` with `add`; `dbias += Σ_rows dy`.
     fn linear_backward_weight(
         &self,
         shape: Linear,
@@ -463,6 +463,7 @@ pub trait Kernels: Backend {
         x: Self::View<'_>,
         dweight: Self::ViewMut<'_>,
         dbias: Self::ViewMut<'_>,
+        add: bool,
     ) -> Result<()>;
 
     /// `y[b,t] = token_table[tokens[b,t]] + position_table[t]`; overwrites. Shapes: tokens b·t, y b·t·d,

@@ -7,6 +7,7 @@ pub mod bench;
 pub mod cpu;
 pub mod cuda;
 mod kernels;
+mod library;
 mod memory;
 mod port;
 mod profile;

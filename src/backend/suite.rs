@@ -165,13 +165,19 @@ fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Result
             let (dw0, db0) = (random(b, 11, outputs * inputs), random(b, 12, bias.len()));
             let (mut dw, mut db) = (up_f32(b, &dw0), up_f32(b, &db0));
             let (dw_view, db_view) = (B::all_mut(&mut dw), B::all_mut(&mut db));
-            b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view).unwrap();
+            b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, true).unwrap();
             let sum = product(outputs, inputs, rows, |o, r| at(&dy, r * outputs + o), |r, i| at(&x, r * inputs + i));
             let want: Vec<f64> = sum.iter().zip(&dw0).map(|(s, d)| s + f64::from(*d)).collect();
             close(b, &dw, &want, "linear dW");
             let column = |o: usize| (0..rows).map(|r| at(&dy, r * outputs + o)).sum::<f64>();
             let want: Vec<f64> = db0.iter().enumerate().map(|(o, d)| column(o) + f64::from(*d)).collect();
             close(b, &db, &want, "linear dbias");
+            // Overwritten, whatever was there; the bias's gradient is added to still.
+            let (mut dw, mut db) = (up_f32(b, &vec![f32::NAN; outputs * inputs]), up_f32(b, &db0));
+            let (dw_view, db_view) = (B::all_mut(&mut dw), B::all_mut(&mut db));
+            b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, false).unwrap();
+            close(b, &dw, &sum, "linear dW, overwritten");
+            close(b, &db, &want, "linear dbias, added to");
             results.extend([down(b, &y), down(b, &dw), down(b, &db)]);
         }
         // Fused with GELU as one after the other.

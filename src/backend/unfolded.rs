@@ -74,7 +74,7 @@ pub fn backward_weight<B: Kernels>(
         let mut unfolded = b.alloc(Memory::Activations, product.rows * product.inputs)?;
         b.unfold(window, s.first, s.channels, part::<B>(x, inputs), B::all_mut(&mut unfolded))?;
         let (dweight, dbias) = (B::reborrow(&mut dweight), B::reborrow(&mut dbias));
-        b.linear_backward_weight(product, part::<B>(dy, outputs), B::all(&unfolded), dweight, dbias)?;
+        b.linear_backward_weight(product, part::<B>(dy, outputs), B::all(&unfolded), dweight, dbias, true)?;
     }
     Ok(())
 }

@@ -103,10 +103,11 @@ impl Work {
     }
 
     /// The gradients of an affine map's weight and bias.
-    pub fn linear_backward_weight(s: Linear, bias: usize) -> Self {
+    pub fn linear_backward_weight(s: Linear, bias: usize, add: bool) -> Self {
         let moved = s.rows * s.inputs + s.rows * s.outputs;
         let kernel = Self::moves("linear, weight's gradient", moved).on([s.rows, s.inputs, s.outputs]);
-        kernel.exactly(2 * (s.inputs * s.outputs + bias)).computes(flops(s.rows, s.inputs, s.outputs))
+        let touched = (1 + usize::from(add)) * s.inputs * s.outputs + 2 * bias;
+        kernel.exactly(touched).computes(flops(s.rows, s.inputs, s.outputs))
     }
 
     /// Rows of a table and of positions (of so many elements in all), added.
@@ -355,8 +356,9 @@ mod tests {
         let linear = Linear { rows: 10, inputs: 3, outputs: 4 };
         let work = Work::linear(linear, 4);
         assert_eq!((work.flops, work.bytes(4), work.bytes(2)), (240.0, 4.0 * 86.0, 2.0 * 86.0));
-        let work = Work::linear_backward_weight(linear, 4);
+        let work = Work::linear_backward_weight(linear, 4, true);
         assert_eq!((work.flops, work.bytes(2)), (240.0, 2.0 * 70.0 + 4.0 * 32.0));
+        assert_eq!(Work::linear_backward_weight(linear, 4, false).bytes(2), 2.0 * 70.0 + 4.0 * 20.0);
         let attention = Attention { batch: 2, time: 8, heads: 4, kv_heads: 2, head_width: 16 };
         let work = Work::attention(attention);
         // 8 · 8 / 2 pairs of positions, 16 numbers each, 2 operations, 2 products, 4 heads, 2 sequences.

@@ -90,8 +90,8 @@ pub fn derivatives(
 
 /// Checks a block by itself, on `samples` samples of `time` rows each (1 for networks by layers), with random
 /// parameters, input and gradient of the output. Besides the derivatives by its parameters and its input it
-/// checks what else the trainer relies on: that the backward adds to the gradients, that decayed tensors come first,
-/// and that no more is kept for the backward than the block says.
+/// checks what else the trainer relies on: that the backward adds to the gradients, or overwrites them where it should, that
+/// decayed tensors come first, and that no more is kept for the backward than the block says.
 ///
 /// ```
 /// use hpctrain::nn::check;
@@ -170,9 +170,15 @@ impl<'a> Checked<'a> {
         derivatives(&tensors, |tensors| self.at(tensors, 1))
     }
 
-    /// A second backward must double the gradients of the first.
+    /// The first backward must overwrite what it says it does, a second one double the gradients of the first.
     fn adds(&self, tensors: &[Named]) -> Result<()> {
         let ((_, once), (_, twice)) = (self.at(tensors, 1)?, self.at(tensors, 2)?);
+        for ((tensor, _), (_, once)) in self.layout.tensors.iter().zip(&once) {
+            if tensor.overwritten && once.iter().any(|x| x.is_nan()) {
+                let message = format!("the first backward does not overwrite the gradient of {}", tensor.name);
+                return Err(Error::input(message).hint("= where Grads::first, or leave out Tensor::overwritten"));
+            }
+        }
         for ((tensor, once), (_, twice)) in once.iter().zip(&twice).filter(|((tensor, _), _)| tensor != INPUT) {
             let norm = |values: &mut dyn Iterator<Item = f32>| values.map(|x| f64::from(x).powi(2)).sum::<f64>().sqrt();
             let off = norm(&mut once.iter().zip(twice).map(|(once, twice)| twice - 2.0 * once));
@@ -198,11 +204,13 @@ impl<'a> Checked<'a> {
         let unit = self.backend.upload(Memory::Parameters, &unit)?;
         let input = tensors.last().map_or(&[][..], |(_, values)| values);
         let x = self.backend.upload(Memory::Activations, input)?;
-        let mut grads = self.backend.upload(Memory::Gradients, &vec![0.0; self.layout.padded])?;
+        let mut grads = vec![f32::NAN; self.layout.padded];
+        self.layout.zeroed().into_iter().for_each(|range| grads[range].fill(0.0));
+        let mut grads = self.backend.upload(Memory::Gradients, &grads)?;
         let params = || Params { own: Cpu::all(&unit), lent: None };
 
         let (mut loss, mut dx) = (0.0, Vec::new());
-        for _ in 0..backwards {
+        for backward in 0..backwards {
             let (y, kept) = self.block.forward(&cx, params(), &x)?;
             self.keeps_what_it_says(&kept)?;
             let y = self.download(&y)?;
@@ -210,7 +218,7 @@ impl<'a> Checked<'a> {
             let dy: Vec<f32> = (0..y.len()).map(|i| sign(i) * scale).collect();
             loss = y.iter().zip(&dy).map(|(y, dy)| f64::from(*y) * f64::from(*dy)).sum();
             let dy = self.backend.upload(Memory::Activations, &dy)?;
-            let into = Grads { own: Cpu::all_mut(&mut grads), lent: None };
+            let into = Grads { own: Cpu::all_mut(&mut grads), first: backward == 0, lent: None, lent_first: false };
             dx = self.download(&self.block.backward(&cx, params(), into, &x, kept, dy)?)?;
         }
 
@@ -253,6 +261,7 @@ mod tests {
         KeepsMore,
         Order,
         Borrows,
+        NeverOverwrites,
     }
 
     /// `y = silu(x·Wᵀ + b)`.
@@ -272,8 +281,10 @@ mod tests {
         }
 
         fn tensors(&self) -> Vec<Tensor> {
-            let mut tensors =
-                vec![Tensor::new("w", &[WIDTH, WIDTH], Init::Normal(1.0)), Tensor::new("b", &[WIDTH], Init::Zeros)];
+            let mut tensors = vec![
+                Tensor::new("w", &[WIDTH, WIDTH], Init::Normal(1.0)).overwritten(),
+                Tensor::new("b", &[WIDTH], Init::Zeros),
+            ];
             if self.0 == Fault::Order {
                 tensors.reverse();
             }
@@ -321,13 +332,14 @@ mod tests {
         ) -> Result<CpuBuf> {
             let (b, shape) = (cx.backend, Self::shape(cx));
             let [weight, _] = split::<Cpu, 2>(params.own, [WIDTH * WIDTH, WIDTH]);
+            let add = !grads.first || self.0 == Fault::NeverOverwrites;
             let [mut dweight, mut dbias] = split_mut::<Cpu, 2>(grads.own, [WIDTH * WIDTH, WIDTH]);
             b.activation_backward(Activation::Silu, Cpu::all(&saved[0]), Cpu::all_mut(&mut dy))?;
             if self.0 == Fault::Overwrites {
                 b.zero(Cpu::reborrow(&mut dweight))?;
                 b.zero(Cpu::reborrow(&mut dbias))?;
             }
-            b.linear_backward_weight(shape, Cpu::all(&dy), Cpu::all(x), dweight, dbias)?;
+            b.linear_backward_weight(shape, Cpu::all(&dy), Cpu::all(x), dweight, dbias, add)?;
             let mut dx = b.alloc(Memory::Activations, shape.rows * WIDTH)?;
             b.linear_backward_input(shape, Cpu::all(&dy), weight, Cpu::all_mut(&mut dx))?;
             if self.0 == Fault::InputGradient {
@@ -350,6 +362,7 @@ mod tests {
         for (fault, said) in [
             (Fault::InputGradient, "layer: input: the derivative is "),
             (Fault::Overwrites, "layer: the backward does not add to the gradient of w"),
+            (Fault::NeverOverwrites, "layer: the first backward does not overwrite the gradient of w"),
             (Fault::KeepsMore, "layer: 60 elements are kept for the backward, 48 by saved_per_row"),
             (Fault::Order, "layer: tensors() has one of a single dimension before one of several"),
             (Fault::Borrows, "layer: a block that borrows parameters"),

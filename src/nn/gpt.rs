@@ -42,6 +42,7 @@ impl Gpt {
             words: "wte.weight",
             places: Some(("wpe.weight", self.context)),
             vocabulary: self.vocabulary,
+            tied: true,
             dropout: self.dropout(),
         };
         let head = Head {
@@ -133,10 +134,10 @@ impl<B: Kernels> Block<B> for Transformer {
         // Both ends of a residual branch start smaller, so that the stream's variance does not grow with depth.
         let residual = INIT / (2.0 * self.gpt.layers as f32).sqrt();
         let matrices = [
-            Tensor::new(name("attn.c_attn.weight"), &[3 * d, d], Init::Normal(INIT)),
-            Tensor::new(name("attn.c_proj.weight"), &[d, d], Init::Normal(residual)),
-            Tensor::new(name("mlp.c_fc.weight"), &[4 * d, d], Init::Normal(INIT)),
-            Tensor::new(name("mlp.c_proj.weight"), &[d, 4 * d], Init::Normal(residual)),
+            Tensor::new(name("attn.c_attn.weight"), &[3 * d, d], Init::Normal(INIT)).overwritten(),
+            Tensor::new(name("attn.c_proj.weight"), &[d, d], Init::Normal(residual)).overwritten(),
+            Tensor::new(name("mlp.c_fc.weight"), &[4 * d, d], Init::Normal(INIT)).overwritten(),
+            Tensor::new(name("mlp.c_proj.weight"), &[d, 4 * d], Init::Normal(residual)).overwritten(),
         ];
         let vectors = [
             self.gpt.bias(name("attn.c_attn.bias"), 3 * d),
@@ -214,6 +215,7 @@ impl<B: Kernels> Block<B> for Transformer {
         let s = self.shapes(cx);
         let new = |len| b.alloc(Memory::Activations, len);
         let [w_qkv, w_out, w_up, w_down, _, _, _, _, w_norm1, _, w_norm2, _] = split::<B, 12>(params.own, self.lens());
+        let add = !grads.first;
         let [gw_qkv, gw_out, gw_up, gw_down, gb_qkv, gb_out, gb_up, gb_down, gw_norm1, gb_norm1, gw_norm2, gb_norm2] =
             split_mut::<B, 12>(grads.own, self.lens());
         let [norm1, stats1, qkv, heads, lse, stream, norm2, stats2, up, act] = unpack(saved)?;
@@ -224,12 +226,12 @@ impl<B: Kernels> Block<B> for Transformer {
         {
             let masked = self.gpt.dropout().masked(cx, site2, &dy)?;
             let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
-            b.linear_backward_weight(s.down, dbranch, B::all(&act), gw_down, gb_down)?;
+            b.linear_backward_weight(s.down, dbranch, B::all(&act), gw_down, gb_down, add)?;
             drop(act);
             b.linear_gelu_backward_input(s.down, dbranch, w_down, B::all(&up), B::all_mut(&mut dup))?;
         }
         drop(up);
-        b.linear_backward_weight(s.up, B::all(&dup), B::all(&norm2), gw_up, gb_up)?;
+        b.linear_backward_weight(s.up, B::all(&dup), B::all(&norm2), gw_up, gb_up, add)?;
         let mut dnorm = norm2;
         b.linear_backward_input(s.up, B::all(&dup), w_up, B::all_mut(&mut dnorm))?;
         drop(dup);
@@ -241,14 +243,14 @@ impl<B: Kernels> Block<B> for Transformer {
         {
             let masked = self.gpt.dropout().masked(cx, site1, &dy)?;
             let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
-            b.linear_backward_weight(s.out, dbranch, B::all(&heads), gw_out, gb_out)?;
+            b.linear_backward_weight(s.out, dbranch, B::all(&heads), gw_out, gb_out, add)?;
             b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
         }
         let mut dqkv = new(rows * 3 * d)?;
         let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
         b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
         drop(qkv);
-        b.linear_backward_weight(s.qkv, B::all(&dqkv), B::all(&norm1), gw_qkv, gb_qkv)?;
+        b.linear_backward_weight(s.qkv, B::all(&dqkv), B::all(&norm1), gw_qkv, gb_qkv, add)?;
         b.linear_backward_input(s.qkv, B::all(&dqkv), w_qkv, B::all_mut(&mut dnorm))?;
         let (g, dstream) = (B::all(&dnorm), B::all_mut(&mut dy));
         b.norm_backward(s.norm, g, B::all(x), w_norm1, B::all(&stats1), dstream, gw_norm1, gb_norm1)?;

@@ -64,7 +64,9 @@ impl<B: Kernels> Block<B> for Head {
     fn tensors(&self) -> Vec<Tensor> {
         let table = match self.table {
             Table::Tied => None,
-            Table::Own(name) => Some(Tensor::new(name, &[self.vocabulary, self.width], Init::Normal(INIT))),
+            Table::Own(name) => {
+                Some(Tensor::new(name, &[self.vocabulary, self.width], Init::Normal(INIT)).overwritten())
+            }
         };
         let weight = Tensor::new(format!("{}.weight", self.norm), &[self.width], Init::Ones);
         let bias = self.bias.then(|| Tensor::new(format!("{}.bias", self.norm), &[self.width], Init::Zeros));
@@ -120,15 +122,15 @@ impl<B: Kernels> Block<B> for Head {
         let (b, rows) = (cx.backend, cx.micro.rows());
         let [own, weight, _] = split::<B, 3>(params.own, self.lens());
         let [down, dweight, dbias] = split_mut::<B, 3>(grads.own, self.lens());
-        let (table, dtable) = match self.table {
+        let (table, dtable, first) = match self.table {
             Table::Tied => {
                 let len = self.table_len();
-                (B::cut(lent(params.lent)?, len).0, B::cut_mut(lent(grads.lent)?, len).0)
+                (B::cut(lent(params.lent)?, len).0, B::cut_mut(lent(grads.lent)?, len).0, grads.lent_first)
             }
-            Table::Own(_) => (own, down),
+            Table::Own(_) => (own, down, grads.first),
         };
         let [norm, stats] = unpack(saved)?;
-        let product = Gemm { m: self.vocabulary, n: self.width, k: rows, ta: true, tb: false, acc: true };
+        let product = Gemm { m: self.vocabulary, n: self.width, k: rows, ta: true, tb: false, acc: !first };
         b.gemm(product, B::all(&dlogits), B::all(&norm), dtable)?;
         let mut dnorm = norm;
         b.linear_backward_input(self.logits(rows), B::all(&dlogits), table, B::all_mut(&mut dnorm))?;

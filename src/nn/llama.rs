@@ -51,6 +51,7 @@ impl Llama {
             words: "embed_tokens.weight",
             places: None,
             vocabulary: self.vocabulary,
+            tied: self.tied,
             dropout: self.dropout(),
         };
         let head = Head {
@@ -144,7 +145,8 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         // Both ends of a residual branch start smaller, so that the stream's variance does not grow with depth.
         let residual = INIT / (2.0 * layers as f32).sqrt();
         let tensor = |rest: &str, shape: &[usize], init| {
-            Tensor::new(format!("layers.{}.{rest}.weight", self.layer), shape, init)
+            let tensor = Tensor::new(format!("layers.{}.{rest}.weight", self.layer), shape, init);
+            if tensor.decays() { tensor.overwritten() } else { tensor }
         };
         vec![
             tensor("self_attn.q_proj", &[d, d], Init::Normal(INIT)),
@@ -229,6 +231,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         let (b, rows, f) = (cx.backend, cx.micro.rows(), self.llama.hidden);
         let (s, dropout) = (self.shapes(cx), self.llama.dropout());
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = split::<B, 6>(params.own, self.lens());
+        let add = !grads.first;
         let [g_qkv, g_out, g_gate_up, g_down, g_norm1, g_norm2] = split_mut::<B, 6>(grads.own, self.lens());
         let [norm1, stats1, qkv, heads, lse, stream, norm2, stats2, mut gate_up, mut act] = unpack(saved)?;
         let [site1, site2] = self.sites();
@@ -240,13 +243,13 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         {
             let masked = dropout.masked(cx, site2, &dy)?;
             let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
-            b.linear_backward_weight(s.down, dbranch, B::all(&act), g_down, B::all_mut(&mut none))?;
+            b.linear_backward_weight(s.down, dbranch, B::all(&act), g_down, B::all_mut(&mut none), add)?;
             b.linear_backward_input(s.down, dbranch, w_down, B::all_mut(&mut act))?;
         }
         b.swiglu_backward(f, B::all_mut(&mut gate_up), B::all(&act))?;
         drop(act);
         let dgate_up = gate_up;
-        b.linear_backward_weight(s.gate_up, B::all(&dgate_up), B::all(&norm2), g_gate_up, B::all_mut(&mut none))?;
+        b.linear_backward_weight(s.gate_up, B::all(&dgate_up), B::all(&norm2), g_gate_up, B::all_mut(&mut none), add)?;
         let mut dnorm = norm2;
         b.linear_backward_input(s.gate_up, B::all(&dgate_up), w_gate_up, B::all_mut(&mut dnorm))?;
         drop(dgate_up);
@@ -257,7 +260,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         {
             let masked = dropout.masked(cx, site1, &dy)?;
             let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
-            b.linear_backward_weight(s.out, dbranch, B::all(&heads), g_out, B::all_mut(&mut none))?;
+            b.linear_backward_weight(s.out, dbranch, B::all(&heads), g_out, B::all_mut(&mut none), add)?;
             b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
         }
         let mut dqkv = b.alloc(Memory::Activations, rows * self.packed())?;
@@ -265,7 +268,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
         drop(qkv);
         b.rotary(Rotary { back: true, ..s.rotary }, self.angles.table(b)?, B::all_mut(&mut dqkv))?;
-        b.linear_backward_weight(s.qkv, B::all(&dqkv), B::all(&norm1), g_qkv, B::all_mut(&mut none))?;
+        b.linear_backward_weight(s.qkv, B::all(&dqkv), B::all(&norm1), g_qkv, B::all_mut(&mut none), add)?;
         b.linear_backward_input(s.qkv, B::all(&dqkv), w_qkv, B::all_mut(&mut dnorm))?;
         let (g, dstream, stats) = (B::all(&dnorm), B::all_mut(&mut dy), B::all(&stats1));
         b.norm_backward(s.norm, g, B::all(x), w_norm1, stats, dstream, g_norm1, B::all_mut(&mut none))?;

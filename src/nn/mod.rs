@@ -93,12 +93,17 @@ pub struct Params<'a, B: Backend> {
     pub lent: Option<B::View<'a>>,
 }
 
-/// Gradients of a block's parameters. The backward adds into them.
+/// Gradients of a block's parameters. The backward adds into them, but for those of [`Tensor::overwritten`] tensors when it
+/// is the first.
 pub struct Grads<'a, B: Backend> {
     /// The block's unit.
     pub own: B::ViewMut<'a>,
+    /// Whether this backward is the first of its lane that `own` is for: what is [`Tensor::overwritten`] holds nothing yet.
+    pub first: bool,
     /// The unit named by [`Block::borrows`].
     pub lent: Option<B::ViewMut<'a>>,
+    /// As `first`, of `lent`.
+    pub lent_first: bool,
 }
 
 /// A layer, or a few that belong together. Its tensors form one unit.
@@ -139,7 +144,8 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// The device failed.
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)>;
 
-    /// Adds to the gradients of the parameters and returns that of `x` (empty for the first block).
+    /// Adds to the gradients of the parameters, or overwrites them as [`Grads`] tells, and returns that of `x` (empty for
+    /// the first block).
     /// Takes what the forward saved, and the gradient of the output.
     ///
     /// # Errors

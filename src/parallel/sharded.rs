@@ -107,8 +107,10 @@ struct Unit<B: Kernels> {
     params: Slot<B::Buf>,
     /// The full gradient of the current lane.
     grads: Option<B::Buf>,
-    /// Whether `grads` holds this lane's sum; if not, it is to be zeroed before use.
+    /// Whether `grads` holds this lane's sum; if not, `zeroed` is to be zeroed before use.
     grads_open: bool,
+    /// What no backward overwrites.
+    zeroed: Vec<Range<usize>>,
     /// Finished lanes of this rank.
     lanes: Tree<B::Buf>,
     reduction: Option<Reduction<B>>,
@@ -190,6 +192,7 @@ impl<B: Kernels> Sharded<B> {
             units.push(Unit {
                 owner: Owner::new(&backend, host.as_ref(), updates.as_ref(), &layout, owned, values, are_full_here)?,
                 tensors: layout.tensors.iter().map(|(tensor, _)| Part::of(tensor, groups_of)).collect(),
+                zeroed: layout.zeroed(),
                 layout,
                 params,
                 grads: None,
@@ -269,7 +272,8 @@ impl<B: Kernels> Sharded<B> {
     pub fn params_and_grads(&mut self, unit: usize, borrowed: Option<usize>) -> Result<(Params<'_, B>, Grads<'_, B>)> {
         let visit = Visit { own: unit, lent: borrowed };
         self.fetch(visit)?;
-        visit.units().try_for_each(|index| self.open_grads(index))?;
+        let first = self.open_grads(unit)?;
+        let lent_first = borrowed.map_or(Ok(false), |lent| self.open_grads(lent))?;
         let mut rest = &mut self.units[..];
         let mut lent = None;
         if let Some(index) = borrowed {
@@ -282,7 +286,10 @@ impl<B: Kernels> Sharded<B> {
         let own = rest.first_mut().ok_or_else(|| Error::internal("no such unit"))?;
         let (own_params, own_grads) = own.windows()?;
         let (lent_params, lent_grads) = lent.map(Unit::windows).transpose()?.unzip();
-        Ok((Params { own: own_params, lent: lent_params }, Grads { own: own_grads, lent: lent_grads }))
+        Ok((
+            Params { own: own_params, lent: lent_params },
+            Grads { own: own_grads, first, lent: lent_grads, lent_first },
+        ))
     }
 
     /// A block's turn ends: parameters that live for their use only are given up, unless the next turns want them.
@@ -581,17 +588,17 @@ impl<B: Kernels> Sharded<B> {
         full.map(B::all).ok_or_else(|| Error::internal("parameters used before they were gathered"))
     }
 
-    /// Makes the gradient buffer of a unit ready to add to.
-    fn open_grads(&mut self, index: usize) -> Result<()> {
+    /// Makes the gradient buffer of a unit ready for a backward; whether it is the first of the lane.
+    fn open_grads(&mut self, index: usize) -> Result<bool> {
         let unit = &mut self.units[index];
         if unit.grads.is_none() {
             unit.grads = Some(self.backend.alloc(Memory::Gradients, unit.layout.padded)?);
         }
-        if let (false, Some(grads)) = (unit.grads_open, &mut unit.grads) {
-            self.backend.zero(B::all_mut(grads))?;
-            unit.grads_open = true;
+        let first = !std::mem::replace(&mut unit.grads_open, true);
+        if let (true, Some(grads)) = (first, &mut unit.grads) {
+            unit.zeroed.iter().try_for_each(|range| self.backend.zero(B::view_mut(grads, range.clone())))?;
         }
-        Ok(())
+        Ok(first)
     }
 
     /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept.

@@ -62,14 +62,22 @@ pub fn backward_input(s: Linear) -> Gemm {
 }
 
 /// The product of [`crate::backend::Kernels::linear_backward_weight`].
-pub fn weight_gradient(s: Linear) -> Gemm {
-    Gemm { m: s.outputs, n: s.inputs, k: s.rows, ta: true, tb: false, acc: true }
+pub fn weight_gradient(s: Linear, add: bool) -> Gemm {
+    Gemm { m: s.outputs, n: s.inputs, k: s.rows, ta: true, tb: false, acc: add }
 }
 
-pub fn backward_weight(threads: &Threads, s: Linear, dy: &[f32], x: &[f32], dweight: &mut [f32], dbias: &mut [f32]) {
+pub fn backward_weight(
+    threads: &Threads,
+    s: Linear,
+    dy: &[f32],
+    x: &[f32],
+    dweight: &mut [f32],
+    dbias: &mut [f32],
+    add: bool,
+) {
     assert_eq!(dy.len(), s.rows * s.outputs);
     let (x, dweight) = (matrix(x, s.rows, s.inputs), matrix_mut(dweight, s.outputs, s.inputs));
-    multiply_across(threads, dy, s.outputs, x, dweight, true, dbias);
+    multiply_across(threads, dy, s.outputs, x, dweight, add, dbias);
 }
 
 /// Columns of one task when rows are summed: their sums stay in registers.

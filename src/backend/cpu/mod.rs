@@ -342,13 +342,14 @@ impl Kernels for Cpu {
         x: &[f32],
         dweight: &mut [f32],
         dbias: &mut [f32],
+        add: bool,
     ) -> Result<()> {
-        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len()));
+        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len(), add));
         if self.products == Products::Own {
-            linear::backward_weight(&self.threads, shape, dy, x, dweight, dbias);
+            linear::backward_weight(&self.threads, shape, dy, x, dweight, dbias, add);
             return Ok(());
         }
-        self.product(linear::weight_gradient(shape), dy, x, dweight)?;
+        self.product(linear::weight_gradient(shape, add), dy, x, dweight)?;
         linear::add_rows(&self.threads, dy, shape.outputs, dbias);
         Ok(())
     }

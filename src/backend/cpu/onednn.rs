@@ -16,6 +16,7 @@ use super::linear::{left, matrix_mut, right};
 use super::product::each_part;
 use super::threads::Threads;
 use crate::backend::Gemm;
+use crate::backend::library::{self, functions};
 use crate::error::{Error, Result};
 
 /// Its file: as it is installed to run programs, and to build them.
@@ -100,27 +101,18 @@ struct Version {
     gpu_runtime: c_uint,
 }
 
-macro_rules! functions {
-    ($(#[$doc:meta])* $table:ident { $($name:ident = $symbol:literal($($argument:ty),*) -> $result:ty;)* }) => {
-        $(#[$doc])*
-        struct $table {
-            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
-        }
+functions! {
+    /// Of every version.
+    Versioned {
+        version = c"dnnl_version"() -> *const Version;
+    }
+}
 
-        impl $table {
-            /// All of them, of an open library.
-            fn of(file: *mut c_void) -> Result<Self> {
-                Ok(Self {
-                    // SAFETY: the function has this type in the versions that the table is for.
-                    $($name: unsafe {
-                        std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(
-                            symbol(file, $symbol)?,
-                        )
-                    },)*
-                })
-            }
-        }
-    };
+functions! {
+    /// Of OpenMP, on which the library may depend.
+    OpenMp {
+        set_threads = c"omp_set_num_threads"(c_int) -> ();
+    }
 }
 
 functions! {
@@ -182,7 +174,7 @@ struct Library {
     functions: Functions,
     dialect: Dialect,
     /// Tells OpenMP how many threads the calling thread may have, where the library uses it.
-    set_threads: Option<unsafe extern "C" fn(c_int)>,
+    open_mp: Option<OpenMp>,
     engine: Engine,
 }
 
@@ -252,17 +244,6 @@ unsafe impl Send for Engine {}
 // SAFETY: as above.
 unsafe impl Sync for Engine {}
 
-/// The address of a function.
-fn symbol(file: *mut c_void, name: &CStr) -> Result<*mut c_void> {
-    // SAFETY: the file is open, the name ends in a zero.
-    let found = unsafe { libc::dlsym(file, name.as_ptr()) };
-    if found.is_null() {
-        let message = format!("this oneDNN has no {}", name.to_string_lossy());
-        return Err(Error::input(message).hint(HINT));
-    }
-    Ok(found)
-}
-
 /// A call's status, which is 0 if it did what it is to do.
 fn check(what: &str, status: c_int) -> Result<()> {
     match status {
@@ -275,19 +256,13 @@ fn check(what: &str, status: c_int) -> Result<()> {
 
 /// Opens the library.
 fn open() -> Result<Library> {
-    // SAFETY: the names end in zeros; the library does nothing but measure caches when it is opened.
-    let mut files = FILES.iter().map(|file| unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW) });
-    let Some(file) = files.find(|file| !file.is_null()) else {
+    // SAFETY: the library does nothing but measure caches when it is opened.
+    let Some(file) = (unsafe { library::open(&FILES) }) else {
         return Err(Error::input("oneDNN is not there: libdnnl.so.3 or libdnnl.so.2").hint(HINT));
     };
+    let missing = |name: &str| Error::input(format!("this oneDNN has no {name}")).hint(HINT);
     // SAFETY: the function has this type in every version, and what it returns lives as long as the library.
-    let version = unsafe {
-        let version = std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> *const Version>(symbol(
-            file,
-            c"dnnl_version",
-        )?);
-        &*version()
-    };
+    let version = unsafe { &*(Versioned::of(file, missing)?.version)() };
     let Version { major, minor, patch, cpu_runtime, .. } = *version;
     if !matches!(major, 2 | 3) {
         return Err(Error::input(format!("oneDNN is {major}.{minor}.{patch}, not of version 2 or 3")).hint(HINT));
@@ -297,19 +272,20 @@ fn open() -> Result<Library> {
             format!("oneDNN {major}.{minor}.{patch} is built with threads that are neither none nor OpenMP's");
         return Err(Error::input(message).hint(HINT));
     }
-    let functions = Functions::of(file)?;
-    let dialect = if major == 2 { Dialect::Two(Two::of(file)?) } else { Dialect::Three(Three::of(file)?) };
-    let set_threads = match cpu_runtime == OPENMP {
-        // SAFETY: a function of OpenMP, on which the library depends, with its type.
-        true => Some(unsafe {
-            std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(symbol(file, c"omp_set_num_threads")?)
-        }),
-        false => None,
+    // SAFETY: the functions have these types in the versions that the tables are for.
+    let functions = unsafe { Functions::of(file, missing)? };
+    let dialect = match major {
+        // SAFETY: as above.
+        2 => Dialect::Two(unsafe { Two::of(file, missing)? }),
+        // SAFETY: as above.
+        _ => Dialect::Three(unsafe { Three::of(file, missing)? }),
     };
+    // SAFETY: the library depends on OpenMP, whose function has this type.
+    let open_mp = if cpu_runtime == OPENMP { Some(unsafe { OpenMp::of(file, missing)? }) } else { None };
     let mut engine = null_mut();
     // SAFETY: writes the handle.
     check("find the CPU", unsafe { (functions.engine_create)(&mut engine, CPU, 0) })?;
-    Ok(Library { functions, dialect, set_threads, engine: Engine(engine) })
+    Ok(Library { functions, dialect, open_mp, engine: Engine(engine) })
 }
 
 /// The library, opened once.
@@ -384,9 +360,9 @@ thread_local! {
 
 impl Desk {
     fn new(library: &Library) -> Result<Self> {
-        if let Some(set_threads) = library.set_threads {
+        if let Some(open_mp) = &library.open_mp {
             // SAFETY: takes a number; it holds for the calling thread alone.
-            unsafe { set_threads(1) };
+            unsafe { (open_mp.set_threads)(1) };
         }
         let stream = Owned::new("start a stream", library.functions.stream_destroy, |stream| {
             // SAFETY: writes the handle; the engine is there.

@@ -14,6 +14,7 @@ use std::time::Duration;
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 
 use super::libraries::check;
+use crate::backend::library::{self, functions};
 use crate::backend::{Event, Invitation, Peers, Span, Vendor};
 use crate::error::{Error, Result};
 
@@ -57,70 +58,38 @@ impl Config {
     const NON_BLOCKING: Self = Self { size: size_of::<Self>(), magic: 0xcafe_beef, version: 21_400, blocking: 0 };
 }
 
-macro_rules! functions {
-    ($($name:ident = $symbol:literal($($argument:ty),*) -> $result:ty;)*) => {
-        /// The library, which stays open.
-        struct Library {
-            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
-        }
-
-        impl Library {
-            /// All functions of an open library.
-            fn of(file: *mut c_void) -> Result<Self> {
-                Ok(Self {
-                    // SAFETY: the function has this type since NCCL has it.
-                    $($name: unsafe {
-                        std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(
-                            symbol(file, $symbol)?,
-                        )
-                    },)*
-                })
-            }
-        }
-    };
-}
-
 functions! {
-    get_version = c"ncclGetVersion"(*mut c_int) -> c_int;
-    get_error_string = c"ncclGetErrorString"(c_int) -> *const c_char;
-    get_last_error = c"ncclGetLastError"(Handle) -> *const c_char;
-    get_unique_id = c"ncclGetUniqueId"(*mut UniqueId) -> c_int;
-    comm_init_rank_config = c"ncclCommInitRankConfig"(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int;
-    comm_get_async_error = c"ncclCommGetAsyncError"(Handle, *mut c_int) -> c_int;
-    comm_finalize = c"ncclCommFinalize"(Handle) -> c_int;
-    comm_destroy = c"ncclCommDestroy"(Handle) -> c_int;
-    comm_abort = c"ncclCommAbort"(Handle) -> c_int;
-    group_start = c"ncclGroupStart"() -> c_int;
-    group_end = c"ncclGroupEnd"() -> c_int;
-    send = c"ncclSend"(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-    recv = c"ncclRecv"(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-    all_reduce = c"ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-    reduce_scatter = c"ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-    all_gather = c"ncclAllGather"(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
-    broadcast = c"ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
-}
-
-/// The address of a function.
-fn symbol(file: *mut c_void, name: &CStr) -> Result<*mut c_void> {
-    // SAFETY: the file is open, the name ends in a zero.
-    let found = unsafe { libc::dlsym(file, name.as_ptr()) };
-    if found.is_null() {
-        let message = format!("NCCL is too old: it has no {}", name.to_string_lossy());
-        return Err(Error::input(message).hint(HINT));
+    /// The library, which stays open.
+    Library {
+        get_version = c"ncclGetVersion"(*mut c_int) -> c_int;
+        get_error_string = c"ncclGetErrorString"(c_int) -> *const c_char;
+        get_last_error = c"ncclGetLastError"(Handle) -> *const c_char;
+        get_unique_id = c"ncclGetUniqueId"(*mut UniqueId) -> c_int;
+        comm_init_rank_config = c"ncclCommInitRankConfig"(*mut Handle, c_int, UniqueId, c_int, *mut Config) -> c_int;
+        comm_get_async_error = c"ncclCommGetAsyncError"(Handle, *mut c_int) -> c_int;
+        comm_finalize = c"ncclCommFinalize"(Handle) -> c_int;
+        comm_destroy = c"ncclCommDestroy"(Handle) -> c_int;
+        comm_abort = c"ncclCommAbort"(Handle) -> c_int;
+        group_start = c"ncclGroupStart"() -> c_int;
+        group_end = c"ncclGroupEnd"() -> c_int;
+        send = c"ncclSend"(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        recv = c"ncclRecv"(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        all_reduce = c"ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        reduce_scatter = c"ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        all_gather = c"ncclAllGather"(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
+        broadcast = c"ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
     }
-    Ok(found)
 }
 
 /// The library, opened once.
 fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
-    let open = || {
-        // SAFETY: the names end in zeros; NCCL does nothing when it is opened.
-        let mut files = FILES.iter().map(|file| unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW) });
-        match files.find(|file| !file.is_null()) {
-            Some(file) => Library::of(file),
-            None => Err(Error::input("NCCL is not there: libnccl.so.2").hint(HINT)),
-        }
+    let missing = |name: &str| Error::input(format!("NCCL is too old: it has no {name}")).hint(HINT);
+    // SAFETY: NCCL does nothing when it is opened.
+    let open = || match unsafe { library::open(&FILES) } {
+        // SAFETY: its functions have had these types since they were there.
+        Some(file) => unsafe { Library::of(file, missing) },
+        None => Err(Error::input("NCCL is not there: libnccl.so.2").hint(HINT)),
     };
     LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
 }

@@ -225,10 +225,11 @@ impl Kernels for Cuda {
         x: View<'_>,
         dweight: ViewMut<'_>,
         dbias: ViewMut<'_>,
+        add: bool,
     ) -> Result<()> {
-        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len));
+        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len, add));
         let Linear { rows, inputs, outputs } = shape;
-        let gemm = Gemm { m: outputs, n: inputs, k: rows, ta: true, tb: false, acc: true };
+        let gemm = Gemm { m: outputs, n: inputs, k: rows, ta: true, tb: false, acc: add };
         self.product(gemm, dy, x, &dweight, Epilogue::None)?;
         if dbias.len == 0 {
             return Ok(());

@@ -183,7 +183,7 @@ impl Op for ChannelNorm {
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let (b, shape) = (cx.backend, self.shape(cx));
-        let Back { params, grads, x, kept, dy, wants_input } = back;
+        let Back { params, grads, x, kept, dy, wants_input, .. } = back;
         let [stats, targets] = crate::nn::unpack(kept)?;
         let (width, stats) = (shape.channels, B::all(&stats));
         let mut sums = b.alloc_f32(Memory::Activations, shape.samples * 2 * width)?;

@@ -27,7 +27,8 @@ impl Dense {
 
 impl Op for Dense {
     fn tensors(&self) -> Vec<Tensor> {
-        let weight = Tensor::new(format!("{}.weight", self.name), &[self.outputs, self.inputs], he(self.inputs));
+        let weight =
+            Tensor::new(format!("{}.weight", self.name), &[self.outputs, self.inputs], he(self.inputs)).overwritten();
         let bias = self.bias.then(|| Tensor::new(format!("{}.bias", self.name), &[self.outputs], Init::Zeros));
         std::iter::once(weight).chain(bias).collect()
     }
@@ -55,11 +56,11 @@ impl Op for Dense {
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let (b, shape) = (cx.backend, self.shape(cx));
-        let Back { params, grads, x, dy, wants_input, .. } = back;
+        let Back { params, grads, first, x, dy, wants_input, .. } = back;
         let mut none = b.alloc_f32(Memory::Activations, 0)?;
         let (weight, bias) = grads.split_at_mut(1);
         let bias = bias.first_mut().map_or_else(|| B::all_mut(&mut none), |bias| B::reborrow(bias));
-        b.linear_backward_weight(shape, B::all(&dy), B::all(x), B::reborrow(&mut weight[0]), bias)?;
+        b.linear_backward_weight(shape, B::all(&dy), B::all(x), B::reborrow(&mut weight[0]), bias, !first)?;
         if !wants_input {
             return Ok(dy);
         }

@@ -71,6 +71,8 @@ pub struct Back<'a, 'p, 'g, B: Kernels> {
     pub params: &'a [B::View<'p>],
     /// Their gradients.
     pub grads: &'a mut [B::ViewMut<'g>],
+    /// As [`crate::nn::Grads::first`].
+    pub first: bool,
     /// The input of the forward.
     pub x: &'a B::Buf,
     /// What the forward kept.

@@ -60,7 +60,7 @@ impl Op for Sequence {
     }
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
-        let Back { mut params, mut grads, x, mut kept, mut dy, wants_input } = back;
+        let Back { mut params, mut grads, first, x, mut kept, mut dy, wants_input } = back;
         for (i, step) in self.0.iter().enumerate().rev() {
             // In the order of the forward: what the layer kept, then its input.
             let input = if i > 0 { kept.pop() } else { None };
@@ -74,6 +74,7 @@ impl Op for Sequence {
                 Back {
                     params: own_params,
                     grads: own_grads,
+                    first,
                     x: input.as_ref().unwrap_or(x),
                     kept: of_step,
                     dy,

@@ -103,8 +103,9 @@ impl<B: Kernels> Block<B> for Stage {
         saved: Vec<B::Buf>,
         dy: B::Buf,
     ) -> Result<B::Buf> {
+        let first = grads.first;
         let (params, mut grads) = (self.params::<B>(params.own), self.grads::<B>(grads.own)?);
         let (x, wants_input) = (self.input(cx, x), !self.is_first);
-        self.layers.backward(cx, Back { params: &params, grads: &mut grads, x, kept: saved, dy, wants_input })
+        self.layers.backward(cx, Back { params: &params, grads: &mut grads, first, x, kept: saved, dy, wants_input })
     }
 }

@@ -101,7 +101,7 @@ impl Op for Tables {
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let (b, samples) = (cx.backend, cx.micro.samples);
-        let Back { params, grads, x, kept, dy, .. } = back;
+        let Back { params, grads, first, x, kept, dy, .. } = back;
         let mut rows = dy;
         if let Some(dense) = &self.dense {
             let mut of_numbers = b.alloc(Memory::Activations, samples * self.width)?;
@@ -110,7 +110,7 @@ impl Op for Tables {
             b.copy_columns(reversed(self.of_tables(samples)), B::all(&rows), B::all_mut(&mut of_tables))?;
             rows = of_tables;
             let (params, grads) = (&params[1..], &mut grads[1..]);
-            dense.backward(cx, Back { params, grads, x, kept, dy: of_numbers, wants_input: false })?;
+            dense.backward(cx, Back { params, grads, first, x, kept, dy: of_numbers, wants_input: false })?;
         }
         let mut none = b.alloc_f32(Memory::Activations, 0)?;
         b.embedding_backward(&cx.micro.ids, B::all(&rows), B::reborrow(&mut grads[0]), B::all_mut(&mut none))?;
