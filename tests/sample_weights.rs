@@ -4,6 +4,7 @@
 mod common;
 
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use common::launch::Transport::{self, Alone, Mpirun, Simulate};
 use common::runs::Run;
@@ -60,8 +61,16 @@ fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String
     (loss, gradients(&engine))
 }
 
+/// One test at a time: a child that starts while another test writes a file through HDF5 inherits it, and keeps it locked as
+/// long as it lives.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 #[test]
 fn a_whole_weight_is_as_many_copies_and_none_is_no_sample() {
+    let _alone = alone();
     let weighted = Loss::CrossEntropy { smoothing: 0.1, weights: vec![1.0, 0.5, 2.0] };
     let deviations = [Deviation::Squared, Deviation::Absolute, Deviation::Huber(0.5), Deviation::Binary];
     for loss in [Loss::cross_entropy(), weighted].into_iter().chain(deviations.map(Loss::Deviation)) {
@@ -125,6 +134,7 @@ fn weights(mut dataset: Dataset) -> Result<Option<Vec<f32>>> {
 
 #[test]
 fn weights_are_read_where_they_are_unless_told_otherwise() {
+    let _alone = alone();
     let root = tempfile::tempdir().unwrap();
     let of = [[0.5, 0.0, 2.0, 1.25], [1.0, 3.0, 0.25, 7.0]];
     foreign(&root.path().join("train-0.h5"), Some(&of[0]), "weights", &[4]);
@@ -144,6 +154,7 @@ fn weights_are_read_where_they_are_unless_told_otherwise() {
 
 #[test]
 fn weights_that_cannot_be_are_told_with_their_place() {
+    let _alone = alone();
     let refused = |of: &[f64], shape: &[usize], named: Option<&str>| {
         let root = tempfile::tempdir().unwrap();
         foreign(&root.path().join("train-0.h5"), Some(&[1.0; 4]), "weights", &[4]);
@@ -177,6 +188,7 @@ fn weights_that_cannot_be_are_told_with_their_place() {
 
 #[test]
 fn data_sets_with_and_without_weights_do_not_mix() {
+    let _alone = alone();
     let root = tempfile::tempdir().unwrap();
     let (some, none) = (root.path().join("some.h5"), root.path().join("none.h5"));
     foreign(&some, Some(&[1.0; 4]), "weights", &[4]);
@@ -193,6 +205,7 @@ fn data_sets_with_and_without_weights_do_not_mix() {
 
 #[test]
 fn tables_have_a_column_of_weights() {
+    let _alone = alone();
     let root = tempfile::tempdir().unwrap();
     let input = root.path().join("table.csv");
     let table = "x,w,kind,y\n1,0.5,0,2\n2,0,1,3\n3,1,2,4\n4,2,0,5\n5,3,1,6\n6,nan,2,7\n";
@@ -228,6 +241,7 @@ fn tables_have_a_column_of_weights() {
 
 #[test]
 fn arrays_have_one_of_weights() {
+    let _alone = alone();
     let root = tempfile::tempdir().unwrap();
     let npy = |name: &str, shape: &str, numbers: &[f32]| {
         let header = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n");
@@ -308,6 +322,7 @@ fn run(transport: Transport, root: &Path, name: &str, data: &Path, more: &str) -
 
 #[test]
 fn weights_have_the_bits_of_one_rank_in_every_layout() {
+    let _alone = alone();
     let root = tempfile::tempdir().unwrap();
     let some = table(root.path(), "some", Some(|i| f64::from(i % 5) * 0.75));
     let none = table(root.path(), "none", None);
@@ -338,6 +353,7 @@ fn weights_have_the_bits_of_one_rank_in_every_layout() {
 
 #[test]
 fn a_missing_dataset_of_weights_is_an_error_of_the_run() {
+    let _alone = alone();
     let root = tempfile::tempdir().unwrap();
     let data = table(root.path(), "none", None);
     let ended = run(Mpirun(2), root.path(), "x", &data, "data.weights=/factors").ends();
