@@ -21,7 +21,7 @@ pub enum Memory {
     Data,
     /// The copy that a checkpoint is written from.
     Checkpoint,
-    /// Scratch of a device's libraries.
+    /// Scratch of a device's libraries, weights that a CPU keeps in panels.
     Workspace,
 }
 
