@@ -32,15 +32,17 @@ fn main() -> ExitCode {
         let mut engine = model::engine(comm, &plan, Cpu::new(plan.threads))?;
         world.agree(model::load(&mut engine, &mut reader))?;
 
-        // Rows go round the ranks; sums are added in the order of the rows.
-        let rows = world.agree(feed::validation(&plan.config))?;
+        // Rows go round the ranks; sums are added in the order of the rows. They are read on the scale that the network learned.
+        let mut rows = world.agree(feed::validation(&plan.config))?;
+        world.agree(reader.manifest().conform(&mut rows))?;
         let measures = Evaluator::new(rows, None, plan.config.eval.batch).measure(&mut engine, &world, || false)?;
         if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
             println!("step {}: {measures}", reader.manifest().step);
         }
 
         // The same rows without their targets, which need not be there. One rank writes.
-        let rows = world.agree(feed::inputs(&plan.config, Split::Validation))?;
+        let mut rows = world.agree(feed::inputs(&plan.config, Split::Validation))?;
+        world.agree(reader.manifest().conform(&mut rows))?;
         let create = || Predictions::create(Path::new(out), rows.samples() as usize, plan.network.outputs(), false);
         let file = world.agree((comm.rank() == 0).then(create).transpose())?;
         predict(&mut engine, rows, &world, plan.config.eval.batch, file)

@@ -63,7 +63,7 @@ fn main() -> ExitCode {
         let data = Splits {
             name: "three spirals".into(),
             train: spirals("train", 3000),
-            validation: spirals("validation", 600),
+            validation: Some(spirals("validation", 600)),
         };
         let own = Own { data: Some(data), ..Own::default() };
         train_on_device(comm, &Request::new(config, "spirals"), own, None).map(drop)

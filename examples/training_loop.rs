@@ -40,10 +40,12 @@ fn main() -> ExitCode {
             }
         }
 
-        let mut evaluator = Evaluator::new(validation, Some(100), plan.config.eval.batch);
-        let measures = evaluator.measure(&mut engine, &world, || false)?;
-        if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
-            println!("{measures}");
+        if let Some(validation) = validation {
+            let mut evaluator = Evaluator::new(validation, Some(100), plan.config.eval.batch);
+            let measures = evaluator.measure(&mut engine, &world, || false)?;
+            if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
+                println!("{measures}");
+            }
         }
         Ok(())
     })

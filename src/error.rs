@@ -14,6 +14,8 @@ pub enum Kind {
     Input,
     /// The file system refused: missing, unreadable, full, read-only.
     Io,
+    /// A file of this program is proven not to be what was written: it is missing, too short, or fails its checksum.
+    Damaged,
     /// A message between ranks failed, or a rank is gone.
     Comm,
     /// A GPU or one of its libraries failed.
@@ -51,6 +53,20 @@ impl Error {
     /// The file system refused to `action` (a phrase such as `"write"`) `path`.
     pub fn io(action: &str, path: &std::path::Path, source: impl fmt::Display) -> Self {
         Self::new(Kind::Io, format!("cannot {action} {}: {source}", path.display()))
+    }
+
+    /// A file that this program wrote is proven to be gone or changed.
+    pub fn damaged(message: impl Into<String>) -> Self {
+        Self::new(Kind::Damaged, message)
+    }
+
+    /// The file system refused to `action` what this program wrote at `path`. A file that does not exist, ends too early, or is
+    /// no text although it was is damage; anything else may be otherwise the next time.
+    pub fn unread(action: &str, path: &std::path::Path, source: &std::io::Error) -> Self {
+        use std::io::ErrorKind::{InvalidData, NotFound, UnexpectedEof};
+        let kind =
+            if matches!(source.kind(), NotFound | UnexpectedEof | InvalidData) { Kind::Damaged } else { Kind::Io };
+        Self { kind, ..Self::io(action, path, source) }
     }
 
     /// A message between ranks failed.
@@ -120,7 +136,7 @@ impl Error {
     /// The exit code of a process that ends with this error: 2 for what the user can mend, else 1.
     pub fn exit_code(&self) -> i32 {
         match self.kind {
-            Kind::Input | Kind::Io => 2,
+            Kind::Input | Kind::Io | Kind::Damaged => 2,
             Kind::Comm | Kind::Device | Kind::Numeric | Kind::Internal => 1,
         }
     }

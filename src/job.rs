@@ -6,7 +6,7 @@ use crate::backend::cpu::Cpu;
 use crate::comm::launch::{Launch, launched};
 use crate::comm::{self, Algorithm, Comm};
 use crate::error::{Error, Result};
-use crate::telemetry::logging;
+use crate::telemetry::{logging, say_error};
 
 /// The whole of a program that works on ranks: does the work of this one, in a world of its own unless an MPI launcher
 /// such as `mpirun` started the process, and ends with the others. Warnings and errors go to standard error, an error
@@ -75,7 +75,7 @@ pub fn run(launched: bool, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 
 /// Prints an error; returns its exit code.
 #[doc(hidden)]
 pub fn fail(error: &Error) -> i32 {
-    eprintln!("error: {error}");
+    say_error(format_args!("error: {error}"));
     error.exit_code()
 }
 
@@ -83,7 +83,7 @@ pub fn fail(error: &Error) -> i32 {
 fn abort_on_panic(comm: &Comm<Cpu>) {
     let comm = comm.clone();
     std::panic::set_hook(Box::new(move |panic| {
-        eprintln!("error: rank {}: internal error, please report it: {panic}", comm.rank());
+        say_error(format_args!("error: rank {}: internal error, please report it: {panic}", comm.rank()));
         comm.abort(1)
     }));
 }

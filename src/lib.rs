@@ -96,6 +96,7 @@ pub mod parallel;
 mod pattern;
 pub mod placement;
 pub mod prelude;
+mod private;
 pub mod random;
 pub mod signals;
 mod simd;

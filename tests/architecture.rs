@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 /// Modules by level, lowest first. A module may use those of lower levels.
 const LEVELS: [&[&str]; 11] = [
     &["activity", "error", "pattern", "random", "simd"],
-    &["layout", "mesh", "signals"],
+    &["layout", "mesh", "private", "signals"],
     &["backend"],
     &["comm", "data"],
     &["nn", "optim"],

@@ -12,6 +12,8 @@ use common::launch::{Ended, finish, mpirun, program};
 use common::runs::{Run, RunFiles, copy};
 use hdf5::H5Type;
 use hpctrain::checkpoint::Checkpoints;
+use hpctrain::data::TokenizerKind;
+use hpctrain::data::import::{ImportText, import_text};
 
 /// Panics unless a program ended with exit code 2, one error with all `words`, and a hint.
 #[track_caller]
@@ -66,6 +68,15 @@ fn shards(folder: &Path) {
     for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
         shard(folder, name, &ids, 5);
     }
+}
+
+/// Four training shards and one for validation of 1000 letters.
+fn import(out: &Path) {
+    let input = out.with_file_name("letters");
+    let letter = |i: usize| char::from(b'a' + (i * i % 5) as u8);
+    std::fs::write(&input, (0..1000).map(letter).collect::<String>()).unwrap();
+    let (tokenizer, val_fraction, out) = (TokenizerKind::Char, 0.2, out.to_owned());
+    import_text(&ImportText { input, tokenizer, shards: 4, val_fraction, out, compress: None }).unwrap();
 }
 
 /// Transports of cases that concern all ranks alike.
@@ -222,14 +233,16 @@ type Spoil = fn(&Path);
 fn data() {
     let cases: &[(Spoil, &str, &[Transport], &[&str])] = &[
         (|dir| std::fs::create_dir(dir).unwrap(), "", ONE, &["no file in", "train-*.h5", "data.train"]),
+        (shards, "data.validation=test-*.h5", ONE, &["test-*.h5", "data.validation", "train-0.h5, train-1.h5"]),
+        (shards, "data.val_fraction=0.1", ALL, &["data.val_fraction = 0.1", "has validation shards", "leave"]),
         (
             |dir| {
                 shards(dir);
                 std::fs::remove_file(dir.join("val-0.h5")).unwrap();
             },
-            "",
-            ONE,
-            &["val-*.h5", "data.validation", "train-0.h5, train-1.h5"],
+            "eval.patience=1",
+            ALL,
+            &["no validation data: eval.patience", "data.val_fraction"],
         ),
         (
             |dir| {
@@ -277,6 +290,24 @@ fn data() {
             ONE,
             &["dtype differs", "train-1.h5 has /tokens uint16", "train-0.h5 has /tokens uint8"],
         ),
+        (
+            |dir| {
+                import(dir);
+                std::fs::remove_file(dir.join("train-00002.h5")).unwrap();
+            },
+            "",
+            ALL,
+            &["train-00002.h5 is missing of the 4 train shards of letters", "data.train"],
+        ),
+        (
+            |dir| {
+                import(dir);
+                std::fs::remove_file(dir.join("train-00002.h5")).unwrap();
+            },
+            "data.stage=/tmp",
+            ONE,
+            &["/data-", "train-00002.h5 is missing of the 4 train shards of letters"],
+        ),
         (shards, "model.vocabulary=4", ONE, &["train-0.h5", "vocabulary_size is 5", "model.vocabulary is 4"]),
         (shards, "model.context=2000", ONE, &["train-0.h5", "1000 tokens", "2000 + 1"]),
         (shards, "batch.global=200", ALL, &["124 training samples", "batch.global = 200", "at most 124"]),
@@ -320,6 +351,34 @@ fn an_id_outside_the_vocabulary() {
         let steps = run.files().numbers("metrics.jsonl", "step");
         assert!(steps.len() <= 2 && steps.iter().zip(1..).all(|(&step, n)| step == f64::from(n)), "{steps:?}");
     }
+}
+
+/// Only the rank that reads of a block sees that it is damaged; the whole job ends.
+#[test]
+fn a_damaged_block() {
+    let root = tempfile::tempdir().unwrap();
+    let folder = root.path().join("data");
+    import(&folder);
+    let path = folder.join("train-00003.h5");
+    let offset = hdf5::File::open(&path).unwrap().dataset("tokens").unwrap().offset().unwrap() as usize;
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[offset + 15] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let at = format!("data.path={}", folder.display());
+    // A batch takes 8 of 4 x 12 samples in order: those of the last shard come in the fifth step.
+    let settings = [&at[..], "data.shuffle=false", "checkpoint.every=1"];
+    let words = ["train-00003.h5: /tokens[0..200] has checksum ", "was written", "copy or import the shard again"];
+    for transport in [Alone, Mpirun(2)] {
+        let name = format!("{transport:?}");
+        let run = Run::new(transport, root.path(), &name, &settings);
+        refused(&finish(&mut run.command()), &words);
+        assert_eq!(run.files().numbers("metrics.jsonl", "step"), [1.0, 2.0, 3.0, 4.0]);
+        let unseen =
+            Run::new(transport, root.path(), &format!("{name}-off"), &[&settings[..], &["data.verify=off"]].concat());
+        unseen.succeeds();
+    }
+    let wrong = Run::new(Alone, root.path(), "wrong", &[&at, "data.verify=sometimes"]);
+    refused(&wrong.ends(), &["data.verify=sometimes", "first-pass"]);
 }
 
 #[test]
@@ -461,7 +520,7 @@ fn a_full_disk_costs_no_checkpoint() {
         }
         // The full disk held only whole checkpoints, and the steps up to the failure.
         let full = RunFiles(disk.with_extension("full"));
-        let saved = Checkpoints::new(full.path("checkpoints")).steps();
+        let saved = Checkpoints::new(full.path("checkpoints")).steps().unwrap();
         assert!((1..8).contains(&saved.len()), "{saved:?}");
         let unfinished = |name: &str| name.contains(".tmp") || name.contains(".trash");
         let names = full.path("checkpoints").read_dir().unwrap().map(|entry| entry.unwrap().file_name());

@@ -48,8 +48,12 @@ fn completions() {
     for (shell, word) in
         [("bash", "complete -F _hpctrain"), ("zsh", "#compdef hpctrain"), ("fish", "complete -c hpctrain")]
     {
-        assert!(printed(&["completions", shell]).contains(word), "{shell}");
+        let script = printed(&["completions", shell]);
+        assert!(script.contains(word), "{shell}");
+        // Of options with few values, these.
+        assert!(["resnet-18-cifar", "gpt2-124m"].iter().all(|preset| script.contains(preset)), "{shell}");
     }
+    assert!(printed(&["train", "--help"]).contains("gpt-char, gpt-baby, gpt2-124m"));
 }
 
 #[test]
@@ -169,12 +173,15 @@ fn unnamed_runs_are_numbered() {
         assert!(root.path().join(name).join("run.json").exists(), "{name}");
     }
     assert!(!root.path().join("mine-4").exists());
-    // Resuming takes the last.
+    // Resuming takes the one that can go on.
+    for name in ["mine", "mine-3"] {
+        std::fs::remove_dir_all(root.path().join(name).join("checkpoints")).unwrap();
+    }
     let ended: Ended = train(&["--resume", "auto", "--set", "run.steps=2"]);
-    assert!(ended.stdout.contains("mine-3/checkpoints/step-00000001"), "{ended}");
+    assert!(ended.stdout.contains("mine-2/checkpoints/step-00000001"), "{ended}");
     let steps =
         |name: &str| std::fs::read_to_string(root.path().join(name).join("metrics.jsonl")).unwrap().lines().count();
-    assert_eq!(["mine", "mine-2", "mine-3"].map(steps), [1, 1, 2]);
+    assert_eq!(["mine", "mine-2", "mine-3"].map(steps), [1, 2, 1]);
 }
 
 #[test]
@@ -324,4 +331,29 @@ fn config_summary_tells_the_layers() {
     let told = printed(&["config", "summary", "--preset", "gpt2-124m"]);
     assert!(told.contains("h.11       1024 × 768") && told.contains("124,439,808"), "{told}");
     assert!(printed(&["config", "summary", "--preset", "tinyllama-1.1b"]).contains("1,100,048,384"));
+}
+
+/// Runs a command with its output and its messages sent somewhere by the shell.
+fn through_a_shell(redirected: &str, args: &str) -> (Option<i32>, String) {
+    let script = format!("{} {args} {redirected}", common::program().display());
+    let ended = std::process::Command::new("bash").args(["-o", "pipefail", "-c", &script]).output().unwrap();
+    (ended.status.code(), String::from_utf8(ended.stderr).unwrap())
+}
+
+#[test]
+fn output_that_nobody_reads_changes_no_exit_code() {
+    for (redirected, code) in
+        [("| true", 0), (">&-", 0), ("2>&1 | true", 0), ("2>&-", 0), (">/dev/null 2>/dev/full", 0), (">/dev/full", 2)]
+    {
+        let (found, stderr) = through_a_shell(redirected, "config show");
+        assert_eq!(found, Some(code), "{redirected}: {stderr}");
+        assert!(!stderr.contains("panic"), "{stderr}");
+    }
+    // The command only prints: lost output is a failure, told once.
+    let (_, stderr) = through_a_shell(">/dev/full", "config summary");
+    assert!(stderr.contains("cannot write standard output: No space left on device"), "{stderr}");
+    assert_eq!(stderr.matches("cannot write to standard output").count(), 1, "{stderr}");
+    for redirected in ["2>&1 | true", "2>&-", ">/dev/null 2>/dev/full"] {
+        assert_eq!(through_a_shell(redirected, "config show --set no.such=1").0, Some(2), "{redirected}");
+    }
 }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
-use hpctrain::data::import::{ImportText, import_text};
-use hpctrain::data::{DataSpec, Dataset, SampleMut, Split, TokenizerKind, inspect, verify};
+use hpctrain::data::import::{Categories, ImportCsv, ImportText, Kept, NotFinite, import_csv, import_text};
+use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, Split, Target, TokenizerKind, Wants, inspect, verify};
 use hpctrain::error::{Error, Kind};
 
 /// Asserts the kind, that the first line holds every one of `parts`, and the hint `hint`.
@@ -124,7 +124,7 @@ fn datasets_are_lacking() {
 fn a_name_leads_to_a_group() {
     let shards = Shards::new();
     File::create(shards.path("train-0.h5")).unwrap().create_group("tokens").unwrap();
-    assert_told(&shards.open(4), &["train-0.h5", "/tokens cannot be opened as a dataset"], "");
+    assert_told(&shards.open(4), &["train-0.h5", "/tokens is a group, not a dataset"], "");
 }
 
 #[test]
@@ -193,6 +193,118 @@ fn sample_shapes_of_siblings_differ() {
     }
     let parts = ["sample shape differs", "train-1.h5 has /inputs 5, /targets 5", "train-0.h5 has /inputs 4"];
     assert_told(&shards.open(4), &parts, "must agree");
+}
+
+/// Four training shards and one for validation: of text, and of rows.
+fn imports(folder: &Path) -> [DataSpec; 2] {
+    let (text, table) = (folder.join("text"), folder.join("table.csv"));
+    std::fs::write(&text, "abcde".repeat(100)).unwrap();
+    let out = folder.join("tokens");
+    let tokenizer = TokenizerKind::Char;
+    import_text(&ImportText { input: text, tokenizer, shards: 4, val_fraction: 0.2, out: out.clone(), compress: None })
+        .unwrap();
+    let rows: String = (0..40).map(|i| format!("{i},{}\n", i % 3)).collect();
+    std::fs::write(&table, format!("x,y\n{rows}")).unwrap();
+    let of_rows = folder.join("rows");
+    let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: true, out: of_rows.clone() };
+    let (targets, categories) = (vec!["y".to_owned()], Categories::NONE);
+    import_csv(&ImportCsv { input: table, targets, weight: None, regression: false, categories, kept }).unwrap();
+    let wants = Wants::Rows { input: 1, ids: Ids::None, target: Target::Class(3) };
+    [DataSpec::new(out), DataSpec { wants, ..DataSpec::new(of_rows) }]
+}
+
+#[test]
+fn shards_of_an_import_are_missing_or_too_many() {
+    let dir = tempfile::tempdir().unwrap();
+    for (spec, source) in imports(dir.path()).into_iter().zip(["text", "table.csv"]) {
+        let at = |name: &str| spec.path.join(name);
+        let open = |spec: &DataSpec| Dataset::open(spec, Split::Train, 4);
+        let all = open(&spec).unwrap().samples();
+        let third = at("train-00002.h5");
+        let aside = dir.path().join("aside");
+        std::fs::rename(&third, &aside).unwrap();
+        let missing = format!("train-00002.h5 is missing of the 4 train shards of {source}");
+        assert_told(&failure(open(&spec)), &[spec.path.to_str().unwrap(), &missing], "data.train");
+        let verified = verify::verify(&spec.path).unwrap_err().to_string();
+        assert!(verified.contains(&missing), "{verified}");
+        // Validation is whole, and so is what somebody asks for by name.
+        Dataset::open(&spec, Split::Validation, 4).unwrap();
+        let named = DataSpec { train: "train-0000[013].h5".into(), ..spec.clone() };
+        assert_eq!(open(&named).unwrap().samples(), all / 4 * 3);
+        let one = DataSpec { path: at("train-00003.h5"), ..spec.clone() };
+        assert_eq!(open(&one).unwrap().samples(), all / 4);
+        std::fs::rename(at("train-00000.h5"), dir.path().join("first")).unwrap();
+        let told = "train-00000.h5, train-00002.h5 are missing of the 4 train shards";
+        assert_told(&failure(open(&spec)), &[told], "data.train");
+        std::fs::rename(dir.path().join("first"), at("train-00000.h5")).unwrap();
+
+        // A copy under another name, beside all of them and in the place of another.
+        std::fs::rename(&aside, &third).unwrap();
+        std::fs::copy(at("train-00001.h5"), at("train-00004.h5")).unwrap();
+        let told = "train-00001.h5 and train-00004.h5 are both number 1 of the 4 train shards";
+        assert_told(&failure(open(&spec)), &[told], "again");
+        std::fs::rename(at("train-00004.h5"), &third).unwrap();
+        let told = "train-00001.h5 and train-00002.h5 are both number 1 of the 4 train shards";
+        assert_told(&failure(open(&spec)), &[told], "again");
+
+        // Shards of another name.
+        std::fs::remove_file(&third).unwrap();
+        for number in [0, 1, 3] {
+            std::fs::rename(at(&format!("train-0000{number}.h5")), at(&format!("part-0000{number}-of-4.h5"))).unwrap();
+        }
+        let parts = DataSpec { train: "part-*".into(), ..spec.clone() };
+        assert_told(&failure(open(&parts)), &["part-00002-of-4.h5 is missing"], "data.train");
+    }
+}
+
+#[test]
+fn a_shard_is_of_another_import() {
+    let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let [_, spec] = imports(a.path());
+    // The same table with another number in it.
+    let rows: String = (0..40).map(|i| format!("{},{}\n", i + 1, i % 3)).collect();
+    let table = b.path().join("table.csv");
+    std::fs::write(&table, format!("x,y\n{rows}")).unwrap();
+    let out = b.path().join("rows");
+    let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: false, out: out.clone() };
+    let (targets, categories) = (vec!["y".to_owned()], Categories::NONE);
+    import_csv(&ImportCsv { input: table, targets, weight: None, regression: false, categories, kept }).unwrap();
+    let raw = DataSpec { path: out.clone(), ..spec.clone() };
+    Dataset::open(&raw, Split::Train, 1).unwrap();
+    std::fs::copy(out.join("train-00003.h5"), spec.path.join("train-00003.h5")).unwrap();
+    // Without a scale it would not even fit; with one it does.
+    let file = File::open_rw(spec.path.join("train-00003.h5")).unwrap();
+    let scale = File::open(spec.path.join("train-00000.h5")).unwrap().dataset("inputs").unwrap();
+    for name in ["mean", "std"] {
+        let numbers: Vec<f32> = scale.attr(name).unwrap().read_raw().unwrap();
+        let attribute = file.dataset("inputs").unwrap().new_attr::<f32>().shape(numbers.len()).create(name).unwrap();
+        attribute.write_raw(&numbers).unwrap();
+    }
+    file.close().unwrap();
+    let e = failure(Dataset::open(&spec, Split::Train, 1));
+    assert_told(&e, &["train-00003.h5 is of another import, not number 3 of the 4 train shards of table.csv"], "again");
+}
+
+#[test]
+fn older_shards_of_rows_say_nothing_of_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let [_, spec] = imports(dir.path());
+    for number in 0..4 {
+        let file = File::open_rw(spec.path.join(format!("train-0000{number}.h5"))).unwrap();
+        file.attr("format_version").unwrap().write_scalar(&1u32).unwrap();
+        for name in ["shard", "num_shards", "import"] {
+            file.delete_attr(name).unwrap();
+        }
+        file.unlink("checksums").unwrap();
+        file.close().unwrap();
+    }
+    let all = Dataset::open(&spec, Split::Train, 1).unwrap().samples();
+    std::fs::remove_file(spec.path.join("train-00002.h5")).unwrap();
+    assert_eq!(Dataset::open(&spec, Split::Train, 1).unwrap().samples(), all / 4 * 3);
+    let report = verify::verify(&spec.path).unwrap();
+    assert!(
+        report.notes.iter().any(|note| note.ends_with("train-00000.h5 has no checksums: it is of an older format"))
+    );
 }
 
 #[test]

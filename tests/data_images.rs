@@ -41,7 +41,7 @@ fn png(image: &RgbImage) -> Vec<u8> {
 }
 
 fn import(folder: &Path, size: Option<[u32; 2]>, grey: bool, kept: Kept) -> Result<(), Error> {
-    import_images(&ImportImages { folder: folder.to_path_buf(), size, grey, kept }).map(drop)
+    import_images(&ImportImages { folder: folder.to_path_buf(), no_target: false, size, grey, kept }).map(drop)
 }
 
 /// Inputs of a split, row after row, and classes.
@@ -74,6 +74,7 @@ fn every_pixel_is_where_it_was_and_every_class_has_its_name() {
     let out = root.path().join("out");
     let imported = import_images(&ImportImages {
         folder: folder.clone(),
+        no_target: false,
         size: None,
         grey: false,
         kept: Kept { shards: 2, ..kept(out.clone()) },
@@ -273,4 +274,65 @@ fn the_command_imports_and_tells_of_sizes() {
     }
     let ended = command(&["--size", "4x6", "--grey"]).succeeded();
     assert!(ended.stdout.contains("2 samples; model.input = [4, 6, 1], 2 classes\nclasses: 0 a, 1 b"), "{ended}");
+}
+
+#[test]
+fn images_in_no_class_are_rows_in_the_order_of_their_names() {
+    let root = tempfile::tempdir().unwrap();
+    let folder = root.path().join("new");
+    for image in [3, 1, 2] {
+        save(&folder.join(format!("{image}.png")), &png(&pixels(image)));
+    }
+    let out = root.path().join("out");
+    let import = |out: PathBuf| {
+        let kept = Kept { every: 2, normalize: false, ..kept(out) };
+        import_images(&ImportImages { folder: folder.clone(), no_target: true, size: None, grey: false, kept })
+    };
+    let imported = import(out.clone()).unwrap();
+    assert!(
+        imported.to_string().ends_with("model.input = [2, 3, 3], without targets: for hpctrain predict"),
+        "{imported}"
+    );
+    let shard = out.join("train-00000.h5");
+    assert_eq!(texts(&shard, "files"), ["1.png", "2.png", "3.png"]);
+    let file = hdf5::File::open(&shard).unwrap();
+    assert!(!file.link_exists("classes") && !file.link_exists("targets"));
+    let found: Vec<u8> = file.dataset("inputs").unwrap().read_raw().unwrap();
+    assert_eq!(found, [1, 2, 3].map(|image| pixels(image).into_raw()).concat());
+    save(&folder.join("cat/4.png"), &png(&pixels(4)));
+    let error = import(root.path().join("other")).unwrap_err().to_string();
+    assert!(error.contains("cat is a folder among images without classes\nhint: "), "{error}");
+    let empty = root.path().join("empty");
+    std::fs::create_dir(&empty).unwrap();
+    let (kept, size) = (kept(root.path().join("other")), None);
+    let error = import_images(&ImportImages { folder: empty, no_target: true, size, grey: false, kept }).unwrap_err();
+    assert!(error.to_string().contains("holds no images"), "{error}");
+}
+
+/// Folders of another set, where the same names have other numbers.
+#[test]
+fn classes_are_told_by_their_names() {
+    let root = tempfile::tempdir().unwrap();
+    let import_of = |name: &str, classes: &[&str]| {
+        for (number, class) in classes.iter().enumerate() {
+            save(&root.path().join(format!("{name}-files/{class}/0.png")), &png(&pixels(number as u8)));
+        }
+        let out = root.path().join(name);
+        import(&root.path().join(format!("{name}-files")), None, false, Kept { every: 0, ..kept(out.clone()) })
+            .unwrap();
+        out
+    };
+    let open = |out: &Path| {
+        let wants = Wants::Rows { input: 18, ids: Ids::None, target: Target::Class(3) };
+        Dataset::open(&DataSpec { wants, ..DataSpec::new(out) }, Split::Train, 1).unwrap()
+    };
+    let learned = open(&import_of("learned", &["ant", "cat", "dog"])).preprocessing().clone();
+    assert_eq!(learned.classes, ["ant", "cat", "dog"]);
+    let mut other = open(&import_of("other", &["cat", "dog"]));
+    let told = other.conform(&learned).unwrap();
+    assert!(told.iter().any(|told| told == "classes get the numbers that their names have in the network"), "{told:?}");
+    let batch = Batch::read(&mut other, 0..2, 0..2).unwrap();
+    assert_eq!(batch.classes, [1, 2]);
+    let error = open(&import_of("unknown", &["cat", "owl"])).conform(&learned).unwrap_err().to_string();
+    assert!(error.contains("train-00000.h5: class \"owl\" is none that the network learned: ant, cat, dog"), "{error}");
 }

@@ -168,14 +168,26 @@ fn another_byte_order_is_converted() {
 }
 
 #[test]
-fn what_was_never_written_is_zero() {
+fn what_was_never_written_is_refused_unless_it_is_a_part() {
     let root = tempfile::tempdir().unwrap();
     let path = root.path().join("empty.h5");
     file(&path, 0, |file| {
         file.new_dataset::<f32>().shape((ROWS, ROW)).create("inputs").unwrap();
     });
-    let batch = Batch::read(&mut open(&path), 0..2, 0..2).unwrap();
-    assert_eq!(batch.features, [0.0; 2 * ROW]);
+    let wants = Wants::Rows { input: ROW, ids: Ids::None, target: Target::Class(10) };
+    let opened = Dataset::open(&DataSpec { wants, ..DataSpec::new(&path) }, Split::Train, 1);
+    let error = opened.err().unwrap().to_string();
+    assert!(error.contains("empty.h5: /inputs was never written"), "{error}");
+
+    // Chunks that are missing among others hold the fill value.
+    let path = root.path().join("part.h5");
+    file(&path, 0, |file| {
+        let inputs = file.new_dataset::<f32>().shape((ROWS, ROW)).chunk((10, ROW)).fill_value(7.0f32);
+        inputs.create("inputs").unwrap().write_slice(&vec![1.5f32; ROW], ndarray::s![12, ..]).unwrap();
+    });
+    let batch = Batch::read(&mut open(&path), 9..13, 9..13).unwrap();
+    let rows: Vec<&[f32]> = batch.features.chunks(ROW).collect();
+    assert_eq!(rows, [&[7.0; ROW], &[7.0; ROW], &[7.0; ROW], &[1.5; ROW]].map(|row| &row[..]));
 }
 
 #[test]

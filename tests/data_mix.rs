@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 
 use common::launch::Transport::{Alone, Mpirun, Simulate};
 use common::runs::Run;
+use hpctrain::config::{Sources, load};
 use hpctrain::data::{DataSpec, Dataset, Loader, Order, Split};
+use hpctrain::train::feed;
 
 /// Shards of one number each: token `id`, in windows of 2.
 fn tokens(folder: &Path, id: u8, windows: usize, vocabulary: u64) -> PathBuf {
@@ -48,6 +50,34 @@ fn data_of_different_kinds_does_not_mix() {
     let error = Dataset::open_all(&[first, second].map(DataSpec::new), Split::Train, 2).err().unwrap().to_string();
     assert!(error.contains("vocabulary_size differs: ") && error.contains("has 9, "), "{error}");
     assert!(error.contains("those of data.mix must hold samples of one kind"), "{error}");
+}
+
+/// Data sets without validation shards keep a part of their own samples, beside the shards of others.
+#[test]
+fn each_data_set_has_validation_data_or_none_has() {
+    let root = tempfile::tempdir().unwrap();
+    let paths = [(3, 10), (5, 20)].map(|(id, windows)| tokens(&root.path().join(id.to_string()), id, windows, 8));
+    let mix =
+        format!("data.mix=[{{path='{}', weight=1}}, {{path='{}', weight=1}}]", paths[0].display(), paths[1].display());
+    let open = |fraction: f64| {
+        let overrides = [mix.clone(), "model.context=2".into(), format!("data.val_fraction={fraction}")];
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        let opened = feed::open(&config).map_err(|e| e.to_string())?;
+        Ok((opened.0.parts().to_vec(), opened.1.map(|validation| validation.parts().to_vec())))
+    };
+    let fails = |fraction, told: &str| {
+        let error: Result<_, String> = open(fraction);
+        let error = error.unwrap_err();
+        assert!(error.contains(told), "{error}");
+    };
+    assert_eq!(open(0.0), Ok((vec![20, 40], Some(vec![10, 20]))));
+    fails(0.2, "data.val_fraction = 0.2, but ");
+    std::fs::remove_file(paths[1].join("val-0.h5")).unwrap();
+    fails(0.0, "/5 has no validation data, but others of data.mix have some\nhint: set data.val_fraction");
+    assert_eq!(open(0.2), Ok((vec![20, 32], Some(vec![10, 8]))));
+    std::fs::remove_file(paths[0].join("val-0.h5")).unwrap();
+    assert_eq!(open(0.0), Ok((vec![20, 40], None)));
+    assert_eq!(open(0.2), Ok((vec![16, 32], Some(vec![4, 8]))));
 }
 
 #[test]

@@ -71,8 +71,11 @@ fn files_and_archives_of_any_order_hold_the_same_rows() {
         }
         zip.finish().unwrap();
         let [features, labels] = paths;
-        let of_archive = Arrays::Archive { path: archive, features: "x".into(), labels: "label".into(), weights: None };
-        for (kind, arrays) in [("npy", Arrays::Files { features, labels, weights: None }), ("npz", of_archive)] {
+        let of_archive =
+            Arrays::Archive { path: archive, features: "x".into(), labels: Some("label".into()), weights: None };
+        for (kind, arrays) in
+            [("npy", Arrays::Files { features, labels: Some(labels), weights: None }), ("npz", of_archive)]
+        {
             let out = root.path().join(format!("{name}-{kind}"));
             let imported = import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(out.clone()) }).unwrap();
             assert_eq!((imported.shape, imported.classes), (vec![2], Some(4)));
@@ -89,7 +92,7 @@ fn labels_are_classes_or_numbers() {
     let import = |name: &str, labels: Vec<u8>, regression| {
         let (path, out) = (root.path().join("y.npy"), root.path().join(name));
         std::fs::write(&path, labels).unwrap();
-        let arrays = Arrays::Files { features: features.clone(), labels: path, weights: None };
+        let arrays = Arrays::Files { features: features.clone(), labels: Some(path), weights: None };
         let imported = import_numpy(&ImportNumpy { arrays, regression, kept: kept(out.clone()) }).unwrap();
         assert_eq!(imported.shape, [1, 2, 1]);
         (imported.classes, out)
@@ -127,19 +130,23 @@ fn what_does_not_fit_is_refused() {
     ] {
         std::fs::write(&features, x).unwrap();
         std::fs::write(&labels, y).unwrap();
-        let arrays = Arrays::Files { features: features.clone(), labels: labels.clone(), weights: None };
+        let arrays = Arrays::Files { features: features.clone(), labels: Some(labels.clone()), weights: None };
         let error = import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(out.clone()) }).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted) && error.to_string().contains("\nhint: "), "{error}");
     }
-    let arrays = Arrays::Files { features: features.clone(), labels: labels.clone(), weights: None };
+    let arrays = Arrays::Files { features: features.clone(), labels: Some(labels.clone()), weights: None };
     let skipping = Kept { not_finite: NotFinite::Skip, ..kept(root.path().join("rest")) };
     let imported = import_numpy(&ImportNumpy { arrays, regression: false, kept: skipping }).unwrap();
     assert_eq!((imported.skipped, imported.classes, imported.shards[0].1), (1, None, 1));
     let archive = root.path().join("a.npz");
     let refused = |features: &str| {
-        let arrays =
-            Arrays::Archive { path: archive.clone(), features: features.into(), labels: "y".into(), weights: None };
+        let arrays = Arrays::Archive {
+            path: archive.clone(),
+            features: features.into(),
+            labels: Some("y".into()),
+            weights: None,
+        };
         import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(out.clone()) }).unwrap_err().to_string()
     };
     assert!(refused("x").contains("a.npz does not exist\nhint: "));
@@ -159,4 +166,36 @@ fn what_does_not_fit_is_refused() {
     std::fs::write(&archive, bytes).unwrap();
     assert!(refused("x").contains("a.npz: x: not a NumPy array of numbers: "), "{}", refused("x"));
     assert!(!out.exists());
+}
+
+#[test]
+fn rows_without_labels_stay_together_and_in_order() {
+    let root = tempfile::tempdir().unwrap();
+    let features = root.path().join("x.npy");
+    let numbers: Vec<f32> = (0..12).map(|i| i as f32).collect();
+    std::fs::write(&features, npy("<f4", false, "(6, 2)", &f32s(&numbers))).unwrap();
+    let archive = root.path().join("x.npz");
+    let mut zip = ZipWriter::new(std::fs::File::create(&archive).unwrap());
+    zip.start_file("x.npy", SimpleFileOptions::default()).unwrap();
+    zip.write_all(&std::fs::read(&features).unwrap()).unwrap();
+    zip.finish().unwrap();
+    let of_archive = Arrays::Archive { path: archive, features: "x".into(), labels: None, weights: None };
+    for (name, arrays) in [("npy", Arrays::Files { features, labels: None, weights: None }), ("npz", of_archive)] {
+        let kept = Kept { every: 2, ..kept(root.path().join(name)) };
+        let imported = import_numpy(&ImportNumpy { arrays, regression: false, kept }).unwrap();
+        assert!(
+            imported.to_string().ends_with("6 samples; model.input = [2], without targets: for hpctrain predict"),
+            "{imported}"
+        );
+        let wants = Wants::Rows { input: 2, ids: Ids::None, target: Target::Unknown };
+        let spec = DataSpec { wants, ..DataSpec::new(root.path().join(name)) };
+        let mut dataset = Dataset::open(&spec, Split::Train, 1).unwrap();
+        assert_eq!(dataset.samples(), 6);
+        let mut found = vec![0.0; 12];
+        dataset.read_run(0, 6, 0, SampleMut { features: &mut found, ..SampleMut::default() }).unwrap();
+        assert_eq!(found, numbers);
+        let error = DataSpec { wants: Wants::Rows { input: 2, ids: Ids::None, target: Target::Class(2) }, ..spec };
+        let error = Dataset::open(&error, Split::Train, 1).err().unwrap().to_string();
+        assert!(error.contains("has no dataset /targets\nhint: "), "{error}");
+    }
 }

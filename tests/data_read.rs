@@ -50,6 +50,31 @@ fn each_tokenizer_gives_the_text_back() {
 }
 
 #[test]
+fn fingerprints_of_foreign_files_tell_their_content() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |folder: &str, name: &str, ids: &[i32], chunk: Option<usize>| {
+        std::fs::create_dir_all(dir.path().join(folder)).unwrap();
+        let file = File::create(dir.path().join(folder).join(name)).unwrap();
+        let builder = file.new_dataset::<i32>().shape(ids.len());
+        let builder = chunk.map_or(builder.clone(), |chunk| builder.chunk(chunk).deflate(1));
+        builder.create("tokens").unwrap().write_raw(ids).unwrap();
+        file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&9u64).unwrap();
+        Dataset::open(&DataSpec::new(dir.path().join(folder)), Split::Train, 10).unwrap().fingerprint()
+    };
+    let ids: Vec<i32> = (0..1000).map(|i| i * i / 3 % 9).collect();
+    let mut other = ids.clone();
+    other[700] = (other[700] + 1) % 9;
+    for chunk in [None, Some(1000)] {
+        let first = write("a", "train-0.h5", &ids, chunk);
+        assert_eq!((first.samples, first.shards[0].rows, &first.shards[0].file[..]), (99, 1000, "train-0.h5"));
+        assert_eq!(write("elsewhere", "train-0.h5", &ids, chunk), first);
+        assert_eq!(write("renamed", "train-9.h5", &ids, chunk).difference(&first), None);
+        let told = write("b", "train-0.h5", &other, chunk).difference(&first);
+        assert_eq!(told.as_deref(), Some("train-0.h5 has other content"), "{chunk:?}");
+    }
+}
+
+#[test]
 fn windows_are_the_text_shard_by_shard() {
     let text = text(1003);
     for compress in [None, Some(4)] {

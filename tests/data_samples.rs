@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
-use hpctrain::data::{Augment, DataSpec, Dataset, Ids, Loader, SampleMut, Sampler, Split, Target, Wants, verify};
+use hpctrain::data::{
+    Augment, Axes, DataSpec, Dataset, Held, Ids, InputScale, Loader, SampleMut, Sampler, Split, Target, Wants, verify,
+};
 
 fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
     let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
@@ -161,6 +163,27 @@ fn categories_become_ids_and_later_tables_the_same() {
     let error = import("lacking", "y,age,city\n1,2,Rome\n", like(), true).unwrap_err().to_string();
     assert!(error.contains("there is no column \"device\"\nhint: its columns: y, age, city"), "{error}");
 
+    // The target of the first table, named or not; without its column rows are to be predicted.
+    let unnamed = |name: &str, table: &str, categories: Categories| {
+        let input = write(root.path().join(name).with_extension("csv"), table.as_bytes());
+        let kept =
+            Kept { not_finite: NotFinite::Error, every: 2, shards: 1, normalize: true, out: root.path().join(name) };
+        import_csv(&ImportCsv { input, targets: vec![], weight: None, regression: false, categories, kept })
+    };
+    let again = unnamed("again", later, like()).unwrap();
+    assert!(again.has_targets && again.shards.len() == 2, "{again}");
+    let new = unnamed("new", "device,age,city\nphone,40,Rome\nradio,10,Oslo\n", like()).unwrap();
+    assert!(!new.has_targets && new.shards.len() == 1, "{new}");
+    assert!(
+        new.to_string().contains("model.input = [1], without targets: for hpctrain predict; embedding_tables"),
+        "{new}"
+    );
+    let error = table_rows(&root.path().join("new"), 1, &[4, 3]).unwrap_err().to_string();
+    assert!(error.contains("has no dataset /targets"), "{error}");
+    let alone = unnamed("alone", "a,b\n1,2\n3,4\n", Categories::NONE).unwrap();
+    assert_eq!((alone.has_targets, &alone.shape[..], alone.shards[0].1), (false, &[2][..], 2));
+    verify::verify(&root.path().join("new")).unwrap();
+
     let imported = import("hashed", table, named(&["city", "device", "age"], Some(50)), true).unwrap();
     assert_eq!((&imported.shape[..], &imported.tables[..]), (&[0][..], &[50, 50, 50][..]));
     let rows = table_rows(&root.path().join("hashed"), 0, &[50, 50, 50]).unwrap();
@@ -169,8 +192,8 @@ fn categories_become_ids_and_later_tables_the_same() {
 
     for (categories, wanted) in [
         (named(&["town"], None), "there is no column \"town\""),
-        (named(&["city", "city"], None), "column \"city\" is asked for twice\nhint: "),
-        (named(&["y"], None), "column \"y\" is asked for twice"),
+        (named(&["city", "city"], None), "--categorical names column \"city\" twice\nhint: "),
+        (named(&["y"], None), "--target and --categorical both name column \"y\"\nhint: "),
         (named(&["city"], Some(1)), "values hashed to 1 ids\nhint: "),
         (named(&[], None), "line 2, column \"city\": \"Rome\" is no number\nhint: "),
         (Categories::Like(root.path().join("none")), "does not exist"),
@@ -387,4 +410,158 @@ fn rows_that_cannot_be_learned_name_their_place() {
     ] {
         assert!(error.contains(wanted) && error.contains("\nhint: "), "{error}");
     }
+}
+
+/// A file with images as they are given, and a class each; `attributes` go to the inputs.
+fn images<T: hdf5::H5Type>(path: &Path, shape: &[usize], pixels: &[T], attributes: &[(&str, &[f32])]) -> PathBuf {
+    let file = hdf5::File::create(path).unwrap();
+    let inputs = file.new_dataset::<T>().shape(shape).create("inputs").unwrap();
+    inputs.write_raw(pixels).unwrap();
+    for (name, numbers) in attributes {
+        inputs.new_attr::<f32>().shape(numbers.len()).create(*name).unwrap().write_raw(numbers).unwrap();
+    }
+    let classes: Vec<u8> = (0..shape[0]).map(|row| (row % 3) as u8).collect();
+    file.new_dataset::<u8>().shape(shape[0]).create("targets").unwrap().write_raw(&classes).unwrap();
+    file.close().unwrap();
+    path.to_owned()
+}
+
+/// Inputs of all samples of a split, images of 2 × 4 × 3.
+fn features(path: &Path, change: impl FnOnce(&mut DataSpec), augment: Augment) -> hpctrain::error::Result<Vec<f32>> {
+    let wants = Wants::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
+    let mut spec = DataSpec { wants, shape: vec![2, 4, 3], ..DataSpec::new(path) };
+    change(&mut spec);
+    let mut dataset = Dataset::open(&spec, Split::Train, 1)?;
+    if augment != Augment::default() {
+        dataset.augment(augment, &[2, 4, 3], 5)?;
+    }
+    let rows = dataset.samples() as usize;
+    let (mut features, mut classes) = (vec![0.0; rows * 24], vec![0; rows]);
+    let into = SampleMut { features: &mut features, classes: &mut classes, ..SampleMut::default() };
+    dataset.read_run(0, rows, 3, into)?;
+    Ok(features)
+}
+
+#[test]
+fn channels_that_come_first_are_refused_or_moved() {
+    let root = tempfile::tempdir().unwrap();
+    let place = |name: &str| root.path().join(name);
+    let last: Vec<f32> = (0..5 * 24).map(|i| (i * 37 % 101) as f32).collect();
+    // Of the pixel (y, x) of channel c.
+    let first: Vec<f32> = (0..5 * 24)
+        .map(|i| (i / 24, i / 8 % 3, i % 8))
+        .map(|(row, channel, pixel)| last[row * 24 + pixel * 3 + channel])
+        .collect();
+    let scale = [("mean", &[1.0, 20.0, 30.0][..]), ("std", &[2.0, 4.0, 8.0])];
+    let [of_last, of_first]: [Vec<f32>; 2] =
+        [(0..24).map(|i| (i % 3) as f32).collect(), (0..24).map(|i| (i / 8) as f32).collect()];
+    let ones = [1.0; 24];
+    let pairs = [
+        ("plain", vec![], vec![]),
+        ("by-channel", scale.to_vec(), scale.to_vec()),
+        ("by-element", vec![("mean", &of_last[..]), ("std", &ones)], vec![("mean", &of_first[..]), ("std", &ones)]),
+    ];
+    let nchw = |spec: &mut DataSpec| spec.axes = Axes::Nchw;
+    let still = Augment::default();
+    let moved = Augment { flip: true, shift: 1, crop: 1 };
+    for (name, of_last, of_first) in pairs {
+        let reference = images(&place(&format!("{name}-last.h5")), &[5, 2, 4, 3], &last, &of_last);
+        for (kind, shape) in [("first", &[5, 3, 2, 4][..]), ("flat", &[5, 24]), ("one-more", &[5, 1, 3, 2, 4])] {
+            let path = images(&place(&format!("{name}-{kind}.h5")), shape, &first, &of_first);
+            for augment in [still, moved] {
+                let wanted = features(&reference, |_| {}, augment).unwrap();
+                assert_eq!(features(&path, nchw, augment).unwrap(), wanted, "{name} {kind} {augment:?}");
+            }
+        }
+        let e = features(&place(&format!("{name}-first.h5")), |_| {}, still).unwrap_err().to_string();
+        assert!(e.contains("/inputs has rows of 3 x 2 x 4, but model.input is 2 x 4 x 3\nhint: "), "{e}");
+        assert!(e.contains("data.axes = \"nchw\""), "{e}");
+        let e = features(&reference, nchw, still).unwrap_err().to_string();
+        assert!(e.contains("/inputs has rows of 2 x 4 x 3") && e.contains("data.axes = \"nhwc\""), "{e}");
+    }
+    let flat = images(&place("flat.h5"), &[5, 24], &last, &[]);
+    assert_eq!(features(&flat, |_| {}, still).unwrap(), last);
+    let turned = images(&place("turned.h5"), &[5, 4, 2, 3], &last, &[]);
+    let e = features(&turned, |_| {}, still).unwrap_err().to_string();
+    assert!(e.contains("4 x 2 x 3, but model.input is 2 x 4 x 3\nhint: set model.input"), "{e}");
+    let means = [("mean", &[1.0, 2.0, 3.0, 4.0][..]), ("std", &[1.0; 4])];
+    let e = features(&images(&place("odd.h5"), &[5, 3, 2, 4], &first, &means), nchw, still).unwrap_err().to_string();
+    assert!(e.contains("/inputs has 3 channels and 4 means"), "{e}");
+}
+
+#[test]
+fn bytes_without_a_scale_are_told_of_and_can_be_divided() {
+    let root = tempfile::tempdir().unwrap();
+    let pixels: Vec<u8> = (0..5 * 24).map(|i| (i * 37 % 256) as u8).collect();
+    let shape = [5, 2, 4, 3];
+    let plain = images(&root.path().join("plain.h5"), &shape, &pixels, &[]);
+    let scaled = images(&root.path().join("scaled.h5"), &shape, &pixels, &[("mean", &[3.0]), ("std", &[7.0])]);
+    let floats: Vec<f32> = pixels.iter().map(|pixel| f32::from(*pixel)).collect();
+    let of_floats = images(&root.path().join("floats.h5"), &shape, &floats, &[]);
+    let read = |path: &Path, scale| features(path, |spec| spec.scale = scale, Augment::default());
+    let unit: Vec<f32> = floats.iter().map(|x| x / 255.0).collect();
+    let standard: Vec<f32> = floats.iter().map(|x| (x - 3.0) / 7.0).collect();
+    for (path, scale, wanted) in [
+        (&plain, None, &floats),
+        (&plain, Some(InputScale::None), &floats),
+        (&plain, Some(InputScale::Unit), &unit),
+        (&scaled, None, &standard),
+        (&scaled, Some(InputScale::None), &floats),
+        (&scaled, Some(InputScale::Unit), &unit),
+        (&of_floats, None, &floats),
+    ] {
+        assert_eq!(&read(path, scale).unwrap(), wanted, "{path:?} {scale:?}");
+        let wants = Wants::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
+        let spec = DataSpec { wants, scale, ..DataSpec::new(path) };
+        let told = Dataset::open(&spec, Split::Train, 1).unwrap().unscaled();
+        assert_eq!(told.is_some(), *path == plain && scale.is_none(), "{told:?}");
+        assert!(told.is_none_or(|told| told.contains("plain.h5") && told.contains("data.scale = \"unit\"")));
+    }
+    let e = read(&of_floats, Some(InputScale::Unit)).unwrap_err().to_string();
+    assert!(
+        e.contains("floats.h5: data.scale = \"unit\" is for unsigned bytes, but /inputs is of type float32"),
+        "{e}"
+    );
+}
+
+#[test]
+fn a_fraction_of_the_rows_is_kept_for_validation() {
+    let root = tempfile::tempdir().unwrap();
+    // Three shards of 20 rows; a row's first number is its own.
+    let numbers: Vec<f32> = (0..60 * 24).map(|i| (i / 24) as f32).collect();
+    for shard in 0..3 {
+        let rows = &numbers[shard * 20 * 24..][..20 * 24];
+        images(&root.path().join(format!("train-{shard}.h5")), &[20, 24], rows, &[]);
+    }
+    let single = images(&root.path().join("all.hdf5"), &[60, 24], &numbers, &[]);
+    let wants = Wants::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
+    let spec = |path: &Path, val_fraction| DataSpec { wants: wants.clone(), val_fraction, ..DataSpec::new(path) };
+    let rows = |path: &Path, split| {
+        let mut dataset = Dataset::open(&spec(path, 0.1), split, 1).unwrap();
+        let count = dataset.samples() as usize;
+        let (mut features, mut classes) = (vec![0.0; count * 24], vec![0; count]);
+        let into = SampleMut { features: &mut features, classes: &mut classes, ..SampleMut::default() };
+        dataset.read_run(0, count, 0, into).unwrap();
+        let rows: Vec<u64> = features.iter().step_by(24).map(|x| *x as u64).collect();
+        assert!(classes.iter().zip(&rows).all(|(class, row)| u64::from(*class) == row % 20 % 3 || path.is_file()));
+        (rows, dataset.fingerprint())
+    };
+    for path in [root.path(), &single] {
+        let ((train, print), (validation, _)) = (rows(path, Split::Train), rows(path, Split::Validation));
+        assert_eq!((train.len(), validation.len()), (54, 6));
+        // One of every ten that follow one another.
+        assert!(validation.iter().zip(0..).all(|(row, ten)| row / 10 == ten), "{validation:?}");
+        let mut all = [train, validation].concat();
+        all.sort_unstable();
+        assert!(all.into_iter().eq(0..60));
+        let other = Dataset::open(&spec(path, 0.2), Split::Train, 1).unwrap().fingerprint();
+        assert_eq!(other.difference(&print).as_deref(), Some("data.val_fraction = 0.2, trained with 0.1"));
+        assert_ne!(other.digest(), print.digest());
+    }
+    assert_eq!(spec(root.path(), 0.1).held().unwrap(), Held::Fraction);
+    assert_eq!(spec(root.path(), 0.0).held().unwrap(), Held::Nowhere);
+    let named = DataSpec { validation: "test-*.h5".into(), ..spec(root.path(), 0.0) };
+    assert!(named.held().unwrap_err().to_string().contains("matches test-*.h5"));
+    images(&root.path().join("val-0.h5"), &[2, 24], &numbers[..48], &[]);
+    assert_eq!(spec(root.path(), 0.1).held().unwrap(), Held::Shards);
 }

@@ -3,10 +3,16 @@
 
 mod common;
 
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
+use std::os::unix::process::CommandExt as _;
 use std::path::Path;
+use std::process::Command;
 
 use common::launch::Transport::{Alone, Mpirun, Simulate};
+use common::launch::finish;
 use common::runs::Run;
+use hpctrain::data::{DataSpec, Dataset, Split};
 
 /// Three shards of 640 ids below 5.
 fn shards(folder: &Path) {
@@ -33,6 +39,8 @@ fn ranks_read_the_copies() {
     let plain = run(Alone, "plain", &[]).succeeds();
     run(Mpirun(2), "two", &[&stage]).succeeds().same_as(&plain, 6, "two ranks");
     let copies = std::fs::read_dir(&disk).unwrap().next().unwrap().unwrap().path();
+    let fingerprint = |path: &Path| Dataset::open(&DataSpec::new(path), Split::Train, 16).unwrap().fingerprint();
+    assert_eq!(fingerprint(&copies), fingerprint(&data), "a checkpoint does not tell copies from the data");
     let written = || std::fs::metadata(copies.join("staged.json")).unwrap().modified().unwrap();
     let before = written();
     run(Simulate(4), "four", &[&stage]).succeeds().same_as(&plain, 6, "four ranks");
@@ -55,4 +63,44 @@ fn a_place_that_is_not_there_is_refused_once() {
         assert_eq!(ended.stderr.matches("data.stage = /nowhere/at/all is no directory\nhint: ").count(), 1, "{ended}");
         assert!(!root.path().join("refused").exists());
     }
+}
+
+/// Each has copies of its own: neither may write to, or has to trust, those of the other.
+#[test]
+fn users_share_a_disk_and_trust_only_their_own_copies() {
+    let root = tempfile::tempdir().unwrap();
+    if std::fs::metadata(root.path()).unwrap().uid() != 0 {
+        return eprintln!("skipped: only root is several users");
+    }
+    let open = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    open(root.path(), 0o755);
+    let (data, disk) = (root.path().join("data"), root.path().join("disk"));
+    shards(&data);
+    std::fs::create_dir(&disk).unwrap();
+    open(&disk, 0o1777);
+    // They may not look where the tests were built.
+    let program = root.path().join("hpctrain");
+    std::fs::copy(common::program(), &program).unwrap();
+    let settings = [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
+    let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
+    let by = |user: u32, name: &str| {
+        let home = root.path().join(user.to_string());
+        std::fs::create_dir_all(&home).unwrap();
+        chown(&home, Some(user), Some(user)).unwrap();
+        let arguments = Run::new(Alone, &home, name, &settings).command();
+        let mut command = Command::new(&program);
+        finish(command.args(arguments.get_args()).env("HOME", &home).uid(user).gid(user))
+    };
+    by(12345, "one").succeeded();
+    let copies = std::fs::read_dir(&disk).unwrap().next().unwrap().unwrap().path();
+    by(12346, "two").succeeded();
+    assert_eq!(std::fs::read_dir(&disk).unwrap().count(), 2);
+    assert_eq!(std::fs::metadata(&copies).unwrap().mode() & 0o777, 0o700);
+    // Somebody else was there first, with what looks like copies of a third one's.
+    let planted = copies.to_str().unwrap().replace("12345", "12347");
+    std::fs::create_dir(&planted).unwrap();
+    chown(&planted, Some(12345), Some(12345)).unwrap();
+    let ended = by(12347, "three");
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("belongs to user 12345, not to you (user 12347)\nhint: "), "{ended}");
 }

@@ -5,8 +5,12 @@
 use std::path::{Path, PathBuf};
 
 use hdf5::File;
-use hpctrain::data::import::{ImportText, import_text};
-use hpctrain::data::{TokenizerKind, inspect, verify};
+use hpctrain::data::import::{
+    Categories, ImportCsv, ImportIdx, ImportText, Kept, NotFinite, import_csv, import_idx, import_text,
+};
+use hpctrain::data::{
+    DataSpec, Dataset, Ids, SampleMut, Sampler, Split, Target, TokenizerKind, Verify, Wants, inspect, verify,
+};
 
 /// Two training shards of 100,000 tokens and a validation shard of 50,000, vocabulary 26.
 fn import(dir: &Path, compress: Option<u8>) -> PathBuf {
@@ -135,12 +139,193 @@ fn missing_and_repeated_shards_are_noticed() {
     let dir = tempfile::tempdir().unwrap();
     let out = import(dir.path(), None);
     std::fs::copy(out.join("train-00000.h5"), out.join("train-00001.h5")).unwrap();
-    assert!(problems(&out)[1].contains("train has shards 0, 0 of 2"));
+    let twice = "train-00000.h5 and train-00001.h5 are both number 0 of the 2 train shards of input.txt";
+    assert!(problems(&out)[1].contains(twice));
     std::fs::remove_file(out.join("train-00000.h5")).unwrap();
     std::fs::copy(out.join("val-00000.h5"), out.join("extra.h5")).unwrap();
     let problems = problems(&out).join("\n");
-    assert!(problems.contains("train has shards 0 of 2"), "{problems}");
-    assert!(problems.contains("validation has shards 0, 0 of 1"), "{problems}");
+    // It has the name of the one that is missing, and the number of the one whose name is missing.
+    assert!(problems.contains("train-00001.h5 is number 0 and not 1 of the 2 train shards"), "{problems}");
+    let twice = "extra.h5 and val-00000.h5 are both number 0 of the only validation shard of input.txt";
+    assert!(problems.contains(twice), "{problems}");
+}
+
+/// Two training shards of 400 and one of 200 rows for validation, with two numbers, an id, a class and a weight each.
+fn import_rows(dir: &Path) -> PathBuf {
+    let (input, out) = (dir.join("table.csv"), dir.join("rows"));
+    let row = |i: u32| format!("{},{},c{},{},{}\n", i * i % 1013, f64::from(i) / 7.0, i % 5, i % 3, 1 + i % 4);
+    std::fs::write(&input, format!("a,b,c,y,w\n{}", (0..1000).map(row).collect::<String>())).unwrap();
+    let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 2, normalize: true, out: out.clone() };
+    let categories = Categories::Named { columns: vec!["c".into()], hash: None };
+    let (targets, weight) = (vec!["y".to_owned()], Some("w".to_owned()));
+    import_csv(&ImportCsv { input, targets, weight, regression: false, categories, kept }).unwrap();
+    out
+}
+
+#[test]
+fn rows_have_checksums() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = import_rows(dir.path());
+    let report = verify::verify(&out).unwrap();
+    // Of each of three files four datasets, none of which fills a block of 16 KiB.
+    assert_eq!((report.files, report.checksums), (3, 12));
+    let without_vocabulary = |note: &String| note.contains("has no vocabulary_size");
+    assert!(report.notes.iter().all(without_vocabulary), "{report}");
+    let told = inspect::inspect(&out).unwrap();
+    assert!(!told.contains("not written by hpctrain") && !told.contains("/checksums"), "{told}");
+    assert!(told.contains("rows, format version 2, split train, num_shards 2, source table.csv\n"), "{told}");
+
+    for (dataset, at, hint) in [("inputs", 5, "/inputs[0..400]"), ("categories", 399, "/categories[0..400]")]
+        .into_iter()
+        .chain([("targets", 0, "/targets[0..400]"), ("weights", 77, "/weights[0..400]")])
+    {
+        let path = out.join("train-00001.h5");
+        let whole = std::fs::read(&path).unwrap();
+        let offset = File::open(&path).unwrap().dataset(dataset).unwrap().offset().unwrap() as usize;
+        let mut bytes = whole.clone();
+        // The lowest bit of a number: nothing but a checksum tells.
+        bytes[offset + 4 * at] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        let problems = problems(&out);
+        assert!(problems[1].contains(&format!("train-00001.h5: {hint} has checksum ")), "{problems:?}");
+        assert_eq!(problems.len(), 2);
+        std::fs::write(&path, whole).unwrap();
+    }
+    let file = File::open_rw(out.join("val-00000.h5")).unwrap();
+    file.unlink("checksums/targets").unwrap();
+    file.close().unwrap();
+    assert!(problems(&out)[1].contains("val-00000.h5: /targets has no checksums"));
+}
+
+/// All samples of the training shards as they are read, or why one cannot be.
+fn samples(spec: &DataSpec, context: usize) -> hpctrain::error::Result<Vec<Vec<u32>>> {
+    let mut dataset = Dataset::open(spec, Split::Train, context)?;
+    let sizes = dataset.sizes();
+    let sampler = Sampler::new(dataset.samples(), 3);
+    let mut all = vec![Vec::new(); dataset.samples() as usize];
+    for sample in (0..dataset.samples()).map(|position| sampler.index(position)) {
+        let (mut ids, mut classes) = (vec![0; sizes.ids], vec![0; sizes.classes]);
+        let (mut features, mut weights) = (vec![0.0; sizes.features], vec![0.0; sizes.weights]);
+        let into = SampleMut {
+            ids: &mut ids,
+            features: &mut features,
+            classes: &mut classes,
+            values: &mut [],
+            weights: &mut weights,
+        };
+        dataset.read(sample, into)?;
+        let numbers = features.iter().chain(&weights).map(|x| x.to_bits());
+        all[sample as usize] = ids.iter().chain(&classes).copied().chain(numbers).collect();
+    }
+    Ok(all)
+}
+
+#[test]
+fn what_is_read_is_compared() {
+    let dir = tempfile::tempdir().unwrap();
+    let wants = Wants::Rows { input: 2, ids: Ids::Tables([6].into()), target: Target::Class(3) };
+    let rows = DataSpec { wants, ..DataSpec::new(import_rows(dir.path())) };
+    let plain = DataSpec::new(import(dir.path(), None));
+    std::fs::rename(&plain.path, dir.path().join("plain")).unwrap();
+    let plain = DataSpec { path: dir.path().join("plain"), ..plain };
+    // The same in chunks, which go through the library.
+    let chunked = DataSpec::new(import(dir.path(), None));
+    let file = File::open_rw(chunked.path.join("train-00001.h5")).unwrap();
+    let ids: Vec<u8> = file.dataset("tokens").unwrap().read_raw().unwrap();
+    file.unlink("tokens").unwrap();
+    file.new_dataset::<u8>().shape(ids.len()).chunk(1000).create("tokens").unwrap().write_raw(&ids).unwrap();
+    file.close().unwrap();
+    let classes: Vec<u32> =
+        File::open(rows.path.join("train-00001.h5")).unwrap().dataset("targets").unwrap().read_raw().unwrap();
+    // Another class that there is.
+    let row = classes.iter().position(|class| *class == 0).unwrap();
+    for (spec, dataset, at, place) in [
+        (&plain, "tokens", 70_000, "/tokens[65536..100000]"),
+        (&chunked, "tokens", 70_000, "/tokens[65536..100000]"),
+        (&rows, "inputs", 8 * 300 + 4, "/inputs[0..400]"),
+        (&rows, "categories", 4 * 300, "/categories[0..400]"),
+        (&rows, "targets", 4 * row, "/targets[0..400]"),
+        (&rows, "weights", 4 * 300 + 3, "/weights[0..400]"),
+    ] {
+        let with = |verify| samples(&DataSpec { verify, ..spec.clone() }, 64);
+        let sound = with(Verify::Off).unwrap();
+        assert_eq!(with(Verify::FirstPass).unwrap(), sound, "{dataset}");
+        assert_eq!(with(Verify::Always).unwrap(), sound, "{dataset}");
+
+        let path = spec.path.join("train-00001.h5");
+        let whole = std::fs::read(&path).unwrap();
+        let stored = File::open(&path).unwrap().dataset(dataset).unwrap();
+        let in_chunk = || stored.chunk_info(at / 1000).unwrap().addr as usize + at % 1000;
+        let offset = stored.offset().map_or_else(in_chunk, |offset| offset as usize + at);
+        drop(stored);
+        let mut bytes = whole.clone();
+        bytes[offset] ^= 1;
+        std::fs::write(&path, bytes).unwrap();
+        for verify in [Verify::FirstPass, Verify::Always] {
+            let error = with(verify).unwrap_err();
+            assert_eq!(error.exit_code(), 2);
+            let error = error.to_string();
+            assert!(error.starts_with(&format!("{}: {place} has checksum ", path.display())), "{error}");
+            assert!(error.contains("\nhint: copy or import the shard again"), "{error}");
+        }
+        // It is as good a number as any: nobody sees it who does not look.
+        assert_ne!(with(Verify::Off).unwrap(), sound, "{dataset}");
+        std::fs::write(&path, whole).unwrap();
+    }
+    let path = rows.path.join("train-00001.h5");
+    let file = File::open_rw(&path).unwrap();
+    file.unlink("checksums/targets").unwrap();
+    file.close().unwrap();
+    let error = samples(&rows, 1).unwrap_err().to_string();
+    assert!(error.contains("train-00001.h5: /targets has no checksums") && error.contains("data.verify"), "{error}");
+    samples(&DataSpec { verify: Verify::Off, ..rows.clone() }, 1).unwrap();
+}
+
+/// Damage that happens during use is found by readers that always compare.
+#[test]
+fn only_always_compares_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = import(dir.path(), None);
+    let mut open = [Verify::FirstPass, Verify::Always]
+        .map(|verify| Dataset::open(&DataSpec { verify, ..DataSpec::new(&out) }, Split::Train, 64).unwrap());
+    let read = |dataset: &mut Dataset, sample| {
+        let (mut ids, mut classes) = ([0; 64], [0; 64]);
+        dataset.read(sample, SampleMut::text(&mut ids, &mut classes)).map(|()| ids)
+    };
+    let before = open.each_mut().map(|dataset| read(dataset, 0).unwrap());
+    let id = before[0][0] as u8;
+    set_id(&out.join("train-00000.h5"), 0, (id + 1) % 26);
+    let [once, always] = &mut open;
+    assert_eq!(read(once, 0).unwrap()[1..], before[0][1..]);
+    assert!(read(always, 1).unwrap_err().to_string().contains("/tokens[0..65536] has checksum "));
+}
+
+#[test]
+fn blocks_of_rows_are_small_and_files_the_same_each_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let idx = |shape: &[u32], elements: &[u8]| {
+        let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
+        [0, 0, 8, shape.len() as u8].into_iter().chain(axes).chain(elements.iter().copied()).collect::<Vec<u8>>()
+    };
+    let (images, labels) = (dir.path().join("images"), dir.path().join("labels"));
+    let pixels: Vec<u8> = (0..100 * 28 * 28u32).map(|i| (i * 7 % 251) as u8).collect();
+    std::fs::write(&images, idx(&[100, 28, 28], &pixels)).unwrap();
+    std::fs::write(&labels, idx(&[100], &[3; 100])).unwrap();
+    let [first, again] = ["first", "again"].map(|name| {
+        let out = dir.path().join(name);
+        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
+        import_idx(&ImportIdx { images: images.clone(), labels: labels.clone(), kept }).unwrap();
+        // HDF5 stamps whole seconds where it stamps at all.
+        std::thread::sleep(std::time::Duration::from_millis(1100));
+        out.join("train-00000.h5")
+    });
+    assert!(std::fs::read(&first).unwrap() == std::fs::read(&again).unwrap());
+    let file = File::open(&first).unwrap();
+    let sums = file.dataset("checksums/inputs").unwrap();
+    // 21 images of 784 bytes are the first to fill 16 KiB; the last block has 16.
+    assert_eq!(sums.attr("checksum_block").unwrap().read_scalar::<u64>().unwrap(), 21);
+    assert_eq!(sums.read_raw::<u32>().unwrap()[4], crc32fast::hash(&pixels[84 * 784..]));
+    assert_eq!(verify::verify(&first).unwrap().checksums, 5 + 1);
 }
 
 #[test]

@@ -11,6 +11,7 @@ use common::launch::Transport::{self, Alone, Mpirun, Simulate};
 use common::launch::{Ended, finish};
 use common::runs::{Run, RunFiles};
 use common::simulator::{Settings, simulator, with_simulator};
+use sha2::{Digest as _, Sha256};
 
 const STEPS: u64 = 4;
 
@@ -273,4 +274,35 @@ fn failures_of_the_device_end_the_run() {
         assert_eq!(ended.code(), code, "{failure}: {ended}");
         assert!(ended.stderr.contains(text), "{failure}: {ended}");
     }
+}
+
+/// A crash or a bad disk may leave kernels that are not what was compiled.
+#[test]
+fn kernels_kept_on_disk_are_checked_and_made_again() {
+    let root = tempfile::tempdir().unwrap();
+    let cache = tempfile::tempdir().unwrap();
+    let own = [("XDG_CACHE_HOME", cache.path().to_str().unwrap())];
+    let first = trains(Alone, root.path(), "first", &[], &own);
+    let kernels = || {
+        let ours = std::fs::read_dir(cache.path().join("hpctrain")).unwrap().map(|entry| entry.unwrap().path());
+        let folders: Vec<_> = ours.filter(|path| path.to_str().unwrap().contains("kernels")).collect();
+        let files = std::fs::read_dir(&folders[0]).unwrap().map(|entry| entry.unwrap().path());
+        let mut kernels: Vec<_> = files.filter(|path| path.extension().is_some_and(|end| end == "cubin")).collect();
+        kernels.sort();
+        kernels
+    };
+    let whole: Vec<Vec<u8>> = kernels().iter().map(|path| std::fs::read(path).unwrap()).collect();
+    assert!(whole.len() > 1);
+    // Cut off, as after a crash; and of the right hash, but nothing that the device would load.
+    let garbage = b"no kernel".repeat(10);
+    for (path, whole) in kernels().iter().zip(&whole) {
+        std::fs::write(path, &whole[..whole.len() / 2]).unwrap();
+    }
+    std::fs::write(&kernels()[0], [&Sha256::digest(&garbage)[..], &garbage].concat()).unwrap();
+    let (run, mut command) = command(Alone, root.path(), "second", &[], &own);
+    let ended = finish(&mut command).succeeded();
+    assert_eq!(ended.stderr.matches("compiling it again").count(), 1, "{ended}");
+    assert_eq!(apart(&first, &run.files()), 0.0);
+    let again: Vec<Vec<u8>> = kernels().iter().map(|path| std::fs::read(path).unwrap()).collect();
+    assert!(again == whole);
 }

@@ -113,7 +113,7 @@ fn config(root: &Path) -> Config {
 }
 
 fn line(train: Line) -> Splits {
-    Splits { name: "a line".into(), train: Box::new(train), validation: Box::new(LINE) }
+    Splits { name: "a line".into(), train: Box::new(train), validation: Some(Box::new(LINE)) }
 }
 
 /// What the hook of each rank is told, and how the run ends; `hook` makes that of a rank.
@@ -208,7 +208,7 @@ fn samples_that_the_network_cannot_take_are_refused() {
          0 ids, 1 features, 0 classes and 1 values\nhint: let samples() and sizes() of the source fit model and loss"
     );
     let root = tempfile::tempdir().unwrap();
-    let splits = Splits { validation: Box::new(Line { values: 0, ..LINE }), ..line(LINE) };
+    let splits = Splits { validation: Some(Box::new(Line { values: 0, ..LINE })), ..line(LINE) };
     let own = Own { data: Some(splits), ..Own::default() };
     let ended = train_on_device(&comm::single(), &Request::new(config(root.path()), "line"), own, None);
     assert!(ended.unwrap_err().to_string().starts_with("a line, validation: 40 samples of 0 ids"));

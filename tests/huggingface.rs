@@ -323,3 +323,63 @@ fn other_llamas_are_refused() {
         assert!(!out.exists());
     }
 }
+
+/// The printed commands of an import work: text is imported as it says, and the network trained and measured on it. Text of another
+/// tokenizer is refused.
+#[test]
+fn what_an_import_prints_works() {
+    let root = tempfile::tempdir().unwrap();
+    let at = |name: &str| root.path().join(name).display().to_string();
+    let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/README.md");
+    let ran = |line: String| {
+        let words = line.replace("FILE", readme);
+        finish(&mut program(words.split_whitespace()))
+    };
+    let small = "--set model.layers=1 --set model.width=16 --set model.heads=2 --set model.context=8 --set batch.global=4 \
+                 --set run.steps=2 --set log.sample=0 --set eval.samples=4 --set checkpoint.every=0";
+    let (runs, bytes) = (format!("--set run.root={}", at("runs")), format!("--set data.path={}", at("bytes")));
+    ran(format!("data import text FILE --tokenizer byte --out {}", at("bytes"))).succeeded();
+    ran(format!("data import text FILE --tokenizer char --out {}", at("chars"))).succeeded();
+    ran(format!("train {small} {runs} {bytes} --set run.name=base --set model.dropout=0.1")).succeeded();
+    ran(format!("checkpoint export {} --out {}", at("runs/base"), at("there"))).succeeded();
+    let ended = ran(format!("checkpoint import {} --tokenizer byte --out {}", at("there"), at("back"))).succeeded();
+    let line = |name: &str| {
+        let line = ended.stdout.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_else(|| panic!("{ended}"));
+        line.strip_prefix(" hpctrain ").unwrap_or_else(|| panic!("{ended}")).to_owned()
+    };
+    let (import, train, measure) = (line("import text for it:"), line("train it:"), line("measure it:"));
+    assert!(train.contains(" --set data.path=DIR ") && train.contains(" --set model.dropout=0.1 "), "{train}");
+    ran(import.replace("DIR", &at("text"))).succeeded();
+    let more = |name: &str| {
+        format!(
+            "{runs} --set run.name={name} --set run.steps=1 --set batch.global=4 --set eval.samples=4 --set log.sample=0"
+        )
+    };
+    ran(format!("{} {}", train.replace("DIR", &at("text")), more("tuned"))).succeeded();
+    let ended = ran(measure.replace("DIR", &at("text"))).succeeded();
+    assert!(ended.stdout.contains(": loss ") && ended.stdout.contains("perplexity"), "{ended}");
+    for command in
+        [format!("{} {}", train.replace("DIR", &at("chars")), more("refused")), measure.replace("DIR", &at("chars"))]
+    {
+        let ended = ran(command);
+        assert_eq!(ended.code(), 2, "{ended}");
+        assert!(
+            ended.stderr.contains("the tokenizer of the data is char, that of the network byte\nhint: "),
+            "{ended}"
+        );
+    }
+    // Of a model without a tokenizer nothing is known: that of the data is taken, and told.
+    ran(format!("checkpoint import {} --out {}", at("there"), at("untold"))).succeeded();
+    let ended = ran(format!("eval --checkpoint {} --data {}", at("untold"), at("bytes"))).succeeded();
+    assert!(
+        ended.stderr.contains("the checkpoint does not tell its tokenizer: that of the data is taken, byte"),
+        "{ended}"
+    );
+    // The training data of an import is not known: no other data is measured by chance.
+    let ended = ran(format!("eval --checkpoint {}", at("back")));
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(
+        ended.stderr.contains("the checkpoint was imported and tells no data\nhint: give some with --data"),
+        "{ended}"
+    );
+}

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use common::launch::Transport::{self, Alone, Mpirun, Simulate};
 use common::launch::{finish, mpirun, program};
-use common::runs::{Run, RunFiles};
+use common::runs::{Run, RunFiles, copy, json};
 use common::simulator::with_simulator;
 use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
 
@@ -338,5 +338,271 @@ fn predictions_are_in_the_order_of_the_rows() {
                 network.name
             );
         }
+    }
+}
+
+/// Bits of what `predict` writes.
+fn outputs(checkpoint: &Path, data: &Path, out: &Path, more: &[&str]) -> (Vec<u32>, Option<Vec<u32>>, String) {
+    let args =
+        [Path::new("predict"), "--checkpoint".as_ref(), checkpoint, "--data".as_ref(), data, "--out".as_ref(), out];
+    let ended = finish(program(args).args(more)).succeeded();
+    let file = hdf5::File::open(out).unwrap();
+    let outputs: Vec<f32> = file.dataset("outputs").unwrap().read_raw().unwrap();
+    let classes: Option<Vec<u32>> = file.dataset("classes").ok().map(|classes| classes.read_raw().unwrap());
+    drop(file);
+    std::fs::remove_file(out).unwrap();
+    (outputs.into_iter().map(f32::to_bits).collect(), classes, ended.stderr)
+}
+
+/// The object that `eval --checkpoint --json` prints.
+fn measured(checkpoint: &Path, data: &Path, more: &[&str]) -> serde_json::Value {
+    let args = [Path::new("eval"), "--checkpoint".as_ref(), checkpoint, "--data".as_ref(), data, "--json".as_ref()];
+    let ended = finish(program(args).args(more)).succeeded();
+    serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"))
+}
+
+/// Copies the checkpoint in `from` as a program wrote it that did not keep preprocessing.
+fn without_preprocessing(from: &Path, to: &Path) {
+    copy(from, to);
+    let mut manifest = json(&to.join("manifest.json"));
+    manifest.as_object_mut().unwrap().remove("preprocessing").unwrap();
+    let text = manifest.to_string();
+    std::fs::write(to.join("manifest.crc32"), format!("{:08x}  manifest.json\n", crc32fast::hash(text.as_bytes())))
+        .unwrap();
+    std::fs::write(to.join("manifest.json"), text).unwrap();
+}
+
+/// The same rows from the shards of the training, imported by themselves, and as a file of other make, which has no scale.
+#[test]
+fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
+    let root = tempfile::tempdir().unwrap();
+    let at = |name: &str| root.path().join(name);
+    data(root.path());
+    let networks = networks(root.path());
+    let network = networks.iter().find(|network| network.name == "convolutions").unwrap();
+    let run_of = |name: &str, settings: &str| run(network, Alone, root.path(), name, settings);
+    let files = run_of("run", "run.steps=20 checkpoint.every=10").succeeds();
+    let checkpoint = files.checkpoint(20);
+
+    // The rows that the import kept for validation, on their own.
+    let kept = hdf5::File::open(at("pictures/val-00000.h5")).unwrap();
+    let pixels: Vec<u8> = kept.dataset("inputs").unwrap().read_raw().unwrap();
+    let classes: Vec<u32> = kept.dataset("targets").unwrap().read_raw().unwrap();
+    drop(kept);
+    std::fs::write(at("few"), idx(&[12, 7, 6], pixels.clone())).unwrap();
+    std::fs::write(at("their"), idx(&[12], classes.iter().map(|class| *class as u8).collect())).unwrap();
+    let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: at("few-imported") };
+    import_idx(&ImportIdx { images: at("few"), labels: at("their"), kept }).unwrap();
+    let raw = hdf5::File::create(at("raw.h5")).unwrap();
+    raw.new_dataset::<u8>().shape([12, 7, 6]).create("inputs").unwrap().write_raw(&pixels).unwrap();
+    raw.new_dataset::<u32>().shape(12).create("targets").unwrap().write_raw(&classes).unwrap();
+    drop(raw);
+
+    let sets = [at("pictures"), at("few-imported"), at("raw.h5")];
+    let [own, imported, raw] = sets.each_ref().map(|data| outputs(&checkpoint, data, &at("out.h5"), &[]));
+    assert_eq!(own.0.len(), 12 * 4);
+    assert_eq!((&imported.0, &imported.1), (&own.0, &own.1), "imported by themselves");
+    assert_eq!((&raw.0, &raw.1), (&own.0, &own.1), "of other make");
+    for (told, words) in
+        [(&imported.2, "learned with (its own in the data)"), (&raw.2, "learned with (none in the data)")]
+    {
+        assert!(told.contains(words), "{told}");
+    }
+    assert!(!own.2.contains("learned"), "{}", own.2);
+    // Measured as the run itself measures, on the first ten of the twelve and on all.
+    let loss = files.numbers("eval.jsonl", "loss").pop().unwrap();
+    for data in &sets {
+        let found = measured(&checkpoint, data, &[]);
+        assert_eq!(
+            (found["loss"].as_f64().unwrap().to_bits(), &found["samples"]),
+            (loss.to_bits(), &10.into()),
+            "{found}"
+        );
+        assert_eq!(measured(&checkpoint, data, &["--set", "eval.samples=12"])["samples"], 12);
+    }
+
+    // A run that begins with the weights keeps to the scale they were learned with, and says so; so does one that goes on.
+    let tuned = |name: &str, more: &[&str]| {
+        let path = format!("data.path={} data.validation=train-*.h5", at("few-imported").display());
+        let run =
+            run_of(name, &format!("{path} run.steps=22 parallel.lanes=1")).resume(&checkpoint.display().to_string());
+        finish(run.command().args(more).args(["--set", "parallel.lanes=1"])).succeeded()
+    };
+    for (name, more) in [("tuned", &["--weights-only"][..]), ("on", &["--allow-changed-data"])] {
+        let ended = tuned(name, more);
+        assert!(
+            ended.stdout.contains("inputs get the scale that the network learned with (its own in the data)"),
+            "{ended}"
+        );
+        let of = |dir: &Path| json(&dir.join("manifest.json"))["preprocessing"].clone();
+        let written = root.path().join(format!("convolutions-{name}/checkpoints/latest"));
+        assert_eq!(of(&written), of(&checkpoint));
+        assert_eq!(of(&written)["scales"][0]["mean"].as_array().unwrap().len(), 1);
+    }
+
+    // Where bytes were divided by 255, the same numbers are however they are stored, whatever scale they bring.
+    let floats: Vec<f32> = pixels.iter().map(|pixel| f32::from(*pixel)).collect();
+    let file = hdf5::File::create(at("floats.h5")).unwrap();
+    file.new_dataset::<f32>().shape([12, 7, 6]).create("inputs").unwrap().write_raw(&floats).unwrap();
+    drop(file);
+    let unit = format!("data.path={} data.scale=unit run.steps=2", at("raw.h5").display());
+    let unit = run_of("unit", &unit).succeeds().checkpoint(2);
+    let [bytes, scaled, floats] =
+        ["raw.h5", "few-imported", "floats.h5"].map(|data| outputs(&unit, &at(data), &at("out.h5"), &[]).0);
+    assert_eq!((&scaled, &floats), (&bytes, &bytes));
+
+    // A checkpoint that does not tell is used as ever: with the scale of the data, and a word about it.
+    without_preprocessing(&checkpoint, &at("old"));
+    let before = outputs(&at("old"), &sets[0], &at("out.h5"), &[]);
+    assert_eq!((&before.0, &before.1), (&own.0, &own.1));
+    assert!(before.2.contains("the checkpoint does not tell the scale"), "{}", before.2);
+    assert_ne!(outputs(&at("old"), &sets[2], &at("out.h5"), &[]).0, own.0);
+}
+
+/// Tables: columns in another order, other values first, a scale of their own.
+#[test]
+fn tables_reach_the_network_as_it_learned_them() {
+    let root = tempfile::tempdir().unwrap();
+    let at = |name: &str| root.path().join(name);
+    data(root.path());
+    let networks = networks(root.path());
+    let network = networks.iter().find(|network| network.name == "recommender").unwrap();
+    let files = run(network, Alone, root.path(), "run", "").succeeds();
+    let import = |name: &str, table: &str, categories: Categories| {
+        std::fs::write(at(name).with_extension("csv"), table).unwrap();
+        let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: at(name) };
+        let (input, targets) = (at(name).with_extension("csv"), vec!["clicked".into()]);
+        import_csv(&ImportCsv { input, targets, weight: None, regression: false, categories, kept }).unwrap();
+    };
+    let named = |columns: &[&str], hash| Categories::Named {
+        columns: columns.iter().map(|name| name.to_string()).collect(),
+        hash,
+    };
+    let rows = [["z", "2", "6"], ["x", "9", "3"], ["new", "4", "0"], ["", "5", "6"]];
+    let table = |order: [usize; 3]| {
+        let names = ["site", "age", "device"];
+        let line = |row: [&str; 3]| format!("0,{}\n", order.map(|i| row[i]).join(","));
+        format!("clicked,{}\n", order.map(|i| names[i]).join(",")) + &rows.map(line).concat()
+    };
+    import("like", &table([0, 1, 2]), Categories::Like(at("clicks")));
+    import("own", &table([2, 1, 0]), named(&["device", "site"], None));
+    let [like, own] = ["like", "own"].map(|name| outputs(&files.0, &at(name), &at("out.h5"), &[]));
+    assert_eq!((like.0.len(), &like.0), (4, &own.0));
+    for words in ["values of categories get the ids that the network learned", "categories are taken in the order"] {
+        assert!(own.2.contains(words) && !like.2.contains(words), "{} / {}", own.2, like.2);
+    }
+    // Rows that have no target at all, by way of the command line.
+    let unlabelled: String =
+        table([1, 0, 2]).lines().map(|line| line.split_once(',').unwrap().1.to_owned() + "\n").collect();
+    std::fs::write(at("new.csv"), unlabelled).unwrap();
+    let args = ["new.csv", "--like", "clicks", "--out", "new"];
+    let args =
+        args.map(|arg| if arg == "--like" || arg == "--out" { arg.into() } else { at(arg).display().to_string() });
+    let ended = finish(program(["data", "import", "csv"]).args(args)).succeeded();
+    assert!(ended.stdout.contains("without targets: for hpctrain predict"), "{ended}");
+    assert_eq!(outputs(&files.0, &at("new"), &at("out.h5"), &[]).0, like.0);
+    let ended = finish(program(["eval", "--checkpoint"]).arg(&files.0).arg("--data").arg(at("new")));
+    assert!(ended.code() == 2 && ended.stderr.contains("has no dataset /targets"), "{ended}");
+    // Hashes lead back to no values.
+    import("hashed", &table([0, 1, 2]), named(&["site", "device"], Some(4)));
+    for verb in ["predict", "eval"] {
+        let mut command = program([verb, "--checkpoint"]);
+        command.arg(&files.0).arg("--data").arg(at("hashed"));
+        command.args(
+            (verb == "predict").then(|| ["--out".to_string(), at("out.h5").display().to_string()]).iter().flatten(),
+        );
+        let ended = finish(&mut command);
+        assert_eq!(ended.code(), 2, "{ended}");
+        assert!(
+            ended.stderr.contains("column \"site\" are hashed to 4 ids") && ended.stderr.contains("--like"),
+            "{ended}"
+        );
+        assert_eq!(ended.stderr.matches("error: ").count(), 1, "{ended}");
+    }
+}
+
+/// `eval --checkpoint` finds what the run itself found, on any ranks, and leaves nothing behind.
+#[test]
+fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
+    let root = tempfile::tempdir().unwrap();
+    data(root.path());
+    let networks = networks(root.path());
+    for network in networks.iter().filter(|network| ["llama", "regression"].contains(&network.name)) {
+        let files = run(network, Alone, root.path(), "run", "").succeeds();
+        let tree = || {
+            let ended = finish(std::process::Command::new("find").arg(&files.0).args(["-printf", "%p %y %l %s %T@\n"]));
+            let mut lines: Vec<String> = ended.succeeded().stdout.lines().map(str::to_owned).collect();
+            // Leases come and go in a directory of theirs, in which they take turns: none may be left.
+            let is_place = |line: &str| {
+                ["/.leases d", "/.leases/.turn f", "/checkpoints d"].iter().any(|place| line.contains(place))
+            };
+            lines.retain(|line| !is_place(line));
+            lines.sort();
+            lines
+        };
+        let before = tree();
+        let recorded = files.text("eval.jsonl");
+        let own: serde_json::Value = serde_json::from_str(recorded.lines().last().unwrap()).unwrap();
+        for ranks in [1, 2, 3] {
+            let mut command = if ranks == 1 { program(["eval"]) } else { mpirun(ranks) };
+            if ranks > 1 {
+                command.arg(common::program()).arg("eval");
+            }
+            let ended = finish(command.arg("--checkpoint").arg(&files.0).arg("--json")).succeeded();
+            let found: serde_json::Value =
+                serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"));
+            assert_eq!(found["loss"].as_f64().map(f64::to_bits), own["loss"].as_f64().map(f64::to_bits), "{found}");
+            assert_eq!(
+                (&found["samples"], &found["step"], &found["split"]),
+                (&10.into(), &6.into(), &"validation".into())
+            );
+            match network.name {
+                "llama" => assert_eq!(found["perplexity"], own["perplexity"]),
+                _ => assert_eq!((&found["metrics"], found.get("perplexity")), (&own["metrics"], None)),
+            }
+        }
+        let ended = finish(program(["eval", "--split", "train", "--checkpoint"]).arg(files.checkpoint(6))).succeeded();
+        let words = [
+            "step-00000006: loss ",
+            "over 10 samples of ",
+            "(train)",
+            if network.name == "llama" { "perplexity" } else { "mae" },
+        ];
+        assert!(words.iter().all(|words| ended.stdout.contains(words)), "{ended}");
+        assert_eq!(tree(), before);
+
+        // Records name their data; another set is not recorded as the run's own, but the same data elsewhere is.
+        assert_eq!((&own["samples"], own["data"].as_str().map(str::len)), (&10.into(), Some(16)), "{own}");
+        let eval = |settings: &[&str]| {
+            let mut command = program(["eval", "--run"]);
+            command.arg(&files.0).args(settings.iter().flat_map(|setting| ["--set", setting]));
+            finish(&mut command)
+        };
+        let other = format!("data.path={}", root.path().join("pictures").display());
+        for settings in [&["eval.samples=3"][..], &[&other], &["data.validation=train-*.h5"]] {
+            let ended = eval(settings);
+            assert_eq!(ended.code(), 2, "{ended}");
+            if settings[0] != other {
+                assert!(ended.stderr.contains("\nhint: hpctrain eval --checkpoint CHECKPOINT --data PATH"), "{ended}");
+            }
+        }
+        assert_eq!(files.text("eval.jsonl"), recorded);
+        if network.name == "regression" {
+            let ended = finish(program(["sample", "--checkpoint"]).arg(&files.0));
+            let words = ["is no language model\nhint: hpctrain predict", "eval --checkpoint"];
+            assert!(ended.code() == 2 && words.iter().all(|words| ended.stderr.contains(words)), "{ended}");
+            copy(&root.path().join("table"), &root.path().join("moved"));
+            let ended = eval(&[&format!("data.path={}", root.path().join("moved").display())]).succeeded();
+            assert!(ended.stdout.contains("validation loss"), "{ended}");
+            let last: serde_json::Value =
+                serde_json::from_str(files.text("eval.jsonl").lines().last().unwrap()).unwrap();
+            assert_eq!((&last["loss"], &last["data"], &last["samples"]), (&own["loss"], &own["data"], &own["samples"]));
+        }
+    }
+    for args in
+        [&["--run", "x", "--checkpoint", "y"][..], &[], &["--run", "x", "--json"], &["--run", "x", "--data", "y"]]
+    {
+        let ended = finish(program(["eval"]).args(args));
+        assert_eq!(ended.code(), 2, "{ended}");
     }
 }

@@ -4,13 +4,15 @@
 mod common;
 
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{Ended, finish, processes, rank_of, send, start};
-use common::runs::{Run, RunFiles, copy};
+use common::launch::{Ended, finish, processes, program, rank_of, send, start};
+use common::runs::{Run, RunFiles, copy, json};
 use hpctrain::checkpoint::Reader;
+use hpctrain::data::TokenizerKind;
+use hpctrain::data::import::{ImportText, import_text};
 
 /// Steps of the uninterrupted run. It saves and evaluates every third.
 const STEPS: u64 = 9;
@@ -157,6 +159,166 @@ fn the_optimizer_can_be_left_behind() {
     assert_eq!(files.numbers("metrics.jsonl", "step"), [7.0, 8.0, 9.0]);
     let manifest = Reader::open(&files.checkpoint(STEPS)).unwrap().manifest().clone();
     assert_eq!((manifest.step, manifest.updates, manifest.position), (9, 3, 9 * 16));
+}
+
+/// Four training shards and one for validation of a text whose letters from `from` on are other ones.
+fn import(folder: &Path, name: &str, from: usize) -> PathBuf {
+    let (input, out) = (folder.join("text"), folder.join(name));
+    let letter = |i: usize| char::from(b'a' + ((i * i + i / 7 + usize::from(i >= from)) % 7) as u8);
+    std::fs::write(&input, (0..4000).map(letter).collect::<String>()).unwrap();
+    let (tokenizer, val_fraction) = (TokenizerKind::Char, 0.2);
+    import_text(&ImportText { input, tokenizer, shards: 4, val_fraction, out: out.clone(), compress: None }).unwrap();
+    out
+}
+
+#[test]
+fn changed_data_is_refused_unless_it_is_meant() {
+    let root = tempfile::tempdir().unwrap();
+    let data = import(root.path(), "data", usize::MAX);
+    // The third training shard has other letters.
+    let other = import(root.path(), "other", 2000);
+    let at = |path: &Path| format!("data.path={}", path.display());
+    let reference = run(Alone, root.path(), "reference", &[&at(&data)]).succeeds();
+    let go_on = |transport, name: &str, path: &Path| {
+        interrupted(&reference, 6, &root.path().join(name));
+        run(transport, root.path(), name, &[&at(path)]).resume("auto")
+    };
+
+    // The same shards elsewhere are the same data.
+    let moved = root.path().join("moved");
+    copy(&data, &moved);
+    go_on(Mpirun(2), "moved-run", &moved).succeeds().same_as(&reference, STEPS, "the data was moved");
+
+    for transport in [Alone, Mpirun(2)] {
+        let name = format!("refused-{transport:?}");
+        let ended = go_on(transport, &name, &other).ends();
+        assert_eq!(ended.code(), 2, "{ended}");
+        let told = "step-00000006: the training data has changed: train-00002.h5 has other content\nhint: ";
+        assert_eq!(ended.stderr.matches(told).count(), 1, "{ended}");
+        assert!(ended.stderr.contains("--allow-changed-data"), "{ended}");
+    }
+    let from = reference.checkpoint(6);
+    let branch = run(Alone, root.path(), "branch", &[&at(&other)]).resume(from.to_str().unwrap());
+    assert_eq!(flagged(&branch, "--skip-optimizer").code(), 2);
+    // Another run makes no such promise.
+    flagged(&run(Alone, root.path(), "tuned", &[&at(&other)]).resume(from.to_str().unwrap()), "--weights-only")
+        .succeeded();
+
+    let meant = go_on(Mpirun(2), "meant", &other);
+    let ended = flagged(&meant, "--allow-changed-data").succeeded();
+    assert!(ended.stderr.contains("other training data: train-00002.h5 has other content"), "{ended}");
+    let files = meant.files();
+    let changed =
+        |files: &RunFiles, step| Reader::open(&files.checkpoint(step)).unwrap().manifest().data.clone().unwrap();
+    let (before, after) = (changed(&reference, STEPS), changed(&files, STEPS));
+    assert!(before.changes.is_empty() && before.fingerprint != after.fingerprint);
+    let [change] = &after.changes[..] else { panic!("{:?}", after.changes) };
+    assert_eq!((change.step, &change.what[..]), (6, "train-00002.h5 has other content"));
+    assert_eq!(change.before, before.fingerprint.digest());
+    let card = json(&files.path("run.json"));
+    assert_eq!(card["data"], after.fingerprint.digest().as_str());
+    assert_eq!(card["data_changes"][0]["step"], 6);
+    // From then on this is its data: no flag, and no second note.
+    let more = run(Alone, root.path(), "meant", &[&at(&other), "run.steps=12"]).resume("auto").succeeds();
+    assert_eq!(changed(&more, 12).changes.len(), 1);
+    let shown = finish(&mut program(["checkpoint", "inspect", more.checkpoint(12).to_str().unwrap()])).succeeded();
+    assert!(shown.stdout.contains(" samples of 4 shards"), "{shown}");
+    assert!(
+        shown.stdout.contains("until step 6 ") && shown.stdout.contains("train-00002.h5 has other content"),
+        "{shown}"
+    );
+}
+
+/// Token shards without any for validation, of `tokens` letters.
+fn without_validation(root: &Path, tokens: usize) -> PathBuf {
+    let (input, out) = (root.join("text"), root.join("only-train"));
+    std::fs::write(&input, (0..tokens).map(|i| char::from(b'a' + (i * i % 7) as u8)).collect::<String>()).unwrap();
+    let tokenizer = TokenizerKind::Char;
+    import_text(&ImportText { input, tokenizer, shards: 2, val_fraction: 0.0, out: out.clone(), compress: None })
+        .unwrap();
+    out
+}
+
+/// Nothing is evaluated, and the best checkpoint is that of the lowest mean training loss of an epoch.
+#[test]
+fn a_run_needs_no_validation_data() {
+    let root = tempfile::tempdir().unwrap();
+    // Of 16 ids each: 62 windows, so an epoch is four steps.
+    let data = format!("data.path={}", without_validation(root.path(), 1000).display());
+    let settings = [&data[..], "checkpoint.keep=1", "checkpoint.keep_best=1", "optimizer.lr=0.3", "schedule.warmup=0"];
+    let reference = run(Mpirun(2), root.path(), "reference", &settings);
+    let ended = reference.ends().succeeded();
+    assert!(ended.stdout.contains("62 training samples (1,000 tokens), no validation data"), "{ended}");
+    assert!(!ended.stdout.contains("validation loss"), "{ended}");
+    let files = reference.files();
+    let losses: Vec<f64> = files
+        .text("metrics.jsonl")
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["loss"].as_f64().unwrap())
+        .collect();
+    let found: Vec<serde_json::Value> =
+        files.text("eval.jsonl").lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let steps: Vec<u64> = found.iter().map(|line| line["step"].as_u64().unwrap()).collect();
+    assert_eq!(steps, [3, 6, 9]);
+    let mut best = (f64::INFINITY, 0);
+    for (line, step) in found.iter().zip(steps) {
+        let epoch = &losses[(step as usize).saturating_sub(4)..step as usize];
+        let mean = epoch.iter().sum::<f64>() / epoch.len() as f64;
+        assert_eq!((line["over"].as_str(), line["loss"].as_f64()), (Some("training"), Some(mean)), "{line}");
+        best = if mean < best.0 { (mean, step) } else { best };
+    }
+    let link = std::fs::read_link(files.path("checkpoints/best")).unwrap();
+    assert_eq!(link.to_str(), Some(&format!("step-{:08}", best.1)[..]), "{found:?}");
+    assert!(files.checkpoint(best.1).exists());
+    let listed = finish(&mut program(["checkpoint", "list", files.0.to_str().unwrap()])).succeeded();
+    assert!(listed.stdout.contains("training loss"), "{listed}");
+
+    let all = run(Alone, root.path(), "all", &[&settings[..], &["checkpoint.keep=9"]].concat()).succeeds();
+    for (name, transport) in [("resumed-alone", Alone), ("resumed", Mpirun(2))] {
+        interrupted(&all, 6, &root.path().join(name));
+        let again = run(transport, root.path(), name, &[&settings[..], &["checkpoint.keep=9"]].concat()).resume("auto");
+        let again = again.succeeds();
+        again.same_as(&all, STEPS, name);
+        assert_eq!(again.evaluations(), all.evaluations());
+    }
+
+    for (settings, told) in [
+        (&["eval.patience=2"][..], "has no validation data: eval.patience cannot tell when to stop\nhint: "),
+        (&["data.validation=test-*.h5"], "matches test-*.h5\nhint: "),
+    ] {
+        let ended = run(Mpirun(2), root.path(), "refused", &[&[&data[..]], settings].concat()).ends();
+        assert_eq!((ended.code(), ended.stderr.matches(told).count()), (2, 1), "{ended}");
+    }
+    let evaluator = finish(&mut program(["eval", "--run", files.0.to_str().unwrap()]));
+    assert_ne!(evaluator.code(), 0, "{evaluator}");
+    assert_eq!(evaluator.stderr.matches("has no validation data: nothing can be evaluated").count(), 1, "{evaluator}");
+}
+
+/// A part of the samples is kept for validation; another part is other data.
+#[test]
+fn a_fraction_of_the_samples_is_for_validation() {
+    let root = tempfile::tempdir().unwrap();
+    let data = format!("data.path={}", without_validation(root.path(), 1000).display());
+    let of = |transport, name: &str, fraction: &str| {
+        run(transport, root.path(), name, &[&data, &format!("data.val_fraction={fraction}"), "eval.samples=6"])
+    };
+    let reference = of(Alone, "reference", "0.1");
+    let ended = reference.ends().succeeded();
+    assert!(ended.stdout.contains("56 training samples (903 tokens), 6 for validation"), "{ended}");
+    assert!(ended.stdout.contains("validation loss"), "{ended}");
+    // The same samples on any ranks.
+    of(Mpirun(2), "two", "0.1").succeeds().same_as(&reference.files(), STEPS, "two ranks");
+    interrupted(&reference.files(), 6, &root.path().join("other"));
+    let ended = of(Mpirun(2), "other", "0.2").resume("auto").ends();
+    let told = "the training data has changed: data.val_fraction = 0.2, trained with 0.1\nhint: ";
+    assert_eq!((ended.code(), ended.stderr.matches(told).count()), (2, 1), "{ended}");
+    // Shards of their own come first.
+    let ended = run(Alone, root.path(), "both", &["data.val_fraction=0.1"]).ends();
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(
+        ended.stderr.contains("data.val_fraction = 0.1, but ") && ended.stderr.contains("has validation shards"),
+        "{ended}"
+    );
 }
 
 /// An evaluation finds that training no longer helps, and the run is killed before it obeys.
@@ -319,8 +481,85 @@ fn a_checkpoint_of_another_model_names_the_tensor() {
     }
     refuses(&run(Mpirun(2), root.path(), "y", &["model.width=64"]).resume(latest), &["wte.weight is [65, 32] there"]);
     assert_eq!((files.steps(), files.text("config.toml")), (steps, config));
-    // A failed start does not occupy the name.
+    // A failed start leaves no directory.
+    assert!(!root.path().join("y").exists());
     run(Alone, root.path(), "y", &[]).succeeds();
+}
+
+/// A checkpoint that cannot be read may be whole: it is not passed over, nor replaced later. A link to itself is refused to root as well.
+#[test]
+fn what_cannot_be_read_is_no_damage() {
+    let root = tempfile::tempdir().unwrap();
+    let whole = run(Mpirun(2), root.path(), "whole", &["parallel.zero=1"]).succeeds();
+    for (i, (transport, name)) in [
+        (Alone, "manifest.json"),
+        (Mpirun(2), "rank-00001.h5"),
+        (Simulate(2), "rank-00000.h5"),
+        (Alone, "manifest.crc32"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let files = interrupted(&whole, 6, &root.path().join(format!("x-{i}")));
+        let file = files.checkpoint(6).join(name);
+        let aside = root.path().join(format!("aside-{i}"));
+        std::fs::rename(&file, &aside).unwrap();
+        std::os::unix::fs::symlink(&file, &file).unwrap();
+        let asked = run(transport, root.path(), &format!("x-{i}"), &[]).resume("auto");
+        let ended = asked.ends();
+        assert_eq!((ended.code(), ended.stderr.matches("error: ").count()), (2, 1), "{ended}");
+        assert!(ended.stderr.matches("trying again").count() >= 3, "{ended}");
+        assert!(ended.stderr.contains(&format!("step-00000006/{name}: Too many levels")), "{ended}");
+        assert!(ended.stderr.contains("\nhint: ") && !ended.stderr.contains("passing over"), "{ended}");
+        // It was as it says: nothing is lost.
+        std::fs::remove_file(&file).unwrap();
+        std::fs::rename(&aside, &file).unwrap();
+        asked.succeeds().same_as(&whole, STEPS, name);
+    }
+}
+
+/// Of a newer program: that one can go on with it.
+#[test]
+fn a_newer_format_is_refused_rather_than_passed_over() {
+    let root = tempfile::tempdir().unwrap();
+    let whole = run(Alone, root.path(), "whole", &[]).succeeds();
+    for (i, (from, to, words)) in [
+        ("\"version\": 2", "\"version\": 9", "format version 9 is newer than 2"),
+        ("\"beta1\"", "\"beta_one\"", "unknown field `beta_one`"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let name = format!("x-{i}");
+        let files = interrupted(&whole, 6, &root.path().join(&name));
+        let manifest = files.checkpoint(6).join("manifest.json");
+        let text = std::fs::read_to_string(&manifest).unwrap().replacen(from, to, 1);
+        let seal = format!("{:08x}  manifest.json\n", crc32fast::hash(text.as_bytes()));
+        std::fs::write(&manifest, text).unwrap();
+        std::fs::write(manifest.with_file_name("manifest.crc32"), seal).unwrap();
+        let before = files.steps();
+        refuses(&run(Mpirun(2), root.path(), &name, &[]).resume("auto"), &["step-00000006/manifest.json", words]);
+        assert_eq!(files.steps(), before);
+    }
+}
+
+#[test]
+fn a_run_that_goes_on_otherwise_says_so() {
+    let root = tempfile::tempdir().unwrap();
+    let whole = run(Mpirun(2), root.path(), "whole", &["parallel.zero=1"]).succeeds();
+    let warnings = |name: &str, transport, more: &[&str]| {
+        interrupted(&whole, 6, &root.path().join(name));
+        let ended = run(transport, root.path(), name, more).resume("auto").ends().succeeded();
+        ended.stderr.lines().filter(|line| line.starts_with("warn: ")).map(str::to_owned).collect::<Vec<_>>()
+    };
+    let told = warnings("a", Mpirun(2), &["loss.label_smoothing=0.5", "model.dropout=0.5", "parallel.lanes=4"]);
+    assert_eq!(told.len(), 2, "{told:?}");
+    assert!(told[0].contains("another configuration: loss.label_smoothing was 0.0, is 0.5; model.dropout was 0.1"));
+    assert!(told[1].contains("in their last bits: ") && told[1].contains("parallel.lanes was 8, is 4"), "{told:?}");
+    // Another layout changes nothing.
+    assert_eq!(warnings("b", Alone, &[]), [""; 0]);
+    let log = RunFiles(root.path().join("b")).text("logs/rank-00000.log");
+    assert!(log.contains("another layout, which changes no numbers: ") && log.contains("parallel.zero was 1, is 0"));
 }
 
 #[test]

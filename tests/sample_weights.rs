@@ -230,7 +230,7 @@ fn tables_have_a_column_of_weights() {
         ("x,w,kind\n1,1,0\n2,-1,1\n", "w", "line 3: a weight of -1, less than 0"),
         ("x,w,kind\n1,,0\n2,1,1\n", "w", "line 2, column \"w\": \"\" is no number"),
         ("x,w,kind\n1,1,0\n2,1,1\n", "v", "there is no column \"v\"\nhint: its columns: x, w, kind"),
-        ("x,w,kind\n1,1,0\n2,1,1\n", "kind", "column \"kind\" is asked for twice"),
+        ("x,w,kind\n1,1,0\n2,1,1\n", "kind", "--target and --weight both name column \"kind\""),
         ("w,kind\n1,0\n", "w", "2 columns, 1 of them targets"),
     ] {
         let error = import(table, weight, NotFinite::Error, "refused").unwrap_err();
@@ -254,7 +254,7 @@ fn arrays_have_one_of_weights() {
     let features = npy("x.npy", "(3, 2)", &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
     let labels = npy("y.npy", "(3,)", &[0.0, 1.0, 2.0]);
     let import = |weights: PathBuf, name: &str| {
-        let arrays = Arrays::Files { features: features.clone(), labels: labels.clone(), weights: Some(weights) };
+        let arrays = Arrays::Files { features: features.clone(), labels: Some(labels.clone()), weights: Some(weights) };
         import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(root.path().join(name)) })
     };
     import(npy("w.npy", "(3, 1)", &[0.0, 1.5, 2.0]), "files").unwrap();
@@ -279,7 +279,7 @@ fn arrays_have_one_of_weights() {
     }
     zip.finish().unwrap();
     let [x, y, w] = ["x", "y", "w"].map(String::from);
-    let arrays = Arrays::Archive { path: archive, features: x, labels: y, weights: Some(w) };
+    let arrays = Arrays::Archive { path: archive, features: x, labels: Some(y), weights: Some(w) };
     import_numpy(&ImportNumpy { arrays, regression: false, kept: kept(root.path().join("archive")) }).unwrap();
     assert_eq!(of("archive"), Some(vec![4.0, 5.0, 6.0]));
 }
@@ -342,12 +342,12 @@ fn weights_have_the_bits_of_one_rank_in_every_layout() {
     }
     // A weight of one is none, and so are those that nobody reads.
     let plain = run(Alone, "plain", &none, "");
-    run(Mpirun(2), "ones", &ones, "").same_as(&plain, 6, "ones");
-    run(Alone, "off", &some, "data.weights=").same_as(&plain, 6, "off");
+    run(Mpirun(2), "ones", &ones, "").same_numbers_as(&plain, 6, "ones");
+    run(Alone, "off", &some, "data.weights=").same_numbers_as(&plain, 6, "off");
     let losses = |files: &common::runs::RunFiles| files.numbers("metrics.jsonl", "loss");
     assert!(losses(&one).iter().zip(losses(&plain)).all(|(weighted, plain)| (weighted - plain).abs() > 1e-3));
     // Evaluations go without: before anything is learned, they are alike.
-    let start = |name, data| run(Alone, name, data, "run.steps=1 optimizer.lr=1e-30").evaluations();
+    let start = |name, data| run(Alone, name, data, "run.steps=1 optimizer.lr=1e-30").evaluated();
     assert_eq!(start("start", &some), start("start-plain", &none));
 }
 

@@ -86,7 +86,7 @@ fn a_slow_rank_is_named() {
     while job.runs() {
         if let Some(id) = process(&word, 1) {
             signal("STOP", &id);
-            std::thread::sleep(Duration::from_millis(20));
+            std::thread::sleep(Duration::from_millis(40));
             signal("CONT", &id);
         }
         std::thread::sleep(Duration::from_millis(5));

@@ -1,26 +1,44 @@
 //! The `checkpoints/` directory of a run: names, publishing, removal.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
+
 use super::filesystem;
-use super::lease::Leases;
+use super::lease::{Lease, Leases};
 use super::retention::{Candidate, Retention, removed};
 use super::{Manifest, Reader, refused};
-use crate::error::{Error, Result};
-use crate::telemetry::evaluations::{self, Evaluation};
+use crate::error::{Error, Kind, Result};
+use crate::telemetry::evaluations::{self, Evaluation, Evaluations};
 
 /// The checkpoints of one run.
 #[derive(Debug, Clone)]
 pub struct Checkpoints {
     root: PathBuf,
+    /// The trainer's lease: without it nothing is changed any more.
+    lease: Option<Arc<Lease>>,
 }
 
 impl Checkpoints {
     /// Those under `root`, which need not exist yet.
     pub fn new(root: impl Into<PathBuf>) -> Self {
-        Self { root: root.into() }
+        Self { root: root.into(), lease: None }
+    }
+
+    /// The same, changed only as long as `lease` is held.
+    #[must_use]
+    pub fn held_by(self, lease: Option<Arc<Lease>>) -> Self {
+        Self { lease, ..self }
+    }
+
+    /// Looks at the lease: before every rename.
+    fn may_change(&self) -> Result<()> {
+        self.lease.as_ref().map_or(Ok(()), |lease| lease.check())
     }
 
     /// Their directory.
@@ -28,12 +46,23 @@ impl Checkpoints {
         &self.root
     }
 
-    /// Steps of the published checkpoints, ascending.
-    pub fn steps(&self) -> Vec<u64> {
-        let Ok(entries) = fs::read_dir(&self.root) else { return Vec::new() };
-        let mut steps: Vec<u64> = entries.flatten().filter_map(|entry| step_of(entry.file_name().to_str()?)).collect();
+    /// Steps of the published checkpoints, ascending; none where there is no such directory.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn steps(&self) -> Result<Vec<u64>> {
+        let unreadable = |e| Error::io("list the checkpoints in", &self.root, e);
+        let entries = match fs::read_dir(&self.root) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(e) => return Err(unreadable(e)),
+        };
+        let mut steps = Vec::new();
+        for entry in entries {
+            steps.extend(entry.map_err(unreadable)?.file_name().to_str().and_then(step_of));
+        }
         steps.sort_unstable();
-        steps
+        Ok(steps)
     }
 
     /// Where the checkpoint of a step is, once published.
@@ -51,9 +80,17 @@ impl Checkpoints {
         self.root.join("latest")
     }
 
-    /// The step that was saved last, by the link.
-    pub fn latest_step(&self) -> Option<u64> {
-        step_of(fs::read_link(self.latest()).ok()?.to_str()?)
+    /// The step that was saved last, by the link; none where there is no link.
+    ///
+    /// # Errors
+    /// The link cannot be read.
+    pub fn latest_step(&self) -> Result<Option<u64>> {
+        let link = self.latest();
+        match fs::read_link(&link) {
+            Ok(target) => Ok(target.to_str().and_then(step_of)),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(Error::io("read the link", &link, e)),
+        }
     }
 
     /// The link to the checkpoint with the lowest validation loss.
@@ -67,12 +104,17 @@ impl Checkpoints {
     }
 
     /// Evaluations of the run, as its `eval.jsonl` has them.
-    pub fn evaluated(&self) -> Vec<Evaluation> {
-        self.root.parent().map(|run| evaluations::read(&run.join(evaluations::FILE))).unwrap_or_default()
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn evaluated(&self) -> Result<Evaluations> {
+        self.root
+            .parent()
+            .map_or_else(|| Ok(Evaluations::default()), |run| evaluations::read(&run.join(evaluations::FILE)))
     }
 
-    /// Creates the directory, and clears away what earlier jobs left half written or half removed. The caller is the
-    /// only one who writes here.
+    /// Creates the directory, brings back what an earlier job had set aside to replace it, and clears away what earlier jobs left
+    /// half written or half removed. The caller is the only one who writes here.
     ///
     /// # Errors
     /// The file system refused, or does not do what checkpoints need.
@@ -81,61 +123,103 @@ impl Checkpoints {
             Error::io("create", &self.root, e).hint("choose a directory that can be written with --set run.root=…")
         })?;
         filesystem::check(&self.root)?;
+        self.may_change()?;
         let entries = fs::read_dir(&self.root).map_err(|e| Error::io("list", &self.root, e))?;
-        for entry in entries.flatten() {
-            let name = entry.file_name();
-            let name = name.to_string_lossy();
+        for entry in entries {
+            let path = entry.map_err(|e| Error::io("list", &self.root, e))?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
             let staging = name.split_once(".tmp").is_some_and(|(step, _)| step_of(step).is_some());
-            let gone = if staging {
-                self.discard(&entry.path())
-            } else if name.starts_with(TRASH) || entry.path().is_dir() && name.ends_with(".tmp") {
-                remove(&entry.path())
+            let gone = if let Some(step) = name.strip_prefix(TRASH).and_then(step_of) {
+                self.bring_back(step, &path)
+            } else if staging {
+                self.discard(&path)
+            } else if name.starts_with(TRASH) || path.is_dir() && name.ends_with(".tmp") {
+                remove(&path)
             } else if name.starts_with('.') && name.ends_with(".tmp") {
-                fs::remove_file(entry.path()).map_err(|e| refused("remove", &entry.path(), e))
+                fs::remove_file(&path).map_err(|e| refused("remove", &path, e))
             } else {
                 Ok(())
             };
             // It does no harm but take space.
-            gone.unwrap_or_else(|e| log::warn!("{e}"));
+            gone.unwrap_or_else(|e| log::warn!("{}", one_line(&e)));
         }
         Ok(())
     }
 
+    /// A checkpoint that was renamed away goes back to its place if that is free and it is whole: a kill came between two
+    /// renames. Else it is removed, unless nobody knows whether it is whole.
+    fn bring_back(&self, step: u64, trash: &Path) -> Result<()> {
+        let path = self.path(step);
+        let is_free = !path.try_exists().map_err(|e| Error::io("look for", &path, e))?;
+        match is_free.then(|| whole(trash)) {
+            Some(Ok(_)) => {
+                log::warn!("{}: brought back; a job was killed while it replaced or removed it", path.display());
+                fs::rename(trash, &path).map_err(|e| refused("restore", &path, e))?;
+                sync(&self.root)
+            }
+            Some(Err(e)) if e.kind() != Kind::Damaged => Err(e),
+            _ => remove(trash),
+        }
+    }
+
     /// Forgets a checkpoint that could not be written.
     pub fn abandon(&self, staging: &Path) {
-        // It may not even have been created.
+        // It may not even have been created; or this run is no longer ours to change.
         if staging.exists()
-            && let Err(e) = self.discard(staging)
+            && let Err(e) = self.may_change().and_then(|()| self.discard(staging))
         {
             log::warn!("{e}");
         }
     }
 
-    /// Renames a complete directory into place and moves `latest`.
+    /// Renames a complete directory into place and moves `latest`. One of the same step gives way at the same moment.
     ///
     /// # Errors
-    /// The file system refused.
+    /// The file system refused, or another trainer has taken the run over.
     pub fn publish(&self, step: u64, staging: &Path) -> Result<PathBuf> {
         let path = self.path(step);
         sync(staging)?;
-        // One of the same step is damaged. Its removal takes a while, and `latest` may point to it: it comes last.
-        let replaced = self.set_aside(&path)?;
-        fs::rename(staging, &path).map_err(|e| refused("publish", &path, e))?;
+        self.may_change()?;
+        let replaced = self.put(staging, &path, exchange)?;
         sync(&self.root)?;
         self.link(&self.latest(), &path)?;
         sync(&self.root)?;
-        if let Some(Err(e)) = replaced.map(|trash| remove(&trash)) {
-            log::warn!("{e}");
+        // The removal takes a while: it comes last.
+        if let Some(Err(e)) = replaced.map(|old| self.discard(&old)) {
+            log::warn!("{}", one_line(&e));
         }
         Ok(path)
+    }
+
+    /// Renames `staging` to `path`, and returns where what was there is now. Without a way to exchange names, a kill may come
+    /// between two renames; then [`Checkpoints::prepare`] brings back what was there.
+    fn put(
+        &self,
+        staging: &Path,
+        path: &Path,
+        exchange: impl Fn(&Path, &Path) -> Result<(), Errno>,
+    ) -> Result<Option<PathBuf>> {
+        let exists = path.try_exists().map_err(|e| refused("look for", path, e))?;
+        let replaced = match exists.then(|| exchange(staging, path)) {
+            Some(Ok(())) => return Ok(Some(staging.to_path_buf())),
+            // Of the kernel, of the file system.
+            Some(Err(Errno::NOSYS | Errno::INVAL | Errno::NOTSUP)) => self.set_aside(path)?,
+            Some(Err(e)) => return Err(refused("replace", path, e)),
+            None => None,
+        };
+        let published = fs::rename(staging, path).map_err(|e| refused("publish", path, e));
+        if let (Err(_), Some(old)) = (&published, &replaced) {
+            fs::rename(old, path).map_err(|e| refused("restore", path, e))?;
+        }
+        published.map(|()| replaced)
     }
 
     /// Points `best` at the published checkpoint with the lowest validation loss, if any has one.
     ///
     /// # Errors
-    /// The file system refused.
-    pub fn point_to_best(&self, evaluated: &[Evaluation]) -> Result<()> {
-        self.point_to_best_of(&self.steps(), evaluated)
+    /// The file system refused, or lines of evaluations cannot be read.
+    pub fn point_to_best(&self, evaluated: &Evaluations) -> Result<()> {
+        self.point_to_best_of(&self.steps()?, evaluated.all()?)
     }
 
     /// Points `best` at one of `steps`; without one that has a loss it points nowhere, rather than to what is gone.
@@ -144,70 +228,82 @@ impl Checkpoints {
         match (evaluations::best(evaluated, steps), fs::read_link(&link)) {
             (Some((step, _)), Ok(target)) if target == Path::new(&name_of(step)) => Ok(()),
             (Some((step, _)), _) => self.link(&link, &self.path(step)),
-            (None, _) => match fs::remove_file(&link) {
-                Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(refused("remove", &link, e)),
-                _ => Ok(()),
-            },
+            (None, Err(e)) if e.kind() == ErrorKind::NotFound => Ok(()),
+            (None, _) => {
+                self.may_change()?;
+                fs::remove_file(&link).map_err(|e| refused("remove", &link, e))
+            }
         }
     }
 
     /// Removes the checkpoints that need not be kept; `best` is one that stays. One that somebody holds a lease on
-    /// stays, and is looked at again the next time; so is one that cannot be removed.
-    pub fn retain(&self, retention: &Retention, evaluated: &[Evaluation]) {
-        let removable = self.removable(retention, evaluated);
-        let mut left = self.steps();
-        left.retain(|step| !removable.contains(step));
-        let mut done = self.point_to_best_of(&left, evaluated);
-        for step in removable {
-            done = done.and_then(|()| self.discard_unless_leased(step).map(drop));
-            // Too many checkpoints are no reason to end a run.
-            done = done.or_else(|e| {
-                log::warn!("{}", e.to_string().replace('\n', "; "));
-                Ok(())
-            });
+    /// stays, and is looked at again the next time; so is one that cannot be removed. Nothing goes while something that
+    /// decides about it cannot be read.
+    pub fn retain(&self, retention: &Retention) {
+        let retained = || {
+            let evaluated = self.evaluated()?;
+            let removable = self.removable(retention, evaluated.all()?)?;
+            let mut left = self.steps()?;
+            left.retain(|step| !removable.contains(step));
+            self.point_to_best_of(&left, evaluated.all()?)?;
+            Ok(removable)
+        };
+        match retained() {
+            Err(e) => log::warn!("no checkpoint is removed: {}", one_line(&e)),
+            Ok(removable) => {
+                for step in removable {
+                    // Too many checkpoints are no reason to end a run.
+                    if let Err(e) = self.discard_unless_leased(step) {
+                        log::warn!("{}", one_line(&e));
+                    }
+                }
+            }
         }
-        done.unwrap_or_else(|e| log::warn!("{e}"));
     }
 
     /// Steps whose checkpoints need not be kept, ascending.
-    pub fn removable(&self, retention: &Retention, evaluated: &[Evaluation]) -> Vec<u64> {
-        removed(&self.candidates(evaluated), retention)
+    ///
+    /// # Errors
+    /// A checkpoint or a lease cannot be read.
+    pub fn removable(&self, retention: &Retention, evaluated: &[Evaluation]) -> Result<Vec<u64>> {
+        Ok(removed(&self.candidates(evaluated)?, retention))
     }
 
     /// The published checkpoints as a retention sees them, ascending by step.
-    pub(super) fn candidates(&self, evaluated: &[Evaluation]) -> Vec<Candidate> {
-        let leases = self.leases();
-        let waits = leases.queue_is_watched();
-        // A run that passed over a damaged checkpoint has gone back: what is newer than the last save counts for nothing.
-        let latest = self.latest_step().unwrap_or(u64::MAX);
-        let candidate = |step| {
-            let path = self.path(step);
-            let sound = self.sound(step);
-            let sound =
-                sound.inspect_err(|e| log::warn!("{} does not count as a checkpoint: {e}", path.display())).ok();
-            let waited_for = |manifest: &Manifest| waits && !evaluations::is_settled(evaluated, &manifest.id);
-            let held = leases.holds(&name_of(step)) || sound.as_ref().is_some_and(waited_for);
-            Candidate { step, sound: sound.is_some() && step <= latest, loss: evaluations::loss(evaluated, step), held }
-        };
-        self.steps().into_iter().map(candidate).collect()
-    }
-
-    /// What the checkpoint of a step says of itself, if all of it is there: its manifest, and every file as long as it
-    /// should be.
     ///
     /// # Errors
-    /// What is missing or too short.
+    /// A checkpoint or a lease cannot be read: nobody knows what may go.
+    pub(super) fn candidates(&self, evaluated: &[Evaluation]) -> Result<Vec<Candidate>> {
+        let leases = self.leases();
+        let waits = leases.queue_is_watched()?;
+        // A run that passed over a damaged checkpoint has gone back: what is newer than the last save counts for nothing.
+        let latest = self.latest_step()?.unwrap_or(u64::MAX);
+        let candidate = |step| {
+            let path = self.path(step);
+            let (sound, kept) = match whole(&path) {
+                Ok(manifest) => (true, waits && !evaluations::is_settled(evaluated, &manifest.id)),
+                Err(e) => {
+                    log::warn!("{} does not count as a checkpoint: {}", path.display(), one_line(&e));
+                    match e.kind() {
+                        Kind::Damaged => (false, false),
+                        // Another program can read it.
+                        Kind::Input => (false, true),
+                        _ => return Err(e),
+                    }
+                }
+            };
+            let held = kept || leases.holds(&name_of(step))?;
+            Ok(Candidate { step, sound: sound && step <= latest, loss: evaluations::loss(evaluated, step), held })
+        };
+        self.steps()?.into_iter().map(candidate).collect()
+    }
+
+    /// Reads the manifest of a step's checkpoint, and checks that its files are there with their lengths.
+    ///
+    /// # Errors
+    /// A file is missing or too short ([`Kind::Damaged`]), or cannot be read.
     pub(super) fn sound(&self, step: u64) -> Result<Manifest> {
-        let path = self.path(step);
-        let manifest = Manifest::read(&path)?;
-        for (name, entry) in &manifest.files {
-            let file = path.join(name);
-            let length = fs::metadata(&file).map_err(|e| Error::io("read", &file, e))?.len();
-            if length != entry.bytes {
-                return Err(Error::input(format!("{} has {length} bytes", file.display())));
-            }
-        }
-        Ok(manifest)
+        whole(&self.path(step))
     }
 
     /// Removes the checkpoint of a step unless somebody took a lease on it at the last moment.
@@ -217,14 +313,16 @@ impl Checkpoints {
     pub fn discard_unless_leased(&self, step: u64) -> Result<bool> {
         let (name, path) = (name_of(step), self.path(step));
         let trash = self.root.join(format!("{TRASH}{name}"));
+        self.may_change()?;
         if trash.exists() {
             remove(&trash)?;
         }
         fs::rename(&path, &trash).map_err(|e| refused("remove", &path, e))?;
         // A holder makes its lease first and looks for the checkpoint then: either it is seen here, or it saw none.
-        if self.leases().holds(&name) {
+        let held = self.leases().holds(&name);
+        if !matches!(held, Ok(false)) {
             fs::rename(&trash, &path).map_err(|e| refused("restore", &path, e))?;
-            return Ok(false);
+            return held.map(|_| false);
         }
         remove(&trash)?;
         Ok(true)
@@ -244,6 +342,7 @@ impl Checkpoints {
 
     /// Points a link at `path` in one rename.
     fn link(&self, link: &Path, path: &Path) -> Result<()> {
+        self.may_change()?;
         let name = link.file_name().unwrap_or_default().to_string_lossy();
         let temporary = self.root.join(format!(".{name}.{}-{}.tmp", std::process::id(), crate::telemetry::unix_time()));
         let target = path.file_name().unwrap_or_default();
@@ -267,7 +366,7 @@ impl Checkpoints {
             remove(&trash)?;
         }
         match fs::rename(path, &trash) {
-            Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
             Err(e) => Err(refused("remove", path, e)),
             Ok(()) => Ok(Some(trash)),
         }
@@ -282,9 +381,33 @@ pub fn name_of(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// The step in the name of a published checkpoint.
+/// The step in the name of a published checkpoint: a name that [`name_of`] gives.
 pub(super) fn step_of(name: &str) -> Option<u64> {
-    name.strip_prefix("step-")?.parse().ok()
+    let step = name.strip_prefix("step-")?.parse().ok()?;
+    (name_of(step) == name).then_some(step)
+}
+
+/// Reads the manifest of the checkpoint in `dir`, and checks that every file is there with its length.
+fn whole(dir: &Path) -> Result<Manifest> {
+    let manifest = Manifest::read(dir)?;
+    for (name, entry) in &manifest.files {
+        let file = dir.join(name);
+        let length = fs::metadata(&file).map_err(|e| Error::unread("read", &file, &e))?.len();
+        if length != entry.bytes {
+            return Err(Error::damaged(format!("{} has {length} bytes, not {}", file.display(), entry.bytes)));
+        }
+    }
+    Ok(manifest)
+}
+
+/// Exchanges the names of two directories.
+fn exchange(a: &Path, b: &Path) -> Result<(), Errno> {
+    renameat_with(CWD, a, CWD, b, RenameFlags::EXCHANGE)
+}
+
+/// An error in one line of a log.
+fn one_line(e: &Error) -> String {
+    e.to_string().replace('\n', "; ")
 }
 
 fn remove(path: &Path) -> Result<()> {
@@ -319,9 +442,9 @@ mod tests {
         for step in [5, 20, 100] {
             publish(&checkpoints, step);
             assert_eq!(fs::read_link(checkpoints.latest()).unwrap(), Path::new(&name_of(step)));
-            checkpoints.retain(&Retention { newest: 2, ..Retention::default() }, &[]);
+            checkpoints.retain(&Retention { newest: 2, ..Retention::default() });
         }
-        assert_eq!(checkpoints.steps(), [20, 100]);
+        assert_eq!(checkpoints.steps().unwrap(), [20, 100]);
         // What kills leave.
         fs::create_dir_all(checkpoints.staging(7, "dead").join("x")).unwrap();
         fs::create_dir_all(checkpoints.root().join(".trash-step-00000001")).unwrap();
@@ -339,9 +462,9 @@ mod tests {
         let checkpoints = Checkpoints::new(dir.path().join("checkpoints"));
         checkpoints.prepare().unwrap();
         [3, 5, 4].into_iter().for_each(|step| publish(&checkpoints, step));
-        assert_eq!(checkpoints.latest_step(), Some(4));
-        checkpoints.retain(&Retention { newest: 1, ..Retention::default() }, &[]);
-        assert_eq!(checkpoints.steps(), [4, 5]);
+        assert_eq!(checkpoints.latest_step().unwrap(), Some(4));
+        checkpoints.retain(&Retention { newest: 1, ..Retention::default() });
+        assert_eq!(checkpoints.steps().unwrap(), [4, 5]);
     }
 
     #[test]
@@ -353,11 +476,227 @@ mod tests {
         let lease = checkpoints.leases().take("step-00000001.read").unwrap().unwrap();
         publish(&checkpoints, 2);
         let one = Retention { newest: 1, ..Retention::default() };
-        checkpoints.retain(&one, &[]);
+        checkpoints.retain(&one);
         assert!(!checkpoints.discard_unless_leased(1).unwrap());
-        assert_eq!(checkpoints.steps(), [1, 2]);
+        assert_eq!(checkpoints.steps().unwrap(), [1, 2]);
         drop(lease);
-        checkpoints.retain(&one, &[]);
-        assert_eq!(checkpoints.steps(), [2]);
+        checkpoints.retain(&one);
+        assert_eq!(checkpoints.steps().unwrap(), [2]);
+    }
+
+    fn prepared() -> (tempfile::TempDir, Checkpoints) {
+        let dir = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::new(dir.path().join("checkpoints"));
+        checkpoints.prepare().unwrap();
+        (dir, checkpoints)
+    }
+
+    fn loop_at(path: &Path) {
+        std::os::unix::fs::symlink(path, path).unwrap();
+    }
+
+    const ONE: Retention = Retention { newest: 1, multiples: 0, best: 1 };
+
+    /// The checkpoint of step 1 has the lowest loss. What cannot be read may say so, or that somebody reads it.
+    #[test]
+    fn nothing_is_removed_on_doubt() {
+        let evaluation = |step, loss| Evaluation::done(step, loss, Default::default());
+        type Doubt = fn(&Path, &Checkpoints);
+        let doubts: [(&str, Doubt); 6] = [
+            ("a byte in eval.jsonl", |log, _| {
+                let text = [&fs::read(log).unwrap()[..], b"\xff"].concat();
+                fs::write(log, text).unwrap();
+                // The next line begins below it.
+                evaluations::append(log, &Evaluation::done(3, 2.0, Default::default())).unwrap();
+            }),
+            ("eval.jsonl", |log, _| {
+                fs::remove_file(log).unwrap();
+                loop_at(log);
+            }),
+            ("its manifest", |_, checkpoints| {
+                let manifest = checkpoints.path(1).join("manifest.json");
+                fs::remove_file(&manifest).unwrap();
+                fs::create_dir(&manifest).unwrap();
+            }),
+            ("the leases", |_, checkpoints| loop_at(&checkpoints.root().join(".leases"))),
+            ("a lease", |_, checkpoints| {
+                fs::create_dir(checkpoints.root().join(".leases")).unwrap();
+                loop_at(&checkpoints.leases().path("step-00000002.read"));
+            }),
+            ("latest", |_, checkpoints| {
+                fs::remove_file(checkpoints.latest()).unwrap();
+                fs::write(checkpoints.latest(), "").unwrap();
+            }),
+        ];
+        for (what, doubt) in doubts {
+            let (dir, checkpoints) = prepared();
+            let log = dir.path().join(evaluations::FILE);
+            for (step, loss) in [(1, 1.0), (2, 3.0), (3, 2.0)] {
+                publish(&checkpoints, step);
+                evaluations::append(&log, &evaluation(step, loss)).unwrap();
+            }
+            checkpoints.point_to_best(&checkpoints.evaluated().unwrap()).unwrap();
+            doubt(&log, &checkpoints);
+            checkpoints.retain(&ONE);
+            assert_eq!(checkpoints.steps().unwrap(), [1, 2, 3], "{what}");
+            assert_eq!(fs::read_link(checkpoints.best()).unwrap(), Path::new("step-00000001"), "{what}");
+        }
+        let (_dir, checkpoints) = prepared();
+        fs::remove_dir_all(checkpoints.root()).unwrap();
+        assert!(checkpoints.steps().unwrap().is_empty());
+        loop_at(checkpoints.root());
+        assert!(checkpoints.steps().unwrap_err().to_string().contains("cannot list the checkpoints"));
+    }
+
+    /// A line that a kill has torn carries no evaluation and stops no retention.
+    #[test]
+    fn a_torn_evaluation_is_no_doubt() {
+        let (dir, checkpoints) = prepared();
+        let log = dir.path().join(evaluations::FILE);
+        for (step, loss) in [(1, 1.0), (2, 3.0), (3, 2.0)] {
+            publish(&checkpoints, step);
+            evaluations::append(&log, &Evaluation::done(step, loss, Default::default())).unwrap();
+        }
+        let text = fs::read_to_string(&log).unwrap();
+        fs::write(&log, format!("{text}{{\"step\":4,\"lo")).unwrap();
+        checkpoints.retain(&ONE);
+        assert_eq!(checkpoints.steps().unwrap(), [1, 3]);
+    }
+
+    #[test]
+    fn a_checkpoint_of_another_version_stays_and_does_not_count() {
+        let (_dir, checkpoints) = prepared();
+        [1, 2, 3].into_iter().for_each(|step| publish(&checkpoints, step));
+        let newer = Manifest { version: 9, ..crate::checkpoint::manifest::tests::empty(2) };
+        newer.write(&checkpoints.path(2)).unwrap();
+        checkpoints.retain(&Retention { newest: 2, ..Retention::default() });
+        assert_eq!(checkpoints.steps().unwrap(), [1, 2, 3]);
+        checkpoints.retain(&Retention { newest: 1, ..Retention::default() });
+        assert_eq!(checkpoints.steps().unwrap(), [2, 3]);
+    }
+
+    /// Which save of step 7 is there.
+    fn id_of_seven(checkpoints: &Checkpoints) -> String {
+        Manifest::read(&checkpoints.path(7)).unwrap().id
+    }
+
+    fn stage(checkpoints: &Checkpoints, id: &str) -> PathBuf {
+        let staging = checkpoints.staging(7, id);
+        fs::create_dir_all(&staging).unwrap();
+        Manifest { id: id.into(), ..crate::checkpoint::manifest::tests::empty(7) }.write(&staging).unwrap();
+        staging
+    }
+
+    #[test]
+    fn a_step_is_replaced_with_and_without_exchange() {
+        let (_dir, checkpoints) = prepared();
+        checkpoints.publish(7, &stage(&checkpoints, "first")).unwrap();
+        checkpoints.publish(7, &stage(&checkpoints, "second")).unwrap();
+        assert_eq!(id_of_seven(&checkpoints), "second");
+        // As on a file system that cannot exchange names.
+        let staging = stage(&checkpoints, "third");
+        let old = checkpoints.put(&staging, &checkpoints.path(7), |_, _| Err(Errno::INVAL)).unwrap().unwrap();
+        assert_eq!((id_of_seven(&checkpoints), Manifest::read(&old).unwrap().id), ("third".into(), "second".into()));
+        // The old one comes back if the new one cannot take its place.
+        let missing = checkpoints.staging(7, "missing");
+        checkpoints.put(&missing, &checkpoints.path(7), |_, _| Err(Errno::NOSYS)).unwrap_err();
+        assert_eq!(id_of_seven(&checkpoints), "third");
+        assert!(checkpoints.put(&missing, &checkpoints.path(7), |_, _| Err(Errno::IO)).is_err());
+        checkpoints.prepare().unwrap();
+        let left: Vec<_> = fs::read_dir(checkpoints.root()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(left.len(), 2, "{left:?}");
+    }
+
+    /// A reader finds the step while it is replaced.
+    #[test]
+    fn a_step_that_is_replaced_is_there_at_every_moment() {
+        let (_dir, checkpoints) = prepared();
+        let path = checkpoints.publish(7, &stage(&checkpoints, "0")).unwrap();
+        let other = stage(&checkpoints, "other");
+        if let Err(e) = exchange(&other, &path) {
+            println!("skipped: this file system cannot exchange names: {e}");
+            return;
+        }
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let looks = scope.spawn(|| {
+                let mut looks = 0;
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    assert!(path.join("manifest.json").exists(), "gone after {looks} looks");
+                    looks += 1;
+                }
+                looks
+            });
+            for save in 1..=100 {
+                checkpoints.publish(7, &stage(&checkpoints, &save.to_string())).unwrap();
+            }
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert!(looks.join().unwrap() > 0);
+        });
+        assert_eq!(id_of_seven(&checkpoints), "100");
+    }
+
+    #[test]
+    fn a_kill_between_two_renames_costs_no_checkpoint() {
+        let (_dir, checkpoints) = prepared();
+        checkpoints.publish(7, &stage(&checkpoints, "first")).unwrap();
+        stage(&checkpoints, "second");
+        let trash = checkpoints.root().join(".trash-step-00000007");
+        // Killed without exchange, or while it was being removed; then what cannot be read stays where it is.
+        fs::rename(checkpoints.path(7), &trash).unwrap();
+        let manifest = trash.join("manifest.json");
+        fs::rename(&manifest, trash.join("x")).unwrap();
+        fs::create_dir(&manifest).unwrap();
+        checkpoints.prepare().unwrap();
+        assert!(checkpoints.steps().unwrap().is_empty() && trash.exists());
+        fs::remove_dir(&manifest).unwrap();
+        fs::rename(trash.join("x"), &manifest).unwrap();
+        checkpoints.prepare().unwrap();
+        assert_eq!(id_of_seven(&checkpoints), "first");
+        assert!(!trash.exists() && !checkpoints.staging(7, "second").exists());
+        // Half removed, it is removed.
+        fs::rename(checkpoints.path(7), &trash).unwrap();
+        fs::remove_file(&manifest).unwrap();
+        checkpoints.prepare().unwrap();
+        assert!(checkpoints.steps().unwrap().is_empty() && !trash.exists());
+    }
+
+    #[test]
+    fn only_names_that_the_program_writes_are_checkpoints() {
+        assert_eq!((step_of("step-00000007"), step_of("step-123456789")), (Some(7), Some(123_456_789)));
+        for name in
+            ["step-7", "step-+0000007", "step--0000007", "step-0123456789", "step-00000007.tmp", "step-0000000x"]
+        {
+            assert_eq!(step_of(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn without_the_lease_nothing_is_changed() {
+        let (dir, free) = prepared();
+        publish(&free, 1);
+        let leases = Leases::new(dir.path().join(".leases"));
+        let crate::checkpoint::lease::Claimed::Taken(lease) = leases.claim("trainer", false).unwrap() else { panic!() };
+        let checkpoints = free.clone().held_by(Some(Arc::new(lease)));
+        publish(&checkpoints, 2);
+        let staging = stage(&checkpoints, "late");
+        fs::write(leases.path("trainer"), "{\"host\":\"far\",\"pid\":1,\"started\":1,\"token\":\"x\"}").unwrap();
+        let log = dir.path().join(evaluations::FILE);
+        evaluations::append(&log, &Evaluation::done(1, 1.0, Default::default())).unwrap();
+        let evaluated = free.evaluated().unwrap();
+        for refused in [
+            checkpoints.publish(7, &staging).map(drop),
+            checkpoints.prepare(),
+            checkpoints.point_to_best(&evaluated),
+            checkpoints.discard_unless_leased(1).map(drop),
+        ] {
+            let error = refused.unwrap_err().to_string();
+            assert!(error.contains("was taken by process 1 on far"), "{error}");
+        }
+        checkpoints.abandon(&staging);
+        checkpoints.retain(&ONE);
+        assert_eq!(free.steps().unwrap(), [1, 2]);
+        assert!(staging.exists() && fs::read_link(free.best()).is_err());
+        assert_eq!(free.latest_step().unwrap(), Some(2));
     }
 }

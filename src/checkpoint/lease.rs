@@ -1,107 +1,139 @@
-//! Leases: files that say that somebody needs a checkpoint, or is evaluating it.
+//! Leases: files that say that somebody needs a checkpoint, is evaluating it, or trains in a run's directory.
 //!
-//! A lease is a file of its own that only one process can create. Its holder touches it from time to time; a lease that
-//! nobody has touched for a while, or whose process is gone from this node, is dead, and whoever meets it removes it. Ages
-//! are differences of times that the file system itself wrote, so the clocks of nodes need not agree.
+//! A lease is a file of its own that only one process can create. Its holder rewrites it from time to time, with a count,
+//! and keeps it locked where the file system has locks. A lease is dead when its holder is provably gone, or when it has
+//! not been rewritten for a while; whoever meets a dead one removes it. Ages are differences of times that the file system
+//! itself wrote; a [claim](Leases::claim) also watches the count for a while by its own clock, so that clocks of nodes need
+//! not agree. What cannot be read is neither free nor dead: that is an error.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::Write as _;
-use std::os::unix::fs::FileExt as _;
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{FileExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::holder::{Life, host};
 use crate::error::{Error, Result};
+use crate::telemetry::unix_time;
 
-/// How often a holder touches its lease.
-const BEAT: Duration = Duration::from_secs(5);
+pub use super::holder::Holder;
 
-/// How long nobody has touched a lease that is dead.
-const DEAD: Duration = Duration::from_secs(60);
+/// How often a holder rewrites its lease, and how long nobody has rewritten one that is dead.
+#[derive(Debug, Clone, Copy)]
+struct Times {
+    beat: Duration,
+    dead: Duration,
+}
+
+const TIMES: Times = Times { beat: Duration::from_secs(5), dead: Duration::from_secs(60) };
 
 /// How the name of the lease of an evaluator begins that evaluates every checkpoint.
 const QUEUE: &str = "queue-";
 
-/// What a lease says of its holder.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Holder {
-    /// Name of its node.
-    pub host: String,
-    /// The node's start and the numbering of processes there: containers of one node may have their own.
+/// How the names of leases end.
+const EXTENSION: &str = ".lease";
+
+/// How long to wait for another process that takes or removes a lease at this moment.
+const TURN: Duration = Duration::from_secs(2);
+
+/// The content of a lease.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Held {
+    /// By whom.
+    #[serde(flatten)]
+    pub holder: Holder,
+    /// Names the taking: a process may take leases one after the other.
     #[serde(default)]
-    space: String,
-    /// Its process there.
-    pub pid: u32,
-    /// When the process started, in ticks since the node did: numbers of processes are used again.
-    started: u64,
+    token: String,
+    /// When it was taken: seconds since 1970, by the holder's clock.
+    #[serde(default)]
+    since: f64,
+    /// Whether the holder has locked the file.
+    #[serde(default)]
+    locked: bool,
+    /// How often it was rewritten.
+    #[serde(default)]
+    beats: u64,
 }
 
-impl Holder {
-    /// This process.
-    pub fn here() -> Self {
-        let pid = std::process::id();
-        Self { host: host(), space: space(), pid, started: started(pid).unwrap_or(0) }
+impl Held {
+    /// This process takes a lease now.
+    fn now() -> Self {
+        static TAKEN: AtomicU64 = AtomicU64::new(0);
+        let (holder, since) = (Holder::here(), unix_time());
+        let token = format!("{}-{}-{since}-{}", holder.host, holder.pid, TAKEN.fetch_add(1, Ordering::Relaxed));
+        Self { holder, token, since, locked: false, beats: 0 }
     }
 
-    /// Whether this is a process of this node that does not exist any more.
-    fn is_gone(&self) -> bool {
-        let here = self.host == host() && (self.space.is_empty() || self.space == space());
-        here && started(self.pid) != Some(self.started)
+    fn text(&self) -> io::Result<String> {
+        serde_json::to_string(self).map_err(io::Error::other)
+    }
+
+    /// How long ago it was taken, by this node's clock.
+    pub fn age(&self) -> Option<Duration> {
+        // Leases of older versions do not tell.
+        let age = (self.since > 0.0).then(|| (unix_time() - self.since).max(0.0));
+        Duration::try_from_secs_f64(age?.round()).ok()
     }
 }
 
-impl std::fmt::Display for Holder {
+impl std::fmt::Display for Held {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "process {} on {}", self.pid, self.host)
+        write!(f, "{}", self.holder)?;
+        self.age().map_or(Ok(()), |age| write!(f, ", since {}", humantime::format_duration(age)))
     }
 }
 
-/// The name of this node.
-fn host() -> String {
-    fs::read_to_string("/proc/sys/kernel/hostname").map_or_else(|_| "localhost".into(), |name| name.trim().into())
-}
-
-/// What names the space in which numbers of processes mean something.
-fn space() -> String {
-    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    let pids = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
-    format!("{} {}", boot.trim(), pids.display())
-}
-
-/// When a process of this node started, in ticks.
-fn started(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything; the start is the 20th word after it.
-    let after = stat.rsplit_once(')')?.1;
-    let mut words = after.split_whitespace();
-    // A process that has ended but was not waited for holds nothing.
-    (words.next()? != "Z").then(|| words.nth(18)?.parse().ok())?
-}
-
-/// The leases on the checkpoints of a run.
+/// The leases in one directory.
 #[derive(Debug, Clone)]
 pub struct Leases {
     root: PathBuf,
+    times: Times,
 }
 
-/// A lease that this process holds, until it is dropped.
+/// The outcome of a [claim](Leases::claim).
 #[derive(Debug)]
-pub struct Lease {
-    path: PathBuf,
-    /// What is in the file.
-    text: String,
-    /// None only while dropping.
-    stop: Option<Sender<()>>,
-    beats: Option<JoinHandle<()>>,
+pub enum Claimed {
+    /// This process holds the lease.
+    Taken(Lease),
+    /// Another one does; none if the lease does not tell which.
+    By(Option<Held>),
+}
+
+/// The state of a lease.
+enum Look {
+    /// There is none.
+    Free,
+    /// Its holder is provably gone.
+    Dead(Found),
+    /// Its holder provably exists.
+    Alive(Found),
+    /// Nobody can tell but by waiting: for its next beat, or for its end.
+    Silent(Found),
+}
+
+/// The bytes of a lease, and their meaning unless they are being written.
+struct Found {
+    bytes: Vec<u8>,
+    held: Option<Held>,
+}
+
+impl Found {
+    fn who(&self) -> String {
+        self.held.as_ref().map_or_else(|| "an unknown process".into(), |held| held.holder.to_string())
+    }
 }
 
 impl Leases {
     /// Those in the directory `root`, which need not exist.
     pub fn new(root: PathBuf) -> Self {
-        Self { root }
+        Self { root, times: TIMES }
     }
 
     /// Takes the lease called `name`, which begins with the name of a checkpoint; none if somebody holds it.
@@ -111,14 +143,73 @@ impl Leases {
     pub fn take(&self, name: &str) -> Result<Option<Lease>> {
         let path = self.path(name);
         fs::create_dir_all(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
-        if self.alive(&path) {
+        let _turn = self.turn();
+        if self.is_held(&path)? {
             return Ok(None);
         }
-        match OpenOptions::new().write(true).create_new(true).open(&path) {
-            Ok(file) => Lease::hold(path, file).map(Some),
-            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => Ok(None),
-            Err(e) => Err(Error::io("create", &path, e)),
+        self.create(&path)
+    }
+
+    /// Takes the lease called `name` from all but a live holder. Where only time can tell, and `waits`, this watches for
+    /// the holder's next beat until the lease is dead; else the holder counts as alive.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn claim(&self, name: &str, waits: bool) -> Result<Claimed> {
+        let path = self.path(name);
+        let (mut silent, mut seen_alive): (Option<Vec<u8>>, bool) = (None, false);
+        loop {
+            fs::create_dir_all(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
+            let turn = self.turn();
+            match self.look(&path)? {
+                Look::Free => {}
+                Look::Dead(found) => self.bury(&path, &found),
+                Look::Silent(found) if silent.as_ref() == Some(&found.bytes) => self.bury(&path, &found),
+                Look::Silent(found) if waits && silent.is_none() => {
+                    drop(turn);
+                    if self.beats(&path, &found)? {
+                        return Ok(Claimed::By(found.held));
+                    }
+                    silent = Some(found.bytes);
+                    continue;
+                }
+                // One that was killed a moment ago may not know it yet.
+                Look::Alive(_) if waits && !seen_alive => {
+                    drop(turn);
+                    std::thread::sleep(self.times.beat / 25);
+                    seen_alive = true;
+                    continue;
+                }
+                Look::Alive(found) | Look::Silent(found) => return Ok(Claimed::By(found.held)),
+            }
+            if let Some(mut lease) = self.create(&path)? {
+                lease.clears = Some(self.clone());
+                return Ok(Claimed::Taken(lease));
+            }
+            // Somebody was faster: who? Or the last holder has removed the directory in this moment.
         }
+    }
+
+    /// Watches a lease that was found silent until it is dead; true as soon as somebody rewrites it.
+    fn beats(&self, path: &Path, found: &Found) -> Result<bool> {
+        let Times { beat, dead } = self.times;
+        // Clocks of nodes may not agree: some time is watched by this one's in any case.
+        let left = self.age(path).map_or(dead, |age| dead.saturating_sub(age)).max(2 * beat + beat / 2);
+        let (begun, mut told) = (Instant::now(), false);
+        while begun.elapsed() < left {
+            std::thread::sleep(beat / 100);
+            match self.look(path)? {
+                Look::Free | Look::Dead(_) => return Ok(false),
+                Look::Silent(now) if now.bytes == found.bytes => {}
+                Look::Alive(_) | Look::Silent(_) => return Ok(true),
+            }
+            if !told && begun.elapsed() > beat / 5 {
+                let left = left.as_secs_f64().ceil();
+                log::warn!("{}: waiting up to {left} s for a sign of life of {}", path.display(), found.who());
+                told = true;
+            }
+        }
+        Ok(false)
     }
 
     /// Takes a lease on a checkpoint that others may share.
@@ -138,91 +229,321 @@ impl Leases {
     }
 
     /// Whether somebody evaluates every checkpoint.
-    pub fn queue_is_watched(&self) -> bool {
+    ///
+    /// # Errors
+    /// A lease cannot be read: nobody knows.
+    pub fn queue_is_watched(&self) -> Result<bool> {
         self.any(|name| name.starts_with(QUEUE))
     }
 
     /// Whether anybody holds the checkpoint called `name`. Removes dead leases on it.
-    pub fn holds(&self, name: &str) -> bool {
+    ///
+    /// # Errors
+    /// A lease cannot be read: nobody knows.
+    pub fn holds(&self, name: &str) -> Result<bool> {
         self.any(|lease| lease.strip_prefix(name).is_some_and(|rest| rest.starts_with('.')))
     }
 
-    /// Who holds the lease called `name`, dead or alive.
-    pub fn holder(&self, name: &str) -> Option<Holder> {
-        serde_json::from_str(&fs::read_to_string(self.path(name)).ok()?).ok()
+    fn any(&self, wanted: impl Fn(&str) -> bool) -> Result<bool> {
+        let unreadable = |e| Error::io("list the leases in", &self.root, e);
+        let entries = match fs::read_dir(&self.root) {
+            Ok(entries) => entries,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
+            Err(e) => return Err(unreadable(e)),
+        };
+        let mut held = false;
+        for entry in entries {
+            let name = entry.map_err(unreadable)?.file_name();
+            if let Some(name) = name.to_str().filter(|name| name.ends_with(EXTENSION) && wanted(name)) {
+                // All of them, so that dead ones go.
+                held |= self.is_held(&self.root.join(name))?;
+            }
+        }
+        Ok(held)
     }
 
-    fn any(&self, wanted: impl Fn(&str) -> bool) -> bool {
-        let Ok(entries) = fs::read_dir(&self.root) else { return false };
-        let names = entries.flatten().filter_map(|entry| entry.file_name().into_string().ok());
-        let leases = names.filter(|name| name.ends_with(EXTENSION) && wanted(name));
-        // All of them, so that dead ones go.
-        leases.filter(|name| self.alive(&self.root.join(name))).count() > 0
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
+    /// Where the lease called `name` is.
+    pub fn path(&self, name: &str) -> PathBuf {
         self.root.join(format!("{name}{EXTENSION}"))
     }
 
-    /// Whether there is a lease at `path` whose holder lives; removes a dead one.
-    fn alive(&self, path: &Path) -> bool {
-        let Ok(text) = fs::read_to_string(path) else { return false };
-        let holder: Option<Holder> = serde_json::from_str(&text).ok();
-        let gone = holder.as_ref().is_some_and(Holder::is_gone);
-        if !gone && self.age(path).is_none_or(|age| age < DEAD) {
-            return true;
+    /// Removes the directory if nobody holds a lease in it, nor takes one at this moment.
+    fn clear(&self) {
+        let turn = self.turn();
+        let ours = |name: &std::ffi::OsStr| [TURN_FILE, CLOCK_FILE].iter().any(|file| name == *file);
+        let Ok(mut entries) = fs::read_dir(&self.root) else { return };
+        if !entries.all(|entry| entry.is_ok_and(|entry| ours(&entry.file_name()))) {
+            return;
         }
-        let who = holder.map_or_else(|| "an unknown process".into(), |holder| holder.to_string());
-        log::warn!("{}: lease of {who}, which is gone: removed", path.display());
-        self.bury(path, &text);
-        false
+        for file in [CLOCK_FILE, TURN_FILE] {
+            // It may not exist.
+            let _ = fs::remove_file(self.root.join(file));
+        }
+        let _ = fs::remove_dir(&self.root);
+        drop(turn);
+    }
+
+    /// Reads the state of the lease at `path`.
+    fn look(&self, path: &Path) -> Result<Look> {
+        let bytes = match fs::read(path) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Look::Free),
+            Err(e) => return Err(Error::io("read the lease", path, e)),
+        };
+        let held: Option<Held> = serde_json::from_slice(&bytes).ok();
+        let found = Found { bytes, held };
+        let Some(held) = &found.held else { return Ok(Look::Silent(found)) };
+        // A lock tells what a process in another container does.
+        let locked = || if held.locked && held.holder.is_of_this_boot() { is_locked(path) } else { None };
+        Ok(match (held.holder.life(), locked) {
+            (Life::Gone, _) => Look::Dead(found),
+            (Life::Ends, _) => Look::Silent(found),
+            (Life::Exists, _) => Look::Alive(found),
+            (Life::Unknown, locked) => match locked() {
+                Some(true) => Look::Alive(found),
+                Some(false) => Look::Dead(found),
+                None => Look::Silent(found),
+            },
+        })
+    }
+
+    /// Whether there is a lease at `path` whose holder lives; removes a dead one.
+    fn is_held(&self, path: &Path) -> Result<bool> {
+        let found = match self.look(path)? {
+            Look::Free => return Ok(false),
+            Look::Alive(_) => return Ok(true),
+            Look::Silent(_) if self.age(path).is_none_or(|age| age < self.times.dead) => return Ok(true),
+            Look::Dead(found) | Look::Silent(found) => found,
+        };
+        self.bury(path, &found);
+        Ok(false)
     }
 
     /// Removes a dead lease, unless another process did and took a new one meanwhile.
-    fn bury(&self, path: &Path, seen: &str) {
+    fn bury(&self, path: &Path, dead: &Found) {
+        log::warn!("{}: lease of {}, which is gone: removed", path.display(), dead.who());
         let grave = path.with_extension(format!("dead-{}", std::process::id()));
         if fs::rename(path, &grave).is_err() {
             return;
         }
-        if fs::read_to_string(&grave).is_ok_and(|text| text != seen) {
-            // Nobody can have taken it in between: it was not free to take. A failure leaves a lease too few, whose
-            // holder finds out by its next beat.
+        if fs::read(&grave).is_ok_and(|bytes| bytes != dead.bytes) {
+            // Without locks two processes can have found the same lease dead, and one of them has taken a new one. Where
+            // a third takes it in this moment, the holder finds out before it changes anything.
             let _ = fs::hard_link(&grave, path);
         }
         let _ = fs::remove_file(&grave);
     }
 
+    /// Creates the lease at `path`; none if there is one, or if the directory was removed meanwhile.
+    fn create(&self, path: &Path) -> Result<Option<Lease>> {
+        let mut held = Held::now();
+        let temporary = path.with_extension(format!("{}.tmp", held.token));
+        let written = match write(&temporary, &mut held) {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
+            written => written,
+        };
+        let created = written.and_then(|file| {
+            // It appears with all that it says: a holder that is killed now leaves no lease that names nobody.
+            match fs::hard_link(&temporary, path) {
+                Ok(()) => Ok(Some(file)),
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(None),
+                // Some file systems have no second names.
+                Err(_) => create_new(path, &mut held),
+            }
+        });
+        let removed = fs::remove_file(&temporary);
+        let file = created.and_then(|file| removed.map(|()| file)).map_err(|e| Error::io("create", path, e))?;
+        file.map(|file| Lease::hold(path.to_path_buf(), held, file, self.times)).transpose()
+    }
+
     /// How long ago a file was touched, by the file system's clock.
     fn age(&self, path: &Path) -> Option<Duration> {
-        let clock = self.root.join(".clock");
+        let clock = self.root.join(CLOCK_FILE);
         fs::write(&clock, b".").ok()?;
         let now = fs::metadata(&clock).ok()?.modified().ok()?;
-        let then: SystemTime = fs::metadata(path).ok()?.modified().ok()?;
+        let then = fs::metadata(path).ok()?.modified().ok()?;
         Some(now.duration_since(then).unwrap_or_default())
+    }
+
+    /// One process at a time takes or removes leases here, where the file system has locks; but none waits for long.
+    fn turn(&self) -> Option<File> {
+        let path = self.root.join(TURN_FILE);
+        let begun = Instant::now();
+        let mut file = File::create(&path).ok()?;
+        loop {
+            match file.try_lock() {
+                Ok(()) if is_at(&file, &path) => return Some(file),
+                // The one before has removed it.
+                Ok(()) => file = File::create(&path).ok()?,
+                Err(TryLockError::WouldBlock) if begun.elapsed() < TURN => std::thread::sleep(TURN / 400),
+                Err(_) => return None,
+            }
+        }
     }
 }
 
-/// How the names of leases end.
-const EXTENSION: &str = ".lease";
+/// Whether an open file still has this name.
+fn is_at(file: &File, path: &Path) -> bool {
+    let inode = |of: io::Result<fs::Metadata>| of.map(|of| (of.dev(), of.ino())).ok();
+    inode(file.metadata()) == inode(fs::metadata(path))
+}
+
+/// File that is locked by who takes or removes a lease.
+const TURN_FILE: &str = ".turn";
+
+/// File that is written to learn the file system's time.
+const CLOCK_FILE: &str = ".clock";
+
+/// Writes a lease and locks it, where that can be done.
+fn write(path: &Path, held: &mut Held) -> io::Result<File> {
+    let file = OpenOptions::new().write(true).create(true).truncate(true).open(path)?;
+    fill(file, held)
+}
+
+/// As [`write`], if there is none.
+fn create_new(path: &Path, held: &mut Held) -> io::Result<Option<File>> {
+    match OpenOptions::new().write(true).create_new(true).open(path) {
+        Ok(file) => fill(file, held).map(Some),
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+fn fill(file: File, held: &mut Held) -> io::Result<File> {
+    held.locked = file.try_lock().is_ok();
+    file.write_all_at(held.text()?.as_bytes(), 0)?;
+    file.sync_all()?;
+    Ok(file)
+}
+
+/// Whether another process has locked the file; none where there are no locks.
+fn is_locked(path: &Path) -> Option<bool> {
+    // Shared: two who look at the same time do not take each other for the holder.
+    match File::open(path).ok()?.try_lock_shared() {
+        Ok(()) => Some(false),
+        Err(TryLockError::WouldBlock) => Some(true),
+        Err(TryLockError::Error(_)) => None,
+    }
+}
+
+/// A lease that this process holds, until it is dropped.
+#[derive(Debug)]
+pub struct Lease {
+    grip: Arc<Grip>,
+    /// Where nothing is left behind.
+    clears: Option<Leases>,
+    /// None only while dropping.
+    stop: Option<Sender<()>>,
+    beats: Option<JoinHandle<()>>,
+}
+
+/// The holder's knowledge of its lease.
+#[derive(Debug)]
+struct Grip {
+    path: PathBuf,
+    token: String,
+    times: Times,
+    /// When the lease was last known to be held.
+    known: Mutex<Instant>,
+    /// Why it is not held any more.
+    lost: Mutex<Option<Error>>,
+}
+
+impl Grip {
+    /// Finds out whether the lease is still held.
+    fn check(&self) -> Result<()> {
+        if let Some(lost) = self.lost() {
+            return Err(lost);
+        }
+        let mut attempts = 0;
+        let lost = loop {
+            attempts += 1;
+            match fs::read(&self.path) {
+                Ok(bytes) => match serde_json::from_slice::<Held>(&bytes) {
+                    Ok(held) if held.token == self.token => {
+                        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+                        return Ok(());
+                    }
+                    Ok(held) => break self.taken(&held.holder.to_string()),
+                    // It is being written.
+                    Err(_) if attempts < ATTEMPTS => {}
+                    Err(_) => break self.taken("an unknown process"),
+                },
+                // For a moment, another process may have it under another name.
+                Err(_) if attempts < ATTEMPTS => {}
+                Err(e) if e.kind() == ErrorKind::NotFound => break self.taken("somebody who removed it"),
+                // Nobody knows: that is no proof of another holder.
+                Err(e) => return Err(Error::io("read the lease", &self.path, e).hint("see whether its disk works")),
+            }
+            std::thread::sleep(self.times.beat / 50);
+        };
+        *self.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(lost.clone());
+        Err(lost)
+    }
+
+    fn lost(&self) -> Option<Error> {
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn taken(&self, by: &str) -> Error {
+        Error::input(format!("the lease {} was taken by {by}", self.path.display()))
+            .hint("this process stood still for too long, or the file was removed: only the new holder may go on")
+    }
+}
+
+/// How often a lease is looked at that cannot be read.
+const ATTEMPTS: usize = 5;
 
 impl Lease {
-    /// Writes who holds the lease, and touches it until it is dropped.
-    fn hold(path: PathBuf, mut file: File) -> Result<Self> {
-        let text = serde_json::to_string(&Holder::here()).map_err(|e| Error::internal(format!("lease: {e}")))?;
-        file.write_all(text.as_bytes()).map_err(|e| Error::io("write", &path, e))?;
+    /// Rewrites a lease, which `file` is, until it is dropped.
+    fn hold(path: PathBuf, mut held: Held, file: File, times: Times) -> Result<Self> {
+        let grip = Grip { path, token: held.token.clone(), times, known: Instant::now().into(), lost: None.into() };
+        let grip = Arc::new(grip);
         let (stop, stopped) = channel();
-        let (touched, told) = (path.clone(), text.clone());
+        let mine = grip.clone();
         let beat = move || {
-            while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(BEAT) {
-                // A write, because it is the file system's clock that has to tell the time.
-                if let Err(e) = file.write_all_at(told.as_bytes(), 0).and_then(|()| file.sync_data()) {
-                    log::warn!("cannot touch {}: {e}", touched.display());
+            while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(times.beat) {
+                if let Err(e) = mine.check() {
+                    log::warn!("{}", e.message());
+                    if mine.lost().is_some() {
+                        return;
+                    }
+                }
+                held.beats += 1;
+                // A write, because it is the file system's clock that has to tell the time. It never gets shorter.
+                let written = held.text().and_then(|text| file.write_all_at(text.as_bytes(), 0));
+                if let Err(e) = written.and_then(|()| file.sync_data()) {
+                    log::warn!("cannot touch {}: {e}", mine.path.display());
                 }
             }
         };
         let beats = std::thread::Builder::new().name("lease".into()).spawn(beat);
         let beats = beats.map_err(|e| Error::internal(format!("cannot start a lease's thread: {e}")))?;
-        Ok(Self { path, text, stop: Some(stop), beats: Some(beats) })
+        Ok(Self { grip, clears: None, stop: Some(stop), beats: Some(beats) })
+    }
+
+    /// Looks whether this process still holds it: before anything is changed that only the holder may change.
+    ///
+    /// # Errors
+    /// Another process holds it; or nobody knows, because it cannot be read.
+    pub fn check(&self) -> Result<()> {
+        self.grip.check()
+    }
+
+    /// As [`Lease::check`], but looks at the file only if that was not done for a while: for every step.
+    ///
+    /// # Errors
+    /// Another process holds it.
+    pub fn check_often(&self) -> Result<()> {
+        if let Some(lost) = self.grip.lost() {
+            return Err(lost);
+        }
+        let known = *self.grip.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.elapsed() < self.grip.times.dead / 2 {
+            return Ok(());
+        }
+        // This process stood still. While the file cannot be read, nobody else can read it either.
+        self.grip.check().or_else(|e| self.grip.lost().map_or(Ok(()), |_| Err(e)))
     }
 }
 
@@ -234,16 +555,21 @@ impl Drop for Lease {
             let _ = beats.join();
         }
         // A process that stood still for long may find its lease taken by another.
-        if fs::read_to_string(&self.path).is_ok_and(|text| text != self.text) {
-            log::warn!("{} was taken over", self.path.display());
-        } else if let Err(e) = fs::remove_file(&self.path) {
-            log::warn!("cannot remove {}: {e}", self.path.display());
+        match self.grip.check().and_then(|()| {
+            let path = &self.grip.path;
+            fs::remove_file(path).map_err(|e| Error::io("remove", path, e))
+        }) {
+            Ok(()) => self.clears.iter().for_each(Leases::clear),
+            Err(e) => log::warn!("{}", e.message()),
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::SystemTime;
+
+    use super::super::holder::tests::{beside, far, gone};
     use super::*;
 
     fn leases() -> (tempfile::TempDir, Leases) {
@@ -252,45 +578,207 @@ mod tests {
         (dir, leases)
     }
 
+    /// Writes a lease of somebody else.
+    fn put(leases: &Leases, name: &str, holder: Holder) -> PathBuf {
+        fs::create_dir_all(&leases.root).unwrap();
+        let path = leases.path(name);
+        fs::write(&path, Held { holder, ..Held::now() }.text().unwrap()).unwrap();
+        path
+    }
+
+    /// Makes a file look as if nobody had touched it for so long.
+    fn grow_old(path: &Path, age: Duration) {
+        let file = OpenOptions::new().write(true).open(path).unwrap();
+        file.set_modified(SystemTime::now() - age).unwrap();
+    }
+
+    #[track_caller]
+    fn taken(claimed: Result<Claimed>) -> Lease {
+        match claimed.unwrap() {
+            Claimed::Taken(lease) => lease,
+            Claimed::By(other) => panic!("{other:?}"),
+        }
+    }
+
+    #[track_caller]
+    fn refused(claimed: Result<Claimed>) -> Option<Held> {
+        match claimed.unwrap() {
+            Claimed::Taken(_) => panic!("taken"),
+            Claimed::By(other) => other,
+        }
+    }
+
     #[test]
     fn a_lease_is_held_by_one_until_it_is_dropped() {
         let (_dir, leases) = leases();
-        assert!(!leases.holds("step-00000001"));
+        assert!(!leases.holds("step-00000001").unwrap());
         let lease = leases.take("step-00000001.evaluate").unwrap().unwrap();
         assert!(leases.take("step-00000001.evaluate").unwrap().is_none());
-        assert!(leases.holds("step-00000001") && !leases.holds("step-00000010") && !leases.queue_is_watched());
-        assert_eq!(leases.holder("step-00000001.evaluate"), Some(Holder::here()));
+        assert!(leases.holds("step-00000001").unwrap() && !leases.holds("step-00000010").unwrap());
+        assert!(!leases.queue_is_watched().unwrap());
         let other = leases.share("step-00000001").unwrap().unwrap();
+        lease.check().unwrap();
         drop(lease);
-        assert!(leases.holds("step-00000001"));
+        assert!(leases.holds("step-00000001").unwrap());
         drop(other);
-        assert!(!leases.holds("step-00000001"));
+        assert!(!leases.holds("step-00000001").unwrap());
         let queue = leases.watch_queue().unwrap();
-        assert!(leases.queue_is_watched());
+        assert!(leases.queue_is_watched().unwrap());
         drop(queue);
-        assert!(!leases.queue_is_watched());
+        assert!(!leases.queue_is_watched().unwrap());
+        leases.clear();
+        assert!(!leases.root.exists());
     }
 
     #[test]
     fn the_dead_hold_nothing() {
         let (_dir, leases) = leases();
-        drop(leases.take("a").unwrap());
-        // A process of this node with another start than any has.
-        let gone = Holder { started: u64::MAX, ..Holder::here() };
-        fs::write(leases.path("step-00000001.evaluate"), serde_json::to_string(&gone).unwrap()).unwrap();
-        assert!(!leases.holds("step-00000001"));
+        put(&leases, "step-00000001.evaluate", gone());
+        assert!(!leases.holds("step-00000001").unwrap());
         assert!(leases.take("step-00000001.evaluate").unwrap().is_some());
         // A process of another node counts as long as it touches its lease.
-        let far = Holder { host: "elsewhere".into(), ..gone };
-        let path = leases.path("step-00000002.evaluate");
-        fs::write(&path, serde_json::to_string(&far).unwrap()).unwrap();
-        assert!(leases.holds("step-00000002") && leases.take("step-00000002.evaluate").unwrap().is_none());
-        let file = OpenOptions::new().write(true).open(&path).unwrap();
-        file.set_modified(SystemTime::now() - Duration::from_secs(61)).unwrap();
+        let path = put(&leases, "step-00000002.evaluate", far());
+        assert!(leases.holds("step-00000002").unwrap());
+        assert!(leases.take("step-00000002.evaluate").unwrap().is_none());
+        grow_old(&path, Duration::from_secs(61));
         let lease = leases.take("step-00000002.evaluate").unwrap().unwrap();
         // Another takes it, because this process stood still: it is not ours to give up.
-        fs::write(&path, serde_json::to_string(&far).unwrap()).unwrap();
+        put(&leases, "step-00000002.evaluate", far());
         drop(lease);
-        assert!(leases.holds("step-00000002"));
+        assert!(leases.holds("step-00000002").unwrap());
+    }
+
+    /// Root may read everything, but not a directory as a file, nor a link to itself.
+    #[test]
+    fn what_cannot_be_read_is_not_free() {
+        let (_dir, leases) = leases();
+        fs::create_dir_all(&leases.root).unwrap();
+        let path = leases.path("step-00000001.evaluate");
+        std::os::unix::fs::symlink(&path, &path).unwrap();
+        for error in [
+            leases.holds("step-00000001").map(drop),
+            leases.take("step-00000001.evaluate").map(drop),
+            leases.claim("step-00000001.evaluate", false).map(drop),
+        ] {
+            assert!(error.unwrap_err().to_string().contains("cannot read the lease"));
+        }
+        assert!(path.is_symlink());
+        let looped = leases.root.join("loop");
+        std::os::unix::fs::symlink(&looped, &looped).unwrap();
+        assert!(Leases::new(looped).queue_is_watched().is_err());
+    }
+
+    #[test]
+    fn a_claim_names_the_holder_and_takes_over_from_the_dead() {
+        let (_dir, leases) = leases();
+        let lease = taken(leases.claim("trainer", true));
+        // The same process cannot hold it twice either.
+        let other = refused(leases.claim("trainer", true)).unwrap();
+        assert_eq!(other.holder, Holder::here());
+        assert!(other.to_string().starts_with(&format!("process {} on ", std::process::id())), "{other}");
+        assert!(other.to_string().ends_with(", since 0s"), "{other}");
+        drop(lease);
+        // Nothing is left behind.
+        assert!(!leases.root.exists());
+        put(&leases, "trainer", gone());
+        drop(taken(leases.claim("trainer", false)));
+        // A lease that a kill has torn names no holder.
+        fs::create_dir(&leases.root).unwrap();
+        fs::write(leases.path("trainer"), "{\"ho").unwrap();
+        assert!(refused(leases.claim("trainer", false)).is_none());
+    }
+
+    /// Short times, and a holder far away.
+    fn watched() -> (tempfile::TempDir, Leases, PathBuf) {
+        let (dir, leases) = leases();
+        let times = Times { beat: Duration::from_millis(40), dead: Duration::from_millis(400) };
+        let leases = Leases { times, ..leases };
+        let path = put(&leases, "trainer", far());
+        (dir, leases, path)
+    }
+
+    #[test]
+    fn a_claim_waits_for_a_sign_of_life() {
+        let (_dir, leases, path) = watched();
+        assert!(refused(leases.claim("trainer", false)).is_some());
+        // None comes, however the file's time looks.
+        let begun = Instant::now();
+        let lease = taken(leases.claim("trainer", true));
+        assert!(begun.elapsed() >= leases.times.dead * 3 / 4);
+        drop(lease);
+
+        // One comes, though the clocks say that it is long ago.
+        put(&leases, "trainer", far());
+        grow_old(&path, Duration::from_secs(3600));
+        let beating = std::thread::spawn({
+            let (leases, path) = (leases.clone(), path.clone());
+            move || {
+                std::thread::sleep(leases.times.beat / 2);
+                fs::write(path, Held { holder: far(), beats: 1, ..Held::now() }.text().unwrap()).unwrap();
+            }
+        });
+        assert_eq!(refused(leases.claim("trainer", true)).unwrap().holder, far());
+        beating.join().unwrap();
+    }
+
+    /// In another container of this node nothing is known of the process; but its lock is.
+    #[test]
+    fn a_lock_tells_of_other_containers() {
+        let (_dir, leases) = leases();
+        fs::create_dir_all(&leases.root).unwrap();
+        let path = leases.path("trainer");
+        let mut held = Held { holder: beside(), ..Held::now() };
+        let file = write(&path, &mut held).unwrap();
+        if !held.locked {
+            println!("skipped: no file locks here");
+            return;
+        }
+        grow_old(&path, Duration::from_secs(3600));
+        assert_eq!(refused(leases.claim("trainer", true)), Some(held));
+        assert!(leases.is_held(&path).unwrap());
+        drop(file);
+        drop(taken(leases.claim("trainer", false)));
+    }
+
+    #[test]
+    fn a_holder_learns_that_its_lease_was_taken() {
+        let (_dir, leases, path) = watched();
+        fs::remove_file(&path).unwrap();
+        let lease = taken(leases.claim("trainer", true));
+        lease.check().unwrap();
+        lease.check_often().unwrap();
+        // It beats.
+        let first = fs::read(&path).unwrap();
+        while fs::read(&path).unwrap() == first {
+            std::thread::yield_now();
+        }
+        lease.check().unwrap();
+        // Another process has found it dead.
+        fs::remove_file(&path).unwrap();
+        put(&leases, "trainer", far());
+        let taken_by = fs::read(&path).unwrap();
+        let error = lease.check().unwrap_err();
+        assert!(
+            error.message().contains("was taken by process") && error.message().contains("on elsewhere"),
+            "{error}"
+        );
+        assert_eq!(lease.check_often().unwrap_err(), error);
+        drop(lease);
+        assert_eq!(fs::read(&path).unwrap(), taken_by);
+    }
+
+    #[test]
+    fn a_lease_is_taken_by_one_of_many() {
+        let (_dir, leases) = leases();
+        put(&leases, "trainer", gone());
+        let claim = || leases.claim("trainer", true).unwrap();
+        let claimed: Vec<Claimed> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(claim)).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let taken: Vec<&Lease> =
+            claimed.iter().filter_map(|one| if let Claimed::Taken(lease) = one { Some(lease) } else { None }).collect();
+        assert_eq!(taken.len(), 1, "{claimed:?}");
+        taken[0].check().unwrap();
     }
 }

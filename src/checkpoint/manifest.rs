@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::shard::Written;
 use super::{Progress, refused};
 use crate::config::Config;
-use crate::data::Tokenizer;
-use crate::error::{Error, Result};
+use crate::data::{Preprocessing, Source, Tokenizer, TrainedOn};
+use crate::error::{Error, Kind, Result};
 use crate::layout::UnitLayout;
 
 /// Version of the format that this program writes and reads.
@@ -45,6 +45,12 @@ pub struct Manifest {
     pub config: Config,
     /// How text becomes token ids, when the data says.
     pub tokenizer: Option<Tokenizer>,
+    /// Training data of the run; none in checkpoints of before it was kept, and in imported ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<TrainedOn>,
+    /// Preprocessing besides the tokenizer; none in checkpoints of before it was kept.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub preprocessing: Option<Preprocessing>,
     /// Who wrote it.
     pub origin: Origin,
     /// Names of the optimizer's buffers: groups beside `params` in the files.
@@ -114,34 +120,49 @@ impl Manifest {
     /// Reads the manifest of the checkpoint in `dir`, and checks it against its seal and in itself.
     ///
     /// # Errors
-    /// It is missing, damaged, of another version, or its pieces do not cover every tensor once.
+    /// It is missing, damaged, or its pieces do not cover every tensor once ([`Kind::Damaged`](crate::error::Kind::Damaged));
+    /// it is of another version of the format or the program; or the file system refused.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(FILE);
         let text = std::fs::read_to_string(&path).map_err(|e| {
-            Error::io("read the manifest", &path, e)
-                .hint("a checkpoint is a directory such as runs/<name>/checkpoints/latest")
+            let error = Error::unread("read the manifest", &path, &e);
+            match error.kind() {
+                Kind::Io => error.hint("the checkpoint may well be whole: see why it cannot be read"),
+                _ => error.hint("a checkpoint is a directory such as runs/<name>/checkpoints/latest"),
+            }
         })?;
         #[derive(Deserialize)]
         struct Version {
             version: u32,
         }
-        let damaged =
-            |what: String| Error::input(format!("{}: {what}", path.display())).hint("resume from an older checkpoint");
+        let damaged = |what: String| {
+            Error::damaged(format!("{}: {what}", path.display())).hint("resume from an older checkpoint")
+        };
+        let seal = dir.join(SEAL);
+        let sealed = std::fs::read_to_string(&seal);
+        let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
+        // Where the seal is broken, the version may be what has changed. A format of another version may have no seal.
+        let is_broken =
+            sealed.as_ref().is_ok_and(|seal| seal.len() == sealed_as(&found).len() && *seal != sealed_as(&found));
         if let Ok(Version { version }) = serde_json::from_str(&text)
             && version != VERSION
+            && !is_broken
         {
             let age = if version > VERSION { "newer" } else { "older" };
             return Err(Error::input(format!("{}: format version {version} is {age} than {VERSION}", path.display()))
                 .hint("use the version of hpctrain that wrote it"));
         }
-        let seal = dir.join(SEAL);
-        let sealed = std::fs::read_to_string(&seal)
-            .map_err(|e| Error::io("read the manifest's checksum", &seal, e).hint("resume from an older checkpoint"))?;
-        let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
+        let sealed = sealed.map_err(|e| {
+            Error::unread("read the manifest's checksum", &seal, &e).hint("resume from an older checkpoint")
+        })?;
         if sealed != sealed_as(&found) {
             return Err(damaged(format!("malformed manifest: checksum {found} is not the one in {SEAL}")));
         }
-        let manifest: Self = serde_json::from_str(&text).map_err(|e| damaged(format!("malformed manifest: {e}")))?;
+        // The seal fits: a program that knows other keys wrote this text.
+        let manifest: Self = serde_json::from_str(&text).map_err(|e| {
+            Error::input(format!("{}: malformed manifest: {e}", path.display()))
+                .hint("use the version of hpctrain that wrote it")
+        })?;
         manifest.check_cover().map_err(|e| damaged(format!("malformed manifest: {e}")))?;
         Ok(manifest)
     }
@@ -209,6 +230,27 @@ impl Manifest {
             }
         }
         Ok(())
+    }
+
+    /// Has `data` read as the network learned its samples. Returns what there is to say of it, for people.
+    ///
+    /// # Errors
+    /// The data cannot be brought to that: its tokenizer is another, or a column, a category or a class is not known.
+    pub fn conform(&self, data: &mut dyn Source) -> Result<Vec<String>> {
+        let own = data.preprocessing();
+        // Checkpoints of older versions, and of programs that made their samples themselves.
+        let is_known = self.preprocessing.as_ref().is_some_and(|known| !known.scales.is_empty());
+        let is_unknown = !own.scales.is_empty() && !is_known;
+        let tokenizer = own.tokenizer.as_ref().filter(|_| self.tokenizer.is_none()).map(Tokenizer::name);
+        let known = self.preprocessing.clone().unwrap_or(own);
+        let mut notes = data.conform(&Preprocessing { tokenizer: self.tokenizer.clone(), ..known })?;
+        if is_unknown {
+            notes.push("the checkpoint does not tell the scale of its inputs: that of the data is taken".into());
+        }
+        if let Some(name) = tokenizer {
+            notes.push(format!("the checkpoint does not tell its tokenizer: that of the data is taken, {name}"));
+        }
+        Ok(notes)
     }
 
     /// How far the run was.
@@ -285,6 +327,8 @@ pub(super) mod tests {
             seed: 1,
             config: Config::default(),
             tokenizer: None,
+            data: None,
+            preprocessing: None,
             origin: Origin::default(),
             state: vec!["m".into()],
             files: BTreeMap::new(),
@@ -330,18 +374,34 @@ pub(super) mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         let refusal = |text: &str| {
             std::fs::write(&path, text).unwrap();
-            Manifest::read(dir.path()).unwrap_err().to_string()
+            let error = Manifest::read(dir.path()).unwrap_err();
+            assert_eq!(error.kind(), Kind::Damaged, "{error}");
+            error.to_string()
         };
         assert!(
             refusal(&text.replace("\"position\": 56", "\"position\": 57")).contains("malformed manifest: checksum")
         );
         assert!(refusal("").contains("malformed manifest"));
-        assert!(refusal("{\"version\": 3}").contains("format version 3 is newer than 2"));
-        assert!(refusal("{\"version\": 1}").contains("format version 1 is older than 2"));
+        // A version that does not match the seal is damage; one that does is another program's.
+        let newer = text.replace("\"version\": 2", "\"version\": 3");
+        assert!(refusal(&newer).contains("malformed manifest: checksum"));
+        for (version, words) in [(3, "format version 3 is newer than 2"), (1, "format version 1 is older than 2")] {
+            Manifest { version, ..empty(7) }.write(dir.path()).unwrap();
+            let error = Manifest::read(dir.path()).unwrap_err();
+            assert!(error.kind() == Kind::Input && error.to_string().contains(words), "{error}");
+        }
+        std::fs::remove_file(dir.path().join(SEAL)).unwrap();
+        assert_eq!(Manifest::read(dir.path()).unwrap_err().kind(), Kind::Input);
         std::fs::write(&path, text).unwrap();
         std::fs::write(dir.path().join(SEAL), "00000000  manifest.json\n").unwrap();
         assert!(Manifest::read(dir.path()).is_err());
         std::fs::remove_file(dir.path().join(SEAL)).unwrap();
-        assert!(Manifest::read(dir.path()).unwrap_err().to_string().contains(SEAL));
+        let error = Manifest::read(dir.path()).unwrap_err();
+        assert!(error.kind() == Kind::Damaged && error.to_string().contains(SEAL), "{error}");
+        // A directory in the place of a file says nothing of the file.
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(Manifest::read(dir.path()).unwrap_err().kind(), Kind::Damaged);
+        std::fs::create_dir(&path).unwrap();
+        assert_eq!(Manifest::read(dir.path()).unwrap_err().kind(), Kind::Io);
     }
 }

@@ -16,6 +16,7 @@
 
 mod directory;
 pub mod filesystem;
+mod holder;
 pub mod huggingface;
 pub mod lease;
 mod manifest;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use super::manifest::BLOCK;
 use super::shard::rest_crc32;
 use super::{Manifest, PARAMS, Piece};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::optim::AVERAGE;
 
 /// An open checkpoint. HDF5 is not needed to read one: the manifest says where everything is.
@@ -20,7 +20,10 @@ pub struct Reader {
     block: Vec<f32>,
 }
 
-/// The files of a checkpoint, opened once.
+/// Files that are open at once: a checkpoint may have more than a process may open.
+const OPEN: usize = 128;
+
+/// The files of a checkpoint, opened when they are needed.
 struct Files {
     dir: PathBuf,
     open: HashMap<String, File>,
@@ -101,11 +104,11 @@ impl Reader {
         let pieces: Vec<&Piece> = pieces.filter(|piece| piece.file == *name).collect();
         let path = self.files.dir.join(name);
         let file = self.files.get(name)?;
-        let length = file.metadata().map_err(|e| Error::io("read", &path, e))?.len();
+        let length = file.metadata().map_err(|e| unread("read", &path, &e))?.len();
         if length != entry.bytes {
             return Err(damaged(&path, format!("{length} bytes where the manifest says {}", entry.bytes)));
         }
-        let found = rest_crc32(file, length, &pieces).map_err(|e| Error::io("read", &path, e))?;
+        let found = rest_crc32(file, length, &pieces).map_err(|e| unread("read", &path, &e))?;
         if found != entry.rest_crc32 {
             return Err(damaged(&path, format!("HDF5 structure: checksum {found:08x} is not the manifest's")));
         }
@@ -141,7 +144,8 @@ impl Files {
         let path = self.dir.join(&piece.file);
         let offset = stored.offset + (index * BLOCK * size_of::<f32>()) as u64;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(out);
-        self.get(&piece.file)?.read_exact_at(bytes, offset).map_err(|e| damaged(&path, format!("{name}: {e}")))?;
+        let file = self.get(&piece.file)?;
+        file.read_exact_at(bytes, offset).map_err(|e| unread(&format!("read {name} in"), &path, &e))?;
         let found = crc32fast::hash(bytes);
         if found != stored.crc32[index] {
             return Err(damaged(&path, format!("{name}: checksum {found:08x} is not the manifest's")));
@@ -152,14 +156,28 @@ impl Files {
     fn get(&mut self, name: &str) -> Result<&File> {
         if !self.open.contains_key(name) {
             let path = self.dir.join(name);
-            let hint = "resume from an older checkpoint, which has all files";
-            let file = File::open(&path).map_err(|e| Error::io("open", &path, e).hint(hint))?;
+            let file = File::open(&path).map_err(|e| unread("open", &path, &e))?;
+            if self.open.len() == OPEN {
+                self.open.clear();
+            }
             self.open.insert(name.to_string(), file);
         }
         Ok(&self.open[name])
     }
 }
 
+/// The hint of errors about damaged files.
+const HINT: &str = "the file is damaged: resume from an older checkpoint";
+
 fn damaged(path: &Path, what: String) -> Error {
-    Error::input(format!("{}: {what}", path.display())).hint("the file is damaged: resume from an older checkpoint")
+    Error::damaged(format!("{}: {what}", path.display())).hint(HINT)
+}
+
+/// A file that cannot be read: it is damaged, or the file system refused.
+fn unread(action: &str, path: &Path, e: &std::io::Error) -> Error {
+    let error = Error::unread(action, path, e);
+    match error.kind() {
+        Kind::Damaged => error.hint(HINT),
+        _ => error.hint("the checkpoint may well be whole: see why it cannot be read"),
+    }
 }

@@ -20,7 +20,7 @@ use crate::activity::{Activity, Doing, Track, span};
 use crate::backend::Kernels;
 use crate::comm::Group;
 use crate::config::{Config, WhenBusy};
-use crate::data::Tokenizer;
+use crate::data::{Preprocessing, TrainedOn};
 use crate::error::{Error, Result};
 use crate::parallel::Sharded;
 
@@ -30,8 +30,10 @@ pub struct Job {
     pub checkpoints: Checkpoints,
     /// The resolved configuration.
     pub config: Config,
-    /// How text becomes token ids.
-    pub tokenizer: Option<Tokenizer>,
+    /// Preprocessing of the training data, if there is such data.
+    pub preprocessing: Option<Preprocessing>,
+    /// Training data of the run.
+    pub data: Option<TrainedOn>,
     /// Who writes; version and time are filled in.
     pub origin: Origin,
     /// Names the job, the same on all ranks: part of the names of what is being written.
@@ -281,7 +283,9 @@ impl Job {
             position: progress.position,
             seed: self.config.run.seed,
             config: self.config.clone(),
-            tokenizer: self.tokenizer.clone(),
+            tokenizer: self.preprocessing.as_ref().and_then(|known| known.tokenizer.clone()),
+            preprocessing: self.preprocessing.clone(),
+            data: self.data.clone(),
             origin: Origin {
                 hpctrain: env!("CARGO_PKG_VERSION").into(),
                 time: crate::telemetry::unix_time(),
@@ -299,6 +303,6 @@ impl Job {
 
     /// Removes what is not to be kept.
     fn retain(&self) {
-        self.checkpoints.retain(&Retention::of(&self.config.checkpoint), &self.checkpoints.evaluated())
+        self.checkpoints.retain(&Retention::of(&self.config.checkpoint));
     }
 }

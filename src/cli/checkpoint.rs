@@ -9,7 +9,7 @@ use crate::checkpoint::tools::describe::describe;
 use crate::checkpoint::tools::verify::{Verified, verify};
 use crate::checkpoint::tools::{diff, find, list, prune};
 use crate::checkpoint::{Reader, Retention, huggingface, name_of};
-use crate::config::Model;
+use crate::config::{Model, written};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::job::fail;
@@ -45,9 +45,9 @@ enum Command {
     ///
     /// Damaged checkpoints do not count as kept, and leased ones stay: somebody reads them.
     Prune(PruneArgs),
-    /// Write the parameters for Hugging Face's GPT2LMHeadModel.from_pretrained
+    /// Write the parameters of a GPT or a Llama for Hugging Face's AutoModelForCausalLM.from_pretrained
     ///
-    /// The tokenizer is not exported. A model without biases gets biases of zero.
+    /// The tokenizer is not exported. A GPT without biases gets biases of zero.
     Export {
         /// A checkpoint, or a run: its latest
         checkpoint: PathBuf,
@@ -55,7 +55,7 @@ enum Command {
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
     },
-    /// Make a checkpoint of a GPT-2 that Hugging Face's save_pretrained wrote
+    /// Make a checkpoint of a GPT-2 or a Llama that Hugging Face's save_pretrained wrote
     Import(ImportArgs),
 }
 
@@ -95,7 +95,7 @@ struct ImportArgs {
     /// Directory for the checkpoint; it may hold no files yet
     #[arg(long, value_name = "CHECKPOINT")]
     out: PathBuf,
-    /// How text becomes ids, for hpctrain sample
+    /// How text becomes ids, for hpctrain sample; data that it is trained or measured on must have the same
     #[arg(long, value_enum)]
     tokenizer: Option<ImportTokenizer>,
 }
@@ -112,7 +112,9 @@ enum ImportTokenizer {
 /// Does what the arguments say; returns the exit code.
 pub fn run(args: &CheckpointArgs) -> i32 {
     match &args.command {
-        Command::List { run } => report(find::run(run).map(|found| say(list::list(&found).trim_end()))),
+        Command::List { run } => {
+            report(find::run(run).and_then(|found| list::list(&found)).map(|text| say(text.trim_end())))
+        }
         Command::Inspect { checkpoint } => report(inspect(checkpoint)),
         Command::Verify { path } => report(verify_all(path)),
         Command::Diff(args) => compare(args).unwrap_or_else(|e| fail(&e)),
@@ -131,7 +133,7 @@ fn inspect(path: &Path) -> Result<()> {
 
 fn verify_all(path: &Path) -> Result<()> {
     let dirs = match find::run(path) {
-        Ok(run) => run.steps().into_iter().map(|step| run.path(step)).collect(),
+        Ok(run) => run.steps()?.into_iter().map(|step| run.path(step)).collect(),
         Err(_) => vec![find::checkpoint(path)?],
     };
     let mut all = Verified::default();
@@ -166,7 +168,7 @@ fn thin_out(args: &PruneArgs) -> Result<()> {
     let checkpoints = find::run(&args.run)?;
     let retention = Retention { newest: args.keep as usize, multiples: args.keep_every, best: args.keep_best };
     let (done, verb) = match args.dry_run {
-        true => (prune::plan(&checkpoints, &retention), "would remove"),
+        true => (prune::plan(&checkpoints, &retention)?, "would remove"),
         false => (prune::prune(&checkpoints, &retention)?, "removed"),
     };
     for step in &done.removed {
@@ -196,18 +198,27 @@ fn import(args: &ImportArgs) -> Result<()> {
         ImportTokenizer::Byte => Tokenizer::Byte,
         ImportTokenizer::Gpt2 => Tokenizer::Gpt2,
     });
-    let manifest = huggingface::import(&args.dir, &args.out, tokenizer)?;
+    let manifest = huggingface::import(&args.dir, &args.out, tokenizer.clone())?;
     let (out, model) = (args.out.display(), &manifest.config.model);
     say(format_args!("{out}: {} tensors, {} parameters", manifest.tensors.len(), grouped(manifest.parameters())));
-    say(format_args!("train it: hpctrain train --resume {out} --weights-only{}", settings(model)?));
+    match tokenizer {
+        Some(tokenizer) => say(format_args!(
+            "import text for it: hpctrain data import text FILE --tokenizer {} --out DIR",
+            tokenizer.name()
+        )),
+        None => say(
+            "its data: shards of token ids in DIR, made with the tokenizer of the model; --tokenizer names one for text",
+        ),
+    }
+    say(format_args!("train it: hpctrain train --resume {out} --weights-only --set data.path=DIR{}", settings(model)?));
+    say(format_args!("measure it: hpctrain eval --checkpoint {out} --data DIR"));
     Ok(())
 }
 
 /// A section as arguments of the command line, without what is so by default.
 fn settings(model: &Model) -> Result<String> {
-    let table = |model: &Model| toml::Table::try_from(model).map_err(|e| Error::internal(e.to_string()));
-    let (default, mut text) = (table(&Model::default())?, String::new());
-    for (key, value) in table(model)?.iter().filter(|(key, value)| default.get(*key) != Some(value)) {
+    let (default, mut text) = (written(&Model::default())?, String::new());
+    for (key, value) in written(model)?.iter().filter(|(key, value)| default.get(*key) != Some(value)) {
         let value = value.as_str().map_or_else(|| value.to_string(), Into::into);
         text += &format!(" --set model.{key}={value}");
     }

@@ -70,6 +70,9 @@ enum Source {
         /// One channel instead of three
         #[arg(long)]
         grey: bool,
+        /// The folder holds the images themselves, in no class: rows to be predicted, in the order of their names
+        #[arg(long, conflicts_with = "val_every")]
+        no_target: bool,
         #[command(flatten)]
         kept: KeptArgs,
     },
@@ -80,9 +83,13 @@ enum Source {
     Csv {
         /// The table
         input: PathBuf,
-        /// A column to predict; may be given several times. One column of integers from 0 on is of classes
-        #[arg(long = "target", value_name = "COLUMN", required = true)]
+        /// A column to predict; may be given several times. One column of integers from 0 on is of classes [with --like: those of
+        /// the earlier table, if this one has them]
+        #[arg(long = "target", value_name = "COLUMN", required_unless_present_any = ["like", "no_target"])]
         targets: Vec<String>,
+        /// Rows have no targets: they are to be predicted
+        #[arg(long, conflicts_with_all = ["targets", "regression", "like", "val_every"])]
+        no_target: bool,
         /// A column with a factor of each sample's loss in training, neither input nor target
         #[arg(long, value_name = "COLUMN")]
         weight: Option<String>,
@@ -95,7 +102,7 @@ enum Source {
         /// Hash the values of each category to so many ids, rather than list them
         #[arg(long, value_name = "IDS", requires = "categorical")]
         hash: Option<u32>,
-        /// Take inputs, categories, ids and scale from the table that was imported into this directory
+        /// Take inputs, categories, ids, scale and targets from the table that was imported into this directory
         #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash"])]
         like: Option<PathBuf>,
         #[command(flatten)]
@@ -107,7 +114,11 @@ enum Source {
         /// The features: a row for each sample; rows × height × width are images of one channel
         features: PathBuf,
         /// The labels. One integer from 0 on for each row is a class
-        labels: PathBuf,
+        #[arg(required_unless_present = "no_target")]
+        labels: Option<PathBuf>,
+        /// There are no labels: rows are to be predicted
+        #[arg(long, conflicts_with_all = ["labels", "regression", "val_every"])]
+        no_target: bool,
         /// A factor of each sample's loss in training: as many numbers of 0 or more
         #[arg(long, value_name = "FILE")]
         weights: Option<PathBuf>,
@@ -130,6 +141,9 @@ enum Source {
         /// Name of the labels
         #[arg(long, value_name = "NAME", default_value = "y")]
         labels: String,
+        /// There are no labels: rows are to be predicted
+        #[arg(long, conflicts_with_all = ["labels", "regression", "val_every"])]
+        no_target: bool,
         /// Name of a factor of each sample's loss in training: as many numbers of 0 or more
         #[arg(long, value_name = "NAME")]
         weights: Option<String>,
@@ -149,7 +163,7 @@ struct KeptArgs {
     /// Number of training shards
     #[arg(long, value_name = "N", default_value_t = 1)]
     shards: usize,
-    /// Of so many samples in a row the last is kept for validation; 0 keeps none
+    /// Of so many samples in a row the last is kept for validation; 0 keeps none. Rows without targets stay together
     #[arg(long, value_name = "N", default_value_t = 5)]
     val_every: usize,
     /// Leave numbers as they are, rather than bring each channel or column to mean 0 and deviation 1
@@ -208,21 +222,26 @@ pub fn run(args: DataArgs) -> Result<()> {
         Command::Import(ImportArgs { source: Source::Idx { images, labels, kept } }) => {
             say(import_idx(&ImportIdx { images, labels, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Images { folder, size, grey, kept } }) => {
-            say(import_images(&ImportImages { folder, size, grey, kept: kept.into() })?);
+        Command::Import(ImportArgs { source: Source::Images { folder, size, grey, no_target, kept } }) => {
+            say(import_images(&ImportImages { folder, no_target, size, grey, kept: kept.into() })?);
         }
         Command::Import(ImportArgs {
-            source: Source::Csv { input, targets, weight, regression, categorical, hash, like, kept },
+            source: Source::Csv { input, targets, no_target: _, weight, regression, categorical, hash, like, kept },
         }) => {
             let named = Categories::Named { columns: categorical, hash };
             let categories = like.map_or(named, Categories::Like);
             say(import_csv(&ImportCsv { input, targets, weight, regression, categories, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Npy { features, labels, weights, regression, kept } }) => {
+        Command::Import(ImportArgs {
+            source: Source::Npy { features, labels, no_target: _, weights, regression, kept },
+        }) => {
             let arrays = Arrays::Files { features, labels, weights };
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs { source: Source::Npz { input, features, labels, weights, regression, kept } }) => {
+        Command::Import(ImportArgs {
+            source: Source::Npz { input, features, labels, no_target, weights, regression, kept },
+        }) => {
+            let labels = (!no_target).then_some(labels);
             let arrays = Arrays::Archive { path: input, features, labels, weights };
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }

@@ -1,11 +1,13 @@
-//! `hpctrain eval`: the evaluator of a run, one rank of a job of its own or of the trainer's.
+//! `hpctrain eval`: the evaluator of a run, one rank of a job of its own or of the trainer's; or the measure of one checkpoint.
 
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::{ArgGroup, Args};
 
+use super::measure;
 use super::roles::{Role, Start};
 use super::train::exit_code;
+use super::used::Part;
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
 use crate::config::{Config, Time, overlay};
@@ -18,26 +20,48 @@ use crate::train::Ending;
 
 /// Arguments of `hpctrain eval`.
 #[derive(Args)]
+#[command(group = ArgGroup::new("what").required(true))]
 pub struct EvalArgs {
-    /// Directory of the run, such as runs/gpt-char.
-    #[arg(long, value_name = "DIR")]
-    run: PathBuf,
+    /// Evaluate the checkpoints of this run, such as runs/gpt-char, on its own validation data, and record what is found there.
+    #[arg(long, value_name = "DIR", group = "what")]
+    run: Option<PathBuf>,
+    /// Measure this checkpoint, or the newest of this run, and print what is found; nothing is recorded.
+    #[arg(long, value_name = "DIR", group = "what")]
+    checkpoint: Option<PathBuf>,
+    /// Measure on this directory of shards or this HDF5 file [default: the data that the checkpoint was trained on]
+    #[arg(long, value_name = "PATH", requires = "checkpoint")]
+    data: Option<PathBuf>,
+    /// Of a directory, measure on these shards [default: those for validation, if there are any]
+    #[arg(long, value_enum, requires = "checkpoint")]
+    split: Option<Part>,
+    /// Print one object of JSON.
+    #[arg(long, requires = "checkpoint")]
+    json: bool,
     /// Wait for further checkpoints until the run ends.
-    #[arg(long)]
+    #[arg(long, requires = "run")]
     watch: bool,
     /// Which checkpoints: the latest, or every one, oldest first.
-    #[arg(long, value_enum, default_value_t = Policy::Latest)]
+    #[arg(long, value_enum, default_value_t = Policy::Latest, conflicts_with = "checkpoint")]
     policy: Policy,
     /// End when no checkpoint has come for so long, such as 30m.
-    #[arg(long, value_name = "TIME")]
+    #[arg(long, value_name = "TIME", requires = "run")]
     timeout: Option<Time>,
-    /// Override one key of the run's configuration, such as eval.samples=100; may be repeated.
+    /// Override one key of the configuration, such as run.device=cpu or, with --checkpoint, eval.samples=100; may be repeated.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
 }
 
 /// Runs one rank; returns the exit code.
 pub fn run(args: &EvalArgs, launched: bool) -> i32 {
+    let run = match (&args.run, &args.checkpoint) {
+        (_, Some(checkpoint)) => {
+            let (checkpoint, overrides) = (checkpoint.clone(), args.overrides.clone());
+            let EvalArgs { data, split, json, .. } = args;
+            let request = measure::Request { checkpoint, data: data.clone(), split: *split, json: *json, overrides };
+            return measure::run(&request, launched);
+        }
+        (run, None) => run.clone().unwrap_or_default(),
+    };
     if let Err(e) = signals::listen() {
         return fail(&e);
     }
@@ -46,7 +70,7 @@ pub fn run(args: &EvalArgs, launched: bool) -> i32 {
         comm.world().agree(Ok(()))?;
         let role = Role::find(comm, Start::Evaluate)?;
         let request = Request {
-            run: args.run.clone(),
+            run: run.clone(),
             watch: args.watch,
             policy: args.policy,
             timeout: args.timeout.map(|Time(timeout)| timeout),

@@ -6,16 +6,19 @@ mod config;
 pub mod data;
 mod doctor;
 mod eval;
+mod measure;
 mod predict;
 mod prove;
 mod roles;
 mod sample;
 mod simulate;
 mod train;
+mod used;
 mod verify;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
+use crate::comm::launch::Launch;
 use crate::comm::{self, launch};
 use crate::error::Result;
 use crate::job::{self, fail};
@@ -36,7 +39,7 @@ struct Cli {
 enum Command {
     /// Train a network, one rank for each process that mpirun or srun starts.
     Train(train::TrainArgs),
-    /// Evaluate the checkpoints of a run, beside its trainer or afterwards.
+    /// Evaluate the checkpoints of a run, beside its trainer or afterwards; or any checkpoint on any data.
     Eval(eval::EvalArgs),
     /// Write a network's outputs for every row of a data set, one rank for each process that mpirun or srun starts.
     Predict(predict::PredictArgs),
@@ -92,12 +95,23 @@ pub fn run() -> i32 {
     };
     job::name_console(launch.as_ref());
     let command = cli.command.unwrap_or(Command::Train(cli.train));
+    // Of a training, records and checkpoints are what counts.
+    let is_for_output = !matches!(command, Command::Train(_) | Command::Simulate(_));
+    let code = carry_out(command, launch.as_ref(), speaks);
+    match crate::telemetry::lost() {
+        Some(e) if is_for_output && code == 0 => fail(&e),
+        _ => code,
+    }
+}
+
+/// Runs a command on a rank that `speaks` for all, or does not; returns its exit code.
+fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
     match command {
         Command::Train(args) => train::run(&args, launch.is_some()),
         Command::Eval(args) => eval::run(&args, launch.is_some()),
         Command::Predict(args) => predict::run(&args, launch.is_some()),
         Command::Bench(args) => bench::run(&args, launch.is_some()),
-        Command::Doctor(args) => doctor::run(&args, launch.as_ref()),
+        Command::Doctor(args) => doctor::run(&args, launch),
         Command::DoctorProbe(args) => report(doctor::probe(&args)),
         Command::VerifyRank(args) => verify::run_rank(&args, launch.is_some()),
         _ if !speaks => 0,

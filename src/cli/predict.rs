@@ -2,14 +2,13 @@
 
 use std::path::PathBuf;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 
+use super::used::{self, Part};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
-use crate::checkpoint::tools::find;
 use crate::comm::Comm;
-use crate::config::{Config, LossKind, Plan, overlay};
-use crate::data::{Dataset, Split};
+use crate::config::{Config, LossKind, Plan};
 use crate::error::{Error, Result};
 use crate::evaluate::{Predictions, model, predict};
 use crate::job;
@@ -27,9 +26,9 @@ pub struct PredictArgs {
     /// An HDF5 file with rows of inputs, or a directory of shards; targets are not needed.
     #[arg(long, value_name = "PATH")]
     data: PathBuf,
-    /// Of a directory, which shards.
-    #[arg(long, value_enum, default_value_t = Part::Validation)]
-    split: Part,
+    /// Of a directory, which shards [default: those for validation, if there are any]
+    #[arg(long, value_enum)]
+    split: Option<Part>,
     /// The HDF5 file to write.
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
@@ -38,36 +37,19 @@ pub struct PredictArgs {
     overrides: Vec<String>,
 }
 
-/// Part of a directory of shards.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Part {
-    /// Those for training.
-    Train,
-    /// Those for validation.
-    Validation,
-}
-
 /// Runs the subcommand; returns the exit code.
 pub fn run(args: &PredictArgs, launched: bool) -> i32 {
     job::run(launched, |comm| {
         let world = comm.world();
         let threads = Topology::gather(&world, comm.node().host)?.threads();
-        let opened = find::checkpoint(&args.checkpoint).and_then(|dir| Reader::open(&dir));
-        let reader = world.agree(opened)?;
-        let config = world.agree(config(args, &reader))?;
+        // Held until all is read.
+        let (reader, _lease) = used::open(&world, &args.checkpoint)?;
+        let config = world.agree(used::config(&reader, &args.overrides, Some(&args.data)))?;
         match place(comm, &config)? {
             None => on(comm, args, reader, config, threads, cpu),
             Some(gpu) => on(&comm.on(), args, reader, config, threads, |plan| gpu.backend(plan)),
         }
     })
-}
-
-/// What trained the network, with the data at hand.
-fn config(args: &PredictArgs, reader: &Reader) -> Result<Config> {
-    let mut config = overlay(&reader.manifest().config, &args.overrides)?;
-    config.data.path = args.data.display().to_string();
-    config.data.mix.clear();
-    Ok(config)
 }
 
 fn on<B: Kernels>(
@@ -86,7 +68,13 @@ fn on<B: Kernels>(
             .hint("hpctrain sample continues one; hpctrain eval measures it")
             .shared());
     }
-    let dataset: Dataset = world.agree(rows(args, &plan))?;
+    let opened = || {
+        let mut rows = feed::inputs(&plan.config, used::split(&plan.config, args.split)?)?;
+        let notes = reader.manifest().conform(&mut rows)?;
+        Ok((rows, notes))
+    };
+    let (dataset, notes) = world.agree(opened())?;
+    used::warn(&notes, world.rank());
     let backend = world.agree(backend(&plan))?;
     let mut engine = model::engine(comm, &plan, backend)?;
     world.agree(model::load(&mut engine, &mut reader))?;
@@ -98,11 +86,4 @@ fn on<B: Kernels>(
         say(format_args!("{}: outputs of {} rows", args.out.display(), grouped(samples)));
     }
     Ok(0)
-}
-
-/// The rows to predict.
-fn rows(args: &PredictArgs, plan: &Plan) -> Result<Dataset> {
-    let is_file = args.data.is_file();
-    let split = if is_file || args.split == Part::Train { Split::Train } else { Split::Validation };
-    feed::inputs(&plan.config, split)
 }

@@ -8,6 +8,7 @@ use crate::backend::cpu::Cpu;
 use crate::checkpoint::Reader;
 use crate::checkpoint::tools::find;
 use crate::comm::{self, Comm};
+use crate::config::ModelKind;
 use crate::error::{Error, Result};
 use crate::evaluate::{Sampling, generate, model};
 use crate::telemetry::say;
@@ -44,9 +45,13 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     let _lease = find::hold(&dir);
     let mut reader = Reader::open(&dir)?;
     let manifest = reader.manifest().clone();
+    if manifest.config.model.kind == ModelKind::Layers {
+        return Err(Error::input(format!("{}: a network by layers is no language model", args.checkpoint.display()))
+            .hint("hpctrain predict writes what it gives for rows of data; hpctrain eval --checkpoint measures it"));
+    }
     let tokenizer = manifest.tokenizer.as_ref().ok_or_else(|| {
         Error::input(format!("{}: the data of this model had no tokenizer", args.checkpoint.display()))
-            .hint("train on data made by hpctrain data import")
+            .hint("train on data made by hpctrain data import, or name the tokenizer in hpctrain checkpoint import --tokenizer")
     })?;
     let prompt = tokenizer.encode(&args.prompt)?;
     if prompt.is_empty() {

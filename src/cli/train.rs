@@ -1,12 +1,14 @@
 //! `hpctrain train`: one rank of a job.
 
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
-use clap::Args;
+use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
+use clap::{Arg, Args, Command};
 
 use super::eval::evaluate;
 use super::roles::{Role, Start};
-use crate::config::{Config, Sources, load};
+use crate::config::{Config, PRESETS, Sources, load};
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
 use crate::job::{self, fail};
@@ -19,13 +21,28 @@ pub struct SourceArgs {
     /// Configuration file (TOML); `hpctrain config show` prints one.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Compiled-in configuration to start from: gpt-char, gpt-baby, gpt2-124m, llama-char, tinyllama-1.1b, mlp-mnist, cnn-mnist,
-    /// resnet-18-cifar, resnet-18 or dlrm.
-    #[arg(long, value_name = "NAME")]
+    /// Compiled-in configuration to start from.
+    #[arg(long, value_name = "NAME", value_parser = PresetParser)]
     preset: Option<String>,
     /// Override one key, such as run.steps=500; may be repeated.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
+}
+
+/// Takes any name, so that the error of one that is none names the nearest; help and completions have those that are.
+#[derive(Clone)]
+struct PresetParser;
+
+impl TypedValueParser for PresetParser {
+    type Value = String;
+
+    fn parse_ref(&self, cmd: &Command, arg: Option<&Arg>, value: &OsStr) -> Result<String, clap::Error> {
+        StringValueParser::new().parse_ref(cmd, arg, value)
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(PRESETS.iter().map(|(name, _)| PossibleValue::new(*name))))
+    }
 }
 
 impl SourceArgs {
@@ -41,8 +58,8 @@ impl SourceArgs {
 pub struct TrainArgs {
     #[command(flatten)]
     sources: SourceArgs,
-    /// Continue a run: `auto` takes the newest whole checkpoint of its directory, or starts if there is none; else the
-    /// path of a checkpoint, from which another run goes on.
+    /// Continue a run: `auto` takes the newest whole checkpoint of its directory, or starts if there is none; without run.name,
+    /// that of the one unnamed run with this configuration that has saved; else the path of a checkpoint, from which another run goes on.
     #[arg(long, value_name = "auto|CHECKPOINT")]
     resume: Option<String>,
     /// Take only the parameters of the checkpoint and begin at step 0: fine-tuning.
@@ -51,6 +68,9 @@ pub struct TrainArgs {
     /// Take parameters and progress of the checkpoint, but begin with a fresh optimizer.
     #[arg(long, requires = "resume")]
     skip_optimizer: bool,
+    /// Go on although the training data is not that of the checkpoint; the change is noted in run.json and in checkpoints.
+    #[arg(long, requires = "resume", conflicts_with = "weights_only")]
+    allow_changed_data: bool,
     /// So many of the ranks evaluate checkpoints instead of training: the last ones.
     #[arg(long, value_name = "N", default_value_t = 0)]
     evaluators: usize,
@@ -99,7 +119,8 @@ impl TrainArgs {
             _ => Take::Everything,
         };
         let (trace, profile) = (self.trace.clone(), self.profile);
-        Ok(Request { resume, take, trace, profile, threads, ..Request::new(config, name) })
+        let allow_changed_data = self.allow_changed_data;
+        Ok(Request { resume, take, allow_changed_data, trace, profile, threads, ..Request::new(config, name) })
     }
 }
 

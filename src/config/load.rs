@@ -4,9 +4,11 @@
 
 use std::path::Path;
 
+use serde::Serialize;
 use toml::Table;
 
 use super::Config;
+use super::synonyms::meant;
 use crate::error::{Error, Result};
 
 /// The presets, by name.
@@ -78,6 +80,16 @@ pub fn overlay(config: &Config, overrides: &[String]) -> Result<Config> {
     Config::deserialize_table(merged)
 }
 
+/// A section, or all of a configuration, as a file has it: numbers of 32 bits have no more digits than they need.
+///
+/// # Errors
+/// It cannot be written.
+pub fn written(section: &impl Serialize) -> Result<Table> {
+    let internal = |e: String| Error::internal(format!("configuration: {e}"));
+    let text = toml::to_string(section).map_err(|e| internal(e.to_string()))?;
+    toml::from_str(&text).map_err(|e| internal(e.to_string()))
+}
+
 impl Config {
     fn deserialize_table(table: Table) -> Result<Config> {
         table.try_into().map_err(|e: toml::de::Error| explain(&e, "", "configuration"))
@@ -142,15 +154,44 @@ fn explain(error: &toml::de::Error, text: &str, origin: &str) -> Error {
     // serde: "unknown field `stps`, expected one of `name`, `steps`"
     let names: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
     match names.as_slice() {
-        [unknown, known @ ..] if message.starts_with("unknown field") => Error::input(format!(
-            "{place}: unknown key `{unknown}`"
-        ))
-        .hint(format!("{}keys here are {}", did_you_mean(unknown, known), known.join(", "))),
+        [unknown, known @ ..] if message.starts_with("unknown field") => {
+            let start = error.span().map_or(0, |span| span.start);
+            let (section, key) = place_of(text, start, unknown);
+            // A section with a slip of the pen is not one of another program.
+            let is_slip = unknown != &key && known.iter().any(|section| distance(unknown, section) <= 2);
+            let meant = meant(section.as_deref(), &key).filter(|_| !is_slip);
+            let meant = meant.map(|ours| format!("did you mean `{ours}`? "));
+            let meant = meant.unwrap_or_else(|| did_you_mean(unknown, known));
+            Error::input(format!("{place}: unknown key `{unknown}`"))
+                .hint(format!("{meant}keys here are {}", known.join(", ")))
+        }
         [unknown, known @ ..] if message.starts_with("unknown variant") => Error::input(format!(
             "{place}: unknown value `{unknown}`"
         ))
         .hint(format!("{}it can be {}", did_you_mean(unknown, known), known.join(", "))),
         _ => Error::input(format!("{place}: {message}")).hint("hpctrain config show prints every key with its value"),
+    }
+}
+
+/// Section and key of the text that an unknown name at byte `start` belongs to; the name may be that of the section.
+fn place_of(text: &str, start: usize, unknown: &str) -> (Option<String>, String) {
+    let before = text.get(..start).unwrap_or_default();
+    let line = text[before.rfind('\n').map_or(0, |end| end + 1)..].lines().next().unwrap_or_default();
+    let words = line.split('=').next().unwrap_or_default().trim();
+    let heading =
+        |line: &str| Some(line.trim().strip_prefix('[')?.trim_start_matches('[').split(']').next()?.trim().to_owned());
+    match heading(line) {
+        // An unknown section, which is named by its first key.
+        Some(section) if section == unknown => {
+            let rest = text.split_at(before.len()).1.lines().skip(1).map(str::trim);
+            let first = rest.take_while(|line| !line.starts_with('[')).find_map(|line| line.split_once('='));
+            (Some(section), first.map_or(unknown, |(key, _)| key.trim()).to_owned())
+        }
+        _ => match words.rsplit_once('.') {
+            // `section.key = value`: of a name that is no section's, the key tells what is meant.
+            Some((section, key)) => (Some(section.trim().to_owned()), key.trim().to_owned()),
+            None => (before.lines().rev().find_map(heading), unknown.to_owned()),
+        },
     }
 }
 
@@ -222,6 +263,37 @@ mod tests {
         assert!(error.contains("did you mean `steps`?"), "{error}");
         let error = set(&["schedule.shape=cosin"]).unwrap_err().to_string();
         assert!(error.contains("unknown value `cosin`") && error.contains("`cosine`"), "{error}");
+    }
+
+    #[test]
+    fn keys_of_other_programs_get_their_names_here() {
+        for (item, ours) in [
+            ("optimizer.learning_rate=1e-3", "optimizer.lr"),
+            ("model.vocab=100", "model.vocabulary"),
+            ("model.n_layer=2", "model.layers"),
+            ("train.batch_size=8", "batch.global"),
+            ("training.weight_decay=0.1", "optimizer.weight_decay"),
+            ("optimizer.type=sgd", "optimizer.kind"),
+        ] {
+            let error = set(&[item]).unwrap_err().to_string();
+            assert!(error.contains(&format!("hint: did you mean `{ours}`? keys here are ")), "{item}: {error}");
+        }
+        for (text, ours) in [
+            ("[model]\nwidth = 8\nn_head = 2\n", "model.heads"),
+            ("[run]\nsteps = 1\n\n[train]\n# of a step\nbatch_size = 2\n", "batch.global"),
+            ("optimizer.learning_rate = 1\n", "optimizer.lr"),
+        ] {
+            let error = parse_layer(text, "x.toml").unwrap_err().to_string();
+            assert!(error.contains(&format!("hint: did you mean `{ours}`? ")), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn numbers_are_written_with_the_digits_they_need() {
+        let mut config = Config::default();
+        config.model.dropout = 0.1;
+        assert_eq!(written(&config.model).unwrap()["dropout"].to_string(), "0.1");
+        assert_eq!(written(&config).unwrap()["optimizer"]["beta2"].to_string(), "0.99");
     }
 
     #[test]

@@ -5,10 +5,11 @@ mod load;
 mod raw;
 mod resolve;
 mod size;
+mod synonyms;
 mod time;
 
 pub use device::DeviceChoice;
-pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay};
+pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay, written};
 pub use raw::*;
 pub use resolve::{Facts, Plan, network, resolve};
 pub use size::Size;

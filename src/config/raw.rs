@@ -9,7 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{DeviceChoice, Size, Time};
 use crate::comm::{Choice, Route};
-use crate::data::{Augment, Mix};
+use crate::data::{Augment, Axes, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
 use crate::optim::{Group, Shape};
 use crate::parallel::Zero;
@@ -137,10 +137,13 @@ sections! {
     Data {
         /// A directory of shards, one file, or `bundled:tiny-shakespeare`.
         path: String = "bundled:tiny-shakespeare".into(),
-        /// File names of the training shards; `*` matches anything.
+        /// File names of the training shards: `*` stands for anything, `[02-4]` for one of those in brackets.
         train: String = "train-*.h5".into(),
-        /// File names of the validation shards.
+        /// File names of the validation shards; others than these must be there.
         validation: String = "val-*.h5".into(),
+        /// Part of the samples kept for validation where there are no validation shards: of rows some everywhere, of text the
+        /// end; 0 trains without validation data.
+        val_fraction: f64 = 0.0,
         /// Dataset with a stream of tokens.
         tokens: String = "/tokens".into(),
         /// Dataset with one sample a row.
@@ -151,10 +154,18 @@ sections! {
         targets: String = "/targets".into(),
         /// Dataset with one factor of the loss a row, for training; left out, `/weights` where shards have it; empty, none.
         weights: Option<String> = None,
+        /// Order of the axes of images in files: nhwc (height × width × channels), or nchw, which is brought to that when it is read.
+        axes: Axes = Axes::Nhwc,
+        /// How inputs are scaled: unit (unsigned bytes divided by 255) or none, in the place of the attributes `mean` and `std` of
+        /// the dataset; left out, by these where there are any.
+        scale: Option<InputScale> = None,
         /// Visit samples in a random order, another every epoch.
         shuffle: bool = true,
         /// Micro-batches read ahead.
         prefetch: usize = 4,
+        /// Which blocks of shards are compared with their checksums as they are read: off, first-pass (each when a rank first
+        /// reads of it), or always.
+        verify: Verify = Verify::FirstPass,
         /// Directory on a disk of each node's own, such as `/tmp`, to which one of its ranks copies the shards before training;
         /// copies that are there and in order are used again. Left out, shards are read where they are.
         stage: Option<String> = None,
@@ -315,7 +326,8 @@ sections! {
         level: Level = Level::Info,
         /// Steps between progress lines when the output is not a terminal.
         every: u64 = 50,
-        /// A rank that computes so many times as long as the median rank is named in the log of rank 0; 0 names none.
+        /// A rank that computes so many times as long as the median rank, and 5 ms a step longer, is named in the log of rank 0;
+        /// 0 names none.
         straggler_factor: f64 = 1.5,
         /// Steps over which ranks are compared.
         straggler_window: u64 = 20,
@@ -323,6 +335,17 @@ sections! {
         placement: bool = false,
         /// Characters of text printed by the trained model at the end.
         sample: usize = 300,
+    }
+}
+
+impl Data {
+    /// Where it is, for people.
+    pub fn told(&self) -> String {
+        let mixed = |one: &Mix| format!("{} × {}", one.weight, one.path);
+        match &self.mix[..] {
+            [] => self.path.clone(),
+            mix => mix.iter().map(mixed).collect::<Vec<_>>().join(" + "),
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Deviation, Elementwise, Kernels};
+use crate::data::Axes;
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
 use crate::mesh::Mesh;
@@ -139,6 +140,11 @@ fn compute(config: &Config, on_gpu: bool) -> Result<Compute> {
     }
 }
 
+/// The number of 64 bits that is written as one of 32 bits is: 0.1 and not 0.10000000149011612.
+fn digits(number: f32) -> f64 {
+    number.to_string().parse().unwrap_or(f64::from(number))
+}
+
 /// A value out of its range.
 fn out_of_range(key: &str, value: impl std::fmt::Display, wanted: &str) -> Error {
     Error::input(format!("{key} = {value} is out of range")).hint(format!("{key} must be {wanted}"))
@@ -171,11 +177,12 @@ fn check_ranges(config: &Config) -> Result<()> {
         }
     }
     let fractions = [
-        ("model.dropout", f64::from(model.dropout)),
-        ("optimizer.beta1", f64::from(optimizer.beta1)),
-        ("optimizer.beta2", f64::from(optimizer.beta2)),
-        ("optimizer.momentum", f64::from(optimizer.momentum)),
-        ("optimizer.ema", f64::from(optimizer.ema)),
+        ("model.dropout", digits(model.dropout)),
+        ("optimizer.beta1", digits(optimizer.beta1)),
+        ("optimizer.beta2", digits(optimizer.beta2)),
+        ("optimizer.momentum", digits(optimizer.momentum)),
+        ("optimizer.ema", digits(optimizer.ema)),
+        ("data.val_fraction", data.val_fraction),
     ];
     for (key, value) in fractions {
         if !(0.0..1.0).contains(&value) {
@@ -187,9 +194,9 @@ fn check_ranges(config: &Config) -> Result<()> {
         return Err(out_of_range("device.memory_fraction", fraction, "more than 0 and at most 1"));
     }
     let not_negative = [
-        ("optimizer.weight_decay", f64::from(optimizer.weight_decay)),
+        ("optimizer.weight_decay", digits(optimizer.weight_decay)),
         ("optimizer.grad_clip", optimizer.grad_clip),
-        ("optimizer.eps", f64::from(optimizer.eps)),
+        ("optimizer.eps", digits(optimizer.eps)),
     ];
     for (key, value) in not_negative {
         if !(value >= 0.0 && value.is_finite()) {
@@ -474,6 +481,9 @@ fn loss(config: &Config, network: &Network) -> Result<Loss> {
     if network.is_language() && config.data.weights.as_ref().is_some_and(|name| !name.is_empty()) {
         return Err(Error::input("data.weights: samples of language models have none").hint("leave it out"));
     }
+    if network.is_language() && (config.data.axes, config.data.scale) != (Axes::Nhwc, None) {
+        return Err(Error::input("data.axes and data.scale: samples of language models are ids").hint("leave them out"));
+    }
     let by = match own.kind {
         LossKind::CrossEntropy => {
             let (given, classes) = (own.class_weights.len(), network.outputs());
@@ -665,6 +675,10 @@ mod tests {
         let error = refusal(1, &[&model[..], &["loss.kind=mse", "loss.label_smoothing=0.1"]].concat());
         assert!(error.contains("are for cross-entropy"), "{error}");
         assert!(refusal(1, &["loss.kind=mse"]).contains("language models predict tokens"));
+        assert!(
+            refusal(1, &["data.axes=nchw"])
+                .contains("data.axes and data.scale: samples of language models are ids\nhint: ")
+        );
         assert!(
             refusal(1, &["data.weights=/w"]).contains("data.weights: samples of language models have none\nhint: ")
         );

@@ -6,8 +6,11 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use hdf5::types::VarLenUnicode;
+
+use super::format::{Format, TokenShard, write_rows};
 use super::h5::one_line;
-use super::{DataSpec, Dataset, Ids, Loader, Sampler, Split, Target, Wants};
+use super::{DataSpec, Dataset, Ids, Loader, Sampler, Split, Target, Tokenizer, Verify, Wants};
 use crate::error::{Error, Result};
 use crate::random::Stream;
 
@@ -45,6 +48,7 @@ struct Case {
     wants: Wants,
     context: usize,
     shuffled: bool,
+    verify: Verify,
     /// Bytes of a row of each dataset with its name and the distance of rows, if rows lie side by side.
     rows: Vec<(&'static str, usize, u64)>,
 }
@@ -59,29 +63,37 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>>
     let written = |path: &Path, written: hdf5::Result<()>| written.map_err(|e| Error::io("write", path, one_line(&e)));
     written(&images, write_images(&images, samples, false))?;
     written(&packed, write_images(&packed, samples, true))?;
-    written(&tokens, write_tokens(&tokens, samples))?;
+    write_tokens(&tokens, samples)?;
     let image_rows = vec![("inputs", IMAGE, IMAGE as u64), ("targets", CLASS, CLASS as u64)];
-    let image = |what, path: &Path, shuffled, rows| Case {
+    let image = |what, path: &Path, shuffled, verify, rows| Case {
         what,
         path: path.to_owned(),
         wants: Wants::Rows { input: IMAGE, ids: Ids::None, target: Target::Class(10) },
         context: 1,
         shuffled,
+        verify,
         rows,
     };
     let window = vec![("tokens", (CONTEXT + 1) * 2, CONTEXT as u64 * 2)];
+    let text = |what, verify| Case {
+        what,
+        path: tokens.clone(),
+        wants: Wants::Text,
+        context: CONTEXT,
+        shuffled: true,
+        verify,
+        rows: window.clone(),
+    };
+    use Verify::{Always, FirstPass, Off};
     let cases = [
-        image("images, shuffled", &images, true, image_rows.clone()),
-        image("images, in order", &images, false, image_rows),
-        image("images, deflated chunks, shuffled", &packed, true, vec![]),
-        Case {
-            what: "token windows, shuffled",
-            path: tokens,
-            wants: Wants::Text,
-            context: CONTEXT,
-            shuffled: true,
-            rows: window,
-        },
+        image("images, shuffled", &images, true, Off, image_rows.clone()),
+        image("images, in order", &images, false, Off, image_rows.clone()),
+        image("images, deflated chunks, shuffled", &packed, true, Off, vec![]),
+        text("token windows, shuffled", Off),
+        image("images, verify = first-pass", &images, true, FirstPass, image_rows.clone()),
+        image("images, verify = always", &images, true, Always, image_rows),
+        text("token windows, verify = first-pass", FirstPass),
+        text("token windows, verify = always", Always),
     ];
     cases.iter().map(|case| case.time(rounds)).collect()
 }
@@ -89,7 +101,7 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>>
 impl Case {
     fn time(&self, rounds: usize) -> Result<Timing> {
         let open = || {
-            let spec = DataSpec { wants: self.wants.clone(), ..DataSpec::new(&self.path) };
+            let spec = DataSpec { wants: self.wants.clone(), verify: self.verify, ..DataSpec::new(&self.path) };
             Dataset::open(&spec, Split::Train, self.context)
         };
         let samples = open()?.samples();
@@ -143,34 +155,42 @@ impl Case {
     }
 }
 
-/// Images of random bytes, or with few of them set in compressed chunks.
+/// Images of random bytes with their checksums, or with few of them set in compressed chunks.
 fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
     let file = hdf5::File::create(path)?;
-    let mut pixels = random(samples * IMAGE);
-    let mut builder = file.new_dataset_builder().empty::<u8>().shape((samples, 28, 28, 1));
-    if packed {
+    let (mut pixels, shape) = (random(samples * IMAGE), [samples, 28, 28, 1]);
+    let classes: Vec<u32> = random(samples).into_iter().map(|byte| u32::from(byte % 10)).collect();
+    let inputs = if packed {
         // About a fifth, as in images of digits.
         pixels.iter_mut().for_each(|pixel| *pixel = if *pixel < 51 { 200 } else { 0 });
-        builder = builder.chunk((CHUNK.min(samples), 28, 28, 1)).deflate(4);
-    }
-    let inputs = builder.create("inputs")?;
-    inputs.write_raw(&pixels)?;
+        let builder = file.new_dataset::<u8>().shape(shape).chunk([CHUNK.min(samples), 28, 28, 1]).deflate(4);
+        let inputs = builder.create("inputs")?;
+        inputs.write_raw(&pixels)?;
+        file.new_dataset::<u32>().shape(samples).create("targets")?.write_raw(&classes)?;
+        inputs
+    } else {
+        let format: VarLenUnicode = Format::Rows.name().parse().map_err(|_| "the format has no name")?;
+        file.new_attr::<VarLenUnicode>().create("format")?.write_scalar(&format)?;
+        file.new_attr::<u32>().create("format_version")?.write_scalar(&Format::Rows.version())?;
+        write_rows(&file, "/targets", &[samples], &classes)?;
+        write_rows(&file, "/inputs", &shape, &pixels)?
+    };
     for (name, number) in [(super::shard::MEAN, 127.5f32), (super::shard::STD, 73.9)] {
         inputs.new_attr::<f32>().shape(1).create(name)?.write_raw(&[number])?;
     }
-    let classes: Vec<u32> = random(samples).into_iter().map(|byte| u32::from(byte % 10)).collect();
-    file.new_dataset::<u32>().shape(samples).create("targets")?.write_raw(&classes)?;
     file.close()
 }
 
-/// Ids of 16 bits.
-fn write_tokens(path: &Path, samples: usize) -> hdf5::Result<()> {
-    let file = hdf5::File::create(path)?;
-    let count = samples * CONTEXT + 1;
-    let ids: Vec<u16> = random(count * 2).as_chunks::<2>().0.iter().map(|pair| u16::from_le_bytes(*pair)).collect();
-    file.new_dataset::<u16>().shape(count).create("tokens")?.write_raw(&ids)?;
-    file.new_attr::<u64>().create("vocabulary_size")?.write_scalar(&(1u64 << 16))?;
-    file.close()
+/// Ids of 16 bits, with checksums.
+fn write_tokens(path: &Path, samples: usize) -> Result<()> {
+    let (count, tokenizer) = (samples * CONTEXT + 1, Tokenizer::Gpt2);
+    let below = tokenizer.vocabulary() as u32;
+    let pairs = random(count * 2);
+    let ids: Vec<u32> =
+        pairs.as_chunks::<2>().0.iter().map(|pair| u32::from(u16::from_le_bytes(*pair)) % below).collect();
+    let (source, source_sha256, split) = ("random", "", Split::Train);
+    let (tokenizer, ids) = (&tokenizer, &ids[..]);
+    TokenShard { ids, tokenizer, source, source_sha256, split, shard: 0, num_shards: 1, compress: None }.write(path)
 }
 
 fn random(count: usize) -> Vec<u8> {
@@ -191,7 +211,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let timings = time(folder.path(), 300, 2).unwrap();
         let rounds: Vec<_> = timings.iter().map(|one| (one.samples, one.seconds.len(), one.plain.len())).collect();
-        assert_eq!(rounds, [(256, 2, 2), (256, 2, 2), (256, 2, 0), (256, 2, 2)]);
+        let (plain, packed) = ((256, 2, 2), (256, 2, 0));
+        assert_eq!(rounds, [plain, plain, packed, plain, plain, plain, plain, plain]);
         assert!(timings.iter().flat_map(|one| one.seconds.iter().chain(&one.plain)).all(|seconds| *seconds > 0.0));
     }
 }

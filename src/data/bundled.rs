@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 
 use super::import::hex;
 use crate::error::{Error, Result};
+use crate::private;
 
 struct Bundle {
     name: &'static str,
@@ -28,11 +29,11 @@ const BUNDLES: &[Bundle] = &[Bundle {
 
 /// The directory that holds the shards of the bundled data set `name`, written there if need be.
 ///
-/// It lies in the user's cache directory, or in the temporary one where that cannot be written.
+/// It lies in the user's cache directory, or in one of the user's own in the temporary one where that cannot be written.
 /// Any number of processes may call this at once.
 pub fn locate(name: &str) -> Result<PathBuf> {
     match BUNDLES.iter().find(|bundle| bundle.name == name) {
-        Some(bundle) => bundle.unpack(&cache_roots()),
+        Some(bundle) => bundle.unpack(&private::cache_roots()),
         None => {
             let names: Vec<&str> = BUNDLES.iter().map(|bundle| bundle.name).collect();
             Err(Error::input(format!("no bundled data set is named {name:?}"))
@@ -41,22 +42,16 @@ pub fn locate(name: &str) -> Result<PathBuf> {
     }
 }
 
-/// Where unpacked bundles may live, best first.
-fn cache_roots() -> Vec<PathBuf> {
-    let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let user = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
-    user.into_iter().chain([std::env::temp_dir()]).collect()
-}
-
 impl Bundle {
-    /// Writes the files below the first of `roots` that takes them.
-    fn unpack(&self, roots: &[PathBuf]) -> Result<PathBuf> {
+    /// Writes the files below the first of `roots`, under the name beside it, that takes them.
+    fn unpack(&self, roots: &[(PathBuf, String)]) -> Result<PathBuf> {
         let mut failure = Error::internal("there is no directory to unpack data into");
-        for root in roots {
+        for (root, name) in roots {
             // The hash keeps programs of different versions apart.
-            let directory = root.join("hpctrain").join(self.hash());
-            match self.unpack_into(&directory) {
-                Ok(()) => return Ok(directory),
+            let unpacked = private::below(root, &[name, &self.hash()])
+                .and_then(|directory| self.unpack_into(&directory).map(|()| directory));
+            match unpacked {
+                Ok(directory) => return Ok(directory),
                 Err(e) => failure = e,
             }
         }
@@ -64,7 +59,6 @@ impl Bundle {
     }
 
     fn unpack_into(&self, directory: &Path) -> Result<()> {
-        fs::create_dir_all(directory).map_err(|e| Error::io("create", directory, e))?;
         for (name, content) in self.files {
             let path = directory.join(name);
             if fs::read(&path).is_ok_and(|existing| existing == *content) {
@@ -106,6 +100,10 @@ mod tests {
 
     const BUNDLE: Bundle = Bundle { name: "x", files: &[("a", b"one"), ("b", b"two")] };
 
+    fn named(root: &Path) -> (PathBuf, String) {
+        (root.to_owned(), "hpctrain".to_owned())
+    }
+
     fn names(directory: &Path) -> Vec<String> {
         crate::data::dataset::file_names(directory).unwrap()
     }
@@ -113,7 +111,7 @@ mod tests {
     #[test]
     fn damaged_files_are_replaced_and_whole_ones_kept() {
         let root = tempfile::tempdir().unwrap();
-        let roots = [root.path().to_owned()];
+        let roots = [named(root.path())];
         let directory = BUNDLE.unpack(&roots).unwrap();
         fs::write(directory.join("a"), "oen").unwrap();
         let kept = fs::metadata(directory.join("b")).unwrap().modified().unwrap();
@@ -129,9 +127,9 @@ mod tests {
         let file = root.path().join("file");
         fs::write(&file, "").unwrap();
         let other = root.path().join("other");
-        let directory = BUNDLE.unpack(&[file.clone(), other.clone()]).unwrap();
+        let directory = BUNDLE.unpack(&[named(&file), named(&other)]).unwrap();
         assert!(directory.starts_with(&other));
-        assert!(BUNDLE.unpack(&[file]).unwrap_err().to_string().contains("cannot create"));
+        assert!(BUNDLE.unpack(&[named(&file)]).unwrap_err().to_string().contains("cannot create"));
     }
 
     #[test]
@@ -139,10 +137,10 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         std::thread::scope(|scope| {
             for _ in 0..8 {
-                scope.spawn(|| BUNDLE.unpack(&[root.path().to_owned()]).unwrap());
+                scope.spawn(|| BUNDLE.unpack(&[named(root.path())]).unwrap());
             }
         });
-        let directory = BUNDLE.unpack(&[root.path().to_owned()]).unwrap();
+        let directory = BUNDLE.unpack(&[named(root.path())]).unwrap();
         assert_eq!(names(&directory), ["a", "b"]);
     }
 

@@ -19,22 +19,29 @@ pub(super) const UNKNOWN: u32 = 0;
 
 /// Columns of a table by their use, in the order of the shards' datasets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Columns {
+pub struct Columns {
+    /// Names of the columns of numbers.
     pub inputs: Vec<String>,
+    /// Columns of categories.
     pub categories: Vec<Category>,
+    /// Names of the columns to predict; empty in shards that were written before these were kept, and of rows without targets.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub targets: Vec<String>,
 }
 
 /// A column of categories.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Category {
+pub struct Category {
+    /// Its name.
     pub name: String,
+    /// How its values become ids.
     pub coding: Coding,
 }
 
-/// How values become ids; [`UNKNOWN`] is nobody's.
+/// How values become ids; 0 is that of an empty cell, and of a value that is not known.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub(super) enum Coding {
+pub enum Coding {
     /// The first of these has id 1, and so on.
     Values(Vec<String>),
     /// The CRC-32 of the value, brought below this number of ids.

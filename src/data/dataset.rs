@@ -1,14 +1,22 @@
 //! All shards of one split as one numbered sequence of samples.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::Tokenizer;
+use serde::{Deserialize, Serialize};
+
 use super::augment::{Augment, Augmenter};
+use super::axes::Axes;
+use super::compare::{Scratch, Seen, Verify};
+use super::division::{Division, millionths};
 use super::import::left_out;
+use super::preprocessing::{self, Form, Parts, Preprocessing, Recoded};
 use super::rows::RowReader;
 use super::shard::{Content, Field, Rows, Shard, first_invalid};
+use super::stored::As;
+use super::{Fingerprint, Tokenizer, completeness};
 use crate::error::{Error, Result};
 use crate::pattern::matches;
 use crate::simd::simd;
@@ -18,12 +26,26 @@ const MAX_OPEN: usize = 256;
 /// What may be kept in memory of all shards together, unless single chunks are larger.
 const CACHE_TOTAL: usize = 128 << 20;
 
+/// File names of validation shards unless others are given: they need not be there.
+const VALIDATION: &str = "val-*.h5";
+
+/// Where the samples for validation are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Held {
+    /// In shards of their own.
+    Shards,
+    /// Among those for training: [`DataSpec::val_fraction`] of them.
+    Fraction,
+    /// There are none.
+    Nowhere,
+}
+
 /// Where the data is and what it is called there.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct DataSpec {
     /// A directory of shards, or one HDF5 file.
     pub path: PathBuf,
-    /// File names of the training shards; `*` stands for any characters.
+    /// File names of the training shards: `*` stands for any characters, `[02-4]` for one of those in brackets.
     pub train: String,
     /// File names of the validation shards.
     pub validation: String,
@@ -37,10 +59,30 @@ pub struct DataSpec {
     pub targets: String,
     /// The dataset with a factor of each row's loss; `/weights` if none is given and files have one, none if empty.
     pub weights: Option<String>,
+    /// Shape of a row as the network takes it; empty where any with as many elements will do.
+    pub shape: Vec<usize>,
+    /// Order of the axes of images.
+    pub axes: Axes,
+    /// The part of the samples that is kept for validation where there are no validation shards; 0 keeps none.
+    pub val_fraction: f64,
+    /// How inputs are scaled; left out, by the mean and standard deviation that files give.
+    pub scale: Option<InputScale>,
     /// The number of ids, for files that do not tell; may also pad the files' own number.
     pub vocabulary: Option<usize>,
+    /// Which blocks are compared with their checksums as they are read.
+    pub verify: Verify,
     /// What a sample is to be made of.
     pub wants: Wants,
+}
+
+/// How inputs are scaled, in the place of the mean and standard deviation that a file may give.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum InputScale {
+    /// Not at all.
+    None,
+    /// Unsigned bytes are divided by 255.
+    Unit,
 }
 
 /// What a network wants of a sample.
@@ -141,14 +183,44 @@ impl DataSpec {
         Self {
             path: path.into(),
             train: "train-*.h5".to_owned(),
-            validation: "val-*.h5".to_owned(),
+            validation: VALIDATION.to_owned(),
             tokens: "/tokens".to_owned(),
             inputs: "/inputs".to_owned(),
             categories: "/categories".to_owned(),
             targets: "/targets".to_owned(),
             weights: None,
+            shape: vec![],
+            axes: Axes::default(),
+            val_fraction: 0.0,
+            scale: None,
             vocabulary: None,
+            verify: Verify::default(),
             wants: Wants::Text,
+        }
+    }
+
+    /// The key with the pattern of names of a split, and the pattern.
+    fn pattern(&self, split: Split) -> (&'static str, &str) {
+        match split {
+            Split::Train => ("data.train", &self.train),
+            Split::Validation => ("data.validation", &self.validation),
+        }
+    }
+
+    /// Where the samples for validation are.
+    ///
+    /// # Errors
+    /// The data does not exist, or file names that were asked for fit none.
+    pub fn held(&self) -> Result<Held> {
+        let has_shards = || Ok(file_names(&self.path)?.iter().any(|name| matches(&self.validation, name)));
+        if self.path.is_dir() && has_shards()? {
+            return Ok(Held::Shards);
+        }
+        match self.val_fraction {
+            fraction if fraction > 0.0 => Ok(Held::Fraction),
+            _ if self.path.is_file() || self.path.is_dir() && self.validation == VALIDATION => Ok(Held::Nowhere),
+            // Says what is not there.
+            _ => self.files(Split::Validation).map(|_| Held::Shards),
         }
     }
 
@@ -164,13 +236,12 @@ impl DataSpec {
             return match split {
                 Split::Train => Ok(vec![self.path.clone()]),
                 Split::Validation => Err(Error::input(format!("{path} is a single file and has no validation split"))
-                    .hint("give a directory with training and validation shards as data.path")),
+                    .hint(
+                        "give a directory with training and validation shards as data.path, or set data.val_fraction",
+                    )),
             };
         }
-        let (key, pattern) = match split {
-            Split::Train => ("data.train", &self.train),
-            Split::Validation => ("data.validation", &self.validation),
-        };
+        let (key, pattern) = self.pattern(split);
         let names = file_names(&self.path)?;
         let shards: Vec<PathBuf> =
             names.iter().filter(|name| matches(pattern, name)).map(|name| self.path.join(name)).collect();
@@ -237,11 +308,18 @@ pub struct Dataset {
     first_sample: Vec<u64>,
     /// Samples of each data set.
     parts: Vec<u64>,
+    /// Which of the stored samples of each these are.
+    divisions: Vec<Division>,
+    /// Millionths of the stored samples that are kept for validation, where some are.
+    held_out: u64,
     context: usize,
     wants: Wants,
     /// Ids are below this: of text, or of rows of ids.
     vocabulary: usize,
     open: OpenShards,
+    /// Preprocessing of all samples, and the conversion to it for each shard.
+    preprocessing: Preprocessing,
+    forms: Vec<Arc<Form>>,
     /// What is done to images before they are brought to their scale.
     augmenter: Option<Augmenter>,
 }
@@ -263,12 +341,20 @@ impl Dataset {
         if context == 0 {
             return Err(Error::input("a sample of 0 tokens teaches nothing").hint("set the context to 1 or more"));
         }
-        let (mut shards, mut first_sample, mut parts) = (Vec::<Shard>::new(), vec![0], Vec::new());
+        let (mut shards, mut first_sample) = (Vec::<Shard>::new(), vec![0]);
+        let (mut divisions, mut held_out) = (Vec::new(), 0);
         let mut samples = 0;
         for spec in specs {
             let (own, before) = (shards.len(), samples);
-            for path in spec.files(split)? {
-                let shard = Shard::open(&path, spec)?;
+            let is_divided = spec.val_fraction > 0.0 && spec.held()? == Held::Fraction;
+            // Both parts are in the same shards.
+            let of_files = if is_divided { Split::Train } else { split };
+            for path in spec.files(of_files)? {
+                let mut shard = Shard::open(&path, spec)?;
+                // Lists of values may be long, and are mostly the same in all shards: one of them is kept.
+                if let Some(last) = shards.last().filter(|last| last.told == shard.told) {
+                    shard.told = last.told.clone();
+                }
                 if let Some(first) = shards.get(own) {
                     shard.check_sibling(first)?;
                 } else if let Some(first) = shards.first() {
@@ -281,16 +367,94 @@ impl Dataset {
                 first_sample.push(samples);
                 shards.push(shard);
             }
-            parts.push(samples - before);
+            check_completeness(spec, of_files, &shards[own..])?;
+            let stored = samples - before;
+            divisions.push(if is_divided {
+                held_out = millionths(spec.val_fraction);
+                let is_text = matches!(spec.wants, Wants::Text);
+                Division::new(stored, spec.val_fraction, is_text, split, &spec.path.to_string_lossy())?
+            } else {
+                Division::all(stored)
+            });
         }
+        shards.iter().try_for_each(Shard::check_written)?;
         let spec = specs.first().ok_or_else(|| Error::internal("no data set is to be opened"))?;
         let vocabulary = match &spec.wants {
             Wants::Text | Wants::Anything => shards[0].vocabulary(spec.vocabulary)?,
             Wants::Rows { ids: Ids::Input(below), .. } => *below,
             Wants::Rows { .. } => 0,
         };
-        let open = OpenShards::new(&shards, MAX_OPEN);
-        Ok(Self { shards, first_sample, parts, context, wants: spec.wants.clone(), vocabulary, open, augmenter: None })
+        let open = OpenShards::new(&shards, MAX_OPEN, spec.verify);
+        let (parts, wants) = (divisions.iter().map(Division::count).collect(), spec.wants.clone());
+        let (preprocessing, forms) = (Preprocessing::default(), Vec::new());
+        let mut dataset = Self {
+            shards,
+            first_sample,
+            parts,
+            divisions,
+            held_out,
+            context,
+            wants,
+            vocabulary,
+            open,
+            preprocessing,
+            forms,
+            augmenter: None,
+        };
+        let own = dataset.told();
+        dataset.conform(&own)?;
+        Ok(dataset)
+    }
+
+    /// Preprocessing that the shards describe; columns and classes of the first one that has any.
+    fn told(&self) -> Preprocessing {
+        let mut own = Preprocessing { tokenizer: self.shards[0].header.tokenizer.clone(), ..Preprocessing::default() };
+        for told in self.shards.iter().map(|shard| &shard.told) {
+            if self.sizes().features > 0 && !own.scales.contains(&told.scale) {
+                own.scales.push(told.scale.clone());
+            }
+            own.columns = own.columns.or_else(|| told.columns.as_deref().cloned());
+            if own.classes.is_empty() {
+                own.classes.clone_from(&told.classes);
+            }
+        }
+        own
+    }
+
+    /// Preprocessing of samples as they are read: the shards' own, or the last one given to [`Dataset::conform`].
+    pub fn preprocessing(&self) -> &Preprocessing {
+        &self.preprocessing
+    }
+
+    /// From now on samples are read as a network learned them that was trained with the preprocessing `to`: on its scale, with
+    /// its order of columns and its numbers of categories and classes. Returns what had to be converted, a line each, for people.
+    ///
+    /// # Errors
+    /// They cannot be brought to it, or the tokenizers differ: which shard, and what to do.
+    pub fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
+        let own = self.told();
+        let tokenizer = preprocessing::tokenizer(own.tokenizer.as_ref(), to.tokenizer.as_ref());
+        let tokenizer = tokenizer.map_err(|e| e.at(self.shards[0].path.display()))?.cloned();
+        let is_class = matches!(self.wants, Wants::Rows { target: Target::Class(_), .. });
+        let parts = Parts { numbers: self.sizes().features, classes: is_class };
+        let (mut notes, mut forms) = (Vec::new(), Vec::<Arc<Form>>::new());
+        for (index, shard) in self.shards.iter().enumerate() {
+            // The shards of a data set mostly tell the same.
+            let form = match forms.last() {
+                Some(before) if shard.told == self.shards[index - 1].told => before.clone(),
+                _ => Form::new(&shard.told, to, parts, &mut notes).map_err(|e| e.at(shard.path.display()))?.into(),
+            };
+            forms.push(form);
+        }
+        // Parts that the network's preprocessing lacks come from the data.
+        self.preprocessing = Preprocessing {
+            scales: if to.scales.is_empty() { own.scales } else { to.scales.clone() },
+            columns: to.columns.clone().or(own.columns),
+            classes: if to.classes.is_empty() { own.classes } else { to.classes.clone() },
+            tokenizer,
+        };
+        self.forms = forms;
+        Ok(notes)
     }
 
     /// Has images of `shape`, which is that of a row, moved and mirrored at random, by `seed`, from now on.
@@ -307,7 +471,21 @@ impl Dataset {
 
     /// How many samples there are; at least one.
     pub fn samples(&self) -> u64 {
-        self.first_sample[self.shards.len()]
+        self.parts.iter().sum()
+    }
+
+    /// Where sample `number` is among all that are stored, and how many follow it there.
+    fn stored(&self, number: u64) -> (u64, u64) {
+        let (mut number, mut before) = (number, 0);
+        for (division, count) in self.divisions.iter().zip(&self.parts) {
+            if number < *count {
+                let (place, run) = division.run(number);
+                return (before + place, run);
+            }
+            number -= count;
+            before += division.stored();
+        }
+        (before, 0)
     }
 
     /// How many samples each of the data sets has.
@@ -346,9 +524,31 @@ impl Dataset {
         }
     }
 
+    /// Which data this is.
+    pub fn fingerprint(&self) -> Fingerprint {
+        let shards = self.shards.iter().map(|shard| shard.print.clone()).collect();
+        Fingerprint { samples: self.samples(), held_out: self.held_out, shards }
+    }
+
     /// How many elements of inputs the shards hold; of text, those outside any whole window included.
     pub fn tokens(&self) -> u64 {
-        self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum()
+        let all: u64 = self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum();
+        let stored = self.first_sample[self.shards.len()];
+        match self.samples() {
+            samples if samples == stored => all,
+            // Tokens outside any whole window are divided in proportion.
+            samples => (u128::from(all) * u128::from(samples) / u128::from(stored)) as u64,
+        }
+    }
+
+    /// A warning, if the network is given unscaled bytes.
+    pub fn unscaled(&self) -> Option<String> {
+        let is_unscaled = |(shard, form): &(&Shard, &Arc<Form>)| shard.content.is_unscaled() && form.scale.is_none();
+        let (shard, _) = self.shards.iter().zip(&self.forms).find(is_unscaled)?;
+        Some(format!(
+            "inputs of {} are unsigned bytes without mean and std: the network sees 0 to 255; data.scale = \"unit\" divides them by 255, \"none\" keeps them",
+            shard.path.display()
+        ))
     }
 
     /// What there is to say of rows that an import has left out, if it has.
@@ -362,7 +562,7 @@ impl Dataset {
 
     /// What turns ids into text, if the shards tell.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
-        self.shards[0].header.tokenizer.as_ref()
+        self.preprocessing.tokenizer.as_ref()
     }
 
     /// Most bytes that are kept of what was read, for further reads.
@@ -407,8 +607,9 @@ impl Dataset {
         }
         let mut next = first;
         while next < last {
-            let index = self.first_sample.partition_point(|&first| first <= next) - 1;
-            let here = (self.first_sample[index + 1].min(last) - next) as usize;
+            let (place, run) = self.stored(next);
+            let index = self.first_sample.partition_point(|&first| first <= place) - 1;
+            let here = (self.first_sample[index + 1] - place).min(run).min(last - next) as usize;
             let into = SampleMut {
                 ids: front(&mut ids, here * sizes.ids),
                 features: front(&mut features, here * sizes.features),
@@ -416,23 +617,23 @@ impl Dataset {
                 values: front(&mut values, here * sizes.values),
                 weights: front(&mut weights, here * sizes.weights),
             };
-            let seen = Seen { epoch, first: next };
-            self.read_rows(index, next - self.first_sample[index], seen, into)?;
+            let when = When { epoch, first: next };
+            self.read_rows(index, place - self.first_sample[index], when, into)?;
             next += here as u64;
         }
         Ok(())
     }
 
     /// Reads samples of shard `index` from its sample `row` on, as many as there is room for.
-    fn read_rows(&mut self, index: usize, row: u64, seen: Seen, into: SampleMut<'_>) -> Result<()> {
+    fn read_rows(&mut self, index: usize, row: u64, when: When, into: SampleMut<'_>) -> Result<()> {
         let SampleMut { ids, features, classes, values, weights: factors } = into;
-        let shard = &self.shards[index];
+        let (shard, form) = (&self.shards[index], &*self.forms[index]);
         let readers = self.open.readers(shard, index)?;
         match &shard.content {
             Content::Tokens(tokens) => {
                 let start = row * self.context as u64;
                 let read = readers[0].read_shifted(start, ids, classes);
-                read.map_err(|e| shard.unreadable(tokens, &e))?;
+                read.map_err(|e| shard.unreadable(tokens, e))?;
                 let last = classes.len().saturating_sub(1);
                 check_ids(shard, tokens, start, ids, self.vocabulary)?;
                 check_ids(shard, tokens, start + ids.len() as u64, &classes[last..], self.vocabulary)?;
@@ -442,7 +643,7 @@ impl Dataset {
                 read_checked(shard, target_ids, &mut readers[1], row, classes, self.vocabulary)?;
             }
             Content::Rows(rows) => {
-                let Rows { inputs, categories, targets, weights: of_weights, standard } = &**rows;
+                let Rows { inputs, categories, targets, weights: of_weights, planes, .. } = &**rows;
                 // In the order of the content's datasets.
                 let mut readers = readers.iter_mut();
                 let mut of = |field| readers.next().map(|reader| (field, reader));
@@ -456,23 +657,34 @@ impl Dataset {
                     }
                     Some((inputs, reader)) => {
                         read_numbers(shard, inputs, reader, row, features)?;
+                        planes.iter().for_each(|planes| planes.to_last(features));
+                        form.numbers.iter().for_each(|places| reorder(places, features));
                         if let Some(augmenter) = &mut self.augmenter {
-                            for (image, sample) in features.chunks_exact_mut(inputs.row_len()).zip(seen.first..) {
-                                augmenter.apply(seen.epoch, sample, image);
+                            for (image, sample) in features.chunks_exact_mut(inputs.row_len()).zip(when.first..) {
+                                augmenter.apply(when.epoch, sample, image);
                             }
                         }
-                        standard.iter().for_each(|standard| standard.apply(features));
+                        form.scale.iter().for_each(|scale| scale.apply(features));
                     }
                 }
                 if let Some((categories, reader)) = categories
                     && let Wants::Rows { ids: Ids::Tables(tables), .. } = &self.wants
                 {
-                    read_categories(shard, categories, reader, row, ids, tables)?;
+                    reader.read(row, ids).map_err(|e| shard.unreadable(categories, e))?;
+                    if let Some(recoded) = &form.categories {
+                        recode(shard, categories, row, ids, recoded)?;
+                    }
+                    check_categories(shard, categories, row, ids, tables)?;
                 }
                 match (&self.wants, targets) {
                     (_, None) => {}
                     (Wants::Rows { target: Target::Class(all), .. }, Some((targets, reader))) => {
-                        read_class(shard, targets, reader, row, classes, *all)?;
+                        read_class(shard, targets, reader, row, classes)?;
+                        if let Some(numbers) = &form.classes {
+                            check_classes(shard, targets, row, classes, numbers.len(), "the data has names for")?;
+                            classes.iter_mut().for_each(|class| *class = numbers[*class as usize]);
+                        }
+                        check_classes(shard, targets, row, classes, *all, "the network knows")?;
                     }
                     (_, Some((targets, reader))) => read_numbers(shard, targets, reader, row, values)?,
                 }
@@ -485,9 +697,24 @@ impl Dataset {
     }
 }
 
+/// Refuses fewer or more shards than an import has made, unless the pattern leaves some out or one file is named.
+fn check_completeness(spec: &DataSpec, split: Split, shards: &[Shard]) -> Result<()> {
+    if spec.path.is_file() {
+        return Ok(());
+    }
+    let (key, pattern) = spec.pattern(split);
+    match completeness::problems(shards, |name| matches(pattern, name)).into_iter().next() {
+        None => Ok(()),
+        Some(problem) => Err(Error::input(format!("{}: {problem}", spec.path.display())).hint(format!(
+            "copy or import the shards again; to leave some out on purpose, let {key} fit the others alone, as \"{}\" does",
+            pattern.replacen('*', "0000[013]", 1)
+        ))),
+    }
+}
+
 /// When samples are seen, and the number of the first of them in the whole data set.
 #[derive(Clone, Copy)]
-struct Seen {
+struct When {
     epoch: u64,
     first: u64,
 }
@@ -508,20 +735,45 @@ fn read_checked(
     out: &mut [u32],
     vocabulary: usize,
 ) -> Result<()> {
-    reader.read(first, out).map_err(|e| shard.unreadable(ids, &e))?;
+    reader.read(first, out).map_err(|e| shard.unreadable(ids, e))?;
     check_ids(shard, ids, first, out, vocabulary)
 }
 
-/// Reads rows' ids of categories, refuses one that has no row in its table, and has them count through all tables.
-fn read_categories(
-    shard: &Shard,
-    field: &Field,
-    reader: &mut RowReader,
-    row: u64,
-    out: &mut [u32],
-    tables: &[usize],
-) -> Result<()> {
-    reader.read(row, out).map_err(|e| shard.unreadable(field, &e))?;
+/// Puts the numbers of rows into the order of `places`, which says where each of them stands now.
+fn reorder(places: &[usize], rows: &mut [f32]) {
+    let mut stored = vec![0.0; places.len()];
+    for row in rows.chunks_exact_mut(places.len()) {
+        stored.copy_from_slice(row);
+        row.iter_mut().zip(places).for_each(|(number, place)| *number = stored[*place]);
+    }
+}
+
+/// Gives the categories of rows from `row` on the order and the ids that a network knows.
+fn recode(shard: &Shard, field: &Field, row: u64, out: &mut [u32], recoded: &[Recoded]) -> Result<()> {
+    let width = recoded.len();
+    let mut stored = vec![0; width];
+    for (i, ids) in out.chunks_exact_mut(width).enumerate() {
+        stored.copy_from_slice(ids);
+        for (id, Recoded { column, ids }) in ids.iter_mut().zip(recoded) {
+            *id = match ids {
+                None => stored[*column],
+                Some(ids) => *ids.get(stored[*column] as usize).ok_or_else(|| {
+                    let element = field.element((row as usize + i) * width + column);
+                    Error::input(format!(
+                        "{element} is id {}, of which /columns tells no value",
+                        stored[*column] as i32
+                    ))
+                    .hint("import the data again")
+                    .at(shard.path.display())
+                })?,
+            };
+        }
+    }
+    Ok(())
+}
+
+/// Refuses an id of a category that has no row in its table, and has ids count through all tables.
+fn check_categories(shard: &Shard, field: &Field, row: u64, out: &mut [u32], tables: &[usize]) -> Result<()> {
     for (i, ids) in out.chunks_exact_mut(tables.len()).enumerate() {
         let mut before = 0;
         for (category, (id, &rows)) in ids.iter_mut().zip(tables).enumerate() {
@@ -552,22 +804,22 @@ fn check_ids(shard: &Shard, ids: &Field, first: u64, out: &[u32], vocabulary: us
     }
 }
 
-/// Reads rows' classes and refuses one that is not among `all`.
-fn read_class(
-    shard: &Shard,
-    field: &Field,
-    reader: &mut RowReader,
-    row: u64,
-    out: &mut [u32],
-    all: usize,
-) -> Result<()> {
-    reader.read(row, out).map_err(|e| shard.unreadable(field, &e))?;
-    match first_invalid(out, all) {
+/// Reads rows' classes. A field of numbers has one-hot rows.
+fn read_class(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [u32]) -> Result<()> {
+    if field.kind == As::Numbers {
+        return read_one_hot(shard, field, reader, row, out);
+    }
+    reader.read(row, out).map_err(|e| shard.unreadable(field, e))
+}
+
+/// Refuses a class that is not among `all` in rows from `row` on; `who` tells whose they are.
+fn check_classes(shard: &Shard, field: &Field, row: u64, found: &[u32], all: usize, who: &str) -> Result<()> {
+    match first_invalid(found, all) {
         None => Ok(()),
         Some(at) => Err(Error::input(format!(
-            "{} is class {}, but the network knows 0 to {}",
+            "{} is class {}, but {who} 0 to {}",
             field.element(row as usize + at),
-            out[at] as i32,
+            found[at] as i32,
             all - 1
         ))
         .hint("give the last of model.layers more units, or mend the data")
@@ -575,9 +827,28 @@ fn read_class(
     }
 }
 
+/// Reads rows that have a 1 at the place of their class, and refuses one that has something else.
+fn read_one_hot(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [u32]) -> Result<()> {
+    let mut columns = vec![0.0; out.len() * field.row_len()];
+    reader.read_numbers(row, &mut columns).map_err(|e| shard.unreadable(field, e))?;
+    for (i, (class, columns)) in out.iter_mut().zip(columns.chunks_exact(field.row_len())).enumerate() {
+        let (ones, zeros) = [1.0, 0.0].map(|x| columns.iter().filter(|y| **y == x).count()).into();
+        match columns.iter().position(|x| *x == 1.0) {
+            Some(place) if ones == 1 && zeros == columns.len() - 1 => *class = place as u32,
+            _ => {
+                let element = format!("{}[{}]", field.name, row as usize + i);
+                return Err(Error::input(format!("{element} has {ones} ones and {zeros} zeros in {} columns, and is no one-hot row", columns.len()))
+                    .hint("store the number of the class of each row, or a 1 in its column and 0 in all others; for several labels a row, set loss.kind = \"binary-cross-entropy\"")
+                    .at(shard.path.display()));
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Reads rows of numbers and refuses what is none.
 fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
-    reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, &e))?;
+    reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, e))?;
     // No search, unless there is something to find: this way it takes vector instructions.
     let all_finite = || {
         simd(
@@ -601,7 +872,7 @@ fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, 
 
 /// Reads rows' weights and refuses what is no number of 0 or more.
 fn read_weights(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
-    reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, &e))?;
+    reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, e))?;
     match out.iter().position(|x| !is_weight(*x)) {
         None => Ok(()),
         Some(at) => Err(Error::input(format!("{} is {}", field.element(row as usize + at), out[at]))
@@ -623,6 +894,10 @@ struct OpenShards {
     count: usize,
     max_open: usize,
     cache_bytes: usize,
+    verify: Verify,
+    scratch: Scratch,
+    /// Of shards that were closed, the blocks of each dataset that were compared.
+    seen: HashMap<usize, Vec<Seen>>,
     /// Counts uses; orders `OpenShard::last_use`.
     clock: u64,
 }
@@ -633,11 +908,12 @@ struct OpenShard {
 }
 
 impl OpenShards {
-    fn new(shards: &[Shard], max_open: usize) -> Self {
+    fn new(shards: &[Shard], max_open: usize, verify: Verify) -> Self {
         let datasets = shards.len().min(max_open) * shards[0].content.datasets().len();
         let cache_bytes = CACHE_TOTAL / datasets;
         let shards = shards.iter().map(|_| None).collect();
-        Self { shards, count: 0, max_open, cache_bytes, clock: 0 }
+        let (scratch, seen) = (Scratch::default(), HashMap::new());
+        Self { shards, count: 0, max_open, cache_bytes, verify, scratch, seen, clock: 0 }
     }
 
     /// A reader for each dataset of the shard, which is number `index`.
@@ -646,10 +922,18 @@ impl OpenShards {
             if self.count == self.max_open {
                 let of_open = |(i, shard): (usize, &Option<OpenShard>)| shard.as_ref().map(|shard| (shard.last_use, i));
                 let oldest = self.shards.iter().enumerate().filter_map(of_open).min();
-                oldest.inspect(|(_, oldest)| self.shards[*oldest] = None);
+                if let Some((_, oldest)) = oldest
+                    && let Some(closed) = self.shards[oldest].take()
+                {
+                    self.seen.insert(oldest, closed.readers.into_iter().map(RowReader::into_seen).collect());
+                }
                 self.count -= 1;
             }
-            self.shards[index] = Some(OpenShard { readers: shard.readers(self.cache_bytes)?, last_use: 0 });
+            let mut readers = shard.readers(self.cache_bytes, self.verify, &self.scratch)?;
+            for (reader, seen) in readers.iter_mut().zip(self.seen.remove(&index).into_iter().flatten()) {
+                reader.resume(seen);
+            }
+            self.shards[index] = Some(OpenShard { readers, last_use: 0 });
             self.count += 1;
         }
         self.clock += 1;
@@ -675,7 +959,7 @@ mod tests {
                 .unwrap();
         }
         let mut dataset = Dataset::open(&DataSpec::new(dir.path()), Split::Train, 1).unwrap();
-        dataset.open = OpenShards::new(&dataset.shards, 2);
+        dataset.open = OpenShards::new(&dataset.shards, 2, Verify::FirstPass);
         let (mut inputs, mut targets) = ([9], [9]);
         for sample in [0, 7, 2, 1, 5, 6] {
             dataset.read(sample, SampleMut::text(&mut inputs, &mut targets)).unwrap();
@@ -684,5 +968,35 @@ mod tests {
         }
         let open: Vec<bool> = dataset.open.shards.iter().map(Option::is_some).collect();
         assert_eq!(open, [false, false, true, true], "the two used last");
+    }
+
+    /// Shards that were closed and opened again are not compared anew, and those never read are.
+    #[test]
+    fn what_was_compared_is_not_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |shard| dir.path().join(format!("train-{shard}.h5"));
+        for shard in 0..3 {
+            let (ids, tokenizer) = ([7; 3], &Tokenizer::Byte);
+            let (source, source_sha256, split) = ("", "", Split::Train);
+            TokenShard { ids: &ids, tokenizer, source, source_sha256, split, shard, num_shards: 3, compress: None }
+                .write(&path(shard))
+                .unwrap();
+        }
+        let mut dataset = Dataset::open(&DataSpec::new(dir.path()), Split::Train, 1).unwrap();
+        dataset.open = OpenShards::new(&dataset.shards, 1, Verify::FirstPass);
+        let mut read = |sample| {
+            let (mut inputs, mut targets) = ([9], [9]);
+            dataset.read(sample, SampleMut::text(&mut inputs, &mut targets)).map(|()| inputs[0])
+        };
+        assert_eq!((read(0).unwrap(), read(2).unwrap()), (7, 7));
+        for shard in [0, 2] {
+            let offset = hdf5::File::open(path(shard)).unwrap().dataset("tokens").unwrap().offset().unwrap();
+            let file = std::fs::File::options().write(true).open(path(shard)).unwrap();
+            std::os::unix::fs::FileExt::write_at(&file, &[8], offset).unwrap();
+        }
+        assert_eq!(read(0).unwrap(), 8);
+        let error = read(5).unwrap_err().to_string();
+        assert!(error.contains("train-2.h5: /tokens[0..3] has checksum "), "{error}");
+        assert!(error.contains("\nhint: copy or import the shard again"), "{error}");
     }
 }

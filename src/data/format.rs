@@ -1,46 +1,98 @@
-//! The token shard, version 1: an HDF5 file that any HDF5 tool can read.
+//! The formats of shards: HDF5 files that any HDF5 tool can read.
 //!
-//! | object | holds |
+//! | object of a token shard, version 1 | holds |
 //! |---|---|
 //! | `/tokens` | all ids of the shard: u8, u16 or u32, whichever fits the vocabulary |
 //! | `/checksums` | CRC-32 of each block of ids as little-endian bytes; attribute `checksum_block` is the number of ids a block |
 //! | `/tokenizer` | the tokenizer as JSON |
 //! | attributes of `/` | the fields of [`Header`] and `format` |
+//!
+//! | object of a shard of rows, version 2 | holds |
+//! |---|---|
+//! | `/inputs`, `/categories`, `/targets`, `/weights` | a row for each sample, those that there are |
+//! | `/checksums/inputs`, … | of each of them CRC-32 of each block of rows as little-endian bytes; attribute `checksum_block` is the number of rows a block |
+//! | attributes of `/` | the fields of [`Header`] and `format` |
+//!
+//! Shards of rows of version 1 have no checksums and say nothing of their import's other shards.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use hdf5::types::{IntSize, TypeDescriptor, VarLenUnicode};
-use hdf5::{File, H5Type};
+use hdf5::{Dataset, File, H5Type};
 
 use super::Split;
 use super::h5::{one_line, var_len};
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 
-const FORMAT: &str = "hpctrain-tokens";
-const FORMAT_VERSION: u32 = 1;
 /// Ids between two checksums; also the chunk of compressed shards, so that damage stays in one.
 const BLOCK: usize = 1 << 16;
+/// Bytes of rows between two checksums, or one row if that is more: what is read at random is not much less.
+const ROW_BLOCK_BYTES: usize = 16 << 10;
 
 const TOKENS: &str = "/tokens";
 pub(super) const CHECKSUMS: &str = "/checksums";
 pub(super) const TOKENIZER: &str = "/tokenizer";
 /// Of rows: how many the import has left out.
 pub(super) const SKIPPED_ROWS: &str = "skipped_rows";
+/// Of rows: tells their import from others.
+pub(super) const IMPORT: &str = "import";
 const CHECKSUM_BLOCK: &str = "checksum_block";
+
+/// Kind of content of a file that this crate wrote.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    /// A stream of ids.
+    Tokens,
+    /// Rows with targets.
+    Rows,
+}
+
+impl Format {
+    const ALL: [Self; 2] = [Self::Tokens, Self::Rows];
+
+    /// The value of the attribute `format`.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Tokens => "hpctrain-tokens",
+            Self::Rows => "hpctrain-samples",
+        }
+    }
+
+    /// The version that is written, and the newest that is read.
+    pub(super) fn version(self) -> u32 {
+        match self {
+            Self::Tokens => 1,
+            Self::Rows => 2,
+        }
+    }
+
+    /// The first version that has checksums.
+    fn first_with_checksums(self) -> u32 {
+        match self {
+            Self::Tokens => 1,
+            Self::Rows => 2,
+        }
+    }
+}
 
 /// What a file says about itself; a file of foreign make says nothing.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Header {
-    /// `None` for a file that was not written by this crate.
-    pub format_version: Option<u32>,
+    /// Format and version; `None` for a file that was not written by this crate.
+    pub format: Option<(Format, u32)>,
     pub tokenizer: Option<Tokenizer>,
     pub vocabulary_size: Option<u64>,
     /// The imported file's name, without its directory.
     pub source: Option<String>,
     pub source_sha256: Option<String>,
+    /// Of rows: tells their import from others.
+    pub import: Option<String>,
     pub split: Option<String>,
+    /// The shard's number among those of its split, from 0 on.
     pub shard: Option<u64>,
+    /// Shards of the split.
     pub num_shards: Option<u64>,
     /// Rows of the imported file that are in no shard.
     pub skipped_rows: Option<u64>,
@@ -48,23 +100,29 @@ pub(super) struct Header {
 
 impl Header {
     pub(super) fn read(file: &File) -> Result<Self> {
-        let ours = attribute::<VarLenUnicode>(file, "format")?.is_some_and(|format| format.as_str() == FORMAT);
-        let format_version = attribute(file, "format_version")?.filter(|_| ours);
-        match format_version {
-            None if ours => return Err(Error::input("attribute format_version is missing").hint("import it again")),
-            Some(version) if version > FORMAT_VERSION => {
-                let message = format!("format_version is {version}, but this program knows up to {FORMAT_VERSION}");
+        let named = attribute::<VarLenUnicode>(file, "format")?;
+        let format =
+            Format::ALL.into_iter().find(|format| named.as_ref().is_some_and(|name| name.as_str() == format.name()));
+        let version = attribute::<u32>(file, "format_version")?;
+        let format = match (format, version) {
+            (None, _) => None,
+            (Some(_), None) => {
+                return Err(Error::input("attribute format_version is missing").hint("import it again"));
+            }
+            (Some(format), Some(version)) if version > format.version() => {
+                let message = format!("format_version is {version}, but this program knows up to {}", format.version());
                 return Err(Error::input(message).hint("use a newer hpctrain, or import the data with this one"));
             }
-            _ => {}
-        }
+            (Some(format), Some(version)) => Some((format, version)),
+        };
         let text = |name| Ok(attribute::<VarLenUnicode>(file, name)?.map(|text| text.to_string()));
         let header = Self {
-            format_version,
-            tokenizer: if ours { read_tokenizer(file)? } else { None },
+            format,
+            tokenizer: if matches!(format, Some((Format::Tokens, _))) { read_tokenizer(file)? } else { None },
             vocabulary_size: attribute(file, "vocabulary_size")?,
             source: text("source")?,
             source_sha256: text("source_sha256")?,
+            import: text(IMPORT)?,
             split: text("split")?,
             shard: attribute(file, "shard")?,
             num_shards: attribute(file, "num_shards")?,
@@ -78,6 +136,11 @@ impl Header {
                 .hint("import it again"));
         }
         Ok(header)
+    }
+
+    /// Whether a file of its format has checksums.
+    pub(super) fn has_checksums(&self) -> bool {
+        self.format.is_some_and(|(format, version)| version >= format.first_with_checksums())
     }
 }
 
@@ -101,10 +164,16 @@ fn read_tokenizer(file: &File) -> Result<Option<Tokenizer>> {
     Tokenizer::from_json(&json).map(Some).map_err(|e| e.at(TOKENIZER))
 }
 
-/// The checksums of a shard, to compare with [`checksum`] of each block.
-pub(super) struct Checksums {
-    /// How many ids a block has; the last one may have fewer.
+/// The checksums of a shard, by the names of its datasets.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Checksums(BTreeMap<String, BlockSums>);
+
+/// The checksums of a dataset.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct BlockSums {
+    /// How many rows a block has, of a token stream ids; the last one may have fewer.
     pub block: usize,
+    /// CRC-32 of the little-endian bytes of each block.
     pub crc32: Vec<u32>,
 }
 
@@ -114,17 +183,75 @@ impl Checksums {
         if !file.link_exists(CHECKSUMS) {
             return Ok(None);
         }
-        let read = || -> hdf5::Result<(u64, Vec<u32>)> {
-            let dataset = file.dataset(CHECKSUMS)?;
-            Ok((dataset.attr(CHECKSUM_BLOCK)?.read_scalar()?, dataset.read_raw()?))
+        let read = || -> hdf5::Result<Self> {
+            if let Ok(dataset) = file.dataset(CHECKSUMS) {
+                return Ok(Self([(TOKENS.to_owned(), BlockSums::read(&dataset)?)].into()));
+            }
+            let all = file.group(CHECKSUMS)?.datasets()?.into_iter().map(|dataset| {
+                let name = dataset.name();
+                Ok((name.strip_prefix(CHECKSUMS).unwrap_or(&name).to_owned(), BlockSums::read(&dataset)?))
+            });
+            Ok(Self(all.collect::<hdf5::Result<_>>()?))
         };
-        let (block, crc32) =
-            read().map_err(|e| Error::input(format!("dataset {CHECKSUMS} cannot be read: {}", one_line(&e))))?;
-        match usize::try_from(block) {
-            Ok(block) if block > 0 => Ok(Some(Self { block, crc32 })),
-            _ => Err(Error::input(format!("{CHECKSUMS} has {CHECKSUM_BLOCK} = {block}"))),
+        let all = read().map_err(|e| Error::input(format!("{CHECKSUMS} cannot be read: {}", one_line(&e))))?;
+        match all.0.iter().find(|(_, sums)| sums.block == 0) {
+            Some((name, _)) => Err(Error::input(format!("{CHECKSUMS} of {name} has {CHECKSUM_BLOCK} = 0"))),
+            None => Ok(Some(all)),
         }
     }
+
+    /// Those of the dataset `name`, if it has any.
+    pub(super) fn of(&self, name: &str) -> Option<&BlockSums> {
+        self.0.iter().find(|(own, _)| own.trim_start_matches('/') == name.trim_start_matches('/')).map(|(_, sums)| sums)
+    }
+
+    /// All, in the order of the names.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &BlockSums)> {
+        self.0.iter().map(|(name, sums)| (&name[..], sums))
+    }
+}
+
+impl BlockSums {
+    fn read(dataset: &Dataset) -> hdf5::Result<Self> {
+        let block: u64 = dataset.attr(CHECKSUM_BLOCK)?.read_scalar()?;
+        Ok(Self { block: usize::try_from(block).unwrap_or(0), crc32: dataset.read_raw()? })
+    }
+
+    /// Of the bytes of a whole dataset, in blocks of so many rows of `row_bytes`.
+    fn of(bytes: &[u8], block: usize, row_bytes: usize) -> Self {
+        Self { block, crc32: bytes.chunks((block * row_bytes).max(1)).map(crc32fast::hash).collect() }
+    }
+
+    /// How many there are of a dataset of so many rows.
+    pub(super) fn needed(&self, rows: usize) -> usize {
+        rows.div_ceil(self.block)
+    }
+
+    fn write(&self, file: &File, name: &str) -> hdf5::Result<()> {
+        let dataset = file.new_dataset::<u32>().shape(self.crc32.len()).create(name)?;
+        dataset.write_raw(&self.crc32)?;
+        dataset.new_attr::<u64>().create(CHECKSUM_BLOCK)?.write_scalar(&(self.block as u64))
+    }
+}
+
+/// Writes a dataset of rows with its checksums.
+pub(super) fn write_rows<T: H5Type + bytemuck::NoUninit>(
+    file: &File,
+    name: &str,
+    shape: &[usize],
+    elements: &[T],
+) -> hdf5::Result<Dataset> {
+    let row_bytes = shape[1..].iter().product::<usize>() * size_of::<T>();
+    let block = ROW_BLOCK_BYTES.div_ceil(row_bytes.max(1));
+    let dataset = file.new_dataset::<T>().shape(shape).create(name)?;
+    dataset.write_raw(elements)?;
+    // As HDF5 stores them: no machine that this runs on has another byte order.
+    let sums = BlockSums::of(bytemuck::cast_slice(elements), block, row_bytes);
+    if !file.link_exists(CHECKSUMS) {
+        file.create_group(CHECKSUMS)?;
+    }
+    sums.write(file, &format!("{CHECKSUMS}{name}"))?;
+    Ok(dataset)
 }
 
 /// The CRC-32 of `ids` as little-endian integers of `width` bytes.
@@ -155,7 +282,7 @@ impl TokenShard<'_> {
     pub(super) fn write(&self, path: &Path) -> Result<()> {
         let (json, source) = (var_len(&self.tokenizer.to_json()?)?, var_len(self.source)?);
         let texts = [
-            ("format", var_len(FORMAT)?),
+            ("format", var_len(Format::Tokens.name())?),
             ("tokenizer", var_len(self.tokenizer.name())?),
             ("source", source),
             ("source_sha256", var_len(self.source_sha256)?),
@@ -172,7 +299,7 @@ impl TokenShard<'_> {
         for (name, text) in texts {
             file.new_attr::<VarLenUnicode>().create(*name)?.write_scalar(text)?;
         }
-        file.new_attr::<u32>().create("format_version")?.write_scalar(&FORMAT_VERSION)?;
+        file.new_attr::<u32>().create("format_version")?.write_scalar(&Format::Tokens.version())?;
         let vocabulary_size = self.tokenizer.vocabulary();
         for (name, n) in [("vocabulary_size", vocabulary_size), ("shard", self.shard), ("num_shards", self.num_shards)]
         {
@@ -181,9 +308,7 @@ impl TokenShard<'_> {
         file.new_dataset::<VarLenUnicode>().create(TOKENIZER)?.write_scalar(json)?;
 
         let crc32: Vec<u32> = self.ids.chunks(BLOCK).map(|block| checksum(block, width as usize)).collect();
-        let checksums = file.new_dataset::<u32>().shape(crc32.len()).create(CHECKSUMS)?;
-        checksums.write_raw(&crc32)?;
-        checksums.new_attr::<u64>().create(CHECKSUM_BLOCK)?.write_scalar(&(BLOCK as u64))?;
+        BlockSums { block: BLOCK, crc32 }.write(&file, CHECKSUMS)?;
 
         // HDF5 narrows the ids on the way to the file.
         let mut builder = file.new_dataset_builder().empty_as(TypeDescriptor::Unsigned(width)).shape(self.ids.len());
@@ -225,11 +350,12 @@ mod tests {
         shard(&ids, &Tokenizer::Byte, None).write(&path).unwrap();
         let file = File::open(&path).unwrap();
         let expected = Header {
-            format_version: Some(1),
+            format: Some((Format::Tokens, 1)),
             tokenizer: Some(Tokenizer::Byte),
             vocabulary_size: Some(256),
             source: Some("a.txt".into()),
             source_sha256: Some("00".into()),
+            import: None,
             split: Some("train".into()),
             shard: Some(1),
             num_shards: Some(3),
@@ -237,7 +363,8 @@ mod tests {
         };
         assert_eq!(Header::read(&file).unwrap(), expected);
         let checksums = Checksums::read(&file).unwrap().unwrap();
-        assert_eq!(checksums.block, BLOCK);
+        let checksums = checksums.of("tokens").unwrap();
+        assert_eq!((checksums.block, checksums.needed(ids.len())), (BLOCK, 2));
         assert_eq!(checksums.crc32[1], crc32fast::hash(&[0, 1, 2, 3, 4]));
         assert_eq!(checksums.crc32.len(), 2);
     }

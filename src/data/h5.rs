@@ -1,15 +1,30 @@
 //! What the HDF5 binding lacks: rows read straight into a buffer that the caller keeps, caches and buffers sized for
-//! random reads, and failures told in one line.
+//! random reads, facts about types, links, filters and virtual data sets, and failures told in one line.
 
+use std::ffi::{CStr, CString, c_char};
 use std::path::Path;
+use std::ptr;
 use std::time::Duration;
 
+use hdf5::plist::DatasetCreate;
 use hdf5::types::VarLenUnicode;
 use hdf5::{Dataspace, Datatype, File, Group};
 use hdf5_sys::h5d::H5Dread;
 use hdf5_sys::h5i::hid_t;
-use hdf5_sys::h5p::{H5Pclose, H5Pcreate, H5Pset_buffer};
-use hdf5_sys::h5s::{H5S_SELECT_SET, H5Sselect_hyperslab};
+use hdf5_sys::h5l::{H5Lget_val, H5Lunpack_elink_val};
+use hdf5_sys::h5p::{
+    H5P_DEFAULT, H5Pclose, H5Pcreate, H5Pget_filter2, H5Pget_nfilters, H5Pget_virtual_count, H5Pget_virtual_dsetname,
+    H5Pget_virtual_filename, H5Pget_virtual_srcspace, H5Pget_virtual_vspace, H5Pset_buffer,
+};
+use hdf5_sys::h5s::{
+    H5S_SELECT_SET, H5Sclose, H5Sget_select_bounds, H5Sget_select_npoints, H5Sget_simple_extent_ndims,
+    H5Sselect_hyperslab,
+};
+use hdf5_sys::h5t::{
+    H5T_class_t, H5T_sign_t, H5Tget_class, H5Tget_ebias, H5Tget_fields, H5Tget_member_name, H5Tget_nmembers,
+    H5Tget_precision, H5Tget_sign, H5Tget_size, H5Tis_variable_str,
+};
+use hdf5_sys::h5z::H5Zfilter_avail;
 
 use super::stored::Stored;
 use crate::error::{Error, Result};
@@ -51,7 +66,8 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
     opened.map_err(|e| cannot_open(path, &e))
 }
 
-/// Tells apart what the user can mend: no permission, not HDF5 at all, damaged, not lockable.
+/// Tells apart what the user can mend: no permission, not HDF5 at all, a newer format, a part of something larger, damaged, not
+/// lockable.
 fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     let start = match read_start(path) {
         Ok(start) => start,
@@ -59,8 +75,23 @@ fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     };
     let name = path.display();
     let detail = one_line(error);
-    if start != SIGNATURE {
+    let has = |bytes: &[u8]| start.windows(bytes.len()).any(|window| window == bytes);
+    // The blocks of a user may precede it: 512 bytes, or twice as many, and so on.
+    let blocks = std::iter::successors(Some(512), |at| Some(2 * at)).take_while(|at| *at < START);
+    let is_hdf5 = std::iter::once(0).chain(blocks).any(|at| start.get(at..).is_some_and(|s| s.starts_with(SIGNATURE)));
+    if !is_hdf5 {
         Error::input(format!("{name} is not an HDF5 file")).hint("import the data with `hpctrain data import`")
+    } else if is_newer(error) {
+        newer(&name.to_string(), error)
+    } else if detail.contains("already open for write") {
+        Error::input(format!("{name} is open for writing, or its writer ended without closing it"))
+            .hint(format!("wait for the writer; if there is none any more, remove the mark: h5clear -s {name}"))
+    } else if has(b"NCSAfami") {
+        Error::input(format!("{name} is one of several files of HDF5's family driver"))
+            .hint("make them one file: h5repart -family_to_sec2 NAME%d.h5 out.h5")
+    } else if has(b"NCSAmult") {
+        Error::input(format!("{name} is one of several files of HDF5's multi or split driver"))
+            .hint("copy the data into one file with a program that opens them")
     } else if detail.contains("unable to lock") {
         Error::input(format!("{name} cannot be locked: {detail}"))
             .hint("set HDF5_USE_FILE_LOCKING=FALSE in the environment; shards are only read")
@@ -70,11 +101,33 @@ fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     }
 }
 
+/// Bytes in which the signature is looked for: there are no larger blocks of users in practice.
+const START: usize = 1 << 20;
+
 fn read_start(path: &Path) -> std::io::Result<Vec<u8>> {
     use std::io::Read;
     let mut start = Vec::new();
-    std::fs::File::open(path)?.take(SIGNATURE.len() as u64).read_to_end(&mut start)?;
+    std::fs::File::open(path)?.take(START as u64).read_to_end(&mut start)?;
     Ok(start)
+}
+
+/// Whether the library refused a part of a file because it does not know its version.
+pub(super) fn is_newer(error: &hdf5::Error) -> bool {
+    let Some(stack) = error.stack() else { return false };
+    stack.iter().any(|frame| {
+        let text = frame.desc();
+        text.contains("version") && ["bad", "wrong", "unknown", "unsupported"].iter().any(|word| text.contains(word))
+    })
+}
+
+/// Says that a file, or an object of a file, is of a newer format than the library knows.
+pub(super) fn newer(name: &str, error: &hdf5::Error) -> Error {
+    let ((major, minor, release), detail) = (hdf5::library_version(), one_line(error));
+    let message =
+        format!("{name} is of a newer version of the HDF5 format than libhdf5 {major}.{minor}.{release} reads");
+    Error::input(format!("{message}: {detail}")).hint(
+        "where it was written: h5repack --low=0 --high=2 in.h5 out.h5, or in h5py: libver = (\"earliest\", \"v110\")",
+    )
 }
 
 /// The top and the bottom of HDF5's error stack, with the system's reason if it refused to read or write.
@@ -161,9 +214,9 @@ impl SlabReader {
                     self.file_space.id(),
                     H5S_SELECT_SET,
                     self.start.as_ptr(),
-                    std::ptr::null(),
+                    ptr::null(),
                     self.count.as_ptr(),
-                    std::ptr::null(),
+                    ptr::null(),
                 )
             };
             hdf5::h5check(selected)?;
@@ -197,7 +250,7 @@ impl SmallTransfer {
             // SAFETY: the class is one of HDF5's own.
             let list = Self(hdf5::h5check(unsafe { H5Pcreate(*hdf5::globals::H5P_DATASET_XFER) })?);
             // SAFETY: null buffers leave the allocation to HDF5.
-            hdf5::h5check(unsafe { H5Pset_buffer(list.0, Self::BUFFER, std::ptr::null_mut(), std::ptr::null_mut()) })?;
+            hdf5::h5check(unsafe { H5Pset_buffer(list.0, Self::BUFFER, ptr::null_mut(), ptr::null_mut()) })?;
             Ok(list)
         })
     }
@@ -208,4 +261,186 @@ impl Drop for SmallTransfer {
         // SAFETY: the list is open, and this is its only owner.
         hdf5::sync::sync(|| unsafe { H5Pclose(self.0) });
     }
+}
+
+/// Properties of a type by which it is named.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TypeFacts {
+    pub class: H5T_class_t,
+    /// Bytes of an element.
+    pub size: usize,
+    /// Bits of a number that count.
+    pub precision: usize,
+    pub is_signed: bool,
+    /// An enumeration of FALSE and TRUE.
+    pub is_bool: bool,
+    /// Strings of any length.
+    pub is_variable: bool,
+    /// Of floats: bits of the exponent and of the mantissa, and the exponent's bias.
+    pub float: [usize; 3],
+}
+
+/// Looks at a type.
+pub(super) fn type_facts(dtype: &Datatype) -> hdf5::Result<TypeFacts> {
+    let id = dtype.id();
+    hdf5::sync::sync(|| {
+        // SAFETY: the type is open as long as `dtype`; all of these only look at it.
+        let (class, size, precision) = unsafe { (H5Tget_class(id), H5Tget_size(id), H5Tget_precision(id)) };
+        // SAFETY: as above; of other classes the answer is an error, which is no sign.
+        let is_signed = unsafe { H5Tget_sign(id) } == H5T_sign_t::H5T_SGN_2;
+        // SAFETY: as above.
+        let is_variable = class == H5T_class_t::H5T_STRING && unsafe { H5Tis_variable_str(id) } > 0;
+        let is_bool = class == H5T_class_t::H5T_ENUM && size == 1 && members(id) == ["FALSE", "TRUE"];
+        let mut float = [0; 3];
+        if class == H5T_class_t::H5T_FLOAT {
+            let [exponent, mantissa, bias] = &mut float;
+            let (mut sign_at, mut exponent_at, mut mantissa_at) = (0, 0, 0);
+            // SAFETY: the type is a float, and all places are those of local numbers.
+            let got =
+                unsafe { H5Tget_fields(id, &mut sign_at, &mut exponent_at, exponent, &mut mantissa_at, mantissa) };
+            hdf5::h5check(got)?;
+            // SAFETY: the type is a float.
+            *bias = unsafe { H5Tget_ebias(id) };
+        }
+        Ok(TypeFacts { class, size, precision, is_signed, is_bool, is_variable, float })
+    })
+}
+
+/// Names of the first members of an enumeration.
+fn members(id: hid_t) -> Vec<String> {
+    // SAFETY: the caller holds an open enumeration.
+    let count = unsafe { H5Tget_nmembers(id) }.clamp(0, 3);
+    let name = |number| {
+        // SAFETY: the enumeration has a member of this number; what is returned is null or a string that is ours to free.
+        unsafe {
+            let name = H5Tget_member_name(id, number);
+            if name.is_null() {
+                return String::new();
+            }
+            let text = CStr::from_ptr(name).to_string_lossy().into_owned();
+            hdf5_sys::h5::H5free_memory(name.cast());
+            text
+        }
+    };
+    (0..count as u32).map(name).collect()
+}
+
+/// Numbers of the filters of a dataset that this library lacks.
+pub(super) fn missing_filters(properties: &DatasetCreate) -> hdf5::Result<Vec<i32>> {
+    let id = properties.id();
+    hdf5::sync::sync(|| {
+        // SAFETY: the list is open as long as `properties`.
+        let count = hdf5::h5check(unsafe { H5Pget_nfilters(id) })?;
+        let number = |place| {
+            let (mut flags, mut values) = (0, 0);
+            // SAFETY: there is a filter at the place; no room is offered for its parameters and its name.
+            hdf5::h5check(unsafe {
+                H5Pget_filter2(id, place, &mut flags, &mut values, ptr::null_mut(), 0, ptr::null_mut(), ptr::null_mut())
+            })
+        };
+        let numbers: Vec<i32> = (0..count as u32).map(number).collect::<hdf5::Result<_>>()?;
+        // SAFETY: any number may be asked for. One that cannot be looked for is not there.
+        Ok(numbers.into_iter().filter(|number| unsafe { H5Zfilter_avail(*number) } <= 0).collect())
+    })
+}
+
+/// Where a link leads that is not the object itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Link {
+    /// To a path in the same file.
+    Soft(String),
+    /// To an object of another file.
+    External { file: String, object: String },
+}
+
+/// Where the link `name` leads, if it is none of those that are the object itself.
+pub(super) fn link(file: &Group, name: &str) -> Option<Link> {
+    /// More than a path can have.
+    const ROOM: usize = 64 << 10;
+    let name = CString::new(name).ok()?;
+    let mut value = vec![0u8; ROOM + 1];
+    hdf5::sync::sync(|| {
+        // SAFETY: HDF5 writes at most `ROOM` bytes, and nothing of a hard link, for which it returns an error.
+        let got = unsafe { H5Lget_val(file.id(), name.as_ptr(), value.as_mut_ptr().cast(), ROOM, H5P_DEFAULT) };
+        if got < 0 {
+            return None;
+        }
+        // SAFETY: `value` ends with a zero that HDF5 has not overwritten.
+        let text = |at: *const c_char| unsafe { CStr::from_ptr(at) }.to_string_lossy().into_owned();
+        let soft = text(value.as_ptr().cast());
+        if !soft.is_empty() {
+            return Some(Link::Soft(soft));
+        }
+        let (mut flags, mut target, mut object) = (0, ptr::null(), ptr::null());
+        // The value of an external link begins with a zero: its version.
+        // SAFETY: HDF5 looks for two strings within `ROOM` bytes, and tells where in `value` they are.
+        let unpacked =
+            unsafe { H5Lunpack_elink_val(value.as_ptr().cast(), ROOM, &mut flags, &mut target, &mut object) };
+        let is_external = unpacked >= 0 && !target.is_null() && !object.is_null();
+        is_external.then(|| Link::External { file: text(target), object: text(object) })
+    })
+}
+
+/// A part of a virtual data set.
+#[derive(Debug, Clone)]
+pub(super) struct Source {
+    /// The file that has it, `.` for the same one.
+    pub file: String,
+    pub dataset: String,
+    /// Elements of the virtual data set that it gives; none if there may be any number.
+    pub gives: Option<u64>,
+    /// Of the source, the extents that are needed; none if any will do.
+    pub extents: Option<Vec<usize>>,
+}
+
+/// The parts of a virtual data set; none of any other.
+pub(super) fn sources(properties: &DatasetCreate) -> hdf5::Result<Vec<Source>> {
+    let id = properties.id();
+    hdf5::sync::sync(|| {
+        let mut count = 0;
+        // SAFETY: the list is open as long as `properties`, and that of a virtual data set.
+        hdf5::h5check(unsafe { H5Pget_virtual_count(id, &mut count) })?;
+        let source = |number| {
+            // SAFETY: there is a part of this number; HDF5 writes at most the bytes that it is told of, a final zero included.
+            let file = text(|room, bytes| unsafe { H5Pget_virtual_filename(id, number, room, bytes) })?;
+            // SAFETY: as above.
+            let dataset = text(|room, bytes| unsafe { H5Pget_virtual_dsetname(id, number, room, bytes) })?;
+            // SAFETY: there is a part of this number.
+            let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_vspace(id, number) })?);
+            // SAFETY: the space is open; of a selection without end the answer is negative.
+            let gives = u64::try_from(unsafe { H5Sget_select_npoints(space.0) }).ok();
+            // SAFETY: there is a part of this number.
+            let space = Selection(hdf5::h5check(unsafe { H5Pget_virtual_srcspace(id, number) })?);
+            // SAFETY: the space is open.
+            let rank = hdf5::h5check(unsafe { H5Sget_simple_extent_ndims(space.0) })? as usize;
+            let (mut first, mut last) = (vec![0; rank], vec![0; rank]);
+            // SAFETY: there is room for a number of each dimension; of a selection without end the answer is an error, or ends
+            // at the largest number.
+            let bounded = unsafe { H5Sget_select_bounds(space.0, first.as_mut_ptr(), last.as_mut_ptr()) } >= 0;
+            let extents = last.iter().map(|last| usize::try_from(last.checked_add(1)?).ok()).collect();
+            Ok(Source { file, dataset, gives, extents: Some(extents).filter(|_| bounded && gives.is_some()).flatten() })
+        };
+        (0..count).map(source).collect()
+    })
+}
+
+/// A data space that is closed when it is no longer needed.
+struct Selection(hid_t);
+
+impl Drop for Selection {
+    fn drop(&mut self) {
+        // SAFETY: the space is open, and this is its only owner.
+        hdf5::sync::sync(|| unsafe { H5Sclose(self.0) });
+    }
+}
+
+/// A text of which HDF5 first tells the length.
+fn text(get: impl Fn(*mut c_char, usize) -> isize) -> hdf5::Result<String> {
+    let length = usize::try_from(get(ptr::null_mut(), 0)).map_err(|_| hdf5::Error::from("a name cannot be read"))?;
+    let mut bytes = vec![0u8; length + 1];
+    if get(bytes.as_mut_ptr().cast(), bytes.len()) < 0 {
+        return Err("a name cannot be read".into());
+    }
+    bytes.truncate(length);
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }

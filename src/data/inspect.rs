@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use hdf5::filters::Filter;
-use hdf5::types::{TypeDescriptor, VarLenUnicode};
 
 use super::columns::COLUMNS;
 use super::dataset::file_names;
-use super::format::{CHECKSUMS, Header, TOKENIZER};
-use super::import::{CLASSES, numbered};
+use super::dtype::Dtype;
+use super::format::{CHECKSUMS, Format, Header, TOKENIZER};
+use super::import::{class_names, numbered};
 use super::{h5, shard};
 use crate::error::{Error, Result};
 
@@ -22,12 +22,13 @@ pub fn inspect(path: &Path) -> Result<String> {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
         let names = h5::dataset_names(&file).map_err(|e| unreadable(&path, &e))?;
-        for dataset in names.iter().filter(|name| ![CHECKSUMS, COLUMNS, TOKENIZER].contains(&name.as_str())) {
+        for dataset in names.iter().filter(|name| !is_about(name)) {
             let [shape, dtype, layout, compression, bytes] =
                 describe(&file, dataset).map_err(|e| unreadable(&path, &e))?;
             rows.push([name.clone(), dataset.clone(), shape, dtype, layout, compression, bytes]);
         }
-        let classes = if file.link_exists(CLASSES) { classes(&file).map_err(|e| unreadable(&path, &e))? } else { None };
+        let classes = class_names(&file).map_err(|e| unreadable(&path, &e))?;
+        let classes = classes.map(|names| format!("classes {}", numbered(&names)));
         for note in std::iter::once(origin(&header)).chain(classes) {
             match notes.iter_mut().find(|(known, _)| *known == note) {
                 Some((_, files)) => files.push(name.clone()),
@@ -40,6 +41,12 @@ pub fn inspect(path: &Path) -> Result<String> {
         report += &format!("\n{}: {note}\n", files.join(", "));
     }
     Ok(report)
+}
+
+/// Whether a dataset tells of others rather than hold samples.
+fn is_about(name: &str) -> bool {
+    [COLUMNS, TOKENIZER].contains(&name)
+        || name.strip_prefix(CHECKSUMS).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
 /// The file itself, or the `.h5` files of a directory, sorted; at least one.
@@ -68,8 +75,7 @@ fn unreadable(path: &Path, error: &hdf5::Error) -> Error {
 /// Shape, type, layout, compression and stored bytes.
 fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<[String; 5]> {
     let dataset = file.dataset(name)?;
-    let dtype =
-        dataset.dtype()?.to_descriptor().map_or_else(|_| "other".to_owned(), |dtype: TypeDescriptor| dtype.to_string());
+    let dtype = Dtype::of(&dataset.dtype()?)?.to_string();
     let layout = match dataset.chunk() {
         Some(chunk) => format!("chunks of {}", shard::shape(&chunk)),
         None => format!("{:?}", dataset.layout()).to_lowercase(),
@@ -77,17 +83,6 @@ fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<[String; 5]> {
     let filters: Vec<String> = dataset.filters().iter().map(filter).collect();
     let compression = if filters.is_empty() { "none".to_owned() } else { filters.join(" + ") };
     Ok([shard::shape(&dataset.get_shape()?), dtype, layout, compression, dataset.storage_size().to_string()])
-}
-
-/// The names of classes with their numbers, if the dataset is one of texts.
-fn classes(file: &hdf5::File) -> hdf5::Result<Option<String>> {
-    let dataset = file.dataset(CLASSES)?;
-    if dataset.dtype()?.to_descriptor()? != TypeDescriptor::VarLenUnicode {
-        return Ok(None);
-    }
-    let names: Vec<VarLenUnicode> = dataset.read_raw()?;
-    let names: Vec<String> = names.iter().map(ToString::to_string).collect();
-    Ok(Some(format!("classes {}", numbered(&names))))
 }
 
 fn filter(filter: &Filter) -> String {
@@ -99,19 +94,24 @@ fn filter(filter: &Filter) -> String {
 
 /// Where the content of a file comes from, as far as it tells.
 fn origin(header: &Header) -> String {
-    let Some(version) = header.format_version else {
-        return "not written by hpctrain, no provenance".to_owned();
-    };
     let or_unknown = |text: Option<String>| text.unwrap_or_else(|| "unknown".to_owned());
-    format!(
-        "format version {version}, tokenizer {}, vocabulary {}, split {}, num_shards {}, source {} (sha256 {})",
-        header.tokenizer.as_ref().map_or("unknown", |tokenizer| tokenizer.name()),
-        or_unknown(header.vocabulary_size.map(|size| size.to_string())),
-        or_unknown(header.split.clone()),
-        or_unknown(header.num_shards.map(|n| n.to_string())),
-        or_unknown(header.source.clone()),
-        or_unknown(header.source_sha256.clone()),
-    )
+    let number = |n: Option<u64>| or_unknown(n.map(|n| n.to_string()));
+    let checksums = if header.has_checksums() { "" } else { ", no checksums" };
+    let (split, source) = (or_unknown(header.split.clone()), or_unknown(header.source.clone()));
+    match header.format {
+        None => "not written by hpctrain, no provenance, no checksums".to_owned(),
+        Some((Format::Tokens, version)) => format!(
+            "format version {version}, tokenizer {}, vocabulary {}, split {split}, num_shards {}, source {source} (sha256 {})",
+            header.tokenizer.as_ref().map_or("unknown", |tokenizer| tokenizer.name()),
+            number(header.vocabulary_size),
+            number(header.num_shards),
+            or_unknown(header.source_sha256.clone()),
+        ),
+        Some((Format::Rows, version)) => format!(
+            "rows, format version {version}, split {split}, num_shards {}, source {source}{checksums}",
+            number(header.num_shards),
+        ),
+    }
 }
 
 /// Columns as wide as their widest cell, two spaces apart.

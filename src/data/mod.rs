@@ -6,31 +6,44 @@
 //! makes its samples itself puts a [`Source`] of its own in the place of the files.
 
 mod augment;
+mod axes;
 pub mod bench;
 pub mod bundled;
 mod columns;
+mod compare;
+mod completeness;
 mod dataset;
+mod division;
+mod dtype;
+mod fingerprint;
 mod format;
 mod h5;
 pub mod import;
 pub mod inspect;
 mod loader;
 mod order;
+mod preprocessing;
 mod rows;
 mod sampler;
 mod shard;
 mod source;
 pub mod stage;
+mod storage;
 mod stored;
 mod tokenizer;
 pub mod verify;
 
 pub use augment::Augment;
+pub use axes::Axes;
+pub use columns::{Category, Coding, Columns};
+pub use compare::Verify;
 pub(crate) use dataset::is_weight;
-pub use dataset::{DataSpec, Dataset, Ids, SampleMut, Sizes, Split, Target, Wants};
+pub use dataset::{DataSpec, Dataset, Held, Ids, InputScale, SampleMut, Sizes, Split, Target, Wants};
+pub use fingerprint::{DataChange, Fingerprint, ShardPrint, TrainedOn};
 pub(crate) use h5::one_line;
 pub use loader::{Batch, Loader};
 pub use order::{Draw, Mix, Order};
+pub use preprocessing::{Preprocessing, Scale};
 pub use sampler::Sampler;
 pub use source::Source;
 pub use tokenizer::{Tokenizer, TokenizerKind};

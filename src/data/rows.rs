@@ -4,22 +4,64 @@
 //! HDF5 and its lock. All else goes through the library: chunked data by whole chunks, of which some are kept.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::fs::File;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use super::h5::SlabReader;
+use super::compare::{Compared, Seen};
+use super::h5::{SlabReader, one_line};
 use super::stored::Stored;
+
+/// Why rows could not be read.
+#[derive(Debug)]
+pub(super) enum ReadError {
+    /// HDF5 or the system refused.
+    Refused(hdf5::Error),
+    /// A block of rows does not have the checksum that was written.
+    Damaged { rows: Range<u64>, found: u32, written: u32 },
+}
+
+impl fmt::Display for ReadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(error) => f.write_str(&one_line(error)),
+            Self::Damaged { rows: Range { start, end }, found, written } => {
+                write!(f, "[{start}..{end}] has checksum {found:08x}, but {written:08x} was written")
+            }
+        }
+    }
+}
+
+impl From<hdf5::Error> for ReadError {
+    fn from(error: hdf5::Error) -> Self {
+        Self::Refused(error)
+    }
+}
+
+impl From<String> for ReadError {
+    fn from(why: String) -> Self {
+        Self::Refused(why.into())
+    }
+}
+
+/// The result of reading rows.
+type Result<T> = std::result::Result<T, ReadError>;
 
 /// A dataset open for reading.
 pub(super) struct RowReader {
     source: Source,
+    /// Its checksums, if what is read is compared with them.
+    compared: Option<Compared>,
     stored: Stored,
     row_len: usize,
     rows: u64,
     blocks: Blocks,
     /// Rows as they are stored, on their way.
     raw: Vec<u8>,
+    /// Those of [`RowReader::read_bytes`].
+    bytes: Vec<u8>,
 }
 
 /// Where rows come from.
@@ -32,12 +74,12 @@ pub(super) enum Source {
 
 impl Source {
     /// Overwrites `out` with the bytes of rows from `first` on, of `row_bytes` each.
-    fn read(&mut self, first: u64, row_bytes: usize, out: &mut [u8]) -> hdf5::Result<()> {
+    fn read(&mut self, first: u64, row_bytes: usize, out: &mut [u8]) -> Result<()> {
         match self {
-            Self::File(file, offset) => file
-                .read_exact_at(out, *offset + first * row_bytes as u64)
-                .map_err(|e| hdf5::Error::Internal(e.to_string())),
-            Self::Library(slab) => slab.read(first, out),
+            Self::File(file, offset) => {
+                file.read_exact_at(out, *offset + first * row_bytes as u64).map_err(|e| e.to_string().into())
+            }
+            Self::Library(slab) => Ok(slab.read(first, out)?),
         }
     }
 }
@@ -64,16 +106,34 @@ impl RowReader {
     /// rows is none.
     pub(super) fn new(source: Source, stored: Stored, rows: u64, row_len: usize, block: u64, limit: usize) -> Self {
         let blocks = Blocks { rows: block, limit, held: HashMap::new(), bytes: 0, clock: 0 };
-        Self { source, stored, row_len, rows, blocks, raw: Vec::new() }
+        Self { source, compared: None, stored, row_len, rows, blocks, raw: Vec::new(), bytes: Vec::new() }
+    }
+
+    /// Compares what is read with checksums from now on.
+    pub(super) fn compare(mut self, compared: Option<Compared>) -> Self {
+        self.compared = compared;
+        self
+    }
+
+    /// Blocks that were compared before, when the file was open.
+    pub(super) fn resume(&mut self, seen: Seen) {
+        if let Some(compared) = &mut self.compared {
+            compared.resume(seen);
+        }
+    }
+
+    /// Which blocks were compared.
+    pub(super) fn into_seen(self) -> Seen {
+        self.compared.map_or(vec![], Compared::into_seen)
     }
 
     /// Overwrites `ids` with the rows from `first` on, as many as fill it exactly.
-    pub(super) fn read(&mut self, first: u64, ids: &mut [u32]) -> hdf5::Result<()> {
+    pub(super) fn read(&mut self, first: u64, ids: &mut [u32]) -> Result<()> {
         self.read_as(first, ids, Stored::to_ids)
     }
 
     /// Of rows of one element: overwrites `ids` with those from `first` on, and `next` with as many from `first` + 1 on.
-    pub(super) fn read_shifted(&mut self, first: u64, ids: &mut [u32], next: &mut [u32]) -> hdf5::Result<()> {
+    pub(super) fn read_shifted(&mut self, first: u64, ids: &mut [u32], next: &mut [u32]) -> Result<()> {
         let (count, width) = (ids.len(), self.stored.width());
         let end = first.checked_add(count as u64).filter(|end| *end < self.rows);
         let end = end.ok_or_else(|| format!("rows {first} to {first} + {count} of {} asked for", self.rows))?;
@@ -83,7 +143,8 @@ impl RowReader {
         }
         if self.blocks.rows == 0 {
             self.raw.resize((count + 1) * width, 0);
-            self.source.read(first, width, &mut self.raw)?;
+            let Self { source, compared, rows, raw, .. } = &mut *self;
+            fetch(source, compared.as_mut(), *rows, first, width, raw)?;
             self.stored.to_ids(&self.raw[..count * width], ids);
             self.stored.to_ids(&self.raw[width..], next);
             return Ok(());
@@ -94,7 +155,7 @@ impl RowReader {
     }
 
     /// As [`RowReader::read`], of a dataset whose elements become numbers.
-    pub(super) fn read_numbers(&mut self, first: u64, numbers: &mut [f32]) -> hdf5::Result<()> {
+    pub(super) fn read_numbers(&mut self, first: u64, numbers: &mut [f32]) -> Result<()> {
         self.read_as(first, numbers, Stored::to_numbers)
     }
 
@@ -108,46 +169,77 @@ impl RowReader {
         self.blocks.bytes
     }
 
-    fn read_as<T>(&mut self, first: u64, out: &mut [T], convert: fn(Stored, &[u8], &mut [T])) -> hdf5::Result<()> {
+    /// The bytes of `rows` rows from `first` on, as they are in memory before they become ids or numbers, and what they are.
+    pub(super) fn read_bytes(&mut self, first: u64, rows: usize) -> Result<(Stored, &[u8])> {
+        let mut bytes = std::mem::take(&mut self.bytes);
+        bytes.clear();
+        let read = self.pieces(first, rows as u64, |_, piece| bytes.extend_from_slice(piece));
+        self.bytes = bytes;
+        read.map(|()| (self.stored, &self.bytes[..]))
+    }
+
+    fn read_as<T>(&mut self, first: u64, out: &mut [T], convert: fn(Stored, &[u8], &mut [T])) -> Result<()> {
         let rows = (out.len() / self.row_len.max(1)) as u64;
         if rows * self.row_len as u64 != out.len() as u64 {
             return Err(format!("{} elements are no whole number of rows of {}", out.len(), self.row_len).into());
         }
+        let mut rest = out;
+        self.pieces(first, rows, |stored, piece| {
+            let (now, later) = std::mem::take(&mut rest).split_at_mut(piece.len() / stored.width());
+            convert(stored, piece, now);
+            rest = later;
+        })
+    }
+
+    /// Hands the bytes of `rows` rows from `first` on to `take`, piece after piece of whole rows.
+    fn pieces(&mut self, first: u64, rows: u64, mut take: impl FnMut(Stored, &[u8])) -> Result<()> {
         let end = first.checked_add(rows).filter(|end| *end <= self.rows);
         let end = end.ok_or_else(|| format!("rows {first} to {first} + {rows} of {} asked for", self.rows))?;
         let row_bytes = self.row_len * self.stored.width();
         if self.blocks.rows == 0 {
             self.raw.resize(rows as usize * row_bytes, 0);
-            self.source.read(first, row_bytes, &mut self.raw)?;
-            convert(self.stored, &self.raw, out);
+            let Self { source, compared, rows, raw, .. } = &mut *self;
+            fetch(source, compared.as_mut(), *rows, first, row_bytes, raw)?;
+            take(self.stored, &self.raw);
             return Ok(());
         }
-        let (mut row, mut rest) = (first, out);
+        let mut row = first;
         while row < end {
             let number = row / self.blocks.rows;
             let start = number * self.blocks.rows;
             let stop = (start + self.blocks.rows).min(self.rows);
-            let block = self
-                .blocks
-                .get(number, (stop - start) as usize * row_bytes, |bytes| self.source.read(start, row_bytes, bytes))?;
+            let Self { source, compared, rows, blocks, stored, .. } = &mut *self;
+            let block = blocks.get(number, (stop - start) as usize * row_bytes, |bytes| {
+                fetch(source, compared.as_mut(), *rows, start, row_bytes, bytes)
+            })?;
             let here = (stop.min(end) - row) as usize;
-            let (now, later) = rest.split_at_mut(here * self.row_len);
             let from = (row - start) as usize * row_bytes;
-            convert(self.stored, &block[from..from + here * row_bytes], now);
-            (row, rest) = (row + here as u64, later);
+            take(*stored, &block[from..from + here * row_bytes]);
+            row += here as u64;
         }
         Ok(())
     }
 }
 
+/// Overwrites `out` with the bytes of rows of `row_bytes` from `first` on, out of `all`, compared with their checksums where that
+/// is due.
+fn fetch(
+    source: &mut Source,
+    compared: Option<&mut Compared>,
+    all: u64,
+    first: u64,
+    row_bytes: usize,
+    out: &mut [u8],
+) -> Result<()> {
+    match compared {
+        None => source.read(first, row_bytes, out),
+        Some(compared) => compared.read(first, all, row_bytes, out, |first, out| source.read(first, row_bytes, out)),
+    }
+}
+
 impl Blocks {
     /// A block of so many bytes, which `read` fills if it is not there.
-    fn get(
-        &mut self,
-        number: u64,
-        bytes: usize,
-        read: impl FnOnce(&mut [u8]) -> hdf5::Result<()>,
-    ) -> hdf5::Result<&[u8]> {
+    fn get(&mut self, number: u64, bytes: usize, read: impl FnOnce(&mut [u8]) -> Result<()>) -> Result<&[u8]> {
         self.clock += 1;
         let clock = self.clock;
         if !self.held.contains_key(&number) {
@@ -168,7 +260,7 @@ impl Blocks {
                 block.last_use = clock;
                 Ok(&block.bytes)
             }
-            None => Err("a block that was read is not there".into()),
+            None => Err("a block that was read is not there".to_owned().into()),
         }
     }
 }
@@ -194,7 +286,7 @@ mod tests {
         // One that is larger than all there may be.
         assert_eq!(blocks.get(9, 50, |_| Ok(())).unwrap().len(), 50);
         assert_eq!((blocks.bytes, blocks.held.len()), (50, 1));
-        assert!(blocks.get(7, 10, |_| Err("broken".into())).is_err());
+        assert!(blocks.get(7, 10, |_| Err("broken".to_owned().into())).is_err());
         assert_eq!(blocks.get(7, 10, |_| Ok(())).unwrap().len(), 10);
     }
 }

@@ -7,13 +7,19 @@ use std::sync::Arc;
 
 use hdf5::File;
 use hdf5::dataset::Layout;
-use hdf5::types::TypeDescriptor;
 
-use super::Tokenizer;
-use super::dataset::{DataSpec, Ids, Target, Wants};
-use super::format::Header;
+use super::axes::Planes;
+use super::columns::Columns;
+use super::compare::{Compared, Scratch, Verify};
+use super::dataset::{DataSpec, Ids, InputScale, Target, Wants};
+use super::dtype::Dtype;
+use super::fingerprint::ShardPrint;
+use super::format::{BlockSums, Checksums, Header};
 use super::h5::{self, ChunkCache, SlabReader};
-use super::rows::{RowReader, Source};
+use super::import::{CLASSES, class_names, is_of_samples};
+use super::preprocessing::{Scale, Told, tokenizer_names};
+use super::rows::{ReadError, RowReader, Source};
+use super::storage;
 use super::stored::{As, Stored};
 use crate::error::{Error, Result};
 use crate::simd::simd;
@@ -27,6 +33,10 @@ pub(super) struct Shard {
     pub path: PathBuf,
     pub header: Header,
     pub content: Content,
+    /// Tells it from other shards.
+    pub print: ShardPrint,
+    /// Its preprocessing, besides the tokenizer.
+    pub told: Arc<Told>,
 }
 
 /// The datasets that samples are made of.
@@ -53,6 +63,10 @@ pub(super) struct Rows {
     pub weights: Option<Field>,
     /// How inputs are brought to a common scale.
     pub standard: Option<Standard>,
+    /// Images whose channels come first in the file.
+    pub planes: Option<Planes>,
+    /// Inputs are unsigned bytes, and nothing says how they are to be scaled.
+    pub is_unscaled: bool,
 }
 
 /// Mean and standard deviation of inputs, one for each place of their last axis or of a whole row.
@@ -70,6 +84,41 @@ pub(in crate::data) const STD: &str = "std";
 pub(in crate::data) const WEIGHTS: &str = "/weights";
 
 impl Standard {
+    /// That of the inputs of a file: of `data.scale`, else the file's own.
+    fn of_inputs(
+        file: &File,
+        inputs: &Field,
+        planes: Option<Planes>,
+        scale: Option<InputScale>,
+    ) -> Result<Option<Self>> {
+        match scale {
+            Some(InputScale::None) => Ok(None),
+            Some(InputScale::Unit) if inputs.dtype.is_byte() => Ok(Some(Self { mean: vec![0.0], std: vec![255.0] })),
+            Some(InputScale::Unit) => {
+                let message = format!("data.scale = \"unit\" is for unsigned bytes, but {} is of type", inputs.name);
+                Err(Error::input(format!("{message} {}", inputs.dtype))
+                    .hint("leave it out; attributes mean and std of the dataset scale any type"))
+            }
+            None => {
+                let standard = Self::read(file, &inputs.name, inputs.row_len())?;
+                let (Some(mut standard), Some(planes)) = (standard.clone(), planes) else { return Ok(standard) };
+                match standard.mean.len() {
+                    places if places == inputs.row_len() => {
+                        planes.to_last(&mut standard.mean);
+                        planes.to_last(&mut standard.std);
+                    }
+                    places if places == 1 || places == planes.channels => {}
+                    places => {
+                        let (name, channels) = (&inputs.name, planes.channels);
+                        return Err(Error::input(format!("{name} has {channels} channels and {places} means"))
+                            .hint("give one mean and one deviation for every channel, or for every element"));
+                    }
+                }
+                Ok(Some(standard))
+            }
+        }
+    }
+
     /// That of a dataset, if it has one.
     pub(super) fn read(file: &File, name: &str, row_len: usize) -> Result<Option<Self>> {
         let unreadable = |e| Error::input(format!("attributes {MEAN} and {STD} of {name}: {}", h5::one_line(&e)));
@@ -111,22 +160,33 @@ impl Standard {
     }
 }
 
+/// An open file, and where it is.
+#[derive(Clone, Copy)]
+struct Place<'a> {
+    file: &'a File,
+    path: &'a Path,
+}
+
 /// A dataset.
 #[derive(Debug, Clone)]
 pub(super) struct Field {
     pub name: String,
     /// What its elements become.
     pub kind: As,
-    pub dtype: TypeDescriptor,
+    pub dtype: Dtype,
     pub shape: Vec<usize>,
     /// What its elements are in memory before they become ids or numbers.
     stored: Stored,
+    /// The file has them bit by bit as they are in memory.
+    is_native: bool,
     /// Shape of a chunk, if it is chunked.
     chunk: Option<Vec<usize>>,
     /// Chunks are compressed, or filtered otherwise.
     is_filtered: bool,
     /// Where its elements lie side by side in the shard's own file as they are in memory, if they do.
     offset: Option<u64>,
+    /// None of its elements was ever written.
+    is_unwritten: bool,
 }
 
 /// Bytes that blocks of rows have at least, unless chunks are larger: fewer are not worth their place in a table.
@@ -138,9 +198,14 @@ impl Shard {
     /// Describes the file at `path`, whose datasets have the names that `spec` gives.
     pub(super) fn open(path: &Path, spec: &DataSpec) -> Result<Self> {
         let file = h5::open_file(path, None)?;
-        let described = Header::read(&file).and_then(|header| Ok((header, Content::find(&file, spec)?)));
-        let (header, content) = described.map_err(|e| e.at(path.display()))?;
-        Ok(Self { path: path.to_owned(), header, content })
+        let describe = || {
+            let header = Header::read(&file)?;
+            let content = Content::find(Place { file: &file, path }, spec)?;
+            let print = ShardPrint::of(&file, path, &header, &content)?;
+            let told = told(&file, &content)?.into();
+            Ok(Self { path: path.to_owned(), header, content, print, told })
+        };
+        describe().map_err(|e: Error| e.at(path.display()))
     }
 
     /// Refuses a shard that does not fit the `first` one of its data set.
@@ -201,6 +266,14 @@ impl Shard {
             .hint("the shards of one data set must agree: import them in one go; those of data.mix must hold samples of one kind")
     }
 
+    /// Refuses datasets that were made and never written.
+    pub(super) fn check_written(&self) -> Result<()> {
+        match self.content.datasets().into_iter().find(|field| field.is_unwritten) {
+            Some(field) => Err(storage::unwritten(&field.name).at(self.path.display())),
+            None => Ok(()),
+        }
+    }
+
     /// How many samples of `context` ids there are; at least one.
     pub(super) fn samples(&self, context: usize) -> Result<u64> {
         let at = self.path.display();
@@ -218,7 +291,7 @@ impl Shard {
             Content::Rows(_) => {
                 let first = self.content.datasets()[0];
                 match first.rows() {
-                    0 => Err(Error::input(format!("{} has no samples", first.name)).at(at)),
+                    0 => Err(no_samples(first).at(at)),
                     rows => Ok(rows as u64),
                 }
             }
@@ -230,7 +303,7 @@ impl Shard {
                         .at(at));
                 }
                 match inputs.rows() {
-                    0 => Err(Error::input(format!("{} has no samples", inputs.name)).at(at)),
+                    0 => Err(no_samples(inputs).at(at)),
                     rows => Ok(rows as u64),
                 }
             }
@@ -262,8 +335,8 @@ impl Shard {
     }
 
     /// Opens the file anew and returns a reader for each dataset of its content. `cache_bytes` may be kept of each, more if
-    /// a chunk is larger: else each read would decompress it again.
-    pub(super) fn readers(&self, cache_bytes: usize) -> Result<Vec<RowReader>> {
+    /// a chunk is larger: else each read would decompress it again. What they read is compared with checksums as `verify` says.
+    pub(super) fn readers(&self, cache_bytes: usize, verify: Verify, scratch: &Scratch) -> Result<Vec<RowReader>> {
         let datasets = self.content.datasets();
         // Of data whose blocks are kept by its reader, HDF5 has nothing to keep.
         let chunk_bytes = |field: &&Field| field.chunk_bytes().filter(|_| self.block(field, cache_bytes) == 0);
@@ -272,6 +345,12 @@ impl Shard {
         let file = h5::open_file(&self.path, Some(ChunkCache { bytes, chunk_bytes: chunk_bytes.unwrap_or(0) }))?;
         let plain = std::fs::File::open(&self.path).map_err(|e| Error::io("read", &self.path, e))?;
         let plain = Arc::new(plain);
+        let checksums = if verify != Verify::Off && self.header.has_checksums() {
+            let checksums = Checksums::read(&file).map_err(|e| e.at(self.path.display()))?;
+            Some(checksums.ok_or_else(|| self.without_checksums("the shard"))?)
+        } else {
+            None
+        };
         let open = |field: &&Field| {
             let source = match field.offset {
                 Some(offset) => Ok(Source::File(plain.clone(), offset)),
@@ -280,11 +359,34 @@ impl Shard {
                     .and_then(|dataset| SlabReader::new(dataset, field.stored))
                     .map(Source::Library),
             };
-            let source = source.map_err(|e| self.unreadable(field, &e))?;
+            let source = source.map_err(|e| self.unreadable(field, e.into()))?;
             let (rows, block) = (field.rows() as u64, self.block(field, cache_bytes) as u64);
-            Ok(RowReader::new(source, field.stored, rows, field.row_len(), block, cache_bytes))
+            let sums = checksums.as_ref().map(|checksums| self.sums(checksums, field)).transpose()?.flatten();
+            let compared = sums.and_then(|sums| Compared::new(sums, verify, scratch.clone()));
+            Ok(RowReader::new(source, field.stored, rows, field.row_len(), block, cache_bytes).compare(compared))
         };
         datasets.iter().map(open).collect()
+    }
+
+    /// The checksums of a dataset; none where its elements in memory are not those of the file.
+    fn sums(&self, checksums: &Checksums, field: &Field) -> Result<Option<BlockSums>> {
+        if !field.is_native {
+            return Ok(None);
+        }
+        let sums = checksums.of(&field.name).ok_or_else(|| self.without_checksums(&field.name))?;
+        let (has, needs) = (sums.crc32.len(), sums.needed(field.rows()));
+        if has == needs {
+            return Ok(Some(sums.clone()));
+        }
+        Err(Error::input(format!("{} has {has} checksums for {needs} blocks", field.name))
+            .hint("copy or import it again")
+            .at(self.path.display()))
+    }
+
+    fn without_checksums(&self, what: &str) -> Error {
+        Error::input(format!("{what} has no checksums, although its format has"))
+            .hint("copy or import it again, or read it without comparing: data.verify = \"off\"")
+            .at(self.path.display())
     }
 
     /// Most bytes that the readers of all its datasets keep together, if `cache_bytes` may be kept of each.
@@ -320,28 +422,37 @@ impl Shard {
         }
     }
 
-    /// A read of `ids` failed although the file once was in order.
-    pub(super) fn unreadable(&self, ids: &Field, error: &hdf5::Error) -> Error {
-        let place = PathBuf::from(format!("{}:{}", self.path.display(), ids.name));
-        Error::io("read", &place, h5::one_line(error))
-            .hint("check it with `hpctrain data verify`; import or copy it again if it is damaged")
+    /// A read of `field` failed although the file once was in order.
+    pub(super) fn unreadable(&self, field: &Field, error: ReadError) -> Error {
+        match error {
+            ReadError::Refused(error) if h5::is_newer(&error) => h5::newer(&field.name, &error).at(self.path.display()),
+            ReadError::Refused(error) => {
+                let place = PathBuf::from(format!("{}:{}", self.path.display(), field.name));
+                Error::io("read", &place, h5::one_line(&error))
+                    .hint("check it with `hpctrain data verify`; import or copy it again if it is damaged")
+            }
+            damaged @ ReadError::Damaged { .. } => Error::input(format!("{}{damaged}", field.name))
+                .hint("copy or import the shard again; `hpctrain data verify` finds all such places")
+                .at(self.path.display()),
+        }
     }
 }
 
 impl Content {
     /// Tokens if there are any, else samples.
-    fn find(file: &File, spec: &DataSpec) -> Result<Self> {
+    fn find(place: Place<'_>, spec: &DataSpec) -> Result<Self> {
+        let file = place.file;
         match &spec.wants {
-            Wants::Rows { input, ids, target } => return Self::rows(file, spec, *input, ids, *target),
+            Wants::Rows { input, ids, target } => return Self::rows(place, spec, *input, ids, *target),
             Wants::Anything => {
-                if let Some((input, ids, target)) = rows_of(file, spec)? {
-                    return Self::rows(file, spec, input, &ids, target);
+                if let Some((input, ids, target)) = rows_of(place, spec)? {
+                    return Self::rows(place, spec, input, &ids, target);
                 }
             }
             Wants::Text => {}
         }
         if file.link_exists(&spec.tokens) {
-            return Ok(Self::Tokens(Field::ids(file, &spec.tokens, 1)?));
+            return Ok(Self::Tokens(Field::ids(place, &spec.tokens, 1)?));
         }
         if !file.link_exists(&spec.inputs) && !file.link_exists(&spec.targets) {
             let message = format!("has neither {} nor {} and {}", spec.tokens, spec.inputs, spec.targets);
@@ -352,8 +463,8 @@ impl Content {
                 return Err(lacking(file, format!("has no dataset {name}")));
             }
         }
-        let inputs = Field::ids(file, &spec.inputs, 2)?;
-        let targets = Field::ids(file, &spec.targets, 2)?;
+        let inputs = Field::ids(place, &spec.inputs, 2)?;
+        let targets = Field::ids(place, &spec.targets, 2)?;
         if inputs.shape != targets.shape {
             let (a, b) = (shape(&inputs.shape), shape(&targets.shape));
             return Err(Error::input(format!("{} is {a}, but {} is {b}", inputs.name, targets.name))
@@ -363,15 +474,29 @@ impl Content {
     }
 
     /// The scale of the inputs, if there is one.
-    fn standard(&self) -> Option<&Standard> {
+    pub(super) fn standard(&self) -> Option<&Standard> {
         match self {
             Self::Rows(rows) => rows.standard.as_ref(),
             _ => None,
         }
     }
 
+    /// Whether inputs are bytes that nothing scales.
+    pub(super) fn is_unscaled(&self) -> bool {
+        matches!(self, Self::Rows(rows) if rows.is_unscaled)
+    }
+
+    /// Images whose channels come first, if they do.
+    pub(super) fn planes(&self) -> Option<Planes> {
+        match self {
+            Self::Rows(rows) => rows.planes,
+            _ => None,
+        }
+    }
+
     /// Rows of `input` elements, ids of categories, and targets.
-    fn rows(file: &File, spec: &DataSpec, input: usize, ids: &Ids, target: Target) -> Result<Self> {
+    fn rows(place: Place<'_>, spec: &DataSpec, input: usize, ids: &Ids, target: Target) -> Result<Self> {
+        let file = place.file;
         let tables = if let Ids::Tables(tables) = ids { tables.len() } else { 0 };
         let wanted =
             [(&spec.inputs, input > 0), (&spec.categories, tables > 0), (&spec.targets, target != Target::Unknown)];
@@ -379,42 +504,44 @@ impl Content {
             return Err(lacking(file, format!("has no dataset {name}")));
         }
         let kind = if let Ids::Input(_) = ids { As::Ids } else { As::Numbers };
-        let inputs = (input > 0).then(|| Field::describe(file, &spec.inputs, kind)).transpose()?;
+        let inputs = (input > 0).then(|| Field::describe(place, &spec.inputs, kind)).transpose()?;
         if let Some(inputs) = inputs.as_ref().filter(|inputs| inputs.row_len() != input) {
             let message = format!("{} has rows of {}", inputs.name, shape(&inputs.shape[1..]));
             return Err(Error::input(format!("{message}, but model.input has {input} elements"))
                 .hint("set model.input to the shape of a row"));
         }
-        let categories = (tables > 0).then(|| Field::describe(file, &spec.categories, As::Ids)).transpose()?;
+        let categories = (tables > 0).then(|| Field::describe(place, &spec.categories, As::Ids)).transpose()?;
         if let Some(categories) = categories.as_ref().filter(|categories| categories.row_len() != tables) {
             let message = format!("{} has rows of {}", categories.name, shape(&categories.shape[1..]));
             return Err(Error::input(format!("{message}, but the network has {tables} embedding tables"))
                 .hint("let `ids` of embedding_tables have a number for each category"));
         }
-        let (kind_of_targets, width) = match target {
-            Target::Class(_) => (As::Ids, 1),
-            Target::Values(width) => (As::Numbers, width),
-            Target::Unknown => (As::Numbers, 0),
-        };
         let targets = match target {
             Target::Unknown => None,
-            _ => Some(Field::describe(file, &spec.targets, kind_of_targets)?),
+            Target::Class(classes) => Some(Field::classes(place, &spec.targets, classes)?),
+            Target::Values(width) => Some(Field::values(place, &spec.targets, width)?),
         };
-        if let Some(targets) = targets.as_ref().filter(|targets| targets.row_len() != width) {
-            let message = format!("{} has rows of {}", targets.name, targets.row_len());
-            return Err(Error::input(format!("{message}, but the network predicts {width} of each sample"))
-                .hint("the last of model.layers must give as many, and loss.kind must fit the targets"));
+        if spec.scale.is_some() && (kind == As::Ids || inputs.is_none()) {
+            return Err(Error::input("data.scale is for inputs that are numbers, but the network takes ids")
+                .hint("leave it out"));
         }
-        let standard = match kind {
-            As::Numbers if input > 0 => Standard::read(file, &spec.inputs, input)?,
-            _ => None,
-        };
+        let (mut planes, mut standard, mut is_unscaled) = (None, None, false);
+        if let Some(inputs) = &inputs {
+            if !spec.shape.is_empty() {
+                planes = Planes::check(&inputs.name, &inputs.shape[1..], &spec.shape, spec.axes)?;
+            }
+            if kind == As::Numbers {
+                standard = Standard::of_inputs(file, inputs, planes, spec.scale)?;
+                is_unscaled = inputs.dtype.is_byte() && standard.is_none() && spec.scale.is_none();
+            }
+        }
         let rows = inputs.iter().chain(&categories).map(Field::rows).next().unwrap_or(0);
         let weights = match targets {
-            Some(_) => Self::find_weights(file, spec, rows)?,
+            Some(_) => Self::find_weights(place, spec, rows)?,
             None => None,
         };
-        let content = Self::Rows(Box::new(Rows { inputs, categories, targets, weights, standard }));
+        let content =
+            Self::Rows(Box::new(Rows { inputs, categories, targets, weights, standard, planes, is_unscaled }));
         if let [first, rest @ ..] = &content.datasets()[..]
             && let Some(other) = rest.iter().find(|other| other.rows() != first.rows())
         {
@@ -426,7 +553,8 @@ impl Content {
     }
 
     /// A number for each of `rows` rows, if there is to be one.
-    fn find_weights(file: &File, spec: &DataSpec, rows: usize) -> Result<Option<Field>> {
+    fn find_weights(place: Place<'_>, spec: &DataSpec, rows: usize) -> Result<Option<Field>> {
+        let file = place.file;
         let name = match spec.weights.as_deref() {
             Some("") => return Ok(None),
             Some(name) => name,
@@ -437,7 +565,7 @@ impl Content {
             return Err(lacking(file, format!("has no dataset {name}"))
                 .hint("name a dataset that is there as data.weights, or leave it out"));
         }
-        let weights = Field::describe(file, name, As::Numbers)?;
+        let weights = Field::describe(place, name, As::Numbers)?;
         if (weights.rows(), weights.row_len()) != (rows, 1) {
             let message = format!("{name} has shape {}, but there are {rows} samples", shape(&weights.shape));
             return Err(Error::input(message).hint("give one weight for each sample, or data.weights = \"\""));
@@ -464,13 +592,27 @@ impl Content {
     }
 }
 
+/// Reads the preprocessing that a file describes.
+fn told(file: &File, content: &Content) -> Result<Told> {
+    let Content::Rows(rows) = content else { return Ok(Told::default()) };
+    let scale = rows.standard.as_ref().map(Scale::from);
+    // Datasets of these names may be anything in files of other make.
+    if !is_of_samples(file) {
+        return Ok(Told { scale, ..Told::default() });
+    }
+    let unreadable = |e| Error::input(format!("dataset {CLASSES} cannot be read: {}", h5::one_line(&e)));
+    let classes = class_names(file).map_err(unreadable)?.unwrap_or_default();
+    Ok(Told { scale, columns: Columns::read(file)?.map(Arc::new), classes })
+}
+
 /// Elements of a row, the ids beside them and the kind of its target, if a file holds rows rather than text.
-fn rows_of(file: &File, spec: &DataSpec) -> Result<Option<(usize, Ids, Target)>> {
+fn rows_of(place: Place<'_>, spec: &DataSpec) -> Result<Option<(usize, Ids, Target)>> {
+    let file = place.file;
     let has = |name: &str| file.link_exists(name);
     if has(&spec.tokens) || !(has(&spec.inputs) || has(&spec.categories)) {
         return Ok(None);
     }
-    let describe = |name: &str, kind: As| has(name).then(|| Field::describe(file, name, kind)).transpose();
+    let describe = |name: &str, kind: As| has(name).then(|| Field::describe(place, name, kind)).transpose();
     let inputs = describe(&spec.inputs, As::Numbers)?;
     let ids = match describe(&spec.categories, As::Ids)? {
         Some(categories) => Ids::Tables(vec![MAX_VOCABULARY; categories.row_len()].into()),
@@ -480,8 +622,8 @@ fn rows_of(file: &File, spec: &DataSpec) -> Result<Option<(usize, Ids, Target)>>
     if !file.link_exists(&spec.targets) {
         return Ok(Some((input, ids, Target::Unknown)));
     }
-    let targets = Field::describe(file, &spec.targets, As::Numbers)?;
-    let is_integer = |field: &Field| matches!(field.dtype, TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_));
+    let targets = Field::describe(place, &spec.targets, As::Numbers)?;
+    let is_integer = |field: &Field| field.dtype.is_integer();
     // Windows of text: an id to predict for each id.
     let is_text = |inputs: &Field| is_integer(inputs) && inputs.shape.len() == 2 && inputs.shape == targets.shape;
     if is_integer(&targets) && inputs.as_ref().is_some_and(is_text) && ids == Ids::None {
@@ -490,6 +632,10 @@ fn rows_of(file: &File, spec: &DataSpec) -> Result<Option<(usize, Ids, Target)>>
     let is_class = is_integer(&targets) && targets.row_len() == 1;
     let target = if is_class { Target::Class(MAX_VOCABULARY) } else { Target::Values(targets.row_len()) };
     Ok(Some((input, ids, target)))
+}
+
+fn no_samples(field: &Field) -> Error {
+    Error::input(format!("{} has no samples", field.name)).hint("write some, or leave the file out")
 }
 
 fn lacking(file: &File, message: String) -> Error {
@@ -502,8 +648,8 @@ fn lacking(file: &File, message: String) -> Error {
 
 impl Field {
     /// A dataset of token ids in so many dimensions.
-    fn ids(file: &File, name: &str, rank: usize) -> Result<Self> {
-        let field = Self::describe(file, name, As::Ids)?;
+    fn ids(place: Place<'_>, name: &str, rank: usize) -> Result<Self> {
+        let field = Self::describe(place, name, As::Ids)?;
         if field.shape.len() != rank {
             let want = if rank == 1 { "one dimension" } else { "two dimensions, samples x context" };
             return Err(Error::input(format!("{name} has shape {}, but {want} is expected", shape(&field.shape)))
@@ -512,26 +658,49 @@ impl Field {
         Ok(field)
     }
 
-    fn describe(file: &File, name: &str, kind: As) -> Result<Self> {
-        let unreadable = |e| Error::input(format!("{name} cannot be opened as a dataset: {}", h5::one_line(&e)));
-        let dataset = file.dataset(name).map_err(unreadable)?;
-        let dtype = dataset.dtype().and_then(|dtype| dtype.to_descriptor()).map_err(unreadable)?;
-        let is_integer = matches!(dtype, TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_));
-        match kind {
-            As::Ids if !is_integer => {
-                return Err(Error::input(format!("{name} is of type {dtype}, but ids and classes are integers"))
-                    .hint("store them as an integer dataset of any width"));
+    /// A class a row, or a one-hot row of all classes.
+    fn classes(place: Place<'_>, name: &str, classes: usize) -> Result<Self> {
+        let dataset = storage::open(place.file, place.path, name)?;
+        match dataset.shape().get(1..).map_or(1, |row| row.iter().product()) {
+            1 => Self::describe(place, name, As::Ids),
+            columns if columns == classes => Self::describe(place, name, As::Numbers),
+            columns => {
+                Err(Error::input(format!("{name} has rows of {columns}, but the network tells {classes} classes apart"))
+                    .hint(format!("store the number of the class of each row, or one-hot rows of {classes}; for several labels a row, set loss.kind = \"binary-cross-entropy\"")))
             }
-            As::Numbers if !is_integer && !matches!(dtype, TypeDescriptor::Float(_)) => {
-                return Err(Error::input(format!("{name} is of type {dtype}, but numbers are expected"))
-                    .hint("store it as a dataset of floating-point numbers or integers"));
-            }
-            _ => {}
         }
+    }
+
+    /// So many numbers a row.
+    fn values(place: Place<'_>, name: &str, width: usize) -> Result<Self> {
+        let targets = Self::describe(place, name, As::Numbers)?;
+        if targets.row_len() == width {
+            return Ok(targets);
+        }
+        let message = format!("{name} has rows of {}", targets.row_len());
+        Err(Error::input(format!("{message}, but the network predicts {width} of each sample"))
+            .hint("the last of model.layers must give as many, and loss.kind must fit the targets"))
+    }
+
+    fn describe(place: Place<'_>, name: &str, kind: As) -> Result<Self> {
+        let Place { file, path } = place;
+        let unreadable = |e: hdf5::Error| storage::unreadable(name, &e);
+        let dataset = storage::open(file, path, name)?;
+        let dtype = dataset.dtype().and_then(|dtype| Dtype::of(&dtype)).map_err(unreadable)?;
+        dtype.check(name, kind)?;
         let dims = dataset.get_shape().map_err(unreadable)?;
+        if dataset.space().map_err(unreadable)?.is_null() {
+            return Err(Error::input(format!("{name} has no elements")).hint("store one row for each sample"));
+        }
         if dims.is_empty() {
             return Err(Error::input(format!("{name} is a scalar")).hint("store one row for each sample"));
         }
+        // Sizes are counted in bytes from here on.
+        if dims.iter().try_fold(dtype.size().max(8), |bytes, extent| bytes.checked_mul(*extent)).is_none() {
+            return Err(Error::input(format!("{name} has shape {}, too large for any memory", shape(&dims)))
+                .hint("write it with the shape that its data has"));
+        }
+        storage::check(&dataset, path, name)?;
         let native = dataset.dtype().and_then(|dtype| Stored::of(&dtype)).map_err(unreadable)?;
         let properties = dataset.create_plist().map_err(unreadable)?;
         // A link may lead into another file, and elements may lie in files without structure.
@@ -543,10 +712,17 @@ impl Field {
             dtype,
             shape: dims,
             stored: native.unwrap_or(Stored::converted(kind)),
+            is_native: native.is_some(),
             chunk: dataset.chunk(),
             is_filtered: !dataset.filters().is_empty(),
             offset: dataset.offset().filter(|_| is_plain),
+            is_unwritten: storage::is_unwritten(&dataset).map_err(unreadable)?,
         })
+    }
+
+    /// Whether its elements are in memory bit by bit what they are in the file.
+    pub(super) fn is_native(&self) -> bool {
+        self.is_native
     }
 
     /// Bytes of a row in memory.
@@ -583,16 +759,6 @@ impl Field {
     }
 }
 
-/// Names of two tokenizers, with their first different character if there is one.
-fn tokenizer_names(a: Option<&Tokenizer>, b: Option<&Tokenizer>) -> [String; 2] {
-    if let (Some(Tokenizer::Char { chars: a }), Some(Tokenizer::Char { chars: b })) = (a, b)
-        && let Some((id, (a, b))) = a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b)
-    {
-        return [a, b].map(|c| format!("char with {c:?} as id {id}"));
-    }
-    [a, b].map(|tokenizer| tokenizer.map_or("none", |tokenizer| tokenizer.name()).to_owned())
-}
-
 /// `100 x 64`; a single number for one dimension.
 pub(super) fn shape(dims: &[usize]) -> String {
     if dims.is_empty() {
@@ -621,16 +787,18 @@ mod tests {
 
     #[test]
     fn elements_are_named_by_row_and_column() {
-        let dtype = TypeDescriptor::Unsigned(hdf5::types::IntSize::U1);
+        let dtype = Dtype::of(&hdf5::Datatype::from_type::<u8>().unwrap()).unwrap();
         let ids = |shape| Field {
             name: "/x".into(),
             kind: As::Ids,
             dtype: dtype.clone(),
             shape,
             stored: Stored::U8,
+            is_native: true,
             chunk: None,
             is_filtered: false,
             offset: None,
+            is_unwritten: false,
         };
         assert_eq!(ids(vec![100]).element(42), "/x[42]");
         assert_eq!(ids(vec![10, 8]).element(42), "/x[5, 2]");

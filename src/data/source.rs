@@ -1,7 +1,7 @@
 //! What samples come from: files, or a program of one's own.
 
 use super::dataset::{SampleMut, Sizes};
-use super::{Dataset, Tokenizer};
+use super::{Dataset, Fingerprint, Preprocessing, Tokenizer, preprocessing};
 use crate::error::Result;
 
 /// Numbered samples: what a network learns from, or is measured on. [`Dataset`] is one, of HDF5 files; a program may
@@ -86,6 +86,12 @@ pub trait Source: Send {
         vec![self.samples()]
     }
 
+    /// Which samples these are: a checkpoint keeps it, and a run goes on from there only with the same ones. Unless a source
+    /// knows better, only their number is known. `None` makes no claim at all.
+    fn fingerprint(&self) -> Option<Fingerprint> {
+        Some(Fingerprint::of_samples(self.samples()))
+    }
+
     /// The most bytes that it keeps of what it reads.
     fn cache_limit(&self) -> usize {
         0
@@ -98,6 +104,11 @@ pub trait Source: Send {
 
     /// What was left out when it was made, for people.
     fn left_out(&self) -> Option<String> {
+        None
+    }
+
+    /// A warning of one line, if the network is given unscaled bytes.
+    fn unscaled(&self) -> Option<String> {
         None
     }
 
@@ -120,6 +131,20 @@ pub trait Source: Send {
     /// What turns ids into text, if anything does.
     fn tokenizer(&self) -> Option<&Tokenizer> {
         None
+    }
+
+    /// Preprocessing of samples as they are read. A program that makes its samples itself has a tokenizer at most.
+    fn preprocessing(&self) -> Preprocessing {
+        Preprocessing { tokenizer: self.tokenizer().cloned(), ..Preprocessing::default() }
+    }
+
+    /// Has samples read as a network learned them that was trained with the preprocessing `to`. Returns what had to be
+    /// converted, for people. Samples that a program makes itself are left as they are.
+    ///
+    /// # Errors
+    /// They cannot be brought to it, or the tokenizers differ.
+    fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
+        preprocessing::tokenizer(self.tokenizer(), to.tokenizer.as_ref()).map(|_| vec![])
     }
 }
 
@@ -144,6 +169,10 @@ impl Source for Dataset {
         self.parts().to_vec()
     }
 
+    fn fingerprint(&self) -> Option<Fingerprint> {
+        Some(self.fingerprint())
+    }
+
     fn cache_limit(&self) -> usize {
         self.cache_limit()
     }
@@ -154,6 +183,10 @@ impl Source for Dataset {
 
     fn left_out(&self) -> Option<String> {
         self.left_out()
+    }
+
+    fn unscaled(&self) -> Option<String> {
+        self.unscaled()
     }
 
     fn context(&self) -> usize {
@@ -170,6 +203,14 @@ impl Source for Dataset {
 
     fn tokenizer(&self) -> Option<&Tokenizer> {
         self.tokenizer()
+    }
+
+    fn preprocessing(&self) -> Preprocessing {
+        self.preprocessing().clone()
+    }
+
+    fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
+        self.conform(to)
     }
 }
 
@@ -194,6 +235,10 @@ impl<S: Source + ?Sized> Source for Box<S> {
         (**self).parts()
     }
 
+    fn fingerprint(&self) -> Option<Fingerprint> {
+        (**self).fingerprint()
+    }
+
     fn cache_limit(&self) -> usize {
         (**self).cache_limit()
     }
@@ -204,6 +249,10 @@ impl<S: Source + ?Sized> Source for Box<S> {
 
     fn left_out(&self) -> Option<String> {
         (**self).left_out()
+    }
+
+    fn unscaled(&self) -> Option<String> {
+        (**self).unscaled()
     }
 
     fn context(&self) -> usize {
@@ -220,5 +269,13 @@ impl<S: Source + ?Sized> Source for Box<S> {
 
     fn tokenizer(&self) -> Option<&Tokenizer> {
         (**self).tokenizer()
+    }
+
+    fn preprocessing(&self) -> Preprocessing {
+        (**self).preprocessing()
+    }
+
+    fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
+        (**self).conform(to)
     }
 }

@@ -12,8 +12,9 @@ use sha2::{Digest, Sha256};
 
 use super::dataset::file_names;
 use super::import::hex;
-use super::{DataSpec, Split};
+use super::{DataSpec, Held, Split};
 use crate::error::{Error, Result};
+use crate::private::{self, Found};
 
 /// What a directory of copies tells of them.
 const RECORD: &str = "staged.json";
@@ -54,7 +55,8 @@ pub fn place(spec: &DataSpec, root: &Path) -> Result<DataSpec> {
 /// are there. A copy is read again and compared before it gets its name. Others that want the same wait.
 ///
 /// # Errors
-/// There is no room, the data set or `root` does not exist, the file system refused, or a copy is not what was read.
+/// There is no room, the data set or `root` does not exist, the directory of copies is not the user's own, the file system
+/// refused, or a copy is not what was read.
 pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     let place = root.display();
     if !root.is_dir() {
@@ -62,18 +64,21 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
             .hint("name a directory that is there on every node, such as /tmp"));
     }
     let mut files = spec.files(Split::Train)?;
-    files.extend(spec.files(Split::Validation)?);
+    if spec.held()? == Held::Shards {
+        files.extend(spec.files(Split::Validation)?);
+    }
     files.sort();
     files.dedup();
     let (folder, _) = folder(spec, root)?;
-    fs::create_dir_all(&folder).map_err(|e| Error::io("create", &folder, e))?;
-    let lock = folder.join(LOCK);
-    let lock =
-        File::create(&lock).and_then(|file| file.lock().map(|()| file)).map_err(|e| Error::io("lock", &lock, e))?;
+    let found = private::directory(&folder).map_err(|e| e.at("data.stage"))?;
+    let lock_path = folder.join(LOCK);
+    let lock = private::lock_file(&lock_path)?;
+    lock.lock().map_err(|e| Error::io("lock", &lock_path, e))?;
     let record = folder.join(RECORD);
-    // One that cannot be read is as good as none.
+    // One that cannot be read is as good as none, and so is one that others could write.
+    let text = if found == Found::Trusted { fs::read(&record).ok() } else { None };
     let mut known: BTreeMap<String, Copied> =
-        fs::read(&record).ok().and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
+        text.and_then(|text| serde_json::from_slice(&text).ok()).unwrap_or_default();
     let mut missing = Vec::new();
     let mut kept = BTreeMap::new();
     for from in &files {
@@ -112,7 +117,7 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     Ok(Staged { copied: (missing.len(), needed), reused })
 }
 
-/// The directory of copies, and the name of the file if the data set is a single one.
+/// The directory of copies, which is the user's own, and the name of the file if the data set is a single one.
 fn folder(spec: &DataSpec, root: &Path) -> Result<(PathBuf, Option<PathBuf>)> {
     let source = fs::canonicalize(&spec.path).map_err(|e| match e.kind() {
         std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", spec.path.display()))
@@ -121,7 +126,7 @@ fn folder(spec: &DataSpec, root: &Path) -> Result<(PathBuf, Option<PathBuf>)> {
     })?;
     let hash = hex(&Sha256::digest(source.as_os_str().as_encoded_bytes())[..8]);
     let file = if source.is_file() { source.file_name().map(PathBuf::from) } else { None };
-    Ok((root.join(format!("hpctrain-data-{hash}")), file))
+    Ok((root.join(format!("hpctrain-data-{}-{hash}", private::user())), file))
 }
 
 fn check_room(root: &Path, needed: u64, room: u64) -> Result<()> {

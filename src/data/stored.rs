@@ -1,5 +1,6 @@
 //! Types of stored elements, and what they become: ids and classes are `u32`, numbers `f32`.
 
+use half::f16;
 use hdf5::{Datatype, H5Type};
 
 use crate::simd::simd;
@@ -24,13 +25,25 @@ pub(super) enum Stored {
     I32,
     U64,
     I64,
+    F16,
     F32,
     F64,
 }
 
 impl Stored {
-    const ALL: [Self; 10] =
-        [Self::U8, Self::I8, Self::U16, Self::I16, Self::U32, Self::I32, Self::U64, Self::I64, Self::F32, Self::F64];
+    const ALL: [Self; 11] = [
+        Self::U8,
+        Self::I8,
+        Self::U16,
+        Self::I16,
+        Self::U32,
+        Self::I32,
+        Self::U64,
+        Self::I64,
+        Self::F16,
+        Self::F32,
+        Self::F64,
+    ];
 
     /// The one that a file has bit by bit, if there is one: not so in another byte order.
     pub(super) fn of(dtype: &Datatype) -> hdf5::Result<Option<Self>> {
@@ -64,6 +77,7 @@ impl Stored {
             Self::I32 => of::<i32>(),
             Self::U64 => of::<u64>(),
             Self::I64 => of::<i64>(),
+            Self::F16 => of::<f16>(),
             Self::F32 => of::<f32>(),
             Self::F64 => of::<f64>(),
         }
@@ -73,7 +87,7 @@ impl Stored {
     pub(super) fn width(self) -> usize {
         match self {
             Self::U8 | Self::I8 => 1,
-            Self::U16 | Self::I16 => 2,
+            Self::U16 | Self::I16 | Self::F16 => 2,
             Self::U32 | Self::I32 | Self::F32 => 4,
             Self::U64 | Self::I64 | Self::F64 => 8,
         }
@@ -81,7 +95,7 @@ impl Stored {
 
     /// Whether elements may be NaN or infinite.
     pub(super) fn is_float(self) -> bool {
-        matches!(self, Self::F32 | Self::F64)
+        matches!(self, Self::F16 | Self::F32 | Self::F64)
     }
 
     /// Elements as ids. No vocabulary reaches 2³¹ − 1: negative ones arrive above it, and too large ones as it.
@@ -99,7 +113,7 @@ impl Stored {
                 Self::I32 => convert(bytes, out, |x: i32| x as u32),
                 Self::I64 => convert(bytes, out, |x: i64| x.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as u32),
                 // Datasets of ids are integers: this is what the rest of the program sees as too large.
-                Self::F32 | Self::F64 => out.fill(LARGEST),
+                Self::F16 | Self::F32 | Self::F64 => out.fill(LARGEST),
             },
         )
     }
@@ -117,6 +131,7 @@ impl Stored {
                 Self::I32 => convert(bytes, out, |x: i32| x as f32),
                 Self::U64 => convert(bytes, out, |x: u64| x as f32),
                 Self::I64 => convert(bytes, out, |x: i64| x as f32),
+                Self::F16 => convert(bytes, out, |x: u16| f16::from_bits(x).to_f32()),
                 Self::F32 => convert(bytes, out, |x: f32| x),
                 Self::F64 => convert(bytes, out, |x: f64| x as f32),
             },

@@ -1,16 +1,19 @@
 //! Reads everything and compares it with what the files promise.
 
 use std::fmt;
+use std::ops::Range;
 use std::path::Path;
 
-use super::format::{Checksums, checksum};
+use super::compare::{Scratch, Verify};
+use super::completeness;
+use super::format::{BlockSums, Checksums};
 use super::h5;
 use super::import::left_out;
 use super::inspect::h5_files;
 use super::rows::RowReader;
-use super::shard::{Content, Field, Shard, first_invalid};
-use super::stored::As;
-use super::{DataSpec, Split, Wants, is_weight};
+use super::shard::{Field, Shard, first_invalid};
+use super::stored::{As, Stored};
+use super::{DataSpec, Wants, is_weight};
 use crate::error::{Error, Result};
 use crate::pattern::matches;
 
@@ -69,6 +72,7 @@ pub fn verify(path: &Path) -> Result<Report> {
                 };
                 let of_split = shards.iter().find(|other| is_train(other) == is_train(&shard));
                 check.note_failure(of_split.map_or(Ok(()), |first| shard.check_weights(first)));
+                check.note_failure(shard.check_written());
                 check.content(&shard);
                 shards.push(shard);
             }
@@ -76,7 +80,9 @@ pub fn verify(path: &Path) -> Result<Report> {
         }
     }
     if path.is_dir() && shards.len() == files.len() {
-        check.completeness(path, &shards);
+        for problem in completeness::problems(&shards, |_| true) {
+            check.problem(format!("{}: {problem}", path.display()));
+        }
     }
     // Every shard tells of the whole import.
     if let Some(rows) = shards.iter().filter_map(|shard| shard.header.skipped_rows).max() {
@@ -118,17 +124,14 @@ impl Check {
     /// Reads all datasets of a shard.
     fn content(&mut self, shard: &Shard) {
         let path = shard.path.display();
-        let checksums = match (&shard.content, shard.header.format_version) {
-            (Content::Tokens(_), Some(_)) => {
-                match h5::open_file(&shard.path, None).and_then(|file| Checksums::read(&file)) {
-                    Ok(checksums) => checksums,
-                    Err(e) => return self.problem(e.at(path)),
-                }
-            }
-            _ => None,
+        let read = || h5::open_file(&shard.path, None).and_then(|file| Checksums::read(&file));
+        let checksums = match shard.header.has_checksums().then(read).transpose() {
+            Ok(checksums) => checksums.flatten(),
+            Err(e) => return self.problem(e.at(path)),
         };
-        match (&checksums, shard.header.format_version) {
-            (None, Some(_)) => self.problem(format!("{path}: has no checksums")),
+        match (&checksums, &shard.header.format) {
+            (None, _) if shard.header.has_checksums() => self.problem(format!("{path}: has no checksums")),
+            (None, Some(_)) => self.report.notes.push(format!("{path} has no checksums: it is of an older format")),
             (None, None) => self.report.notes.push(format!("{path} has no checksums")),
             (Some(_), _) => {}
         }
@@ -137,16 +140,32 @@ impl Check {
         if vocabulary.is_none() && has_ids {
             self.report.notes.push(format!("{path} has no vocabulary_size: only negative ids are found"));
         }
-        let result = shard.readers(CACHE_BYTES).map(|mut readers| {
-            for (ids, reader) in shard.content.datasets().into_iter().zip(&mut readers) {
-                match ids.kind {
+        // All blocks are compared below, and a wrong one is not the end.
+        let result = shard.readers(CACHE_BYTES, Verify::Off, &Scratch::default()).map(|mut readers| {
+            for (field, reader) in shard.content.datasets().into_iter().zip(&mut readers) {
+                let sums = checksums.as_ref().and_then(|checksums| checksums.of(&field.name));
+                if sums.is_some() && !field.is_native() {
+                    self.report.notes.push(format!("{path}: {} was converted, its checksums do not tell", field.name));
+                }
+                let sums = sums.filter(|_| field.is_native());
+                match (sums, &checksums) {
+                    (Some(sums), _) if sums.crc32.len() != sums.needed(field.rows()) => {
+                        let (has, wants) = (sums.crc32.len(), sums.needed(field.rows()));
+                        self.problem(format!("{path}: {} has {has} checksums for {wants} blocks", field.name));
+                    }
+                    (None, Some(_)) if field.is_native() => {
+                        self.problem(format!("{path}: {} has no checksums", field.name));
+                    }
+                    _ => {}
+                }
+                match field.kind {
                     As::Ids => {
                         let below = vocabulary.unwrap_or(i32::MAX as usize);
-                        self.dataset(shard, ids, reader, checksums.as_ref(), below);
+                        self.ids(shard, field, reader, sums, below);
                     }
                     As::Numbers => {
-                        let of_weights = shard.content.weights().is_some_and(|weights| weights.name == ids.name);
-                        self.numbers(shard, ids, reader, if of_weights { is_weight } else { f32::is_finite });
+                        let of_weights = shard.content.weights().is_some_and(|weights| weights.name == field.name);
+                        self.numbers(shard, field, reader, sums, if of_weights { is_weight } else { f32::is_finite });
                     }
                 }
             }
@@ -154,45 +173,18 @@ impl Check {
         self.note_failure(result);
     }
 
-    /// Reads a dataset block by block. A block that cannot be read is one problem, not the end.
-    fn dataset(
-        &mut self,
-        shard: &Shard,
-        ids: &Field,
-        reader: &mut RowReader,
-        checksums: Option<&Checksums>,
-        vocabulary: usize,
-    ) {
+    /// Reads a dataset of ids block by block. A block that cannot be read is one problem, not the end.
+    fn ids(&mut self, shard: &Shard, ids: &Field, reader: &mut RowReader, sums: Option<&BlockSums>, vocabulary: usize) {
         let path = shard.path.display();
-        let rows_a_block = checksums.map_or(BLOCK, |checksums| checksums.block).div_ceil(ids.row_len().max(1));
-        if let Some(Checksums { crc32, .. }) = checksums
-            && crc32.len() != ids.rows().div_ceil(rows_a_block)
-        {
-            let (has, wants) = (crc32.len(), ids.rows().div_ceil(rows_a_block));
-            self.problem(format!("{path}: {} has {has} checksums for {wants} blocks", ids.name));
-        }
-        let mut buffer = Vec::new();
-        let mut invalid = 0;
-        for (block, first) in (0..ids.rows()).step_by(rows_a_block).enumerate() {
-            let rows = rows_a_block.min(ids.rows() - first);
-            let offset = first * ids.row_len();
-            buffer.resize(rows * ids.row_len(), 0);
-            let place = format!("{path}: {}[{first}..{}]", ids.name, first + rows);
-            if let Err(e) = reader.read(first as u64, &mut buffer) {
-                self.problem(format!("{place} cannot be read: {}", h5::one_line(&e)));
-                continue;
-            }
+        let (mut buffer, mut invalid) = (Vec::new(), 0);
+        for rows in blocks(ids, sums) {
+            let Some((stored, bytes)) = self.block(shard, ids, reader, sums, rows.clone()) else { continue };
+            buffer.resize(rows.len() * ids.row_len(), 0);
+            stored.to_ids(bytes, &mut buffer);
             self.report.ids += buffer.len() as u64;
-            if let Some(&stored) = checksums.and_then(|checksums| checksums.crc32.get(block)) {
-                self.report.checksums += 1;
-                let actual = checksum(&buffer, ids.dtype.size());
-                if actual != stored {
-                    self.problem(format!("{place} has checksum {actual:08x}, but {stored:08x} was written"));
-                }
-            }
             if let Some(at) = first_invalid(&buffer, vocabulary) {
                 if invalid == 0 {
-                    let (element, id) = (ids.element(offset + at), buffer[at] as i32);
+                    let (element, id) = (ids.element(rows.start * ids.row_len() + at), buffer[at] as i32);
                     self.problem(format!("{path}: {element} is token id {id}, outside the vocabulary of {vocabulary}"));
                 }
                 invalid += buffer.iter().filter(|&&id| id as usize >= vocabulary).count();
@@ -204,23 +196,24 @@ impl Check {
     }
 
     /// Reads a dataset of numbers block by block. What is not `right` counts, and the first is named.
-    fn numbers(&mut self, shard: &Shard, field: &Field, reader: &mut RowReader, right: fn(f32) -> bool) {
+    fn numbers(
+        &mut self,
+        shard: &Shard,
+        field: &Field,
+        reader: &mut RowReader,
+        sums: Option<&BlockSums>,
+        right: fn(f32) -> bool,
+    ) {
         let path = shard.path.display();
-        let (row_len, mut wrong) = (field.row_len().max(1), 0);
-        let rows_a_block = BLOCK.div_ceil(row_len);
-        let mut buffer = Vec::new();
-        for first in (0..field.rows()).step_by(rows_a_block) {
-            let rows = rows_a_block.min(field.rows() - first);
-            buffer.resize(rows * row_len, 0.0);
-            if let Err(e) = reader.read_numbers(first as u64, &mut buffer) {
-                let place = format!("{path}: {}[{first}..{}]", field.name, first + rows);
-                self.problem(format!("{place} cannot be read: {}", h5::one_line(&e)));
-                continue;
-            }
+        let (mut buffer, mut wrong) = (Vec::new(), 0);
+        for rows in blocks(field, sums) {
+            let Some((stored, bytes)) = self.block(shard, field, reader, sums, rows.clone()) else { continue };
+            buffer.resize(rows.len() * field.row_len(), 0.0);
+            stored.to_numbers(bytes, &mut buffer);
             self.report.numbers += buffer.len() as u64;
             for (at, x) in buffer.iter().enumerate().filter(|(_, x)| !right(**x)) {
                 if wrong == 0 {
-                    self.problem(format!("{path}: {} is {x}", field.element(first * row_len + at)));
+                    self.problem(format!("{path}: {} is {x}", field.element(rows.start * field.row_len() + at)));
                 }
                 wrong += 1;
             }
@@ -231,23 +224,37 @@ impl Check {
         }
     }
 
-    /// Every shard of a split knows how many there should be.
-    fn completeness(&mut self, path: &Path, shards: &[Shard]) {
-        for split in [Split::Train, Split::Validation] {
-            let members = || {
-                let headers = shards.iter().map(|shard| &shard.header);
-                headers.filter(|header| header.split.as_deref() == Some(split.name()))
-            };
-            let Some(expected) = members().find_map(|header| header.num_shards) else {
-                continue;
-            };
-            let mut numbers: Vec<u64> = members().filter_map(|header| header.shard).collect();
-            numbers.sort_unstable();
-            if numbers.len() as u64 != expected || numbers.iter().zip(0..).any(|(&number, place)| number != place) {
-                let numbers: Vec<String> = numbers.iter().map(u64::to_string).collect();
-                let numbers = numbers.join(", ");
-                self.problem(format!("{}: {split} has shards {numbers} of {expected}", path.display()));
+    /// The bytes of a block of rows, compared with their checksum if there is one; none if they cannot be read.
+    fn block<'r>(
+        &mut self,
+        shard: &Shard,
+        field: &Field,
+        reader: &'r mut RowReader,
+        sums: Option<&BlockSums>,
+        rows: Range<usize>,
+    ) -> Option<(Stored, &'r [u8])> {
+        let place = format!("{}: {}[{}..{}]", shard.path.display(), field.name, rows.start, rows.end);
+        match reader.read_bytes(rows.start as u64, rows.len()) {
+            Err(e) => {
+                self.problem(format!("{place} cannot be read: {e}"));
+                None
+            }
+            Ok((stored, bytes)) => {
+                if let Some(&written) = sums.and_then(|sums| sums.crc32.get(rows.start / sums.block)) {
+                    self.report.checksums += 1;
+                    let found = crc32fast::hash(bytes);
+                    if found != written {
+                        self.problem(format!("{place} has checksum {found:08x}, but {written:08x} was written"));
+                    }
+                }
+                Some((stored, bytes))
             }
         }
     }
+}
+
+/// Rows of a dataset in the blocks of its checksums, if it has any.
+fn blocks(field: &Field, sums: Option<&BlockSums>) -> impl Iterator<Item = Range<usize>> + use<> {
+    let (all, rows) = (field.rows(), sums.map_or(BLOCK.div_ceil(field.row_len().max(1)), |sums| sums.block));
+    (0..all).step_by(rows).map(move |first| first..(first + rows).min(all))
 }

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 
 use crate::checkpoint::lease::Lease;
 use crate::checkpoint::{Checkpoints, Manifest, name_of};
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::telemetry::evaluations::{self, Evaluation};
 
 /// Which checkpoints are evaluated.
@@ -55,12 +55,12 @@ impl Queue {
     /// # Errors
     /// The file system refused.
     pub fn next(&mut self) -> Result<Option<Claim>> {
-        let evaluated = self.checkpoints.evaluated();
-        for (step, id) in self.waiting(&evaluated) {
+        let evaluated = self.checkpoints.evaluated()?;
+        for (step, id) in self.waiting(evaluated.known())? {
             let Some(lease) = self.checkpoints.leases().take(&format!("{}.evaluate", name_of(step)))? else { continue };
             // Another evaluator may have been faster, or the trainer may have removed it before it saw the lease.
-            let settled = evaluations::is_settled(&self.checkpoints.evaluated(), &id);
-            if !settled && self.name(step).as_ref() == Some(&id) {
+            let settled = evaluations::is_settled(self.checkpoints.evaluated()?.known(), &id);
+            if !settled && self.name(step)?.as_ref() == Some(&id) {
                 return Ok(Some(Claim { step, id, lease }));
             }
         }
@@ -68,34 +68,51 @@ impl Queue {
     }
 
     /// Whether nothing waits, whoever may be at work on it.
-    pub fn is_empty(&mut self) -> bool {
-        let evaluated = self.checkpoints.evaluated();
-        self.waiting(&evaluated).is_empty()
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn is_empty(&mut self) -> Result<bool> {
+        let evaluated = self.checkpoints.evaluated()?;
+        Ok(self.waiting(evaluated.known())?.is_empty())
     }
 
     /// Steps and names of the checkpoints that are to be evaluated, in this order.
-    fn waiting(&mut self, evaluated: &[Evaluation]) -> Vec<(u64, String)> {
-        let mut steps = self.checkpoints.steps();
+    fn waiting(&mut self, evaluated: &[Evaluation]) -> Result<Vec<(u64, String)>> {
+        let mut steps = self.checkpoints.steps()?;
         if self.policy == Policy::Latest {
             // Not the highest: a run that passed over a damaged checkpoint is behind it.
-            let latest = self.checkpoints.latest_step().or(steps.last().copied());
+            let latest = self.checkpoints.latest_step()?.or(steps.last().copied());
             steps.retain(|step| Some(*step) == latest);
         }
-        let named = steps.into_iter().filter_map(|step| Some((step, self.name(step)?)));
-        named.filter(|(_, id)| !evaluations::is_settled(evaluated, id)).collect()
+        let mut waiting = Vec::new();
+        for step in steps {
+            waiting.extend(self.name(step)?.filter(|id| !evaluations::is_settled(evaluated, id)).map(|id| (step, id)));
+        }
+        Ok(waiting)
     }
 
-    /// The name of the save of a step; none if it is gone or its manifest is damaged.
-    fn name(&mut self, step: u64) -> Option<String> {
+    /// The name of the save of a step; none if it is gone, or its manifest is damaged or of another version.
+    fn name(&mut self, step: u64) -> Result<Option<String>> {
         let path = self.checkpoints.path(step);
-        let directory = std::fs::metadata(&path).ok()?.ino();
-        let read = || match Manifest::read(&path) {
+        let directory = match std::fs::metadata(&path) {
+            Ok(directory) => directory.ino(),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(Error::io("read", &path, e)),
+        };
+        if let Some(name) = self.names.get(&(step, directory)) {
+            return Ok(name.clone());
+        }
+        let name = match Manifest::read(&path) {
             Ok(manifest) => Some(manifest.id),
-            Err(e) => {
+            // The trainer has removed it in this moment.
+            Err(_) if !path.exists() => return Ok(None),
+            Err(e) if matches!(e.kind(), Kind::Damaged | Kind::Input) => {
                 log::warn!("cannot evaluate {}: {e}", path.display());
                 None
             }
+            Err(e) => return Err(e),
         };
-        self.names.entry((step, directory)).or_insert_with(read).clone()
+        self.names.insert((step, directory), name.clone());
+        Ok(name)
     }
 }

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::queue::{Claim, Policy, Queue};
-use super::{Evaluator, Measures, model};
+use super::{Evaluator, Measures, model, own};
 use crate::activity::Track;
 use crate::backend::Kernels;
-use crate::checkpoint::{Checkpoints, Reader, name_of};
+use crate::checkpoint::{Checkpoints, Manifest, Reader, name_of};
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Plan, overlay};
-use crate::error::{Error, Result};
+use crate::data::{Preprocessing, Tokenizer};
+use crate::error::{Error, Kind, Result};
 use crate::signals;
 use crate::telemetry::evaluations::{self, Evaluation, Status};
 use crate::telemetry::{logging, say, unix_time};
@@ -185,30 +186,48 @@ struct Waiting<'a> {
     since: Instant,
     /// What people were told that it waits for.
     told: Option<&'static str>,
+    /// How often in a row the run's directory could not be read.
+    refused: usize,
 }
 
 impl<'a> Waiting<'a> {
     fn new(checkpoints: Checkpoints, request: &'a Request) -> Self {
         let queue = Queue::new(checkpoints.clone(), request.policy);
-        Self { queue, checkpoints, request, since: Instant::now(), told: None }
+        Self { queue, checkpoints, request, since: Instant::now(), told: None, refused: 0 }
     }
 
     fn evaluated(&mut self) {
         self.since = Instant::now();
     }
 
-    /// What to do next; a checkpoint to be evaluated is left in `claim`.
+    /// Decides the next action; a checkpoint to be evaluated is left in `claim`. Reads that fail are tried again a few times.
     fn decide(&mut self, marks: &Marks, claim: &mut Option<Claim>) -> Result<Decision> {
+        match self.look(marks, claim) {
+            Err(e) if e.kind() == Kind::Io && self.refused + 1 < ATTEMPTS => {
+                self.refused += 1;
+                log::warn!("trying again: {e}");
+                std::thread::sleep(BETWEEN);
+                Ok(Decision::Wait)
+            }
+            decided => {
+                self.refused = 0;
+                decided
+            }
+        }
+    }
+
+    /// Decides the next action from the files as they are now.
+    fn look(&mut self, marks: &Marks, claim: &mut Option<Claim>) -> Result<Decision> {
         // The order matters: what is published before the mark is seen after it.
         let ended = marks.ended();
         if let Some(next) = self.queue.next()? {
-            let retries = evaluations::retries(&self.checkpoints.evaluated(), &next.id);
+            let retries = evaluations::retries(self.checkpoints.evaluated()?.known(), &next.id);
             let decision = Decision::Evaluate(next.step, next.id.clone(), retries);
             *claim = Some(next);
             return Ok(decision);
         }
-        let idle = self.queue.is_empty();
-        let nothing = self.checkpoints.steps().is_empty();
+        let idle = self.queue.is_empty()?;
+        let nothing = self.checkpoints.steps()?.is_empty();
         let waits_for = match ended {
             Some(end) if idle && end.status != marks::Status::Preempted => {
                 return Ok(Decision::End(format!("the run has ended at step {}", end.step)));
@@ -242,6 +261,8 @@ impl<'a> Waiting<'a> {
 /// A network in memory and the data it is evaluated on.
 struct Loaded<B: Kernels> {
     plan: Plan,
+    /// Tokenizer and preprocessing of the checkpoint.
+    known: (Option<Tokenizer>, Option<Preprocessing>),
     engine: Engine<B>,
     evaluator: Evaluator,
 }
@@ -319,8 +340,12 @@ impl<B: Kernels> Sidecar<'_, B> {
             Ok(reader) => reader,
             Err(e) => return Ok(Err(e)),
         };
-        let config = world.agree(overlay(&reader.manifest().config, &self.request.overrides))?;
-        self.prepare(config)?;
+        let configured = || {
+            let config = overlay(&reader.manifest().config, &self.request.overrides)?;
+            own::check(reader.manifest(), &config).map(|()| config)
+        };
+        let config = world.agree(configured())?;
+        self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else { return Err(Error::internal("no network")) };
         if let Err(e) = world.agree(check_and_load(&world, &mut reader, &mut loaded.engine)) {
             return Ok(Err(e));
@@ -330,37 +355,46 @@ impl<B: Kernels> Sidecar<'_, B> {
         Ok(Ok(measured))
     }
 
-    /// Makes the network of a configuration, unless it is the one in memory.
-    fn prepare(&mut self, config: Config) -> Result<()> {
+    /// Makes the network of a configuration and opens the data as a checkpoint knows it, unless they are those in memory.
+    fn prepare(&mut self, config: Config, manifest: &Manifest) -> Result<()> {
         let world = self.comm.world();
         let plan = world.agree(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
-        if self.loaded.as_ref().is_some_and(|loaded| loaded.plan == plan) {
+        let known = (manifest.tokenizer.clone(), manifest.preprocessing.clone());
+        if self.loaded.as_ref().is_some_and(|loaded| loaded.plan == plan && loaded.known == known) {
             return Ok(());
         }
         // The one before goes first: there is room for one.
         self.loaded = None;
-        let validation = world.agree(feed::validation(&plan.config))?;
+        let mut validation = world.agree(feed::validation(&plan.config))?;
+        let notes = world.agree(manifest.conform(&mut validation))?;
+        if world.rank() == 0 {
+            notes.iter().for_each(|note| log::warn!("data: {note}"));
+        }
         let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
         let backend = world.agree(self.backend.get(&plan))?;
         backend.trim();
         let engine = model::engine(self.comm, &plan, backend)?;
-        self.loaded = Some(Loaded { plan, engine, evaluator });
+        self.loaded = Some(Loaded { plan, known, engine, evaluator });
         Ok(())
     }
 
     /// Writes down how an evaluation ended. On rank 0.
     fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<Measures>, begun: Instant) -> Result<()> {
-        if evaluations::is_settled(&evaluations::read(&self.evaluations), id) {
+        if evaluations::is_settled(evaluations::read(&self.evaluations)?.known(), id) {
             // This process stood still for so long that another took its claim.
             log::warn!("step {step}: evaluated by another evaluator meanwhile");
             return Ok(());
         }
+        let on = |found: Evaluation| match &self.loaded {
+            Some(Loaded { evaluator, .. }) => found.on(evaluator.digest(), evaluator.samples()),
+            None => found,
+        };
         let of = Evaluation {
             checkpoint: Some(name_of(step)),
             id: Some(id.into()),
             ..outcome.as_ref().map_or_else(
                 |_| Evaluation { step, time: unix_time(), ..Evaluation::default() },
-                |found| Evaluation::done(step, found.loss, found.metrics.clone()),
+                |found| on(Evaluation::done(step, found.loss, found.metrics.clone())),
             )
         };
         match outcome {
@@ -368,12 +402,16 @@ impl<B: Kernels> Sidecar<'_, B> {
                 evaluations::append(&self.evaluations, &of)?;
                 let seconds = begun.elapsed().as_secs_f64();
                 say(format_args!("evaluator: step {step:>6}  {measures}  ({seconds:.1} s)"));
-                let all = evaluations::read(&self.evaluations);
-                self.checkpoints.point_to_best(&all)?;
+                let all = evaluations::read(&self.evaluations)?;
+                // An unreadable record of earlier evaluations does not end this one.
+                let best = self.checkpoints.point_to_best(&all);
+                best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
                 let eval = self.loaded.as_ref().map(|loaded| &loaded.plan.config.eval);
-                let why = eval.and_then(|eval| evaluations::no_use(&all, eval.patience, eval.min_delta));
+                let why = eval.and_then(|eval| evaluations::no_use(all.known(), eval.patience, eval.min_delta));
                 why.map_or(Ok(()), |why| self.marks.ask_to_stop(&why))
             }
+            // The checkpoint may well be whole: another evaluator, or this one later, can do it.
+            Err(e) if e.kind() == Kind::Io && retries + 1 >= ATTEMPTS => Err(e),
             Err(e) => {
                 let status = if retries + 1 < ATTEMPTS { Status::Retried } else { Status::Failed };
                 log::warn!("step {step}: cannot be evaluated ({status:?}): {e}");

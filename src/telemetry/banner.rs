@@ -7,7 +7,6 @@ use super::{bytes, grouped};
 use crate::backend::Memory;
 use crate::comm::Way;
 use crate::config::Plan;
-use crate::data::Mix;
 
 /// What the banner says besides the plan.
 pub struct Facts<'a> {
@@ -37,10 +36,10 @@ pub struct Facts<'a> {
     pub parameters: u64,
     /// Training samples and tokens.
     pub train: (u64, u64),
-    /// Validation samples.
-    pub validation: u64,
-    /// What there is to say of training rows that are not in the data.
-    pub left_out: Option<String>,
+    /// Validation samples, if there are any.
+    pub validation: Option<u64>,
+    /// Notes about the data: rows left out, conversions.
+    pub notes: Vec<String>,
     /// What a rank needs.
     pub memory: &'a Estimate,
     /// Step and checkpoint resumed from, if it was asked to resume; without one there was none.
@@ -163,15 +162,15 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     line("model", format!("{}: {} parameters", plan.network.describe(), grouped(facts.parameters)));
     let (samples, tokens) = facts.train;
     let tokens = if plan.network.is_language() { format!(" ({} tokens)", grouped(tokens)) } else { String::new() };
-    let data = &plan.config.data;
-    let mixed = |one: &Mix| format!("{} × {}", one.weight, one.path);
-    let path = match &data.mix[..] {
-        [] => data.path.clone(),
-        mix => mix.iter().map(mixed).collect::<Vec<_>>().join(" + "),
+    let path = plan.config.data.told();
+    let validation = match facts.validation {
+        Some(samples) => format!("{} for validation", grouped(samples)),
+        None => {
+            "no validation data: nothing is evaluated, best is the lowest mean training loss of an epoch".to_owned()
+        }
     };
-    let validation = grouped(facts.validation);
-    line("data", format!("{path}: {} training samples{tokens}, {validation} for validation", grouped(samples)));
-    if let Some(told) = &facts.left_out {
+    line("data", format!("{path}: {} training samples{tokens}, {validation}", grouped(samples)));
+    for told in &facts.notes {
         line("", told.clone());
     }
     line(

@@ -25,6 +25,23 @@ pub enum Status {
     Failed,
 }
 
+/// Samples that a loss is the mean of.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Over {
+    /// Those for validation.
+    #[default]
+    Validation,
+    /// An epoch of training, where there is no validation data.
+    Training,
+}
+
+impl Over {
+    fn is_validation(&self) -> bool {
+        *self == Self::Validation
+    }
+}
+
 /// One evaluation.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Evaluation {
@@ -33,6 +50,9 @@ pub struct Evaluation {
     /// How it ended.
     #[serde(default)]
     pub status: Status,
+    /// The samples over which the loss is a mean.
+    #[serde(default, skip_serializing_if = "Over::is_validation")]
+    pub over: Over,
     /// Mean validation loss; null when it is not finite or not known.
     pub loss: Option<f64>,
     /// Of language models, its exponential.
@@ -45,6 +65,12 @@ pub struct Evaluation {
     /// The name of the save, by which two checkpoints of one step differ.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<String>,
+    /// Digest of the data it was measured on, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<String>,
+    /// Samples it was measured on; left out by older versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub samples: Option<u64>,
     /// Why there is no loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -60,16 +86,93 @@ impl Evaluation {
         Self { step, loss: Some(loss), perplexity, metrics, time, ..Self::default() }
     }
 
+    /// The same, with what it was measured on.
+    pub fn on(self, data: Option<&str>, samples: u64) -> Self {
+        Self { data: data.map(str::to_owned), samples: Some(samples), ..self }
+    }
+
+    /// The mean training loss of the epoch that ends with a step.
+    pub fn of_epoch(step: u64, loss: Option<f64>) -> Self {
+        Self { step, over: Over::Training, loss, time: super::unix_time(), ..Self::default() }
+    }
+
     /// Whether it is of a checkpoint rather than of the weights in training.
     fn is_of_checkpoint(&self) -> bool {
         self.checkpoint.is_some()
     }
 }
 
-/// All evaluations in a file, in the order of their ends; none when there is no file. A torn line is left out.
-pub fn read(path: &Path) -> Vec<Evaluation> {
-    let text = std::fs::read_to_string(path).unwrap_or_default();
-    text.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
+/// The content of a file of evaluations.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Evaluations {
+    /// In the order of their ends.
+    known: Vec<Evaluation>,
+    /// The first line that cannot be read and is more than what a kill leaves of one.
+    damaged: Option<Error>,
+}
+
+impl Evaluations {
+    /// Those that can be read.
+    pub fn known(&self) -> &[Evaluation] {
+        &self.known
+    }
+
+    /// All of them.
+    ///
+    /// # Errors
+    /// There are lines that cannot be read: nobody knows what they said.
+    pub fn all(&self) -> Result<&[Evaluation]> {
+        self.damaged.clone().map_or(Ok(&self.known), Err)
+    }
+}
+
+/// All evaluations in a file; none when there is no file. What a kill leaves of a line is left out.
+///
+/// # Errors
+/// The file cannot be read.
+pub fn read(path: &Path) -> Result<Evaluations> {
+    let bytes = match std::fs::read(path) {
+        Ok(bytes) => bytes,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Evaluations::default()),
+        Err(e) => return Err(Error::io("read", path, e)),
+    };
+    let mut found = Evaluations::default();
+    for (number, line) in (1..).zip(bytes.split(|byte| *byte == b'\n')) {
+        match serde_json::from_slice(line) {
+            Ok(evaluation) => found.known.push(evaluation),
+            Err(_) if is_torn(line) => {}
+            Err(e) => {
+                let damaged = || {
+                    Error::damaged(format!("{}, line {number}: {e}", path.display()))
+                        .hint("repair that line, or remove it if what it says of a checkpoint may be forgotten")
+                };
+                found.damaged.get_or_insert_with(damaged);
+            }
+        }
+    }
+    Ok(found)
+}
+
+/// Whether a line is the beginning of one, as a kill leaves it, or empty: bytes that are right as far as they go.
+fn is_torn(line: &[u8]) -> bool {
+    let text = match std::str::from_utf8(line) {
+        Ok(text) => text,
+        // In the middle of a character.
+        Err(e) if e.error_len().is_none() => std::str::from_utf8(&line[..e.valid_up_to()]).unwrap_or_default(),
+        Err(_) => return false,
+    };
+    serde_json::from_str::<serde::de::IgnoredAny>(text).is_err_and(|e| e.is_eof())
+}
+
+/// Those that can be compared: of one kind of loss, on the set that the newest step was measured on, and those that do not tell theirs. A run may go
+/// on with other data, or another `eval.samples`.
+fn comparable(all: &[Evaluation]) -> impl DoubleEndedIterator<Item = &Evaluation> {
+    let set = |one: &Evaluation| one.samples.map(|samples| (one.data.clone(), samples));
+    let own = all.iter().filter(|one| one.samples.is_some()).max_by_key(|one| one.step).and_then(set);
+    let over = over(all);
+    all.iter()
+        .filter(move |one| one.over == over)
+        .filter(move |one| set(one).is_none_or(|set| Some(&set) == own.as_ref()))
 }
 
 /// Adds a line, durably.
@@ -96,18 +199,25 @@ pub fn append(path: &Path, evaluation: &Evaluation) -> Result<()> {
 /// The file system refused.
 pub fn forget_after(path: &Path, last: u64) -> Result<()> {
     exclusively(path, || {
-        let Ok(text) = std::fs::read_to_string(path) else { return Ok(()) };
-        let keeps = |line: &&str| {
-            serde_json::from_str::<Evaluation>(line).is_ok_and(|line| line.is_of_checkpoint() || line.step <= last)
+        let old = match std::fs::read(path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            old => old?,
         };
-        let kept: String = text.lines().filter(keeps).flat_map(|line| [line, "\n"]).collect();
-        if kept == text {
+        let keeps = |line: &&[u8]| match serde_json::from_slice::<Evaluation>(line) {
+            Ok(line) => line.is_of_checkpoint() || line.step <= last,
+            // Nobody knows what a damaged line said.
+            Err(_) => !is_torn(line),
+        };
+        let kept: Vec<u8> =
+            old.split(|byte| *byte == b'\n').filter(keeps).flat_map(|line| [line, b"\n"]).flatten().copied().collect();
+        if kept == old {
             return Ok(());
         }
         let temporary = path.with_extension("jsonl.tmp");
         std::fs::write(&temporary, kept)?;
         File::open(&temporary)?.sync_all()?;
-        std::fs::rename(&temporary, path)
+        std::fs::rename(&temporary, path)?;
+        File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
     })
 }
 
@@ -122,9 +232,24 @@ fn exclusively(path: &Path, work: impl FnOnce() -> std::io::Result<()>) -> Resul
     work().map_err(|e| Error::io("write", path, e))
 }
 
-/// The validation loss of a step, if it is known.
+/// The loss of a step by which it is compared with others, if it is known: of validation, or of training where nothing was
+/// ever validated.
 pub fn loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
-    evaluations.iter().rev().find(|one| one.step == step && one.status == Status::Done)?.loss
+    comparable(evaluations).rev().find(|one| one.step == step && one.status == Status::Done)?.loss
+}
+
+/// The validation loss of a step, if it is known.
+pub fn validation_loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
+    match over(evaluations) {
+        Over::Validation => loss(evaluations, step),
+        Over::Training => None,
+    }
+}
+
+/// The kind of loss by which steps are compared: one kind cannot be compared with the other.
+pub fn over(evaluations: &[Evaluation]) -> Over {
+    let validated = evaluations.iter().any(|one| one.over == Over::Validation && one.status == Status::Done);
+    if validated || evaluations.is_empty() { Over::Validation } else { Over::Training }
 }
 
 /// The lowest loss among `steps`, and the first step that has it.
@@ -136,7 +261,8 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
 /// Why training more is of no use, if the last `patience` evaluations found no loss that is lower by more than
 /// `min_delta` than the lowest before; with a patience of 0 it always is of use.
 pub fn no_use(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
-    let done = evaluations.iter().filter(|one| one.status == Status::Done);
+    let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == Over::Validation;
+    let done = comparable(evaluations).filter(is_done);
     // A step that was evaluated twice counts once; the last one counts.
     let losses: BTreeMap<u64, Option<f64>> = done.map(|one| (one.step, one.loss)).collect();
     let (mut lowest, mut since) = (None, 0);
@@ -180,7 +306,8 @@ mod tests {
     fn lines_survive_kills_and_restarts() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(FILE);
-        assert!(read(&path).is_empty());
+        let all = |path: &Path| read(path).unwrap().all().unwrap().to_vec();
+        assert!(all(&path).is_empty());
         for step in [2, 4] {
             append(&path, &done(step, 0.1 + 0.2)).unwrap();
         }
@@ -188,12 +315,54 @@ mod tests {
         let torn = "{\"step\":6,\"lo";
         OpenOptions::new().append(true).open(&path).unwrap().write_all(torn.as_bytes()).unwrap();
         append(&path, &done(6, 2.0)).unwrap();
-        let all = read(&path);
-        assert_eq!(all.iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4, 4, 6]);
-        assert_eq!(all[0].loss.map(f64::to_bits), Some((0.1f64 + 0.2).to_bits()));
+        let found = all(&path);
+        assert_eq!(found.iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4, 4, 6]);
+        assert_eq!(found[0].loss.map(f64::to_bits), Some((0.1f64 + 0.2).to_bits()));
         forget_after(&path, 2).unwrap();
-        assert_eq!(read(&path).iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4]);
+        assert_eq!(all(&path).iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4]);
         assert!(!std::fs::read_to_string(&path).unwrap().contains(torn));
+    }
+
+    /// Losses on two sets tell nothing of which parameters are better.
+    #[test]
+    fn only_one_set_counts() {
+        let on = |step, loss, data: &str, samples| done(step, loss).on(Some(data), samples);
+        let all = vec![done(1, 0.5), on(2, 0.1, "a", 9), on(3, 3.0, "b", 9), on(2, 2.0, "b", 9), on(1, 0.2, "b", 8)];
+        let steps: Vec<(u64, Option<f64>)> = comparable(&all).map(|one| (one.step, one.loss)).collect();
+        assert_eq!(steps, [(1, Some(0.5)), (3, Some(3.0)), (2, Some(2.0))]);
+        assert_eq!([1, 2, 3].map(|step| loss(&all, step)), [Some(0.5), Some(2.0), Some(3.0)]);
+        assert_eq!(best(&all[1..], &[1, 2, 3]), Some((2, 2.0)));
+        assert!(no_use(&all[1..3], 1, 0.0).is_none() && no_use(&all, 2, 0.0).is_some());
+        // Whether a checkpoint is to be evaluated is another matter: it was.
+        let other = Evaluation { checkpoint: Some("x".into()), id: Some("job-2".into()), ..on(2, 0.1, "a", 9) };
+        assert!(is_settled(&[other, on(3, 3.0, "b", 9)], "job-2"));
+    }
+
+    #[test]
+    fn damaged_lines_are_told_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE);
+        append(&path, &done(2, 1.0)).unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        let mut flipped = whole.clone();
+        flipped[3] = 0xff;
+        for damage in [&b"\xff"[..], &flipped, b"{\"step\":4}garbage", b"\0\0\0\0"] {
+            std::fs::write(&path, [damage, b"\n", &whole].concat()).unwrap();
+            append(&path, &done(6, 1.0)).unwrap();
+            forget_after(&path, 4).unwrap();
+            let found = read(&path).unwrap();
+            assert_eq!(found.known().len(), 1);
+            let error = found.all().unwrap_err().to_string();
+            assert!(error.contains("eval.jsonl, line 1: ") && error.contains("hint: "), "{error}");
+        }
+        // In the middle of a character, or before anything was written.
+        for torn in [&b"{\"step\":4,\"error\":\"id 70 \xe2\x89"[..], b"", b"{"] {
+            std::fs::write(&path, [torn, b"\n", &whole].concat()).unwrap();
+            assert_eq!(read(&path).unwrap().all().unwrap().len(), 1);
+        }
+        std::fs::remove_file(&path).unwrap();
+        std::os::unix::fs::symlink(&path, &path).unwrap();
+        assert!(read(&path).is_err() && forget_after(&path, 4).is_err() && append(&path, &done(1, 1.0)).is_err());
     }
 
     #[test]
@@ -204,6 +373,23 @@ mod tests {
         assert!(no_use(&all[..4], 2, 0.0).is_none() && no_use(&all, 2, 0.0).is_none());
         assert!(no_use(&all, 3, 0.1).unwrap().contains("of step 2 in 3"));
         assert!(no_use(&[Evaluation { loss: None, ..done(1, 0.0) }], 1, 0.0).unwrap().contains("no finite"));
+    }
+
+    #[test]
+    fn training_losses_count_where_nothing_was_validated() {
+        let of_epoch = |step, loss| Evaluation::of_epoch(step, Some(loss));
+        let mut all = vec![of_epoch(1, 0.9), of_epoch(2, 0.3), of_epoch(3, 0.5)];
+        assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((2, 0.3)), Over::Training));
+        assert_eq!((loss(&all, 3), validation_loss(&all, 3)), (Some(0.5), None));
+        assert_eq!(no_use(&all, 1, 0.0), None);
+        let line = serde_json::to_string(&all[0]).unwrap();
+        assert!(line.contains("\"over\":\"training\""), "{line}");
+        assert_eq!(serde_json::from_str::<Evaluation>(&line).unwrap(), all[0]);
+        // One kind says nothing beside the other.
+        all.push(done(3, 2.0));
+        assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((3, 2.0)), Over::Validation));
+        assert_eq!(validation_loss(&all, 3), Some(2.0));
+        assert!(!serde_json::to_string(&all[3]).unwrap().contains("over"));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `metrics.jsonl`: one JSON object a line, floats that read back to the same bits.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead as _, BufReader, Write as _};
+use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -84,11 +84,28 @@ impl JsonLines {
         struct Numbered {
             step: u64,
         }
-        let keeps = |line: &String| serde_json::from_str::<Numbered>(line).is_ok_and(|line| line.step <= last);
-        if let Ok(old) = File::open(path) {
-            let lines: Vec<String> = BufReader::new(old).lines().map_while(|line| line.ok()).filter(keeps).collect();
+        let old = match std::fs::read(path) {
+            Ok(old) => Some(old),
+            Err(e) if e.kind() == ErrorKind::NotFound => None,
+            Err(e) => return Err(Error::io("read", path, e)),
+        };
+        if let Some(old) = old {
+            let mut text = Vec::with_capacity(old.len());
+            let mut damaged = 0;
+            let mut lines = old.split(|byte| *byte == b'\n').peekable();
+            while let Some(line) = lines.next() {
+                match serde_json::from_slice::<Numbered>(line) {
+                    Ok(numbered) if numbered.step <= last => text.extend([line, b"\n"].concat()),
+                    Ok(_) => {}
+                    // The last one is what a kill leaves of a line, or empty.
+                    Err(_) => damaged += u64::from(lines.peek().is_some()),
+                }
+            }
+            if damaged > 0 {
+                log::warn!("{}: {damaged} damaged lines left out", path.display());
+            }
+            // Always another file: one who still writes to the old one, without a right to, does no harm.
             let temporary = path.with_extension("jsonl.tmp");
-            let text: String = lines.iter().flat_map(|line| [line.as_str(), "\n"]).collect();
             std::fs::write(&temporary, text)
                 .and_then(|()| File::open(&temporary)?.sync_all())
                 .and_then(|()| std::fs::rename(&temporary, path))
@@ -159,5 +176,25 @@ mod tests {
         let text = std::fs::read_to_string(&path).unwrap();
         let steps: Vec<Step> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(steps.iter().map(|s| (s.step, s.loss)).collect::<Vec<_>>(), [(1, 1.0), (2, 1.0), (3, 2.0)]);
+    }
+
+    #[test]
+    fn damage_costs_its_line_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        let mut lines = JsonLines::open(&path, 0).unwrap();
+        (1..=4).for_each(|i| lines.write(&step(i, 1.0)).unwrap());
+        let mut bytes = std::fs::read(&path).unwrap();
+        let second = bytes.iter().position(|byte| *byte == b'\n').unwrap() + 4;
+        bytes[second] = 0xff;
+        std::fs::write(&path, bytes).unwrap();
+        JsonLines::open(&path, 3).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let steps: Vec<u64> = text.lines().map(|line| serde_json::from_str::<Step>(line).unwrap().step).collect();
+        assert_eq!(steps, [1, 3]);
+        // An unreadable file is not written anew.
+        std::fs::remove_file(&path).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        assert!(JsonLines::open(&path, 3).is_err_and(|e| e.to_string().contains("cannot read")));
     }
 }

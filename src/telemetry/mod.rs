@@ -1,6 +1,8 @@
 //! What people and programs see of a run: banner, progress, metrics, logs, traces.
 
 pub mod banner;
+mod console;
+pub mod epoch_loss;
 pub mod evaluations;
 pub mod logging;
 pub mod metrics;
@@ -11,16 +13,9 @@ pub mod straggler;
 pub mod times;
 pub mod trace;
 
-pub use crate::backend::readable as bytes;
+pub use console::{lost, say, say_error};
 
-/// Prints a line to standard output. A run goes on, and a command ends well, when nobody reads it any more.
-pub fn say(line: impl std::fmt::Display) {
-    use std::io::Write as _;
-    match writeln!(std::io::stdout(), "{line}") {
-        Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => log::error!("cannot write to standard output: {e}"),
-        _ => {}
-    }
-}
+pub use crate::backend::readable as bytes;
 
 /// Seconds since 1970, for records.
 pub fn unix_time() -> f64 {

@@ -5,6 +5,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::times::Times;
+use crate::data::DataChange;
 use crate::error::{Error, Result};
 
 /// The run card.
@@ -26,6 +27,12 @@ pub struct RunCard {
     pub steps: u64,
     /// Steps whose update was skipped.
     pub skipped: u64,
+    /// Digest of the training data, if it is known.
+    #[serde(default)]
+    pub data: Option<String>,
+    /// Where the run went on with other training data than before.
+    #[serde(default)]
+    pub data_changes: Vec<DataChange>,
     /// Last validation loss, if the trainer evaluates.
     pub validation_loss: Option<f64>,
     /// Median over this start's steps.

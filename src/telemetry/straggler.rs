@@ -9,10 +9,14 @@ pub struct Straggler {
     pub times: f64,
 }
 
+/// Seconds a step by which a slow rank computes longer than the median at least. Of steps that take a few milliseconds the system's
+/// own work makes more than the usual factor on one of two ranks, now and then.
+const NOTICEABLE: f64 = 0.005;
+
 /// Compares what ranks compute, window after window of steps.
 #[derive(Debug)]
 pub struct Stragglers {
-    /// From which factor on a rank is slow; 0 finds none.
+    /// From which factor on a rank is slow, if it also takes [`NOTICEABLE`] longer; 0 finds none.
     factor: f64,
     /// Steps a window.
     window: u64,
@@ -40,8 +44,10 @@ impl Stragglers {
         let sums = std::mem::take(&mut self.seconds);
         let median = median(&sums);
         let times = |sum: f64| if median > 0.0 { sum / median } else { 1.0 };
-        let slow = |straggler: &Straggler| self.factor > 0.0 && straggler.times >= self.factor;
-        sums.iter().enumerate().map(|(rank, &sum)| Straggler { rank, times: times(sum) }).filter(slow).collect()
+        let noticeable = NOTICEABLE * self.window as f64;
+        let is_slow = |sum: f64| self.factor > 0.0 && times(sum) >= self.factor && sum - median >= noticeable;
+        let slow = sums.iter().enumerate().filter(|(_, sum)| is_slow(**sum));
+        slow.map(|(rank, &sum)| Straggler { rank, times: times(sum) }).collect()
     }
 }
 
@@ -86,6 +92,13 @@ mod tests {
         assert_eq!(found(&mut Stragglers::new(1.5, 1), 1, &[3.0, 1.0]), [slow]);
         assert_eq!(found(&mut Stragglers::new(1.5, 1), 9, &[3.0]), []);
         assert_eq!(found(&mut Stragglers::new(1.5, 1), 9, &[0.0, 0.0]), []);
+    }
+
+    #[test]
+    fn a_rank_of_short_steps_is_not_slow_by_noise() {
+        let mut stragglers = Stragglers::new(1.5, 20);
+        assert_eq!(found(&mut stragglers, 40, &[1.0 / 256.0, 2.0 / 256.0]), []);
+        assert_eq!(found(&mut stragglers, 20, &[1.0 / 256.0, 3.0 / 256.0]), [Straggler { rank: 1, times: 3.0 }]);
     }
 
     #[test]

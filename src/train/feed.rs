@@ -9,7 +9,7 @@ use crate::checkpoint::Progress;
 use crate::comm::Group;
 use crate::config::{Config, LossKind, ModelKind, Plan, network};
 use crate::data::{
-    Augment, Batch, DataSpec, Dataset, Ids, Loader, Order, Source, Split, Target, Wants, bundled, stage,
+    Augment, Batch, DataSpec, Dataset, Held, Ids, Loader, Order, Source, Split, Target, Wants, bundled, stage,
 };
 use crate::error::{Error, Result};
 use crate::nn::layers::Taken;
@@ -17,11 +17,11 @@ use crate::nn::{Micro, Network};
 use crate::parallel::Lanes;
 use crate::topology::Topology;
 
-/// Training and validation data of a configuration.
+/// Training and validation data of a configuration; none to validate on where there is none and none was asked for.
 ///
 /// # Errors
 /// What is missing or malformed, and where.
-pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
+pub fn open(config: &Config) -> Result<(Dataset, Option<Dataset>)> {
     open_specs(config, &specs(config)?)
 }
 
@@ -29,11 +29,17 @@ pub fn open(config: &Config) -> Result<(Dataset, Dataset)> {
 ///
 /// # Errors
 /// As [`open`], or the shards could not be copied.
-pub fn open_staged<B: Backend>(config: &Config, world: &Group<B>, topology: &Topology) -> Result<(Dataset, Dataset)> {
+pub fn open_staged<B: Backend>(
+    config: &Config,
+    world: &Group<B>,
+    topology: &Topology,
+) -> Result<(Dataset, Option<Dataset>)> {
     let Some(root) = config.data.stage.as_ref().map(Path::new) else { return world.agree(open(config)) };
     let sources = world.agree(specs(config))?;
     let here = &topology.here().host;
     let copies = || {
+        // Errors of the data name the place that the user knows.
+        open_specs(config, &sources)?;
         for spec in &sources {
             let stage::Staged { copied: (files, bytes), reused } = stage::stage(spec, root)?;
             let (from, to) = (spec.path.display(), root.display());
@@ -47,29 +53,88 @@ pub fn open_staged<B: Backend>(config: &Config, world: &Group<B>, topology: &Top
     world.agree(specs().and_then(|specs| open_specs(config, &specs)))
 }
 
-fn open_specs(config: &Config, specs: &[DataSpec]) -> Result<(Dataset, Dataset)> {
+fn open_specs(config: &Config, specs: &[DataSpec]) -> Result<(Dataset, Option<Dataset>)> {
     let mut train = Dataset::open_all(specs, Split::Train, predictions(config))?;
     if config.data.augment != Augment::default() {
         // Models of text have no shape of a sample.
         let shape = config.model.input.as_deref().unwrap_or_default();
         train.augment(config.data.augment, shape, config.run.seed)?;
     }
-    Ok((train, open_validation(config, specs)?))
+    let mut validation = open_validation(config, specs)?;
+    if let Some(validation) = &mut validation {
+        validation.conform(train.preprocessing())?;
+    }
+    Ok((train, validation))
 }
 
 /// Evaluations look at no weights.
-fn open_validation(config: &Config, specs: &[DataSpec]) -> Result<Dataset> {
+fn open_measured(config: &Config, specs: &[DataSpec], split: Split) -> Result<Dataset> {
     let unweighted = |spec: &DataSpec| DataSpec { weights: Some(String::new()), ..spec.clone() };
     let specs: Vec<DataSpec> = specs.iter().map(unweighted).collect();
-    Dataset::open_all(&specs, Split::Validation, predictions(config))
+    Dataset::open_all(&specs, split, predictions(config))
+}
+
+/// Opens the validation data, if there is any.
+fn open_validation(config: &Config, specs: &[DataSpec]) -> Result<Option<Dataset>> {
+    let held = specs.iter().map(DataSpec::held).collect::<Result<Vec<_>>>()?;
+    let fraction = config.data.val_fraction;
+    if fraction > 0.0 && !held.contains(&Held::Fraction) {
+        let path = specs[0].path.display();
+        return Err(Error::input(format!("data.val_fraction = {fraction}, but {path} has validation shards"))
+            .hint("leave data.val_fraction out, or move the validation shards away"));
+    }
+    let without: Vec<&DataSpec> =
+        specs.iter().zip(&held).filter(|(_, held)| **held == Held::Nowhere).map(|(spec, _)| spec).collect();
+    match without[..] {
+        [] => {}
+        _ if without.len() == specs.len() => return Ok(None),
+        [first, ..] => {
+            let path = first.path.display();
+            return Err(Error::input(format!("{path} has no validation data, but others of data.mix have some"))
+                .hint("set data.val_fraction to keep a part of its samples for validation"));
+        }
+    }
+    open_measured(config, specs, Split::Validation).map(Some)
 }
 
 /// The validation data of a configuration.
 ///
 /// # Errors
-/// As [`open`].
+/// As [`open`], or there is none.
 pub fn validation(config: &Config) -> Result<Dataset> {
-    open_validation(config, &specs(config)?)
+    measured(config, Split::Validation)
+}
+
+/// A part of a configuration's data, to be measured on.
+///
+/// # Errors
+/// As [`open`], or there is none.
+pub fn measured(config: &Config, split: Split) -> Result<Dataset> {
+    let specs = specs(config)?;
+    match split {
+        Split::Train => open_measured(config, &specs, split),
+        Split::Validation => {
+            open_validation(config, &specs)?.ok_or_else(|| no_validation("nothing can be evaluated on it", config))
+        }
+    }
+}
+
+/// Whether all data sets of a configuration have a part.
+///
+/// # Errors
+/// The bundled data that it names does not exist.
+pub fn has(config: &Config, split: Split) -> Result<bool> {
+    let has = |spec: &DataSpec| match split {
+        Split::Train => spec.files(split).is_ok(),
+        Split::Validation => spec.held().is_ok_and(|held| held != Held::Nowhere),
+    };
+    Ok(specs(config)?.iter().all(has))
+}
+
+/// The error where validation data is needed and there is none.
+pub(super) fn no_validation(what: &str, config: &Config) -> Error {
+    Error::input(format!("{} has no validation data: {what}", config.data.told()))
+        .hint("add validation shards (data.validation), or keep a part of the samples for it, such as data.val_fraction = 0.1")
 }
 
 /// The rows of a configuration's data without their targets, which need not be there.
@@ -113,6 +178,11 @@ fn wants(config: &Config) -> Result<Wants> {
 fn specs(config: &Config) -> Result<Vec<DataSpec>> {
     let data = &config.data;
     let wants = wants(config)?;
+    // Models of text take ids: they have no shape of a sample.
+    let shape = match &wants {
+        Wants::Rows { .. } => config.model.input.clone().unwrap_or_default(),
+        Wants::Text | Wants::Anything => vec![],
+    };
     let spec = |path: &String| {
         let path = match path.strip_prefix("bundled:") {
             Some(name) => bundled::locate(name)?,
@@ -127,7 +197,12 @@ fn specs(config: &Config) -> Result<Vec<DataSpec>> {
             categories: data.categories.clone(),
             targets: data.targets.clone(),
             weights: data.weights.clone(),
+            shape: shape.clone(),
+            axes: data.axes,
+            val_fraction: data.val_fraction,
+            scale: data.scale,
             vocabulary: config.model.vocabulary,
+            verify: data.verify,
             wants: wants.clone(),
         })
     };

@@ -3,6 +3,7 @@
 mod advance;
 mod available;
 mod budget;
+mod changes;
 mod collectives;
 mod directory;
 pub mod feed;

@@ -3,6 +3,7 @@
 use super::directory::RunDirectory;
 use crate::config::Plan;
 use crate::error::{Error, Result};
+use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations;
 use crate::telemetry::metrics::JsonLines;
 use crate::telemetry::progress::Progress;
@@ -16,23 +17,33 @@ pub struct Records {
     pub progress: Progress,
     /// Who is slow.
     pub stragglers: Stragglers,
+    /// Where there is no validation data: what checkpoints are compared by.
+    pub epoch_loss: Option<EpochLoss>,
 }
 
 impl Records {
     /// Opens the records of a run that is at `step`: what they have of later steps will be written again. `choices` is
-    /// what a measurement of collectives chose.
+    /// what a measurement of collectives chose; `epoch_loss` is given where there is no validation data.
     ///
     /// # Errors
     /// The file system refused.
-    pub fn open(directory: &RunDirectory, plan: &Plan, step: u64, choices: Option<String>) -> Result<Self> {
+    pub fn open(
+        directory: &RunDirectory,
+        plan: &Plan,
+        step: u64,
+        choices: Option<String>,
+        epoch_loss: Option<EpochLoss>,
+    ) -> Result<Self> {
         directory.write_config(&plan.config)?;
         if let Some(choices) = choices {
             let path = directory.collectives_path();
             std::fs::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;
         }
         evaluations::forget_after(&directory.evaluations_path(), step)?;
+        let metrics = JsonLines::open(&directory.metrics_path(), step)?;
         Ok(Self {
-            metrics: JsonLines::open(&directory.metrics_path(), step)?,
+            metrics,
+            epoch_loss: epoch_loss.map(|epoch| epoch.with(&directory.metrics_path())),
             progress: Progress::new(step, plan.config.run.steps, plan.config.log.every, plan.network.predictions()),
             stragglers: Stragglers::new(plan.config.log.straggler_factor, plan.config.log.straggler_window),
         })

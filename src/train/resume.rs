@@ -1,9 +1,11 @@
 //! Where a run begins: at step 0, or at a checkpoint that proves whole.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::changes::Changes;
 use super::directory::{Resume, RunDirectory};
 use crate::activity::{Doing, span};
 use crate::backend::Kernels;
@@ -11,7 +13,8 @@ use crate::checkpoint::tools::find;
 use crate::checkpoint::{Manifest, Progress, Reader};
 use crate::comm::Group;
 use crate::config::{Config, Plan};
-use crate::error::{Error, Result};
+use crate::data::{DataChange, Fingerprint};
+use crate::error::{Error, Kind, Result};
 use crate::optim::AVERAGE;
 use crate::parallel::Sharded;
 
@@ -26,6 +29,24 @@ pub enum Take {
     Weights,
 }
 
+/// The parts of a checkpoint that are taken, and the data of this start.
+#[derive(Debug, Clone)]
+pub struct Taking {
+    /// Parts of the checkpoint.
+    pub take: Take,
+    /// Training data of this start, if it is known.
+    pub data: Option<Fingerprint>,
+    /// The run goes on even if it was trained on other data.
+    pub allow_changed_data: bool,
+}
+
+impl Taking {
+    /// Everything, of a run whose data is unknown.
+    pub fn all() -> Self {
+        Self { take: Take::Everything, data: None, allow_changed_data: false }
+    }
+}
+
 /// A checkpoint that a run went on from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Resumed {
@@ -33,36 +54,50 @@ pub struct Resumed {
     pub progress: Progress,
     /// The checkpoint; none at the start.
     pub from: Option<PathBuf>,
+    /// Where the run has gone on with other data than before, now or earlier.
+    pub data_changes: Vec<DataChange>,
 }
 
-/// Loads what `resume` asks for: collective over `world`.
+/// Has the data of a run read as the network of a checkpoint learned it; an error ends the run.
+pub type Conform<'a> = &'a mut dyn FnMut(&Manifest) -> Result<()>;
+
+/// Loads what `resume` asks for: collective over `world`. `conform` is called with every checkpoint that is tried.
 ///
 /// # Errors
-/// There is no checkpoint that is whole, or it is one of another model.
+/// There is no checkpoint that is whole, it is one of another model or other data, or the data does not go with it.
 pub fn resume<B: Kernels>(
     world: &Group<B>,
     sharded: &mut Sharded<B>,
     plan: &Plan,
     directory: &RunDirectory,
     resume: &Resume,
-    mut take: Take,
+    taking: &Taking,
+    conform: Conform<'_>,
 ) -> Result<Resumed> {
-    let start = Resumed { progress: Progress::default(), from: None };
+    let mut take = taking.take;
+    let start = Resumed { progress: Progress::default(), from: None, data_changes: vec![] };
     let (from, manifest) = match resume {
         Resume::No => return Ok(start),
-        Resume::From(path) => elsewhere(world, sharded, path, take)?,
-        Resume::Auto => match (newest(world, sharded, directory, take)?, branch(world, directory)?) {
+        Resume::From(path) => elsewhere(world, sharded, path, take, conform)?,
+        Resume::Auto => match (newest(world, sharded, directory, take, conform)?, branch(world, directory)?) {
             (Some(found), _) => found,
             // It began at a checkpoint of another run and was killed before it had saved any of its own.
             (None, Some(Branch { from, take: asked })) => {
                 take = asked;
-                elsewhere(world, sharded, &from, asked)?
+                elsewhere(world, sharded, &from, asked, conform)?
             }
             (None, None) => return Ok(start),
         },
     };
+    let data_changes = match take {
+        Take::Everything | Take::NoOptimizer => world.agree(data_changes(&from, &manifest, taking))?,
+        Take::Weights => vec![],
+    };
+    if world.rank() == 0 && data_changes.len() > manifest.data.iter().flat_map(|data| &data.changes).count() {
+        log::warn!("the run goes on with other training data: {}", data_changes[data_changes.len() - 1].what);
+    }
     if world.rank() == 0 && take == Take::Everything {
-        warn_of_changes(&manifest.config, &plan.config);
+        tell_of_changes(&manifest.config, &plan.config);
     }
     let progress = match take {
         Take::Everything => manifest.progress(),
@@ -76,7 +111,28 @@ pub fn resume<B: Kernels>(
             .hint("raise run.steps")),
     };
     world.agree(fits)?;
-    Ok(Resumed { progress, from: Some(from) })
+    Ok(Resumed { progress, from: Some(from), data_changes })
+}
+
+/// Where the run of a checkpoint has gone on with other data, this start included.
+///
+/// # Errors
+/// It was trained on other data, and that is not allowed: other samples would stand at the positions to come.
+fn data_changes(from: &Path, manifest: &Manifest, taking: &Taking) -> Result<Vec<DataChange>> {
+    let Some(trained) = &manifest.data else { return Ok(vec![]) };
+    let mut changes = trained.changes.clone();
+    let what = taking.data.as_ref().and_then(|now| now.difference(&trained.fingerprint));
+    match what {
+        None => {}
+        Some(what) if taking.allow_changed_data => {
+            changes.push(DataChange { step: manifest.step, before: trained.fingerprint.digest(), what });
+        }
+        Some(what) => {
+            return Err(Error::input(format!("{}: the training data has changed: {what}", from.display()))
+                .hint("give the data it was trained on, or go on with these samples: --allow-changed-data"));
+        }
+    }
+    Ok(changes)
 }
 
 /// Where a run began that began at a checkpoint of another.
@@ -90,7 +146,7 @@ pub struct Branch {
 
 /// Where the run began, as rank 0 reads it.
 fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Option<Branch>> {
-    let mine = if world.rank() == 0 { directory.branch() } else { None };
+    let mine = world.agree(if world.rank() == 0 { directory.branch() } else { Ok(None) })?;
     let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("branch: {e}")))?;
     let told = world.gather_bytes(mine).wait()?;
     serde_json::from_slice(&told[0]).map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
@@ -102,13 +158,14 @@ fn elsewhere<B: Kernels>(
     sharded: &mut Sharded<B>,
     path: &Path,
     take: Take,
+    conform: Conform<'_>,
 ) -> Result<(PathBuf, Manifest)> {
     // One rank looks: a link such as `latest` may move meanwhile. What it finds is not removed while it is read.
     let found = if world.rank() == 0 { find::checkpoint(path).map(Some) } else { Ok(None) };
     let found = world.agree(found)?;
     let _lease = found.as_deref().and_then(find::hold);
     let path = told(world, found)?;
-    let manifest = load(world, sharded, &path, take).map_err(Refusal::why)?;
+    let manifest = load(world, sharded, &path, take, conform)?;
     Ok((path, manifest))
 }
 
@@ -119,25 +176,27 @@ fn told<B: Kernels>(world: &Group<B>, mine: Option<PathBuf>) -> Result<PathBuf> 
     Ok(PathBuf::from(String::from_utf8_lossy(&all[0]).into_owned()))
 }
 
-/// Loads the newest checkpoint that is whole; says which ones it passed over, and why. None if there is none at all.
+/// Loads the newest checkpoint that is whole; says which ones it passed over, and why. None if there is none at all. Only what
+/// is proven damaged is passed over: the run would train again from an older one, and replace the newer ones in the end.
 fn newest<B: Kernels>(
     world: &Group<B>,
     sharded: &mut Sharded<B>,
     directory: &RunDirectory,
     take: Take,
+    conform: Conform<'_>,
 ) -> Result<Option<(PathBuf, Manifest)>> {
     let checkpoints = directory.checkpoints();
     // One rank looks, so that all try the same ones.
-    let mine = if world.rank() == 0 { checkpoints.steps() } else { vec![] };
+    let mine = world.agree(if world.rank() == 0 { checkpoints.steps() } else { Ok(vec![]) })?;
     let bytes = mine.iter().flat_map(|step| step.to_le_bytes()).collect();
     let told = world.gather_bytes(bytes).wait()?;
     let steps: Vec<u64> = told[0].as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
     let mut last = None;
     for path in steps.iter().rev().map(|step| checkpoints.path(*step)) {
-        match load(world, sharded, &path, take) {
+        match load(world, sharded, &path, take, conform) {
             Ok(manifest) => return Ok(Some((path, manifest))),
-            Err(Refusal::Unfit(e)) => return Err(e),
-            Err(Refusal::Damaged(e)) => {
+            Err(e) if e.kind() != Kind::Damaged => return Err(e),
+            Err(e) => {
                 if world.rank() == 0 {
                     log::warn!("passing over {}: {}", path.display(), e.to_string().replace("\nhint: ", "; "));
                 }
@@ -153,35 +212,60 @@ fn newest<B: Kernels>(
     }
 }
 
-/// Why a checkpoint was not loaded. All ranks have the same.
-enum Refusal {
-    /// It is not whole: an older one may be.
-    Damaged(Error),
-    /// It is another model's: so are the older ones.
-    Unfit(Error),
-}
+/// How often a checkpoint is tried that the file system does not give.
+const ATTEMPTS: usize = 4;
 
-impl Refusal {
-    fn why(self) -> Error {
-        match self {
-            Self::Damaged(e) | Self::Unfit(e) => e,
+/// How long to wait before it is tried again.
+const BETWEEN: Duration = Duration::from_millis(500);
+
+/// Loads a checkpoint into every rank's ranges. Together the ranks check all of it. What the file system refuses is tried
+/// again: file systems over a network have bad moments.
+///
+/// # Errors
+/// It is proven damaged ([`Kind::Damaged`]), another model's or another version's, or cannot be read. All ranks have the same.
+fn load<B: Kernels>(
+    world: &Group<B>,
+    sharded: &mut Sharded<B>,
+    path: &Path,
+    take: Take,
+    conform: Conform<'_>,
+) -> Result<Manifest> {
+    let _span = span(Doing::Restore, None);
+    let mut attempt = 1;
+    loop {
+        match load_once(world, sharded, path, take, conform) {
+            Err(e) if e.kind() == Kind::Io && attempt < ATTEMPTS => {
+                if world.rank() == 0 {
+                    log::warn!("{}: trying again", e.message());
+                }
+                attempt += 1;
+                std::thread::sleep(BETWEEN);
+            }
+            loaded => return loaded,
         }
     }
 }
 
-/// Loads a checkpoint into every rank's ranges. Together the ranks check all of it.
-fn load<B: Kernels>(world: &Group<B>, sharded: &mut Sharded<B>, path: &Path, take: Take) -> Result<Manifest, Refusal> {
-    let _span = span(Doing::Restore, None);
+/// As [`load`], once.
+fn load_once<B: Kernels>(
+    world: &Group<B>,
+    sharded: &mut Sharded<B>,
+    path: &Path,
+    take: Take,
+    conform: Conform<'_>,
+) -> Result<Manifest> {
     let open = || {
         let mut reader = Reader::open(path)?;
         reader.check_files(world.rank(), world.size())?;
         Ok(reader)
     };
-    let mut reader = world.agree(open()).map_err(Refusal::Damaged)?;
+    let mut reader = world.agree(open())?;
     let names = sharded.state_names();
     let state = (take == Take::Everything).then_some(&names[..]);
-    let fits = reader.manifest().check(path, sharded.layouts(), state);
-    world.agree(fits).map_err(Refusal::Unfit)?;
+    // Another tokenizer mostly makes another model, too: what differs first is what is told.
+    let conforms = conform(reader.manifest()).map_err(|e| e.at(path.display()));
+    let fits = conforms.and_then(|()| reader.manifest().check(path, sharded.layouts(), state));
+    world.agree(fits)?;
     // Another run begins with what this one is used as; the same run goes on with what it trains.
     let used = if take == Take::Weights { reader.used() } else { 0 };
     let restored = sharded.restore(|tensor, part, range, out| match (part, take) {
@@ -191,29 +275,20 @@ fn load<B: Kernels>(world: &Group<B>, sharded: &mut Sharded<B>, path: &Path, tak
         // Other fresh state is zero, as `out` is.
         _ => Ok(()),
     });
-    world.agree(restored).map_err(Refusal::Damaged)?;
+    world.agree(restored)?;
     Ok(reader.manifest().clone())
 }
 
-/// Says which of the keys that shape the curve differ from those that the checkpoint was trained with.
-fn warn_of_changes(before: &Config, now: &Config) {
-    let table = |config: &Config| toml::Table::try_from(config).unwrap_or_default();
-    let (before, now) = (table(before), table(now));
-    let mut changes = Vec::new();
-    for (section, keys) in
-        [("run", &["steps", "seed"][..]), ("batch", &["global"]), ("data", &[]), ("optimizer", &[]), ("schedule", &[])]
-    {
-        let of = |table: &toml::Table| table.get(section).and_then(toml::Value::as_table).cloned().unwrap_or_default();
-        let (before, now) = (of(&before), of(&now));
-        for (key, value) in now.iter().filter(|(key, _)| keys.is_empty() || keys.contains(&key.as_str())) {
-            match before.get(key) {
-                Some(old) if old == value => {}
-                Some(old) => changes.push(format!("{section}.{key} was {old}, is {value}")),
-                None => changes.push(format!("{section}.{key} was left out, is {value}")),
-            }
-        }
+/// Says what of the configuration is not as the checkpoint was trained with.
+fn tell_of_changes(before: &Config, now: &Config) {
+    let Changes { curve, rounding, layout } = Changes::between(before, now);
+    if !curve.is_empty() {
+        log::warn!("the run goes on with another configuration: {}", curve.join("; "));
     }
-    if !changes.is_empty() {
-        log::warn!("the run goes on with another configuration: {}", changes.join("; "));
+    if !rounding.is_empty() {
+        log::warn!("sums are added in another order, and may differ in their last bits: {}", rounding.join("; "));
+    }
+    if !layout.is_empty() {
+        log::info!("another layout, which changes no numbers: {}", layout.join("; "));
     }
 }

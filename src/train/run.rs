@@ -14,22 +14,23 @@ use super::notes::{self, Note, Notes};
 use super::orders::Orders;
 use super::planning::plan;
 use super::records::Records;
-use super::resume::{Branch, Resumed, Take, resume};
+use super::resume::{Branch, Resumed, Take, Taking, resume};
 use super::splits::Splits;
 use super::step::{Engine, Geometry};
-use super::{fits, memory};
+use super::{feed, fits, memory};
 use crate::activity::{Doing, Track, span};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Kernels, Memory};
-use crate::checkpoint::{self, Job, Origin, Published, Saver};
+use crate::checkpoint::{self, Job, Manifest, Origin, Published, Saver};
 use crate::comm::{self, Comm, Group, Stats, Watch};
 use crate::config::{Config, Plan};
-use crate::data::Tokenizer;
+use crate::data::{Tokenizer, TrainedOn};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures, Sampling, generate};
 use crate::nn::Blocks;
 use crate::parallel::{Lanes, Sharded, Updates};
-use crate::telemetry::evaluations::{self, Evaluation};
+use crate::telemetry::epoch_loss::EpochLoss;
+use crate::telemetry::evaluations::{self, Evaluation, Over};
 use crate::telemetry::metrics::Step;
 use crate::telemetry::profile::Report;
 use crate::telemetry::run_card::RunCard;
@@ -50,6 +51,8 @@ pub struct Request {
     pub resume: Resume,
     /// What of a checkpoint it takes.
     pub take: Take,
+    /// Whether a run may go on with other training data than that of the checkpoint.
+    pub allow_changed_data: bool,
     /// Where a trace goes, if one is wanted.
     pub trace: Option<PathBuf>,
     /// Whether rank 0 counts the time of its kernels.
@@ -64,7 +67,17 @@ impl Request {
     /// A run from step 0 on CPUs, called `name` unless its configuration names it.
     pub fn new(config: Config, name: impl Into<String>) -> Self {
         let (resume, take) = (Resume::No, Take::Everything);
-        Self { config, name: name.into(), resume, take, trace: None, profile: false, threads: None, gpu: None }
+        Self {
+            config,
+            name: name.into(),
+            resume,
+            take,
+            allow_changed_data: false,
+            trace: None,
+            profile: false,
+            threads: None,
+            gpu: None,
+        }
     }
 }
 
@@ -157,12 +170,13 @@ struct Run<'h, B: Kernels> {
     data: Group<B>,
     plan: Plan,
     topology: Topology,
-    directory: RunDirectory,
     engine: Engine<B>,
     feed: Feed<B>,
-    evaluator: Evaluator,
+    /// None without validation data.
+    evaluator: Option<Evaluator>,
     tokenizer: Option<Tokenizer>,
     train_samples: u64,
+    trained_on: Option<TrainedOn>,
     progress: checkpoint::Progress,
     /// Steps in a row that were skipped, and in all.
     skipped: (u64, u64),
@@ -188,6 +202,24 @@ struct Run<'h, B: Kernels> {
     /// Whether this rank counts the time of its kernels.
     profiles: bool,
     _watch: Option<Watch>,
+    /// Dropped last: it gives the directory up to the next trainer.
+    directory: RunDirectory,
+}
+
+/// The directory of a run that has not begun: a start that fails does not leave it behind.
+struct Starting(RunDirectory);
+
+impl Starting {
+    /// The run begins.
+    fn started(mut self) -> RunDirectory {
+        std::mem::replace(&mut self.0, RunDirectory::at(PathBuf::new()))
+    }
+}
+
+impl Drop for Starting {
+    fn drop(&mut self) {
+        std::mem::replace(&mut self.0, RunDirectory::at(PathBuf::new())).discard_if_new();
+    }
 }
 
 impl<'h, B: Kernels> Run<'h, B> {
@@ -214,20 +246,27 @@ impl<'h, B: Kernels> Run<'h, B> {
         if is_own {
             splits = world.agree(splits.checked(&plan))?;
         }
-        let Splits { train, validation, .. } = splits;
+        let without = splits.validation.is_none() && plan.config.eval.patience > 0;
+        let refused = || feed::no_validation("eval.patience cannot tell when to stop", &plan.config);
+        world.agree(if without { Err(refused()) } else { Ok(()) })?;
         // From here on messages may reach the device.
         let comm = comm.on_route(plan.config.comm.path, comm::prove)?;
         let world = comm.world();
         // Nobody allocates before all have looked.
         let room = request.gpu.as_ref().map(|gpu| gpu.memory);
-        let held = memory::Held::now(&comm, &[&train, &validation]);
+        let held = memory::Held::now(&comm, &splits.sources());
         world.agree(fits::check::<B>(&plan, &topology, held, room))?;
 
+        let mut claimed = None;
         let prepared = || {
             let directory = RunDirectory::prepare(&plan.config, &request.name, &request.resume)?;
-            Ok(directory.path().to_string_lossy().into_owned())
+            let path = directory.path().to_string_lossy().into_owned();
+            claimed = Some(directory);
+            Ok(path)
         };
-        let directory = RunDirectory::at(share(&world, root.then(prepared))?);
+        let path = share(&world, root.then(prepared))?;
+        let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
+        let directory = &starting.0;
         plan.config.run.name = Some(directory.name());
         if let Some(beside) = beside {
             beside.gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes()).wait()?;
@@ -241,18 +280,33 @@ impl<'h, B: Kernels> Run<'h, B> {
 
         let backend = world.agree(backend(&plan))?;
         comm.count_memory(backend.clone());
-        let held = memory::Held::now(&comm, &[&train, &validation]);
+        let held = memory::Held::now(&comm, &splits.sources());
+        let Splits { mut train, mut validation, .. } = splits;
         let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
         let data = engine.sharded.data().clone();
-        let Resumed { progress, from } =
-            resume(&world, &mut engine.sharded, &plan, &directory, &request.resume, request.take)?;
+        let (take, allow_changed_data, data_now) = (request.take, request.allow_changed_data, train.fingerprint());
+        let taking = Taking { take, data: data_now.clone(), allow_changed_data };
+        let mut notes = Vec::new();
+        let mut conform = |manifest: &Manifest| {
+            notes = manifest.conform(&mut train)?;
+            validation.as_mut().map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
+        };
+        let asked = &request.resume;
+        let Resumed { progress, from, data_changes } =
+            resume(&world, &mut engine.sharded, &plan, directory, asked, &taking, &mut conform)?;
+        if root {
+            notes.iter().for_each(|note| log::info!("data: {note}"));
+        }
+        let trained_on = data_now.map(|fingerprint| TrainedOn { fingerprint, changes: data_changes });
         // Another run's checkpoint: this one's own directory is all that its next start knows of.
         let branched = from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
         let branch = branched.filter(|_| root && request.resume != Resume::Auto);
         let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
         world.agree(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
         let branched = branched.is_some();
-        let records = if root { Some(Records::open(&directory, &plan, progress.step, exchange.found)) } else { None };
+        let epoch_loss = validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
+        let open = || Records::open(directory, &plan, progress.step, exchange.found, epoch_loss);
+        let records = root.then(open);
         let records = world.agree(records.transpose())?;
         let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.sharded.parameters());
         world.agree(if root { budget.check() } else { Ok(()) })?;
@@ -272,19 +326,21 @@ impl<'h, B: Kernels> Run<'h, B> {
                 directory: directory.path(),
                 parameters: engine.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
-                validation: validation.samples(),
-                left_out: train.left_out(),
+                validation: validation.as_ref().map(|validation| validation.samples()),
+                notes: train.left_out().into_iter().chain(notes).collect(),
                 memory: &memory::estimate(&plan, &engine.blocks, held),
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: orders.time_left(),
             };
             say(banner::banner(&plan, &facts));
+            train.unscaled().iter().for_each(|told| log::warn!("{told}"));
         }
 
         let job = Job {
             checkpoints: directory.checkpoints(),
             config: plan.config.clone(),
-            tokenizer: train.tokenizer().cloned(),
+            preprocessing: Some(train.preprocessing()),
+            data: trained_on.clone(),
             origin: Origin {
                 ranks: world.size(),
                 hosts: topology.hosts(),
@@ -301,19 +357,20 @@ impl<'h, B: Kernels> Run<'h, B> {
         let tokenizer = train.tokenizer().cloned();
         let backend = engine.backend.clone();
         let feed = world.agree(Feed::start(backend, train, &plan, data.rank(), progress))?;
-        let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
+        let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
+        let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         Ok(Self {
             comm,
             world,
             data,
             plan,
             topology,
-            directory,
             engine,
             feed,
             evaluator,
             tokenizer,
             train_samples,
+            trained_on,
             progress,
             skipped: (0, 0),
             evaluated: None,
@@ -331,6 +388,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             records,
             profiles: request.profile && root,
             _watch: watch,
+            directory: starting.started(),
         })
     }
 
@@ -338,7 +396,8 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn step(&mut self) -> Result<()> {
         let before = self.spent();
         let step = self.progress.step;
-        let failed = if self.hooks.has_failed() { notes::FAILED } else { 0 };
+        let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
+        let failed = if has_failed { notes::FAILED } else { 0 };
         let note = || self.orders.note(self.saver.is_done()) | failed;
         self.engine.backend.profile().record(self.profiles);
         let next = |base, time| self.feed.next(base, time);
@@ -399,6 +458,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let record = record.with(times);
         if let Some(records) = &mut self.records {
             records.metrics.write(&record)?;
+            records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
             records.progress.step(&record);
         }
         let stop = self.hooks.call(|hook| hook.step(&record));
@@ -432,13 +492,17 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// Before the first step: a signal may have come already, and the evaluation of a resumed step may be missing.
     fn begin(&mut self, resume: &Resume) -> Result<()> {
         let step = self.progress.step;
-        let evaluated = self.directory.checkpoints().evaluated();
-        let found = evaluations::loss(&evaluated, step);
+        let evaluated = self.world.agree(self.directory.checkpoints().evaluated())?;
+        if let (Some(_), Err(e)) = (&self.records, evaluated.all()) {
+            log::warn!("{}", e.to_string().replace('\n', "; "));
+        }
+        let evaluated = evaluated.known();
+        let found = evaluations::validation_loss(evaluated, step);
         // An evaluation may have found that more steps are of no use, and the run was interrupted before it obeyed:
         // at the step after the evaluation.
         let counts = *resume == Resume::Auto && self.records.is_some();
         let before: Vec<Evaluation> = evaluated.iter().filter(|one| one.step < step).cloned().collect();
-        let [now, next] = [&before, &evaluated].map(|all| self.no_use(all).filter(|_| counts));
+        let [now, next] = [&before, evaluated].map(|all| self.no_use(all).filter(|_| counts));
         self.orders.stop_for(now);
         let mine = (self.orders.note(false), found.map(f64::to_bits));
         let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
@@ -469,7 +533,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// Does what the ranks' notes ask for.
     fn obey(&mut self, notes: Notes) -> Result<()> {
         if notes.any(notes::FAILED) {
-            let failure = self.hooks.failure();
+            let failure = self.hooks.failure().and_then(|()| self.directory.check());
             self.world.agree(failure)?;
         }
         if self.saver.is_busy() && notes.all(notes::WRITTEN) {
@@ -494,10 +558,11 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     fn evaluate(&mut self) -> Result<()> {
+        let Some(evaluator) = &mut self.evaluator else { return Ok(()) };
         let step = self.progress.step;
         let _span = span(Doing::Evaluation, None);
         self.engine.sharded.swap_average()?;
-        let measured = self.evaluator.measure(&mut self.engine, &self.data, || self.orders.must_end())?;
+        let measured = evaluator.measure(&mut self.engine, &self.data, || self.orders.must_end())?;
         self.engine.sharded.swap_average()?;
         let Some(measures) = measured else {
             // It is made up for when the run goes on.
@@ -510,15 +575,21 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.orders.stop_for(stop);
         let Measures { loss, metrics } = measures;
         log::info!("step {step}: {told}");
+        self.world.agree(self.directory.check())?;
         if let Some(records) = &mut self.records {
             let path = self.directory.evaluations_path();
-            evaluations::append(&path, &Evaluation::done(step, loss, metrics))?;
+            let found = Evaluation::done(step, loss, metrics);
+            evaluations::append(&path, &found.on(evaluator.digest(), evaluator.samples()))?;
             records.progress.say(&format!("step {step:>6}  {told}"));
-            let all = evaluations::read(&path);
-            let best = self.directory.checkpoints().point_to_best(&all);
-            best.unwrap_or_else(|e| log::warn!("{e}"));
-            let no_use = self.no_use(&all);
-            self.orders.stop_for(no_use);
+            match evaluations::read(&path) {
+                Ok(all) => {
+                    let best = self.directory.checkpoints().point_to_best(&all);
+                    best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
+                    let no_use = self.no_use(all.known());
+                    self.orders.stop_for(no_use);
+                }
+                Err(e) => log::warn!("{e}"),
+            }
         }
         Ok(())
     }
@@ -538,6 +609,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn save(&mut self) -> Result<()> {
         let _span = span(Doing::Checkpoint, None);
+        self.world.agree(self.record_epoch_loss())?;
         let (begun, published) = self.saver.save(&mut self.engine.sharded, self.progress)?;
         self.note_published(published);
         if begun {
@@ -545,6 +617,20 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.orders.save_begun();
         }
         Ok(())
+    }
+
+    /// Without validation data, notes the loss by which the checkpoint of this step is compared with others.
+    fn record_epoch_loss(&self) -> Result<()> {
+        let step = self.progress.step;
+        let Some(Records { epoch_loss: Some(epoch), .. }) = &self.records else { return Ok(()) };
+        let path = self.directory.evaluations_path();
+        self.directory.check()?;
+        let evaluated = evaluations::read(&path)?;
+        let is_known = evaluated.known().iter().any(|one| one.step == step && one.over == Over::Training);
+        if is_known {
+            return Ok(());
+        }
+        evaluations::append(&path, &Evaluation::of_epoch(step, epoch.mean()))
     }
 
     fn note_published(&mut self, published: Option<Published>) {
@@ -584,6 +670,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// Tells people and programs how the run ended. On rank 0.
     fn tell(&self, ending: &Ending, text: Option<String>) -> Result<()> {
         let Some(records) = &self.records else { return Ok(()) };
+        self.directory.check()?;
         records.progress.finish();
         let step = self.progress.step;
         let (status, why) = match ending {
@@ -594,8 +681,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         if let Some(why) = &why {
             say(format_args!("\nended at step {step}: {why}"));
         }
-        if let Some((at, loss)) = self.evaluated.filter(|(at, _)| *at == step) {
-            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {at}", self.evaluator.samples()));
+        if let (Some((at, loss)), Some(evaluator)) = (self.evaluated.filter(|(at, _)| *at == step), &self.evaluator) {
+            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {at}", evaluator.samples()));
+        }
+        if let Some(loss) = records.epoch_loss.as_ref().and_then(EpochLoss::mean) {
+            say(format_args!("\nmean training loss {loss:.4} over the last epoch at step {step}"));
         }
         if !self.step_ms.is_empty() {
             say(format_args!("time  {}", self.times));
@@ -631,7 +721,10 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn tell_of_failure(&self, error: &Error) {
         let why = Some(error.message().to_string());
         let end = End { step: self.progress.step, status: Status::Failed, why };
-        if let (true, Err(e)) = (self.records.is_some(), self.directory.marks().end(&end)) {
+        // A run that another trainer has taken over has not ended.
+        if self.records.is_some()
+            && let Err(e) = self.directory.check().and_then(|()| self.directory.marks().end(&end))
+        {
             log::warn!("{e}");
         }
     }
@@ -668,6 +761,8 @@ impl<'h, B: Kernels> Run<'h, B> {
             parameters: self.engine.sharded.parameters(),
             steps: self.progress.step,
             skipped: self.skipped.1,
+            data: self.trained_on.as_ref().map(|data| data.fingerprint.digest()),
+            data_changes: self.trained_on.as_ref().map_or(vec![], |data| data.changes.clone()),
             validation_loss: self.evaluated.map(|(_, loss)| loss),
             tokens_per_second: self.plan.tokens_per_step() as f64 / (median * 1e-3),
             seconds: self.started.elapsed().as_secs_f64(),

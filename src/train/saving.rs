@@ -8,7 +8,7 @@ use std::time::Instant;
 use serde::Serialize;
 
 use super::directory::{Resume, RunDirectory};
-use super::resume::{Take, resume};
+use super::resume::{Taking, resume};
 use super::run::engine;
 use crate::backend::Kernels;
 use crate::checkpoint::{Job, Origin, Progress, Saver};
@@ -95,7 +95,8 @@ pub fn time<B: Kernels>(
     let job = Job {
         checkpoints: checkpoints.clone(),
         config: plan.config.clone(),
-        tokenizer: None,
+        preprocessing: None,
+        data: None,
         origin: Origin::default(),
         id: "bench".into(),
         records: vec![],
@@ -139,7 +140,7 @@ pub fn time<B: Kernels>(
 
         let from = Resume::From(path);
         let begun = begin(&world)?;
-        resume(&world, &mut engine.sharded, &plan, &directory, &from, Take::Everything)?;
+        resume(&world, &mut engine.sharded, &plan, &directory, &from, &Taking::all(), &mut |_| Ok(()))?;
         times.restore = slowest(&world, begun)?;
         world.agree(std::fs::remove_file(&file).map_err(|e| Error::io("remove", &file, e)))?;
         world.agree(if root { checkpoints.discard_unless_leased(progress.step).map(drop) } else { Ok(()) })?;

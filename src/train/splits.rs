@@ -4,7 +4,7 @@ use super::feed;
 use crate::backend::Backend;
 use crate::comm::Group;
 use crate::config::{Config, LossKind, Plan};
-use crate::data::{SampleMut, Sizes, Source, Tokenizer, is_weight};
+use crate::data::{Fingerprint, Preprocessing, SampleMut, Sizes, Source, Tokenizer, is_weight};
 use crate::error::{Error, Result};
 use crate::nn::Network;
 use crate::nn::layers::Taken;
@@ -16,8 +16,9 @@ pub struct Splits {
     pub name: String,
     /// Samples to learn from.
     pub train: Box<dyn Source>,
-    /// Samples to be measured on.
-    pub validation: Box<dyn Source>,
+    /// Samples to be measured on; without them nothing is evaluated, and the best checkpoint is that of the lowest mean
+    /// training loss.
+    pub validation: Option<Box<dyn Source>>,
 }
 
 impl Splits {
@@ -27,7 +28,14 @@ impl Splits {
     /// As [`feed::open_staged`].
     pub fn open<B: Backend>(config: &Config, world: &Group<B>, topology: &Topology) -> Result<Self> {
         let (train, validation) = feed::open_staged(config, world, topology)?;
-        Ok(Self { name: config.data.path.clone(), train: Box::new(train), validation: Box::new(validation) })
+        let validation = validation.map(|validation| Box::new(validation) as Box<dyn Source>);
+        Ok(Self { name: config.data.path.clone(), train: Box::new(train), validation })
+    }
+
+    /// The sources of both.
+    pub(crate) fn sources(&self) -> Vec<&dyn Source> {
+        let validation = self.validation.iter().map(|source| source as &dyn Source);
+        std::iter::once(&self.train as &dyn Source).chain(validation).collect()
     }
 
     /// The same, with samples that are looked at as they are read: ids and classes that the network of `plan` does not know, and
@@ -41,7 +49,8 @@ impl Splits {
             let wanted = Wanted::by(plan, source.sizes());
             Ok(Box::new(Checked { source, name: self.name.clone(), wanted }))
         };
-        let (train, validation) = (check(self.train, "training")?, check(self.validation, "validation")?);
+        let train = check(self.train, "training")?;
+        let validation = self.validation.map(|source| check(source, "validation")).transpose()?;
         Ok(Self { name: self.name, train, validation })
     }
 }
@@ -152,6 +161,10 @@ impl Source for Checked {
         self.source.parts()
     }
 
+    fn fingerprint(&self) -> Option<Fingerprint> {
+        self.source.fingerprint()
+    }
+
     fn cache_limit(&self) -> usize {
         self.source.cache_limit()
     }
@@ -162,6 +175,10 @@ impl Source for Checked {
 
     fn left_out(&self) -> Option<String> {
         self.source.left_out()
+    }
+
+    fn unscaled(&self) -> Option<String> {
+        self.source.unscaled()
     }
 
     fn context(&self) -> usize {
@@ -178,5 +195,13 @@ impl Source for Checked {
 
     fn tokenizer(&self) -> Option<&Tokenizer> {
         self.source.tokenizer()
+    }
+
+    fn preprocessing(&self) -> Preprocessing {
+        self.source.preprocessing()
+    }
+
+    fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
+        self.source.conform(to)
     }
 }

@@ -91,12 +91,12 @@ pub struct Recording {
 pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Plan) -> Result<B>) -> Result<Recording> {
     let world = comm.world();
     let topology = Topology::gather(&world, comm.node().host)?;
-    let (train, validation) = feed::open_staged(&task.config, &world, &topology)?;
+    let (train, _) = feed::open_staged(&task.config, &world, &topology)?;
     let threads = task.threads.unwrap_or_else(|| topology.threads());
     let plan = plan(comm, task.config.clone(), &train, Some(threads))?;
     let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
     let world = comm.world();
-    world.agree(check_memory::<B>(&plan, &topology, Held::now(comm, &[&train, &validation]), None))?;
+    world.agree(check_memory::<B>(&plan, &topology, Held::now(comm, &[&train]), None))?;
     let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
     let data = engine.sharded.data().clone();
     let mut progress = Progress::default();

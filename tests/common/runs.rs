@@ -112,6 +112,11 @@ impl RunFiles {
         self.lines("eval.jsonl", &["time"])
     }
 
+    /// The same without the name of the data: what other files of the same samples give.
+    pub fn evaluated(&self) -> Vec<String> {
+        self.lines("eval.jsonl", &["time", "data"])
+    }
+
     fn lines(&self, name: &str, without: &[&str]) -> Vec<String> {
         let text = self.text(name);
         let lines = text.lines().map(|line| {
@@ -140,9 +145,16 @@ impl RunFiles {
     /// Panics unless metrics, evaluations and the last checkpoint are those of `other`, bit by bit.
     #[track_caller]
     pub fn same_as(&self, other: &RunFiles, steps: u64, what: &str) {
+        assert_eq!(self.evaluations(), other.evaluations(), "{what}: evaluations");
+        self.same_numbers_as(other, steps, what);
+    }
+
+    /// The same of a run on other files of the same samples.
+    #[track_caller]
+    pub fn same_numbers_as(&self, other: &RunFiles, steps: u64, what: &str) {
         assert_eq!(self.steps(), other.steps(), "{what}: metrics");
         assert_eq!(self.steps().len() as u64, steps, "{what}");
-        assert_eq!(self.evaluations(), other.evaluations(), "{what}: evaluations");
+        assert_eq!(self.evaluated(), other.evaluated(), "{what}: evaluations");
         let (mine, others) = (self.tensors(steps), other.tensors(steps));
         assert_eq!(mine.len(), others.len(), "{what}");
         for ((name, mine), (other_name, other)) in mine.iter().zip(&others) {

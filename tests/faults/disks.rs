@@ -55,7 +55,7 @@ fn refused(ended: &Ended, words: &[&str]) {
 #[track_caller]
 fn only_whole_one(files: &RunFiles, step: u64) {
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
-    assert_eq!(checkpoints.steps(), [step]);
+    assert_eq!(checkpoints.steps().unwrap(), [step]);
     assert_eq!(checkpoints.latest().canonicalize().unwrap(), checkpoints.path(step).canonicalize().unwrap());
     let mut reader = Reader::open(&checkpoints.latest()).unwrap();
     let names: Vec<String> = reader.manifest().files.keys().cloned().collect();
@@ -128,7 +128,7 @@ fn a_disk_that_turns_read_only_ends_the_run() {
         let refused_again = asked.clone().resume("auto").ends();
         assert!(disk.remount("rw"));
         let checkpoints = Checkpoints::new(files.path("checkpoints"));
-        let latest = checkpoints.steps().into_iter().next_back().unwrap();
+        let latest = checkpoints.steps().unwrap().into_iter().next_back().unwrap();
         let mut reader = Reader::open(&checkpoints.latest()).unwrap();
         reader.check_files(0, 1).unwrap();
         assert_eq!(reader.manifest().step, latest);

@@ -57,7 +57,7 @@ fn evaluator(ranks: usize, files: &RunFiles, more: &[&str]) -> Command {
 const EVERY: [&str; 3] = ["--watch", "--policy", "every"];
 
 fn read(files: &RunFiles) -> Vec<Evaluation> {
-    evaluations::read(&files.path(evaluations::FILE))
+    evaluations::read(&files.path(evaluations::FILE)).unwrap().all().unwrap().to_vec()
 }
 
 /// Bits of the losses by step; panics if a save was evaluated twice.
@@ -73,7 +73,7 @@ fn losses(files: &RunFiles) -> BTreeMap<u64, u64> {
 #[track_caller]
 fn best_is_best(files: &RunFiles) {
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
-    let (best, _) = evaluations::best(&read(files), &checkpoints.steps()).unwrap();
+    let (best, _) = evaluations::best(&read(files), &checkpoints.steps().unwrap()).unwrap();
     assert_eq!(checkpoints.best().canonicalize().unwrap(), checkpoints.path(best).canonicalize().unwrap());
 }
 
@@ -214,15 +214,17 @@ fn the_dead_keep_nothing_from_being_removed_or_evaluated() {
     let files = run.files();
     let folder = files.path("checkpoints/.leases");
     std::fs::create_dir_all(&folder).unwrap();
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    let named = |name: &str| std::fs::read_link(format!("/proc/self/ns/{name}")).unwrap_or_default();
+    let space = format!("{} {}{}", boot.trim(), named("pid").display(), named("time").display());
     // More than the kernel gives out.
-    let holder = format!("{{\"host\":{:?},\"pid\":4194305,\"started\":1}}", host.trim());
+    let holder = format!("{{\"host\":\"here\",\"space\":{space:?},\"pid\":4194305,\"started\":1}}");
     for name in ["queue-dead", "step-00000002.dead", "step-00000004.evaluate", "step-00000012.evaluate"] {
         std::fs::write(folder.join(format!("{name}.lease")), &holder).unwrap();
     }
     run.succeeds();
     let checkpoints = Checkpoints::new(files.path("checkpoints"));
-    assert_eq!(checkpoints.steps(), [STEPS]);
+    assert_eq!(checkpoints.steps().unwrap(), [STEPS]);
     start(&mut evaluator(1, &files, &EVERY)).finish(LIMIT).succeeded();
     assert_eq!(losses(&files), BTreeMap::from([(STEPS, inline[&STEPS])]));
     assert!(leases(&files).is_empty(), "{:?}", leases(&files));

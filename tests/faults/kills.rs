@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use hpctrain::checkpoint::{Checkpoints, Reader};
+
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
 use crate::common::launch::{LIMIT, Running, processes, start};
 use crate::common::runs::{Run, RunFiles};
@@ -45,6 +47,11 @@ struct Tally {
     all: u64,
     /// Runs that were killed again and again, and came to their end.
     runs: u64,
+    /// Kills after which a checkpoint was not there any more that had been published, and nothing newer.
+    lost: u64,
+    /// Steps of the runs that came to their end, and those of them whose loss is not the undisturbed run's.
+    steps: u64,
+    differing: u64,
 }
 
 fn killed(transport: Transport, root: &std::path::Path, name: &str, settings: &[&str]) -> Run {
@@ -56,7 +63,9 @@ fn killed(transport: Transport, root: &std::path::Path, name: &str, settings: &[
 fn killed_runs_equal_undisturbed_ones() {
     let kills = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(20, |number| number.parse().unwrap());
     let root = tempfile::tempdir().unwrap();
-    let reference = killed(Alone, root.path(), "reference", &["checkpoint.when_busy=wait"]).succeeds();
+    let whole = killed(Alone, root.path(), "reference", &["checkpoint.when_busy=wait"]);
+    start(&mut whole.command()).finish(limit()).succeeded();
+    let reference = whole.files();
     assert_eq!(reference.evaluations().len(), 6);
 
     let mut dice = Dice(0x5eed);
@@ -66,6 +75,7 @@ fn killed_runs_equal_undisturbed_ones() {
         // A run of its own for every so many kills: it must come to an end.
         let name = format!("killed-{}", tally.runs);
         let files = RunFiles(root.path().join(&name));
+        let mut newest = 0;
         let observer = Observer::of(files.path("checkpoints"));
         for _ in 0..8 {
             // In another order every time: each layout is killed in all ways.
@@ -75,9 +85,18 @@ fn killed_runs_equal_undisturbed_ones() {
                 break;
             }
             number += 1;
+            let left = newest_whole(&files);
+            tally.lost += u64::from(left < newest);
+            newest = left;
         }
         let (transport, settings) = LAYOUTS[dice.below(LAYOUTS.len() as u64) as usize];
-        killed(transport, root.path(), &name, settings).resume("auto").succeeds();
+        let last = killed(transport, root.path(), &name, settings).resume("auto");
+        start(&mut last.command()).finish(limit()).succeeded();
+        let (found, wanted) = (files.steps(), reference.steps());
+        tally.steps += wanted.len() as u64;
+        let equal = found.iter().zip(&wanted).filter(|(found, wanted)| found == wanted).count();
+        tally.differing += (wanted.len().max(found.len()) - equal) as u64;
+        println!("{number} kills: {tally:?}");
         files.same_as(&reference, STEPS, &name);
         let latest = files.path("checkpoints/latest");
         assert_eq!(latest.canonicalize().unwrap(), files.checkpoint(STEPS).canonicalize().unwrap());
@@ -88,7 +107,25 @@ fn killed_runs_equal_undisturbed_ones() {
         tally.runs += 1;
     }
     println!("{kills} kills: {tally:?}");
+    assert_eq!((tally.lost, tally.differing), (0, 0), "{tally:?}");
     assert!(kills < 20 || tally.in_saves > 0 && tally.one_rank > 0 && tally.all > 0, "{tally:?}");
+}
+
+/// The step of the newest checkpoint that is whole to its last byte; 0 if there is none. Nobody writes.
+fn newest_whole(files: &RunFiles) -> u64 {
+    let checkpoints = Checkpoints::new(files.path("checkpoints"));
+    let is_whole = |step: &u64| {
+        Reader::open(&checkpoints.path(*step)).is_ok_and(|mut reader| {
+            let names: Vec<String> = reader.manifest().files.keys().cloned().collect();
+            names.iter().all(|name| reader.verify(name).is_ok())
+        })
+    };
+    checkpoints.steps().unwrap().into_iter().rev().find(is_whole).unwrap_or(0)
+}
+
+/// How long a job may take: on a machine that has other things to do `HPCTRAIN_FAULT_LIMIT` seconds.
+fn limit() -> Duration {
+    std::env::var("HPCTRAIN_FAULT_LIMIT").map_or(LIMIT, |seconds| Duration::from_secs(seconds.parse().unwrap()))
 }
 
 /// Starts a run and kills it: in the middle of a save, or at a moment between its first instruction and its last. False
@@ -102,7 +139,7 @@ fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
         // Leftovers of the kill before go when the run begins.
         let begins = || files.path("logs").join("rank-00000.log").exists() && !saves(&files);
         let begun = Instant::now();
-        while job.runs() && !begins() && begun.elapsed() < LIMIT {
+        while job.runs() && !begins() && begun.elapsed() < limit() {
             std::thread::sleep(Duration::from_micros(200));
         }
         let later = dice.below(3);
@@ -116,7 +153,7 @@ fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
         wait(&mut job, || begun.elapsed() >= moment);
     }
     if !job.runs() {
-        job.finish(LIMIT).succeeded();
+        job.finish(limit()).succeeded();
         return false;
     }
     tally.in_saves += u64::from(saves(&files));
@@ -131,7 +168,7 @@ fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
         tally.one_rank += 1;
         kill(victims[dice.below(victims.len() as u64) as usize]);
     }
-    let ended = job.finish(LIMIT);
+    let ended = job.finish(limit());
     assert!(!ended.status.success() || files.path("run.json").exists(), "{ended}");
     // Without their launcher some may live on for a while. A scheduler would end them before it starts the job again.
     let of_run = format!("run.root={}", run.root.display());
@@ -148,7 +185,7 @@ fn disturb(run: &Run, number: u64, dice: &mut Dice, tally: &mut Tally) -> bool {
 fn wait(job: &mut Running, is_so: impl Fn() -> bool) {
     let begun = Instant::now();
     while job.runs() && !is_so() {
-        assert!(begun.elapsed() < LIMIT, "hangs: {}", job.printed());
+        assert!(begun.elapsed() < limit(), "hangs: {}", job.printed());
         std::thread::sleep(Duration::from_micros(200));
     }
 }

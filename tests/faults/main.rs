@@ -13,6 +13,7 @@ mod input;
 mod kills;
 mod observer;
 mod signals;
+mod trainers;
 
 use std::path::Path;
 

@@ -206,7 +206,7 @@ fn the_clock_asks_for_checkpoints() {
     let root = tempfile::tempdir().unwrap();
     let run = endless(Mpirun(2), root.path(), &["checkpoint.every_seconds=1", "checkpoint.keep=100"]);
     let files = run.files();
-    let steps = || hpctrain::checkpoint::Checkpoints::new(files.path("checkpoints")).steps();
+    let steps = || hpctrain::checkpoint::Checkpoints::new(files.path("checkpoints")).steps().unwrap();
     let mut job = start(&mut run.command());
     job.until("saved twice", || steps().len() >= 2);
     send(job.id(), SIGUSR1);

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char};
-use std::fs::{self, File};
+use std::fs;
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,6 +14,7 @@ use sha2::{Digest, Sha256};
 
 use super::libraries::{self, check};
 use crate::error::{Error, Result};
+use crate::private;
 
 /// A file below `kernels/`: its name and text.
 #[derive(Debug, Clone, Copy)]
@@ -179,38 +181,72 @@ impl Programs {
         if let Some(module) = modules.get(&variant) {
             return Ok(module.clone());
         }
-        let image = self.image(variant)?;
-        let loaded = self.context.load_module(Ptx::from_binary(image));
-        let module = check(&format!("load {} for {}", variant.source, self.architecture), loaded)?;
+        let load = |image| {
+            let loaded = self.context.load_module(Ptx::from_binary(image));
+            check(&format!("load {} for {}", variant.source, self.architecture), loaded)
+        };
+        let module = match self.image(variant, Kept::Welcome)? {
+            (image, Origin::Disk) => load(image).or_else(|e| {
+                log::warn!("{e}: compiling it again");
+                load(self.image(variant, Kept::Refused)?.0)
+            }),
+            (image, Origin::Compiler) => load(image),
+        }?;
         modules.insert(variant, module.clone());
         Ok(module)
     }
 
-    /// The cubin, from disk if it was compiled before. The ranks of a node compile it once: the first holds a lock.
-    fn image(&self, variant: Variant) -> Result<Vec<u8>> {
-        let Some(folder) = &self.folder else { return compile(variant, &self.architecture) };
+    /// The cubin, from disk if it was compiled before and that is welcome. The ranks of a node compile it once: the first
+    /// holds a lock.
+    fn image(&self, variant: Variant, kept: Kept) -> Result<(Vec<u8>, Origin)> {
+        let Some(folder) = &self.folder else { return Ok((compile(variant, &self.architecture)?, Origin::Compiler)) };
         let path = folder.join(format!("{}.cubin", key(variant, &self.architecture)?));
-        if let Ok(image) = fs::read(&path) {
-            return Ok(image);
+        let on_disk = || if kept == Kept::Welcome { unsealed(&fs::read(&path).ok()?) } else { None };
+        if let Some(image) = on_disk() {
+            return Ok((image, Origin::Disk));
         }
-        let lock = File::create(path.with_extension("lock")).ok();
+        let lock = private::lock_file(&path.with_extension("lock")).ok();
         // A file system without locks costs a compilation, nothing else.
         let _locked = lock.as_ref().is_some_and(|lock| lock.lock().is_ok());
-        if let Ok(image) = fs::read(&path) {
-            return Ok(image);
+        if let Some(image) = on_disk() {
+            return Ok((image, Origin::Disk));
         }
         let image = compile(variant, &self.architecture)?;
         keep(&path, &image).unwrap_or_else(|e| log::debug!("kernel not kept in {}: {e}", path.display()));
-        Ok(image)
+        Ok((image, Origin::Compiler))
     }
 }
 
-/// Writes a file that appears whole.
+/// Whether a cubin that was kept may be used.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kept {
+    Welcome,
+    Refused,
+}
+
+/// Where a cubin comes from.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Origin {
+    Disk,
+    Compiler,
+}
+
+/// Bytes of the SHA-256 that stands before a cubin on disk.
+const SEAL: usize = 32;
+
+/// Writes a file that appears whole: a cubin behind its hash.
 fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
     let folder = path.parent().unwrap_or(Path::new("."));
     let mut file = tempfile::NamedTempFile::new_in(folder)?;
-    std::io::Write::write_all(&mut file, image)?;
+    file.write_all(&Sha256::digest(image))?;
+    file.write_all(image)?;
     file.persist(path).map(drop).map_err(|e| e.error)
+}
+
+/// The cubin of a file, unless it is not what was written: a crash may have cut it.
+fn unsealed(sealed: &[u8]) -> Option<Vec<u8>> {
+    let (seal, image) = sealed.split_at_checked(SEAL)?;
+    (Sha256::digest(image)[..] == *seal).then(|| image.to_vec())
 }
 
 /// Names a compilation by all that it depends on, the compiler's version aside.
@@ -224,13 +260,13 @@ fn key(variant: Variant, architecture: &str) -> Result<String> {
     Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Where kernels compiled by this version of NVRTC are kept: in the user's cache, else in the temporary directory.
+/// Where kernels compiled by this version of NVRTC are kept, in a directory of the user's own, if there can be one.
 fn cache_folder(nvrtc: &str) -> Option<PathBuf> {
-    let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let user = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
-    let roots = user.into_iter().chain([std::env::temp_dir()]);
-    let folders = roots.map(|root| root.join("hpctrain").join(format!("kernels-{nvrtc}")));
-    let mut usable =
-        folders.filter(|folder| fs::create_dir_all(folder).is_ok() && tempfile::tempfile_in(folder).is_ok());
-    usable.next()
+    // Files with and without a seal are not of one kind.
+    let kernels = format!("sealed-kernels-{nvrtc}");
+    private::cache_roots().into_iter().find_map(|(root, name)| {
+        let folder =
+            private::below(&root, &[&name, &kernels]).inspect_err(|e| log::debug!("no kernels kept: {e}")).ok()?;
+        tempfile::tempfile_in(&folder).is_ok().then_some(folder)
+    })
 }

@@ -11,7 +11,7 @@ use super::{CONFIG, INDEX, MODEL, tensors};
 use crate::checkpoint::manifest::VERSION;
 use crate::checkpoint::shard::{Extent, ShardWriter, file_name};
 use crate::checkpoint::{Manifest, Origin};
-use crate::config::{Config, Facts, resolve};
+use crate::config::{Config, Data, Facts, resolve};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
@@ -24,7 +24,9 @@ use crate::telemetry::unix_time;
 /// It is another network, tensors are missing or of another shape, or there are files in `out`.
 pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<Manifest> {
     let architecture = Architecture::read(&from.join(CONFIG))?;
-    let config = Config { model: architecture.model(), ..Config::default() };
+    // Its training data is not known.
+    let data = Data { path: String::new(), ..Data::default() };
+    let config = Config { model: architecture.model(), data, ..Config::default() };
     let plan = resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu: false });
     let plan = plan.map_err(|e| e.at(from.join(CONFIG).display()))?;
     let vocabulary = plan.network.outputs();
@@ -60,6 +62,8 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
         seed: plan.config.run.seed,
         config: plan.config,
         tokenizer,
+        data: None,
+        preprocessing: None,
         origin,
         state: vec![],
         files: Default::default(),

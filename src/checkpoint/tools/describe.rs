@@ -7,6 +7,7 @@ use super::list::written;
 use crate::checkpoint::Manifest;
 use crate::config::network;
 use crate::data::inspect::table;
+use crate::data::{DataChange, TrainedOn};
 use crate::telemetry::{bytes, grouped};
 
 /// Describes the checkpoint in `dir`.
@@ -31,6 +32,10 @@ pub fn describe(dir: &Path, manifest: &Manifest) -> String {
     line("model", format!("{network}, dropout {}", model.dropout));
     let tokenizer = manifest.tokenizer.as_ref();
     line("tokenizer", tokenizer.map_or_else(|| "none".into(), |t| format!("{}, {} ids", t.name(), t.vocabulary())));
+    line("data", manifest.data.as_ref().map_or_else(|| "unknown".into(), data));
+    for DataChange { step, before, what } in manifest.data.iter().flat_map(|data| &data.changes) {
+        line("", format!("until step {step} {before}: {what}"));
+    }
     line("parameters", grouped(manifest.parameters()));
     line("state", if state.is_empty() { "none: parameters alone".into() } else { state.join(", ") });
 
@@ -41,6 +46,13 @@ pub fn describe(dir: &Path, manifest: &Manifest) -> String {
         tensors.push([name.clone(), shape(&entry.shape), entry.pieces.len().to_string()]);
     }
     format!("{out}\n{}\n{}", table(&files), table(&tensors))
+}
+
+/// Samples, shards and digest of training data.
+fn data(TrainedOn { fingerprint, .. }: &TrainedOn) -> String {
+    let shards = fingerprint.shards.len();
+    let noun = if shards == 1 { "shard" } else { "shards" };
+    format!("{}: {} samples of {shards} {noun}", fingerprint.digest(), grouped(fingerprint.samples))
 }
 
 /// `[3, 4]` as `3 × 4`.

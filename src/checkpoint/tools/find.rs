@@ -17,7 +17,7 @@ pub fn run(path: &Path) -> Result<Checkpoints> {
         Err(Error::input(format!("{} is {what}", path.display()))
             .hint("give the directory of a run, such as runs/<name>, or its checkpoints directory"))
     };
-    match checkpoints(path) {
+    match checkpoints(path)? {
         Some(checkpoints) => Ok(checkpoints),
         None if is_checkpoint(path) => not_a_run("one checkpoint, not a run"),
         None => not_a_run("not the directory of a run"),
@@ -31,7 +31,7 @@ pub fn run(path: &Path) -> Result<Checkpoints> {
 /// There is no checkpoint.
 pub fn checkpoint(path: &Path) -> Result<PathBuf> {
     exists(path)?;
-    let found = match checkpoints(path) {
+    let found = match checkpoints(path)? {
         Some(checkpoints) => latest(&checkpoints)?,
         None => path.to_path_buf(),
     };
@@ -67,14 +67,17 @@ fn exists(path: &Path) -> Result<()> {
 }
 
 /// The checkpoints of a run or of a directory of checkpoints; none if `path` is neither.
-fn checkpoints(path: &Path) -> Option<Checkpoints> {
+fn checkpoints(path: &Path) -> Result<Option<Checkpoints>> {
     let below = path.join("checkpoints");
     if below.is_dir() {
-        return Some(Checkpoints::new(below));
+        return Ok(Some(Checkpoints::new(below)));
+    }
+    if !path.is_dir() {
+        return Ok(None);
     }
     let here = Checkpoints::new(path);
-    let named = path.file_name().is_some_and(|name| name == "checkpoints") && path.is_dir();
-    (named || !here.steps().is_empty()).then_some(here)
+    let named = path.file_name().is_some_and(|name| name == "checkpoints");
+    Ok((named || !here.steps()?.is_empty()).then_some(here))
 }
 
 /// Whether there is a checkpoint in `dir`, or what is left of one.
@@ -86,8 +89,8 @@ fn is_checkpoint(dir: &Path) -> bool {
 /// The newest published checkpoint.
 fn latest(checkpoints: &Checkpoints) -> Result<PathBuf> {
     let link = checkpoints.latest();
-    let newest = || checkpoints.steps().last().map(|step| checkpoints.path(*step));
-    let found = if link.exists() { Some(link) } else { newest() };
+    let newest = || Ok(checkpoints.steps()?.last().map(|step| checkpoints.path(*step)));
+    let found = if link.exists() { Some(link) } else { newest()? };
     found.ok_or_else(|| {
         Error::input(format!("there is no checkpoint in {}", checkpoints.root().display()))
             .hint("the first one is saved after checkpoint.every steps")

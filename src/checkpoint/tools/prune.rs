@@ -14,20 +14,23 @@ pub struct Pruning {
 }
 
 /// What [`prune`] would do.
-pub fn plan(checkpoints: &Checkpoints, retention: &Retention) -> Pruning {
-    let candidates = checkpoints.candidates(&checkpoints.evaluated());
+///
+/// # Errors
+/// Something that decides about it cannot be read.
+pub fn plan(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning> {
+    let candidates = checkpoints.candidates(checkpoints.evaluated()?.all()?)?;
     let free: Vec<Candidate> = candidates.iter().map(|one| Candidate { held: false, ..*one }).collect();
     let gone = removed(&candidates, retention);
     let held = removed(&free, retention).into_iter().filter(|step| !gone.contains(step)).collect();
-    Pruning { removed: gone, held }
+    Ok(Pruning { removed: gone, held })
 }
 
 /// Removes what need not be kept. A trainer may remove checkpoints at the same time.
 ///
 /// # Errors
-/// The file system refused.
+/// Something that decides about it cannot be read: nothing is removed. Or the file system refused.
 pub fn prune(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning> {
-    let Pruning { removed, mut held } = plan(checkpoints, retention);
+    let Pruning { removed, mut held } = plan(checkpoints, retention)?;
     let mut gone = Vec::new();
     for step in removed {
         match checkpoints.discard_unless_leased(step) {
@@ -39,6 +42,6 @@ pub fn prune(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning
         }
     }
     held.sort_unstable();
-    checkpoints.point_to_best(&checkpoints.evaluated())?;
+    checkpoints.point_to_best(&checkpoints.evaluated()?)?;
     Ok(Pruning { removed: gone, held })
 }

@@ -16,7 +16,8 @@ use crate::error::{Error, Result};
 pub struct ImportCsv {
     /// The table: a line of names, then a line for each sample.
     pub input: PathBuf,
-    /// Names of the columns to predict. All others are inputs.
+    /// Names of the columns to predict. All others are inputs. With none of them rows have no targets; but a table like an earlier
+    /// one has those of the earlier one, if it has these columns.
     pub targets: Vec<String>,
     /// Name of the column with the weights of samples, neither input nor target.
     pub weight: Option<String>,
@@ -71,7 +72,7 @@ impl Cells {
             })
         };
         let places = |names: &[String]| names.iter().map(place).collect::<Result<Vec<usize>>>();
-        let (targets, weight) = (places(&import.targets)?, import.weight.as_ref().map(place).transpose()?);
+        let (mut targets, weight) = (places(&import.targets)?, import.weight.as_ref().map(place).transpose()?);
         let (inputs, categories, scale) = match &import.categories {
             Categories::Named { columns, hash } => {
                 if let Some(ids) = hash.filter(|ids| *ids < 2) {
@@ -87,6 +88,10 @@ impl Cells {
             }
             Categories::Like(path) => {
                 let (columns, scale) = earlier(path)?;
+                let has = |name: &String| header.iter().any(|column| column.trim() == name);
+                if targets.is_empty() && columns.targets.iter().any(has) {
+                    targets = places(&columns.targets)?;
+                }
                 let coders = columns
                     .categories
                     .iter()
@@ -102,17 +107,35 @@ impl Cells {
     /// Every column has one use, and there is something to learn and something to learn it from.
     fn check(&self, import: &ImportCsv, header: &StringRecord) -> Result<()> {
         let path = import.input.display();
-        let categories = self.categories.iter().map(|(column, _)| column);
         let learned_from = self.inputs.len() + self.categories.len();
-        let mut used: Vec<&usize> =
-            self.inputs.iter().chain(&self.targets).chain(&self.weight).chain(categories).collect();
-        used.sort_unstable();
-        if let Some(twice) = used.windows(2).find(|pair| pair[0] == pair[1]) {
-            let name = header.get(*twice[0]).unwrap_or_default();
-            return Err(Error::input(format!("{path}: column {name:?} is asked for twice"))
-                .hint("a column is an input, a category, a target or the weight"));
+        // Options with their columns; inputs are the remaining columns, or those of an earlier table.
+        let like = matches!(import.categories, Categories::Like(_));
+        let asked = [
+            ("--target", self.targets.clone()),
+            ("--weight", self.weight.into_iter().collect()),
+            (
+                if like { "--like" } else { "--categorical" },
+                self.categories.iter().map(|(column, _)| *column).collect(),
+            ),
+            ("--like", self.inputs.clone()),
+        ];
+        let asked = asked.iter().flat_map(|(option, columns)| columns.iter().map(move |column| (*column, *option)));
+        let asked: Vec<(usize, &str)> = asked.collect();
+        let twice = asked.iter().enumerate().find_map(|(i, (column, second))| {
+            let (_, first) = asked[..i].iter().find(|(before, _)| before == column)?;
+            Some((header.get(*column).unwrap_or_default().trim(), first, second))
+        });
+        if let Some((name, first, second)) = twice {
+            let (what, hint) = match first == second {
+                true => (format!("{first} names column {name:?} twice"), "name each column once"),
+                false => (
+                    format!("{first} and {second} both name column {name:?}"),
+                    "a column is a target, the weight, a category or an input: leave it out of one of them",
+                ),
+            };
+            return Err(Error::input(format!("{path}: {what}")).hint(hint));
         }
-        if self.targets.is_empty() || learned_from == 0 {
+        if learned_from == 0 {
             let (all, targets) = (header.len(), self.targets.len());
             return Err(Error::input(format!("{path}: {all} columns, {targets} of them targets"))
                 .hint("name the columns to predict with --target, and leave some as inputs"));
@@ -124,8 +147,9 @@ impl Cells {
     fn columns(self, header: &StringRecord) -> Columns {
         let name = |column: usize| header.get(column).unwrap_or_default().trim().to_owned();
         let category = |(column, coder): (usize, Coder)| Category { name: name(column), coding: coder.coding() };
-        let inputs = self.inputs.iter().map(|column| name(*column)).collect();
-        Columns { inputs, categories: self.categories.into_iter().map(category).collect() }
+        let names = |columns: &[usize]| columns.iter().map(|column| name(*column)).collect();
+        let (inputs, targets) = (names(&self.inputs), names(&self.targets));
+        Columns { inputs, categories: self.categories.into_iter().map(category).collect(), targets }
     }
 }
 
@@ -201,5 +225,6 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let scale = cells.scale.take();
     let table = Some(Table { columns: cells.columns(&header), ids, scale });
     let regression = import.regression;
-    Rows { inputs, shape, targets, width, weights, regression, source, places, table, files: None }.write(&import.kept)
+    Rows { inputs, count: rows, shape, targets, width, weights, regression, source, places, table, files: None }
+        .write(&import.kept)
 }

@@ -14,6 +14,8 @@ use crate::error::{Error, Result};
 pub struct ImportImages {
     /// Folders of PNG and JPEG files, one for each class, and nothing else. Names that begin with a dot are passed over.
     pub folder: PathBuf,
+    /// The files lie in the folder itself and have no class: they are to be predicted.
+    pub no_target: bool,
     /// Height and width that every image is brought to; left out, all must have the same.
     pub size: Option<[u32; 2]>,
     /// One channel instead of three.
@@ -28,7 +30,7 @@ pub struct ImportImages {
 /// # Errors
 /// A file is missing, damaged, no image or of another size, there is no class or none of its images, or as for every import.
 pub fn import_images(import: &ImportImages) -> Result<Imported> {
-    let (classes, files) = listed(&import.folder)?;
+    let (classes, files) = if import.no_target { unlabelled(&import.folder)? } else { listed(&import.folder)? };
     let mut inputs = Vec::new();
     let mut first: Option<(&Path, [u32; 2])> = None;
     for Labelled { path, .. } in &files {
@@ -61,15 +63,16 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
     let [height, width] = first.map_or([0, 0], |(_, size)| size.map(|extent| extent as usize));
     let names = files.iter().map(|Labelled { path, class, .. }| {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        format!("{}/{name}", classes[*class])
+        classes.get(*class).map_or(name.to_string(), |class| format!("{class}/{name}"))
     });
     let folder = import.folder.display().to_string();
     let source = import.folder.file_name().map_or(folder.clone(), |name| name.to_string_lossy().into_owned());
     Rows {
         inputs: Inputs::Bytes(inputs),
+        count: files.len(),
         shape: vec![height, width, if import.grey { 1 } else { 3 }],
-        targets: files.iter().map(|file| file.class as f64).collect(),
-        width: 1,
+        targets: files.iter().filter(|_| !import.no_target).map(|file| file.class as f64).collect(),
+        width: usize::from(!import.no_target),
         weights: vec![],
         regression: false,
         source,
@@ -78,6 +81,25 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
         files: Some(Files { names: names.collect(), classes }),
     }
     .write(&import.kept)
+}
+
+/// All images of a folder that have no class, in the order of their names.
+fn unlabelled(folder: &Path) -> Result<(Vec<String>, Vec<Labelled>)> {
+    let mut files = Vec::new();
+    for name in visible(folder)? {
+        let path = folder.join(name);
+        if path.is_dir() {
+            return Err(Error::input(format!("{} is a folder among images without classes", path.display()))
+                .hint("import folders of classes without --no-target, or move the folder away"));
+        }
+        files.push(Labelled { path, class: 0, along: 0.0 });
+    }
+    match files.is_empty() {
+        true => {
+            Err(Error::input(format!("{} holds no images", folder.display())).hint("put PNG or JPEG files into it"))
+        }
+        false => Ok((vec![], files)),
+    }
 }
 
 /// A file, and the number of its class.

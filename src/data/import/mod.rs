@@ -21,7 +21,7 @@ pub use csv::{Categories, ImportCsv, import_csv};
 pub use idx::{ImportIdx, import_idx};
 pub use images::{ImportImages, import_images};
 pub use numpy::{Arrays, ImportNumpy, import_numpy};
-pub(in crate::data) use samples::{CLASSES, left_out, numbered};
+pub(in crate::data) use samples::{CLASSES, class_names, is_of_samples, left_out, numbered};
 pub use samples::{Imported as ImportedSamples, Kept, NotFinite};
 pub use text::{ImportText, Imported, import_text};
 
@@ -34,7 +34,7 @@ fn content(path: &Path, hint: &str) -> Result<Vec<u8>> {
 }
 
 /// The name of a shard.
-fn shard_name(split: Split, shard: usize) -> String {
+pub(in crate::data) fn shard_name(split: Split, shard: u64) -> String {
     let prefix = if split == Split::Train { "train" } else { "val" };
     format!("{prefix}-{shard:05}.h5")
 }

@@ -24,8 +24,8 @@ pub enum Arrays {
     Files {
         /// That of the features.
         features: PathBuf,
-        /// That of the labels.
-        labels: PathBuf,
+        /// That of the labels; without, rows are to be predicted.
+        labels: Option<PathBuf>,
         /// That of the weights, if there are any.
         weights: Option<PathBuf>,
     },
@@ -35,8 +35,8 @@ pub enum Arrays {
         path: PathBuf,
         /// Name of the features in it.
         features: String,
-        /// Name of the labels in it.
-        labels: String,
+        /// Name of the labels in it; without, rows are to be predicted.
+        labels: Option<String>,
         /// Name of the weights in it, if there are any.
         weights: Option<String>,
     },
@@ -50,17 +50,20 @@ pub enum Arrays {
 pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
     let (path, features, labels, weights, places) = match &import.arrays {
         Arrays::Files { features, labels, weights } => {
-            let places = [features, labels, weights.as_ref().unwrap_or(labels)].map(|path| path.display().to_string());
-            let weights = weights.as_deref().map(Array::read).transpose()?;
-            (features, Array::read(features)?, Array::read(labels)?, weights, places)
+            let names = [Some(features), labels.as_ref(), weights.as_ref()];
+            let places = names.map(|path| path.map_or(String::new(), |path| path.display().to_string()));
+            let array = |path: &Option<PathBuf>| path.as_deref().map(Array::read).transpose();
+            let (labels, weights) = (array(labels)?, array(weights)?);
+            (features, Array::read(features)?, labels, weights, places)
         }
         Arrays::Archive { path, features, labels, weights } => {
             let mut archive = open_archive(path)?;
-            let names = [features, labels, weights.as_ref().unwrap_or(labels)];
-            let places = names.map(|name| format!("{}: {name}", path.display()));
-            let mut member = |name| read_member(&mut archive, path, name);
-            let weights = weights.as_deref().map(&mut member).transpose()?;
-            (path, member(features)?, member(labels)?, weights, places)
+            let names = [Some(features), labels.as_ref(), weights.as_ref()];
+            let places = names.map(|name| name.map_or(String::new(), |name| format!("{}: {name}", path.display())));
+            let mut member =
+                |name: &Option<String>| name.as_deref().map(|name| read_member(&mut archive, path, name)).transpose();
+            let (labels, weights) = (member(labels)?, member(weights)?);
+            (path, read_member(&mut archive, path, features)?, labels, weights, places)
         }
     };
     let refused = |place: &str, what: String| {
@@ -74,13 +77,16 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
         [_, rest @ ..] => rest.to_vec(),
     };
     let samples = features.shape[0];
-    if shape.contains(&0) || labels.shape[..] == [samples, 0] {
-        return refused(&places[0], format!("has shape {:?}, the labels have {:?}", features.shape, labels.shape));
+    let of_labels = labels.as_ref().map(|labels| &labels.shape[..]);
+    if shape.contains(&0) || of_labels == Some(&[samples, 0]) {
+        let labels = of_labels.map_or(String::new(), |shape| format!(", the labels have {shape:?}"));
+        return refused(&places[0], format!("has shape {:?}{labels}", features.shape));
     }
-    let width = match labels.shape[..] {
-        [rows] if rows == samples => 1,
-        [rows, columns] if rows == samples => columns,
-        _ => return refused(&places[1], format!("has shape {:?}, but there are {samples} rows", labels.shape)),
+    let width = match of_labels {
+        None => 0,
+        Some([rows]) if *rows == samples => 1,
+        Some([rows, columns]) if *rows == samples => *columns,
+        Some(shape) => return refused(&places[1], format!("has shape {shape:?}, but there are {samples} rows")),
     };
     if let Some(weights) = &weights
         && weights.shape[..] != [samples]
@@ -93,9 +99,7 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
         Err(features) => Inputs::Numbers(features.numbers().map(|x| x as f32).collect()),
     };
     let source = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let targets = labels.numbers().collect();
-    let weights = weights.map_or(vec![], |weights| weights.numbers().collect());
-    let regression = import.regression;
-    Rows { inputs, shape, targets, width, weights, regression, source, places, table: None, files: None }
-        .write(&import.kept)
+    let [targets, weights] = [labels, weights].map(|array| array.map_or(vec![], |array| array.numbers().collect()));
+    let (count, regression, table, files) = (samples, import.regression, None, None);
+    Rows { inputs, count, shape, targets, width, weights, regression, source, places, table, files }.write(&import.kept)
 }

@@ -4,22 +4,39 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use hdf5::File;
-use hdf5::types::VarLenUnicode;
+use hdf5::types::{TypeDescriptor, VarLenUnicode};
 
 use super::{Staged, part, refuse_shards, shard_name};
 use crate::data::columns::{COLUMNS, Columns};
-use crate::data::format::SKIPPED_ROWS;
+use crate::data::format::{Format, IMPORT, SKIPPED_ROWS, write_rows};
 use crate::data::h5::{one_line, var_len};
 use crate::data::shard::{MEAN, STD, WEIGHTS};
 use crate::data::{DataSpec, Split};
 use crate::error::{Error, Result};
 
-const FORMAT: &str = "hpctrain-samples";
-const FORMAT_VERSION: u32 = 1;
 /// Of rows that were files: their names.
 const FILES: &str = "/files";
 /// The names of classes in the order of their numbers.
 pub(in crate::data) const CLASSES: &str = "/classes";
+
+/// Whether rows of this import are in a file.
+pub(in crate::data) fn is_of_samples(file: &File) -> bool {
+    let format = file.attr("format").and_then(|format| format.read_scalar::<VarLenUnicode>());
+    format.is_ok_and(|format| format.as_str() == Format::Rows.name())
+}
+
+/// The names of classes in the order of their numbers, if a file has some.
+pub(in crate::data) fn class_names(file: &File) -> hdf5::Result<Option<Vec<String>>> {
+    if !file.link_exists(CLASSES) {
+        return Ok(None);
+    }
+    let dataset = file.dataset(CLASSES)?;
+    if dataset.dtype()?.to_descriptor()? != TypeDescriptor::VarLenUnicode {
+        return Ok(None);
+    }
+    let names: Vec<VarLenUnicode> = dataset.read_raw()?;
+    Ok(Some(names.iter().map(ToString::to_string).collect()))
+}
 
 /// What becomes of rows with a number that is not finite: NaN or an infinity.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
@@ -36,7 +53,7 @@ pub enum NotFinite {
 pub struct Kept {
     /// What becomes of rows with a number that is not finite.
     pub not_finite: NotFinite,
-    /// Of so many rows in a row the last is kept for validation; 0 keeps none.
+    /// Of so many rows in a row the last is kept for validation; 0 keeps none. Rows without targets stay together.
     pub every: usize,
     /// The number of training shards.
     pub shards: usize,
@@ -56,11 +73,13 @@ pub(super) enum Inputs {
 /// Rows in memory.
 pub(super) struct Rows {
     pub inputs: Inputs,
+    /// How many there are.
+    pub count: usize,
     /// Shape of a row of inputs.
     pub shape: Vec<usize>,
     /// Targets, row after row.
     pub targets: Vec<f64>,
-    /// Targets of a row.
+    /// Targets of a row; 0 of rows that are to be predicted.
     pub width: usize,
     /// A factor of the loss for each row; empty where all count alike.
     pub weights: Vec<f64>,
@@ -89,7 +108,7 @@ pub(super) struct Table {
 pub(super) struct Files {
     /// Of each row, below the folder that was imported.
     pub names: Vec<String>,
-    /// Names of the folders in the order of the classes' numbers.
+    /// Names of the folders in the order of the classes' numbers; none of rows that are to be predicted.
     pub classes: Vec<String>,
 }
 
@@ -108,6 +127,8 @@ pub struct Imported {
     pub skipped: usize,
     /// Ids of each category: rows of its table.
     pub tables: Vec<usize>,
+    /// Whether rows have targets; those without can be predicted, not learned from.
+    pub has_targets: bool,
 }
 
 impl fmt::Display for Imported {
@@ -118,6 +139,9 @@ impl fmt::Display for Imported {
         let rows: usize = self.shards.iter().map(|(_, rows)| rows).sum();
         write!(f, "{rows} samples; model.input = {:?}", self.shape)?;
         self.classes.map_or(Ok(()), |classes| write!(f, ", {classes} classes"))?;
+        if !self.has_targets {
+            write!(f, ", without targets: for hpctrain predict")?;
+        }
         if !self.tables.is_empty() {
             write!(f, "; embedding_tables: ids = {:?}", self.tables)?;
         }
@@ -134,6 +158,11 @@ impl fmt::Display for Imported {
 /// One shard about to be written.
 struct ShardOf<'a> {
     split: Split,
+    /// Its number among those of its split, and how many there are.
+    shard: usize,
+    num_shards: usize,
+    /// Tells the import from others.
+    import: &'a str,
     rows: &'a [usize],
     /// To which inputs are to be brought when they are read.
     scale: Option<&'a Scale>,
@@ -165,7 +194,7 @@ pub(super) type Scale = (Vec<f32>, Vec<f32>);
 
 impl Rows {
     fn len(&self) -> usize {
-        self.targets.len() / self.width
+        self.count
     }
 
     fn targets_of(&self, row: usize) -> &[f64] {
@@ -262,10 +291,12 @@ impl Rows {
         let class_names = self.files.as_ref().map_or(vec![], |files| files.classes.clone());
         // Of each class by itself, or of all together.
         let mut places = vec![0usize; class_names.len().max(1)];
+        // Rows without targets are to be predicted and stay together.
+        let every = if self.width > 0 { kept.every } else { 0 };
         let (validation, train): (Vec<usize>, Vec<usize>) = rows.into_iter().partition(|row| {
-            let place = &mut places[if self.files.is_some() { self.targets[*row] as usize } else { 0 }];
+            let place = &mut places[if class_names.is_empty() { 0 } else { self.targets[*row] as usize }];
             *place += 1;
-            kept.every > 0 && (*place).is_multiple_of(kept.every)
+            every > 0 && (*place).is_multiple_of(every)
         });
         if train.len() < kept.shards {
             return Err(Error::input(format!("{} training rows do not fill {} shards", train.len(), kept.shards))
@@ -276,22 +307,47 @@ impl Rows {
         std::fs::create_dir_all(&kept.out).map_err(|e| Error::io("create", &kept.out, e))?;
         let parts = (0..kept.shards).map(|shard| (Split::Train, shard, &train[part(train.len(), kept.shards, shard)]));
         let validation = (!validation.is_empty()).then_some((Split::Validation, 0, &validation[..]));
+        let import = self.name(kept);
         let (mut staged, mut shards) = (Staged::default(), Vec::new());
         for (split, shard, rows) in parts.chain(validation) {
-            let path = kept.out.join(shard_name(split, shard));
+            let path = kept.out.join(shard_name(split, shard as u64));
             shards.push((path.clone(), rows.len()));
-            let shard = ShardOf { split, rows, scale: scale.as_ref(), is_class, skipped };
+            let num_shards = if split == Split::Train { kept.shards } else { 1 };
+            let (import, scale) = (&import[..], scale.as_ref());
+            let shard = ShardOf { split, shard, num_shards, import, rows, scale, is_class, skipped };
             self.write_shard(staged.add(path), &shard)?;
         }
         staged.publish()?;
         let categories = self.table.iter().flat_map(|table| &table.columns.categories);
         let tables = categories.map(|category| category.coding.ids()).collect();
-        Ok(Imported { shards, shape: self.shape.clone(), classes, class_names, skipped, tables })
+        let (shape, has_targets) = (self.shape.clone(), self.width > 0);
+        Ok(Imported { shards, shape, classes, class_names, skipped, tables, has_targets })
+    }
+
+    /// Eight hexadecimal digits that tell this import from others: a checksum of the rows and of how they are dealt out.
+    fn name(&self, kept: &Kept) -> String {
+        let mut hasher = crc32fast::Hasher::new();
+        match &self.inputs {
+            Inputs::Bytes(bytes) => hasher.update(bytes),
+            Inputs::Numbers(numbers) => hasher.update(bytemuck::cast_slice(numbers)),
+        }
+        for numbers in [&self.targets, &self.weights] {
+            hasher.update(bytemuck::cast_slice(numbers));
+        }
+        if let Some(table) = &self.table {
+            hasher.update(bytemuck::cast_slice(&table.ids));
+        }
+        hasher.update(format!("{:?} {} {:?}", kept.not_finite, kept.every, self.shape).as_bytes());
+        format!("{:08x}", hasher.finalize())
     }
 
     fn write_shard(&self, path: &Path, shard: &ShardOf) -> Result<()> {
-        let split = var_len(shard.split.name())?;
-        let texts = [("format", var_len(FORMAT)?), ("source", var_len(&self.source)?), ("split", split)];
+        let texts = [
+            ("format", var_len(Format::Rows.name())?),
+            ("source", var_len(&self.source)?),
+            (IMPORT, var_len(shard.import)?),
+            ("split", var_len(shard.split.name())?),
+        ];
         let columns = self.table.as_ref().map(|table| table.columns.stored()).transpose()?;
         self.write_objects(path, &texts, columns.as_ref(), shard)
             .map_err(|e| Error::io("write", path, one_line(&e)))?;
@@ -306,13 +362,16 @@ impl Rows {
         columns: Option<&VarLenUnicode>,
         shard: &ShardOf,
     ) -> hdf5::Result<()> {
-        let ShardOf { rows, scale, is_class, skipped, .. } = *shard;
+        let ShardOf { rows, scale, is_class, skipped, shard, num_shards, .. } = *shard;
         let names = DataSpec::new("");
         let file = File::create(path)?;
         for (name, text) in texts {
             file.new_attr::<VarLenUnicode>().create(*name)?.write_scalar(text)?;
         }
-        file.new_attr::<u32>().create("format_version")?.write_scalar(&FORMAT_VERSION)?;
+        file.new_attr::<u32>().create("format_version")?.write_scalar(&Format::Rows.version())?;
+        for (name, n) in [("shard", shard), ("num_shards", num_shards)] {
+            file.new_attr::<u64>().create(name)?.write_scalar(&(n as u64))?;
+        }
         if skipped > 0 {
             file.new_attr::<u64>().create(SKIPPED_ROWS)?.write_scalar(&(skipped as u64))?;
         }
@@ -321,15 +380,13 @@ impl Rows {
             _ if self.row_len() == 0 => None,
             Inputs::Bytes(bytes) => {
                 let of_row = |row: &usize| &bytes[row * self.row_len()..(row + 1) * self.row_len()];
-                let inputs = file.new_dataset::<u8>().shape(shape).create(&names.inputs[..])?;
-                inputs.write_raw(&rows.iter().flat_map(of_row).copied().collect::<Vec<u8>>())?;
-                Some(inputs)
+                let elements: Vec<u8> = rows.iter().flat_map(of_row).copied().collect();
+                Some(write_rows(&file, &names.inputs, &shape, &elements)?)
             }
             Inputs::Numbers(numbers) => {
                 let of_row = |row: &usize| &numbers[row * self.row_len()..(row + 1) * self.row_len()];
-                let inputs = file.new_dataset::<f32>().shape(shape).create(&names.inputs[..])?;
-                inputs.write_raw(&rows.iter().flat_map(of_row).copied().collect::<Vec<f32>>())?;
-                Some(inputs)
+                let elements: Vec<f32> = rows.iter().flat_map(of_row).copied().collect();
+                Some(write_rows(&file, &names.inputs, &shape, &elements)?)
             }
         };
         if let (Some(inputs), Some((mean, std))) = (inputs, scale) {
@@ -342,21 +399,19 @@ impl Rows {
             let width = table.columns.categories.len();
             if width > 0 {
                 let ids: Vec<u32> = rows.iter().flat_map(|row| &table.ids[row * width..][..width]).copied().collect();
-                let categories = file.new_dataset::<u32>().shape([rows.len(), width]);
-                categories.create(&names.categories[..])?.write_raw(&ids)?;
+                write_rows(&file, &names.categories, &[rows.len(), width], &ids)?;
             }
         }
         if is_class {
             let classes: Vec<u32> = rows.iter().map(|row| self.targets[*row] as u32).collect();
-            file.new_dataset::<u32>().shape(rows.len()).create(&names.targets[..])?.write_raw(&classes)?;
-        } else {
+            write_rows(&file, &names.targets, &[rows.len()], &classes)?;
+        } else if self.width > 0 {
             let values: Vec<f32> = rows.iter().flat_map(|row| self.targets_of(*row)).map(|x| *x as f32).collect();
-            let shape = [rows.len(), self.width];
-            file.new_dataset::<f32>().shape(shape).create(&names.targets[..])?.write_raw(&values)?;
+            write_rows(&file, &names.targets, &[rows.len(), self.width], &values)?;
         }
         if !self.weights.is_empty() {
             let weights: Vec<f32> = rows.iter().map(|row| self.weights[*row] as f32).collect();
-            file.new_dataset::<f32>().shape(rows.len()).create(WEIGHTS)?.write_raw(&weights)?;
+            write_rows(&file, WEIGHTS, &[rows.len()], &weights)?;
         }
         if let Some(files) = &self.files {
             let texts = |texts: &mut dyn Iterator<Item = &String>| -> hdf5::Result<Vec<VarLenUnicode>> {
@@ -365,7 +420,9 @@ impl Rows {
             let names = texts(&mut rows.iter().map(|row| &files.names[*row]))?;
             file.new_dataset::<VarLenUnicode>().shape(names.len()).create(FILES)?.write_raw(&names)?;
             let classes = texts(&mut files.classes.iter())?;
-            file.new_dataset::<VarLenUnicode>().shape(classes.len()).create(CLASSES)?.write_raw(&classes)?;
+            if !classes.is_empty() {
+                file.new_dataset::<VarLenUnicode>().shape(classes.len()).create(CLASSES)?.write_raw(&classes)?;
+            }
         }
         file.close()
     }
@@ -382,6 +439,7 @@ mod tests {
         let (inputs, targets, weights) = (Inputs::Numbers(numbers), vec![0.0; 3], vec![]);
         let rows = Rows {
             inputs,
+            count: 3,
             shape: vec![2, 2],
             targets,
             width: 1,

@@ -71,7 +71,7 @@ pub fn import_text(import: &ImportText) -> Result<Imported> {
     let mut shards = Vec::new();
     for (split, shard, range) in train.chain(validation) {
         let num_shards = if split == Split::Train { import.shards } else { 1 };
-        let path = import.out.join(shard_name(split, shard));
+        let path = import.out.join(shard_name(split, shard as u64));
         shards.push((path.clone(), range.len()));
         TokenShard {
             ids: &ids[range],

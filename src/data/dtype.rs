@@ -1,0 +1,127 @@
+//! Types of the elements of datasets: their names, and which of them can become ids or numbers.
+
+use std::fmt;
+
+use hdf5::Datatype;
+use hdf5_sys::h5t::H5T_class_t;
+
+use super::h5::{self, TypeFacts};
+use super::stored::As;
+use crate::error::{Error, Result};
+
+/// The type of the elements of a dataset, whatever the order of their bytes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Dtype {
+    name: String,
+    class: Class,
+    size: usize,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Class {
+    Integer,
+    /// Names for integers, truth values among them.
+    Enum,
+    Float,
+    /// A float that HDF5 does not convert as its maker means it.
+    OtherFloat,
+    Text,
+    Compound,
+    Other,
+}
+
+impl Dtype {
+    /// That of a dataset.
+    pub(super) fn of(dtype: &Datatype) -> hdf5::Result<Self> {
+        let facts = h5::type_facts(dtype)?;
+        let (name, class) = named(&facts);
+        Ok(Self { name, class, size: facts.size })
+    }
+
+    /// Bytes of an element in the file.
+    pub(super) fn size(&self) -> usize {
+        self.size
+    }
+
+    /// Whether elements are plain integers.
+    pub(super) fn is_integer(&self) -> bool {
+        self.class == Class::Integer
+    }
+
+    /// Whether elements are unsigned bytes, as those of images are.
+    pub(super) fn is_byte(&self) -> bool {
+        self.is_integer() && self.name == "uint8"
+    }
+
+    /// Refuses elements of the dataset `of` that cannot become what is wanted.
+    pub(super) fn check(&self, of: &str, kind: As) -> Result<()> {
+        let wanted = match (kind, self.class) {
+            (_, Class::Integer | Class::Enum) | (As::Numbers, Class::Float) => return Ok(()),
+            (As::Ids, _) => "ids and classes are integers",
+            (As::Numbers, _) => "numbers are expected",
+        };
+        let hint = match (kind, self.class) {
+            (As::Ids, Class::Text) => "number the classes from 0 on, and store the numbers",
+            (As::Ids, Class::Float) => "store them as a dataset of integers of any width, or of one-hot rows",
+            (As::Numbers, Class::Compound) => "store each field, or all of them as columns, in a dataset of its own",
+            (As::Numbers, Class::OtherFloat) => "store it as float16, float32 or float64",
+            (As::Ids, _) => "store them as a dataset of integers of any width",
+            (As::Numbers, _) => "store it as a dataset of floating-point numbers or integers",
+        };
+        Err(Error::input(format!("{of} is of type {self}, but {wanted}")).hint(hint))
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+fn named(facts: &TypeFacts) -> (String, Class) {
+    let TypeFacts { class, size, precision, is_signed, is_bool, is_variable, float } = *facts;
+    let integer = format!("{}int{precision}", if is_signed { "" } else { "u" });
+    let other = |name: &str| (name.to_owned(), Class::Other);
+    match class {
+        H5T_class_t::H5T_INTEGER => (integer, Class::Integer),
+        H5T_class_t::H5T_ENUM if is_bool => ("bool".to_owned(), Class::Enum),
+        H5T_class_t::H5T_ENUM => (format!("enum of {} bytes", size), Class::Enum),
+        H5T_class_t::H5T_FLOAT => match float {
+            [5, 10, 15] => ("float16".to_owned(), Class::Float),
+            [8, 7, 127] => ("bfloat16".to_owned(), Class::Float),
+            [8, 23, 127] => ("float32".to_owned(), Class::Float),
+            [11, 52, 1023] => ("float64".to_owned(), Class::Float),
+            [15, 64 | 112, 16383] => ("long double".to_owned(), Class::Float),
+            [exponent, mantissa, _] => {
+                (format!("float of {exponent} exponent and {mantissa} mantissa bits"), Class::OtherFloat)
+            }
+        },
+        H5T_class_t::H5T_STRING if is_variable => ("string of variable length".to_owned(), Class::Text),
+        H5T_class_t::H5T_STRING => (format!("string of {size} bytes"), Class::Text),
+        H5T_class_t::H5T_COMPOUND => ("compound".to_owned(), Class::Compound),
+        H5T_class_t::H5T_ARRAY => other("array"),
+        H5T_class_t::H5T_VLEN => other("array of variable length"),
+        H5T_class_t::H5T_REFERENCE => other("reference"),
+        H5T_class_t::H5T_OPAQUE => other("opaque"),
+        H5T_class_t::H5T_BITFIELD => other("bit field"),
+        H5T_class_t::H5T_TIME => other("time"),
+        _ => other("unknown"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use hdf5::types::VarLenUnicode;
+
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_numpy() {
+        fn name<T: hdf5::H5Type>() -> String {
+            Dtype::of(&Datatype::from_type::<T>().unwrap()).unwrap().to_string()
+        }
+        assert_eq!([name::<u8>(), name::<i16>(), name::<u64>()], ["uint8", "int16", "uint64"]);
+        assert_eq!([name::<half::f16>(), name::<f32>(), name::<f64>()], ["float16", "float32", "float64"]);
+        assert_eq!([name::<bool>(), name::<VarLenUnicode>()], ["bool", "string of variable length"]);
+    }
+}

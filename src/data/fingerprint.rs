@@ -1,0 +1,241 @@
+//! Which data a run has seen: enough of every shard to tell it from another, without a read of all of it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use hdf5::dataset::Layout;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::format::{BlockSums, Checksums, Header};
+use super::import::hex;
+use super::shard::{Content, Field};
+use super::{h5, shard};
+use crate::error::{Error, Result};
+
+/// Bytes of a hash: 64 bits, against chance and not against malice.
+const HASH: usize = 8;
+/// Of datasets without checksums: pieces that are read, evenly spread, and bytes of each.
+const PIECES: u64 = 8;
+const PIECE: u64 = 4 << 10;
+
+/// The samples of a run, as far as they decide its numbers: how many there are, and the shards that they come from in the order
+/// of their numbers. It does not depend on the directory, on `data.stage`, or on the number of ranks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fingerprint {
+    /// Number of samples.
+    pub samples: u64,
+    /// Millionths of what is stored that are kept for validation (`data.val_fraction`), where there are no shards for it.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub held_out: u64,
+    /// The shards of all data sets, one data set after the other; none for samples that a program makes.
+    pub shards: Vec<ShardPrint>,
+}
+
+/// One shard of a [`Fingerprint`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShardPrint {
+    /// File name without its directory.
+    pub file: String,
+    /// Rows; of a token stream, ids.
+    pub rows: u64,
+    /// Sixteen hexadecimal digits. Of shards with checksums a hash of these; of others one of types, shapes and some pieces of
+    /// the elements. Tokenizer, vocabulary and scale of the inputs count as well.
+    pub hash: String,
+}
+
+impl Fingerprint {
+    /// Of samples that do not come from files: only their number is known.
+    pub fn of_samples(samples: u64) -> Self {
+        Self { samples, held_out: 0, shards: vec![] }
+    }
+
+    /// Sixteen hexadecimal digits that stand for the whole in records. Names of files do not count.
+    pub fn digest(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update(self.samples.to_le_bytes());
+        if self.held_out > 0 {
+            hash.update(self.held_out.to_le_bytes());
+        }
+        for ShardPrint { rows, hash: of_shard, .. } in &self.shards {
+            hash.update(rows.to_le_bytes());
+            hash.update(of_shard);
+        }
+        short(hash)
+    }
+
+    /// The first difference from the data `before`; `None` if the samples are the same, whatever the files are called.
+    ///
+    /// ```
+    /// use hpctrain::data::Fingerprint;
+    ///
+    /// let (now, before) = (Fingerprint::of_samples(90), Fingerprint::of_samples(100));
+    /// assert_eq!(now.difference(&before).as_deref(), Some("90 samples, trained on 100"));
+    /// assert_eq!(now.difference(&now), None);
+    /// ```
+    pub fn difference(&self, before: &Self) -> Option<String> {
+        let (own, other) = (&self.shards, &before.shards);
+        if own.len() != other.len() {
+            let counts = format!("{} shards, trained on {}", own.len(), other.len());
+            let (more, fewer, verb) =
+                if own.len() < other.len() { (other, own, "missing") } else { (own, other, "new") };
+            let lacks = |shard: &&ShardPrint| fewer.iter().all(|one| one.hash != shard.hash);
+            let first = more.iter().find(lacks);
+            return Some(first.map_or(counts.clone(), |first| format!("{counts}: {} is {verb}", first.file)));
+        }
+        let differs = |(own, other): &(&ShardPrint, &ShardPrint)| (own.rows, &own.hash) != (other.rows, &other.hash);
+        match own.iter().zip(other).find(differs) {
+            Some((own, other)) if own.file != other.file => {
+                Some(format!("{} in the place of {}", own.file, other.file))
+            }
+            Some((own, other)) if own.rows != other.rows => {
+                Some(format!("{} has {} rows, trained on {}", own.file, own.rows, other.rows))
+            }
+            Some((own, _)) => Some(format!("{} has other content", own.file)),
+            None if self.held_out != before.held_out => {
+                let [now, then] = [self, before].map(|data| data.held_out as f64 / 1e6);
+                Some(format!("data.val_fraction = {now}, trained with {then}"))
+            }
+            None if self.samples != before.samples => {
+                Some(format!("{} samples, trained on {}", self.samples, before.samples))
+            }
+            None => None,
+        }
+    }
+}
+
+/// Training data of a run: that of its last start, and the changes before.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrainedOn {
+    /// The data.
+    #[serde(flatten)]
+    pub fingerprint: Fingerprint,
+    /// Where the run went on with other data than before, in the order of their steps.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub changes: Vec<DataChange>,
+}
+
+/// A run went on with other data than before.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataChange {
+    /// Steps finished with the data before.
+    pub step: u64,
+    /// Digest of the data before.
+    pub before: String,
+    /// The first difference, as [`Fingerprint::difference`] tells it.
+    pub what: String,
+}
+
+fn is_zero(n: &u64) -> bool {
+    *n == 0
+}
+
+/// The first digits of a hash.
+fn short(hash: Sha256) -> String {
+    hex(&hash.finalize()[..HASH])
+}
+
+impl ShardPrint {
+    /// Of a file that has just been described.
+    pub(super) fn of(file: &hdf5::File, path: &Path, header: &Header, content: &Content) -> Result<Self> {
+        let mut hash = Sha256::new();
+        let tokenizer = header.tokenizer.as_ref().map(|tokenizer| tokenizer.to_json()).transpose()?;
+        hash.update(format!("{:?} {tokenizer:?}\n", header.vocabulary_size));
+        if let Some(standard) = content.standard() {
+            [&standard.mean, &standard.std]
+                .iter()
+                .for_each(|numbers| numbers.iter().for_each(|x| hash.update(x.to_le_bytes())));
+        }
+        if let Some(planes) = content.planes() {
+            hash.update(format!("{planes:?}\n"));
+        }
+        let fields = content.datasets();
+        let checksums = if header.has_checksums() { Checksums::read(file)? } else { None };
+        match checksums {
+            Some(checksums) => {
+                for (name, BlockSums { block, crc32 }) in checksums.iter() {
+                    hash.update(format!("{name} {block}\n"));
+                    crc32.iter().for_each(|crc32| hash.update(crc32.to_le_bytes()));
+                }
+            }
+            None => {
+                for field in &fields {
+                    hash.update(format!("{} {}\n", field.dtype, shard::shape(&field.shape)));
+                    sample(&mut hash, file, field)?;
+                }
+            }
+        }
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let rows = fields.first().map_or(0, |field| field.rows() as u64);
+        Ok(Self { file: name, rows, hash: short(hash) })
+    }
+}
+
+/// Enters what is cheap to get of a dataset without checksums: of elements side by side some pieces, of chunks how many bytes
+/// there are in all, and pieces of the first one.
+fn sample(hash: &mut Sha256, file: &hdf5::File, field: &Field) -> Result<()> {
+    let dataset =
+        file.dataset(&field.name).map_err(|e| Error::input(format!("{}: {}", field.name, h5::one_line(&e))))?;
+    let stored = dataset.storage_size();
+    hash.update(stored.to_le_bytes());
+    // Nothing was written: there is no first chunk.
+    if stored == 0 {
+        return Ok(());
+    }
+    let first = match dataset.layout() {
+        Layout::Chunked => dataset.chunk_info(0).map(|chunk| (chunk.addr, chunk.size)),
+        _ => dataset.offset().map(|offset| (offset, stored)),
+    };
+    // Without a place of its own in a file, as without elements, it has only type and shape.
+    let Some((start, bytes)) = first.filter(|(start, bytes)| *start < u64::MAX && *bytes > 0) else { return Ok(()) };
+    // A link may lead into another file.
+    let path = PathBuf::from(dataset.filename());
+    let plain = File::open(&path).map_err(|e| Error::io("read", &path, e))?;
+    let mut piece = vec![0; PIECE.min(bytes) as usize];
+    // The first piece begins with the first byte, the last one ends near the last.
+    let apart = (bytes - piece.len() as u64) / (PIECES - 1);
+    for number in 0..PIECES {
+        let read = plain.read_at(&mut piece, start + number * apart).map_err(|e| Error::io("read", &path, e))?;
+        hash.update(&piece[..read]);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn data(samples: u64, shards: &[(&str, u64, &str)]) -> Fingerprint {
+        let shard = |(file, rows, hash): &(&str, u64, &str)| ShardPrint {
+            file: file.to_string(),
+            rows: *rows,
+            hash: hash.to_string(),
+        };
+        Fingerprint { samples, held_out: 0, shards: shards.iter().map(shard).collect() }
+    }
+
+    #[test]
+    fn the_first_difference_is_told() {
+        let before = data(30, &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")]);
+        for (samples, shards, told) in [
+            (30, &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")][..], None),
+            // Other names of the same content in the same order.
+            (30, &[("x.h5", 10, "0a"), ("y.h5", 10, "0b"), ("z.h5", 10, "0c")], None),
+            (20, &[("a.h5", 10, "0a"), ("c.h5", 10, "0c")], Some("2 shards, trained on 3: b.h5 is missing")),
+            (
+                40,
+                &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("bb.h5", 10, "bb"), ("c.h5", 10, "0c")],
+                Some("4 shards, trained on 3: bb.h5 is new"),
+            ),
+            (30, &[("a.h5", 10, "0a"), ("b.h5", 10, "ff"), ("c.h5", 10, "0c")], Some("b.h5 has other content")),
+            (29, &[("a.h5", 9, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")], Some("a.h5 has 9 rows, trained on 10")),
+            (30, &[("a.h5", 10, "0a"), ("d.h5", 10, "0d"), ("c.h5", 10, "0c")], Some("d.h5 in the place of b.h5")),
+            (15, &[("a.h5", 10, "0a"), ("b.h5", 10, "0b"), ("c.h5", 10, "0c")], Some("15 samples, trained on 30")),
+        ] {
+            let now = data(samples, shards);
+            assert_eq!(now.difference(&before).as_deref(), told);
+            assert_eq!(now.digest() == before.digest(), told.is_none(), "{told:?}");
+        }
+    }
+}

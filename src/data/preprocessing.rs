@@ -1,0 +1,373 @@
+//! Preprocessing: scale, columns, classes and tokenizer that turn stored samples into inputs and targets. Shards describe it,
+//! checkpoints keep it, and other data are converted to it, so that a network gets new samples in the form in which it learned.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::Tokenizer;
+use super::columns::{Category, Coder, Coding, Columns, UNKNOWN};
+use super::shard::Standard;
+use crate::error::{Error, Result};
+
+/// Conversion of stored samples into inputs and classes.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Preprocessing {
+    /// Scales of inputs: one, or those of the data sets of a mixture that have different ones; none where inputs are no
+    /// numbers. `null` is that of numbers taken as they are stored.
+    #[serde(default)]
+    pub scales: Vec<Option<Scale>>,
+    /// Of tables: columns by their use, and how categories became ids.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub columns: Option<Columns>,
+    /// Names of the classes in the order of their numbers; empty where they have none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub classes: Vec<String>,
+    /// How text becomes ids. A manifest has it in a field of its own.
+    #[serde(skip)]
+    pub tokenizer: Option<Tokenizer>,
+}
+
+/// Inputs are given to the network less the mean and divided by the deviation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Scale {
+    /// Means, one for each place of the last axis of inputs, or of a whole row.
+    pub mean: Vec<f32>,
+    /// Standard deviations, as many.
+    pub std: Vec<f32>,
+}
+
+impl From<&Standard> for Scale {
+    fn from(Standard { mean, std }: &Standard) -> Self {
+        Self { mean: mean.clone(), std: std.clone() }
+    }
+}
+
+/// Preprocessing that a shard describes.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Told {
+    pub scale: Option<Scale>,
+    pub columns: Option<Arc<Columns>>,
+    pub classes: Vec<String>,
+}
+
+/// How the samples of a shard are brought to a preprocessing.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Form {
+    pub scale: Option<Standard>,
+    /// Where the numbers of a row stand among those that are stored; none if they stand in their places.
+    pub numbers: Option<Vec<usize>>,
+    /// The same of categories, with the id that each stored id becomes, where ids differ.
+    pub categories: Option<Vec<Recoded>>,
+    /// The class that each stored class becomes; none if classes keep their numbers.
+    pub classes: Option<Vec<u32>>,
+}
+
+/// A category of other data.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Recoded {
+    pub column: usize,
+    pub ids: Option<Vec<u32>>,
+}
+
+/// Which parts of a sample are read.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Parts {
+    /// Numbers of a row of inputs.
+    pub numbers: usize,
+    pub classes: bool,
+}
+
+impl Form {
+    /// How samples that are stored as `own` tells become what `to` says. Adds what is converted to `notes`, for people.
+    ///
+    /// # Errors
+    /// They cannot become that.
+    pub fn new(own: &Told, to: &Preprocessing, parts: Parts, notes: &mut Vec<String>) -> Result<Self> {
+        let mut form = Self::default();
+        if parts.numbers > 0 {
+            form.scale = scale(own.scale.as_ref(), to, parts.numbers, notes)?;
+        }
+        if let (Some(own), Some(to)) = (&own.columns, &to.columns) {
+            form.numbers = numbers(own, to, notes)?;
+            form.categories = categories(own, to, notes)?;
+        }
+        if parts.classes {
+            form.classes = classes(&own.classes, &to.classes, notes)?;
+        }
+        Ok(form)
+    }
+}
+
+/// Says something once.
+fn note(notes: &mut Vec<String>, text: String) {
+    if !notes.contains(&text) {
+        notes.push(text);
+    }
+}
+
+/// The scale of inputs of `row_len` numbers.
+fn scale(own: Option<&Scale>, to: &Preprocessing, row_len: usize, notes: &mut Vec<String>) -> Result<Option<Standard>> {
+    let own = own.cloned();
+    let scale = match &to.scales[..] {
+        [] => own,
+        [one] => {
+            if *one != own {
+                let of = |scale: &Option<Scale>| if scale.is_some() { "its own" } else { "none" };
+                note(
+                    notes,
+                    match one {
+                        Some(_) => {
+                            format!("inputs get the scale that the network learned with ({} in the data)", of(&own))
+                        }
+                        None => {
+                            "inputs are taken as they are stored, as the network learned, without the scale in the data"
+                                .into()
+                        }
+                    },
+                );
+            }
+            one.clone()
+        }
+        several if several.contains(&own) => own,
+        several => {
+            return Err(Error::input(format!(
+                "the network learned from data sets with {} scales of inputs, and the data has none of them",
+                several.len()
+            ))
+            .hint("give its inputs the attributes mean and std of one of those data sets"));
+        }
+    };
+    let Some(Scale { mean, std }) = scale else { return Ok(None) };
+    if mean.is_empty() || mean.len() != std.len() || !row_len.is_multiple_of(mean.len()) {
+        let (means, stds) = (mean.len(), std.len());
+        return Err(Error::input(format!(
+            "inputs are rows of {row_len}, but the network learned with {means} means and {stds} deviations"
+        ))
+        .hint("give data of the shape that the network was trained on"));
+    }
+    Ok(Some(Standard { mean, std }))
+}
+
+/// Where columns of numbers stand in the data.
+fn numbers(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Option<Vec<usize>>> {
+    if own.inputs == to.inputs {
+        return Ok(None);
+    }
+    let places = to.inputs.iter().map(|name| place(name, own.inputs.iter())).collect::<Result<_>>()?;
+    note(notes, "columns of numbers are taken in the order in which the network learned".into());
+    Ok(Some(places))
+}
+
+/// Where categories stand in the data, and what their ids become.
+fn categories(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Option<Vec<Recoded>>> {
+    if own.categories == to.categories {
+        return Ok(None);
+    }
+    let recoded = |category: &Category| {
+        let column = place(&category.name, own.categories.iter().map(|category| &category.name))?;
+        let ids = match (&own.categories[column].coding, &category.coding) {
+            (own, to) if own == to => None,
+            (Coding::Values(values), to) => {
+                let mut coder = Coder::like(to);
+                Some(std::iter::once(UNKNOWN).chain(values.iter().map(|value| coder.id(value))).collect())
+            }
+            (Coding::Hash(ids), _) => {
+                return Err(Error::input(format!(
+                    "values of column {:?} are hashed to {ids} ids, of which those of the network do not follow",
+                    category.name
+                ))
+                .hint(LIKE));
+            }
+        };
+        Ok(Recoded { column, ids })
+    };
+    let all: Vec<Recoded> = to.categories.iter().map(recoded).collect::<Result<_>>()?;
+    if all.iter().any(|one| one.ids.is_some()) {
+        note(notes, "values of categories get the ids that the network learned; 0 where it knew none".into());
+    }
+    if all.iter().enumerate().any(|(place, one)| one.column != place) {
+        note(notes, "categories are taken in the order in which the network learned".into());
+    }
+    Ok(Some(all))
+}
+
+const LIKE: &str =
+    "import the table again: hpctrain data import csv TABLE --like DIR, the directory of the training's import";
+
+/// The place of the only column of that name.
+fn place<'a>(name: &String, mut among: impl Iterator<Item = &'a String> + Clone) -> Result<usize> {
+    let refused =
+        |what: &str| Err(Error::input(format!("{what} column {name:?}, from which the network learned")).hint(LIKE));
+    match (among.clone().filter(|own| *own == name).count(), among.position(|own| own == name)) {
+        (1, Some(place)) => Ok(place),
+        (0, _) => refused("there is no"),
+        _ => refused("there is more than one"),
+    }
+}
+
+/// The network's number of each class of the data, by name; none if the numbers are the same.
+fn classes(own: &[String], to: &[String], notes: &mut Vec<String>) -> Result<Option<Vec<u32>>> {
+    if own.is_empty() || to.is_empty() || own == to {
+        return Ok(None);
+    }
+    let number = |name: &String| match to.iter().position(|known| known == name) {
+        Some(number) => Ok(number as u32),
+        None => Err(Error::input(format!("class {name:?} is none that the network learned: {}", to.join(", ")))
+            .hint("give folders the names of those classes and import them again")),
+    };
+    let numbers = own.iter().map(number).collect::<Result<Vec<u32>>>()?;
+    if numbers.iter().copied().eq(0..own.len() as u32) {
+        return Ok(None);
+    }
+    note(notes, "classes get the numbers that their names have in the network".into());
+    Ok(Some(numbers))
+}
+
+/// The tokenizer of data that has `own`, for a network that learned with `to`.
+///
+/// # Errors
+/// They are two different ones.
+pub(super) fn tokenizer<'a>(own: Option<&'a Tokenizer>, to: Option<&'a Tokenizer>) -> Result<Option<&'a Tokenizer>> {
+    match (own, to) {
+        (Some(own), Some(to)) if own != to => {
+            let [own, to] = tokenizer_names(Some(own), Some(to));
+            Err(Error::input(format!("the tokenizer of the data is {own}, that of the network {to}")).hint(
+                "ids would mean other text: give data with the tokenizer of the network, or train a network of its own",
+            ))
+        }
+        (own, to) => Ok(to.or(own)),
+    }
+}
+
+/// Names of two tokenizers, with the first character in which they differ, if they are of characters.
+pub(super) fn tokenizer_names(a: Option<&Tokenizer>, b: Option<&Tokenizer>) -> [String; 2] {
+    if let (Some(Tokenizer::Char { chars: a }), Some(Tokenizer::Char { chars: b })) = (a, b) {
+        return match a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b) {
+            Some((id, (a, b))) => [a, b].map(|c| format!("char with {c:?} as id {id}")),
+            None => [a, b].map(|chars| format!("char with {} characters", chars.len())),
+        };
+    }
+    [a, b].map(|tokenizer| tokenizer.map_or("none", |tokenizer| tokenizer.name()).to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(all: &[&str]) -> Vec<String> {
+        all.iter().map(|name| name.to_string()).collect()
+    }
+
+    fn values(name: &str, all: &[&str]) -> Category {
+        Category { name: name.into(), coding: Coding::Values(names(all)) }
+    }
+
+    fn table(inputs: &[&str], categories: &[Category]) -> Columns {
+        Columns { inputs: names(inputs), categories: categories.to_vec(), targets: vec![] }
+    }
+
+    fn scaled(mean: f32) -> Option<Scale> {
+        Some(Scale { mean: vec![mean], std: vec![2.0] })
+    }
+
+    /// The form, and what people are told.
+    fn form(own: Told, to: &Preprocessing) -> Result<(Form, Vec<String>)> {
+        let mut notes = Vec::new();
+        Ok((Form::new(&own, to, Parts { numbers: 4, classes: true }, &mut notes)?, notes))
+    }
+
+    #[test]
+    fn the_networks_scale_takes_the_place_of_the_datas() {
+        for own in [None, scaled(3.0), scaled(1.0)] {
+            let to = Preprocessing { scales: vec![scaled(1.0)], ..Preprocessing::default() };
+            let (form, notes) = form(Told { scale: own.clone(), ..Told::default() }, &to).unwrap();
+            assert_eq!(form.scale.map(|scale| scale.mean), Some(vec![1.0]));
+            assert_eq!(notes.is_empty(), own == scaled(1.0), "{notes:?}");
+        }
+        // A network that learned from numbers as they are is given those.
+        let raw = Preprocessing { scales: vec![None], ..Preprocessing::default() };
+        assert_eq!(form(Told { scale: scaled(1.0), ..Told::default() }, &raw).unwrap().0.scale, None);
+        // Of several, each data set has one; another would have to be guessed.
+        let mixed = Preprocessing { scales: vec![scaled(1.0), None], ..Preprocessing::default() };
+        assert_eq!(form(Told { scale: scaled(1.0), ..Told::default() }, &mixed).unwrap().0.scale.unwrap().mean, [1.0]);
+        assert_eq!(form(Told::default(), &mixed).unwrap().0.scale, None);
+        let error = form(Told { scale: scaled(7.0), ..Told::default() }, &mixed).unwrap_err().to_string();
+        assert!(error.contains("2 scales of inputs, and the data has none of them\nhint: "), "{error}");
+        let three = Some(Scale { mean: vec![0.0; 3], std: vec![1.0; 3] });
+        let to = Preprocessing { scales: vec![three], ..Preprocessing::default() };
+        let error = form(Told::default(), &to).unwrap_err().to_string();
+        assert!(error.contains("rows of 4, but the network learned with 3 means and 3 deviations"), "{error}");
+    }
+
+    #[test]
+    fn columns_are_found_by_name_and_values_recoded() {
+        let to = table(&["age", "pay"], &[values("city", &["Rome", "Oslo"]), values("pet", &["cat"])]);
+        let to = Preprocessing { columns: Some(to), ..Preprocessing::default() };
+        let told = |columns: Columns| Told { columns: Some(columns.into()), ..Told::default() };
+        let own = table(&["pay", "age"], &[values("pet", &["cat"]), values("city", &["Bonn", "Oslo", "Rome"])]);
+        let (form_of, notes) = form(told(own), &to).unwrap();
+        assert_eq!(form_of.numbers, Some(vec![1, 0]));
+        let city = Recoded { column: 1, ids: Some(vec![0, 0, 2, 1]) };
+        assert_eq!(form_of.categories, Some(vec![city, Recoded { column: 0, ids: None }]));
+        assert_eq!(notes.len(), 3, "{notes:?}");
+        // Listed values can be hashed as well; hashes lead to no values.
+        let hashed = |ids| Category { name: "city".into(), coding: Coding::Hash(ids) };
+        let to_hash = Preprocessing { columns: Some(table(&[], &[hashed(50)])), ..Preprocessing::default() };
+        let (form_of, _) = form(told(table(&[], &[values("city", &["Rome"])])), &to_hash).unwrap();
+        let mut coder = Coder::new(Some(50));
+        assert_eq!(form_of.categories, Some(vec![Recoded { column: 0, ids: Some(vec![0, coder.id("Rome")]) }]));
+        for (own, wanted) in [
+            (table(&["age"], &[]), "there is no column \"pay\", from which the network learned\nhint: import"),
+            (table(&["pay", "age", "age"], &[]), "there is more than one column \"age\""),
+            (table(&["age", "pay"], &[hashed(9), values("pet", &[])]), "\"city\" are hashed to 9 ids"),
+        ] {
+            let error = form(told(own), &to).unwrap_err().to_string();
+            assert!(error.contains(wanted), "{error}");
+        }
+        assert!(form(told(table(&[], &[hashed(9)])), &to_hash).is_err());
+        // Data that does not name its columns is taken as it is.
+        assert_eq!(form(Told::default(), &to).unwrap().0, Form::default());
+    }
+
+    #[test]
+    fn classes_go_by_their_names() {
+        let to = Preprocessing { classes: names(&["cat", "dog", "eel"]), ..Preprocessing::default() };
+        let of = |all: &[&str]| form(Told { classes: names(all), ..Told::default() }, &to);
+        assert_eq!(of(&["dog", "cat"]).unwrap().0.classes, Some(vec![1, 0]));
+        for same in [&["cat", "dog", "eel"][..], &["cat"], &[]] {
+            assert_eq!(of(same).unwrap(), (Form::default(), vec![]));
+        }
+        let error = of(&["cat", "owl"]).unwrap_err().to_string();
+        assert!(error.contains("class \"owl\" is none that the network learned: cat, dog, eel\nhint: "), "{error}");
+    }
+
+    #[test]
+    fn scales_survive_as_json_bit_by_bit() {
+        let mean = (0..2000u32).map(|i| f32::from_bits(0x3f80_0000 ^ i.wrapping_mul(0x9e37_79b9) >> 4));
+        let mean: Vec<f32> = mean.filter(|x| x.is_finite()).collect();
+        let scale = Scale { std: mean.clone(), mean };
+        let before =
+            Preprocessing { scales: vec![Some(scale), None], classes: names(&["a"]), ..Preprocessing::default() };
+        let after: Preprocessing = serde_json::from_str(&serde_json::to_string(&before).unwrap()).unwrap();
+        assert_eq!(before, after);
+    }
+
+    #[test]
+    fn two_tokenizers_are_named() {
+        let chars = |text: &str| Tokenizer::Char { chars: text.chars().collect() };
+        let refused = |own: &Tokenizer, to: &Tokenizer| tokenizer(Some(own), Some(to)).unwrap_err().to_string();
+        assert!(
+            refused(&Tokenizer::Byte, &Tokenizer::Gpt2).contains("of the data is byte, that of the network gpt2\nhint")
+        );
+        assert!(
+            refused(&chars("abd"), &chars("abc"))
+                .contains("is char with 'd' as id 2, that of the network char with 'c'")
+        );
+        assert!(
+            refused(&chars("ab"), &chars("abc")).contains("is char with 2 characters, that of the network char with 3")
+        );
+        assert_eq!(tokenizer(None, Some(&Tokenizer::Byte)).unwrap(), Some(&Tokenizer::Byte));
+        assert_eq!(tokenizer(Some(&Tokenizer::Byte), None).unwrap(), Some(&Tokenizer::Byte));
+    }
+}

@@ -1,0 +1,276 @@
+//! Where the elements of a dataset lie, and whether all of them are there.
+//!
+//! HDF5 opens a dataset whose elements are elsewhere, and reads fill values or zeros in the place of those that it does not
+//! find. So that is looked at first, and told by the names of dataset and file.
+
+use std::path::{Path, PathBuf};
+
+use hdf5::dataset::Layout;
+use hdf5::plist::DatasetCreate;
+use hdf5::{Dataset, File};
+
+use super::h5::{self, Link, Source};
+use super::shard::shape;
+use super::stored::{As, Stored};
+use crate::error::{Error, Result};
+
+/// Virtual data sets within each other, at most: more are a circle.
+const DEEPEST: usize = 8;
+
+/// Opens a dataset of the file at `path`.
+///
+/// # Errors
+/// It is not there, a link to it leads nowhere, or it is of a newer format.
+pub(super) fn open(file: &File, path: &Path, name: &str) -> Result<Dataset> {
+    file.dataset(name).map_err(|e| {
+        if let Some(e) = broken_link(file, path, name) {
+            e
+        } else if file.group(name).is_ok() {
+            Error::input(format!("{name} is a group, not a dataset")).hint("name a dataset in it")
+        } else if h5::is_newer(&e) {
+            h5::newer(name, &e)
+        } else {
+            unreadable(name, &e)
+        }
+    })
+}
+
+/// The error of a dataset that HDF5 does not open for a reason of its own.
+pub(super) fn unreadable(name: &str, error: &hdf5::Error) -> Error {
+    Error::input(format!("{name} cannot be opened as a dataset: {}", h5::one_line(error)))
+        .hint("look at it with `h5ls -v` or h5py; import or write it again")
+}
+
+/// Says of the first link on the way to `name` that it leads nowhere, if one does.
+fn broken_link(file: &File, path: &Path, name: &str) -> Option<Error> {
+    let mut place = String::new();
+    for part in name.split('/').filter(|part| !part.is_empty()) {
+        place = format!("{place}/{part}");
+        let whole = if place.trim_start_matches('/') == name.trim_start_matches('/') { name } else { &place };
+        let leads = file.dataset(&place).is_ok() || file.group(&place).is_ok();
+        match h5::link(file, &place) {
+            Some(Link::Soft(target)) if !leads => {
+                let message = format!("{whole} is a soft link to {target}, which is not there");
+                return Some(Error::input(message).hint("mend the link, or name the dataset itself"));
+            }
+            Some(Link::External { file: other, object }) if !leads => {
+                let message = format!("{whole} is an external link to {object} of {other}");
+                let (why, hint) = match find(&other, path, "HDF5_EXT_PREFIX") {
+                    None => ("which does not exist", "copy that file too, or set HDF5_EXT_PREFIX to its directory"),
+                    Some(_) => ("which does not have it or cannot be opened", "mend the link, or copy that file again"),
+                };
+                return Some(Error::input(format!("{message}, {why}")).hint(hint));
+            }
+            _ if !leads => return None,
+            _ => {}
+        }
+    }
+    None
+}
+
+/// Refuses a dataset of the file at `path` some of whose elements are missing or cannot be decoded.
+///
+/// # Errors
+/// A file or dataset is missing; the error names it and its place.
+pub(super) fn check(dataset: &Dataset, path: &Path, name: &str) -> Result<()> {
+    check_to(dataset, path, name, DEEPEST)
+}
+
+fn check_to(dataset: &Dataset, path: &Path, name: &str, depth: usize) -> Result<()> {
+    let unreadable = |e: hdf5::Error| unreadable(name, &e);
+    let properties = dataset.create_plist().map_err(unreadable)?;
+    let elements = dataset.space().map_err(unreadable)?.size();
+    check_filters(dataset, &properties, name)?;
+    if properties.layout() == Layout::Virtual {
+        return check_sources(&properties, path, name, elements, depth);
+    }
+    if !properties.external().is_empty() {
+        return check_raw(&properties, path, name, elements * dataset.dtype().map_err(unreadable)?.size());
+    }
+    Ok(())
+}
+
+/// Whether a dataset has elements of its own none of which was ever written: all would be the fill value.
+pub(super) fn is_unwritten(dataset: &Dataset) -> hdf5::Result<bool> {
+    let properties = dataset.create_plist()?;
+    let is_own = properties.layout() != Layout::Virtual && properties.external().is_empty();
+    Ok(is_own && dataset.size() > 0 && dataset.storage_size() == 0)
+}
+
+/// The error of such a dataset.
+pub(super) fn unwritten(name: &str) -> Error {
+    Error::input(format!("{name} was never written: all of its elements would be the fill value"))
+        .hint("its writer may have failed: write it, or name another dataset")
+}
+
+/// Names of filters that are registered with the HDF Group, and not part of the library.
+fn filter_name(number: i32) -> String {
+    let name = match number {
+        4 => "szip",
+        32000 => "LZF",
+        32001 => "blosc",
+        32004 => "lz4",
+        32008 => "bitshuffle",
+        32013 => "zfp",
+        32015 => "zstd",
+        32017 | 32024 => "sz",
+        32026 => "blosc2",
+        number => return format!("filter {number}"),
+    };
+    format!("{name} (filter {number})")
+}
+
+/// Elements of a row that is read to see whether it can be.
+const LARGEST_ROW: usize = 1 << 28;
+
+/// A chunk may have been written without a filter that its dataset has: only a read tells.
+fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> Result<()> {
+    let missing = h5::missing_filters(properties).map_err(|e| unreadable(name, &e))?;
+    let Some(first) = missing.first() else { return Ok(()) };
+    let first_element = || -> hdf5::Result<()> {
+        let stored = Stored::converted(As::Numbers);
+        let row_len = dataset.shape().get(1..).map_or(1, |row| row.iter().product::<usize>());
+        if row_len > LARGEST_ROW {
+            return Err("a row that is too large to be tried".into());
+        }
+        let mut rows = h5::SlabReader::new(dataset.clone(), stored)?;
+        rows.read(0, &mut vec![0; row_len * stored.width()])
+    };
+    if dataset.storage_size() == 0 || first_element().is_ok() {
+        return Ok(());
+    }
+    let message = format!("{name} is compressed with {}, which this libhdf5 does not have", filter_name(*first));
+    Err(Error::input(message).hint(match first {
+        32000 => {
+            "LZF is h5py's own: there, write it again with compression=\"gzip\", or without compression".to_owned()
+        }
+        _ => "where the filter is, h5repack -f GZIP=4 in.h5 out.h5 writes it again; or set HDF5_PLUGIN_PATH to the directory of its plugin"
+            .to_owned(),
+    }))
+}
+
+/// Every source must be there, large enough and in order itself, and all elements must have one.
+fn check_sources(properties: &DatasetCreate, path: &Path, name: &str, elements: usize, depth: usize) -> Result<()> {
+    let sources = h5::sources(properties).map_err(|e| unreadable(name, &e))?;
+    let Some(depth) = depth.checked_sub(1) else {
+        return Err(Error::input(format!("{name} is one of more than {DEEPEST} virtual data sets within each other"))
+            .hint("write its data into one dataset"));
+    };
+    let virtual_set = format!("{name} is a virtual data set, and its source");
+    let of_source = |e: Error| e.at(format_args!("{name}, a virtual data set, takes from its source"));
+    for Source { file, dataset: of, gives, extents } in &sources {
+        // A pattern of names stands for the files that are there.
+        if [file, of].iter().any(|text| text.contains("%b")) {
+            continue;
+        }
+        let place = if file == "." { Some(path.to_path_buf()) } else { find(file, path, "HDF5_VDS_PREFIX") };
+        let Some(place) = place else {
+            return Err(Error::input(format!("{virtual_set} {file} does not exist"))
+                .hint("copy it too, beside the file or where HDF5_VDS_PREFIX says; or write the data into one file"));
+        };
+        let opened = h5::open_file(&place, None).map_err(of_source)?;
+        if !opened.link_exists(of) {
+            return Err(Error::input(format!("{virtual_set} {} has no dataset {of}", place.display()))
+                .hint("copy the source again, or write the data into one file"));
+        }
+        let source = open(&opened, &place, of).map_err(|e| of_source(e.at(place.display())))?;
+        let (has, elements) = (source.shape(), source.size() as u64);
+        // All of a source has no extents: there must be as many elements.
+        let missing = match (extents.as_deref(), gives) {
+            (Some([]), Some(gives)) => (*gives != elements).then(|| format!("{gives} elements of it")),
+            (Some(needs), _) => {
+                let fits = has.len() == needs.len() && has.iter().zip(needs).all(|(has, needs)| has >= needs);
+                (!fits).then(|| format!("{} of it", shape(needs)))
+            }
+            (None, _) => None,
+        };
+        if let Some(needs) = missing {
+            let (at, has) = (place.display(), shape(&has));
+            return Err(Error::input(format!("{virtual_set} {of} of {at} is {has}, but {needs} are needed"))
+                .hint("copy or write the source again: it does not have the shape that it had"));
+        }
+        check_to(&source, &place, of, depth).map_err(|e| of_source(e.at(place.display())))?;
+        if is_unwritten(&source).map_err(|e| unreadable(name, &e))? {
+            return Err(of_source(unwritten(of).at(place.display())));
+        }
+    }
+    let given: Option<u64> = sources.iter().map(|source| source.gives).sum();
+    match given {
+        Some(given) if given < elements as u64 => {
+            let without = elements as u64 - given;
+            Err(Error::input(format!(
+                "{name} is a virtual data set, and {without} of {elements} elements have no source"
+            ))
+            .hint("map all of it, or write the data into one dataset"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Files without structure must be there and as long as the dataset needs.
+fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize) -> Result<()> {
+    let mut left = bytes as u64;
+    for raw in properties.external() {
+        // A size of 0 is no limit.
+        let here = if raw.size == 0 { left } else { left.min(raw.size as u64) };
+        left -= here;
+        let place = raw_path(&raw.name, path);
+        let at = place.display();
+        let what = format!("{name} has its elements in the external raw file {at}");
+        let length = match std::fs::metadata(&place) {
+            Ok(metadata) => metadata.len(),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                return Err(Error::input(format!("{what}, which does not exist"))
+                    .hint("copy it too, and set HDF5_EXTFILE_PREFIX to its directory; ${ORIGIN} there is that of the HDF5 file"));
+            }
+            Err(e) => return Err(Error::io("read", &place, e)),
+        };
+        let needed = raw.offset as u64 + here;
+        if length < needed {
+            return Err(Error::input(format!("{what}, which has {length} bytes, but {needed} are needed"))
+                .hint("copy or write it again: HDF5 would read zeros"));
+        }
+    }
+    Ok(())
+}
+
+/// Where HDF5 looks for an external raw file: below `HDF5_EXTFILE_PREFIX`, or the directory that the process is in.
+fn raw_path(name: &str, path: &Path) -> PathBuf {
+    let prefix = std::env::var("HDF5_EXTFILE_PREFIX").unwrap_or_default();
+    let origin = path.parent().unwrap_or(Path::new("")).to_string_lossy();
+    Path::new(&prefix.replace("${ORIGIN}", if origin.is_empty() { "." } else { &origin })).join(name)
+}
+
+/// Where HDF5 finds a file that another one at `path` names: at an absolute path, else by its last part; in the directories of
+/// an environment variable, beside the other file, or where the process is.
+fn find(name: &str, path: &Path, variable: &str) -> Option<PathBuf> {
+    let absolute = Path::new(name).is_absolute().then(|| PathBuf::from(name));
+    let relative = match &absolute {
+        Some(path) => PathBuf::from(path.file_name()?),
+        None => PathBuf::from(name),
+    };
+    let prefixes = std::env::var(variable).unwrap_or_default();
+    let beside = |path: &Path| path.parent().map(Path::to_path_buf);
+    let folders = prefixes.split(':').filter(|prefix| !prefix.is_empty()).map(PathBuf::from);
+    let folders = folders.chain(beside(path)).chain([PathBuf::new()]);
+    let folders = folders.chain(path.canonicalize().ok().as_deref().and_then(beside));
+    absolute.into_iter().chain(folders.map(|folder| folder.join(&relative))).find(|path| path.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_files_are_found_where_the_library_looks() {
+        let root = tempfile::tempdir().unwrap();
+        let main = root.path().join("main.h5");
+        std::fs::write(root.path().join("part.h5"), "").unwrap();
+        let part = Some(root.path().join("part.h5"));
+        assert_eq!(find("part.h5", &main, "NO_SUCH_PREFIX"), part);
+        assert_eq!(find("/elsewhere/part.h5", &main, "NO_SUCH_PREFIX"), part);
+        assert_eq!(find("lost.h5", &main, "NO_SUCH_PREFIX"), None);
+        assert_eq!(raw_path("a.raw", Path::new("/data/x.h5")), Path::new("a.raw"));
+        assert_eq!(raw_path("/b/a.raw", Path::new("/data/x.h5")), Path::new("/b/a.raw"));
+    }
+}

@@ -1,0 +1,83 @@
+//! The mean training loss of an epoch: what checkpoints are compared by where there is no validation data.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{BufRead as _, BufReader};
+use std::path::Path;
+
+use serde::Deserialize;
+
+/// The losses of the last steps, as many as an epoch has.
+#[derive(Debug, Clone)]
+pub struct EpochLoss {
+    losses: VecDeque<f64>,
+    steps: usize,
+}
+
+impl EpochLoss {
+    /// Of epochs of `samples` samples, of which a step takes `batch`: no steps are known yet.
+    pub fn new(samples: u64, batch: u64) -> Self {
+        Self { losses: VecDeque::new(), steps: samples.div_ceil(batch.max(1)).max(1) as usize }
+    }
+
+    /// The same, with the steps that `metrics.jsonl` has: those before a restart.
+    #[must_use]
+    pub fn with(mut self, metrics: &Path) -> Self {
+        #[derive(Deserialize)]
+        struct Line {
+            loss: Option<f64>,
+        }
+        let Ok(file) = File::open(metrics) else { return self };
+        for line in BufReader::new(file).lines().map_while(Result::ok) {
+            if let Ok(Line { loss }) = serde_json::from_str(&line) {
+                self.push(loss.unwrap_or(f64::NAN));
+            }
+        }
+        self
+    }
+
+    /// Adds the loss of a step.
+    pub fn push(&mut self, loss: f64) {
+        if self.losses.len() == self.steps {
+            self.losses.pop_front();
+        }
+        self.losses.push_back(loss);
+    }
+
+    /// The mean over the epoch of steps that ends with the last one, or over all steps where they are fewer; steps whose
+    /// loss is not finite do not count. None without a step that does.
+    pub fn mean(&self) -> Option<f64> {
+        let finite = || self.losses.iter().filter(|loss| loss.is_finite());
+        let count = finite().count();
+        (count > 0).then(|| finite().sum::<f64>() / count as f64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_epoch_ends_with_the_last_step() {
+        let mut epoch = EpochLoss::new(10, 4);
+        assert_eq!(epoch.mean(), None);
+        epoch.push(8.0);
+        epoch.push(4.0);
+        assert_eq!(epoch.mean(), Some(6.0));
+        epoch.push(f64::NAN);
+        assert_eq!(epoch.mean(), Some(6.0));
+        epoch.push(2.0);
+        assert_eq!(epoch.mean(), Some(3.0));
+    }
+
+    #[test]
+    fn a_restart_knows_the_steps_before() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("metrics.jsonl");
+        std::fs::write(&path, "{\"step\":1,\"loss\":9.0}\n{\"step\":2,\"loss\":null}\n{\"step\":3,\"loss\":1.5}\n")
+            .unwrap();
+        assert_eq!(EpochLoss::new(4, 2).with(&path).mean(), Some(1.5));
+        assert_eq!(EpochLoss::new(100, 2).with(&path).mean(), Some(5.25));
+        assert_eq!(EpochLoss::new(4, 2).with(&dir.path().join("none")).mean(), None);
+    }
+}

@@ -1,0 +1,135 @@
+//! Differences between the configuration of a run so far and that of its next start, by their effect.
+
+use std::collections::BTreeSet;
+
+use toml::{Table, Value};
+
+use crate::config::{Config, written};
+
+/// The effect of a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Decides {
+    /// The numbers that training gives: losses, parameters.
+    Curve,
+    /// How long the run is, which shapes the curve too, but is changed to go on with a run.
+    Length,
+    /// In which order numbers are added: the last bits.
+    Rounding,
+    /// Where work is done: nothing that training gives.
+    Layout,
+    /// Nothing of the kind.
+    Else,
+}
+
+/// The effect of a key of the resolved configuration.
+fn decides(section: &str, key: &str) -> Decides {
+    match (section, key) {
+        ("run", "steps") | ("schedule", "decay") => Decides::Length,
+        ("run", "seed") | ("batch", "global") | ("model" | "loss" | "schedule" | "precision", _) => Decides::Curve,
+        ("data", "prefetch" | "stage" | "verify") => Decides::Else,
+        ("optimizer", "offload") => Decides::Layout,
+        ("data" | "optimizer", _) => Decides::Curve,
+        ("parallel", "lanes") | ("batch", "micro") | ("comm", "algorithm" | "reproducible") => Decides::Rounding,
+        ("parallel", _) => Decides::Layout,
+        _ => Decides::Else,
+    }
+}
+
+/// Differences by their effect on a run that goes on, a line each.
+#[derive(Debug, Default, PartialEq)]
+pub struct Changes {
+    /// The run does not go on as it began.
+    pub curve: Vec<String>,
+    /// Sums may differ in their last bits.
+    pub rounding: Vec<String>,
+    /// Another layout, with the same numbers.
+    pub layout: Vec<String>,
+}
+
+impl Changes {
+    /// Those from one resolved configuration to another.
+    pub fn between(before: &Config, now: &Config) -> Self {
+        let of = |wanted: &[Decides]| differences(before, now, |section, key| wanted.contains(&decides(section, key)));
+        Self {
+            curve: of(&[Decides::Curve, Decides::Length]),
+            rounding: of(&[Decides::Rounding]),
+            layout: of(&[Decides::Layout]),
+        }
+    }
+}
+
+/// Why a run of one resolved configuration is not one of another; empty if it may well be. Neither how long it is counts nor
+/// on what it is computed.
+pub fn of_run(before: &Config, now: &Config) -> Vec<String> {
+    differences(before, now, |section, key| section != "precision" && decides(section, key) == Decides::Curve)
+}
+
+/// The keys that differ, with both values.
+fn differences(before: &Config, now: &Config, wanted: impl Fn(&str, &str) -> bool) -> Vec<String> {
+    let [before, now] = [before, now].map(|config| written(config).unwrap_or_default());
+    let empty = Table::new();
+    let section = |table: &Table, name: &str| table.get(name).and_then(Value::as_table).unwrap_or(&empty).clone();
+    let mut changes = Vec::new();
+    for name in now.keys() {
+        let (before, now) = (section(&before, name), section(&now, name));
+        let keys: BTreeSet<&String> = before.keys().chain(now.keys()).filter(|key| wanted(name, key)).collect();
+        for key in keys {
+            let told = |value: Option<&Value>| value.map_or_else(|| "left out".into(), Value::to_string);
+            if before.get(key) != now.get(key) {
+                changes.push(format!("{name}.{key} was {}, is {}", told(before.get(key)), told(now.get(key))));
+            }
+        }
+    }
+    changes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn changed(change: impl Fn(&mut Config)) -> (Changes, Vec<String>) {
+        let (before, mut now) = (Config::default(), Config::default());
+        change(&mut now);
+        (Changes::between(&before, &now), of_run(&before, &now))
+    }
+
+    #[test]
+    fn what_shapes_the_curve_is_told() {
+        assert_eq!(changed(|_| {}), (Changes::default(), vec![]));
+        type Change = fn(&mut Config);
+        let curve: [(&str, Change); 6] = [
+            ("loss.label_smoothing", |now| now.loss.label_smoothing = 0.5),
+            ("model.dropout was 0.0, is 0.5", |now| now.model.dropout = 0.5),
+            ("optimizer.lr was 0.001, is 0.5", |now| now.optimizer.lr = 0.5),
+            ("run.seed", |now| now.run.seed = 7),
+            ("data.shuffle was true, is false", |now| now.data.shuffle = false),
+            ("batch.global", |now| now.batch.global = 7),
+        ];
+        for (words, change) in curve {
+            let (changes, of_run) = changed(change);
+            assert!(changes.curve.len() == 1 && changes.curve[0].starts_with(words), "{words}: {changes:?}");
+            assert_eq!(of_run, changes.curve);
+            assert!(changes.rounding.is_empty() && changes.layout.is_empty());
+        }
+        // The same run, longer or on other machines.
+        let (changes, of_run) = changed(|now| {
+            now.run.steps = 7;
+            now.precision.compute = crate::config::Compute::Bf16;
+        });
+        assert!(changes.curve.len() == 2 && of_run.is_empty(), "{changes:?}");
+    }
+
+    #[test]
+    fn layouts_and_orders_of_sums_are_told_apart() {
+        let (changes, of_run) = changed(|now| {
+            now.parallel.lanes = Some(8);
+            now.parallel.zero = crate::parallel::Zero::Three;
+            now.optimizer.offload = true;
+            now.checkpoint.keep = 9;
+            now.data.stage = Some("/tmp".into());
+        });
+        assert_eq!(changes.rounding, ["parallel.lanes was left out, is 8"]);
+        assert_eq!(changes.layout, ["optimizer.offload was false, is true", "parallel.zero was 0, is 3"]);
+        assert!(changes.curve.is_empty() && of_run.is_empty(), "{changes:?}");
+    }
+}

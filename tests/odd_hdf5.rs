@@ -1,0 +1,120 @@
+//! HDF5 files as others make them: each is read right or refused by name, and none is called damaged that is not.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+use std::path::Path;
+use std::process::Command;
+
+use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, Split, Target, Wants, inspect, verify};
+use hpctrain::error::{Kind, Result};
+use serde_json::Value;
+
+/// A Python that has h5py and numpy: the one that `PYTHON` names, with what `scripts/setup --test` has fetched or without, or
+/// the system's.
+fn python() -> Option<Command> {
+    let fetched = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("python");
+    let named = std::env::var("PYTHON").unwrap_or("python3".into());
+    let with_fetched = || {
+        let mut python = Command::new(&named);
+        python.env("PYTHONPATH", &fetched);
+        python
+    };
+    let has_h5py = |mut python: Command| {
+        let tried = python.args(["-c", "import h5py, numpy"]).output();
+        tried.is_ok_and(|output| output.status.success())
+    };
+    let all: [&dyn Fn() -> Command; 3] =
+        [&with_fetched, &|| Command::new(&named), &|| Command::new("/usr/bin/python3")];
+    all.into_iter().find(|python| has_h5py(python())).map(|python| python())
+}
+
+/// The files, in `folder`, and what must become of each; none where there is no Python with h5py.
+fn cases(folder: &Path) -> Option<Vec<Value>> {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/odd_hdf5.py");
+    let made = python()?.arg(script).arg(folder).output().unwrap();
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    Some(serde_json::from_slice(&made.stdout).unwrap())
+}
+
+/// Features and targets of all rows.
+fn read(case: &Value, path: &Path) -> Result<(Vec<f32>, Vec<f32>)> {
+    let number = |key: &str| case[key].as_u64().map(|n| n as usize);
+    let target = match (number("classes"), number("values")) {
+        (Some(classes), _) => Target::Class(classes),
+        (None, Some(values)) => Target::Values(values),
+        (None, None) => panic!("{case} tells neither classes nor values"),
+    };
+    let shape: Vec<usize> = case["input"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect();
+    let wants = Wants::Rows { input: shape.iter().product(), ids: Ids::None, target };
+    let mut spec = DataSpec { wants, ..DataSpec::new(path) };
+    for (key, value) in case["set"].as_object().unwrap() {
+        match key.as_str() {
+            "inputs" => spec.inputs = value.as_str().unwrap().to_owned(),
+            "targets_name" => spec.targets = value.as_str().unwrap().to_owned(),
+            other => panic!("{other}?"),
+        }
+    }
+    let mut dataset = Dataset::open(&spec, Split::Train, 1)?;
+    let (sizes, rows) = (dataset.sizes(), dataset.samples() as usize);
+    let mut features = vec![0.0; sizes.features * rows];
+    let (mut classes, mut values) = (vec![0; sizes.classes * rows], vec![0.0; sizes.values * rows]);
+    let into =
+        SampleMut { features: &mut features, classes: &mut classes, values: &mut values, ..SampleMut::default() };
+    dataset.read_run(0, rows, 0, into)?;
+    values.extend(classes.iter().map(|class| *class as f32));
+    Ok((features, values))
+}
+
+/// The fault in the outcome of a file, if there is one.
+fn judge(case: &Value, path: &Path) -> Option<String> {
+    let numbers = |key: &str| -> Option<Vec<f32>> {
+        Some(case[key].as_array()?.iter().map(|x| x.as_f64().unwrap() as f32).collect())
+    };
+    let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+    match (read(case, path), numbers("features"), case["refused"].as_array()) {
+        (Ok((features, targets)), Some(wanted), _) => {
+            let wanted_targets = numbers("targets").unwrap();
+            let is_right = bits(&features) == bits(&wanted) && targets == wanted_targets;
+            (!is_right).then(|| format!("read {features:?} {targets:?}, wanted {wanted:?} {wanted_targets:?}"))
+        }
+        (Ok(read), None, _) => Some(format!("read as {read:?}")),
+        (Err(e), _, None) => Some(format!("refused: {e}")),
+        (Err(e), _, Some(words)) => {
+            let text = e.to_string();
+            let missing = words.iter().map(|word| word.as_str().unwrap()).find(|word| !text.contains(word));
+            let damaged = case["damaged"].as_bool() == Some(true);
+            if let Some(word) = missing {
+                Some(format!("{word:?} is missing in: {text}"))
+            } else if damaged != text.contains("damaged") {
+                Some(format!("damaged or not: {text}"))
+            } else if !damaged && (e.kind() != Kind::Input || text.lines().count() != 2 || !text.contains("\nhint: ")) {
+                Some(format!("no line with a hint, exit code 2: {text}"))
+            } else {
+                None
+            }
+        }
+    }
+}
+
+#[test]
+fn odd_files_are_read_right_or_refused_by_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(cases) = cases(folder.path()) else {
+        eprintln!("skipped: no python3 with h5py; scripts/setup --test fetches it, or PYTHON names one");
+        return;
+    };
+    assert!(cases.len() >= 40, "{} cases", cases.len());
+    let path = |case: &Value| folder.path().join(format!("{}.h5", case["name"].as_str().unwrap()));
+    let wrong: Vec<String> = cases
+        .iter()
+        .filter_map(|case| Some(format!("{}: {}", case["name"].as_str()?, judge(case, &path(case))?)))
+        .collect();
+    assert!(wrong.is_empty(), "{} of {} files\n{}", wrong.len(), cases.len(), wrong.join("\n"));
+    // The tools that look at any file must get along with them, and call none damaged either.
+    for case in cases.iter().filter(|case| case["damaged"].as_bool() != Some(true)) {
+        for told in [inspect::inspect(&path(case)).err(), verify::verify(&path(case)).err()].into_iter().flatten() {
+            let (text, name) = (told.to_string(), &case["name"]);
+            let problem = text.lines().next().unwrap();
+            assert!(!problem.contains("damaged"), "{name}: {text}");
+        }
+    }
+}
