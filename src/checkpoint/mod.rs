@@ -16,7 +16,6 @@
 
 mod directory;
 pub mod filesystem;
-mod holder;
 pub mod huggingface;
 pub mod lease;
 mod manifest;

@@ -4,18 +4,14 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::used::{self, Part};
+use super::used::{self, Network, Part, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
-use crate::comm::Comm;
 use crate::config::{Config, Plan};
-use crate::data::Split;
+use crate::data::{Dataset, Split};
 use crate::error::{Error, Result};
-use crate::evaluate::{Evaluator, Measures, model};
-use crate::job;
-use crate::placement::{cpu, place};
+use crate::evaluate::{Evaluator, Measures};
 use crate::telemetry::{grouped, say};
-use crate::topology::Topology;
 use crate::train::feed;
 
 /// Arguments of a measurement.
@@ -52,58 +48,42 @@ struct Report<'a> {
     metrics: &'a std::collections::BTreeMap<String, f64>,
 }
 
+impl Work for Request {
+    type Data = Dataset;
+
+    fn config(&self, reader: &Reader) -> Result<Config> {
+        let config = used::config(reader, &self.overrides, self.data.as_deref())?;
+        if config.data.path.is_empty() && config.data.mix.is_empty() {
+            return Err(Error::input(format!(
+                "{}: the checkpoint was imported and tells no data",
+                reader.dir().display()
+            ))
+            .hint("give some with --data PATH: shards of hpctrain data import, or an HDF5 file"));
+        }
+        Ok(config)
+    }
+
+    fn open(&self, plan: &Plan) -> Result<Dataset> {
+        feed::measured(&plan.config, used::split(&plan.config, self.split)?)
+    }
+
+    fn on<B: Kernels>(&self, network: Network<'_, B>, data: Dataset) -> Result<()> {
+        let Network { reader, plan, world, mut engine } = network;
+        let split = world.agree(used::split(&plan.config, self.split))?;
+        let mut evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
+        let measured = evaluator.measure(&mut engine, world, || false)?;
+        let measures =
+            measured.ok_or_else(|| Error::internal("an evaluation that nobody interrupts was interrupted"))?;
+        if world.rank() == 0 {
+            say(told(reader, plan, split, &evaluator, &measures, self.json)?);
+        }
+        Ok(())
+    }
+}
+
 /// Runs one rank; returns the exit code.
 pub fn run(request: &Request, launched: bool) -> i32 {
-    job::run(launched, |comm| {
-        let world = comm.world();
-        let threads = Topology::gather(&world, comm.node().host)?.threads();
-        // Held until all is read.
-        let (reader, _lease) = used::open(&world, &request.checkpoint)?;
-        let config = world.agree(config(request, &reader))?;
-        match place(comm, &config)? {
-            None => on(comm, request, reader, config, threads, cpu),
-            Some(gpu) => on(&comm.on(), request, reader, config, threads, |plan| gpu.backend(plan)),
-        }
-    })
-}
-
-fn config(request: &Request, reader: &Reader) -> Result<Config> {
-    let config = used::config(reader, &request.overrides, request.data.as_deref())?;
-    if config.data.path.is_empty() && config.data.mix.is_empty() {
-        return Err(Error::input(format!("{}: the checkpoint was imported and tells no data", reader.dir().display()))
-            .hint("give some with --data PATH: shards of hpctrain data import, or an HDF5 file"));
-    }
-    Ok(config)
-}
-
-fn on<B: Kernels>(
-    comm: &Comm<B>,
-    request: &Request,
-    mut reader: Reader,
-    config: Config,
-    threads: usize,
-    backend: impl FnOnce(&Plan) -> Result<B>,
-) -> Result<i32> {
-    let world = comm.world();
-    let plan = world.agree(model::plan(config, world.size(), threads, !B::ON_HOST))?;
-    let opened = || {
-        let split = used::split(&plan.config, request.split)?;
-        let mut data = feed::measured(&plan.config, split)?;
-        let notes = reader.manifest().conform(&mut data)?;
-        Ok((split, data, notes))
-    };
-    let (split, data, notes) = world.agree(opened())?;
-    used::warn(&notes, world.rank());
-    let backend = world.agree(backend(&plan))?;
-    let mut engine = model::engine(comm, &plan, backend)?;
-    world.agree(reader.check_files(world.rank(), world.size()).and_then(|()| model::load(&mut engine, &mut reader)))?;
-    let mut evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
-    let measured = evaluator.measure(&mut engine, &world, || false)?;
-    let measures = measured.ok_or_else(|| Error::internal("an evaluation that nobody interrupts was interrupted"))?;
-    if world.rank() == 0 {
-        say(told(&reader, &plan, split, &evaluator, &measures, request.json)?);
-    }
-    Ok(0)
+    used::run(request, &request.checkpoint, launched)
 }
 
 /// The result as a line of text, or as JSON.

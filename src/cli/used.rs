@@ -1,18 +1,21 @@
 //! A checkpoint that is used rather than trained on, and the data it is given: what `predict` and `eval --checkpoint` share.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use clap::ValueEnum;
 
-use crate::backend::Backend;
+use crate::backend::Kernels;
 use crate::checkpoint::Reader;
-use crate::checkpoint::lease::Lease;
 use crate::checkpoint::tools::find;
-use crate::comm::Group;
-use crate::config::{Config, overlay};
-use crate::data::Split;
+use crate::comm::{Comm, Group};
+use crate::config::{Config, Plan, overlay};
+use crate::data::{Source, Split};
 use crate::error::Result;
-use crate::train::feed;
+use crate::evaluate::model;
+use crate::job;
+use crate::placement::{cpu, place};
+use crate::topology::Topology;
+use crate::train::{Engine, feed};
 
 /// Part of a directory of shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -23,20 +26,82 @@ pub enum Part {
     Validation,
 }
 
-/// Opens the checkpoint at `path`, or the newest of the run there: collective over `world`. Rank 0 holds a lease on it, so
-/// that a trainer beside does not remove it meanwhile.
-///
-/// # Errors
-/// There is none, or its manifest is damaged: the same on all ranks.
-pub fn open<B: Backend>(world: &Group<B>, path: &Path) -> Result<(Reader, Option<Lease>)> {
-    // One rank looks: a link such as `latest` may move meanwhile.
-    let found = if world.rank() == 0 { find::checkpoint(path).map(Some) } else { Ok(None) };
-    let found = world.agree(found)?;
-    let lease = found.as_deref().and_then(find::hold);
-    let mine = found.map(|path| path.into_os_string().into_encoded_bytes()).unwrap_or_default();
-    let told = world.gather_bytes(mine).wait()?;
-    let path = PathBuf::from(String::from_utf8_lossy(&told[0]).into_owned());
-    Ok((world.agree(Reader::open(&path))?, lease))
+/// What a command does with a checkpoint.
+pub trait Work {
+    /// The data it gives the network.
+    type Data: Source;
+
+    /// The configuration, on top of that of the checkpoint.
+    ///
+    /// # Errors
+    /// A key or value is not known, or something is missing.
+    fn config(&self, reader: &Reader) -> Result<Config>;
+
+    /// Opens the data, on every rank.
+    ///
+    /// # Errors
+    /// Of the data; or the network of the plan is none for this work.
+    fn open(&self, plan: &Plan) -> Result<Self::Data>;
+
+    /// Works with the loaded network: collective over the world.
+    ///
+    /// # Errors
+    /// Of the data, the device, the file system, or a message between ranks.
+    fn on<B: Kernels>(&self, network: Network<'_, B>, data: Self::Data) -> Result<()>;
+}
+
+/// A network with the parameters of a checkpoint.
+pub struct Network<'a, B: Kernels> {
+    /// The checkpoint.
+    pub reader: &'a Reader,
+    /// Its plan on these ranks.
+    pub plan: &'a Plan,
+    /// All ranks.
+    pub world: &'a Group<B>,
+    /// Computes.
+    pub engine: Engine<B>,
+}
+
+/// Does `work` with the checkpoint at `path`, or the newest of the run there, on the device of its configuration; returns
+/// the exit code. Rank 0 holds a lease on it, so that a trainer beside does not remove it meanwhile.
+pub fn run(work: &impl Work, path: &Path, launched: bool) -> i32 {
+    job::run(launched, |comm| {
+        let world = comm.world();
+        let threads = Topology::gather(&world, comm.node().host)?.threads();
+        let (path, _lease) = find::together(&world, path)?;
+        let reader = world.agree(Reader::open(&path))?;
+        let config = world.agree(work.config(&reader))?;
+        match place(comm, &config)? {
+            None => on(work, comm, reader, config, threads, cpu),
+            Some(gpu) => on(work, &comm.on(), reader, config, threads, |plan| gpu.backend(plan)),
+        }?;
+        Ok(0)
+    })
+}
+
+fn on<B: Kernels, W: Work>(
+    work: &W,
+    comm: &Comm<B>,
+    mut reader: Reader,
+    config: Config,
+    threads: usize,
+    backend: impl FnOnce(&Plan) -> Result<B>,
+) -> Result<()> {
+    let world = comm.world();
+    let plan = world.agree(model::plan(config, world.size(), threads, !B::ON_HOST))?;
+    let opened = || {
+        let mut data = work.open(&plan)?;
+        let notes = reader.manifest().conform(&mut data)?;
+        Ok((data, notes))
+    };
+    let (data, notes) = world.agree(opened())?;
+    if world.rank() == 0 {
+        notes.iter().for_each(|note| log::warn!("data: {note}"));
+    }
+    let backend = world.agree(backend(&plan))?;
+    let mut engine = model::engine(comm, &plan, backend)?;
+    world.agree(reader.check_files(world.rank(), world.size()).and_then(|()| model::load(&mut engine, &mut reader)))?;
+    work.on(Network { reader: &reader, plan: &plan, world: &world, engine }, data)
 }
 
 /// The configuration of a checkpoint with `overrides`, and with the data at `data` in the place of its own.
@@ -76,11 +141,4 @@ pub fn split(config: &Config, asked: Option<Part>) -> Result<Split> {
         None if feed::has(config, Split::Validation)? => Split::Validation,
         None => Split::Train,
     })
-}
-
-/// Tells people what is converted of the data.
-pub fn warn(notes: &[String], rank: usize) {
-    if rank == 0 {
-        notes.iter().for_each(|note| log::warn!("data: {note}"));
-    }
 }

@@ -74,21 +74,22 @@ pub fn resume<B: Kernels>(
     taking: &Taking,
     conform: Conform<'_>,
 ) -> Result<Resumed> {
-    let mut take = taking.take;
     let start = Resumed { progress: Progress::default(), from: None, data_changes: vec![] };
+    let mut load = Load { world, sharded, take: taking.take, conform };
     let (from, manifest) = match resume {
         Resume::No => return Ok(start),
-        Resume::From(path) => elsewhere(world, sharded, path, take, conform)?,
-        Resume::Auto => match (newest(world, sharded, directory, take, conform)?, branch(world, directory)?) {
+        Resume::From(path) => load.named(path)?,
+        Resume::Auto => match (load.newest(directory)?, branch(world, directory)?) {
             (Some(found), _) => found,
             // It began at a checkpoint of another run and was killed before it had saved any of its own.
-            (None, Some(Branch { from, take: asked })) => {
-                take = asked;
-                elsewhere(world, sharded, &from, asked, conform)?
+            (None, Some(Branch { from, take })) => {
+                load.take = take;
+                load.named(&from)?
             }
             (None, None) => return Ok(start),
         },
     };
+    let take = load.take;
     let data_changes = match take {
         Take::Everything | Take::NoOptimizer => world.agree(data_changes(&from, &manifest, taking))?,
         Take::Weights => vec![],
@@ -152,131 +153,108 @@ fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Opti
     serde_json::from_slice(&told[0]).map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
 }
 
-/// Loads a checkpoint that a user names.
-fn elsewhere<B: Kernels>(
-    world: &Group<B>,
-    sharded: &mut Sharded<B>,
-    path: &Path,
-    take: Take,
-    conform: Conform<'_>,
-) -> Result<(PathBuf, Manifest)> {
-    // One rank looks: a link such as `latest` may move meanwhile. What it finds is not removed while it is read.
-    let found = if world.rank() == 0 { find::checkpoint(path).map(Some) } else { Ok(None) };
-    let found = world.agree(found)?;
-    let _lease = found.as_deref().and_then(find::hold);
-    let path = told(world, found)?;
-    let manifest = load(world, sharded, &path, take, conform)?;
-    Ok((path, manifest))
-}
-
-/// Rank 0's path, on every rank.
-fn told<B: Kernels>(world: &Group<B>, mine: Option<PathBuf>) -> Result<PathBuf> {
-    let mine = mine.map(|path| path.into_os_string().into_encoded_bytes()).unwrap_or_default();
-    let all = world.gather_bytes(mine).wait()?;
-    Ok(PathBuf::from(String::from_utf8_lossy(&all[0]).into_owned()))
-}
-
-/// Loads the newest checkpoint that is whole; says which ones it passed over, and why. None if there is none at all. Only what
-/// is proven damaged is passed over: the run would train again from an older one, and replace the newer ones in the end.
-fn newest<B: Kernels>(
-    world: &Group<B>,
-    sharded: &mut Sharded<B>,
-    directory: &RunDirectory,
-    take: Take,
-    conform: Conform<'_>,
-) -> Result<Option<(PathBuf, Manifest)>> {
-    let checkpoints = directory.checkpoints();
-    // One rank looks, so that all try the same ones.
-    let mine = world.agree(if world.rank() == 0 { checkpoints.steps() } else { Ok(vec![]) })?;
-    let bytes = mine.iter().flat_map(|step| step.to_le_bytes()).collect();
-    let told = world.gather_bytes(bytes).wait()?;
-    let steps: Vec<u64> = told[0].as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
-    let mut last = None;
-    for path in steps.iter().rev().map(|step| checkpoints.path(*step)) {
-        match load(world, sharded, &path, take, conform) {
-            Ok(manifest) => return Ok(Some((path, manifest))),
-            Err(e) if e.kind() != Kind::Damaged => return Err(e),
-            Err(e) => {
-                if world.rank() == 0 {
-                    log::warn!("passing over {}: {}", path.display(), e.to_string().replace("\nhint: ", "; "));
-                }
-                last = Some(e);
-            }
-        }
-    }
-    match last {
-        None => Ok(None),
-        Some(e) => Err(e
-            .at(format_args!("none of {} checkpoints is whole; the oldest", steps.len()))
-            .hint("start again under another run.name, or restore a copy")),
-    }
-}
-
 /// How often a checkpoint is tried that the file system does not give.
 const ATTEMPTS: usize = 4;
 
 /// How long to wait before it is tried again.
 const BETWEEN: Duration = Duration::from_millis(500);
 
-/// Loads a checkpoint into every rank's ranges. Together the ranks check all of it. What the file system refuses is tried
-/// again: file systems over a network have bad moments.
-///
-/// # Errors
-/// It is proven damaged ([`Kind::Damaged`]), another model's or another version's, or cannot be read. All ranks have the same.
-fn load<B: Kernels>(
-    world: &Group<B>,
-    sharded: &mut Sharded<B>,
-    path: &Path,
+/// Loads checkpoints into the ranges of every rank: collective over `world`.
+struct Load<'a, B: Kernels> {
+    world: &'a Group<B>,
+    sharded: &'a mut Sharded<B>,
     take: Take,
-    conform: Conform<'_>,
-) -> Result<Manifest> {
-    let _span = span(Doing::Restore, None);
-    let mut attempt = 1;
-    loop {
-        match load_once(world, sharded, path, take, conform) {
-            Err(e) if e.kind() == Kind::Io && attempt < ATTEMPTS => {
-                if world.rank() == 0 {
-                    log::warn!("{}: trying again", e.message());
-                }
-                attempt += 1;
-                std::thread::sleep(BETWEEN);
-            }
-            loaded => return loaded,
-        }
-    }
+    conform: Conform<'a>,
 }
 
-/// As [`load`], once.
-fn load_once<B: Kernels>(
-    world: &Group<B>,
-    sharded: &mut Sharded<B>,
-    path: &Path,
-    take: Take,
-    conform: Conform<'_>,
-) -> Result<Manifest> {
-    let open = || {
-        let mut reader = Reader::open(path)?;
-        reader.check_files(world.rank(), world.size())?;
-        Ok(reader)
-    };
-    let mut reader = world.agree(open())?;
-    let names = sharded.state_names();
-    let state = (take == Take::Everything).then_some(&names[..]);
-    // Another tokenizer mostly makes another model, too: what differs first is what is told.
-    let conforms = conform(reader.manifest()).map_err(|e| e.at(path.display()));
-    let fits = conforms.and_then(|()| reader.manifest().check(path, sharded.layouts(), state));
-    world.agree(fits)?;
-    // Another run begins with what this one is used as; the same run goes on with what it trains.
-    let used = if take == Take::Weights { reader.used() } else { 0 };
-    let restored = sharded.restore(|tensor, part, range, out| match (part, take) {
-        (_, Take::Everything) => reader.read(tensor, part, range, out),
-        // A new average begins at the parameters.
-        (part, _) if part == 0 || names[part - 1] == AVERAGE => reader.read(tensor, used, range, out),
-        // Other fresh state is zero, as `out` is.
-        _ => Ok(()),
-    });
-    world.agree(restored)?;
-    Ok(reader.manifest().clone())
+impl<B: Kernels> Load<'_, B> {
+    /// Loads a checkpoint that a user names.
+    fn named(&mut self, path: &Path) -> Result<(PathBuf, Manifest)> {
+        // Not removed while it is read.
+        let (path, _lease) = find::together(self.world, path)?;
+        let manifest = self.load(&path)?;
+        Ok((path, manifest))
+    }
+
+    /// Loads the newest checkpoint that is whole; says which ones it passed over, and why. None if there is none at all. Only what
+    /// is proven damaged is passed over: the run would train again from an older one, and replace the newer ones in the end.
+    fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Manifest)>> {
+        let checkpoints = directory.checkpoints();
+        // One rank looks, so that all try the same ones.
+        let mine = self.world.agree(if self.world.rank() == 0 { checkpoints.steps() } else { Ok(vec![]) })?;
+        let bytes = mine.iter().flat_map(|step| step.to_le_bytes()).collect();
+        let told = self.world.gather_bytes(bytes).wait()?;
+        let steps: Vec<u64> = told[0].as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
+        let mut last = None;
+        for path in steps.iter().rev().map(|step| checkpoints.path(*step)) {
+            match self.load(&path) {
+                Ok(manifest) => return Ok(Some((path, manifest))),
+                Err(e) if e.kind() != Kind::Damaged => return Err(e),
+                Err(e) => {
+                    if self.world.rank() == 0 {
+                        log::warn!("passing over {}: {}", path.display(), e.to_string().replace("\nhint: ", "; "));
+                    }
+                    last = Some(e);
+                }
+            }
+        }
+        match last {
+            None => Ok(None),
+            Some(e) => Err(e
+                .at(format_args!("none of {} checkpoints is whole; the oldest", steps.len()))
+                .hint("start again under another run.name, or restore a copy")),
+        }
+    }
+
+    /// Loads a checkpoint into every rank's ranges. Together the ranks check all of it. What the file system refuses is tried
+    /// again: file systems over a network have bad moments.
+    ///
+    /// # Errors
+    /// It is proven damaged ([`Kind::Damaged`]), another model's or another version's, or cannot be read. All ranks have the same.
+    fn load(&mut self, path: &Path) -> Result<Manifest> {
+        let _span = span(Doing::Restore, None);
+        let mut attempt = 1;
+        loop {
+            match self.load_once(path) {
+                Err(e) if e.kind() == Kind::Io && attempt < ATTEMPTS => {
+                    if self.world.rank() == 0 {
+                        log::warn!("{}: trying again", e.message());
+                    }
+                    attempt += 1;
+                    std::thread::sleep(BETWEEN);
+                }
+                loaded => return loaded,
+            }
+        }
+    }
+
+    /// As [`Load::load`], once.
+    fn load_once(&mut self, path: &Path) -> Result<Manifest> {
+        let open = || {
+            let mut reader = Reader::open(path)?;
+            reader.check_files(self.world.rank(), self.world.size())?;
+            Ok(reader)
+        };
+        let mut reader = self.world.agree(open())?;
+        let take = self.take;
+        let names = self.sharded.state_names();
+        let state = (take == Take::Everything).then_some(&names[..]);
+        // Another tokenizer mostly makes another model, too: what differs first is what is told.
+        let conforms = (self.conform)(reader.manifest()).map_err(|e| e.at(path.display()));
+        let fits = conforms.and_then(|()| reader.manifest().check(path, self.sharded.layouts(), state));
+        self.world.agree(fits)?;
+        // Another run begins with what this one is used as; the same run goes on with what it trains.
+        let used = if take == Take::Weights { reader.used() } else { 0 };
+        let restored = self.sharded.restore(|tensor, part, range, out| match (part, take) {
+            (_, Take::Everything) => reader.read(tensor, part, range, out),
+            // A new average begins at the parameters.
+            (part, _) if part == 0 || names[part - 1] == AVERAGE => reader.read(tensor, used, range, out),
+            // Other fresh state is zero, as `out` is.
+            _ => Ok(()),
+        });
+        self.world.agree(restored)?;
+        Ok(reader.manifest().clone())
+    }
 }
 
 /// Says what of the configuration is not as the checkpoint was trained with.

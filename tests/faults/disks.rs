@@ -7,9 +7,9 @@ use std::process::Command;
 use hpctrain::checkpoint::{Checkpoints, Reader};
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{Ended, LIMIT, start};
+use crate::common::launch::{LIMIT, start};
 use crate::common::runs::{Run, RunFiles, copy};
-use crate::{LARGE, saves};
+use crate::{LARGE, refused, saves};
 
 /// A file system in memory, unmounted in the end.
 struct Tmpfs(PathBuf);
@@ -38,16 +38,6 @@ impl Drop for Tmpfs {
     fn drop(&mut self) {
         // Lazily: a test that failed may have left a process there.
         let _ = Command::new("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
-/// Panics unless a job ended with exit code 2, one error with these words, and a hint.
-#[track_caller]
-fn refused(ended: &Ended, words: &[&str]) {
-    assert_eq!(ended.code(), 2, "{ended}");
-    assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
-    for word in words.iter().chain(&["hint:"]) {
-        assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
     }
 }
 

@@ -51,6 +51,16 @@ fn preempted(ended: &Ended, files: &RunFiles, transport: Transport) {
     }
 }
 
+/// Panics unless a job ended with exit code 2, one error with these words, and a hint.
+#[track_caller]
+fn refused(ended: &Ended, words: &[&str]) {
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+    for word in words.iter().chain(&["hint:"]) {
+        assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
+    }
+}
+
 /// The processes of a run's ranks, in their order; incomplete while they start.
 fn ranks(run: &Run) -> Vec<u32> {
     let all = processes(&format!("run.root={}", run.root.display()));

@@ -7,9 +7,9 @@ use libc::SIGTERM;
 use serde_json::Value;
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{Ended, LIMIT, Running, program, send, start, start_beside};
+use crate::common::launch::{LIMIT, Running, program, send, start, start_beside};
 use crate::common::runs::{Run, RunFiles, SMALL, json};
-use crate::{LARGE, kill, preempted, ranks, until_step};
+use crate::{LARGE, kill, preempted, ranks, refused, until_step};
 
 fn lease(files: &RunFiles) -> PathBuf {
     files.path(".leases/trainer.lease")
@@ -18,16 +18,6 @@ fn lease(files: &RunFiles) -> PathBuf {
 /// A run of many steps, which saves every second one.
 fn long(transport: Transport, root: &Path, name: &str) -> Run {
     Run::new(transport, root, name, &[&LARGE[..], &["run.steps=5000", "eval.every=0"]].concat())
-}
-
-/// Panics unless a job ended with exit code 2 and one error with these words.
-#[track_caller]
-fn refused(ended: &Ended, words: &[&str]) {
-    assert_eq!(ended.code(), 2, "{ended}");
-    assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
-    for word in words.iter().chain(&["hint:"]) {
-        assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
-    }
 }
 
 /// Everything in a directory of which no trainer but the holder of the lease may change anything, by name, with its inode.

@@ -1,10 +1,14 @@
 //! What a user means by a path: a run, its checkpoints, or one of them.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
+use crate::backend::Backend;
 use crate::checkpoint::directory::step_of;
 use crate::checkpoint::lease::Lease;
 use crate::checkpoint::{Checkpoints, manifest};
+use crate::comm::Group;
 use crate::error::{Error, Result};
 
 /// The checkpoints of the run at `path`: its directory, or that of its checkpoints.
@@ -41,6 +45,20 @@ pub fn checkpoint(path: &Path) -> Result<PathBuf> {
     }
     Err(Error::input(format!("{} is neither a checkpoint nor a run", path.display()))
         .hint("give a checkpoint such as runs/<name>/checkpoints/latest, or the directory of a run"))
+}
+
+/// As [`checkpoint`], for all ranks of `world`: collective. One rank looks, because a link such as `latest` may move
+/// meanwhile, and has the lease of [`hold`].
+///
+/// # Errors
+/// There is no checkpoint: the same on all ranks.
+pub fn together<B: Backend>(world: &Group<B>, path: &Path) -> Result<(PathBuf, Option<Lease>)> {
+    let found = if world.rank() == 0 { checkpoint(path).map(Some) } else { Ok(None) };
+    let found = world.agree(found)?;
+    let lease = found.as_deref().and_then(hold);
+    let mine = found.map(|path| path.into_os_string().into_encoded_bytes()).unwrap_or_default();
+    let told = world.gather_bytes(mine).wait()?;
+    Ok((PathBuf::from(OsStr::from_bytes(&told[0])), lease))
 }
 
 /// A lease on the checkpoint in `dir`, so that a trainer beside does not remove it while it is read. None where nobody

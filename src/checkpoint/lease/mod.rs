@@ -6,23 +6,24 @@
 //! itself wrote; a [claim](Leases::claim) also watches the count for a while by its own clock, so that clocks of nodes need
 //! not agree. What cannot be read is neither free nor dead: that is an error.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+mod grip;
+mod held;
+mod holder;
+
+use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::{FileExt as _, MetadataExt as _};
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use serde::{Deserialize, Serialize};
+use held::{create_new, is_locked, write};
+use holder::{Life, host};
 
-use super::holder::{Life, host};
 use crate::error::{Error, Result};
-use crate::telemetry::unix_time;
 
-pub use super::holder::Holder;
+pub use grip::Lease;
+pub use held::Held;
+pub use holder::Holder;
 
 /// How often a holder rewrites its lease, and how long nobody has rewritten one that is dead.
 #[derive(Debug, Clone, Copy)]
@@ -41,54 +42,6 @@ const EXTENSION: &str = ".lease";
 
 /// How long to wait for another process that takes or removes a lease at this moment.
 const TURN: Duration = Duration::from_secs(2);
-
-/// The content of a lease.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Held {
-    /// By whom.
-    #[serde(flatten)]
-    pub holder: Holder,
-    /// Names the taking: a process may take leases one after the other.
-    #[serde(default)]
-    token: String,
-    /// When it was taken: seconds since 1970, by the holder's clock.
-    #[serde(default)]
-    since: f64,
-    /// Whether the holder has locked the file.
-    #[serde(default)]
-    locked: bool,
-    /// How often it was rewritten.
-    #[serde(default)]
-    beats: u64,
-}
-
-impl Held {
-    /// This process takes a lease now.
-    fn now() -> Self {
-        static TAKEN: AtomicU64 = AtomicU64::new(0);
-        let (holder, since) = (Holder::here(), unix_time());
-        let token = format!("{}-{}-{since}-{}", holder.host, holder.pid, TAKEN.fetch_add(1, Ordering::Relaxed));
-        Self { holder, token, since, locked: false, beats: 0 }
-    }
-
-    fn text(&self) -> io::Result<String> {
-        serde_json::to_string(self).map_err(io::Error::other)
-    }
-
-    /// How long ago it was taken, by this node's clock.
-    pub fn age(&self) -> Option<Duration> {
-        // Leases of older versions do not tell.
-        let age = (self.since > 0.0).then(|| (unix_time() - self.since).max(0.0));
-        Duration::try_from_secs_f64(age?.round()).ok()
-    }
-}
-
-impl std::fmt::Display for Held {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.holder)?;
-        self.age().map_or(Ok(()), |age| write!(f, ", since {}", humantime::format_duration(age)))
-    }
-}
 
 /// The leases in one directory.
 #[derive(Debug, Clone)]
@@ -182,9 +135,8 @@ impl Leases {
                 }
                 Look::Alive(found) | Look::Silent(found) => return Ok(Claimed::By(found.held)),
             }
-            if let Some(mut lease) = self.create(&path)? {
-                lease.clears = Some(self.clone());
-                return Ok(Claimed::Taken(lease));
+            if let Some(lease) = self.create(&path)? {
+                return Ok(Claimed::Taken(lease.clearing(self.clone())));
             }
             // Somebody was faster: who? Or the last holder has removed the directory in this moment.
         }
@@ -394,182 +346,12 @@ const TURN_FILE: &str = ".turn";
 /// File that is written to learn the file system's time.
 const CLOCK_FILE: &str = ".clock";
 
-/// Writes a lease and locks it, where that can be done.
-fn write(path: &Path, held: &mut Held) -> io::Result<File> {
-    let file = OpenOptions::new().write(true).create(true).truncate(true).open(path)?;
-    fill(file, held)
-}
-
-/// As [`write`], if there is none.
-fn create_new(path: &Path, held: &mut Held) -> io::Result<Option<File>> {
-    match OpenOptions::new().write(true).create_new(true).open(path) {
-        Ok(file) => fill(file, held).map(Some),
-        Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(None),
-        Err(e) => Err(e),
-    }
-}
-
-fn fill(file: File, held: &mut Held) -> io::Result<File> {
-    held.locked = file.try_lock().is_ok();
-    file.write_all_at(held.text()?.as_bytes(), 0)?;
-    file.sync_all()?;
-    Ok(file)
-}
-
-/// Whether another process has locked the file; none where there are no locks.
-fn is_locked(path: &Path) -> Option<bool> {
-    // Shared: two who look at the same time do not take each other for the holder.
-    match File::open(path).ok()?.try_lock_shared() {
-        Ok(()) => Some(false),
-        Err(TryLockError::WouldBlock) => Some(true),
-        Err(TryLockError::Error(_)) => None,
-    }
-}
-
-/// A lease that this process holds, until it is dropped.
-#[derive(Debug)]
-pub struct Lease {
-    grip: Arc<Grip>,
-    /// Where nothing is left behind.
-    clears: Option<Leases>,
-    /// None only while dropping.
-    stop: Option<Sender<()>>,
-    beats: Option<JoinHandle<()>>,
-}
-
-/// The holder's knowledge of its lease.
-#[derive(Debug)]
-struct Grip {
-    path: PathBuf,
-    token: String,
-    times: Times,
-    /// When the lease was last known to be held.
-    known: Mutex<Instant>,
-    /// Why it is not held any more.
-    lost: Mutex<Option<Error>>,
-}
-
-impl Grip {
-    /// Finds out whether the lease is still held.
-    fn check(&self) -> Result<()> {
-        if let Some(lost) = self.lost() {
-            return Err(lost);
-        }
-        let mut attempts = 0;
-        let lost = loop {
-            attempts += 1;
-            match fs::read(&self.path) {
-                Ok(bytes) => match serde_json::from_slice::<Held>(&bytes) {
-                    Ok(held) if held.token == self.token => {
-                        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
-                        return Ok(());
-                    }
-                    Ok(held) => break self.taken(&held.holder.to_string()),
-                    // It is being written.
-                    Err(_) if attempts < ATTEMPTS => {}
-                    Err(_) => break self.taken("an unknown process"),
-                },
-                // For a moment, another process may have it under another name.
-                Err(_) if attempts < ATTEMPTS => {}
-                Err(e) if e.kind() == ErrorKind::NotFound => break self.taken("somebody who removed it"),
-                // Nobody knows: that is no proof of another holder.
-                Err(e) => return Err(Error::io("read the lease", &self.path, e).hint("see whether its disk works")),
-            }
-            std::thread::sleep(self.times.beat / 50);
-        };
-        *self.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(lost.clone());
-        Err(lost)
-    }
-
-    fn lost(&self) -> Option<Error> {
-        self.lost.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn taken(&self, by: &str) -> Error {
-        Error::input(format!("the lease {} was taken by {by}", self.path.display()))
-            .hint("this process stood still for too long, or the file was removed: only the new holder may go on")
-    }
-}
-
-/// How often a lease is looked at that cannot be read.
-const ATTEMPTS: usize = 5;
-
-impl Lease {
-    /// Rewrites a lease, which `file` is, until it is dropped.
-    fn hold(path: PathBuf, mut held: Held, file: File, times: Times) -> Result<Self> {
-        let grip = Grip { path, token: held.token.clone(), times, known: Instant::now().into(), lost: None.into() };
-        let grip = Arc::new(grip);
-        let (stop, stopped) = channel();
-        let mine = grip.clone();
-        let beat = move || {
-            while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(times.beat) {
-                if let Err(e) = mine.check() {
-                    log::warn!("{}", e.message());
-                    if mine.lost().is_some() {
-                        return;
-                    }
-                }
-                held.beats += 1;
-                // A write, because it is the file system's clock that has to tell the time. It never gets shorter.
-                let written = held.text().and_then(|text| file.write_all_at(text.as_bytes(), 0));
-                if let Err(e) = written.and_then(|()| file.sync_data()) {
-                    log::warn!("cannot touch {}: {e}", mine.path.display());
-                }
-            }
-        };
-        let beats = std::thread::Builder::new().name("lease".into()).spawn(beat);
-        let beats = beats.map_err(|e| Error::internal(format!("cannot start a lease's thread: {e}")))?;
-        Ok(Self { grip, clears: None, stop: Some(stop), beats: Some(beats) })
-    }
-
-    /// Looks whether this process still holds it: before anything is changed that only the holder may change.
-    ///
-    /// # Errors
-    /// Another process holds it; or nobody knows, because it cannot be read.
-    pub fn check(&self) -> Result<()> {
-        self.grip.check()
-    }
-
-    /// As [`Lease::check`], but looks at the file only if that was not done for a while: for every step.
-    ///
-    /// # Errors
-    /// Another process holds it.
-    pub fn check_often(&self) -> Result<()> {
-        if let Some(lost) = self.grip.lost() {
-            return Err(lost);
-        }
-        let known = *self.grip.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.elapsed() < self.grip.times.dead / 2 {
-            return Ok(());
-        }
-        // This process stood still. While the file cannot be read, nobody else can read it either.
-        self.grip.check().or_else(|e| self.grip.lost().map_or(Ok(()), |_| Err(e)))
-    }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        self.stop = None;
-        if let Some(beats) = self.beats.take() {
-            // It does nothing that could panic.
-            let _ = beats.join();
-        }
-        // A process that stood still for long may find its lease taken by another.
-        match self.grip.check().and_then(|()| {
-            let path = &self.grip.path;
-            fs::remove_file(path).map_err(|e| Error::io("remove", path, e))
-        }) {
-            Ok(()) => self.clears.iter().for_each(Leases::clear),
-            Err(e) => log::warn!("{}", e.message()),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs::OpenOptions;
     use std::time::SystemTime;
 
-    use super::super::holder::tests::{beside, far, gone};
+    use super::holder::tests::{beside, far, gone};
     use super::*;
 
     fn leases() -> (tempfile::TempDir, Leases) {
