@@ -15,6 +15,7 @@ use super::manifest::{BLOCK, FileEntry, Piece, Stored};
 use super::{PARAMS, refused, writeback};
 use crate::data::one_line;
 use crate::error::{Error, Result};
+use crate::hdf5_files;
 
 /// What fails where a file does.
 const WRITE: &str = "write the checkpoint";
@@ -149,7 +150,7 @@ impl ShardFile {
 
 /// Creates the file; returns the place of every part of every extent.
 fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<Vec<u64>>> {
-    let file = hdf5::File::create(path)?;
+    let file = hdf5_files::create(path)?;
     let mut offsets = vec![Vec::new(); extents.len()];
     for part in std::iter::once(&PARAMS).chain(state) {
         let group = file.create_group(part)?;

@@ -88,7 +88,15 @@ impl Lease {
         let (stop, stopped) = channel();
         let mine = grip.clone();
         let beat = move || {
-            while let Err(RecvTimeoutError::Timeout) = stopped.recv_timeout(times.beat) {
+            // Here, because a disk takes its time, and a holder that dies meanwhile holds nothing.
+            let mut written = file.sync_all();
+            loop {
+                if let Err(e) = written {
+                    log::warn!("cannot touch {}: {e}", mine.path.display());
+                }
+                if stopped.recv_timeout(times.beat) != Err(RecvTimeoutError::Timeout) {
+                    return;
+                }
                 if let Err(e) = mine.check() {
                     log::warn!("{}", e.message());
                     if mine.lost().is_some() {
@@ -97,10 +105,8 @@ impl Lease {
                 }
                 held.beats += 1;
                 // A write, because it is the file system's clock that has to tell the time. It never gets shorter.
-                let written = held.text().and_then(|text| file.write_all_at(text.as_bytes(), 0));
-                if let Err(e) = written.and_then(|()| file.sync_data()) {
-                    log::warn!("cannot touch {}: {e}", mine.path.display());
-                }
+                let rewritten = held.text().and_then(|text| file.write_all_at(text.as_bytes(), 0));
+                written = rewritten.and_then(|()| file.sync_data());
             }
         };
         let beats = std::thread::Builder::new().name("lease".into()).spawn(beat);

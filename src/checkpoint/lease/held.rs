@@ -78,7 +78,6 @@ pub(super) fn create_new(path: &Path, held: &mut Held) -> io::Result<Option<File
 fn fill(file: File, held: &mut Held) -> io::Result<File> {
     held.locked = file.try_lock().is_ok();
     file.write_all_at(held.text()?.as_bytes(), 0)?;
-    file.sync_all()?;
     Ok(file)
 }
 
