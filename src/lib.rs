@@ -87,6 +87,7 @@ pub mod data;
 pub mod doctor;
 pub mod error;
 pub mod evaluate;
+mod hdf5_files;
 pub mod job;
 pub mod layout;
 pub mod mesh;

@@ -12,6 +12,7 @@ use super::format::{Format, TokenShard, write_rows};
 use super::h5::one_line;
 use super::{DataSpec, Dataset, Ids, Loader, Sampler, Split, Target, Tokenizer, Verify, Wants};
 use crate::error::{Error, Result};
+use crate::hdf5_files;
 use crate::random::Stream;
 
 /// Bytes of an image of 28 × 28, and of its class.
@@ -134,7 +135,7 @@ impl Case {
             return Ok(None);
         }
         let failed = |e: String| Error::io("read", &self.path, e);
-        let structured = hdf5::File::open(&self.path).map_err(|e| failed(one_line(&e)))?;
+        let structured = hdf5_files::open(&self.path).map_err(|e| failed(one_line(&e)))?;
         let offset = |name: &str| {
             let offset = structured.dataset(name).map_err(|e| failed(one_line(&e)))?.offset();
             offset.ok_or_else(|| Error::internal(format!("{name} was written contiguously and has no offset")))
@@ -157,7 +158,7 @@ impl Case {
 
 /// Images of random bytes with their checksums, or with few of them set in compressed chunks.
 fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
-    let file = hdf5::File::create(path)?;
+    let file = hdf5_files::create(path)?;
     let (mut pixels, shape) = (random(samples * IMAGE), [samples, 28, 28, 1]);
     let classes: Vec<u32> = random(samples).into_iter().map(|byte| u32::from(byte % 10)).collect();
     let inputs = if packed {

@@ -25,6 +25,7 @@ use super::Split;
 use super::h5::{one_line, var_len};
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
+use crate::hdf5_files;
 
 /// Ids between two checksums; also the chunk of compressed shards, so that damage stays in one.
 const BLOCK: usize = 1 << 16;
@@ -295,7 +296,7 @@ impl TokenShard<'_> {
 
     fn write_objects(&self, path: &Path, json: &VarLenUnicode, texts: &[(&str, VarLenUnicode)]) -> hdf5::Result<()> {
         let width = self.id_width();
-        let file = File::create(path)?;
+        let file = hdf5_files::create(path)?;
         for (name, text) in texts {
             file.new_attr::<VarLenUnicode>().create(*name)?.write_scalar(text)?;
         }

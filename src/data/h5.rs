@@ -28,6 +28,7 @@ use hdf5_sys::h5z::H5Zfilter_avail;
 
 use super::stored::Stored;
 use crate::error::{Error, Result};
+use crate::hdf5_files;
 
 /// The first bytes of an HDF5 file.
 const SIGNATURE: &[u8] = b"\x89HDF\r\n\x1a\n";
@@ -41,8 +42,8 @@ pub(super) struct ChunkCache {
     pub chunk_bytes: usize,
 }
 
-/// How often a file is tried again that somebody else has locked, and how long after. HDF5 lets child processes inherit its
-/// files: one that was started while a file was written holds the writer's lock until it executes its own program.
+/// How often a file is tried again that somebody else has locked, and how long after. A child process that was started while
+/// a file was written holds the writer's lock until it executes its own program.
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
@@ -55,13 +56,13 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
         let slots = (10 * bytes / chunk_bytes.max(1)).clamp(521, 1 << 16) | 1;
         options.with_fapl(|fapl| fapl.chunk_cache(slots, bytes, 0.0));
     }
-    let mut opened = options.open(path);
+    let mut opened = hdf5_files::open_with(&options, path);
     for _ in 0..LOCK_TRIES {
         match &opened {
             Err(e) if e.to_string().contains("temporarily unavailable") => std::thread::sleep(LOCK_PAUSE),
             _ => break,
         }
-        opened = options.open(path);
+        opened = hdf5_files::open_with(&options, path);
     }
     opened.map_err(|e| cannot_open(path, &e))
 }

@@ -8,6 +8,7 @@ use super::probe::Teller;
 use super::run_root::{nearest, scratch};
 use crate::data::{DataSpec, Dataset, Split, bundled, one_line};
 use crate::error::{Error, Result};
+use crate::hdf5_files;
 use crate::telemetry::grouped;
 
 /// Decides whether HDF5 locks files.
@@ -52,13 +53,13 @@ fn round_trip(dir: &Path) -> Result<bool> {
     };
     let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
     let write = || -> hdf5::Result<bool> {
-        let file = hdf5::File::create(&path)?;
+        let file = hdf5_files::create(&path)?;
         file.new_dataset::<f32>().shape(values.len()).create("values")?.write_raw(&values)?;
         file.flush()?;
         Ok(is_locked(&path))
     };
     let locked = write().map_err(failed("write"))?;
-    let read = || hdf5::File::open(&path)?.dataset("values")?.read_raw::<f32>();
+    let read = || hdf5_files::open(&path)?.dataset("values")?.read_raw::<f32>();
     if read().map_err(failed("read"))? != values {
         return Err(Error::io("read", &path, "it is not what was written").hint("choose another --run-root"));
     }

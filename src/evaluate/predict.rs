@@ -11,6 +11,7 @@ use crate::backend::Kernels;
 use crate::comm::Group;
 use crate::data::{Batch, Source, one_line};
 use crate::error::{Error, Result};
+use crate::hdf5_files;
 use crate::train::{Engine, feed};
 
 /// The file that outputs go to: `/outputs`, a row for each sample, and where the network tells classes apart, `/classes` with
@@ -39,7 +40,7 @@ impl Predictions {
             Builder::new().prefix(".predictions").permissions(Permissions::from_mode(0o666)).tempfile_in(folder);
         let temporary = temporary.map_err(|e| Error::io("create", path, e))?.into_temp_path();
         let create = || -> hdf5::Result<_> {
-            let file = File::create(&temporary)?;
+            let file = hdf5_files::create(&temporary)?;
             let outputs = file.new_dataset::<f32>().shape([rows, width]).create("outputs")?;
             let classes = match with_classes {
                 true => Some(file.new_dataset::<u32>().shape(rows).create("classes")?),

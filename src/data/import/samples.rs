@@ -13,6 +13,7 @@ use crate::data::h5::{one_line, var_len};
 use crate::data::shard::{MEAN, STD, WEIGHTS};
 use crate::data::{DataSpec, Split};
 use crate::error::{Error, Result};
+use crate::hdf5_files;
 
 /// Of rows that were files: their names.
 const FILES: &str = "/files";
@@ -364,7 +365,7 @@ impl Rows {
     ) -> hdf5::Result<()> {
         let ShardOf { rows, scale, is_class, skipped, shard, num_shards, .. } = *shard;
         let names = DataSpec::new("");
-        let file = File::create(path)?;
+        let file = hdf5_files::create(path)?;
         for (name, text) in texts {
             file.new_attr::<VarLenUnicode>().create(*name)?.write_scalar(text)?;
         }
