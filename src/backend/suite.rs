@@ -76,16 +76,30 @@ fn product(m: usize, n: usize, k: usize, a: impl Fn(usize, usize) -> f64, b: imp
     (0..m * n).map(|i| (0..k).map(|l| a(i / n, l) * b(l, i % n)).sum()).collect()
 }
 
-/// Results of every kernel on awkward sizes, checked; returned to compare bits between devices' settings.
-fn everything<B: Kernels>(b: &B) -> Results {
-    [all_but_products(b), products(b, random)].concat()
-}
-
-/// What is in f32 where products are in TF32.
-fn all_but_products<B: Kernels>(b: &B) -> Results {
-    let parts: [fn(&B) -> Results; 9] =
-        [elementwise, norms, embeddings, attentions, rotations, gates, layers::everything, optimizers, dropouts];
-    parts.into_iter().flat_map(|part| part(b)).collect()
+/// A test of each operation on one device: `$stamp!` makes them, of the pairs of name and test that it is given, and of those
+/// of all operations but products, whose tests differ with the precision.
+macro_rules! each_operation {
+    ($stamp:ident! { $($of:tt)* }) => {
+        $stamp! {
+            $($of)*
+            elementwise: super::elementwise,
+            norms: super::norms,
+            embeddings: super::embeddings,
+            attention: super::attentions,
+            rotary: super::rotations,
+            gates: super::gates,
+            optimizers: super::optimizers,
+            dropout: super::dropouts,
+            activations: super::layers::activations,
+            softmax: super::layers::softmaxes,
+            windows: super::layers::windows,
+            columns: super::layers::columns,
+            pairs: super::layers::pairs,
+            channels: super::layers::channels,
+            classifiers: super::layers::classifiers,
+            regressions: super::layers::regressions,
+        }
+    };
 }
 
 fn elementwise<B: Kernels>(b: &B) -> Results {
@@ -127,7 +141,7 @@ fn elementwise<B: Kernels>(b: &B) -> Results {
 
 /// Products of the values that `random` gives.
 fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
-    let mut results = layers::convolutions(b, random);
+    let mut results = Vec::new();
     for (m, n, k) in [(1, 1, 1), (1, 33, 7), (31, 1, 33), (33, 31, 65), (130, 257, 100), (500, 130, 71), (2, 700, 1100)]
     {
         let (a, bm, c) = (random(b, 3, m * k), random(b, 4, k * n), random(b, 5, m * n));
@@ -582,28 +596,45 @@ fn dropouts<B: Kernels>(b: &B) -> Results {
     vec![whole]
 }
 
-#[test]
-fn cpu_kernels_are_right_and_do_not_depend_on_the_threads() {
-    let bits = |threads| -> Vec<Vec<u32>> {
-        let results = everything(&Cpu::new(threads));
-        results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
-    };
-    let one = bits(1);
+/// Panics unless an operation gives the same bits on any number of threads.
+fn on_any_threads(test: fn(&Cpu) -> Results) {
+    let one = bits(test(&Cpu::new(1)));
     for threads in [2, 3, 8] {
-        assert!(bits(threads) == one, "{threads} threads give other bits than one");
+        assert!(bits(test(&Cpu::new(threads))) == one, "{threads} threads give other bits than one");
     }
 }
 
+fn bits(results: Results) -> Vec<Vec<u32>> {
+    results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
+}
+
+macro_rules! on_cpu {
+    ($($operation:ident: $test:expr,)*) => {
+        mod cpu {
+            $(
+                #[test]
+                fn $operation() {
+                    super::on_any_threads($test);
+                }
+            )*
+        }
+    };
+}
+
+each_operation! { on_cpu! {
+    products: |b| super::products(b, super::random),
+    convolutions: |b| super::layers::convolutions(b, super::random),
+} }
+
 /// Products by a library on several numbers of threads: false where it is not there.
 fn by_library(by: Products, random: fn(&Cpu, u64, usize) -> Vec<f32>) -> bool {
-    let bits = |threads| -> Option<Vec<Vec<u32>>> {
+    let on = |threads| -> Option<Vec<Vec<u32>>> {
         let cpu = Cpu::new(threads).with_products(by).map_err(|e| eprintln!("skipped: {e}")).ok()?;
-        let results = products(&cpu, random).into_iter();
-        Some(results.map(|result| result.into_iter().map(f32::to_bits).collect()).collect())
+        Some(bits([layers::convolutions(&cpu, random), products(&cpu, random)].concat()))
     };
-    let Some(one) = bits(1) else { return false };
+    let Some(one) = on(1) else { return false };
     for threads in [2, 3, 8] {
-        assert!(bits(threads).as_ref() == Some(&one), "{threads} threads give other bits than one");
+        assert!(on(threads).as_ref() == Some(&one), "{threads} threads give other bits than one");
     }
     true
 }
@@ -622,14 +653,11 @@ fn products_of_bf16_are_right_where_the_cpu_has_them() {
     by_library(Products::Bf16, narrow);
 }
 
-/// A suite on the first GPU, twice.
-fn on_cuda(precision: cuda::Precision, suite: impl Fn(&cuda::Cuda) -> Results) {
+/// An operation on the first GPU, twice.
+fn on_first_gpu(precision: cuda::Precision, test: fn(&cuda::Cuda) -> Results) {
     let device = cuda::Device::open(0).unwrap();
-    let bits = || -> Vec<Vec<u32>> {
-        let results = suite(&cuda::Cuda::new(&device, 256 << 20, precision).unwrap());
-        results.into_iter().map(|result| result.into_iter().map(f32::to_bits).collect()).collect()
-    };
-    assert!(bits() == bits(), "two runs give different bits");
+    let once = || bits(test(&cuda::Cuda::new(&device, 256 << 20, precision).unwrap()));
+    assert!(once() == once(), "two runs give different bits");
 }
 
 /// Bits of TF32's mantissa.
@@ -687,42 +715,78 @@ fn simulated(test: &str, settings: &[(&str, &str)]) {
     assert!(output.status.success() && told.contains("1 passed"), "{settings:?}: {told}");
 }
 
-#[test]
-#[ignore = "needs a GPU or its simulator"]
-fn cuda_kernels_are_right_in_f32() {
-    on_cuda(cuda::Precision::F32(cuda::Arithmetic::Full), everything);
+macro_rules! on_cuda {
+    ($module:ident, $precision:expr; $($operation:ident: $test:expr,)*) => {
+        mod $module {
+            $(
+                #[test]
+                #[ignore = "needs a GPU or its simulator"]
+                fn $operation() {
+                    super::on_first_gpu($precision, $test);
+                }
+            )*
+        }
+    };
 }
 
-#[test]
-#[ignore = "needs a GPU or its simulator"]
-fn cuda_kernels_are_right_in_tf32() {
-    on_cuda(cuda::Precision::F32(cuda::Arithmetic::Tf32), |b| [all_but_products(b), products_in_tf32(b)].concat());
+each_operation! { on_cuda! {
+    cuda_f32, super::cuda::Precision::F32(super::cuda::Arithmetic::Full);
+    products: |b| super::products(b, super::random),
+    convolutions: |b| super::layers::convolutions(b, super::random),
+} }
+
+each_operation! { on_cuda! {
+    cuda_tf32, super::cuda::Precision::F32(super::cuda::Arithmetic::Tf32);
+    products: super::products_in_tf32,
+    convolutions: |b| super::layers::convolutions(b, super::random_tf32),
+} }
+
+each_operation! { on_cuda! {
+    cuda_bf16, super::cuda::Precision::Bf16;
+    products: |b| super::products(b, super::random),
+    convolutions: |b| super::layers::convolutions(b, super::random),
+} }
+
+/// The tests of a module on the simulator, with settings of it.
+macro_rules! simulated {
+    ($module:ident, $of:literal, $settings:expr; $($operation:ident: $_test:expr,)*) => {
+        mod $module {
+            $(
+                #[test]
+                fn $operation() {
+                    super::simulated(concat!($of, "::", stringify!($operation)), $settings);
+                }
+            )*
+        }
+    };
 }
 
-#[test]
-#[ignore = "needs a GPU or its simulator"]
-fn cuda_kernels_are_right_in_bf16() {
-    on_cuda(cuda::Precision::Bf16, everything);
-}
+each_operation! { simulated! {
+    simulated_f32, "cuda_f32", &[("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")];
+    products: super::products,
+    convolutions: super::layers::convolutions,
+} }
 
-#[test]
-fn simulated_kernels_are_right_in_f32() {
-    simulated("cuda_kernels_are_right_in_f32", &[("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")]);
-}
+each_operation! { simulated! {
+    simulated_tf32, "cuda_tf32", &[];
+    products: super::products_in_tf32,
+    convolutions: super::layers::convolutions,
+} }
 
-#[test]
-fn simulated_kernels_are_right_in_tf32() {
-    simulated("cuda_kernels_are_right_in_tf32", &[]);
-}
+each_operation! { simulated! {
+    simulated_bf16, "cuda_bf16", &[("CUDASIM_HOST_ACCESS", "0")];
+    products: super::products,
+    convolutions: super::layers::convolutions,
+} }
 
-#[test]
-fn simulated_kernels_are_right_in_bf16() {
-    simulated("cuda_kernels_are_right_in_bf16", &[("CUDASIM_HOST_ACCESS", "0")]);
-}
+each_operation! { simulated! {
+    simulated_without_races_f32, "cuda_f32", &[("CUDASIM_CHECK", "1")];
+    products: super::products,
+    convolutions: super::layers::convolutions,
+} }
 
-#[test]
-fn simulated_kernels_do_not_race() {
-    for test in ["cuda_kernels_are_right_in_f32", "cuda_kernels_are_right_in_bf16"] {
-        simulated(test, &[("CUDASIM_CHECK", "1")]);
-    }
-}
+each_operation! { simulated! {
+    simulated_without_races_bf16, "cuda_bf16", &[("CUDASIM_CHECK", "1")];
+    products: super::products,
+    convolutions: super::layers::convolutions,
+} }

@@ -6,19 +6,7 @@ use crate::backend::{
     Window,
 };
 
-pub fn everything<B: Kernels>(b: &B) -> Results {
-    let mut results = activations(b);
-    results.extend(softmaxes(b));
-    results.extend(windows(b));
-    results.extend(columns(b));
-    results.extend(pairs(b));
-    results.extend(channels(b));
-    results.extend(classifiers(b));
-    results.extend(regressions(b));
-    results
-}
-
-fn activations<B: Kernels>(b: &B) -> Results {
+pub fn activations<B: Kernels>(b: &B) -> Results {
     let logistic = |x: f64| 1.0 / (1.0 + (-x).exp());
     let gelu = |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh());
     type Function<'a> = (Activation, &'a dyn Fn(f64) -> f64);
@@ -68,7 +56,7 @@ fn activations<B: Kernels>(b: &B) -> Results {
     results
 }
 
-fn softmaxes<B: Kernels>(b: &B) -> Results {
+pub fn softmaxes<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, width) in [(1, 1), (7, 33), (70, 10), (3, 5001)] {
         let x: Vec<f32> = random(b, 50, rows * width).iter().map(|x| 3.0 * x + 50.0).collect();
@@ -160,7 +148,7 @@ pub fn convolutions<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -
     results
 }
 
-fn windows<B: Kernels>(b: &B) -> Results {
+pub fn windows<B: Kernels>(b: &B) -> Results {
     let window = |batch, [height, width, channels]: [usize; 3], size, stride, padding| Window {
         batch,
         height,
@@ -246,7 +234,7 @@ fn windows<B: Kernels>(b: &B) -> Results {
     results
 }
 
-fn columns<B: Kernels>(b: &B) -> Results {
+pub fn columns<B: Kernels>(b: &B) -> Results {
     for (rows, count, from, to) in [(1, 1, [1, 0], [1, 0]), (33, 3, [7, 2], [5, 1]), (700, 31, [31, 0], [65, 34])] {
         let (x, y) = (random(b, 67, rows * from[0]), random(b, 68, rows * to[0]));
         let (xb, mut yb, mut want) = (up(b, &x), up(b, &y), y);
@@ -259,7 +247,7 @@ fn columns<B: Kernels>(b: &B) -> Results {
     vec![]
 }
 
-fn pairs<B: Kernels>(b: &B) -> Results {
+pub fn pairs<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     // Pairs counted from 0 where their square root is whole, or not quite.
     for (samples, rows, width) in [(1, 2, 1), (3, 5, 7), (33, 27, 16), (2, 130, 3), (700, 3, 35)] {
@@ -294,7 +282,7 @@ fn pairs<B: Kernels>(b: &B) -> Results {
 }
 
 /// Statistics and normalisation of channels, each number by its definition.
-fn channels<B: Kernels>(b: &B) -> Results {
+pub fn channels<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     // One chunk of places and many, one channel and more than a warp's, groups of one channel and of several.
     for (samples, places, channels, groups) in
@@ -373,7 +361,7 @@ fn close_f32(got: &[f32], want: &[f64], what: &str) {
     }
 }
 
-fn classifiers<B: Kernels>(b: &B) -> Results {
+pub fn classifiers<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     for (rows, classes) in [(1, 1), (31, 65), (3, 50_257), (600, 33)] {
         let logits: Vec<f32> = random(b, 29, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
@@ -439,7 +427,7 @@ fn classifiers<B: Kernels>(b: &B) -> Results {
     results
 }
 
-fn regressions<B: Kernels>(b: &B) -> Results {
+pub fn regressions<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
     let all = [Deviation::Squared, Deviation::Absolute, Deviation::Huber(0.7), Deviation::Binary, Deviation::Agreement];
     let shapes = [(1, 1, false), (33, 1, true), (33, 1, false), (7, 65, true), (600, 33, true)];
