@@ -1,19 +1,17 @@
 //! Whatever a user gets wrong: one error, which says what and where, a hint, exit code 2, and nothing lost.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{Ended, finish, mpirun, program};
-use common::runs::{Run, RunFiles, copy};
 use hdf5::H5Type;
 use hpctrain::checkpoint::Checkpoints;
 use hpctrain::data::TokenizerKind;
 use hpctrain::data::import::{ImportText, import_text};
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::{Ended, finish, mpirun, program};
+use crate::common::runs::{Run, RunFiles, copy};
 
 /// Panics unless a program ended with exit code 2, one error with all `words`, and a hint.
 #[track_caller]
@@ -566,7 +564,7 @@ fn timing_a_gpu_wants_one() {
         refuses(&mut bench(args), folder.path(), &["CUDA driver", "\nhint: ", "GPU"]);
     }
     let mut two = mpirun(2);
-    two.arg(common::program()).args(["bench", "gpu"]);
+    two.arg(crate::common::program()).args(["bench", "gpu"]);
     refused(&finish(&mut two), &["2 ranks would share", "without mpirun"]);
 }
 

@@ -1,14 +1,12 @@
 //! The command line where nothing is wrong: what it prints and what it leaves.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::Path;
 
-use common::launch::Transport::Alone;
-use common::launch::{Ended, finish, mpirun, program};
-use common::runs::{Run, SMALL};
 use serde_json::Value;
+
+use crate::common::launch::Transport::Alone;
+use crate::common::launch::{Ended, finish, mpirun, program};
+use crate::common::runs::{Run, SMALL};
 
 /// What a command prints that succeeds, without warnings.
 #[track_caller]
@@ -39,7 +37,7 @@ fn version() {
     let version = format!("hpctrain {}\n", env!("CARGO_PKG_VERSION"));
     assert_eq!(printed(&["--version"]), version);
     // Ranks read the same arguments: one answers.
-    let ended = finish(mpirun(2).arg(common::program()).arg("--version")).succeeded();
+    let ended = finish(mpirun(2).arg(crate::common::program()).arg("--version")).succeeded();
     assert_eq!(ended.stdout, version);
 }
 
@@ -335,7 +333,7 @@ fn config_summary_tells_the_layers() {
 
 /// Runs a command with its output and its messages sent somewhere by the shell.
 fn through_a_shell(redirected: &str, args: &str) -> (Option<i32>, String) {
-    let script = format!("{} {args} {redirected}", common::program().display());
+    let script = format!("{} {args} {redirected}", crate::common::program().display());
     let ended = std::process::Command::new("bash").args(["-o", "pipefail", "-c", &script]).output().unwrap();
     (ended.status.code(), String::from_utf8(ended.stderr).unwrap())
 }

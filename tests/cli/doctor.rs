@@ -1,13 +1,11 @@
 //! `hpctrain doctor`: what it finds on this machine, and on a simulated GPU that works or does not.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::process::Command;
 
-use common::launch::{Ended, finish, mpirun, program};
-use common::simulator::{simulator, with_simulator};
 use serde_json::Value;
+
+use crate::common::launch::{Ended, finish, mpirun, program};
+use crate::common::simulator::{simulator, with_simulator};
 
 /// The report that a doctor printed with `--json`, which must agree with its exit code.
 #[track_caller]
@@ -42,7 +40,7 @@ fn simulated(settings: &[(&str, &str)]) -> Value {
 /// A doctor under mpirun.
 fn on_ranks(ranks: usize, args: &[&str]) -> Command {
     let mut command = mpirun(ranks);
-    command.arg(common::program()).arg("doctor").args(args);
+    command.arg(crate::common::program()).arg("doctor").args(args);
     command
 }
 

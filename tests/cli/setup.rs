@@ -1,5 +1,4 @@
 //! `scripts/setup` finds what the build can use, and nothing else.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

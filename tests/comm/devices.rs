@@ -1,19 +1,17 @@
 //! Messages of device memory: every way gives the bits that host memory gives.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::ops::Range;
 
-use common::launch::{LIMIT, start};
-use common::ranks::{self, is_rank_of, mpirun, mpirun_with};
-use common::sealed::Sealed;
-use common::simulator::{under, with_simulator};
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, Memory};
 use hpctrain::comm::{Algorithm, Comm, Group, Route, Table, Way, mpi, threads};
 use hpctrain::error::{Error, Result};
+
+use crate::common::launch::{LIMIT, start};
+use crate::common::ranks::{self, is_rank_of, mpirun, mpirun_with};
+use crate::common::sealed::Sealed;
+use crate::common::simulator::{under, with_simulator};
 
 const LENGTHS: [usize; 6] = [0, 1, 3, 7, 64, 1000];
 
@@ -176,7 +174,7 @@ fn staged_blocks_between_threads() {
 
 #[test]
 fn every_way_over_mpi() {
-    const NAME: &str = "every_way_over_mpi";
+    const NAME: &str = "devices::every_way_over_mpi";
     if !is_rank_of(NAME) {
         for (ranks, per_node) in [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2)] {
             let (status, printed) = mpirun(NAME, ranks, per_node, 120);
@@ -243,7 +241,7 @@ fn nccl_between_threads() {
 /// Ranks that are processes, and more than goes in one message.
 #[test]
 fn nccl_over_mpi() {
-    const NAME: &str = "nccl_over_mpi";
+    const NAME: &str = "devices::nccl_over_mpi";
     if !is_rank_of(NAME) {
         for ranks in [2, 3] {
             let mut command = ranks::command(NAME, ranks, 2);
@@ -272,7 +270,7 @@ fn nccl_over_mpi() {
 /// A rank that NCCL fails says why, and the one that waits for its message hears of the end.
 #[test]
 fn a_failure_of_nccl_ends_all() {
-    const NAME: &str = "a_failure_of_nccl_ends_all";
+    const NAME: &str = "devices::a_failure_of_nccl_ends_all";
     if !is_rank_of(NAME) {
         let mut command = ranks::command(NAME, 2, 2);
         let ended = start(with_simulator(&mut command).env("CUDASIM_DEVICES", "2")).finish(LIMIT);
@@ -364,7 +362,7 @@ fn routes_are_found() {
 /// The library is asked in a child, which crashes on memory that it cannot reach.
 #[test]
 fn the_direct_way_is_proved() {
-    const NAME: &str = "the_direct_way_is_proved";
+    const NAME: &str = "devices::the_direct_way_is_proved";
     const DEVICE: &str = "HPCTRAIN_TEST_DEVICE";
     let device = std::env::var(DEVICE).unwrap_or_default();
     if is_rank_of(NAME) && std::env::var("OMPI_COMM_WORLD_SIZE").is_err() {

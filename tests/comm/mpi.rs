@@ -1,18 +1,15 @@
 //! Communication over MPI: each test relaunches this program under `mpirun`.
 
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
-
 use std::process::Command;
 use std::time::Duration;
 
-use common::launch;
-use common::ranks::{ROLE, is_rank_of, mpirun};
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
 use hpctrain::backend::{Backend, Memory};
 use hpctrain::comm::{Algorithm, Comm, Group, Operation, Table, mpi, threads};
 use hpctrain::error::{Error, Result};
+
+use crate::common::launch;
+use crate::common::ranks::{ROLE, is_rank_of, mpirun};
 
 /// With all ranks on one node, in pairs, and each on its own: through shared memory, both ways, and through messages.
 fn passes(test: &str, ranks: usize) {
@@ -128,9 +125,9 @@ macro_rules! operations {
     ($($test:ident: $algorithm:expr, $ranks:expr;)*) => {$(
         #[test]
         fn $test() {
-            match is_rank_of(stringify!($test)) {
+            match is_rank_of(concat!("mpi::", stringify!($test))) {
                 true => check_operations($algorithm),
-                false => $ranks.into_iter().for_each(|ranks| passes(stringify!($test), ranks)),
+                false => $ranks.into_iter().for_each(|ranks| passes(concat!("mpi::", stringify!($test)), ranks)),
             }
         }
     )*};
@@ -146,9 +143,9 @@ operations! {
 
 /// Counts of MPI are 31 bits wide, and so were byte counts.
 #[test]
-#[ignore = "needs 6 GiB of memory and some minutes: cargo test --test comm_mpi -- --ignored"]
+#[ignore = "needs 6 GiB of memory and some minutes: cargo test --test comm mpi:: -- --ignored"]
 fn more_than_two_gibibytes() {
-    const NAME: &str = "more_than_two_gibibytes";
+    const NAME: &str = "mpi::more_than_two_gibibytes";
     if !is_rank_of(NAME) {
         let (status, printed) = mpirun(NAME, 2, 2, 300);
         assert!(status.success(), "{printed}");
@@ -200,18 +197,18 @@ fn aborts(test: &str, algorithm: Algorithm) {
 
 #[test]
 fn an_abort_ends_all_ranks() {
-    aborts("an_abort_ends_all_ranks", Algorithm::Tree);
+    aborts("mpi::an_abort_ends_all_ranks", Algorithm::Tree);
 }
 
 #[test]
 fn an_abort_ends_a_rank_inside_the_vendors_collective() {
-    aborts("an_abort_ends_a_rank_inside_the_vendors_collective", Algorithm::Mpi);
+    aborts("mpi::an_abort_ends_a_rank_inside_the_vendors_collective", Algorithm::Mpi);
 }
 
 /// Rank 1 aborts while its own thread is stuck in a receive.
 #[test]
 fn an_abort_reaches_a_busy_thread() {
-    const NAME: &str = "an_abort_reaches_a_busy_thread";
+    const NAME: &str = "mpi::an_abort_reaches_a_busy_thread";
     if is_rank_of(NAME) {
         let comm = mpi::start::<Cpu>(Algorithm::Ring).unwrap();
         let other = 1 - comm.rank();
@@ -230,7 +227,7 @@ fn an_abort_reaches_a_busy_thread() {
 /// Another library's launcher leaves every process alone in a world of its own.
 #[test]
 fn a_foreign_launcher_is_recognised() {
-    const NAME: &str = "a_foreign_launcher_is_recognised";
+    const NAME: &str = "mpi::a_foreign_launcher_is_recognised";
     if is_rank_of(NAME) {
         let error = mpi::start::<Cpu>(Algorithm::Ring).err().unwrap().to_string();
         assert!(error.contains("2 processes were started, but Open MPI") && error.contains("hint: "), "{error}");
@@ -246,7 +243,7 @@ fn a_foreign_launcher_is_recognised() {
 #[cfg(debug_assertions)]
 #[test]
 fn different_requests_are_named() {
-    const NAME: &str = "different_requests_are_named";
+    const NAME: &str = "mpi::different_requests_are_named";
     if is_rank_of(NAME) {
         let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
         let unit = ["wte", "h.3"][comm.rank()].into();

@@ -1,18 +1,16 @@
 //! Jobs whose ranks are stopped, killed or stuck: they end soon, and say which rank it was.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use common::launch::Transport::{self, Mpirun, Simulate};
-use common::launch::{Ended, Running, signal, start};
-use common::runs::Run;
-use common::simulator::with_simulator;
 use serde_json::Value;
+
+use crate::common::launch::Transport::{self, Mpirun, Simulate};
+use crate::common::launch::{Ended, Running, signal, start};
+use crate::common::runs::Run;
+use crate::common::simulator::with_simulator;
 
 /// Long enough for the watch to notice and end everything, on a busy machine.
 const SOON: Duration = Duration::from_secs(30);
@@ -73,7 +71,7 @@ impl Job {
         let Self { running, logs, stopped, _root } = self;
         let _killed = KillAll(stopped);
         let ended = running.finish(SOON);
-        let ledger = |rank| common::runs::json(&logs.join(format!("ledger-rank-{rank:05}.json")));
+        let ledger = |rank| crate::common::runs::json(&logs.join(format!("ledger-rank-{rank:05}.json")));
         let ledgers = ranks.iter().map(|&rank| ledger(rank)).collect();
         (ended, ledgers)
     }

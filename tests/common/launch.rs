@@ -6,11 +6,11 @@ use std::fs::File;
 use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Long enough for any job of the tests on a busy machine.
-pub const LIMIT: Duration = Duration::from_secs(60);
+/// Long enough for any job of the tests, on a machine whose cores are busy with other work as well.
+pub const LIMIT: Duration = Duration::from_secs(180);
 
 /// How a program ended.
 pub struct Ended {
@@ -38,6 +38,13 @@ impl fmt::Display for Ended {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}\n--- stdout\n{}--- stderr\n{}---", self.status, self.stdout, self.stderr)
     }
+}
+
+/// The name of the calling test.
+pub fn test_name() -> String {
+    let name = std::thread::current().name().unwrap().to_string();
+    assert_ne!(name, "main", "a test that starts itself needs a thread of its own: leave out --test-threads=1");
+    name
 }
 
 /// Where the ranks of a job are.
@@ -97,15 +104,44 @@ pub struct Running {
     child: Child,
     /// Holds what it prints.
     folder: tempfile::TempDir,
-    /// More jobs would only take turns on the cores. None of one that runs beside another of the same test.
-    _turn: Option<MutexGuard<'static, ()>>,
+    /// None of one that runs beside another of the same test.
+    _share: Option<Share>,
 }
 
-/// Starts a program in a process group of its own.
+/// Cores that no job of the tests has; more jobs than cores would only take turns. It is filled when the first one starts.
+static FREE: Mutex<Option<usize>> = Mutex::new(None);
+static FREED: Condvar = Condvar::new();
+
+/// Cores of a job, until it is dropped.
+struct Share(usize);
+
+impl Share {
+    /// Waits for one core for a process, and for all of them for the ranks of a job.
+    fn of(command: &Command) -> Self {
+        let all = std::thread::available_parallelism().map_or(1, usize::from);
+        let has_ranks = command.get_program() == "mpirun" || command.get_args().any(|arg| arg == "simulate");
+        let cores = if has_ranks { all } else { 1 };
+        let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+        while *free.get_or_insert(all) < cores {
+            free = FREED.wait(free).unwrap_or_else(PoisonError::into_inner);
+        }
+        *free = free.map(|free| free - cores);
+        Self(cores)
+    }
+}
+
+impl Drop for Share {
+    fn drop(&mut self) {
+        let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
+        *free = free.map(|free| free + self.0);
+        FREED.notify_all();
+    }
+}
+
+/// Starts a program in a process group of its own, when there are cores for it.
 pub fn start(command: &mut Command) -> Running {
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-    spawn(command, Some(turn))
+    let share = Share::of(command);
+    spawn(command, Some(share))
 }
 
 /// Starts a program that has to do with another one of the same test, which runs already.
@@ -113,12 +149,25 @@ pub fn start_beside(_first: &Running, command: &mut Command) -> Running {
     spawn(command, None)
 }
 
-fn spawn(command: &mut Command, turn: Option<MutexGuard<'static, ()>>) -> Running {
+fn spawn(command: &mut Command, share: Option<Share>) -> Running {
     let folder = tempfile::tempdir().unwrap();
     let file = |name| File::create(folder.path().join(name)).unwrap();
     command.stdin(std::process::Stdio::null()).stdout(file("stdout")).stderr(file("stderr")).process_group(0);
+    inherits_nothing(command);
     let child = command.spawn().unwrap_or_else(|e| panic!("{command:?}: {e}"));
-    Running { child, folder, _turn: turn }
+    Running { child, folder, _share: share }
+}
+
+/// HDF5 opens files without close-on-exec: a program that is started meanwhile would hold their locks.
+pub fn inherits_nothing(command: &mut Command) -> &mut Command {
+    // SAFETY: touches no memory.
+    let close =
+        || match unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, libc::CLOSE_RANGE_CLOEXEC) } {
+            0 => Ok(()),
+            _ => Err(std::io::Error::last_os_error()),
+        };
+    // SAFETY: one system call, on descriptors of the child.
+    unsafe { command.pre_exec(close) }
 }
 
 /// Runs a program to its end; panics with what it printed if that takes longer than [`LIMIT`].

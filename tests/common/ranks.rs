@@ -30,8 +30,10 @@ pub fn mpirun_with(
     (ended.status, ended.stdout + &ended.stderr)
 }
 
-/// What runs `test` of this program on some ranks.
+/// A command that runs `test` of this program on some ranks.
 pub fn command(test: &str, ranks: usize, ranks_per_node: usize) -> Command {
+    // Under another name nothing would run, and pass.
+    assert_eq!(launch::test_name(), test);
     let mut command = launch::mpirun(ranks);
     command.env("HPCTRAIN_RANKS_PER_NODE", ranks_per_node.to_string());
     command.arg(std::env::current_exe().unwrap()).env(ROLE, test);

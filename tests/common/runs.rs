@@ -112,9 +112,14 @@ impl RunFiles {
         self.lines("eval.jsonl", &["time"])
     }
 
-    /// The same without the name of the data: what other files of the same samples give.
+    /// The same without the name of the data, where one was evaluated: what other files of the same samples give.
     pub fn evaluated(&self) -> Vec<String> {
-        self.lines("eval.jsonl", &["time", "data"])
+        let nameless = |line: &String| {
+            let mut line: Value = serde_json::from_str(line).unwrap();
+            line.as_object_mut().unwrap().remove("data");
+            line.to_string()
+        };
+        self.evaluations().iter().map(nameless).collect()
     }
 
     fn lines(&self, name: &str, without: &[&str]) -> Vec<String> {

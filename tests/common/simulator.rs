@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-use super::launch::{Ended, finish};
+use super::launch::{Ended, finish, inherits_nothing, test_name};
 
 pub type Settings<'a> = &'a [(&'a str, &'a str)];
 
@@ -17,7 +17,7 @@ pub fn simulator() -> &'static Path {
     BUILT.get_or_init(|| {
         let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cudasim");
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cudasim/build.sh");
-        assert!(Command::new(script).arg(&out).status().unwrap().success());
+        assert!(inherits_nothing(Command::new(script).arg(&out)).status().unwrap().success());
         out
     })
 }
@@ -37,7 +37,7 @@ pub fn role() -> Option<String> {
 #[track_caller]
 pub fn child(settings: Settings, role: &str) -> Ended {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args([std::thread::current().name().unwrap(), "--exact", "--nocapture", "--include-ignored"]);
+    command.args([&*test_name(), "--exact", "--nocapture", "--include-ignored"]);
     finish(with_simulator(&mut command).env("CUDASIM_TEST_ROLE", role).envs(settings.iter().copied()))
 }
 

@@ -1,7 +1,5 @@
 //! Each way in which data can be unusable, and what the user is told about it.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests may fail like the tests")]
-
 use std::path::{Path, PathBuf};
 
 use hdf5::File;

@@ -1,17 +1,15 @@
 //! Folders of images become shards, and what cannot be imported an error.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::io::Cursor;
 use std::path::{Path, PathBuf};
 
-use common::launch::{finish, program};
 use hdf5::types::VarLenUnicode;
 use hpctrain::data::import::{ImportImages, Kept, NotFinite, import_images};
 use hpctrain::data::{Batch, DataSpec, Dataset, Ids, Split, Target, Wants, inspect, verify};
 use hpctrain::error::Error;
 use image::{DynamicImage, GrayImage, ImageFormat, Luma, LumaA, Rgb, RgbImage, Rgba};
+
+use crate::common::launch::{finish, program};
 
 fn kept(out: PathBuf) -> Kept {
     Kept { not_finite: NotFinite::Error, every: 5, shards: 1, normalize: false, out }

@@ -1,5 +1,4 @@
 //! However a file lays its elements out, samples are the same.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::path::Path;
 

@@ -1,15 +1,13 @@
 //! Several data sets in one stream.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::{Path, PathBuf};
 
-use common::launch::Transport::{Alone, Mpirun, Simulate};
-use common::runs::Run;
 use hpctrain::config::{Sources, load};
 use hpctrain::data::{DataSpec, Dataset, Loader, Order, Split};
 use hpctrain::train::feed;
+
+use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
+use crate::common::runs::Run;
 
 /// Shards of one number each: token `id`, in windows of 2.
 fn tokens(folder: &Path, id: u8, windows: usize, vocabulary: u64) -> PathBuf {

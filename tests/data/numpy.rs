@@ -1,5 +1,4 @@
 //! NumPy's arrays become shards, and malformed ones an error.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};

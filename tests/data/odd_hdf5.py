@@ -1,8 +1,8 @@
 """HDF5 files as others make them, each with what must become of it.
 
-    python3 tests/odd_hdf5.py DIRECTORY
+    python3 tests/data/odd_hdf5.py DIRECTORY
 
-writes the files with h5py and prints a JSON list of cases, for tests/odd_hdf5.rs:
+writes the files with h5py and prints a JSON list of cases, for tests/data/odd_hdf5.rs:
   name      the case; its file is DIRECTORY/name.h5
   classes   number of classes that the network tells apart, or values = number of values that it predicts
   input     shape of a row in the network

@@ -1,5 +1,4 @@
 //! HDF5 files as others make them: each is read right or refused by name, and none is called damaged that is not.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::path::Path;
 use std::process::Command;
@@ -7,6 +6,8 @@ use std::process::Command;
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, Split, Target, Wants, inspect, verify};
 use hpctrain::error::{Kind, Result};
 use serde_json::Value;
+
+use crate::common::launch::inherits_nothing;
 
 /// A Python that has h5py and numpy: the one that `PYTHON` names, with what `scripts/setup --test` has fetched or without, or
 /// the system's.
@@ -19,7 +20,7 @@ fn python() -> Option<Command> {
         python
     };
     let has_h5py = |mut python: Command| {
-        let tried = python.args(["-c", "import h5py, numpy"]).output();
+        let tried = inherits_nothing(python.args(["-c", "import h5py, numpy"])).output();
         tried.is_ok_and(|output| output.status.success())
     };
     let all: [&dyn Fn() -> Command; 3] =
@@ -29,8 +30,8 @@ fn python() -> Option<Command> {
 
 /// The files, in `folder`, and what must become of each; none where there is no Python with h5py.
 fn cases(folder: &Path) -> Option<Vec<Value>> {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/odd_hdf5.py");
-    let made = python()?.arg(script).arg(folder).output().unwrap();
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/odd_hdf5.py");
+    let made = inherits_nothing(python()?.arg(script).arg(folder)).output().unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
     Some(serde_json::from_slice(&made.stdout).unwrap())
 }

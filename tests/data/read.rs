@@ -1,7 +1,5 @@
 //! From text to shards to samples, and files of foreign make.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests may fail like the tests")]
-
 use std::path::Path;
 use std::time::Duration;
 

@@ -1,14 +1,8 @@
 //! Weights of samples: what they make of a gradient, where they come from, and the bits of one rank in every layout.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::runs::Run;
-use common::{Cut, distance, engine_on, gradients};
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, Deviation, Memory};
 use hpctrain::comm;
@@ -21,6 +15,10 @@ use hpctrain::nn::loss::Loss;
 use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::runs::Run;
+use crate::common::{Cut, distance, engine_on, gradients};
 
 fn kept(out: PathBuf) -> Kept {
     Kept { not_finite: NotFinite::Error, every: 4, shards: 2, normalize: false, out }
@@ -344,7 +342,7 @@ fn weights_have_the_bits_of_one_rank_in_every_layout() {
     let plain = run(Alone, "plain", &none, "");
     run(Mpirun(2), "ones", &ones, "").same_numbers_as(&plain, 6, "ones");
     run(Alone, "off", &some, "data.weights=").same_numbers_as(&plain, 6, "off");
-    let losses = |files: &common::runs::RunFiles| files.numbers("metrics.jsonl", "loss");
+    let losses = |files: &crate::common::runs::RunFiles| files.numbers("metrics.jsonl", "loss");
     assert!(losses(&one).iter().zip(losses(&plain)).all(|(weighted, plain)| (weighted - plain).abs() > 1e-3));
     // Evaluations go without: before anything is learned, they are alike.
     let start = |name, data| run(Alone, name, data, "run.steps=1 optimizer.lr=1e-30").evaluated();

@@ -1,5 +1,4 @@
 //! Rows with targets: import, reading, and what is said of data that cannot be trained on.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};

@@ -1,7 +1,4 @@
 //! Shards copied to a disk of the node's own.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::fs::Permissions;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown};
@@ -9,10 +6,11 @@ use std::os::unix::process::CommandExt as _;
 use std::path::Path;
 use std::process::Command;
 
-use common::launch::Transport::{Alone, Mpirun, Simulate};
-use common::launch::finish;
-use common::runs::Run;
 use hpctrain::data::{DataSpec, Dataset, Split};
+
+use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
+use crate::common::launch::finish;
+use crate::common::runs::Run;
 
 /// Three shards of 640 ids below 5.
 fn shards(folder: &Path) {
@@ -80,7 +78,7 @@ fn users_share_a_disk_and_trust_only_their_own_copies() {
     open(&disk, 0o1777);
     // They may not look where the tests were built.
     let program = root.path().join("hpctrain");
-    std::fs::copy(common::program(), &program).unwrap();
+    std::fs::copy(crate::common::program(), &program).unwrap();
     let settings = [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
     let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
     let by = |user: u32, name: &str| {

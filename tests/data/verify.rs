@@ -1,7 +1,5 @@
 //! Damage of every sort is found and located.
 
-#![allow(clippy::unwrap_used, reason = "helpers of tests may fail like the tests")]
-
 use std::path::{Path, PathBuf};
 
 use hdf5::File;

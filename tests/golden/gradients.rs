@@ -1,9 +1,5 @@
 //! Every gradient of every network by finite differences, through the whole step.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
-use common::{Cut, engine, gradients, micro, parameters};
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, Memory};
 use hpctrain::comm;
@@ -16,6 +12,8 @@ use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
 use hpctrain::random::derive;
+
+use crate::common::{Cut, engine, gradients, micro, parameters};
 
 const TIME: usize = 6;
 const SEQUENCES: usize = 3;

@@ -1,15 +1,9 @@
 //! GPT-2 and Llama as Hugging Face's transformers saves it: its logits, its bytes, and files that are something else.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use common::launch::{finish, program};
-use common::runs::json;
-use common::{Cut, engine, micro};
 use half::bf16;
 use hpctrain::backend::Backend as _;
 use hpctrain::backend::cpu::Cpu;
@@ -22,6 +16,10 @@ use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
 use safetensors::{Dtype, SafeTensors, View};
 use serde_json::Value;
+
+use crate::common::launch::{finish, program};
+use crate::common::runs::json;
+use crate::common::{Cut, engine, micro};
 
 /// A folder of `tests/golden/`: what `save_pretrained` wrote, and the logits.
 fn golden(name: &str) -> PathBuf {

@@ -1,10 +1,5 @@
 //! Networks by layers against PyTorch: outputs, losses, metrics and every gradient, on every device.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
-use common::simulator::under;
-use common::{Cut, distance, engine_on, floats, golden, gradients, ids, numbers};
 use hdf5::types::FixedAscii;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
@@ -16,6 +11,9 @@ use hpctrain::nn::loss::Loss;
 use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
+
+use crate::common::simulator::under;
+use crate::common::{Cut, distance, engine_on, floats, golden, gradients, ids, numbers};
 
 /// How far a device may be from PyTorch's f64.
 #[derive(Clone, Copy)]

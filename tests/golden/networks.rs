@@ -1,10 +1,5 @@
 //! Every network against PyTorch: logits, loss, every gradient, ten steps of two optimizers, on every device.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
-use common::simulator::under;
-use common::{Cut, distance, engine_on, floats, golden, gradients, ids, micro, numbers, parameters};
 use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
@@ -17,6 +12,9 @@ use hpctrain::nn::loss::Loss;
 use hpctrain::optim::{Rule, Schedule, Shape};
 use hpctrain::parallel::{Hyper, Zero};
 use hpctrain::train::Engine;
+
+use crate::common::simulator::under;
+use crate::common::{Cut, distance, engine_on, floats, golden, gradients, ids, micro, numbers, parameters};
 
 const ONE: Mesh = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
 

@@ -1,14 +1,12 @@
 //! Update rules against PyTorch's: ten steps of each, on every device. AdamW and SGD are in `golden_networks.rs`.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
-use common::simulator::under;
-use common::{distance, floats, golden, numbers};
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::backend::{Elementwise, Kernels, Memory};
 use hpctrain::optim::{Rule, Update};
+
+use crate::common::simulator::under;
+use crate::common::{distance, floats, golden, numbers};
 
 const RULES: [(&str, Rule); 6] = [
     ("adam", Rule::Elementwise(Elementwise::Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8 })),

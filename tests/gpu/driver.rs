@@ -1,15 +1,12 @@
 //! The CPU simulator of CUDA (`tests/cudasim/`): that it computes what a GPU would, and finds the mistakes it is there
 //! to find. Its libraries are found through `LD_LIBRARY_PATH`, so each test runs its body in a process of its own.
-#![allow(clippy::unwrap_used, clippy::undocumented_unsafe_blocks, reason = "a failure is the test's failure")]
-
-mod common;
+#![allow(clippy::undocumented_unsafe_blocks, reason = "every call of the driver is one")]
 
 use std::ffi::{CString, c_char, c_void};
 use std::ptr::null_mut;
 use std::sync::Arc;
 use std::time::Instant;
 
-use common::simulator::{Settings, child, role, under};
 use cudarc::cublaslt::sys as lt;
 use cudarc::driver::sys::{CUresult, CUstreamCaptureMode};
 use cudarc::driver::{
@@ -19,12 +16,14 @@ use cudarc::driver::{result, sys};
 use cudarc::nvrtc::{Ptx, sys as nvrtc};
 use half::bf16;
 
-const BASIC: &str = include_str!("cudasim/kernels/basic.cu");
-const TENSOR: &str = include_str!("cudasim/kernels/tensor.cu");
-const FAULTS: &str = include_str!("cudasim/kernels/faults.cu");
+use crate::common::simulator::{Settings, child, role, under};
+
+const BASIC: &str = include_str!("../cudasim/kernels/basic.cu");
+const TENSOR: &str = include_str!("../cudasim/kernels/tensor.cu");
+const FAULTS: &str = include_str!("../cudasim/kernels/faults.cu");
 const HEADERS: [(&str, &str); 2] = [
-    ("common.cuh", include_str!("../src/backend/cuda/kernels/common.cuh")),
-    ("ptx.cuh", include_str!("../src/backend/cuda/kernels/ptx.cuh")),
+    ("common.cuh", include_str!("../../src/backend/cuda/kernels/common.cuh")),
+    ("ptx.cuh", include_str!("../../src/backend/cuda/kernels/ptx.cuh")),
 ];
 
 /// The ways in which work may be ordered and watched. All must give the same results.
@@ -878,7 +877,7 @@ fn matrix_products_and_epilogues_match_f64() {
 
 // ---- speed --------------------------------------------------------------------------------------------------------
 
-/// Prints how long the simulator takes: `cargo test --release --test cudasim -- --ignored --nocapture speed`.
+/// Prints how long the simulator takes: `cargo test --release --test gpu -- --ignored --nocapture speed`.
 #[test]
 #[ignore = "a measurement"]
 fn speed() {

@@ -1,14 +1,11 @@
 //! The table of layouts on GPUs, in their simulator: every row gives the bits of one rank, whether messages are staged
 //! through the host or MPI is given addresses of the device.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
-use common::launch::Transport::{Alone, Mpirun, Simulate};
-use common::launch::finish;
-use common::layouts::{Row, SAME, give_the_same_bits};
-use common::runs::Run;
-use common::simulator::with_simulator;
+use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
+use crate::common::launch::finish;
+use crate::common::layouts::{Row, SAME, give_the_same_bits};
+use crate::common::runs::Run;
+use crate::common::simulator::with_simulator;
 
 const STEPS: u64 = 3;
 

@@ -1,14 +1,11 @@
 //! The banner's promise of GPU memory against what a run took of it, in the GPU's simulator.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::Path;
 
-use common::launch::Transport::{self, Alone, Mpirun};
-use common::launch::{Ended, finish};
-use common::runs::{Run, json};
-use common::simulator::with_simulator;
+use crate::common::launch::Transport::{self, Alone, Mpirun};
+use crate::common::launch::{Ended, finish};
+use crate::common::runs::{Run, json};
+use crate::common::simulator::with_simulator;
 
 /// A network whose own memory is several times that of one activation.
 const BIG: [&str; 10] = [

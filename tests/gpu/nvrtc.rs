@@ -1,15 +1,13 @@
 //! Every kernel compiles with NVIDIA's own compiler for the oldest and the newest device that is aimed at. It needs no
 //! GPU. `scripts/setup --test` fetches it where it can; without it the test is skipped, and says so.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::Path;
 use std::process::Command;
 
-use common::launch::finish;
 use hpctrain::backend::cuda::libraries;
 use hpctrain::backend::cuda::program::{KERNELS, Variant, compile};
+
+use crate::common::launch::{finish, test_name};
 
 /// Set in the process that finds the compiler.
 const ROLE: &str = "NVRTC_TEST_ROLE";
@@ -25,7 +23,7 @@ fn every_kernel_compiles() {
         return;
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["every_kernel_compiles", "--exact", "--nocapture"]).env("LD_LIBRARY_PATH", folder);
+    command.args([&*test_name(), "--exact", "--nocapture"]).env("LD_LIBRARY_PATH", folder);
     finish(command.env(ROLE, "compile")).succeeded();
 }
 

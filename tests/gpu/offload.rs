@@ -1,14 +1,11 @@
 //! `optimizer.offload` on GPUs, in their simulator: where masters and moments are makes no difference to any bit.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::Path;
 
-use common::launch::Transport::{self, Alone, Mpirun};
-use common::launch::finish;
-use common::runs::{Run, RunFiles};
-use common::simulator::{Settings, with_simulator};
+use crate::common::launch::Transport::{self, Alone, Mpirun};
+use crate::common::launch::finish;
+use crate::common::runs::{Run, RunFiles};
+use crate::common::simulator::{Settings, with_simulator};
 
 const STEPS: u64 = 4;
 
@@ -53,7 +50,7 @@ fn every_stage(precision: &str, sims: [Settings; 4]) {
             there.same_as(&here, STEPS, &format!("{precision}, ZeRO {zero} on {transport:?}, {sim:?}"));
             assert_eq!(there.tensors(2), here.tensors(2), "{name}: the checkpoint before the last");
             // It was not the device that held them.
-            let peaks = common::runs::json(&there.path("run.json"))["peak_bytes"].clone();
+            let peaks = crate::common::runs::json(&there.path("run.json"))["peak_bytes"].clone();
             assert!(peaks["optimizer"] == 0 && peaks["offloaded"].as_u64().unwrap() > 0, "{name}: {peaks}");
         }
     }

@@ -1,17 +1,15 @@
 //! Training on GPUs, in their simulator: the same curve as the CPU's, in every layout and on every way of messages; and
 //! what is said where no GPU can do what is asked.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::Path;
 use std::process::Command;
 
-use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{Ended, finish};
-use common::runs::{Run, RunFiles};
-use common::simulator::{Settings, simulator, with_simulator};
 use sha2::{Digest as _, Sha256};
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::{Ended, finish};
+use crate::common::runs::{Run, RunFiles};
+use crate::common::simulator::{Settings, simulator, with_simulator};
 
 const STEPS: u64 = 4;
 

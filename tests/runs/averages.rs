@@ -1,15 +1,12 @@
 //! `optimizer.ema`: a running average of the parameters is kept, evaluated, restored, and changes no bit of the training.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{finish, program};
-use common::runs::{Run, RunFiles, json};
-use common::simulator::with_simulator;
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::{finish, program};
+use crate::common::runs::{Run, RunFiles, json};
+use crate::common::simulator::with_simulator;
 
 const EMA: &str = "optimizer.ema=0.75";
 const STEPS: u64 = 6;

@@ -1,16 +1,14 @@
 //! Checkpoints as `docs/checkpoint-format.md` describes them, read without this program's reader.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
-use common::launch::Transport::Mpirun;
-use common::launch::finish;
-use common::runs::{Run, json, tensors};
 use serde_json::Value;
+
+use crate::common::launch::Transport::Mpirun;
+use crate::common::launch::{finish, inherits_nothing};
+use crate::common::runs::{Run, json, tensors};
 
 const BLOCK: usize = 1 << 20;
 
@@ -110,7 +108,7 @@ fn the_documented_format_suffices() {
 /// The script in the documentation finds the same, where there is a Python with h5py and numpy: `PYTHON` says which.
 fn the_script_agrees(dir: &Path, rebuilt: &BTreeMap<String, Vec<f32>>) {
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".into());
-    let libraries = Command::new(&python).args(["-c", "import h5py, numpy"]).output();
+    let libraries = inherits_nothing(Command::new(&python).args(["-c", "import h5py, numpy"])).output();
     if !libraries.is_ok_and(|output| output.status.success()) {
         println!("skipped: {python} has no h5py and numpy");
         return;

@@ -1,15 +1,13 @@
 //! `hpctrain checkpoint`: what it says of good checkpoints, of damaged ones, and of those that others made.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::Path;
 
-use common::launch::Transport::{Alone, Mpirun};
-use common::launch::{Ended, finish, program};
-use common::runs::{Run, RunFiles, copy, json};
 use hpctrain::checkpoint::{Checkpoints, Reader};
 use serde_json::Value;
+
+use crate::common::launch::Transport::{Alone, Mpirun};
+use crate::common::launch::{Ended, finish, program};
+use crate::common::runs::{Run, RunFiles, copy, json};
 
 /// Saves and evaluates every second of six steps.
 const SETTINGS: [&str; 4] = ["checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "parallel.lanes=2"];

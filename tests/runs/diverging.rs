@@ -1,8 +1,9 @@
 //! Losses and gradients that are not finite: skipped, counted, and the end of the run when they stay.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::path::Path;
 use std::process::{Command, Output};
+
+use crate::common::launch::inherits_nothing;
 
 const TINY: [&str; 8] = [
     "model.layers=1",
@@ -21,7 +22,7 @@ fn run(root: &Path, arguments: &[&str], settings: &[&str]) -> Output {
     for setting in TINY.iter().chain(settings) {
         command.args(["--set", setting]);
     }
-    command.output().unwrap()
+    inherits_nothing(&mut command).output().unwrap()
 }
 
 fn records(root: &Path) -> Vec<serde_json::Value> {

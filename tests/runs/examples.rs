@@ -1,15 +1,13 @@
 //! The programs in `examples/`, alone and on two ranks. `cargo test` builds them; before a part of the tests,
 //! `cargo build --examples` does.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use common::launch::{Ended, finish, mpirun, program};
-use common::runs::{json, tensors};
 use serde_json::Value;
+
+use crate::common::launch::{Ended, finish, mpirun, program};
+use crate::common::runs::{json, tensors};
 
 /// Where `cargo` puts an example: beside the tests.
 fn example(name: &str) -> PathBuf {

@@ -1,5 +1,4 @@
 //! Hooks of a run: what they are told, how they stop it, how they fail; on one rank and on two.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;

@@ -2,13 +2,10 @@
 //!
 //! Where sums are the same tree everywhere, the results have the same bits: the table is in `common/layouts.rs`.
 //! Otherwise sums are taken in another order and the results are close.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
-use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::layouts::{SAME, give_the_same_bits};
-use common::runs::{Run, json};
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::layouts::{SAME, give_the_same_bits};
+use crate::common::runs::{Run, json};
 
 /// Steps of a run.
 const STEPS: u64 = 6;

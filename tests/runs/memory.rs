@@ -1,11 +1,9 @@
 //! The banner's promise of memory against what the process took.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
-use common::launch::Transport::{self, Alone, Mpirun};
-use common::runs::Run;
 use serde_json::Value;
+
+use crate::common::launch::Transport::{self, Alone, Mpirun};
+use crate::common::runs::Run;
 
 /// A network whose own memory is several times that of the program.
 const BIG: [&str; 9] = [

@@ -1,12 +1,8 @@
 //! Bytes of parameters, gradients and optimizer state a rank: measured, by formula, and as docs/benchmarks.md has them.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::fmt::Write as _;
 use std::path::Path;
 
-use common::{Cut, engine, micro};
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, Memory};
 use hpctrain::layout::UnitLayout;
@@ -16,6 +12,8 @@ use hpctrain::nn::gpt::Gpt;
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{Hyper, Zero};
 use hpctrain::train::on_threads;
+
+use crate::common::{Cut, engine, micro};
 
 /// Small, and of many blocks, as networks are that one shards.
 const GPT: Gpt = Gpt { layers: 12, heads: 2, width: 64, context: 8, vocabulary: 64, bias: true, dropout: 0.0 };
@@ -67,7 +65,7 @@ fn computed(ranks: usize, zero: Zero) -> f64 {
     }
 }
 
-const BEGIN: &str = "<!-- measured by tests/memory_table.rs -->\n";
+const BEGIN: &str = "<!-- measured by tests/runs/memory_table.rs -->\n";
 const END: &str = "<!-- end -->\n";
 
 #[test]
@@ -97,5 +95,8 @@ fn memory_follows_the_formula() {
         std::fs::write(&path, format!("{before}{BEGIN}{table}{END}{after}")).unwrap();
         return;
     }
-    assert_eq!(there, table, "docs/benchmarks.md is out of date; write it: UPDATE=1 cargo test --test memory_table");
+    assert_eq!(
+        there, table,
+        "docs/benchmarks.md is out of date; write it: UPDATE=1 cargo test --test runs memory_table"
+    );
 }

@@ -1,15 +1,13 @@
 //! Every family of networks in every layout: the bits of one rank, on CPUs and simulated GPUs, resumed and evaluated.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::path::Path;
 
-use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{finish, mpirun, program};
-use common::runs::{Run, RunFiles, copy, json};
-use common::simulator::with_simulator;
 use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::{finish, mpirun, program};
+use crate::common::runs::{Run, RunFiles, copy, json};
+use crate::common::simulator::with_simulator;
 
 /// A network: its name, and the settings that make it.
 struct Network {
@@ -311,7 +309,7 @@ fn predictions_are_in_the_order_of_the_rows() {
                 None => program(&args),
                 Some(ranks) => {
                     let mut command = mpirun(ranks);
-                    command.arg(common::program()).args(&args);
+                    command.arg(crate::common::program()).args(&args);
                     command
                 }
             };
@@ -546,7 +544,7 @@ fn any_checkpoint_is_measured_on_any_data_and_no_run_is_touched() {
         for ranks in [1, 2, 3] {
             let mut command = if ranks == 1 { program(["eval"]) } else { mpirun(ranks) };
             if ranks > 1 {
-                command.arg(common::program()).arg("eval");
+                command.arg(crate::common::program()).arg("eval");
             }
             let ended = finish(command.arg("--checkpoint").arg(&files.0).arg("--json")).succeeded();
             let found: serde_json::Value =

@@ -1,18 +1,16 @@
 //! Interrupted runs: continued, they leave what the uninterrupted run leaves, bit by bit.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{Ended, finish, processes, program, rank_of, send, start};
-use common::runs::{Run, RunFiles, copy, json};
 use hpctrain::checkpoint::Reader;
 use hpctrain::data::TokenizerKind;
 use hpctrain::data::import::{ImportText, import_text};
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::{Ended, finish, processes, program, rank_of, send, start};
+use crate::common::runs::{Run, RunFiles, copy, json};
 
 /// Steps of the uninterrupted run. It saves and evaluates every third.
 const STEPS: u64 = 9;

@@ -1,14 +1,12 @@
 //! What a run tells of its time: the parts of every step, and ranks that keep the others waiting.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::time::Duration;
 
-use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::{LIMIT, signal, start};
-use common::runs::Run;
 use serde_json::Value;
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::{LIMIT, signal, start};
+use crate::common::runs::Run;
 
 #[test]
 fn the_parts_of_a_step_add_up() {

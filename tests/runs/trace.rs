@@ -1,14 +1,12 @@
 //! `--trace`: one file with what all ranks did, on one clock.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
-
-mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use common::launch::finish;
-use common::runs::{Run, json};
 use serde_json::Value;
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::finish;
+use crate::common::runs::{Run, json};
 
 /// A piece of time on a thread of a rank, in microseconds.
 struct Span {

@@ -1,9 +1,6 @@
 //! `hpctrain verify`: what it finds equal, what it finds different, what it refuses.
-#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
-mod common;
-
-use common::launch::{Ended, finish, program};
+use crate::common::launch::{Ended, finish, program};
 
 /// A network that takes a step in a millisecond, at a rate that moves the weights from the first.
 const TINY: [&str; 9] = [

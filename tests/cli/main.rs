@@ -1,0 +1,10 @@
+//! The command line: commands and their output, refused input, the doctor, the script that sets a machine up.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod bad_input;
+mod commands;
+mod doctor;
+mod setup;
+
+#[path = "../common/mod.rs"]
+mod common;

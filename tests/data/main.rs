@@ -1,0 +1,17 @@
+//! What is read: shards, imports, files of other programs, mixing, staging, checksums, weights of samples.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod errors;
+mod images;
+mod layouts;
+mod mix;
+mod numpy;
+mod odd_hdf5;
+mod read;
+mod sample_weights;
+mod samples;
+mod stage;
+mod verify;
+
+#[path = "../common/mod.rs"]
+mod common;

@@ -1,0 +1,11 @@
+//! Numbers of PyTorch, and derivatives by finite differences: kernels, layers, networks, optimizers, Hugging Face files.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod gradients;
+mod huggingface;
+mod layers;
+mod networks;
+mod optimizers;
+
+#[path = "../common/mod.rs"]
+mod common;

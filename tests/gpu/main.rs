@@ -1,0 +1,12 @@
+//! The CUDA backend, on a simulator of the driver (`tests/cudasim/`), or on a GPU with `HPCTRAIN_TEST_GPU=1`.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod driver;
+mod layouts;
+mod memory;
+mod nvrtc;
+mod offload;
+mod training;
+
+#[path = "../common/mod.rs"]
+mod common;

@@ -1,0 +1,20 @@
+//! Whole training runs: what they leave, how they go on, the same bits in every layout.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+mod averages;
+mod checkpoint_format;
+mod checkpoints;
+mod diverging;
+mod examples;
+mod hooks;
+mod layouts;
+mod memory;
+mod memory_table;
+mod networks;
+mod resume;
+mod step_times;
+mod trace;
+mod verify;
+
+#[path = "../common/mod.rs"]
+mod common;
