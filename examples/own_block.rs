@@ -71,11 +71,11 @@ impl<B: Kernels> Block<B> for Adapter {
         let (b, rows) = (cx.backend, cx.micro.rows());
         let [down, up] = split::<B, 2>(params.own, self.lens());
         let no_bias = B::cut(up, 0).0;
-        let mut h = b.alloc(Memory::Activations, rows * self.inner)?;
+        let mut h = b.alloc(MemoryKind::Activations, rows * self.inner)?;
         b.linear(self.down(rows), B::all(x), down, no_bias, B::all_mut(&mut h))?;
-        let mut a = b.alloc(Memory::Activations, rows * self.inner)?;
+        let mut a = b.alloc(MemoryKind::Activations, rows * self.inner)?;
         b.activation(Activation::Silu, B::all(&h), B::all_mut(&mut a))?;
-        let mut y = b.alloc(Memory::Activations, rows * self.width)?;
+        let mut y = b.alloc(MemoryKind::Activations, rows * self.width)?;
         b.linear(self.up(rows), B::all(&a), up, no_bias, B::all_mut(&mut y))?;
         b.add(B::all(x), B::all_mut(&mut y))?;
         Ok((y, vec![h, a]))
@@ -94,13 +94,13 @@ impl<B: Kernels> Block<B> for Adapter {
         let [down, up] = split::<B, 2>(params.own, self.lens());
         let add = !grads.first;
         let [ddown, dup] = split_mut::<B, 2>(grads.own, self.lens());
-        let mut no_bias = b.alloc_f32(Memory::Activations, 0)?;
+        let mut no_bias = b.alloc_f32(MemoryKind::Activations, 0)?;
         b.linear_backward_weight(self.up(rows), B::all(&dy), B::all(a), dup, B::all_mut(&mut no_bias), add)?;
-        let mut dh = b.alloc(Memory::Activations, rows * self.inner)?;
+        let mut dh = b.alloc(MemoryKind::Activations, rows * self.inner)?;
         b.linear_backward_input(self.up(rows), B::all(&dy), up, B::all_mut(&mut dh))?;
         b.activation_backward(Activation::Silu, B::all(h), B::all_mut(&mut dh))?;
         b.linear_backward_weight(self.down(rows), B::all(&dh), B::all(x), ddown, B::all_mut(&mut no_bias), add)?;
-        let mut dx = b.alloc(Memory::Activations, rows * self.width)?;
+        let mut dx = b.alloc(MemoryKind::Activations, rows * self.width)?;
         b.linear_backward_input(self.down(rows), B::all(&dh), down, B::all_mut(&mut dx))?;
         b.add(B::all(&dy), B::all_mut(&mut dx))?;
         Ok(dx)

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::cpu::{Cpu, Products};
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices};
 use crate::backend::{Backend, readable};
-use crate::comm::{Comm, Route};
+use crate::comm::{Comm, PathSetting};
 use crate::config::{Compute, Config, DeviceChoice, Plan};
 use crate::error::{Error, Result};
 use crate::topology::{Topology, parse_list};
@@ -119,7 +119,7 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
         others.filter(|&other| seen(other).id == seen(rank).id).collect()
     };
     let crowd = (0..chosen.len()).map(sharers).find(|ranks| ranks.len() > 1);
-    if let (Route::Nccl, Some(ranks)) = (config.comm.path, crowd) {
+    if let (PathSetting::Nccl, Some(ranks)) = (config.comm.path, crowd) {
         let (Seen { name, pci, .. }, host) = (seen(ranks[0]), topology.host(ranks[0]));
         let ranks: Vec<_> = ranks.iter().map(usize::to_string).collect();
         let message = format!("ranks {} on {host} share {name} at {pci}", ranks.join(", "));

@@ -1,7 +1,7 @@
 //! What most programs that use this crate need, in one line: `use hpctrain::prelude::*;`.
 
 pub use crate::backend::cpu::Cpu;
-pub use crate::backend::{Backend, Kernels, Memory};
+pub use crate::backend::{Backend, Kernels, MemoryKind};
 pub use crate::checkpoint::Progress;
 pub use crate::comm::{Comm, Group};
 pub use crate::config::{Config, Plan, Sources, load};
@@ -11,7 +11,7 @@ pub use crate::evaluate::{Evaluator, Measures};
 pub use crate::job::start;
 pub use crate::layout::{Init, Tensor};
 pub use crate::nn::{Block, Context, Grads, Micro, Params};
-pub use crate::parallel::{Hyper, Synced};
+pub use crate::parallel::{Hyper, ReducedStep};
 pub use crate::telemetry::metrics::Step;
 pub use crate::train::feed::{self, Feed};
 pub use crate::train::{

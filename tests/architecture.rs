@@ -47,11 +47,11 @@ const UNSAFE: [&str; 29] = [
     "backend/cuda/nccl.rs",
     "backend/cuda/pinned.rs",
     "backend/cuda/pool.rs",
-    "backend/cuda/port.rs",
+    "backend/cuda/device_copies.rs",
     "backend/cuda/program.rs",
     "backend/cuda/scalar.rs",
     "backend/library.rs",
-    "backend/port.rs",
+    "backend/device_copies.rs",
     "checkpoint/writeback.rs",
     "comm/mpi/exchange.rs",
     "comm/mpi/mod.rs",
@@ -189,7 +189,7 @@ fn unsafe_code_stays_where_it_is() {
 fn paths_are_read() {
     assert_eq!(used("comm::{self, Comm};"), ["comm"]);
     assert_eq!(
-        used("{backend::{Kernels, Memory}, comm, error::{Error, Result}};\nuse std"),
+        used("{backend::{Kernels, MemoryKind}, comm, error::{Error, Result}};\nuse std"),
         ["backend", "comm", "error"]
     );
     assert_eq!(code("a // crate::b\nc\n"), "a \nc\n");

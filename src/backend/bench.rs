@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use super::{Activation, AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, LossWeights, Memory, Norm};
+use super::{Activation, AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, LossWeights, MemoryKind, Norm};
 use crate::error::{Error, Result};
 use crate::random::Stream;
 
@@ -143,7 +143,7 @@ pub fn operations<B: Kernels>(
 ) -> Result<()> {
     let mut pattern = vec![0.0; sizes.copied.min(1 << 20)];
     Stream::new(1).fill_normal(&mut pattern);
-    let pattern = backend.upload_f32(Memory::Activations, &pattern)?;
+    let pattern = backend.upload_f32(MemoryKind::Activations, &pattern)?;
     let mut bench = Bench { backend, sizes, batches: batches.max(1), pattern, see };
     bench.memory()?;
     for &rows in &sizes.rows {
@@ -362,8 +362,8 @@ impl<B: Kernels> Bench<'_, B> {
     fn operand(&self, tensor: &Tensor) -> Result<B::Buf> {
         let backend = self.backend;
         let mut buffer = match tensor.is_wide {
-            true => backend.alloc_f32(Memory::Activations, tensor.len)?,
-            false => backend.alloc(Memory::Activations, tensor.len)?,
+            true => backend.alloc_f32(MemoryKind::Activations, tensor.len)?,
+            false => backend.alloc(MemoryKind::Activations, tensor.len)?,
         };
         if tensor.is_wide {
             // Sums begin at nothing, and second moments are not below it.

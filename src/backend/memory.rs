@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// What a buffer is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Memory {
+pub enum MemoryKind {
     /// Weights, and their f32 masters where the two differ.
     Parameters,
     /// Flat gradients, which are also the send buffers.
@@ -25,32 +25,32 @@ pub enum Memory {
     Workspace,
 }
 
-impl Memory {
+impl MemoryKind {
     /// Every category, in the order of reports.
-    pub const ALL: [Memory; 9] = [
-        Memory::Parameters,
-        Memory::Gradients,
-        Memory::Optimizer,
-        Memory::Offloaded,
-        Memory::Activations,
-        Memory::Communication,
-        Memory::Data,
-        Memory::Checkpoint,
-        Memory::Workspace,
+    pub const ALL: [MemoryKind; 9] = [
+        MemoryKind::Parameters,
+        MemoryKind::Gradients,
+        MemoryKind::Optimizer,
+        MemoryKind::Offloaded,
+        MemoryKind::Activations,
+        MemoryKind::Communication,
+        MemoryKind::Data,
+        MemoryKind::Checkpoint,
+        MemoryKind::Workspace,
     ];
 
     /// The word for it in reports.
     pub fn name(self) -> &'static str {
         match self {
-            Memory::Parameters => "parameters",
-            Memory::Gradients => "gradients",
-            Memory::Optimizer => "optimizer",
-            Memory::Offloaded => "offloaded",
-            Memory::Activations => "activations",
-            Memory::Communication => "communication",
-            Memory::Data => "data",
-            Memory::Checkpoint => "checkpoint",
-            Memory::Workspace => "workspace",
+            MemoryKind::Parameters => "parameters",
+            MemoryKind::Gradients => "gradients",
+            MemoryKind::Optimizer => "optimizer",
+            MemoryKind::Offloaded => "offloaded",
+            MemoryKind::Activations => "activations",
+            MemoryKind::Communication => "communication",
+            MemoryKind::Data => "data",
+            MemoryKind::Checkpoint => "checkpoint",
+            MemoryKind::Workspace => "workspace",
         }
     }
 }
@@ -58,8 +58,8 @@ impl Memory {
 /// Counts live and peak bytes by category.
 #[derive(Debug, Default)]
 pub struct Ledger {
-    live: [AtomicUsize; Memory::ALL.len()],
-    peak: [AtomicUsize; Memory::ALL.len()],
+    live: [AtomicUsize; MemoryKind::ALL.len()],
+    peak: [AtomicUsize; MemoryKind::ALL.len()],
     total: AtomicUsize,
     total_peak: AtomicUsize,
     fresh: AtomicUsize,
@@ -67,7 +67,7 @@ pub struct Ledger {
 
 impl Ledger {
     /// Notes an allocation.
-    pub fn take(&self, what: Memory, bytes: usize) {
+    pub fn take(&self, what: MemoryKind, bytes: usize) {
         let now = self.live[what as usize].fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak[what as usize].fetch_max(now, Ordering::Relaxed);
         let total = self.total.fetch_add(bytes, Ordering::Relaxed) + bytes;
@@ -75,13 +75,13 @@ impl Ledger {
     }
 
     /// Notes a release.
-    pub fn give(&self, what: Memory, bytes: usize) {
+    pub fn give(&self, what: MemoryKind, bytes: usize) {
         self.live[what as usize].fetch_sub(bytes, Ordering::Relaxed);
         self.total.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Notes that something that was counted with `before` bytes has `now`.
-    pub fn resize(&self, what: Memory, before: usize, now: usize) {
+    pub fn resize(&self, what: MemoryKind, before: usize, now: usize) {
         match now.checked_sub(before) {
             Some(more) => self.take(what, more),
             None => self.give(what, before - now),
@@ -99,12 +99,12 @@ impl Ledger {
     }
 
     /// Bytes live now.
-    pub fn live(&self, what: Memory) -> usize {
+    pub fn live(&self, what: MemoryKind) -> usize {
         self.live[what as usize].load(Ordering::Relaxed)
     }
 
     /// The most bytes that were live at once.
-    pub fn peak(&self, what: Memory) -> usize {
+    pub fn peak(&self, what: MemoryKind) -> usize {
         self.peak[what as usize].load(Ordering::Relaxed)
     }
 
@@ -115,7 +115,7 @@ impl Ledger {
 
     /// What is live, for people: `parameters 3.1 MiB, gradients 3.1 MiB`.
     pub fn live_by_category(&self) -> String {
-        let parts = Memory::ALL.iter().filter(|what| self.live(**what) > 0);
+        let parts = MemoryKind::ALL.iter().filter(|what| self.live(**what) > 0);
         let parts: Vec<String> = parts.map(|what| format!("{} {}", what.name(), readable(self.live(*what)))).collect();
         if parts.is_empty() { "nothing".into() } else { parts.join(", ") }
     }
@@ -140,14 +140,14 @@ mod tests {
     #[test]
     fn peak_remembers() {
         let ledger = Ledger::default();
-        ledger.take(Memory::Data, 100);
-        ledger.take(Memory::Data, 50);
-        ledger.give(Memory::Data, 100);
-        assert_eq!((ledger.live(Memory::Data), ledger.peak(Memory::Data)), (50, 150));
-        assert_eq!(ledger.live(Memory::Gradients), 0);
-        ledger.resize(Memory::Data, 50, 20);
-        ledger.take(Memory::Gradients, 100);
-        assert_eq!((ledger.live(Memory::Data), ledger.total_peak()), (20, 150));
+        ledger.take(MemoryKind::Data, 100);
+        ledger.take(MemoryKind::Data, 50);
+        ledger.give(MemoryKind::Data, 100);
+        assert_eq!((ledger.live(MemoryKind::Data), ledger.peak(MemoryKind::Data)), (50, 150));
+        assert_eq!(ledger.live(MemoryKind::Gradients), 0);
+        ledger.resize(MemoryKind::Data, 50, 20);
+        ledger.take(MemoryKind::Gradients, 100);
+        assert_eq!((ledger.live(MemoryKind::Data), ledger.total_peak()), (20, 150));
         assert_eq!(ledger.live_by_category(), "gradients 100 B, data 20 B");
     }
 

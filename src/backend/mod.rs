@@ -6,10 +6,10 @@
 pub mod bench;
 pub mod cpu;
 pub mod cuda;
+mod device_copies;
 mod kernels;
 mod library;
 mod memory;
-mod port;
 mod profile;
 #[cfg(test)]
 mod suite;
@@ -21,19 +21,21 @@ use std::sync::Arc;
 
 use crate::error::Result;
 
+pub use device_copies::{
+    CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, Pinned, Placed, Reach, Scratch, Slot, Span, Vendor,
+};
 pub use kernels::{
     Activation, AdamW, Attention, Channels, Columns, Convolution, CrossEntropy, Deviation, Dropout, Elements,
     Elementwise, Gemm, Kernels, Linear, LossWeights, Norm, Pairs, Regression, Rotary, Sgd, Window,
 };
-pub use memory::{Ledger, Memory, readable};
-pub use port::{Event, Ferry, Invitation, Peers, Pinned, Placed, Port, Reach, Scratch, Slot, Span, Vendor};
+pub use memory::{Ledger, MemoryKind, readable};
 pub use profile::{Launch, Profile, Tallies, Tally};
 pub use work::Work;
 
 /// The memory of one device.
 ///
 /// A buffer is one flat allocation that moves between owners and returns to a pool when dropped.
-/// What it is for ([`Memory`]) is stated at allocation: it is counted there, and a device that
+/// What it is for ([`MemoryKind`]) is stated at allocation: it is counted there, and a device that
 /// computes in another precision than it accumulates in chooses the element type by it.
 pub trait Backend: Clone + Send + Sync + 'static {
     /// Whether buffers are host memory, which messages take as it is.
@@ -56,13 +58,13 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// Out of memory, with the category and what is already taken.
-    fn alloc(&self, what: Memory, len: usize) -> Result<Self::Buf>;
+    fn alloc(&self, what: MemoryKind, len: usize) -> Result<Self::Buf>;
 
     /// As [`Backend::alloc`], in f32 whatever the compute type is: masters, statistics, losses.
     ///
     /// # Errors
     /// As [`Backend::alloc`].
-    fn alloc_f32(&self, what: Memory, len: usize) -> Result<Self::Buf>;
+    fn alloc_f32(&self, what: MemoryKind, len: usize) -> Result<Self::Buf>;
 
     /// Whether parameters are kept in a narrower type than f32, so that updates need f32 masters besides.
     fn computes_narrow(&self) -> bool;
@@ -77,7 +79,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// As [`Backend::alloc`].
-    fn upload(&self, what: Memory, host: &[f32]) -> Result<Self::Buf> {
+    fn upload(&self, what: MemoryKind, host: &[f32]) -> Result<Self::Buf> {
         let mut buf = self.alloc(what, host.len())?;
         self.write(host, Self::all_mut(&mut buf))?;
         Ok(buf)
@@ -87,7 +89,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// As [`Backend::alloc`].
-    fn upload_f32(&self, what: Memory, host: &[f32]) -> Result<Self::Buf> {
+    fn upload_f32(&self, what: MemoryKind, host: &[f32]) -> Result<Self::Buf> {
         let mut buf = self.alloc_f32(what, host.len())?;
         self.write(host, Self::all_mut(&mut buf))?;
         Ok(buf)
@@ -150,16 +152,16 @@ pub trait Backend: Clone + Send + Sync + 'static {
     ///
     /// # Errors
     /// The device failed.
-    fn ferry(&self) -> Result<Option<Arc<dyn Ferry>>> {
+    fn copies(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
         Ok(None)
     }
 
-    /// The library by which the devices of ranks can exchange memory as [`Peers`], and its version.
+    /// The library by which the devices of ranks can exchange memory as [`DeviceComm`], and its version.
     ///
     /// # Errors
     /// There is none.
-    fn peers_library() -> Result<String> {
-        Err(port::no_peers())
+    fn device_comm_library() -> Result<String> {
+        Err(device_copies::no_device_comm())
     }
 
     /// Announces that these parameters stay as they are until [`Backend::end_reuse`] and will be multiplied several times:

@@ -8,7 +8,7 @@ use std::process::Command;
 use super::cpu::{Cpu, Products};
 use super::cuda;
 use super::{
-    Activation, AdamW, Attention, Dropout, Elements, Elementwise, Gemm, Kernels, Linear, Memory, Norm, Rotary, Sgd,
+    Activation, AdamW, Attention, Dropout, Elements, Elementwise, Gemm, Kernels, Linear, MemoryKind, Norm, Rotary, Sgd,
 };
 use crate::random::Stream;
 
@@ -57,12 +57,12 @@ fn close<B: Kernels>(b: &B, got: &B::Buf, want: &[f64], what: &str) {
 
 /// In the compute type: parameters, activations.
 fn up<B: Kernels>(b: &B, x: &[f32]) -> B::Buf {
-    b.upload(Memory::Activations, x).unwrap()
+    b.upload(MemoryKind::Activations, x).unwrap()
 }
 
 /// In f32: masters, gradients of parameters, statistics, losses.
 fn up_f32<B: Kernels>(b: &B, x: &[f32]) -> B::Buf {
-    b.upload_f32(Memory::Gradients, x).unwrap()
+    b.upload_f32(MemoryKind::Gradients, x).unwrap()
 }
 
 fn down<B: Kernels>(b: &B, x: &B::Buf) -> Vec<f32> {
@@ -123,7 +123,7 @@ fn elementwise<B: Kernels>(b: &B) -> Results {
         close(b, &sum, &sums, "add in f32");
 
         let squares: f64 = wide(&x).iter().map(|x| x * x).sum();
-        let exact = b.upload_f32(Memory::Activations, &x).unwrap();
+        let exact = b.upload_f32(MemoryKind::Activations, &x).unwrap();
         let got = b.read(b.sum_squares(B::all(&exact)).unwrap()).unwrap();
         assert!((got - squares).abs() <= 1e-12 * squares, "{got} is not {squares}");
         results.push(vec![got as f32]);

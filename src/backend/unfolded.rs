@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use super::{Convolution, Kernels, Linear, Memory, Window};
+use super::{Convolution, Kernels, Linear, MemoryKind, Window};
 use crate::error::Result;
 
 /// Elements of the unfolded windows that are held at a time, unless one image has more.
@@ -54,7 +54,7 @@ pub fn forward<B: Kernels>(
     mut y: B::ViewMut<'_>,
 ) -> Result<()> {
     for Part { window, inputs, outputs, product } in parts(s) {
-        let mut unfolded = b.alloc(Memory::Activations, product.rows * product.inputs)?;
+        let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
         b.unfold(window, s.first, s.channels, part::<B>(x, inputs), B::all_mut(&mut unfolded))?;
         b.linear(product, B::all(&unfolded), weight, bias, part_mut::<B>(&mut y, outputs))?;
     }
@@ -71,7 +71,7 @@ pub fn backward_weight<B: Kernels>(
     mut dbias: B::ViewMut<'_>,
 ) -> Result<()> {
     for Part { window, inputs, outputs, product } in parts(s) {
-        let mut unfolded = b.alloc(Memory::Activations, product.rows * product.inputs)?;
+        let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
         b.unfold(window, s.first, s.channels, part::<B>(x, inputs), B::all_mut(&mut unfolded))?;
         let (dweight, dbias) = (B::reborrow(&mut dweight), B::reborrow(&mut dbias));
         b.linear_backward_weight(product, part::<B>(dy, outputs), B::all(&unfolded), dweight, dbias, true)?;
@@ -88,7 +88,7 @@ pub fn backward_input<B: Kernels>(
     mut dx: B::ViewMut<'_>,
 ) -> Result<()> {
     for Part { window, inputs, outputs, product } in parts(s) {
-        let mut unfolded = b.alloc(Memory::Activations, product.rows * product.inputs)?;
+        let mut unfolded = b.alloc(MemoryKind::Activations, product.rows * product.inputs)?;
         b.linear_backward_input(product, part::<B>(dy, outputs), weight, B::all_mut(&mut unfolded))?;
         b.fold(window, s.first, s.channels, B::all(&unfolded), part_mut::<B>(&mut dx, inputs))?;
     }

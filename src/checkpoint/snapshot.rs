@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use super::shard::{Extent, ShardFile, ShardWriter, file_name};
-use crate::backend::{Kernels, Ledger, Memory};
+use crate::backend::{Kernels, Ledger, MemoryKind};
 use crate::error::Result;
 use crate::parallel::{Owned, Sharded, Values};
 
@@ -40,7 +40,7 @@ impl<B: Kernels> Snapshot<B> {
                 places.push(Place { part, data, extents: within(&unit, first) });
             }
         }
-        backend.ledger().take(Memory::Checkpoint, len * size_of::<f32>());
+        backend.ledger().take(MemoryKind::Checkpoint, len * size_of::<f32>());
         let mut data = Vec::with_capacity(len);
         data.extend(std::iter::repeat_n(0.0, len));
         Ok(Self { backend: backend.clone(), extents, places, data })
@@ -79,7 +79,7 @@ impl<B: Kernels> Snapshot<B> {
 impl<B: Kernels> Drop for Snapshot<B> {
     fn drop(&mut self) {
         let ledger: &Ledger = self.backend.ledger();
-        ledger.give(Memory::Checkpoint, self.data.len() * size_of::<f32>());
+        ledger.give(MemoryKind::Checkpoint, self.data.len() * size_of::<f32>());
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::algorithms::{Algorithm, Operation};
 use super::choice::{Table, slowest};
 use super::group::Group;
-use crate::backend::{Backend, Memory};
+use crate::backend::{Backend, MemoryKind};
 use crate::error::Result;
 
 /// Bytes copied to find the limit of a memory copy: more than any cache.
@@ -67,7 +67,7 @@ pub fn time<B: Backend>(
     let group = world.choosing(Table::always(algorithm));
     let len = bytes.div_ceil(size_of::<f32>()).next_multiple_of(world.size());
     // Zeros stay zeros, however often they are added.
-    let mut buf = backend.upload(Memory::Gradients, &vec![0.0; len])?;
+    let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
     let batch = (BATCH / bytes.max(1)).clamp(1, LONGEST_BATCH);
     let mut seconds = Vec::with_capacity(batches);
     // The first batch touches memory for the first time.

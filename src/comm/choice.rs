@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::algorithms::{Algorithm, Operation};
 use super::group::Group;
-use crate::backend::{Backend, Memory};
+use crate::backend::{Backend, MemoryKind};
 use crate::error::{Error, Result};
 
 /// `comm.algorithm`: one algorithm for everything, or what a measurement finds.
@@ -201,7 +201,7 @@ fn time<B: Backend>(
     let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
     let group = group.choosing(Table::always(algorithm));
     // It stands for the gradient of a unit, which is not there yet.
-    let mut buf = backend.upload(Memory::Gradients, &vec![0.0; len])?;
+    let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
     let mut fastest = f64::INFINITY;
     // The first one touches memory for the first time.
     for _ in 0..=REPETITIONS {

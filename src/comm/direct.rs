@@ -6,12 +6,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::circle::Circle;
+use super::backoff;
+use super::device_comms::GroupComm;
 use super::operand::{Combine, Operand};
-use super::pace;
 use super::shared::Shared;
 use super::wire::{Members, Vendor, Wire};
-use crate::backend::{Event, Port, Scratch, Span};
+use crate::backend::{DeviceCopies, Event, Scratch, Span};
 use crate::error::Result;
 
 /// Words of one message that is to be added, 4 MiB.
@@ -23,7 +23,7 @@ const DEPTH: usize = 2;
 /// Bytes that messages pass through on the device, besides what algorithms keep aside.
 pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
-/// Memory on the device that messages pass through; kept between collectives. All buffers of a rank are on one device.
+/// MemoryKind on the device that messages pass through; kept between collectives. All buffers of a rank are on one device.
 pub struct Room {
     received: Places,
     aside: Places,
@@ -45,7 +45,7 @@ struct Places {
 
 impl Places {
     /// At least `words` words under a number.
-    fn hold(&mut self, port: &dyn Port, number: usize, words: usize) -> Result<()> {
+    fn hold(&mut self, copies: &dyn DeviceCopies, number: usize, words: usize) -> Result<()> {
         if self.places.len() <= number {
             self.places.resize_with(number + 1, || None);
         }
@@ -53,7 +53,7 @@ impl Places {
         let before = place.as_ref().map_or(0, |place| place.span().words());
         if before < words {
             *place = None;
-            *place = Some(port.scratch(words)?);
+            *place = Some(copies.scratch(words)?);
             self.shared.hold((words - before) * size_of::<f32>());
         }
         Ok(())
@@ -69,8 +69,8 @@ impl Places {
 pub struct Direct<'a> {
     pub memory: Span<'a>,
     /// Whom messages go by; none if the wire takes addresses itself.
-    pub circle: Option<Circle<'a>>,
-    pub port: &'a dyn Port,
+    pub device_comm: Option<GroupComm<'a>>,
+    pub copies: &'a dyn DeviceCopies,
     pub room: &'a mut Room,
     pub shared: &'a Shared,
 }
@@ -90,14 +90,14 @@ fn messages(ranges: &[Range<usize>]) -> Vec<Range<usize>> {
 
 /// One message each way.
 fn exchange_one(
-    circle: Option<&Circle<'_>>,
+    device_comm: Option<&GroupComm<'_>>,
     wire: &mut dyn Wire,
     group: &Members,
     send: Option<(usize, Span<'_>)>,
     receive: Option<(usize, Span<'_>)>,
 ) -> Result<()> {
-    match circle {
-        Some(circle) => circle.exchange(wire, group, send, receive),
+    match device_comm {
+        Some(device_comm) => device_comm.exchange(wire, group, send, receive),
         None => wire.exchange_device(group, send, receive),
     }
 }
@@ -113,13 +113,13 @@ impl Direct<'_> {
         (from, receives): (usize, &[Range<usize>]),
         adding: &mut [Option<Box<dyn Event>>; DEPTH],
     ) -> Result<()> {
-        let Self { memory, circle, port, room, shared } = self;
-        let circle = circle.as_ref();
+        let Self { memory, device_comm, copies, room, shared } = self;
+        let device_comm = device_comm.as_ref();
         let mut kept = 0;
         for i in 0..sends.len().max(receives.len()) {
             let send = sends.get(i).map(|range| (to, memory.part(range.clone())));
             let Some(range) = receives.get(i) else {
-                exchange_one(circle, wire, group, send, None)?;
+                exchange_one(device_comm, wire, group, send, None)?;
                 continue;
             };
             let place = i % DEPTH;
@@ -127,9 +127,9 @@ impl Direct<'_> {
                 Combine::Replace => Some(memory.part(range.clone())),
                 Combine::Add => {
                     if let Some(event) = adding[place].take() {
-                        pace::settle(&*event, wire, shared)?;
+                        backoff::settle(&*event, wire, shared)?;
                     }
-                    room.received.hold(*port, place, WORDS)?;
+                    room.received.hold(*copies, place, WORDS)?;
                     room.received.span(place, 0..range.len())
                 }
                 Combine::Aside(number) => {
@@ -138,10 +138,10 @@ impl Direct<'_> {
                 }
             };
             let Some(into) = into else { continue };
-            exchange_one(circle, wire, group, send, Some((from, into)))?;
+            exchange_one(device_comm, wire, group, send, Some((from, into)))?;
             if how == Combine::Add {
-                port.add(into, memory.part(range.clone()))?;
-                adding[place] = Some(port.mark()?);
+                copies.add(into, memory.part(range.clone()))?;
+                adding[place] = Some(copies.mark()?);
             }
         }
         Ok(())
@@ -166,7 +166,7 @@ impl Operand for Direct<'_> {
         };
         let ((to, sends), (from, receives)) = (of(send), of(receive));
         if let Combine::Aside(number) = how {
-            self.room.aside.hold(self.port, number, receives.iter().map(Range::len).sum())?;
+            self.room.aside.hold(self.copies, number, receives.iter().map(Range::len).sum())?;
         }
         let mut adding = [None, None];
         let exchanged = self.exchange_all(wire, group, how, (to, &sends), (from, &receives), &mut adding);
@@ -187,26 +187,27 @@ impl Operand for Direct<'_> {
             };
             let terms = |(into, from): (usize, usize)| Some((term(into)?, term(from)?));
             for (into, from) in additions.iter().copied().filter_map(terms) {
-                self.port.add(from, into)?;
+                self.copies.add(from, into)?;
             }
             if let (true, Some(sum)) = (own != 0, term(0)) {
-                self.port.copy(sum, self.memory.part(range.clone()))?;
+                self.copies.copy(sum, self.memory.part(range.clone()))?;
             }
             at += range.len();
         }
-        self.port.mark()?.wait()
+        self.copies.mark()?.wait()
     }
 
     fn vendor(&mut self, wire: &mut dyn Wire, group: &Members, call: Vendor) -> Result<()> {
-        if let Some(circle) = &self.circle {
-            return circle.vendor(wire, group, call, self.memory);
+        if let Some(device_comm) = &self.device_comm {
+            return device_comm.vendor(wire, group, call, self.memory);
         }
         wire.vendor_device(group, call, self.memory)?;
         let part = self.memory.words() / group.size();
         if let (Vendor::ReduceScatter, true) = (call, group.rank > 0) {
             // The library leaves the sum where part 0 was.
-            self.port.copy(self.memory.part(0..part), self.memory.part(group.rank * part..(group.rank + 1) * part))?;
-            self.port.mark()?.wait()?;
+            self.copies
+                .copy(self.memory.part(0..part), self.memory.part(group.rank * part..(group.rank + 1) * part))?;
+            self.copies.mark()?.wait()?;
         }
         Ok(())
     }

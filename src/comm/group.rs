@@ -8,11 +8,11 @@ use super::choice::Table;
 use super::direct::Direct;
 use super::ledger::{Label, Size};
 use super::operand::Host;
-use super::path::Way;
+use super::path::DevicePath;
 use super::pending::{Pending, Reply, reply};
 use super::staged::Staging;
 use super::wire::{Members, Parcel, Payload};
-use super::worker::{Desk, Request};
+use super::worker::{CommThreadState, Request};
 use super::{Algorithm, Comm, Stats};
 use crate::backend::{Backend, Reach};
 use crate::error::{Error, Result};
@@ -112,7 +112,7 @@ impl<B: Backend> Group<B> {
     /// Algorithms that this group can run: the library's own only where there is a library. With `exact`, only those
     /// that add in the order of [`Algorithm::Tree`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {
-        let vendor = self.comm.inner.world.vendor || self.comm.way() == Some(Way::Nccl);
+        let vendor = self.comm.inner.world.vendor || self.comm.device_path() == Some(DevicePath::Nccl);
         let able = |algorithm: &Algorithm| vendor || *algorithm != Algorithm::Mpi;
         let fits = |algorithm: &Algorithm| able(algorithm) && (!exact || algorithm.is_exact(&self.members));
         Algorithm::ALL.into_iter().filter(fits).collect()
@@ -190,24 +190,24 @@ impl<B: Backend> Group<B> {
         };
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
-        let (way, words) = (self.comm.way, self.comm.slot);
-        self.comm.inner.submit(Request::run(move |desk| {
+        let (path, words) = (self.comm.path, self.comm.slot);
+        self.comm.inner.submit(Request::run(move |state| {
             let mut parcel = Box::new(Outgoing::<B> { buf, reply });
-            if let Err(error) = desk.after(ready).and_then(|()| desk.failure().map_or(Ok(()), Err)) {
+            if let Err(error) = state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err)) {
                 return parcel.finish(Err(error));
             }
-            if !B::ON_HOST && way.stages_messages() {
-                let sent = desk.attempt(|desk| match whole::<B>(&mut parcel.buf)? {
-                    Reach::Device(memory, port) => {
-                        let staging = Staging { port: &*port, slots: &desk.slots, words };
-                        staging.send(memory, &mut *desk.wire, &members, to)
+            if !B::ON_HOST && path.stages_messages() {
+                let sent = state.attempt(|state| match whole::<B>(&mut parcel.buf)? {
+                    Reach::Device(memory, copies) => {
+                        let staging = Staging { copies: &*copies, slots: &state.slots, words };
+                        staging.send(memory, &mut *state.wire, &members, to)
                     }
                     Reach::Host(_) => Err(Error::internal("device memory turned out to be the host's")),
                 });
                 return parcel.finish(sent);
             }
             // The wire answers through the parcel, whatever happens.
-            let _ = desk.attempt(|desk| desk.wire.post(&members, to, parcel));
+            let _ = state.attempt(|state| state.wire.post(&members, to, parcel));
         }));
         pending
     }
@@ -222,20 +222,20 @@ impl<B: Backend> Group<B> {
         let label = Label { root: Some(from), ..self.label("recv", size, "direct") };
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
-        let (way, words) = (self.comm.way, self.comm.slot);
-        self.comm.inner.submit(Request::run(move |desk| {
-            let received = desk.after(ready).and_then(|()| {
-                desk.recorded(&members, &label, |desk, _| {
-                    let Desk { wire, slots, .. } = desk;
-                    match (whole::<B>(&mut buf)?, way.stages_messages()) {
+        let (path, words) = (self.comm.path, self.comm.slot);
+        self.comm.inner.submit(Request::run(move |state| {
+            let received = state.after(ready).and_then(|()| {
+                state.recorded(&members, &label, |state, _| {
+                    let CommThreadState { wire, slots, .. } = state;
+                    match (whole::<B>(&mut buf)?, path.stages_messages()) {
                         (Reach::Host(memory), _) => {
                             wire.exchange_bytes(&members, None, Some((from, bytemuck::cast_slice_mut(memory))))?
                         }
                         (Reach::Device(memory, _), false) => {
                             wire.exchange_device(&members, None, Some((from, memory)))?
                         }
-                        (Reach::Device(memory, port), true) => {
-                            Staging { port: &*port, slots, words }.receive(memory, &mut **wire, &members, from)?
+                        (Reach::Device(memory, copies), true) => {
+                            Staging { copies: &*copies, slots, words }.receive(memory, &mut **wire, &members, from)?
                         }
                     }
                     Ok(buf)
@@ -258,8 +258,8 @@ impl<B: Backend> Group<B> {
         let label = self.label(op, Size::Own(mine.len()), "ring");
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
-        self.comm.inner.submit(Request::run(move |desk| {
-            reply.send(desk.collective(&members, &label, |desk| bytes::gather(&mut *desk.wire, &members, mine)));
+        self.comm.inner.submit(Request::run(move |state| {
+            reply.send(state.collective(&members, &label, |state| bytes::gather(&mut *state.wire, &members, mine)));
         }));
         pending
     }
@@ -272,8 +272,8 @@ impl<B: Backend> Group<B> {
         let label = self.label("barrier", Size::Same(0), "dissemination");
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
-        self.comm.inner.submit(Request::run(move |desk| {
-            reply.send(desk.collective(&members, &label, |desk| bytes::barrier(&mut *desk.wire, &members)));
+        self.comm.inner.submit(Request::run(move |state| {
+            reply.send(state.collective(&members, &label, |state| bytes::barrier(&mut *state.wire, &members)));
         }));
         pending
     }
@@ -335,15 +335,15 @@ impl<B: Backend> Group<B> {
         let label = Label { root, ..self.label(operation.name(), Size::Same(bytes), algorithm.name()) };
         let call = Call { operation, algorithm, root: root.unwrap_or(0) };
         let members = self.members.clone();
-        let way = (self.comm.way, self.comm.slot);
+        let path = (self.comm.path, self.comm.slot);
         let (reply, pending) = reply(&self.comm.inner.shared);
-        self.comm.inner.submit(Request::run(move |desk| {
-            let done = desk.after(ready).and_then(|()| {
-                desk.collective(&members, &label, |desk| {
+        self.comm.inner.submit(Request::run(move |state| {
+            let done = state.after(ready).and_then(|()| {
+                state.collective(&members, &label, |state| {
                     // Requests run in their order: the buffer is there.
                     let mut buf = before.wait()?;
                     let reach = (range.len(), B::reach(&mut buf, range)?);
-                    run(desk, call, &members, reach, way)?;
+                    run(state, call, &members, reach, path)?;
                     Ok(buf)
                 })
             });
@@ -364,16 +364,16 @@ impl<B: Backend> Group<B> {
     }
 }
 
-/// Runs a collective on so many elements where their memory is. Device memory goes one way or another, through slots of
+/// Runs a collective on so many elements where their memory is. Device memory takes the given path, through slots of
 /// so many words.
 fn run(
-    desk: &mut Desk,
+    state: &mut CommThreadState,
     call: Call,
     group: &Members,
     (elements, memory): (usize, Reach<'_>),
-    (way, slot): (Way, usize),
+    (path, slot): (DevicePath, usize),
 ) -> Result<()> {
-    let Desk { wire, scratch, slots, room, circles, shared, .. } = desk;
+    let CommThreadState { wire, scratch, slots, room, device_comms, shared, .. } = state;
     let wire = &mut **wire;
     let words = match &memory {
         Reach::Host(memory) => memory.len(),
@@ -387,17 +387,17 @@ fn run(
         let told = format!("{} of {words} words of memory in {} parts", call.operation, group.size());
         return Err(Error::internal(told));
     }
-    match (memory, way) {
+    match (memory, path) {
         (Reach::Host(memory), _) => algorithms::run(call, &mut Host { memory, scratch }, wire, group),
-        (Reach::Device(memory, port), Way::Staged) => {
-            Staging { port: &*port, slots, words: slot }.collective(call, memory, wire, scratch, group)
+        (Reach::Device(memory, copies), DevicePath::Staged) => {
+            Staging { copies: &*copies, slots, words: slot }.collective(call, memory, wire, scratch, group)
         }
-        (Reach::Device(memory, port), Way::Direct | Way::Nccl) => {
-            let circle = match way {
-                Way::Nccl => Some(circles.of(&*port, wire, group)?),
+        (Reach::Device(memory, copies), DevicePath::Direct | DevicePath::Nccl) => {
+            let device_comm = match path {
+                DevicePath::Nccl => Some(device_comms.of(&*copies, wire, group)?),
                 _ => None,
             };
-            algorithms::run(call, &mut Direct { memory, circle, port: &*port, room, shared }, wire, group)
+            algorithms::run(call, &mut Direct { memory, device_comm, copies: &*copies, room, shared }, wire, group)
         }
     }
 }

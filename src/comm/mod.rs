@@ -11,11 +11,12 @@
 //! A group of one rank is the identity, so callers never ask how large a group is.
 
 mod algorithms;
+mod backoff;
 pub mod bench;
 mod choice;
-mod circle;
 mod clock;
 mod cut;
+mod device_comms;
 mod direct;
 mod group;
 mod heartbeat;
@@ -23,7 +24,6 @@ pub mod launch;
 mod ledger;
 pub mod mpi;
 mod operand;
-mod pace;
 mod path;
 mod pending;
 mod shared;
@@ -42,13 +42,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::activity::{self, Activity};
-use crate::backend::{Backend, Memory};
+use crate::backend::{Backend, MemoryKind};
 use crate::error::{Error, Result};
 
 pub use algorithms::{Algorithm, Operation};
 pub use choice::{Choice, Table, measure};
 pub use group::Group;
-pub use path::{PROOF, Route, Way, prove};
+pub use path::{DevicePath, PROOF, PathSetting, prove};
 pub use pending::Pending;
 pub use shared::Stats;
 pub use watchdog::Watch;
@@ -111,7 +111,7 @@ pub struct Comm<B: Backend> {
     /// The ranks that this handle takes for the world.
     home: Members,
     /// How it reaches device memory.
-    way: Way,
+    path: DevicePath,
     /// Words of device memory that go through the host at a time.
     slot: usize,
     backend: PhantomData<fn() -> B>,
@@ -153,13 +153,13 @@ impl<B: Backend> Comm<B> {
     fn new(world: World, algorithm: Algorithm, abort: Abort, shared: Arc<Shared>, worker: Option<Worker>) -> Self {
         let home = Members::world(world.rank, world.nodes.clone());
         let inner = Inner { world, algorithm, abort, shared, worker: Mutex::new(worker) };
-        Self { inner: Arc::new(inner), home, way: Way::Staged, slot: staged::WORDS, backend: PhantomData }
+        Self { inner: Arc::new(inner), home, path: DevicePath::Staged, slot: staged::WORDS, backend: PhantomData }
     }
 
     /// The same thread and world, for buffers of another backend.
     pub fn on<C: Backend>(&self) -> Comm<C> {
-        let Self { inner, home, way, slot, backend: _ } = self;
-        Comm { inner: inner.clone(), home: home.clone(), way: *way, slot: *slot, backend: PhantomData }
+        let Self { inner, home, path, slot, backend: _ } = self;
+        Comm { inner: inner.clone(), home: home.clone(), path: *path, slot: *slot, backend: PhantomData }
     }
 
     /// This rank's number in the world.
@@ -209,18 +209,18 @@ impl<B: Backend> Comm<B> {
 
     /// Bytes of memory that messages pass through, at most.
     pub fn staging(&self) -> usize {
-        let way = match self.way() {
+        let on_device = match self.device_path() {
             Some(_) if self.size() == 1 => 0,
             None => 0,
-            Some(Way::Staged) => staged::BYTES,
-            Some(Way::Direct | Way::Nccl) => direct::BYTES + algorithms::staging(self.size()),
+            Some(DevicePath::Staged) => staged::BYTES,
+            Some(DevicePath::Direct | DevicePath::Nccl) => direct::BYTES + algorithms::staging(self.size()),
         };
-        self.inner.world.staging + way
+        self.inner.world.staging + on_device
     }
 
     /// Counts the memory that messages pass through as the backend's.
     pub fn count_memory(&self, backend: B) {
-        self.inner.shared.count_staging(Box::new(move |bytes| backend.ledger().take(Memory::Communication, bytes)));
+        self.inner.shared.count_staging(Box::new(move |bytes| backend.ledger().take(MemoryKind::Communication, bytes)));
     }
 
     /// The group of all ranks.
@@ -258,8 +258,8 @@ impl<B: Backend> Comm<B> {
             let world = self.home.clone();
             let label = self.label("split", Size::Own(0));
             let (reply, pending) = reply(&self.inner.shared);
-            self.inner.submit(Request::run(move |desk| {
-                reply.send(desk.collective(&world, &label, |desk| desk.wire.split(&world, mine)));
+            self.inner.submit(Request::run(move |state| {
+                reply.send(state.collective(&world, &label, |state| state.wire.split(&world, mine)));
             }));
             pending.wait()?
         };
@@ -284,8 +284,9 @@ impl<B: Backend> Comm<B> {
         let world = self.home.clone();
         let label = self.label("clock", Size::Same(0));
         let (reply, pending) = reply(&self.inner.shared);
-        self.inner.submit(Request::run(move |desk| {
-            reply.send(desk.collective(&world, &label, |desk| clock::offset(&mut *desk.wire, &world, activity::now)));
+        self.inner.submit(Request::run(move |state| {
+            reply
+                .send(state.collective(&world, &label, |state| clock::offset(&mut *state.wire, &world, activity::now)));
         }));
         pending.wait()
     }

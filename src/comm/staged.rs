@@ -11,11 +11,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::algorithms::{self, Algorithm, Call, Operation};
+use super::backoff;
 use super::operand::{Host, Scratch};
-use super::pace;
 use super::shared::Shared;
 use super::wire::{Members, Parcel, Payload, Wire};
-use crate::backend::{Placed, Port, Slot, Span};
+use crate::backend::{DeviceCopies, Placed, Slot, Span};
 use crate::error::{Error, Result};
 
 /// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are not all lost.
@@ -41,14 +41,14 @@ impl Slots {
     }
 
     /// A slot of `words` words.
-    fn take(self: &Arc<Self>, port: &dyn Port, words: usize) -> Result<Lent> {
+    fn take(self: &Arc<Self>, copies: &dyn DeviceCopies, words: usize) -> Result<Lent> {
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
         let found = free.iter().position(|(len, _)| *len == words).map(|i| free.swap_remove(i).1);
         drop(free);
         let slot = match found {
             Some(slot) => slot,
             None => {
-                let slot = Slot::new(port, words)?;
+                let slot = Slot::new(copies, words)?;
                 self.shared.hold(words * size_of::<f32>());
                 slot
             }
@@ -73,7 +73,7 @@ impl Lent {
     /// Waits for the copy under way, while messages go on.
     fn settle(&mut self, wire: &mut dyn Wire) -> Result<()> {
         match self.slot.as_ref().and_then(Slot::copy) {
-            Some(copy) => pace::settle(copy, wire, &self.home.shared),
+            Some(copy) => backoff::settle(copy, wire, &self.home.shared),
             None => Ok(()),
         }
     }
@@ -150,7 +150,7 @@ fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
 
 /// What a collective works with.
 pub struct Staging<'a> {
-    pub port: &'a dyn Port,
+    pub copies: &'a dyn DeviceCopies,
     pub slots: &'a Arc<Slots>,
     /// Words of a slot.
     pub words: usize,
@@ -185,21 +185,21 @@ impl Staging<'_> {
             })
         };
         let mut slots =
-            (0..chunks.len().min(DEPTH)).map(|_| self.slots.take(self.port, words)).collect::<Result<Vec<_>>>()?;
+            (0..chunks.len().min(DEPTH)).map(|_| self.slots.take(self.copies, words)).collect::<Result<Vec<_>>>()?;
         if let (Some(first), Some(chunk)) = (slots.first_mut(), chunks.first()) {
-            first.slot()?.download(self.port, &down(chunk))?;
+            first.slot()?.download(self.copies, &down(chunk))?;
         }
         for (k, chunk) in chunks.iter().enumerate() {
             if let Some(following) = chunks.get(k + 1) {
                 let next = &mut slots[(k + 1) % DEPTH];
                 next.settle(wire)?;
-                next.slot()?.download(self.port, &down(following))?;
+                next.slot()?.download(self.copies, &down(following))?;
             }
             let here = &mut slots[k % DEPTH];
             here.settle(wire)?;
             let mut x = Host { memory: here.memory(chunk.words())?, scratch };
             algorithms::run(call, &mut x, wire, group)?;
-            here.slot()?.upload(self.port, &up(chunk))?;
+            here.slot()?.upload(self.copies, &up(chunk))?;
         }
         slots.iter_mut().try_for_each(|slot| slot.settle(wire))
     }
@@ -209,8 +209,8 @@ impl Staging<'_> {
         let chunks = straight(memory.words(), self.words);
         let mut slots = Vec::with_capacity(chunks.len());
         for chunk in &chunks {
-            let mut slot = self.slots.take(self.port, self.words)?;
-            slot.slot()?.download(self.port, &chunk.pieces(memory, |_| true))?;
+            let mut slot = self.slots.take(self.copies, self.words)?;
+            slot.slot()?.download(self.copies, &chunk.pieces(memory, |_| true))?;
             slots.push(slot);
         }
         for (mut slot, chunk) in slots.into_iter().zip(&chunks) {
@@ -224,13 +224,13 @@ impl Staging<'_> {
     pub fn receive(&self, memory: Span<'_>, wire: &mut dyn Wire, group: &Members, from: usize) -> Result<()> {
         let chunks = straight(memory.words(), self.words);
         let mut slots =
-            (0..chunks.len().min(2)).map(|_| self.slots.take(self.port, self.words)).collect::<Result<Vec<_>>>()?;
+            (0..chunks.len().min(2)).map(|_| self.slots.take(self.copies, self.words)).collect::<Result<Vec<_>>>()?;
         for (k, chunk) in chunks.iter().enumerate() {
             let slot = &mut slots[k % 2];
             slot.settle(wire)?;
             let message = bytemuck::cast_slice_mut(slot.memory(chunk.words())?);
             wire.exchange_bytes(group, None, Some((from, message)))?;
-            slot.slot()?.upload(self.port, &chunk.pieces(memory, |_| true))?;
+            slot.slot()?.upload(self.copies, &chunk.pieces(memory, |_| true))?;
         }
         slots.iter_mut().try_for_each(|slot| slot.settle(wire))
     }

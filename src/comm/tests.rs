@@ -12,7 +12,7 @@ use super::worker::Request;
 use super::{Algorithm, Comm, Group, clock, single, threads};
 use crate::activity;
 use crate::backend::cpu::{Cpu, CpuBuf};
-use crate::backend::{Backend, Memory};
+use crate::backend::{Backend, MemoryKind};
 use crate::error::{Error, Kind, Result};
 
 const LONGEST: usize = 300_000;
@@ -40,7 +40,7 @@ fn run<T: Send + 'static>(
 }
 
 fn buf(values: &[f32]) -> CpuBuf {
-    Cpu::new(1).upload(Memory::Gradients, values).unwrap()
+    Cpu::new(1).upload(MemoryKind::Gradients, values).unwrap()
 }
 
 /// Values whose sum depends on the order of additions, of more ranks than any test has.
@@ -345,9 +345,9 @@ fn clocks_are_compared() {
         // Every rank's clock is an hour ahead of the one before.
         let ahead = comm.rank() as u64 * APART;
         let (reply, pending) = reply(&comm.inner.shared);
-        comm.inner.submit(Request::run(move |desk| {
+        comm.inner.submit(Request::run(move |state| {
             let now = || activity::now() + ahead;
-            reply.send(desk.collective(&members, &label, |desk| clock::offset(&mut *desk.wire, &members, now)));
+            reply.send(state.collective(&members, &label, |state| clock::offset(&mut *state.wire, &members, now)));
         }));
         pending.wait().unwrap()
     });

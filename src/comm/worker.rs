@@ -5,11 +5,11 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::circle::Circles;
+use super::backoff::{self, Backoff};
+use super::device_comms::DeviceComms;
 use super::direct::Room;
 use super::ledger::{Label, Size};
 use super::operand::Scratch;
-use super::pace::{self, Pace};
 use super::shared::Shared;
 use super::staged::Slots;
 use super::wire::{Members, Wire};
@@ -23,19 +23,19 @@ const LOOKOUT: Duration = Duration::from_micros(50);
 /// What the thread is asked to do.
 pub enum Request {
     /// A piece of communication; it answers through a `Reply` that it owns.
-    Run(Box<dyn FnOnce(&mut Desk) + Send>),
+    Run(Box<dyn FnOnce(&mut CommThreadState) + Send>),
     /// Leave the world, when all before is done.
     End,
 }
 
 impl Request {
-    pub fn run(run: impl FnOnce(&mut Desk) + Send + 'static) -> Self {
+    pub fn run(run: impl FnOnce(&mut CommThreadState) + Send + 'static) -> Self {
         Self::Run(Box::new(run))
     }
 }
 
 /// What requests work with.
-pub struct Desk {
+pub struct CommThreadState {
     pub wire: Box<dyn Wire>,
     pub scratch: Scratch,
     /// For device memory that goes through the host.
@@ -43,14 +43,14 @@ pub struct Desk {
     /// For device memory that goes by its address.
     pub room: Room,
     /// For device memory that goes by a library of its vendor's.
-    pub circles: Circles,
+    pub device_comms: DeviceComms,
     pub shared: Arc<Shared>,
     failed: Option<Error>,
     /// Whether somebody was waiting when the last request was done.
     awaited: bool,
 }
 
-impl Desk {
+impl CommThreadState {
     /// Runs `act` unless an earlier request has failed: after that ranks no longer agree on what comes next.
     pub fn attempt<T>(&mut self, act: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         if let Some(error) = &self.failed {
@@ -69,7 +69,7 @@ impl Desk {
     /// Waits for what compute does with a buffer. That is no time of communication.
     pub fn after(&mut self, ready: Option<Box<dyn backend::Event>>) -> Result<()> {
         let (Some(ready), None) = (ready, &self.failed) else { return Ok(()) };
-        pace::settle(&*ready, &mut *self.wire, &self.shared).inspect_err(|error| self.fail(error.clone()))
+        backoff::settle(&*ready, &mut *self.wire, &self.shared).inspect_err(|error| self.fail(error.clone()))
     }
 
     /// Why nothing works any more.
@@ -79,7 +79,7 @@ impl Desk {
 
     fn fail(&mut self, error: Error) {
         self.failed = Some(error);
-        self.circles.tear();
+        self.device_comms.tear();
         self.wire.leave(false);
     }
 
@@ -92,17 +92,17 @@ impl Desk {
             })
     }
 
-    /// As [`Desk::attempt`], for what the ledger remembers.
+    /// As [`CommThreadState::attempt`], for what the ledger remembers.
     pub fn recorded<T>(
         &mut self,
         group: &Members,
         label: &Label,
         act: impl FnOnce(&mut Self, u64) -> Result<T>,
     ) -> Result<T> {
-        self.attempt(|desk| {
-            let number = desk.shared.ledger().begin(group, label);
-            let result = act(desk, number)?;
-            let (mut ledger, activity) = (desk.shared.ledger(), &desk.shared.activity);
+        self.attempt(|state| {
+            let number = state.shared.ledger().begin(group, label);
+            let result = act(state, number)?;
+            let (mut ledger, activity) = (state.shared.ledger(), &state.shared.activity);
             if let Some(entry) = ledger.end()
                 && activity.records()
             {
@@ -119,18 +119,18 @@ impl Desk {
         })
     }
 
-    /// As [`Desk::recorded`], for what all ranks of a group do together.
+    /// As [`CommThreadState::recorded`], for what all ranks of a group do together.
     pub fn collective<T>(
         &mut self,
         group: &Members,
         label: &Label,
         act: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
-        self.recorded(group, label, |desk, number| {
+        self.recorded(group, label, |state, number| {
             if cfg!(debug_assertions) {
-                desk.compare(group, label, number)?;
+                state.compare(group, label, number)?;
             }
-            act(desk)
+            act(state)
         })
     }
 
@@ -193,9 +193,10 @@ impl Worker {
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
                 let (scratch, room) = (Scratch::new(shared.clone()), Room::new(&shared));
-                let (slots, circles) = (Arc::new(Slots::new(shared.clone())), Circles::new(shared.clone()));
-                let desk = Desk { wire, scratch, slots, room, circles, shared, failed: None, awaited: false };
-                serve(desk, &queue);
+                let (slots, device_comms) = (Arc::new(Slots::new(shared.clone())), DeviceComms::new(shared.clone()));
+                let state =
+                    CommThreadState { wire, scratch, slots, room, device_comms, shared, failed: None, awaited: false };
+                serve(state, &queue);
             }
         };
         let thread = std::thread::Builder::new().name(name).spawn(body).ok();
@@ -217,30 +218,30 @@ impl Worker {
     }
 }
 
-fn serve(mut desk: Desk, queue: &Receiver<Request>) {
-    while let Some(Request::Run(run)) = next(&mut desk, queue) {
-        run(&mut desk);
-        if let Some(code) = desk.shared.aborted() {
-            desk.wire.abort(code);
-            desk.failed.get_or_insert_with(|| Error::comm(format!("aborted with code {code}")));
+fn serve(mut state: CommThreadState, queue: &Receiver<Request>) {
+    while let Some(Request::Run(run)) = next(&mut state, queue) {
+        run(&mut state);
+        if let Some(code) = state.shared.aborted() {
+            state.wire.abort(code);
+            state.failed.get_or_insert_with(|| Error::comm(format!("aborted with code {code}")));
         }
     }
     // What was posted must leave before the wire goes.
-    let mut pace = Pace::new(true);
-    while desk.sending() {
-        pace.pause(&desk.shared);
+    let mut backoff = Backoff::new(true);
+    while state.sending() {
+        backoff.pause(&state.shared);
     }
-    if desk.failed.is_none() {
-        desk.circles.part(&mut *desk.wire);
-        desk.wire.leave(true);
+    if state.failed.is_none() {
+        state.device_comms.part(&mut *state.wire);
+        state.wire.leave(true);
     }
 }
 
 /// The next request. The thread sleeps until it comes, unless messages are on their way or, after a request that
 /// somebody waited for, the next one is about to come.
-fn next(desk: &mut Desk, queue: &Receiver<Request>) -> Option<Request> {
-    let mut lookout = std::mem::take(&mut desk.awaited).then(|| Instant::now() + LOOKOUT);
-    let mut pace = Pace::new(true);
+fn next(state: &mut CommThreadState, queue: &Receiver<Request>) -> Option<Request> {
+    let mut lookout = std::mem::take(&mut state.awaited).then(|| Instant::now() + LOOKOUT);
+    let mut backoff = Backoff::new(true);
     loop {
         match queue.try_recv() {
             Ok(request) => return Some(request),
@@ -248,10 +249,10 @@ fn next(desk: &mut Desk, queue: &Receiver<Request>) -> Option<Request> {
             Err(TryRecvError::Empty) => {}
         }
         lookout = lookout.filter(|&end| Instant::now() < end);
-        match (desk.sending(), lookout) {
+        match (state.sending(), lookout) {
             (false, None) => return queue.recv().ok(),
             (false, Some(_)) => std::thread::yield_now(),
-            (true, _) => pace.pause(&desk.shared),
+            (true, _) => backoff.pause(&state.shared),
         }
     }
 }

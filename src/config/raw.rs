@@ -8,7 +8,7 @@ use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{DeviceChoice, Size, Time};
-use crate::comm::{Choice, Route};
+use crate::comm::{Choice, PathSetting};
 use crate::data::{Augment, Axes, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
 use crate::optim::{Group, Shape};
@@ -314,7 +314,7 @@ sections! {
         /// How messages reach the memory of GPUs: direct (the MPI library is given its addresses), staged (through
         /// page-locked memory of the host), nccl (NCCL carries them; a GPU for every rank), or auto: direct where that
         /// proves to work at the start, else staged.
-        path: Route = Route::Auto,
+        path: PathSetting = PathSetting::Auto,
         /// Seconds that a rank may wait for the others before the job says where each is and ends: more than the longest
         /// evaluation or checkpoint takes; 0 waits for ever.
         timeout: u64 = 600,

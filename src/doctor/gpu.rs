@@ -7,7 +7,7 @@ use super::Finding;
 use super::probe::Teller;
 use crate::backend::cuda::program::{self, Variant};
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices, libraries};
-use crate::backend::{Backend, Gemm, Kernels, Memory};
+use crate::backend::{Backend, Gemm, Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::telemetry::bytes;
 
@@ -144,8 +144,8 @@ fn kernel(device: &Device) -> Result<String> {
     let cuda = open(device)?;
     // A number of elements that fills no block.
     let x: Vec<f32> = (0..1000).map(|i| i as f32).collect();
-    let mut sum = cuda.upload(Memory::Activations, &vec![0.5; x.len()])?;
-    cuda.add(Cuda::all(&cuda.upload(Memory::Activations, &x)?), Cuda::all_mut(&mut sum))?;
+    let mut sum = cuda.upload(MemoryKind::Activations, &vec![0.5; x.len()])?;
+    cuda.add(Cuda::all(&cuda.upload(MemoryKind::Activations, &x)?), Cuda::all_mut(&mut sum))?;
     let mut got = vec![0.0; x.len()];
     cuda.download(Cuda::all(&sum), &mut got)?;
     match x.iter().zip(&got).find(|&(x, got)| x + 0.5 != *got) {
@@ -162,8 +162,8 @@ fn product(device: &Device) -> Result<String> {
         |len: usize, step: usize| -> Vec<f32> { (0..len).map(|i| (i * step % 17) as f32 / 8.0 - 1.0).collect() };
     let (a, b) = (values(shape.m * shape.k, 5), values(shape.k * shape.n, 7));
     let cuda = open(device)?;
-    let mut c = cuda.alloc(Memory::Activations, shape.m * shape.n)?;
-    let (left, right) = (cuda.upload(Memory::Activations, &a)?, cuda.upload(Memory::Activations, &b)?);
+    let mut c = cuda.alloc(MemoryKind::Activations, shape.m * shape.n)?;
+    let (left, right) = (cuda.upload(MemoryKind::Activations, &a)?, cuda.upload(MemoryKind::Activations, &b)?);
     cuda.gemm(shape, Cuda::all(&left), Cuda::all(&right), Cuda::all_mut(&mut c))?;
     let mut got = vec![0.0; shape.m * shape.n];
     cuda.download(Cuda::all(&c), &mut got)?;

@@ -3,8 +3,8 @@
 use super::{Check, Finding};
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
-use crate::backend::{Backend as _, Memory};
-use crate::comm::{self, Comm, Way};
+use crate::backend::{Backend as _, MemoryKind};
+use crate::comm::{self, Comm, DevicePath};
 use crate::error::Result;
 use crate::placement::Gpu;
 
@@ -37,8 +37,8 @@ pub(super) fn checks(comm: &Comm<Cpu>, gpu: &Gpu, tries_direct: bool) -> Result<
 
 /// Adds a buffer of every rank through page-locked memory of the host.
 fn staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
-    let world = comm.on::<Cuda>().through(Way::Staged).in_chunks(CHUNK).world();
-    let buf = cuda.upload_f32(Memory::Communication, &vec![(comm.rank() + 1) as f32; LEN])?;
+    let world = comm.on::<Cuda>().through(DevicePath::Staged).in_chunks(CHUNK).world();
+    let buf = cuda.upload_f32(MemoryKind::Communication, &vec![(comm.rank() + 1) as f32; LEN])?;
     let buf = world.all_reduce(buf, 0..LEN).wait()?;
     let mut got = vec![0.0; LEN];
     cuda.download(Cuda::all(&buf), &mut got)?;

@@ -20,7 +20,7 @@ use crate::error::{Error, Kind, Result};
 use crate::signals;
 use crate::telemetry::evaluations::{self, Evaluation, Status};
 use crate::telemetry::{logging, say, unix_time};
-use crate::train::marks::{self, Marks};
+use crate::train::markers::{self, Markers};
 use crate::train::{Ending, Engine, RunDirectory, feed};
 
 /// How often the run's directory is looked at.
@@ -201,7 +201,7 @@ impl<'a> Waiting<'a> {
     }
 
     /// Decides the next action; a checkpoint to be evaluated is left in `claim`. Reads that fail are tried again a few times.
-    fn decide(&mut self, marks: &Marks, claim: &mut Option<Claim>) -> Result<Decision> {
+    fn decide(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
         match self.look(marks, claim) {
             Err(e) if e.kind() == Kind::Io && self.refused + 1 < ATTEMPTS => {
                 self.refused += 1;
@@ -217,7 +217,7 @@ impl<'a> Waiting<'a> {
     }
 
     /// Decides the next action from the files as they are now.
-    fn look(&mut self, marks: &Marks, claim: &mut Option<Claim>) -> Result<Decision> {
+    fn look(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
         // The order matters: what is published before the mark is seen after it.
         let ended = marks.ended();
         if let Some(next) = self.queue.next()? {
@@ -229,7 +229,7 @@ impl<'a> Waiting<'a> {
         let idle = self.queue.is_empty()?;
         let nothing = self.checkpoints.steps()?.is_empty();
         let waits_for = match ended {
-            Some(end) if idle && end.status != marks::Status::Preempted => {
+            Some(end) if idle && end.status != markers::Status::Preempted => {
                 return Ok(Decision::End(format!("the run has ended at step {}", end.step)));
             }
             _ if nothing && !self.request.watch => {
@@ -293,7 +293,7 @@ struct Sidecar<'a, B: Kernels> {
     comm: &'a Comm<B>,
     request: &'a Request,
     checkpoints: Checkpoints,
-    marks: Marks,
+    marks: Markers,
     /// `eval.jsonl`.
     evaluations: PathBuf,
     backend: Device<B>,
@@ -326,7 +326,7 @@ impl<B: Kernels> Sidecar<'_, B> {
 
     /// Whether this rank was asked to end, or, on rank 0 of a job with a trainer, the trainer was: they end together.
     fn is_interrupted(&self) -> bool {
-        let trainer = || self.marks.ended().is_some_and(|end| end.status == marks::Status::Preempted);
+        let trainer = || self.marks.ended().is_some_and(|end| end.status == markers::Status::Preempted);
         signals::came().is_some() || self.request.beside_trainer && self.comm.rank() == 0 && trainer()
     }
 
@@ -407,7 +407,7 @@ impl<B: Kernels> Sidecar<'_, B> {
                 let best = self.checkpoints.point_to_best(&all);
                 best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
                 let eval = self.loaded.as_ref().map(|loaded| &loaded.plan.config.eval);
-                let why = eval.and_then(|eval| evaluations::no_use(all.known(), eval.patience, eval.min_delta));
+                let why = eval.and_then(|eval| evaluations::stop_reason(all.known(), eval.patience, eval.min_delta));
                 why.map_or(Ok(()), |why| self.marks.ask_to_stop(&why))
             }
             // The checkpoint may well be whole: another evaluator, or this one later, can do it.

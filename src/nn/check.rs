@@ -6,7 +6,7 @@
 
 use super::{Block, Context, Grads, Micro, Params, Training};
 use crate::backend::cpu::{Cpu, CpuBuf};
-use crate::backend::{Backend as _, Memory};
+use crate::backend::{Backend as _, MemoryKind};
 use crate::error::{Error, Result};
 use crate::layout::{Init, UnitLayout};
 use crate::random::{Stream, derive, name};
@@ -143,7 +143,7 @@ impl<'a> Checked<'a> {
                 .hint("weight decay is one range of a unit: matrices first, then biases and norms"));
         }
         let backend = Cpu::new(1);
-        let nothing = || backend.upload(Memory::Activations, &[]);
+        let nothing = || backend.upload(MemoryKind::Activations, &[]);
         let (ids, classes) = (backend.upload_ints(&[])?, backend.upload_ints(&[])?);
         let micro = Micro {
             ids,
@@ -201,12 +201,12 @@ impl<'a> Checked<'a> {
         for ((_, range), (_, values)) in self.layout.tensors.iter().zip(tensors) {
             unit[range.clone()].copy_from_slice(values);
         }
-        let unit = self.backend.upload(Memory::Parameters, &unit)?;
+        let unit = self.backend.upload(MemoryKind::Parameters, &unit)?;
         let input = tensors.last().map_or(&[][..], |(_, values)| values);
-        let x = self.backend.upload(Memory::Activations, input)?;
+        let x = self.backend.upload(MemoryKind::Activations, input)?;
         let mut grads = vec![f32::NAN; self.layout.padded];
         self.layout.zeroed().into_iter().for_each(|range| grads[range].fill(0.0));
-        let mut grads = self.backend.upload(Memory::Gradients, &grads)?;
+        let mut grads = self.backend.upload(MemoryKind::Gradients, &grads)?;
         let params = || Params { own: Cpu::all(&unit), lent: None };
 
         let (mut loss, mut dx) = (0.0, Vec::new());
@@ -217,7 +217,7 @@ impl<'a> Checked<'a> {
             let scale = 1.0 / (y.len() as f32).sqrt();
             let dy: Vec<f32> = (0..y.len()).map(|i| sign(i) * scale).collect();
             loss = y.iter().zip(&dy).map(|(y, dy)| f64::from(*y) * f64::from(*dy)).sum();
-            let dy = self.backend.upload(Memory::Activations, &dy)?;
+            let dy = self.backend.upload(MemoryKind::Activations, &dy)?;
             let into = Grads { own: Cpu::all_mut(&mut grads), first: backward == 0, lent: None, lent_first: false };
             dx = self.download(&self.block.backward(&cx, params(), into, &x, kept, dy)?)?;
         }
@@ -314,7 +314,7 @@ mod tests {
         fn forward(&self, cx: &Context<'_, Cpu>, params: Params<'_, Cpu>, x: &CpuBuf) -> Result<(CpuBuf, Vec<CpuBuf>)> {
             let (b, shape) = (cx.backend, Self::shape(cx));
             let [weight, bias] = split::<Cpu, 2>(params.own, [WIDTH * WIDTH, WIDTH]);
-            let new = || b.alloc(Memory::Activations, shape.rows * WIDTH);
+            let new = || b.alloc(MemoryKind::Activations, shape.rows * WIDTH);
             let (mut h, mut y) = (new()?, new()?);
             b.linear(shape, Cpu::all(x), weight, bias, Cpu::all_mut(&mut h))?;
             b.activation(Activation::Silu, Cpu::all(&h), Cpu::all_mut(&mut y))?;
@@ -340,7 +340,7 @@ mod tests {
                 b.zero(Cpu::reborrow(&mut dbias))?;
             }
             b.linear_backward_weight(shape, Cpu::all(&dy), Cpu::all(x), dweight, dbias, add)?;
-            let mut dx = b.alloc(Memory::Activations, shape.rows * WIDTH)?;
+            let mut dx = b.alloc(MemoryKind::Activations, shape.rows * WIDTH)?;
             b.linear_backward_input(shape, Cpu::all(&dy), weight, Cpu::all_mut(&mut dx))?;
             if self.0 == Fault::InputGradient {
                 b.add(Cpu::all(&dy), Cpu::all_mut(&mut dx))?;

@@ -1,7 +1,7 @@
 //! Dropout on the residual stream (Hinton et al., 2012).
 
 use super::Context;
-use crate::backend::{Dropout, Kernels, Memory};
+use crate::backend::{Dropout, Kernels, MemoryKind};
 use crate::error::Result;
 use crate::random;
 
@@ -34,7 +34,7 @@ impl StreamDropout {
         if cx.training.is_none() || self.rate == 0.0 {
             return Ok(None);
         }
-        let mut masked = cx.backend.alloc(Memory::Activations, B::len(dy))?;
+        let mut masked = cx.backend.alloc(MemoryKind::Activations, B::len(dy))?;
         cx.backend.copy(B::all(dy), B::all_mut(&mut masked))?;
         self.apply(cx, site, B::all_mut(&mut masked))?;
         Ok(Some(masked))

@@ -3,7 +3,7 @@
 
 use super::dropout::StreamDropout;
 use super::{Block, Context, Grads, INIT, Params};
-use crate::backend::{Backend, Kernels, Memory, split, split_mut};
+use crate::backend::{Backend, Kernels, MemoryKind, split, split_mut};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 
@@ -67,7 +67,7 @@ impl<B: Kernels> Block<B> for Embedding {
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, _: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
         let [words, places] = split::<B, 2>(params.own, self.lens());
         let (places, _) = B::cut(places, self.used(cx));
-        let mut y = cx.backend.alloc(Memory::Activations, cx.micro.rows() * self.width())?;
+        let mut y = cx.backend.alloc(MemoryKind::Activations, cx.micro.rows() * self.width())?;
         cx.backend.embedding(&cx.micro.ids, words, places, B::all_mut(&mut y))?;
         self.dropout.apply(cx, 0, B::all_mut(&mut y))?;
         Ok((y, vec![]))
@@ -86,6 +86,6 @@ impl<B: Kernels> Block<B> for Embedding {
         let [dwords, dplaces] = split_mut::<B, 2>(grads.own, self.lens());
         let (dplaces, _) = B::cut_mut(dplaces, self.used(cx));
         cx.backend.embedding_backward(&cx.micro.ids, B::all(&dy), dwords, dplaces)?;
-        cx.backend.alloc(Memory::Activations, 0)
+        cx.backend.alloc(MemoryKind::Activations, 0)
     }
 }

@@ -9,7 +9,7 @@ use super::dropout::StreamDropout;
 use super::embedding::Embedding;
 use super::head::{Head, Table};
 use super::{Block, Blocks, Context, Grads, INIT, Params, unpack};
-use crate::backend::{Attention, Backend, Kernels, Linear, Memory, Norm, split, split_mut};
+use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, split, split_mut};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 
@@ -174,12 +174,12 @@ impl<B: Kernels> Block<B> for Transformer {
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, rows, d) = (cx.backend, cx.micro.rows(), self.gpt.width);
         let s = self.shapes(cx);
-        let new = |len| b.alloc(Memory::Activations, len);
+        let new = |len| b.alloc(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_up, w_down, b_qkv, b_out, b_up, b_down, w_norm1, b_norm1, w_norm2, b_norm2] =
             split::<B, 12>(params.own, self.lens());
         let [site1, site2] = self.sites();
 
-        let exact = |len| b.alloc_f32(Memory::Activations, len);
+        let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
         let (mut norm1, mut stats1) = (new(rows * d)?, exact(rows * 2)?);
         b.norm(s.norm, B::all(x), w_norm1, b_norm1, B::all_mut(&mut norm1), B::all_mut(&mut stats1))?;
         let mut qkv = new(rows * 3 * d)?;
@@ -213,7 +213,7 @@ impl<B: Kernels> Block<B> for Transformer {
     ) -> Result<B::Buf> {
         let (b, rows, d) = (cx.backend, cx.micro.rows(), self.gpt.width);
         let s = self.shapes(cx);
-        let new = |len| b.alloc(Memory::Activations, len);
+        let new = |len| b.alloc(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_up, w_down, _, _, _, _, w_norm1, _, w_norm2, _] = split::<B, 12>(params.own, self.lens());
         let add = !grads.first;
         let [gw_qkv, gw_out, gw_up, gw_down, gb_qkv, gb_out, gb_up, gb_down, gw_norm1, gb_norm1, gw_norm2, gb_norm2] =

@@ -1,7 +1,7 @@
 //! The last block of language models: a norm, then logits against a table of its own or the token table.
 
 use super::{Block, Context, Grads, INIT, Params, lent, unpack};
-use crate::backend::{Gemm, Kernels, Linear, Memory, Norm, split, split_mut};
+use crate::backend::{Gemm, Kernels, Linear, MemoryKind, Norm, split, split_mut};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 
@@ -102,10 +102,10 @@ impl<B: Kernels> Block<B> for Head {
             Table::Own(_) => own,
         };
         let (no_bias, _) = B::cut(params.own, 0);
-        let mut norm = b.alloc(Memory::Activations, rows * self.width)?;
-        let mut stats = b.alloc_f32(Memory::Activations, rows * 2)?;
+        let mut norm = b.alloc(MemoryKind::Activations, rows * self.width)?;
+        let mut stats = b.alloc_f32(MemoryKind::Activations, rows * 2)?;
         b.norm(self.shape(rows), B::all(x), weight, bias, B::all_mut(&mut norm), B::all_mut(&mut stats))?;
-        let mut logits = b.alloc(Memory::Activations, rows * self.vocabulary)?;
+        let mut logits = b.alloc(MemoryKind::Activations, rows * self.vocabulary)?;
         b.linear(self.logits(rows), B::all(&norm), table, no_bias, B::all_mut(&mut logits))?;
         Ok((logits, vec![norm, stats]))
     }
@@ -135,7 +135,7 @@ impl<B: Kernels> Block<B> for Head {
         let mut dnorm = norm;
         b.linear_backward_input(self.logits(rows), B::all(&dlogits), table, B::all_mut(&mut dnorm))?;
         drop(dlogits);
-        let mut dx = b.alloc(Memory::Activations, rows * self.width)?;
+        let mut dx = b.alloc(MemoryKind::Activations, rows * self.width)?;
         b.zero(B::all_mut(&mut dx))?;
         let (g, x, stats) = (B::all(&dnorm), B::all(x), B::all(&stats));
         b.norm_backward(self.shape(rows), g, x, weight, stats, B::all_mut(&mut dx), dweight, dbias)?;

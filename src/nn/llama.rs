@@ -13,7 +13,7 @@ use super::embedding::Embedding;
 use super::head::{Head, Table};
 use super::rotary::Angles;
 use super::{Block, Blocks, Context, Grads, INIT, Params, unpack};
-use crate::backend::{Attention, Backend, Kernels, Linear, Memory, Norm, Rotary, split, split_mut};
+use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary, split, split_mut};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 
@@ -189,8 +189,8 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, rows, d, f) = (cx.backend, cx.micro.rows(), self.llama.width, self.llama.hidden);
         let (s, drop) = (self.shapes(cx), self.llama.dropout());
-        let new = |len| b.alloc(Memory::Activations, len);
-        let exact = |len| b.alloc_f32(Memory::Activations, len);
+        let new = |len| b.alloc(MemoryKind::Activations, len);
+        let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = split::<B, 6>(params.own, self.lens());
         let (none, _) = B::cut(params.own, 0);
         let [site1, site2] = self.sites();
@@ -236,7 +236,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         let [norm1, stats1, qkv, heads, lse, stream, norm2, stats2, mut gate_up, mut act] = unpack(saved)?;
         let [site1, site2] = self.sites();
         // The gradients of biases, of which there are none.
-        let mut none = b.alloc_f32(Memory::Activations, 0)?;
+        let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
 
         // dy is the gradient of the stream from here on; each branch adds its share. Buffers whose values are not
         // needed any more take gradients.
@@ -263,7 +263,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
             b.linear_backward_weight(s.out, dbranch, B::all(&heads), g_out, B::all_mut(&mut none), add)?;
             b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
         }
-        let mut dqkv = b.alloc(Memory::Activations, rows * self.packed())?;
+        let mut dqkv = b.alloc(MemoryKind::Activations, rows * self.packed())?;
         let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
         b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
         drop(qkv);

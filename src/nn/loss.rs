@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use super::Micro;
-use crate::backend::{Backend, CrossEntropy, Deviation, Kernels, LossWeights, Memory, Regression};
+use crate::backend::{Backend, CrossEntropy, Deviation, Kernels, LossWeights, MemoryKind, Regression};
 use crate::error::{Error, Result};
 
 /// What a network learns to make small; the mean over all predictions.
@@ -89,7 +89,7 @@ impl<B: Kernels> Objective<B> {
     /// The device failed.
     pub fn train(&self, backend: &B, micro: &Micro<B>, output: &mut B::Buf, scale: f32) -> Result<B::Scalar> {
         let rows = micro.rows();
-        let mut losses = backend.alloc_f32(Memory::Activations, rows)?;
+        let mut losses = backend.alloc_f32(MemoryKind::Activations, rows)?;
         match &self.loss {
             Loss::CrossEntropy { smoothing, .. } => {
                 let classes = B::len(output) / rows.max(1);
@@ -114,9 +114,9 @@ impl<B: Kernels> Objective<B> {
     pub fn measure(&self, backend: &B, micro: &Micro<B>, output: &mut B::Buf) -> Result<Vec<f64>> {
         let rows = micro.rows();
         let width = B::len(output) / rows.max(1);
-        let mut values = backend.alloc_f32(Memory::Activations, rows)?;
+        let mut values = backend.alloc_f32(MemoryKind::Activations, rows)?;
         let mut sums = Vec::with_capacity(1 + self.metrics.len());
-        let none = backend.alloc_f32(Memory::Activations, 0)?;
+        let none = backend.alloc_f32(MemoryKind::Activations, 0)?;
         match &self.loss {
             Loss::CrossEntropy { .. } => {
                 let shape = CrossEntropy { rows, classes: width, scale: 0.0, gradient: false, smoothing: 0.0 };
@@ -154,7 +154,7 @@ impl<B: Kernels> Objective<B> {
                 Loss::Deviation(_) => &[],
             };
             // Another thread's are the same.
-            let _ = self.weights.set(backend.upload_f32(Memory::Activations, weights)?);
+            let _ = self.weights.set(backend.upload_f32(MemoryKind::Activations, weights)?);
         }
         self.weights.get().map(B::all).ok_or_else(|| Error::internal("weights that were set are not there"))
     }

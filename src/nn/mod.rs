@@ -14,7 +14,7 @@ pub mod loss;
 mod network;
 mod rotary;
 
-use crate::backend::{Backend, Kernels, Memory};
+use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
@@ -59,8 +59,8 @@ impl<B: Backend> Micro<B> {
     pub fn of_text(backend: &B, ids: &[u32], targets: &[u32], time: usize, first: u64) -> Result<Self> {
         let samples = ids.len() / time.max(1);
         let (ids, classes) = (backend.upload_ints(ids)?, backend.upload_ints(targets)?);
-        let none = || backend.alloc_f32(Memory::Activations, 0);
-        let (features, values, weights) = (backend.alloc(Memory::Activations, 0)?, none()?, none()?);
+        let none = || backend.alloc_f32(MemoryKind::Activations, 0);
+        let (features, values, weights) = (backend.alloc(MemoryKind::Activations, 0)?, none()?, none()?);
         Ok(Self { ids, features, classes, values, weights, samples, time, first })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use crate::backend::{Backend, Memory};
+use crate::backend::{Backend, MemoryKind};
 use crate::error::{Error, Result};
 
 /// Cosines and sines of every position, on the device from their first use on.
@@ -32,7 +32,7 @@ impl<B: Backend> Angles<B> {
     pub fn table(&self, backend: &B) -> Result<B::View<'_>> {
         if self.table.get().is_none() {
             // Another thread's is the same.
-            let _ = self.table.set(backend.upload_f32(Memory::Activations, &self.values())?);
+            let _ = self.table.set(backend.upload_f32(MemoryKind::Activations, &self.values())?);
         }
         self.table.get().map(B::all).ok_or_else(|| Error::internal("a table that was set is not there"))
     }

@@ -3,25 +3,25 @@
 //! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by how
 //! long full gradients and full parameters live ([`Residency`]).
 
-mod facts;
-mod held;
+mod device_state;
 mod lanes;
+mod memory_timeline;
 mod norms;
 mod offload;
-mod owner;
-mod rehearsal;
-mod route;
+mod prefetch;
 pub mod schedule;
+mod shard_owner;
 mod sharded;
+mod step_summary;
 #[cfg(test)]
 mod tests;
 
 pub use lanes::{Lanes, tree_sum};
+pub use memory_timeline::{MemoryTimeline, Moment, When};
 pub use offload::bytes as offloaded_bytes;
-pub use owner::{Hyper, Updates, Values, state_names};
-pub use rehearsal::{Moment, Rehearsal, When};
-pub use route::{Visit, forward, step};
-pub use sharded::{Groups, Owned, Reduced, Sharded, Synced};
+pub use prefetch::{Visit, forward, step};
+pub use shard_owner::{Hyper, Updates, Values, state_names};
+pub use sharded::{Groups, Owned, Reduced, ReducedStep, Sharded};
 
 use serde::{Deserialize, Serialize};
 

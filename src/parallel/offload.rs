@@ -11,10 +11,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::held::{Held, Recipe};
-use super::owner::{Hyper, state_names};
+use super::device_state::{DeviceState, Recipe};
+use super::shard_owner::{Hyper, state_names};
 use crate::backend::cpu::Cpu;
-use crate::backend::{Ferry, Kernels, Memory, Reach, Slot};
+use crate::backend::{ComputeOrderedCopies, Kernels, MemoryKind, Reach, Slot};
 use crate::error::{Error, Result};
 use crate::optim::Pair;
 
@@ -23,7 +23,7 @@ use crate::optim::Pair;
 pub struct Host {
     cpu: Cpu,
     /// None where the device's buffers are host memory.
-    ferry: Option<Arc<dyn Ferry>>,
+    copies: Option<Arc<dyn ComputeOrderedCopies>>,
 }
 
 impl Host {
@@ -32,11 +32,11 @@ impl Host {
     /// # Errors
     /// The device failed.
     pub fn new<B: Kernels>(backend: &B, cpu: Cpu) -> Result<Self> {
-        Ok(Self { cpu, ferry: backend.ferry()? })
+        Ok(Self { cpu, copies: backend.copies()? })
     }
 
-    fn ferry(&self) -> Result<&dyn Ferry> {
-        self.ferry.as_deref().ok_or_else(|| Error::internal("a device that nothing copies to"))
+    fn copies(&self) -> Result<&dyn ComputeOrderedCopies> {
+        self.copies.as_deref().ok_or_else(|| Error::internal("a device that nothing copies to"))
     }
 }
 
@@ -55,7 +55,7 @@ pub struct Offloaded<B: Kernels> {
     /// The device that computes.
     backend: B,
     host: Host,
-    held: Held<Cpu>,
+    held: DeviceState<Cpu>,
     slot: Slot,
     cargo: Cargo,
     /// Elements.
@@ -71,18 +71,18 @@ impl<B: Kernels> Offloaded<B> {
     /// Out of memory.
     pub fn new(backend: &B, host: &Host, recipe: Recipe, values: &[f32]) -> Result<Self> {
         let len = values.len();
-        let slot = match &host.ferry {
-            Some(ferry) => Slot::new(&**ferry, len)?,
+        let slot = match &host.copies {
+            Some(copies) => Slot::new(&**copies, len)?,
             None => Slot::of(Box::new(vec![0.0; len])),
         };
         let bytes = bytes(state_names(recipe.rule, recipe.average).len(), len);
-        let held = Held::new(&host.cpu, recipe, values, true)?;
-        backend.ledger().take(Memory::Offloaded, bytes);
+        let held = DeviceState::new(&host.cpu, recipe, values, true)?;
+        backend.ledger().take(MemoryKind::Offloaded, bytes);
         Ok(Self { backend: backend.clone(), host: host.clone(), held, slot, cargo: Cargo::Nothing, len, bytes })
     }
 
     /// What is on the host.
-    pub fn held(&self) -> &Held<Cpu> {
+    pub fn held(&self) -> &DeviceState<Cpu> {
         &self.held
     }
 
@@ -94,9 +94,9 @@ impl<B: Kernels> Offloaded<B> {
         match grad {
             Reach::Host(grad) => self.slot.memory()?[..self.len].copy_from_slice(grad),
             Reach::Device(grad, _) => {
-                let ferry = self.host.ferry()?;
-                ferry.after_compute()?;
-                self.slot.download(ferry, &[(grad, 0)])?;
+                let copies = self.host.copies()?;
+                copies.after_compute()?;
+                self.slot.download(copies, &[(grad, 0)])?;
             }
         }
         self.cargo = Cargo::Gradient;
@@ -108,7 +108,7 @@ impl<B: Kernels> Offloaded<B> {
         self.cargo = Cargo::Nothing;
     }
 
-    /// As [`Held::squares`], of the gradient that was fetched.
+    /// As [`DeviceState::squares`], of the gradient that was fetched.
     ///
     /// # Errors
     /// The device failed.
@@ -117,7 +117,7 @@ impl<B: Kernels> Offloaded<B> {
         self.held.squares(hyper, range, &self.slot.memory()?[..self.len], self.held.master()?.as_slice())
     }
 
-    /// Updates the parameters from the gradient that was fetched; `trust` as in [`Held::update`].
+    /// Updates the parameters from the gradient that was fetched; `trust` as in [`DeviceState::update`].
     ///
     /// # Errors
     /// The device failed.
@@ -134,7 +134,7 @@ impl<B: Kernels> Offloaded<B> {
         }
     }
 
-    /// As [`Held::swap`].
+    /// As [`DeviceState::swap`].
     ///
     /// # Errors
     /// The device failed.
@@ -156,17 +156,17 @@ impl<B: Kernels> Offloaded<B> {
         match full {
             Reach::Host(full) => full.copy_from_slice(&self.slot.memory()?[..self.len]),
             Reach::Device(full, _) => {
-                let ferry = self.host.ferry()?;
+                let copies = self.host.copies()?;
                 // The buffer's memory may have been another's, which kernels still use.
-                ferry.after_compute()?;
-                self.slot.upload(ferry, &[(full, 0)])?;
-                ferry.before_compute()?;
+                copies.after_compute()?;
+                self.slot.upload(copies, &[(full, 0)])?;
+                copies.before_compute()?;
             }
         }
         Ok(())
     }
 
-    /// As [`Held::restore`].
+    /// As [`DeviceState::restore`].
     ///
     /// # Errors
     /// Of `load`.
@@ -189,7 +189,7 @@ impl<B: Kernels> Offloaded<B> {
 
 impl<B: Kernels> Drop for Offloaded<B> {
     fn drop(&mut self) {
-        self.backend.ledger().give(Memory::Offloaded, self.bytes);
+        self.backend.ledger().give(MemoryKind::Offloaded, self.bytes);
     }
 }
 

@@ -4,23 +4,23 @@
 //! A gradient's journey: blocks add into a unit's flat buffer; at the end of a lane the buffer joins the rank's
 //! tree of lanes; after the last lane the sum moves to the communication thread, which reduces it while the
 //! next block computes; [`Sharded::reduce`] waits for all and agrees on loss and norm; [`Sharded::update`] lets
-//! each [`Owner`] update its range and gathers the parameters again.
+//! each [`ShardOwner`] update its range and gathers the parameters again.
 //!
 //! Parameters that do not live always are gathered ahead of their use: a pass tells its order of blocks
-//! ([`Sharded::begin`]), and a window slides along it ([`Route`]).
+//! ([`Sharded::begin`]), and a window slides along it ([`Prefetch`]).
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::facts::Facts;
 use super::lanes::{Lanes, Tree, tree_sum};
 use super::norms::{self, Norms};
 use super::offload::Host;
-use super::owner::{Hyper, Owner, Updates, Values, state_names};
-use super::route::{Route, Visit};
+use super::prefetch::{Prefetch, Visit};
+use super::shard_owner::{Hyper, ShardOwner, Updates, Values, state_names};
+use super::step_summary::StepSummary;
 use super::{Life, Residency};
 use crate::activity::{Doing, span};
-use crate::backend::{Kernels, Memory};
+use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
 use crate::layout::{Init, UnitLayout, part};
@@ -40,7 +40,7 @@ pub struct Groups<B: Kernels> {
 
 /// What all data-parallel ranks know after the gradients met.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Synced {
+pub struct ReducedStep {
     /// Sum of the lanes' losses.
     pub loss: f64,
     /// Global norm of the gradient, before clipping.
@@ -102,7 +102,7 @@ struct Unit<B: Kernels> {
     /// What is special about the update of each tensor.
     tensors: Vec<Part>,
     /// The shard of this rank.
-    owner: Owner<B>,
+    owner: ShardOwner<B>,
     /// Full parameters.
     params: Slot<B::Buf>,
     /// The full gradient of the current lane.
@@ -154,7 +154,7 @@ pub struct Sharded<B: Kernels> {
     /// Units whose reduction is under way, in order.
     started: Vec<usize>,
     /// The pass under way.
-    route: Route,
+    prefetch: Prefetch,
     /// Whether it multiplies parameters several times before they change.
     reuses: bool,
 }
@@ -185,12 +185,20 @@ impl<B: Kernels> Sharded<B> {
             let owned = layout.part(shard, shards);
             let full = seed.map_or_else(|| vec![0.0; layout.padded], |seed| initial(&layout, seed));
             let params = match keep.params {
-                Life::Step => Slot::Here(backend.upload(Memory::Parameters, &full)?),
+                Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &full)?),
                 Life::Use => Slot::Gone,
             };
             let (values, are_full_here) = (&full[owned.clone()], keep.params == Life::Step);
             units.push(Unit {
-                owner: Owner::new(&backend, host.as_ref(), updates.as_ref(), &layout, owned, values, are_full_here)?,
+                owner: ShardOwner::new(
+                    &backend,
+                    host.as_ref(),
+                    updates.as_ref(),
+                    &layout,
+                    owned,
+                    values,
+                    are_full_here,
+                )?,
                 tensors: layout.tensors.iter().map(|(tensor, _)| Part::of(tensor, groups_of)).collect(),
                 zeroed: layout.zeroed(),
                 layout,
@@ -212,7 +220,7 @@ impl<B: Kernels> Sharded<B> {
             offloads: host.is_some(),
             units,
             started: Vec::new(),
-            route: Route::default(),
+            prefetch: Prefetch::default(),
             reuses: false,
         })
     }
@@ -250,7 +258,7 @@ impl<B: Kernels> Sharded<B> {
     /// A pass begins: blocks will take their turns in this order, which is the same on all ranks. With `again` they take
     /// several each way before [`Sharded::reduce`], until which parameters stay as they are.
     pub fn begin(&mut self, visits: Vec<Visit>, again: bool) {
-        self.route = Route::new(visits);
+        self.prefetch = Prefetch::new(visits);
         self.backend.end_reuse();
         // Buffers that live for their use only are another unit's before long.
         self.reuses = again && self.keep.params == Life::Step;
@@ -294,7 +302,7 @@ impl<B: Kernels> Sharded<B> {
 
     /// A block's turn ends: parameters that live for their use only are given up, unless the next turns want them.
     pub fn release(&mut self) {
-        for index in self.route.pass(self.keep.ahead) {
+        for index in self.prefetch.pass(self.keep.ahead) {
             if self.keep.params == Life::Use {
                 self.units[index].params = Slot::Gone;
             }
@@ -346,7 +354,7 @@ impl<B: Kernels> Sharded<B> {
     ///
     /// # Errors
     /// A reduction failed.
-    pub fn reduce(&mut self, losses: &[f64], compute: f64, note: u32) -> Result<Synced> {
+    pub fn reduce(&mut self, losses: &[f64], compute: f64, note: u32) -> Result<ReducedStep> {
         self.backend.end_reuse();
         std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
         let shards = self.virtual_shards();
@@ -360,17 +368,17 @@ impl<B: Kernels> Sharded<B> {
             }
         }
         // Every rank gets every lane's loss and every virtual shard's square, and adds them in the same tree.
-        let mine = Facts { first: shards.start, compute, note, losses: losses.to_vec(), squares };
+        let mine = StepSummary { first: shards.start, compute, note, losses: losses.to_vec(), squares };
         let (mut losses, mut squares) = (Vec::new(), vec![0.0; self.lanes.total]);
         let (mut compute, mut notes) = (Vec::new(), Vec::new());
         for message in self.groups.data.gather_bytes(mine.encode()).wait()? {
-            let facts = Facts::decode(&message)?;
+            let facts = StepSummary::decode(&message)?;
             losses.extend(facts.losses);
             squares[facts.first..facts.first + facts.squares.len()].copy_from_slice(&facts.squares);
             compute.push(facts.compute);
             notes.push(facts.note);
         }
-        Ok(Synced { loss: tree_sum(&losses), norm: tree_sum(&squares).sqrt(), compute, notes })
+        Ok(ReducedStep { loss: tree_sum(&losses), norm: tree_sum(&squares).sqrt(), compute, notes })
     }
 
     /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update.
@@ -533,7 +541,7 @@ impl<B: Kernels> Sharded<B> {
                 Ok(host)
             };
             unit.params = match self.keep.params {
-                Life::Step => Slot::Here(backend.upload(Memory::Parameters, &load(0, 0..layout.padded)?)?),
+                Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &load(0, 0..layout.padded)?)?),
                 Life::Use => Slot::Gone,
             };
             unit.owner.restore(load)?;
@@ -551,8 +559,8 @@ impl<B: Kernels> Sharded<B> {
 
     /// Starts the gathers that the turn under way and the next ones want, and waits for those of `visit`.
     fn fetch(&mut self, visit: Visit) -> Result<()> {
-        debug_assert_eq!(self.route.turn(), Some(visit), "blocks take their turns in the order of the pass");
-        let wanted: Vec<usize> = self.route.wanted(self.keep.ahead).collect();
+        debug_assert_eq!(self.prefetch.turn(), Some(visit), "blocks take their turns in the order of the pass");
+        let wanted: Vec<usize> = self.prefetch.wanted(self.keep.ahead).collect();
         wanted.into_iter().try_for_each(|index| self.gather(index))?;
         for index in visit.units() {
             if let Some(params) = self.units[index].params.land()?
@@ -568,7 +576,7 @@ impl<B: Kernels> Sharded<B> {
     fn gather(&mut self, index: usize) -> Result<()> {
         let unit = &mut self.units[index];
         if let Slot::Gone = unit.params {
-            let mut full = self.backend.alloc(Memory::Parameters, unit.layout.padded)?;
+            let mut full = self.backend.alloc(MemoryKind::Parameters, unit.layout.padded)?;
             unit.owner.contribute(&mut full)?;
             unit.params = Slot::InFlight(self.groups.shard.about(&unit.layout.name).all_gather(full));
         }
@@ -592,7 +600,7 @@ impl<B: Kernels> Sharded<B> {
     fn open_grads(&mut self, index: usize) -> Result<bool> {
         let unit = &mut self.units[index];
         if unit.grads.is_none() {
-            unit.grads = Some(self.backend.alloc(Memory::Gradients, unit.layout.padded)?);
+            unit.grads = Some(self.backend.alloc(MemoryKind::Gradients, unit.layout.padded)?);
         }
         let first = !std::mem::replace(&mut unit.grads_open, true);
         if let (true, Some(grads)) = (first, &mut unit.grads) {
@@ -618,7 +626,7 @@ impl<B: Kernels> Sharded<B> {
         let (mut grad, window) = match self.keep.grads {
             Life::Step => (full, owned),
             Life::Use => {
-                let mut own = self.backend.alloc(Memory::Gradients, owned.len())?;
+                let mut own = self.backend.alloc(MemoryKind::Gradients, owned.len())?;
                 self.backend.copy(B::view(&full, owned.clone()), B::all_mut(&mut own))?;
                 (own, 0..owned.len())
             }

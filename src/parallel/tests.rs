@@ -1,8 +1,8 @@
 //! Every layout against one rank, with threads as ranks: a new configuration is a row.
 
-use super::{Groups, Hyper, Lanes, Moment, Rehearsal, Residency, Sharded, Updates, Zero, offloaded_bytes};
+use super::{Groups, Hyper, Lanes, MemoryTimeline, Moment, Residency, Sharded, Updates, Zero, offloaded_bytes};
 use crate::backend::cpu::Cpu;
-use crate::backend::{Backend as _, Memory};
+use crate::backend::{Backend as _, MemoryKind};
 use crate::comm::{Algorithm, Comm, threads};
 use crate::layout::UnitLayout;
 use crate::mesh::{Axis, Mesh};
@@ -125,7 +125,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             }
         }
     }
-    let counted = [Memory::Parameters, Memory::Optimizer, Memory::Gradients, Memory::Offloaded];
+    let counted = [MemoryKind::Parameters, MemoryKind::Optimizer, MemoryKind::Gradients, MemoryKind::Offloaded];
     let peak = counted.map(|what| backend.ledger().peak(what));
     Outcome { curve, tensors, peak }
 }
@@ -244,7 +244,7 @@ fn no_more_full_buffers_live_than_is_said() {
     let most = |row: Row, sizes: &[usize], what: fn(&Moment) -> usize| {
         let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
         let (lanes, micros_per_lane) = (row.lanes / RANKS, row.micros_per_lane);
-        let rehearsal = Rehearsal { borrows: &borrows, sizes, shards: row.shard, keep, lanes, micros_per_lane };
+        let rehearsal = MemoryTimeline { borrows: &borrows, sizes, shards: row.shard, keep, lanes, micros_per_lane };
         rehearsal.step().iter().map(what).max().unwrap()
     };
     for zero in [Zero::One, Zero::Two, Zero::Three] {

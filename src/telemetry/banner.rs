@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use super::{bytes, grouped};
-use crate::backend::Memory;
-use crate::comm::Way;
+use crate::backend::MemoryKind;
+use crate::comm::DevicePath;
 use crate::config::Plan;
 
 /// What the banner says besides the plan.
@@ -27,7 +27,7 @@ pub struct Facts<'a> {
     /// Whether ranks of a node exchange through shared memory.
     pub shares_memory: bool,
     /// How messages reach device memory, where there is any.
-    pub way: Option<Way>,
+    pub path: Option<DevicePath>,
     /// Which algorithms exchange and add; empty where nothing is exchanged.
     pub collectives: String,
     /// The run's directory.
@@ -54,10 +54,10 @@ const MOST_PLACES: usize = 16;
 /// Bytes a rank will need.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Estimate {
-    /// On the host by category, in the order of [`Memory::ALL`].
-    pub host: [usize; Memory::ALL.len()],
+    /// On the host by category, in the order of [`MemoryKind::ALL`].
+    pub host: [usize; MemoryKind::ALL.len()],
     /// On the GPU, where one computes.
-    pub gpu: Option<[usize; Memory::ALL.len()]>,
+    pub gpu: Option<[usize; MemoryKind::ALL.len()]>,
     /// Copies on the host on their way to and from checkpoints.
     pub staging: usize,
     /// Program, libraries, MPI, and what they grow by.
@@ -86,8 +86,8 @@ impl Estimate {
     }
 }
 
-fn named(categories: &[usize; Memory::ALL.len()]) -> impl Iterator<Item = (&'static str, usize)> {
-    Memory::ALL.iter().map(|what| what.name()).zip(categories.iter().copied())
+fn named(categories: &[usize; MemoryKind::ALL.len()]) -> impl Iterator<Item = (&'static str, usize)> {
+    MemoryKind::ALL.iter().map(|what| what.name()).zip(categories.iter().copied())
 }
 
 fn listed(parts: impl Iterator<Item = (&'static str, usize)>) -> String {
@@ -140,7 +140,7 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             "{}{}{}",
             facts.library,
             if facts.shares_memory { ", shared memory inside a node" } else { "" },
-            facts.way.map_or(String::new(), |way| format!(", {}", way.describe())),
+            facts.path.map_or(String::new(), |path| format!(", {}", path.describe())),
         ),
     );
     if !facts.collectives.is_empty() {

@@ -260,7 +260,7 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
 
 /// Why training more is of no use, if the last `patience` evaluations found no loss that is lower by more than
 /// `min_delta` than the lowest before; with a patience of 0 it always is of use.
-pub fn no_use(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
+pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
     let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == Over::Validation;
     let done = comparable(evaluations).filter(is_done);
     // A step that was evaluated twice counts once; the last one counts.
@@ -332,7 +332,7 @@ mod tests {
         assert_eq!(steps, [(1, Some(0.5)), (3, Some(3.0)), (2, Some(2.0))]);
         assert_eq!([1, 2, 3].map(|step| loss(&all, step)), [Some(0.5), Some(2.0), Some(3.0)]);
         assert_eq!(best(&all[1..], &[1, 2, 3]), Some((2, 2.0)));
-        assert!(no_use(&all[1..3], 1, 0.0).is_none() && no_use(&all, 2, 0.0).is_some());
+        assert!(stop_reason(&all[1..3], 1, 0.0).is_none() && stop_reason(&all, 2, 0.0).is_some());
         // Whether a checkpoint is to be evaluated is another matter: it was.
         let other = Evaluation { checkpoint: Some("x".into()), id: Some("job-2".into()), ..on(2, 0.1, "a", 9) };
         assert!(is_settled(&[other, on(3, 3.0, "b", 9)], "job-2"));
@@ -368,11 +368,11 @@ mod tests {
     #[test]
     fn patience_ends() {
         let all: Vec<Evaluation> = (1..).zip([3.0, 2.0, 2.5, 1.95, 1.96]).map(|(n, loss)| done(n, loss)).collect();
-        assert!(no_use(&all[..2], 1, 0.0).is_none() && no_use(&all, 0, 0.0).is_none());
-        assert!(no_use(&all[..3], 1, 0.0).unwrap().contains("2.0000 of step 2 in 1 evaluations"));
-        assert!(no_use(&all[..4], 2, 0.0).is_none() && no_use(&all, 2, 0.0).is_none());
-        assert!(no_use(&all, 3, 0.1).unwrap().contains("of step 2 in 3"));
-        assert!(no_use(&[Evaluation { loss: None, ..done(1, 0.0) }], 1, 0.0).unwrap().contains("no finite"));
+        assert!(stop_reason(&all[..2], 1, 0.0).is_none() && stop_reason(&all, 0, 0.0).is_none());
+        assert!(stop_reason(&all[..3], 1, 0.0).unwrap().contains("2.0000 of step 2 in 1 evaluations"));
+        assert!(stop_reason(&all[..4], 2, 0.0).is_none() && stop_reason(&all, 2, 0.0).is_none());
+        assert!(stop_reason(&all, 3, 0.1).unwrap().contains("of step 2 in 3"));
+        assert!(stop_reason(&[Evaluation { loss: None, ..done(1, 0.0) }], 1, 0.0).unwrap().contains("no finite"));
     }
 
     #[test]
@@ -381,7 +381,7 @@ mod tests {
         let mut all = vec![of_epoch(1, 0.9), of_epoch(2, 0.3), of_epoch(3, 0.5)];
         assert_eq!((best(&all, &[1, 2, 3]), over(&all)), (Some((2, 0.3)), Over::Training));
         assert_eq!((loss(&all, 3), validation_loss(&all, 3)), (Some(0.5), None));
-        assert_eq!(no_use(&all, 1, 0.0), None);
+        assert_eq!(stop_reason(&all, 1, 0.0), None);
         let line = serde_json::to_string(&all[0]).unwrap();
         assert!(line.contains("\"over\":\"training\""), "{line}");
         assert_eq!(serde_json::from_str::<Evaluation>(&line).unwrap(), all[0]);

@@ -8,11 +8,11 @@ use crate::checkpoint::Progress;
 use crate::config::Plan;
 use crate::error::Result;
 use crate::nn::Micro;
-use crate::parallel::{Hyper, Synced};
+use crate::parallel::{Hyper, ReducedStep};
 
 /// A step that was taken: the same on all ranks, but for its times.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Taken {
+pub struct StepResult {
     /// Mean loss of the global batch.
     pub loss: f64,
     /// Global norm of the gradient before clipping.
@@ -41,9 +41,9 @@ pub fn advance<B: Kernels>(
     mut next: impl FnMut(u64, usize) -> Result<Micro<B>>,
     progress: &mut Progress,
     note: impl FnOnce() -> u32,
-) -> Result<Taken> {
+) -> Result<StepResult> {
     let (step, base, time) = (progress.step, progress.position, plan.network.context());
-    let Synced { loss, norm, compute, notes } = engine.gradients(step, || next(base, time), note)?;
+    let ReducedStep { loss, norm, compute, notes } = engine.gradients(step, || next(base, time), note)?;
     let loss = loss / (plan.tokens_per_step() as f64);
     let lr = plan.schedule.rate(step);
     // Loss and norm are the same on all ranks, so they all skip.
@@ -64,7 +64,7 @@ pub fn advance<B: Kernels>(
     let updating = start.elapsed();
     progress.step += 1;
     progress.position += plan.config.batch.global;
-    Ok(Taken { loss, norm, lr, skipped, compute, notes, updating })
+    Ok(StepResult { loss, norm, lr, skipped, compute, notes, updating })
 }
 
 /// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.

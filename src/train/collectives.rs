@@ -5,7 +5,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Kernels;
-use crate::comm::{Algorithm, Comm, Group, Operation, Table, Way, measure};
+use crate::comm::{Algorithm, Comm, DevicePath, Group, Operation, Table, measure};
 use crate::config::Plan;
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
@@ -33,7 +33,7 @@ struct Key {
     library: String,
     shared_memory: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    way: Option<Way>,
+    path: Option<DevicePath>,
     reproducible: bool,
     /// Bytes of the largest unit.
     largest: usize,
@@ -101,7 +101,7 @@ impl Key {
             mesh: plan.mesh,
             library: comm.library().to_string(),
             shared_memory: comm.shares_memory(),
-            way: comm.way(),
+            path: comm.device_path(),
             reproducible: plan.config.comm.reproducible,
             largest: sizes.max().unwrap_or(0) * size_of::<f32>(),
         }

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use super::changes;
-use super::marks::Marks;
+use super::markers::Markers;
 use super::resume::Branch;
 use crate::checkpoint::Checkpoints;
 use crate::checkpoint::lease::{Claimed, Held, Lease, Leases};
@@ -284,8 +284,8 @@ impl RunDirectory {
     }
 
     /// How trainer and evaluators tell each other that they are done.
-    pub fn marks(&self) -> Marks {
-        Marks::new(&self.path)
+    pub fn marks(&self) -> Markers {
+        Markers::new(&self.path)
     }
 
     /// The checkpoints.

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::backend::{Backend, Memory};
+use crate::backend::{Backend, MemoryKind};
 use crate::checkpoint::Progress;
 use crate::comm::Group;
 use crate::config::{Config, LossKind, ModelKind, Plan, network};
@@ -233,10 +233,10 @@ pub fn vocabulary(config: &Config) -> Result<usize> {
 pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64) -> Result<Micro<B>> {
     Ok(Micro {
         ids: backend.upload_ints(&batch.ids)?,
-        features: backend.upload(Memory::Activations, &batch.features)?,
+        features: backend.upload(MemoryKind::Activations, &batch.features)?,
         classes: backend.upload_ints(&batch.classes)?,
-        values: backend.upload_f32(Memory::Activations, &batch.values)?,
-        weights: backend.upload_f32(Memory::Activations, &batch.weights)?,
+        values: backend.upload_f32(MemoryKind::Activations, &batch.values)?,
+        weights: backend.upload_f32(MemoryKind::Activations, &batch.weights)?,
         samples: (batch.positions.end - batch.positions.start) as usize,
         time,
         first: batch.positions.start - base,
@@ -310,7 +310,7 @@ impl<B: Backend> Feed<B> {
 
     /// The loader knows no device: what it holds is entered here.
     fn enter(&mut self, held: usize) {
-        self.backend.ledger().resize(Memory::Data, self.entered, held);
+        self.backend.ledger().resize(MemoryKind::Data, self.entered, held);
         self.entered = held;
     }
 }

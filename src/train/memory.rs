@@ -1,12 +1,12 @@
 //! What a rank will need, computed before anything is allocated.
 
-use crate::backend::{Backend, Kernels, Memory};
-use crate::comm::{Comm, Way};
+use crate::backend::{Backend, Kernels, MemoryKind};
+use crate::comm::{Comm, DevicePath};
 use crate::config::Plan;
 use crate::data::Source;
 use crate::layout::UnitLayout;
 use crate::nn::Blocks;
-use crate::parallel::{self, Life, Moment, Rehearsal, When};
+use crate::parallel::{self, Life, MemoryTimeline, Moment, When};
 use crate::telemetry::banner::Estimate;
 
 /// Bytes of an f32.
@@ -32,7 +32,7 @@ pub struct Held {
 impl Held {
     /// By this process, which sends its messages by `comm` and reads these data sets.
     pub fn now<B: Backend>(comm: &Comm<B>, data: &[&dyn Source]) -> Self {
-        let messages_on_device = matches!(comm.way(), Some(Way::Direct | Way::Nccl));
+        let messages_on_device = matches!(comm.device_path(), Some(DevicePath::Direct | DevicePath::Nccl));
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
         Self { messages: comm.staging(), messages_on_device, resident: resident().0, cache }
     }
@@ -81,30 +81,30 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
         false => moments.into_iter().max_by_key(|moment| moment.total()).unwrap_or_default(),
     };
 
-    let mut device = [0; Memory::ALL.len()];
-    device[Memory::Parameters as usize] = alive.parameters + masters;
-    device[Memory::Gradients as usize] = alive.gradients;
+    let mut device = [0; MemoryKind::ALL.len()];
+    device[MemoryKind::Parameters as usize] = alive.parameters + masters;
+    device[MemoryKind::Gradients as usize] = alive.gradients;
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
-    device[Memory::Activations as usize] = alive.activations + constants * F32;
-    device[Memory::Workspace as usize] = B::WORKSPACE;
+    device[MemoryKind::Activations as usize] = alive.activations + constants * F32;
+    device[MemoryKind::Workspace as usize] = B::WORKSPACE;
     let micros = plan.lanes / plan.mesh.data() * plan.micros_per_lane();
     if micros > 1 && plan.residency().params == Life::Step {
-        device[Memory::Workspace as usize] += B::reuse_bytes(all, plan.micro as usize * plan.network.context());
+        device[MemoryKind::Workspace as usize] += B::reuse_bytes(all, plan.micro as usize * plan.network.context());
     }
-    let mut host = [0; Memory::ALL.len()];
+    let mut host = [0; MemoryKind::ALL.len()];
     match offloads {
-        true => host[Memory::Offloaded as usize] = parallel::offloaded_bytes(states, owned),
-        false => device[Memory::Optimizer as usize] = state * F32,
+        true => host[MemoryKind::Offloaded as usize] = parallel::offloaded_bytes(states, owned),
+        false => device[MemoryKind::Optimizer as usize] = state * F32,
     }
     let carrier = if messages_on_device { &mut device } else { &mut host };
-    carrier[Memory::Communication as usize] = messages;
+    carrier[MemoryKind::Communication as usize] = messages;
     let (of_host, of_device) = plan.network.sample_bytes();
     // Read ahead, one being read, one in use.
-    host[Memory::Data as usize] = cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
-    device[Memory::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
+    host[MemoryKind::Data as usize] = cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
+    device[MemoryKind::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
     if plan.config.checkpoint.asynchronous {
         // Ranks divide parameters and state among themselves, copies of them too.
-        host[Memory::Checkpoint as usize] = (all / plan.mesh.data() + state / plan.mesh.replica) * F32;
+        host[MemoryKind::Checkpoint as usize] = (all / plan.mesh.data() + state / plan.mesh.replica) * F32;
     }
     // A host copy of one unit at a time: at the start, and when a checkpoint is written through.
     let staging = padded.iter().max().copied().unwrap_or(0) * F32;
@@ -119,7 +119,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
 fn moments<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, padded: &[usize]) -> Vec<Alive> {
     let size = plan.config.precision.compute.size(B::ON_HOST);
     let borrows: Vec<Option<usize>> = blocks.iter().map(|block| block.borrows()).collect();
-    let rehearsal = Rehearsal {
+    let rehearsal = MemoryTimeline {
         borrows: &borrows,
         sizes: padded,
         shards: plan.mesh.shard,

@@ -7,7 +7,7 @@ use super::feed;
 use super::memory::Held;
 use super::run::engine;
 use super::step::Engine;
-use super::{fits, vocabulary};
+use super::{memory_check, vocabulary};
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm};
@@ -53,8 +53,8 @@ impl<B: Kernels> Pace<B> {
         (config.batch.global, config.batch.micro) = (samples * world.size() as u64, Some(samples));
         config.parallel.lanes = None;
         let plan = world.agree(resolve(config, &facts))?;
-        let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
-        world.agree(fits::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
+        let comm = &comm.on_path(plan.config.comm.path, comm::prove)?;
+        world.agree(memory_check::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
         let (engine, _) = engine(comm, &plan, world.agree(backend(&plan))?, None)?;
         let batch = random(&plan, samples as usize);
         Ok(Self { plan, engine, batch, progress: Progress::default() })

@@ -3,24 +3,24 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::advance::{Taken, advance};
+use super::advance::{StepResult, advance};
 use super::budget::Budget;
 use super::collectives::{self, Exchange};
 use super::directory::{Resume, RunDirectory};
 use super::feed::Feed;
 use super::hooks::{Hook, Hooks, Outcome};
-use super::marks::{End, Status};
+use super::markers::{End, Status};
 use super::notes::{self, Note, Notes};
-use super::orders::Orders;
 use super::planning::plan;
 use super::records::Records;
 use super::resume::{Branch, Resumed, Take, Taking, resume};
 use super::splits::Splits;
 use super::step::{Engine, Geometry};
-use super::{feed, fits, memory};
+use super::stop_requests::StopRequests;
+use super::{feed, memory, memory_check};
 use crate::activity::{Doing, Track, span};
 use crate::backend::cpu::Cpu;
-use crate::backend::{Kernels, Memory};
+use crate::backend::{Kernels, MemoryKind};
 use crate::checkpoint::{self, Job, Manifest, Origin, Published, Saver};
 use crate::comm::{self, Comm, Group, Stats, Watch};
 use crate::config::{Config, Plan};
@@ -187,7 +187,7 @@ struct Run<'h, B: Kernels> {
     saved: Option<u64>,
     /// Whether the clock asks for a checkpoint after this step.
     save_is_due: bool,
-    orders: Orders,
+    orders: StopRequests,
     hooks: Hooks<'h>,
     /// Set once training is to end.
     ending: Option<Ending>,
@@ -250,12 +250,12 @@ impl<'h, B: Kernels> Run<'h, B> {
         let refused = || feed::no_validation("eval.patience cannot tell when to stop", &plan.config);
         world.agree(if without { Err(refused()) } else { Ok(()) })?;
         // From here on messages may reach the device.
-        let comm = comm.on_route(plan.config.comm.path, comm::prove)?;
+        let comm = comm.on_path(plan.config.comm.path, comm::prove)?;
         let world = comm.world();
         // Nobody allocates before all have looked.
         let room = request.gpu.as_ref().map(|gpu| gpu.memory);
         let held = memory::Held::now(&comm, &splits.sources());
-        world.agree(fits::check::<B>(&plan, &topology, held, room))?;
+        world.agree(memory_check::check::<B>(&plan, &topology, held, room))?;
 
         let mut claimed = None;
         let prepared = || {
@@ -310,7 +310,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let records = world.agree(records.transpose())?;
         let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.sharded.parameters());
         world.agree(if root { budget.check() } else { Ok(()) })?;
-        let orders = Orders::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
+        let orders = StopRequests::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
         if root {
             let facts = banner::Facts {
                 ranks: world.size(),
@@ -321,7 +321,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 library: comm.library(),
                 gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),
                 shares_memory: comm.shares_memory(),
-                way: comm.way().filter(|_| world.size() > 1),
+                path: comm.device_path().filter(|_| world.size() > 1),
                 collectives: exchange.told,
                 directory: directory.path(),
                 parameters: engine.sharded.parameters(),
@@ -434,7 +434,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
     }
 
-    fn record(&mut self, taken: &Taken, before: Spent) -> Result<()> {
+    fn record(&mut self, taken: &StepResult, before: Spent) -> Result<()> {
         let after = self.spent();
         let (seconds, times) = (after.total - before.total, Times::between(before, after));
         self.step_ms.push(seconds * 1e3);
@@ -502,7 +502,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         // at the step after the evaluation.
         let counts = *resume == Resume::Auto && self.records.is_some();
         let before: Vec<Evaluation> = evaluated.iter().filter(|one| one.step < step).cloned().collect();
-        let [now, next] = [&before, evaluated].map(|all| self.no_use(all).filter(|_| counts));
+        let [now, next] = [&before, evaluated].map(|all| self.stop_reason(all).filter(|_| counts));
         self.orders.stop_for(now);
         let mine = (self.orders.note(false), found.map(f64::to_bits));
         let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
@@ -585,8 +585,8 @@ impl<'h, B: Kernels> Run<'h, B> {
                 Ok(all) => {
                     let best = self.directory.checkpoints().point_to_best(&all);
                     best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
-                    let no_use = self.no_use(all.known());
-                    self.orders.stop_for(no_use);
+                    let stop_reason = self.stop_reason(all.known());
+                    self.orders.stop_for(stop_reason);
                 }
                 Err(e) => log::warn!("{e}"),
             }
@@ -595,9 +595,9 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     /// Why more steps would be of no use by these evaluations, if they would.
-    fn no_use(&self, all: &[Evaluation]) -> Option<String> {
+    fn stop_reason(&self, all: &[Evaluation]) -> Option<String> {
         let config = &self.plan.config.eval;
-        evaluations::no_use(all, config.patience, config.min_delta)
+        evaluations::stop_reason(all, config.patience, config.min_delta)
     }
 
     fn save_if_due(&mut self) -> Result<()> {
@@ -770,7 +770,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             loader_wait_seconds: self.feed.waited().as_secs_f64(),
             comm_wait_seconds: self.comm.stats().blocked,
             peak_gpu_bytes: self.engine.backend.device_peak(),
-            peak_bytes: Memory::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
+            peak_bytes: MemoryKind::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
             peak_resident_bytes: memory::resident().1,
             time: unix_time(),
         }

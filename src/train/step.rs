@@ -4,13 +4,13 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::activity::{Doing, span};
-use crate::backend::{Kernels, Memory};
+use crate::backend::{Kernels, MemoryKind};
 use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::nn::loss::Objective;
 use crate::nn::{Blocks, Context, Micro, Training};
 use crate::parallel::schedule::{Action, one_forward_one_backward};
-use crate::parallel::{self, Sharded, Synced};
+use crate::parallel::{self, ReducedStep, Sharded};
 use crate::random;
 
 /// A network with its parameters, ready to compute.
@@ -64,7 +64,7 @@ impl<B: Kernels> Engine<B> {
         step: u64,
         mut next: impl FnMut() -> Result<Micro<B>>,
         note: impl FnOnce() -> u32,
-    ) -> Result<Synced> {
+    ) -> Result<ReducedStep> {
         let Geometry { lanes, micros_per_lane, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
         let (begun, waited, mut loading) = (Instant::now(), self.sharded.waited(), Duration::ZERO);
@@ -114,7 +114,7 @@ impl<B: Kernels> Engine<B> {
         let ranks = self.sharded.data().clone();
         let cx =
             Context { backend: &self.backend, micro: &micro, training: Some(self.training(&micro, dropout, &ranks)) };
-        let mut x = self.backend.alloc(Memory::Activations, 0)?;
+        let mut x = self.backend.alloc(MemoryKind::Activations, 0)?;
         let (mut inputs, mut saved) = (Vec::with_capacity(self.blocks.len()), Vec::with_capacity(self.blocks.len()));
         for (unit, block) in self.blocks.iter().enumerate() {
             let name = self.sharded.name(unit).clone();
@@ -171,7 +171,7 @@ impl<B: Kernels> Engine<B> {
     pub fn output(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
         self.sharded.begin(parallel::forward(&self.borrows()), false);
         let cx = Context { backend: &self.backend, micro, training: None };
-        let mut x = self.backend.alloc(Memory::Activations, 0)?;
+        let mut x = self.backend.alloc(MemoryKind::Activations, 0)?;
         for (unit, block) in self.blocks.iter().enumerate() {
             let params = self.sharded.params(unit, block.borrows())?;
             x = block.forward(&cx, params, &x)?.0;

@@ -6,16 +6,16 @@
 
 mod compare;
 mod launch;
+mod matrix;
 mod record;
-mod rows;
 mod snapshot;
 
 use std::path::PathBuf;
 use std::time::Instant;
 
 use compare::{Agreement, Bounds, CLOSE_STEPS, closely, describe, exactly, parting};
+use matrix::{REFERENCE, Row, matrix};
 use record::{Recording, Then};
-use rows::{REFERENCE, Row, matrix};
 
 use crate::comm::Choice;
 use crate::config::{Config, Facts, Plan, resolve};

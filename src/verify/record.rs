@@ -94,7 +94,7 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
     let (train, _) = feed::open_staged(&task.config, &world, &topology)?;
     let threads = task.threads.unwrap_or_else(|| topology.threads());
     let plan = plan(comm, task.config.clone(), &train, Some(threads))?;
-    let comm = &comm.on_route(plan.config.comm.path, comm::prove)?;
+    let comm = &comm.on_path(plan.config.comm.path, comm::prove)?;
     let world = comm.world();
     world.agree(check_memory::<B>(&plan, &topology, Held::now(comm, &[&train]), None))?;
     let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;

@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Cuda, Device, Precision};
-use hpctrain::backend::{Backend, Memory};
-use hpctrain::comm::{Algorithm, Comm, Group, Route, Table, Way, mpi, threads};
+use hpctrain::backend::{Backend, MemoryKind};
+use hpctrain::comm::{Algorithm, Comm, DevicePath, Group, PathSetting, Table, mpi, threads};
 use hpctrain::error::{Error, Result};
 
 use crate::common::launch::{LIMIT, start};
@@ -28,7 +28,7 @@ struct Rank<B: Backend> {
 }
 
 impl<B: Backend> Rank<B> {
-    fn up(&self, what: Memory, values: &[f32]) -> B::Buf {
+    fn up(&self, what: MemoryKind, values: &[f32]) -> B::Buf {
         self.backend.upload(what, values).unwrap()
     }
 
@@ -52,7 +52,7 @@ impl<B: Backend> Rank<B> {
             mine[part.clone()].copy_from_slice(&of[part.clone()]);
             mine
         };
-        let gradients = |values: Vec<f32>| self.up(Memory::Gradients, &values);
+        let gradients = |values: Vec<f32>| self.up(MemoryKind::Gradients, &values);
         let whole = group.all_reduce(gradients(values(rank, len)), 0..len);
         let middle = group.all_reduce(gradients(values(rank, len)), len / 5..len - len / 7);
         let scattered = group.reduce_scatter(gradients(values(rank, padded)));
@@ -65,9 +65,9 @@ impl<B: Backend> Rank<B> {
         let small = |rank: usize, len: usize| (0..len).map(|i| ((i + rank) % 256) as f32).collect::<Vec<_>>();
         let narrow = len.next_multiple_of(2 * size);
         let narrow_part = rank * narrow / size..(rank + 1) * narrow / size;
-        let parameters = self.up(Memory::Parameters, &mine(&narrow_part, &small(0, narrow)));
+        let parameters = self.up(MemoryKind::Parameters, &mine(&narrow_part, &small(0, narrow)));
         let parameters = group.all_gather(parameters);
-        let odd = group.broadcast(self.up(Memory::Parameters, &small(rank, len)), 0);
+        let odd = group.broadcast(self.up(MemoryKind::Parameters, &small(rank, len)), 0);
 
         let mut results: Vec<Vec<f32>> = Vec::new();
         for pending in [whole, middle] {
@@ -188,11 +188,11 @@ fn every_way_over_mpi() {
         let host = on_host(comm.world().choosing(table.clone()));
         let exact = algorithm != Algorithm::Mpi;
         let device = |comm: Comm<Sealed>, shown| on_device(comm.world().choosing(table.clone()), shown);
-        let staged = comm.on::<Sealed>().through(Way::Staged);
+        let staged = comm.on::<Sealed>().through(DevicePath::Staged);
         let ways = [
             ("staged", device(staged.clone(), false)),
             ("staged in chunks", device(staged.in_chunks(60), false)),
-            ("direct", device(comm.on().through(Way::Direct), true)),
+            ("direct", device(comm.on().through(DevicePath::Direct), true)),
         ];
         for len in LENGTHS.into_iter().chain([300_000, 1_200_001]) {
             let wanted = host.operations(len).unwrap();
@@ -224,7 +224,7 @@ fn nccl_between_threads() {
                 let host = |comm: Comm<Cpu>| LENGTHS.map(|len| on_host(comm.world()).operations(len).unwrap());
                 let wanted = on_threads(nodes, ours, host);
                 let got = on_threads(nodes, algorithm, |comm: Comm<Cuda>| {
-                    let rank = on_gpu(comm.through(Way::Nccl).world(), comm.rank());
+                    let rank = on_gpu(comm.through(DevicePath::Nccl).world(), comm.rank());
                     assert_eq!(rank.group.algorithms(false).len(), Algorithm::ALL.len());
                     LENGTHS.map(|len| rank.operations(len).unwrap())
                 });
@@ -251,7 +251,7 @@ fn nccl_over_mpi() {
         return;
     }
     let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
-    let gpu = on_gpu(comm.on().through(Way::Nccl).world(), comm.rank());
+    let gpu = on_gpu(comm.on().through(DevicePath::Nccl).world(), comm.rank());
     for algorithm in Algorithm::ALL {
         let table = Table::always(algorithm);
         let host = on_host(comm.world().choosing(table.clone()));
@@ -278,7 +278,7 @@ fn a_failure_of_nccl_ends_all() {
         return;
     }
     let comm = mpi::start::<Cuda>(Algorithm::Tree).unwrap();
-    let rank = on_gpu(comm.through(Way::Nccl).world(), comm.rank());
+    let rank = on_gpu(comm.through(DevicePath::Nccl).world(), comm.rank());
     rank.operations(7).unwrap();
     if comm.rank() == 1 {
         // SAFETY: no other thread looks at the environment but through the same library's lock.
@@ -298,7 +298,7 @@ fn a_failure_of_nccl_ends_all() {
 fn only_f32_is_added() {
     on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
         let rank = on_device(comm.world(), false);
-        let sum = rank.group.all_reduce(rank.up(Memory::Parameters, &[1.0; 8]), 0..8).wait();
+        let sum = rank.group.all_reduce(rank.up(MemoryKind::Parameters, &[1.0; 8]), 0..8).wait();
         assert_eq!(sum.err().unwrap().to_string(), "all_reduce of numbers that are not f32");
     });
 }
@@ -311,7 +311,7 @@ fn an_abort_reaches_a_rank_that_waits_for_its_device() {
         if comm.rank() == 0 {
             rank.backend.hang();
         }
-        let pending = rank.group.all_reduce(rank.up(Memory::Gradients, &[1.0; 8]), 0..8);
+        let pending = rank.group.all_reduce(rank.up(MemoryKind::Gradients, &[1.0; 8]), 0..8);
         if comm.rank() == 1 {
             let aborts = std::panic::AssertUnwindSafe(|| comm.abort(3));
             assert!(std::panic::catch_unwind(aborts).is_err());
@@ -329,7 +329,7 @@ fn staging_is_counted_and_steady() {
         let rank = on_device(comm.world(), false);
         comm.count_memory(rank.backend.clone());
         let ledger = rank.backend.ledger();
-        let state = || (ledger.fresh(), ledger.live(Memory::Communication));
+        let state = || (ledger.fresh(), ledger.live(MemoryKind::Communication));
         rank.operations(1000).unwrap();
         let before = state();
         assert!(before.0 >= 3 && before.1 >= before.0 * 400, "{before:?}");
@@ -341,20 +341,23 @@ fn staging_is_counted_and_steady() {
 #[test]
 fn routes_are_found() {
     on_threads::<Sealed, _>(&[0, 0], Algorithm::Tree, |comm| {
-        let way = |route| comm.on_route(route, || unreachable!("threads are not asked")).map(|comm| comm.way());
-        assert_eq!((way(Route::Staged).unwrap(), way(Route::Auto).unwrap()), (Some(Way::Staged), Some(Way::Staged)));
-        let error = way(Route::Direct).unwrap_err().to_string();
+        let way = |route| comm.on_path(route, || unreachable!("threads are not asked")).map(|comm| comm.device_path());
+        assert_eq!(
+            (way(PathSetting::Staged).unwrap(), way(PathSetting::Auto).unwrap()),
+            (Some(DevicePath::Staged), Some(DevicePath::Staged))
+        );
+        let error = way(PathSetting::Direct).unwrap_err().to_string();
         assert!(error.contains("threads of one process cannot take addresses") && error.contains("comm.path = staged"));
-        let error = way(Route::Nccl).unwrap_err().to_string();
+        let error = way(PathSetting::Nccl).unwrap_err().to_string();
         assert!(error.contains("comm.path = nccl: there is no library by which devices of this kind"), "{error}");
         // Direct messages that nobody carries are errors, not crashes.
-        let (group, backend) = (comm.through(Way::Direct).world(), Sealed::new(false));
-        let sum = group.all_reduce(backend.upload(Memory::Gradients, &[1.0; 8]).unwrap(), 0..8).wait();
+        let (group, backend) = (comm.through(DevicePath::Direct).world(), Sealed::new(false));
+        let sum = group.all_reduce(backend.upload(MemoryKind::Gradients, &[1.0; 8]).unwrap(), 0..8).wait();
         assert!(sum.err().unwrap().to_string().contains("comm.path = direct needs MPI"));
     });
     on_threads::<Cpu, _>(&[0], Algorithm::Tree, |comm| {
-        assert_eq!(comm.on_route(Route::Auto, || Ok(())).unwrap().way(), None);
-        let error = comm.on_route(Route::Direct, || Ok(())).err().unwrap();
+        assert_eq!(comm.on_path(PathSetting::Auto, || Ok(())).unwrap().device_path(), None);
+        let error = comm.on_path(PathSetting::Direct, || Ok(())).err().unwrap();
         assert!(error.exit_code() == 2 && error.to_string().contains("comm.path = direct is for GPUs"), "{error}");
     });
 }
@@ -383,9 +386,9 @@ fn the_direct_way_is_proved() {
             assert_eq!(comm.rank(), 0, "one rank of a node tries");
             mpi::prove_in_child(&[NAME, "--exact", "--nocapture"])
         };
-        let found = comm.on_route(Route::Direct, prove).map(|comm| comm.way());
+        let found = comm.on_path(PathSetting::Direct, prove).map(|comm| comm.device_path());
         match device.as_str() {
-            "shown" => assert_eq!(found.unwrap(), Some(Way::Direct)),
+            "shown" => assert_eq!(found.unwrap(), Some(DevicePath::Direct)),
             "hidden" => {
                 let error = found.unwrap_err().to_string();
                 assert!(error.contains("signal") && error.contains("hint: set comm.path = staged"), "{error}");
@@ -394,7 +397,7 @@ fn the_direct_way_is_proved() {
         }
         // Debian's library claims nothing: nobody is asked.
         let never = || Err(Error::internal("asked"));
-        assert_eq!(comm.on_route(Route::Auto, never).unwrap().way(), Some(Way::Staged));
+        assert_eq!(comm.on_path(PathSetting::Auto, never).unwrap().device_path(), Some(DevicePath::Staged));
         comm.shutdown();
         return;
     }

@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
-use hpctrain::backend::{Backend, Memory};
+use hpctrain::backend::{Backend, MemoryKind};
 use hpctrain::comm::{Algorithm, Comm, Group, Operation, Table, mpi, threads};
 use hpctrain::error::{Error, Result};
 
@@ -20,7 +20,7 @@ fn passes(test: &str, ranks: usize) {
 }
 
 fn buf(values: &[f32]) -> CpuBuf {
-    Cpu::new(1).upload(Memory::Gradients, values).unwrap()
+    Cpu::new(1).upload(MemoryKind::Gradients, values).unwrap()
 }
 
 /// Values whose sum depends on the order of additions.
@@ -157,7 +157,7 @@ fn more_than_two_gibibytes() {
     let (world, rank) = (comm.world(), comm.rank());
     let len = (1 << 29) + 6;
     let value = |rank: usize, i: usize| ((i % 1009) * (rank + 1)) as f32;
-    let mut whole = Cpu::new(1).alloc(Memory::Communication, len).unwrap();
+    let mut whole = Cpu::new(1).alloc(MemoryKind::Communication, len).unwrap();
     for algorithm in [Algorithm::Tree, Algorithm::Ring, Algorithm::Mpi] {
         let group = world.choosing(Table::always(algorithm));
         for operation in Operation::ALL {

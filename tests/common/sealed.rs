@@ -1,6 +1,6 @@
 //! A device made of host memory that tests nobody may touch: what is not waited for is not there yet.
 //!
-//! Uploads of compute and everything that its port does are put off until somebody asks twice whether they are done; until
+//! Uploads of compute and everything that its copies does are put off until somebody asks twice whether they are done; until
 //! then their targets hold NaN. Addresses are off by a constant, so that using one as it is ends the process, unless the
 //! device is made to show them.
 
@@ -9,7 +9,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
-use hpctrain::backend::{Backend, Event, Ledger, Memory, Pinned, Placed, Port, Profile, Reach, Scratch, Span};
+use hpctrain::backend::{
+    Backend, DeviceCopies, Event, Ledger, MemoryKind, Pinned, Placed, Profile, Reach, Scratch, Span,
+};
 use hpctrain::error::{Error, Result};
 
 /// How far shown addresses are from the real ones where they are hidden: no address of a process.
@@ -146,7 +148,7 @@ impl Scratch for Place {
     }
 }
 
-impl Port for SealedPort {
+impl DeviceCopies for SealedPort {
     fn pinned(&self, words: usize) -> Result<Box<dyn Pinned>> {
         self.ledger.note_fresh();
         Ok(Box::new(Words::new(words)))
@@ -195,7 +197,7 @@ impl Port for SealedPort {
 /// The device of one rank. Parameters are kept in bf16, two to a word.
 #[derive(Clone)]
 pub struct Sealed {
-    port: Arc<SealedPort>,
+    copies: Arc<SealedPort>,
     /// What compute is still to do.
     compute: Arc<Stream>,
     ledger: Arc<Ledger>,
@@ -206,9 +208,9 @@ impl Sealed {
     /// A device whose addresses are shown, or not.
     pub fn new(shown: bool) -> Self {
         let ledger: Arc<Ledger> = Arc::default();
-        let port =
+        let copies =
             SealedPort { hidden: if shown { 0 } else { HIDDEN }, stream: Arc::default(), ledger: ledger.clone() };
-        Self { port: Arc::new(port), compute: Arc::default(), ledger, profile: Profile::default() }
+        Self { copies: Arc::new(copies), compute: Arc::default(), ledger, profile: Profile::default() }
     }
 
     /// From now on compute gets nothing done.
@@ -256,11 +258,11 @@ impl Backend for Sealed {
     type View<'a> = Window<'a>;
     type ViewMut<'a> = WindowMut<'a>;
 
-    fn alloc(&self, what: Memory, len: usize) -> Result<SealedBuf> {
-        Ok(self.make(len, if what == Memory::Parameters { 2 } else { 1 }))
+    fn alloc(&self, what: MemoryKind, len: usize) -> Result<SealedBuf> {
+        Ok(self.make(len, if what == MemoryKind::Parameters { 2 } else { 1 }))
     }
 
-    fn alloc_f32(&self, _: Memory, len: usize) -> Result<SealedBuf> {
+    fn alloc_f32(&self, _: MemoryKind, len: usize) -> Result<SealedBuf> {
         Ok(self.make(len, 1))
     }
 
@@ -328,8 +330,8 @@ impl Backend for Sealed {
         if !range.start.is_multiple_of(n) || !(range.end.is_multiple_of(n) || range.end == buf.len) {
             return Err(Error::internal(format!("{range:?} cuts a word")));
         }
-        let port = buf.device.port.clone();
-        Ok(Reach::Device(port.span(&buf.words, range.start / n..range.end.div_ceil(n)), port))
+        let copies = buf.device.copies.clone();
+        Ok(Reach::Device(copies.span(&buf.words, range.start / n..range.end.div_ceil(n)), copies))
     }
 
     fn stamp(buf: &SealedBuf) -> Result<Option<Box<dyn Event>>> {

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use hpctrain::backend::cpu::Cpu;
-use hpctrain::backend::{Backend as _, Deviation, Memory};
+use hpctrain::backend::{Backend as _, Deviation, MemoryKind};
 use hpctrain::comm;
 use hpctrain::data::import::{Arrays, Categories, ImportCsv, ImportNumpy, Kept, NotFinite, import_csv, import_numpy};
 use hpctrain::data::{Batch, DataSpec, Dataset, Ids, SampleMut, Split, Target, Wants, inspect, verify};
@@ -46,10 +46,10 @@ fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String
     };
     let micro = Micro {
         ids: b.upload_ints(&[]).unwrap(),
-        features: b.upload(Memory::Activations, &of(4)).unwrap(),
+        features: b.upload(MemoryKind::Activations, &of(4)).unwrap(),
         classes: b.upload_ints(&classes).unwrap(),
-        values: b.upload_f32(Memory::Activations, &values).unwrap(),
-        weights: b.upload_f32(Memory::Activations, weights).unwrap(),
+        values: b.upload_f32(MemoryKind::Activations, &values).unwrap(),
+        weights: b.upload_f32(MemoryKind::Activations, weights).unwrap(),
         samples: samples.len(),
         time: 1,
         first: 0,

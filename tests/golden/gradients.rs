@@ -1,7 +1,7 @@
 //! Every gradient of every network by finite differences, through the whole step.
 
 use hpctrain::backend::cpu::Cpu;
-use hpctrain::backend::{Backend as _, Memory};
+use hpctrain::backend::{Backend as _, MemoryKind};
 use hpctrain::comm;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::check::{Named, derivatives};
@@ -67,11 +67,11 @@ fn backward_of_layers_is_the_derivative_of_their_forward() {
         let features: Vec<f32> = (0..7 * 60).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
         Micro {
             ids: backend.upload_ints(&[]).unwrap(),
-            features: backend.upload(Memory::Activations, &features).unwrap(),
+            features: backend.upload(MemoryKind::Activations, &features).unwrap(),
             classes: backend.upload_ints(&[0, 1, 2, 3, 4, 0, 2]).unwrap(),
-            values: backend.upload_f32(Memory::Activations, &[]).unwrap(),
+            values: backend.upload_f32(MemoryKind::Activations, &[]).unwrap(),
             // The weighted loss has the weighted gradient.
-            weights: backend.upload_f32(Memory::Activations, &[1.0, 0.5, 2.0, 0.0, 1.5, 3.0, 1.0]).unwrap(),
+            weights: backend.upload_f32(MemoryKind::Activations, &[1.0, 0.5, 2.0, 0.0, 1.5, 3.0, 1.0]).unwrap(),
             samples: 7,
             time: 1,
             first: 0,
@@ -94,10 +94,10 @@ fn backward_of_tables_is_the_derivative_of_their_forward() {
         let ids: Vec<u32> = (0..6).flat_map(|i| [i % 2, 3 + i * 5 % 7, 10 + i / 3]).collect();
         Micro {
             ids: backend.upload_ints(&ids).unwrap(),
-            features: backend.upload(Memory::Activations, &features).unwrap(),
+            features: backend.upload(MemoryKind::Activations, &features).unwrap(),
             classes: backend.upload_ints(&[0, 1, 2, 0, 2, 1]).unwrap(),
-            values: backend.upload_f32(Memory::Activations, &[]).unwrap(),
-            weights: backend.upload_f32(Memory::Activations, &[]).unwrap(),
+            values: backend.upload_f32(MemoryKind::Activations, &[]).unwrap(),
+            weights: backend.upload_f32(MemoryKind::Activations, &[]).unwrap(),
             samples: 6,
             time: 1,
             first: 0,

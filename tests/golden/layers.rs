@@ -3,7 +3,7 @@
 use hdf5::types::FixedAscii;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
-use hpctrain::backend::{Kernels, Memory};
+use hpctrain::backend::{Kernels, MemoryKind};
 use hpctrain::comm;
 use hpctrain::config::{Config, Facts, Plan, resolve};
 use hpctrain::mesh::Mesh;
@@ -67,10 +67,10 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
     let weights = if case.link_exists("weights") { floats(case, "weights") } else { vec![] };
     Micro {
         ids: b.upload_ints(&input).unwrap(),
-        features: b.upload(Memory::Activations, &features).unwrap(),
+        features: b.upload(MemoryKind::Activations, &features).unwrap(),
         classes: b.upload_ints(&classes).unwrap(),
-        values: b.upload_f32(Memory::Activations, &values).unwrap(),
-        weights: b.upload_f32(Memory::Activations, &weights).unwrap(),
+        values: b.upload_f32(MemoryKind::Activations, &values).unwrap(),
+        weights: b.upload_f32(MemoryKind::Activations, &weights).unwrap(),
         samples: shape[0],
         time: 1,
         first: 0,

@@ -2,7 +2,7 @@
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
-use hpctrain::backend::{Elementwise, Kernels, Memory};
+use hpctrain::backend::{Elementwise, Kernels, MemoryKind};
 use hpctrain::optim::{Rule, Update};
 
 use crate::common::simulator::under;
@@ -22,7 +22,7 @@ fn everything<B: Kernels>(b: &B) {
     let (initial, grads) = (floats(&file, "initial"), floats(&file, "grads"));
     let len = initial.len();
     for (name, rule) in RULES {
-        let new = |values: &[f32]| b.upload_f32(Memory::Optimizer, values).unwrap();
+        let new = |values: &[f32]| b.upload_f32(MemoryKind::Optimizer, values).unwrap();
         let mut params = new(&initial);
         let mut state: Vec<B::Buf> = rule.state().iter().map(|_| new(&vec![0.0; len])).collect();
         for (grad, step) in grads.chunks(len).zip(1..) {

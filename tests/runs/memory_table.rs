@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use hpctrain::backend::cpu::Cpu;
-use hpctrain::backend::{Backend as _, Memory};
+use hpctrain::backend::{Backend as _, MemoryKind};
 use hpctrain::layout::UnitLayout;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::Network;
@@ -40,7 +40,7 @@ fn measured(ranks: usize, zero: Zero) -> usize {
             engine.gradients(step, || Ok(micro(&backend, &ids, &ids, GPT.context, comm.rank() as u64)), || 0)?;
             engine.sharded.update(Hyper { lr: 1e-3, weight_decay: 0.0, step: step + 1, grad_scale: 1.0 })?;
         }
-        let categories = [Memory::Parameters, Memory::Gradients, Memory::Optimizer];
+        let categories = [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::Optimizer];
         Ok(categories.map(|what| backend.ledger().peak(what)).iter().sum::<usize>())
     });
     peaks.unwrap().into_iter().max().unwrap()

@@ -151,7 +151,7 @@ mod tests {
         assert!(!Arc::ptr_eq(&first, &other), "read the other way");
         drop((first, other));
         kept.clear();
-        assert_eq!(pool.ledger.live(crate::backend::Memory::Workspace), 0);
+        assert_eq!(pool.ledger.live(crate::backend::MemoryKind::Workspace), 0);
         assert!(of(&kept, shape, &weights[4096..8192]).is_none(), "it may have changed");
 
         weights.fill(2.0);

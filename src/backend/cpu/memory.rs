@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::backend::{Ledger, Memory, readable};
+use crate::backend::{Ledger, MemoryKind, readable};
 use crate::error::{Error, Result};
 
 /// One cache line; makes every buffer aligned to it.
@@ -28,7 +28,7 @@ impl Pool {
     ///
     /// # Errors
     /// The system has no such memory.
-    pub fn take(self: &Arc<Self>, what: Memory, len: usize) -> Result<CpuBuf> {
+    pub fn take(self: &Arc<Self>, what: MemoryKind, len: usize) -> Result<CpuBuf> {
         let lines = len.div_ceil(LINE);
         let recycled = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
@@ -46,7 +46,7 @@ impl Pool {
     }
 
     /// Memory from the system.
-    fn fresh(&self, what: Memory, len: usize) -> Result<Vec<Line>> {
+    fn fresh(&self, what: MemoryKind, len: usize) -> Result<Vec<Line>> {
         let mut lines = Vec::new();
         lines.try_reserve_exact(len).map_err(|_| {
             let size = readable(len.saturating_mul(size_of::<Line>()));
@@ -73,7 +73,7 @@ impl Pool {
 pub struct CpuBuf {
     lines: Vec<Line>,
     len: usize,
-    what: Memory,
+    what: MemoryKind,
     pool: Arc<Pool>,
 }
 
@@ -118,7 +118,7 @@ impl CpuInts {
     /// # Errors
     /// The system has no such memory.
     pub(super) fn new(pool: &Arc<Pool>, host: &[u32]) -> Result<Self> {
-        let mut buf = pool.take(Memory::Data, host.len())?;
+        let mut buf = pool.take(MemoryKind::Data, host.len())?;
         bytemuck::cast_slice_mut(buf.as_mut_slice()).copy_from_slice(host);
         Ok(Self(buf))
     }
@@ -139,17 +139,17 @@ mod tests {
     #[test]
     fn buffers_come_back_and_are_counted() {
         let pool = Arc::new(Pool::default());
-        let first = pool.take(Memory::Gradients, 1000).unwrap();
+        let first = pool.take(MemoryKind::Gradients, 1000).unwrap();
         assert_eq!(first.as_slice().as_ptr() as usize % 64, 0);
         let address = first.as_slice().as_ptr();
         drop(first);
-        assert_eq!(pool.ledger.live(Memory::Gradients), 0);
-        let second = pool.take(Memory::Activations, 990).unwrap();
+        assert_eq!(pool.ledger.live(MemoryKind::Gradients), 0);
+        let second = pool.take(MemoryKind::Activations, 990).unwrap();
         assert_eq!(second.as_slice().as_ptr(), address);
         assert_eq!(second.len(), 990);
-        let third = pool.take(Memory::Activations, 990).unwrap();
+        let third = pool.take(MemoryKind::Activations, 990).unwrap();
         assert_ne!(third.as_slice().as_ptr(), address);
-        assert!(pool.take(Memory::Data, 0).unwrap().is_empty());
+        assert!(pool.take(MemoryKind::Data, 0).unwrap().is_empty());
         assert_eq!(pool.ledger.fresh(), 2);
         pool.trim();
         assert!(pool.free.lock().unwrap().is_empty());
@@ -158,14 +158,14 @@ mod tests {
     fn integers_are_data() {
         let pool = Arc::new(Pool::default());
         let ids = CpuInts::new(&pool, &[7, u32::MAX]).unwrap();
-        assert_eq!((&ids[..], pool.ledger.live(Memory::Data)), (&[7, u32::MAX][..], 64));
+        assert_eq!((&ids[..], pool.ledger.live(MemoryKind::Data)), (&[7, u32::MAX][..], 64));
     }
 
     #[test]
     fn no_memory_is_an_error() {
         let pool = Arc::new(Pool::default());
-        let _taken = pool.take(Memory::Parameters, 1 << 18).unwrap();
-        let error = pool.take(Memory::Activations, usize::MAX / 8).err().unwrap();
+        let _taken = pool.take(MemoryKind::Parameters, 1 << 18).unwrap();
+        let error = pool.take(MemoryKind::Activations, usize::MAX / 8).err().unwrap();
         assert_eq!(error.exit_code(), 2);
         let text = error.to_string();
         assert!(text.contains("TiB for activations; this rank has taken parameters 1.0 MiB\nhint: "), "{text}");

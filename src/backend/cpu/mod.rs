@@ -34,8 +34,8 @@ use std::sync::Arc;
 use super::unfolded;
 use super::{
     Activation, AdamW, Attention, Backend, Channels, Columns, Convolution, CrossEntropy, Dropout, Elements, Event,
-    Gemm, Kernels, Launch, Ledger, Linear, LossWeights, Memory, Norm, Pairs, Profile, Reach, Regression, Rotary, Sgd,
-    Window, Work,
+    Gemm, Kernels, Launch, Ledger, Linear, LossWeights, MemoryKind, Norm, Pairs, Profile, Reach, Regression, Rotary,
+    Sgd, Window, Work,
 };
 use crate::error::{Error, Result};
 
@@ -163,7 +163,7 @@ impl Cpu {
 
     /// A copy in bf16, two to a word.
     fn narrowed(&self, x: &[f32]) -> Result<CpuBuf> {
-        let mut words = self.pool.take(Memory::Workspace, x.len().div_ceil(2))?;
+        let mut words = self.pool.take(MemoryKind::Workspace, x.len().div_ceil(2))?;
         self.narrow(x, words.as_mut_slice());
         Ok(words)
     }
@@ -199,11 +199,11 @@ impl Backend for Cpu {
     type View<'a> = &'a [f32];
     type ViewMut<'a> = &'a mut [f32];
 
-    fn alloc(&self, what: Memory, len: usize) -> Result<CpuBuf> {
+    fn alloc(&self, what: MemoryKind, len: usize) -> Result<CpuBuf> {
         self.pool.take(what, len)
     }
 
-    fn alloc_f32(&self, what: Memory, len: usize) -> Result<CpuBuf> {
+    fn alloc_f32(&self, what: MemoryKind, len: usize) -> Result<CpuBuf> {
         self.pool.take(what, len)
     }
 
@@ -512,7 +512,7 @@ impl Kernels for Cpu {
             return unfolded::backward_weight(self, shape, dy, x, dweight, dbias);
         }
         let _launch = self.launched(Work::convolve_backward_weight(shape, dbias.len()));
-        let mut partial = self.alloc(Memory::Activations, convolution::partial(shape))?;
+        let mut partial = self.alloc(MemoryKind::Activations, convolution::partial(shape))?;
         convolution::backward_weight(&self.threads, shape, dy, x, partial.as_mut_slice(), dweight, dbias);
         Ok(())
     }

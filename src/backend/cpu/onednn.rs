@@ -349,16 +349,16 @@ struct Prepared {
 }
 
 /// What a thread has of the library.
-struct Desk {
+struct ThreadState {
     stream: Owned,
     prepared: HashMap<Shape, Prepared>,
 }
 
 thread_local! {
-    static DESK: RefCell<Option<Desk>> = const { RefCell::new(None) };
+    static STATE: RefCell<Option<ThreadState>> = const { RefCell::new(None) };
 }
 
-impl Desk {
+impl ThreadState {
     fn new(library: &Library) -> Result<Self> {
         if let Some(open_mp) = &library.open_mp {
             // SAFETY: takes a number; it holds for the calling thread alone.
@@ -441,12 +441,12 @@ fn multiply_part<T: Operand>(
         strides: [strides([m, k], a.strides()), strides([k, n], b.strides()), strides([m, n], c.strides())],
         acc,
     };
-    DESK.with_borrow_mut(|desk| {
-        let desk = match desk {
-            Some(desk) => desk,
-            none => none.insert(Desk::new(library)?),
+    STATE.with_borrow_mut(|state| {
+        let state = match state {
+            Some(state) => state,
+            none => none.insert(ThreadState::new(library)?),
         };
-        let Desk { stream, prepared } = desk;
+        let ThreadState { stream, prepared } = state;
         let product = match prepared.get(&shape) {
             Some(product) => product,
             None => prepared.entry(shape).or_insert(Prepared::new(library, &shape)?),

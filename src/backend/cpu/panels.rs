@@ -9,7 +9,7 @@ use super::memory::{CpuBuf, Pool};
 use super::product::{TILE_ROWS, depths, each_of, multiply};
 use super::threads::Threads;
 use super::transpose::transpose;
-use crate::backend::{Gemm, Memory};
+use crate::backend::{Gemm, MemoryKind};
 use crate::error::Result;
 
 /// Columns of a panel: what the kernel computes at a time, four vectors of 16 elements or two of 8.
@@ -51,7 +51,7 @@ impl Panels {
     pub fn new(pool: &Arc<Pool>, threads: &Threads, shape: Gemm, b: &[f32]) -> Result<Self> {
         let Gemm { k, n, tb, .. } = shape;
         assert_eq!(b.len(), k * n, "the right operand's elements");
-        let mut elements = pool.take(Memory::Workspace, Self::elements(k, n))?;
+        let mut elements = pool.take(MemoryKind::Workspace, Self::elements(k, n))?;
         let panels = elements.as_mut_slice().chunks_mut(k * *WIDTH).enumerate();
         threads.each(panels, |(panel, to)| {
             let columns = panel * *WIDTH..((panel + 1) * *WIDTH).min(n);

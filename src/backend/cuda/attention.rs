@@ -4,7 +4,7 @@ use super::Cuda;
 use super::launch::{Arg, Grid};
 use super::memory::{Element, View, ViewMut};
 use super::program::Variant;
-use crate::backend::{Attention, Backend, Memory};
+use crate::backend::{Attention, Backend, MemoryKind};
 use crate::error::{Error, Result};
 
 /// Widest head that the kernels are made for.
@@ -85,7 +85,7 @@ impl Cuda {
     ) -> Result<()> {
         let variant = self.attention_variant("attention_backward.cu", shape)?;
         let cuts = Cuts::new(self.element(), shape.head_width);
-        let delta = self.alloc_f32(Memory::Activations, lse.len)?;
+        let delta = self.alloc_f32(MemoryKind::Activations, lse.len)?;
         let delta = Self::all(&delta);
         let args = [&[y.into(), dy.into(), delta.into()], &sizes(shape)[..]].concat();
         self.launch_variant(

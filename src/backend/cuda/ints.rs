@@ -7,7 +7,7 @@ use cudarc::driver::{CudaEvent, CudaStream, result};
 use super::libraries::check;
 use super::pinned::Pinned;
 use super::pool::{Piece, Pool};
-use crate::backend::Memory;
+use crate::backend::MemoryKind;
 use crate::error::Result;
 
 /// The two streams and the memory that waits for its next use.
@@ -70,7 +70,7 @@ impl Intake {
     fn slot(&self, len: usize) -> Result<Slot> {
         let context = self.copy.context();
         let event = || check("make an event", context.new_event(None));
-        let (host, device) = (Pinned::new(context, len)?, self.pool.take(Memory::Data, len * size_of::<u32>())?);
+        let (host, device) = (Pinned::new(context, len)?, self.pool.take(MemoryKind::Data, len * size_of::<u32>())?);
         let slot = Slot { host, device, copied: event()?, used: event()? };
         // The piece of memory may have been another buffer's, which kernels still use.
         check("note kernels", slot.used.record(&self.compute))?;

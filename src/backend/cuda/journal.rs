@@ -4,12 +4,12 @@ use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
 use super::launch::Grid;
-use crate::backend::{Gemm, Memory, readable};
+use crate::backend::{Gemm, MemoryKind, readable};
 
 /// What is told once.
 #[derive(PartialEq, Eq, Hash)]
 enum Kind {
-    Buffer(Memory, usize),
+    Buffer(MemoryKind, usize),
     Kernel(&'static str, (u32, u32, u32)),
     Product([usize; 3]),
 }
@@ -29,7 +29,7 @@ impl Journal {
     }
 
     /// A buffer of so many bytes.
-    pub fn buffer(&self, what: Memory, bytes: usize) {
+    pub fn buffer(&self, what: MemoryKind, bytes: usize) {
         self.tell(Kind::Buffer(what, bytes), || format!("buffer of {} for {}", readable(bytes), what.name()));
     }
 

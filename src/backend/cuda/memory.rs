@@ -4,8 +4,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::device_copies::Lines;
 use super::pool::Piece;
-use super::port::Lines;
 use crate::backend::{Event, Reach, Span};
 use crate::error::{Error, Result};
 
@@ -57,7 +57,7 @@ impl CudaBuf {
         // SAFETY: the words lie in the piece, which begins and ends at multiples of 256 bytes and lives as long as the
         // borrow; it is not of the stream-ordered allocator, so MPI may open it.
         let span = unsafe { Span::new(address, words) };
-        Ok(Reach::Device(span, self.lines.port()))
+        Ok(Reach::Device(span, self.lines.copies()))
     }
 
     /// Done when the kernels queued so far are.

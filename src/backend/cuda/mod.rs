@@ -5,6 +5,7 @@
 
 mod attention;
 mod device;
+mod device_copies;
 mod ints;
 mod journal;
 mod launch;
@@ -15,7 +16,6 @@ mod nccl;
 mod ops;
 mod pinned;
 mod pool;
-mod port;
 pub mod program;
 mod scalar;
 
@@ -26,7 +26,7 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-use super::{Backend, Event, Ferry, Launch, Ledger, Memory, Profile, Reach, Work};
+use super::{Backend, ComputeOrderedCopies, Event, Launch, Ledger, MemoryKind, Profile, Reach, Work};
 use crate::error::Result;
 use journal::Journal;
 use libraries::check;
@@ -62,7 +62,7 @@ struct Inner {
     compute: Arc<CudaStream>,
     pool: Arc<Pool>,
     programs: Arc<Programs>,
-    lines: Arc<port::Lines>,
+    lines: Arc<device_copies::Lines>,
     matmul: Matmul,
     /// Scratch of matrix products.
     workspace: Piece,
@@ -102,10 +102,10 @@ impl Cuda {
             device: device.clone(),
             journal: Journal::new(format!("{} at {}", device.name, device.pci), placement),
             precision,
-            lines: port::Lines::new(&pool, &compute, &programs)?,
+            lines: device_copies::Lines::new(&pool, &compute, &programs)?,
             programs,
             matmul,
-            workspace: pool.take(Memory::Workspace, matmul::WORKSPACE)?,
+            workspace: pool.take(MemoryKind::Workspace, matmul::WORKSPACE)?,
             scalars: scalar::Scalars::new(&pool, &compute)?,
             intake: ints::Intake::new(&pool, copy, compute.clone()),
             compute,
@@ -132,7 +132,7 @@ impl Cuda {
         }
     }
 
-    fn take(&self, what: Memory, len: usize, element: Element) -> Result<CudaBuf> {
+    fn take(&self, what: MemoryKind, len: usize, element: Element) -> Result<CudaBuf> {
         self.0.journal.buffer(what, len * element.size());
         Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element, &self.0.lines))
     }
@@ -174,15 +174,15 @@ impl Backend for Cuda {
     type View<'a> = View<'a>;
     type ViewMut<'a> = ViewMut<'a>;
 
-    fn alloc(&self, what: Memory, len: usize) -> Result<CudaBuf> {
+    fn alloc(&self, what: MemoryKind, len: usize) -> Result<CudaBuf> {
         let element = match what {
-            Memory::Parameters | Memory::Activations => self.element(),
+            MemoryKind::Parameters | MemoryKind::Activations => self.element(),
             _ => Element::F32,
         };
         self.take(what, len, element)
     }
 
-    fn alloc_f32(&self, what: Memory, len: usize) -> Result<CudaBuf> {
+    fn alloc_f32(&self, what: MemoryKind, len: usize) -> Result<CudaBuf> {
         self.take(what, len, Element::F32)
     }
 
@@ -275,11 +275,11 @@ impl Backend for Cuda {
         buf.stamp().map(Some)
     }
 
-    fn ferry(&self) -> Result<Option<Arc<dyn Ferry>>> {
-        Ok(Some(Arc::new(port::CudaPort::new(&self.0.pool, &self.0.compute, &self.0.programs)?)))
+    fn copies(&self) -> Result<Option<Arc<dyn ComputeOrderedCopies>>> {
+        Ok(Some(Arc::new(device_copies::CudaCopies::new(&self.0.pool, &self.0.compute, &self.0.programs)?)))
     }
 
-    fn peers_library() -> Result<String> {
+    fn device_comm_library() -> Result<String> {
         libraries::nccl().map(|version| format!("NCCL {version}"))
     }
 

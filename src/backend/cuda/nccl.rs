@@ -15,7 +15,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 
 use super::libraries::check;
 use crate::backend::library::{self, functions};
-use crate::backend::{Event, Invitation, Peers, Span, Vendor};
+use crate::backend::{CommId, DeviceComm, Event, Span, Vendor};
 use crate::error::{Error, Result};
 
 /// Its file: as it is installed to run programs, and to build them.
@@ -43,7 +43,7 @@ type Handle = *mut c_void;
 /// `ncclUniqueId`, which is passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct UniqueId(Invitation);
+struct UniqueId(CommId);
 
 /// `ncclConfig_t` as it was in 2.14; later versions keep their defaults for what they have added.
 #[repr(C)]
@@ -109,10 +109,10 @@ pub fn version() -> Result<String> {
 ///
 /// # Errors
 /// The library is not there, or finds no network to be reached by.
-pub fn invite() -> Result<Invitation> {
-    let (library, mut id) = (library()?, UniqueId([0; size_of::<Invitation>()]));
+pub fn comm_id() -> Result<CommId> {
+    let (library, mut id) = (library()?, UniqueId([0; size_of::<CommId>()]));
     // SAFETY: writes the number.
-    library.check("invite other ranks", null(), unsafe { (library.get_unique_id)(&mut id) })?;
+    library.check("make an identifier of a communicator", null(), unsafe { (library.get_unique_id)(&mut id) })?;
     Ok(id.0)
 }
 
@@ -191,7 +191,7 @@ impl Communicator {
 }
 
 /// The ranks of a communicator.
-pub struct NcclPeers {
+pub struct NcclComm {
     communicator: Arc<Communicator>,
     /// Where it works. Nothing else does.
     stream: Arc<CudaStream>,
@@ -200,12 +200,12 @@ pub struct NcclPeers {
     parts: OnceCell<()>,
 }
 
-impl NcclPeers {
-    /// As [`Port::meet`](crate::backend::Port::meet), on the device of `context`.
+impl NcclComm {
+    /// As [`DeviceCopies::init_rank`](crate::backend::DeviceCopies::init_rank), on the device of `context`.
     ///
     /// # Errors
     /// The library is not there, or it failed.
-    pub fn meet(context: &Arc<CudaContext>, invitation: &Invitation, rank: usize, size: usize) -> Result<Self> {
+    pub fn init_rank(context: &Arc<CudaContext>, comm_id: &CommId, rank: usize, size: usize) -> Result<Self> {
         let library = library()?;
         check("be chosen", context.bind_to_thread())?;
         let stream = check("make a stream", context.new_stream())?;
@@ -213,7 +213,7 @@ impl NcclPeers {
         let (ranks, number) = (count(size)?, count(rank)?);
         // SAFETY: writes the handle; the configuration is one of 2.14, and read before the call returns.
         let code =
-            unsafe { (library.comm_init_rank_config)(&mut handle, ranks, UniqueId(*invitation), number, &mut config) };
+            unsafe { (library.comm_init_rank_config)(&mut handle, ranks, UniqueId(*comm_id), number, &mut config) };
         library.check("meet the other ranks", null(), code)?;
         let handle = Mutex::new(Some(Owned(handle)));
         let communicator = Arc::new(Communicator { library, context: context.clone(), handle });
@@ -231,7 +231,7 @@ fn at(span: Span<'_>) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(span.address())
 }
 
-impl Peers for NcclPeers {
+impl DeviceComm for NcclComm {
     fn exchange(&self, send: Option<(usize, Span<'_>)>, receive: Option<(usize, Span<'_>)>) -> Result<()> {
         let stream = self.stream.cu_stream().cast();
         let peer = |side: Option<(usize, _)>| side.map(|(rank, span)| Ok((count(rank)?, span))).transpose();
@@ -290,7 +290,7 @@ impl Peers for NcclPeers {
     }
 }
 
-impl Drop for NcclPeers {
+impl Drop for NcclComm {
     fn drop(&mut self) {
         let in_order = self.parts.get().is_some() && self.communicator.is_settled() == Ok(true);
         self.communicator.end(in_order);

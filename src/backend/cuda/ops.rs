@@ -6,7 +6,7 @@ use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaBuf, CudaInts, Scalar};
 use crate::backend::{
     Activation, AdamW, Attention, Backend, Channels, Columns, CrossEntropy, Deviation, Dropout, Elements, Elementwise,
-    Gemm, Kernels, Linear, LossWeights, Memory, Norm, Pairs, Regression, Rotary, Sgd, Window, Work,
+    Gemm, Kernels, Linear, LossWeights, MemoryKind, Norm, Pairs, Regression, Rotary, Sgd, Window, Work,
 };
 use crate::error::{Error, Result};
 
@@ -66,7 +66,7 @@ impl Cuda {
     fn add_columns(&self, x: View<'_>, rows: usize, out: &ViewMut<'_>) -> Result<()> {
         let width = out.len;
         let chunks = rows.div_ceil(CHUNK_ROWS);
-        let partial = self.alloc_f32(Memory::Activations, chunks * width)?;
+        let partial = self.alloc_f32(MemoryKind::Activations, chunks * width)?;
         let partial = Self::all(&partial);
         let grid = Grid::plane(width.div_ceil(32), chunks, (32, 8, 1));
         let args = [x.into(), partial.into(), rows.into(), width.into(), CHUNK_ROWS.into()];
@@ -93,7 +93,7 @@ impl Cuda {
         let scalar = self.0.scalars.begin()?;
         let blocks = len.div_ceil(SUM_CHUNK).max(1);
         // An f64 takes the place of two elements.
-        let partial = self.alloc_f32(Memory::Activations, 2 * blocks)?;
+        let partial = self.alloc_f32(MemoryKind::Activations, 2 * blocks)?;
         let partial = Arg::from(Self::all(&partial));
         of_chunks(Grid::new(blocks, 256), partial)?;
         let args = [partial, Arg::Pointer(scalar.pointer()), blocks.into()];
@@ -111,7 +111,7 @@ impl Cuda {
         of_chunks: impl FnOnce(Grid, Arg) -> Result<()>,
     ) -> Result<()> {
         let chunks = s.places.div_ceil(CHUNK_ROWS);
-        let partial = self.alloc_f32(Memory::Activations, s.samples * chunks * 2 * s.channels)?;
+        let partial = self.alloc_f32(MemoryKind::Activations, s.samples * chunks * 2 * s.channels)?;
         let partial = Arg::from(Self::all(&partial));
         let plane = Grid::plane(s.channels.div_ceil(32), chunks, (32, 8, 1));
         of_chunks(Grid { blocks: (plane.blocks.0, plane.blocks.1, s.samples as u32), ..plane }, partial)?;
@@ -330,7 +330,7 @@ impl Kernels for Cuda {
         self.launch("norm_backward.cu", name, grid, &args)?;
 
         let chunks = rows.div_ceil(CHUNK_ROWS);
-        let partial: CudaBuf = self.alloc_f32(Memory::Activations, chunks * 2 * width)?;
+        let partial: CudaBuf = self.alloc_f32(MemoryKind::Activations, chunks * 2 * width)?;
         let partial = Self::all(&partial);
         let args = [dy.into(), x.into(), stats.into(), partial.into(), rows.into(), width.into(), CHUNK_ROWS.into()];
         let grid = Grid::plane(width.div_ceil(32), chunks, (32, 8, 1));

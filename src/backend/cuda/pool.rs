@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::{CudaContext, result};
 
 use super::libraries::check;
-use crate::backend::{Ledger, Memory, readable};
+use crate::backend::{Ledger, MemoryKind, readable};
 use crate::error::{Error, Result};
 
 /// Buffers begin at multiples of this many bytes, as the driver's own do.
@@ -31,7 +31,7 @@ pub struct Piece {
     offset: usize,
     bytes: usize,
     /// None if somebody else counts it.
-    what: Option<Memory>,
+    what: Option<MemoryKind>,
 }
 
 impl Pool {
@@ -67,7 +67,7 @@ impl Pool {
     ///
     /// # Errors
     /// None is left that large.
-    pub fn take(self: &Arc<Self>, what: Memory, bytes: usize) -> Result<Piece> {
+    pub fn take(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
         let mut piece = self.piece(what, bytes)?;
         self.ledger.take(what, piece.bytes);
         piece.what = Some(what);
@@ -78,14 +78,14 @@ impl Pool {
     ///
     /// # Errors
     /// As [`Pool::take`].
-    pub fn take_uncounted(self: &Arc<Self>, what: Memory, bytes: usize) -> Result<Piece> {
+    pub fn take_uncounted(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
         self.piece(what, bytes)
     }
 
-    fn piece(self: &Arc<Self>, what: Memory, bytes: usize) -> Result<Piece> {
+    fn piece(self: &Arc<Self>, what: MemoryKind, bytes: usize) -> Result<Piece> {
         let bytes = bytes.next_multiple_of(ALIGNMENT);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let end = if what == Memory::Activations { End::Low } else { End::High };
+        let end = if what == MemoryKind::Activations { End::Low } else { End::High };
         let Some(offset) = free.take(bytes, end) else {
             return Err(Error::input(format!(
                 "out of GPU memory: no {} for {} in the {} of this rank, which has taken {}; the largest free piece is {}",

@@ -7,7 +7,7 @@ use cudarc::driver::{CudaStream, result};
 use super::libraries::check;
 use super::pinned::Pinned;
 use super::pool::{Piece, Pool};
-use crate::backend::Memory;
+use crate::backend::MemoryKind;
 use crate::error::{Error, Result};
 
 /// Numbers that may be waiting to be read at once.
@@ -44,7 +44,7 @@ impl Scalars {
     /// # Errors
     /// Out of memory.
     pub fn new(pool: &Arc<Pool>, stream: &CudaStream) -> Result<Arc<Self>> {
-        let slots = pool.take(Memory::Workspace, BYTES)?;
+        let slots = pool.take(MemoryKind::Workspace, BYTES)?;
         let copy = Pinned::new(stream.context(), SLOTS)?;
         let free = (0..SLOTS as u32).rev().collect();
         Ok(Arc::new(Self { slots, state: Mutex::new(State { free, begun: 0, copied: 0, copy }) }))

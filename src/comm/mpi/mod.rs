@@ -2,7 +2,7 @@
 //!
 //! All calls are made by one thread (`MPI_THREAD_FUNNELED`), through the bindings of rsmpi: its safe layer
 //! ignores return codes. Waiting is ours: requests are started without blocking and polled as eagerly as
-//! the pace allows, so that a rank with a busy core does not lose it to a spinning library, and so that an
+//! the backoff allows, so that a rank with a busy core does not lose it to a spinning library, and so that an
 //! abort is heard in the middle of a collective. The vendor's collectives alone block.
 //!
 //! Between ranks of one node elements that will be added go through shared memory; others, too, unless messages of MPI
@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 use mpi::ffi;
 
 use super::algorithms;
+use super::backoff::Backoff;
 use super::launch::launched_size;
-use super::pace::Pace;
 use super::shared::Shared;
 use super::wire::{Incoming, Members, Outgoing, Parcel, Vendor, Wire, check_length, least_sent};
 use super::worker::Worker;
@@ -209,7 +209,7 @@ impl Mpi {
     fn open(shared: Arc<Shared>) -> Result<(Self, World)> {
         let (mut initialized, mut provided) = (0, 0);
         let mut version = (0, 0);
-        // SAFETY: naps of the pace end on time; affects this thread alone and takes no memory.
+        // SAFETY: naps of the backoff end on time; affects this thread alone and takes no memory.
         unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
         // SAFETY: out-parameters are live locals, null arguments are allowed, and MPI_Initialized and
         // MPI_Get_version may be called at any time; what follows MPI_Init_thread is called only if that succeeded.
@@ -354,7 +354,7 @@ impl Mpi {
             Err(error) => self.give_up(&error),
         };
         let mut received = None;
-        let mut pace = Pace::new(self.crowded);
+        let mut backoff = Backoff::new(self.crowded);
         loop {
             received = self.completed(&mut receiving).or(received);
             self.completed(&mut sending);
@@ -362,7 +362,7 @@ impl Mpi {
                 break;
             }
             self.poll();
-            pace.pause(&self.shared);
+            backoff.pause(&self.shared);
         }
         match (expected, received) {
             (Some((from, expected)), Some(received)) => check_length(from, received, expected),
@@ -425,7 +425,7 @@ impl Wire for Mpi {
         let to = self.near(group, send.map(|send| send.to)).filter(|_| shared);
         let from = self.near(group, receive.as_ref().map(|receive| receive.from)).filter(|_| shared);
         let (mut sending, mut receiving) = (Sending::new(send), Receiving::new(receive));
-        let mut pace = Pace::new(self.crowded);
+        let mut backoff = Backoff::new(self.crowded);
         let held = self.staging.bytes();
         while !(sending.is_done() && receiving.is_done()) {
             let sent = match (&mut self.segment, to) {
@@ -440,7 +440,7 @@ impl Wire for Mpi {
                 (Ok(sent), Ok(received)) if sent || received => {}
                 (Ok(_), Ok(_)) => {
                     self.poll();
-                    pace.pause(&self.shared);
+                    backoff.pause(&self.shared);
                 }
                 // MPI still holds the memory.
                 (Err(error), _) | (_, Err(error)) => self.give_up(&error),

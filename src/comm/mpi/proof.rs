@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use mpi::ffi;
 
 use super::{check, count};
-use crate::backend::{Backend, Memory, Reach, Span};
+use crate::backend::{Backend, MemoryKind, Reach, Span};
 use crate::error::{Error, Result};
 
 /// Elements that are tried: more than any library sends along with the envelope of a message.
@@ -106,7 +106,7 @@ pub fn prove<B: Backend>(backend: &B) -> Result<()> {
     let mut bufs = Vec::new();
     for scale in [1.0, 0.0, 0.0] {
         let values: Vec<f32> = values.iter().map(|x| x * scale).collect();
-        let buf = backend.upload_f32(Memory::Communication, &values)?;
+        let buf = backend.upload_f32(MemoryKind::Communication, &values)?;
         if let Some(ready) = B::stamp(&buf)? {
             ready.wait()?;
         }

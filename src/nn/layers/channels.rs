@@ -1,7 +1,7 @@
 //! Normalisation of channels: over a batch (Ioffe and Szegedy, 2015), or over groups of a sample's own (Wu and He, 2018).
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Channels, Kernels, Memory};
+use crate::backend::{Backend, Channels, Kernels, MemoryKind};
 use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::layout::{Init, Tensor};
@@ -83,7 +83,7 @@ impl ChannelNorm {
     /// The spread of every group of every sample.
     fn spreads<B: Kernels>(&self, cx: &Context<'_, B>, shape: Channels, x: &B::Buf) -> Result<Vec<Spread>> {
         let (b, width) = (cx.backend, shape.channels);
-        let mut moments = b.alloc_f32(Memory::Activations, shape.samples * 3 * width)?;
+        let mut moments = b.alloc_f32(MemoryKind::Activations, shape.samples * 3 * width)?;
         b.channel_moments(shape, B::all(x), B::all_mut(&mut moments))?;
         let moments = host::<B>(b, B::all(&moments), B::len(&moments))?;
         let count = shape.places as f64;
@@ -140,7 +140,7 @@ impl ChannelNorm {
                 (stats, targets)
             }
         };
-        Ok((b.upload_f32(Memory::Activations, &stats)?, b.upload_f32(Memory::Activations, &targets)?))
+        Ok((b.upload_f32(MemoryKind::Activations, &stats)?, b.upload_f32(MemoryKind::Activations, &targets)?))
     }
 }
 
@@ -176,7 +176,7 @@ impl Op for ChannelNorm {
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, shape) = (cx.backend, self.shape(cx));
         let (stats, targets) = self.statistics(cx, params, x)?;
-        let mut y = b.alloc(Memory::Activations, shape.elements())?;
+        let mut y = b.alloc(MemoryKind::Activations, shape.elements())?;
         b.channel_norm(shape, B::all(x), B::all(&stats), params[0], params[1], B::all_mut(&mut y))?;
         Ok((y, vec![stats, targets]))
     }
@@ -186,7 +186,7 @@ impl Op for ChannelNorm {
         let Back { params, grads, x, kept, dy, wants_input, .. } = back;
         let [stats, targets] = crate::nn::unpack(kept)?;
         let (width, stats) = (shape.channels, B::all(&stats));
-        let mut sums = b.alloc_f32(Memory::Activations, shape.samples * 2 * width)?;
+        let mut sums = b.alloc_f32(MemoryKind::Activations, shape.samples * 2 * width)?;
         b.channel_norm_sums(shape, B::all(x), B::all(&dy), stats, B::all_mut(&mut sums))?;
         for sample in 0..shape.samples {
             let [of_bias, of_weight] = [0, 1].map(|row| (2 * sample + row) * width);
@@ -198,12 +198,12 @@ impl Op for ChannelNorm {
             b.add(B::view(&targets, width..2 * width), B::reborrow(&mut grads[3]))?;
         }
         if !wants_input {
-            return b.alloc(Memory::Activations, 0);
+            return b.alloc(MemoryKind::Activations, 0);
         }
         let (sums, weight) = (host::<B>(b, B::all(&sums), B::len(&sums))?, host::<B>(b, params[0], width)?);
         let means = self.means(cx, shape, &sums, &weight)?;
-        let means = b.upload_f32(Memory::Activations, &means)?;
-        let mut dx = b.alloc(Memory::Activations, shape.elements())?;
+        let means = b.upload_f32(MemoryKind::Activations, &means)?;
+        let mut dx = b.alloc(MemoryKind::Activations, shape.elements())?;
         let to = B::all_mut(&mut dx);
         b.channel_norm_backward(shape, B::all(x), B::all(&dy), stats, params[0], B::all(&means), to)?;
         Ok(dx)

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::init::he;
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Columns, Convolution, Kernels, Memory, Window};
+use crate::backend::{Backend, Columns, Convolution, Kernels, MemoryKind, Window};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 use crate::nn::Context;
@@ -95,7 +95,7 @@ impl Op for Conv {
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, samples) = (cx.backend, cx.micro.samples);
         let rows = samples * self.window.rows();
-        let mut y = b.alloc(Memory::Activations, rows * self.filters)?;
+        let mut y = b.alloc(MemoryKind::Activations, rows * self.filters)?;
         let none = B::cut(params[0], 0).0;
         for group in 0..self.groups {
             let convolution = self.of(group, samples);
@@ -105,7 +105,7 @@ impl Op for Conv {
                 b.convolve(convolution, B::all(x), weight, bias, B::all_mut(&mut y))?;
                 continue;
             }
-            let mut own = b.alloc(Memory::Activations, rows * convolution.filters)?;
+            let mut own = b.alloc(MemoryKind::Activations, rows * convolution.filters)?;
             b.convolve(convolution, B::all(x), weight, bias, B::all_mut(&mut own))?;
             let [to, from] = self.columns(group);
             let columns = Columns { rows, count: convolution.filters, from, to };
@@ -118,13 +118,15 @@ impl Op for Conv {
         let (b, samples) = (cx.backend, cx.micro.samples);
         let rows = samples * self.window.rows();
         let Back { params, grads, x, dy, wants_input, .. } = back;
-        let mut dx = b.alloc(Memory::Activations, if wants_input { samples * self.window.elements() } else { 0 })?;
+        let mut dx =
+            b.alloc(MemoryKind::Activations, if wants_input { samples * self.window.elements() } else { 0 })?;
         b.zero(B::all_mut(&mut dx))?;
-        let mut none = b.alloc_f32(Memory::Activations, 0)?;
+        let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
         let (dweight, dbias) = grads.split_at_mut(1);
         for group in 0..self.groups {
             let convolution = self.of(group, samples);
-            let mut own = b.alloc(Memory::Activations, if self.groups > 1 { rows * convolution.filters } else { 0 })?;
+            let mut own =
+                b.alloc(MemoryKind::Activations, if self.groups > 1 { rows * convolution.filters } else { 0 })?;
             let dy = match self.groups {
                 1 => B::all(&dy),
                 _ => {

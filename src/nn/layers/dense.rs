@@ -2,7 +2,7 @@
 
 use super::init::he;
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Kernels, Linear, Memory};
+use crate::backend::{Backend, Kernels, Linear, MemoryKind};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 use crate::nn::Context;
@@ -48,7 +48,7 @@ impl Op for Dense {
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let shape = self.shape(cx);
-        let mut y = cx.backend.alloc(Memory::Activations, shape.rows * shape.outputs)?;
+        let mut y = cx.backend.alloc(MemoryKind::Activations, shape.rows * shape.outputs)?;
         let bias = params.get(1).copied().unwrap_or(B::cut(params[0], 0).0);
         cx.backend.linear(shape, B::all(x), params[0], bias, B::all_mut(&mut y))?;
         Ok((y, vec![]))
@@ -57,14 +57,14 @@ impl Op for Dense {
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let (b, shape) = (cx.backend, self.shape(cx));
         let Back { params, grads, first, x, dy, wants_input, .. } = back;
-        let mut none = b.alloc_f32(Memory::Activations, 0)?;
+        let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
         let (weight, bias) = grads.split_at_mut(1);
         let bias = bias.first_mut().map_or_else(|| B::all_mut(&mut none), |bias| B::reborrow(bias));
         b.linear_backward_weight(shape, B::all(&dy), B::all(x), B::reborrow(&mut weight[0]), bias, !first)?;
         if !wants_input {
             return Ok(dy);
         }
-        let mut dx = b.alloc(Memory::Activations, shape.rows * shape.inputs)?;
+        let mut dx = b.alloc(MemoryKind::Activations, shape.rows * shape.inputs)?;
         b.linear_backward_input(shape, B::all(&dy), params[0], B::all_mut(&mut dx))?;
         Ok(dx)
     }

@@ -1,7 +1,7 @@
 //! Dropout (Hinton et al., 2012).
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Kernels, Memory};
+use crate::backend::{Kernels, MemoryKind};
 use crate::error::Result;
 use crate::nn::Context;
 use crate::nn::dropout::StreamDropout;
@@ -27,7 +27,7 @@ impl Op for Drop {
     }
 
     fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let mut y = cx.backend.alloc(Memory::Activations, B::len(x))?;
+        let mut y = cx.backend.alloc(MemoryKind::Activations, B::len(x))?;
         cx.backend.copy(B::all(x), B::all_mut(&mut y))?;
         self.dropout().apply(cx, self.site, B::all_mut(&mut y))?;
         Ok((y, vec![]))

@@ -1,7 +1,7 @@
 //! A row of a table for each id of the data.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Kernels, Memory};
+use crate::backend::{Kernels, MemoryKind};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 use crate::nn::{Context, INIT};
@@ -33,15 +33,15 @@ impl Op for Embedding {
         params: &[B::View<'_>],
         _: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let mut y = cx.backend.alloc(Memory::Activations, cx.micro.samples * self.time * self.width)?;
+        let mut y = cx.backend.alloc(MemoryKind::Activations, cx.micro.samples * self.time * self.width)?;
         cx.backend.embedding(&cx.micro.ids, params[0], B::cut(params[0], 0).0, B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
-        let mut none = cx.backend.alloc_f32(Memory::Activations, 0)?;
+        let mut none = cx.backend.alloc_f32(MemoryKind::Activations, 0)?;
         let table = B::reborrow(&mut back.grads[0]);
         cx.backend.embedding_backward(&cx.micro.ids, B::all(&back.dy), table, B::all_mut(&mut none))?;
-        cx.backend.alloc(Memory::Activations, 0)
+        cx.backend.alloc(MemoryKind::Activations, 0)
     }
 }

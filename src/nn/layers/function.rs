@@ -1,7 +1,7 @@
 //! A function of every element.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Activation, Kernels, Memory};
+use crate::backend::{Activation, Kernels, MemoryKind};
 use crate::error::Result;
 use crate::nn::Context;
 
@@ -19,7 +19,7 @@ impl Op for Function {
     }
 
     fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let mut y = cx.backend.alloc(Memory::Activations, B::len(x))?;
+        let mut y = cx.backend.alloc(MemoryKind::Activations, B::len(x))?;
         cx.backend.activation(self.f, B::all(x), B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }

@@ -1,7 +1,7 @@
 //! Products of rows in pairs.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Kernels, Memory, Pairs};
+use crate::backend::{Kernels, MemoryKind, Pairs};
 use crate::error::Result;
 use crate::nn::Context;
 
@@ -32,13 +32,13 @@ impl Op for Interaction {
 
     fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
         let pairs = self.pairs(cx.micro.samples);
-        let mut y = cx.backend.alloc(Memory::Activations, pairs.samples * pairs.outputs())?;
+        let mut y = cx.backend.alloc(MemoryKind::Activations, pairs.samples * pairs.outputs())?;
         cx.backend.pair_products(pairs, B::all(x), B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
-        let mut dx = cx.backend.alloc(Memory::Activations, B::len(back.x))?;
+        let mut dx = cx.backend.alloc(MemoryKind::Activations, B::len(back.x))?;
         cx.backend.pair_products_backward(
             self.pairs(cx.micro.samples),
             B::all(back.x),

@@ -1,7 +1,7 @@
 //! Layer normalisation of the last axis.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Kernels, Memory, Norm};
+use crate::backend::{Backend, Kernels, MemoryKind, Norm};
 use crate::error::{Error, Result};
 use crate::layout::{Init, Tensor};
 use crate::nn::Context;
@@ -45,8 +45,8 @@ impl Op for LayerNorm {
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, shape) = (cx.backend, self.shape(cx));
-        let mut y = b.alloc(Memory::Activations, shape.rows * shape.width)?;
-        let mut stats = b.alloc_f32(Memory::Activations, shape.rows * 2)?;
+        let mut y = b.alloc(MemoryKind::Activations, shape.rows * shape.width)?;
+        let mut stats = b.alloc_f32(MemoryKind::Activations, shape.rows * 2)?;
         b.norm(shape, B::all(x), params[0], params[1], B::all_mut(&mut y), B::all_mut(&mut stats))?;
         Ok((y, vec![stats]))
     }
@@ -56,7 +56,7 @@ impl Op for LayerNorm {
         let Back { params, grads, x, kept, dy, .. } = back;
         let [stats] = crate::nn::unpack(kept)?;
         let [dweight, dbias] = grads else { return Err(Error::internal("a norm has two parameters")) };
-        let mut dx = b.alloc(Memory::Activations, shape.rows * shape.width)?;
+        let mut dx = b.alloc(MemoryKind::Activations, shape.rows * shape.width)?;
         b.zero(B::all_mut(&mut dx))?;
         let (g, dweight, dbias) = (B::all(&dy), B::reborrow(dweight), B::reborrow(dbias));
         b.norm_backward(shape, g, B::all(x), params[0], B::all(&stats), B::all_mut(&mut dx), dweight, dbias)?;

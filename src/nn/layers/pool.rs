@@ -1,7 +1,7 @@
 //! Pooling of images.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Backend, Kernels, Memory, Window};
+use crate::backend::{Backend, Kernels, MemoryKind, Window};
 use crate::error::Result;
 use crate::nn::Context;
 
@@ -34,7 +34,7 @@ impl Op for Pool {
 
     fn forward<B: Kernels>(&self, cx: &Context<'_, B>, _: &[B::View<'_>], x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
         let window = self.on(cx);
-        let mut y = cx.backend.alloc(Memory::Activations, window.rows() * window.channels)?;
+        let mut y = cx.backend.alloc(MemoryKind::Activations, window.rows() * window.channels)?;
         match self.by {
             By::Largest => cx.backend.max_pool(window, B::all(x), B::all_mut(&mut y))?,
             By::Mean => cx.backend.average_pool(window, B::all(x), B::all_mut(&mut y))?,
@@ -44,7 +44,7 @@ impl Op for Pool {
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let window = self.on(cx);
-        let mut dx = cx.backend.alloc(Memory::Activations, window.elements())?;
+        let mut dx = cx.backend.alloc(MemoryKind::Activations, window.elements())?;
         let (x, dy) = (B::all(back.x), B::all(&back.dy));
         match self.by {
             By::Largest => cx.backend.max_pool_backward(window, x, dy, B::all_mut(&mut dx))?,

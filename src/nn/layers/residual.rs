@@ -2,7 +2,7 @@
 
 use super::op::{Back, Op, Sizes, Slice};
 use super::sequence::Sequence;
-use crate::backend::{Kernels, Memory};
+use crate::backend::{Kernels, MemoryKind};
 use crate::error::Result;
 use crate::layout::Tensor;
 use crate::nn::Context;
@@ -76,7 +76,7 @@ impl Op for Residual {
         let (own_params, around_params) = params.split_at(self.of_body());
         let (own_grads, around_grads) = grads.split_at_mut(self.of_body());
         let of_shortcut = kept.split_off(self.body.kept());
-        let mut copy = cx.backend.alloc(Memory::Activations, B::len(&dy))?;
+        let mut copy = cx.backend.alloc(MemoryKind::Activations, B::len(&dy))?;
         cx.backend.copy(B::all(&dy), B::all_mut(&mut copy))?;
         let of_body = Back { params: own_params, grads: own_grads, first, x, kept, dy: copy, wants_input: true };
         let mut dx = self.body.backward(cx, of_body)?;

@@ -1,7 +1,7 @@
 //! Softmax of the last axis.
 
 use super::op::{Back, Op, Sizes};
-use crate::backend::{Kernels, Memory};
+use crate::backend::{Kernels, MemoryKind};
 use crate::error::Result;
 use crate::nn::Context;
 
@@ -16,7 +16,7 @@ pub struct Softmax {
 
 impl Softmax {
     fn of<B: Kernels>(&self, cx: &Context<'_, B>, x: &B::Buf) -> Result<B::Buf> {
-        let mut y = cx.backend.alloc(Memory::Activations, B::len(x))?;
+        let mut y = cx.backend.alloc(MemoryKind::Activations, B::len(x))?;
         cx.backend.softmax(self.width, B::all(x), B::all_mut(&mut y))?;
         Ok(y)
     }

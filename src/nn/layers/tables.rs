@@ -2,7 +2,7 @@
 
 use super::op::{Back, Op, Sizes, Slice};
 use super::sequence::Sequence;
-use crate::backend::{Columns, Kernels, Memory};
+use crate::backend::{Columns, Kernels, MemoryKind};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 use crate::nn::Context;
@@ -89,11 +89,11 @@ impl Op for Tables {
         x: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, samples) = (cx.backend, cx.micro.samples);
-        let mut rows = b.alloc(Memory::Activations, samples * self.ids.len() * self.width)?;
+        let mut rows = b.alloc(MemoryKind::Activations, samples * self.ids.len() * self.width)?;
         b.embedding(&cx.micro.ids, params[0], B::cut(params[0], 0).0, B::all_mut(&mut rows))?;
         let Some(dense) = &self.dense else { return Ok((rows, vec![])) };
         let (of_numbers, kept) = dense.forward(cx, &params[1..], x)?;
-        let mut y = b.alloc(Memory::Activations, samples * self.rows() * self.width)?;
+        let mut y = b.alloc(MemoryKind::Activations, samples * self.rows() * self.width)?;
         b.copy_columns(self.of_numbers(samples), B::all(&of_numbers), B::all_mut(&mut y))?;
         b.copy_columns(self.of_tables(samples), B::all(&rows), B::all_mut(&mut y))?;
         Ok((y, kept))
@@ -104,16 +104,16 @@ impl Op for Tables {
         let Back { params, grads, first, x, kept, dy, .. } = back;
         let mut rows = dy;
         if let Some(dense) = &self.dense {
-            let mut of_numbers = b.alloc(Memory::Activations, samples * self.width)?;
+            let mut of_numbers = b.alloc(MemoryKind::Activations, samples * self.width)?;
             b.copy_columns(reversed(self.of_numbers(samples)), B::all(&rows), B::all_mut(&mut of_numbers))?;
-            let mut of_tables = b.alloc(Memory::Activations, samples * self.ids.len() * self.width)?;
+            let mut of_tables = b.alloc(MemoryKind::Activations, samples * self.ids.len() * self.width)?;
             b.copy_columns(reversed(self.of_tables(samples)), B::all(&rows), B::all_mut(&mut of_tables))?;
             rows = of_tables;
             let (params, grads) = (&params[1..], &mut grads[1..]);
             dense.backward(cx, Back { params, grads, first, x, kept, dy: of_numbers, wants_input: false })?;
         }
-        let mut none = b.alloc_f32(Memory::Activations, 0)?;
+        let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
         b.embedding_backward(&cx.micro.ids, B::all(&rows), B::reborrow(&mut grads[0]), B::all_mut(&mut none))?;
-        b.alloc(Memory::Activations, 0)
+        b.alloc(MemoryKind::Activations, 0)
     }
 }

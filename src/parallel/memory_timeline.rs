@@ -2,13 +2,13 @@
 //!
 //! It follows [`Sharded`](super::Sharded) allocation by allocation; a test compares the two.
 
-use super::route::{self, Visit, alive};
+use super::prefetch::{self, Visit, alive};
 use super::schedule::{Action, one_forward_one_backward};
 use super::{Life, Residency};
 
 /// What the lives of full buffers in a step follow from.
 #[derive(Debug, Clone, Copy)]
-pub struct Rehearsal<'a> {
+pub struct MemoryTimeline<'a> {
     /// The unit that each block borrows.
     pub borrows: &'a [Option<usize>],
     /// Elements of every unit.
@@ -45,13 +45,13 @@ pub struct Moment {
     pub grads: usize,
 }
 
-impl Rehearsal<'_> {
+impl MemoryTimeline<'_> {
     /// The moments of a step that is not the first, in order.
     pub fn step(&self) -> Vec<Moment> {
         // All micro-batches of a lane after the first find the same.
         let micros = self.micros_per_lane.min(2);
         let count = self.lanes * micros;
-        let pass = route::step(self.borrows, count);
+        let pass = prefetch::step(self.borrows, count);
         let mut grads = Gradients::new(self);
         let (mut moments, mut turn) = (Vec::new(), 0);
         for action in one_forward_one_backward(0, 1, count) {
@@ -84,9 +84,9 @@ impl Rehearsal<'_> {
         moments
     }
 
-    /// As [`Rehearsal::step`], for a forward outside training.
+    /// As [`MemoryTimeline::step`], for a forward outside training.
     pub fn forward(&self) -> Vec<Moment> {
-        let pass = route::forward(self.borrows);
+        let pass = prefetch::forward(self.borrows);
         let grads = Gradients::new(self).alive();
         let moment = |block| {
             let params = self.params(&pass, block, self.keep.ahead);
@@ -106,7 +106,7 @@ impl Rehearsal<'_> {
 
 /// Gradients that are alive, by unit.
 struct Gradients<'a> {
-    step: &'a Rehearsal<'a>,
+    step: &'a MemoryTimeline<'a>,
     /// Whether there is a buffer to add to.
     open: Vec<bool>,
     /// Finished lanes: the heights of their trees.
@@ -121,7 +121,7 @@ struct Gradients<'a> {
 
 impl<'a> Gradients<'a> {
     /// At the start of a step.
-    fn new(step: &'a Rehearsal<'a>) -> Self {
+    fn new(step: &'a MemoryTimeline<'a>) -> Self {
         let units = step.sizes.len();
         let none = vec![false; units];
         let open = vec![step.keep.grads == Life::Step; units];
@@ -180,7 +180,7 @@ mod tests {
     /// The most gradients of a step over blocks of these sizes, and the most parameters.
     fn peaks(borrows: &[Option<usize>], sizes: &[usize], shards: usize, lanes: usize, micros: usize) -> [usize; 2] {
         let keep = Zero::Three.residency().over(shards);
-        let rehearsal = Rehearsal { borrows, sizes, shards, keep, lanes, micros_per_lane: micros };
+        let rehearsal = MemoryTimeline { borrows, sizes, shards, keep, lanes, micros_per_lane: micros };
         let most = |what: fn(&Moment) -> usize| rehearsal.step().iter().map(what).max().unwrap();
         [most(|moment| moment.grads), most(|moment| moment.params)]
     }

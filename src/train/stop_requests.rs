@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use super::budget::Budget;
-use super::marks::Marks;
+use super::markers::Markers;
 use super::notes::{self, Note, Notes};
 use super::run::Ending;
 use crate::signals;
@@ -15,40 +15,40 @@ use crate::signals;
 const ASK: Duration = Duration::from_millis(100);
 
 /// The orders that reach this rank.
-pub struct Orders {
+pub struct StopRequests {
     /// Rank 0 alone looks at the clock and for evaluators' requests.
     root: bool,
     budget: Budget,
-    marks: Marks,
+    marks: Markers,
     /// Time between checkpoints, if it counts.
     every: Option<Duration>,
     saved: Instant,
     has_published: bool,
     asked: Instant,
     /// Why more steps would be of no use, once somebody found out.
-    no_use: Option<String>,
+    stop_reason: Option<String>,
 }
 
-impl Orders {
-    /// Orders of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for never.
-    pub fn new(root: bool, budget: Budget, marks: Marks, every: u64) -> Self {
+impl StopRequests {
+    /// StopRequests of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for never.
+    pub fn new(root: bool, budget: Budget, marks: Markers, every: u64) -> Self {
         let now = Instant::now();
         let every = (every > 0).then(|| Duration::from_secs(every));
-        Self { root, budget, marks, every, saved: now, has_published: false, asked: now, no_use: None }
+        Self { root, budget, marks, every, saved: now, has_published: false, asked: now, stop_reason: None }
     }
 
     /// What this rank tells the others now. `written` is whether it has done its part of the save under way.
     pub fn note(&mut self, written: bool) -> Note {
-        if self.root && self.no_use.is_none() && self.asked.elapsed() >= ASK {
+        if self.root && self.stop_reason.is_none() && self.asked.elapsed() >= ASK {
             self.asked = Instant::now();
-            self.no_use = self.marks.asked_to_stop();
+            self.stop_reason = self.marks.asked_to_stop();
         }
         let due = self.root && self.every.is_some_and(|every| self.saved.elapsed() >= every);
         let says = |what, says| if says { what } else { 0 };
         says(notes::END, self.must_end())
             | says(notes::WRITTEN, written)
             | says(notes::DUE, due)
-            | says(notes::STOP, self.no_use.is_some())
+            | says(notes::STOP, self.stop_reason.is_some())
     }
 
     /// Whether a signal came, or, on rank 0, the time is up.
@@ -61,7 +61,7 @@ impl Orders {
         if notes.any(notes::END) {
             return Some(self.preempted());
         }
-        notes.any(notes::STOP).then(|| Ending::Stopped(self.no_use.clone().unwrap_or_default().trim().into()))
+        notes.any(notes::STOP).then(|| Ending::Stopped(self.stop_reason.clone().unwrap_or_default().trim().into()))
     }
 
     /// The end of a rank that was asked to end, or heard that another was.
@@ -91,7 +91,7 @@ impl Orders {
 
     /// An evaluation or a hook may have found why more steps are of no use.
     pub fn stop_for(&mut self, why: Option<String>) {
-        self.no_use = why.or(self.no_use.take());
+        self.stop_reason = why.or(self.stop_reason.take());
     }
 
     /// For people: the time that is left, where it is limited.

@@ -7,17 +7,19 @@ use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
 use super::launch::Grid;
 use super::libraries::check;
-use super::nccl::{self, NcclPeers};
+use super::nccl::{self, NcclComm};
 use super::pinned;
 use super::pool::{Piece, Pool};
 use super::program::{Programs, Variant};
-use crate::backend::{Event, Ferry, Invitation, Memory, Peers, Pinned, Placed, Port, Scratch, Span};
+use crate::backend::{
+    CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, MemoryKind, Pinned, Placed, Scratch, Span,
+};
 use crate::error::Result;
 
-/// What every buffer knows of the wire: the stream that computes on it, and the port.
+/// What every buffer knows of the wire: the stream that computes on it, and the copies.
 pub struct Lines {
     compute: Arc<CudaStream>,
-    port: Arc<CudaPort>,
+    copies: Arc<CudaCopies>,
 }
 
 impl Lines {
@@ -26,13 +28,13 @@ impl Lines {
     /// # Errors
     /// The device failed.
     pub fn new(pool: &Arc<Pool>, compute: &Arc<CudaStream>, programs: &Arc<Programs>) -> Result<Arc<Self>> {
-        let port = CudaPort::new(pool, compute, programs)?;
-        Ok(Arc::new(Self { compute: compute.clone(), port: Arc::new(port) }))
+        let copies = CudaCopies::new(pool, compute, programs)?;
+        Ok(Arc::new(Self { compute: compute.clone(), copies: Arc::new(copies) }))
     }
 
     /// What moves messages.
-    pub fn port(&self) -> Arc<dyn Port> {
-        self.port.clone()
+    pub fn copies(&self) -> Arc<dyn DeviceCopies> {
+        self.copies.clone()
     }
 
     /// Done when the kernels queued so far are.
@@ -90,7 +92,7 @@ impl Scratch for CudaScratch {
 }
 
 /// Three streams beside the one that computes.
-pub struct CudaPort {
+pub struct CudaCopies {
     pool: Arc<Pool>,
     compute: Arc<CudaStream>,
     programs: Arc<Programs>,
@@ -102,7 +104,7 @@ pub struct CudaPort {
     back: Arc<CudaStream>,
 }
 
-impl CudaPort {
+impl CudaCopies {
     /// Streams beside `compute`.
     ///
     /// # Errors
@@ -124,13 +126,13 @@ impl CudaPort {
     }
 }
 
-impl Port for CudaPort {
+impl DeviceCopies for CudaCopies {
     fn pinned(&self, words: usize) -> Result<Box<dyn Pinned>> {
         Ok(Box::new(pinned::Pinned::new(self.compute.context(), words)?))
     }
 
     fn scratch(&self, words: usize) -> Result<Box<dyn Scratch>> {
-        let piece = self.pool.take_uncounted(Memory::Communication, words * size_of::<f32>())?;
+        let piece = self.pool.take_uncounted(MemoryKind::Communication, words * size_of::<f32>())?;
         // The piece may have been a buffer that queued kernels still use.
         check("finish its work", self.compute.synchronize())?;
         Ok(Box::new(CudaScratch { piece, words }))
@@ -192,16 +194,16 @@ impl Port for CudaPort {
         mark(&self.sums)
     }
 
-    fn invite(&self) -> Result<Invitation> {
-        nccl::invite()
+    fn comm_id(&self) -> Result<CommId> {
+        nccl::comm_id()
     }
 
-    fn meet(&self, invitation: &Invitation, rank: usize, size: usize) -> Result<Box<dyn Peers>> {
-        Ok(Box::new(NcclPeers::meet(self.compute.context(), invitation, rank, size)?))
+    fn init_rank(&self, comm_id: &CommId, rank: usize, size: usize) -> Result<Box<dyn DeviceComm>> {
+        Ok(Box::new(NcclComm::init_rank(self.compute.context(), comm_id, rank, size)?))
     }
 }
 
-impl Ferry for CudaPort {
+impl ComputeOrderedCopies for CudaCopies {
     fn after_compute(&self) -> Result<()> {
         self.bind()?;
         let here = check("mark a point in its work", self.compute.record_event(None))?;

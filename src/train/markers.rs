@@ -32,11 +32,11 @@ pub struct End {
 
 /// The marks of a run.
 #[derive(Debug, Clone)]
-pub struct Marks {
+pub struct Markers {
     run: PathBuf,
 }
 
-impl Marks {
+impl Markers {
     /// Those in the directory of a run.
     pub fn new(run: &Path) -> Self {
         Self { run: run.to_path_buf() }
@@ -107,7 +107,7 @@ mod tests {
     #[test]
     fn a_beginning_forgets_the_end() {
         let dir = tempfile::tempdir().unwrap();
-        let marks = Marks::new(dir.path());
+        let marks = Markers::new(dir.path());
         marks.begin().unwrap();
         assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
         let end = End { step: 5, status: Status::Preempted, why: Some("SIGTERM".into()) };

@@ -182,7 +182,7 @@ fn choices(on_gpu: bool) -> impl Iterator<Item = [bool; 3]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::Memory;
+    use crate::backend::MemoryKind;
     use crate::backend::cpu::Cpu;
     use crate::backend::cuda::Cuda;
     use crate::config::{Sources, load};
@@ -253,7 +253,7 @@ mod tests {
     fn the_optimizer_may_leave_a_gpu() {
         let (there, here) = (need(&on_gpu(false)), need(&on_gpu(true)));
         let moved = there.gpu() - here.gpu();
-        assert_eq!(moved, there.gpu.unwrap()[Memory::Optimizer as usize] / 2 * 3);
+        assert_eq!(moved, there.gpu.unwrap()[MemoryKind::Optimizer as usize] / 2 * 3);
         // And the place that gradients come through.
         assert_eq!(here.host() - there.host(), moved / 3 * 4);
         assert!(here.host_parts().contains("offloaded "), "{}", here.host_parts());

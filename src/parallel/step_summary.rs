@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 
 /// What a rank tells of its lanes and virtual shards; little-endian f64 on the wire.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Facts {
+pub struct StepSummary {
     /// First virtual shard of `squares`.
     pub first: usize,
     /// Seconds that the rank computed in this step.
@@ -17,7 +17,7 @@ pub struct Facts {
     pub squares: Vec<f64>,
 }
 
-impl Facts {
+impl StepSummary {
     pub fn encode(&self) -> Vec<u8> {
         let head = [self.first as f64, self.compute, f64::from(self.note), self.losses.len() as f64];
         head.iter().chain(&self.losses).chain(&self.squares).flat_map(|x| x.to_le_bytes()).collect()
@@ -42,15 +42,15 @@ mod tests {
 
     #[test]
     fn facts_arrive_as_they_were() {
-        let facts = Facts {
+        let facts = StepSummary {
             first: 4,
             compute: 0.25,
             note: u32::MAX,
             losses: vec![1.5, f64::INFINITY],
             squares: vec![0.1, 2.0, 3.0],
         };
-        assert_eq!(Facts::decode(&facts.encode()).unwrap(), facts);
-        assert!(Facts::decode(&facts.encode()[..40]).is_err());
-        assert!(Facts::decode(&[]).is_err());
+        assert_eq!(StepSummary::decode(&facts.encode()).unwrap(), facts);
+        assert!(StepSummary::decode(&facts.encode()[..40]).is_err());
+        assert!(StepSummary::decode(&[]).is_err());
     }
 }

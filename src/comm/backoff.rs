@@ -18,28 +18,28 @@ const NAP: Duration = Duration::from_micros(30);
 
 /// Waits for a device, while messages that are leaving go on and an abort is heard.
 pub fn settle(event: &dyn Event, wire: &mut dyn Wire, shared: &Shared) -> Result<()> {
-    let mut pace = Pace::new(false);
+    let mut backoff = Backoff::new(false);
     while !event.is_done()? {
         if let Some(code) = shared.aborted() {
             wire.abort(code);
             return Err(Error::comm(format!("aborted with code {code}")));
         }
         wire.progress()?;
-        pace.pause(shared);
+        backoff.pause(shared);
     }
     Ok(())
 }
 
 /// One wait. While a thread of this rank is blocked, polling is hot, because compute cannot go on;
 /// otherwise compute needs the core, and polling soon backs off to naps.
-pub struct Pace {
+pub struct Backoff {
     polls: u32,
     /// Ranks of this node outnumber the cores: whoever spins keeps another rank from sending.
     crowded: bool,
     brisk_until: Option<Instant>,
 }
 
-impl Pace {
+impl Backoff {
     pub fn new(crowded: bool) -> Self {
         Self { polls: 0, crowded, brisk_until: None }
     }

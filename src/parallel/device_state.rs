@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use super::owner::{Hyper, nowhere, state_names};
-use crate::backend::{Kernels, Memory};
+use super::shard_owner::{Hyper, nowhere, state_names};
+use crate::backend::{Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::optim::{AVERAGE, Pair, Part, Rule};
 
@@ -18,7 +18,7 @@ pub struct Recipe {
 }
 
 /// What is held of a range.
-pub struct Held<B: Kernels> {
+pub struct DeviceState<B: Kernels> {
     /// The device.
     pub backend: B,
     recipe: Recipe,
@@ -28,23 +28,23 @@ pub struct Held<B: Kernels> {
     state: Vec<B::Buf>,
 }
 
-impl<B: Kernels> Held<B> {
+impl<B: Kernels> DeviceState<B> {
     /// Fresh optimizer state for a range whose parameters are `values`; those too, if they are kept apart.
     ///
     /// # Errors
     /// Out of memory.
     pub fn new(backend: &B, recipe: Recipe, values: &[f32], is_apart: bool) -> Result<Self> {
         let state = state_names(recipe.rule, recipe.average).into_iter().map(|name| match name {
-            AVERAGE => backend.upload_f32(Memory::Optimizer, values),
+            AVERAGE => backend.upload_f32(MemoryKind::Optimizer, values),
             _ => {
-                let mut buf = backend.alloc_f32(Memory::Optimizer, values.len())?;
+                let mut buf = backend.alloc_f32(MemoryKind::Optimizer, values.len())?;
                 backend.zero(B::all_mut(&mut buf))?;
                 Ok(buf)
             }
         });
         Ok(Self {
             state: state.collect::<Result<_>>()?,
-            master: is_apart.then(|| backend.upload_f32(Memory::Parameters, values)).transpose()?,
+            master: is_apart.then(|| backend.upload_f32(MemoryKind::Parameters, values)).transpose()?,
             backend: backend.clone(),
             recipe,
         })
@@ -127,7 +127,7 @@ impl<B: Kernels> Held<B> {
         Ok(())
     }
 
-    /// Lets the parameters and their average take each other's places, if one is kept. `full` as in [`Held::update`].
+    /// Lets the parameters and their average take each other's places, if one is kept. `full` as in [`DeviceState::update`].
     ///
     /// # Errors
     /// The device failed, or the parameters are nowhere.
@@ -140,7 +140,7 @@ impl<B: Kernels> Held<B> {
                 full.map_or(Ok(()), |full| b.copy(B::all(master), full))
             }
             (None, Some(mut full)) => {
-                let mut kept = b.alloc_f32(Memory::Parameters, B::len(average))?;
+                let mut kept = b.alloc_f32(MemoryKind::Parameters, B::len(average))?;
                 b.copy(B::shared(&full), B::all_mut(&mut kept))?;
                 b.copy(B::all(average), B::reborrow(&mut full))?;
                 b.copy(B::all(&kept), B::all_mut(average))

@@ -1,11 +1,11 @@
 //! How messages reach the memory of a device.
 //!
 //! The communication thread knows nothing of devices. [`Backend::reach`](super::Backend::reach) gives it a buffer as a
-//! [`Span`], which it cannot look into, and the [`Port`] that copies and adds spans: a stream of the device that compute
+//! [`Span`], which it cannot look into, and the [`DeviceCopies`] that copies and adds spans: a stream of the device that compute
 //! does not use. Memory is counted in **words** of four bytes: a pair of bf16 travels as one word, and only f32 is ever
 //! added.
 //!
-//! Everything that a port does is asynchronous. Who needs a result waits for an [`Event`].
+//! All of it is asynchronous. Who needs a result waits for an [`Event`].
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -18,7 +18,7 @@ pub enum Reach<'a> {
     /// Host memory.
     Host(&'a mut [f32]),
     /// Device memory, and what moves it.
-    Device(Span<'a>, Arc<dyn Port>),
+    Device(Span<'a>, Arc<dyn DeviceCopies>),
 }
 
 /// A point in the work of a device.
@@ -99,14 +99,14 @@ pub enum Vendor {
     },
 }
 
-/// What one of several ranks makes, and all must have, to meet as [`Peers`].
-pub type Invitation = [u8; 128];
+/// The identifier of a communicator: one rank makes it, and all of them need it to create their [`DeviceComm`].
+pub type CommId = [u8; 128];
 
 /// Ranks with a device each, which exchange memory by a library of the device's vendor.
 ///
-/// One thing is started at a time: the [`mark`](Peers::mark) of one is done before the next. It may wait for the other
-/// ranks to start theirs. Peers that are dropped without a good end are torn apart.
-pub trait Peers: Send {
+/// One thing is started at a time: the [`mark`](DeviceComm::mark) of one is done before the next. It may wait for the other
+/// ranks to start theirs. Dropping one without [`part`](DeviceComm::part) aborts the communicator.
+pub trait DeviceComm: Send {
     /// Starts to send to one rank and to receive from another at once. The sender may wait for the receiver.
     ///
     /// # Errors
@@ -136,7 +136,7 @@ pub trait Peers: Send {
 }
 
 /// What is said of a device whose vendor has no such library.
-pub(super) fn no_peers() -> Error {
+pub(super) fn no_device_comm() -> Error {
     Error::input("there is no library by which devices of this kind exchange memory")
 }
 
@@ -145,7 +145,7 @@ pub type Placed<'a> = (Span<'a>, usize);
 
 /// The communication thread's access to a device. What is started runs in the order it was started, apart from compute,
 /// save that copies in one direction may run beside all else. A call that returns an error has nothing left running.
-pub trait Port: Send + Sync {
+pub trait DeviceCopies: Send + Sync {
     /// So many words of page-locked memory, with unspecified contents. The caller counts them.
     ///
     /// # Errors
@@ -182,7 +182,7 @@ pub trait Port: Send + Sync {
     /// The device failed.
     fn add(&self, from: Span<'_>, to: Span<'_>) -> Result<()>;
 
-    /// Starts a copy within the device, in order with [`Port::add`].
+    /// Starts a copy within the device, in order with [`DeviceCopies::add`].
     ///
     /// # Errors
     /// The device failed.
@@ -194,27 +194,26 @@ pub trait Port: Send + Sync {
     /// The device failed.
     fn mark(&self) -> Result<Box<dyn Event>>;
 
-    /// An invitation for ranks to meet.
+    /// Makes the identifier of a new communicator.
     ///
     /// # Errors
     /// There is no library for it, or it failed.
-    fn invite(&self) -> Result<Invitation> {
-        Err(no_peers())
+    fn comm_id(&self) -> Result<CommId> {
+        Err(no_device_comm())
     }
 
-    /// Starts to meet the `size` ranks that have the same invitation, as number `rank` of them. They have met when the
+    /// Starts to create the communicator of the `size` ranks that have the same identifier, as number `rank` of them. It is there when the
     /// first mark is done.
     ///
     /// # Errors
     /// There is no library for it, or it failed.
-    fn meet(&self, _invitation: &Invitation, _rank: usize, _size: usize) -> Result<Box<dyn Peers>> {
-        Err(no_peers())
+    fn init_rank(&self, _id: &CommId, _rank: usize, _size: usize) -> Result<Box<dyn DeviceComm>> {
+        Err(no_device_comm())
     }
 }
 
-/// A port whose copies keep an order with compute, which the device sees to: the host does not wait to start them. It has
-/// the copies for itself; messages go through another port.
-pub trait Ferry: Port {
+/// Copies in an order with compute that the device keeps: the host does not wait to start them. Messages use other streams.
+pub trait ComputeOrderedCopies: DeviceCopies {
     /// What is started from now on runs after all that compute has requested so far.
     ///
     /// # Errors
@@ -248,9 +247,9 @@ impl Slot {
     /// A slot of so many words.
     ///
     /// # Errors
-    /// As [`Port::pinned`].
-    pub fn new(port: &dyn Port, words: usize) -> Result<Self> {
-        Ok(Self::of(port.pinned(words)?))
+    /// As [`DeviceCopies::pinned`].
+    pub fn new(copies: &dyn DeviceCopies, words: usize) -> Result<Self> {
+        Ok(Self::of(copies.pinned(words)?))
     }
 
     /// A slot of this memory.
@@ -279,10 +278,10 @@ impl Slot {
     ///
     /// # Errors
     /// The device failed.
-    pub fn download(&mut self, port: &dyn Port, pieces: &[Placed<'_>]) -> Result<()> {
+    pub fn download(&mut self, copies: &dyn DeviceCopies, pieces: &[Placed<'_>]) -> Result<()> {
         let memory = self.holding(pieces)?;
         // SAFETY: all pieces lie in the memory, as `holding` has checked; `copy` keeps everyone away until it is done.
-        self.copy = Some(unsafe { port.download(pieces, memory)? });
+        self.copy = Some(unsafe { copies.download(pieces, memory)? });
         Ok(())
     }
 
@@ -290,10 +289,10 @@ impl Slot {
     ///
     /// # Errors
     /// The device failed.
-    pub fn upload(&mut self, port: &dyn Port, pieces: &[Placed<'_>]) -> Result<()> {
+    pub fn upload(&mut self, copies: &dyn DeviceCopies, pieces: &[Placed<'_>]) -> Result<()> {
         let memory = self.holding(pieces)?;
         // SAFETY: as above.
-        self.copy = Some(unsafe { port.upload(memory, pieces)? });
+        self.copy = Some(unsafe { copies.upload(memory, pieces)? });
         Ok(())
     }
 

@@ -39,13 +39,13 @@ pub fn step(borrows: &[Option<usize>], micros: usize) -> Vec<Visit> {
 
 /// Where a pass stands.
 #[derive(Debug, Default)]
-pub struct Route {
+pub struct Prefetch {
     visits: Vec<Visit>,
     /// The turn under way.
     at: usize,
 }
 
-impl Route {
+impl Prefetch {
     pub fn new(visits: Vec<Visit>) -> Self {
         Self { visits, at: 0 }
     }
@@ -91,17 +91,17 @@ mod tests {
     /// Every gather (+) and release (-) of a pass, as text.
     fn events(visits: Vec<Visit>, ahead: usize) -> (String, usize) {
         let turns = visits.len();
-        let mut route = Route::new(visits);
+        let mut prefetch = Prefetch::new(visits);
         let (mut here, mut text, mut most) = (Vec::new(), String::new(), 0);
         for _ in 0..turns {
-            for unit in route.wanted(ahead) {
+            for unit in prefetch.wanted(ahead) {
                 if !here.contains(&unit) {
                     here.push(unit);
                     text += &format!("+{unit}");
                 }
             }
             most = most.max(here.len());
-            for unit in route.pass(ahead) {
+            for unit in prefetch.pass(ahead) {
                 here.retain(|&other| other != unit);
                 text += &format!("-{unit}");
             }

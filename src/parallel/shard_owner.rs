@@ -1,12 +1,12 @@
 //! What a rank owns of a unit: a range of its parameters, the optimizer's state of that range, and their update.
 //!
-//! Nothing else knows where the state is or how it is updated: on the device that computes ([`Held`]), or on the host
+//! Nothing else knows where the state is or how it is updated: on the device that computes ([`DeviceState`]), or on the host
 //! ([`Offloaded`]). The gradient comes as a window, and updated parameters leave as a window, of the device that
 //! computes.
 
 use std::ops::Range;
 
-use super::held::{Held, Recipe};
+use super::device_state::{DeviceState, Recipe};
 use super::offload::{Host, Offloaded};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, Kernels};
@@ -91,7 +91,7 @@ impl<B: Kernels> Number<B> {
 }
 
 /// The owned range of one unit.
-pub struct Owner<B: Kernels> {
+pub struct ShardOwner<B: Kernels> {
     /// The range of the unit.
     range: Range<usize>,
     home: Home<B>,
@@ -99,11 +99,11 @@ pub struct Owner<B: Kernels> {
 
 /// Where parameters and state are.
 enum Home<B: Kernels> {
-    Device(Held<B>),
+    Device(DeviceState<B>),
     Host(Offloaded<B>),
 }
 
-impl<B: Kernels> Owner<B> {
+impl<B: Kernels> ShardOwner<B> {
     /// The owner of `range`, whose parameters are `values`, with fresh optimizer state; without updates there is none.
     /// Parameters are kept, unless full ones live always and there is no host to keep them.
     ///
@@ -123,7 +123,7 @@ impl<B: Kernels> Owner<B> {
         let recipe = Recipe { rule, average: updates.and_then(|updates| updates.average), parts };
         let is_apart = !are_full_here || backend.computes_narrow();
         let home = match host {
-            None => Home::Device(Held::new(backend, recipe, values, is_apart)?),
+            None => Home::Device(DeviceState::new(backend, recipe, values, is_apart)?),
             Some(host) => Home::Host(Offloaded::new(backend, host, recipe, values)?),
         };
         Ok(Self { range, home })
@@ -134,8 +134,8 @@ impl<B: Kernels> Owner<B> {
         self.range.clone()
     }
 
-    /// The reduced gradient of the range is the window `at` of `grad`, which stays as it is until [`Owner::update`] or
-    /// [`Owner::forget`].
+    /// The reduced gradient of the range is the window `at` of `grad`, which stays as it is until [`ShardOwner::update`] or
+    /// [`ShardOwner::forget`].
     ///
     /// # Errors
     /// The device failed.
@@ -154,7 +154,7 @@ impl<B: Kernels> Owner<B> {
     }
 
     /// The squares that scale the steps of tensors, of their parts in `range`, a range of the unit within the owned one; by
-    /// the tensors' places in the unit. `grad` is of the owned range, `full` as in [`Owner::update`].
+    /// the tensors' places in the unit. `grad` is of the owned range, `full` as in [`ShardOwner::update`].
     ///
     /// # Errors
     /// The device failed, or the parameters are nowhere.
@@ -201,7 +201,7 @@ impl<B: Kernels> Owner<B> {
         }
     }
 
-    /// Lets parameters and their average take each other's places, where one is kept. `full` as in [`Owner::update`].
+    /// Lets parameters and their average take each other's places, where one is kept. `full` as in [`ShardOwner::update`].
     ///
     /// # Errors
     /// The device failed, or the parameters are nowhere.
@@ -228,7 +228,7 @@ impl<B: Kernels> Owner<B> {
     }
 
     /// Parameters and optimizer state of `range`, a range of the unit within the owned one. `full` as in
-    /// [`Owner::update`].
+    /// [`ShardOwner::update`].
     ///
     /// # Errors
     /// The parameters are nowhere.

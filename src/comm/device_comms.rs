@@ -1,0 +1,126 @@
+//! Messages of device memory by a library of the device's vendor, such as NCCL.
+//!
+//! Algorithms and sums are those of [`Direct`](super::direct::Direct); only messages take another way. The ranks of a group
+//! create a communicator when they first need one, so that only ranks wait for each other that have something to exchange.
+//! All waiting is the program's: the library is asked how far it is, and a rank that waits for a dead one still hears of an
+//! abort.
+
+use std::sync::Arc;
+
+use super::backoff;
+use super::shared::Shared;
+use super::wire::{Members, Vendor, Wire, least_sent};
+use crate::backend::{CommId, DeviceComm, DeviceCopies, Span};
+use crate::error::{Error, Result};
+
+/// Cached communicators, in the order in which they were created; creation is slow.
+pub struct DeviceComms {
+    entries: Vec<Entry>,
+    shared: Arc<Shared>,
+}
+
+/// The communicator of some ranks.
+struct Entry {
+    ranks: Arc<[usize]>,
+    comm: Box<dyn DeviceComm>,
+}
+
+impl Entry {
+    fn group_comm<'a>(&'a self, shared: &'a Shared) -> GroupComm<'a> {
+        GroupComm { ranks: &self.ranks, comm: &*self.comm, shared }
+    }
+}
+
+impl DeviceComms {
+    /// None yet.
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { entries: Vec::new(), shared }
+    }
+
+    /// The communicator of the ranks of a group. Collective if there is none yet: the first rank makes its identifier.
+    pub fn of(&mut self, copies: &dyn DeviceCopies, wire: &mut dyn Wire, group: &Members) -> Result<GroupComm<'_>> {
+        let known = self.entries.iter().position(|entry| entry.ranks == group.ranks);
+        let place = match known {
+            Some(place) => place,
+            None => {
+                let comm = copies.init_rank(&comm_id(copies, wire, group)?, group.rank, group.size())?;
+                let entry = Entry { ranks: group.ranks.clone(), comm };
+                entry.group_comm(&self.shared).until_done(wire, |_| Ok(()))?;
+                self.entries.push(entry);
+                self.entries.len() - 1
+            }
+        };
+        Ok(self.entries[place].group_comm(&self.shared))
+    }
+
+    /// Finalizes all communicators, in an order that is the same on all their ranks.
+    pub fn part(&mut self, wire: &mut dyn Wire) {
+        for entry in self.entries.drain(..) {
+            let parted = entry.group_comm(&self.shared).until_done(wire, |comm| comm.part());
+            // Aborted, then; its work is done.
+            parted.inspect_err(|error| log::debug!("destroying a communicator: {error}")).ok();
+        }
+    }
+
+    /// Aborts all communicators. Other ranks may wait for this one for ever.
+    pub fn tear(&mut self) {
+        self.entries.clear();
+    }
+}
+
+/// One identifier for all ranks of a group.
+fn comm_id(copies: &dyn DeviceCopies, wire: &mut dyn Wire, group: &Members) -> Result<CommId> {
+    if group.rank == 0 {
+        let made = copies.comm_id()?;
+        (1..group.size()).try_for_each(|to| wire.exchange_bytes(group, Some((to, &made)), None))?;
+        return Ok(made);
+    }
+    let mut received = [0; size_of::<CommId>()];
+    wire.exchange_bytes(group, None, Some((0, &mut received)))?;
+    Ok(received)
+}
+
+/// A communicator as a group uses it.
+pub struct GroupComm<'a> {
+    /// Their numbers in the world.
+    ranks: &'a [usize],
+    comm: &'a dyn DeviceComm,
+    shared: &'a Shared,
+}
+
+impl GroupComm<'_> {
+    /// Starts something and waits until it is done here. After an error nothing of it uses memory any more.
+    fn until_done(&self, wire: &mut dyn Wire, start: impl FnOnce(&dyn DeviceComm) -> Result<()>) -> Result<()> {
+        let done = start(self.comm).and_then(|()| backoff::settle(&*self.comm.mark()?, wire, self.shared));
+        done.inspect_err(|_| self.comm.tear())
+    }
+
+    /// The number here of a rank of some group of ours.
+    fn number(&self, group: &Members, rank: usize) -> Result<usize> {
+        let found = self.ranks.binary_search(&group.ranks[rank]);
+        found.map_err(|_| {
+            Error::internal(format!("rank {} is not in the communicator {:?}", group.ranks[rank], self.ranks))
+        })
+    }
+
+    /// As [`Wire::exchange_device`].
+    pub fn exchange(
+        &self,
+        wire: &mut dyn Wire,
+        group: &Members,
+        send: Option<(usize, Span<'_>)>,
+        receive: Option<(usize, Span<'_>)>,
+    ) -> Result<()> {
+        let peer =
+            |side: Option<(usize, _)>| side.map(|(rank, span)| Ok((self.number(group, rank)?, span))).transpose();
+        let (send, receive) = (peer(send)?, peer(receive)?);
+        self.shared.add_sent(send.map_or(0, |(_, span)| span.words() * size_of::<f32>()));
+        self.until_done(wire, |comm| comm.exchange(send, receive))
+    }
+
+    /// As [`Wire::vendor`], of all ranks of the communicator.
+    pub fn vendor(&self, wire: &mut dyn Wire, group: &Members, call: Vendor, memory: Span<'_>) -> Result<()> {
+        self.shared.add_sent(least_sent(group, call, memory.words()));
+        self.until_done(wire, |comm| comm.vendor(call, memory))
+    }
+}
