@@ -119,7 +119,9 @@ impl Share {
     /// Waits for one core for a process, and for all of them for the ranks of a job.
     fn of(command: &Command) -> Self {
         let all = std::thread::available_parallelism().map_or(1, usize::from);
-        let has_ranks = command.get_program() == "mpirun" || command.get_args().any(|arg| arg == "simulate");
+        let mut words = command.get_args().chain([command.get_program()]).filter_map(OsStr::to_str);
+        // Also in the script of a shell.
+        let has_ranks = words.any(|word| word.contains("mpirun") || word.contains("simulate"));
         let cores = if has_ranks { all } else { 1 };
         let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
         while *free.get_or_insert(all) < cores {

@@ -1,0 +1,71 @@
+//! The commands of the README, each of them, one after the other in a directory like a clone; with settings that make them short.
+
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::Command;
+
+use crate::common::launch::{finish, mpirun};
+use crate::common::program;
+
+/// Settings of a short run. It saves twice, so that another can begin at the first of its checkpoints.
+const RUN: &str = "--set run.steps=6 --set checkpoint.every=3 --set eval.every=3 --set eval.samples=8 \
+                   --set schedule.warmup=1 --set log.sample=0";
+
+/// A network that trains in no time.
+const SMALL: &str = "--set model.layers=1 --set model.width=32 --set model.heads=2 --set model.context=16";
+
+/// Commands that need what a clone does not have, and where they are tested instead.
+const ELSEWHERE: [(&str, &str); 1] = [("hpctrain predict", "images that a user imports: tests/runs/networks.rs")];
+
+/// The command lines of a chapter's shell blocks that run the program.
+fn commands<'a>(text: &'a str, chapter: &str) -> Vec<&'a str> {
+    let (_, rest) = text.split_once(&format!("\n## {chapter}\n")).unwrap();
+    // Comments of shell blocks look like titles, but for their number of signs.
+    let chapter = rest.split("\n## ").next().unwrap();
+    let blocks = chapter.split("```sh\n").skip(1).map(|block| block.split("```").next().unwrap());
+    blocks.flat_map(str::lines).filter(|line| line.contains("/hpctrain") && !line.starts_with('#')).collect()
+}
+
+/// The same command, done in seconds.
+fn shortened(command: &str) -> String {
+    // The run that a user has made has other steps.
+    let command = command.replace("step-00001500", "step-00000003");
+    let more = match command.split_once("/hpctrain").unwrap().1.trim_start() {
+        rest if rest.contains("--preset gpt-baby") && rest.starts_with("train") => {
+            format!("{RUN} --set run.steps=1 --set batch.global=2 --set eval.samples=2")
+        }
+        rest if rest.starts_with("simulate") => format!("{RUN} {SMALL}"),
+        rest if rest.is_empty() || rest.starts_with("train") || rest.starts_with("--") => RUN.to_string(),
+        rest if rest.starts_with("verify") => format!("--steps 2 {SMALL}"),
+        rest if rest.starts_with("bench kernels") => "--steps 1 --samples 2".into(),
+        rest if rest.starts_with("bench step") || rest.starts_with("bench gemm") => "--steps 1".into(),
+        rest if rest.starts_with("bench comm") => "--batches 1".into(),
+        rest if rest.starts_with("eval --checkpoint") => "--set eval.samples=8".into(),
+        _ => String::new(),
+    };
+    format!("{command} {more}")
+}
+
+#[test]
+fn commands_of_the_readme_work() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let clone = tempfile::tempdir().unwrap();
+    std::fs::create_dir_all(clone.path().join("target/release")).unwrap();
+    symlink(program(), clone.path().join("target/release/hpctrain")).unwrap();
+    for name in ["README.md", "examples"] {
+        symlink(root.join(name), clone.path().join(name)).unwrap();
+    }
+    let text = std::fs::read_to_string(root.join("README.md")).unwrap();
+    let all = commands(&text, "Commands");
+    assert!(all.len() > 35, "{all:#?}");
+    let elsewhere = |command: &&str| ELSEWHERE.iter().any(|(part, _)| command.contains(part));
+    assert_eq!(all.iter().filter(|command| elsewhere(command)).count(), ELSEWHERE.len());
+    for command in all.iter().filter(|command| !elsewhere(command)) {
+        let script = shortened(command);
+        let mut bash = Command::new("bash");
+        // The environment of tests.
+        bash.envs(mpirun(1).get_envs().filter_map(|(name, value)| Some((name, value?))));
+        let ended = finish(bash.args(["-c", &script]).current_dir(clone.path()));
+        assert!(ended.status.success(), "{script}\n{ended}");
+    }
+}
