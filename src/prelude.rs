@@ -11,7 +11,7 @@ pub use crate::evaluate::{Evaluator, Measures};
 pub use crate::job::start;
 pub use crate::layout::{Init, Tensor};
 pub use crate::nn::{Block, Context, Grads, Micro, Params};
-pub use crate::parallel::{Hyper, ReducedStep};
+pub use crate::parallel::{ControlFlags, Hyper, ReducedStep};
 pub use crate::telemetry::metrics::Step;
 pub use crate::train::feed::{self, Feed};
 pub use crate::train::{

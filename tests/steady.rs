@@ -13,6 +13,7 @@ use hpctrain::checkpoint::Progress;
 use hpctrain::comm::{self, Comm};
 use hpctrain::config::{Facts, Plan, Sources, load, resolve};
 use hpctrain::error::Result;
+use hpctrain::parallel::ControlFlags;
 use hpctrain::train::feed::{self, Feed};
 use hpctrain::train::{advance, engine, on_threads};
 
@@ -91,12 +92,12 @@ fn train(comm: &Comm<Cpu>, plan: &Plan, watch: impl Fn(bool)) -> Result<usize> {
     let mut progress = Progress::default();
     let mut feed = Feed::start(engine.backend.clone(), data, plan, group.rank(), progress)?;
     for _ in 0..WARM_UP {
-        advance(plan, &mut engine, |base, time| feed.next(base, time), &mut progress, || 0)?;
+        advance(plan, &mut engine, |base, time| feed.next(base, time), &mut progress, ControlFlags::empty)?;
     }
     let before = engine.backend.ledger().fresh();
     watch(true);
     for _ in 0..STEADY {
-        advance(plan, &mut engine, |base, time| feed.next(base, time), &mut progress, || 0)?;
+        advance(plan, &mut engine, |base, time| feed.next(base, time), &mut progress, ControlFlags::empty)?;
     }
     watch(false);
     Ok(engine.backend.ledger().fresh() - before)

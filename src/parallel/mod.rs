@@ -3,6 +3,7 @@
 //! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by how
 //! long full gradients and full parameters live ([`Residency`]).
 
+mod control_flags;
 mod device_state;
 mod lanes;
 mod memory_timeline;
@@ -16,6 +17,7 @@ mod step_summary;
 #[cfg(test)]
 mod tests;
 
+pub use control_flags::{AllFlags, ControlFlags};
 pub use lanes::{Lanes, tree_sum};
 pub use memory_timeline::{MemoryTimeline, Moment, When};
 pub use offload::bytes as offloaded_bytes;

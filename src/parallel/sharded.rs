@@ -12,6 +12,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use super::control_flags::{AllFlags, ControlFlags};
 use super::lanes::{Lanes, Tree, tree_sum};
 use super::norms::{self, Norms};
 use super::offload::Host;
@@ -48,7 +49,7 @@ pub struct ReducedStep {
     /// Seconds that each data-parallel rank computed in this step.
     pub compute: Vec<f64>,
     /// What each data-parallel rank wanted all to know.
-    pub notes: Vec<u32>,
+    pub flags: AllFlags,
 }
 
 /// A full buffer: at hand, on the wire, or given up.
@@ -350,11 +351,11 @@ impl<B: Kernels> Sharded<B> {
 
     /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm.
     /// `losses` are those of this rank's lanes, in order; `compute` is the seconds it has computed in this step;
-    /// `note` is for the caller's own use.
+    /// All ranks hear of the `flags` of each.
     ///
     /// # Errors
     /// A reduction failed.
-    pub fn reduce(&mut self, losses: &[f64], compute: f64, note: u32) -> Result<ReducedStep> {
+    pub fn reduce(&mut self, losses: &[f64], compute: f64, flags: ControlFlags) -> Result<ReducedStep> {
         self.backend.end_reuse();
         std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
         let shards = self.virtual_shards();
@@ -368,17 +369,17 @@ impl<B: Kernels> Sharded<B> {
             }
         }
         // Every rank gets every lane's loss and every virtual shard's square, and adds them in the same tree.
-        let mine = StepSummary { first: shards.start, compute, note, losses: losses.to_vec(), squares };
+        let mine = StepSummary { first: shards.start, compute, flags, losses: losses.to_vec(), squares };
         let (mut losses, mut squares) = (Vec::new(), vec![0.0; self.lanes.total]);
-        let (mut compute, mut notes) = (Vec::new(), Vec::new());
+        let (mut compute, mut flags) = (Vec::new(), Vec::new());
         for message in self.groups.data.gather_bytes(mine.encode()).wait()? {
             let facts = StepSummary::decode(&message)?;
             losses.extend(facts.losses);
             squares[facts.first..facts.first + facts.squares.len()].copy_from_slice(&facts.squares);
             compute.push(facts.compute);
-            notes.push(facts.note);
+            flags.push(facts.flags);
         }
-        Ok(ReducedStep { loss: tree_sum(&losses), norm: tree_sum(&squares).sqrt(), compute, notes })
+        Ok(ReducedStep { loss: tree_sum(&losses), norm: tree_sum(&squares).sqrt(), compute, flags: AllFlags(flags) })
     }
 
     /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update.

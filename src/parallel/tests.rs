@@ -1,6 +1,8 @@
 //! Every layout against one rank, with threads as ranks: a new configuration is a row.
 
-use super::{Groups, Hyper, Lanes, MemoryTimeline, Moment, Residency, Sharded, Updates, Zero, offloaded_bytes};
+use super::{
+    ControlFlags, Groups, Hyper, Lanes, MemoryTimeline, Moment, Residency, Sharded, Updates, Zero, offloaded_bytes,
+};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
 use crate::comm::{Algorithm, Comm, threads};
@@ -105,7 +107,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             first += sequences;
             Ok(micro)
         };
-        let synced = engine.gradients(step, next, || 0).unwrap();
+        let synced = engine.gradients(step, next, ControlFlags::empty).unwrap();
         curve.push((synced.loss.to_bits(), synced.norm.to_bits()));
         if step == 1 {
             // A step that does not count leaves no trace.

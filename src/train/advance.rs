@@ -8,7 +8,7 @@ use crate::checkpoint::Progress;
 use crate::config::Plan;
 use crate::error::Result;
 use crate::nn::Micro;
-use crate::parallel::{Hyper, ReducedStep};
+use crate::parallel::{AllFlags, ControlFlags, Hyper, ReducedStep};
 
 /// A step that was taken: the same on all ranks, but for its times.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,13 +24,13 @@ pub struct StepResult {
     /// Seconds that each data-parallel rank computed, without its waits for messages and data.
     pub compute: Vec<f64>,
     /// What each data-parallel rank told all others.
-    pub notes: Vec<u32>,
+    pub flags: AllFlags,
     /// Time of this rank's update.
     pub updating: Duration,
 }
 
 /// Takes the next step: gradients of all micro-batches, then the clipped update, unless they are not finite. `next` gives
-/// them in order, told the position of the global batch's first sample and the predictions of a sample. `note` is asked for
+/// them in order, told the position of the global batch's first sample and the predictions of a sample. `flags` is asked for
 /// what this rank tells the others when the gradients are summed.
 ///
 /// # Errors
@@ -40,10 +40,10 @@ pub fn advance<B: Kernels>(
     engine: &mut Engine<B>,
     mut next: impl FnMut(u64, usize) -> Result<Micro<B>>,
     progress: &mut Progress,
-    note: impl FnOnce() -> u32,
+    flags: impl FnOnce() -> ControlFlags,
 ) -> Result<StepResult> {
     let (step, base, time) = (progress.step, progress.position, plan.network.context());
-    let ReducedStep { loss, norm, compute, notes } = engine.gradients(step, || next(base, time), note)?;
+    let ReducedStep { loss, norm, compute, flags } = engine.gradients(step, || next(base, time), flags)?;
     let loss = loss / (plan.tokens_per_step() as f64);
     let lr = plan.schedule.rate(step);
     // Loss and norm are the same on all ranks, so they all skip.
@@ -64,7 +64,7 @@ pub fn advance<B: Kernels>(
     let updating = start.elapsed();
     progress.step += 1;
     progress.position += plan.config.batch.global;
-    Ok(StepResult { loss, norm, lr, skipped, compute, notes, updating })
+    Ok(StepResult { loss, norm, lr, skipped, compute, flags, updating })
 }
 
 /// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.

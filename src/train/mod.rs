@@ -12,7 +12,6 @@ mod local;
 pub mod markers;
 mod memory;
 mod memory_check;
-mod notes;
 pub mod pace;
 mod placed;
 mod planning;

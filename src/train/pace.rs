@@ -16,6 +16,7 @@ use crate::data::Batch;
 use crate::error::Result;
 use crate::nn::Network;
 use crate::nn::loss::Loss;
+use crate::parallel::ControlFlags;
 use crate::random::Stream;
 use crate::topology::Topology;
 
@@ -68,7 +69,7 @@ impl<B: Kernels> Pace<B> {
         let begun = Instant::now();
         let (backend, batch) = (self.engine.backend.clone(), &self.batch);
         let next = |_, time| feed::micro(&backend, batch, time, 0);
-        advance(&self.plan, &mut self.engine, next, &mut self.progress, || 0)?;
+        advance(&self.plan, &mut self.engine, next, &mut self.progress, ControlFlags::empty)?;
         Ok(begun.elapsed().as_secs_f64())
     }
 

@@ -10,7 +10,6 @@ use super::directory::{Resume, RunDirectory};
 use super::feed::Feed;
 use super::hooks::{Hook, Hooks, Outcome};
 use super::markers::{End, Status};
-use super::notes::{self, Note, Notes};
 use super::planning::plan;
 use super::records::Records;
 use super::resume::{Branch, Resumed, Take, Taking, resume};
@@ -28,7 +27,7 @@ use crate::data::{Tokenizer, TrainedOn};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures, Sampling, generate};
 use crate::nn::Blocks;
-use crate::parallel::{Lanes, Sharded, Updates};
+use crate::parallel::{AllFlags, ControlFlags, Lanes, Sharded, Updates};
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations::{self, Evaluation, Over};
 use crate::telemetry::metrics::Step;
@@ -187,7 +186,7 @@ struct Run<'h, B: Kernels> {
     saved: Option<u64>,
     /// Whether the clock asks for a checkpoint after this step.
     save_is_due: bool,
-    orders: StopRequests,
+    stop_requests: StopRequests,
     hooks: Hooks<'h>,
     /// Set once training is to end.
     ending: Option<Ending>,
@@ -310,7 +309,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let records = world.agree(records.transpose())?;
         let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.sharded.parameters());
         world.agree(if root { budget.check() } else { Ok(()) })?;
-        let orders = StopRequests::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
+        let stop_requests = StopRequests::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
         if root {
             let facts = banner::Facts {
                 ranks: world.size(),
@@ -330,7 +329,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 notes: train.left_out().into_iter().chain(notes).collect(),
                 memory: &memory::estimate(&plan, &engine.blocks, held),
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
-                time: orders.time_left(),
+                time: stop_requests.time_left(),
             };
             say(banner::banner(&plan, &facts));
             train.unscaled().iter().for_each(|told| log::warn!("{told}"));
@@ -378,7 +377,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             // The beginning needs no checkpoint: it can be made again.
             saved: (!branched).then_some(progress.step),
             save_is_due: false,
-            orders,
+            stop_requests,
             hooks: Hooks::new(own.hooks),
             ending: None,
             started,
@@ -397,11 +396,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let before = self.spent();
         let step = self.progress.step;
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
-        let failed = if has_failed { notes::FAILED } else { 0 };
-        let note = || self.orders.note(self.saver.is_done()) | failed;
+        let flags = || self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed);
         self.engine.backend.profile().record(self.profiles);
         let next = |base, time| self.feed.next(base, time);
-        let taken = advance(&self.plan, &mut self.engine, next, &mut self.progress, note)?;
+        let taken = advance(&self.plan, &mut self.engine, next, &mut self.progress, flags)?;
         self.engine.backend.profile().record(false);
         self.updating += taken.updating;
         if taken.skipped {
@@ -412,7 +410,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         self.record(&taken, before)?;
         self.warn_of_stragglers(&taken.compute);
-        self.obey(Notes(taken.notes))?;
+        self.obey(&taken.flags)?;
         if self.skipped.0 >= self.plan.config.run.max_skipped {
             let message = format!("step {}: {} steps in a row were not finite", step + 1, self.skipped.0);
             return Err(Error::numeric(message)
@@ -438,7 +436,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let after = self.spent();
         let (seconds, times) = (after.total - before.total, Times::between(before, after));
         self.step_ms.push(seconds * 1e3);
-        self.orders.stepped(Duration::from_secs_f64(seconds));
+        self.stop_requests.stepped(Duration::from_secs_f64(seconds));
         self.times += times;
         let tokens = self.plan.tokens_per_step();
         let record = Step {
@@ -462,7 +460,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             records.progress.step(&record);
         }
         let stop = self.hooks.call(|hook| hook.step(&record));
-        self.orders.stop_for(stop);
+        self.stop_requests.stop_for(stop);
         Ok(())
     }
 
@@ -503,19 +501,20 @@ impl<'h, B: Kernels> Run<'h, B> {
         let counts = *resume == Resume::Auto && self.records.is_some();
         let before: Vec<Evaluation> = evaluated.iter().filter(|one| one.step < step).cloned().collect();
         let [now, next] = [&before, evaluated].map(|all| self.stop_reason(all).filter(|_| counts));
-        self.orders.stop_for(now);
-        let mine = (self.orders.note(false), found.map(f64::to_bits));
+        self.stop_requests.stop_for(now);
+        let mine = (self.stop_requests.flags(false).bits(), found.map(f64::to_bits));
         let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
         let told = self.world.gather_bytes(mine).wait()?;
-        let told: Vec<(Note, Option<u64>)> = told
+        let told: Vec<(u32, Option<u64>)> = told
             .iter()
             .map(|bytes| serde_json::from_slice(bytes))
             .collect::<Result<_, _>>()
-            .map_err(|e| Error::comm(format!("another rank sent a malformed note: {e}")))?;
+            .map_err(|e| Error::comm(format!("another rank sent malformed flags: {e}")))?;
         // The file system may show ranks different files; rank 0 wrote them.
         self.evaluated = told[0].1.map(|bits| (step, f64::from_bits(bits)));
-        self.obey(Notes(told.iter().map(|(note, _)| *note).collect()))?;
-        self.orders.stop_for(next);
+        let flags = told.iter().map(|(bits, _)| ControlFlags::from_bits_retain(*bits));
+        self.obey(&AllFlags(flags.collect()))?;
+        self.stop_requests.stop_for(next);
         if self.saved.is_none() {
             return self.save();
         }
@@ -530,18 +529,18 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.ending.is_none() && self.progress.step < self.plan.config.run.steps
     }
 
-    /// Does what the ranks' notes ask for.
-    fn obey(&mut self, notes: Notes) -> Result<()> {
-        if notes.any(notes::FAILED) {
+    /// Acts on the flags of all ranks.
+    fn obey(&mut self, flags: &AllFlags) -> Result<()> {
+        if flags.any(ControlFlags::FAILED) {
             let failure = self.hooks.failure().and_then(|()| self.directory.check());
             self.world.agree(failure)?;
         }
-        if self.saver.is_busy() && notes.all(notes::WRITTEN) {
+        if self.saver.is_busy() && flags.all(ControlFlags::WRITTEN) {
             let published = self.saver.advance()?;
             self.note_published(published);
         }
-        self.save_is_due = notes.any(notes::DUE);
-        self.ending = self.orders.ending(&notes);
+        self.save_is_due = flags.any(ControlFlags::DUE);
+        self.ending = self.stop_requests.ending(flags);
         if let Some(Ending::Stopped(why)) = &mut self.ending {
             // A rank that did not ask does not know why.
             let told = self.world.gather_bytes(std::mem::take(why).into_bytes()).wait()?;
@@ -562,17 +561,17 @@ impl<'h, B: Kernels> Run<'h, B> {
         let step = self.progress.step;
         let _span = span(Doing::Evaluation, None);
         self.engine.sharded.swap_average()?;
-        let measured = evaluator.measure(&mut self.engine, &self.data, || self.orders.must_end())?;
+        let measured = evaluator.measure(&mut self.engine, &self.data, || self.stop_requests.must_end())?;
         self.engine.sharded.swap_average()?;
         let Some(measures) = measured else {
             // It is made up for when the run goes on.
-            self.ending = Some(self.orders.preempted());
+            self.ending = Some(self.stop_requests.preempted());
             return Ok(());
         };
         let told = measures.to_string();
         self.evaluated = Some((step, measures.loss));
         let stop = self.hooks.call(|hook| hook.evaluation(step, &measures));
-        self.orders.stop_for(stop);
+        self.stop_requests.stop_for(stop);
         let Measures { loss, metrics } = measures;
         log::info!("step {step}: {told}");
         self.world.agree(self.directory.check())?;
@@ -586,7 +585,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                     let best = self.directory.checkpoints().point_to_best(&all);
                     best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
                     let stop_reason = self.stop_reason(all.known());
-                    self.orders.stop_for(stop_reason);
+                    self.stop_requests.stop_for(stop_reason);
                 }
                 Err(e) => log::warn!("{e}"),
             }
@@ -614,7 +613,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.note_published(published);
         if begun {
             self.saved = Some(self.progress.step);
-            self.orders.save_begun();
+            self.stop_requests.save_begun();
         }
         Ok(())
     }
@@ -635,10 +634,10 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn note_published(&mut self, published: Option<Published>) {
         if let Some(Published { took, progress }) = published {
-            self.orders.published(took);
+            self.stop_requests.published(took);
             let path = self.directory.checkpoints().path(progress.step);
             let stop = self.hooks.call(|hook| hook.checkpoint(progress.step, &path));
-            self.orders.stop_for(stop);
+            self.stop_requests.stop_for(stop);
         }
     }
 

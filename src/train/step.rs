@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::nn::loss::Objective;
 use crate::nn::{Blocks, Context, Micro, Training};
 use crate::parallel::schedule::{Action, one_forward_one_backward};
-use crate::parallel::{self, ReducedStep, Sharded};
+use crate::parallel::{self, ControlFlags, ReducedStep, Sharded};
 use crate::random;
 
 /// A network with its parameters, ready to compute.
@@ -54,7 +54,7 @@ struct Tape<B: Kernels> {
 }
 
 impl<B: Kernels> Engine<B> {
-    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in order, `note` what
+    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in order, `flags` what
     /// it wants all ranks to know when they have met.
     ///
     /// # Errors
@@ -63,7 +63,7 @@ impl<B: Kernels> Engine<B> {
         &mut self,
         step: u64,
         mut next: impl FnMut() -> Result<Micro<B>>,
-        note: impl FnOnce() -> u32,
+        flags: impl FnOnce() -> ControlFlags,
     ) -> Result<ReducedStep> {
         let Geometry { lanes, micros_per_lane, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
@@ -95,7 +95,7 @@ impl<B: Kernels> Engine<B> {
         let total =
             |lane: Vec<B::Scalar>| lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + self.backend.read(loss)?));
         let losses: Vec<f64> = losses.into_iter().map(total).collect::<Result<_>>()?;
-        self.sharded.reduce(&losses, compute.max(0.0), note())
+        self.sharded.reduce(&losses, compute.max(0.0), flags())
     }
 
     /// The unit that each block borrows.

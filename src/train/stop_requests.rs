@@ -1,25 +1,25 @@
-//! What a rank is asked to do besides training: by signals, by the clock, by evaluators, by hooks.
+//! Requests to a rank besides training: by signals, by the clock, by evaluators, by hooks.
 //!
-//! Ranks are asked at different moments. Each tells what it was asked with its next [`Note`], and all obey the notes of
+//! Ranks are asked at different moments. Each tells what it was asked with its next [`ControlFlags`], and all obey those of
 //! the same step.
 
 use std::time::{Duration, Instant};
 
 use super::budget::Budget;
 use super::markers::Markers;
-use super::notes::{self, Note, Notes};
 use super::run::Ending;
+use crate::parallel::{AllFlags, ControlFlags};
 use crate::signals;
 
 /// How often evaluators are asked at most: it is a question to a file system that other nodes ask as well.
 const ASK: Duration = Duration::from_millis(100);
 
-/// The orders that reach this rank.
+/// The requests that reach this rank.
 pub struct StopRequests {
     /// Rank 0 alone looks at the clock and for evaluators' requests.
     root: bool,
     budget: Budget,
-    marks: Markers,
+    markers: Markers,
     /// Time between checkpoints, if it counts.
     every: Option<Duration>,
     saved: Instant,
@@ -30,25 +30,24 @@ pub struct StopRequests {
 }
 
 impl StopRequests {
-    /// StopRequests of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for never.
-    pub fn new(root: bool, budget: Budget, marks: Markers, every: u64) -> Self {
+    /// Those of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for never.
+    pub fn new(root: bool, budget: Budget, markers: Markers, every: u64) -> Self {
         let now = Instant::now();
         let every = (every > 0).then(|| Duration::from_secs(every));
-        Self { root, budget, marks, every, saved: now, has_published: false, asked: now, stop_reason: None }
+        Self { root, budget, markers, every, saved: now, has_published: false, asked: now, stop_reason: None }
     }
 
     /// What this rank tells the others now. `written` is whether it has done its part of the save under way.
-    pub fn note(&mut self, written: bool) -> Note {
+    pub fn flags(&mut self, written: bool) -> ControlFlags {
         if self.root && self.stop_reason.is_none() && self.asked.elapsed() >= ASK {
             self.asked = Instant::now();
-            self.stop_reason = self.marks.asked_to_stop();
+            self.stop_reason = self.markers.asked_to_stop();
         }
         let due = self.root && self.every.is_some_and(|every| self.saved.elapsed() >= every);
-        let says = |what, says| if says { what } else { 0 };
-        says(notes::END, self.must_end())
-            | says(notes::WRITTEN, written)
-            | says(notes::DUE, due)
-            | says(notes::STOP, self.stop_reason.is_some())
+        ControlFlags::END.when(self.must_end())
+            | ControlFlags::WRITTEN.when(written)
+            | ControlFlags::DUE.when(due)
+            | ControlFlags::STOP.when(self.stop_reason.is_some())
     }
 
     /// Whether a signal came, or, on rank 0, the time is up.
@@ -56,12 +55,14 @@ impl StopRequests {
         signals::came().is_some() || self.root && self.budget.is_up()
     }
 
-    /// How training ends by these notes, if it does.
-    pub fn ending(&self, notes: &Notes) -> Option<Ending> {
-        if notes.any(notes::END) {
+    /// How training ends by these flags, if it does.
+    pub fn ending(&self, flags: &AllFlags) -> Option<Ending> {
+        if flags.any(ControlFlags::END) {
             return Some(self.preempted());
         }
-        notes.any(notes::STOP).then(|| Ending::Stopped(self.stop_reason.clone().unwrap_or_default().trim().into()))
+        flags
+            .any(ControlFlags::STOP)
+            .then(|| Ending::Stopped(self.stop_reason.clone().unwrap_or_default().trim().into()))
     }
 
     /// The end of a rank that was asked to end, or heard that another was.

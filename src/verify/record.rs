@@ -10,7 +10,7 @@ use crate::checkpoint::Progress;
 use crate::comm::{self, Comm, Group};
 use crate::config::{Config, Plan};
 use crate::error::{Error, Result};
-use crate::parallel::Sharded;
+use crate::parallel::{ControlFlags, Sharded};
 use crate::topology::Topology;
 use crate::train::feed::{self, Feed};
 use crate::train::{Held, advance, check_memory, engine, plan};
@@ -105,7 +105,8 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
     let entries = entries(&engine.sharded);
     let mut steps = Vec::with_capacity(task.steps as usize);
     for _ in 0..task.steps {
-        let taken = advance(&plan, &mut engine, |base, time| feed.next(base, time), &mut progress, || 0)?;
+        let taken =
+            advance(&plan, &mut engine, |base, time| feed.next(base, time), &mut progress, ControlFlags::empty)?;
         let mut digests = vec![0u64; entries.len()];
         visit(&mut engine.sharded, |entry, start, values| {
             digests[entry] = digests[entry].wrapping_add(digest(start, values));

@@ -14,7 +14,7 @@ use hpctrain::nn::layers::{Layer, Layers};
 use hpctrain::nn::loss::Loss;
 use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
-use hpctrain::parallel::Zero;
+use hpctrain::parallel::{ControlFlags, Zero};
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
 use crate::common::runs::Run;
@@ -55,7 +55,7 @@ fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String
         first: 0,
     };
     let mut micro = Some(micro);
-    let loss = engine.gradients(0, || Ok(micro.take().unwrap()), || 0).unwrap().loss;
+    let loss = engine.gradients(0, || Ok(micro.take().unwrap()), ControlFlags::empty).unwrap().loss;
     (loss, gradients(&engine))
 }
 

@@ -10,7 +10,7 @@ use hpctrain::nn::layers::{Layer, Layers};
 use hpctrain::nn::llama::Llama;
 use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
-use hpctrain::parallel::Zero;
+use hpctrain::parallel::{ControlFlags, Zero};
 use hpctrain::random::derive;
 
 use crate::common::{Cut, engine, gradients, micro, parameters};
@@ -128,7 +128,7 @@ fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> Micro<Cpu>
             Ok(())
         })?;
         let backend = engine.backend.clone();
-        let synced = engine.gradients(0, || Ok(micro(&backend)), || 0)?;
+        let synced = engine.gradients(0, || Ok(micro(&backend)), ControlFlags::empty)?;
         let found = gradients(&engine);
         engine.sharded.skip();
         Ok((synced.loss / predictions as f64, found))

@@ -10,7 +10,7 @@ use hpctrain::mesh::Mesh;
 use hpctrain::nn::loss::Loss;
 use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
-use hpctrain::parallel::Zero;
+use hpctrain::parallel::{ControlFlags, Zero};
 
 use crate::common::simulator::under;
 use crate::common::{Cut, distance, engine_on, floats, golden, gradients, ids, numbers};
@@ -119,7 +119,7 @@ fn everything<B: Kernels>(b: &B, within: Within) {
             }
 
             let mut micro = Some(micro);
-            let synced = engine.gradients(0, || Ok(micro.take().unwrap()), || 0).unwrap();
+            let synced = engine.gradients(0, || Ok(micro.take().unwrap()), ControlFlags::empty).unwrap();
             let (loss, want) = (synced.loss / count as f64, numbers(&case, "loss")[0]);
             assert!((loss / want - 1.0).abs() < within.output, "{name} loss: {loss}, PyTorch {want}");
             let golden = case.group("grads").unwrap();

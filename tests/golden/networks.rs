@@ -10,7 +10,7 @@ use hpctrain::nn::gpt::Gpt;
 use hpctrain::nn::llama::Llama;
 use hpctrain::nn::loss::Loss;
 use hpctrain::optim::{Rule, Schedule, Shape};
-use hpctrain::parallel::{Hyper, Zero};
+use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 use hpctrain::train::Engine;
 
 use crate::common::simulator::under;
@@ -109,7 +109,7 @@ fn train<B: Kernels>(
                     at += per_micro;
                     Ok(micro(&backend, &tokens[range.clone()], &targets[range], network.context(), 0))
                 },
-                || 0,
+                ControlFlags::empty,
             )
             .unwrap();
         losses.push(synced.loss / per_step as f64);
@@ -178,7 +178,7 @@ fn logits_loss_and_every_gradient<B: Kernels>(b: &B, within: Within) {
             assert!(off < within.logits, "{name}: logits {off:e}");
 
             let mut whole = Some(whole);
-            let synced = engine.gradients(0, || Ok(whole.take().unwrap()), || 0).unwrap();
+            let synced = engine.gradients(0, || Ok(whole.take().unwrap()), ControlFlags::empty).unwrap();
             close(&[synced.loss / n as f64], &numbers(case, "loss"), within.loss, "loss");
             let golden = case.group("grads").unwrap();
             let found = gradients(&engine);

@@ -10,7 +10,7 @@ use hpctrain::mesh::Mesh;
 use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::optim::Rule;
-use hpctrain::parallel::{Hyper, Zero};
+use hpctrain::parallel::{ControlFlags, Hyper, Zero};
 use hpctrain::train::on_threads;
 
 use crate::common::{Cut, engine, micro};
@@ -37,7 +37,11 @@ fn measured(ranks: usize, zero: Zero) -> usize {
         let backend = engine.backend.clone();
         let ids = vec![1; GPT.context];
         for step in 0..3 {
-            engine.gradients(step, || Ok(micro(&backend, &ids, &ids, GPT.context, comm.rank() as u64)), || 0)?;
+            engine.gradients(
+                step,
+                || Ok(micro(&backend, &ids, &ids, GPT.context, comm.rank() as u64)),
+                ControlFlags::empty,
+            )?;
             engine.sharded.update(Hyper { lr: 1e-3, weight_decay: 0.0, step: step + 1, grad_scale: 1.0 })?;
         }
         let categories = [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::Optimizer];
