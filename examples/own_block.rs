@@ -10,9 +10,9 @@
 use std::process::ExitCode;
 
 use hpctrain::backend::{Activation, Linear, split, split_mut};
+use hpctrain::engine::engine_of;
 use hpctrain::nn::check;
 use hpctrain::prelude::*;
-use hpctrain::train::engine_of;
 
 /// Rows of the input have `width` elements; `inner` are between the two matrices.
 struct Adapter {

@@ -3,13 +3,13 @@
 //!
 //! | to | use |
 //! |---|---|
-//! | be a rank, under `mpirun` or alone | [`job::start`]; [`train::on_threads`] for ranks without MPI |
-//! | say what is to run | [`config::load`], [`train::plan`] |
+//! | be a rank, under `mpirun` or alone | [`job::start`]; [`engine::on_threads`] for ranks without MPI |
+//! | say what is to run | [`config::load`], [`engine::plan`] |
 //! | make a whole run, as `hpctrain train` does | [`train::train_on_device`] with a [`train::Request`] |
 //! | be told of its steps, evaluations and checkpoints, and end it early | [`train::Hook`] |
-//! | train on samples made in code | [`data::Source`], [`train::Splits`] |
-//! | write the training loop | [`train::engine`], [`train::feed::Feed`], [`train::Engine::gradients`], [`parallel::Sharded::update`] |
-//! | add a kind of block | [`nn::Block`], [`nn::check`], [`train::engine_of`] |
+//! | train on samples made in code | [`data::Source`], [`engine::Splits`] |
+//! | write the training loop | [`engine::engine`], [`engine::feed::Feed`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
+//! | add a kind of block | [`nn::Block`], [`nn::check`], [`engine::engine_of`] |
 //! | compute on GPUs | [`train::train_on_device`], or [`placement::place`] and [`placement::Gpu::backend`] |
 //! | evaluate, predict, continue a text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
 //! | read checkpoints, and write them beside training | [`checkpoint::Reader`], [`checkpoint::Saver`] |
@@ -77,6 +77,8 @@
 #[doc(hidden)]
 pub mod activity;
 pub mod backend;
+#[doc(hidden)]
+pub mod bench;
 pub mod checkpoint;
 #[doc(hidden)]
 pub mod cli;
@@ -85,6 +87,7 @@ pub mod config;
 pub mod data;
 #[doc(hidden)]
 pub mod doctor;
+pub mod engine;
 pub mod error;
 pub mod evaluate;
 mod hdf5_files;
@@ -99,6 +102,7 @@ pub mod placement;
 pub mod prelude;
 mod private;
 pub mod random;
+pub mod run_dir;
 pub mod signals;
 mod simd;
 pub mod telemetry;

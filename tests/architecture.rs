@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Modules by level, lowest first. A module may use those of lower levels.
-const LEVELS: [&[&str]; 11] = [
+const LEVELS: [&[&str]; 13] = [
     &["activity", "error", "pattern", "random", "simd"],
     &["hdf5_files", "layout", "mesh", "private", "signals"],
     &["backend"],
@@ -14,18 +14,17 @@ const LEVELS: [&[&str]; 11] = [
     &["parallel"],
     &["config", "telemetry", "topology"],
     &["checkpoint", "job", "placement"],
-    &["train", "evaluate"],
+    &["engine", "run_dir"],
+    &["evaluate"],
+    &["train", "bench"],
     &["doctor", "verify"],
     &["cli", "prelude"],
 ];
 
 /// Uses within a level that are meant.
-const BESIDE: [(&str, &str); 3] = [
+const BESIDE: [(&str, &str); 1] = [
     // The banner and the records describe the resolved configuration.
     ("telemetry", "config"),
-    // A run evaluates inline; an evaluation runs the engine that training runs.
-    ("train", "evaluate"),
-    ("evaluate", "train"),
 ];
 
 /// Lower levels that a module keeps clear of nevertheless.

@@ -12,10 +12,10 @@ use hpctrain::backend::cpu::Cpu;
 use hpctrain::checkpoint::Progress;
 use hpctrain::comm::{self, Comm};
 use hpctrain::config::{Facts, Plan, Sources, load, resolve};
+use hpctrain::engine::feed::{self, Feed};
+use hpctrain::engine::{advance, engine, on_threads};
 use hpctrain::error::Result;
 use hpctrain::parallel::ControlFlags;
-use hpctrain::train::feed::{self, Feed};
-use hpctrain::train::{advance, engine, on_threads};
 
 /// Bytes from which an allocation counts as large.
 const LARGE: usize = 4 << 10;

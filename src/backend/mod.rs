@@ -3,7 +3,6 @@
 //! [`Backend`] is memory: buffers of f32 (or the device's compute type), views into them, and
 //! transfers. [`Kernels`] is arithmetic. Both are implemented once per device.
 
-pub mod bench;
 pub mod cpu;
 pub mod cuda;
 mod device_copies;

@@ -5,10 +5,10 @@ use clap::{Args, Subcommand};
 use super::train::SourceArgs;
 use crate::config::{Config, Facts, ModelKind, network, resolve};
 use crate::data::inspect::table;
+use crate::engine::vocabulary;
 use crate::error::{Error, Result};
 use crate::nn::layers::shown;
 use crate::telemetry::{bytes, grouped, say};
-use crate::train::vocabulary;
 
 /// Arguments of `hpctrain config`.
 #[derive(Args)]

@@ -15,8 +15,8 @@ use crate::error::{Error, Result};
 use crate::evaluate::{Policy, Request, watch};
 use crate::job::{self, fail};
 use crate::placement::{cpu, place};
+use crate::run_dir::Ending;
 use crate::signals;
-use crate::train::Ending;
 
 /// Arguments of `hpctrain eval`.
 #[derive(Args)]

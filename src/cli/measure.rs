@@ -9,10 +9,10 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::config::{Config, Plan};
 use crate::data::{Dataset, Split};
+use crate::engine::feed;
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
 use crate::telemetry::{grouped, say};
-use crate::train::feed;
 
 /// Arguments of a measurement.
 pub struct Request {

@@ -9,10 +9,10 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::config::{Config, LossKind, Plan};
 use crate::data::Dataset;
+use crate::engine::feed;
 use crate::error::{Error, Result};
 use crate::evaluate::{Predictions, predict};
 use crate::telemetry::{grouped, say};
-use crate::train::feed;
 
 /// Arguments of `hpctrain predict`.
 #[derive(Args)]

@@ -3,10 +3,11 @@
 use clap::Args;
 
 use super::train::{TrainArgs, exit_code};
+use crate::engine::on_threads;
 use crate::error::Result;
 use crate::job::fail;
 use crate::signals;
-use crate::train::{Own, Request, on_threads, train_on_device};
+use crate::train::{Own, Request, train_on_device};
 
 /// Arguments of `hpctrain simulate`.
 #[derive(Args)]

@@ -12,8 +12,9 @@ use crate::config::{Config, PRESETS, Sources, load};
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
 use crate::job::{self, fail};
+use crate::run_dir::{Ending, Resume, Take};
 use crate::signals;
-use crate::train::{Ending, Own, Request, Resume, Take, train_on_device};
+use crate::train::{Own, Request, train_on_device};
 
 /// Where the configuration comes from.
 #[derive(Args)]

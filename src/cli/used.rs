@@ -10,12 +10,12 @@ use crate::checkpoint::tools::find;
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Plan, overlay};
 use crate::data::{Source, Split};
+use crate::engine::{Engine, feed};
 use crate::error::Result;
 use crate::evaluate::model;
 use crate::job;
 use crate::placement::{cpu, place};
 use crate::topology::Topology;
-use crate::train::{Engine, feed};
 
 /// Part of a directory of shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

@@ -214,7 +214,7 @@ fn time<B: Backend>(
 }
 
 /// The largest of every rank's numbers, place by place.
-pub(super) fn slowest<B: Backend>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
+pub fn slowest<B: Backend>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
     let message = mine.iter().flat_map(|x| x.to_le_bytes()).collect();
     let mut slowest = vec![0.0; mine.len()];
     for message in world.gather_bytes(message).wait()? {

@@ -12,7 +12,6 @@
 
 mod algorithms;
 mod backoff;
-pub mod bench;
 mod choice;
 mod clock;
 mod cut;
@@ -46,7 +45,7 @@ use crate::backend::{Backend, MemoryKind};
 use crate::error::{Error, Result};
 
 pub use algorithms::{Algorithm, Operation};
-pub use choice::{Choice, Table, measure};
+pub use choice::{Choice, Table, measure, slowest};
 pub use group::Group;
 pub use path::{DevicePath, PROOF, PathSetting, prove};
 pub use pending::Pending;

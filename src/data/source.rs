@@ -13,7 +13,7 @@ use crate::error::Result;
 /// What is random in a sample is therefore to be drawn from its number, as [`random`](crate::random) does.
 ///
 /// A whole run looks at each sample, for ids and classes that the network does not know and numbers that are none; in a loop
-/// of one's own, [`Splits::checked`](crate::train::Splits::checked) does.
+/// of one's own, [`Splits::checked`](crate::engine::Splits::checked) does.
 ///
 /// ```
 /// use hpctrain::data::{SampleMut, Sizes, Source};

@@ -4,8 +4,8 @@ use std::fs;
 
 use super::probe::Teller;
 use super::{Finding, gpu};
+use crate::engine::memory::available;
 use crate::telemetry::bytes;
-use crate::train::available;
 
 /// Less memory than this, and hardly a run fits.
 const LITTLE_MEMORY: usize = 1 << 30;

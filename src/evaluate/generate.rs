@@ -1,10 +1,10 @@
 //! Sampling text from a language model, one token at a time.
 
 use crate::backend::Kernels;
+use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::random::{Stream, derive, name};
-use crate::train::Engine;
 
 /// How tokens are drawn.
 #[derive(Debug, Clone, Copy)]

@@ -19,10 +19,10 @@ use std::fmt;
 use crate::backend::Kernels;
 use crate::comm::Group;
 use crate::data::{Batch, Source};
+use crate::engine::{Engine, feed};
 use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::parallel::tree_sum;
-use crate::train::{Engine, feed};
 
 /// What an evaluation has measured.
 #[derive(Debug, Clone, PartialEq)]

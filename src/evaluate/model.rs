@@ -4,10 +4,10 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::Comm;
 use crate::config::{Config, Facts, Plan, resolve};
+use crate::engine::{Engine, Geometry};
 use crate::error::Result;
 use crate::mesh::{Axis, Mesh};
 use crate::parallel::{Groups, Lanes, Sharded, Zero};
-use crate::train::{Engine, Geometry};
 
 /// The plan for `ranks` ranks that share one copy of the network of `config`, whatever layout trained it.
 ///

@@ -3,8 +3,8 @@
 use crate::checkpoint::Manifest;
 use crate::config::{Config, Data};
 use crate::data::TrainedOn;
+use crate::engine::feed;
 use crate::error::{Error, Result};
-use crate::train::feed;
 
 /// Refuses settings by which `config` would have the checkpoint of a run measured on another set than the run's own. The data may
 /// lie at another path, if they are those that the run was trained on.

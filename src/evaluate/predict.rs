@@ -10,9 +10,9 @@ use tempfile::{Builder, TempPath};
 use crate::backend::Kernels;
 use crate::comm::Group;
 use crate::data::{Batch, Source, one_line};
+use crate::engine::{Engine, feed};
 use crate::error::{Error, Result};
 use crate::hdf5_files;
-use crate::train::{Engine, feed};
 
 /// The file that outputs go to: `/outputs`, a row for each sample, and where the network tells classes apart, `/classes` with
 /// the likeliest of each. It gets its name when it is whole.

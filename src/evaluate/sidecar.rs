@@ -16,12 +16,13 @@ use crate::checkpoint::{Checkpoints, Manifest, Reader, name_of};
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Plan, overlay};
 use crate::data::{Preprocessing, Tokenizer};
+use crate::engine::{Engine, feed};
 use crate::error::{Error, Kind, Result};
+use crate::run_dir::markers::{self, Markers};
+use crate::run_dir::{Ending, RunDirectory};
 use crate::signals;
 use crate::telemetry::evaluations::{self, Evaluation, Status};
 use crate::telemetry::{logging, say, unix_time};
-use crate::train::markers::{self, Markers};
-use crate::train::{Ending, Engine, RunDirectory, feed};
 
 /// How often the run's directory is looked at.
 const LOOK: Duration = Duration::from_millis(300);

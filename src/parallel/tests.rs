@@ -6,13 +6,13 @@ use super::{
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
 use crate::comm::{Algorithm, Comm, threads};
+use crate::engine::{Engine, Geometry};
 use crate::layout::UnitLayout;
 use crate::mesh::{Axis, Mesh};
 use crate::nn::Micro;
 use crate::nn::gpt::Gpt;
 use crate::nn::loss::{Loss, Objective};
 use crate::optim::Rule;
-use crate::train::{Engine, Geometry};
 
 const STEPS: u64 = 4;
 const BATCH: usize = 24;

@@ -3,9 +3,9 @@
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;
 
-use super::run::Ending;
 use crate::error::{Error, Result};
 use crate::evaluate::Measures;
+use crate::run_dir::Ending;
 use crate::telemetry::metrics::Step;
 
 /// Callbacks of a run. All do nothing unless written.

@@ -1,40 +1,12 @@
-//! Training: the run, its directory, and the one step.
+//! Training runs.
 
-mod advance;
-mod available;
 mod budget;
-mod changes;
-mod collectives;
-mod directory;
-pub mod feed;
 mod hooks;
-mod local;
-pub mod markers;
-mod memory;
-mod memory_check;
-pub mod pace;
 mod placed;
-mod planning;
 mod records;
-mod resume;
 mod run;
-pub mod saving;
-mod splits;
-mod step;
 mod stop_requests;
 
-pub use advance::{StepResult, advance};
-pub use available::available;
-pub use collectives::Exchange;
-pub use directory::{Resume, RunDirectory};
-pub use feed::vocabulary;
 pub use hooks::{Hook, Outcome};
-pub use local::on_threads;
-pub use memory::{Held, resident};
-pub use memory_check::check as check_memory;
 pub use placed::train_on_device;
-pub use planning::plan;
-pub use resume::Take;
-pub use run::{Ending, GpuPlace, Own, Request, engine, engine_of, train};
-pub use splits::Splits;
-pub use step::{Engine, Geometry};
+pub use run::{GpuPlace, Own, Request, train};

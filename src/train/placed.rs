@@ -1,10 +1,11 @@
 //! Training where `run.device` says.
 
-use super::run::{Ending, GpuPlace, Own, Request, train};
+use super::run::{GpuPlace, Own, Request, train};
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
 use crate::error::Result;
 use crate::placement::{cpu, cpu_can, place};
+use crate::run_dir::Ending;
 
 /// A whole run, as `hpctrain train` makes it, where `run.device` says: collective over the world of `comm`. The ranks of
 /// `beside` are told the directory, as [`train`] does.

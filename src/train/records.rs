@@ -1,8 +1,8 @@
 //! What rank 0 writes and shows of a run.
 
-use super::directory::RunDirectory;
 use crate::config::Plan;
 use crate::error::{Error, Result};
+use crate::run_dir::RunDirectory;
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations;
 use crate::telemetry::metrics::JsonLines;

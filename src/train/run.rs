@@ -1,33 +1,26 @@
 //! A training run from the first message to the last checkpoint.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use super::advance::{StepResult, advance};
 use super::budget::Budget;
-use super::collectives::{self, Exchange};
-use super::directory::{Resume, RunDirectory};
-use super::feed::Feed;
 use super::hooks::{Hook, Hooks, Outcome};
-use super::markers::{End, Status};
-use super::planning::plan;
 use super::records::Records;
-use super::resume::{Branch, Resumed, Take, Taking, resume};
-use super::splits::Splits;
-use super::step::{Engine, Geometry};
 use super::stop_requests::StopRequests;
-use super::{feed, memory, memory_check};
 use crate::activity::{Doing, Track, span};
-use crate::backend::cpu::Cpu;
 use crate::backend::{Kernels, MemoryKind};
 use crate::checkpoint::{self, Job, Manifest, Origin, Published, Saver};
 use crate::comm::{self, Comm, Group, Stats, Watch};
 use crate::config::{Config, Plan};
 use crate::data::{Tokenizer, TrainedOn};
+use crate::engine::feed::{self, Feed};
+use crate::engine::memory;
+use crate::engine::{Engine, Splits, StepResult, advance, engine, plan};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures, Sampling, generate};
-use crate::nn::Blocks;
-use crate::parallel::{AllFlags, ControlFlags, Lanes, Sharded, Updates};
+use crate::parallel::{AllFlags, ControlFlags};
+use crate::run_dir::markers::{End, Status};
+use crate::run_dir::{Branch, Ending, Resume, Resumed, RunDirectory, Take, Taking, resume};
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations::{self, Evaluation, Over};
 use crate::telemetry::metrics::Step;
@@ -96,17 +89,6 @@ pub struct GpuPlace {
     pub memory: usize,
     /// Which rank is on which, a line each.
     pub table: Vec<String>,
-}
-
-/// Why training ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Ending {
-    /// All steps are done.
-    Finished,
-    /// More steps would not help, as the text says.
-    Stopped(String),
-    /// The job was asked to end, or its time is up: it has saved, and is to be started again with `--resume auto`.
-    Preempted(String),
 }
 
 /// Trains: collective over the world of `comm`. The ranks of `beside`, which contain this one and make a gather, are
@@ -254,7 +236,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         // Nobody allocates before all have looked.
         let room = request.gpu.as_ref().map(|gpu| gpu.memory);
         let held = memory::Held::now(&comm, &splits.sources());
-        world.agree(memory_check::check::<B>(&plan, &topology, held, room))?;
+        world.agree(memory::check::<B>(&plan, &topology, held, room))?;
 
         let mut claimed = None;
         let prepared = || {
@@ -787,47 +769,4 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<S
 /// A name that no other job has: for what it writes.
 fn fresh_id() -> String {
     format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
-}
-
-/// The network on its mesh. Collective over the world. `choices` is where a measurement of collectives may be kept.
-///
-/// # Errors
-/// Out of memory, or a message between ranks failed.
-pub fn engine<B: Kernels>(
-    comm: &Comm<B>,
-    plan: &Plan,
-    backend: B,
-    choices: Option<&Path>,
-) -> Result<(Engine<B>, Exchange)> {
-    engine_of(comm, plan, plan.network.blocks(), backend, choices)
-}
-
-/// As [`engine`], of other blocks than those of the plan's network: they take the same samples and give outputs of the same
-/// width.
-///
-/// # Errors
-/// As [`engine`].
-pub fn engine_of<B: Kernels>(
-    comm: &Comm<B>,
-    plan: &Plan,
-    blocks: Blocks<B>,
-    backend: B,
-    choices: Option<&Path>,
-) -> Result<(Engine<B>, Exchange)> {
-    let (groups, exchange) = collectives::groups(comm, plan, &backend, &blocks, choices)?;
-    let data = &groups.data;
-    let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
-    let (keep, seed) = (plan.residency(), plan.config.run.seed);
-    let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
-    let groups_of = plan.config.optimizer.groups.clone();
-    let updates = Updates { rule: plan.rule, groups: groups_of, average: plan.average, host };
-    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(seed))?;
-    let geometry = Geometry {
-        lanes: lanes.mine().len(),
-        micros_per_lane: plan.micros_per_lane(),
-        predictions: plan.tokens_per_step(),
-        recompute: plan.config.parallel.recompute,
-        seed,
-    };
-    Ok((Engine { backend, blocks, objective: plan.objective(), sharded, geometry }, exchange))
 }

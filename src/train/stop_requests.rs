@@ -6,9 +6,9 @@
 use std::time::{Duration, Instant};
 
 use super::budget::Budget;
-use super::markers::Markers;
-use super::run::Ending;
 use crate::parallel::{AllFlags, ControlFlags};
+use crate::run_dir::Ending;
+use crate::run_dir::markers::Markers;
 use crate::signals;
 
 /// How often evaluators are asked at most: it is a question to a file system that other nodes ask as well.

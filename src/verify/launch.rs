@@ -6,9 +6,9 @@ use std::process::{Command, Stdio};
 use super::record::{Recording, Task, record};
 use crate::backend::cpu::Cpu;
 use crate::comm::{self, Comm};
+use crate::engine::on_threads;
 use crate::error::{Error, Result};
 use crate::placement::{cpu, place};
-use crate::train::on_threads;
 
 /// What starts the ranks of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -19,11 +19,11 @@ use record::{Recording, Then};
 
 use crate::comm::Choice;
 use crate::config::{Config, Facts, Plan, resolve};
+use crate::engine::vocabulary;
 use crate::error::{Error, Result};
 use crate::optim::Rule;
 use crate::parallel::Zero;
 use crate::telemetry::say;
-use crate::train::vocabulary;
 
 pub use launch::{Launcher, rank, task};
 pub use record::Task;

@@ -9,11 +9,12 @@ use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm, Group};
 use crate::config::{Config, Plan};
+use crate::engine::feed::{self, Feed};
+use crate::engine::memory::{Held, check as check_memory};
+use crate::engine::{advance, engine, plan};
 use crate::error::{Error, Result};
 use crate::parallel::{ControlFlags, Sharded};
 use crate::topology::Topology;
-use crate::train::feed::{self, Feed};
-use crate::train::{Held, advance, check_memory, engine, plan};
 
 /// What the ranks of a job are asked to do.
 #[derive(Debug, Clone, Serialize, Deserialize)]

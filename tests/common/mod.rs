@@ -14,12 +14,12 @@ use std::path::{Path, PathBuf};
 use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm::Comm;
+use hpctrain::engine::{Engine, Geometry};
 use hpctrain::mesh::{Axis, Mesh};
 use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{Groups, Lanes, Sharded, Updates, Zero};
-use hpctrain::train::{Engine, Geometry};
 
 /// A file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {

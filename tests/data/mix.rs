@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use hpctrain::config::{Sources, load};
 use hpctrain::data::{DataSpec, Dataset, Loader, Order, Split};
-use hpctrain::train::feed;
+use hpctrain::engine::feed;
 
 use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
 use crate::common::runs::Run;

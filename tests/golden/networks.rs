@@ -4,6 +4,7 @@ use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
 use hpctrain::comm;
+use hpctrain::engine::Engine;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
@@ -11,7 +12,6 @@ use hpctrain::nn::llama::Llama;
 use hpctrain::nn::loss::Loss;
 use hpctrain::optim::{Rule, Schedule, Shape};
 use hpctrain::parallel::{ControlFlags, Hyper, Zero};
-use hpctrain::train::Engine;
 
 use crate::common::simulator::under;
 use crate::common::{Cut, distance, engine_on, floats, golden, gradients, ids, micro, numbers, parameters};

@@ -6,10 +6,12 @@ use std::path::Path;
 use hpctrain::comm;
 use hpctrain::config::{Config, Sources, load};
 use hpctrain::data::{SampleMut, Sizes, Source};
+use hpctrain::engine::{Splits, on_threads};
 use hpctrain::error::{Error, Result};
 use hpctrain::evaluate::Measures;
+use hpctrain::run_dir::Ending;
 use hpctrain::telemetry::metrics::Step;
-use hpctrain::train::{Ending, Hook, Outcome, Own, Request, Splits, on_threads, train_on_device};
+use hpctrain::train::{Hook, Outcome, Own, Request, train_on_device};
 
 /// Samples of a line, and of what the network does not take.
 #[derive(Clone, Copy)]

@@ -5,13 +5,13 @@ use std::path::Path;
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, MemoryKind};
+use hpctrain::engine::on_threads;
 use hpctrain::layout::UnitLayout;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::Network;
 use hpctrain::nn::gpt::Gpt;
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{ControlFlags, Hyper, Zero};
-use hpctrain::train::on_threads;
 
 use crate::common::{Cut, engine, micro};
 

@@ -6,11 +6,11 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::backend::cpu::Cpu;
+use crate::bench::checkpoints::{self, Saving};
 use crate::comm::Comm;
 use crate::config::{Config, LayerList, Size};
 use crate::error::{Error, Result};
 use crate::telemetry::{bytes, say};
-use crate::train::saving::{self, Saving};
 
 /// Arguments of `hpctrain bench checkpoint`.
 #[derive(Args)]
@@ -54,7 +54,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
     config.model.vocabulary = Some(64);
     config.batch.global = comm.size() as u64;
     let (bytes_written, rounds) =
-        saving::time(comm, &config, &args.dir, usize::from(args.rounds), |_| Ok(Cpu::new(1)))?;
+        checkpoints::time(comm, &config, &args.dir, usize::from(args.rounds), |_| Ok(Cpu::new(1)))?;
     if comm.rank() != 0 {
         return Ok(());
     }

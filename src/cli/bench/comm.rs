@@ -4,7 +4,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::backend::cpu::Cpu;
-use crate::comm::bench::{self, Timing};
+use crate::bench::collectives::{self, Timing};
 use crate::comm::{Algorithm, Comm, Operation};
 use crate::config::Size;
 use crate::error::{Error, Result};
@@ -72,7 +72,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     let batches = usize::from(args.batches);
 
     let speaks = comm.rank() == 0;
-    let copy = bench::copy_limit(&world, batches)?;
+    let copy = collectives::copy_limit(&world, batches)?;
     if speaks && !args.json {
         let path = if comm.shares_memory() { ", shared memory inside a node" } else { "" };
         say(format_args!("{} ranks, {}{path}", comm.size(), comm.library()));
@@ -83,7 +83,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
     for &operation in &operations {
         for &bytes in &sizes {
             for &algorithm in &algorithms {
-                let row = row(&bench::time(&world, &backend, operation, algorithm, bytes, batches)?, copy);
+                let row = row(&collectives::time(&world, &backend, operation, algorithm, bytes, batches)?, copy);
                 if speaks && !args.json {
                     say(line(&row));
                 }

@@ -3,10 +3,10 @@
 use clap::Args;
 use serde::Serialize;
 
-use crate::backend::bench::{Sizes, Timing, operations};
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, libraries};
 use crate::backend::readable;
+use crate::bench::operations::{Sizes, Timing, operations};
 use crate::comm::Comm;
 use crate::config::{Compute, Size};
 use crate::error::{Error, Result};

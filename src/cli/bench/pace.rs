@@ -8,13 +8,13 @@ use serde::Serialize;
 
 use crate::backend::cpu::{Cpu, Peak, Products};
 use crate::backend::{Backend as _, Tallies};
+use crate::bench::steps::Pace;
 use crate::cli::train::SourceArgs;
 use crate::comm::Comm;
 use crate::config::Plan;
 use crate::error::{Error, Result};
 use crate::placement::cpu;
 use crate::telemetry::{grouped, say};
-use crate::train::pace::Pace;
 
 /// Arguments of the three.
 #[derive(Args)]

@@ -5,7 +5,9 @@
 
 use std::time::Instant;
 
-use super::{Activation, AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, LossWeights, MemoryKind, Norm};
+use crate::backend::{
+    Activation, AdamW, Attention, CrossEntropy, Gemm, Kernels, Linear, LossWeights, MemoryKind, Norm,
+};
 use crate::error::{Error, Result};
 use crate::random::Stream;
 

@@ -5,9 +5,9 @@ use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use super::branch::Branch;
 use super::changes;
 use super::markers::Markers;
-use super::resume::Branch;
 use crate::checkpoint::Checkpoints;
 use crate::checkpoint::lease::{Claimed, Held, Lease, Leases};
 use crate::config::Config;
@@ -557,7 +557,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let directory = RunDirectory::at(root.path());
         assert_eq!(directory.branch().unwrap(), None);
-        let branch = Branch { from: "/elsewhere/step-00000003".into(), take: crate::train::Take::Weights };
+        let branch = Branch { from: "/elsewhere/step-00000003".into(), take: crate::run_dir::Take::Weights };
         directory.write_branch(branch.clone()).unwrap();
         assert_eq!(directory.branch().unwrap(), Some(branch));
         assert_eq!(names(root.path()), ["branch.json"]);

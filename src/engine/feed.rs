@@ -132,7 +132,7 @@ pub fn has(config: &Config, split: Split) -> Result<bool> {
 }
 
 /// The error where validation data is needed and there is none.
-pub(super) fn no_validation(what: &str, config: &Config) -> Error {
+pub(crate) fn no_validation(what: &str, config: &Config) -> Error {
     Error::input(format!("{} has no validation data: {what}", config.data.told()))
         .hint("add validation shards (data.validation), or keep a part of the samples for it, such as data.val_fraction = 0.1")
 }

@@ -3,8 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
+use super::branch::{Branch, Take};
 use super::changes::Changes;
 use super::directory::{Resume, RunDirectory};
 use crate::activity::{Doing, span};
@@ -17,17 +16,6 @@ use crate::data::{DataChange, Fingerprint};
 use crate::error::{Error, Kind, Result};
 use crate::optim::AVERAGE;
 use crate::parallel::Sharded;
-
-/// What of a checkpoint is taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Take {
-    /// All: the run goes on as if it had not been interrupted.
-    Everything,
-    /// Parameters and progress; the optimizer begins anew.
-    NoOptimizer,
-    /// The parameters: another run begins at step 0 with them.
-    Weights,
-}
 
 /// The parts of a checkpoint that are taken, and the data of this start.
 #[derive(Debug, Clone)]
@@ -134,15 +122,6 @@ fn data_changes(from: &Path, manifest: &Manifest, taking: &Taking) -> Result<Vec
         }
     }
     Ok(changes)
-}
-
-/// Where a run began that began at a checkpoint of another.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Branch {
-    /// The checkpoint.
-    pub from: PathBuf,
-    /// What of it was taken.
-    pub take: Take,
 }
 
 /// Where the run began, as rank 0 reads it.

@@ -2,17 +2,13 @@
 
 use std::time::Instant;
 
-use super::advance::advance;
-use super::feed;
-use super::memory::Held;
-use super::run::engine;
-use super::step::Engine;
-use super::{memory_check, vocabulary};
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm};
 use crate::config::{Config, Facts, ModelKind, Plan, resolve};
 use crate::data::Batch;
+use crate::engine::memory::{self, Held};
+use crate::engine::{Engine, advance, engine, feed, vocabulary};
 use crate::error::Result;
 use crate::nn::Network;
 use crate::nn::loss::Loss;
@@ -55,7 +51,7 @@ impl<B: Kernels> Pace<B> {
         config.parallel.lanes = None;
         let plan = world.agree(resolve(config, &facts))?;
         let comm = &comm.on_path(plan.config.comm.path, comm::prove)?;
-        world.agree(memory_check::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
+        world.agree(memory::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
         let (engine, _) = engine(comm, &plan, world.agree(backend(&plan))?, None)?;
         let batch = random(&plan, samples as usize);
         Ok(Self { plan, engine, batch, progress: Progress::default() })

@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 
 use super::available::available;
-use super::memory::{Held, estimate};
+use super::estimate::{Held, estimate};
 use crate::backend::{Kernels, readable};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::error::{Error, Result};

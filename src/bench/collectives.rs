@@ -2,10 +2,8 @@
 
 use std::time::Instant;
 
-use super::algorithms::{Algorithm, Operation};
-use super::choice::{Table, slowest};
-use super::group::Group;
 use crate::backend::{Backend, MemoryKind};
+use crate::comm::{Algorithm, Group, Operation, Table, slowest};
 use crate::error::Result;
 
 /// Bytes copied to find the limit of a memory copy: more than any cache.

@@ -7,14 +7,13 @@ use std::time::Instant;
 
 use serde::Serialize;
 
-use super::directory::{Resume, RunDirectory};
-use super::resume::{Taking, resume};
-use super::run::engine;
 use crate::backend::Kernels;
 use crate::checkpoint::{Job, Origin, Progress, Saver};
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Facts, Plan, resolve};
+use crate::engine::engine;
 use crate::error::{Error, Result};
+use crate::run_dir::{Resume, RunDirectory, Taking, resume};
 
 /// Directory that is made and removed.
 const NAME: &str = "hpctrain-bench.tmp";

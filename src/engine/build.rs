@@ -1,0 +1,56 @@
+//! The network of a plan on its mesh, ready to train.
+
+use std::path::Path;
+
+use super::collectives::{self, Exchange};
+use super::step::{Engine, Geometry};
+use crate::backend::Kernels;
+use crate::backend::cpu::Cpu;
+use crate::comm::Comm;
+use crate::config::Plan;
+use crate::error::Result;
+use crate::nn::Blocks;
+use crate::parallel::{Lanes, Sharded, Updates};
+
+/// The network on its mesh. Collective over the world. `choices` is where a measurement of collectives may be kept.
+///
+/// # Errors
+/// Out of memory, or a message between ranks failed.
+pub fn engine<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &Plan,
+    backend: B,
+    choices: Option<&Path>,
+) -> Result<(Engine<B>, Exchange)> {
+    engine_of(comm, plan, plan.network.blocks(), backend, choices)
+}
+
+/// As [`engine`], of other blocks than those of the plan's network: they take the same samples and give outputs of the same
+/// width.
+///
+/// # Errors
+/// As [`engine`].
+pub fn engine_of<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &Plan,
+    blocks: Blocks<B>,
+    backend: B,
+    choices: Option<&Path>,
+) -> Result<(Engine<B>, Exchange)> {
+    let (groups, exchange) = collectives::groups(comm, plan, &backend, &blocks, choices)?;
+    let data = &groups.data;
+    let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
+    let (keep, seed) = (plan.residency(), plan.config.run.seed);
+    let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
+    let groups_of = plan.config.optimizer.groups.clone();
+    let updates = Updates { rule: plan.rule, groups: groups_of, average: plan.average, host };
+    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(seed))?;
+    let geometry = Geometry {
+        lanes: lanes.mine().len(),
+        micros_per_lane: plan.micros_per_lane(),
+        predictions: plan.tokens_per_step(),
+        recompute: plan.config.parallel.recompute,
+        seed,
+    };
+    Ok((Engine { backend, blocks, objective: plan.objective(), sharded, geometry }, exchange))
+}

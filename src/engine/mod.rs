@@ -1,0 +1,20 @@
+//! The one step, and all that it stands on: the network on its mesh, its samples, the memory it takes.
+
+mod advance;
+mod build;
+mod collectives;
+pub mod feed;
+mod local;
+pub mod memory;
+mod planning;
+mod splits;
+mod step;
+
+pub use advance::{StepResult, advance};
+pub use build::{engine, engine_of};
+pub use collectives::Exchange;
+pub use feed::vocabulary;
+pub use local::on_threads;
+pub use planning::plan;
+pub use splits::Splits;
+pub use step::{Engine, Geometry};
