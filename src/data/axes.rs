@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::shard::shape;
+use super::h5::shape;
 use crate::error::{Error, Result};
 
 /// Order of the axes of images in files; networks take their channels last.

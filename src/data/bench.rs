@@ -176,7 +176,7 @@ fn write_images(path: &Path, samples: usize, packed: bool) -> hdf5::Result<()> {
         write_rows(&file, "/targets", &[samples], &classes)?;
         write_rows(&file, "/inputs", &shape, &pixels)?
     };
-    for (name, number) in [(super::shard::MEAN, 127.5f32), (super::shard::STD, 73.9)] {
+    for (name, number) in [(super::standard::MEAN, 127.5f32), (super::standard::STD, 73.9)] {
         inputs.new_attr::<f32>().shape(1).create(name)?.write_raw(&[number])?;
     }
     file.close()

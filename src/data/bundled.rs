@@ -105,7 +105,7 @@ mod tests {
     }
 
     fn names(directory: &Path) -> Vec<String> {
-        crate::data::dataset::file_names(directory).unwrap()
+        crate::data::spec::file_names(directory).unwrap()
     }
 
     #[test]

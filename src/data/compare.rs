@@ -1,26 +1,46 @@
 //! Rows from a file, compared with their checksums as they are read for training.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use serde::{Deserialize, Serialize};
-
 use super::format::BlockSums;
-use super::rows::ReadError;
+use super::h5::one_line;
+use super::spec::Verify;
 
-/// Which blocks are compared with their checksums as they are read.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Verify {
-    /// None.
-    Off,
-    /// Each the first time that this process reads of it.
-    #[default]
-    FirstPass,
-    /// All, each time.
-    Always,
+/// Why rows could not be read.
+#[derive(Debug)]
+pub(super) enum ReadError {
+    /// HDF5 or the system refused.
+    Refused(hdf5::Error),
+    /// A block of rows does not have the checksum that was written.
+    Damaged { rows: Range<u64>, found: u32, written: u32 },
 }
 
+impl fmt::Display for ReadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(error) => f.write_str(&one_line(error)),
+            Self::Damaged { rows: Range { start, end }, found, written } => {
+                write!(f, "[{start}..{end}] has checksum {found:08x}, but {written:08x} was written")
+            }
+        }
+    }
+}
+
+impl From<hdf5::Error> for ReadError {
+    fn from(error: hdf5::Error) -> Self {
+        Self::Refused(error)
+    }
+}
+
+impl From<String> for ReadError {
+    fn from(why: String) -> Self {
+        Self::Refused(why.into())
+    }
+}
+
+/// The result of reading rows.
 /// Room for a block that is read for its checksum, shared by all readers of a data set: they take turns.
 pub(super) type Scratch = Arc<Mutex<Vec<u8>>>;
 

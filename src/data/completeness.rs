@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::Path;
 
-use super::Split;
 use super::import::shard_name;
 use super::shard::Shard;
+use super::spec::Split;
 
 /// Missing shards that are named, at most.
 const NAMED: usize = 5;

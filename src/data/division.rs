@@ -4,7 +4,7 @@
 //! the samples are. Of text the last windows are kept for validation; of rows one of every 1 / fraction that follow one
 //! another, at a place that a hash of their number gives, so that data in a repeating order is not cut along its period.
 
-use super::Split;
+use super::spec::Split;
 use crate::error::{Error, Result};
 use crate::random::{derive, name};
 

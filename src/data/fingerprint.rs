@@ -8,10 +8,10 @@ use hdf5::dataset::Layout;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::content::{Content, Field};
 use super::format::{BlockSums, Checksums, Header};
+use super::h5;
 use super::import::hex;
-use super::shard::{Content, Field};
-use super::{h5, shard};
 use crate::error::{Error, Result};
 
 /// Bytes of a hash: 64 bits, against chance and not against malice.
@@ -161,7 +161,7 @@ impl ShardPrint {
             }
             None => {
                 for field in &fields {
-                    hash.update(format!("{} {}\n", field.dtype, shard::shape(&field.shape)));
+                    hash.update(format!("{} {}\n", field.dtype, h5::shape(&field.shape)));
                     sample(&mut hash, file, field)?;
                 }
             }

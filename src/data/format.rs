@@ -21,8 +21,8 @@ use std::path::Path;
 use hdf5::types::{IntSize, TypeDescriptor, VarLenUnicode};
 use hdf5::{Dataset, File, H5Type};
 
-use super::Split;
 use super::h5::{one_line, var_len};
+use super::spec::Split;
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
 use crate::hdf5_files;

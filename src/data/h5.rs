@@ -445,3 +445,12 @@ fn text(get: impl Fn(*mut c_char, usize) -> isize) -> hdf5::Result<String> {
     bytes.truncate(length);
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
+
+/// `100 x 64`; a single number for one dimension.
+pub(super) fn shape(dims: &[usize]) -> String {
+    if dims.is_empty() {
+        return "scalar".to_owned();
+    }
+    let dims: Vec<String> = dims.iter().map(usize::to_string).collect();
+    dims.join(" x ")
+}

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use hdf5::filters::Filter;
 
 use super::columns::COLUMNS;
-use super::dataset::file_names;
 use super::dtype::Dtype;
 use super::format::{CHECKSUMS, Format, Header, TOKENIZER};
+use super::h5;
 use super::import::{class_names, numbered};
-use super::{h5, shard};
+use super::spec::file_names;
 use crate::error::{Error, Result};
 
 /// Describes one HDF5 file, or all `.h5` files of a directory.
@@ -77,12 +77,12 @@ fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<[String; 5]> {
     let dataset = file.dataset(name)?;
     let dtype = Dtype::of(&dataset.dtype()?)?.to_string();
     let layout = match dataset.chunk() {
-        Some(chunk) => format!("chunks of {}", shard::shape(&chunk)),
+        Some(chunk) => format!("chunks of {}", h5::shape(&chunk)),
         None => format!("{:?}", dataset.layout()).to_lowercase(),
     };
     let filters: Vec<String> = dataset.filters().iter().map(filter).collect();
     let compression = if filters.is_empty() { "none".to_owned() } else { filters.join(" + ") };
-    Ok([shard::shape(&dataset.get_shape()?), dtype, layout, compression, dataset.storage_size().to_string()])
+    Ok([h5::shape(&dataset.get_shape()?), dtype, layout, compression, dataset.storage_size().to_string()])
 }
 
 fn filter(filter: &Filter) -> String {

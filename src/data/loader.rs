@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::dataset::{SampleMut, Sizes};
+use super::spec::{SampleMut, Sizes};
 use super::{Draw, Order, Source};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::error::{Error, Result};

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Tokenizer;
 use super::columns::{Category, Coder, Coding, Columns, UNKNOWN};
-use super::shard::Standard;
+use super::standard::Standard;
 use crate::error::{Error, Result};
 
 /// Conversion of stored samples into inputs and classes.

@@ -4,49 +4,14 @@
 //! HDF5 and its lock. All else goes through the library: chunked data by whole chunks, of which some are kept.
 
 use std::collections::HashMap;
-use std::fmt;
 use std::fs::File;
-use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use super::compare::{Compared, Seen};
-use super::h5::{SlabReader, one_line};
+use super::compare::{Compared, ReadError, Seen};
+use super::h5::SlabReader;
 use super::stored::Stored;
 
-/// Why rows could not be read.
-#[derive(Debug)]
-pub(super) enum ReadError {
-    /// HDF5 or the system refused.
-    Refused(hdf5::Error),
-    /// A block of rows does not have the checksum that was written.
-    Damaged { rows: Range<u64>, found: u32, written: u32 },
-}
-
-impl fmt::Display for ReadError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Refused(error) => f.write_str(&one_line(error)),
-            Self::Damaged { rows: Range { start, end }, found, written } => {
-                write!(f, "[{start}..{end}] has checksum {found:08x}, but {written:08x} was written")
-            }
-        }
-    }
-}
-
-impl From<hdf5::Error> for ReadError {
-    fn from(error: hdf5::Error) -> Self {
-        Self::Refused(error)
-    }
-}
-
-impl From<String> for ReadError {
-    fn from(why: String) -> Self {
-        Self::Refused(why.into())
-    }
-}
-
-/// The result of reading rows.
 type Result<T> = std::result::Result<T, ReadError>;
 
 /// A dataset open for reading.

@@ -1,6 +1,6 @@
 //! What samples come from: files, or a program of one's own.
 
-use super::dataset::{SampleMut, Sizes};
+use super::spec::{SampleMut, Sizes};
 use super::{Dataset, Fingerprint, Preprocessing, Tokenizer, preprocessing};
 use crate::error::Result;
 

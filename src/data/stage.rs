@@ -10,8 +10,8 @@ use rustix::fs::statvfs;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::dataset::file_names;
 use super::import::hex;
+use super::spec::file_names;
 use super::{DataSpec, Held, Split};
 use crate::error::{Error, Result};
 use crate::private::{self, Found};

@@ -9,8 +9,7 @@ use hdf5::dataset::Layout;
 use hdf5::plist::DatasetCreate;
 use hdf5::{Dataset, File};
 
-use super::h5::{self, Link, Source};
-use super::shard::shape;
+use super::h5::{self, Link, Source, shape};
 use super::stored::{As, Stored};
 use crate::error::{Error, Result};
 

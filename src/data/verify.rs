@@ -4,14 +4,16 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
-use super::compare::{Scratch, Verify};
+use super::compare::Scratch;
 use super::completeness;
+use super::content::Field;
 use super::format::{BlockSums, Checksums};
 use super::h5;
 use super::import::left_out;
 use super::inspect::h5_files;
 use super::rows::RowReader;
-use super::shard::{Field, Shard, first_invalid};
+use super::shard::{Shard, first_invalid};
+use super::spec::Verify;
 use super::stored::{As, Stored};
 use super::{DataSpec, Wants, is_weight};
 use crate::error::{Error, Result};

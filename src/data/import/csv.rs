@@ -7,7 +7,7 @@ use csv::{Reader, StringRecord};
 use super::content;
 use super::samples::{Imported, Inputs, Kept, NotFinite, Rows, Scale, Table};
 use crate::data::columns::{Category, Coder, Columns};
-use crate::data::shard::Standard;
+use crate::data::standard::Standard;
 use crate::data::{DataSpec, Split, h5};
 use crate::error::{Error, Result};
 

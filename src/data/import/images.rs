@@ -6,7 +6,7 @@ use image::imageops::FilterType;
 use image::{DynamicImage, ImageFormat, ImageReader};
 
 use super::samples::{Files, Imported, Inputs, Kept, Rows};
-use crate::data::dataset::file_names;
+use crate::data::spec::file_names;
 use crate::error::{Error, Result};
 
 /// What to import, and how.

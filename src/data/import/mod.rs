@@ -13,8 +13,7 @@ mod text;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::Split;
-use super::dataset::file_names;
+use super::spec::{Split, file_names};
 use crate::error::{Error, Result};
 
 pub use csv::{Categories, ImportCsv, import_csv};

@@ -10,8 +10,8 @@ use super::{Staged, part, refuse_shards, shard_name};
 use crate::data::columns::{COLUMNS, Columns};
 use crate::data::format::{Format, IMPORT, SKIPPED_ROWS, write_rows};
 use crate::data::h5::{one_line, var_len};
-use crate::data::shard::{MEAN, STD, WEIGHTS};
-use crate::data::{DataSpec, Split};
+use crate::data::spec::{DataSpec, Split, WEIGHTS};
+use crate::data::standard::{MEAN, STD};
 use crate::error::{Error, Result};
 use crate::hdf5_files;
 

@@ -1,0 +1,298 @@
+//! What a data set is: where its files are, how their datasets are called, and the parts of a sample.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::axes::Axes;
+use crate::error::{Error, Result};
+use crate::pattern::matches;
+
+/// The dataset that weights are looked for in unless another is named.
+pub(super) const WEIGHTS: &str = "/weights";
+
+/// File names of validation shards unless others are given: they need not be there.
+const VALIDATION: &str = "val-*.h5";
+
+/// Where the samples for validation are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Held {
+    /// In shards of their own.
+    Shards,
+    /// Among those for training: [`DataSpec::val_fraction`] of them.
+    Fraction,
+    /// There are none.
+    Nowhere,
+}
+
+/// Where the data is and what it is called there.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DataSpec {
+    /// A directory of shards, or one HDF5 file.
+    pub path: PathBuf,
+    /// File names of the training shards: `*` stands for any characters, `[02-4]` for one of those in brackets.
+    pub train: String,
+    /// File names of the validation shards.
+    pub validation: String,
+    /// The dataset of token ids, one dimension.
+    pub tokens: String,
+    /// The dataset of input ids where samples are ready-made, samples x context.
+    pub inputs: String,
+    /// The dataset of ids of categories, samples x categories.
+    pub categories: String,
+    /// The dataset of target ids, of the same shape.
+    pub targets: String,
+    /// The dataset with a factor of each row's loss; `/weights` if none is given and files have one, none if empty.
+    pub weights: Option<String>,
+    /// Shape of a row as the network takes it; empty where any with as many elements will do.
+    pub shape: Vec<usize>,
+    /// Order of the axes of images.
+    pub axes: Axes,
+    /// The part of the samples that is kept for validation where there are no validation shards; 0 keeps none.
+    pub val_fraction: f64,
+    /// How inputs are scaled; left out, by the mean and standard deviation that files give.
+    pub scale: Option<InputScale>,
+    /// The number of ids, for files that do not tell; may also pad the files' own number.
+    pub vocabulary: Option<usize>,
+    /// Which blocks are compared with their checksums as they are read.
+    pub verify: Verify,
+    /// What a sample is to be made of.
+    pub wants: Wants,
+}
+
+/// Which blocks are compared with their checksums as they are read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verify {
+    /// None.
+    Off,
+    /// Each the first time that this process reads of it.
+    #[default]
+    FirstPass,
+    /// All, each time.
+    Always,
+}
+
+/// How inputs are scaled, in the place of the mean and standard deviation that a file may give.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum InputScale {
+    /// Not at all.
+    None,
+    /// Unsigned bytes are divided by 255.
+    Unit,
+}
+
+/// What a network wants of a sample.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Wants {
+    /// Token ids and the ids that follow them.
+    Text,
+    /// Whatever is there: to look at, not to learn from.
+    Anything,
+    /// A row of inputs and a target.
+    Rows {
+        /// Elements of the inputs.
+        input: usize,
+        /// The ids among them or beside them.
+        ids: Ids,
+        /// The target.
+        target: Target,
+    },
+}
+
+/// Ids that are not of text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ids {
+    /// There are none: inputs are numbers.
+    None,
+    /// Inputs are ids below this.
+    Input(usize),
+    /// Beside inputs, which are numbers, there is an id of each category, below its own number: rows of its table. As parts of
+    /// a sample they count through all tables, those of the second from where those of the first end.
+    Tables(Arc<[usize]>),
+}
+
+/// The target of a row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Target {
+    /// One of so many classes.
+    Class(usize),
+    /// So many numbers.
+    Values(usize),
+    /// None: the network is to predict it.
+    Unknown,
+}
+
+/// Elements of a sample's parts.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sizes {
+    /// Ids of the input.
+    pub ids: usize,
+    /// Numbers of the input.
+    pub features: usize,
+    /// Classes to predict.
+    pub classes: usize,
+    /// Numbers to predict.
+    pub values: usize,
+    /// Factors of the loss in training: one, or none where all samples count alike.
+    pub weights: usize,
+}
+
+/// Where samples go: each part has the length that [`Dataset::sizes`](super::Dataset::sizes) tells, times the number of samples.
+#[derive(Default)]
+pub struct SampleMut<'a> {
+    /// Ids of the input; those of several tables count through all of them, as [`Ids::Tables`] says.
+    pub ids: &'a mut [u32],
+    /// Numbers of the input.
+    pub features: &'a mut [f32],
+    /// Classes to predict.
+    pub classes: &'a mut [u32],
+    /// Numbers to predict.
+    pub values: &'a mut [f32],
+    /// Factors of the loss in training, of 0 or more.
+    pub weights: &'a mut [f32],
+}
+
+impl Sizes {
+    /// Of so many samples.
+    pub(super) fn times(self, count: usize) -> Self {
+        let Self { ids, features, classes, values, weights } = self;
+        Self {
+            ids: ids * count,
+            features: features * count,
+            classes: classes * count,
+            values: values * count,
+            weights: weights * count,
+        }
+    }
+}
+
+impl<'a> SampleMut<'a> {
+    /// Of text: ids and the ids that follow them.
+    pub fn text(ids: &'a mut [u32], classes: &'a mut [u32]) -> Self {
+        Self { ids, classes, ..Self::default() }
+    }
+}
+
+impl DataSpec {
+    /// The names that the importer gives, at `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self {
+            path: path.into(),
+            train: "train-*.h5".to_owned(),
+            validation: VALIDATION.to_owned(),
+            tokens: "/tokens".to_owned(),
+            inputs: "/inputs".to_owned(),
+            categories: "/categories".to_owned(),
+            targets: "/targets".to_owned(),
+            weights: None,
+            shape: vec![],
+            axes: Axes::default(),
+            val_fraction: 0.0,
+            scale: None,
+            vocabulary: None,
+            verify: Verify::default(),
+            wants: Wants::Text,
+        }
+    }
+
+    /// The key with the pattern of names of a split, and the pattern.
+    pub(super) fn pattern(&self, split: Split) -> (&'static str, &str) {
+        match split {
+            Split::Train => ("data.train", &self.train),
+            Split::Validation => ("data.validation", &self.validation),
+        }
+    }
+
+    /// Where the samples for validation are.
+    ///
+    /// # Errors
+    /// The data does not exist, or file names that were asked for fit none.
+    pub fn held(&self) -> Result<Held> {
+        let has_shards = || Ok(file_names(&self.path)?.iter().any(|name| matches(&self.validation, name)));
+        if self.path.is_dir() && has_shards()? {
+            return Ok(Held::Shards);
+        }
+        match self.val_fraction {
+            fraction if fraction > 0.0 => Ok(Held::Fraction),
+            _ if self.path.is_file() || self.path.is_dir() && self.validation == VALIDATION => Ok(Held::Nowhere),
+            // Says what is not there.
+            _ => self.files(Split::Validation).map(|_| Held::Shards),
+        }
+    }
+
+    /// The shards of `split`, sorted by name; at least one.
+    pub fn files(&self, split: Split) -> Result<Vec<PathBuf>> {
+        let path = self.path.display();
+        let metadata = std::fs::metadata(&self.path).map_err(|e| match e.kind() {
+            std::io::ErrorKind::NotFound => Error::input(format!("{path} does not exist"))
+                .hint("data.path is a directory of .h5 shards or one .h5 file"),
+            _ => Error::io("read", &self.path, e),
+        })?;
+        if metadata.is_file() {
+            return match split {
+                Split::Train => Ok(vec![self.path.clone()]),
+                Split::Validation => Err(Error::input(format!("{path} is a single file and has no validation split"))
+                    .hint(
+                        "give a directory with training and validation shards as data.path, or set data.val_fraction",
+                    )),
+            };
+        }
+        let (key, pattern) = self.pattern(split);
+        let names = file_names(&self.path)?;
+        let shards: Vec<PathBuf> =
+            names.iter().filter(|name| matches(pattern, name)).map(|name| self.path.join(name)).collect();
+        if shards.is_empty() {
+            return Err(Error::input(format!("no file in {path} matches {pattern}"))
+                .hint(format!("it holds {}; set {key} to a pattern that fits", listing(&names))));
+        }
+        Ok(shards)
+    }
+}
+
+/// The names of all entries of a directory, sorted.
+pub(super) fn file_names(directory: &Path) -> Result<Vec<String>> {
+    let failed = |e| Error::io("list", directory, e);
+    let entries: Vec<_> = std::fs::read_dir(directory).map_err(failed)?.collect::<Result<_, _>>().map_err(failed)?;
+    let mut names: Vec<String> = entries.iter().map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    Ok(names)
+}
+
+/// The first few names, and how many there are.
+fn listing(names: &[String]) -> String {
+    const SHOWN: usize = 5;
+    match names.len() {
+        0 => "nothing".to_owned(),
+        1..=SHOWN => names.join(", "),
+        n => format!("{} … ({n} files)", names[..SHOWN].join(", ")),
+    }
+}
+
+/// The two parts of a data set.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Split {
+    /// What the model learns from.
+    Train,
+    /// What it is measured on.
+    Validation,
+}
+
+impl Split {
+    /// The word for it in files and messages.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Train => "train",
+            Self::Validation => "validation",
+        }
+    }
+}
+
+impl fmt::Display for Split {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
