@@ -1,6 +1,8 @@
 //! The order of the modules: each knows only those below it.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
+mod circles;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
@@ -37,6 +39,7 @@ const UNSAFE: [&str; 29] = [
     "backend/cpu/stream.rs",
     "backend/cpu/threads.rs",
     "backend/cuda/device.rs",
+    "backend/cuda/device_copies.rs",
     "backend/cuda/ints.rs",
     "backend/cuda/launch.rs",
     "backend/cuda/libraries.rs",
@@ -46,11 +49,10 @@ const UNSAFE: [&str; 29] = [
     "backend/cuda/nccl.rs",
     "backend/cuda/pinned.rs",
     "backend/cuda/pool.rs",
-    "backend/cuda/device_copies.rs",
     "backend/cuda/program.rs",
     "backend/cuda/scalar.rs",
-    "backend/library.rs",
     "backend/device_copies.rs",
+    "backend/library.rs",
     "checkpoint/writeback.rs",
     "comm/mpi/exchange.rs",
     "comm/mpi/mod.rs",
@@ -63,8 +65,13 @@ const UNSAFE: [&str; 29] = [
     "hdf5_files.rs",
 ];
 
-/// Every source file: its path below `src/`, its text without comments and strings.
+/// Every source file: its path below `src/`, its text without comments.
 fn sources() -> BTreeMap<String, String> {
+    texts().into_iter().map(|(file, text)| (file, code(&text))).collect()
+}
+
+/// Every source file: its path below `src/`, its text.
+fn texts() -> BTreeMap<String, String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = BTreeMap::new();
     let mut folders = vec![root.clone()];
@@ -75,7 +82,7 @@ fn sources() -> BTreeMap<String, String> {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
                 let name = path.strip_prefix(&root).unwrap().to_str().unwrap().to_owned();
-                files.insert(name, code(&std::fs::read_to_string(&path).unwrap()));
+                files.insert(name, std::fs::read_to_string(&path).unwrap());
             }
         }
     }
@@ -174,6 +181,34 @@ fn modules_use_only_lower_ones() {
     }
     // The reader finds what is there.
     assert!(edges.contains_key(&("cli".into(), "train".into())) && edges.len() > 30, "{edges:?}");
+}
+
+/// The rows of the page on architecture: each module with those that it uses, highest first.
+fn table() -> String {
+    let edges = edges(&sources());
+    let mut table = String::from("| module | uses |\n|---|---|\n");
+    for module in LEVELS.iter().rev().flat_map(|level| level.iter()) {
+        let mut used: Vec<&str> =
+            edges.keys().filter(|(from, _)| from == module).map(|(_, to)| &**to).filter(|to| *to != "error").collect();
+        used.sort_by_key(|to| std::cmp::Reverse(level(to)));
+        let used: Vec<String> = used.iter().map(|to| format!("`{to}`")).collect();
+        table += &format!("| `{module}` | {} |\n", used.join(", "));
+    }
+    table
+}
+
+#[test]
+fn the_page_on_architecture_has_this_table() {
+    const BEGIN: &str = "<!-- written by tests/architecture -->\n";
+    const END: &str = "<!-- end -->\n";
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/architecture.md");
+    let page = std::fs::read_to_string(&path).unwrap();
+    let (before, rest) = page.split_once(BEGIN).unwrap();
+    let (there, after) = rest.split_once(END).unwrap();
+    if std::env::var_os("UPDATE").is_some() {
+        return std::fs::write(&path, [before, BEGIN, &table(), END, after].concat()).unwrap();
+    }
+    assert_eq!(there, table(), "the page is out of date; write it: UPDATE=1 cargo test --test architecture");
 }
 
 #[test]
