@@ -6,7 +6,6 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::shard::Written;
 use super::{Progress, refused};
 use crate::config::Config;
 use crate::data::{Preprocessing, Source, Tokenizer, TrainedOn};
@@ -114,6 +113,17 @@ pub struct Stored {
     pub offset: u64,
     /// CRC-32 of every 2^20 elements; the last block may be shorter.
     pub crc32: Vec<u32>,
+}
+
+/// What a rank has written, as it tells the others.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Written {
+    /// Name of the file.
+    pub file: String,
+    /// The file.
+    pub entry: FileEntry,
+    /// Tensors with their shapes, and what of them is in the file.
+    pub ranges: Vec<(String, Vec<usize>, Piece)>,
 }
 
 impl Manifest {

@@ -12,8 +12,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::directory::sync;
+use super::manifest::Written;
 use super::manifest::{Origin, VERSION};
-use super::shard::{ShardFile, Written};
+use super::shard::ShardFile;
 use super::snapshot::{Snapshot, write_through};
 use super::{Checkpoints, Manifest, Progress, Retention, refused};
 use crate::activity::{Activity, Doing, Track, span};

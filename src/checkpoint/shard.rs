@@ -9,9 +9,8 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
 use hdf5::plist::dataset_create::{AllocTime, FillTime};
-use serde::{Deserialize, Serialize};
 
-use super::manifest::{BLOCK, FileEntry, Piece, Stored};
+use super::manifest::{BLOCK, FileEntry, Piece, Stored, Written};
 use super::{PARAMS, refused, writeback};
 use crate::data::one_line;
 use crate::error::{Error, Result};
@@ -29,17 +28,6 @@ pub struct Extent {
     pub shape: Vec<usize>,
     /// The range, in flat elements.
     pub range: Range<usize>,
-}
-
-/// What a rank has written, as it tells the others.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Written {
-    /// Name of the file.
-    pub file: String,
-    /// The file.
-    pub entry: FileEntry,
-    /// Tensors with their shapes, and what of them is in the file.
-    pub ranges: Vec<(String, Vec<usize>, Piece)>,
 }
 
 /// A file that is being written.

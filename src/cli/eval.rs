@@ -5,8 +5,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args};
 
 use super::measure;
-use super::roles::{Role, Start};
-use super::train::exit_code;
+use super::roles::{Role, Start, exit_code};
 use super::used::Part;
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;

@@ -5,6 +5,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
 use crate::error::{Error, Result};
+use crate::run_dir::Ending;
 use crate::topology::Topology;
 
 /// What a process was started as.
@@ -76,6 +77,17 @@ fn trainers(starts: &[Start]) -> Result<Vec<bool>> {
         trains
     };
     Ok(starts.iter().map(&mut trains).collect())
+}
+
+/// Exit code of a job that has saved and is to be started again: `EX_TEMPFAIL` of sysexits.h.
+const REQUEUE: i32 = 75;
+
+/// The exit code of an ending.
+pub fn exit_code(ending: &Ending) -> i32 {
+    match ending {
+        Ending::Finished | Ending::Stopped(_) => 0,
+        Ending::Preempted(_) => REQUEUE,
+    }
 }
 
 #[cfg(test)]

@@ -2,7 +2,8 @@
 
 use clap::Args;
 
-use super::train::{TrainArgs, exit_code};
+use super::roles::exit_code;
+use super::train::TrainArgs;
 use crate::engine::on_threads;
 use crate::error::Result;
 use crate::job::fail;

@@ -7,12 +7,12 @@ use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use clap::{Arg, Args, Command};
 
 use super::eval::evaluate;
-use super::roles::{Role, Start};
+use super::roles::{Role, Start, exit_code};
 use crate::config::{Config, PRESETS, Sources, load};
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
 use crate::job::{self, fail};
-use crate::run_dir::{Ending, Resume, Take};
+use crate::run_dir::{Resume, Take};
 use crate::signals;
 use crate::train::{Own, Request, train_on_device};
 
@@ -122,17 +122,6 @@ impl TrainArgs {
         let (trace, profile) = (self.trace.clone(), self.profile);
         let allow_changed_data = self.allow_changed_data;
         Ok(Request { resume, take, allow_changed_data, trace, profile, threads, ..Request::new(config, name) })
-    }
-}
-
-/// Exit code of a job that has saved and is to be started again: `EX_TEMPFAIL` of sysexits.h.
-const REQUEUE: i32 = 75;
-
-/// The exit code of an ending.
-pub fn exit_code(ending: &Ending) -> i32 {
-    match ending {
-        Ending::Finished | Ending::Stopped(_) => 0,
-        Ending::Preempted(_) => REQUEUE,
     }
 }
 

@@ -4,13 +4,13 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::algorithms::{self, Call, Operation, bytes};
-use super::choice::Table;
 use super::direct::Direct;
 use super::ledger::{Label, Size};
 use super::operand::Host;
 use super::path::DevicePath;
 use super::pending::{Pending, Reply, reply};
 use super::staged::Staging;
+use super::table::Table;
 use super::wire::{Members, Parcel, Payload};
 use super::worker::{CommThreadState, Request};
 use super::{Algorithm, Comm, Stats};

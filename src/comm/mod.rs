@@ -28,6 +28,7 @@ mod pending;
 mod shared;
 mod staged;
 mod stall;
+mod table;
 #[cfg(test)]
 mod tests;
 pub mod threads;
@@ -45,11 +46,12 @@ use crate::backend::{Backend, MemoryKind};
 use crate::error::{Error, Result};
 
 pub use algorithms::{Algorithm, Operation};
-pub use choice::{Choice, Table, measure, slowest};
+pub use choice::{Choice, measure, slowest};
 pub use group::Group;
 pub use path::{DevicePath, PROOF, PathSetting, prove};
 pub use pending::Pending;
 pub use shared::Stats;
+pub use table::Table;
 pub use watchdog::Watch;
 
 use heartbeat::Files;

@@ -6,7 +6,7 @@ use std::path::Path;
 use super::Finding;
 use super::probe::Teller;
 use crate::backend::cuda::program::{self, Variant};
-use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices, libraries};
+use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices, libraries, nccl};
 use crate::backend::{Backend, Gemm, Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::telemetry::bytes;
@@ -79,7 +79,7 @@ fn toolkit(tell: &Teller, weighed: fn(Finding) -> Finding) -> bool {
     let compiler = tell.attempt("nvrtc", || weighed(look(libraries::nvrtc(), "libnvrtc.so")));
     let products = tell.attempt("cublaslt", || weighed(look(libraries::cublaslt(), "libcublasLt.so")));
     // Nobody needs it who does not ask for it.
-    tell.attempt("nccl", || look(libraries::nccl(), "libnccl.so").at_most_a_warning());
+    tell.attempt("nccl", || look(nccl::version(), "libnccl.so").at_most_a_warning());
     compiler && products
 }
 

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::record::{Entry, Recording};
+use super::entry::Entry;
+use super::record::Recording;
 use super::snapshot::Difference;
 use crate::backend::Elementwise;
 use crate::optim::Rule;

@@ -5,6 +5,7 @@
 //! both sides are computed again up to the first step that differs.
 
 mod compare;
+mod entry;
 mod launch;
 mod matrix;
 mod record;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::entry::Entry;
 use super::snapshot::{Difference, Snapshot};
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
@@ -38,26 +39,6 @@ pub enum Then {
     Write(PathBuf),
     /// Each rank compares its elements with those in a file.
     Compare(PathBuf),
-}
-
-/// A tensor of the parameters or of the optimizer's state.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Entry {
-    /// The unit it belongs to.
-    pub unit: String,
-    /// The parameter's name.
-    pub tensor: String,
-    /// Empty for the parameters, else the name of a buffer of the optimizer.
-    pub state: String,
-    /// Elements.
-    pub len: usize,
-}
-
-impl Entry {
-    /// Whether it is a parameter.
-    pub fn is_parameter(&self) -> bool {
-        self.state.is_empty()
-    }
 }
 
 /// One step. Floats as bits: equal means equal.

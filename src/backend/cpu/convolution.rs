@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use ndarray::ArrayView2;
 
 use super::elementwise::{CHUNK, add_serial};
-use super::linear::{add_rows, matrix, matrix_mut};
+use super::matrix::{add_rows, matrix, matrix_mut};
 use super::product::multiply;
 use super::threads::Threads;
 use super::window::{fold_rows, unfold_rows};

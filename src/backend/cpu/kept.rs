@@ -109,7 +109,8 @@ fn addresses(x: &[f32]) -> Range<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::linear::{gemm, left, matrix_mut};
+    use super::super::linear::gemm;
+    use super::super::matrix::{left, matrix_mut};
     use super::*;
 
     fn numbers(len: usize, step: usize) -> Vec<f32> {

@@ -11,6 +11,7 @@ mod embedding;
 mod kept;
 mod linear;
 mod math;
+mod matrix;
 mod memory;
 mod norm;
 mod onednn;
@@ -154,7 +155,7 @@ impl Cpu {
         };
         match panels {
             Some(panels) => {
-                panels.multiply(&self.threads, linear::left(s, x), linear::matrix_mut(y, s.m, s.n), s.acc);
+                panels.multiply(&self.threads, matrix::left(s, x), matrix::matrix_mut(y, s.m, s.n), s.acc);
                 Ok(())
             }
             None => self.product(s, x, weight, y),
@@ -350,7 +351,7 @@ impl Kernels for Cpu {
             return Ok(());
         }
         self.product(linear::weight_gradient(shape, add), dy, x, dweight)?;
-        linear::add_rows(&self.threads, dy, shape.outputs, dbias);
+        matrix::add_rows(&self.threads, dy, shape.outputs, dbias);
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
-use super::linear::{left, matrix_mut, right};
+use super::matrix::{left, matrix_mut, right};
 use super::product::each_part;
 use super::threads::Threads;
 use crate::backend::Gemm;

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _};
 
-use super::linear::{add_columns, add_rows, matrix};
+use super::matrix::{add_columns, add_rows, matrix};
 use super::threads::Threads;
 use super::transpose::transpose;
 

@@ -6,7 +6,6 @@ use std::ffi::CStr;
 
 use cudarc::{cublaslt, driver, nvrtc};
 
-use super::nccl;
 use crate::error::{Error, Result};
 
 /// The oldest driver that runs what is compiled here, as `cuDriverGetVersion` counts: CUDA 12.0.
@@ -86,14 +85,6 @@ pub fn cublaslt() -> Result<String> {
     let found = unsafe { cublaslt::sys::cublasLtGetVersion() };
     // Since 11 it counts 10000 a major and 100 a minor version.
     Ok(format!("{}.{}", found / 10_000, found % 10_000 / 100))
-}
-
-/// NCCL's version, such as `2.27.3`.
-///
-/// # Errors
-/// The library is not there, or too old.
-pub fn nccl() -> Result<String> {
-    nccl::version()
 }
 
 /// What the driver says of an error: `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`.

@@ -12,7 +12,7 @@ mod launch;
 pub mod libraries;
 mod matmul;
 mod memory;
-mod nccl;
+pub mod nccl;
 mod ops;
 mod pinned;
 mod pool;
@@ -280,7 +280,7 @@ impl Backend for Cuda {
     }
 
     fn device_comm_library() -> Result<String> {
-        libraries::nccl().map(|version| format!("NCCL {version}"))
+        nccl::version().map(|version| format!("NCCL {version}"))
     }
 
     fn trim(&self) {

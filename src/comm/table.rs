@@ -1,0 +1,94 @@
+//! The algorithm of each operation at each size.
+
+use serde::{Deserialize, Serialize};
+
+use super::algorithms::{Algorithm, Operation};
+
+/// The algorithm of every operation and size.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Table(Vec<Row>);
+
+/// One operation up to one size.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Row {
+    operation: Operation,
+    /// The largest message, in bytes; none for all that no other row of the operation covers.
+    up_to: Option<usize>,
+    algorithm: Algorithm,
+}
+
+impl Table {
+    /// One algorithm for everything.
+    pub fn always(algorithm: Algorithm) -> Self {
+        let row = |operation| Row { operation, up_to: None, algorithm };
+        Self(Operation::ALL.into_iter().map(row).collect())
+    }
+
+    /// The algorithm of a collective on buffers of `bytes` bytes.
+    pub fn pick(&self, operation: Operation, bytes: usize) -> Algorithm {
+        let covers = |row: &&Row| row.operation == operation && row.up_to.is_none_or(|most| bytes <= most);
+        self.0.iter().find(covers).map_or(Algorithm::Tree, |row| row.algorithm)
+    }
+
+    /// Sets an operation's rows from the fastest algorithms at some sizes in ascending order: each holds as far as
+    /// the geometric mean with the next.
+    pub(super) fn set(&mut self, operation: Operation, fastest: &[(usize, Algorithm)]) {
+        self.0.retain(|row| row.operation != operation);
+        let between = |a: usize, b: usize| (a as f64 * b as f64).sqrt() as usize;
+        for (i, &(size, algorithm)) in fastest.iter().enumerate() {
+            let up_to = fastest.get(i + 1).map(|&(next, _)| between(size, next));
+            if fastest.get(i + 1).is_none_or(|&(_, next)| next != algorithm) {
+                self.0.push(Row { operation, up_to, algorithm });
+            }
+        }
+    }
+}
+
+impl Table {
+    /// For people: `all_reduce by tree, all_gather by ring to 128 KiB then tree`. Operations alike in everything
+    /// share a phrase.
+    pub fn describe(&self, operations: &[Operation]) -> String {
+        let told = |operation: Operation| {
+            let rows = self.0.iter().filter(|row| row.operation == operation);
+            let parts = rows.map(|row| match row.up_to {
+                Some(most) => format!("{} to {} KiB", row.algorithm, most / 1024),
+                None => row.algorithm.to_string(),
+            });
+            parts.collect::<Vec<_>>().join(" then ")
+        };
+        let mut kinds: Vec<(String, Vec<&str>)> = Vec::new();
+        for &operation in operations {
+            let how = told(operation);
+            match kinds.iter_mut().find(|(other, _)| *other == how) {
+                Some((_, operations)) => operations.push(operation.name()),
+                None => kinds.push((how, vec![operation.name()])),
+            }
+        }
+        let parts = kinds.iter().map(|(how, operations)| format!("{} by {how}", operations.join(" and ")));
+        parts.collect::<Vec<_>>().join(", ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_find_their_rows() {
+        let mut table = Table::always(Algorithm::Tree);
+        assert_eq!(table.describe(&Operation::ALL[..2]), "all_reduce and reduce_scatter by tree");
+        table.set(
+            Operation::AllGather,
+            &[(1 << 14, Algorithm::Ring), (1 << 16, Algorithm::Ring), (1 << 20, Algorithm::Mpi)],
+        );
+        let pick = |bytes| table.pick(Operation::AllGather, bytes);
+        assert_eq!((pick(0), pick(1 << 18), pick((1 << 18) + 1)), (Algorithm::Ring, Algorithm::Ring, Algorithm::Mpi));
+        assert_eq!(table.pick(Operation::Broadcast, 1), Algorithm::Tree);
+        assert_eq!(
+            table.describe(&Operation::ALL),
+            "all_reduce and reduce_scatter and broadcast by tree, all_gather by ring to 256 KiB then mpi"
+        );
+        let text = serde_json::to_string(&table).unwrap();
+        assert_eq!(serde_json::from_str::<Table>(&text).unwrap(), table);
+    }
+}
