@@ -4,7 +4,7 @@
 mod bad_input;
 mod commands;
 mod doctor;
-mod readme;
+mod pages;
 mod setup;
 
 #[path = "../common/mod.rs"]

@@ -1,4 +1,4 @@
-//! The commands of the README, each of them, one after the other in a directory like a clone; with settings that make them short.
+//! The commands of the pages, one after the other in a directory like a clone; with settings that make them short.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -17,13 +17,12 @@ const SMALL: &str = "--set model.layers=1 --set model.width=32 --set model.heads
 /// Commands that need what a clone does not have, and where they are tested instead.
 const ELSEWHERE: [(&str, &str); 1] = [("hpctrain predict", "images that a user imports: tests/runs/networks.rs")];
 
-/// The command lines of a chapter's shell blocks that run the program.
-fn commands<'a>(text: &'a str, chapter: &str) -> Vec<&'a str> {
-    let (_, rest) = text.split_once(&format!("\n## {chapter}\n")).unwrap();
-    // Comments of shell blocks look like titles, but for their number of signs.
-    let chapter = rest.split("\n## ").next().unwrap();
-    let blocks = chapter.split("```sh\n").skip(1).map(|block| block.split("```").next().unwrap());
-    blocks.flat_map(str::lines).filter(|line| line.contains("/hpctrain") && !line.starts_with('#')).collect()
+/// The command lines of a page's shell blocks that run the program.
+fn commands(page: &str) -> Vec<String> {
+    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(page)).unwrap();
+    let blocks = text.split("```sh\n").skip(1).map(|block| block.split("```").next().unwrap());
+    let lines = blocks.flat_map(str::lines).filter(|line| line.contains("/hpctrain") && !line.starts_with('#'));
+    lines.map(str::to_owned).collect()
 }
 
 /// The same command, done in seconds.
@@ -47,7 +46,7 @@ fn shortened(command: &str) -> String {
 }
 
 #[test]
-fn commands_of_the_readme_work() {
+fn commands_of_the_pages_work() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let clone = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(clone.path().join("target/release")).unwrap();
@@ -55,10 +54,10 @@ fn commands_of_the_readme_work() {
     for name in ["README.md", "examples"] {
         symlink(root.join(name), clone.path().join(name)).unwrap();
     }
-    let text = std::fs::read_to_string(root.join("README.md")).unwrap();
-    let all = commands(&text, "Commands");
+    let all = commands("docs/cli.md");
     assert!(all.len() > 35, "{all:#?}");
-    let elsewhere = |command: &&str| ELSEWHERE.iter().any(|(part, _)| command.contains(part));
+    assert!(commands("README.md").iter().all(|command| all.contains(command)), "README.md has others");
+    let elsewhere = |command: &&String| ELSEWHERE.iter().any(|(part, _)| command.contains(part));
     assert_eq!(all.iter().filter(|command| elsewhere(command)).count(), ELSEWHERE.len());
     for command in all.iter().filter(|command| !elsewhere(command)) {
         let script = shortened(command);
