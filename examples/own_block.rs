@@ -127,8 +127,7 @@ fn main() -> ExitCode {
         let mut progress = Progress::default();
         let mut feed = world.agree(Feed::start(engine.backend.clone(), train, &plan, comm.rank(), progress))?;
         while progress.step < plan.config.run.steps {
-            let taken =
-                advance(&plan, &mut engine, |base, time| feed.next(base, time), &mut progress, ControlFlags::empty)?;
+            let taken = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
             if is_first && progress.step.is_multiple_of(5) {
                 println!("step {:>4}  loss {:.4}", progress.step, taken.loss);
             }

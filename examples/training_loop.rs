@@ -23,9 +23,8 @@ fn main() -> ExitCode {
 
         while progress.step < plan.config.run.steps {
             // Forwards and backwards of this rank's part of the batch; loss and norm are of the whole of it.
-            let (base, time) = (progress.position, plan.network.context());
             let ReducedStep { loss, norm, .. } =
-                engine.gradients(progress.step, || feed.next(base, time), ControlFlags::empty)?;
+                engine.gradients(progress.step, || feed.next_micro(), ControlFlags::empty)?;
             progress.step += 1;
             progress.updates += 1;
             progress.position += plan.config.batch.global;

@@ -62,7 +62,7 @@
 //!     let mut feed = Feed::start(engine.backend.clone(), Line, &plan, comm.rank(), progress)?;
 //!     let mut loss = f64::INFINITY;
 //!     while progress.step < plan.config.run.steps {
-//!         loss = advance(&plan, &mut engine, |base, time| feed.next(base, time), &mut progress, ControlFlags::empty)?.loss;
+//!         loss = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?.loss;
 //!     }
 //!     Ok(loss)
 //! })?;

@@ -92,12 +92,12 @@ fn train(comm: &Comm<Cpu>, plan: &Plan, watch: impl Fn(bool)) -> Result<usize> {
     let mut progress = Progress::default();
     let mut feed = Feed::start(engine.backend.clone(), data, plan, group.rank(), progress)?;
     for _ in 0..WARM_UP {
-        advance(plan, &mut engine, |base, time| feed.next(base, time), &mut progress, ControlFlags::empty)?;
+        advance(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
     }
     let before = engine.backend.ledger().fresh();
     watch(true);
     for _ in 0..STEADY {
-        advance(plan, &mut engine, |base, time| feed.next(base, time), &mut progress, ControlFlags::empty)?;
+        advance(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
     }
     watch(false);
     Ok(engine.backend.ledger().fresh() - before)

@@ -64,7 +64,8 @@ impl<B: Kernels> Pace<B> {
     pub fn step(&mut self) -> Result<f64> {
         let begun = Instant::now();
         let (backend, batch) = (self.engine.backend.clone(), &self.batch);
-        let next = |_, time| feed::micro(&backend, batch, time, 0);
+        let time = self.plan.network.context();
+        let next = || feed::micro(&backend, batch, time, 0);
         advance(&self.plan, &mut self.engine, next, &mut self.progress, ControlFlags::empty)?;
         Ok(begun.elapsed().as_secs_f64())
     }

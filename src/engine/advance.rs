@@ -30,20 +30,19 @@ pub struct StepResult {
 }
 
 /// Takes the next step: gradients of all micro-batches, then the clipped update, unless they are not finite. `next` gives
-/// them in order, told the position of the global batch's first sample and the predictions of a sample. `flags` is asked for
-/// what this rank tells the others when the gradients are summed.
+/// them in order. `flags` is asked for this rank's requests when the gradients are summed.
 ///
 /// # Errors
 /// Of the data, the device, or a message between ranks.
 pub fn advance<B: Kernels>(
     plan: &Plan,
     engine: &mut Engine<B>,
-    mut next: impl FnMut(u64, usize) -> Result<Micro<B>>,
+    next: impl FnMut() -> Result<Micro<B>>,
     progress: &mut Progress,
     flags: impl FnOnce() -> ControlFlags,
 ) -> Result<StepResult> {
-    let (step, base, time) = (progress.step, progress.position, plan.network.context());
-    let ReducedStep { loss, norm, compute, flags } = engine.gradients(step, || next(base, time), flags)?;
+    let step = progress.step;
+    let ReducedStep { loss, norm, compute, flags } = engine.gradients(step, next, flags)?;
     let loss = loss / (plan.tokens_per_step() as f64);
     let lr = plan.schedule.rate(step);
     // Loss and norm are the same on all ranks, so they all skip.

@@ -270,6 +270,11 @@ pub fn check_size(plan: &Plan, train: &dyn Source) -> Result<()> {
 pub struct Feed<B: Backend> {
     backend: B,
     loader: Loader,
+    /// Predictions of a sample.
+    time: usize,
+    /// Position of the first sample of the first global batch, and samples of each.
+    first: u64,
+    global: u64,
     /// Bytes of the loader that the ledger knows of.
     entered: usize,
 }
@@ -288,22 +293,25 @@ impl<B: Backend> Feed<B> {
     ) -> Result<Self> {
         let order = order(&plan.config, &train)?;
         let loader = Loader::start(train, order, Positions::new(plan, rank, progress), plan.config.data.prefetch)?;
-        Ok(Self { backend, loader, entered: 0 })
+        let (time, global) = (plan.network.context(), plan.config.batch.global);
+        Ok(Self { backend, loader, time, first: progress.position, global, entered: 0 })
     }
 
-    /// The next micro-batch on the device. `base` is the position of the global batch's first sample.
+    /// The next micro-batch on the device.
     ///
     /// # Errors
     /// Of the data, or the device is out of memory.
-    pub fn next(&mut self, base: u64, time: usize) -> Result<Micro<B>> {
+    pub fn next_micro(&mut self) -> Result<Micro<B>> {
         let batch = self.loader.next()?;
         self.enter(self.loader.held());
-        let micro = micro(&self.backend, &batch, time, base)?;
+        let start = batch.positions.start;
+        let base = start - (start - self.first) % self.global;
+        let micro = micro(&self.backend, &batch, self.time, base)?;
         self.loader.recycle(batch);
         Ok(micro)
     }
 
-    /// The time that [`Feed::next`] has waited for the reader, in sum.
+    /// The time that [`Feed::next_micro`] has waited for the reader, in sum.
     pub fn waited(&self) -> Duration {
         self.loader.waited()
     }

@@ -380,7 +380,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
         let flags = || self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed);
         self.engine.backend.profile().record(self.profiles);
-        let next = |base, time| self.feed.next(base, time);
+        let next = || self.feed.next_micro();
         let taken = advance(&self.plan, &mut self.engine, next, &mut self.progress, flags)?;
         self.engine.backend.profile().record(false);
         self.updating += taken.updating;

@@ -87,8 +87,7 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
     let entries = entries(&engine.sharded);
     let mut steps = Vec::with_capacity(task.steps as usize);
     for _ in 0..task.steps {
-        let taken =
-            advance(&plan, &mut engine, |base, time| feed.next(base, time), &mut progress, ControlFlags::empty)?;
+        let taken = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
         let mut digests = vec![0u64; entries.len()];
         visit(&mut engine.sharded, |entry, start, values| {
             digests[entry] = digests[entry].wrapping_add(digest(start, values));
