@@ -1,4 +1,4 @@
-//! The one error type: what went wrong, what to do about it, and where it happened.
+//! The one error type: a message, advice, and the place where it happened.
 
 use std::fmt;
 
@@ -7,14 +7,15 @@ use serde::{Deserialize, Serialize};
 /// The crate's result.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Whose fault an error is; decides the exit code.
+/// Cause of an error; decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// The user asked for something impossible, or gave unusable data.
     Input,
     /// The file system refused: missing, unreadable, full, read-only.
     Io,
-    /// A file of this program is proven not to be what was written: it is missing, too short, or fails its checksum.
+    /// A file of this program is proven to differ from the one written: it is missing, too short, or fails its
+    /// checksum.
     Damaged,
     /// A message between ranks failed, or a rank is gone.
     Comm,
@@ -28,7 +29,7 @@ pub enum Kind {
 
 /// A failure, told as one line plus an optional hint.
 ///
-/// Messages are lowercase phrases with the real values in them; the hint says what to do.
+/// Messages are lowercase phrases with the real values in them; the hint gives advice.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Error {
     kind: Kind,
@@ -60,8 +61,8 @@ impl Error {
         Self::new(Kind::Damaged, message)
     }
 
-    /// The file system refused to `action` what this program wrote at `path`. A file that does not exist, ends too early, or is
-    /// no text although it was is damage; anything else may be otherwise the next time.
+    /// The file system refused to `action` the file that this program wrote at `path`. A file that does not exist, ends
+    /// too early, or is no text although it was is damage; anything else may be otherwise the next time.
     pub fn unread(action: &str, path: &std::path::Path, source: &std::io::Error) -> Self {
         use std::io::ErrorKind::{InvalidData, NotFound, UnexpectedEof};
         let kind =
@@ -89,13 +90,13 @@ impl Error {
         Self::new(Kind::Internal, message)
     }
 
-    /// Adds what the user can do about it.
+    /// Adds advice for the user.
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 
-    /// Prefixes the message with where it happened: `"step 12: …"`.
+    /// Prefixes the message with the place where it happened: `"step 12: …"`.
     pub fn at(mut self, place: impl fmt::Display) -> Self {
         self.message = format!("{place}: {}", self.message);
         self
@@ -118,22 +119,22 @@ impl Error {
         self.shared
     }
 
-    /// What went wrong, without rank and hint: one line for a report that has more of them.
+    /// The message, without rank and hint: one line for a report that has more of them.
     pub fn message(&self) -> &str {
         &self.message
     }
 
-    /// What the user can do about it.
+    /// The hint: advice for the user.
     pub fn advice(&self) -> Option<&str> {
         self.hint.as_deref()
     }
 
-    /// Whose fault it is.
+    /// The cause.
     pub fn kind(&self) -> Kind {
         self.kind
     }
 
-    /// The exit code of a process that ends with this error: 2 for what the user can mend, else 1.
+    /// The exit code of a process that ends with this error: 2 for causes that the user can mend, else 1.
     pub fn exit_code(&self) -> i32 {
         match self.kind {
             Kind::Input | Kind::Io | Kind::Damaged => 2,

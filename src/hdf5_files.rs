@@ -1,8 +1,8 @@
 //! HDF5 files that no other program inherits.
 //!
-//! HDF5 opens files without close-on-exec and locks them, and a lock belongs to everybody who has the descriptor. A program
-//! that is started while a file is open would hold the lock after this process has closed it, and nobody could open the file
-//! before that program ends. Here descriptors are marked as soon as they are open.
+//! HDF5 opens files without close-on-exec and locks them, and a lock belongs to every process with the descriptor. A
+//! program that is started while a file is open would hold the lock after this process has closed it, and nobody could
+//! open the file before that program ends. Here descriptors are marked as soon as they are open.
 
 use std::ffi::c_void;
 use std::os::fd::BorrowedFd;

@@ -1,9 +1,9 @@
-//! Where tensors live: units, offsets, owned ranges. Integers in, integers out.
+//! The layout of tensors: units, offsets, owned ranges. Integers in, integers out.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-/// How a tensor begins.
+/// Initial values of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Init {
     /// All zero.
@@ -23,7 +23,7 @@ pub struct Tensor {
     pub shape: Vec<usize>,
     /// Its initial values.
     pub init: Init,
-    /// Not trained, but an average: each step moves it by this part of the way to what its gradient is.
+    /// Not trained, but an average: each step moves it by this part of the way to the values in its gradient.
     pub average: Option<f32>,
     /// Whether the first backward of a lane overwrites its gradient: it need not be zeroed before.
     pub overwritten: bool,
@@ -150,7 +150,7 @@ impl UnitLayout {
 /// The part of a tensor that lies in an owned range of a unit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Piece<'a> {
-    /// Which tensor of the unit.
+    /// Number of the tensor in the unit.
     pub index: usize,
     /// The tensor.
     pub tensor: &'a Tensor,

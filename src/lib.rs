@@ -4,7 +4,7 @@
 //! | to | use |
 //! |---|---|
 //! | be a rank, under `mpirun` or alone | [`job::start`]; [`engine::on_threads`] for ranks without MPI |
-//! | say what is to run | [`config::load`], [`engine::plan`] |
+//! | configure a run | [`config::load`], [`engine::plan`] |
 //! | make a whole run, as `hpctrain train` does | [`train::train_on_device`] with a [`train::Request`] |
 //! | be told of its steps, evaluations and checkpoints, and end it early | [`train::Hook`] |
 //! | train on samples made in code | [`data::Source`], [`engine::Splits`] |
@@ -17,8 +17,9 @@
 //! [`prelude`] has the most usual names. `examples/` has a program for each of these; they run under `mpirun` on any number of
 //! ranks as they are.
 //!
-//! All is generic over the device ([`backend::Kernels`]). What concerns several ranks is *collective*: all ranks of a group make the
-//! same calls in the same order. What may fail on some of them goes through [`comm::Group::agree`], so that all end alike.
+//! All is generic over the device ([`backend::Kernels`]). Operations on several ranks are *collective*: all ranks of a
+//! group make the same calls in the same order. Work that may fail on some of them goes through [`comm::Group::agree`],
+//! so that all end alike.
 //!
 //! ```
 //! use hpctrain::prelude::*;

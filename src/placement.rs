@@ -1,7 +1,7 @@
-//! Which rank computes on which GPU.
+//! Assignment of GPUs to ranks.
 //!
-//! Every rank tells what it sees; all share the GPUs of each node out in the same way. A rank that sees one GPU only,
-//! because a batch system bound it, takes that one.
+//! Every rank tells the GPUs that it sees; all share the GPUs of each node out in the same way. A rank that sees one
+//! GPU only, because a batch system bound it, takes that one.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -31,7 +31,7 @@ struct Seen {
     is_near: bool,
 }
 
-/// What a rank sees, or why it sees nothing.
+/// The GPUs that a rank sees, or the reason why it sees none.
 type View = std::result::Result<Vec<Seen>, String>;
 
 /// The GPU of this rank.
@@ -40,7 +40,7 @@ pub struct Gpu {
     device: Device,
     /// Bytes of its memory for this rank.
     pub memory: usize,
-    /// Where every rank computes, a line each.
+    /// Device of every rank, a line each.
     pub table: Vec<String>,
 }
 
@@ -72,7 +72,7 @@ impl Gpu {
     }
 }
 
-/// What multiplies matrices on the CPU.
+/// The implementation of matrix products on the CPU.
 fn products(config: &Config) -> Products {
     if config.precision.compute == Compute::Bf16 { Products::Bf16 } else { Products::Own }
 }

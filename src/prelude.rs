@@ -1,4 +1,4 @@
-//! What most programs that use this crate need, in one line: `use hpctrain::prelude::*;`.
+//! The names that most programs with this crate need, in one line: `use hpctrain::prelude::*;`.
 
 pub use crate::backend::cpu::Cpu;
 pub use crate::backend::{Backend, Kernels, MemoryKind};

@@ -1,4 +1,4 @@
-//! Directories of the user's own, also in places where others write: what lies in one was put there by nobody else.
+//! Directories of the user's own, also in places where others write: nobody else has put files into one.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, OpenOptionsExt as _, PermissionsExt as _};
@@ -10,10 +10,10 @@ use crate::error::{Error, Result};
 
 /// Bits of a mode by which the group or all others may write.
 const OTHERS_WRITE: u32 = 0o022;
-/// By which only owners remove and rename the entries of a directory.
+/// Bit of a mode by which only owners remove and rename the entries of a directory.
 const STICKY: u32 = 0o1000;
 
-/// How a directory was found.
+/// State in which a directory was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Found {
     /// It was made, or nobody else could write to it.
@@ -94,8 +94,8 @@ pub fn lock_file(path: &Path) -> Result<File> {
     opened.map_err(|e| Error::io("lock", path, e))
 }
 
-/// Where caches of the user's may live, best first: in the user's own cache, else in the temporary directory under a name with
-/// the user's number.
+/// Places for caches of the user's, best first: in the user's own cache, else in the temporary directory under a name
+/// with the user's number.
 pub fn cache_roots() -> Vec<(PathBuf, String)> {
     let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let own = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));

@@ -1,6 +1,6 @@
 //! Counter-based random numbers: a value is a function of (key, counter), never of a state.
 //!
-//! That makes initial weights, dropout masks and sampled tokens independent of ranks, threads and restarts.
+//! Initial weights, dropout masks and sampled tokens are therefore independent of ranks, threads and restarts.
 
 /// Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011):
 /// four 32-bit words for a 128-bit counter and a 64-bit key.

@@ -1,6 +1,6 @@
 //! Requests to end that the operating system delivers: SIGTERM, SIGINT, SIGUSR1.
 //!
-//! A handler only notes that one came; the ranks agree on what follows at the next point where they meet anyway.
+//! A handler only notes that one came; the ranks agree on the response at the next point where they meet anyway.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};

@@ -1,4 +1,4 @@
-//! Where ranks run, and how many threads each may use.
+//! Places of ranks, and the number of threads that each may use.
 
 use std::collections::BTreeSet;
 

@@ -1,7 +1,7 @@
-//! What the threads of a rank are doing: the watchdog asks for it at any time, `--trace` writes it down afterwards.
+//! Activity of the threads of a rank: the watchdog reads it at any time, `--trace` writes it down afterwards.
 //!
-//! A thread says once whose it is ([`Activity::here`]) and then marks its work with [`span`]. A thread that belongs to
-//! no rank may do so too: nothing is kept. A span costs two readings of the clock; only while the rank
+//! A thread registers with its rank once ([`Activity::here`]) and then marks its work with [`span`]. A thread that
+//! belongs to no rank may do so too: nothing is kept. A span costs two readings of the clock; only while the rank
 //! [records](Activity::record) is anything stored.
 
 mod clock;
@@ -32,7 +32,7 @@ impl Track {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Compute, Self::Communication, Self::Loader, Self::Saver];
 
-    /// What people call it.
+    /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Compute => "compute",
@@ -43,7 +43,7 @@ impl Track {
     }
 }
 
-/// What a thread does.
+/// Activity of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Doing {
     /// Nothing of the below.
@@ -86,7 +86,7 @@ impl Doing {
         Self::Waiting,
     ];
 
-    /// What people call it.
+    /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Self::Other => "other work",
@@ -104,7 +104,7 @@ impl Doing {
     }
 }
 
-/// What a message was, for an event of the communication thread.
+/// Description of a message, for an event of the communication thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
     /// Running number among the collectives of the rank.
@@ -115,7 +115,7 @@ pub struct Message {
     pub ranks: usize,
     /// Bytes of the operand.
     pub bytes: usize,
-    /// How the ranks met.
+    /// Algorithm of the collective.
     pub algorithm: &'static str,
 }
 
@@ -124,9 +124,9 @@ pub struct Message {
 pub struct Event {
     /// The thread.
     pub track: Track,
-    /// What it did.
+    /// Name of the work.
     pub name: &'static str,
-    /// With what: the name of a block.
+    /// Name of the block that it concerns.
     pub unit: Option<Arc<str>>,
     /// When it began.
     pub start: u64,
@@ -136,7 +136,7 @@ pub struct Event {
     pub message: Option<Message>,
 }
 
-/// Events as they come, and how many found no room.
+/// Events as they come, and the number of those that found no room.
 #[derive(Debug, Default)]
 pub struct Events {
     /// In the order of their ends.
@@ -150,14 +150,14 @@ pub struct Events {
 pub struct Activity(Arc<Inner>);
 
 struct Inner {
-    /// What the compute thread does, in the lowest 8 bits, and since when, in microseconds.
+    /// Activity of the compute thread, in the lowest 8 bits, and its start, in microseconds.
     phase: AtomicU64,
     recording: AtomicBool,
     events: Mutex<Events>,
 }
 
 thread_local! {
-    /// Whose thread this is.
+    /// Rank and track of this thread.
     static HERE: RefCell<Option<(Activity, Track)>> = const { RefCell::new(None) };
 }
 
@@ -184,7 +184,7 @@ impl Activity {
         HERE.set(Some((self.clone(), track)));
     }
 
-    /// What the compute thread does, and since when.
+    /// Activity of the compute thread, and its start.
     pub fn phase(&self) -> (Doing, u64) {
         let word = self.0.phase.load(Ordering::Relaxed);
         let doing = Doing::ALL.get((word & 0xff) as usize).copied();
@@ -241,7 +241,7 @@ pub fn span(doing: Doing, unit: Option<&Arc<str>>) -> Span {
     Span(here.map(|(activity, track)| {
         let start = now();
         let before = activity.0.phase.load(Ordering::Relaxed);
-        // What waits says little; what it is in the middle of says more.
+        // A wait says little; the work around it says more.
         if track == Track::Compute && doing != Doing::Waiting {
             activity.0.phase.store(pack(doing, start), Ordering::Relaxed);
         }

@@ -1,11 +1,11 @@
-//! How messages reach the memory of a device.
+//! Access of messages to the memory of a device.
 //!
 //! The communication thread knows nothing of devices. [`Backend::reach`](super::Backend::reach) gives it a buffer as a
 //! [`Span`], which it cannot look into, and the [`DeviceCopies`] that copies and adds spans: a stream of the device that compute
 //! does not use. Memory is counted in **words** of four bytes: a pair of bf16 travels as one word, and only f32 is ever
 //! added.
 //!
-//! All of it is asynchronous. Who needs a result waits for an [`Event`].
+//! All of it is asynchronous. A caller that needs a result waits for an [`Event`].
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 pub enum Reach<'a> {
     /// Host memory.
     Host(&'a mut [f32]),
-    /// Device memory, and what moves it.
+    /// Device memory, and the copies that move it.
     Device(Span<'a>, Arc<dyn DeviceCopies>),
 }
 
@@ -125,17 +125,17 @@ pub trait DeviceComm: Send {
     /// The library failed.
     fn part(&self) -> Result<()>;
 
-    /// Done when what was started last is. Its error may be that of another rank.
+    /// An event that is done when the operation started last is. Its error may come from another rank.
     ///
     /// # Errors
     /// The library failed.
     fn mark(&self) -> Result<Box<dyn Event>>;
 
-    /// Stops what is under way here, at once. Nothing more can be started; the other ranks may wait for ever.
+    /// Stops the operations under way here, at once. Nothing more can be started; the other ranks may wait for ever.
     fn tear(&self);
 }
 
-/// What is said of a device whose vendor has no such library.
+/// The error of a device whose vendor has no such library.
 pub(super) fn no_device_comm() -> Error {
     Error::input("there is no library by which devices of this kind exchange memory")
 }
@@ -143,7 +143,7 @@ pub(super) fn no_device_comm() -> Error {
 /// Device words, and the place of their first one in a piece of host memory.
 pub type Placed<'a> = (Span<'a>, usize);
 
-/// The communication thread's access to a device. What is started runs in the order it was started, apart from compute,
+/// The communication thread's access to a device. Operations run in the order they were started, apart from compute,
 /// save that copies in one direction may run beside all else. A call that returns an error has nothing left running.
 pub trait DeviceCopies: Send + Sync {
     /// So many words of page-locked memory, with unspecified contents. The caller counts them.
@@ -188,7 +188,7 @@ pub trait DeviceCopies: Send + Sync {
     /// The device failed.
     fn copy(&self, from: Span<'_>, to: Span<'_>) -> Result<()>;
 
-    /// Done when every addition and copy within the device is that was started before.
+    /// An event that is done when every addition and copy within the device that was started before is.
     ///
     /// # Errors
     /// The device failed.
@@ -214,20 +214,20 @@ pub trait DeviceCopies: Send + Sync {
 
 /// Copies in an order with compute that the device keeps: the host does not wait to start them. Messages use other streams.
 pub trait ComputeOrderedCopies: DeviceCopies {
-    /// What is started from now on runs after all that compute has requested so far.
+    /// Copies started from now on run after all work that compute has requested so far.
     ///
     /// # Errors
     /// The device failed.
     fn after_compute(&self) -> Result<()>;
 
-    /// What compute requests from now on runs after all copies to the device that were started so far.
+    /// Work that compute requests from now on runs after all copies to the device that were started so far.
     ///
     /// # Errors
     /// The device failed.
     fn before_compute(&self) -> Result<()>;
 }
 
-/// Where nothing copies by itself, any memory will do.
+/// Any memory will do if no copies are asynchronous.
 impl Pinned for Vec<f32> {
     fn words(&mut self) -> &mut [f32] {
         self
@@ -236,7 +236,7 @@ impl Pinned for Vec<f32> {
 
 /// Page-locked memory that goes to the device or comes from it, and the copy that uses it.
 ///
-/// It lets nobody look while a copy is under way, and waits for the copy before it gives the memory back.
+/// It gives no access while a copy is under way, and waits for the copy before it gives the memory back.
 pub struct Slot {
     /// Taken on drop only.
     memory: Option<Box<dyn Pinned>>,

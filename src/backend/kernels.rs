@@ -94,7 +94,7 @@ pub struct Rotary {
     pub back: bool,
 }
 
-/// Where a dropout mask comes from: a counter, never a state.
+/// Source of a dropout mask: a counter, never a state.
 ///
 /// Element `i` of the window is kept or dropped by a hash of (`key`, `offset + i`), so the mask is the
 /// same in a recomputation and on any number of ranks.
@@ -189,8 +189,8 @@ impl Channels {
     }
 }
 
-/// A convolution of images: filters on what a window sees of some neighbouring channels. Filters are stored one after the
-/// other, each as window rows × window columns × channels.
+/// A convolution of images: filters on the elements that a window sees of some neighbouring channels. Filters are
+/// stored one after the other, each as window rows × window columns × channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Convolution {
     /// On all images.
@@ -215,7 +215,7 @@ impl Convolution {
     }
 }
 
-/// What rows of predictions are compared by with rows of targets; the mean over a row's elements.
+/// Measure that compares rows of predictions with rows of targets; the mean over a row's elements.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Deviation {
     /// (p - t)².
@@ -237,7 +237,7 @@ pub struct Regression {
     pub rows: usize,
     /// Elements of a row.
     pub width: usize,
-    /// How they are compared.
+    /// Measure of the comparison.
     pub by: Deviation,
     /// Factor of the gradient: 1 / (rows in the global batch).
     pub scale: f32,
@@ -561,8 +561,9 @@ pub trait Kernels: Backend {
     /// Replaces the gradient of `y = softmax(x)` by that of `x`.
     fn softmax_backward(&self, width: usize, y: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
 
-    /// What a convolution multiplies: for each place of the window a row of `y` with what it sees of `channels`
-    /// neighbouring channels from `first` on (window rows × window columns × `channels`), zero beyond the edges; overwrites.
+    /// The operand of a convolution's product: for each place of the window a row of `y` with the elements that it sees
+    /// of `channels` neighbouring channels from `first` on (window rows × window columns × `channels`), zero beyond the
+    /// edges; overwrites.
     fn unfold(
         &self,
         window: Window,
@@ -580,8 +581,8 @@ pub trait Kernels: Backend {
         dy: Self::View<'_>,
         dx: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// Every filter's product with what the window sees at each place, and a bias for each filter; overwrites `y` (places ×
-    /// filters).
+    /// Every filter's product with the elements that the window sees at each place, and a bias for each filter;
+    /// overwrites `y` (places × filters).
     fn convolve(
         &self,
         shape: Convolution,
@@ -623,7 +624,7 @@ pub trait Kernels: Backend {
         dy: Self::View<'_>,
         dx: Self::ViewMut<'_>,
     ) -> Result<()>;
-    /// The mean of what the window sees at each place, channel by channel, edges not counted; overwrites.
+    /// The mean of the elements that the window sees at each place, channel by channel, edges not counted; overwrites.
     fn average_pool(&self, window: Window, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
     /// Overwrites `dx`.
     fn average_pool_backward(&self, window: Window, dy: Self::View<'_>, dx: Self::ViewMut<'_>) -> Result<()>;
@@ -725,8 +726,8 @@ pub trait Kernels: Backend {
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
     ) -> Result<()>;
-    /// `Σ u²` in f64, summed in fixed chunks, where `u` is what [`Kernels::adamw`] would take off every parameter at a learning
-    /// rate of one. Changes nothing.
+    /// `Σ u²` in f64, summed in fixed chunks, where `u` is the step that [`Kernels::adamw`] would subtract from every
+    /// parameter at a learning rate of one. Changes nothing.
     fn adamw_step_squares(
         &self,
         update: AdamW,

@@ -7,14 +7,14 @@ use crate::error::{Error, Result};
 /// The first of these files that is there, opened for as long as the process lives.
 ///
 /// # Safety
-/// What the library does when it is opened is sound.
+/// Opening the library runs only sound code.
 pub unsafe fn open(files: &[&CStr]) -> Option<*mut c_void> {
     // SAFETY: the names end in zeros; the rest is the caller's promise.
     let mut files = files.iter().map(|file| unsafe { libc::dlopen(file.as_ptr(), libc::RTLD_NOW) });
     files.find(|file| !file.is_null())
 }
 
-/// The address of a function, or what `missing` makes of its name.
+/// The address of a function, or the error that `missing` makes of its name.
 ///
 /// # Safety
 /// `file` is an open library.

@@ -1,8 +1,8 @@
-//! What memory is used for, and how much of it.
+//! Categories of memory, and the bytes of each.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// What a buffer is for.
+/// Category of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum MemoryKind {
     /// Weights, and their f32 masters where the two differ.
@@ -13,7 +13,7 @@ pub enum MemoryKind {
     Optimizer,
     /// Masters, moments and gradients that are kept on the host in the stead of a GPU.
     Offloaded,
-    /// What the forward keeps for the backward, and scratch.
+    /// Values that the forward keeps for the backward, and scratch.
     Activations,
     /// Staging of messages.
     Communication,
@@ -113,7 +113,7 @@ impl Ledger {
         self.total_peak.load(Ordering::Relaxed)
     }
 
-    /// What is live, for people: `parameters 3.1 MiB, gradients 3.1 MiB`.
+    /// Live bytes by category, for reports: `parameters 3.1 MiB, gradients 3.1 MiB`.
     pub fn live_by_category(&self) -> String {
         let parts = MemoryKind::ALL.iter().filter(|what| self.live(**what) > 0);
         let parts: Vec<String> = parts.map(|what| format!("{} {}", what.name(), readable(self.live(*what)))).collect();

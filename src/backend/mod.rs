@@ -34,7 +34,7 @@ pub use work::Work;
 /// The memory of one device.
 ///
 /// A buffer is one flat allocation that moves between owners and returns to a pool when dropped.
-/// What it is for ([`MemoryKind`]) is stated at allocation: it is counted there, and a device that
+/// Its category ([`MemoryKind`]) is stated at allocation: it is counted there, and a device that
 /// computes in another precision than it accumulates in chooses the element type by it.
 pub trait Backend: Clone + Send + Sync + 'static {
     /// Whether buffers are host memory, which messages take as it is.
@@ -56,10 +56,10 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// A buffer of `len` elements with unspecified contents.
     ///
     /// # Errors
-    /// Out of memory, with the category and what is already taken.
+    /// Out of memory, with the category and the bytes already taken.
     fn alloc(&self, what: MemoryKind, len: usize) -> Result<Self::Buf>;
 
-    /// As [`Backend::alloc`], in f32 whatever the compute type is: masters, statistics, losses.
+    /// As [`Backend::alloc`], in f32 for every compute type: masters, statistics, losses.
     ///
     /// # Errors
     /// As [`Backend::alloc`].
@@ -134,20 +134,21 @@ pub trait Backend: Clone + Send + Sync + 'static {
     fn cut_mut(view: Self::ViewMut<'_>, at: usize) -> (Self::ViewMut<'_>, Self::ViewMut<'_>);
 
     /// The elements `range` of a buffer, as messages reach them. On a device with several elements in a word the range
-    /// is one of whole words, except at the end of the buffer: what fills its last word up travels along.
+    /// is one of whole words, except at the end of the buffer: the padding of its last word travels along.
     ///
     /// # Errors
     /// The range cuts a word.
     fn reach(buf: &mut Self::Buf, range: Range<usize>) -> Result<Reach<'_>>;
 
-    /// Done when all work on `buf` is that compute has requested so far: what the communication thread waits for before
-    /// it reaches the buffer. None if all is done already. When a message is done with the buffer, any stream may use it.
+    /// An event that is done when all work on `buf` that compute has requested so far is: the communication thread
+    /// waits for it before it reaches the buffer. None if all is done already. When a message is done with the buffer,
+    /// any stream may use it.
     ///
     /// # Errors
     /// The device failed.
     fn stamp(buf: &Self::Buf) -> Result<Option<Box<dyn Event>>>;
 
-    /// What carries between the device and the host beside compute; none where buffers are host memory.
+    /// The copies between the device and the host beside compute; none where buffers are host memory.
     ///
     /// # Errors
     /// The device failed.
@@ -164,7 +165,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     }
 
     /// Announces that these parameters stay as they are until [`Backend::end_reuse`] and will be multiplied several times:
-    /// what a backend makes of them to multiply faster may stay too. Announced again, they are as before.
+    /// a backend may also keep forms of them that multiply faster. Announced again, they are as before.
     fn reuse(&self, _parameters: Self::View<'_>) {}
 
     /// Parameters may change from here on.
@@ -178,7 +179,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// Gives memory that waits for reuse back to the system: shapes are about to change.
     fn trim(&self);
 
-    /// The count of what is allocated, by category.
+    /// The count of allocated bytes, by category.
     fn ledger(&self) -> &Ledger;
 
     /// The times of its kernels.
@@ -201,7 +202,7 @@ pub trait Backend: Clone + Send + Sync + 'static {
     }
 }
 
-/// Cuts a window into consecutive parts of the given lengths; what is left over is padding.
+/// Cuts a window into consecutive parts of the given lengths; the rest is padding.
 pub fn split<'a, B: Backend, const N: usize>(mut view: B::View<'a>, lens: [usize; N]) -> [B::View<'a>; N] {
     lens.map(|len| {
         let (head, rest) = B::cut(view, len);

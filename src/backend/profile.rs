@@ -1,4 +1,4 @@
-//! Which kernel took how long: counts of launches, seconds, and the work that was done in them.
+//! Profile of the kernels: counts of launches, seconds, and the work that was done in them.
 //!
 //! Off, a kernel costs the reading of one flag. On, a device that computes beside the host is waited for after every
 //! kernel, so that its time is its own; the run is slower for it.
@@ -17,7 +17,7 @@ pub struct Tally {
     pub calls: u64,
     /// Their time.
     pub seconds: f64,
-    /// That of the fastest.
+    /// Time of the fastest.
     pub fastest: f64,
     /// Multiplications and additions, of products and attention.
     pub flops: f64,
@@ -60,16 +60,16 @@ impl Profile {
         self.0.on.store(on, Ordering::Relaxed);
     }
 
-    /// What was counted since it was last taken.
+    /// The counts since they were last taken.
     pub fn take(&self) -> Tallies {
         std::mem::take(&mut *self.0.tallies.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// A kernel begins; it ends where what this returns is dropped. Elements of the compute type have `width` bytes;
+    /// A kernel begins; it ends where the returned value is dropped. Elements of the compute type have `width` bytes;
     /// `settle` waits until the device is done.
     pub fn launch<S: Fn()>(&self, width: usize, settle: S, work: Work) -> Launch<'_, S> {
         let open = self.0.on.load(Ordering::Relaxed).then(|| {
-            // What was queued before is not this kernel's.
+            // Work queued before is not this kernel's.
             settle();
             Open { profile: self, work, width, settle, begun: Instant::now() }
         });

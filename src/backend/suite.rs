@@ -12,7 +12,7 @@ use super::{
 };
 use crate::random::Stream;
 
-/// What kernels yielded, one vector a kernel and shape.
+/// Results of kernels, one vector a kernel and shape.
 type Results = Vec<Vec<f32>>;
 
 /// Relative error allowed, against the largest value of the result.
@@ -112,7 +112,7 @@ fn elementwise<B: Kernels>(b: &B) -> Results {
         close(b, &yb, &sums, "add");
         b.copy(B::all(&xb), B::all_mut(&mut yb)).unwrap();
         assert_eq!(down(b, &yb), x);
-        // Between types: what a window can hold it holds exactly.
+        // Between types: values that a window can hold are copied exactly.
         let mut copy = up_f32(b, &y);
         b.copy(B::all(&xb), B::all_mut(&mut copy)).unwrap();
         assert_eq!(down(b, &copy), x);
@@ -186,7 +186,7 @@ fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Result
             let column = |o: usize| (0..rows).map(|r| at(&dy, r * outputs + o)).sum::<f64>();
             let want: Vec<f64> = db0.iter().enumerate().map(|(o, d)| column(o) + f64::from(*d)).collect();
             close(b, &db, &want, "linear dbias");
-            // Overwritten, whatever was there; the bias's gradient is added to still.
+            // The weight's gradient is overwritten, even NaN; the bias's is still added to.
             let (mut dw, mut db) = (up_f32(b, &vec![f32::NAN; outputs * inputs]), up_f32(b, &db0));
             let (dw_view, db_view) = (B::all_mut(&mut dw), B::all_mut(&mut db));
             b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, false).unwrap();
@@ -626,7 +626,7 @@ each_operation! { on_cpu! {
     convolutions: |b| super::layers::convolutions(b, super::random),
 } }
 
-/// Products by a library on several numbers of threads: false where it is not there.
+/// Products by a library on several numbers of threads: false if the library is missing.
 fn by_library(by: Products, random: fn(&Cpu, u64, usize) -> Vec<f32>) -> bool {
     let on = |threads| -> Option<Vec<Vec<u32>>> {
         let cpu = Cpu::new(threads).with_products(by).map_err(|e| eprintln!("skipped: {e}")).ok()?;
@@ -669,11 +669,11 @@ fn random_tf32<B: Kernels>(b: &B, seed: u64, len: usize) -> Vec<f32> {
     random(b, seed, len).into_iter().map(|x| f32::from_bits(x.to_bits() >> lost << lost)).collect()
 }
 
-/// Products in TF32 round their operands to it and no further: operands that it holds give what f32 gives, and others
-/// are off by the rounding of the two, of each product's magnitude.
+/// Products in TF32 round their operands to it and no further: operands that it holds give the results of f32, and
+/// others are off by the rounding of the two, of each product's magnitude.
 fn products_in_tf32<B: Kernels>(b: &B) -> Results {
     let mut results = products(b, random_tf32);
-    // However it is rounded. Sums in f32 add their own.
+    // For any rounding. Sums in f32 add their own error.
     let operand = 0.5f64.powi(TF32_BITS as i32);
     let (mut furthest, mut beyond_f32) = (0.0f64, 0);
     for (m, n, k) in [(1, 1, 1), (1, 33, 7), (33, 31, 65), (130, 257, 100)] {

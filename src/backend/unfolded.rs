@@ -1,5 +1,5 @@
-//! Convolution on devices that have no kernel of their own for it: what the window sees is unfolded, some images at a time,
-//! and multiplied (im2col).
+//! Convolution on devices that have no kernel of their own for it: the elements that the window sees are unfolded, some
+//! images at a time, and multiplied (im2col).
 
 use std::ops::Range;
 

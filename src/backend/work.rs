@@ -1,7 +1,8 @@
-//! What every kernel computes and moves, from its shape alone: what profiles and benchmarks divide by time.
+//! Operations and bytes of every kernel, from its shape alone: profiles and benchmarks divide them by time.
 //!
-//! Floating-point operations are those of products and attention; what moves memory has none. Bytes are those of every
-//! operand once (twice, where it is changed in place), as if nothing were in a cache; indices are not counted.
+//! Floating-point operations are those of products and attention; kernels that only move memory have none. Bytes are
+//! those of every operand once (twice, where it is changed in place), as if nothing were in a cache; indices are not
+//! counted.
 
 use super::{
     Activation, Attention, Channels, Columns, Convolution, CrossEntropy, Elements, Gemm, Linear, Norm, Pairs,
@@ -19,12 +20,12 @@ pub struct Work {
     pub flops: f64,
     /// Elements of the compute type that are read or written: parameters and activations.
     pub elements: f64,
-    /// As `elements`, of those that are f32 whatever the compute type is: statistics, gradients of parameters, masters.
+    /// As `elements`, of those that are f32 for every compute type: statistics, gradients of parameters, masters.
     pub exact: f64,
 }
 
 impl Work {
-    /// Moves so many elements, which is all there is to say of its shape.
+    /// Moves so many elements, which are its whole shape.
     fn moves(kernel: &'static str, elements: usize) -> Self {
         Self { kernel, shape: [elements, 0, 0, 0], flops: 0.0, elements: elements as f64, exact: 0.0 }
     }
@@ -207,7 +208,7 @@ impl Work {
         Self::moves("softmax, backward", 3 * len).on([len])
     }
 
-    /// What a window sees of so many channels.
+    /// The unfolding of windows over so many channels.
     pub fn unfold(w: Window, channels: usize) -> Self {
         let seen = w.rows() * w.size[0] * w.size[1] * channels;
         Self::moves("unfold", w.elements() / w.channels.max(1) * channels + seen)

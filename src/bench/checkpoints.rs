@@ -1,4 +1,4 @@
-//! Timing checkpoints: what a save and a restore take, beside plain writes, copies and reads of as many bytes.
+//! Timing checkpoints: the time of a save and of a restore, beside plain writes, copies and reads of as many bytes.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -52,7 +52,7 @@ impl Saving {
         }
     }
 
-    /// The median of what `of` makes of each round: ratios of times that were taken one after the other.
+    /// The median of `of` over the rounds: ratios of times that were taken one after the other.
     pub fn ratio(rounds: &[Self], of: impl Fn(&Self) -> f64) -> f64 {
         let mut all: Vec<f64> = rounds.iter().map(of).collect();
         all.sort_by(f64::total_cmp);

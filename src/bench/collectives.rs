@@ -15,14 +15,14 @@ const BATCH: usize = 32 << 20;
 /// Most collectives in a batch.
 const LONGEST_BATCH: usize = 500;
 
-/// How long a collective takes.
+/// Duration of a collective.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Timing {
-    /// What was done.
+    /// The operation.
     pub operation: Operation,
-    /// How.
+    /// Its algorithm.
     pub algorithm: Algorithm,
-    /// By how many ranks.
+    /// Ranks that took part.
     pub ranks: usize,
     /// Bytes of the whole buffer.
     pub bytes: usize,
@@ -36,7 +36,7 @@ impl Timing {
         self.bytes as f64 / self.seconds
     }
 
-    /// What each rank's link must carry, in bytes a second, whatever the number of ranks: the algorithm bandwidth
+    /// Load of each rank's link, in bytes a second, comparable across numbers of ranks: the algorithm bandwidth
     /// times 2(n−1)/n for an all-reduce, (n−1)/n for reduce-scatter and all-gather, 1 for a broadcast, as NVIDIA's
     /// nccl-tests define it.
     pub fn bus_bandwidth(&self) -> f64 {

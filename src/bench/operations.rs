@@ -1,4 +1,4 @@
-//! How fast a device runs the operations of a GPT.
+//! Speed of a device on the operations of a GPT.
 //!
 //! An operation is queued many times in a row, then waited for: the time of a batch over its launches, the median of
 //! several batches. Operands take turns, so that none is still in a cache from the launch before.
@@ -83,7 +83,7 @@ pub struct Timing {
     pub fastest: f64,
     /// Bytes that must be read and written, every operand once; indices are not counted.
     pub bytes: f64,
-    /// Floating-point operations of products and attention; 0 for what moves memory.
+    /// Floating-point operations of products and attention; 0 for operations that only move memory.
     pub flops: f64,
 }
 
@@ -106,7 +106,7 @@ impl Tensor {
         Self { is_wide: true, ..Self::of(len) }
     }
 
-    /// Read, and written where it was.
+    /// Read, and written in place.
     fn changed(self) -> Self {
         Self { passes: 2.0, ..self }
     }
@@ -129,11 +129,12 @@ struct Bench<'a, B: Kernels> {
     batches: usize,
     /// Normal numbers in f32, of which operands are made.
     pattern: B::Buf,
-    /// Is told of each operation.
+    /// Called with each timing.
     see: &'a mut dyn FnMut(&Timing) -> Result<()>,
 }
 
-/// Times everything, in the order of the reports: the median of so many batches, at least one. `see` is told of each.
+/// Times everything, in the order of the reports: the median of so many batches, at least one. `see` is called with
+/// each.
 ///
 /// # Errors
 /// Out of memory, or the device failed.
@@ -159,7 +160,7 @@ pub fn operations<B: Kernels>(
 }
 
 impl<B: Kernels> Bench<'_, B> {
-    /// What everything else is measured by.
+    /// The reference of all other timings.
     fn memory(&mut self) -> Result<()> {
         let len = self.sizes.copied;
         let shape = len.to_string();
@@ -169,7 +170,7 @@ impl<B: Kernels> Bench<'_, B> {
         let [one, two] = [Tensor::wide(len / 2), Tensor::wide(len / 2)];
         let shape = (len / 2).to_string();
         self.time("add in f32", &shape, 0.0, [one, two.changed()], |b, [x, y]| b.add(B::all(x), B::all_mut(y)))?;
-        // What a launch costs whatever it does: faster than this nothing is measured.
+        // Cost of a launch, independent of its work: the lower bound of all timings.
         let [one, two] = [Tensor::of(8), Tensor::of(8)];
         self.time("launch", "8", 0.0, [one, two.changed()], |b, [x, y]| b.add(B::all(x), B::all_mut(y)))
     }
@@ -271,7 +272,7 @@ impl<B: Kernels> Bench<'_, B> {
         self.time("up and gelu", &shape, flops, [x, weight, bias, y, y], |b, [x, weight, bias, h, y]| {
             b.linear_gelu(linear, B::all(x), B::all(weight), B::all(bias), B::all_mut(h), B::all_mut(y))
         })?;
-        // Both dimensions large: what the library can do where nothing is in its way.
+        // Both dimensions large: the best case of the library.
         let edge = rows.min(8192);
         let gemm = Gemm { m: edge, n: edge, k: edge, ta: false, tb: true, acc: false };
         let square = Tensor::of(edge * edge);

@@ -1,4 +1,4 @@
-//! Steps of a network on random data: how fast the machine trains it, whatever its data.
+//! Steps of a network on random data: the speed of training, independent of the data.
 
 use std::time::Instant;
 
@@ -18,7 +18,7 @@ use crate::topology::Topology;
 
 /// A network that trains on one micro-batch a rank, over and over.
 pub struct Pace<B: Kernels> {
-    /// What trains.
+    /// The plan of the training.
     pub plan: Plan,
     engine: Engine<B>,
     batch: Batch,

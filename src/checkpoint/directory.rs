@@ -25,7 +25,7 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Those under `root`, which need not exist yet.
+    /// The checkpoints under `root`, which need not exist yet.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), lease: None }
     }
@@ -65,12 +65,12 @@ impl Checkpoints {
         Ok(steps)
     }
 
-    /// Where the checkpoint of a step is, once published.
+    /// Path of the checkpoint of a step, once it is published.
     pub fn path(&self, step: u64) -> PathBuf {
         self.root.join(name_of(step))
     }
 
-    /// Where a job writes the checkpoint of a step.
+    /// Directory in which a job writes the checkpoint of a step.
     pub fn staging(&self, step: u64, job: &str) -> PathBuf {
         self.root.join(format!("{}.tmp-{job}", name_of(step)))
     }
@@ -113,11 +113,11 @@ impl Checkpoints {
             .map_or_else(|| Ok(Evaluations::default()), |run| evaluations::read(&run.join(evaluations::FILE)))
     }
 
-    /// Creates the directory, brings back what an earlier job had set aside to replace it, and clears away what earlier jobs left
-    /// half written or half removed. The caller is the only one who writes here.
+    /// Creates the directory, restores checkpoints that an earlier job had set aside to replace them, and removes
+    /// directories that earlier jobs left half written or half removed. The caller is the only one who writes here.
     ///
     /// # Errors
-    /// The file system refused, or does not do what checkpoints need.
+    /// The file system refused, or lacks an operation that checkpoints need.
     pub fn prepare(&self) -> Result<()> {
         fs::create_dir_all(&self.root).map_err(|e| {
             Error::io("create", &self.root, e).hint("choose a directory that can be written with --set run.root=…")
@@ -147,7 +147,7 @@ impl Checkpoints {
     }
 
     /// A checkpoint that was renamed away goes back to its place if that is free and it is whole: a kill came between two
-    /// renames. Else it is removed, unless nobody knows whether it is whole.
+    /// renames. Else it is removed, unless it is not known whether it is whole.
     fn bring_back(&self, step: u64, trash: &Path) -> Result<()> {
         let path = self.path(step);
         let is_free = !path.try_exists().map_err(|e| Error::io("look for", &path, e))?;
@@ -191,8 +191,9 @@ impl Checkpoints {
         Ok(path)
     }
 
-    /// Renames `staging` to `path`, and returns where what was there is now. Without a way to exchange names, a kill may come
-    /// between two renames; then [`Checkpoints::prepare`] brings back what was there.
+    /// Renames `staging` to `path`, and returns the new path of the directory that was there, if there was one. Without
+    /// a way to exchange names, a kill may come between two renames; then [`Checkpoints::prepare`] restores that
+    /// directory.
     fn put(
         &self,
         staging: &Path,
@@ -222,7 +223,7 @@ impl Checkpoints {
         self.point_to_best_of(&self.steps()?, evaluated.all()?)
     }
 
-    /// Points `best` at one of `steps`; without one that has a loss it points nowhere, rather than to what is gone.
+    /// Points `best` at one of `steps`; if none of them has a loss, removes the link, which might dangle.
     fn point_to_best_of(&self, steps: &[u64], evaluated: &[Evaluation]) -> Result<()> {
         let link = self.best();
         match (evaluations::best(evaluated, steps), fs::read_link(&link)) {
@@ -272,11 +273,11 @@ impl Checkpoints {
     /// The published checkpoints as a retention sees them, ascending by step.
     ///
     /// # Errors
-    /// A checkpoint or a lease cannot be read: nobody knows what may go.
+    /// A checkpoint or a lease cannot be read: it is not known which checkpoints may be removed.
     pub(super) fn candidates(&self, evaluated: &[Evaluation]) -> Result<Vec<Candidate>> {
         let leases = self.leases();
         let waits = leases.queue_is_watched()?;
-        // A run that passed over a damaged checkpoint has gone back: what is newer than the last save counts for nothing.
+        // A run that passed over a damaged checkpoint has gone back: checkpoints newer than the last save do not count.
         let latest = self.latest_step()?.unwrap_or(u64::MAX);
         let candidate = |step| {
             let path = self.path(step);
@@ -373,7 +374,7 @@ impl Checkpoints {
     }
 }
 
-/// How the names of what is being removed begin.
+/// Prefix of the names of directories that are being removed.
 const TRASH: &str = ".trash-";
 
 /// The name of the checkpoint of a step.
@@ -445,7 +446,7 @@ mod tests {
             checkpoints.retain(&Retention { newest: 2, ..Retention::default() });
         }
         assert_eq!(checkpoints.steps().unwrap(), [20, 100]);
-        // What kills leave.
+        // Remains of killed jobs.
         fs::create_dir_all(checkpoints.staging(7, "dead").join("x")).unwrap();
         fs::create_dir_all(checkpoints.root().join(".trash-step-00000001")).unwrap();
         std::os::unix::fs::symlink("step-00000020", checkpoints.root().join(".latest.77.tmp")).unwrap();
@@ -497,7 +498,7 @@ mod tests {
 
     const ONE: Retention = Retention { newest: 1, multiples: 0, best: 1 };
 
-    /// The checkpoint of step 1 has the lowest loss. What cannot be read may say so, or that somebody reads it.
+    /// The checkpoint of step 1 has the lowest loss. A file that cannot be read may say so, or that somebody reads it.
     #[test]
     fn nothing_is_removed_on_doubt() {
         let evaluation = |step, loss| Evaluation::done(step, loss, Default::default());
@@ -575,7 +576,7 @@ mod tests {
         assert_eq!(checkpoints.steps().unwrap(), [2, 3]);
     }
 
-    /// Which save of step 7 is there.
+    /// Id of the save of step 7 that is there.
     fn id_of_seven(checkpoints: &Checkpoints) -> String {
         Manifest::read(&checkpoints.path(7)).unwrap().id
     }
@@ -642,7 +643,8 @@ mod tests {
         checkpoints.publish(7, &stage(&checkpoints, "first")).unwrap();
         stage(&checkpoints, "second");
         let trash = checkpoints.root().join(".trash-step-00000007");
-        // Killed without exchange, or while it was being removed; then what cannot be read stays where it is.
+        // Killed without exchange, or while it was being removed; then a checkpoint that cannot be read stays in its
+        // place.
         fs::rename(checkpoints.path(7), &trash).unwrap();
         let manifest = trash.join("manifest.json");
         fs::rename(&manifest, trash.join("x")).unwrap();

@@ -1,4 +1,4 @@
-//! Whether a file system keeps what checkpoints rest on: renames that happen at once, links, durable directories.
+//! Tests of a file system for the operations that checkpoints rely on: atomic renames, links, durable directories.
 
 use std::fs::{self, File};
 use std::io;
@@ -16,14 +16,14 @@ const OBJECT_STORES: [&str; 7] =
 pub struct FileSystem {
     /// Its type in the words of /proc/mounts, such as `ext4`; none if it is not listed.
     pub kind: Option<String>,
-    /// Whether files can be locked, or why not.
+    /// Whether files can be locked, or the reason that they cannot.
     pub locks: Result<(), String>,
 }
 
-/// Tries what checkpoints need in `dir`, which exists. Warns where there are no locks.
+/// Tries the operations that checkpoints need in `dir`, which exists. Warns if there are no locks.
 ///
 /// # Errors
-/// What does not work there.
+/// The operation that does not work there.
 pub(super) fn check(dir: &Path) -> Result<()> {
     if let Err(e) = probe(dir)?.locks {
         log::warn!("{} has no file locks ({e}): let one evaluator at a time write eval.jsonl", dir.display());
@@ -31,10 +31,10 @@ pub(super) fn check(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// As `check`, and tells what it found. Ranks may do it at once.
+/// As `check`, and returns its findings. Ranks may do it at once.
 ///
 /// # Errors
-/// What does not work there.
+/// The operation that does not work there.
 pub fn probe(dir: &Path) -> Result<FileSystem> {
     let mounts = fs::read_to_string("/proc/mounts").unwrap_or_default();
     let real = fs::canonicalize(dir).map_err(|e| Error::io("open", dir, e))?;
@@ -57,7 +57,7 @@ fn unfit(dir: &Path, what: &str) -> Error {
     Error::input(format!("{} {what}", dir.display())).hint(hint)
 }
 
-/// What failed, and how.
+/// The operation that failed, and its error.
 type Failure = (&'static str, io::Error);
 
 /// Tries everything; whether there are locks, which checkpoints can do without.

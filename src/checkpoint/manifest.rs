@@ -42,7 +42,7 @@ pub struct Manifest {
     pub seed: u64,
     /// The resolved configuration.
     pub config: Config,
-    /// How text becomes token ids, when the data says.
+    /// Tokenizer from text to token ids, if the data names one.
     pub tokenizer: Option<Tokenizer>,
     /// Training data of the run; none in checkpoints of before it was kept, and in imported ones.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -50,7 +50,7 @@ pub struct Manifest {
     /// Preprocessing besides the tokenizer; none in checkpoints of before it was kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub preprocessing: Option<Preprocessing>,
-    /// Who wrote it.
+    /// The job that wrote it.
     pub origin: Origin,
     /// Names of the optimizer's buffers: groups beside `params` in the files.
     pub state: Vec<String>,
@@ -65,7 +65,7 @@ pub struct Manifest {
 pub struct Origin {
     /// Version of the program.
     pub hpctrain: String,
-    /// What carried its messages.
+    /// Transport of its messages: the MPI library, threads, or none.
     pub mpi: String,
     /// Ranks.
     pub ranks: usize,
@@ -115,14 +115,14 @@ pub struct Stored {
     pub crc32: Vec<u32>,
 }
 
-/// What a rank has written, as it tells the others.
+/// Description of a rank's file, as it is sent to the other ranks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Written {
     /// Name of the file.
     pub file: String,
     /// The file.
     pub entry: FileEntry,
-    /// Tensors with their shapes, and what of them is in the file.
+    /// Tensors with their shapes, and the piece of each in the file.
     pub ranges: Vec<(String, Vec<usize>, Piece)>,
 }
 
@@ -151,7 +151,7 @@ impl Manifest {
         let seal = dir.join(SEAL);
         let sealed = std::fs::read_to_string(&seal);
         let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
-        // Where the seal is broken, the version may be what has changed. A format of another version may have no seal.
+        // If the seal is broken, the version itself may have changed. A format of another version may have no seal.
         let is_broken =
             sealed.as_ref().is_ok_and(|seal| seal.len() == sealed_as(&found).len() && *seal != sealed_as(&found));
         if let Ok(Version { version }) = serde_json::from_str(&text)
@@ -242,7 +242,7 @@ impl Manifest {
         Ok(())
     }
 
-    /// Has `data` read as the network learned its samples. Returns what there is to say of it, for people.
+    /// Makes `data` read samples as the network learned them. Returns notes about it, for people.
     ///
     /// # Errors
     /// The data cannot be brought to that: its tokenizer is another, or a column, a category or a class is not known.
@@ -263,7 +263,7 @@ impl Manifest {
         Ok(notes)
     }
 
-    /// How far the run was.
+    /// Progress of the run.
     pub fn progress(&self) -> Progress {
         Progress { step: self.step, updates: self.updates, position: self.position }
     }

@@ -47,7 +47,7 @@ fn refused(action: &str, path: &Path, e: impl std::fmt::Display) -> Error {
     Error::io(action, path, e).hint("check the free space and permissions there; the last published checkpoint is kept")
 }
 
-/// How far a run is.
+/// Progress of a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
     /// Steps finished.

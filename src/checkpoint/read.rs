@@ -1,4 +1,4 @@
-//! Reading: any range of any tensor, from whatever files hold it.
+//! Reading: any range of any tensor, from the files that hold it.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -39,7 +39,7 @@ impl Reader {
         Ok(Self { manifest: Manifest::read(dir)?, files, block: Vec::new() })
     }
 
-    /// What the checkpoint says of itself.
+    /// The manifest of the checkpoint.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }

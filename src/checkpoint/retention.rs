@@ -1,20 +1,20 @@
-//! Which checkpoints need not be kept.
+//! Selection of the checkpoints that need not be kept.
 
 use crate::config;
 
-/// How many checkpoints are kept, and which.
+/// Rules for the checkpoints that are kept.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// The newest so many.
+    /// Number of the newest checkpoints kept.
     pub newest: usize,
-    /// Those of steps that are multiples of this; 0 keeps none for its step.
+    /// Checkpoints of steps that are multiples of this are kept; 0 keeps none for its step.
     pub multiples: u64,
-    /// So many with the lowest validation losses.
+    /// Number of checkpoints kept for the lowest validation losses.
     pub best: usize,
 }
 
 impl Retention {
-    /// What a configuration asks for.
+    /// The retention that a configuration asks for.
     pub fn of(config: &config::Checkpoint) -> Self {
         Self { newest: config.keep, multiples: config.keep_every, best: config.keep_best }
     }
@@ -25,7 +25,7 @@ impl Retention {
 pub struct Candidate {
     /// Its step.
     pub step: u64,
-    /// Whether all of it is there: what is damaged does not count.
+    /// Whether all of it is there: a damaged checkpoint does not count.
     pub sound: bool,
     /// Its validation loss, if it was evaluated.
     pub loss: Option<f64>,
@@ -37,7 +37,7 @@ pub struct Candidate {
 pub fn removed(candidates: &[Candidate], retention: &Retention) -> Vec<u64> {
     let sound: Vec<&Candidate> = candidates.iter().filter(|candidate| candidate.sound).collect();
     let newest = &sound[sound.len().saturating_sub(retention.newest)..];
-    // Nothing is removed that is newer than what is kept: while all is damaged, all stays.
+    // No checkpoint is removed that is newer than the oldest of these: while all are damaged, all stay.
     let Some(oldest) = newest.first().map(|candidate| candidate.step) else { return Vec::new() };
     let mut by_loss: Vec<(f64, u64)> = sound.iter().filter_map(|one| Some((one.loss?, one.step))).collect();
     by_loss.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));

@@ -1,10 +1,10 @@
 //! Saving while training goes on: copy, write, meet, publish.
 //!
 //! A save is under way in three stages. Every rank has a thread that writes its file; when all are done, rank 0 has one
-//! that writes the manifest and publishes, and each rank reads its file again; when all have found what they wrote, rank 0
-//! removes what is not to be kept. Ranks learn that all are done from the notes that they exchange with every step anyway
-//! ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever asks for messages, and all ranks enter the next
-//! stage at the same step.
+//! that writes the manifest and publishes, and each rank reads its file again; when all have found the numbers that
+//! they wrote, rank 0 removes the checkpoints that are not to be kept. Ranks learn that all are done from the notes
+//! that they exchange with every step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever
+//! asks for messages, and all ranks enter the next stage at the same step.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::data::{Preprocessing, TrainedOn};
 use crate::error::{Error, Result};
 use crate::parallel::Sharded;
 
-/// What the manifests of a run have in common, and where they go.
+/// The common part of the manifests of a run, and the directory of its checkpoints.
 pub struct Job {
     /// The checkpoints of the run.
     pub checkpoints: Checkpoints,
@@ -35,9 +35,9 @@ pub struct Job {
     pub preprocessing: Option<Preprocessing>,
     /// Training data of the run.
     pub data: Option<TrainedOn>,
-    /// Who writes; version and time are filled in.
+    /// The job that writes; version and time are filled in.
     pub origin: Origin,
-    /// Names the job, the same on all ranks: part of the names of what is being written.
+    /// Names the job, the same on all ranks: part of the names of directories that are being written.
     pub id: String,
     /// Files that tell of the steps before a checkpoint: made durable before it is published.
     pub records: Vec<PathBuf>,
@@ -48,7 +48,7 @@ pub struct Job {
 /// A published checkpoint.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Published {
-    /// How far the run was.
+    /// Progress of the run.
     pub progress: Progress,
     /// From the copy to the end of the publication.
     pub took: Duration,
@@ -79,7 +79,7 @@ enum Stage<B: Kernels> {
     Retaining(Option<Task<()>>),
 }
 
-/// The result of a thread, or of what needed none.
+/// The result of a thread, or of work that needed none.
 enum Task<T> {
     Thread(JoinHandle<T>),
     Ready(T),
@@ -116,7 +116,7 @@ impl<T: Send + 'static> Task<T> {
 }
 
 impl<B: Kernels> Saver<B> {
-    /// A saver of what `sharded` holds. `asynchronous` takes the memory for a copy of it.
+    /// A saver of the tensors in `sharded`. `asynchronous` takes the memory for a copy of them.
     ///
     /// # Errors
     /// A message between ranks failed.
@@ -233,7 +233,7 @@ impl<B: Kernels> Saver<B> {
         Ok(published)
     }
 
-    /// All files are written, or one is not: what this rank does next.
+    /// The next stage of this rank, once all files are written or one has failed.
     fn meet(&mut self, progress: Progress, written: Result<ShardFile>) -> Result<Task<Result<Instant>>> {
         let root = self.world.rank() == 0;
         let staging = self.job.staging(progress.step);
@@ -266,7 +266,7 @@ fn create(staging: &Path) -> Result<()> {
 }
 
 impl Job {
-    /// Where the checkpoint of a step is written.
+    /// Directory in which the checkpoint of a step is written.
     fn staging(&self, step: u64) -> PathBuf {
         self.checkpoints.staging(step, &self.id)
     }
@@ -302,7 +302,7 @@ impl Job {
         self.checkpoints.publish(progress.step, staging).map(drop)
     }
 
-    /// Removes what is not to be kept.
+    /// Removes the checkpoints that are not to be kept.
     fn retain(&self) {
         self.checkpoints.retain(&Retention::of(&self.config.checkpoint));
     }

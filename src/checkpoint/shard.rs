@@ -16,7 +16,7 @@ use crate::data::one_line;
 use crate::error::{Error, Result};
 use crate::hdf5_files;
 
-/// What fails where a file does.
+/// The action that errors of a file name.
 const WRITE: &str = "write the checkpoint";
 
 /// A range of a tensor that a rank writes.
@@ -107,12 +107,12 @@ pub struct ShardFile {
 }
 
 impl ShardFile {
-    /// What is in it.
+    /// The table of its content.
     pub fn written(&self) -> &Written {
         &self.written
     }
 
-    /// Reads all numbers again: older checkpoints are removed only once this one gives back what was written.
+    /// Reads all numbers again: older checkpoints are removed only once this one gives back the numbers written.
     ///
     /// # Errors
     /// The file system gave back something else.

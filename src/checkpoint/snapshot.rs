@@ -1,4 +1,4 @@
-//! What a rank writes of a checkpoint: copied to the host at once and written later, or unit by unit.
+//! A rank's part of a checkpoint: copied to the host at once and written later, or unit by unit.
 
 use std::ops::Range;
 use std::path::Path;
@@ -8,7 +8,7 @@ use crate::backend::{Kernels, Ledger, MemoryKind};
 use crate::error::Result;
 use crate::parallel::{Owned, Sharded, Values};
 
-/// Where one part of a unit's owned range lies in a snapshot.
+/// Location in a snapshot of one part of a unit's owned range.
 struct Place {
     part: usize,
     data: Range<usize>,

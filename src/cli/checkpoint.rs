@@ -109,7 +109,7 @@ enum ImportTokenizer {
     Gpt2,
 }
 
-/// Does what the arguments say; returns the exit code.
+/// Runs the command; returns the exit code.
 pub fn run(args: &CheckpointArgs) -> i32 {
     match &args.command {
         Command::List { run } => {
@@ -215,7 +215,7 @@ fn import(args: &ImportArgs) -> Result<()> {
     Ok(())
 }
 
-/// A section as arguments of the command line, without what is so by default.
+/// A section as arguments of the command line, without the keys that have their defaults.
 fn settings(model: &Model) -> Result<String> {
     let (default, mut text) = (written(&Model::default())?, String::new());
     for (key, value) in written(model)?.iter().filter(|(key, value)| default.get(*key) != Some(value)) {

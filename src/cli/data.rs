@@ -212,7 +212,7 @@ struct TextArgs {
     compress: Option<u8>,
 }
 
-/// Does what the arguments say and prints the outcome to the standard output.
+/// Runs the command and prints its outcome to the standard output.
 pub fn run(args: DataArgs) -> Result<()> {
     match args.command {
         Command::Import(ImportArgs { source: Source::Text(text) }) => {

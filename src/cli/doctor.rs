@@ -46,7 +46,7 @@ pub struct ProbeArgs {
     probe: String,
 }
 
-/// Looks at what could crash, in a process of its own.
+/// Runs the checks that could crash, in a process of its own.
 pub fn probe(args: &ProbeArgs) -> Result<()> {
     doctor::probe::answer(&args.probe)
 }

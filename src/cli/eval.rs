@@ -90,10 +90,10 @@ fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<Ending> {
     }
 }
 
-/// Evaluates as one of the ranks that do; returns the exit code. What goes wrong here does not end the trainer.
+/// Evaluates as one of the ranks that do; returns the exit code. A failure here does not end the trainer.
 ///
 /// # Errors
-/// Those of [`watch`], in a job of evaluators alone, and those that the evaluators do not share.
+/// The errors of [`watch`], in a job of evaluators alone, and errors that the evaluators do not share.
 pub fn evaluate(role: &Role, mut request: Request) -> Result<i32> {
     if role.mixed {
         // The trainer knows where it is, also where its run has no name.

@@ -1,4 +1,4 @@
-//! `hpctrain eval --checkpoint`: what a checkpoint is worth on any data. Nothing is written into a run.
+//! `hpctrain eval --checkpoint`: the loss and metrics of a checkpoint on any data. Nothing is written into a run.
 
 use std::path::{Path, PathBuf};
 
@@ -20,7 +20,7 @@ pub struct Request {
     pub checkpoint: PathBuf,
     /// The data; that of the checkpoint's run without.
     pub data: Option<PathBuf>,
-    /// Which part of it.
+    /// The part of it.
     pub split: Option<Part>,
     /// Print one object of JSON.
     pub json: bool,

@@ -95,7 +95,7 @@ pub fn run() -> i32 {
     };
     job::name_console(launch.as_ref());
     let command = cli.command.unwrap_or(Command::Train(cli.train));
-    // Of a training, records and checkpoints are what counts.
+    // The results of a training are its records and checkpoints.
     let is_for_output = !matches!(command, Command::Train(_) | Command::Simulate(_));
     let code = carry_out(command, launch.as_ref(), speaks);
     match crate::telemetry::lost() {

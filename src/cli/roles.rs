@@ -1,4 +1,5 @@
-//! Who trains and who evaluates in a job: one exchange between all ranks, so that one binary serves all roles.
+//! The roles of the ranks of a job, training and evaluation: one exchange between all ranks, so that one binary serves
+//! both.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,12 +9,12 @@ use crate::error::{Error, Result};
 use crate::run_dir::Ending;
 use crate::topology::Topology;
 
-/// What a process was started as.
+/// The command by which a process was started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Start {
     /// `hpctrain train --evaluators N`.
     Train {
-        /// How many of the job's training ranks evaluate instead.
+        /// Number of the job's training ranks that evaluate instead.
         evaluators: usize,
     },
     /// `hpctrain eval`.
@@ -57,7 +58,7 @@ impl Role {
     }
 }
 
-/// Which ranks train: those started for it, but for the last ones if some are to evaluate.
+/// Whether each rank trains: those started for it do, but for the last ones if some are to evaluate.
 fn trainers(starts: &[Start]) -> Result<Vec<bool>> {
     let asked = starts.iter().filter_map(|start| match start {
         Start::Train { evaluators } => Some(*evaluators),

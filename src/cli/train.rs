@@ -87,7 +87,7 @@ pub struct TrainArgs {
 }
 
 impl TrainArgs {
-    /// What the evaluators of the job do. The trainer tells the directory.
+    /// The request of the job's evaluators. The trainer tells the directory.
     fn evaluation(&self, role: &Role) -> evaluate::Request {
         evaluate::Request {
             run: PathBuf::new(),
@@ -100,7 +100,7 @@ impl TrainArgs {
         }
     }
 
-    /// What to run.
+    /// The run that the arguments ask for.
     pub fn request(&self, threads: Option<usize>) -> Result<Request> {
         let (config, name) = self.sources.load()?;
         let resume = match self.resume.as_deref() {

@@ -1,4 +1,5 @@
-//! A checkpoint that is used rather than trained on, and the data it is given: what `predict` and `eval --checkpoint` share.
+//! A checkpoint that is used rather than trained on, and its data: the common part of `predict` and `eval
+//! --checkpoint`.
 
 use std::path::Path;
 
@@ -26,7 +27,7 @@ pub enum Part {
     Validation,
 }
 
-/// What a command does with a checkpoint.
+/// The work of a command with a checkpoint.
 pub trait Work {
     /// The data it gives the network.
     type Data: Source;
@@ -123,13 +124,13 @@ pub fn config(reader: &Reader, overrides: &[String], data: Option<&Path>) -> Res
     Ok(config)
 }
 
-/// Which shards are meant: those asked for, else those for validation where there are any.
+/// The shards that are meant: those asked for, else those for validation if there are any.
 ///
 /// # Errors
 /// The data of the configuration cannot be looked for.
 pub fn split(config: &Config, asked: Option<Part>) -> Result<Split> {
     Ok(match asked {
-        // One file is one part, whatever it is called, unless a fraction of it was kept.
+        // One file is one part, with any name, unless a fraction of it was kept.
         _ if config.data.mix.is_empty()
             && config.data.val_fraction == 0.0
             && Path::new(&config.data.path).is_file() =>

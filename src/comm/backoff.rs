@@ -1,4 +1,4 @@
-//! How eagerly the communication thread polls.
+//! Polling of the communication thread.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 /// Hot polls between two offers of the core to others.
 const POLLS_PER_YIELD: u32 = 64;
 
-/// How long polling stays brisk although nobody waits: most messages of a transfer in progress arrive within it.
+/// Duration of brisk polling although nobody waits: most messages of a transfer in progress arrive within it.
 const BRISK: Duration = Duration::from_micros(20);
 
 /// A nap between polls while compute works. With the timer slack of the thread it lasts a little longer.
@@ -34,7 +34,7 @@ pub fn settle(event: &dyn Event, wire: &mut dyn Wire, shared: &Shared) -> Result
 /// otherwise compute needs the core, and polling soon backs off to naps.
 pub struct Backoff {
     polls: u32,
-    /// Ranks of this node outnumber the cores: whoever spins keeps another rank from sending.
+    /// Ranks of this node outnumber the cores: a rank that spins keeps another from sending.
     crowded: bool,
     brisk_until: Option<Instant>,
 }

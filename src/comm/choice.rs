@@ -1,4 +1,4 @@
-//! Which algorithm runs which operation at which size: told by the configuration, or measured at the start.
+//! The algorithm of each operation and size: set by the configuration, or measured at the start.
 
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use super::table::Table;
 use crate::backend::{Backend, MemoryKind};
 use crate::error::{Error, Result};
 
-/// `comm.algorithm`: one algorithm for everything, or what a measurement finds.
+/// `comm.algorithm`: one algorithm for everything, or the fastest ones of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Choice {
@@ -55,7 +55,7 @@ const SIZES: [usize; 4] = [16 << 10, 256 << 10, 2 << 20, 16 << 20];
 /// Repetitions of a measurement; the fastest counts, since others only disturb.
 const REPETITIONS: usize = 3;
 
-/// What a measurement may take in all; sizes beyond are left out.
+/// Total time of a measurement; sizes beyond it are left out.
 const BUDGET: Duration = Duration::from_millis(500);
 
 /// An algorithm must take less than this part of the tree's time: timings of a start are rough.

@@ -1,4 +1,4 @@
-//! How far the clocks of two hosts are apart.
+//! Offset between the clocks of two hosts.
 
 use super::wire::{Members, Wire};
 use crate::error::Result;

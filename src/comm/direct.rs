@@ -1,7 +1,7 @@
-//! Messages of device memory by its addresses, through a library that takes them: MPI's, or that of the device's vendor.
+//! Messages of device memory by its addresses, through a library that takes them: MPI's or the device vendor's.
 //!
-//! The algorithms are those of the host, and the device adds what is received in the same order. Only what MPI libraries
-//! do reliably is asked of them: single sends and receives, and the blocking collectives.
+//! The algorithms are those of the host, and the device adds received elements in the same order. Of the MPI library
+//! only reliable functions are used: single sends and receives, and the blocking collectives.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ const WORDS: usize = 1 << 20;
 /// Messages under way: one is added while the next arrives.
 const DEPTH: usize = 2;
 
-/// Bytes that messages pass through on the device, besides what algorithms keep aside.
+/// Bytes that messages pass through on the device, besides the elements that algorithms keep aside.
 pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 
 /// MemoryKind on the device that messages pass through; kept between collectives. All buffers of a rank are on one device.
@@ -30,7 +30,7 @@ pub struct Room {
 }
 
 impl Room {
-    /// Nothing yet; what it grows to is counted.
+    /// Empty; its growth is counted.
     pub fn new(shared: &Arc<Shared>) -> Self {
         let places = || Places { places: Vec::new(), shared: shared.clone() };
         Self { received: places(), aside: places() }
@@ -68,7 +68,7 @@ impl Places {
 /// Device memory whose addresses a library takes.
 pub struct Direct<'a> {
     pub memory: Span<'a>,
-    /// Whom messages go by; none if the wire takes addresses itself.
+    /// The communicator that carries messages; none if the wire takes addresses itself.
     pub device_comm: Option<GroupComm<'a>>,
     pub copies: &'a dyn DeviceCopies,
     pub room: &'a mut Room,

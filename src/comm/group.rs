@@ -25,7 +25,7 @@ pub struct Group<B: Backend> {
     members: Members,
     table: Arc<Table>,
     name: &'static str,
-    /// What requests through this handle are about.
+    /// Name of the block that requests through this handle concern.
     unit: Option<Arc<str>>,
 }
 
@@ -99,7 +99,7 @@ impl<B: Backend> Group<B> {
         Self { table: Arc::new(table), ..self.clone() }
     }
 
-    /// Which algorithm runs which operation.
+    /// The algorithms of the operations.
     pub fn table(&self) -> &Table {
         &self.table
     }
@@ -128,7 +128,7 @@ impl<B: Backend> Group<B> {
         self.members.size()
     }
 
-    /// What communication has cost this rank so far, in all groups.
+    /// Cost of communication for this rank so far, in all groups.
     pub fn stats(&self) -> Stats {
         self.comm.stats()
     }
@@ -206,13 +206,13 @@ impl<B: Backend> Group<B> {
                 });
                 return parcel.finish(sent);
             }
-            // The wire answers through the parcel, whatever happens.
+            // The wire answers through the parcel, also after a failure.
             let _ = state.attempt(|state| state.wire.post(&members, to, parcel));
         }));
         pending
     }
 
-    /// Fills a buffer with what rank `from` sends, which has the same length.
+    /// Fills a buffer with a message of rank `from`, which has the same length.
     pub fn recv(&self, from: usize, mut buf: B::Buf) -> Pending<B::Buf> {
         let ready = match self.check_peer(from).and_then(|()| B::stamp(&buf)) {
             Ok(ready) => ready,
@@ -291,7 +291,7 @@ impl<B: Backend> Group<B> {
         let report = report.map_err(|error| Error::internal(format!("an error cannot be told: {error}")))?;
         let reports = match self.gather_as("agree", report).wait() {
             Ok(reports) => reports,
-            // What went wrong here says more than that the others did not hear of it.
+            // A local error says more than the failure to report it.
             Err(unheard) => return Err(mine.err().unwrap_or(unheard)),
         };
         let alike = reports.iter().all(|report| *report == reports[0]);

@@ -1,4 +1,5 @@
-//! What a rank leaves in the run directory for the others to read when it cannot answer, as JSON.
+//! Heartbeat and ledger files of the ranks in the run directory, as JSON: readable even if their rank no longer
+//! answers.
 
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
@@ -15,10 +16,10 @@ use crate::error::{Error, Result};
 /// Bytes of a heartbeat, unless it needs more: it is written over the one before.
 const ROOM: usize = 1024;
 
-/// How often a file is read again that was read in the middle of a write.
+/// Attempts to read a file that is being written.
 const READS: usize = 5;
 
-/// A collective, told to people. Times are seconds since 1970.
+/// A collective, as reports describe it. Times are seconds since 1970.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Told {
     pub number: u64,
@@ -68,7 +69,7 @@ impl fmt::Display for Told {
     }
 }
 
-/// Where a rank is.
+/// The state of a rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Heartbeat {
     pub rank: usize,
@@ -78,7 +79,7 @@ pub struct Heartbeat {
     pub beat: u64,
     /// When it was written; seconds since 1970.
     pub time: f64,
-    /// What the compute thread does, and since when.
+    /// Activity of the compute thread, and its start.
     pub phase: String,
     pub phase_since: f64,
     /// Whether it is blocked until a message comes.
@@ -130,7 +131,7 @@ impl Files {
         self.folder.join(MARKER)
     }
 
-    /// Removes what an earlier job has left.
+    /// Removes the files of an earlier job.
     pub fn clear(&self) -> Result<()> {
         let ours = |name: &str| name == MARKER || [HEARTBEAT, LEDGER].iter().any(|start| name.starts_with(start));
         let refused = |e| Error::io("clear", &self.folder, e);
@@ -174,7 +175,7 @@ impl Files {
     pub fn mark(&self) -> bool {
         match File::create_new(self.marker()) {
             Err(e) if e.kind() == ErrorKind::AlreadyExists => false,
-            // Where nothing can be written, every rank is the first.
+            // If nothing can be written, every rank is the first.
             _ => true,
         }
     }

@@ -1,18 +1,18 @@
-//! Whether this process was started by an MPI launcher: asked before MPI is, which must not be
-//! initialised in a process that runs alone, and may take seconds.
+//! Whether this process was started by an MPI launcher: determined before MPI is initialised, which must not happen in
+//! a process that runs alone, and may take seconds.
 
 use crate::error::{Error, Result};
 
 /// A start by an MPI launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
-    /// This process's rank, if the launcher told: what fails before MPI is up is printed by rank 0 only.
+    /// This process's rank, if the launcher states it: errors before MPI is up are printed by rank 0 only.
     pub rank: Option<usize>,
-    /// What started it, for people.
+    /// Name of the launcher, for reports.
     pub by: &'static str,
 }
 
-/// A variable that a launcher sets, the one that holds the rank, and what people call the launcher.
+/// A variable that a launcher sets, the one that holds the rank, and the launcher's common name.
 const LAUNCHERS: [(&str, &str, &str); 5] = [
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI's mpirun"),
     ("PMIX_RANK", "PMIX_RANK", "a launcher that speaks PMIx, such as srun --mpi=pmix"),
@@ -21,10 +21,10 @@ const LAUNCHERS: [(&str, &str, &str); 5] = [
     ("PALS_RANKID", "PALS_RANKID", "PALS"),
 ];
 
-/// Overrides what the launchers' variables say: `1` or `0`.
+/// Overrides the launchers' variables: `1` or `0`.
 const OVERRIDE: &str = "HPCTRAIN_MPI";
 
-/// The launch that the environment tells of, or None for a process that was started alone.
+/// The launch that the environment indicates, or None for a process that was started alone.
 ///
 /// # Errors
 /// The override is neither 0 nor 1, or Slurm started several tasks that cannot find one another.
@@ -53,7 +53,7 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
     Ok(None)
 }
 
-/// How many processes the launcher says it started, to compare with what MPI says.
+/// Number of processes by the launcher's account, to compare with MPI's.
 pub(super) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usize> {
     ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].iter().find_map(|name| env(name)?.parse().ok())
 }
@@ -62,7 +62,7 @@ pub(super) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usiz
 mod tests {
     use super::*;
 
-    /// The rank that a launch tells, if there is one.
+    /// The rank of a launch, if it states one.
     fn ask(vars: &[(&str, &str)]) -> Result<Option<Option<usize>>> {
         let launch = launched(|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()))?;
         Ok(launch.map(|launch| launch.rank))

@@ -1,4 +1,4 @@
-//! The last collectives of a rank: what to look at when a job stands still.
+//! The last collectives of a rank: the evidence when a job stands still.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -9,17 +9,17 @@ use crate::activity::{self, Message};
 /// Collectives that are remembered.
 const KEPT: usize = 256;
 
-/// What a rank is about to do with the others.
+/// Description of a collective.
 #[derive(Debug, Clone)]
 pub struct Label {
     pub op: &'static str,
     /// Name of the group.
     pub group: &'static str,
-    /// What it is about: the name of a block.
+    /// Name of the block it concerns.
     pub unit: Option<Arc<str>>,
     pub size: Size,
     pub algorithm: &'static str,
-    /// Whose data it is, where one rank has it.
+    /// The rank that has the data, if it is one.
     pub root: Option<usize>,
 }
 
@@ -56,7 +56,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// It as the trace tells it.
+    /// The entry as an event of the trace.
     pub fn message(&self) -> Message {
         let Label { group, size, algorithm, .. } = self.label;
         Message { number: self.number, group, ranks: self.ranks, bytes: size.bytes(), algorithm }

@@ -64,10 +64,10 @@ use worker::{Request, Worker};
 /// Name of the group of all ranks.
 const WORLD: &str = "world";
 
-/// How long an abort may take before the process ends on its own.
+/// Time limit of an abort, after which the process ends on its own.
 const ABORT_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Where a rank runs.
+/// The node of a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NodeInfo {
     /// This rank's number among the ranks of its node.
@@ -78,7 +78,7 @@ pub struct NodeInfo {
     pub host: String,
 }
 
-/// What a rank knows about the world it was started in.
+/// The world of a rank, as it was started.
 #[derive(Clone)]
 struct World {
     rank: usize,
@@ -92,13 +92,13 @@ struct World {
     vendor: bool,
     /// Whether the library says that it takes addresses of GPUs.
     claims_devices: bool,
-    /// What MPI allows threads to do, where there is MPI.
+    /// Thread level of MPI; none without MPI.
     threads: Option<&'static str>,
     /// Bytes that messages pass through, at most.
     staging: usize,
 }
 
-/// How a rank goes down when it aborts.
+/// The end of a rank that aborts.
 enum Abort {
     /// With its process.
     Exit,
@@ -111,7 +111,7 @@ pub struct Comm<B: Backend> {
     inner: Arc<Inner>,
     /// The ranks that this handle takes for the world.
     home: Members,
-    /// How it reaches device memory.
+    /// The path of messages to device memory.
     path: DevicePath,
     /// Words of device memory that go through the host at a time.
     slot: usize,
@@ -123,7 +123,7 @@ struct Inner {
     algorithm: Algorithm,
     abort: Abort,
     shared: Arc<Shared>,
-    /// None in a world of one, which has nobody to talk to.
+    /// None in a world of one, which needs no communication.
     worker: Mutex<Option<Worker>>,
 }
 
@@ -173,12 +173,12 @@ impl<B: Backend> Comm<B> {
         self.home.size()
     }
 
-    /// Where this rank runs.
+    /// The node of this rank.
     pub fn node(&self) -> NodeInfo {
         self.inner.world.node.clone()
     }
 
-    /// What carries the messages, such as `"Open MPI v4.1.4"`.
+    /// The library that carries messages, such as `"Open MPI v4.1.4"`.
     pub fn library(&self) -> &str {
         &self.inner.world.library
     }
@@ -193,17 +193,17 @@ impl<B: Backend> Comm<B> {
         self.inner.world.claims_devices
     }
 
-    /// What MPI allows threads to do, such as `MPI_THREAD_FUNNELED`; none without MPI.
+    /// Thread level of MPI, such as `MPI_THREAD_FUNNELED`; none without MPI.
     pub fn thread_level(&self) -> Option<&'static str> {
         self.inner.world.threads
     }
 
-    /// How groups exchange and add that choose nothing else.
+    /// The default algorithm of groups.
     pub fn algorithm(&self) -> Algorithm {
         self.inner.algorithm
     }
 
-    /// What communication has cost this rank so far.
+    /// Cost of communication for this rank so far.
     pub fn stats(&self) -> Stats {
         self.inner.shared.stats()
     }
@@ -269,7 +269,7 @@ impl<B: Backend> Comm<B> {
         Ok(Members::new(id, self.inner.world.rank, ranks, self.inner.world.nodes.clone()))
     }
 
-    /// What this rank does, for those of its threads that tell.
+    /// Record of the activity of this rank's threads.
     pub fn activity(&self) -> &Activity {
         &self.inner.shared.activity
     }
@@ -303,7 +303,7 @@ impl<B: Backend> Comm<B> {
             return Ok(None);
         }
         let world = self.world();
-        // Nobody may take what an earlier job has left for this one's.
+        // No rank may take files of an earlier job for this job's.
         world.agree(if self.rank() == 0 { Files::new(folder).clear() } else { Ok(()) })?;
         world.agree(Watch::start(self.inner.clone(), self.rank(), self.size(), folder, timeout)).map(Some)
     }
@@ -313,9 +313,8 @@ impl<B: Backend> Comm<B> {
         Label { op, group: WORLD, unit: None, size, algorithm: "direct", root: None }
     }
 
-    /// Ends the communication thread once it has done what was requested of it, and leaves the world
-    /// (`MPI_Finalize`). Groups that are still alive can make no further requests. Dropping the last
-    /// handle does the same.
+    /// Ends the communication thread once it has finished its requests, and leaves the world (`MPI_Finalize`). Groups
+    /// that are still alive can make no further requests. Dropping the last handle does the same.
     pub fn shutdown(self) {
         self.inner.end();
     }
@@ -379,7 +378,7 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            // The others may be waiting for what this rank will never send.
+            // The others may be waiting for messages that this rank will never send.
             self.request_abort(1);
         }
         self.end();

@@ -1,4 +1,4 @@
-//! What algorithms work on: memory that can be sent from and added to, wherever it is.
+//! Operands of the algorithms: memory of the host or of a device that can be sent from and added to.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use super::wire::{Incoming, Members, Outgoing, Vendor, Wire};
 use crate::backend::cpu::add_serial;
 use crate::error::{Error, Result};
 
-/// What happens to the elements that are received.
+/// Treatment of received elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Combine {
     /// They replace those in memory.
@@ -50,7 +50,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Nothing yet; what it grows to is counted.
+    /// Empty; its growth is counted.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { aside: Vec::new(), shared }
     }
@@ -79,7 +79,7 @@ type Pieces<'a> = (Vec<&'a [f32]>, Vec<&'a mut [f32]>);
 
 /// Takes ranges of `memory` that do not overlap.
 fn pieces<'a>(memory: &'a mut [f32], read: &[Range<usize>], written: &[Range<usize>]) -> Result<Pieces<'a>> {
-    // What is sent leaves in the order of its ranges, and so arrives what is received.
+    // Elements are sent in the order of their ranges, and received in it.
     let ascending =
         |ranges: &[Range<usize>]| ranges.iter().filter(|range| !range.is_empty()).is_sorted_by_key(|range| range.start);
     if !ascending(read) || !ascending(written) {

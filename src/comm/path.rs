@@ -1,4 +1,4 @@
-//! Which way messages take to the memory of a device.
+//! Paths of messages to the memory of a device.
 
 use std::fmt;
 
@@ -8,7 +8,7 @@ use super::{Comm, mpi};
 use crate::backend::Backend;
 use crate::error::{Error, Result};
 
-/// `comm.path`: how messages reach the memory of GPUs.
+/// `comm.path`: the path of messages to the memory of GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PathSetting {
@@ -33,7 +33,7 @@ impl fmt::Display for PathSetting {
     }
 }
 
-/// How messages reach the memory of a device.
+/// The path of messages to the memory of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DevicePath {
@@ -113,7 +113,7 @@ impl<B: Backend> Comm<B> {
         Ok(self.through(DevicePath::Nccl))
     }
 
-    /// A handle whose messages reach device memory in a way that is known to work. All ranks take the same.
+    /// A handle whose messages reach device memory by a path that is known to work. All ranks take the same.
     #[must_use]
     pub fn through(&self, path: DevicePath) -> Self {
         Self { path, ..self.clone() }
@@ -125,7 +125,7 @@ impl<B: Backend> Comm<B> {
         Self { slot: words.max(1), ..self.clone() }
     }
 
-    /// How messages reach the memory of the backend; none if it is the host's.
+    /// The path of messages to the memory of the backend; none if it is the host's.
     pub fn device_path(&self) -> Option<DevicePath> {
         (!B::ON_HOST).then_some(self.path)
     }

@@ -15,7 +15,7 @@ enum State<T> {
     Requested { answer: Receiver<Result<T>>, shared: Arc<Shared> },
 }
 
-/// Where the communication thread puts the value.
+/// The sending end of an answer, for the communication thread.
 pub struct Reply<T>(SyncSender<Result<T>>);
 
 /// Both ends of one answer.
@@ -62,7 +62,7 @@ impl<T> Pending<T> {
         true
     }
 
-    /// Blocks until the request is done and returns what it was given.
+    /// Blocks until the request is done and returns its value.
     ///
     /// # Errors
     /// The request, or one before it, failed: a message between ranks was lost, a rank is gone.

@@ -1,4 +1,4 @@
-//! What a rank's handles and its communication thread both see: counters, the ledger, and the order to abort.
+//! State shared by a rank's handles and its communication thread: counters, the ledger, and the order to abort.
 
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -10,7 +10,7 @@ use crate::activity::{Activity, Doing, span};
 /// No abort was ordered; exit codes are 32 bits wide.
 const NO_ABORT: i64 = i64::MIN;
 
-/// What communication has cost a rank.
+/// Cost of communication for a rank.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Stats {
     /// Seconds the communication thread spent on requests, waiting for ranks that come late included. A request
@@ -37,7 +37,7 @@ pub struct Shared {
     sent: AtomicU64,
     abort: AtomicI64,
     ledger: Mutex<CollectiveLedger>,
-    /// What this rank does.
+    /// Activity of this rank.
     pub activity: Activity,
 }
 
@@ -106,7 +106,7 @@ impl Shared {
         }
     }
 
-    /// From now on `count` hears of such memory, first of what there is.
+    /// From now on `count` is called with the bytes of such memory, first with those there are.
     pub fn count_staging(&self, count: Box<dyn Fn(usize) + Send>) {
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         count(staging.bytes);

@@ -35,7 +35,7 @@ pub struct Slots {
 }
 
 impl Slots {
-    /// None yet; what is made is counted.
+    /// Empty; slots made later are counted.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { free: Mutex::default(), shared }
     }
@@ -148,7 +148,7 @@ fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
     }
 }
 
-/// What a collective works with.
+/// Resources of a collective.
 pub struct Staging<'a> {
     pub copies: &'a dyn DeviceCopies,
     pub slots: &'a Arc<Slots>,
@@ -220,7 +220,7 @@ impl Staging<'_> {
         Ok(())
     }
 
-    /// Receives into device memory what [`Staging::send`] sends.
+    /// Receives a message of [`Staging::send`] into device memory.
     pub fn receive(&self, memory: Span<'_>, wire: &mut dyn Wire, group: &Members, from: usize) -> Result<()> {
         let chunks = straight(memory.words(), self.words);
         let mut slots =
@@ -248,7 +248,7 @@ impl Parcel for Leaving {
     }
 
     fn finish(self: Box<Self>, _: Result<()>) {
-        // The sender has its buffer back already; a failure fails whatever it requests next.
+        // The sender has its buffer back already; a failure fails its next request.
     }
 
     fn abandon(mut self: Box<Self>, _: Error) {

@@ -1,4 +1,4 @@
-//! Who keeps the others waiting: what is told of a job that stands still.
+//! Builds the stall report: the ranks that block the job, and where.
 
 use std::collections::BTreeMap;
 
@@ -67,7 +67,7 @@ pub fn report(ranks: &[Sighting], ledgers: &[LedgerFile], now: f64) -> String {
     format!("the job stands still: {}", causes.join("; "))
 }
 
-/// Where a rank was last seen.
+/// The place at which a rank was last seen.
 fn place(heartbeat: &Heartbeat) -> String {
     match (&heartbeat.current, &heartbeat.finished) {
         (Some(told), _) => format!("in {told}"),

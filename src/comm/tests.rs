@@ -18,7 +18,7 @@ use crate::error::{Error, Kind, Result};
 const LONGEST: usize = 300_000;
 const LENGTHS: [usize; 8] = [0, 1, 2, 3, 7, 64, 1000, LONGEST];
 
-/// Runs `rank` on a thread for each rank, given the node of each, and returns what each made of it, or fails after a while.
+/// Runs `rank` on a thread for each rank, given the node of each, and returns their results, or fails after a while.
 fn run<T: Send + 'static>(
     nodes: &[usize],
     algorithm: Algorithm,
@@ -314,7 +314,7 @@ fn different_requests_are_named() {
     assert!(told.filter(|error| error.contains(wants) && error.contains("all_gather, 24 bytes")).count() > 0);
 }
 
-/// What is checked of two requests that look alike.
+/// Requests of equal operation and size are compared by unit and root, too.
 #[cfg(debug_assertions)]
 #[test]
 fn units_and_roots_are_compared() {

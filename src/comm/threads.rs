@@ -1,8 +1,8 @@
 //! Ranks as threads of one process: for tests, and to simulate a cluster on one machine.
 //!
 //! Messages are copied through mailboxes, one for each sender, receiver and group, first in first out.
-//! A rank whose communication thread ends is *gone*: whoever waits for a message from it, or sends it
-//! one, gets an error instead of waiting for ever.
+//! A rank whose communication thread ends is *gone*: ranks that wait for a message from it, or send it one, get an
+//! error instead of waiting for ever.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -17,14 +17,14 @@ use crate::backend::cpu::add_serial;
 use crate::backend::{Backend, Span};
 use crate::error::{Error, Result};
 
-/// What the thread that calls [`Comm::abort`] unwinds with, silently: the process belongs to other ranks, too.
+/// Payload with which the thread that calls [`Comm::abort`] unwinds, silently: the process belongs to other ranks, too.
 #[derive(Debug)]
 pub struct Aborted {
     /// The exit code it asked for.
     pub code: i32,
 }
 
-/// How often a rank that waits for a message looks whether its own side ordered an abort.
+/// Interval at which a rank that waits for a message checks whether its own side ordered an abort.
 const LOOK: Duration = Duration::from_millis(5);
 
 /// The communicators of `ranks` ranks in this process. Give each to a thread of its own.
@@ -66,7 +66,7 @@ pub fn start_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Vec<
 /// Sender and receiver in the world, and the group.
 type Route = (usize, usize, usize);
 
-/// What all ranks share.
+/// State shared by all ranks.
 struct Office {
     post: Mutex<Post>,
     /// By receiver.
@@ -77,7 +77,7 @@ struct Office {
 struct Post {
     mail: HashMap<Route, VecDeque<Vec<u8>>>,
     gone: Vec<bool>,
-    /// Who aborted the world, and with which code.
+    /// The rank that aborted the world, and its exit code.
     aborted: Option<(usize, i32)>,
 }
 
@@ -213,7 +213,7 @@ impl Wire for Mailboxes {
     }
 
     fn progress(&mut self) -> Result<bool> {
-        // Nothing ever is on its way; but who waits for a device must hear of an abort.
+        // Nothing ever is on its way; but a thread that waits for a device must notice an abort.
         self.office.lock().check(self.rank).map(|()| false)
     }
 

@@ -3,7 +3,8 @@
 //! A thread of every rank writes a heartbeat into the run directory from time to time. The file system is the way
 //! because it needs no answer: a rank that is stopped, or stuck in a system call, has left its last heartbeat, and the
 //! calls of MPI belong to a thread that may be inside one. The first rank that waits for longer than the timeout
-//! leaves a marker there, and a moment later reports and aborts the job. Whoever sees the marker leaves its ledger.
+//! leaves a marker there, and a moment later reports and aborts the job. Every rank that sees the marker leaves its
+//! ledger.
 
 use std::fs::File;
 use std::path::Path;
@@ -21,7 +22,7 @@ use crate::error::{Error, Result};
 /// Exit code of a job that was ended.
 const CODE: i32 = 1;
 
-/// How much later the ranks end the job whose report was another's task.
+/// Delay after which a rank ends the job itself if the report was another's task.
 const LAST_RESORT: Duration = Duration::from_secs(5);
 
 /// The watch over this rank; ends when it is dropped.
@@ -77,7 +78,7 @@ impl Drop for Watch {
     }
 }
 
-/// What a rank may be stuck in.
+/// An operation that a rank may be stuck in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stuck {
     /// The collective of this number.
@@ -86,7 +87,7 @@ enum Stuck {
     Loading(u64),
 }
 
-/// How long the rank has been stuck in the same thing.
+/// Duration for which the rank has been stuck in the same operation.
 struct Patience {
     timeout: Duration,
     stuck: Option<Stuck>,
@@ -177,7 +178,7 @@ impl Watchdog {
         }
     }
 
-    /// Writes the heartbeat. Returns what the rank may be stuck in.
+    /// Writes the heartbeat. Returns the operation that the rank may be stuck in.
     fn beat(&mut self) -> Option<Stuck> {
         self.beat += 1;
         let (phase, since) = self.inner.shared.activity.phase();
@@ -232,7 +233,7 @@ impl Watchdog {
         (0..self.ranks).map(|rank| self.files.read(rank)).collect()
     }
 
-    /// Where each rank is, given how often their hearts had beaten when the alarm was raised.
+    /// Reports the state of each rank; `beats` are their heartbeat counts when the alarm was raised.
     fn report(&self, beats: &[Option<u64>]) -> String {
         let moved = |heartbeat: &Option<Heartbeat>, before| heartbeat.as_ref().map(|h| h.beat) != before;
         let sightings = self.heartbeats().into_iter().zip(beats).enumerate().map(|(rank, (heartbeat, before))| {

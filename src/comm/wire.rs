@@ -1,4 +1,4 @@
-//! What algorithms stand on: numbers and bytes between two ranks.
+//! The transport under the algorithms: exchanges of numbers and bytes between two ranks.
 
 use std::sync::Arc;
 
@@ -80,10 +80,10 @@ pub struct Incoming<'a, 'b> {
     pub add: bool,
 }
 
-/// Where a message is.
+/// The memory of a message.
 pub enum Payload<'a> {
     Host(&'a [u8]),
-    /// Where the wire can take it by its address.
+    /// Device memory, for a wire that takes its addresses.
     Device(Span<'a>),
 }
 
@@ -122,7 +122,8 @@ pub trait Wire {
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()>;
 
-    /// As [`Wire::exchange_bytes`], of device memory by its address. What compute and the device do with it is done.
+    /// As [`Wire::exchange_bytes`], of device memory by its address. Compute and the device have finished their work on
+    /// it.
     fn exchange_device(
         &mut self,
         group: &Members,

@@ -17,10 +17,10 @@ use crate::activity::{Event, Track};
 use crate::backend;
 use crate::error::{Error, Result};
 
-/// How long the thread looks out for the next request after one that somebody waited for, who will soon make it.
+/// Duration of polling for the next request after one that a thread waited for, which will soon make it.
 const LOOKOUT: Duration = Duration::from_micros(50);
 
-/// What the thread is asked to do.
+/// A request to the thread.
 pub enum Request {
     /// A piece of communication; it answers through a `Reply` that it owns.
     Run(Box<dyn FnOnce(&mut CommThreadState) + Send>),
@@ -34,7 +34,7 @@ impl Request {
     }
 }
 
-/// What requests work with.
+/// State of the communication thread, which requests use.
 pub struct CommThreadState {
     pub wire: Box<dyn Wire>,
     pub scratch: Scratch,
@@ -46,12 +46,12 @@ pub struct CommThreadState {
     pub device_comms: DeviceComms,
     pub shared: Arc<Shared>,
     failed: Option<Error>,
-    /// Whether somebody was waiting when the last request was done.
+    /// Whether a thread was waiting when the last request was done.
     awaited: bool,
 }
 
 impl CommThreadState {
-    /// Runs `act` unless an earlier request has failed: after that ranks no longer agree on what comes next.
+    /// Runs `act` unless an earlier request has failed: after that ranks no longer agree on the next request.
     pub fn attempt<T>(&mut self, act: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         if let Some(error) = &self.failed {
             return Err(error.clone());
@@ -66,13 +66,13 @@ impl CommThreadState {
         result
     }
 
-    /// Waits for what compute does with a buffer. That is no time of communication.
+    /// Waits for the work of compute on a buffer. The wait does not count as communication.
     pub fn after(&mut self, ready: Option<Box<dyn backend::Event>>) -> Result<()> {
         let (Some(ready), None) = (ready, &self.failed) else { return Ok(()) };
         backoff::settle(&*ready, &mut *self.wire, &self.shared).inspect_err(|error| self.fail(error.clone()))
     }
 
-    /// Why nothing works any more.
+    /// The error that stopped the thread's work.
     pub fn failure(&self) -> Option<Error> {
         self.failed.clone()
     }
@@ -92,7 +92,7 @@ impl CommThreadState {
             })
     }
 
-    /// As [`CommThreadState::attempt`], for what the ledger remembers.
+    /// As [`CommThreadState::attempt`], for operations that the ledger records.
     pub fn recorded<T>(
         &mut self,
         group: &Members,
@@ -119,7 +119,7 @@ impl CommThreadState {
         })
     }
 
-    /// As [`CommThreadState::recorded`], for what all ranks of a group do together.
+    /// As [`CommThreadState::recorded`], for collectives of a group.
     pub fn collective<T>(
         &mut self,
         group: &Members,
@@ -134,10 +134,10 @@ impl CommThreadState {
         })
     }
 
-    /// Compares what I am about to do, my collective `number` of the group, with what my neighbour is.
+    /// Compares my next collective, `number` of the group, with my neighbour's.
     fn compare(&mut self, group: &Members, label: &Label, number: u64) -> Result<()> {
         let mut mine = format!("collective {number}: {}", announced(label)).into_bytes();
-        // What is cut off long names still counts.
+        // The hash covers the end of long names, which is cut off.
         let hash = crc32fast::hash(&mine);
         mine.resize(ANNOUNCED, b' ');
         mine.extend(hash.to_le_bytes());
@@ -157,7 +157,7 @@ impl CommThreadState {
 /// Bytes of a collective's description that another rank sees.
 const ANNOUNCED: usize = 124;
 
-/// What all ranks of the group must say alike of a collective.
+/// The description of a collective that must be the same on all ranks of the group.
 fn announced(label: &Label) -> String {
     let mut text = label.op.to_string();
     if let Some(unit) = &label.unit {
@@ -226,7 +226,7 @@ fn serve(mut state: CommThreadState, queue: &Receiver<Request>) {
             state.failed.get_or_insert_with(|| Error::comm(format!("aborted with code {code}")));
         }
     }
-    // What was posted must leave before the wire goes.
+    // Posted messages must leave before the wire is closed.
     let mut backoff = Backoff::new(true);
     while state.sending() {
         backoff.pause(&state.shared);
@@ -238,7 +238,7 @@ fn serve(mut state: CommThreadState, queue: &Receiver<Request>) {
 }
 
 /// The next request. The thread sleeps until it comes, unless messages are on their way or, after a request that
-/// somebody waited for, the next one is about to come.
+/// a thread waited for, the next one is about to come.
 fn next(state: &mut CommThreadState, queue: &Receiver<Request>) -> Option<Request> {
     let mut lookout = std::mem::take(&mut state.awaited).then(|| Instant::now() + LOOKOUT);
     let mut backoff = Backoff::new(true);

@@ -28,7 +28,7 @@ pub const PRESETS: [(&str, &str); 10] = [
 /// The preset that runs when nothing is said.
 pub const DEFAULT_PRESET: &str = "gpt-char";
 
-/// Where a configuration comes from.
+/// Sources of a configuration.
 #[derive(Debug, Clone, Default)]
 pub struct Sources<'a> {
     /// A compiled-in preset.
@@ -44,7 +44,7 @@ pub struct Sources<'a> {
 /// Returns the configuration and the name that a run without `run.name` gets.
 ///
 /// # Errors
-/// What is wrong, in which layer, and the nearest key that exists.
+/// The mistake, its layer, and the nearest key that exists.
 pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
     let mut merged = Table::new();
     let mut name = DEFAULT_PRESET.to_string();
@@ -188,7 +188,7 @@ fn place_of(text: &str, start: usize, unknown: &str) -> (Option<String>, String)
             (Some(section), first.map_or(unknown, |(key, _)| key.trim()).to_owned())
         }
         _ => match words.rsplit_once('.') {
-            // `section.key = value`: of a name that is no section's, the key tells what is meant.
+            // `section.key = value`: if the name is no section's, the key tells the section that is meant.
             Some((section, key)) => (Some(section.trim().to_owned()), key.trim().to_owned()),
             None => (before.lines().rev().find_map(heading), unknown.to_owned()),
         },

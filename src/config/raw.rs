@@ -34,11 +34,11 @@ macro_rules! sections {
 sections! {
     /// The whole file.
     Config {
-        /// What runs, where, for how long.
+        /// The run: its directory, device and length.
         run: Run = Run::default(),
         /// The network.
         model: Model = Model::default(),
-        /// What the network learns.
+        /// The loss.
         loss: Loss = Loss::default(),
         /// The data.
         data: Data = Data::default(),
@@ -60,7 +60,7 @@ sections! {
         eval: Eval = Eval::default(),
         /// Messages between ranks.
         comm: Comm = Comm::default(),
-        /// What people see.
+        /// Log and progress lines.
         log: Log = Log::default(),
     }
 
@@ -68,14 +68,14 @@ sections! {
     Run {
         /// Directory under `root`; left out, the preset's or file's name with the next free number.
         name: Option<String> = None,
-        /// Where run directories are made.
+        /// Directory in which run directories are made.
         root: String = "runs".into(),
         /// Optimizer steps.
         steps: u64 = 1000,
         /// Names every random stream: weights, sample order, dropout.
         seed: u64 = 1337,
-        /// Where ranks compute: `cpu`, `cuda` (the GPUs of the node, one a rank), `cuda:1` (that one), or `auto`: GPUs where
-        /// there are any.
+        /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one a rank), `cuda:1` (that one), or
+        /// `auto`: GPUs where there are any.
         device: DeviceChoice = DeviceChoice::Auto,
         /// Compute threads a rank; left out, the cores the rank may use, shared with its neighbours.
         threads: Option<usize> = None,
@@ -84,8 +84,8 @@ sections! {
         /// Most memory a rank may need, such as `8GiB`: a run that would need more is refused before it starts. Left
         /// out, the memory of the node is the limit.
         memory_limit: Option<Size> = None,
-        /// How long the job may take, such as `3h 50m`: it saves and ends before, with exit code 75. Left out, until the
-        /// end that Slurm has set, if it has; `0s` is no limit.
+        /// Time limit of the job, such as `3h 50m`: it saves and ends before, with exit code 75. Left out, the end that
+        /// Slurm has set, if it has; `0s` is no limit.
         time_limit: Option<Time> = None,
     }
 
@@ -107,7 +107,7 @@ sections! {
         hidden: Option<usize> = None,
         /// Positions a sequence.
         context: usize = 64,
-        /// Token ids; left out, what the data says.
+        /// Token ids; left out, as many as the data has.
         vocabulary: Option<usize> = None,
         /// GPT: biases in linear maps and norms; left out, there are some.
         bias: Option<bool> = None,
@@ -123,7 +123,7 @@ sections! {
 
     /// `[loss]`
     Loss {
-        /// What is made small: cross-entropy (of classes), mse, mae, huber, or binary-cross-entropy (of logits).
+        /// The loss: cross-entropy (of classes), mse, mae, huber, or binary-cross-entropy (of logits).
         kind: LossKind = LossKind::CrossEntropy,
         /// Cross-entropy: part of the target that is spread evenly over all classes. Evaluations go without.
         label_smoothing: f32 = 0.0,
@@ -156,15 +156,15 @@ sections! {
         weights: Option<String> = None,
         /// Order of the axes of images in files: nhwc (height × width × channels), or nchw, which is brought to that when it is read.
         axes: Axes = Axes::Nhwc,
-        /// How inputs are scaled: unit (unsigned bytes divided by 255) or none, in the place of the attributes `mean` and `std` of
-        /// the dataset; left out, by these where there are any.
+        /// Scaling of inputs: unit (unsigned bytes divided by 255) or none, in the place of the attributes `mean` and
+        /// `std` of the dataset; left out, by these where there are any.
         scale: Option<InputScale> = None,
         /// Visit samples in a random order, another every epoch.
         shuffle: bool = true,
         /// Micro-batches read ahead.
         prefetch: usize = 4,
-        /// Which blocks of shards are compared with their checksums as they are read: off, first-pass (each when a rank first
-        /// reads of it), or always.
+        /// Blocks of shards that are compared with their checksums as they are read: off, first-pass (each when a rank
+        /// first reads of it), or always.
         verify: Verify = Verify::FirstPass,
         /// Directory on a disk of each node's own, such as `/tmp`, to which one of its ranks copies the shards before training;
         /// copies that are there and in order are used again. Left out, shards are read where they are.
@@ -217,7 +217,7 @@ sections! {
 
     /// `[schedule]`
     Schedule {
-        /// What follows the warm-up.
+        /// Shape of the decay after the warm-up.
         shape: Shape = Shape::Cosine,
         /// Steps of linear warm-up.
         warmup: u64 = 100,
@@ -227,7 +227,7 @@ sections! {
         decay: Option<u64> = None,
         /// Global batch that `optimizer.lr` was tuned for; given, the rate is scaled to `batch.global`.
         reference_batch: Option<u64> = None,
-        /// How the rate is scaled.
+        /// Rule by which the rate is scaled.
         scaling: Scaling = Scaling::Linear,
     }
 
@@ -282,9 +282,9 @@ sections! {
         keep_every: u64 = 0,
         /// Checkpoints with the lowest validation losses that are kept besides.
         keep_best: usize = 1,
-        /// Write while training goes on: costs memory for a copy of what a rank saves.
+        /// Write while training goes on: costs memory for a copy of the tensors that a rank saves.
         asynchronous: bool = true,
-        /// What a save does while the one before is still being written: wait, or skip.
+        /// Behaviour of a save while the one before is still being written: wait, or skip.
         when_busy: WhenBusy = WhenBusy::Wait,
     }
 
@@ -300,18 +300,18 @@ sections! {
         inline: bool = true,
         /// Evaluations in a row without a lower loss after which training ends; 0 trains to the end.
         patience: u64 = 0,
-        /// How much lower a loss must be to count as lower.
+        /// Decrease that a loss must exceed to count as lower.
         min_delta: f64 = 0.0,
     }
 
     /// `[comm]`
     Comm {
-        /// How ranks exchange and add: mpi, ring, tree, hierarchical, reduce-to-one, or auto, which measures at the
-        /// start.
+        /// Algorithm of exchanges and sums among ranks: mpi, ring, tree, hierarchical, reduce-to-one, or auto, which
+        /// measures at the start.
         algorithm: Choice = Choice::Auto,
         /// Let auto take only algorithms that add in the order of `tree`, so that no measurement shows in the bits.
         reproducible: bool = true,
-        /// How messages reach the memory of GPUs: direct (the MPI library is given its addresses), staged (through
+        /// Path of messages to the memory of GPUs: direct (the MPI library is given its addresses), staged (through
         /// page-locked memory of the host), nccl (NCCL carries them; a GPU for every rank), or auto: direct where that
         /// proves to work at the start, else staged.
         path: PathSetting = PathSetting::Auto,
@@ -339,7 +339,7 @@ sections! {
 }
 
 impl Data {
-    /// Where it is, for people.
+    /// Location of the data, for people.
     pub fn told(&self) -> String {
         let mixed = |one: &Mix| format!("{} × {}", one.weight, one.path);
         match &self.mix[..] {
@@ -350,7 +350,7 @@ impl Data {
 }
 
 impl Config {
-    /// Whether only GPUs can do what it asks for.
+    /// Whether it asks for something that only GPUs can do.
     pub fn needs_gpu(&self) -> bool {
         self.precision.compute.needs_gpu() || self.optimizer.offload
     }
@@ -368,13 +368,13 @@ pub enum ModelKind {
     Layers,
 }
 
-/// How many layers, or which.
+/// Number of blocks, or list of layers.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum LayerList {
     /// So many transformer blocks.
     Count(usize),
-    /// These.
+    /// The layers of the list.
     List(Vec<Layer>),
 }
 
@@ -413,7 +413,7 @@ impl<'de> Deserialize<'de> for LayerList {
     }
 }
 
-/// What a network learns to make small.
+/// The loss that a network minimises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LossKind {
@@ -451,7 +451,7 @@ pub enum OptimizerKind {
     Lion,
 }
 
-/// How the learning rate follows the batch size.
+/// Scaling of the learning rate with the batch size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scaling {
@@ -461,7 +461,7 @@ pub enum Scaling {
     Sqrt,
 }
 
-/// What a save does while another is under way.
+/// Behaviour of a save while another is under way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WhenBusy {
@@ -475,7 +475,7 @@ pub enum WhenBusy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Compute {
-    /// What the device does best.
+    /// The device's preferred format: bf16 on GPUs, f32 on CPUs.
     Auto,
     /// IEEE single precision.
     F32,
@@ -486,7 +486,7 @@ pub enum Compute {
 }
 
 impl Compute {
-    /// Whether only GPUs know it.
+    /// Whether only GPUs support it.
     pub fn needs_gpu(self) -> bool {
         self == Compute::Tf32
     }

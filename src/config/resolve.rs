@@ -1,4 +1,4 @@
-//! From what was written to what will run: every optional key filled, every combination checked.
+//! From the written configuration to the one that runs: every optional key filled, every combination checked.
 
 use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
 use crate::backend::cpu::Cpu;
@@ -15,7 +15,7 @@ use crate::nn::loss::{Loss, Objective};
 use crate::optim::{Group, Rule, Schedule};
 use crate::parallel::{Residency, Zero};
 
-/// What the environment contributes to a [`Plan`].
+/// Facts about the environment that a [`Plan`] depends on.
 #[derive(Debug, Clone, Copy)]
 pub struct Facts {
     /// Ranks that train.
@@ -45,7 +45,7 @@ pub struct Plan {
     pub threads: usize,
     /// The network.
     pub network: Network,
-    /// What it learns.
+    /// The loss that it minimises.
     pub loss: Loss,
     /// The update rule.
     pub rule: Rule,
@@ -56,7 +56,7 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// What the network learns, on a device.
+    /// The network's objective, on a device.
     pub fn objective<B: Kernels>(&self) -> Objective<B> {
         Objective::new(self.loss.clone(), self.network.outputs(), !self.network.is_language())
     }
@@ -66,7 +66,7 @@ impl Plan {
         (self.lane_samples / self.micro) as usize
     }
 
-    /// How long full buffers live.
+    /// Lifetime of full buffers.
     pub fn residency(&self) -> Residency {
         let Parallel { prefetch, zero, .. } = self.config.parallel;
         Residency { ahead: prefetch, ..zero.residency() }.over(self.mesh.shard)
@@ -88,7 +88,7 @@ const LONGEST_TIMEOUT: u64 = 604_800;
 /// Resolves a configuration for the ranks and data at hand.
 ///
 /// # Errors
-/// The first key that cannot be, with its value and what would do.
+/// The first invalid key, with its value and the values that are valid.
 pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     check_ranges(&config)?;
     let mesh = mesh(&config, facts.ranks)?;
@@ -304,11 +304,11 @@ fn batch(config: &Config, lanes: usize) -> Result<(u64, u64)> {
     Ok((lane_samples, micro))
 }
 
-/// The network that a section describes; fills what it leaves open. `of_data` is the number of token ids in the data, if
-/// that is known.
+/// The network that a section describes; fills the keys that it leaves open. `of_data` is the number of token ids in
+/// the data, if that is known.
 ///
 /// # Errors
-/// The first key that cannot be, with its value and what would do.
+/// The first invalid key, with its value and the values that are valid.
 pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
     if model.kind == ModelKind::Layers {
         return by_layers(model).map(Network::Layers);
@@ -396,7 +396,7 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
     }
 }
 
-/// Ranks can share the statistics of what they compute at the same time only.
+/// Ranks can share only the statistics of samples that they compute at the same time.
 fn check_batch_norm(layers: &LayerList, lanes: usize, ranks: usize) -> Result<()> {
     let LayerList::List(layers) = layers else { return Ok(()) };
     match Layer::synchronised(layers, "model.layers") {
@@ -469,7 +469,7 @@ fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
     Ok(())
 }
 
-/// What the network learns.
+/// The loss that the network minimises.
 fn loss(config: &Config, network: &Network) -> Result<Loss> {
     let own = &config.loss;
     if !(0.0..1.0).contains(&own.label_smoothing) {

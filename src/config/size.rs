@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "Written", into = "String")]
 pub struct Size(pub usize);
 
-/// How a file may have it.
+/// Its forms in a file.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "a size such as \"8GiB\"")]
 enum Written {

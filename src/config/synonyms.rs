@@ -1,6 +1,6 @@
 //! Keys by the names that other programs give them, for errors that name the right one.
 
-/// A key here, and what others call it: the last part of the name, in lower case, without `_` and `-`.
+/// A key here, and its names in other programs: the last part of the name, in lower case, without `_` and `-`.
 const KEYS: [(&str, &[&str]); 34] = [
     (
         "run.steps",
@@ -93,7 +93,7 @@ const KEYS: [(&str, &[&str]); 34] = [
     ("eval.every", &["evalsteps", "evalinterval", "evalevery", "valcheckinterval"]),
 ];
 
-/// Sections by other names. What stands in them goes by the name of the key alone.
+/// Keys whose meaning depends on the section: section, name in other programs, key here.
 const IN_SECTIONS: [(&str, &str, &str); 9] = [
     ("optimizer", "type", "optimizer.kind"),
     ("optimizer", "name", "optimizer.kind"),

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 #[serde(try_from = "Written", into = "String")]
 pub struct Time(pub Duration);
 
-/// How a file may have it.
+/// Its forms in a file.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "a time such as \"3h 50m\"")]
 enum Written {

@@ -1,14 +1,14 @@
 //! Images moved and mirrored at random while they are read for training.
 //!
-//! What becomes of an image is a function of the run's seed, the epoch and the sample's number: neither of ranks nor of what
-//! was read before.
+//! The augmentation of an image is a function of the run's seed, the epoch and the sample's number: it depends neither
+//! on the ranks nor on earlier reads.
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 use crate::random::{Stream, derive, name};
 
-/// What is done to images, at random each time that one is seen; nothing by default.
+/// Random augmentation of images, drawn anew each time an image is read; none by default.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Augment {
@@ -32,7 +32,7 @@ pub(super) struct Augmenter {
 }
 
 impl Augmenter {
-    /// Of samples of `shape`.
+    /// An augmenter of samples of `shape`.
     ///
     /// # Errors
     /// Samples are no images, or images would be moved out of sight.
@@ -54,11 +54,11 @@ impl Augmenter {
         Ok(Self { by, shape, key: derive(seed, &[name("augment")]), original: Vec::new() })
     }
 
-    /// Replaces image number `sample` by what is seen of it in `epoch`.
+    /// Augments image number `sample` in place, as `epoch` sees it.
     pub(super) fn apply(&mut self, epoch: u64, sample: u64, image: &mut [f32]) {
         let stream = Stream::new(derive(self.key, &[epoch, sample]));
         let ([a, b, c, d], [e, ..]) = (stream.block(0), stream.block(1));
-        // From -reach to reach, to within 2⁻³² as likely.
+        // Uniform in -reach..=reach, to within 2⁻³².
         let offset =
             |word: u32, reach: usize| ((u64::from(word) * (2 * reach as u64 + 1)) >> 32) as isize - reach as isize;
         let Augment { flip, shift, crop } = self.by;
@@ -68,7 +68,7 @@ impl Augmenter {
         let [height, width, channels] = self.shape;
         self.original.clear();
         self.original.extend_from_slice(image);
-        // From where a place of the new image comes: first cropped, then shifted.
+        // Source coordinate of a pixel of the new image: first cropped, then shifted.
         let from = |place: usize, crop: isize, shift: isize, extent: usize| {
             let place = place.checked_add_signed(crop).filter(|place| *place < extent)?;
             Some(place.saturating_add_signed(shift).min(extent - 1))

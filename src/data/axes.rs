@@ -28,8 +28,9 @@ pub(super) struct Planes {
 const SHAPE: &str = "set model.input to the shape of a row; rows without axes fit any shape";
 
 impl Planes {
-    /// Of rows of shape `stored` of the dataset `name` for a network that takes `wanted`: images with their channels first, or
-    /// none where nothing is to be moved. Axes of one place do not count, and rows without axes are in the order of `axes`.
+    /// Checks rows of shape `stored` of the dataset `name` for a network that takes `wanted`: returns images with their
+    /// channels first, or none where no axis is to be moved. Axes of one place do not count, and rows without axes are
+    /// in the order of `axes`.
     ///
     /// # Errors
     /// The rows have other axes than the network takes.

@@ -1,4 +1,4 @@
-//! How fast samples arrive, beside plain positional reads of the same bytes.
+//! Throughput of the loader, beside plain positional reads of the same bytes.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -29,7 +29,7 @@ const DEPTH: usize = 4;
 /// One way to lay out data and to read it.
 #[derive(Debug, Clone)]
 pub struct Timing {
-    /// What was read.
+    /// The case that was measured.
     pub what: &'static str,
     /// Samples of a pass.
     pub samples: u64,
@@ -42,7 +42,7 @@ pub struct Timing {
     pub plain: Vec<f64>,
 }
 
-/// One case: the file, how it is read.
+/// One case: the file, and the settings of its reads.
 struct Case {
     what: &'static str,
     path: PathBuf,

@@ -1,6 +1,6 @@
-//! What the columns of an imported table were: names, and how categories became ids.
+//! Columns of an imported table: their names, and the mapping of categories to ids.
 //!
-//! Shards carry it as JSON, so that another table can be brought to the same ids and the same scale.
+//! Shards carry them as JSON, so that another table can be converted to the same ids and the same scale.
 
 use std::collections::HashMap;
 
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::h5::{one_line, var_len};
 use crate::error::{Error, Result};
 
-/// The dataset that holds it.
+/// The dataset that holds the columns.
 pub(super) const COLUMNS: &str = "/columns";
 
 /// The id of an empty cell, and of a value that the first table did not have.
@@ -34,11 +34,11 @@ pub struct Columns {
 pub struct Category {
     /// Its name.
     pub name: String,
-    /// How its values become ids.
+    /// Mapping of its values to ids.
     pub coding: Coding,
 }
 
-/// How values become ids; 0 is that of an empty cell, and of a value that is not known.
+/// Mapping of values to ids; id 0 stands for an empty cell or an unknown value.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Coding {
@@ -59,7 +59,7 @@ impl Coding {
 }
 
 impl Columns {
-    /// Those of a shard, if it has any.
+    /// Reads the columns of a shard, if it has any.
     pub fn read(file: &File) -> Result<Option<Self>> {
         if !file.link_exists(COLUMNS) {
             return Ok(None);
@@ -72,7 +72,7 @@ impl Columns {
         columns.map(Some).map_err(|e| Error::input(format!("dataset {COLUMNS} has no columns: {e}")))
     }
 
-    /// As a shard holds it.
+    /// The columns in the form in which a shard holds them.
     pub fn stored(&self) -> Result<VarLenUnicode> {
         var_len(&serde_json::to_string(self).map_err(|e| Error::internal(format!("columns as JSON: {e}")))?)
     }
@@ -80,7 +80,7 @@ impl Columns {
 
 /// Gives values of a column their ids.
 pub(super) enum Coder {
-    /// By these; `grows` gives new ones the next id.
+    /// Listed values; `grows` gives new ones the next id.
     Values {
         ids: HashMap<String, u32>,
         order: Vec<String>,
@@ -90,7 +90,7 @@ pub(super) enum Coder {
 }
 
 impl Coder {
-    /// That of a first table: hashes if there is a number of ids, else the values as they come.
+    /// The coder of a first table: hashed ids if a number of ids is given, else ids in order of appearance.
     pub fn new(hash: Option<u32>) -> Self {
         match hash {
             Some(ids) => Self::Hash(ids),
@@ -98,7 +98,7 @@ impl Coder {
         }
     }
 
-    /// That of a table like an earlier one.
+    /// The coder of a table like an earlier one.
     pub fn like(coding: &Coding) -> Self {
         match coding {
             Coding::Hash(ids) => Self::Hash(*ids),
@@ -127,7 +127,7 @@ impl Coder {
         }
     }
 
-    /// What it has done so far.
+    /// The coding so far.
     pub fn coding(self) -> Coding {
         match self {
             Self::Hash(ids) => Coding::Hash(ids),

@@ -8,7 +8,7 @@ use super::format::BlockSums;
 use super::h5::one_line;
 use super::spec::Verify;
 
-/// Why rows could not be read.
+/// Failure to read rows.
 #[derive(Debug)]
 pub(super) enum ReadError {
     /// HDF5 or the system refused.
@@ -44,7 +44,7 @@ impl From<String> for ReadError {
 /// Room for a block that is read for its checksum, shared by all readers of a data set: they take turns.
 pub(super) type Scratch = Arc<Mutex<Vec<u8>>>;
 
-/// Which blocks of a dataset were compared already, a bit each.
+/// Bit set of the blocks of a dataset that were compared already.
 pub(super) type Seen = Vec<u64>;
 
 /// The checksums of a dataset that is being read.
@@ -56,7 +56,7 @@ pub(super) struct Compared {
 }
 
 impl Compared {
-    /// None of the blocks was compared yet. `None` where none is to be.
+    /// With no block compared yet. `None` where none is to be compared.
     pub(super) fn new(sums: BlockSums, verify: Verify, scratch: Scratch) -> Option<Self> {
         let seen = vec![0; sums.crc32.len().div_ceil(64)];
         (verify != Verify::Off).then(|| Self { sums, seen, always: verify == Verify::Always, scratch })
@@ -67,7 +67,7 @@ impl Compared {
         self.seen = seen;
     }
 
-    /// For [`Compared::resume`].
+    /// The state for [`Compared::resume`].
     pub(super) fn into_seen(self) -> Seen {
         self.seen
     }
@@ -77,7 +77,7 @@ impl Compared {
     }
 
     /// Overwrites `out` with rows of `row_bytes` from `first` on, out of `all`. `read` overwrites bytes with rows from a row on.
-    /// Of a block that is to be compared all rows are read.
+    /// All rows of a block that is to be compared are read.
     pub(super) fn read(
         &mut self,
         first: u64,

@@ -39,11 +39,11 @@ pub(super) struct Rows {
     pub targets: Option<Field>,
     /// Factors of the rows' losses, one each.
     pub weights: Option<Field>,
-    /// How inputs are brought to a common scale.
+    /// Scale of the inputs: means and standard deviations; none for numbers taken as stored.
     pub standard: Option<Standard>,
     /// Images whose channels come first in the file.
     pub planes: Option<Planes>,
-    /// Inputs are unsigned bytes, and nothing says how they are to be scaled.
+    /// Inputs are unsigned bytes without a scale.
     pub is_unscaled: bool,
 }
 
@@ -58,11 +58,11 @@ pub(super) struct Place<'a> {
 #[derive(Debug, Clone)]
 pub(super) struct Field {
     pub name: String,
-    /// What its elements become.
+    /// Type that its elements are read as.
     pub kind: As,
     pub dtype: Dtype,
     pub shape: Vec<usize>,
-    /// What its elements are in memory before they become ids or numbers.
+    /// Type of its elements in memory, before conversion to ids or numbers.
     pub stored: Stored,
     /// The file has them bit by bit as they are in memory.
     pub is_native: bool,
@@ -70,7 +70,7 @@ pub(super) struct Field {
     pub chunk: Option<Vec<usize>>,
     /// Chunks are compressed, or filtered otherwise.
     pub is_filtered: bool,
-    /// Where its elements lie side by side in the shard's own file as they are in memory, if they do.
+    /// Offset of its elements in the shard's own file, if they are contiguous and stored as they are in memory.
     pub offset: Option<u64>,
     /// None of its elements was ever written.
     pub is_unwritten: bool,
@@ -376,7 +376,7 @@ impl Field {
         })
     }
 
-    /// Whether its elements are in memory bit by bit what they are in the file.
+    /// Whether its elements have the same bits in memory as in the file.
     pub(super) fn is_native(&self) -> bool {
         self.is_native
     }

@@ -20,13 +20,13 @@ use crate::simd::simd;
 
 /// Shards kept open at a time: well below the usual limit of 1024 files.
 const MAX_OPEN: usize = 256;
-/// What may be kept in memory of all shards together, unless single chunks are larger.
+/// Most bytes cached for all shards together, unless single chunks are larger.
 const CACHE_TOTAL: usize = 128 << 20;
 
 /// The samples of one split: rows with their targets, or, for language models, `context` input ids and as many targets.
 ///
 /// A token stream is cut into windows of `context + 1` ids at stride `context`, so that each
-/// token is a target at most once. Windows never cross shards; what is left at a shard's end is
+/// token is a target at most once. Windows never cross shards; the remainder at a shard's end is
 /// not used.
 pub struct Dataset {
     shards: Vec<Shard>,
@@ -34,7 +34,7 @@ pub struct Dataset {
     first_sample: Vec<u64>,
     /// Samples of each data set.
     parts: Vec<u64>,
-    /// Which of the stored samples of each these are.
+    /// The division of each data set: its stored samples that belong to the split.
     divisions: Vec<Division>,
     /// Millionths of the stored samples that are kept for validation, where some are.
     held_out: u64,
@@ -46,7 +46,7 @@ pub struct Dataset {
     /// Preprocessing of all samples, and the conversion to it for each shard.
     preprocessing: Preprocessing,
     forms: Vec<Arc<Form>>,
-    /// What is done to images before they are brought to their scale.
+    /// Augmentation of images, before they are scaled.
     augmenter: Option<Augmenter>,
 }
 
@@ -54,7 +54,7 @@ impl Dataset {
     /// Opens and checks every shard of `split`.
     ///
     /// # Errors
-    /// What is missing or malformed, and where.
+    /// Data is missing or malformed; the error names the place.
     pub fn open(spec: &DataSpec, split: Split, context: usize) -> Result<Self> {
         Self::open_all(std::slice::from_ref(spec), split, context)
     }
@@ -153,10 +153,11 @@ impl Dataset {
     }
 
     /// From now on samples are read as a network learned them that was trained with the preprocessing `to`: on its scale, with
-    /// its order of columns and its numbers of categories and classes. Returns what had to be converted, a line each, for people.
+    /// its order of columns and its numbers of categories and classes. Returns a description of each conversion, one
+    /// line each.
     ///
     /// # Errors
-    /// They cannot be brought to it, or the tokenizers differ: which shard, and what to do.
+    /// They cannot be converted, or the tokenizers differ: the error names the shard and the remedy.
     pub fn conform(&mut self, to: &Preprocessing) -> Result<Vec<String>> {
         let own = self.told();
         let tokenizer = preprocessing::tokenizer(own.tokenizer.as_ref(), to.tokenizer.as_ref());
@@ -183,7 +184,7 @@ impl Dataset {
         Ok(notes)
     }
 
-    /// Has images of `shape`, which is that of a row, moved and mirrored at random, by `seed`, from now on.
+    /// From now on augments images at random by `seed`; `shape` is the shape of a row.
     ///
     /// # Errors
     /// Samples are no images, or they would be moved out of sight.
@@ -195,12 +196,12 @@ impl Dataset {
         Ok(())
     }
 
-    /// How many samples there are; at least one.
+    /// Number of samples; at least one.
     pub fn samples(&self) -> u64 {
         self.parts.iter().sum()
     }
 
-    /// Where sample `number` is among all that are stored, and how many follow it there.
+    /// Index of sample `number` among all stored samples, and the length of the run of samples from there on.
     fn stored(&self, number: u64) -> (u64, u64) {
         let (mut number, mut before) = (number, 0);
         for (division, count) in self.divisions.iter().zip(&self.parts) {
@@ -214,7 +215,7 @@ impl Dataset {
         (before, 0)
     }
 
-    /// How many samples each of the data sets has.
+    /// Number of samples of each data set.
     pub fn parts(&self) -> &[u64] {
         &self.parts
     }
@@ -250,13 +251,13 @@ impl Dataset {
         }
     }
 
-    /// Which data this is.
+    /// Fingerprint of the data.
     pub fn fingerprint(&self) -> Fingerprint {
         let shards = self.shards.iter().map(|shard| shard.print.clone()).collect();
         Fingerprint { samples: self.samples(), held_out: self.held_out, shards }
     }
 
-    /// How many elements of inputs the shards hold; of text, those outside any whole window included.
+    /// Number of input elements in the shards; for text, including ids outside any whole window.
     pub fn tokens(&self) -> u64 {
         let all: u64 = self.shards.iter().map(|shard| shard.content.datasets()[0].len() as u64).sum();
         let stored = self.first_sample[self.shards.len()];
@@ -277,7 +278,7 @@ impl Dataset {
         ))
     }
 
-    /// What there is to say of rows that an import has left out, if it has.
+    /// A note on rows that an import has left out, if it has.
     pub fn left_out(&self) -> Option<String> {
         // Every shard tells of its whole import, which the first one of a source stands for.
         let mut sources: Vec<_> = self.shards.iter().map(|shard| (shard.path.parent(), &shard.header)).collect();
@@ -286,19 +287,19 @@ impl Dataset {
         (rows > 0).then(|| left_out(rows))
     }
 
-    /// What turns ids into text, if the shards tell.
+    /// The tokenizer, if the shards describe one.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.preprocessing.tokenizer.as_ref()
     }
 
-    /// Most bytes that are kept of what was read, for further reads.
+    /// Most bytes of data cached for further reads.
     pub fn cache_limit(&self) -> usize {
         let mut limits: Vec<usize> = self.shards.iter().map(|shard| shard.cache_limit(self.open.cache_bytes)).collect();
         limits.sort_unstable_by(|a, b| b.cmp(a));
         limits.iter().take(self.open.max_open).sum()
     }
 
-    /// Bytes that are kept now of what was read, for further reads.
+    /// Bytes of data cached now for further reads.
     pub fn cached(&self) -> usize {
         self.open.shards.iter().flatten().flat_map(|open| &open.readers).map(RowReader::held).sum()
     }
@@ -538,7 +539,7 @@ fn read_class(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, ou
     reader.read(row, out).map_err(|e| shard.unreadable(field, e))
 }
 
-/// Refuses a class that is not among `all` in rows from `row` on; `who` tells whose they are.
+/// Refuses a class that is not among `all` in rows from `row` on; `who` names their origin in the message.
 fn check_classes(shard: &Shard, field: &Field, row: u64, found: &[u32], all: usize, who: &str) -> Result<()> {
     match first_invalid(found, all) {
         None => Ok(()),
@@ -553,7 +554,7 @@ fn check_classes(shard: &Shard, field: &Field, row: u64, found: &[u32], all: usi
     }
 }
 
-/// Reads rows that have a 1 at the place of their class, and refuses one that has something else.
+/// Reads one-hot rows as classes, and refuses a row that is not one-hot.
 fn read_one_hot(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [u32]) -> Result<()> {
     let mut columns = vec![0.0; out.len() * field.row_len()];
     reader.read_numbers(row, &mut columns).map_err(|e| shard.unreadable(field, e))?;
@@ -572,7 +573,7 @@ fn read_one_hot(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, 
     Ok(())
 }
 
-/// Reads rows of numbers and refuses what is none.
+/// Reads rows of numbers and refuses NaN and infinity.
 fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
     reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, e))?;
     // No search, unless there is something to find: this way it takes vector instructions.
@@ -596,7 +597,7 @@ fn read_numbers(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, 
     }
 }
 
-/// Reads rows' weights and refuses what is no number of 0 or more.
+/// Reads rows' weights and refuses any that is not a finite number of 0 or more.
 fn read_weights(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, out: &mut [f32]) -> Result<()> {
     reader.read_numbers(row, out).map_err(|e| shard.unreadable(field, e))?;
     match out.iter().position(|x| !is_weight(*x)) {
@@ -614,15 +615,15 @@ pub fn is_weight(x: f32) -> bool {
 
 /// The shards with open files; the least recently used one makes room for another.
 struct OpenShards {
-    /// Of every shard, what is open of it.
+    /// Open files of each shard; none for closed shards.
     shards: Vec<Option<OpenShard>>,
-    /// How many are open.
+    /// Number of open shards.
     count: usize,
     max_open: usize,
     cache_bytes: usize,
     verify: Verify,
     scratch: Scratch,
-    /// Of shards that were closed, the blocks of each dataset that were compared.
+    /// Compared blocks of each dataset, for shards that were closed.
     seen: HashMap<usize, Vec<Seen>>,
     /// Counts uses; orders `OpenShard::last_use`.
     clock: u64,

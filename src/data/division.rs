@@ -1,8 +1,9 @@
 //! One data set cut into samples to learn from and samples to be measured on, where it has no shards for the latter.
 //!
-//! Which samples these are follows from their numbers and the fraction alone: not from a seed, the number of ranks, or what
-//! the samples are. Of text the last windows are kept for validation; of rows one of every 1 / fraction that follow one
-//! another, at a place that a hash of their number gives, so that data in a repeating order is not cut along its period.
+//! The split follows from the samples' numbers and the fraction alone: not from a seed, the number of ranks, or the
+//! content of the samples. Of text the last windows are kept for validation; of rows one of every 1 / fraction that
+//! follow one another, at a place that a hash of their number gives, so that data in a repeating order is not cut along
+//! its period.
 
 use super::spec::Split;
 use crate::error::{Error, Result};
@@ -11,7 +12,7 @@ use crate::random::{derive, name};
 /// Fractions count in these parts of all.
 const WHOLE: u64 = 1_000_000;
 
-/// How the samples of a data set are numbered within a split.
+/// Numbering of the samples of a data set within a split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Division {
     /// Samples that are stored.
@@ -63,12 +64,12 @@ impl Division {
         Ok(Self { samples, part })
     }
 
-    /// How many samples are stored.
+    /// Number of stored samples.
     pub(super) fn stored(&self) -> u64 {
         self.samples
     }
 
-    /// How many samples the split has.
+    /// Number of samples of the split.
     pub(super) fn count(&self) -> u64 {
         let of =
             |validation: u64, split| if split == Split::Validation { validation } else { self.samples - validation };
@@ -79,7 +80,8 @@ impl Division {
         }
     }
 
-    /// Where sample `number` of the split is stored, and how many of the split follow one another from there on.
+    /// Stored index of sample `number` of the split, and the number of consecutive stored samples of the split from
+    /// there on.
     pub(super) fn run(&self, number: u64) -> (u64, u64) {
         match self.part {
             Part::All => (number, self.samples - number),
@@ -107,7 +109,7 @@ impl Division {
         }
     }
 
-    /// Groups that have a sample for validation; what follows the last one is for training.
+    /// Groups that have a sample for validation; samples after the last group are for training.
     fn groups(&self, parts: u64) -> u64 {
         (u128::from(self.samples) * u128::from(parts) / u128::from(WHOLE)) as u64
     }

@@ -1,4 +1,4 @@
-//! Types of the elements of datasets: their names, and which of them can become ids or numbers.
+//! Types of the elements of datasets: their names, and their possible conversions to ids or numbers.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use super::h5::{self, TypeFacts};
 use super::stored::As;
 use crate::error::{Error, Result};
 
-/// The type of the elements of a dataset, whatever the order of their bytes.
+/// The type of the elements of a dataset, irrespective of byte order.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Dtype {
     name: String,
@@ -31,7 +31,7 @@ enum Class {
 }
 
 impl Dtype {
-    /// That of a dataset.
+    /// The type of a dataset's elements.
     pub(super) fn of(dtype: &Datatype) -> hdf5::Result<Self> {
         let facts = h5::type_facts(dtype)?;
         let (name, class) = named(&facts);
@@ -53,7 +53,7 @@ impl Dtype {
         self.is_integer() && self.name == "uint8"
     }
 
-    /// Refuses elements of the dataset `of` that cannot become what is wanted.
+    /// Refuses elements of the dataset `of` that cannot be converted to `kind`.
     pub(super) fn check(&self, of: &str, kind: As) -> Result<()> {
         let wanted = match (kind, self.class) {
             (_, Class::Integer | Class::Enum) | (As::Numbers, Class::Float) => return Ok(()),

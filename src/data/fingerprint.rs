@@ -1,4 +1,4 @@
-//! Which data a run has seen: enough of every shard to tell it from another, without a read of all of it.
+//! Identity of a run's training data: enough of every shard to tell it from another, without a read of all of it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -16,17 +16,18 @@ use crate::error::{Error, Result};
 
 /// Bytes of a hash: 64 bits, against chance and not against malice.
 const HASH: usize = 8;
-/// Of datasets without checksums: pieces that are read, evenly spread, and bytes of each.
+/// For datasets without checksums: number of pieces to read, evenly spread, and bytes of each.
 const PIECES: u64 = 8;
 const PIECE: u64 = 4 << 10;
 
-/// The samples of a run, as far as they decide its numbers: how many there are, and the shards that they come from in the order
-/// of their numbers. It does not depend on the directory, on `data.stage`, or on the number of ranks.
+/// The samples of a run, as far as they determine its results: their number, and their shards in the order of the
+/// samples. It does not depend on the directory, on `data.stage`, or on the number of ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fingerprint {
     /// Number of samples.
     pub samples: u64,
-    /// Millionths of what is stored that are kept for validation (`data.val_fraction`), where there are no shards for it.
+    /// Millionths of the stored samples that are kept for validation (`data.val_fraction`), where there are no shards
+    /// for it.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub held_out: u64,
     /// The shards of all data sets, one data set after the other; none for samples that a program makes.
@@ -46,7 +47,7 @@ pub struct ShardPrint {
 }
 
 impl Fingerprint {
-    /// Of samples that do not come from files: only their number is known.
+    /// A fingerprint of samples that do not come from files: their number only.
     pub fn of_samples(samples: u64) -> Self {
         Self { samples, held_out: 0, shards: vec![] }
     }
@@ -65,7 +66,7 @@ impl Fingerprint {
         short(hash)
     }
 
-    /// The first difference from the data `before`; `None` if the samples are the same, whatever the files are called.
+    /// The first difference from the data `before`; `None` if the samples are the same, even under other file names.
     ///
     /// ```
     /// use hpctrain::data::Fingerprint;
@@ -105,13 +106,13 @@ impl Fingerprint {
     }
 }
 
-/// Training data of a run: that of its last start, and the changes before.
+/// Training data of a run: the data of its last start, and earlier changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TrainedOn {
     /// The data.
     #[serde(flatten)]
     pub fingerprint: Fingerprint,
-    /// Where the run went on with other data than before, in the order of their steps.
+    /// Changes to other data than before, in the order of their steps.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub changes: Vec<DataChange>,
 }
@@ -137,7 +138,7 @@ fn short(hash: Sha256) -> String {
 }
 
 impl ShardPrint {
-    /// Of a file that has just been described.
+    /// The fingerprint of a file that has just been described.
     pub(super) fn of(file: &hdf5::File, path: &Path, header: &Header, content: &Content) -> Result<Self> {
         let mut hash = Sha256::new();
         let tokenizer = header.tokenizer.as_ref().map(|tokenizer| tokenizer.to_json()).transpose()?;
@@ -172,8 +173,8 @@ impl ShardPrint {
     }
 }
 
-/// Enters what is cheap to get of a dataset without checksums: of elements side by side some pieces, of chunks how many bytes
-/// there are in all, and pieces of the first one.
+/// Enters the parts of a dataset without checksums that are cheap to read: of contiguous elements some pieces; of
+/// chunks their total bytes, and pieces of the first one.
 fn sample(hash: &mut Sha256, file: &hdf5::File, field: &Field) -> Result<()> {
     let dataset =
         file.dataset(&field.name).map_err(|e| Error::input(format!("{}: {}", field.name, h5::one_line(&e))))?;

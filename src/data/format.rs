@@ -29,15 +29,15 @@ use crate::hdf5_files;
 
 /// Ids between two checksums; also the chunk of compressed shards, so that damage stays in one.
 const BLOCK: usize = 1 << 16;
-/// Bytes of rows between two checksums, or one row if that is more: what is read at random is not much less.
+/// Bytes of rows between two checksums, or one row if that is more: random reads are not much smaller.
 const ROW_BLOCK_BYTES: usize = 16 << 10;
 
 const TOKENS: &str = "/tokens";
 pub(super) const CHECKSUMS: &str = "/checksums";
 pub(super) const TOKENIZER: &str = "/tokenizer";
-/// Of rows: how many the import has left out.
+/// Attribute of shards of rows: number of rows that the import has left out.
 pub(super) const SKIPPED_ROWS: &str = "skipped_rows";
-/// Of rows: tells their import from others.
+/// Attribute of shards of rows: identifies their import.
 pub(super) const IMPORT: &str = "import";
 const CHECKSUM_BLOCK: &str = "checksum_block";
 
@@ -78,7 +78,7 @@ impl Format {
     }
 }
 
-/// What a file says about itself; a file of foreign make says nothing.
+/// Attributes of a file that this crate wrote; each is none in a file that lacks it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Header {
     /// Format and version; `None` for a file that was not written by this crate.
@@ -88,7 +88,7 @@ pub(super) struct Header {
     /// The imported file's name, without its directory.
     pub source: Option<String>,
     pub source_sha256: Option<String>,
-    /// Of rows: tells their import from others.
+    /// Identifies the import of a shard of rows.
     pub import: Option<String>,
     pub split: Option<String>,
     /// The shard's number among those of its split, from 0 on.
@@ -172,7 +172,7 @@ pub(super) struct Checksums(BTreeMap<String, BlockSums>);
 /// The checksums of a dataset.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct BlockSums {
-    /// How many rows a block has, of a token stream ids; the last one may have fewer.
+    /// Rows of a block, or ids of a token stream; the last block may have fewer.
     pub block: usize,
     /// CRC-32 of the little-endian bytes of each block.
     pub crc32: Vec<u32>,
@@ -201,7 +201,7 @@ impl Checksums {
         }
     }
 
-    /// Those of the dataset `name`, if it has any.
+    /// Checksums of the dataset `name`, if it has any.
     pub(super) fn of(&self, name: &str) -> Option<&BlockSums> {
         self.0.iter().find(|(own, _)| own.trim_start_matches('/') == name.trim_start_matches('/')).map(|(_, sums)| sums)
     }
@@ -218,12 +218,12 @@ impl BlockSums {
         Ok(Self { block: usize::try_from(block).unwrap_or(0), crc32: dataset.read_raw()? })
     }
 
-    /// Of the bytes of a whole dataset, in blocks of so many rows of `row_bytes`.
+    /// Checksums of the bytes of a whole dataset, in blocks of so many rows of `row_bytes`.
     fn of(bytes: &[u8], block: usize, row_bytes: usize) -> Self {
         Self { block, crc32: bytes.chunks((block * row_bytes).max(1)).map(crc32fast::hash).collect() }
     }
 
-    /// How many there are of a dataset of so many rows.
+    /// Number of blocks of a dataset of so many rows.
     pub(super) fn needed(&self, rows: usize) -> usize {
         rows.div_ceil(self.block)
     }

@@ -1,4 +1,4 @@
-//! What the HDF5 binding lacks: rows read straight into a buffer that the caller keeps, caches and buffers sized for
+//! Additions to the HDF5 binding: rows read straight into a buffer that the caller keeps, caches and buffers sized for
 //! random reads, facts about types, links, filters and virtual data sets, and failures told in one line.
 
 use std::ffi::{CStr, CString, c_char};
@@ -33,7 +33,7 @@ use crate::hdf5_files;
 /// The first bytes of an HDF5 file.
 const SIGNATURE: &[u8] = b"\x89HDF\r\n\x1a\n";
 
-/// How much an open file keeps of what it reads.
+/// Size of the chunk cache of an open file.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ChunkCache {
     /// Decompressed bytes kept for each dataset.
@@ -42,7 +42,7 @@ pub(super) struct ChunkCache {
     pub chunk_bytes: usize,
 }
 
-/// How often a file is tried again that somebody else has locked, and how long after. A child process that was started while
+/// Retries of a file that another process has locked, and the pause before each. A child process that was started while
 /// a file was written holds the writer's lock until it executes its own program.
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
@@ -67,8 +67,8 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
     opened.map_err(|e| cannot_open(path, &e))
 }
 
-/// Tells apart what the user can mend: no permission, not HDF5 at all, a newer format, a part of something larger, damaged, not
-/// lockable.
+/// Distinguishes the causes that the user can mend: no permission, not HDF5 at all, a newer format, a part of something
+/// larger, damaged, not lockable.
 fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     let start = match read_start(path) {
         Ok(start) => start,
@@ -176,7 +176,7 @@ pub(super) struct SlabReader {
 }
 
 impl SlabReader {
-    /// Elements arrive as `stored`, whatever the file has: integers that do not fit are clamped by HDF5.
+    /// Elements are converted to `stored` from any type in the file: integers that do not fit are clamped by HDF5.
     pub(super) fn new(dataset: hdf5::Dataset, stored: Stored) -> hdf5::Result<Self> {
         let shape = dataset.get_shape()?;
         if shape.is_empty() {
@@ -277,7 +277,7 @@ pub(super) struct TypeFacts {
     pub is_bool: bool,
     /// Strings of any length.
     pub is_variable: bool,
-    /// Of floats: bits of the exponent and of the mantissa, and the exponent's bias.
+    /// Bits of a float's exponent and mantissa, and the exponent's bias.
     pub float: [usize; 3],
 }
 
@@ -312,7 +312,7 @@ fn members(id: hid_t) -> Vec<String> {
     // SAFETY: the caller holds an open enumeration.
     let count = unsafe { H5Tget_nmembers(id) }.clamp(0, 3);
     let name = |number| {
-        // SAFETY: the enumeration has a member of this number; what is returned is null or a string that is ours to free.
+        // SAFETY: the enumeration has a member of this number; the result is null or a string that is ours to free.
         unsafe {
             let name = H5Tget_member_name(id, number);
             if name.is_null() {
@@ -345,7 +345,7 @@ pub(super) fn missing_filters(properties: &DatasetCreate) -> hdf5::Result<Vec<i3
     })
 }
 
-/// Where a link leads that is not the object itself.
+/// Target of a link that is not a hard link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Link {
     /// To a path in the same file.
@@ -354,7 +354,7 @@ pub(super) enum Link {
     External { file: String, object: String },
 }
 
-/// Where the link `name` leads, if it is none of those that are the object itself.
+/// Target of the link `name`, unless it is a hard link.
 pub(super) fn link(file: &Group, name: &str) -> Option<Link> {
     /// More than a path can have.
     const ROOM: usize = 64 << 10;
@@ -388,9 +388,9 @@ pub(super) struct Source {
     /// The file that has it, `.` for the same one.
     pub file: String,
     pub dataset: String,
-    /// Elements of the virtual data set that it gives; none if there may be any number.
+    /// Number of elements of the virtual data set that it gives; none if unlimited.
     pub gives: Option<u64>,
-    /// Of the source, the extents that are needed; none if any will do.
+    /// Required extents of the source; none if any will do.
     pub extents: Option<Vec<usize>>,
 }
 

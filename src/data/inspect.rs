@@ -1,4 +1,4 @@
-//! What HDF5 files hold, as a table for people.
+//! Content of HDF5 files, as a table for people.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// Describes one HDF5 file, or all `.h5` files of a directory.
 pub fn inspect(path: &Path) -> Result<String> {
     let mut rows = vec![["file", "dataset", "shape", "type", "layout", "compression", "bytes"].map(str::to_owned)];
-    // What is told below the table, and of which files.
+    // Notes below the table, each with the files that it applies to.
     let mut notes: Vec<(String, Vec<String>)> = Vec::new();
     for path in h5_files(path)? {
         let file = h5::open_file(&path, None)?;
@@ -92,7 +92,7 @@ fn filter(filter: &Filter) -> String {
     }
 }
 
-/// Where the content of a file comes from, as far as it tells.
+/// Origin of the content of a file, as far as the file names it.
 fn origin(header: &Header) -> String {
     let or_unknown = |text: Option<String>| text.unwrap_or_else(|| "unknown".to_owned());
     let number = |n: Option<u64>| or_unknown(n.map(|n| n.to_string()));

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 /// The samples of one micro-batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
-    /// Where the samples stand in the run.
+    /// Positions of the samples in the run.
     pub positions: Range<u64>,
     /// Ids of the inputs, sample after sample.
     pub ids: Vec<u32>,
@@ -106,13 +106,14 @@ pub struct Loader {
     batches: Option<Receiver<Result<Batch>>>,
     used: SyncSender<Batch>,
     reader: Option<JoinHandle<()>>,
-    /// Bytes of all batches there are, and of what the data set keeps.
+    /// Bytes of all batches, and of the data set's cache.
     held: Arc<AtomicUsize>,
     waited: Duration,
 }
 
 impl Loader {
-    /// Starts to read `batches`, each a range of positions that `order` maps to samples, and keeps at most `depth` of them ready besides the one being read.
+    /// Starts to read `batches`, each a range of positions that `order` maps to samples, and keeps at most `depth` of
+    /// them ready besides the one being read.
     pub fn start(
         dataset: impl Source + 'static,
         order: impl Into<Order>,
@@ -156,7 +157,7 @@ impl Loader {
         let _ = self.used.try_send(batch);
     }
 
-    /// Bytes of the batches that were read ahead, are being read, or were handed out, and of what the data set keeps.
+    /// Bytes of the batches that were read ahead, are being read, or were handed out, and of the data set's cache.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::Relaxed)
     }

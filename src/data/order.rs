@@ -1,4 +1,4 @@
-//! Which sample of one data set, or of several that are mixed, stands at each position of a run: a pure function.
+//! The sample at each position of a run, from one data set or a mixture of several: a pure function.
 
 use serde::{Deserialize, Serialize};
 
@@ -12,7 +12,7 @@ use crate::random::derive;
 pub struct Mix {
     /// As `data.path`.
     pub path: String,
-    /// Its part of all positions is to that of another as their weights.
+    /// Relative share of positions: shares of two data sets have the ratio of their weights.
     pub weight: f64,
 }
 
@@ -23,7 +23,7 @@ const PERIOD: u64 = 1024;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Order {
     parts: Vec<Part>,
-    /// Of each position of a period the part it belongs to, and how many before it do.
+    /// For each position of a period: its part, and the number of earlier positions of that part in the period.
     pattern: Vec<(usize, u64)>,
 }
 
@@ -38,18 +38,18 @@ struct Part {
     share: u64,
 }
 
-/// What stands at a position.
+/// The sample at a position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Draw {
     /// Number of the sample.
     pub sample: u64,
-    /// How often its data set was gone through before.
+    /// Completed passes over its data set.
     pub epoch: u64,
 }
 
 impl Order {
-    /// Of data sets with so many samples each, one after the other in one numbering. Each is gone through by itself, shuffled
-    /// by `seed` or without one in its own order, and their turns are spread evenly.
+    /// An order of data sets with so many samples each, one after the other in one numbering. Each is gone through by
+    /// itself, shuffled by `seed` or without one in its own order, and their turns are spread evenly.
     ///
     /// # Errors
     /// A weight is no positive number, or so small that it would not be seen.
@@ -84,7 +84,7 @@ impl Order {
         Ok(Self { parts, pattern })
     }
 
-    /// What stands at `position`, counted from the start of the run.
+    /// The sample at `position`, counted from the start of the run.
     pub fn draw(&self, position: u64) -> Draw {
         let period = self.pattern.len() as u64;
         let (part, before) = self.pattern[(position % period) as usize];
@@ -93,12 +93,12 @@ impl Order {
         Draw { sample: first + sampler.index(own), epoch: own / samples }
     }
 
-    /// The data set that `positions` positions in a row might take a sample of twice, if there is one: its number, samples,
-    /// and how many the positions take of it.
+    /// The data set that `positions` positions in a row might take a sample of twice, if there is one: its number, its
+    /// number of samples, and the number of positions that draw from it.
     pub fn repeats_within(&self, positions: u64) -> Option<(usize, u64, u64)> {
         let period = self.pattern.len();
         self.parts.iter().enumerate().find_map(|(number, part)| {
-            // Of each place of a period, how many before it belong to the part.
+            // For each place of a period, the number of earlier places of the part.
             let mut before = Vec::with_capacity(period);
             let mut count = 0;
             for (owner, _) in &self.pattern {

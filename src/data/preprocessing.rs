@@ -13,17 +13,17 @@ use crate::error::{Error, Result};
 /// Conversion of stored samples into inputs and classes.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Preprocessing {
-    /// Scales of inputs: one, or those of the data sets of a mixture that have different ones; none where inputs are no
-    /// numbers. `null` is that of numbers taken as they are stored.
+    /// Scales of inputs: one, or the distinct scales of the data sets of a mixture; none where inputs are no numbers.
+    /// `null` stands for numbers taken as they are stored.
     #[serde(default)]
     pub scales: Vec<Option<Scale>>,
-    /// Of tables: columns by their use, and how categories became ids.
+    /// Columns of a table by their use, and the mapping of categories to ids.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub columns: Option<Columns>,
     /// Names of the classes in the order of their numbers; empty where they have none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub classes: Vec<String>,
-    /// How text becomes ids. A manifest has it in a field of its own.
+    /// Tokenizer of text. A manifest has it in a field of its own.
     #[serde(skip)]
     pub tokenizer: Option<Tokenizer>,
 }
@@ -51,15 +51,15 @@ pub(super) struct Told {
     pub classes: Vec<String>,
 }
 
-/// How the samples of a shard are brought to a preprocessing.
+/// Conversion of a shard's samples to a preprocessing.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Form {
     pub scale: Option<Standard>,
-    /// Where the numbers of a row stand among those that are stored; none if they stand in their places.
+    /// Stored index of each number of a row; none if the order is the same.
     pub numbers: Option<Vec<usize>>,
-    /// The same of categories, with the id that each stored id becomes, where ids differ.
+    /// Stored column of each category, with the new id of each stored id where ids differ; none if nothing differs.
     pub categories: Option<Vec<Recoded>>,
-    /// The class that each stored class becomes; none if classes keep their numbers.
+    /// New class of each stored class; none if classes keep their numbers.
     pub classes: Option<Vec<u32>>,
 }
 
@@ -70,7 +70,7 @@ pub(super) struct Recoded {
     pub ids: Option<Vec<u32>>,
 }
 
-/// Which parts of a sample are read.
+/// Parts of a sample to be read.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Parts {
     /// Numbers of a row of inputs.
@@ -79,10 +79,11 @@ pub(super) struct Parts {
 }
 
 impl Form {
-    /// How samples that are stored as `own` tells become what `to` says. Adds what is converted to `notes`, for people.
+    /// Conversion of samples stored with the preprocessing `own` to the preprocessing `to`. Adds a description of each
+    /// conversion to `notes`.
     ///
     /// # Errors
-    /// They cannot become that.
+    /// There is no such conversion.
     pub fn new(own: &Told, to: &Preprocessing, parts: Parts, notes: &mut Vec<String>) -> Result<Self> {
         let mut form = Self::default();
         if parts.numbers > 0 {
@@ -149,7 +150,7 @@ fn scale(own: Option<&Scale>, to: &Preprocessing, row_len: usize, notes: &mut Ve
     Ok(Some(Standard { mean, std }))
 }
 
-/// Where columns of numbers stand in the data.
+/// Index in the data of each column of numbers; none if the columns are the same.
 fn numbers(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Option<Vec<usize>>> {
     if own.inputs == to.inputs {
         return Ok(None);
@@ -159,7 +160,7 @@ fn numbers(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Optio
     Ok(Some(places))
 }
 
-/// Where categories stand in the data, and what their ids become.
+/// Index in the data of each category, and the new ids of its values; none if the categories are the same.
 fn categories(own: &Columns, to: &Columns, notes: &mut Vec<String>) -> Result<Option<Vec<Recoded>>> {
     if own.categories == to.categories {
         return Ok(None);
@@ -271,7 +272,7 @@ mod tests {
         Some(Scale { mean: vec![mean], std: vec![2.0] })
     }
 
-    /// The form, and what people are told.
+    /// The form, and the notes for people.
     fn form(own: Told, to: &Preprocessing) -> Result<(Form, Vec<String>)> {
         let mut notes = Vec::new();
         Ok((Form::new(&own, to, Parts { numbers: 4, classes: true }, &mut notes)?, notes))

@@ -1,7 +1,7 @@
 //! Rows of a dataset: single elements if it has one dimension, else whole slices along the first one.
 //!
-//! Where the file has elements side by side as this machine has them, they are read with plain positional reads, past
-//! HDF5 and its lock. All else goes through the library: chunked data by whole chunks, of which some are kept.
+//! Contiguous elements stored as they are in memory are read with plain positional reads, past HDF5 and its lock. All
+//! else goes through the library: chunked data by whole chunks, of which some are kept.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -17,7 +17,7 @@ type Result<T> = std::result::Result<T, ReadError>;
 /// A dataset open for reading.
 pub(super) struct RowReader {
     source: Source,
-    /// Its checksums, if what is read is compared with them.
+    /// Checksums to compare with, if reads are verified.
     compared: Option<Compared>,
     stored: Stored,
     row_len: usize,
@@ -25,15 +25,15 @@ pub(super) struct RowReader {
     blocks: Blocks,
     /// Rows as they are stored, on their way.
     raw: Vec<u8>,
-    /// Those of [`RowReader::read_bytes`].
+    /// Buffer of [`RowReader::read_bytes`].
     bytes: Vec<u8>,
 }
 
-/// Where rows come from.
+/// Source of rows.
 pub(super) enum Source {
-    /// Side by side in a file, the first at this offset.
+    /// Contiguous in a file, the first at this offset.
     File(Arc<File>, u64),
-    /// Out of HDF5's hands.
+    /// Read through the HDF5 library.
     Library(SlabReader),
 }
 
@@ -67,14 +67,14 @@ struct Block {
 }
 
 impl RowReader {
-    /// Of `rows` rows of `row_len` elements. Blocks of `block` rows are read at once and kept, `limit` bytes of them; a block of 0
-    /// rows is none.
+    /// A reader of `rows` rows of `row_len` elements. Blocks of `block` rows are read at once and kept, `limit` bytes
+    /// of them; a block of 0 rows is none.
     pub(super) fn new(source: Source, stored: Stored, rows: u64, row_len: usize, block: u64, limit: usize) -> Self {
         let blocks = Blocks { rows: block, limit, held: HashMap::new(), bytes: 0, clock: 0 };
         Self { source, compared: None, stored, row_len, rows, blocks, raw: Vec::new(), bytes: Vec::new() }
     }
 
-    /// Compares what is read with checksums from now on.
+    /// Compares rows with checksums from now on.
     pub(super) fn compare(mut self, compared: Option<Compared>) -> Self {
         self.compared = compared;
         self
@@ -87,7 +87,7 @@ impl RowReader {
         }
     }
 
-    /// Which blocks were compared.
+    /// The blocks that were compared.
     pub(super) fn into_seen(self) -> Seen {
         self.compared.map_or(vec![], Compared::into_seen)
     }
@@ -97,7 +97,8 @@ impl RowReader {
         self.read_as(first, ids, Stored::to_ids)
     }
 
-    /// Of rows of one element: overwrites `ids` with those from `first` on, and `next` with as many from `first` + 1 on.
+    /// For rows of one element: overwrites `ids` with the elements from `first` on, and `next` with as many from
+    /// `first` + 1 on.
     pub(super) fn read_shifted(&mut self, first: u64, ids: &mut [u32], next: &mut [u32]) -> Result<()> {
         let (count, width) = (ids.len(), self.stored.width());
         let end = first.checked_add(count as u64).filter(|end| *end < self.rows);
@@ -134,7 +135,8 @@ impl RowReader {
         self.blocks.bytes
     }
 
-    /// The bytes of `rows` rows from `first` on, as they are in memory before they become ids or numbers, and what they are.
+    /// The bytes of `rows` rows from `first` on, as they are in memory before they become ids or numbers, and their
+    /// element type.
     pub(super) fn read_bytes(&mut self, first: u64, rows: usize) -> Result<(Stored, &[u8])> {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.clear();

@@ -38,7 +38,7 @@ impl Sampler {
         Self { samples, seed: None }
     }
 
-    /// How many samples there are.
+    /// Number of samples.
     pub(super) fn samples(&self) -> u64 {
         self.samples
     }

@@ -1,4 +1,4 @@
-//! One shard: what a file holds, and whether that can be trained on.
+//! One shard: the content of a file, and whether it can be trained on.
 //!
 //! A shard is described once, when a data set is opened; the description keeps no handle.
 
@@ -27,7 +27,7 @@ pub(super) struct Shard {
     pub path: PathBuf,
     pub header: Header,
     pub content: Content,
-    /// Tells it from other shards.
+    /// Distinguishes it from other shards.
     pub print: ShardPrint,
     /// Its preprocessing, besides the tokenizer.
     pub told: Arc<Told>,
@@ -58,7 +58,7 @@ impl Shard {
     }
 
     /// Refuses a shard whose samples are not of the kind of those of the `first` one, which is of another data set. Types and
-    /// scales may differ: what is read does not tell.
+    /// scales may differ: reads convert types and apply scales.
     pub(super) fn check_mixable(&self, first: &Self) -> Result<()> {
         self.check(first, &["set of datasets", "sample shape", "vocabulary_size"])
     }
@@ -118,7 +118,7 @@ impl Shard {
         }
     }
 
-    /// How many samples of `context` ids there are; at least one.
+    /// Number of samples of `context` ids; at least one.
     pub(super) fn samples(&self, context: usize) -> Result<u64> {
         let at = self.path.display();
         match &self.content {
@@ -179,10 +179,10 @@ impl Shard {
     }
 
     /// Opens the file anew and returns a reader for each dataset of its content. `cache_bytes` may be kept of each, more if
-    /// a chunk is larger: else each read would decompress it again. What they read is compared with checksums as `verify` says.
+    /// a chunk is larger: else each read would decompress it again. Reads are compared with checksums as `verify` says.
     pub(super) fn readers(&self, cache_bytes: usize, verify: Verify, scratch: &Scratch) -> Result<Vec<RowReader>> {
         let datasets = self.content.datasets();
-        // Of data whose blocks are kept by its reader, HDF5 has nothing to keep.
+        // HDF5 need not cache data whose blocks are kept by its reader.
         let chunk_bytes = |field: &&Field| field.chunk_bytes().filter(|_| self.block(field, cache_bytes) == 0);
         let chunk_bytes = datasets.iter().filter_map(chunk_bytes).max();
         let bytes = chunk_bytes.map_or(0, |chunk_bytes| cache_bytes.max(chunk_bytes));
@@ -246,7 +246,8 @@ impl Shard {
         self.content.datasets().into_iter().map(limit).sum()
     }
 
-    /// Rows of a dataset that are read at once and kept, if `cache_bytes` may be; 0 reads what is asked for and keeps nothing.
+    /// Rows of a dataset that are read at once and kept, if `cache_bytes` may be; 0 reads the requested rows only and
+    /// keeps nothing.
     fn block(&self, field: &Field, cache_bytes: usize) -> usize {
         let row_bytes = field.row_bytes().max(1);
         let fits = field.rows() * row_bytes <= cache_bytes;
@@ -259,7 +260,7 @@ impl Shard {
             Some(chunk) => {
                 let chunk_bytes = chunk[0] * row_bytes;
                 let is_whole = chunk[1..] == field.shape[1..];
-                // Of what is not compressed HDF5 reads just what is asked for.
+                // Uncompressed data: HDF5 reads only the requested rows.
                 let pays = field.is_filtered && chunk_bytes >= BLOCK_BYTES && (is_whole || chunk_bytes <= cache_bytes);
                 if pays { chunk[0] } else { 0 }
             }

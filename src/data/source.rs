@@ -1,16 +1,16 @@
-//! What samples come from: files, or a program of one's own.
+//! Sources of samples: files, or a program's own code.
 
 use super::spec::{SampleMut, Sizes};
 use super::{Dataset, Fingerprint, Preprocessing, Tokenizer, preprocessing};
 use crate::error::Result;
 
-/// Numbered samples: what a network learns from, or is measured on. [`Dataset`] is one, of HDF5 files; a program may
+/// Numbered samples for training or evaluation. [`Dataset`] is one, of HDF5 files; a program may
 /// have others, of other files or made in code.
 ///
 /// Every rank has a source of its own and is asked for the samples of its part of each batch. Which sample stands at
 /// which position of a run follows from seed, epoch and position alone ([`Sampler`](super::Sampler)); so if a number
 /// always gives the same sample, on every rank, a run has the same bits on any number of ranks and after every restart.
-/// What is random in a sample is therefore to be drawn from its number, as [`random`](crate::random) does.
+/// Random parts of a sample are therefore to be drawn from its number, as with [`random`](crate::random).
 ///
 /// A whole run looks at each sample, for ids and classes that the network does not know and numbers that are none; in a loop
 /// of one's own, [`Splits::checked`](crate::engine::Splits::checked) does.
@@ -45,18 +45,18 @@ use crate::error::Result;
 /// # Ok::<(), hpctrain::error::Error>(())
 /// ```
 pub trait Source: Send {
-    /// How many samples there are; at least one.
+    /// Number of samples; at least one.
     fn samples(&self) -> u64;
 
-    /// Elements of a sample's parts: what the network takes, and what it is to predict. Of text, as many ids as
+    /// Elements of a sample's parts: the inputs of the network, and its targets. Of text, as many ids as
     /// classes; of rows, ids or features, and one class or some values, and if samples are not to count alike in training, a
     /// weight.
     fn sizes(&self) -> Sizes;
 
-    /// Overwrites `into`, whose parts have the lengths that [`Source::sizes`] tells, with sample number `sample`.
+    /// Overwrites `into`, whose parts have the lengths that [`Source::sizes`] gives, with sample number `sample`.
     ///
     /// # Errors
-    /// Whatever keeps it from being read: it ends the run.
+    /// Any failure to read the sample: it ends the run.
     fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()>;
 
     /// Overwrites `into` with `count` samples from number `first` on, one after the other, as pass number `epoch` over the
@@ -86,23 +86,23 @@ pub trait Source: Send {
         vec![self.samples()]
     }
 
-    /// Which samples these are: a checkpoint keeps it, and a run goes on from there only with the same ones. Unless a source
-    /// knows better, only their number is known. `None` makes no claim at all.
+    /// Identity of the samples: a checkpoint keeps it, and a run goes on from there only with the same ones. Unless a
+    /// source knows better, it is their number only. `None` makes no claim at all.
     fn fingerprint(&self) -> Option<Fingerprint> {
         Some(Fingerprint::of_samples(self.samples()))
     }
 
-    /// The most bytes that it keeps of what it reads.
+    /// Most bytes that it caches.
     fn cache_limit(&self) -> usize {
         0
     }
 
-    /// Bytes that it keeps now of what it has read.
+    /// Bytes that it caches now.
     fn cached(&self) -> usize {
         0
     }
 
-    /// What was left out when it was made, for people.
+    /// A note on samples that were left out when the source was made.
     fn left_out(&self) -> Option<String> {
         None
     }
@@ -128,7 +128,7 @@ pub trait Source: Send {
         self.samples().saturating_mul((ids + features) as u64)
     }
 
-    /// What turns ids into text, if anything does.
+    /// The tokenizer, if there is one.
     fn tokenizer(&self) -> Option<&Tokenizer> {
         None
     }
@@ -138,8 +138,8 @@ pub trait Source: Send {
         Preprocessing { tokenizer: self.tokenizer().cloned(), ..Preprocessing::default() }
     }
 
-    /// Has samples read as a network learned them that was trained with the preprocessing `to`. Returns what had to be
-    /// converted, for people. Samples that a program makes itself are left as they are.
+    /// Converts samples from now on to the preprocessing `to` that a network was trained with. Returns a description of
+    /// each conversion. Samples that a program makes itself are left as they are.
     ///
     /// # Errors
     /// They cannot be brought to it, or the tokenizers differ.

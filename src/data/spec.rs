@@ -1,4 +1,4 @@
-//! What a data set is: where its files are, how their datasets are called, and the parts of a sample.
+//! Description of a data set: location of its files, names of their datasets, and the parts of a sample.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ pub(super) const WEIGHTS: &str = "/weights";
 /// File names of validation shards unless others are given: they need not be there.
 const VALIDATION: &str = "val-*.h5";
 
-/// Where the samples for validation are.
+/// Location of the validation samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Held {
     /// In shards of their own.
@@ -27,7 +27,7 @@ pub enum Held {
     Nowhere,
 }
 
-/// Where the data is and what it is called there.
+/// Location of the data, and the names of its files and datasets.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DataSpec {
     /// A directory of shards, or one HDF5 file.
@@ -52,30 +52,30 @@ pub struct DataSpec {
     pub axes: Axes,
     /// The part of the samples that is kept for validation where there are no validation shards; 0 keeps none.
     pub val_fraction: f64,
-    /// How inputs are scaled; left out, by the mean and standard deviation that files give.
+    /// Scaling of inputs; if left out, the mean and standard deviation in the files.
     pub scale: Option<InputScale>,
     /// The number of ids, for files that do not tell; may also pad the files' own number.
     pub vocabulary: Option<usize>,
-    /// Which blocks are compared with their checksums as they are read.
+    /// Verification of blocks against their checksums as they are read.
     pub verify: Verify,
-    /// What a sample is to be made of.
+    /// Required parts of a sample.
     pub wants: Wants,
 }
 
-/// Which blocks are compared with their checksums as they are read.
+/// Verification of blocks against their checksums as they are read.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verify {
-    /// None.
+    /// No block.
     Off,
-    /// Each the first time that this process reads of it.
+    /// Each block on the first read of it by this process.
     #[default]
     FirstPass,
-    /// All, each time.
+    /// Every block on every read.
     Always,
 }
 
-/// How inputs are scaled, in the place of the mean and standard deviation that a file may give.
+/// Scaling of inputs, in the place of the mean and standard deviation that a file may give.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum InputScale {
@@ -85,12 +85,12 @@ pub enum InputScale {
     Unit,
 }
 
-/// What a network wants of a sample.
+/// Parts of a sample that a network requires.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Wants {
     /// Token ids and the ids that follow them.
     Text,
-    /// Whatever is there: to look at, not to learn from.
+    /// All parts found in the files: to inspect, not to train on.
     Anything,
     /// A row of inputs and a target.
     Rows {
@@ -141,7 +141,8 @@ pub struct Sizes {
     pub weights: usize,
 }
 
-/// Where samples go: each part has the length that [`Dataset::sizes`](super::Dataset::sizes) tells, times the number of samples.
+/// Buffers for samples: each part has the length that [`Dataset::sizes`](super::Dataset::sizes) gives, times the number
+/// of samples.
 #[derive(Default)]
 pub struct SampleMut<'a> {
     /// Ids of the input; those of several tables count through all of them, as [`Ids::Tables`] says.
@@ -157,7 +158,7 @@ pub struct SampleMut<'a> {
 }
 
 impl Sizes {
-    /// Of so many samples.
+    /// Sizes of so many samples.
     pub(super) fn times(self, count: usize) -> Self {
         let Self { ids, features, classes, values, weights } = self;
         Self {
@@ -171,7 +172,7 @@ impl Sizes {
 }
 
 impl<'a> SampleMut<'a> {
-    /// Of text: ids and the ids that follow them.
+    /// Buffers of text: ids and the ids that follow them.
     pub fn text(ids: &'a mut [u32], classes: &'a mut [u32]) -> Self {
         Self { ids, classes, ..Self::default() }
     }
@@ -207,7 +208,7 @@ impl DataSpec {
         }
     }
 
-    /// Where the samples for validation are.
+    /// Location of the validation samples.
     ///
     /// # Errors
     /// The data does not exist, or file names that were asked for fit none.
@@ -219,7 +220,7 @@ impl DataSpec {
         match self.val_fraction {
             fraction if fraction > 0.0 => Ok(Held::Fraction),
             _ if self.path.is_file() || self.path.is_dir() && self.validation == VALIDATION => Ok(Held::Nowhere),
-            // Says what is not there.
+            // The error names the missing files.
             _ => self.files(Split::Validation).map(|_| Held::Shards),
         }
     }
@@ -262,7 +263,7 @@ pub(super) fn file_names(directory: &Path) -> Result<Vec<String>> {
     Ok(names)
 }
 
-/// The first few names, and how many there are.
+/// The first few names, and their total number.
 fn listing(names: &[String]) -> String {
     const SHOWN: usize = 5;
     match names.len() {
@@ -275,9 +276,9 @@ fn listing(names: &[String]) -> String {
 /// The two parts of a data set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Split {
-    /// What the model learns from.
+    /// Training samples.
     Train,
-    /// What it is measured on.
+    /// Validation samples.
     Validation,
 }
 

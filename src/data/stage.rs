@@ -16,14 +16,14 @@ use super::{DataSpec, Held, Split};
 use crate::error::{Error, Result};
 use crate::private::{self, Found};
 
-/// What a directory of copies tells of them.
+/// Record of the copies in a directory.
 const RECORD: &str = "staged.json";
-/// Who holds a lock on it may change the directory: two jobs may want the same data.
+/// Lock file of a directory of copies: only its holder may change the directory, since two jobs may want the same data.
 const LOCK: &str = ".lock";
 /// Bytes copied at a time.
 const PIECE: usize = 1 << 20;
 
-/// What was done.
+/// Result of staging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Staged {
     /// Files that were copied, and their bytes.
@@ -41,7 +41,7 @@ struct Copied {
     crc32: u32,
 }
 
-/// Where the copies of a data set are below `root`, or will be.
+/// Location of the copies of a data set below `root`, whether they exist yet or not.
 ///
 /// # Errors
 /// The data set does not exist.
@@ -56,7 +56,7 @@ pub fn place(spec: &DataSpec, root: &Path) -> Result<DataSpec> {
 ///
 /// # Errors
 /// There is no room, the data set or `root` does not exist, the directory of copies is not the user's own, the file system
-/// refused, or a copy is not what was read.
+/// refused, or a copy differs from its source.
 pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
     let place = root.display();
     if !root.is_dir() {
@@ -95,7 +95,7 @@ pub fn stage(spec: &DataSpec, root: &Path) -> Result<Staged> {
         }
     }
     let reused = kept.len();
-    // Shards that are no longer there, and what an interrupted copy has left: they would be taken for data.
+    // Remove shards that no longer exist, and leftovers of an interrupted copy: they would be taken for data.
     let is_ours = |name: &str| [RECORD, LOCK].contains(&name);
     for name in file_names(&folder)?.iter().filter(|name| !kept.contains_key(*name) && !is_ours(name)) {
         let path = folder.join(name);
@@ -228,7 +228,7 @@ mod tests {
         // A new source of the same size.
         File::options().write(true).open(spec.path.join("train-0.h5")).unwrap().set_modified(UNIX_EPOCH).unwrap();
         assert_eq!(stage(&spec, &root).unwrap(), copied(1, 4, 2));
-        // A source that is gone, and what an interrupted copy left.
+        // A source that is gone, and the leftovers of an interrupted copy.
         fs::remove_file(spec.path.join("train-1.h5")).unwrap();
         fs::write(to.join(".train-9.h5.tmp"), "half").unwrap();
         assert_eq!(stage(&spec, &root).unwrap(), copied(0, 0, 2));

@@ -18,7 +18,7 @@ pub(super) const MEAN: &str = "mean";
 pub(super) const STD: &str = "std";
 
 impl Standard {
-    /// That of a dataset, if it has one.
+    /// Reads the scale of a dataset, if it has one.
     pub(super) fn read(file: &File, name: &str, row_len: usize) -> Result<Option<Self>> {
         let unreadable = |e| Error::input(format!("attributes {MEAN} and {STD} of {name}: {}", h5::one_line(&e)));
         let dataset = file.dataset(name).map_err(unreadable)?;

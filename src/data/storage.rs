@@ -1,7 +1,7 @@
-//! Where the elements of a dataset lie, and whether all of them are there.
+//! Location of the elements of a dataset, and whether all of them are there.
 //!
-//! HDF5 opens a dataset whose elements are elsewhere, and reads fill values or zeros in the place of those that it does not
-//! find. So that is looked at first, and told by the names of dataset and file.
+//! HDF5 opens a dataset whose elements are elsewhere, and reads fill values or zeros in the place of missing ones. So
+//! their presence is checked first, and errors name dataset and file.
 
 use std::path::{Path, PathBuf};
 
@@ -40,7 +40,7 @@ pub(super) fn unreadable(name: &str, error: &hdf5::Error) -> Error {
         .hint("look at it with `h5ls -v` or h5py; import or write it again")
 }
 
-/// Says of the first link on the way to `name` that it leads nowhere, if one does.
+/// The error of the first broken link on the way to `name`, if there is one.
 fn broken_link(file: &File, path: &Path, name: &str) -> Option<Error> {
     let mut place = String::new();
     for part in name.split('/').filter(|part| !part.is_empty()) {
@@ -233,15 +233,15 @@ fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize) 
     Ok(())
 }
 
-/// Where HDF5 looks for an external raw file: below `HDF5_EXTFILE_PREFIX`, or the directory that the process is in.
+/// Path at which HDF5 looks for an external raw file: below `HDF5_EXTFILE_PREFIX`, else the current directory.
 fn raw_path(name: &str, path: &Path) -> PathBuf {
     let prefix = std::env::var("HDF5_EXTFILE_PREFIX").unwrap_or_default();
     let origin = path.parent().unwrap_or(Path::new("")).to_string_lossy();
     Path::new(&prefix.replace("${ORIGIN}", if origin.is_empty() { "." } else { &origin })).join(name)
 }
 
-/// Where HDF5 finds a file that another one at `path` names: at an absolute path, else by its last part; in the directories of
-/// an environment variable, beside the other file, or where the process is.
+/// Path at which HDF5 finds a file that the file at `path` refers to: the absolute path, else its last part, in the
+/// directories of an environment variable, beside the referring file, or in the current directory.
 fn find(name: &str, path: &Path, variable: &str) -> Option<PathBuf> {
     let absolute = Path::new(name).is_absolute().then(|| PathBuf::from(name));
     let relative = match &absolute {

@@ -1,11 +1,11 @@
-//! Types of stored elements, and what they become: ids and classes are `u32`, numbers `f32`.
+//! Types of stored elements, and their conversion: ids and classes to `u32`, numbers to `f32`.
 
 use half::f16;
 use hdf5::{Datatype, H5Type};
 
 use crate::simd::simd;
 
-/// What the elements of a dataset become.
+/// Type that the elements of a dataset are read as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum As {
     /// `u32`: ids, classes.
@@ -45,7 +45,7 @@ impl Stored {
         Self::F64,
     ];
 
-    /// The one that a file has bit by bit, if there is one: not so in another byte order.
+    /// The type that matches the file's bit for bit, if there is one: none for another byte order.
     pub(super) fn of(dtype: &Datatype) -> hdf5::Result<Option<Self>> {
         for stored in Self::ALL {
             if stored.datatype()? == *dtype {
@@ -55,7 +55,7 @@ impl Stored {
         Ok(None)
     }
 
-    /// What the library converts elements of other types to.
+    /// Type to which HDF5 converts elements of other types.
     pub(super) fn converted(kind: As) -> Self {
         match kind {
             As::Ids => Self::I32,
@@ -112,7 +112,7 @@ impl Stored {
                 Self::I16 => convert(bytes, out, |x: i16| i32::from(x) as u32),
                 Self::I32 => convert(bytes, out, |x: i32| x as u32),
                 Self::I64 => convert(bytes, out, |x: i64| x.clamp(i64::from(i32::MIN), i64::from(i32::MAX)) as u32),
-                // Datasets of ids are integers: this is what the rest of the program sees as too large.
+                // Datasets of ids are integers: the rest of the program treats this value as too large.
                 Self::F16 | Self::F32 | Self::F64 => out.fill(LARGEST),
             },
         )

@@ -45,7 +45,7 @@ impl Tokenizer {
         }
     }
 
-    /// Reads what [`to_json`](Self::to_json) wrote.
+    /// Reads the output of [`to_json`](Self::to_json).
     pub(super) fn from_json(json: &str) -> Result<Self> {
         let tokenizer: Self =
             serde_json::from_str(json).map_err(|e| Error::input(format!("tokenizer is not understood: {e}")))?;
@@ -94,7 +94,7 @@ impl Tokenizer {
         }
     }
 
-    /// How many ids there are.
+    /// Size of the vocabulary.
     pub fn vocabulary(&self) -> usize {
         match self {
             Self::Char { chars } => chars.len(),

@@ -1,4 +1,4 @@
-//! Reads everything and compares it with what the files promise.
+//! Reads all data and compares it with checksums and declared ranges.
 
 use std::fmt;
 use std::ops::Range;
@@ -24,7 +24,7 @@ const BLOCK: usize = 1 << 16;
 /// Stored chunks of a few MiB are decompressed once even if blocks straddle them.
 const CACHE_BYTES: usize = 32 << 20;
 
-/// What was found in order.
+/// Counts of a successful verification.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     /// Files read.
@@ -35,7 +35,7 @@ pub struct Report {
     pub numbers: u64,
     /// Blocks whose checksum was compared.
     pub checksums: u64,
-    /// What could not be checked, and why.
+    /// Checks that were not possible, each with the reason.
     pub notes: Vec<String>,
 }
 
@@ -197,7 +197,7 @@ impl Check {
         }
     }
 
-    /// Reads a dataset of numbers block by block. What is not `right` counts, and the first is named.
+    /// Reads a dataset of numbers block by block. Numbers that are not `right` are counted, and the first is named.
     fn numbers(
         &mut self,
         shard: &Shard,

@@ -17,7 +17,7 @@ const POOL: usize = 64 << 20;
 /// Less than this part of a GPU's memory free, and somebody else is at work there.
 const MOSTLY_FREE: f64 = 0.5;
 
-/// PCI's numbers of NVIDIA, and of what shows or computes pictures.
+/// PCI's number of the vendor NVIDIA, and of the class of display controllers.
 const NVIDIA: &str = "0x10de";
 const DISPLAY: &str = "0x03";
 
@@ -71,19 +71,20 @@ fn no_driver() -> Finding {
     }
 }
 
-/// Looks for what compiles kernels and multiplies matrices, `weighed` by whether it is needed; whether all is there.
+/// Looks for the libraries that compile kernels and multiply matrices, `weighed` by whether they are needed; returns
+/// whether all are there.
 fn toolkit(tell: &Teller, weighed: fn(Finding) -> Finding) -> bool {
     let look = |version: Result<String>, file: &str| -> Finding {
         version.map(|version| format!("{version}, {}", place(file))).into()
     };
     let compiler = tell.attempt("nvrtc", || weighed(look(libraries::nvrtc(), "libnvrtc.so")));
     let products = tell.attempt("cublaslt", || weighed(look(libraries::cublaslt(), "libcublasLt.so")));
-    // Nobody needs it who does not ask for it.
+    // Only users that ask for it need it.
     tell.attempt("nccl", || look(nccl::version(), "libnccl.so").at_most_a_warning());
     compiler && products
 }
 
-/// Where a library of this process was loaded from.
+/// Path from which a library of this process was loaded.
 fn place(file: &str) -> String {
     let maps = fs::read_to_string("/proc/self/maps").unwrap_or_default();
     place_in(&maps, file).unwrap_or("found by the system's loader").to_owned()

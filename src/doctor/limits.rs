@@ -1,4 +1,4 @@
-//! What the system lets a process have: memory, open files, locked pages.
+//! The system's limits on a process: memory, open files, locked pages.
 
 use std::fs;
 
@@ -46,7 +46,7 @@ fn open_files(limit: Option<usize>) -> Finding {
     }
 }
 
-/// InfiniBand locks the memory of messages, and counts it; what CUDA locks is not counted.
+/// InfiniBand locks the memory of messages, and counts it; memory that CUDA locks is not counted.
 fn locked_memory(limit: Option<usize>, infiniband: bool) -> Finding {
     match limit {
         None => Finding::ok("no limit"),

@@ -1,7 +1,7 @@
 //! Is this machine fit to train on? Everything a run rests on, tried: GPUs, MPI, HDF5, the file system, limits, data.
 //!
-//! Each rank looks at what is its own, the first rank of each node at the node as well. What could crash or hang is
-//! tried in a child ([`probe`]): the doctor survives to tell. All findings meet in one [`Report`].
+//! Each rank checks its own resources, the first rank of each node those of the node as well. Checks that could crash
+//! or hang run in a child process ([`probe`]), which the doctor outlives. All findings meet in one [`Report`].
 
 mod gpu;
 mod h5;
@@ -30,7 +30,7 @@ use ranks::{Gpu, Seat};
 
 pub use report::Report;
 
-/// How a check came out.
+/// Outcome of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -42,14 +42,14 @@ pub enum Status {
     Failure,
 }
 
-/// What a check found.
+/// Finding of a check.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Finding {
-    /// How it came out.
+    /// The outcome.
     pub status: Status,
     /// A short fact.
     pub found: String,
-    /// What to do about it.
+    /// Advice for the user.
     pub hint: Option<String>,
 }
 
@@ -97,23 +97,23 @@ impl From<Result<String>> for Finding {
 /// One line of the report.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Check {
-    /// What was looked at.
+    /// The thing that was checked.
     pub name: String,
-    /// What it is like.
+    /// Its state.
     #[serde(flatten)]
     pub finding: Finding,
 }
 
-/// What the doctor is asked.
+/// Arguments of the doctor.
 #[derive(Debug, Clone)]
 pub struct Request {
-    /// Where runs will be.
+    /// Directory of the runs.
     pub run_root: PathBuf,
-    /// What started the ranks; none for a process that was started alone.
+    /// The launcher of the ranks; none for a process that was started alone.
     pub launcher: Option<&'static str>,
 }
 
-/// What every rank tells before any looks at what concerns several.
+/// The message of every rank before the checks that concern several.
 #[derive(Serialize, Deserialize)]
 struct Greeting {
     /// A file that rank 0 has made in the run root.
@@ -185,7 +185,7 @@ pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
     Ok(Report::new(facts))
 }
 
-/// Collective: what every rank tells.
+/// Collective: the values of all ranks.
 fn gather<T: Serialize + serde::de::DeserializeOwned>(world: &Group<Cpu>, mine: &T) -> Result<Vec<T>> {
     let message = serde_json::to_vec(mine).map_err(|e| Error::internal(e.to_string()))?;
     let messages = world.gather_bytes(message).wait()?;

@@ -1,4 +1,4 @@
-//! MPI: which library, what it grants, what it claims.
+//! MPI: the library, the level of threads that it grants, and shared memory.
 
 use super::{Check, Finding};
 use crate::backend::cpu::Cpu;

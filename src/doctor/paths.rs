@@ -52,7 +52,7 @@ fn staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
     })
 }
 
-/// Only what the library claims is tried, and only what it shows is believed.
+/// The direct path is tried only if the library claims it, and believed only if it works.
 fn direct(comm: &Comm<Cpu>) -> Finding {
     if !comm.claims_devices() {
         let found = format!("{} does not claim to know CUDA: messages go through the host", comm.library());

@@ -1,7 +1,7 @@
 //! Checks that lean on a library or a file system, in a child: one that crashes or hangs is a finding like any other.
 //!
-//! The child is this program. It prints what it is about to try and what it found, a line of JSON each, so that the last
-//! line of one that did not come back names the culprit.
+//! The child is this program. It prints the name of each check before it and the finding after it, a line of JSON each,
+//! so that the last line of a child that did not come back names the culprit.
 
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
@@ -18,10 +18,10 @@ use crate::telemetry::say;
 /// The hidden command of the child; a [`Probe`] in JSON follows.
 pub const COMMAND: &str = "doctor-probe";
 
-/// How long one attempt may take: a driver that starts eight GPUs takes its time.
+/// Time limit of one attempt: a driver that starts eight GPUs takes its time.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// What a child looks at.
+/// The checks of a child.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Probe {
@@ -35,7 +35,7 @@ pub enum Probe {
     },
     /// HDF5, file system, limits, data.
     Node {
-        /// Where runs will be.
+        /// Directory of the runs.
         run_root: PathBuf,
     },
 }
@@ -44,7 +44,7 @@ pub enum Probe {
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Line {
-    /// The name of what is tried next.
+    /// The name of the check that is tried next.
     Trying(String),
     Found(Check),
 }
@@ -58,7 +58,7 @@ impl Teller {
         say(serde_json::to_string(line).unwrap_or_default());
     }
 
-    /// Names what is tried, then tells what it found; whether that is no failure.
+    /// Prints the name of a check, then its finding; returns whether that is no failure.
     pub fn attempt(&self, name: &str, work: impl FnOnce() -> Finding) -> bool {
         self.line(&Line::Trying(name.to_owned()));
         let finding = work();
@@ -87,7 +87,7 @@ pub fn answer(probe: &str) -> Result<()> {
 }
 
 impl Probe {
-    /// What it is called where it fails before it has tried anything.
+    /// Its name if it fails before its first check.
     fn name(&self) -> &'static str {
         match self {
             Probe::Gpu { .. } => "gpu driver",

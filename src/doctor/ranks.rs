@@ -1,4 +1,4 @@
-//! Where the ranks of a job sit: hosts, cores, GPUs, and how near these are to one another.
+//! Places of the ranks of a job: hosts, cores, GPUs, and whether these are near one another.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -8,14 +8,14 @@ use serde::Serialize;
 use super::ranks::{self, Seat};
 use super::{Check, Facts, Status};
 
-/// What was found, the same on every rank.
+/// The findings, the same on every rank.
 #[derive(Debug, Serialize)]
 pub struct Report {
     checks: Vec<Line>,
     ranks: Vec<Seat>,
 }
 
-/// A check, and who made it with this outcome.
+/// A check, and the ranks that made it with this outcome.
 #[derive(Debug, Serialize)]
 struct Line {
     #[serde(flatten)]
@@ -27,7 +27,7 @@ struct Line {
 }
 
 impl Report {
-    /// Of what the ranks found.
+    /// The report of the ranks' findings.
     pub(super) fn new(facts: Vec<Facts>) -> Self {
         let seats: Vec<Seat> = facts.iter().map(|facts| facts.seat.clone()).collect();
         let section = |of: fn(&Facts) -> &Vec<Check>| merge(&facts.iter().map(of).collect::<Vec<_>>(), &seats);

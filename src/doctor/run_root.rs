@@ -66,7 +66,7 @@ pub(super) fn marker(run_root: &Path) -> Option<NamedTempFile> {
     Builder::new().prefix(".doctor-").tempfile_in(nearest(run_root)).ok()
 }
 
-/// Whether this node sees what rank 0 has made in the run root.
+/// Whether this node sees the file that rank 0 has made in the run root.
 pub(super) fn is_shared(marker: &Path) -> Check {
     let place = marker.parent().unwrap_or(marker).display();
     let finding = match marker.exists() {

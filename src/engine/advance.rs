@@ -1,4 +1,4 @@
-//! One optimizer step from its data to its update: what a run repeats, and what `hpctrain verify` compares.
+//! One optimizer step from its data to its update: repeated by a run, compared by `hpctrain verify`.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ pub struct StepResult {
     pub skipped: bool,
     /// Seconds that each data-parallel rank computed, without its waits for messages and data.
     pub compute: Vec<f64>,
-    /// What each data-parallel rank told all others.
+    /// Control flags of each data-parallel rank.
     pub flags: AllFlags,
     /// Time of this rank's update.
     pub updating: Duration,
@@ -33,7 +33,7 @@ pub struct StepResult {
 /// them in order. `flags` is asked for this rank's requests when the gradients are summed.
 ///
 /// # Errors
-/// Of the data, the device, or a message between ranks.
+/// A failure of the data, the device, or a message between ranks.
 pub fn advance<B: Kernels>(
     plan: &Plan,
     engine: &mut Engine<B>,

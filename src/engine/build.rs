@@ -12,7 +12,8 @@ use crate::error::Result;
 use crate::nn::Blocks;
 use crate::parallel::{Lanes, Sharded, Updates};
 
-/// The network on its mesh. Collective over the world. `choices` is where a measurement of collectives may be kept.
+/// The network on its mesh. Collective over the world. `choices` is the file in which a measurement of collectives may
+/// be kept.
 ///
 /// # Errors
 /// Out of memory, or a message between ranks failed.

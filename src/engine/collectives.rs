@@ -13,13 +13,13 @@ use crate::mesh::{Axis, Mesh};
 use crate::nn::Blocks;
 use crate::parallel::Groups;
 
-/// What shards do with units.
+/// Operations of shards on units.
 const OF_SHARDS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];
 
-/// What replicas do with them.
+/// Operations of replicas on units.
 const OF_REPLICAS: [Operation; 1] = [Operation::AllReduce];
 
-/// `collectives.json`: what a measurement found, and all that it depends on.
+/// `collectives.json`: the result of a measurement, and all that it depends on.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Found {
     key: Key,
@@ -39,16 +39,16 @@ struct Key {
     largest: usize,
 }
 
-/// How the ranks of a run exchange.
+/// Algorithms of the exchange between the ranks of a run.
 pub struct Exchange {
     /// A line for people; empty where nothing is exchanged.
     pub told: String,
-    /// What a new measurement found, to be kept in `collectives.json`.
+    /// Result of a new measurement, to be kept in `collectives.json`.
     pub found: Option<String>,
 }
 
-/// Collective over the world: the groups of `plan`'s mesh, each with its algorithms. What `auto` chose before is read
-/// from `path` by rank 0.
+/// Collective over the world: the groups of `plan`'s mesh, each with its algorithms. Rank 0 reads earlier choices of
+/// `auto` from `path`.
 ///
 /// # Errors
 /// A message failed.
@@ -108,7 +108,7 @@ impl Key {
     }
 }
 
-/// Measures what the mesh will need.
+/// Measures the collectives that the mesh will need.
 fn find<B: Kernels>(world: &Group<B>, shard: &Group<B>, replica: &Group<B>, backend: &B, key: Key) -> Result<Found> {
     let of = |group: &Group<B>, operations: &[Operation]| {
         let operations = if group.size() > 1 { operations } else { &[] };
@@ -118,7 +118,7 @@ fn find<B: Kernels>(world: &Group<B>, shard: &Group<B>, replica: &Group<B>, back
     Ok(Found { key, shard, replica })
 }
 
-/// What rank 0 finds in the file, on every rank.
+/// The measurement that rank 0 finds in the file, on every rank.
 fn recall<B: Kernels>(world: &Group<B>, path: Option<&Path>, key: &Key) -> Result<Option<Found>> {
     let path = path.filter(|_| world.rank() == 0);
     let mine = path.and_then(|path| std::fs::read(path).ok()).unwrap_or_default();

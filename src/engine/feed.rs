@@ -20,7 +20,7 @@ use crate::topology::Topology;
 /// Training and validation data of a configuration; none to validate on where there is none and none was asked for.
 ///
 /// # Errors
-/// What is missing or malformed, and where.
+/// Data is missing or malformed; the error names the place.
 pub fn open(config: &Config) -> Result<(Dataset, Option<Dataset>)> {
     open_specs(config, &specs(config)?)
 }
@@ -156,7 +156,7 @@ fn predictions(config: &Config) -> usize {
     if config.model.kind == ModelKind::Layers { 1 } else { config.model.context }
 }
 
-/// What the network wants of a sample.
+/// Parts of a sample that the network requires.
 fn wants(config: &Config) -> Result<Wants> {
     if config.model.kind != ModelKind::Layers {
         return Ok(Wants::Text);
@@ -174,7 +174,7 @@ fn wants(config: &Config) -> Result<Wants> {
     Ok(Wants::Rows { input: layers.input().iter().product(), ids, target })
 }
 
-/// Where the data is.
+/// Descriptions of the data sets.
 fn specs(config: &Config) -> Result<Vec<DataSpec>> {
     let data = &config.data;
     let wants = wants(config)?;
@@ -209,7 +209,7 @@ fn specs(config: &Config) -> Result<Vec<DataSpec>> {
     if data.mix.is_empty() { Ok(vec![spec(&data.path)?]) } else { data.mix.iter().map(|one| spec(&one.path)).collect() }
 }
 
-/// Which sample stands at which position.
+/// The order of samples in the run.
 fn order(config: &Config, train: &dyn Source) -> Result<Order> {
     let weights: Vec<f64> = match &config.data.mix[..] {
         [] => vec![1.0],
@@ -280,7 +280,7 @@ pub struct Feed<B: Backend> {
 }
 
 impl<B: Backend> Feed<B> {
-    /// Starts to read what the data-parallel rank `rank` will compute from `progress` on.
+    /// Starts to read the samples that the data-parallel rank `rank` will compute from `progress` on.
     ///
     /// # Errors
     /// The reader's thread could not be started.
@@ -300,7 +300,7 @@ impl<B: Backend> Feed<B> {
     /// The next micro-batch on the device.
     ///
     /// # Errors
-    /// Of the data, or the device is out of memory.
+    /// A failure of the data, or the device is out of memory.
     pub fn next_micro(&mut self) -> Result<Micro<B>> {
         let batch = self.loader.next()?;
         self.enter(self.loader.held());
@@ -316,7 +316,7 @@ impl<B: Backend> Feed<B> {
         self.loader.waited()
     }
 
-    /// The loader knows no device: what it holds is entered here.
+    /// The loader knows no device: its memory is entered here.
     fn enter(&mut self, held: usize) {
         self.backend.ledger().resize(MemoryKind::Data, self.entered, held);
         self.entered = held;

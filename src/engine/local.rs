@@ -4,10 +4,10 @@ use crate::backend::Backend;
 use crate::comm::{Algorithm, Comm, threads};
 use crate::error::{Error, Kind, Result};
 
-/// Runs `rank` on `ranks` threads, each with its communicator; returns what each gave, in order of ranks.
+/// Runs `rank` on `ranks` threads, each with its communicator; returns their results, in order of ranks.
 ///
 /// # Errors
-/// Of the rank whose error says why the others failed.
+/// The error of the rank that made the others fail.
 pub fn on_threads<B: Backend, T: Send>(ranks: usize, rank: impl Fn(&Comm<B>) -> Result<T> + Sync) -> Result<Vec<T>> {
     let comms = threads::start(ranks, Algorithm::Tree);
     let rank = &rank;
@@ -25,7 +25,7 @@ pub fn on_threads<B: Backend, T: Send>(ranks: usize, rank: impl Fn(&Comm<B>) -> 
             Err(e) => errors.push(e),
         }
     }
-    // When one rank fails alone, the others fail because it is gone: its error says why.
+    // When one rank fails alone, the others fail because it is gone: its error names the cause.
     errors.sort_by_key(|e| e.kind() == Kind::Comm);
     errors.into_iter().next().map_or(Ok(given), Err)
 }

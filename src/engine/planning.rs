@@ -9,11 +9,12 @@ use crate::data::Source;
 use crate::error::Result;
 use crate::topology::Topology;
 
-/// What will run on the ranks of `comm` with the data of `train`: collective over the world. `threads` is the compute threads
-/// a rank; without it the ranks of a node share its cores.
+/// The plan for the ranks of `comm` and the data of `train`: collective over the world. `threads` is the compute
+/// threads a rank; without it the ranks of a node share its cores.
 ///
 /// # Errors
-/// A key that cannot be, samples that the network cannot take, or fewer than a batch: the same on all ranks. Or a message between ranks failed.
+/// An invalid key, samples that the network cannot take, or fewer samples than a batch: the same on all ranks. Or a
+/// message between ranks failed.
 pub fn plan<B: Kernels>(comm: &Comm<B>, config: Config, train: &dyn Source, threads: Option<usize>) -> Result<Plan> {
     let world = comm.world();
     let threads = match threads {

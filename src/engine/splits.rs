@@ -10,14 +10,14 @@ use crate::nn::Network;
 use crate::nn::layers::Taken;
 use crate::topology::Topology;
 
-/// What a network learns from and what it is measured on.
+/// Training and validation samples of a network.
 pub struct Splits {
-    /// Takes the place of `data.path` in what people see and in checkpoints.
+    /// Replaces `data.path` in messages and in checkpoints.
     pub name: String,
-    /// Samples to learn from.
+    /// Training samples.
     pub train: Box<dyn Source>,
-    /// Samples to be measured on; without them nothing is evaluated, and the best checkpoint is that of the lowest mean
-    /// training loss.
+    /// Validation samples; without them nothing is evaluated, and the best checkpoint has the lowest mean training
+    /// loss.
     pub validation: Option<Box<dyn Source>>,
 }
 
@@ -75,7 +75,7 @@ fn told(Sizes { ids, features, classes, values, weights }: Sizes) -> String {
     format!("{ids} ids, {features} features, {classes} classes and {values} values{weights}")
 }
 
-/// What a network takes.
+/// Sample sizes and id ranges of a network.
 #[derive(Debug, Clone, Copy)]
 struct Wanted {
     sizes: Sizes,
@@ -85,7 +85,7 @@ struct Wanted {
 }
 
 impl Wanted {
-    /// Of samples that give `sizes`: rows may have weights, or not.
+    /// Sizes that the network requires of samples with `sizes`: rows may have weights, or not.
     fn by(plan: &Plan, sizes: Sizes) -> Self {
         let (context, outputs) = (plan.network.context(), plan.network.outputs());
         let Network::Layers(layers) = &plan.network else {
@@ -100,7 +100,7 @@ impl Wanted {
     }
 }
 
-/// A source whose samples are looked at: a kernel would take a class that is none for a place in memory.
+/// A source whose samples are checked: a kernel would take an invalid class for a place in memory.
 struct Checked {
     source: Box<dyn Source>,
     name: String,

@@ -19,15 +19,15 @@ pub struct Engine<B: Kernels> {
     pub backend: B,
     /// The network.
     pub blocks: Blocks<B>,
-    /// What it learns.
+    /// Its loss and metrics.
     pub objective: Objective<B>,
     /// Its parameters, gradients and optimizer state.
     pub sharded: Sharded<B>,
-    /// How a step is cut.
+    /// Division of a step into lanes and micro-batches.
     pub geometry: Geometry,
 }
 
-/// How a step's samples are cut, and what its random streams hang on.
+/// Division of a step into lanes and micro-batches, and the seed of its random streams.
 #[derive(Debug, Clone, Copy)]
 pub struct Geometry {
     /// Lanes of this rank.
@@ -42,23 +42,23 @@ pub struct Geometry {
     pub seed: u64,
 }
 
-/// What a forward leaves for its backward.
+/// Results of a forward that its backward needs.
 struct Tape<B: Kernels> {
     micro: Micro<B>,
     /// Input of every block.
     inputs: Vec<B::Buf>,
-    /// What every block saved; none where it is computed again.
+    /// Activations saved by every block; none where they are recomputed.
     saved: Vec<Option<Vec<B::Buf>>>,
     /// Gradient of the last block's output.
     dy: B::Buf,
 }
 
 impl<B: Kernels> Engine<B> {
-    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in order, `flags` what
-    /// it wants all ranks to know when they have met.
+    /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in order, `flags` its
+    /// control flags for all ranks, once the gradients are summed.
     ///
     /// # Errors
-    /// Of the data, the device, or a message between ranks.
+    /// A failure of the data, the device, or a message between ranks.
     pub fn gradients(
         &mut self,
         step: u64,
@@ -103,7 +103,7 @@ impl<B: Kernels> Engine<B> {
         self.blocks.iter().map(|block| block.borrows()).collect()
     }
 
-    /// What blocks see of the step besides a micro-batch.
+    /// The context of a step for blocks, besides a micro-batch.
     fn training<'a>(&self, micro: &Micro<B>, dropout: u64, ranks: &'a Group<B>) -> Training<'a, B> {
         let share = micro.rows() as f32 / self.geometry.predictions as f32;
         Training { dropout, ranks: Some(ranks), share }
@@ -124,7 +124,7 @@ impl<B: Kernels> Engine<B> {
             drop(span);
             self.sharded.release();
             inputs.push(std::mem::replace(&mut x, y));
-            // The backward begins with the last block: what that has saved is not computed again.
+            // The backward begins with the last block: its saved activations are not recomputed.
             let is_last = unit + 1 == self.blocks.len();
             let again = self.geometry.recompute && !is_last && !kept.is_empty();
             saved.push((!again).then_some(kept));

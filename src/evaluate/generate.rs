@@ -6,7 +6,7 @@ use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::random::{Stream, derive, name};
 
-/// How tokens are drawn.
+/// Settings of sampling.
 #[derive(Debug, Clone, Copy)]
 pub struct Sampling {
     /// Tokens to draw.

@@ -24,7 +24,7 @@ use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::parallel::tree_sum;
 
-/// What an evaluation has measured.
+/// Results of an evaluation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Measures {
     /// Mean loss a prediction.
@@ -34,7 +34,7 @@ pub struct Measures {
 }
 
 impl Measures {
-    /// For people, whatever was measured: `loss 2.2638, perplexity 9.62`.
+    /// Loss and metrics for people, for example: `loss 2.2638, perplexity 9.62`.
     pub fn told(&self) -> String {
         let loss = format!("loss {:.4}", self.loss);
         if self.metrics.is_empty() {
@@ -81,7 +81,7 @@ impl Evaluator {
     /// whole by one of them, and all sums are added in chunk order. None if any rank was `interrupted` before the end.
     ///
     /// # Errors
-    /// Of the data, the device, or a message between ranks.
+    /// A failure of the data, the device, or a message between ranks.
     pub fn measure<B: Kernels>(
         &mut self,
         engine: &mut Engine<B>,
@@ -100,8 +100,8 @@ impl Evaluator {
                 engine.backend.trim();
                 return Ok(None);
             }
-            // Every rank computes in every round, because gathers of parameters are collective; what a rank
-            // computes beyond the last chunk does not count.
+            // Every rank computes in every round, because gathers of parameters are collective; results beyond the last
+            // chunk do not count.
             let chunk = round * ranks + data.rank() as u64;
             let micro = self.micro(&engine.backend, chunk.min(chunks - 1))?;
             let of_chunk = engine.measure(&micro)?;

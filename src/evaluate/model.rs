@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::mesh::{Axis, Mesh};
 use crate::parallel::{Groups, Lanes, Sharded, Zero};
 
-/// The plan for `ranks` ranks that share one copy of the network of `config`, whatever layout trained it.
+/// The plan for `ranks` ranks that share one copy of the network of `config`, trained in any layout.
 ///
 /// # Errors
 /// The configuration is not possible.

@@ -29,13 +29,13 @@ pub fn check(manifest: &Manifest, config: &Config) -> Result<()> {
     .hint("hpctrain eval --checkpoint CHECKPOINT --data PATH measures on any set and records nothing"))
 }
 
-/// The keys that decide which samples are measured, besides the path.
+/// The keys that determine the measured samples, besides the path.
 fn set(config: &Config) -> Data {
     let Data { shuffle, prefetch, stage, augment, weights, verify, .. } = Data::default();
     Data { path: String::new(), shuffle, prefetch, stage, augment, weights, verify, ..config.data.clone() }
 }
 
-/// Whether the data of a configuration are those that a run was trained on.
+/// Whether the data of a configuration is the training data of a run.
 fn is_copy(trained: Option<&TrainedOn>, config: &Config) -> Result<bool> {
     let Some(trained) = trained else { return Ok(false) };
     let (here, _) = feed::open(config)?;

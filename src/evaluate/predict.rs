@@ -26,7 +26,7 @@ pub struct Predictions {
 }
 
 impl Predictions {
-    /// For so many rows of so many outputs.
+    /// A file for so many rows of so many outputs.
     ///
     /// # Errors
     /// There is a file at `path` already, or the file system refused.
@@ -35,7 +35,7 @@ impl Predictions {
             return Err(Error::input(format!("{} exists", path.display())).hint("choose another --out, or remove it"));
         }
         let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        // As other new files are: the process's mask takes what it takes.
+        // As other new files are: the process's mask applies.
         let temporary =
             Builder::new().prefix(".predictions").permissions(Permissions::from_mode(0o666)).tempfile_in(folder);
         let temporary = temporary.map_err(|e| Error::io("create", path, e))?.into_temp_path();
@@ -92,7 +92,7 @@ fn likeliest(row: &[f32]) -> u32 {
 /// and the rank with `to` writes all of them in the order of the rows, each once.
 ///
 /// # Errors
-/// Of the data, the device, the file system, or a message between ranks.
+/// A failure of the data, the device, the file system, or a message between ranks.
 pub fn predict<B: Kernels>(
     engine: &mut Engine<B>,
     mut dataset: impl Source,
@@ -103,8 +103,8 @@ pub fn predict<B: Kernels>(
     let (samples, ranks) = (dataset.samples(), data.size() as u64);
     let chunks = samples.div_ceil(chunk);
     for round in 0..chunks.div_ceil(ranks) {
-        // Every rank computes in every round, because gathers of parameters are collective; what a rank computes beyond
-        // the last chunk does not count.
+        // Every rank computes in every round, because gathers of parameters are collective; results beyond the last
+        // chunk do not count.
         let mine = round * ranks + data.rank() as u64;
         let at = mine.min(chunks - 1) * chunk;
         let batch = Batch::read(&mut dataset, at..samples.min(at + chunk), at..);

@@ -1,4 +1,4 @@
-//! Which checkpoint an evaluator turns to next.
+//! Queue of the checkpoints to evaluate.
 
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt as _;
@@ -10,7 +10,7 @@ use crate::checkpoint::{Checkpoints, Manifest, name_of};
 use crate::error::{Error, Kind, Result};
 use crate::telemetry::evaluations::{self, Evaluation};
 
-/// Which checkpoints are evaluated.
+/// Selection of the checkpoints to evaluate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Policy {
     /// The newest; those that were overtaken are skipped.
@@ -67,7 +67,7 @@ impl Queue {
         Ok(None)
     }
 
-    /// Whether nothing waits, whoever may be at work on it.
+    /// Whether no checkpoint is left to evaluate. Claimed ones count as left.
     ///
     /// # Errors
     /// The file system refused.

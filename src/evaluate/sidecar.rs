@@ -1,4 +1,4 @@
-//! The evaluator beside a trainer: waits for checkpoints, evaluates each once, and writes down what it found.
+//! The evaluator beside a trainer: waits for checkpoints, evaluates each once, and records the results.
 //!
 //! Trainer and evaluator meet in the run's directory only, so it does not matter whether they are processes of one job
 //! or of two. Rank 0 of the evaluator decides; all of its ranks evaluate.
@@ -24,24 +24,24 @@ use crate::signals;
 use crate::telemetry::evaluations::{self, Evaluation, Status};
 use crate::telemetry::{logging, say, unix_time};
 
-/// How often the run's directory is looked at.
+/// Time between two looks at the run's directory.
 const LOOK: Duration = Duration::from_millis(300);
 
-/// How long a trainer may take to begin.
+/// Time within which a trainer must begin.
 const BEGIN: Duration = Duration::from_secs(30);
 
 /// Attempts at a checkpoint that cannot be read, and the time between them.
 const ATTEMPTS: usize = 3;
 const BETWEEN: Duration = Duration::from_secs(1);
 
-/// What is asked of an evaluator.
+/// Request to an evaluator.
 #[derive(Debug, Clone)]
 pub struct Request {
     /// Directory of the run.
     pub run: PathBuf,
     /// Wait for further checkpoints until the run ends.
     pub watch: bool,
-    /// Which checkpoints.
+    /// Selection of checkpoints.
     pub policy: Policy,
     /// End when no checkpoint has come for so long.
     pub timeout: Option<Duration>,
@@ -53,30 +53,30 @@ pub struct Request {
     pub beside_trainer: bool,
 }
 
-/// What rank 0 has decided.
+/// Decision of rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 enum Decision {
     /// Nothing to do yet.
     Wait,
-    /// This checkpoint, the name of its save, and how often it was given up before.
+    /// This checkpoint, the name of its save, and the number of earlier attempts that were given up.
     Evaluate(u64, String, usize),
     /// Nothing more will come, or shall.
     End(String),
 }
 
-/// What a rank tells the others before each decision is obeyed.
+/// Message of a rank to the others, before each decision is obeyed.
 #[derive(Serialize, Deserialize)]
 struct Told {
     interrupted: bool,
-    /// Of rank 0.
+    /// Set by rank 0 only.
     decision: Option<Decision>,
 }
 
 /// Evaluates the checkpoints of a run: collective over the world of `comm`. `backend` makes the device.
 ///
 /// # Errors
-/// There is no such run; the validation data cannot be read; a message between ranks failed. What is wrong with one
-/// checkpoint is recorded, and the next one is evaluated.
+/// There is no such run; the validation data cannot be read; a message between ranks failed. Faults of one checkpoint
+/// are recorded, and the next one is evaluated.
 pub fn watch<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
@@ -156,7 +156,7 @@ fn await_run(request: &Request) -> Result<()> {
     check_run(run)
 }
 
-/// What is there must be a run.
+/// Refuses a path that is not a run's directory.
 fn check_run(run: &Path) -> Result<()> {
     if run.join("checkpoints").is_dir() || run.join("config.toml").is_file() {
         return Ok(());
@@ -166,7 +166,7 @@ fn check_run(run: &Path) -> Result<()> {
         .hint("give the directory of a run, such as runs/gpt-char, once its trainer has begun"))
 }
 
-/// All ranks hear what each told.
+/// Exchanges the messages of all ranks: whether any was interrupted, and the decision of rank 0.
 fn exchange<B: Kernels>(world: &Group<B>, mine: &Told) -> Result<(bool, Decision)> {
     let message = serde_json::to_vec(mine).map_err(|e| Error::internal(e.to_string()))?;
     let (mut interrupted, mut decision) = (false, None);
@@ -185,9 +185,9 @@ struct Waiting<'a> {
     request: &'a Request,
     /// When something was last done.
     since: Instant,
-    /// What people were told that it waits for.
+    /// Last reason for waiting that was reported.
     told: Option<&'static str>,
-    /// How often in a row the run's directory could not be read.
+    /// Consecutive failures to read the run's directory.
     refused: usize,
 }
 
@@ -219,7 +219,7 @@ impl<'a> Waiting<'a> {
 
     /// Decides the next action from the files as they are now.
     fn look(&mut self, marks: &Markers, claim: &mut Option<Claim>) -> Result<Decision> {
-        // The order matters: what is published before the mark is seen after it.
+        // The order matters: checkpoints published before the mark are seen after it.
         let ended = marks.ended();
         if let Some(next) = self.queue.next()? {
             let retries = evaluations::retries(self.checkpoints.evaluated()?.known(), &next.id);
@@ -300,7 +300,7 @@ struct Sidecar<'a, B: Kernels> {
     backend: Device<B>,
     /// One model at most.
     loaded: Option<Loaded<B>>,
-    /// On rank 0, what is being evaluated.
+    /// On rank 0, the checkpoint under evaluation.
     claim: Option<Claim>,
 }
 
@@ -331,10 +331,10 @@ impl<B: Kernels> Sidecar<'_, B> {
         signals::came().is_some() || self.request.beside_trainer && self.comm.rank() == 0 && trainer()
     }
 
-    /// The validation loss of a checkpoint, or what is wrong with it; none if a rank was interrupted.
+    /// The measures of a checkpoint, or the fault of the checkpoint; none if a rank was interrupted.
     ///
     /// # Errors
-    /// What is wrong with something else: settings, data, the job.
+    /// A fault of anything else: settings, data, the job.
     fn measure(&mut self, step: u64, id: &str) -> Result<Result<Option<Measures>>> {
         let world = self.comm.world();
         let mut reader = match world.agree(self.checkpoints.open(step).and_then(|reader| is_save(reader, id))) {
@@ -356,7 +356,8 @@ impl<B: Kernels> Sidecar<'_, B> {
         Ok(Ok(measured))
     }
 
-    /// Makes the network of a configuration and opens the data as a checkpoint knows it, unless they are those in memory.
+    /// Makes the network of a configuration and opens the data with the checkpoint's preprocessing, unless both are in
+    /// memory.
     fn prepare(&mut self, config: Config, manifest: &Manifest) -> Result<()> {
         let world = self.comm.world();
         let plan = world.agree(model::plan(config, world.size(), self.request.threads, !B::ON_HOST))?;
@@ -379,7 +380,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         Ok(())
     }
 
-    /// Writes down how an evaluation ended. On rank 0.
+    /// Records the outcome of an evaluation. On rank 0.
     fn record(&self, step: u64, id: &str, retries: usize, outcome: Result<Measures>, begun: Instant) -> Result<()> {
         if evaluations::is_settled(evaluations::read(&self.evaluations)?.known(), id) {
             // This process stood still for so long that another took its claim.

@@ -14,10 +14,10 @@ use crate::random::{Stream, derive, name};
 /// A tensor by name, with its elements.
 pub type Named = (String, Vec<f32>);
 
-/// How far each way along the direction the loss is computed.
+/// Distance along the direction, each way, at which the loss is computed.
 const STEP: f32 = 5e-4;
 
-/// The name of a block's input in what [`block`] finds.
+/// The name of a block's input in the results of [`block`].
 pub const INPUT: &str = "input";
 
 /// The derivative of a loss along a unit direction in one tensor, found in two ways.
@@ -29,7 +29,7 @@ pub struct Derivative {
     pub backward: f64,
     /// By the difference of two losses.
     pub differences: f64,
-    /// How far the two may be apart: rounding and curvature allow for no less.
+    /// Largest difference of the two allowed: rounding and curvature allow for no less.
     pub allowed: f64,
 }
 
@@ -44,7 +44,7 @@ impl Derivative {
 /// Compares the gradients of a loss with its differences. `at` computes the loss for some values of the tensors, and its
 /// gradients by all or some of them, by name. It must be a function: the same values, the same loss.
 ///
-/// A loss of the size of one, such as a mean, is what the tolerance is made for.
+/// The tolerance is made for a loss of the size of one, such as a mean.
 ///
 /// # Errors
 /// The first tensor whose derivatives do not agree; or of `at`.
@@ -89,9 +89,9 @@ pub fn derivatives(
 }
 
 /// Checks a block by itself, on `samples` samples of `time` rows each (1 for networks by layers), with random
-/// parameters, input and gradient of the output. Besides the derivatives by its parameters and its input it
-/// checks what else the trainer relies on: that the backward adds to the gradients, or overwrites them where it should, that
-/// decayed tensors come first, and that no more is kept for the backward than the block says.
+/// parameters, input and gradient of the output. Besides the derivatives by its parameters and its input it checks the
+/// other properties that the trainer relies on: that the backward adds to the gradients, or overwrites them where it
+/// should, that decayed tensors come first, and that no more is kept for the backward than the block says.
 ///
 /// ```
 /// use hpctrain::nn::check;
@@ -105,8 +105,8 @@ pub fn derivatives(
 /// ```
 ///
 /// # Errors
-/// What is wrong, by the name of the block and the tensor. Blocks that [borrow](Block::borrows) parameters, or have no input but
-/// the data, are refused: check the network that they are in by [`derivatives`].
+/// The fault, with the names of the block and the tensor. Blocks that [borrow](Block::borrows) parameters, or have no
+/// input but the data, are refused: check the network that they are in by [`derivatives`].
 pub fn block(block: &dyn Block<Cpu>, samples: usize, time: usize) -> Result<Vec<Derivative>> {
     Checked::new(block, samples, time).and_then(|checked| checked.run()).map_err(|e| e.at(block.name()))
 }
@@ -170,7 +170,7 @@ impl<'a> Checked<'a> {
         derivatives(&tensors, |tensors| self.at(tensors, 1))
     }
 
-    /// The first backward must overwrite what it says it does, a second one double the gradients of the first.
+    /// The first backward must overwrite the gradients that it says it does, a second one double those of the first.
     fn adds(&self, tensors: &[Named]) -> Result<()> {
         let ((_, once), (_, twice)) = (self.at(tensors, 1)?, self.at(tensors, 2)?);
         for ((tensor, _), (_, once)) in self.layout.tensors.iter().zip(&once) {
@@ -252,7 +252,7 @@ mod tests {
     use crate::backend::{Activation, Kernels, Linear, split, split_mut};
     use crate::layout::Tensor;
 
-    /// What is wrong with a block.
+    /// The fault of a block.
     #[derive(Debug, Clone, Copy, PartialEq)]
     enum Fault {
         None,

@@ -8,7 +8,7 @@ use crate::layout::{Init, Tensor};
 /// The unit of the token table, which a tied head borrows.
 const EMBEDDING_UNIT: usize = 0;
 
-/// What logits are computed against, vocabulary × width.
+/// The matrix that logits are computed with, vocabulary × width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Table {
     /// The token table, borrowed from the first unit.
@@ -31,7 +31,7 @@ pub struct Head {
     pub width: usize,
     /// Token ids.
     pub vocabulary: usize,
-    /// What gives the logits.
+    /// The matrix of the logits.
     pub table: Table,
 }
 

@@ -89,7 +89,8 @@ struct Decoder<B: Backend> {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Lengths of what is used at once, in storage order: queries, keys and values; out; gates and ups; down; two norms.
+    /// Lengths of the parts that are used at once, in storage order: queries, keys and values; out; gates and ups;
+    /// down; two norms.
     fn lens(&self) -> [usize; 6] {
         let Llama { width: d, hidden: f, .. } = self.llama;
         [self.packed() * d, d * d, 2 * f * d, f * d, d, d]

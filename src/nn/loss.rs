@@ -1,4 +1,4 @@
-//! Losses: the end of the forward and the seed of the backward. And what else is measured of a network's output.
+//! Losses: the end of the forward and the seed of the backward. And the metrics of a network's output.
 
 use std::sync::OnceLock;
 
@@ -6,7 +6,7 @@ use super::Micro;
 use crate::backend::{Backend, CrossEntropy, Deviation, Kernels, LossWeights, MemoryKind, Regression};
 use crate::error::{Error, Result};
 
-/// What a network learns to make small; the mean over all predictions.
+/// The loss that a network minimises; the mean over all predictions.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Loss {
     /// Of logits and classes.
@@ -51,7 +51,7 @@ impl Metric {
         }
     }
 
-    /// From the mean of what [`Objective::measure`] sums.
+    /// The metric, from the mean of the values that [`Objective::measure`] sums.
     pub fn of_mean(self, mean: f64) -> f64 {
         if self == Metric::RootMeanSquare { mean.sqrt() } else { mean }
     }
@@ -77,7 +77,7 @@ impl<B: Kernels> Objective<B> {
         Self { loss, metrics: if metrics { all } else { vec![] }, weights: OnceLock::new() }
     }
 
-    /// What is measured beside the loss.
+    /// The metrics that are measured beside the loss.
     pub fn metrics(&self) -> &[Metric] {
         &self.metrics
     }
@@ -107,7 +107,8 @@ impl<B: Kernels> Objective<B> {
         backend.sum(B::all(&losses))
     }
 
-    /// Σ over a micro-batch's predictions of the loss, without smoothing and weights, and of what the metrics are means of.
+    /// Σ over a micro-batch's predictions of the loss, without smoothing and weights, and of the values whose means are
+    /// the metrics.
     ///
     /// # Errors
     /// The device failed.

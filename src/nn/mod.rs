@@ -65,17 +65,17 @@ impl<B: Backend> Micro<B> {
     }
 }
 
-/// What a block sees besides its input and parameters.
+/// Context of a block besides its input and parameters.
 pub struct Context<'a, B: Backend> {
     /// The device.
     pub backend: &'a B,
     /// The data at hand.
     pub micro: &'a Micro<B>,
-    /// What there is besides while training.
+    /// The training step; none outside training.
     pub training: Option<Training<'a, B>>,
 }
 
-/// What a block sees of a training step.
+/// A training step as a block sees it.
 pub struct Training<'a, B: Backend> {
     /// Names the step's dropout masks.
     pub dropout: u64,
@@ -98,7 +98,8 @@ pub struct Params<'a, B: Backend> {
 pub struct Grads<'a, B: Backend> {
     /// The block's unit.
     pub own: B::ViewMut<'a>,
-    /// Whether this backward is the first of its lane that `own` is for: what is [`Tensor::overwritten`] holds nothing yet.
+    /// Whether this backward is the first of its lane that `own` is for: [`Tensor::overwritten`] tensors hold nothing
+    /// yet.
     pub first: bool,
     /// The unit named by [`Block::borrows`].
     pub lent: Option<B::ViewMut<'a>>,
@@ -126,19 +127,19 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// Elements that one row keeps between forward and backward, besides the input.
     fn saved_per_row(&self) -> usize;
 
-    /// As [`Block::saved_per_row`], of those that are f32 whatever the compute type is, and not counted there.
+    /// As [`Block::saved_per_row`], of elements that are f32 with any compute type, and not counted there.
     fn exact_per_row(&self) -> usize;
 
-    /// Elements a row that live at once while this block works, besides what is saved.
+    /// Elements a row that live at once while this block works, besides the saved ones.
     fn scratch_per_row(&self) -> usize;
 
-    /// Elements of f32 that it keeps from its first use on, whatever the batch is; what blocks share is told by one of
-    /// them.
+    /// Elements of f32 that it keeps from its first use on, with any batch; elements that blocks share are counted by
+    /// one of them.
     fn constants(&self) -> usize {
         0
     }
 
-    /// Output, and what the backward will want.
+    /// Output, and the buffers that the backward needs.
     ///
     /// # Errors
     /// The device failed.
@@ -146,7 +147,7 @@ pub trait Block<B: Kernels>: Send + Sync {
 
     /// Adds to the gradients of the parameters, or overwrites them as [`Grads`] tells, and returns that of `x` (empty for
     /// the first block).
-    /// Takes what the forward saved, and the gradient of the output.
+    /// Takes the buffers that the forward saved, and the gradient of the output.
     ///
     /// # Errors
     /// The device failed.

@@ -28,7 +28,8 @@ pub struct Summary {
     pub output: Vec<usize>,
     /// Elements of its tensors.
     pub parameters: usize,
-    /// Multiplications and additions of a forward's matrix products, a sample. Attention counts what a causal mask leaves.
+    /// Multiplications and additions of a forward's matrix products, a sample. Attention counts those that a causal
+    /// mask leaves.
     pub flops: u64,
     /// Elements that a sample keeps from its forward to the backward, without recomputation.
     pub kept: usize,
@@ -128,12 +129,12 @@ impl Network {
         }
     }
 
-    /// Whether it is of text: what it predicts are tokens.
+    /// Whether it is of text: it predicts tokens.
     pub fn is_language(&self) -> bool {
         self.vocabulary().is_some()
     }
 
-    /// The word for what it predicts one of, in the plural.
+    /// The word for its predictions, in the plural.
     pub fn predictions(&self) -> &'static str {
         if self.is_language() { "tokens" } else { "samples" }
     }

@@ -14,8 +14,8 @@ pub struct Angles<B: Backend> {
 }
 
 impl<B: Backend> Angles<B> {
-    /// Those of so many positions, for heads of `head_width` elements: pair i of position t turns by
-    /// t · `base`^(-2i / `head_width`).
+    /// The angles of so many positions, for heads of `head_width` elements: pair i of position t turns by t ·
+    /// `base`^(-2i / `head_width`).
     pub fn new(base: f64, head_width: usize, context: usize) -> Self {
         Self { base, head_width, context, table: OnceLock::new() }
     }

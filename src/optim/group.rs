@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::layout::{Tensor, UnitLayout};
 use crate::pattern;
 
-/// Parameters by the pattern of their names, and what is different about them.
+/// Parameters by the pattern of their names, and the settings that differ for them.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Group {

@@ -52,7 +52,7 @@ pub enum Rule {
         momentum: f32,
         /// Look ahead along the momentum.
         nesterov: bool,
-        /// That part.
+        /// The part of the matrix's norm that the gradient is scaled to.
         trust: f32,
     },
 }
@@ -70,7 +70,7 @@ impl Rule {
     }
 }
 
-/// What changes from step to step or from range to range.
+/// The values that change from step to step or from range to range.
 #[derive(Debug, Clone, Copy)]
 pub struct Update {
     /// Learning rate.

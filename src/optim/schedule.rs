@@ -2,11 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
-/// How the learning rate falls after the warm-up.
+/// Decay of the learning rate after the warm-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Shape {
-    /// It does not.
+    /// None.
     Constant,
     /// In a straight line to the minimum.
     Linear,
@@ -19,7 +19,7 @@ pub enum Shape {
 /// A learning-rate schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Schedule {
-    /// What follows the warm-up.
+    /// Shape of the decay after the warm-up.
     pub shape: Shape,
     /// The highest rate, already scaled for the batch.
     pub peak: f64,

@@ -1,4 +1,4 @@
-//! How LAMB and LARS scale the step of a tensor: by norms of the whole of it, whose parts ranks may share.
+//! Scaling of a tensor's step in LAMB and LARS: by norms of the whole tensor, whose parts ranks may share.
 
 use super::{Rule, Update};
 use crate::backend::{AdamW, Kernels};

@@ -7,17 +7,17 @@ use crate::backend::{Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::optim::{AVERAGE, Pair, Part, Rule};
 
-/// How a range is updated.
+/// Rule and parts of a range's update.
 pub struct Recipe {
     /// None where nothing is trained.
     pub rule: Option<Rule>,
     /// Decay of the parameters' running average, if one is kept.
     pub average: Option<f32>,
-    /// The range, by what is updated alike.
+    /// The parts of the range that are updated alike.
     pub parts: Vec<Part>,
 }
 
-/// What is held of a range.
+/// Parameters and state of a range.
 pub struct DeviceState<B: Kernels> {
     /// The device.
     pub backend: B,
@@ -58,8 +58,8 @@ impl<B: Kernels> DeviceState<B> {
         self.master.as_ref().ok_or_else(nowhere)
     }
 
-    /// The squares that scale the steps of tensors ([`Rule::squares`]): of those parts of them that are in `range` of what is
-    /// held. `params` and `grad` are windows of all that is held.
+    /// The squares that scale the steps of tensors ([`Rule::squares`]): of their parts in `range`, which counts from
+    /// the start of this range. `params` and `grad` are windows of the whole range.
     ///
     /// # Errors
     /// The device failed.
@@ -92,7 +92,7 @@ impl<B: Kernels> DeviceState<B> {
     /// `trust` has a factor for every tensor of the unit where steps are scaled.
     ///
     /// # Errors
-    /// The device failed, or the parameters are nowhere.
+    /// The device failed, or no buffer holds the parameters.
     pub fn update<'a>(
         &'a mut self,
         hyper: Hyper,
@@ -130,7 +130,7 @@ impl<B: Kernels> DeviceState<B> {
     /// Lets the parameters and their average take each other's places, if one is kept. `full` as in [`DeviceState::update`].
     ///
     /// # Errors
-    /// The device failed, or the parameters are nowhere.
+    /// The device failed, or no buffer holds the parameters.
     pub fn swap(&mut self, full: Option<B::ViewMut<'_>>) -> Result<()> {
         let b = &self.backend;
         let Some(average) = self.state.last_mut().filter(|_| self.recipe.average.is_some()) else { return Ok(()) };
@@ -154,7 +154,8 @@ impl<B: Kernels> DeviceState<B> {
         self.state.iter().map(|buf| B::view(buf, range.clone()))
     }
 
-    /// Replaces what is held by the values that `load` gives: part 0 is the parameters, part k the k-th buffer of state.
+    /// Replaces parameters and state by the values that `load` gives: part 0 is the parameters, part k the k-th buffer
+    /// of state.
     ///
     /// # Errors
     /// Of `load`.

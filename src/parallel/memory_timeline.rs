@@ -1,4 +1,4 @@
-//! A step played through with sizes alone: how much of full parameters and of gradients is alive when.
+//! A step played through with sizes alone: the full parameters and the gradients that are alive at each moment.
 //!
 //! It follows [`Sharded`](super::Sharded) allocation by allocation; a test compares the two.
 
@@ -6,7 +6,7 @@ use super::prefetch::{self, Visit, alive};
 use super::schedule::{Action, one_forward_one_backward};
 use super::{Life, Residency};
 
-/// What the lives of full buffers in a step follow from.
+/// Inputs that determine the lifetimes of full buffers in a step.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryTimeline<'a> {
     /// The unit that each block borrows.
@@ -15,7 +15,7 @@ pub struct MemoryTimeline<'a> {
     pub sizes: &'a [usize],
     /// Ranks that share one copy of the parameters.
     pub shards: usize,
-    /// How long full buffers live.
+    /// Lifetimes of full buffers.
     pub keep: Residency,
     /// Lanes of this rank.
     pub lanes: usize,
@@ -23,7 +23,7 @@ pub struct MemoryTimeline<'a> {
     pub micros_per_lane: usize,
 }
 
-/// Where a step is.
+/// Position in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum When {
     /// In the forward of a block.
@@ -34,7 +34,7 @@ pub enum When {
     After(usize),
 }
 
-/// What is alive at one moment of a step, in elements.
+/// Buffers alive at one moment of a step, in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Moment {
     /// The moment.
@@ -95,7 +95,7 @@ impl MemoryTimeline<'_> {
         (0..self.sizes.len()).map(moment).collect()
     }
 
-    /// Full parameters at a turn, of which those of the `ahead` next ones are there as well.
+    /// Full parameters at a turn, with those of the `ahead` next ones.
     fn params(&self, pass: &[Visit], turn: usize, ahead: usize) -> usize {
         match self.keep.params {
             Life::Step => self.sizes.iter().sum(),
@@ -187,9 +187,9 @@ mod tests {
 
     #[test]
     fn gradients_are_given_up_as_they_go() {
-        // Of five blocks two are whole; what is kept of the last four is a quarter.
+        // Of five blocks two are whole; the kept part of the last four is a quarter.
         assert_eq!(peaks(&[None; 5], &[4; 5], 4, 1, 1), [8 + 4, 8]);
-        // What is lent is whole as long as its own block is not done.
+        // A lent unit is whole as long as its own block is not done.
         assert_eq!(peaks(&[None, None, Some(0)], &[4; 3], 4, 1, 1)[0], 12 + 1);
     }
 

@@ -1,7 +1,7 @@
 //! Parameters, gradients and optimizer state spread over ranks.
 //!
-//! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by how
-//! long full gradients and full parameters live ([`Residency`]).
+//! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by the lifetimes
+//! of full gradients and full parameters ([`Residency`]).
 
 mod control_flags;
 mod device_state;
@@ -27,12 +27,12 @@ pub use sharded::{Groups, Owned, Reduced, ReducedStep, Sharded};
 
 use serde::{Deserialize, Serialize};
 
-/// How long a full buffer lives.
+/// Lifetime of a full buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Life {
     /// All the time.
     Step,
-    /// For a use, with what is gathered ahead of its own.
+    /// For one use; parameters also while they are gathered ahead of it.
     Use,
 }
 
@@ -48,13 +48,14 @@ pub struct Residency {
 }
 
 impl Residency {
-    /// The lifetimes over so many shards: what one rank owns whole is never given up, since it would only be copied.
+    /// The lifetimes over so many shards: a buffer that one rank owns whole is never given up, since it would only be
+    /// copied.
     pub fn over(self, shards: usize) -> Self {
         if shards == 1 { Self { grads: Life::Step, params: Life::Step, ..self } } else { self }
     }
 }
 
-/// Which full buffers are given up: the stages of ZeRO (Rajbhandari et al., 2020). Optimizer state is sharded
+/// The full buffers that are given up: the stages of ZeRO (Rajbhandari et al., 2020). Optimizer state is sharded
 /// by the mesh's shard axis in all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]

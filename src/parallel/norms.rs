@@ -6,7 +6,7 @@ use super::lanes::tree_sum;
 use crate::error::{Error, Result};
 use crate::optim::Pair;
 
-/// What a rank tells of its virtual shards; little-endian f64 on the wire.
+/// A rank's message about its virtual shards; little-endian f64 on the wire.
 pub struct Norms {
     /// First virtual shard.
     first: usize,
@@ -21,7 +21,7 @@ impl Norms {
         Self { first: shards.start, tensors, squares: vec![[0.0; 2]; shards.len() * tensors] }
     }
 
-    /// What a tensor has in virtual shard `shard`, counted from the first.
+    /// Sets the squares of a tensor in virtual shard `shard`, counted from the first.
     pub fn set(&mut self, shard: usize, tensor: usize, squares: Pair<f64>) {
         self.squares[shard * self.tensors + tensor] = squares;
     }
@@ -34,7 +34,7 @@ impl Norms {
 }
 
 /// The squares of each whole tensor, from the messages of all ranks, of which some may have measured the same: added over
-/// all `shards` virtual shards in the same tree on every rank, whatever each has measured.
+/// all `shards` virtual shards in the same tree on every rank, independent of the parts that each has measured.
 ///
 /// # Errors
 /// A message is malformed.

@@ -1,12 +1,12 @@
 //! Parameters and optimizer state of a range that live on the host, though a GPU computes.
 //!
 //! The range's traffic goes through one slot of page-locked memory, by turns: the gradient comes down as soon as it is
-//! reduced, beside whatever computes; the CPU's kernels update the range from it; the new parameters take its place,
-//! rounded to the device's type, and go up. Rounding on the host halves what goes up with bf16; it reads a fourth of what
-//! the update reads. While the CPU updates one range, gradients of the next and parameters of the one before may be on
-//! their way.
+//! reduced, beside compute; the CPU's kernels update the range from it; the new parameters take its place,
+//! rounded to the device's type, and go up. Rounding on the host halves the bytes that go up with bf16; it reads a
+//! fourth of the bytes that the update reads. While the CPU updates one range, gradients of the next and parameters of
+//! the one before may be on their way.
 //!
-//! Only slots are page-locked: nobody but the CPU reads masters and moments.
+//! Only slots are page-locked: the CPU alone reads masters and moments.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::backend::{ComputeOrderedCopies, Kernels, MemoryKind, Reach, Slot};
 use crate::error::{Error, Result};
 use crate::optim::Pair;
 
-/// The host's side of a device: what updates in its stead, and what copies between them.
+/// The host's side of a device: the CPU that updates in its stead, and the copies between them.
 #[derive(Clone)]
 pub struct Host {
     cpu: Cpu,
@@ -40,7 +40,7 @@ impl Host {
     }
 }
 
-/// What the slot of a range holds.
+/// Contents of the slot of a range.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cargo {
     Nothing,
@@ -81,7 +81,7 @@ impl<B: Kernels> Offloaded<B> {
         Ok(Self { backend: backend.clone(), host: host.clone(), held, slot, cargo: Cargo::Nothing, len, bytes })
     }
 
-    /// What is on the host.
+    /// The state on the host.
     pub fn held(&self) -> &DeviceState<Cpu> {
         &self.held
     }
@@ -143,7 +143,7 @@ impl<B: Kernels> Offloaded<B> {
         self.load()
     }
 
-    /// Starts to bring the parameters up. What compute requests from now on waits for them.
+    /// Starts to bring the parameters up. Work that compute requests from now on waits for them.
     ///
     /// # Errors
     /// The device failed.

@@ -1,7 +1,7 @@
-//! The order in which blocks take their turns, and whose full parameters that order wants at hand: a window of some
+//! The order in which blocks take their turns, and the units whose full parameters must be at hand: a window of some
 //! turns ahead. Integers in, integers out.
 //!
-//! The window decides by position alone, never by what has arrived, so that all ranks gather in the same order.
+//! The window decides by position alone, never by arrivals, so that all ranks gather in the same order.
 
 use super::schedule::{Action, one_forward_one_backward};
 
@@ -37,7 +37,7 @@ pub fn step(borrows: &[Option<usize>], micros: usize) -> Vec<Visit> {
     one_forward_one_backward(0, 1, micros).into_iter().flat_map(turns).copied().collect()
 }
 
-/// Where a pass stands.
+/// Progress of a pass.
 #[derive(Debug, Default)]
 pub struct Prefetch {
     visits: Vec<Visit>,

@@ -1,8 +1,8 @@
-//! What a rank owns of a unit: a range of its parameters, the optimizer's state of that range, and their update.
+//! A rank's part of a unit: a range of its parameters, the optimizer's state of that range, and their update.
 //!
-//! Nothing else knows where the state is or how it is updated: on the device that computes ([`DeviceState`]), or on the host
-//! ([`Offloaded`]). The gradient comes as a window, and updated parameters leave as a window, of the device that
-//! computes.
+//! Nothing else knows the place of the state and of its update: on the device that computes ([`DeviceState`]), or on
+//! the host ([`Offloaded`]). The gradient comes as a window, and updated parameters leave as a window, of the device
+//! that computes.
 
 use std::ops::Range;
 
@@ -28,14 +28,14 @@ pub struct Hyper {
 }
 
 impl Hyper {
-    /// What the update of a part is, with this factor on its step.
+    /// The update of a part, with this factor on its step.
     pub fn of(self, part: &Part, trust: f32) -> Update {
         let Hyper { lr, weight_decay, step, grad_scale } = self;
         Update { lr: lr * part.lr_factor, weight_decay: part.decay(weight_decay), step, grad_scale, trust }
     }
 }
 
-/// How parameters are updated, and where.
+/// Rule and place of the updates of parameters.
 #[derive(Clone)]
 pub struct Updates {
     /// The rule.
@@ -48,7 +48,7 @@ pub struct Updates {
     pub host: Option<Cpu>,
 }
 
-/// Parameters or optimizer state of an owned range, wherever they are.
+/// Parameters or optimizer state of an owned range, on the device or on the host.
 pub enum Values<'a, B: Kernels> {
     /// On the device that computes.
     Device(&'a B, B::View<'a>),
@@ -97,7 +97,7 @@ pub struct ShardOwner<B: Kernels> {
     home: Home<B>,
 }
 
-/// Where parameters and state are.
+/// The memory of parameters and state.
 enum Home<B: Kernels> {
     Device(DeviceState<B>),
     Host(Offloaded<B>),
@@ -157,7 +157,7 @@ impl<B: Kernels> ShardOwner<B> {
     /// the tensors' places in the unit. `grad` is of the owned range, `full` as in [`ShardOwner::update`].
     ///
     /// # Errors
-    /// The device failed, or the parameters are nowhere.
+    /// The device failed, or no buffer holds the parameters.
     pub fn squares<'a>(
         &'a mut self,
         hyper: Hyper,
@@ -187,7 +187,7 @@ impl<B: Kernels> ShardOwner<B> {
     /// `trust` has a factor for every tensor of the unit where steps are scaled.
     ///
     /// # Errors
-    /// The device failed, or the parameters are nowhere.
+    /// The device failed, or no buffer holds the parameters.
     pub fn update(&mut self, hyper: Hyper, trust: &[f32], grad: B::View<'_>, full: Option<&mut B::Buf>) -> Result<()> {
         match (&mut self.home, full) {
             (Home::Device(held), full) => {
@@ -204,7 +204,7 @@ impl<B: Kernels> ShardOwner<B> {
     /// Lets parameters and their average take each other's places, where one is kept. `full` as in [`ShardOwner::update`].
     ///
     /// # Errors
-    /// The device failed, or the parameters are nowhere.
+    /// The device failed, or no buffer holds the parameters.
     pub fn swap(&mut self, full: Option<&mut B::Buf>) -> Result<()> {
         match (&mut self.home, full) {
             (Home::Device(held), full) => held.swap(full.map(|full| B::view_mut(full, self.range.clone()))),
@@ -219,7 +219,7 @@ impl<B: Kernels> ShardOwner<B> {
     /// Puts the parameters into their place in a full buffer, to be gathered.
     ///
     /// # Errors
-    /// The device failed, or the parameters are nowhere.
+    /// The device failed, or no buffer holds the parameters.
     pub fn contribute(&mut self, full: &mut B::Buf) -> Result<()> {
         match &mut self.home {
             Home::Device(held) => held.backend.copy(B::all(held.master()?), B::view_mut(full, self.range.clone())),
@@ -231,7 +231,7 @@ impl<B: Kernels> ShardOwner<B> {
     /// [`ShardOwner::update`].
     ///
     /// # Errors
-    /// The parameters are nowhere.
+    /// No buffer holds the parameters.
     pub fn values<'a>(
         &'a self,
         range: Range<usize>,
@@ -276,7 +276,7 @@ pub fn state_names(rule: Option<Rule>, average: Option<f32>) -> Vec<&'static str
     rule.map_or(&[][..], |rule| rule.state()).iter().copied().chain(average.map(|_| AVERAGE)).collect()
 }
 
-/// The error of parameters that nobody holds.
+/// The error of parameters that no buffer holds.
 pub fn nowhere() -> Error {
     Error::internal("parameters are nowhere")
 }

@@ -6,7 +6,7 @@
 //! next block computes; [`Sharded::reduce`] waits for all and agrees on loss and norm; [`Sharded::update`] lets
 //! each [`ShardOwner`] update its range and gathers the parameters again.
 //!
-//! Parameters that do not live always are gathered ahead of their use: a pass tells its order of blocks
+//! Parameters that do not live always are gathered ahead of their use: a pass states its order of blocks
 //! ([`Sharded::begin`]), and a window slides along it ([`Prefetch`]).
 
 use std::ops::Range;
@@ -29,7 +29,7 @@ use crate::nn::{Blocks, Grads, Params};
 use crate::optim::{Part, Rule};
 use crate::random;
 
-/// The groups that data parallelism speaks in.
+/// The groups of data parallelism.
 pub struct Groups<B: Kernels> {
     /// Ranks that share one copy of the parameters.
     pub shard: Group<B>,
@@ -39,7 +39,7 @@ pub struct Groups<B: Kernels> {
     pub data: Group<B>,
 }
 
-/// What all data-parallel ranks know after the gradients met.
+/// Results of a step's reductions, the same on all data-parallel ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReducedStep {
     /// Sum of the lanes' losses.
@@ -48,7 +48,7 @@ pub struct ReducedStep {
     pub norm: f64,
     /// Seconds that each data-parallel rank computed in this step.
     pub compute: Vec<f64>,
-    /// What each data-parallel rank wanted all to know.
+    /// Control flags of each data-parallel rank.
     pub flags: AllFlags,
 }
 
@@ -92,7 +92,7 @@ enum Reduction<B: Kernels> {
 /// A reduced gradient.
 struct Sum<B: Kernels> {
     grad: B::Buf,
-    /// Where in its buffer the owned part is.
+    /// Range of the owned part in its buffer.
     window: Range<usize>,
     /// Squares of this rank's virtual shards.
     squares: Vec<B::Scalar>,
@@ -100,7 +100,7 @@ struct Sum<B: Kernels> {
 
 struct Unit<B: Kernels> {
     layout: UnitLayout,
-    /// What is special about the update of each tensor.
+    /// Settings of the update of each tensor.
     tensors: Vec<Part>,
     /// The shard of this rank.
     owner: ShardOwner<B>,
@@ -110,7 +110,7 @@ struct Unit<B: Kernels> {
     grads: Option<B::Buf>,
     /// Whether `grads` holds this lane's sum; if not, `zeroed` is to be zeroed before use.
     grads_open: bool,
-    /// What no backward overwrites.
+    /// Ranges that no backward overwrites.
     zeroed: Vec<Range<usize>>,
     /// Finished lanes of this rank.
     lanes: Tree<B::Buf>,
@@ -246,7 +246,7 @@ impl<B: Kernels> Sharded<B> {
         self.units.iter().map(|unit| &unit.layout)
     }
 
-    /// What unit `unit` is called.
+    /// Name of unit `unit`.
     pub fn name(&self, unit: usize) -> &Arc<str> {
         &self.units[unit].layout.name
     }
@@ -337,7 +337,7 @@ impl<B: Kernels> Sharded<B> {
         let pending = self.groups.replica.about(&state.layout.name).all_reduce_after(scattered, state.owner.range());
         state.reduction = Some(Reduction::InFlight(pending));
         if self.keep.grads == Life::Use {
-            // Full gradients live for their use: those of the unit before have had this block's time to meet.
+            // Full gradients live for their use: those of the unit before have had this block's time to be reduced.
             std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
         }
         self.started.push(unit);
@@ -350,8 +350,8 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm.
-    /// `losses` are those of this rank's lanes, in order; `compute` is the seconds it has computed in this step;
-    /// All ranks hear of the `flags` of each.
+    /// `losses` are those of this rank's lanes, in order; `compute` is the seconds it has computed in this step. All
+    /// ranks receive the `flags` of each.
     ///
     /// # Errors
     /// A reduction failed.
@@ -524,8 +524,8 @@ impl<B: Kernels> Sharded<B> {
             .collect()
     }
 
-    /// Replaces parameters and optimizer state by what `read(tensor, part, range)` gives for every range of every
-    /// tensor that this rank stores: part 0 is the parameters, part k the k-th of
+    /// Replaces parameters and optimizer state by the values that `read(tensor, part, range)` gives for every range of
+    /// every tensor that this rank stores: part 0 is the parameters, part k the k-th of
     /// [`Sharded::state_names`].
     ///
     /// # Errors

@@ -1,9 +1,9 @@
-//! The small message of a step: what each rank tells all others once its gradients are reduced.
+//! The small message of a step, from each rank to all others once its gradients are reduced.
 
 use super::control_flags::ControlFlags;
 use crate::error::{Error, Result};
 
-/// What a rank tells of its lanes and virtual shards; little-endian f64 on the wire.
+/// A rank's message about its lanes and virtual shards; little-endian f64 on the wire.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepSummary {
     /// First virtual shard of `squares`.

@@ -92,7 +92,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let sequences = BATCH / row.lanes / row.micros_per_lane;
     for step in 0..STEPS {
         if step == 3 {
-            // Outside training: another pass, which finds what the update has gathered ahead.
+            // Outside training: another pass, which finds the parameters that the update has gathered ahead.
             let micro = Micro::of_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
             let loss = engine.measure(&micro).unwrap()[0];
             curve.push((loss.to_bits(), 0));
@@ -260,8 +260,8 @@ fn no_more_full_buffers_live_than_is_said() {
                 let said =
                     [masters + most(row, &sizes, |moment| moment.params), most(row, &sizes, |moment| moment.grads)];
                 for (what, have, said) in [("parameters", parameters, said[0]), ("gradients", gradients, said[1])] {
-                    // A buffer that serves again may be a quarter larger than is asked for, and is counted as what it
-                    // is. Where a unit's buffers only ever take each other's places nothing is.
+                    // A reused buffer may be a quarter larger than requested, and is counted by its own size. If a
+                    // unit's buffers only ever take each other's places, none is larger.
                     let exact = (zero, lanes, micros_per_lane) == (Zero::Three, 1, 2);
                     let most = if exact { said } else { said + said / 20 };
                     assert!((said..=most).contains(&have), "{what}, {name}: {have} and not {said} bytes");

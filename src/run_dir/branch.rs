@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-/// What of a checkpoint is taken.
+/// Parts of a checkpoint that a run takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Take {
     /// All: the run goes on as if it had not been interrupted.
@@ -15,11 +15,11 @@ pub enum Take {
     Weights,
 }
 
-/// Where a run began that began at a checkpoint of another.
+/// Origin of a run that began at a checkpoint of another run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Branch {
     /// The checkpoint.
     pub from: PathBuf,
-    /// What of it was taken.
+    /// Parts of it that were taken.
     pub take: Take,
 }

@@ -1,4 +1,4 @@
-//! Differences between the configuration of a run so far and that of its next start, by their effect.
+//! Differences between the configuration of a run so far and the one of its next start, by their effect.
 
 use std::collections::BTreeSet;
 
@@ -9,15 +9,15 @@ use crate::config::{Config, written};
 /// The effect of a key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Decides {
-    /// The numbers that training gives: losses, parameters.
+    /// The numerical results of training: losses, parameters.
     Curve,
-    /// How long the run is, which shapes the curve too, but is changed to go on with a run.
+    /// The length of the run, which shapes the curve too, but may change when a run goes on.
     Length,
-    /// In which order numbers are added: the last bits.
+    /// The order of additions: the last bits.
     Rounding,
-    /// Where work is done: nothing that training gives.
+    /// The placement of work: no effect on results.
     Layout,
-    /// Nothing of the kind.
+    /// None of these.
     Else,
 }
 
@@ -47,7 +47,7 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// Those from one resolved configuration to another.
+    /// The differences from one resolved configuration to another.
     pub fn between(before: &Config, now: &Config) -> Self {
         let of = |wanted: &[Decides]| differences(before, now, |section, key| wanted.contains(&decides(section, key)));
         Self {
@@ -58,8 +58,8 @@ impl Changes {
     }
 }
 
-/// Why a run of one resolved configuration is not one of another; empty if it may well be. Neither how long it is counts nor
-/// on what it is computed.
+/// Reasons why a run of one resolved configuration is not one of another; empty if it may well be. Length, rounding,
+/// layout and precision do not count.
 pub fn of_run(before: &Config, now: &Config) -> Vec<String> {
     differences(before, now, |section, key| section != "precision" && decides(section, key) == Decides::Curve)
 }

@@ -1,4 +1,4 @@
-//! The directory of a run: which one, and whose.
+//! The directory of a run: its choice, its ownership, and its files.
 
 use std::fs;
 use std::io::{ErrorKind, Write as _};
@@ -18,13 +18,13 @@ use crate::telemetry::evaluations;
 #[derive(Debug, Clone)]
 pub struct RunDirectory {
     path: PathBuf,
-    /// The trainer's, on its rank 0: released when the last of those that change the directory is done.
+    /// The trainer's, on its rank 0: released when the last user that changes the directory is done.
     lease: Option<Arc<Lease>>,
     /// Whether this start has created the directory.
     is_new: bool,
 }
 
-/// Where a run begins.
+/// Starting point of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resume {
     /// At step 0.
@@ -48,8 +48,8 @@ impl RunDirectory {
     }
 
     /// Chooses, claims and creates the directory of a run called `config.run.name`, or, unnamed, `default` with the next
-    /// free number; unnamed and resumed, that of the run of this configuration that has something to resume. From then on
-    /// this process is the only trainer there, until the last copy of what is returned is dropped. Called on one rank.
+    /// free number; unnamed and resumed, the directory of the resumable run of this configuration. From then on
+    /// this process is the only trainer there, until the last copy of the result is dropped. Called on one rank.
     ///
     /// # Errors
     /// Another trainer has it; it holds another run; several runs could be resumed; the file system refused.
@@ -74,7 +74,7 @@ impl RunDirectory {
         }
     }
 
-    /// Claims the directory at `path`, which need not exist; else tells who has it. Where only time can tell whether a
+    /// Claims the directory at `path`, which need not exist; else names the holder. Where only time can tell whether a
     /// trainer lives, this waits for it if it `waits`.
     fn claim(path: PathBuf, waits: bool) -> Result<Result<Self, (PathBuf, Option<Held>)>> {
         let is_new = create(&path)?;
@@ -107,7 +107,7 @@ impl RunDirectory {
         Err(Error::internal("no number is free"))
     }
 
-    /// Makes the directory what a trainer expects. It is claimed.
+    /// Prepares the claimed directory for a trainer.
     fn begin(&self, resume: &Resume) -> Result<()> {
         if *resume != Resume::Auto && self.holds_a_run()? {
             return Err(Error::input(format!("{} holds another run", self.path.display()))
@@ -129,7 +129,7 @@ impl RunDirectory {
         Ok(!self.checkpoints().steps()?.is_empty() || exists(&self.branch_path())?)
     }
 
-    /// Why the run here is not one of a resolved configuration; none if it is.
+    /// The first difference of the run here from a resolved configuration; none if it is the same run.
     fn differs_from(&self, config: &Config) -> Result<Option<String>> {
         let path = self.config_path();
         let text = match fs::read_to_string(&path) {
@@ -143,7 +143,7 @@ impl RunDirectory {
         })
     }
 
-    /// Gives up a claim. What this start has made is removed if it failed before its first step and nothing else is there.
+    /// Gives up a claim. Files of this start are removed if it failed before its first step and nothing else is there.
     pub fn discard_if_new(self) {
         let may = || self.is_new && self.check().is_ok();
         let trained = || self.checkpoints().steps().map_or(true, |steps| !steps.is_empty());
@@ -156,7 +156,7 @@ impl RunDirectory {
         files.extend(
             logs.filter(|log| !log.file_name().is_some_and(|name| name.to_string_lossy().starts_with("evaluator"))),
         );
-        // Some were never made, and a directory goes only if it is empty: what somebody else has put there stays.
+        // Some were never made, and a directory goes only if it is empty: files of others stay.
         for file in files {
             let _ = fs::remove_file(file);
         }
@@ -193,7 +193,7 @@ impl RunDirectory {
         &self.path
     }
 
-    /// What ran, every default resolved.
+    /// The resolved configuration, with every default.
     pub fn config_path(&self) -> PathBuf {
         self.path.join("config.toml")
     }
@@ -218,7 +218,7 @@ impl RunDirectory {
         self.path.join("profile.json")
     }
 
-    /// Which algorithms a measurement chose for messages between ranks.
+    /// Measured choices of algorithms for messages between ranks.
     pub fn collectives_path(&self) -> PathBuf {
         self.path.join("collectives.json")
     }
@@ -241,10 +241,10 @@ impl RunDirectory {
         self.path.join("branch.json")
     }
 
-    /// Where the run began, if that was at a checkpoint of another.
+    /// Origin of the run, if it began at a checkpoint of another run.
     ///
     /// # Errors
-    /// The file that says so cannot be read.
+    /// The file that records it cannot be read.
     pub fn branch(&self) -> Result<Option<Branch>> {
         let path = self.branch_path();
         let text = match fs::read(&path) {
@@ -259,7 +259,7 @@ impl RunDirectory {
         branch.map(Some)
     }
 
-    /// Writes down where the run begins: should it be killed before it saves, its next start begins there as well.
+    /// Records the origin of the run: should it be killed before it saves, its next start begins there as well.
     ///
     /// # Errors
     /// The file system refused.
@@ -283,7 +283,7 @@ impl RunDirectory {
         self.path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default()
     }
 
-    /// How trainer and evaluators tell each other that they are done.
+    /// The marks by which trainer and evaluators tell each other that they are done.
     pub fn marks(&self) -> Markers {
         Markers::new(&self.path)
     }
@@ -315,7 +315,7 @@ fn create(path: &Path) -> Result<bool> {
     }
 }
 
-/// Whether there is a file; that nobody can tell is an error.
+/// Whether there is a file; an error if that cannot be determined.
 fn exists(path: &Path) -> Result<bool> {
     path.try_exists().map_err(|e| Error::io("look for", path, e))
 }
@@ -491,7 +491,7 @@ mod tests {
     fn a_named_run_is_not_overwritten() {
         let root = tempfile::tempdir().unwrap();
         let config = config(root.path(), Some("mine"));
-        // What a scheduler starts again may not have begun yet.
+        // A job that a scheduler starts again may not have begun yet.
         prepare(&config, &Resume::Auto).unwrap().write_config(&config).unwrap();
         let error = prepare(&config, &Resume::No).unwrap_err().to_string();
         assert!(error.contains("mine holds another run") && error.contains("--resume auto"), "{error}");

@@ -1,6 +1,6 @@
-//! How training ends.
+//! The end of training.
 
-/// Why training ended.
+/// Reason for the end of training.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ending {
     /// All steps are done.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
 
-/// How a trainer ended.
+/// Status of a trainer at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -24,9 +24,9 @@ pub enum Status {
 pub struct End {
     /// Steps finished.
     pub step: u64,
-    /// How.
+    /// Status of the trainer.
     pub status: Status,
-    /// Why, where it is not because all steps are done.
+    /// The reason, unless all steps are done.
     pub why: Option<String>,
 }
 
@@ -37,7 +37,7 @@ pub struct Markers {
 }
 
 impl Markers {
-    /// Those in the directory of a run.
+    /// The marks in the directory of a run.
     pub fn new(run: &Path) -> Self {
         Self { run: run.to_path_buf() }
     }
@@ -50,7 +50,7 @@ impl Markers {
         self.run.join("STOP")
     }
 
-    /// The trainer begins: forgets how it ended before, and what evaluators asked of it then.
+    /// The trainer begins: removes an earlier END marker and earlier stop requests.
     ///
     /// # Errors
     /// The file system refused.
@@ -73,7 +73,7 @@ impl Markers {
         whole(&self.end_path(), &text)
     }
 
-    /// How the trainer ended, if it has.
+    /// The end of the trainer, if it has ended.
     pub fn ended(&self) -> Option<End> {
         serde_json::from_str(&fs::read_to_string(self.end_path()).ok()?).ok()
     }
@@ -86,7 +86,7 @@ impl Markers {
         whole(&self.stop_path(), why)
     }
 
-    /// Why an evaluator asks the trainer to stop, if one does.
+    /// The reason for which an evaluator asks the trainer to stop, if one does.
     pub fn asked_to_stop(&self) -> Option<String> {
         fs::read_to_string(self.stop_path()).ok()
     }

@@ -1,4 +1,4 @@
-//! The directory of a run: which one, whose, where the run in it begins and how it ended.
+//! The directory of a run: its choice, its ownership, the starting point of the run in it and its end.
 
 mod branch;
 mod changes;

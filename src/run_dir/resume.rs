@@ -1,4 +1,4 @@
-//! Where a run begins: at step 0, or at a checkpoint that proves whole.
+//! Starting point of a run: step 0, or a checkpoint that proves whole.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -38,18 +38,19 @@ impl Taking {
 /// A checkpoint that a run went on from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Resumed {
-    /// How far the run is now.
+    /// Progress of the run.
     pub progress: Progress,
     /// The checkpoint; none at the start.
     pub from: Option<PathBuf>,
-    /// Where the run has gone on with other data than before, now or earlier.
+    /// Changes of the run to other data than before, now or earlier.
     pub data_changes: Vec<DataChange>,
 }
 
-/// Has the data of a run read as the network of a checkpoint learned it; an error ends the run.
+/// Converts the data of a run to the preprocessing of a checkpoint; an error ends the run.
 pub type Conform<'a> = &'a mut dyn FnMut(&Manifest) -> Result<()>;
 
-/// Loads what `resume` asks for: collective over `world`. `conform` is called with every checkpoint that is tried.
+/// Loads the checkpoint that `resume` asks for: collective over `world`. `conform` is called with every checkpoint that
+/// is tried.
 ///
 /// # Errors
 /// There is no checkpoint that is whole, it is one of another model or other data, or the data does not go with it.
@@ -103,7 +104,7 @@ pub fn resume<B: Kernels>(
     Ok(Resumed { progress, from: Some(from), data_changes })
 }
 
-/// Where the run of a checkpoint has gone on with other data, this start included.
+/// Changes of a checkpoint's run to other data, this start included.
 ///
 /// # Errors
 /// It was trained on other data, and that is not allowed: other samples would stand at the positions to come.
@@ -124,7 +125,7 @@ fn data_changes(from: &Path, manifest: &Manifest, taking: &Taking) -> Result<Vec
     Ok(changes)
 }
 
-/// Where the run began, as rank 0 reads it.
+/// Origin of the run, as rank 0 reads it.
 fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Option<Branch>> {
     let mine = world.agree(if world.rank() == 0 { directory.branch() } else { Ok(None) })?;
     let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(format!("branch: {e}")))?;
@@ -132,10 +133,10 @@ fn branch<B: Kernels>(world: &Group<B>, directory: &RunDirectory) -> Result<Opti
     serde_json::from_slice(&told[0]).map_err(|e| Error::comm(format!("rank 0 sent a malformed branch: {e}")))
 }
 
-/// How often a checkpoint is tried that the file system does not give.
+/// Attempts to read a checkpoint when the file system fails.
 const ATTEMPTS: usize = 4;
 
-/// How long to wait before it is tried again.
+/// Pause between two attempts.
 const BETWEEN: Duration = Duration::from_millis(500);
 
 /// Loads checkpoints into the ranges of every rank: collective over `world`.
@@ -155,8 +156,9 @@ impl<B: Kernels> Load<'_, B> {
         Ok((path, manifest))
     }
 
-    /// Loads the newest checkpoint that is whole; says which ones it passed over, and why. None if there is none at all. Only what
-    /// is proven damaged is passed over: the run would train again from an older one, and replace the newer ones in the end.
+    /// Loads the newest checkpoint that is whole; names the ones it passed over, with the reasons. None if there is
+    /// none at all. Only checkpoints that are proven damaged are passed over: the run would train again from an older
+    /// one, and replace the newer ones in the end.
     fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Manifest)>> {
         let checkpoints = directory.checkpoints();
         // One rank looks, so that all try the same ones.
@@ -185,8 +187,8 @@ impl<B: Kernels> Load<'_, B> {
         }
     }
 
-    /// Loads a checkpoint into every rank's ranges. Together the ranks check all of it. What the file system refuses is tried
-    /// again: file systems over a network have bad moments.
+    /// Loads a checkpoint into every rank's ranges. Together the ranks check all of it. Failed reads are tried again:
+    /// network file systems fail now and then.
     ///
     /// # Errors
     /// It is proven damaged ([`Kind::Damaged`]), another model's or another version's, or cannot be read. All ranks have the same.
@@ -218,11 +220,12 @@ impl<B: Kernels> Load<'_, B> {
         let take = self.take;
         let names = self.sharded.state_names();
         let state = (take == Take::Everything).then_some(&names[..]);
-        // Another tokenizer mostly makes another model, too: what differs first is what is told.
+        // Another tokenizer mostly makes another model, too: the first difference is reported.
         let conforms = (self.conform)(reader.manifest()).map_err(|e| e.at(path.display()));
         let fits = conforms.and_then(|()| reader.manifest().check(path, self.sharded.layouts(), state));
         self.world.agree(fits)?;
-        // Another run begins with what this one is used as; the same run goes on with what it trains.
+        // Another run begins with the parameters that this one is used with; the same run goes on with the ones it
+        // trains.
         let used = if take == Take::Weights { reader.used() } else { 0 };
         let restored = self.sharded.restore(|tensor, part, range, out| match (part, take) {
             (_, Take::Everything) => reader.read(tensor, part, range, out),
@@ -236,7 +239,7 @@ impl<B: Kernels> Load<'_, B> {
     }
 }
 
-/// Says what of the configuration is not as the checkpoint was trained with.
+/// Reports the differences of the configuration from the one that the checkpoint was trained with.
 fn tell_of_changes(before: &Config, now: &Config) {
     let Changes { curve, rounding, layout } = Changes::between(before, now);
     if !curve.is_empty() {

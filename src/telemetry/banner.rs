@@ -1,4 +1,4 @@
-//! The start banner: where the run is, how it is laid out, what it will need.
+//! The start banner: location, layout and needs of the run.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -8,7 +8,7 @@ use crate::backend::MemoryKind;
 use crate::comm::DevicePath;
 use crate::config::Plan;
 
-/// What the banner says besides the plan.
+/// Content of the banner besides the plan.
 pub struct Facts<'a> {
     /// Ranks of the world.
     pub ranks: usize,
@@ -20,15 +20,15 @@ pub struct Facts<'a> {
     pub cores: usize,
     /// Whether cores of its node are left to no rank.
     pub spare_cores: bool,
-    /// What carries messages.
+    /// Transport of messages: the MPI library, threads, or none.
     pub library: &'a str,
-    /// Which rank is on which GPU, a line each; empty on CPUs.
+    /// GPU of every rank, a line each; empty on CPUs.
     pub gpus: &'a [String],
     /// Whether ranks of a node exchange through shared memory.
     pub shares_memory: bool,
-    /// How messages reach device memory, where there is any.
+    /// Path of messages to device memory, if there is any.
     pub path: Option<DevicePath>,
-    /// Which algorithms exchange and add; empty where nothing is exchanged.
+    /// Algorithms of exchanges and sums; empty if nothing is exchanged.
     pub collectives: String,
     /// The run's directory.
     pub directory: &'a Path,
@@ -40,7 +40,7 @@ pub struct Facts<'a> {
     pub validation: Option<u64>,
     /// Notes about the data: rows left out, conversions.
     pub notes: Vec<String>,
-    /// What a rank needs.
+    /// Memory that a rank needs.
     pub memory: &'a Estimate,
     /// Step and checkpoint resumed from, if it was asked to resume; without one there was none.
     pub resumed: Option<(u64, Option<&'a Path>)>,
@@ -60,7 +60,7 @@ pub struct Estimate {
     pub gpu: Option<[usize; MemoryKind::ALL.len()]>,
     /// Copies on the host on their way to and from checkpoints.
     pub staging: usize,
-    /// Program, libraries, MPI, and what they grow by.
+    /// Program, libraries, MPI, and their growth.
     pub runtime: usize,
 }
 
@@ -75,7 +75,7 @@ impl Estimate {
         self.gpu.iter().flatten().sum()
     }
 
-    /// What it is for: `parameters 3.1 MiB, …, runtime 30.0 MiB`.
+    /// Memory of the host by use: `parameters 3.1 MiB, …, runtime 30.0 MiB`.
     pub fn host_parts(&self) -> String {
         listed(named(&self.host).chain([("staging", self.staging), ("runtime", self.runtime)]))
     }

@@ -1,12 +1,12 @@
-//! Lines for people on standard output and standard error. Neither need be read, nor even be open: what a program does
-//! does not depend on that.
+//! Lines for people on standard output and standard error. Neither need be read, nor even be open: no program depends
+//! on that.
 
 use std::io::{ErrorKind, Write as _, stderr, stdout};
 use std::sync::OnceLock;
 
 use crate::error::Error;
 
-/// Why a line could not be printed, the first time.
+/// The first error by which a line could not be printed.
 static LOST: OnceLock<String> = OnceLock::new();
 
 /// Prints a line to standard output. A run goes on when nobody reads it any more, and when it cannot be written; the latter
@@ -26,8 +26,8 @@ pub fn say_error(line: impl std::fmt::Display) {
     let _ = writeln!(stderr(), "{line}");
 }
 
-/// Whether standard output has refused a line, a closed pipe aside: of a command that is run for what it prints that is a
-/// failure.
+/// The error if standard output has refused a line, a closed pipe aside: a failure of a command that is run for its
+/// output.
 pub fn lost() -> Option<Error> {
     let refused = std::path::Path::new("standard output");
     LOST.get().map(|why| Error::io("write", refused, why).hint("make room there, or send it elsewhere"))

@@ -1,4 +1,4 @@
-//! The mean training loss of an epoch: what checkpoints are compared by where there is no validation data.
+//! The mean training loss of an epoch, by which checkpoints are compared if there is no validation data.
 
 use std::collections::VecDeque;
 use std::fs::File;

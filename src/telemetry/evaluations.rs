@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// Name of the file in a run's directory.
 pub const FILE: &str = "eval.jsonl";
 
-/// How an evaluation ended.
+/// Outcome of an evaluation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Status {
@@ -29,7 +29,7 @@ pub enum Status {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Over {
-    /// Those for validation.
+    /// The validation samples.
     #[default]
     Validation,
     /// An epoch of training, where there is no validation data.
@@ -47,7 +47,7 @@ impl Over {
 pub struct Evaluation {
     /// Steps finished.
     pub step: u64,
-    /// How it ended.
+    /// Its outcome.
     #[serde(default)]
     pub status: Status,
     /// The samples over which the loss is a mean.
@@ -71,7 +71,7 @@ pub struct Evaluation {
     /// Samples it was measured on; left out by older versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub samples: Option<u64>,
-    /// Why there is no loss.
+    /// The error, if there is no loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// Seconds since 1970.
@@ -86,7 +86,7 @@ impl Evaluation {
         Self { step, loss: Some(loss), perplexity, metrics, time, ..Self::default() }
     }
 
-    /// The same, with what it was measured on.
+    /// The same, with the data that it was measured on.
     pub fn on(self, data: Option<&str>, samples: u64) -> Self {
         Self { data: data.map(str::to_owned), samples: Some(samples), ..self }
     }
@@ -107,12 +107,12 @@ impl Evaluation {
 pub struct Evaluations {
     /// In the order of their ends.
     known: Vec<Evaluation>,
-    /// The first line that cannot be read and is more than what a kill leaves of one.
+    /// The first line that cannot be read although no kill has torn it.
     damaged: Option<Error>,
 }
 
 impl Evaluations {
-    /// Those that can be read.
+    /// The evaluations that can be read.
     pub fn known(&self) -> &[Evaluation] {
         &self.known
     }
@@ -120,13 +120,13 @@ impl Evaluations {
     /// All of them.
     ///
     /// # Errors
-    /// There are lines that cannot be read: nobody knows what they said.
+    /// There are lines that cannot be read: their content is not known.
     pub fn all(&self) -> Result<&[Evaluation]> {
         self.damaged.clone().map_or(Ok(&self.known), Err)
     }
 }
 
-/// All evaluations in a file; none when there is no file. What a kill leaves of a line is left out.
+/// All evaluations in a file; none when there is no file. A line that was torn by a kill is left out.
 ///
 /// # Errors
 /// The file cannot be read.
@@ -164,8 +164,8 @@ fn is_torn(line: &[u8]) -> bool {
     serde_json::from_str::<serde::de::IgnoredAny>(text).is_err_and(|e| e.is_eof())
 }
 
-/// Those that can be compared: of one kind of loss, on the set that the newest step was measured on, and those that do not tell theirs. A run may go
-/// on with other data, or another `eval.samples`.
+/// The evaluations that can be compared: of one kind of loss, on the set of the newest step or on one that is not told.
+/// A run may go on with other data, or another `eval.samples`.
 fn comparable(all: &[Evaluation]) -> impl DoubleEndedIterator<Item = &Evaluation> {
     let set = |one: &Evaluation| one.samples.map(|samples| (one.data.clone(), samples));
     let own = all.iter().filter(|one| one.samples.is_some()).max_by_key(|one| one.step).and_then(set);
@@ -193,7 +193,7 @@ pub fn append(path: &Path, evaluation: &Evaluation) -> Result<()> {
     })
 }
 
-/// Drops what the trainer itself found after step `last`: it trains those steps again.
+/// Drops the trainer's own evaluations after step `last`: it trains those steps again.
 ///
 /// # Errors
 /// The file system refused.
@@ -205,7 +205,7 @@ pub fn forget_after(path: &Path, last: u64) -> Result<()> {
         };
         let keeps = |line: &&[u8]| match serde_json::from_slice::<Evaluation>(line) {
             Ok(line) => line.is_of_checkpoint() || line.step <= last,
-            // Nobody knows what a damaged line said.
+            // The content of a damaged line is not known.
             Err(_) => !is_torn(line),
         };
         let kept: Vec<u8> =
@@ -258,8 +258,8 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
     known.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
 }
 
-/// Why training more is of no use, if the last `patience` evaluations found no loss that is lower by more than
-/// `min_delta` than the lowest before; with a patience of 0 it always is of use.
+/// The reason to end training, if the last `patience` evaluations found no loss that is lower by more than `min_delta`
+/// than the lowest before; with a patience of 0 there is none.
 pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
     let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == Over::Validation;
     let done = comparable(evaluations).filter(is_done);
@@ -284,7 +284,7 @@ pub fn is_settled(evaluations: &[Evaluation], id: &str) -> bool {
     evaluations.iter().any(|one| one.id.as_deref() == Some(id) && one.status != Status::Retried)
 }
 
-/// How often an evaluation of the checkpoint with this name was given up so far.
+/// Number of times an evaluation of the checkpoint with this name was given up so far.
 pub fn retries(evaluations: &[Evaluation], id: &str) -> usize {
     evaluations.iter().filter(|one| one.id.as_deref() == Some(id) && one.status == Status::Retried).count()
 }

@@ -29,7 +29,7 @@ pub struct Step {
     pub skipped: bool,
     /// Duration of the step.
     pub step_ms: f64,
-    /// Of it, forwards, backwards and sums on rank 0: what is left besides the three below. See [`Times`] for all five.
+    /// Of it, forwards, backwards and sums on rank 0: the rest besides the three below. See [`Times`] for all five.
     #[serde(default)]
     pub compute_ms: f64,
     /// Of it, compute of rank 0 was blocked, waiting for messages.
@@ -97,14 +97,14 @@ impl JsonLines {
                 match serde_json::from_slice::<Numbered>(line) {
                     Ok(numbered) if numbered.step <= last => text.extend([line, b"\n"].concat()),
                     Ok(_) => {}
-                    // The last one is what a kill leaves of a line, or empty.
+                    // The last one was torn by a kill, or is empty.
                     Err(_) => damaged += u64::from(lines.peek().is_some()),
                 }
             }
             if damaged > 0 {
                 log::warn!("{}: {damaged} damaged lines left out", path.display());
             }
-            // Always another file: one who still writes to the old one, without a right to, does no harm.
+            // Always another file: a process that still writes to the old one, without a right to, does no harm.
             let temporary = path.with_extension("jsonl.tmp");
             std::fs::write(&temporary, text)
                 .and_then(|()| File::open(&temporary)?.sync_all())

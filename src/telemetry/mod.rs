@@ -1,4 +1,4 @@
-//! What people and programs see of a run: banner, progress, metrics, logs, traces.
+//! Output of a run for people and programs: banner, progress, metrics, logs, traces.
 
 pub mod banner;
 mod console;

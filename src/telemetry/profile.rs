@@ -21,7 +21,7 @@ pub struct Kernel {
     pub seconds: f64,
     /// The part of the steps' compute and updates.
     pub of_compute: f64,
-    /// Multiplications and additions; none for what only moves memory.
+    /// Multiplications and additions; none for kernels that only move memory.
     pub flops: Option<f64>,
     /// 10⁹ of them a second.
     pub gflops_per_second: Option<f64>,
@@ -49,7 +49,7 @@ pub struct Report {
 }
 
 impl Report {
-    /// Of what was counted in so many steps, which went as `times` says.
+    /// The profile of the `tallies` of so many steps, which took `times`.
     pub fn new(tallies: &Tallies, steps: u64, times: Times, threads: usize, waits: bool) -> Self {
         let compute_seconds = times.compute + times.optimizer;
         let mut by_kernel: BTreeMap<&str, Tally> = BTreeMap::new();

@@ -7,21 +7,21 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use super::metrics::Step;
 
-/// Shows how far a run is. Only rank 0 has one.
+/// Shows the progress of a run. Only rank 0 has one.
 pub struct Progress {
     bar: Option<ProgressBar>,
     every: u64,
     first: u64,
     total: u64,
     started: Instant,
-    /// The word for what is counted.
+    /// The word for the predictions counted.
     predictions: &'static str,
 }
 
 impl Progress {
     /// Begins at step `first` of `total`; without a terminal, prints every `every` steps.
     ///
-    /// `predictions` is the word for what is counted: tokens, samples.
+    /// `predictions` is the word for the predictions counted: tokens, samples.
     pub fn new(first: u64, total: u64, every: u64, predictions: &'static str) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let bar = ProgressBar::new(total).with_position(first);

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 pub struct RunCard {
     /// Version of hpctrain.
     pub version: String,
-    /// What carried messages.
+    /// Transport of messages: the MPI library, threads, or none.
     pub mpi: String,
     /// Ranks.
     pub ranks: usize,
@@ -30,7 +30,7 @@ pub struct RunCard {
     /// Digest of the training data, if it is known.
     #[serde(default)]
     pub data: Option<String>,
-    /// Where the run went on with other training data than before.
+    /// Changes of the training data in the course of the run.
     #[serde(default)]
     pub data_changes: Vec<DataChange>,
     /// Last validation loss, if the trainer evaluates.
@@ -39,7 +39,7 @@ pub struct RunCard {
     pub tokens_per_second: f64,
     /// Seconds of this start, with evaluation and saving.
     pub seconds: f64,
-    /// Seconds of rank 0 in this start's steps, by what they went into.
+    /// Seconds of rank 0 in this start's steps, by use.
     pub step_seconds: Times,
     /// Seconds rank 0 waited for data.
     pub loader_wait_seconds: f64,

@@ -5,7 +5,7 @@
 pub struct Straggler {
     /// The rank.
     pub rank: usize,
-    /// How many times as long as the median rank it computed.
+    /// Its compute time, as a multiple of the median rank's.
     pub times: f64,
 }
 
@@ -13,10 +13,10 @@ pub struct Straggler {
 /// own work makes more than the usual factor on one of two ranks, now and then.
 const NOTICEABLE: f64 = 0.005;
 
-/// Compares what ranks compute, window after window of steps.
+/// Compares the compute times of ranks, window after window of steps.
 #[derive(Debug)]
 pub struct Stragglers {
-    /// From which factor on a rank is slow, if it also takes [`NOTICEABLE`] longer; 0 finds none.
+    /// Factor from which on a rank is slow, if it also takes [`NOTICEABLE`] longer; 0 finds none.
     factor: f64,
     /// Steps a window.
     window: u64,
@@ -32,7 +32,7 @@ impl Stragglers {
     }
 
     /// Adds a step: the seconds that each rank computed, waiting for messages and data left out. When a window is full,
-    /// returns who was slow in it, and begins the next one.
+    /// returns the ranks that were slow in it, and begins the next one.
     pub fn step(&mut self, seconds: &[f64]) -> Vec<Straggler> {
         self.seconds.resize(seconds.len(), 0.0);
         self.seconds.iter_mut().zip(seconds).for_each(|(sum, seconds)| *sum += seconds);
@@ -62,7 +62,7 @@ fn median(values: &[f64]) -> f64 {
 mod tests {
     use super::*;
 
-    /// What some steps of ranks that take these seconds find.
+    /// Stragglers found in some steps of ranks that take these seconds.
     fn found(stragglers: &mut Stragglers, steps: usize, seconds: &[f64]) -> Vec<Straggler> {
         (0..steps).flat_map(|_| stragglers.step(seconds)).collect()
     }

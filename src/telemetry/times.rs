@@ -1,11 +1,11 @@
-//! Where the time of steps goes on one rank.
+//! The time of steps on one rank, by use.
 
 use std::fmt;
 use std::ops::AddAssign;
 
 use serde::{Deserialize, Serialize};
 
-/// What a rank has spent so far, as its counters stand.
+/// The time that a rank has spent so far, from its counters.
 #[derive(Debug, Clone, Copy)]
 pub struct Spent {
     /// Seconds that passed.
@@ -20,7 +20,7 @@ pub struct Spent {
     pub optimizer: f64,
 }
 
-/// Seconds of a step, or of many, by what they went into. All but `comm_hidden` add up to the whole.
+/// Seconds of a step, or of many, by use. All but `comm_hidden` add up to the whole.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Times {
     /// Everything that is nothing else: forwards, backwards, sums.
@@ -37,11 +37,11 @@ pub struct Times {
 }
 
 impl Times {
-    /// What was spent between two readings of the counters.
+    /// The time spent between two readings of the counters.
     pub fn between(before: Spent, after: Spent) -> Self {
         let comm_exposed = after.blocked - before.blocked;
         let (loader, optimizer) = (after.loader - before.loader, after.optimizer - before.optimizer);
-        // Clocks are read one after another: what they miss must not make a time negative.
+        // Clocks are read one after another: the delay between them must not make a time negative.
         let rest = |whole: f64, parts: f64| (whole - parts).max(0.0);
         Self {
             compute: rest(after.total - before.total, comm_exposed + loader + optimizer),

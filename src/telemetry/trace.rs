@@ -1,8 +1,8 @@
-//! `--trace`: what the threads of all ranks did, on one clock, as a file for <https://ui.perfetto.dev> or
+//! `--trace`: the activity of the threads of all ranks, on one clock, as a file for <https://ui.perfetto.dev> or
 //! `chrome://tracing`.
 //!
 //! Events stay in the memory of their rank until the end of the run. Then rank 0 collects and writes them. Its clock
-//! counts: ranks on other hosts measure at the start how far theirs is off ([`Comm::clock_offset`]).
+//! counts: ranks on other hosts measure at the start the offset of theirs ([`Comm::clock_offset`]).
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write as _};
@@ -32,7 +32,7 @@ struct TraceFile {
     out: BufWriter<File>,
 }
 
-/// What every rank knows of every other before the events come.
+/// Facts about a rank that every other knows before the events come.
 #[derive(Serialize, Deserialize)]
 struct Head {
     host: String,
@@ -73,7 +73,7 @@ impl Trace {
         Ok(Self { file, offset })
     }
 
-    /// Writes what was recorded. Collective over the world.
+    /// Writes the recorded events. Collective over the world.
     ///
     /// # Errors
     /// The file cannot be written, on all ranks; or a message failed.
@@ -133,7 +133,7 @@ fn thread(track: Track) -> usize {
     track as usize + 1
 }
 
-/// What an event tells besides its name.
+/// Details of an event besides its name.
 fn details(event: &Event) -> serde_json::Value {
     let mut args = serde_json::Map::new();
     if let Some(unit) = &event.unit {
@@ -165,7 +165,7 @@ impl TraceFile {
         if lost > 0 {
             log::warn!("{} lacks {lost} events: the memory for events was full", self.path.display());
         }
-        // When time 0 was, and what would not fit.
+        // Time 0, in seconds since 1970, and the number of events that did not fit.
         let other = json!({ "unix_time": origin as f64 * 1e-9, "lost_events": lost });
         let mut text = format!("{{\"displayTimeUnit\":\"ms\",\"otherData\":{other},\"traceEvents\":[");
         let mut comma = "\n";

@@ -1,4 +1,4 @@
-//! The time that a job has, and when it must begin to end.
+//! The time limit of a job, and the time at which it must begin to end.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -8,10 +8,10 @@ use crate::error::{Error, Result};
 /// Environment variable in which Slurm tells when it will end the job, in seconds since 1970.
 const SLURM_END: &str = "SLURM_JOB_END_TIME";
 
-/// What is left unused: for messages, the file system's moods, and the end of the processes.
+/// Margin before the deadline: messages, slow I/O, process exit.
 const RESERVE: Duration = Duration::from_secs(5);
 
-/// Bytes a second at which a checkpoint is thought to be written before one was.
+/// Assumed bytes a second of a checkpoint's write, until one is measured.
 const SLOW_DISK: f64 = 100e6;
 
 /// The time of a job.
@@ -46,8 +46,8 @@ impl Budget {
         self.save = if first { took } else { self.save.max(took) };
     }
 
-    /// What the end will take: the step under way and one more; a save under way and the last one, and once more as
-    /// long for reading back and removing what is older.
+    /// Time needed to end: the step under way and one more; a save under way and the last one, and once more as long
+    /// for reading back and removing older checkpoints.
     fn needed(&self) -> Duration {
         2 * self.step + 3 * self.save + RESERVE
     }
@@ -69,7 +69,7 @@ impl Budget {
         }
     }
 
-    /// For people: when the job must be over, and what is kept for its end.
+    /// For people: the time left, and the part of it that is reserved for the end.
     pub fn told(&self) -> Option<String> {
         let left = self.end?.saturating_duration_since(Instant::now());
         let seconds = |span: Duration| humantime::format_duration(Duration::from_secs(span.as_secs())).to_string();

@@ -1,4 +1,4 @@
-//! What a program wants to be told while a run goes on.
+//! Callbacks of a program during a run.
 
 use std::ops::ControlFlow::{self, Break, Continue};
 use std::path::Path;
@@ -13,8 +13,8 @@ use crate::telemetry::metrics::Step;
 /// Every rank calls its own hooks, in the order given, at the same points of the run; so a hook may itself ask for
 /// collectives if every rank has it. A step waits for its hooks.
 ///
-/// A hook that returns [`Break`] asks the run to stop, and says why. One rank that asks is enough: all ranks hear of it with
-/// the step that follows, and end after that one, with a last evaluation and checkpoint ([`Ending::Stopped`]).
+/// A hook that returns [`Break`] asks the run to stop, with a reason. One rank that asks is enough: all ranks hear of
+/// it with the step that follows, and end after that one, with a last evaluation and checkpoint ([`Ending::Stopped`]).
 ///
 /// An error ends the run on all ranks, likewise after the step that follows, and names the hook. After an error of a hook,
 /// no hook of that rank is called any more but for [`Hook::end`].
@@ -40,7 +40,7 @@ use crate::telemetry::metrics::Step;
 /// ```
 #[expect(unused_variables, reason = "names for those who write one")]
 pub trait Hook {
-    /// What messages call it.
+    /// Its name in messages.
     fn name(&self) -> &str {
         std::any::type_name::<Self>()
     }
@@ -49,7 +49,7 @@ pub trait Hook {
     /// this rank's.
     ///
     /// # Errors
-    /// Whatever is to end the run.
+    /// Any error, to end the run.
     fn step(&mut self, step: &Step) -> Result<ControlFlow<String>> {
         Ok(Continue(()))
     }
@@ -57,7 +57,7 @@ pub trait Hook {
     /// The run has evaluated itself after step `step`: the same on all ranks. With `eval.inline = false` it does not.
     ///
     /// # Errors
-    /// Whatever is to end the run.
+    /// Any error, to end the run.
     fn evaluation(&mut self, step: u64, measures: &Measures) -> Result<ControlFlow<String>> {
         Ok(Continue(()))
     }
@@ -66,7 +66,7 @@ pub trait Hook {
     /// stays until newer ones take its place (`checkpoint.keep`).
     ///
     /// # Errors
-    /// Whatever is to end the run.
+    /// Any error, to end the run.
     fn checkpoint(&mut self, step: u64, directory: &Path) -> Result<ControlFlow<String>> {
         Ok(Continue(()))
     }
@@ -75,20 +75,20 @@ pub trait Hook {
     /// lost.
     ///
     /// # Errors
-    /// What to end with in the place of a good end; after a bad one it is only logged.
+    /// An error replaces a good end; after a bad one it is only logged.
     fn end(&mut self, outcome: &Outcome<'_>) -> Result<()> {
         Ok(())
     }
 }
 
-/// How a run ended.
+/// Outcome of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Outcome<'a> {
     /// Steps finished.
     pub step: u64,
     /// The run's directory.
     pub directory: &'a Path,
-    /// How: also a run that was stopped or preempted ends well.
+    /// The ending or the error: a run that was stopped or preempted ends well, too.
     pub result: Result<&'a Ending, &'a Error>,
 }
 
@@ -99,12 +99,12 @@ pub struct Hooks<'h> {
 }
 
 impl<'h> Hooks<'h> {
-    /// To be called in this order.
+    /// Hooks to be called in this order.
     pub fn new(hooks: Vec<&'h mut dyn Hook>) -> Self {
         Self { hooks, failure: None }
     }
 
-    /// Calls one after the other; why the run is to stop, if one asks. A failure is kept for [`Hooks::failure`].
+    /// Calls one after the other; returns the reason to stop, if one asks. A failure is kept for [`Hooks::failure`].
     pub fn call(&mut self, call: impl Fn(&mut dyn Hook) -> Result<ControlFlow<String>>) -> Option<String> {
         let mut stop = None;
         for hook in &mut self.hooks {
@@ -120,13 +120,13 @@ impl<'h> Hooks<'h> {
         stop
     }
 
-    /// Tells all how the run ended; the first failure counts.
+    /// Reports the outcome of the run to all hooks; returns the first failure.
     pub fn end(&mut self, outcome: &Outcome<'_>) -> Result<()> {
         let ended = self.hooks.iter_mut().map(|hook| {
             let ended = hook.end(outcome);
             ended.map_err(|e| e.at(format_args!("hook {}", hook.name())))
         });
-        // Each is told, whatever the others do.
+        // Each is called, even after a failure of another.
         ended.collect::<Vec<_>>().into_iter().collect()
     }
 
@@ -138,7 +138,7 @@ impl<'h> Hooks<'h> {
     /// Passes the failure of one on, if one has failed.
     ///
     /// # Errors
-    /// That failure.
+    /// The failure of the hook.
     pub fn failure(&self) -> Result<()> {
         self.failure.clone().map_or(Ok(()), Err)
     }

@@ -1,4 +1,4 @@
-//! Training where `run.device` says.
+//! Training on the device of `run.device`.
 
 use super::run::{GpuPlace, Own, Request, train};
 use crate::backend::cpu::Cpu;
@@ -7,8 +7,8 @@ use crate::error::Result;
 use crate::placement::{cpu, cpu_can, place};
 use crate::run_dir::Ending;
 
-/// A whole run, as `hpctrain train` makes it, where `run.device` says: collective over the world of `comm`. The ranks of
-/// `beside` are told the directory, as [`train`] does.
+/// A whole run on the device of `run.device`, as by `hpctrain train`: collective over the world of `comm`. The ranks of
+/// `beside` are told the directory, as by [`train`].
 ///
 /// Signals end the process at once unless [`signals::listen`](crate::signals::listen) was called before; then the run
 /// saves first.

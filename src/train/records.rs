@@ -1,4 +1,4 @@
-//! What rank 0 writes and shows of a run.
+//! Records and progress output of rank 0.
 
 use crate::config::Plan;
 use crate::error::{Error, Result};
@@ -15,15 +15,16 @@ pub struct Records {
     pub metrics: JsonLines,
     /// The progress line.
     pub progress: Progress,
-    /// Who is slow.
+    /// Detection of slow ranks.
     pub stragglers: Stragglers,
-    /// Where there is no validation data: what checkpoints are compared by.
+    /// Without validation data: the training loss by which checkpoints are compared.
     pub epoch_loss: Option<EpochLoss>,
 }
 
 impl Records {
-    /// Opens the records of a run that is at `step`: what they have of later steps will be written again. `choices` is
-    /// what a measurement of collectives chose; `epoch_loss` is given where there is no validation data.
+    /// Opens the records of a run that is at `step`: records of later steps are dropped, and will be written again.
+    /// `choices` is the result of a measurement of collectives; `epoch_loss` is given where there is no validation
+    /// data.
     ///
     /// # Errors
     /// The file system refused.

@@ -32,26 +32,26 @@ use crate::telemetry::trace::Trace;
 use crate::telemetry::{banner, logging, say, unix_time};
 use crate::topology::Topology;
 
-/// What is asked of a run.
+/// Request for a run.
 #[derive(Debug, Clone)]
 pub struct Request {
     /// The configuration, not yet resolved.
     pub config: Config,
     /// Name of the run unless the configuration has one.
     pub name: String,
-    /// Where it begins.
+    /// Starting point.
     pub resume: Resume,
-    /// What of a checkpoint it takes.
+    /// Parts of a checkpoint that are taken.
     pub take: Take,
-    /// Whether a run may go on with other training data than that of the checkpoint.
+    /// Whether a run may go on with other training data than the checkpoint's.
     pub allow_changed_data: bool,
-    /// Where a trace goes, if one is wanted.
+    /// Path of a trace, if one is wanted.
     pub trace: Option<PathBuf>,
     /// Whether rank 0 counts the time of its kernels.
     pub profile: bool,
     /// Compute threads a rank, where the launcher knows better than the affinity mask.
     pub threads: Option<usize>,
-    /// Where ranks compute, if on GPUs.
+    /// The GPU of this rank, if ranks compute on GPUs.
     pub gpu: Option<GpuPlace>,
 }
 
@@ -73,7 +73,7 @@ impl Request {
     }
 }
 
-/// What a program gives a run of its own. The default is nothing: what `hpctrain train` does.
+/// Caller-supplied hooks and data. Empty by default, as in `hpctrain train`.
 #[derive(Default)]
 pub struct Own<'h> {
     /// Called as the run goes on, in this order.
@@ -87,7 +87,7 @@ pub struct Own<'h> {
 pub struct GpuPlace {
     /// Bytes of its GPU that this rank may take.
     pub memory: usize,
-    /// Which rank is on which, a line each.
+    /// Assignment of ranks to GPUs, one line each.
     pub table: Vec<String>,
 }
 
@@ -95,7 +95,7 @@ pub struct GpuPlace {
 /// told the directory of the run. `backend` makes the device of a rank.
 ///
 /// # Errors
-/// Whatever ends the run early. An error that all ranks share says so ([`Error::is_shared`]).
+/// The error that stopped the run early. An error that all ranks share says so ([`Error::is_shared`]).
 pub fn train<B: Kernels>(
     comm: &Comm<B>,
     request: &Request,
@@ -132,7 +132,7 @@ fn run<B: Kernels>(
             let told = run.tell_hooks(Ok(ending));
             run.world.agree(told).inspect_err(|e| run.tell_of_failure(e))?;
         }
-        // Ranks that share an error can still meet to publish what they have begun to save.
+        // Ranks that share an error can still meet to publish the save that they have begun.
         Err(e) if e.is_shared() || comm.size() == 1 => {
             let published = run.saver.finish().inspect_err(|e| log::error!("{e}"));
             run.note_published(published.ok().flatten());
@@ -176,7 +176,7 @@ struct Run<'h, B: Kernels> {
     step_ms: Vec<f64>,
     /// Time in optimizer updates.
     updating: Duration,
-    /// Where the time of this start's steps went.
+    /// Time of this start's steps, by activity.
     times: Times,
     /// On rank 0 only.
     records: Option<Records>,
@@ -279,7 +279,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             notes.iter().for_each(|note| log::info!("data: {note}"));
         }
         let trained_on = data_now.map(|fingerprint| TrainedOn { fingerprint, changes: data_changes });
-        // Another run's checkpoint: this one's own directory is all that its next start knows of.
+        // Another run's checkpoint: the next start of this run knows its own directory only.
         let branched = from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
         let branch = branched.filter(|_| root && request.resume != Resume::Auto);
         let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
@@ -458,7 +458,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
     }
 
-    /// All steps, or those until training is to end.
+    /// Takes the remaining steps, until training is to end.
     fn steps(&mut self, resume: &Resume) -> Result<()> {
         self.begin(resume)?;
         while self.goes_on() {
@@ -524,7 +524,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.save_is_due = flags.any(ControlFlags::DUE);
         self.ending = self.stop_requests.ending(flags);
         if let Some(Ending::Stopped(why)) = &mut self.ending {
-            // A rank that did not ask does not know why.
+            // A rank that did not ask does not know the reason.
             let told = self.world.gather_bytes(std::mem::take(why).into_bytes()).wait()?;
             let first = told.into_iter().find(|why| !why.is_empty()).unwrap_or_default();
             *why = String::from_utf8_lossy(&first).into_owned();
@@ -575,7 +575,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Why more steps would be of no use by these evaluations, if they would.
+    /// The reason to stop early by these evaluations, if there is one.
     fn stop_reason(&self, all: &[Evaluation]) -> Option<String> {
         let config = &self.plan.config.eval;
         evaluations::stop_reason(all, config.patience, config.min_delta)
@@ -584,7 +584,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn save_if_due(&mut self) -> Result<()> {
         let every = self.plan.config.checkpoint.every;
         let due = every > 0 && self.progress.step.is_multiple_of(every) || std::mem::take(&mut self.save_is_due);
-        // What ends is saved by the end.
+        // The end of training saves by itself.
         if due && self.ending.is_none() { self.save() } else { Ok(()) }
     }
 
@@ -648,7 +648,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(ending)
     }
 
-    /// Tells people and programs how the run ended. On rank 0.
+    /// Reports the end of the run to people and programs. On rank 0.
     fn tell(&self, ending: &Ending, text: Option<String>) -> Result<()> {
         let Some(records) = &self.records else { return Ok(()) };
         self.directory.check()?;
@@ -693,7 +693,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.directory.marks().end(&End { step, status, why })
     }
 
-    /// Tells the hooks how the run ended.
+    /// Reports the outcome of the run to the hooks.
     fn tell_hooks(&mut self, result: Result<&Ending, &Error>) -> Result<()> {
         self.hooks.end(&Outcome { step: self.progress.step, directory: self.directory.path(), result })
     }
@@ -722,7 +722,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
-    /// What this start's kernels took.
+    /// Time of this start's kernels.
     fn profile(&self) -> Report {
         let tallies = self.engine.backend.profile().take();
         Report::new(&tallies, self.step_ms.len() as u64, self.times, self.plan.threads, !B::ON_HOST)
@@ -766,7 +766,7 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<S
     text.ok_or_else(|| Error::internal("no rank 0"))
 }
 
-/// A name that no other job has: for what it writes.
+/// A name that no other job has, for its output.
 fn fresh_id() -> String {
     format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
 }

@@ -1,7 +1,7 @@
 //! Requests to a rank besides training: by signals, by the clock, by evaluators, by hooks.
 //!
-//! Ranks are asked at different moments. Each tells what it was asked with its next [`ControlFlags`], and all obey those of
-//! the same step.
+//! Ranks are asked at different moments. Each sends the requests it received with its next [`ControlFlags`], and all
+//! obey the flags of the same step.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,8 @@ use crate::run_dir::Ending;
 use crate::run_dir::markers::Markers;
 use crate::signals;
 
-/// How often evaluators are asked at most: it is a question to a file system that other nodes ask as well.
+/// Least time between two looks for evaluators' requests: each is a request to a file system that other nodes use as
+/// well.
 const ASK: Duration = Duration::from_millis(100);
 
 /// The requests that reach this rank.
@@ -25,19 +26,19 @@ pub struct StopRequests {
     saved: Instant,
     has_published: bool,
     asked: Instant,
-    /// Why more steps would be of no use, once somebody found out.
+    /// The reason to stop early, once one is known.
     stop_reason: Option<String>,
 }
 
 impl StopRequests {
-    /// Those of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for never.
+    /// The requests of a rank; rank 0 is `root`. A checkpoint is due `every` so many seconds, 0 for never.
     pub fn new(root: bool, budget: Budget, markers: Markers, every: u64) -> Self {
         let now = Instant::now();
         let every = (every > 0).then(|| Duration::from_secs(every));
         Self { root, budget, markers, every, saved: now, has_published: false, asked: now, stop_reason: None }
     }
 
-    /// What this rank tells the others now. `written` is whether it has done its part of the save under way.
+    /// The flags of this rank for the others. `written` is whether it has done its part of the save under way.
     pub fn flags(&mut self, written: bool) -> ControlFlags {
         if self.root && self.stop_reason.is_none() && self.asked.elapsed() >= ASK {
             self.asked = Instant::now();
@@ -55,7 +56,7 @@ impl StopRequests {
         signals::came().is_some() || self.root && self.budget.is_up()
     }
 
-    /// How training ends by these flags, if it does.
+    /// The ending that these flags ask for, if they do.
     pub fn ending(&self, flags: &AllFlags) -> Option<Ending> {
         if flags.any(ControlFlags::END) {
             return Some(self.preempted());
@@ -90,12 +91,12 @@ impl StopRequests {
         self.has_published = true;
     }
 
-    /// An evaluation or a hook may have found why more steps are of no use.
+    /// Sets the reason to stop that an evaluation or a hook may have given.
     pub fn stop_for(&mut self, why: Option<String>) {
         self.stop_reason = why.or(self.stop_reason.take());
     }
 
-    /// For people: the time that is left, where it is limited.
+    /// For people: the time left, if it is limited.
     pub fn time_left(&self) -> Option<String> {
         self.budget.told()
     }

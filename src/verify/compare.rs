@@ -8,7 +8,7 @@ use super::snapshot::Difference;
 use crate::backend::Elementwise;
 use crate::optim::Rule;
 
-/// What of a row agrees with one rank.
+/// The parts of a row that agree with one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Agreement {
     /// Loss and gradient norm of every step.
@@ -89,7 +89,7 @@ fn values<T: fmt::Debug + PartialEq>(what: &str, here: T, there: T) -> String {
     format!("{what} is {here:?} here, {there:?} on one rank")
 }
 
-/// How far two orders of addition may be apart in the first [`CLOSE_STEPS`] steps.
+/// Largest differences between two orders of addition in the first [`CLOSE_STEPS`] steps.
 ///
 /// Two orders of adding n numbers in single precision differ by less than about n·2⁻²⁴ of the sum of their
 /// magnitudes: some 1e-6 of a gradient. Adam divides by the gradient's own size, so that an element whose gradient
@@ -107,8 +107,8 @@ pub struct Bounds {
     pub state: f64,
 }
 
-/// Steps in which layouts of another order are compared: later the differences of rounding have grown, as those of
-/// training do, beyond what tells them from mistakes.
+/// Steps in which layouts of another order are compared: later the differences of rounding have grown, as differences
+/// in training do, until they cannot be told from mistakes.
 pub const CLOSE_STEPS: u64 = 6;
 
 /// Bound of the loss.
@@ -117,7 +117,7 @@ const LOSS: f64 = 1e-5;
 const NORM: f64 = 1e-3;
 
 impl Bounds {
-    /// The bounds for what is compared with `reference`, with a gradient clipped at `clip` (0: not clipped).
+    /// The bounds for rows that are compared with `reference`, with a gradient clipped at `clip` (0: not clipped).
     pub fn new(rule: Rule, clip: f64, reference: &Recording) -> Self {
         let taken = reference
             .steps
@@ -140,7 +140,7 @@ impl Bounds {
                 let way: f64 = taken.filter(|(lr, _)| *lr > 0.0).map(|(lr, norm)| lr * norm.min(limit)).sum();
                 NORM * way / (1.0 - f64::from(momentum))
             }
-            // Where a gradient is rounding alone its quotient with itself may be anything up to these.
+            // If a gradient is rounding alone, its quotient with itself may be anything up to these.
             Rule::Elementwise(Elementwise::Adagrad { .. } | Elementwise::Lion { .. }) => {
                 2.0 * taken.map(|(lr, _)| lr).sum::<f64>()
             }
@@ -164,7 +164,7 @@ impl fmt::Display for Bounds {
     }
 }
 
-/// Compares curves and, after the last step, tensors within bounds; says what is farthest off where it is too far.
+/// Compares curves and, after the last step, tensors within bounds; describes the differences beyond the bounds.
 pub fn closely(bounds: &Bounds, reference: &Recording, row: &Recording) -> (Agreement, Option<String>) {
     let mut agreement = Agreement { curve: true, parameters: true, state: true };
     let mut facts = Vec::new();
@@ -174,7 +174,7 @@ pub fn closely(bounds: &Bounds, reference: &Recording, row: &Recording) -> (Agre
         {
             let (mine, theirs) = (f64::from_bits(mine), f64::from_bits(theirs));
             let off = (mine - theirs).abs() / theirs.abs();
-            // What is not finite on both sides has no distance.
+            // Values that are not finite on both sides have no distance.
             if !(off <= bound || mine.to_bits() == theirs.to_bits()) && agreement.curve {
                 agreement.curve = false;
                 facts.push(format!("at step {step}, {}: off by {off:.1e}", values(name, mine, theirs)));

@@ -1,4 +1,4 @@
-//! Where the ranks of a row are: threads of this process, or processes of `mpirun`.
+//! Launchers of the ranks of a row: as threads of this process, or as processes of `mpirun`.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -10,7 +10,7 @@ use crate::engine::on_threads;
 use crate::error::{Error, Result};
 use crate::placement::{cpu, place};
 
-/// What starts the ranks of a row.
+/// The launcher of the ranks of a row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Launcher {
     /// Threads of this process.
@@ -35,7 +35,7 @@ impl Launcher {
         Ok(Self::Mpirun { open_mpi: String::from_utf8_lossy(&output.stdout).contains("Open MPI") })
     }
 
-    /// What carries messages, for people.
+    /// The kind of its ranks, for people.
     pub fn name(self) -> &'static str {
         match self {
             Self::Threads => "threads of this process",
@@ -80,13 +80,13 @@ fn processes(ranks: usize, task: &Task, folder: &Path, open_mpi: bool) -> Result
     if open_mpi && ranks > cores() {
         command.arg("--oversubscribe");
     }
-    // Whatever this process was told about itself: its ranks are launched by MPI.
+    // The ranks are launched by MPI, whether or not this process is.
     command.env("HPCTRAIN_MPI", "1");
     command.arg(program).arg("verify-rank").arg(&asked).arg(&given).stdin(Stdio::null());
     let output = command.output().map_err(|e| Error::internal(format!("mpirun: {e}")))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
-        // The first line that a rank wrote says why; what mpirun adds says that ranks ended.
+        // The first error line of a rank gives the reason; the lines of mpirun say that ranks ended.
         let why = said.lines().find_map(|line| line.strip_prefix("error: ")).map_or(said.trim(), str::trim);
         let message = format!("mpirun -np {ranks} ended with {}: {why}", output.status);
         return Err(match output.status.code() {
@@ -107,7 +107,7 @@ fn on_device(comm: &Comm<Cpu>, task: &Task) -> Result<Recording> {
     }
 }
 
-/// What `hpctrain verify-rank` does on one rank of `mpirun`: the task in the file `asked`. Rank 0 writes to `given`.
+/// `hpctrain verify-rank` on one rank of `mpirun`: records `task`. Rank 0 writes the recording to `given`.
 ///
 /// # Errors
 /// Of the task.

@@ -1,4 +1,4 @@
-//! The matrix: which layouts are compared with one rank, and what each may be expected to give.
+//! The matrix: the layouts that are compared with one rank, and the agreement that is expected of each.
 
 use std::fmt;
 
@@ -16,7 +16,7 @@ pub struct Row {
     pub replica: usize,
 }
 
-/// One rank that shards nothing: what the others are compared with.
+/// One rank that shards nothing, with which the others are compared.
 pub const REFERENCE: Row = Row { zero: Zero::Zero, shard: 1, replica: 1 };
 
 impl Row {

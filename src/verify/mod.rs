@@ -29,7 +29,7 @@ use crate::telemetry::say;
 pub use launch::{Launcher, rank, task};
 pub use record::Task;
 
-/// What is to be verified.
+/// The layouts to be verified.
 #[derive(Debug, Clone)]
 pub struct Request {
     /// The configuration; its layout is replaced by those of the matrix.
@@ -42,7 +42,7 @@ pub struct Request {
     pub stages: Vec<Zero>,
     /// Steps of each row.
     pub steps: u64,
-    /// What starts the ranks.
+    /// The launcher of the ranks.
     pub launcher: Launcher,
 }
 
@@ -85,7 +85,7 @@ pub fn verify(request: &Request) -> Result<bool> {
     Ok(differ == 0)
 }
 
-/// The reference, and what the rows are compared by.
+/// The reference, and the bounds that the rows are compared by.
 struct Verifier<'a> {
     request: &'a Request,
     vocabulary: usize,
@@ -135,7 +135,7 @@ impl<'a> Verifier<'a> {
         Ok(verifier.expect(plan.rule, rows))
     }
 
-    /// Says what is expected of the rows.
+    /// Prints the agreement expected of the rows.
     fn expect(mut self, rule: Rule, rows: &[Row]) -> Self {
         let config = &self.request.config;
         match config.parallel.lanes {

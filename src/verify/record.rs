@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::parallel::{ControlFlags, Sharded};
 use crate::topology::Topology;
 
-/// What the ranks of a job are asked to do.
+/// The task of the ranks of a job.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Task {
     /// The configuration, not yet resolved.
@@ -26,11 +26,11 @@ pub struct Task {
     pub threads: Option<usize>,
     /// Steps to take, at most those of the run.
     pub steps: u64,
-    /// What to do with the tensors after the last of them.
+    /// Use of the tensors after the last of them.
     pub then: Then,
 }
 
-/// What happens to the tensors at the end.
+/// Use of the tensors at the end.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Then {
     /// Nothing more.
@@ -54,14 +54,14 @@ pub struct Marks {
     pub digests: Vec<u64>,
 }
 
-/// What a layout gave.
+/// Results of a layout.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Recording {
     /// The tensors, in the order of [`Marks::digests`].
     pub entries: Vec<Entry>,
     /// Every step.
     pub steps: Vec<Marks>,
-    /// How every entry differs from the file, if it was compared with one.
+    /// Difference of every entry from the file, if it was compared with one.
     pub differences: Vec<Difference>,
 }
 
@@ -69,7 +69,7 @@ pub struct Recording {
 /// whole recording.
 ///
 /// # Errors
-/// Whatever ends the run early.
+/// The error that stopped the run.
 pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Plan) -> Result<B>) -> Result<Recording> {
     let world = comm.world();
     let topology = Topology::gather(&world, comm.node().host)?;
@@ -161,7 +161,7 @@ fn visit<B: Kernels>(sharded: &mut Sharded<B>, mut show: impl FnMut(usize, usize
     Ok(())
 }
 
-/// A sum over elements of a hash of index and bits, so that it does not matter who holds which element. Two tensors
+/// A sum over elements of a hash of index and bits, which is independent of their distribution over ranks. Two tensors
 /// that differ in one element always have different digests, others but for a chance of 2⁻⁶⁴.
 fn digest(start: usize, values: &[f32]) -> u64 {
     let marks = values.iter().zip(start as u64..).map(|(value, index)| mix(index << 32 ^ u64::from(value.to_bits())));
@@ -176,7 +176,7 @@ fn mix(value: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Joins what all ranks have, in order of ranks.
+/// Joins the values of all ranks, in order of ranks.
 fn meet<B: Kernels, T: Serialize + for<'a> Deserialize<'a>>(
     world: &Group<B>,
     mine: T,

@@ -34,14 +34,14 @@ pub struct Element {
 }
 
 impl Element {
-    /// How far the values are apart.
+    /// Absolute difference of the values; `f64::MAX` if it is not a number.
     pub fn distance(&self) -> f64 {
         let distance = (f64::from(f32::from_bits(self.here)) - f64::from(f32::from_bits(self.reference))).abs();
         if distance.is_nan() { f64::MAX } else { distance }
     }
 }
 
-/// How a tensor differs.
+/// Difference of a tensor from that of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Difference {
     /// Elements whose bits differ.
@@ -64,14 +64,14 @@ impl Difference {
             let (here, reference) = (here.to_bits(), reference.to_bits());
             if here != reference {
                 let element = Element { index, here, reference };
-                // What is not finite counts as very far, and can still be written down.
+                // A distance that is not finite counts as very large, so that it can still be written as JSON.
                 self.squares += element.distance().min(1e100).powi(2);
                 self.see(1, element, element);
             }
         }
     }
 
-    /// Takes in what another rank found in other elements.
+    /// Adds the difference that another rank found in other elements.
     pub fn merge(&mut self, other: Self) {
         self.squares += other.squares;
         self.reference_squares += other.reference_squares;

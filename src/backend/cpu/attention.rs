@@ -157,7 +157,7 @@ fn block(scratch: &mut Vec<f32>, rows: usize, columns: usize) -> ArrayViewMut2<'
 }
 
 /// Masks the scores after the first `seen` as far as whole vectors reach, where the exponential will make them
-/// zero; returns how far that is. What lies beyond is not computed at all.
+/// zero; returns the number of scores up to there. Scores beyond are not computed at all.
 fn mask(scores: &mut [f32], seen: usize) -> usize {
     let computed = seen.next_multiple_of(LANES).min(scores.len());
     scores[seen..computed].fill(f32::NEG_INFINITY);

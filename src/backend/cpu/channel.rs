@@ -1,4 +1,4 @@
-//! Statistics of channels and normalisation by them: what batch and group normalisation are made of.
+//! Statistics of channels and normalisation by them: the parts of batch and group normalisation.
 
 use super::math::simd;
 use super::threads::Threads;
@@ -64,7 +64,7 @@ pub fn moments(threads: &Threads, s: Channels, x: &[f32], moments: &mut [f32]) {
     );
 }
 
-/// For every channel of every sample what `of(statistics, channel)` makes, from `N` numbers of its group.
+/// For every channel of every sample the `N` numbers `of(statistics, channel)`, from the statistics of its group.
 fn spread<const N: usize>(s: Channels, of_groups: &[f32], of: impl Fn(&[f32], usize) -> [f32; N]) -> Vec<[f32; N]> {
     let each = of_groups.len() / (s.samples * s.groups);
     let channel = |at: usize| {

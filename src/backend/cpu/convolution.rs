@@ -83,7 +83,7 @@ pub fn forward(threads: &Threads, s: Convolution, x: &[f32], weight: &[f32], bia
     });
 }
 
-/// `partial` has [`partial`] elements, whatever they are.
+/// `partial` has [`partial`] elements, of any values.
 pub fn backward_weight(
     threads: &Threads,
     s: Convolution,

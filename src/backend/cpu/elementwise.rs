@@ -49,7 +49,7 @@ pub fn copy_columns(threads: &Threads, s: Columns, x: &[f32], y: &mut [f32]) {
     });
 }
 
-/// `y += x` on the calling thread; what a reduction over the wire uses, too.
+/// `y += x` on the calling thread; reductions over the wire use it, too.
 pub fn add_serial(x: &[f32], y: &mut [f32]) {
     simd(
         #[inline(always)]
@@ -76,7 +76,7 @@ pub fn sum_squares(threads: &Threads, x: &[f32]) -> f64 {
     })
 }
 
-/// The sum of what `sum` gives for chunks of `0..len` of [`SQUARES_CHUNK`] elements, added in order.
+/// The sum of the results of `sum` for chunks of `0..len` of [`SQUARES_CHUNK`] elements, added in order.
 pub fn sum_chunks(threads: &Threads, len: usize, sum: impl Fn(Range<usize>) -> f64 + Sync) -> f64 {
     let mut total = 0.0;
     // The partial sums of one part wait on the stack.

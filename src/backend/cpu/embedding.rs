@@ -16,7 +16,7 @@ fn width(rows: usize, y: &[f32]) -> usize {
 pub fn forward(threads: &Threads, tokens: &[u32], token_table: &[f32], position_table: &[f32], y: &mut [f32]) {
     let d = width(tokens.len(), y);
     let context = position_table.len() / d.max(1);
-    // Where there are no positions every row takes its words as they are.
+    // Without positions every row takes its words as they are.
     let place = |row: usize| (context > 0).then(|| &position_table[row % context * d..][..d]);
     threads.each(y.chunks_mut(ROWS * d).zip(tokens.chunks(ROWS)).enumerate(), |(i, (y, tokens))| {
         simd(

@@ -25,7 +25,7 @@ pub fn bytes(elements: usize, rows: usize) -> usize {
     if ROWS.contains(&rows) { (2 * elements * size_of::<f32>()).min(ROOM) } else { 0 }
 }
 
-/// What identifies panels: where the weight is, and how it is read.
+/// Key of panels: the weight's address, and the layout in which it is read.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     address: usize,
@@ -34,13 +34,13 @@ struct Key {
     tb: bool,
 }
 
-/// The weights that do not change now, and what was made of them.
+/// The weights that do not change now, and their panels.
 #[derive(Default)]
 pub struct Kept(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// Addresses of parameters. A weight anywhere else may be another one next time.
+    /// Addresses of parameters. A weight at any other address may be another one next time.
     steady: Vec<Range<usize>>,
     panels: HashMap<Key, Arc<Panels>>,
     bytes: usize,

@@ -18,7 +18,7 @@ pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
 /// Elements of one task when a bias is spread over rows.
 const SPREAD: usize = 1 << 14;
 
-/// Every row of `y` becomes the bias, if there is one: what the product is added to.
+/// Every row of `y` becomes the bias, if there is one: the product is added to it.
 pub fn spread(threads: &Threads, bias: &[f32], y: &mut [f32]) {
     if bias.is_empty() {
         return;

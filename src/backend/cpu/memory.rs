@@ -32,7 +32,7 @@ impl Pool {
         let lines = len.div_ceil(LINE);
         let recycled = {
             let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-            // Best fit; a buffer more than a quarter too large would waste what the banner promised.
+            // Best fit; a buffer more than a quarter too large would exceed the memory that the banner promised.
             let fits = |have: usize| have >= lines && have <= lines + lines / 4;
             let best = (0..free.len()).filter(|&i| fits(free[i].len())).min_by_key(|&i| free[i].len());
             best.map(|i| free.swap_remove(i))

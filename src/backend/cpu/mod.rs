@@ -44,7 +44,7 @@ pub use elementwise::add_serial;
 pub use memory::{CpuBuf, CpuInts};
 pub use threads::Threads;
 
-/// What a machine gives at best, a second.
+/// Peak rates of a machine, per second.
 #[derive(Debug, Clone, Copy)]
 pub struct Peak {
     /// Operations of fused multiply-adds on registers.
@@ -53,8 +53,8 @@ pub struct Peak {
     pub bandwidth: f64,
 }
 
-/// What multiplies matrices: products, affine maps and convolutions that are unfolded whole. Attention and convolutions by tiles
-/// have small products of their own.
+/// The implementation of matrix multiplication: for products, affine maps and convolutions that are unfolded whole.
+/// Attention and convolutions by tiles have small products of their own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Products {
     /// This program's kernels, in f32.
@@ -176,7 +176,7 @@ impl Cpu {
         }
     }
 
-    /// A kernel begins; it ends where what this returns is dropped.
+    /// A kernel begins; it ends where the returned value is dropped.
     fn launched(&self, work: Work) -> Launch<'_, impl Fn()> {
         self.profile.launch(size_of::<f32>(), || (), work)
     }

@@ -1,8 +1,8 @@
 //! Matrix products by oneDNN, a library of kernels that is looked for at run time: it multiplies bf16 where a CPU can.
 //!
 //! Its functions are those of versions 2 and 3, which describe matrices differently. Each thread of a rank multiplies parts of
-//! its own: the library's threads are told to be one. What it prepares for a shape a thread keeps, since that takes longer than
-//! many a product.
+//! its own: the library is set to one thread. A thread keeps the primitives prepared for a shape, since preparing one
+//! takes longer than many a product.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 /// Its file: as it is installed to run programs, and to build them.
 const FILES: [&CStr; 3] = [c"libdnnl.so.3", c"libdnnl.so.2", c"libdnnl.so"];
 
-/// What a missing library wants of the user.
+/// Advice for a missing library.
 const HINT: &str = "install oneDNN 2 or 3 (Debian 12: apt-get install libdnnl2) and name its folder in LD_LIBRARY_PATH if need be, \
      or do without: CPUs compute in f32 by default";
 
@@ -47,7 +47,7 @@ const IN_ORDER: c_uint = 1;
 const OUR_SCRATCH: c_int = 1;
 const SCRATCH: c_int = 136;
 
-/// `DNNL_RUNTIME_SEQ` and `DNNL_RUNTIME_OMP`: builds whose threads can be told to be one.
+/// `DNNL_RUNTIME_SEQ` and `DNNL_RUNTIME_OMP`: builds that can be set to one thread.
 const SEQUENTIAL: c_uint = 1;
 const OPENMP: c_uint = 2;
 
@@ -116,7 +116,7 @@ functions! {
 }
 
 functions! {
-    /// Functions of both versions. Descriptions of matrices are pointers to what they describe it with.
+    /// Functions of both versions. Descriptions of matrices are opaque pointers.
     Functions {
         engine_create = c"dnnl_engine_create"(*mut Handle, c_int, usize) -> c_int;
         stream_create = c"dnnl_stream_create"(*mut Handle, Handle, c_uint) -> c_int;
@@ -163,7 +163,7 @@ functions! {
     }
 }
 
-/// What differs between the versions.
+/// Functions that differ between the versions.
 enum Dialect {
     Two(Two),
     Three(Three),
@@ -173,7 +173,7 @@ enum Dialect {
 struct Library {
     functions: Functions,
     dialect: Dialect,
-    /// Tells OpenMP how many threads the calling thread may have, where the library uses it.
+    /// Sets OpenMP's number of threads for the calling thread; none if the library does not use OpenMP.
     open_mp: Option<OpenMp>,
     engine: Engine,
 }
@@ -201,12 +201,12 @@ impl Library {
         }
     }
 
-    /// How a product adds to what is there: something to be done after it.
+    /// The post-operation by which a product adds to its destination.
     fn sum(&self) -> Result<Owned> {
         let Functions { after_create, after_destroy, .. } = self.functions;
         // SAFETY: writes the handle.
         let after = Owned::new("make a sum", after_destroy, |after| unsafe { after_create(after) })?;
-        // SAFETY: changes what was just created.
+        // SAFETY: changes the object that was just created.
         check("add", unsafe {
             match &self.dialect {
                 Dialect::Two(two) => (two.add)(after.handle, 1.0),
@@ -216,7 +216,7 @@ impl Library {
         Ok(after)
     }
 
-    /// A product of what three descriptions say.
+    /// The plan of a product of matrices with three descriptions.
     fn plan(&self, [a, b, c]: [&Description; 3], attributes: &Owned) -> Result<Owned> {
         let [a, b, c] = [a, b, c].map(Description::pointer);
         let (engine, attributes) = (self.engine.0, attributes.handle);
@@ -225,12 +225,12 @@ impl Library {
                 let mut multiplication = Multiplication([0; 4096]);
                 // SAFETY: writes the description, for which there is room, from three that live.
                 match unsafe { (two.matmul)(&mut multiplication, a, b, null(), c) } {
-                    // SAFETY: writes the handle; what it reads lives.
+                    // SAFETY: writes the handle; all that it reads lives.
                     0 => unsafe { (two.plan)(plan, &multiplication, attributes, engine, null_mut()) },
                     failed => failed,
                 }
             }
-            // SAFETY: writes the handle; what it reads lives.
+            // SAFETY: writes the handle; all that it reads lives.
             Dialect::Three(three) => unsafe { (three.plan)(plan, engine, a, b, null(), c, attributes) },
         })
     }
@@ -244,7 +244,7 @@ unsafe impl Send for Engine {}
 // SAFETY: as above.
 unsafe impl Sync for Engine {}
 
-/// A call's status, which is 0 if it did what it is to do.
+/// Checks a call's status, which is 0 on success.
 fn check(what: &str, status: c_int) -> Result<()> {
     match status {
         0 => Ok(()),
@@ -261,7 +261,7 @@ fn open() -> Result<Library> {
         return Err(Error::input("oneDNN is not there: libdnnl.so.3 or libdnnl.so.2").hint(HINT));
     };
     let missing = |name: &str| Error::input(format!("this oneDNN has no {name}")).hint(HINT);
-    // SAFETY: the function has this type in every version, and what it returns lives as long as the library.
+    // SAFETY: the function has this type in every version, and its result lives as long as the library.
     let version = unsafe { &*(Versioned::of(file, missing)?.version)() };
     let Version { major, minor, patch, cpu_runtime, .. } = *version;
     if !matches!(major, 2 | 3) {
@@ -302,7 +302,7 @@ pub fn find() -> Result<()> {
     library().map(drop)
 }
 
-/// What a prepared product depends on.
+/// Key of a prepared product.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Shape {
     operands: c_int,
@@ -320,7 +320,7 @@ struct Owned {
 }
 
 impl Owned {
-    /// What a call creates.
+    /// The handle that a call creates.
     fn new(
         what: &str,
         destroy: unsafe extern "C" fn(Handle) -> c_int,
@@ -344,11 +344,11 @@ struct Prepared {
     primitive: Owned,
     /// Source, weights, destination, scratch.
     memories: [Owned; 4],
-    /// What the last of them points to.
+    /// Memory of the last of them.
     _scratch: Vec<Room>,
 }
 
-/// What a thread has of the library.
+/// State of the library in one thread.
 struct ThreadState {
     stream: Owned,
     prepared: HashMap<Shape, Prepared>,
@@ -382,7 +382,7 @@ impl Prepared {
             // SAFETY: writes the handle.
             unsafe { (functions.attributes_create)(attributes) }
         })?;
-        // SAFETY: changes what was just created.
+        // SAFETY: changes the object that was just created.
         check("take our scratch", unsafe { (functions.set_scratch)(attributes.handle, OUR_SCRATCH) })?;
         if shape.acc {
             let sum = library.sum()?;

@@ -12,7 +12,7 @@ use super::transpose::transpose;
 use crate::backend::{Gemm, MemoryKind};
 use crate::error::Result;
 
-/// Columns of a panel: what the kernel computes at a time, four vectors of 16 elements or two of 8.
+/// Columns of a panel, which the kernel computes at a time: four vectors of 16 elements or two of 8.
 static WIDTH: LazyLock<usize> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") {

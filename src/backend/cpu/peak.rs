@@ -1,4 +1,4 @@
-//! What the cores and the memory give at best, with nothing in the way: what kernels are measured by.
+//! Peak rates of the cores and the memory, with nothing in the way: the reference of kernels.
 
 use std::hint::black_box;
 use std::time::Instant;

@@ -9,7 +9,7 @@ use super::matrix::{add_columns, add_rows, matrix};
 use super::threads::Threads;
 use super::transpose::transpose;
 
-/// Work of one task: large enough to hide the hand-over and what is packed, small enough to balance.
+/// Work of one task: large enough to hide the hand-over and the packing, small enough to balance.
 const TASK_FLOPS: usize = 16 << 20;
 
 /// The same where an operand must be packed number by number.
@@ -52,7 +52,7 @@ thread_local! {
     static ACROSS_ROOM: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Tells the kernel what suits the shapes of small networks. Process-wide.
+/// Sets the kernel's packing threshold for the shapes of small networks. Process-wide.
 pub fn configure() {
     gemm_common::gemm::set_rhs_packing_threshold(PACK_FROM_TILES);
 }
@@ -194,7 +194,7 @@ pub fn multiply_across(
     });
 }
 
-/// How often a product of m×k and k×n is cut along rows and along columns.
+/// Numbers of parts of a product of m×k and k×n along rows and along columns.
 fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 2] {
     let flops = 2 * m * n * k;
     let tasks = flops.div_ceil(if packs_a { PACKING_TASK_FLOPS } else { TASK_FLOPS });
@@ -207,7 +207,8 @@ fn grid(m: usize, n: usize, k: usize, [packs_a, packs_b]: [bool; 2]) -> [usize; 
         }
         parts
     };
-    // What is packed number by number is cut as little as can be: the other operand's parts each pack it anew.
+    // If an operand is packed number by number, the other one is cut as little as possible: each of its parts packs the
+    // first anew.
     if packs_a {
         let high = cut(m, tasks);
         return [high, if high > 1 { 1 } else { cut(n, tasks) }];

@@ -1,4 +1,4 @@
-//! Copies that pass the caches by: of what nobody will look at soon.
+//! Copies that bypass the caches, for data that is not read soon.
 //!
 //! An ordinary store first loads the line that it overwrites, so a copy moves three bytes for two. The C library avoids
 //! that for single copies larger than its caches only.
@@ -42,7 +42,7 @@ fn large(from: &[f32], to: &mut [f32]) {
         }
     }
     tail.copy_from_slice(last);
-    // SAFETY: as above. Other threads see the stores before whatever tells them of the copy.
+    // SAFETY: as above. Other threads see the stores before any later one that announces the copy.
     unsafe { _mm_sfence() };
 }
 

@@ -20,8 +20,8 @@ const TASK_MASK: u64 = (1 << TASK_BITS) - 1;
 type Task<'a> = &'a (dyn Fn(usize) + Sync);
 
 struct Shared {
-    /// Job number, number of tasks and next task in one word: whoever claims a task learns in the
-    /// same instant which job it belongs to and whether the task exists.
+    /// Job number, number of tasks and next task in one word: a thread that claims a task learns in the same instant
+    /// which job it belongs to and whether the task exists.
     claim: AtomicU64,
     /// Tasks finished of the current job.
     done: AtomicUsize,

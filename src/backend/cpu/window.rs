@@ -1,4 +1,4 @@
-//! Windows that move over images: what convolutions multiply, and pooling. An image is one task.
+//! Windows that move over images: the operands of convolutions, and pooling. An image is one task.
 
 use std::ops::Range;
 
@@ -6,7 +6,8 @@ use super::math::{LANES, simd};
 use super::threads::Threads;
 use crate::backend::Window;
 
-/// What a window sees along one axis at a place: its own elements, and the first of the image's.
+/// The elements that a window sees along one axis at a place: their range in the window, and the first one's index in
+/// the image.
 fn seen(w: &Window, axis: usize, place: usize) -> (Range<usize>, usize) {
     let len = if axis == 0 { w.height } else { w.width };
     let at = place * w.stride[axis];
@@ -20,7 +21,7 @@ fn image(w: &Window) -> usize {
     w.height * w.width * w.channels
 }
 
-/// What a window sees at a place: its own rows and columns, and the first of the image's.
+/// The part of an image that a window sees at a place: rows and columns of the window, and the first ones in the image.
 #[derive(Clone)]
 struct Sight {
     rows: Range<usize>,
@@ -29,8 +30,8 @@ struct Sight {
     left: usize,
 }
 
-/// The places of an image from the `place`-th on, in order, with what the window sees there, until `see` wants no more; tells
-/// whether that was so.
+/// The places of an image from the `place`-th on, in order, with the part that the window sees there, until `see` wants
+/// no more; returns whether that was so.
 #[inline(always)]
 fn each_place(w: &Window, place: usize, mut see: impl FnMut(Sight) -> bool) -> bool {
     let [high, wide] = w.places();
@@ -55,8 +56,8 @@ impl Sight {
         self.rows.len() < w.size[0] || self.columns.len() < w.size[1]
     }
 
-    /// What is seen of `channels` neighbouring channels, in runs of memory: where one begins in the place's row, where in the
-    /// image if the channels are the first, how long it is.
+    /// The elements seen of `channels` neighbouring channels, in runs of memory: the start in the place's row, the
+    /// start in the image if the channels are the first, and the length.
     #[inline(always)]
     fn each_run(&self, w: &Window, channels: usize, mut see: impl FnMut(usize, usize, usize)) {
         let (height, width) = (self.rows.len(), self.columns.len());
@@ -81,7 +82,7 @@ impl Sight {
         1.0 / (self.rows.len() * self.columns.len()) as f32
     }
 
-    /// Where the elements of channel 0 lie that are seen, in order, and how many there were before each.
+    /// The elements seen of channel 0, in order: the number of those before each, and its index in the image.
     #[inline(always)]
     fn each_element(&self, w: &Window, mut see: impl FnMut(u32, usize)) {
         let mut number = 0;
@@ -190,7 +191,7 @@ fn neighbours<const N: usize>(x: &[f32], at: usize) -> &[f32; N] {
     x[at..].first_chunk().expect("channels of an element")
 }
 
-/// The largest of what is seen, of `N` channels from `first` on. What is no number is passed over.
+/// The largest elements seen, of `N` channels from `first` on. NaN is passed over.
 #[inline(always)]
 fn largest<const N: usize>(w: &Window, sight: &Sight, first: usize, x: &[f32]) -> [f32; N] {
     let mut largest = [f32::NEG_INFINITY; N];
@@ -248,7 +249,7 @@ fn give(w: &Window, sight: &Sight, first: usize, x: &[f32], dy: &[f32], dx: &mut
         #[inline(always)]
         |number, at| {
             let x = &x[at + first..][..dy.len()];
-            // The first one stands until there is a larger one, also where it is no number.
+            // The first one stands until there is a larger one, also if it is NaN.
             if number == 0 {
                 largest.copy_from_slice(x);
                 return;

@@ -17,7 +17,7 @@ struct Tiles {
     shared: usize,
 }
 
-/// How the kernels for one head width and element type cut their work.
+/// Tiles of the kernels for one head width and element type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cuts {
     forward: Tiles,

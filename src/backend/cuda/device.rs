@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 #[derive(Clone)]
 pub struct Device {
     context: Arc<CudaContext>,
-    /// Tells it, or a slice of it, apart from all others.
+    /// Unique identifier of the GPU, or of a slice of it.
     pub id: String,
     /// Such as `NVIDIA H200`.
     pub name: String,
@@ -25,7 +25,7 @@ pub struct Device {
     pub memory: usize,
 }
 
-/// How many GPUs this process sees.
+/// Number of GPUs that this process sees.
 ///
 /// # Errors
 /// As [`driver`].
@@ -66,7 +66,7 @@ impl Device {
         &self.context
     }
 
-    /// Bytes of memory that nobody has taken.
+    /// Bytes of free memory.
     ///
     /// # Errors
     /// The driver failed.
@@ -74,7 +74,7 @@ impl Device {
         Ok(check("tell its free memory", self.context.mem_get_info())?.0)
     }
 
-    /// What kernels are compiled for: the device itself, with what only its own generation has.
+    /// Target architecture of kernels: the device's own, with the features that only its generation has.
     pub fn architecture(&self) -> String {
         let (major, minor) = self.capability;
         format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })

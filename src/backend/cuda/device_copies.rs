@@ -1,4 +1,4 @@
-//! Access to device memory beside compute: streams of their own for messages, and for what the host keeps.
+//! Access to device memory beside compute: separate streams for messages, and for state kept on the host.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::backend::{
 };
 use crate::error::Result;
 
-/// What every buffer knows of the wire: the stream that computes on it, and the copies.
+/// The streams that work on a buffer: the one of compute, and those of the copies.
 pub struct Lines {
     compute: Arc<CudaStream>,
     copies: Arc<CudaCopies>,
@@ -32,7 +32,7 @@ impl Lines {
         Ok(Arc::new(Self { compute: compute.clone(), copies: Arc::new(copies) }))
     }
 
-    /// What moves messages.
+    /// The copies of messages.
     pub fn copies(&self) -> Arc<dyn DeviceCopies> {
         self.copies.clone()
     }
@@ -63,7 +63,7 @@ fn mark(stream: &CudaStream) -> Result<Box<dyn Event>> {
     Ok(Box::new(Mark(check("mark a point in its work", stream.record_event(None))?)))
 }
 
-/// The end of what was queued; after a failure, nothing of it is left running.
+/// The end of the queued work; after a failure, none of it is left running.
 fn all_or_nothing(stream: &CudaStream, queued: Result<()>) -> Result<Box<dyn Event>> {
     queued.and_then(|()| mark(stream)).inspect_err(|_| {
         // If it cannot be waited for either, the device has ended.

@@ -77,7 +77,7 @@ impl Intake {
         Ok(slot)
     }
 
-    /// Frees what waits for its next use.
+    /// Frees the slots that wait for their next use.
     pub fn trim(&self) {
         let slots = std::mem::take(&mut *self.free.lock().unwrap_or_else(PoisonError::into_inner));
         // Their memory may serve another stream next.
@@ -88,12 +88,12 @@ impl Intake {
 }
 
 impl CudaInts {
-    /// How many.
+    /// Number of elements.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
-    /// Where they are on the device.
+    /// Their address on the device.
     pub fn pointer(&self) -> u64 {
         self.slot.as_ref().map_or(0, |slot| slot.device.pointer())
     }

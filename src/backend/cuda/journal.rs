@@ -1,4 +1,4 @@
-//! `log.placement`: which device each buffer, kernel and product goes to, every kind once.
+//! `log.placement`: the device of each buffer, kernel and product, every kind once.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use super::launch::Grid;
 use crate::backend::{Gemm, MemoryKind, readable};
 
-/// What is told once.
+/// A kind that is logged once.
 #[derive(PartialEq, Eq, Hash)]
 enum Kind {
     Buffer(MemoryKind, usize),
@@ -14,16 +14,16 @@ enum Kind {
     Product([usize; 3]),
 }
 
-/// The kinds told so far.
+/// The kinds logged so far.
 pub struct Journal {
     /// Name and place of the device.
     device: String,
-    /// None if nobody wants to know.
+    /// None if nothing is to be logged.
     told: Option<Mutex<HashSet<Kind>>>,
 }
 
 impl Journal {
-    /// Nothing is told yet, or ever unless it is `wanted`.
+    /// An empty journal, which logs only if `wanted`.
     pub fn new(device: String, wanted: bool) -> Self {
         Self { device, told: wanted.then(Mutex::default) }
     }

@@ -64,7 +64,7 @@ impl From<f32> for Arg {
     }
 }
 
-/// Blocks, threads of a block, and bytes of shared memory that a block gets besides what the kernel declares.
+/// Blocks, threads of a block, and bytes of shared memory that a block gets besides those that the kernel declares.
 #[derive(Debug, Clone, Copy)]
 pub struct Grid {
     /// Blocks.

@@ -8,10 +8,10 @@ use cudarc::{cublaslt, driver, nvrtc};
 
 use crate::error::{Error, Result};
 
-/// The oldest driver that runs what is compiled here, as `cuDriverGetVersion` counts: CUDA 12.0.
+/// The oldest driver that runs kernels compiled here, as `cuDriverGetVersion` counts: CUDA 12.0.
 const OLDEST_DRIVER: i32 = 12_000;
 
-/// What a missing library wants of the user.
+/// Advice for a missing library.
 const TOOLKIT_HINT: &str = "install CUDA's run-time libraries, or name their folder in LD_LIBRARY_PATH; pip install nvidia-cuda-nvrtc nvidia-cublas \
      has both";
 
@@ -87,7 +87,7 @@ pub fn cublaslt() -> Result<String> {
     Ok(format!("{}.{}", found / 10_000, found % 10_000 / 100))
 }
 
-/// What the driver says of an error: `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`.
+/// The driver's text of an error: `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`.
 pub fn message(error: driver::DriverError) -> String {
     let text = |text: Result<&CStr, driver::DriverError>| text.ok().map(|text| text.to_string_lossy().into_owned());
     match (text(error.error_name()), text(error.error_string())) {
@@ -96,7 +96,7 @@ pub fn message(error: driver::DriverError) -> String {
     }
 }
 
-/// Tells what the driver refused: `action` is a phrase such as `"launch adamw"`.
+/// Names the action that the driver refused: `action` is a phrase such as `"launch adamw"`.
 ///
 /// # Errors
 /// If `result` is one.

@@ -11,10 +11,10 @@ use super::libraries;
 use super::memory::Element;
 use crate::error::{Error, Result};
 
-/// Bytes of scratch that an algorithm may use: what NVIDIA recommends for the largest devices.
+/// Bytes of scratch that an algorithm may use: NVIDIA's recommendation for the largest devices.
 pub const WORKSPACE: usize = 32 << 20;
 
-/// How products of f32 are computed.
+/// Arithmetic of f32 products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Arithmetic {
     /// With all bits.
@@ -23,7 +23,7 @@ pub enum Arithmetic {
     Tf32,
 }
 
-/// What happens to a product before it is stored.
+/// Operation on a product before it is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Epilogue {
     /// Nothing.
@@ -37,7 +37,7 @@ pub enum Epilogue {
         /// Address of a matrix like the result.
         kept: u64,
     },
-    /// It is multiplied by the derivative of GELU at what was kept.
+    /// It is multiplied by the derivative of GELU at the kept sum.
     GeluBackward {
         /// As of [`Epilogue::Gelu`].
         kept: u64,
@@ -64,7 +64,7 @@ impl Epilogue {
         }
     }
 
-    /// The address of what is kept between forward and backward.
+    /// The address of the sum kept between forward and backward.
     fn kept(self) -> Option<u64> {
         match self {
             Epilogue::Gelu { kept, .. } | Epilogue::GeluBackward { kept } => Some(kept),
@@ -73,12 +73,12 @@ impl Epilogue {
     }
 }
 
-/// Operands and result: addresses, and leading dimensions in elements.
+/// An operand or the result: address and element type.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix {
-    /// Where it is on the device.
+    /// Its address on the device.
     pub pointer: u64,
-    /// What it is made of.
+    /// Element type.
     pub element: Element,
 }
 
@@ -93,7 +93,7 @@ pub struct Product {
     pub b: Matrix,
     /// Result.
     pub c: Matrix,
-    /// What happens to the result.
+    /// Operation on the result before it is stored.
     pub epilogue: Epilogue,
 }
 

@@ -9,7 +9,7 @@ use super::pool::Piece;
 use crate::backend::{Event, Reach, Span};
 use crate::error::{Error, Result};
 
-/// What a buffer is made of.
+/// Element type of a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Element {
     /// IEEE single precision.
@@ -90,11 +90,11 @@ impl CudaBuf {
 /// A window to read.
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    /// Where it begins on the device.
+    /// Its address on the device.
     pub pointer: u64,
     /// Elements.
     pub len: usize,
-    /// What it is made of.
+    /// Element type.
     pub element: Element,
     life: PhantomData<&'a ()>,
 }
@@ -107,7 +107,7 @@ impl View<'_> {
         (Self { len: at, ..self }, Self { pointer, len: self.len - at, ..self })
     }
 
-    /// Its address, or null where there is nothing: how kernels are told of an operand that is left out.
+    /// Its address, or null if it is empty: the kernels' sign of an operand that is left out.
     pub fn pointer_or_null(self) -> u64 {
         if self.len == 0 { 0 } else { self.pointer }
     }
@@ -116,11 +116,11 @@ impl View<'_> {
 /// A window to write.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
-    /// Where it begins on the device.
+    /// Its address on the device.
     pub pointer: u64,
     /// Elements.
     pub len: usize,
-    /// What it is made of.
+    /// Element type.
     pub element: Element,
     life: PhantomData<&'a mut ()>,
 }

@@ -1,6 +1,6 @@
 //! A GPU through NVIDIA's driver: kernels compiled at run time, products by cuBLASLt, one pool of memory.
 //!
-//! Building needs no CUDA; a machine without the libraries is told apart by [`libraries`]. One stream computes, another
+//! Building needs no CUDA; [`libraries`] detects a machine without the libraries. One stream computes, another
 //! takes batches in; nothing within a step waits for the whole device.
 
 mod attention;
@@ -58,7 +58,7 @@ struct Inner {
     device: Device,
     journal: Journal,
     precision: Precision,
-    /// Where kernels run.
+    /// The stream of the kernels.
     compute: Arc<CudaStream>,
     pool: Arc<Pool>,
     programs: Arc<Programs>,
@@ -80,7 +80,7 @@ impl Cuda {
         Self::with_journal(device, bytes, precision, false)
     }
 
-    /// As [`Cuda::new`]; with `placement`, what goes to the device is logged, every kind once.
+    /// As [`Cuda::new`]; with `placement`, buffers, kernels and products on the device are logged, every kind once.
     ///
     /// # Errors
     /// As [`Cuda::new`].
@@ -156,9 +156,9 @@ impl Cuda {
         check("finish its work", self.0.compute.synchronize())
     }
 
-    /// A kernel begins; it ends where what this returns is dropped.
+    /// A kernel begins; it ends where the returned value is dropped.
     fn launched(&self, work: Work) -> Launch<'_, impl Fn()> {
-        // What fails here fails the next kernel, too.
+        // A failure here fails the next kernel, too.
         let settle = || drop(self.finish());
         self.0.profile.launch(self.element().size(), settle, work)
     }

@@ -1,10 +1,10 @@
 //! NCCL, NVIDIA's library of messages between GPUs, which is looked for at run time.
 //!
 //! Its functions are found here one by one: cudarc does not know the name under which NCCL is installed without its
-//! headers, and panics for a function that an older version lacks. They are those of 2.14.
+//! headers, and panics for a function that an older version lacks. The interface is that of 2.14.
 //!
-//! Communicators do not block. A call returns at once; how far the work is the communicator tells when it is asked, and before
-//! it has told that all is well, the stream may not know of the work yet.
+//! Communicators do not block. A call returns at once; the state of the work is read from the communicator, and until
+//! it reports success, the work may not be in the stream yet.
 
 use std::cell::OnceCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 /// Its file: as it is installed to run programs, and to build them.
 const FILES: [&CStr; 2] = [c"libnccl.so.2", c"libnccl.so"];
 
-/// What a missing NCCL wants of the user.
+/// Advice for a missing NCCL.
 const HINT: &str = "install NCCL 2.14 or later (pip install nvidia-nccl-cu13 has it) and name its folder in LD_LIBRARY_PATH, \
      or set comm.path=staged";
 
@@ -34,7 +34,7 @@ const WORD: c_int = 7;
 /// `ncclSum`
 const SUM: c_int = 0;
 
-/// How often somebody looks who has nothing else to do.
+/// Polling interval of a thread that has nothing else to do.
 const LOOK: Duration = Duration::from_micros(50);
 
 /// `ncclComm_t`
@@ -45,7 +45,7 @@ type Handle = *mut c_void;
 #[derive(Clone, Copy)]
 struct UniqueId(CommId);
 
-/// `ncclConfig_t` as it was in 2.14; later versions keep their defaults for what they have added.
+/// `ncclConfig_t` as it was in 2.14; later versions keep their defaults for fields that they have added.
 #[repr(C)]
 struct Config {
     size: usize,
@@ -168,7 +168,7 @@ impl Communicator {
         }
     }
 
-    /// Whether what was started is known to be well: in the stream, where it belongs there.
+    /// Whether the operations started are known to have succeeded: work of a stream, to have been queued there.
     fn is_settled(&self) -> Result<bool> {
         let mut state = 0;
         // SAFETY: the communicator lives; writes one integer.
@@ -183,7 +183,7 @@ impl Communicator {
     fn end(&self, in_order: bool) {
         // The lock is let go of: the calls may take long.
         let Some(Owned(handle)) = self.lock().take() else { return };
-        // What cannot be given back any more goes with the process.
+        // A communicator that cannot be given back any more ends with the process.
         let _ = self.context.bind_to_thread();
         // SAFETY: the handle was the last one.
         unsafe { if in_order { (self.library.comm_destroy)(handle) } else { (self.library.comm_abort)(handle) } };
@@ -193,7 +193,7 @@ impl Communicator {
 /// The ranks of a communicator.
 pub struct NcclComm {
     communicator: Arc<Communicator>,
-    /// Where it works. Nothing else does.
+    /// The stream of its work, used by nothing else.
     stream: Arc<CudaStream>,
     rank: usize,
     size: usize,
@@ -237,8 +237,8 @@ impl DeviceComm for NcclComm {
         let peer = |side: Option<(usize, _)>| side.map(|(rank, span)| Ok((count(rank)?, span))).transpose();
         let (send, receive): (Option<(c_int, Span<'_>)>, _) = (peer(send)?, peer(receive)?);
         self.communicator.call("exchange a message", |library, handle| {
-            // SAFETY: the communicator lives, and the spans until it is done with them, as the caller sees to. What was begun
-            // is ended, whatever happens between.
+            // SAFETY: the communicator lives, and the spans until it is done with them, as the caller ensures. A group
+            // that was started is ended on every path.
             unsafe {
                 let begun = (library.group_start)();
                 let sent =
@@ -297,7 +297,7 @@ impl Drop for NcclComm {
     }
 }
 
-/// The end of what was started last.
+/// The end of the operation started last.
 struct Mark {
     communicator: Arc<Communicator>,
     stream: Arc<CudaStream>,

@@ -88,7 +88,7 @@ impl Cuda {
         })
     }
 
-    /// The sum of what `of_chunks(grid, partial)` writes: an f64 for every chunk of `len` elements.
+    /// The sum of the numbers that `of_chunks(grid, partial)` writes: an f64 for every chunk of `len` elements.
     fn sum_chunks(&self, len: usize, of_chunks: impl FnOnce(Grid, Arg) -> Result<()>) -> Result<Scalar> {
         let scalar = self.0.scalars.begin()?;
         let blocks = len.div_ceil(SUM_CHUNK).max(1);

@@ -1,7 +1,7 @@
 //! Device memory: one allocation at the start, from which buffers are cut.
 //!
 //! A buffer that is dropped is free at once, though kernels that use it may still be queued: its next user is queued
-//! behind them on the same stream. Whatever works on another stream waits for events.
+//! behind them on the same stream. Work on another stream waits for events.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,7 +21,7 @@ pub struct Pool {
     base: u64,
     bytes: usize,
     free: Mutex<Free>,
-    /// What is taken, by category.
+    /// The bytes taken, by category.
     pub ledger: Ledger,
 }
 
@@ -30,7 +30,7 @@ pub struct Piece {
     pool: Arc<Pool>,
     offset: usize,
     bytes: usize,
-    /// None if somebody else counts it.
+    /// None if the caller counts it.
     what: Option<MemoryKind>,
 }
 
@@ -74,7 +74,7 @@ impl Pool {
         Ok(piece)
     }
 
-    /// As [`Pool::take`], for one who counts it.
+    /// As [`Pool::take`], for a caller that counts it.
     ///
     /// # Errors
     /// As [`Pool::take`].
@@ -114,7 +114,7 @@ impl Drop for Pool {
 }
 
 impl Piece {
-    /// Where it is on the device.
+    /// Its address on the device.
     pub fn pointer(&self) -> u64 {
         self.pool.base + self.offset as u64
     }
@@ -129,15 +129,15 @@ impl Drop for Piece {
     }
 }
 
-/// The end of a free range that a piece is cut from. What comes and goes within a block's turn lies apart from what lives
-/// longer, and so leaves larger ranges behind.
+/// The end of a free range that a piece is cut from. Pieces that come and go within a block's turn lie apart from those
+/// that live longer, and so leave larger ranges behind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
     Low,
     High,
 }
 
-/// What is free of a pool, and how much is not.
+/// The free ranges of a pool, and the bytes taken.
 struct Free {
     /// The free ranges, by offset; neighbours are one range.
     ranges: BTreeMap<usize, usize>,

@@ -32,7 +32,7 @@ macro_rules! sources {
 /// Bytes of shared memory that a block may be given without asking.
 const UNASKED_SHARED: u32 = 48 << 10;
 
-/// What kernels include.
+/// Headers that kernels include.
 pub const HEADERS: [Source; 5] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "sum.cuh" "vector.cuh"];
 
 /// Every kernel.
@@ -99,7 +99,7 @@ pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
     output(program, sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN).map_err(|status| failed("give its result", status))
 }
 
-/// What NVRTC tells of a program when asked first for a length, then for the bytes.
+/// An output of NVRTC for a program: the length is read first, then the bytes.
 fn output(
     program: sys::nvrtcProgram,
     size: unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
@@ -141,7 +141,7 @@ fn options(variant: Variant, architecture: &str) -> Vec<String> {
 pub struct Programs {
     context: Arc<CudaContext>,
     architecture: String,
-    /// Where compiled kernels are kept; none if nowhere can be written.
+    /// Folder of compiled kernels; none if no folder can be written.
     folder: Option<PathBuf>,
     modules: Mutex<HashMap<Variant, Arc<CudaModule>>>,
     functions: Mutex<HashMap<(Variant, &'static str), CudaFunction>>,
@@ -224,7 +224,7 @@ enum Kept {
     Refused,
 }
 
-/// Where a cubin comes from.
+/// Origin of a cubin.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Origin {
     Disk,
@@ -243,7 +243,7 @@ fn keep(path: &Path, image: &[u8]) -> std::io::Result<()> {
     file.persist(path).map(drop).map_err(|e| e.error)
 }
 
-/// The cubin of a file, unless it is not what was written: a crash may have cut it.
+/// The cubin of a file, unless its hash differs: a crash may have cut it.
 fn unsealed(sealed: &[u8]) -> Option<Vec<u8>> {
     let (seal, image) = sealed.split_at_checked(SEAL)?;
     (Sha256::digest(image)[..] == *seal).then(|| image.to_vec())
@@ -260,7 +260,7 @@ fn key(variant: Variant, architecture: &str) -> Result<String> {
     Ok(hash.finalize().iter().take(16).map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Where kernels compiled by this version of NVRTC are kept, in a directory of the user's own, if there can be one.
+/// Folder of kernels compiled by this version of NVRTC, in a directory of the user's own, if there can be one.
 fn cache_folder(nvrtc: &str) -> Option<PathBuf> {
     // Files with and without a seal are not of one kind.
     let kernels = format!("sealed-kernels-{nvrtc}");

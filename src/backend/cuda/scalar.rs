@@ -63,7 +63,7 @@ impl Scalars {
 }
 
 impl Scalar {
-    /// Where a kernel on the stream of [`Scalar::read`] writes it.
+    /// Address to which a kernel on the stream of [`Scalar::read`] writes it.
     pub fn pointer(&self) -> u64 {
         self.home.slots.pointer() + u64::from(self.slot) * size_of::<f64>() as u64
     }

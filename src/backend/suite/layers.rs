@@ -36,7 +36,7 @@ pub fn activations<B: Kernels>(b: &B) -> Results {
         close(b, &dy, &slopes, &format!("{f:?} backward"));
         results.extend([down(b, &y), down(b, &dy)]);
     }
-    // Far from zero they are what they tend to, not NaN.
+    // Far from zero they equal their limits, not NaN.
     for (f, low, high) in [
         (Activation::Relu, 0.0, [100.0, 1e4]),
         (Activation::Gelu, 0.0, [100.0, 1e4]),

@@ -20,7 +20,7 @@ pub struct Tokens {
     eos_token_id: Option<u32>,
 }
 
-/// What `config.json` says of a network.
+/// Description of a network in `config.json`.
 #[derive(Serialize)]
 #[serde(untagged)]
 pub enum Architecture {
@@ -29,7 +29,7 @@ pub enum Architecture {
 }
 
 impl Architecture {
-    /// That of a network of ours, which saw text through `tokenizer`.
+    /// The architecture of a network of ours, whose text `tokenizer` turned into token ids.
     ///
     /// # Errors
     /// It is of no family that is known there.

@@ -15,7 +15,7 @@ use crate::layout::Tensor;
 use crate::nn::Network;
 use crate::nn::gpt::Gpt;
 
-/// What an export has written.
+/// Counts of an export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exported {
     /// Tensors.

@@ -1,4 +1,4 @@
-//! `config.json` of a GPT-2: what of it is ours, and what has to be as it is here.
+//! `config.json` of a GPT-2: the keys that describe our network, and those whose values are fixed here.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use super::architecture::Tokens;
 use crate::config::{LayerList, Model, ModelKind};
 use crate::nn::gpt::{EPSILON, Gpt};
 
-/// The keys that decide what the network computes. Left out, a key has the value that `transformers` gives it.
+/// The keys that determine the network's computation. Left out, a key has the default of `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Architecture {
     /// Classes that read the model.
@@ -87,7 +87,7 @@ impl Architecture {
         true
     }
 
-    /// That of a network of ours.
+    /// The architecture of a network of ours.
     pub fn of(gpt: &Gpt, tokens: Tokens) -> Self {
         Self {
             architectures: vec!["GPT2LMHeadModel".into()],
@@ -113,7 +113,7 @@ impl Architecture {
         }
     }
 
-    /// What of it is not as in our network, if anything is.
+    /// The first difference from our network, in words; none if there is none.
     pub fn differs(&self) -> Option<String> {
         let Self { n_inner, n_embd, activation_function, layer_norm_epsilon, .. } = self;
         // Two names of GELU by its tanh approximation.

@@ -83,12 +83,12 @@ struct Source {
     readers: Vec<Reader>,
     /// The reader of every tensor there.
     places: BTreeMap<String, usize>,
-    /// What comes before our names.
+    /// Prefix of our names there.
     prefix: &'static str,
 }
 
 impl Source {
-    /// Opens what is in the directory `from` and checks that it has these tensors, and no others that count.
+    /// Opens the files in the directory `from` and checks that they have these tensors, and no others that count.
     fn open(from: &Path, spelling: Spelling, tensors: &[Tensor]) -> Result<Self> {
         let readers = files(from)?.iter().map(|name| Reader::open(&from.join(name))).collect::<Result<Vec<_>>>()?;
         let mut places = BTreeMap::new();

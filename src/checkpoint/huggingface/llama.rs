@@ -1,4 +1,4 @@
-//! `config.json` of a Llama: what of it is ours, and what has to be as it is here.
+//! `config.json` of a Llama: the keys that describe our network, and those whose values are fixed here.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -7,7 +7,7 @@ use super::architecture::Tokens;
 use crate::config::{LayerList, Model, ModelKind};
 use crate::nn::llama::Llama;
 
-/// The keys that decide what the network computes. Left out, a key has the value that `transformers` gives it.
+/// The keys that determine the network's computation. Left out, a key has the default of `transformers`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Architecture {
     /// Classes that read the model.
@@ -31,7 +31,7 @@ pub struct Architecture {
     /// Heads of keys and values; null is as many.
     #[serde(default)]
     num_key_value_heads: Option<usize>,
-    /// Width of a head; null is what follows from the stream's.
+    /// Width of a head; null is the width of the stream divided by the number of heads.
     #[serde(default)]
     head_dim: Option<usize>,
     /// The nonlinearity of the gates.
@@ -46,7 +46,7 @@ pub struct Architecture {
     /// Another scale of positions than ours; in newer files one of `rope_parameters`.
     #[serde(default, skip_serializing)]
     rope_scaling: Option<Value>,
-    /// How positions turn.
+    /// Parameters of rotary positions.
     #[serde(default)]
     rope_parameters: Option<Rope>,
     /// Biases in attention's linear maps.
@@ -69,7 +69,7 @@ pub struct Architecture {
     tokens: Tokens,
 }
 
-/// How positions turn, in newer files.
+/// Parameters of rotary positions, in newer files.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Rope {
     #[serde(default)]
@@ -97,7 +97,7 @@ impl Architecture {
         1e-6
     }
 
-    /// That of a network of ours.
+    /// The architecture of a network of ours.
     pub fn of(llama: &Llama, tokens: Tokens) -> Self {
         Self {
             architectures: vec!["LlamaForCausalLM".into()],
@@ -125,7 +125,7 @@ impl Architecture {
         }
     }
 
-    /// What of it is not as in our network, if anything is.
+    /// The first difference from our network, in words; none if there is none.
     pub fn differs(&self) -> Option<String> {
         if !["silu", "swish"].contains(&self.hidden_act.as_str()) {
             return Some(format!("hidden_act is {:?}, here it is \"silu\"", self.hidden_act));

@@ -25,7 +25,7 @@ const CONFIG: &str = "config.json";
 /// File with the numbers.
 const MODEL: &str = "model.safetensors";
 
-/// Where the numbers are when they are in several files.
+/// Index of the tensors when they are in several files.
 const INDEX: &str = "model.safetensors.index.json";
 
 /// Every tensor of a network, with the names and shapes that they have here.

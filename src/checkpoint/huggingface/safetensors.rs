@@ -76,7 +76,7 @@ pub struct Reader {
     path: PathBuf,
     file: File,
     header: Metadata,
-    /// Where the first tensor begins.
+    /// First byte of the first tensor in the file.
     start: u64,
 }
 

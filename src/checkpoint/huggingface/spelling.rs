@@ -1,4 +1,4 @@
-//! How the tensors of a family are called and laid out there.
+//! Names and layouts of the tensors of a family there.
 
 use super::architecture::unknown;
 use crate::error::Result;
@@ -11,9 +11,9 @@ pub const HEAD: &str = "lm_head.weight";
 /// A family's names and layouts.
 #[derive(Debug, Clone, Copy)]
 pub struct Spelling {
-    /// What people call the family.
+    /// Name of the family, for people.
     pub family: &'static str,
-    /// What names begin with in a model with an output head.
+    /// Prefix of the names in a model with an output head.
     pub prefix: &'static str,
     /// The token table, which is the output matrix where the two are tied.
     pub table: &'static str,
@@ -40,7 +40,7 @@ const LLAMA: Spelling = Spelling {
 };
 
 impl Spelling {
-    /// That of a network.
+    /// The spelling of a network's family.
     ///
     /// # Errors
     /// It is of no family that is known there.

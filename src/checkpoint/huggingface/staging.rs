@@ -35,14 +35,14 @@ impl Staging {
         let parent = parent(place);
         std::fs::create_dir_all(parent).map_err(|e| Error::io("create", parent, e))?;
         let prefix = format!(".{}.tmp-", name.to_string_lossy());
-        // As any directory that is made: what the user's mask allows.
+        // The permissions of any new directory: those that the user's mask allows.
         let permissions = Permissions::from_mode(0o777);
         let folder = tempfile::Builder::new().prefix(&prefix).permissions(permissions).tempdir_in(parent);
         let folder = folder.map_err(|e| Error::io("write to", parent, e))?;
         Ok(Self { folder, place: place.to_path_buf() })
     }
 
-    /// Where to write meanwhile.
+    /// The directory to write to until it is published.
     pub fn path(&self) -> &Path {
         self.folder.path()
     }

@@ -29,9 +29,9 @@ struct Grip {
     path: PathBuf,
     token: String,
     times: Times,
-    /// When the lease was last known to be held.
+    /// Time at which the lease was last known to be held.
     known: Mutex<Instant>,
-    /// Why it is not held any more.
+    /// The error, once the lease is lost.
     lost: Mutex<Option<Error>>,
 }
 
@@ -58,7 +58,7 @@ impl Grip {
                 // For a moment, another process may have it under another name.
                 Err(_) if attempts < ATTEMPTS => {}
                 Err(e) if e.kind() == ErrorKind::NotFound => break self.taken("somebody who removed it"),
-                // Nobody knows: that is no proof of another holder.
+                // The holder is not known: that is no proof of another one.
                 Err(e) => return Err(Error::io("read the lease", &self.path, e).hint("see whether its disk works")),
             }
             std::thread::sleep(self.times.beat / 50);
@@ -77,7 +77,7 @@ impl Grip {
     }
 }
 
-/// How often a lease is looked at that cannot be read.
+/// Attempts to read a lease before the check gives up.
 const ATTEMPTS: usize = 5;
 
 impl Lease {
@@ -123,7 +123,7 @@ impl Lease {
     /// Looks whether this process still holds it: before anything is changed that only the holder may change.
     ///
     /// # Errors
-    /// Another process holds it; or nobody knows, because it cannot be read.
+    /// Another process holds it, or it cannot be read.
     pub fn check(&self) -> Result<()> {
         self.grip.check()
     }

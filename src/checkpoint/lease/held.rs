@@ -15,19 +15,19 @@ use crate::telemetry::unix_time;
 /// The content of a lease.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Held {
-    /// By whom.
+    /// The holder.
     #[serde(flatten)]
     pub holder: Holder,
     /// Names the taking: a process may take leases one after the other.
     #[serde(default)]
     pub(super) token: String,
-    /// When it was taken: seconds since 1970, by the holder's clock.
+    /// Time at which it was taken, in seconds since 1970, by the holder's clock.
     #[serde(default)]
     pub(super) since: f64,
     /// Whether the holder has locked the file.
     #[serde(default)]
     pub(super) locked: bool,
-    /// How often it was rewritten.
+    /// Number of times it was rewritten.
     #[serde(default)]
     pub(super) beats: u64,
 }
@@ -45,7 +45,7 @@ impl Held {
         serde_json::to_string(self).map_err(io::Error::other)
     }
 
-    /// How long ago it was taken, by this node's clock.
+    /// Time since it was taken, by this node's clock.
     pub fn age(&self) -> Option<Duration> {
         // Leases of older versions do not tell.
         let age = (self.since > 0.0).then(|| (unix_time() - self.since).max(0.0));
@@ -83,7 +83,7 @@ fn fill(file: File, held: &mut Held) -> io::Result<File> {
 
 /// Whether another process has locked the file; none where there are no locks.
 pub(super) fn is_locked(path: &Path) -> Option<bool> {
-    // Shared: two who look at the same time do not take each other for the holder.
+    // Shared: two processes that look at the same time do not take each other for the holder.
     match File::open(path).ok()?.try_lock_shared() {
         Ok(()) => Some(false),
         Err(TryLockError::WouldBlock) => Some(true),

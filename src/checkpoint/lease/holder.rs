@@ -19,7 +19,7 @@ pub struct Holder {
     space: String,
     /// Its process there.
     pub pid: u32,
-    /// When the process started, in ticks since the node did: numbers of processes are used again. 0 where nobody tells.
+    /// Start of the process, in ticks since the start of the node: process ids are used again. 0 if it is not known.
     started: u64,
     /// The Slurm job that it belongs to.
     #[serde(default)]
@@ -31,7 +31,7 @@ pub struct Holder {
 struct Job {
     cluster: String,
     id: String,
-    /// How often Slurm has started it again.
+    /// Number of times Slurm has restarted it.
     restarts: u64,
 }
 
@@ -40,7 +40,7 @@ struct Job {
 pub enum Life {
     /// It does not exist any more.
     Gone,
-    /// It has been killed or is exiting, and is gone as soon as the kernel has finished what it was doing.
+    /// It has been killed or is exiting, and is gone as soon as the kernel has finished its pending work.
     Ends,
     /// It exists.
     Exists,
@@ -113,7 +113,7 @@ fn boot() -> String {
 
 /// Names the space in which numbers and starts of processes mean something: the kernel's start, and the namespaces.
 fn space() -> String {
-    // Where there are no time namespaces, all processes count from the same moment.
+    // Without time namespaces, all processes count from the same moment.
     let named = |name: &str| fs::read_link(format!("/proc/self/ns/{name}")).unwrap_or_default();
     format!("{} {}{}", boot(), named("pid").display(), named("time").display())
 }
@@ -217,7 +217,7 @@ pub(super) mod tests {
             assert_eq!(other.life(), Life::Unknown);
         }
         assert!(beside().is_of_this_boot() && Holder::here().is_of_this_boot() && !far().is_of_this_boot());
-        // Where nothing is known, nothing is proven.
+        // Of a holder in an unknown space nothing is proven.
         let unknown = Holder { space: " ".into(), ..gone() };
         assert!(unknown.life() == Life::Unknown && !unknown.is_of_this_boot());
         assert_eq!(Holder { started: 0, ..Holder::here() }.life(), Life::Unknown);

@@ -2,9 +2,9 @@
 //!
 //! A lease is a file of its own that only one process can create. Its holder rewrites it from time to time, with a count,
 //! and keeps it locked where the file system has locks. A lease is dead when its holder is provably gone, or when it has
-//! not been rewritten for a while; whoever meets a dead one removes it. Ages are differences of times that the file system
-//! itself wrote; a [claim](Leases::claim) also watches the count for a while by its own clock, so that clocks of nodes need
-//! not agree. What cannot be read is neither free nor dead: that is an error.
+//! not been rewritten for a while; any process that meets a dead one removes it. Ages are differences of times that the
+//! file system itself wrote; a [claim](Leases::claim) also watches the count for a while by its own clock, so that
+//! clocks of nodes need not agree. A lease that cannot be read is neither free nor dead: that is an error.
 
 mod grip;
 mod held;
@@ -25,7 +25,7 @@ pub use grip::Lease;
 pub use held::Held;
 pub use holder::Holder;
 
-/// How often a holder rewrites its lease, and how long nobody has rewritten one that is dead.
+/// Interval at which a holder rewrites its lease, and time without a rewrite after which a lease is dead.
 #[derive(Debug, Clone, Copy)]
 struct Times {
     beat: Duration,
@@ -34,13 +34,13 @@ struct Times {
 
 const TIMES: Times = Times { beat: Duration::from_secs(5), dead: Duration::from_secs(60) };
 
-/// How the name of the lease of an evaluator begins that evaluates every checkpoint.
+/// Prefix of the name of the lease of an evaluator that evaluates every checkpoint.
 const QUEUE: &str = "queue-";
 
-/// How the names of leases end.
+/// Suffix of the names of lease files.
 const EXTENSION: &str = ".lease";
 
-/// How long to wait for another process that takes or removes a lease at this moment.
+/// Longest wait for another process that takes or removes a lease at this moment.
 const TURN: Duration = Duration::from_secs(2);
 
 /// The leases in one directory.
@@ -84,7 +84,7 @@ impl Found {
 }
 
 impl Leases {
-    /// Those in the directory `root`, which need not exist.
+    /// The leases in the directory `root`, which need not exist.
     pub fn new(root: PathBuf) -> Self {
         Self { root, times: TIMES }
     }
@@ -138,7 +138,7 @@ impl Leases {
             if let Some(lease) = self.create(&path)? {
                 return Ok(Claimed::Taken(lease.clearing(self.clone())));
             }
-            // Somebody was faster: who? Or the last holder has removed the directory in this moment.
+            // Another process was faster, or the last holder has removed the directory in this moment.
         }
     }
 
@@ -183,7 +183,7 @@ impl Leases {
     /// Whether somebody evaluates every checkpoint.
     ///
     /// # Errors
-    /// A lease cannot be read: nobody knows.
+    /// A lease cannot be read: its holder is not known.
     pub fn queue_is_watched(&self) -> Result<bool> {
         self.any(|name| name.starts_with(QUEUE))
     }
@@ -191,7 +191,7 @@ impl Leases {
     /// Whether anybody holds the checkpoint called `name`. Removes dead leases on it.
     ///
     /// # Errors
-    /// A lease cannot be read: nobody knows.
+    /// A lease cannot be read: its holder is not known.
     pub fn holds(&self, name: &str) -> Result<bool> {
         self.any(|lease| lease.strip_prefix(name).is_some_and(|rest| rest.starts_with('.')))
     }
@@ -214,7 +214,7 @@ impl Leases {
         Ok(held)
     }
 
-    /// Where the lease called `name` is.
+    /// Path of the lease called `name`.
     pub fn path(&self, name: &str) -> PathBuf {
         self.root.join(format!("{name}{EXTENSION}"))
     }
@@ -245,7 +245,7 @@ impl Leases {
         let held: Option<Held> = serde_json::from_slice(&bytes).ok();
         let found = Found { bytes, held };
         let Some(held) = &found.held else { return Ok(Look::Silent(found)) };
-        // A lock tells what a process in another container does.
+        // A lock also tells of a process in another container.
         let locked = || if held.locked && held.holder.is_of_this_boot() { is_locked(path) } else { None };
         Ok(match (held.holder.life(), locked) {
             (Life::Gone, _) => Look::Dead(found),
@@ -308,7 +308,7 @@ impl Leases {
         file.map(|file| Lease::hold(path.to_path_buf(), held, file, self.times)).transpose()
     }
 
-    /// How long ago a file was touched, by the file system's clock.
+    /// Time since a file was last modified, by the file system's clock.
     fn age(&self, path: &Path) -> Option<Duration> {
         let clock = self.root.join(CLOCK_FILE);
         fs::write(&clock, b".").ok()?;
@@ -340,7 +340,7 @@ fn is_at(file: &File, path: &Path) -> bool {
     inode(file.metadata()) == inode(fs::metadata(path))
 }
 
-/// File that is locked by who takes or removes a lease.
+/// File that a process locks while it takes or removes a lease.
 const TURN_FILE: &str = ".turn";
 
 /// File that is written to learn the file system's time.

@@ -1,4 +1,4 @@
-//! What a checkpoint says of itself, for people.
+//! Description of a checkpoint, for people.
 
 use std::fmt::Write as _;
 use std::path::Path;

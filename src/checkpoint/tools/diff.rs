@@ -1,4 +1,4 @@
-//! Where two checkpoints differ, bit by bit.
+//! Differences of two checkpoints, bit by bit.
 
 use crate::checkpoint::{Manifest, PARAMS, Reader};
 use crate::error::Result;
@@ -7,7 +7,7 @@ use crate::telemetry::grouped;
 /// Elements compared at once: 4 MiB of each checkpoint.
 const CHUNK: usize = 1 << 20;
 
-/// What a comparison has seen.
+/// Counts of a comparison.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Compared {
     /// Tensors compared: parameters, and each buffer of the optimizer's state.
@@ -18,7 +18,7 @@ pub struct Compared {
     pub differences: usize,
 }
 
-/// Where two tensors of one shape differ.
+/// Differences of two tensors of one shape.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Difference {
     /// Elements with other bits.
@@ -96,7 +96,7 @@ fn buffers(a: &Manifest, b: &Manifest) -> Vec<String> {
     [only(a, b, "A"), only(b, a, "B")].concat()
 }
 
-/// What both have of every tensor: the group's name, and its number in each.
+/// The parts of every tensor that both have: the group's name, and its number in each.
 fn parts(a: &Manifest, b: &Manifest, weights_only: bool) -> Vec<(String, usize, usize)> {
     let mut parts = vec![(PARAMS.to_string(), 0, 0)];
     if !weights_only {

@@ -1,4 +1,4 @@
-//! What a user means by a path: a run, its checkpoints, or one of them.
+//! The meaning of a user's path: a run, its checkpoints, or one of them.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -98,7 +98,7 @@ fn checkpoints(path: &Path) -> Result<Option<Checkpoints>> {
     Ok((named || !here.steps()?.is_empty()).then_some(here))
 }
 
-/// Whether there is a checkpoint in `dir`, or what is left of one.
+/// Whether there is a checkpoint in `dir`, or the remains of one.
 fn is_checkpoint(dir: &Path) -> bool {
     let named = dir.file_name().and_then(|name| step_of(name.to_str()?)).is_some();
     dir.is_dir() && (named || [manifest::FILE, manifest::SEAL].iter().any(|file| dir.join(file).exists()))
@@ -115,7 +115,7 @@ fn latest(checkpoints: &Checkpoints) -> Result<PathBuf> {
     })
 }
 
-/// The path with its last component, if that is a link, replaced by what it links to.
+/// The path with its last component, if that is a link, replaced by the target of the link.
 fn without_link(path: PathBuf) -> Result<PathBuf> {
     if !path.is_symlink() {
         return Ok(path);

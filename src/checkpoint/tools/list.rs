@@ -40,7 +40,7 @@ pub fn list(checkpoints: &Checkpoints) -> Result<String> {
     })
 }
 
-/// What is special about a checkpoint.
+/// Marks of a checkpoint: latest, best, leased, and its fault.
 fn marks(checkpoints: &Checkpoints, step: u64, fault: Option<&Error>) -> Result<String> {
     let name = name_of(step);
     let linked = |link: &Path| std::fs::read_link(link).is_ok_and(|target| target.as_os_str() == name.as_str());
@@ -59,7 +59,7 @@ fn marks(checkpoints: &Checkpoints, step: u64, fault: Option<&Error>) -> Result<
     Ok(marks.join(", "))
 }
 
-/// When a checkpoint was written, in UTC.
+/// Time at which a checkpoint was written, in UTC.
 pub(super) fn written(manifest: &Manifest) -> String {
     let time = Duration::try_from_secs_f64(manifest.origin.time).ok().and_then(|since| UNIX_EPOCH.checked_add(since));
     time.map_or_else(|| "-".into(), |time| humantime::format_rfc3339_seconds(time).to_string())

@@ -1,4 +1,4 @@
-//! What people ask of checkpoints without training: `hpctrain checkpoint`.
+//! Operations on checkpoints without training: `hpctrain checkpoint`.
 
 pub mod describe;
 pub mod diff;

@@ -4,7 +4,7 @@ use crate::checkpoint::retention::{Candidate, removed};
 use crate::checkpoint::{Checkpoints, Retention};
 use crate::error::Result;
 
-/// What becomes of the checkpoints that a retention does not ask for.
+/// The checkpoints that a retention does not ask for: removed or held.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pruning {
     /// Steps whose checkpoints are removed, or would be; ascending.
@@ -13,7 +13,7 @@ pub struct Pruning {
     pub held: Vec<u64>,
 }
 
-/// What [`prune`] would do.
+/// The result that [`prune`] would have.
 ///
 /// # Errors
 /// Something that decides about it cannot be read.
@@ -25,7 +25,7 @@ pub fn plan(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning>
     Ok(Pruning { removed: gone, held })
 }
 
-/// Removes what need not be kept. A trainer may remove checkpoints at the same time.
+/// Removes the checkpoints that need not be kept. A trainer may remove checkpoints at the same time.
 ///
 /// # Errors
 /// Something that decides about it cannot be read: nothing is removed. Or the file system refused.

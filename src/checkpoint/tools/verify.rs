@@ -1,11 +1,11 @@
-//! Reading all of a checkpoint to see whether it is what was written.
+//! Reading all of a checkpoint to verify that it is as it was written.
 
 use std::path::Path;
 
 use crate::checkpoint::{Reader, manifest};
 use crate::telemetry::bytes;
 
-/// What a verification has seen.
+/// Counts of a verification.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Verified {
     /// Files looked at, the manifest among them.

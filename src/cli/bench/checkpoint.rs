@@ -1,4 +1,4 @@
-//! `hpctrain bench checkpoint`: how fast a state is saved and restored.
+//! `hpctrain bench checkpoint`: the speed of saving and restoring a state.
 
 use std::path::PathBuf;
 
@@ -34,7 +34,7 @@ pub struct CheckpointArgs {
 struct Report {
     ranks: usize,
     bytes: u64,
-    /// What was written, and for how long.
+    /// Times of saving and reading.
     #[serde(flatten)]
     saving: Saving,
 }

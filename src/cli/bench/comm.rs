@@ -1,4 +1,4 @@
-//! `hpctrain bench comm`: how fast ranks exchange.
+//! `hpctrain bench comm`: the speed of exchanges between ranks.
 
 use clap::Args;
 use serde::Serialize;

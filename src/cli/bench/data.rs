@@ -1,4 +1,4 @@
-//! `hpctrain bench data`: how fast samples arrive.
+//! `hpctrain bench data`: the rate at which samples arrive.
 
 use std::path::PathBuf;
 

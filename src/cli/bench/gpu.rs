@@ -1,4 +1,4 @@
-//! `hpctrain bench gpu`: how fast the operations of a GPT are on a GPU.
+//! `hpctrain bench gpu`: the speed of a GPT's operations on a GPU.
 
 use clap::Args;
 use serde::Serialize;
@@ -48,7 +48,7 @@ struct Row {
     bandwidth: f64,
     /// Over the bandwidth of a copy within the device.
     of_copy: f64,
-    /// TFLOP/s; none for what only moves memory.
+    /// TFLOP/s; none for operations that only move memory.
     teraflops: Option<f64>,
 }
 

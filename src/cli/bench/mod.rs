@@ -1,4 +1,4 @@
-//! `hpctrain bench`: what the machine gives.
+//! `hpctrain bench`: the performance of the machine.
 
 mod checkpoint;
 mod comm;

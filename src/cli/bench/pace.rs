@@ -1,7 +1,7 @@
-//! `hpctrain bench step`, `kernels` and `gemm`: how fast the CPUs train a network, in whole and by kernel.
+//! `hpctrain bench step`, `kernels` and `gemm`: the speed of training on CPUs, in whole and by kernel.
 //!
-//! All three take steps on random data. What kernels reach is compared with what the machine gives at best, measured
-//! right before.
+//! All three take steps on random data. The rates of kernels are compared with the machine's peak, measured right
+//! before.
 
 use clap::Args;
 use serde::Serialize;
@@ -35,7 +35,7 @@ pub struct PaceArgs {
     json: bool,
 }
 
-/// What is looked at.
+/// The part of the work that is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum View {
     /// Whole steps.
@@ -46,7 +46,7 @@ pub enum View {
     Gemm,
 }
 
-/// What all reports begin with.
+/// The common head of all reports.
 #[derive(Serialize)]
 struct Machine {
     /// Preset or file.
@@ -70,7 +70,7 @@ struct Steps {
     /// Median and fastest.
     step_ms: f64,
     fastest_step_ms: f64,
-    /// What is counted: tokens or samples.
+    /// The predictions counted: tokens or samples.
     predictions: &'static str,
     /// Of all ranks, by the median.
     per_second: f64,
@@ -88,10 +88,10 @@ struct Row {
     /// Mean, and the fastest; the rates are the fastest's.
     microseconds: f64,
     fastest_microseconds: f64,
-    /// None for what only moves memory.
+    /// None for kernels that only move memory.
     gflops: Option<f64>,
     of_peak_gflops: Option<f64>,
-    /// GB/s, as if every operand were moved once. What finds it in a cache may be beyond the memory's peak.
+    /// GB/s, as if every operand were moved once. A kernel that finds one in a cache may exceed the memory's peak.
     bandwidth: f64,
     of_peak_bandwidth: f64,
 }
@@ -101,14 +101,14 @@ struct Row {
 struct Kernels {
     #[serde(flatten)]
     machine: Machine,
-    /// What takes the most time comes first.
+    /// The kernel that takes the most time comes first.
     rows: Vec<Row>,
 }
 
 /// Steps that are not timed: memory is new, threads are cold.
 const WARM_UP: usize = 2;
 
-/// Trains and prints what is asked for.
+/// Trains and prints the report for `view`.
 ///
 /// # Errors
 /// The configuration cannot be, or the memory does not suffice.
@@ -216,7 +216,7 @@ fn kernels(
     Ok(())
 }
 
-/// Kernels by what they take of a step.
+/// Kernels by their time in a step.
 fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<Row> {
     let is_product = |kernel: &str| ["product", "linear", "convolution"].iter().any(|one| kernel.starts_with(one));
     let seen = tallies.iter().filter(|((kernel, _), _)| view == View::Kernels || is_product(kernel));
@@ -224,7 +224,7 @@ fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<Row> {
     seen.sort_by(|(_, one), (_, other)| other.seconds.total_cmp(&one.seconds));
     let row = |((kernel, shape), tally): (&(&'static str, [usize; 4]), &crate::backend::Tally)| {
         let calls = tally.calls as f64;
-        // What one launch does, by the fastest launch.
+        // The work of one launch, by the time of the fastest launch.
         let rate = |amount: f64| amount / calls / tally.fastest;
         let (flops, bandwidth) = (rate(tally.flops), rate(tally.bytes));
         let computes = tally.flops > 0.0;

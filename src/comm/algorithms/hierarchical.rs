@@ -1,10 +1,10 @@
-//! First inside each node, then between the nodes: what crosses the network is as little as possible.
+//! First inside each node, then between the nodes: the fewest possible bytes cross the network.
 //!
-//! Each node has as many **lanes** as the smallest node has ranks. Inside a node rank i of the node sums what falls to
-//! lane i; between nodes the ranks of one lane, one on each node, meet; both by [`super::tree`]. So every network
+//! Each node has as many **lanes** as the smallest node has ranks. Inside a node rank i of the node sums the elements
+//! of lane i; between nodes the ranks of one lane, one on each node, meet; both by [`super::tree`]. So every network
 //! card carries its part, and a node sends each sum once.
 //!
-//! Where nodes have equal numbers of consecutive ranks, a power of two, all of it is one tree over the ranks: the
+//! If nodes have equal numbers of consecutive ranks, a power of two, all of it is one tree over the ranks: the
 //! result has the bits of `tree`.
 
 use std::ops::Range;
@@ -47,7 +47,7 @@ impl Nodes {
         Shares::new((0..self.nodes[self.node].len()).map(of_local).collect())
     }
 
-    /// Between nodes: what belongs to my lane, on the first rank of the lane on each node.
+    /// Between nodes: the elements of my lane, on the first rank of the lane on each node.
     fn between(&self, shares: &Shares) -> Shares {
         Shares::new((0..self.nodes.len()).map(|node| shares.of_all(self.on(node, self.local))).collect())
     }

@@ -1,7 +1,7 @@
-//! Collectives, told as exchanges between two ranks.
+//! Collectives, composed of exchanges between two ranks.
 //!
 //! Ring, tree and hierarchical move the least possible bytes: each rank sends 2·(n−1)/n of the buffer for an
-//! all-reduce. Long buffers go block by block, so that what one step leaves in the cache the next one finds there.
+//! all-reduce. Long buffers go block by block, so that each step finds the elements of the one before in the cache.
 
 pub mod bytes;
 mod hierarchical;
@@ -21,15 +21,15 @@ use super::wire::{Members, Vendor, Wire};
 use crate::error::{Error, Result};
 pub use shares::Shares;
 
-/// How the ranks of a group exchange and add.
+/// The algorithm by which the ranks of a group exchange and add.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Algorithm {
-    /// What the library chooses: MPI's, or NCCL where that carries messages. The order of additions is its secret.
+    /// The library's own: MPI's, or NCCL's where that carries messages. The order of additions is unspecified.
     Mpi,
     /// Around a ring. Each element is added in another order, which depends on the number of ranks.
     Ring,
-    /// Halving and doubling. Every element is summed by one fixed binary tree, whatever its position.
+    /// Halving and doubling. Every element is summed by one fixed binary tree, independent of its position.
     Tree,
     /// Inside each node first, then between the nodes.
     Hierarchical,
@@ -37,7 +37,7 @@ pub enum Algorithm {
     ReduceToOne,
 }
 
-/// What a group can be asked to do with a buffer.
+/// A collective operation of a group on a buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Operation {

@@ -23,7 +23,7 @@ pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members,
     Ok(())
 }
 
-/// n−1 steps. Each rank passes on what it received in the step before, its own share first.
+/// n−1 steps. Each rank passes on the share it received in the step before, its own first.
 pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
     let size = group.size();
     let behind = |back: usize| shares.of((group.rank + size - back) % size);

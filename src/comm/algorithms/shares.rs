@@ -1,4 +1,4 @@
-//! Who owns which elements.
+//! The ranges of elements that each rank owns.
 
 use std::ops::Range;
 
@@ -26,12 +26,12 @@ impl Shares {
         Self((0..count).map(part).collect())
     }
 
-    /// What one rank owns.
+    /// The ranges of one rank.
     pub fn of(&self, rank: usize) -> &[Range<usize>] {
         &self.0[rank]
     }
 
-    /// What some ranks own, in the order of memory.
+    /// The ranges of some ranks, in the order of memory.
     pub fn of_all(&self, ranks: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> = ranks.flat_map(|rank| self.0[rank].iter().cloned()).collect();
         ranges.sort_unstable_by_key(|range| range.start);

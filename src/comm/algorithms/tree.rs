@@ -72,7 +72,7 @@ fn additions(size: usize) -> Vec<(usize, usize)> {
     strides.flat_map(|stride| (0..size - stride).step_by(2 * stride).map(move |into| (into, into + stride))).collect()
 }
 
-/// The whole sum, on rank 0. What the other ranks have is unspecified.
+/// The whole sum, on rank 0. The elements of the other ranks are unspecified.
 pub fn reduce(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, ranges: &[Range<usize>]) -> Result<()> {
     for (into, from) in additions(group.size()) {
         if group.rank == from {

@@ -12,7 +12,7 @@ use crate::comm::cut::Cursor;
 use crate::comm::wire::{Incoming, Members, Outgoing, check_length};
 use crate::error::Result;
 
-/// Elements of one message of MPI, 1 MiB: what is received is added while it is still in the cache. Between two
+/// Elements of one message of MPI, 1 MiB: received elements are added while they are still in the cache. Between two
 /// processes of one machine 256 KiB took a fifth longer and 128 KiB a quarter; 4 MiB made no difference.
 const MESSAGE: usize = 1 << 18;
 

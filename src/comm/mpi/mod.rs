@@ -98,7 +98,7 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// The name and version in what `MPI_Get_library_version` tells: `"Open MPI v4.1.4, package: …"`,
+/// The name and version in the text of `MPI_Get_library_version`: `"Open MPI v4.1.4, package: …"`,
 /// `"MPICH Version:      4.1\nMPICH Release date: …"`.
 fn short_version(text: &str) -> String {
     let first = text.split([',', '\n']).next().unwrap_or_default();
@@ -197,7 +197,7 @@ struct Mpi {
     /// Whether elements that are only copied go through it, too: on some systems MPI copies them faster.
     shares_copies: bool,
     staging: Staging,
-    /// For what is longer than the vendor can count.
+    /// For operands longer than the vendor can count.
     parts: Vec<f32>,
     in_place: *const c_void,
     crowded: bool,
@@ -212,7 +212,7 @@ impl Mpi {
         // SAFETY: naps of the backoff end on time; affects this thread alone and takes no memory.
         unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
         // SAFETY: out-parameters are live locals, null arguments are allowed, and MPI_Initialized and
-        // MPI_Get_version may be called at any time; what follows MPI_Init_thread is called only if that succeeded.
+        // MPI_Get_version may be called at any time; calls after MPI_Init_thread are made only if that succeeded.
         let (world, library, host) = unsafe {
             ffi::MPI_Initialized(&mut initialized);
             if initialized != 0 {

@@ -1,4 +1,4 @@
-//! Which ranks share a node.
+//! The ranks of a node.
 
 use std::ffi::c_int;
 

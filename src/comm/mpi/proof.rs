@@ -1,4 +1,4 @@
-//! Whether the MPI library takes addresses of a device: what it claims, and what it shows.
+//! Whether the MPI library takes addresses of a device: by its claim, and by a test.
 //!
 //! A library that does not know the device crashes on its addresses, and some say that they know it where its driver is
 //! missing. So a child tries, alone in a world of its own.
@@ -21,17 +21,17 @@ const LEN: usize = 100_000;
 /// A device may take its time to start.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How often the child is looked at.
+/// Polling interval of the child's state.
 const LOOK: Duration = Duration::from_millis(10);
 
 /// Variables by which a launcher speaks to the processes it starts; the child was started by none.
 const OF_LAUNCHERS: [&str; 7] = ["OMPI_", "PMIX_", "PMI_", "PRTE_", "SLURM_", "HYDRA_", "MPIR_"];
 
-/// Those of them that the user means for every process.
+/// Prefix of the variables among them that a user sets for every process.
 const OF_USERS: &str = "OMPI_ALLOW_";
 
-/// Whether the library claims to know CUDA. That of the system may not even know the question, so that no program
-/// which is linked with it could ask by name.
+/// Whether the library claims to know CUDA. The system's library may lack the function, so no program that is linked
+/// with it could call it by name.
 pub fn claims_devices() -> bool {
     // SAFETY: the name ends in a zero.
     let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"MPIX_Query_cuda_support".as_ptr()) };
@@ -46,7 +46,7 @@ pub fn claims_devices() -> bool {
 /// Tries the direct way in a child of this process, which is this program with other arguments and ends in [`prove`].
 ///
 /// # Errors
-/// The child failed: with what it said.
+/// The child failed: with its message.
 pub fn prove_in_child(arguments: &[&str]) -> Result<()> {
     let program = std::env::current_exe().map_err(|e| Error::internal(format!("where is this program? {e}")))?;
     let mut command = Command::new(program);
@@ -65,7 +65,7 @@ pub fn prove_in_child(arguments: &[&str]) -> Result<()> {
     if let Some(mut stderr) = child.stderr.take() {
         std::thread::spawn(move || {
             let mut text = Vec::new();
-            // What cannot be read is not told.
+            // Unreadable output is left out.
             let _ = stderr.read_to_end(&mut text);
             let _ = tell.send(text);
         });
@@ -83,7 +83,7 @@ pub fn prove_in_child(arguments: &[&str]) -> Result<()> {
     }
 }
 
-/// How the child ends, unless it takes too long and is killed.
+/// The exit status of the child; none if it takes too long and is killed.
 fn ending(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
@@ -100,7 +100,7 @@ fn ending(child: &mut Child) -> std::io::Result<Option<ExitStatus>> {
 /// Hands the library memory of a device: a message and a sum of this process with itself. It crashes, or returns.
 ///
 /// # Errors
-/// The memory is the host's, or what arrived is not what was sent.
+/// The memory is the host's, or the elements received differ from those sent.
 pub fn prove<B: Backend>(backend: &B) -> Result<()> {
     let values: Vec<f32> = (0..LEN).map(|i| i as f32).collect();
     let mut bufs = Vec::new();

@@ -61,7 +61,7 @@ impl From<Payload<'_>> for Bytes {
 /// A message under way. It must be tested until it is complete.
 pub struct Request(ffi::MPI_Request);
 
-/// Messages between two ranks arrive in order; those of different groups are told apart by a tag.
+/// Messages between two ranks arrive in order; a tag distinguishes groups.
 fn tag(group: &Members) -> Result<c_int> {
     count(group.id % TAGS)
 }

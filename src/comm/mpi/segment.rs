@@ -3,8 +3,8 @@
 //! A message goes through a slot in pieces that stay in the cache: the sender copies a piece in, the receiver adds
 //! it to its own memory straight from the slot. MPI's own way inside a node copies it once more.
 //!
-//! A slot's state is 0 while it is free, else the ticket of the piece in it: for whom, and which of the pieces
-//! between these two ranks. Only the owner fills free slots; only the addressee empties a full one.
+//! A slot's state is 0 while it is free, else the ticket of the piece in it: its addressee, and its number among the
+//! pieces between these two ranks. Only the owner fills free slots; only the addressee empties a full one.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -12,7 +12,7 @@ use crate::error::Result;
 /// Elements the library is given at once: counts are 31 bits wide.
 const LONGEST: usize = 1 << 30;
 
-/// Runs a collective on the communicator of `group`. `staging` is used by what is longer than the library can count.
+/// Runs a collective on the communicator of `group`. `staging` is used by operands longer than the library can count.
 pub fn run(
     comm: ffi::MPI_Comm,
     in_place: *const c_void,

@@ -11,7 +11,7 @@ use crate::data::standard::Standard;
 use crate::data::{DataSpec, Split, h5};
 use crate::error::{Error, Result};
 
-/// What to import, and how.
+/// Input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportCsv {
     /// The table: a line of names, then a line for each sample.
@@ -25,11 +25,11 @@ pub struct ImportCsv {
     pub regression: bool,
     /// Columns of categories.
     pub categories: Categories,
-    /// Where the rows go.
+    /// Validation split, shards and destination of the rows.
     pub kept: Kept,
 }
 
-/// Which columns are categories, and how their values become ids. An empty cell has id 0.
+/// Columns of categories, and the mapping of their values to ids. An empty cell has id 0.
 #[derive(Debug, Clone)]
 pub enum Categories {
     /// Columns of these names.
@@ -40,8 +40,8 @@ pub enum Categories {
         /// appearance.
         hash: Option<u32>,
     },
-    /// Inputs, categories, ids and scale are those of an earlier import in this directory. Values that it did not have get id
-    /// 0; other columns are left out.
+    /// Inputs, categories, ids and scale of an earlier import in this directory. Values that it did not have get id 0;
+    /// other columns are left out.
     Like(PathBuf),
 }
 
@@ -50,18 +50,18 @@ impl Categories {
     pub const NONE: Self = Self::Named { columns: Vec::new(), hash: None };
 }
 
-/// Where the cells of a line go.
+/// Use of each cell of a line, by column index.
 struct Cells {
     inputs: Vec<usize>,
     categories: Vec<(usize, Coder)>,
     targets: Vec<usize>,
     weight: Option<usize>,
-    /// Of the earlier import.
+    /// Scale of the earlier import.
     scale: Option<Scale>,
 }
 
 impl Cells {
-    /// As the import says of a table with this header.
+    /// Finds the cells in a table with this header, by the options of the import.
     fn find(import: &ImportCsv, header: &StringRecord) -> Result<Self> {
         let path = import.input.display();
         let place = |name: &String| {
@@ -143,7 +143,7 @@ impl Cells {
         Ok(())
     }
 
-    /// Names of inputs and categories, and how the latter became ids.
+    /// Names of inputs and categories, and the mapping of the latter to ids.
     fn columns(self, header: &StringRecord) -> Columns {
         let name = |column: usize| header.get(column).unwrap_or_default().trim().to_owned();
         let category = |(column, coder): (usize, Coder)| Category { name: name(column), coding: coder.coding() };
@@ -183,7 +183,7 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let mut cells = Cells::find(import, &header)?;
     let skips = import.kept.not_finite == NotFinite::Skip;
     let number = |cell: &str| match cell.trim() {
-        // How tables have what is missing.
+        // An empty cell is a missing value.
         "" if skips => Some(f64::NAN),
         cell => cell.parse().ok().filter(|x: &f64| skips || (*x as f32).is_finite()),
     };

@@ -14,14 +14,14 @@ use crate::error::{Error, Result};
 /// The type of unsigned bytes, the only one that images and labels come in.
 const BYTES: u8 = 0x08;
 
-/// What to import, and how.
+/// Input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportIdx {
     /// Images: samples × height × width, or more axes.
     pub images: PathBuf,
     /// Their classes.
     pub labels: PathBuf,
-    /// Where they go.
+    /// Validation split, shards and destination of the samples.
     pub kept: Kept,
 }
 

@@ -9,7 +9,7 @@ use super::samples::{Files, Imported, Inputs, Kept, Rows};
 use crate::data::spec::file_names;
 use crate::error::{Error, Result};
 
-/// What to import, and how.
+/// Input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportImages {
     /// Folders of PNG and JPEG files, one for each class, and nothing else. Names that begin with a dot are passed over.
@@ -20,7 +20,7 @@ pub struct ImportImages {
     pub size: Option<[u32; 2]>,
     /// One channel instead of three.
     pub grey: bool,
-    /// Where they go.
+    /// Validation split, shards and destination of the samples.
     pub kept: Kept,
 }
 
@@ -106,7 +106,7 @@ fn unlabelled(folder: &Path) -> Result<(Vec<String>, Vec<Labelled>)> {
 struct Labelled {
     path: PathBuf,
     class: usize,
-    /// Where it stands among those of its class, from 0 to 1.
+    /// Relative position among the files of its class, from 0 to 1.
     along: f64,
 }
 
@@ -169,7 +169,7 @@ fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
     let damaged = |what: String| {
         Error::input(format!("{at} is a damaged or truncated image: {what}")).hint("copy it again, or move it away")
     };
-    // The decoder would fill up what is missing.
+    // The decoder would fill up missing data.
     if format == ImageFormat::Jpeg && !is_whole(&bytes) {
         return Err(damaged("it ends before the mark of its end".into()));
     }

@@ -44,7 +44,7 @@ enum Class {
 }
 
 impl Kind {
-    /// From NumPy's name for it, such as `<f4`.
+    /// Parses NumPy's name for it, such as `<f4`.
     fn parse(name: &str) -> Option<Self> {
         let (order, rest) = name.split_at_checked(1)?;
         let (class, width) = rest.split_at_checked(1)?;
@@ -64,7 +64,7 @@ impl Kind {
         widths.contains(&width).then_some(Self { class, width, big_endian })
     }
 
-    /// The number that an element's bytes are.
+    /// The value of an element's bytes.
     fn number(self, bytes: &[u8]) -> f64 {
         let mut word = [0; 8];
         word[..self.width].copy_from_slice(bytes);
@@ -95,7 +95,7 @@ impl Array {
         Self::parse(bytes).map_err(|what| malformed(path.display().to_string(), &what))
     }
 
-    /// From the content of a file; else what is wrong with it.
+    /// Parses the content of a file; the error says what is wrong with it.
     fn parse(mut bytes: Vec<u8>) -> Result<Self, String> {
         let Some(rest) = bytes.strip_prefix(MAGIC) else {
             return Err(format!("it begins with {:02x?}", &bytes[..bytes.len().min(MAGIC.len())]));
@@ -190,7 +190,7 @@ fn malformed(place: String, what: &str) -> Error {
         .hint("save it again with numpy.save or numpy.savez, as an array of floats or integers")
 }
 
-/// What follows a key of the header.
+/// The rest of the header after a key.
 fn value<'a>(header: &'a str, key: &str) -> Option<&'a str> {
     let quoted = [format!("'{key}'"), format!("\"{key}\"")];
     let after = quoted.iter().find_map(|key| header.split_once(&key[..])).map(|(_, after)| after)?;

@@ -6,27 +6,27 @@ use super::npy::{Array, open_archive, read_member};
 use super::samples::{Imported, Inputs, Kept, Rows};
 use crate::error::{Error, Result};
 
-/// What to import, and how.
+/// Input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportNumpy {
     /// The arrays.
     pub arrays: Arrays,
     /// Labels are numbers, even where they look like classes.
     pub regression: bool,
-    /// Where the rows go.
+    /// Validation split, shards and destination of the rows.
     pub kept: Kept,
 }
 
-/// Where the arrays are: features with a row for each sample, and as many labels.
+/// Location of the arrays: features with a row for each sample, and as many labels.
 #[derive(Debug, Clone)]
 pub enum Arrays {
     /// NPY files.
     Files {
-        /// That of the features.
+        /// Path of the features.
         features: PathBuf,
-        /// That of the labels; without, rows are to be predicted.
+        /// Path of the labels; without, rows are to be predicted.
         labels: Option<PathBuf>,
-        /// That of the weights, if there are any.
+        /// Path of the weights, if there are any.
         weights: Option<PathBuf>,
     },
     /// Arrays of one NPZ archive.
@@ -43,7 +43,7 @@ pub enum Arrays {
 }
 
 /// Writes every row as a sample. Features of rows × height × width are images of one channel. Labels are classes if there is one
-/// a row and all are integers from 0 on, whatever their type; else numbers. Weights, if there are any, are one for each row.
+/// a row and all are integers from 0 on, of any type; else numbers. Weights, if there are any, are one for each row.
 ///
 /// # Errors
 /// A file is missing or malformed, the two do not fit, or as for every import.

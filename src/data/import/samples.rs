@@ -1,4 +1,4 @@
-//! Rows with targets on their way to shards: which of them are kept for validation, and the scale of their numbers.
+//! Rows with targets on their way to shards: their validation split, and the scale of their numbers.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ use crate::data::standard::{MEAN, STD};
 use crate::error::{Error, Result};
 use crate::hdf5_files;
 
-/// Of rows that were files: their names.
+/// Dataset of the file names of rows that were files.
 const FILES: &str = "/files";
 /// The names of classes in the order of their numbers.
 pub(in crate::data) const CLASSES: &str = "/classes";
@@ -39,22 +39,22 @@ pub(in crate::data) fn class_names(file: &File) -> hdf5::Result<Option<Vec<Strin
     Ok(Some(names.iter().map(ToString::to_string).collect()))
 }
 
-/// What becomes of rows with a number that is not finite: NaN or an infinity.
+/// Treatment of rows with a number that is not finite: NaN or an infinity.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::ValueEnum)]
 pub enum NotFinite {
-    /// The import fails and tells where it is.
+    /// The import fails and names the place.
     #[default]
     Error,
     /// They are left out, before anything is split, and counted. Empty cells of tables are such numbers, too.
     Skip,
 }
 
-/// Which rows are kept for validation, and where the others go.
+/// Validation split, training shards and destination of rows.
 #[derive(Debug, Clone)]
 pub struct Kept {
-    /// What becomes of rows with a number that is not finite.
+    /// Treatment of rows with a number that is not finite.
     pub not_finite: NotFinite,
-    /// Of so many rows in a row the last is kept for validation; 0 keeps none. Rows without targets stay together.
+    /// The last of every so many rows is kept for validation; 0 keeps none. Rows without targets stay together.
     pub every: usize,
     /// The number of training shards.
     pub shards: usize,
@@ -66,7 +66,7 @@ pub struct Kept {
 
 /// Inputs of all rows.
 pub(super) enum Inputs {
-    /// As pixels are.
+    /// Unsigned bytes, as of pixels.
     Bytes(Vec<u8>),
     Numbers(Vec<f32>),
 }
@@ -74,7 +74,7 @@ pub(super) enum Inputs {
 /// Rows in memory.
 pub(super) struct Rows {
     pub inputs: Inputs,
-    /// How many there are.
+    /// Number of rows.
     pub count: usize,
     /// Shape of a row of inputs.
     pub shape: Vec<usize>,
@@ -88,32 +88,32 @@ pub(super) struct Rows {
     pub regression: bool,
     /// The imported file's name, without its directory.
     pub source: String,
-    /// Where inputs, targets and weights come from, for messages.
+    /// Origins of inputs, targets and weights, for messages.
     pub places: [String; 3],
-    /// What else a table has.
+    /// Columns and categories of a table, if the rows come from one.
     pub table: Option<Table>,
-    /// What the rows were, if each was a file.
+    /// File names of the rows, if each was a file.
     pub files: Option<Files>,
 }
 
-/// What a table has besides numbers.
+/// Parts of a table besides numbers.
 pub(super) struct Table {
     pub columns: Columns,
     /// Ids of categories, row after row.
     pub ids: Vec<u32>,
-    /// Of inputs, if it is not to be their own.
+    /// Scale of the inputs, if it is not to be computed from them.
     pub scale: Option<Scale>,
 }
 
 /// Rows that were files in folders, one for each class. Of every class its own part is kept for validation.
 pub(super) struct Files {
-    /// Of each row, below the folder that was imported.
+    /// Path of each file, below the imported folder.
     pub names: Vec<String>,
     /// Names of the folders in the order of the classes' numbers; none of rows that are to be predicted.
     pub classes: Vec<String>,
 }
 
-/// What an import has written.
+/// Result of an import.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Imported {
     /// The shards with their numbers of rows, training first.
@@ -159,13 +159,13 @@ impl fmt::Display for Imported {
 /// One shard about to be written.
 struct ShardOf<'a> {
     split: Split,
-    /// Its number among those of its split, and how many there are.
+    /// Its number among the shards of its split, and their total.
     shard: usize,
     num_shards: usize,
-    /// Tells the import from others.
+    /// Identifies the import.
     import: &'a str,
     rows: &'a [usize],
-    /// To which inputs are to be brought when they are read.
+    /// Scale to which inputs are to be brought when they are read.
     scale: Option<&'a Scale>,
     /// Targets are classes.
     is_class: bool,
@@ -179,7 +179,7 @@ pub(in crate::data) fn numbered(names: &[String]) -> String {
     all.join(", ")
 }
 
-/// How people are told of rows that an import has skipped.
+/// The note on rows that an import has skipped.
 pub(in crate::data) fn left_out(rows: u64) -> String {
     let (noun, verb) = if rows == 1 { ("row", "was") } else { ("rows", "were") };
     format!("{rows} {noun} with numbers that are not finite {verb} left out when the data was imported")
@@ -214,13 +214,13 @@ impl Rows {
         }
     }
 
-    /// The first of a row's numbers that is not finite: where it is, and what.
+    /// The first of a row's numbers that is not finite: its place and value.
     fn not_finite(&self, row: usize) -> Option<String> {
         let numbers = match &self.inputs {
             Inputs::Bytes(_) => &[],
             Inputs::Numbers(numbers) => &numbers[row * self.row_len()..(row + 1) * self.row_len()],
         };
-        // As f32, which is what is written.
+        // As f32, the type that is written.
         let targets = self.targets_of(row).iter().map(|x| *x as f32);
         let found = numbers.iter().position(|x| !x.is_finite()).map(|at| (0, at, numbers[at]));
         let mut of_targets = targets.enumerate().filter(|(_, x)| !x.is_finite());
@@ -230,8 +230,8 @@ impl Rows {
         Some(format!("{}: row {row}, element {at} is {x}", self.places[place]))
     }
 
-    /// Mean and standard deviation of some rows, in one pass: of every channel of images, of every column of tables. What
-    /// does not vary keeps its scale.
+    /// Mean and standard deviation of some rows, in one pass: of every channel of images, of every column of tables.
+    /// Constant columns get standard deviation 1.
     fn scale(&self, rows: &[usize]) -> Scale {
         let places = *self.shape.last().unwrap_or(&1);
         let (mut sums, mut squares) = (vec![0.0f64; places], vec![0.0f64; places]);
@@ -325,7 +325,8 @@ impl Rows {
         Ok(Imported { shards, shape, classes, class_names, skipped, tables, has_targets })
     }
 
-    /// Eight hexadecimal digits that tell this import from others: a checksum of the rows and of how they are dealt out.
+    /// Eight hexadecimal digits that tell this import from others: a checksum of the rows, their shape and the
+    /// settings of their selection.
     fn name(&self, kept: &Kept) -> String {
         let mut hasher = crc32fast::Hasher::new();
         match &self.inputs {

@@ -10,12 +10,12 @@ use crate::data::format::TokenShard;
 use crate::data::{Split, Tokenizer, TokenizerKind};
 use crate::error::{Error, Result};
 
-/// What to import, and how.
+/// Input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportText {
     /// The text file, which is held in memory.
     pub input: PathBuf,
-    /// How the text becomes ids.
+    /// Tokenizer of the text.
     pub tokenizer: TokenizerKind,
     /// The number of training shards.
     pub shards: usize,
@@ -27,7 +27,7 @@ pub struct ImportText {
     pub compress: Option<u8>,
 }
 
-/// What an import has written.
+/// Result of an import.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Imported {
     /// The shards with their numbers of tokens, training first.

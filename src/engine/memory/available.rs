@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-/// Bytes that may still be taken: what the kernel says is available, and no more than the control groups of this
-/// process leave. None where nothing says.
+/// Bytes that may still be taken: the memory that the kernel reports as available, limited by the control groups of
+/// this process. None where neither is known.
 pub fn available() -> Option<usize> {
     available_below(Path::new("/"))
 }
@@ -28,7 +28,7 @@ fn available_below(root: &Path) -> Option<usize> {
     left.chain(node).min()
 }
 
-/// Where a version of control groups has its numbers.
+/// Files of a version of control groups.
 struct Files {
     mount: &'static str,
     limit: &'static str,
@@ -46,7 +46,7 @@ const FILES_1: Files = Files {
 const FILES_2: Files =
     Files { mount: "/sys/fs/cgroup", limit: "memory.max", usage: "memory.current", idle: "inactive_file" };
 
-/// What a group's limit leaves; none without a limit.
+/// Bytes left under a group's limit; none without a limit.
 fn left_in(group: &Path, files: &Files, read: impl Fn(&Path) -> std::io::Result<String>) -> Option<usize> {
     let number = |name: &str| read(&group.join(name)).ok()?.trim().parse::<usize>().ok();
     let (limit, usage) = (number(files.limit)?, number(files.usage)?);

@@ -1,4 +1,4 @@
-//! Whether a run fits into memory, asked before anything is allocated, and what would.
+//! Whether a run fits into memory, asked before anything is allocated, and the settings with which it would.
 
 use std::cmp::Reverse;
 
@@ -11,28 +11,28 @@ use crate::parallel::Zero;
 use crate::telemetry::banner::Estimate;
 use crate::topology::Topology;
 
-/// Compares what a rank will need with `run.memory_limit`, what the ranks of this node will with what the node has, and
-/// what a rank will need of its GPU with the `gpu` bytes it may take. `held` does not depend on the plan.
+/// Compares the need of a rank with `run.memory_limit`, the need of this node's ranks with the memory of the node, and
+/// the need of a rank on its GPU with the `gpu` bytes it may take. `held` does not depend on the plan.
 ///
 /// # Errors
-/// How much is needed for what, how much there is, and what would fit.
+/// A rank does not fit; the error gives the need by category, the available memory, and settings that would fit.
 pub fn check<B: Kernels>(plan: &Plan, topology: &Topology, held: Held, gpu: Option<usize>) -> Result<()> {
     let node = Node { host: &topology.here().host, ranks: topology.ranks_here(), available: available(), gpu };
     fits::<B>(plan, &node, held)
 }
 
-/// Where ranks are to fit.
+/// The node that ranks are to fit on.
 struct Node<'a> {
     host: &'a str,
     /// Ranks on it.
     ranks: usize,
-    /// Bytes that it can give them, if it says so.
+    /// Bytes available to them, if the node reports it.
     available: Option<usize>,
     /// Bytes that a rank may take of its GPU.
     gpu: Option<usize>,
 }
 
-/// What a rank may take.
+/// Most bytes that a rank may take.
 struct Room {
     host: usize,
     gpu: usize,
@@ -50,7 +50,7 @@ fn fits<B: Kernels>(plan: &Plan, node: &Node<'_>, held: Held) -> Result<()> {
     let need = |plan: &Plan| estimate::<B>(plan, &plan.network.blocks(), held);
     let here = need(plan);
     let limit = plan.config.run.memory_limit;
-    // What is resident is no longer available, and needs not be.
+    // Resident memory is not counted as available, and is not needed again.
     let share = available.map_or(usize::MAX, |available| (available / ranks).saturating_add(held.resident));
     let room = Room { host: limit.map_or(usize::MAX, |limit| limit.0).min(share), gpu: gpu.unwrap_or(usize::MAX) };
     let message = if here.gpu() > room.gpu {
@@ -80,7 +80,7 @@ fn sizes(need: &Estimate) -> String {
     }
 }
 
-/// The least change of the configuration after which a rank fits into `room`.
+/// The smallest change of the configuration after which a rank fits into `room`.
 fn advice(plan: &Plan, need: impl Fn(&Plan) -> Estimate, room: &Room) -> String {
     let fitting = |ranks: usize| {
         let on_gpu = need(plan).gpu.is_some();
@@ -173,7 +173,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     variants
 }
 
-/// What can be switched: recomputation, checkpoints from a copy, the optimizer's place where there are two.
+/// Combinations of the switches: recomputation, checkpoints from a copy, the optimizer's place where there are two.
 fn choices(on_gpu: bool) -> impl Iterator<Item = [bool; 3]> {
     let all = (0..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0));
     all.filter(move |[_, _, elsewhere]| on_gpu || !elsewhere)
@@ -189,7 +189,7 @@ mod tests {
 
     const NOTHING: Held = Held { messages: 0, messages_on_device: false, resident: 0, cache: 0 };
 
-    /// The refusal with this room a rank, on top of what is resident; empty if it fits.
+    /// The refusal with this room a rank, on top of resident memory; empty if it fits.
     fn refusal(ranks: usize, settings: &[&str], room_mib: usize) -> String {
         let base = ["model.layers=8", "model.width=256"];
         let overrides: Vec<String> = base.iter().chain(settings).map(|setting| setting.to_string()).collect();

@@ -1,4 +1,4 @@
-//! What a rank will need, computed before anything is allocated.
+//! Memory estimate of a rank, computed before anything is allocated.
 
 use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::comm::{Comm, DevicePath};
@@ -12,25 +12,25 @@ use crate::telemetry::banner::Estimate;
 /// Bytes of an f32.
 const F32: usize = size_of::<f32>();
 
-/// What a process grows by after the start besides the categories: packed operands of products, message
-/// buffers of MPI, slack of the allocator. Measured; it does not depend on the model.
+/// Growth of a process after the start, outside the categories: packed operands of products, message buffers of MPI,
+/// slack of the allocator. Measured; it does not depend on the model.
 const GROWTH: usize = 7 << 20;
 
-/// What does not depend on the plan.
+/// Memory that does not depend on the plan.
 #[derive(Debug, Clone, Copy)]
 pub struct Held {
     /// Bytes that messages pass through, at most.
     pub messages: usize,
     /// Whether those are on the device that computes.
     pub messages_on_device: bool,
-    /// What the process holds already.
+    /// Bytes that the process holds already.
     pub resident: usize,
-    /// What data sets keep of what they read, at most.
+    /// Most bytes that data sets cache.
     pub cache: usize,
 }
 
 impl Held {
-    /// By this process, which sends its messages by `comm` and reads these data sets.
+    /// Memory of this process, which sends its messages by `comm` and reads these data sets.
     pub fn now<B: Backend>(comm: &Comm<B>, data: &[&dyn Source]) -> Self {
         let messages_on_device = matches!(comm.device_path(), Some(DevicePath::Direct | DevicePath::Nccl));
         let cache = data.iter().map(|dataset| dataset.cache_limit()).sum();
@@ -38,7 +38,7 @@ impl Held {
     }
 }
 
-/// Bytes that are alive of what comes and goes within a step.
+/// Live bytes of the memory that is allocated and freed within a step.
 #[derive(Debug, Clone, Copy, Default)]
 struct Alive {
     parameters: usize,
@@ -51,7 +51,7 @@ impl Alive {
         self.parameters + self.gradients + self.activations
     }
 
-    /// The most of each, at whatever moment.
+    /// The maximum of each category, over both moments.
     fn most(self, other: Self) -> Self {
         Self {
             parameters: self.parameters.max(other.parameters),
@@ -61,8 +61,8 @@ impl Alive {
     }
 }
 
-/// What a rank will need, from the plan alone. On a GPU, whose memory is one pool, that is what is alive at the moment of a step
-/// when most is; on the host every category keeps the most that it ever had.
+/// Memory estimate of a rank, from the plan alone. A GPU has one pool: its estimate is the peak over the moments of a
+/// step. On the host every category keeps its own peak.
 pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Estimate {
     let Held { messages, messages_on_device, resident, cache } = held;
     let size = plan.config.precision.compute.size(B::ON_HOST);
@@ -127,7 +127,7 @@ fn moments<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, padded: &[usize]) -> Vec
         lanes: plan.lanes / plan.mesh.data(),
         micros_per_lane: plan.micros_per_lane(),
     };
-    // Bytes a row: of each block's input, of what it saves, of its scratch.
+    // Bytes a row: of each block's input, its saved activations, its scratch.
     let input: Vec<usize> = blocks.iter().map(|block| block.input_per_row() * size).collect();
     let saved: Vec<usize> =
         blocks.iter().map(|block| block.saved_per_row() * size + block.exact_per_row() * F32).collect();
@@ -136,7 +136,7 @@ fn moments<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, padded: &[usize]) -> Vec
     // The logits, and their losses.
     let output = |block: usize| input.get(block + 1).copied().unwrap_or(plan.network.outputs() * size + F32);
     let recompute = plan.config.parallel.recompute;
-    // Of each block's turn, what the blocks before it keep.
+    // For each block's turn, the bytes that the blocks before it keep.
     let mut kept = vec![0; blocks.len()];
     for block in 0..last {
         kept[block + 1] = kept[block] + input[block] + if recompute { 0 } else { saved[block] };

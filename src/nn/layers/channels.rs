@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::layout::{Init, Tensor};
 use crate::nn::{Context, Training};
 
-/// What shares a mean and a variance.
+/// The elements that share a mean and a variance.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Over {
     /// A channel of all samples; outside training running statistics take their place.
@@ -56,7 +56,7 @@ impl Spread {
         self.squares.max(0.0) / self.count
     }
 
-    /// The estimate of the variance of what the numbers, two or more, are drawn from.
+    /// The unbiased estimate of the variance of the distribution that the numbers, two or more, are drawn from.
     fn unbiased(self) -> f64 {
         self.squares.max(0.0) / (self.count - 1.0)
     }
@@ -109,8 +109,8 @@ impl ChannelNorm {
         all.reduce(|all, of_rank| all.into_iter().zip(of_rank).map(|(a, b)| a.and(b)).collect()).ok_or_else(unanswered)
     }
 
-    /// Mean and rstd of every group of every sample: of the numbers at hand, or running ones. With them what running
-    /// statistics are to move to: this micro-batch's share of it.
+    /// Mean and rstd of every group of every sample: of the numbers at hand, or running ones. With them the values that
+    /// running statistics are to move to: this micro-batch's share of them.
     fn statistics<B: Kernels>(
         &self,
         cx: &Context<'_, B>,
@@ -162,7 +162,7 @@ impl Op for ChannelNorm {
 
     fn sizes(&self) -> Sizes {
         let elements = self.places * self.channels;
-        // What a batch shares is no more than what every sample has by itself.
+        // Statistics that a batch shares are not elements of each sample.
         let groups = if let Over::Groups(groups) = self.over { groups } else { self.channels };
         let exact = if let Over::Groups(_) = self.over { 2 * groups } else { 0 };
         Sizes { input: elements, output: elements, exact, ..Sizes::default() }

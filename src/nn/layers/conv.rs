@@ -33,7 +33,7 @@ impl Conv {
         self.window.size[0] * self.window.size[1] * self.channels()
     }
 
-    /// What a group does with so many images.
+    /// The convolution of a group on so many images.
     fn of(&self, group: usize, images: usize) -> Convolution {
         let (channels, filters) = (self.channels(), self.filters / self.groups);
         let window = Window { batch: images, ..self.window };

@@ -44,10 +44,10 @@ use crate::layout::trained;
 pub use shape::shown;
 pub use spec::{Layer, NamedPadding, Padding, Pair};
 
-/// Where the layers of a network stand.
+/// Place of a network's layers in the configuration.
 const PLACE: &str = "model.layers";
 
-/// What a network takes of a sample.
+/// The parts of a sample that a network takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Taken {
     /// Ids.
@@ -79,7 +79,7 @@ impl Layers {
     /// The network of `layers` on samples of shape `input`.
     ///
     /// # Errors
-    /// A layer that cannot take what the one before gives, or no layer with parameters.
+    /// A layer cannot take the output of the one before, or no layer has parameters.
     pub fn new(input: &[usize], layers: &[Layer]) -> Result<Self> {
         let output = shape::through(layers, PLACE, input)?;
         let elements = input.iter().product();
@@ -132,19 +132,19 @@ impl Layers {
         &self.summary
     }
 
-    /// What it takes of a sample.
+    /// The parts of a sample that it takes.
     pub fn takes(&self) -> Taken {
         self.takes
     }
 
-    /// Where samples have categories beside their numbers: rows of the table of each. A sample's ids count through all
-    /// tables: those of the second begin where those of the first end.
+    /// Rows of the table of each category, if samples have categories beside their numbers. A sample's ids count
+    /// through all tables: those of the second begin where those of the first end.
     pub fn tables(&self) -> &[usize] {
         &self.tables
     }
 
-    /// Where a batch normalisation has one number a channel from each sample, so that one sample has no variance, and whether it
-    /// is synchronised.
+    /// Place of a batch normalisation that has one number a channel from each sample, so that one sample has no
+    /// variance, and whether it is synchronised.
     pub fn single(&self) -> Option<(&str, bool)> {
         self.single.as_ref().map(|(place, synchronised)| (place.as_str(), *synchronised))
     }
@@ -165,7 +165,7 @@ struct Compiler {
     shape: Vec<usize>,
     /// Dropout layers so far.
     sites: usize,
-    /// Those of the network's own list.
+    /// Layers of the network's own list.
     summary: Vec<Summary>,
     /// See [`Layers::single`].
     single: Option<(String, bool)>,

@@ -1,4 +1,4 @@
-//! What a layer is once its shapes are known.
+//! The computations of layers whose shapes are known.
 
 use super::{
     channels::ChannelNorm, conv::Conv, dense::Dense, drop::Drop, embedding::Embedding, function::Function,
@@ -19,9 +19,9 @@ pub struct Sizes {
     pub output: usize,
     /// Kept between forward and backward, besides the input.
     pub kept: usize,
-    /// As `kept`, of those that are f32 whatever the compute type is, and not counted there.
+    /// As `kept`, of elements that are f32 with any compute type, and not counted there.
     pub exact: usize,
-    /// That live at once while it works, besides input, output and what is kept.
+    /// Alive at once while it works, besides input, output and kept elements.
     pub scratch: usize,
 }
 
@@ -35,7 +35,7 @@ pub trait Op {
         vec![]
     }
 
-    /// How it wants its parameters: a window for each tensor, unless it takes some that stand side by side as one.
+    /// Windows of its parameters: one for each tensor, unless it takes some that stand side by side as one.
     fn slices(&self) -> Vec<Slice> {
         self.tensors().iter().map(|tensor| (tensor.order(), tensor.len())).collect()
     }
@@ -65,7 +65,7 @@ pub trait Op {
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf>;
 }
 
-/// What a backward works with.
+/// Arguments of a backward.
 pub struct Back<'a, 'p, 'g, B: Kernels> {
     /// Parameters.
     pub params: &'a [B::View<'p>],
@@ -75,7 +75,7 @@ pub struct Back<'a, 'p, 'g, B: Kernels> {
     pub first: bool,
     /// The input of the forward.
     pub x: &'a B::Buf,
-    /// What the forward kept.
+    /// Buffers that the forward kept.
     pub kept: Vec<B::Buf>,
     /// Gradient of the output.
     pub dy: B::Buf,

@@ -5,7 +5,7 @@ use crate::backend::{Backend, Kernels, MemoryKind, Window};
 use crate::error::Result;
 use crate::nn::Context;
 
-/// What becomes of the elements that a window sees.
+/// Reduction of the elements that a window sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum By {
     Largest,

@@ -19,7 +19,7 @@ impl Op for Sequence {
         self.0.iter().flat_map(Step::slices).collect()
     }
 
-    /// Those of every layer, and its input from the second layer on.
+    /// Buffers of every layer, and its input from the second layer on.
     fn kept(&self) -> usize {
         self.0.iter().map(Step::kept).sum::<usize>() + self.0.len() - 1
     }
@@ -62,7 +62,7 @@ impl Op for Sequence {
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let Back { mut params, mut grads, first, x, mut kept, mut dy, wants_input } = back;
         for (i, step) in self.0.iter().enumerate().rev() {
-            // In the order of the forward: what the layer kept, then its input.
+            // In the order of the forward: the layer's kept buffers, then its input.
             let input = if i > 0 { kept.pop() } else { None };
             let of_step = kept.split_off(kept.len() - step.kept());
             let own = params.len() - step.slices().len();

@@ -1,4 +1,4 @@
-//! The shape of what a layer gives, from that of what it takes; per sample.
+//! The shape of a layer's output, from that of its input; per sample.
 
 use super::spec::Layer;
 use crate::backend::Window;

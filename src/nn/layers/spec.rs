@@ -123,7 +123,7 @@ pub enum Layer {
         #[serde(default)]
         padding: Padding,
     },
-    /// The mean of what a window sees, channel by channel; edges do not count.
+    /// The mean of the elements that a window sees, channel by channel; edges do not count.
     AvgPool2d {
         /// Rows and columns of the window.
         kernel: Pair,
@@ -210,7 +210,7 @@ pub enum Layer {
     Residual {
         /// The branch.
         layers: Vec<Layer>,
-        /// What x passes on its way around; nothing if empty.
+        /// The branch of the shortcut; x itself if empty.
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         shortcut: Vec<Layer>,
     },
@@ -244,7 +244,7 @@ impl Layer {
         }
     }
 
-    /// Where among `layers`, which stand at `place`, a batch normalisation is that all ranks share.
+    /// Place of the first batch normalisation that all ranks share in `layers`, which stand at `place`.
     pub fn synchronised(layers: &[Layer], place: &str) -> Option<String> {
         layers.iter().enumerate().find_map(|(i, layer)| match layer {
             Layer::BatchNorm { synchronised: true, .. } => Some(format!("{place}[{i}]")),

@@ -18,7 +18,7 @@ pub struct Tables {
     pub width: usize,
     /// Numbers of a sample.
     pub features: usize,
-    /// What makes a row of the numbers.
+    /// Layers that make a row of the numbers.
     pub dense: Option<Sequence>,
 }
 
@@ -28,7 +28,7 @@ impl Tables {
         usize::from(self.dense.is_some()) + self.ids.len()
     }
 
-    /// The tables' part of a row of the output: how to copy it there, or back.
+    /// Columns by which the tables' part of a row of the output is copied there, or back.
     fn of_tables(&self, samples: usize) -> Columns {
         let (own, all) = (self.ids.len() * self.width, self.rows() * self.width);
         Columns { rows: samples, count: own, from: [own, 0], to: [all, all - own] }
