@@ -54,7 +54,7 @@ impl<B: Kernels> Block<B> for Adapter {
     }
 
     fn saved_per_row(&self) -> usize {
-        // What is inside, before and after the activation.
+        // Values inside the block, before and after the activation.
         2 * self.inner
     }
 

@@ -76,7 +76,7 @@ impl<'ast> Visit<'ast> for Names {
         }
     }
 
-    /// Who may use a name says nothing of what is used.
+    /// The visibility of a name is no use of a module.
     fn visit_visibility(&mut self, _: &'ast Visibility) {}
 
     fn visit_path(&mut self, path: &'ast syn::Path) {

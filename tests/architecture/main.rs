@@ -107,7 +107,7 @@ fn word(text: &str) -> &str {
     &text[..end]
 }
 
-/// What follows `crate::`: one module, or those of a list in braces.
+/// The modules after `crate::`: one, or those of a list in braces.
 fn used(text: &str) -> Vec<String> {
     let Some(list) = text.strip_prefix('{') else { return vec![word(text).to_owned()] };
     let mut modules = Vec::new();
@@ -138,7 +138,7 @@ fn shipped<'a>(file: &str, text: &'a str) -> &'a str {
     text.split_once("#[cfg(test)]\nmod tests {").map_or(text, |(code, _)| code)
 }
 
-/// Who uses whom, and where.
+/// The uses between modules, with the files that have them.
 fn edges(sources: &BTreeMap<String, String>) -> BTreeMap<(String, String), BTreeSet<String>> {
     let mut edges: BTreeMap<_, BTreeSet<_>> = BTreeMap::new();
     for (file, text) in sources {

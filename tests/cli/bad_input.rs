@@ -1,4 +1,4 @@
-//! Whatever a user gets wrong: one error, which says what and where, a hint, exit code 2, and nothing lost.
+//! Mistakes of users: one error, which says what and where, a hint, exit code 2, and nothing lost.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -167,7 +167,7 @@ fn what_takes_less_memory_is_told() {
     let words = ["activations ", "\nhint: parallel.zero=", " takes "];
     refuses(&mut command(Mpirun(2), &["run.memory_limit=106MiB", "batch.micro=1"]), root.path(), &words);
     assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
-    // What the hint says is taken.
+    // The value that the hint gives is taken.
     finish(&mut command(Alone, &["batch.micro=2", "run.steps=1"])).succeeded();
 }
 
@@ -345,7 +345,7 @@ fn an_id_outside_the_vocabulary() {
             _ => "error: rank 1: ",
         };
         refused(&ended, &[rank]);
-        // What came before is kept.
+        // Earlier steps are kept.
         let steps = run.files().numbers("metrics.jsonl", "step");
         assert!(steps.len() <= 2 && steps.iter().zip(1..).all(|(&step, n)| step == f64::from(n)), "{steps:?}");
     }
@@ -480,7 +480,7 @@ const SMALL_DISK: &str = r#"
     cp -a "$disk/x" "$disk.resumed"
 "#;
 
-/// How to get a file system of one's own, if at all.
+/// Arguments that give a file system of one's own, if any do.
 fn mounting() -> Option<&'static [&'static str]> {
     let ways: [&[&str]; 2] = [&["--mount"], &["--map-root-user", "--mount"]];
     let folder = tempfile::tempdir().unwrap();
@@ -556,7 +556,7 @@ fn timing_a_gpu_wants_one() {
     let folder = tempfile::tempdir().unwrap();
     let bench = |args: &[&str]| {
         let mut command = program(["bench", "gpu"]);
-        // What GPUs there may be.
+        // The GPUs, if there are any.
         command.args(args).current_dir(folder.path()).env("CUDA_VISIBLE_DEVICES", "");
         command
     };

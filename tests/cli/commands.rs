@@ -8,7 +8,7 @@ use crate::common::launch::Transport::Alone;
 use crate::common::launch::{Ended, finish, mpirun, program};
 use crate::common::runs::{Run, SMALL};
 
-/// What a command prints that succeeds, without warnings.
+/// The output of a command that succeeds, without warnings.
 #[track_caller]
 fn printed(args: &[&str]) -> String {
     let ended = finish(&mut program(args)).succeeded();
@@ -262,7 +262,7 @@ fn a_profile_has_every_kernel_of_the_steps() {
     assert!(!Run::new(Alone, root.path(), "y", &["run.steps=1"]).succeeds().path("profile.json").exists());
 }
 
-/// What `bench` prints of a network's steps, as JSON.
+/// The report of `bench` on a network's steps, as JSON.
 #[track_caller]
 fn paced(view: &str, more: &[&str]) -> Value {
     let args = [&["bench", view, "--json", "--steps", "2", "--samples", "2"], more].concat();

@@ -150,6 +150,6 @@ fn a_gpu_that_does_not_work_fails() {
     let bare = simulated(&[("LD_LIBRARY_PATH", driver_only.path().to_str().unwrap())]);
     assert_eq!((check(&bare, "gpu driver").0, check(&bare, "gpu 0").0), ("ok", "ok"), "{bare:#}");
     assert_ne!(check(&bare, "nccl").0, "failure", "it is wanted only where it is asked for");
-    // Where the system has the libraries, they do not fit this driver.
+    // Libraries of the system do not fit this driver.
     assert!(bare["checks"].as_array().unwrap().iter().any(|check| check["status"] == "failure"), "{bare:#}");
 }

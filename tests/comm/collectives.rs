@@ -1,4 +1,4 @@
-//! How a job chooses its algorithms for messages, and `hpctrain bench comm`.
+//! The choice of algorithms for messages, and `hpctrain bench comm`.
 
 use serde_json::Value;
 

@@ -42,7 +42,7 @@ impl<B: Backend> Rank<B> {
         (self.look)(&self.backend, buf)
     }
 
-    /// What every operation yields on buffers of one length, all in flight together.
+    /// Results of every operation on buffers of one length, all in flight together.
     fn operations(&self, len: usize) -> Result<Vec<Vec<f32>>> {
         let (group, rank, size) = (&self.group, self.group.rank(), self.group.size());
         let padded = len.next_multiple_of(size);
@@ -124,7 +124,7 @@ fn assert_same(what: &str, got: &[Vec<f32>], wanted: &[Vec<f32>], exact: bool) {
     }
 }
 
-/// What each rank of a world of threads makes of `rank`.
+/// Results of `rank` on each rank of a world of threads.
 fn on_threads<B: Backend, T: Send>(
     nodes: &[usize],
     algorithm: Algorithm,
@@ -200,7 +200,7 @@ fn every_way_over_mpi() {
                 assert_same(&format!("{algorithm} {way} of {len}"), &rank.operations(len).unwrap(), &wanted, exact);
             }
         }
-        // How many slots messages hold that have not left yet is a matter of time.
+        // The number of slots that unsent messages hold is a matter of time.
         for (way, rank) in ways.iter().filter(|(way, _)| *way == "direct") {
             let (ledger, fresh) = (rank.backend.ledger(), rank.backend.ledger().fresh());
             rank.operations(1000).unwrap();
@@ -210,7 +210,7 @@ fn every_way_over_mpi() {
     comm.shutdown();
 }
 
-/// What shows waits that are missing, and who touches device memory that may not.
+/// Faults that show missing waits, and accesses to device memory from the host.
 const LATE: &[(&str, &str)] = &[("CUDASIM_DEVICES", "4"), ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")];
 
 /// Sums of NCCL's own, unlike ours, are only near.
@@ -321,7 +321,7 @@ fn an_abort_reaches_a_rank_that_waits_for_its_device() {
     assert!(errors.iter().all(|error| error.contains("aborted with code 3")), "{errors:?}");
 }
 
-/// What passes through the host is counted, and made once.
+/// Memory that passes through the host is counted, and made once.
 #[test]
 fn staging_is_counted_and_steady() {
     on_threads::<Sealed, _>(&[0, 0, 0], Algorithm::Tree, |comm| {

@@ -28,7 +28,7 @@ fn values(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 31 + rank * 17 + 3) % 1009) as f32 * 0.37 - 150.0).collect()
 }
 
-/// What every operation yields on one rank, for a number of lengths.
+/// Results of every operation on one rank, for a number of lengths.
 fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
     let (rank, size) = (group.rank(), group.size());
     let mut results = Vec::new();

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 /// Long enough for any job of the tests, on a machine whose cores are busy with other work as well.
 pub const LIMIT: Duration = Duration::from_secs(180);
 
-/// How a program ended.
+/// The end of a program.
 pub struct Ended {
     pub status: ExitStatus,
     pub stdout: String,
@@ -47,7 +47,7 @@ pub fn test_name() -> String {
     name
 }
 
-/// Where the ranks of a job are.
+/// Processes or threads of a job's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Transport {
     /// One process, started by itself.
@@ -91,7 +91,7 @@ pub fn mpirun(ranks: usize) -> Command {
     command
 }
 
-/// What a user has set must not decide a test; the bundled data is unpacked among the build's files.
+/// Settings of the user must not decide a test; the bundled data is unpacked among the build's files.
 fn in_our_environment(command: &mut Command) {
     command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
     for name in ["RUST_LOG", "RUST_BACKTRACE", "HPCTRAIN_MPI", "HPCTRAIN_RANKS_PER_NODE"] {
@@ -189,7 +189,7 @@ impl Running {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// What it has printed so far, to standard output and to standard error.
+    /// The output so far, of standard output and standard error.
     pub fn printed(&self) -> String {
         let ended = self.ended(ExitStatus::default());
         ended.stdout + &ended.stderr

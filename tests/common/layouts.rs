@@ -6,7 +6,7 @@
 use super::launch::Transport::{self, Alone, Mpirun, Simulate};
 use super::runs::RunFiles;
 
-/// What a run computes: the one-rank run of the same is its reference.
+/// The computation of a run: the one-rank run of the same is its reference.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sums {
     lanes: usize,

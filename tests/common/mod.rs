@@ -1,4 +1,4 @@
-//! What several integration tests need: small networks, golden files, comparisons.
+//! Helpers of several integration tests: small networks, golden files, comparisons.
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
@@ -50,7 +50,7 @@ pub fn distance(got: &[f32], want: &[f64]) -> f64 {
     difference / norm(&mut want.iter().copied()).max(1e-30)
 }
 
-/// How a step is cut.
+/// The division of a step.
 #[derive(Clone, Copy)]
 pub struct Cut {
     pub lanes: usize,

@@ -73,7 +73,7 @@ impl Run {
         self.files()
     }
 
-    /// What it leaves.
+    /// The files that it leaves.
     pub fn files(&self) -> RunFiles {
         RunFiles(self.root.join(&self.name))
     }

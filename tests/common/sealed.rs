@@ -14,7 +14,7 @@ use hpctrain::backend::{
 };
 use hpctrain::error::{Error, Result};
 
-/// How far shown addresses are from the real ones where they are hidden: no address of a process.
+/// Distance of shown addresses from the real ones where they are hidden: no address of a process.
 const HIDDEN: usize = 1 << 62;
 
 /// Host memory that is only used through pointers.
@@ -64,7 +64,7 @@ impl Stream {
         self.jobs.lock().unwrap().1.push_back(Box::new(job));
     }
 
-    /// What is done when all jobs of now are.
+    /// An event that is done when all present jobs are.
     fn event(self: &Arc<Self>) -> Box<dyn Event> {
         let jobs = self.jobs.lock().unwrap();
         Box::new(Later { stream: self.clone(), until: jobs.0 + jobs.1.len(), asked: AtomicBool::new(false) })
@@ -117,7 +117,7 @@ impl SealedPort {
         unsafe { Span::new(words.at.expose_provenance() + self.hidden, words.len).part(range) }
     }
 
-    /// What the device sees of a span.
+    /// The span as the device sees it.
     fn slice<'a>(hidden: usize, address: usize, words: usize) -> &'a mut [f32] {
         // SAFETY: spans are those of `span`, of memory that the test keeps, and jobs run one after the other.
         unsafe { std::slice::from_raw_parts_mut(std::ptr::with_exposed_provenance_mut(address - hidden), words) }
@@ -198,7 +198,7 @@ impl DeviceCopies for SealedPort {
 #[derive(Clone)]
 pub struct Sealed {
     copies: Arc<SealedPort>,
-    /// What compute is still to do.
+    /// The work that compute has left to do.
     compute: Arc<Stream>,
     ledger: Arc<Ledger>,
     profile: Profile,
@@ -223,7 +223,7 @@ impl Sealed {
         SealedBuf { words, len, per_word, device: self.clone() }
     }
 
-    /// What a buffer holds. Unlike compute, it does not wait for anything.
+    /// The content of a buffer. Unlike compute, it does not wait for anything.
     pub fn look(&self, buf: &SealedBuf) -> Vec<f32> {
         let words = buf.words.slice();
         match buf.per_word {

@@ -154,7 +154,7 @@ fn photographs_are_about_what_they_were_and_on_a_common_scale() {
         |shift: u32| RgbImage::from_fn(32, 16, |x, y| Rgb([(6 * x) as u8, (12 * y) as u8, (40 * shift) as u8]));
     for image in 0..4 {
         let bytes = encoded(&gradient(image).into(), ImageFormat::Jpeg);
-        // What it is called does not matter.
+        // The name does not matter.
         save(&folder.join(format!("{}/{image}.img", image % 2)), &bytes);
     }
     let out = root.path().join("raw");
@@ -197,7 +197,7 @@ fn images_are_scaled_to_cover_the_size_and_cut_around_the_middle() {
         let inner = image.chunks(12).flat_map(|row| row.chunks(3).skip(1).take(2)).skip(2).take(4);
         assert!(inner.clone().count() == 4 && inner.clone().all(|pixel| pixel == want), "{image:?}");
     }
-    // What has the size already is left as it is.
+    // Images that have the size already are left as they are.
     let own: Vec<f32> = (0..16).flat_map(|i| [(i % 4) as f32, (i / 4) as f32, 50.0]).collect();
     assert_eq!(inputs[96..], own);
     let out = root.path().join("other");

@@ -1,4 +1,4 @@
-//! What is read: shards, imports, files of other programs, mixing, staging, checksums, weights of samples.
+//! Data: shards, imports, files of other programs, mixing, staging, checksums, weights of samples.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod errors;

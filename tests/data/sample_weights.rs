@@ -81,7 +81,7 @@ fn a_whole_weight_is_as_many_copies_and_none_is_no_sample() {
             let off = distance(got, &want);
             assert!(off < 1e-6, "{loss:?}: {name}: {off:e}");
         }
-        // What does not count may be anything.
+        // Rows without weight may hold anything.
         let (_, other) = learned(&loss, &[0, 9, 2, 3], &[2.0, 0.0, 1.0, 3.0]);
         let bits = |grads: &[(String, Vec<f32>)]| -> Vec<u32> {
             grads.iter().flat_map(|(_, grad)| grad.iter().map(|x| (x + 0.0).to_bits())).collect()

@@ -347,7 +347,7 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
     let by = Augment { flip: true, shift: 1, crop: 2 };
     let all = read(Some(by), 0..40);
     assert_eq!(bits(&read(Some(Augment::default()), 0..10)), bits(&plain));
-    // What a stored zero becomes: no pixel is one, but padding is.
+    // The value of a stored zero: no pixel is one, but padding is.
     let black = bits(&all).into_iter().find(|x| !bits(&plain).contains(x)).unwrap();
     let mut moved = 0;
     for (position, image) in all.chunks_exact(30).enumerate() {

@@ -61,7 +61,7 @@ fn large(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
     Run::new(transport, root, name, &[&LARGE[..], &settings, more].concat())
 }
 
-/// How checkpoints are written in these tests.
+/// Ways to write checkpoints in these tests.
 const WAYS: [(Transport, &[&str]); 4] = [
     (Alone, &["checkpoint.asynchronous=true"]),
     (Alone, &["checkpoint.asynchronous=false"]),

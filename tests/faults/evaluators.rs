@@ -125,7 +125,7 @@ fn a_killed_evaluator_begins_again_where_it_was() {
         assert_eq!(losses(&files), *inline, "{ranks} ranks");
         assert_eq!(read(&files).len(), inline.len());
         best_is_best(&files);
-        // What the killed ones held of checkpoints is gone; that they once watched is of no matter to anybody.
+        // The killed ones hold no checkpoint any more; their earlier watch concerns nobody.
         assert!(leases(&files).iter().all(|name| name.starts_with("queue-")), "{:?}", leases(&files));
     }
 }
@@ -205,7 +205,7 @@ fn the_best_of_those_that_are_left() {
     }
 }
 
-/// What a process left that died on this node is no lease.
+/// A file left by a process that died on this node is no lease.
 #[test]
 fn the_dead_keep_nothing_from_being_removed_or_evaluated() {
     let inline = inline_losses();
@@ -240,7 +240,7 @@ fn an_evaluator_ends_when_nothing_comes() {
     assert!(ended.stdout.contains("waiting for the next checkpoint"), "{ended}");
     assert!(ended.stdout.contains("no checkpoint to evaluate came for 1s"), "{ended}");
     assert_eq!(losses(&files).len(), 1);
-    // Who does not watch does not wait.
+    // An evaluator that does not watch does not wait.
     let ended = start(&mut evaluator(2, &files, &["--policy", "every"])).finish(LIMIT).succeeded();
     assert!(ended.stdout.contains("every checkpoint is evaluated"), "{ended}");
     assert_eq!(losses(&files).len(), 6);
@@ -269,7 +269,7 @@ fn a_damaged_checkpoint_is_given_up_and_the_next_evaluated() {
         assert_eq!(statuses, [Status::Retried, Status::Retried, Status::Failed], "step {step}: {ended}");
         assert!(of_it.iter().all(|one| one.error.as_ref().unwrap().contains(file)), "{of_it:#?}");
     }
-    // What has no name cannot be recorded.
+    // A checkpoint without a name cannot be recorded.
     assert!(all.iter().all(|one| one.step != 8), "{ended}");
     assert!(ended.stderr.contains("cannot evaluate") && ended.stderr.contains("step-00000008"), "{ended}");
     best_is_best(&files);

@@ -1,4 +1,4 @@
-//! What cannot be done is refused with a hint.
+//! Impossible requests are refused with a hint.
 
 use crate::common::launch::Transport::{Alone, Mpirun};
 use crate::common::launch::{finish, mpirun, program};

@@ -12,7 +12,7 @@ use crate::{LARGE, kill, lines, ranks, saves};
 
 const STEPS: u64 = 30;
 
-/// Who runs between two kills, and in which layout.
+/// Ranks and layout between two kills.
 const LAYOUTS: [(Transport, &[&str]); 8] = [
     (Mpirun(2), &["parallel.zero=0"]),
     (Mpirun(4), &["parallel.zero=3"]),
@@ -38,7 +38,7 @@ impl Dice {
     }
 }
 
-/// What was killed so far.
+/// The kills so far.
 #[derive(Debug, Default)]
 struct Tally {
     /// Of them in the middle of a save.
@@ -123,7 +123,7 @@ fn newest_whole(files: &RunFiles) -> u64 {
     checkpoints.steps().unwrap().into_iter().rev().find(is_whole).unwrap_or(0)
 }
 
-/// How long a job may take: on a machine that has other things to do `HPCTRAIN_FAULT_LIMIT` seconds.
+/// Limit of a job's time: on a machine that has other things to do `HPCTRAIN_FAULT_LIMIT` seconds.
 fn limit() -> Duration {
     std::env::var("HPCTRAIN_FAULT_LIMIT").map_or(LIMIT, |seconds| Duration::from_secs(seconds.parse().unwrap()))
 }

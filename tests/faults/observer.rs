@@ -9,16 +9,16 @@ use std::time::Duration;
 
 use hpctrain::checkpoint::Reader;
 
-/// What an observer has seen.
+/// The observations of one observer.
 #[derive(Debug, Default)]
 pub struct Seen {
-    /// How often it looked at the directory.
+    /// Looks at the directory.
     pub looks: u64,
-    /// How often a checkpoint was read to its last byte.
+    /// Checkpoints read to their last byte.
     pub verified: u64,
-    /// How often `latest` was followed to a checkpoint.
+    /// Times that `latest` was followed to a checkpoint.
     pub latest: u64,
-    /// What must never be seen.
+    /// Observations that must never be made.
     pub wrong: Vec<String>,
 }
 

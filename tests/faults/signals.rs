@@ -19,7 +19,7 @@ enum To {
     Launcher,
 }
 
-/// What the job does when it comes.
+/// The phase of the job when the signal comes.
 #[derive(Debug, Clone, Copy)]
 enum During {
     /// So many milliseconds after it began to listen.

@@ -15,7 +15,7 @@ use hpctrain::parallel::{ControlFlags, Zero};
 use crate::common::simulator::under;
 use crate::common::{Cut, distance, engine_on, floats, golden, gradients, ids, numbers};
 
-/// How far a device may be from PyTorch's f64.
+/// Tolerance of a device against PyTorch's f64.
 #[derive(Clone, Copy)]
 struct Within {
     output: f64,

@@ -145,7 +145,7 @@ fn same_parameters<B: Kernels>(case: &hdf5::Group, group: &str, engine: &mut Eng
 
 const ADAMW: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.95, eps: 1e-8 };
 
-/// How far a device may be from PyTorch's f64.
+/// Tolerance of a device against PyTorch's f64.
 #[derive(Clone, Copy)]
 struct Within {
     logits: f64,

@@ -471,7 +471,7 @@ fn graphs_replay_what_was_captured() {
         assert_eq!(gpu.get(&y), [3.0; 64]);
         assert_eq!(gpu.get(&z), [3.0; 64]);
 
-        // What a capture refuses ends it; the stream is usable thereafter.
+        // A call that a capture refuses ends it; the stream is usable thereafter.
         gpu.stream.begin_capture(relaxed).unwrap();
         assert_eq!(gpu.stream.synchronize().unwrap_err().0, CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
         let ended = gpu.stream.end_capture(none).err().unwrap();
@@ -654,7 +654,7 @@ struct Product {
     compute: lt::cublasComputeType_t,
 }
 
-/// What a product reads and writes, as the device or as f64 has it.
+/// Operands and result of a product, as the device or as f64 has them.
 struct Results<T> {
     d: Vec<T>,
     bias: Vec<T>,
@@ -819,7 +819,7 @@ impl Product {
         let (c, bias) = (into(some(batch * m * n, 3)), into(some(batch * self.bias_len(), 4)));
         let aux = into(some(batch * self.ldaux() * n, 5));
         let got = self.run(gpu, &a, &b, &c, &bias, &aux);
-        // Where less precision is allowed operands lose the low bits of their mantissa, rounded to the nearest.
+        // With less precision operands lose the low bits of their mantissa, rounded to the nearest.
         let lost = match self.compute {
             lt::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32 => 13,
             lt::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_16BF => 16,

@@ -114,7 +114,7 @@ fn messages_take_the_way_they_are_told() {
         let direct = trains(Mpirun(2), root.path(), algorithm, &settings, &[two]);
         direct.same_as(&staged, STEPS, algorithm);
     }
-    // Where it cannot, the proof fails in a process of its own.
+    // An impossible path fails in the process that proves it.
     let (_, mut command) =
         command(Mpirun(2), root.path(), "no", &["comm.path=direct"], &[two, ("CUDASIM_HOST_ACCESS", "0")]);
     let ended = finish(&mut command);

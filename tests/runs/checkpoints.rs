@@ -30,7 +30,7 @@ fn checkpoint(args: &[&str]) -> Ended {
     finish(&mut program([&["checkpoint"], args].concat()))
 }
 
-/// What a good end printed, without a word on standard error.
+/// The output of a good end, without a word on standard error.
 #[track_caller]
 fn printed(args: &[&str]) -> String {
     let ended = checkpoint(args).succeeded();

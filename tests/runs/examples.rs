@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::common::launch::{Ended, finish, mpirun, program};
 use crate::common::runs::{json, tensors};
 
-/// Where `cargo` puts an example: beside the tests.
+/// The path to which `cargo` builds an example: beside the tests.
 fn example(name: &str) -> PathBuf {
     let tests = std::env::current_exe().unwrap();
     let path = tests.parent().unwrap().parent().unwrap().join("examples").join(name);
@@ -37,7 +37,7 @@ fn run(name: &str, ranks: usize, args: &[&str]) -> Ended {
 const SMALL: [&str; 6] =
     ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "batch.global=8", "parallel.lanes=2"];
 
-/// What an example prints is the same on one rank and on two.
+/// The output of an example is the same on one rank and on two.
 #[track_caller]
 fn same_on_two(name: &str, settings: &[&str], sharded: &str) -> String {
     let args = [&SMALL[..], settings].concat();

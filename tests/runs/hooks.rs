@@ -117,7 +117,7 @@ fn line(train: Line) -> Splits {
     Splits { name: "a line".into(), train: Box::new(train), validation: Some(Box::new(LINE)) }
 }
 
-/// What the hook of each rank is told, and how the run ends; `hook` makes that of a rank.
+/// Calls of the hook of each rank, and the end of the run; `hook` makes that of a rank.
 fn run(ranks: usize, train: Line, hook: impl Fn(usize) -> Notes + Sync) -> (Vec<Vec<String>>, Vec<Result<Ending>>) {
     let root = tempfile::tempdir().unwrap();
     let config = config(root.path());

@@ -1,6 +1,6 @@
 //! One batch, one result: every layout of a run against one rank that computes the same lanes.
 //!
-//! Where sums are the same tree everywhere, the results have the same bits: the table is in `common/layouts.rs`.
+//! Sums that are the same tree everywhere give the same bits: the table is in `common/layouts.rs`.
 //! Otherwise sums are taken in another order and the results are close.
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};

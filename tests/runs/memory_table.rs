@@ -56,7 +56,7 @@ fn computed(ranks: usize, zero: Zero) -> f64 {
     let padded = blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), ranks).padded);
     let padded: Vec<f64> = padded.map(|len| len as f64).collect();
     let (psi, table, block, n) = (padded.iter().sum::<f64>(), padded[0], padded[1], ranks as f64);
-    // What one rank owns whole is not given up.
+    // Memory that one rank owns whole is not given up.
     let zero = if ranks == 1 { Zero::Zero } else { zero };
     // One block's gradient is computed while another's is reduced; the table's is not final before the end.
     let gradients = 2.0 * block + table - (block + table) / n;

@@ -269,7 +269,7 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
             two.same_as(&one, 6, &settings);
         }
     }
-    // What a group leaves as it is stays as it was before the first step; the bias beside it is of another group.
+    // Tensors of a group without updates stay as before the first step; the bias beside them is of another group.
     let start =
         run(network, Alone, root.path(), "start", &format!("{groups} optimizer.lr=1e-30 run.steps=1")).succeeds();
     let of = |files: &RunFiles, step, name: &str| {
@@ -438,7 +438,7 @@ fn rows_reach_the_network_as_it_learned_them_whoever_stored_them() {
         assert_eq!(of(&written)["scales"][0]["mean"].as_array().unwrap().len(), 1);
     }
 
-    // Where bytes were divided by 255, the same numbers are however they are stored, whatever scale they bring.
+    // Bytes divided by 255 are the same numbers however they are stored, with any scale.
     let floats: Vec<f32> = pixels.iter().map(|pixel| f32::from(*pixel)).collect();
     let file = hdf5::File::create(at("floats.h5")).unwrap();
     file.new_dataset::<f32>().shape([12, 7, 6]).create("inputs").unwrap().write_raw(&floats).unwrap();

@@ -40,7 +40,7 @@ fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
     files
 }
 
-/// Who ran before the interruption, who afterwards, with which stage, and the step of the checkpoint.
+/// Ranks before the interruption and afterwards, the stage, and the step of the checkpoint.
 const PAIRS: [(Transport, &str, Transport, &str, u64); 9] = [
     (Alone, "parallel.zero=0", Alone, "parallel.zero=0", 3),
     (Alone, "parallel.zero=0", Mpirun(4), "parallel.zero=1", 6),
@@ -584,7 +584,7 @@ fn a_killed_rank_ends_the_job_and_the_run_continues() {
     asked.resume("auto").succeeds().same_as(&reference, LONG, "after a rank was killed");
 }
 
-/// What a kill between two renames leaves is not taken for a checkpoint, and does not stay for ever.
+/// The rest of a kill between two renames is not taken for a checkpoint, and does not stay for ever.
 #[test]
 fn leftovers_of_a_kill_are_ignored() {
     let root = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! What a run tells of its time: the parts of every step, and ranks that keep the others waiting.
+//! Records of a run's time: the parts of every step, and ranks that keep the others waiting.
 
 use std::time::Duration;
 

@@ -58,7 +58,7 @@ fn trace(transport: Transport, settings: &[&str]) -> Vec<Span> {
     spans.collect()
 }
 
-/// What every rank did: each kind of span, on its thread, of the units.
+/// The work of every rank: each kind of span, on its thread, of the units.
 fn check_work(spans: &[Span], ranks: u64) {
     let units = BTreeSet::from(["embedding", "h.0", "h.1", "head"]);
     for rank in 0..ranks {
