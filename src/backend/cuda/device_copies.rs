@@ -37,6 +37,14 @@ impl Lines {
         self.copies.clone()
     }
 
+    /// Chooses the device for the calling thread.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn bind(&self) -> Result<()> {
+        self.copies.bind()
+    }
+
     /// Done when the kernels queued so far are.
     ///
     /// # Errors
@@ -51,12 +59,19 @@ struct Mark(CudaEvent);
 
 impl Event for Mark {
     fn is_done(&self) -> Result<bool> {
-        check("tell how far it is", self.0.try_is_complete())
+        passed(&self.0)
     }
 
     fn wait(&self) -> Result<()> {
         check("finish its work", self.0.synchronize())
     }
+}
+
+/// Whether an event is over. It may be the first call of the thread into the driver: unlike cudarc's other calls, its
+/// query chooses no context.
+pub(super) fn passed(event: &CudaEvent) -> Result<bool> {
+    check("be chosen", event.context().bind_to_thread())?;
+    check("tell how far it is", event.try_is_complete())
 }
 
 fn mark(stream: &CudaStream) -> Result<Box<dyn Event>> {
@@ -214,6 +229,7 @@ impl ComputeOrderedCopies for CudaCopies {
     }
 
     fn before_compute(&self) -> Result<()> {
+        self.bind()?;
         check("wait for itself", self.compute.join(&self.back))
     }
 }

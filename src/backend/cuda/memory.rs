@@ -42,10 +42,10 @@ impl CudaBuf {
         Self { piece, len, element, lines: lines.clone() }
     }
 
-    /// The elements `range` for messages.
+    /// The elements `range` for messages. The device is that of the calling thread from now on: MPI may look for it.
     ///
     /// # Errors
-    /// The range cuts a word of four bytes.
+    /// The range cuts a word of four bytes, or the device failed.
     pub(super) fn reach(&mut self, range: Range<usize>) -> Result<Reach<'_>> {
         let to_words = |elements: usize| (elements * self.element.size()).div_ceil(size_of::<f32>());
         let is_whole = |at: usize| at == self.len || (at * self.element.size()).is_multiple_of(size_of::<f32>());
@@ -57,6 +57,7 @@ impl CudaBuf {
         // SAFETY: the words lie in the piece, which begins and ends at multiples of 256 bytes and lives as long as the
         // borrow; it is not of the stream-ordered allocator, so MPI may open it.
         let span = unsafe { Span::new(address, words) };
+        self.lines.bind()?;
         Ok(Reach::Device(span, self.lines.copies()))
     }
 
