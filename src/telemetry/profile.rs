@@ -29,6 +29,21 @@ pub struct Kernel {
     pub bytes: f64,
     /// 10⁹ of them a second.
     pub gigabytes_per_second: f64,
+    /// The same by sizes, the longest first.
+    pub shapes: Vec<Shape>,
+}
+
+/// A kernel's launches with the same sizes.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Shape {
+    /// Sizes, in the order that the kernel counts them; as many as it has.
+    pub sizes: Vec<usize>,
+    /// Launches.
+    pub calls: u64,
+    /// Their time.
+    pub seconds: f64,
+    /// Time of the fastest.
+    pub fastest: f64,
 }
 
 /// The profile of a run on rank 0.
@@ -68,6 +83,7 @@ impl Report {
                 gflops_per_second: flops.map(rate),
                 bytes: tally.bytes,
                 gigabytes_per_second: rate(tally.bytes),
+                shapes: shapes(tallies, kernel),
             }
         };
         let mut kernels: Vec<Kernel> = by_kernel.iter().map(kernel).collect();
@@ -85,6 +101,21 @@ impl Report {
         let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(format!("profile: {e}")))?;
         std::fs::write(path, text + "\n").map_err(|e| Error::io("write", path, e))
     }
+}
+
+/// The launches of one kernel by their sizes.
+fn shapes(tallies: &Tallies, kernel: &str) -> Vec<Shape> {
+    let own = tallies.iter().filter(|((name, _), _)| *name == kernel);
+    let mut shapes: Vec<Shape> = own
+        .map(|((_, sizes), tally)| Shape {
+            sizes: sizes.iter().copied().filter(|&size| size > 0).collect(),
+            calls: tally.calls,
+            seconds: tally.seconds,
+            fastest: tally.fastest,
+        })
+        .collect();
+    shapes.sort_by(|one, other| other.seconds.total_cmp(&one.seconds));
+    shapes
 }
 
 /// A table.
@@ -130,6 +161,7 @@ mod tests {
         assert_eq!(report.kernels.iter().map(|kernel| &kernel.kernel[..]).collect::<Vec<_>>(), ["linear", "add"]);
         let [linear, add] = &report.kernels[..] else { panic!("{report:?}") };
         assert_eq!((linear.gflops_per_second, linear.of_compute), (Some(4.0), 0.5));
+        assert_eq!(linear.shapes.iter().map(|shape| &shape.sizes[..]).collect::<Vec<_>>(), [[2, 2, 3], [1, 2, 3]]);
         assert_eq!((add.flops, add.gflops_per_second, add.gigabytes_per_second), (None, None, 2.0));
         assert_eq!((report.compute_seconds, report.other_seconds), (4.0, 1.5));
         let text = report.to_string();
