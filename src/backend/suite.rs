@@ -158,7 +158,7 @@ fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Result
             results.push(down(b, &cb));
         }
     }
-    for (rows, inputs, outputs) in [(1, 1, 1), (33, 31, 65), (70, 96, 33), (33, 64, 96)] {
+    for (rows, inputs, outputs) in [(1, 1, 1), (33, 31, 65), (70, 96, 33), (33, 64, 96), (1100, 32, 300)] {
         let shape = Linear { rows, inputs, outputs };
         let (x, w, bias) = (random(b, 6, rows * inputs), random(b, 7, outputs * inputs), random(b, 8, outputs));
         let dy = random(b, 9, rows * outputs);
@@ -221,7 +221,7 @@ fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Result
 
 fn norms<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
-    let sizes = [(1, 1), (1, 31), (33, 33), (70, 130), (3, 1023)];
+    let sizes = [(1, 1), (1, 31), (33, 33), (70, 130), (3, 1023), (131, 64), (259, 512), (7, 1536)];
     for (rows, width, centred) in sizes.into_iter().flat_map(|(rows, width)| [true, false].map(|c| (rows, width, c))) {
         let shape = Norm { rows, width, epsilon: 1e-3, centred };
         let x: Vec<f32> = random(b, 14, rows * width).iter().map(|x| 3.0 * x + 2.0).collect();
@@ -298,7 +298,7 @@ fn norms<B: Kernels>(b: &B) -> Results {
 
 fn embeddings<B: Kernels>(b: &B) -> Results {
     let mut results = Vec::new();
-    for (sequences, time, vocabulary, width) in [(1, 1, 1, 1), (3, 31, 11, 33), (5, 64, 200, 65)] {
+    for (sequences, time, vocabulary, width) in [(1, 1, 1, 1), (3, 31, 11, 33), (5, 64, 200, 65), (20, 33, 2, 96)] {
         let rows = sequences * time;
         let tokens = ids(21, rows, vocabulary);
         let (words, places) = (random(b, 22, vocabulary * width), random(b, 23, time * width));

@@ -49,7 +49,7 @@ pub struct Shape {
 /// The profile of a run on rank 0.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Report {
-    /// Steps that were profiled.
+    /// Steps that were profiled: all but the first on a device, which loads the kernels.
     pub steps: u64,
     /// Compute threads.
     pub threads: usize,

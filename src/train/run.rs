@@ -182,6 +182,8 @@ struct Run<'h, B: Kernels> {
     records: Option<Records>,
     /// Whether this rank counts the time of its kernels.
     profiles: bool,
+    /// Steps in the profile, and their times.
+    profiled: (u64, Times),
     _watch: Option<Watch>,
     /// Dropped last: it gives the directory up to the next trainer.
     directory: RunDirectory,
@@ -368,6 +370,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             times: Times::default(),
             records,
             profiles: request.profile && root,
+            profiled: (0, Times::default()),
             _watch: watch,
             directory: starting.started(),
         })
@@ -420,6 +423,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.step_ms.push(seconds * 1e3);
         self.stop_requests.stepped(Duration::from_secs_f64(seconds));
         self.times += times;
+        self.count_profiled(times);
         let tokens = self.plan.tokens_per_step();
         let record = Step {
             step: self.progress.step,
@@ -723,9 +727,19 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     /// Time of this start's kernels.
+    /// The step just taken counts for the profile, unless it was the first of several on a device, which loads the kernels.
+    fn count_profiled(&mut self, times: Times) {
+        if !B::ON_HOST && self.step_ms.len() == 1 && self.progress.step < self.plan.config.run.steps {
+            self.engine.backend.profile().take();
+        } else {
+            self.profiled.0 += 1;
+            self.profiled.1 += times;
+        }
+    }
+
     fn profile(&self) -> Report {
-        let tallies = self.engine.backend.profile().take();
-        Report::new(&tallies, self.step_ms.len() as u64, self.times, self.plan.threads, !B::ON_HOST)
+        let (steps, times) = self.profiled;
+        Report::new(&self.engine.backend.profile().take(), steps, times, self.plan.threads, !B::ON_HOST)
     }
 
     fn card(&self) -> RunCard {

@@ -93,6 +93,12 @@ impl CudaInts {
         self.len
     }
 
+    /// The places of the elements by value, those of equal ones ascending.
+    pub(super) fn order(&self) -> Vec<u32> {
+        let values = self.slot.as_ref().map_or(&[][..], |slot| &slot.host.as_slice()[..self.len]);
+        counting_order(values)
+    }
+
     /// Their address on the device.
     pub fn pointer(&self) -> u64 {
         self.slot.as_ref().map_or(0, |slot| slot.device.pointer())
@@ -106,5 +112,35 @@ impl Drop for CudaInts {
         {
             self.home.free.lock().unwrap_or_else(PoisonError::into_inner).push(slot);
         }
+    }
+}
+
+/// The places of `values` by value, those of equal ones ascending: a counting sort, as they are below a vocabulary's size.
+fn counting_order(values: &[u32]) -> Vec<u32> {
+    let mut starts = vec![0u32; values.iter().max().map_or(0, |&most| most as usize + 1)];
+    for &value in values {
+        starts[value as usize] += 1;
+    }
+    let mut sum = 0;
+    for start in &mut starts {
+        sum += std::mem::replace(start, sum);
+    }
+    let mut order = vec![0; values.len()];
+    for (place, &value) in (0u32..).zip(values) {
+        let at = &mut starts[value as usize];
+        order[*at as usize] = place;
+        *at += 1;
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn equal_values_keep_their_order() {
+        assert_eq!(counting_order(&[3, 0, 3, 1, 0, 3]), [1, 4, 3, 0, 2, 5]);
+        assert_eq!(counting_order(&[]), [0u32; 0]);
     }
 }

@@ -249,9 +249,9 @@ impl Matmul {
             let prefer = |attribute, value: &[u8]| {
                 result::set_matmul_pref_attribute(preference, attribute, value.as_ptr().cast(), value.len())
             };
-            // The order of sums must not depend on who comes first: no reduction in place.
-            let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32
-                | sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE as u32;
+            // The order of sums must not depend on who comes first: no reduction in place. Partial sums are kept in
+            // f32, also where the result is bf16.
+            let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
             let chosen = prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE.to_ne_bytes())
                 .and_then(|()| prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes.to_ne_bytes()))
                 .and_then(|()| {

@@ -13,8 +13,16 @@ use crate::error::{Error, Result};
 /// Rows that are added before the sums of chunks are: the order depends on nothing else.
 const CHUNK_ROWS: usize = 128;
 
+/// The kernels that take a norm back in one pass, with the packs of a row that a lane has in each.
+const IN_ONE: [(usize, &str); 4] =
+    [(1, "norm_backward_1"), (2, "norm_backward_2"), (3, "norm_backward_3"), (4, "norm_backward_4")];
+
 /// Elements that one block of `sum.cuh` adds.
 const SUM_CHUNK: usize = 16_384;
+
+/// Bytes of logits that a block of `cross_entropy.cu` keeps in shared memory at most: two blocks fit a multiprocessor of 228 KiB,
+/// one those of 100 KiB and more.
+const KEPT_ROW: usize = 99 << 10;
 
 /// Whether a product can keep the input of its GELU there: cuBLASLt does so in bf16, in rows that are aligned.
 fn keeps_gelu(width: usize, kept: View<'_>) -> bool {
@@ -68,16 +76,25 @@ impl Cuda {
         let chunks = rows.div_ceil(CHUNK_ROWS);
         let partial = self.alloc_f32(MemoryKind::Activations, chunks * width)?;
         let partial = Self::all(&partial);
-        let grid = Grid::plane(width.div_ceil(32), chunks, (32, 8, 1));
-        let args = [x.into(), partial.into(), rows.into(), width.into(), CHUNK_ROWS.into()];
-        self.launch("column_sum.cu", "column_partial", grid, &args)?;
+        let args = [x.into(), partial.into(), rows.into(), width.into()];
+        self.launch("column_sum.cu", "column_partial", self.row_chunks(chunks, width), &args)?;
         self.finish_columns(partial, out, chunks, width)
     }
 
     /// `out += Σ` over chunks, each `stride` apart, of `partial`.
     fn finish_columns(&self, partial: View<'_>, out: &ViewMut<'_>, chunks: usize, stride: usize) -> Result<()> {
         let args = [partial.into(), out.into(), chunks.into(), out.len.into(), stride.into()];
-        self.launch("column_sum.cu", "column_finish", Grid::over(out.len), &args)
+        self.launch("column_sum.cu", "column_finish", Grid::plane(out.len.div_ceil(32), 1, (32, 8, 1)), &args)
+    }
+
+    /// The grid of `sum_rows` of `rows.cuh`.
+    fn row_chunks(&self, chunks: usize, width: usize) -> Grid {
+        Grid::plane(chunks, width.div_ceil(32 * self.pack()), (32, 8, 1))
+    }
+
+    /// Elements of activations that a thread moves at a time: `Pack<elem>::SIZE` of `vector.cuh`.
+    fn pack(&self) -> usize {
+        16 / self.element().size()
     }
 
     fn sum_of(&self, x: View<'_>, squares: bool) -> Result<Scalar> {
@@ -265,14 +282,15 @@ impl Kernels for Cuda {
         let rows = tokens.len();
         let width = dy.len / rows.max(1);
         let time = dposition_table.len / width.max(1);
-        let grid = Grid::plane(rows, width.div_ceil(256), (256, 1, 1));
-        let args = [tokens.into(), dy.into(), (&dtoken_table).into(), rows.into(), width.into()];
+        let order = self.upload_ints(&tokens.order())?;
+        let grid = Grid::plane(rows, width.div_ceil(128 * self.pack()), (128, 4, 1));
+        let args = [tokens.into(), (&order).into(), dy.into(), (&dtoken_table).into(), rows.into(), width.into()];
         self.launch("embedding_backward.cu", "embedding_backward_tokens", grid, &args)?;
         if dposition_table.len == 0 {
             return Ok(());
         }
         let args = [dy.into(), (&dposition_table).into(), rows.into(), time.into(), width.into()];
-        let grid = Grid::over(dposition_table.len);
+        let grid = Grid::over(dposition_table.len.div_ceil(self.pack()));
         self.launch("embedding_backward.cu", "embedding_backward_positions", grid, &args)
     }
 
@@ -324,17 +342,24 @@ impl Kernels for Cuda {
     ) -> Result<()> {
         let _launch = self.launched(Work::norm_backward(shape, dbias.len));
         let Norm { rows, width, centred, .. } = shape;
-        let args = [dy.into(), x.into(), weight.into(), stats.into(), (&dx).into(), rows.into(), width.into()];
-        let grid = Grid::new(rows.div_ceil(4), 128);
-        let name = if centred { "layer_norm_backward" } else { "rms_norm_backward" };
-        self.launch("norm_backward.cu", name, grid, &args)?;
-
         let chunks = rows.div_ceil(CHUNK_ROWS);
         let partial: CudaBuf = self.alloc_f32(MemoryKind::Activations, chunks * 2 * width)?;
         let partial = Self::all(&partial);
-        let args = [dy.into(), x.into(), stats.into(), partial.into(), rows.into(), width.into(), CHUNK_ROWS.into()];
-        let grid = Grid::plane(width.div_ceil(32), chunks, (32, 8, 1));
-        self.launch("norm_backward.cu", "norm_partial", grid, &args)?;
+        let aligned = [dy.pointer, x.pointer, weight.pointer, dx.pointer].iter().all(|at| at.is_multiple_of(16));
+        let in_one = IN_ONE.iter().find(|(packs, _)| aligned && packs * 32 * self.pack() == width);
+        if let Some((_, name)) = in_one {
+            let args = [dy.into(), x.into(), weight.into(), stats.into(), (&dx).into(), partial.into(), rows.into()];
+            let centred = Arg::Int(i32::from(centred));
+            let grid = Grid::plane(chunks, 1, (32, 8, 1));
+            self.launch("norm_backward.cu", name, grid, &[&args[..], &[centred]].concat())?;
+        } else {
+            let args = [dy.into(), x.into(), weight.into(), stats.into(), (&dx).into(), rows.into(), width.into()];
+            let grid = Grid::new(rows.div_ceil(4), 128);
+            let name = if centred { "layer_norm_backward" } else { "rms_norm_backward" };
+            self.launch("norm_backward.cu", name, grid, &args)?;
+            let args = [dy.into(), x.into(), stats.into(), partial.into(), rows.into(), width.into()];
+            self.launch("norm_backward.cu", "norm_partial", self.row_chunks(chunks, width), &args)?;
+        }
         self.finish_columns(partial, &dweight, chunks, 2 * width)?;
         if dbias.len == 0 {
             return Ok(());
@@ -552,8 +577,12 @@ impl Kernels for Cuda {
             assert!(weights.len == 0 || weights.len == len && weights.element == Element::F32, "{len} weights");
         }
         let args = [(&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
-        let sizes = [classes.into(), scale.into(), smoothing.into(), Arg::Int(i32::from(gradient))];
-        self.launch("cross_entropy.cu", "cross_entropy", Grid::new(rows, 512), &[&args[..], &sizes].concat())
+        let row = (classes + self.pack()) * self.element().size();
+        let keep = gradient && row <= KEPT_ROW;
+        let sizes = [classes.into(), scale.into(), smoothing.into()];
+        let flags = [gradient, keep].map(|flag| Arg::Int(i32::from(flag)));
+        let grid = Grid { shared: if keep { row as u32 } else { 0 }, ..Grid::new(rows, 512) };
+        self.launch("cross_entropy.cu", "cross_entropy", grid, &[&args[..], &sizes, &flags].concat())
     }
 
     fn hits(&self, classes: usize, k: usize, logits: View<'_>, targets: &CudaInts, hits: ViewMut<'_>) -> Result<()> {

@@ -29,11 +29,11 @@ macro_rules! sources {
     ($($name:literal)*) => { [$(Source { name: $name, text: include_str!(concat!("kernels/", $name)) }),*] };
 }
 
-/// Bytes of shared memory that a block may be given without asking.
-const UNASKED_SHARED: u32 = 48 << 10;
+/// Bytes of shared memory that a block may be given without asking: 48 KiB, less those that a kernel declares itself.
+const UNASKED_SHARED: u32 = 40 << 10;
 
 /// Headers that kernels include.
-pub const HEADERS: [Source; 5] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "sum.cuh" "vector.cuh"];
+pub const HEADERS: [Source; 6] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "rows.cuh" "sum.cuh" "vector.cuh"];
 
 /// Every kernel.
 pub const KERNELS: [Source; 26] = sources![
@@ -137,6 +137,14 @@ fn options(variant: Variant, architecture: &str) -> Vec<String> {
     options
 }
 
+/// A function on the device.
+#[derive(Clone)]
+struct Loaded {
+    function: CudaFunction,
+    /// Bytes of shared memory that its blocks may be given.
+    shared: u32,
+}
+
 /// The kernels of one device, compiled when they are first wanted.
 pub struct Programs {
     context: Arc<CudaContext>,
@@ -144,7 +152,7 @@ pub struct Programs {
     /// Folder of compiled kernels; none if no folder can be written.
     folder: Option<PathBuf>,
     modules: Mutex<HashMap<Variant, Arc<CudaModule>>>,
-    functions: Mutex<HashMap<(Variant, &'static str), CudaFunction>>,
+    functions: Mutex<HashMap<(Variant, &'static str), Loaded>>,
 }
 
 impl Programs {
@@ -163,16 +171,25 @@ impl Programs {
     /// # Errors
     /// It does not compile, or the device does not load it.
     pub fn function(&self, variant: Variant, name: &'static str, shared: u32) -> Result<CudaFunction> {
-        if let Some(function) = self.functions.lock().unwrap_or_else(PoisonError::into_inner).get(&(variant, name)) {
-            return Ok(function.clone());
-        }
-        let module = self.module(variant)?;
-        let function = check(&format!("find {name} in {}", variant.source), module.load_function(name))?;
-        if shared > UNASKED_SHARED {
+        let known = self.functions.lock().unwrap_or_else(PoisonError::into_inner).get(&(variant, name)).cloned();
+        let mut loaded = match known {
+            Some(known) if shared <= known.shared => return Ok(known.function),
+            Some(known) => known,
+            None => {
+                let function = self.module(variant)?.load_function(name);
+                Loaded {
+                    function: check(&format!("find {name} in {}", variant.source), function)?,
+                    shared: UNASKED_SHARED,
+                }
+            }
+        };
+        if shared > loaded.shared {
             let attribute = CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            check(&format!("give {name} {shared} bytes"), function.set_attribute(attribute, shared as i32))?;
+            check(&format!("give {name} {shared} bytes"), loaded.function.set_attribute(attribute, shared as i32))?;
+            loaded.shared = shared;
         }
-        self.functions.lock().unwrap_or_else(PoisonError::into_inner).insert((variant, name), function.clone());
+        let function = loaded.function.clone();
+        self.functions.lock().unwrap_or_else(PoisonError::into_inner).insert((variant, name), loaded);
         Ok(function)
     }
 

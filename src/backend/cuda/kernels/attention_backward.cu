@@ -178,7 +178,8 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
       lse2[m][half] = lse[at] * LOG2_E, deltas[m][half] = delta[at], scales[m][half] = scale;
     }
 
-  Own<M, false> own_q(q_tile), own_dy(dy_tile);
+  // In registers: read at each use, they would take shared memory longer than the products take.
+  Own<M, true> own_q(q_tile), own_dy(dy_tile);
   float dq[M][HEAD / 8][4] = {};
 
   for (int step = 0; step < steps; step++) {
@@ -190,6 +191,7 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
       fetch<STEP>(v_tiles + next, v, stride, key0 + STEP, time);
       cp_async_commit();
     }
+    if (step == 0) own_q.hold(), own_dy.hold();
     if (key0 >= warp_first + 16 * M) continue;  // all after the warp's last query
 
     float p[M][STEP / 8][4], ds[M][STEP / 8][4];

@@ -1,40 +1,69 @@
 // Gradients of both tables, without atomics: every element of a table is the work of one thread, which adds the rows
 // that used it in their order.
-#include "common.cuh"
+#include "rows.cuh"
 
-// The token table. Block: 256 threads; grid: (rows, ceil(width / 256)). The block of the first row with a token
-// adds up all rows with it; the blocks of the others find an earlier one and end.
-extern "C" __global__ void __launch_bounds__(256) embedding_backward_tokens(const unsigned* tokens, const elem* dy,
-                                                                            float* dtable, int rows, int width) {
-  __shared__ unsigned found[8];
-  int row = blockIdx.x, column = blockIdx.y * 256 + threadIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  unsigned token = tokens[row];
-  int earlier = 0;
-  for (int i = threadIdx.x; i < row; i += 256) earlier |= tokens[i] == token;
-  if (__syncthreads_or(earlier)) return;
-  float sum = 0.0f;
-  for (int base = row; base < rows; base += 256) {
-    int i = base + threadIdx.x;
-    unsigned votes = __ballot_sync(0xffffffffu, i < rows && tokens[i] == token);
-    if (lane == 0) found[warp] = votes;
-    __syncthreads();
-    for (int group = 0; group < 8; group++) {
-      for (unsigned left = found[group]; left; left &= left - 1) {
-        int use = base + group * 32 + __ffs(left) - 1;
-        if (column < width) sum += to_float(dy[(long long)use * width + column]);
+// The token table. `order` has the numbers of the rows by token, those of one token ascending. Block: (128, 4); grid: (rows,
+// ceil(width / (128·OWN))). The block at the first row of a token adds up all rows with it; the others end. Thread row y adds
+// the y-th 128 of each 512 rows, and the four sums meet in order.
+extern "C" __global__ void __launch_bounds__(512)
+    embedding_backward_tokens(const unsigned* tokens, const unsigned* order, const elem* dy, float* dtable, int rows,
+                              int width) {
+  __shared__ unsigned uses[4][128];
+  __shared__ float parts[3][128][OWN];
+  unsigned token = tokens[order[blockIdx.x]];
+  if (blockIdx.x > 0 && tokens[order[blockIdx.x - 1]] == token) return;
+  int group = threadIdx.y, column = (blockIdx.y * 128 + threadIdx.x) * OWN;
+  bool by_pack = aligned(dy) && width % OWN == 0;
+  float sums[OWN] = {};
+  for (int base = blockIdx.x;; base += 512) {
+    int at = base + group * 128 + threadIdx.x;
+    unsigned row = at < rows ? order[at] : 0;
+    uses[group][threadIdx.x] = row;
+    int count = __syncthreads_count(at < rows && tokens[row] == token), own = min(max(count - group * 128, 0), 128);
+    if (column < width) {
+#pragma unroll 8
+      for (int use = 0; use < own; use++) {
+        float v[OWN];
+        load_columns(v, dy + (long long)uses[group][use] * width, column, width, by_pack);
+#pragma unroll
+        for (int k = 0; k < OWN; k++) sums[k] += v[k];
       }
     }
-    __syncthreads();
+    if (count < 512) break;
+    __syncthreads();  // all have read the uses
   }
-  if (column < width) dtable[(long long)token * width + column] += sum;
+  if (group > 0)
+#pragma unroll
+    for (int k = 0; k < OWN; k++) parts[group - 1][threadIdx.x][k] = sums[k];
+  __syncthreads();
+  if (group > 0) return;
+#pragma unroll
+  for (int k = 0; k < OWN; k++) {
+    for (int other = 0; other < 3; other++) sums[k] += parts[other][threadIdx.x][k];
+    if (column + k < width) dtable[(long long)token * width + column + k] += sums[k];
+  }
 }
 
 // The position table. Block: any; grid: any.
 extern "C" __global__ void embedding_backward_positions(const elem* dy, float* dtable, int rows, int time, int width) {
-  long long n = (long long)time * width, threads = (long long)gridDim.x * blockDim.x;
-  for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += threads) {
-    float sum = 0.0f;
-    for (long long at = i; at < (long long)rows * width; at += n) sum += to_float(dy[at]);
-    dtable[i] += sum;
-  }
+  long long n = (long long)time * width, all = (long long)rows * width;
+  each<elem>(
+      n, aligned(dy) && n % OWN == 0,
+      [&](long long i) {
+        float sums[OWN] = {};
+#pragma unroll 4
+        for (long long at = i; at < all; at += n) {
+          float v[OWN];
+          load_pack(v, dy + at);
+#pragma unroll
+          for (int k = 0; k < OWN; k++) sums[k] += v[k];
+        }
+#pragma unroll
+        for (int k = 0; k < OWN; k++) dtable[i + k] += sums[k];
+      },
+      [&](long long i) {
+        float sum = 0.0f;
+        for (long long at = i; at < all; at += n) sum += to_float(dy[at]);
+        dtable[i] += sum;
+      });
 }

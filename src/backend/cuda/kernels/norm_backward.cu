@@ -1,5 +1,5 @@
 // The backward of layer and RMS normalisation, and sums over rows in a fixed order.
-#include "vector.cuh"
+#include "rows.cuh"
 
 // dx += (g - mean(g) - hat·mean(g·hat))·rstd with g = dy·weight; mean(g), which comes through the mean of the row, only
 // where that was subtracted. A warp takes a row: block 128 threads, grid ceil(rows / 4).
@@ -50,28 +50,88 @@ extern "C" __global__ void __launch_bounds__(128)
   norm_backward<false>(dy, x, weight, stats, dx, rows, width);
 }
 
-// Sums of a chunk of rows for both parameters: partial[chunk] = (Σ dy·hat, Σ dy), each of `width`. Block: (32, 8),
-// grid: (ceil(width / 32), chunks). Thread row y adds every eighth row; the eight sums meet in order.
+// The terms of a norm's parameters for one row and column: of the weight, dy·hat; of the bias, dy.
+__device__ __forceinline__ void add_terms(float& weight, float& bias, float d, float v, float mean, float rstd) {
+  weight += d * ((v - mean) * rstd), bias += d;
+}
+
+// Sums of chunks of rows for both parameters: partial[chunk] = (Σ dy·hat, Σ dy). Block and grid as of `sum_rows`.
 extern "C" __global__ void __launch_bounds__(256)
-    norm_partial(const elem* dy, const elem* x, const float* stats, float* partial, int rows, int width,
-                       int chunk) {
-  __shared__ float sums[2][8][33];
-  int column = blockIdx.x * 32 + threadIdx.x, first = blockIdx.y * chunk;
-  int end = first + chunk < rows ? first + chunk : rows;
-  float dweight = 0.0f, dbias = 0.0f;
-  if (column < width) {
-    for (int row = first + threadIdx.y; row < end; row += 8) {
-      long long at = (long long)row * width + column;
-      float d = to_float(dy[at]);
-      dweight += d * ((to_float(x[at]) - stats[2 * (long long)row]) * stats[2 * (long long)row + 1]);
-      dbias += d;
+    norm_partial(const elem* dy, const elem* x, const float* stats, float* partial, int rows, int width) {
+  bool by_pack = aligned(dy) && aligned(x) && width % OWN == 0;
+  sum_rows<2>(partial, rows, width, [=](float (&sums)[2][OWN], int row, int column) {
+    float d[OWN], v[OWN], mean = stats[2 * (long long)row], rstd = stats[2 * (long long)row + 1];
+    load_columns(d, dy + (long long)row * width, column, width, by_pack);
+    load_columns(v, x + (long long)row * width, column, width, by_pack);
+#pragma unroll
+    for (int k = 0; k < OWN; k++) add_terms(sums[0][k], sums[1][k], d[k], v[k], mean, rstd);
+  });
+}
+
+// Both of the above in one pass, with the same sums in the same order, for aligned rows of 32·OWN·PACKS elements: what was read
+// of a row stays in registers. A warp takes every eighth row of a chunk. Block: (32, 8), grid: chunks.
+template <int PACKS>
+__device__ __forceinline__ void norm_backward_in_one(const elem* dy, const elem* x, const elem* weight,
+                                                     const float* stats, elem* dx, float* partial, int rows,
+                                                     int centred) {
+  constexpr int WIDTH = 32 * OWN * PACKS;
+  __shared__ float shared[8][WIDTH];
+  int first = blockIdx.x * CHUNK, end = first + CHUNK < rows ? first + CHUNK : rows;
+  float sums[2][PACKS][OWN] = {};
+  for (int row = first + threadIdx.y; row < end; row += 8) {
+    const long long at = (long long)row * WIDTH + threadIdx.x * OWN;
+    float d[PACKS][OWN], v[PACKS][OWN], out[PACKS][OWN];
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      load_pack(d[i], dy + at + 32 * OWN * i), load_pack(v[i], x + at + 32 * OWN * i);
+      load_pack(out[i], dx + at + 32 * OWN * i);
+    }
+    float mean = stats[2 * (long long)row], rstd = stats[2 * (long long)row + 1], g_sum = 0.0f, gh_sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      float w[OWN];
+      load_pack(w, weight + threadIdx.x * OWN + 32 * OWN * i);
+#pragma unroll
+      for (int k = 0; k < OWN; k++) {
+        add_terms(sums[0][i][k], sums[1][i][k], d[i][k], v[i][k], mean, rstd);
+        g_sum += d[i][k] * w[k], gh_sum += d[i][k] * w[k] * ((v[i][k] - mean) * rstd);
+      }
+    }
+    g_sum = centred ? warp_sum(g_sum) / WIDTH : 0.0f, gh_sum = warp_sum(gh_sum) / WIDTH;
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      float w[OWN];
+      load_pack(w, weight + threadIdx.x * OWN + 32 * OWN * i);
+#pragma unroll
+      for (int k = 0; k < OWN; k++)
+        out[i][k] += (d[i][k] * w[k] - g_sum - (v[i][k] - mean) * rstd * gh_sum) * rstd;
+      store_pack(dx + at + 32 * OWN * i, out[i]);
     }
   }
-  sums[0][threadIdx.y][threadIdx.x] = dweight, sums[1][threadIdx.y][threadIdx.x] = dbias;
-  __syncthreads();
-  if (threadIdx.y < 2 && column < width) {
-    float sum = 0.0f;
-    for (int i = 0; i < 8; i++) sum += sums[threadIdx.y][i][threadIdx.x];
-    partial[((long long)blockIdx.y * 2 + threadIdx.y) * width + column] = sum;
+#pragma unroll
+  for (int s = 0; s < 2; s++) {
+    if (s > 0) __syncthreads();  // all have read the sums before
+#pragma unroll
+    for (int i = 0; i < PACKS; i++)
+#pragma unroll
+      for (int k = 0; k < OWN; k++) shared[threadIdx.y][(32 * i + threadIdx.x) * OWN + k] = sums[s][i][k];
+    __syncthreads();
+    for (int column = threadIdx.y * 32 + threadIdx.x; column < WIDTH; column += 256) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int y = 0; y < 8; y++) sum += shared[y][column];
+      partial[((long long)blockIdx.x * 2 + s) * WIDTH + column] = sum;
+    }
   }
 }
+
+#define NORM_BACKWARD(PACKS)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(256) norm_backward_##PACKS(                                       \
+      const elem* dy, const elem* x, const elem* weight, const float* stats, elem* dx, float* partial, int rows, \
+      int centred) {                                                                                             \
+    norm_backward_in_one<PACKS>(dy, x, weight, stats, dx, partial, rows, centred);                               \
+  }
+NORM_BACKWARD(1)
+NORM_BACKWARD(2)
+NORM_BACKWARD(3)
+NORM_BACKWARD(4)
