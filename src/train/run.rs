@@ -726,7 +726,6 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
-    /// Time of this start's kernels.
     /// The step just taken counts for the profile, unless it was the first of several on a device, which loads the kernels.
     fn count_profiled(&mut self, times: Times) {
         if !B::ON_HOST && self.step_ms.len() == 1 && self.progress.step < self.plan.config.run.steps {
@@ -737,6 +736,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
     }
 
+    /// Time of this start's kernels.
     fn profile(&self) -> Report {
         let (steps, times) = self.profiled;
         Report::new(&self.engine.backend.profile().take(), steps, times, self.plan.threads, !B::ON_HOST)
