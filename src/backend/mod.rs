@@ -6,13 +6,12 @@
 pub mod cpu;
 pub mod cuda;
 mod device_copies;
-mod kernels;
 mod library;
 mod memory;
+pub mod ops;
 mod profile;
 #[cfg(test)]
 mod suite;
-mod unfolded;
 mod work;
 
 use std::ops::Range;
@@ -23,11 +22,13 @@ use crate::error::Result;
 pub use device_copies::{
     CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, Pinned, Placed, Reach, Scratch, Slot, Span, Vendor,
 };
-pub use kernels::{
-    Activation, AdamW, Attention, Channels, Columns, Convolution, CrossEntropy, Deviation, Dropout, Elements,
-    Elementwise, Gemm, Kernels, Linear, LossWeights, Norm, Pairs, Regression, Rotary, Sgd, Window,
-};
 pub use memory::{Ledger, MemoryKind, readable};
+pub use ops::{
+    Activation, ActivationOps, AdamW, Attention, AttentionOps, ChannelOps, Channels, ClassifierOps, Columns,
+    ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, Deviation, Dropout, DropoutOps, Elements, Elementwise,
+    ElementwiseOps, EmbeddingOps, Gemm, Kernels, Linear, LinearOps, LossWeights, Norm, NormOps, OptimizerOps, Pairs,
+    PairsOps, Regression, RegressionOps, Rotary, RotaryOps, Sgd, SoftmaxOps, SwigluOps, Window, WindowOps,
+};
 pub use profile::{Launch, Profile, Tallies, Tally};
 pub use work::Work;
 

@@ -108,7 +108,7 @@ impl<S: Fn()> Drop for Launch<'_, S> {
 mod tests {
     use super::*;
     use crate::backend::cpu::Cpu;
-    use crate::backend::{Backend as _, Kernels as _};
+    use crate::backend::{Backend as _, ElementwiseOps as _};
 
     #[test]
     fn launches_are_counted_while_it_records() {

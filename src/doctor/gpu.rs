@@ -7,7 +7,7 @@ use super::Finding;
 use super::probe::Teller;
 use crate::backend::cuda::program::{self, Variant};
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices, libraries, nccl};
-use crate::backend::{Backend, Gemm, Kernels, MemoryKind};
+use crate::backend::{Backend, ElementwiseOps, Gemm, LinearOps, MemoryKind};
 use crate::error::{Error, Result};
 use crate::telemetry::bytes;
 

@@ -249,7 +249,7 @@ impl<'a> Checked<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::{Activation, Kernels, Linear, split, split_mut};
+    use crate::backend::{Activation, ActivationOps, ElementwiseOps, Linear, LinearOps, split, split_mut};
     use crate::layout::Tensor;
 
     /// The fault of a block.

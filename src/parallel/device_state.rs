@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::shard_owner::{Hyper, nowhere, state_names};
+use super::hyper::{Hyper, nowhere, state_names};
 use crate::backend::{Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::optim::{AVERAGE, Pair, Part, Rule};

@@ -5,6 +5,7 @@
 
 mod control_flags;
 mod device_state;
+mod hyper;
 mod lanes;
 mod memory_timeline;
 mod norms;
@@ -18,11 +19,12 @@ mod step_summary;
 mod tests;
 
 pub use control_flags::{AllFlags, ControlFlags};
+pub use hyper::{Hyper, state_names};
 pub use lanes::{Lanes, tree_sum};
 pub use memory_timeline::{MemoryTimeline, Moment, When};
 pub use offload::bytes as offloaded_bytes;
 pub use prefetch::{Visit, forward, step};
-pub use shard_owner::{Hyper, Updates, Values, state_names};
+pub use shard_owner::{Updates, Values};
 pub use sharded::{Groups, Owned, Reduced, ReducedStep, Sharded};
 
 use serde::{Deserialize, Serialize};

@@ -12,9 +12,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::device_state::{DeviceState, Recipe};
-use super::shard_owner::{Hyper, state_names};
+use super::hyper::{Hyper, state_names};
 use crate::backend::cpu::Cpu;
-use crate::backend::{ComputeOrderedCopies, Kernels, MemoryKind, Reach, Slot};
+use crate::backend::{ComputeOrderedCopies, ElementwiseOps, Kernels, MemoryKind, Reach, Slot};
 use crate::error::{Error, Result};
 use crate::optim::Pair;
 

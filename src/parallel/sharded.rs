@@ -13,11 +13,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::control_flags::{AllFlags, ControlFlags};
+use super::hyper::{Hyper, state_names};
 use super::lanes::{Lanes, Tree, tree_sum};
 use super::norms::{self, Norms};
 use super::offload::Host;
 use super::prefetch::{Prefetch, Visit};
-use super::shard_owner::{Hyper, ShardOwner, Updates, Values, state_names};
+use super::shard_owner::{ShardOwner, Updates, Values};
 use super::step_summary::StepSummary;
 use super::{Life, Residency};
 use crate::activity::{Doing, span};

@@ -7,19 +7,12 @@ use syn::visit::{self, Visit};
 use syn::{Attribute, ItemMod, ItemUse, UseTree, Visibility};
 
 /// Circles that stay: one of their files, how many they are, and the reason.
-const MEANT: [(&str, usize, &str); 8] = [
-    (
-        "backend/cuda/launch.rs",
-        6,
-        "a launch takes buffers and streams, buffers are copied by launches; to be taken apart",
-    ),
-    ("backend/unfolded.rs", 2, "default methods of the trait that it extends"),
+const MEANT: [(&str, usize, &str); 5] = [
     ("checkpoint/huggingface/architecture.rs", 3, "a registry and its entries"),
     ("comm/mpi/mod.rs", 5, "the folder's root checks return codes for its files"),
     ("doctor/mod.rs", 7, "the folder's root has the findings; probes list the checks, which ask probes"),
     ("nn/layers/op.rs", 14, "a registry and its entries, sequences among them"),
     ("nn/network.rs", 3, "networks by layers are one of the families, and may hold the others' parts"),
-    ("parallel/offload.rs", 3, "the two places of an owner's state, and the owner; to be taken apart"),
 ];
 
 /// A path of names, such as that of a module.

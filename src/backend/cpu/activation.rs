@@ -1,9 +1,11 @@
 //! Activation functions: one pass over memory each.
 
+use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::{exp, simd};
 use super::threads::Threads;
-use crate::backend::Activation;
+use crate::backend::{Activation, ActivationOps, Work};
+use crate::error::Result;
 
 /// √(2/π) and the cubic coefficient of GELU's tanh form.
 const GELU_SCALE: f32 = 0.797_884_6;
@@ -139,5 +141,19 @@ pub fn backward(threads: &Threads, f: Activation, x: &[f32], dy: &mut [f32]) {
                 y * (1.0 - y)
             },
         ),
+    }
+}
+
+impl ActivationOps for Cpu {
+    fn activation(&self, f: Activation, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::activation(f, x.len()));
+        forward(&self.threads, f, x, y);
+        Ok(())
+    }
+
+    fn activation_backward(&self, f: Activation, x: &[f32], dy: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::activation_backward(f, x.len()));
+        backward(&self.threads, f, x, dy);
+        Ok(())
     }
 }

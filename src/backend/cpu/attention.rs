@@ -8,10 +8,12 @@ use std::cell::RefCell;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 
+use super::Cpu;
 use super::math::{LANES, exp, max, simd, sum, sum2};
 use super::product::multiply;
 use super::threads::Threads;
-use crate::backend::Attention;
+use crate::backend::{Attention, AttentionOps, Work};
+use crate::error::Result;
 
 /// Queries in a block.
 const BLOCK: usize = 64;
@@ -187,5 +189,27 @@ fn softmax_rows(scores: &mut ArrayViewMut2<'_, f32>, first: usize, shape: Attent
             },
         );
         masked.fill(0.0);
+    }
+}
+
+impl AttentionOps for Cpu {
+    fn attention(&self, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::attention(shape));
+        forward(&self.threads, shape, qkv, y, lse);
+        Ok(())
+    }
+
+    fn attention_backward(
+        &self,
+        shape: Attention,
+        qkv: &[f32],
+        y: &[f32],
+        lse: &[f32],
+        dy: &[f32],
+        dqkv: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::attention_backward(shape));
+        backward(&self.threads, shape, qkv, y, lse, dy, dqkv);
+        Ok(())
     }
 }

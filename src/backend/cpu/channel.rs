@@ -1,8 +1,10 @@
 //! Statistics of channels and normalisation by them: the parts of batch and group normalisation.
 
+use super::Cpu;
 use super::math::simd;
 use super::threads::Threads;
-use crate::backend::Channels;
+use crate::backend::{ChannelOps, Channels, Work};
+use crate::error::Result;
 
 /// Places of one partial sum.
 const PLACES: usize = 256;
@@ -159,4 +161,47 @@ pub fn backward(
             },
         );
     });
+}
+
+impl ChannelOps for Cpu {
+    fn channel_moments(&self, shape: Channels, x: &[f32], moments: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::channel_sums("channels, sums", shape, 1));
+        self::moments(&self.threads, shape, x, moments);
+        Ok(())
+    }
+
+    fn channel_norm(
+        &self,
+        shape: Channels,
+        x: &[f32],
+        stats: &[f32],
+        weight: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::channel_norm("channels, norm", shape, 2));
+        normalise(&self.threads, shape, x, stats, weight, bias, y);
+        Ok(())
+    }
+
+    fn channel_norm_sums(&self, shape: Channels, x: &[f32], dy: &[f32], stats: &[f32], sums: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::channel_sums("channels, gradient's sums", shape, 2));
+        backward_sums(&self.threads, shape, x, dy, stats, sums);
+        Ok(())
+    }
+
+    fn channel_norm_backward(
+        &self,
+        shape: Channels,
+        x: &[f32],
+        dy: &[f32],
+        stats: &[f32],
+        weight: &[f32],
+        means: &[f32],
+        dx: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::channel_norm("channels, norm backward", shape, 3));
+        backward(&self.threads, shape, x, dy, stats, weight, means, dx);
+        Ok(())
+    }
 }

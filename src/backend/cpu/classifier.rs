@@ -3,7 +3,9 @@
 use super::elementwise::CHUNK;
 use super::math::{exp, max, replace_and_sum, simd, sum};
 use super::threads::Threads;
-use crate::backend::{CrossEntropy, LossWeights};
+use super::{Cpu, CpuInts};
+use crate::backend::{ClassifierOps, CrossEntropy, LossWeights, Work};
+use crate::error::Result;
 
 /// Elements of a row whose exponentials are taken while they are in a core's nearest cache, and most such blocks of a row.
 const BLOCK: usize = 1 << 11;
@@ -89,4 +91,25 @@ pub fn hits(threads: &Threads, classes: usize, k: usize, logits: &[f32], targets
             *hit = if larger < k { 1.0 } else { 0.0 };
         }
     });
+}
+
+impl ClassifierOps for Cpu {
+    fn cross_entropy(
+        &self,
+        shape: CrossEntropy,
+        logits: &mut [f32],
+        targets: &CpuInts,
+        weights: LossWeights<&[f32]>,
+        losses: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::cross_entropy(shape, weights.classes.len() + weights.rows.len()));
+        cross_entropy(&self.threads, shape, logits, targets, weights, losses);
+        Ok(())
+    }
+
+    fn hits(&self, classes: usize, k: usize, logits: &[f32], targets: &CpuInts, hits: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::hits(logits.len(), hits.len()));
+        self::hits(&self.threads, classes, k, logits, targets, hits);
+        Ok(())
+    }
 }

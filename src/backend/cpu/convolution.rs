@@ -6,12 +6,14 @@ use std::cell::RefCell;
 
 use ndarray::ArrayView2;
 
+use super::Cpu;
 use super::elementwise::{CHUNK, add_serial};
 use super::matrix::{add_rows, matrix, matrix_mut};
 use super::product::multiply;
 use super::threads::Threads;
 use super::window::{fold_rows, unfold_rows};
-use crate::backend::{Convolution, Window};
+use crate::backend::{Backend, Convolution, ConvolutionOps, MemoryKind, Window, Work, ops};
+use crate::error::Result;
 
 /// Elements of an unfolded tile: 128 KiB.
 const TILE: usize = 1 << 15;
@@ -133,4 +135,41 @@ pub fn backward_input(threads: &Threads, s: Convolution, dy: &[f32], weight: &[f
             }
         });
     });
+}
+
+impl ConvolutionOps for Cpu {
+    fn convolve(&self, shape: Convolution, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
+        if !suits(shape) {
+            return ops::convolution::forward(self, shape, x, weight, bias, y);
+        }
+        let _launch = self.launched(Work::convolve(shape, bias.len()));
+        forward(&self.threads, shape, x, weight, bias, y);
+        Ok(())
+    }
+
+    fn convolve_backward_weight(
+        &self,
+        shape: Convolution,
+        dy: &[f32],
+        x: &[f32],
+        dweight: &mut [f32],
+        dbias: &mut [f32],
+    ) -> Result<()> {
+        if !suits(shape) {
+            return ops::convolution::backward_weight(self, shape, dy, x, dweight, dbias);
+        }
+        let _launch = self.launched(Work::convolve_backward_weight(shape, dbias.len()));
+        let mut partial = self.alloc(MemoryKind::Activations, partial(shape))?;
+        backward_weight(&self.threads, shape, dy, x, partial.as_mut_slice(), dweight, dbias);
+        Ok(())
+    }
+
+    fn convolve_backward_input(&self, shape: Convolution, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
+        if !suits(shape) {
+            return ops::convolution::backward_input(self, shape, dy, weight, dx);
+        }
+        let _launch = self.launched(Work::convolve_backward_input(shape));
+        backward_input(&self.threads, shape, dy, weight, dx);
+        Ok(())
+    }
 }

@@ -1,9 +1,11 @@
 //! Dropout (Srivastava et al., 2014) with masks computed from a counter.
 
+use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::simd;
 use super::threads::Threads;
-use crate::backend::Dropout;
+use crate::backend::{Dropout, DropoutOps, Work};
+use crate::error::Result;
 use crate::random::Stream;
 
 /// Blocks of random words that are computed side by side.
@@ -56,4 +58,12 @@ pub fn dropout(threads: &Threads, mask: Dropout, x: &mut [f32]) {
             },
         );
     });
+}
+
+impl DropoutOps for Cpu {
+    fn dropout(&self, mask: Dropout, x: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::dropout(x.len()));
+        dropout(&self.threads, mask, x);
+        Ok(())
+    }
 }

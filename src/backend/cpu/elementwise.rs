@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
+use super::Cpu;
 use super::math::{simd, to_bf16};
 use super::threads::Threads;
-use crate::backend::Columns;
+use crate::backend::{ElementwiseOps, Work};
+use crate::error::Result;
 
 /// Elements of one task.
 pub const CHUNK: usize = 1 << 14;
@@ -35,17 +37,6 @@ pub fn narrow(threads: &Threads, x: &[f32], y: &mut [u16]) {
                 }
             },
         );
-    });
-}
-
-pub fn copy_columns(threads: &Threads, s: Columns, x: &[f32], y: &mut [f32]) {
-    let ([from, first], [to, at]) = (s.from, s.to);
-    assert_eq!((x.len(), y.len()), (s.rows * from, s.rows * to));
-    let rows = (CHUNK / to.max(1)).max(1);
-    threads.each(x.chunks(rows * from).zip(y.chunks_mut(rows * to)), |(x, y)| {
-        for (x, y) in x.chunks_exact(from).zip(y.chunks_exact_mut(to)) {
-            y[at..at + s.count].copy_from_slice(&x[first..first + s.count]);
-        }
     });
 }
 
@@ -102,6 +93,36 @@ pub fn squares(x: &[f32]) -> f64 {
         }
     }
     lanes.iter().sum::<f64>() + tail.iter().map(|&x| f64::from(x) * f64::from(x)).sum::<f64>()
+}
+
+impl ElementwiseOps for Cpu {
+    fn zero(&self, y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::zero(y.len()));
+        zero(&self.threads, y);
+        Ok(())
+    }
+
+    fn copy(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::copy(x.len()));
+        copy(&self.threads, x, y);
+        Ok(())
+    }
+
+    fn add(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::add(x.len()));
+        add(&self.threads, x, y);
+        Ok(())
+    }
+
+    fn sum(&self, x: &[f32]) -> Result<f64> {
+        let _launch = self.launched(Work::sum(x.len()));
+        Ok(x.iter().copied().map(f64::from).sum())
+    }
+
+    fn sum_squares(&self, x: &[f32]) -> Result<f64> {
+        let _launch = self.launched(Work::sum(x.len()));
+        Ok(sum_squares(&self.threads, x))
+    }
 }
 
 #[cfg(test)]

@@ -2,6 +2,9 @@
 
 use super::math::simd;
 use super::threads::Threads;
+use super::{Cpu, CpuInts};
+use crate::backend::{EmbeddingOps, Work};
+use crate::error::Result;
 
 /// Rows of one task.
 const ROWS: usize = 64;
@@ -63,4 +66,24 @@ fn add_rows_at(threads: &Threads, d: usize, dy: &[f32], table: &mut [f32], at: i
             },
         );
     });
+}
+
+impl EmbeddingOps for Cpu {
+    fn embedding(&self, tokens: &CpuInts, token_table: &[f32], position_table: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::embedding(y.len(), position_table.len()));
+        forward(&self.threads, tokens, token_table, position_table, y);
+        Ok(())
+    }
+
+    fn embedding_backward(
+        &self,
+        tokens: &CpuInts,
+        dy: &[f32],
+        dtoken_table: &mut [f32],
+        dposition_table: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::embedding_backward(dy.len(), dposition_table.len()));
+        backward(&self.threads, tokens, dy, dtoken_table, dposition_table);
+        Ok(())
+    }
 }

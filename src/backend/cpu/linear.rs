@@ -3,7 +3,9 @@
 use super::matrix::{left, matrix, matrix_mut, right};
 use super::product::{multiply_across, multiply_parallel};
 use super::threads::Threads;
-use crate::backend::{Gemm, Linear};
+use super::{Cpu, Products};
+use crate::backend::{Gemm, Linear, LinearOps, Work};
+use crate::error::Result;
 
 pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
     let c = matrix_mut(c, s.m, s.n);
@@ -29,17 +31,17 @@ pub fn spread(threads: &Threads, bias: &[f32], y: &mut [f32]) {
     });
 }
 
-/// The product of [`crate::backend::Kernels::linear`], after [`spread`].
+/// The product of [`crate::backend::LinearOps::linear`], after [`spread`].
 pub fn forward(s: Linear, bias: &[f32]) -> Gemm {
     Gemm { m: s.rows, n: s.outputs, k: s.inputs, ta: false, tb: true, acc: !bias.is_empty() }
 }
 
-/// The product of [`crate::backend::Kernels::linear_backward_input`].
+/// The product of [`crate::backend::LinearOps::linear_backward_input`].
 pub fn backward_input(s: Linear) -> Gemm {
     Gemm { m: s.rows, n: s.inputs, k: s.outputs, ta: false, tb: false, acc: false }
 }
 
-/// The product of [`crate::backend::Kernels::linear_backward_weight`].
+/// The product of [`crate::backend::LinearOps::linear_backward_weight`].
 pub fn weight_gradient(s: Linear, add: bool) -> Gemm {
     Gemm { m: s.outputs, n: s.inputs, k: s.rows, ta: true, tb: false, acc: add }
 }
@@ -56,4 +58,41 @@ pub fn backward_weight(
     assert_eq!(dy.len(), s.rows * s.outputs);
     let (x, dweight) = (matrix(x, s.rows, s.inputs), matrix_mut(dweight, s.outputs, s.inputs));
     multiply_across(threads, dy, s.outputs, x, dweight, add, dbias);
+}
+
+impl LinearOps for Cpu {
+    fn gemm(&self, shape: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::gemm(shape));
+        self.product(shape, a, b, c)
+    }
+
+    fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::linear(shape, bias.len()));
+        spread(&self.threads, bias, y);
+        self.weighed(forward(shape, bias), x, weight, y)
+    }
+
+    fn linear_backward_input(&self, shape: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_input(shape));
+        self.weighed(backward_input(shape), dy, weight, dx)
+    }
+
+    fn linear_backward_weight(
+        &self,
+        shape: Linear,
+        dy: &[f32],
+        x: &[f32],
+        dweight: &mut [f32],
+        dbias: &mut [f32],
+        add: bool,
+    ) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len(), add));
+        if self.products == Products::Own {
+            backward_weight(&self.threads, shape, dy, x, dweight, dbias, add);
+            return Ok(());
+        }
+        self.product(weight_gradient(shape, add), dy, x, dweight)?;
+        super::matrix::add_rows(&self.threads, dy, shape.outputs, dbias);
+        Ok(())
+    }
 }

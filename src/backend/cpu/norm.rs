@@ -1,8 +1,10 @@
 //! Layer normalisation, and RMS normalisation: the same with a mean of zero.
 
+use super::Cpu;
 use super::math::{LANES, simd, sum};
 use super::threads::Threads;
-use crate::backend::Norm;
+use crate::backend::{Norm, NormOps, Work};
+use crate::error::Result;
 
 /// Rows of one task.
 const ROWS: usize = 32;
@@ -190,4 +192,51 @@ fn weighted_sums(dy: &[f32], weight: &[f32], x: &[f32], mean: f32) -> (f32, f32)
         add(i, dy, w, x);
     }
     (sum(&g_sum, |x| x), sum(&gx_sum, |x| x))
+}
+
+impl NormOps for Cpu {
+    fn norm(
+        &self,
+        shape: Norm,
+        x: &[f32],
+        weight: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+        stats: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::norm(shape, bias.len()));
+        forward(&self.threads, shape, x, weight, bias, y, stats);
+        Ok(())
+    }
+
+    fn add_norm(
+        &self,
+        shape: Norm,
+        x: &[f32],
+        stream: &mut [f32],
+        weight: &[f32],
+        bias: &[f32],
+        y: &mut [f32],
+        stats: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::add_norm(shape, bias.len()));
+        add_forward(&self.threads, shape, x, stream, weight, bias, y, stats);
+        Ok(())
+    }
+
+    fn norm_backward(
+        &self,
+        shape: Norm,
+        dy: &[f32],
+        x: &[f32],
+        weight: &[f32],
+        stats: &[f32],
+        dx: &mut [f32],
+        dweight: &mut [f32],
+        dbias: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::norm_backward(shape, dbias.len()));
+        backward(&self.threads, shape, dy, x, weight, stats, dx, dweight, dbias);
+        Ok(())
+    }
 }

@@ -1,9 +1,11 @@
 //! Fused optimizer updates: one pass over a contiguous range.
 
+use super::Cpu;
 use super::elementwise::{CHUNK, SQUARES_CHUNK, squares, sum_chunks};
 use super::math::simd;
 use super::threads::Threads;
-use crate::backend::{AdamW, Elements, Elementwise, Sgd};
+use crate::backend::{AdamW, Elements, Elementwise, OptimizerOps, Sgd, Work};
+use crate::error::Result;
 
 pub fn adamw(threads: &Threads, u: AdamW, grad: &[f32], m: &mut [f32], v: &mut [f32], p: &mut [f32]) {
     assert!(grad.len() == m.len() && m.len() == v.len() && v.len() == p.len());
@@ -191,5 +193,56 @@ pub fn elements(threads: &Threads, u: Elements, grad: &[f32], first: &mut [f32],
                 *m += (1.0 - beta2) * (g - *m);
             },
         ),
+    }
+}
+
+impl OptimizerOps for Cpu {
+    fn adamw(
+        &self,
+        update: AdamW,
+        grad: &[f32],
+        m: &mut [f32],
+        v: &mut [f32],
+        p: &mut [f32],
+        copy: Option<&mut [f32]>,
+    ) -> Result<()> {
+        let _launch = self.launched(Work::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        adamw(&self.threads, update, grad, m, v, p);
+        self.copied(p, copy);
+        Ok(())
+    }
+
+    fn adamw_step_squares(&self, update: AdamW, grad: &[f32], m: &[f32], v: &[f32], p: &[f32]) -> Result<f64> {
+        let _launch = self.launched(Work::adamw_step_squares(grad.len()));
+        Ok(adamw_step_squares(&self.threads, update, grad, m, v, p))
+    }
+
+    fn sgd(&self, update: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
+        let _launch = self.launched(Work::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        sgd(&self.threads, update, grad, m, p);
+        self.copied(p, copy);
+        Ok(())
+    }
+
+    fn approach(&self, rate: f32, x: &[f32], y: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
+        let _launch = self.launched(Work::approach(x.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        approach(&self.threads, rate, x, y);
+        self.copied(y, copy);
+        Ok(())
+    }
+
+    fn elements(
+        &self,
+        update: Elements,
+        grad: &[f32],
+        first: &mut [f32],
+        second: &mut [f32],
+        p: &mut [f32],
+        copy: Option<&mut [f32]>,
+    ) -> Result<()> {
+        let _launch = self.launched(Work::elements(update, grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
+        elements(&self.threads, update, grad, first, second, p);
+        self.copied(p, copy);
+        Ok(())
     }
 }

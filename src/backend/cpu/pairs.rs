@@ -1,9 +1,11 @@
 //! Products of a sample's rows in pairs.
 
+use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::{simd, sum2};
 use super::threads::Threads;
-use crate::backend::Pairs;
+use crate::backend::{Pairs, PairsOps, Work};
+use crate::error::Result;
 
 /// Samples of one task.
 fn of_task(s: Pairs) -> usize {
@@ -66,4 +68,18 @@ pub fn backward(threads: &Threads, s: Pairs, x: &[f32], dy: &[f32], dx: &mut [f3
             },
         );
     });
+}
+
+impl PairsOps for Cpu {
+    fn pair_products(&self, shape: Pairs, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pair_products(shape));
+        forward(&self.threads, shape, x, y);
+        Ok(())
+    }
+
+    fn pair_products_backward(&self, shape: Pairs, x: &[f32], dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pair_products_backward(shape));
+        backward(&self.threads, shape, x, dy, dx);
+        Ok(())
+    }
 }

@@ -1,9 +1,11 @@
 //! Losses of predictions that are numbers, fused with their gradients.
 
+use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::exp;
 use super::threads::Threads;
-use crate::backend::{Deviation, Regression};
+use crate::backend::{Deviation, Regression, RegressionOps, Work};
+use crate::error::Result;
 
 /// The deviation of one element and its slope.
 fn deviation(by: Deviation, p: f32, t: f32) -> (f32, f32) {
@@ -52,4 +54,19 @@ pub fn regression(
             *loss = total / s.width as f32 * weight;
         }
     });
+}
+
+impl RegressionOps for Cpu {
+    fn regression(
+        &self,
+        shape: Regression,
+        predictions: &mut [f32],
+        targets: &[f32],
+        weights: &[f32],
+        losses: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::regression(shape, weights.len()));
+        regression(&self.threads, shape, predictions, targets, weights, losses);
+        Ok(())
+    }
 }

@@ -1,8 +1,10 @@
 //! Rotary positions (Su et al., 2021).
 
+use super::Cpu;
 use super::math::simd;
 use super::threads::Threads;
-use crate::backend::Rotary;
+use crate::backend::{Rotary, RotaryOps, Work};
+use crate::error::Result;
 
 /// Rows of one task.
 const ROWS: usize = 16;
@@ -28,4 +30,12 @@ pub fn rotary(threads: &Threads, s: Rotary, table: &[f32], x: &mut [f32]) {
             },
         );
     });
+}
+
+impl RotaryOps for Cpu {
+    fn rotary(&self, shape: Rotary, table: &[f32], x: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::rotary(shape.batch * shape.time * shape.heads * shape.head_width));
+        rotary(&self.threads, shape, table, x);
+        Ok(())
+    }
 }

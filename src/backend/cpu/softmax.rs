@@ -1,8 +1,11 @@
 //! Softmax of rows.
 
+use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::{exp, max, simd, sum, sum2};
 use super::threads::Threads;
+use crate::backend::{SoftmaxOps, Work};
+use crate::error::Result;
 
 /// Elements of one task: whole rows.
 fn part(width: usize) -> usize {
@@ -44,4 +47,18 @@ pub fn backward(threads: &Threads, width: usize, y: &[f32], dy: &mut [f32]) {
             },
         );
     });
+}
+
+impl SoftmaxOps for Cpu {
+    fn softmax(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::softmax(x.len()));
+        forward(&self.threads, width, x, y);
+        Ok(())
+    }
+
+    fn softmax_backward(&self, width: usize, y: &[f32], dy: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::softmax_backward(y.len()));
+        backward(&self.threads, width, y, dy);
+        Ok(())
+    }
 }

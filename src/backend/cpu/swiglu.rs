@@ -1,8 +1,11 @@
 //! SwiGLU (Shazeer, 2020): rows of gates and ups side by side.
 
+use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::{exp, simd};
 use super::threads::Threads;
+use crate::backend::{SwigluOps, Work};
+use crate::error::Result;
 
 #[inline(always)]
 fn sigmoid(x: f32) -> f32 {
@@ -51,4 +54,18 @@ pub fn backward(threads: &Threads, width: usize, x: &mut [f32], dy: &[f32]) {
             },
         );
     });
+}
+
+impl SwigluOps for Cpu {
+    fn swiglu(&self, width: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::swiglu(y.len()));
+        forward(&self.threads, width, x, y);
+        Ok(())
+    }
+
+    fn swiglu_backward(&self, width: usize, x: &mut [f32], dy: &[f32]) -> Result<()> {
+        let _launch = self.launched(Work::swiglu_backward(dy.len()));
+        backward(&self.threads, width, x, dy);
+        Ok(())
+    }
 }

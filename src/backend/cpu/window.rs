@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
+use super::Cpu;
 use super::math::{LANES, simd};
 use super::threads::Threads;
-use crate::backend::Window;
+use crate::backend::{Window, WindowOps, Work};
+use crate::error::Result;
 
 /// The elements that a window sees along one axis at a place: their range in the window, and the first one's index in
 /// the image.
@@ -351,4 +353,42 @@ pub fn average_pool_backward(threads: &Threads, w: Window, dy: &[f32], dx: &mut 
             },
         );
     });
+}
+
+impl WindowOps for Cpu {
+    fn unfold(&self, window: Window, first: usize, channels: usize, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::unfold(window, channels));
+        unfold(&self.threads, window, first, channels, x, y);
+        Ok(())
+    }
+
+    fn fold(&self, window: Window, first: usize, channels: usize, dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::fold(window, channels));
+        fold(&self.threads, window, first, channels, dy, dx);
+        Ok(())
+    }
+
+    fn max_pool(&self, window: Window, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pool("max pool", window));
+        max_pool(&self.threads, window, x, y);
+        Ok(())
+    }
+
+    fn max_pool_backward(&self, window: Window, x: &[f32], dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::max_pool_backward(window));
+        max_pool_backward(&self.threads, window, x, dy, dx);
+        Ok(())
+    }
+
+    fn average_pool(&self, window: Window, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pool("average pool", window));
+        average_pool(&self.threads, window, x, y);
+        Ok(())
+    }
+
+    fn average_pool_backward(&self, window: Window, dy: &[f32], dx: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::pool("average pool, backward", window));
+        average_pool_backward(&self.threads, window, dy, dx);
+        Ok(())
+    }
 }

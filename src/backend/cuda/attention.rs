@@ -1,10 +1,11 @@
 //! Attention: launches of `attention.cu` and `attention_backward.cu`, whose comments hold the formulas used here.
 
 use super::Cuda;
-use super::launch::{Arg, Grid};
+use super::grid::Grid;
+use super::launch::Arg;
 use super::memory::{Element, View, ViewMut};
 use super::program::Variant;
-use crate::backend::{Attention, Backend, MemoryKind};
+use crate::backend::{Attention, AttentionOps, Backend, MemoryKind, Work};
 use crate::error::{Error, Result};
 
 /// Widest head that the kernels are made for.
@@ -97,6 +98,26 @@ impl Cuda {
         let args = [&[qkv.into(), dy.into(), lse.into(), delta.into(), dqkv.into()], &sizes(shape)[..]].concat();
         self.launch_variant(variant, "attention_backward_kv", grid(shape, shape.kv_heads, cuts.backward_kv), &args)?;
         self.launch_variant(variant, "attention_backward_q", grid(shape, shape.heads, cuts.backward_q), &args)
+    }
+}
+
+impl AttentionOps for Cuda {
+    fn attention(&self, shape: Attention, qkv: View<'_>, y: ViewMut<'_>, lse: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::attention(shape));
+        self.attend(shape, qkv, &y, &lse)
+    }
+
+    fn attention_backward(
+        &self,
+        shape: Attention,
+        qkv: View<'_>,
+        y: View<'_>,
+        lse: View<'_>,
+        dy: View<'_>,
+        dqkv: ViewMut<'_>,
+    ) -> Result<()> {
+        let _launch = self.launched(Work::attention_backward(shape));
+        self.attend_backward(shape, qkv, y, lse, dy, &dqkv)
     }
 }
 

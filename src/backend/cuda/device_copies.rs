@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaEvent, CudaStream, result, sys};
 
-use super::launch::Grid;
+use super::event::passed;
+use super::grid::Grid;
 use super::libraries::check;
 use super::nccl::{self, NcclComm};
 use super::pinned;
@@ -65,13 +66,6 @@ impl Event for Mark {
     fn wait(&self) -> Result<()> {
         check("finish its work", self.0.synchronize())
     }
-}
-
-/// Whether an event is over. It may be the first call of the thread into the driver: unlike cudarc's other calls, its
-/// query chooses no context.
-pub(super) fn passed(event: &CudaEvent) -> Result<bool> {
-    check("be chosen", event.context().bind_to_thread())?;
-    check("tell how far it is", event.try_is_complete())
 }
 
 fn mark(stream: &CudaStream) -> Result<Box<dyn Event>> {

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::{Mutex, PoisonError};
 
-use super::launch::Grid;
+use super::grid::Grid;
 use crate::backend::{Gemm, MemoryKind, readable};
 
 /// A kind that is logged once.

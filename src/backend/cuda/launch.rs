@@ -4,17 +4,12 @@ use std::ffi::c_void;
 
 use cudarc::driver::result::launch_kernel;
 
+use super::grid::Grid;
 use super::libraries::check;
 use super::memory::{Element, View, ViewMut};
 use super::program::Variant;
 use super::{Cuda, CudaInts};
 use crate::error::Result;
-
-/// Threads of a block where the kernel leaves it open.
-const THREADS: u32 = 256;
-
-/// Blocks of a grid where the kernel leaves it open, at most: enough to fill any device several times.
-const MOST_BLOCKS: usize = 4096;
 
 /// An argument of a kernel.
 #[derive(Clone, Copy)]
@@ -64,31 +59,10 @@ impl From<f32> for Arg {
     }
 }
 
-/// Blocks, threads of a block, and bytes of shared memory that a block gets besides those that the kernel declares.
-#[derive(Debug, Clone, Copy)]
-pub struct Grid {
-    /// Blocks.
-    pub blocks: (u32, u32, u32),
-    /// Threads of a block.
-    pub threads: (u32, u32, u32),
-    /// Bytes.
-    pub shared: u32,
-}
-
-impl Grid {
-    /// A grid of blocks in a row.
-    pub fn new(blocks: usize, threads: u32) -> Self {
-        Self::plane(blocks, 1, (threads, 1, 1))
-    }
-
-    /// A grid of blocks in rows.
-    pub fn plane(x: usize, y: usize, threads: (u32, u32, u32)) -> Self {
-        Self { blocks: (x as u32, y as u32, 1), threads, shared: 0 }
-    }
-
-    /// For kernels that walk over `items` in strides of the grid.
-    pub fn over(items: usize) -> Self {
-        Self::new(items.div_ceil(THREADS as usize).clamp(1, MOST_BLOCKS), THREADS)
+impl Arg {
+    /// A size that a kernel counts in `long long`.
+    pub fn long(size: usize) -> Self {
+        Self::Long(size as i64)
     }
 }
 

@@ -3,21 +3,40 @@
 //! Building needs no CUDA; [`libraries`] detects a machine without the libraries. One stream computes, another
 //! takes batches in; nothing within a step waits for the whole device.
 
+mod activation;
 mod attention;
+mod channel;
+mod classifier;
+mod columns;
+mod convolution;
 mod device;
 mod device_copies;
+mod dropout;
+mod elementwise;
+mod embedding;
+mod event;
+mod grid;
 mod ints;
 mod journal;
 mod launch;
 pub mod libraries;
+mod linear;
 mod matmul;
 mod memory;
 pub mod nccl;
-mod ops;
+mod norm;
+mod optimizer;
+mod pairs;
 mod pinned;
 mod pool;
 pub mod program;
+mod regression;
+mod rotary;
 mod scalar;
+mod softmax;
+mod sums;
+mod swiglu;
+mod window;
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 
-use super::device_copies::passed;
+use super::event::passed;
 use super::libraries::check;
 use crate::backend::library::{self, functions};
 use crate::backend::{CommId, DeviceComm, Event, Span, Vendor};

@@ -211,7 +211,7 @@ impl Op for ChannelNorm {
 }
 
 impl ChannelNorm {
-    /// The means that come off the gradient ([`Kernels::channel_norm_backward`]), of every group of every sample, over all
+    /// The means that come off the gradient ([`ChannelOps::channel_norm_backward`]), of every group of every sample, over all
     /// that share statistics.
     fn means<B: Backend>(
         &self,

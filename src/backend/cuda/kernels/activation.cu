@@ -82,13 +82,12 @@ __device__ __forceinline__ void scale(const elem* x, elem* dy, long long n) {
       [&](long long i) { dy[i] = from_float<elem>(to_float(dy[i]) * F::slope(to_float(x[i]))); });
 }
 
-extern "C" __global__ void relu(const elem* x, elem* y, long long n) { map<Relu>(x, y, n); }
-extern "C" __global__ void relu_backward(const elem* x, elem* dy, long long n) { scale<Relu>(x, dy, n); }
-extern "C" __global__ void gelu(const elem* x, elem* y, long long n) { map<Gelu>(x, y, n); }
-extern "C" __global__ void gelu_backward(const elem* x, elem* dy, long long n) { scale<Gelu>(x, dy, n); }
-extern "C" __global__ void silu(const elem* x, elem* y, long long n) { map<Silu>(x, y, n); }
-extern "C" __global__ void silu_backward(const elem* x, elem* dy, long long n) { scale<Silu>(x, dy, n); }
-extern "C" __global__ void hyperbolic(const elem* x, elem* y, long long n) { map<Tanh>(x, y, n); }
-extern "C" __global__ void hyperbolic_backward(const elem* x, elem* dy, long long n) { scale<Tanh>(x, dy, n); }
-extern "C" __global__ void sigmoid(const elem* x, elem* y, long long n) { map<Sigmoid>(x, y, n); }
-extern "C" __global__ void sigmoid_backward(const elem* x, elem* dy, long long n) { scale<Sigmoid>(x, dy, n); }
+// The kernels map_NAME and scale_NAME, as `Names` of ops/activation.rs has them.
+#define ACTIVATION(NAME, F)                                                                            \
+  extern "C" __global__ void map_##NAME(const elem* x, elem* y, long long n) { map<F>(x, y, n); }      \
+  extern "C" __global__ void scale_##NAME(const elem* x, elem* dy, long long n) { scale<F>(x, dy, n); }
+ACTIVATION(relu, Relu)
+ACTIVATION(gelu, Gelu)
+ACTIVATION(silu, Silu)
+ACTIVATION(tanh, Tanh)
+ACTIVATION(sigmoid, Sigmoid)

@@ -1,0 +1,6 @@
+//! Convolution.
+
+use super::Cuda;
+use crate::backend::ConvolutionOps;
+
+impl ConvolutionOps for Cuda {}

@@ -1,0 +1,86 @@
+//! Fills, copies, sums.
+
+use crate::backend::{Backend, Work};
+use crate::error::Result;
+
+/// Fills, copies, sums.
+///
+/// [`Kernels`](super::Kernels) says what holds for all.
+pub trait ElementwiseOps: Backend {
+    /// `y = 0`.
+    fn zero(&self, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `y = x`.
+    fn copy(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `y += x`.
+    fn add(&self, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// `Σ x` in f64, in a fixed order.
+    fn sum(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
+    /// `Σ x²` in f64, summed in fixed chunks.
+    fn sum_squares(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
+}
+
+impl Work {
+    /// A fill with zeros.
+    pub fn zero(len: usize) -> Self {
+        Self::moves("zero", len).on([len])
+    }
+
+    /// A copy.
+    pub fn copy(len: usize) -> Self {
+        Self::moves("copy", 2 * len).on([len])
+    }
+
+    /// A sum in place.
+    pub fn add(len: usize) -> Self {
+        Self::moves("add", 3 * len).on([len])
+    }
+
+    /// A sum of f32, or of their squares.
+    pub fn sum(len: usize) -> Self {
+        Self::moves("sum", 0).on([len]).exactly(len)
+    }
+}
+
+/// Every kernel against f64 arithmetic, on any device.
+#[cfg(test)]
+pub(in crate::backend) mod suite {
+    use crate::backend::suite::{Results, close, down, random, up, up_f32, wide};
+    use crate::backend::{Kernels, MemoryKind};
+
+    pub fn elementwise<B: Kernels>(b: &B) -> Results {
+        let mut results = Vec::new();
+        for len in [0, 1, 31, 33, 1023, 40_001] {
+            let (x, y) = (random(b, 1, len), random(b, 2, len));
+            let (xb, mut yb) = (up(b, &x), up(b, &y));
+            b.add(B::all(&xb), B::all_mut(&mut yb)).unwrap();
+            let sums: Vec<f64> = x.iter().zip(&y).map(|(x, y)| f64::from(*x) + f64::from(*y)).collect();
+            close(b, &yb, &sums, "add");
+            b.copy(B::all(&xb), B::all_mut(&mut yb)).unwrap();
+            assert_eq!(down(b, &yb), x);
+            // Between types: values that a window can hold are copied exactly.
+            let mut copy = up_f32(b, &y);
+            b.copy(B::all(&xb), B::all_mut(&mut copy)).unwrap();
+            assert_eq!(down(b, &copy), x);
+            b.copy(B::all(&copy), B::all_mut(&mut yb)).unwrap();
+            assert_eq!(down(b, &yb), x);
+            let mut sum = up_f32(b, &y);
+            b.add(B::all(&copy), B::all_mut(&mut sum)).unwrap();
+            close(b, &sum, &sums, "add in f32");
+
+            let squares: f64 = wide(&x).iter().map(|x| x * x).sum();
+            let exact = b.upload_f32(MemoryKind::Activations, &x).unwrap();
+            let got = b.read(b.sum_squares(B::all(&exact)).unwrap()).unwrap();
+            assert!((got - squares).abs() <= 1e-12 * squares, "{got} is not {squares}");
+            results.push(vec![got as f32]);
+            let total: f64 = wide(&x).iter().sum();
+            let got = b.read(b.sum(B::all(&exact)).unwrap()).unwrap();
+            assert!((got - total).abs() <= 1e-12 * squares.max(1.0), "{got} is not {total}");
+            results.push(vec![got as f32]);
+
+            let mut dy = up(b, &y);
+            b.zero(B::all_mut(&mut dy)).unwrap();
+            assert!(down(b, &dy).iter().all(|&x| x == 0.0));
+        }
+        results
+    }
+}

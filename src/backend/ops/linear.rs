@@ -1,0 +1,258 @@
+//! Products of matrices, and affine maps of rows.
+
+use crate::backend::work::flops;
+use crate::backend::{Activation, ActivationOps, Work};
+use crate::error::Result;
+
+/// A matrix product `c = op(a)·op(b) (+ c)`, row-major.
+#[derive(Debug, Clone, Copy)]
+pub struct Gemm {
+    /// Rows of `c`.
+    pub m: usize,
+    /// Columns of `c`.
+    pub n: usize,
+    /// The summed dimension.
+    pub k: usize,
+    /// `a` is stored k×m instead of m×k.
+    pub ta: bool,
+    /// `b` is stored n×k instead of k×n.
+    pub tb: bool,
+    /// Add to `c` instead of overwriting it.
+    pub acc: bool,
+}
+
+/// An affine map of every row: `y = x·Wᵀ + bias`, W stored outputs×inputs.
+#[derive(Debug, Clone, Copy)]
+pub struct Linear {
+    /// Rows of `x` and `y`.
+    pub rows: usize,
+    /// Columns of `x`.
+    pub inputs: usize,
+    /// Columns of `y`.
+    pub outputs: usize,
+}
+
+/// Products of matrices, and affine maps of rows.
+///
+/// [`Kernels`](super::Kernels) says what holds for all.
+pub trait LinearOps: ActivationOps {
+    /// The matrix product described by `shape`.
+    fn gemm(&self, shape: Gemm, a: Self::View<'_>, b: Self::View<'_>, c: Self::ViewMut<'_>) -> Result<()>;
+    /// `y = x·Wᵀ + bias`; overwrites.
+    fn linear(
+        &self,
+        shape: Linear,
+        x: Self::View<'_>,
+        weight: Self::View<'_>,
+        bias: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// `dx = dy·W`; overwrites.
+    fn linear_backward_input(
+        &self,
+        shape: Linear,
+        dy: Self::View<'_>,
+        weight: Self::View<'_>,
+        dx: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// A linear map and its GELU: `h = x·Wᵀ + bias`, `y = gelu(h)`; overwrites both.
+    fn linear_gelu(
+        &self,
+        shape: Linear,
+        x: Self::View<'_>,
+        weight: Self::View<'_>,
+        bias: Self::View<'_>,
+        mut h: Self::ViewMut<'_>,
+        y: Self::ViewMut<'_>,
+    ) -> Result<()> {
+        self.linear(shape, x, weight, bias, Self::reborrow(&mut h))?;
+        self.activation(Activation::Gelu, Self::shared(&h), y)
+    }
+    /// Back through a linear map and the GELU before it: `dh = (dy·W)·gelu'(h)`; overwrites.
+    fn linear_gelu_backward_input(
+        &self,
+        shape: Linear,
+        dy: Self::View<'_>,
+        weight: Self::View<'_>,
+        h: Self::View<'_>,
+        mut dh: Self::ViewMut<'_>,
+    ) -> Result<()> {
+        self.linear_backward_input(shape, dy, weight, Self::reborrow(&mut dh))?;
+        self.activation_backward(Activation::Gelu, h, dh)
+    }
+    /// `dW = dyᵀ·x`, or `dW += dyᵀ·x` with `add`; `dbias += Σ_rows dy`.
+    fn linear_backward_weight(
+        &self,
+        shape: Linear,
+        dy: Self::View<'_>,
+        x: Self::View<'_>,
+        dweight: Self::ViewMut<'_>,
+        dbias: Self::ViewMut<'_>,
+        add: bool,
+    ) -> Result<()>;
+}
+
+impl Work {
+    /// A product of matrices.
+    pub fn gemm(s: Gemm) -> Self {
+        let c = s.m * s.n;
+        let product = Self::moves("product", s.m * s.k + s.k * s.n + if s.acc { 0 } else { c }).on([s.m, s.k, s.n]);
+        product.exactly(if s.acc { 2 * c } else { 0 }).computes(flops(s.m, s.n, s.k))
+    }
+
+    /// An affine map, with a bias or without.
+    pub fn linear(s: Linear, bias: usize) -> Self {
+        let moved = s.rows * s.inputs + s.inputs * s.outputs + bias + s.rows * s.outputs;
+        Self::moves("linear", moved).on([s.rows, s.inputs, s.outputs]).computes(flops(s.rows, s.inputs, s.outputs))
+    }
+
+    /// An affine map and its GELU, of which both are written.
+    pub fn linear_gelu(s: Linear, bias: usize) -> Self {
+        let linear = Self::linear(s, bias);
+        Self { kernel: "linear and gelu", elements: linear.elements + (s.rows * s.outputs) as f64, ..linear }
+    }
+
+    /// The gradient of an affine map's input.
+    pub fn linear_backward_input(s: Linear) -> Self {
+        Self { kernel: "linear, input's gradient", ..Self::linear(s, 0) }
+    }
+
+    /// The same, back through the GELU before the map.
+    pub fn linear_gelu_backward_input(s: Linear) -> Self {
+        let linear = Self::linear(s, 0);
+        Self {
+            kernel: "linear and gelu, input's gradient",
+            elements: linear.elements + (s.rows * s.inputs) as f64,
+            ..linear
+        }
+    }
+
+    /// The gradients of an affine map's weight and bias.
+    pub fn linear_backward_weight(s: Linear, bias: usize, add: bool) -> Self {
+        let moved = s.rows * s.inputs + s.rows * s.outputs;
+        let kernel = Self::moves("linear, weight's gradient", moved).on([s.rows, s.inputs, s.outputs]);
+        let touched = (1 + usize::from(add)) * s.inputs * s.outputs + 2 * bias;
+        kernel.exactly(touched).computes(flops(s.rows, s.inputs, s.outputs))
+    }
+}
+
+/// Every kernel against f64 arithmetic, on any device.
+#[cfg(test)]
+pub(in crate::backend) mod suite {
+    use super::*;
+    use crate::backend::Kernels;
+    use crate::backend::suite::{Results, TF32_BITS, close, down, product, random, random_tf32, up, up_f32, wide};
+
+    /// Products of the values that `random` gives.
+    pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
+        let mut results = Vec::new();
+        for (m, n, k) in
+            [(1, 1, 1), (1, 33, 7), (31, 1, 33), (33, 31, 65), (130, 257, 100), (500, 130, 71), (2, 700, 1100)]
+        {
+            let (a, bm, c) = (random(b, 3, m * k), random(b, 4, k * n), random(b, 5, m * n));
+            for (ta, tb, acc) in [(false, false, false), (true, false, true), (false, true, true), (true, true, false)]
+            {
+                let at = |i: usize, l: usize| f64::from(if ta { a[l * m + i] } else { a[i * k + l] });
+                let bt = |l: usize, j: usize| f64::from(if tb { bm[j * k + l] } else { bm[l * n + j] });
+                let mut want = product(m, n, k, at, bt);
+                if acc {
+                    want.iter_mut().zip(&c).for_each(|(w, c)| *w += f64::from(*c));
+                }
+                let (ab, bb, mut cb) = (up(b, &a), up(b, &bm), up(b, &c));
+                b.gemm(Gemm { m, n, k, ta, tb, acc }, B::all(&ab), B::all(&bb), B::all_mut(&mut cb)).unwrap();
+                close(b, &cb, &want, &format!("gemm {m}×{n}×{k} {ta} {tb} {acc}"));
+                results.push(down(b, &cb));
+            }
+        }
+        for (rows, inputs, outputs) in [(1, 1, 1), (33, 31, 65), (70, 96, 33), (33, 64, 96), (1100, 32, 300)] {
+            let shape = Linear { rows, inputs, outputs };
+            let (x, w, bias) = (random(b, 6, rows * inputs), random(b, 7, outputs * inputs), random(b, 8, outputs));
+            let dy = random(b, 9, rows * outputs);
+            let (xb, wb, dyb) = (up(b, &x), up(b, &w), up(b, &dy));
+            let at = |v: &[f32], i: usize| f64::from(v[i]);
+            for bias in [&bias[..], &[]] {
+                let mut y = up(b, &random(b, 10, rows * outputs));
+                let bb = up(b, bias);
+                b.linear(shape, B::all(&xb), B::all(&wb), B::all(&bb), B::all_mut(&mut y)).unwrap();
+                let sums = product(rows, outputs, inputs, |r, i| at(&x, r * inputs + i), |i, o| at(&w, o * inputs + i));
+                let want: Vec<f64> = sums
+                    .iter()
+                    .enumerate()
+                    .map(|(i, p)| p + bias.get(i % outputs).map_or(0.0, |&b| f64::from(b)))
+                    .collect();
+                close(b, &y, &want, "linear");
+
+                let (dw0, db0) = (random(b, 11, outputs * inputs), random(b, 12, bias.len()));
+                let (mut dw, mut db) = (up_f32(b, &dw0), up_f32(b, &db0));
+                let (dw_view, db_view) = (B::all_mut(&mut dw), B::all_mut(&mut db));
+                b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, true).unwrap();
+                let sum =
+                    product(outputs, inputs, rows, |o, r| at(&dy, r * outputs + o), |r, i| at(&x, r * inputs + i));
+                let want: Vec<f64> = sum.iter().zip(&dw0).map(|(s, d)| s + f64::from(*d)).collect();
+                close(b, &dw, &want, "linear dW");
+                let column = |o: usize| (0..rows).map(|r| at(&dy, r * outputs + o)).sum::<f64>();
+                let want: Vec<f64> = db0.iter().enumerate().map(|(o, d)| column(o) + f64::from(*d)).collect();
+                close(b, &db, &want, "linear dbias");
+                // The weight's gradient is overwritten, even NaN; the bias's is still added to.
+                let (mut dw, mut db) = (up_f32(b, &vec![f32::NAN; outputs * inputs]), up_f32(b, &db0));
+                let (dw_view, db_view) = (B::all_mut(&mut dw), B::all_mut(&mut db));
+                b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, false).unwrap();
+                close(b, &dw, &sum, "linear dW, overwritten");
+                close(b, &db, &want, "linear dbias, added to");
+                results.extend([down(b, &y), down(b, &dw), down(b, &db)]);
+            }
+            // Fused with GELU as one after the other.
+            let none = up(b, &[]);
+            let [mut h, mut y] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * outputs]));
+            b.linear_gelu(shape, B::all(&xb), B::all(&wb), B::all(&none), B::all_mut(&mut h), B::all_mut(&mut y))
+                .unwrap();
+            let mut apart = up(b, &vec![0.0; rows * outputs]);
+            b.linear(shape, B::all(&xb), B::all(&wb), B::all(&none), B::all_mut(&mut apart)).unwrap();
+            close(b, &h, &wide(&down(b, &apart)), "linear, of linear and gelu");
+            b.activation(Activation::Gelu, B::all(&h), B::all_mut(&mut apart)).unwrap();
+            close(b, &y, &wide(&down(b, &apart)), "gelu, of linear and gelu");
+            let [mut dh, mut apart] = [0.0, 0.0].map(|x| up(b, &vec![x; rows * inputs]));
+            let before = B::all(&xb);
+            b.linear_gelu_backward_input(shape, B::all(&dyb), B::all(&wb), before, B::all_mut(&mut dh)).unwrap();
+            b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut apart)).unwrap();
+            b.activation_backward(Activation::Gelu, before, B::all_mut(&mut apart)).unwrap();
+            close(b, &dh, &wide(&down(b, &apart)), "back through linear and gelu");
+
+            let mut dx = up(b, &random(b, 13, rows * inputs));
+            b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut dx)).unwrap();
+            let want = product(rows, inputs, outputs, |r, o| at(&dy, r * outputs + o), |o, i| at(&w, o * inputs + i));
+            close(b, &dx, &want, "linear dx");
+            results.push(down(b, &dx));
+        }
+        results
+    }
+
+    /// Products in TF32 round their operands to it and no further: operands that it holds give the results of f32, and
+    /// others are off by the rounding of the two, of each product's magnitude.
+    pub fn products_in_tf32<B: Kernels>(b: &B) -> Results {
+        let mut results = products(b, random_tf32);
+        // For any rounding. Sums in f32 add their own error.
+        let operand = 0.5f64.powi(TF32_BITS as i32);
+        let (mut furthest, mut beyond_f32) = (0.0f64, 0);
+        for (m, n, k) in [(1, 1, 1), (1, 33, 7), (33, 31, 65), (130, 257, 100)] {
+            let (x, y) = (random(b, 3, m * k), random(b, 4, k * n));
+            let (xb, yb, mut zb) = (up(b, &x), up(b, &y), up(b, &vec![0.0; m * n]));
+            let shape = Gemm { m, n, k, ta: false, tb: false, acc: false };
+            b.gemm(shape, B::all(&xb), B::all(&yb), B::all_mut(&mut zb)).unwrap();
+            let (xt, yt) = (|i: usize, l: usize| f64::from(x[i * k + l]), |l: usize, j: usize| f64::from(y[l * n + j]));
+            let want = product(m, n, k, xt, yt);
+            let magnitudes = product(m, n, k, |i, l| xt(i, l).abs(), |l, j| yt(l, j).abs());
+            let got = down(b, &zb);
+            for (i, ((&got, want), magnitude)) in got.iter().zip(want).zip(magnitudes).enumerate() {
+                let off = (f64::from(got) - want).abs() / magnitude;
+                let of_sums = k as f64 * f64::from(f32::EPSILON);
+                assert!(off <= (1.0 + operand).powi(2) - 1.0 + of_sums, "tf32 {m}×{n}×{k}[{i}]: {got}, in f64 {want}");
+                furthest = furthest.max(off);
+                beyond_f32 += usize::from(off > of_sums);
+            }
+            results.push(got);
+        }
+        assert!(beyond_f32 > 0, "products are at most {furthest:e} off: they are not in TF32");
+        results
+    }
+}

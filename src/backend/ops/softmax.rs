@@ -1,0 +1,60 @@
+//! The softmax of rows.
+
+use crate::backend::{Backend, Work};
+use crate::error::Result;
+
+/// The softmax of rows.
+///
+/// [`Kernels`](super::Kernels) says what holds for all.
+pub trait SoftmaxOps: Backend {
+    /// `y = softmax(x)` of rows of `width` elements; overwrites.
+    fn softmax(&self, width: usize, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;
+    /// Replaces the gradient of `y = softmax(x)` by that of `x`.
+    fn softmax_backward(&self, width: usize, y: Self::View<'_>, dy: Self::ViewMut<'_>) -> Result<()>;
+}
+
+impl Work {
+    /// A softmax of rows.
+    pub fn softmax(len: usize) -> Self {
+        Self::moves("softmax", 2 * len).on([len])
+    }
+
+    /// Its gradient in place.
+    pub fn softmax_backward(len: usize) -> Self {
+        Self::moves("softmax, backward", 3 * len).on([len])
+    }
+}
+
+/// Every kernel against f64 arithmetic, on any device.
+#[cfg(test)]
+pub(in crate::backend) mod suite {
+    use crate::backend::Kernels;
+    use crate::backend::suite::{Results, close, down, random, rounded, up, wide};
+
+    pub fn softmaxes<B: Kernels>(b: &B) -> Results {
+        let mut results = Vec::new();
+        for (rows, width) in [(1, 1), (7, 33), (70, 10), (3, 5001)] {
+            let x: Vec<f32> = random(b, 50, rows * width).iter().map(|x| 3.0 * x + 50.0).collect();
+            let (x, dy) = (rounded(b, &x), random(b, 51, rows * width));
+            let (mut want_y, mut want_d) = (vec![], vec![]);
+            for (x, dy) in x.chunks(width).zip(dy.chunks(width)) {
+                let (x, dy) = (wide(x), wide(dy));
+                let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let total: f64 = x.iter().map(|x| (x - top).exp()).sum();
+                let y: Vec<f64> = x.iter().map(|x| (x - top).exp() / total).collect();
+                let dot: f64 = y.iter().zip(&dy).map(|(y, dy)| y * dy).sum();
+                want_d.extend(y.iter().zip(&dy).map(|(y, dy)| y * (dy - dot)));
+                want_y.extend(y);
+            }
+            let (xb, mut y, mut d) = (up(b, &x), up(b, &vec![0.0; rows * width]), up(b, &dy));
+            b.softmax(width, B::all(&xb), B::all_mut(&mut y)).unwrap();
+            close(b, &y, &want_y, "softmax");
+            b.softmax_backward(width, B::all(&y), B::all_mut(&mut d)).unwrap();
+            if width > 1 {
+                close(b, &d, &want_d, "softmax backward");
+            }
+            results.extend([down(b, &y), down(b, &d)]);
+        }
+        results
+    }
+}
