@@ -4,7 +4,7 @@ use crate::backend::{Backend, Work};
 use crate::error::Result;
 
 /// A function of every element.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Activation {
     /// max(x, 0).
     Relu,
@@ -38,6 +38,11 @@ macro_rules! names {
 }
 
 impl Activation {
+    /// The constant of a function that has one, for kernels that take it; zero of the others.
+    pub(in crate::backend) fn parameter(self) -> f32 {
+        0.0
+    }
+
     pub(in crate::backend) fn names(self) -> Names {
         match self {
             Activation::Relu => names!("relu"),

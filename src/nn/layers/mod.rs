@@ -270,7 +270,7 @@ impl Compiler {
                 let shortcut = (!around.is_empty()).then(|| sequence(around));
                 Step::Residual(Residual { body: sequence(body), shortcut })
             }
-            Layer::Relu | Layer::Gelu | Layer::Silu | Layer::Tanh | Layer::Sigmoid => match layer.activation() {
+            function => match function.activation() {
                 Some(f) => Step::Function(Function { f, elements }),
                 None => return Err(Error::internal(format!("{place} is no function"))),
             },

@@ -1,11 +1,11 @@
-// Functions of every element, and their slopes. Grid: any; block: any.
+// Functions of every element, and their slopes; `a` is the parameter of a function that has one. Grid: any; block: any.
 #include "vector.cuh"
 
 __device__ __forceinline__ float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 struct Relu {
-  __device__ __forceinline__ static float value(float x) { return x > 0.0f ? x : 0.0f; }
-  __device__ __forceinline__ static float slope(float x) { return x > 0.0f ? 1.0f : 0.0f; }
+  __device__ __forceinline__ static float value(float x, float) { return x > 0.0f ? x : 0.0f; }
+  __device__ __forceinline__ static float slope(float x, float) { return x > 0.0f ? 1.0f : 0.0f; }
 };
 
 // In its tanh form (Hendrycks and Gimpel, 2016).
@@ -16,11 +16,11 @@ struct Gelu {
     slope = root * (1.0f + 3.0f * cube * x * x);
     return tanhf(root * (x + cube * x * x * x));
   }
-  __device__ __forceinline__ static float value(float x) {
+  __device__ __forceinline__ static float value(float x, float) {
     float slope;
     return 0.5f * x * (1.0f + inner_tanh(x, slope));
   }
-  __device__ __forceinline__ static float slope(float x) {
+  __device__ __forceinline__ static float slope(float x, float) {
     float inner, t = inner_tanh(x, inner);
     // Far out the square of x is infinite where 1 - t² is zero.
     float bend = t * t < 1.0f ? 0.5f * x * (1.0f - t * t) * inner : 0.0f;
@@ -29,24 +29,24 @@ struct Gelu {
 };
 
 struct Silu {
-  __device__ __forceinline__ static float value(float x) { return x * logistic(x); }
-  __device__ __forceinline__ static float slope(float x) {
+  __device__ __forceinline__ static float value(float x, float) { return x * logistic(x); }
+  __device__ __forceinline__ static float slope(float x, float) {
     float s = logistic(x);
     return s * (x * (1.0f - s) + 1.0f);
   }
 };
 
 struct Tanh {
-  __device__ __forceinline__ static float value(float x) { return tanhf(x); }
-  __device__ __forceinline__ static float slope(float x) {
+  __device__ __forceinline__ static float value(float x, float) { return tanhf(x); }
+  __device__ __forceinline__ static float slope(float x, float) {
     float y = tanhf(x);
     return 1.0f - y * y;
   }
 };
 
 struct Sigmoid {
-  __device__ __forceinline__ static float value(float x) { return logistic(x); }
-  __device__ __forceinline__ static float slope(float x) {
+  __device__ __forceinline__ static float value(float x, float) { return logistic(x); }
+  __device__ __forceinline__ static float slope(float x, float) {
     float y = logistic(x);
     return y * (1.0f - y);
   }
@@ -54,38 +54,38 @@ struct Sigmoid {
 
 // y = f(x)
 template <class F>
-__device__ __forceinline__ void map(const elem* x, elem* y, long long n) {
+__device__ __forceinline__ void map(const elem* x, elem* y, long long n, float a) {
   each<elem>(
       n, aligned(x) && aligned(y),
       [&](long long i) {
         float v[Pack<elem>::SIZE];
         load_pack(v, x + i);
 #pragma unroll
-        for (int k = 0; k < Pack<elem>::SIZE; k++) v[k] = F::value(v[k]);
+        for (int k = 0; k < Pack<elem>::SIZE; k++) v[k] = F::value(v[k], a);
         store_pack(y + i, v);
       },
-      [&](long long i) { y[i] = from_float<elem>(F::value(to_float(x[i]))); });
+      [&](long long i) { y[i] = from_float<elem>(F::value(to_float(x[i]), a)); });
 }
 
 // dy *= f'(x), in place.
 template <class F>
-__device__ __forceinline__ void scale(const elem* x, elem* dy, long long n) {
+__device__ __forceinline__ void scale(const elem* x, elem* dy, long long n, float a) {
   each<elem>(
       n, aligned(x) && aligned(dy),
       [&](long long i) {
         float v[Pack<elem>::SIZE], d[Pack<elem>::SIZE];
         load_pack(v, x + i), load_pack(d, dy + i);
 #pragma unroll
-        for (int k = 0; k < Pack<elem>::SIZE; k++) d[k] *= F::slope(v[k]);
+        for (int k = 0; k < Pack<elem>::SIZE; k++) d[k] *= F::slope(v[k], a);
         store_pack(dy + i, d);
       },
-      [&](long long i) { dy[i] = from_float<elem>(to_float(dy[i]) * F::slope(to_float(x[i]))); });
+      [&](long long i) { dy[i] = from_float<elem>(to_float(dy[i]) * F::slope(to_float(x[i]), a)); });
 }
 
 // The kernels map_NAME and scale_NAME, as `Names` of ops/activation.rs has them.
-#define ACTIVATION(NAME, F)                                                                            \
-  extern "C" __global__ void map_##NAME(const elem* x, elem* y, long long n) { map<F>(x, y, n); }      \
-  extern "C" __global__ void scale_##NAME(const elem* x, elem* dy, long long n) { scale<F>(x, dy, n); }
+#define ACTIVATION(NAME, F)                                                                                          \
+  extern "C" __global__ void map_##NAME(const elem* x, elem* y, long long n, float a) { map<F>(x, y, n, a); }        \
+  extern "C" __global__ void scale_##NAME(const elem* x, elem* dy, long long n, float a) { scale<F>(x, dy, n, a); }
 ACTIVATION(relu, Relu)
 ACTIVATION(gelu, Gelu)
 ACTIVATION(silu, Silu)
