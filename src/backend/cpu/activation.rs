@@ -72,6 +72,13 @@ pub fn forward(threads: &Threads, f: Activation, x: &[f32], y: &mut [f32]) {
             #[inline(always)]
             |x| if x > 0.0 { x } else { 0.0 },
         ),
+        Activation::LeakyRelu(slope) => map(
+            threads,
+            x,
+            y,
+            #[inline(always)]
+            |x| if x > 0.0 { x } else { slope * x },
+        ),
         Activation::Gelu => map(
             threads,
             x,
@@ -99,6 +106,13 @@ pub fn backward(threads: &Threads, f: Activation, x: &[f32], dy: &mut [f32]) {
             dy,
             #[inline(always)]
             |x| if x > 0.0 { 1.0 } else { 0.0 },
+        ),
+        Activation::LeakyRelu(slope) => scale(
+            threads,
+            x,
+            dy,
+            #[inline(always)]
+            |x| if x > 0.0 { 1.0 } else { slope },
         ),
         Activation::Gelu => scale(
             threads,

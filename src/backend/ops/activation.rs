@@ -8,6 +8,8 @@ use crate::error::Result;
 pub enum Activation {
     /// max(x, 0).
     Relu,
+    /// x where it is positive, else x times this slope (Maas, Hannun and Ng, 2013).
+    LeakyRelu(f32),
     /// x·Φ(x) in its tanh form (Hendrycks and Gimpel, 2016).
     Gelu,
     /// x·σ(x).
@@ -40,12 +42,16 @@ macro_rules! names {
 impl Activation {
     /// The constant of a function that has one, for kernels that take it; zero of the others.
     pub(in crate::backend) fn parameter(self) -> f32 {
-        0.0
+        match self {
+            Activation::LeakyRelu(slope) => slope,
+            _ => 0.0,
+        }
     }
 
     pub(in crate::backend) fn names(self) -> Names {
         match self {
             Activation::Relu => names!("relu"),
+            Activation::LeakyRelu(_) => names!("leaky_relu"),
             Activation::Gelu => names!("gelu"),
             Activation::Silu => names!("silu"),
             Activation::Tanh => names!("tanh"),
@@ -87,8 +93,9 @@ pub(in crate::backend) mod suite {
         let logistic = |x: f64| 1.0 / (1.0 + (-x).exp());
         let gelu = |x: f64| 0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh());
         type Function<'a> = (Activation, &'a dyn Fn(f64) -> f64);
-        let all: [Function<'_>; 5] = [
+        let all: [Function<'_>; 6] = [
             (Activation::Relu, &|x| x.max(0.0)),
+            (Activation::LeakyRelu(0.125), &|x| x.max(0.125 * x)),
             (Activation::Gelu, &gelu),
             (Activation::Silu, &|x| x * logistic(x)),
             (Activation::Tanh, &f64::tanh),
@@ -104,9 +111,16 @@ pub(in crate::backend) mod suite {
             let values: Vec<f64> = wide(&x).into_iter().map(want).collect();
             close(b, &y, &values, &format!("{f:?}"));
             b.activation_backward(f, B::all(&xb), B::all_mut(&mut dy)).unwrap();
-            // A rectifier has no slope at zero to take the difference over.
+            // Rectifiers have no slope at zero to take the difference over.
             let slope = |x: f64| match f {
                 Activation::Relu => f64::from(x > 0.0),
+                Activation::LeakyRelu(slope) => {
+                    if x > 0.0 {
+                        1.0
+                    } else {
+                        f64::from(slope)
+                    }
+                }
                 _ => (want(x + 1e-5) - want(x - 1e-5)) / 2e-5,
             };
             let slopes: Vec<f64> = wide(&x).into_iter().zip(wide(&g)).map(|(x, g)| slope(x) * g).collect();

@@ -77,6 +77,19 @@ fn epsilon() -> f32 {
     1e-5
 }
 
+fn leaky_slope() -> f32 {
+    0.01
+}
+
+fn finite<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
+    let number = f32::deserialize(from)?;
+    if number.is_finite() {
+        Ok(number)
+    } else {
+        Err(serde::de::Error::custom(format!("{number} is not a finite number")))
+    }
+}
+
 fn momentum() -> f32 {
     0.1
 }
@@ -196,6 +209,12 @@ pub enum Layer {
     DotInteraction,
     /// max(x, 0).
     Relu,
+    /// x where it is positive, else x times a slope.
+    LeakyRelu {
+        /// The slope; any finite number.
+        #[serde(default = "leaky_slope", deserialize_with = "finite")]
+        slope: f32,
+    },
     /// GELU in its tanh form.
     Gelu,
     /// x·σ(x).
@@ -235,6 +254,7 @@ impl Layer {
             Layer::EmbeddingTables { .. } => "embedding_tables",
             Layer::DotInteraction => "dot_interaction",
             Layer::Relu => "relu",
+            Layer::LeakyRelu { .. } => "leaky_relu",
             Layer::Gelu => "gelu",
             Layer::Silu => "silu",
             Layer::Tanh => "tanh",
@@ -259,6 +279,7 @@ impl Layer {
     pub fn activation(&self) -> Option<Activation> {
         match self {
             Layer::Relu => Some(Activation::Relu),
+            Layer::LeakyRelu { slope } => Some(Activation::LeakyRelu(*slope)),
             Layer::Gelu => Some(Activation::Gelu),
             Layer::Silu => Some(Activation::Silu),
             Layer::Tanh => Some(Activation::Tanh),

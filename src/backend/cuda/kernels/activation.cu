@@ -8,6 +8,11 @@ struct Relu {
   __device__ __forceinline__ static float slope(float x, float) { return x > 0.0f ? 1.0f : 0.0f; }
 };
 
+struct LeakyRelu {
+  __device__ __forceinline__ static float value(float x, float a) { return x > 0.0f ? x : a * x; }
+  __device__ __forceinline__ static float slope(float x, float a) { return x > 0.0f ? 1.0f : a; }
+};
+
 // In its tanh form (Hendrycks and Gimpel, 2016).
 struct Gelu {
   // tanh(√(2/π)·(x + 0.044715 x³)), and its argument's derivative by x.
@@ -87,6 +92,7 @@ __device__ __forceinline__ void scale(const elem* x, elem* dy, long long n, floa
   extern "C" __global__ void map_##NAME(const elem* x, elem* y, long long n, float a) { map<F>(x, y, n, a); }        \
   extern "C" __global__ void scale_##NAME(const elem* x, elem* dy, long long n, float a) { scale<F>(x, dy, n, a); }
 ACTIVATION(relu, Relu)
+ACTIVATION(leaky_relu, LeakyRelu)
 ACTIVATION(gelu, Gelu)
 ACTIVATION(silu, Silu)
 ACTIVATION(tanh, Tanh)
