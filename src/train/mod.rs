@@ -2,6 +2,7 @@
 
 mod budget;
 mod hooks;
+mod meters;
 mod placed;
 mod records;
 mod run;

@@ -5,12 +5,13 @@ use std::time::{Duration, Instant};
 
 use super::budget::Budget;
 use super::hooks::{Hook, Hooks, Outcome};
+use super::meters::Meters;
 use super::records::Records;
 use super::stop_requests::StopRequests;
 use crate::activity::{Doing, Track, span};
 use crate::backend::{Kernels, MemoryKind};
 use crate::checkpoint::{self, Job, Manifest, Origin, Published, Saver};
-use crate::comm::{self, Comm, Group, Stats, Watch};
+use crate::comm::{self, Comm, Group, Watch};
 use crate::config::{Config, Plan};
 use crate::data::{Tokenizer, TrainedOn};
 use crate::engine::feed::{self, Feed};
@@ -24,7 +25,6 @@ use crate::run_dir::{Branch, Ending, Resume, Resumed, RunDirectory, Take, Taking
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations::{self, Evaluation, Over};
 use crate::telemetry::metrics::Step;
-use crate::telemetry::profile::Report;
 use crate::telemetry::run_card::RunCard;
 use crate::telemetry::straggler::Straggler;
 use crate::telemetry::times::{Spent, Times};
@@ -159,34 +159,29 @@ struct Run<'h, B: Kernels> {
     train_samples: u64,
     trained_on: Option<TrainedOn>,
     progress: checkpoint::Progress,
-    /// Steps in a row that were skipped, and in all.
-    skipped: (u64, u64),
+    saver: Saver<B>,
+    schedule: Schedule,
+    stop_requests: StopRequests,
+    hooks: Hooks<'h>,
+    meters: Meters,
+    /// On rank 0 only.
+    records: Option<Records>,
+    _watch: Option<Watch>,
+    /// Dropped last: it gives the directory up to the next trainer.
+    directory: RunDirectory,
+}
+
+/// The state of a run between its steps.
+#[derive(Default)]
+struct Schedule {
     /// Step and loss of the last evaluation.
     evaluated: Option<(u64, f64)>,
-    saver: Saver<B>,
     /// Step of the last checkpoint that was begun.
     saved: Option<u64>,
     /// Whether the clock asks for a checkpoint after this step.
     save_is_due: bool,
-    stop_requests: StopRequests,
-    hooks: Hooks<'h>,
     /// Set once training is to end.
     ending: Option<Ending>,
-    started: Instant,
-    step_ms: Vec<f64>,
-    /// Time in optimizer updates.
-    updating: Duration,
-    /// Time of this start's steps, by activity.
-    times: Times,
-    /// On rank 0 only.
-    records: Option<Records>,
-    /// Whether this rank counts the time of its kernels.
-    profiles: bool,
-    /// Steps in the profile, and their times.
-    profiled: (u64, Times),
-    _watch: Option<Watch>,
-    /// Dropped last: it gives the directory up to the next trainer.
-    directory: RunDirectory,
 }
 
 /// The directory of a run that has not begun: a start that fails does not leave it behind.
@@ -355,22 +350,13 @@ impl<'h, B: Kernels> Run<'h, B> {
             train_samples,
             trained_on,
             progress,
-            skipped: (0, 0),
-            evaluated: None,
             saver,
             // The beginning needs no checkpoint: it can be made again.
-            saved: (!branched).then_some(progress.step),
-            save_is_due: false,
+            schedule: Schedule { saved: (!branched).then_some(progress.step), ..Schedule::default() },
             stop_requests,
             hooks: Hooks::new(own.hooks),
-            ending: None,
-            started,
-            step_ms: Vec::new(),
-            updating: Duration::ZERO,
-            times: Times::default(),
+            meters: Meters::new(started, request.profile && root),
             records,
-            profiles: request.profile && root,
-            profiled: (0, Times::default()),
             _watch: watch,
             directory: starting.started(),
         })
@@ -382,22 +368,20 @@ impl<'h, B: Kernels> Run<'h, B> {
         let step = self.progress.step;
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
         let flags = || self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed);
-        self.engine.backend.profile().record(self.profiles);
+        self.engine.backend.profile().record(self.meters.profiles());
         let next = || self.feed.next_micro();
         let taken = advance(&self.plan, &mut self.engine, next, &mut self.progress, flags)?;
         self.engine.backend.profile().record(false);
-        self.updating += taken.updating;
+        self.meters.took(&taken);
         if taken.skipped {
-            self.skipped = (self.skipped.0 + 1, self.skipped.1 + 1);
             log::warn!("step {}: loss {}, gradient norm {}: update skipped", step + 1, taken.loss, taken.norm);
-        } else {
-            self.skipped.0 = 0;
         }
         self.record(&taken, before)?;
         self.warn_of_stragglers(&taken.compute);
         self.obey(&taken.flags)?;
-        if self.skipped.0 >= self.plan.config.run.max_skipped {
-            let message = format!("step {}: {} steps in a row were not finite", step + 1, self.skipped.0);
+        let skipped = self.meters.skipped_in_a_row();
+        if skipped >= self.plan.config.run.max_skipped {
+            let message = format!("step {}: {skipped} steps in a row were not finite", step + 1);
             return Err(Error::numeric(message)
                 .hint("lower optimizer.lr, lengthen schedule.warmup, or lower optimizer.grad_clip")
                 .shared());
@@ -407,23 +391,15 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     /// The counters of this rank's time.
     fn spent(&self) -> Spent {
-        let Stats { busy, blocked, .. } = self.comm.stats();
-        Spent {
-            total: self.started.elapsed().as_secs_f64(),
-            blocked,
-            busy,
-            loader: self.feed.waited().as_secs_f64(),
-            optimizer: self.updating.as_secs_f64(),
-        }
+        self.meters.spent(self.comm.stats(), self.feed.waited())
     }
 
     fn record(&mut self, taken: &StepResult, before: Spent) -> Result<()> {
         let after = self.spent();
         let (seconds, times) = (after.total - before.total, Times::between(before, after));
-        self.step_ms.push(seconds * 1e3);
         self.stop_requests.stepped(Duration::from_secs_f64(seconds));
-        self.times += times;
-        self.count_profiled(times);
+        let is_warm_up = !B::ON_HOST && self.goes_on();
+        self.meters.stepped(seconds, times, is_warm_up, self.engine.backend.profile());
         let tokens = self.plan.tokens_per_step();
         let record = Step {
             step: self.progress.step,
@@ -497,22 +473,22 @@ impl<'h, B: Kernels> Run<'h, B> {
             .collect::<Result<_, _>>()
             .map_err(|e| Error::comm(format!("another rank sent malformed flags: {e}")))?;
         // The file system may show ranks different files; rank 0 wrote them.
-        self.evaluated = told[0].1.map(|bits| (step, f64::from_bits(bits)));
+        self.schedule.evaluated = told[0].1.map(|bits| (step, f64::from_bits(bits)));
         let flags = told.iter().map(|(bits, _)| ControlFlags::from_bits_retain(*bits));
         self.obey(&AllFlags(flags.collect()))?;
         self.stop_requests.stop_for(next);
-        if self.saved.is_none() {
+        if self.schedule.saved.is_none() {
             return self.save();
         }
         match resume {
-            Resume::Auto if step > 0 && self.evaluated.is_none() => self.evaluate_if_due(),
+            Resume::Auto if step > 0 && self.schedule.evaluated.is_none() => self.evaluate_if_due(),
             _ => Ok(()),
         }
     }
 
     /// Whether there is another step to take.
     fn goes_on(&self) -> bool {
-        self.ending.is_none() && self.progress.step < self.plan.config.run.steps
+        self.schedule.ending.is_none() && self.progress.step < self.plan.config.run.steps
     }
 
     /// Acts on the flags of all ranks.
@@ -525,9 +501,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             let published = self.saver.advance()?;
             self.note_published(published);
         }
-        self.save_is_due = flags.any(ControlFlags::DUE);
-        self.ending = self.stop_requests.ending(flags);
-        if let Some(Ending::Stopped(why)) = &mut self.ending {
+        self.schedule.save_is_due = flags.any(ControlFlags::DUE);
+        self.schedule.ending = self.stop_requests.ending(flags);
+        if let Some(Ending::Stopped(why)) = &mut self.schedule.ending {
             // A rank that did not ask does not know the reason.
             let told = self.world.gather_bytes(std::mem::take(why).into_bytes()).wait()?;
             let first = told.into_iter().find(|why| !why.is_empty()).unwrap_or_default();
@@ -538,7 +514,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn evaluate_if_due(&mut self) -> Result<()> {
         let every = self.plan.config.eval.every;
-        let due = self.ending.is_none() && every > 0 && self.progress.step.is_multiple_of(every);
+        let due = self.schedule.ending.is_none() && every > 0 && self.progress.step.is_multiple_of(every);
         if due && self.plan.config.eval.inline { self.evaluate() } else { Ok(()) }
     }
 
@@ -551,11 +527,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.engine.sharded.swap_average()?;
         let Some(measures) = measured else {
             // It is made up for when the run goes on.
-            self.ending = Some(self.stop_requests.preempted());
+            self.schedule.ending = Some(self.stop_requests.preempted());
             return Ok(());
         };
         let told = measures.to_string();
-        self.evaluated = Some((step, measures.loss));
+        self.schedule.evaluated = Some((step, measures.loss));
         let stop = self.hooks.call(|hook| hook.evaluation(step, &measures));
         self.stop_requests.stop_for(stop);
         let Measures { loss, metrics } = measures;
@@ -587,9 +563,10 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn save_if_due(&mut self) -> Result<()> {
         let every = self.plan.config.checkpoint.every;
-        let due = every > 0 && self.progress.step.is_multiple_of(every) || std::mem::take(&mut self.save_is_due);
+        let due =
+            every > 0 && self.progress.step.is_multiple_of(every) || std::mem::take(&mut self.schedule.save_is_due);
         // The end of training saves by itself.
-        if due && self.ending.is_none() { self.save() } else { Ok(()) }
+        if due && self.schedule.ending.is_none() { self.save() } else { Ok(()) }
     }
 
     fn save(&mut self) -> Result<()> {
@@ -598,7 +575,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let (begun, published) = self.saver.save(&mut self.engine.sharded, self.progress)?;
         self.note_published(published);
         if begun {
-            self.saved = Some(self.progress.step);
+            self.schedule.saved = Some(self.progress.step);
             self.stop_requests.save_begun();
         }
         Ok(())
@@ -630,19 +607,19 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// Last evaluation, last checkpoint, a sample of text, the run card.
     fn finish(&mut self) -> Result<Ending> {
         let inline = self.plan.config.eval.inline;
-        let evaluated = self.evaluated.is_some_and(|(step, _)| step == self.progress.step);
-        if inline && !evaluated && !matches!(self.ending, Some(Ending::Preempted(_))) {
+        let evaluated = self.schedule.evaluated.is_some_and(|(step, _)| step == self.progress.step);
+        if inline && !evaluated && !matches!(self.schedule.ending, Some(Ending::Preempted(_))) {
             self.evaluate()?;
         }
         // A save under way ends first; and no other could keep the last one waiting.
         let published = self.saver.finish()?;
         self.note_published(published);
-        if self.saved != Some(self.progress.step) {
+        if self.schedule.saved != Some(self.progress.step) {
             self.save()?;
             let published = self.saver.finish()?;
             self.note_published(published);
         }
-        let ending = self.ending.take().unwrap_or(Ending::Finished);
+        let ending = self.schedule.ending.take().unwrap_or(Ending::Finished);
         let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
         let failure = self.hooks.failure();
         self.world.agree(failure)?;
@@ -666,17 +643,18 @@ impl<'h, B: Kernels> Run<'h, B> {
         if let Some(why) = &why {
             say(format_args!("\nended at step {step}: {why}"));
         }
-        if let (Some((at, loss)), Some(evaluator)) = (self.evaluated.filter(|(at, _)| *at == step), &self.evaluator) {
+        if let (Some((at, loss)), Some(evaluator)) =
+            (self.schedule.evaluated.filter(|(at, _)| *at == step), &self.evaluator)
+        {
             say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {at}", evaluator.samples()));
         }
         if let Some(loss) = records.epoch_loss.as_ref().and_then(EpochLoss::mean) {
             say(format_args!("\nmean training loss {loss:.4} over the last epoch at step {step}"));
         }
-        if !self.step_ms.is_empty() {
-            say(format_args!("time  {}", self.times));
+        if !self.meters.is_empty() {
+            say(format_args!("time  {}", self.meters.times()));
         }
-        if self.profiles {
-            let report = self.profile();
+        if let Some(report) = self.meters.profile(self.plan.threads, !B::ON_HOST) {
             report.write(&self.directory.profile_path())?;
             log::info!("profile of {} steps:\n{report}", report.steps);
             say(format_args!("\n{report}\n\nprofile in {}", self.directory.profile_path().display()));
@@ -690,7 +668,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         if status == Status::Preempted {
             say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
-        } else if !self.step_ms.is_empty() {
+        } else if !self.meters.is_empty() {
             // A finished run that was resumed had nothing left to measure.
             self.card().write(&self.directory.card_path())?;
         }
@@ -726,26 +704,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
-    /// The step just taken counts for the profile, unless it was the first of several on a device, which loads the kernels.
-    fn count_profiled(&mut self, times: Times) {
-        if !B::ON_HOST && self.step_ms.len() == 1 && self.progress.step < self.plan.config.run.steps {
-            self.engine.backend.profile().take();
-        } else {
-            self.profiled.0 += 1;
-            self.profiled.1 += times;
-        }
-    }
-
-    /// Time of this start's kernels.
-    fn profile(&self) -> Report {
-        let (steps, times) = self.profiled;
-        Report::new(&self.engine.backend.profile().take(), steps, times, self.plan.threads, !B::ON_HOST)
-    }
-
     fn card(&self) -> RunCard {
-        let mut step_ms = self.step_ms.clone();
-        step_ms.sort_by(f64::total_cmp);
-        let median = step_ms.get(step_ms.len() / 2).copied().unwrap_or(f64::INFINITY);
         let ledger = self.engine.backend.ledger();
         RunCard {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -755,13 +714,13 @@ impl<'h, B: Kernels> Run<'h, B> {
             hosts: self.topology.hosts(),
             parameters: self.engine.sharded.parameters(),
             steps: self.progress.step,
-            skipped: self.skipped.1,
+            skipped: self.meters.skipped(),
             data: self.trained_on.as_ref().map(|data| data.fingerprint.digest()),
             data_changes: self.trained_on.as_ref().map_or(vec![], |data| data.changes.clone()),
-            validation_loss: self.evaluated.map(|(_, loss)| loss),
-            tokens_per_second: self.plan.tokens_per_step() as f64 / (median * 1e-3),
-            seconds: self.started.elapsed().as_secs_f64(),
-            step_seconds: self.times,
+            validation_loss: self.schedule.evaluated.map(|(_, loss)| loss),
+            tokens_per_second: self.plan.tokens_per_step() as f64 / (self.meters.median_ms() * 1e-3),
+            seconds: self.meters.seconds(),
+            step_seconds: self.meters.times(),
             loader_wait_seconds: self.feed.waited().as_secs_f64(),
             comm_wait_seconds: self.comm.stats().blocked,
             peak_gpu_bytes: self.engine.backend.device_peak(),
