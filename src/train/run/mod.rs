@@ -1,36 +1,34 @@
 //! A training run from the first message to the last checkpoint.
 
-use std::path::PathBuf;
-use std::time::{Duration, Instant};
+mod finish;
+mod prepare;
 
-use super::budget::Budget;
-use super::hooks::{Hook, Hooks, Outcome};
-use super::meters::Meters;
-use super::records::Records;
-use super::stop_requests::StopRequests;
+use std::path::PathBuf;
+use std::time::Duration;
+
 use crate::activity::{Doing, Track, span};
-use crate::backend::{Kernels, MemoryKind};
-use crate::checkpoint::{self, Job, Manifest, Origin, Published, Saver};
-use crate::comm::{self, Comm, Group, Watch};
+use crate::backend::Kernels;
+use crate::checkpoint::{self, Published, Saver};
+use crate::comm::{Comm, Group, Watch};
 use crate::config::{Config, Plan};
 use crate::data::{Tokenizer, TrainedOn};
-use crate::engine::feed::{self, Feed};
-use crate::engine::memory;
-use crate::engine::{Engine, Splits, StepResult, advance, engine, plan};
+use crate::engine::feed::Feed;
+use crate::engine::{Engine, Splits, StepResult, advance};
 use crate::error::{Error, Result};
-use crate::evaluate::{Evaluator, Measures, Sampling, generate};
+use crate::evaluate::{Evaluator, Measures};
 use crate::parallel::{AllFlags, ControlFlags};
-use crate::run_dir::markers::{End, Status};
-use crate::run_dir::{Branch, Ending, Resume, Resumed, RunDirectory, Take, Taking, resume};
-use crate::telemetry::epoch_loss::EpochLoss;
+use crate::run_dir::{Ending, Resume, RunDirectory, Take};
 use crate::telemetry::evaluations::{self, Evaluation, Over};
 use crate::telemetry::metrics::Step;
-use crate::telemetry::run_card::RunCard;
 use crate::telemetry::straggler::Straggler;
 use crate::telemetry::times::{Spent, Times};
 use crate::telemetry::trace::Trace;
-use crate::telemetry::{banner, logging, say, unix_time};
+use crate::telemetry::unix_time;
 use crate::topology::Topology;
+use crate::train::hooks::{Hook, Hooks};
+use crate::train::meters::Meters;
+use crate::train::records::Records;
+use crate::train::stop_requests::StopRequests;
 
 /// Request for a run.
 #[derive(Debug, Clone)]
@@ -184,184 +182,7 @@ struct Schedule {
     ending: Option<Ending>,
 }
 
-/// The directory of a run that has not begun: a start that fails does not leave it behind.
-struct Starting(RunDirectory);
-
-impl Starting {
-    /// The run begins.
-    fn started(mut self) -> RunDirectory {
-        std::mem::replace(&mut self.0, RunDirectory::at(PathBuf::new()))
-    }
-}
-
-impl Drop for Starting {
-    fn drop(&mut self) {
-        std::mem::replace(&mut self.0, RunDirectory::at(PathBuf::new())).discard_if_new();
-    }
-}
-
 impl<'h, B: Kernels> Run<'h, B> {
-    fn prepare(
-        comm: &Comm<B>,
-        request: &Request,
-        own: Own<'h>,
-        beside: Option<&Group<B>>,
-        backend: impl FnOnce(&Plan) -> Result<B>,
-    ) -> Result<Self> {
-        let started = Instant::now();
-        let world = comm.world();
-        let root = world.rank() == 0;
-        let topology = Topology::gather(&world, comm.node().host)?;
-
-        let (mut config, is_own) = (request.config.clone(), own.data.is_some());
-        let mut splits = match own.data {
-            Some(splits) => splits,
-            None => Splits::open(&config, &world, &topology)?,
-        };
-        config.data.path = splits.name.clone();
-        let threads = request.threads.unwrap_or_else(|| topology.threads());
-        let mut plan = plan(comm, config, &splits.train, Some(threads))?;
-        if is_own {
-            splits = world.agree(splits.checked(&plan))?;
-        }
-        let without = splits.validation.is_none() && plan.config.eval.patience > 0;
-        let refused = || feed::no_validation("eval.patience cannot tell when to stop", &plan.config);
-        world.agree(if without { Err(refused()) } else { Ok(()) })?;
-        // From here on messages may reach the device.
-        let comm = comm.on_path(plan.config.comm.path, comm::prove)?;
-        let world = comm.world();
-        // Nobody allocates before all have looked.
-        let room = request.gpu.as_ref().map(|gpu| gpu.memory);
-        let held = memory::Held::now(&comm, &splits.sources());
-        world.agree(memory::check::<B>(&plan, &topology, held, room))?;
-
-        let mut claimed = None;
-        let prepared = || {
-            let directory = RunDirectory::prepare(&plan.config, &request.name, &request.resume)?;
-            let path = directory.path().to_string_lossy().into_owned();
-            claimed = Some(directory);
-            Ok(path)
-        };
-        let path = share(&world, root.then(prepared))?;
-        let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
-        let directory = &starting.0;
-        plan.config.run.name = Some(directory.name());
-        if let Some(beside) = beside {
-            beside.gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes()).wait()?;
-        }
-        world.agree(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
-        log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
-        let watch = match plan.config.comm.timeout {
-            0 => None,
-            timeout => comm.watch(&directory.logs_path(), Duration::from_secs(timeout))?,
-        };
-
-        let backend = world.agree(backend(&plan))?;
-        comm.count_memory(backend.clone());
-        let held = memory::Held::now(&comm, &splits.sources());
-        let Splits { mut train, mut validation, .. } = splits;
-        let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
-        let data = engine.sharded.data().clone();
-        let (take, allow_changed_data, data_now) = (request.take, request.allow_changed_data, train.fingerprint());
-        let taking = Taking { take, data: data_now.clone(), allow_changed_data };
-        let mut notes = Vec::new();
-        let mut conform = |manifest: &Manifest| {
-            notes = manifest.conform(&mut train)?;
-            validation.as_mut().map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
-        };
-        let asked = &request.resume;
-        let Resumed { progress, from, data_changes } =
-            resume(&world, &mut engine.sharded, &plan, directory, asked, &taking, &mut conform)?;
-        if root {
-            notes.iter().for_each(|note| log::info!("data: {note}"));
-        }
-        let trained_on = data_now.map(|fingerprint| TrainedOn { fingerprint, changes: data_changes });
-        // Another run's checkpoint: the next start of this run knows its own directory only.
-        let branched = from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
-        let branch = branched.filter(|_| root && request.resume != Resume::Auto);
-        let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
-        world.agree(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
-        let branched = branched.is_some();
-        let epoch_loss = validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
-        let open = || Records::open(directory, &plan, progress.step, exchange.found, epoch_loss);
-        let records = root.then(open);
-        let records = world.agree(records.transpose())?;
-        let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.sharded.parameters());
-        world.agree(if root { budget.check() } else { Ok(()) })?;
-        let stop_requests = StopRequests::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
-        if root {
-            let facts = banner::Facts {
-                ranks: world.size(),
-                hosts: topology.host_count(),
-                host: &topology.here().host,
-                cores: topology.here().cores.len(),
-                spare_cores: topology.has_spare_cores(),
-                library: comm.library(),
-                gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),
-                shares_memory: comm.shares_memory(),
-                path: comm.device_path().filter(|_| world.size() > 1),
-                collectives: exchange.told,
-                directory: directory.path(),
-                parameters: engine.sharded.parameters(),
-                train: (train.samples(), train.tokens()),
-                validation: validation.as_ref().map(|validation| validation.samples()),
-                notes: train.left_out().into_iter().chain(notes).collect(),
-                memory: &memory::estimate(&plan, &engine.blocks, held),
-                resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
-                time: stop_requests.time_left(),
-            };
-            say(banner::banner(&plan, &facts));
-            train.unscaled().iter().for_each(|told| log::warn!("{told}"));
-        }
-
-        let job = Job {
-            checkpoints: directory.checkpoints(),
-            config: plan.config.clone(),
-            preprocessing: Some(train.preprocessing()),
-            data: trained_on.clone(),
-            origin: Origin {
-                ranks: world.size(),
-                hosts: topology.hosts(),
-                mpi: comm.library().into(),
-                ..Origin::default()
-            },
-            id: share(&world, root.then(|| Ok(fresh_id())))?,
-            records: vec![directory.metrics_path()],
-            state: engine.sharded.state_names(),
-        };
-        let asynchronous = plan.config.checkpoint.asynchronous;
-        let saver = Saver::new(job, world.clone(), &engine.backend, &mut engine.sharded, asynchronous)?;
-        let train_samples = train.samples();
-        let tokenizer = train.tokenizer().cloned();
-        let backend = engine.backend.clone();
-        let feed = world.agree(Feed::start(backend, train, &plan, data.rank(), progress))?;
-        let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
-        let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
-        Ok(Self {
-            comm,
-            world,
-            data,
-            plan,
-            topology,
-            engine,
-            feed,
-            evaluator,
-            tokenizer,
-            train_samples,
-            trained_on,
-            progress,
-            saver,
-            // The beginning needs no checkpoint: it can be made again.
-            schedule: Schedule { saved: (!branched).then_some(progress.step), ..Schedule::default() },
-            stop_requests,
-            hooks: Hooks::new(own.hooks),
-            meters: Meters::new(started, request.profile && root),
-            records,
-            _watch: watch,
-            directory: starting.started(),
-        })
-    }
-
     /// One optimizer step and its record.
     fn step(&mut self) -> Result<()> {
         let before = self.spent();
@@ -603,143 +424,4 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.stop_requests.stop_for(stop);
         }
     }
-
-    /// Last evaluation, last checkpoint, a sample of text, the run card.
-    fn finish(&mut self) -> Result<Ending> {
-        let inline = self.plan.config.eval.inline;
-        let evaluated = self.schedule.evaluated.is_some_and(|(step, _)| step == self.progress.step);
-        if inline && !evaluated && !matches!(self.schedule.ending, Some(Ending::Preempted(_))) {
-            self.evaluate()?;
-        }
-        // A save under way ends first; and no other could keep the last one waiting.
-        let published = self.saver.finish()?;
-        self.note_published(published);
-        if self.schedule.saved != Some(self.progress.step) {
-            self.save()?;
-            let published = self.saver.finish()?;
-            self.note_published(published);
-        }
-        let ending = self.schedule.ending.take().unwrap_or(Ending::Finished);
-        let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
-        let failure = self.hooks.failure();
-        self.world.agree(failure)?;
-        // Nobody hears of the end before it is on record.
-        self.world.agree(if self.world.rank() == 0 { self.tell(&ending, text) } else { Ok(()) })?;
-        log::info!("ended at step {}: {ending:?}", self.progress.step);
-        Ok(ending)
-    }
-
-    /// Reports the end of the run to people and programs. On rank 0.
-    fn tell(&self, ending: &Ending, text: Option<String>) -> Result<()> {
-        let Some(records) = &self.records else { return Ok(()) };
-        self.directory.check()?;
-        records.progress.finish();
-        let step = self.progress.step;
-        let (status, why) = match ending {
-            Ending::Finished => (Status::Finished, None),
-            Ending::Stopped(why) => (Status::Finished, Some(why.clone())),
-            Ending::Preempted(why) => (Status::Preempted, Some(why.clone())),
-        };
-        if let Some(why) = &why {
-            say(format_args!("\nended at step {step}: {why}"));
-        }
-        if let (Some((at, loss)), Some(evaluator)) =
-            (self.schedule.evaluated.filter(|(at, _)| *at == step), &self.evaluator)
-        {
-            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {at}", evaluator.samples()));
-        }
-        if let Some(loss) = records.epoch_loss.as_ref().and_then(EpochLoss::mean) {
-            say(format_args!("\nmean training loss {loss:.4} over the last epoch at step {step}"));
-        }
-        if !self.meters.is_empty() {
-            say(format_args!("time  {}", self.meters.times()));
-        }
-        if let Some(report) = self.meters.profile(self.plan.threads, !B::ON_HOST) {
-            report.write(&self.directory.profile_path())?;
-            log::info!("profile of {} steps:\n{report}", report.steps);
-            say(format_args!("\n{report}\n\nprofile in {}", self.directory.profile_path().display()));
-        }
-        let latest = self.directory.checkpoints().latest();
-        if latest.exists() {
-            say(format_args!("checkpoint in {}", latest.display()));
-        }
-        if let Some(text) = text {
-            say(format_args!("\n{text}\n\nmore text: hpctrain sample --checkpoint {}", latest.display()));
-        }
-        if status == Status::Preempted {
-            say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
-        } else if !self.meters.is_empty() {
-            // A finished run that was resumed had nothing left to measure.
-            self.card().write(&self.directory.card_path())?;
-        }
-        self.directory.marks().end(&End { step, status, why })
-    }
-
-    /// Reports the outcome of the run to the hooks.
-    fn tell_hooks(&mut self, result: Result<&Ending, &Error>) -> Result<()> {
-        self.hooks.end(&Outcome { step: self.progress.step, directory: self.directory.path(), result })
-    }
-
-    /// Evaluators need not wait for more checkpoints.
-    fn tell_of_failure(&self, error: &Error) {
-        let why = Some(error.message().to_string());
-        let end = End { step: self.progress.step, status: Status::Failed, why };
-        // A run that another trainer has taken over has not ended.
-        if self.records.is_some()
-            && let Err(e) = self.directory.check().and_then(|()| self.directory.marks().end(&end))
-        {
-            log::warn!("{e}");
-        }
-    }
-
-    /// Text from the trained model. Every rank computes it, because gathers of parameters are collective.
-    fn sample(&mut self) -> Result<Option<String>> {
-        let tokens = self.plan.config.log.sample;
-        let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| tokens > 0) else { return Ok(None) };
-        // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets.
-        let Ok(prompt) = tokenizer.encode("\n") else { return Ok(None) };
-        let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
-        let _span = span(Doing::Sampling, None);
-        let drawn = generate(&mut self.engine, &prompt, self.plan.network.context(), sampling)?;
-        Ok(Some(tokenizer.decode(&drawn)))
-    }
-
-    fn card(&self) -> RunCard {
-        let ledger = self.engine.backend.ledger();
-        RunCard {
-            version: env!("CARGO_PKG_VERSION").into(),
-            mpi: self.comm.library().into(),
-            ranks: self.world.size(),
-            threads: self.plan.threads,
-            hosts: self.topology.hosts(),
-            parameters: self.engine.sharded.parameters(),
-            steps: self.progress.step,
-            skipped: self.meters.skipped(),
-            data: self.trained_on.as_ref().map(|data| data.fingerprint.digest()),
-            data_changes: self.trained_on.as_ref().map_or(vec![], |data| data.changes.clone()),
-            validation_loss: self.schedule.evaluated.map(|(_, loss)| loss),
-            tokens_per_second: self.plan.tokens_per_step() as f64 / (self.meters.median_ms() * 1e-3),
-            seconds: self.meters.seconds(),
-            step_seconds: self.meters.times(),
-            loader_wait_seconds: self.feed.waited().as_secs_f64(),
-            comm_wait_seconds: self.comm.stats().blocked,
-            peak_gpu_bytes: self.engine.backend.device_peak(),
-            peak_bytes: MemoryKind::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
-            peak_resident_bytes: memory::resident().1,
-            time: unix_time(),
-        }
-    }
-}
-
-/// Rank 0's text, or its error, on every rank.
-fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<String> {
-    let mine = world.agree(mine.transpose())?;
-    let all = world.gather_bytes(mine.unwrap_or_default().into_bytes()).wait()?;
-    let text = all.first().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
-    text.ok_or_else(|| Error::internal("no rank 0"))
-}
-
-/// A name that no other job has, for its output.
-fn fresh_id() -> String {
-    format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
 }

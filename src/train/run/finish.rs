@@ -1,0 +1,142 @@
+//! The end of a run: the last evaluation and checkpoint, and the reports to people and programs.
+
+use super::Run;
+use crate::activity::{Doing, span};
+use crate::backend::{Kernels, MemoryKind};
+use crate::engine::memory;
+use crate::error::{Error, Result};
+use crate::evaluate::{Sampling, generate};
+use crate::run_dir::Ending;
+use crate::run_dir::markers::{End, Status};
+use crate::telemetry::epoch_loss::EpochLoss;
+use crate::telemetry::run_card::RunCard;
+use crate::telemetry::{say, unix_time};
+use crate::train::hooks::Outcome;
+
+impl<B: Kernels> Run<'_, B> {
+    /// Last evaluation, last checkpoint, a sample of text, the run card.
+    pub(super) fn finish(&mut self) -> Result<Ending> {
+        let inline = self.plan.config.eval.inline;
+        let evaluated = self.schedule.evaluated.is_some_and(|(step, _)| step == self.progress.step);
+        if inline && !evaluated && !matches!(self.schedule.ending, Some(Ending::Preempted(_))) {
+            self.evaluate()?;
+        }
+        // A save under way ends first; and no other could keep the last one waiting.
+        let published = self.saver.finish()?;
+        self.note_published(published);
+        if self.schedule.saved != Some(self.progress.step) {
+            self.save()?;
+            let published = self.saver.finish()?;
+            self.note_published(published);
+        }
+        let ending = self.schedule.ending.take().unwrap_or(Ending::Finished);
+        let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
+        let failure = self.hooks.failure();
+        self.world.agree(failure)?;
+        // Nobody hears of the end before it is on record.
+        self.world.agree(if self.world.rank() == 0 { self.tell(&ending, text) } else { Ok(()) })?;
+        log::info!("ended at step {}: {ending:?}", self.progress.step);
+        Ok(ending)
+    }
+
+    /// Reports the end of the run to people and programs. On rank 0.
+    fn tell(&self, ending: &Ending, text: Option<String>) -> Result<()> {
+        let Some(records) = &self.records else { return Ok(()) };
+        self.directory.check()?;
+        records.progress.finish();
+        let step = self.progress.step;
+        let (status, why) = match ending {
+            Ending::Finished => (Status::Finished, None),
+            Ending::Stopped(why) => (Status::Finished, Some(why.clone())),
+            Ending::Preempted(why) => (Status::Preempted, Some(why.clone())),
+        };
+        if let Some(why) = &why {
+            say(format_args!("\nended at step {step}: {why}"));
+        }
+        if let (Some((at, loss)), Some(evaluator)) =
+            (self.schedule.evaluated.filter(|(at, _)| *at == step), &self.evaluator)
+        {
+            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {at}", evaluator.samples()));
+        }
+        if let Some(loss) = records.epoch_loss.as_ref().and_then(EpochLoss::mean) {
+            say(format_args!("\nmean training loss {loss:.4} over the last epoch at step {step}"));
+        }
+        if !self.meters.is_empty() {
+            say(format_args!("time  {}", self.meters.times()));
+        }
+        if let Some(report) = self.meters.profile(self.plan.threads, !B::ON_HOST) {
+            report.write(&self.directory.profile_path())?;
+            log::info!("profile of {} steps:\n{report}", report.steps);
+            say(format_args!("\n{report}\n\nprofile in {}", self.directory.profile_path().display()));
+        }
+        let latest = self.directory.checkpoints().latest();
+        if latest.exists() {
+            say(format_args!("checkpoint in {}", latest.display()));
+        }
+        if let Some(text) = text {
+            say(format_args!("\n{text}\n\nmore text: hpctrain sample --checkpoint {}", latest.display()));
+        }
+        if status == Status::Preempted {
+            say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
+        } else if !self.meters.is_empty() {
+            // A finished run that was resumed had nothing left to measure.
+            self.card().write(&self.directory.card_path())?;
+        }
+        self.directory.marks().end(&End { step, status, why })
+    }
+
+    /// Reports the outcome of the run to the hooks.
+    pub(super) fn tell_hooks(&mut self, result: Result<&Ending, &Error>) -> Result<()> {
+        self.hooks.end(&Outcome { step: self.progress.step, directory: self.directory.path(), result })
+    }
+
+    /// Evaluators need not wait for more checkpoints.
+    pub(super) fn tell_of_failure(&self, error: &Error) {
+        let why = Some(error.message().to_string());
+        let end = End { step: self.progress.step, status: Status::Failed, why };
+        // A run that another trainer has taken over has not ended.
+        if self.records.is_some()
+            && let Err(e) = self.directory.check().and_then(|()| self.directory.marks().end(&end))
+        {
+            log::warn!("{e}");
+        }
+    }
+
+    /// Text from the trained model. Every rank computes it, because gathers of parameters are collective.
+    fn sample(&mut self) -> Result<Option<String>> {
+        let tokens = self.plan.config.log.sample;
+        let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| tokens > 0) else { return Ok(None) };
+        // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets.
+        let Ok(prompt) = tokenizer.encode("\n") else { return Ok(None) };
+        let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
+        let _span = span(Doing::Sampling, None);
+        let drawn = generate(&mut self.engine, &prompt, self.plan.network.context(), sampling)?;
+        Ok(Some(tokenizer.decode(&drawn)))
+    }
+
+    fn card(&self) -> RunCard {
+        let ledger = self.engine.backend.ledger();
+        RunCard {
+            version: env!("CARGO_PKG_VERSION").into(),
+            mpi: self.comm.library().into(),
+            ranks: self.world.size(),
+            threads: self.plan.threads,
+            hosts: self.topology.hosts(),
+            parameters: self.engine.sharded.parameters(),
+            steps: self.progress.step,
+            skipped: self.meters.skipped(),
+            data: self.trained_on.as_ref().map(|data| data.fingerprint.digest()),
+            data_changes: self.trained_on.as_ref().map_or(vec![], |data| data.changes.clone()),
+            validation_loss: self.schedule.evaluated.map(|(_, loss)| loss),
+            tokens_per_second: self.plan.tokens_per_step() as f64 / (self.meters.median_ms() * 1e-3),
+            seconds: self.meters.seconds(),
+            step_seconds: self.meters.times(),
+            loader_wait_seconds: self.feed.waited().as_secs_f64(),
+            comm_wait_seconds: self.comm.stats().blocked,
+            peak_gpu_bytes: self.engine.backend.device_peak(),
+            peak_bytes: MemoryKind::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
+            peak_resident_bytes: memory::resident().1,
+            time: unix_time(),
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! The preparation of a run: its data, its directory, its state, and what is told of it.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use super::{Own, Request, Run, Schedule};
+use crate::backend::Kernels;
+use crate::checkpoint::{Job, Manifest, Origin, Saver};
+use crate::comm::{self, Comm, Group};
+use crate::config::Plan;
+use crate::data::TrainedOn;
+use crate::engine::feed::{self, Feed};
+use crate::engine::{Splits, engine, memory, plan};
+use crate::error::{Error, Result};
+use crate::evaluate::Evaluator;
+use crate::run_dir::{Branch, Resume, Resumed, RunDirectory, Taking, resume};
+use crate::telemetry::epoch_loss::EpochLoss;
+use crate::telemetry::{banner, logging, say, unix_time};
+use crate::topology::Topology;
+use crate::train::budget::Budget;
+use crate::train::hooks::Hooks;
+use crate::train::meters::Meters;
+use crate::train::records::Records;
+use crate::train::stop_requests::StopRequests;
+
+/// The directory of a run that has not begun: a start that fails does not leave it behind.
+struct Starting(RunDirectory);
+
+impl Starting {
+    /// The run begins.
+    fn started(mut self) -> RunDirectory {
+        std::mem::replace(&mut self.0, RunDirectory::at(PathBuf::new()))
+    }
+}
+
+impl Drop for Starting {
+    fn drop(&mut self) {
+        std::mem::replace(&mut self.0, RunDirectory::at(PathBuf::new())).discard_if_new();
+    }
+}
+
+impl<'h, B: Kernels> Run<'h, B> {
+    /// All that comes before the first step. Collective over the world of `comm`.
+    pub(super) fn prepare(
+        comm: &Comm<B>,
+        request: &Request,
+        own: Own<'h>,
+        beside: Option<&Group<B>>,
+        backend: impl FnOnce(&Plan) -> Result<B>,
+    ) -> Result<Self> {
+        let started = Instant::now();
+        let world = comm.world();
+        let root = world.rank() == 0;
+        let topology = Topology::gather(&world, comm.node().host)?;
+
+        let (mut config, is_own) = (request.config.clone(), own.data.is_some());
+        let mut splits = match own.data {
+            Some(splits) => splits,
+            None => Splits::open(&config, &world, &topology)?,
+        };
+        config.data.path = splits.name.clone();
+        let threads = request.threads.unwrap_or_else(|| topology.threads());
+        let mut plan = plan(comm, config, &splits.train, Some(threads))?;
+        if is_own {
+            splits = world.agree(splits.checked(&plan))?;
+        }
+        let without = splits.validation.is_none() && plan.config.eval.patience > 0;
+        let refused = || feed::no_validation("eval.patience cannot tell when to stop", &plan.config);
+        world.agree(if without { Err(refused()) } else { Ok(()) })?;
+        // From here on messages may reach the device.
+        let comm = comm.on_path(plan.config.comm.path, comm::prove)?;
+        let world = comm.world();
+        // Nobody allocates before all have looked.
+        let room = request.gpu.as_ref().map(|gpu| gpu.memory);
+        let held = memory::Held::now(&comm, &splits.sources());
+        world.agree(memory::check::<B>(&plan, &topology, held, room))?;
+
+        let mut claimed = None;
+        let prepared = || {
+            let directory = RunDirectory::prepare(&plan.config, &request.name, &request.resume)?;
+            let path = directory.path().to_string_lossy().into_owned();
+            claimed = Some(directory);
+            Ok(path)
+        };
+        let path = share(&world, root.then(prepared))?;
+        let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
+        let directory = &starting.0;
+        plan.config.run.name = Some(directory.name());
+        if let Some(beside) = beside {
+            beside.gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes()).wait()?;
+        }
+        world.agree(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
+        log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
+        let watch = match plan.config.comm.timeout {
+            0 => None,
+            timeout => comm.watch(&directory.logs_path(), Duration::from_secs(timeout))?,
+        };
+
+        let backend = world.agree(backend(&plan))?;
+        comm.count_memory(backend.clone());
+        let held = memory::Held::now(&comm, &splits.sources());
+        let Splits { mut train, mut validation, .. } = splits;
+        let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
+        let data = engine.sharded.data().clone();
+        let (take, allow_changed_data, data_now) = (request.take, request.allow_changed_data, train.fingerprint());
+        let taking = Taking { take, data: data_now.clone(), allow_changed_data };
+        let mut notes = Vec::new();
+        let mut conform = |manifest: &Manifest| {
+            notes = manifest.conform(&mut train)?;
+            validation.as_mut().map_or(Ok(()), |validation| manifest.conform(validation).map(drop))
+        };
+        let asked = &request.resume;
+        let Resumed { progress, from, data_changes } =
+            resume(&world, &mut engine.sharded, &plan, directory, asked, &taking, &mut conform)?;
+        if root {
+            notes.iter().for_each(|note| log::info!("data: {note}"));
+        }
+        let trained_on = data_now.map(|fingerprint| TrainedOn { fingerprint, changes: data_changes });
+        // Another run's checkpoint: the next start of this run knows its own directory only.
+        let branched = from.as_deref().filter(|from| from.parent() != Some(directory.checkpoints().root()));
+        let branch = branched.filter(|_| root && request.resume != Resume::Auto);
+        let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
+        world.agree(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
+        let branched = branched.is_some();
+        let epoch_loss = validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
+        let open = || Records::open(directory, &plan, progress.step, exchange.found, epoch_loss);
+        let records = root.then(open);
+        let records = world.agree(records.transpose())?;
+        let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.sharded.parameters());
+        world.agree(if root { budget.check() } else { Ok(()) })?;
+        let stop_requests = StopRequests::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
+        if root {
+            let facts = banner::Facts {
+                ranks: world.size(),
+                hosts: topology.host_count(),
+                host: &topology.here().host,
+                cores: topology.here().cores.len(),
+                spare_cores: topology.has_spare_cores(),
+                library: comm.library(),
+                gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),
+                shares_memory: comm.shares_memory(),
+                path: comm.device_path().filter(|_| world.size() > 1),
+                collectives: exchange.told,
+                directory: directory.path(),
+                parameters: engine.sharded.parameters(),
+                train: (train.samples(), train.tokens()),
+                validation: validation.as_ref().map(|validation| validation.samples()),
+                notes: train.left_out().into_iter().chain(notes).collect(),
+                memory: &memory::estimate(&plan, &engine.blocks, held),
+                resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
+                time: stop_requests.time_left(),
+            };
+            say(banner::banner(&plan, &facts));
+            train.unscaled().iter().for_each(|told| log::warn!("{told}"));
+        }
+
+        let job = Job {
+            checkpoints: directory.checkpoints(),
+            config: plan.config.clone(),
+            preprocessing: Some(train.preprocessing()),
+            data: trained_on.clone(),
+            origin: Origin {
+                ranks: world.size(),
+                hosts: topology.hosts(),
+                mpi: comm.library().into(),
+                ..Origin::default()
+            },
+            id: share(&world, root.then(|| Ok(fresh_id())))?,
+            records: vec![directory.metrics_path()],
+            state: engine.sharded.state_names(),
+        };
+        let asynchronous = plan.config.checkpoint.asynchronous;
+        let saver = Saver::new(job, world.clone(), &engine.backend, &mut engine.sharded, asynchronous)?;
+        let train_samples = train.samples();
+        let tokenizer = train.tokenizer().cloned();
+        let backend = engine.backend.clone();
+        let feed = world.agree(Feed::start(backend, train, &plan, data.rank(), progress))?;
+        let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
+        let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
+        Ok(Self {
+            comm,
+            world,
+            data,
+            plan,
+            topology,
+            engine,
+            feed,
+            evaluator,
+            tokenizer,
+            train_samples,
+            trained_on,
+            progress,
+            saver,
+            // The beginning needs no checkpoint: it can be made again.
+            schedule: Schedule { saved: (!branched).then_some(progress.step), ..Schedule::default() },
+            stop_requests,
+            hooks: Hooks::new(own.hooks),
+            meters: Meters::new(started, request.profile && root),
+            records,
+            _watch: watch,
+            directory: starting.started(),
+        })
+    }
+}
+
+/// Rank 0's text, or its error, on every rank.
+fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<String> {
+    let mine = world.agree(mine.transpose())?;
+    let all = world.gather_bytes(mine.unwrap_or_default().into_bytes()).wait()?;
+    let text = all.first().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
+    text.ok_or_else(|| Error::internal("no rank 0"))
+}
+
+/// A name that no other job has, for its output.
+fn fresh_id() -> String {
+    format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
+}
