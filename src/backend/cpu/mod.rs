@@ -33,7 +33,7 @@ mod window;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Backend, Event, Gemm, Launch, Ledger, MemoryKind, Profile, Reach, Work};
+use super::{Backend, Event, Gemm, Kernels, Launch, Ledger, MemoryKind, Profile, Reach, Work};
 use crate::error::{Error, Result};
 
 pub use elementwise::add_serial;
@@ -177,6 +177,8 @@ impl Cpu {
         self.profile.launch(size_of::<f32>(), || (), work)
     }
 }
+
+impl Kernels for Cpu {}
 
 /// Whether the CPU has instructions for sums of products of bf16.
 fn multiplies_bf16() -> bool {

@@ -45,7 +45,7 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-use super::{Backend, ComputeOrderedCopies, Event, Launch, Ledger, MemoryKind, Profile, Reach, Work};
+use super::{Backend, ComputeOrderedCopies, Event, Kernels, Launch, Ledger, MemoryKind, Profile, Reach, Work};
 use crate::error::Result;
 use journal::Journal;
 use libraries::check;
@@ -182,6 +182,8 @@ impl Cuda {
         self.0.profile.launch(self.element().size(), settle, work)
     }
 }
+
+impl Kernels for Cuda {}
 
 impl Backend for Cuda {
     const ON_HOST: bool = false;

@@ -42,7 +42,7 @@ pub use softmax::SoftmaxOps;
 pub use swiglu::SwigluOps;
 pub use window::{Window, WindowOps};
 
-/// Arithmetic on a device's buffers: all operations.
+/// Arithmetic on a device's buffers: all operations. A device that has them says so by an empty implementation.
 ///
 /// All results are a function of shapes and values alone: never of the number of threads or of launch order.
 /// Lengths of windows must match the shapes; a mismatch is a bug and panics. A bias window of length
@@ -69,27 +69,5 @@ pub trait Kernels:
     + SoftmaxOps
     + SwigluOps
     + WindowOps
-{
-}
-
-impl<B> Kernels for B where
-    B: ActivationOps
-        + AttentionOps
-        + ChannelOps
-        + ClassifierOps
-        + ColumnsOps
-        + ConvolutionOps
-        + DropoutOps
-        + ElementwiseOps
-        + EmbeddingOps
-        + LinearOps
-        + NormOps
-        + OptimizerOps
-        + PairsOps
-        + RegressionOps
-        + RotaryOps
-        + SoftmaxOps
-        + SwigluOps
-        + WindowOps
 {
 }
