@@ -6,12 +6,10 @@ use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm};
 use crate::config::{Config, Facts, ModelKind, Plan, resolve};
-use crate::data::Batch;
+use crate::data::{Batch, Parts};
 use crate::engine::memory::{self, Held};
 use crate::engine::{Engine, advance, engine, feed, vocabulary};
 use crate::error::Result;
-use crate::nn::Network;
-use crate::nn::loss::Loss;
 use crate::parallel::ControlFlags;
 use crate::random::Stream;
 use crate::topology::Topology;
@@ -92,18 +90,14 @@ fn random(plan: &Plan, samples: usize) -> Batch {
         Stream::new(stream).fill_normal(&mut numbers);
         numbers
     };
-    let predictions = samples * plan.network.context();
+    let sizes = plan.samples.sizes(plan.network.context()).times(samples);
     let outputs = plan.network.outputs();
-    let (ids, features) = match &plan.network {
-        Network::Layers(layers) => {
-            let taken = layers.takes();
-            (below(1, samples * taken.ids, taken.below), normal(1, samples * taken.features))
-        }
-        _ => (below(1, predictions, outputs), vec![]),
+    let parts = Parts {
+        ids: below(1, sizes.ids, plan.samples.ids_below().unwrap_or(outputs)),
+        features: normal(1, sizes.features),
+        classes: below(2, sizes.classes, outputs),
+        values: normal(2, sizes.values),
+        weights: vec![],
     };
-    let (classes, values) = match plan.loss {
-        Loss::CrossEntropy { .. } => (below(2, predictions, outputs), vec![]),
-        Loss::Deviation(_) => (vec![], normal(2, predictions * outputs)),
-    };
-    Batch { positions: 0..samples as u64, ids, features, classes, values, weights: vec![] }
+    Batch { positions: 0..samples as u64, parts }
 }

@@ -11,6 +11,6 @@ mod time;
 pub use device::DeviceChoice;
 pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay, written};
 pub use raw::*;
-pub use resolve::{Facts, Plan, network, resolve};
+pub use resolve::{Facts, Plan, network, resolve, sample_spec};
 pub use size::Size;
 pub use time::Time;

@@ -3,7 +3,7 @@
 use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Deviation, Elementwise, Kernels};
-use crate::data::Axes;
+use crate::data::{Axes, SampleSpec};
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
 use crate::mesh::Mesh;
@@ -47,6 +47,8 @@ pub struct Plan {
     pub network: Network,
     /// The loss that it minimises.
     pub loss: Loss,
+    /// The samples that it takes.
+    pub samples: SampleSpec,
     /// The update rule.
     pub rule: Rule,
     /// Decay of the parameters' running average, if one is kept.
@@ -99,6 +101,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     check_batch_norm(&config.model.layers, lanes, mesh.data())?;
     check_batch(&network, micro, mesh.data())?;
     let loss = loss(&config, &network)?;
+    let samples = network.sample_spec(&loss);
     check_groups(&config.optimizer.groups, &network)?;
     let schedule = schedule(&config);
     let Optimizer { beta1, beta2, eps, momentum, nesterov, trust, .. } = config.optimizer;
@@ -125,7 +128,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     config.run.threads = Some(threads);
     config.schedule.decay = Some(schedule.decay);
     let average = (config.optimizer.ema > 0.0).then_some(config.optimizer.ema);
-    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, network, loss, rule, average, schedule })
+    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, network, loss, samples, rule, average, schedule })
 }
 
 /// The number format, which the device must know.
@@ -470,6 +473,18 @@ fn check_groups(groups: &[Group], network: &Network) -> Result<()> {
 }
 
 /// The loss that the network minimises.
+/// The samples that the network of a configuration takes. The vocabulary of a language model may still be open.
+///
+/// # Errors
+/// The network or its loss is not possible.
+pub fn sample_spec(config: &Config) -> Result<SampleSpec> {
+    if config.model.kind != ModelKind::Layers {
+        return Ok(SampleSpec::Text);
+    }
+    let network = network(&mut config.model.clone(), None)?;
+    Ok(network.sample_spec(&loss(config, &network)?))
+}
+
 fn loss(config: &Config, network: &Network) -> Result<Loss> {
     let own = &config.loss;
     if !(0.0..1.0).contains(&own.label_smoothing) {

@@ -10,7 +10,7 @@ use hdf5::types::VarLenUnicode;
 
 use super::format::{Format, TokenShard, write_rows};
 use super::h5::one_line;
-use super::{DataSpec, Dataset, Ids, Loader, Sampler, Split, Target, Tokenizer, Verify, Wants};
+use super::{DataSpec, Dataset, Ids, Loader, SampleSpec, Sampler, Split, Target, Tokenizer, Verify};
 use crate::error::{Error, Result};
 use crate::hdf5_files;
 use crate::random::Stream;
@@ -46,7 +46,7 @@ pub struct Timing {
 struct Case {
     what: &'static str,
     path: PathBuf,
-    wants: Wants,
+    samples: SampleSpec,
     context: usize,
     shuffled: bool,
     verify: Verify,
@@ -69,7 +69,7 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>>
     let image = |what, path: &Path, shuffled, verify, rows| Case {
         what,
         path: path.to_owned(),
-        wants: Wants::Rows { input: IMAGE, ids: Ids::None, target: Target::Class(10) },
+        samples: SampleSpec::Rows { input: IMAGE, ids: Ids::None, target: Target::Class(10) },
         context: 1,
         shuffled,
         verify,
@@ -79,7 +79,7 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>>
     let text = |what, verify| Case {
         what,
         path: tokens.clone(),
-        wants: Wants::Text,
+        samples: SampleSpec::Text,
         context: CONTEXT,
         shuffled: true,
         verify,
@@ -102,12 +102,12 @@ pub fn time(folder: &Path, samples: usize, rounds: usize) -> Result<Vec<Timing>>
 impl Case {
     fn time(&self, rounds: usize) -> Result<Timing> {
         let open = || {
-            let spec = DataSpec { wants: self.wants.clone(), verify: self.verify, ..DataSpec::new(&self.path) };
+            let spec = DataSpec { samples: self.samples.clone(), verify: self.verify, ..DataSpec::new(&self.path) };
             Dataset::open(&spec, Split::Train, self.context)
         };
         let samples = open()?.samples();
         let sampler = if self.shuffled { Sampler::new(samples, 1) } else { Sampler::in_order(samples) };
-        let bytes = if self.wants == Wants::Text { (CONTEXT + 1) * 2 } else { IMAGE + CLASS };
+        let bytes = if self.samples == SampleSpec::Text { (CONTEXT + 1) * 2 } else { IMAGE + CLASS };
         let (mut seconds, mut plain) = (Vec::new(), Vec::new());
         // The first round fills the page cache.
         for round in 0..=rounds {

@@ -8,7 +8,7 @@ use hdf5::dataset::Layout;
 use super::axes::Planes;
 use super::dtype::Dtype;
 use super::h5::{self, shape};
-use super::spec::{DataSpec, Ids, InputScale, Target, WEIGHTS, Wants};
+use super::spec::{DataSpec, Ids, InputScale, SampleSpec, Target, WEIGHTS};
 use super::standard::Standard;
 use super::storage;
 use super::stored::{As, Stored};
@@ -80,14 +80,14 @@ impl Content {
     /// Tokens if there are any, else samples.
     pub(super) fn find(place: Place<'_>, spec: &DataSpec) -> Result<Self> {
         let file = place.file;
-        match &spec.wants {
-            Wants::Rows { input, ids, target } => return Self::rows(place, spec, *input, ids, *target),
-            Wants::Anything => {
+        match &spec.samples {
+            SampleSpec::Rows { input, ids, target } => return Self::rows(place, spec, *input, ids, *target),
+            SampleSpec::Anything => {
                 if let Some((input, ids, target)) = rows_of(place, spec)? {
                     return Self::rows(place, spec, input, &ids, target);
                 }
             }
-            Wants::Text => {}
+            SampleSpec::Text => {}
         }
         if file.link_exists(&spec.tokens) {
             return Ok(Self::Tokens(Field::ids(place, &spec.tokens, 1)?));

@@ -8,10 +8,11 @@ use super::compare::{Scratch, Seen};
 use super::content::{Content, Field, Rows};
 use super::division::{Division, millionths};
 use super::import::left_out;
-use super::preprocessing::{self, Form, Parts, Preprocessing, Recoded};
+use super::parts::{SampleMut, Sizes};
+use super::preprocessing::{self, Converted, Form, Preprocessing, Recoded};
 use super::rows::RowReader;
 use super::shard::{Shard, first_invalid};
-use super::spec::{DataSpec, Held, Ids, SampleMut, Sizes, Split, Target, Verify, Wants};
+use super::spec::{DataSpec, Held, Ids, SampleSpec, Split, Target, Verify};
 use super::stored::As;
 use super::{Fingerprint, Tokenizer, completeness};
 use crate::error::{Error, Result};
@@ -39,7 +40,7 @@ pub struct Dataset {
     /// Millionths of the stored samples that are kept for validation, where some are.
     held_out: u64,
     context: usize,
-    wants: Wants,
+    spec: SampleSpec,
     /// Ids are below this: of text, or of rows of ids.
     vocabulary: usize,
     open: OpenShards,
@@ -97,7 +98,7 @@ impl Dataset {
             let stored = samples - before;
             divisions.push(if is_divided {
                 held_out = millionths(spec.val_fraction);
-                let is_text = matches!(spec.wants, Wants::Text);
+                let is_text = matches!(spec.samples, SampleSpec::Text);
                 Division::new(stored, spec.val_fraction, is_text, split, &spec.path.to_string_lossy())?
             } else {
                 Division::all(stored)
@@ -105,13 +106,13 @@ impl Dataset {
         }
         shards.iter().try_for_each(Shard::check_written)?;
         let spec = specs.first().ok_or_else(|| Error::internal("no data set is to be opened"))?;
-        let vocabulary = match &spec.wants {
-            Wants::Text | Wants::Anything => shards[0].vocabulary(spec.vocabulary)?,
-            Wants::Rows { ids: Ids::Input(below), .. } => *below,
-            Wants::Rows { .. } => 0,
+        let vocabulary = match &spec.samples {
+            SampleSpec::Text | SampleSpec::Anything => shards[0].vocabulary(spec.vocabulary)?,
+            SampleSpec::Rows { ids: Ids::Input(below), .. } => *below,
+            SampleSpec::Rows { .. } => 0,
         };
         let open = OpenShards::new(&shards, MAX_OPEN, spec.verify);
-        let (parts, wants) = (divisions.iter().map(Division::count).collect(), spec.wants.clone());
+        let (parts, spec) = (divisions.iter().map(Division::count).collect(), spec.samples.clone());
         let (preprocessing, forms) = (Preprocessing::default(), Vec::new());
         let mut dataset = Self {
             shards,
@@ -120,7 +121,7 @@ impl Dataset {
             divisions,
             held_out,
             context,
-            wants,
+            spec,
             vocabulary,
             open,
             preprocessing,
@@ -162,8 +163,8 @@ impl Dataset {
         let own = self.told();
         let tokenizer = preprocessing::tokenizer(own.tokenizer.as_ref(), to.tokenizer.as_ref());
         let tokenizer = tokenizer.map_err(|e| e.at(self.shards[0].path.display()))?.cloned();
-        let is_class = matches!(self.wants, Wants::Rows { target: Target::Class(_), .. });
-        let parts = Parts { numbers: self.sizes().features, classes: is_class };
+        let is_class = matches!(self.spec, SampleSpec::Rows { target: Target::Class(_), .. });
+        let parts = Converted { numbers: self.sizes().features, classes: is_class };
         let (mut notes, mut forms) = (Vec::new(), Vec::<Arc<Form>>::new());
         for (index, shard) in self.shards.iter().enumerate() {
             // The shards of a data set mostly tell the same.
@@ -232,21 +233,11 @@ impl Dataset {
 
     /// Elements of a sample's parts.
     pub fn sizes(&self) -> Sizes {
-        match &self.wants {
-            Wants::Text | Wants::Anything => Sizes { ids: self.context, classes: self.context, ..Sizes::default() },
-            Wants::Rows { input, ids, target } => {
-                let (ids, features) = match ids {
-                    Ids::None => (0, *input),
-                    Ids::Input(_) => (*input, 0),
-                    Ids::Tables(tables) => (tables.len(), *input),
-                };
-                let (classes, values) = match target {
-                    Target::Class(_) => (1, 0),
-                    Target::Values(width) => (0, *width),
-                    Target::Unknown => (0, 0),
-                };
-                let weights = usize::from(self.shards[0].content.weights().is_some());
-                Sizes { ids, features, classes, values, weights }
+        let sizes = self.spec.sizes(self.context);
+        match self.spec {
+            SampleSpec::Text | SampleSpec::Anything => sizes,
+            SampleSpec::Rows { .. } => {
+                Sizes { weights: usize::from(self.shards[0].content.weights().is_some()), ..sizes }
             }
         }
     }
@@ -317,16 +308,9 @@ impl Dataset {
     ///
     /// # Errors
     /// As [`Dataset::read`].
-    pub fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
+    pub fn read_run(&mut self, first: u64, count: usize, epoch: u64, mut into: SampleMut<'_>) -> Result<()> {
         let sizes = self.sizes();
-        let SampleMut { mut ids, mut features, mut classes, mut values, mut weights } = into;
-        let lens = Sizes {
-            ids: ids.len(),
-            features: features.len(),
-            classes: classes.len(),
-            values: values.len(),
-            weights: weights.len(),
-        };
+        let lens = into.lens();
         let last = first.saturating_add(count as u64);
         if last > self.samples() || lens != sizes.times(count) {
             let all = self.samples();
@@ -337,13 +321,7 @@ impl Dataset {
             let (place, run) = self.stored(next);
             let index = self.first_sample.partition_point(|&first| first <= place) - 1;
             let here = (self.first_sample[index + 1] - place).min(run).min(last - next) as usize;
-            let into = SampleMut {
-                ids: front(&mut ids, here * sizes.ids),
-                features: front(&mut features, here * sizes.features),
-                classes: front(&mut classes, here * sizes.classes),
-                values: front(&mut values, here * sizes.values),
-                weights: front(&mut weights, here * sizes.weights),
-            };
+            let into = into.samples(sizes, (next - first) as usize, here);
             let when = When { epoch, first: next };
             self.read_rows(index, place - self.first_sample[index], when, into)?;
             next += here as u64;
@@ -395,7 +373,7 @@ impl Dataset {
                     }
                 }
                 if let Some((categories, reader)) = categories
-                    && let Wants::Rows { ids: Ids::Tables(tables), .. } = &self.wants
+                    && let SampleSpec::Rows { ids: Ids::Tables(tables), .. } = &self.spec
                 {
                     reader.read(row, ids).map_err(|e| shard.unreadable(categories, e))?;
                     if let Some(recoded) = &form.categories {
@@ -403,9 +381,9 @@ impl Dataset {
                     }
                     check_categories(shard, categories, row, ids, tables)?;
                 }
-                match (&self.wants, targets) {
+                match (&self.spec, targets) {
                     (_, None) => {}
-                    (Wants::Rows { target: Target::Class(all), .. }, Some((targets, reader))) => {
+                    (SampleSpec::Rows { target: Target::Class(all), .. }, Some((targets, reader))) => {
                         read_class(shard, targets, reader, row, classes)?;
                         if let Some(numbers) = &form.classes {
                             check_classes(shard, targets, row, classes, numbers.len(), "the data has names for")?;
@@ -444,13 +422,6 @@ fn check_completeness(spec: &DataSpec, split: Split, shards: &[Shard]) -> Result
 struct When {
     epoch: u64,
     first: u64,
-}
-
-/// Splits off the first `count` elements.
-fn front<'a, T>(slice: &mut &'a mut [T], count: usize) -> &'a mut [T] {
-    let (front, rest) = std::mem::take(slice).split_at_mut(count);
-    *slice = rest;
-    front
 }
 
 /// Reads rows from `first` on and refuses ids outside the vocabulary.

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::spec::{SampleMut, Sizes};
+use super::parts::{Parts, Sizes};
 use super::{Draw, Order, Source};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::error::{Error, Result};
@@ -17,29 +17,15 @@ use crate::error::{Error, Result};
 pub struct Batch {
     /// Positions of the samples in the run.
     pub positions: Range<u64>,
-    /// Ids of the inputs, sample after sample.
-    pub ids: Vec<u32>,
-    /// Numbers of the inputs, sample after sample.
-    pub features: Vec<f32>,
-    /// Classes to predict, sample after sample.
-    pub classes: Vec<u32>,
-    /// Numbers to predict, sample after sample.
-    pub values: Vec<f32>,
-    /// A factor of the loss of each sample in training; none where all count alike.
-    pub weights: Vec<f32>,
+    /// Each part, sample after sample.
+    pub parts: Parts<Vec<u32>, Vec<f32>>,
 }
 
 impl Batch {
     /// Empty, with room for so many samples.
     fn with_room(sizes: Sizes, samples: usize) -> Self {
-        Self {
-            positions: 0..0,
-            ids: Vec::with_capacity(samples * sizes.ids),
-            features: Vec::with_capacity(samples * sizes.features),
-            classes: Vec::with_capacity(samples * sizes.classes),
-            values: Vec::with_capacity(samples * sizes.values),
-            weights: Vec::with_capacity(samples * sizes.weights),
-        }
+        let parts = sizes.times(samples).map(Vec::with_capacity, Vec::with_capacity);
+        Self { positions: 0..0, parts }
     }
 
     /// Samples `numbers` of a data set, which stand at `positions`.
@@ -61,11 +47,9 @@ impl Batch {
     ) -> Result<()> {
         let (sizes, samples) = (dataset.sizes(), positions.clone().count());
         self.positions = positions;
-        self.ids.resize(samples * sizes.ids, 0);
-        self.features.resize(samples * sizes.features, 0.0);
-        self.classes.resize(samples * sizes.classes, 0);
-        self.values.resize(samples * sizes.values, 0.0);
-        self.weights.resize(samples * sizes.weights, 0.0);
+        let lens = sizes.times(samples);
+        self.parts.as_mut().zip(lens).map(|(ids, len)| ids.resize(len, 0), |(numbers, len)| numbers.resize(len, 0.0));
+        let mut into = self.parts.as_mut().map(Vec::as_mut_slice, Vec::as_mut_slice);
         let mut draws = draws.take(samples).peekable();
         let mut i = 0;
         while let Some(Draw { sample: first, epoch }) = draws.next() {
@@ -73,15 +57,7 @@ impl Batch {
             while draws.next_if_eq(&Draw { sample: first + count as u64, epoch }).is_some() {
                 count += 1;
             }
-            let of = |size: usize| i * size..(i + count) * size;
-            let run = SampleMut {
-                ids: &mut self.ids[of(sizes.ids)],
-                features: &mut self.features[of(sizes.features)],
-                classes: &mut self.classes[of(sizes.classes)],
-                values: &mut self.values[of(sizes.values)],
-                weights: &mut self.weights[of(sizes.weights)],
-            };
-            dataset.read_run(first, count, epoch, run)?;
+            dataset.read_run(first, count, epoch, into.samples(sizes, i, count))?;
             i += count;
         }
         Ok(())
@@ -89,9 +65,8 @@ impl Batch {
 
     /// Bytes that its buffers take.
     fn bytes(&self) -> usize {
-        let inputs = self.ids.capacity() + self.features.capacity();
-        let rest = self.classes.capacity() + self.values.capacity() + self.weights.capacity();
-        (inputs + rest) * size_of::<u32>()
+        let elements = self.parts.as_ref().map(Vec::capacity, Vec::capacity);
+        elements.all().into_iter().sum::<usize>() * size_of::<u32>()
     }
 }
 

@@ -70,9 +70,9 @@ pub(super) struct Recoded {
     pub ids: Option<Vec<u32>>,
 }
 
-/// Parts of a sample to be read.
+/// The parts of a sample that are converted.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Parts {
+pub(super) struct Converted {
     /// Numbers of a row of inputs.
     pub numbers: usize,
     pub classes: bool,
@@ -84,7 +84,7 @@ impl Form {
     ///
     /// # Errors
     /// There is no such conversion.
-    pub fn new(own: &Told, to: &Preprocessing, parts: Parts, notes: &mut Vec<String>) -> Result<Self> {
+    pub fn new(own: &Told, to: &Preprocessing, parts: Converted, notes: &mut Vec<String>) -> Result<Self> {
         let mut form = Self::default();
         if parts.numbers > 0 {
             form.scale = scale(own.scale.as_ref(), to, parts.numbers, notes)?;
@@ -275,7 +275,7 @@ mod tests {
     /// The form, and the notes for people.
     fn form(own: Told, to: &Preprocessing) -> Result<(Form, Vec<String>)> {
         let mut notes = Vec::new();
-        Ok((Form::new(&own, to, Parts { numbers: 4, classes: true }, &mut notes)?, notes))
+        Ok((Form::new(&own, to, Converted { numbers: 4, classes: true }, &mut notes)?, notes))
     }
 
     #[test]

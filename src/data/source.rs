@@ -1,6 +1,6 @@
 //! Sources of samples: files, or a program's own code.
 
-use super::spec::{SampleMut, Sizes};
+use super::parts::{SampleMut, Sizes};
 use super::{Dataset, Fingerprint, Preprocessing, Tokenizer, preprocessing};
 use crate::error::Result;
 
@@ -64,19 +64,11 @@ pub trait Source: Send {
     ///
     /// # Errors
     /// As [`Source::read`].
-    fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
+    fn read_run(&mut self, first: u64, count: usize, epoch: u64, mut into: SampleMut<'_>) -> Result<()> {
         let _ = epoch;
         let sizes = self.sizes();
         for i in 0..count {
-            let of = |size: usize| i * size..(i + 1) * size;
-            let one = SampleMut {
-                ids: &mut into.ids[of(sizes.ids)],
-                features: &mut into.features[of(sizes.features)],
-                classes: &mut into.classes[of(sizes.classes)],
-                values: &mut into.values[of(sizes.values)],
-                weights: &mut into.weights[of(sizes.weights)],
-            };
-            self.read(first + i as u64, one)?;
+            self.read(first + i as u64, into.samples(sizes, i, 1))?;
         }
         Ok(())
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::axes::Axes;
+use super::parts::Sizes;
 use crate::error::{Error, Result};
 use crate::pattern::matches;
 
@@ -58,8 +59,8 @@ pub struct DataSpec {
     pub vocabulary: Option<usize>,
     /// Verification of blocks against their checksums as they are read.
     pub verify: Verify,
-    /// Required parts of a sample.
-    pub wants: Wants,
+    /// The samples to be read.
+    pub samples: SampleSpec,
 }
 
 /// Verification of blocks against their checksums as they are read.
@@ -85,9 +86,9 @@ pub enum InputScale {
     Unit,
 }
 
-/// Parts of a sample that a network requires.
+/// The samples that a network takes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Wants {
+pub enum SampleSpec {
     /// Token ids and the ids that follow them.
     Text,
     /// All parts found in the files: to inspect, not to train on.
@@ -126,55 +127,33 @@ pub enum Target {
     Unknown,
 }
 
-/// Elements of a sample's parts.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Sizes {
-    /// Ids of the input.
-    pub ids: usize,
-    /// Numbers of the input.
-    pub features: usize,
-    /// Classes to predict.
-    pub classes: usize,
-    /// Numbers to predict.
-    pub values: usize,
-    /// Factors of the loss in training: one, or none where all samples count alike.
-    pub weights: usize,
-}
-
-/// Buffers for samples: each part has the length that [`Dataset::sizes`](super::Dataset::sizes) gives, times the number
-/// of samples.
-#[derive(Default)]
-pub struct SampleMut<'a> {
-    /// Ids of the input; those of several tables count through all of them, as [`Ids::Tables`] says.
-    pub ids: &'a mut [u32],
-    /// Numbers of the input.
-    pub features: &'a mut [f32],
-    /// Classes to predict.
-    pub classes: &'a mut [u32],
-    /// Numbers to predict.
-    pub values: &'a mut [f32],
-    /// Factors of the loss in training, of 0 or more.
-    pub weights: &'a mut [f32],
-}
-
-impl Sizes {
-    /// Sizes of so many samples.
-    pub(super) fn times(self, count: usize) -> Self {
-        let Self { ids, features, classes, values, weights } = self;
-        Self {
-            ids: ids * count,
-            features: features * count,
-            classes: classes * count,
-            values: values * count,
-            weights: weights * count,
-        }
+impl SampleSpec {
+    /// Elements of a sample's parts, of `context` predictions; no weights, which rows may have or not.
+    pub fn sizes(&self, context: usize) -> Sizes {
+        let Self::Rows { input, ids, target } = self else {
+            return Sizes { ids: context, classes: context, ..Sizes::default() };
+        };
+        let (ids, features) = match ids {
+            Ids::None => (0, *input),
+            Ids::Input(_) => (*input, 0),
+            Ids::Tables(tables) => (tables.len(), *input),
+        };
+        let (classes, values) = match target {
+            Target::Class(_) => (1, 0),
+            Target::Values(width) => (0, *width),
+            Target::Unknown => (0, 0),
+        };
+        Sizes { ids, features, classes, values, weights: 0 }
     }
-}
 
-impl<'a> SampleMut<'a> {
-    /// Buffers of text: ids and the ids that follow them.
-    pub fn text(ids: &'a mut [u32], classes: &'a mut [u32]) -> Self {
-        Self { ids, classes, ..Self::default() }
+    /// The number that all ids are below; none of text, whose vocabulary is the network's.
+    pub fn ids_below(&self) -> Option<usize> {
+        let Self::Rows { ids, .. } = self else { return None };
+        Some(match ids {
+            Ids::None => 0,
+            Ids::Input(below) => *below,
+            Ids::Tables(tables) => tables.iter().sum(),
+        })
     }
 }
 
@@ -196,7 +175,7 @@ impl DataSpec {
             scale: None,
             vocabulary: None,
             verify: Verify::default(),
-            wants: Wants::Text,
+            samples: SampleSpec::Text,
         }
     }
 

@@ -15,7 +15,7 @@ use super::rows::RowReader;
 use super::shard::{Shard, first_invalid};
 use super::spec::Verify;
 use super::stored::{As, Stored};
-use super::{DataSpec, Wants, is_weight};
+use super::{DataSpec, SampleSpec, is_weight};
 use crate::error::{Error, Result};
 use crate::pattern::matches;
 
@@ -62,7 +62,7 @@ pub fn verify(path: &Path) -> Result<Report> {
     let files = h5_files(path)?;
     let mut check = Check::default();
     let mut shards: Vec<Shard> = Vec::new();
-    let spec = DataSpec { wants: Wants::Anything, ..DataSpec::new(path) };
+    let spec = DataSpec { samples: SampleSpec::Anything, ..DataSpec::new(path) };
     for file in &files {
         match Shard::open(file, &spec) {
             Ok(shard) => {

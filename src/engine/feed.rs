@@ -7,13 +7,12 @@ use std::time::Duration;
 use crate::backend::{Backend, MemoryKind};
 use crate::checkpoint::Progress;
 use crate::comm::Group;
-use crate::config::{Config, LossKind, ModelKind, Plan, network};
+use crate::config::{Config, ModelKind, Plan, sample_spec};
 use crate::data::{
-    Augment, Batch, DataSpec, Dataset, Held, Ids, Loader, Order, Source, Split, Target, Wants, bundled, stage,
+    Augment, Batch, DataSpec, Dataset, Held, Loader, Order, SampleSpec, Source, Split, Target, bundled, stage,
 };
 use crate::error::{Error, Result};
-use crate::nn::layers::Taken;
-use crate::nn::{Micro, Network};
+use crate::nn::Micro;
 use crate::parallel::Lanes;
 use crate::topology::Topology;
 
@@ -144,7 +143,7 @@ pub(crate) fn no_validation(what: &str, config: &Config) -> Error {
 pub fn inputs(config: &Config, split: Split) -> Result<Dataset> {
     let mut specs = specs(config)?;
     for spec in &mut specs {
-        if let Wants::Rows { target, .. } = &mut spec.wants {
+        if let SampleSpec::Rows { target, .. } = &mut spec.samples {
             *target = Target::Unknown;
         }
     }
@@ -156,32 +155,14 @@ fn predictions(config: &Config) -> usize {
     if config.model.kind == ModelKind::Layers { 1 } else { config.model.context }
 }
 
-/// Parts of a sample that the network requires.
-fn wants(config: &Config) -> Result<Wants> {
-    if config.model.kind != ModelKind::Layers {
-        return Ok(Wants::Text);
-    }
-    let Network::Layers(layers) = network(&mut config.model.clone(), None)? else { return Ok(Wants::Text) };
-    let outputs = layers.output().iter().product();
-    let target =
-        if config.loss.kind == LossKind::CrossEntropy { Target::Class(outputs) } else { Target::Values(outputs) };
-    let Taken { ids, below, .. } = layers.takes();
-    let ids = match layers.tables() {
-        [] if ids == 0 => Ids::None,
-        [] => Ids::Input(below),
-        tables => Ids::Tables(tables.into()),
-    };
-    Ok(Wants::Rows { input: layers.input().iter().product(), ids, target })
-}
-
 /// Descriptions of the data sets.
 fn specs(config: &Config) -> Result<Vec<DataSpec>> {
     let data = &config.data;
-    let wants = wants(config)?;
+    let samples = sample_spec(config)?;
     // Models of text take ids: they have no shape of a sample.
-    let shape = match &wants {
-        Wants::Rows { .. } => config.model.input.clone().unwrap_or_default(),
-        Wants::Text | Wants::Anything => vec![],
+    let shape = match &samples {
+        SampleSpec::Rows { .. } => config.model.input.clone().unwrap_or_default(),
+        SampleSpec::Text | SampleSpec::Anything => vec![],
     };
     let spec = |path: &String| {
         let path = match path.strip_prefix("bundled:") {
@@ -203,7 +184,7 @@ fn specs(config: &Config) -> Result<Vec<DataSpec>> {
             scale: data.scale,
             vocabulary: config.model.vocabulary,
             verify: data.verify,
-            wants: wants.clone(),
+            samples: samples.clone(),
         })
     };
     if data.mix.is_empty() { Ok(vec![spec(&data.path)?]) } else { data.mix.iter().map(|one| spec(&one.path)).collect() }
@@ -231,16 +212,9 @@ pub fn vocabulary(config: &Config) -> Result<usize> {
 /// # Errors
 /// The device is out of memory.
 pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64) -> Result<Micro<B>> {
-    Ok(Micro {
-        ids: backend.upload_ints(&batch.ids)?,
-        features: backend.upload(MemoryKind::Activations, &batch.features)?,
-        classes: backend.upload_ints(&batch.classes)?,
-        values: backend.upload_f32(MemoryKind::Activations, &batch.values)?,
-        weights: backend.upload_f32(MemoryKind::Activations, &batch.weights)?,
-        samples: (batch.positions.end - batch.positions.start) as usize,
-        time,
-        first: batch.positions.start - base,
-    })
+    let parts = batch.parts.as_ref().map(Vec::as_slice, Vec::as_slice);
+    let samples = (batch.positions.end - batch.positions.start) as usize;
+    Micro::upload(backend, parts, samples, time, batch.positions.start - base)
 }
 
 /// A step must not see a sample twice.

@@ -3,11 +3,9 @@
 use super::feed;
 use crate::backend::Backend;
 use crate::comm::Group;
-use crate::config::{Config, LossKind, Plan};
-use crate::data::{Fingerprint, Preprocessing, SampleMut, Sizes, Source, Tokenizer, is_weight};
+use crate::config::{Config, Plan};
+use crate::data::{Fingerprint, Preprocessing, SampleMut, SampleSpec, Sizes, Source, Tokenizer, is_weight};
 use crate::error::{Error, Result};
-use crate::nn::Network;
-use crate::nn::layers::Taken;
 use crate::topology::Topology;
 
 /// Training and validation samples of a network.
@@ -87,16 +85,11 @@ struct Wanted {
 impl Wanted {
     /// Sizes that the network requires of samples with `sizes`: rows may have weights, or not.
     fn by(plan: &Plan, sizes: Sizes) -> Self {
-        let (context, outputs) = (plan.network.context(), plan.network.outputs());
-        let Network::Layers(layers) = &plan.network else {
-            let sizes = Sizes { ids: context, classes: context, ..Sizes::default() };
-            return Self { sizes, ids: outputs, classes: outputs };
-        };
-        let Taken { ids, below, features } = layers.takes();
-        let of_classes = plan.config.loss.kind == LossKind::CrossEntropy;
-        let (classes, values) = if of_classes { (1, 0) } else { (0, outputs) };
-        let sizes = Sizes { ids, features, classes, values, weights: sizes.weights.min(1) };
-        Self { sizes, ids: below, classes: outputs }
+        let (spec, outputs) = (&plan.samples, plan.network.outputs());
+        // Text has no weights.
+        let weights = if *spec == SampleSpec::Text { 0 } else { sizes.weights.min(1) };
+        let sizes = Sizes { weights, ..spec.sizes(plan.network.context()) };
+        Self { sizes, ids: spec.ids_below().unwrap_or(outputs), classes: outputs }
     }
 }
 
@@ -126,11 +119,10 @@ impl Source for Checked {
         self.read_run(sample, 1, 0, into)
     }
 
-    fn read_run(&mut self, first: u64, count: usize, epoch: u64, into: SampleMut<'_>) -> Result<()> {
+    fn read_run(&mut self, first: u64, count: usize, epoch: u64, mut into: SampleMut<'_>) -> Result<()> {
+        let all = into.samples(self.wanted.sizes, 0, count);
+        self.source.read_run(first, count, epoch, all).map_err(|e| self.at(first, e))?;
         let SampleMut { ids, features, classes, values, weights } = into;
-        self.source
-            .read_run(first, count, epoch, SampleMut { ids, features, classes, values, weights })
-            .map_err(|e| self.at(first, e))?;
         let sizes = self.wanted.sizes;
         let below = |what: &str, found: &[u32], a_sample: usize, limit: usize| {
             let place = found.iter().position(|id| *id as usize >= limit)?;

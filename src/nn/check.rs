@@ -7,6 +7,7 @@
 use super::{Block, Context, Grads, Micro, Params, Training};
 use crate::backend::cpu::{Cpu, CpuBuf};
 use crate::backend::{Backend as _, MemoryKind};
+use crate::data::Parts;
 use crate::error::{Error, Result};
 use crate::layout::{Init, UnitLayout};
 use crate::random::{Stream, derive, name};
@@ -143,18 +144,7 @@ impl<'a> Checked<'a> {
                 .hint("weight decay is one range of a unit: matrices first, then biases and norms"));
         }
         let backend = Cpu::new(1);
-        let nothing = || backend.upload(MemoryKind::Activations, &[]);
-        let (ids, classes) = (backend.upload_ints(&[])?, backend.upload_ints(&[])?);
-        let micro = Micro {
-            ids,
-            features: nothing()?,
-            classes,
-            values: nothing()?,
-            weights: nothing()?,
-            samples,
-            time,
-            first: 0,
-        };
+        let micro = Micro::upload(&backend, Parts::default(), samples, time, 0)?;
         Ok(Self { layout: UnitLayout::new(block.name(), tensors, 1), backend, block, micro })
     }
 

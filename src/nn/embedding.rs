@@ -68,7 +68,7 @@ impl<B: Kernels> Block<B> for Embedding {
         let [words, places] = split::<B, 2>(params.own, self.lens());
         let (places, _) = B::cut(places, self.used(cx));
         let mut y = cx.backend.alloc(MemoryKind::Activations, cx.micro.rows() * self.width())?;
-        cx.backend.embedding(&cx.micro.ids, words, places, B::all_mut(&mut y))?;
+        cx.backend.embedding(&cx.micro.parts.ids, words, places, B::all_mut(&mut y))?;
         self.dropout.apply(cx, 0, B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
@@ -85,7 +85,7 @@ impl<B: Kernels> Block<B> for Embedding {
         self.dropout.apply(cx, 0, B::all_mut(&mut dy))?;
         let [dwords, dplaces] = split_mut::<B, 2>(grads.own, self.lens());
         let (dplaces, _) = B::cut_mut(dplaces, self.used(cx));
-        cx.backend.embedding_backward(&cx.micro.ids, B::all(&dy), dwords, dplaces)?;
+        cx.backend.embedding_backward(&cx.micro.parts.ids, B::all(&dy), dwords, dplaces)?;
         cx.backend.alloc(MemoryKind::Activations, 0)
     }
 }

@@ -94,13 +94,19 @@ impl<B: Kernels> Objective<B> {
             Loss::CrossEntropy { smoothing, .. } => {
                 let classes = B::len(output) / rows.max(1);
                 let shape = CrossEntropy { rows, classes, scale, gradient: true, smoothing: *smoothing };
-                let weights = LossWeights { classes: self.weights(backend)?, rows: B::all(&micro.weights) };
-                backend.cross_entropy(shape, B::all_mut(output), &micro.classes, weights, B::all_mut(&mut losses))?;
+                let weights = LossWeights { classes: self.weights(backend)?, rows: B::all(&micro.parts.weights) };
+                backend.cross_entropy(
+                    shape,
+                    B::all_mut(output),
+                    &micro.parts.classes,
+                    weights,
+                    B::all_mut(&mut losses),
+                )?;
             }
             Loss::Deviation(by) => {
                 let width = B::len(output) / rows.max(1);
                 let shape = Regression { rows, width, by: *by, scale, gradient: true };
-                let (values, weights) = (B::all(&micro.values), B::all(&micro.weights));
+                let (values, weights) = (B::all(&micro.parts.values), B::all(&micro.parts.weights));
                 backend.regression(shape, B::all_mut(output), values, weights, B::all_mut(&mut losses))?;
             }
         }
@@ -123,11 +129,11 @@ impl<B: Kernels> Objective<B> {
                 let shape = CrossEntropy { rows, classes: width, scale: 0.0, gradient: false, smoothing: 0.0 };
                 let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
                 let to = B::all_mut(&mut values);
-                backend.cross_entropy(shape, B::all_mut(output), &micro.classes, weights, to)?;
+                backend.cross_entropy(shape, B::all_mut(output), &micro.parts.classes, weights, to)?;
                 sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 for metric in &self.metrics {
                     let k = if *metric == Metric::Top5 { 5 } else { 1 };
-                    backend.hits(width, k, B::all(output), &micro.classes, B::all_mut(&mut values))?;
+                    backend.hits(width, k, B::all(output), &micro.parts.classes, B::all_mut(&mut values))?;
                     sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 }
             }
@@ -139,7 +145,7 @@ impl<B: Kernels> Objective<B> {
                 };
                 for by in std::iter::once(*by).chain(self.metrics.iter().map(of_metric)) {
                     let shape = Regression { rows, width, by, scale: 0.0, gradient: false };
-                    let (targets, weights) = (B::all(&micro.values), B::all(&none));
+                    let (targets, weights) = (B::all(&micro.parts.values), B::all(&none));
                     backend.regression(shape, B::all_mut(output), targets, weights, B::all_mut(&mut values))?;
                     sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 }

@@ -16,6 +16,7 @@ mod rotary;
 
 use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::comm::Group;
+use crate::data::Parts;
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
 
@@ -26,16 +27,9 @@ const INIT: f32 = 0.02;
 
 /// One micro-batch on the device.
 pub struct Micro<B: Backend> {
-    /// Ids of the input, sample after sample: tokens of language models, rows of embedding tables.
-    pub ids: B::Ints,
-    /// Numbers of the input, sample after sample.
-    pub features: B::Buf,
-    /// The class to predict at each position, `samples`·`time`.
-    pub classes: B::Ints,
-    /// The numbers to predict, in f32, sample after sample.
-    pub values: B::Buf,
-    /// A factor of the loss of each sample in training, in f32; empty where all count alike.
-    pub weights: B::Buf,
+    /// Each part, sample after sample: classes and numbers to predict `samples`·`time` times, numbers to predict and weights
+    /// in f32.
+    pub parts: Parts<B::Ints, B::Buf>,
     /// Samples; of language models, sequences.
     pub samples: usize,
     /// Predictions a sample; of language models, positions.
@@ -49,19 +43,31 @@ impl<B: Backend> Micro<B> {
     pub fn rows(&self) -> usize {
         self.samples * self.time
     }
-}
 
-impl<B: Backend> Micro<B> {
-    /// A micro-batch of text: `ids` of sequences, and the `targets` to predict.
+    /// A micro-batch on the device, of samples of `time` predictions; `first` is the index of its first sample in the global
+    /// batch.
     ///
     /// # Errors
     /// The device is out of memory.
+    pub fn upload(backend: &B, parts: Parts<&[u32], &[f32]>, samples: usize, time: usize, first: u64) -> Result<Self> {
+        let exact = |numbers| backend.upload_f32(MemoryKind::Activations, numbers);
+        let parts = Parts {
+            ids: backend.upload_ints(parts.ids)?,
+            features: backend.upload(MemoryKind::Activations, parts.features)?,
+            classes: backend.upload_ints(parts.classes)?,
+            values: exact(parts.values)?,
+            weights: exact(parts.weights)?,
+        };
+        Ok(Self { parts, samples, time, first })
+    }
+
+    /// A micro-batch of text: `ids` of sequences, and the `targets` to predict.
+    ///
+    /// # Errors
+    /// As [`Micro::upload`].
     pub fn of_text(backend: &B, ids: &[u32], targets: &[u32], time: usize, first: u64) -> Result<Self> {
-        let samples = ids.len() / time.max(1);
-        let (ids, classes) = (backend.upload_ints(ids)?, backend.upload_ints(targets)?);
-        let none = || backend.alloc_f32(MemoryKind::Activations, 0);
-        let (features, values, weights) = (backend.alloc(MemoryKind::Activations, 0)?, none()?, none()?);
-        Ok(Self { ids, features, classes, values, weights, samples, time, first })
+        let parts = Parts { ids, classes: targets, ..Parts::default() };
+        Self::upload(backend, parts, ids.len() / time.max(1), time, first)
     }
 }
 

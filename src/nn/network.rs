@@ -1,11 +1,13 @@
 //! The families of networks.
 
 use super::gpt::Gpt;
-use super::layers::{Layers, Taken, shown};
+use super::layers::{Layers, shown};
 use super::llama::Llama;
+use super::loss::Loss;
 use super::{Block, Blocks};
 use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
+use crate::data::{SampleSpec, Target};
 use crate::layout::{Tensor, trained};
 
 /// A network and its size.
@@ -116,17 +118,14 @@ impl Network {
         }
     }
 
-    /// Bytes of a sample's inputs, targets and weight on the host, and of the ids among them, which the device holds beside the
-    /// activations.
-    pub fn sample_bytes(&self) -> (usize, usize) {
-        let of = |elements: usize| elements * size_of::<u32>();
-        match self {
-            Network::Gpt(_) | Network::Llama(_) => (of(2 * self.context()), of(2 * self.context())),
-            Network::Layers(layers) => {
-                let Taken { ids, features, .. } = layers.takes();
-                (of(ids + features + 2), of(ids + 1))
-            }
-        }
+    /// The samples that it takes to be trained with `loss`.
+    pub fn sample_spec(&self, loss: &Loss) -> SampleSpec {
+        let Network::Layers(layers) = self else { return SampleSpec::Text };
+        let target = match loss {
+            Loss::CrossEntropy { .. } => Target::Class(self.outputs()),
+            Loss::Deviation(_) => Target::Values(self.outputs()),
+        };
+        SampleSpec::Rows { input: layers.input().iter().product(), ids: layers.ids().clone(), target }
     }
 
     /// Whether it is of text: it predicts tokens.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use hdf5::File;
 use hdf5::types::VarLenUnicode;
 use hpctrain::data::import::{Categories, ImportCsv, ImportText, Kept, NotFinite, import_csv, import_text};
-use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, Split, Target, TokenizerKind, Wants, inspect, verify};
+use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target, TokenizerKind, inspect, verify};
 use hpctrain::error::{Error, Kind};
 
 /// Asserts the kind, that the first line holds every one of `parts`, and the hint `hint`.
@@ -207,8 +207,8 @@ fn imports(folder: &Path) -> [DataSpec; 2] {
     let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: true, out: of_rows.clone() };
     let (targets, categories) = (vec!["y".to_owned()], Categories::NONE);
     import_csv(&ImportCsv { input: table, targets, weight: None, regression: false, categories, kept }).unwrap();
-    let wants = Wants::Rows { input: 1, ids: Ids::None, target: Target::Class(3) };
-    [DataSpec::new(out), DataSpec { wants, ..DataSpec::new(of_rows) }]
+    let samples = SampleSpec::Rows { input: 1, ids: Ids::None, target: Target::Class(3) };
+    [DataSpec::new(out), DataSpec { samples, ..DataSpec::new(of_rows) }]
 }
 
 #[test]

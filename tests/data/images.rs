@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use hdf5::types::VarLenUnicode;
 use hpctrain::data::import::{ImportImages, Kept, NotFinite, import_images};
-use hpctrain::data::{Batch, DataSpec, Dataset, Ids, Split, Target, Wants, inspect, verify};
+use hpctrain::data::{Batch, DataSpec, Dataset, Ids, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::Error;
 use image::{DynamicImage, GrayImage, ImageFormat, Luma, LumaA, Rgb, RgbImage, Rgba};
 
@@ -44,11 +44,11 @@ fn import(folder: &Path, size: Option<[u32; 2]>, grey: bool, kept: Kept) -> Resu
 
 /// Inputs of a split, row after row, and classes.
 fn read(out: &Path, split: Split, input: usize) -> (Vec<f32>, Vec<u32>) {
-    let wants = Wants::Rows { input, ids: Ids::None, target: Target::Class(9) };
-    let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(out) }, split, 1).unwrap();
+    let samples = SampleSpec::Rows { input, ids: Ids::None, target: Target::Class(9) };
+    let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(out) }, split, 1).unwrap();
     let all = dataset.samples();
     let batch = Batch::read(&mut dataset, 0..all, 0..all).unwrap();
-    (batch.features, batch.classes)
+    (batch.parts.features, batch.parts.classes)
 }
 
 fn texts(path: &Path, name: &str) -> Vec<String> {
@@ -321,8 +321,8 @@ fn classes_are_told_by_their_names() {
         out
     };
     let open = |out: &Path| {
-        let wants = Wants::Rows { input: 18, ids: Ids::None, target: Target::Class(3) };
-        Dataset::open(&DataSpec { wants, ..DataSpec::new(out) }, Split::Train, 1).unwrap()
+        let samples = SampleSpec::Rows { input: 18, ids: Ids::None, target: Target::Class(3) };
+        Dataset::open(&DataSpec { samples, ..DataSpec::new(out) }, Split::Train, 1).unwrap()
     };
     let learned = open(&import_of("learned", &["ant", "cat", "dog"])).preprocessing().clone();
     assert_eq!(learned.classes, ["ant", "cat", "dog"]);
@@ -330,7 +330,7 @@ fn classes_are_told_by_their_names() {
     let told = other.conform(&learned).unwrap();
     assert!(told.iter().any(|told| told == "classes get the numbers that their names have in the network"), "{told:?}");
     let batch = Batch::read(&mut other, 0..2, 0..2).unwrap();
-    assert_eq!(batch.classes, [1, 2]);
+    assert_eq!(batch.parts.classes, [1, 2]);
     let error = open(&import_of("unknown", &["cat", "owl"])).conform(&learned).unwrap_err().to_string();
     assert!(error.contains("train-00000.h5: class \"owl\" is none that the network learned: ant, cat, dog"), "{error}");
 }

@@ -6,7 +6,7 @@ use hdf5::{File, H5Type};
 use hdf5_sys::h5d::{H5Dclose, H5Dcreate2, H5Dwrite};
 use hdf5_sys::h5p::H5P_DEFAULT;
 use hdf5_sys::h5s::H5S_ALL;
-use hpctrain::data::{Batch, DataSpec, Dataset, Ids, SampleMut, Sampler, Split, Target, Wants};
+use hpctrain::data::{Batch, DataSpec, Dataset, Ids, SampleMut, SampleSpec, Sampler, Split, Target};
 
 const ROWS: usize = 101;
 const SHAPE: [usize; 2] = [4, 3];
@@ -47,8 +47,8 @@ fn inputs<T: H5Type>(file: &File, chunk: Option<[usize; 3]>, compressed: bool, o
 }
 
 fn open(path: &Path) -> Dataset {
-    let wants = Wants::Rows { input: ROW, ids: Ids::None, target: Target::Class(10) };
-    Dataset::open(&DataSpec { wants, ..DataSpec::new(path) }, Split::Train, 1).unwrap()
+    let samples = SampleSpec::Rows { input: ROW, ids: Ids::None, target: Target::Class(10) };
+    Dataset::open(&DataSpec { samples, ..DataSpec::new(path) }, Split::Train, 1).unwrap()
 }
 
 /// Every sample of a directory with one such file or more is what it should be, alone, in runs, and in batches.
@@ -70,16 +70,16 @@ fn check(folder: &Path, files: usize, what: &str) {
     for range in [0..samples as u64, 90..samples as u64, 3..5] {
         let batch = Batch::read(&mut open(folder), range.clone(), range.clone()).unwrap();
         let range = range.start as usize..range.end as usize;
-        assert!(batch.features.iter().copied().eq(range.clone().flat_map(wanted)), "{what}: {range:?}");
+        assert!(batch.parts.features.iter().copied().eq(range.clone().flat_map(wanted)), "{what}: {range:?}");
         assert!(
-            batch.classes.iter().copied().eq(range.clone().map(|sample| class(sample % ROWS))),
+            batch.parts.classes.iter().copied().eq(range.clone().map(|sample| class(sample % ROWS))),
             "{what}: {range:?}"
         );
     }
     // Neighbours among others.
     let numbers = [7, 8, 9, 3, 100, 0, 1, 1];
     let batch = Batch::read(&mut open(folder), 0..8, numbers.into_iter()).unwrap();
-    assert!(batch.features.iter().copied().eq(numbers.iter().flat_map(|n| wanted(*n as usize))), "{what}");
+    assert!(batch.parts.features.iter().copied().eq(numbers.iter().flat_map(|n| wanted(*n as usize))), "{what}");
 }
 
 #[test]
@@ -173,8 +173,8 @@ fn what_was_never_written_is_refused_unless_it_is_a_part() {
     file(&path, 0, |file| {
         file.new_dataset::<f32>().shape((ROWS, ROW)).create("inputs").unwrap();
     });
-    let wants = Wants::Rows { input: ROW, ids: Ids::None, target: Target::Class(10) };
-    let opened = Dataset::open(&DataSpec { wants, ..DataSpec::new(&path) }, Split::Train, 1);
+    let samples = SampleSpec::Rows { input: ROW, ids: Ids::None, target: Target::Class(10) };
+    let opened = Dataset::open(&DataSpec { samples, ..DataSpec::new(&path) }, Split::Train, 1);
     let error = opened.err().unwrap().to_string();
     assert!(error.contains("empty.h5: /inputs was never written"), "{error}");
 
@@ -185,7 +185,7 @@ fn what_was_never_written_is_refused_unless_it_is_a_part() {
         inputs.create("inputs").unwrap().write_slice(&vec![1.5f32; ROW], ndarray::s![12, ..]).unwrap();
     });
     let batch = Batch::read(&mut open(&path), 9..13, 9..13).unwrap();
-    let rows: Vec<&[f32]> = batch.features.chunks(ROW).collect();
+    let rows: Vec<&[f32]> = batch.parts.features.chunks(ROW).collect();
     assert_eq!(rows, [&[7.0; ROW], &[7.0; ROW], &[7.0; ROW], &[1.5; ROW]].map(|row| &row[..]));
 }
 

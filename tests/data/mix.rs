@@ -32,8 +32,8 @@ fn each_data_set_has_its_part_of_every_batch() {
     let mut loader = Loader::start(dataset, order, (0..20).map(|i| i * 8..i * 8 + 8), 2).unwrap();
     for _ in 0..20 {
         let batch = loader.next().unwrap();
-        let of = |id| batch.ids.iter().filter(|found| **found == id).count();
-        assert_eq!((of(3), of(5)), (12, 4), "{:?}", batch.ids);
+        let of = |id| batch.parts.ids.iter().filter(|found| **found == id).count();
+        assert_eq!((of(3), of(5)), (12, 4), "{:?}", batch.parts.ids);
         loader.recycle(batch);
     }
     let validation = Dataset::open_all(&specs, Split::Validation, 2).unwrap();

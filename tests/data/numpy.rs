@@ -4,7 +4,7 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
 use hpctrain::data::import::{Arrays, ImportNumpy, Kept, NotFinite, import_numpy};
-use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, Split, Target, Wants};
+use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target};
 use zip::write::SimpleFileOptions;
 use zip::{CompressionMethod, ZipWriter};
 
@@ -29,8 +29,8 @@ fn kept(out: PathBuf) -> Kept {
 
 /// Features, classes and values of all training rows.
 fn rows(path: &Path, input: usize, target: Target) -> Vec<(Vec<f32>, Vec<u32>, Vec<f32>)> {
-    let wants = Wants::Rows { input, ids: Ids::None, target };
-    let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(path) }, Split::Train, 1).unwrap();
+    let samples = SampleSpec::Rows { input, ids: Ids::None, target };
+    let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(path) }, Split::Train, 1).unwrap();
     let sizes = dataset.sizes();
     let row = |sample| {
         let (mut features, mut classes) = (vec![0.0; sizes.features], vec![0; sizes.classes]);
@@ -186,14 +186,15 @@ fn rows_without_labels_stay_together_and_in_order() {
             imported.to_string().ends_with("6 samples; model.input = [2], without targets: for hpctrain predict"),
             "{imported}"
         );
-        let wants = Wants::Rows { input: 2, ids: Ids::None, target: Target::Unknown };
-        let spec = DataSpec { wants, ..DataSpec::new(root.path().join(name)) };
+        let samples = SampleSpec::Rows { input: 2, ids: Ids::None, target: Target::Unknown };
+        let spec = DataSpec { samples, ..DataSpec::new(root.path().join(name)) };
         let mut dataset = Dataset::open(&spec, Split::Train, 1).unwrap();
         assert_eq!(dataset.samples(), 6);
         let mut found = vec![0.0; 12];
         dataset.read_run(0, 6, 0, SampleMut { features: &mut found, ..SampleMut::default() }).unwrap();
         assert_eq!(found, numbers);
-        let error = DataSpec { wants: Wants::Rows { input: 2, ids: Ids::None, target: Target::Class(2) }, ..spec };
+        let error =
+            DataSpec { samples: SampleSpec::Rows { input: 2, ids: Ids::None, target: Target::Class(2) }, ..spec };
         let error = Dataset::open(&error, Split::Train, 1).err().unwrap().to_string();
         assert!(error.contains("has no dataset /targets\nhint: "), "{error}");
     }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, Split, Target, Wants, inspect, verify};
+use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::{Kind, Result};
 use serde_json::Value;
 
@@ -45,8 +45,8 @@ fn read(case: &Value, path: &Path) -> Result<(Vec<f32>, Vec<f32>)> {
         (None, None) => panic!("{case} tells neither classes nor values"),
     };
     let shape: Vec<usize> = case["input"].as_array().unwrap().iter().map(|n| n.as_u64().unwrap() as usize).collect();
-    let wants = Wants::Rows { input: shape.iter().product(), ids: Ids::None, target };
-    let mut spec = DataSpec { wants, ..DataSpec::new(path) };
+    let samples = SampleSpec::Rows { input: shape.iter().product(), ids: Ids::None, target };
+    let mut spec = DataSpec { samples, ..DataSpec::new(path) };
     for (key, value) in case["set"].as_object().unwrap() {
         match key.as_str() {
             "inputs" => spec.inputs = value.as_str().unwrap().to_owned(),

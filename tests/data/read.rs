@@ -6,7 +6,7 @@ use std::time::Duration;
 use hdf5::File;
 use hpctrain::data::import::{ImportText, Imported, import_text};
 use hpctrain::data::{
-    Batch, DataSpec, Dataset, Loader, SampleMut, Sampler, Split, Tokenizer, TokenizerKind, bundled, inspect,
+    Batch, DataSpec, Dataset, Loader, Parts, SampleMut, Sampler, Split, Tokenizer, TokenizerKind, bundled, inspect,
 };
 
 /// Text of `n` characters that repeats only after 1000.
@@ -201,16 +201,15 @@ fn the_loader_keeps_the_order_and_reuses_buffers() {
         let batch = loader.next().unwrap();
         let first: Vec<u32> = positions.clone().map(|position| 2 * sampler.index(position) as u32).collect();
         assert_eq!(batch.positions, positions);
-        assert_eq!(batch.ids, first.iter().flat_map(|&id| [id, id + 1]).collect::<Vec<_>>());
-        assert_eq!(batch.classes, first.iter().flat_map(|&id| [id + 1, id + 2]).collect::<Vec<_>>());
+        assert_eq!(batch.parts.ids, first.iter().flat_map(|&id| [id, id + 1]).collect::<Vec<_>>());
+        assert_eq!(batch.parts.classes, first.iter().flat_map(|&id| [id + 1, id + 2]).collect::<Vec<_>>());
         loader.recycle(batch);
     }
     let e = loader.next().unwrap_err();
     assert!(e.to_string().contains("more than its schedule"), "{e}");
     assert_eq!(e.kind(), hpctrain::error::Kind::Internal);
     // Too late to be of use, and no failure.
-    let [features, values, weights] = [const { vec![] }; 3];
-    loader.recycle(Batch { positions: 0..0, ids: vec![], features, classes: vec![], values, weights });
+    loader.recycle(Batch { positions: 0..0, parts: Parts::default() });
 }
 
 #[test]

@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use hpctrain::backend::Deviation;
 use hpctrain::backend::cpu::Cpu;
-use hpctrain::backend::{Backend as _, Deviation, MemoryKind};
 use hpctrain::comm;
 use hpctrain::data::import::{Arrays, Categories, ImportCsv, ImportNumpy, Kept, NotFinite, import_csv, import_numpy};
-use hpctrain::data::{Batch, DataSpec, Dataset, Ids, SampleMut, Split, Target, Wants, inspect, verify};
+use hpctrain::data::{Batch, DataSpec, Dataset, Ids, Parts, SampleMut, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::Result;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::layers::{Layer, Layers};
@@ -44,16 +44,9 @@ fn learned(loss: &Loss, samples: &[usize], weights: &[f32]) -> (f64, Vec<(String
         Loss::CrossEntropy { .. } => (samples.iter().map(|sample| *sample as u32 % 3).collect(), vec![]),
         Loss::Deviation(_) => (vec![], of(3)),
     };
-    let micro = Micro {
-        ids: b.upload_ints(&[]).unwrap(),
-        features: b.upload(MemoryKind::Activations, &of(4)).unwrap(),
-        classes: b.upload_ints(&classes).unwrap(),
-        values: b.upload_f32(MemoryKind::Activations, &values).unwrap(),
-        weights: b.upload_f32(MemoryKind::Activations, weights).unwrap(),
-        samples: samples.len(),
-        time: 1,
-        first: 0,
-    };
+    let features = of(4);
+    let parts = Parts { features: &*features, classes: &*classes, values: &*values, weights, ..Parts::default() };
+    let micro = Micro::upload(&b, parts, samples.len(), 1, 0).unwrap();
     let mut micro = Some(micro);
     let loss = engine.gradients(0, || Ok(micro.take().unwrap()), ControlFlags::empty).unwrap().loss;
     (loss, gradients(&engine))
@@ -106,9 +99,9 @@ fn foreign(path: &Path, weights: Option<&[f64]>, name: &str, shape: &[usize]) {
 }
 
 fn open(path: &Path, weights: Option<&str>, split: Split) -> Result<Dataset> {
-    let wants = Wants::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
+    let samples = SampleSpec::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
     let weights = weights.map(str::to_owned);
-    Dataset::open(&DataSpec { wants, weights, ..DataSpec::new(path) }, split, 1)
+    Dataset::open(&DataSpec { samples, weights, ..DataSpec::new(path) }, split, 1)
 }
 
 /// The weights of all samples, alone and together; None if they have none.
@@ -117,7 +110,7 @@ fn weights(mut dataset: Dataset) -> Result<Option<Vec<f32>>> {
     let all = dataset.samples();
     let batch = Batch::read(&mut dataset, 0..all, 0..all)?;
     if sizes.weights == 0 {
-        assert!(batch.weights.is_empty());
+        assert!(batch.parts.weights.is_empty());
         return Ok(None);
     }
     for sample in 0..all {
@@ -125,9 +118,9 @@ fn weights(mut dataset: Dataset) -> Result<Option<Vec<f32>>> {
         let classes = &mut classes[..sizes.classes];
         let into = SampleMut { features: &mut features, classes, weights: &mut weights, ..SampleMut::default() };
         dataset.read(sample, into)?;
-        assert_eq!(weights[0].to_bits(), batch.weights[sample as usize].to_bits());
+        assert_eq!(weights[0].to_bits(), batch.parts.weights[sample as usize].to_bits());
     }
-    Ok(Some(batch.weights))
+    Ok(Some(batch.parts.weights))
 }
 
 #[test]
@@ -191,9 +184,13 @@ fn data_sets_with_and_without_weights_do_not_mix() {
     let (some, none) = (root.path().join("some.h5"), root.path().join("none.h5"));
     foreign(&some, Some(&[1.0; 4]), "weights", &[4]);
     foreign(&none, None, "", &[]);
-    let wants = Wants::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
+    let samples = SampleSpec::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
     let specs = |weights: Option<String>| {
-        [&some, &none].map(|path| DataSpec { wants: wants.clone(), weights: weights.clone(), ..DataSpec::new(path) })
+        [&some, &none].map(|path| DataSpec {
+            samples: samples.clone(),
+            weights: weights.clone(),
+            ..DataSpec::new(path)
+        })
     };
     let error = Dataset::open_all(&specs(None), Split::Train, 1).err().unwrap().to_string();
     assert!(error.contains("set of weights differs: ") && error.contains("none.h5 has none, "), "{error}");

@@ -7,7 +7,8 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{Categories, ImportCsv, ImportIdx, Kept, NotFinite, import_csv, import_idx};
 use hpctrain::data::{
-    Augment, Axes, DataSpec, Dataset, Held, Ids, InputScale, Loader, SampleMut, Sampler, Split, Target, Wants, verify,
+    Augment, Axes, DataSpec, Dataset, Held, Ids, InputScale, Loader, SampleMut, SampleSpec, Sampler, Split, Target,
+    verify,
 };
 
 fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
@@ -29,8 +30,8 @@ type Row = (Vec<f32>, Vec<u32>, Vec<f32>);
 
 /// Every row of a split, or why there is none.
 fn rows(path: &Path, split: Split, input: usize, target: Target) -> hpctrain::error::Result<Vec<Row>> {
-    let wants = Wants::Rows { input, ids: Ids::None, target };
-    let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(path) }, split, 1)?;
+    let samples = SampleSpec::Rows { input, ids: Ids::None, target };
+    let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(path) }, split, 1)?;
     let sizes = dataset.sizes();
     let mut all = Vec::new();
     for sample in 0..dataset.samples() {
@@ -112,8 +113,8 @@ type TableRow = (Vec<f32>, Vec<u32>, u32);
 
 /// Every training row of a table.
 fn table_rows(path: &Path, input: usize, tables: &[usize]) -> hpctrain::error::Result<Vec<TableRow>> {
-    let wants = Wants::Rows { input, ids: Ids::Tables(tables.into()), target: Target::Class(2) };
-    let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(path) }, Split::Train, 1)?;
+    let samples = SampleSpec::Rows { input, ids: Ids::Tables(tables.into()), target: Target::Class(2) };
+    let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(path) }, Split::Train, 1)?;
     let mut all = Vec::new();
     for sample in 0..dataset.samples() {
         let (mut features, mut ids, mut classes) = (vec![0.0; input], vec![0; tables.len()], [0]);
@@ -319,8 +320,8 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     }
     let report = verify::verify(&out).unwrap();
     assert!(report.notes.iter().any(|note| note == told), "{report}");
-    let wants = Wants::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
-    let dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
+    let samples = SampleSpec::Rows { input: 2, ids: Ids::None, target: Target::Class(3) };
+    let dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
     assert_eq!(dataset.left_out().as_deref(), Some(told));
 }
 
@@ -333,14 +334,14 @@ fn images_are_augmented_before_they_are_scaled_by_epoch_and_number() {
     let out = root.path().join("out");
     import_idx(&ImportIdx { images, labels, kept: Kept { every: 0, ..kept(out.clone()) } }).unwrap();
     let open = |by: Option<Augment>| {
-        let wants = Wants::Rows { input: 30, ids: Ids::None, target: Target::Class(1) };
-        let mut dataset = Dataset::open(&DataSpec { wants, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
+        let samples = SampleSpec::Rows { input: 30, ids: Ids::None, target: Target::Class(1) };
+        let mut dataset = Dataset::open(&DataSpec { samples, ..DataSpec::new(&out) }, Split::Train, 1).unwrap();
         by.into_iter().for_each(|by| dataset.augment(by, &[5, 6, 1], 3).unwrap());
         dataset
     };
     let read = |by, range: std::ops::Range<u64>| {
         let once = std::iter::once(range);
-        Loader::start(open(by), Sampler::in_order(10), once, 1).unwrap().next().unwrap().features
+        Loader::start(open(by), Sampler::in_order(10), once, 1).unwrap().next().unwrap().parts.features
     };
     let bits = |numbers: &[f32]| numbers.iter().map(|x| x.to_bits()).collect::<Vec<u32>>();
     let plain = read(None, 0..10);
@@ -427,8 +428,8 @@ fn images<T: hdf5::H5Type>(path: &Path, shape: &[usize], pixels: &[T], attribute
 
 /// Inputs of all samples of a split, images of 2 × 4 × 3.
 fn features(path: &Path, change: impl FnOnce(&mut DataSpec), augment: Augment) -> hpctrain::error::Result<Vec<f32>> {
-    let wants = Wants::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
-    let mut spec = DataSpec { wants, shape: vec![2, 4, 3], ..DataSpec::new(path) };
+    let samples = SampleSpec::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
+    let mut spec = DataSpec { samples, shape: vec![2, 4, 3], ..DataSpec::new(path) };
     change(&mut spec);
     let mut dataset = Dataset::open(&spec, Split::Train, 1)?;
     if augment != Augment::default() {
@@ -510,8 +511,8 @@ fn bytes_without_a_scale_are_told_of_and_can_be_divided() {
         (&of_floats, None, &floats),
     ] {
         assert_eq!(&read(path, scale).unwrap(), wanted, "{path:?} {scale:?}");
-        let wants = Wants::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
-        let spec = DataSpec { wants, scale, ..DataSpec::new(path) };
+        let samples = SampleSpec::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
+        let spec = DataSpec { samples, scale, ..DataSpec::new(path) };
         let told = Dataset::open(&spec, Split::Train, 1).unwrap().unscaled();
         assert_eq!(told.is_some(), *path == plain && scale.is_none(), "{told:?}");
         assert!(told.is_none_or(|told| told.contains("plain.h5") && told.contains("data.scale = \"unit\"")));
@@ -533,8 +534,8 @@ fn a_fraction_of_the_rows_is_kept_for_validation() {
         images(&root.path().join(format!("train-{shard}.h5")), &[20, 24], rows, &[]);
     }
     let single = images(&root.path().join("all.hdf5"), &[60, 24], &numbers, &[]);
-    let wants = Wants::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
-    let spec = |path: &Path, val_fraction| DataSpec { wants: wants.clone(), val_fraction, ..DataSpec::new(path) };
+    let samples = SampleSpec::Rows { input: 24, ids: Ids::None, target: Target::Class(3) };
+    let spec = |path: &Path, val_fraction| DataSpec { samples: samples.clone(), val_fraction, ..DataSpec::new(path) };
     let rows = |path: &Path, split| {
         let mut dataset = Dataset::open(&spec(path, 0.1), split, 1).unwrap();
         let count = dataset.samples() as usize;

@@ -7,7 +7,7 @@ use hpctrain::data::import::{
     Categories, ImportCsv, ImportIdx, ImportText, Kept, NotFinite, import_csv, import_idx, import_text,
 };
 use hpctrain::data::{
-    DataSpec, Dataset, Ids, SampleMut, Sampler, Split, Target, TokenizerKind, Verify, Wants, inspect, verify,
+    DataSpec, Dataset, Ids, SampleMut, SampleSpec, Sampler, Split, Target, TokenizerKind, Verify, inspect, verify,
 };
 
 /// Two training shards of 100,000 tokens and a validation shard of 50,000, vocabulary 26.
@@ -221,8 +221,8 @@ fn samples(spec: &DataSpec, context: usize) -> hpctrain::error::Result<Vec<Vec<u
 #[test]
 fn what_is_read_is_compared() {
     let dir = tempfile::tempdir().unwrap();
-    let wants = Wants::Rows { input: 2, ids: Ids::Tables([6].into()), target: Target::Class(3) };
-    let rows = DataSpec { wants, ..DataSpec::new(import_rows(dir.path())) };
+    let of_rows = SampleSpec::Rows { input: 2, ids: Ids::Tables([6].into()), target: Target::Class(3) };
+    let rows = DataSpec { samples: of_rows, ..DataSpec::new(import_rows(dir.path())) };
     let plain = DataSpec::new(import(dir.path(), None));
     std::fs::rename(&plain.path, dir.path().join("plain")).unwrap();
     let plain = DataSpec { path: dir.path().join("plain"), ..plain };

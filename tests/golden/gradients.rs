@@ -1,8 +1,8 @@
 //! Every gradient of every network by finite differences, through the whole step.
 
 use hpctrain::backend::cpu::Cpu;
-use hpctrain::backend::{Backend as _, MemoryKind};
 use hpctrain::comm;
+use hpctrain::data::Parts;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::check::{Named, derivatives};
 use hpctrain::nn::gpt::Gpt;
@@ -65,17 +65,10 @@ fn backward_of_layers_is_the_derivative_of_their_forward() {
     let network = Network::Layers(Layers::new(&[6, 5, 2], &layers).unwrap());
     check(&network, 7, &|backend| {
         let features: Vec<f32> = (0..7 * 60).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
-        Micro {
-            ids: backend.upload_ints(&[]).unwrap(),
-            features: backend.upload(MemoryKind::Activations, &features).unwrap(),
-            classes: backend.upload_ints(&[0, 1, 2, 3, 4, 0, 2]).unwrap(),
-            values: backend.upload_f32(MemoryKind::Activations, &[]).unwrap(),
-            // The weighted loss has the weighted gradient.
-            weights: backend.upload_f32(MemoryKind::Activations, &[1.0, 0.5, 2.0, 0.0, 1.5, 3.0, 1.0]).unwrap(),
-            samples: 7,
-            time: 1,
-            first: 0,
-        }
+        // The weighted loss has the weighted gradient.
+        let (classes, weights) = (&[0, 1, 2, 3, 4, 0, 2][..], &[1.0, 0.5, 2.0, 0.0, 1.5, 3.0, 1.0][..]);
+        let parts = Parts { features: &*features, classes, weights, ..Parts::default() };
+        Micro::upload(backend, parts, 7, 1, 0).unwrap()
     });
 }
 
@@ -92,16 +85,8 @@ fn backward_of_tables_is_the_derivative_of_their_forward() {
         let features: Vec<f32> = (0..6 * 5).map(|i| sign(i) * (0.3 + (i % 7) as f32 * 0.2)).collect();
         // Rows of all tables: below 3, from 3 below 10, from 10 below 12.
         let ids: Vec<u32> = (0..6).flat_map(|i| [i % 2, 3 + i * 5 % 7, 10 + i / 3]).collect();
-        Micro {
-            ids: backend.upload_ints(&ids).unwrap(),
-            features: backend.upload(MemoryKind::Activations, &features).unwrap(),
-            classes: backend.upload_ints(&[0, 1, 2, 0, 2, 1]).unwrap(),
-            values: backend.upload_f32(MemoryKind::Activations, &[]).unwrap(),
-            weights: backend.upload_f32(MemoryKind::Activations, &[]).unwrap(),
-            samples: 6,
-            time: 1,
-            first: 0,
-        }
+        let parts = Parts { ids: &*ids, features: &*features, classes: &[0, 1, 2, 0, 2, 1], ..Parts::default() };
+        Micro::upload(backend, parts, 6, 1, 0).unwrap()
     });
 }
 

@@ -1,14 +1,15 @@
 //! Networks by layers against PyTorch: outputs, losses, metrics and every gradient, on every device.
 
 use hdf5::types::FixedAscii;
+use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Arithmetic, Cuda, Device, Precision};
-use hpctrain::backend::{Kernels, MemoryKind};
 use hpctrain::comm;
 use hpctrain::config::{Config, Facts, Plan, resolve};
+use hpctrain::data::{Ids, Parts, SampleSpec};
 use hpctrain::mesh::Mesh;
+use hpctrain::nn::Micro;
 use hpctrain::nn::loss::Loss;
-use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
 use hpctrain::parallel::{ControlFlags, Zero};
 
@@ -41,8 +42,8 @@ fn plan(case: &hdf5::Group) -> Plan {
 
 /// Rows of the tables of categories.
 fn tables(plan: &Plan) -> &[usize] {
-    let Network::Layers(layers) = &plan.network else { panic!("{:?}", plan.network) };
-    layers.tables()
+    let SampleSpec::Rows { ids: Ids::Tables(tables), .. } = &plan.samples else { return &[] };
+    tables
 }
 
 /// Samples of a case on the device.
@@ -65,16 +66,8 @@ fn samples<B: Kernels>(b: &B, case: &hdf5::Group, plan: &Plan) -> Micro<B> {
         Loss::Deviation(_) => (vec![], floats(case, "targets")),
     };
     let weights = if case.link_exists("weights") { floats(case, "weights") } else { vec![] };
-    Micro {
-        ids: b.upload_ints(&input).unwrap(),
-        features: b.upload(MemoryKind::Activations, &features).unwrap(),
-        classes: b.upload_ints(&classes).unwrap(),
-        values: b.upload_f32(MemoryKind::Activations, &values).unwrap(),
-        weights: b.upload_f32(MemoryKind::Activations, &weights).unwrap(),
-        samples: shape[0],
-        time: 1,
-        first: 0,
-    }
+    let parts = Parts { ids: &*input, features: &*features, classes: &*classes, values: &*values, weights: &*weights };
+    Micro::upload(b, parts, shape[0], 1, 0).unwrap()
 }
 
 fn everything<B: Kernels>(b: &B, within: Within) {

@@ -3,7 +3,7 @@
 use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::comm::{Comm, DevicePath};
 use crate::config::Plan;
-use crate::data::Source;
+use crate::data::{Sizes, Source};
 use crate::layout::UnitLayout;
 use crate::nn::Blocks;
 use crate::parallel::{self, Life, MemoryTimeline, Moment, When};
@@ -98,7 +98,10 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
     }
     let carrier = if messages_on_device { &mut device } else { &mut host };
     carrier[MemoryKind::Communication as usize] = messages;
-    let (of_host, of_device) = plan.network.sample_bytes();
+    // Rows may have weights. The numbers of a device are among its activations.
+    let sizes = Sizes { weights: 1, ..plan.samples.sizes(plan.network.context()) };
+    let of_host = sizes.all().into_iter().sum::<usize>() * size_of::<u32>();
+    let of_device = (sizes.ids + sizes.classes) * size_of::<u32>();
     // Read ahead, one being read, one in use.
     host[MemoryKind::Data as usize] = cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
     device[MemoryKind::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;

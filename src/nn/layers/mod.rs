@@ -38,6 +38,7 @@ use tables::Tables;
 use super::Blocks;
 use super::network::Summary;
 use crate::backend::{Kernels, Window};
+use crate::data::Ids;
 use crate::error::{Error, Result};
 use crate::layout::trained;
 
@@ -46,17 +47,6 @@ pub use spec::{Layer, NamedPadding, Padding, Pair};
 
 /// Place of a network's layers in the configuration.
 const PLACE: &str = "model.layers";
-
-/// The parts of a sample that a network takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Taken {
-    /// Ids.
-    pub ids: usize,
-    /// All ids are below this.
-    pub below: usize,
-    /// Numbers.
-    pub features: usize,
-}
 
 /// A network by layers, its shapes checked.
 #[derive(Debug, Clone, PartialEq)]
@@ -67,9 +57,8 @@ pub struct Layers {
     output: Vec<usize>,
     /// Layers by stages, with the stages' names.
     stages: Vec<(String, Sequence)>,
-    takes: Taken,
-    /// See [`Layers::tables`].
-    tables: Vec<usize>,
+    /// See [`Layers::ids`].
+    ids: Ids,
     summary: Vec<Summary>,
     /// See [`Layers::single`].
     single: Option<(String, bool)>,
@@ -82,13 +71,10 @@ impl Layers {
     /// A layer cannot take the output of the one before, or no layer has parameters.
     pub fn new(input: &[usize], layers: &[Layer]) -> Result<Self> {
         let output = shape::through(layers, PLACE, input)?;
-        let elements = input.iter().product();
-        let (takes, tables) = match layers.first() {
-            Some(Layer::Embedding { ids, .. }) => (Taken { ids: elements, below: *ids, features: 0 }, vec![]),
-            Some(Layer::EmbeddingTables { ids, .. }) => {
-                (Taken { ids: ids.len(), below: ids.iter().sum(), features: elements }, ids.clone())
-            }
-            _ => (Taken { ids: 0, below: 0, features: elements }, vec![]),
+        let ids = match layers.first() {
+            Some(Layer::Embedding { ids, .. }) => Ids::Input(*ids),
+            Some(Layer::EmbeddingTables { ids, .. }) => Ids::Tables(ids.as_slice().into()),
+            _ => Ids::None,
         };
         let mut compiler = Compiler { shape: input.to_vec(), sites: 0, summary: vec![], single: None };
         let mut steps = compiler.compile(layers, "layers", PLACE)?.into_iter();
@@ -108,7 +94,7 @@ impl Layers {
             return Err(Error::input("model.layers has no layer with parameters").hint("add a dense or conv2d layer"));
         }
         let Compiler { summary, single, .. } = compiler;
-        Ok(Self { input: input.to_vec(), output, stages, takes, tables, summary, single })
+        Ok(Self { input: input.to_vec(), output, stages, ids, summary, single })
     }
 
     /// The network as blocks.
@@ -132,15 +118,9 @@ impl Layers {
         &self.summary
     }
 
-    /// The parts of a sample that it takes.
-    pub fn takes(&self) -> Taken {
-        self.takes
-    }
-
-    /// Rows of the table of each category, if samples have categories beside their numbers. A sample's ids count
-    /// through all tables: those of the second begin where those of the first end.
-    pub fn tables(&self) -> &[usize] {
-        &self.tables
+    /// The ids that it takes, as its input or beside it.
+    pub fn ids(&self) -> &Ids {
+        &self.ids
     }
 
     /// Place of a batch normalisation that has one number a channel from each sample, so that one sample has no

@@ -59,7 +59,7 @@ impl Stage {
     }
 
     fn input<'a, B: Kernels>(&self, cx: &Context<'a, B>, x: &'a B::Buf) -> &'a B::Buf {
-        if self.is_first { &cx.micro.features } else { x }
+        if self.is_first { &cx.micro.parts.features } else { x }
     }
 }
 
