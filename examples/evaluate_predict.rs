@@ -29,13 +29,13 @@ fn main() -> ExitCode {
         config.data.path = data.clone();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let plan = world.agree(model::plan(config, comm.size(), (cores / comm.node().local_size).max(1), false))?;
-        let mut engine = model::engine(comm, &plan, Cpu::new(plan.threads))?;
-        world.agree(model::load(&mut engine, &mut reader))?;
+        let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
+        world.agree(model::load(&mut model, &mut reader))?;
 
         // Rows go round the ranks; sums are added in the order of the rows. They are read on the scale that the network learned.
         let mut rows = world.agree(feed::validation(&plan.config))?;
         world.agree(reader.manifest().conform(&mut rows))?;
-        let measures = Evaluator::new(rows, None, plan.config.eval.batch).measure(&mut engine, &world, || false)?;
+        let measures = Evaluator::new(rows, None, plan.config.eval.batch).measure(&mut model, &world, || false)?;
         if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
             println!("step {}: {measures}", reader.manifest().step);
         }
@@ -45,6 +45,6 @@ fn main() -> ExitCode {
         world.agree(reader.manifest().conform(&mut rows))?;
         let create = || Predictions::create(Path::new(out), rows.samples() as usize, plan.network.outputs(), false);
         let file = world.agree((comm.rank() == 0).then(create).transpose())?;
-        predict(&mut engine, rows, &world, plan.config.eval.batch, file)
+        predict(&mut model, rows, &world, plan.config.eval.batch, file)
     })
 }

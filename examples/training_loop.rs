@@ -19,7 +19,7 @@ fn main() -> ExitCode {
         let plan = plan(comm, config, &train, None)?;
         let (mut engine, _) = engine(comm, &plan, Cpu::new(plan.threads), None)?;
         let mut progress = Progress::default();
-        let mut feed = world.agree(Feed::start(engine.backend.clone(), train, &plan, comm.rank(), progress))?;
+        let mut feed = world.agree(Feed::start(engine.model.backend.clone(), train, &plan, comm.rank(), progress))?;
 
         while progress.step < plan.config.run.steps {
             // Forwards and backwards of this rank's part of the batch; loss and norm are of the whole of it.
@@ -33,7 +33,7 @@ fn main() -> ExitCode {
             let (step, warmup) = (progress.step as f32, 20.0);
             let lr = 3e-3 * (step / warmup).min((warmup / step).sqrt());
             let grad_scale = (1.0 / norm).min(1.0) as f32;
-            engine.sharded.update(Hyper { lr, weight_decay: 0.1, step: progress.updates, grad_scale })?;
+            engine.model.sharded.update(Hyper { lr, weight_decay: 0.1, step: progress.updates, grad_scale })?;
             if comm.rank() == 0 && progress.step.is_multiple_of(10) {
                 let loss = loss / plan.tokens_per_step() as f64;
                 println!("step {:>4}  loss {loss:.4}  norm {norm:.3}  lr {lr:.2e}", progress.step);
@@ -42,7 +42,7 @@ fn main() -> ExitCode {
 
         if let Some(validation) = validation {
             let mut evaluator = Evaluator::new(validation, Some(100), plan.config.eval.batch);
-            let measures = evaluator.measure(&mut engine, &world, || false)?;
+            let measures = evaluator.measure(&mut engine.model, &world, || false)?;
             if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
                 println!("{measures}");
             }

@@ -88,19 +88,19 @@ fn plan(ranks: usize, threads: usize, settings: &[&str]) -> Plan {
 fn train(comm: &Comm<Cpu>, plan: &Plan, watch: impl Fn(bool)) -> Result<usize> {
     let (data, _) = feed::open(&plan.config)?;
     let (mut engine, _) = engine(comm, plan, Cpu::new(plan.threads), None)?;
-    let group = engine.sharded.data().clone();
+    let group = engine.model.sharded.data().clone();
     let mut progress = Progress::default();
-    let mut feed = Feed::start(engine.backend.clone(), data, plan, group.rank(), progress)?;
+    let mut feed = Feed::start(engine.model.backend.clone(), data, plan, group.rank(), progress)?;
     for _ in 0..WARM_UP {
         advance(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
     }
-    let before = engine.backend.ledger().fresh();
+    let before = engine.model.backend.ledger().fresh();
     watch(true);
     for _ in 0..STEADY {
         advance(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
     }
     watch(false);
-    Ok(engine.backend.ledger().fresh() - before)
+    Ok(engine.model.backend.ledger().fresh() - before)
 }
 
 #[test]

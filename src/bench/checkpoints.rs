@@ -99,9 +99,9 @@ pub fn time<B: Kernels>(
         origin: Origin::default(),
         id: "bench".into(),
         records: vec![],
-        state: engine.sharded.state_names(),
+        state: engine.model.sharded.state_names(),
     };
-    let mut saver = Saver::new(job, world.clone(), &engine.backend, &mut engine.sharded, true)?;
+    let mut saver = Saver::new(job, world.clone(), &engine.model.backend, &mut engine.model.sharded, true)?;
     let mut measured = Vec::with_capacity(rounds);
     let mut bytes = 0;
     // One to warm up.
@@ -109,7 +109,7 @@ pub fn time<B: Kernels>(
         let mut times = Saving::default();
         let progress = Progress { step: round + 1, ..Progress::default() };
         let begun = begin(&world)?;
-        saver.save(&mut engine.sharded, progress)?;
+        saver.save(&mut engine.model.sharded, progress)?;
         times.copy = slowest(&world, begun)?;
         let published = saver.finish()?;
         times.save = published.map_or(f64::NAN, |published| published.took.as_secs_f64());
@@ -139,7 +139,7 @@ pub fn time<B: Kernels>(
 
         let from = Resume::From(path);
         let begun = begin(&world)?;
-        resume(&world, &mut engine.sharded, &plan, &directory, &from, &Taking::all(), &mut |_| Ok(()))?;
+        resume(&world, &mut engine.model.sharded, &plan, &directory, &from, &Taking::all(), &mut |_| Ok(()))?;
         times.restore = slowest(&world, begun)?;
         world.agree(std::fs::remove_file(&file).map_err(|e| Error::io("remove", &file, e)))?;
         world.agree(if root { checkpoints.discard_unless_leased(progress.step).map(drop) } else { Ok(()) })?;

@@ -61,7 +61,7 @@ impl<B: Kernels> Pace<B> {
     /// The device or a message between ranks failed.
     pub fn step(&mut self) -> Result<f64> {
         let begun = Instant::now();
-        let (backend, batch) = (self.engine.backend.clone(), &self.batch);
+        let (backend, batch) = (self.engine.model.backend.clone(), &self.batch);
         let time = self.plan.network.context();
         let next = || feed::micro(&backend, batch, time, 0);
         advance(&self.plan, &mut self.engine, next, &mut self.progress, ControlFlags::empty)?;
@@ -70,12 +70,12 @@ impl<B: Kernels> Pace<B> {
 
     /// The device.
     pub fn backend(&self) -> &B {
-        &self.engine.backend
+        &self.engine.model.backend
     }
 
     /// Parameters of the network.
     pub fn parameters(&self) -> u64 {
-        self.engine.sharded.parameters()
+        self.engine.model.sharded.parameters()
     }
 }
 

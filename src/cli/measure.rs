@@ -68,10 +68,10 @@ impl Work for Request {
     }
 
     fn on<B: Kernels>(&self, network: Network<'_, B>, data: Dataset) -> Result<()> {
-        let Network { reader, plan, world, mut engine } = network;
+        let Network { reader, plan, world, mut model } = network;
         let split = world.agree(used::split(&plan.config, self.split))?;
         let mut evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
-        let measured = evaluator.measure(&mut engine, world, || false)?;
+        let measured = evaluator.measure(&mut model, world, || false)?;
         let measures =
             measured.ok_or_else(|| Error::internal("an evaluation that nobody interrupts was interrupted"))?;
         if world.rank() == 0 {

@@ -50,12 +50,12 @@ impl Work for PredictArgs {
     }
 
     fn on<B: Kernels>(&self, network: Network<'_, B>, dataset: Dataset) -> Result<()> {
-        let Network { plan, world, mut engine, .. } = network;
+        let Network { plan, world, mut model, .. } = network;
         let with_classes = plan.config.loss.kind == LossKind::CrossEntropy;
         let samples = dataset.samples();
         let create = || Predictions::create(&self.out, samples as usize, plan.network.outputs(), with_classes);
         let to = world.agree((world.rank() == 0).then(create).transpose())?;
-        predict(&mut engine, dataset, world, plan.config.eval.batch, to)?;
+        predict(&mut model, dataset, world, plan.config.eval.batch, to)?;
         if world.rank() == 0 {
             say(format_args!("{}: outputs of {} rows", self.out.display(), grouped(samples)));
         }

@@ -61,8 +61,8 @@ pub fn run(args: &SampleArgs) -> Result<()> {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let plan = model::plan(manifest.config, 1, cores, false)?;
     let comm: Comm<Cpu> = comm::single();
-    let mut engine = model::engine(&comm, &plan, Cpu::new(plan.threads))?;
-    model::load(&mut engine, &mut reader)?;
+    let mut model = model::build(&comm, &plan, Cpu::new(plan.threads))?;
+    model::load(&mut model, &mut reader)?;
 
     let sampling = Sampling {
         tokens: args.tokens,
@@ -70,7 +70,7 @@ pub fn run(args: &SampleArgs) -> Result<()> {
         top_k: args.top_k.map(|k| k as usize),
         seed: args.seed,
     };
-    let drawn = generate(&mut engine, &prompt, plan.network.context(), sampling)?;
+    let drawn = generate(&mut model, &prompt, plan.network.context(), sampling)?;
     say(format_args!("{}{}", args.prompt, tokenizer.decode(&drawn)));
     Ok(())
 }

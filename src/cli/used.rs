@@ -11,7 +11,7 @@ use crate::checkpoint::tools::find;
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Plan, overlay};
 use crate::data::{Source, Split};
-use crate::engine::{Engine, feed};
+use crate::engine::{Model, feed};
 use crate::error::Result;
 use crate::evaluate::model;
 use crate::job;
@@ -60,7 +60,7 @@ pub struct Network<'a, B: Kernels> {
     /// All ranks.
     pub world: &'a Group<B>,
     /// Computes.
-    pub engine: Engine<B>,
+    pub model: Model<B>,
 }
 
 /// Does `work` with the checkpoint at `path`, or the newest of the run there, on the device of its configuration; returns
@@ -100,9 +100,9 @@ fn on<B: Kernels, W: Work>(
         notes.iter().for_each(|note| log::warn!("data: {note}"));
     }
     let backend = world.agree(backend(&plan))?;
-    let mut engine = model::engine(comm, &plan, backend)?;
-    world.agree(reader.check_files(world.rank(), world.size()).and_then(|()| model::load(&mut engine, &mut reader)))?;
-    work.on(Network { reader: &reader, plan: &plan, world: &world, engine }, data)
+    let mut model = model::build(comm, &plan, backend)?;
+    world.agree(reader.check_files(world.rank(), world.size()).and_then(|()| model::load(&mut model, &mut reader)))?;
+    work.on(Network { reader: &reader, plan: &plan, world: &world, model }, data)
 }
 
 /// The configuration of a checkpoint with `overrides`, and with the data at `data` in the place of its own.

@@ -49,11 +49,11 @@ pub fn advance<B: Kernels>(
     let skipped = !(loss.is_finite() && norm.is_finite());
     let start = Instant::now();
     if skipped {
-        engine.sharded.skip();
+        engine.model.sharded.skip();
     } else {
         progress.updates += 1;
         let optimizer = &plan.config.optimizer;
-        engine.sharded.update(Hyper {
+        engine.model.sharded.update(Hyper {
             lr: lr as f32,
             weight_decay: optimizer.weight_decay,
             step: progress.updates,

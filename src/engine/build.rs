@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::collectives::{self, Exchange};
+use super::model::Model;
 use super::step::{Engine, Geometry};
 use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
@@ -53,5 +54,6 @@ pub fn engine_of<B: Kernels>(
         recompute: plan.config.parallel.recompute,
         seed,
     };
-    Ok((Engine { backend, blocks, objective: plan.objective(), sharded, geometry }, exchange))
+    let model = Model { backend, blocks, objective: plan.objective(), sharded };
+    Ok((Engine { model, geometry }, exchange))
 }

@@ -3,26 +3,20 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use super::model::Model;
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::Group;
 use crate::error::{Error, Result};
-use crate::nn::loss::Objective;
-use crate::nn::{Blocks, Context, Micro, Training};
+use crate::nn::{Context, Micro, Training};
 use crate::parallel::schedule::{Action, one_forward_one_backward};
-use crate::parallel::{self, ControlFlags, ReducedStep, Sharded};
+use crate::parallel::{self, ControlFlags, ReducedStep};
 use crate::random;
 
-/// A network with its parameters, ready to compute.
+/// A model in training.
 pub struct Engine<B: Kernels> {
-    /// The device.
-    pub backend: B,
-    /// The network.
-    pub blocks: Blocks<B>,
-    /// Its loss and metrics.
-    pub objective: Objective<B>,
-    /// Its parameters, gradients and optimizer state.
-    pub sharded: Sharded<B>,
+    /// The network with parameters, gradients and optimizer state.
+    pub model: Model<B>,
     /// Division of a step into lanes and micro-batches.
     pub geometry: Geometry,
 }
@@ -67,9 +61,9 @@ impl<B: Kernels> Engine<B> {
     ) -> Result<ReducedStep> {
         let Geometry { lanes, micros_per_lane, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
-        let (begun, waited, mut loading) = (Instant::now(), self.sharded.waited(), Duration::ZERO);
+        let (begun, waited, mut loading) = (Instant::now(), self.model.sharded.waited(), Duration::ZERO);
         let micros = lanes * micros_per_lane;
-        self.sharded.begin(parallel::step(&self.borrows(), micros), micros > 1);
+        self.model.sharded.begin(parallel::step(&self.model.borrows(), micros), micros > 1);
         let mut losses: Vec<Vec<B::Scalar>> = (0..lanes).map(|_| Vec::with_capacity(micros_per_lane)).collect();
         let mut tapes = VecDeque::new();
         for action in one_forward_one_backward(0, 1, micros) {
@@ -90,17 +84,12 @@ impl<B: Kernels> Engine<B> {
                 }
             }
         }
-        let compute = begun.elapsed().saturating_sub(loading).as_secs_f64() - (self.sharded.waited() - waited);
+        let compute = begun.elapsed().saturating_sub(loading).as_secs_f64() - (self.model.sharded.waited() - waited);
         // Read now, not before: the device has no more to do.
         let total =
-            |lane: Vec<B::Scalar>| lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + self.backend.read(loss)?));
+            |lane: Vec<B::Scalar>| lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + self.model.backend.read(loss)?));
         let losses: Vec<f64> = losses.into_iter().map(total).collect::<Result<_>>()?;
-        self.sharded.reduce(&losses, compute.max(0.0), flags())
-    }
-
-    /// The unit that each block borrows.
-    fn borrows(&self) -> Vec<Option<usize>> {
-        self.blocks.iter().map(|block| block.borrows()).collect()
+        self.model.sharded.reduce(&losses, compute.max(0.0), flags())
     }
 
     /// The context of a step for blocks, besides a micro-batch.
@@ -111,81 +100,63 @@ impl<B: Kernels> Engine<B> {
 
     /// Forward of one micro-batch to the loss (a sum over predictions) and the gradient of the logits.
     fn forward(&mut self, micro: Micro<B>, dropout: u64) -> Result<(Tape<B>, B::Scalar)> {
-        let ranks = self.sharded.data().clone();
-        let cx =
-            Context { backend: &self.backend, micro: &micro, training: Some(self.training(&micro, dropout, &ranks)) };
-        let mut x = self.backend.alloc(MemoryKind::Activations, 0)?;
-        let (mut inputs, mut saved) = (Vec::with_capacity(self.blocks.len()), Vec::with_capacity(self.blocks.len()));
-        for (unit, block) in self.blocks.iter().enumerate() {
-            let name = self.sharded.name(unit).clone();
-            let params = self.sharded.params(unit, block.borrows())?;
+        let ranks = self.model.sharded.data().clone();
+        let cx = Context {
+            backend: &self.model.backend,
+            micro: &micro,
+            training: Some(self.training(&micro, dropout, &ranks)),
+        };
+        let mut x = self.model.backend.alloc(MemoryKind::Activations, 0)?;
+        let (mut inputs, mut saved) =
+            (Vec::with_capacity(self.model.blocks.len()), Vec::with_capacity(self.model.blocks.len()));
+        for (unit, block) in self.model.blocks.iter().enumerate() {
+            let name = self.model.sharded.name(unit).clone();
+            let params = self.model.sharded.params(unit, block.borrows())?;
             let span = span(Doing::Forward, Some(&name));
             let (y, kept) = block.forward(&cx, params, &x)?;
             drop(span);
-            self.sharded.release();
+            self.model.sharded.release();
             inputs.push(std::mem::replace(&mut x, y));
             // The backward begins with the last block: its saved activations are not recomputed.
-            let is_last = unit + 1 == self.blocks.len();
+            let is_last = unit + 1 == self.model.blocks.len();
             let again = self.geometry.recompute && !is_last && !kept.is_empty();
             saved.push((!again).then_some(kept));
         }
         let scale = 1.0 / self.geometry.predictions as f32;
-        let loss = self.objective.train(&self.backend, &micro, &mut x, scale)?;
+        let loss = self.model.objective.train(&self.model.backend, &micro, &mut x, scale)?;
         Ok((Tape { micro, inputs, saved, dy: x }, loss))
     }
 
     /// Backward of one micro-batch. `lane_ends` is set on the last one of a lane: whether it is the rank's last lane.
     fn backward(&mut self, tape: Tape<B>, dropout: u64, lane_ends: Option<bool>) -> Result<()> {
         let Tape { micro, mut inputs, mut saved, mut dy } = tape;
-        let ranks = self.sharded.data().clone();
-        let cx =
-            Context { backend: &self.backend, micro: &micro, training: Some(self.training(&micro, dropout, &ranks)) };
-        for (unit, block) in self.blocks.iter().enumerate().rev() {
+        let ranks = self.model.sharded.data().clone();
+        let cx = Context {
+            backend: &self.model.backend,
+            micro: &micro,
+            training: Some(self.training(&micro, dropout, &ranks)),
+        };
+        for (unit, block) in self.model.blocks.iter().enumerate().rev() {
             let (Some(x), Some(kept)) = (inputs.pop(), saved.pop()) else {
                 return Err(Error::internal("a backward without what its forward kept"));
             };
-            let name = self.sharded.name(unit).clone();
+            let name = self.model.sharded.name(unit).clone();
             let kept = match kept {
                 Some(kept) => kept,
                 None => {
                     let _span = span(Doing::Forward, Some(&name));
-                    block.forward(&cx, self.sharded.params(unit, block.borrows())?, &x)?.1
+                    block.forward(&cx, self.model.sharded.params(unit, block.borrows())?, &x)?.1
                 }
             };
-            let (params, grads) = self.sharded.params_and_grads(unit, block.borrows())?;
+            let (params, grads) = self.model.sharded.params_and_grads(unit, block.borrows())?;
             let span = span(Doing::Backward, Some(&name));
             dy = block.backward(&cx, params, grads, &x, kept, dy)?;
             drop(span);
-            self.sharded.release();
+            self.model.sharded.release();
             if let Some(last) = lane_ends {
-                self.sharded.lane_done(unit, last)?;
+                self.model.sharded.lane_done(unit, last)?;
             }
         }
         Ok(())
-    }
-
-    /// The output for a micro-batch, outside training: logits of classes, or numbers.
-    ///
-    /// # Errors
-    /// The device or a gather failed.
-    pub fn output(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
-        self.sharded.begin(parallel::forward(&self.borrows()), false);
-        let cx = Context { backend: &self.backend, micro, training: None };
-        let mut x = self.backend.alloc(MemoryKind::Activations, 0)?;
-        for (unit, block) in self.blocks.iter().enumerate() {
-            let params = self.sharded.params(unit, block.borrows())?;
-            x = block.forward(&cx, params, &x)?.0;
-            self.sharded.release();
-        }
-        Ok(x)
-    }
-
-    /// Sums over a micro-batch's predictions, outside training, as [`Objective::measure`] has them: the loss first.
-    ///
-    /// # Errors
-    /// As [`Engine::output`].
-    pub fn measure(&mut self, micro: &Micro<B>) -> Result<Vec<f64>> {
-        let mut output = self.output(micro)?;
-        self.objective.measure(&self.backend, micro, &mut output)
     }
 }

@@ -1,7 +1,7 @@
 //! Sampling text from a language model, one token at a time.
 
 use crate::backend::Kernels;
-use crate::engine::Engine;
+use crate::engine::Model;
 use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::random::{Stream, derive, name};
@@ -24,7 +24,7 @@ pub struct Sampling {
 /// # Errors
 /// The device failed.
 pub fn generate<B: Kernels>(
-    engine: &mut Engine<B>,
+    model: &mut Model<B>,
     prompt: &[u32],
     context: usize,
     sampling: Sampling,
@@ -33,12 +33,12 @@ pub fn generate<B: Kernels>(
     let mut tokens = prompt.to_vec();
     for index in 0..sampling.tokens {
         let window = &tokens[tokens.len().saturating_sub(context)..];
-        let micro = Micro::of_text(&engine.backend, window, &[], window.len(), 0)?;
-        let logits = engine.output(&micro)?;
+        let micro = Micro::of_text(&model.backend, window, &[], window.len(), 0)?;
+        let logits = model.output(&micro)?;
         let classes = B::len(&logits) / window.len();
         let mut last = vec![0.0; classes];
         let end = B::len(&logits);
-        engine.backend.download(B::view(&logits, end - classes..end), &mut last)?;
+        model.backend.download(B::view(&logits, end - classes..end), &mut last)?;
         tokens.push(draw(&last, sampling, stream.uniform(index as u64))?);
     }
     Ok(tokens.split_off(prompt.len()))

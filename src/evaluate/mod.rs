@@ -19,7 +19,7 @@ use std::fmt;
 use crate::backend::Kernels;
 use crate::comm::Group;
 use crate::data::{Batch, Source};
-use crate::engine::{Engine, feed};
+use crate::engine::{Model, feed};
 use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::parallel::tree_sum;
@@ -84,32 +84,32 @@ impl Evaluator {
     /// A failure of the data, the device, or a message between ranks.
     pub fn measure<B: Kernels>(
         &mut self,
-        engine: &mut Engine<B>,
+        model: &mut Model<B>,
         data: &Group<B>,
         interrupted: impl Fn() -> bool,
     ) -> Result<Option<Measures>> {
         // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation afterwards.
-        engine.backend.trim();
+        model.backend.trim();
         let chunks = self.samples.div_ceil(self.chunk);
         let ranks = data.size() as u64;
-        let metrics = engine.objective.metrics().to_vec();
+        let metrics = model.objective.metrics().to_vec();
         let mut sums = Vec::new();
         for round in 0..chunks.div_ceil(ranks) {
             let told = data.gather_bytes(vec![u8::from(interrupted())]).wait()?;
             if told.iter().any(|told| *told != [0]) {
-                engine.backend.trim();
+                model.backend.trim();
                 return Ok(None);
             }
             // Every rank computes in every round, because gathers of parameters are collective; results beyond the last
             // chunk do not count.
             let chunk = round * ranks + data.rank() as u64;
-            let micro = self.micro(&engine.backend, chunk.min(chunks - 1))?;
-            let of_chunk = engine.measure(&micro)?;
+            let micro = self.micro(&model.backend, chunk.min(chunks - 1))?;
+            let of_chunk = model.measure(&micro)?;
             if chunk < chunks {
                 sums.extend(of_chunk);
             }
         }
-        engine.backend.trim();
+        model.backend.trim();
         let message = sums.iter().flat_map(|sum: &f64| sum.to_le_bytes()).collect();
         let everyone = data.gather_bytes(message).wait()?;
         // By loss and metrics, every chunk's sum.

@@ -4,7 +4,7 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::Comm;
 use crate::config::{Config, Facts, Plan, resolve};
-use crate::engine::{Engine, Geometry};
+use crate::engine::Model;
 use crate::error::Result;
 use crate::mesh::{Axis, Mesh};
 use crate::parallel::{Groups, Lanes, Sharded, Zero};
@@ -32,7 +32,7 @@ pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> R
 ///
 /// # Errors
 /// Out of memory, or a message between ranks failed.
-pub fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Engine<B>> {
+pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Model<B>> {
     let mesh: &Mesh = &plan.mesh;
     let group = |axes: &[Axis]| comm.split(&mesh.colors(axes));
     let groups = Groups {
@@ -43,16 +43,15 @@ pub fn engine<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Eng
     let lanes = Lanes { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = plan.network.blocks();
     let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, None)?;
-    let geometry = Geometry { lanes: 1, micros_per_lane: 1, predictions: 1, recompute: false, seed: 0 };
-    Ok(Engine { backend, blocks, objective: plan.objective(), sharded, geometry })
+    Ok(Model { backend, blocks, objective: plan.objective(), sharded })
 }
 
 /// Replaces the parameters by those of a checkpoint, or by their running average, if it has one.
 ///
 /// # Errors
 /// It is damaged, or another model's.
-pub fn load<B: Kernels>(engine: &mut Engine<B>, reader: &mut Reader) -> Result<()> {
-    reader.manifest().check(reader.dir(), engine.sharded.layouts(), None)?;
+pub fn load<B: Kernels>(model: &mut Model<B>, reader: &mut Reader) -> Result<()> {
+    reader.manifest().check(reader.dir(), model.sharded.layouts(), None)?;
     let used = reader.used();
-    engine.sharded.restore(|tensor, _, range, out| reader.read(tensor, used, range, out))
+    model.sharded.restore(|tensor, _, range, out| reader.read(tensor, used, range, out))
 }

@@ -10,7 +10,7 @@ use tempfile::{Builder, TempPath};
 use crate::backend::Kernels;
 use crate::comm::Group;
 use crate::data::{Batch, Source, one_line};
-use crate::engine::{Engine, feed};
+use crate::engine::{Model, feed};
 use crate::error::{Error, Result};
 use crate::hdf5_files;
 
@@ -94,7 +94,7 @@ fn likeliest(row: &[f32]) -> u32 {
 /// # Errors
 /// A failure of the data, the device, the file system, or a message between ranks.
 pub fn predict<B: Kernels>(
-    engine: &mut Engine<B>,
+    model: &mut Model<B>,
     mut dataset: impl Source,
     data: &Group<B>,
     chunk: u64,
@@ -108,10 +108,10 @@ pub fn predict<B: Kernels>(
         let mine = round * ranks + data.rank() as u64;
         let at = mine.min(chunks - 1) * chunk;
         let batch = Batch::read(&mut dataset, at..samples.min(at + chunk), at..);
-        let micro = feed::micro(&engine.backend, &data.agree(batch)?, 1, 0)?;
-        let output = engine.output(&micro)?;
+        let micro = feed::micro(&model.backend, &data.agree(batch)?, 1, 0)?;
+        let output = model.output(&micro)?;
         let mut values = vec![0.0; B::len(&output)];
-        engine.backend.download(B::all(&output), &mut values)?;
+        model.backend.download(B::all(&output), &mut values)?;
         let message = if mine < chunks { bytemuck::cast_slice(&values).to_vec() } else { vec![] };
         let all = data.gather_bytes(message).wait()?;
         let written = to.as_ref().map_or(Ok(()), |to| {

@@ -16,7 +16,7 @@ use crate::checkpoint::{Checkpoints, Manifest, Reader, name_of};
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Plan, overlay};
 use crate::data::{Preprocessing, Tokenizer};
-use crate::engine::{Engine, feed};
+use crate::engine::{Model, feed};
 use crate::error::{Error, Kind, Result};
 use crate::run_dir::markers::{self, Markers};
 use crate::run_dir::{Ending, RunDirectory};
@@ -264,7 +264,7 @@ struct Loaded<B: Kernels> {
     plan: Plan,
     /// Tokenizer and preprocessing of the checkpoint.
     known: (Option<Tokenizer>, Option<Preprocessing>),
-    engine: Engine<B>,
+    model: Model<B>,
     evaluator: Evaluator,
 }
 
@@ -348,10 +348,10 @@ impl<B: Kernels> Sidecar<'_, B> {
         let config = world.agree(configured())?;
         self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else { return Err(Error::internal("no network")) };
-        if let Err(e) = world.agree(check_and_load(&world, &mut reader, &mut loaded.engine)) {
+        if let Err(e) = world.agree(check_and_load(&world, &mut reader, &mut loaded.model)) {
             return Ok(Err(e));
         }
-        let measured = loaded.evaluator.measure(&mut loaded.engine, &world, || self.is_interrupted())?;
+        let measured = loaded.evaluator.measure(&mut loaded.model, &world, || self.is_interrupted())?;
         self.loaded = Some(loaded);
         Ok(Ok(measured))
     }
@@ -375,8 +375,8 @@ impl<B: Kernels> Sidecar<'_, B> {
         let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
         let backend = world.agree(self.backend.get(&plan))?;
         backend.trim();
-        let engine = model::engine(self.comm, &plan, backend)?;
-        self.loaded = Some(Loaded { plan, known, engine, evaluator });
+        let model = model::build(self.comm, &plan, backend)?;
+        self.loaded = Some(Loaded { plan, known, model, evaluator });
         Ok(())
     }
 
@@ -434,7 +434,7 @@ fn is_save(reader: Reader, id: &str) -> Result<Reader> {
 }
 
 /// Checks the files of a checkpoint, each by one rank, and loads it.
-fn check_and_load<B: Kernels>(world: &Group<B>, reader: &mut Reader, engine: &mut Engine<B>) -> Result<()> {
+fn check_and_load<B: Kernels>(world: &Group<B>, reader: &mut Reader, model: &mut Model<B>) -> Result<()> {
     reader.check_files(world.rank(), world.size())?;
-    model::load(engine, reader)
+    model::load(model, reader)
 }

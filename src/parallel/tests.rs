@@ -6,7 +6,7 @@ use super::{
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
 use crate::comm::{Algorithm, Comm, threads};
-use crate::engine::{Engine, Geometry};
+use crate::engine::{Engine, Geometry, Model};
 use crate::layout::UnitLayout;
 use crate::mesh::{Axis, Mesh};
 use crate::nn::Micro;
@@ -86,7 +86,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         seed: 3,
     };
     let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false);
-    let mut engine = Engine { backend: backend.clone(), blocks, objective, sharded, geometry };
+    let mut engine = Engine { model: Model { backend: backend.clone(), blocks, objective, sharded }, geometry };
 
     let mut curve = Vec::new();
     let sequences = BATCH / row.lanes / row.micros_per_lane;
@@ -94,7 +94,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         if step == 3 {
             // Outside training: another pass, which finds the parameters that the update has gathered ahead.
             let micro = Micro::of_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
-            let loss = engine.measure(&micro).unwrap()[0];
+            let loss = engine.model.measure(&micro).unwrap()[0];
             curve.push((loss.to_bits(), 0));
         }
         let mut first = lanes.mine().start * (BATCH / row.lanes);
@@ -111,13 +111,13 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         curve.push((synced.loss.to_bits(), synced.norm.to_bits()));
         if step == 1 {
             // A step that does not count leaves no trace.
-            engine.sharded.skip();
+            engine.model.sharded.skip();
             continue;
         }
-        engine.sharded.update(Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 }).unwrap();
+        engine.model.sharded.update(Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 }).unwrap();
     }
     let mut tensors = Vec::new();
-    for unit in engine.sharded.owned().unwrap() {
+    for unit in engine.model.sharded.owned().unwrap() {
         for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
             let mut view = vec![0.0; unit.range.len()];
             values.read(&mut view).unwrap();

@@ -80,16 +80,16 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
     let world = comm.world();
     world.agree(check_memory::<B>(&plan, &topology, Held::now(comm, &[&train]), None))?;
     let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
-    let data = engine.sharded.data().clone();
+    let data = engine.model.sharded.data().clone();
     let mut progress = Progress::default();
-    let mut feed = world.agree(Feed::start(engine.backend.clone(), train, &plan, data.rank(), progress))?;
+    let mut feed = world.agree(Feed::start(engine.model.backend.clone(), train, &plan, data.rank(), progress))?;
 
-    let entries = entries(&engine.sharded);
+    let entries = entries(&engine.model.sharded);
     let mut steps = Vec::with_capacity(task.steps as usize);
     for _ in 0..task.steps {
         let taken = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
         let mut digests = vec![0u64; entries.len()];
-        visit(&mut engine.sharded, |entry, start, values| {
+        visit(&mut engine.model.sharded, |entry, start, values| {
             digests[entry] = digests[entry].wrapping_add(digest(start, values));
             Ok(())
         })?;
@@ -102,12 +102,12 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
         Then::Forget => {}
         Then::Write(file) => {
             let mut snapshot = Snapshot::create(file, &entries)?;
-            visit(&mut engine.sharded, |entry, start, values| snapshot.write(entry, start, values))?;
+            visit(&mut engine.model.sharded, |entry, start, values| snapshot.write(entry, start, values))?;
         }
         Then::Compare(file) => {
             let mine = world.agree(Snapshot::open(file, &entries).and_then(|mut snapshot| {
                 let mut mine = vec![Difference::default(); entries.len()];
-                visit(&mut engine.sharded, |entry, start, values| {
+                visit(&mut engine.model.sharded, |entry, start, values| {
                     snapshot.compare(entry, start, values, &mut mine[entry])
                 })?;
                 Ok(mine)

@@ -122,7 +122,7 @@ impl Share {
         let mut words = command.get_args().chain([command.get_program()]).filter_map(OsStr::to_str);
         // Also in the script of a shell.
         let has_ranks = words.any(|word| word.contains("mpirun") || word.contains("simulate"));
-        let cores = if has_ranks { all } else { 1 };
+        let cores = if has_ranks { all.div_ceil(2) } else { 1 };
         let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
         while *free.get_or_insert(all) < cores {
             free = FREED.wait(free).unwrap_or_else(PoisonError::into_inner);

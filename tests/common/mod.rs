@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm::Comm;
-use hpctrain::engine::{Engine, Geometry};
+use hpctrain::engine::{Engine, Geometry, Model};
 use hpctrain::mesh::{Axis, Mesh};
 use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{Micro, Network};
@@ -107,7 +107,7 @@ pub fn engine_on<B: Kernels>(
         seed: 7,
     };
     let objective = Objective::new(loss, network.outputs(), !network.is_language());
-    Engine { backend, blocks, objective, sharded, geometry }
+    Engine { model: Model { backend, blocks, objective, sharded }, geometry }
 }
 
 /// A micro-batch of sequences `first..` of a global batch.
@@ -118,9 +118,9 @@ pub fn micro<B: Kernels>(backend: &B, tokens: &[u32], targets: &[u32], time: usi
 /// The reduced gradients of one rank that owns everything, by tensor name.
 pub fn gradients<B: Kernels>(engine: &Engine<B>) -> Vec<(String, Vec<f32>)> {
     let mut named = Vec::new();
-    for unit in engine.sharded.gradients().unwrap() {
+    for unit in engine.model.sharded.gradients().unwrap() {
         let mut host = vec![0.0; unit.range.len()];
-        engine.backend.download(unit.grad, &mut host).unwrap();
+        engine.model.backend.download(unit.grad, &mut host).unwrap();
         named.extend(unit.layout.pieces(unit.range).map(|p| (p.tensor.name.clone(), host[p.of_owned].to_vec())));
     }
     named
@@ -129,7 +129,7 @@ pub fn gradients<B: Kernels>(engine: &Engine<B>) -> Vec<(String, Vec<f32>)> {
 /// All parameters of one rank that owns everything, by tensor name.
 pub fn parameters<B: Kernels>(engine: &mut Engine<B>) -> Vec<(String, Vec<f32>)> {
     let mut named = Vec::new();
-    for unit in engine.sharded.owned().unwrap() {
+    for unit in engine.model.sharded.owned().unwrap() {
         let mut host = vec![0.0; unit.range.len()];
         unit.params.read(&mut host).unwrap();
         named

@@ -105,17 +105,17 @@ fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> Micro<Cpu>
         })
         .collect();
     let found = derivatives(&tensors, |tensors| {
-        engine.sharded.restore(|name, part, range, out| {
+        engine.model.sharded.restore(|name, part, range, out| {
             if part == 0 {
                 let (_, values) = tensors.iter().find(|(n, _)| n == name).unwrap();
                 out.copy_from_slice(&values[range]);
             }
             Ok(())
         })?;
-        let backend = engine.backend.clone();
+        let backend = engine.model.backend.clone();
         let synced = engine.gradients(0, || Ok(micro(&backend)), ControlFlags::empty)?;
         let found = gradients(&engine);
-        engine.sharded.skip();
+        engine.model.sharded.skip();
         Ok((synced.loss / predictions as f64, found))
     });
     assert_eq!(found.unwrap().len(), tensors.len(), "one derivative by each tensor");

@@ -53,9 +53,9 @@ fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
         0 => reader.read(name, part, range, out),
         _ => Ok(()),
     };
-    engine.sharded.restore(parameters).unwrap();
-    let micro = micro(&engine.backend, tokens, &[], network.context(), 0);
-    let logits = engine.output(&micro).unwrap();
+    engine.model.sharded.restore(parameters).unwrap();
+    let micro = micro(&engine.model.backend, tokens, &[], network.context(), 0);
+    let logits = engine.model.output(&micro).unwrap();
     Cpu::all(&logits).to_vec()
 }
 

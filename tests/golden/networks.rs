@@ -69,6 +69,7 @@ fn load<B: Kernels>(b: &B, case: &hdf5::Group, network: &Network, rule: Rule, cu
         engine_on(b.clone(), &comm::single(), network, Loss::cross_entropy(), ONE, Zero::Zero, rule, cut, predictions);
     let params = case.group("params").unwrap();
     engine
+        .model
         .sharded
         .restore(|tensor, part, range, out| {
             if part == 0 {
@@ -100,7 +101,7 @@ fn train<B: Kernels>(
     let (mut losses, mut norms) = (vec![], vec![]);
     for step in 0..10u64 {
         let mut at = step as usize * per_step;
-        let backend = engine.backend.clone();
+        let backend = engine.model.backend.clone();
         let synced = engine
             .gradients(
                 step,
@@ -115,7 +116,7 @@ fn train<B: Kernels>(
         losses.push(synced.loss / per_step as f64);
         norms.push(synced.norm);
         let grad_scale = if synced.norm > clip { clip / (synced.norm + 1e-6) } else { 1.0 } as f32;
-        engine.sharded.update(Hyper { lr: rate(step) as f32, weight_decay, step: step + 1, grad_scale }).unwrap();
+        engine.model.sharded.update(Hyper { lr: rate(step) as f32, weight_decay, step: step + 1, grad_scale }).unwrap();
     }
     (losses, norms, engine)
 }
@@ -170,8 +171,8 @@ fn logits_loss_and_every_gradient<B: Kernels>(b: &B, within: Within) {
             let mut engine = load(b, case, network, ADAMW, Cut { recompute, ..Cut::WHOLE });
             let (tokens, targets) = (ids(case, "tokens"), ids(case, "targets"));
             let n = size(case, "batch") * network.context();
-            let whole = micro(&engine.backend, &tokens[..n], &targets[..n], network.context(), 0);
-            let logits = engine.output(&whole).unwrap();
+            let whole = micro(&engine.model.backend, &tokens[..n], &targets[..n], network.context(), 0);
+            let logits = engine.model.output(&whole).unwrap();
             let mut host = vec![0.0; B::len(&logits)];
             b.download(B::all(&logits), &mut host).unwrap();
             let off = distance(&host, &numbers(case, "logits"));

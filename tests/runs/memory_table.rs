@@ -34,7 +34,7 @@ fn measured(ranks: usize, zero: Zero) -> usize {
     let cut = Cut { lanes: ranks, ..Cut::WHOLE };
     let peaks = on_threads(ranks, |comm| {
         let mut engine = engine(comm, &Network::Gpt(GPT), mesh, zero, RULE, cut, (GPT.context * ranks) as u64);
-        let backend = engine.backend.clone();
+        let backend = engine.model.backend.clone();
         let ids = vec![1; GPT.context];
         for step in 0..3 {
             engine.gradients(
@@ -42,7 +42,7 @@ fn measured(ranks: usize, zero: Zero) -> usize {
                 || Ok(micro(&backend, &ids, &ids, GPT.context, comm.rank() as u64)),
                 ControlFlags::empty,
             )?;
-            engine.sharded.update(Hyper { lr: 1e-3, weight_decay: 0.0, step: step + 1, grad_scale: 1.0 })?;
+            engine.model.sharded.update(Hyper { lr: 1e-3, weight_decay: 0.0, step: step + 1, grad_scale: 1.0 })?;
         }
         let categories = [MemoryKind::Parameters, MemoryKind::Gradients, MemoryKind::Optimizer];
         Ok(categories.map(|what| backend.ledger().peak(what)).iter().sum::<usize>())

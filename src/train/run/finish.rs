@@ -110,19 +110,19 @@ impl<B: Kernels> Run<'_, B> {
         let Ok(prompt) = tokenizer.encode("\n") else { return Ok(None) };
         let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
         let _span = span(Doing::Sampling, None);
-        let drawn = generate(&mut self.engine, &prompt, self.plan.network.context(), sampling)?;
+        let drawn = generate(&mut self.engine.model, &prompt, self.plan.network.context(), sampling)?;
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
     fn card(&self) -> RunCard {
-        let ledger = self.engine.backend.ledger();
+        let ledger = self.engine.model.backend.ledger();
         RunCard {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: self.comm.library().into(),
             ranks: self.world.size(),
             threads: self.plan.threads,
             hosts: self.topology.hosts(),
-            parameters: self.engine.sharded.parameters(),
+            parameters: self.engine.model.sharded.parameters(),
             steps: self.progress.step,
             skipped: self.meters.skipped(),
             data: self.trained_on.as_ref().map(|data| data.fingerprint.digest()),
@@ -133,7 +133,7 @@ impl<B: Kernels> Run<'_, B> {
             step_seconds: self.meters.times(),
             loader_wait_seconds: self.feed.waited().as_secs_f64(),
             comm_wait_seconds: self.comm.stats().blocked,
-            peak_gpu_bytes: self.engine.backend.device_peak(),
+            peak_gpu_bytes: self.engine.model.backend.device_peak(),
             peak_bytes: MemoryKind::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
             peak_resident_bytes: memory::resident().1,
             time: unix_time(),

@@ -189,10 +189,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let step = self.progress.step;
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
         let flags = || self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed);
-        self.engine.backend.profile().record(self.meters.profiles());
+        self.engine.model.backend.profile().record(self.meters.profiles());
         let next = || self.feed.next_micro();
         let taken = advance(&self.plan, &mut self.engine, next, &mut self.progress, flags)?;
-        self.engine.backend.profile().record(false);
+        self.engine.model.backend.profile().record(false);
         self.meters.took(&taken);
         if taken.skipped {
             log::warn!("step {}: loss {}, gradient norm {}: update skipped", step + 1, taken.loss, taken.norm);
@@ -220,7 +220,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let (seconds, times) = (after.total - before.total, Times::between(before, after));
         self.stop_requests.stepped(Duration::from_secs_f64(seconds));
         let is_warm_up = !B::ON_HOST && self.goes_on();
-        self.meters.stepped(seconds, times, is_warm_up, self.engine.backend.profile());
+        self.meters.stepped(seconds, times, is_warm_up, self.engine.model.backend.profile());
         let tokens = self.plan.tokens_per_step();
         let record = Step {
             step: self.progress.step,
@@ -232,7 +232,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             skipped: taken.skipped,
             step_ms: seconds * 1e3,
             tokens_per_second: tokens as f64 / seconds,
-            peak_bytes: self.engine.backend.ledger().total_peak(),
+            peak_bytes: self.engine.model.backend.ledger().total_peak(),
             time: unix_time(),
             ..Step::default()
         };
@@ -343,9 +343,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         let Some(evaluator) = &mut self.evaluator else { return Ok(()) };
         let step = self.progress.step;
         let _span = span(Doing::Evaluation, None);
-        self.engine.sharded.swap_average()?;
-        let measured = evaluator.measure(&mut self.engine, &self.data, || self.stop_requests.must_end())?;
-        self.engine.sharded.swap_average()?;
+        self.engine.model.sharded.swap_average()?;
+        let measured = evaluator.measure(&mut self.engine.model, &self.data, || self.stop_requests.must_end())?;
+        self.engine.model.sharded.swap_average()?;
         let Some(measures) = measured else {
             // It is made up for when the run goes on.
             self.schedule.ending = Some(self.stop_requests.preempted());
@@ -393,7 +393,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn save(&mut self) -> Result<()> {
         let _span = span(Doing::Checkpoint, None);
         self.world.agree(self.record_epoch_loss())?;
-        let (begun, published) = self.saver.save(&mut self.engine.sharded, self.progress)?;
+        let (begun, published) = self.saver.save(&mut self.engine.model.sharded, self.progress)?;
         self.note_published(published);
         if begun {
             self.schedule.saved = Some(self.progress.step);

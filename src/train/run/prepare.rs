@@ -101,7 +101,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let held = memory::Held::now(&comm, &splits.sources());
         let Splits { mut train, mut validation, .. } = splits;
         let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
-        let data = engine.sharded.data().clone();
+        let data = engine.model.sharded.data().clone();
         let (take, allow_changed_data, data_now) = (request.take, request.allow_changed_data, train.fingerprint());
         let taking = Taking { take, data: data_now.clone(), allow_changed_data };
         let mut notes = Vec::new();
@@ -111,7 +111,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         };
         let asked = &request.resume;
         let Resumed { progress, from, data_changes } =
-            resume(&world, &mut engine.sharded, &plan, directory, asked, &taking, &mut conform)?;
+            resume(&world, &mut engine.model.sharded, &plan, directory, asked, &taking, &mut conform)?;
         if root {
             notes.iter().for_each(|note| log::info!("data: {note}"));
         }
@@ -126,7 +126,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let open = || Records::open(directory, &plan, progress.step, exchange.found, epoch_loss);
         let records = root.then(open);
         let records = world.agree(records.transpose())?;
-        let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.sharded.parameters());
+        let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.model.sharded.parameters());
         world.agree(if root { budget.check() } else { Ok(()) })?;
         let stop_requests = StopRequests::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
         if root {
@@ -142,11 +142,11 @@ impl<'h, B: Kernels> Run<'h, B> {
                 path: comm.device_path().filter(|_| world.size() > 1),
                 collectives: exchange.told,
                 directory: directory.path(),
-                parameters: engine.sharded.parameters(),
+                parameters: engine.model.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
                 validation: validation.as_ref().map(|validation| validation.samples()),
                 notes: train.left_out().into_iter().chain(notes).collect(),
-                memory: &memory::estimate(&plan, &engine.blocks, held),
+                memory: &memory::estimate(&plan, &engine.model.blocks, held),
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: stop_requests.time_left(),
             };
@@ -167,13 +167,13 @@ impl<'h, B: Kernels> Run<'h, B> {
             },
             id: share(&world, root.then(|| Ok(fresh_id())))?,
             records: vec![directory.metrics_path()],
-            state: engine.sharded.state_names(),
+            state: engine.model.sharded.state_names(),
         };
         let asynchronous = plan.config.checkpoint.asynchronous;
-        let saver = Saver::new(job, world.clone(), &engine.backend, &mut engine.sharded, asynchronous)?;
+        let saver = Saver::new(job, world.clone(), &engine.model.backend, &mut engine.model.sharded, asynchronous)?;
         let train_samples = train.samples();
         let tokenizer = train.tokenizer().cloned();
-        let backend = engine.backend.clone();
+        let backend = engine.model.backend.clone();
         let feed = world.agree(Feed::start(backend, train, &plan, data.rank(), progress))?;
         let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
