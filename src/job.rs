@@ -3,8 +3,8 @@
 use std::process::ExitCode;
 
 use crate::backend::cpu::Cpu;
-use crate::comm::launch::{Launch, launched};
 use crate::comm::{self, Algorithm, Comm};
+use crate::comm::{Launch, launched};
 use crate::error::{Error, Result};
 use crate::telemetry::{logging, say_error};
 
@@ -45,7 +45,7 @@ pub fn name_console(launch: Option<&Launch>) {
 #[doc(hidden)]
 pub fn run(launched: bool, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 {
     let comm: Comm<Cpu> = if launched {
-        match comm::mpi::start(Algorithm::Tree) {
+        match comm::start_mpi(Algorithm::Tree) {
             Ok(comm) => comm,
             Err(e) => return fail(&e),
         }

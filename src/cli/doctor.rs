@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::comm::launch::Launch;
+use crate::comm::Launch;
 use crate::doctor::{self, Request};
 use crate::error::{Error, Result};
 use crate::job;

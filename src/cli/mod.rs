@@ -18,8 +18,8 @@ mod verify;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
 
-use crate::comm::launch::Launch;
-use crate::comm::{self, launch};
+use crate::comm;
+use crate::comm::Launch;
 use crate::error::Result;
 use crate::job::{self, fail};
 
@@ -77,7 +77,7 @@ enum Command {
 
 /// Runs the program; returns its exit code.
 pub fn run() -> i32 {
-    let launch = match launch::launched(|name| std::env::var(name).ok()) {
+    let launch = match comm::launched(|name| std::env::var(name).ok()) {
         Ok(launch) => launch,
         Err(e) => return fail(&e),
     };

@@ -3,17 +3,18 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::algorithms::{self, Call, Operation, bytes};
-use super::direct::Direct;
-use super::ledger::{Label, Size};
+use super::algorithms::{self, Algorithm, Call, Operation, bytes};
+use super::autotune::table::Table;
+use super::communicator::{Comm, WORLD};
+use super::device::direct::Direct;
+use super::device::path::DevicePath;
+use super::device::staged::Staging;
+use super::health::ledger::{Label, Size};
 use super::operand::Host;
-use super::path::DevicePath;
 use super::pending::{Pending, Reply, reply};
-use super::staged::Staging;
-use super::table::Table;
+use super::shared::Stats;
 use super::wire::{Members, Parcel, Payload};
 use super::worker::{CommThreadState, Request};
-use super::{Algorithm, Comm, Stats};
 use crate::backend::{Backend, Reach};
 use crate::error::{Error, Result};
 
@@ -73,8 +74,24 @@ impl<B: Backend> Parcel for Outgoing<B> {
     }
 }
 
+impl<B: Backend> Comm<B> {
+    /// The group of all ranks.
+    pub fn world(&self) -> Group<B> {
+        Group::new(self.clone(), self.home.clone()).named(WORLD)
+    }
+
+    /// Collective over the world: the group of the ranks that share my colour, ordered by rank.
+    /// Every rank passes the colours of *all* ranks. The group lives as long as the communicator.
+    ///
+    /// # Errors
+    /// A colour is missing, or the message between ranks failed.
+    pub fn split(&self, colors_of_all_ranks: &[usize]) -> Result<Group<B>> {
+        Ok(Group::new(self.clone(), self.members(colors_of_all_ranks)?))
+    }
+}
+
 impl<B: Backend> Group<B> {
-    pub(super) fn new(comm: Comm<B>, members: Members) -> Self {
+    fn new(comm: Comm<B>, members: Members) -> Self {
         let table = Arc::new(Table::always(comm.algorithm()));
         Self { comm, members, table, name: "group", unit: None }
     }

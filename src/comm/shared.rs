@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::ledger::CollectiveLedger;
+use super::health::ledger::CollectiveLedger;
 use crate::activity::{Activity, Doing, span};
 
 /// No abort was ordered; exit codes are 32 bits wide.

@@ -5,11 +5,11 @@ use std::sync::LazyLock;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use super::ledger::Size;
+use super::health::ledger::Size;
 use super::pending::reply;
 use super::wire::Members;
 use super::worker::Request;
-use super::{Algorithm, Comm, Group, clock, single, threads};
+use super::{Aborted, Algorithm, Comm, Group, clock, single, start_threads_on_nodes};
 use crate::activity;
 use crate::backend::cpu::{Cpu, CpuBuf};
 use crate::backend::{Backend, MemoryKind};
@@ -25,7 +25,7 @@ fn run<T: Send + 'static>(
     rank: impl Fn(Comm<Cpu>) -> T + Clone + Send + 'static,
 ) -> Vec<std::thread::Result<T>> {
     let (ranks, (done, results)) = (nodes.len(), channel());
-    for comm in threads::start_on_nodes::<Cpu>(nodes, algorithm) {
+    for comm in start_threads_on_nodes::<Cpu>(nodes, algorithm) {
         let (rank, done) = (rank.clone(), done.clone());
         std::thread::spawn(move || {
             let index = comm.rank();
@@ -282,7 +282,7 @@ fn an_abort_ends_the_waits_of_all() {
         comm.world().barrier().wait()
     });
     let aborted = results[1].as_ref().unwrap_err();
-    assert_eq!(aborted.downcast_ref::<threads::Aborted>().unwrap().code, 3);
+    assert_eq!(aborted.downcast_ref::<Aborted>().unwrap().code, 3);
     for rank in [0, 2] {
         let error = results[rank].as_ref().unwrap().as_ref().unwrap_err();
         assert_eq!(error.to_string(), "rank 1 aborted with code 3");

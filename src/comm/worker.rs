@@ -6,12 +6,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::backoff::{self, Backoff};
-use super::device_comms::DeviceComms;
-use super::direct::Room;
-use super::ledger::{Label, Size};
+use super::device::comms::DeviceComms;
+use super::device::direct::Room;
+use super::device::staged::Slots;
+use super::health::ledger::{Label, Size};
 use super::operand::Scratch;
 use super::shared::Shared;
-use super::staged::Slots;
 use super::wire::{Members, Wire};
 use crate::activity::{Event, Track};
 use crate::backend;

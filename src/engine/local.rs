@@ -1,7 +1,7 @@
 //! Ranks as threads of this process.
 
 use crate::backend::Backend;
-use crate::comm::{Algorithm, Comm, threads};
+use crate::comm::{Algorithm, Comm, start_threads};
 use crate::error::{Error, Kind, Result};
 
 /// Runs `rank` on `ranks` threads, each with its communicator; returns their results, in order of ranks.
@@ -9,7 +9,7 @@ use crate::error::{Error, Kind, Result};
 /// # Errors
 /// The error of the rank that made the others fail.
 pub fn on_threads<B: Backend, T: Send>(ranks: usize, rank: impl Fn(&Comm<B>) -> Result<T> + Sync) -> Result<Vec<T>> {
-    let comms = threads::start(ranks, Algorithm::Tree);
+    let comms = start_threads(ranks, Algorithm::Tree);
     let rank = &rank;
     let results: Vec<Result<T>> = std::thread::scope(|scope| {
         let threads: Vec<_> =

@@ -5,7 +5,7 @@ use super::{
 };
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
-use crate::comm::{Algorithm, Comm, threads};
+use crate::comm::{Algorithm, Comm, start_threads};
 use crate::engine::{Engine, Geometry, Model};
 use crate::layout::UnitLayout;
 use crate::mesh::{Axis, Mesh};
@@ -134,7 +134,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
 
 /// Runs a row on as many threads as it has ranks; joins the tensors of all.
 fn run(row: Row) -> Outcome {
-    let comms = threads::start(row.shard * row.replica, row.algorithm);
+    let comms = start_threads(row.shard * row.replica, row.algorithm);
     let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
         let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(&comm, row))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()

@@ -5,7 +5,7 @@ use std::ops::Range;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::cuda::{Cuda, Device, Precision};
 use hpctrain::backend::{Backend, MemoryKind};
-use hpctrain::comm::{Algorithm, Comm, DevicePath, Group, PathSetting, Table, mpi, threads};
+use hpctrain::comm::{Algorithm, Comm, DevicePath, Group, PathSetting, Table, mpi, start_mpi, start_threads_on_nodes};
 use hpctrain::error::{Error, Result};
 
 use crate::common::launch::{LIMIT, start};
@@ -132,7 +132,7 @@ fn on_threads<B: Backend, T: Send>(
 ) -> Vec<T> {
     let rank = &rank;
     std::thread::scope(|scope| {
-        let comms = threads::start_on_nodes::<B>(nodes, algorithm).into_iter();
+        let comms = start_threads_on_nodes::<B>(nodes, algorithm).into_iter();
         let ranks: Vec<_> = comms.map(|comm| scope.spawn(move || rank(comm))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
@@ -182,7 +182,7 @@ fn every_way_over_mpi() {
         }
         return;
     }
-    let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
+    let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
     for algorithm in Algorithm::ALL {
         let table = Table::always(algorithm);
         let host = on_host(comm.world().choosing(table.clone()));
@@ -250,7 +250,7 @@ fn nccl_over_mpi() {
         }
         return;
     }
-    let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
+    let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
     let gpu = on_gpu(comm.on().through(DevicePath::Nccl).world(), comm.rank());
     for algorithm in Algorithm::ALL {
         let table = Table::always(algorithm);
@@ -277,7 +277,7 @@ fn a_failure_of_nccl_ends_all() {
         assert!(ended.status.code() == Some(3) && ended.stderr.contains("as it should"), "{ended}");
         return;
     }
-    let comm = mpi::start::<Cuda>(Algorithm::Tree).unwrap();
+    let comm = start_mpi::<Cuda>(Algorithm::Tree).unwrap();
     let rank = on_gpu(comm.through(DevicePath::Nccl).world(), comm.rank());
     rank.operations(7).unwrap();
     if comm.rank() == 1 {
@@ -381,7 +381,7 @@ fn the_direct_way_is_proved() {
         });
     }
     if is_rank_of(NAME) {
-        let comm = mpi::start::<Sealed>(Algorithm::Tree).unwrap();
+        let comm = start_mpi::<Sealed>(Algorithm::Tree).unwrap();
         let prove = || {
             assert_eq!(comm.rank(), 0, "one rank of a node tries");
             mpi::prove_in_child(&[NAME, "--exact", "--nocapture"])

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use hpctrain::backend::cpu::{Cpu, CpuBuf};
 use hpctrain::backend::{Backend, MemoryKind};
-use hpctrain::comm::{Algorithm, Comm, Group, Operation, Table, mpi, threads};
+use hpctrain::comm::{Algorithm, Comm, Group, Operation, Table, start_mpi, start_threads_on_nodes};
 use hpctrain::error::{Error, Result};
 
 use crate::common::launch;
@@ -55,13 +55,13 @@ fn on_threads(ranks: usize, rank: usize, algorithm: Algorithm) -> Vec<Vec<f32>> 
     let run = |comm: Comm<Cpu>| std::thread::spawn(move || every_operation(&comm.world()).unwrap());
     let per_node: usize = std::env::var("HPCTRAIN_RANKS_PER_NODE").unwrap().parse().unwrap();
     let nodes: Vec<usize> = (0..ranks).map(|rank| rank / per_node).collect();
-    let ranks: Vec<_> = threads::start_on_nodes::<Cpu>(&nodes, algorithm).into_iter().map(run).collect();
+    let ranks: Vec<_> = start_threads_on_nodes::<Cpu>(&nodes, algorithm).into_iter().map(run).collect();
     ranks.into_iter().map(|rank| rank.join().unwrap()).nth(rank).unwrap()
 }
 
 /// Every algorithm and operation against the same on threads; the vendor's against the tree, almost.
 fn check_operations(algorithm: Algorithm) {
-    let comm = mpi::start::<Cpu>(algorithm).unwrap();
+    let comm = start_mpi::<Cpu>(algorithm).unwrap();
     let (rank, size) = (comm.rank(), comm.size());
     let started: usize = std::env::var("OMPI_COMM_WORLD_SIZE").unwrap().parse().unwrap();
     assert_eq!((size, comm.node().local_size, comm.node().local_rank), (started, size, rank));
@@ -153,7 +153,7 @@ fn more_than_two_gibibytes() {
         assert!(status.success(), "{printed}");
         return;
     }
-    let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
+    let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
     let (world, rank) = (comm.world(), comm.rank());
     let len = (1 << 29) + 6;
     let value = |rank: usize, i: usize| ((i % 1009) * (rank + 1)) as f32;
@@ -182,7 +182,7 @@ fn more_than_two_gibibytes() {
 /// Rank 1 aborts; the others are inside an all-reduce that it never joins.
 fn aborts(test: &str, algorithm: Algorithm) {
     if is_rank_of(test) {
-        let comm = mpi::start::<Cpu>(algorithm).unwrap();
+        let comm = start_mpi::<Cpu>(algorithm).unwrap();
         if comm.rank() == 1 {
             std::thread::sleep(Duration::from_millis(300));
             comm.abort(3);
@@ -210,7 +210,7 @@ fn an_abort_ends_a_rank_inside_the_vendors_collective() {
 fn an_abort_reaches_a_busy_thread() {
     const NAME: &str = "mpi::an_abort_reaches_a_busy_thread";
     if is_rank_of(NAME) {
-        let comm = mpi::start::<Cpu>(Algorithm::Ring).unwrap();
+        let comm = start_mpi::<Cpu>(Algorithm::Ring).unwrap();
         let other = 1 - comm.rank();
         let pending = comm.world().recv(other, buf(&[0.0; 10]));
         if comm.rank() == 1 {
@@ -229,7 +229,7 @@ fn an_abort_reaches_a_busy_thread() {
 fn a_foreign_launcher_is_recognised() {
     const NAME: &str = "mpi::a_foreign_launcher_is_recognised";
     if is_rank_of(NAME) {
-        let error = mpi::start::<Cpu>(Algorithm::Ring).err().unwrap().to_string();
+        let error = start_mpi::<Cpu>(Algorithm::Ring).err().unwrap().to_string();
         assert!(error.contains("2 processes were started, but Open MPI") && error.contains("hint: "), "{error}");
         return;
     }
@@ -245,7 +245,7 @@ fn a_foreign_launcher_is_recognised() {
 fn different_requests_are_named() {
     const NAME: &str = "mpi::different_requests_are_named";
     if is_rank_of(NAME) {
-        let comm = mpi::start::<Cpu>(Algorithm::Tree).unwrap();
+        let comm = start_mpi::<Cpu>(Algorithm::Tree).unwrap();
         let unit = ["wte", "h.3"][comm.rank()].into();
         let (group, buf) = (comm.world().about(&unit), buf(&[0.0; 6]));
         let request = if comm.rank() == 0 { group.all_gather(buf) } else { group.reduce_scatter(buf) };

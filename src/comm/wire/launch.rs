@@ -54,7 +54,7 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
 }
 
 /// Number of processes by the launcher's account, to compare with MPI's.
-pub(super) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usize> {
+pub(in crate::comm) fn launched_size(env: impl Fn(&str) -> Option<String>) -> Option<usize> {
     ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"].iter().find_map(|name| env(name)?.parse().ok())
 }
 

@@ -7,10 +7,10 @@
 
 use std::sync::Arc;
 
-use super::backoff;
-use super::shared::Shared;
-use super::wire::{Members, Vendor, Wire, least_sent};
 use crate::backend::{CommId, DeviceComm, DeviceCopies, Span};
+use crate::comm::backoff;
+use crate::comm::shared::Shared;
+use crate::comm::wire::{Members, Vendor, Wire, least_sent};
 use crate::error::{Error, Result};
 
 /// Cached communicators, in the order in which they were created; creation is slow.

@@ -10,12 +10,12 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::algorithms::{self, Algorithm, Call, Operation};
-use super::backoff;
-use super::operand::{Host, Scratch};
-use super::shared::Shared;
-use super::wire::{Members, Parcel, Payload, Wire};
 use crate::backend::{DeviceCopies, Placed, Slot, Span};
+use crate::comm::algorithms::{self, Algorithm, Call, Operation};
+use crate::comm::backoff;
+use crate::comm::operand::{Host, Scratch};
+use crate::comm::shared::Shared;
+use crate::comm::wire::{Members, Parcel, Payload, Wire};
 use crate::error::{Error, Result};
 
 /// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are not all lost.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use mpi::ffi;
 
-use super::{check, count};
+use super::calls::{check, count};
 use crate::error::Result;
 
 /// Slots of a rank.

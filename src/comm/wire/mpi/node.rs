@@ -4,8 +4,8 @@ use std::ffi::c_int;
 
 use mpi::ffi;
 
+use super::calls::{check, count, count_up};
 use super::segment::Segment;
-use super::{check, count, count_up};
 use crate::error::{Error, Result};
 
 /// At most so many ranks count as one node; the machine's other ranks are other nodes. 1 turns shared memory off.

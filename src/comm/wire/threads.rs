@@ -8,16 +8,14 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::algorithms;
-use super::shared::Shared;
-use super::wire::{Incoming, Members, Outgoing, Parcel, Payload, Vendor, Wire, check_length};
-use super::worker::Worker;
-use super::{Abort, Algorithm, Comm, NodeInfo, World};
+use super::{Incoming, Members, NodeInfo, Outgoing, Parcel, Payload, Vendor, Wire, World, check_length};
+use crate::backend::Span;
 use crate::backend::cpu::add_serial;
-use crate::backend::{Backend, Span};
+use crate::comm::algorithms;
+use crate::comm::shared::Shared;
 use crate::error::{Error, Result};
 
-/// Payload with which the thread that calls [`Comm::abort`] unwinds, silently: the process belongs to other ranks, too.
+/// Payload with which the thread that calls [`Comm::abort`](crate::comm::Comm::abort) unwinds, silently: the process belongs to other ranks, too.
 #[derive(Debug)]
 pub struct Aborted {
     /// The exit code it asked for.
@@ -27,19 +25,14 @@ pub struct Aborted {
 /// Interval at which a rank that waits for a message checks whether its own side ordered an abort.
 const LOOK: Duration = Duration::from_millis(5);
 
-/// The communicators of `ranks` ranks in this process. Give each to a thread of its own.
-pub fn start<B: Backend>(ranks: usize, algorithm: Algorithm) -> Vec<Comm<B>> {
-    start_on_nodes(&vec![0; ranks], algorithm)
-}
-
-/// As [`start`], of ranks that behave as if each were on the node given for it.
-pub fn start_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Vec<Comm<B>> {
+/// The wires and worlds of ranks on the nodes given for them.
+pub(in crate::comm) fn open(nodes: &[usize], shared: &[Arc<Shared>]) -> Vec<(Box<dyn Wire + Send>, World)> {
     let ranks = nodes.len();
     let office = Arc::new(Office {
         post: Mutex::new(Post { gone: vec![false; ranks], ..Post::default() }),
         arrivals: (0..ranks).map(|_| Condvar::new()).collect(),
     });
-    let start = |rank| {
+    let open = |rank: usize| {
         let on = |others: &[usize]| others.iter().filter(|&&node| node == nodes[rank]).count();
         let host = if nodes[rank] == 0 { "localhost".into() } else { format!("simulated-{}", nodes[rank]) };
         let world = World {
@@ -53,14 +46,10 @@ pub fn start_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Vec<
             threads: None,
             staging: algorithms::staging(ranks),
         };
-        let shared = Arc::new(Shared::default());
-        let worker = (ranks > 1).then(|| {
-            let wire = Mailboxes { rank, office: office.clone(), shared: shared.clone(), splits: 0 };
-            Worker::start(format!("comm-{rank}"), &shared, move || Some(Box::new(wire)))
-        });
-        Comm::new(world, algorithm, Abort::Unwind, shared, worker)
+        let wire = Mailboxes { rank, office: office.clone(), shared: shared[rank].clone(), splits: 0 };
+        (Box::new(wire) as Box<dyn Wire + Send>, world)
     };
-    (0..ranks).map(start).collect()
+    (0..ranks).map(open).collect()
 }
 
 /// Sender and receiver in the world, and the group.

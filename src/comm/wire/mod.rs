@@ -1,11 +1,46 @@
 //! The transport under the algorithms: exchanges of numbers and bytes between two ranks.
 
+pub(super) mod launch;
+pub mod mpi;
+pub(super) mod threads;
+
 use std::sync::Arc;
 
 use crate::backend::Span;
 use crate::error::{Error, Result};
 
 pub use crate::backend::Vendor;
+
+/// The node of a rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NodeInfo {
+    /// This rank's number among the ranks of its node.
+    pub local_rank: usize,
+    /// Ranks on this node.
+    pub local_size: usize,
+    /// The node's name.
+    pub host: String,
+}
+
+/// The world of a rank, as it was started.
+#[derive(Clone)]
+pub struct World {
+    pub rank: usize,
+    /// The node of every rank, as a number.
+    pub nodes: Arc<[usize]>,
+    pub node: NodeInfo,
+    pub library: String,
+    /// Whether ranks of this node exchange through shared memory.
+    pub shares_memory: bool,
+    /// Whether the library has collectives of its own.
+    pub vendor: bool,
+    /// Whether the library says that it takes addresses of GPUs.
+    pub claims_devices: bool,
+    /// Thread level of MPI; none without MPI.
+    pub threads: Option<&'static str>,
+    /// Bytes that messages pass through, at most.
+    pub staging: usize,
+}
 
 /// The ranks of a group, seen from one of them.
 #[derive(Debug, Clone)]

@@ -8,6 +8,7 @@
 //! Between ranks of one node elements that will be added go through shared memory; others, too, unless messages of MPI
 //! prove faster at the start. Between nodes there are messages only, and bytes are always messages.
 
+mod calls;
 mod exchange;
 mod node;
 mod proof;
@@ -15,28 +16,24 @@ mod request;
 mod segment;
 mod vendor;
 
-use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::num::NonZero;
 use std::sync::Arc;
-use std::sync::mpsc::sync_channel;
 use std::time::{Duration, Instant};
 
-use mpi::ffi;
-
-use super::algorithms;
-use super::backoff::Backoff;
-use super::launch::launched_size;
-use super::shared::Shared;
-use super::wire::{Incoming, Members, Outgoing, Parcel, Vendor, Wire, check_length, least_sent};
-use super::worker::Worker;
-use super::{Abort, Algorithm, Comm, NodeInfo, World};
-use crate::backend::{Backend, Span};
-use crate::error::{Error, Result};
-
+use calls::{check, count, count_up, text};
 use exchange::{Receiving, Sending, Staging};
+use mpi::ffi;
 use node::{Node, place};
 use request::{Bytes, Request};
 use segment::Segment;
+
+use super::{Incoming, Members, NodeInfo, Outgoing, Parcel, Vendor, Wire, World, check_length, least_sent};
+use crate::backend::Span;
+use crate::comm::algorithms;
+use crate::comm::backoff::Backoff;
+use crate::comm::shared::Shared;
+use crate::error::{Error, Result};
 
 pub use proof::{prove, prove_in_child};
 
@@ -50,47 +47,27 @@ const TRIALS: usize = 5;
 /// Messages of MPI must take less than this part of the time to be taken for copies: timings of a start are rough.
 const GAIN: f64 = 0.8;
 
-/// Room for any text MPI may write: MPICH's version string is the longest.
-const TEXT: usize = 8192;
-
 /// Makes Open MPI's own waiting offer the core to others.
 const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
 
-/// Initialises MPI on a new communication thread. Once in a process, from the main thread, before other
-/// threads start: it may set an environment variable for MPI to read.
-///
-/// # Errors
-/// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
-pub fn start<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
+/// Lets Open MPI offer the core to others while it waits, where ranks are more than cores. From the main thread, before
+/// other threads start: it may set an environment variable for MPI to read.
+pub(in crate::comm) fn yield_if_crowded() {
     let env = |name: &str| std::env::var(name).ok();
     let local_size = env("OMPI_COMM_WORLD_LOCAL_SIZE").and_then(|size| size.parse().ok());
     if local_size > Some(cores()) && env(YIELD).is_none() {
         // SAFETY: as documented above no other thread of this process exists that could read the environment.
         unsafe { std::env::set_var(YIELD, "1") };
     }
-    let shared: Arc<Shared> = Arc::default();
-    let (tell, told) = sync_channel(1);
-    let worker = Worker::start("comm".into(), &shared, {
-        let shared = shared.clone();
-        move || {
-            let (wire, news) = match Mpi::open(shared) {
-                Ok((wire, world)) => (Some(Box::new(wire) as Box<dyn Wire>), Ok(world)),
-                Err(error) => (None, Err(error)),
-            };
-            // The receiver waits below.
-            let _ = tell.send(news);
-            wire
-        }
-    });
-    let world: World = told.recv().map_err(|_| Error::comm("the communication thread did not start"))??;
-    match launched_size(env) {
-        Some(started) if started > 1 && world.nodes.len() == 1 => {
-            worker.end();
-            let message = format!("{started} processes were started, but {} sees only itself", world.library);
-            Err(Error::comm(message).hint("start with the mpirun of the MPI library that hpctrain is linked with"))
-        }
-        _ => Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker))),
-    }
+}
+
+/// Initialises MPI on this thread, which makes all calls from now on.
+///
+/// # Errors
+/// MPI cannot be initialised.
+pub(in crate::comm) fn open(shared: Arc<Shared>) -> Result<(Box<dyn Wire>, World)> {
+    let (wire, world) = Mpi::open(shared)?;
+    Ok((Box::new(wire), world))
 }
 
 /// Cores this process may use.
@@ -130,16 +107,6 @@ fn in_place(library: &str) -> *const c_void {
     std::ptr::without_provenance(if library.starts_with("Open MPI") { 1 } else { usize::MAX })
 }
 
-/// A count as MPI wants it.
-fn count(len: usize) -> Result<c_int> {
-    c_int::try_from(len).map_err(|_| Error::comm(format!("MPI cannot count {len} elements")))
-}
-
-/// A count or number from MPI, which are never negative.
-fn count_up(number: c_int) -> usize {
-    usize::try_from(number).unwrap_or(0)
-}
-
 /// The standard that the library implements must be recent enough.
 fn check_version(version: (c_int, c_int), library: &str) -> Result<()> {
     if version >= OLDEST {
@@ -158,27 +125,6 @@ fn check_threads(provided: c_int, wanted: c_int, library: &str) -> Result<()> {
     let message = format!("{} does not allow a program with threads", short_version(library));
     Err(Error::input(format!("{message} (level {provided}, needed {wanted}, MPI_THREAD_FUNNELED)"))
         .hint("use an MPI library that was built with support for threads"))
-}
-
-/// Reads a text that MPI writes.
-fn text(write: impl FnOnce(*mut c_char, *mut c_int) -> c_int) -> String {
-    let (mut text, mut len) = ([0 as c_char; TEXT], 0);
-    if write(text.as_mut_ptr(), &mut len) != 0 {
-        return "unknown".into();
-    }
-    text[TEXT - 1] = 0;
-    // SAFETY: the array outlives the borrow and ends in a zero.
-    unsafe { CStr::from_ptr(text.as_ptr()) }.to_string_lossy().into_owned()
-}
-
-/// Turns a return code into an error.
-fn check(code: c_int, call: &str) -> Result<()> {
-    if code == 0 {
-        return Ok(());
-    }
-    // SAFETY: MPI is initialised whenever one of its codes is checked; the buffer has room for any text.
-    let reason = text(|to, len| unsafe { ffi::MPI_Error_string(code, to, len) });
-    Err(Error::comm(format!("{call} failed: {reason}")))
 }
 
 /// A message that is leaving in the background.

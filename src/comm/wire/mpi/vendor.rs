@@ -4,7 +4,7 @@ use std::ffi::c_void;
 
 use mpi::ffi;
 
-use super::{check, count};
+use super::calls::{check, count};
 use crate::backend::Span;
 use crate::comm::wire::{Members, Vendor};
 use crate::error::Result;

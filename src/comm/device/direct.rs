@@ -6,12 +6,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::backoff;
-use super::device_comms::GroupComm;
-use super::operand::{Combine, Operand};
-use super::shared::Shared;
-use super::wire::{Members, Vendor, Wire};
+use super::comms::GroupComm;
 use crate::backend::{DeviceCopies, Event, Scratch, Span};
+use crate::comm::backoff;
+use crate::comm::operand::{Combine, Operand};
+use crate::comm::shared::Shared;
+use crate::comm::wire::{Members, Vendor, Wire};
 use crate::error::Result;
 
 /// Words of one message that is to be added, 4 MiB.

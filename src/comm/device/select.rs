@@ -1,66 +1,10 @@
-//! Paths of messages to the memory of a device.
+//! Choice of the path to device memory, and the proof that a direct one works here.
 
-use std::fmt;
-
-use serde::{Deserialize, Serialize};
-
-use super::{Comm, mpi};
+use super::path::{DevicePath, PathSetting};
 use crate::backend::Backend;
+use crate::comm::communicator::Comm;
+use crate::comm::wire::mpi;
 use crate::error::{Error, Result};
-
-/// `comm.path`: the path of messages to the memory of GPUs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum PathSetting {
-    /// Direct where the MPI library says that it can, and then shows it.
-    Auto,
-    /// [`DevicePath::Direct`]
-    Direct,
-    /// [`DevicePath::Staged`]
-    Staged,
-    /// [`DevicePath::Nccl`]
-    Nccl,
-}
-
-impl fmt::Display for PathSetting {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(match self {
-            PathSetting::Auto => "auto",
-            PathSetting::Direct => "direct",
-            PathSetting::Staged => "staged",
-            PathSetting::Nccl => "nccl",
-        })
-    }
-}
-
-/// The path of messages to the memory of a device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum DevicePath {
-    /// The MPI library is given addresses of the device.
-    Direct,
-    /// Through page-locked memory of the host.
-    Staged,
-    /// NCCL carries them; every rank has a GPU of its own.
-    Nccl,
-}
-
-impl DevicePath {
-    /// For people.
-    pub fn describe(self) -> &'static str {
-        match self {
-            DevicePath::Direct => "straight from device memory",
-            DevicePath::Staged => "device memory staged through the host",
-            DevicePath::Nccl => "device memory by NCCL",
-        }
-    }
-
-    /// Whether single messages go through the host. NCCL's, too: a message of NCCL holds up those behind it until the receiver
-    /// takes it, so two neighbours that send to each other before they receive would wait for ever.
-    pub(super) fn stages_messages(self) -> bool {
-        self != DevicePath::Direct
-    }
-}
 
 impl<B: Backend> Comm<B> {
     /// Collective over the world: a handle whose messages reach device memory by `setting`. `prove` tries the direct way
@@ -111,23 +55,6 @@ impl<B: Backend> Comm<B> {
             log::info!("messages of GPUs go by {library}");
         }
         Ok(self.through(DevicePath::Nccl))
-    }
-
-    /// A handle whose messages reach device memory by a path that is known to work. All ranks take the same.
-    #[must_use]
-    pub fn through(&self, path: DevicePath) -> Self {
-        Self { path, ..self.clone() }
-    }
-
-    /// A handle whose staged messages go in chunks of so many words, rather than 4 MiB. All ranks take the same.
-    #[must_use]
-    pub fn in_chunks(&self, words: usize) -> Self {
-        Self { slot: words.max(1), ..self.clone() }
-    }
-
-    /// The path of messages to the memory of the backend; none if it is the host's.
-    pub fn device_path(&self) -> Option<DevicePath> {
-        (!B::ON_HOST).then_some(self.path)
     }
 }
 

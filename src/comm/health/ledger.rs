@@ -3,8 +3,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use super::wire::Members;
 use crate::activity::{self, Message};
+use crate::comm::wire::Members;
 
 /// Collectives that are remembered.
 const KEPT: usize = 256;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use mpi::ffi;
 
-use super::{check, count};
+use super::calls::{check, count};
 use crate::backend::{Backend, MemoryKind, Reach, Span};
 use crate::error::{Error, Result};
 

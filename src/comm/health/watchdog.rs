@@ -13,10 +13,11 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::Inner;
 use super::heartbeat::{self, Files, Heartbeat, LedgerFile, Told, seconds};
 use super::stall::{Sighting, report};
 use crate::activity::{self, Doing};
+use crate::backend::Backend;
+use crate::comm::communicator::{Comm, Inner};
 use crate::error::{Error, Result};
 
 /// Exit code of a job that was ended.
@@ -32,15 +33,27 @@ pub struct Watch {
     thread: Option<JoinHandle<()>>,
 }
 
+impl<B: Backend> Comm<B> {
+    /// Collective over the world: watches over this rank until the watch is dropped. Heartbeats and ledgers go to
+    /// `folder`, which all ranks share. When a rank waits for longer than `timeout` in a collective or for data, the
+    /// job ends with a report of where each rank is, and exit code 1. A world of one rank needs no watch.
+    ///
+    /// # Errors
+    /// The folder cannot be written.
+    pub fn watch(&self, folder: &Path, timeout: Duration) -> Result<Option<Watch>> {
+        if self.size() == 1 {
+            return Ok(None);
+        }
+        let world = self.world();
+        // No rank may take files of an earlier job for this job's.
+        world.agree(if self.rank() == 0 { Files::new(folder).clear() } else { Ok(()) })?;
+        world.agree(Watch::start(self.inner.clone(), self.rank(), self.size(), folder, timeout)).map(Some)
+    }
+}
+
 impl Watch {
     /// Starts the thread. The files of earlier jobs are gone.
-    pub(super) fn start(
-        inner: Arc<Inner>,
-        rank: usize,
-        ranks: usize,
-        folder: &Path,
-        timeout: Duration,
-    ) -> Result<Self> {
+    fn start(inner: Arc<Inner>, rank: usize, ranks: usize, folder: &Path, timeout: Duration) -> Result<Self> {
         let files = Files::new(folder);
         let heartbeat = files.open(rank)?;
         let interval = (timeout / 10).clamp(Duration::from_millis(100), Duration::from_secs(10));

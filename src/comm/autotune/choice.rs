@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::algorithms::{Algorithm, Operation};
-use super::group::Group;
 use super::table::Table;
 use crate::backend::{Backend, MemoryKind};
+use crate::comm::algorithms::{Algorithm, Operation};
+use crate::comm::group::Group;
 use crate::error::{Error, Result};
 
 /// `comm.algorithm`: one algorithm for everything, or the fastest ones of a measurement.
@@ -167,7 +167,7 @@ pub fn slowest<B: Backend>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
 mod tests {
     use super::*;
     use crate::backend::cpu::Cpu;
-    use crate::comm::threads;
+    use crate::comm::start_threads;
 
     #[test]
     fn every_algorithm_can_be_chosen_by_its_name() {
@@ -193,7 +193,7 @@ mod tests {
                 let pairs = comm.split(&[0, 0, 1, 1]).unwrap();
                 measure(&world, &pairs, &Cpu::new(1), &Operation::ALL, 300_000, true).unwrap()
             };
-            let comms = threads::start::<Cpu>(4, Algorithm::Ring);
+            let comms = start_threads::<Cpu>(4, Algorithm::Ring);
             let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });

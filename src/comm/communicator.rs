@@ -1,0 +1,350 @@
+//! A rank's handle to its communication thread: how it starts, what it knows of the world, how it ends.
+
+use std::marker::PhantomData;
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use super::algorithms::{self, Algorithm};
+use super::clock;
+use super::device::path::DevicePath;
+use super::device::{direct, staged};
+use super::health::ledger::{Label, Size};
+use super::pending::reply;
+use super::shared::{Shared, Stats};
+use super::wire::launch::launched_size;
+use super::wire::threads::{self, Aborted};
+use super::wire::{Members, NodeInfo, Wire, World, mpi};
+use super::worker::{Request, Worker};
+use crate::activity::{self, Activity};
+use crate::backend::{Backend, MemoryKind};
+use crate::error::{Error, Result};
+
+/// Name of the group of all ranks.
+pub(super) const WORLD: &str = "world";
+
+/// Time limit of an abort, after which the process ends on its own.
+const ABORT_PATIENCE: Duration = Duration::from_secs(2);
+
+/// The end of a rank that aborts.
+enum Abort {
+    /// With its process.
+    Exit,
+    /// By unwinding with [`Aborted`]: the process is shared with other ranks.
+    Unwind,
+}
+
+/// A handle to this rank's communication thread. Clones share it.
+pub struct Comm<B: Backend> {
+    pub(super) inner: Arc<Inner>,
+    /// The ranks that this handle takes for the world.
+    pub(super) home: Members,
+    /// The path of messages to device memory.
+    pub(super) path: DevicePath,
+    /// Words of device memory that go through the host at a time.
+    pub(super) slot: usize,
+    backend: PhantomData<fn() -> B>,
+}
+
+/// The communication thread of a rank.
+pub(super) struct Inner {
+    pub world: World,
+    algorithm: Algorithm,
+    abort: Abort,
+    pub shared: Arc<Shared>,
+    /// None in a world of one, which needs no communication.
+    worker: Mutex<Option<Worker>>,
+}
+
+impl<B: Backend> Clone for Comm<B> {
+    fn clone(&self) -> Self {
+        self.on()
+    }
+}
+
+/// The communicator of a process that was started alone: no MPI, no thread.
+pub fn single<B: Backend>() -> Comm<B> {
+    let node = NodeInfo { local_rank: 0, local_size: 1, host: "localhost".into() };
+    let world = World {
+        rank: 0,
+        nodes: [0].into(),
+        node,
+        library: "none (one rank)".into(),
+        shares_memory: false,
+        vendor: false,
+        claims_devices: false,
+        threads: None,
+        staging: 0,
+    };
+    Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
+}
+
+/// The communicator of a process that an MPI launcher started: initialises MPI on a new communication thread. Once in a
+/// process, from the main thread, before other threads start: it may set an environment variable for MPI to read.
+///
+/// # Errors
+/// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
+pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
+    mpi::yield_if_crowded();
+    let shared: Arc<Shared> = Arc::default();
+    let (tell, told) = sync_channel(1);
+    let worker = Worker::start("comm".into(), &shared, {
+        let shared = shared.clone();
+        move || {
+            let (wire, news) = match mpi::open(shared) {
+                Ok((wire, world)) => (Some(wire), Ok(world)),
+                Err(error) => (None, Err(error)),
+            };
+            // The receiver waits below.
+            let _ = tell.send(news);
+            wire
+        }
+    });
+    let world: World = told.recv().map_err(|_| Error::comm("the communication thread did not start"))??;
+    match launched_size(|name| std::env::var(name).ok()) {
+        Some(started) if started > 1 && world.nodes.len() == 1 => {
+            worker.end();
+            let message = format!("{started} processes were started, but {} sees only itself", world.library);
+            Err(Error::comm(message).hint("start with the mpirun of the MPI library that hpctrain is linked with"))
+        }
+        _ => Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker))),
+    }
+}
+
+/// The communicators of `ranks` ranks in this process. Give each to a thread of its own.
+pub fn start_threads<B: Backend>(ranks: usize, algorithm: Algorithm) -> Vec<Comm<B>> {
+    start_threads_on_nodes(&vec![0; ranks], algorithm)
+}
+
+/// As [`start_threads`], of ranks that behave as if each were on the node given for it.
+pub fn start_threads_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm) -> Vec<Comm<B>> {
+    let shared: Vec<Arc<Shared>> = nodes.iter().map(|_| Arc::default()).collect();
+    let start = |((wire, world), shared): ((Box<dyn Wire + Send>, World), Arc<Shared>)| {
+        let worker = (nodes.len() > 1)
+            .then(|| Worker::start(format!("comm-{}", world.rank), &shared, move || Some(wire as Box<dyn Wire>)));
+        Comm::new(world, algorithm, Abort::Unwind, shared, worker)
+    };
+    threads::open(nodes, &shared).into_iter().zip(shared.clone()).map(start).collect()
+}
+
+impl<B: Backend> Comm<B> {
+    fn new(world: World, algorithm: Algorithm, abort: Abort, shared: Arc<Shared>, worker: Option<Worker>) -> Self {
+        let home = Members::world(world.rank, world.nodes.clone());
+        let inner = Inner { world, algorithm, abort, shared, worker: Mutex::new(worker) };
+        Self { inner: Arc::new(inner), home, path: DevicePath::Staged, slot: staged::WORDS, backend: PhantomData }
+    }
+
+    /// The same thread and world, for buffers of another backend.
+    pub fn on<C: Backend>(&self) -> Comm<C> {
+        let Self { inner, home, path, slot, backend: _ } = self;
+        Comm { inner: inner.clone(), home: home.clone(), path: *path, slot: *slot, backend: PhantomData }
+    }
+
+    /// This rank's number in the world.
+    pub fn rank(&self) -> usize {
+        self.home.rank
+    }
+
+    /// Ranks in the world.
+    pub fn size(&self) -> usize {
+        self.home.size()
+    }
+
+    /// The node of this rank.
+    pub fn node(&self) -> NodeInfo {
+        self.inner.world.node.clone()
+    }
+
+    /// The library that carries messages, such as `"Open MPI v4.1.4"`.
+    pub fn library(&self) -> &str {
+        &self.inner.world.library
+    }
+
+    /// Whether the ranks of this node exchange through shared memory.
+    pub fn shares_memory(&self) -> bool {
+        self.inner.world.shares_memory
+    }
+
+    /// Whether the MPI library says that it takes addresses of GPUs. Some say so where they cannot.
+    pub fn claims_devices(&self) -> bool {
+        self.inner.world.claims_devices
+    }
+
+    /// Thread level of MPI, such as `MPI_THREAD_FUNNELED`; none without MPI.
+    pub fn thread_level(&self) -> Option<&'static str> {
+        self.inner.world.threads
+    }
+
+    /// The default algorithm of groups.
+    pub fn algorithm(&self) -> Algorithm {
+        self.inner.algorithm
+    }
+
+    /// Cost of communication for this rank so far.
+    pub fn stats(&self) -> Stats {
+        self.inner.shared.stats()
+    }
+
+    /// Bytes of memory that messages pass through, at most.
+    pub fn staging(&self) -> usize {
+        let on_device = match self.device_path() {
+            Some(_) if self.size() == 1 => 0,
+            None => 0,
+            Some(DevicePath::Staged) => staged::BYTES,
+            Some(DevicePath::Direct | DevicePath::Nccl) => direct::BYTES + algorithms::staging(self.size()),
+        };
+        self.inner.world.staging + on_device
+    }
+
+    /// A handle whose messages reach device memory by a path that is known to work. All ranks take the same.
+    #[must_use]
+    pub fn through(&self, path: DevicePath) -> Self {
+        Self { path, ..self.clone() }
+    }
+
+    /// A handle whose staged messages go in chunks of so many words, rather than 4 MiB. All ranks take the same.
+    #[must_use]
+    pub fn in_chunks(&self, words: usize) -> Self {
+        Self { slot: words.max(1), ..self.clone() }
+    }
+
+    /// The path of messages to the memory of the backend; none if it is the host's.
+    pub fn device_path(&self) -> Option<DevicePath> {
+        (!B::ON_HOST).then_some(self.path)
+    }
+
+    /// Counts the memory that messages pass through as the backend's.
+    pub fn count_memory(&self, backend: B) {
+        self.inner.shared.count_staging(Box::new(move |bytes| backend.ledger().take(MemoryKind::Communication, bytes)));
+    }
+
+    /// Collective over the world: a handle for which the ranks that share my colour are the world. Ranks of other
+    /// colours are out of its reach, but for [`Comm::abort`]. Every rank passes the colours of *all* ranks.
+    ///
+    /// # Errors
+    /// As [`Comm::split`].
+    pub fn role(&self, colors_of_all_ranks: &[usize]) -> Result<Self> {
+        Ok(Self { home: self.members(colors_of_all_ranks)?, ..self.clone() })
+    }
+
+    /// The ranks that share my colour.
+    pub(super) fn members(&self, colors: &[usize]) -> Result<Members> {
+        if colors.len() != self.size() {
+            return Err(Error::internal(format!("{} colours for {} ranks", colors.len(), self.size())));
+        }
+        let mine = colors[self.rank()];
+        let id = if self.size() == 1 {
+            0
+        } else {
+            let world = self.home.clone();
+            let label = self.label("split", Size::Own(0));
+            let (reply, pending) = reply(&self.inner.shared);
+            self.inner.submit(Request::run(move |state| {
+                reply.send(state.collective(&world, &label, |state| state.wire.split(&world, mine)));
+            }));
+            pending.wait()?
+        };
+        let ours = self.home.ranks.iter().zip(colors).filter(|(_, color)| **color == mine);
+        let ranks: Vec<usize> = ours.map(|(rank, _)| *rank).collect();
+        Ok(Members::new(id, self.inner.world.rank, ranks, self.inner.world.nodes.clone()))
+    }
+
+    /// Record of the activity of this rank's threads.
+    pub fn activity(&self) -> &Activity {
+        &self.inner.shared.activity
+    }
+
+    /// Collective over the world: nanoseconds to add to this rank's [`now`](crate::activity::now) for that of rank 0.
+    ///
+    /// # Errors
+    /// The message failed.
+    pub fn clock_offset(&self) -> Result<i64> {
+        if self.size() == 1 {
+            return Ok(0);
+        }
+        let world = self.home.clone();
+        let label = self.label("clock", Size::Same(0));
+        let (reply, pending) = reply(&self.inner.shared);
+        self.inner.submit(Request::run(move |state| {
+            reply
+                .send(state.collective(&world, &label, |state| clock::offset(&mut *state.wire, &world, activity::now)));
+        }));
+        pending.wait()
+    }
+
+    /// Something that concerns the world.
+    pub(super) fn label(&self, op: &'static str, size: Size) -> Label {
+        Label { op, group: WORLD, unit: None, size, algorithm: "direct", root: None }
+    }
+
+    /// Ends the communication thread once it has finished its requests, and leaves the world (`MPI_Finalize`). Groups
+    /// that are still alive can make no further requests. Dropping the last handle does the same.
+    pub fn shutdown(self) {
+        self.inner.end();
+    }
+
+    /// Ends *all* ranks, even while they wait for one another.
+    ///
+    /// With MPI this is `MPI_Abort` on the communication thread, and after two seconds without effect the
+    /// end of this process, which makes the launcher end the others. Between threads every request of every
+    /// rank fails from now on, and the calling thread unwinds with [`Aborted`].
+    pub fn abort(&self, code: i32) -> ! {
+        self.inner.request_abort(code);
+        match self.inner.abort {
+            Abort::Unwind => std::panic::resume_unwind(Box::new(Aborted { code })),
+            Abort::Exit => {
+                if self.inner.world.nodes.len() > 1 {
+                    std::thread::sleep(ABORT_PATIENCE);
+                }
+                std::process::exit(code)
+            }
+        }
+    }
+}
+
+impl Inner {
+    /// Queues a request. If the thread has ended, the request is dropped, which its `Pending` reports.
+    pub fn submit(&self, request: Request) {
+        if let Some(worker) = &*self.worker.lock().unwrap_or_else(PoisonError::into_inner) {
+            worker.submit(request);
+        }
+    }
+
+    fn request_abort(&self, code: i32) {
+        self.shared.abort(code);
+        // The thread may be asleep on its queue.
+        self.submit(Request::run(|_| {}));
+    }
+
+    /// Ends the job from a thread that knows it to be stuck, and this process with it.
+    pub fn end_job(&self, code: i32) -> ! {
+        // Libraries clean up when a process ends, and may wait for a lock that a stuck thread holds.
+        let impatient = || {
+            std::thread::sleep(2 * ABORT_PATIENCE);
+            std::process::abort()
+        };
+        let _ = std::thread::Builder::new().spawn(impatient);
+        if let Abort::Exit = self.abort {
+            self.request_abort(code);
+            std::thread::sleep(ABORT_PATIENCE);
+        }
+        std::process::exit(code)
+    }
+
+    fn end(&self) {
+        let worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(worker) = worker {
+            worker.end();
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            // The others may be waiting for messages that this rank will never send.
+            self.request_abort(1);
+        }
+        self.end();
+    }
+}

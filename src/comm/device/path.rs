@@ -1,0 +1,59 @@
+//! Paths of messages to the memory of a device.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// `comm.path`: the path of messages to the memory of GPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PathSetting {
+    /// Direct where the MPI library says that it can, and then shows it.
+    Auto,
+    /// [`DevicePath::Direct`]
+    Direct,
+    /// [`DevicePath::Staged`]
+    Staged,
+    /// [`DevicePath::Nccl`]
+    Nccl,
+}
+
+impl fmt::Display for PathSetting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            PathSetting::Auto => "auto",
+            PathSetting::Direct => "direct",
+            PathSetting::Staged => "staged",
+            PathSetting::Nccl => "nccl",
+        })
+    }
+}
+
+/// The path of messages to the memory of a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DevicePath {
+    /// The MPI library is given addresses of the device.
+    Direct,
+    /// Through page-locked memory of the host.
+    Staged,
+    /// NCCL carries them; every rank has a GPU of its own.
+    Nccl,
+}
+
+impl DevicePath {
+    /// For people.
+    pub fn describe(self) -> &'static str {
+        match self {
+            DevicePath::Direct => "straight from device memory",
+            DevicePath::Staged => "device memory staged through the host",
+            DevicePath::Nccl => "device memory by NCCL",
+        }
+    }
+
+    /// Whether single messages go through the host. NCCL's, too: a message of NCCL holds up those behind it until the receiver
+    /// takes it, so two neighbours that send to each other before they receive would wait for ever.
+    pub(in crate::comm) fn stages_messages(self) -> bool {
+        self != DevicePath::Direct
+    }
+}
