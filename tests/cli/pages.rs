@@ -4,6 +4,8 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
+use tempfile::TempDir;
+
 use crate::common::launch::{finish, mpirun};
 use crate::common::program;
 
@@ -17,19 +19,27 @@ const SMALL: &str = "--set model.layers=1 --set model.width=32 --set model.heads
 /// Commands that need what a clone does not have, and where they are tested instead.
 const ELSEWHERE: [(&str, &str); 1] = [("hpctrain predict", "images that a user imports: tests/runs/networks.rs")];
 
-/// The command lines of a page's shell blocks that run the program.
-fn commands(page: &str) -> Vec<String> {
+/// The command lines of a page's shell blocks that run the program, by paragraphs.
+fn blocks(page: &str) -> Vec<Vec<String>> {
     let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(page)).unwrap();
-    let blocks = text.split("```sh\n").skip(1).map(|block| block.split("```").next().unwrap());
-    let lines = blocks.flat_map(str::lines).filter(|line| line.contains("/hpctrain") && !line.starts_with('#'));
-    lines.map(str::to_owned).collect()
+    let blocks = text.split("```sh\n").skip(1).flat_map(|block| block.split("```").next().unwrap().split("\n\n"));
+    let runs_it = |line: &&str| line.contains("hpctrain ") || line.ends_with("/hpctrain");
+    let lines =
+        |block: &str| block.lines().filter(|line| !line.starts_with('#')).filter(runs_it).map(str::to_owned).collect();
+    blocks.map(lines).collect()
 }
 
 /// The same command, done in seconds.
 fn shortened(command: &str) -> String {
+    let parts: Vec<String> = command.split(" : ").map(shortened_part).collect();
+    parts.join(" : ")
+}
+
+/// As [`shortened`], of a program among several of a job.
+fn shortened_part(command: &str) -> String {
     // The run that a user has made has other steps.
     let command = command.replace("step-00001500", "step-00000003");
-    let more = match command.split_once("/hpctrain").unwrap().1.trim_start() {
+    let more = match command.split_once("hpctrain").unwrap().1.trim_start() {
         rest if rest.contains("--preset gpt-baby") && rest.starts_with("train") => {
             format!("{RUN} --set run.steps=1 --set batch.global=2 --set eval.samples=2")
         }
@@ -45,8 +55,8 @@ fn shortened(command: &str) -> String {
     format!("{command} {more}")
 }
 
-#[test]
-fn commands_of_the_pages_work() {
+/// A directory like a clone.
+fn clone() -> TempDir {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let clone = tempfile::tempdir().unwrap();
     std::fs::create_dir_all(clone.path().join("target/release")).unwrap();
@@ -54,17 +64,41 @@ fn commands_of_the_pages_work() {
     for name in ["README.md", "examples"] {
         symlink(root.join(name), clone.path().join(name)).unwrap();
     }
-    let all = commands("docs/cli.md");
+    clone
+}
+
+/// Runs a command in a clone, with the program on the path.
+fn run(script: &str, clone: &TempDir) {
+    let mut bash = Command::new("bash");
+    // The environment of tests.
+    bash.envs(mpirun(1).get_envs().filter_map(|(name, value)| Some((name, value?))));
+    let path = format!("{}/target/release:{}", clone.path().display(), std::env::var("PATH").unwrap());
+    let ended = finish(bash.env("PATH", path).args(["-c", script]).current_dir(clone.path()));
+    assert!(ended.status.success(), "{script}\n{ended}");
+}
+
+#[test]
+fn commands_of_the_pages_work() {
+    let all = blocks("docs/cli.md").concat();
     assert!(all.len() > 35, "{all:#?}");
-    assert!(commands("README.md").iter().all(|command| all.contains(command)), "README.md has others");
+    assert!(blocks("README.md").concat().iter().all(|command| all.contains(command)), "README.md has others");
     let elsewhere = |command: &&String| ELSEWHERE.iter().any(|(part, _)| command.contains(part));
     assert_eq!(all.iter().filter(|command| elsewhere(command)).count(), ELSEWHERE.len());
-    for command in all.iter().filter(|command| !elsewhere(command)) {
-        let script = shortened(command);
-        let mut bash = Command::new("bash");
-        // The environment of tests.
-        bash.envs(mpirun(1).get_envs().filter_map(|(name, value)| Some((name, value?))));
-        let ended = finish(bash.args(["-c", &script]).current_dir(clone.path()));
-        assert!(ended.status.success(), "{script}\n{ended}");
+    let clone = clone();
+    all.iter().filter(|command| !elsewhere(command)).for_each(|command| run(&shortened(command), &clone));
+}
+
+/// Those of a paragraph are one after the other in a directory of their own: a run is never overwritten.
+#[test]
+fn commands_of_the_page_on_running_work() {
+    let all = blocks("docs/running.md");
+    assert!(all.concat().len() >= 7, "{all:#?}");
+    for block in all {
+        let clone = clone();
+        for command in block {
+            // As many ranks as show it.
+            let command = command.replace("-np 8", "-np 2").replace("-np 9", "-np 3");
+            run(&shortened(&command), &clone);
+        }
     }
 }
