@@ -25,7 +25,7 @@ MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OM
 SETTINGS = {
     "char": ["batch.global=12", "run.steps=150"],
     "baby": ["batch.global=4", "model.dropout=0", "run.steps=15"],
-    "gpt2-124m": ["batch.global=4", "model.context=64", "run.steps=10", "eval.batch=4"],
+    "gpt2-124m": ["batch.global=4", "model.context=64", "model.vocabulary=50257", "run.steps=10", "eval.batch=4"],
     "mlp": [],
     "cnn": [],
 }

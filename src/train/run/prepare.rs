@@ -152,6 +152,8 @@ impl<'h, B: Kernels> Run<'h, B> {
             };
             say(banner::banner(&plan, &facts));
             train.unscaled().iter().for_each(|told| log::warn!("{told}"));
+            let vocabulary = plan.network.vocabulary().filter(|_| !B::ON_HOST);
+            vocabulary.and_then(unaligned).iter().for_each(|told| log::warn!("{told}"));
         }
 
         let job = Job {
@@ -214,4 +216,23 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<S
 /// A name that no other job has, for its output.
 fn fresh_id() -> String {
     format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
+}
+
+/// A warning about a vocabulary whose products are slow on GPUs: their loads want rows that begin at a multiple of 16 bytes.
+fn unaligned(vocabulary: usize) -> Option<String> {
+    let padded = vocabulary.next_multiple_of(64);
+    (!vocabulary.is_multiple_of(8)).then(|| {
+        format!("model.vocabulary = {vocabulary} is no multiple of 8, which makes the head slow on a GPU; hint: model.vocabulary={padded} pads it")
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn odd_vocabularies_are_told() {
+        assert!(unaligned(50_257).unwrap().contains("model.vocabulary=50304"));
+        assert_eq!(unaligned(50_304), None);
+    }
 }
