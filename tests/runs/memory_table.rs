@@ -1,4 +1,4 @@
-//! Bytes of parameters, gradients and optimizer state a rank: measured, by formula, and as docs/benchmarks.md has them.
+//! Bytes of parameters, gradients and optimizer state a rank: measured, by formula, and as docs/memory.md has them.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -91,7 +91,7 @@ fn memory_follows_the_formula() {
     println!("{table}");
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/benchmarks.md");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/memory.md");
     let page = std::fs::read_to_string(&path).unwrap();
     let (before, rest) = page.split_once(BEGIN).unwrap();
     let (there, after) = rest.split_once(END).unwrap();
@@ -99,8 +99,5 @@ fn memory_follows_the_formula() {
         std::fs::write(&path, format!("{before}{BEGIN}{table}{END}{after}")).unwrap();
         return;
     }
-    assert_eq!(
-        there, table,
-        "docs/benchmarks.md is out of date; write it: UPDATE=1 cargo test --test runs memory_table"
-    );
+    assert_eq!(there, table, "docs/memory.md is out of date; write it: UPDATE=1 cargo test --test runs memory_table");
 }
