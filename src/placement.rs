@@ -2,6 +2,8 @@
 //!
 //! Every rank tells the GPUs that it sees; all share the GPUs of each node out in the same way. A rank that sees one
 //! GPU only, because a batch system bound it, takes that one.
+//!
+//! A rank takes the least used GPU, near its cores if possible.
 
 use std::collections::HashMap;
 use std::path::Path;

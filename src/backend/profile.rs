@@ -2,6 +2,9 @@
 //!
 //! Off, a kernel costs the reading of one flag. On, a device that computes beside the host is waited for after every
 //! kernel, so that its time is its own; the run is slower for it.
+//!
+//! Every kernel begins with a `Work`, and the guard that it returns ends the measurement when it is dropped. A kernel
+//! that is a default of `Kernels`, composed of others, counts as those.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -5,6 +5,10 @@
 //! they wrote, rank 0 removes the checkpoints that are not to be kept. Ranks learn that all are done from the notes
 //! that they exchange with every step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever
 //! asks for messages, and all ranks enter the next stage at the same step.
+//!
+//! Training waits only for the copy of the owned ranges, into memory that serves every save. MPI's calls belong to the
+//! communication thread, whose requests must come in the same order on all ranks, so threads that save send no
+//! messages.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -2,6 +2,9 @@
 //!
 //! HDF5 locks its library while it works, and the loader reads with it: a thread that wrote a checkpoint through it would
 //! stop the training's data. So HDF5 only reserves the place of every dataset.
+//!
+//! Each block is handed to the disk as soon as it is written, and the copy bypasses the caches, so a save runs at the
+//! disk's speed.
 
 use std::fs::{File, OpenOptions};
 use std::ops::Range;

@@ -1,4 +1,8 @@
 //! Polling of the communication thread.
+//!
+//! Non-blocking requests are polled: hot while compute is blocked on the result, with naps while compute works, because
+//! both want the same core, and with yields where ranks outnumber cores. An abort is therefore heard in the middle of a
+//! collective; only the library's own collectives block.
 
 use std::time::{Duration, Instant};
 

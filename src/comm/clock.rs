@@ -1,4 +1,7 @@
 //! Offset between the clocks of two hosts.
+//!
+//! Clocks of one host agree. Ranks of other hosts ask rank 0 32 times at the start and take the quickest answer; later
+//! drift is not corrected.
 
 use super::wire::{Members, Wire};
 use crate::error::Result;

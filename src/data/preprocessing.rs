@@ -1,5 +1,8 @@
 //! Preprocessing: scale, columns, classes and tokenizer that turn stored samples into inputs and targets. Shards describe it,
 //! checkpoints keep it, and other data are converted to it, so that a network gets new samples in the form in which it learned.
+//!
+//! A shard describes its own preprocessing, and a manifest keeps that of the training data. Users of a checkpoint
+//! convert their data to it (`Manifest::conform`, `Source::conform`), which only changes the reading of rows.
 
 use std::sync::Arc;
 

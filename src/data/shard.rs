@@ -1,6 +1,10 @@
 //! One shard: the content of a file, and whether it can be trained on.
 //!
 //! A shard is described once, when a data set is opened; the description keeps no handle.
+//!
+//! A shard names its import and its number there, so a missing shard is noticed (`completeness`). Reads are compared
+//! with the checksums at the lowest level, where bytes come from the file (`compare`). Checksums, or digests of pieces
+//! of files without them, tell data sets apart (`fingerprint`).
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,4 +1,7 @@
 //! The data of a run: the files that its configuration names, or samples that a program makes.
+//!
+//! A program's own source takes the place of the files for the whole run. Its samples are checked as they are read, as
+//! `Dataset` checks those of files: to a kernel a class out of range would be an address.
 
 use super::feed;
 use crate::backend::Backend;

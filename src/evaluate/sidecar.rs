@@ -2,6 +2,13 @@
 //!
 //! Trainer and evaluator meet in the run's directory only, so it does not matter whether they are processes of one job
 //! or of two. Rank 0 of the evaluator decides; all of its ranks evaluate.
+//!
+//! They may also be ranks of one program: one all-gather of roles (`cli/roles.rs`) splits the world, and each role
+//! takes its part for the world (`Comm::role`). Each decision reaches all ranks of the evaluator in one gather, which
+//! also carries signals. A checkpoint is claimed with a lease, its loss is computed by the trainer's own code
+//! (`Evaluator::loss`), the line is written, and only then is the lease released: line and claim together make each
+//! evaluation happen once. A killed evaluator leaves a dead lease and no line, and the next one begins that checkpoint
+//! again.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};

@@ -1,6 +1,9 @@
 //! A step played through with sizes alone: the full parameters and the gradients that are alive at each moment.
 //!
 //! It follows [`Sharded`](super::Sharded) allocation by allocation; a test compares the two.
+//!
+//! The banner's `memory` lines follow from it: a GPU's memory is one pool, so its line is the largest sum over all
+//! moments; on the host every category counts with its own peak.
 
 use super::prefetch::{self, Visit, alive};
 use super::schedule::{Action, one_forward_one_backward};

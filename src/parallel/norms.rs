@@ -1,4 +1,8 @@
 //! Squares of the norms of tensors, when each rank has measured its part of them.
+//!
+//! LAMB and LARS scale the update of a matrix by norms of the whole matrix. Each rank measures its virtual shards of
+//! all matrices, one small message carries the squares, and every rank adds them in the same tree before the first
+//! update.
 
 use std::ops::Range;
 

@@ -2,6 +2,13 @@
 //! turns ahead. Integers in, integers out.
 //!
 //! The window decides by position alone, never by arrivals, so that all ranks gather in the same order.
+//!
+//! A pass is a step (forward and backward of every micro-batch), or one forward of an evaluation or of a sampled token.
+//! The window is the current turn and the `parallel.prefetch` turns after it: units that enter it are gathered, units
+//! that leave it are dropped. A borrowed unit enters with the turn of the borrowing block, too. The last block's
+//! parameters therefore stay for its backward, and at most prefetch + 2 full buffers are alive. With a window of 0 a
+//! gather starts at its block's turn, and the last block's parameters still stay. After the update the first units of
+//! the next pass are gathered at once, while data is loaded.
 
 use super::schedule::{Action, one_forward_one_backward};
 

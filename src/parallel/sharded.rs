@@ -8,6 +8,10 @@
 //!
 //! Parameters that do not live always are gathered ahead of their use: a pass states its order of blocks
 //! ([`Sharded::begin`]), and a window slides along it ([`Prefetch`]).
+//!
+//! Where full gradients live for their use only, the reduction of one block is waited for once the reduction of the
+//! next one has been requested: two of them are whole at once, besides a lent one. Otherwise nothing is waited for
+//! before the end of the step.
 
 use std::ops::Range;
 use std::sync::Arc;

@@ -1,4 +1,9 @@
 //! The directory of a run: its choice, its ownership, and its files.
+//!
+//! `RunDirectory::prepare` claims the directory before anything in it is touched. The trainer's lease is one `Arc`, of
+//! the `RunDirectory` and of the `Checkpoints` it gives out, which check it before every rename; the last one to be
+//! dropped releases it, and a run drops its directory last. At each step the trainer checks in its own memory whether
+//! the lease was lost or the process stood still, and reads the file only in the second case.
 
 use std::fs;
 use std::io::{ErrorKind, Write as _};

@@ -1,4 +1,9 @@
 //! Starting point of a run: step 0, or a checkpoint that proves whole.
+//!
+//! Loading verifies: together the ranks read every byte under its checksum. Only proven damage (`Kind::Damaged`: a
+//! checksum, a length, a missing file) is passed over for an older checkpoint. An error of the file system is retried
+//! and then ends the run; another version is refused. Retention relies on the same kinds: an unreadable file does not
+//! count as absent, and nothing is removed on doubt.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;

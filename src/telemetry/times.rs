@@ -1,4 +1,9 @@
 //! The time of steps on one rank, by use.
+//!
+//! Exposed communication is the time in `Pending::wait` (`Stats::blocked`). Hidden communication is the time of the
+//! communication thread inside collectives (`Stats::busy`) less the exposed time. Waits for late ranks are included,
+//! because a rank cannot tell a late peer from a slow wire; `telemetry::straggler` compares the compute times of the
+//! ranks instead.
 
 use std::fmt;
 use std::ops::AddAssign;

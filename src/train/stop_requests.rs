@@ -2,6 +2,9 @@
 //!
 //! Ranks are asked at different moments. Each sends the requests it received with its next [`ControlFlags`], and all
 //! obey the flags of the same step.
+//!
+//! A hook's request to stop, on any rank, and its failure travel likewise: they cost no message, and the run ends after
+//! the step that carries them.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,8 @@
 //! One layout for some steps: loss, norm and a digest of every tensor at each of them.
+//!
+//! After each step every rank hashes the elements for which it alone answers, index and bits together, and adds the
+//! hashes. The sum over ranks is a digest of each tensor that does not depend on the distribution of its elements, and
+//! takes no memory.
 
 use std::path::PathBuf;
 

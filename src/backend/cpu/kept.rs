@@ -1,4 +1,9 @@
 //! Weights that stay in panels while they do not change: micro-batches of one step share them.
+//!
+//! `Backend::reuse` announces parameters that several micro-batches multiply before they change. Weights are kept as
+//! panels, in the order in which the kernel reads them, within a fixed number of bytes that the estimate of memory
+//! counts. Only weights within announced parameters are kept: a weight that a block computes anew may have the address
+//! of an earlier one.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -1,4 +1,7 @@
 //! Host buffers: cache-line aligned, recycled through a pool, counted by category.
+//!
+//! After some steps the pool has every size that a step needs and asks the system for no more; `tests/steady.rs` tests
+//! that. A buffer that the system refuses is an error with its size, its category and the bytes taken so far.
 
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,4 +1,9 @@
 //! Matrix products: the single-threaded kernel of `gemm`, a pure-Rust crate, on fixed parts of the output.
+//!
+//! The output is cut along rows and columns into parts, one task each, by its shape alone. Each part packs its operands
+//! anew, so an operand that must be packed number by number is cut as little as possible, or transposed once before.
+//! Terms are summed in pieces whose length depends on their number alone, so the cut does not change the bits. By the
+//! crate's source, the sizes of the caches do not either; no other machine has been tried.
 
 use std::cell::RefCell;
 use std::ops::Range;

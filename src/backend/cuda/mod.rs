@@ -2,6 +2,24 @@
 //!
 //! Building needs no CUDA; [`libraries`] detects a machine without the libraries. One stream computes, another
 //! takes batches in; nothing within a step waits for the whole device.
+//!
+//! The libraries are looked for at run time: one program serves nodes with and without GPUs.
+//!
+//! - Kernels are CUDA C++ without CUDA's headers, in `kernels/<operation>.cu`; inline PTX is in `ptx.cuh` alone.
+//! - With bf16, parameters, activations and gradients of activations are bf16; gradients of parameters, statistics,
+//!   losses, masters and optimizer state are f32. `Backend::alloc` chooses by category, `alloc_f32` is for the
+//!   exceptions. The owner of a range updates its f32 master, and the same kernel writes the bf16 copy.
+//! - No sum depends on the order in which thread blocks run: partial sums of fixed chunks of rows are added in order;
+//!   rows are sorted by token on the host, without atomics; cuBLASLt may not reduce in place. Two runs give the same
+//!   bits.
+//! - Losses and norms are read by the host later (`Backend::Scalar`): within a step nothing waits for the device until
+//!   the gradients have been reduced.
+//! - Attention never stores a matrix of time × time (Dao, 2023): bf16 with heads of 64 or 128 on tensor cores,
+//!   everything else in plain arithmetic.
+//!
+//! `tests/cudasim/` stands in for the libraries, NCCL included: it runs kernels on the CPU and looks for races,
+//! overruns and missing waits. `tests/gpu/nvrtc.rs` compiles every kernel with NVIDIA's own compiler. Results from
+//! hardware are in `docs/gpu-verification.md` alone.
 
 mod activation;
 mod attention;

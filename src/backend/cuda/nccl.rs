@@ -5,6 +5,10 @@
 //!
 //! Communicators do not block. A call returns at once; the state of the work is read from the communicator, and until
 //! it reports success, the work may not be in the stream yet.
+//!
+//! NCCL refuses two ranks on one GPU, so `placement` does it first. The memory that NCCL keeps on the device is in no
+//! estimate: `device.memory_fraction` leaves room for it. Between nodes NCCL finds its own way (`NCCL_SOCKET_IFNAME`
+//! and others).
 
 use std::cell::OnceCell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};

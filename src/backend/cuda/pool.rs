@@ -2,6 +2,8 @@
 //!
 //! A buffer that is dropped is free at once, though kernels that use it may still be queued: its next user is queued
 //! behind them on the same stream. Work on another stream waits for events.
+//!
+//! Batches come in on a stream of their own (`ints.rs`) and messages have three (`device_copies.rs`).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};

@@ -1,4 +1,7 @@
 //! Kernels: sources in this binary, compiled for the device at hand by NVRTC, kept on disk.
+//!
+//! A kernel is compiled when it is first used and kept in the user's cache under a hash of all that it depends on; the
+//! ranks of a node compile it once.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char};

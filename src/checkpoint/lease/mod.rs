@@ -5,6 +5,9 @@
 //! not been rewritten for a while; any process that meets a dead one removes it. Ages are differences of times that the
 //! file system itself wrote; a [claim](Leases::claim) also watches the count for a while by its own clock, so that
 //! clocks of nodes need not agree. A lease that cannot be read is neither free nor dead: that is an error.
+//!
+//! Retention renames a checkpoint away, looks for leases once more, and renames it back if there is one; a reader makes
+//! its lease first and looks for the checkpoint then. Either sees the other.
 
 mod grip;
 mod held;

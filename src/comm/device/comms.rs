@@ -4,6 +4,11 @@
 //! create a communicator when they first need one, so that only ranks wait for each other that have something to exchange.
 //! All waiting is the program's: the library is asked how far it is, and a rank that waits for a dead one still hears of an
 //! abort.
+//!
+//! The identifier of a communicator reaches the other ranks as bytes of the wire. Communicators do not block; they are
+//! asked for their progress and for asynchronous errors, and after a failure they are aborted before memory is
+//! released. Single messages (`Group::send`) stay staged: a message of NCCL holds up its stream until the receiver
+//! takes it.
 
 use std::sync::Arc;
 

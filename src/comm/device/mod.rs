@@ -1,4 +1,17 @@
 //! Messages to and from device memory: through the host, by address, or by NCCL.
+//!
+//! `Backend::reach` gives the communication thread a buffer as host memory or as a `Span` of device memory, which it
+//! cannot look into, with the `DeviceCopies` that copies and adds spans on a stream of its own. A request carries an
+//! event that compute records when it hands the buffer over. The thread waits for the event and answers only when its
+//! own work on the device is done, so any stream may use the buffer that `Pending::wait` returns.
+//!
+//! | `comm.path` | messages | sums |
+//! |---|---|---|
+//! | `staged` | through page-locked slots of 4 MiB, by the host's wire | the host's |
+//! | `direct` | MPI is given device addresses | on the device, in the host's order |
+//! | `nccl` | pairs of `ncclSend` and `ncclRecv` | on the device, in the host's order |
+//!
+//! With `comm.algorithm = "mpi"` the collectives are the library's own, MPI's or NCCL's, with its order of additions.
 
 pub(super) mod comms;
 pub(super) mod direct;

@@ -1,4 +1,9 @@
 //! Choice of the path to device memory, and the proof that a direct one works here.
+//!
+//! `auto` is direct if the MPI library claims to know CUDA and one rank of each node shows that it does: a child
+//! process (`hpctrain prove-direct`), which may crash, has the library exchange device memory with itself. Otherwise it
+//! is staged. It is never NCCL, a second library of messages with limits of its own, which only a configuration asks
+//! for.
 
 use super::path::{DevicePath, PathSetting};
 use crate::backend::Backend;

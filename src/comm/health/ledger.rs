@@ -1,4 +1,10 @@
 //! The last collectives of a rank: the evidence when a job stands still.
+//!
+//! An entry has its number in the rank and in the group, operation, group, unit, bytes, algorithm and times; the last
+//! 256 are kept, without an allocation for each. Callers name the unit of a request: `group.about(&unit)`. In debug
+//! builds each rank compares operation, algorithm, unit, bytes and root with its neighbour before each collective.
+//! Release builds save that message; the watchdog compares their ledgers when a job stands still and reports the first
+//! collective on which ranks differ.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

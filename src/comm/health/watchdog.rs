@@ -5,6 +5,18 @@
 //! calls of MPI belong to a thread that may be inside one. The first rank that waits for longer than the timeout
 //! leaves a marker there, and a moment later reports and aborts the job. Every rank that sees the marker leaves its
 //! ledger.
+//!
+//! 1. Every tenth of `comm.timeout` (0.1 to 10 s) a rank writes its heartbeat: process, phase, last finished and
+//!    current collective.
+//! 2. A rank that was in one collective, or waited for data, for longer than the timeout writes its ledger and creates
+//!    the marker.
+//! 3. Two and a half intervals later the creator reads the files of all ranks. A rank whose heartbeat has not changed
+//!    is reported as unresponsive; clocks are not compared. The module `stall` words the report, and the job is
+//!    aborted.
+//! 4. If the creator is stopped itself, the other waiting ranks end the job five seconds later.
+//!
+//! Time in which the whole job was suspended does not count. The watch begins when the run directory is known. It
+//! cannot detect a rank that computes for ever while no other rank waits for it.
 
 use std::fs::File;
 use std::path::Path;

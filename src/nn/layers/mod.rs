@@ -1,4 +1,8 @@
 //! Networks by layers, as a configuration lists them.
+//!
+//! A network by layers is checked and given its shapes when the configuration is resolved: `spec` is the configuration,
+//! `shape` follows from it, `op` computes. Layers are grouped into blocks (`stage`) that begin at a layer with
+//! parameters. Tensors lie in a unit with the decayed ones first, in any order of their layers.
 
 mod channels;
 mod conv;

@@ -5,6 +5,11 @@
 //!
 //! A slot's state is 0 while it is free, else the ticket of the piece in it: its addressee, and its number among the
 //! pieces between these two ranks. Only the owner fills free slots; only the addressee empties a full one.
+//!
+//! Each rank has four slots of 128 KiB in a window that MPI lets the ranks of a node share. Elements that are only
+//! copied go through it as well, unless messages prove clearly faster at the start: the system may let MPI copy from
+//! the memory of one process to another's, once instead of twice. `HPCTRAIN_RANKS_PER_NODE=1` turns shared memory off;
+//! other numbers make several nodes of one machine.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU64, Ordering};
