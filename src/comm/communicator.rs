@@ -1,4 +1,4 @@
-//! A rank's handle to its communication thread: how it starts, what it knows of the world, how it ends.
+//! A rank's handle to its communication thread: its start, its view of the world, its end.
 
 use std::marker::PhantomData;
 use std::sync::mpsc::sync_channel;

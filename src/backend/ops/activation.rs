@@ -62,7 +62,7 @@ impl Activation {
 
 /// Functions of every element.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ActivationOps: Backend {
     /// `y = f(x)`; overwrites.
     fn activation(&self, f: Activation, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;

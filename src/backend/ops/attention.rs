@@ -33,7 +33,7 @@ impl Attention {
 
 /// Causal attention.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait AttentionOps: Backend {
     /// Attention over `qkv` (rows × [`Attention::packed_width`]: queries, keys, values) into `y` (rows × d); overwrites `y`
     /// and `lse` (b·h·t: log of the softmax's denominator, all that the backward needs of the probabilities).

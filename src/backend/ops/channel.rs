@@ -31,7 +31,7 @@ impl Channels {
 
 /// Statistics of channels and normalisation by them.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ChannelOps: Backend {
     /// Sums over the places of every sample for its statistics, in f32 and in chunks that depend on the shape alone: for each
     /// sample the first place's channels `s`, then Σ (x - s), then Σ (x - s)² of every channel; overwrites.

@@ -29,7 +29,7 @@ pub struct LossWeights<V> {
 
 /// Cross-entropy and hits of classes.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ClassifierOps: Backend {
     /// Writes the loss of every row (`-log softmax(logits)[target]`, unscaled) to `losses`;
     /// with [`CrossEntropy::gradient`], overwrites the logits by their scaled gradient. Both times `weights`.

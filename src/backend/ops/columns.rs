@@ -18,7 +18,7 @@ pub struct Columns {
 
 /// Copies of columns.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ColumnsOps: Backend {
     /// Copies columns of rows; those of `y` between them are left alone.
     fn copy_columns(&self, shape: Columns, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;

@@ -34,7 +34,7 @@ impl Convolution {
 
 /// Convolution.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ConvolutionOps: LinearOps + WindowOps {
     /// Every filter's product with the elements that the window sees at each place, and a bias for each filter;
     /// overwrites `y` (places × filters).

@@ -19,7 +19,7 @@ pub struct Dropout {
 
 /// Dropout.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait DropoutOps: Backend {
     /// Drops and scales in place; the backward is the same call on the gradient.
     fn dropout(&self, mask: Dropout, x: Self::ViewMut<'_>) -> Result<()>;

@@ -5,7 +5,7 @@ use crate::error::Result;
 
 /// Fills, copies, sums.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait ElementwiseOps: Backend {
     /// `y = 0`.
     fn zero(&self, y: Self::ViewMut<'_>) -> Result<()>;

@@ -5,7 +5,7 @@ use crate::error::Result;
 
 /// Tables of tokens and positions.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait EmbeddingOps: Backend {
     /// `y[b,t] = token_table[tokens[b,t]] + position_table[t]`; overwrites. Shapes: tokens b·t, y b·t·d,
     /// position table t·d, or empty where there are no positions.

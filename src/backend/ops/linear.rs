@@ -34,7 +34,7 @@ pub struct Linear {
 
 /// Products of matrices, and affine maps of rows.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait LinearOps: ActivationOps {
     /// The matrix product described by `shape`.
     fn gemm(&self, shape: Gemm, a: Self::View<'_>, b: Self::View<'_>, c: Self::ViewMut<'_>) -> Result<()>;

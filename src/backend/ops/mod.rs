@@ -49,7 +49,7 @@ pub use window::{Window, WindowOps};
 /// zero means "no bias".
 ///
 /// # Errors
-/// Operations fail if the device does, or has no memory left for what they keep meanwhile.
+/// Operations fail if the device does, or has no memory left for their temporary buffers.
 pub trait Kernels:
     ActivationOps
     + AttentionOps

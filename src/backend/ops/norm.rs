@@ -19,7 +19,7 @@ pub struct Norm {
 
 /// Normalisation of rows.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait NormOps: Backend {
     /// `y = (x - mean)·rstd·weight + bias` for every row, where rstd is 1 / √(mean of (x - mean)² + ε); overwrites `y` and
     /// `stats` (mean and rstd, 2·rows).

@@ -99,7 +99,7 @@ pub struct Elements {
 
 /// Updates of parameters.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait OptimizerOps: Backend {
     /// Updates `p`, `m` and `v` of a contiguous range from its gradient; writes the new `p` to `copy` as well, if given,
     /// rounded to its type.

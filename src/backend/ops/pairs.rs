@@ -23,7 +23,7 @@ impl Pairs {
 
 /// Products of rows in pairs.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait PairsOps: Backend {
     /// The first row of every sample, then the scalar products of its rows in pairs: of the second with the first, of the third
     /// with the first and the second, and so on (Naumov et al., 2019); overwrites `y` (samples × [`Pairs::outputs`]).

@@ -35,7 +35,7 @@ pub struct Regression {
 
 /// Losses of numbers.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait RegressionOps: Backend {
     /// Writes every row's mean deviation from its targets (f32) to `losses` (f32), unscaled; with
     /// [`Regression::gradient`], overwrites the predictions by their scaled gradient. `weights` (f32) has a factor of loss and

@@ -23,7 +23,7 @@ pub struct Rotary {
 
 /// Rotary positions.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait RotaryOps: Backend {
     /// Turns heads of `x` in place, by angles whose cosines and sines are the rows of `table` (t × head width: one half
     /// each, in f32).

@@ -5,7 +5,7 @@ use crate::error::Result;
 
 /// The softmax of rows.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait SoftmaxOps: Backend {
     /// `y = softmax(x)` of rows of `width` elements; overwrites.
     fn softmax(&self, width: usize, x: Self::View<'_>, y: Self::ViewMut<'_>) -> Result<()>;

@@ -5,7 +5,7 @@ use crate::error::Result;
 
 /// Gated activations.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait SwigluOps: Backend {
     /// SwiGLU (Shazeer, "GLU variants improve transformer", 2020): `y = silu(gate)·up`, where a row of `x` (2·`width`) is
     /// the gates, then the ups; overwrites `y`.

@@ -45,7 +45,7 @@ impl Window {
 
 /// Windows that move over images: unfolding and pooling.
 ///
-/// [`Kernels`](super::Kernels) says what holds for all.
+/// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait WindowOps: Backend {
     /// The operand of a convolution's product: for each place of the window a row of `y` with the elements that it sees
     /// of `channels` neighbouring channels from `first` on (window rows × window columns × `channels`), zero beyond the

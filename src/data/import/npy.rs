@@ -95,7 +95,7 @@ impl Array {
         Self::parse(bytes).map_err(|what| malformed(path.display().to_string(), &what))
     }
 
-    /// Parses the content of a file; the error says what is wrong with it.
+    /// Parses the content of a file; the error names the fault.
     fn parse(mut bytes: Vec<u8>) -> Result<Self, String> {
         let Some(rest) = bytes.strip_prefix(MAGIC) else {
             return Err(format!("it begins with {:02x?}", &bytes[..bytes.len().min(MAGIC.len())]));

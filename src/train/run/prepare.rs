@@ -1,4 +1,4 @@
-//! The preparation of a run: its data, its directory, its state, and what is told of it.
+//! The preparation of a run: its data, its directory, its state, and its banner.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -3,13 +3,13 @@
 // Layouts and the two ways of computing are in attention.cuh.
 //
 // A block owns a tile of queries of one head. Keys and values come by in tiles; the softmax is kept online: a
-// running maximum and sum for each query, by which what was summed before is faded when the maximum grows.
+// running maximum and sum for each query; the sum so far is scaled down when the maximum grows.
 #include "attention.cuh"
 
 #ifdef TENSOR_CORES
 
 // A warp owns two times 16 queries: each fragment of keys and values, once read from shared memory, serves two
-// products, else reading would take longer than multiplying. The rest is what the registers allow.
+// products, else reading would take longer than multiplying. The other sizes are limited by the registers.
 constexpr int M = 2;
 constexpr int TILE = 64 * M;                // queries of a block
 constexpr int STEP = HEAD == 64 ? 64 : 32;  // keys that come by at a time

@@ -1,4 +1,4 @@
-// What the forward and the backward of attention share: tiles in shared memory and their products.
+// Common parts of the forward and the backward of attention: tiles in shared memory and their products.
 //
 // Causal attention without a matrix of time × time in memory, after FlashAttention-2 (Dao, 2023): a block owns a
 // tile of queries (or keys) and walks over the keys (or queries), recomputing scores from the rows.
@@ -78,8 +78,8 @@ struct Place {
 // `column` is a multiple of 8.
 __device__ __forceinline__ int in_tile(int row, int column) { return row * HEAD + ((column / 8) ^ (row % 8)) * 8; }
 
-// Starts to copy `ROWS` rows from `first` on into a tile. Past the last of `rows` it repeats that one: what comes
-// of the copies is masked or not stored, and they keep garbage (infinities, NaN) out of the products.
+// Starts to copy `ROWS` rows from `first` on into a tile. Past the last of `rows` it repeats that one: results
+// of the copies are masked or not stored, and they keep garbage (infinities, NaN) out of the products.
 template <int ROWS>
 __device__ __forceinline__ void fetch(bf16* tile, const bf16* matrix, size_t stride, int first, int rows) {
   constexpr int CHUNKS = HEAD / 8;
@@ -93,7 +93,7 @@ __device__ __forceinline__ void fetch(bf16* tile, const bf16* matrix, size_t str
 
 // Where a lane reads in the 16×16 block (i, j) of a tile, given where it reads in block (0, 0): the number of the
 // row within eight, and with it the permutation, stays; and 16·j has no bit in common with a column below 16, so
-// adding it before the permutation is flipping it after. One operation, and what depends on i is a constant.
+// adding it before the permutation is flipping it after. One operation, and the part that depends on i is a constant.
 __device__ __forceinline__ const bf16* in_block(const bf16* tile, int i, int j, int in_first) {
   return tile + (in_first ^ 16 * j) + 16 * i * HEAD;
 }
@@ -159,7 +159,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[M][N][4], const Own<M, 
 }
 
 // c += P·T, where P comes from accumulators of 8·K columns, rounded to bf16, and T is a tile of 8·K rows. A lane's
-// accumulators are just what it must give as left operand: P never leaves the registers.
+// accumulators are exactly its part of the left operand: P never leaves the registers.
 template <int M, int K>
 __device__ __forceinline__ void multiply_add(float (&c)[M][HEAD / 8][4], const float (&p)[M][K][4],
                                              const bf16* tile) {
@@ -290,7 +290,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[OWN_ROWS][OWN_SCORES], 
   }
 }
 
-// c += P·T, the thread's chunks of it; P in shared memory, of which a thread reads only what the eight threads of
+// c += P·T, the thread's chunks of it; P in shared memory, of which a thread reads only elements that the eight threads of
 // its rows wrote: a warp's barrier between is enough.
 __device__ __forceinline__ void multiply_add(float4 (&c)[OWN_ROWS][OWN_CHUNKS], const float* p, const float* tile) {
   Own own;

@@ -6,7 +6,7 @@
 //
 // A block owns the rows whose gradient it sums, and sums in the order of the rows it walks over: two runs give the
 // same bits. The usual single kernel computes s and dy·vᵀ once instead of twice, but then blocks must add to each
-// other's dq, in whatever order they happen to arrive.
+// other's dq, in the order of their arrival.
 #include "attention.cuh"
 
 // Block 128 threads, grid (⌈time / 16⌉, heads, batch), no dynamic shared memory. Eight lanes share a query.

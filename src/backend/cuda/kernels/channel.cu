@@ -1,4 +1,4 @@
-// Statistics of channels and normalisation by them: what batch and group normalisation are made of. Elements are samples ×
+// Statistics of channels and normalisation by them: the parts of batch and group normalisation. Elements are samples ×
 // places × channels; `groups` of neighbouring channels share statistics.
 #include "common.cuh"
 

@@ -1,4 +1,4 @@
-// What every kernel shares: the element type and sums in a fixed order. Compiled at run time by NVRTC, once for
+// Common parts of every kernel: the element type and sums in a fixed order. Compiled at run time by NVRTC, once for
 // each element type, without CUDA's or C++'s headers.
 #pragma once
 #include "ptx.cuh"
@@ -8,7 +8,7 @@ typedef struct {
   unsigned short bits;
 } bf16;
 
-// What tensors are made of. Arithmetic is in float all the same.
+// Element of tensors. Arithmetic is in float all the same.
 #ifdef BF16
 typedef bf16 elem;
 #else
@@ -32,7 +32,7 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {
   return to_bf16(x);
 }
 
-// The halves of what pack_bf16 made.
+// The halves of a result of pack_bf16.
 __device__ __forceinline__ float low_float(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_float(unsigned pair) { return __uint_as_float(pair & 0xffff0000u); }
 

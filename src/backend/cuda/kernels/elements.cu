@@ -6,7 +6,7 @@
 enum Rule { ADAM, ADAGRAD, RMSPROP, LION };
 
 // Adam: a = beta1, b = beta2, rate and root corrected. RMSProp: a = alpha, b = momentum. Lion: a = beta1, b = beta2, and
-// `decay` is the factor of what is kept of a parameter. Elsewhere `decay` is added to the gradient.
+// `decay` is the factor by which a parameter is kept. Elsewhere `decay` is added to the gradient.
 extern "C" __global__ void elements(const float* grad, float* first, float* second, float* p, elem* copy, long long n,
                                     int rule, float rate, float root, float decay, float a, float b, float eps,
                                     float grad_scale) {

@@ -1,4 +1,4 @@
-// What LAMB (You et al., 2020) scales a tensor's step by: the norm of the step that adamw.cu would take. Roundings as there.
+// LAMB (You et al., 2020) scales a tensor's step by the norm of the step that adamw.cu would take. Roundings as there.
 #include "sum.cuh"
 
 // partial[block] = Σ u² over a chunk, where adamw would take lr·u off p. Block: 256 threads; grid: ceil(n / 16384).

@@ -77,7 +77,7 @@ __device__ __forceinline__ void add_norm(const elem* x, elem* stream, const elem
 #pragma unroll
       for (int k = 0; k < Pack<elem>::SIZE; k++) s[k] += a[k];
       store_pack(stream + i, s);
-      // What is normalised is what was stored.
+      // The stored values are normalised.
       load_pack(s, stream + i);
 #pragma unroll
       for (int k = 0; k < Pack<elem>::SIZE; k++) sum += s[k];

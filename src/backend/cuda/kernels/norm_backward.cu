@@ -68,8 +68,8 @@ extern "C" __global__ void __launch_bounds__(256)
   });
 }
 
-// Both of the above in one pass, with the same sums in the same order, for aligned rows of 32·OWN·PACKS elements: what was read
-// of a row stays in registers. A warp takes every eighth row of a chunk. Block: (32, 8), grid: chunks.
+// Both of the above in one pass, with the same sums in the same order, for aligned rows of 32·OWN·PACKS elements: a row
+// stays in registers once it is read. A warp takes every eighth row of a chunk. Block: (32, 8), grid: chunks.
 template <int PACKS>
 __device__ __forceinline__ void norm_backward_in_one(const elem* dy, const elem* x, const elem* weight,
                                                      const float* stats, elem* dx, float* partial, int rows,

@@ -5,7 +5,7 @@
 #include <cudasim/ptx_host.h>
 #else
 
-// D = A·B + C for one 16×8 tile; A is 16×16 row-major, B 16×8 column-major. What lane l holds, as pairs of
+// D = A·B + C for one 16×8 tile; A is 16×16 row-major, B 16×8 column-major. The elements of lane l, as pairs of
 // neighbours along a row of A, a column of B, a row of C and D:
 //   A: registers 0-3 = (row l/4, k 2·(l%4)), (row + 8, k), (row, k + 8), (row + 8, k + 8)
 //   B: registers 0-1 = (k 2·(l%4), column l/4), (k + 8, column)

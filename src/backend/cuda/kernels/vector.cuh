@@ -1,4 +1,4 @@
-// Sixteen bytes of elements at a time: what one thread moves best.
+// Sixteen bytes of elements at a time: the best size for one thread.
 #pragma once
 #include "common.cuh"
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ void each(long long n, bool by_pack, P pack, S one) {
 }
 
 // The same over the elements of one row, spread over `threads` threads of which this is number `thread`. The row
-// need not begin at a multiple of 16 bytes: what lies before the first one goes element by element.
+// need not begin at a multiple of 16 bytes: elements before the first one go one by one.
 template <class T, class P, class S>
 __device__ __forceinline__ void each_of_row(const T* row, int n, int thread, int threads, P pack, S one) {
   const int size = Pack<T>::SIZE;

@@ -1,4 +1,4 @@
-// Windows that move over images, channels last: what convolutions multiply, and pooling. Every element of a result is the
+// Windows that move over images, channels last: operands of convolutions, and pooling. Every element of a result is the
 // work of one thread, which adds in a fixed order: no atomics. Grid: any; block: any.
 #include "common.cuh"
 
@@ -66,7 +66,7 @@ extern "C" __global__ void unfold(const elem* x, elem* y, int first, int taken, 
   });
 }
 
-// dx += what was copied from it.
+// dx += the gradients of its copies.
 extern "C" __global__ void fold(const elem* dy, elem* dx, int first, int taken, WINDOW) {
   Window w = THE_WINDOW;
   spread((long long)w.batch * w.height * w.width * taken, [&](long long at) {
