@@ -11,8 +11,8 @@
 //! and the test of products reports that it was skipped; `auto` is f32.
 //!
 //! It has run with AVX512-BF16 and oneDNN 2.6.3: the tests of products, 40 steps of the default (loss 3.0999; in f32
-//! 3.0998), and `hpctrain verify` with equal bits on 1, 2 and 4 ranks. It has not run with AMX, nor in bf16 with oneDNN
-//! 3.
+//! 3.0998), and `hpctrain verify` with equal bits on 1, 2 and 4 ranks. It has not run with AMX, nor in bf16 with
+//! version 3.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -6,7 +6,7 @@
 //! Communicators do not block. A call returns at once; the state of the work is read from the communicator, and until
 //! it reports success, the work may not be in the stream yet.
 //!
-//! NCCL refuses two ranks on one GPU, so `placement` does it first. The memory that NCCL keeps on the device is in no
+//! NCCL refuses two ranks on one GPU, so `placement` refuses them earlier. The memory that NCCL keeps on the device is in no
 //! estimate: `device.memory_fraction` leaves room for it. Between nodes NCCL finds its own way (`NCCL_SOCKET_IFNAME`
 //! and others).
 

@@ -10,9 +10,9 @@
 //!    current collective.
 //! 2. A rank that was in one collective, or waited for data, for longer than the timeout writes its ledger and creates
 //!    the marker.
-//! 3. Two and a half intervals later the creator reads the files of all ranks. A rank whose heartbeat has not changed
-//!    is reported as unresponsive; clocks are not compared. The module `stall` words the report, and the job is
-//!    aborted.
+//! 3. Two and a half intervals and half a second later the creator reads the files of all ranks. A rank whose heartbeat
+//!    has not changed is reported as unresponsive; clocks are not compared. The module `stall` words the report, and the
+//!    job is aborted.
 //! 4. If the creator is stopped itself, the other waiting ranks end the job five seconds later.
 //!
 //! Time in which the whole job was suspended does not count. The watch begins when the run directory is known. It
