@@ -2,8 +2,8 @@
 """Draws the loss curves of runs: docs/images/curve.py OUT.svg LABEL=RUN [LABEL=RUN …]. The first run's curve is a band
 under the others, so that equal ones show. Made of runs/… with:
 
-    for zero in 0 3; do mpirun -np $((zero + 1)) --oversubscribe hpctrain train --set parallel.lanes=8 \\
-        --set parallel.zero=$zero --set run.name=zero-$zero; done
+    hpctrain train --set parallel.lanes=8 --set run.name=one
+    mpirun -np 4 hpctrain train --set parallel.lanes=8 --set parallel.zero=3 --set run.name=four
 """
 import json
 import sys
@@ -23,18 +23,18 @@ def main():
     curves = {label: [(row["step"], row["loss"]) for row in lines(Path(run) / "metrics.jsonl")] for label, run in runs}
     validation = [(row["step"], row["loss"]) for row in lines(Path(runs[0][1]) / "eval.jsonl")]
     steps = max(step for curve in curves.values() for step, _ in curve)
-    low, high = 1.0, 4.5
+    low, high = 1.5, 4.5
     x = lambda step: LEFT + (WIDTH - LEFT - RIGHT) * step / steps
     y = lambda loss: TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low)
     svg = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">',
-        "<style>text{fill:#1f2937}.g{stroke:#9ca3af;stroke-opacity:.35}"
-        "@media (prefers-color-scheme:dark){text{fill:#e5e7eb}}</style>",
+        "<style>text{fill:#1d2731}.g{stroke:#9ca3af;stroke-opacity:.35}</style>",
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
     ]
-    for loss in (1, 2, 3, 4):
+    for loss in range(2, 5):
         svg.append(f'<line class="g" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>')
         svg.append(f'<text x="{LEFT - 8}" y="{y(loss) + 4:.1f}" text-anchor="end">{loss}</text>')
-    for step in range(0, steps + 1, 250):
+    for step in range(0, steps + 1, 500):
         svg.append(f'<text x="{x(step):.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{step}</text>')
     svg.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">step</text>')
     middle = (TOP + HEIGHT - BOTTOM) / 2
@@ -47,8 +47,7 @@ def main():
         svg.append(f'<line x1="430" x2="460" y1="{place}" y2="{place}" stroke="{COLOURS[i]}" {wide}/>')
         svg.append(f'<text x="470" y="{place + 4}">{label}</text>')
     for step, loss in validation:
-        svg.append(f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4.5" fill="none" stroke="#111827" stroke-width="1.6"/>')
-        svg[-1] = svg[-1].replace("#111827", "#7c3aed")
+        svg.append(f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="4.5" fill="none" stroke="#7c3aed" stroke-width="1.6"/>')
     place = TOP + 12 + 22 * len(curves)
     svg.append(f'<circle cx="445" cy="{place}" r="4.5" fill="none" stroke="#7c3aed" stroke-width="1.6"/>')
     svg.append(f'<text x="470" y="{place + 4}">validation: {validation[-1][1]:.4f} at the end</text>')
