@@ -13,7 +13,7 @@ use crate::nn::layers::{Layer, Layers};
 use crate::nn::llama::Llama;
 use crate::nn::loss::{Loss, Objective};
 use crate::optim::{Group, Rule, Schedule};
-use crate::parallel::{Residency, Zero};
+use crate::parallel::{Residency, StepSchedule, Zero};
 
 /// Facts about the environment that a [`Plan`] depends on.
 #[derive(Debug, Clone, Copy)]
@@ -66,6 +66,11 @@ impl Plan {
     /// Micro-batches in a lane.
     pub fn micros_per_lane(&self) -> usize {
         (self.lane_samples / self.micro) as usize
+    }
+
+    /// The order of work of a rank's step.
+    pub fn step_schedule(&self) -> StepSchedule {
+        StepSchedule { lanes: self.lanes / self.mesh.data(), micros_per_lane: self.micros_per_lane() }
     }
 
     /// Lifetime of full buffers.

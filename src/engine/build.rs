@@ -48,8 +48,7 @@ pub fn engine_of<B: Kernels>(
     let updates = Updates { rule: plan.rule, groups: groups_of, average: plan.average, host };
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(seed))?;
     let geometry = Geometry {
-        lanes: lanes.mine().len(),
-        micros_per_lane: plan.micros_per_lane(),
+        schedule: plan.step_schedule(),
         predictions: plan.tokens_per_step(),
         recompute: plan.config.parallel.recompute,
         seed,

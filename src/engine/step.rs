@@ -1,6 +1,6 @@
 //! The one training step: forwards and backwards of all micro-batches, in every layout the same code.
 
-use std::collections::VecDeque;
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::model::Model;
@@ -9,25 +9,22 @@ use crate::backend::{Kernels, MemoryKind};
 use crate::comm::Group;
 use crate::error::{Error, Result};
 use crate::nn::{Context, Micro, Training};
-use crate::parallel::schedule::{Action, one_forward_one_backward};
-use crate::parallel::{self, ControlFlags, ReducedStep};
+use crate::parallel::{self, Action, ControlFlags, ReducedStep, StepSchedule};
 use crate::random;
 
 /// A model in training.
 pub struct Engine<B: Kernels> {
     /// The network with parameters, gradients and optimizer state.
     pub model: Model<B>,
-    /// Division of a step into lanes and micro-batches.
+    /// Lanes and micro-batches of a step.
     pub geometry: Geometry,
 }
 
-/// Division of a step into lanes and micro-batches, and the seed of its random streams.
+/// The geometry of a step: its lanes and micro-batches, and the seed of its random streams.
 #[derive(Debug, Clone, Copy)]
 pub struct Geometry {
-    /// Lanes of this rank.
-    pub lanes: usize,
-    /// Micro-batches a lane.
-    pub micros_per_lane: usize,
+    /// The order of work: lanes and micro-batches of this rank.
+    pub schedule: StepSchedule,
     /// Predictions in the global batch.
     pub predictions: u64,
     /// Keep only the input of each block for the backward.
@@ -59,28 +56,27 @@ impl<B: Kernels> Engine<B> {
         mut next: impl FnMut() -> Result<Micro<B>>,
         flags: impl FnOnce() -> ControlFlags,
     ) -> Result<ReducedStep> {
-        let Geometry { lanes, micros_per_lane, seed, .. } = self.geometry;
+        let Geometry { schedule, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
         let (begun, waited, mut loading) = (Instant::now(), self.model.sharded.waited(), Duration::ZERO);
-        let micros = lanes * micros_per_lane;
-        self.model.sharded.begin(parallel::step(&self.model.borrows(), micros), micros > 1);
-        let mut losses: Vec<Vec<B::Scalar>> = (0..lanes).map(|_| Vec::with_capacity(micros_per_lane)).collect();
-        let mut tapes = VecDeque::new();
-        for action in one_forward_one_backward(0, 1, micros) {
+        self.model.sharded.begin(parallel::step(&self.model.borrows(), schedule), schedule.micros() > 1);
+        let mut losses: Vec<Vec<B::Scalar>> =
+            (0..schedule.lanes).map(|_| Vec::with_capacity(schedule.micros_per_lane)).collect();
+        // By micro-batch.
+        let mut tapes = BTreeMap::new();
+        for action in schedule.actions() {
             match action {
                 Action::Forward(k) => {
                     let asked = Instant::now();
                     let micro = next()?;
                     loading += asked.elapsed();
                     let (tape, loss) = self.forward(micro, dropout)?;
-                    losses[k / micros_per_lane].push(loss);
-                    tapes.push_back(tape);
+                    losses[schedule.lane(k)].push(loss);
+                    tapes.insert(k, tape);
                 }
                 Action::Backward(k) => {
-                    let tape = tapes.pop_front().ok_or_else(|| Error::internal("a backward before its forward"))?;
-                    let lane_ends = (k + 1) % micros_per_lane == 0;
-                    let last = k + 1 == micros;
-                    self.backward(tape, dropout, lane_ends.then_some(last))?;
+                    let tape = tapes.remove(&k).ok_or_else(|| Error::internal("a backward before its forward"))?;
+                    self.backward(tape, dropout, schedule.lane_end(k))?;
                 }
             }
         }
@@ -127,8 +123,8 @@ impl<B: Kernels> Engine<B> {
         Ok((Tape { micro, inputs, saved, dy: x }, loss))
     }
 
-    /// Backward of one micro-batch. `lane_ends` is set on the last one of a lane: whether it is the rank's last lane.
-    fn backward(&mut self, tape: Tape<B>, dropout: u64, lane_ends: Option<bool>) -> Result<()> {
+    /// Backward of one micro-batch; `lane_end` as [`StepSchedule::lane_end`] has it.
+    fn backward(&mut self, tape: Tape<B>, dropout: u64, lane_end: Option<bool>) -> Result<()> {
         let Tape { micro, mut inputs, mut saved, mut dy } = tape;
         let ranks = self.model.sharded.data().clone();
         let cx = Context {
@@ -153,7 +149,7 @@ impl<B: Kernels> Engine<B> {
             dy = block.backward(&cx, params, grads, &x, kept, dy)?;
             drop(span);
             self.model.sharded.release();
-            if let Some(last) = lane_ends {
+            if let Some(last) = lane_end {
                 self.model.sharded.lane_done(unit, last)?;
             }
         }

@@ -6,7 +6,7 @@
 //! moments; on the host every category counts with its own peak.
 
 use super::prefetch::{self, Visit, alive};
-use super::schedule::{Action, one_forward_one_backward};
+use super::schedule::{Action, StepSchedule};
 use super::{Life, Residency};
 
 /// Inputs that determine the lifetimes of full buffers in a step.
@@ -20,10 +20,8 @@ pub struct MemoryTimeline<'a> {
     pub shards: usize,
     /// Lifetimes of full buffers.
     pub keep: Residency,
-    /// Lanes of this rank.
-    pub lanes: usize,
-    /// Micro-batches a lane.
-    pub micros_per_lane: usize,
+    /// The step's order of work.
+    pub schedule: StepSchedule,
 }
 
 /// Position in a step.
@@ -51,13 +49,11 @@ pub struct Moment {
 impl MemoryTimeline<'_> {
     /// The moments of a step that is not the first, in order.
     pub fn step(&self) -> Vec<Moment> {
-        // All micro-batches of a lane after the first find the same.
-        let micros = self.micros_per_lane.min(2);
-        let count = self.lanes * micros;
-        let pass = prefetch::step(self.borrows, count);
+        let schedule = self.schedule.shortened();
+        let pass = prefetch::step(self.borrows, schedule);
         let mut grads = Gradients::new(self);
         let (mut moments, mut turn) = (Vec::new(), 0);
-        for action in one_forward_one_backward(0, 1, count) {
+        for action in schedule.actions() {
             match action {
                 Action::Forward(_) => {
                     for block in 0..self.sizes.len() {
@@ -74,8 +70,8 @@ impl MemoryTimeline<'_> {
                         let params = self.params(&pass, turn, self.keep.ahead);
                         moments.push(Moment { when: When::Backward(block), params, grads: grads.alive() });
                         turn += 1;
-                        if (k + 1) % micros == 0 {
-                            let most = grads.lane_done(block, k + 1 == count);
+                        if let Some(last) = schedule.lane_end(k) {
+                            let most = grads.lane_done(block, last);
                             let params = self.params(&pass, turn, self.keep.ahead.saturating_sub(1));
                             moments.push(Moment { when: When::After(block), params, grads: most });
                         }
@@ -183,8 +179,9 @@ mod tests {
     /// The most gradients of a step over blocks of these sizes, and the most parameters.
     fn peaks(borrows: &[Option<usize>], sizes: &[usize], shards: usize, lanes: usize, micros: usize) -> [usize; 2] {
         let keep = Zero::Three.residency().over(shards);
-        let rehearsal = MemoryTimeline { borrows, sizes, shards, keep, lanes, micros_per_lane: micros };
-        let most = |what: fn(&Moment) -> usize| rehearsal.step().iter().map(what).max().unwrap();
+        let schedule = StepSchedule { lanes, micros_per_lane: micros };
+        let timeline = MemoryTimeline { borrows, sizes, shards, keep, schedule };
+        let most = |what: fn(&Moment) -> usize| timeline.step().iter().map(what).max().unwrap();
         [most(|moment| moment.grads), most(|moment| moment.params)]
     }
 

@@ -11,7 +11,7 @@ mod memory_timeline;
 mod norms;
 mod offload;
 mod prefetch;
-pub mod schedule;
+mod schedule;
 mod shard_owner;
 mod sharded;
 mod step_summary;
@@ -24,6 +24,7 @@ pub use lanes::{Lanes, tree_sum};
 pub use memory_timeline::{MemoryTimeline, Moment, When};
 pub use offload::bytes as offloaded_bytes;
 pub use prefetch::{Visit, forward, step};
+pub use schedule::{Action, StepSchedule};
 pub use shard_owner::{Updates, Values};
 pub use sharded::{Groups, Owned, Reduced, ReducedStep, Sharded};
 

@@ -10,7 +10,7 @@
 //! gather starts at its block's turn, and the last block's parameters still stay. After the update the first units of
 //! the next pass are gathered at once, while data is loaded.
 
-use super::schedule::{Action, one_forward_one_backward};
+use super::schedule::{Action, StepSchedule};
 
 /// A block's turn: its unit, and the unit it borrows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,15 +33,15 @@ pub fn forward(borrows: &[Option<usize>]) -> Vec<Visit> {
     borrows.iter().enumerate().map(|(own, &lent)| Visit { own, lent }).collect()
 }
 
-/// The turns of a step of `micros` micro-batches.
-pub fn step(borrows: &[Option<usize>], micros: usize) -> Vec<Visit> {
+/// The turns of a step.
+pub fn step(borrows: &[Option<usize>], schedule: StepSchedule) -> Vec<Visit> {
     let there = forward(borrows);
     let back: Vec<Visit> = there.iter().rev().copied().collect();
     let turns = |action| match action {
         Action::Forward(_) => there.iter(),
         Action::Backward(_) => back.iter(),
     };
-    one_forward_one_backward(0, 1, micros).into_iter().flat_map(turns).copied().collect()
+    schedule.actions().into_iter().flat_map(turns).copied().collect()
 }
 
 /// Progress of a pass.
@@ -92,6 +92,10 @@ pub fn alive(visits: &[Visit], at: usize, ahead: usize, sizes: &[usize]) -> usiz
 mod tests {
     use super::*;
 
+    fn micros(micros_per_lane: usize) -> StepSchedule {
+        StepSchedule { lanes: 1, micros_per_lane }
+    }
+
     /// Three blocks; the last borrows the first's unit.
     const BORROWS: [Option<usize>; 3] = [None, None, Some(0)];
 
@@ -120,9 +124,9 @@ mod tests {
 
     #[test]
     fn units_come_ahead_and_stay_at_the_turn() {
-        assert_eq!(events(step(&BORROWS, 1), 0).0, "+0-0 +1-1 +2+0 -2-0 +1-1 +0-0");
-        assert_eq!(events(step(&BORROWS, 1), 1).0, "+0+1-0 +2+0-1  +1-2-0 +0-1 -0");
-        assert_eq!(events(step(&BORROWS, 1), 2).0, "+0+1+2 -1 +1 -2 -1 -0");
+        assert_eq!(events(step(&BORROWS, micros(1)), 0).0, "+0-0 +1-1 +2+0 -2-0 +1-1 +0-0");
+        assert_eq!(events(step(&BORROWS, micros(1)), 1).0, "+0+1-0 +2+0-1  +1-2-0 +0-1 -0");
+        assert_eq!(events(step(&BORROWS, micros(1)), 2).0, "+0+1+2 -1 +1 -2 -1 -0");
     }
 
     #[test]
@@ -131,10 +135,10 @@ mod tests {
             (0..visits.len()).map(|at| alive(visits, at, ahead, sizes)).max().unwrap()
         };
         let sizes = [1, 1, 1];
-        for micros in [1, 2] {
+        for count in [1, 2] {
             for ahead in 0..5 {
-                let visits = step(&BORROWS, micros);
-                assert_eq!(events(visits.clone(), ahead).1, peak(&visits, ahead, &sizes), "{micros}, {ahead}");
+                let visits = step(&BORROWS, micros(count));
+                assert_eq!(events(visits.clone(), ahead).1, peak(&visits, ahead, &sizes), "{count}, {ahead}");
             }
         }
         assert_eq!(peak(&forward(&[None; 9]), 3, &[1; 9]), 4);

@@ -1,7 +1,8 @@
 //! Every layout against one rank, with threads as ranks: a new configuration is a row.
 
 use super::{
-    ControlFlags, Groups, Hyper, Lanes, MemoryTimeline, Moment, Residency, Sharded, Updates, Zero, offloaded_bytes,
+    ControlFlags, Groups, Hyper, Lanes, MemoryTimeline, Moment, Residency, Sharded, StepSchedule, Updates, Zero,
+    offloaded_bytes,
 };
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
@@ -79,8 +80,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(3)).unwrap();
     let predictions = (BATCH * TIME) as u64;
     let geometry = Geometry {
-        lanes: lanes.mine().len(),
-        micros_per_lane: row.micros_per_lane,
+        schedule: StepSchedule { lanes: lanes.mine().len(), micros_per_lane: row.micros_per_lane },
         predictions,
         recompute: row.recompute,
         seed: 3,
@@ -246,7 +246,8 @@ fn no_more_full_buffers_live_than_is_said() {
     let most = |row: Row, sizes: &[usize], what: fn(&Moment) -> usize| {
         let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
         let (lanes, micros_per_lane) = (row.lanes / RANKS, row.micros_per_lane);
-        let rehearsal = MemoryTimeline { borrows: &borrows, sizes, shards: row.shard, keep, lanes, micros_per_lane };
+        let schedule = StepSchedule { lanes, micros_per_lane };
+        let rehearsal = MemoryTimeline { borrows: &borrows, sizes, shards: row.shard, keep, schedule };
         rehearsal.step().iter().map(what).max().unwrap()
     };
     for zero in [Zero::One, Zero::Two, Zero::Three] {

@@ -19,7 +19,7 @@ use hpctrain::mesh::{Axis, Mesh};
 use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{Micro, Network};
 use hpctrain::optim::Rule;
-use hpctrain::parallel::{Groups, Lanes, Sharded, Updates, Zero};
+use hpctrain::parallel::{Groups, Lanes, Sharded, StepSchedule, Updates, Zero};
 
 /// A file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {
@@ -100,8 +100,7 @@ pub fn engine_on<B: Kernels>(
     let sharded =
         Sharded::new(backend.clone(), groups, zero.residency(), lanes, Some(updates), &blocks, Some(7)).unwrap();
     let geometry = Geometry {
-        lanes: lanes.mine().len(),
-        micros_per_lane: cut.micros_per_lane,
+        schedule: StepSchedule { lanes: lanes.mine().len(), micros_per_lane: cut.micros_per_lane },
         predictions,
         recompute: cut.recompute,
         seed: 7,

@@ -87,8 +87,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
     device[MemoryKind::Activations as usize] = alive.activations + constants * F32;
     device[MemoryKind::Workspace as usize] = B::WORKSPACE;
-    let micros = plan.lanes / plan.mesh.data() * plan.micros_per_lane();
-    if micros > 1 && plan.residency().params == Life::Step {
+    if plan.step_schedule().micros() > 1 && plan.residency().params == Life::Step {
         device[MemoryKind::Workspace as usize] += B::reuse_bytes(all, plan.micro as usize * plan.network.context());
     }
     let mut host = [0; MemoryKind::ALL.len()];
@@ -122,13 +121,12 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
 fn moments<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, padded: &[usize]) -> Vec<Alive> {
     let size = plan.config.precision.compute.size(B::ON_HOST);
     let borrows: Vec<Option<usize>> = blocks.iter().map(|block| block.borrows()).collect();
-    let rehearsal = MemoryTimeline {
+    let timeline = MemoryTimeline {
         borrows: &borrows,
         sizes: padded,
         shards: plan.mesh.shard,
         keep: plan.residency(),
-        lanes: plan.lanes / plan.mesh.data(),
-        micros_per_lane: plan.micros_per_lane(),
+        schedule: plan.step_schedule(),
     };
     // Bytes a row: of each block's input, its saved activations, its scratch.
     let input: Vec<usize> = blocks.iter().map(|block| block.input_per_row() * size).collect();
@@ -154,10 +152,10 @@ fn moments<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, padded: &[usize]) -> Vec
         Alive { parameters: params * size, gradients: grads * F32, activations: rows * of_row }
     };
     let rows = |samples: u64| samples as usize * plan.network.context();
-    let training = rehearsal.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept));
+    let training = timeline.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept));
     let nothing = vec![0; blocks.len()];
     let evaluated = rows(plan.config.eval.batch);
-    let evaluation = rehearsal.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing));
+    let evaluation = timeline.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing));
     training.chain(evaluation).collect()
 }
 
