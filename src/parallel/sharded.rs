@@ -23,7 +23,7 @@ use super::norms::{self, Norms};
 use super::offload::Host;
 use super::prefetch::{Prefetch, Visit};
 use super::shard_owner::{ShardOwner, Updates, Values};
-use super::step_summary::StepSummary;
+use super::step_summary::{Squares, StepSummary, sum_of_squares};
 use super::{Life, Residency};
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
@@ -364,27 +364,28 @@ impl<B: Kernels> Sharded<B> {
         self.backend.end_reuse();
         std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
         let shards = self.virtual_shards();
-        let mut squares = vec![0.0; shards.len()];
+        let mut squares = Vec::with_capacity(self.units.len() * shards.len());
         for unit in &mut self.units {
             let Some(Reduction::Done(sum)) = &mut unit.reduction else {
                 return Err(Error::internal("a unit without gradient"));
             };
-            for (all, square) in squares.iter_mut().zip(sum.squares.drain(..)) {
-                *all += self.backend.read(square)?;
+            for square in sum.squares.drain(..) {
+                squares.push(self.backend.read(square)?);
             }
         }
-        // Every rank gets every lane's loss and every virtual shard's square, and adds them in the same tree.
-        let mine = StepSummary { first: shards.start, compute, flags, losses: losses.to_vec(), squares };
-        let (mut losses, mut squares) = (Vec::new(), vec![0.0; self.lanes.total]);
-        let (mut compute, mut flags) = (Vec::new(), Vec::new());
-        for message in self.groups.data.gather_bytes(mine.encode()).wait()? {
-            let facts = StepSummary::decode(&message)?;
-            losses.extend(facts.losses);
-            squares[facts.first..facts.first + facts.squares.len()].copy_from_slice(&facts.squares);
-            compute.push(facts.compute);
-            flags.push(facts.flags);
-        }
-        Ok(ReducedStep { loss: tree_sum(&losses), norm: tree_sum(&squares).sqrt(), compute, flags: AllFlags(flags) })
+        // Every rank gets every lane's loss and the squares of every unit's virtual shards, and adds them in the same order.
+        let squares = Squares { first_unit: 0, first_shard: shards.start, shards: shards.len(), values: squares };
+        let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
+        let messages = self.groups.data.gather_bytes(mine.encode()).wait()?;
+        let told: Vec<StepSummary> = messages.iter().map(|one| StepSummary::decode(one)).collect::<Result<_>>()?;
+        let losses: Vec<f64> = told.iter().flat_map(|one| one.losses.iter().copied()).collect();
+        let squares = sum_of_squares(told.iter().map(|one| &one.squares), self.units.len(), self.lanes.total)?;
+        Ok(ReducedStep {
+            loss: tree_sum(&losses),
+            norm: squares.sqrt(),
+            compute: told.iter().map(|one| one.compute).collect(),
+            flags: AllFlags(told.into_iter().map(|one| one.flags).collect()),
+        })
     }
 
     /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update.

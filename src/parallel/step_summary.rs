@@ -1,13 +1,12 @@
 //! The small message of a step, from each rank to all others once its gradients are reduced.
 
 use super::control_flags::ControlFlags;
+use super::lanes::tree_sum;
 use crate::error::{Error, Result};
 
 /// A rank's message about its lanes and virtual shards; little-endian f64 on the wire.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepSummary {
-    /// First virtual shard of `squares`.
-    pub first: usize,
     /// Seconds that the rank computed in this step.
     pub compute: f64,
     /// The rank's requests.
@@ -15,49 +14,111 @@ pub struct StepSummary {
     /// Losses of its lanes, in order.
     pub losses: Vec<f64>,
     /// Squares of its virtual shards.
-    pub squares: Vec<f64>,
+    pub squares: Squares,
+}
+
+/// Squares of the gradient of some units, by virtual shards.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Squares {
+    /// The first unit, counted in the whole network.
+    pub first_unit: usize,
+    /// The first virtual shard.
+    pub first_shard: usize,
+    /// Virtual shards.
+    pub shards: usize,
+    /// Unit after unit, its virtual shards in order.
+    pub values: Vec<f64>,
 }
 
 impl StepSummary {
     pub fn encode(&self) -> Vec<u8> {
-        let head = [self.first as f64, self.compute, f64::from(self.flags.bits()), self.losses.len() as f64];
-        head.iter().chain(&self.losses).chain(&self.squares).flat_map(|x| x.to_le_bytes()).collect()
+        let Squares { first_unit, first_shard, shards, values } = &self.squares;
+        let counts = [self.losses.len(), *first_unit, *first_shard, *shards].map(|count| count as f64);
+        let head = [self.compute, f64::from(self.flags.bits())];
+        let all = head.iter().chain(&counts).chain(&self.losses).chain(values);
+        all.flat_map(|x| x.to_le_bytes()).collect()
     }
 
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let numbers: Vec<f64> = bytes.as_chunks().0.iter().map(|chunk| f64::from_le_bytes(*chunk)).collect();
-        match numbers.as_slice() {
-            [first, compute, flags, losses, rest @ ..] if *losses as usize <= rest.len() => {
-                let (losses, squares) = rest.split_at(*losses as usize);
-                let (losses, squares) = (losses.to_vec(), squares.to_vec());
-                Ok(Self {
-                    first: *first as usize,
-                    compute: *compute,
-                    flags: ControlFlags::from_bits_retain(*flags as u32),
-                    losses,
-                    squares,
-                })
-            }
-            _ => Err(Error::comm("another rank sent a malformed summary of its lanes")),
+        let malformed = || Error::comm("another rank sent a malformed summary of its step");
+        let [compute, flags, losses, first_unit, first_shard, shards, rest @ ..] = numbers.as_slice() else {
+            return Err(malformed());
+        };
+        let (losses, values) = rest.split_at_checked(*losses as usize).ok_or_else(malformed)?;
+        let shards = *shards as usize;
+        if !values.len().is_multiple_of(shards.max(1)) {
+            return Err(malformed());
+        }
+        let (first_unit, first_shard) = (*first_unit as usize, *first_shard as usize);
+        Ok(Self {
+            compute: *compute,
+            flags: ControlFlags::from_bits_retain(*flags as u32),
+            losses: losses.to_vec(),
+            squares: Squares { first_unit, first_shard, shards, values: values.to_vec() },
+        })
+    }
+}
+
+/// The sum of the squares of a network with so many units and virtual shards: over the units of each virtual shard in the
+/// order of the network, then over virtual shards by the tree of lanes, whichever rank has which.
+///
+/// # Errors
+/// A message tells of units or virtual shards that do not exist, or none tells of some.
+pub fn sum_of_squares<'a>(told: impl Iterator<Item = &'a Squares>, units: usize, shards: usize) -> Result<f64> {
+    let mut all = vec![None; units * shards];
+    for part in told.filter(|part| part.shards > 0) {
+        for (unit, values) in (part.first_unit..).zip(part.values.chunks_exact(part.shards)) {
+            let from = unit * shards + part.first_shard;
+            let is_there = unit < units && part.first_shard + part.shards <= shards;
+            let to = all.get_mut(from..from + part.shards).filter(|_| is_there);
+            let to = to.ok_or_else(|| Error::comm("another rank has units that do not exist"))?;
+            to.iter_mut().zip(values).for_each(|(to, square)| *to = Some(*square));
         }
     }
+    let missing = || Error::comm("no rank has told the squares of some unit");
+    let all: Vec<f64> = all.into_iter().collect::<Option<_>>().ok_or_else(missing)?;
+    let of_shard = |shard: usize| all.iter().skip(shard).step_by(shards).fold(0.0, |sum, square| sum + square);
+    Ok(tree_sum(&(0..shards).map(of_shard).collect::<Vec<f64>>()))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn squares(first_unit: usize, first_shard: usize, shards: usize, values: &[f64]) -> Squares {
+        Squares { first_unit, first_shard, shards, values: values.to_vec() }
+    }
+
     #[test]
     fn summaries_arrive_as_they_were() {
         let summary = StepSummary {
-            first: 4,
             compute: 0.25,
             flags: ControlFlags::from_bits_retain(u32::MAX),
             losses: vec![1.5, f64::INFINITY],
-            squares: vec![0.1, 2.0, 3.0],
+            squares: squares(3, 4, 2, &[0.1, 2.0, 3.0, 4.0]),
         };
         assert_eq!(StepSummary::decode(&summary.encode()).unwrap(), summary);
-        assert!(StepSummary::decode(&summary.encode()[..40]).is_err());
+        assert!(StepSummary::decode(&summary.encode()[..56]).is_err());
+        assert!(StepSummary::decode(&summary.encode()[..72]).is_err());
         assert!(StepSummary::decode(&[]).is_err());
+    }
+
+    #[test]
+    fn squares_are_added_in_one_order_whoever_tells_them() {
+        // Rounding shows the order: a large number between small ones.
+        let of =
+            |unit: usize, shard: usize| if (unit, shard) == (1, 1) { 1e16 } else { 0.7 + unit as f64 + shard as f64 };
+        let part = |units: std::ops::Range<usize>, shards: std::ops::Range<usize>| {
+            let values: Vec<f64> = units.clone().flat_map(|u| shards.clone().map(move |s| of(u, s))).collect();
+            squares(units.start, shards.start, shards.len(), &values)
+        };
+        let sum = |parts: &[Squares]| sum_of_squares(parts.iter(), 3, 4).map(f64::to_bits);
+        let whole = sum(&[part(0..3, 0..4)]).unwrap();
+        assert_eq!(sum(&[part(0..3, 2..4), part(0..3, 0..2)]), Ok(whole));
+        assert_eq!(sum(&[part(2..3, 0..4), part(0..2, 0..1), part(0..2, 1..4)]), Ok(whole));
+        assert!(sum(&[part(0..3, 0..3)]).is_err());
+        assert!(sum(&[part(0..3, 0..4), part(3..4, 0..4)]).is_err());
+        assert!(sum(&[part(0..3, 0..4), squares(0, 3, 2, &[1.0; 2])]).is_err());
     }
 }

@@ -63,13 +63,18 @@ pub fn configure() {
 }
 
 /// `c = a·b`, or `c += a·b` with `acc`; any strides. One thread.
-pub fn multiply(a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut c: ArrayViewMut2<'_, f32>, acc: bool) {
+pub fn multiply(a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, c: ArrayViewMut2<'_, f32>, acc: bool) {
+    multiply_by(depth(a.ncols()), a, b, c, acc);
+}
+
+/// As [`multiply`], in pieces of `depth` terms.
+fn multiply_by(depth: usize, a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut c: ArrayViewMut2<'_, f32>, acc: bool) {
     let (m, k) = a.dim();
     let (kb, n) = b.dim();
     assert!(kb == k && c.dim() == (m, n), "product of {:?} and {:?} into {:?}", a.dim(), b.dim(), c.dim());
     let [a_strides, b_strides, c_strides] = [a.strides(), b.strides(), c.strides()].map(|s| [s[0], s[1]]);
     let kernel = gemm_f32::gemm::f32::get_gemm_fn();
-    for terms in depths(k) {
+    for terms in pieces(k, depth) {
         let first = terms.start as isize;
         // SAFETY: the views guarantee that every element addressed by their dimensions and strides is valid, and that
         // `c` is exclusive, hence overlaps neither `a` nor `b`; the dimensions agree, and `terms` lie within them.
@@ -100,11 +105,20 @@ pub fn multiply(a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut c: ArrayView
     }
 }
 
-/// Cuts so many terms into even parts of at most [`DEPTH`]; no terms are one part.
+/// Terms of a piece where so many are cut into even pieces of at most [`DEPTH`].
+fn depth(terms: usize) -> usize {
+    terms.div_ceil(terms.div_ceil(DEPTH).max(1))
+}
+
+/// Cuts so many terms into pieces of `depth`; no terms are one piece.
+fn pieces(terms: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
+    let count = terms.div_ceil(depth.max(1)).max(1);
+    (0..count).map(move |piece| piece * depth..((piece + 1) * depth).min(terms))
+}
+
+/// The pieces of a sum of so many terms, of any product.
 pub fn depths(terms: usize) -> impl Iterator<Item = Range<usize>> {
-    let parts = terms.div_ceil(DEPTH).max(1);
-    let depth = terms.div_ceil(parts);
-    (0..parts).map(move |part| part * depth..((part + 1) * depth).min(terms))
+    pieces(terms, depth(terms))
 }
 
 /// As [`multiply`], on all threads. The output is cut into parts that depend on its shape alone, so its bits do not
@@ -116,9 +130,21 @@ pub fn multiply_parallel(
     c: ArrayViewMut2<'_, f32>,
     acc: bool,
 ) {
+    multiply_parallel_by(depth(a.ncols()), threads, a, b, c, acc);
+}
+
+/// As [`multiply_parallel`], in pieces of `depth` terms.
+fn multiply_parallel_by(
+    depth: usize,
+    threads: &Threads,
+    a: ArrayView2<'_, f32>,
+    b: ArrayView2<'_, f32>,
+    c: ArrayViewMut2<'_, f32>,
+    acc: bool,
+) {
     let packs = [a, b].map(|x| x.strides()[1] != 1);
     each_part(threads, c, a.ncols(), packs, |rows, columns, c| {
-        multiply(a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()), c, acc);
+        multiply_by(depth, a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()), c, acc);
     });
 }
 
@@ -171,7 +197,9 @@ pub fn multiply_across(
         multiply_parallel(threads, matrix(a, b.nrows(), m).reversed_axes(), b, c, acc);
         return add_rows(threads, a, m, sums);
     }
-    let deep = b.nrows().min(DEEPEST);
+    // Whole pieces of the sum over all rows, whose order does not depend on the number of columns.
+    let depth = depth(b.nrows());
+    let deep = b.nrows().min(DEEPEST / DEPTH * depth);
     // From row to row an odd number of cache lines: a power of two would send all rows to the same few places of a cache.
     let stride = deep.next_multiple_of(2 * LINE) + LINE;
     let high = (ACROSS / stride).next_multiple_of(STRIP).min(m.max(1));
@@ -193,7 +221,7 @@ pub fn multiply_across(
                 });
                 let across = ArrayView2::from_shape((c.nrows(), b.nrows()).strides((stride, 1)), across);
                 let across = across.expect("room for a row of each column");
-                multiply_parallel(threads, across, b, c.view_mut(), acc || j > 0);
+                multiply_parallel_by(depth, threads, across, b, c.view_mut(), acc || j > 0);
             }
         }
     });
@@ -244,6 +272,7 @@ fn parts(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::random::Stream;
 
     #[test]
     fn parts_are_disjoint_whole_and_even() {
@@ -260,6 +289,33 @@ mod tests {
             assert!(matrix.iter().all(|x| *x == 1.0));
             let sizes: Vec<usize> = ends.windows(2).map(|pair| (pair[1] - pair[0]).div_ceil(tile)).collect();
             assert!(sizes.len() <= count && sizes.iter().max() <= sizes.iter().min().map(|least| least + 1).as_ref());
+        }
+    }
+
+    /// A rank that has some of the columns has their bits.
+    #[test]
+    fn columns_have_the_same_bits_among_any_others() {
+        let numbers = |len: usize, seed: u64| {
+            let mut numbers = vec![0.0; len];
+            Stream::new(seed).fill_normal(&mut numbers);
+            numbers
+        };
+        let threads = Threads::new(2);
+        for k in [1, 511, 513, 2048, 2049, DEEPEST + 3, 2600, 2 * DEEPEST + 100] {
+            let (m, n, few) = (70, 300, 64);
+            let (a, b) = (numbers(k * m, 1), numbers(k * n, 2));
+            let product = |columns: Range<usize>| {
+                let b: Vec<f32> = b.chunks(n).flat_map(|row| &row[columns.clone()]).copied().collect();
+                let mut c = vec![0.5; m * columns.len()];
+                let of_c = ArrayViewMut2::from_shape((m, columns.len()), &mut c).unwrap();
+                multiply_across(&threads, &a, m, matrix(&b, k, columns.len()), of_c, true, &mut []);
+                c
+            };
+            let (whole, part) = (product(0..n), product(n - few..n));
+            for (row, (whole, part)) in whole.chunks(n).zip(part.chunks(few)).enumerate() {
+                let same = whole[n - few..].iter().zip(part).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{k} terms, row {row}");
+            }
         }
     }
 
