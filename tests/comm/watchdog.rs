@@ -13,7 +13,7 @@ use crate::common::runs::Run;
 use crate::common::simulator::with_simulator;
 
 /// Long enough for the watch to notice and end everything, on a busy machine.
-const SOON: Duration = Duration::from_secs(30);
+const SOON: Duration = Duration::from_secs(60);
 
 /// A job in the middle of its training.
 struct Job {

@@ -113,11 +113,12 @@ static FREE: Mutex<Option<usize>> = Mutex::new(None);
 static FREED: Condvar = Condvar::new();
 
 /// Cores of a job, until it is dropped.
-struct Share(usize);
+pub struct Share(usize);
 
 impl Share {
-    /// Waits for one core for a process, and for all of them for the ranks of a job.
-    fn of(command: &Command) -> Self {
+    /// Waits for one core for a process, and for half of them for the ranks of a job: jobs wait for messages much of their
+    /// time.
+    pub fn of(command: &Command) -> Self {
         let all = std::thread::available_parallelism().map_or(1, usize::from);
         let mut words = command.get_args().chain([command.get_program()]).filter_map(OsStr::to_str);
         // Also in the script of a shell.
@@ -143,6 +144,11 @@ impl Drop for Share {
 /// Starts a program in a process group of its own, when there are cores for it.
 pub fn start(command: &mut Command) -> Running {
     let share = Share::of(command);
+    spawn(command, Some(share))
+}
+
+/// As [`start`], on cores that the test has waited for before it took the time.
+pub fn start_on(share: Share, command: &mut Command) -> Running {
     spawn(command, Some(share))
 }
 

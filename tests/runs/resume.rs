@@ -9,7 +9,7 @@ use hpctrain::data::TokenizerKind;
 use hpctrain::data::import::{ImportText, import_text};
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{Ended, finish, processes, program, rank_of, send, start};
+use crate::common::launch::{Ended, LIMIT, finish, processes, program, rank_of, send, start};
 use crate::common::runs::{Run, RunFiles, copy, json};
 
 /// Steps of the uninterrupted run. It saves and evaluates every third.
@@ -572,12 +572,12 @@ fn a_killed_rank_ends_the_job_and_the_run_continues() {
     let mut job = start(&mut asked.command());
     let begun = Instant::now();
     while !files.checkpoint(20).exists() {
-        assert!(job.runs() && begun.elapsed() < Duration::from_secs(30), "no checkpoint of step 20");
+        assert!(job.runs() && begun.elapsed() < LIMIT, "no checkpoint of step 20");
         std::thread::sleep(Duration::from_millis(2));
     }
     let ranks = processes(asked.root.to_str().unwrap());
     send(ranks.into_iter().find(|pid| rank_of(*pid) == Some(1)).unwrap(), libc::SIGKILL);
-    let ended = job.finish(Duration::from_secs(15));
+    let ended = job.finish(LIMIT);
     assert!(!ended.status.success(), "{ended}");
     assert!(!files.path("run.json").exists() && !files.checkpoint(LONG).exists(), "the run had ended: {ended}");
 
