@@ -1,5 +1,5 @@
-//! Evaluation and prediction on any number of ranks: loads a checkpoint, whatever layout wrote it, measures it on the
-//! validation rows of a data set, and writes what the network gives for each of them to an HDF5 file.
+//! Evaluation and prediction on any number of ranks: loads a checkpoint, of any layout, measures it on the
+//! validation rows of a data set, and writes the network's output for each of them to an HDF5 file.
 //!
 //! ```sh
 //! examples/09-own-table.sh    # leaves a run and its data in a directory that it names

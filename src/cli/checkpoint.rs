@@ -29,7 +29,7 @@ enum Command {
         /// A run, such as runs/x
         run: PathBuf,
     },
-    /// Show what a checkpoint holds
+    /// Show the contents of a checkpoint
     Inspect {
         /// A checkpoint, such as runs/x/checkpoints/latest, or a run: its latest
         checkpoint: PathBuf,
@@ -83,7 +83,7 @@ struct PruneArgs {
     /// Keep the B with the lowest validation losses
     #[arg(long, value_name = "B", default_value_t = 1)]
     keep_best: usize,
-    /// Say what would be removed, and remove nothing
+    /// List the checkpoints that would be removed, and remove nothing
     #[arg(long)]
     dry_run: bool,
 }

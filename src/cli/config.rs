@@ -27,7 +27,7 @@ enum ConfigCommand {
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
         ranks: u16,
     },
-    /// Print the network's layers: what each gives, how many parameters it has, what it computes and keeps.
+    /// Print the network's layers: output, parameters, operations and kept elements of each.
     Summary {
         #[command(flatten)]
         sources: SourceArgs,

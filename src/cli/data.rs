@@ -23,7 +23,7 @@ pub struct DataArgs {
 enum Command {
     /// Turn other formats into HDF5 shards
     Import(ImportArgs),
-    /// Show what HDF5 files hold: shapes, types, layout, compression, provenance
+    /// Show the contents of HDF5 files: shapes, types, layout, compression, provenance
     Inspect {
         /// An HDF5 file, or a directory of .h5 files
         path: PathBuf,
@@ -169,7 +169,7 @@ struct KeptArgs {
     /// Leave numbers as they are, rather than bring each channel or column to mean 0 and deviation 1
     #[arg(long)]
     raw: bool,
-    /// What becomes of rows with a number that is not finite; empty cells of tables count as such, too, if they are skipped
+    /// Treatment of rows with a number that is not finite; empty cells of tables count as such, too, if they are skipped
     #[arg(long, value_enum, default_value_t)]
     not_finite: NotFinite,
 }

@@ -15,7 +15,7 @@ use crate::telemetry::say;
 #[command(after_help = "Exit code: 0 if nothing failed (warnings do not count), 1 if something did.\n\
                         Example: mpirun -np 2 hpctrain doctor --run-root /scratch/runs")]
 pub struct DoctorArgs {
-    /// Where runs will be: its file system is tried. What is written there is removed.
+    /// Directory of runs to come: its file system is tried. Files written there are removed.
     #[arg(long, value_name = "DIR", default_value = "runs")]
     run_root: PathBuf,
     /// Print one JSON object instead of the table.
@@ -42,7 +42,7 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
 /// Arguments of `hpctrain doctor-probe`, which `hpctrain doctor` starts.
 #[derive(Args)]
 pub struct ProbeArgs {
-    /// What to look at.
+    /// The areas to be checked.
     probe: String,
 }
 

@@ -21,10 +21,10 @@ use crate::signals;
 #[derive(Args)]
 #[command(group = ArgGroup::new("what").required(true))]
 pub struct EvalArgs {
-    /// Evaluate the checkpoints of this run, such as runs/gpt-char, on its own validation data, and record what is found there.
+    /// Evaluate the checkpoints of this run, such as runs/gpt-char, on its own validation data, and record the results there.
     #[arg(long, value_name = "DIR", group = "what")]
     run: Option<PathBuf>,
-    /// Measure this checkpoint, or the newest of this run, and print what is found; nothing is recorded.
+    /// Measure this checkpoint, or the newest of this run, and print the results; nothing is recorded.
     #[arg(long, value_name = "DIR", group = "what")]
     checkpoint: Option<PathBuf>,
     /// Measure on this directory of shards or this HDF5 file [default: the data that the checkpoint was trained on]

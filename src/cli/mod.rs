@@ -66,7 +66,7 @@ enum Command {
     /// Some checks of `doctor`, in a process that may crash.
     #[command(hide = true, name = crate::doctor::probe::COMMAND)]
     DoctorProbe(doctor::ProbeArgs),
-    /// Time what the machine gives.
+    /// Time the machine: kernels, steps, messages, data, checkpoints.
     Bench(bench::BenchArgs),
     /// Print a completion script for a shell.
     Completions {

@@ -78,7 +78,7 @@ pub struct TrainArgs {
     /// Which checkpoints they evaluate.
     #[arg(long, value_enum, default_value_t = Policy::Latest, requires = "evaluators")]
     policy: Policy,
-    /// Write what every thread of every rank did, and when, to FILE at the end, for ui.perfetto.dev.
+    /// Write the activity of every thread of every rank, with its times, to FILE at the end, for ui.perfetto.dev.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Count the time of every kernel on rank 0: a table at the end, and profile.json in the run's directory.

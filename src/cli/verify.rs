@@ -62,7 +62,7 @@ pub fn run(args: &VerifyArgs) -> i32 {
 pub struct RankArgs {
     /// What to do.
     task: PathBuf,
-    /// Where rank 0 writes what came out.
+    /// File for the result, which rank 0 writes.
     recording: PathBuf,
 }
 

@@ -9,7 +9,7 @@ use super::communicator::{Comm, WORLD};
 use super::device::direct::Direct;
 use super::device::path::DevicePath;
 use super::device::staged::Staging;
-use super::health::ledger::{Label, Size};
+use super::health::ledger::{Label, RECV, Size};
 use super::operand::Host;
 use super::pending::{Pending, Reply, reply};
 use super::shared::Stats;
@@ -236,7 +236,7 @@ impl<B: Backend> Group<B> {
             Err(error) => return Pending::refused(error),
         };
         let size = Size::Same(size_of::<f32>() * B::len(&buf));
-        let label = Label { root: Some(from), ..self.label("recv", size, "direct") };
+        let label = Label { root: Some(from), ..self.label(RECV, size, "direct") };
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         let (path, words) = (self.comm.path, self.comm.slot);

@@ -100,10 +100,10 @@ impl CommThreadState {
         act: impl FnOnce(&mut Self, u64) -> Result<T>,
     ) -> Result<T> {
         self.attempt(|state| {
-            let number = state.shared.ledger().begin(group, label);
-            let result = act(state, number)?;
+            let (number, in_group) = state.shared.ledger().begin(group, label);
+            let result = act(state, in_group)?;
             let (mut ledger, activity) = (state.shared.ledger(), &state.shared.activity);
-            if let Some(entry) = ledger.end()
+            if let Some(entry) = ledger.end(number)
                 && activity.records()
             {
                 activity.keep(Event {
@@ -126,9 +126,9 @@ impl CommThreadState {
         label: &Label,
         act: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
-        self.recorded(group, label, |state, number| {
+        self.recorded(group, label, |state, in_group| {
             if cfg!(debug_assertions) {
-                state.compare(group, label, number)?;
+                state.compare(group, label, in_group)?;
             }
             act(state)
         })

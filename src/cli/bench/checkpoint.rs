@@ -18,7 +18,7 @@ pub struct CheckpointArgs {
     /// Bytes of parameters and optimizer state, about.
     #[arg(long, default_value = "500MB")]
     size: Size,
-    /// Directory on the disk to be timed; what is written there is removed.
+    /// Directory on the disk to be timed; files written there are removed.
     #[arg(long, value_name = "DIR", default_value = ".")]
     dir: PathBuf,
     /// Rounds of which medians are taken.

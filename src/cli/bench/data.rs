@@ -17,7 +17,7 @@ pub struct DataArgs {
     /// Images of 28 × 28 and windows of 256 tokens that are written and read.
     #[arg(long, default_value_t = 60_000, value_parser = clap::value_parser!(u32).range(128..))]
     samples: u32,
-    /// Directory on the disk to be used; what is written there is removed.
+    /// Directory on the disk to be used; files written there are removed.
     #[arg(long, value_name = "DIR", default_value = ".")]
     dir: PathBuf,
     /// Rounds of which medians are taken.

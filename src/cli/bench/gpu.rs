@@ -21,7 +21,7 @@ pub struct GpuArgs {
     /// Number format of parameters, activations and products.
     #[arg(long, value_name = "FORMAT", default_value = "bf16", value_parser = ["bf16", "tf32", "f32"])]
     compute: String,
-    /// Memory of the GPU that is taken; nine tenths of what is free if left out.
+    /// Memory of the GPU that is taken; nine tenths of the free memory if left out.
     #[arg(long, value_name = "SIZE")]
     memory: Option<Size>,
     /// Batches of launches of which medians are taken.

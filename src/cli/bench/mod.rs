@@ -29,7 +29,7 @@ enum What {
     Gpu(gpu::GpuArgs),
     /// Time the steps of a network on the CPUs, on random data: hpctrain bench step --preset gpt-baby --samples 4.
     Step(pace::PaceArgs),
-    /// Time every kernel of such steps, beside what cores and memory give at best.
+    /// Time every kernel of such steps, beside the peak rates of cores and memory.
     Kernels(pace::PaceArgs),
     /// Time the products of matrices of such steps.
     Gemm(pace::PaceArgs),

@@ -26,9 +26,8 @@ pub struct Told {
     pub op: String,
     pub unit: Option<String>,
     pub group: String,
-    pub ranks: usize,
-    /// First rank of the group.
-    pub first: usize,
+    /// The group's ranks, as reports number them.
+    pub members: Vec<usize>,
     pub in_group: u64,
     pub bytes: usize,
     pub algorithm: String,
@@ -50,8 +49,7 @@ impl From<&Entry> for Told {
             op: label.op.into(),
             unit: label.unit.as_deref().map(str::to_string),
             group: label.group.into(),
-            ranks: entry.ranks,
-            first: entry.first,
+            members: entry.members.to_vec(),
             in_group: entry.in_group,
             bytes: label.size.bytes(),
             algorithm: label.algorithm.into(),

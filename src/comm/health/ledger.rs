@@ -15,6 +15,9 @@ use crate::comm::wire::Members;
 /// Collectives that are remembered.
 const KEPT: usize = 256;
 
+/// The operation of a message from one rank, which only its receiver records.
+pub const RECV: &str = "recv";
+
 /// Description of a collective.
 #[derive(Debug, Clone)]
 pub struct Label {
@@ -50,12 +53,11 @@ impl Size {
 pub struct Entry {
     /// Running number among everything that this rank does with others, from 1.
     pub number: u64,
-    /// Running number in the group, from 1.
+    /// Running number from 1 among the collectives of the group, or among the messages of one rank in it.
     pub in_group: u64,
     pub label: Label,
-    /// Ranks in the group, and the first of them.
-    pub ranks: usize,
-    pub first: usize,
+    /// The group's ranks in the world.
+    pub members: Arc<[usize]>,
     pub started: u64,
     /// None while it is under way.
     pub ended: Option<u64>,
@@ -65,14 +67,15 @@ impl Entry {
     /// The entry as an event of the trace.
     pub fn message(&self) -> Message {
         let Label { group, size, algorithm, .. } = self.label;
-        Message { number: self.number, group, ranks: self.ranks, bytes: size.bytes(), algorithm }
+        Message { number: self.number, group, ranks: self.members.len(), bytes: size.bytes(), algorithm }
     }
 }
 
 /// A ring of the last collectives. Once it is full, an entry costs no allocation.
 pub struct CollectiveLedger {
     number: u64,
-    by_group: HashMap<usize, u64>,
+    /// Collectives of each group, and messages from each rank in it.
+    by_group: HashMap<(usize, Option<usize>), u64>,
     entries: VecDeque<Entry>,
 }
 
@@ -83,10 +86,11 @@ impl Default for CollectiveLedger {
 }
 
 impl CollectiveLedger {
-    /// A collective begins. Returns its number in the group.
-    pub fn begin(&mut self, group: &Members, label: &Label) -> u64 {
+    /// A collective begins. Returns its running number, and that in the group.
+    pub fn begin(&mut self, group: &Members, label: &Label) -> (u64, u64) {
         self.number += 1;
-        let in_group = self.by_group.entry(group.id).or_default();
+        let from = label.root.filter(|_| label.op == RECV);
+        let in_group = self.by_group.entry((group.id, from)).or_default();
         *in_group += 1;
         if self.entries.len() == KEPT {
             self.entries.pop_front();
@@ -95,17 +99,16 @@ impl CollectiveLedger {
             number: self.number,
             in_group: *in_group,
             label: label.clone(),
-            ranks: group.size(),
-            first: group.ranks[0],
+            members: group.ranks.clone(),
             started: activity::now(),
             ended: None,
         });
-        *in_group
+        (self.number, *in_group)
     }
 
-    /// The collective that began last has succeeded.
-    pub fn end(&mut self) -> Option<&Entry> {
-        let entry = self.entries.back_mut()?;
+    /// Collective `number` has succeeded. None if it is no longer remembered.
+    pub fn end(&mut self, number: u64) -> Option<&Entry> {
+        let entry = self.entries.iter_mut().rev().find(|entry| entry.number == number)?;
         entry.ended = Some(activity::now());
         Some(entry)
     }
@@ -115,9 +118,9 @@ impl CollectiveLedger {
         self.entries.iter()
     }
 
-    /// The last one that was finished and the one under way.
+    /// The last one that was finished, and the oldest one under way.
     pub fn place(&self) -> (Option<&Entry>, Option<&Entry>) {
-        let current = self.entries.back().filter(|entry| entry.ended.is_none());
+        let current = self.entries.iter().find(|entry| entry.ended.is_none());
         (self.entries.iter().rev().find(|entry| entry.ended.is_some()), current)
     }
 }
@@ -141,18 +144,34 @@ mod tests {
         let mut ledger = CollectiveLedger::default();
         assert!(ledger.place().0.is_none() && ledger.place().1.is_none());
         for i in 1..=300 {
-            assert_eq!(ledger.begin(&world, &label("all_reduce")), i);
-            assert_eq!(ledger.end().unwrap().number, i);
+            assert_eq!(ledger.begin(&world, &label("all_reduce")), (i, i));
+            assert_eq!(ledger.end(i).unwrap().number, i);
         }
         let room = ledger.entries.capacity();
-        assert_eq!(ledger.begin(&pair, &label("barrier")), 1);
+        assert_eq!(ledger.begin(&pair, &label("barrier")), (301, 1));
         let (finished, current) = ledger.place();
         let (finished, current) = (finished.unwrap(), current.unwrap());
-        assert_eq!((finished.number, finished.label.op, finished.first, finished.ranks), (300, "all_reduce", 0, 4));
-        assert_eq!((current.number, current.label.op, current.first, current.ranks), (301, "barrier", 2, 2));
+        assert_eq!((finished.number, finished.label.op, &*finished.members), (300, "all_reduce", &[0, 1, 2, 3][..]));
+        assert_eq!((current.number, current.label.op, &*current.members), (301, "barrier", &[2, 3][..]));
         assert!(current.ended.is_none() && finished.ended >= Some(finished.started));
         let numbers: Vec<_> = ledger.entries().map(|entry| entry.number).collect();
         assert_eq!(numbers, (301 - KEPT as u64 + 1..=301).collect::<Vec<_>>());
         assert_eq!(ledger.entries.capacity(), room);
+    }
+
+    #[test]
+    fn messages_are_counted_apart_and_end_in_any_order() {
+        let label =
+            |op, root| Label { op, group: "pipeline", unit: None, size: Size::Same(8), algorithm: "direct", root };
+        let group = Members::world(0, [0; 3].into());
+        let mut ledger = CollectiveLedger::default();
+        let began = [(RECV, Some(1)), ("barrier", None), (RECV, Some(2)), (RECV, Some(1)), ("broadcast", Some(1))]
+            .map(|(op, root)| ledger.begin(&group, &label(op, root)));
+        assert_eq!(began, [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2)]);
+        ledger.end(2);
+        ledger.end(1);
+        let (finished, current) = ledger.place();
+        assert_eq!((finished.unwrap().number, current.unwrap().number), (2, 3));
+        assert!(ledger.end(9).is_none());
     }
 }

@@ -1,8 +1,9 @@
 //! Builds the stall report: the ranks that block the job, and where.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use super::heartbeat::{Heartbeat, LedgerFile, Told};
+use super::ledger::RECV;
 
 /// Ranks that are described one by one.
 const DESCRIBED: usize = 8;
@@ -14,15 +15,63 @@ pub struct Sighting {
     pub answers: bool,
 }
 
-/// One line about all ranks: first those the others wait for. `now` is in seconds since 1970.
+/// The group of a collective: its name and its ranks.
+type Place<'a> = (&'a str, &'a [usize]);
+
+fn place_of(told: &Told) -> Place<'_> {
+    (&told.group, &told.members)
+}
+
+/// The progress of every rank in its groups, as far as heartbeats and ledgers tell.
+struct Progress<'a> {
+    ranks: &'a [Sighting],
+    /// The last collective that a rank has begun in a group.
+    begun: HashMap<(usize, Place<'a>), u64>,
+}
+
+impl<'a> Progress<'a> {
+    fn new(ranks: &'a [Sighting], ledgers: &'a [LedgerFile]) -> Self {
+        let of_ledgers = ledgers.iter().flat_map(|ledger| ledger.collectives.iter().map(|told| (ledger.rank, told)));
+        let heartbeats = ranks.iter().filter_map(|sighting| sighting.heartbeat.as_ref());
+        let of_heartbeats = heartbeats.flat_map(|heartbeat| {
+            heartbeat.finished.iter().chain(&heartbeat.current).map(|told| (heartbeat.rank, told))
+        });
+        let mut begun = HashMap::new();
+        for (rank, told) in of_ledgers.chain(of_heartbeats).filter(|(_, told)| told.op != RECV) {
+            let last = begun.entry((rank, place_of(told))).or_default();
+            *last = told.in_group.max(*last);
+        }
+        Self { ranks, begun }
+    }
+
+    /// The collective that a rank is in, if it answers.
+    fn inside(&self, rank: usize) -> Option<&'a Told> {
+        let sighting = self.ranks.get(rank).filter(|sighting| sighting.answers)?;
+        sighting.heartbeat.as_ref()?.current.as_ref()
+    }
+
+    /// The ranks that one waits for in its collective: those of the group that have not begun it, or the sender of a message.
+    fn awaited_by(&self, rank: usize) -> Vec<usize> {
+        let Some(told) = self.inside(rank) else { return vec![] };
+        if told.op == RECV {
+            return told.root.and_then(|root| told.members.get(root)).copied().into_iter().collect();
+        }
+        let has_begun =
+            |other: usize| self.begun.get(&(other, place_of(told))).is_some_and(|begun| *begun >= told.in_group);
+        told.members.iter().copied().filter(|&other| other < self.ranks.len() && !has_begun(other)).collect()
+    }
+}
+
+/// One line about all ranks: first those that hold up others and wait for none themselves. `now` is in seconds since 1970.
 pub fn report(ranks: &[Sighting], ledgers: &[LedgerFile], now: f64) -> String {
-    let inside = |sighting: &Sighting| {
-        let current = sighting.heartbeat.as_ref()?.current.as_ref()?;
-        sighting.answers.then_some(current.number)
-    };
-    // While a rank is missing, all others wait, some of them one collective later. Else they wait for those behind.
-    let missing = ranks.iter().any(|rank| inside(rank).is_none());
-    let furthest = ranks.iter().filter_map(inside).max();
+    let progress = Progress::new(ranks, ledgers);
+    let awaited_by: Vec<Vec<usize>> = (0..ranks.len()).map(|rank| progress.awaited_by(rank)).collect();
+    // The collective in which each rank is awaited, if it is.
+    let mut awaited: Vec<Option<&Told>> = vec![None; ranks.len()];
+    for (rank, others) in awaited_by.iter().enumerate() {
+        others.iter().for_each(|&other| awaited[other] = awaited[other].or(progress.inside(rank)));
+    }
+    let nobody_waits = awaited.iter().all(Option::is_none);
     let mut causes = Vec::new();
     let mut waiting: BTreeMap<String, (Vec<usize>, f64)> = BTreeMap::new();
     for (rank, sighting) in ranks.iter().enumerate() {
@@ -38,17 +87,21 @@ pub fn report(ranks: &[Sighting], ledgers: &[LedgerFile], now: f64) -> String {
                 since(heartbeat.time),
                 place(heartbeat)
             )),
-            Some(told) if missing || Some(told.number) == furthest => {
+            Some(told) if awaited[rank].is_some() && awaited_by[rank].is_empty() => {
+                causes.push(format!("rank {rank} ({process}) is at {told} since {}", since(told.started)));
+            }
+            Some(told) => {
                 let (ranks, longest) = waiting.entry(told.to_string()).or_default();
                 ranks.push(rank);
                 *longest = longest.max(now - told.started);
             }
-            Some(told) => causes.push(format!("rank {rank} ({process}) is at {told} since {}", since(told.started))),
-            None => {
+            None if awaited[rank].is_some() || nobody_waits => {
                 let joined = heartbeat.finished.as_ref().map_or(0, |told| told.number);
                 let doing = format!("{} since {}", heartbeat.phase, since(heartbeat.phase_since));
                 causes.push(format!("rank {rank} ({process}) has not joined #{}: {doing}", joined + 1));
             }
+            // It computes, and nobody waits for it.
+            None => {}
         }
     }
     let others = causes.len().saturating_sub(DESCRIBED);
@@ -79,16 +132,15 @@ fn place(heartbeat: &Heartbeat) -> String {
 /// The first collective of a group that two of its ranks saw differently.
 fn disagreement(ledgers: &[LedgerFile]) -> Option<String> {
     let alike = |a: &Told, b: &Told| (&a.op, &a.unit, a.root) == (&b.op, &b.unit, b.root);
-    let mut seen: BTreeMap<(&str, usize, usize, u64), (usize, &Told)> = BTreeMap::new();
+    let mut seen: HashMap<(Place<'_>, u64), (usize, &Told)> = HashMap::new();
     let mut differ: Option<(u64, String)> = None;
     for ledger in ledgers {
         for told in &ledger.collectives {
             // Messages between two ranks are seen by one of them.
-            if told.op == "recv" {
+            if told.op == RECV {
                 continue;
             }
-            let place = (told.group.as_str(), told.first, told.ranks, told.in_group);
-            let &mut (rank, other) = seen.entry(place).or_insert((ledger.rank, told));
+            let &mut (rank, other) = seen.entry((place_of(told), told.in_group)).or_insert((ledger.rank, told));
             if !alike(told, other) && differ.as_ref().is_none_or(|(number, _)| told.number < *number) {
                 let text = format!("ranks disagree: rank {rank} made {other}, rank {} {told}", ledger.rank);
                 differ = Some((told.number, text));
@@ -123,8 +175,7 @@ mod tests {
             op: op.into(),
             unit: unit.map(Into::into),
             group: "data".into(),
-            ranks: 3,
-            first: 0,
+            members: vec![0, 1, 2],
             in_group: number,
             bytes: 8,
             algorithm: "tree".into(),
@@ -170,6 +221,39 @@ mod tests {
         let wanted = "still: rank 1 has left no sign of life; rank 0 waits in #42 reduce_scatter of block3 since 30 s; \
                       rank 2 waits in #43";
         assert!(told.contains(wanted), "{told}");
+    }
+
+    /// Running numbers of ranks do not compare where ranks are in different groups.
+    #[test]
+    fn waits_are_followed_through_groups_and_messages() {
+        let of = |group: &str, members: &[usize], number, in_group, op: &str, root| {
+            let (group, members) = (group.into(), members.to_vec());
+            Some(Told { group, members, in_group, root, ..told(number, op, None, false) })
+        };
+        // Ranks 0 and 1 are one stage, 2 and 3 the next; 3 computes, 2 waits for it, 0 for a gradient of 2, 1 for 0.
+        let ranks = [
+            sighting(0, true, None, of("pipeline", &[0, 2], 90, 7, RECV, Some(1))),
+            sighting(1, true, None, of("data", &[0, 1], 95, 8, "reduce_scatter", None)),
+            sighting(2, true, None, of("data", &[2, 3], 12, 5, "reduce_scatter", None)),
+            sighting(3, true, of("data", &[2, 3], 11, 4, "reduce_scatter", None), None),
+        ];
+        let text = report(&ranks, &[], 100.0);
+        let wanted =
+            "the job stands still: rank 3 (process 103 on node) has not joined #12: wait for data since 31 s; rank 2";
+        assert!(text.starts_with(wanted), "{text}");
+        for wanted in ["rank 2 waits in #12 reduce_scatter", "rank 0 waits in #90 recv", "rank 1 waits in #95"] {
+            assert!(text.contains(wanted), "{text}");
+        }
+        // A rank that computes and is not awaited is no cause.
+        let text = report(&[sighting(0, true, None, None), waiting(1), sighting(2, false, None, None)], &[], 100.0);
+        assert!(text.contains("rank 0 (process 100 on node) has not joined"), "{text}");
+        let alone = of("data", &[1, 2], 3, 3, "barrier", None);
+        let text = report(
+            &[sighting(0, true, None, None), sighting(1, true, None, alone), sighting(2, false, None, None)],
+            &[],
+            100.0,
+        );
+        assert!(!text.contains("rank 0"), "{text}");
     }
 
     #[test]

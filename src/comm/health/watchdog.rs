@@ -26,10 +26,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::heartbeat::{self, Files, Heartbeat, LedgerFile, Told, seconds};
+use super::ledger::Entry;
 use super::stall::{Sighting, report};
 use crate::activity::{self, Doing};
 use crate::backend::Backend;
 use crate::comm::communicator::{Comm, Inner};
+use crate::comm::wire::Members;
 use crate::error::{Error, Result};
 
 /// Exit code of a job that was ended.
@@ -59,21 +61,20 @@ impl<B: Backend> Comm<B> {
         let world = self.world();
         // No rank may take files of an earlier job for this job's.
         world.agree(if self.rank() == 0 { Files::new(folder).clear() } else { Ok(()) })?;
-        world.agree(Watch::start(self.inner.clone(), self.rank(), self.size(), folder, timeout)).map(Some)
+        world.agree(Watch::start(self.inner.clone(), self.home.clone(), folder, timeout)).map(Some)
     }
 }
 
 impl Watch {
     /// Starts the thread. The files of earlier jobs are gone.
-    fn start(inner: Arc<Inner>, rank: usize, ranks: usize, folder: &Path, timeout: Duration) -> Result<Self> {
+    fn start(inner: Arc<Inner>, home: Members, folder: &Path, timeout: Duration) -> Result<Self> {
         let files = Files::new(folder);
-        let heartbeat = files.open(rank)?;
+        let heartbeat = files.open(home.rank)?;
         let interval = (timeout / 10).clamp(Duration::from_millis(100), Duration::from_secs(10));
         let patience = Patience { timeout, stuck: None, waited: Duration::ZERO };
         let mut watchdog = Watchdog {
             inner,
-            rank,
-            ranks,
+            home,
             files,
             heartbeat,
             interval,
@@ -137,9 +138,8 @@ struct Alarm {
 
 struct Watchdog {
     inner: Arc<Inner>,
-    rank: usize,
-    /// Ranks that are watched together.
-    ranks: usize,
+    /// Ranks that are watched together; reports number them from 0.
+    home: Members,
     files: Files,
     heartbeat: File,
     interval: Duration,
@@ -162,7 +162,7 @@ impl Watchdog {
             self.look(passed);
         }
         // The heartbeat of a rank that left in good order says nothing.
-        let _ = std::fs::remove_file(self.files.heartbeat(self.rank));
+        let _ = std::fs::remove_file(self.files.heartbeat(self.home.rank));
     }
 
     fn look(&mut self, passed: Duration) {
@@ -213,7 +213,7 @@ impl Watchdog {
             None => (phase == Doing::Loading).then_some(Stuck::Loading(since)),
         };
         let heartbeat = Heartbeat {
-            rank: self.rank,
+            rank: self.home.rank,
             pid: std::process::id(),
             host: self.inner.world.node.host.clone(),
             beat: self.beat,
@@ -227,7 +227,7 @@ impl Watchdog {
         if let Err(error) = heartbeat::write(&self.heartbeat, &heartbeat)
             && !std::mem::replace(&mut self.failed, true)
         {
-            log::warn!("cannot write {}: {error}", self.files.heartbeat(self.rank).display());
+            log::warn!("cannot write {}: {error}", self.files.heartbeat(self.home.rank).display());
         }
         stuck
     }
@@ -236,18 +236,24 @@ impl Watchdog {
     fn place(&self) -> (Option<Told>, Option<Told>) {
         let ledger = self.inner.shared.ledger();
         let (finished, current) = ledger.place();
-        (finished.map(Told::from), current.map(Told::from))
+        (finished.map(|entry| self.told_of(entry)), current.map(|entry| self.told_of(entry)))
+    }
+
+    /// A collective as reports describe it, with its ranks as they are numbered there.
+    fn told_of(&self, entry: &Entry) -> Told {
+        let number = |rank: &usize| self.home.ranks.binary_search(rank).unwrap_or(*rank);
+        Told { members: entry.members.iter().map(number).collect(), ..Told::from(entry) }
     }
 
     fn write_ledger(&self) {
         let ledger = LedgerFile {
-            rank: self.rank,
+            rank: self.home.rank,
             pid: std::process::id(),
             host: self.inner.world.node.host.clone(),
             time: seconds(activity::now()),
-            collectives: self.inner.shared.ledger().entries().map(Told::from).collect(),
+            collectives: self.inner.shared.ledger().entries().map(|entry| self.told_of(entry)).collect(),
         };
-        let path = self.files.ledger(self.rank);
+        let path = self.files.ledger(self.home.rank);
         let text = serde_json::to_string_pretty(&ledger).map_err(std::io::Error::from);
         if let Err(error) = text.and_then(|text| std::fs::write(&path, text + "\n")) {
             log::warn!("cannot write {}: {error}", path.display());
@@ -255,18 +261,18 @@ impl Watchdog {
     }
 
     fn heartbeats(&self) -> Vec<Option<Heartbeat>> {
-        (0..self.ranks).map(|rank| self.files.read(rank)).collect()
+        (0..self.home.size()).map(|rank| self.files.read(rank)).collect()
     }
 
     /// Reports the state of each rank; `beats` are their heartbeat counts when the alarm was raised.
     fn report(&self, beats: &[Option<u64>]) -> String {
         let moved = |heartbeat: &Option<Heartbeat>, before| heartbeat.as_ref().map(|h| h.beat) != before;
         let sightings = self.heartbeats().into_iter().zip(beats).enumerate().map(|(rank, (heartbeat, before))| {
-            let answers = rank == self.rank || moved(&heartbeat, *before);
+            let answers = rank == self.home.rank || moved(&heartbeat, *before);
             Sighting { heartbeat, answers }
         });
         let sightings: Vec<_> = sightings.collect();
-        let ledgers: Vec<_> = (0..self.ranks).filter_map(|rank| self.files.read_ledger(rank)).collect();
+        let ledgers: Vec<_> = (0..self.home.size()).filter_map(|rank| self.files.read_ledger(rank)).collect();
         let text = report(&sightings, &ledgers, seconds(activity::now()));
         format!(
             "{text}\nhint: {} holds the last collectives of each rank that could write them; comm.timeout = {} seconds \
