@@ -90,8 +90,8 @@ fn commands_of_the_pages_work() {
 
 /// Those of a paragraph are one after the other in a directory of their own: a run is never overwritten.
 #[test]
-fn commands_of_the_page_on_running_work() {
-    let all = blocks("docs/running.md");
+fn commands_of_the_pages_on_clusters_and_operations_work() {
+    let all = [blocks("docs/clusters.md"), blocks("docs/operations.md")].concat();
     assert!(all.concat().len() >= 7, "{all:#?}");
     for block in all {
         let clone = clone();
