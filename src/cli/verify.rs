@@ -60,7 +60,7 @@ pub fn run(args: &VerifyArgs) -> i32 {
 /// Arguments of `hpctrain verify-rank`, which `hpctrain verify --mpi` starts under mpirun.
 #[derive(Args)]
 pub struct RankArgs {
-    /// What to do.
+    /// The task.
     task: PathBuf,
     /// File for the result, which rank 0 writes.
     recording: PathBuf,
