@@ -124,7 +124,7 @@ pub fn start_threads_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm)
             .then(|| Worker::start(format!("comm-{}", world.rank), &shared, move || Some(wire as Box<dyn Wire>)));
         Comm::new(world, algorithm, Abort::Unwind, shared, worker)
     };
-    threads::open(nodes, &shared).into_iter().zip(shared.clone()).map(start).collect()
+    threads::open(nodes, &shared).into_iter().zip(shared).map(start).collect()
 }
 
 impl<B: Backend> Comm<B> {

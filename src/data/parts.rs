@@ -79,8 +79,13 @@ impl SampleMut<'_> {
         self.as_ref().map(|ids| ids.len(), |numbers| numbers.len())
     }
 
+    /// The same buffers, for a while.
+    pub(crate) fn reborrow(&mut self) -> SampleMut<'_> {
+        self.as_mut().map(|ids| &mut **ids, |numbers| &mut **numbers)
+    }
+
     /// The part `first..first + count` of samples of `sizes`.
-    pub(crate) fn samples(&mut self, sizes: Sizes, first: usize, count: usize) -> SampleMut<'_> {
+    pub(super) fn samples(&mut self, sizes: Sizes, first: usize, count: usize) -> SampleMut<'_> {
         let of = |size: usize| first * size..(first + count) * size;
         self.as_mut().zip(sizes).map(|(ids, size)| &mut ids[of(size)], |(numbers, size)| &mut numbers[of(size)])
     }

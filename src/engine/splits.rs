@@ -123,8 +123,7 @@ impl Source for Checked {
     }
 
     fn read_run(&mut self, first: u64, count: usize, epoch: u64, mut into: SampleMut<'_>) -> Result<()> {
-        let all = into.samples(self.wanted.sizes, 0, count);
-        self.source.read_run(first, count, epoch, all).map_err(|e| self.at(first, e))?;
+        self.source.read_run(first, count, epoch, into.reborrow()).map_err(|e| self.at(first, e))?;
         let SampleMut { ids, features, classes, values, weights } = into;
         let sizes = self.wanted.sizes;
         let below = |what: &str, found: &[u32], a_sample: usize, limit: usize| {

@@ -33,6 +33,14 @@ pub struct Geometry {
     pub seed: u64,
 }
 
+impl Geometry {
+    /// The context of a step for blocks, besides a micro-batch.
+    fn training<'a, B: Kernels>(&self, micro: &Micro<B>, dropout: u64, ranks: &'a Group<B>) -> Training<'a, B> {
+        let share = micro.rows() as f32 / self.predictions as f32;
+        Training { dropout, ranks: Some(ranks), share }
+    }
+}
+
 /// Results of a forward that its backward needs.
 struct Tape<B: Kernels> {
     micro: Micro<B>,
@@ -82,75 +90,62 @@ impl<B: Kernels> Engine<B> {
         }
         let compute = begun.elapsed().saturating_sub(loading).as_secs_f64() - (self.model.sharded.waited() - waited);
         // Read now, not before: the device has no more to do.
-        let total =
-            |lane: Vec<B::Scalar>| lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + self.model.backend.read(loss)?));
+        let Model { backend, sharded, .. } = &mut self.model;
+        let total = |lane: Vec<B::Scalar>| lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?));
         let losses: Vec<f64> = losses.into_iter().map(total).collect::<Result<_>>()?;
-        self.model.sharded.reduce(&losses, compute.max(0.0), flags())
-    }
-
-    /// The context of a step for blocks, besides a micro-batch.
-    fn training<'a>(&self, micro: &Micro<B>, dropout: u64, ranks: &'a Group<B>) -> Training<'a, B> {
-        let share = micro.rows() as f32 / self.geometry.predictions as f32;
-        Training { dropout, ranks: Some(ranks), share }
+        sharded.reduce(&losses, compute.max(0.0), flags())
     }
 
     /// Forward of one micro-batch to the loss (a sum over predictions) and the gradient of the logits.
     fn forward(&mut self, micro: Micro<B>, dropout: u64) -> Result<(Tape<B>, B::Scalar)> {
-        let ranks = self.model.sharded.data().clone();
-        let cx = Context {
-            backend: &self.model.backend,
-            micro: &micro,
-            training: Some(self.training(&micro, dropout, &ranks)),
-        };
-        let mut x = self.model.backend.alloc(MemoryKind::Activations, 0)?;
-        let (mut inputs, mut saved) =
-            (Vec::with_capacity(self.model.blocks.len()), Vec::with_capacity(self.model.blocks.len()));
-        for (unit, block) in self.model.blocks.iter().enumerate() {
-            let name = self.model.sharded.name(unit).clone();
-            let params = self.model.sharded.params(unit, block.borrows())?;
+        let Self { model: Model { backend, blocks, objective, sharded }, geometry } = self;
+        let ranks = sharded.data().clone();
+        let cx = Context { backend, micro: &micro, training: Some(geometry.training(&micro, dropout, &ranks)) };
+        let mut x = backend.alloc(MemoryKind::Activations, 0)?;
+        let (mut inputs, mut saved) = (Vec::with_capacity(blocks.len()), Vec::with_capacity(blocks.len()));
+        for (unit, block) in blocks.iter().enumerate() {
+            let name = sharded.name(unit).clone();
+            let params = sharded.params(unit, block.borrows())?;
             let span = span(Doing::Forward, Some(&name));
             let (y, kept) = block.forward(&cx, params, &x)?;
             drop(span);
-            self.model.sharded.release();
+            sharded.release();
             inputs.push(std::mem::replace(&mut x, y));
             // The backward begins with the last block: its saved activations are not recomputed.
-            let is_last = unit + 1 == self.model.blocks.len();
-            let again = self.geometry.recompute && !is_last && !kept.is_empty();
+            let is_last = unit + 1 == blocks.len();
+            let again = geometry.recompute && !is_last && !kept.is_empty();
             saved.push((!again).then_some(kept));
         }
-        let scale = 1.0 / self.geometry.predictions as f32;
-        let loss = self.model.objective.train(&self.model.backend, &micro, &mut x, scale)?;
+        let scale = 1.0 / geometry.predictions as f32;
+        let loss = objective.train(backend, &micro, &mut x, scale)?;
         Ok((Tape { micro, inputs, saved, dy: x }, loss))
     }
 
     /// Backward of one micro-batch; `lane_end` as [`StepSchedule::lane_end`] has it.
     fn backward(&mut self, tape: Tape<B>, dropout: u64, lane_end: Option<bool>) -> Result<()> {
         let Tape { micro, mut inputs, mut saved, mut dy } = tape;
-        let ranks = self.model.sharded.data().clone();
-        let cx = Context {
-            backend: &self.model.backend,
-            micro: &micro,
-            training: Some(self.training(&micro, dropout, &ranks)),
-        };
-        for (unit, block) in self.model.blocks.iter().enumerate().rev() {
+        let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
+        let ranks = sharded.data().clone();
+        let cx = Context { backend, micro: &micro, training: Some(geometry.training(&micro, dropout, &ranks)) };
+        for (unit, block) in blocks.iter().enumerate().rev() {
             let (Some(x), Some(kept)) = (inputs.pop(), saved.pop()) else {
                 return Err(Error::internal("a backward without what its forward kept"));
             };
-            let name = self.model.sharded.name(unit).clone();
+            let name = sharded.name(unit).clone();
             let kept = match kept {
                 Some(kept) => kept,
                 None => {
                     let _span = span(Doing::Forward, Some(&name));
-                    block.forward(&cx, self.model.sharded.params(unit, block.borrows())?, &x)?.1
+                    block.forward(&cx, sharded.params(unit, block.borrows())?, &x)?.1
                 }
             };
-            let (params, grads) = self.model.sharded.params_and_grads(unit, block.borrows())?;
+            let (params, grads) = sharded.params_and_grads(unit, block.borrows())?;
             let span = span(Doing::Backward, Some(&name));
             dy = block.backward(&cx, params, grads, &x, kept, dy)?;
             drop(span);
-            self.model.sharded.release();
+            sharded.release();
             if let Some(last) = lane_end {
-                self.model.sharded.lane_done(unit, last)?;
+                sharded.lane_done(unit, last)?;
             }
         }
         Ok(())
