@@ -1,19 +1,19 @@
 //! Collectives and messages of a group of ranks.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use super::algorithms::{self, Algorithm, Call, Operation, bytes};
 use super::autotune::table::Table;
 use super::communicator::{Comm, WORLD};
 use super::device::direct::Direct;
 use super::device::path::DevicePath;
-use super::device::staged::Staging;
+use super::device::staged::{Lent, Staging};
 use super::health::ledger::{Label, RECV, Size};
 use super::operand::Host;
 use super::pending::{Pending, Reply, reply};
-use super::shared::Stats;
-use super::wire::{Members, Parcel, Payload};
+use super::shared::{Shared, Stats};
+use super::wire::{Members, Parcel, Payload, Peer};
 use super::worker::{CommThreadState, Request};
 use crate::backend::{Backend, Reach};
 use crate::error::{Error, Result};
@@ -48,30 +48,102 @@ fn whole<B: Backend>(buf: &mut B::Buf) -> Result<Reach<'_>> {
     B::reach(buf, 0..len)
 }
 
-/// A buffer on its way to another rank.
-struct Outgoing<B: Backend> {
+/// A buffer on its way to another rank, or from one.
+struct Posted<B: Backend> {
     buf: B::Buf,
     reply: Reply<B::Buf>,
+    /// The entry of one that arrives.
+    entry: Option<Entry>,
 }
 
-impl<B: Backend> Parcel for Outgoing<B> {
+impl<B: Backend> Parcel for Posted<B> {
     fn payload(&mut self) -> Result<Payload<'_>> {
         Ok(match whole::<B>(&mut self.buf)? {
-            Reach::Host(memory) => Payload::Host(bytemuck::cast_slice(memory)),
+            Reach::Host(memory) => Payload::Host(bytemuck::cast_slice_mut(memory)),
             Reach::Device(memory, _) => Payload::Device(memory),
         })
     }
 
-    fn finish(self: Box<Self>, sent: Result<()>) {
-        let Self { buf, reply } = *self;
-        reply.send(sent.map(|()| buf));
+    fn finish(self: Box<Self>, done: Result<()>) {
+        let Self { buf, reply, entry } = *self;
+        if let (Some(entry), Ok(())) = (entry, &done) {
+            entry.ended();
+        }
+        reply.send(done.map(|()| buf));
     }
 
     fn abandon(self: Box<Self>, error: Error) {
-        let Self { buf, reply } = *self;
+        let Self { buf, reply, .. } = *self;
         std::mem::forget(buf);
         reply.send(Err(error));
     }
+}
+
+/// The ledger's entry of a message under way.
+struct Entry {
+    shared: Arc<Shared>,
+    number: u64,
+}
+
+impl Entry {
+    fn ended(&self) {
+        self.shared.ended(self.number);
+    }
+}
+
+/// A buffer that a message fills by way of the host, a slot at a time.
+struct Filling<B: Backend> {
+    /// Taken when the last slot has been copied, or one has failed.
+    posted: Option<Box<Posted<B>>>,
+    /// Slots that have not been copied.
+    left: usize,
+}
+
+/// A slot of a [`Filling`] that a message arrives in.
+struct Arriving<B: Backend> {
+    slot: Lent,
+    words: Range<usize>,
+    whole: Arc<Mutex<Filling<B>>>,
+}
+
+impl<B: Backend> Arriving<B> {
+    /// Brings the slot to the device.
+    fn copy(&mut self, buf: &mut B::Buf) -> Result<()> {
+        match whole::<B>(buf)? {
+            Reach::Device(memory, copies) => self.slot.upload(&*copies, memory.part(self.words.clone())),
+            Reach::Host(_) => Err(on_host()),
+        }
+    }
+}
+
+impl<B: Backend> Parcel for Arriving<B> {
+    fn payload(&mut self) -> Result<Payload<'_>> {
+        let words = self.words.len();
+        Ok(Payload::Host(bytemuck::cast_slice_mut(self.slot.memory(words)?)))
+    }
+
+    fn finish(mut self: Box<Self>, done: Result<()>) {
+        let filling = self.whole.clone();
+        let mut filling = filling.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(posted) = &mut filling.posted else { return };
+        let done = done.and_then(|()| self.copy(&mut posted.buf));
+        filling.left -= 1;
+        if (filling.left == 0 || done.is_err())
+            && let Some(posted) = filling.posted.take()
+        {
+            posted.finish(done);
+        }
+    }
+
+    fn abandon(mut self: Box<Self>, error: Error) {
+        self.slot.leak();
+        self.finish(Err(error));
+    }
+}
+
+/// The memory of a backend on a device.
+fn on_host() -> Error {
+    Error::internal("device memory turned out to be the host's")
 }
 
 impl<B: Backend> Comm<B> {
@@ -209,7 +281,7 @@ impl<B: Backend> Group<B> {
         let (reply, pending) = reply(&self.comm.inner.shared);
         let (path, words) = (self.comm.path, self.comm.slot);
         self.comm.inner.submit(Request::run(move |state| {
-            let mut parcel = Box::new(Outgoing::<B> { buf, reply });
+            let mut parcel = Box::new(Posted::<B> { buf, reply, entry: None });
             if let Err(error) = state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err)) {
                 return parcel.finish(Err(error));
             }
@@ -219,18 +291,19 @@ impl<B: Backend> Group<B> {
                         let staging = Staging { copies: &*copies, slots: &state.slots, words };
                         staging.send(memory, &mut *state.wire, &members, to)
                     }
-                    Reach::Host(_) => Err(Error::internal("device memory turned out to be the host's")),
+                    Reach::Host(_) => Err(on_host()),
                 });
                 return parcel.finish(sent);
             }
             // The wire answers through the parcel, also after a failure.
-            let _ = state.attempt(|state| state.wire.post(&members, to, parcel));
+            let _ = state.attempt(|state| state.wire.post(&members, Peer::To(to), parcel));
         }));
         pending
     }
 
-    /// Fills a buffer with a message of rank `from`, which has the same length.
-    pub fn recv(&self, from: usize, mut buf: B::Buf) -> Pending<B::Buf> {
+    /// Fills a buffer with a message of rank `from`, which has the same length. The communication thread does not wait for
+    /// it before it turns to the next request.
+    pub fn recv(&self, from: usize, buf: B::Buf) -> Pending<B::Buf> {
         let ready = match self.check_peer(from).and_then(|()| B::stamp(&buf)) {
             Ok(ready) => ready,
             Err(error) => return Pending::refused(error),
@@ -241,24 +314,38 @@ impl<B: Backend> Group<B> {
         let (reply, pending) = reply(&self.comm.inner.shared);
         let (path, words) = (self.comm.path, self.comm.slot);
         self.comm.inner.submit(Request::run(move |state| {
-            let received = state.after(ready).and_then(|()| {
-                state.recorded(&members, &label, |state, _| {
-                    let CommThreadState { wire, slots, .. } = state;
-                    match (whole::<B>(&mut buf)?, path.stages_messages()) {
-                        (Reach::Host(memory), _) => {
-                            wire.exchange_bytes(&members, None, Some((from, bytemuck::cast_slice_mut(memory))))?
-                        }
-                        (Reach::Device(memory, _), false) => {
-                            wire.exchange_device(&members, None, Some((from, memory)))?
-                        }
-                        (Reach::Device(memory, copies), true) => {
-                            Staging { copies: &*copies, slots, words }.receive(memory, &mut **wire, &members, from)?
-                        }
+            let mut posted = Box::new(Posted::<B> { buf, reply, entry: None });
+            if let Err(error) = state.after(ready).and_then(|()| state.failure().map_or(Ok(()), Err)) {
+                return posted.finish(Err(error));
+            }
+            let number = state.shared.ledger().begin(&members, &label).0;
+            posted.entry = Some(Entry { shared: state.shared.clone(), number });
+            if B::ON_HOST || !path.stages_messages() {
+                // The wire answers through the parcel, also after a failure.
+                let _ = state.attempt(|state| state.wire.post(&members, Peer::From(from), posted));
+                return;
+            }
+            let slots = match whole::<B>(&mut posted.buf) {
+                Ok(Reach::Device(memory, copies)) => {
+                    Staging { copies: &*copies, slots: &state.slots, words }.chunks_to_fill(memory)
+                }
+                Ok(Reach::Host(_)) => Err(on_host()),
+                Err(error) => Err(error),
+            };
+            match slots {
+                Err(error) => {
+                    let _: Result<()> = state.attempt(|_| Err(error.clone()));
+                    posted.finish(Err(error));
+                }
+                Ok(slots) if slots.is_empty() => posted.finish(Ok(())),
+                Ok(slots) => {
+                    let filling = Arc::new(Mutex::new(Filling { posted: Some(posted), left: slots.len() }));
+                    for (slot, words) in slots {
+                        let arriving = Box::new(Arriving { slot, words, whole: filling.clone() });
+                        let _ = state.attempt(|state| state.wire.post(&members, Peer::From(from), arriving));
                     }
-                    Ok(buf)
-                })
-            });
-            reply.send(received);
+                }
+            }
         }));
         pending
     }

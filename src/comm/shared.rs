@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::health::ledger::CollectiveLedger;
-use crate::activity::{Activity, Doing, span};
+use crate::activity::{Activity, Doing, Event, Track, span};
 
 /// No abort was ordered; exit codes are 32 bits wide.
 const NO_ABORT: i64 = i64::MIN;
@@ -85,6 +85,23 @@ impl Shared {
     /// The last collectives.
     pub fn ledger(&self) -> MutexGuard<'_, CollectiveLedger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Operation `number` of the ledger has succeeded.
+    pub fn ended(&self, number: u64) {
+        let mut ledger = self.ledger();
+        if let Some(entry) = ledger.end(number)
+            && self.activity.records()
+        {
+            self.activity.keep(Event {
+                track: Track::Communication,
+                name: entry.label.op,
+                unit: entry.label.unit.clone(),
+                start: entry.started,
+                end: entry.ended.unwrap_or(entry.started),
+                message: Some(entry.message()),
+            });
+        }
     }
 
     pub fn add_busy(&self, time: Duration) {

@@ -224,11 +224,18 @@ fn messages_bytes_and_barriers() {
         for sent in sent {
             assert_eq!(sent.wait()?.len(), 100);
         }
+        // Everyone is ready to receive before anyone sends, and neither holds up a collective.
+        let ready: Vec<_> = (0..4).map(|_| world.recv(previous, buf(&[0.0; 100]))).collect();
         let all = world.gather_bytes(vec![rank as u8; rank * 2]).wait()?;
         assert_eq!(all, [vec![], vec![1; 2], vec![2; 4]]);
+        let sent: Vec<_> = (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
+        for (i, ready) in ready.into_iter().enumerate() {
+            assert_eq!(ready.wait()?.as_slice(), [(previous * 10 + i) as f32; 100]);
+        }
+        sent.into_iter().try_for_each(|sent| sent.wait().map(drop))?;
         world.barrier().wait()?;
         let stats = comm.stats();
-        assert!(stats.busy > 0.0 && stats.sent >= 1600, "{stats:?}");
+        assert!(stats.busy > 0.0 && stats.sent >= 3200, "{stats:?}");
         comm.shutdown();
         assert!(world.barrier().wait().unwrap_err().to_string().contains("has ended"));
         Ok(())

@@ -13,7 +13,7 @@ use super::health::ledger::{Label, Size};
 use super::operand::Scratch;
 use super::shared::Shared;
 use super::wire::{Members, Wire};
-use crate::activity::{Event, Track};
+use crate::activity::Track;
 use crate::backend;
 use crate::error::{Error, Result};
 
@@ -83,8 +83,8 @@ impl CommThreadState {
         self.wire.leave(false);
     }
 
-    /// Lets posted messages go on; whether any have not left yet.
-    fn sending(&mut self) -> bool {
+    /// Lets posted messages go on; whether any are still under way.
+    fn in_flight(&mut self) -> bool {
         self.failed.is_none()
             && self.wire.progress().unwrap_or_else(|error| {
                 self.fail(error);
@@ -102,19 +102,7 @@ impl CommThreadState {
         self.attempt(|state| {
             let (number, in_group) = state.shared.ledger().begin(group, label);
             let result = act(state, in_group)?;
-            let (mut ledger, activity) = (state.shared.ledger(), &state.shared.activity);
-            if let Some(entry) = ledger.end(number)
-                && activity.records()
-            {
-                activity.keep(Event {
-                    track: Track::Communication,
-                    name: label.op,
-                    unit: label.unit.clone(),
-                    start: entry.started,
-                    end: entry.ended.unwrap_or(entry.started),
-                    message: Some(entry.message()),
-                });
-            }
+            state.shared.ended(number);
             Ok(result)
         })
     }
@@ -226,9 +214,9 @@ fn serve(mut state: CommThreadState, queue: &Receiver<Request>) {
             state.failed.get_or_insert_with(|| Error::comm(format!("aborted with code {code}")));
         }
     }
-    // Posted messages must leave before the wire is closed.
+    // Posted messages must be done with before the wire is closed.
     let mut backoff = Backoff::new(true);
-    while state.sending() {
+    while state.in_flight() {
         backoff.pause(&state.shared);
     }
     if state.failed.is_none() {
@@ -249,7 +237,7 @@ fn next(state: &mut CommThreadState, queue: &Receiver<Request>) -> Option<Reques
             Err(TryRecvError::Empty) => {}
         }
         lookout = lookout.filter(|&end| Instant::now() < end);
-        match (state.sending(), lookout) {
+        match (state.in_flight(), lookout) {
             (false, None) => return queue.recv().ok(),
             (false, Some(_)) => std::thread::yield_now(),
             (true, _) => backoff.pause(&state.shared),

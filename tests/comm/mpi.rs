@@ -115,6 +115,15 @@ fn check_operations(algorithm: Algorithm) {
             assert!(received.as_slice().iter().all(|&x| x == (previous + i) as f32));
         }
         sent.into_iter().for_each(|sent| assert_eq!(sent.wait().unwrap().len(), 200_000));
+        // Everyone is ready to receive before anyone sends, and sums go by meanwhile.
+        let ready: Vec<_> = (0..3).map(|_| world.recv(previous, buf(&vec![0.0; 200_000]))).collect();
+        let sum = world.all_reduce(buf(&[1.0; 70_000]), 0..70_000).wait().unwrap();
+        assert!(sum.as_slice().iter().all(|&x| x == size as f32));
+        let sent: Vec<_> = (0..3).map(|i| world.send(next, buf(&vec![(rank + i) as f32; 200_000]))).collect();
+        for (i, ready) in ready.into_iter().enumerate() {
+            assert!(ready.wait().unwrap().as_slice().iter().all(|&x| x == (previous + i) as f32));
+        }
+        sent.into_iter().for_each(|sent| drop(sent.wait().unwrap()));
         assert!(comm.stats().sent > 0 && comm.stats().blocked > 0.0);
     }
     world.barrier().wait().unwrap();

@@ -140,6 +140,17 @@ fn a_rank_is_stopped_under_the_vendors_collectives() {
     stopped(2, 1, "mpi");
 }
 
+/// Its peer waits for it in a collective, the stages before wait for messages: the report names the one rank.
+#[test]
+fn a_rank_of_a_stage_is_stopped() {
+    let mut job = Job::start(Mpirun(4), &["comm.timeout=2", "parallel.pipeline=2", "parallel.zero=1"]);
+    let pid = job.stop(3);
+    let (ended, _) = job.ends(&[]);
+    assert_ne!(ended.code(), 0, "{ended}");
+    assert!(ended.stderr.contains(&format!("still: rank 3 (process {pid} on ")), "{ended}");
+    assert!(ended.stderr.contains(" wait") && ended.stderr.matches("error:").count() == 1, "{ended}");
+}
+
 #[test]
 fn a_rank_is_killed() {
     let job = Job::start(Mpirun(2), &["comm.timeout=2"]);

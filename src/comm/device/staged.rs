@@ -15,7 +15,7 @@ use crate::comm::algorithms::{self, Algorithm, Call, Operation};
 use crate::comm::backoff;
 use crate::comm::operand::{Host, Scratch};
 use crate::comm::shared::Shared;
-use crate::comm::wire::{Members, Parcel, Payload, Wire};
+use crate::comm::wire::{Members, Parcel, Payload, Peer, Wire};
 use crate::error::{Error, Result};
 
 /// Words of a slot, 4 MiB: copies to and from a GPU reach their speed, and the host's caches are not all lost.
@@ -58,7 +58,7 @@ impl Slots {
 }
 
 /// A slot in use. It goes back when dropped.
-struct Lent {
+pub struct Lent {
     /// Taken on drop only.
     slot: Option<Slot>,
     words: usize,
@@ -78,9 +78,20 @@ impl Lent {
         }
     }
 
-    /// The first words, after [`Lent::settle`].
-    fn memory(&mut self, words: usize) -> Result<&mut [f32]> {
+    /// The first words, when a copy under way has ended.
+    pub fn memory(&mut self, words: usize) -> Result<&mut [f32]> {
         Ok(&mut self.slot()?.memory()?[..words])
+    }
+
+    /// Copies the first words to the device, and waits for that.
+    pub fn upload(&mut self, copies: &dyn DeviceCopies, to: Span<'_>) -> Result<()> {
+        self.slot()?.upload(copies, &[(to, 0)])?;
+        self.memory(0).map(drop)
+    }
+
+    /// Leaves the memory to those who may still use it.
+    pub fn leak(&mut self) {
+        std::mem::forget(self.slot.take());
     }
 }
 
@@ -215,24 +226,16 @@ impl Staging<'_> {
         }
         for (mut slot, chunk) in slots.into_iter().zip(&chunks) {
             slot.settle(wire)?;
-            wire.post(group, to, Box::new(Leaving { slot, words: chunk.words() }))?;
+            wire.post(group, Peer::To(to), Box::new(Leaving { slot, words: chunk.words() }))?;
         }
         Ok(())
     }
 
-    /// Receives a message of [`Staging::send`] into device memory.
-    pub fn receive(&self, memory: Span<'_>, wire: &mut dyn Wire, group: &Members, from: usize) -> Result<()> {
-        let chunks = straight(memory.words(), self.words);
-        let mut slots =
-            (0..chunks.len().min(2)).map(|_| self.slots.take(self.copies, self.words)).collect::<Result<Vec<_>>>()?;
-        for (k, chunk) in chunks.iter().enumerate() {
-            let slot = &mut slots[k % 2];
-            slot.settle(wire)?;
-            let message = bytemuck::cast_slice_mut(slot.memory(chunk.words())?);
-            wire.exchange_bytes(group, None, Some((from, message)))?;
-            slot.slot()?.upload(self.copies, &chunk.pieces(memory, |_| true))?;
-        }
-        slots.iter_mut().try_for_each(|slot| slot.settle(wire))
+    /// Slots for a message of [`Staging::send`], each with its range of the memory.
+    pub fn chunks_to_fill(&self, memory: Span<'_>) -> Result<Vec<(Lent, Range<usize>)>> {
+        let words = memory.words();
+        let chunk = |start| Ok((self.slots.take(self.copies, self.words)?, start..words.min(start + self.words)));
+        (0..words).step_by(self.words).map(chunk).collect()
     }
 }
 
@@ -244,7 +247,7 @@ struct Leaving {
 
 impl Parcel for Leaving {
     fn payload(&mut self) -> Result<Payload<'_>> {
-        Ok(Payload::Host(bytemuck::cast_slice(self.slot.memory(self.words)?)))
+        Ok(Payload::Host(bytemuck::cast_slice_mut(self.slot.memory(self.words)?)))
     }
 
     fn finish(self: Box<Self>, _: Result<()>) {
@@ -252,7 +255,7 @@ impl Parcel for Leaving {
     }
 
     fn abandon(mut self: Box<Self>, _: Error) {
-        std::mem::forget(self.slot.slot.take());
+        self.slot.leak();
     }
 }
 

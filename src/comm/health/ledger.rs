@@ -118,9 +118,11 @@ impl CollectiveLedger {
         self.entries.iter()
     }
 
-    /// The last one that was finished, and the oldest one under way.
+    /// The last one that was finished, and the one under way that holds up the others: a collective, or the oldest message
+    /// where there is none.
     pub fn place(&self) -> (Option<&Entry>, Option<&Entry>) {
-        let current = self.entries.iter().find(|entry| entry.ended.is_none());
+        let mut underway = self.entries.iter().filter(|entry| entry.ended.is_none());
+        let current = underway.clone().find(|entry| entry.label.op != RECV).or_else(|| underway.next());
         (self.entries.iter().rev().find(|entry| entry.ended.is_some()), current)
     }
 }
@@ -171,7 +173,11 @@ mod tests {
         ledger.end(2);
         ledger.end(1);
         let (finished, current) = ledger.place();
-        assert_eq!((finished.unwrap().number, current.unwrap().number), (2, 3));
+        assert_eq!((finished.unwrap().number, current.unwrap().number), (2, 5), "a collective holds up messages");
+        ledger.end(5);
+        assert_eq!(ledger.place().1.unwrap().number, 3);
+        ledger.begin(&group, &label("barrier", None));
+        assert_eq!(ledger.place().1.unwrap().number, 6, "messages that were posted before do not hold it up");
         assert!(ledger.end(9).is_none());
     }
 }

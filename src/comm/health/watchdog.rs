@@ -26,7 +26,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::heartbeat::{self, Files, Heartbeat, LedgerFile, Told, seconds};
-use super::ledger::Entry;
+use super::ledger::{Entry, RECV};
 use super::stall::{Sighting, report};
 use crate::activity::{self, Doing};
 use crate::backend::Backend;
@@ -236,6 +236,8 @@ impl Watchdog {
     fn place(&self) -> (Option<Told>, Option<Told>) {
         let ledger = self.inner.shared.ledger();
         let (finished, current) = ledger.place();
+        // A message that was posted ahead is waited for only once compute needs it.
+        let current = current.filter(|entry| entry.label.op != RECV || self.inner.shared.has_waiters());
         (finished.map(|entry| self.told_of(entry)), current.map(|entry| self.told_of(entry)))
     }
 

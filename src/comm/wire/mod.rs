@@ -117,20 +117,29 @@ pub struct Incoming<'a, 'b> {
 
 /// The memory of a message.
 pub enum Payload<'a> {
-    Host(&'a [u8]),
+    Host(&'a mut [u8]),
     /// Device memory, for a wire that takes its addresses.
     Device(Span<'a>),
 }
 
-/// A message that the wire owns until it has left: its memory must neither move nor change before.
+/// The other rank of a posted message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Peer {
+    /// Its receiver.
+    To(usize),
+    /// Its sender.
+    From(usize),
+}
+
+/// A message that the wire owns until it has left or arrived: its memory must neither move nor be touched before.
 pub trait Parcel: Send {
     /// The message. Its address stays the same until [`Parcel::finish`].
     fn payload(&mut self) -> Result<Payload<'_>>;
 
     /// Gives the memory back to its owner.
-    fn finish(self: Box<Self>, sent: Result<()>);
+    fn finish(self: Box<Self>, done: Result<()>);
 
-    /// Reports a message that may never leave. Its memory is leaked: the network may still read it.
+    /// Reports a message that may never be done with. Its memory is leaked: the network may still use it.
     fn abandon(self: Box<Self>, error: Error);
 }
 
@@ -166,11 +175,12 @@ pub trait Wire {
         receive: Option<(usize, Span<'_>)>,
     ) -> Result<()>;
 
-    /// Starts a message that is received by an [`exchange_bytes`](Wire::exchange_bytes) of its kind of memory, and returns before it has
-    /// left. Otherwise two neighbours that send to each other before they receive would wait for ever.
-    fn post(&mut self, group: &Members, to: usize, parcel: Box<dyn Parcel>) -> Result<()>;
+    /// Starts a message, and returns before it has left or arrived: otherwise two neighbours that send to each other before
+    /// they receive would wait for ever. Posted messages between two ranks of a group arrive in the order of their posts,
+    /// apart from those of exchanges. The receiver knows the length: a message of another length is an error.
+    fn post(&mut self, group: &Members, peer: Peer, parcel: Box<dyn Parcel>) -> Result<()>;
 
-    /// Lets started messages go on; whether any have not left yet.
+    /// Lets started messages go on; whether any are still under way.
     fn progress(&mut self) -> Result<bool>;
 
     /// Runs a collective of the MPI library.

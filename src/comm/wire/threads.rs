@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{Incoming, Members, NodeInfo, Outgoing, Parcel, Payload, Vendor, Wire, World, check_length};
+use super::{Incoming, Members, NodeInfo, Outgoing, Parcel, Payload, Peer, Vendor, Wire, World, check_length};
 use crate::backend::Span;
 use crate::backend::cpu::add_serial;
 use crate::comm::algorithms;
@@ -46,14 +46,15 @@ pub(in crate::comm) fn open(nodes: &[usize], shared: &[Arc<Shared>]) -> Vec<(Box
             threads: None,
             staging: algorithms::staging(ranks),
         };
-        let wire = Mailboxes { rank, office: office.clone(), shared: shared[rank].clone(), splits: 0 };
+        let wire =
+            Mailboxes { rank, office: office.clone(), shared: shared[rank].clone(), splits: 0, posted: Vec::new() };
         (Box::new(wire) as Box<dyn Wire + Send>, world)
     };
     (0..ranks).map(open).collect()
 }
 
-/// Sender and receiver in the world, and the group.
-type Route = (usize, usize, usize);
+/// Sender and receiver in the world, the group, and whether messages are posted.
+type Route = (usize, usize, usize, bool);
 
 /// State shared by all ranks.
 struct Office {
@@ -88,6 +89,20 @@ impl Office {
         self.post.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Fills a posted message if it is there; whether it is.
+    fn arrived(&self, route: Route, parcel: &mut dyn Parcel) -> Result<bool> {
+        let mut post = self.lock();
+        let Some(message) = post.mail.get_mut(&route).and_then(VecDeque::pop_front) else {
+            return post.check(route.0).map(|()| false);
+        };
+        drop(post);
+        if let Payload::Host(into) = parcel.payload()? {
+            check_length(route.0, message.len(), into.len())?;
+            into.copy_from_slice(&message);
+        }
+        Ok(true)
+    }
+
     fn wake_all(&self) {
         self.arrivals.iter().for_each(Condvar::notify_all);
     }
@@ -105,14 +120,16 @@ struct Mailboxes {
     shared: Arc<Shared>,
     /// Groups made so far, the world aside.
     splits: usize,
+    /// Messages that are to arrive, and their routes.
+    posted: Vec<(Route, Box<dyn Parcel>)>,
 }
 
 impl Mailboxes {
-    fn put(&self, group: &Members, to: usize, message: Vec<u8>) -> Result<()> {
+    fn put(&self, group: &Members, to: usize, is_posted: bool, message: Vec<u8>) -> Result<()> {
         let (to, len) = (group.ranks[to], message.len());
         let mut post = self.office.lock();
         post.check(to)?;
-        post.mail.entry((self.rank, to, group.id)).or_default().push_back(message);
+        post.mail.entry((self.rank, to, group.id, is_posted)).or_default().push_back(message);
         drop(post);
         self.office.arrivals[to].notify_all();
         self.shared.add_sent(len);
@@ -124,7 +141,7 @@ impl Mailboxes {
         let office = self.office.clone();
         let mut post = office.lock();
         loop {
-            if let Some(message) = post.mail.entry((from, self.rank, group.id)).or_default().pop_front() {
+            if let Some(message) = post.mail.entry((from, self.rank, group.id, false)).or_default().pop_front() {
                 return Ok(message);
             }
             post.check(from)?;
@@ -151,7 +168,7 @@ impl Wire for Mailboxes {
             let mut message = Vec::with_capacity(pieces.iter().map(|piece| size_of_val(*piece)).sum());
             pieces.iter().for_each(|piece| message.extend_from_slice(bytemuck::cast_slice(piece)));
             if !message.is_empty() {
-                self.put(group, to, message)?;
+                self.put(group, to, false, message)?;
             }
         }
         let Some(Incoming { from, pieces, add }) = receive else { return Ok(()) };
@@ -182,7 +199,7 @@ impl Wire for Mailboxes {
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()> {
         if let Some((to, message)) = send.filter(|(_, message)| !message.is_empty()) {
-            self.put(group, to, message.to_vec())?;
+            self.put(group, to, false, message.to_vec())?;
         }
         let Some((from, into)) = receive.filter(|(_, into)| !into.is_empty()) else { return Ok(()) };
         let message = self.take(group, from)?;
@@ -191,19 +208,45 @@ impl Wire for Mailboxes {
         Ok(())
     }
 
-    fn post(&mut self, group: &Members, to: usize, mut parcel: Box<dyn Parcel>) -> Result<()> {
-        let sent = parcel.payload().and_then(|payload| match payload {
-            Payload::Host([]) => Ok(()),
-            Payload::Host(bytes) => self.put(group, to, bytes.to_vec()),
-            Payload::Device(_) => Err(no_addresses()),
+    fn post(&mut self, group: &Members, peer: Peer, mut parcel: Box<dyn Parcel>) -> Result<()> {
+        let posted = parcel.payload().and_then(|payload| match (payload, peer) {
+            (Payload::Host([]), _) => Ok(true),
+            (Payload::Host(bytes), Peer::To(to)) => self.put(group, to, true, bytes.to_vec()).map(|()| true),
+            (Payload::Host(_), Peer::From(_)) => Ok(false),
+            (Payload::Device(_), _) => Err(no_addresses()),
         });
-        parcel.finish(sent.clone());
-        sent
+        match (posted, peer) {
+            (Ok(false), Peer::From(from)) => {
+                self.posted.push(((group.ranks[from], self.rank, group.id, true), parcel));
+                self.progress().map(drop)
+            }
+            (posted, _) => {
+                let posted = posted.map(drop);
+                parcel.finish(posted.clone());
+                posted
+            }
+        }
     }
 
     fn progress(&mut self) -> Result<bool> {
-        // Nothing ever is on its way; but a thread that waits for a device must notice an abort.
-        self.office.lock().check(self.rank).map(|()| false)
+        let mut index = 0;
+        while index < self.posted.len() {
+            let (before, rest) = self.posted.split_at_mut(index);
+            let (route, parcel) = &mut rest[0];
+            // One that was posted before takes the next message of a route.
+            let has_turn = before.iter().all(|(other, _)| other != route);
+            let arrived = if has_turn { self.office.arrived(*route, &mut **parcel) } else { Ok(false) };
+            match arrived {
+                Ok(false) => index += 1,
+                done => {
+                    let done = done.map(drop);
+                    self.posted.remove(index).1.finish(done.clone());
+                    done?;
+                }
+            }
+        }
+        // A thread that waits for a device must notice an abort.
+        self.office.lock().check(self.rank).map(|()| !self.posted.is_empty())
     }
 
     fn exchange_device(
@@ -234,6 +277,9 @@ impl Wire for Mailboxes {
     }
 
     fn leave(&mut self, _in_order: bool) {
+        for (_, parcel) in self.posted.drain(..) {
+            parcel.finish(Err(Error::comm("another message failed before this one had arrived")));
+        }
         self.office.lock().gone[self.rank] = true;
         self.office.wake_all();
     }

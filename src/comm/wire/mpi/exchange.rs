@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use mpi::ffi;
 
-use super::request::Request;
+use super::request::{Kind, Request};
 use super::segment::{SLOT, Segment};
 use crate::backend::cpu::add_serial;
 use crate::comm::cut::Cursor;
@@ -120,7 +120,7 @@ impl<'a> Sending<'a> {
         let bytes = bytemuck::cast_slice(elements);
         // SAFETY: the pieces are borrowed until the exchange is over, which is after every message; a packed buffer
         // is filled again only DEPTH messages later, when this one has been popped. An error ends the process.
-        self.flying.push_back(unsafe { Request::send(world, group, self.from.to, bytes)? });
+        self.flying.push_back(unsafe { Request::send(world, group, self.from.to, Kind::Exchange, bytes)? });
         self.count += 1;
         Ok(true)
     }
@@ -215,7 +215,7 @@ impl<'a, 'b> Receiving<'a, 'b> {
         let bytes = bytemuck::cast_slice_mut(elements);
         // SAFETY: the pieces are borrowed until the exchange is over, and each range is received into once; a staging
         // buffer is used again only DEPTH messages later, when this one has been popped. An error ends the process.
-        let request = unsafe { Request::receive(world, group, *from, bytes)? };
+        let request = unsafe { Request::receive(world, group, *from, Kind::Exchange, bytes)? };
         self.flying.push_back((request, parts, self.count));
         self.count += 1;
         Ok(true)

@@ -25,10 +25,10 @@ use calls::{check, count, count_up, text};
 use exchange::{Receiving, Sending, Staging};
 use mpi::ffi;
 use node::{Node, place};
-use request::{Bytes, Request};
+use request::{Bytes, Kind, Request};
 use segment::Segment;
 
-use super::{Incoming, Members, NodeInfo, Outgoing, Parcel, Vendor, Wire, World, check_length, least_sent};
+use super::{Incoming, Members, NodeInfo, Outgoing, Parcel, Peer, Vendor, Wire, World, check_length, least_sent};
 use crate::backend::Span;
 use crate::comm::algorithms;
 use crate::comm::backoff::Backoff;
@@ -127,9 +127,11 @@ fn check_threads(provided: c_int, wanted: c_int, library: &str) -> Result<()> {
         .hint("use an MPI library that was built with support for threads"))
 }
 
-/// A message that is leaving in the background.
+/// A message that is leaving or arriving in the background.
 struct Posted {
-    requests: Vec<Request>,
+    /// Its parts; of one that arrives, with their lengths.
+    requests: Vec<(Request, Option<usize>)>,
+    peer: usize,
     parcel: Box<dyn Parcel>,
 }
 
@@ -289,11 +291,11 @@ impl Mpi {
         let world = self.groups[0];
         let expected = receive.map(|(from, bytes)| (group.ranks[from], bytes.len));
         // SAFETY: the caller holds the buffer until this function returns, which is after the request is complete.
-        let start = |(from, bytes)| unsafe { Request::receive(world, group, from, bytes) };
+        let start = |(from, bytes)| unsafe { Request::receive(world, group, from, Kind::Exchange, bytes) };
         let mut receiving = receive.map(start).transpose()?;
         self.shared.add_sent(send.map_or(0, |(_, bytes)| bytes.len));
         // SAFETY: as above.
-        let start = |(to, bytes)| unsafe { Request::send(world, group, to, bytes) };
+        let start = |(to, bytes)| unsafe { Request::send(world, group, to, Kind::Exchange, bytes) };
         let mut sending = match send.map(start).transpose() {
             Ok(sending) => sending,
             Err(error) if receiving.is_none() => return Err(error),
@@ -323,7 +325,7 @@ impl Mpi {
         Some(bytes)
     }
 
-    /// Hears an abort, and gives back the parcels that have left.
+    /// Hears an abort, and gives back the parcels that have left or arrived.
     fn poll(&mut self) {
         if let Some(code) = self.shared.aborted() {
             self.abort_all(code);
@@ -331,12 +333,14 @@ impl Mpi {
         let mut index = 0;
         while index < self.posted.len() {
             let mut requests = std::mem::take(&mut self.posted[index].requests);
-            requests.retain_mut(|request| match request.test() {
-                Ok(done) => done.is_none(),
-                Err(error) => self.give_up(&error),
-            });
+            let peer = self.posted[index].peer;
+            let tested = |(request, expected): &mut (Request, Option<usize>)| match (request.test()?, *expected) {
+                (Some(received), Some(expected)) => check_length(peer, received, expected).map(|()| true),
+                (done, _) => Ok(done.is_some()),
+            };
+            requests.retain_mut(|part| !tested(part).unwrap_or_else(|error| self.give_up(&error)));
             if requests.is_empty() {
-                self.posted.swap_remove(index).parcel.finish(Ok(()));
+                self.posted.remove(index).parcel.finish(Ok(()));
             } else {
                 self.posted[index].requests = requests;
                 index += 1;
@@ -420,7 +424,7 @@ impl Wire for Mpi {
         unsafe { self.exchange_messages(group, send, receive) }
     }
 
-    fn post(&mut self, group: &Members, to: usize, mut parcel: Box<dyn Parcel>) -> Result<()> {
+    fn post(&mut self, group: &Members, peer: Peer, mut parcel: Box<dyn Parcel>) -> Result<()> {
         let bytes = match parcel.payload() {
             Ok(payload) => Bytes::from(payload),
             Err(error) => {
@@ -428,17 +432,26 @@ impl Wire for Mpi {
                 return Err(error);
             }
         };
-        self.shared.add_sent(bytes.len);
+        let (world, kind) = (self.groups[0], Kind::Posted);
         let mut requests = Vec::with_capacity(1);
         for message in bytes.messages() {
-            // SAFETY: the parcel keeps its bytes in place, where MPI can read them, until it is finished, which `poll` does only when
+            // SAFETY: the parcel keeps its bytes in place, where MPI can reach them, until it is finished, which `poll` does only when
             // all requests are complete.
-            match unsafe { Request::send(self.groups[0], group, to, message) } {
-                Ok(request) => requests.push(request),
-                Err(error) => self.give_up(&error),
-            }
+            let started = unsafe {
+                match peer {
+                    Peer::To(to) => Request::send(world, group, to, kind, message).map(|request| (request, None)),
+                    Peer::From(from) => {
+                        Request::receive(world, group, from, kind, message).map(|request| (request, Some(message.len)))
+                    }
+                }
+            };
+            requests.push(started.unwrap_or_else(|error| self.give_up(&error)));
         }
-        self.posted.push(Posted { requests, parcel });
+        let (Peer::To(other) | Peer::From(other)) = peer;
+        if let Peer::To(_) = peer {
+            self.shared.add_sent(bytes.len);
+        }
+        self.posted.push(Posted { requests, peer: group.ranks[other], parcel });
         self.poll();
         Ok(())
     }
@@ -477,7 +490,7 @@ impl Wire for Mpi {
     fn leave(&mut self, in_order: bool) {
         // After an error other ranks may wait for this one; only `abort` can end them.
         for posted in self.posted.drain(..) {
-            posted.parcel.abandon(Error::comm("another message failed before this one had left"));
+            posted.parcel.abandon(Error::comm("another message failed before this one was done with"));
         }
         if in_order {
             if let Some(segment) = self.segment.take() {

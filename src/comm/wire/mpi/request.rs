@@ -61,9 +61,18 @@ impl From<Payload<'_>> for Bytes {
 /// A message under way. It must be tested until it is complete.
 pub struct Request(ffi::MPI_Request);
 
-/// Messages between two ranks arrive in order; a tag distinguishes groups.
-fn tag(group: &Members) -> Result<c_int> {
-    count(group.id % TAGS)
+/// The two kinds of messages. Each arrives in its own order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Of an exchange that both ranks are in.
+    Exchange,
+    /// Posted by both.
+    Posted,
+}
+
+/// Messages between two ranks arrive in order; a tag distinguishes groups and kinds.
+fn tag(group: &Members, kind: Kind) -> Result<c_int> {
+    count((2 * group.id + usize::from(kind == Kind::Posted)) % TAGS)
 }
 
 impl Request {
@@ -71,9 +80,15 @@ impl Request {
     ///
     /// # Safety
     /// The bytes stay where they are, unchanged, until the request is complete.
-    pub unsafe fn send(world: ffi::MPI_Comm, group: &Members, to: usize, bytes: impl Into<Bytes>) -> Result<Self> {
+    pub unsafe fn send(
+        world: ffi::MPI_Comm,
+        group: &Members,
+        to: usize,
+        kind: Kind,
+        bytes: impl Into<Bytes>,
+    ) -> Result<Self> {
         let bytes = bytes.into();
-        let (len, to, tag) = (count(bytes.len)?, count(group.ranks[to])?, tag(group)?);
+        let (len, to, tag) = (count(bytes.len)?, count(group.ranks[to])?, tag(group, kind)?);
         // SAFETY: the caller keeps the bytes; the request is a live local.
         let (code, raw) = unsafe {
             let mut raw = ffi::RSMPI_REQUEST_NULL;
@@ -88,9 +103,15 @@ impl Request {
     ///
     /// # Safety
     /// Nothing touches the bytes until the request is complete.
-    pub unsafe fn receive(world: ffi::MPI_Comm, group: &Members, from: usize, bytes: impl Into<Bytes>) -> Result<Self> {
+    pub unsafe fn receive(
+        world: ffi::MPI_Comm,
+        group: &Members,
+        from: usize,
+        kind: Kind,
+        bytes: impl Into<Bytes>,
+    ) -> Result<Self> {
         let bytes = bytes.into();
-        let (len, from, tag) = (count(bytes.len)?, count(group.ranks[from])?, tag(group)?);
+        let (len, from, tag) = (count(bytes.len)?, count(group.ranks[from])?, tag(group, kind)?);
         // SAFETY: the caller keeps the bytes; the request is a live local.
         let (code, raw) = unsafe {
             let mut raw = ffi::RSMPI_REQUEST_NULL;
