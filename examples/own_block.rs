@@ -125,7 +125,7 @@ fn main() -> ExitCode {
         blocks.insert(blocks.len() - 1, Box::new(Adapter { width: plan.config.model.width, inner: 16 }));
         let (mut engine, _) = engine_of(comm, &plan, blocks, Cpu::new(plan.threads), None)?;
         let mut progress = Progress::default();
-        let mut feed = world.agree(Feed::start(engine.model.backend.clone(), train, &plan, comm.rank(), progress))?;
+        let mut feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
         while progress.step < plan.config.run.steps {
             let taken = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
             if is_first && progress.step.is_multiple_of(5) {

@@ -19,7 +19,7 @@ fn main() -> ExitCode {
         let plan = plan(comm, config, &train, None)?;
         let (mut engine, _) = engine(comm, &plan, Cpu::new(plan.threads), None)?;
         let mut progress = Progress::default();
-        let mut feed = world.agree(Feed::start(engine.model.backend.clone(), train, &plan, comm.rank(), progress))?;
+        let mut feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
 
         while progress.step < plan.config.run.steps {
             // Forwards and backwards of this rank's part of the batch; loss and norm are of the whole of it.

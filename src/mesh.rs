@@ -44,6 +44,11 @@ impl Mesh {
         self.replica * self.shard
     }
 
+    /// The pipeline stage of a rank.
+    pub fn stage(&self, rank: usize) -> usize {
+        self.coordinates(rank)[Axis::Pipeline as usize]
+    }
+
     fn sizes(&self) -> [usize; 4] {
         [self.pipeline, self.replica, self.shard, self.tensor]
     }

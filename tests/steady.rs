@@ -88,9 +88,8 @@ fn plan(ranks: usize, threads: usize, settings: &[&str]) -> Plan {
 fn train(comm: &Comm<Cpu>, plan: &Plan, watch: impl Fn(bool)) -> Result<usize> {
     let (data, _) = feed::open(&plan.config)?;
     let (mut engine, _) = engine(comm, plan, Cpu::new(plan.threads), None)?;
-    let group = engine.model.sharded.data().clone();
     let mut progress = Progress::default();
-    let mut feed = Feed::start(engine.model.backend.clone(), data, plan, group.rank(), progress)?;
+    let mut feed = Feed::start(&engine.model, data, plan, progress)?;
     for _ in 0..WARM_UP {
         advance(plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
     }

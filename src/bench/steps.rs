@@ -45,7 +45,11 @@ impl<B: Kernels> Pace<B> {
             Some(samples) => samples,
             None => world.agree(resolve(config.clone(), &facts))?.micro,
         };
-        (config.batch.global, config.batch.micro) = (samples * world.size() as u64, Some(samples));
+        // A pipeline is filled by several micro-batches for each of its stages.
+        let stages = config.parallel.pipeline.max(1);
+        let micros = if stages > 1 { 4 * stages } else { 1 };
+        let global = samples * (world.size() / stages * micros) as u64;
+        (config.batch.global, config.batch.micro) = (global, Some(samples));
         config.parallel.lanes = None;
         let plan = world.agree(resolve(config, &facts))?;
         let comm = &comm.on_path(plan.config.comm.path, comm::prove)?;
@@ -63,7 +67,8 @@ impl<B: Kernels> Pace<B> {
         let begun = Instant::now();
         let (backend, batch) = (self.engine.model.backend.clone(), &self.batch);
         let time = self.plan.network.context();
-        let next = || feed::micro(&backend, batch, time, 0);
+        let stage = self.engine.model.sharded.stage().clone();
+        let next = || feed::micro(&backend, batch, time, 0, &stage);
         advance(&self.plan, &mut self.engine, next, &mut self.progress, ControlFlags::empty)?;
         Ok(begun.elapsed().as_secs_f64())
     }

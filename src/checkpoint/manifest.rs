@@ -278,22 +278,17 @@ impl Manifest {
         self.files.values().map(|file| file.bytes).sum()
     }
 
-    /// Checks that the tensors are those of a model, and the optimizer's buffers those of a rule.
+    /// Checks that the tensors are those of a whole model, and the optimizer's buffers those of a rule.
     ///
     /// # Errors
     /// The first tensor that differs, with both shapes.
-    pub fn check<'a>(
-        &self,
-        dir: &Path,
-        layouts: impl Iterator<Item = &'a UnitLayout>,
-        state: Option<&[&str]>,
-    ) -> Result<()> {
+    pub fn check(&self, dir: &Path, layouts: &[UnitLayout], state: Option<&[&str]>) -> Result<()> {
         let other = |what: String| {
             Err(Error::input(format!("{}: checkpoint of another model: {what}", dir.display()))
                 .hint("resume with the configuration it was saved with"))
         };
         let mut expected = 0;
-        for (tensor, _) in layouts.flat_map(|layout| &layout.tensors) {
+        for (tensor, _) in layouts.iter().flat_map(|layout| &layout.tensors) {
             expected += 1;
             match self.tensors.get(&tensor.name) {
                 None => return other(format!("it has no tensor {}", tensor.name)),

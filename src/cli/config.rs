@@ -3,9 +3,11 @@
 use clap::{Args, Subcommand};
 
 use super::train::SourceArgs;
-use crate::config::{Config, Facts, ModelKind, network, resolve};
+use crate::backend::cpu::Cpu;
+use crate::backend::cuda::Cuda;
+use crate::config::{Config, Facts, ModelKind, Parallel, network, resolve};
 use crate::data::inspect::table;
-use crate::engine::vocabulary;
+use crate::engine::{memory, vocabulary};
 use crate::error::{Error, Result};
 use crate::nn::layers::shown;
 use crate::telemetry::{bytes, grouped, say};
@@ -27,7 +29,7 @@ enum ConfigCommand {
         #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
         ranks: u16,
     },
-    /// Print the network's layers: output, parameters, operations and kept elements of each.
+    /// Print the network's layers: output, parameters, operations and kept elements of each; of a pipeline, its stages as well.
     Summary {
         #[command(flatten)]
         sources: SourceArgs,
@@ -51,6 +53,7 @@ fn of_data(config: &Config) -> Result<Option<usize>> {
 fn summary(sources: &SourceArgs) -> Result<()> {
     let (mut config, _) = sources.load()?;
     let of_data = of_data(&config)?;
+    let whole = config.clone();
     let network = network(&mut config.model, of_data)?;
     let mut rows = vec![["layer", "output", "parameters", "flops", "kept"].map(str::to_owned)];
     let (mut parameters, mut flops, mut kept) = (0, 0, 0);
@@ -67,6 +70,38 @@ fn summary(sources: &SourceArgs) -> Result<()> {
     say(network.describe());
     say(table(&rows).trim_end());
     say("flops: of a forward's matrix products, a sample; kept: in f32 for the backward, a sample");
+    if whole.parallel.pipeline > 1 { stages(whole, of_data) } else { Ok(()) }
+}
+
+/// The stages of a pipeline: blocks, work and memory of each.
+fn stages(config: Config, of_data: Option<usize>) -> Result<()> {
+    let Parallel { pipeline, shard, replica, .. } = config.parallel;
+    let (ranks, on_gpu) = (pipeline * shard.unwrap_or(1) * replica.unwrap_or(1), config.needs_gpu());
+    let plan = resolve(config, &Facts { ranks, threads: 1, vocabulary: of_data, on_gpu })?;
+    let held = memory::Held { messages: 0, messages_on_device: false, resident: memory::resident().0, cache: 0 };
+    let (blocks, work) = (plan.network.blocks_summary(), plan.network.work(plan.config.parallel.recompute));
+    let all: f64 = work.iter().sum();
+    let mut rows = vec![["stage", "blocks", "parameters", "work", "memory a rank"].map(str::to_owned)];
+    for (stage, units) in plan.stages.iter().enumerate() {
+        let names = match &blocks[units.clone()] {
+            [one] => one.name.clone(),
+            [first, .., last] => format!("{} to {} ({})", first.name, last.name, units.len()),
+            [] => String::new(),
+        };
+        let parameters: usize = blocks[units.clone()].iter().map(|block| block.parameters).sum();
+        let share = 100.0 * work[units.clone()].iter().sum::<f64>() / all;
+        let memory = match on_gpu {
+            false => memory::estimate::<Cpu>(&plan, stage, held).host(),
+            true => memory::estimate::<Cuda>(&plan, stage, held).gpu(),
+        };
+        rows.push([stage.to_string(), names, grouped(parameters as u64), format!("{share:.1} %"), bytes(memory)]);
+    }
+    let schedule = plan.step_schedule(0);
+    say(format_args!("\n{}", table(&rows).trim_end()));
+    let (micros, idle) = (schedule.micros(), 100.0 * schedule.bubble());
+    say(format_args!(
+        "{ranks} ranks, {micros} micro-batches each a step: {idle:.1} % of it idle where all stages take as long"
+    ));
     Ok(())
 }
 

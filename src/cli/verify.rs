@@ -21,6 +21,10 @@ pub struct VerifyArgs {
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1,2,4,8",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: Vec<u16>,
+    /// Stages of a pipeline; the ranks are those of all stages.
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pipeline: Vec<u16>,
     /// ZeRO stages; 1 to 3 also with several copies of several shards.
     #[arg(long, value_name = "STAGE,…", value_delimiter = ',', default_value = "0,1,2,3",
           value_parser = clap::value_parser!(u8).range(0..=3))]
@@ -36,15 +40,18 @@ pub struct VerifyArgs {
 impl VerifyArgs {
     fn request(&self) -> Result<Request> {
         let (config, name) = self.sources.load()?;
-        let mut ranks: Vec<usize> = self.ranks.iter().copied().map(usize::from).collect();
-        ranks.sort_unstable();
-        ranks.dedup();
+        let [ranks, pipelines] = [&self.ranks, &self.pipeline].map(|numbers| {
+            let mut numbers: Vec<usize> = numbers.iter().copied().map(usize::from).collect();
+            numbers.sort_unstable();
+            numbers.dedup();
+            numbers
+        });
         let mut stages = self.zero.clone();
         stages.sort_unstable();
         stages.dedup();
         let stages = stages.into_iter().map(Zero::try_from).collect::<Result<_, _>>().map_err(Error::input)?;
         let launcher = if self.mpi { Launcher::mpirun()? } else { Launcher::Threads };
-        Ok(Request { config, name, ranks, stages, steps: self.steps, launcher })
+        Ok(Request { config, name, ranks, pipelines, stages, steps: self.steps, launcher })
     }
 }
 

@@ -1,6 +1,7 @@
 //! Configuration: TOML in, a checked [`Plan`] out.
 
 mod device;
+mod layout;
 mod load;
 mod raw;
 mod resolve;

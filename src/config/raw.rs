@@ -241,8 +241,10 @@ sections! {
         replica: Option<usize> = None,
         /// Ranks that share one block.
         tensor: usize = 1,
-        /// Stages.
+        /// Stages of consecutive blocks, each on ranks of its own; micro-batches pass through them one after the other.
         pipeline: usize = 1,
+        /// Blocks of every stage, such as [4, 5, 3]; left out, the cut with the least work in the busiest stage.
+        stages: Option<Vec<usize>> = None,
         /// Pieces of the batch whose gradients are summed by a fixed tree; left out, the data-parallel ranks.
         lanes: Option<usize> = None,
         /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one block's parameters

@@ -1,5 +1,8 @@
 //! From the written configuration to the one that runs: every optional key filled, every combination checked.
 
+use std::ops::Range;
+
+use super::layout::{batch, lanes, mesh, stages};
 use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Deviation, Elementwise, Kernels};
@@ -7,13 +10,13 @@ use crate::data::{Axes, SampleSpec};
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
 use crate::mesh::Mesh;
-use crate::nn::Network;
 use crate::nn::gpt::Gpt;
 use crate::nn::layers::{Layer, Layers};
 use crate::nn::llama::Llama;
 use crate::nn::loss::{Loss, Objective};
+use crate::nn::{Loan, Network};
 use crate::optim::{Group, Rule, Schedule};
-use crate::parallel::{Residency, StepSchedule, Zero};
+use crate::parallel::{Residency, Stage, StepSchedule};
 
 /// Facts about the environment that a [`Plan`] depends on.
 #[derive(Debug, Clone, Copy)]
@@ -35,6 +38,8 @@ pub struct Plan {
     pub config: Config,
     /// The layout of the ranks.
     pub mesh: Mesh,
+    /// Blocks of every stage of the pipeline.
+    pub stages: Vec<Range<usize>>,
     /// Lanes of the global batch.
     pub lanes: usize,
     /// Samples a lane.
@@ -68,9 +73,16 @@ impl Plan {
         (self.lane_samples / self.micro) as usize
     }
 
-    /// The order of work of a rank's step.
-    pub fn step_schedule(&self) -> StepSchedule {
-        StepSchedule { lanes: self.lanes / self.mesh.data(), micros_per_lane: self.micros_per_lane() }
+    /// The order of work of a rank's step in stage `stage` of the pipeline.
+    pub fn step_schedule(&self, stage: usize) -> StepSchedule {
+        let (lanes, micros_per_lane) = (self.lanes / self.mesh.data(), self.micros_per_lane());
+        StepSchedule { lanes, micros_per_lane, stage, stages: self.mesh.pipeline }
+    }
+
+    /// Stage `index` of the pipeline, of a network whose blocks have these loans. With one stage it may be another network
+    /// than the plan's.
+    pub fn stage(&self, index: usize, loans: &[Option<Loan>]) -> Stage {
+        if self.mesh.pipeline == 1 { Stage::whole(loans) } else { Stage::new(&self.stages, index, loans) }
     }
 
     /// Lifetime of full buffers.
@@ -85,10 +97,6 @@ impl Plan {
     }
 }
 
-/// Tokens that a micro-batch has at most unless the configuration says: enough for efficient products, few enough for
-/// the memory of activations.
-const MICRO_TOKENS: u64 = 4096;
-
 /// Longest timeout, in seconds: a week.
 const LONGEST_TIMEOUT: u64 = 604_800;
 
@@ -100,9 +108,10 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     check_ranges(&config)?;
     let mesh = mesh(&config, facts.ranks)?;
     let lanes = lanes(&config, &mesh)?;
-    let (lane_samples, micro) = batch(&config, lanes)?;
+    let (lane_samples, micro) = batch(&config, lanes, &mesh)?;
     let threads = config.run.threads.unwrap_or(facts.threads);
     let network = network(&mut config.model, facts.vocabulary)?;
+    let stages = stages(&config.parallel, &network)?;
     check_batch_norm(&config.model.layers, lanes, mesh.data())?;
     check_batch(&network, micro, mesh.data())?;
     let loss = loss(&config, &network)?;
@@ -129,11 +138,28 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.lanes = Some(lanes);
+    if mesh.pipeline > 1 {
+        config.parallel.stages = Some(stages.iter().map(Range::len).collect());
+    }
     config.batch.micro = Some(micro);
     config.run.threads = Some(threads);
     config.schedule.decay = Some(schedule.decay);
     let average = (config.optimizer.ema > 0.0).then_some(config.optimizer.ema);
-    Ok(Plan { config, mesh, lanes, lane_samples, micro, threads, network, loss, samples, rule, average, schedule })
+    Ok(Plan {
+        config,
+        mesh,
+        stages,
+        lanes,
+        lane_samples,
+        micro,
+        threads,
+        network,
+        loss,
+        samples,
+        rule,
+        average,
+        schedule,
+    })
 }
 
 /// The number format, which the device must know.
@@ -154,7 +180,7 @@ fn digits(number: f32) -> f64 {
 }
 
 /// A value out of its range.
-fn out_of_range(key: &str, value: impl std::fmt::Display, wanted: &str) -> Error {
+pub(super) fn out_of_range(key: &str, value: impl std::fmt::Display, wanted: &str) -> Error {
     Error::input(format!("{key} = {value} is out of range")).hint(format!("{key} must be {wanted}"))
 }
 
@@ -243,73 +269,6 @@ fn check_ranges(config: &Config) -> Result<()> {
         .hint(format!("{below} heads do, or a width of {}", model.width.next_multiple_of(model.heads))));
     }
     Ok(())
-}
-
-fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
-    let parallel = &config.parallel;
-    for (key, value) in [("tensor", parallel.tensor), ("pipeline", parallel.pipeline)] {
-        if value != 1 {
-            return Err(Error::input(format!("parallel.{key} = {value}: this version does not split along that axis"))
-                .hint(format!("set parallel.{key} = 1")));
-        }
-    }
-    for (key, value) in [("shard", parallel.shard), ("replica", parallel.replica), ("lanes", parallel.lanes)] {
-        if value == Some(0) {
-            return Err(out_of_range(&format!("parallel.{key}"), 0, "at least 1"));
-        }
-    }
-    let shard = match (parallel.zero, parallel.shard) {
-        (Zero::Zero, Some(shard)) if shard > 1 => {
-            return Err(Error::input(format!("parallel.shard = {shard} with parallel.zero = 0 shards nothing"))
-                .hint("set parallel.zero to 1, 2 or 3"));
-        }
-        (Zero::Zero, _) => 1,
-        (_, Some(shard)) => shard,
-        (_, None) => ranks / parallel.replica.unwrap_or(1).min(ranks),
-    };
-    let replica = parallel.replica.unwrap_or((ranks / shard.min(ranks)).max(1));
-    let mesh = Mesh { pipeline: parallel.pipeline, replica, shard, tensor: parallel.tensor };
-    mesh.check(ranks, parallel.zero != Zero::Zero)?;
-    Ok(mesh)
-}
-
-fn lanes(config: &Config, mesh: &Mesh) -> Result<usize> {
-    let ranks = mesh.data();
-    let lanes = config.parallel.lanes.unwrap_or(ranks);
-    if lanes.is_multiple_of(ranks) {
-        return Ok(lanes);
-    }
-    let up = lanes.next_multiple_of(ranks);
-    let nearest = if lanes > ranks { format!("{} or {up}", up - ranks) } else { up.to_string() };
-    Err(Error::input(format!("parallel.lanes = {lanes} does not divide over {ranks} data-parallel ranks"))
-        .hint(format!("the nearest that does: {nearest}")))
-}
-
-fn batch(config: &Config, lanes: usize) -> Result<(u64, u64)> {
-    let (global, lanes) = (config.batch.global, lanes as u64);
-    if !global.is_multiple_of(lanes) {
-        let up = global.next_multiple_of(lanes);
-        let nearest = if global > lanes { format!("{} or {up}", up - lanes) } else { up.to_string() };
-        return Err(Error::input(format!(
-            "batch.global = {global} does not divide into {lanes} lanes ({global} / {lanes} = {:.2} samples)",
-            global as f64 / lanes as f64
-        ))
-        .hint(format!("the nearest batch that does: {nearest}")));
-    }
-    let lane_samples = global / lanes;
-    let predictions = if config.model.kind == ModelKind::Layers { 1 } else { config.model.context as u64 };
-    let fits = |micro: &u64| lane_samples.is_multiple_of(*micro) && micro * predictions <= MICRO_TOKENS;
-    let micro = config.batch.micro.unwrap_or_else(|| (1..=lane_samples).rev().find(fits).unwrap_or(1));
-    if !lane_samples.is_multiple_of(micro) {
-        let divisors = (1..=lane_samples).filter(|d| lane_samples.is_multiple_of(*d));
-        let nearest = divisors.min_by_key(|d| d.abs_diff(micro)).unwrap_or(1);
-        return Err(Error::input(format!(
-            "batch.micro = {micro} does not divide the {lane_samples} samples of a lane \
-             (batch.global = {global} / {lanes} lanes)"
-        ))
-        .hint(format!("the nearest that does: {nearest}")));
-    }
-    Ok((lane_samples, micro))
 }
 
 /// The network that a section describes; fills the keys that it leaves open. `of_data` is the number of token ids in

@@ -10,7 +10,7 @@ use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
 use crate::config::Plan;
 use crate::error::Result;
-use crate::nn::Blocks;
+use crate::nn::{Blocks, loans};
 use crate::parallel::{Lanes, Sharded, Updates};
 
 /// The network on its mesh. Collective over the world. `choices` is the file in which a measurement of collectives may
@@ -41,18 +41,21 @@ pub fn engine_of<B: Kernels>(
 ) -> Result<(Engine<B>, Exchange)> {
     let (groups, exchange) = collectives::groups(comm, plan, &backend, &blocks, choices)?;
     let data = &groups.data;
+    let number = plan.mesh.stage(comm.rank());
+    let stage = plan.stage(number, &loans(&blocks));
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
     let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
     let groups_of = plan.config.optimizer.groups.clone();
     let updates = Updates { rule: plan.rule, groups: groups_of, average: plan.average, host };
-    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, Some(seed))?;
+    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, stage, Some(seed))?;
     let geometry = Geometry {
-        schedule: plan.step_schedule(),
+        schedule: plan.step_schedule(number),
+        rows: plan.micro as usize * plan.network.context(),
         predictions: plan.tokens_per_step(),
         recompute: plan.config.parallel.recompute,
         seed,
     };
-    let model = Model { backend, blocks, objective: plan.objective(), sharded };
+    let model = Model::new(backend, blocks, plan.objective(), sharded);
     Ok((Engine { model, geometry }, exchange))
 }

@@ -9,7 +9,7 @@ use crate::comm::{Algorithm, Comm, DevicePath, Group, Operation, Table, measure}
 use crate::config::Plan;
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
-use crate::mesh::{Axis, Mesh};
+use crate::mesh::Mesh;
 use crate::nn::Blocks;
 use crate::parallel::Groups;
 
@@ -59,10 +59,8 @@ pub fn groups<B: Kernels>(
     blocks: &Blocks<B>,
     path: Option<&Path>,
 ) -> Result<(Groups<B>, Exchange)> {
-    let group = |axes: &[Axis], name| Ok::<_, Error>(comm.split(&plan.mesh.colors(axes))?.named(name));
-    let (shard, replica) = (group(&[Axis::Shard], "shard")?, group(&[Axis::Replica], "replica")?);
-    let data = group(&[Axis::Replica, Axis::Shard], "data")?;
-    let world = comm.world();
+    let groups = Groups::split(comm, &plan.mesh)?;
+    let Groups { world, shard, replica, .. } = &groups;
     let (mut found, mut how) = (None, "as configured");
     // One rank has nothing to measure.
     let alone = (comm.size() == 1).then_some(Algorithm::Tree);
@@ -71,11 +69,11 @@ pub fn groups<B: Kernels>(
         None => {
             let key = Key::of(comm, plan, blocks);
             how = "measured before";
-            let choices = match recall(&world, path, &key)? {
+            let choices = match recall(world, path, &key)? {
                 Some(choices) => choices,
                 None => {
                     how = "measured";
-                    let choices = find(&world, &shard, &replica, backend, key)?;
+                    let choices = find(world, shard, replica, backend, key)?;
                     found = Some(serde_json::to_string(&choices).map_err(|e| Error::internal(e.to_string()))? + "\n");
                     choices
                 }
@@ -86,12 +84,11 @@ pub fn groups<B: Kernels>(
     let told = |group: &Group<B>, table: &Table, operations: &[Operation], axis: &str| {
         (group.size() > 1).then(|| format!("{} {axis}: {}", group.size(), table.describe(operations)))
     };
-    let parts =
-        [told(&shard, &of_shards, &OF_SHARDS, "shards"), told(&replica, &of_replicas, &OF_REPLICAS, "replicas")];
+    let parts = [told(shard, &of_shards, &OF_SHARDS, "shards"), told(replica, &of_replicas, &OF_REPLICAS, "replicas")];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
     let told = if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
-    let groups = Groups { shard: shard.choosing(of_shards), replica: replica.choosing(of_replicas), data };
-    Ok((groups, Exchange { told, found }))
+    let (shard, replica) = (shard.choosing(of_shards), replica.choosing(of_replicas));
+    Ok((Groups { shard, replica, ..groups }, Exchange { told, found }))
 }
 
 impl Key {

@@ -4,7 +4,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::backend::{Backend, MemoryKind};
+use super::model::Model;
+use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::checkpoint::Progress;
 use crate::comm::Group;
 use crate::config::{Config, ModelKind, Plan, sample_spec};
@@ -13,7 +14,7 @@ use crate::data::{
 };
 use crate::error::{Error, Result};
 use crate::nn::Micro;
-use crate::parallel::Lanes;
+use crate::parallel::{Lanes, Stage};
 use crate::topology::Topology;
 
 /// Training and validation data of a configuration; none to validate on where there is none and none was asked for.
@@ -207,12 +208,19 @@ pub fn vocabulary(config: &Config) -> Result<usize> {
     open(config).map(|(train, _)| train.vocabulary())
 }
 
-/// A batch on the device, of samples of `time` predictions. `base` is the position of the global batch's first sample.
+/// A batch on the device, of samples of `time` predictions: inputs in the first stage of a pipeline, targets in the last.
+/// `base` is the position of the global batch's first sample.
 ///
 /// # Errors
 /// The device is out of memory.
-pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64) -> Result<Micro<B>> {
-    let parts = batch.parts.as_ref().map(Vec::as_slice, Vec::as_slice);
+pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64, stage: &Stage) -> Result<Micro<B>> {
+    let mut parts = batch.parts.as_ref().map(Vec::as_slice, Vec::as_slice);
+    if !stage.is_first() {
+        (parts.ids, parts.features) = (&[], &[]);
+    }
+    if !stage.is_last() {
+        (parts.classes, parts.values, parts.weights) = (&[], &[], &[]);
+    }
     let samples = (batch.positions.end - batch.positions.start) as usize;
     Micro::upload(backend, parts, samples, time, batch.positions.start - base)
 }
@@ -241,9 +249,10 @@ pub fn check_size(plan: &Plan, train: &dyn Source) -> Result<()> {
 }
 
 /// A rank's micro-batches, read ahead on the host and put on the device one at a time.
-pub struct Feed<B: Backend> {
+pub struct Feed<B: Kernels> {
     backend: B,
     loader: Loader,
+    stage: Stage,
     /// Predictions of a sample.
     time: usize,
     /// Position of the first sample of the first global batch, and samples of each.
@@ -253,22 +262,17 @@ pub struct Feed<B: Backend> {
     entered: usize,
 }
 
-impl<B: Backend> Feed<B> {
-    /// Starts to read the samples that the data-parallel rank `rank` will compute from `progress` on.
+impl<B: Kernels> Feed<B> {
+    /// Starts to read the samples that this rank of `model` will compute from `progress` on.
     ///
     /// # Errors
     /// The reader's thread could not be started.
-    pub fn start(
-        backend: B,
-        train: impl Source + 'static,
-        plan: &Plan,
-        rank: usize,
-        progress: Progress,
-    ) -> Result<Self> {
+    pub fn start(model: &Model<B>, train: impl Source + 'static, plan: &Plan, progress: Progress) -> Result<Self> {
         let order = order(&plan.config, &train)?;
+        let (rank, stage) = (model.sharded.data().rank(), model.sharded.stage().clone());
         let loader = Loader::start(train, order, Positions::new(plan, rank, progress), plan.config.data.prefetch)?;
-        let (time, global) = (plan.network.context(), plan.config.batch.global);
-        Ok(Self { backend, loader, time, first: progress.position, global, entered: 0 })
+        let (time, global, backend) = (plan.network.context(), plan.config.batch.global, model.backend.clone());
+        Ok(Self { backend, loader, stage, time, first: progress.position, global, entered: 0 })
     }
 
     /// The next micro-batch on the device.
@@ -280,7 +284,7 @@ impl<B: Backend> Feed<B> {
         self.enter(self.loader.held());
         let start = batch.positions.start;
         let base = start - (start - self.first) % self.global;
-        let micro = micro(&self.backend, &batch, self.time, base)?;
+        let micro = micro(&self.backend, &batch, self.time, base, &self.stage)?;
         self.loader.recycle(batch);
         Ok(micro)
     }
@@ -297,7 +301,7 @@ impl<B: Backend> Feed<B> {
     }
 }
 
-impl<B: Backend> Drop for Feed<B> {
+impl<B: Kernels> Drop for Feed<B> {
     fn drop(&mut self) {
         self.enter(0);
     }

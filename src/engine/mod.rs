@@ -7,6 +7,7 @@ pub mod feed;
 mod local;
 pub mod memory;
 mod model;
+mod neighbours;
 mod planning;
 mod splits;
 mod step;

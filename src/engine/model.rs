@@ -1,51 +1,81 @@
 //! A network with its parameters, and its output outside training.
 
+use super::neighbours::Neighbours;
 use crate::backend::{Kernels, MemoryKind};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::nn::loss::Objective;
 use crate::nn::{Blocks, Context, Micro};
-use crate::parallel::{self, Sharded};
+use crate::parallel::{Flow, Sharded};
 
-/// A network with its parameters, ready to compute.
+/// A network with its parameters, ready to compute: of a pipeline, this rank's stage.
 pub struct Model<B: Kernels> {
     /// The device.
     pub backend: B,
-    /// The network.
+    /// The blocks of the stage.
     pub blocks: Blocks<B>,
-    /// Its loss and metrics.
+    /// The network's loss and metrics.
     pub objective: Objective<B>,
-    /// Its parameters; in training, gradients and optimizer state as well.
+    /// The stage's parameters; in training, gradients and optimizer state as well.
     pub sharded: Sharded<B>,
+    pub(super) neighbours: Neighbours<B>,
 }
 
 impl<B: Kernels> Model<B> {
-    /// The unit that each block borrows.
-    pub(super) fn borrows(&self) -> Vec<Option<usize>> {
-        self.blocks.iter().map(|block| block.borrows()).collect()
+    /// The stage of `sharded` of a network of `blocks`.
+    pub fn new(backend: B, mut blocks: Blocks<B>, objective: Objective<B>, sharded: Sharded<B>) -> Self {
+        let units = sharded.stage().units.clone();
+        let width = |block: usize| blocks.get(block).map_or(0, |block| block.input_per_row());
+        let neighbours = Neighbours::new(sharded.pipeline().clone(), width(units.start), width(units.end));
+        blocks.truncate(units.end);
+        blocks.drain(..units.start);
+        Self { backend, blocks, objective, sharded, neighbours }
     }
 
-    /// The output for a micro-batch, outside training: logits of classes, or numbers.
+    /// The output for a micro-batch, outside training: logits of classes, or numbers. Collective over the stages of the
+    /// pipeline, of which the last has it.
     ///
     /// # Errors
-    /// The device or a gather failed.
-    pub fn output(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
-        self.sharded.begin(parallel::forward(&self.borrows()), false);
+    /// The device, or a message between ranks, failed.
+    pub fn output(&mut self, micro: &Micro<B>) -> Result<Option<B::Buf>> {
+        self.sharded.begin_forward();
         let cx = Context { backend: &self.backend, micro, training: None };
-        let mut x = self.backend.alloc(MemoryKind::Activations, 0)?;
+        let mut x = match self.sharded.stage().is_first() {
+            true => self.backend.alloc(MemoryKind::Activations, 0)?,
+            false => {
+                let about = "samples to evaluate";
+                self.neighbours.receive(&self.backend, Flow::Activations, micro.rows(), about)?.wait()?
+            }
+        };
         for (unit, block) in self.blocks.iter().enumerate() {
-            let params = self.sharded.params(unit, block.borrows())?;
+            let params = self.sharded.params(unit)?;
             x = block.forward(&cx, params, &x)?.0;
             self.sharded.release();
         }
-        Ok(x)
+        if self.sharded.stage().is_last() {
+            return Ok(Some(x));
+        }
+        self.neighbours.send(Flow::Activations, x);
+        Ok(None)
     }
 
-    /// Sums over a micro-batch's predictions, outside training, as [`Objective::measure`] has them: the loss first.
+    /// Sums over a micro-batch's predictions, outside training, as [`Objective::measure`] has them: the loss first. As
+    /// [`Model::output`], of the last stage.
     ///
     /// # Errors
     /// As [`Model::output`].
-    pub fn measure(&mut self, micro: &Micro<B>) -> Result<Vec<f64>> {
-        let mut output = self.output(micro)?;
-        self.objective.measure(&self.backend, micro, &mut output)
+    pub fn measure(&mut self, micro: &Micro<B>) -> Result<Option<Vec<f64>>> {
+        let output = self.output(micro)?;
+        output.map(|mut output| self.objective.measure(&self.backend, micro, &mut output)).transpose()
+    }
+
+    /// A number that the last stage has, on all stages.
+    ///
+    /// # Errors
+    /// A message between ranks failed.
+    pub fn share(&self, number: Option<u32>) -> Result<u32> {
+        let mine = number.map_or(vec![], |number| number.to_le_bytes().to_vec());
+        let told = self.sharded.pipeline().gather_bytes(mine).wait()?;
+        let last = told.last().and_then(|bytes| bytes.first_chunk());
+        last.map(|bytes| u32::from_le_bytes(*bytes)).ok_or_else(|| Error::comm("the last stage sent no number"))
     }
 }

@@ -1,4 +1,5 @@
-//! The one training step: forwards and backwards of all micro-batches, in every layout the same code.
+//! The one training step: forwards and backwards of all micro-batches through the blocks of this rank's stage, in every
+//! layout the same code.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -6,10 +7,10 @@ use std::time::{Duration, Instant};
 use super::model::Model;
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
-use crate::comm::Group;
+use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
 use crate::nn::{Context, Micro, Training};
-use crate::parallel::{self, Action, ControlFlags, ReducedStep, StepSchedule};
+use crate::parallel::{Action, ControlFlags, Flow, ReducedStep, StepSchedule};
 use crate::random;
 
 /// A model in training.
@@ -25,6 +26,8 @@ pub struct Engine<B: Kernels> {
 pub struct Geometry {
     /// The order of work: lanes and micro-batches of this rank.
     pub schedule: StepSchedule,
+    /// Rows of a micro-batch's activations.
+    pub rows: usize,
     /// Predictions in the global batch.
     pub predictions: u64,
     /// Keep only the input of each block for the backward.
@@ -48,8 +51,6 @@ struct Tape<B: Kernels> {
     inputs: Vec<B::Buf>,
     /// Activations saved by every block; none where they are recomputed.
     saved: Vec<Option<Vec<B::Buf>>>,
-    /// Gradient of the last block's output.
-    dy: B::Buf,
 }
 
 impl<B: Kernels> Engine<B> {
@@ -64,27 +65,52 @@ impl<B: Kernels> Engine<B> {
         mut next: impl FnMut() -> Result<Micro<B>>,
         flags: impl FnOnce() -> ControlFlags,
     ) -> Result<ReducedStep> {
-        let Geometry { schedule, seed, .. } = self.geometry;
+        let Geometry { schedule, rows, seed, .. } = self.geometry;
         let dropout = random::derive(seed, &[random::name("dropout"), step]);
         let (begun, waited, mut loading) = (Instant::now(), self.model.sharded.waited(), Duration::ZERO);
-        self.model.sharded.begin(parallel::step(&self.model.borrows(), schedule), schedule.micros() > 1);
-        let mut losses: Vec<Vec<B::Scalar>> =
-            (0..schedule.lanes).map(|_| Vec::with_capacity(schedule.micros_per_lane)).collect();
-        // By micro-batch.
-        let mut tapes = BTreeMap::new();
+        self.model.sharded.begin_step(schedule);
+        let (is_first, is_last) = (self.model.sharded.stage().is_first(), self.model.sharded.stage().is_last());
+        let mut losses: Vec<Vec<B::Scalar>> = vec![];
+        // Activations and gradients for computations to come, and the result of the last one; tapes by micro-batch.
+        let (mut inputs, mut result, mut tapes) = (BTreeMap::new(), None, BTreeMap::new());
+        let missing = |what: &str| Error::internal(format!("{what} before it was computed"));
         for action in schedule.actions() {
             match action {
+                Action::Receive(flow, k) => {
+                    let Model { backend, neighbours, .. } = &self.model;
+                    let about = format!("micro-batch {k}");
+                    inputs.insert((flow, k), neighbours.receive(backend, flow, rows, &about)?);
+                }
                 Action::Forward(k) => {
                     let asked = Instant::now();
                     let micro = next()?;
                     loading += asked.elapsed();
-                    let (tape, loss) = self.forward(micro, dropout)?;
-                    losses[schedule.lane(k)].push(loss);
+                    let x = match inputs.remove(&(Flow::Activations, k)) {
+                        Some(arriving) => arriving.wait()?,
+                        // The first block takes the data.
+                        None => self.model.backend.alloc(MemoryKind::Activations, 0)?,
+                    };
+                    let (tape, mut y) = self.forward(micro, x, dropout)?;
+                    if is_last {
+                        losses.resize_with(schedule.lane(k) + 1, Vec::new);
+                        losses[schedule.lane(k)].push(self.loss(&tape.micro, &mut y)?);
+                        inputs.insert((Flow::Gradients, k), Pending::ready(y));
+                    } else {
+                        result = Some(y);
+                    }
                     tapes.insert(k, tape);
                 }
                 Action::Backward(k) => {
-                    let tape = tapes.remove(&k).ok_or_else(|| Error::internal("a backward before its forward"))?;
-                    self.backward(tape, dropout, schedule.lane_end(k))?;
+                    let (Some(tape), Some(dy)) = (tapes.remove(&k), inputs.remove(&(Flow::Gradients, k))) else {
+                        return Err(missing("a backward"));
+                    };
+                    let dx = self.backward(tape, dy.wait()?, dropout, schedule.lane_end(k))?;
+                    result = (!is_first).then_some(dx);
+                }
+                Action::Send(flow, _) => {
+                    self.model.neighbours.send(flow, result.take().ok_or_else(|| missing("a message"))?);
+                    // Not before: another stage waits for the message, which would come after them.
+                    self.model.sharded.start_reductions()?;
                 }
             }
         }
@@ -96,37 +122,45 @@ impl<B: Kernels> Engine<B> {
         sharded.reduce(&losses, compute.max(0.0), flags())
     }
 
-    /// Forward of one micro-batch to the loss (a sum over predictions) and the gradient of the logits.
-    fn forward(&mut self, micro: Micro<B>, dropout: u64) -> Result<(Tape<B>, B::Scalar)> {
-        let Self { model: Model { backend, blocks, objective, sharded }, geometry } = self;
+    /// Forward of one micro-batch through the blocks of the stage, from their input to their output.
+    fn forward(&mut self, micro: Micro<B>, mut x: B::Buf, dropout: u64) -> Result<(Tape<B>, B::Buf)> {
+        let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
         let ranks = sharded.data().clone();
         let cx = Context { backend, micro: &micro, training: Some(geometry.training(&micro, dropout, &ranks)) };
-        let mut x = backend.alloc(MemoryKind::Activations, 0)?;
+        let is_last = sharded.stage().is_last();
         let (mut inputs, mut saved) = (Vec::with_capacity(blocks.len()), Vec::with_capacity(blocks.len()));
         for (unit, block) in blocks.iter().enumerate() {
             let name = sharded.name(unit).clone();
-            let params = sharded.params(unit, block.borrows())?;
+            let params = sharded.params(unit)?;
             let span = span(Doing::Forward, Some(&name));
             let (y, kept) = block.forward(&cx, params, &x)?;
             drop(span);
             sharded.release();
             inputs.push(std::mem::replace(&mut x, y));
-            // The backward begins with the last block: its saved activations are not recomputed.
-            let is_last = unit + 1 == blocks.len();
-            let again = geometry.recompute && !is_last && !kept.is_empty();
+            // The backward begins at once with the network's last block: its saved activations are not recomputed.
+            let begins = is_last && unit + 1 == blocks.len();
+            let again = geometry.recompute && !begins && !kept.is_empty();
             saved.push((!again).then_some(kept));
         }
-        let scale = 1.0 / geometry.predictions as f32;
-        let loss = objective.train(backend, &micro, &mut x, scale)?;
-        Ok((Tape { micro, inputs, saved, dy: x }, loss))
+        Ok((Tape { micro, inputs, saved }, x))
     }
 
-    /// Backward of one micro-batch; `lane_end` as [`StepSchedule::lane_end`] has it.
-    fn backward(&mut self, tape: Tape<B>, dropout: u64, lane_end: Option<bool>) -> Result<()> {
-        let Tape { micro, mut inputs, mut saved, mut dy } = tape;
+    /// The loss of the network's output (a sum over predictions), of which its gradient takes the place.
+    fn loss(&mut self, micro: &Micro<B>, output: &mut B::Buf) -> Result<B::Scalar> {
+        let scale = 1.0 / self.geometry.predictions as f32;
+        self.model.objective.train(&self.model.backend, micro, output, scale)
+    }
+
+    /// Backward of one micro-batch, from the gradient of the stage's output to that of its input; `lane_end` as
+    /// [`StepSchedule::lane_end`] has it.
+    fn backward(&mut self, tape: Tape<B>, mut dy: B::Buf, dropout: u64, lane_end: Option<bool>) -> Result<B::Buf> {
+        let Tape { micro, mut inputs, mut saved } = tape;
         let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
         let ranks = sharded.data().clone();
         let cx = Context { backend, micro: &micro, training: Some(geometry.training(&micro, dropout, &ranks)) };
+        if lane_end.is_some() {
+            sharded.lane_ends()?;
+        }
         for (unit, block) in blocks.iter().enumerate().rev() {
             let (Some(x), Some(kept)) = (inputs.pop(), saved.pop()) else {
                 return Err(Error::internal("a backward without what its forward kept"));
@@ -136,10 +170,10 @@ impl<B: Kernels> Engine<B> {
                 Some(kept) => kept,
                 None => {
                     let _span = span(Doing::Forward, Some(&name));
-                    block.forward(&cx, sharded.params(unit, block.borrows())?, &x)?.1
+                    block.forward(&cx, sharded.params(unit)?, &x)?.1
                 }
             };
-            let (params, grads) = sharded.params_and_grads(unit, block.borrows())?;
+            let (params, grads) = sharded.params_and_grads(unit)?;
             let span = span(Doing::Backward, Some(&name));
             dy = block.backward(&cx, params, grads, &x, kept, dy)?;
             drop(span);
@@ -147,7 +181,11 @@ impl<B: Kernels> Engine<B> {
             if let Some(last) = lane_end {
                 sharded.lane_done(unit, last)?;
             }
+            if sharded.stage().is_first() {
+                // Beside the backwards of the other blocks. No stage waits for a message of this one.
+                sharded.start_reductions()?;
+            }
         }
-        Ok(())
+        Ok(dy)
     }
 }

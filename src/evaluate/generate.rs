@@ -34,12 +34,16 @@ pub fn generate<B: Kernels>(
     for index in 0..sampling.tokens {
         let window = &tokens[tokens.len().saturating_sub(context)..];
         let micro = Micro::of_text(&model.backend, window, &[], window.len(), 0)?;
-        let logits = model.output(&micro)?;
-        let classes = B::len(&logits) / window.len();
-        let mut last = vec![0.0; classes];
-        let end = B::len(&logits);
-        model.backend.download(B::view(&logits, end - classes..end), &mut last)?;
-        tokens.push(draw(&last, sampling, stream.uniform(index as u64))?);
+        let drawn = match model.output(&micro)? {
+            None => None,
+            Some(logits) => {
+                let (end, classes) = (B::len(&logits), B::len(&logits) / window.len());
+                let mut last = vec![0.0; classes];
+                model.backend.download(B::view(&logits, end - classes..end), &mut last)?;
+                Some(draw(&last, sampling, stream.uniform(index as u64))?)
+            }
+        };
+        tokens.push(model.share(drawn)?);
     }
     Ok(tokens.split_off(prompt.len()))
 }

@@ -77,41 +77,48 @@ impl Evaluator {
         self.samples
     }
 
-    /// Mean loss a prediction over the set, and metrics. Collective over `data`: chunks go round the ranks, each is computed
-    /// whole by one of them, and all sums are added in chunk order. None if any rank was `interrupted` before the end.
+    /// Mean loss a prediction over the set, and metrics. Collective over `world`, the ranks of all stages: chunks go round
+    /// the ranks with different data, each is computed whole by one of them, and all sums are added in chunk order. None
+    /// if any rank was `interrupted` before the end.
     ///
     /// # Errors
     /// A failure of the data, the device, or a message between ranks.
     pub fn measure<B: Kernels>(
         &mut self,
         model: &mut Model<B>,
-        data: &Group<B>,
+        world: &Group<B>,
         interrupted: impl Fn() -> bool,
     ) -> Result<Option<Measures>> {
         // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation afterwards.
         model.backend.trim();
         let chunks = self.samples.div_ceil(self.chunk);
+        let (data, stages) = (model.sharded.data().clone(), model.sharded.stage().count as u64);
         let ranks = data.size() as u64;
         let metrics = model.objective.metrics().to_vec();
         let mut sums = Vec::new();
         for round in 0..chunks.div_ceil(ranks) {
-            let told = data.gather_bytes(vec![u8::from(interrupted())]).wait()?;
-            if told.iter().any(|told| *told != [0]) {
-                model.backend.trim();
-                return Ok(None);
+            // Between two meetings of all ranks every stage of the pipeline has a chunk to work on.
+            if round.is_multiple_of(stages) {
+                let told = world.gather_bytes(vec![u8::from(interrupted())]).wait()?;
+                if told.iter().any(|told| *told != [0]) {
+                    model.backend.trim();
+                    return Ok(None);
+                }
             }
             // Every rank computes in every round, because gathers of parameters are collective; results beyond the last
             // chunk do not count.
             let chunk = round * ranks + data.rank() as u64;
-            let micro = self.micro(&model.backend, chunk.min(chunks - 1))?;
+            let micro = self.micro(model, chunk.min(chunks - 1))?;
             let of_chunk = model.measure(&micro)?;
             if chunk < chunks {
-                sums.extend(of_chunk);
+                sums.extend(of_chunk.into_iter().flatten());
             }
         }
         model.backend.trim();
         let message = sums.iter().flat_map(|sum: &f64| sum.to_le_bytes()).collect();
-        let everyone = data.gather_bytes(message).wait()?;
+        let everyone = world.gather_bytes(message).wait()?;
+        // The last stage has them.
+        let everyone = &everyone[everyone.len() - data.size()..];
         // By loss and metrics, every chunk's sum.
         let width = 1 + metrics.len();
         let mut all = vec![vec![0.0; chunks as usize]; width];
@@ -132,10 +139,10 @@ impl Evaluator {
         }))
     }
 
-    fn micro<B: Kernels>(&mut self, backend: &B, chunk: u64) -> Result<Micro<B>> {
+    fn micro<B: Kernels>(&mut self, model: &Model<B>, chunk: u64) -> Result<Micro<B>> {
         let first = chunk * self.chunk;
         let last = (first + self.chunk).min(self.samples);
         let batch = Batch::read(&mut self.dataset, first..last, first..last)?;
-        feed::micro(backend, &batch, self.dataset.context(), 0)
+        feed::micro(&model.backend, &batch, self.dataset.context(), 0, model.sharded.stage())
     }
 }

@@ -6,8 +6,8 @@ use crate::comm::Comm;
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::engine::Model;
 use crate::error::Result;
-use crate::mesh::{Axis, Mesh};
-use crate::parallel::{Groups, Lanes, Sharded, Zero};
+use crate::nn::loans;
+use crate::parallel::{Groups, Lanes, Sharded, Stage, Zero};
 
 /// The plan for `ranks` ranks that share one copy of the network of `config`, trained in any layout.
 ///
@@ -33,17 +33,12 @@ pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> R
 /// # Errors
 /// Out of memory, or a message between ranks failed.
 pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Model<B>> {
-    let mesh: &Mesh = &plan.mesh;
-    let group = |axes: &[Axis]| comm.split(&mesh.colors(axes));
-    let groups = Groups {
-        shard: group(&[Axis::Shard])?.named("shard"),
-        replica: group(&[Axis::Replica])?.named("replica"),
-        data: comm.world(),
-    };
+    let groups = Groups::split(comm, &plan.mesh)?;
     let lanes = Lanes { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = plan.network.blocks();
-    let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, None)?;
-    Ok(Model { backend, blocks, objective: plan.objective(), sharded })
+    let stage = Stage::whole(&loans(&blocks));
+    let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, stage, None)?;
+    Ok(Model::new(backend, blocks, plan.objective(), sharded))
 }
 
 /// Replaces the parameters by those of a checkpoint, or by their running average, if it has one.

@@ -108,8 +108,8 @@ pub fn predict<B: Kernels>(
         let mine = round * ranks + data.rank() as u64;
         let at = mine.min(chunks - 1) * chunk;
         let batch = Batch::read(&mut dataset, at..samples.min(at + chunk), at..);
-        let micro = feed::micro(&model.backend, &data.agree(batch)?, 1, 0)?;
-        let output = model.output(&micro)?;
+        let micro = feed::micro(&model.backend, &data.agree(batch)?, 1, 0, model.sharded.stage())?;
+        let Some(output) = model.output(&micro)? else { continue };
         let mut values = vec![0.0; B::len(&output)];
         model.backend.download(B::all(&output), &mut values)?;
         let message = if mine < chunks { bytemuck::cast_slice(&values).to_vec() } else { vec![] };

@@ -281,8 +281,8 @@ mod tests {
             tensors
         }
 
-        fn borrows(&self) -> Option<usize> {
-            (self.0 == Fault::Borrows).then_some(0)
+        fn borrows(&self) -> Option<crate::nn::Loan> {
+            (self.0 == Fault::Borrows).then_some(crate::nn::Loan { unit: 0, len: 1 })
         }
 
         fn input_per_row(&self) -> usize {

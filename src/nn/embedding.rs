@@ -15,8 +15,6 @@ pub struct Embedding {
     pub places: Option<(&'static str, usize)>,
     /// Token ids.
     pub vocabulary: usize,
-    /// Whether the head multiplies by the token table: its backward comes first, and overwrites that gradient.
-    pub tied: bool,
     /// After it; site 0 of the network.
     pub dropout: StreamDropout,
 }
@@ -43,7 +41,6 @@ impl<B: Kernels> Block<B> for Embedding {
 
     fn tensors(&self) -> Vec<Tensor> {
         let words = Tensor::new(self.words, &[self.vocabulary, self.width()], Init::Normal(INIT));
-        let words = if self.tied { words.overwritten() } else { words };
         let places = self.places.map(|(name, context)| Tensor::new(name, &[context, self.width()], Init::Normal(INIT)));
         std::iter::once(words).chain(places).collect()
     }

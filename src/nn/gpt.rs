@@ -42,7 +42,6 @@ impl Gpt {
             words: "wte.weight",
             places: Some(("wpe.weight", self.context)),
             vocabulary: self.vocabulary,
-            tied: true,
             dropout: self.dropout(),
         };
         let head = Head {

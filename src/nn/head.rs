@@ -1,6 +1,6 @@
 //! The last block of language models: a norm, then logits against a table of its own or the token table.
 
-use super::{Block, Context, Grads, INIT, Params, lent, unpack};
+use super::{Block, Context, Grads, INIT, Loan, Params, lent, unpack};
 use crate::backend::{Gemm, Kernels, Linear, MemoryKind, Norm, split, split_mut};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
@@ -73,8 +73,8 @@ impl<B: Kernels> Block<B> for Head {
         table.into_iter().chain([weight]).chain(bias).collect()
     }
 
-    fn borrows(&self) -> Option<usize> {
-        (self.table == Table::Tied).then_some(EMBEDDING_UNIT)
+    fn borrows(&self) -> Option<Loan> {
+        (self.table == Table::Tied).then_some(Loan { unit: EMBEDDING_UNIT, len: self.table_len() })
     }
 
     fn input_per_row(&self) -> usize {
@@ -123,10 +123,7 @@ impl<B: Kernels> Block<B> for Head {
         let [own, weight, _] = split::<B, 3>(params.own, self.lens());
         let [down, dweight, dbias] = split_mut::<B, 3>(grads.own, self.lens());
         let (table, dtable, first) = match self.table {
-            Table::Tied => {
-                let len = self.table_len();
-                (B::cut(lent(params.lent)?, len).0, B::cut_mut(lent(grads.lent)?, len).0, grads.lent_first)
-            }
+            Table::Tied => (B::cut(lent(params.lent)?, self.table_len()).0, lent(grads.lent)?, grads.lent_first),
             Table::Own(_) => (own, down, grads.first),
         };
         let [norm, stats] = unpack(saved)?;

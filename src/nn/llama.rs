@@ -51,7 +51,6 @@ impl Llama {
             words: "embed_tokens.weight",
             places: None,
             vocabulary: self.vocabulary,
-            tied: self.tied,
             dropout: self.dropout(),
         };
         let head = Head {

@@ -95,7 +95,7 @@ pub struct Training<'a, B: Backend> {
 pub struct Params<'a, B: Backend> {
     /// The block's unit.
     pub own: B::View<'a>,
-    /// The unit named by [`Block::borrows`].
+    /// Those of [`Block::borrows`], with the unit's other elements behind them.
     pub lent: Option<B::View<'a>>,
 }
 
@@ -107,10 +107,19 @@ pub struct Grads<'a, B: Backend> {
     /// Whether this backward is the first of its lane that `own` is for: [`Tensor::overwritten`] tensors hold nothing
     /// yet.
     pub first: bool,
-    /// The unit named by [`Block::borrows`].
+    /// The elements of [`Block::borrows`], which this block alone adds to. The first backward of a lane overwrites them.
     pub lent: Option<B::ViewMut<'a>>,
-    /// As `first`, of `lent`.
+    /// Whether this backward is the first of its lane that `lent` is for: it holds nothing yet.
     pub lent_first: bool,
+}
+
+/// Parameters that a block borrows from another block's unit: its first elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Loan {
+    /// The unit, of an earlier block.
+    pub unit: usize,
+    /// Elements.
+    pub len: usize,
 }
 
 /// A layer, or a few that belong together. Its tensors form one unit.
@@ -121,9 +130,9 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// Parameters in storage order, decayed ones first.
     fn tensors(&self) -> Vec<Tensor>;
 
-    /// The unit, of an earlier block, whose parameters this one uses as well. That unit's gradient is final only
-    /// when its own block's backward ends.
-    fn borrows(&self) -> Option<usize> {
+    /// Parameters of an earlier block's unit that this one uses as well. The gradients of both blocks are summed apart, and
+    /// added when a lane ends.
+    fn borrows(&self) -> Option<Loan> {
         None
     }
 
@@ -170,6 +179,11 @@ pub trait Block<B: Kernels>: Send + Sync {
 
 /// The blocks of a network in order.
 pub type Blocks<B> = Vec<Box<dyn Block<B>>>;
+
+/// The loan of each block.
+pub fn loans<B: Kernels>(blocks: &Blocks<B>) -> Vec<Option<Loan>> {
+    blocks.iter().map(|block| block.borrows()).collect()
+}
 
 /// The saved buffers as an array, in the order the forward listed them.
 fn unpack<T, const N: usize>(saved: Vec<T>) -> Result<[T; N]> {

@@ -10,6 +10,10 @@ use crate::backend::cpu::Cpu;
 use crate::data::{SampleSpec, Target};
 use crate::layout::{Tensor, trained};
 
+/// Operations of matrix products that stand for an element which is written, kept and read again: a rough figure, with which
+/// they are a twentieth of the work of a block of GPT-2.
+const AN_ELEMENT: f64 = 64.0;
+
 /// A network and its size.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Network {
@@ -66,6 +70,25 @@ impl Network {
             }
         };
         blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
+    }
+
+    /// As [`Network::summary`], by blocks, which are pieces of work that stay together.
+    pub fn blocks_summary(&self) -> Vec<Summary> {
+        match self {
+            Network::Layers(layers) => layers.blocks_summary(),
+            Network::Gpt(_) | Network::Llama(_) => self.summary(),
+        }
+    }
+
+    /// The work of every block in a training step, a sample, in operations of matrix products. Elements that are kept for
+    /// the backward stand for the rest, which reads and writes memory.
+    pub fn work(&self, recompute: bool) -> Vec<f64> {
+        let blocks = self.blocks_summary();
+        let last = blocks.len() - 1;
+        // A forward, a backward twice as long, and another forward where nothing inside is kept.
+        let passes = |block: usize| if recompute && block != last { 4.0 } else { 3.0 };
+        let one = |(i, block): (usize, &Summary)| passes(i) * (block.flops as f64 + AN_ELEMENT * block.kept as f64);
+        blocks.iter().enumerate().map(one).collect()
     }
 
     /// The network as blocks.

@@ -1,20 +1,22 @@
 //! A step played through with sizes alone: the full parameters and the gradients that are alive at each moment.
 //!
-//! It follows [`Sharded`](super::Sharded) allocation by allocation; a test compares the two.
+//! It follows [`Sharded`](super::Sharded) allocation by allocation; a test compares the two. Of activations it knows how many
+//! micro-batches wait for their backward.
 //!
 //! The banner's `memory` lines follow from it: a GPU's memory is one pool, so its line is the largest sum over all
 //! moments; on the host every category counts with its own peak.
 
 use super::prefetch::{self, Visit, alive};
 use super::schedule::{Action, StepSchedule};
+use super::stage::Stage;
 use super::{Life, Residency};
 
 /// Inputs that determine the lifetimes of full buffers in a step.
 #[derive(Debug, Clone, Copy)]
 pub struct MemoryTimeline<'a> {
-    /// The unit that each block borrows.
-    pub borrows: &'a [Option<usize>],
-    /// Elements of every unit.
+    /// The stage of the rank.
+    pub stage: &'a Stage,
+    /// Elements of the unit in each of its slots.
     pub sizes: &'a [usize],
     /// Ranks that share one copy of the parameters.
     pub shards: usize,
@@ -44,54 +46,77 @@ pub struct Moment {
     pub params: usize,
     /// Gradients, full ones and owned parts.
     pub grads: usize,
+    /// Micro-batches that wait for their backward, besides the one at hand.
+    pub waiting: usize,
 }
 
 impl MemoryTimeline<'_> {
     /// The moments of a step that is not the first, in order.
     pub fn step(&self) -> Vec<Moment> {
         let schedule = self.schedule.shortened();
-        let pass = prefetch::step(self.borrows, schedule);
+        let pass = prefetch::step(&self.stage.borrows(), schedule);
+        let blocks = self.stage.units.len();
         let mut grads = Gradients::new(self);
-        let (mut moments, mut turn) = (Vec::new(), 0);
+        let (mut moments, mut turn, mut waiting) = (Vec::new(), 0, 0);
         for action in schedule.actions() {
             match action {
                 Action::Forward(_) => {
-                    for block in 0..self.sizes.len() {
+                    for block in 0..blocks {
                         let params = self.params(&pass, turn, self.keep.ahead);
-                        moments.push(Moment { when: When::Forward(block), params, grads: grads.alive() });
+                        moments.push(Moment { when: When::Forward(block), params, grads: grads.alive(), waiting });
                         turn += 1;
                     }
+                    waiting += 1;
                 }
                 Action::Backward(k) => {
-                    for block in (0..self.sizes.len()).rev() {
-                        Visit { own: block, lent: self.borrows[block] }
-                            .units()
-                            .for_each(|unit| grads.open[unit] = true);
+                    waiting -= 1;
+                    let lane_end = schedule.lane_end(k);
+                    if lane_end.is_some() {
+                        grads.expect();
+                    }
+                    for block in (0..blocks).rev() {
+                        grads.open(block);
                         let params = self.params(&pass, turn, self.keep.ahead);
-                        moments.push(Moment { when: When::Backward(block), params, grads: grads.alive() });
+                        moments.push(Moment { when: When::Backward(block), params, grads: grads.alive(), waiting });
                         turn += 1;
-                        if let Some(last) = schedule.lane_end(k) {
+                        if let Some(last) = lane_end {
                             let most = grads.lane_done(block, last);
                             let params = self.params(&pass, turn, self.keep.ahead.saturating_sub(1));
-                            moments.push(Moment { when: When::After(block), params, grads: most });
+                            moments.push(Moment { when: When::After(block), params, grads: most, waiting });
                         }
                     }
+                    if lane_end == Some(true) {
+                        let most = grads.reduce();
+                        moments.push(Moment { when: When::After(0), params: 0, grads: most, waiting });
+                    }
                 }
+                Action::Receive(..) | Action::Send(..) => {}
             }
         }
-        moments.push(Moment { when: When::After(0), params: 0, grads: grads.end() });
+        moments.push(Moment { when: When::After(0), params: self.updated(), grads: grads.end(), waiting: 0 });
         moments
     }
 
     /// As [`MemoryTimeline::step`], for a forward outside training.
     pub fn forward(&self) -> Vec<Moment> {
-        let pass = prefetch::forward(self.borrows);
+        let pass = prefetch::forward(&self.stage.borrows());
         let grads = Gradients::new(self).alive();
         let moment = |block| {
             let params = self.params(&pass, block, self.keep.ahead);
-            Moment { when: When::Forward(block), params, grads }
+            Moment { when: When::Forward(block), params, grads, waiting: 0 }
         };
-        (0..self.sizes.len()).map(moment).collect()
+        (0..self.stage.units.len()).map(moment).collect()
+    }
+
+    /// Full parameters at the end of the update, with the parts that leave for other stages and come from them.
+    fn updated(&self) -> usize {
+        let full = match self.keep.params {
+            Life::Step => self.sizes.iter().sum(),
+            Life::Use => self.sizes[..self.stage.units.len().min(self.keep.ahead)].iter().sum::<usize>(),
+        };
+        let guests = self.stage.units.len()..self.sizes.len();
+        let traded = self.stage.lent.iter().map(|lent| lent.slot).chain(guests);
+        full + traded.map(|slot| self.sizes[slot] / self.shards).sum::<usize>()
     }
 
     /// Full parameters at a turn, with those of the `ahead` next ones.
@@ -108,6 +133,12 @@ struct Gradients<'a> {
     step: &'a MemoryTimeline<'a>,
     /// Whether there is a buffer to add to.
     open: Vec<bool>,
+    /// Elements of the gradient of borrowed parameters, while it is there.
+    borrowed: Vec<usize>,
+    /// Elements of the gradients that blocks which borrow a unit have given back, or are to.
+    returned: Vec<usize>,
+    /// Units whose sums are there, and not yet on the wire.
+    ended: Vec<usize>,
     /// Finished lanes: the heights of their trees.
     trees: Vec<Vec<u32>>,
     /// Whether the full sum is there, or on the wire.
@@ -121,23 +152,54 @@ struct Gradients<'a> {
 impl<'a> Gradients<'a> {
     /// At the start of a step.
     fn new(step: &'a MemoryTimeline<'a>) -> Self {
-        let units = step.sizes.len();
-        let none = vec![false; units];
+        let units = step.stage.units.len();
+        let (none, nothing) = (vec![false; units], vec![0; units]);
         let open = vec![step.keep.grads == Life::Step; units];
-        Self { step, open, trees: vec![vec![]; units], full: none.clone(), owned: none, started: None }
+        Self {
+            step,
+            open,
+            borrowed: nothing.clone(),
+            returned: nothing,
+            ended: vec![],
+            trees: vec![vec![]; units],
+            full: none.clone(),
+            owned: none,
+            started: None,
+        }
     }
 
     fn alive(&self) -> usize {
         let alive = |unit: usize| {
             let full = self.trees[unit].len() + usize::from(self.open[unit]) + usize::from(self.full[unit]);
             let part = self.step.sizes[unit] / self.step.shards;
-            full * self.step.sizes[unit] + if self.owned[unit] { part } else { 0 }
+            let loans = self.borrowed[unit] + self.returned[unit];
+            full * self.step.sizes[unit] + loans + if self.owned[unit] { part } else { 0 }
         };
         (0..self.open.len()).map(alive).sum()
     }
 
+    /// The backward of a block begins.
+    fn open(&mut self, block: usize) {
+        self.open[block] = true;
+        self.borrowed[block] = self.step.stage.borrowed[block].map_or(0, |loan| loan.len);
+    }
+
+    /// The last backward of a lane begins.
+    fn expect(&mut self) {
+        self.step.stage.lent.iter().for_each(|lent| self.returned[lent.slot] += lent.len);
+    }
+
     /// The lane's gradient of a unit is final. Returns the most that is alive meanwhile.
     fn lane_done(&mut self, unit: usize, last: bool) -> usize {
+        let before = self.alive();
+        let borrowed = std::mem::take(&mut self.borrowed[unit]);
+        self.returned[unit] = 0;
+        match self.step.stage.borrowed[unit] {
+            // It leaves for another stage, which may not be ready for it before long.
+            Some(loan) if loan.from.is_some() => self.returned[unit] = borrowed,
+            Some(loan) => self.returned[loan.slot] += borrowed,
+            None => {}
+        }
         let (tree, mut height, mut spare) = (&mut self.trees[unit], 0, false);
         while tree.pop_if(|other| *other == height).is_some() {
             (height, spare) = (height + 1, true);
@@ -145,12 +207,22 @@ impl<'a> Gradients<'a> {
         tree.push(height);
         self.open[unit] = spare && !last;
         if !last {
-            return self.alive();
+            return before.max(self.alive());
         }
         self.trees[unit].clear();
         self.full[unit] = true;
-        let most = self.land();
-        self.started = Some(unit);
+        self.ended.push(unit);
+        // Other stages wait for this one's gradients: those go first.
+        if self.step.stage.is_first() { before.max(self.reduce()) } else { before.max(self.alive()) }
+    }
+
+    /// The sums of units whose lanes have ended go on the wire. Returns the most that is alive meanwhile.
+    fn reduce(&mut self) -> usize {
+        let mut most = 0;
+        for unit in std::mem::take(&mut self.ended) {
+            most = most.max(self.land());
+            self.started = Some(unit);
+        }
         most
     }
 
@@ -174,13 +246,16 @@ impl<'a> Gradients<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::nn::Loan;
     use crate::parallel::Zero;
 
     /// The most gradients of a step over blocks of these sizes, and the most parameters.
     fn peaks(borrows: &[Option<usize>], sizes: &[usize], shards: usize, lanes: usize, micros: usize) -> [usize; 2] {
         let keep = Zero::Three.residency().over(shards);
-        let schedule = StepSchedule { lanes, micros_per_lane: micros };
-        let timeline = MemoryTimeline { borrows, sizes, shards, keep, schedule };
+        let schedule = StepSchedule::alone(lanes, micros);
+        let loan = |unit: Option<usize>| unit.map(|unit| Loan { unit, len: sizes[unit] });
+        let stage = Stage::whole(&borrows.iter().copied().map(loan).collect::<Vec<_>>());
+        let timeline = MemoryTimeline { stage: &stage, sizes, shards, keep, schedule };
         let most = |what: fn(&Moment) -> usize| timeline.step().iter().map(what).max().unwrap();
         [most(|moment| moment.grads), most(|moment| moment.params)]
     }

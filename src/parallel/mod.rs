@@ -5,28 +5,35 @@
 
 mod control_flags;
 mod device_state;
+mod groups;
+mod guest;
 mod hyper;
 mod lanes;
 mod memory_timeline;
 mod norms;
 mod offload;
+mod partition;
 mod prefetch;
 mod schedule;
 mod shard_owner;
 mod sharded;
+mod stage;
 mod step_summary;
 #[cfg(test)]
 mod tests;
+mod unit;
 
 pub use control_flags::{AllFlags, ControlFlags};
+pub use groups::Groups;
 pub use hyper::{Hyper, state_names};
 pub use lanes::{Lanes, tree_sum};
 pub use memory_timeline::{MemoryTimeline, Moment, When};
 pub use offload::bytes as offloaded_bytes;
-pub use prefetch::{Visit, forward, step};
-pub use schedule::{Action, StepSchedule};
+pub use partition::partition;
+pub use schedule::{Action, Flow, StepSchedule};
 pub use shard_owner::{Updates, Values};
-pub use sharded::{Groups, Owned, Reduced, ReducedStep, Sharded};
+pub use sharded::{Owned, Reduced, ReducedStep, Sharded};
+pub use stage::Stage;
 
 use serde::{Deserialize, Serialize};
 

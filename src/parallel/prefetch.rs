@@ -3,6 +3,8 @@
 //!
 //! The window decides by position alone, never by arrivals, so that all ranks gather in the same order.
 //!
+//! Units and guests are counted together, by their slots in the stage ([`Stage`](super::stage::Stage)).
+//!
 //! A pass is a step (forward and backward of every micro-batch), or one forward of an evaluation or of a sampled token.
 //! The window is the current turn and the `parallel.prefetch` turns after it: units that enter it are gathered, units
 //! that leave it are dropped. A borrowed unit enters with the turn of the borrowing block, too. The last block's
@@ -40,6 +42,7 @@ pub fn step(borrows: &[Option<usize>], schedule: StepSchedule) -> Vec<Visit> {
     let turns = |action| match action {
         Action::Forward(_) => there.iter(),
         Action::Backward(_) => back.iter(),
+        Action::Receive(..) | Action::Send(..) => [].iter(),
     };
     schedule.actions().into_iter().flat_map(turns).copied().collect()
 }
@@ -93,7 +96,7 @@ mod tests {
     use super::*;
 
     fn micros(micros_per_lane: usize) -> StepSchedule {
-        StepSchedule { lanes: 1, micros_per_lane }
+        StepSchedule::alone(1, micros_per_lane)
     }
 
     /// Three blocks; the last borrows the first's unit.

@@ -1,25 +1,52 @@
-//! The order of forwards and backwards in a step: the one list that the step runs, and from which the order of gathers and the
+//! The order of a rank's work in a step: the one list that the step runs, and from which the order of gathers and the
 //! estimate of memory follow. Integers in, integers out.
+//!
+//! Receives are posted one computation ahead, so that a message arrives beside the computation before the one that
+//! needs it. Only collectives hold up later requests of a rank, and all ranks of a stage make them at the same places of the
+//! same list; so no rank waits for another that waits for it, if the list of every stage ends when each message comes
+//! after its send. A test plays that through.
+
+/// The messages between neighbouring stages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Flow {
+    /// Outputs of a stage's last block, to the next stage.
+    Activations,
+    /// Gradients of a stage's input, to the stage before.
+    Gradients,
+}
 
 /// One piece of a step's work on this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
+    /// Get ready to receive the message for micro-batch `k`.
+    Receive(Flow, usize),
     /// Forward of micro-batch `k`.
     Forward(usize),
     /// Backward of micro-batch `k`.
     Backward(usize),
+    /// Send the result of the computation before.
+    Send(Flow, usize),
 }
 
-/// A rank's micro-batches of a step, by lanes.
+/// A rank's micro-batches of a step, by lanes, and its place in the pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSchedule {
     /// Lanes of this rank.
     pub lanes: usize,
     /// Micro-batches a lane.
     pub micros_per_lane: usize,
+    /// Number of the stage.
+    pub stage: usize,
+    /// Stages.
+    pub stages: usize,
 }
 
 impl StepSchedule {
+    /// Without a pipeline.
+    pub fn alone(lanes: usize, micros_per_lane: usize) -> Self {
+        Self { lanes, micros_per_lane, stage: 0, stages: 1 }
+    }
+
     /// Micro-batches of the step.
     pub fn micros(self) -> usize {
         self.lanes * self.micros_per_lane
@@ -27,7 +54,7 @@ impl StepSchedule {
 
     /// The work of the step in order.
     pub fn actions(self) -> Vec<Action> {
-        one_forward_one_backward(0, 1, self.micros())
+        self.with_messages(one_forward_one_backward(self.stage, self.stages, self.micros()))
     }
 
     /// The lane of micro-batch `k`.
@@ -41,9 +68,47 @@ impl StepSchedule {
         next.is_multiple_of(self.micros_per_lane).then_some(next == self.micros())
     }
 
-    /// A shorter step in which the same buffers are alive: all micro-batches of a lane after the first find the same.
+    /// A shorter step in which the same buffers are alive: all micro-batches of a lane after the first find the same, once
+    /// the stages behind are at work.
     pub fn shortened(self) -> Self {
-        Self { micros_per_lane: self.micros_per_lane.min(2), ..self }
+        Self { micros_per_lane: self.micros_per_lane.min(1 + self.stages), ..self }
+    }
+
+    /// Part of the step in which a stage has nothing to do, where every stage takes as long: (p − 1) / (m + p − 1) of
+    /// p stages and m micro-batches (Narayanan et al., 2021).
+    pub fn bubble(self) -> f64 {
+        let idle = self.stages - 1;
+        idle as f64 / (self.micros() + idle) as f64
+    }
+
+    /// The message that a computation needs from another stage.
+    fn needs(self, computation: Action) -> Option<Action> {
+        match computation {
+            Action::Forward(k) if self.stage > 0 => Some(Action::Receive(Flow::Activations, k)),
+            Action::Backward(k) if self.stage + 1 < self.stages => Some(Action::Receive(Flow::Gradients, k)),
+            _ => None,
+        }
+    }
+
+    /// The message that another stage needs from a computation.
+    fn gives(self, computation: Action) -> Option<Action> {
+        match computation {
+            Action::Forward(k) if self.stage + 1 < self.stages => Some(Action::Send(Flow::Activations, k)),
+            Action::Backward(k) if self.stage > 0 => Some(Action::Send(Flow::Gradients, k)),
+            _ => None,
+        }
+    }
+
+    /// Computations with the messages between stages.
+    fn with_messages(self, computations: Vec<Action>) -> Vec<Action> {
+        let mut actions = Vec::with_capacity(3 * computations.len());
+        actions.extend(computations.first().and_then(|first| self.needs(*first)));
+        for (i, computation) in computations.iter().enumerate() {
+            actions.extend(computations.get(i + 1).and_then(|next| self.needs(*next)));
+            actions.push(*computation);
+            actions.extend(self.gives(*computation));
+        }
+        actions
     }
 }
 
@@ -62,11 +127,13 @@ fn one_forward_one_backward(stage: usize, stages: usize, micros: usize) -> Vec<A
 #[cfg(test)]
 mod tests {
     use super::*;
-    use Action::{Backward as B, Forward as F};
+    use Action::{Backward as B, Forward as F, Receive as R, Send as S};
+    use Flow::{Activations as X, Gradients as G};
+    use std::collections::{HashMap, VecDeque};
 
     #[test]
     fn one_stage_alternates() {
-        assert_eq!(one_forward_one_backward(0, 1, 3), [F(0), B(0), F(1), B(1), F(2), B(2)]);
+        assert_eq!(StepSchedule::alone(1, 3).actions(), [F(0), B(0), F(1), B(1), F(2), B(2)]);
         assert_eq!(one_forward_one_backward(0, 1, 0), []);
     }
 
@@ -77,11 +144,78 @@ mod tests {
     }
 
     #[test]
+    fn messages_are_awaited_one_computation_ahead() {
+        let stage = |stage| StepSchedule { stage, stages: 2, ..StepSchedule::alone(1, 2) }.actions();
+        assert_eq!(stage(0), [F(0), S(X, 0), R(G, 0), F(1), S(X, 1), R(G, 1), B(0), B(1)]);
+        assert_eq!(stage(1), [R(X, 0), F(0), R(X, 1), B(0), S(G, 0), F(1), B(1), S(G, 1)]);
+    }
+
+    #[test]
     fn lanes_end_with_their_last_micro_batch() {
-        let step = StepSchedule { lanes: 2, micros_per_lane: 3 };
+        let step = StepSchedule::alone(2, 3);
         let ends: Vec<Option<bool>> = (0..step.micros()).map(|k| step.lane_end(k)).collect();
         assert_eq!(ends, [None, None, Some(false), None, None, Some(true)]);
         assert_eq!((0..6).map(|k| step.lane(k)).collect::<Vec<_>>(), [0, 0, 0, 1, 1, 1]);
         assert_eq!(step.shortened().micros(), 4);
+    }
+
+    /// Seconds until all stages are done, where each computation takes one and messages nothing; the most forwards
+    /// whose backwards are yet to come, by stage. Each stage stops at a computation until the message that it needs
+    /// is there.
+    fn play(stages: usize, micros: usize) -> (usize, Vec<usize>) {
+        let schedule = |stage| StepSchedule { stage, stages, ..StepSchedule::alone(1, micros) };
+        let mut lists: Vec<VecDeque<Action>> = (0..stages).map(|stage| schedule(stage).actions().into()).collect();
+        // By sender and kind: messages under way, with their time; received in the order of the posts.
+        let mut wire: HashMap<(usize, Flow), VecDeque<(usize, usize)>> = HashMap::new();
+        let (mut clocks, mut alive, mut most) = (vec![0; stages], vec![0; stages], vec![0; stages]);
+        let mut backwards = vec![0; stages];
+        while lists.iter().any(|list| !list.is_empty()) {
+            let mut moved = false;
+            for stage in 0..stages {
+                while let Some(&action) = lists[stage].front() {
+                    if let Some(R(flow, k)) = schedule(stage).needs(action) {
+                        let from = if flow == X { stage - 1 } else { stage + 1 };
+                        let Some((sent, time)) = wire.entry((from, flow)).or_default().pop_front() else { break };
+                        assert_eq!(sent, k, "stage {stage} of {stages} takes another message than its own");
+                        clocks[stage] = clocks[stage].max(time);
+                    }
+                    match action {
+                        R(..) => {}
+                        S(flow, k) => wire.entry((stage, flow)).or_default().push_back((k, clocks[stage])),
+                        F(_) => {
+                            alive[stage] += 1;
+                            most[stage] = most[stage].max(alive[stage]);
+                            clocks[stage] += 1;
+                        }
+                        B(k) => {
+                            assert_eq!(k, backwards[stage], "gradients are added in the order of micro-batches");
+                            (backwards[stage], alive[stage]) = (k + 1, alive[stage] - 1);
+                            clocks[stage] += 2;
+                        }
+                    }
+                    lists[stage].pop_front();
+                    moved = true;
+                }
+            }
+            assert!(moved, "{stages} stages with {micros} micro-batches stand still");
+        }
+        assert!(wire.values().all(VecDeque::is_empty), "a message that nobody takes");
+        (clocks.into_iter().max().unwrap_or(0), most)
+    }
+
+    #[test]
+    fn every_pipeline_ends_with_the_known_bubble_and_memory() {
+        for stages in 1..=8 {
+            for micros in (1..=16).chain([31, 64]) {
+                let (seconds, most) = play(stages, micros);
+                for (stage, most) in most.into_iter().enumerate() {
+                    assert_eq!(most, micros.min(stages - stage), "stage {stage} of {stages}, {micros} micro-batches");
+                }
+                let bubble = 1.0 - 3.0 * micros as f64 / seconds as f64;
+                let known = StepSchedule { stage: 0, stages, ..StepSchedule::alone(1, micros) }.bubble();
+                assert!((bubble - known).abs() < 1e-9, "{stages} stages, {micros} micro-batches: {bubble}");
+            }
+        }
+        assert!((StepSchedule { stage: 0, stages: 2, ..StepSchedule::alone(1, 8) }.bubble() - 0.111).abs() < 1e-3);
     }
 }

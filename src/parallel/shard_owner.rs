@@ -196,14 +196,14 @@ impl<B: Kernels> ShardOwner<B> {
         }
     }
 
-    /// Puts the parameters into their place in a full buffer, to be gathered.
+    /// Puts the parameters into a place of a buffer, to be gathered or sent.
     ///
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
-    pub fn contribute(&mut self, full: &mut B::Buf) -> Result<()> {
+    pub fn contribute(&mut self, to: &mut B::Buf, at: Range<usize>) -> Result<()> {
         match &mut self.home {
-            Home::Device(held) => held.backend.copy(B::all(held.master()?), B::view_mut(full, self.range.clone())),
-            Home::Host(offloaded) => offloaded.contribute(B::reach(full, self.range.clone())?),
+            Home::Device(held) => held.backend.copy(B::all(held.master()?), B::view_mut(to, at)),
+            Home::Host(offloaded) => offloaded.contribute(B::reach(to, at)?),
         }
     }
 

@@ -1,13 +1,17 @@
-//! Storage of units over a shard × replica mesh: DDP, ZeRO-1, -2, -3 and hybrid sharding are one mesh shape and
-//! one [`Residency`] each.
+//! Storage of a stage's units over its shard × replica mesh: DDP, ZeRO-1, -2, -3 and hybrid sharding are one mesh shape
+//! and one [`Residency`] each.
 //!
 //! A gradient's journey: blocks add into a unit's flat buffer; at the end of a lane the buffer joins the rank's
 //! tree of lanes; after the last lane the sum moves to the communication thread, which reduces it while the
 //! next block computes; [`Sharded::reduce`] waits for all and agrees on loss and norm; [`Sharded::update`] lets
 //! each [`ShardOwner`] update its range and gathers the parameters again.
 //!
+//! A block that borrows another block's parameters adds its gradient into a buffer of its own. At the end of a lane it is
+//! added to the lender's, so that the order of additions does not depend on the place of the two blocks: in one stage of
+//! the pipeline, or in two, between which the buffer is sent.
+//!
 //! Parameters that do not live always are gathered ahead of their use: a pass states its order of blocks
-//! ([`Sharded::begin`]), and a window slides along it ([`Prefetch`]).
+//! ([`Sharded::begin_step`]), and a window slides along it ([`Prefetch`]).
 //!
 //! Where full gradients live for their use only, the reduction of one block is waited for once the reduction of the
 //! next one has been requested: two of them are whole at once, besides a lent one. Otherwise nothing is waited for
@@ -17,109 +21,38 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::control_flags::{AllFlags, ControlFlags};
+use super::groups::Groups;
+use super::guest::Guest;
 use super::hyper::{Hyper, state_names};
 use super::lanes::{Lanes, Tree, tree_sum};
 use super::norms::{self, Norms};
 use super::offload::Host;
-use super::prefetch::{Prefetch, Visit};
+use super::prefetch::{self, Prefetch, Visit};
+use super::schedule::StepSchedule;
 use super::shard_owner::{ShardOwner, Updates, Values};
+use super::stage::{Borrowed, Stage};
 use super::step_summary::{Squares, StepSummary, sum_of_squares};
+use super::unit::{Reduction, Slot, Sum, Unit, initial};
 use super::{Life, Residency};
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
-use crate::layout::{Init, UnitLayout, part};
+use crate::layout::{UnitLayout, part};
 use crate::nn::{Blocks, Grads, Params};
 use crate::optim::{Part, Rule};
-use crate::random;
 
-/// The groups of data parallelism.
-pub struct Groups<B: Kernels> {
-    /// Ranks that share one copy of the parameters.
-    pub shard: Group<B>,
-    /// Ranks that own the same range in different copies.
-    pub replica: Group<B>,
-    /// Both: every rank with different data, replica-major.
-    pub data: Group<B>,
-}
-
-/// Results of a step's reductions, the same on all data-parallel ranks.
+/// Results of a step's reductions, the same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ReducedStep {
     /// Sum of the lanes' losses.
     pub loss: f64,
     /// Global norm of the gradient, before clipping.
     pub norm: f64,
-    /// Seconds that each data-parallel rank computed in this step.
+    /// Seconds that each rank computed in this step.
     pub compute: Vec<f64>,
-    /// Control flags of each data-parallel rank.
+    /// Control flags of each rank.
     pub flags: AllFlags,
-}
-
-/// A full buffer: at hand, on the wire, or given up.
-enum Slot<T> {
-    Here(T),
-    InFlight(Pending<T>),
-    Gone,
-}
-
-impl<T: Send + 'static> Slot<T> {
-    /// Waits until the buffer is here, unless it was given up.
-    fn land(&mut self) -> Result<Option<&mut T>> {
-        *self = match std::mem::replace(self, Slot::Gone) {
-            Slot::InFlight(pending) => Slot::Here(pending.wait()?),
-            settled => settled,
-        };
-        Ok(match self {
-            Slot::Here(buf) => Some(buf),
-            _ => None,
-        })
-    }
-
-    /// The buffer, if it is here.
-    fn here(&self) -> Option<&T> {
-        match self {
-            Slot::Here(buf) => Some(buf),
-            _ => None,
-        }
-    }
-}
-
-/// The sum of a unit's gradients over all ranks.
-enum Reduction<B: Kernels> {
-    /// On its way: over the shard axis, then over the replica axis.
-    InFlight(Pending<B::Buf>),
-    /// Finished.
-    Done(Sum<B>),
-}
-
-/// A reduced gradient.
-struct Sum<B: Kernels> {
-    grad: B::Buf,
-    /// Range of the owned part in its buffer.
-    window: Range<usize>,
-    /// Squares of this rank's virtual shards.
-    squares: Vec<B::Scalar>,
-}
-
-struct Unit<B: Kernels> {
-    layout: UnitLayout,
-    /// Settings of the update of each tensor.
-    tensors: Vec<Part>,
-    /// The shard of this rank.
-    owner: ShardOwner<B>,
-    /// Full parameters.
-    params: Slot<B::Buf>,
-    /// The full gradient of the current lane.
-    grads: Option<B::Buf>,
-    /// Whether `grads` holds this lane's sum; if not, `zeroed` is to be zeroed before use.
-    grads_open: bool,
-    /// Ranges that no backward overwrites.
-    zeroed: Vec<Range<usize>>,
-    /// Finished lanes of this rank.
-    lanes: Tree<B::Buf>,
-    reduction: Option<Reduction<B>>,
 }
 
 /// The owned part of a unit, for checkpoints.
@@ -144,7 +77,7 @@ pub struct Reduced<'a, B: Kernels> {
     pub grad: B::View<'a>,
 }
 
-/// Units over the ranks of a shard × replica mesh.
+/// Units of a pipeline stage over the ranks of its shard × replica mesh.
 pub struct Sharded<B: Kernels> {
     backend: B,
     groups: Groups<B>,
@@ -156,7 +89,16 @@ pub struct Sharded<B: Kernels> {
     average: Option<f32>,
     /// Whether owners keep state and masters on the host, and so want gradients early.
     offloads: bool,
+    /// Layouts of the whole network.
+    network: Vec<UnitLayout>,
+    stage: Stage,
     units: Vec<Unit<B>>,
+    /// Units of other stages that blocks of this one borrow.
+    guests: Vec<Guest<B>>,
+    /// Gradients of lent units that other stages are to send, by unit, for the end of the lane.
+    expected: Vec<(usize, Pending<B::Buf>)>,
+    /// Units whose lanes have all ended, in order.
+    ended: Vec<usize>,
     /// Units whose reduction is under way, in order.
     started: Vec<usize>,
     /// The pass under way.
@@ -166,11 +108,12 @@ pub struct Sharded<B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// Storage for `blocks`, initialised from `seed`: the same values for any mesh. Without a seed it is zero, to
-    /// be restored; without updates there is no optimizer state.
+    /// Storage for the units of `stage`, of a network of `blocks`, initialised from `seed`: the same values for any mesh.
+    /// Without a seed it is zero, to be restored; without updates there is no optimizer state.
     ///
     /// # Errors
     /// Out of memory, or the first gather failed.
+    #[expect(clippy::too_many_arguments, reason = "one for each property of a layout")]
     pub fn new(
         backend: B,
         groups: Groups<B>,
@@ -178,6 +121,7 @@ impl<B: Kernels> Sharded<B> {
         lanes: Lanes,
         updates: Option<Updates>,
         blocks: &Blocks<B>,
+        stage: Stage,
         seed: Option<u64>,
     ) -> Result<Self> {
         let (shards, shard) = (groups.shard.size(), groups.shard.rank());
@@ -185,36 +129,38 @@ impl<B: Kernels> Sharded<B> {
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
-        let mut units = Vec::with_capacity(blocks.len());
-        for block in blocks {
-            let layout = UnitLayout::new(block.name(), block.tensors(), lanes.total);
+        let network: Vec<UnitLayout> =
+            blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), lanes.total)).collect();
+        let mut units = Vec::with_capacity(stage.units.len());
+        for layout in &network[stage.units.clone()] {
             let owned = layout.part(shard, shards);
-            let full = seed.map_or_else(|| vec![0.0; layout.padded], |seed| initial(&layout, seed));
+            let full = initial(layout, seed);
             let params = match keep.params {
                 Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &full)?),
                 Life::Use => Slot::Gone,
             };
             let (values, are_full_here) = (&full[owned.clone()], keep.params == Life::Step);
+            let (host, updates) = (host.as_ref(), updates.as_ref());
             units.push(Unit {
-                owner: ShardOwner::new(
-                    &backend,
-                    host.as_ref(),
-                    updates.as_ref(),
-                    &layout,
-                    owned,
-                    values,
-                    are_full_here,
-                )?,
+                owner: ShardOwner::new(&backend, host, updates, layout, owned, values, are_full_here)?,
                 tensors: layout.tensors.iter().map(|(tensor, _)| Part::of(tensor, groups_of)).collect(),
                 zeroed: layout.zeroed(),
-                layout,
+                layout: layout.clone(),
                 params,
                 grads: None,
                 grads_open: false,
+                borrowed: None,
+                returned: Vec::new(),
                 lanes: Tree::default(),
                 reduction: None,
             });
         }
+        let guest = |guest: &super::stage::Guest| {
+            let layout = network[guest.unit].clone();
+            let (range, full) = (layout.part(shard, shards), initial(&layout, seed));
+            Guest::new(&backend, layout, guest.stage, range, keep.params, &full)
+        };
+        let guests = stage.guests.iter().map(guest).collect::<Result<_>>()?;
         let (rule, average) = updates.map_or((None, None), |updates| (Some(updates.rule), updates.average));
         Ok(Self {
             backend,
@@ -224,16 +170,31 @@ impl<B: Kernels> Sharded<B> {
             rule,
             average,
             offloads: host.is_some(),
+            network,
+            stage,
             units,
+            guests,
+            expected: Vec::new(),
+            ended: Vec::new(),
             started: Vec::new(),
             prefetch: Prefetch::default(),
             reuses: false,
         })
     }
 
-    /// The ranks with different data.
+    /// The ranks of this stage, each with different data.
     pub fn data(&self) -> &Group<B> {
         &self.groups.data
+    }
+
+    /// The stages that compute the same data, in order.
+    pub fn pipeline(&self) -> &Group<B> {
+        &self.groups.pipeline
+    }
+
+    /// This rank's part of the network.
+    pub fn stage(&self) -> &Stage {
+        &self.stage
     }
 
     /// Names of the optimizer's buffers.
@@ -243,15 +204,15 @@ impl<B: Kernels> Sharded<B> {
 
     /// Parameters of the network, averages and padding left out.
     pub fn parameters(&self) -> u64 {
-        self.layouts().map(|unit| unit.trained as u64).sum()
+        self.network.iter().map(|unit| unit.trained as u64).sum()
     }
 
-    /// Layouts of all units.
-    pub fn layouts(&self) -> impl Iterator<Item = &UnitLayout> {
-        self.units.iter().map(|unit| &unit.layout)
+    /// Layouts of all units of the network, those of other stages included.
+    pub fn layouts(&self) -> &[UnitLayout] {
+        &self.network
     }
 
-    /// Name of unit `unit`.
+    /// Name of unit `unit` of the stage.
     pub fn name(&self, unit: usize) -> &Arc<str> {
         &self.units[unit].layout.name
     }
@@ -261,48 +222,59 @@ impl<B: Kernels> Sharded<B> {
         self.groups.data.stats().blocked
     }
 
-    /// A pass begins: blocks will take their turns in this order, which is the same on all ranks. With `again` they take
-    /// several each way before [`Sharded::reduce`], until which parameters stay as they are.
-    pub fn begin(&mut self, visits: Vec<Visit>, again: bool) {
-        self.prefetch = Prefetch::new(visits);
-        self.backend.end_reuse();
+    /// A step begins: blocks of the stage will take their turns in its order, which is the same on all ranks of the stage.
+    pub fn begin_step(&mut self, schedule: StepSchedule) {
+        self.begin(prefetch::step(&self.stage.borrows(), schedule));
         // Buffers that live for their use only are another unit's before long.
-        self.reuses = again && self.keep.params == Life::Step;
+        self.reuses = schedule.micros() > 1 && self.keep.params == Life::Step;
     }
 
-    /// Parameters of unit `unit` and of the unit it borrows, whose block's turn it is, gathered if they are not here.
+    /// A forward outside training begins: blocks of the stage will take their turns once.
+    pub fn begin_forward(&mut self) {
+        self.begin(prefetch::forward(&self.stage.borrows()));
+    }
+
+    fn begin(&mut self, visits: Vec<Visit>) {
+        self.prefetch = Prefetch::new(visits);
+        self.backend.end_reuse();
+        self.reuses = false;
+    }
+
+    /// Parameters of unit `unit` and of the one that its block borrows, whose turn it is, gathered if they are not here.
     ///
     /// # Errors
     /// The gather failed.
-    pub fn params(&mut self, unit: usize, borrowed: Option<usize>) -> Result<Params<'_, B>> {
-        self.fetch(Visit { own: unit, lent: borrowed })?;
-        Ok(Params { own: self.full(unit)?, lent: borrowed.map(|lent| self.full(lent)).transpose()? })
+    pub fn params(&mut self, unit: usize) -> Result<Params<'_, B>> {
+        let borrowed = self.stage.borrowed[unit];
+        self.fetch(Visit { own: unit, lent: borrowed.map(|loan| loan.slot) })?;
+        Ok(Params { own: self.full(unit)?, lent: borrowed.map(|loan| self.full(loan.slot)).transpose()? })
     }
 
     /// As [`Sharded::params`], with the gradients to add to.
     ///
     /// # Errors
     /// The gather failed.
-    pub fn params_and_grads(&mut self, unit: usize, borrowed: Option<usize>) -> Result<(Params<'_, B>, Grads<'_, B>)> {
-        let visit = Visit { own: unit, lent: borrowed };
-        self.fetch(visit)?;
-        let first = self.open_grads(unit)?;
-        let lent_first = borrowed.map_or(Ok(false), |lent| self.open_grads(lent))?;
-        let mut rest = &mut self.units[..];
-        let mut lent = None;
-        if let Some(index) = borrowed {
-            debug_assert!(index < unit, "units lend to later blocks");
-            let (head, tail) = rest.split_at_mut(unit);
-            (lent, rest) = (Some(&mut head[index]), tail);
-        } else {
-            rest = &mut rest[unit..];
-        }
-        let own = rest.first_mut().ok_or_else(|| Error::internal("no such unit"))?;
-        let (own_params, own_grads) = own.windows()?;
-        let (lent_params, lent_grads) = lent.map(Unit::windows).transpose()?.unzip();
+    pub fn params_and_grads(&mut self, unit: usize) -> Result<(Params<'_, B>, Grads<'_, B>)> {
+        let loan = self.stage.borrowed[unit];
+        self.fetch(Visit { own: unit, lent: loan.map(|loan| loan.slot) })?;
+        let own = &mut self.units[unit];
+        let first = own.open_grads(&self.backend)?;
+        let lent_first = loan.map_or(Ok(false), |loan| own.open_borrowed(&self.backend, loan.len))?;
+        let (before, own) = self.units.split_at_mut(unit);
+        let (own, after) = own.split_first_mut().ok_or_else(|| Error::internal("no such unit"))?;
+        let missing = || Error::internal("parameters or gradients are not here");
+        let lent = match loan {
+            None => None,
+            Some(Borrowed { slot, .. }) => {
+                let guest = || self.guests.get(slot - unit - 1 - after.len()).map(|guest| &guest.params);
+                let lender = before.get(slot).map_or_else(guest, |unit| Some(&unit.params));
+                Some(B::all(lender.and_then(Slot::here).ok_or_else(missing)?))
+            }
+        };
+        let grads = own.grads.as_mut().ok_or_else(missing)?;
         Ok((
-            Params { own: own_params, lent: lent_params },
-            Grads { own: own_grads, first, lent: lent_grads, lent_first },
+            Params { own: B::all(own.params.here().ok_or_else(missing)?), lent },
+            Grads { own: B::all_mut(grads), first, lent: own.borrowed.as_mut().map(B::all_mut), lent_first },
         ))
     }
 
@@ -310,52 +282,82 @@ impl<B: Kernels> Sharded<B> {
     pub fn release(&mut self) {
         for index in self.prefetch.pass(self.keep.ahead) {
             if self.keep.params == Life::Use {
-                self.units[index].params = Slot::Gone;
+                *self.slot(index).1 = Slot::Gone;
             }
         }
     }
 
-    /// The unit's gradient of one lane is final. After the rank's last lane its reduction starts.
+    /// The last backward of a lane begins: gets ready for the gradients that other stages have of this stage's units.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn lane_ends(&mut self) -> Result<()> {
+        for lent in &self.stage.lent {
+            let buf = self.backend.alloc(MemoryKind::Gradients, lent.len)?;
+            let name = &self.units[lent.slot].layout.name;
+            self.expected.push((lent.slot, self.groups.ties.about(name).recv(lent.to, buf)));
+        }
+        Ok(())
+    }
+
+    /// The unit's gradient of one lane is final. After the rank's last lane its sum can be
+    /// [reduced](Sharded::start_reductions).
+    ///
+    /// # Errors
+    /// A message between stages failed.
+    pub fn lane_done(&mut self, unit: usize, last: bool) -> Result<()> {
+        if let (Some(loan), Some(part)) = (self.stage.borrowed[unit], self.units[unit].borrowed.take()) {
+            match loan.from {
+                None => self.units[loan.slot].returned.push(part),
+                // The communication thread gives the buffer back to its pool; an error of it fails the next request.
+                Some(from) => {
+                    let name = &self.guests[loan.slot - self.units.len()].layout.name;
+                    drop(self.groups.ties.about(name).send(from, part));
+                }
+            }
+        }
+        let (of_unit, others) = std::mem::take(&mut self.expected).into_iter().partition(|(slot, _)| *slot == unit);
+        self.expected = others;
+        let of_unit: Vec<(usize, Pending<B::Buf>)> = of_unit;
+        for (_, part) in of_unit {
+            self.units[unit].returned.push(part.wait()?);
+        }
+        self.units[unit].lane_done(&self.backend, last)?;
+        if last {
+            self.ended.push(unit);
+        }
+        Ok(())
+    }
+
+    /// Starts to reduce the gradients of units whose lanes have all ended.
     ///
     /// # Errors
     /// A reduction failed.
-    pub fn lane_done(&mut self, unit: usize, last: bool) -> Result<()> {
-        let backend = &self.backend;
-        let state = &mut self.units[unit];
-        let lane = state.grads.take().ok_or_else(|| Error::internal("a lane ended before it began"))?;
-        state.grads_open = false;
-        // A merged buffer is free again: it serves the next lane.
-        let mut spare = None;
-        let mut add = |into: &mut B::Buf, from: B::Buf| {
-            backend.add(B::all(&from), B::all_mut(into))?;
-            spare = Some(from);
-            Ok::<_, Error>(())
-        };
-        state.lanes.push(lane, &mut add)?;
-        if !last {
-            state.grads = spare;
-            return Ok(());
-        }
-        let sum = state.lanes.finish(&mut add)?.ok_or_else(|| Error::internal("no lane to reduce"))?;
-        drop(spare);
-        let scattered = self.groups.shard.about(&state.layout.name).reduce_scatter(sum);
-        let pending = self.groups.replica.about(&state.layout.name).all_reduce_after(scattered, state.owner.range());
-        state.reduction = Some(Reduction::InFlight(pending));
-        if self.keep.grads == Life::Use {
-            // Full gradients live for their use: those of the unit before have had this block's time to be reduced.
-            std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
-        }
-        self.started.push(unit);
-        if self.offloads {
-            // Gradients go down as soon as they can, beside the backwards that are left.
-            let arrived = self.started.iter().take_while(|&&unit| has_arrived(&mut self.units[unit])).count();
-            self.started.drain(..arrived).collect::<Vec<_>>().into_iter().try_for_each(|unit| self.land(unit))?;
+    pub fn start_reductions(&mut self) -> Result<()> {
+        for unit in std::mem::take(&mut self.ended) {
+            let state = &mut self.units[unit];
+            let Some(Reduction::Ended(sum)) = state.reduction.take() else {
+                return Err(Error::internal("no sum of lanes to reduce"));
+            };
+            let scattered = self.groups.shard.about(&state.layout.name).reduce_scatter(sum);
+            let replicas = self.groups.replica.about(&state.layout.name);
+            state.reduction = Some(Reduction::InFlight(replicas.all_reduce_after(scattered, state.owner.range())));
+            if self.keep.grads == Life::Use {
+                // Full gradients live for their use: those of the unit before have had this block's time to be reduced.
+                std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
+            }
+            self.started.push(unit);
+            if self.offloads {
+                // Gradients go down as soon as they can, beside the backwards that are left.
+                let arrived = self.started.iter().take_while(|&&unit| self.units[unit].has_arrived()).count();
+                self.started.drain(..arrived).collect::<Vec<_>>().into_iter().try_for_each(|unit| self.land(unit))?;
+            }
         }
         Ok(())
     }
 
     /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm.
-    /// `losses` are those of this rank's lanes, in order; `compute` is the seconds it has computed in this step. All
+    /// `losses` are those of this rank's lanes, in order, where its stage computes them; `compute` is the seconds it has computed in this step. All
     /// ranks receive the `flags` of each.
     ///
     /// # Errors
@@ -374,12 +376,13 @@ impl<B: Kernels> Sharded<B> {
             }
         }
         // Every rank gets every lane's loss and the squares of every unit's virtual shards, and adds them in the same order.
-        let squares = Squares { first_unit: 0, first_shard: shards.start, shards: shards.len(), values: squares };
+        let first_unit = self.stage.units.start;
+        let squares = Squares { first_unit, first_shard: shards.start, shards: shards.len(), values: squares };
         let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
-        let messages = self.groups.data.gather_bytes(mine.encode()).wait()?;
+        let messages = self.groups.world.gather_bytes(mine.encode()).wait()?;
         let told: Vec<StepSummary> = messages.iter().map(|one| StepSummary::decode(one)).collect::<Result<_>>()?;
         let losses: Vec<f64> = told.iter().flat_map(|one| one.losses.iter().copied()).collect();
-        let squares = sum_of_squares(told.iter().map(|one| &one.squares), self.units.len(), self.lanes.total)?;
+        let squares = sum_of_squares(told.iter().map(|one| &one.squares), self.network.len(), self.lanes.total)?;
         Ok(ReducedStep {
             loss: tree_sum(&losses),
             norm: squares.sqrt(),
@@ -462,6 +465,7 @@ impl<B: Kernels> Sharded<B> {
             if keep.grads == Life::Step {
                 unit.grads = Some(grad);
             }
+            self.lend(index)?;
             match keep.params {
                 Life::Step => self.spread(index),
                 // Every pass begins with the first blocks.
@@ -469,7 +473,7 @@ impl<B: Kernels> Sharded<B> {
                 Life::Use => {}
             }
         }
-        Ok(())
+        self.borrow()
     }
 
     /// Lets parameters and their running average take each other's places, where one is kept: before an evaluation, and after
@@ -486,16 +490,18 @@ impl<B: Kernels> Sharded<B> {
             match self.keep.params {
                 Life::Step => {
                     unit.owner.swap(unit.params.land()?)?;
+                    self.lend(index)?;
                     self.spread(index);
                 }
                 Life::Use => {
                     unit.params.land()?;
                     unit.params = Slot::Gone;
                     unit.owner.swap(None)?;
+                    self.lend(index)?;
                 }
             }
         }
-        Ok(())
+        self.borrow()
     }
 
     /// Forgets the reduced gradients: this step does not count.
@@ -538,20 +544,26 @@ impl<B: Kernels> Sharded<B> {
     /// Of `read`, or of the device.
     pub fn restore(&mut self, mut read: impl FnMut(&str, usize, Range<usize>, &mut [f32]) -> Result<()>) -> Result<()> {
         let backend = &self.backend;
+        let mut load_of = |layout: &UnitLayout, part, range: Range<usize>| {
+            let mut host = vec![0.0; range.len()];
+            for piece in layout.pieces(range) {
+                read(&piece.tensor.name, part, piece.of_tensor, &mut host[piece.of_owned])?;
+            }
+            Ok::<_, Error>(host)
+        };
         for unit in &mut self.units {
             let layout = &unit.layout;
-            let mut load = |part, range: Range<usize>| {
-                let mut host = vec![0.0; range.len()];
-                for piece in layout.pieces(range) {
-                    read(&piece.tensor.name, part, piece.of_tensor, &mut host[piece.of_owned])?;
-                }
-                Ok(host)
-            };
+            let mut load = |part, range| load_of(layout, part, range);
             unit.params = match self.keep.params {
                 Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &load(0, 0..layout.padded)?)?),
                 Life::Use => Slot::Gone,
             };
             unit.owner.restore(load)?;
+        }
+        for guest in &mut self.guests {
+            let (layout, range) = (guest.layout.clone(), guest.range());
+            let full = load_of(&layout, 0, 0..layout.padded)?;
+            *guest = Guest::new(backend, layout, guest.from, range, self.keep.params, &full)?;
         }
         Ok(())
     }
@@ -570,50 +582,89 @@ impl<B: Kernels> Sharded<B> {
         let wanted: Vec<usize> = self.prefetch.wanted(self.keep.ahead).collect();
         wanted.into_iter().try_for_each(|index| self.gather(index))?;
         for index in visit.units() {
-            if let Some(params) = self.units[index].params.land()?
-                && self.reuses
+            let reuses = self.reuses;
+            let backend = self.backend.clone();
+            if let Some(params) = self.slot(index).1.land()?
+                && reuses
             {
-                self.backend.reuse(B::all(params));
+                backend.reuse(B::all(params));
             }
         }
         Ok(())
     }
 
-    /// Starts the gather of a unit's full parameters, unless they are here or on their way.
-    fn gather(&mut self, index: usize) -> Result<()> {
-        let unit = &mut self.units[index];
-        if let Slot::Gone = unit.params {
-            let mut full = self.backend.alloc(MemoryKind::Parameters, unit.layout.padded)?;
-            unit.owner.contribute(&mut full)?;
-            unit.params = Slot::InFlight(self.groups.shard.about(&unit.layout.name).all_gather(full));
+    /// The full parameters of a slot, with its unit's layout.
+    fn slot(&mut self, slot: usize) -> (&UnitLayout, &mut Slot<B::Buf>) {
+        let own = self.units.len();
+        match self.units.get_mut(slot) {
+            Some(Unit { layout, params, .. }) => (layout, params),
+            None => {
+                let Guest { layout, params, .. } = &mut self.guests[slot - own];
+                (layout, params)
+            }
+        }
+    }
+
+    /// Starts the gather of the full parameters of a slot, unless they are here or on their way.
+    fn gather(&mut self, slot: usize) -> Result<()> {
+        let full = match slot.checked_sub(self.units.len()) {
+            None => self.units[slot].contribution(&self.backend)?,
+            Some(guest) => self.guests[guest].contribution(&self.backend)?,
+        };
+        if let Some(full) = full {
+            self.all_gather(slot, full);
         }
         Ok(())
     }
 
     /// Sends the updated owned part of full parameters to the other shards.
-    fn spread(&mut self, index: usize) {
-        let unit = &mut self.units[index];
-        if let Slot::Here(full) = std::mem::replace(&mut unit.params, Slot::Gone) {
-            unit.params = Slot::InFlight(self.groups.shard.about(&unit.layout.name).all_gather(full));
+    fn spread(&mut self, slot: usize) {
+        if let Slot::Here(full) = std::mem::replace(self.slot(slot).1, Slot::Gone) {
+            self.all_gather(slot, full);
         }
     }
 
-    fn full(&self, index: usize) -> Result<B::View<'_>> {
-        let full = self.units[index].params.here();
-        full.map(B::all).ok_or_else(|| Error::internal("parameters used before they were gathered"))
+    fn all_gather(&mut self, slot: usize, full: B::Buf) {
+        let name = self.slot(slot).0.name.clone();
+        let group = self.groups.shard.about(&name);
+        *self.slot(slot).1 = Slot::InFlight(group.all_gather(full));
     }
 
-    /// Makes the gradient buffer of a unit ready for a backward; whether it is the first of the lane.
-    fn open_grads(&mut self, index: usize) -> Result<bool> {
-        let unit = &mut self.units[index];
-        if unit.grads.is_none() {
-            unit.grads = Some(self.backend.alloc(MemoryKind::Gradients, unit.layout.padded)?);
+    /// Sends this rank's part of a unit's parameters to the stages that borrow them.
+    fn lend(&mut self, index: usize) -> Result<()> {
+        for lent in self.stage.lent.iter().filter(|lent| lent.slot == index) {
+            let unit = &mut self.units[index];
+            let range = unit.owner.range();
+            let mut part = self.backend.alloc(MemoryKind::Parameters, range.len())?;
+            match (self.keep.params, unit.params.land()?) {
+                (Life::Step, Some(full)) => self.backend.copy(B::view(full, range), B::all_mut(&mut part))?,
+                _ => unit.owner.contribute(&mut part, 0..range.len())?,
+            }
+            // As a gradient that is returned, the buffer goes back to its pool.
+            drop(self.groups.ties.about(&unit.layout.name).send(lent.to, part));
         }
-        let first = !std::mem::replace(&mut unit.grads_open, true);
-        if let (true, Some(grads)) = (first, &mut unit.grads) {
-            unit.zeroed.iter().try_for_each(|range| self.backend.zero(B::view_mut(grads, range.clone())))?;
+        Ok(())
+    }
+
+    /// Takes the parameters of other stages' units that blocks of this one borrow.
+    fn borrow(&mut self) -> Result<()> {
+        for guest in 0..self.guests.len() {
+            let Guest { layout, from, .. } = &self.guests[guest];
+            let part = self.backend.alloc(MemoryKind::Parameters, self.guests[guest].range().len())?;
+            let part = self.groups.ties.about(&layout.name).recv(*from, part).wait()?;
+            if let Some(full) = self.guests[guest].renew(&self.backend, part)? {
+                self.all_gather(self.units.len() + guest, full);
+            }
         }
-        Ok(first)
+        Ok(())
+    }
+
+    fn full(&self, slot: usize) -> Result<B::View<'_>> {
+        let params = match slot.checked_sub(self.units.len()) {
+            None => &self.units[slot].params,
+            Some(guest) => &self.guests[guest].params,
+        };
+        params.here().map(B::all).ok_or_else(|| Error::internal("parameters used before they were gathered"))
     }
 
     /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept.
@@ -642,40 +693,4 @@ impl<B: Kernels> Sharded<B> {
         unit.reduction = Some(Reduction::Done(Sum { grad, window, squares }));
         Ok(())
     }
-}
-
-impl<B: Kernels> Unit<B> {
-    /// Full parameters and open gradients, both of which must be here.
-    fn windows(&mut self) -> Result<(B::View<'_>, B::ViewMut<'_>)> {
-        match (&self.params, &mut self.grads) {
-            (Slot::Here(params), Some(grads)) => Ok((B::all(params), B::all_mut(grads))),
-            _ => Err(Error::internal("parameters or gradients are not here")),
-        }
-    }
-}
-
-/// Whether a unit's reduction is over, so that nothing need be waited for.
-fn has_arrived<B: Kernels>(unit: &mut Unit<B>) -> bool {
-    match &mut unit.reduction {
-        Some(Reduction::InFlight(pending)) => pending.is_done(),
-        _ => false,
-    }
-}
-
-/// The initial values of a unit: each tensor a stream of its own, named by the tensor.
-fn initial(layout: &UnitLayout, seed: u64) -> Vec<f32> {
-    let mut values = vec![0.0; layout.padded];
-    for (tensor, range) in &layout.tensors {
-        let values = &mut values[range.clone()];
-        match tensor.init {
-            Init::Zeros => {}
-            Init::Ones => values.fill(1.0),
-            Init::Normal(std) => {
-                let stream = random::Stream::new(random::derive(seed, &[random::name(&tensor.name)]));
-                stream.fill_normal(values);
-                values.iter_mut().for_each(|x| *x *= std);
-            }
-        }
-    }
-    values
 }

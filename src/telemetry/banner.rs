@@ -40,7 +40,7 @@ pub struct Facts<'a> {
     pub validation: Option<u64>,
     /// Notes about the data: rows left out, conversions.
     pub notes: Vec<String>,
-    /// Memory that a rank needs.
+    /// Memory that a rank needs: of a pipeline, in the stage that needs most.
     pub memory: &'a Estimate,
     /// Step and checkpoint resumed from, if it was asked to resume; without one there was none.
     pub resumed: Option<(u64, Option<&'a Path>)>,
@@ -159,6 +159,13 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             plural(plan.lanes, "lane"),
         ),
     );
+    if mesh.pipeline > 1 {
+        let schedule = plan.step_schedule(0);
+        let blocks: Vec<String> = plan.stages.iter().map(|stage| stage.len().to_string()).collect();
+        let told =
+            format!("micro-batches a rank and step: {}, idle: {:.0} %", schedule.micros(), 100.0 * schedule.bubble());
+        line("pipeline", format!("stages of {} blocks; {told}", blocks.join(" + ")));
+    }
     line("model", format!("{}: {} parameters", plan.network.describe(), grouped(facts.parameters)));
     let (samples, tokens) = facts.train;
     let tokens = if plan.network.is_language() { format!(" ({} tokens)", grouped(tokens)) } else { String::new() };

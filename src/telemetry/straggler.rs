@@ -5,7 +5,7 @@
 pub struct Straggler {
     /// The rank.
     pub rank: usize,
-    /// Its compute time, as a multiple of the median rank's.
+    /// Its compute time, as a multiple of the median rank's of those with as much to do.
     pub times: f64,
 }
 
@@ -18,6 +18,8 @@ const NOTICEABLE: f64 = 0.005;
 pub struct Stragglers {
     /// Factor from which on a rank is slow, if it also takes [`NOTICEABLE`] longer; 0 finds none.
     factor: f64,
+    /// Ranks with as much to do, one after the other: those of a pipeline stage.
+    alike: usize,
     /// Steps a window.
     window: u64,
     /// Steps in the current window, and the seconds of every rank in it.
@@ -26,9 +28,10 @@ pub struct Stragglers {
 }
 
 impl Stragglers {
-    /// Finds ranks that compute `factor` times as long as the median rank over `window` steps; 0 finds none.
-    pub fn new(factor: f64, window: u64) -> Self {
-        Self { factor, window, steps: 0, seconds: Vec::new() }
+    /// Finds ranks that compute `factor` times as long as the median of the `alike` ranks of their stage over `window` steps; 0
+    /// finds none.
+    pub fn new(factor: f64, alike: usize, window: u64) -> Self {
+        Self { factor, alike, window, steps: 0, seconds: Vec::new() }
     }
 
     /// Adds a step: the seconds that each rank computed, waiting for messages and data left out. When a window is full,
@@ -42,12 +45,18 @@ impl Stragglers {
         }
         self.steps = 0;
         let sums = std::mem::take(&mut self.seconds);
-        let median = median(&sums);
-        let times = |sum: f64| if median > 0.0 { sum / median } else { 1.0 };
         let noticeable = NOTICEABLE * self.window as f64;
-        let is_slow = |sum: f64| self.factor > 0.0 && times(sum) >= self.factor && sum - median >= noticeable;
-        let slow = sums.iter().enumerate().filter(|(_, sum)| is_slow(**sum));
-        slow.map(|(rank, &sum)| Straggler { rank, times: times(sum) }).collect()
+        let mut slow = Vec::new();
+        for (stage, sums) in sums.chunks(self.alike.max(1)).enumerate() {
+            let median = median(sums);
+            for (i, &sum) in sums.iter().enumerate() {
+                let times = if median > 0.0 { sum / median } else { 1.0 };
+                if self.factor > 0.0 && times >= self.factor && sum - median >= noticeable {
+                    slow.push(Straggler { rank: stage * self.alike + i, times });
+                }
+            }
+        }
+        slow
     }
 }
 
@@ -69,7 +78,7 @@ mod tests {
 
     #[test]
     fn a_slow_rank_is_named_once_a_window() {
-        let mut stragglers = Stragglers::new(1.5, 20);
+        let mut stragglers = Stragglers::new(1.5, 4, 20);
         let seconds = [1.0, 1.25, 1.0, 2.0];
         assert_eq!(found(&mut stragglers, 19, &seconds), []);
         let slow = Straggler { rank: 3, times: 2.0 };
@@ -79,7 +88,7 @@ mod tests {
 
     #[test]
     fn one_slow_step_is_no_slow_rank() {
-        let mut stragglers = Stragglers::new(1.5, 20);
+        let mut stragglers = Stragglers::new(1.5, 4, 20);
         stragglers.step(&[1.0, 8.0, 1.0]);
         assert_eq!(found(&mut stragglers, 19, &[1.0; 3]), []);
         // The next window has forgotten it.
@@ -89,20 +98,27 @@ mod tests {
     #[test]
     fn one_of_two_can_be_slow_and_one_alone_cannot() {
         let slow = Straggler { rank: 0, times: 3.0 };
-        assert_eq!(found(&mut Stragglers::new(1.5, 1), 1, &[3.0, 1.0]), [slow]);
-        assert_eq!(found(&mut Stragglers::new(1.5, 1), 9, &[3.0]), []);
-        assert_eq!(found(&mut Stragglers::new(1.5, 1), 9, &[0.0, 0.0]), []);
+        assert_eq!(found(&mut Stragglers::new(1.5, 2, 1), 1, &[3.0, 1.0]), [slow]);
+        assert_eq!(found(&mut Stragglers::new(1.5, 2, 1), 9, &[3.0]), []);
+        assert_eq!(found(&mut Stragglers::new(1.5, 2, 1), 9, &[0.0, 0.0]), []);
     }
 
     #[test]
     fn a_rank_of_short_steps_is_not_slow_by_noise() {
-        let mut stragglers = Stragglers::new(1.5, 20);
+        let mut stragglers = Stragglers::new(1.5, 4, 20);
         assert_eq!(found(&mut stragglers, 40, &[1.0 / 256.0, 2.0 / 256.0]), []);
         assert_eq!(found(&mut stragglers, 20, &[1.0 / 256.0, 3.0 / 256.0]), [Straggler { rank: 1, times: 3.0 }]);
     }
 
     #[test]
+    fn ranks_are_compared_with_those_of_their_stage() {
+        let mut stragglers = Stragglers::new(1.5, 2, 1);
+        assert_eq!(found(&mut stragglers, 1, &[1.0, 1.0, 9.0, 9.0]), []);
+        assert_eq!(found(&mut stragglers, 1, &[1.0, 1.0, 3.0, 9.0]), [Straggler { rank: 3, times: 3.0 }]);
+    }
+
+    #[test]
     fn zero_finds_none() {
-        assert_eq!(found(&mut Stragglers::new(0.0, 1), 9, &[9.0, 1.0]), []);
+        assert_eq!(found(&mut Stragglers::new(0.0, 2, 1), 9, &[9.0, 1.0]), []);
     }
 }

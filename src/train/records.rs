@@ -46,7 +46,11 @@ impl Records {
             metrics,
             epoch_loss: epoch_loss.map(|epoch| epoch.with(&directory.metrics_path())),
             progress: Progress::new(step, plan.config.run.steps, plan.config.log.every, plan.network.predictions()),
-            stragglers: Stragglers::new(plan.config.log.straggler_factor, plan.config.log.straggler_window),
+            stragglers: Stragglers::new(
+                plan.config.log.straggler_factor,
+                plan.mesh.data(),
+                plan.config.log.straggler_window,
+            ),
         })
     }
 }

@@ -8,6 +8,10 @@ use crate::parallel::Zero;
 /// A layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
+    /// Ranks in all.
+    pub ranks: usize,
+    /// Stages of the pipeline.
+    pub pipeline: usize,
     /// ZeRO stage.
     pub zero: Zero,
     /// Ranks that share one copy of the parameters.
@@ -17,17 +21,18 @@ pub struct Row {
 }
 
 /// One rank that shards nothing, with which the others are compared.
-pub const REFERENCE: Row = Row { zero: Zero::Zero, shard: 1, replica: 1 };
+pub const REFERENCE: Row = Row { ranks: 1, pipeline: 1, zero: Zero::Zero, shard: 1, replica: 1 };
 
 impl Row {
-    /// Ranks.
-    pub fn ranks(&self) -> usize {
+    /// Ranks with different data.
+    pub fn data(&self) -> usize {
         self.shard * self.replica
     }
 
     /// The configuration with this layout.
     pub fn config(&self, base: &Config) -> Config {
         let mut config = base.clone();
+        config.parallel.pipeline = self.pipeline;
         config.parallel.zero = self.zero;
         config.parallel.shard = Some(self.shard);
         config.parallel.replica = Some(self.replica);
@@ -38,29 +43,35 @@ impl Row {
     /// the parameters, has a power of two of them.
     pub fn same_tree(&self, lanes: usize) -> bool {
         let power = |parts| lanes.is_multiple_of(parts) && (lanes / parts).is_power_of_two();
-        self.ranks() == 1 || (power(self.ranks()) && (self.replica == 1 || power(self.replica)))
+        self.data() == 1 || (power(self.data()) && (self.replica == 1 || power(self.replica)))
     }
 }
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let layout = format!("{} × {}", self.shard, self.replica);
-        write!(f, "{:>5}  {layout:<15}  {:>4}", self.ranks(), u8::from(self.zero))
+        let layout = format!("{} × {} × {}", self.pipeline, self.replica, self.shard);
+        write!(f, "{:>5}  {layout:<26}  {:>4}", self.ranks, u8::from(self.zero))
     }
 }
 
-/// Every stage on every number of ranks; then, for the stages that shard, every way to have several copies of
-/// several shards.
-pub fn matrix(ranks: &[usize], stages: &[Zero]) -> Vec<Row> {
+/// For every number of ranks and of pipeline stages, every ZeRO stage; then, for those that shard, every way to have several
+/// copies of several shards. Ranks that a pipeline cannot divide make one row, which cannot run and says why.
+pub fn matrix(ranks: &[usize], pipelines: &[usize], stages: &[Zero]) -> Vec<Row> {
     let mut rows = Vec::new();
-    for &ranks in ranks {
+    for (&ranks, &pipeline) in ranks.iter().flat_map(|ranks| pipelines.iter().map(move |pipeline| (ranks, pipeline))) {
+        let data = ranks / pipeline;
+        let row = |zero, shard, replica| Row { ranks, pipeline, zero, shard, replica };
+        if !ranks.is_multiple_of(pipeline) {
+            rows.push(row(Zero::Zero, 1, data.max(1)));
+            continue;
+        }
         rows.extend(stages.iter().map(|&zero| match zero {
-            Zero::Zero => Row { zero, shard: 1, replica: ranks },
-            _ => Row { zero, shard: ranks, replica: 1 },
+            Zero::Zero => row(zero, 1, data),
+            _ => row(zero, data, 1),
         }));
-        for shard in (2..ranks).filter(|shard| ranks.is_multiple_of(*shard)) {
+        for shard in (2..data).filter(|shard| data.is_multiple_of(*shard)) {
             let sharding = stages.iter().filter(|zero| **zero != Zero::Zero);
-            rows.extend(sharding.map(|&zero| Row { zero, shard, replica: ranks / shard }));
+            rows.extend(sharding.map(|&zero| row(zero, shard, data / shard)));
         }
     }
     rows
@@ -73,15 +84,20 @@ mod tests {
     #[test]
     fn hybrid_rows_fit_the_ranks() {
         let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
-        let rows = matrix(&[1, 2, 4, 8], &stages);
+        let rows = matrix(&[1, 2, 4, 8], &[1], &stages);
         assert_eq!(rows.len(), 4 * 4 + 3 * (1 + 2));
-        assert!(rows.contains(&Row { zero: Zero::Two, shard: 4, replica: 2 }));
-        assert!(matrix(&[6], &stages[..1]).iter().all(|row| (row.shard, row.replica) == (1, 6)));
+        assert!(rows.contains(&Row { ranks: 8, pipeline: 1, zero: Zero::Two, shard: 4, replica: 2 }));
+        assert!(matrix(&[6], &[1], &stages[..1]).iter().all(|row| (row.shard, row.replica) == (1, 6)));
+        let piped = matrix(&[2, 8], &[2, 4], &stages);
+        assert_eq!(piped.len(), 4 + 1 + (4 + 3) + 4);
+        assert!(piped.contains(&Row { ranks: 2, pipeline: 4, zero: Zero::Zero, shard: 1, replica: 1 }));
     }
 
     #[test]
     fn trees_are_the_same_with_powers_of_two() {
-        let tree = |shard, replica, lanes| Row { zero: Zero::One, shard, replica }.same_tree(lanes);
+        let tree = |shard, replica, lanes| {
+            Row { ranks: shard * replica, pipeline: 1, zero: Zero::One, shard, replica }.same_tree(lanes)
+        };
         assert!(tree(4, 2, 8) && tree(3, 1, 12) && tree(1, 1, 7) && tree(1, 8, 8));
         assert!(!tree(3, 4, 12), "a copy has three lanes");
         assert!(!tree(4, 1, 12), "a rank has three lanes");

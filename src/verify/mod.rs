@@ -38,6 +38,8 @@ pub struct Request {
     pub name: String,
     /// Numbers of ranks.
     pub ranks: Vec<usize>,
+    /// Numbers of stages of a pipeline.
+    pub pipelines: Vec<usize>,
     /// ZeRO stages.
     pub stages: Vec<Zero>,
     /// Steps of each row.
@@ -51,13 +53,14 @@ pub struct Request {
 /// # Errors
 /// The configuration is wrong, no row can run, or a row failed.
 pub fn verify(request: &Request) -> Result<bool> {
-    let rows = matrix(&request.ranks, &request.stages);
+    let rows = matrix(&request.ranks, &request.pipelines, &request.stages);
     // More steps than the run has make it longer, before its schedule is laid out.
     let mut request = request.clone();
     request.config.run.steps = request.config.run.steps.max(request.steps);
+    request.config.batch.micro = micro(&request.config, &rows)?;
     let request = &request;
     let mut verifier = Verifier::start(request, &rows)?;
-    say(" ranks  shard × replica  ZeRO  loss, norm  parameters  optimizer  time");
+    say(" ranks  pipeline × replica × shard  ZeRO  loss, norm  parameters  optimizer  time");
     let (mut compared, mut close, mut differ, mut skipped) = (0, 0, 0, 0);
     for row in rows {
         match verifier.row(row)? {
@@ -212,8 +215,9 @@ impl<'a> Verifier<'a> {
 
     fn run(&self, row: Row, steps: u64, then: Then) -> Result<Recording> {
         let task = Task { config: row.config(&self.request.config), threads: None, steps, then };
-        self.request.launcher.run(row.ranks(), task, self.folder.path()).map_err(|e| {
-            let place = format!("{} ranks, shard {} × replica {}", row.ranks(), row.shard, row.replica);
+        self.request.launcher.run(row.ranks, task, self.folder.path()).map_err(|e| {
+            let Row { ranks, pipeline, shard, replica, .. } = row;
+            let place = format!("{ranks} ranks, pipeline {pipeline} × replica {replica} × shard {shard}");
             e.at(format_args!("{place}, ZeRO {}", u8::from(row.zero)))
         })
     }
@@ -235,11 +239,20 @@ fn refer(request: &Request, steps: u64, then: Then) -> Result<Recording> {
 
 /// Whether a row must give the bits of one rank: with fixed lanes whose tree it keeps.
 fn same_bits(config: &Config, row: &Row) -> bool {
-    row.same_tree(config.parallel.lanes.unwrap_or(row.ranks())) && (config.parallel.lanes.is_some() || row.ranks() == 1)
+    row.same_tree(config.parallel.lanes.unwrap_or(row.data())) && (config.parallel.lanes.is_some() || row.data() == 1)
 }
 
 fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<Plan> {
     let on_gpu = config.needs_gpu();
-    let facts = Facts { ranks: row.ranks(), threads: 1, vocabulary: Some(vocabulary), on_gpu };
+    let facts = Facts { ranks: row.ranks, threads: 1, vocabulary: Some(vocabulary), on_gpu };
     resolve(row.config(config), &facts)
+}
+
+/// The micro-batch of all rows: a pipeline wants smaller ones, of which sums would differ in their last bits.
+fn micro(config: &Config, rows: &[Row]) -> Result<Option<u64>> {
+    if config.batch.micro.is_some() || rows.iter().all(|row| row.pipeline == 1) {
+        return Ok(config.batch.micro);
+    }
+    let vocabulary = vocabulary(config)?;
+    Ok(rows.iter().filter_map(|row| plan(config, *row, vocabulary).ok()).map(|plan| plan.micro).min())
 }

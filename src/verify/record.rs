@@ -84,9 +84,8 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
     let world = comm.world();
     world.agree(check_memory::<B>(&plan, &topology, Held::now(comm, &[&train]), None))?;
     let (mut engine, _) = engine(comm, &plan, backend(&plan)?, None)?;
-    let data = engine.model.sharded.data().clone();
     let mut progress = Progress::default();
-    let mut feed = world.agree(Feed::start(engine.model.backend.clone(), train, &plan, data.rank(), progress))?;
+    let mut feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
 
     let entries = entries(&engine.model.sharded);
     let mut steps = Vec::with_capacity(task.steps as usize);
@@ -149,7 +148,9 @@ fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<Entry> {
 fn visit<B: Kernels>(sharded: &mut Sharded<B>, mut show: impl FnMut(usize, usize, &[f32]) -> Result<()>) -> Result<()> {
     let parts = 1 + sharded.state_names().len();
     let mut host = Vec::new();
-    let mut first = 0;
+    // Entries of earlier stages come before.
+    let before = &sharded.layouts()[..sharded.stage().units.start];
+    let mut first = parts * before.iter().map(|unit| unit.tensors.len()).sum::<usize>();
     for unit in sharded.owned()? {
         host.resize(unit.range.len(), 0.0);
         for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {

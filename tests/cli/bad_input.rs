@@ -197,6 +197,48 @@ fn meshes_that_do_not_fit() {
 }
 
 #[test]
+fn pipelines_that_cannot_be() {
+    let root = tempfile::tempdir().unwrap();
+    let cases: [(&str, &[&str]); 7] = [
+        ("parallel.pipeline=0", &["parallel.pipeline = 0 is out of range"]),
+        (
+            "parallel.pipeline=3",
+            &["pipeline(3) × replica(1) × shard(1) × tensor(1) = 3 ranks, but 4 started", "3 ranks"],
+        ),
+        ("parallel.pipeline=2 parallel.stages=[4]", &["parallel.stages = [4] has 1 stages, but parallel.pipeline = 2"]),
+        (
+            "parallel.pipeline=2 parallel.stages=[2,1]",
+            &["parallel.stages = [2, 1] adds up to 3 blocks", "config summary"],
+        ),
+        ("parallel.pipeline=2 parallel.stages=[4,0]", &["parallel.stages = [4, 0] has a stage without blocks"]),
+        ("parallel.pipeline=2 batch.global=7", &["batch.global = 7", "2 lanes", "6 or 8"]),
+        (
+            "parallel.pipeline=2 batch.micro=3",
+            &["batch.micro = 3 does not divide the 4 samples", "nearest that does: 2"],
+        ),
+    ];
+    for (settings, words) in cases {
+        let settings: Vec<&str> = settings.split_whitespace().collect();
+        refuses(&mut Run::new(Simulate(4), root.path(), "x", &settings).command(), root.path(), words);
+    }
+    refuses(
+        &mut Run::new(Mpirun(2), root.path(), "x", &["parallel.pipeline=4"]).command(),
+        root.path(),
+        &["= 4 ranks, but 2 started"],
+    );
+    let words = ["parallel.pipeline = 8, but the network has 4 blocks", "at most 4"];
+    refuses(&mut Run::new(Simulate(8), root.path(), "x", &["parallel.pipeline=8"]).command(), root.path(), &words);
+    // A pipeline that is never full runs, and says so.
+    let ended =
+        Run::new(Simulate(4), root.path(), "few", &["parallel.pipeline=4", "batch.global=2"]).ends().succeeded();
+    assert!(ended.stderr.contains("2 micro-batches a rank for 4 stages leave 60 % of a step idle; hint: "), "{ended}");
+    assert!(
+        ended.stdout.contains("stages of 1 + 1 + 1 + 1 blocks; micro-batches a rank and step: 2, idle: 60 %"),
+        "{ended}"
+    );
+}
+
+#[test]
 fn configuration_files() {
     let root = tempfile::tempdir().unwrap();
     let file = root.path().join("mine.toml");

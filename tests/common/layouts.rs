@@ -41,7 +41,7 @@ const SIX: Sums = Sums { lanes: 6, batch: 24, micro: 2, dropout: 0.1 };
 pub struct Row(pub Sums, pub Transport, pub &'static str);
 
 /// Everything that may not make a difference, one row each.
-pub const SAME: [Row; 52] = [
+pub const SAME: [Row; 62] = [
     // More threads or blocks computed again, on one rank.
     Row(EIGHT, Alone, "run.threads=3"),
     Row(EIGHT, Alone, "parallel.recompute=true"),
@@ -102,6 +102,17 @@ pub const SAME: [Row; 52] = [
     Row(SIX, Mpirun(3), "parallel.zero=3 parallel.recompute=true"),
     Row(SIX, Simulate(6), "parallel.zero=2 parallel.shard=2"),
     Row(SIX, Simulate(3), "parallel.zero=2"),
+    // Stages of a pipeline; the head borrows the first stage's table.
+    Row(EIGHT, Mpirun(2), "parallel.pipeline=2"),
+    Row(DROPOUT, Mpirun(2), "parallel.pipeline=2 parallel.recompute=true parallel.stages=[1,3]"),
+    Row(DROPOUT, Mpirun(4), "parallel.pipeline=2 parallel.zero=1"),
+    Row(EIGHT, Mpirun(4), "parallel.pipeline=2 parallel.zero=3 parallel.recompute=true"),
+    Row(WIDE, Mpirun(4), "parallel.pipeline=2 parallel.zero=2 parallel.prefetch=0"),
+    Row(ACCUMULATED, Mpirun(4), "parallel.pipeline=4"),
+    Row(ACCUMULATED, Simulate(8), "parallel.pipeline=4 parallel.zero=3"),
+    Row(DROPOUT, Simulate(8), "parallel.pipeline=2 parallel.shard=2 parallel.zero=1"),
+    Row(TWELVE, Simulate(9), "parallel.pipeline=3"),
+    Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.zero=2"),
 ];
 
 /// Runs every row, and one rank alone for all rows of the same sums; panics unless metrics, evaluations and the last

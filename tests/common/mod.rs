@@ -15,11 +15,11 @@ use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm::Comm;
 use hpctrain::engine::{Engine, Geometry, Model};
-use hpctrain::mesh::{Axis, Mesh};
+use hpctrain::mesh::Mesh;
 use hpctrain::nn::loss::{Loss, Objective};
-use hpctrain::nn::{Micro, Network};
+use hpctrain::nn::{Micro, Network, loans};
 use hpctrain::optim::Rule;
-use hpctrain::parallel::{Groups, Lanes, Sharded, StepSchedule, Updates, Zero};
+use hpctrain::parallel::{Groups, Lanes, Sharded, Stage, StepSchedule, Updates, Zero};
 
 /// A file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {
@@ -88,25 +88,22 @@ pub fn engine_on<B: Kernels>(
     cut: Cut,
     predictions: u64,
 ) -> Engine<B> {
-    let group = |axes: &[Axis]| comm.split(&mesh.colors(axes)).unwrap();
-    let groups = Groups {
-        shard: group(&[Axis::Shard]),
-        replica: group(&[Axis::Replica]),
-        data: group(&[Axis::Replica, Axis::Shard]),
-    };
+    let groups = Groups::split(comm, &mesh).unwrap();
     let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = network.blocks();
     let updates = Updates { rule, groups: vec![], average: None, host: None };
-    let sharded =
-        Sharded::new(backend.clone(), groups, zero.residency(), lanes, Some(updates), &blocks, Some(7)).unwrap();
+    let (keep, stage) = (zero.residency(), Stage::whole(&loans(&blocks)));
+    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, stage, Some(7)).unwrap();
     let geometry = Geometry {
-        schedule: StepSchedule { lanes: lanes.mine().len(), micros_per_lane: cut.micros_per_lane },
+        schedule: StepSchedule::alone(lanes.mine().len(), cut.micros_per_lane),
+        // Micro-batches of a pipeline alone are known by their rows before they come.
+        rows: 0,
         predictions,
         recompute: cut.recompute,
         seed: 7,
     };
     let objective = Objective::new(loss, network.outputs(), !network.is_language());
-    Engine { model: Model { backend, blocks, objective, sharded }, geometry }
+    Engine { model: Model::new(backend, blocks, objective, sharded), geometry }
 }
 
 /// A micro-batch of sequences `first..` of a global batch.

@@ -13,7 +13,7 @@ use crate::{LARGE, kill, lines, ranks, saves};
 const STEPS: u64 = 30;
 
 /// Ranks and layout between two kills.
-const LAYOUTS: [(Transport, &[&str]); 8] = [
+const LAYOUTS: [(Transport, &[&str]); 9] = [
     (Mpirun(2), &["parallel.zero=0"]),
     (Mpirun(4), &["parallel.zero=3"]),
     (Alone, &["parallel.zero=0", "checkpoint.asynchronous=false"]),
@@ -22,6 +22,7 @@ const LAYOUTS: [(Transport, &[&str]); 8] = [
     (Mpirun(4), &["parallel.zero=1", "parallel.shard=2", "checkpoint.when_busy=skip"]),
     (Mpirun(1), &["parallel.zero=0"]),
     (Mpirun(2), &["parallel.zero=3", "checkpoint.asynchronous=false"]),
+    (Mpirun(4), &["parallel.pipeline=2", "parallel.zero=1", "batch.micro=2"]),
 ];
 
 /// Random numbers, the same in every run of the test.

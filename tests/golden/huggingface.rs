@@ -55,7 +55,7 @@ fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
     };
     engine.model.sharded.restore(parameters).unwrap();
     let micro = micro(&engine.model.backend, tokens, &[], network.context(), 0);
-    let logits = engine.model.output(&micro).unwrap();
+    let logits = engine.model.output(&micro).unwrap().unwrap();
     Cpu::all(&logits).to_vec()
 }
 

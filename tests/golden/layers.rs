@@ -93,13 +93,13 @@ fn everything<B: Kernels>(b: &B, within: Within) {
             engine.model.sharded.restore(from_golden).unwrap();
 
             let micro = samples(b, &case, &plan);
-            let output = engine.model.output(&micro).unwrap();
+            let output = engine.model.output(&micro).unwrap().unwrap();
             let mut host = vec![0.0; B::len(&output)];
             b.download(B::all(&output), &mut host).unwrap();
             let off = distance(&host, &numbers(&case, "output"));
             assert!(off < within.output, "{name}: output {off:e}");
 
-            let sums = engine.model.measure(&micro).unwrap();
+            let sums = engine.model.measure(&micro).unwrap().unwrap();
             let metrics = engine.model.objective.metrics().to_vec();
             let golden_metrics = case.group("metrics").unwrap();
             assert_eq!(golden_metrics.len() as usize, 1 + metrics.len(), "{name}");

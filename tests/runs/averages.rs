@@ -66,6 +66,8 @@ fn it_is_the_same_in_every_layout_and_goes_on() {
         (Mpirun(2), "parallel.zero=2"),
         (Mpirun(4), "parallel.zero=3"),
         (Simulate(4), "parallel.zero=3 parallel.shard=2 parallel.prefetch=0"),
+        (Mpirun(2), "parallel.pipeline=2 batch.micro=2"),
+        (Mpirun(4), "parallel.pipeline=2 parallel.zero=3 batch.micro=2"),
     ]
     .into_iter()
     .enumerate()
@@ -98,6 +100,7 @@ fn it_is_kept_on_gpus_and_beside_them() {
         };
         let one = on_gpu(Alone, "one", &[]);
         on_gpu(Mpirun(2), "sharded", &["parallel.zero=3"]).same_as(&one, 3, precision);
+        on_gpu(Mpirun(2), "stages", &["parallel.pipeline=2", "batch.micro=2"]).same_as(&one, 3, precision);
         on_gpu(Mpirun(2), "offloaded", &["parallel.zero=1", "optimizer.offload=true"]).same_as(&one, 3, precision);
         let peaks = json(&one.path("run.json"))["peak_bytes"].clone();
         assert!(peaks["optimizer"].as_u64().unwrap() > 0, "{peaks}");

@@ -128,7 +128,7 @@ fn run(network: &Network, transport: Transport, root: &Path, name: &str, setting
     Run { settings, ..Run::new(transport, root, &format!("{}-{name}", network.name), &[]) }
 }
 
-const LAYOUTS: [(Transport, &str); 10] = [
+const LAYOUTS: [(Transport, &str); 12] = [
     (Alone, "run.threads=3 parallel.recompute=true"),
     (Alone, "parallel.zero=3"),
     (Mpirun(2), "parallel.zero=0"),
@@ -139,6 +139,8 @@ const LAYOUTS: [(Transport, &str); 10] = [
     (Mpirun(4), "parallel.zero=2 comm.algorithm=hierarchical"),
     (Simulate(8), "parallel.zero=1"),
     (Simulate(8), "parallel.zero=3 parallel.prefetch=2"),
+    (Mpirun(2), "parallel.pipeline=2"),
+    (Simulate(8), "parallel.pipeline=2 parallel.shard=2 parallel.zero=3 parallel.recompute=true"),
 ];
 
 #[test]
@@ -195,6 +197,9 @@ fn every_network_trains_on_gpus() {
             let name = format!("{precision}-sharded");
             let two = on_gpu(&network, Mpirun(2), root.path(), &name, &format!("{settings} parallel.zero=3"));
             two.same_as(&one, 3, &format!("{} in {precision}", network.name));
+            let name = format!("{precision}-stages");
+            let two = on_gpu(&network, Mpirun(2), root.path(), &name, &format!("{settings} parallel.pipeline=2"));
+            two.same_as(&one, 3, &format!("{} in {precision}, in stages", network.name));
         }
     }
 }
@@ -226,10 +231,16 @@ fn ranks_share_the_statistics_of_a_batch() {
     let far = off(&losses(&one), &losses(&apart));
     assert!(far > 1e-3, "{far:e}: statistics of a rank's own samples ought to show");
     // A sum of two in either order is the same, so other layouts have the same bits.
-    let layouts = ["zero=1", "zero=2 parallel.recompute=true", "zero=3 parallel.prefetch=0"];
-    for (i, layout) in layouts.into_iter().enumerate() {
+    let layouts = [
+        (2, "zero=1"),
+        (2, "zero=2 parallel.recompute=true"),
+        (2, "zero=3 parallel.prefetch=0"),
+        // Of a pipeline the ranks of a stage share them.
+        (4, "pipeline=2 parallel.zero=1 batch.micro=4"),
+    ];
+    for (i, (ranks, layout)) in layouts.into_iter().enumerate() {
         let settings = format!("parallel.lanes=2 parallel.{layout}");
-        let files = run(&shared, Mpirun(2), root.path(), &i.to_string(), &settings).succeeds();
+        let files = run(&shared, Mpirun(ranks), root.path(), &i.to_string(), &settings).succeeds();
         files.same_as(&two, 6, layout);
     }
     let parts = "parallel.lanes=2 parallel.zero=2 checkpoint.every=3 run.steps=6";
@@ -268,6 +279,10 @@ fn every_optimizer_in_every_stage_has_the_bits_of_one_rank() {
             let two = run(network, Mpirun(2), root.path(), &format!("{kind}-{zero}"), &settings).succeeds();
             two.same_as(&one, 6, &settings);
         }
+        let settings = format!("{settings} parallel.pipeline=2");
+        run(network, Mpirun(2), root.path(), &format!("{kind}-stages"), &settings)
+            .succeeds()
+            .same_as(&one, 6, &settings);
     }
     // Tensors of a group without updates stay as before the first step; the bias beside them is of another group.
     let start =

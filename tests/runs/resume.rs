@@ -15,7 +15,7 @@ use crate::common::runs::{Run, RunFiles, copy, json};
 /// Steps of the uninterrupted run. It saves and evaluates every third.
 const STEPS: u64 = 9;
 /// Eight lanes on any number of ranks: the same bits on all.
-const SETTINGS: [&str; 7] = [
+const SETTINGS: [&str; 8] = [
     "run.steps=9",
     "checkpoint.every=3",
     "checkpoint.keep=9",
@@ -23,6 +23,8 @@ const SETTINGS: [&str; 7] = [
     "parallel.lanes=8",
     "model.dropout=0.1",
     "batch.global=16",
+    // Sums are taken by micro-batches, of which a pipeline wants more.
+    "batch.micro=2",
 ];
 
 fn run(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
@@ -41,7 +43,7 @@ fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
 }
 
 /// Ranks before the interruption and afterwards, the stage, and the step of the checkpoint.
-const PAIRS: [(Transport, &str, Transport, &str, u64); 9] = [
+const PAIRS: [(Transport, &str, Transport, &str, u64); 12] = [
     (Alone, "parallel.zero=0", Alone, "parallel.zero=0", 3),
     (Alone, "parallel.zero=0", Mpirun(4), "parallel.zero=1", 6),
     (Alone, "parallel.zero=3", Simulate(8), "parallel.zero=2", 3),
@@ -51,6 +53,10 @@ const PAIRS: [(Transport, &str, Transport, &str, u64); 9] = [
     (Mpirun(2), "parallel.zero=1", Mpirun(4), "parallel.zero=3 parallel.shard=2 parallel.recompute=true", 3),
     (Simulate(4), "parallel.zero=0", Mpirun(2), "parallel.zero=3", 6),
     (Simulate(8), "parallel.zero=3", Simulate(2), "parallel.zero=1", 3),
+    // Stages into one rank, one rank into stages, stages into other stages.
+    (Mpirun(4), "parallel.pipeline=4", Alone, "parallel.zero=0", 3),
+    (Alone, "parallel.zero=0", Mpirun(4), "parallel.pipeline=2 parallel.zero=1", 6),
+    (Mpirun(2), "parallel.pipeline=2 parallel.stages=[3,1]", Simulate(8), "parallel.pipeline=4 parallel.zero=3", 3),
 ];
 
 #[test]

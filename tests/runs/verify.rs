@@ -38,8 +38,11 @@ fn every_layout_gives_the_same_bits() {
     assert_eq!(ended.stderr, "");
     let table = lines(&ended, "equal       equal       equal");
     assert_eq!(table.len(), 25, "{ended}");
-    for row in ["    1  1 × 1               0  ", "    8  8 × 1               3  ", "    8  2 × 4               1  "]
-    {
+    for row in [
+        "    1  1 × 1 × 1                      0  ",
+        "    8  1 × 1 × 8                      3  ",
+        "    8  1 × 4 × 2                      1  ",
+    ] {
         assert!(table.iter().any(|line| line.starts_with(row)), "{row}: {ended}");
     }
     assert!(ended.stdout.contains("expected     the same bits: parallel.lanes = 8"), "{ended}");
@@ -51,6 +54,20 @@ fn processes_of_mpirun_give_the_same_bits() {
     let ended = verify(&["parallel.lanes=8"], &["--mpi", "--ranks", "2,4", "--zero", "0,3"]).succeeded();
     assert!(ended.stdout.contains("processes of mpirun"), "{ended}");
     assert!(ended.stdout.ends_with("\n5 rows, 20 steps: 0 differing bits\n"), "{ended}");
+}
+
+/// Micro-batches are those of the deepest pipeline for all rows. Ranks that a pipeline cannot divide are told and counted.
+#[test]
+fn stages_of_a_pipeline_give_the_same_bits() {
+    let args = ["--pipeline", "1,2,4", "--ranks", "1,4,8", "--zero", "0,1,3", "--steps", "4"];
+    let ended = verify(&["parallel.lanes=4", "batch.global=16"], &args).succeeded();
+    assert_eq!(lines(&ended, "equal       equal       equal").len(), 22, "{ended}");
+    assert!(lines(&ended, "    8  4 × 1 × 2                      3  ").len() == 1, "{ended}");
+    assert_eq!(lines(&ended, "skipped: pipeline(").len(), 2, "{ended}");
+    assert_eq!(lines(&ended, "skipped: parallel.lanes = 4 does not divide over 8").len(), 7, "{ended}");
+    let args = ["--pipeline", "2", "--ranks", "2,4", "--zero", "0,2", "--mpi", "--steps", "4"];
+    let ended = verify(&["parallel.lanes=4", "batch.global=16"], &args).succeeded();
+    assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
 }
 
 /// A ring adds in an order of its own.

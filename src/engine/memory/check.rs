@@ -3,7 +3,7 @@
 use std::cmp::Reverse;
 
 use super::available::available;
-use super::estimate::{Held, estimate};
+use super::estimate::{Held, worst};
 use crate::backend::{Kernels, readable};
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::error::{Error, Result};
@@ -47,7 +47,7 @@ impl Room {
 
 fn fits<B: Kernels>(plan: &Plan, node: &Node<'_>, held: Held) -> Result<()> {
     let Node { host, ranks, available, gpu } = *node;
-    let need = |plan: &Plan| estimate::<B>(plan, &plan.network.blocks(), held);
+    let need = |plan: &Plan| worst::<B>(plan, held);
     let here = need(plan);
     let limit = plan.config.run.memory_limit;
     // Resident memory is not counted as available, and is not needed again.
@@ -212,10 +212,10 @@ mod tests {
     #[test]
     fn the_least_change_is_told() {
         let error = refusal(1, &[], 160);
-        assert!(error.starts_with("1 × 342.3 MiB") && error.contains(" MiB are available\nhint: "), "{error}");
+        assert!(error.starts_with("1 × 342.4 MiB") && error.contains(" MiB are available\nhint: "), "{error}");
         assert!(error.contains("parameters 24.1 MiB") && error.contains("activations 133.2 MiB"), "{error}");
         assert!(
-            error.ends_with("hint: batch.micro=4 with checkpoint.asynchronous=false takes 185.9 MiB a rank"),
+            error.ends_with("hint: batch.micro=4 with checkpoint.asynchronous=false takes 186.0 MiB a rank"),
             "{error}"
         );
         let error = refusal(1, &[], 270);
@@ -246,7 +246,7 @@ mod tests {
     }
 
     fn need(plan: &Plan) -> Estimate {
-        estimate::<Cuda>(plan, &plan.network.blocks(), NOTHING)
+        worst::<Cuda>(plan, NOTHING)
     }
 
     #[test]

@@ -5,8 +5,8 @@ use crate::comm::{Comm, DevicePath};
 use crate::config::Plan;
 use crate::data::{Sizes, Source};
 use crate::layout::UnitLayout;
-use crate::nn::Blocks;
-use crate::parallel::{self, Life, MemoryTimeline, Moment, When};
+use crate::nn::{Blocks, loans};
+use crate::parallel::{self, Life, MemoryTimeline, Moment, Stage, StepSchedule, When};
 use crate::telemetry::banner::Estimate;
 
 /// Bytes of an f32.
@@ -61,13 +61,31 @@ impl Alive {
     }
 }
 
-/// Memory estimate of a rank, from the plan alone. A GPU has one pool: its estimate is the peak over the moments of a
-/// step. On the host every category keeps its own peak.
-pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Estimate {
+/// Memory estimate of a rank in the stage of the pipeline that needs most, as [`estimate`] has it: on its GPU, where it computes
+/// on one, else on the host.
+pub fn worst<B: Kernels>(plan: &Plan, held: Held) -> Estimate {
+    let all = (0..plan.mesh.pipeline).map(|stage| estimate::<B>(plan, stage, held));
+    let first = estimate::<B>(plan, 0, held);
+    all.fold(first, |most, one| if (one.gpu(), one.host()) > (most.gpu(), most.host()) { one } else { most })
+}
+
+/// Memory estimate of a rank in stage `stage` of the pipeline, from the plan alone. A GPU has one pool: its estimate is the
+/// peak over the moments of a step. On the host every category keeps its own peak.
+pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     let Held { messages, messages_on_device, resident, cache } = held;
     let size = plan.config.precision.compute.size(B::ON_HOST);
-    let padded: Vec<usize> =
-        blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded).collect();
+    let mut blocks = plan.network.blocks::<B>();
+    let schedule = plan.step_schedule(stage);
+    let stage = plan.stage(stage, &loans(&blocks));
+    let of_unit = |unit: usize| {
+        let block = &blocks[unit];
+        UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded
+    };
+    let slots: Vec<usize> = stage.slots().map(of_unit).collect();
+    let padded = &slots[..stage.units.len()];
+    let next = blocks.get(stage.units.end).map(|block| block.input_per_row());
+    blocks.truncate(stage.units.end);
+    blocks.drain(..stage.units.start);
     let all: usize = padded.iter().sum();
     let owned = all / plan.mesh.shard;
     let offloads = plan.config.optimizer.offload;
@@ -75,19 +93,21 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
     let masters = if are_masters_apart { owned * F32 } else { 0 };
     let states = parallel::state_names(Some(plan.rule), plan.average).len();
     let state = states * owned;
-    let moments = moments(plan, blocks, &padded);
+    let guests = (slots.iter().sum::<usize>() - all) / plan.mesh.shard * size;
+    let guests = if plan.residency().params == Life::Use { guests } else { 0 };
+    let moments = moments(plan, &blocks, &stage, schedule, &slots, next);
     let alive = match B::ON_HOST {
         true => moments.into_iter().fold(Alive::default(), Alive::most),
         false => moments.into_iter().max_by_key(|moment| moment.total()).unwrap_or_default(),
     };
 
     let mut device = [0; MemoryKind::ALL.len()];
-    device[MemoryKind::Parameters as usize] = alive.parameters + masters;
+    device[MemoryKind::Parameters as usize] = alive.parameters + masters + guests;
     device[MemoryKind::Gradients as usize] = alive.gradients;
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
     device[MemoryKind::Activations as usize] = alive.activations + constants * F32;
     device[MemoryKind::Workspace as usize] = B::WORKSPACE;
-    if plan.step_schedule().micros() > 1 && plan.residency().params == Life::Step {
+    if schedule.micros() > 1 && plan.residency().params == Life::Step {
         device[MemoryKind::Workspace as usize] += B::reuse_bytes(all, plan.micro as usize * plan.network.context());
     }
     let mut host = [0; MemoryKind::ALL.len()];
@@ -117,43 +137,49 @@ pub fn estimate<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, held: Held) -> Esti
     Estimate { host, gpu, staging, runtime: resident + GROWTH }
 }
 
-/// The moments of training and of evaluations.
-fn moments<B: Kernels>(plan: &Plan, blocks: &Blocks<B>, padded: &[usize]) -> Vec<Alive> {
+/// The moments of training and of evaluations in a stage with these blocks and slots. Rows of its output have `next`
+/// elements; none where they are the network's.
+fn moments<B: Kernels>(
+    plan: &Plan,
+    blocks: &Blocks<B>,
+    stage: &Stage,
+    schedule: StepSchedule,
+    slots: &[usize],
+    next: Option<usize>,
+) -> Vec<Alive> {
     let size = plan.config.precision.compute.size(B::ON_HOST);
-    let borrows: Vec<Option<usize>> = blocks.iter().map(|block| block.borrows()).collect();
-    let timeline = MemoryTimeline {
-        borrows: &borrows,
-        sizes: padded,
-        shards: plan.mesh.shard,
-        keep: plan.residency(),
-        schedule: plan.step_schedule(),
-    };
+    let timeline = MemoryTimeline { stage, sizes: slots, shards: plan.mesh.shard, keep: plan.residency(), schedule };
     // Bytes a row: of each block's input, its saved activations, its scratch.
     let input: Vec<usize> = blocks.iter().map(|block| block.input_per_row() * size).collect();
     let saved: Vec<usize> =
         blocks.iter().map(|block| block.saved_per_row() * size + block.exact_per_row() * F32).collect();
     let scratch: Vec<usize> = blocks.iter().map(|block| block.scratch_per_row() * size).collect();
-    let last = blocks.len() - 1;
     // The logits, and their losses.
-    let output = |block: usize| input.get(block + 1).copied().unwrap_or(plan.network.outputs() * size + F32);
+    let of_stage = next.map_or(plan.network.outputs() * size + F32, |next| next * size);
+    let output = |block: usize| input.get(block + 1).copied().unwrap_or(of_stage);
     let recompute = plan.config.parallel.recompute;
-    // For each block's turn, the bytes that the blocks before it keep.
-    let mut kept = vec![0; blocks.len()];
-    for block in 0..last {
-        kept[block + 1] = kept[block] + input[block] + if recompute { 0 } else { saved[block] };
+    // For each block's turn, the bytes that the blocks before it keep; then, those of all.
+    let mut kept = vec![0; blocks.len() + 1];
+    for block in 0..blocks.len() {
+        let again = recompute && !(stage.is_last() && block + 1 == blocks.len());
+        kept[block + 1] = kept[block] + input[block] + if again { 0 } else { saved[block] };
     }
-    let bytes = |Moment { when, params, grads }, rows: usize, kept: &[usize]| {
+    let waiting_row = kept[blocks.len()];
+    // Messages: one is awaited while another leaves.
+    let messages = if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
+    let bytes = |Moment { when, params, grads, waiting }: Moment, rows: usize, kept: &[usize]| {
         let of_row = match when {
             When::Forward(block) => kept[block] + input[block] + saved[block] + output(block),
             When::Backward(block) => kept[block] + input[block] + saved[block] + scratch[block],
             // The gradient of the input is as large as that.
             When::After(block) => kept[block] + 2 * input[block],
         };
+        let of_row = of_row + waiting * waiting_row + messages;
         Alive { parameters: params * size, gradients: grads * F32, activations: rows * of_row }
     };
     let rows = |samples: u64| samples as usize * plan.network.context();
     let training = timeline.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept));
-    let nothing = vec![0; blocks.len()];
+    let nothing = vec![0; blocks.len() + 1];
     let evaluated = rows(plan.config.eval.batch);
     let evaluation = timeline.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing));
     training.chain(evaluation).collect()

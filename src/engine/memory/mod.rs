@@ -6,4 +6,4 @@ mod estimate;
 
 pub use available::available;
 pub use check::check;
-pub use estimate::{Held, estimate, resident};
+pub use estimate::{Held, estimate, resident, worst};

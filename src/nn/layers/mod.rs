@@ -122,6 +122,21 @@ impl Layers {
         &self.summary
     }
 
+    /// Every block, one after the other.
+    pub fn blocks_summary(&self) -> Vec<Summary> {
+        let block = |(name, layers): &(String, Sequence)| {
+            let sizes = layers.sizes();
+            Summary {
+                name: name.clone(),
+                output: vec![sizes.output],
+                parameters: trained(&layers.tensors()),
+                flops: layers.flops(),
+                kept: sizes.kept + sizes.exact + sizes.output,
+            }
+        };
+        self.stages.iter().map(block).collect()
+    }
+
     /// The ids that it takes, as its input or beside it.
     pub fn ids(&self) -> &Ids {
         &self.ids

@@ -146,7 +146,6 @@ fn run<B: Kernels>(
 struct Run<'h, B: Kernels> {
     comm: Comm<B>,
     world: Group<B>,
-    data: Group<B>,
     plan: Plan,
     topology: Topology,
     engine: Engine<B>,
@@ -252,8 +251,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         let Some(records) = &mut self.records else { return };
         for Straggler { rank, times } in records.stragglers.step(compute) {
             log::warn!(
-                "rank {rank} (host {}) computes {times:.1} times as long as the median rank over the last {} steps",
+                "rank {rank} (host {}) computes {times:.1} times as long as the median rank{} over the last {} steps",
                 self.topology.host(rank),
+                if self.plan.mesh.pipeline > 1 { " of its stage" } else { "" },
                 self.plan.config.log.straggler_window
             );
         }
@@ -344,7 +344,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let step = self.progress.step;
         let _span = span(Doing::Evaluation, None);
         self.engine.model.sharded.swap_average()?;
-        let measured = evaluator.measure(&mut self.engine.model, &self.data, || self.stop_requests.must_end())?;
+        let measured = evaluator.measure(&mut self.engine.model, &self.world, || self.stop_requests.must_end())?;
         self.engine.model.sharded.swap_average()?;
         let Some(measures) = measured else {
             // It is made up for when the run goes on.

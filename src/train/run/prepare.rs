@@ -101,7 +101,6 @@ impl<'h, B: Kernels> Run<'h, B> {
         let held = memory::Held::now(&comm, &splits.sources());
         let Splits { mut train, mut validation, .. } = splits;
         let (mut engine, exchange) = engine(&comm, &plan, backend, Some(&directory.collectives_path()))?;
-        let data = engine.model.sharded.data().clone();
         let (take, allow_changed_data, data_now) = (request.take, request.allow_changed_data, train.fingerprint());
         let taking = Taking { take, data: data_now.clone(), allow_changed_data };
         let mut notes = Vec::new();
@@ -146,12 +145,13 @@ impl<'h, B: Kernels> Run<'h, B> {
                 train: (train.samples(), train.tokens()),
                 validation: validation.as_ref().map(|validation| validation.samples()),
                 notes: train.left_out().into_iter().chain(notes).collect(),
-                memory: &memory::estimate(&plan, &engine.model.blocks, held),
+                memory: &memory::worst::<B>(&plan, held),
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: stop_requests.time_left(),
             };
             say(banner::banner(&plan, &facts));
             train.unscaled().iter().for_each(|told| log::warn!("{told}"));
+            few_micros(&plan).iter().for_each(|told| log::warn!("{told}"));
             let vocabulary = plan.network.vocabulary().filter(|_| !B::ON_HOST);
             vocabulary.and_then(unaligned).iter().for_each(|told| log::warn!("{told}"));
         }
@@ -175,14 +175,12 @@ impl<'h, B: Kernels> Run<'h, B> {
         let saver = Saver::new(job, world.clone(), &engine.model.backend, &mut engine.model.sharded, asynchronous)?;
         let train_samples = train.samples();
         let tokenizer = train.tokenizer().cloned();
-        let backend = engine.model.backend.clone();
-        let feed = world.agree(Feed::start(backend, train, &plan, data.rank(), progress))?;
+        let feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
         let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         Ok(Self {
             comm,
             world,
-            data,
             plan,
             topology,
             engine,
@@ -216,6 +214,20 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<S
 /// A name that no other job has, for its output.
 fn fresh_id() -> String {
     format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
+}
+
+/// A warning about a pipeline that is never full.
+fn few_micros(plan: &Plan) -> Option<String> {
+    let schedule = plan.step_schedule(0);
+    let (micros, stages) = (schedule.micros(), schedule.stages);
+    (micros < stages).then(|| {
+        let idle = 100.0 * schedule.bubble();
+        let batch = 4 * stages as u64 * plan.mesh.data() as u64;
+        format!(
+            "{micros} micro-batches a rank for {stages} stages leave {idle:.0} % of a step idle; \
+             hint: batch.micro=1 with batch.global={batch} or more, or a smaller parallel.pipeline"
+        )
+    })
 }
 
 /// A warning about a vocabulary whose products are slow on GPUs: their loads want rows that begin at a multiple of 16 bytes.

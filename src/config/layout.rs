@@ -1,0 +1,135 @@
+//! The layout that a configuration asks for: the mesh of its ranks, lanes and micro-batches, the stages of a pipeline.
+
+use std::ops::Range;
+
+use super::resolve::out_of_range;
+use super::{Config, ModelKind, Parallel};
+use crate::error::{Error, Result};
+use crate::mesh::Mesh;
+use crate::nn::Network;
+use crate::parallel::{Zero, partition};
+
+/// Tokens that a micro-batch has at most unless the configuration says: enough for efficient products, few enough for
+/// the memory of activations.
+const MICRO_TOKENS: u64 = 4096;
+
+/// Micro-batches that a rank has at least for each stage of a pipeline, unless the configuration says: with four times as many as
+/// stages, a fifth of the step is idle at most.
+const MICROS_A_STAGE: u64 = 4;
+
+/// The mesh of so many ranks.
+///
+/// # Errors
+/// The axes do not multiply to them, or one of them does nothing.
+pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
+    let parallel = &config.parallel;
+    if parallel.tensor != 1 {
+        let message = format!("parallel.tensor = {}: this version does not split along that axis", parallel.tensor);
+        return Err(Error::input(message).hint("set parallel.tensor = 1"));
+    }
+    let stages = Some(parallel.pipeline);
+    let keys =
+        [("shard", parallel.shard), ("replica", parallel.replica), ("lanes", parallel.lanes), ("pipeline", stages)];
+    for (key, value) in keys {
+        if value == Some(0) {
+            return Err(out_of_range(&format!("parallel.{key}"), 0, "at least 1"));
+        }
+    }
+    let of_stage = (ranks / parallel.pipeline).max(1);
+    let shard = match (parallel.zero, parallel.shard) {
+        (Zero::Zero, Some(shard)) if shard > 1 => {
+            return Err(Error::input(format!("parallel.shard = {shard} with parallel.zero = 0 shards nothing"))
+                .hint("set parallel.zero to 1, 2 or 3"));
+        }
+        (Zero::Zero, _) => 1,
+        (_, Some(shard)) => shard,
+        (_, None) => (of_stage / parallel.replica.unwrap_or(1).min(of_stage)).max(1),
+    };
+    let replica = parallel.replica.unwrap_or((of_stage / shard.min(of_stage)).max(1));
+    let mesh = Mesh { pipeline: parallel.pipeline, replica, shard, tensor: parallel.tensor };
+    mesh.check(ranks, parallel.zero != Zero::Zero)?;
+    Ok(mesh)
+}
+
+/// Lanes of the global batch.
+///
+/// # Errors
+/// Ranks cannot divide them among themselves.
+pub fn lanes(config: &Config, mesh: &Mesh) -> Result<usize> {
+    let ranks = mesh.data();
+    let lanes = config.parallel.lanes.unwrap_or(ranks);
+    if lanes.is_multiple_of(ranks) {
+        return Ok(lanes);
+    }
+    let up = lanes.next_multiple_of(ranks);
+    let nearest = if lanes > ranks { format!("{} or {up}", up - ranks) } else { up.to_string() };
+    Err(Error::input(format!("parallel.lanes = {lanes} does not divide over {ranks} data-parallel ranks"))
+        .hint(format!("the nearest that does: {nearest}")))
+}
+
+/// Samples of a lane, and of a micro-batch.
+///
+/// # Errors
+/// The batch cannot be cut so.
+pub fn batch(config: &Config, lanes: usize, mesh: &Mesh) -> Result<(u64, u64)> {
+    let (global, lanes) = (config.batch.global, lanes as u64);
+    if !global.is_multiple_of(lanes) {
+        let up = global.next_multiple_of(lanes);
+        let nearest = if global > lanes { format!("{} or {up}", up - lanes) } else { up.to_string() };
+        return Err(Error::input(format!(
+            "batch.global = {global} does not divide into {lanes} lanes ({global} / {lanes} = {:.2} samples)",
+            global as f64 / lanes as f64
+        ))
+        .hint(format!("the nearest batch that does: {nearest}")));
+    }
+    let lane_samples = global / lanes;
+    let predictions = if config.model.kind == ModelKind::Layers { 1 } else { config.model.context as u64 };
+    let of_rank = lanes / mesh.data() as u64 * lane_samples;
+    let enough = |micro: u64| mesh.pipeline == 1 || of_rank / micro >= MICROS_A_STAGE * mesh.pipeline as u64;
+    let fits =
+        |micro: &u64| lane_samples.is_multiple_of(*micro) && micro * predictions <= MICRO_TOKENS && enough(*micro);
+    let micro = config.batch.micro.unwrap_or_else(|| (1..=lane_samples).rev().find(fits).unwrap_or(1));
+    if !lane_samples.is_multiple_of(micro) {
+        let divisors = (1..=lane_samples).filter(|d| lane_samples.is_multiple_of(*d));
+        let nearest = divisors.min_by_key(|d| d.abs_diff(micro)).unwrap_or(1);
+        return Err(Error::input(format!(
+            "batch.micro = {micro} does not divide the {lane_samples} samples of a lane \
+             (batch.global = {global} / {lanes} lanes)"
+        ))
+        .hint(format!("the nearest that does: {nearest}")));
+    }
+    Ok((lane_samples, micro))
+}
+
+/// The blocks of every stage of the pipeline: as the configuration has them, or cut by their work.
+///
+/// # Errors
+/// There are more stages than blocks, or the configuration's do not add up.
+pub fn stages(parallel: &Parallel, network: &Network) -> Result<Vec<Range<usize>>> {
+    let (wanted, costs) = (parallel.pipeline, network.work(parallel.recompute));
+    let blocks = costs.len();
+    if wanted > blocks {
+        let message = format!("parallel.pipeline = {wanted}, but the network has {blocks} blocks");
+        return Err(Error::input(message).hint(format!("set parallel.pipeline to at most {blocks}")));
+    }
+    let Some(given) = &parallel.stages else {
+        let cut = partition(&costs, wanted);
+        return cut.ok_or_else(|| Error::internal(format!("{blocks} blocks in {wanted} stages")));
+    };
+    let sum: usize = given.iter().sum();
+    let told = if given.len() != wanted {
+        format!("has {} stages, but parallel.pipeline = {wanted}", given.len())
+    } else if given.contains(&0) {
+        "has a stage without blocks".into()
+    } else if sum != blocks {
+        format!("adds up to {sum} blocks, but the network has {blocks}")
+    } else {
+        let ends = given.iter().scan(0, |end, len| {
+            *end += len;
+            Some(*end - len..*end)
+        });
+        return Ok(ends.collect());
+    };
+    Err(Error::input(format!("parallel.stages = {given:?} {told}"))
+        .hint("leave it out; hpctrain config summary shows the blocks and the cut by their work"))
+}

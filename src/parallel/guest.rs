@@ -1,0 +1,74 @@
+//! A copy of another stage's unit, whose parameters a block of this stage borrows.
+//!
+//! The stage that trains the unit updates it; each of its ranks then sends the range that it owns to the rank of this stage at
+//! the same place among shards and replicas. A guest has no gradient to reduce, no optimizer state and no place in
+//! norms and checkpoints. The block's own gradient goes the other way, once a lane.
+
+use std::ops::Range;
+
+use super::Life;
+use super::unit::Slot;
+use crate::backend::{Kernels, MemoryKind};
+use crate::error::{Error, Result};
+use crate::layout::UnitLayout;
+
+/// Parameters of a borrowed unit on a rank.
+pub struct Guest<B: Kernels> {
+    pub layout: UnitLayout,
+    /// The stage that trains it.
+    pub from: usize,
+    /// Range of this rank's part.
+    range: Range<usize>,
+    /// That part, where full parameters do not live always.
+    part: Option<B::Buf>,
+    /// Full parameters.
+    pub params: Slot<B::Buf>,
+}
+
+impl<B: Kernels> Guest<B> {
+    /// A guest with these parameters.
+    pub fn new(
+        backend: &B,
+        layout: UnitLayout,
+        from: usize,
+        range: Range<usize>,
+        params: Life,
+        full: &[f32],
+    ) -> Result<Self> {
+        let mut guest = Self { layout, from, range, part: None, params: Slot::Gone };
+        match params {
+            Life::Step => guest.params = Slot::Here(backend.upload(MemoryKind::Parameters, full)?),
+            Life::Use => guest.part = Some(backend.upload(MemoryKind::Parameters, &full[guest.range.clone()])?),
+        }
+        Ok(guest)
+    }
+
+    /// Range of this rank's part.
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Takes this rank's part of new parameters. Returns the full buffer to be gathered, where it lives always.
+    pub fn renew(&mut self, backend: &B, part: B::Buf) -> Result<Option<B::Buf>> {
+        self.params.land()?;
+        match (std::mem::replace(&mut self.params, Slot::Gone), &mut self.part) {
+            (_, Some(old)) => {
+                *old = part;
+                Ok(None)
+            }
+            (Slot::Here(mut full), None) => {
+                backend.copy(B::all(&part), B::view_mut(&mut full, self.range.clone()))?;
+                Ok(Some(full))
+            }
+            _ => Err(Error::internal("a guest without parameters")),
+        }
+    }
+
+    /// As [`Unit::contribution`](super::unit::Unit::contribution).
+    pub fn contribution(&mut self, backend: &B) -> Result<Option<B::Buf>> {
+        let (Slot::Gone, Some(part)) = (&self.params, &self.part) else { return Ok(None) };
+        let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;
+        backend.copy(B::all(part), B::view_mut(&mut full, self.range.clone()))?;
+        Ok(Some(full))
+    }
+}

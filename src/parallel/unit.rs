@@ -1,0 +1,168 @@
+//! One unit in memory: its full buffers, its shard, the gradients of its lanes.
+
+use std::ops::Range;
+
+use super::lanes::Tree;
+use super::shard_owner::ShardOwner;
+use crate::backend::{Kernels, MemoryKind};
+use crate::comm::Pending;
+use crate::error::{Error, Result};
+use crate::layout::{Init, UnitLayout};
+use crate::optim::Part;
+use crate::random;
+
+/// A full buffer: at hand, on the wire, or given up.
+pub enum Slot<T> {
+    Here(T),
+    InFlight(Pending<T>),
+    Gone,
+}
+
+impl<T: Send + 'static> Slot<T> {
+    /// Waits until the buffer is here, unless it was given up.
+    pub fn land(&mut self) -> Result<Option<&mut T>> {
+        *self = match std::mem::replace(self, Slot::Gone) {
+            Slot::InFlight(pending) => Slot::Here(pending.wait()?),
+            settled => settled,
+        };
+        Ok(match self {
+            Slot::Here(buf) => Some(buf),
+            _ => None,
+        })
+    }
+
+    /// The buffer, if it is here.
+    pub fn here(&self) -> Option<&T> {
+        match self {
+            Slot::Here(buf) => Some(buf),
+            _ => None,
+        }
+    }
+}
+
+/// The sum of a unit's gradients: over the rank's lanes, then over all ranks.
+pub enum Reduction<B: Kernels> {
+    /// The sum over the lanes of this rank, not yet reduced.
+    Ended(B::Buf),
+    /// On its way: over the shard axis, then over the replica axis.
+    InFlight(Pending<B::Buf>),
+    /// Finished.
+    Done(Sum<B>),
+}
+
+/// A reduced gradient.
+pub struct Sum<B: Kernels> {
+    pub grad: B::Buf,
+    /// Range of the owned part in its buffer.
+    pub window: Range<usize>,
+    /// Squares of this rank's virtual shards.
+    pub squares: Vec<B::Scalar>,
+}
+
+/// A unit of a rank's stage.
+pub struct Unit<B: Kernels> {
+    pub layout: UnitLayout,
+    /// Settings of the update of each tensor.
+    pub tensors: Vec<Part>,
+    /// The shard of this rank.
+    pub owner: ShardOwner<B>,
+    /// Full parameters.
+    pub params: Slot<B::Buf>,
+    /// The full gradient of the current lane.
+    pub grads: Option<B::Buf>,
+    /// Whether `grads` holds this lane's sum; if not, `zeroed` is to be zeroed before use.
+    pub grads_open: bool,
+    /// Ranges that no backward overwrites.
+    pub zeroed: Vec<Range<usize>>,
+    /// The gradient of the current lane of parameters that the block borrows.
+    pub borrowed: Option<B::Buf>,
+    /// Of blocks that borrow this unit, gradients of the current lane: each of the unit's first elements.
+    pub returned: Vec<B::Buf>,
+    /// Finished lanes of this rank.
+    pub lanes: Tree<B::Buf>,
+    pub reduction: Option<Reduction<B>>,
+}
+
+impl<B: Kernels> Unit<B> {
+    /// Makes the gradient buffer ready for a backward; whether it is the first of the lane.
+    pub fn open_grads(&mut self, backend: &B) -> Result<bool> {
+        if self.grads.is_none() {
+            self.grads = Some(backend.alloc(MemoryKind::Gradients, self.layout.padded)?);
+        }
+        let first = !std::mem::replace(&mut self.grads_open, true);
+        if let (true, Some(grads)) = (first, &mut self.grads) {
+            self.zeroed.iter().try_for_each(|range| backend.zero(B::view_mut(grads, range.clone())))?;
+        }
+        Ok(first)
+    }
+
+    /// As [`Unit::open_grads`], for `len` elements that the block borrows.
+    pub fn open_borrowed(&mut self, backend: &B, len: usize) -> Result<bool> {
+        let first = self.borrowed.is_none();
+        if first {
+            self.borrowed = Some(backend.alloc(MemoryKind::Gradients, len)?);
+        }
+        Ok(first)
+    }
+
+    /// The lane's gradient is final, those of borrowers included: it joins the rank's tree of lanes. After the `last` lane
+    /// their sum is ready to be reduced.
+    pub fn lane_done(&mut self, backend: &B, last: bool) -> Result<()> {
+        let mut lane = self.grads.take().ok_or_else(|| Error::internal("a lane ended before it began"))?;
+        self.grads_open = false;
+        for part in self.returned.drain(..) {
+            let len = B::len(&part);
+            backend.add(B::all(&part), B::view_mut(&mut lane, 0..len))?;
+        }
+        // A merged buffer is free again: it serves the next lane.
+        let mut spare = None;
+        let mut add = |into: &mut B::Buf, from: B::Buf| {
+            backend.add(B::all(&from), B::all_mut(into))?;
+            spare = Some(from);
+            Ok::<_, Error>(())
+        };
+        self.lanes.push(lane, &mut add)?;
+        if last {
+            let sum = self.lanes.finish(&mut add)?.ok_or_else(|| Error::internal("no lane to reduce"))?;
+            self.reduction = Some(Reduction::Ended(sum));
+        } else {
+            self.grads = spare;
+        }
+        Ok(())
+    }
+
+    /// A full buffer with this rank's part of the parameters, to be gathered; none if they are here or on their way.
+    pub fn contribution(&mut self, backend: &B) -> Result<Option<B::Buf>> {
+        let Slot::Gone = self.params else { return Ok(None) };
+        let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;
+        self.owner.contribute(&mut full, self.owner.range())?;
+        Ok(Some(full))
+    }
+
+    /// Whether the reduction is over, so that nothing need be waited for.
+    pub fn has_arrived(&mut self) -> bool {
+        match &mut self.reduction {
+            Some(Reduction::InFlight(pending)) => pending.is_done(),
+            _ => false,
+        }
+    }
+}
+
+/// The initial values of a unit: each tensor a stream of its own, named by the tensor. Without a seed, zero.
+pub fn initial(layout: &UnitLayout, seed: Option<u64>) -> Vec<f32> {
+    let mut values = vec![0.0; layout.padded];
+    let Some(seed) = seed else { return values };
+    for (tensor, range) in &layout.tensors {
+        let values = &mut values[range.clone()];
+        match tensor.init {
+            Init::Zeros => {}
+            Init::Ones => values.fill(1.0),
+            Init::Normal(std) => {
+                let stream = random::Stream::new(random::derive(seed, &[random::name(&tensor.name)]));
+                stream.fill_normal(values);
+                values.iter_mut().for_each(|x| *x *= std);
+            }
+        }
+    }
+    values
+}
