@@ -4,6 +4,8 @@ under the others, so that equal ones show. Made of runs/… with:
 
     hpctrain train --set parallel.lanes=8 --set run.name=one
     mpirun -np 4 hpctrain train --set parallel.lanes=8 --set parallel.zero=3 --set run.name=four
+    mpirun -np 4 hpctrain train --set parallel.lanes=8 --set parallel.pipeline=2 --set parallel.zero=1 \
+        --set batch.micro=2 --set run.name=stages
 """
 import json
 import sys
@@ -41,7 +43,8 @@ def main():
     svg.append(f'<text x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">loss</text>')
     for i, (label, curve) in enumerate(curves.items()):
         points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in curve)
-        wide = 'stroke-width="6"' if i == 0 else 'stroke-width="1.2"'
+        # A band, a line on it, and dashes on that line.
+        wide = ['stroke-width="6"', 'stroke-width="1.2"', 'stroke-width="1.2" stroke-dasharray="7 7"'][i]
         svg.append(f'<polyline fill="none" stroke="{COLOURS[i]}" {wide} stroke-linejoin="round" points="{points}"/>')
         place = TOP + 12 + 22 * i
         svg.append(f'<line x1="430" x2="460" y1="{place}" y2="{place}" stroke="{COLOURS[i]}" {wide}/>')

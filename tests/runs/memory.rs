@@ -55,3 +55,47 @@ fn the_banner_promises_what_a_run_takes() {
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
+
+/// Categories whose peaks follow from the layout of a stage; of the rest, buffers are counted as they are needed.
+const OF_A_STAGE: [&str; 4] = ["parameters", "gradients", "optimizer", "activations"];
+
+#[test]
+fn the_first_stage_takes_what_is_said_of_it() {
+    let root = tempfile::tempdir().unwrap();
+    let mut cases = Vec::new();
+    for zero in 0..4 {
+        for (pipeline, recompute) in [(2, false), (2, true), (4, false)] {
+            cases.push((zero, pipeline, recompute));
+        }
+    }
+    for (i, (zero, pipeline, recompute)) in cases.into_iter().enumerate() {
+        let layout = [
+            format!("parallel.zero={zero}"),
+            format!("parallel.pipeline={pipeline}"),
+            format!("parallel.recompute={recompute}"),
+            // Training takes more than an evaluation.
+            "eval.batch=1".into(),
+        ];
+        let layout: Vec<&str> = layout.iter().map(String::as_str).collect();
+        let (ranks, name) = (if zero == 0 { pipeline } else { 2 * pipeline }, format!("x-{i}"));
+        let run = Run::new(Transport::Simulate(ranks), root.path(), &name, &[&BIG[..], &layout].concat());
+        let ended = run.ends().succeeded();
+        let line = ended.stdout.lines().find(|line| line.starts_with("memory ")).unwrap();
+        let card: Value = serde_json::from_str(&run.files().text("run.json")).unwrap();
+        for category in OF_A_STAGE {
+            let said = mib_of(line, category);
+            let taken = card["peak_bytes"][category].as_f64().unwrap() / (1 << 20) as f64;
+            println!("{layout:?} {category}: {said:.2} MiB said, {taken:.2} MiB taken");
+            // The banner rounds to 0.1 MiB.
+            let is_near = (taken - said).abs() <= 0.05 * said + 0.05;
+            assert!(is_near, "{layout:?} {category}: {said:.2} MiB said, {taken:.2} MiB taken");
+        }
+    }
+}
+
+/// The MiB of a category in the banner's line.
+fn mib_of(line: &str, category: &str) -> f64 {
+    let part = line.split([':', ',']).map(str::trim).find_map(|part| part.strip_prefix(category)).unwrap().trim();
+    let (number, unit) = part.split_once(' ').unwrap();
+    number.parse::<f64>().unwrap() / if unit == "KiB" { 1024.0 } else { 1.0 }
+}

@@ -94,7 +94,8 @@ fn advice(plan: &Plan, need: impl Fn(&Plan) -> Estimate, room: &Room) -> String 
     // More ranks: twice as many at a time, as long as the batch can be cut for them.
     let mut ranks = 2 * now;
     while !variants(plan, ranks, need(plan).gpu.is_some()).is_empty() {
-        if let Some((need, best)) = fitting(ranks).into_iter().min_by_key(|(need, _)| (need.gpu(), need.host())) {
+        let as_deep = fitting(ranks).into_iter().filter(|(_, variant)| variant.pipeline.is_none());
+        if let Some((need, best)) = as_deep.min_by_key(|(need, _)| (need.gpu(), need.host())) {
             let settings = best.settings();
             return format!("{ranks} ranks, as many on each node as now, and {settings}: {} a rank", sizes(&need));
         }
@@ -111,17 +112,19 @@ struct Variant {
     zero: Option<Zero>,
     recompute: bool,
     offload: Option<bool>,
+    pipeline: Option<usize>,
     micro: Option<u64>,
 }
 
 impl Variant {
-    /// Few changes before many; then the lowest stage and the largest micro-batch; updates on the host come last. Slower
-    /// checkpoints are the least.
+    /// Few changes before many; then the lowest stage and the largest micro-batch; deeper pipelines and updates on the host
+    /// come last. Slower checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
-        let made = [self.zero.is_some(), self.recompute, self.offload.is_some(), self.micro.is_some()];
+        let Self { zero, recompute, offload, pipeline, micro, .. } = *self;
+        let made = [zero.is_some(), recompute, offload.is_some(), pipeline.is_some(), micro.is_some()];
         let changes = made.into_iter().filter(|made| *made).count();
         let cost = 2 * changes + usize::from(self.through);
-        (cost, self.offload, self.zero.map(u8::from), self.recompute, Reverse(self.micro))
+        (cost, offload, pipeline, zero.map(u8::from), recompute, Reverse(micro))
     }
 
     /// The settings that make it.
@@ -129,31 +132,40 @@ impl Variant {
         let zero = self.zero.map(|zero| format!("parallel.zero={}", u8::from(zero)));
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
         let offload = self.offload.map(|offload| format!("optimizer.offload={offload}"));
+        let pipeline = self.pipeline.map(|pipeline| format!("parallel.pipeline={pipeline}"));
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
         let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
-        let settings: Vec<String> = [zero, recompute, offload, micro, through].into_iter().flatten().collect();
+        let settings: Vec<String> =
+            [zero, recompute, offload, pipeline, micro, through].into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
 
-/// Every stage, recomputation, micro-batch and way of saving that takes less than `plan`, and each place of the optimizer, on
-/// `ranks` ranks.
+/// Every stage, recomputation, micro-batch, pipeline twice or more as deep and way of saving that takes less than `plan`, and each
+/// place of the optimizer, on `ranks` ranks.
 fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
     let offloads = plan.config.optimizer.offload;
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
+    let depth = plan.mesh.pipeline;
+    let deeper = |pipeline: &usize| Some(2 * pipeline).filter(|deeper| ranks.is_multiple_of(*deeper));
+    let pipelines: Vec<usize> = std::iter::successors(Some(depth), deeper).collect();
     let mut variants = Vec::new();
-    for zero in stages {
+    for (zero, &pipeline) in stages.flat_map(|zero| pipelines.iter().map(move |pipeline| (zero, pipeline))) {
         for &smaller in &micros {
             for [again, copy, elsewhere] in choices(on_gpu) {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
                     (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
                 }
+                if pipeline != depth {
+                    (config.parallel.shard, config.parallel.replica, config.parallel.stages) = (None, None, None);
+                    config.parallel.pipeline = pipeline;
+                }
                 if now == Zero::Zero {
                     config.parallel.shard = None;
-                    config.parallel.replica = (zero == Zero::Zero).then_some(ranks);
+                    config.parallel.replica = (zero == Zero::Zero).then_some(ranks / pipeline);
                 }
                 config.parallel.zero = zero;
                 config.parallel.recompute |= again;
@@ -165,7 +177,8 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
                     let (recompute, offload) = (again && !recompute, elsewhere.then_some(!offloads));
-                    variants.push(Variant { plan, through, zero, recompute, offload, micro });
+                    let pipeline = (pipeline != depth).then_some(pipeline);
+                    variants.push(Variant { plan, through, zero, recompute, offload, pipeline, micro });
                 }
             }
         }
@@ -235,6 +248,20 @@ mod tests {
         assert!(error.contains(" ranks, as many on each node as now, and parallel.zero=3"), "{error}");
         let error = refusal(1, &["batch.global=1"], 20);
         assert!(error.contains("no layout of this network and batch.global fits"), "{error}");
+    }
+
+    #[test]
+    fn deeper_pipelines_are_among_the_variants() {
+        let overrides = ["model.layers=8", "parallel.pipeline=2", "batch.micro=1"].map(String::from);
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        let plan = resolve(config, &Facts { ranks: 4, threads: 1, vocabulary: Some(65), on_gpu: false }).unwrap();
+        let all = variants(&plan, 4, false);
+        let meshes = all.iter().map(|variant| (variant.pipeline, variant.plan.mesh.pipeline, variant.plan.mesh.data()));
+        assert!(meshes.clone().all(|mesh| [(None, 2, 2), (Some(4), 4, 1)].contains(&mesh)));
+        // Half the blocks a rank: less of everything but activations, of which more micro-batches wait.
+        let deeper = all.iter().find(|variant| variant.settings() == "parallel.pipeline=4").unwrap();
+        let parameters = |plan: &Plan| worst::<Cpu>(plan, NOTHING).host[MemoryKind::Parameters as usize];
+        assert!(parameters(&deeper.plan) < parameters(&plan) * 2 / 3);
     }
 
     /// A plan for one GPU. Twelve bytes a parameter are masters and moments; activations are small beside them.

@@ -167,7 +167,7 @@ fn moments<B: Kernels>(
     let waiting_row = kept[blocks.len()];
     // Messages: one is awaited while another leaves.
     let messages = if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
-    let bytes = |Moment { when, params, grads, waiting }: Moment, rows: usize, kept: &[usize]| {
+    let bytes = |Moment { when, params, grads, waiting }: Moment, rows: usize, kept: &[usize], messages: usize| {
         let of_row = match when {
             When::Forward(block) => kept[block] + input[block] + saved[block] + output(block),
             When::Backward(block) => kept[block] + input[block] + saved[block] + scratch[block],
@@ -178,10 +178,10 @@ fn moments<B: Kernels>(
         Alive { parameters: params * size, gradients: grads * F32, activations: rows * of_row }
     };
     let rows = |samples: u64| samples as usize * plan.network.context();
-    let training = timeline.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept));
+    let training = timeline.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept, messages));
     let nothing = vec![0; blocks.len() + 1];
     let evaluated = rows(plan.config.eval.batch);
-    let evaluation = timeline.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing));
+    let evaluation = timeline.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing, 0));
     training.chain(evaluation).collect()
 }
 

@@ -1,0 +1,196 @@
+//! From the gradients of lanes to one reduced gradient, and the loss and norm of the step.
+
+use std::ops::Range;
+
+use super::Sharded;
+use crate::backend::{Kernels, MemoryKind};
+use crate::comm::Pending;
+use crate::error::{Error, Result};
+use crate::layout::{UnitLayout, part};
+use crate::parallel::Life;
+use crate::parallel::control_flags::{AllFlags, ControlFlags};
+use crate::parallel::lanes::tree_sum;
+use crate::parallel::step_summary::{Squares, StepSummary, sum_of_squares};
+use crate::parallel::unit::{Reduction, Sum};
+
+/// Results of a step's reductions, the same on all ranks.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ReducedStep {
+    /// Sum of the lanes' losses.
+    pub loss: f64,
+    /// Global norm of the gradient, before clipping.
+    pub norm: f64,
+    /// Seconds that each rank computed in this step.
+    pub compute: Vec<f64>,
+    /// Control flags of each rank.
+    pub flags: AllFlags,
+}
+
+/// The reduced gradient of a unit.
+pub struct Reduced<'a, B: Kernels> {
+    /// The unit's layout.
+    pub layout: &'a UnitLayout,
+    /// The range of the unit that this rank owns.
+    pub range: Range<usize>,
+    /// The gradient of that range.
+    pub grad: B::View<'a>,
+}
+
+impl<B: Kernels> Sharded<B> {
+    /// The last backward of a lane begins: gets ready for the gradients that other stages have of this stage's units.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn lane_ends(&mut self) -> Result<()> {
+        for lent in &self.stage.lent {
+            let buf = self.backend.alloc(MemoryKind::Gradients, lent.len)?;
+            let name = &self.units[lent.slot].layout.name;
+            self.expected.push((lent.slot, self.groups.ties.about(name).recv(lent.to, buf)));
+        }
+        Ok(())
+    }
+
+    /// The unit's gradient of one lane is final. After the rank's last lane its sum can be
+    /// [reduced](Sharded::start_reductions).
+    ///
+    /// # Errors
+    /// A message between stages failed.
+    pub fn lane_done(&mut self, unit: usize, last: bool) -> Result<()> {
+        if let (Some(loan), Some(part)) = (self.stage.borrowed[unit], self.units[unit].borrowed.take()) {
+            match loan.from {
+                None => self.units[loan.slot].returned.push(part),
+                // The communication thread gives the buffer back to its pool; an error of it fails the next request.
+                Some(from) => {
+                    let name = &self.guests[loan.slot - self.units.len()].layout.name;
+                    drop(self.groups.ties.about(name).send(from, part));
+                }
+            }
+        }
+        let (of_unit, others) = std::mem::take(&mut self.expected).into_iter().partition(|(slot, _)| *slot == unit);
+        self.expected = others;
+        let of_unit: Vec<(usize, Pending<B::Buf>)> = of_unit;
+        for (_, part) in of_unit {
+            self.units[unit].returned.push(part.wait()?);
+        }
+        self.units[unit].lane_done(&self.backend, last)?;
+        if last {
+            self.ended.push(unit);
+        }
+        Ok(())
+    }
+
+    /// Starts to reduce the gradients of units whose lanes have all ended.
+    ///
+    /// # Errors
+    /// A reduction failed.
+    pub fn start_reductions(&mut self) -> Result<()> {
+        for unit in std::mem::take(&mut self.ended) {
+            let state = &mut self.units[unit];
+            let Some(Reduction::Ended(sum)) = state.reduction.take() else {
+                return Err(Error::internal("no sum of lanes to reduce"));
+            };
+            let scattered = self.groups.shard.about(&state.layout.name).reduce_scatter(sum);
+            let replicas = self.groups.replica.about(&state.layout.name);
+            state.reduction = Some(Reduction::InFlight(replicas.all_reduce_after(scattered, state.owner.range())));
+            if self.keep.grads == Life::Use {
+                // Full gradients live for their use: those of the unit before have had this block's time to be reduced.
+                std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
+            }
+            self.started.push(unit);
+            if self.offloads {
+                // Gradients go down as soon as they can, beside the backwards that are left.
+                let arrived = self.started.iter().take_while(|&&unit| self.units[unit].has_arrived()).count();
+                self.started.drain(..arrived).collect::<Vec<_>>().into_iter().try_for_each(|unit| self.land(unit))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm.
+    /// `losses` are those of this rank's lanes, in order, where its stage computes them; `compute` is the seconds it has computed in this step. All
+    /// ranks receive the `flags` of each.
+    ///
+    /// # Errors
+    /// A reduction failed.
+    pub fn reduce(&mut self, losses: &[f64], compute: f64, flags: ControlFlags) -> Result<ReducedStep> {
+        self.backend.end_reuse();
+        std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
+        let shards = self.virtual_shards();
+        let mut squares = Vec::with_capacity(self.units.len() * shards.len());
+        for unit in &mut self.units {
+            let Some(Reduction::Done(sum)) = &mut unit.reduction else {
+                return Err(Error::internal("a unit without gradient"));
+            };
+            for square in sum.squares.drain(..) {
+                squares.push(self.backend.read(square)?);
+            }
+        }
+        // Every rank gets every lane's loss and the squares of every unit's virtual shards, and adds them in the same order.
+        let first_unit = self.stage.units.start;
+        let squares = Squares { first_unit, first_shard: shards.start, shards: shards.len(), values: squares };
+        let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
+        let messages = self.groups.world.gather_bytes(mine.encode()).wait()?;
+        let told: Vec<StepSummary> = messages.iter().map(|one| StepSummary::decode(one)).collect::<Result<_>>()?;
+        let losses: Vec<f64> = told.iter().flat_map(|one| one.losses.iter().copied()).collect();
+        let squares = sum_of_squares(told.iter().map(|one| &one.squares), self.network.len(), self.lanes.total)?;
+        Ok(ReducedStep {
+            loss: tree_sum(&losses),
+            norm: squares.sqrt(),
+            compute: told.iter().map(|one| one.compute).collect(),
+            flags: AllFlags(told.into_iter().map(|one| one.flags).collect()),
+        })
+    }
+
+    /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update.
+    ///
+    /// # Errors
+    /// Nothing was reduced.
+    pub fn gradients(&self) -> Result<Vec<Reduced<'_, B>>> {
+        let early = || Error::internal("gradients were asked for before they were reduced");
+        self.units
+            .iter()
+            .map(|unit| match &unit.reduction {
+                Some(Reduction::Done(sum)) => {
+                    let grad = B::view(&sum.grad, sum.window.clone());
+                    Ok(Reduced { layout: &unit.layout, range: unit.owner.range(), grad })
+                }
+                _ => Err(early()),
+            })
+            .collect()
+    }
+
+    /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept.
+    fn land(&mut self, index: usize) -> Result<()> {
+        let shards = self.virtual_shards();
+        let unit = &mut self.units[index];
+        let Some(Reduction::InFlight(pending)) = unit.reduction.take() else {
+            return Err(Error::internal("no reduction to wait for"));
+        };
+        let (full, owned) = (pending.wait()?, unit.owner.range());
+        // Read while it is on its way through the caches, and while the next units are reduced.
+        let square = |shard| {
+            let trained = unit.layout.trained(unit.layout.part(shard, self.lanes.total));
+            self.backend.sum_squares(B::view(&full, trained))
+        };
+        let squares = shards.map(square).collect::<Result<_>>()?;
+        let (mut grad, window) = match self.keep.grads {
+            Life::Step => (full, owned),
+            Life::Use => {
+                let mut own = self.backend.alloc(MemoryKind::Gradients, owned.len())?;
+                self.backend.copy(B::view(&full, owned.clone()), B::all_mut(&mut own))?;
+                (own, 0..owned.len())
+            }
+        };
+        unit.owner.reduced(&mut grad, window.clone())?;
+        unit.reduction = Some(Reduction::Done(Sum { grad, window, squares }));
+        Ok(())
+    }
+
+    /// Virtual shards, of [`Lanes::total`] in every unit, whose norm and checkpoint fall to this rank. They lie
+    /// in its owned range; replicas divide them among themselves.
+    pub(super) fn virtual_shards(&self) -> Range<usize> {
+        let owned = part(self.lanes.total, self.groups.shard.rank(), self.groups.shard.size());
+        let mine = part(owned.len(), self.groups.replica.rank(), self.groups.replica.size());
+        owned.start + mine.start..owned.start + mine.end
+    }
+}

@@ -1,0 +1,318 @@
+//! Storage of a stage's units over its shard × replica mesh: DDP, ZeRO-1, -2, -3 and hybrid sharding are one mesh shape
+//! and one [`Residency`] each.
+//!
+//! A gradient's journey: blocks add into a unit's flat buffer; at the end of a lane the buffer joins the rank's
+//! tree of lanes; after the last lane the sum moves to the communication thread, which reduces it while the
+//! next block computes; [`Sharded::reduce`] waits for all and agrees on loss and norm; [`Sharded::update`] lets
+//! each [`ShardOwner`] update its range and gathers the parameters again.
+//!
+//! A block that borrows another block's parameters adds its gradient into a buffer of its own. At the end of a lane it is
+//! added to the lender's, so that the order of additions does not depend on the place of the two blocks: in one stage of
+//! the pipeline, or in two, between which the buffer is sent.
+//!
+//! Parameters that do not live always are gathered ahead of their use: a pass states its order of blocks
+//! ([`Sharded::begin_step`]), and a window slides along it ([`Prefetch`]).
+//!
+//! Where full gradients live for their use only, the reduction of one block is waited for once the reduction of the
+//! next one has been requested: two of them are whole at once, besides a lent one. Otherwise nothing is waited for
+//! before the end of the step.
+
+mod gradients;
+mod state;
+mod update;
+
+pub use gradients::{Reduced, ReducedStep};
+pub use state::Owned;
+
+use std::sync::Arc;
+
+use super::groups::Groups;
+use super::guest::Guest;
+use super::hyper::state_names;
+use super::lanes::{Lanes, Tree};
+use super::offload::Host;
+use super::prefetch::{self, Prefetch, Visit};
+use super::schedule::StepSchedule;
+use super::shard_owner::{ShardOwner, Updates};
+use super::stage::{Borrowed, Stage};
+use super::unit::{Slot, Unit, initial};
+use super::{Life, Residency};
+use crate::backend::{Kernels, MemoryKind};
+use crate::comm::{Group, Pending};
+use crate::error::{Error, Result};
+use crate::layout::UnitLayout;
+use crate::nn::{Blocks, Grads, Params};
+use crate::optim::{Part, Rule};
+
+/// Units of a pipeline stage over the ranks of its shard × replica mesh.
+pub struct Sharded<B: Kernels> {
+    backend: B,
+    groups: Groups<B>,
+    keep: Residency,
+    lanes: Lanes,
+    /// None where nothing is trained.
+    rule: Option<Rule>,
+    /// Decay of the parameters' running average, if one is kept.
+    average: Option<f32>,
+    /// Whether owners keep state and masters on the host, and so want gradients early.
+    offloads: bool,
+    /// Layouts of the whole network.
+    network: Vec<UnitLayout>,
+    stage: Stage,
+    units: Vec<Unit<B>>,
+    /// Units of other stages that blocks of this one borrow.
+    guests: Vec<Guest<B>>,
+    /// Gradients of lent units that other stages are to send, by unit, for the end of the lane.
+    expected: Vec<(usize, Pending<B::Buf>)>,
+    /// Units whose lanes have all ended, in order.
+    ended: Vec<usize>,
+    /// Units whose reduction is under way, in order.
+    started: Vec<usize>,
+    /// The pass under way.
+    prefetch: Prefetch,
+    /// Whether it multiplies parameters several times before they change.
+    reuses: bool,
+}
+
+impl<B: Kernels> Sharded<B> {
+    /// Storage for the units of `stage`, of a network of `blocks`, initialised from `seed`: the same values for any mesh.
+    /// Without a seed it is zero, to be restored; without updates there is no optimizer state.
+    ///
+    /// # Errors
+    /// Out of memory, or the first gather failed.
+    #[expect(clippy::too_many_arguments, reason = "one for each property of a layout")]
+    pub fn new(
+        backend: B,
+        groups: Groups<B>,
+        keep: Residency,
+        lanes: Lanes,
+        updates: Option<Updates>,
+        blocks: &Blocks<B>,
+        stage: Stage,
+        seed: Option<u64>,
+    ) -> Result<Self> {
+        let (shards, shard) = (groups.shard.size(), groups.shard.rank());
+        let keep = keep.over(shards);
+        let host = updates.as_ref().and_then(|updates| updates.host.clone());
+        let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
+        let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
+        let network: Vec<UnitLayout> =
+            blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), lanes.total)).collect();
+        let mut units = Vec::with_capacity(stage.units.len());
+        for layout in &network[stage.units.clone()] {
+            let owned = layout.part(shard, shards);
+            let full = initial(layout, seed);
+            let params = match keep.params {
+                Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &full)?),
+                Life::Use => Slot::Gone,
+            };
+            let (values, are_full_here) = (&full[owned.clone()], keep.params == Life::Step);
+            let (host, updates) = (host.as_ref(), updates.as_ref());
+            units.push(Unit {
+                owner: ShardOwner::new(&backend, host, updates, layout, owned, values, are_full_here)?,
+                tensors: layout.tensors.iter().map(|(tensor, _)| Part::of(tensor, groups_of)).collect(),
+                zeroed: layout.zeroed(),
+                layout: layout.clone(),
+                params,
+                grads: None,
+                grads_open: false,
+                borrowed: None,
+                returned: Vec::new(),
+                lanes: Tree::default(),
+                reduction: None,
+            });
+        }
+        let guest = |guest: &super::stage::Guest| {
+            let layout = network[guest.unit].clone();
+            let (range, full) = (layout.part(shard, shards), initial(&layout, seed));
+            Guest::new(&backend, layout, guest.stage, range, keep.params, &full)
+        };
+        let guests = stage.guests.iter().map(guest).collect::<Result<_>>()?;
+        let (rule, average) = updates.map_or((None, None), |updates| (Some(updates.rule), updates.average));
+        Ok(Self {
+            backend,
+            groups,
+            keep,
+            lanes,
+            rule,
+            average,
+            offloads: host.is_some(),
+            network,
+            stage,
+            units,
+            guests,
+            expected: Vec::new(),
+            ended: Vec::new(),
+            started: Vec::new(),
+            prefetch: Prefetch::default(),
+            reuses: false,
+        })
+    }
+
+    /// The ranks of this stage, each with different data.
+    pub fn data(&self) -> &Group<B> {
+        &self.groups.data
+    }
+
+    /// The stages that compute the same data, in order.
+    pub fn pipeline(&self) -> &Group<B> {
+        &self.groups.pipeline
+    }
+
+    /// This rank's part of the network.
+    pub fn stage(&self) -> &Stage {
+        &self.stage
+    }
+
+    /// Names of the optimizer's buffers.
+    pub fn state_names(&self) -> Vec<&'static str> {
+        state_names(self.rule, self.average)
+    }
+
+    /// Parameters of the network, averages and padding left out.
+    pub fn parameters(&self) -> u64 {
+        self.network.iter().map(|unit| unit.trained as u64).sum()
+    }
+
+    /// Layouts of all units of the network, those of other stages included.
+    pub fn layouts(&self) -> &[UnitLayout] {
+        &self.network
+    }
+
+    /// Name of unit `unit` of the stage.
+    pub fn name(&self, unit: usize) -> &Arc<str> {
+        &self.units[unit].layout.name
+    }
+
+    /// Seconds this rank has been blocked so far, waiting for messages.
+    pub fn waited(&self) -> f64 {
+        self.groups.data.stats().blocked
+    }
+
+    /// A step begins: blocks of the stage will take their turns in its order, which is the same on all ranks of the stage.
+    pub fn begin_step(&mut self, schedule: StepSchedule) {
+        self.begin(prefetch::step(&self.stage.borrows(), schedule));
+        // Buffers that live for their use only are another unit's before long.
+        self.reuses = schedule.micros() > 1 && self.keep.params == Life::Step;
+    }
+
+    /// A forward outside training begins: blocks of the stage will take their turns once.
+    pub fn begin_forward(&mut self) {
+        self.begin(prefetch::forward(&self.stage.borrows()));
+    }
+
+    fn begin(&mut self, visits: Vec<Visit>) {
+        self.prefetch = Prefetch::new(visits);
+        self.backend.end_reuse();
+        self.reuses = false;
+    }
+
+    /// Parameters of unit `unit` and of the one that its block borrows, whose turn it is, gathered if they are not here.
+    ///
+    /// # Errors
+    /// The gather failed.
+    pub fn params(&mut self, unit: usize) -> Result<Params<'_, B>> {
+        let borrowed = self.stage.borrowed[unit];
+        self.fetch(Visit { own: unit, lent: borrowed.map(|loan| loan.slot) })?;
+        Ok(Params { own: self.full(unit)?, lent: borrowed.map(|loan| self.full(loan.slot)).transpose()? })
+    }
+
+    /// As [`Sharded::params`], with the gradients to add to.
+    ///
+    /// # Errors
+    /// The gather failed.
+    pub fn params_and_grads(&mut self, unit: usize) -> Result<(Params<'_, B>, Grads<'_, B>)> {
+        let loan = self.stage.borrowed[unit];
+        self.fetch(Visit { own: unit, lent: loan.map(|loan| loan.slot) })?;
+        let own = &mut self.units[unit];
+        let first = own.open_grads(&self.backend)?;
+        let lent_first = loan.map_or(Ok(false), |loan| own.open_borrowed(&self.backend, loan.len))?;
+        let (before, own) = self.units.split_at_mut(unit);
+        let (own, after) = own.split_first_mut().ok_or_else(|| Error::internal("no such unit"))?;
+        let missing = || Error::internal("parameters or gradients are not here");
+        let lent = match loan {
+            None => None,
+            Some(Borrowed { slot, .. }) => {
+                let guest = || self.guests.get(slot - unit - 1 - after.len()).map(|guest| &guest.params);
+                let lender = before.get(slot).map_or_else(guest, |unit| Some(&unit.params));
+                Some(B::all(lender.and_then(Slot::here).ok_or_else(missing)?))
+            }
+        };
+        let grads = own.grads.as_mut().ok_or_else(missing)?;
+        Ok((
+            Params { own: B::all(own.params.here().ok_or_else(missing)?), lent },
+            Grads { own: B::all_mut(grads), first, lent: own.borrowed.as_mut().map(B::all_mut), lent_first },
+        ))
+    }
+
+    /// A block's turn ends: parameters that live for their use only are given up, unless the next turns want them.
+    pub fn release(&mut self) {
+        for index in self.prefetch.pass(self.keep.ahead) {
+            if self.keep.params == Life::Use {
+                *self.slot(index).1 = Slot::Gone;
+            }
+        }
+    }
+
+    /// Starts the gathers that the turn under way and the next ones want, and waits for those of `visit`.
+    fn fetch(&mut self, visit: Visit) -> Result<()> {
+        debug_assert_eq!(self.prefetch.turn(), Some(visit), "blocks take their turns in the order of the pass");
+        let wanted: Vec<usize> = self.prefetch.wanted(self.keep.ahead).collect();
+        wanted.into_iter().try_for_each(|index| self.gather(index))?;
+        for index in visit.units() {
+            let reuses = self.reuses;
+            let backend = self.backend.clone();
+            if let Some(params) = self.slot(index).1.land()?
+                && reuses
+            {
+                backend.reuse(B::all(params));
+            }
+        }
+        Ok(())
+    }
+
+    /// The full parameters of a slot, with its unit's layout.
+    fn slot(&mut self, slot: usize) -> (&UnitLayout, &mut Slot<B::Buf>) {
+        let own = self.units.len();
+        match self.units.get_mut(slot) {
+            Some(Unit { layout, params, .. }) => (layout, params),
+            None => {
+                let Guest { layout, params, .. } = &mut self.guests[slot - own];
+                (layout, params)
+            }
+        }
+    }
+
+    /// Starts the gather of the full parameters of a slot, unless they are here or on their way.
+    fn gather(&mut self, slot: usize) -> Result<()> {
+        let full = match slot.checked_sub(self.units.len()) {
+            None => self.units[slot].contribution(&self.backend)?,
+            Some(guest) => self.guests[guest].contribution(&self.backend)?,
+        };
+        if let Some(full) = full {
+            self.all_gather(slot, full);
+        }
+        Ok(())
+    }
+
+    /// Sends the updated owned part of full parameters to the other shards.
+    fn spread(&mut self, slot: usize) {
+        if let Slot::Here(full) = std::mem::replace(self.slot(slot).1, Slot::Gone) {
+            self.all_gather(slot, full);
+        }
+    }
+
+    fn all_gather(&mut self, slot: usize, full: B::Buf) {
+        let name = self.slot(slot).0.name.clone();
+        let group = self.groups.shard.about(&name);
+        *self.slot(slot).1 = Slot::InFlight(group.all_gather(full));
+    }
+
+    fn full(&self, slot: usize) -> Result<B::View<'_>> {
+        let params = match slot.checked_sub(self.units.len()) {
+            None => &self.units[slot].params,
+            Some(guest) => &self.guests[guest].params,
+        };
+        params.here().map(B::all).ok_or_else(|| Error::internal("parameters used before they were gathered"))
+    }
+}

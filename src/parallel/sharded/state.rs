@@ -1,0 +1,78 @@
+//! Parameters and optimizer state for checkpoints, and from them.
+
+use std::ops::Range;
+
+use super::Sharded;
+use crate::backend::{Kernels, MemoryKind};
+use crate::error::{Error, Result};
+use crate::layout::UnitLayout;
+use crate::parallel::Life;
+use crate::parallel::guest::Guest;
+use crate::parallel::shard_owner::Values;
+use crate::parallel::unit::Slot;
+
+/// The owned part of a unit, for checkpoints.
+pub struct Owned<'a, B: Kernels> {
+    /// The unit's layout.
+    pub layout: &'a UnitLayout,
+    /// The range of the unit that this view covers.
+    pub range: Range<usize>,
+    /// Its parameters.
+    pub params: Values<'a, B>,
+    /// Its optimizer state, one for each of [`Sharded::state_names`].
+    pub state: Vec<Values<'a, B>>,
+}
+
+impl<B: Kernels> Sharded<B> {
+    /// The parts of the units that this rank, and no other, writes to a checkpoint.
+    ///
+    /// # Errors
+    /// A gather under way failed.
+    pub fn owned(&mut self) -> Result<Vec<Owned<'_, B>>> {
+        let shards = self.virtual_shards();
+        let total = self.lanes.total;
+        for unit in &mut self.units {
+            unit.params.land()?;
+        }
+        self.units
+            .iter()
+            .map(|unit| {
+                let range = unit.layout.part(shards.start, total).start..unit.layout.part(shards.end - 1, total).end;
+                let (params, state) = unit.owner.values(range.clone(), unit.params.here())?;
+                Ok(Owned { layout: &unit.layout, range, params, state })
+            })
+            .collect()
+    }
+
+    /// Replaces parameters and optimizer state by the values that `read(tensor, part, range)` gives for every range of
+    /// every tensor that this rank stores: part 0 is the parameters, part k the k-th of
+    /// [`Sharded::state_names`].
+    ///
+    /// # Errors
+    /// Of `read`, or of the device.
+    pub fn restore(&mut self, mut read: impl FnMut(&str, usize, Range<usize>, &mut [f32]) -> Result<()>) -> Result<()> {
+        let backend = &self.backend;
+        let mut load_of = |layout: &UnitLayout, part, range: Range<usize>| {
+            let mut host = vec![0.0; range.len()];
+            for piece in layout.pieces(range) {
+                read(&piece.tensor.name, part, piece.of_tensor, &mut host[piece.of_owned])?;
+            }
+            Ok::<_, Error>(host)
+        };
+        for unit in &mut self.units {
+            let layout = &unit.layout;
+            let mut load = |part, range| load_of(layout, part, range);
+            unit.params = match self.keep.params {
+                Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &load(0, 0..layout.padded)?)?),
+                Life::Use => Slot::Gone,
+            };
+            unit.owner.restore(load)?;
+        }
+        for guest in &mut self.guests {
+            let (layout, range) = (guest.layout.clone(), guest.range());
+            let full = load_of(&layout, 0, 0..layout.padded)?;
+            *guest = Guest::new(backend, layout, guest.from, range, self.keep.params, &full)?;
+        }
+        Ok(())
+    }
+}

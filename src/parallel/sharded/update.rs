@@ -1,0 +1,150 @@
+//! The update of the owned ranges, and the journey of new parameters: to the other shards, and to stages that borrow them.
+
+use super::Sharded;
+use crate::activity::{Doing, span};
+use crate::backend::{Kernels, MemoryKind};
+use crate::error::{Error, Result};
+use crate::optim::Rule;
+use crate::parallel::Life;
+use crate::parallel::guest::Guest;
+use crate::parallel::hyper::Hyper;
+use crate::parallel::norms::{self, Norms};
+use crate::parallel::unit::{Reduction, Slot, Sum, Unit};
+
+impl<B: Kernels> Sharded<B> {
+    /// The factor on the step of every tensor of every unit where the rule scales them by norms; nothing elsewhere.
+    ///
+    /// # Errors
+    /// The device or a message between ranks failed.
+    fn trust(&mut self, hyper: Hyper) -> Result<Vec<Vec<f32>>> {
+        let Some(rule) = self.rule.filter(Rule::is_layerwise) else {
+            return Ok(vec![vec![]; self.units.len()]);
+        };
+        let (shards, total) = (self.virtual_shards(), self.lanes.total);
+        let mut measured = Vec::new();
+        let mut first = 0;
+        for unit in &mut self.units {
+            unit.params.land()?;
+            let Some(Reduction::Done(sum)) = &unit.reduction else {
+                return Err(Error::internal("an update without gradient"));
+            };
+            for shard in shards.clone() {
+                let (range, grad) = (unit.layout.part(shard, total), B::view(&sum.grad, sum.window.clone()));
+                for (tensor, squares) in unit.owner.squares(hyper, range, grad, unit.params.here())? {
+                    measured.push((shard - shards.start, first + tensor, squares));
+                }
+            }
+            first += unit.layout.tensors.len();
+        }
+        let mut norms = Norms::new(shards, first);
+        for (shard, tensor, squares) in measured {
+            let [norm, compared] = squares;
+            norms.set(shard, tensor, [norm.read(&self.backend)?, compared.read(&self.backend)?]);
+        }
+        let messages = self.groups.data.gather_bytes(norms.encode()).wait()?;
+        let mut squares = norms::whole(&messages, total, first)?.into_iter();
+        let of_unit = |unit: &Unit<B>| {
+            let decays = unit.tensors.iter().map(|part| part.decay(hyper.weight_decay));
+            decays.zip(&mut squares).map(|(decay, squares)| rule.trust(squares, decay, hyper.grad_scale)).collect()
+        };
+        Ok(self.units.iter().map(of_unit).collect())
+    }
+
+    /// Updates the owned ranges from the reduced gradients, then spreads them.
+    ///
+    /// # Errors
+    /// The device or the gather failed.
+    pub fn update(&mut self, hyper: Hyper) -> Result<()> {
+        let keep = self.keep;
+        let trust = self.trust(hyper)?;
+        for index in 0..self.units.len() {
+            let unit = &mut self.units[index];
+            let Some(Reduction::Done(Sum { grad, window, .. })) = unit.reduction.take() else {
+                return Err(Error::internal("an update without gradient"));
+            };
+            let span = span(Doing::Update, Some(&unit.layout.name));
+            unit.owner.update(hyper, &trust[index], B::view(&grad, window), unit.params.land()?)?;
+            drop(span);
+            if keep.grads == Life::Step {
+                unit.grads = Some(grad);
+            }
+            self.lend(index)?;
+            match keep.params {
+                Life::Step => self.spread(index),
+                // Every pass begins with the first blocks.
+                Life::Use if index < keep.ahead => self.gather(index)?,
+                Life::Use => {}
+            }
+        }
+        self.borrow()
+    }
+
+    /// Lets parameters and their running average take each other's places, where one is kept: before an evaluation, and after
+    /// it. Collective.
+    ///
+    /// # Errors
+    /// The device or a gather failed.
+    pub fn swap_average(&mut self) -> Result<()> {
+        if self.average.is_none() {
+            return Ok(());
+        }
+        for index in 0..self.units.len() {
+            let unit = &mut self.units[index];
+            match self.keep.params {
+                Life::Step => {
+                    unit.owner.swap(unit.params.land()?)?;
+                    self.lend(index)?;
+                    self.spread(index);
+                }
+                Life::Use => {
+                    unit.params.land()?;
+                    unit.params = Slot::Gone;
+                    unit.owner.swap(None)?;
+                    self.lend(index)?;
+                }
+            }
+        }
+        self.borrow()
+    }
+
+    /// Forgets the reduced gradients: this step does not count.
+    pub fn skip(&mut self) {
+        for unit in &mut self.units {
+            unit.owner.forget();
+            if let Some(Reduction::Done(sum)) = unit.reduction.take()
+                && self.keep.grads == Life::Step
+            {
+                unit.grads = Some(sum.grad);
+            }
+        }
+    }
+
+    /// Sends this rank's part of a unit's parameters to the stages that borrow them.
+    fn lend(&mut self, index: usize) -> Result<()> {
+        for lent in self.stage.lent.iter().filter(|lent| lent.slot == index) {
+            let unit = &mut self.units[index];
+            let range = unit.owner.range();
+            let mut part = self.backend.alloc(MemoryKind::Parameters, range.len())?;
+            match (self.keep.params, unit.params.land()?) {
+                (Life::Step, Some(full)) => self.backend.copy(B::view(full, range), B::all_mut(&mut part))?,
+                _ => unit.owner.contribute(&mut part, 0..range.len())?,
+            }
+            // As a gradient that is returned, the buffer goes back to its pool.
+            drop(self.groups.ties.about(&unit.layout.name).send(lent.to, part));
+        }
+        Ok(())
+    }
+
+    /// Takes the parameters of other stages' units that blocks of this one borrow.
+    fn borrow(&mut self) -> Result<()> {
+        for guest in 0..self.guests.len() {
+            let Guest { layout, from, .. } = &self.guests[guest];
+            let part = self.backend.alloc(MemoryKind::Parameters, self.guests[guest].range().len())?;
+            let part = self.groups.ties.about(&layout.name).recv(*from, part).wait()?;
+            if let Some(full) = self.guests[guest].renew(&self.backend, part)? {
+                self.all_gather(self.units.len() + guest, full);
+            }
+        }
+        Ok(())
+    }
+}
