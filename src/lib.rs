@@ -60,7 +60,7 @@
 //!     let plan = plan(comm, config.clone(), &Line, Some(1))?;
 //!     let (mut engine, _) = engine(comm, &plan, Cpu::new(plan.threads), None)?;
 //!     let mut progress = Progress::default();
-//!     let mut feed = Feed::start(engine.model.backend.clone(), Line, &plan, comm.rank(), progress)?;
+//!     let mut feed = Feed::start(&engine.model, Line, &plan, progress)?;
 //!     let mut loss = f64::INFINITY;
 //!     while progress.step < plan.config.run.steps {
 //!         loss = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?.loss;

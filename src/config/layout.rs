@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::resolve::out_of_range;
+use super::range::out_of_range;
 use super::{Config, ModelKind, Parallel};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;

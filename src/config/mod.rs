@@ -3,6 +3,7 @@
 mod device;
 mod layout;
 mod load;
+mod range;
 mod raw;
 mod resolve;
 mod size;

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::layout::{batch, lanes, mesh, stages};
+use super::range::out_of_range;
 use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Deviation, Elementwise, Kernels};
@@ -177,11 +178,6 @@ fn compute(config: &Config, on_gpu: bool) -> Result<Compute> {
 /// The number of 64 bits that is written as one of 32 bits is: 0.1 and not 0.10000000149011612.
 fn digits(number: f32) -> f64 {
     number.to_string().parse().unwrap_or(f64::from(number))
-}
-
-/// A value out of its range.
-pub(super) fn out_of_range(key: &str, value: impl std::fmt::Display, wanted: &str) -> Error {
-    Error::input(format!("{key} = {value} is out of range")).hint(format!("{key} must be {wanted}"))
 }
 
 fn check_ranges(config: &Config) -> Result<()> {

@@ -21,9 +21,9 @@ pub struct StepResult {
     pub lr: f64,
     /// Whether the update was left out because loss or gradient was not finite.
     pub skipped: bool,
-    /// Seconds that each data-parallel rank computed, without its waits for messages and data.
+    /// Seconds that each rank computed, without its waits for messages and data.
     pub compute: Vec<f64>,
-    /// Control flags of each data-parallel rank.
+    /// Control flags of each rank.
     pub flags: AllFlags,
     /// Time of this rank's update.
     pub updating: Duration,

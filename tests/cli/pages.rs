@@ -90,9 +90,9 @@ fn commands_of_the_pages_work() {
 
 /// Those of a paragraph are one after the other in a directory of their own: a run is never overwritten.
 #[test]
-fn commands_of_the_pages_on_clusters_and_operations_work() {
-    let all = [blocks("docs/clusters.md"), blocks("docs/operations.md")].concat();
-    assert!(all.concat().len() >= 7, "{all:#?}");
+fn commands_of_the_pages_on_clusters_operations_and_layouts_work() {
+    let all = ["docs/clusters.md", "docs/operations.md", "docs/layouts.md"].map(blocks).concat();
+    assert!(all.concat().len() >= 14, "{all:#?}");
     for block in all {
         let clone = clone();
         for command in block {
