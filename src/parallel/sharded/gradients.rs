@@ -186,7 +186,7 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Virtual shards, of [`Lanes::total`] in every unit, whose norm and checkpoint fall to this rank. They lie
+    /// Virtual shards, of [`Lanes::total`](crate::parallel::Lanes) in every unit, whose norm and checkpoint fall to this rank. They lie
     /// in its owned range; replicas divide them among themselves.
     pub(super) fn virtual_shards(&self) -> Range<usize> {
         let owned = part(self.lanes.total, self.groups.shard.rank(), self.groups.shard.size());
