@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """The idle part of a pipeline's steps, from a trace: benches/bubble.py TRACE STAGES MICRO_BATCHES.
 
-Two figures for each step but the first: *played* has the measured forwards and backwards of every stage in the order of
-one forward, one backward, with messages that take no time and a core for each rank; *traced* is what the ranks of the
-trace were idle between the first forward and the last backward of a step. Prints the medians. Made with:
+Of all steps but the first: *played* has the median forward and backward of every stage in the order of one forward, one
+backward, with messages that take no time; *traced* is the median of the time in which the ranks of the trace computed
+nothing, between the first forward and the last backward of a step. Made with:
 
-    mpirun -np 2 --bind-to none hpctrain train --set parallel.pipeline=2 --set run.threads=1 --set batch.micro=1 \\
-        --set batch.global=8 --set run.steps=30 --trace trace.json
+    mpirun -np 2 --bind-to none hpctrain train --set parallel.pipeline=2 --set run.threads=1 --set model.width=256 \\
+        --set batch.micro=4 --set batch.global=32 --set run.steps=30 --trace trace.json
 """
 import json
 import statistics
@@ -65,18 +65,25 @@ def main():
         for step in range(len(spans) // a_step):
             part = spans[step * a_step : (step + 1) * a_step]
             steps[step].append(computations(part, blocks, stage, stages, micros))
-    played, traced = [], []
-    for step, of_stages in sorted(steps.items())[1:]:
-        if len(of_stages) < stages:
-            continue
-        seconds = [{key: value[0] for key, value in one.items()} for one in of_stages]
-        busy = sum(sum(one.values()) for one in seconds)
-        played.append(1 - busy / (stages * play(seconds, stages, micros)))
+    whole = [of_stages for step, of_stages in sorted(steps.items())[1:] if len(of_stages) == stages]
+    # Of each stage the median forward and backward: two of one kind take as long.
+    seconds = []
+    for stage in range(stages):
+        of_kind = lambda kind: [one[stage][key][0] for one in whole for key in one[stage] if key[0] == kind]
+        typical = {kind: statistics.median(of_kind(kind)) for kind in "FB"}
+        seconds.append({key: typical[key[0]] for key in whole[0][stage]})
+    busy = [sum(one.values()) for one in seconds]
+    played = 1 - sum(busy) / (stages * play(seconds, stages, micros))
+    traced = []
+    for of_stages in whole:
+        busy_here = sum(value[0] for one in of_stages for value in one.values())
         everything = [value for one in of_stages for value in one.values()]
         span = max(end for _, _, end in everything) - min(start for _, start, _ in everything)
-        traced.append(1 - busy / (stages * span))
-    told = f"{len(played)} steps; equal stages would be idle {(stages - 1) / (micros + stages - 1):.1%}"
-    print(f"played {statistics.median(played):.1%}, traced {statistics.median(traced):.1%} of {told}")
+        traced.append(1 - busy_here / (stages * span))
+    shares = ", ".join(f"{one / sum(busy):.1%}" for one in busy)
+    equal = (stages - 1) / (micros + stages - 1)
+    print(f"{len(whole)} steps; work of the stages: {shares}; idle: {equal:.1%} if they were equal, ", end="")
+    print(f"{played:.1%} played, {statistics.median(traced):.1%} traced")
 
 
 main()
