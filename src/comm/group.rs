@@ -1,19 +1,20 @@
 //! Collectives and messages of a group of ranks.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use super::algorithms::{self, Algorithm, Call, Operation, bytes};
 use super::autotune::table::Table;
 use super::communicator::{Comm, WORLD};
 use super::device::direct::Direct;
 use super::device::path::DevicePath;
-use super::device::staged::{Lent, Staging};
+use super::device::staged::Staging;
 use super::health::ledger::{Label, RECV, Size};
 use super::operand::Host;
-use super::pending::{Pending, Reply, reply};
-use super::shared::{Shared, Stats};
-use super::wire::{Members, Parcel, Payload, Peer};
+use super::pending::{Pending, reply};
+use super::posted::{Entry, Posted, chunks, on_host, whole};
+use super::shared::Stats;
+use super::wire::{Members, Parcel as _, Peer};
 use super::worker::{CommThreadState, Request};
 use crate::backend::{Backend, Reach};
 use crate::error::{Error, Result};
@@ -40,110 +41,6 @@ impl<B: Backend> Clone for Group<B> {
             unit: self.unit.clone(),
         }
     }
-}
-
-/// All of a buffer.
-fn whole<B: Backend>(buf: &mut B::Buf) -> Result<Reach<'_>> {
-    let len = B::len(buf);
-    B::reach(buf, 0..len)
-}
-
-/// A buffer on its way to another rank, or from one.
-struct Posted<B: Backend> {
-    buf: B::Buf,
-    reply: Reply<B::Buf>,
-    /// The entry of one that arrives.
-    entry: Option<Entry>,
-}
-
-impl<B: Backend> Parcel for Posted<B> {
-    fn payload(&mut self) -> Result<Payload<'_>> {
-        Ok(match whole::<B>(&mut self.buf)? {
-            Reach::Host(memory) => Payload::Host(bytemuck::cast_slice_mut(memory)),
-            Reach::Device(memory, _) => Payload::Device(memory),
-        })
-    }
-
-    fn finish(self: Box<Self>, done: Result<()>) {
-        let Self { buf, reply, entry } = *self;
-        if let (Some(entry), Ok(())) = (entry, &done) {
-            entry.ended();
-        }
-        reply.send(done.map(|()| buf));
-    }
-
-    fn abandon(self: Box<Self>, error: Error) {
-        let Self { buf, reply, .. } = *self;
-        std::mem::forget(buf);
-        reply.send(Err(error));
-    }
-}
-
-/// The ledger's entry of a message under way.
-struct Entry {
-    shared: Arc<Shared>,
-    number: u64,
-}
-
-impl Entry {
-    fn ended(&self) {
-        self.shared.ended(self.number);
-    }
-}
-
-/// A buffer that a message fills by way of the host, a slot at a time.
-struct Filling<B: Backend> {
-    /// Taken when the last slot has been copied, or one has failed.
-    posted: Option<Box<Posted<B>>>,
-    /// Slots that have not been copied.
-    left: usize,
-}
-
-/// A slot of a [`Filling`] that a message arrives in.
-struct Arriving<B: Backend> {
-    slot: Lent,
-    words: Range<usize>,
-    whole: Arc<Mutex<Filling<B>>>,
-}
-
-impl<B: Backend> Arriving<B> {
-    /// Brings the slot to the device.
-    fn copy(&mut self, buf: &mut B::Buf) -> Result<()> {
-        match whole::<B>(buf)? {
-            Reach::Device(memory, copies) => self.slot.upload(&*copies, memory.part(self.words.clone())),
-            Reach::Host(_) => Err(on_host()),
-        }
-    }
-}
-
-impl<B: Backend> Parcel for Arriving<B> {
-    fn payload(&mut self) -> Result<Payload<'_>> {
-        let words = self.words.len();
-        Ok(Payload::Host(bytemuck::cast_slice_mut(self.slot.memory(words)?)))
-    }
-
-    fn finish(mut self: Box<Self>, done: Result<()>) {
-        let filling = self.whole.clone();
-        let mut filling = filling.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(posted) = &mut filling.posted else { return };
-        let done = done.and_then(|()| self.copy(&mut posted.buf));
-        filling.left -= 1;
-        if (filling.left == 0 || done.is_err())
-            && let Some(posted) = filling.posted.take()
-        {
-            posted.finish(done);
-        }
-    }
-
-    fn abandon(mut self: Box<Self>, error: Error) {
-        self.slot.leak();
-        self.finish(Err(error));
-    }
-}
-
-/// The memory of a backend on a device.
-fn on_host() -> Error {
-    Error::internal("device memory turned out to be the host's")
 }
 
 impl<B: Backend> Comm<B> {
@@ -319,30 +216,17 @@ impl<B: Backend> Group<B> {
                 return posted.finish(Err(error));
             }
             let number = state.shared.ledger().begin(&members, &label).0;
-            posted.entry = Some(Entry { shared: state.shared.clone(), number });
+            posted.entry = Some(Entry::new(&state.shared, number));
             if B::ON_HOST || !path.stages_messages() {
                 // The wire answers through the parcel, also after a failure.
                 let _ = state.attempt(|state| state.wire.post(&members, Peer::From(from), posted));
                 return;
             }
-            let slots = match whole::<B>(&mut posted.buf) {
-                Ok(Reach::Device(memory, copies)) => {
-                    Staging { copies: &*copies, slots: &state.slots, words }.chunks_to_fill(memory)
-                }
-                Ok(Reach::Host(_)) => Err(on_host()),
-                Err(error) => Err(error),
-            };
-            match slots {
-                Err(error) => {
-                    let _: Result<()> = state.attempt(|_| Err(error.clone()));
-                    posted.finish(Err(error));
-                }
-                Ok(slots) if slots.is_empty() => posted.finish(Ok(())),
-                Ok(slots) => {
-                    let filling = Arc::new(Mutex::new(Filling { posted: Some(posted), left: slots.len() }));
-                    for (slot, words) in slots {
-                        let arriving = Box::new(Arriving { slot, words, whole: filling.clone() });
-                        let _ = state.attempt(|state| state.wire.post(&members, Peer::From(from), arriving));
+            match chunks(posted, &state.slots, words) {
+                Err(error) => drop(state.attempt::<()>(|_| Err(error))),
+                Ok(chunks) => {
+                    for chunk in chunks {
+                        let _ = state.attempt(|state| state.wire.post(&members, Peer::From(from), Box::new(chunk)));
                     }
                 }
             }

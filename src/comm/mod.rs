@@ -21,6 +21,7 @@ mod group;
 mod health;
 mod operand;
 mod pending;
+mod posted;
 mod shared;
 
 #[cfg(test)]

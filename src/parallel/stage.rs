@@ -17,7 +17,7 @@ pub struct Stage {
     /// Its units, counted in the network.
     pub units: Range<usize>,
     /// Units of other stages that its blocks borrow.
-    pub guests: Vec<Guest>,
+    pub guests: Vec<GuestUnit>,
     /// Its own units that blocks of other stages borrow.
     pub lent: Vec<Lent>,
     /// For each of its own units, the loan of its block.
@@ -26,7 +26,7 @@ pub struct Stage {
 
 /// A unit of another stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Guest {
+pub struct GuestUnit {
     /// The unit, counted in the network.
     pub unit: usize,
     /// The stage that trains it.
@@ -60,13 +60,13 @@ impl Stage {
     pub fn new(stages: &[Range<usize>], index: usize, loans: &[Option<Loan>]) -> Self {
         let units = stages[index].clone();
         let stage_of = |unit: usize| stages.iter().position(|stage| stage.contains(&unit)).unwrap_or(index);
-        let mut guests: Vec<Guest> = Vec::new();
+        let mut guests: Vec<GuestUnit> = Vec::new();
         let mut borrow = |loan: &Loan| match stage_of(loan.unit) {
             stage if stage == index => Borrowed { slot: loan.unit - units.start, from: None, len: loan.len },
             stage => {
                 let known = guests.iter().position(|guest| guest.unit == loan.unit);
                 let number = known.unwrap_or_else(|| {
-                    guests.push(Guest { unit: loan.unit, stage });
+                    guests.push(GuestUnit { unit: loan.unit, stage });
                     guests.len() - 1
                 });
                 Borrowed { slot: units.len() + number, from: Some(stage), len: loan.len }
@@ -129,7 +129,7 @@ mod tests {
         let middle = stage(&cut, 1);
         assert_eq!((middle.lent, middle.guests, middle.borrowed), (vec![], vec![], vec![None]));
         let last = stage(&cut, 2);
-        assert_eq!(last.guests, [Guest { unit: 0, stage: 0 }]);
+        assert_eq!(last.guests, [GuestUnit { unit: 0, stage: 0 }]);
         assert_eq!(last.borrows(), [None, Some(2)]);
         assert_eq!(last.slots().collect::<Vec<_>>(), [3, 4, 0]);
     }

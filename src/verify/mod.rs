@@ -57,9 +57,10 @@ pub fn verify(request: &Request) -> Result<bool> {
     // More steps than the run has make it longer, before its schedule is laid out.
     let mut request = request.clone();
     request.config.run.steps = request.config.run.steps.max(request.steps);
-    request.config.batch.micro = micro(&request.config, &rows)?;
+    let vocabulary = vocabulary(&request.config)?;
+    request.config.batch.micro = micro(&request.config, &rows, vocabulary);
     let request = &request;
-    let mut verifier = Verifier::start(request, &rows)?;
+    let mut verifier = Verifier::start(request, &rows, vocabulary)?;
     say(" ranks  pipeline × replica × shard  ZeRO  loss, norm  parameters  optimizer  time");
     let (mut compared, mut close, mut differ, mut skipped) = (0, 0, 0, 0);
     for row in rows {
@@ -102,9 +103,8 @@ struct Verifier<'a> {
 }
 
 impl<'a> Verifier<'a> {
-    fn start(request: &'a Request, rows: &[Row]) -> Result<Self> {
+    fn start(request: &'a Request, rows: &[Row], vocabulary: usize) -> Result<Self> {
         let config = &request.config;
-        let vocabulary = vocabulary(config)?;
         let folder = tempfile::Builder::new().prefix("hpctrain-verify-").tempdir();
         let folder = folder.map_err(|e| Error::io("create a directory in", &std::env::temp_dir(), e))?;
         let plan = plan(config, REFERENCE, vocabulary)?;
@@ -249,10 +249,9 @@ fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<Plan> {
 }
 
 /// The micro-batch of all rows: a pipeline wants smaller ones, of which sums would differ in their last bits.
-fn micro(config: &Config, rows: &[Row]) -> Result<Option<u64>> {
+fn micro(config: &Config, rows: &[Row], vocabulary: usize) -> Option<u64> {
     if config.batch.micro.is_some() || rows.iter().all(|row| row.pipeline == 1) {
-        return Ok(config.batch.micro);
+        return config.batch.micro;
     }
-    let vocabulary = vocabulary(config)?;
-    Ok(rows.iter().filter_map(|row| plan(config, *row, vocabulary).ok()).map(|plan| plan.micro).min())
+    rows.iter().filter_map(|row| plan(config, *row, vocabulary).ok()).map(|plan| plan.micro).min()
 }

@@ -64,9 +64,10 @@ impl Alive {
 /// Memory estimate of a rank in the stage of the pipeline that needs most, as [`estimate`] has it: on its GPU, where it computes
 /// on one, else on the host.
 pub fn worst<B: Kernels>(plan: &Plan, held: Held) -> Estimate {
-    let all = (0..plan.mesh.pipeline).map(|stage| estimate::<B>(plan, stage, held));
-    let first = estimate::<B>(plan, 0, held);
-    all.fold(first, |most, one| if (one.gpu(), one.host()) > (most.gpu(), most.host()) { one } else { most })
+    let others = (1..plan.mesh.pipeline).map(|stage| estimate::<B>(plan, stage, held));
+    others.fold(estimate::<B>(plan, 0, held), |most, one| {
+        if (one.gpu(), one.host()) > (most.gpu(), most.host()) { one } else { most }
+    })
 }
 
 /// Memory estimate of a rank in stage `stage` of the pipeline, from the plan alone. A GPU has one pool: its estimate is the

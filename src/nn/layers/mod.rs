@@ -1,9 +1,10 @@
 //! Networks by layers, as a configuration lists them.
 //!
 //! A network by layers is checked and given its shapes when the configuration is resolved: `spec` is the configuration,
-//! `shape` follows from it, `op` computes. Layers are grouped into blocks (`stage`) that begin at a layer with
+//! `shape` follows from it, `op` computes. Layers are grouped into blocks (`block`) that begin at a layer with
 //! parameters. Tensors lie in a unit with the decayed ones first, in any order of their layers.
 
+mod block;
 mod channels;
 mod conv;
 mod dense;
@@ -20,9 +21,9 @@ mod sequence;
 mod shape;
 mod softmax;
 mod spec;
-mod stage;
 mod tables;
 
+use block::LayerBlock;
 use channels::{ChannelNorm, Over};
 use conv::Conv;
 use dense::Dense;
@@ -36,7 +37,6 @@ use pool::{By, Pool};
 use residual::Residual;
 use sequence::Sequence;
 use softmax::Softmax;
-use stage::Stage;
 use tables::Tables;
 
 use super::Blocks;
@@ -59,8 +59,8 @@ pub struct Layers {
     input: Vec<usize>,
     /// Shape of a sample's output.
     output: Vec<usize>,
-    /// Layers by stages, with the stages' names.
-    stages: Vec<(String, Sequence)>,
+    /// Layers by blocks, with the blocks' names.
+    blocks: Vec<(String, Sequence)>,
     /// See [`Layers::ids`].
     ids: Ids,
     summary: Vec<Summary>,
@@ -82,29 +82,29 @@ impl Layers {
         };
         let mut compiler = Compiler { shape: input.to_vec(), sites: 0, summary: vec![], single: None };
         let mut steps = compiler.compile(layers, "layers", PLACE)?.into_iter();
-        let mut stages: Vec<(String, Sequence)> = Vec::new();
+        let mut blocks: Vec<(String, Sequence)> = Vec::new();
         let mut waiting = Vec::new();
         for (place, step) in steps.by_ref() {
             let has_parameters = !step.tensors().is_empty();
             waiting.push(step);
-            match (has_parameters, stages.last_mut()) {
-                (true, _) => stages.push((place, Sequence(std::mem::take(&mut waiting)))),
+            match (has_parameters, blocks.last_mut()) {
+                (true, _) => blocks.push((place, Sequence(std::mem::take(&mut waiting)))),
                 (false, Some((_, last))) => last.0.append(&mut waiting),
-                // Layers before the first one with parameters are of its stage.
+                // Layers before the first one with parameters are of its block.
                 (false, None) => {}
             }
         }
-        if stages.is_empty() {
+        if blocks.is_empty() {
             return Err(Error::input("model.layers has no layer with parameters").hint("add a dense or conv2d layer"));
         }
         let Compiler { summary, single, .. } = compiler;
-        Ok(Self { input: input.to_vec(), output, stages, ids, summary, single })
+        Ok(Self { input: input.to_vec(), output, blocks, ids, summary, single })
     }
 
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
-        let stages = self.stages.iter().enumerate();
-        stages.map(|(i, (name, layers))| Box::new(Stage::new(name.clone(), layers.clone(), i == 0)) as _).collect()
+        let blocks = self.blocks.iter().enumerate();
+        blocks.map(|(i, (name, layers))| Box::new(LayerBlock::new(name.clone(), layers.clone(), i == 0)) as _).collect()
     }
 
     /// Shape of a sample's input.
@@ -134,7 +134,7 @@ impl Layers {
                 kept: sizes.kept + sizes.exact + sizes.output,
             }
         };
-        self.stages.iter().map(block).collect()
+        self.blocks.iter().map(block).collect()
     }
 
     /// The ids that it takes, as its input or beside it.
@@ -150,7 +150,7 @@ impl Layers {
 
     /// Layers that compute something.
     pub fn len(&self) -> usize {
-        self.stages.iter().map(|(_, layers)| layers.0.len()).sum()
+        self.blocks.iter().map(|(_, layers)| layers.0.len()).sum()
     }
 
     /// Whether there are none; there always are some.

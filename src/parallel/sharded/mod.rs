@@ -34,7 +34,7 @@ use super::offload::Host;
 use super::prefetch::{self, Prefetch, Visit};
 use super::schedule::StepSchedule;
 use super::shard_owner::{ShardOwner, Updates};
-use super::stage::{Borrowed, Stage};
+use super::stage::{Borrowed, GuestUnit, Stage};
 use super::unit::{Slot, Unit, initial};
 use super::{Life, Residency};
 use crate::backend::{Kernels, MemoryKind};
@@ -122,7 +122,7 @@ impl<B: Kernels> Sharded<B> {
                 reduction: None,
             });
         }
-        let guest = |guest: &super::stage::Guest| {
+        let guest = |guest: &GuestUnit| {
             let layout = network[guest.unit].clone();
             let (range, full) = (layout.part(shard, shards), initial(&layout, seed));
             Guest::new(&backend, layout, guest.stage, range, keep.params, &full)

@@ -8,7 +8,7 @@ use crate::layout::Tensor;
 use crate::nn::{Block, Context, Grads, Params};
 
 /// Layers whose parameters form a unit.
-pub struct Stage {
+pub struct LayerBlock {
     name: String,
     layers: Sequence,
     /// Whether its input is the data.
@@ -17,7 +17,7 @@ pub struct Stage {
     places: Vec<usize>,
 }
 
-impl Stage {
+impl LayerBlock {
     pub fn new(name: String, layers: Sequence, is_first: bool) -> Self {
         let orders: Vec<u8> = layers.slices().into_iter().map(|(order, _)| order).collect();
         let before = |i: usize| orders.iter().enumerate().filter(|(j, order)| (**order, *j) < (orders[i], i)).count();
@@ -45,7 +45,7 @@ impl Stage {
         self.places.iter().map(|&place| stored[place]).collect()
     }
 
-    /// As [`Stage::params`], exclusively.
+    /// As [`LayerBlock::params`], exclusively.
     fn grads<'a, B: Backend>(&self, unit: B::ViewMut<'a>) -> Result<Vec<B::ViewMut<'a>>> {
         let (mut stored, mut rest) = (Vec::new(), Some(unit));
         for len in self.lens() {
@@ -63,7 +63,7 @@ impl Stage {
     }
 }
 
-impl<B: Kernels> Block<B> for Stage {
+impl<B: Kernels> Block<B> for LayerBlock {
     fn name(&self) -> String {
         self.name.clone()
     }

@@ -1,0 +1,140 @@
+//! Buffers that the wire owns while a message leaves or arrives.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::device::staged::{Lent, Slots, Staging};
+use super::pending::Reply;
+use super::shared::Shared;
+use super::wire::{Parcel, Payload};
+use crate::backend::{Backend, Reach};
+use crate::error::{Error, Result};
+
+/// All of a buffer.
+pub fn whole<B: Backend>(buf: &mut B::Buf) -> Result<Reach<'_>> {
+    let len = B::len(buf);
+    B::reach(buf, 0..len)
+}
+
+/// A buffer on its way to another rank, or from one.
+pub struct Posted<B: Backend> {
+    pub buf: B::Buf,
+    pub reply: Reply<B::Buf>,
+    /// The entry of one that arrives.
+    pub entry: Option<Entry>,
+}
+
+impl<B: Backend> Parcel for Posted<B> {
+    fn payload(&mut self) -> Result<Payload<'_>> {
+        Ok(match whole::<B>(&mut self.buf)? {
+            Reach::Host(memory) => Payload::Host(bytemuck::cast_slice_mut(memory)),
+            Reach::Device(memory, _) => Payload::Device(memory),
+        })
+    }
+
+    fn finish(self: Box<Self>, done: Result<()>) {
+        let Self { buf, reply, entry } = *self;
+        if let (Some(entry), Ok(())) = (entry, &done) {
+            entry.ended();
+        }
+        reply.send(done.map(|()| buf));
+    }
+
+    fn abandon(self: Box<Self>, error: Error) {
+        let Self { buf, reply, .. } = *self;
+        std::mem::forget(buf);
+        reply.send(Err(error));
+    }
+}
+
+/// The ledger's entry of a message under way.
+pub struct Entry {
+    shared: Arc<Shared>,
+    number: u64,
+}
+
+impl Entry {
+    pub fn new(shared: &Arc<Shared>, number: u64) -> Self {
+        Self { shared: shared.clone(), number }
+    }
+
+    fn ended(&self) {
+        self.shared.ended(self.number);
+    }
+}
+
+/// A buffer that a message fills by way of the host, a slot at a time.
+struct Filling<B: Backend> {
+    /// Taken when the last slot has been copied, or one has failed.
+    posted: Option<Box<Posted<B>>>,
+    /// Slots that have not been copied.
+    left: usize,
+}
+
+/// A slot of a [`Filling`] that a message arrives in.
+pub struct Arriving<B: Backend> {
+    slot: Lent,
+    words: Range<usize>,
+    whole: Arc<Mutex<Filling<B>>>,
+}
+
+impl<B: Backend> Arriving<B> {
+    /// Brings the slot to the device.
+    fn copy(&mut self, buf: &mut B::Buf) -> Result<()> {
+        match whole::<B>(buf)? {
+            Reach::Device(memory, copies) => self.slot.upload(&*copies, memory.part(self.words.clone())),
+            Reach::Host(_) => Err(on_host()),
+        }
+    }
+}
+
+impl<B: Backend> Parcel for Arriving<B> {
+    fn payload(&mut self) -> Result<Payload<'_>> {
+        let words = self.words.len();
+        Ok(Payload::Host(bytemuck::cast_slice_mut(self.slot.memory(words)?)))
+    }
+
+    fn finish(mut self: Box<Self>, done: Result<()>) {
+        let filling = self.whole.clone();
+        let mut filling = filling.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(posted) = &mut filling.posted else { return };
+        let done = done.and_then(|()| self.copy(&mut posted.buf));
+        filling.left -= 1;
+        if (filling.left == 0 || done.is_err())
+            && let Some(posted) = filling.posted.take()
+        {
+            posted.finish(done);
+        }
+    }
+
+    fn abandon(mut self: Box<Self>, error: Error) {
+        self.slot.leak();
+        self.finish(Err(error));
+    }
+}
+
+/// The parcels in which a message for device memory arrives by way of the host; none of an empty one, which is there. After an
+/// error the buffer is given back with it.
+pub fn chunks<B: Backend>(mut posted: Box<Posted<B>>, slots: &Arc<Slots>, words: usize) -> Result<Vec<Arriving<B>>> {
+    let taken = whole::<B>(&mut posted.buf).and_then(|reach| match reach {
+        Reach::Device(memory, copies) => Staging { copies: &*copies, slots, words }.chunks_to_fill(memory),
+        Reach::Host(_) => Err(on_host()),
+    });
+    match taken {
+        Ok(taken) if !taken.is_empty() => {
+            let whole = Arc::new(Mutex::new(Filling { posted: Some(posted), left: taken.len() }));
+            let parcel = |(slot, words)| Arriving { slot, words, whole: whole.clone() };
+            Ok(taken.into_iter().map(parcel).collect())
+        }
+        done => {
+            let done = done.map(drop);
+            posted.finish(done.clone());
+            done.map(|()| vec![])
+        }
+    }
+}
+
+/// The memory of a backend on a device.
+pub fn on_host() -> Error {
+    Error::internal("device memory turned out to be the host's")
+}
