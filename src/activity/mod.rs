@@ -54,6 +54,8 @@ pub enum Doing {
     Forward,
     /// A block computes its gradients.
     Backward,
+    /// The gradients of a block's weights that its backward has put off.
+    Weights,
     /// The optimizer updates a unit.
     Update,
     /// The validation loss is computed.
@@ -72,11 +74,12 @@ pub enum Doing {
 
 impl Doing {
     /// By their numbers.
-    const ALL: [Self; 11] = [
+    const ALL: [Self; 12] = [
         Self::Other,
         Self::Loading,
         Self::Forward,
         Self::Backward,
+        Self::Weights,
         Self::Update,
         Self::Evaluation,
         Self::Checkpoint,
@@ -93,6 +96,7 @@ impl Doing {
             Self::Loading => "wait for data",
             Self::Forward => "forward",
             Self::Backward => "backward",
+            Self::Weights => "gradients of weights",
             Self::Update => "update",
             Self::Evaluation => "evaluation",
             Self::Checkpoint => "checkpoint",

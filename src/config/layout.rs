@@ -113,7 +113,7 @@ pub fn stages(parallel: &Parallel, network: &Network) -> Result<Vec<Range<usize>
         return Err(Error::input(message).hint(format!("set parallel.pipeline to at most {blocks}")));
     }
     let Some(given) = &parallel.stages else {
-        let cut = partition(&costs, wanted);
+        let cut = partition(&costs, wanted, |_, _| true);
         return cut.ok_or_else(|| Error::internal(format!("{blocks} blocks in {wanted} stages")));
     };
     let sum: usize = given.iter().sum();

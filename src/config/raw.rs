@@ -12,7 +12,7 @@ use crate::comm::{Choice, PathSetting};
 use crate::data::{Augment, Axes, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
 use crate::optim::{Group, Shape};
-use crate::parallel::Zero;
+use crate::parallel::{PipelineSchedule, Zero};
 
 macro_rules! sections {
     ($($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr,)* })*) => {$(
@@ -245,6 +245,9 @@ sections! {
         pipeline: usize = 1,
         /// Blocks of every stage, such as [4, 5, 3]; left out, the cut with the least work in the busiest stage.
         stages: Option<Vec<usize>> = None,
+        /// Order of a pipeline's work: `1f1b`, or `zero-bubble`, which puts the products that make gradients of weights off
+        /// into time that would be idle, for more memory of activations.
+        schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
         /// Pieces of the batch whose gradients are summed by a fixed tree; left out, the data-parallel ranks.
         lanes: Option<usize> = None,
         /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one block's parameters

@@ -77,7 +77,8 @@ impl Plan {
     /// The order of work of a rank's step in stage `stage` of the pipeline.
     pub fn step_schedule(&self, stage: usize) -> StepSchedule {
         let (lanes, micros_per_lane) = (self.lanes / self.mesh.data(), self.micros_per_lane());
-        StepSchedule { lanes, micros_per_lane, stage, stages: self.mesh.pipeline }
+        let order = self.config.parallel.schedule;
+        StepSchedule { lanes, micros_per_lane, stage, stages: self.mesh.pipeline, order }
     }
 
     /// Stage `index` of the pipeline, of a network whose blocks have these loans. With one stage it may be another network

@@ -9,8 +9,8 @@ use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
-use crate::nn::{Context, Micro, Training};
-use crate::parallel::{Action, ControlFlags, Flow, ReducedStep, StepSchedule};
+use crate::nn::{Context, Deferred, Micro, Training};
+use crate::parallel::{Action, ControlFlags, Flow, ReducedStep, Sharded, StepSchedule};
 use crate::random;
 
 /// A model in training.
@@ -53,6 +53,9 @@ struct Tape<B: Kernels> {
     saved: Vec<Option<Vec<B::Buf>>>,
 }
 
+/// What the backwards of a stage's blocks have put off, the last block's first.
+type PutOff<B> = Vec<(usize, Vec<Deferred<B>>)>;
+
 impl<B: Kernels> Engine<B> {
     /// Computes and reduces the gradients of step `step`; `next` gives this rank's micro-batches in order, `flags` its
     /// control flags for all ranks, once the gradients are summed.
@@ -71,8 +74,10 @@ impl<B: Kernels> Engine<B> {
         self.model.sharded.begin_step(schedule);
         let (is_first, is_last) = (self.model.sharded.stage().is_first(), self.model.sharded.stage().is_last());
         let mut losses: Vec<Vec<B::Scalar>> = vec![];
-        // Activations and gradients for computations to come, and the result of the last one; tapes by micro-batch.
-        let (mut inputs, mut result, mut tapes) = (BTreeMap::new(), None, BTreeMap::new());
+        // Activations and gradients for computations to come, and the result of the last one; tapes, and gradients of weights
+        // that were put off, by micro-batch.
+        let (mut inputs, mut result) = (BTreeMap::new(), None);
+        let (mut tapes, mut put_off) = (BTreeMap::new(), BTreeMap::new());
         let missing = |what: &str| Error::internal(format!("{what} before it was computed"));
         for action in schedule.actions() {
             match action {
@@ -100,12 +105,18 @@ impl<B: Kernels> Engine<B> {
                     }
                     tapes.insert(k, tape);
                 }
-                Action::Backward(k) => {
+                Action::Backward(k) | Action::BackwardInput(k) => {
                     let (Some(tape), Some(dy)) = (tapes.remove(&k), inputs.remove(&(Flow::Gradients, k))) else {
                         return Err(missing("a backward"));
                     };
-                    let dx = self.backward(tape, dy.wait()?, dropout, schedule.lane_end(k))?;
+                    let mut later = matches!(action, Action::BackwardInput(_)).then(PutOff::new);
+                    let dx = self.backward(tape, dy.wait()?, dropout, schedule.lane_end(k), later.as_mut())?;
                     result = (!is_first).then_some(dx);
+                    later.and_then(|later| put_off.insert(k, later));
+                }
+                Action::BackwardWeight(k) => {
+                    let put_off = put_off.remove(&k).ok_or_else(|| missing("gradients of weights"))?;
+                    self.backward_weight(put_off, schedule.lane_start(k), schedule.lane_end(k))?;
                 }
                 Action::Send(flow, _) => {
                     self.model.neighbours.send(flow, result.take().ok_or_else(|| missing("a message"))?);
@@ -152,8 +163,15 @@ impl<B: Kernels> Engine<B> {
     }
 
     /// Backward of one micro-batch, from the gradient of the stage's output to that of its input; `lane_end` as
-    /// [`StepSchedule::lane_end`] has it.
-    fn backward(&mut self, tape: Tape<B>, mut dy: B::Buf, dropout: u64, lane_end: Option<bool>) -> Result<B::Buf> {
+    /// [`StepSchedule::lane_end`] has it. Products for [`Engine::backward_weight`] go to `later`, if it is there.
+    fn backward(
+        &mut self,
+        tape: Tape<B>,
+        mut dy: B::Buf,
+        dropout: u64,
+        lane_end: Option<bool>,
+        mut later: Option<&mut PutOff<B>>,
+    ) -> Result<B::Buf> {
         let Tape { micro, mut inputs, mut saved } = tape;
         let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
         let ranks = sharded.data().clone();
@@ -173,19 +191,45 @@ impl<B: Kernels> Engine<B> {
                     block.forward(&cx, sharded.params(unit)?, &x)?.1
                 }
             };
-            let (params, grads) = sharded.params_and_grads(unit)?;
+            let mut deferred = later.is_some().then(Vec::new);
+            let (params, mut grads) = sharded.params_and_grads(unit)?;
+            grads.later = deferred.as_mut();
             let span = span(Doing::Backward, Some(&name));
             dy = block.backward(&cx, params, grads, &x, kept, dy)?;
             drop(span);
             sharded.release();
-            if let Some(last) = lane_end {
-                sharded.lane_done(unit, last)?;
-            }
-            if sharded.stage().is_first() {
-                // Beside the backwards of the other blocks. No stage waits for a message of this one.
-                sharded.start_reductions()?;
+            match (&mut later, deferred) {
+                (Some(later), Some(deferred)) => later.push((unit, deferred)),
+                _ => Self::block_done(sharded, unit, lane_end, sharded.stage().is_first())?,
             }
         }
         Ok(dy)
+    }
+
+    /// The gradients of weights that the backward of one micro-batch has put off: of the first of its lane, or another.
+    fn backward_weight(&mut self, put_off: PutOff<B>, is_lane_start: bool, lane_end: Option<bool>) -> Result<()> {
+        let Model { backend, sharded, .. } = &mut self.model;
+        for (unit, deferred) in put_off {
+            let name = sharded.name(unit).clone();
+            let span = span(Doing::Weights, Some(&name));
+            {
+                let mut grads = sharded.open_grads(unit, is_lane_start)?;
+                deferred.into_iter().try_for_each(|deferred| grads.add(backend, deferred))?;
+            }
+            drop(span);
+            // The lane's last message to the stage before has left.
+            Self::block_done(sharded, unit, lane_end, true)?;
+        }
+        Ok(())
+    }
+
+    /// A block has added all that a micro-batch has for its gradients. At the end of a lane they are final; `reduces` if no
+    /// stage waits for a message that a reduction would hold up.
+    fn block_done(sharded: &mut Sharded<B>, unit: usize, lane_end: Option<bool>, reduces: bool) -> Result<()> {
+        if let Some(last) = lane_end {
+            sharded.lane_done(unit, last)?;
+        }
+        // Beside the computations of the other blocks.
+        if reduces { sharded.start_reductions() } else { Ok(()) }
     }
 }

@@ -208,7 +208,8 @@ impl<'a> Checked<'a> {
             let dy: Vec<f32> = (0..y.len()).map(|i| sign(i) * scale).collect();
             loss = y.iter().zip(&dy).map(|(y, dy)| f64::from(*y) * f64::from(*dy)).sum();
             let dy = self.backend.upload(MemoryKind::Activations, &dy)?;
-            let into = Grads { own: Cpu::all_mut(&mut grads), first: backward == 0, lent: None, lent_first: false };
+            let (own, first) = (Cpu::all_mut(&mut grads), backward == 0);
+            let into = Grads { own, first, lent: None, lent_first: false, later: None };
             dx = self.download(&self.block.backward(&cx, params(), into, &x, kept, dy)?)?;
         }
 

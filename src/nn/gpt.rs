@@ -3,13 +3,16 @@
 //!
 //! Shape letters: b sequences, t context, d width, h heads, v vocabulary; rows are b·t.
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
 use super::dropout::StreamDropout;
 use super::embedding::Embedding;
+use super::gradients::{At, OutputGradient, ranges};
 use super::head::{Head, Table};
 use super::{Block, Blocks, Context, Grads, INIT, Params, unpack};
-use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, split, split_mut};
+use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, split};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 
@@ -170,6 +173,16 @@ impl<B: Kernels> Block<B> for Transformer {
         (1 + 4 + usize::from(self.gpt.dropout > 0.0)) * self.gpt.width
     }
 
+    fn deferred_per_row(&self) -> usize {
+        // The inputs of the four maps, and the gradients of their outputs.
+        ((1 + 1 + 1 + 4) + (3 + 1 + 4 + 1)) * self.gpt.width
+    }
+
+    fn deferring_scratch_per_row(&self) -> usize {
+        // When queries, keys and values get theirs: the gradients of stream, norm and maps' outputs, less up.
+        (1 + 1 + (3 + 1 + 4 + 1) - 4) * self.gpt.width
+    }
+
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, rows, d) = (cx.backend, cx.micro.rows(), self.gpt.width);
         let s = self.shapes(cx);
@@ -205,7 +218,7 @@ impl<B: Kernels> Block<B> for Transformer {
         &self,
         cx: &Context<'_, B>,
         params: Params<'_, B>,
-        grads: Grads<'_, B>,
+        mut grads: Grads<'_, B>,
         x: &B::Buf,
         saved: Vec<B::Buf>,
         mut dy: B::Buf,
@@ -214,45 +227,47 @@ impl<B: Kernels> Block<B> for Transformer {
         let s = self.shapes(cx);
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let [w_qkv, w_out, w_up, w_down, _, _, _, _, w_norm1, _, w_norm2, _] = split::<B, 12>(params.own, self.lens());
-        let add = !grads.first;
-        let [gw_qkv, gw_out, gw_up, gw_down, gb_qkv, gb_out, gb_up, gb_down, gw_norm1, gb_norm1, gw_norm2, gb_norm2] =
-            split_mut::<B, 12>(grads.own, self.lens());
+        let [a_qkv, a_out, a_up, a_down, b_qkv, b_out, b_up, b_down, a_norm1, b_norm1, a_norm2, b_norm2] =
+            ranges(self.lens());
         let [norm1, stats1, qkv, heads, lse, stream, norm2, stats2, up, act] = unpack(saved)?;
         let [site1, site2] = self.sites();
 
         // dy is the gradient of the stream from here on; each branch adds its share.
         let mut dup = new(rows * 4 * d)?;
         {
-            let masked = self.gpt.dropout().masked(cx, site2, &dy)?;
-            let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
-            b.linear_backward_weight(s.down, dbranch, B::all(&act), gw_down, gb_down, add)?;
-            drop(act);
+            let masked = self.gpt.dropout().masked(cx, site2, &dy)?.map(Arc::new);
+            let of_branch = masked.as_ref().map_or(OutputGradient::Changing(&dy), OutputGradient::Kept);
+            grads.linear(b, s.down, of_branch, act, At::Own(a_down), b_down)?;
+            let dbranch = B::all(masked.as_deref().unwrap_or(&dy));
             b.linear_gelu_backward_input(s.down, dbranch, w_down, B::all(&up), B::all_mut(&mut dup))?;
         }
         drop(up);
-        b.linear_backward_weight(s.up, B::all(&dup), B::all(&norm2), gw_up, gb_up, add)?;
-        let mut dnorm = norm2;
+        let dup = Arc::new(dup);
+        let spare = grads.linear(b, s.up, OutputGradient::Kept(&dup), norm2, At::Own(a_up), b_up)?;
+        let mut dnorm = spare.map_or_else(|| new(rows * d), Ok)?;
         b.linear_backward_input(s.up, B::all(&dup), w_up, B::all_mut(&mut dnorm))?;
         drop(dup);
         let (g, dstream) = (B::all(&dnorm), B::all_mut(&mut dy));
-        b.norm_backward(s.norm, g, B::all(&stream), w_norm2, B::all(&stats2), dstream, gw_norm2, gb_norm2)?;
+        let (dweight, dbias) = grads.pair(&a_norm2, &b_norm2);
+        b.norm_backward(s.norm, g, B::all(&stream), w_norm2, B::all(&stats2), dstream, dweight, dbias)?;
 
         // The second norm's input is not needed any more: its memory takes the gradient of the heads.
         let mut dheads = stream;
-        {
-            let masked = self.gpt.dropout().masked(cx, site1, &dy)?;
-            let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
-            b.linear_backward_weight(s.out, dbranch, B::all(&heads), gw_out, gb_out, add)?;
-            b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
-        }
+        let masked = self.gpt.dropout().masked(cx, site1, &dy)?.map(Arc::new);
+        let dbranch = B::all(masked.as_deref().unwrap_or(&dy));
+        b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
         let mut dqkv = new(rows * 3 * d)?;
         let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
         b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
         drop(qkv);
-        b.linear_backward_weight(s.qkv, B::all(&dqkv), B::all(&norm1), gw_qkv, gb_qkv, add)?;
+        let of_branch = masked.as_ref().map_or(OutputGradient::Changing(&dy), OutputGradient::Kept);
+        grads.linear(b, s.out, of_branch, heads, At::Own(a_out), b_out)?;
+        let dqkv = Arc::new(dqkv);
+        grads.linear(b, s.qkv, OutputGradient::Kept(&dqkv), norm1, At::Own(a_qkv), b_qkv)?;
         b.linear_backward_input(s.qkv, B::all(&dqkv), w_qkv, B::all_mut(&mut dnorm))?;
         let (g, dstream) = (B::all(&dnorm), B::all_mut(&mut dy));
-        b.norm_backward(s.norm, g, B::all(x), w_norm1, B::all(&stats1), dstream, gw_norm1, gb_norm1)?;
+        let (dweight, dbias) = grads.pair(&a_norm1, &b_norm1);
+        b.norm_backward(s.norm, g, B::all(x), w_norm1, B::all(&stats1), dstream, dweight, dbias)?;
         Ok(dy)
     }
 }

@@ -1,7 +1,10 @@
 //! The last block of language models: a norm, then logits against a table of its own or the token table.
 
+use std::sync::Arc;
+
+use super::gradients::{At, OutputGradient, ranges};
 use super::{Block, Context, Grads, INIT, Loan, Params, lent, unpack};
-use crate::backend::{Gemm, Kernels, Linear, MemoryKind, Norm, split, split_mut};
+use crate::backend::{Kernels, Linear, MemoryKind, Norm, split};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 
@@ -94,6 +97,16 @@ impl<B: Kernels> Block<B> for Head {
         self.vocabulary.max(self.width)
     }
 
+    fn deferred_per_row(&self) -> usize {
+        // The logits' gradient, and the norm.
+        self.vocabulary + self.width
+    }
+
+    fn deferring_scratch_per_row(&self) -> usize {
+        // The logits' gradient, the norm's and the input's.
+        self.vocabulary + 2 * self.width
+    }
+
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, rows) = (cx.backend, cx.micro.rows());
         let [own, weight, bias] = split::<B, 3>(params.own, self.lens());
@@ -114,27 +127,28 @@ impl<B: Kernels> Block<B> for Head {
         &self,
         cx: &Context<'_, B>,
         params: Params<'_, B>,
-        grads: Grads<'_, B>,
+        mut grads: Grads<'_, B>,
         x: &B::Buf,
         saved: Vec<B::Buf>,
         dlogits: B::Buf,
     ) -> Result<B::Buf> {
         let (b, rows) = (cx.backend, cx.micro.rows());
         let [own, weight, _] = split::<B, 3>(params.own, self.lens());
-        let [down, dweight, dbias] = split_mut::<B, 3>(grads.own, self.lens());
-        let (table, dtable, first) = match self.table {
-            Table::Tied => (B::cut(lent(params.lent)?, self.table_len()).0, lent(grads.lent)?, grads.lent_first),
-            Table::Own(_) => (own, down, grads.first),
+        let [a_table, a_weight, a_bias] = ranges(self.lens());
+        let (table, a_table) = match self.table {
+            Table::Tied => (B::cut(lent(params.lent)?, self.table_len()).0, At::Lent),
+            Table::Own(_) => (own, At::Own(a_table)),
         };
         let [norm, stats] = unpack(saved)?;
-        let product = Gemm { m: self.vocabulary, n: self.width, k: rows, ta: true, tb: false, acc: !first };
-        b.gemm(product, B::all(&dlogits), B::all(&norm), dtable)?;
-        let mut dnorm = norm;
+        let dlogits = Arc::new(dlogits);
+        let spare = grads.linear(b, self.logits(rows), OutputGradient::Kept(&dlogits), norm, a_table, 0..0)?;
+        let mut dnorm = spare.map_or_else(|| b.alloc(MemoryKind::Activations, rows * self.width), Ok)?;
         b.linear_backward_input(self.logits(rows), B::all(&dlogits), table, B::all_mut(&mut dnorm))?;
         drop(dlogits);
         let mut dx = b.alloc(MemoryKind::Activations, rows * self.width)?;
         b.zero(B::all_mut(&mut dx))?;
         let (g, x, stats) = (B::all(&dnorm), B::all(x), B::all(&stats));
+        let (dweight, dbias) = grads.pair(&a_weight, &a_bias);
         b.norm_backward(self.shape(rows), g, x, weight, stats, B::all_mut(&mut dx), dweight, dbias)?;
         Ok(dx)
     }

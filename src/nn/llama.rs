@@ -10,10 +10,11 @@ use std::sync::Arc;
 
 use super::dropout::StreamDropout;
 use super::embedding::Embedding;
+use super::gradients::{At, OutputGradient, ranges};
 use super::head::{Head, Table};
 use super::rotary::Angles;
 use super::{Block, Blocks, Context, Grads, INIT, Params, unpack};
-use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary, split, split_mut};
+use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary, split};
 use crate::error::Result;
 use crate::layout::{Init, Tensor};
 
@@ -182,6 +183,19 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         (1 + usize::from(dropout > 0.0)) * width + self.packed().saturating_sub(3 * hidden)
     }
 
+    fn deferred_per_row(&self) -> usize {
+        // The inputs of the four maps: two norms, heads, gates times ups; and the gradients of their outputs.
+        let Llama { width, hidden, .. } = self.llama;
+        (3 * width + hidden) + (self.packed() + width + 2 * hidden + width)
+    }
+
+    fn deferring_scratch_per_row(&self) -> usize {
+        // With the stream's gradient and those that are copied: the gradient of the gates times ups; or, later, the norm's and
+        // that of queries, keys and values.
+        let Llama { width, hidden, .. } = self.llama;
+        (2 * width + hidden).max(4 * width + self.packed())
+    }
+
     fn constants(&self) -> usize {
         if self.layer == 0 { self.angles.len() } else { 0 }
     }
@@ -223,7 +237,7 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         &self,
         cx: &Context<'_, B>,
         params: Params<'_, B>,
-        grads: Grads<'_, B>,
+        mut grads: Grads<'_, B>,
         x: &B::Buf,
         saved: Vec<B::Buf>,
         mut dy: B::Buf,
@@ -231,47 +245,52 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         let (b, rows, f) = (cx.backend, cx.micro.rows(), self.llama.hidden);
         let (s, dropout) = (self.shapes(cx), self.llama.dropout());
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = split::<B, 6>(params.own, self.lens());
-        let add = !grads.first;
-        let [g_qkv, g_out, g_gate_up, g_down, g_norm1, g_norm2] = split_mut::<B, 6>(grads.own, self.lens());
-        let [norm1, stats1, qkv, heads, lse, stream, norm2, stats2, mut gate_up, mut act] = unpack(saved)?;
+        let [a_qkv, a_out, a_gate_up, a_down, a_norm1, a_norm2] = ranges(self.lens());
+        let [norm1, stats1, qkv, heads, lse, stream, norm2, stats2, mut gate_up, act] = unpack(saved)?;
         let [site1, site2] = self.sites();
-        // The gradients of biases, of which there are none.
-        let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
+        let new = |len| b.alloc(MemoryKind::Activations, len);
+        let no_bias = 0..0;
 
         // dy is the gradient of the stream from here on; each branch adds its share. Buffers whose values are not
         // needed any more take gradients.
+        let mut dact;
         {
-            let masked = dropout.masked(cx, site2, &dy)?;
-            let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
-            b.linear_backward_weight(s.down, dbranch, B::all(&act), g_down, B::all_mut(&mut none), add)?;
-            b.linear_backward_input(s.down, dbranch, w_down, B::all_mut(&mut act))?;
+            let masked = dropout.masked(cx, site2, &dy)?.map(Arc::new);
+            let of_branch = masked.as_ref().map_or(OutputGradient::Changing(&dy), OutputGradient::Kept);
+            let spare = grads.linear(b, s.down, of_branch, act, At::Own(a_down), no_bias.clone())?;
+            dact = spare.map_or_else(|| new(rows * f), Ok)?;
+            let dbranch = B::all(masked.as_deref().unwrap_or(&dy));
+            b.linear_backward_input(s.down, dbranch, w_down, B::all_mut(&mut dact))?;
         }
-        b.swiglu_backward(f, B::all_mut(&mut gate_up), B::all(&act))?;
-        drop(act);
-        let dgate_up = gate_up;
-        b.linear_backward_weight(s.gate_up, B::all(&dgate_up), B::all(&norm2), g_gate_up, B::all_mut(&mut none), add)?;
-        let mut dnorm = norm2;
+        b.swiglu_backward(f, B::all_mut(&mut gate_up), B::all(&dact))?;
+        drop(dact);
+        let dgate_up = Arc::new(gate_up);
+        let of_maps = OutputGradient::Kept(&dgate_up);
+        let spare = grads.linear(b, s.gate_up, of_maps, norm2, At::Own(a_gate_up), no_bias.clone())?;
+        let mut dnorm = spare.map_or_else(|| new(rows * self.llama.width), Ok)?;
         b.linear_backward_input(s.gate_up, B::all(&dgate_up), w_gate_up, B::all_mut(&mut dnorm))?;
         drop(dgate_up);
         let (g, dstream, stats) = (B::all(&dnorm), B::all_mut(&mut dy), B::all(&stats2));
-        b.norm_backward(s.norm, g, B::all(&stream), w_norm2, stats, dstream, g_norm2, B::all_mut(&mut none))?;
+        let (dweight, none) = grads.pair(&a_norm2, &no_bias);
+        b.norm_backward(s.norm, g, B::all(&stream), w_norm2, stats, dstream, dweight, none)?;
 
         let mut dheads = stream;
-        {
-            let masked = dropout.masked(cx, site1, &dy)?;
-            let dbranch = B::all(masked.as_ref().unwrap_or(&dy));
-            b.linear_backward_weight(s.out, dbranch, B::all(&heads), g_out, B::all_mut(&mut none), add)?;
-            b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
-        }
-        let mut dqkv = b.alloc(MemoryKind::Activations, rows * self.packed())?;
+        let masked = dropout.masked(cx, site1, &dy)?.map(Arc::new);
+        let dbranch = B::all(masked.as_deref().unwrap_or(&dy));
+        b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
+        let mut dqkv = new(rows * self.packed())?;
         let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
         b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
         drop(qkv);
+        let of_branch = masked.as_ref().map_or(OutputGradient::Changing(&dy), OutputGradient::Kept);
+        grads.linear(b, s.out, of_branch, heads, At::Own(a_out), no_bias.clone())?;
         b.rotary(Rotary { back: true, ..s.rotary }, self.angles.table(b)?, B::all_mut(&mut dqkv))?;
-        b.linear_backward_weight(s.qkv, B::all(&dqkv), B::all(&norm1), g_qkv, B::all_mut(&mut none), add)?;
+        let dqkv = Arc::new(dqkv);
+        grads.linear(b, s.qkv, OutputGradient::Kept(&dqkv), norm1, At::Own(a_qkv), no_bias.clone())?;
         b.linear_backward_input(s.qkv, B::all(&dqkv), w_qkv, B::all_mut(&mut dnorm))?;
         let (g, dstream, stats) = (B::all(&dnorm), B::all_mut(&mut dy), B::all(&stats1));
-        b.norm_backward(s.norm, g, B::all(x), w_norm1, stats, dstream, g_norm1, B::all_mut(&mut none))?;
+        let (dweight, none) = grads.pair(&a_norm1, &no_bias);
+        b.norm_backward(s.norm, g, B::all(x), w_norm1, stats, dstream, dweight, none)?;
         Ok(dy)
     }
 }

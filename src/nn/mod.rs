@@ -7,6 +7,7 @@ pub mod check;
 mod dropout;
 mod embedding;
 pub mod gpt;
+mod gradients;
 mod head;
 pub mod layers;
 pub mod llama;
@@ -20,6 +21,7 @@ use crate::data::Parts;
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
 
+pub use gradients::{Deferred, Grads};
 pub use network::{Network, Summary};
 
 /// Standard deviation of the initial weights of language models; GPT-2's and Llama's.
@@ -99,20 +101,6 @@ pub struct Params<'a, B: Backend> {
     pub lent: Option<B::View<'a>>,
 }
 
-/// Gradients of a block's parameters. The backward adds into them, but for those of [`Tensor::overwritten`] tensors when it
-/// is the first.
-pub struct Grads<'a, B: Backend> {
-    /// The block's unit.
-    pub own: B::ViewMut<'a>,
-    /// Whether this backward is the first of its lane that `own` is for: [`Tensor::overwritten`] tensors hold nothing
-    /// yet.
-    pub first: bool,
-    /// The elements of [`Block::borrows`], which this block alone adds to. The first backward of a lane overwrites them.
-    pub lent: Option<B::ViewMut<'a>>,
-    /// Whether this backward is the first of its lane that `lent` is for: it holds nothing yet.
-    pub lent_first: bool,
-}
-
 /// Parameters that a block borrows from another block's unit: its first elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Loan {
@@ -148,6 +136,18 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// Elements a row that live at once while this block works, besides the saved ones.
     fn scratch_per_row(&self) -> usize;
 
+    /// Elements of one row that wait after a backward for the gradients of weights, which it [puts off](Grads::later); none if
+    /// it makes all at once.
+    fn deferred_per_row(&self) -> usize {
+        0
+    }
+
+    /// As [`Block::scratch_per_row`], in a backward that puts gradients off: elements besides the saved ones, with those
+    /// that wait.
+    fn deferring_scratch_per_row(&self) -> usize {
+        self.scratch_per_row()
+    }
+
     /// Elements of f32 that it keeps from its first use on, with any batch; elements that blocks share are counted by
     /// one of them.
     fn constants(&self) -> usize {
@@ -161,7 +161,7 @@ pub trait Block<B: Kernels>: Send + Sync {
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)>;
 
     /// Adds to the gradients of the parameters, or overwrites them as [`Grads`] tells, and returns that of `x` (empty for
-    /// the first block).
+    /// the first block). Products of [`Grads::linear`] may be put off; all else is done when it returns.
     /// Takes the buffers that the forward saved, and the gradient of the output.
     ///
     /// # Errors

@@ -33,6 +33,10 @@ pub enum When {
     Forward(usize),
     /// In the backward of a block.
     Backward(usize),
+    /// The same, where gradients of weights are put off.
+    BackwardInput(usize),
+    /// In the computation of those of a block.
+    BackwardWeight(usize),
     /// After the backward of a block, at the end of a lane.
     After(usize),
 }
@@ -48,6 +52,8 @@ pub struct Moment {
     pub grads: usize,
     /// Micro-batches that wait for their backward, besides the one at hand.
     pub waiting: usize,
+    /// Micro-batches whose gradients of weights are put off, besides the one at hand.
+    pub put_off: usize,
 }
 
 impl MemoryTimeline<'_> {
@@ -57,43 +63,61 @@ impl MemoryTimeline<'_> {
         let pass = prefetch::step(&self.stage.borrows(), schedule);
         let blocks = self.stage.units.len();
         let mut grads = Gradients::new(self);
-        let (mut moments, mut turn, mut waiting) = (Vec::new(), 0, 0);
+        let (mut moments, mut turn, mut waiting, mut put_off) = (Vec::new(), 0, 0, 0);
+        let window = self.keep.ahead;
         for action in schedule.actions() {
             match action {
                 Action::Forward(_) => {
                     for block in 0..blocks {
-                        let params = self.params(&pass, turn, self.keep.ahead);
-                        moments.push(Moment { when: When::Forward(block), params, grads: grads.alive(), waiting });
+                        let params = self.params(&pass, turn, window);
+                        let when = When::Forward(block);
+                        moments.push(Moment { when, params, grads: grads.alive(), waiting, put_off });
                         turn += 1;
                     }
                     waiting += 1;
                 }
-                Action::Backward(k) => {
+                Action::Backward(k) | Action::BackwardInput(k) => {
                     waiting -= 1;
+                    let puts_off = matches!(action, Action::BackwardInput(_));
                     let lane_end = schedule.lane_end(k);
                     if lane_end.is_some() {
                         grads.expect();
                     }
                     for block in (0..blocks).rev() {
                         grads.open(block);
-                        let params = self.params(&pass, turn, self.keep.ahead);
-                        moments.push(Moment { when: When::Backward(block), params, grads: grads.alive(), waiting });
+                        let params = self.params(&pass, turn, window);
+                        let when = if puts_off { When::BackwardInput(block) } else { When::Backward(block) };
+                        moments.push(Moment { when, params, grads: grads.alive(), waiting, put_off });
                         turn += 1;
-                        if let Some(last) = lane_end {
-                            let most = grads.lane_done(block, last);
-                            let params = self.params(&pass, turn, self.keep.ahead.saturating_sub(1));
-                            moments.push(Moment { when: When::After(block), params, grads: most, waiting });
+                        if let (Some(last), false) = (lane_end, puts_off) {
+                            let params = self.params(&pass, turn, window.saturating_sub(1));
+                            let grads = grads.lane_done(block, last, self.stage.is_first());
+                            moments.push(Moment { when: When::After(block), params, grads, waiting, put_off });
                         }
                     }
-                    if lane_end == Some(true) {
-                        let most = grads.reduce();
-                        moments.push(Moment { when: When::After(0), params: 0, grads: most, waiting });
+                    put_off += usize::from(puts_off);
+                    if (lane_end, puts_off) == (Some(true), false) {
+                        let grads = grads.reduce();
+                        moments.push(Moment { when: When::After(0), params: 0, grads, waiting, put_off });
+                    }
+                }
+                Action::BackwardWeight(k) => {
+                    put_off -= 1;
+                    let params = self.params(&pass, turn, window.saturating_sub(1));
+                    for block in (0..blocks).rev() {
+                        let when = When::BackwardWeight(block);
+                        moments.push(Moment { when, params, grads: grads.alive(), waiting, put_off });
+                        if let Some(last) = schedule.lane_end(k) {
+                            let grads = grads.lane_done(block, last, true);
+                            moments.push(Moment { when, params, grads, waiting, put_off });
+                        }
                     }
                 }
                 Action::Receive(..) | Action::Send(..) => {}
             }
         }
-        moments.push(Moment { when: When::After(0), params: self.updated(), grads: grads.end(), waiting: 0 });
+        let (params, grads) = (self.updated(), grads.end());
+        moments.push(Moment { when: When::After(0), params, grads, waiting: 0, put_off: 0 });
         moments
     }
 
@@ -103,7 +127,7 @@ impl MemoryTimeline<'_> {
         let grads = Gradients::new(self).alive();
         let moment = |block| {
             let params = self.params(&pass, block, self.keep.ahead);
-            Moment { when: When::Forward(block), params, grads, waiting: 0 }
+            Moment { when: When::Forward(block), params, grads, waiting: 0, put_off: 0 }
         };
         (0..self.stage.units.len()).map(moment).collect()
     }
@@ -189,8 +213,9 @@ impl<'a> Gradients<'a> {
         self.step.stage.lent.iter().for_each(|lent| self.returned[lent.slot] += lent.len);
     }
 
-    /// The lane's gradient of a unit is final. Returns the most that is alive meanwhile.
-    fn lane_done(&mut self, unit: usize, last: bool) -> usize {
+    /// The lane's gradient of a unit is final; after the last lane its sum goes on the wire at once if it `reduces`. Returns the
+    /// most that is alive meanwhile.
+    fn lane_done(&mut self, unit: usize, last: bool, reduces: bool) -> usize {
         let before = self.alive();
         let borrowed = std::mem::take(&mut self.borrowed[unit]);
         self.returned[unit] = 0;
@@ -212,8 +237,8 @@ impl<'a> Gradients<'a> {
         self.trees[unit].clear();
         self.full[unit] = true;
         self.ended.push(unit);
-        // Other stages wait for this one's gradients: those go first.
-        if self.step.stage.is_first() { before.max(self.reduce()) } else { before.max(self.alive()) }
+        // Where other stages wait for this one's gradients, those go first.
+        if reduces { before.max(self.reduce()) } else { before.max(self.alive()) }
     }
 
     /// The sums of units whose lanes have ended go on the wire. Returns the most that is alive meanwhile.

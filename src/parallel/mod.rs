@@ -30,7 +30,7 @@ pub use lanes::{Lanes, tree_sum};
 pub use memory_timeline::{MemoryTimeline, Moment, When};
 pub use offload::bytes as offloaded_bytes;
 pub use partition::partition;
-pub use schedule::{Action, Flow, StepSchedule};
+pub use schedule::{Action, Flow, PipelineSchedule, StepSchedule};
 pub use shard_owner::{Updates, Values};
 pub use sharded::{Owned, Reduced, ReducedStep, Sharded};
 pub use stage::Stage;

@@ -41,8 +41,9 @@ pub fn step(borrows: &[Option<usize>], schedule: StepSchedule) -> Vec<Visit> {
     let back: Vec<Visit> = there.iter().rev().copied().collect();
     let turns = |action| match action {
         Action::Forward(_) => there.iter(),
-        Action::Backward(_) => back.iter(),
-        Action::Receive(..) | Action::Send(..) => [].iter(),
+        Action::Backward(_) | Action::BackwardInput(_) => back.iter(),
+        // Gradients of weights need no parameters.
+        Action::BackwardWeight(_) | Action::Receive(..) | Action::Send(..) => [].iter(),
     };
     schedule.actions().into_iter().flat_map(turns).copied().collect()
 }

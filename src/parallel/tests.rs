@@ -2,8 +2,8 @@
 
 use super::stage::{Borrowed, Lent};
 use super::{
-    ControlFlags, Groups, Hyper, Lanes, MemoryTimeline, Moment, Residency, Sharded, Stage, StepSchedule, Updates, Zero,
-    offloaded_bytes, partition,
+    ControlFlags, Groups, Hyper, Lanes, MemoryTimeline, Moment, PipelineSchedule, Residency, Sharded, Stage,
+    StepSchedule, Updates, Zero, offloaded_bytes, partition,
 };
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
@@ -32,6 +32,7 @@ struct Outcome {
 #[derive(Clone, Copy)]
 struct Row {
     pipeline: usize,
+    order: PipelineSchedule,
     shard: usize,
     replica: usize,
     zero: Zero,
@@ -46,6 +47,7 @@ struct Row {
 
 const ONE: Row = Row {
     pipeline: 1,
+    order: PipelineSchedule::OneForwardOneBackward,
     shard: 1,
     replica: 1,
     zero: Zero::Zero,
@@ -75,7 +77,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let backend = Cpu::new(1);
     let blocks = GPT.blocks();
-    let cut = partition(&[1.0; BLOCKS], row.pipeline).unwrap();
+    let cut = partition(&[1.0; BLOCKS], row.pipeline, |_, _| true).unwrap();
     let stage = Stage::new(&cut, mesh.stage(comm.rank()), &loans(&blocks));
     let updates = Updates { rule: RULE, groups: vec![], average: None, host: row.offload.then(|| Cpu::new(2)) };
     let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
@@ -86,6 +88,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         schedule: StepSchedule {
             stage: number,
             stages,
+            order: row.order,
             ..StepSchedule::alone(lanes.mine().len(), row.micros_per_lane)
         },
         rows: BATCH / row.lanes / row.micros_per_lane * TIME,
@@ -203,7 +206,7 @@ fn every_layout_gives_the_bits_of_one_rank() {
 #[test]
 fn every_pipeline_gives_the_bits_of_one_rank() {
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
-    for (lanes, micros_per_lane) in [(8, 1), (4, 3), (2, 2)] {
+    for (lanes, micros_per_lane) in [(8, 1), (4, 3), (2, 2), (2, 6)] {
         let one = Row { lanes, micros_per_lane, ..ONE };
         let want = run(one);
         for pipeline in [2, 3, 4] {
@@ -221,11 +224,12 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
                     ..one
                 }));
             }
-            for row in rows {
+            let put_off = rows.iter().map(|row| Row { order: PipelineSchedule::ZeroBubble, ..*row });
+            for row in rows.clone().into_iter().chain(put_off) {
                 let got = run(row);
-                let Row { shard, replica, zero, recompute, offload, .. } = row;
+                let Row { shard, replica, zero, recompute, offload, order, .. } = row;
                 let name = format!(
-                    "pipeline {pipeline} shard {shard} replica {replica} {zero:?} recompute {recompute} offload \
+                    "pipeline {pipeline} {order} shard {shard} replica {replica} {zero:?} recompute {recompute} offload \
                      {offload}, {lanes} lanes of {micros_per_lane}"
                 );
                 assert_eq!(got.curve, want.curve, "{name}");
@@ -290,7 +294,8 @@ fn sharding_saves_what_it_promises() {
 
 /// A stage of the row's pipeline, with loans in bytes that buffers of their length take.
 fn stage_in_bytes(pipeline: usize, index: usize) -> Stage {
-    let stage = Stage::new(&partition(&[1.0; BLOCKS], pipeline).unwrap(), index, &loans(&GPT.blocks::<Cpu>()));
+    let stage =
+        Stage::new(&partition(&[1.0; BLOCKS], pipeline, |_, _| true).unwrap(), index, &loans(&GPT.blocks::<Cpu>()));
     let bytes = |len: usize| (len * size_of::<f32>()).next_multiple_of(64);
     let borrowed = |loan: Borrowed| Borrowed { len: bytes(loan.len), ..loan };
     let lent = |lent: &Lent| Lent { len: bytes(lent.len), ..*lent };
@@ -306,7 +311,7 @@ fn most(row: Row, index: usize, units: &[usize], what: fn(&Moment) -> usize) -> 
     let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
     let stage = stage_in_bytes(row.pipeline, index);
     let alone = StepSchedule::alone(row.lanes / row.shard / row.replica, row.micros_per_lane);
-    let schedule = StepSchedule { stage: index, stages: row.pipeline, ..alone };
+    let schedule = StepSchedule { stage: index, stages: row.pipeline, order: row.order, ..alone };
     let sizes: Vec<usize> = stage.slots().map(|unit| units[unit]).collect();
     let timeline = MemoryTimeline { stage: &stage, sizes: &sizes, shards: row.shard, keep, schedule };
     timeline.step().iter().map(what).max().unwrap()
@@ -357,13 +362,14 @@ fn no_more_full_buffers_live_than_is_said() {
 
 #[test]
 fn stages_hold_the_buffers_that_are_said() {
-    for pipeline in [2, 3, 4] {
+    let orders = [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble];
+    for (pipeline, order) in [2, 3, 4].into_iter().flat_map(|pipeline| orders.map(|order| (pipeline, order))) {
         for zero in [Zero::One, Zero::Two, Zero::Three] {
             for (lanes, micros_per_lane) in [(1, 1), (1, 4), (2, 3)] {
-                let row = Row { pipeline, zero, lanes: 2 * lanes, micros_per_lane, shard: 2, ..ONE };
+                let row = Row { pipeline, order, zero, lanes: 2 * lanes, micros_per_lane, shard: 2, ..ONE };
                 // A gradient that leaves for another stage is given back sooner or later; parts that come are small buffers,
                 // which take the places of larger ones.
-                let name = format!("{pipeline} stages, {zero:?}, {lanes} lanes of {micros_per_lane}");
+                let name = format!("{pipeline} stages {order}, {zero:?}, {lanes} lanes of {micros_per_lane}");
                 assert_peaks(row, &name, 0.5, 1.1);
             }
         }

@@ -75,6 +75,11 @@ impl Estimate {
         self.gpu.iter().flatten().sum()
     }
 
+    /// Both memories, by category.
+    pub fn categories(&self) -> [usize; MemoryKind::ALL.len()] {
+        std::array::from_fn(|what| self.host[what] + self.gpu.map_or(0, |gpu| gpu[what]))
+    }
+
     /// Memory of the host by use: `parameters 3.1 MiB, …, runtime 30.0 MiB`.
     pub fn host_parts(&self) -> String {
         listed(named(&self.host).chain([("staging", self.staging), ("runtime", self.runtime)]))

@@ -1,5 +1,6 @@
 //! `run.json`: the facts of a run that a table of results needs.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -7,6 +8,15 @@ use serde::{Deserialize, Serialize};
 use super::times::Times;
 use crate::data::DataChange;
 use crate::error::{Error, Result};
+
+/// Memory of a stage's ranks, in bytes by category.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StageMemory {
+    /// The estimate for a rank, as the banner has it.
+    pub estimated_bytes: BTreeMap<String, usize>,
+    /// Largest peaks of a rank.
+    pub peak_bytes: BTreeMap<String, usize>,
+}
 
 /// The run card.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -48,7 +58,10 @@ pub struct RunCard {
     /// Most bytes of a GPU's memory that rank 0 had taken at once.
     pub peak_gpu_bytes: Option<usize>,
     /// Peak bytes of rank 0 by category.
-    pub peak_bytes: std::collections::BTreeMap<String, usize>,
+    pub peak_bytes: BTreeMap<String, usize>,
+    /// Memory of each stage of the pipeline; of one, where there is none.
+    #[serde(default)]
+    pub stages: Vec<StageMemory>,
     /// Most resident bytes of rank 0's process.
     pub peak_resident_bytes: usize,
     /// Seconds since 1970 at the end.

@@ -226,6 +226,12 @@ fn pipelines_that_cannot_be() {
         root.path(),
         &["= 4 ranks, but 2 started"],
     );
+    let wrong = ["parallel.schedule=zerobubble", "parallel.pipeline=2"];
+    let words = ["parallel.schedule=zerobubble", "did you mean `zero-bubble`"];
+    refuses(&mut Run::new(Simulate(2), root.path(), "x", &wrong).command(), root.path(), &words);
+    let ended = Run::new(Simulate(2), root.path(), "alone", &["parallel.schedule=zero-bubble"]).ends().succeeded();
+    let told = "parallel.schedule = zero-bubble changes nothing: there is one stage; hint: leave it out";
+    assert!(ended.stderr.contains(told), "{ended}");
     let words = ["parallel.pipeline = 8, but the network has 4 blocks", "at most 4"];
     refuses(&mut Run::new(Simulate(8), root.path(), "x", &["parallel.pipeline=8"]).command(), root.path(), &words);
     // A pipeline that is never full runs, and says so.

@@ -41,7 +41,7 @@ const SIX: Sums = Sums { lanes: 6, batch: 24, micro: 2, dropout: 0.1 };
 pub struct Row(pub Sums, pub Transport, pub &'static str);
 
 /// Everything that may not make a difference, one row each.
-pub const SAME: [Row; 62] = [
+pub const SAME: [Row; 68] = [
     // More threads or blocks computed again, on one rank.
     Row(EIGHT, Alone, "run.threads=3"),
     Row(EIGHT, Alone, "parallel.recompute=true"),
@@ -113,6 +113,13 @@ pub const SAME: [Row; 62] = [
     Row(DROPOUT, Simulate(8), "parallel.pipeline=2 parallel.shard=2 parallel.zero=1"),
     Row(TWELVE, Simulate(9), "parallel.pipeline=3"),
     Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.zero=2"),
+    // Gradients of weights put off.
+    Row(ACCUMULATED, Mpirun(2), "parallel.pipeline=2 parallel.schedule=zero-bubble"),
+    Row(ACCUMULATED, Mpirun(4), "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.recompute=true"),
+    Row(ACCUMULATED, Mpirun(4), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=3"),
+    Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=1"),
+    Row(ACCUMULATED, Simulate(8), "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.zero=2"),
+    Row(DROPOUT, Simulate(8), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.shard=2 parallel.zero=1"),
 ];
 
 /// Runs every row, and one rank alone for all rows of the same sums; panics unless metrics, evaluations and the last

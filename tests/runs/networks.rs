@@ -22,7 +22,7 @@ fn idx(shape: &[u32], elements: Vec<u8>) -> Vec<u8> {
 }
 
 /// Small images of four classes, and a table with weights, in the folder.
-fn data(folder: &Path) {
+pub fn data(folder: &Path) {
     let kept = |name: &str| Kept {
         not_finite: NotFinite::Error,
         every: 5,
@@ -128,7 +128,7 @@ fn run(network: &Network, transport: Transport, root: &Path, name: &str, setting
     Run { settings, ..Run::new(transport, root, &format!("{}-{name}", network.name), &[]) }
 }
 
-const LAYOUTS: [(Transport, &str); 12] = [
+const LAYOUTS: [(Transport, &str); 13] = [
     (Alone, "run.threads=3 parallel.recompute=true"),
     (Alone, "parallel.zero=3"),
     (Mpirun(2), "parallel.zero=0"),
@@ -140,6 +140,7 @@ const LAYOUTS: [(Transport, &str); 12] = [
     (Simulate(8), "parallel.zero=1"),
     (Simulate(8), "parallel.zero=3 parallel.prefetch=2"),
     (Mpirun(2), "parallel.pipeline=2"),
+    (Simulate(4), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=1"),
     (Simulate(8), "parallel.pipeline=2 parallel.shard=2 parallel.zero=3 parallel.recompute=true"),
 ];
 

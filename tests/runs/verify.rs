@@ -1,5 +1,7 @@
 //! `hpctrain verify`: what it finds equal, what it finds different, what it refuses.
 
+use std::path::Path;
+
 use crate::common::launch::{Ended, finish, program};
 
 /// A network that takes a step in a millisecond, at a rate that moves the weights from the first.
@@ -18,9 +20,15 @@ const TINY: [&str; 9] = [
 /// Verifies the tiny network with more settings and other arguments, in an empty directory that stays empty.
 #[track_caller]
 fn verify(settings: &[&str], args: &[&str]) -> Ended {
+    verify_only(&[&TINY[..], settings].concat(), args)
+}
+
+/// As [`verify`], of a network that the settings make.
+#[track_caller]
+fn verify_only(settings: &[&str], args: &[&str]) -> Ended {
     let folder = tempfile::tempdir().unwrap();
     let mut command = program(["verify"]);
-    command.args(TINY.iter().chain(settings).flat_map(|setting| ["--set", setting])).args(args);
+    command.args(settings.iter().flat_map(|setting| ["--set", setting])).args(args);
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
     let ended = finish(command.current_dir(folder.path()));
     assert_eq!(folder.path().read_dir().unwrap().count(), 0, "a verification leaves no files");
@@ -68,6 +76,70 @@ fn stages_of_a_pipeline_give_the_same_bits() {
     let args = ["--pipeline", "2", "--ranks", "2,4", "--zero", "0,2", "--mpi", "--steps", "4"];
     let ended = verify(&["parallel.lanes=4", "batch.global=16"], &args).succeeded();
     assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
+}
+
+/// Pipelines of one, two and four stages, each on one to eight ranks, with every stage of ZeRO: for each network, with and
+/// without recomputation, in each schedule. The settings of every case.
+fn pipelines(pictures: &Path) -> Vec<Vec<String>> {
+    let text = |model: &[&str]| -> Vec<String> {
+        let tiny = TINY.iter().filter(|setting| !setting.starts_with("run.seed"));
+        tiny.chain(["model.layers=3"].iter()).chain(model).map(|setting| setting.to_string()).collect()
+    };
+    let llama = ["model.kind=llama", "model.kv_heads=1", "model.hidden=24"];
+    let of_layers = [
+        "model.kind=layers",
+        "model.input=[7, 6, 1]",
+        "model.layers=[{kind='conv2d', filters=4, kernel=3}, {kind='relu'}, {kind='group_norm', groups=2}, \
+         {kind='flatten'}, {kind='dropout', rate=0.2}, {kind='dense', units=8}, {kind='tanh'}, {kind='dense', units=4}]",
+        "optimizer.lr=0.01",
+    ];
+    let of_layers = of_layers.map(String::from).into_iter().chain([format!("data.path={}", pictures.display())]);
+    let networks = [
+        text(&[]),
+        text(&[&llama[..], &["model.tied=true"]].concat()),
+        text(&[&llama[..], &["model.tied=false"]].concat()),
+        of_layers.collect(),
+    ];
+    let common = ["parallel.lanes=8", "batch.global=32", "batch.micro=1"].map(String::from);
+    let mut cases = Vec::new();
+    for (i, network) in networks.into_iter().enumerate() {
+        for recompute in [false, true] {
+            // Networks by layers put nothing off.
+            for schedule in if i < 3 { &["1f1b", "zero-bubble"][..] } else { &["1f1b"] } {
+                let layout = [format!("parallel.recompute={recompute}"), format!("parallel.schedule={schedule}")];
+                cases.push([&network[..], &common, &layout].concat());
+            }
+        }
+    }
+    cases
+}
+
+fn stages_of_every_network_give_the_same_bits(take: impl Fn(usize) -> bool) {
+    let folder = tempfile::tempdir().unwrap();
+    crate::networks::data(folder.path());
+    let cases = pipelines(&folder.path().join("pictures"));
+    assert_eq!(cases.len(), 14);
+    for (i, case) in cases.into_iter().enumerate().filter(|(i, _)| take(*i)) {
+        let case: Vec<&str> = case.iter().map(String::as_str).collect();
+        let args = ["--pipeline", "1,2,4", "--ranks", "1,2,4,8", "--zero", "0,1,2,3", "--steps", "3"];
+        let ended = verify_only(&case, &args).succeeded();
+        println!("case {i}, {case:?}\n{ended}");
+        // One rank has no two stages, and so on.
+        assert_eq!(lines(&ended, "skipped: pipeline(").len(), 3, "{case:?}: {ended}");
+        assert!(ended.stdout.ends_with("\n48 rows, 3 skipped, 3 steps: 0 differing bits\n"), "{case:?}: {ended}");
+    }
+}
+
+#[test]
+fn stages_of_some_networks_give_the_same_bits() {
+    stages_of_every_network_give_the_same_bits(|case| case % 5 == 1);
+}
+
+/// `scripts/test full` runs it.
+#[test]
+#[ignore = "672 rows take minutes"]
+fn stages_of_all_networks_give_the_same_bits() {
+    stages_of_every_network_give_the_same_bits(|_| true);
 }
 
 /// A ring adds in an order of its own.

@@ -1,10 +1,14 @@
 //! Whether a run fits into memory, asked before anything is allocated, and the settings with which it would.
 
 use std::cmp::Reverse;
+use std::ops::Range;
 
 use super::available::available;
+use super::cut::cut_to_fit;
 use super::estimate::{Held, worst};
+use super::room::Room;
 use crate::backend::{Kernels, readable};
+use crate::comm::Group;
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::error::{Error, Result};
 use crate::parallel::Zero;
@@ -32,27 +36,56 @@ struct Node<'a> {
     gpu: Option<usize>,
 }
 
-/// Most bytes that a rank may take.
-struct Room {
-    host: usize,
-    gpu: usize,
-}
-
-impl Room {
-    /// Whether it is enough.
-    fn holds(&self, need: &Estimate) -> bool {
-        need.host() <= self.host && need.gpu() <= self.gpu
+impl Node<'_> {
+    /// Room of each rank on it, of which this one has taken `held`.
+    fn room(&self, plan: &Plan, held: Held) -> Room {
+        let limit = plan.config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
+        // Resident memory is not counted as available, and is not needed again.
+        let share = |available: usize| (available / self.ranks).saturating_add(held.resident);
+        Room {
+            host: self.available.map_or(limit, |available| share(available).min(limit)),
+            gpu: self.gpu.unwrap_or(usize::MAX),
+        }
     }
 }
 
+/// Cuts the stages of a pipeline anew, if those of `plan` do not fit into the memory of every rank but others do: those with the
+/// least work in the busiest stage. Says whether it did, on all ranks alike. The arguments are those of [`check`], collective over
+/// `world`.
+///
+/// # Errors
+/// A message between ranks failed.
+pub fn fit_stages<B: Kernels>(
+    world: &Group<B>,
+    plan: &mut Plan,
+    topology: &Topology,
+    held: Held,
+    gpu: Option<usize>,
+) -> Result<bool> {
+    let node = Node { host: &topology.here().host, ranks: topology.ranks_here(), available: available(), gpu };
+    let room = Room::least(&world.gather_bytes(node.room(plan, held).encode()).wait()?);
+    // Rank 0 decides: what processes hold differs a little.
+    let decides = world.rank() == 0 && !room.holds(&worst::<B>(plan, held));
+    let cut = if decides { cut_to_fit::<B>(plan, held, room) } else { None };
+    let ends = cut.iter().flatten().flat_map(|stage| (stage.end as u64).to_le_bytes()).collect();
+    let told = world.gather_bytes(ends).wait()?;
+    let ends = told.first().into_iter().flat_map(|ends| ends.as_chunks().0);
+    let ends: Vec<usize> = ends.map(|end| u64::from_le_bytes(*end) as usize).collect();
+    if ends.is_empty() {
+        return Ok(false);
+    }
+    let starts = std::iter::once(0).chain(ends.iter().copied());
+    plan.stages = starts.zip(&ends).map(|(start, &end)| start..end).collect();
+    plan.config.parallel.stages = Some(plan.stages.iter().map(Range::len).collect());
+    Ok(true)
+}
+
 fn fits<B: Kernels>(plan: &Plan, node: &Node<'_>, held: Held) -> Result<()> {
-    let Node { host, ranks, available, gpu } = *node;
+    let Node { host, ranks, available, .. } = *node;
     let need = |plan: &Plan| worst::<B>(plan, held);
     let here = need(plan);
     let limit = plan.config.run.memory_limit;
-    // Resident memory is not counted as available, and is not needed again.
-    let share = available.map_or(usize::MAX, |available| (available / ranks).saturating_add(held.resident));
-    let room = Room { host: limit.map_or(usize::MAX, |limit| limit.0).min(share), gpu: gpu.unwrap_or(usize::MAX) };
+    let room = node.room(plan, held);
     let message = if here.gpu() > room.gpu {
         let (need, parts) = (readable(here.gpu()), here.gpu_parts());
         format!("a rank needs {need} of its GPU ({parts}), and may take {}", readable(room.gpu))

@@ -155,6 +155,13 @@ fn moments<B: Kernels>(
     let saved: Vec<usize> =
         blocks.iter().map(|block| block.saved_per_row() * size + block.exact_per_row() * F32).collect();
     let scratch: Vec<usize> = blocks.iter().map(|block| block.scratch_per_row() * size).collect();
+    let deferring: Vec<usize> = blocks.iter().map(|block| block.deferring_scratch_per_row() * size).collect();
+    // Bytes a row that the gradients of weights wait with, of the blocks before each one; then, of all.
+    let put_off_before: Vec<usize> = blocks.iter().fold(vec![0], |mut sums, block| {
+        sums.push(sums[sums.len() - 1] + block.deferred_per_row() * size);
+        sums
+    });
+    let put_off_row = put_off_before[blocks.len()];
     // The logits, and their losses.
     let of_stage = next.map_or(plan.network.outputs() * size + F32, |next| next * size);
     let output = |block: usize| input.get(block + 1).copied().unwrap_or(of_stage);
@@ -168,16 +175,22 @@ fn moments<B: Kernels>(
     let waiting_row = kept[blocks.len()];
     // Messages: one is awaited while another leaves.
     let messages = if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
-    let bytes = |Moment { when, params, grads, waiting }: Moment, rows: usize, kept: &[usize], messages: usize| {
-        let of_row = match when {
-            When::Forward(block) => kept[block] + input[block] + saved[block] + output(block),
-            When::Backward(block) => kept[block] + input[block] + saved[block] + scratch[block],
-            // The gradient of the input is as large as that.
-            When::After(block) => kept[block] + 2 * input[block],
+    let bytes =
+        |Moment { when, params, grads, waiting, put_off }: Moment, rows: usize, kept: &[usize], messages: usize| {
+            let of_row = match when {
+                When::Forward(block) => kept[block] + input[block] + saved[block] + output(block),
+                When::Backward(block) => kept[block] + input[block] + saved[block] + scratch[block],
+                When::BackwardInput(block) => {
+                    let of_later_blocks = put_off_row - put_off_before[block + 1];
+                    kept[block] + input[block] + saved[block] + deferring[block] + of_later_blocks
+                }
+                When::BackwardWeight(block) => put_off_before[block + 1],
+                // The gradient of the input is as large as that.
+                When::After(block) => kept[block] + 2 * input[block],
+            };
+            let of_row = of_row + waiting * waiting_row + put_off * put_off_row + messages;
+            Alive { parameters: params * size, gradients: grads * F32, activations: rows * of_row }
         };
-        let of_row = of_row + waiting * waiting_row + messages;
-        Alive { parameters: params * size, gradients: grads * F32, activations: rows * of_row }
-    };
     let rows = |samples: u64| samples as usize * plan.network.context();
     let training = timeline.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept, messages));
     let nothing = vec![0; blocks.len() + 1];

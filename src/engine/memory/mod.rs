@@ -2,8 +2,10 @@
 
 mod available;
 mod check;
+mod cut;
 mod estimate;
+mod room;
 
 pub use available::available;
-pub use check::check;
+pub use check::{check, fit_stages};
 pub use estimate::{Held, estimate, resident, worst};

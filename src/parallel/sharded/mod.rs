@@ -241,8 +241,25 @@ impl<B: Kernels> Sharded<B> {
         let grads = own.grads.as_mut().ok_or_else(missing)?;
         Ok((
             Params { own: B::all(own.params.here().ok_or_else(missing)?), lent },
-            Grads { own: B::all_mut(grads), first, lent: own.borrowed.as_mut().map(B::all_mut), lent_first },
+            Grads {
+                own: B::all_mut(grads),
+                first,
+                lent: own.borrowed.as_mut().map(B::all_mut),
+                lent_first,
+                later: None,
+            },
         ))
+    }
+
+    /// The gradients of a unit that a backward of this lane has begun; `first` if overwritten ones hold nothing yet.
+    ///
+    /// # Errors
+    /// No backward has.
+    pub fn open_grads(&mut self, unit: usize, first: bool) -> Result<Grads<'_, B>> {
+        let unit = &mut self.units[unit];
+        let grads = unit.grads.as_mut().ok_or_else(|| Error::internal("gradients that no backward has begun"))?;
+        let lent = unit.borrowed.as_mut().map(B::all_mut);
+        Ok(Grads { own: B::all_mut(grads), first, lent, lent_first: first, later: None })
     }
 
     /// A block's turn ends: parameters that live for their use only are given up, unless the next turns want them.

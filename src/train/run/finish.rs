@@ -9,7 +9,7 @@ use crate::evaluate::{Sampling, generate};
 use crate::run_dir::Ending;
 use crate::run_dir::markers::{End, Status};
 use crate::telemetry::epoch_loss::EpochLoss;
-use crate::telemetry::run_card::RunCard;
+use crate::telemetry::run_card::{RunCard, StageMemory};
 use crate::telemetry::{say, unix_time};
 use crate::train::hooks::Outcome;
 
@@ -31,16 +31,17 @@ impl<B: Kernels> Run<'_, B> {
         }
         let ending = self.schedule.ending.take().unwrap_or(Ending::Finished);
         let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
+        let stages = self.memory_of_stages()?;
         let failure = self.hooks.failure();
         self.world.agree(failure)?;
         // Nobody hears of the end before it is on record.
-        self.world.agree(if self.world.rank() == 0 { self.tell(&ending, text) } else { Ok(()) })?;
+        self.world.agree(if self.world.rank() == 0 { self.tell(&ending, text, stages) } else { Ok(()) })?;
         log::info!("ended at step {}: {ending:?}", self.progress.step);
         Ok(ending)
     }
 
     /// Reports the end of the run to people and programs. On rank 0.
-    fn tell(&self, ending: &Ending, text: Option<String>) -> Result<()> {
+    fn tell(&self, ending: &Ending, text: Option<String>, stages: Vec<StageMemory>) -> Result<()> {
         let Some(records) = &self.records else { return Ok(()) };
         self.directory.check()?;
         records.progress.finish();
@@ -80,7 +81,7 @@ impl<B: Kernels> Run<'_, B> {
             say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
         } else if !self.meters.is_empty() {
             // A finished run that was resumed had nothing left to measure.
-            self.card().write(&self.directory.card_path())?;
+            self.card(stages).write(&self.directory.card_path())?;
         }
         self.directory.marks().end(&End { step, status, why })
     }
@@ -114,7 +115,27 @@ impl<B: Kernels> Run<'_, B> {
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
-    fn card(&self) -> RunCard {
+    /// Memory of each stage of the pipeline, on all ranks alike.
+    fn memory_of_stages(&self) -> Result<Vec<StageMemory>> {
+        let ledger = self.engine.model.backend.ledger();
+        let peaks = MemoryKind::ALL.map(|what| ledger.peak(what) as u64);
+        let told = self.world.gather_bytes(peaks.into_iter().flat_map(u64::to_le_bytes).collect()).wait()?;
+        let named =
+            |bytes: &[usize]| MemoryKind::ALL.iter().map(|what| what.name().into()).zip(bytes.to_vec()).collect();
+        let of_stage = |stage: usize| {
+            let estimated = memory::estimate::<B>(&self.plan, stage, self.held).categories();
+            let mut most = [0; MemoryKind::ALL.len()];
+            let ranks = told.iter().enumerate().filter(|(rank, _)| self.plan.mesh.stage(*rank) == stage);
+            for (_, peaks) in ranks {
+                let peaks = peaks.as_chunks().0.iter().map(|peak| u64::from_le_bytes(*peak) as usize);
+                most.iter_mut().zip(peaks).for_each(|(most, peak)| *most = peak.max(*most));
+            }
+            StageMemory { estimated_bytes: named(&estimated), peak_bytes: named(&most) }
+        };
+        Ok((0..self.plan.mesh.pipeline).map(of_stage).collect())
+    }
+
+    fn card(&self, stages: Vec<StageMemory>) -> RunCard {
         let ledger = self.engine.model.backend.ledger();
         RunCard {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -135,6 +156,7 @@ impl<B: Kernels> Run<'_, B> {
             comm_wait_seconds: self.comm.stats().blocked,
             peak_gpu_bytes: self.engine.model.backend.device_peak(),
             peak_bytes: MemoryKind::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
+            stages,
             peak_resident_bytes: memory::resident().1,
             time: unix_time(),
         }

@@ -13,6 +13,7 @@ use crate::comm::{Comm, Group, Watch};
 use crate::config::{Config, Plan};
 use crate::data::{Tokenizer, TrainedOn};
 use crate::engine::feed::Feed;
+use crate::engine::memory::Held;
 use crate::engine::{Engine, Splits, StepResult, advance};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
@@ -161,6 +162,8 @@ struct Run<'h, B: Kernels> {
     stop_requests: StopRequests,
     hooks: Hooks<'h>,
     meters: Meters,
+    /// For estimates of memory.
+    held: Held,
     /// On rank 0 only.
     records: Option<Records>,
     _watch: Option<Watch>,

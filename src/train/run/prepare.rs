@@ -1,5 +1,6 @@
 //! The preparation of a run: its data, its directory, its state, and its banner.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -7,12 +8,13 @@ use super::{Own, Request, Run, Schedule};
 use crate::backend::Kernels;
 use crate::checkpoint::{Job, Manifest, Origin, Saver};
 use crate::comm::{self, Comm, Group};
-use crate::config::Plan;
+use crate::config::{ModelKind, Parallel, Plan};
 use crate::data::TrainedOn;
 use crate::engine::feed::{self, Feed};
 use crate::engine::{Splits, engine, memory, plan};
 use crate::error::{Error, Result};
 use crate::evaluate::Evaluator;
+use crate::parallel::PipelineSchedule;
 use crate::run_dir::{Branch, Resume, Resumed, RunDirectory, Taking, resume};
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::{banner, logging, say, unix_time};
@@ -60,6 +62,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         };
         config.data.path = splits.name.clone();
         let threads = request.threads.unwrap_or_else(|| topology.threads());
+        let may_cut = config.parallel.pipeline > 1 && config.parallel.stages.is_none();
         let mut plan = plan(comm, config, &splits.train, Some(threads))?;
         if is_own {
             splits = world.agree(splits.checked(&plan))?;
@@ -73,6 +76,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         // Nobody allocates before all have looked.
         let room = request.gpu.as_ref().map(|gpu| gpu.memory);
         let held = memory::Held::now(&comm, &splits.sources());
+        if may_cut && memory::fit_stages(&world, &mut plan, &topology, held, room)? && root {
+            let cut: Vec<usize> = plan.stages.iter().map(Range::len).collect();
+            log::warn!("the stages with the least work do not fit into memory: blocks are cut into {cut:?}");
+        }
         world.agree(memory::check::<B>(&plan, &topology, held, room))?;
 
         let mut claimed = None;
@@ -151,7 +158,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             };
             say(banner::banner(&plan, &facts));
             train.unscaled().iter().for_each(|told| log::warn!("{told}"));
-            few_micros(&plan).iter().for_each(|told| log::warn!("{told}"));
+            few_micros(&plan).iter().chain(&idle_schedule(&plan)).for_each(|told| log::warn!("{told}"));
             let vocabulary = plan.network.vocabulary().filter(|_| !B::ON_HOST);
             vocabulary.and_then(unaligned).iter().for_each(|told| log::warn!("{told}"));
         }
@@ -196,6 +203,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             stop_requests,
             hooks: Hooks::new(own.hooks),
             meters: Meters::new(started, request.profile && root),
+            held,
             records,
             _watch: watch,
             directory: starting.started(),
@@ -228,6 +236,18 @@ fn few_micros(plan: &Plan) -> Option<String> {
              hint: batch.micro=1 with batch.global={batch} or more, or a smaller parallel.pipeline"
         )
     })
+}
+
+/// A warning about a schedule that puts nothing off.
+fn idle_schedule(plan: &Plan) -> Option<String> {
+    let Parallel { schedule, pipeline, .. } = plan.config.parallel;
+    let why = match plan.config.model.kind {
+        _ if schedule == PipelineSchedule::OneForwardOneBackward => return None,
+        _ if pipeline == 1 => "there is one stage",
+        ModelKind::Layers => "networks by layers have no gradients that can be put off",
+        _ => return None,
+    };
+    Some(format!("parallel.schedule = {schedule} changes nothing: {why}; hint: leave it out"))
 }
 
 /// A warning about a vocabulary whose products are slow on GPUs: their loads want rows that begin at a multiple of 16 bytes.
