@@ -1,7 +1,7 @@
 //! Keys by the names that other programs give them, for errors that name the right one.
 
 /// A key here, and its names in other programs: the last part of the name, in lower case, without `_` and `-`.
-const KEYS: [(&str, &[&str]); 34] = [
+const KEYS: [(&str, &[&str]); 35] = [
     (
         "run.steps",
         &[
@@ -86,6 +86,7 @@ const KEYS: [(&str, &[&str]); 34] = [
     ("schedule.warmup", &["warmupsteps", "warmupiters", "numwarmupsteps", "lrwarmup"]),
     ("schedule.shape", &["lrscheduler", "lrschedulertype", "scheduler", "schedulertype", "lrdecaystyle"]),
     ("schedule.min_ratio", &["minlrratio", "minlr", "finallr"]),
+    ("parallel.schedule", &["pipelineschedule", "ppschedule"]),
     ("parallel.zero", &["zerostage", "stage", "zerooptimization"]),
     ("parallel.recompute", &["gradientcheckpointing", "activationcheckpointing", "checkpointactivations"]),
     ("precision.compute", &["dtype", "amp", "mixedprecision", "bf16", "fp16", "precision"]),

@@ -11,7 +11,7 @@ use crate::backend::{Kernels, readable};
 use crate::comm::Group;
 use crate::config::{Config, Facts, Plan, resolve};
 use crate::error::{Error, Result};
-use crate::parallel::Zero;
+use crate::parallel::{PipelineSchedule, Zero};
 use crate::telemetry::banner::Estimate;
 use crate::topology::Topology;
 
@@ -146,18 +146,27 @@ struct Variant {
     recompute: bool,
     offload: Option<bool>,
     pipeline: Option<usize>,
+    /// Put nothing off.
+    one_forward_one_backward: bool,
     micro: Option<u64>,
 }
 
 impl Variant {
     /// Few changes before many; then the lowest stage and the largest micro-batch; deeper pipelines and updates on the host
-    /// come last. Slower checkpoints are the least.
+    /// come last. A pipeline that puts nothing off is the first of single changes. Slower checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
-        let Self { zero, recompute, offload, pipeline, micro, .. } = *self;
-        let made = [zero.is_some(), recompute, offload.is_some(), pipeline.is_some(), micro.is_some()];
+        let Self { zero, recompute, offload, pipeline, one_forward_one_backward, micro, .. } = *self;
+        let made = [
+            zero.is_some(),
+            recompute,
+            offload.is_some(),
+            pipeline.is_some(),
+            one_forward_one_backward,
+            micro.is_some(),
+        ];
         let changes = made.into_iter().filter(|made| *made).count();
         let cost = 2 * changes + usize::from(self.through);
-        (cost, offload, pipeline, zero.map(u8::from), recompute, Reverse(micro))
+        (cost, offload, pipeline, zero.map(u8::from), recompute, micro.is_some(), Reverse(micro))
     }
 
     /// The settings that make it.
@@ -166,10 +175,11 @@ impl Variant {
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
         let offload = self.offload.map(|offload| format!("optimizer.offload={offload}"));
         let pipeline = self.pipeline.map(|pipeline| format!("parallel.pipeline={pipeline}"));
+        let schedule = self.one_forward_one_backward.then(|| "parallel.schedule=1f1b".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
         let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
         let settings: Vec<String> =
-            [zero, recompute, offload, pipeline, micro, through].into_iter().flatten().collect();
+            [zero, recompute, offload, pipeline, schedule, micro, through].into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
@@ -182,12 +192,13 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
     let depth = plan.mesh.pipeline;
+    let puts_off = depth > 1 && plan.config.parallel.schedule == PipelineSchedule::ZeroBubble;
     let deeper = |pipeline: &usize| Some(2 * pipeline).filter(|deeper| ranks.is_multiple_of(*deeper));
     let pipelines: Vec<usize> = std::iter::successors(Some(depth), deeper).collect();
     let mut variants = Vec::new();
     for (zero, &pipeline) in stages.flat_map(|zero| pipelines.iter().map(move |pipeline| (zero, pipeline))) {
         for &smaller in &micros {
-            for [again, copy, elsewhere] in choices(on_gpu) {
+            for [again, copy, elsewhere, at_once] in choices(on_gpu, puts_off) {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
                     (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
@@ -202,6 +213,9 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 }
                 config.parallel.zero = zero;
                 config.parallel.recompute |= again;
+                if at_once {
+                    config.parallel.schedule = PipelineSchedule::OneForwardOneBackward;
+                }
                 config.optimizer.offload ^= elsewhere;
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
@@ -211,7 +225,17 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     let micro = (smaller != micro).then_some(smaller);
                     let (recompute, offload) = (again && !recompute, elsewhere.then_some(!offloads));
                     let pipeline = (pipeline != depth).then_some(pipeline);
-                    variants.push(Variant { plan, through, zero, recompute, offload, pipeline, micro });
+                    let one_forward_one_backward = at_once;
+                    variants.push(Variant {
+                        plan,
+                        through,
+                        zero,
+                        recompute,
+                        offload,
+                        pipeline,
+                        one_forward_one_backward,
+                        micro,
+                    });
                 }
             }
         }
@@ -219,10 +243,11 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     variants
 }
 
-/// Combinations of the switches: recomputation, checkpoints from a copy, the optimizer's place where there are two.
-fn choices(on_gpu: bool) -> impl Iterator<Item = [bool; 3]> {
-    let all = (0..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0));
-    all.filter(move |[_, _, elsewhere]| on_gpu || !elsewhere)
+/// Combinations of the switches: recomputation, checkpoints from a copy, the optimizer's place where there are two, gradients of
+/// weights at once where they are put off.
+fn choices(on_gpu: bool, puts_off: bool) -> impl Iterator<Item = [bool; 4]> {
+    let all = (0..16).map(|bits| [1, 2, 4, 8].map(|bit| bits & bit != 0));
+    all.filter(move |[_, _, elsewhere, at_once]| (on_gpu || !elsewhere) && (puts_off || !at_once))
 }
 
 #[cfg(test)]
@@ -295,6 +320,21 @@ mod tests {
         let deeper = all.iter().find(|variant| variant.settings() == "parallel.pipeline=4").unwrap();
         let parameters = |plan: &Plan| worst::<Cpu>(plan, NOTHING).host[MemoryKind::Parameters as usize];
         assert!(parameters(&deeper.plan) < parameters(&plan) * 2 / 3);
+    }
+
+    #[test]
+    fn a_pipeline_may_put_nothing_off() {
+        let zero_bubble =
+            ["parallel.pipeline=4", "parallel.schedule=zero-bubble", "batch.micro=1", "parallel.stages=[1,2,3,4]"];
+        // What waits is most in the last stage, which is the largest here.
+        let need = |settings: &[&str]| {
+            let error = refusal(4, settings, 1);
+            error.split_once("4 × ").unwrap().1.split_once(" MiB").unwrap().0.parse::<f64>().unwrap() as usize
+        };
+        let (with, without) = (need(&zero_bubble), need(&[&zero_bubble[..], &["parallel.schedule=1f1b"]].concat()));
+        assert!(with > without, "{with} and {without} MiB");
+        let error = refusal(4, &zero_bubble, without + 1 - 30);
+        assert!(error.contains("hint: parallel.schedule=1f1b takes "), "{error}");
     }
 
     /// A plan for one GPU. Twelve bytes a parameter are masters and moments; activations are small beside them.
