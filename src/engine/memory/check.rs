@@ -324,8 +324,14 @@ mod tests {
 
     #[test]
     fn a_pipeline_may_put_nothing_off() {
-        let zero_bubble =
-            ["parallel.pipeline=4", "parallel.schedule=zero-bubble", "batch.micro=1", "parallel.stages=[1,2,3,4]"];
+        let zero_bubble = [
+            "parallel.pipeline=4",
+            "parallel.schedule=zero-bubble",
+            "batch.micro=1",
+            "parallel.stages=[1,2,3,4]",
+            "eval.batch=1",
+            "checkpoint.asynchronous=false",
+        ];
         // What waits is most in the last stage, which is the largest here.
         let need = |settings: &[&str]| {
             let error = refusal(4, settings, 1);
