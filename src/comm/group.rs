@@ -239,6 +239,16 @@ impl<B: Backend> Group<B> {
         self.gather_as("gather_bytes", mine)
     }
 
+    /// As [`Group::gather_bytes`], of numbers; waits for them.
+    ///
+    /// # Errors
+    /// A message failed.
+    pub fn gather_numbers(&self, mine: &[u64]) -> Result<Vec<Vec<u64>>> {
+        let bytes = mine.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let numbers = |bytes: Vec<u8>| bytes.as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
+        Ok(self.gather_bytes(bytes).wait()?.into_iter().map(numbers).collect())
+    }
+
     fn gather_as(&self, op: &'static str, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
         if self.size() == 1 {
             return Pending::ready(vec![mine]);

@@ -53,7 +53,7 @@ struct Tape<B: Kernels> {
     saved: Vec<Option<Vec<B::Buf>>>,
 }
 
-/// What the backwards of a stage's blocks have put off, the last block's first.
+/// Products that the backwards of a stage's blocks have put off, the last block's first.
 type PutOff<B> = Vec<(usize, Vec<Deferred<B>>)>;
 
 impl<B: Kernels> Engine<B> {

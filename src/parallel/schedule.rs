@@ -6,7 +6,7 @@
 //! same list; so no rank waits for another that waits for it, if the list of every stage ends when each message comes
 //! after its send. A test plays that through.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -84,11 +84,15 @@ impl StepSchedule {
 
     /// The work of the step in order.
     pub fn actions(self) -> Vec<Action> {
+        self.with_messages(self.computations())
+    }
+
+    fn computations(self) -> Vec<Action> {
         let computations = one_forward_one_backward(self.stage, self.stages, self.micros());
-        self.with_messages(match self.order {
+        match self.order {
             PipelineSchedule::OneForwardOneBackward => computations,
             PipelineSchedule::ZeroBubble => self.with_weights_put_off(computations),
-        })
+        }
     }
 
     /// The lane of micro-batch `k`.
@@ -113,15 +117,45 @@ impl StepSchedule {
         Self { micros_per_lane: self.micros_per_lane.min(2 * self.stages), ..self }
     }
 
-    /// Part of the step in which a stage has nothing to do, where every stage takes as long: (p − 1) / (m + p − 1) of
-    /// p stages and m micro-batches (Narayanan et al., 2021). With weights put off, where a forward takes as long as
-    /// the gradients of inputs and as those of weights: ℓ·(p − 1) / (3·m + ℓ·(p − 1)) in ℓ lanes (Qi et al., 2023, for one).
+    /// Part of the step in which a stage has nothing to do, where every stage takes as long, a forward as long as the gradients of
+    /// inputs and as those of weights, and messages no time. Of p stages and m micro-batches it is (p − 1) / (m + p − 1)
+    /// (Narayanan et al., 2021); with weights put off, in one lane of at least p micro-batches, (p − 1) / (3·m + p − 1)
+    /// (Qi et al., 2023).
     pub fn bubble(self) -> f64 {
-        let (idle, busy) = match self.order {
-            PipelineSchedule::OneForwardOneBackward => (self.stages - 1, self.micros()),
-            PipelineSchedule::ZeroBubble => (self.lanes * (self.stages - 1), 3 * self.micros()),
-        };
-        idle as f64 / (busy + idle) as f64
+        // Stages that wait for each other are idle for ever.
+        self.length().map_or(1.0, |length| 1.0 - 3.0 * self.micros() as f64 / length as f64)
+    }
+
+    /// The time until all stages are done, in forwards; each stops at a computation until the message that it needs is there. None
+    /// if they stand still.
+    fn length(self) -> Option<usize> {
+        let of_stage = |stage| Self { stage, ..self };
+        let mut lists: Vec<VecDeque<Action>> = (0..self.stages).map(|i| of_stage(i).computations().into()).collect();
+        let mut clocks = vec![0; self.stages];
+        // When a message is there, by its receiver.
+        let mut there = HashMap::new();
+        while lists.iter().any(|list| !list.is_empty()) {
+            let mut moved = false;
+            for stage in 0..self.stages {
+                while let Some(&computation) = lists[stage].front() {
+                    if let Some(Action::Receive(flow, k)) = of_stage(stage).needs(computation) {
+                        let Some(time) = there.remove(&(stage, flow, k)) else { break };
+                        clocks[stage] = clocks[stage].max(time);
+                    }
+                    clocks[stage] += if matches!(computation, Action::Backward(_)) { 2 } else { 1 };
+                    if let Some(Action::Send(flow, k)) = of_stage(stage).gives(computation) {
+                        let to = if flow == Flow::Activations { stage + 1 } else { stage - 1 };
+                        there.insert((to, flow, k), clocks[stage]);
+                    }
+                    lists[stage].pop_front();
+                    moved = true;
+                }
+            }
+            if !moved {
+                return None;
+            }
+        }
+        clocks.into_iter().max()
     }
 
     /// The message that a computation needs from another stage.
@@ -195,7 +229,6 @@ mod tests {
     use super::*;
     use Action::{Backward as B, BackwardInput as I, BackwardWeight as W, Forward as F, Receive as R, Send as S};
     use Flow::{Activations as X, Gradients as G};
-    use std::collections::HashMap;
 
     #[test]
     fn one_stage_alternates() {
@@ -248,95 +281,70 @@ mod tests {
         assert_eq!(stage(2, 1, 1).actions(), [R(X, 0), F(0), I(0), S(G, 0), W(0)]);
     }
 
-    /// A step played through by all stages.
-    struct Played {
-        /// Until all are done, where a forward takes one second, as do the gradients of inputs and those of weights, and
-        /// messages nothing.
-        seconds: usize,
-        /// Most forwards whose backwards are yet to come, by stage.
-        alive: Vec<usize>,
-        /// Most backwards whose weights' gradients are yet to come, by stage.
-        put_off: Vec<usize>,
+    /// Checks the order of a stage's actions. Returns the most forwards whose backwards are yet to come, and backwards whose weights'
+    /// gradients are.
+    fn waiting(step: StepSchedule) -> (usize, usize) {
+        let (mut forwards, mut backwards, mut weights, mut most) = (0, 0, 0, (0, 0));
+        for action in step.actions() {
+            match action {
+                F(k) => {
+                    assert_eq!(k, forwards, "{step:?}");
+                    forwards += 1;
+                }
+                B(k) | I(k) => {
+                    assert_eq!(k, backwards, "{step:?}: gradients are added in the order of micro-batches");
+                    assert_eq!(weights / step.micros_per_lane, k / step.micros_per_lane, "{step:?}: two lanes in one");
+                    backwards += 1;
+                }
+                W(_) | R(..) | S(..) => {}
+            }
+            most = (most.0.max(forwards - backwards), most.1.max(backwards - weights));
+            if let B(k) | W(k) = action {
+                assert_eq!(k, weights, "{step:?}: gradients are added in the order of micro-batches");
+                weights += 1;
+            }
+        }
+        assert_eq!([forwards, backwards, weights], [step.micros(); 3], "{step:?}");
+        most
     }
 
-    /// Each stage stops at a computation until the message that it needs is there.
-    fn play(step: StepSchedule) -> Played {
-        let stages = step.stages;
-        let schedule = |stage| StepSchedule { stage, ..step };
-        let mut lists: Vec<VecDeque<Action>> = (0..stages).map(|stage| schedule(stage).actions().into()).collect();
-        // By sender and kind: messages under way, with their time; received in the order of the posts.
-        let mut wire: HashMap<(usize, Flow), VecDeque<(usize, usize)>> = HashMap::new();
-        let none = vec![0; stages];
-        let (mut clocks, mut alive, mut put_off) = (none.clone(), none.clone(), none.clone());
-        let mut most = Played { seconds: 0, alive: none.clone(), put_off: none.clone() };
-        let (mut backwards, mut weights) = (none.clone(), none);
-        while lists.iter().any(|list| !list.is_empty()) {
-            let mut moved = false;
-            for stage in 0..stages {
-                while let Some(&action) = lists[stage].front() {
-                    if let Some(R(flow, k)) = schedule(stage).needs(action) {
-                        let from = if flow == X { stage - 1 } else { stage + 1 };
-                        let Some((sent, time)) = wire.entry((from, flow)).or_default().pop_front() else { break };
-                        assert_eq!(sent, k, "stage {stage} of {stages} takes another message than its own");
-                        clocks[stage] = clocks[stage].max(time);
-                    }
-                    match action {
-                        R(..) => {}
-                        S(flow, k) => wire.entry((stage, flow)).or_default().push_back((k, clocks[stage])),
-                        F(_) => {
-                            alive[stage] += 1;
-                            most.alive[stage] = most.alive[stage].max(alive[stage]);
-                            clocks[stage] += 1;
-                        }
-                        B(k) | I(k) => {
-                            assert_eq!(k, backwards[stage], "gradients are added in the order of micro-batches");
-                            assert_eq!(
-                                weights[stage] / step.micros_per_lane,
-                                k / step.micros_per_lane,
-                                "two lanes in one"
-                            );
-                            (backwards[stage], alive[stage]) = (k + 1, alive[stage] - 1);
-                            clocks[stage] += 1;
-                            put_off[stage] += 1;
-                            most.put_off[stage] = most.put_off[stage].max(put_off[stage]);
-                        }
-                        W(_) => {}
-                    }
-                    if let B(k) | W(k) = action {
-                        assert_eq!(k, weights[stage], "gradients are added in the order of micro-batches");
-                        (weights[stage], put_off[stage]) = (k + 1, put_off[stage] - 1);
-                        clocks[stage] += 1;
-                    }
-                    lists[stage].pop_front();
-                    moved = true;
-                }
-            }
-            assert!(moved, "{step:?} stands still");
+    /// Messages of one kind arrive in the order in which they leave: each is the one that its receiver awaits.
+    fn assert_messages_meet(step: StepSchedule) {
+        let of = |stage, wanted: fn(Action) -> Option<(Flow, usize)>, flow| -> Vec<usize> {
+            let messages = StepSchedule { stage, ..step }.actions().into_iter().filter_map(wanted);
+            messages.filter(|(kind, _)| *kind == flow).map(|(_, k)| k).collect()
+        };
+        let sent = |action| if let S(flow, k) = action { Some((flow, k)) } else { None };
+        let received = |action| if let R(flow, k) = action { Some((flow, k)) } else { None };
+        for stage in 1..step.stages {
+            assert_eq!(of(stage - 1, sent, X), of(stage, received, X), "{step:?}");
+            assert_eq!(of(stage, sent, G), of(stage - 1, received, G), "{step:?}");
         }
-        assert!(wire.values().all(VecDeque::is_empty), "a message that nobody takes");
-        assert!(weights.iter().all(|weights| *weights == step.micros()), "{step:?} leaves gradients of weights");
-        Played { seconds: clocks.into_iter().max().unwrap_or(0), ..most }
+        for (end, flow) in [(0, G), (step.stages - 1, X)] {
+            assert!(of(end, sent, flow).is_empty(), "{step:?}: a message that nobody takes");
+        }
     }
 
     #[test]
     fn every_pipeline_ends_with_the_known_bubble_and_memory() {
         for order in [PipelineSchedule::OneForwardOneBackward, PipelineSchedule::ZeroBubble] {
-            for stages in 1..=8 {
-                for micros in (1..=16).chain([31, 64]) {
-                    let step = StepSchedule { stages, order, ..StepSchedule::alone(1, micros) };
-                    let played = play(step);
-                    for stage in 0..stages {
-                        assert_eq!(played.alive[stage], micros.min(stages - stage), "stage {stage} of {step:?}");
-                        let put_off = if order == PipelineSchedule::ZeroBubble { micros.min(stage + 1) } else { 1 };
-                        assert_eq!(played.put_off[stage], put_off, "stage {stage} of {step:?}");
-                    }
-                    let bubble = 1.0 - 3.0 * micros as f64 / played.seconds as f64;
-                    let known = step.bubble();
-                    // The formula of the second is for as many micro-batches as stages at least.
-                    if order == PipelineSchedule::OneForwardOneBackward || micros >= stages {
-                        assert!((bubble - known).abs() < 1e-9, "{step:?}: {bubble}, not {known}");
-                    }
+            for (stages, micros) in (1..=8).flat_map(|p| (1..=16).chain([31, 64]).map(move |m| (p, m))) {
+                let step = StepSchedule { stages, order, ..StepSchedule::alone(1, micros) };
+                assert_messages_meet(step);
+                for stage in 0..stages {
+                    let put_off = if order == PipelineSchedule::ZeroBubble { micros.min(stage + 1) } else { 1 };
+                    assert_eq!(
+                        waiting(StepSchedule { stage, ..step }),
+                        (micros.min(stages - stage), put_off),
+                        "{step:?}"
+                    );
                 }
+                // Fewer micro-batches than stages leave less to put off.
+                let idle = match order {
+                    PipelineSchedule::OneForwardOneBackward => 3 * (stages - 1),
+                    PipelineSchedule::ZeroBubble => stages - 1 + stages.saturating_sub(micros),
+                };
+                assert_eq!(step.length(), Some(3 * micros + idle), "{step:?}");
             }
         }
         let two = StepSchedule { stages: 2, ..StepSchedule::alone(1, 8) };
@@ -345,12 +353,16 @@ mod tests {
     }
 
     #[test]
-    fn lanes_lengthen_a_step_as_the_formula_says_at_most() {
-        for (stages, lanes, micros) in [(2, 2, 4), (2, 8, 1), (4, 2, 8), (4, 4, 4), (8, 2, 16)] {
-            let step =
-                StepSchedule { stages, order: PipelineSchedule::ZeroBubble, ..StepSchedule::alone(lanes, micros) };
-            let bubble = 1.0 - 3.0 * step.micros() as f64 / play(step).seconds as f64;
-            assert!(bubble <= step.bubble() + 1e-9, "{step:?}: {bubble}, not {}", step.bubble());
+    fn each_lane_lengthens_a_step_whose_weights_are_put_off() {
+        let order = PipelineSchedule::ZeroBubble;
+        for (stages, lanes, micros) in [(2, 2, 4), (2, 8, 1), (4, 2, 8), (4, 4, 4), (8, 2, 16), (8, 3, 5)] {
+            let step = StepSchedule { stages, order, ..StepSchedule::alone(lanes, micros) };
+            assert_messages_meet(step);
+            (0..stages).for_each(|stage| assert!(waiting(StepSchedule { stage, ..step }).1 <= stage + 1));
+            let one = StepSchedule { order, stages, ..StepSchedule::alone(1, lanes * micros) };
+            let alternating = StepSchedule { order: PipelineSchedule::OneForwardOneBackward, ..step };
+            let lengths = [one, step, alternating].map(|step| step.length().unwrap());
+            assert!(lengths.is_sorted(), "{step:?}: {lengths:?}");
         }
     }
 }

@@ -168,9 +168,8 @@ impl<B: Kernels> Load<'_, B> {
         let checkpoints = directory.checkpoints();
         // One rank looks, so that all try the same ones.
         let mine = self.world.agree(if self.world.rank() == 0 { checkpoints.steps() } else { Ok(vec![]) })?;
-        let bytes = mine.iter().flat_map(|step| step.to_le_bytes()).collect();
-        let told = self.world.gather_bytes(bytes).wait()?;
-        let steps: Vec<u64> = told[0].as_chunks().0.iter().map(|bytes| u64::from_le_bytes(*bytes)).collect();
+        let told = self.world.gather_numbers(&mine)?;
+        let steps = &told[0];
         let mut last = None;
         for path in steps.iter().rev().map(|step| checkpoints.path(*step)) {
             match self.load(&path) {

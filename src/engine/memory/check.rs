@@ -63,19 +63,17 @@ pub fn fit_stages<B: Kernels>(
     gpu: Option<usize>,
 ) -> Result<bool> {
     let node = Node { host: &topology.here().host, ranks: topology.ranks_here(), available: available(), gpu };
-    let room = Room::least(&world.gather_bytes(node.room(plan, held).encode()).wait()?);
+    let room = Room::least(&world.gather_numbers(&node.room(plan, held).numbers())?);
     // Rank 0 decides: what processes hold differs a little.
     let decides = world.rank() == 0 && !room.holds(&worst::<B>(plan, held));
     let cut = if decides { cut_to_fit::<B>(plan, held, room) } else { None };
-    let ends = cut.iter().flatten().flat_map(|stage| (stage.end as u64).to_le_bytes()).collect();
-    let told = world.gather_bytes(ends).wait()?;
-    let ends = told.first().into_iter().flat_map(|ends| ends.as_chunks().0);
-    let ends: Vec<usize> = ends.map(|end| u64::from_le_bytes(*end) as usize).collect();
-    if ends.is_empty() {
+    let ends: Vec<u64> = cut.iter().flatten().map(|stage| stage.end as u64).collect();
+    let told = world.gather_numbers(&ends)?;
+    let ends = told[0].iter().map(|end| *end as usize);
+    if ends.len() == 0 {
         return Ok(false);
     }
-    let starts = std::iter::once(0).chain(ends.iter().copied());
-    plan.stages = starts.zip(&ends).map(|(start, &end)| start..end).collect();
+    plan.stages = std::iter::once(0).chain(ends.clone()).zip(ends).map(|(start, end)| start..end).collect();
     plan.config.parallel.stages = Some(plan.stages.iter().map(Range::len).collect());
     Ok(true)
 }
@@ -332,7 +330,7 @@ mod tests {
             "eval.batch=1",
             "checkpoint.asynchronous=false",
         ];
-        // What waits is most in the last stage, which is the largest here.
+        // Most operands wait in the last stage, which is the largest here.
         let need = |settings: &[&str]| {
             let error = refusal(4, settings, 1);
             error.split_once("4 × ").unwrap().1.split_once(" MiB").unwrap().0.parse::<f64>().unwrap() as usize

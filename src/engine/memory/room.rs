@@ -17,18 +17,14 @@ impl Room {
         need.host() <= self.host && need.gpu() <= self.gpu
     }
 
-    /// As bytes, for other ranks.
-    pub fn encode(&self) -> Vec<u8> {
-        [self.host, self.gpu].into_iter().flat_map(|bytes| (bytes as u64).to_le_bytes()).collect()
+    /// For other ranks.
+    pub fn numbers(self) -> [u64; 2] {
+        [self.host, self.gpu].map(|bytes| bytes as u64)
     }
 
-    /// The least of the rooms of all ranks, as [encoded](Room::encode).
-    pub fn least(all: &[Vec<u8>]) -> Self {
-        let number = |bytes: &Vec<u8>, at: usize| {
-            let bytes = bytes.chunks_exact(8).nth(at).and_then(|bytes| bytes.first_chunk());
-            bytes.map_or(0, |bytes| usize::try_from(u64::from_le_bytes(*bytes)).unwrap_or(usize::MAX))
-        };
-        let least = |at| all.iter().map(|bytes| number(bytes, at)).min().unwrap_or(0);
+    /// The least of the rooms of all ranks, each given by its [numbers](Room::numbers).
+    pub fn least(all: &[Vec<u64>]) -> Self {
+        let least = |at: usize| all.iter().filter_map(|room| room.get(at)).min().map_or(0, |bytes| *bytes as usize);
         Self { host: least(0), gpu: least(1) }
     }
 }
@@ -40,7 +36,7 @@ mod tests {
     #[test]
     fn the_least_of_all_counts() {
         let rooms = [Room { host: 7, gpu: usize::MAX }, Room { host: usize::MAX, gpu: 5 }, Room { host: 9, gpu: 6 }];
-        let told: Vec<Vec<u8>> = rooms.iter().map(Room::encode).collect();
+        let told = rooms.map(|room| room.numbers().to_vec());
         assert_eq!(Room::least(&told), Room { host: 7, gpu: 5 });
     }
 }

@@ -119,7 +119,7 @@ impl<B: Kernels> Run<'_, B> {
     fn memory_of_stages(&self) -> Result<Vec<StageMemory>> {
         let ledger = self.engine.model.backend.ledger();
         let peaks = MemoryKind::ALL.map(|what| ledger.peak(what) as u64);
-        let told = self.world.gather_bytes(peaks.into_iter().flat_map(u64::to_le_bytes).collect()).wait()?;
+        let told = self.world.gather_numbers(&peaks)?;
         let named =
             |bytes: &[usize]| MemoryKind::ALL.iter().map(|what| what.name().into()).zip(bytes.to_vec()).collect();
         let of_stage = |stage: usize| {
@@ -127,8 +127,7 @@ impl<B: Kernels> Run<'_, B> {
             let mut most = [0; MemoryKind::ALL.len()];
             let ranks = told.iter().enumerate().filter(|(rank, _)| self.plan.mesh.stage(*rank) == stage);
             for (_, peaks) in ranks {
-                let peaks = peaks.as_chunks().0.iter().map(|peak| u64::from_le_bytes(*peak) as usize);
-                most.iter_mut().zip(peaks).for_each(|(most, peak)| *most = peak.max(*most));
+                most.iter_mut().zip(peaks).for_each(|(most, peak)| *most = (*peak as usize).max(*most));
             }
             StageMemory { estimated_bytes: named(&estimated), peak_bytes: named(&most) }
         };
