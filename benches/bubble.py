@@ -2,9 +2,9 @@
 """The idle part of a pipeline's steps, from a trace: benches/bubble.py TRACE STAGES MICRO_BATCHES [zero-bubble].
 
 Of all steps but the first: *played* has the median computations of every stage in the order of the schedule, one forward, one
-backward or zero-bubble, with messages that take no time; *with equal stages* the same, every stage's computations scaled
-to the same sum; *traced* is the median of the time in which the ranks of the trace computed
-nothing, between the first forward and the last computation of a step. Made with:
+backward or zero-bubble, with messages that take no time; *with equal stages* is the same with every stage's computations scaled to the
+same sum; *traced* is the median of the time in which the ranks of the trace computed nothing, between the first forward and the
+last computation of a step. Made with:
 
     mpirun -np 2 --bind-to none hpctrain train --set parallel.pipeline=2 --set run.threads=1 --set model.width=256 \\
         --set batch.micro=4 --set batch.global=32 --set run.steps=30 --trace trace.json
