@@ -25,7 +25,7 @@ fn main() -> ExitCode {
 
         // The configuration that trained it, for the data at hand and the ranks that share one copy of the network.
         let mut reader = world.agree(find::checkpoint(Path::new(run)).and_then(|path| Reader::open(&path)))?;
-        let mut config = reader.manifest().config.clone();
+        let mut config = world.agree(model::config(&reader.manifest().config, &[]))?;
         config.data.path = data.clone();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let plan = world.agree(model::plan(config, comm.size(), (cores / comm.node().local_size).max(1), false))?;
@@ -45,6 +45,6 @@ fn main() -> ExitCode {
         world.agree(reader.manifest().conform(&mut rows))?;
         let create = || Predictions::create(Path::new(out), rows.samples() as usize, plan.network.outputs(), false);
         let file = world.agree((comm.rank() == 0).then(create).transpose())?;
-        predict(&mut model, rows, &world, plan.config.eval.batch, file)
+        predict(&mut model, rows, plan.config.eval.batch, file)
     })
 }

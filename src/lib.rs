@@ -110,5 +110,6 @@ pub mod telemetry;
 #[doc(hidden)]
 pub mod topology;
 pub mod train;
+mod tree;
 #[doc(hidden)]
 pub mod verify;

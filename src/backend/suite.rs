@@ -95,6 +95,7 @@ macro_rules! each_operation {
             elementwise: crate::backend::ops::elementwise::suite::elementwise,
             norms: crate::backend::ops::norm::suite::norms,
             embeddings: crate::backend::ops::embedding::suite::embeddings,
+            embedding_parts: crate::backend::ops::embedding::suite::embedding_parts,
             attention: crate::backend::ops::attention::suite::attentions,
             rotary: crate::backend::ops::rotary::suite::rotations,
             gates: crate::backend::ops::swiglu::suite::gates,
@@ -107,6 +108,7 @@ macro_rules! each_operation {
             pairs: crate::backend::ops::pairs::suite::pairs,
             channels: crate::backend::ops::channel::suite::channels,
             classifiers: crate::backend::ops::classifier::suite::classifiers,
+            classifier_parts: crate::backend::ops::classifier::suite::classifier_parts,
             regressions: crate::backend::ops::regression::suite::regressions,
         }
     };

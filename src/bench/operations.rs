@@ -219,11 +219,11 @@ impl<B: Kernels> Bench<'_, B> {
         // Each row takes one of the table, at most.
         let read = Tensor { passes: 0.5 * Tensor::of(words).touched(rows * width).passes, ..Tensor::of(words) };
         self.time("embedding", &shape, 0.0, [read, Tensor::of(places), y], |b, [words, places, y]| {
-            b.embedding(&tokens, B::all(words), B::all(places), B::all_mut(y))
+            b.embedding(&tokens, 0, B::all(words), B::all(places), B::all_mut(y))
         })?;
         let tensors = [y, Tensor::wide(words).touched(rows * width), Tensor::wide(places).changed()];
         self.time("embedding, backward", &shape, 0.0, tensors, |b, [dy, words, places]| {
-            b.embedding_backward(&tokens, B::all(dy), B::all_mut(words), B::all_mut(places))
+            b.embedding_backward(&tokens, 0, B::all(dy), B::all_mut(words), B::all_mut(places))
         })?;
         let shape = format!("{rows}×{vocabulary}");
         let tensors = [Tensor::of(rows * vocabulary).changed(), Tensor::wide(0), Tensor::wide(rows)];

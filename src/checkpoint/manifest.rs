@@ -1,7 +1,9 @@
 //! The manifest: everything about a checkpoint but the numbers. `docs/checkpoint-format.md` describes it.
 
+use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::io::Write as _;
+use std::ops::Range;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -12,8 +14,11 @@ use crate::data::{Preprocessing, Source, Tokenizer, TrainedOn};
 use crate::error::{Error, Kind, Result};
 use crate::layout::UnitLayout;
 
-/// Version of the format that this program writes and reads.
-pub const VERSION: u32 = 2;
+/// Version of the format that this program writes, and the newest that it reads.
+pub const VERSION: u32 = 3;
+
+/// The oldest version that it reads: the same, without columns.
+const OLDEST: u32 = 2;
 
 /// File name of the manifest.
 pub const FILE: &str = "manifest.json";
@@ -89,21 +94,39 @@ pub struct FileEntry {
 pub struct TensorEntry {
     /// Extent of every dimension, row-major.
     pub shape: Vec<usize>,
-    /// Pieces in order; together they cover the tensor once.
+    /// Pieces in order of columns, then of elements; together they cover the tensor once.
     pub pieces: Vec<Piece>,
 }
 
-/// A range of a tensor in one file.
+/// A range of a tensor, or of some columns of a matrix, in one file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Piece {
     /// File in the checkpoint's directory.
     pub file: String,
-    /// First flat element of the tensor.
+    /// The columns of a matrix whose elements `start` and `len` count; none if they count those of the whole tensor.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "columns")]
+    pub columns: Option<Range<usize>>,
+    /// First flat element of the tensor, or of the matrix `tensor[:, columns]`, which is row-major, too.
     pub start: usize,
     /// Elements.
     pub len: usize,
     /// The parameters, then each buffer in [`Manifest::state`].
     pub parts: Vec<Stored>,
+}
+
+/// Columns as they are in the manifest: `[first, end]`.
+mod columns {
+    use std::ops::Range;
+
+    use serde::{Deserialize as _, Deserializer, Serialize as _, Serializer};
+
+    pub fn serialize<S: Serializer>(columns: &Option<Range<usize>>, to: S) -> Result<S::Ok, S::Error> {
+        columns.as_ref().map(|columns| [columns.start, columns.end]).serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Range<usize>>, D::Error> {
+        Ok(Option::<[usize; 2]>::deserialize(from)?.map(|[start, end]| start..end))
+    }
 }
 
 /// The elements of a piece as they lie in the file: f32, little-endian, one after another.
@@ -122,7 +145,7 @@ pub struct Written {
     pub file: String,
     /// The file.
     pub entry: FileEntry,
-    /// Tensors with their shapes, and the piece of each in the file.
+    /// Tensors with their shapes and a piece of each in the file; a tensor may have several.
     pub ranges: Vec<(String, Vec<usize>, Piece)>,
 }
 
@@ -155,11 +178,11 @@ impl Manifest {
         let is_broken =
             sealed.as_ref().is_ok_and(|seal| seal.len() == sealed_as(&found).len() && *seal != sealed_as(&found));
         if let Ok(Version { version }) = serde_json::from_str(&text)
-            && version != VERSION
+            && !(OLDEST..=VERSION).contains(&version)
             && !is_broken
         {
-            let age = if version > VERSION { "newer" } else { "older" };
-            return Err(Error::input(format!("{}: format version {version} is {age} than {VERSION}", path.display()))
+            let (age, known) = if version > VERSION { ("newer", VERSION) } else { ("older", OLDEST) };
+            return Err(Error::input(format!("{}: format version {version} is {age} than {known}", path.display()))
                 .hint("use the version of hpctrain that wrote it"));
         }
         let sealed = sealed.map_err(|e| {
@@ -204,39 +227,30 @@ impl Manifest {
                 self.tensors.entry(tensor).or_insert(TensorEntry { shape, pieces: vec![] }).pieces.push(piece);
             }
         }
-        self.tensors.values_mut().for_each(|entry| entry.pieces.sort_by_key(|piece| piece.start));
+        self.tensors.values_mut().for_each(|entry| entry.pieces.sort_by_key(Piece::place));
         self.check_cover().map_err(|e| Error::internal(format!("the ranks' ranges: {e}")))
     }
 
     /// Every element of every tensor lies in exactly one piece, and every piece within its file.
     fn check_cover(&self) -> Result<(), String> {
-        for (name, TensorEntry { shape, pieces }) in &self.tensors {
-            let mut next = 0;
-            for piece in pieces {
-                match piece.start.cmp(&next) {
-                    std::cmp::Ordering::Less => {
-                        return Err(format!("pieces of tensor {name} overlap at element {}", piece.start));
-                    }
-                    std::cmp::Ordering::Greater => {
-                        return Err(format!("no piece of tensor {name} holds element {next}"));
-                    }
-                    std::cmp::Ordering::Equal => {}
-                }
-                next = piece.start.checked_add(piece.len).ok_or_else(|| format!("tensor {name} is too long"))?;
-                let file = self.files.get(&piece.file);
-                let file = file.ok_or_else(|| format!("tensor {name} is in the file {}, unknown there", piece.file))?;
-                if piece.parts.len() != 1 + self.state.len() {
-                    return Err(format!("a piece of tensor {name} has {} parts", piece.parts.len()));
-                }
-                for part in &piece.parts {
-                    let end = (piece.len as u64).checked_mul(4).and_then(|bytes| bytes.checked_add(part.offset));
-                    if end.is_none_or(|end| end > file.bytes) || part.crc32.len() != piece.len.div_ceil(BLOCK) {
-                        return Err(format!("a piece of tensor {name} does not fit into {}", piece.file));
-                    }
-                }
-            }
-            if next != shape.iter().product::<usize>() {
-                return Err(format!("no piece of tensor {name} holds element {next}"));
+        for (name, entry) in &self.tensors {
+            entry.check_cover(name)?;
+            entry.pieces.iter().try_for_each(|piece| self.check_place(name, piece))?;
+        }
+        Ok(())
+    }
+
+    /// A piece of the tensor `name` lies within its file.
+    fn check_place(&self, name: &str, piece: &Piece) -> Result<(), String> {
+        let file = self.files.get(&piece.file);
+        let file = file.ok_or_else(|| format!("tensor {name} is in the file {}, unknown there", piece.file))?;
+        if piece.parts.len() != 1 + self.state.len() {
+            return Err(format!("a piece of tensor {name} has {} parts", piece.parts.len()));
+        }
+        for part in &piece.parts {
+            let end = (piece.len as u64).checked_mul(4).and_then(|bytes| bytes.checked_add(part.offset));
+            if end.is_none_or(|end| end > file.bytes) || part.crc32.len() != piece.len.div_ceil(BLOCK) {
+                return Err(format!("a piece of tensor {name} does not fit into {}", piece.file));
             }
         }
         Ok(())
@@ -288,7 +302,7 @@ impl Manifest {
                 .hint("resume with the configuration it was saved with"))
         };
         let mut expected = 0;
-        for (tensor, _) in layouts.iter().flat_map(|layout| &layout.tensors) {
+        for tensor in layouts.iter().flat_map(|layout| &layout.tensors) {
             expected += 1;
             match self.tensors.get(&tensor.name) {
                 None => return other(format!("it has no tensor {}", tensor.name)),
@@ -309,6 +323,88 @@ impl Manifest {
             }
             _ => Ok(()),
         }
+    }
+}
+
+impl TensorEntry {
+    /// The dataset of the piece `number` of the tensor `name`, in each group of its file. A second piece in the file and
+    /// the ones after it have names of their own, `name@1` and so on: no tensor's name ends so.
+    pub(super) fn dataset(&self, name: &str, number: usize) -> String {
+        let (before, rest) = self.pieces.split_at(number);
+        dataset(name, before.iter().filter(|piece| piece.file == rest[0].file).count())
+    }
+
+    /// Every element of the tensor `name` lies in exactly one piece: all pieces are of the whole tensor, or every
+    /// column is in one slice, and every element of a slice in one piece.
+    fn check_cover(&self, name: &str) -> Result<(), String> {
+        let Self { shape, pieces } = self;
+        let len = shape.iter().try_fold(1, |len: usize, extent| len.checked_mul(*extent));
+        let len = len.ok_or_else(|| format!("tensor {name} is too long"))?;
+        if pieces.iter().all(|piece| piece.columns.is_none()) {
+            return check_once(pieces, len, &format!("tensor {name}"));
+        }
+        let &[rows, width] = &shape[..] else {
+            return Err(format!("a piece of tensor {name} has columns, and its shape is {shape:?}"));
+        };
+        if pieces.iter().any(|piece| piece.columns.is_none()) {
+            return Err(format!("some pieces of tensor {name} have columns, others none"));
+        }
+        let mut next = 0;
+        let slices = pieces.chunk_by(|a, b| a.columns == b.columns);
+        for (slice, columns) in slices.filter_map(|slice| Some((slice, slice[0].columns.as_ref()?))) {
+            let of = format!("columns {columns:?} of tensor {name}");
+            if columns.is_empty() || columns.end > width {
+                return Err(format!("there are no {of}, which has {width}"));
+            }
+            match columns.start.cmp(&next) {
+                Ordering::Less => return Err(format!("slices of tensor {name} overlap at column {}", columns.start)),
+                Ordering::Greater => return Err(format!("no piece of tensor {name} holds column {next}")),
+                Ordering::Equal => next = columns.end,
+            }
+            check_once(slice, rows * columns.len(), &of)?;
+        }
+        if next != width {
+            return Err(format!("no piece of tensor {name} holds column {next}"));
+        }
+        Ok(())
+    }
+}
+
+impl Piece {
+    /// Orders the pieces of a tensor.
+    fn place(&self) -> (usize, usize) {
+        place(self.columns.as_ref(), self.start)
+    }
+}
+
+/// Orders the pieces of a tensor: by their columns, then by their first elements.
+pub fn place(columns: Option<&Range<usize>>, start: usize) -> (usize, usize) {
+    (columns.map_or(0, |columns| columns.start), start)
+}
+
+/// The dataset of a piece of the tensor `name` that `before` other pieces of it in the same file come before.
+pub fn dataset(name: &str, before: usize) -> String {
+    match before {
+        0 => name.to_string(),
+        _ => format!("{name}@{before}"),
+    }
+}
+
+/// Each of the `len` elements of something lies in exactly one of `pieces`, which are in order.
+fn check_once(pieces: &[Piece], len: usize, of: &str) -> Result<(), String> {
+    let mut next = 0;
+    for piece in pieces {
+        match piece.start.cmp(&next) {
+            Ordering::Less => return Err(format!("pieces of {of} overlap at element {}", piece.start)),
+            Ordering::Greater => return Err(format!("no piece of {of} holds element {next}")),
+            Ordering::Equal => {}
+        }
+        next = piece.start.checked_add(piece.len).ok_or_else(|| format!("a piece of {of} is too long"))?;
+    }
+    match next.cmp(&len) {
+        Ordering::Less => Err(format!("no piece of {of} holds element {next}")),
+        Ordering::Greater => Err(format!("a piece of {of} ends at element {next} of {len}")),
+        Ordering::Equal => Ok(()),
     }
 }
 
@@ -342,8 +438,13 @@ pub(super) mod tests {
     }
 
     fn written(file: &str, start: usize, len: usize) -> Written {
+        slice(file, None, start, len)
+    }
+
+    fn slice(file: &str, columns: Option<Range<usize>>, start: usize, len: usize) -> Written {
         let part = |offset| Stored { offset, crc32: vec![0; len.div_ceil(BLOCK)] };
-        let piece = Piece { file: file.into(), start, len, parts: vec![part(100), part(100 + 4 * len as u64)] };
+        let piece =
+            Piece { file: file.into(), columns, start, len, parts: vec![part(100), part(100 + 4 * len as u64)] };
         let entry = FileEntry { bytes: 100 + 8 * len as u64, rest_crc32: 0 };
         Written { file: file.into(), entry, ranges: vec![("w".into(), vec![3, 4], piece)] }
     }
@@ -360,7 +461,7 @@ pub(super) mod tests {
             (&[written("a", 0, 5)][..], "no piece of tensor w holds element 5"),
             (&[written("a", 0, 5), written("b", 6, 6)], "no piece of tensor w holds element 5"),
             (&[written("a", 0, 6), written("b", 5, 7)], "overlap at element 5"),
-            (&[written("a", 0, 13)], "holds element 13"),
+            (&[written("a", 0, 13)], "a piece of tensor w ends at element 13 of 12"),
         ] {
             let error = enter(pieces).unwrap_err();
             assert!(error.contains(words), "{error}");
@@ -368,6 +469,67 @@ pub(super) mod tests {
         let mut short = whole;
         short.files.get_mut("a").unwrap().bytes -= 1;
         assert!(short.check_cover().unwrap_err().contains("does not fit into a"));
+    }
+
+    #[test]
+    fn slices_must_cover_every_column_once() {
+        let enter = |written: &[Written]| {
+            let mut manifest = empty(1);
+            manifest.enter(written.to_vec()).map_err(|e| e.to_string()).map(|()| manifest)
+        };
+        // Of a matrix of 3 x 4.
+        let (left, right) = (slice("a", Some(0..1), 0, 3), slice("b", Some(1..4), 0, 9));
+        let whole = enter(&[right.clone(), left.clone()]).unwrap();
+        assert_eq!(whole.tensors["w"].pieces.iter().map(|piece| &piece.file[..]).collect::<String>(), "ab");
+        enter(&[slice("a", Some(0..4), 7, 5), slice("b", Some(0..4), 0, 7)]).unwrap();
+        let [l, r] = [&left, &right];
+        #[expect(clippy::reversed_empty_ranges, reason = "it is refused")]
+        let backward = slice("c", Some(4..1), 0, 9);
+        for (pieces, words) in [
+            (&[l, &slice("b", Some(1..4), 0, 8)][..], "no piece of columns 1..4 of tensor w holds element 8"),
+            (&[l, &slice("b", Some(1..4), 1, 8)], "no piece of columns 1..4 of tensor w holds element 0"),
+            (&[l, r, &slice("c", Some(1..4), 8, 1)], "pieces of columns 1..4 of tensor w overlap at element 8"),
+            (&[l, &slice("b", Some(1..4), 0, 10)], "columns 1..4 of tensor w ends at element 10 of 9"),
+            (&[l], "no piece of tensor w holds column 1"),
+            (&[r], "no piece of tensor w holds column 0"),
+            (&[l, &slice("b", Some(2..4), 0, 6)], "no piece of tensor w holds column 1"),
+            (&[l, r, &slice("c", Some(3..4), 0, 3)], "slices of tensor w overlap at column 3"),
+            (&[r, &slice("c", Some(0..2), 0, 6)], "slices of tensor w overlap at column 1"),
+            (&[l, &slice("b", Some(1..5), 0, 12)], "there are no columns 1..5 of tensor w, which has 4"),
+            (&[l, &slice("b", Some(1..usize::MAX), 0, 9)], "there are no columns"),
+            (&[l, r, &slice("c", Some(4..4), 0, 0)], "there are no columns 4..4 of tensor w"),
+            (&[l, &backward], "there are no columns 4..1 of tensor w"),
+            (&[l, r, &written("c", 0, 12)], "some pieces of tensor w have columns, others none"),
+            (&[&written("c", 0, 3), r], "some pieces of tensor w have columns, others none"),
+        ] {
+            let pieces: Vec<Written> = pieces.iter().copied().cloned().collect();
+            let error = enter(&pieces).unwrap_err();
+            assert!(error.contains(words), "{error}, not {words}");
+        }
+        // Numbers of others.
+        let told = |change: fn(&mut TensorEntry)| {
+            let mut manifest = whole.clone();
+            change(manifest.tensors.get_mut("w").unwrap());
+            manifest.check_cover().unwrap_err()
+        };
+        assert!(told(|w| w.shape = vec![12]).contains("a piece of tensor w has columns, and its shape is [12]"));
+        assert!(told(|w| w.shape = vec![1, 3, 4]).contains("its shape is [1, 3, 4]"));
+        assert!(told(|w| w.shape = vec![usize::MAX, 4]).contains("tensor w is too long"));
+        assert!(told(|w| w.shape[0] = usize::MAX / 4).contains("columns 0..1 of tensor w holds element 3"));
+        assert!(told(|w| w.pieces[0].len = usize::MAX).contains("columns 0..1 of tensor w ends at element"));
+        assert!(
+            told(|w| w.pieces.push(Piece { start: 9, len: usize::MAX, ..w.pieces[1].clone() })).contains("too long")
+        );
+    }
+
+    #[test]
+    fn columns_are_two_numbers_or_left_out() {
+        let piece = slice("a", Some(2..4), 0, 6).ranges.remove(0).2;
+        let text = serde_json::to_value(&piece).unwrap();
+        assert_eq!(text["columns"], serde_json::json!([2, 4]));
+        assert_eq!(serde_json::from_value::<Piece>(text).unwrap(), piece);
+        let text = serde_json::to_value(written("a", 0, 6).ranges.remove(0).2).unwrap();
+        assert!(text.get("columns").is_none() && serde_json::from_value::<Piece>(text).unwrap().columns.is_none());
     }
 
     #[test]
@@ -388,15 +550,20 @@ pub(super) mod tests {
         );
         assert!(refusal("").contains("malformed manifest"));
         // A version that does not match the seal is damage; one that does is another program's.
-        let newer = text.replace("\"version\": 2", "\"version\": 3");
+        let newer = text.replace("\"version\": 3", "\"version\": 4");
+        assert_ne!(newer, text);
         assert!(refusal(&newer).contains("malformed manifest: checksum"));
-        for (version, words) in [(3, "format version 3 is newer than 2"), (1, "format version 1 is older than 2")] {
+        for (version, words) in [(4, "format version 4 is newer than 3"), (1, "format version 1 is older than 2")] {
             Manifest { version, ..empty(7) }.write(dir.path()).unwrap();
             let error = Manifest::read(dir.path()).unwrap_err();
             assert!(error.kind() == Kind::Input && error.to_string().contains(words), "{error}");
         }
         std::fs::remove_file(dir.path().join(SEAL)).unwrap();
         assert_eq!(Manifest::read(dir.path()).unwrap_err().kind(), Kind::Input);
+        let mut older = Manifest { version: 2, ..empty(7) };
+        older.enter(vec![written("a", 0, 12)]).unwrap();
+        older.write(dir.path()).unwrap();
+        assert_eq!(Manifest::read(dir.path()).unwrap(), older);
         std::fs::write(&path, text).unwrap();
         std::fs::write(dir.path().join(SEAL), "00000000  manifest.json\n").unwrap();
         assert!(Manifest::read(dir.path()).is_err());

@@ -5,7 +5,7 @@
 //!   step-00000200/          complete by its name: it was renamed into place
 //!     manifest.json         step, data position, configuration, every tensor's pieces and checksums
 //!     manifest.crc32        checksum of the manifest
-//!     rank-00000.h5         the ranges that rank owned: /params/<tensor>, /m/<tensor>, /v/<tensor>
+//!     rank-00000.h5         the pieces that rank owned: /params/<tensor>, /m/<tensor>, /v/<tensor>
 //!   step-00000400.tmp-<id>/ being written
 //!   latest, best            symbolic links to published ones
 //!   .leases/                who reads which

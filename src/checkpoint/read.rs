@@ -54,36 +54,61 @@ impl Reader {
         self.manifest.state.iter().position(|name| name == AVERAGE).map_or(0, |k| k + 1)
     }
 
-    /// Reads elements `range` of a tensor: part 0 is the parameters, part k the k-th state buffer.
-    /// Every block touched is checked against its checksum.
+    /// Reads elements `range` of a tensor, or of the matrix `tensor[:, columns]` if columns are given, into `out`, which is
+    /// as long: part 0 is the parameters, part k the k-th state buffer. The tensor may be stored whole or in any slices.
+    /// Every block touched is read once and checked against its checksum.
     ///
     /// # Errors
-    /// A file is missing or damaged, or there is no such tensor: which tensor, which file.
-    pub fn read(&mut self, tensor: &str, part: usize, range: Range<usize>, out: &mut [f32]) -> Result<()> {
+    /// A file is missing or damaged, or there is no such tensor: which tensor, which file. An internal error if the
+    /// tensor has no such elements.
+    pub fn read(
+        &mut self,
+        tensor: &str,
+        part: usize,
+        columns: Option<&Range<usize>>,
+        range: Range<usize>,
+        out: &mut [f32],
+    ) -> Result<()> {
         let Self { manifest, files, block } = self;
         let absent = || Error::input(format!("{} has no tensor {tensor}", files.dir.display()));
         let entry = manifest.tensors.get(tensor).ok_or_else(absent)?;
         let group = part.checked_sub(1).map_or(PARAMS, |k| &manifest.state[k]);
-        for piece in &entry.pieces {
-            let wanted = range.start.max(piece.start)..range.end.min(piece.start + piece.len);
-            if wanted.is_empty() {
-                continue;
-            }
-            let name = format!("/{group}/{tensor}");
-            let within = wanted.start - piece.start..wanted.end - piece.start;
-            let out = &mut out[wanted.start - range.start..wanted.end - range.start];
-            for index in within.start / BLOCK..within.end.div_ceil(BLOCK) {
-                let whole = index * BLOCK..((index + 1) * BLOCK).min(piece.len);
-                let asked = whole.start.max(within.start)..whole.end.min(within.end);
-                let into = &mut out[asked.start - within.start..asked.end - within.start];
-                if asked == whole {
-                    files.read_block(piece, part, index, &name, into)?;
-                } else {
-                    block.resize(whole.len(), 0.0);
-                    files.read_block(piece, part, index, &name, block)?;
-                    into.copy_from_slice(&block[asked.start - whole.start..asked.end - whole.start]);
+        let all = 0..entry.shape.last().copied().unwrap_or(1);
+        let of_wanted = columns.unwrap_or(&all);
+        let is_matrix = entry.shape.len() == 2 && !of_wanted.is_empty() && of_wanted.end <= all.end;
+        let is_there = range.len() == out.len() && (columns.is_none() || is_matrix);
+        let pieces = if is_there { &entry.pieces[..] } else { &[] };
+        let mut written = 0;
+        for (number, piece) in pieces.iter().enumerate() {
+            // Elements of the same columns are counted alike, as if they were one row.
+            let (of_stored, of_wanted) = match piece.columns.as_ref().unwrap_or(&all) {
+                of_stored if of_stored == of_wanted => (&ONE_ROW, &ONE_ROW),
+                of_stored => (of_stored, of_wanted),
+            };
+            let wanted = Slice { columns: of_wanted, range: range.clone() };
+            let end = piece.start + piece.len;
+            for (index, first) in (piece.start..end).step_by(BLOCK).enumerate() {
+                let stored = Slice { columns: of_stored, range: first..end.min(first + BLOCK) };
+                let mut runs = stored.common(&wanted).peekable();
+                let Some(run) = runs.peek() else { continue };
+                let name = || format!("/{group}/{}", entry.dataset(tensor, number));
+                if run.len == stored.range.len() {
+                    written += run.len;
+                    files.read_block(piece, part, index, name, &mut out[run.there..][..run.len])?;
+                    continue;
+                }
+                block.resize(stored.range.len(), 0.0);
+                files.read_block(piece, part, index, name, block)?;
+                for Run { here, there, len } in runs {
+                    out[there..][..len].copy_from_slice(&block[here..][..len]);
+                    written += len;
                 }
             }
+        }
+        if !is_there || written != range.len() {
+            let of = columns.map_or_else(String::new, |columns| format!("columns {columns:?} of "));
+            let what = format!("elements {range:?} of {of}{tensor} {:?} into {}", entry.shape, out.len());
+            return Err(Error::internal(format!("{}: {what}: {written} were there", files.dir.display())));
         }
         Ok(())
     }
@@ -123,12 +148,13 @@ impl Reader {
         self.check_file(name)?;
         let Self { manifest, files, block } = self;
         for (tensor, entry) in &manifest.tensors {
-            for piece in entry.pieces.iter().filter(|piece| piece.file == name) {
+            for (number, piece) in entry.pieces.iter().enumerate().filter(|(_, piece)| piece.file == name) {
                 for part in 0..piece.parts.len() {
                     let group = part.checked_sub(1).map_or(PARAMS, |k| &manifest.state[k]);
                     for index in 0..piece.len.div_ceil(BLOCK) {
                         block.resize(BLOCK.min(piece.len - index * BLOCK), 0.0);
-                        files.read_block(piece, part, index, &format!("/{group}/{tensor}"), block)?;
+                        let name = || format!("/{group}/{}", entry.dataset(tensor, number));
+                        files.read_block(piece, part, index, name, block)?;
                     }
                 }
             }
@@ -137,18 +163,71 @@ impl Reader {
     }
 }
 
+/// Elements of some columns of a matrix.
+struct Slice<'a> {
+    /// The columns; there is at least one.
+    columns: &'a Range<usize>,
+    /// The elements, flat in the matrix of these columns.
+    range: Range<usize>,
+}
+
+/// The columns of a matrix of a single row, however long.
+const ONE_ROW: Range<usize> = 0..usize::MAX;
+
+/// Elements that follow each other in two slices.
+struct Run {
+    /// The first one's place in the range of the one.
+    here: usize,
+    /// Its place in the range of the other.
+    there: usize,
+    /// Elements.
+    len: usize,
+}
+
+impl Slice<'_> {
+    /// Rows that some of the elements are in, if there are any.
+    fn rows(&self) -> Range<usize> {
+        self.range.start / self.columns.len()..self.range.end.div_ceil(self.columns.len())
+    }
+
+    /// Columns of the elements in one of the rows.
+    fn in_row(&self, row: usize) -> Range<usize> {
+        let width = self.columns.len();
+        let column = |element: usize| self.columns.start + element.saturating_sub(row * width).min(width);
+        column(self.range.start)..column(self.range.end)
+    }
+
+    /// The elements that it has in common with another slice of the same matrix, row by row.
+    fn common(&self, other: &Self) -> impl Iterator<Item = Run> {
+        let [here, there] = [self.rows(), other.rows()];
+        (here.start.max(there.start)..here.end.min(there.end)).filter_map(move |row| {
+            let [here, there] = [self.in_row(row), other.in_row(row)];
+            let columns = here.start.max(there.start)..here.end.min(there.end);
+            let at = |of: &Self| row * of.columns.len() + (columns.start - of.columns.start) - of.range.start;
+            (!columns.is_empty()).then(|| Run { here: at(self), there: at(other), len: columns.len() })
+        })
+    }
+}
+
 impl Files {
-    /// Reads a whole block of a piece and checks it.
-    fn read_block(&mut self, piece: &Piece, part: usize, index: usize, name: &str, out: &mut [f32]) -> Result<()> {
+    /// Reads a whole block of a piece and checks it. `name` gives the path of its dataset, for errors.
+    fn read_block(
+        &mut self,
+        piece: &Piece,
+        part: usize,
+        index: usize,
+        name: impl Fn() -> String,
+        out: &mut [f32],
+    ) -> Result<()> {
         let stored = &piece.parts[part];
         let path = self.dir.join(&piece.file);
         let offset = stored.offset + (index * BLOCK * size_of::<f32>()) as u64;
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(out);
         let file = self.get(&piece.file)?;
-        file.read_exact_at(bytes, offset).map_err(|e| unread(&format!("read {name} in"), &path, &e))?;
+        file.read_exact_at(bytes, offset).map_err(|e| unread(&format!("read {} in", name()), &path, &e))?;
         let found = crc32fast::hash(bytes);
         if found != stored.crc32[index] {
-            return Err(damaged(&path, format!("{name}: checksum {found:08x} is not the manifest's")));
+            return Err(damaged(&path, format!("{}: checksum {found:08x} is not the manifest's", name())));
         }
         Ok(())
     }
@@ -179,5 +258,226 @@ fn unread(action: &str, path: &Path, e: &std::io::Error) -> Error {
     match error.kind() {
         Kind::Damaged => error.hint(HINT),
         _ => error.hint("the checkpoint may well be whole: see why it cannot be read"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+    use proptest::sample::Index;
+
+    use super::*;
+    use crate::checkpoint::manifest::tests::empty;
+    use crate::checkpoint::shard::{Extent, ShardWriter, file_name};
+
+    /// A piece: number of its file, columns, elements.
+    type Placed = (usize, Option<Range<usize>>, Range<usize>);
+
+    /// Columns and elements to read, by their ends in either order.
+    type Wanted = (Option<[Index; 2]>, [Index; 2]);
+
+    /// The value of every element: unlike those of others, in parameters and in the buffer.
+    fn value(part: usize, element: usize) -> f32 {
+        element as f32 + 0.25 * part as f32
+    }
+
+    /// The elements of a matrix that `range` counts in some of its columns, by their indices in the matrix.
+    fn elements([rows, width]: [usize; 2], columns: Option<&Range<usize>>, range: &Range<usize>) -> Vec<usize> {
+        let columns = columns.cloned().unwrap_or(0..width);
+        let all = (0..rows).flat_map(|row| columns.clone().map(move |column| row * width + column));
+        all.skip(range.start).take(range.len()).collect()
+    }
+
+    /// Parts of `0..len` that end at these places.
+    fn cut(len: usize, at: &[Index]) -> Vec<Range<usize>> {
+        let mut ends: Vec<usize> = at.iter().map(|at| at.index(len + 1)).chain([0, len]).collect();
+        ends.sort_unstable();
+        ends.dedup();
+        ends.windows(2).map(|ends| ends[0]..ends[1]).collect()
+    }
+
+    /// Writes a checkpoint of the matrix `w` of this shape and a buffer `m`: each piece into the file with its number.
+    fn write(dir: &Path, shape: [usize; 2], pieces: &[Placed]) -> Reader {
+        let files = pieces.iter().map(|(file, ..)| *file).max().unwrap() + 1;
+        let written = (0..files).map(|file| {
+            let here: Vec<_> = pieces.iter().filter(|piece| piece.0 == file).collect();
+            let extent = |(_, columns, range): &&Placed| Extent {
+                tensor: "w".into(),
+                shape: shape.to_vec(),
+                columns: columns.clone(),
+                range: range.clone(),
+            };
+            let extents: Vec<Extent> = here.iter().map(extent).collect();
+            let mut writer = ShardWriter::create(dir, &file_name(file), &["m"], &extents).unwrap();
+            for (i, (_, columns, range)) in here.into_iter().enumerate() {
+                let elements = elements(shape, columns.as_ref(), range);
+                for part in 0..2 {
+                    let values: Vec<f32> = elements.iter().map(|element| value(part, *element)).collect();
+                    writer.write(i, part, &values).unwrap();
+                }
+            }
+            let file = writer.finish().unwrap();
+            file.read_back().unwrap();
+            file.written().clone()
+        });
+        let mut manifest = empty(1);
+        manifest.enter(written.collect()).unwrap();
+        manifest.write(dir).unwrap();
+        Reader::open(dir).unwrap()
+    }
+
+    /// Every piece is in a dataset of its own with its place, and all of it is whole.
+    fn assert_documented(reader: &mut Reader) {
+        let manifest = reader.manifest().clone();
+        let entry = &manifest.tensors["w"];
+        for (number, piece) in entry.pieces.iter().enumerate() {
+            let file = hdf5::File::open(reader.dir().join(&piece.file)).unwrap();
+            for (group, part) in ["params", "m"].into_iter().zip(&piece.parts) {
+                let dataset = file.group(group).unwrap().dataset(&entry.dataset("w", number)).unwrap();
+                assert_eq!((dataset.offset(), dataset.size()), (Some(part.offset), piece.len));
+                assert_eq!(dataset.attr("start").unwrap().read_scalar::<u64>().unwrap(), piece.start as u64);
+                let columns = dataset.attr("columns").ok().map(|columns| columns.read_raw::<u64>().unwrap());
+                assert_eq!(columns, piece.columns.as_ref().map(|of| vec![of.start as u64, of.end as u64]));
+            }
+        }
+        reader.check_files(0, 1).unwrap();
+        manifest.files.keys().for_each(|name| reader.verify(name).unwrap());
+    }
+
+    /// Writes a matrix in these slices, or whole, each cut at `pieces`, into the `files`, and reads what is wanted.
+    fn check(shape: [usize; 2], slices: &[Range<usize>], pieces: &[Index], files: &[Index], wanted: &[Wanted]) {
+        let [rows, width] = shape;
+        let mut extents = Vec::new();
+        let whole = [(None, width)];
+        let of = slices.iter().map(|columns| (Some(columns.clone()), columns.len())).collect::<Vec<_>>();
+        for (columns, width) in if of.is_empty() { &whole[..] } else { &of } {
+            for range in cut(rows * width, pieces) {
+                let file = files[extents.len() % files.len()].index(3);
+                extents.push((file, columns.clone(), range));
+            }
+        }
+        // A writer may number its extents in any order.
+        let by = pieces[0].index(extents.len());
+        extents.rotate_left(by);
+        let dir = tempfile::tempdir().unwrap();
+        let mut reader = write(dir.path(), shape, &extents);
+        assert_documented(&mut reader);
+        for (columns, ends) in wanted {
+            let ordered = |len: usize, ends: &[Index; 2]| {
+                let [a, b] = ends.map(|end| end.index(len + 1));
+                a.min(b)..a.max(b)
+            };
+            let columns = columns.map(|ends| ordered(width, &ends)).filter(|columns| !columns.is_empty());
+            let range = ordered(rows * columns.as_ref().map_or(width, Range::len), ends);
+            for part in 0..2 {
+                let mut out = vec![f32::NAN; range.len()];
+                reader.read("w", part, columns.as_ref(), range.clone(), &mut out).unwrap();
+                let want = elements(shape, columns.as_ref(), &range).into_iter().map(|element| value(part, element));
+                assert!(out.into_iter().eq(want), "{columns:?} {range:?} of {shape:?} in {extents:?}");
+            }
+        }
+    }
+
+    fn wanted() -> impl Strategy<Value = Vec<Wanted>> {
+        vec((any::<Option<[Index; 2]>>(), any::<[Index; 2]>()), 1..12)
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn any_range_is_read_from_any_pieces(
+            shape in (1usize..14, 1usize..14),
+            slices in any::<Option<[Index; 3]>>(),
+            pieces in vec(any::<Index>(), 1..6),
+            files in vec(any::<Index>(), 1..6),
+            wanted in wanted(),
+        ) {
+            let slices = slices.map_or_else(Vec::new, |at| cut(shape.1, &at));
+            check([shape.0, shape.1], &slices, &pieces, &files, &wanted);
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4))]
+        /// Pieces and wanted ranges of several blocks each.
+        #[test]
+        fn any_range_is_read_from_long_pieces(
+            height in 2000usize..2500,
+            slices in any::<Option<[Index; 1]>>(),
+            pieces in vec(any::<Index>(), 1..2),
+            files in vec(any::<Index>(), 1..2),
+            wanted in wanted(),
+        ) {
+            let slices = slices.map_or_else(Vec::new, |at| cut(1999, &at));
+            check([height, 1999], &slices, &pieces, &files, &wanted);
+        }
+    }
+
+    #[test]
+    fn damage_is_found_in_slices_and_only_where_it_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        // Two blocks each, in one file.
+        let shape = [2000, 1500];
+        let slices = [(0, Some(750..1500), 0..1_500_000), (0, Some(0..750), 0..1_500_000)];
+        let mut reader = write(dir.path(), shape, &slices);
+        assert_documented(&mut reader);
+        let piece = reader.manifest().tensors["w"].pieces[1].clone();
+        assert_eq!((piece.columns, piece.parts[1].crc32.len()), (Some(750..1500), 2));
+        // The last value of the second slice's buffer.
+        let path = dir.path().join(&piece.file);
+        let mut content = std::fs::read(&path).unwrap();
+        content[piece.parts[1].offset as usize + 4 * piece.len - 1] ^= 1;
+        std::fs::write(&path, content).unwrap();
+
+        let mut read = |part, columns: Option<Range<usize>>, range: Range<usize>| {
+            let mut out = vec![0.0; range.len()];
+            reader.read("w", part, columns.as_ref(), range, &mut out)
+        };
+        let in_second_block = BLOCK.div_ceil(750);
+        for (columns, range) in [
+            (None, 1500 * in_second_block + 749..1500 * in_second_block + 751),
+            (None, 0..3_000_000),
+            (Some(750..1500), BLOCK..BLOCK + 1),
+            (Some(700..751), 51 * 1999..51 * 2000),
+        ] {
+            let error = read(1, columns.clone(), range.clone()).unwrap_err();
+            let words = "/m/w@1: checksum ";
+            assert!(error.kind() == Kind::Damaged && error.to_string().contains(words), "{error}");
+            read(0, columns, range).unwrap();
+        }
+        // Blocks with nothing wanted are not read.
+        for (columns, range) in [
+            (None, 1500 * in_second_block..1500 * in_second_block + 750),
+            (None, 0..1500 * (BLOCK / 750)),
+            (Some(0..750), 0..1_500_000),
+            (Some(700..751), 0..51 * (BLOCK / 750)),
+        ] {
+            read(1, columns, range).unwrap();
+        }
+        assert!(reader.verify(&piece.file).unwrap_err().to_string().contains("/m/w@1: checksum "));
+    }
+
+    #[test]
+    fn elements_that_are_not_there_are_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut reader = write(dir.path(), [4, 6], &[(0, Some(0..2), 0..8), (1, Some(2..6), 0..16)]);
+        let mut read = |columns: Option<Range<usize>>, range: Range<usize>, len: usize| {
+            reader.read("w", 0, columns.as_ref(), range, &mut vec![0.0; len])
+        };
+        read(None, 0..24, 24).unwrap();
+        read(Some(1..3), 7..8, 1).unwrap();
+        read(Some(1..3), 8..8, 0).unwrap();
+        for (columns, range, len) in [
+            (None, 0..25, 25),
+            (None, 0..24, 23),
+            (None, 0..0, 1),
+            (Some(1..3), 7..9, 2),
+            (Some(5..7), 0..2, 2),
+            (Some(3..3), 0..1, 1),
+        ] {
+            let error = read(columns.clone(), range.clone(), len).unwrap_err();
+            assert_eq!(error.kind(), Kind::Internal, "{columns:?} {range:?}: {error}");
+        }
     }
 }

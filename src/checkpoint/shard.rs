@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use hdf5::plist::dataset_create::{AllocTime, FillTime};
 
-use super::manifest::{BLOCK, FileEntry, Piece, Stored, Written};
+use super::manifest::{BLOCK, FileEntry, Piece, Stored, Written, dataset, place};
 use super::{PARAMS, refused, writeback};
 use crate::data::one_line;
 use crate::error::{Error, Result};
@@ -22,14 +22,16 @@ use crate::hdf5_files;
 /// The action that errors of a file name.
 const WRITE: &str = "write the checkpoint";
 
-/// A range of a tensor that a rank writes.
+/// A range of a tensor, or of some columns of a matrix, that a rank writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Extent {
     /// Name of the tensor.
     pub tensor: String,
     /// Its shape.
     pub shape: Vec<usize>,
-    /// The range, in flat elements.
+    /// The columns of a matrix whose elements `range` counts; none if it counts those of the whole tensor.
+    pub columns: Option<Range<usize>>,
+    /// The range, in flat elements of the tensor, or of the matrix `tensor[:, columns]`, which is row-major, too.
     pub range: Range<usize>,
 }
 
@@ -62,8 +64,8 @@ impl ShardWriter {
         let file = OpenOptions::new().read(true).write(true).open(&path).map_err(|e| refused(WRITE, &path, e))?;
         let ranges = extents.iter().zip(offsets).map(|(extent, offsets)| {
             let parts = offsets.into_iter().map(|offset| Stored { offset, crc32: vec![] }).collect();
-            let Extent { tensor, shape, range } = extent.clone();
-            (tensor, shape, Piece { file: name.to_string(), start: range.start, len: range.len(), parts })
+            let Extent { tensor, shape, columns, range } = extent.clone();
+            (tensor, shape, Piece { file: name.to_string(), columns, start: range.start, len: range.len(), parts })
         });
         let entry = FileEntry { bytes: 0, rest_crc32: 0 };
         Ok(Self { written: Written { file: name.to_string(), entry, ranges: ranges.collect() }, path, file })
@@ -142,22 +144,41 @@ impl ShardFile {
 /// Creates the file; returns the place of every part of every extent.
 fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<Vec<u64>>> {
     let file = hdf5_files::create(path)?;
+    let names = datasets(extents);
     let mut offsets = vec![Vec::new(); extents.len()];
     for part in std::iter::once(&PARAMS).chain(state) {
         let group = file.create_group(part)?;
-        for (extent, offsets) in extents.iter().zip(&mut offsets) {
+        for ((extent, name), offsets) in extents.iter().zip(&names).zip(&mut offsets) {
             let dataset = group
                 .new_dataset_builder()
                 .with_dcpl(|dcpl| dcpl.alloc_time(Some(AllocTime::Early)).fill_time(FillTime::Never))
                 .empty::<f32>()
                 .shape(extent.range.len())
-                .create(extent.tensor.as_str())?;
+                .create(name.as_str())?;
             dataset.new_attr::<u64>().create("start")?.write_scalar(&(extent.range.start as u64))?;
+            if let Some(columns) = &extent.columns {
+                let columns = [columns.start as u64, columns.end as u64];
+                dataset.new_attr::<u64>().shape(2).create("columns")?.write_raw(&columns)?;
+            }
             offsets.push(dataset.offset().ok_or("a dataset has no place in the file")?);
         }
     }
     file.close()?;
     Ok(offsets)
+}
+
+/// The datasets of the extents: those of one tensor are counted in the order that their pieces have in the manifest.
+fn datasets(extents: &[Extent]) -> Vec<String> {
+    let mut order: Vec<usize> = (0..extents.len()).collect();
+    let place = |extent: &Extent| place(extent.columns.as_ref(), extent.range.start);
+    order.sort_by_key(|&i| (&extents[i].tensor, place(&extents[i])));
+    let mut names = vec![String::new(); extents.len()];
+    for of_tensor in order.chunk_by(|&a, &b| extents[a].tensor == extents[b].tensor) {
+        for (before, &i) in of_tensor.iter().enumerate() {
+            names[i] = dataset(&extents[i].tensor, before);
+        }
+    }
+    names
 }
 
 /// CRC-32 of the bytes of a file of `length` bytes that lie in none of `pieces`, in order.

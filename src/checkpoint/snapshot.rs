@@ -115,6 +115,7 @@ fn extents_of<B: Kernels>(unit: &Owned<'_, B>) -> Vec<Extent> {
     let extent = |piece: crate::layout::Piece<'_>| Extent {
         tensor: piece.tensor.name.clone(),
         shape: piece.tensor.shape.clone(),
+        columns: piece.columns,
         range: piece.of_tensor,
     };
     pieces.map(extent).collect()

@@ -4,11 +4,11 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::used::{self, Network, Part, Work};
+use super::used::{self, Found, Part, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::config::{Config, Plan};
-use crate::data::{Dataset, Split};
+use crate::data::Split;
 use crate::engine::feed;
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
@@ -49,8 +49,6 @@ struct Report<'a> {
 }
 
 impl Work for Request {
-    type Data = Dataset;
-
     fn config(&self, reader: &Reader) -> Result<Config> {
         let config = used::config(reader, &self.overrides, self.data.as_deref())?;
         if config.data.path.is_empty() && config.data.mix.is_empty() {
@@ -63,12 +61,10 @@ impl Work for Request {
         Ok(config)
     }
 
-    fn open(&self, plan: &Plan) -> Result<Dataset> {
-        feed::measured(&plan.config, used::split(&plan.config, self.split)?)
-    }
-
-    fn on<B: Kernels>(&self, network: Network<'_, B>, data: Dataset) -> Result<()> {
-        let Network { reader, plan, world, mut model } = network;
+    fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
+        let data = found.data(|plan| feed::measured(&plan.config, used::split(&plan.config, self.split)?))?;
+        let mut model = found.network()?;
+        let Found { reader, plan, world, .. } = &found;
         let split = world.agree(used::split(&plan.config, self.split))?;
         let mut evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
         let measured = evaluator.measure(&mut model, world, || false)?;

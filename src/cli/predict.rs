@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 
-use super::used::{self, Network, Part, Work};
+use super::used::{self, Found, Part, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::config::{Config, LossKind, Plan};
@@ -34,13 +34,8 @@ pub struct PredictArgs {
     overrides: Vec<String>,
 }
 
-impl Work for PredictArgs {
-    type Data = Dataset;
-
-    fn config(&self, reader: &Reader) -> Result<Config> {
-        used::config(reader, &self.overrides, Some(&self.data))
-    }
-
+impl PredictArgs {
+    /// The rows of inputs, for a network that gives outputs for rows.
     fn open(&self, plan: &Plan) -> Result<Dataset> {
         if plan.network.is_language() {
             return Err(Error::input("a language model predicts tokens of a text")
@@ -48,14 +43,24 @@ impl Work for PredictArgs {
         }
         feed::inputs(&plan.config, used::split(&plan.config, self.split)?)
     }
+}
 
-    fn on<B: Kernels>(&self, network: Network<'_, B>, dataset: Dataset) -> Result<()> {
-        let Network { plan, world, mut model, .. } = network;
+impl Work for PredictArgs {
+    fn config(&self, reader: &Reader) -> Result<Config> {
+        used::config(reader, &self.overrides, Some(&self.data))
+    }
+
+    fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
+        let dataset = found.data(|plan| self.open(plan))?;
+        let mut model = found.network()?;
+        let Found { plan, world, .. } = &found;
         let with_classes = plan.config.loss.kind == LossKind::CrossEntropy;
         let samples = dataset.samples();
         let create = || Predictions::create(&self.out, samples as usize, plan.network.outputs(), with_classes);
-        let to = world.agree((world.rank() == 0).then(create).transpose())?;
-        predict(&mut model, dataset, world, plan.config.eval.batch, to)?;
+        // The last stage of a pipeline has the outputs.
+        let writes = model.sharded.stage().is_last() && model.sharded.data().rank() == 0;
+        let to = world.agree(writes.then(create).transpose())?;
+        predict(&mut model, dataset, plan.config.eval.batch, to)?;
         if world.rank() == 0 {
             say(format_args!("{}: outputs of {} rows", self.out.display(), grouped(samples)));
         }

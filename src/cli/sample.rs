@@ -1,16 +1,16 @@
-//! `hpctrain sample`: text from a checkpoint, on one rank.
+//! `hpctrain sample`: text from a checkpoint, on any number of ranks.
 
 use std::path::PathBuf;
 
 use clap::Args;
 
-use crate::backend::cpu::Cpu;
-use crate::checkpoint::Reader;
-use crate::checkpoint::tools::find;
-use crate::comm::{self, Comm};
-use crate::config::ModelKind;
+use super::used::{self, Found, Work};
+use crate::backend::Kernels;
+use crate::checkpoint::{Manifest, Reader};
+use crate::config::{Config, ModelKind};
+use crate::data::Tokenizer;
 use crate::error::{Error, Result};
-use crate::evaluate::{Sampling, generate, model};
+use crate::evaluate::{Sampling, generate};
 use crate::telemetry::say;
 
 /// Arguments of `hpctrain sample`.
@@ -34,43 +34,59 @@ pub struct SampleArgs {
     /// Names the random stream.
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// A key of the configuration, such as run.device=cpu or parallel.tensor=2; repeatable.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    overrides: Vec<String>,
 }
 
-/// Prints prompt and continuation.
-pub fn run(args: &SampleArgs) -> Result<()> {
-    if !(args.temperature >= 0.0 && args.temperature.is_finite()) {
-        return Err(Error::input(format!("--temperature {} is out of range", args.temperature)).hint("0 or more"));
+impl SampleArgs {
+    /// The checkpoint's tokenizer, and the prompt by it.
+    fn prompt<'a>(&self, manifest: &'a Manifest) -> Result<(&'a Tokenizer, Vec<u32>)> {
+        let place = self.checkpoint.display();
+        if manifest.config.model.kind == ModelKind::Layers {
+            return Err(Error::input(format!("{place}: a network by layers is no language model")).hint(
+                "hpctrain predict writes what it gives for rows of data; hpctrain eval --checkpoint measures it",
+            ));
+        }
+        let tokenizer = manifest.tokenizer.as_ref().ok_or_else(|| {
+            Error::input(format!("{place}: the data of this model had no tokenizer"))
+                .hint("train on data made by hpctrain data import, or name the tokenizer in hpctrain checkpoint import --tokenizer")
+        })?;
+        let prompt = tokenizer.encode(&self.prompt)?;
+        if prompt.is_empty() {
+            return Err(Error::input("--prompt is empty").hint("give at least one character, or leave it out"));
+        }
+        Ok((tokenizer, prompt))
     }
-    let dir = find::checkpoint(&args.checkpoint)?;
-    let _lease = find::hold(&dir);
-    let mut reader = Reader::open(&dir)?;
-    let manifest = reader.manifest().clone();
-    if manifest.config.model.kind == ModelKind::Layers {
-        return Err(Error::input(format!("{}: a network by layers is no language model", args.checkpoint.display()))
-            .hint("hpctrain predict writes what it gives for rows of data; hpctrain eval --checkpoint measures it"));
-    }
-    let tokenizer = manifest.tokenizer.as_ref().ok_or_else(|| {
-        Error::input(format!("{}: the data of this model had no tokenizer", args.checkpoint.display()))
-            .hint("train on data made by hpctrain data import, or name the tokenizer in hpctrain checkpoint import --tokenizer")
-    })?;
-    let prompt = tokenizer.encode(&args.prompt)?;
-    if prompt.is_empty() {
-        return Err(Error::input("--prompt is empty").hint("give at least one character, or leave it out"));
+}
+
+impl Work for SampleArgs {
+    fn config(&self, reader: &Reader) -> Result<Config> {
+        if !(self.temperature >= 0.0 && self.temperature.is_finite()) {
+            return Err(Error::input(format!("--temperature {} is out of range", self.temperature)).hint("0 or more"));
+        }
+        self.prompt(reader.manifest())?;
+        used::config(reader, &self.overrides, None)
     }
 
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let plan = model::plan(manifest.config, 1, cores, false)?;
-    let comm: Comm<Cpu> = comm::single();
-    let mut model = model::build(&comm, &plan, Cpu::new(plan.threads))?;
-    model::load(&mut model, &mut reader)?;
+    fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
+        let mut model = found.network()?;
+        let (tokenizer, prompt) = self.prompt(found.reader.manifest())?;
+        let sampling = Sampling {
+            tokens: self.tokens,
+            temperature: self.temperature,
+            top_k: self.top_k.map(|k| k as usize),
+            seed: self.seed,
+        };
+        let drawn = generate(&mut model, &prompt, found.plan.network.context(), sampling)?;
+        if found.world.rank() == 0 {
+            say(format_args!("{}{}", self.prompt, tokenizer.decode(&drawn)));
+        }
+        Ok(())
+    }
+}
 
-    let sampling = Sampling {
-        tokens: args.tokens,
-        temperature: args.temperature,
-        top_k: args.top_k.map(|k| k as usize),
-        seed: args.seed,
-    };
-    let drawn = generate(&mut model, &prompt, plan.network.context(), sampling)?;
-    say(format_args!("{}{}", args.prompt, tokenizer.decode(&drawn)));
-    Ok(())
+/// Prints prompt and continuation; returns the exit code.
+pub fn run(args: &SampleArgs, launched: bool) -> i32 {
+    used::run(args, &args.checkpoint, launched)
 }

@@ -1,5 +1,4 @@
-//! A checkpoint that is used rather than trained on, and its data: the common part of `predict` and `eval
-//! --checkpoint`.
+//! A checkpoint that is used rather than trained on: the common part of `sample`, `predict` and `eval --checkpoint`.
 
 use std::path::Path;
 
@@ -9,7 +8,7 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::checkpoint::tools::find;
 use crate::comm::{Comm, Group};
-use crate::config::{Config, Plan, overlay};
+use crate::config::{Config, Plan};
 use crate::data::{Source, Split};
 use crate::engine::{Model, feed};
 use crate::error::Result;
@@ -29,38 +28,59 @@ pub enum Part {
 
 /// The work of a command with a checkpoint.
 pub trait Work {
-    /// The data it gives the network.
-    type Data: Source;
-
     /// The configuration, on top of that of the checkpoint.
     ///
     /// # Errors
     /// A key or value is not known, or something is missing.
     fn config(&self, reader: &Reader) -> Result<Config>;
 
-    /// Opens the data, on every rank.
-    ///
-    /// # Errors
-    /// Of the data; or the network of the plan is none for this work.
-    fn open(&self, plan: &Plan) -> Result<Self::Data>;
-
-    /// Works with the loaded network: collective over the world.
+    /// Works with the checkpoint: collective over the world.
     ///
     /// # Errors
     /// Of the data, the device, the file system, or a message between ranks.
-    fn on<B: Kernels>(&self, network: Network<'_, B>, data: Self::Data) -> Result<()>;
+    fn on<B: Kernels>(&self, found: Found<'_, B>) -> Result<()>;
 }
 
-/// A network with the parameters of a checkpoint.
-pub struct Network<'a, B: Kernels> {
+/// A checkpoint, and the ranks that are to use it.
+pub struct Found<'a, B: Kernels> {
     /// The checkpoint.
-    pub reader: &'a Reader,
-    /// Its plan on these ranks.
-    pub plan: &'a Plan,
+    pub reader: Reader,
+    /// The plan of its network on these ranks.
+    pub plan: Plan,
     /// All ranks.
-    pub world: &'a Group<B>,
-    /// Computes.
-    pub model: Model<B>,
+    pub world: Group<B>,
+    comm: &'a Comm<B>,
+    backend: B,
+}
+
+impl<B: Kernels> Found<'_, B> {
+    /// The data that `open` opens, with samples as the network learned them. On every rank.
+    ///
+    /// # Errors
+    /// Of `open`; or the data cannot be brought to that.
+    pub fn data<D: Source>(&self, open: impl FnOnce(&Plan) -> Result<D>) -> Result<D> {
+        let opened = || {
+            let mut data = open(&self.plan)?;
+            let notes = self.reader.manifest().conform(&mut data)?;
+            Ok((data, notes))
+        };
+        let (data, notes) = self.world.agree(opened())?;
+        if self.world.rank() == 0 {
+            notes.iter().for_each(|note| log::warn!("data: {note}"));
+        }
+        Ok(data)
+    }
+
+    /// The network with the parameters of the checkpoint.
+    ///
+    /// # Errors
+    /// The checkpoint is damaged, or out of memory.
+    pub fn network(&mut self) -> Result<Model<B>> {
+        let Self { reader, plan, world, comm, backend } = self;
+        let mut model = model::build(comm, plan, backend.clone())?;
+        world.agree(reader.check_files(world.rank(), world.size()).and_then(|()| model::load(&mut model, reader)))?;
+        Ok(model)
+    }
 }
 
 /// Does `work` with the checkpoint at `path`, or the newest of the run there, on the device of its configuration; returns
@@ -80,29 +100,18 @@ pub fn run(work: &impl Work, path: &Path, launched: bool) -> i32 {
     })
 }
 
-fn on<B: Kernels, W: Work>(
-    work: &W,
+fn on<B: Kernels>(
+    work: &impl Work,
     comm: &Comm<B>,
-    mut reader: Reader,
+    reader: Reader,
     config: Config,
     threads: usize,
     backend: impl FnOnce(&Plan) -> Result<B>,
 ) -> Result<()> {
     let world = comm.world();
     let plan = world.agree(model::plan(config, world.size(), threads, !B::ON_HOST))?;
-    let opened = || {
-        let mut data = work.open(&plan)?;
-        let notes = reader.manifest().conform(&mut data)?;
-        Ok((data, notes))
-    };
-    let (data, notes) = world.agree(opened())?;
-    if world.rank() == 0 {
-        notes.iter().for_each(|note| log::warn!("data: {note}"));
-    }
     let backend = world.agree(backend(&plan))?;
-    let mut model = model::build(comm, &plan, backend)?;
-    world.agree(reader.check_files(world.rank(), world.size()).and_then(|()| model::load(&mut model, &mut reader)))?;
-    work.on(Network { reader: &reader, plan: &plan, world: &world, model }, data)
+    work.on(Found { reader, plan, world, comm, backend })
 }
 
 /// The configuration of a checkpoint with `overrides`, and with the data at `data` in the place of its own.
@@ -110,7 +119,7 @@ fn on<B: Kernels, W: Work>(
 /// # Errors
 /// A key or value is not known.
 pub fn config(reader: &Reader, overrides: &[String], data: Option<&Path>) -> Result<Config> {
-    let mut config = overlay(&reader.manifest().config, overrides)?;
+    let mut config = model::config(&reader.manifest().config, overrides)?;
     if let Some(data) = data {
         config.data.path = data.display().to_string();
         config.data.mix.clear();

@@ -25,6 +25,10 @@ pub struct VerifyArgs {
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1",
           value_parser = clap::value_parser!(u16).range(1..=1024))]
     pipeline: Vec<u16>,
+    /// Ranks that share blocks; the ranks are those of all stages and slices.
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "1",
+          value_parser = clap::value_parser!(u16).range(1..=1024))]
+    tensor: Vec<u16>,
     /// ZeRO stages; 1 to 3 also with several copies of several shards.
     #[arg(long, value_name = "STAGE,…", value_delimiter = ',', default_value = "0,1,2,3",
           value_parser = clap::value_parser!(u8).range(0..=3))]
@@ -40,7 +44,7 @@ pub struct VerifyArgs {
 impl VerifyArgs {
     fn request(&self) -> Result<Request> {
         let (config, name) = self.sources.load()?;
-        let [ranks, pipelines] = [&self.ranks, &self.pipeline].map(|numbers| {
+        let [ranks, pipelines, tensors] = [&self.ranks, &self.pipeline, &self.tensor].map(|numbers| {
             let mut numbers: Vec<usize> = numbers.iter().copied().map(usize::from).collect();
             numbers.sort_unstable();
             numbers.dedup();
@@ -51,7 +55,7 @@ impl VerifyArgs {
         stages.dedup();
         let stages = stages.into_iter().map(Zero::try_from).collect::<Result<_, _>>().map_err(Error::input)?;
         let launcher = if self.mpi { Launcher::mpirun()? } else { Launcher::Threads };
-        Ok(Request { config, name, ranks, pipelines, stages, steps: self.steps, launcher })
+        Ok(Request { config, name, ranks, pipelines, tensors, stages, steps: self.steps, launcher })
     }
 }
 

@@ -23,19 +23,20 @@ const MICROS_A_STAGE: u64 = 4;
 /// The axes do not multiply to them, or one of them does nothing.
 pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     let parallel = &config.parallel;
-    if parallel.tensor != 1 {
-        let message = format!("parallel.tensor = {}: this version does not split along that axis", parallel.tensor);
-        return Err(Error::input(message).hint("set parallel.tensor = 1"));
-    }
-    let stages = Some(parallel.pipeline);
-    let keys =
-        [("shard", parallel.shard), ("replica", parallel.replica), ("lanes", parallel.lanes), ("pipeline", stages)];
+    let keys = [
+        ("shard", parallel.shard),
+        ("replica", parallel.replica),
+        ("lanes", parallel.lanes),
+        ("pipeline", Some(parallel.pipeline)),
+        ("tensor", Some(parallel.tensor)),
+        ("tensor_lanes", parallel.tensor_lanes),
+    ];
     for (key, value) in keys {
         if value == Some(0) {
             return Err(out_of_range(&format!("parallel.{key}"), 0, "at least 1"));
         }
     }
-    let of_stage = (ranks / parallel.pipeline).max(1);
+    let of_stage = (ranks / parallel.pipeline / parallel.tensor).max(1);
     let shard = match (parallel.zero, parallel.shard) {
         (Zero::Zero, Some(shard)) if shard > 1 => {
             return Err(Error::input(format!("parallel.shard = {shard} with parallel.zero = 0 shards nothing"))
@@ -49,6 +50,71 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     let mesh = Mesh { pipeline: parallel.pipeline, replica, shard, tensor: parallel.tensor };
     mesh.check(ranks, parallel.zero != Zero::Zero)?;
     Ok(mesh)
+}
+
+/// The tensor lanes of a network.
+///
+/// # Errors
+/// Its blocks cannot be divided so, or ranks cannot divide the lanes among themselves.
+pub fn tensor_lanes(parallel: &Parallel, network: &Network) -> Result<usize> {
+    let Parallel { tensor, sequence, .. } = *parallel;
+    let lanes = parallel.tensor_lanes.unwrap_or(tensor);
+    let key = if parallel.tensor_lanes.is_some() { "tensor_lanes" } else { "tensor" };
+    if sequence && tensor == 1 {
+        return Err(Error::input("parallel.sequence = true divides nothing with parallel.tensor = 1")
+            .hint("set parallel.tensor to 2 or more, or leave parallel.sequence out"));
+    }
+    if lanes == 1 {
+        return Ok(1);
+    }
+    if !lanes.is_multiple_of(tensor) {
+        return Err(Error::input(format!("parallel.tensor_lanes = {lanes} does not divide over {tensor} ranks"))
+            .hint(format!("the nearest that does: {}", lanes.next_multiple_of(tensor))));
+    }
+    let (heads, kind) = match network {
+        Network::Gpt(gpt) => (gpt.heads, "model.heads"),
+        Network::Llama(llama) => (llama.kv_heads, "model.kv_heads"),
+        Network::Layers(_) => {
+            return Err(Error::input(format!("parallel.{key} = {lanes}, but a network by layers is not divided"))
+                .hint("leave it out: parallel.pipeline and parallel.zero are for all networks"));
+        }
+    };
+    if !heads.is_multiple_of(lanes) {
+        let legal: Vec<String> = (1..=heads)
+            .filter(|n| heads.is_multiple_of(*n) && n.is_multiple_of(tensor))
+            .map(|n| n.to_string())
+            .collect();
+        let hint = match (&legal[..], key) {
+            ([], _) | (_, "tensor") => {
+                let divisors: Vec<String> =
+                    (1..=heads).filter(|n| heads.is_multiple_of(*n)).map(|n| n.to_string()).collect();
+                format!("parallel.tensor may be {}", divisors.join(", "))
+            }
+            (legal, _) => format!("it may be {}", legal.join(", ")),
+        };
+        return Err(Error::input(format!("parallel.{key} = {lanes} does not divide {kind} = {heads}")).hint(hint));
+    }
+    // The last lane has fewer rows of what does not divide, but not none.
+    let mut widths = vec![("model.vocabulary", network.outputs())];
+    if let Network::Llama(llama) = network {
+        widths.push(("model.hidden", llama.hidden));
+    }
+    for (name, width) in widths {
+        if width.div_ceil(lanes) * (lanes - 1) >= width {
+            return Err(Error::input(format!(
+                "parallel.{key} = {lanes} leaves a slice without any of {name} = {width}"
+            ))
+            .hint("use fewer slices"));
+        }
+    }
+    if sequence && !network.context().is_multiple_of(lanes) {
+        let context = network.context();
+        return Err(Error::input(format!(
+            "parallel.sequence = true, but {lanes} slices do not divide model.context = {context}"
+        ))
+        .hint(format!("a context of {} divides, or leave parallel.sequence out", context.next_multiple_of(lanes))));
+    }
+    Ok(lanes)
 }
 
 /// Lanes of the global batch.

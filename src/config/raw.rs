@@ -239,8 +239,14 @@ sections! {
         shard: Option<usize> = None,
         /// Copies; left out, all ranks that are left.
         replica: Option<usize> = None,
-        /// Ranks that share one block.
+        /// Ranks that share the blocks of a GPT or a Llama: each has some heads, some columns of the hidden layers and some
+        /// rows of the vocabulary.
         tensor: usize = 1,
+        /// Slices of each block, whose sums are added by a fixed tree; left out, `tensor`. With the same slices any number
+        /// of ranks that divides them gives the same bits.
+        tensor_lanes: Option<usize> = None,
+        /// Divide the rows between the products of blocks among the ranks of `tensor` too: less memory of activations.
+        sequence: bool = false,
         /// Stages of consecutive blocks, each on ranks of its own; micro-batches pass through them one after the other.
         pipeline: usize = 1,
         /// Blocks of every stage, such as [4, 5, 3]; left out, the cut with the least work in the busiest stage.

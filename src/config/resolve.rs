@@ -2,15 +2,15 @@
 
 use std::ops::Range;
 
-use super::layout::{batch, lanes, mesh, stages};
+use super::layout::{batch, lanes, mesh, stages, tensor_lanes};
 use super::range::out_of_range;
 use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Deviation, Elementwise, Kernels};
 use crate::data::{Axes, SampleSpec};
 use crate::error::{Error, Result};
-use crate::layout::Tensor;
-use crate::mesh::Mesh;
+use crate::layout::{Slices, Tensor};
+use crate::mesh::{Axis, Mesh};
 use crate::nn::gpt::Gpt;
 use crate::nn::layers::{Layer, Layers};
 use crate::nn::llama::Llama;
@@ -43,6 +43,8 @@ pub struct Plan {
     pub stages: Vec<Range<usize>>,
     /// Lanes of the global batch.
     pub lanes: usize,
+    /// Slices of each block.
+    pub tensor_lanes: usize,
     /// Samples a lane.
     pub lane_samples: u64,
     /// Samples computed at once; divides `lane_samples`.
@@ -87,6 +89,12 @@ impl Plan {
         if self.mesh.pipeline == 1 { Stage::whole(loans) } else { Stage::new(&self.stages, index, loans) }
     }
 
+    /// The slices of blocks that rank `rank` of the run has.
+    pub fn slices(&self, rank: usize) -> Slices {
+        let tensor = self.mesh.coordinates(rank)[Axis::Tensor as usize];
+        Slices::of_rank(self.tensor_lanes, tensor, self.mesh.tensor, self.config.parallel.sequence)
+    }
+
     /// Lifetime of full buffers.
     pub fn residency(&self) -> Residency {
         let Parallel { prefetch, zero, .. } = self.config.parallel;
@@ -113,6 +121,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let (lane_samples, micro) = batch(&config, lanes, &mesh)?;
     let threads = config.run.threads.unwrap_or(facts.threads);
     let network = network(&mut config.model, facts.vocabulary)?;
+    let tensor_lanes = tensor_lanes(&config.parallel, &network)?;
     let stages = stages(&config.parallel, &network)?;
     check_batch_norm(&config.model.layers, lanes, mesh.data())?;
     check_batch(&network, micro, mesh.data())?;
@@ -143,6 +152,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     if mesh.pipeline > 1 {
         config.parallel.stages = Some(stages.iter().map(Range::len).collect());
     }
+    config.parallel.tensor_lanes = Some(tensor_lanes).filter(|lanes| *lanes > 1);
     config.batch.micro = Some(micro);
     config.run.threads = Some(threads);
     config.schedule.decay = Some(schedule.decay);
@@ -152,6 +162,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         mesh,
         stages,
         lanes,
+        tensor_lanes,
         lane_samples,
         micro,
         threads,
@@ -572,7 +583,9 @@ mod tests {
         assert!(refusal(4, &["parallel.replica=3"]).contains("= 3 ranks, but 4 started"));
         assert!(refusal(3, &["parallel.lanes=8", "batch.global=24"]).contains("6 or 9"));
         assert!(refusal(2, &["parallel.shard=2"]).contains("parallel.zero"));
-        assert!(refusal(2, &["parallel.tensor=2"]).contains("parallel.tensor = 2"));
+        let sliced = refusal(3, &["parallel.tensor=3"]);
+        assert!(sliced.contains("parallel.tensor = 3 does not divide model.heads = 4"), "{sliced}");
+        assert!(sliced.ends_with("hint: parallel.tensor may be 1, 2, 4"), "{sliced}");
         assert!(refusal(1, &["parallel.zero=4"]).contains("ZeRO has stages 0 to 3, not 4"));
         assert_eq!(plan(4, &["parallel.zero=3"]).unwrap().mesh.shard, 4);
     }

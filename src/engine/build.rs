@@ -24,10 +24,10 @@ pub fn engine<B: Kernels>(
     backend: B,
     choices: Option<&Path>,
 ) -> Result<(Engine<B>, Exchange)> {
-    engine_of(comm, plan, plan.network.blocks(), backend, choices)
+    engine_of(comm, plan, plan.network.sliced(&plan.slices(comm.rank())), backend, choices)
 }
 
-/// As [`engine`], of other blocks than those of the plan's network: they take the same samples and give outputs of the same
+/// As [`engine`], of other blocks than those of the plan's network, made for the same [slices](Plan::slices): they take the same samples and give outputs of the same
 /// width.
 ///
 /// # Errors
@@ -48,7 +48,9 @@ pub fn engine_of<B: Kernels>(
     let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
     let groups_of = plan.config.optimizer.groups.clone();
     let updates = Updates { rule: plan.rule, groups: groups_of, average: plan.average, host };
-    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, stage, Some(seed))?;
+    let slices = plan.slices(comm.rank());
+    let sharded =
+        Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(seed))?;
     let geometry = Geometry {
         schedule: plan.step_schedule(number),
         rows: plan.micro as usize * plan.network.context(),
@@ -56,6 +58,6 @@ pub fn engine_of<B: Kernels>(
         recompute: plan.config.parallel.recompute,
         seed,
     };
-    let model = Model::new(backend, blocks, plan.objective(), sharded);
+    let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded);
     Ok((Engine { model, geometry }, exchange))
 }

@@ -10,7 +10,7 @@ use crate::config::Plan;
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
 use crate::mesh::Mesh;
-use crate::nn::Blocks;
+use crate::nn::{Block, Blocks};
 use crate::parallel::Groups;
 
 /// Operations of shards on units.
@@ -93,7 +93,9 @@ pub fn groups<B: Kernels>(
 
 impl Key {
     fn of<B: Kernels>(comm: &Comm<B>, plan: &Plan, blocks: &Blocks<B>) -> Self {
-        let sizes = blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded);
+        let slices = plan.slices(0);
+        let layout_of = |block: &dyn Block<B>| UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices);
+        let sizes = blocks.iter().map(|block| layout_of(&**block).padded);
         Self {
             mesh: plan.mesh,
             library: comm.library().to_string(),

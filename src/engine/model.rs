@@ -31,19 +31,22 @@ impl<B: Kernels> Model<B> {
         Self { backend, blocks, objective, sharded, neighbours }
     }
 
-    /// The output for a micro-batch, outside training: logits of classes, or numbers. Collective over the stages of the
+    /// The output for a micro-batch, outside training: numbers, or logits of classes, those of one tensor lane of this rank after the
+    /// other. Collective over the stages of the
     /// pipeline, of which the last has it.
     ///
     /// # Errors
     /// The device, or a message between ranks, failed.
     pub fn output(&mut self, micro: &Micro<B>) -> Result<Option<B::Buf>> {
         self.sharded.begin_forward();
-        let cx = Context { backend: &self.backend, micro, training: None };
+        let tensor = self.sharded.tensor().cloned();
+        let cx = Context { backend: &self.backend, micro, training: None, tensor: tensor.as_ref() };
         let mut x = match self.sharded.stage().is_first() {
             true => self.backend.alloc(MemoryKind::Activations, 0)?,
             false => {
                 let about = "samples to evaluate";
-                self.neighbours.receive(&self.backend, Flow::Activations, micro.rows(), about)?.wait()?
+                let rows = self.sharded.slices().rows(micro.rows()).len();
+                self.neighbours.receive(&self.backend, Flow::Activations, rows, about)?.wait()?
             }
         };
         for (unit, block) in self.blocks.iter().enumerate() {
@@ -65,7 +68,26 @@ impl<B: Kernels> Model<B> {
     /// As [`Model::output`].
     pub fn measure(&mut self, micro: &Micro<B>) -> Result<Option<Vec<f64>>> {
         let output = self.output(micro)?;
-        output.map(|mut output| self.objective.measure(&self.backend, micro, &mut output)).transpose()
+        let tensor = self.sharded.tensor();
+        output.map(|mut output| self.objective.measure(&self.backend, tensor, micro, &mut output)).transpose()
+    }
+
+    /// Logits of the last of `rows` rows of an output, all classes; on the host. Collective over the ranks that compute slices of
+    /// the same blocks.
+    ///
+    /// # Errors
+    /// The device, or a message between ranks, failed.
+    pub fn last_logits(&self, output: &B::Buf, rows: usize) -> Result<Vec<f32>> {
+        let mut mine = Vec::new();
+        for at in self.objective.of_lanes(rows) {
+            let classes = at.len() / rows;
+            let first = mine.len();
+            mine.resize(first + classes, 0.0);
+            self.backend.download(B::view(output, at.end - classes..at.end), &mut mine[first..])?;
+        }
+        let Some(tensor) = self.sharded.tensor() else { return Ok(mine) };
+        let told = tensor.gather_bytes(bytemuck::cast_slice(&mine).to_vec()).wait()?;
+        Ok(told.iter().flat_map(|bytes| bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes))).collect())
     }
 
     /// A number that the last stage has, on all stages.

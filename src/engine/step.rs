@@ -82,7 +82,8 @@ impl<B: Kernels> Engine<B> {
         for action in schedule.actions() {
             match action {
                 Action::Receive(flow, k) => {
-                    let Model { backend, neighbours, .. } = &self.model;
+                    let Model { backend, neighbours, sharded, .. } = &self.model;
+                    let rows = sharded.slices().rows(rows).len();
                     let about = format!("micro-batch {k}");
                     inputs.insert((flow, k), neighbours.receive(backend, flow, rows, &about)?);
                 }
@@ -126,8 +127,11 @@ impl<B: Kernels> Engine<B> {
             }
         }
         let compute = begun.elapsed().saturating_sub(loading).as_secs_f64() - (self.model.sharded.waited() - waited);
-        // Read now, not before: the device has no more to do.
+        // Read now, not before: the device has no more to do. Ranks that compute slices of the same have the same.
         let Model { backend, sharded, .. } = &mut self.model;
+        if sharded.slices().held.start > 0 {
+            losses.clear();
+        }
         let total = |lane: Vec<B::Scalar>| lane.into_iter().try_fold(0.0, |sum, loss| Ok(sum + backend.read(loss)?));
         let losses: Vec<f64> = losses.into_iter().map(total).collect::<Result<_>>()?;
         sharded.reduce(&losses, compute.max(0.0), flags())
@@ -136,8 +140,9 @@ impl<B: Kernels> Engine<B> {
     /// Forward of one micro-batch through the blocks of the stage, from their input to their output.
     fn forward(&mut self, micro: Micro<B>, mut x: B::Buf, dropout: u64) -> Result<(Tape<B>, B::Buf)> {
         let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
-        let ranks = sharded.data().clone();
-        let cx = Context { backend, micro: &micro, training: Some(geometry.training(&micro, dropout, &ranks)) };
+        let (ranks, tensor) = (sharded.data().clone(), sharded.tensor().cloned());
+        let training = Some(geometry.training(&micro, dropout, &ranks));
+        let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
         let is_last = sharded.stage().is_last();
         let (mut inputs, mut saved) = (Vec::with_capacity(blocks.len()), Vec::with_capacity(blocks.len()));
         for (unit, block) in blocks.iter().enumerate() {
@@ -159,7 +164,8 @@ impl<B: Kernels> Engine<B> {
     /// The loss of the network's output (a sum over predictions), of which its gradient takes the place.
     fn loss(&mut self, micro: &Micro<B>, output: &mut B::Buf) -> Result<B::Scalar> {
         let scale = 1.0 / self.geometry.predictions as f32;
-        self.model.objective.train(&self.model.backend, micro, output, scale)
+        let Model { backend, objective, sharded, .. } = &self.model;
+        objective.train(backend, sharded.tensor(), micro, output, scale)
     }
 
     /// Backward of one micro-batch, from the gradient of the stage's output to that of its input; `lane_end` as
@@ -174,8 +180,9 @@ impl<B: Kernels> Engine<B> {
     ) -> Result<B::Buf> {
         let Tape { micro, mut inputs, mut saved } = tape;
         let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
-        let ranks = sharded.data().clone();
-        let cx = Context { backend, micro: &micro, training: Some(geometry.training(&micro, dropout, &ranks)) };
+        let (ranks, tensor) = (sharded.data().clone(), sharded.tensor().cloned());
+        let training = Some(geometry.training(&micro, dropout, &ranks));
+        let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
         if lane_end.is_some() {
             sharded.lane_ends()?;
         }

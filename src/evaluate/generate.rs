@@ -37,9 +37,7 @@ pub fn generate<B: Kernels>(
         let drawn = match model.output(&micro)? {
             None => None,
             Some(logits) => {
-                let (end, classes) = (B::len(&logits), B::len(&logits) / window.len());
-                let mut last = vec![0.0; classes];
-                model.backend.download(B::view(&logits, end - classes..end), &mut last)?;
+                let last = model.last_logits(&logits, window.len())?;
                 Some(draw(&last, sampling, stream.uniform(index as u64))?)
             }
         };

@@ -22,7 +22,7 @@ use crate::data::{Batch, Source};
 use crate::engine::{Model, feed};
 use crate::error::{Error, Result};
 use crate::nn::Micro;
-use crate::parallel::tree_sum;
+use crate::tree::tree_sum;
 
 /// Results of an evaluation.
 #[derive(Debug, Clone, PartialEq)]
@@ -117,12 +117,13 @@ impl Evaluator {
         model.backend.trim();
         let message = sums.iter().flat_map(|sum: &f64| sum.to_le_bytes()).collect();
         let everyone = world.gather_bytes(message).wait()?;
-        // The last stage has them.
-        let everyone = &everyone[everyone.len() - data.size()..];
+        // The last stage has them; ranks that compute slices of the same have the same.
+        let slices = model.sharded.slices().ranks();
+        let everyone = &everyone[everyone.len() - data.size() * slices..];
         // By loss and metrics, every chunk's sum.
         let width = 1 + metrics.len();
         let mut all = vec![vec![0.0; chunks as usize]; width];
-        for (rank, message) in everyone.iter().enumerate() {
+        for (rank, message) in everyone.iter().step_by(slices).enumerate() {
             for (round, of_chunk) in message.as_chunks::<8>().0.chunks_exact(width).enumerate() {
                 let chunk = round * data.size() + rank;
                 for (sums, bytes) in all.iter_mut().zip(of_chunk) {

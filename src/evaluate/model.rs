@@ -3,21 +3,28 @@
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::Comm;
-use crate::config::{Config, Facts, Plan, resolve};
+use crate::config::{Config, Facts, Parallel, Plan, overlay, resolve};
 use crate::engine::Model;
 use crate::error::Result;
 use crate::nn::loans;
-use crate::parallel::{Groups, Lanes, Sharded, Stage, Zero};
+use crate::parallel::{Groups, Lanes, Sharded, Zero};
 
-/// The plan for `ranks` ranks that share one copy of the network of `config`, trained in any layout.
+/// The configuration of a trained network to be used, with `overrides`. Its layout is none of the training's: ranks share one
+/// copy of the parameters by ZeRO 3, unless `overrides` say otherwise.
+///
+/// # Errors
+/// A key or value is not known.
+pub fn config(trained: &Config, overrides: &[String]) -> Result<Config> {
+    let parallel = Parallel { zero: Zero::Three, ..Parallel::default() };
+    overlay(&Config { parallel, ..trained.clone() }, overrides)
+}
+
+/// The plan for `ranks` ranks of a configuration made by [`config`], trained in any layout.
 ///
 /// # Errors
 /// The configuration is not possible.
 pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> Result<Plan> {
-    (config.parallel, config.batch, config.optimizer, config.run.threads) = Default::default();
-    if ranks > 1 {
-        config.parallel.zero = Zero::Three;
-    }
+    (config.batch, config.optimizer, config.run.threads) = Default::default();
     if !on_gpu {
         // A GPU may have trained it, or a CPU of another kind; all know f32.
         config.precision = Default::default();
@@ -35,10 +42,11 @@ pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> R
 pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Model<B>> {
     let groups = Groups::split(comm, &plan.mesh)?;
     let lanes = Lanes { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
-    let blocks = plan.network.blocks();
-    let stage = Stage::whole(&loans(&blocks));
-    let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, stage, None)?;
-    Ok(Model::new(backend, blocks, plan.objective(), sharded))
+    let slices = plan.slices(comm.rank());
+    let blocks = plan.network.sliced(&slices);
+    let stage = plan.stage(plan.mesh.stage(comm.rank()), &loans(&blocks));
+    let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, &slices, stage, None)?;
+    Ok(Model::new(backend, blocks, plan.objective().sliced(&slices), sharded))
 }
 
 /// Replaces the parameters by those of a checkpoint, or by their running average, if it has one.
@@ -48,5 +56,5 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Mode
 pub fn load<B: Kernels>(model: &mut Model<B>, reader: &mut Reader) -> Result<()> {
     reader.manifest().check(reader.dir(), model.sharded.layouts(), None)?;
     let used = reader.used();
-    model.sharded.restore(|tensor, _, range, out| reader.read(tensor, used, range, out))
+    model.sharded.restore(|tensor, _, columns, range, out| reader.read(tensor, used, columns, range, out))
 }

@@ -8,7 +8,6 @@ use hdf5::File;
 use tempfile::{Builder, TempPath};
 
 use crate::backend::Kernels;
-use crate::comm::Group;
 use crate::data::{Batch, Source, one_line};
 use crate::engine::{Model, feed};
 use crate::error::{Error, Result};
@@ -88,18 +87,18 @@ fn likeliest(row: &[f32]) -> u32 {
     best as u32
 }
 
-/// Computes the outputs of all samples of `dataset`, `chunk` at a time. Collective over `data`: chunks go round the ranks,
-/// and the rank with `to` writes all of them in the order of the rows, each once.
+/// Computes the outputs of all samples of `dataset`, `chunk` at a time. Collective over the ranks of the model: chunks go round
+/// those with different data, and the rank of the last stage with `to` writes all of them in the order of the rows, each once.
 ///
 /// # Errors
 /// A failure of the data, the device, the file system, or a message between ranks.
 pub fn predict<B: Kernels>(
     model: &mut Model<B>,
     mut dataset: impl Source,
-    data: &Group<B>,
     chunk: u64,
     to: Option<Predictions>,
 ) -> Result<()> {
+    let data = model.sharded.data().clone();
     let (samples, ranks) = (dataset.samples(), data.size() as u64);
     let chunks = samples.div_ceil(chunk);
     for round in 0..chunks.div_ceil(ranks) {

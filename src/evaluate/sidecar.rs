@@ -21,7 +21,7 @@ use crate::activity::Track;
 use crate::backend::Kernels;
 use crate::checkpoint::{Checkpoints, Manifest, Reader, name_of};
 use crate::comm::{Comm, Group};
-use crate::config::{Config, Plan, overlay};
+use crate::config::{Config, Plan};
 use crate::data::{Preprocessing, Tokenizer};
 use crate::engine::{Model, feed};
 use crate::error::{Error, Kind, Result};
@@ -349,7 +349,7 @@ impl<B: Kernels> Sidecar<'_, B> {
             Err(e) => return Ok(Err(e)),
         };
         let configured = || {
-            let config = overlay(&reader.manifest().config, &self.request.overrides)?;
+            let config = model::config(&reader.manifest().config, &self.request.overrides)?;
             own::check(reader.manifest(), &config).map(|()| config)
         };
         let config = world.agree(configured())?;

@@ -150,7 +150,7 @@ impl<'a> Checked<'a> {
 
     fn run(&self) -> Result<Vec<Derivative>> {
         let mut tensors: Vec<Named> = Vec::new();
-        for (tensor, _) in &self.layout.tensors {
+        for tensor in &self.layout.tensors {
             let centre = if tensor.init == Init::Ones { 1.0 } else { 0.0 };
             let values = normal(&tensor.name, tensor.len()).into_iter().map(|x| centre + 0.3 * x).collect();
             tensors.push((tensor.name.clone(), values));
@@ -163,7 +163,7 @@ impl<'a> Checked<'a> {
     /// The first backward must overwrite the gradients that it says it does, a second one double those of the first.
     fn adds(&self, tensors: &[Named]) -> Result<()> {
         let ((_, once), (_, twice)) = (self.at(tensors, 1)?, self.at(tensors, 2)?);
-        for ((tensor, _), (_, once)) in self.layout.tensors.iter().zip(&once) {
+        for (tensor, (_, once)) in self.layout.tensors.iter().zip(&once) {
             if tensor.overwritten && once.iter().any(|x| x.is_nan()) {
                 let message = format!("the first backward does not overwrite the gradient of {}", tensor.name);
                 return Err(Error::input(message).hint("= where Grads::first, or leave out Tensor::overwritten"));
@@ -186,10 +186,11 @@ impl<'a> Checked<'a> {
             backend: &self.backend,
             micro: &self.micro,
             training: Some(Training { dropout: 1, ranks: None, share: 1.0 }),
+            tensor: None,
         };
         let mut unit = vec![0.0; self.layout.padded];
-        for ((_, range), (_, values)) in self.layout.tensors.iter().zip(tensors) {
-            unit[range.clone()].copy_from_slice(values);
+        for ((_, range), (_, values)) in self.layout.ranges().zip(tensors) {
+            unit[range].copy_from_slice(values);
         }
         let unit = self.backend.upload(MemoryKind::Parameters, &unit)?;
         let input = tensors.last().map_or(&[][..], |(_, values)| values);
@@ -197,7 +198,7 @@ impl<'a> Checked<'a> {
         let mut grads = vec![f32::NAN; self.layout.padded];
         self.layout.zeroed().into_iter().for_each(|range| grads[range].fill(0.0));
         let mut grads = self.backend.upload(MemoryKind::Gradients, &grads)?;
-        let params = || Params { own: Cpu::all(&unit), lent: None };
+        let params = || Params::of(&unit);
 
         let (mut loss, mut dx) = (0.0, Vec::new());
         for backward in 0..backwards {
@@ -214,8 +215,7 @@ impl<'a> Checked<'a> {
         }
 
         let grads = self.download(&grads)?;
-        let of = |range: &std::ops::Range<usize>| grads[range.clone()].to_vec();
-        let named = self.layout.tensors.iter().map(|(tensor, range)| (tensor.name.clone(), of(range)));
+        let named = self.layout.ranges().map(|(tensor, range)| (tensor.name.clone(), grads[range].to_vec()));
         Ok((loss, named.chain([(INPUT.to_string(), dx)]).collect()))
     }
 

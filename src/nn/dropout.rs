@@ -15,14 +15,20 @@ pub struct StreamDropout {
 }
 
 impl StreamDropout {
-    /// Drops at a site in place; the backward makes the same call.
+    /// Drops at a site in place; the backward makes the same call. `x` are rows of the micro-batch from `first_row` on.
     ///
     /// # Errors
     /// The device failed.
-    pub fn apply<B: Kernels>(self, cx: &Context<'_, B>, site: usize, x: B::ViewMut<'_>) -> Result<()> {
+    pub fn apply<B: Kernels>(
+        self,
+        cx: &Context<'_, B>,
+        site: usize,
+        first_row: usize,
+        x: B::ViewMut<'_>,
+    ) -> Result<()> {
         let Some(training) = cx.training.as_ref().filter(|_| self.rate > 0.0) else { return Ok(()) };
         let key = random::derive(training.dropout, &[site as u64]);
-        let offset = cx.micro.first * (cx.micro.time * self.width) as u64;
+        let offset = (cx.micro.first * cx.micro.time as u64 + first_row as u64) * self.width as u64;
         cx.backend.dropout(Dropout { rate: self.rate, key, offset }, x)
     }
 
@@ -30,13 +36,19 @@ impl StreamDropout {
     ///
     /// # Errors
     /// The device failed.
-    pub fn masked<B: Kernels>(self, cx: &Context<'_, B>, site: usize, dy: &B::Buf) -> Result<Option<B::Buf>> {
+    pub fn masked<B: Kernels>(
+        self,
+        cx: &Context<'_, B>,
+        site: usize,
+        first_row: usize,
+        dy: &B::Buf,
+    ) -> Result<Option<B::Buf>> {
         if cx.training.is_none() || self.rate == 0.0 {
             return Ok(None);
         }
         let mut masked = cx.backend.alloc(MemoryKind::Activations, B::len(dy))?;
         cx.backend.copy(B::all(dy), B::all_mut(&mut masked))?;
-        self.apply(cx, site, B::all_mut(&mut masked))?;
+        self.apply(cx, site, first_row, B::all_mut(&mut masked))?;
         Ok(Some(masked))
     }
 }

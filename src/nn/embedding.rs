@@ -1,11 +1,14 @@
 //! The first block of language models: a row of the token table for each token, and of learned positions where there are
 //! any.
 
+use std::ops::Range;
+
 use super::dropout::StreamDropout;
+use super::tensor::TensorLanes;
 use super::{Block, Context, Grads, INIT, Params};
-use crate::backend::{Backend, Kernels, MemoryKind, split, split_mut};
+use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::error::Result;
-use crate::layout::{Init, Tensor};
+use crate::layout::{Cut, Init, Slices, Tensor};
 
 /// Token table, and position table if the network learns positions.
 pub struct Embedding {
@@ -17,6 +20,8 @@ pub struct Embedding {
     pub vocabulary: usize,
     /// After it; site 0 of the network.
     pub dropout: StreamDropout,
+    /// The tensor lanes of this rank, each with some token ids.
+    pub slices: Slices,
 }
 
 impl Embedding {
@@ -24,8 +29,14 @@ impl Embedding {
         self.dropout.width
     }
 
-    fn lens(&self) -> [usize; 2] {
-        [self.vocabulary * self.width(), self.places.map_or(0, |(_, context)| context * self.width())]
+    /// Token ids of a lane.
+    fn ids(&self, lane: usize) -> Range<usize> {
+        self.slices.share(self.vocabulary, lane)
+    }
+
+    /// Lengths of the tensors of a lane's section.
+    fn lens(&self, lane: usize) -> [usize; 2] {
+        [self.ids(lane).len() * self.width(), self.places.map_or(0, |(_, context)| context * self.width())]
     }
 
     /// Elements of the positions of a sequence, which may be shorter than the context.
@@ -41,6 +52,7 @@ impl<B: Kernels> Block<B> for Embedding {
 
     fn tensors(&self) -> Vec<Tensor> {
         let words = Tensor::new(self.words, &[self.vocabulary, self.width()], Init::Normal(INIT));
+        let words = words.cut(Cut::Rows { segments: 1 });
         let places = self.places.map(|(name, context)| Tensor::new(name, &[context, self.width()], Init::Normal(INIT)));
         std::iter::once(words).chain(places).collect()
     }
@@ -57,32 +69,47 @@ impl<B: Kernels> Block<B> for Embedding {
         0
     }
 
+    fn forward_scratch_per_row(&self) -> usize {
+        let width = self.width();
+        self.slices.sums(width).saturating_sub(self.slices.own(width))
+    }
+
     fn scratch_per_row(&self) -> usize {
-        self.width()
+        self.slices.own(self.width()) + self.slices.gathered(self.width())
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, _: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let [words, places] = split::<B, 2>(params.own, self.lens());
-        let (places, _) = B::cut(places, self.used(cx));
-        let mut y = cx.backend.alloc(MemoryKind::Activations, cx.micro.rows() * self.width())?;
-        cx.backend.embedding(&cx.micro.parts.ids, words, places, B::all_mut(&mut y))?;
-        self.dropout.apply(cx, 0, B::all_mut(&mut y))?;
+        let (b, lanes, len) = (cx.backend, TensorLanes::new(cx, &self.slices), cx.micro.rows() * self.width());
+        let [words, places] = lanes.parameters(&params, |lane| self.lens(lane));
+        // Of all lanes one has a token's row and the first has its place: the others add nothing.
+        let sum = lanes.sum(len, None, |k, mut y| {
+            let first = self.ids(self.slices.held.start + k).start;
+            let (places, _) = B::cut(places[k], if lanes.is_first(k) { self.used(cx) } else { 0 });
+            lanes.narrow(len, B::reborrow(&mut y), |y| b.embedding(&cx.micro.parts.ids, first, words[k], places, y))
+        })?;
+        let mut y = lanes.settle(lanes.request(sum), self.width())?;
+        self.dropout.apply(cx, 0, lanes.own().start, B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
 
     fn backward(
         &self,
         cx: &Context<'_, B>,
-        _: Params<'_, B>,
-        grads: Grads<'_, B>,
+        params: Params<'_, B>,
+        mut grads: Grads<'_, B>,
         _: &B::Buf,
         _: Vec<B::Buf>,
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
-        self.dropout.apply(cx, 0, B::all_mut(&mut dy))?;
-        let [dwords, dplaces] = split_mut::<B, 2>(grads.own, self.lens());
-        let (dplaces, _) = B::cut_mut(dplaces, self.used(cx));
-        cx.backend.embedding_backward(&cx.micro.parts.ids, B::all(&dy), dwords, dplaces)?;
-        cx.backend.alloc(MemoryKind::Activations, 0)
+        let (b, lanes) = (cx.backend, TensorLanes::new(cx, &self.slices));
+        self.dropout.apply(cx, 0, lanes.own().start, B::all_mut(&mut dy))?;
+        let dy = lanes.gathered(dy, self.width())?;
+        let [words, places] = lanes.places(params.section, |lane| self.lens(lane));
+        for (k, lane) in self.slices.held.clone().enumerate() {
+            let place = places[k].start..places[k].start + if lanes.is_first(k) { self.used(cx) } else { 0 };
+            let (dwords, dplaces) = grads.pair(&words[k], &place);
+            b.embedding_backward(&cx.micro.parts.ids, self.ids(lane).start, B::all(&dy), dwords, dplaces)?;
+        }
+        b.alloc(MemoryKind::Activations, 0)
     }
 }

@@ -9,12 +9,13 @@ use serde::{Deserialize, Serialize};
 
 use super::dropout::StreamDropout;
 use super::embedding::Embedding;
-use super::gradients::{At, OutputGradient, ranges};
+use super::gradients::At;
 use super::head::{Head, Table};
-use super::{Block, Blocks, Context, Grads, INIT, Params, unpack};
-use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, split};
+use super::tensor::{Column, Places, TensorLanes};
+use super::{Block, Blocks, Context, Grads, INIT, Params, take};
+use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm};
 use crate::error::Result;
-use crate::layout::{Init, Tensor};
+use crate::layout::{Cut, Init, Slices, Tensor};
 
 /// The size of a GPT.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -41,11 +42,17 @@ pub const EPSILON: f32 = 1e-5;
 impl Gpt {
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
+        self.sliced(&Slices::whole())
+    }
+
+    /// The network as blocks, of which this rank has `slices`: heads divide among all tensor lanes.
+    pub fn sliced<B: Kernels>(&self, slices: &Slices) -> Blocks<B> {
         let embedding = Embedding {
             words: "wte.weight",
             places: Some(("wpe.weight", self.context)),
             vocabulary: self.vocabulary,
             dropout: self.dropout(),
+            slices: slices.clone(),
         };
         let head = Head {
             norm: "ln_f",
@@ -55,9 +62,11 @@ impl Gpt {
             width: self.width,
             vocabulary: self.vocabulary,
             table: Table::Tied,
+            slices: slices.clone(),
         };
         let mut blocks: Blocks<B> = vec![Box::new(embedding)];
-        blocks.extend((0..self.layers).map(|layer| Box::new(Transformer { gpt: self.clone(), layer }) as _));
+        let block = |layer| Transformer { gpt: self.clone(), layer, slices: slices.clone() };
+        blocks.extend((0..self.layers).map(|layer| Box::new(block(layer)) as _));
         blocks.push(Box::new(head));
         blocks
     }
@@ -81,31 +90,38 @@ impl Gpt {
 struct Transformer {
     gpt: Gpt,
     layer: usize,
+    slices: Slices,
 }
 
 impl Transformer {
-    /// Lengths of the tensors in storage order: four matrices, then biases and norms.
+    /// Columns of a lane's heads, and of its hidden layer.
+    fn of_lane(&self) -> [usize; 2] {
+        [self.gpt.width / self.slices.total, 4 * self.gpt.width / self.slices.total]
+    }
+
+    /// Lengths of a lane's tensors in storage order: four matrices and two biases, which are cut; biases of sums and norms.
     fn lens(&self) -> [usize; 12] {
-        let d = self.gpt.width;
+        let (d, [a, h]) = (self.gpt.width, self.of_lane());
         let bias = |len| self.gpt.bias_len(len);
-        [3 * d * d, d * d, 4 * d * d, 4 * d * d, bias(3 * d), bias(d), bias(4 * d), bias(d), d, bias(d), d, bias(d)]
+        [3 * a * d, d * a, h * d, d * h, bias(3 * a), bias(h), bias(d), bias(d), d, bias(d), d, bias(d)]
     }
 
     fn shapes<B: Backend>(&self, cx: &Context<'_, B>) -> Shapes {
-        let (rows, d, heads) = (cx.micro.rows(), self.gpt.width, self.gpt.heads);
+        let (rows, d, [a, h]) = (cx.micro.rows(), self.gpt.width, self.of_lane());
+        let heads = self.gpt.heads / self.slices.total;
         Shapes {
             norm: Norm { rows, width: d, epsilon: EPSILON, centred: true },
-            qkv: Linear { rows, inputs: d, outputs: 3 * d },
+            qkv: Linear { rows, inputs: d, outputs: 3 * a },
             attention: Attention {
                 batch: cx.micro.samples,
                 time: cx.micro.time,
                 heads,
                 kv_heads: heads,
-                head_width: d / heads,
+                head_width: d / self.gpt.heads,
             },
-            out: Linear { rows, inputs: d, outputs: d },
-            up: Linear { rows, inputs: d, outputs: 4 * d },
-            down: Linear { rows, inputs: 4 * d, outputs: d },
+            out: Linear { rows, inputs: a, outputs: d },
+            up: Linear { rows, inputs: d, outputs: h },
+            down: Linear { rows, inputs: h, outputs: d },
         }
     }
 
@@ -115,7 +131,7 @@ impl Transformer {
     }
 }
 
-/// The operations of a block with their sizes.
+/// The operations of a block with their sizes: norms of all rows, the others of a lane.
 struct Shapes {
     norm: Norm,
     qkv: Linear,
@@ -135,16 +151,20 @@ impl<B: Kernels> Block<B> for Transformer {
         let name = |rest: &str| format!("h.{layer}.{rest}");
         // Both ends of a residual branch start smaller, so that the stream's variance does not grow with depth.
         let residual = INIT / (2.0 * self.gpt.layers as f32).sqrt();
+        let matrix = |rest: &str, shape: [usize; 2], init, cut| {
+            Tensor::new(name(rest), &shape, Init::Normal(init)).overwritten().cut(cut)
+        };
+        let (of_heads, rows) = (Cut::Rows { segments: 3 }, Cut::Rows { segments: 1 });
         let matrices = [
-            Tensor::new(name("attn.c_attn.weight"), &[3 * d, d], Init::Normal(INIT)).overwritten(),
-            Tensor::new(name("attn.c_proj.weight"), &[d, d], Init::Normal(residual)).overwritten(),
-            Tensor::new(name("mlp.c_fc.weight"), &[4 * d, d], Init::Normal(INIT)).overwritten(),
-            Tensor::new(name("mlp.c_proj.weight"), &[d, 4 * d], Init::Normal(residual)).overwritten(),
+            matrix("attn.c_attn.weight", [3 * d, d], INIT, of_heads),
+            matrix("attn.c_proj.weight", [d, d], residual, Cut::Columns),
+            matrix("mlp.c_fc.weight", [4 * d, d], INIT, rows),
+            matrix("mlp.c_proj.weight", [d, 4 * d], residual, Cut::Columns),
         ];
         let vectors = [
-            self.gpt.bias(name("attn.c_attn.bias"), 3 * d),
+            self.gpt.bias(name("attn.c_attn.bias"), 3 * d).map(|bias| bias.cut(of_heads)),
+            self.gpt.bias(name("mlp.c_fc.bias"), 4 * d).map(|bias| bias.cut(rows)),
             self.gpt.bias(name("attn.c_proj.bias"), d),
-            self.gpt.bias(name("mlp.c_fc.bias"), 4 * d),
             self.gpt.bias(name("mlp.c_proj.bias"), d),
             Some(Tensor::new(name("ln_1.weight"), &[d], Init::Ones)),
             self.gpt.bias(name("ln_1.bias"), d),
@@ -159,59 +179,83 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn saved_per_row(&self) -> usize {
-        // norm 1, qkv, attention, stream, norm 2, up, gelu.
-        (1 + 3 + 1 + 1 + 1 + 4 + 4) * self.gpt.width
+        // Norm 1, stream, norm 2; of each lane queries, keys and values, heads, up and GELU.
+        let (d, [a, h]) = (self.gpt.width, self.of_lane());
+        self.slices.own(3 * d) + self.slices.held.len() * (4 * a + 2 * h)
     }
 
     fn exact_per_row(&self) -> usize {
         // Statistics of both norms, and the lse.
-        4 + self.gpt.heads
+        self.slices.own(4) + self.slices.held.len() * self.gpt.heads / self.slices.total
+    }
+
+    fn forward_scratch_per_row(&self) -> usize {
+        let width = self.gpt.width;
+        self.slices.sums(width).saturating_sub(self.slices.own(width))
     }
 
     fn scratch_per_row(&self) -> usize {
-        // The gradients of stream and up, and that of the branch where dropout masks it.
-        (1 + 4 + usize::from(self.gpt.dropout > 0.0)) * self.gpt.width
+        // The gradient of the stream, also that of the branch where dropout masks it. That of up takes the place of its GELU;
+        // sums over lanes come when ups are not needed any more.
+        let (d, [_, h], slices) = (self.gpt.width, self.of_lane(), &self.slices);
+        let streams = if self.gpt.dropout > 0.0 { 2 } else { 1 };
+        let sums = slices.sums(d).saturating_sub(slices.held.len() * h);
+        slices.own(streams * d) + slices.gathered(d).max(sums)
     }
 
     fn deferred_per_row(&self) -> usize {
-        // The inputs of the four maps, and the gradients of their outputs.
-        ((1 + 1 + 1 + 4) + (3 + 1 + 4 + 1)) * self.gpt.width
+        // The inputs of the four maps, and the gradients of their outputs: those of sums are whole in every lane.
+        let (d, [a, h]) = (self.gpt.width, self.of_lane());
+        (2 * d + 2 * d) + self.slices.held.len() * ((a + h) + (3 * a + h))
     }
 
     fn deferring_scratch_per_row(&self) -> usize {
         // When queries, keys and values get theirs: the gradients of stream, norm and maps' outputs, less up.
-        (1 + 1 + (3 + 1 + 4 + 1) - 4) * self.gpt.width
+        let (d, [a, _], slices) = (self.gpt.width, self.of_lane(), &self.slices);
+        slices.own(d) + slices.sums(d).max(d) + 2 * d + slices.held.len() * 3 * a
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows, d) = (cx.backend, cx.micro.rows(), self.gpt.width);
-        let s = self.shapes(cx);
+        let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
+        let (s, lanes) = (self.shapes(cx), TensorLanes::new(cx, &self.slices));
         let new = |len| b.alloc(MemoryKind::Activations, len);
-        let [w_qkv, w_out, w_up, w_down, b_qkv, b_out, b_up, b_down, w_norm1, b_norm1, w_norm2, b_norm2] =
-            split::<B, 12>(params.own, self.lens());
-        let [site1, site2] = self.sites();
-
         let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
-        let (mut norm1, mut stats1) = (new(rows * d)?, exact(rows * 2)?);
-        b.norm(s.norm, B::all(x), w_norm1, b_norm1, B::all_mut(&mut norm1), B::all_mut(&mut stats1))?;
-        let mut qkv = new(rows * 3 * d)?;
-        b.linear(s.qkv, B::all(&norm1), w_qkv, b_qkv, B::all_mut(&mut qkv))?;
-        let (mut heads, mut lse) = (new(rows * d)?, exact(rows * self.gpt.heads)?);
-        b.attention(s.attention, B::all(&qkv), B::all_mut(&mut heads), B::all_mut(&mut lse))?;
-        let mut stream = new(rows * d)?;
-        b.linear(s.out, B::all(&heads), w_out, b_out, B::all_mut(&mut stream))?;
-        self.gpt.dropout().apply(cx, site1, B::all_mut(&mut stream))?;
+        let [w_qkv, w_out, w_up, w_down, b_qkv, b_up, b_out, b_down, w_norm1, b_norm1, w_norm2, b_norm2] =
+            lanes.parameters(&params, |_| self.lens());
+        let has_bias = self.gpt.bias;
+        let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
 
-        let (mut norm2, mut stats2) = (new(rows * d)?, exact(rows * 2)?);
-        let (y, stats) = (B::all_mut(&mut norm2), B::all_mut(&mut stats2));
-        b.add_norm(s.norm, B::all(x), B::all_mut(&mut stream), w_norm2, b_norm2, y, stats)?;
-        let (mut up, mut act) = (new(rows * 4 * d)?, new(rows * 4 * d)?);
-        b.linear_gelu(s.up, B::all(&norm2), w_up, b_up, B::all_mut(&mut up), B::all_mut(&mut act))?;
-        let mut y = new(rows * d)?;
-        b.linear(s.down, B::all(&act), w_down, b_down, B::all_mut(&mut y))?;
-        self.gpt.dropout().apply(cx, site2, B::all_mut(&mut y))?;
+        let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], b_norm1[0])?;
+        let all_rows = lanes.gather(&norm1, d)?;
+        let mut of_lanes = Vec::with_capacity(5 * self.slices.held.len());
+        let branch = lanes.sum(rows * d, None, |k, y| {
+            let mut qkv = new(rows * 3 * a)?;
+            b.linear(s.qkv, B::all(all_rows.as_ref().unwrap_or(&norm1)), w_qkv[k], b_qkv[k], B::all_mut(&mut qkv))?;
+            let (mut heads, mut lse) = (new(rows * a)?, exact(rows * s.attention.heads)?);
+            b.attention(s.attention, B::all(&qkv), B::all_mut(&mut heads), B::all_mut(&mut lse))?;
+            lanes.row_linear(k, s.out, B::all(&heads), w_out[k], has_bias.then_some(b_out[k]), y)?;
+            of_lanes.extend([qkv, heads, lse]);
+            Ok(())
+        })?;
+        drop(all_rows);
+        let mut stream = lanes.settle(lanes.request(branch), d)?;
+        self.gpt.dropout().apply(cx, site1, first_row, B::all_mut(&mut stream))?;
+
+        let (norm2, stats2) = lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], b_norm2[0])?;
+        let all_rows = lanes.gather(&norm2, d)?;
+        let branch = lanes.sum(rows * d, None, |k, y| {
+            let (mut up, mut act) = (new(rows * h)?, new(rows * h)?);
+            let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
+            b.linear_gelu(s.up, x, w_up[k], b_up[k], B::all_mut(&mut up), B::all_mut(&mut act))?;
+            lanes.row_linear(k, s.down, B::all(&act), w_down[k], has_bias.then_some(b_down[k]), y)?;
+            of_lanes.extend([up, act]);
+            Ok(())
+        })?;
+        drop(all_rows);
+        let mut y = lanes.settle(lanes.request(branch), d)?;
+        self.gpt.dropout().apply(cx, site2, first_row, B::all_mut(&mut y))?;
         b.add(B::all(&stream), B::all_mut(&mut y))?;
-        Ok((y, vec![norm1, stats1, qkv, heads, lse, stream, norm2, stats2, up, act]))
+        Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
     }
 
     fn backward(
@@ -223,51 +267,58 @@ impl<B: Kernels> Block<B> for Transformer {
         saved: Vec<B::Buf>,
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, rows, d) = (cx.backend, cx.micro.rows(), self.gpt.width);
-        let s = self.shapes(cx);
+        let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
+        let (s, lanes, count) = (self.shapes(cx), TensorLanes::new(cx, &self.slices), self.slices.held.len());
         let new = |len| b.alloc(MemoryKind::Activations, len);
-        let [w_qkv, w_out, w_up, w_down, _, _, _, _, w_norm1, _, w_norm2, _] = split::<B, 12>(params.own, self.lens());
-        let [a_qkv, a_out, a_up, a_down, b_qkv, b_out, b_up, b_down, a_norm1, b_norm1, a_norm2, b_norm2] =
-            ranges(self.lens());
-        let [norm1, stats1, qkv, heads, lse, stream, norm2, stats2, up, act] = unpack(saved)?;
-        let [site1, site2] = self.sites();
+        let [w_qkv, w_out, w_up, w_down, _, _, _, _, w_norm1, _, w_norm2, _] =
+            lanes.parameters(&params, |_| self.lens());
+        let [a_qkv, a_out, a_up, a_down, b_qkv, b_up, b_out, b_down, a_norm1, b_norm1, a_norm2, b_norm2] =
+            lanes.places(params.section, |_| self.lens());
+        let mut saved = saved.into_iter();
+        let [norm1, stats1, stream, norm2, stats2] = take(&mut saved)?;
+        let attention: Vec<[B::Buf; 3]> = (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
+        let mlp: Vec<[B::Buf; 2]> = (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
+        let (dropout, [site1, site2]) = (self.gpt.dropout(), self.sites());
 
         // dy is the gradient of the stream from here on; each branch adds its share.
-        let mut dup = new(rows * 4 * d)?;
-        {
-            let masked = self.gpt.dropout().masked(cx, site2, &dy)?.map(Arc::new);
-            let of_branch = masked.as_ref().map_or(OutputGradient::Changing(&dy), OutputGradient::Kept);
-            grads.linear(b, s.down, of_branch, act, At::Own(a_down), b_down)?;
-            let dbranch = B::all(masked.as_deref().unwrap_or(&dy));
-            b.linear_gelu_backward_input(s.down, dbranch, w_down, B::all(&up), B::all_mut(&mut dup))?;
+        let mut dups = Vec::with_capacity(count);
+        let branch = lanes.branch(dropout, site2, &dy, grads.later.is_some())?;
+        for (k, [up, act]) in mlp.into_iter().enumerate() {
+            let (at, bias) = (At::Own(a_down[k].clone()), lanes.bias_of_sum(&b_down[k]));
+            grads.linear(b, s.down, branch.of_output(&dy), &Arc::new(act), at, bias)?;
+            let mut dup = new(rows * h)?;
+            b.linear_gelu_backward_input(s.down, branch.all(&dy), w_down[k], B::all(&up), B::all_mut(&mut dup))?;
+            dups.push((Arc::new(dup), 0..rows * h));
         }
-        drop(up);
-        let dup = Arc::new(dup);
-        let spare = grads.linear(b, s.up, OutputGradient::Kept(&dup), norm2, At::Own(a_up), b_up)?;
-        let mut dnorm = spare.map_or_else(|| new(rows * d), Ok)?;
-        b.linear_backward_input(s.up, B::all(&dup), w_up, B::all_mut(&mut dnorm))?;
-        drop(dup);
-        let (g, dstream) = (B::all(&dnorm), B::all_mut(&mut dy));
-        let (dweight, dbias) = grads.pair(&a_norm2, &b_norm2);
-        b.norm_backward(s.norm, g, B::all(&stream), w_norm2, B::all(&stats2), dstream, dweight, dbias)?;
+        lanes.add_bias(branch.own(&dy), d, &mut grads, &b_down)?;
+        drop(branch);
+        let map = Column { shapes: vec![s.up; count], weights: w_up, places: At::own(a_up), biases: b_up };
+        let dnorm = lanes.column_backward(&map, &mut grads, dups, lanes.gathered(norm2, d)?)?;
+        let places = Places { weights: &a_norm2, biases: &b_norm2 };
+        lanes.norm_backward(s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places)?;
+        drop(dnorm);
 
         // The second norm's input is not needed any more: its memory takes the gradient of the heads.
-        let mut dheads = stream;
-        let masked = self.gpt.dropout().masked(cx, site1, &dy)?.map(Arc::new);
-        let dbranch = B::all(masked.as_deref().unwrap_or(&dy));
-        b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
-        let mut dqkv = new(rows * 3 * d)?;
-        let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
-        b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
-        drop(qkv);
-        let of_branch = masked.as_ref().map_or(OutputGradient::Changing(&dy), OutputGradient::Kept);
-        grads.linear(b, s.out, of_branch, heads, At::Own(a_out), b_out)?;
-        let dqkv = Arc::new(dqkv);
-        grads.linear(b, s.qkv, OutputGradient::Kept(&dqkv), norm1, At::Own(a_qkv), b_qkv)?;
-        b.linear_backward_input(s.qkv, B::all(&dqkv), w_qkv, B::all_mut(&mut dnorm))?;
-        let (g, dstream) = (B::all(&dnorm), B::all_mut(&mut dy));
-        let (dweight, dbias) = grads.pair(&a_norm1, &b_norm1);
-        b.norm_backward(s.norm, g, B::all(x), w_norm1, B::all(&stats1), dstream, dweight, dbias)?;
+        let mut spare = Some(stream).filter(|_| self.slices.total == 1);
+        let mut dqkvs = Vec::with_capacity(count);
+        let branch = lanes.branch(dropout, site1, &dy, grads.later.is_some())?;
+        for (k, [qkv, heads, lse]) in attention.into_iter().enumerate() {
+            let mut dheads = spare.take().map_or_else(|| new(rows * a), Ok)?;
+            b.linear_backward_input(s.out, branch.all(&dy), w_out[k], B::all_mut(&mut dheads))?;
+            let mut dqkv = new(rows * 3 * a)?;
+            let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
+            b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
+            drop(qkv);
+            let (at, bias) = (At::Own(a_out[k].clone()), lanes.bias_of_sum(&b_out[k]));
+            grads.linear(b, s.out, branch.of_output(&dy), &Arc::new(heads), at, bias)?;
+            dqkvs.push((Arc::new(dqkv), 0..rows * 3 * a));
+        }
+        lanes.add_bias(branch.own(&dy), d, &mut grads, &b_out)?;
+        drop(branch);
+        let map = Column { shapes: vec![s.qkv; count], weights: w_qkv, places: At::own(a_qkv), biases: b_qkv };
+        let dnorm = lanes.column_backward(&map, &mut grads, dqkvs, lanes.gathered(norm1, d)?)?;
+        let places = Places { weights: &a_norm1, biases: &b_norm1 };
+        lanes.norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;
         Ok(dy)
     }
 }

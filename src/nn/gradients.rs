@@ -28,14 +28,21 @@ pub struct Grads<'a, B: Backend> {
 pub enum At {
     /// Of its unit.
     Own(Range<usize>),
-    /// All of the borrowed ones.
-    Lent,
+    /// Of the borrowed ones.
+    Lent(Range<usize>),
+}
+
+impl At {
+    /// These ranges of the unit.
+    pub fn own(ranges: Vec<Range<usize>>) -> Vec<Self> {
+        ranges.into_iter().map(At::Own).collect()
+    }
 }
 
 /// The gradient of an affine map's output, to be read now and perhaps once more later.
 pub enum OutputGradient<'a, B: Backend> {
-    /// It stays as it is.
-    Kept(&'a Arc<B::Buf>),
+    /// These elements of a buffer stay as they are.
+    Kept(&'a Arc<B::Buf>, Range<usize>),
     /// It is about to change: a copy is put off.
     Changing(&'a B::Buf),
 }
@@ -44,8 +51,8 @@ pub enum OutputGradient<'a, B: Backend> {
 /// pipeline parallelism", 2023.
 pub struct Deferred<B: Backend> {
     shape: Linear,
-    dy: Arc<B::Buf>,
-    x: B::Buf,
+    dy: (Arc<B::Buf>, Range<usize>),
+    x: Arc<B::Buf>,
     weight: At,
     bias: Range<usize>,
 }
@@ -59,8 +66,8 @@ impl<B: Kernels> Grads<'_, B> {
         (B::cut_mut(from_weight, weight.len()).0, bias)
     }
 
-    /// Gradients of the weight and bias of an affine map with the input `x`, now or later. Gives the memory of `x` back, if they
-    /// need it no more.
+    /// Gradients of the weight and bias of an affine map with the input `x`, now or later: then `x` is kept until they are
+    /// computed.
     ///
     /// # Errors
     /// The device failed, or nothing is lent.
@@ -69,28 +76,27 @@ impl<B: Kernels> Grads<'_, B> {
         backend: &B,
         shape: Linear,
         dy: OutputGradient<'_, B>,
-        x: B::Buf,
+        x: &Arc<B::Buf>,
         weight: At,
         bias: Range<usize>,
-    ) -> Result<Option<B::Buf>> {
+    ) -> Result<()> {
         let Some(later) = &mut self.later else {
             let dy = match dy {
-                OutputGradient::Kept(dy) => dy,
-                OutputGradient::Changing(dy) => dy,
+                OutputGradient::Kept(dy, at) => B::view(dy, at),
+                OutputGradient::Changing(dy) => B::all(dy),
             };
-            self.add_linear(backend, shape, B::all(dy), B::all(&x), &weight, &bias)?;
-            return Ok(Some(x));
+            return self.add_linear(backend, shape, dy, B::all(x), &weight, &bias);
         };
         let dy = match dy {
-            OutputGradient::Kept(dy) => dy.clone(),
+            OutputGradient::Kept(dy, at) => (dy.clone(), at),
             OutputGradient::Changing(dy) => {
                 let mut kept = backend.alloc(MemoryKind::Activations, B::len(dy))?;
                 backend.copy(B::all(dy), B::all_mut(&mut kept))?;
-                Arc::new(kept)
+                (Arc::new(kept), 0..B::len(dy))
             }
         };
-        later.push(Deferred { shape, dy, x, weight, bias });
-        Ok(None)
+        later.push(Deferred { shape, dy, x: x.clone(), weight, bias });
+        Ok(())
     }
 
     /// Adds what a backward has put off.
@@ -99,7 +105,7 @@ impl<B: Kernels> Grads<'_, B> {
     /// The device failed.
     pub fn add(&mut self, backend: &B, deferred: Deferred<B>) -> Result<()> {
         let Deferred { shape, dy, x, weight, bias } = deferred;
-        self.add_linear(backend, shape, B::all(&dy), B::all(&x), &weight, &bias)
+        self.add_linear(backend, shape, B::view(&dy.0, dy.1), B::all(&x), &weight, &bias)
     }
 
     fn add_linear(
@@ -117,9 +123,10 @@ impl<B: Kernels> Grads<'_, B> {
                 let (dweight, dbias) = self.pair(weight, bias);
                 backend.linear_backward_weight(shape, dy, x, dweight, dbias, !first)
             }
-            At::Lent => {
+            At::Lent(weight) => {
                 let nothing_lent = || Error::internal("a block that borrows parameters was handed no gradients");
-                let dweight = B::reborrow(self.lent.as_mut().ok_or_else(nothing_lent)?);
+                let lent = B::reborrow(self.lent.as_mut().ok_or_else(nothing_lent)?);
+                let (dweight, _) = B::cut_mut(B::cut_mut(lent, weight.start).1, weight.len());
                 let (dbias, _) = B::cut_mut(B::reborrow(&mut self.own), 0);
                 backend.linear_backward_weight(shape, dy, x, dweight, dbias, !self.lent_first)
             }
@@ -184,7 +191,7 @@ mod tests {
         let ids = [1; SAMPLES * TIME];
         let micro = Micro::of_text(&backend, &ids, &ids, TIME, 0).unwrap();
         let training = Training { dropout: 1, ranks: None, share: 1.0 };
-        let cx = Context { backend: &backend, micro: &micro, training: Some(training) };
+        let cx = Context { backend: &backend, micro: &micro, training: Some(training), tensor: None };
         let layout = UnitLayout::new(block.name(), block.tensors(), 1);
         let (unit, loan) = (values("unit", layout.padded), block.borrows().map(|loan| values("loan", loan.len)));
         // Tensors that are to be overwritten hold nothing yet.
@@ -194,7 +201,8 @@ mod tests {
             [&mut own, &mut lent].map(|host| backend.upload(MemoryKind::Gradients, host).unwrap());
         let (mut deferred, mut dxs, mut waiting) = (vec![vec![], vec![]], vec![], 0);
         for (k, later) in deferred.iter_mut().enumerate() {
-            let params = || Params { own: Cpu::all(&unit), lent: loan.as_ref().map(Cpu::all) };
+            let lent_section = loan.as_ref().map_or(0, Cpu::len);
+            let params = || Params { lent: loan.as_ref().map(Cpu::all), lent_section, ..Params::of(&unit) };
             let x = values(&format!("x {k}"), micro.rows() * block.input_per_row());
             let (y, kept) = block.forward(&cx, params(), &x).unwrap();
             let dy = values(&format!("dy {k}"), Cpu::len(&y));
@@ -208,7 +216,7 @@ mod tests {
             dxs.push(block.backward(&cx, params(), grads, &x, kept, dy).unwrap());
         }
         for (k, later) in deferred.into_iter().enumerate() {
-            waiting = later.iter().map(|one| Cpu::len(&one.dy) + Cpu::len(&one.x)).sum();
+            waiting = later.iter().map(|one| one.dy.1.len() + Cpu::len(&one.x)).sum();
             let lent = loan.as_ref().map(|_| Cpu::all_mut(&mut lent));
             let mut grads = Grads { own: Cpu::all_mut(&mut own), first: k == 0, lent, lent_first: k == 0, later: None };
             later.into_iter().for_each(|one| grads.add(&backend, one).unwrap());

@@ -1,12 +1,14 @@
 //! The last block of language models: a norm, then logits against a table of its own or the token table.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::gradients::{At, OutputGradient, ranges};
-use super::{Block, Context, Grads, INIT, Loan, Params, lent, unpack};
-use crate::backend::{Kernels, Linear, MemoryKind, Norm, split};
+use super::gradients::At;
+use super::tensor::{Column, Places, TensorLanes};
+use super::{Block, Context, Grads, INIT, Loan, Params, unpack};
+use crate::backend::{Kernels, Linear, MemoryKind, Norm};
 use crate::error::Result;
-use crate::layout::{Init, Tensor};
+use crate::layout::{Cut, Init, Slices, Tensor};
 
 /// The unit of the token table, which a tied head borrows.
 const EMBEDDING_UNIT: usize = 0;
@@ -36,6 +38,8 @@ pub struct Head {
     pub vocabulary: usize,
     /// The matrix of the logits.
     pub table: Table,
+    /// The tensor lanes of this rank, each with some token ids.
+    pub slices: Slices,
 }
 
 impl Head {
@@ -43,19 +47,59 @@ impl Head {
         Norm { rows, width: self.width, epsilon: self.epsilon, centred: self.centred }
     }
 
-    fn logits(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.width, outputs: self.vocabulary }
+    /// The map to a lane's logits.
+    fn logits(&self, rows: usize, lane: usize) -> Linear {
+        Linear { rows, inputs: self.width, outputs: self.classes(lane) }
     }
 
-    /// Elements of the table.
-    fn table_len(&self) -> usize {
-        self.vocabulary * self.width
+    /// Token ids of a lane.
+    fn classes(&self, lane: usize) -> usize {
+        self.slices.share(self.vocabulary, lane).len()
     }
 
-    /// Lengths of the unit's tensors: table, norm's weight and bias.
-    fn lens(&self) -> [usize; 3] {
-        let own = if self.table == Table::Tied { 0 } else { self.table_len() };
+    /// Token ids of all lanes of this rank, at most.
+    fn all_classes(&self) -> usize {
+        self.slices.held.len() * self.classes(0)
+    }
+
+    /// The logits of each lane, in a buffer with those of one lane after the other.
+    fn of_lanes(&self, rows: usize) -> Vec<Range<usize>> {
+        let ends = self.slices.held.clone().scan(0, |end, lane| {
+            let start = *end;
+            *end += rows * self.classes(lane);
+            Some(start..*end)
+        });
+        ends.collect()
+    }
+
+    /// Lengths of the tensors of a lane's section: table, norm's weight and bias.
+    fn lens(&self, lane: usize) -> [usize; 3] {
+        let own = if self.table == Table::Tied { 0 } else { self.classes(lane) * self.width };
         [own, self.width, if self.bias { self.width } else { 0 }]
+    }
+
+    /// The table of each lane.
+    fn tables<'p, B: Kernels>(&self, params: &Params<'p, B>, own: Vec<B::View<'p>>) -> Result<Vec<B::View<'p>>> {
+        match self.table {
+            Table::Own(_) => Ok(own),
+            Table::Tied => {
+                let lanes = self.slices.held.clone().enumerate();
+                let table = |lane: usize, from: B::View<'p>| B::cut(from, self.classes(lane) * self.width).0;
+                lanes.map(|(k, lane)| Ok(table(lane, params.lent_lane(k)?))).collect()
+            }
+        }
+    }
+
+    /// The place of each lane's gradient of the table.
+    fn places(&self, own: Vec<Range<usize>>) -> Vec<At> {
+        match self.table {
+            Table::Own(_) => At::own(own),
+            Table::Tied => {
+                let stride = self.classes(0) * self.width;
+                let lanes = self.slices.held.clone().enumerate();
+                lanes.map(|(k, lane)| At::Lent(k * stride..k * stride + self.classes(lane) * self.width)).collect()
+            }
+        }
     }
 }
 
@@ -68,7 +112,8 @@ impl<B: Kernels> Block<B> for Head {
         let table = match self.table {
             Table::Tied => None,
             Table::Own(name) => {
-                Some(Tensor::new(name, &[self.vocabulary, self.width], Init::Normal(INIT)).overwritten())
+                let table = Tensor::new(name, &[self.vocabulary, self.width], Init::Normal(INIT));
+                Some(table.overwritten().cut(Cut::Rows { segments: 1 }))
             }
         };
         let weight = Tensor::new(format!("{}.weight", self.norm), &[self.width], Init::Ones);
@@ -77,7 +122,7 @@ impl<B: Kernels> Block<B> for Head {
     }
 
     fn borrows(&self) -> Option<Loan> {
-        (self.table == Table::Tied).then_some(Loan { unit: EMBEDDING_UNIT, len: self.table_len() })
+        (self.table == Table::Tied).then_some(Loan { unit: EMBEDDING_UNIT, len: self.all_classes() * self.width })
     }
 
     fn input_per_row(&self) -> usize {
@@ -85,41 +130,45 @@ impl<B: Kernels> Block<B> for Head {
     }
 
     fn saved_per_row(&self) -> usize {
-        self.width
+        self.slices.own(self.width)
     }
 
     fn exact_per_row(&self) -> usize {
-        2
+        self.slices.own(2)
+    }
+
+    fn forward_scratch_per_row(&self) -> usize {
+        self.slices.gathered(self.width)
     }
 
     fn scratch_per_row(&self) -> usize {
         // The logits' gradient, then the input's.
-        self.vocabulary.max(self.width)
+        (self.all_classes() + self.slices.sums(self.width)).max(self.slices.own(self.width))
     }
 
     fn deferred_per_row(&self) -> usize {
         // The logits' gradient, and the norm.
-        self.vocabulary + self.width
+        self.all_classes() + self.width
     }
 
     fn deferring_scratch_per_row(&self) -> usize {
         // The logits' gradient, the norm's and the input's.
-        self.vocabulary + 2 * self.width
+        self.all_classes() + 2 * self.width + self.slices.sums(self.width)
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows) = (cx.backend, cx.micro.rows());
-        let [own, weight, bias] = split::<B, 3>(params.own, self.lens());
-        let table = match self.table {
-            Table::Tied => B::cut(lent(params.lent)?, self.table_len()).0,
-            Table::Own(_) => own,
-        };
+        let (b, rows, lanes) = (cx.backend, cx.micro.rows(), TensorLanes::new(cx, &self.slices));
+        let [own, weight, bias] = lanes.parameters(&params, |lane| self.lens(lane));
+        let tables = self.tables(&params, own)?;
         let (no_bias, _) = B::cut(params.own, 0);
-        let mut norm = b.alloc(MemoryKind::Activations, rows * self.width)?;
-        let mut stats = b.alloc_f32(MemoryKind::Activations, rows * 2)?;
-        b.norm(self.shape(rows), B::all(x), weight, bias, B::all_mut(&mut norm), B::all_mut(&mut stats))?;
-        let mut logits = b.alloc(MemoryKind::Activations, rows * self.vocabulary)?;
-        b.linear(self.logits(rows), B::all(&norm), table, no_bias, B::all_mut(&mut logits))?;
+        let (norm, stats) = lanes.norm(self.shape(rows), x, weight[0], bias[0])?;
+        let all_rows = lanes.gather(&norm, self.width)?;
+        let of_lanes = self.of_lanes(rows);
+        let mut logits = b.alloc(MemoryKind::Activations, of_lanes.last().map_or(0, |last| last.end))?;
+        for ((lane, at), table) in self.slices.held.clone().zip(of_lanes).zip(tables) {
+            let x = B::all(all_rows.as_ref().unwrap_or(&norm));
+            b.linear(self.logits(rows, lane), x, table, no_bias, B::view_mut(&mut logits, at))?;
+        }
         Ok((logits, vec![norm, stats]))
     }
 
@@ -132,24 +181,24 @@ impl<B: Kernels> Block<B> for Head {
         saved: Vec<B::Buf>,
         dlogits: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, rows) = (cx.backend, cx.micro.rows());
-        let [own, weight, _] = split::<B, 3>(params.own, self.lens());
-        let [a_table, a_weight, a_bias] = ranges(self.lens());
-        let (table, a_table) = match self.table {
-            Table::Tied => (B::cut(lent(params.lent)?, self.table_len()).0, At::Lent),
-            Table::Own(_) => (own, At::Own(a_table)),
-        };
+        let (b, rows, lanes) = (cx.backend, cx.micro.rows(), TensorLanes::new(cx, &self.slices));
+        let [own, weight, _] = lanes.parameters(&params, |lane| self.lens(lane));
+        let [a_table, a_weight, a_bias] = lanes.places(params.section, |lane| self.lens(lane));
         let [norm, stats] = unpack(saved)?;
+        let map = Column {
+            shapes: self.slices.held.clone().map(|lane| self.logits(rows, lane)).collect(),
+            weights: self.tables(&params, own)?,
+            places: self.places(a_table),
+            biases: vec![0..0; self.slices.held.len()],
+        };
         let dlogits = Arc::new(dlogits);
-        let spare = grads.linear(b, self.logits(rows), OutputGradient::Kept(&dlogits), norm, a_table, 0..0)?;
-        let mut dnorm = spare.map_or_else(|| b.alloc(MemoryKind::Activations, rows * self.width), Ok)?;
-        b.linear_backward_input(self.logits(rows), B::all(&dlogits), table, B::all_mut(&mut dnorm))?;
+        let of_lanes = self.of_lanes(rows).into_iter().map(|at| (dlogits.clone(), at)).collect();
         drop(dlogits);
-        let mut dx = b.alloc(MemoryKind::Activations, rows * self.width)?;
+        let dnorm = lanes.column_backward(&map, &mut grads, of_lanes, lanes.gathered(norm, self.width)?)?;
+        let mut dx = b.alloc(MemoryKind::Activations, lanes.own().len() * self.width)?;
         b.zero(B::all_mut(&mut dx))?;
-        let (g, x, stats) = (B::all(&dnorm), B::all(x), B::all(&stats));
-        let (dweight, dbias) = grads.pair(&a_weight, &a_bias);
-        b.norm_backward(self.shape(rows), g, x, weight, stats, B::all_mut(&mut dx), dweight, dbias)?;
+        let places = Places { weights: &a_weight, biases: &a_bias };
+        lanes.norm_backward(self.shape(rows), &dnorm, x, weight[0], &stats, &mut dx, &mut grads, places)?;
         Ok(dx)
     }
 }

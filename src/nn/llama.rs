@@ -10,13 +10,14 @@ use std::sync::Arc;
 
 use super::dropout::StreamDropout;
 use super::embedding::Embedding;
-use super::gradients::{At, OutputGradient, ranges};
+use super::gradients::At;
 use super::head::{Head, Table};
 use super::rotary::Angles;
-use super::{Block, Blocks, Context, Grads, INIT, Params, unpack};
-use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary, split};
+use super::tensor::{Column, Places, TensorLanes};
+use super::{Block, Blocks, Context, Grads, INIT, Params, take};
+use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary};
 use crate::error::Result;
-use crate::layout::{Init, Tensor};
+use crate::layout::{Cut, Init, Slices, Tensor};
 
 /// The size of a Llama.
 #[derive(Debug, Clone, PartialEq)]
@@ -48,11 +49,17 @@ pub struct Llama {
 impl Llama {
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
+        self.sliced(&Slices::whole())
+    }
+
+    /// The network as blocks, of which this rank has `slices`: heads of keys divide among all tensor lanes.
+    pub fn sliced<B: Kernels>(&self, slices: &Slices) -> Blocks<B> {
         let embedding = Embedding {
             words: "embed_tokens.weight",
             places: None,
             vocabulary: self.vocabulary,
             dropout: self.dropout(),
+            slices: slices.clone(),
         };
         let head = Head {
             norm: "norm",
@@ -62,9 +69,10 @@ impl Llama {
             width: self.width,
             vocabulary: self.vocabulary,
             table: if self.tied { Table::Tied } else { Table::Own("lm_head.weight") },
+            slices: slices.clone(),
         };
         let angles = Arc::new(Angles::new(self.rope_theta, self.head_width(), self.context));
-        let decoder = |layer| Decoder { llama: self.clone(), layer, angles: angles.clone() };
+        let decoder = |layer| Decoder { llama: self.clone(), layer, angles: angles.clone(), slices: slices.clone() };
         let mut blocks: Blocks<B> = vec![Box::new(embedding)];
         blocks.extend((0..self.layers).map(|layer| Box::new(decoder(layer)) as _));
         blocks.push(Box::new(head));
@@ -86,25 +94,43 @@ struct Decoder<B: Backend> {
     llama: Llama,
     layer: usize,
     angles: Arc<Angles<B>>,
+    slices: Slices,
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Lengths of the parts that are used at once, in storage order: queries, keys and values; out; gates and ups;
-    /// down; two norms.
-    fn lens(&self) -> [usize; 6] {
-        let Llama { width: d, hidden: f, .. } = self.llama;
-        [self.packed() * d, d * d, 2 * f * d, f * d, d, d]
+    /// Lengths of the parts of a lane that are used at once, in storage order: queries, keys and values; out; gates and
+    /// ups; down; two norms.
+    fn lens(&self, lane: usize) -> [usize; 6] {
+        let (d, f) = (self.llama.width, self.hidden(lane));
+        [self.packed() * d, d * self.heads_width(), 2 * f * d, f * d, d, d]
     }
 
-    /// Columns of queries, keys and values.
+    /// Columns of a lane's queries.
+    fn heads_width(&self) -> usize {
+        self.llama.width / self.slices.total
+    }
+
+    /// Columns of a lane's queries, keys and values.
     fn packed(&self) -> usize {
         let Llama { heads, kv_heads, .. } = self.llama;
-        (heads + 2 * kv_heads) * self.llama.head_width()
+        (heads + 2 * kv_heads) / self.slices.total * self.llama.head_width()
+    }
+
+    /// Gates of a lane.
+    fn hidden(&self, lane: usize) -> usize {
+        self.slices.share(self.llama.hidden, lane).len()
+    }
+
+    /// Gates of all lanes of this rank, at most.
+    fn all_hidden(&self) -> usize {
+        self.slices.held.len() * self.hidden(0)
     }
 
     fn shapes(&self, cx: &Context<'_, B>) -> Shapes {
-        let Llama { heads, kv_heads, width: d, hidden: f, epsilon, .. } = self.llama;
-        let (rows, batch, time, head_width) = (cx.micro.rows(), cx.micro.samples, cx.micro.time, d / heads);
+        let Llama { width: d, epsilon, .. } = self.llama;
+        let (rows, batch, time, head_width) =
+            (cx.micro.rows(), cx.micro.samples, cx.micro.time, self.llama.head_width());
+        let [heads, kv_heads] = [self.llama.heads, self.llama.kv_heads].map(|heads| heads / self.slices.total);
         let packed = self.packed();
         Shapes {
             norm: Norm { rows, width: d, epsilon, centred: false },
@@ -112,10 +138,18 @@ impl<B: Backend> Decoder<B> {
             // Queries and keys turn; the values behind them do not.
             rotary: Rotary { batch, time, heads: heads + kv_heads, head_width, width: packed, back: false },
             attention: Attention { batch, time, heads, kv_heads, head_width },
-            out: Linear { rows, inputs: d, outputs: d },
-            gate_up: Linear { rows, inputs: d, outputs: 2 * f },
-            down: Linear { rows, inputs: f, outputs: d },
+            out: Linear { rows, inputs: self.heads_width(), outputs: d },
         }
+    }
+
+    /// The map to gates and ups, of a lane.
+    fn gate_up(&self, rows: usize, lane: usize) -> Linear {
+        Linear { rows, inputs: self.llama.width, outputs: 2 * self.hidden(lane) }
+    }
+
+    /// The map from their products, of a lane.
+    fn down(&self, rows: usize, lane: usize) -> Linear {
+        Linear { rows, inputs: self.hidden(lane), outputs: self.llama.width }
     }
 
     /// Numbers of the two dropout sites; 0 is the embedding's.
@@ -124,15 +158,13 @@ impl<B: Backend> Decoder<B> {
     }
 }
 
-/// The operations of a block with their sizes.
+/// The operations of a block with their sizes: norms of all rows, the others of a lane.
 struct Shapes {
     norm: Norm,
     qkv: Linear,
     rotary: Rotary,
     attention: Attention,
     out: Linear,
-    gate_up: Linear,
-    down: Linear,
 }
 
 impl<B: Kernels> Block<B> for Decoder<B> {
@@ -146,17 +178,19 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         // Both ends of a residual branch start smaller, so that the stream's variance does not grow with depth.
         let residual = INIT / (2.0 * layers as f32).sqrt();
         let tensor = |rest: &str, shape: &[usize], init| {
-            let tensor = Tensor::new(format!("layers.{}.{rest}.weight", self.layer), shape, init);
-            if tensor.decays() { tensor.overwritten() } else { tensor }
+            Tensor::new(format!("layers.{}.{rest}.weight", self.layer), shape, init)
         };
+        let matrix =
+            |rest: &str, shape: [usize; 2], init, cut| tensor(rest, &shape, Init::Normal(init)).overwritten().cut(cut);
+        let rows = Cut::Rows { segments: 1 };
         vec![
-            tensor("self_attn.q_proj", &[d, d], Init::Normal(INIT)),
-            tensor("self_attn.k_proj", &[keys, d], Init::Normal(INIT)),
-            tensor("self_attn.v_proj", &[keys, d], Init::Normal(INIT)),
-            tensor("self_attn.o_proj", &[d, d], Init::Normal(residual)),
-            tensor("mlp.gate_proj", &[f, d], Init::Normal(INIT)),
-            tensor("mlp.up_proj", &[f, d], Init::Normal(INIT)),
-            tensor("mlp.down_proj", &[d, f], Init::Normal(residual)),
+            matrix("self_attn.q_proj", [d, d], INIT, rows),
+            matrix("self_attn.k_proj", [keys, d], INIT, rows),
+            matrix("self_attn.v_proj", [keys, d], INIT, rows),
+            matrix("self_attn.o_proj", [d, d], residual, Cut::Columns),
+            matrix("mlp.gate_proj", [f, d], INIT, rows),
+            matrix("mlp.up_proj", [f, d], INIT, rows),
+            matrix("mlp.down_proj", [d, f], residual, Cut::Columns),
             tensor("input_layernorm", &[d], Init::Ones),
             tensor("post_attention_layernorm", &[d], Init::Ones),
         ]
@@ -167,33 +201,44 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn saved_per_row(&self) -> usize {
-        // norm 1, qkv, attention, stream, norm 2; gates, ups and their product.
-        4 * self.llama.width + self.packed() + 3 * self.llama.hidden
+        // Norm 1, stream, norm 2; of each lane queries, keys and values, heads; gates, ups and their product.
+        let of_lane = self.packed() + self.heads_width();
+        self.slices.own(3 * self.llama.width) + self.slices.held.len() * of_lane + 3 * self.all_hidden()
     }
 
     fn exact_per_row(&self) -> usize {
         // Statistics of both norms, and the lse.
-        4 + self.llama.heads
+        self.slices.own(4) + self.slices.held.len() * self.llama.heads / self.slices.total
+    }
+
+    fn forward_scratch_per_row(&self) -> usize {
+        let width = self.llama.width;
+        self.slices.sums(width).saturating_sub(self.slices.own(width))
     }
 
     fn scratch_per_row(&self) -> usize {
         // The stream's gradient, and that of the branch where dropout masks it. The gradient of queries, keys and values
-        // comes when the memory of gates, ups and their product is free.
-        let Llama { width, hidden, dropout, .. } = self.llama;
-        (1 + usize::from(dropout > 0.0)) * width + self.packed().saturating_sub(3 * hidden)
+        // comes when the memory of gates, ups and their product is free; sums over lanes when that of the product is.
+        let (Llama { width, dropout, .. }, slices) = (&self.llama, &self.slices);
+        let streams = if *dropout > 0.0 { 2 } else { 1 };
+        let packed = (slices.held.len() * self.packed()).saturating_sub(3 * self.all_hidden());
+        let sums = slices.sums(*width).saturating_sub(self.all_hidden());
+        slices.own(streams * width) + slices.gathered(*width).max(packed).max(sums)
     }
 
     fn deferred_per_row(&self) -> usize {
         // The inputs of the four maps: two norms, heads, gates times ups; and the gradients of their outputs.
-        let Llama { width, hidden, .. } = self.llama;
-        (3 * width + hidden) + (self.packed() + width + 2 * hidden + width)
+        let (width, lanes) = (self.llama.width, self.slices.held.len());
+        (2 * width + lanes * self.heads_width() + self.all_hidden())
+            + (lanes * self.packed() + width + 2 * self.all_hidden() + width)
     }
 
     fn deferring_scratch_per_row(&self) -> usize {
         // With the stream's gradient and those that are copied: the gradient of the gates times ups; or, later, the norm's and
         // that of queries, keys and values.
-        let Llama { width, hidden, .. } = self.llama;
-        (2 * width + hidden).max(4 * width + self.packed())
+        let (width, slices) = (self.llama.width, &self.slices);
+        let packed = slices.held.len() * self.packed();
+        (2 * width + self.all_hidden()).max(slices.own(width) + slices.sums(width).max(width) + 2 * width + packed)
     }
 
     fn constants(&self) -> usize {
@@ -201,36 +246,49 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows, d, f) = (cx.backend, cx.micro.rows(), self.llama.width, self.llama.hidden);
-        let (s, drop) = (self.shapes(cx), self.llama.dropout());
+        let (b, rows, d, drop_out) = (cx.backend, cx.micro.rows(), self.llama.width, self.llama.dropout());
+        let (s, lanes) = (self.shapes(cx), TensorLanes::new(cx, &self.slices));
         let new = |len| b.alloc(MemoryKind::Activations, len);
         let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
-        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = split::<B, 6>(params.own, self.lens());
+        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = lanes.parameters(&params, |lane| self.lens(lane));
         let (none, _) = B::cut(params.own, 0);
-        let [site1, site2] = self.sites();
+        let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
 
-        let (mut norm1, mut stats1) = (new(rows * d)?, exact(rows * 2)?);
-        b.norm(s.norm, B::all(x), w_norm1, none, B::all_mut(&mut norm1), B::all_mut(&mut stats1))?;
-        let mut qkv = new(rows * self.packed())?;
-        b.linear(s.qkv, B::all(&norm1), w_qkv, none, B::all_mut(&mut qkv))?;
-        b.rotary(s.rotary, self.angles.table(b)?, B::all_mut(&mut qkv))?;
-        let (mut heads, mut lse) = (new(rows * d)?, exact(rows * self.llama.heads)?);
-        b.attention(s.attention, B::all(&qkv), B::all_mut(&mut heads), B::all_mut(&mut lse))?;
-        let mut stream = new(rows * d)?;
-        b.linear(s.out, B::all(&heads), w_out, none, B::all_mut(&mut stream))?;
-        drop.apply(cx, site1, B::all_mut(&mut stream))?;
+        let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], none)?;
+        let all_rows = lanes.gather(&norm1, d)?;
+        let mut of_lanes = Vec::with_capacity(5 * self.slices.held.len());
+        let branch = lanes.sum(rows * d, None, |k, y| {
+            let mut qkv = new(rows * self.packed())?;
+            b.linear(s.qkv, B::all(all_rows.as_ref().unwrap_or(&norm1)), w_qkv[k], none, B::all_mut(&mut qkv))?;
+            b.rotary(s.rotary, self.angles.table(b)?, B::all_mut(&mut qkv))?;
+            let (mut heads, mut lse) = (new(rows * self.heads_width())?, exact(rows * s.attention.heads)?);
+            b.attention(s.attention, B::all(&qkv), B::all_mut(&mut heads), B::all_mut(&mut lse))?;
+            b.linear(s.out, B::all(&heads), w_out[k], none, y)?;
+            of_lanes.extend([qkv, heads, lse]);
+            Ok(())
+        })?;
+        drop(all_rows);
+        let mut stream = lanes.settle(lanes.request(branch), d)?;
+        drop_out.apply(cx, site1, first_row, B::all_mut(&mut stream))?;
 
-        let (mut norm2, mut stats2) = (new(rows * d)?, exact(rows * 2)?);
-        let (y, stats) = (B::all_mut(&mut norm2), B::all_mut(&mut stats2));
-        b.add_norm(s.norm, B::all(x), B::all_mut(&mut stream), w_norm2, none, y, stats)?;
-        let (mut gate_up, mut act) = (new(rows * 2 * f)?, new(rows * f)?);
-        b.linear(s.gate_up, B::all(&norm2), w_gate_up, none, B::all_mut(&mut gate_up))?;
-        b.swiglu(f, B::all(&gate_up), B::all_mut(&mut act))?;
-        let mut y = new(rows * d)?;
-        b.linear(s.down, B::all(&act), w_down, none, B::all_mut(&mut y))?;
-        drop.apply(cx, site2, B::all_mut(&mut y))?;
+        let (norm2, stats2) = lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], none)?;
+        let all_rows = lanes.gather(&norm2, d)?;
+        let branch = lanes.sum(rows * d, None, |k, y| {
+            let lane = self.slices.held.start + k;
+            let f = self.hidden(lane);
+            let (mut gate_up, mut act) = (new(rows * 2 * f)?, new(rows * f)?);
+            let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
+            b.linear(self.gate_up(rows, lane), x, w_gate_up[k], none, B::all_mut(&mut gate_up))?;
+            b.swiglu(f, B::all(&gate_up), B::all_mut(&mut act))?;
+            b.linear(self.down(rows, lane), B::all(&act), w_down[k], none, y)?;
+            of_lanes.extend([gate_up, act]);
+            Ok(())
+        })?;
+        drop(all_rows);
+        let mut y = lanes.settle(lanes.request(branch), d)?;
+        drop_out.apply(cx, site2, first_row, B::all_mut(&mut y))?;
         b.add(B::all(&stream), B::all_mut(&mut y))?;
-        Ok((y, vec![norm1, stats1, qkv, heads, lse, stream, norm2, stats2, gate_up, act]))
+        Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
     }
 
     fn backward(
@@ -242,55 +300,59 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         saved: Vec<B::Buf>,
         mut dy: B::Buf,
     ) -> Result<B::Buf> {
-        let (b, rows, f) = (cx.backend, cx.micro.rows(), self.llama.hidden);
-        let (s, dropout) = (self.shapes(cx), self.llama.dropout());
-        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = split::<B, 6>(params.own, self.lens());
-        let [a_qkv, a_out, a_gate_up, a_down, a_norm1, a_norm2] = ranges(self.lens());
-        let [norm1, stats1, qkv, heads, lse, stream, norm2, stats2, mut gate_up, act] = unpack(saved)?;
-        let [site1, site2] = self.sites();
+        let (b, rows, d, a) = (cx.backend, cx.micro.rows(), self.llama.width, self.heads_width());
+        let (s, lanes, count) = (self.shapes(cx), TensorLanes::new(cx, &self.slices), self.slices.held.len());
+        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = lanes.parameters(&params, |lane| self.lens(lane));
+        let [a_qkv, a_out, a_gate_up, a_down, a_norm1, a_norm2] = lanes.places(params.section, |lane| self.lens(lane));
+        let mut saved = saved.into_iter();
+        let [norm1, stats1, stream, norm2, stats2] = take(&mut saved)?;
+        let attention: Vec<[B::Buf; 3]> = (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
+        let mlp: Vec<[B::Buf; 2]> = (0..count).map(|_| take(&mut saved)).collect::<Result<_>>()?;
+        let (dropout, [site1, site2]) = (self.llama.dropout(), self.sites());
         let new = |len| b.alloc(MemoryKind::Activations, len);
-        let no_bias = 0..0;
+        let no_biases = vec![0..0; count];
 
         // dy is the gradient of the stream from here on; each branch adds its share. Buffers whose values are not
         // needed any more take gradients.
-        let mut dact;
-        {
-            let masked = dropout.masked(cx, site2, &dy)?.map(Arc::new);
-            let of_branch = masked.as_ref().map_or(OutputGradient::Changing(&dy), OutputGradient::Kept);
-            let spare = grads.linear(b, s.down, of_branch, act, At::Own(a_down), no_bias.clone())?;
-            dact = spare.map_or_else(|| new(rows * f), Ok)?;
-            let dbranch = B::all(masked.as_deref().unwrap_or(&dy));
-            b.linear_backward_input(s.down, dbranch, w_down, B::all_mut(&mut dact))?;
+        let mut dgate_ups = Vec::with_capacity(count);
+        let branch = lanes.branch(dropout, site2, &dy, grads.later.is_some())?;
+        for (k, [mut gate_up, act]) in mlp.into_iter().enumerate() {
+            let lane = self.slices.held.start + k;
+            let (down, f, act) = (self.down(rows, lane), self.hidden(lane), Arc::new(act));
+            grads.linear(b, down, branch.of_output(&dy), &act, At::Own(a_down[k].clone()), 0..0)?;
+            let mut dact = Arc::into_inner(act).map_or_else(|| new(rows * f), Ok)?;
+            b.linear_backward_input(down, branch.all(&dy), w_down[k], B::all_mut(&mut dact))?;
+            b.swiglu_backward(f, B::all_mut(&mut gate_up), B::all(&dact))?;
+            dgate_ups.push((Arc::new(gate_up), 0..rows * 2 * f));
         }
-        b.swiglu_backward(f, B::all_mut(&mut gate_up), B::all(&dact))?;
-        drop(dact);
-        let dgate_up = Arc::new(gate_up);
-        let of_maps = OutputGradient::Kept(&dgate_up);
-        let spare = grads.linear(b, s.gate_up, of_maps, norm2, At::Own(a_gate_up), no_bias.clone())?;
-        let mut dnorm = spare.map_or_else(|| new(rows * self.llama.width), Ok)?;
-        b.linear_backward_input(s.gate_up, B::all(&dgate_up), w_gate_up, B::all_mut(&mut dnorm))?;
-        drop(dgate_up);
-        let (g, dstream, stats) = (B::all(&dnorm), B::all_mut(&mut dy), B::all(&stats2));
-        let (dweight, none) = grads.pair(&a_norm2, &no_bias);
-        b.norm_backward(s.norm, g, B::all(&stream), w_norm2, stats, dstream, dweight, none)?;
+        drop(branch);
+        let shapes = self.slices.held.clone().map(|lane| self.gate_up(rows, lane)).collect();
+        let map = Column { shapes, weights: w_gate_up, places: At::own(a_gate_up), biases: no_biases.clone() };
+        let dnorm = lanes.column_backward(&map, &mut grads, dgate_ups, lanes.gathered(norm2, d)?)?;
+        let places = Places { weights: &a_norm2, biases: &no_biases };
+        lanes.norm_backward(s.norm, &dnorm, &stream, w_norm2[0], &stats2, &mut dy, &mut grads, places)?;
+        drop(dnorm);
 
-        let mut dheads = stream;
-        let masked = dropout.masked(cx, site1, &dy)?.map(Arc::new);
-        let dbranch = B::all(masked.as_deref().unwrap_or(&dy));
-        b.linear_backward_input(s.out, dbranch, w_out, B::all_mut(&mut dheads))?;
-        let mut dqkv = new(rows * self.packed())?;
-        let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
-        b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
-        drop(qkv);
-        let of_branch = masked.as_ref().map_or(OutputGradient::Changing(&dy), OutputGradient::Kept);
-        grads.linear(b, s.out, of_branch, heads, At::Own(a_out), no_bias.clone())?;
-        b.rotary(Rotary { back: true, ..s.rotary }, self.angles.table(b)?, B::all_mut(&mut dqkv))?;
-        let dqkv = Arc::new(dqkv);
-        grads.linear(b, s.qkv, OutputGradient::Kept(&dqkv), norm1, At::Own(a_qkv), no_bias.clone())?;
-        b.linear_backward_input(s.qkv, B::all(&dqkv), w_qkv, B::all_mut(&mut dnorm))?;
-        let (g, dstream, stats) = (B::all(&dnorm), B::all_mut(&mut dy), B::all(&stats1));
-        let (dweight, none) = grads.pair(&a_norm1, &no_bias);
-        b.norm_backward(s.norm, g, B::all(x), w_norm1, stats, dstream, dweight, none)?;
+        let mut spare = Some(stream).filter(|_| self.slices.total == 1);
+        let mut dqkvs = Vec::with_capacity(count);
+        let branch = lanes.branch(dropout, site1, &dy, grads.later.is_some())?;
+        for (k, [qkv, heads, lse]) in attention.into_iter().enumerate() {
+            let mut dheads = spare.take().map_or_else(|| new(rows * a), Ok)?;
+            b.linear_backward_input(s.out, branch.all(&dy), w_out[k], B::all_mut(&mut dheads))?;
+            let mut dqkv = new(rows * self.packed())?;
+            let (y, lse, g) = (B::all(&heads), B::all(&lse), B::all(&dheads));
+            b.attention_backward(s.attention, B::all(&qkv), y, lse, g, B::all_mut(&mut dqkv))?;
+            drop(qkv);
+            grads.linear(b, s.out, branch.of_output(&dy), &Arc::new(heads), At::Own(a_out[k].clone()), 0..0)?;
+            b.rotary(Rotary { back: true, ..s.rotary }, self.angles.table(b)?, B::all_mut(&mut dqkv))?;
+            dqkvs.push((Arc::new(dqkv), 0..rows * self.packed()));
+        }
+        drop(branch);
+        let map =
+            Column { shapes: vec![s.qkv; count], weights: w_qkv, places: At::own(a_qkv), biases: no_biases.clone() };
+        let dnorm = lanes.column_backward(&map, &mut grads, dqkvs, lanes.gathered(norm1, d)?)?;
+        let places = Places { weights: &a_norm1, biases: &no_biases };
+        lanes.norm_backward(s.norm, &dnorm, x, w_norm1[0], &stats1, &mut dy, &mut grads, places)?;
         Ok(dy)
     }
 }

@@ -1,10 +1,15 @@
 //! Losses: the end of the forward and the seed of the backward. And the metrics of a network's output.
 
+use std::ops::Range;
 use std::sync::OnceLock;
 
 use super::Micro;
-use crate::backend::{Backend, CrossEntropy, Deviation, Kernels, LossWeights, MemoryKind, Regression};
+use crate::backend::{
+    Backend, CrossEntropy, CrossEntropyPart, Deviation, Kernels, LogitsPart, LossWeights, MemoryKind, Regression,
+};
+use crate::comm::Group;
 use crate::error::{Error, Result};
+use crate::layout::Slices;
 
 /// The loss that a network minimises; the mean over all predictions.
 #[derive(Debug, Clone, PartialEq)]
@@ -60,6 +65,10 @@ impl Metric {
 /// A loss on a device, and metrics.
 pub struct Objective<B: Backend> {
     loss: Loss,
+    /// Elements of a row of the output.
+    width: usize,
+    /// The tensor lanes of this rank, each with some classes.
+    slices: Slices,
     metrics: Vec<Metric>,
     /// Weights of classes, on the device from their first use on.
     weights: OnceLock<B::Buf>,
@@ -74,7 +83,23 @@ impl<B: Kernels> Objective<B> {
             Loss::Deviation(Deviation::Binary) => vec![Metric::Accuracy],
             Loss::Deviation(_) => vec![Metric::MeanAbsolute, Metric::RootMeanSquare],
         };
-        Self { loss, metrics: if metrics { all } else { vec![] }, weights: OnceLock::new() }
+        let metrics = if metrics { all } else { vec![] };
+        Self { loss, width, slices: Slices::whole(), metrics, weights: OnceLock::new() }
+    }
+
+    /// The same, of logits that the tensor lanes divide among themselves.
+    pub fn sliced(self, slices: &Slices) -> Self {
+        Self { slices: slices.clone(), ..self }
+    }
+
+    /// The elements of each lane, in an output of so many rows with those of one lane after the other.
+    pub fn of_lanes(&self, rows: usize) -> Vec<Range<usize>> {
+        let ends = self.slices.held.clone().scan(0, |end, lane| {
+            let start = *end;
+            *end += rows * self.slices.share(self.width, lane).len();
+            Some(start..*end)
+        });
+        ends.collect()
     }
 
     /// The metrics that are measured beside the loss.
@@ -87,21 +112,21 @@ impl<B: Kernels> Objective<B> {
     ///
     /// # Errors
     /// The device failed.
-    pub fn train(&self, backend: &B, micro: &Micro<B>, output: &mut B::Buf, scale: f32) -> Result<B::Scalar> {
+    pub fn train(
+        &self,
+        backend: &B,
+        tensor: Option<&Group<B>>,
+        micro: &Micro<B>,
+        output: &mut B::Buf,
+        scale: f32,
+    ) -> Result<B::Scalar> {
         let rows = micro.rows();
         let mut losses = backend.alloc_f32(MemoryKind::Activations, rows)?;
         match &self.loss {
             Loss::CrossEntropy { smoothing, .. } => {
-                let classes = B::len(output) / rows.max(1);
-                let shape = CrossEntropy { rows, classes, scale, gradient: true, smoothing: *smoothing };
+                let shape = CrossEntropy { rows, classes: self.width, scale, gradient: true, smoothing: *smoothing };
                 let weights = LossWeights { classes: self.weights(backend)?, rows: B::all(&micro.parts.weights) };
-                backend.cross_entropy(
-                    shape,
-                    B::all_mut(output),
-                    &micro.parts.classes,
-                    weights,
-                    B::all_mut(&mut losses),
-                )?;
+                self.cross_entropy(backend, tensor, shape, output, micro, weights, &mut losses)?;
             }
             Loss::Deviation(by) => {
                 let width = B::len(output) / rows.max(1);
@@ -113,12 +138,58 @@ impl<B: Kernels> Objective<B> {
         backend.sum(B::all(&losses))
     }
 
+    /// The losses of rows. Of logits that are divided among tensor lanes each lane tells the largest and a few sums, once for all
+    /// lanes; its gradient then needs no other lane's logits.
+    #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
+    fn cross_entropy(
+        &self,
+        backend: &B,
+        tensor: Option<&Group<B>>,
+        shape: CrossEntropy,
+        output: &mut B::Buf,
+        micro: &Micro<B>,
+        weights: LossWeights<B::View<'_>>,
+        losses: &mut B::Buf,
+    ) -> Result<()> {
+        let (targets, Slices { total, held, .. }) = (&micro.parts.classes, &self.slices);
+        if *total == 1 {
+            return backend.cross_entropy(shape, B::all_mut(output), targets, weights, B::all_mut(losses));
+        }
+        let CrossEntropy { rows, classes, scale, gradient, smoothing } = shape;
+        let parts: Vec<_> = held.clone().zip(self.of_lanes(rows)).collect();
+        let part = |lane: usize| {
+            let share = self.slices.share(classes, lane);
+            LogitsPart { rows, classes: share.len(), first: share.start }
+        };
+        let of_lane = rows * LogitsPart::STATS;
+        let mut stats = backend.alloc_f32(MemoryKind::Activations, total * of_lane)?;
+        for (lane, at) in &parts {
+            let to = B::view_mut(&mut stats, lane * of_lane..(lane + 1) * of_lane);
+            backend.softmax_part(part(*lane), B::view(output, at.clone()), targets, to)?;
+        }
+        if let Some(tensor) = tensor {
+            stats = tensor.all_gather(stats).wait()?;
+        }
+        for (lane, at) in parts {
+            let shape = CrossEntropyPart { part: part(lane), parts: *total, classes, scale, gradient, smoothing };
+            let logits = B::view_mut(output, at);
+            backend.cross_entropy_part(shape, B::all(&stats), logits, targets, weights, B::all_mut(losses))?;
+        }
+        Ok(())
+    }
+
     /// Σ over a micro-batch's predictions of the loss, without smoothing and weights, and of the values whose means are
-    /// the metrics.
+    /// the metrics, which there are none of where logits are divided among tensor lanes.
     ///
     /// # Errors
-    /// The device failed.
-    pub fn measure(&self, backend: &B, micro: &Micro<B>, output: &mut B::Buf) -> Result<Vec<f64>> {
+    /// The device, or a message between ranks, failed.
+    pub fn measure(
+        &self,
+        backend: &B,
+        tensor: Option<&Group<B>>,
+        micro: &Micro<B>,
+        output: &mut B::Buf,
+    ) -> Result<Vec<f64>> {
         let rows = micro.rows();
         let width = B::len(output) / rows.max(1);
         let mut values = backend.alloc_f32(MemoryKind::Activations, rows)?;
@@ -126,10 +197,9 @@ impl<B: Kernels> Objective<B> {
         let none = backend.alloc_f32(MemoryKind::Activations, 0)?;
         match &self.loss {
             Loss::CrossEntropy { .. } => {
-                let shape = CrossEntropy { rows, classes: width, scale: 0.0, gradient: false, smoothing: 0.0 };
+                let shape = CrossEntropy { rows, classes: self.width, scale: 0.0, gradient: false, smoothing: 0.0 };
                 let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
-                let to = B::all_mut(&mut values);
-                backend.cross_entropy(shape, B::all_mut(output), &micro.parts.classes, weights, to)?;
+                self.cross_entropy(backend, tensor, shape, output, micro, weights, &mut values)?;
                 sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 for metric in &self.metrics {
                     let k = if *metric == Metric::Top5 { 5 } else { 1 };

@@ -14,6 +14,7 @@ pub mod llama;
 pub mod loss;
 mod network;
 mod rotary;
+mod tensor;
 
 use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::comm::Group;
@@ -81,6 +82,8 @@ pub struct Context<'a, B: Backend> {
     pub micro: &'a Micro<B>,
     /// The training step; none outside training.
     pub training: Option<Training<'a, B>>,
+    /// The ranks that compute slices of the same blocks; none where this one computes whole ones.
+    pub tensor: Option<&'a Group<B>>,
 }
 
 /// A training step as a block sees it.
@@ -95,18 +98,43 @@ pub struct Training<'a, B: Backend> {
 
 /// Parameters of a block: its own unit's and, when it borrows, another unit's.
 pub struct Params<'a, B: Backend> {
-    /// The block's unit.
+    /// The block's unit: a section for each tensor lane of this rank.
     pub own: B::View<'a>,
+    /// Elements of a section.
+    pub section: usize,
     /// Those of [`Block::borrows`], with the unit's other elements behind them.
     pub lent: Option<B::View<'a>>,
+    /// Elements of a section of the borrowed unit.
+    pub lent_section: usize,
 }
 
-/// Parameters that a block borrows from another block's unit: its first elements.
+impl<'a, B: Backend> Params<'a, B> {
+    /// Those of a block with one lane that borrows none.
+    pub fn of(unit: &'a B::Buf) -> Self {
+        Self { own: B::all(unit), section: B::len(unit), lent: None, lent_section: 0 }
+    }
+
+    /// The block's unit from section `k` on.
+    pub fn lane(&self, k: usize) -> B::View<'a> {
+        B::cut(self.own, k * self.section).1
+    }
+
+    /// As [`Params::lane`], of the borrowed unit.
+    ///
+    /// # Errors
+    /// Nothing is lent.
+    pub fn lent_lane(&self, k: usize) -> Result<B::View<'a>> {
+        let lent = self.lent.ok_or_else(|| Error::internal("a block that borrows parameters was handed none"))?;
+        Ok(B::cut(lent, k * self.lent_section).1)
+    }
+}
+
+/// Parameters that a block borrows from another block's unit: its first tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Loan {
     /// The unit, of an earlier block.
     pub unit: usize,
-    /// Elements.
+    /// Elements of its gradient: equally many for each tensor lane of this rank, as many as the first lane of all has.
     pub len: usize,
 }
 
@@ -115,7 +143,8 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// The unit's name.
     fn name(&self) -> String;
 
-    /// Parameters in storage order, decayed ones first.
+    /// Parameters in storage order, with their whole shapes: those that are cut among tensor lanes first, and of each kind
+    /// decayed ones first.
     fn tensors(&self) -> Vec<Tensor>;
 
     /// Parameters of an earlier block's unit that this one uses as well. The gradients of both blocks are summed apart, and
@@ -132,6 +161,11 @@ pub trait Block<B: Kernels>: Send + Sync {
 
     /// As [`Block::saved_per_row`], of elements that are f32 with any compute type, and not counted there.
     fn exact_per_row(&self) -> usize;
+
+    /// Elements a row that live at once in this block's forward, besides the saved ones and the output.
+    fn forward_scratch_per_row(&self) -> usize {
+        0
+    }
 
     /// Elements a row that live at once while this block works, besides the saved ones.
     fn scratch_per_row(&self) -> usize;
@@ -187,11 +221,12 @@ pub fn loans<B: Kernels>(blocks: &Blocks<B>) -> Vec<Option<Loan>> {
 
 /// The saved buffers as an array, in the order the forward listed them.
 fn unpack<T, const N: usize>(saved: Vec<T>) -> Result<[T; N]> {
-    let found = saved.len();
-    saved.try_into().map_err(|_| Error::internal(format!("{found} saved buffers where the backward wants {N}")))
+    take(&mut saved.into_iter())
 }
 
-/// The lent window, which a block that borrows always gets.
-fn lent<T>(window: Option<T>) -> Result<T> {
-    window.ok_or_else(|| Error::internal("a block that borrows parameters was handed none"))
+/// The next saved buffers.
+fn take<T, const N: usize>(saved: &mut impl Iterator<Item = T>) -> Result<[T; N]> {
+    let next: Vec<T> = saved.take(N).collect();
+    let found = next.len();
+    next.try_into().map_err(|_| Error::internal(format!("{found} saved buffers where the backward wants {N}")))
 }

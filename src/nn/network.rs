@@ -8,7 +8,7 @@ use super::{Block, Blocks};
 use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
 use crate::data::{SampleSpec, Target};
-use crate::layout::{Tensor, trained};
+use crate::layout::{Slices, Tensor, trained};
 
 /// Operations of matrix products that stand for an element which is written, kept and read again: a rough figure, with which
 /// they are a twentieth of the work of a block of GPT-2.
@@ -93,9 +93,14 @@ impl Network {
 
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
+        self.sliced(&Slices::whole())
+    }
+
+    /// The network as blocks, of which this rank has `slices`; those of a network by layers are always whole.
+    pub fn sliced<B: Kernels>(&self, slices: &Slices) -> Blocks<B> {
         match self {
-            Network::Gpt(gpt) => gpt.blocks(),
-            Network::Llama(llama) => llama.blocks(),
+            Network::Gpt(gpt) => gpt.sliced(slices),
+            Network::Llama(llama) => llama.sliced(slices),
             Network::Layers(layers) => layers.blocks(),
         }
     }

@@ -50,6 +50,9 @@ pub struct Part {
 }
 
 impl Part {
+    const PADDING: Self =
+        Self { len: 0, lr_factor: 1.0, weight_decay: None, decays: false, scaled_by: None, average: None };
+
     /// A whole tensor, its step not scaled.
     pub fn of(tensor: &Tensor, groups: &[Group]) -> Self {
         let group = groups.iter().find(|group| group.holds(tensor));
@@ -73,7 +76,7 @@ impl Part {
     }
 }
 
-/// The parts of a range of a unit, in order; padding is of the last one. `layerwise`: each matrix is a part of its own
+/// The parts of a range of a unit, in order; padding behind tensors that do not decay is of their part. `layerwise`: each matrix is a part of its own
 /// ([`Rule::is_layerwise`](super::Rule::is_layerwise)).
 pub fn parts(layout: &UnitLayout, range: Range<usize>, groups: &[Group], layerwise: bool) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
@@ -82,21 +85,15 @@ pub fn parts(layout: &UnitLayout, range: Range<usize>, groups: &[Group], layerwi
         Some(last) if last.is_like(&part) => last.len += part.len,
         _ => parts.push(part),
     };
-    let mut end = range.start;
-    for piece in layout.pieces(range.clone()) {
-        end = range.start + piece.of_owned.end;
+    let mut end = 0;
+    for piece in layout.stored(range.clone()) {
+        add(Part { len: piece.of_owned.start - end, ..Part::PADDING });
+        end = piece.of_owned.end;
         let part = Part::of(piece.tensor, groups);
         let scaled_by = (layerwise && part.decays).then_some(piece.index);
         add(Part { len: piece.of_owned.len(), scaled_by, ..part });
     }
-    add(Part {
-        len: range.end - end,
-        lr_factor: 1.0,
-        weight_decay: None,
-        decays: false,
-        scaled_by: None,
-        average: None,
-    });
+    add(Part { len: range.len() - end, ..Part::PADDING });
     parts
 }
 

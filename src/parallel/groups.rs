@@ -13,8 +13,12 @@ pub struct Groups<B: Kernels> {
     pub shard: Group<B>,
     /// Ranks of the stage that own the same range in different copies.
     pub replica: Group<B>,
-    /// Both: every rank of the stage, each with different data, replica-major.
+    /// Both: ranks of the stage with different data, replica-major.
     pub data: Group<B>,
+    /// Ranks of the stage that compute slices of the same blocks.
+    pub tensor: Group<B>,
+    /// Every rank of the stage.
+    pub stage: Group<B>,
     /// The stages that compute the same data, in order: for activations and their gradients.
     pub pipeline: Group<B>,
     /// The same, for parameters that one stage borrows from another and for their gradients.
@@ -33,6 +37,8 @@ impl<B: Kernels> Groups<B> {
             shard: group(&[Axis::Shard], "shard")?,
             replica: group(&[Axis::Replica], "replica")?,
             data: group(&[Axis::Replica, Axis::Shard], "data")?,
+            tensor: group(&[Axis::Tensor], "tensor")?,
+            stage: group(&[Axis::Replica, Axis::Shard, Axis::Tensor], "stage")?,
             pipeline: group(&[Axis::Pipeline], "pipeline")?,
             ties: group(&[Axis::Pipeline], "ties")?,
         })

@@ -25,91 +25,9 @@ impl Lanes {
     }
 }
 
-/// Sums partial results as they come, lane after lane, in the shape of a binary tree: neighbours first.
-///
-/// Two subtrees of equal height merge at once, so at most log2(lanes) + 1 partial sums are alive.
-#[derive(Debug)]
-pub struct Tree<T> {
-    /// Partial sums with their heights; heights fall strictly.
-    partial: Vec<(u32, T)>,
-}
-
-impl<T> Default for Tree<T> {
-    fn default() -> Self {
-        Self { partial: Vec::new() }
-    }
-}
-
-impl<T> Tree<T> {
-    /// Adds the next lane's result; `add(into, from)` computes `into += from`.
-    pub fn push<E>(&mut self, next: T, mut add: impl FnMut(&mut T, T) -> Result<(), E>) -> Result<(), E> {
-        let mut merged = (0, next);
-        while let Some((height, mut left)) = self.partial.pop_if(|(height, _)| *height == merged.0) {
-            add(&mut left, merged.1)?;
-            merged = (height + 1, left);
-        }
-        self.partial.push(merged);
-        Ok(())
-    }
-
-    /// The sum of everything, or nothing when nothing was pushed.
-    pub fn finish<E>(&mut self, mut add: impl FnMut(&mut T, T) -> Result<(), E>) -> Result<Option<T>, E> {
-        let Some((_, mut sum)) = self.partial.pop() else { return Ok(None) };
-        while let Some((_, mut left)) = self.partial.pop() {
-            add(&mut left, sum)?;
-            sum = left;
-        }
-        Ok(Some(sum))
-    }
-}
-
-/// The sum of `values` by the same tree; 0 of nothing.
-pub fn tree_sum(values: &[f64]) -> f64 {
-    let add = |into: &mut f64, from| {
-        *into += from;
-        Ok::<_, std::convert::Infallible>(())
-    };
-    let mut tree = Tree::default();
-    for &value in values {
-        let Ok(()) = tree.push(value, add);
-    }
-    let Ok(sum) = tree.finish(add);
-    sum.unwrap_or(0.0)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// Writes the tree down.
-    fn shape(lanes: usize) -> String {
-        let add = |into: &mut String, from: String| {
-            *into = format!("({into}{from})");
-            Ok::<_, ()>(())
-        };
-        let mut tree = Tree::default();
-        (0..lanes).for_each(|i| tree.push(i.to_string(), add).unwrap());
-        tree.finish(add).unwrap().unwrap_or_default()
-    }
-
-    #[test]
-    fn neighbours_first() {
-        assert_eq!(shape(0), "");
-        assert_eq!(shape(1), "0");
-        assert_eq!(shape(3), "((01)2)");
-        assert_eq!(shape(6), "(((01)(23))(45))");
-        assert_eq!(shape(8), "(((01)(23))((45)(67)))");
-    }
-
-    #[test]
-    fn equal_groups_of_a_power_of_two_do_not_change_the_sum() {
-        let values: Vec<f64> = (0..24).map(|i| (f64::from(i) * 1.7).sin() * 10f64.powi(i % 7)).collect();
-        let whole = tree_sum(&values);
-        for group in [1, 2, 4, 8] {
-            let partial: Vec<f64> = values.chunks(group).map(tree_sum).collect();
-            assert_eq!(tree_sum(&partial).to_bits(), whole.to_bits(), "groups of {group}");
-        }
-    }
 
     #[test]
     fn ranks_share_the_lanes() {

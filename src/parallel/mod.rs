@@ -26,7 +26,7 @@ mod unit;
 pub use control_flags::{AllFlags, ControlFlags};
 pub use groups::Groups;
 pub use hyper::{Hyper, state_names};
-pub use lanes::{Lanes, tree_sum};
+pub use lanes::Lanes;
 pub use memory_timeline::{MemoryTimeline, Moment, When};
 pub use offload::bytes as offloaded_bytes;
 pub use partition::partition;

@@ -6,9 +6,9 @@
 
 use std::ops::Range;
 
-use super::lanes::tree_sum;
 use crate::error::{Error, Result};
 use crate::optim::Pair;
+use crate::tree::tree_sum;
 
 /// A rank's message about its virtual shards; little-endian f64 on the wire.
 pub struct Norms {

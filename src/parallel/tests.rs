@@ -9,8 +9,8 @@ use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
 use crate::comm::{Algorithm, Comm, start_threads};
 use crate::engine::{Engine, Geometry, Model};
-use crate::layout::UnitLayout;
-use crate::mesh::Mesh;
+use crate::layout::{Slices, UnitLayout};
+use crate::mesh::{Axis, Mesh};
 use crate::nn::gpt::Gpt;
 use crate::nn::loss::{Loss, Objective};
 use crate::nn::{Micro, loans};
@@ -18,7 +18,7 @@ use crate::optim::Rule;
 
 const STEPS: u64 = 4;
 const BATCH: usize = 24;
-const TIME: usize = 7;
+const TIME: usize = 8;
 
 /// Loss and norm of every step, then all parameters and optimizer state of every tensor, as bits.
 #[derive(PartialEq)]
@@ -35,6 +35,9 @@ struct Row {
     order: PipelineSchedule,
     shard: usize,
     replica: usize,
+    tensor: usize,
+    tensor_lanes: usize,
+    sequence: bool,
     zero: Zero,
     lanes: usize,
     micros_per_lane: usize,
@@ -50,6 +53,9 @@ const ONE: Row = Row {
     order: PipelineSchedule::OneForwardOneBackward,
     shard: 1,
     replica: 1,
+    tensor: 1,
+    tensor_lanes: 1,
+    sequence: false,
     zero: Zero::Zero,
     lanes: 8,
     micros_per_lane: 1,
@@ -63,7 +69,7 @@ const RULE: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
 
 /// The last of its four blocks borrows the unit of the first.
 const BLOCKS: usize = 4;
-const GPT: Gpt = Gpt { layers: 2, heads: 3, width: 15, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
+const GPT: Gpt = Gpt { layers: 2, heads: 4, width: 16, context: TIME, vocabulary: 19, bias: true, dropout: 0.2 };
 
 /// Bytes of the padded units.
 fn unit_bytes(lanes: usize) -> Vec<usize> {
@@ -72,17 +78,20 @@ fn unit_bytes(lanes: usize) -> Vec<usize> {
 }
 
 fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
-    let mesh = Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: 1 };
+    let mesh = Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: row.tensor };
     let groups = Groups::split(comm, &mesh).unwrap();
     let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let backend = Cpu::new(1);
-    let blocks = GPT.blocks();
+    let tensor = mesh.coordinates(comm.rank())[Axis::Tensor as usize];
+    let slices = Slices::of_rank(row.tensor_lanes, tensor, row.tensor, row.sequence);
+    let blocks = GPT.sliced(&slices);
     let cut = partition(&[1.0; BLOCKS], row.pipeline, |_, _| true).unwrap();
     let stage = Stage::new(&cut, mesh.stage(comm.rank()), &loans(&blocks));
     let updates = Updates { rule: RULE, groups: vec![], average: None, host: row.offload.then(|| Cpu::new(2)) };
     let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
     let (stages, number) = (stage.count, stage.index);
-    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, stage, Some(3)).unwrap();
+    let sharded =
+        Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(3)).unwrap();
     let predictions = (BATCH * TIME) as u64;
     let geometry = Geometry {
         schedule: StepSchedule {
@@ -96,7 +105,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         recompute: row.recompute,
         seed: 3,
     };
-    let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false);
+    let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false).sliced(&slices);
     let mut engine = Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry };
 
     let mut curve = Vec::new();
@@ -135,8 +144,10 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             let mut view = vec![0.0; unit.range.len()];
             values.read(&mut view).unwrap();
             for piece in unit.layout.pieces(unit.range.clone()) {
-                let bits = view[piece.of_owned].iter().map(|x| x.to_bits()).collect();
-                tensors.push((format!("{}/{part}", piece.tensor.name), piece.of_tensor.start, bits));
+                for (start, run) in piece.runs() {
+                    let bits = view[run].iter().map(|x| x.to_bits()).collect();
+                    tensors.push((format!("{}/{part}", piece.tensor.name), start, bits));
+                }
             }
         }
     }
@@ -147,7 +158,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
 
 /// Runs a row on as many threads as it has ranks; joins the tensors of all.
 fn run(row: Row) -> Outcome {
-    let comms = start_threads(row.pipeline * row.shard * row.replica, row.algorithm);
+    let comms = start_threads(row.pipeline * row.shard * row.replica * row.tensor, row.algorithm);
     let outcomes: Vec<Outcome> = std::thread::scope(|scope| {
         let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || rank(&comm, row))).collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -235,6 +246,37 @@ fn every_pipeline_gives_the_bits_of_one_rank() {
                 assert_eq!(got.curve, want.curve, "{name}");
                 assert!(got.tensors == want.tensors, "{name}: other parameters");
             }
+        }
+    }
+}
+
+#[test]
+fn every_division_of_blocks_gives_the_bits_of_one_rank() {
+    let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
+    for (tensor_lanes, lanes, micros_per_lane) in [(2, 4, 1), (2, 2, 3), (4, 2, 2)] {
+        let one = Row { tensor_lanes, lanes, micros_per_lane, ..ONE };
+        let want = run(one);
+        let mut rows = vec![Row { recompute: true, ..one }];
+        for tensor in [2, 4].into_iter().filter(|tensor| *tensor <= tensor_lanes) {
+            let cut = Row { tensor, ..one };
+            rows.extend([cut, Row { recompute: true, ..cut }, Row { replica: 2, ..cut }]);
+            rows.extend([2, 3].map(|pipeline| Row { pipeline, ..cut }));
+            rows.push(Row { pipeline: 2, order: PipelineSchedule::ZeroBubble, ..cut });
+            rows.extend(stages[1..].iter().map(|&zero| Row { shard: 2, zero, ..cut }));
+            rows.push(Row { shard: 2, zero: Zero::Three, recompute: true, offload: true, ..cut });
+            rows.push(Row { pipeline: 2, shard: 2, zero: Zero::Two, ..cut });
+        }
+        rows.push(Row { pipeline: 2, order: PipelineSchedule::ZeroBubble, ..one });
+        let divided = rows.iter().filter(|row| row.tensor > 1).map(|row| Row { sequence: true, ..*row });
+        for row in rows.clone().into_iter().chain(divided) {
+            let got = run(row);
+            let Row { pipeline, order, shard, replica, tensor, sequence, zero, recompute, offload, .. } = row;
+            let name = format!(
+                "{tensor_lanes} slices: tensor {tensor} sequence {sequence} pipeline {pipeline} {order} shard {shard} \
+                 replica {replica} {zero:?} recompute {recompute} offload {offload}, {lanes} lanes of {micros_per_lane}"
+            );
+            assert_eq!(got.curve, want.curve, "{name}");
+            assert!(got.tensors == want.tensors, "{name}: other parameters");
         }
     }
 }

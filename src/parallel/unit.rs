@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use super::lanes::Tree;
 use super::shard_owner::ShardOwner;
 use crate::backend::{Kernels, MemoryKind};
-use crate::comm::Pending;
+use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
 use crate::layout::{Init, UnitLayout};
 use crate::optim::Part;
 use crate::random;
+use crate::tree::Tree;
 
 /// A full buffer: at hand, on the wire, or given up.
 pub enum Slot<T> {
@@ -105,14 +105,36 @@ impl<B: Kernels> Unit<B> {
         Ok(first)
     }
 
+    /// Adds the gradients that each tensor lane has of whole tensors, here and on the other ranks of `tensor`, and gives the
+    /// sum to all.
+    pub fn add_copies(&mut self, backend: &B, tensor: &Group<B>) -> Result<()> {
+        let copies: Vec<Range<usize>> = self.layout.copies().filter(|copy| !copy.is_empty()).collect();
+        let Some(len) = copies.first().map(Range::len) else { return Ok(()) };
+        let grads = self.grads.as_mut().ok_or_else(|| Error::internal("a lane ended before it began"))?;
+        let add = |into: &mut B::Buf, from: B::Buf| backend.add(B::all(&from), B::all_mut(into));
+        let mut tree = Tree::default();
+        for copy in &copies {
+            let mut part = backend.alloc(MemoryKind::Gradients, len)?;
+            backend.copy(B::view(grads, copy.clone()), B::all_mut(&mut part))?;
+            tree.push(part, add)?;
+        }
+        let sum = tree.finish(add)?.ok_or_else(|| Error::internal("a unit without sections"))?;
+        let sum = tensor.about(&self.layout.name).all_reduce(sum, 0..len).wait()?;
+        copies.into_iter().try_for_each(|copy| backend.copy(B::all(&sum), B::view_mut(grads, copy)))
+    }
+
     /// The lane's gradient is final, those of borrowers included: it joins the rank's tree of lanes. After the `last` lane
     /// their sum is ready to be reduced.
     pub fn lane_done(&mut self, backend: &B, last: bool) -> Result<()> {
         let mut lane = self.grads.take().ok_or_else(|| Error::internal("a lane ended before it began"))?;
         self.grads_open = false;
         for part in self.returned.drain(..) {
-            let len = B::len(&part);
-            backend.add(B::all(&part), B::view_mut(&mut lane, 0..len))?;
+            // Equally many elements for each section, of which the last lanes may want fewer.
+            let of_section = B::len(&part) / self.layout.slices().held.len();
+            for (k, range) in self.layout.first_tensor().enumerate() {
+                let from = k * of_section..k * of_section + range.len();
+                backend.add(B::view(&part, from), B::view_mut(&mut lane, range))?;
+            }
         }
         // A merged buffer is free again: it serves the next lane.
         let mut spare = None;
@@ -148,20 +170,28 @@ impl<B: Kernels> Unit<B> {
     }
 }
 
-/// The initial values of a unit: each tensor a stream of its own, named by the tensor. Without a seed, zero.
+/// The initial values of a unit: each tensor a stream of its own, named by the tensor, of which a rank takes its part. Without a
+/// seed, zero.
 pub fn initial(layout: &UnitLayout, seed: Option<u64>) -> Vec<f32> {
     let mut values = vec![0.0; layout.padded];
     let Some(seed) = seed else { return values };
-    for (tensor, range) in &layout.tensors {
-        let values = &mut values[range.clone()];
-        match tensor.init {
-            Init::Zeros => {}
-            Init::Ones => values.fill(1.0),
+    let mut pieces: Vec<_> = layout.stored(0..layout.padded).collect();
+    pieces.sort_by_key(|piece| piece.index);
+    for of_tensor in pieces.chunk_by(|one, other| one.index == other.index) {
+        let tensor = of_tensor[0].tensor;
+        let whole = match tensor.init {
+            Init::Zeros => continue,
+            Init::Ones => vec![1.0; tensor.len()],
             Init::Normal(std) => {
                 let stream = random::Stream::new(random::derive(seed, &[random::name(&tensor.name)]));
-                stream.fill_normal(values);
-                values.iter_mut().for_each(|x| *x *= std);
+                let mut whole = vec![0.0; tensor.len()];
+                stream.fill_normal(&mut whole);
+                whole.iter_mut().for_each(|x| *x *= std);
+                whole
             }
+        };
+        for (start, to) in of_tensor.iter().flat_map(|piece| piece.runs()) {
+            values[to.clone()].copy_from_slice(&whole[start..start + to.len()]);
         }
     }
     values

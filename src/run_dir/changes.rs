@@ -29,7 +29,9 @@ fn decides(section: &str, key: &str) -> Decides {
         ("data", "prefetch" | "stage" | "verify") => Decides::Else,
         ("optimizer", "offload") => Decides::Layout,
         ("data" | "optimizer", _) => Decides::Curve,
-        ("parallel", "lanes") | ("batch", "micro") | ("comm", "algorithm" | "reproducible") => Decides::Rounding,
+        ("parallel", "lanes" | "tensor_lanes") | ("batch", "micro") | ("comm", "algorithm" | "reproducible") => {
+            Decides::Rounding
+        }
         ("parallel", _) => Decides::Layout,
         _ => Decides::Else,
     }

@@ -231,10 +231,10 @@ impl<B: Kernels> Load<'_, B> {
         // Another run begins with the parameters that this one is used with; the same run goes on with the ones it
         // trains.
         let used = if take == Take::Weights { reader.used() } else { 0 };
-        let restored = self.sharded.restore(|tensor, part, range, out| match (part, take) {
-            (_, Take::Everything) => reader.read(tensor, part, range, out),
+        let restored = self.sharded.restore(|tensor, part, columns, range, out| match (part, take) {
+            (_, Take::Everything) => reader.read(tensor, part, columns, range, out),
             // A new average begins at the parameters.
-            (part, _) if part == 0 || names[part - 1] == AVERAGE => reader.read(tensor, used, range, out),
+            (part, _) if part == 0 || names[part - 1] == AVERAGE => reader.read(tensor, used, columns, range, out),
             // Other fresh state is zero, as `out` is.
             _ => Ok(()),
         });

@@ -12,6 +12,8 @@ pub struct Row {
     pub ranks: usize,
     /// Stages of the pipeline.
     pub pipeline: usize,
+    /// Ranks that share the blocks.
+    pub tensor: usize,
     /// ZeRO stage.
     pub zero: Zero,
     /// Ranks that share one copy of the parameters.
@@ -21,7 +23,7 @@ pub struct Row {
 }
 
 /// One rank that shards nothing, with which the others are compared.
-pub const REFERENCE: Row = Row { ranks: 1, pipeline: 1, zero: Zero::Zero, shard: 1, replica: 1 };
+pub const REFERENCE: Row = Row { ranks: 1, pipeline: 1, tensor: 1, zero: Zero::Zero, shard: 1, replica: 1 };
 
 impl Row {
     /// Ranks with different data.
@@ -33,48 +35,58 @@ impl Row {
     pub fn config(&self, base: &Config) -> Config {
         let mut config = base.clone();
         config.parallel.pipeline = self.pipeline;
+        config.parallel.tensor = self.tensor;
+        // Where nothing is divided rows are not either: the bits are the same.
+        config.parallel.sequence &= self.tensor > 1;
         config.parallel.zero = self.zero;
         config.parallel.shard = Some(self.shard);
         config.parallel.replica = Some(self.replica);
         config
     }
 
-    /// Whether `lanes` lanes are added by the same tree as on one rank with as many: each rank, and each copy of
-    /// the parameters, has a power of two of them.
-    pub fn same_tree(&self, lanes: usize) -> bool {
-        let power = |parts| lanes.is_multiple_of(parts) && (lanes / parts).is_power_of_two();
-        self.data() == 1 || (power(self.data()) && (self.replica == 1 || power(self.replica)))
+    /// Whether `lanes` lanes, and so many tensor lanes, are added by the same tree as on one rank with as many: each rank, and
+    /// each copy of the parameters, has a power of two of them.
+    pub fn same_tree(&self, lanes: usize, tensor_lanes: usize) -> bool {
+        let power = |lanes: usize, parts| lanes.is_multiple_of(parts) && (lanes / parts).is_power_of_two();
+        let data = self.data() == 1 || (power(lanes, self.data()) && (self.replica == 1 || power(lanes, self.replica)));
+        data && (self.tensor == 1 || power(tensor_lanes, self.tensor))
     }
 }
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let layout = format!("{} × {} × {}", self.pipeline, self.replica, self.shard);
-        write!(f, "{:>5}  {layout:<26}  {:>4}", self.ranks, u8::from(self.zero))
+        let layout = format!("{} × {} × {} × {}", self.pipeline, self.replica, self.shard, self.tensor);
+        write!(f, "{:>5}  {layout:<35}  {:>4}", self.ranks, u8::from(self.zero))
     }
 }
 
-/// For every number of ranks and of pipeline stages, every ZeRO stage; then, for those that shard, every way to have several
-/// copies of several shards. Ranks that a pipeline cannot divide make one row, which cannot run and says why.
-pub fn matrix(ranks: &[usize], pipelines: &[usize], stages: &[Zero]) -> Vec<Row> {
+/// For every number of ranks, of pipeline stages and of ranks that share blocks, every ZeRO stage; then, for those that shard,
+/// every way to have several copies of several shards. Ranks that these cannot divide make one row, which cannot run and says why.
+pub fn matrix(ranks: &[usize], pipelines: &[usize], tensors: &[usize], stages: &[Zero]) -> Vec<Row> {
     let mut rows = Vec::new();
     for (&ranks, &pipeline) in ranks.iter().flat_map(|ranks| pipelines.iter().map(move |pipeline| (ranks, pipeline))) {
-        let data = ranks / pipeline;
-        let row = |zero, shard, replica| Row { ranks, pipeline, zero, shard, replica };
-        if !ranks.is_multiple_of(pipeline) {
-            rows.push(row(Zero::Zero, 1, data.max(1)));
-            continue;
-        }
-        rows.extend(stages.iter().map(|&zero| match zero {
-            Zero::Zero => row(zero, 1, data),
-            _ => row(zero, data, 1),
-        }));
-        for shard in (2..data).filter(|shard| data.is_multiple_of(*shard)) {
-            let sharding = stages.iter().filter(|zero| **zero != Zero::Zero);
-            rows.extend(sharding.map(|&zero| row(zero, shard, data / shard)));
+        for &tensor in tensors {
+            add_rows(&mut rows, [ranks, pipeline, tensor], stages);
         }
     }
     rows
+}
+
+fn add_rows(rows: &mut Vec<Row>, [ranks, pipeline, tensor]: [usize; 3], stages: &[Zero]) {
+    let data = ranks / (pipeline * tensor);
+    let row = |zero, shard, replica| Row { ranks, pipeline, tensor, zero, shard, replica };
+    if !ranks.is_multiple_of(pipeline * tensor) {
+        rows.push(row(Zero::Zero, 1, data.max(1)));
+        return;
+    }
+    rows.extend(stages.iter().map(|&zero| match zero {
+        Zero::Zero => row(zero, 1, data),
+        _ => row(zero, data, 1),
+    }));
+    for shard in (2..data).filter(|shard| data.is_multiple_of(*shard)) {
+        let sharding = stages.iter().filter(|zero| **zero != Zero::Zero);
+        rows.extend(sharding.map(|&zero| row(zero, shard, data / shard)));
+    }
 }
 
 #[cfg(test)]
@@ -84,23 +96,28 @@ mod tests {
     #[test]
     fn hybrid_rows_fit_the_ranks() {
         let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
-        let rows = matrix(&[1, 2, 4, 8], &[1], &stages);
+        let rows = matrix(&[1, 2, 4, 8], &[1], &[1], &stages);
         assert_eq!(rows.len(), 4 * 4 + 3 * (1 + 2));
-        assert!(rows.contains(&Row { ranks: 8, pipeline: 1, zero: Zero::Two, shard: 4, replica: 2 }));
-        assert!(matrix(&[6], &[1], &stages[..1]).iter().all(|row| (row.shard, row.replica) == (1, 6)));
-        let piped = matrix(&[2, 8], &[2, 4], &stages);
+        assert!(rows.contains(&Row { ranks: 8, pipeline: 1, tensor: 1, zero: Zero::Two, shard: 4, replica: 2 }));
+        assert!(matrix(&[6], &[1], &[1], &stages[..1]).iter().all(|row| (row.shard, row.replica) == (1, 6)));
+        let piped = matrix(&[2, 8], &[2, 4], &[1], &stages);
         assert_eq!(piped.len(), 4 + 1 + (4 + 3) + 4);
-        assert!(piped.contains(&Row { ranks: 2, pipeline: 4, zero: Zero::Zero, shard: 1, replica: 1 }));
+        let cut = matrix(&[8], &[2], &[1, 2], &stages);
+        assert_eq!(cut.len(), (4 + 3) + 4);
+        assert!(cut.contains(&Row { ranks: 8, pipeline: 2, tensor: 2, zero: Zero::Two, shard: 2, replica: 1 }));
+        assert!(piped.contains(&Row { ranks: 2, pipeline: 4, tensor: 1, zero: Zero::Zero, shard: 1, replica: 1 }));
     }
 
     #[test]
     fn trees_are_the_same_with_powers_of_two() {
         let tree = |shard, replica, lanes| {
-            Row { ranks: shard * replica, pipeline: 1, zero: Zero::One, shard, replica }.same_tree(lanes)
+            Row { ranks: shard * replica, pipeline: 1, tensor: 1, zero: Zero::One, shard, replica }.same_tree(lanes, 1)
         };
         assert!(tree(4, 2, 8) && tree(3, 1, 12) && tree(1, 1, 7) && tree(1, 8, 8));
         assert!(!tree(3, 4, 12), "a copy has three lanes");
         assert!(!tree(4, 1, 12), "a rank has three lanes");
         assert!(!tree(8, 1, 4));
+        let cut = Row { ranks: 2, tensor: 2, ..REFERENCE };
+        assert!(cut.same_tree(1, 4) && cut.same_tree(1, 2) && !cut.same_tree(1, 6));
     }
 }

@@ -19,7 +19,7 @@ use matrix::{REFERENCE, Row, matrix};
 use record::{Recording, Then};
 
 use crate::comm::Choice;
-use crate::config::{Config, Facts, Plan, resolve};
+use crate::config::{Config, Facts, Parallel, Plan, resolve};
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
 use crate::optim::Rule;
@@ -40,6 +40,8 @@ pub struct Request {
     pub ranks: Vec<usize>,
     /// Numbers of stages of a pipeline.
     pub pipelines: Vec<usize>,
+    /// Numbers of ranks that share blocks.
+    pub tensors: Vec<usize>,
     /// ZeRO stages.
     pub stages: Vec<Zero>,
     /// Steps of each row.
@@ -53,7 +55,7 @@ pub struct Request {
 /// # Errors
 /// The configuration is wrong, no row can run, or a row failed.
 pub fn verify(request: &Request) -> Result<bool> {
-    let rows = matrix(&request.ranks, &request.pipelines, &request.stages);
+    let rows = matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages);
     // More steps than the run has make it longer, before its schedule is laid out.
     let mut request = request.clone();
     request.config.run.steps = request.config.run.steps.max(request.steps);
@@ -61,7 +63,7 @@ pub fn verify(request: &Request) -> Result<bool> {
     request.config.batch.micro = micro(&request.config, &rows, vocabulary);
     let request = &request;
     let mut verifier = Verifier::start(request, &rows, vocabulary)?;
-    say(" ranks  pipeline × replica × shard  ZeRO  loss, norm  parameters  optimizer  time");
+    say(" ranks  pipeline × replica × shard × tensor  ZeRO  loss, norm  parameters  optimizer  time");
     let (mut compared, mut close, mut differ, mut skipped) = (0, 0, 0, 0);
     for row in rows {
         match verifier.row(row)? {
@@ -141,15 +143,24 @@ impl<'a> Verifier<'a> {
     /// Prints the agreement expected of the rows.
     fn expect(mut self, rule: Rule, rows: &[Row]) -> Self {
         let config = &self.request.config;
-        match config.parallel.lanes {
-            Some(lanes) => {
+        let are_cut = rows.iter().any(|row| row.tensor > 1);
+        match (config.parallel.lanes, config.parallel.tensor_lanes.filter(|_| are_cut)) {
+            (Some(lanes), None) => {
                 say(format_args!("expected     the same bits: parallel.lanes = {lanes} fixes the order of additions"));
             }
-            None => say("expected     close results: without parallel.lanes the order of additions follows the ranks"),
+            (Some(lanes), Some(slices)) => say(format_args!(
+                "expected     the same bits: parallel.lanes = {lanes} and tensor_lanes = {slices} fix the order of additions"
+            )),
+            (None, _) => {
+                say("expected     close results: without parallel.lanes the order of additions follows the ranks")
+            }
         }
         if !rows.iter().all(|row| same_bits(config, row)) {
             if config.parallel.lanes.is_some() {
                 say("             close results where a rank or a copy has no power of two of the lanes");
+                if are_cut && config.parallel.tensor_lanes.is_none() {
+                    say("             close results of divided blocks: parallel.tensor_lanes fixes their order too");
+                }
             }
             let bounds = Bounds::new(rule, config.optimizer.grad_clip, &self.reference);
             say(format_args!("bounds       in the first {} steps: {bounds}", self.close_steps()));
@@ -216,8 +227,9 @@ impl<'a> Verifier<'a> {
     fn run(&self, row: Row, steps: u64, then: Then) -> Result<Recording> {
         let task = Task { config: row.config(&self.request.config), threads: None, steps, then };
         self.request.launcher.run(row.ranks, task, self.folder.path()).map_err(|e| {
-            let Row { ranks, pipeline, shard, replica, .. } = row;
-            let place = format!("{ranks} ranks, pipeline {pipeline} × replica {replica} × shard {shard}");
+            let Row { ranks, pipeline, tensor, shard, replica, .. } = row;
+            let place =
+                format!("{ranks} ranks, pipeline {pipeline} × replica {replica} × shard {shard} × tensor {tensor}");
             e.at(format_args!("{place}, ZeRO {}", u8::from(row.zero)))
         })
     }
@@ -237,9 +249,11 @@ fn refer(request: &Request, steps: u64, then: Then) -> Result<Recording> {
     launch::local(1, Task { config: REFERENCE.config(&request.config), threads: None, steps, then })
 }
 
-/// Whether a row must give the bits of one rank: with fixed lanes whose tree it keeps.
+/// Whether a row must give the bits of one rank: with fixed lanes, and fixed slices of blocks, whose trees it keeps.
 fn same_bits(config: &Config, row: &Row) -> bool {
-    row.same_tree(config.parallel.lanes.unwrap_or(row.data())) && (config.parallel.lanes.is_some() || row.data() == 1)
+    let Parallel { lanes, tensor_lanes, .. } = config.parallel;
+    let is_fixed = (lanes.is_some() || row.data() == 1) && (tensor_lanes.is_some() || row.tensor == 1);
+    is_fixed && row.same_tree(lanes.unwrap_or(row.data()), tensor_lanes.unwrap_or(row.tensor))
 }
 
 fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<Plan> {

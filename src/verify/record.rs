@@ -131,7 +131,7 @@ fn entries<B: Kernels>(sharded: &Sharded<B>) -> Vec<Entry> {
     let states: Vec<&str> = std::iter::once("").chain(sharded.state_names()).collect();
     let mut entries = Vec::new();
     for unit in sharded.layouts() {
-        for (tensor, _) in &unit.tensors {
+        for tensor in &unit.tensors {
             entries.extend(states.iter().map(|state| Entry {
                 unit: unit.name.to_string(),
                 tensor: tensor.name.clone(),
@@ -156,9 +156,8 @@ fn visit<B: Kernels>(sharded: &mut Sharded<B>, mut show: impl FnMut(usize, usize
         for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
             values.read(&mut host)?;
             for piece in unit.layout.pieces(unit.range.clone()) {
-                let place = unit.layout.tensors.iter().position(|(tensor, _)| tensor.name == piece.tensor.name);
-                let place = place.ok_or_else(|| Error::internal("a piece of no tensor"))?;
-                show(first + place * parts + part, piece.of_tensor.start, &host[piece.of_owned])?;
+                let entry = first + piece.index * parts + part;
+                piece.runs().try_for_each(|(start, run)| show(entry, start, &host[run]))?;
             }
         }
         first += unit.layout.tensors.len() * parts;

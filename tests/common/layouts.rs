@@ -14,34 +14,40 @@ pub struct Sums {
     /// Samples computed at once.
     micro: usize,
     dropout: f32,
+    /// Slices of each block.
+    slices: usize,
 }
 
 impl Sums {
     fn settings(self) -> Vec<String> {
-        let Self { lanes, batch, micro, dropout } = self;
+        let Self { lanes, batch, micro, dropout, slices } = self;
         vec![
             format!("parallel.lanes={lanes}"),
             format!("batch.global={batch}"),
             format!("batch.micro={micro}"),
             format!("model.dropout={dropout:?}"),
+            format!("parallel.tensor_lanes={slices}"),
         ]
     }
 }
 
 /// Eight lanes of one sample.
-const EIGHT: Sums = Sums { lanes: 8, batch: 8, micro: 1, dropout: 0.0 };
+const EIGHT: Sums = Sums { lanes: 8, batch: 8, micro: 1, dropout: 0.0, slices: 1 };
 const DROPOUT: Sums = Sums { dropout: 0.1, ..EIGHT };
 /// Eight lanes of three samples, computed together or one after another.
-const WIDE: Sums = Sums { lanes: 8, batch: 24, micro: 3, dropout: 0.0 };
+const WIDE: Sums = Sums { lanes: 8, batch: 24, micro: 3, dropout: 0.0, slices: 1 };
 const ACCUMULATED: Sums = Sums { micro: 1, ..WIDE };
-const TWELVE: Sums = Sums { lanes: 12, batch: 12, micro: 1, dropout: 0.0 };
-const SIX: Sums = Sums { lanes: 6, batch: 24, micro: 2, dropout: 0.1 };
+const TWELVE: Sums = Sums { lanes: 12, batch: 12, micro: 1, dropout: 0.0, slices: 1 };
+const SIX: Sums = Sums { lanes: 6, batch: 24, micro: 2, dropout: 0.1, slices: 1 };
+/// Blocks cut into two slices.
+const SLICED: Sums = Sums { slices: 2, ..DROPOUT };
+const SLICED_ACCUMULATED: Sums = Sums { slices: 2, ..ACCUMULATED };
 
 /// A layout that must give the bits of the reference.
 pub struct Row(pub Sums, pub Transport, pub &'static str);
 
 /// Everything that may not make a difference, one row each.
-pub const SAME: [Row; 68] = [
+pub const SAME: [Row; 77] = [
     // More threads or blocks computed again, on one rank.
     Row(EIGHT, Alone, "run.threads=3"),
     Row(EIGHT, Alone, "parallel.recompute=true"),
@@ -120,6 +126,16 @@ pub const SAME: [Row; 68] = [
     Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=1"),
     Row(ACCUMULATED, Simulate(8), "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.zero=2"),
     Row(DROPOUT, Simulate(8), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.shard=2 parallel.zero=1"),
+    // Ranks that share blocks, and rows of the stream.
+    Row(SLICED, Alone, "parallel.recompute=true run.threads=1"),
+    Row(SLICED, Mpirun(2), "parallel.tensor=2"),
+    Row(SLICED, Mpirun(2), "parallel.tensor=2 parallel.sequence=true"),
+    Row(SLICED, Mpirun(4), "parallel.tensor=2 parallel.zero=3 parallel.recompute=true"),
+    Row(SLICED_ACCUMULATED, Mpirun(4), "parallel.tensor=2 parallel.sequence=true parallel.pipeline=2"),
+    Row(SLICED, Simulate(4), "parallel.zero=2"),
+    Row(SLICED, Simulate(8), "parallel.tensor=2 parallel.pipeline=2 parallel.shard=2 parallel.zero=1"),
+    Row(SLICED_ACCUMULATED, Simulate(4), "parallel.tensor=2 parallel.pipeline=2 parallel.schedule=zero-bubble"),
+    Row(SLICED, Simulate(8), "parallel.tensor=2 parallel.sequence=true parallel.zero=3 parallel.replica=2"),
 ];
 
 /// Runs every row, and one rank alone for all rows of the same sums; panics unless metrics, evaluations and the last

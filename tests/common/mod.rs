@@ -15,6 +15,7 @@ use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm::Comm;
 use hpctrain::engine::{Engine, Geometry, Model};
+use hpctrain::layout::Slices;
 use hpctrain::mesh::Mesh;
 use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{Micro, Network, loans};
@@ -93,7 +94,9 @@ pub fn engine_on<B: Kernels>(
     let blocks = network.blocks();
     let updates = Updates { rule, groups: vec![], average: None, host: None };
     let (keep, stage) = (zero.residency(), Stage::whole(&loans(&blocks)));
-    let sharded = Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, stage, Some(7)).unwrap();
+    let slices = Slices::whole();
+    let sharded =
+        Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(7)).unwrap();
     let geometry = Geometry {
         schedule: StepSchedule::alone(lanes.mine().len(), cut.micros_per_lane),
         // Micro-batches of a pipeline alone are known by their rows before they come.

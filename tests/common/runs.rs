@@ -184,7 +184,7 @@ pub fn tensors(dir: &Path) -> Vec<(String, Vec<u32>)> {
     for (name, entry) in &manifest.tensors {
         for part in 0..=manifest.state.len() {
             let mut values = vec![f32::NAN; entry.shape.iter().product()];
-            reader.read(name, part, 0..values.len(), &mut values).unwrap();
+            reader.read(name, part, None, 0..values.len(), &mut values).unwrap();
             all.push((format!("{name}, part {part}"), values.into_iter().map(f32::to_bits).collect()));
         }
     }

@@ -105,7 +105,7 @@ fn check(network: &Network, predictions: u64, micro: &dyn Fn(&Cpu) -> Micro<Cpu>
         })
         .collect();
     let found = derivatives(&tensors, |tensors| {
-        engine.model.sharded.restore(|name, part, range, out| {
+        engine.model.sharded.restore(|name, part, _, range, out| {
             if part == 0 {
                 let (_, values) = tensors.iter().find(|(n, _)| n == name).unwrap();
                 out.copy_from_slice(&values[range]);

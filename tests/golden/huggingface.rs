@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use half::bf16;
@@ -49,8 +50,8 @@ fn logits(dir: &Path, tokens: &[u32]) -> Vec<f32> {
     let one = Mesh { pipeline: 1, replica: 1, shard: 1, tensor: 1 };
     let rule = Rule::Sgd { momentum: 0.0, nesterov: false };
     let mut engine = engine(&comm::single(), &network, one, Zero::Zero, rule, Cut::WHOLE, 1);
-    let parameters = |name: &str, part, range, out: &mut [f32]| match part {
-        0 => reader.read(name, part, range, out),
+    let parameters = |name: &str, part, columns: Option<&Range<usize>>, range, out: &mut [f32]| match part {
+        0 => reader.read(name, part, columns, range, out),
         _ => Ok(()),
     };
     engine.model.sharded.restore(parameters).unwrap();
@@ -206,8 +207,8 @@ fn other_spellings_are_understood() {
     let [mut narrow, mut wide] = [&dir, &reference].map(|dir| Reader::open(dir).unwrap());
     for (name, entry) in wide.manifest().tensors.clone() {
         let mut values = [vec![0.0; entry.shape.iter().product()], vec![0.0; entry.shape.iter().product()]];
-        narrow.read(&name, 0, 0..values[0].len(), &mut values[0]).unwrap();
-        wide.read(&name, 0, 0..values[1].len(), &mut values[1]).unwrap();
+        narrow.read(&name, 0, None, 0..values[0].len(), &mut values[0]).unwrap();
+        wide.read(&name, 0, None, 0..values[1].len(), &mut values[1]).unwrap();
         let [narrow, wide] = values;
         assert!(narrow.iter().zip(wide).all(|(narrow, wide)| *narrow == bf16::from_f32(wide).to_f32()), "{name}");
     }

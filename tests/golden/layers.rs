@@ -1,5 +1,7 @@
 //! Networks by layers against PyTorch: outputs, losses, metrics and every gradient, on every device.
 
+use std::ops::Range;
+
 use hdf5::types::FixedAscii;
 use hpctrain::backend::Kernels;
 use hpctrain::backend::cpu::Cpu;
@@ -84,7 +86,7 @@ fn everything<B: Kernels>(b: &B, within: Within) {
             let (network, loss) = (&plan.network, plan.loss.clone());
             let mut engine = engine_on(b.clone(), &comm, network, loss, one, Zero::Zero, rule, cut, count);
             let params = case.group("params").unwrap();
-            let from_golden = |tensor: &str, part, range: std::ops::Range<usize>, out: &mut [f32]| {
+            let from_golden = |tensor: &str, part, _: Option<&Range<usize>>, range: Range<usize>, out: &mut [f32]| {
                 if part == 0 {
                     out.copy_from_slice(&floats(&params, tensor)[range]);
                 }

@@ -71,7 +71,7 @@ fn load<B: Kernels>(b: &B, case: &hdf5::Group, network: &Network, rule: Rule, cu
     engine
         .model
         .sharded
-        .restore(|tensor, part, range, out| {
+        .restore(|tensor, part, _, range, out| {
             if part == 0 {
                 out.copy_from_slice(&floats(&params, tensor)[range]);
             }

@@ -12,6 +12,7 @@ mod memory;
 mod memory_table;
 mod networks;
 mod resume;
+mod slices;
 mod step_times;
 mod trace;
 mod verify;

@@ -98,6 +98,49 @@ fn stages_take_what_is_said_of_them() {
     }
 }
 
+/// Ranks that share blocks have their part of the units, and of the activations of blocks.
+#[test]
+fn slices_take_what_is_said_of_them() {
+    let root = tempfile::tempdir().unwrap();
+    let cases = [
+        "parallel.tensor=2",
+        "parallel.tensor=2 parallel.sequence=true",
+        "parallel.tensor=4 parallel.sequence=true",
+        "parallel.tensor=4 parallel.recompute=true",
+        "parallel.tensor=2 parallel.zero=3 parallel.sequence=true",
+        "parallel.tensor=2 parallel.pipeline=2",
+        "parallel.tensor=2 parallel.pipeline=2 parallel.sequence=true parallel.schedule=zero-bubble",
+        "parallel.tensor=2 model.kind=llama model.kv_heads=4",
+        "parallel.tensor=4 parallel.sequence=true model.kind=llama model.kv_heads=4",
+        "parallel.tensor_lanes=4",
+        "parallel.tensor=2 parallel.tensor_lanes=4",
+    ];
+    let mut wrong = Vec::new();
+    for (i, case) in cases.into_iter().enumerate() {
+        let layout: Vec<&str> = case.split(' ').chain(["eval.batch=1"]).collect();
+        let of = |axis: &str| {
+            let key = format!("parallel.{axis}=");
+            layout.iter().find_map(|setting| setting.strip_prefix(&key)).map_or(1, |value| value.parse().unwrap())
+        };
+        let ranks: usize = of("tensor") * of("pipeline") * if case.contains("zero=3") { 2 } else { 1 };
+        let run = Run::new(Transport::Simulate(ranks), root.path(), &format!("x-{i}"), &[&BIG[..], &layout].concat());
+        run.ends().succeeded();
+        let card: Value = serde_json::from_str(&run.files().text("run.json")).unwrap();
+        for (stage, memory) in card["stages"].as_array().unwrap().iter().enumerate() {
+            for category in OF_A_STAGE {
+                let [said, taken] = ["estimated_bytes", "peak_bytes"]
+                    .map(|which| memory[which][category].as_f64().unwrap() / f64::from(1 << 20));
+                let told = format!("{case} stage {stage}, {category}: {said:.2} MiB said, {taken:.2} MiB taken");
+                println!("{told}");
+                if (taken - said).abs() > 0.05 * said {
+                    wrong.push(told);
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 #[test]
 fn stages_are_cut_to_fit() {
     let root = tempfile::tempdir().unwrap();

@@ -46,12 +46,9 @@ fn every_layout_gives_the_same_bits() {
     assert_eq!(ended.stderr, "");
     let table = lines(&ended, "equal       equal       equal");
     assert_eq!(table.len(), 25, "{ended}");
-    for row in [
-        "    1  1 × 1 × 1                      0  ",
-        "    8  1 × 1 × 8                      3  ",
-        "    8  1 × 4 × 2                      1  ",
-    ] {
-        assert!(table.iter().any(|line| line.starts_with(row)), "{row}: {ended}");
+    for (ranks, layout, zero) in [(1, "1 × 1 × 1 × 1", 0), (8, "1 × 1 × 8 × 1", 3), (8, "1 × 4 × 2 × 1", 1)] {
+        let row = format!("{ranks:>5}  {layout:<35}  {zero:>4}  ");
+        assert!(table.iter().any(|line| line.starts_with(&row)), "{row}: {ended}");
     }
     assert!(ended.stdout.contains("expected     the same bits: parallel.lanes = 8"), "{ended}");
     assert!(ended.stdout.ends_with("\n25 rows, 5 steps: 0 differing bits\n"), "{ended}");
@@ -70,12 +67,32 @@ fn stages_of_a_pipeline_give_the_same_bits() {
     let args = ["--pipeline", "1,2,4", "--ranks", "1,4,8", "--zero", "0,1,3", "--steps", "4"];
     let ended = verify(&["parallel.lanes=4", "batch.global=16"], &args).succeeded();
     assert_eq!(lines(&ended, "equal       equal       equal").len(), 22, "{ended}");
-    assert!(lines(&ended, "    8  4 × 1 × 2                      3  ").len() == 1, "{ended}");
+    assert!(lines(&ended, &format!("    8  {:<35}     3  ", "4 × 1 × 2 × 1")).len() == 1, "{ended}");
     assert_eq!(lines(&ended, "skipped: pipeline(").len(), 2, "{ended}");
     assert_eq!(lines(&ended, "skipped: parallel.lanes = 4 does not divide over 8").len(), 7, "{ended}");
     let args = ["--pipeline", "2", "--ranks", "2,4", "--zero", "0,2", "--mpi", "--steps", "4"];
     let ended = verify(&["parallel.lanes=4", "batch.global=16"], &args).succeeded();
     assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
+}
+
+/// Blocks cut into two slices, on one rank or two, with stages of a pipeline and of ZeRO.
+#[test]
+fn slices_of_blocks_give_the_same_bits() {
+    let sliced = ["parallel.lanes=4", "parallel.tensor_lanes=2", "batch.global=16"];
+    let args = ["--pipeline", "1,2", "--tensor", "1,2", "--ranks", "1,2,4,8", "--zero", "0,1,3", "--steps", "4"];
+    for more in [&[][..], &["parallel.sequence=true", "model.kind=llama", "model.hidden=25"]] {
+        let ended = verify(&[&sliced[..], more].concat(), &args).succeeded();
+        assert!(ended.stdout.contains("and tensor_lanes = 2 fix the order of additions"), "{ended}");
+        assert!(ended.stdout.ends_with(" 4 steps: 0 differing bits\n"), "{ended}");
+        assert_eq!(lines(&ended, &format!("    8  {:<35}     3  equal", "2 × 1 × 2 × 2")).len(), 1, "{ended}");
+    }
+    let args = ["--tensor", "2", "--ranks", "2,4", "--zero", "0,3", "--mpi", "--steps", "4"];
+    let ended = verify(&sliced, &args).succeeded();
+    assert!(ended.stdout.ends_with("\n4 rows, 4 steps: 0 differing bits\n"), "{ended}");
+    // With as many slices as ranks sums follow the ranks.
+    let ended = verify(&["parallel.lanes=4"], &["--tensor", "2", "--ranks", "2", "--zero", "0"]).succeeded();
+    assert!(ended.stdout.contains("parallel.tensor_lanes fixes their order too"), "{ended}");
+    assert_eq!(lines(&ended, "close       close       close").len(), 1, "{ended}");
 }
 
 /// Pipelines of one, two and four stages, each on one to eight ranks, with every stage of ZeRO: for each network, with and
@@ -142,6 +159,50 @@ fn stages_of_all_networks_give_the_same_bits() {
     stages_of_every_network_give_the_same_bits(|_| true);
 }
 
+/// Four slices, or two where keys have two heads, on one, two and four ranks, with stages of a pipeline and copies or shards of them:
+/// for each network, with rows divided and not, with and without recomputation.
+fn slices_of_every_network_give_the_same_bits(width: usize, take: impl Fn(usize) -> bool) {
+    let llama = ["model.kind=llama", "model.kv_heads=4"];
+    let grouped = ["model.kind=llama", "model.kv_heads=2", "model.tied=true"];
+    let width = format!("model.width={width}");
+    let common = [&width, "model.heads=4", "parallel.lanes=2", "batch.global=8", "batch.micro=2"];
+    let mut cases = Vec::new();
+    for (network, lanes) in [(&["model.bias=true"][..], 4usize), (&llama, 4), (&grouped, 2)] {
+        for (sequence, recompute) in [(false, false), (true, true), (true, false), (false, true)] {
+            cases.push((network, lanes, sequence, recompute));
+        }
+    }
+    for (_, (network, lanes, sequence, recompute)) in cases.into_iter().enumerate().filter(|(i, _)| take(*i)) {
+        let layout = [
+            format!("parallel.tensor_lanes={lanes}"),
+            format!("parallel.sequence={sequence}"),
+            format!("parallel.recompute={recompute}"),
+        ];
+        let layout: Vec<&str> = layout.iter().map(String::as_str).collect();
+        let args =
+            ["--pipeline", "1,2", "--tensor", "1,2,4", "--ranks", "1,2,4,8,16", "--zero", "0,1,2,3", "--steps", "3"];
+        let ended = verify(&[&common[..], network, &layout].concat(), &args).succeeded();
+        println!("{network:?}, {layout:?}\n{ended}");
+        // One and two stages of one, two and four ranks that share blocks, alone or twice, in four stages of ZeRO.
+        let rows = 2 * (lanes.ilog2() as usize + 1) * 2 * 4;
+        assert_eq!(lines(&ended, "equal       equal       equal").len(), rows, "{ended}");
+        assert!(ended.stdout.contains(&format!("\n{rows} rows, ")), "{ended}");
+        assert!(ended.stdout.ends_with(" skipped, 3 steps: 0 differing bits\n"), "{ended}");
+    }
+}
+
+#[test]
+fn slices_of_some_networks_give_the_same_bits() {
+    slices_of_every_network_give_the_same_bits(32, |case| case == 5);
+}
+
+/// `scripts/test full` runs it.
+#[test]
+#[ignore = "512 rows take minutes"]
+fn slices_of_all_networks_give_the_same_bits() {
+    slices_of_every_network_give_the_same_bits(256, |_| true);
+}
+
 /// A ring adds in an order of its own.
 #[test]
 fn a_difference_is_named() {
@@ -187,7 +248,7 @@ fn what_cannot_be_verified_is_refused() {
         (&["parallel.lanes=3"], &[], &["batch.global = 8 does not divide into 3 lanes"]),
         (&[], &["--ranks", "3"], &["no row of the matrix can run", "--ranks"]),
         (&["comm.algorithm=mpi"], &[], &["comm.algorithm = mpi needs MPI", "--mpi"]),
-        (&["parallel.tensor=2"], &[], &["parallel.tensor = 2"]),
+        (&["parallel.tensor_lanes=3"], &[], &["parallel.tensor_lanes = 3 does not divide model.heads = 2"]),
     ];
     for (settings, args, words) in cases {
         let ended = verify(settings, args);

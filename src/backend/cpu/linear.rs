@@ -95,4 +95,10 @@ impl LinearOps for Cpu {
         super::matrix::add_rows(&self.threads, dy, shape.outputs, dbias);
         Ok(())
     }
+
+    fn linear_backward_bias(&self, rows: usize, dy: &[f32], dbias: &mut [f32]) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_bias(rows, dbias.len()));
+        super::matrix::add_rows(&self.threads, dy, dbias.len(), dbias);
+        Ok(())
+    }
 }

@@ -4,7 +4,7 @@ use super::grid::Grid;
 use super::launch::Arg;
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, CudaInts};
-use crate::backend::{ClassifierOps, CrossEntropy, LossWeights, Work};
+use crate::backend::{ClassifierOps, CrossEntropy, CrossEntropyPart, LogitsPart, LossWeights, Work};
 use crate::error::{Error, Result};
 
 /// Bytes of logits that a block of `cross_entropy.cu` keeps in shared memory at most: two blocks fit a multiprocessor of 228 KiB,
@@ -36,6 +36,48 @@ impl ClassifierOps for Cuda {
         let flags = [gradient, keep].map(|flag| Arg::Int(i32::from(flag)));
         let grid = Grid { shared: if keep { row as u32 } else { 0 }, ..Grid::new(rows, 512) };
         self.launch("cross_entropy.cu", "cross_entropy", grid, &[&args[..], &sizes, &flags].concat())
+    }
+
+    fn softmax_part(&self, shape: LogitsPart, logits: View<'_>, targets: &CudaInts, stats: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::softmax_part(shape));
+        let LogitsPart { rows, classes, first } = shape;
+        let fits = logits.len == rows * classes && targets.len() == rows && stats.len == rows * LogitsPart::STATS;
+        assert!(fits && stats.element == Element::F32, "sums of {rows} × {classes} logits");
+        if rows == 0 {
+            return Ok(());
+        }
+        let args = [logits.into(), targets.into(), (&stats).into(), classes.into(), first.into()];
+        self.launch("cross_entropy.cu", "softmax_part", Grid::new(rows, 512), &args)
+    }
+
+    fn cross_entropy_part(
+        &self,
+        shape: CrossEntropyPart,
+        stats: View<'_>,
+        logits: ViewMut<'_>,
+        targets: &CudaInts,
+        weights: LossWeights<View<'_>>,
+        losses: ViewMut<'_>,
+    ) -> Result<()> {
+        let LossWeights { classes: of_classes, rows: of_rows } = weights;
+        let _launch = self.launched(Work::cross_entropy_part(shape, of_classes.len + of_rows.len));
+        let CrossEntropyPart { part: LogitsPart { rows, .. }, parts, classes, scale, gradient, smoothing } = shape;
+        let fits = logits.len == rows * shape.part.classes && targets.len() == rows && losses.len == rows;
+        assert!(fits, "{rows} × {} logits", shape.part.classes);
+        let (all, is_wide) = (parts * rows * LogitsPart::STATS, stats.element == Element::F32);
+        assert!(stats.len == all && is_wide, "sums of {parts} parts");
+        for (weights, len) in [(of_classes, classes), (of_rows, rows)] {
+            assert!(weights.len == 0 || weights.len == len && weights.element == Element::F32, "{len} weights");
+        }
+        if rows == 0 {
+            return Ok(());
+        }
+        let args =
+            [stats.into(), (&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
+        let sizes = [parts, shape.part.classes, shape.part.first, classes].map(Arg::from);
+        let factors = [scale.into(), smoothing.into(), Arg::Int(i32::from(gradient))];
+        let args = [&args[..], &sizes, &factors].concat();
+        self.launch("cross_entropy.cu", "cross_entropy_part", Grid::new(rows, 512), &args)
     }
 
     fn hits(&self, classes: usize, k: usize, logits: View<'_>, targets: &CudaInts, hits: ViewMut<'_>) -> Result<()> {

@@ -101,4 +101,9 @@ impl LinearOps for Cuda {
         }
         self.add_columns(dy, rows, &dbias)
     }
+
+    fn linear_backward_bias(&self, rows: usize, dy: View<'_>, dbias: ViewMut<'_>) -> Result<()> {
+        let _launch = self.launched(Work::linear_backward_bias(rows, dbias.len));
+        self.add_columns(dy, rows, &dbias)
+    }
 }

@@ -18,6 +18,44 @@ pub struct CrossEntropy {
     pub smoothing: f32,
 }
 
+/// Logits of some of the classes: a part of the columns of all.
+#[derive(Debug, Clone, Copy)]
+pub struct LogitsPart {
+    /// Rows of logits.
+    pub rows: usize,
+    /// Classes of the part, at least one.
+    pub classes: usize,
+    /// Class of its first column; those after it follow.
+    pub first: usize,
+}
+
+impl LogitsPart {
+    /// Numbers that [`ClassifierOps::softmax_part`] has for each row.
+    pub const STATS: usize = 4;
+
+    /// The part's column of a class; none if it is in another part.
+    pub(in crate::backend) fn column(self, class: u32) -> Option<usize> {
+        (class as usize).checked_sub(self.first).filter(|column| *column < self.classes)
+    }
+}
+
+/// As [`CrossEntropy`], with the logits of one part of the classes at hand.
+#[derive(Debug, Clone, Copy)]
+pub struct CrossEntropyPart {
+    /// The part at hand.
+    pub part: LogitsPart,
+    /// Parts that all classes are cut into.
+    pub parts: usize,
+    /// Classes of all parts.
+    pub classes: usize,
+    /// Factor of the gradient: 1 / (rows in the global batch).
+    pub scale: f32,
+    /// Replace the part's logits by their gradient; without it they are left alone.
+    pub gradient: bool,
+    /// Part of the target that is spread evenly over all classes; 0 is none.
+    pub smoothing: f32,
+}
+
 /// Factors of the losses of a [`CrossEntropy`] and of their gradients, windows of f32; an empty one is none.
 #[derive(Debug, Clone, Copy)]
 pub struct LossWeights<V> {
@@ -36,6 +74,28 @@ pub trait ClassifierOps: Backend {
     fn cross_entropy(
         &self,
         shape: CrossEntropy,
+        logits: Self::ViewMut<'_>,
+        targets: &Self::Ints,
+        weights: LossWeights<Self::View<'_>>,
+        losses: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// Writes to `stats` (f32, rows × [`LogitsPart::STATS`]) what the loss of each row needs of this part: the largest logit,
+    /// `Σ exp(logit - largest)`, the target's logit (0 if the target is in another part) and the sum of all logits.
+    /// Where all are -∞ the largest is [`f32::MIN`]. Targets are numbered among the classes of all parts.
+    fn softmax_part(
+        &self,
+        shape: LogitsPart,
+        logits: Self::View<'_>,
+        targets: &Self::Ints,
+        stats: Self::ViewMut<'_>,
+    ) -> Result<()>;
+    /// As [`ClassifierOps::cross_entropy`], of all classes, with the logits of a part of them and the `stats` of all parts
+    /// (parts × rows × [`LogitsPart::STATS`]), which are merged in their order. Weights of classes are those of all. The losses
+    /// have the same bits on every part.
+    fn cross_entropy_part(
+        &self,
+        shape: CrossEntropyPart,
+        stats: Self::View<'_>,
         logits: Self::ViewMut<'_>,
         targets: &Self::Ints,
         weights: LossWeights<Self::View<'_>>,
@@ -60,6 +120,20 @@ impl Work {
         Self::moves("classifier", passes * s.rows * s.classes).on([s.rows, s.classes]).exactly(s.rows + weights)
     }
 
+    /// Sums over some of the classes.
+    pub fn softmax_part(s: LogitsPart) -> Self {
+        let stats = s.rows * LogitsPart::STATS;
+        Self::moves("classifier, sums of a part", s.rows * s.classes).on([s.rows, s.classes]).exactly(stats)
+    }
+
+    /// Losses of rows from the sums of all parts, and the gradient of a part's logits in their place.
+    pub fn cross_entropy_part(s: CrossEntropyPart, weights: usize) -> Self {
+        let LogitsPart { rows, classes, .. } = s.part;
+        let (passes, stats) = (if s.gradient { 2 } else { 0 }, s.parts * rows * LogitsPart::STATS);
+        let moved = Self::moves("classifier, part", passes * rows * classes);
+        moved.on([rows, classes, s.parts]).exactly(stats + rows + weights)
+    }
+
     /// Whether targets are among the largest.
     pub fn hits(logits: usize, rows: usize) -> Self {
         Self::moves("hits", logits).on([logits]).exactly(rows)
@@ -71,7 +145,29 @@ impl Work {
 pub(in crate::backend) mod suite {
     use super::*;
     use crate::backend::Kernels;
-    use crate::backend::suite::{Results, close, down, ids, random, rounded, up, up_f32, wide};
+    use crate::backend::suite::{Results, close, down, ids, random, rounded, tolerance, up, up_f32, wide};
+
+    /// Losses and gradients of logits.
+    fn in_f64(s: CrossEntropy, logits: &[f32], targets: &[u32], weights: LossWeights<&[f32]>) -> (Vec<f64>, Vec<f64>) {
+        let (mut losses, mut gradients) = (vec![], vec![]);
+        let smoothing = f64::from(s.smoothing);
+        for (row, &target) in targets.iter().enumerate() {
+            let x = wide(&logits[row * s.classes..][..s.classes]);
+            let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+            let log_total = x.iter().map(|x| (x - top).exp()).sum::<f64>().ln() + top;
+            let factor = |weights: &[f32], at: usize| weights.get(at).map_or(1.0, |weight| f64::from(*weight));
+            let weight = factor(weights.classes, target as usize) * factor(weights.rows, row);
+            let wanted = |class: usize| {
+                smoothing / s.classes as f64 + if class == target as usize { 1.0 - smoothing } else { 0.0 }
+            };
+            // A class that is ruled out by -∞ costs nothing where nobody wants it.
+            let counted = x.iter().enumerate().filter(|(class, _)| wanted(*class) > 0.0);
+            losses.push(weight * counted.map(|(class, x)| wanted(class) * (log_total - x)).sum::<f64>());
+            let gradient = |(class, x): (usize, &f64)| (x - log_total).exp() - wanted(class);
+            gradients.extend(x.iter().enumerate().map(|one| f64::from(s.scale) * weight * gradient(one)));
+        }
+        (losses, gradients)
+    }
 
     pub fn classifiers<B: Kernels>(b: &B) -> Results {
         let mut results = Vec::new();
@@ -87,25 +183,12 @@ pub(in crate::backend) mod suite {
             for (smoothing, weights, of_rows) in [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows), (0.0, &[], &of_rows)]
             {
                 let (wb, rb) = (up_f32(b, weights), up_f32(b, of_rows));
-                let (mut want_loss, mut want_d) = (vec![], vec![]);
-                for (row, &target) in targets.iter().enumerate() {
-                    let x = wide(&logits[row * classes..][..classes]);
-                    let top = x.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-                    let log_total = x.iter().map(|x| (x - top).exp()).sum::<f64>().ln() + top;
-                    let factor = |weights: &[f32], at: usize| weights.get(at).map_or(1.0, |weight| f64::from(*weight));
-                    let weight = factor(weights, target as usize) * factor(of_rows, row);
-                    let smoothing = f64::from(smoothing);
-                    let wanted = |class: usize| {
-                        smoothing / classes as f64 + if class == target as usize { 1.0 - smoothing } else { 0.0 }
-                    };
-                    let loss: f64 = x.iter().enumerate().map(|(class, x)| wanted(class) * (log_total - x)).sum();
-                    want_loss.push(weight * loss);
-                    let gradient = |(class, x): (usize, &f64)| (x - log_total).exp() - wanted(class);
-                    want_d.extend(x.iter().enumerate().map(|one| f64::from(scale) * weight * gradient(one)));
-                }
+                let shape = CrossEntropy { rows, classes, scale, gradient: true, smoothing };
+                let (want_loss, want_d) =
+                    in_f64(shape, &logits, &targets, LossWeights { classes: weights, rows: of_rows });
                 for gradient in [false, true] {
                     let (mut lb, mut losses) = (up(b, &logits), up_f32(b, &vec![0.0; rows]));
-                    let shape = CrossEntropy { rows, classes, scale, gradient, smoothing };
+                    let shape = CrossEntropy { gradient, ..shape };
                     let weights = LossWeights { classes: B::all(&wb), rows: B::all(&rb) };
                     b.cross_entropy(shape, B::all_mut(&mut lb), &tb, weights, B::all_mut(&mut losses)).unwrap();
                     close(b, &losses, &want_loss, "cross-entropy");
@@ -138,5 +221,135 @@ pub(in crate::backend) mod suite {
         b.hits(2, 1, B::all(&broken), &tb, B::all_mut(&mut hits)).unwrap();
         assert_eq!(down(b, &hits), [0.0]);
         results
+    }
+
+    /// The cross-entropy of logits whose columns are cut into parts, at `bounds`: the sums of all parts, the losses, and the
+    /// columns of all parts side by side afterwards.
+    fn in_parts<B: Kernels>(
+        b: &B,
+        s: CrossEntropy,
+        bounds: &[usize],
+        logits: &[f32],
+        targets: &B::Ints,
+        weights: LossWeights<B::View<'_>>,
+    ) -> [Vec<f32>; 3] {
+        let CrossEntropy { rows, classes, scale, gradient, smoothing } = s;
+        let parts = bounds.len() - 1;
+        let part = |number: usize| {
+            let first = bounds[number];
+            LogitsPart { rows, classes: bounds[number + 1] - first, first }
+        };
+        let of_part = |part: LogitsPart| {
+            let columns = logits.chunks(classes).flat_map(|row| &row[part.first..][..part.classes]);
+            up(b, &columns.copied().collect::<Vec<_>>())
+        };
+        let mut stats = up_f32(b, &vec![f32::NAN; parts * rows * LogitsPart::STATS]);
+        for number in 0..parts {
+            let count = rows * LogitsPart::STATS;
+            let to = B::view_mut(&mut stats, number * count..(number + 1) * count);
+            b.softmax_part(part(number), B::all(&of_part(part(number))), targets, to).unwrap();
+        }
+        let (mut after, mut all_losses) = (vec![0.0; rows * classes], vec![]);
+        for number in 0..parts {
+            let part = part(number);
+            let (mut columns, mut losses) = (of_part(part), up_f32(b, &vec![f32::NAN; rows]));
+            let shape = CrossEntropyPart { part, parts, classes, scale, gradient, smoothing };
+            let (to, stats) = (B::all_mut(&mut losses), B::all(&stats));
+            b.cross_entropy_part(shape, stats, B::all_mut(&mut columns), targets, weights, to).unwrap();
+            for (row, columns) in down(b, &columns).chunks(part.classes).enumerate() {
+                after[row * classes + part.first..][..part.classes].copy_from_slice(columns);
+            }
+            all_losses.push(down(b, &losses));
+        }
+        let bits = |losses: &[f32]| losses.iter().map(|loss| loss.to_bits()).collect::<Vec<_>>();
+        assert!(all_losses.iter().all(|losses| bits(losses) == bits(&all_losses[0])), "parts have other losses");
+        [down(b, &stats), all_losses.swap_remove(0), after]
+    }
+
+    /// Classes that are cut into parts.
+    pub fn classifier_parts<B: Kernels>(b: &B) -> Results {
+        let mut results = Vec::new();
+        for (rows, classes) in [(0, 17), (1, 17), (23, 65), (2, 9001)] {
+            let logits: Vec<f32> = random(b, 32, rows * classes).iter().map(|x| 4.0 * x + 100.0).collect();
+            let logits = rounded(b, &logits);
+            let targets = ids(33, rows, classes);
+            let tb = b.upload_ints(&targets).unwrap();
+            let some: Vec<f32> = (0..classes).map(|class| 0.5 + (class % 3) as f32).collect();
+            let of_rows: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 * 0.7).collect();
+            for (smoothing, weights, of_rows) in [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows)] {
+                let shape = CrossEntropy { rows, classes, scale: 0.25, gradient: true, smoothing };
+                let (want_loss, want_d) =
+                    in_f64(shape, &logits, &targets, LossWeights { classes: weights, rows: of_rows });
+                let (wb, rb) = (up_f32(b, weights), up_f32(b, of_rows));
+                let weights = LossWeights { classes: B::all(&wb), rows: B::all(&rb) };
+                let (mut plain_d, mut plain_loss) = (up(b, &logits), up_f32(b, &vec![0.0; rows]));
+                if rows > 0 {
+                    let to = B::all_mut(&mut plain_loss);
+                    b.cross_entropy(shape, B::all_mut(&mut plain_d), &tb, weights, to).unwrap();
+                }
+                let (plain_loss, plain_d) = (wide(&down(b, &plain_loss)), wide(&down(b, &plain_d)));
+                for parts in [1, 2, 3, 5] {
+                    // Each wider than the one before.
+                    let bounds: Vec<usize> =
+                        (0..=parts).map(|part| classes * part * (part + 1) / (parts * (parts + 1))).collect();
+                    let [stats, losses, after] =
+                        in_parts(b, CrossEntropy { gradient: false, ..shape }, &bounds, &logits, &tb, weights);
+                    assert_eq!(after, logits);
+                    check_stats(b, &stats, &bounds, &logits, &targets);
+                    let [_, with_gradient, gradient] = in_parts(b, shape, &bounds, &logits, &tb, weights);
+                    assert_eq!(with_gradient, losses);
+                    for want in [&want_loss, &plain_loss] {
+                        close(b, &up_f32(b, &losses), want, "cross-entropy of parts");
+                    }
+                    for want in [&want_d, &plain_d] {
+                        close(b, &up_f32(b, &gradient), want, "cross-entropy gradient of parts");
+                    }
+                    results.extend([stats, losses, gradient]);
+                }
+            }
+        }
+
+        // Classes that are ruled out: in one row all of two parts.
+        let (rows, classes, targets) = (2, 45, [20, 16]);
+        let is_out = |at: usize| if at < classes { at < 14 } else { at.is_multiple_of(3) };
+        let some = random(b, 34, rows * classes).into_iter().enumerate();
+        let logits: Vec<f32> = some.map(|(at, x)| if is_out(at) { f32::NEG_INFINITY } else { x }).collect();
+        let shape = CrossEntropy { rows, classes, scale: 1.0, gradient: true, smoothing: 0.0 };
+        let (want_loss, want_d) = in_f64(shape, &logits, &targets, LossWeights { classes: &[], rows: &[] });
+        let (tb, none) = (b.upload_ints(&targets).unwrap(), up_f32(b, &[]));
+        let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
+        let (mut plain_d, mut plain_loss) = (up(b, &logits), up_f32(b, &[0.0; 2]));
+        b.cross_entropy(shape, B::all_mut(&mut plain_d), &tb, weights, B::all_mut(&mut plain_loss)).unwrap();
+        let [stats, losses, gradient] = in_parts(b, shape, &[0, 13, 14, 45], &logits, &tb, weights);
+        assert_eq!(stats[..4], [f32::MIN, 0.0, 0.0, f32::NEG_INFINITY]);
+        for losses in [&plain_loss, &up_f32(b, &losses)] {
+            close(b, losses, &want_loss, "cross-entropy with classes ruled out");
+        }
+        for gradient in [&plain_d, &up_f32(b, &gradient)] {
+            close(b, gradient, &want_d, "cross-entropy gradient with classes ruled out");
+        }
+        results.extend([stats, losses, gradient]);
+        results
+    }
+
+    /// Panics unless the sums of parts are those of their logits.
+    fn check_stats<B: Kernels>(b: &B, stats: &[f32], bounds: &[usize], logits: &[f32], targets: &[u32]) {
+        let (rows, classes) = (targets.len(), bounds[bounds.len() - 1]);
+        let mut stats = stats.chunks(LogitsPart::STATS);
+        for bound in bounds.windows(2) {
+            for row in 0..rows {
+                let (x, target) = (&logits[row * classes..][bound[0]..bound[1]], targets[row] as usize);
+                let top = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let own = if (bound[0]..bound[1]).contains(&target) { x[target - bound[0]] } else { 0.0 };
+                let total: f64 = wide(x).iter().map(|x| (x - f64::from(top)).exp()).sum();
+                let plain: f64 = wide(x).iter().sum();
+                let got = stats.next().unwrap();
+                assert_eq!((got[0], got[2]), (top, own), "{bound:?} of row {row}");
+                assert!((f64::from(got[1]) - total).abs() <= tolerance(b) * total, "{} is not {total}", got[1]);
+                // No narrower than f32 on any device.
+                assert!((f64::from(got[3]) - plain).abs() <= 1e-6 * plain.abs(), "{} is not {plain}", got[3]);
+            }
+        }
+        assert!(stats.next().is_none());
     }
 }

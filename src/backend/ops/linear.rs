@@ -90,6 +90,8 @@ pub trait LinearOps: ActivationOps {
         dbias: Self::ViewMut<'_>,
         add: bool,
     ) -> Result<()>;
+    /// `dbias += Σ_rows dy`, of so many rows.
+    fn linear_backward_bias(&self, rows: usize, dy: Self::View<'_>, dbias: Self::ViewMut<'_>) -> Result<()>;
 }
 
 impl Work {
@@ -133,6 +135,11 @@ impl Work {
         let kernel = Self::moves("linear, weight's gradient", moved).on([s.rows, s.inputs, s.outputs]);
         let touched = (1 + usize::from(add)) * s.inputs * s.outputs + 2 * bias;
         kernel.exactly(touched).computes(flops(s.rows, s.inputs, s.outputs))
+    }
+
+    /// The gradient of a bias alone.
+    pub fn linear_backward_bias(rows: usize, outputs: usize) -> Self {
+        Self::moves("linear, bias's gradient", rows * outputs).on([rows, outputs]).exactly(2 * outputs)
     }
 }
 
@@ -199,6 +206,11 @@ pub(in crate::backend) mod suite {
                 b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), dw_view, db_view, false).unwrap();
                 close(b, &dw, &sum, "linear dW, overwritten");
                 close(b, &db, &want, "linear dbias, added to");
+                if !bias.is_empty() {
+                    let mut db = up_f32(b, &db0);
+                    b.linear_backward_bias(rows, B::all(&dyb), B::all_mut(&mut db)).unwrap();
+                    close(b, &db, &want, "linear dbias alone");
+                }
                 results.extend([down(b, &y), down(b, &dw), down(b, &db)]);
             }
             // Fused with GELU as one after the other.

@@ -26,7 +26,7 @@ pub(super) mod window;
 pub use activation::{Activation, ActivationOps};
 pub use attention::{Attention, AttentionOps};
 pub use channel::{ChannelOps, Channels};
-pub use classifier::{ClassifierOps, CrossEntropy, LossWeights};
+pub use classifier::{ClassifierOps, CrossEntropy, CrossEntropyPart, LogitsPart, LossWeights};
 pub use columns::{Columns, ColumnsOps};
 pub use convolution::{Convolution, ConvolutionOps};
 pub use dropout::{Dropout, DropoutOps};

@@ -49,7 +49,7 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
         let mut values = vec![0.0; tensor.len()];
         exported.elements += values.len() as u64;
         if ours.contains(&tensor.name) {
-            reader.read(&tensor.name, reader.used(), 0..tensor.len(), &mut values)?;
+            reader.read(&tensor.name, reader.used(), None, 0..tensor.len(), &mut values)?;
         } else {
             exported.added += 1;
         }

@@ -39,8 +39,12 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
     let source = Source::open(from, Spelling::of(&plan.network)?, &tensors)?;
 
     let staging = Staging::new(out)?;
-    let extent =
-        |tensor: &Tensor| Extent { tensor: tensor.name.clone(), shape: tensor.shape.clone(), range: 0..tensor.len() };
+    let extent = |tensor: &Tensor| Extent {
+        tensor: tensor.name.clone(),
+        shape: tensor.shape.clone(),
+        columns: None,
+        range: 0..tensor.len(),
+    };
     let extents: Vec<Extent> = tensors.iter().map(extent).collect();
     let mut writer = ShardWriter::create(staging.path(), &file_name(0), &[], &extents)?;
     for (index, tensor) in tensors.iter().enumerate() {

@@ -114,8 +114,8 @@ fn tensor(a: &mut Reader, b: &mut Reader, name: &str, parts: [usize; 2], len: us
     for start in (0..len).step_by(CHUNK) {
         let range = start..(start + CHUNK).min(len);
         let (mine, others) = (&mut mine[..range.len()], &mut others[..range.len()]);
-        a.read(name, parts[0], range.clone(), mine)?;
-        b.read(name, parts[1], range.clone(), others)?;
+        a.read(name, parts[0], None, range.clone(), mine)?;
+        b.read(name, parts[1], None, range.clone(), others)?;
         for (at, (x, y)) in range.zip(mine.iter().zip(others.iter())) {
             if x.to_bits() == y.to_bits() {
                 continue;

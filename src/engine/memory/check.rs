@@ -281,10 +281,10 @@ mod tests {
     #[test]
     fn the_least_change_is_told() {
         let error = refusal(1, &[], 160);
-        assert!(error.starts_with("1 × 342.4 MiB") && error.contains(" MiB are available\nhint: "), "{error}");
-        assert!(error.contains("parameters 24.1 MiB") && error.contains("activations 133.2 MiB"), "{error}");
+        assert!(error.starts_with("1 × 340.4 MiB") && error.contains(" MiB are available\nhint: "), "{error}");
+        assert!(error.contains("parameters 24.1 MiB") && error.contains("activations 131.3 MiB"), "{error}");
         assert!(
-            error.ends_with("hint: batch.micro=4 with checkpoint.asynchronous=false takes 186.0 MiB a rank"),
+            error.ends_with("hint: batch.micro=4 with checkpoint.asynchronous=false takes 185.5 MiB a rank"),
             "{error}"
         );
         let error = refusal(1, &[], 270);

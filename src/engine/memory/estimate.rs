@@ -4,7 +4,7 @@ use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::comm::{Comm, DevicePath};
 use crate::config::Plan;
 use crate::data::{Sizes, Source};
-use crate::layout::UnitLayout;
+use crate::layout::{Slices, UnitLayout};
 use crate::nn::{Blocks, loans};
 use crate::parallel::{self, Life, MemoryTimeline, Moment, Stage, StepSchedule, When};
 use crate::telemetry::banner::Estimate;
@@ -75,16 +75,17 @@ pub fn worst<B: Kernels>(plan: &Plan, held: Held) -> Estimate {
 pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     let Held { messages, messages_on_device, resident, cache } = held;
     let size = plan.config.precision.compute.size(B::ON_HOST);
-    let mut blocks = plan.network.blocks::<B>();
+    let slices = plan.slices(0);
+    let mut blocks = plan.network.sliced::<B>(&slices);
     let schedule = plan.step_schedule(stage);
     let stage = plan.stage(stage, &loans(&blocks));
     let of_unit = |unit: usize| {
         let block = &blocks[unit];
-        UnitLayout::new(block.name(), block.tensors(), plan.lanes).padded
+        UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices).padded
     };
     let slots: Vec<usize> = stage.slots().map(of_unit).collect();
     let padded = &slots[..stage.units.len()];
-    let next = blocks.get(stage.units.end).map(|block| block.input_per_row());
+    let next = blocks.get(stage.units.end).map(|block| slices.own(block.input_per_row()));
     blocks.truncate(stage.units.end);
     blocks.drain(..stage.units.start);
     let all: usize = padded.iter().sum();
@@ -96,7 +97,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     let state = states * owned;
     let guests = (slots.iter().sum::<usize>() - all) / plan.mesh.shard * size;
     let guests = if plan.residency().params == Life::Use { guests } else { 0 };
-    let moments = moments(plan, &blocks, &stage, schedule, &slots, next);
+    let moments = moments(plan, &blocks, &slices, &stage, schedule, &slots, next);
     let alive = match B::ON_HOST {
         true => moments.into_iter().fold(Alive::default(), Alive::most),
         false => moments.into_iter().max_by_key(|moment| moment.total()).unwrap_or_default(),
@@ -143,6 +144,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
 fn moments<B: Kernels>(
     plan: &Plan,
     blocks: &Blocks<B>,
+    slices: &Slices,
     stage: &Stage,
     schedule: StepSchedule,
     slots: &[usize],
@@ -151,10 +153,11 @@ fn moments<B: Kernels>(
     let size = plan.config.precision.compute.size(B::ON_HOST);
     let timeline = MemoryTimeline { stage, sizes: slots, shards: plan.mesh.shard, keep: plan.residency(), schedule };
     // Bytes a row: of each block's input, its saved activations, its scratch.
-    let input: Vec<usize> = blocks.iter().map(|block| block.input_per_row() * size).collect();
+    let input: Vec<usize> = blocks.iter().map(|block| slices.own(block.input_per_row()) * size).collect();
     let saved: Vec<usize> =
         blocks.iter().map(|block| block.saved_per_row() * size + block.exact_per_row() * F32).collect();
     let scratch: Vec<usize> = blocks.iter().map(|block| block.scratch_per_row() * size).collect();
+    let forward: Vec<usize> = blocks.iter().map(|block| block.forward_scratch_per_row() * size).collect();
     let deferring: Vec<usize> = blocks.iter().map(|block| block.deferring_scratch_per_row() * size).collect();
     // Bytes a row that the gradients of weights wait with, of the blocks before each one; then, of all.
     let put_off_before: Vec<usize> = blocks.iter().fold(vec![0], |mut sums, block| {
@@ -163,26 +166,30 @@ fn moments<B: Kernels>(
     });
     let put_off_row = put_off_before[blocks.len()];
     // The logits, and their losses.
-    let of_stage = next.map_or(plan.network.outputs() * size + F32, |next| next * size);
+    let outputs: usize = slices.held.clone().map(|lane| slices.share(plan.network.outputs(), lane).len()).sum();
+    let of_stage = next.map_or(outputs * size + F32, |next| next * size);
     let output = |block: usize| input.get(block + 1).copied().unwrap_or(of_stage);
     let recompute = plan.config.parallel.recompute;
     // For each block's turn, the bytes that the blocks before it keep; then, those of all.
     let mut kept = vec![0; blocks.len() + 1];
+    let again = |block: usize| recompute && !(stage.is_last() && block + 1 == blocks.len());
     for block in 0..blocks.len() {
-        let again = recompute && !(stage.is_last() && block + 1 == blocks.len());
-        kept[block + 1] = kept[block] + input[block] + if again { 0 } else { saved[block] };
+        kept[block + 1] = kept[block] + input[block] + if again(block) { 0 } else { saved[block] };
     }
+    // A forward that is computed again has its output beside the gradient of that.
+    let redone = |block: usize| if again(block) { 2 * output(block) + forward[block] } else { 0 };
     let waiting_row = kept[blocks.len()];
     // Messages: one is awaited while another leaves.
     let messages = if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
     let bytes =
         |Moment { when, params, grads, waiting, put_off }: Moment, rows: usize, kept: &[usize], messages: usize| {
             let of_row = match when {
-                When::Forward(block) => kept[block] + input[block] + saved[block] + output(block),
-                When::Backward(block) => kept[block] + input[block] + saved[block] + scratch[block],
+                When::Forward(block) => kept[block] + input[block] + saved[block] + output(block) + forward[block],
+                When::Backward(block) => kept[block] + input[block] + saved[block] + scratch[block].max(redone(block)),
                 When::BackwardInput(block) => {
                     let of_later_blocks = put_off_row - put_off_before[block + 1];
-                    kept[block] + input[block] + saved[block] + deferring[block] + of_later_blocks
+                    let work = deferring[block].max(redone(block));
+                    kept[block] + input[block] + saved[block] + work + of_later_blocks
                 }
                 When::BackwardWeight(block) => put_off_before[block + 1],
                 // The gradient of the input is as large as that.

@@ -34,14 +34,14 @@ impl Op for Embedding {
         _: &B::Buf,
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let mut y = cx.backend.alloc(MemoryKind::Activations, cx.micro.samples * self.time * self.width)?;
-        cx.backend.embedding(&cx.micro.parts.ids, params[0], B::cut(params[0], 0).0, B::all_mut(&mut y))?;
+        cx.backend.embedding(&cx.micro.parts.ids, 0, params[0], B::cut(params[0], 0).0, B::all_mut(&mut y))?;
         Ok((y, vec![]))
     }
 
     fn backward<B: Kernels>(&self, cx: &Context<'_, B>, back: Back<'_, '_, '_, B>) -> Result<B::Buf> {
         let mut none = cx.backend.alloc_f32(MemoryKind::Activations, 0)?;
         let table = B::reborrow(&mut back.grads[0]);
-        cx.backend.embedding_backward(&cx.micro.parts.ids, B::all(&back.dy), table, B::all_mut(&mut none))?;
+        cx.backend.embedding_backward(&cx.micro.parts.ids, 0, B::all(&back.dy), table, B::all_mut(&mut none))?;
         cx.backend.alloc(MemoryKind::Activations, 0)
     }
 }

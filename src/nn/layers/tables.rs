@@ -90,7 +90,7 @@ impl Op for Tables {
     ) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, samples) = (cx.backend, cx.micro.samples);
         let mut rows = b.alloc(MemoryKind::Activations, samples * self.ids.len() * self.width)?;
-        b.embedding(&cx.micro.parts.ids, params[0], B::cut(params[0], 0).0, B::all_mut(&mut rows))?;
+        b.embedding(&cx.micro.parts.ids, 0, params[0], B::cut(params[0], 0).0, B::all_mut(&mut rows))?;
         let Some(dense) = &self.dense else { return Ok((rows, vec![])) };
         let (of_numbers, kept) = dense.forward(cx, &params[1..], x)?;
         let mut y = b.alloc(MemoryKind::Activations, samples * self.rows() * self.width)?;
@@ -113,7 +113,7 @@ impl Op for Tables {
             dense.backward(cx, Back { params, grads, first, x, kept, dy: of_numbers, wants_input: false })?;
         }
         let mut none = b.alloc_f32(MemoryKind::Activations, 0)?;
-        b.embedding_backward(&cx.micro.parts.ids, B::all(&rows), B::reborrow(&mut grads[0]), B::all_mut(&mut none))?;
+        b.embedding_backward(&cx.micro.parts.ids, 0, B::all(&rows), B::reborrow(&mut grads[0]), B::all_mut(&mut none))?;
         b.alloc(MemoryKind::Activations, 0)
     }
 }

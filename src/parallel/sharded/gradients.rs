@@ -9,9 +9,9 @@ use crate::error::{Error, Result};
 use crate::layout::{UnitLayout, part};
 use crate::parallel::Life;
 use crate::parallel::control_flags::{AllFlags, ControlFlags};
-use crate::parallel::lanes::tree_sum;
 use crate::parallel::step_summary::{Squares, StepSummary, sum_of_squares};
 use crate::parallel::unit::{Reduction, Sum};
+use crate::tree::tree_sum;
 
 /// Results of a step's reductions, the same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -72,6 +72,7 @@ impl<B: Kernels> Sharded<B> {
         for (_, part) in of_unit {
             self.units[unit].returned.push(part.wait()?);
         }
+        self.units[unit].add_copies(&self.backend, &self.groups.tensor)?;
         self.units[unit].lane_done(&self.backend, last)?;
         if last {
             self.ended.push(unit);
@@ -107,7 +108,7 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm.
-    /// `losses` are those of this rank's lanes, in order, where its stage computes them; `compute` is the seconds it has computed in this step. All
+    /// `losses` are those of this rank's lanes, in order, where it tells them: the last stage does, the first of each tensor group; `compute` is the seconds it has computed in this step. All
     /// ranks receive the `flags` of each.
     ///
     /// # Errors
@@ -127,12 +128,17 @@ impl<B: Kernels> Sharded<B> {
         }
         // Every rank gets every lane's loss and the squares of every unit's virtual shards, and adds them in the same order.
         let first_unit = self.stage.units.start;
-        let squares = Squares { first_unit, first_shard: shards.start, shards: shards.len(), values: squares };
+        let first_shard = self.first_virtual_shard() + shards.start;
+        let squares = Squares { first_unit, first_shard, shards: shards.len(), values: squares };
         let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
         let messages = self.groups.world.gather_bytes(mine.encode()).wait()?;
         let told: Vec<StepSummary> = messages.iter().map(|one| StepSummary::decode(one)).collect::<Result<_>>()?;
         let losses: Vec<f64> = told.iter().flat_map(|one| one.losses.iter().copied()).collect();
-        let squares = sum_of_squares(told.iter().map(|one| &one.squares), self.network.len(), self.lanes.total)?;
+        let squares = sum_of_squares(
+            told.iter().map(|one| &one.squares),
+            self.network.len(),
+            self.slices.total * self.lanes.total,
+        )?;
         Ok(ReducedStep {
             loss: tree_sum(&losses),
             norm: squares.sqrt(),
@@ -161,7 +167,7 @@ impl<B: Kernels> Sharded<B> {
 
     /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept.
     fn land(&mut self, index: usize) -> Result<()> {
-        let shards = self.virtual_shards();
+        let (shards, parts) = (self.virtual_shards(), self.parts());
         let unit = &mut self.units[index];
         let Some(Reduction::InFlight(pending)) = unit.reduction.take() else {
             return Err(Error::internal("no reduction to wait for"));
@@ -169,8 +175,8 @@ impl<B: Kernels> Sharded<B> {
         let (full, owned) = (pending.wait()?, unit.owner.range());
         // Read while it is on its way through the caches, and while the next units are reduced.
         let square = |shard| {
-            let trained = unit.layout.trained(unit.layout.part(shard, self.lanes.total));
-            self.backend.sum_squares(B::view(&full, trained))
+            let counted = unit.layout.counted(unit.layout.part(shard, parts));
+            self.backend.sum_squares(B::view(&full, counted))
         };
         let squares = shards.map(square).collect::<Result<_>>()?;
         let (mut grad, window) = match self.keep.grads {
@@ -186,10 +192,19 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Virtual shards, of [`Lanes::total`](crate::parallel::Lanes) in every unit, whose norm and checkpoint fall to this rank. They lie
-    /// in its owned range; replicas divide them among themselves.
+    /// Virtual shards of this rank's part of a unit: [`Lanes::total`](crate::parallel::Lanes) for each tensor lane.
+    pub(super) fn parts(&self) -> usize {
+        self.slices.held.len() * self.lanes.total
+    }
+
+    /// The number of the first of them, counted over the ranks of the tensor axis.
+    pub(super) fn first_virtual_shard(&self) -> usize {
+        self.slices.held.start * self.lanes.total
+    }
+
+    /// Those whose norm and checkpoint fall to this rank. They lie in its owned range; replicas divide them among themselves.
     pub(super) fn virtual_shards(&self) -> Range<usize> {
-        let owned = part(self.lanes.total, self.groups.shard.rank(), self.groups.shard.size());
+        let owned = part(self.parts(), self.groups.shard.rank(), self.groups.shard.size());
         let mine = part(owned.len(), self.groups.replica.rank(), self.groups.replica.size());
         owned.start + mine.start..owned.start + mine.end
     }

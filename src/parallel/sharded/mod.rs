@@ -29,7 +29,7 @@ use std::sync::Arc;
 use super::groups::Groups;
 use super::guest::Guest;
 use super::hyper::state_names;
-use super::lanes::{Lanes, Tree};
+use super::lanes::Lanes;
 use super::offload::Host;
 use super::prefetch::{self, Prefetch, Visit};
 use super::schedule::StepSchedule;
@@ -40,9 +40,10 @@ use super::{Life, Residency};
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
-use crate::layout::UnitLayout;
+use crate::layout::{Slices, UnitLayout, trained};
 use crate::nn::{Blocks, Grads, Params};
 use crate::optim::{Part, Rule};
+use crate::tree::Tree;
 
 /// Units of a pipeline stage over the ranks of its shard × replica mesh.
 pub struct Sharded<B: Kernels> {
@@ -50,6 +51,8 @@ pub struct Sharded<B: Kernels> {
     groups: Groups<B>,
     keep: Residency,
     lanes: Lanes,
+    /// The tensor lanes of every unit.
+    slices: Slices,
     /// None where nothing is trained.
     rule: Option<Rule>,
     /// Decay of the parameters' running average, if one is kept.
@@ -75,7 +78,7 @@ pub struct Sharded<B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// Storage for the units of `stage`, of a network of `blocks`, initialised from `seed`: the same values for any mesh.
+    /// Storage for the units of `stage`, of a network of `blocks` that were made for `slices`, initialised from `seed`: the same values for any mesh.
     /// Without a seed it is zero, to be restored; without updates there is no optimizer state.
     ///
     /// # Errors
@@ -88,6 +91,7 @@ impl<B: Kernels> Sharded<B> {
         lanes: Lanes,
         updates: Option<Updates>,
         blocks: &Blocks<B>,
+        slices: &Slices,
         stage: Stage,
         seed: Option<u64>,
     ) -> Result<Self> {
@@ -97,7 +101,7 @@ impl<B: Kernels> Sharded<B> {
         let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
         let network: Vec<UnitLayout> =
-            blocks.iter().map(|block| UnitLayout::new(block.name(), block.tensors(), lanes.total)).collect();
+            blocks.iter().map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes.total, slices)).collect();
         let mut units = Vec::with_capacity(stage.units.len());
         for layout in &network[stage.units.clone()] {
             let owned = layout.part(shard, shards);
@@ -110,7 +114,7 @@ impl<B: Kernels> Sharded<B> {
             let (host, updates) = (host.as_ref(), updates.as_ref());
             units.push(Unit {
                 owner: ShardOwner::new(&backend, host, updates, layout, owned, values, are_full_here)?,
-                tensors: layout.tensors.iter().map(|(tensor, _)| Part::of(tensor, groups_of)).collect(),
+                tensors: layout.tensors.iter().map(|tensor| Part::of(tensor, groups_of)).collect(),
                 zeroed: layout.zeroed(),
                 layout: layout.clone(),
                 params,
@@ -134,6 +138,7 @@ impl<B: Kernels> Sharded<B> {
             groups,
             keep,
             lanes,
+            slices: slices.clone(),
             rule,
             average,
             offloads: host.is_some(),
@@ -159,6 +164,16 @@ impl<B: Kernels> Sharded<B> {
         &self.groups.pipeline
     }
 
+    /// The ranks that compute slices of the same blocks, if there are several.
+    pub fn tensor(&self) -> Option<&Group<B>> {
+        Some(&self.groups.tensor).filter(|group| group.size() > 1)
+    }
+
+    /// This rank's slices of the blocks.
+    pub fn slices(&self) -> &Slices {
+        &self.slices
+    }
+
     /// This rank's part of the network.
     pub fn stage(&self) -> &Stage {
         &self.stage
@@ -171,7 +186,7 @@ impl<B: Kernels> Sharded<B> {
 
     /// Parameters of the network, averages and padding left out.
     pub fn parameters(&self) -> u64 {
-        self.network.iter().map(|unit| unit.trained as u64).sum()
+        self.network.iter().map(|unit| trained(&unit.tensors) as u64).sum()
     }
 
     /// Layouts of all units of the network, those of other stages included.
@@ -214,7 +229,9 @@ impl<B: Kernels> Sharded<B> {
     pub fn params(&mut self, unit: usize) -> Result<Params<'_, B>> {
         let borrowed = self.stage.borrowed[unit];
         self.fetch(Visit { own: unit, lent: borrowed.map(|loan| loan.slot) })?;
-        Ok(Params { own: self.full(unit)?, lent: borrowed.map(|loan| self.full(loan.slot)).transpose()? })
+        let lent_section = borrowed.map_or(0, |loan| self.section(loan.slot));
+        let (own, lent) = (self.full(unit)?, borrowed.map(|loan| self.full(loan.slot)).transpose()?);
+        Ok(Params { own, section: self.section(unit), lent, lent_section })
     }
 
     /// As [`Sharded::params`], with the gradients to add to.
@@ -224,7 +241,9 @@ impl<B: Kernels> Sharded<B> {
     pub fn params_and_grads(&mut self, unit: usize) -> Result<(Params<'_, B>, Grads<'_, B>)> {
         let loan = self.stage.borrowed[unit];
         self.fetch(Visit { own: unit, lent: loan.map(|loan| loan.slot) })?;
+        let lent_section = loan.map_or(0, |loan| self.section(loan.slot));
         let own = &mut self.units[unit];
+        let section = own.layout.section;
         let first = own.open_grads(&self.backend)?;
         let lent_first = loan.map_or(Ok(false), |loan| own.open_borrowed(&self.backend, loan.len))?;
         let (before, own) = self.units.split_at_mut(unit);
@@ -240,7 +259,7 @@ impl<B: Kernels> Sharded<B> {
         };
         let grads = own.grads.as_mut().ok_or_else(missing)?;
         Ok((
-            Params { own: B::all(own.params.here().ok_or_else(missing)?), lent },
+            Params { own: B::all(own.params.here().ok_or_else(missing)?), section, lent, lent_section },
             Grads {
                 own: B::all_mut(grads),
                 first,
@@ -286,6 +305,14 @@ impl<B: Kernels> Sharded<B> {
             }
         }
         Ok(())
+    }
+
+    /// Elements of a section of a slot's unit.
+    fn section(&self, slot: usize) -> usize {
+        match slot.checked_sub(self.units.len()) {
+            None => self.units[slot].layout.section,
+            Some(guest) => self.guests[guest].layout.section,
+        }
     }
 
     /// The full parameters of a slot, with its unit's layout.

@@ -30,7 +30,7 @@ impl<B: Kernels> Sharded<B> {
     /// A gather under way failed.
     pub fn owned(&mut self) -> Result<Vec<Owned<'_, B>>> {
         let shards = self.virtual_shards();
-        let total = self.lanes.total;
+        let total = self.parts();
         for unit in &mut self.units {
             unit.params.land()?;
         }
@@ -44,18 +44,22 @@ impl<B: Kernels> Sharded<B> {
             .collect()
     }
 
-    /// Replaces parameters and optimizer state by the values that `read(tensor, part, range)` gives for every range of
-    /// every tensor that this rank stores: part 0 is the parameters, part k the k-th of
-    /// [`Sharded::state_names`].
+    /// Replaces parameters and optimizer state by the values that `read(tensor, part, columns, range, out)` gives for
+    /// every range of every tensor that this rank stores: part 0 is the parameters, part k the k-th of
+    /// [`Sharded::state_names`]. The range counts flat elements of the tensor, or of these columns of it if there are any.
     ///
     /// # Errors
     /// Of `read`, or of the device.
-    pub fn restore(&mut self, mut read: impl FnMut(&str, usize, Range<usize>, &mut [f32]) -> Result<()>) -> Result<()> {
+    pub fn restore(
+        &mut self,
+        mut read: impl FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
         let backend = &self.backend;
         let mut load_of = |layout: &UnitLayout, part, range: Range<usize>| {
             let mut host = vec![0.0; range.len()];
-            for piece in layout.pieces(range) {
-                read(&piece.tensor.name, part, piece.of_tensor, &mut host[piece.of_owned])?;
+            for piece in layout.stored(range) {
+                let (tensor, columns) = (&piece.tensor.name, piece.columns.as_ref());
+                read(tensor, part, columns, piece.of_tensor, &mut host[piece.of_owned])?;
             }
             Ok::<_, Error>(host)
         };

@@ -20,7 +20,7 @@ impl<B: Kernels> Sharded<B> {
         let Some(rule) = self.rule.filter(Rule::is_layerwise) else {
             return Ok(vec![vec![]; self.units.len()]);
         };
-        let (shards, total) = (self.virtual_shards(), self.lanes.total);
+        let (shards, parts, before) = (self.virtual_shards(), self.parts(), self.first_virtual_shard());
         let mut measured = Vec::new();
         let mut first = 0;
         for unit in &mut self.units {
@@ -29,20 +29,25 @@ impl<B: Kernels> Sharded<B> {
                 return Err(Error::internal("an update without gradient"));
             };
             for shard in shards.clone() {
-                let (range, grad) = (unit.layout.part(shard, total), B::view(&sum.grad, sum.window.clone()));
+                let (range, grad) = (unit.layout.part(shard, parts), B::view(&sum.grad, sum.window.clone()));
+                let start = range.start;
                 for (tensor, squares) in unit.owner.squares(hyper, range, grad, unit.params.here())? {
+                    if unit.layout.is_copy(start, tensor) {
+                        continue;
+                    }
                     measured.push((shard - shards.start, first + tensor, squares));
                 }
             }
             first += unit.layout.tensors.len();
         }
-        let mut norms = Norms::new(shards, first);
+        let mut norms = Norms::new(before + shards.start..before + shards.end, first);
         for (shard, tensor, squares) in measured {
             let [norm, compared] = squares;
             norms.set(shard, tensor, [norm.read(&self.backend)?, compared.read(&self.backend)?]);
         }
-        let messages = self.groups.data.gather_bytes(norms.encode()).wait()?;
-        let mut squares = norms::whole(&messages, total, first)?.into_iter();
+        let messages = self.groups.stage.gather_bytes(norms.encode()).wait()?;
+        let all = self.slices.total * self.lanes.total;
+        let mut squares = norms::whole(&messages, all, first)?.into_iter();
         let of_unit = |unit: &Unit<B>| {
             let decays = unit.tensors.iter().map(|part| part.decay(hyper.weight_decay));
             decays.zip(&mut squares).map(|(decay, squares)| rule.trust(squares, decay, hyper.grad_scale)).collect()

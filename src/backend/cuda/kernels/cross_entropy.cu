@@ -10,6 +10,10 @@ __device__ __forceinline__ float exponential(float x) {
 #endif
 }
 
+// The least number: the largest logit is no less, so that of logits that are -inf nothing is left, even where there are no
+// others.
+__device__ __forceinline__ float lowest() { return __uint_as_float(0xff7fffffu); }
+
 // The greatest value so far and the sum of exp(x - greatest): Milakov and Gimelshein, "Online normalizer calculation
 // for softmax", 2018.
 struct Running {
@@ -26,42 +30,33 @@ __device__ __forceinline__ void add_to(Running& r, float x) {
 
 __device__ __forceinline__ Running merge(Running a, Running b) {
   float top = fmaxf(a.top, b.top);
-  if (top == -infinity()) return Running{top, 0.0f};
   return Running{top, a.sum * exponential(a.top - top) + b.sum * exponential(b.top - top)};
 }
 
-// `of_classes`, a factor for each class, and `of_rows`, one for each row, may be null. `smoothing` is the part of the
-// target that is spread over all classes. With `keep` there are (classes + a pack's) elements of dynamic shared memory: the row is
-// read once.
-extern "C" __global__ void __launch_bounds__(512)
-    cross_entropy(elem* logits, const unsigned* targets, const float* of_classes, const float* of_rows, float* losses,
-                  int classes, float scale, float smoothing, int gradient, int keep) {
+// Of a row, in every thread of a block of 512: the same bits in each. Calls `pack(i, v)` with the elements from i on and
+// `one(i)` for elements alone, once for each that the thread reads.
+template <class P, class S>
+__device__ __forceinline__ Running of_row(const elem* row, int classes, P pack, S one) {
   __shared__ Running parts[16];
-  extern __shared__ __align__(16) elem shared[];
-  elem* row = logits + (long long)blockIdx.x * classes;
-  // As aligned as the row is. A thread reads only the elements that it has kept itself.
-  elem* kept = keep ? shared + (reinterpret_cast<unsigned long long>(row) & 15) / sizeof(elem) : row;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  Running mine{-infinity(), 0.0f};
+  Running mine{lowest(), 0.0f};
   each_of_row(
       row, classes, threadIdx.x, 512,
       [&](int i) {
-        float v[Pack<elem>::SIZE], top = -infinity();
+        float v[Pack<elem>::SIZE], top = lowest();
         load_pack(v, row + i);
-        if (keep) store_pack(kept + i, v);
+        pack(i, v);
 #pragma unroll
         for (int k = 0; k < Pack<elem>::SIZE; k++) top = fmaxf(top, v[k]);
         if (top > mine.top) {
           mine.sum *= exponential(mine.top - top);
           mine.top = top;
         }
-        // A pack of -inf alone would make NaN of nothing.
-        if (mine.top == -infinity()) return;
 #pragma unroll
         for (int k = 0; k < Pack<elem>::SIZE; k++) mine.sum += exponential(v[k] - mine.top);
       },
       [&](int i) {
-        if (keep) kept[i] = row[i];
+        one(i);
         add_to(mine, to_float(row[i]));
       });
 #pragma unroll
@@ -74,6 +69,27 @@ extern "C" __global__ void __launch_bounds__(512)
   __syncthreads();
   Running all = parts[0];
   for (int i = 1; i < 16; i++) all = merge(all, parts[i]);
+  return all;
+}
+
+// `of_classes`, a factor for each class, and `of_rows`, one for each row, may be null. `smoothing` is the part of the
+// target that is spread over all classes. With `keep` there are (classes + a pack's) elements of dynamic shared memory: the row is
+// read once.
+extern "C" __global__ void __launch_bounds__(512)
+    cross_entropy(elem* logits, const unsigned* targets, const float* of_classes, const float* of_rows, float* losses,
+                  int classes, float scale, float smoothing, int gradient, int keep) {
+  extern __shared__ __align__(16) elem shared[];
+  elem* row = logits + (long long)blockIdx.x * classes;
+  // As aligned as the row is. A thread reads only the elements that it has kept itself.
+  elem* kept = keep ? shared + (reinterpret_cast<unsigned long long>(row) & 15) / sizeof(elem) : row;
+  Running all = of_row(
+      row, classes,
+      [&](int i, const float (&v)[Pack<elem>::SIZE]) {
+        if (keep) store_pack(kept + i, v);
+      },
+      [&](int i) {
+        if (keep) kept[i] = row[i];
+      });
   unsigned target = targets[blockIdx.x];
   float at_target = to_float(row[target]), log_sum = all.top + logf(all.sum);
   float weight = (of_classes ? of_classes[target] : 1.0f) * (of_rows ? of_rows[blockIdx.x] : 1.0f);
@@ -102,6 +118,72 @@ extern "C" __global__ void __launch_bounds__(512)
       },
       [&](int i) {
         float v = exponential(to_float(kept[i]) - all.top) * factor - scale * spread - (i == int(target) ? scale * rest : 0.0f);
+        row[i] = from_float<elem>(v);
+      });
+}
+
+// Of the columns of some classes, from class `first` on, the four numbers of a row that the losses need of them:
+// LogitsPart::STATS of classifier.rs.
+extern "C" __global__ void __launch_bounds__(512)
+    softmax_part(const elem* logits, const unsigned* targets, float* stats, int classes, int first) {
+  const elem* row = logits + (long long)blockIdx.x * classes;
+  float sum = 0.0f;
+  // Packs are added up before they meet the sum: fewer roundings.
+  Running all = of_row(
+      row, classes,
+      [&](int, const float (&v)[Pack<elem>::SIZE]) {
+        float of_pack = 0.0f;
+#pragma unroll
+        for (int k = 0; k < Pack<elem>::SIZE; k++) of_pack += v[k];
+        sum += of_pack;
+      },
+      [&](int i) { sum += to_float(row[i]); });
+  sum = block_sum(sum);
+  if (threadIdx.x > 0) return;
+  unsigned column = targets[blockIdx.x] - unsigned(first);
+  stats += 4ll * blockIdx.x;
+  stats[0] = all.top, stats[1] = all.sum;
+  stats[2] = column < unsigned(classes) ? to_float(row[column]) : 0.0f;
+  stats[3] = sum;
+}
+
+// As cross_entropy, with the logits of `classes` classes from `first` on, of `all_classes`, and the numbers that softmax_part
+// has of each of the `parts`. Every thread merges them in the same order, so that all parts have the same bits of the losses.
+extern "C" __global__ void __launch_bounds__(512)
+    cross_entropy_part(const float* stats, elem* logits, const unsigned* targets, const float* of_classes,
+                       const float* of_rows, float* losses, int parts, int classes, int first, int all_classes,
+                       float scale, float smoothing, int gradient) {
+  Running all{lowest(), 0.0f};
+  float at_target = 0.0f, sum = 0.0f;
+  for (int part = 0; part < parts; part++) {
+    const float* of_part = stats + 4ll * ((long long)part * gridDim.x + blockIdx.x);
+    all = merge(all, Running{of_part[0], of_part[1]});
+    at_target += of_part[2], sum += of_part[3];
+  }
+  unsigned target = targets[blockIdx.x];
+  float weight = (of_classes ? of_classes[target] : 1.0f) * (of_rows ? of_rows[blockIdx.x] : 1.0f);
+  float rest = 1.0f - smoothing, spread = smoothing / all_classes;
+  float loss = logf(all.sum) - rest * (at_target - all.top);
+  if (smoothing > 0.0f) loss -= spread * fmaf(-float(all_classes), all.top, sum);
+  if (threadIdx.x == 0) losses[blockIdx.x] = loss * weight;
+  if (!gradient) return;
+  scale *= weight;
+  elem* row = logits + (long long)blockIdx.x * classes;
+  unsigned column = target - unsigned(first);
+  float factor = scale / all.sum;
+  each_of_row(
+      row, classes, threadIdx.x, 512,
+      [&](int i) {
+        float v[Pack<elem>::SIZE];
+        load_pack(v, row + i);
+#pragma unroll
+        for (int k = 0; k < Pack<elem>::SIZE; k++)
+          v[k] = exponential(v[k] - all.top) * factor - scale * spread - (unsigned(i + k) == column ? scale * rest : 0.0f);
+        store_pack(row + i, v);
+      },
+      [&](int i) {
+        float v = exponential(to_float(row[i]) - all.top) * factor - scale * spread -
+                  (unsigned(i) == column ? scale * rest : 0.0f);
         row[i] = from_float<elem>(v);
       });
 }

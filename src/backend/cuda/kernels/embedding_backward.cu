@@ -4,13 +4,15 @@
 
 // The token table. `order` has the numbers of the rows by token, those of one token ascending. Block: (128, 4); grid: (rows,
 // ceil(width / (128·OWN))). The block at the first row of a token adds up all rows with it; the others end. Thread row y adds
-// the y-th 128 of each 512 rows, and the four sums meet in order.
+// the y-th 128 of each 512 rows, and the four sums meet in order. The table has `words` rows, of tokens from `first` on; other
+// tokens add nothing.
 extern "C" __global__ void __launch_bounds__(512)
     embedding_backward_tokens(const unsigned* tokens, const unsigned* order, const elem* dy, float* dtable, int rows,
-                              int width) {
+                              int width, int first, int words) {
   __shared__ unsigned uses[4][128];
   __shared__ float parts[3][128][OWN];
-  unsigned token = tokens[order[blockIdx.x]];
+  unsigned token = tokens[order[blockIdx.x]], place = token - unsigned(first);
+  if (place >= unsigned(words)) return;
   if (blockIdx.x > 0 && tokens[order[blockIdx.x - 1]] == token) return;
   int group = threadIdx.y, column = (blockIdx.y * 128 + threadIdx.x) * OWN;
   bool by_pack = aligned(dy) && width % OWN == 0;
@@ -40,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(512)
 #pragma unroll
   for (int k = 0; k < OWN; k++) {
     for (int other = 0; other < 3; other++) sums[k] += parts[other][threadIdx.x][k];
-    if (column + k < width) dtable[(long long)token * width + column + k] += sums[k];
+    if (column + k < width) dtable[(long long)place * width + column + k] += sums[k];
   }
 }
 

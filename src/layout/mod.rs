@@ -1,0 +1,368 @@
+//! The layout of tensors: units, offsets, owned ranges. Integers in, integers out.
+
+mod slices;
+
+use std::ops::Range;
+use std::sync::Arc;
+
+pub use slices::{Cut, Slab, Slices};
+
+/// Initial values of a tensor.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Init {
+    /// All zero.
+    Zeros,
+    /// All one.
+    Ones,
+    /// Normal with mean 0 and this standard deviation.
+    Normal(f32),
+}
+
+/// One named parameter.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Tensor {
+    /// Unique in the model, in the field's usual spelling: `h.0.attn.c_attn.weight`.
+    pub name: String,
+    /// Extent of every dimension, row-major.
+    pub shape: Vec<usize>,
+    /// Its initial values.
+    pub init: Init,
+    /// Not trained, but an average: each step moves it by this part of the way to the values in its gradient.
+    pub average: Option<f32>,
+    /// Whether the first backward of a lane overwrites its gradient: it need not be zeroed before.
+    pub overwritten: bool,
+    /// Its division among tensor lanes; none where every lane has all of it.
+    pub cut: Option<Cut>,
+}
+
+impl Tensor {
+    /// A parameter.
+    pub fn new(name: impl Into<String>, shape: &[usize], init: Init) -> Self {
+        Self { name: name.into(), shape: shape.to_vec(), init, average: None, overwritten: false, cut: None }
+    }
+
+    /// A running average that a step moves by this part of the way to the step's own value.
+    pub fn average(name: impl Into<String>, shape: &[usize], init: Init, rate: f32) -> Self {
+        Self { average: Some(rate), ..Self::new(name, shape, init) }
+    }
+
+    /// The same, of a block whose backward overwrites its gradient when it is the first.
+    pub fn overwritten(self) -> Self {
+        Self { overwritten: true, ..self }
+    }
+
+    /// The same, divided among tensor lanes.
+    pub fn cut(self, cut: Cut) -> Self {
+        Self { cut: Some(cut), ..self }
+    }
+
+    /// Its place among the tensors of a unit: decayed ones, then the other trained ones, then averages.
+    pub fn order(&self) -> u8 {
+        match (self.average, self.decays()) {
+            (Some(_), _) => 2,
+            (None, false) => 1,
+            (None, true) => 0,
+        }
+    }
+
+    /// Elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether weight decay applies: to matrices, not to biases and norms.
+    pub fn decays(&self) -> bool {
+        self.shape.len() >= 2 && self.average.is_none()
+    }
+}
+
+/// Elements of the tensors that are trained.
+pub fn trained(tensors: &[Tensor]) -> usize {
+    tensors.iter().filter(|tensor| tensor.average.is_none()).map(Tensor::len).sum()
+}
+
+/// The flat storage of one block's parameters on a rank: a section for each tensor lane that it holds.
+///
+/// In a section the lane's parts of cut tensors come first, then a copy of every whole tensor, then padding; among each,
+/// decayed tensors come first and averages last. Without tensor parallelism there is one section, with everything.
+#[derive(Debug, Clone, PartialEq)]
+pub struct UnitLayout {
+    /// Name for traces and errors.
+    pub name: Arc<str>,
+    /// The tensors in storage order, with their whole shapes.
+    pub tensors: Vec<Tensor>,
+    /// Elements of a section: those in use, padded so that it can be cut into equal, aligned parts.
+    pub section: usize,
+    /// Elements stored.
+    pub padded: usize,
+    /// The lanes of the sections.
+    slices: Slices,
+    places: Vec<Place>,
+    sections: Vec<Section>,
+}
+
+/// The place of a part of a tensor.
+#[derive(Debug, Clone, PartialEq)]
+struct Place {
+    tensor: usize,
+    slab: Slab,
+    range: Range<usize>,
+    /// Whether another lane's section answers for the tensor.
+    is_copy: bool,
+}
+
+/// Ranges of a section, in elements of the unit.
+#[derive(Debug, Clone, PartialEq)]
+struct Section {
+    /// Elements whose gradients count.
+    counted: Range<usize>,
+    /// The whole tensors.
+    whole: Range<usize>,
+}
+
+/// Elements that an equal part of a section is a multiple of: a cache line of f32.
+const ALIGN: usize = 16;
+
+impl UnitLayout {
+    /// Lays out `tensors`, uncut, so that the unit can be cut into `parts` equal parts.
+    pub fn new(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize) -> Self {
+        Self::sliced(name, tensors, parts, &Slices::whole())
+    }
+
+    /// Lays out the part of `tensors` of some tensor lanes, so that each section can be cut into `parts` equal parts.
+    pub fn sliced(name: impl Into<Arc<str>>, tensors: Vec<Tensor>, parts: usize, slices: &Slices) -> Self {
+        debug_assert!(tensors.iter().is_sorted_by_key(Tensor::order), "decayed tensors come first, averages last");
+        let is_cut = |tensor: &Tensor| slices.total > 1 && tensor.cut.is_some();
+        debug_assert!(tensors.iter().is_sorted_by_key(|tensor| !is_cut(tensor)), "cut tensors come first");
+        let len = |tensor: &Tensor, lane| tensor.slabs(slices, lane).iter().map(|slab| slab.range.len()).sum::<usize>();
+        // The first lane has most.
+        let section = tensors.iter().map(|tensor| len(tensor, 0)).sum::<usize>().next_multiple_of(parts * ALIGN);
+        let (mut places, mut sections) = (Vec::new(), Vec::new());
+        for (number, lane) in slices.held.clone().enumerate() {
+            let start = number * section;
+            let (mut end, mut cut_end, mut trained_end) = (start, start, start);
+            for (index, tensor) in tensors.iter().enumerate() {
+                for slab in tensor.slabs(slices, lane) {
+                    let range = end..end + slab.range.len();
+                    end = range.end;
+                    places.push(Place { tensor: index, slab, range, is_copy: !is_cut(tensor) && lane > 0 });
+                }
+                if is_cut(tensor) {
+                    cut_end = end;
+                }
+                if tensor.average.is_none() {
+                    trained_end = end;
+                }
+            }
+            let counted = match lane {
+                // Padding has no gradient, and sums are fastest over whole parts.
+                0 if trained_end == end => start + section,
+                0 => trained_end,
+                _ => cut_end,
+            };
+            sections.push(Section { counted: start..counted, whole: cut_end..end });
+        }
+        let padded = slices.held.len() * section;
+        Self { name: name.into(), tensors, section, padded, slices: slices.clone(), places, sections }
+    }
+
+    /// The tensor lanes of the sections.
+    pub fn slices(&self) -> &Slices {
+        &self.slices
+    }
+
+    /// Each tensor's range, where all are whole.
+    pub fn ranges(&self) -> impl Iterator<Item = (&Tensor, Range<usize>)> {
+        self.places.iter().map(|place| (&self.tensors[place.tensor], place.range.clone()))
+    }
+
+    /// The elements whose gradients backwards only ever add to, so that they begin with zeros; padding is among them.
+    pub fn zeroed(&self) -> Vec<Range<usize>> {
+        let mut zeroed = Vec::new();
+        let mut from = 0;
+        for Place { range, .. } in self.places.iter().filter(|place| self.tensors[place.tensor].overwritten) {
+            zeroed.push(from..range.start);
+            from = range.end;
+        }
+        zeroed.push(from..self.padded);
+        zeroed.retain(|range| !range.is_empty());
+        zeroed
+    }
+
+    /// The elements of `range`, which is within one section, whose gradients count: not those of averages, and those of
+    /// whole tensors in one lane only.
+    pub fn counted(&self, range: Range<usize>) -> Range<usize> {
+        let end = self.sections[range.start / self.section].counted.end;
+        range.start.min(end)..range.end.min(end)
+    }
+
+    /// Whether the section of element `at` has but a copy of tensor `tensor`, for which another one answers.
+    pub fn is_copy(&self, at: usize, tensor: usize) -> bool {
+        self.tensors[tensor].cut.is_none() && self.slices.held.start + at / self.section > 0
+    }
+
+    /// The elements of whole tensors, of which every section has a copy; none with one lane.
+    pub fn copies(&self) -> impl Iterator<Item = Range<usize>> {
+        let is_cut = self.slices.total > 1;
+        self.sections.iter().filter(move |_| is_cut).map(|section| section.whole.clone())
+    }
+
+    /// In each section, the elements of the first tensor, which is the one that other blocks borrow.
+    pub fn first_tensor(&self) -> impl Iterator<Item = Range<usize>> {
+        self.places.iter().filter(|place| place.tensor == 0).map(|place| place.range.clone())
+    }
+
+    /// Part `index` of `count` equal parts of the padded unit.
+    pub fn part(&self, index: usize, count: usize) -> Range<usize> {
+        part(self.padded, index, count)
+    }
+
+    /// The parts of tensors that lie in `owned` and that the unit answers for: every element of a tensor is a piece of one
+    /// lane.
+    pub fn pieces(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
+        self.select(owned, false)
+    }
+
+    /// As [`UnitLayout::pieces`], with the copies of whole tensors.
+    pub fn stored(&self, owned: Range<usize>) -> impl Iterator<Item = Piece<'_>> {
+        self.select(owned, true)
+    }
+
+    fn select(&self, owned: Range<usize>, copies: bool) -> impl Iterator<Item = Piece<'_>> {
+        self.places.iter().filter(move |place| copies || !place.is_copy).filter_map(move |place| {
+            let Place { tensor: index, slab, range, .. } = place;
+            let overlap = range.start.max(owned.start)..range.end.min(owned.end);
+            let of_slab = |at: usize| slab.range.start + at - range.start;
+            (overlap.start < overlap.end).then(|| Piece {
+                index: *index,
+                tensor: &self.tensors[*index],
+                columns: slab.columns.clone(),
+                of_tensor: of_slab(overlap.start)..of_slab(overlap.end),
+                of_owned: overlap.start - owned.start..overlap.end - owned.start,
+            })
+        })
+    }
+}
+
+/// The part of a tensor that lies in an owned range of a unit.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Piece<'a> {
+    /// Number of the tensor in the unit.
+    pub index: usize,
+    /// The tensor.
+    pub tensor: &'a Tensor,
+    /// The columns of the matrix that the piece is of; none are all of the tensor.
+    pub columns: Option<Range<usize>>,
+    /// The overlap, in flat elements of the tensor, or of the matrix of these columns.
+    pub of_tensor: Range<usize>,
+    /// The overlap, in elements of the owned range.
+    pub of_owned: Range<usize>,
+}
+
+impl Piece<'_> {
+    /// The piece as runs of elements that follow each other in the whole tensor: the first one's index among the
+    /// tensor's flat elements, and the run as a range of the owned range.
+    pub fn runs(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        // Without columns, and with all of them, the piece is one run: of a matrix with a single row.
+        let (columns, stride) = match (&self.columns, &self.tensor.shape[..]) {
+            (Some(columns), &[_, stride]) if columns.len() < stride => (columns.clone(), stride),
+            _ => (0..self.tensor.len(), self.tensor.len()),
+        };
+        let (width, Range { start, end }) = (columns.len().max(1), self.of_tensor.clone());
+        let rows = if start < end { start / width..end.div_ceil(width) } else { 0..0 };
+        rows.map(move |row| {
+            let run = start.max(row * width)..end.min((row + 1) * width);
+            let first = row * stride + columns.start + (run.start - row * width);
+            (first, self.of_owned.start + (run.start - start)..self.of_owned.start + (run.end - start))
+        })
+    }
+}
+
+/// Part `index` of `count` equal parts of `len` elements; `count` divides `len`.
+pub fn part(len: usize, index: usize, count: usize) -> Range<usize> {
+    debug_assert_eq!(len % count, 0);
+    let size = len / count;
+    index * size..(index + 1) * size
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn unit(parts: usize) -> UnitLayout {
+        let tensors = vec![
+            Tensor::new("w", &[3, 5], Init::Normal(0.02)),
+            Tensor::new("u", &[7, 2], Init::Zeros),
+            Tensor::new("b", &[5], Init::Ones),
+        ];
+        UnitLayout::new("block", tensors, parts)
+    }
+
+    #[test]
+    fn decayed_first_then_padding() {
+        let unit = unit(3);
+        assert_eq!((unit.ranges().last().map(|(_, range)| range.end), unit.padded), (Some(34), 48));
+        assert_eq!(unit.part(2, 3), 32..48);
+    }
+
+    #[test]
+    fn what_no_backward_overwrites_is_zeroed() {
+        let of = |overwritten: &[usize]| {
+            let mut tensors: Vec<Tensor> = unit(3).tensors;
+            overwritten.iter().for_each(|&i| tensors[i].overwritten = true);
+            let zeroed = UnitLayout::new("unit", tensors, 3).zeroed();
+            zeroed.into_iter().map(|range| (range.start, range.end)).collect::<Vec<_>>()
+        };
+        assert_eq!(of(&[]), [(0, 48)]);
+        assert_eq!(of(&[0]), [(15, 48)]);
+        assert_eq!(of(&[1]), [(0, 15), (29, 48)]);
+        assert_eq!(of(&[0, 1, 2]), [(34, 48)]);
+    }
+
+    proptest! {
+        #[test]
+        fn parts_cover_every_tensor_once(parts in 1usize..9) {
+            let unit = unit(parts);
+            let mut seen = [vec![0; 15], vec![0; 14], vec![0; 5]];
+            for index in 0..parts {
+                for piece in unit.pieces(unit.part(index, parts)) {
+                    prop_assert_eq!(piece.of_tensor.len(), piece.of_owned.len());
+                    let which = unit.tensors.iter().position(|t| t.name == piece.tensor.name).unwrap();
+                    piece.of_tensor.for_each(|i| seen[which][i] += 1);
+                }
+            }
+            prop_assert!(seen.iter().flatten().all(|&n| n == 1));
+        }
+
+        #[test]
+        fn runs_follow_each_other_in_the_tensor(
+            columns in prop_oneof![Just(None), (0usize..7).prop_flat_map(|a| (Just(a), a + 1..8)).prop_map(Some)],
+            ends in (0usize..=35, 0usize..=35),
+            before in 0usize..9,
+        ) {
+            let tensor = Tensor::new("w", &[5, 7], Init::Zeros);
+            let columns: Option<Range<usize>> = columns.map(|(start, end)| start..end);
+            // The elements that the piece counts, by their indices in the tensor.
+            let counted: Vec<usize> =
+                (0..35).filter(|i| columns.as_ref().is_none_or(|columns| columns.contains(&(i % 7)))).collect();
+            let of_tensor = ends.0.min(ends.1).min(counted.len())..ends.0.max(ends.1).min(counted.len());
+            let of_owned = before..before + of_tensor.len();
+            let all = columns.as_ref().is_none_or(|columns| columns.len() == 7);
+            let piece = Piece { index: 0, tensor: &tensor, columns, of_tensor: of_tensor.clone(), of_owned };
+            let (mut found, mut at) = (Vec::new(), before);
+            for (first, run) in piece.runs() {
+                prop_assert!(!run.is_empty() && run.start == at);
+                at = run.end;
+                found.extend(first..first + run.len());
+            }
+            prop_assert_eq!(found, &counted[of_tensor]);
+            prop_assert!(!all || piece.runs().count() <= 1);
+        }
+    }
+}
