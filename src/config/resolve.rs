@@ -586,6 +586,9 @@ mod tests {
         let sliced = refusal(3, &["parallel.tensor=3"]);
         assert!(sliced.contains("parallel.tensor = 3 does not divide model.heads = 4"), "{sliced}");
         assert!(sliced.ends_with("hint: parallel.tensor may be 1, 2, 4"), "{sliced}");
+        let layers = ["model.kind=layers", "model.input=[3]", "model.layers=[{kind='dense', units=4}]"];
+        let sliced = refusal(2, &[&layers[..], &["parallel.tensor=2"]].concat());
+        assert!(sliced.contains("parallel.tensor = 2, but a network by layers is not divided"), "{sliced}");
         assert!(refusal(1, &["parallel.zero=4"]).contains("ZeRO has stages 0 to 3, not 4"));
         assert_eq!(plan(4, &["parallel.zero=3"]).unwrap().mesh.shard, 4);
     }

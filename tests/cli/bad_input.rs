@@ -111,7 +111,7 @@ fn settings() {
         ("model.heads=3", ONE, &["model.width = 32", "model.heads = 3"]),
         ("model.vocabulary=10", ONE, &["65", "10", "model.vocabulary"]),
         ("run.name=a/b", ONE, &["run.name = \"a/b\""]),
-        ("parallel.tensor=2", THREADS, &["parallel.tensor = 2"]),
+        ("parallel.tensor_lanes=3", THREADS, &["parallel.tensor_lanes = 3 does not divide model.heads = 2"]),
         (
             "parallel.replica=3",
             THREADS,
@@ -162,7 +162,7 @@ fn what_takes_less_memory_is_told() {
     let big = ["model.layers=4", "model.width=256", "model.context=64", "batch.global=16", "run.memory_limit=147MiB"];
     let command = |transport, more: &[&str]| Run::new(transport, root.path(), "x", &[&big, more].concat()).command();
     let words =
-        ["a rank needs 1", "activations 69.1 MiB", "more than run.memory_limit = 147MiB", "\nhint: batch.micro=2"];
+        ["a rank needs 1", "activations 67.1 MiB", "more than run.memory_limit = 147MiB", "\nhint: batch.micro=2"];
     refuses(&mut command(Alone, &[]), root.path(), &words);
     let words = ["activations ", "\nhint: parallel.zero=", " takes "];
     refuses(&mut command(Mpirun(2), &["run.memory_limit=106MiB", "batch.micro=1"]), root.path(), &words);
@@ -242,6 +242,33 @@ fn pipelines_that_cannot_be() {
         ended.stdout.contains("stages of 1 + 1 + 1 + 1 blocks; micro-batches a rank and step: 2, idle: 60 %"),
         "{ended}"
     );
+}
+
+#[test]
+fn slices_that_cannot_be() {
+    let root = tempfile::tempdir().unwrap();
+    let cases: [(usize, &str, &[&str]); 8] = [
+        (1, "parallel.tensor=0", &["parallel.tensor = 0 is out of range"]),
+        (4, "parallel.tensor=4", &["parallel.tensor = 4 does not divide model.heads = 2", "may be 1, 2"]),
+        (
+            4,
+            "parallel.tensor=4 model.kind=llama model.heads=4 model.kv_heads=2",
+            &["parallel.tensor = 4 does not divide model.kv_heads = 2", "may be 1, 2"],
+        ),
+        (2, "parallel.tensor=2 parallel.tensor_lanes=3", &["tensor_lanes = 3 does not divide over 2 ranks", "4"]),
+        (3, "parallel.tensor=2", &["shard(1) × tensor(2) = 2 ranks, but 3 started"]),
+        (2, "parallel.sequence=true", &["parallel.sequence = true divides nothing", "parallel.tensor"]),
+        (
+            2,
+            "parallel.tensor=2 parallel.sequence=true model.context=9",
+            &["2 slices do not divide model.context = 9", "10"],
+        ),
+        (2, "parallel.tensor=2 model.kind=llama model.hidden=1", &["without any of model.hidden = 1", "fewer slices"]),
+    ];
+    for (ranks, settings, words) in cases {
+        let settings: Vec<&str> = settings.split_whitespace().collect();
+        refuses(&mut Run::new(Simulate(ranks), root.path(), "x", &settings).command(), root.path(), words);
+    }
 }
 
 #[test]

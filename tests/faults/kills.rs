@@ -13,7 +13,7 @@ use crate::{LARGE, kill, lines, ranks, saves};
 const STEPS: u64 = 30;
 
 /// Ranks and layout between two kills.
-const LAYOUTS: [(Transport, &[&str]); 9] = [
+const LAYOUTS: [(Transport, &[&str]); 10] = [
     (Mpirun(2), &["parallel.zero=0"]),
     (Mpirun(4), &["parallel.zero=3"]),
     (Alone, &["parallel.zero=0", "checkpoint.asynchronous=false"]),
@@ -23,6 +23,7 @@ const LAYOUTS: [(Transport, &[&str]); 9] = [
     (Mpirun(1), &["parallel.zero=0"]),
     (Mpirun(2), &["parallel.zero=3", "checkpoint.asynchronous=false"]),
     (Mpirun(4), &["parallel.pipeline=2", "parallel.zero=1", "batch.micro=2"]),
+    (Mpirun(4), &["parallel.tensor=2", "parallel.sequence=true", "parallel.zero=1"]),
 ];
 
 /// Random numbers, the same in every run of the test.
@@ -56,7 +57,8 @@ struct Tally {
 }
 
 fn killed(transport: Transport, root: &std::path::Path, name: &str, settings: &[&str]) -> Run {
-    let steps = ["run.steps=30", "eval.every=5"];
+    // Two slices of each block, on one rank or two.
+    let steps = ["run.steps=30", "eval.every=5", "parallel.tensor_lanes=2"];
     Run::new(transport, root, name, &[&LARGE[..], &steps, settings].concat())
 }
 
