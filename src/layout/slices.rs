@@ -48,6 +48,17 @@ impl Slices {
         self.total / self.held.len()
     }
 
+    /// The elements of each lane of this rank, in a buffer with the rows of one lane's [share](Slices::share) of `len` columns
+    /// after those of another's.
+    pub fn of_lanes(&self, rows: usize, len: usize) -> Vec<Range<usize>> {
+        let ends = self.held.clone().scan(0, |end, lane| {
+            let start = *end;
+            *end += rows * self.share(len, lane).len();
+            Some(start..*end)
+        });
+        ends.collect()
+    }
+
     /// Of so many rows of the stream, those of this rank. Ranks do not divide them where they are no multiple of the lanes, which
     /// happens outside training only.
     pub fn rows(&self, rows: usize) -> Range<usize> {
@@ -146,6 +157,10 @@ mod tests {
     fn ranks_hold_consecutive_lanes() {
         let slices = Slices::of_rank(8, 1, 4, true);
         assert_eq!((slices.held.clone(), slices.ranks(), slices.own(64)), (2..4, 4, 16));
+        assert_eq!((slices.rows(64), slices.rows(7)), (16..32, 0..7));
+        // Of 23 columns a lane has three, the last two.
+        assert_eq!(slices.of_lanes(10, 23), [0..30, 30..60]);
+        assert_eq!(Slices::of_rank(8, 3, 4, true).of_lanes(10, 23), [0..30, 30..50]);
         assert_eq!(Slices::whole().own(64), 64);
     }
 }

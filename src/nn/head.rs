@@ -62,16 +62,6 @@ impl Head {
         self.slices.held.len() * self.classes(0)
     }
 
-    /// The logits of each lane, in a buffer with those of one lane after the other.
-    fn of_lanes(&self, rows: usize) -> Vec<Range<usize>> {
-        let ends = self.slices.held.clone().scan(0, |end, lane| {
-            let start = *end;
-            *end += rows * self.classes(lane);
-            Some(start..*end)
-        });
-        ends.collect()
-    }
-
     /// Lengths of the tensors of a lane's section: table, norm's weight and bias.
     fn lens(&self, lane: usize) -> [usize; 3] {
         let own = if self.table == Table::Tied { 0 } else { self.classes(lane) * self.width };
@@ -163,7 +153,7 @@ impl<B: Kernels> Block<B> for Head {
         let (no_bias, _) = B::cut(params.own, 0);
         let (norm, stats) = lanes.norm(self.shape(rows), x, weight[0], bias[0])?;
         let all_rows = lanes.gather(&norm, self.width)?;
-        let of_lanes = self.of_lanes(rows);
+        let of_lanes = self.slices.of_lanes(rows, self.vocabulary);
         let mut logits = b.alloc(MemoryKind::Activations, of_lanes.last().map_or(0, |last| last.end))?;
         for ((lane, at), table) in self.slices.held.clone().zip(of_lanes).zip(tables) {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm));
@@ -192,7 +182,8 @@ impl<B: Kernels> Block<B> for Head {
             biases: vec![0..0; self.slices.held.len()],
         };
         let dlogits = Arc::new(dlogits);
-        let of_lanes = self.of_lanes(rows).into_iter().map(|at| (dlogits.clone(), at)).collect();
+        let of_lanes =
+            self.slices.of_lanes(rows, self.vocabulary).into_iter().map(|at| (dlogits.clone(), at)).collect();
         drop(dlogits);
         let dnorm = lanes.column_backward(&map, &mut grads, of_lanes, lanes.gathered(norm, self.width)?)?;
         let mut dx = b.alloc(MemoryKind::Activations, lanes.own().len() * self.width)?;

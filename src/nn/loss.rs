@@ -94,12 +94,7 @@ impl<B: Kernels> Objective<B> {
 
     /// The elements of each lane, in an output of so many rows with those of one lane after the other.
     pub fn of_lanes(&self, rows: usize) -> Vec<Range<usize>> {
-        let ends = self.slices.held.clone().scan(0, |end, lane| {
-            let start = *end;
-            *end += rows * self.slices.share(self.width, lane).len();
-            Some(start..*end)
-        });
-        ends.collect()
+        self.slices.of_lanes(rows, self.width)
     }
 
     /// The metrics that are measured beside the loss.
