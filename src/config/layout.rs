@@ -80,17 +80,13 @@ pub fn tensor_lanes(parallel: &Parallel, network: &Network) -> Result<usize> {
         }
     };
     if !heads.is_multiple_of(lanes) {
-        let legal: Vec<String> = (1..=heads)
-            .filter(|n| heads.is_multiple_of(*n) && n.is_multiple_of(tensor))
-            .map(|n| n.to_string())
-            .collect();
-        let hint = match (&legal[..], key) {
-            ([], _) | (_, "tensor") => {
-                let divisors: Vec<String> =
-                    (1..=heads).filter(|n| heads.is_multiple_of(*n)).map(|n| n.to_string()).collect();
-                format!("parallel.tensor may be {}", divisors.join(", "))
-            }
-            (legal, _) => format!("it may be {}", legal.join(", ")),
+        // Any divisor, or of slices given apart those that the ranks divide.
+        let step = if parallel.tensor_lanes.is_some() { tensor } else { 1 };
+        let fits = |slices: &usize| heads.is_multiple_of(*slices) && slices.is_multiple_of(step);
+        let legal: Vec<String> = (1..=heads).filter(fits).map(|slices| slices.to_string()).collect();
+        let hint = match &legal[..] {
+            [] => format!("parallel.tensor = {tensor} must divide {kind}"),
+            legal => format!("parallel.{key} may be {}", legal.join(", ")),
         };
         return Err(Error::input(format!("parallel.{key} = {lanes} does not divide {kind} = {heads}")).hint(hint));
     }

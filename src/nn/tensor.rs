@@ -246,15 +246,10 @@ impl<'a, B: Kernels> TensorLanes<'a, B> {
     /// # Errors
     /// The device failed.
     pub fn norm(&self, s: Norm, x: &B::Buf, weight: B::View<'_>, bias: B::View<'_>) -> Result<(B::Buf, B::Buf)> {
-        let (b, rows) = (self.cx.backend, self.own().len());
-        let mut y = b.alloc(MemoryKind::Activations, rows * s.width)?;
-        let mut stats = b.alloc_f32(MemoryKind::Activations, rows * 2)?;
-        for (rows, _) in self.rows() {
-            let (s, at) = (Norm { rows: rows.len(), ..s }, rows.start * s.width..rows.end * s.width);
-            let (to, stats) = (B::view_mut(&mut y, at.clone()), B::view_mut(&mut stats, rows.start * 2..rows.end * 2));
-            b.norm(s, B::view(x, at), weight, bias, to, stats)?;
-        }
-        Ok((y, stats))
+        let b = self.cx.backend;
+        self.normalised(s.width, |rows, at, y, stats| {
+            b.norm(Norm { rows, ..s }, B::view(x, at), weight, bias, y, stats)
+        })
     }
 
     /// Adds `x` to this rank's rows of the stream, then normalises it; also returns the statistics.
@@ -269,13 +264,27 @@ impl<'a, B: Kernels> TensorLanes<'a, B> {
         weight: B::View<'_>,
         bias: B::View<'_>,
     ) -> Result<(B::Buf, B::Buf)> {
+        let b = self.cx.backend;
+        self.normalised(s.width, |rows, at, y, stats| {
+            let (x, stream) = (B::view(x, at.clone()), B::view_mut(stream, at));
+            b.add_norm(Norm { rows, ..s }, x, stream, weight, bias, y, stats)
+        })
+    }
+
+    /// The results of a norm of this rank's rows: each lane's by themselves, as the backward wants their statistics.
+    /// `norm(rows, at, y, stats)` computes some rows, elements `at`.
+    fn normalised(
+        &self,
+        width: usize,
+        mut norm: impl FnMut(usize, Range<usize>, B::ViewMut<'_>, B::ViewMut<'_>) -> Result<()>,
+    ) -> Result<(B::Buf, B::Buf)> {
         let (b, rows) = (self.cx.backend, self.own().len());
-        let mut y = b.alloc(MemoryKind::Activations, rows * s.width)?;
+        let mut y = b.alloc(MemoryKind::Activations, rows * width)?;
         let mut stats = b.alloc_f32(MemoryKind::Activations, rows * 2)?;
         for (rows, _) in self.rows() {
-            let (s, at) = (Norm { rows: rows.len(), ..s }, rows.start * s.width..rows.end * s.width);
-            let (to, stats) = (B::view_mut(&mut y, at.clone()), B::view_mut(&mut stats, rows.start * 2..rows.end * 2));
-            b.add_norm(s, B::view(x, at.clone()), B::view_mut(stream, at), weight, bias, to, stats)?;
+            let at = rows.start * width..rows.end * width;
+            let stats = B::view_mut(&mut stats, rows.start * 2..rows.end * 2);
+            norm(rows.len(), at.clone(), B::view_mut(&mut y, at), stats)?;
         }
         Ok((y, stats))
     }

@@ -11,6 +11,12 @@ use crate::error::{Error, Result};
 /// one those of 100 KiB and more.
 const KEPT_ROW: usize = 99 << 10;
 
+fn check_weights(weights: LossWeights<View<'_>>, classes: usize, rows: usize) {
+    for (weights, len) in [(weights.classes, classes), (weights.rows, rows)] {
+        assert!(weights.len == 0 || weights.len == len && weights.element == Element::F32, "{len} weights");
+    }
+}
+
 impl ClassifierOps for Cuda {
     fn cross_entropy(
         &self,
@@ -26,9 +32,7 @@ impl ClassifierOps for Cuda {
         if rows != targets.len() || rows * classes != logits.len {
             return Err(Error::internal(format!("{rows} × {classes} logits for {} targets", targets.len())));
         }
-        for (weights, len) in [(of_classes, classes), (of_rows, rows)] {
-            assert!(weights.len == 0 || weights.len == len && weights.element == Element::F32, "{len} weights");
-        }
+        check_weights(weights, classes, rows);
         let args = [(&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
         let row = (classes + self.pack()) * self.element().size();
         let keep = gradient && row <= KEPT_ROW;
@@ -66,9 +70,7 @@ impl ClassifierOps for Cuda {
         assert!(fits, "{rows} × {} logits", shape.part.classes);
         let (all, is_wide) = (parts * rows * LogitsPart::STATS, stats.element == Element::F32);
         assert!(stats.len == all && is_wide, "sums of {parts} parts");
-        for (weights, len) in [(of_classes, classes), (of_rows, rows)] {
-            assert!(weights.len == 0 || weights.len == len && weights.element == Element::F32, "{len} weights");
-        }
+        check_weights(weights, classes, rows);
         if rows == 0 {
             return Ok(());
         }
