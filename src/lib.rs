@@ -100,6 +100,7 @@ pub mod optim;
 pub mod parallel;
 mod pattern;
 pub mod placement;
+pub mod planner;
 pub mod prelude;
 mod private;
 pub mod random;

@@ -52,6 +52,8 @@ pub enum Doing {
     Loading,
     /// A block computes its output.
     Forward,
+    /// The loss of a network's output and its gradient are computed.
+    Loss,
     /// A block computes its gradients.
     Backward,
     /// The gradients of a block's weights that its backward has put off.
@@ -74,10 +76,11 @@ pub enum Doing {
 
 impl Doing {
     /// By their numbers.
-    const ALL: [Self; 12] = [
+    const ALL: [Self; 13] = [
         Self::Other,
         Self::Loading,
         Self::Forward,
+        Self::Loss,
         Self::Backward,
         Self::Weights,
         Self::Update,
@@ -95,6 +98,7 @@ impl Doing {
             Self::Other => "other work",
             Self::Loading => "wait for data",
             Self::Forward => "forward",
+            Self::Loss => "loss",
             Self::Backward => "backward",
             Self::Weights => "gradients of weights",
             Self::Update => "update",

@@ -7,6 +7,7 @@ pub mod data;
 mod doctor;
 mod eval;
 mod measure;
+mod plan;
 mod predict;
 mod prove;
 mod roles;
@@ -61,6 +62,8 @@ enum Command {
     Checkpoint(checkpoint::CheckpointArgs),
     /// Show the configuration that would run.
     Config(config::ConfigArgs),
+    /// Choose a layout: every one for so many ranks, with its memory, the time of its step, and the reasons.
+    Plan(plan::PlanArgs),
     /// Look whether this machine is fit to train on: GPUs, MPI, HDF5, file system, limits.
     Doctor(doctor::DoctorArgs),
     /// Some checks of `doctor`, in a process that may crash.
@@ -114,6 +117,7 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Bench(args) => bench::run(&args, launch.is_some()),
         Command::Doctor(args) => doctor::run(&args, launch),
         Command::DoctorProbe(args) => report(doctor::probe(&args)),
+        Command::Plan(args) => plan::run(&args, launch.is_some()),
         Command::VerifyRank(args) => verify::run_rank(&args, launch.is_some()),
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),

@@ -2,6 +2,7 @@
 //!
 //! Each layer is checked by itself first, so that an error names the layer it came from.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde::Serialize;
@@ -52,20 +53,33 @@ pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
         merge(&mut merged, parse_layer(self::preset(preset)?, &format!("preset {preset}"))?);
         name = preset.to_string();
     }
+    let mut given = BTreeSet::new();
     if let Some(path) = sources.file {
         let text = std::fs::read_to_string(path).map_err(|e| {
             Error::io("read the configuration", path, e).hint("hpctrain config show prints one to start from")
         })?;
-        merge(&mut merged, parse_layer(&text, &path.display().to_string())?);
+        let layer = parse_layer(&text, &path.display().to_string())?;
+        given.extend(layout_keys(&layer));
+        merge(&mut merged, layer);
         if let Some(stem) = path.file_stem() {
             name = stem.to_string_lossy().into_owned();
         }
     }
     for item in sources.overrides {
-        merge(&mut merged, parse_override(item)?);
+        let layer = parse_override(item)?;
+        given.extend(layout_keys(&layer));
+        merge(&mut merged, layer);
     }
-    let config = Config::deserialize_table(merged)?;
+    let mut config = Config::deserialize_table(merged)?;
+    config.parallel.given = given;
     Ok((config, name))
+}
+
+/// The keys of a layer that a choice of the layout keeps.
+fn layout_keys(layer: &Table) -> impl Iterator<Item = String> + '_ {
+    let keys = |section| layer.get(section).and_then(toml::Value::as_table).into_iter().flat_map(Table::keys);
+    let of_layout = keys("parallel").filter(|key| *key != "layout");
+    of_layout.chain(keys("batch").filter(|key| *key == "micro")).cloned()
 }
 
 /// A configuration with some of its keys overridden, each as `section.key=value`.

@@ -2,6 +2,7 @@
 //!
 //! Optional keys are resolved by [`super::resolve`]; nothing else sees them unresolved.
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use serde::de::{Error, SeqAccess, Unexpected, Visitor};
@@ -233,6 +234,12 @@ sections! {
 
     /// `[parallel]`
     Parallel {
+        /// Choice of the layout: `given`, by the keys of this section, or `auto`, the fastest that fits, as `hpctrain plan` has it;
+        /// keys of this section that are given stay as they are.
+        layout: LayoutChoice = LayoutChoice::Given,
+        /// Names of the keys in this section and `micro` of `[batch]` that a file or `--set` gives.
+        #[serde(skip)]
+        given: BTreeSet<String> = BTreeSet::new(),
         /// ZeRO stage, 0 to 3.
         zero: Zero = Zero::Zero,
         /// Ranks that share one copy of the parameters; left out, 1 at stage 0, else all that are left.
@@ -365,6 +372,16 @@ impl Config {
     pub fn needs_gpu(&self) -> bool {
         self.precision.compute.needs_gpu() || self.optimizer.offload
     }
+}
+
+/// `parallel.layout`
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LayoutChoice {
+    /// The keys of `[parallel]`.
+    Given,
+    /// The fastest that fits.
+    Auto,
 }
 
 /// Families of networks.

@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use super::layout::{batch, lanes, mesh, stages, tensor_lanes};
 use super::range::out_of_range;
-use super::{Compute, Config, LayerList, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling};
+use super::{
+    Compute, Config, LayerList, LayoutChoice, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling,
+};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Deviation, Elementwise, Kernels};
 use crate::data::{Axes, SampleSpec};
@@ -115,6 +117,13 @@ const LONGEST_TIMEOUT: u64 = 604_800;
 /// # Errors
 /// The first invalid key, with its value and the values that are valid.
 pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
+    if config.parallel.layout == LayoutChoice::Auto {
+        return Err(Error::input(
+            "parallel.layout = auto chooses a layout for a run, which this command does not start",
+        )
+        .hint("hpctrain plan prints the keys of the layout, to be set here"));
+    }
+    config.parallel.given.clear();
     check_ranges(&config)?;
     let mesh = mesh(&config, facts.ranks)?;
     let lanes = lanes(&config, &mesh)?;

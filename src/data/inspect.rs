@@ -114,13 +114,15 @@ fn origin(header: &Header) -> String {
     }
 }
 
-/// Columns as wide as their widest cell, two spaces apart.
-pub(crate) fn table<const N: usize>(rows: &[[String; N]]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: [usize; N] = std::array::from_fn(width);
+/// Columns as wide as their widest cell, two spaces apart. Rows have equally many cells.
+pub(crate) fn table(rows: &[impl AsRef<[String]>]) -> String {
+    let columns = rows.first().map_or(0, |row| row.as_ref().len());
+    let width = |column: usize| rows.iter().map(|row| row.as_ref()[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut text = String::new();
     for row in rows {
-        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        let cells: Vec<String> =
+            row.as_ref().iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
         text += cells.join("  ").trim_end();
         text.push('\n');
     }

@@ -163,6 +163,7 @@ impl<B: Kernels> Engine<B> {
 
     /// The loss of the network's output (a sum over predictions), of which its gradient takes the place.
     fn loss(&mut self, micro: &Micro<B>, output: &mut B::Buf) -> Result<B::Scalar> {
+        let _span = span(Doing::Loss, None);
         let scale = 1.0 / self.geometry.predictions as f32;
         let Model { backend, objective, sharded, .. } = &self.model;
         objective.train(backend, sharded.tensor(), micro, output, scale)

@@ -30,6 +30,7 @@ pub use lanes::Lanes;
 pub use memory_timeline::{MemoryTimeline, Moment, When};
 pub use offload::bytes as offloaded_bytes;
 pub use partition::partition;
+pub use prefetch::{Prefetch, step as turns};
 pub use schedule::{Action, Flow, PipelineSchedule, StepSchedule};
 pub use shard_owner::{Updates, Values};
 pub use sharded::{Owned, Reduced, ReducedStep, Sharded};

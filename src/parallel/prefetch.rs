@@ -57,6 +57,7 @@ pub struct Prefetch {
 }
 
 impl Prefetch {
+    /// A pass of these turns.
     pub fn new(visits: Vec<Visit>) -> Self {
         Self { visits, at: 0 }
     }

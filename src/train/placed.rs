@@ -1,11 +1,15 @@
 //! Training on the device of `run.device`.
 
 use super::run::{GpuPlace, Own, Request, train};
+use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
-use crate::error::Result;
+use crate::config::{LayoutChoice, Plan};
+use crate::error::{Error, Result};
 use crate::placement::{cpu, cpu_can, place};
+use crate::planner::{Here, choose_here};
 use crate::run_dir::Ending;
+use crate::telemetry::say;
 
 /// A whole run on the device of `run.device`, as by `hpctrain train`: collective over the world of `comm`. The ranks of
 /// `beside` are told the directory, as by [`train`].
@@ -21,16 +25,39 @@ pub fn train_on_device(
     own: Own<'_>,
     beside: Option<&Comm<Cpu>>,
 ) -> Result<Ending> {
+    let vocabulary = own.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
+    let threads = request.threads;
     match place(comm, &request.config)? {
         None => {
             comm.world().agree(cpu_can(&request.config))?;
-            train(comm, request, own, beside.map(Comm::world).as_ref(), cpu)
+            let request = laid_out(request, &Here { comm, backend: cpu, gpu: None, threads, vocabulary })?;
+            train(comm, &request, own, beside.map(Comm::world).as_ref(), cpu)
         }
         Some(gpu) => {
+            let (comm, backend) = (&comm.on(), |plan: &Plan| gpu.backend(plan));
             let place = GpuPlace { memory: gpu.memory, table: gpu.table.clone() };
-            let request = Request { gpu: Some(place), ..request.clone() };
+            let here = Here { comm, backend, gpu: Some(gpu.memory), threads, vocabulary };
+            let request = Request { gpu: Some(place), ..laid_out(request, &here)? };
             let beside = beside.map(|beside| beside.on().world());
-            train(&comm.on(), &request, own, beside.as_ref(), |plan| gpu.backend(plan))
+            train(comm, &request, own, beside.as_ref(), backend)
         }
     }
+}
+
+/// The request with the layout that is fastest here, if it leaves the choice: collective.
+fn laid_out<B: Kernels, F: Fn(&Plan) -> Result<B>>(request: &Request, here: &Here<'_, B, F>) -> Result<Request> {
+    if request.config.parallel.layout == LayoutChoice::Given {
+        return Ok(request.clone());
+    }
+    let (choice, _) = choose_here(&request.config, here)?;
+    let fitting = choice.proposals.len();
+    let best = choice.proposals.into_iter().next().ok_or_else(|| Error::internal("a choice without a layout"))?;
+    if here.comm.rank() == 0 {
+        let step = 1e3 * best.time.step;
+        say(format_args!(
+            "parallel.layout = auto: {} of {fitting} that fit, {step:.2} ms a step as measured\n",
+            best.keys
+        ));
+    }
+    Ok(Request { config: best.keys.config(&request.config), ..request.clone() })
 }

@@ -17,7 +17,7 @@ const LEVELS: [&[&str]; 13] = [
     &["config", "telemetry", "topology"],
     &["checkpoint", "job", "placement"],
     &["engine", "run_dir"],
-    &["evaluate"],
+    &["evaluate", "planner"],
     &["train", "bench"],
     &["doctor", "verify"],
     &["cli", "prelude"],

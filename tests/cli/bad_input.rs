@@ -272,6 +272,48 @@ fn slices_that_cannot_be() {
 }
 
 #[test]
+fn layouts_that_nobody_can_choose() {
+    let root = tempfile::tempdir().unwrap();
+    let machine = root.path().join("mine.toml");
+    std::fs::write(&machine, "name = 'mine'\ngpu = 7\n").unwrap();
+    let machine = machine.display().to_string();
+    let cases: [(&str, &[&str]); 10] = [
+        ("--ranks 6 --nodes 4", &["--nodes 4 does not divide --ranks 6", "as many ranks on each node"]),
+        ("--ranks 4 --machine b300x8", &["b300x8", "a100x8, h100x8, h200x8"]),
+        (&format!("--ranks 4 --machine {machine}"), &["mine.toml:2: invalid type: integer `7`", "docs/planning.md"]),
+        ("--ranks 16 --nodes 1 --machine h100x8", &["16 ranks on each node, but ", "has room for 8", "--nodes 2"]),
+        (
+            "--ranks 7 --set batch.global=16",
+            &["no layout is possible: batch.global = 16 does not divide into 7 lanes", "numbers of ranks"],
+        ),
+        ("--ranks 4 --set parallel.pipeline=3", &["no layout is possible: pipeline(3)", "[parallel]"]),
+        (
+            "--ranks 2 --set run.memory_limit=1MiB",
+            &["no layout fits: of 2 ranks the smallest needs ", "1.0 MiB a rank"],
+        ),
+        ("--ranks 2 --set precision.compute=tf32", &["rates are not known here", "--machine h100x8"]),
+        ("--ranks 2 --measure --set precision.compute=tf32", &["for GPUs", "mpirun -np N hpctrain plan --measure"]),
+        ("--ranks 2 --set optimizer.lr=x", &["--set optimizer.lr=x"]),
+    ];
+    for (arguments, words) in cases {
+        refuses(program(["plan"]).args(arguments.split_whitespace()), root.path(), words);
+    }
+    refuses(
+        mpirun(2).arg(crate::common::program()).args(["plan", "--measure", "--ranks", "3"]),
+        root.path(),
+        &["--measure with --ranks 3, but 2 ranks were started", "mpirun -np 3"],
+    );
+    // A layout is chosen by runs only.
+    refuses(
+        program(["verify", "--ranks", "1"]).args(["--set", "parallel.layout=auto"]),
+        root.path(),
+        &["parallel.layout = auto chooses a layout for a run", "hpctrain plan"],
+    );
+    let run = Run::new(Simulate(2), root.path(), "x", &["parallel.layout=auto", "run.memory_limit=1MiB"]);
+    refuses(&mut run.command(), root.path(), &["no layout fits: of 2 ranks"]);
+}
+
+#[test]
 fn configuration_files() {
     let root = tempfile::tempdir().unwrap();
     let file = root.path().join("mine.toml");

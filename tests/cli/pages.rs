@@ -49,6 +49,7 @@ fn shortened_part(command: &str) -> String {
         rest if rest.starts_with("bench kernels") => "--steps 1 --samples 2".into(),
         rest if rest.starts_with("bench step") || rest.starts_with("bench gemm") => "--steps 1".into(),
         rest if rest.starts_with("bench comm") => "--batches 1".into(),
+        rest if rest.starts_with("plan") && rest.contains("--measure") => SMALL.into(),
         rest if rest.starts_with("eval --checkpoint") => "--set eval.samples=8".into(),
         _ => String::new(),
     };
@@ -90,8 +91,8 @@ fn commands_of_the_pages_work() {
 
 /// Those of a paragraph are one after the other in a directory of their own: a run is never overwritten.
 #[test]
-fn commands_of_the_pages_on_clusters_operations_and_layouts_work() {
-    let all = ["docs/clusters.md", "docs/operations.md", "docs/layouts.md"].map(blocks).concat();
+fn commands_of_the_pages_on_clusters_operations_layouts_and_planning_work() {
+    let all = ["docs/clusters.md", "docs/operations.md", "docs/layouts.md", "docs/planning.md"].map(blocks).concat();
     assert!(all.concat().len() >= 14, "{all:#?}");
     for block in all {
         let clone = clone();

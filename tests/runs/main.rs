@@ -11,6 +11,7 @@ mod layouts;
 mod memory;
 mod memory_table;
 mod networks;
+mod plan;
 mod resume;
 mod slices;
 mod step_times;

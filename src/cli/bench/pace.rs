@@ -8,10 +8,10 @@ use serde::Serialize;
 
 use crate::backend::cpu::{Cpu, Peak, Products};
 use crate::backend::{Backend as _, Tallies};
-use crate::bench::steps::Pace;
 use crate::cli::train::SourceArgs;
 use crate::comm::Comm;
 use crate::config::Plan;
+use crate::engine::Pace;
 use crate::error::{Error, Result};
 use crate::placement::cpu;
 use crate::telemetry::{grouped, say};

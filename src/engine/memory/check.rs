@@ -25,6 +25,17 @@ pub fn check<B: Kernels>(plan: &Plan, topology: &Topology, held: Held, gpu: Opti
     fits::<B>(plan, &node, held)
 }
 
+/// The memory that a rank of this node may take; the arguments are those of [`check`].
+pub fn room(plan: &Plan, topology: &Topology, held: Held, gpu: Option<usize>) -> Room {
+    let node = Node { host: &topology.here().host, ranks: topology.ranks_here(), available: available(), gpu };
+    node.room(plan, held)
+}
+
+/// The smallest change of a plan after which a rank fits into `room`: settings, or more ranks.
+pub fn least_change<B: Kernels>(plan: &Plan, room: &Room, held: Held) -> String {
+    advice(plan, |plan| worst::<B>(plan, held), room)
+}
+
 /// The node that ranks are to fit on.
 struct Node<'a> {
     host: &'a str,

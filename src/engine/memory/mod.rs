@@ -7,5 +7,6 @@ mod estimate;
 mod room;
 
 pub use available::available;
-pub use check::{check, fit_stages};
+pub use check::{check, fit_stages, least_change, room};
 pub use estimate::{Held, estimate, resident, worst};
+pub use room::Room;

@@ -2,13 +2,13 @@
 
 use std::time::Instant;
 
+use super::memory::{self, Held};
+use super::{Engine, advance, engine, feed, vocabulary};
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm};
 use crate::config::{Config, Facts, ModelKind, Plan, resolve};
 use crate::data::{Batch, Parts};
-use crate::engine::memory::{self, Held};
-use crate::engine::{Engine, advance, engine, feed, vocabulary};
 use crate::error::Result;
 use crate::parallel::ControlFlags;
 use crate::random::Stream;
@@ -52,10 +52,19 @@ impl<B: Kernels> Pace<B> {
         (config.batch.global, config.batch.micro) = (global, Some(samples));
         config.parallel.lanes = None;
         let plan = world.agree(resolve(config, &facts))?;
-        let comm = &comm.on_path(plan.config.comm.path, comm::prove)?;
         world.agree(memory::check::<B>(&plan, &topology, Held::now(comm, &[]), None))?;
-        let (engine, _) = engine(comm, &plan, world.agree(backend(&plan))?, None)?;
-        let batch = random(&plan, samples as usize);
+        let backend = world.agree(backend(&plan))?;
+        Self::of_plan(comm, plan, backend)
+    }
+
+    /// The network of a plan. Collective over the world of `comm`.
+    ///
+    /// # Errors
+    /// Out of memory, or a message between ranks failed.
+    pub fn of_plan(comm: &Comm<B>, plan: Plan, backend: B) -> Result<Self> {
+        let comm = &comm.on_path(plan.config.comm.path, comm::prove)?;
+        let (engine, _) = engine(comm, &plan, backend, None)?;
+        let batch = random(&plan, plan.micro as usize);
         Ok(Self { plan, engine, batch, progress: Progress::default() })
     }
 

@@ -1,0 +1,355 @@
+//! The speed of this machine, measured on all ranks at once.
+//!
+//! Blocks are timed in real steps of a network with few of them, on ranks that train apart but for those that share blocks: so
+//! cores and memory are as busy as in a run, and no collective disturbs. Collectives are timed by themselves.
+
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::time::Instant;
+
+use super::costs::{Passes, Rates, Span};
+use crate::activity::{Doing, Event, Track};
+use crate::backend::{Kernels, MemoryKind};
+use crate::comm::{Algorithm, Comm, Group, Operation, Table, slowest};
+use crate::config::{Facts, LayerList, LayoutChoice, Plan, resolve};
+use crate::engine::Pace;
+use crate::error::{Error, Result};
+use crate::mesh::{Axis, Mesh};
+use crate::parallel::{PipelineSchedule, Zero};
+
+/// Steps that are timed, after those that are not.
+const STEPS: usize = 5;
+
+/// Steps that touch memory for the first time.
+const WARM_UP: usize = 2;
+
+/// Transformer blocks of the network that is timed: those of a larger one are as fast.
+const BLOCKS: usize = 2;
+
+/// Buffers of collectives that are timed, in bytes; times between are interpolated.
+const SIZES: [usize; 5] = [4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20];
+
+/// Repetitions of a collective.
+const REPETITIONS: usize = 5;
+
+/// All that the time of a block depends on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Key {
+    tensor: usize,
+    sequence: bool,
+    micro: u64,
+    /// Whether several micro-batches use the same parameters.
+    reuses: bool,
+}
+
+impl Key {
+    fn of(plan: &Plan) -> Self {
+        let reuses = plan.step_schedule(0).micros() > 1;
+        Self { tensor: plan.mesh.tensor, sequence: plan.config.parallel.sequence, micro: plan.micro, reuses }
+    }
+}
+
+/// Times of the first block, of those between, and of the last one; of other networks, of every block.
+#[derive(Debug, Clone)]
+struct Times {
+    /// In the first micro-batch of a step, and in another one.
+    passes: [Vec<Passes>; 2],
+    micro: [f64; 2],
+    /// Of an element.
+    update: f64,
+}
+
+/// An exchange between ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Exchange {
+    Collective(Operation),
+    Message,
+}
+
+/// Measured seconds.
+pub struct Measured {
+    times: BTreeMap<Key, Times>,
+    /// By bytes, in order.
+    exchanges: BTreeMap<(Exchange, Span), Vec<(usize, f64)>>,
+    beside: f64,
+}
+
+/// Measures all that the steps of `plans` consist of: collective over the world of `comm`, which has their ranks, `per_node` on
+/// each node. `backend` is a rank's device, for a plan.
+///
+/// # Errors
+/// Out of memory, the device, or a message failed.
+pub fn measure<B: Kernels>(
+    comm: &Comm<B>,
+    plans: &[&Plan],
+    per_node: usize,
+    spare_cores: bool,
+    backend: &impl Fn(&Plan) -> Result<B>,
+) -> Result<Measured> {
+    comm.activity().here(Track::Compute);
+    let mut times = BTreeMap::new();
+    for plan in plans {
+        let key = Key::of(plan);
+        if let Entry::Vacant(place) = times.entry(key) {
+            place.insert(time_blocks(comm, plan, backend)?);
+        }
+    }
+    let mut exchanges = BTreeMap::new();
+    if let Some(plan) = plans.first().filter(|_| comm.size() > 1) {
+        let backend = backend(plan)?;
+        let on_path = comm.on_path(plan.config.comm.path, crate::comm::prove)?;
+        for plan in plans {
+            for (exchange, axes) in used(&plan.mesh) {
+                let span = Span::of(&plan.mesh, axes, 0, per_node);
+                if span.ranks > 1 && !exchanges.contains_key(&(exchange, span)) {
+                    exchanges
+                        .insert((exchange, span), time_exchange(&on_path, &plan.mesh, axes, exchange, plan, &backend)?);
+                }
+            }
+        }
+    }
+    // Threads that talk have cores of their own, or take those of compute; beside a GPU they have.
+    let beside = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
+    Ok(Measured { times, exchanges, beside })
+}
+
+/// The exchanges of a mesh, with their axes.
+fn used(mesh: &Mesh) -> Vec<(Exchange, &'static [Axis])> {
+    let mut used: Vec<(Exchange, &'static [Axis])> = vec![
+        (Exchange::Collective(Operation::AllGather), &[Axis::Shard]),
+        (Exchange::Collective(Operation::ReduceScatter), &[Axis::Shard]),
+        (Exchange::Collective(Operation::AllReduce), &[Axis::Replica]),
+        // The message about loss and norm.
+        (Exchange::Collective(Operation::AllGather), &[Axis::Pipeline, Axis::Replica, Axis::Shard, Axis::Tensor]),
+    ];
+    if mesh.pipeline > 1 {
+        used.push((Exchange::Message, &[Axis::Pipeline]));
+    }
+    used
+}
+
+/// Times the blocks of a plan's network.
+fn time_blocks<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: &impl Fn(&Plan) -> Result<B>) -> Result<Times> {
+    let world = comm.world();
+    let key = Key::of(plan);
+    let colors: Vec<usize> = (0..comm.size()).map(|rank| rank / key.tensor).collect();
+    let alone = comm.role(&colors)?;
+    let plan = world.agree(apart(plan, key, !B::ON_HOST))?;
+    let backend = world.agree(backend(&plan))?;
+    // A device that computes beside the host is waited for after each kernel: so a block's time is its own.
+    backend.profile().record(!B::ON_HOST);
+    let mut pace = Pace::of_plan(&alone, plan, backend)?;
+    for _ in 0..WARM_UP {
+        pace.step()?;
+    }
+    let activity = comm.activity();
+    let mut steps = Vec::with_capacity(STEPS);
+    for _ in 0..STEPS {
+        world.barrier().wait()?;
+        activity.record(true);
+        let seconds = pace.step();
+        activity.record(false);
+        let events = activity.take().kept;
+        steps.push(Step::of(&pace, &events, seconds?)?);
+    }
+    pace.backend().profile().record(false);
+    pace.backend().profile().take();
+    let blocks = pace.plan.network.blocks_summary().len();
+    let median = |of: &dyn Fn(&Step) -> f64| {
+        let mut all: Vec<f64> = steps.iter().map(of).collect();
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
+    let micros = if key.reuses { [0, 1] } else { [0, 0] };
+    let mut mine = Vec::new();
+    for micro in micros {
+        for unit in 0..blocks {
+            mine.extend([median(&|step| step.forward[micro][unit]), median(&|step| step.backward[micro][unit])]);
+        }
+        mine.push(median(&|step| step.loss[micro]));
+    }
+    mine.push(median(&|step| step.rest) / pace.parameters().max(1) as f64);
+    // Ranks wait for the slowest.
+    let all = slowest(&world, &mine)?;
+    let work = pace.plan.network.blocks_summary();
+    let passes = |of_micro: &[f64]| {
+        let block = |(unit, times): (usize, &[f64])| {
+            let (forward, backward) = (times[0], times[1]);
+            // Two products of the backward for each of the forward; of the first block there is no other.
+            let weights = if work[unit].flops > 0 { backward.min(forward) / 2.0 } else { 0.0 };
+            Passes { forward, backward, weights }
+        };
+        of_micro[..2 * blocks].chunks(2).enumerate().map(block).collect::<Vec<_>>()
+    };
+    let of_micro = 2 * blocks + 1;
+    let [first, other] = [&all[..of_micro], &all[of_micro..2 * of_micro]];
+    let micro = [first[of_micro - 1], other[of_micro - 1]];
+    Ok(Times { passes: [passes(first), passes(other)], micro, update: all[2 * of_micro] })
+}
+
+/// The plan by which a rank, or the ranks that share blocks, train apart on few blocks.
+fn apart(plan: &Plan, key: Key, on_gpu: bool) -> Result<Plan> {
+    let mut config = plan.config.clone();
+    let parallel = &mut config.parallel;
+    parallel.layout = LayoutChoice::Given;
+    (parallel.pipeline, parallel.schedule, parallel.stages) = (1, PipelineSchedule::default(), None);
+    (parallel.zero, parallel.shard, parallel.replica, parallel.lanes) = (Zero::Zero, None, None, None);
+    parallel.recompute = false;
+    config.batch.micro = Some(key.micro);
+    config.batch.global = key.micro * if key.reuses { 2 } else { 1 };
+    if let LayerList::Count(count) = config.model.layers {
+        config.model.layers = LayerList::Count(count.min(BLOCKS));
+    }
+    let facts = Facts { ranks: key.tensor, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
+    resolve(config, &facts)
+}
+
+/// The pieces of a step, in seconds: by micro-batch, then by block.
+struct Step {
+    forward: Vec<Vec<f64>>,
+    backward: Vec<Vec<f64>>,
+    loss: Vec<f64>,
+    /// Norm, update, and all else.
+    rest: f64,
+}
+
+impl Step {
+    fn of<B: Kernels>(pace: &Pace<B>, events: &[Event], seconds: f64) -> Result<Self> {
+        let blocks = pace.plan.network.blocks_summary().len();
+        let of = |doing: Doing| -> Vec<f64> {
+            let events = events.iter().filter(|event| event.track == Track::Compute && event.name == doing.name());
+            events.map(|event| (event.end - event.start) as f64 * 1e-9).collect()
+        };
+        let chunks = |times: Vec<f64>| -> Vec<Vec<f64>> { times.chunks(blocks).map(<[f64]>::to_vec).collect() };
+        let (forward, mut backward) = (chunks(of(Doing::Forward)), chunks(of(Doing::Backward)));
+        // Backwards begin with the last block.
+        backward.iter_mut().for_each(|of_micro| of_micro.reverse());
+        let loss = of(Doing::Loss);
+        let micros = loss.len();
+        if forward.len() != micros || backward.len() != micros || micros == 0 {
+            return Err(Error::internal("a step without all of its forwards and backwards"));
+        }
+        let passes = forward.iter().chain(&backward).flatten().chain(&loss).sum::<f64>();
+        Ok(Self { forward, backward, loss, rest: (seconds - passes).max(0.0) })
+    }
+}
+
+/// Times an exchange along `axes` of a mesh, on buffers of all sizes up to those of the plan.
+fn time_exchange<B: Kernels>(
+    comm: &Comm<B>,
+    mesh: &Mesh,
+    axes: &[Axis],
+    exchange: Exchange,
+    plan: &Plan,
+    backend: &B,
+) -> Result<Vec<(usize, f64)>> {
+    let world = comm.world();
+    let group = comm.split(&mesh.colors(axes))?;
+    let algorithm = plan.config.comm.algorithm.fixed().unwrap_or(Algorithm::Tree);
+    let group = group.choosing(Table::always(algorithm));
+    let mut times = Vec::with_capacity(SIZES.len());
+    for bytes in SIZES {
+        let len = (bytes / size_of::<f32>()).next_multiple_of(group.size());
+        let mut buf = backend.upload(MemoryKind::Gradients, &vec![0.0; len])?;
+        let mut mine = Vec::with_capacity(REPETITIONS);
+        for _ in 0..=REPETITIONS {
+            world.barrier().wait()?;
+            let begun = Instant::now();
+            buf = match exchange {
+                Exchange::Collective(operation) => group.run(operation, buf).wait()?,
+                Exchange::Message => there_and_back(&group, buf)?,
+            };
+            let ways = if exchange == Exchange::Message { 2.0 } else { 1.0 };
+            mine.push(begun.elapsed().as_secs_f64() / ways);
+        }
+        // The first one touches memory for the first time.
+        let mut all = slowest(&world, &mine[1..])?;
+        all.sort_by(f64::total_cmp);
+        times.push((bytes, all[all.len() / 2]));
+    }
+    backend.trim();
+    Ok(times)
+}
+
+/// A message between the first two ranks of a group, and another one back.
+fn there_and_back<B: Kernels>(group: &Group<B>, buf: B::Buf) -> Result<B::Buf> {
+    match group.rank() {
+        0 => {
+            let buf = group.send(1, buf).wait()?;
+            group.recv(1, buf).wait()
+        }
+        1 => {
+            let buf = group.recv(0, buf).wait()?;
+            group.send(0, buf).wait()
+        }
+        _ => Ok(buf),
+    }
+}
+
+/// Seconds for so many bytes: between measured sizes on a line, beyond them in proportion.
+fn interpolated(times: &[(usize, f64)], bytes: usize) -> f64 {
+    let (Some(first), Some(last)) = (times.first(), times.last()) else { return 0.0 };
+    if bytes <= first.0 {
+        return first.1;
+    }
+    let between = times.windows(2).find(|pair| bytes <= pair[1].0);
+    match between {
+        Some(pair) => {
+            let share = (bytes - pair[0].0) as f64 / (pair[1].0 - pair[0].0) as f64;
+            pair[0].1 + share * (pair[1].1 - pair[0].1)
+        }
+        None => last.1 * bytes as f64 / last.0 as f64,
+    }
+}
+
+impl Measured {
+    fn of(&self, plan: &Plan) -> Result<(&Times, f64)> {
+        let times = self.times.get(&Key::of(plan)).ok_or_else(|| Error::internal("a layout that was not measured"))?;
+        // The part of a step's micro-batches that are the first.
+        Ok((times, 1.0 / plan.step_schedule(0).micros() as f64))
+    }
+}
+
+impl Rates for Measured {
+    fn passes(&self, plan: &Plan) -> Result<Vec<Passes>> {
+        let (times, first) = self.of(plan)?;
+        let blocks = plan.network.blocks_summary().len();
+        let measured = times.passes[0].len();
+        let at = |unit: usize| {
+            let of_kind = match unit {
+                0 => 0,
+                _ if unit + 1 == blocks => measured - 1,
+                _ if measured == blocks => unit,
+                // The last of those between: caches are as in the midst of a larger network.
+                _ => measured - 2,
+            };
+            let [one, other] = [times.passes[0][of_kind], times.passes[1][of_kind]];
+            let mean = |of: fn(&Passes) -> f64| first * of(&one) + (1.0 - first) * of(&other);
+            Passes { forward: mean(|p| p.forward), backward: mean(|p| p.backward), weights: mean(|p| p.weights) }
+        };
+        Ok((0..blocks).map(at).collect())
+    }
+
+    fn micro(&self, plan: &Plan) -> Result<f64> {
+        let (times, first) = self.of(plan)?;
+        Ok(first * times.micro[0] + (1.0 - first) * times.micro[1])
+    }
+
+    fn collective(&self, operation: Operation, span: Span, bytes: usize) -> f64 {
+        self.exchanges.get(&(Exchange::Collective(operation), span)).map_or(0.0, |times| interpolated(times, bytes))
+    }
+
+    fn message(&self, span: Span, bytes: usize) -> f64 {
+        let times =
+            self.exchanges.iter().find(|((exchange, of), _)| *exchange == Exchange::Message && of.nodes >= span.nodes);
+        times.map_or(0.0, |(_, times)| interpolated(times, bytes))
+    }
+
+    fn update(&self, plan: &Plan, elements: usize) -> f64 {
+        self.of(plan).map_or(0.0, |(times, _)| times.update * elements as f64)
+    }
+
+    fn beside(&self) -> f64 {
+        self.beside
+    }
+}

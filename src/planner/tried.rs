@@ -1,0 +1,68 @@
+//! Proposals in real steps.
+
+use super::choice::{Choice, Here, Proposal};
+use crate::backend::{Kernels, MemoryKind};
+use crate::comm::slowest;
+use crate::config::Plan;
+use crate::engine::Pace;
+use crate::error::Result;
+
+/// Steps that touch memory for the first time.
+const WARM_UP: usize = 2;
+
+/// The memory of steps by themselves, without data and checkpoints.
+pub const COUNTED: [MemoryKind; 5] = [
+    MemoryKind::Parameters,
+    MemoryKind::Gradients,
+    MemoryKind::Optimizer,
+    MemoryKind::Activations,
+    MemoryKind::Workspace,
+];
+
+/// A proposal that was run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Trial {
+    /// Seconds of a step: the median, on the slowest rank.
+    pub step: f64,
+    /// Most bytes that a rank had allocated for [`COUNTED`], by its ledger.
+    pub allocated: usize,
+}
+
+/// Runs `steps` steps of the first `count` proposals, of the whole network on random data, and puts these in the order of their
+/// times: collective over the world of the communicator. Returns their results, in the new order.
+///
+/// # Errors
+/// Out of memory, the device, or a message failed.
+pub fn try_out<B: Kernels, F: Fn(&Plan) -> Result<B>>(
+    choice: &mut Choice,
+    here: &Here<'_, B, F>,
+    count: usize,
+    steps: usize,
+) -> Result<Vec<Trial>> {
+    let count = count.min(choice.proposals.len());
+    let mut tried: Vec<(Trial, Proposal)> = Vec::with_capacity(count);
+    for proposal in choice.proposals.drain(..count) {
+        let trial = try_one(&proposal.plan, here, steps)?;
+        tried.push((trial, proposal));
+    }
+    tried.sort_by(|(one, _), (other, _)| one.step.total_cmp(&other.step));
+    let (trials, first): (Vec<Trial>, Vec<Proposal>) = tried.into_iter().unzip();
+    choice.proposals.splice(..0, first);
+    Ok(trials)
+}
+
+fn try_one<B: Kernels, F: Fn(&Plan) -> Result<B>>(plan: &Plan, here: &Here<'_, B, F>, steps: usize) -> Result<Trial> {
+    let world = here.comm.world();
+    let backend = world.agree((here.backend)(plan))?;
+    let mut pace = Pace::of_plan(here.comm, plan.clone(), backend)?;
+    for _ in 0..WARM_UP {
+        pace.step()?;
+    }
+    world.barrier().wait()?;
+    let mine = (0..steps).map(|_| pace.step()).collect::<Result<Vec<_>>>()?;
+    let mut all = slowest(&world, &mine)?;
+    all.sort_by(f64::total_cmp);
+    let allocated = COUNTED.iter().map(|kind| pace.backend().ledger().peak(*kind)).sum::<usize>() as f64;
+    let allocated = slowest(&world, &[allocated])?[0] as usize;
+    Ok(Trial { step: all[all.len() / 2], allocated })
+}

@@ -1,0 +1,97 @@
+//! `hpctrain plan`, and runs that leave their layout to it.
+
+use serde_json::Value;
+
+use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
+use crate::common::launch::{finish, mpirun, program};
+use crate::common::runs::Run;
+
+/// Evaluations take no more memory than steps.
+const SETTINGS: [&str; 7] = [
+    "model.layers=2",
+    "model.width=128",
+    "model.heads=2",
+    "model.context=32",
+    "batch.global=8",
+    "eval.batch=1",
+    "run.threads=1",
+];
+
+fn sets() -> impl Iterator<Item = &'static str> {
+    SETTINGS.iter().flat_map(|setting| ["--set", setting])
+}
+
+/// The object that a command prints.
+fn json(command: &mut std::process::Command) -> Value {
+    let ended = finish(command.args(sets()).arg("--json"));
+    assert_eq!(ended.code(), 0, "{ended}");
+    serde_json::from_str(&ended.stdout).unwrap_or_else(|e| panic!("{e}: {ended}"))
+}
+
+#[test]
+fn measured_layouts_are_listed_and_tried() {
+    let threads = json(&mut program(["plan", "--ranks", "2", "--measure", "--try", "3"]));
+    let mut ranks = mpirun(2);
+    ranks.arg(crate::common::program()).args(["plan", "--measure", "--try", "40"]);
+    let ranks = json(&mut ranks);
+    for (plan, tried) in [(&threads, 3), (&ranks, 40)] {
+        let layouts = plan["layouts"].as_array().unwrap();
+        // Replicas, ZeRO 1 to 3, slices with rows divided or not, and both orders of a pipeline; each with several micro-batches.
+        let shape = |layout: &Value| {
+            format!(
+                "{} {} {} {} {}",
+                layout["pipeline"], layout["schedule"], layout["tensor"], layout["sequence"], layout["zero"]
+            )
+        };
+        let mut shapes: Vec<String> = layouts.iter().map(shape).collect();
+        shapes.sort();
+        shapes.dedup();
+        assert_eq!(shapes.len(), 8, "{shapes:?}");
+        for (number, layout) in layouts.iter().enumerate() {
+            let positive = |value: &Value| value.as_f64().unwrap() > 0.0;
+            assert!(positive(&layout["step_ms"]) && positive(&layout["memory_bytes"]), "{layout}");
+            assert_eq!(layout.get("tried").is_some(), number < tried, "{number}: {layout}");
+        }
+        // In the order of real time.
+        let times: Vec<f64> = layouts.iter().filter_map(|layout| layout["tried"]["step_ms"].as_f64()).collect();
+        assert_eq!(times.len(), tried.min(layouts.len()));
+        assert!(times.is_sorted(), "{times:?}");
+        for layout in layouts.iter().filter(|layout| layout.get("tried").is_some()) {
+            let bytes = |key: &str| layout["tried"][key].as_f64().unwrap();
+            let off = bytes("estimated_bytes") / bytes("counted_bytes") - 1.0;
+            // A reduction that is late keeps its buffer.
+            assert!(off.abs() < 0.1, "memory is off by {off}: {layout}");
+        }
+    }
+}
+
+#[test]
+fn runs_take_the_first_and_say_so() {
+    let root = tempfile::tempdir().unwrap();
+    let steps = ["run.steps=4", "parallel.layout=auto"];
+    let settings = [&SETTINGS[..], &steps].concat();
+    for (number, transport) in [Mpirun(2), Simulate(2), Alone].into_iter().enumerate() {
+        let run = Run::new(transport, root.path(), &format!("auto-{number}"), &settings);
+        let ended = run.ends().succeeded();
+        assert_eq!(ended.stdout.matches("parallel.layout = auto: ").count(), 1, "{ended}");
+        // The run's own configuration has the layout, and gives the same bits.
+        let files = run.files();
+        assert!(files.text("config.toml").contains("layout = \"given\""), "{ended}");
+        let again = Run::new(transport, root.path(), &format!("again-{number}"), &SETTINGS);
+        let mut command = again.command();
+        let ended =
+            finish(command.args(["--set", "run.steps=4", "--config"]).arg(files.path("config.toml"))).succeeded();
+        assert!(!ended.stdout.contains("layout = auto"), "{ended}");
+        again.files().same_as(&files, 4, "the layout of its own choice");
+    }
+}
+
+#[test]
+fn a_given_key_stays() {
+    let root = tempfile::tempdir().unwrap();
+    let keys = ["run.steps=2", "parallel.layout=auto", "parallel.pipeline=2", "parallel.schedule=zero-bubble"];
+    let run = Run::new(Simulate(4), root.path(), "x", &[&SETTINGS[..], &keys].concat());
+    let ended = finish(&mut run.command());
+    assert_eq!(ended.code(), 0, "{ended}");
+    assert!(ended.stdout.contains("parallel.layout = auto: pipeline 2"), "{ended}");
+}
