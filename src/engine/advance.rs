@@ -48,7 +48,7 @@ impl StepResult {
 }
 
 /// Takes the next round: of each step gradients of all micro-batches, then the clipped update, unless they are not finite.
-/// `next` gives micro-batches in order. `flags` is asked for this rank's requests when the last gradients are summed.
+/// `next` gives micro-batches in order. `flags` is asked for this rank's requests at the end of the round.
 ///
 /// # Errors
 /// A failure of the data, the device, or a message between ranks.

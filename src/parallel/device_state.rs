@@ -33,7 +33,7 @@ pub struct DeviceState<B: Kernels> {
     outer: Option<OuterState<B>>,
 }
 
-/// What an outer step goes on from.
+/// The starting point of the next outer step.
 struct OuterState<B: Kernels> {
     step: Outer,
     /// The parameters after the last average.

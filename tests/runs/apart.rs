@@ -62,6 +62,34 @@ fn averages_at_every_step_are_gradient_descent() {
     }
 }
 
+/// The first outer step, from the initial parameters θ and the mean of the replicas that a run without one finds: its gradient is
+/// θ less the mean, and so is its momentum.
+#[test]
+fn the_outer_step_is_nesterovs() {
+    let root = tempfile::tempdir().unwrap();
+    let values = |name: &str, step: u64, part: usize, settings: &[&str]| -> Vec<f32> {
+        let files = run(Alone, root.path(), name, &[settings, &["checkpoint.every=2"]].concat()).succeeds();
+        let end = format!(", part {part}");
+        let tensors = files.tensors(step).into_iter().filter(|(name, _)| name.ends_with(&end));
+        tensors.flat_map(|(_, bits)| bits).map(f32::from_bits).collect()
+    };
+    let start = values("start", 2, 0, &["run.steps=2", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]);
+    let mean = values("mean", 2, 0, &["run.steps=2"]);
+    let outer = ["run.steps=2", "parallel.outer_lr=0.7", "parallel.outer_momentum=0.9"];
+    let stepped = values("outer", 2, 0, &outer);
+    // AdamW has two buffers of its own.
+    let momentum = values("momentum", 2, 3, &outer);
+    let without = values("without", 2, 0, &["run.steps=2", "parallel.outer_lr=0.7"]);
+    assert!(start.len() == mean.len() && start.len() == momentum.len() && start != mean);
+    for (i, (start, mean)) in start.iter().zip(&mean).enumerate() {
+        let close = |a: f32, b: f32| (a - b).abs() <= 1e-6;
+        let change = start - mean;
+        assert!(close(momentum[i], change), "{i}: {} and not {change}", momentum[i]);
+        assert!(close(stepped[i], start - 0.7 * 1.9 * change), "{i}: {}", stepped[i]);
+        assert!(close(without[i], start - 0.7 * change), "{i}: {}", without[i]);
+    }
+}
+
 /// Checkpoints and evaluations that fall between two averages take place at the next one; the last round is as long as the run.
 #[test]
 fn what_looks_at_parameters_waits_for_averages() {

@@ -149,7 +149,7 @@ fn replicas_that_train_apart_take_what_is_said_of_them() {
         (2, "parallel.outer_lr=1"),
         (1, "parallel.average_replicas=2"),
         (2, "parallel.average_replicas=8 parallel.outer_momentum=0.9"),
-        (4, "parallel.zero=1 parallel.shard=2 parallel.outer_lr=0.7 optimizer.ema=0.5"),
+        (4, "parallel.zero=1 parallel.shard=2 parallel.outer_lr=0.7"),
         (2, "parallel.zero=2 parallel.shard=2 parallel.average_replicas=4"),
         (4, "parallel.zero=3 parallel.shard=2 parallel.average_replicas=4 parallel.outer_momentum=0.9"),
         (4, "parallel.pipeline=2 parallel.average_replicas=4"),

@@ -150,7 +150,7 @@ fn replicas_that_train_apart_do_not_meet_between_averages() {
         };
         (counted("replica", "all_reduce"), counted("world", "gather_bytes"))
     };
-    let hybrid = ["parallel.zero=1", "parallel.shard=2", "checkpoint.every=6", "eval.every=6"];
+    let hybrid = ["parallel.zero=1", "parallel.shard=2", "comm.algorithm=tree", "checkpoint.every=6", "eval.every=6"];
     let (reduced, told) = of_replicas(&hybrid);
     assert_eq!(reduced, 6 * 4);
     let (averaged, told_apart) = of_replicas(&[&hybrid[..], &["parallel.average_every=3"]].concat());

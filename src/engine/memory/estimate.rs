@@ -127,6 +127,11 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
         true => host[MemoryKind::Offloaded as usize] = here * parallel::offloaded_bytes(kept, owned),
         false => device[MemoryKind::Optimizer as usize] = here * kept * owned * F32,
     }
+    if let (true, Some(_)) = (offloads, plan.averaging) {
+        // The averaged buffers of one unit, on their way.
+        let averaged = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
+        host[MemoryKind::Offloaded as usize] += averaged * padded.iter().max().unwrap_or(&0) / plan.mesh.shard * F32;
+    }
     let carrier = if messages_on_device { &mut device } else { &mut host };
     carrier[MemoryKind::Communication as usize] = messages;
     // Rows may have weights. The numbers of a device are among its activations.
