@@ -127,9 +127,12 @@ fn main() -> ExitCode {
         let mut progress = Progress::default();
         let mut feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
         while progress.step < plan.config.run.steps {
-            let taken = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
-            if is_first && progress.step.is_multiple_of(5) {
-                println!("step {:>4}  loss {:.4}", progress.step, taken.loss);
+            let before = progress.step;
+            let round = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+            for (taken, step) in round.steps.iter().zip(before + 1..) {
+                if is_first && step.is_multiple_of(5) {
+                    println!("step {step:>4}  loss {:.4}", taken.loss);
+                }
             }
         }
         Ok(())

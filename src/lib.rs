@@ -63,7 +63,8 @@
 //!     let mut feed = Feed::start(&engine.model, Line, &plan, progress)?;
 //!     let mut loss = f64::INFINITY;
 //!     while progress.step < plan.config.run.steps {
-//!         loss = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?.loss;
+//!         let round = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+//!         loss = round.steps[0].loss;
 //!     }
 //!     Ok(loss)
 //! })?;

@@ -7,7 +7,7 @@ use super::{Config, ModelKind, Parallel};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::nn::Network;
-use crate::parallel::{Zero, partition};
+use crate::parallel::{Averaging, Outer, Zero, partition};
 
 /// Tokens that a micro-batch has at most unless the configuration says: enough for efficient products, few enough for
 /// the memory of activations.
@@ -30,6 +30,7 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
         ("pipeline", Some(parallel.pipeline)),
         ("tensor", Some(parallel.tensor)),
         ("tensor_lanes", parallel.tensor_lanes),
+        ("average_replicas", parallel.average_replicas),
     ];
     for (key, value) in keys {
         if value == Some(0) {
@@ -50,6 +51,61 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     let mesh = Mesh { pipeline: parallel.pipeline, replica, shard, tensor: parallel.tensor };
     mesh.check(ranks, parallel.zero != Zero::Zero)?;
     Ok(mesh)
+}
+
+/// The averages of replicas that train apart, if they do.
+///
+/// # Errors
+/// There is one replica, the ranks cannot divide them among themselves, or a key of averages is set without any.
+pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<Averaging>> {
+    let Parallel { average_every: every, average_replicas, outer_lr: lr, outer_momentum: momentum, .. } =
+        config.parallel;
+    if every == 0 {
+        let set = [
+            ("average_replicas", average_replicas.map(|replicas| replicas.to_string())),
+            ("outer_lr", (lr != 1.0).then(|| lr.to_string())),
+            ("outer_momentum", (momentum != 0.0).then(|| momentum.to_string())),
+        ];
+        return match set.into_iter().find_map(|(key, value)| Some((key, value?))) {
+            None => Ok(None),
+            Some((key, value)) => {
+                Err(Error::input(format!("parallel.{key} = {value} does nothing with parallel.average_every = 0"))
+                    .hint(format!("set parallel.average_every to the steps between averages, or leave {key} out")))
+            }
+        };
+    }
+    let replicas = average_replicas.unwrap_or(mesh.replica);
+    if !replicas.is_multiple_of(mesh.replica) {
+        let nearest = replicas.next_multiple_of(mesh.replica);
+        return Err(Error::input(format!(
+            "parallel.average_replicas = {replicas} does not divide over the {} replicas of the mesh",
+            mesh.replica
+        ))
+        .hint(format!("the nearest that does: {nearest}")));
+    }
+    if replicas == 1 {
+        return Err(Error::input(format!("parallel.average_every = {every}, but there is one replica")).hint(
+            "start more ranks, give them parallel.replica=2 or more, or let a rank train several: \
+             parallel.average_replicas=2",
+        ));
+    }
+    if !(lr > 0.0 && lr.is_finite()) {
+        return Err(out_of_range("parallel.outer_lr", lr, "greater than 0"));
+    }
+    if !(0.0..1.0).contains(&momentum) {
+        return Err(out_of_range("parallel.outer_momentum", momentum, "at least 0 and less than 1"));
+    }
+    let keep = config.checkpoint.keep_every;
+    if !keep.is_multiple_of(every) {
+        let up = keep.next_multiple_of(every);
+        let nearest = if keep > every { format!("{} or {up}", up - every) } else { up.to_string() };
+        return Err(Error::input(format!(
+            "checkpoint.keep_every = {keep} is no multiple of parallel.average_every = {every}: checkpoints are those of averages"
+        ))
+        .hint(format!("the nearest that is: {nearest}")));
+    }
+    let outer = (lr != 1.0 || momentum > 0.0).then_some(Outer { lr: lr as f32, momentum });
+    Ok(Some(Averaging { every, replicas, outer }))
 }
 
 /// The tensor lanes of a network.
@@ -113,27 +169,31 @@ pub fn tensor_lanes(parallel: &Parallel, network: &Network) -> Result<usize> {
     Ok(lanes)
 }
 
-/// Lanes of the global batch.
+/// Lanes of the global batch, of which each replica has an equal part and each of its shards one of that.
 ///
 /// # Errors
-/// Ranks cannot divide them among themselves.
-pub fn lanes(config: &Config, mesh: &Mesh) -> Result<usize> {
-    let ranks = mesh.data();
+/// They cannot be divided so.
+pub fn lanes(config: &Config, replicas: usize, mesh: &Mesh) -> Result<usize> {
+    let ranks = replicas * mesh.shard;
     let lanes = config.parallel.lanes.unwrap_or(ranks);
     if lanes.is_multiple_of(ranks) {
         return Ok(lanes);
     }
     let up = lanes.next_multiple_of(ranks);
     let nearest = if lanes > ranks { format!("{} or {up}", up - ranks) } else { up.to_string() };
-    Err(Error::input(format!("parallel.lanes = {lanes} does not divide over {ranks} data-parallel ranks"))
+    let over = match replicas == mesh.replica {
+        true => format!("{ranks} data-parallel ranks"),
+        false => format!("{replicas} replicas of {} shards", mesh.shard),
+    };
+    Err(Error::input(format!("parallel.lanes = {lanes} does not divide over {over}"))
         .hint(format!("the nearest that does: {nearest}")))
 }
 
-/// Samples of a lane, and of a micro-batch.
+/// Samples of a lane, and of a micro-batch, where `replicas` divide the lanes.
 ///
 /// # Errors
 /// The batch cannot be cut so.
-pub fn batch(config: &Config, lanes: usize, mesh: &Mesh) -> Result<(u64, u64)> {
+pub fn batch(config: &Config, lanes: usize, replicas: usize, mesh: &Mesh) -> Result<(u64, u64)> {
     let (global, lanes) = (config.batch.global, lanes as u64);
     if !global.is_multiple_of(lanes) {
         let up = global.next_multiple_of(lanes);
@@ -146,8 +206,8 @@ pub fn batch(config: &Config, lanes: usize, mesh: &Mesh) -> Result<(u64, u64)> {
     }
     let lane_samples = global / lanes;
     let predictions = if config.model.kind == ModelKind::Layers { 1 } else { config.model.context as u64 };
-    let of_rank = lanes / mesh.data() as u64 * lane_samples;
-    let enough = |micro: u64| mesh.pipeline == 1 || of_rank / micro >= MICROS_A_STAGE * mesh.pipeline as u64;
+    let of_pass = lanes / (replicas * mesh.shard) as u64 * lane_samples;
+    let enough = |micro: u64| mesh.pipeline == 1 || of_pass / micro >= MICROS_A_STAGE * mesh.pipeline as u64;
     let fits =
         |micro: &u64| lane_samples.is_multiple_of(*micro) && micro * predictions <= MICRO_TOKENS && enough(*micro);
     let micro = config.batch.micro.unwrap_or_else(|| (1..=lane_samples).rev().find(fits).unwrap_or(1));

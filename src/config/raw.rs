@@ -263,6 +263,16 @@ sections! {
         schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward,
         /// Pieces of the batch whose gradients are summed by a fixed tree; left out, the data-parallel ranks.
         lanes: Option<usize> = None,
+        /// Steps between averages of replicas that train apart: each takes its own steps on its own lanes, and the replicas'
+        /// parameters and optimizer state are averaged; 0 adds gradients at every step.
+        average_every: u64 = 0,
+        /// Replicas that train apart; left out, those of the mesh. A rank trains a multiple of them in turn, so that every number of
+        /// ranks that divides them gives the same bits.
+        average_replicas: Option<usize> = None,
+        /// Learning rate of the outer step, on the change of the averaged parameters; 1 without momentum takes the average.
+        outer_lr: f64 = 1.0,
+        /// Nesterov momentum of the outer step (`DiLoCo`).
+        outer_momentum: f32 = 0.0,
         /// ZeRO 3: blocks ahead of whose turn parameters are gathered. Each costs the memory of one block's parameters
         /// and hides a gather behind the blocks before; 0 gathers when a block needs them.
         prefetch: usize = 1,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::layout::{batch, lanes, mesh, stages, tensor_lanes};
+use super::layout::{averaging, batch, lanes, mesh, stages, tensor_lanes};
 use super::range::out_of_range;
 use super::{
     Compute, Config, LayerList, LayoutChoice, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling,
@@ -11,6 +11,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::{Deviation, Elementwise, Kernels};
 use crate::data::{Axes, SampleSpec};
 use crate::error::{Error, Result};
+use crate::layout::part;
 use crate::layout::{Slices, Tensor};
 use crate::mesh::{Axis, Mesh};
 use crate::nn::gpt::Gpt;
@@ -19,7 +20,7 @@ use crate::nn::llama::Llama;
 use crate::nn::loss::{Loss, Objective};
 use crate::nn::{Loan, Network};
 use crate::optim::{Group, Rule, Schedule};
-use crate::parallel::{Residency, Stage, StepSchedule};
+use crate::parallel::{Averaging, Residency, Stage, StepSchedule};
 
 /// Facts about the environment that a [`Plan`] depends on.
 #[derive(Debug, Clone, Copy)]
@@ -63,6 +64,8 @@ pub struct Plan {
     pub rule: Rule,
     /// Decay of the parameters' running average, if one is kept.
     pub average: Option<f32>,
+    /// The averages of replicas, where those train apart.
+    pub averaging: Option<Averaging>,
     /// The learning rate over time.
     pub schedule: Schedule,
 }
@@ -78,9 +81,43 @@ impl Plan {
         (self.lane_samples / self.micro) as usize
     }
 
-    /// The order of work of a rank's step in stage `stage` of the pipeline.
+    /// Replicas that divide the lanes of a batch: those of the mesh, or those that train apart.
+    pub fn replicas(&self) -> usize {
+        self.averaging.map_or(self.mesh.replica, |averaging| averaging.replicas)
+    }
+
+    /// Replicas that a rank trains, in turn.
+    pub fn replicas_here(&self) -> usize {
+        self.replicas() / self.mesh.replica
+    }
+
+    /// Lanes of a batch that data-parallel rank `rank` of a stage computes, by replica that it trains.
+    pub fn lanes_of(&self, rank: usize) -> Vec<Range<usize>> {
+        let (replica, shard) = (rank / self.mesh.shard, rank % self.mesh.shard);
+        let of_replica = |replica: usize| {
+            let lanes = part(self.lanes, replica, self.replicas());
+            let mine = part(lanes.len(), shard, self.mesh.shard);
+            lanes.start + mine.start..lanes.start + mine.end
+        };
+        part(self.replicas(), replica, self.mesh.replica).map(of_replica).collect()
+    }
+
+    /// The steps that lead to the end of the round that step `step` belongs to: to the next average, or one.
+    pub fn round_end(&self, step: u64) -> u64 {
+        let every = self.averaging.map_or(1, |averaging| averaging.every);
+        (step / every + 1).saturating_mul(every).min(self.config.run.steps)
+    }
+
+    /// Whether something that is wanted `every` so many steps is due after step `step`, the end of a round: 0 wants it never.
+    pub fn is_due(&self, every: u64, step: u64) -> bool {
+        let round = self.averaging.map_or(1, |averaging| averaging.every);
+        let before = step.saturating_sub(1) / round * round;
+        every > 0 && step / every > before / every
+    }
+
+    /// The order of work in stage `stage` of the pipeline of a rank's step, of each replica that it trains.
     pub fn step_schedule(&self, stage: usize) -> StepSchedule {
-        let (lanes, micros_per_lane) = (self.lanes / self.mesh.data(), self.micros_per_lane());
+        let (lanes, micros_per_lane) = (self.lanes / (self.replicas() * self.mesh.shard), self.micros_per_lane());
         let order = self.config.parallel.schedule;
         StepSchedule { lanes, micros_per_lane, stage, stages: self.mesh.pipeline, order }
     }
@@ -101,6 +138,11 @@ impl Plan {
     pub fn residency(&self) -> Residency {
         let Parallel { prefetch, zero, .. } = self.config.parallel;
         Residency { ahead: prefetch, ..zero.residency() }.over(self.mesh.shard)
+    }
+
+    /// Tokens in the part of a global batch whose mean is a gradient: all, or where replicas train apart, those of one.
+    pub fn tokens_of_replica(&self) -> u64 {
+        self.tokens_per_step() / self.averaging.map_or(1, |averaging| averaging.replicas as u64)
     }
 
     /// Tokens in a global batch.
@@ -126,14 +168,21 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     config.parallel.given.clear();
     check_ranges(&config)?;
     let mesh = mesh(&config, facts.ranks)?;
-    let lanes = lanes(&config, &mesh)?;
-    let (lane_samples, micro) = batch(&config, lanes, &mesh)?;
+    let averaging = averaging(&config, &mesh)?;
+    let replicas = averaging.map_or(mesh.replica, |averaging| averaging.replicas);
+    let lanes = lanes(&config, replicas, &mesh)?;
+    let (lane_samples, micro) = batch(&config, lanes, replicas, &mesh)?;
     let threads = config.run.threads.unwrap_or(facts.threads);
     let network = network(&mut config.model, facts.vocabulary)?;
     let tensor_lanes = tensor_lanes(&config.parallel, &network)?;
     let stages = stages(&config.parallel, &network)?;
-    check_batch_norm(&config.model.layers, lanes, mesh.data())?;
-    check_batch(&network, micro, mesh.data())?;
+    // Replicas that train apart share no statistics.
+    let (lanes_together, ranks_together) = match averaging {
+        None => (lanes, mesh.data()),
+        Some(_) => (lanes / replicas, mesh.shard),
+    };
+    check_batch_norm(&config.model.layers, lanes_together, ranks_together, lanes / lanes_together)?;
+    check_batch(&network, micro, ranks_together)?;
     let loss = loss(&config, &network)?;
     let samples = network.sample_spec(&loss);
     check_groups(&config.optimizer.groups, &network)?;
@@ -158,6 +207,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.lanes = Some(lanes);
+    config.parallel.average_replicas = averaging.map(|averaging| averaging.replicas);
     if mesh.pipeline > 1 {
         config.parallel.stages = Some(stages.iter().map(Range::len).collect());
     }
@@ -180,6 +230,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         samples,
         rule,
         average,
+        averaging,
         schedule,
     })
 }
@@ -380,15 +431,20 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
     }
 }
 
-/// Ranks can share only the statistics of samples that they compute at the same time.
-fn check_batch_norm(layers: &LayerList, lanes: usize, ranks: usize) -> Result<()> {
+/// Ranks can share only the statistics of samples that they compute at the same time: of the lanes of one replica, where so many
+/// train apart.
+fn check_batch_norm(layers: &LayerList, lanes: usize, ranks: usize, replicas: usize) -> Result<()> {
     let LayerList::List(layers) = layers else { return Ok(()) };
     match Layer::synchronised(layers, "model.layers") {
         Some(place) if lanes > ranks => Err(Error::input(format!(
-            "{place} (batch_norm) shares statistics among ranks, but of parallel.lanes = {lanes} several are one rank's, \
-             one after the other"
+            "{place} (batch_norm) shares statistics among ranks, but of parallel.lanes = {} several are one rank's, \
+             one after the other",
+            lanes * replicas
         ))
-        .hint(format!("set parallel.lanes={ranks}, or synchronised=false to take the statistics of each micro-batch alone"))),
+        .hint(format!(
+            "set parallel.lanes={}, or synchronised=false to take the statistics of each micro-batch alone",
+            ranks * replicas
+        ))),
         _ => Ok(()),
     }
 }
@@ -600,6 +656,37 @@ mod tests {
         assert!(sliced.contains("parallel.tensor = 2, but a network by layers is not divided"), "{sliced}");
         assert!(refusal(1, &["parallel.zero=4"]).contains("ZeRO has stages 0 to 3, not 4"));
         assert_eq!(plan(4, &["parallel.zero=3"]).unwrap().mesh.shard, 4);
+    }
+
+    #[test]
+    fn replicas_that_train_apart_divide_the_lanes() {
+        let settings = ["parallel.average_every=8", "parallel.average_replicas=4", "parallel.lanes=8"];
+        let apart = |ranks, more: &[&str]| plan(ranks, &[&settings[..], more].concat()).unwrap();
+        let one = apart(1, &[]);
+        assert_eq!(one.lanes_of(0), [0..2, 2..4, 4..6, 6..8]);
+        assert_eq!((one.replicas_here(), one.step_schedule(0).lanes, one.tokens_of_replica()), (4, 2, 16 / 4 * 64));
+        // Each replica's lanes are divided among its shards.
+        let sharded = apart(4, &["parallel.zero=1", "parallel.shard=2"]);
+        assert_eq!(
+            [0, 1, 2, 3].map(|rank| sharded.lanes_of(rank)),
+            [[0..1, 2..3], [1..2, 3..4], [4..5, 6..7], [5..6, 7..8]]
+        );
+        let facts = Facts { ranks: 4, threads: 2, vocabulary: None, on_gpu: false };
+        assert_eq!(resolve(sharded.config.clone(), &facts).unwrap(), sharded);
+        let together = plan(4, &["parallel.zero=1", "parallel.shard=2", "parallel.lanes=8"]).unwrap();
+        assert_eq!([0, 3].map(|rank| together.lanes_of(rank)), [vec![0..2; 1], vec![6..8; 1]]);
+    }
+
+    #[test]
+    fn rounds_end_at_averages() {
+        let apart = plan(2, &["parallel.average_every=8", "run.steps=20"]).unwrap();
+        assert_eq!([0, 7, 8, 13, 16].map(|step| apart.round_end(step)), [8, 8, 16, 16, 20]);
+        // At the first average after it is wanted.
+        let due = |every| [8, 16, 20].map(|step| apart.is_due(every, step));
+        assert_eq!((due(0), due(8), due(10)), ([false; 3], [true, true, false], [false, true, true]));
+        let together = plan(2, &["run.steps=20"]).unwrap();
+        assert_eq!([0, 7].map(|step| together.round_end(step)), [1, 8]);
+        assert_eq!([1, 4, 5, 6, 10].map(|step| together.is_due(5, step)), [false, false, true, false, true]);
     }
 
     #[test]

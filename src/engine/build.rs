@@ -47,14 +47,15 @@ pub fn engine_of<B: Kernels>(
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
     let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
     let groups_of = plan.config.optimizer.groups.clone();
-    let updates = Updates { rule: plan.rule, groups: groups_of, average: plan.average, host };
+    let updates =
+        Updates { rule: plan.rule, groups: groups_of, average: plan.average, averaging: plan.averaging, host };
     let slices = plan.slices(comm.rank());
     let sharded =
         Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(seed))?;
     let geometry = Geometry {
         schedule: plan.step_schedule(number),
         rows: plan.micro as usize * plan.network.context(),
-        predictions: plan.tokens_per_step(),
+        predictions: plan.tokens_of_replica(),
         recompute: plan.config.parallel.recompute,
         seed,
     };

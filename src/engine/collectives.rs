@@ -59,7 +59,7 @@ pub fn groups<B: Kernels>(
     blocks: &Blocks<B>,
     path: Option<&Path>,
 ) -> Result<(Groups<B>, Exchange)> {
-    let groups = Groups::split(comm, &plan.mesh)?;
+    let groups = Groups::split(comm, &plan.mesh, plan.averaging.is_some())?;
     let Groups { world, shard, replica, .. } = &groups;
     let (mut found, mut how) = (None, "as configured");
     // One rank has nothing to measure.
@@ -87,8 +87,7 @@ pub fn groups<B: Kernels>(
     let parts = [told(shard, &of_shards, &OF_SHARDS, "shards"), told(replica, &of_replicas, &OF_REPLICAS, "replicas")];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
     let told = if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
-    let (shard, replica) = (shard.choosing(of_shards), replica.choosing(of_replicas));
-    Ok((Groups { shard, replica, ..groups }, Exchange { told, found }))
+    Ok((groups.choosing(of_shards, of_replicas), Exchange { told, found }))
 }
 
 impl Key {

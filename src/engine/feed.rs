@@ -14,7 +14,7 @@ use crate::data::{
 };
 use crate::error::{Error, Result};
 use crate::nn::Micro;
-use crate::parallel::{Lanes, Stage};
+use crate::parallel::Stage;
 use crate::topology::Topology;
 
 /// Training and validation data of a configuration; none to validate on where there is none and none was asked for.
@@ -309,7 +309,8 @@ impl<B: Kernels> Drop for Feed<B> {
 
 /// The positions of this rank's micro-batches, in the order of their use, to the end of the run.
 struct Positions {
-    lanes: Range<u64>,
+    /// Lanes of this rank.
+    lanes: Vec<u64>,
     lane_samples: u64,
     micro: u64,
     global: u64,
@@ -322,9 +323,8 @@ struct Positions {
 
 impl Positions {
     fn new(plan: &Plan, rank: usize, progress: Progress) -> Self {
-        let lanes = Lanes { total: plan.lanes, ranks: plan.mesh.data(), rank }.mine();
         Self {
-            lanes: lanes.start as u64..lanes.end as u64,
+            lanes: plan.lanes_of(rank).into_iter().flatten().map(|lane| lane as u64).collect(),
             lane_samples: plan.lane_samples,
             micro: plan.micro,
             global: plan.config.batch.global,
@@ -339,14 +339,14 @@ impl Iterator for Positions {
     type Item = Range<u64>;
 
     fn next(&mut self) -> Option<Range<u64>> {
-        let mine = (self.lanes.end - self.lanes.start) * self.lane_samples;
-        if self.done == mine {
+        if self.done == self.lanes.len() as u64 * self.lane_samples {
             (self.done, self.base, self.steps_left) = (0, self.base + self.global, self.steps_left.saturating_sub(1));
         }
         if self.steps_left == 0 {
             return None;
         }
-        let start = self.base + self.lanes.start * self.lane_samples + self.done;
+        let (lane, of_lane) = (self.done / self.lane_samples, self.done % self.lane_samples);
+        let start = self.base + self.lanes[lane as usize] * self.lane_samples + of_lane;
         self.done += self.micro;
         Some(start..start + self.micro)
     }

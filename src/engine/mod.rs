@@ -13,7 +13,7 @@ mod planning;
 mod splits;
 mod step;
 
-pub use advance::{StepResult, advance};
+pub use advance::{Round, StepResult, advance};
 pub use build::{engine, engine_of};
 pub use collectives::Exchange;
 pub use feed::vocabulary;

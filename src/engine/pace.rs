@@ -68,7 +68,7 @@ impl<B: Kernels> Pace<B> {
         Ok(Self { plan, engine, batch, progress: Progress::default() })
     }
 
-    /// Seconds of the next step on this rank.
+    /// Seconds of the next step on this rank; where replicas train apart, the mean of those to the next average.
     ///
     /// # Errors
     /// The device or a message between ranks failed.
@@ -78,8 +78,8 @@ impl<B: Kernels> Pace<B> {
         let time = self.plan.network.context();
         let stage = self.engine.model.sharded.stage().clone();
         let next = || feed::micro(&backend, batch, time, 0, &stage);
-        advance(&self.plan, &mut self.engine, next, &mut self.progress, ControlFlags::empty)?;
-        Ok(begun.elapsed().as_secs_f64())
+        let round = advance(&self.plan, &mut self.engine, next, &mut self.progress, ControlFlags::empty)?;
+        Ok(begun.elapsed().as_secs_f64() / round.steps.len() as f64)
     }
 
     /// The device.

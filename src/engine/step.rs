@@ -140,7 +140,7 @@ impl<B: Kernels> Engine<B> {
     /// Forward of one micro-batch through the blocks of the stage, from their input to their output.
     fn forward(&mut self, micro: Micro<B>, mut x: B::Buf, dropout: u64) -> Result<(Tape<B>, B::Buf)> {
         let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
-        let (ranks, tensor) = (sharded.data().clone(), sharded.tensor().cloned());
+        let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
         let is_last = sharded.stage().is_last();
@@ -181,7 +181,7 @@ impl<B: Kernels> Engine<B> {
     ) -> Result<B::Buf> {
         let Tape { micro, mut inputs, mut saved } = tape;
         let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
-        let (ranks, tensor) = (sharded.data().clone(), sharded.tensor().cloned());
+        let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
         if lane_end.is_some() {

@@ -40,7 +40,7 @@ pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> R
 /// # Errors
 /// Out of memory, or a message between ranks failed.
 pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Model<B>> {
-    let groups = Groups::split(comm, &plan.mesh)?;
+    let groups = Groups::split(comm, &plan.mesh, false)?;
     let lanes = Lanes { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let slices = plan.slices(comm.rank());
     let blocks = plan.network.sliced(&slices);

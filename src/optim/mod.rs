@@ -14,6 +14,9 @@ pub use trust::Pair;
 /// Name of the running average of the parameters, where one is kept, among the buffers of state.
 pub const AVERAGE: &str = "ema";
 
+/// Name of the momentum of the outer step, where replicas train apart and have one, among the buffers of state.
+pub const OUTER_MOMENTUM: &str = "outer_momentum";
+
 /// The update rule with its constants.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Rule {

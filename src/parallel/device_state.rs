@@ -2,8 +2,9 @@
 
 use std::ops::Range;
 
+use super::averaging::Outer;
 use super::hyper::{Hyper, nowhere, state_names};
-use crate::backend::{Kernels, MemoryKind};
+use crate::backend::{Kernels, MemoryKind, Sgd};
 use crate::error::{Error, Result};
 use crate::optim::{AVERAGE, Pair, Part, Rule};
 
@@ -13,6 +14,8 @@ pub struct Recipe {
     pub rule: Option<Rule>,
     /// Decay of the parameters' running average, if one is kept.
     pub average: Option<f32>,
+    /// The outer step on the average of replicas, if there is one.
+    pub outer: Option<Outer>,
     /// The parts of the range that are updated alike.
     pub parts: Vec<Part>,
 }
@@ -24,8 +27,19 @@ pub struct DeviceState<B: Kernels> {
     recipe: Recipe,
     /// The parameters of the range in f32. None where full ones live always, in f32: then they are its window of those.
     master: Option<B::Buf>,
-    /// One buffer for each name in [`Rule::state`], then the average.
+    /// One buffer for each name in [`Rule::state`], then the running average.
     state: Vec<B::Buf>,
+    /// The outer step's, if there is one.
+    outer: Option<OuterState<B>>,
+}
+
+/// The starting point of the next outer step.
+struct OuterState<B: Kernels> {
+    step: Outer,
+    /// The parameters after the last average.
+    anchor: B::Buf,
+    /// Where the step has momentum.
+    momentum: Option<B::Buf>,
 }
 
 impl<B: Kernels> DeviceState<B> {
@@ -34,16 +48,22 @@ impl<B: Kernels> DeviceState<B> {
     /// # Errors
     /// Out of memory.
     pub fn new(backend: &B, recipe: Recipe, values: &[f32], is_apart: bool) -> Result<Self> {
-        let state = state_names(recipe.rule, recipe.average).into_iter().map(|name| match name {
+        let zeros = || {
+            let mut buf = backend.alloc_f32(MemoryKind::Optimizer, values.len())?;
+            backend.zero(B::all_mut(&mut buf))?;
+            Ok(buf)
+        };
+        let state = state_names(recipe.rule, recipe.average, None).into_iter().map(|name| match name {
             AVERAGE => backend.upload_f32(MemoryKind::Optimizer, values),
-            _ => {
-                let mut buf = backend.alloc_f32(MemoryKind::Optimizer, values.len())?;
-                backend.zero(B::all_mut(&mut buf))?;
-                Ok(buf)
-            }
+            _ => zeros(),
         });
+        let outer = |step: Outer| {
+            let anchor = backend.upload_f32(MemoryKind::Optimizer, values)?;
+            Ok::<_, Error>(OuterState { step, anchor, momentum: (step.momentum > 0.0).then(zeros).transpose()? })
+        };
         Ok(Self {
             state: state.collect::<Result<_>>()?,
+            outer: recipe.outer.map(outer).transpose()?,
             master: is_apart.then(|| backend.upload_f32(MemoryKind::Parameters, values)).transpose()?,
             backend: backend.clone(),
             recipe,
@@ -149,9 +169,48 @@ impl<B: Kernels> DeviceState<B> {
         }
     }
 
+    /// Buffers that are averaged over replicas: parameters, the rule's state, the running average.
+    pub fn averaged(&self) -> usize {
+        1 + self.state.len()
+    }
+
+    /// This replica's part of the mean over replicas: `rate` times parameters and state, one after the other, into `to`. `full` is
+    /// as in [`DeviceState::update`].
+    ///
+    /// # Errors
+    /// The device failed, or no buffer holds the parameters.
+    pub fn share<'a>(&'a self, rate: f32, full: Option<B::View<'a>>, to: &mut B::Buf) -> Result<()> {
+        let params = self.master.as_ref().map(B::all).or(full).ok_or_else(nowhere)?;
+        self.backend.zero(B::all_mut(to))?;
+        let len = B::len(to) / self.averaged();
+        for (part, values) in std::iter::once(params).chain(self.state.iter().map(B::all)).enumerate() {
+            self.backend.approach(rate, values, B::view_mut(to, part * len..(part + 1) * len), None)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the mean over replicas, laid out as [`DeviceState::share`] has it: state as it is, parameters by the outer step, if
+    /// there is one. `full` is as in [`DeviceState::update`].
+    ///
+    /// # Errors
+    /// The device failed, or no buffer holds the parameters.
+    pub fn adopt(&mut self, mean: B::View<'_>, len: usize, full: Option<B::ViewMut<'_>>) -> Result<()> {
+        let b = &self.backend;
+        let (params, mut rest) = B::cut(mean, len);
+        for buf in &mut self.state {
+            let (of_buf, others) = B::cut(rest, len);
+            b.copy(of_buf, B::all_mut(buf))?;
+            rest = others;
+        }
+        let Some(outer) = &mut self.outer else { return set(b, params, &mut self.master, full) };
+        outer.take(b, &self.recipe.parts, params)?;
+        set(b, B::all(&outer.anchor), &mut self.master, full)
+    }
+
     /// The elements `range` of every buffer of state.
     pub fn state(&self, range: &Range<usize>) -> impl Iterator<Item = B::View<'_>> {
-        self.state.iter().map(|buf| B::view(buf, range.clone()))
+        let of_outer = self.outer.iter().filter_map(|outer| outer.momentum.as_ref());
+        self.state.iter().chain(of_outer).map(|buf| B::view(buf, range.clone()))
     }
 
     /// Replaces parameters and state by the values that `load` gives: part 0 is the parameters, part k the k-th buffer
@@ -163,8 +222,55 @@ impl<B: Kernels> DeviceState<B> {
         if let Some(master) = &mut self.master {
             self.backend.write(&load(0)?, B::all_mut(master))?;
         }
-        for (part, buf) in self.state.iter_mut().enumerate() {
+        if let Some(outer) = &mut self.outer {
+            self.backend.write(&load(0)?, B::all_mut(&mut outer.anchor))?;
+        }
+        let of_outer = self.outer.iter_mut().filter_map(|outer| outer.momentum.as_mut());
+        for (part, buf) in self.state.iter_mut().chain(of_outer).enumerate() {
             self.backend.write(&load(part + 1)?, B::all_mut(buf))?;
+        }
+        Ok(())
+    }
+}
+
+/// Copies parameters to where they are kept.
+fn set<B: Kernels>(
+    backend: &B,
+    params: B::View<'_>,
+    master: &mut Option<B::Buf>,
+    full: Option<B::ViewMut<'_>>,
+) -> Result<()> {
+    match (master, full) {
+        (None, None) => Err(nowhere()),
+        (None, Some(full)) => backend.copy(params, full),
+        (Some(master), full) => {
+            backend.copy(params, B::all_mut(master))?;
+            full.map_or(Ok(()), |full| backend.copy(params, full))
+        }
+    }
+}
+
+impl<B: Kernels> OuterState<B> {
+    /// The step from the last average towards the `mean` of the replicas. Statistics are no parameters that are trained: they
+    /// become the mean.
+    fn take(&mut self, backend: &B, parts: &[Part], mean: B::View<'_>) -> Result<()> {
+        let Outer { lr, momentum } = self.step;
+        let (mut mean, mut anchor, mut velocity) =
+            (mean, B::all_mut(&mut self.anchor), self.momentum.as_mut().map(B::all_mut));
+        for part in parts {
+            let (of_part, mean_rest) = B::cut(mean, part.len);
+            let (to, anchor_rest) = B::cut_mut(anchor, part.len);
+            let (of_velocity, velocity_rest) = velocity.map(|velocity| B::cut_mut(velocity, part.len)).unzip();
+            match of_velocity {
+                _ if part.average.is_some() => backend.copy(of_part, to)?,
+                None => backend.approach(lr, of_part, to, None)?,
+                // The gradient is the anchor less the mean: its first term is a weight decay of 1.
+                Some(velocity) => {
+                    let step = Sgd { lr, momentum, nesterov: true, weight_decay: 1.0, grad_scale: -1.0 };
+                    backend.sgd(step, of_part, velocity, to, None)?;
+                }
+            }
+            (mean, anchor, velocity) = (mean_rest, anchor_rest, velocity_rest);
         }
         Ok(())
     }

@@ -4,6 +4,7 @@
 //! the same place among shards and replicas. A guest has no gradient to reduce, no optimizer state and no place in
 //! norms and checkpoints. The block's own gradient goes the other way, once a lane.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::Life;
@@ -23,6 +24,14 @@ pub struct Guest<B: Kernels> {
     part: Option<B::Buf>,
     /// Full parameters.
     pub params: Slot<B::Buf>,
+    /// Parameters of the other replicas that this rank trains, in the order of their turns.
+    resting: VecDeque<Resting<B>>,
+}
+
+/// Parameters of a replica that waits for its turn.
+struct Resting<B: Kernels> {
+    part: Option<B::Buf>,
+    params: Slot<B::Buf>,
 }
 
 impl<B: Kernels> Guest<B> {
@@ -35,12 +44,40 @@ impl<B: Kernels> Guest<B> {
         params: Life,
         full: &[f32],
     ) -> Result<Self> {
-        let mut guest = Self { layout, from, range, part: None, params: Slot::Gone };
-        match params {
-            Life::Step => guest.params = Slot::Here(backend.upload(MemoryKind::Parameters, full)?),
-            Life::Use => guest.part = Some(backend.upload(MemoryKind::Parameters, &full[guest.range.clone()])?),
-        }
+        let mut guest = Self { layout, from, range, part: None, params: Slot::Gone, resting: VecDeque::new() };
+        guest.set(backend, params, full)?;
         Ok(guest)
+    }
+
+    /// Replaces the parameters.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn set(&mut self, backend: &B, params: Life, full: &[f32]) -> Result<()> {
+        (self.part, self.params) = match params {
+            Life::Step => (None, Slot::Here(backend.upload(MemoryKind::Parameters, full)?)),
+            Life::Use => (Some(backend.upload(MemoryKind::Parameters, &full[self.range()])?), Slot::Gone),
+        };
+        Ok(())
+    }
+
+    /// Another replica of this rank, with these parameters.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn add_replica(&mut self, backend: &B, params: Life, full: &[f32]) -> Result<()> {
+        let had = Resting { part: self.part.take(), params: std::mem::replace(&mut self.params, Slot::Gone) };
+        self.resting.push_back(had);
+        self.set(backend, params, full)
+    }
+
+    /// The next replica takes its turn.
+    pub fn next_replica(&mut self) {
+        if let Some(mut other) = self.resting.pop_front() {
+            std::mem::swap(&mut self.part, &mut other.part);
+            std::mem::swap(&mut self.params, &mut other.params);
+            self.resting.push_back(other);
+        }
     }
 
     /// Range of this rank's part.

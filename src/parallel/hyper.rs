@@ -1,7 +1,8 @@
 //! The constants of an update, and the names of the state that it changes.
 
+use super::averaging::Outer;
 use crate::error::Error;
-use crate::optim::{AVERAGE, Part, Rule, Update};
+use crate::optim::{AVERAGE, OUTER_MOMENTUM, Part, Rule, Update};
 
 /// Constants of one update.
 #[derive(Debug, Clone, Copy)]
@@ -24,9 +25,11 @@ impl Hyper {
     }
 }
 
-/// Names of the buffers of state: the rule's, and the average's after them, if one is kept.
-pub fn state_names(rule: Option<Rule>, average: Option<f32>) -> Vec<&'static str> {
-    rule.map_or(&[][..], |rule| rule.state()).iter().copied().chain(average.map(|_| AVERAGE)).collect()
+/// Names of the buffers of state: the rule's; after them the average's, if one is kept; then the outer step's, if it has momentum.
+pub fn state_names(rule: Option<Rule>, average: Option<f32>, outer: Option<Outer>) -> Vec<&'static str> {
+    let of_rule = rule.map_or(&[][..], |rule| rule.state()).iter().copied();
+    let outer = outer.filter(|outer| outer.momentum > 0.0);
+    of_rule.chain(average.map(|_| AVERAGE)).chain(outer.map(|_| OUTER_MOMENTUM)).collect()
 }
 
 /// The error of parameters that no buffer holds.

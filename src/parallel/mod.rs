@@ -3,6 +3,7 @@
 //! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by the lifetimes
 //! of full gradients and full parameters ([`Residency`]).
 
+mod averaging;
 mod control_flags;
 mod device_state;
 mod groups;
@@ -23,8 +24,9 @@ mod step_summary;
 mod tests;
 mod unit;
 
+pub use averaging::{Averaging, Outer, ReplicaStep, RoundSummary, mean, steps_of_replicas};
 pub use control_flags::{AllFlags, ControlFlags};
-pub use groups::Groups;
+pub use groups::{Groups, StepGroups};
 pub use hyper::{Hyper, state_names};
 pub use lanes::Lanes;
 pub use memory_timeline::{MemoryTimeline, Moment, When};

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use super::device_state::{DeviceState, Recipe};
 use super::hyper::{Hyper, state_names};
 use crate::backend::cpu::Cpu;
-use crate::backend::{ComputeOrderedCopies, ElementwiseOps, Kernels, MemoryKind, Reach, Slot};
+use crate::backend::{Backend as _, ComputeOrderedCopies, ElementwiseOps, Kernels, MemoryKind, Reach, Slot};
 use crate::error::{Error, Result};
 use crate::optim::Pair;
 
@@ -84,7 +84,9 @@ impl<B: Kernels> Offloaded<B> {
             Some(copies) => Slot::new(&**copies, len)?,
             None => Slot::of(Box::new(vec![0.0; len])),
         };
-        let bytes = bytes(state_names(recipe.rule, recipe.average).len(), len);
+        // The outer step's starting point is one more.
+        let states = state_names(recipe.rule, recipe.average, recipe.outer).len() + usize::from(recipe.outer.is_some());
+        let bytes = bytes(states, len);
         let held = DeviceState::new(&host.cpu, recipe, values, true)?;
         backend.ledger().take(MemoryKind::Offloaded, bytes);
         Ok(Self { backend: backend.clone(), host: host.clone(), held, slot, cargo: Cargo::Nothing, len, bytes })
@@ -149,6 +151,27 @@ impl<B: Kernels> Offloaded<B> {
     /// The device failed.
     pub fn swap(&mut self) -> Result<()> {
         self.held.swap(None)?;
+        self.load()
+    }
+
+    /// As [`DeviceState::share`], to the device.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn share(&self, rate: f32, to: &mut B::Buf) -> Result<()> {
+        let mut mine = self.host.cpu.alloc_f32(MemoryKind::Offloaded, B::len(to))?;
+        self.held.share(rate, None, &mut mine)?;
+        self.backend.write(mine.as_slice(), B::all_mut(to))
+    }
+
+    /// As [`DeviceState::adopt`], from the device.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn adopt(&mut self, mean: B::View<'_>) -> Result<()> {
+        let mut host = self.host.cpu.alloc_f32(MemoryKind::Offloaded, self.len * self.held.averaged())?;
+        self.backend.download(mean, host.as_mut_slice())?;
+        self.held.adopt(Cpu::all(&host), self.len, None)?;
         self.load()
     }
 

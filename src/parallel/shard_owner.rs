@@ -6,11 +6,12 @@
 
 use std::ops::Range;
 
+use super::averaging::Averaging;
 use super::device_state::{DeviceState, Recipe};
 use super::hyper::Hyper;
 use super::offload::{Host, Offloaded};
 use crate::backend::cpu::Cpu;
-use crate::backend::{Backend as _, Kernels};
+use crate::backend::{Backend as _, Kernels, MemoryKind};
 use crate::error::Result;
 use crate::layout::UnitLayout;
 use crate::optim::{Group, Pair, Rule, parts};
@@ -24,6 +25,8 @@ pub struct Updates {
     pub groups: Vec<Group>,
     /// Decay of a running average of the parameters, if one is kept.
     pub average: Option<f32>,
+    /// The averages of replicas, where those train apart.
+    pub averaging: Option<Averaging>,
     /// The CPU that keeps masters and optimizer state and updates them. None leaves that to the device that computes.
     pub host: Option<Cpu>,
 }
@@ -80,7 +83,7 @@ pub struct ShardOwner<B: Kernels> {
 /// The memory of parameters and state.
 enum Home<B: Kernels> {
     Device(DeviceState<B>),
-    Host(Offloaded<B>),
+    Host(Box<Offloaded<B>>),
 }
 
 impl<B: Kernels> ShardOwner<B> {
@@ -100,11 +103,13 @@ impl<B: Kernels> ShardOwner<B> {
     ) -> Result<Self> {
         let (rule, groups) = updates.map_or((None, &[][..]), |updates| (Some(updates.rule), &updates.groups));
         let parts = parts(layout, range.clone(), groups, rule.is_some_and(|rule| rule.is_layerwise()));
-        let recipe = Recipe { rule, average: updates.and_then(|updates| updates.average), parts };
+        let average = updates.and_then(|updates| updates.average);
+        let outer = updates.and_then(|updates| updates.averaging?.outer);
+        let recipe = Recipe { rule, average, outer, parts };
         let is_apart = !are_full_here || backend.computes_narrow();
         let home = match host {
             None => Home::Device(DeviceState::new(backend, recipe, values, is_apart)?),
-            Some(host) => Home::Host(Offloaded::new(backend, host, recipe, values)?),
+            Some(host) => Home::Host(Box::new(Offloaded::new(backend, host, recipe, values)?)),
         };
         Ok(Self { range, home })
     }
@@ -176,6 +181,43 @@ impl<B: Kernels> ShardOwner<B> {
             (Home::Host(offloaded), None) => offloaded.update(hyper, trust),
             (Home::Host(offloaded), Some(full)) => {
                 offloaded.update(hyper, trust)?;
+                offloaded.contribute(B::reach(full, self.range.clone())?)
+            }
+        }
+    }
+
+    /// This replica's part of the mean over replicas: `rate` times parameters and optimizer state. `full` as in
+    /// [`ShardOwner::update`].
+    ///
+    /// # Errors
+    /// Out of memory, the device failed, or no buffer holds the parameters.
+    pub fn share(&self, backend: &B, rate: f32, full: Option<&B::Buf>) -> Result<B::Buf> {
+        let buffers = match &self.home {
+            Home::Device(held) => held.averaged(),
+            Home::Host(offloaded) => offloaded.held().averaged(),
+        };
+        let mut share = backend.alloc_f32(MemoryKind::Gradients, buffers * self.range.len())?;
+        match &self.home {
+            Home::Device(held) => held.share(rate, full.map(|full| B::view(full, self.range.clone())), &mut share)?,
+            Home::Host(offloaded) => offloaded.share(rate, &mut share)?,
+        }
+        Ok(share)
+    }
+
+    /// Takes the sum of the replicas' [shares](ShardOwner::share), and the outer step on it, if there is one. `full` as in
+    /// [`ShardOwner::update`].
+    ///
+    /// # Errors
+    /// The device failed, or no buffer holds the parameters.
+    pub fn adopt(&mut self, mean: &B::Buf, full: Option<&mut B::Buf>) -> Result<()> {
+        match (&mut self.home, full) {
+            (Home::Device(held), full) => {
+                let full = full.map(|full| B::view_mut(full, self.range.clone()));
+                held.adopt(B::all(mean), self.range.len(), full)
+            }
+            (Home::Host(offloaded), None) => offloaded.adopt(B::all(mean)),
+            (Home::Host(offloaded), Some(full)) => {
+                offloaded.adopt(B::all(mean))?;
                 offloaded.contribute(B::reach(full, self.range.clone())?)
             }
         }

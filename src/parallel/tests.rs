@@ -2,8 +2,9 @@
 
 use super::stage::{Borrowed, Lent};
 use super::{
-    ControlFlags, Groups, Hyper, Lanes, MemoryTimeline, Moment, PipelineSchedule, Residency, Sharded, Stage,
-    StepSchedule, Updates, Zero, offloaded_bytes, partition,
+    Averaging, ControlFlags, Groups, Hyper, Lanes, MemoryTimeline, Moment, Outer, PipelineSchedule, ReplicaStep,
+    Residency, RoundSummary, Sharded, Stage, StepSchedule, Updates, Zero, offloaded_bytes, partition,
+    steps_of_replicas,
 };
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
@@ -46,6 +47,8 @@ struct Row {
     algorithm: Algorithm,
     /// A host beside the device, which is one itself here.
     offload: bool,
+    /// Replicas that train apart.
+    averaging: Option<Averaging>,
 }
 
 const ONE: Row = Row {
@@ -63,6 +66,7 @@ const ONE: Row = Row {
     ahead: 1,
     algorithm: Algorithm::Tree,
     offload: false,
+    averaging: None,
 };
 
 const RULE: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
@@ -79,7 +83,7 @@ fn unit_bytes(lanes: usize) -> Vec<usize> {
 
 fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let mesh = Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: row.tensor };
-    let groups = Groups::split(comm, &mesh).unwrap();
+    let groups = Groups::split(comm, &mesh, row.averaging.is_some()).unwrap();
     let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let backend = Cpu::new(1);
     let tensor = mesh.coordinates(comm.rank())[Axis::Tensor as usize];
@@ -87,18 +91,21 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let blocks = GPT.sliced(&slices);
     let cut = partition(&[1.0; BLOCKS], row.pipeline, |_, _| true).unwrap();
     let stage = Stage::new(&cut, mesh.stage(comm.rank()), &loans(&blocks));
-    let updates = Updates { rule: RULE, groups: vec![], average: None, host: row.offload.then(|| Cpu::new(2)) };
+    let (host, averaging) = (row.offload.then(|| Cpu::new(2)), row.averaging);
+    let updates = Updates { rule: RULE, groups: vec![], average: averaging.map(|_| 0.5), averaging, host };
     let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
     let (stages, number) = (stage.count, stage.index);
     let sharded =
         Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(3)).unwrap();
-    let predictions = (BATCH * TIME) as u64;
+    let replicas = row.averaging.map_or(row.replica, |averaging| averaging.replicas);
+    let lanes_here = row.lanes / replicas / row.shard;
+    let predictions = (BATCH * TIME) as u64 / row.averaging.map_or(1, |averaging| averaging.replicas as u64);
     let geometry = Geometry {
         schedule: StepSchedule {
             stage: number,
             stages,
             order: row.order,
-            ..StepSchedule::alone(lanes.mine().len(), row.micros_per_lane)
+            ..StepSchedule::alone(lanes_here, row.micros_per_lane)
         },
         rows: BATCH / row.lanes / row.micros_per_lane * TIME,
         predictions,
@@ -109,6 +116,8 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let mut engine = Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry };
 
     let mut curve = Vec::new();
+    let first_replica = engine.model.sharded.first_replica();
+    let mut taken: Vec<Vec<ReplicaStep>> = vec![vec![]; engine.model.sharded.replicas_here()];
     let sequences = BATCH / row.lanes / row.micros_per_lane;
     for step in 0..STEPS {
         if step == 3 {
@@ -119,24 +128,51 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             let told = engine.model.sharded.pipeline().gather_bytes(loss).wait().unwrap();
             curve.push((u64::from_le_bytes(*told[stages - 1].first_chunk().unwrap()), 0));
         }
-        let mut first = lanes.mine().start * (BATCH / row.lanes);
-        let next = || {
-            let id = |i: usize| ((i as u64 * 2_654_435_761 + step * 97) % 19) as u32;
-            let from = first * TIME;
-            let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
-            let targets: Vec<u32> = (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
-            let micro = Micro::of_text(&backend, &tokens, &targets, TIME, first as u64)?;
-            first += sequences;
-            Ok(micro)
-        };
-        let synced = engine.gradients(step, next, ControlFlags::empty).unwrap();
-        curve.push((synced.loss.to_bits(), synced.norm.to_bits()));
-        if step == 1 {
-            // A step that does not count leaves no trace.
-            engine.model.sharded.skip();
-            continue;
+        for turn in 0..engine.model.sharded.replicas_here() {
+            let replica = if row.averaging.is_some() { first_replica + turn } else { lanes.rank / row.shard };
+            let first_lane = replica * (row.lanes / replicas) + lanes.rank % row.shard * lanes_here;
+            let mut first = first_lane * (BATCH / row.lanes);
+            let next = || {
+                let id = |i: usize| ((i as u64 * 2_654_435_761 + step * 97) % 19) as u32;
+                let from = first * TIME;
+                let tokens: Vec<u32> = (from..from + sequences * TIME).map(id).collect();
+                let targets: Vec<u32> = (from..from + sequences * TIME).map(|i| id(i + 1)).collect();
+                let micro = Micro::of_text(&backend, &tokens, &targets, TIME, first as u64)?;
+                first += sequences;
+                Ok(micro)
+            };
+            let synced = engine.gradients(step, next, ControlFlags::empty).unwrap();
+            // A step that does not count leaves no trace: of all replicas, or of one that trains apart.
+            let skipped = step == 1 && (row.averaging.is_none() || replica == 1);
+            match skipped {
+                true => engine.model.sharded.skip(),
+                false => {
+                    let hyper = Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 };
+                    engine.model.sharded.update(hyper).unwrap();
+                }
+            }
+            engine.model.sharded.next_replica();
+            match row.averaging {
+                None => curve.push((synced.loss.to_bits(), synced.norm.to_bits())),
+                Some(_) => taken[turn].push(ReplicaStep { loss: synced.loss, norm: synced.norm, skipped }),
+            }
         }
-        engine.model.sharded.update(Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 }).unwrap();
+        if let Some(Averaging { every, replicas, .. }) = row.averaging
+            && ((step + 1).is_multiple_of(every) || step + 1 == STEPS)
+        {
+            engine.model.sharded.average().unwrap();
+            let steps = taken[0].len();
+            let replicas_here = taken.iter_mut().map(std::mem::take).collect();
+            let (flags, compute) = (ControlFlags::empty(), vec![0.0; steps]);
+            let mine = RoundSummary { flags, compute, first_replica, replicas: replicas_here };
+            let told = engine.model.sharded.tell(&mine).unwrap();
+            let all = steps_of_replicas(&told, replicas, steps).unwrap();
+            curve.extend(all.iter().flatten().map(|step| (step.loss.to_bits(), step.norm.to_bits())));
+            assert_eq!(
+                all.iter().flatten().filter(|step| step.skipped).count(),
+                usize::from(step + 1 - steps as u64 <= 1 && step >= 1)
+            );
+        }
     }
     let mut tensors = Vec::new();
     for unit in engine.model.sharded.owned().unwrap() {
@@ -278,6 +314,42 @@ fn every_division_of_blocks_gives_the_bits_of_one_rank() {
             assert_eq!(got.curve, want.curve, "{name}");
             assert!(got.tensors == want.tensors, "{name}: other parameters");
         }
+    }
+}
+
+#[test]
+fn replicas_that_train_apart_are_the_same_on_any_ranks() {
+    let momentum = |momentum| Some(Outer { lr: 0.7, momentum });
+    for (outer, every) in [(None, 1), (None, 3), (momentum(0.0), 3), (momentum(0.9), 3)] {
+        let one = Row { averaging: Some(Averaging { every, replicas: 4, outer }), ..ONE };
+        let want = run(one);
+        assert!(want.tensors != run(ONE).tensors);
+        let mut rows = vec![Row { recompute: true, ..one }, Row { offload: true, replica: 2, ..one }];
+        rows.extend([2, 4].map(|replica| Row { replica, ..one }));
+        for zero in [Zero::One, Zero::Two, Zero::Three] {
+            rows.extend([1, 2, 4].map(|replica| Row { shard: 2, zero, replica, ..one }));
+        }
+        rows.push(Row { shard: 2, zero: Zero::Three, replica: 2, offload: true, ahead: 2, ..one });
+        for pipeline in [2, 3] {
+            rows.extend([1, 2].map(|replica| Row { pipeline, replica, ..one }));
+            rows.push(Row { pipeline, shard: 2, zero: Zero::Three, replica: 2, ..one });
+        }
+        for row in rows {
+            let got = run(row);
+            let Row { pipeline, shard, replica, zero, offload, .. } = row;
+            let name = format!(
+                "every {every} {outer:?}: pipeline {pipeline} shard {shard} replica {replica} {zero:?} offload {offload}"
+            );
+            assert_eq!(got.curve, want.curve, "{name}");
+            assert!(got.tensors == want.tensors, "{name}: other parameters");
+        }
+    }
+    let averaging = Some(Averaging { every: 3, replicas: 2, outer: momentum(0.5) });
+    let one = Row { averaging, tensor_lanes: 2, ..ONE };
+    let want = run(one);
+    for row in [Row { tensor: 2, ..one }, Row { tensor: 2, replica: 2, sequence: true, ..one }] {
+        let got = run(row);
+        assert!(got.curve == want.curve && got.tensors == want.tensors, "slices, {} replicas", row.replica);
     }
 }
 

@@ -1,5 +1,6 @@
 //! One unit in memory: its full buffers, its shard, the gradients of its lanes.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use super::shard_owner::ShardOwner;
@@ -59,6 +60,12 @@ pub struct Sum<B: Kernels> {
     pub squares: Vec<B::Scalar>,
 }
 
+/// A replica's part of a unit that waits for its turn.
+pub struct Resting<B: Kernels> {
+    pub owner: ShardOwner<B>,
+    pub params: Slot<B::Buf>,
+}
+
 /// A unit of a rank's stage.
 pub struct Unit<B: Kernels> {
     pub layout: UnitLayout,
@@ -68,6 +75,8 @@ pub struct Unit<B: Kernels> {
     pub owner: ShardOwner<B>,
     /// Full parameters.
     pub params: Slot<B::Buf>,
+    /// Shards and full parameters of the other replicas that this rank trains, in the order of their turns.
+    pub resting: VecDeque<Resting<B>>,
     /// The full gradient of the current lane.
     pub grads: Option<B::Buf>,
     /// Whether `grads` holds this lane's sum; if not, `zeroed` is to be zeroed before use.
@@ -151,6 +160,15 @@ impl<B: Kernels> Unit<B> {
             self.grads = spare;
         }
         Ok(())
+    }
+
+    /// The next replica takes its turn.
+    pub fn next_replica(&mut self) {
+        if let Some(mut other) = self.resting.pop_front() {
+            std::mem::swap(&mut self.owner, &mut other.owner);
+            std::mem::swap(&mut self.params, &mut other.params);
+            self.resting.push_back(other);
+        }
     }
 
     /// A full buffer with this rank's part of the parameters, to be gathered; none if they are here or on their way.

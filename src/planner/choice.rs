@@ -80,7 +80,7 @@ pub struct Place {
 /// Every layout of a configuration on the ranks of `facts`; `rates` are asked for once it is clear which fit.
 ///
 /// # Errors
-/// No layout is legal, or none fits: the least change after which one does.
+/// No layout is legal, or none fits: the least change after which one does. Or replicas are to train apart.
 pub fn choose<R: Rates>(
     config: &Config,
     facts: &Facts,
@@ -88,6 +88,13 @@ pub fn choose<R: Rates>(
     rates: impl FnOnce(&[&Plan]) -> Result<R>,
 ) -> Result<Choice> {
     let Place { room, held, per_node } = *place;
+    let every = config.parallel.average_every;
+    if every > 0 {
+        let message = format!(
+            "parallel.average_every = {every}: layouts have other numbers of replicas, which train otherwise apart"
+        );
+        return Err(Error::input(message).hint("choose a layout without it, and set it beside the keys of that"));
+    }
     let need =
         |plan: &Plan| if facts.on_gpu { memory::worst::<Cuda>(plan, held) } else { memory::worst::<Cpu>(plan, held) };
     let (legal, refused) = layouts(config, facts, per_node);

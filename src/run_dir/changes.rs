@@ -32,6 +32,7 @@ fn decides(section: &str, key: &str) -> Decides {
         ("parallel", "lanes" | "tensor_lanes") | ("batch", "micro") | ("comm", "algorithm" | "reproducible") => {
             Decides::Rounding
         }
+        ("parallel", "average_every" | "average_replicas" | "outer_lr" | "outer_momentum") => Decides::Curve,
         ("parallel", _) => Decides::Layout,
         _ => Decides::Else,
     }

@@ -164,6 +164,14 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             plural(plan.lanes, "lane"),
         ),
     );
+    if let Some(averaging) = plan.averaging {
+        let outer = averaging.outer.map_or(String::new(), |outer| {
+            format!("; outer step at rate {} with momentum {}", outer.lr, outer.momentum)
+        });
+        let (replicas, every) = (averaging.replicas, plural(averaging.every as usize, "step"));
+        let told = format!("{replicas} replicas train apart, averaged every {every}");
+        line("averages", format!("{told}, {} of them on a rank{outer}", plan.replicas_here()));
+    }
     if mesh.pipeline > 1 {
         let schedule = plan.step_schedule(0);
         let blocks: Vec<String> = plan.stages.iter().map(|stage| stage.len().to_string()).collect();

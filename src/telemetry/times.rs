@@ -6,7 +6,7 @@
 //! ranks instead.
 
 use std::fmt;
-use std::ops::AddAssign;
+use std::ops::{AddAssign, Div};
 
 use serde::{Deserialize, Serialize};
 
@@ -73,6 +73,21 @@ impl AddAssign for Times {
     }
 }
 
+/// The mean of so many steps.
+impl Div<f64> for Times {
+    type Output = Self;
+
+    fn div(self, steps: f64) -> Self {
+        Self {
+            compute: self.compute / steps,
+            comm_exposed: self.comm_exposed / steps,
+            comm_hidden: self.comm_hidden / steps,
+            loader: self.loader / steps,
+            optimizer: self.optimizer / steps,
+        }
+    }
+}
+
 /// Shares of the whole, for people.
 impl fmt::Display for Times {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -108,6 +123,7 @@ mod tests {
         let mut twice = times;
         twice += times;
         assert_eq!(twice.total(), 8.0);
+        assert_eq!(twice / 2.0, times);
         // Blocked longer than the collective took: it woke up late. A step that was all waiting.
         let times = Times::between(before, spent(11.0, 2.1, 2.5, 0.5, 0.25));
         assert_eq!((times.compute, times.comm_hidden), (0.0, 0.0));

@@ -14,7 +14,9 @@ use crate::telemetry::metrics::Step;
 /// collectives if every rank has it. A step waits for its hooks.
 ///
 /// A hook that returns [`Break`] asks the run to stop, with a reason. One rank that asks is enough: all ranks hear of
-/// it with the step that follows, and end after that one, with a last evaluation and checkpoint ([`Ending::Stopped`]).
+/// it with the step that follows, and end after that one, with a last evaluation and checkpoint ([`Ending::Stopped`]). Where
+/// replicas train apart, ranks meet at averages only: hooks are called for each step, but all steps of a round after its average,
+/// and all ranks hear of a request at the end of the next round.
 ///
 /// An error ends the run on all ranks, likewise after the step that follows, and names the hook. After an error of a hook,
 /// no hook of that rank is called any more but for [`Hook::end`].

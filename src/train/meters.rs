@@ -63,20 +63,21 @@ impl Meters {
     /// A step has this result.
     pub fn took(&mut self, step: &StepResult) {
         self.updating += step.updating;
-        self.skipped = if step.skipped { (self.skipped.0 + 1, self.skipped.1 + 1) } else { (0, self.skipped.1) };
+        self.skipped = if step.skipped() { (self.skipped.0 + 1, self.skipped.1 + 1) } else { (0, self.skipped.1) };
     }
 
-    /// It took so long. The first step of several does not count for the profile if it may warm up: on a device it loads the
-    /// kernels.
-    pub fn stepped(&mut self, seconds: f64, times: Times, may_warm_up: bool, kernels: &Profile) {
-        self.step_ms.push(seconds * 1e3);
+    /// A round of so many steps took so long. The first of several does not count for the profile if it may warm up: on a device
+    /// it loads the kernels.
+    pub fn took_round(&mut self, steps: usize, seconds: f64, times: Times, may_warm_up: bool, kernels: &Profile) {
+        let is_first = self.step_ms.is_empty();
+        self.step_ms.extend(std::iter::repeat_n(seconds * 1e3 / steps as f64, steps));
         self.times += times;
         let Some(profiled) = &mut self.profile else { return };
         let tallies = kernels.take();
-        if may_warm_up && self.step_ms.len() == 1 {
+        if may_warm_up && is_first {
             return;
         }
-        profiled.steps += 1;
+        profiled.steps += steps as u64;
         profiled.times += times;
         for (kernel, tally) in tallies {
             profiled.tallies.entry(kernel).and_modify(|all| *all = all.plus(tally)).or_insert(tally);

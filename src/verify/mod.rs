@@ -60,6 +60,7 @@ pub fn verify(request: &Request) -> Result<bool> {
     let mut request = request.clone();
     request.config.run.steps = request.config.run.steps.max(request.steps);
     let vocabulary = vocabulary(&request.config)?;
+    request.config.parallel.lanes = lanes(&request.config, &rows, vocabulary);
     request.config.batch.micro = micro(&request.config, &rows, vocabulary);
     let request = &request;
     let mut verifier = Verifier::start(request, &rows, vocabulary)?;
@@ -251,15 +252,23 @@ fn refer(request: &Request, steps: u64, then: Then) -> Result<Recording> {
 
 /// Whether a row must give the bits of one rank: with fixed lanes, and fixed slices of blocks, whose trees it keeps.
 fn same_bits(config: &Config, row: &Row) -> bool {
-    let Parallel { lanes, tensor_lanes, .. } = config.parallel;
+    let Parallel { lanes, tensor_lanes, average_replicas: apart, .. } = config.parallel;
     let is_fixed = (lanes.is_some() || row.data() == 1) && (tensor_lanes.is_some() || row.tensor == 1);
-    is_fixed && row.same_tree(lanes.unwrap_or(row.data()), tensor_lanes.unwrap_or(row.tensor))
+    is_fixed && row.same_tree(lanes.unwrap_or(row.data()), tensor_lanes.unwrap_or(row.tensor), apart)
 }
 
 fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<Plan> {
     let on_gpu = config.needs_gpu();
     let facts = Facts { ranks: row.ranks, threads: 1, vocabulary: Some(vocabulary), on_gpu };
     resolve(row.config(config), &facts)
+}
+
+/// The lanes of all rows: where replicas train apart, those of the row that wants most.
+fn lanes(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usize> {
+    if config.parallel.lanes.is_some() || config.parallel.average_every == 0 {
+        return config.parallel.lanes;
+    }
+    rows.iter().filter_map(|row| plan(config, *row, vocabulary).ok()).map(|plan| plan.lanes).max()
 }
 
 /// The micro-batch of all rows: a pipeline wants smaller ones, of which sums would differ in their last bits.

@@ -54,7 +54,7 @@ pub struct Marks {
     pub norm: u64,
     /// Learning rate; zero if the update was skipped.
     pub lr: u64,
-    /// One of every entry, after the update.
+    /// One of every entry, after the update; none of a step between averages.
     pub digests: Vec<u64>,
 }
 
@@ -79,7 +79,9 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
     let topology = Topology::gather(&world, comm.node().host)?;
     let (train, _) = feed::open_staged(&task.config, &world, &topology)?;
     let threads = task.threads.unwrap_or_else(|| topology.threads());
-    let plan = plan(comm, task.config.clone(), &train, Some(threads))?;
+    let mut plan = plan(comm, task.config.clone(), &train, Some(threads))?;
+    // The schedule stays that of the whole run.
+    plan.config.run.steps = task.steps;
     let comm = &comm.on_path(plan.config.comm.path, comm::prove)?;
     let world = comm.world();
     world.agree(check_memory::<B>(&plan, &topology, Held::now(comm, &[&train]), None))?;
@@ -89,15 +91,20 @@ pub fn record<B: Kernels>(comm: &Comm<B>, task: &Task, backend: impl FnOnce(&Pla
 
     let entries = entries(&engine.model.sharded);
     let mut steps = Vec::with_capacity(task.steps as usize);
-    for _ in 0..task.steps {
-        let taken = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
+    while progress.step < task.steps {
+        let round = advance(&plan, &mut engine, || feed.next_micro(), &mut progress, ControlFlags::empty)?;
         let mut digests = vec![0u64; entries.len()];
         visit(&mut engine.model.sharded, |entry, start, values| {
             digests[entry] = digests[entry].wrapping_add(digest(start, values));
             Ok(())
         })?;
-        let lr = if taken.skipped { 0.0 } else { taken.lr };
-        steps.push(Marks { loss: taken.loss.to_bits(), norm: taken.norm.to_bits(), lr: lr.to_bits(), digests });
+        // Between averages each replica has its own tensors.
+        let last = round.steps.len() - 1;
+        for (index, taken) in round.steps.iter().enumerate() {
+            let lr = if taken.skipped() { 0.0 } else { taken.lr };
+            let digests = if index == last { std::mem::take(&mut digests) } else { vec![] };
+            steps.push(Marks { loss: taken.loss.to_bits(), norm: taken.norm.to_bits(), lr: lr.to_bits(), digests });
+        }
     }
 
     let mut differences = Vec::new();

@@ -245,6 +245,54 @@ fn pipelines_that_cannot_be() {
 }
 
 #[test]
+fn averages_that_cannot_be() {
+    let root = tempfile::tempdir().unwrap();
+    let cases: [(Transport, &str, &[&str]); 9] = [
+        (
+            Alone,
+            "parallel.average_every=8",
+            &["parallel.average_every = 8, but there is one replica", "average_replicas=2"],
+        ),
+        (Mpirun(2), "parallel.average_every=8 parallel.zero=1", &["there is one replica", "parallel.replica=2"]),
+        (
+            Simulate(2),
+            "parallel.average_every=2 parallel.average_replicas=3",
+            &["parallel.average_replicas = 3 does not divide over the 2 replicas of the mesh", "that does: 4"],
+        ),
+        (Simulate(2), "parallel.average_replicas=4", &["average_replicas = 4 does nothing", "parallel.average_every"]),
+        (
+            Simulate(2),
+            "parallel.outer_lr=0.7",
+            &["parallel.outer_lr = 0.7 does nothing with parallel.average_every = 0"],
+        ),
+        (
+            Simulate(2),
+            "parallel.outer_momentum=0.9 parallel.average_every=2 parallel.outer_lr=0",
+            &["outer_lr = 0 is out"],
+        ),
+        (
+            Simulate(2),
+            "parallel.outer_momentum=1 parallel.average_every=2",
+            &["parallel.outer_momentum = 1 is out of range"],
+        ),
+        (
+            Simulate(2),
+            "parallel.average_every=8 checkpoint.keep_every=20",
+            &["checkpoint.keep_every = 20 is no multiple of parallel.average_every = 8", "16 or 24"],
+        ),
+        (
+            Simulate(2),
+            "parallel.average_every=2 parallel.average_replicas=4 parallel.lanes=2",
+            &["parallel.lanes = 2 does not divide over 4 replicas of 1 shards", "that does: 4"],
+        ),
+    ];
+    for (transport, settings, words) in cases {
+        let settings: Vec<&str> = settings.split_whitespace().collect();
+        refuses(&mut Run::new(transport, root.path(), "x", &settings).command(), root.path(), words);
+    }
+}
+
+#[test]
 fn slices_that_cannot_be() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(usize, &str, &[&str]); 8] = [
@@ -277,7 +325,7 @@ fn layouts_that_nobody_can_choose() {
     let machine = root.path().join("mine.toml");
     std::fs::write(&machine, "name = 'mine'\ngpu = 7\n").unwrap();
     let machine = machine.display().to_string();
-    let cases: [(&str, &[&str]); 10] = [
+    let cases: [(&str, &[&str]); 11] = [
         ("--ranks 6 --nodes 4", &["--nodes 4 does not divide --ranks 6", "as many ranks on each node"]),
         ("--ranks 4 --machine b300x8", &["b300x8", "a100x8, h100x8, h200x8"]),
         (&format!("--ranks 4 --machine {machine}"), &["mine.toml:2: invalid type: integer `7`", "docs/planning.md"]),
@@ -293,6 +341,7 @@ fn layouts_that_nobody_can_choose() {
         ),
         ("--ranks 2 --set precision.compute=tf32", &["rates are not known here", "--machine h100x8"]),
         ("--ranks 2 --measure --set precision.compute=tf32", &["for GPUs", "mpirun -np N hpctrain plan --measure"]),
+        ("--ranks 2 --set parallel.average_every=4", &["parallel.average_every = 4: layouts have", "without it"]),
         ("--ranks 2 --set optimizer.lr=x", &["--set optimizer.lr=x"]),
     ];
     for (arguments, words) in cases {

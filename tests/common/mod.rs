@@ -89,10 +89,10 @@ pub fn engine_on<B: Kernels>(
     cut: Cut,
     predictions: u64,
 ) -> Engine<B> {
-    let groups = Groups::split(comm, &mesh).unwrap();
+    let groups = Groups::split(comm, &mesh, false).unwrap();
     let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = network.blocks();
-    let updates = Updates { rule, groups: vec![], average: None, host: None };
+    let updates = Updates { rule, groups: vec![], average: None, averaging: None, host: None };
     let (keep, stage) = (zero.residency(), Stage::whole(&loans(&blocks)));
     let slices = Slices::whole();
     let sharded =

@@ -8,7 +8,7 @@ use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
 use crate::common::launch::{LIMIT, Running, processes, start};
 use crate::common::runs::{Run, RunFiles};
 use crate::observer::Observer;
-use crate::{LARGE, kill, lines, ranks, saves};
+use crate::{LARGE, kill, lines, ranks, saves, until_step};
 
 const STEPS: u64 = 30;
 
@@ -112,6 +112,24 @@ fn killed_runs_equal_undisturbed_ones() {
     println!("{kills} kills: {tally:?}");
     assert_eq!((tally.lost, tally.differing), (0, 0), "{tally:?}");
     assert!(kills < 20 || tally.in_saves > 0 && tally.one_rank > 0 && tally.all > 0, "{tally:?}");
+}
+
+/// Replicas that train apart meet seldom: the job ends all the same, and goes on from an average.
+#[test]
+fn a_kill_between_averages_ends_the_job() {
+    let root = tempfile::tempdir().unwrap();
+    let run = |name| {
+        let settings = ["parallel.average_every=4", "parallel.average_replicas=4", "run.steps=24"];
+        Run::new(Mpirun(4), root.path(), name, &[&LARGE[..], &settings].concat())
+    };
+    let whole = run("whole").succeeds();
+    let cut = run("cut");
+    let mut job = start(&mut cut.command());
+    until_step(&mut job, &cut.files(), 8);
+    kill(ranks(&cut)[2]);
+    let ended = job.finish(limit());
+    assert!(!ended.status.success(), "{ended}");
+    cut.resume("auto").succeeds().same_as(&whole, 24, "killed between averages");
 }
 
 /// The step of the newest checkpoint that is whole to its last byte; 0 if there is none. Nobody writes.

@@ -1,6 +1,7 @@
 //! Whole training runs: what they leave, how they go on, the same bits in every layout.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
+mod apart;
 mod averages;
 mod checkpoint_format;
 mod checkpoints;

@@ -141,6 +141,40 @@ fn slices_take_what_is_said_of_them() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
+/// Replicas that train apart: the sums of an average, the outer step's buffers, and several on a rank.
+#[test]
+fn replicas_that_train_apart_take_what_is_said_of_them() {
+    let root = tempfile::tempdir().unwrap();
+    let cases = [
+        (2, "parallel.outer_lr=1"),
+        (1, "parallel.average_replicas=2"),
+        (2, "parallel.average_replicas=8 parallel.outer_momentum=0.9"),
+        (4, "parallel.zero=1 parallel.shard=2 parallel.outer_lr=0.7"),
+        (2, "parallel.zero=2 parallel.shard=2 parallel.average_replicas=4"),
+        (4, "parallel.zero=3 parallel.shard=2 parallel.average_replicas=4 parallel.outer_momentum=0.9"),
+        (4, "parallel.pipeline=2 parallel.average_replicas=4"),
+    ];
+    let mut wrong = Vec::new();
+    for (i, (ranks, case)) in cases.into_iter().enumerate() {
+        let layout: Vec<&str> = case.split(' ').chain(["eval.batch=1", "parallel.average_every=2"]).collect();
+        let run = Run::new(Transport::Simulate(ranks), root.path(), &format!("x-{i}"), &[&BIG[..], &layout].concat());
+        run.ends().succeeded();
+        let card: Value = serde_json::from_str(&run.files().text("run.json")).unwrap();
+        for (stage, memory) in card["stages"].as_array().unwrap().iter().enumerate() {
+            for category in OF_A_STAGE {
+                let [said, taken] = ["estimated_bytes", "peak_bytes"]
+                    .map(|which| memory[which][category].as_f64().unwrap() / f64::from(1 << 20));
+                let told = format!("{case} stage {stage}, {category}: {said:.2} MiB said, {taken:.2} MiB taken");
+                println!("{told}");
+                if (taken - said).abs() > 0.05 * said {
+                    wrong.push(told);
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 #[test]
 fn stages_are_cut_to_fit() {
     let root = tempfile::tempdir().unwrap();

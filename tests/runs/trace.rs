@@ -140,6 +140,23 @@ fn a_trace_has_all_ranks_on_one_clock() {
     }
 }
 
+/// Replicas that train apart meet at averages alone: one message a unit, and one about the steps.
+#[test]
+fn replicas_that_train_apart_do_not_meet_between_averages() {
+    let of_replicas = |settings: &[&str]| {
+        let spans = trace(Simulate(4), settings);
+        let counted = |group: &str, kind: &str| {
+            spans.iter().filter(|span| span.rank == 0 && span.kind == kind && span.args["group"] == group).count()
+        };
+        (counted("replica", "all_reduce"), counted("world", "gather_bytes"))
+    };
+    let hybrid = ["parallel.zero=1", "parallel.shard=2", "comm.algorithm=tree", "checkpoint.every=6", "eval.every=6"];
+    let (reduced, told) = of_replicas(&hybrid);
+    assert_eq!(reduced, 6 * 4);
+    let (averaged, told_apart) = of_replicas(&[&hybrid[..], &["parallel.average_every=3"]].concat());
+    assert_eq!((averaged, told - told_apart), (reduced / 3, 6 - 2), "two averages of four units");
+}
+
 #[test]
 fn one_rank_has_a_trace_too() {
     let spans = trace(Alone, &[]);

@@ -93,10 +93,20 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     let offloads = plan.config.optimizer.offload;
     let are_masters_apart = !offloads && (plan.residency().params == Life::Use || size < F32);
     let masters = if are_masters_apart { owned * F32 } else { 0 };
-    let states = parallel::state_names(Some(plan.rule), plan.average).len();
+    let outer = plan.averaging.and_then(|averaging| averaging.outer);
+    let states = parallel::state_names(Some(plan.rule), plan.average, outer).len();
     let state = states * owned;
+    // The outer step's starting point, which is in no checkpoint.
+    let kept = states + usize::from(outer.is_some());
+    let here = plan.replicas_here();
     let guests = (slots.iter().sum::<usize>() - all) / plan.mesh.shard * size;
     let guests = if plan.residency().params == Life::Use { guests } else { 0 };
+    // Of the other replicas that the rank trains, those that live always, or were gathered ahead.
+    let gathered = match plan.residency().params {
+        Life::Step => slots.len(),
+        Life::Use => plan.residency().ahead.min(padded.len()),
+    };
+    let resting = (here - 1) * slots[..gathered].iter().sum::<usize>() * size;
     let moments = moments(plan, &blocks, &slices, &stage, schedule, &slots, next);
     let alive = match B::ON_HOST {
         true => moments.into_iter().fold(Alive::default(), Alive::most),
@@ -104,7 +114,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     };
 
     let mut device = [0; MemoryKind::ALL.len()];
-    device[MemoryKind::Parameters as usize] = alive.parameters + masters + guests;
+    device[MemoryKind::Parameters as usize] = alive.parameters + resting + here * (masters + guests);
     device[MemoryKind::Gradients as usize] = alive.gradients;
     let constants: usize = blocks.iter().map(|block| block.constants()).sum();
     device[MemoryKind::Activations as usize] = alive.activations + constants * F32;
@@ -114,8 +124,13 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     }
     let mut host = [0; MemoryKind::ALL.len()];
     match offloads {
-        true => host[MemoryKind::Offloaded as usize] = parallel::offloaded_bytes(states, owned),
-        false => device[MemoryKind::Optimizer as usize] = state * F32,
+        true => host[MemoryKind::Offloaded as usize] = here * parallel::offloaded_bytes(kept, owned),
+        false => device[MemoryKind::Optimizer as usize] = here * kept * owned * F32,
+    }
+    if let (true, Some(_)) = (offloads, plan.averaging) {
+        // The averaged buffers of one unit, on their way.
+        let averaged = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
+        host[MemoryKind::Offloaded as usize] += averaged * padded.iter().max().unwrap_or(&0) / plan.mesh.shard * F32;
     }
     let carrier = if messages_on_device { &mut device } else { &mut host };
     carrier[MemoryKind::Communication as usize] = messages;
@@ -203,7 +218,27 @@ fn moments<B: Kernels>(
     let nothing = vec![0; blocks.len() + 1];
     let evaluated = rows(plan.config.eval.batch);
     let evaluation = timeline.forward().into_iter().map(|moment| bytes(moment, evaluated, &nothing, 0));
-    training.chain(evaluation).collect()
+    let average = plan.averaging.map(|_| average(plan, B::ON_HOST, &slots[..stage.units.len()], slots));
+    training.chain(evaluation).chain(average).collect()
+}
+
+/// The average of replicas, where units have `padded` elements and slots `slots`: the shares of one unit are added here while
+/// the sum of the one before travels. Gradients that live always lie idle.
+fn average(plan: &Plan, on_host: bool, padded: &[usize], slots: &[usize]) -> Alive {
+    let size = plan.config.precision.compute.size(on_host);
+    let buffers = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
+    let share = |unit: usize| buffers * padded[unit] / plan.mesh.shard * F32;
+    let added_here = plan.replicas_here().ilog2() as usize + 1;
+    let most = (0..padded.len()).map(|unit| added_here * share(unit) + unit.checked_sub(1).map_or(0, share));
+    let idle = match plan.residency().grads {
+        Life::Step => padded.iter().sum::<usize>() * F32,
+        Life::Use => 0,
+    };
+    let parameters = match plan.residency().params {
+        Life::Step => slots.iter().sum::<usize>() * size,
+        Life::Use => 0,
+    };
+    Alive { parameters, gradients: idle + most.max().unwrap_or(0), activations: 0 }
 }
 
 /// Resident bytes of this process: now, and at most.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::Sharded;
 use crate::backend::{Kernels, MemoryKind};
-use crate::comm::Pending;
+use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
 use crate::layout::{UnitLayout, part};
 use crate::parallel::Life;
@@ -91,7 +91,7 @@ impl<B: Kernels> Sharded<B> {
                 return Err(Error::internal("no sum of lanes to reduce"));
             };
             let scattered = self.groups.shard.about(&state.layout.name).reduce_scatter(sum);
-            let replicas = self.groups.replica.about(&state.layout.name);
+            let replicas = self.groups.step.replica.about(&state.layout.name);
             state.reduction = Some(Reduction::InFlight(replicas.all_reduce_after(scattered, state.owner.range())));
             if self.keep.grads == Life::Use {
                 // Full gradients live for their use: those of the unit before have had this block's time to be reduced.
@@ -107,7 +107,8 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm.
+    /// Waits for all reductions and agrees on the sum of the lanes' losses and the global gradient norm: with all ranks,
+    /// or where replicas train apart, with those of its own.
     /// `losses` are those of this rank's lanes, in order, where it tells them: the last stage does, the first of each tensor group; `compute` is the seconds it has computed in this step. All
     /// ranks receive the `flags` of each.
     ///
@@ -116,7 +117,7 @@ impl<B: Kernels> Sharded<B> {
     pub fn reduce(&mut self, losses: &[f64], compute: f64, flags: ControlFlags) -> Result<ReducedStep> {
         self.backend.end_reuse();
         std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
-        let shards = self.virtual_shards();
+        let shards = self.virtual_shards(&self.groups.step.replica);
         let mut squares = Vec::with_capacity(self.units.len() * shards.len());
         for unit in &mut self.units {
             let Some(Reduction::Done(sum)) = &mut unit.reduction else {
@@ -131,7 +132,7 @@ impl<B: Kernels> Sharded<B> {
         let first_shard = self.first_virtual_shard() + shards.start;
         let squares = Squares { first_unit, first_shard, shards: shards.len(), values: squares };
         let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
-        let messages = self.groups.world.gather_bytes(mine.encode()).wait()?;
+        let messages = self.groups.step.world.gather_bytes(mine.encode()).wait()?;
         let told: Vec<StepSummary> = messages.iter().map(|one| StepSummary::decode(one)).collect::<Result<_>>()?;
         let losses: Vec<f64> = told.iter().flat_map(|one| one.losses.iter().copied()).collect();
         let squares = sum_of_squares(
@@ -167,7 +168,7 @@ impl<B: Kernels> Sharded<B> {
 
     /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept.
     fn land(&mut self, index: usize) -> Result<()> {
-        let (shards, parts) = (self.virtual_shards(), self.parts());
+        let (shards, parts) = (self.virtual_shards(&self.groups.step.replica), self.parts());
         let unit = &mut self.units[index];
         let Some(Reduction::InFlight(pending)) = unit.reduction.take() else {
             return Err(Error::internal("no reduction to wait for"));
@@ -202,10 +203,11 @@ impl<B: Kernels> Sharded<B> {
         self.slices.held.start * self.lanes.total
     }
 
-    /// Those whose norm and checkpoint fall to this rank. They lie in its owned range; replicas divide them among themselves.
-    pub(super) fn virtual_shards(&self) -> Range<usize> {
+    /// Those that lie in this rank's owned range and fall to it, where the ranks of `copies`, which own the same range, divide them
+    /// among themselves.
+    pub(super) fn virtual_shards(&self, copies: &Group<B>) -> Range<usize> {
         let owned = part(self.parts(), self.groups.shard.rank(), self.groups.shard.size());
-        let mine = part(owned.len(), self.groups.replica.rank(), self.groups.replica.size());
+        let mine = part(owned.len(), copies.rank(), copies.size());
         owned.start + mine.start..owned.start + mine.end
     }
 }

@@ -17,6 +17,7 @@
 //! next one has been requested: two of them are whole at once, besides a lent one. Otherwise nothing is waited for
 //! before the end of the step.
 
+mod average;
 mod gradients;
 mod state;
 mod update;
@@ -24,8 +25,10 @@ mod update;
 pub use gradients::{Reduced, ReducedStep};
 pub use state::Owned;
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::averaging::Averaging;
 use super::groups::Groups;
 use super::guest::Guest;
 use super::hyper::state_names;
@@ -35,7 +38,7 @@ use super::prefetch::{self, Prefetch, Visit};
 use super::schedule::StepSchedule;
 use super::shard_owner::{ShardOwner, Updates};
 use super::stage::{Borrowed, GuestUnit, Stage};
-use super::unit::{Slot, Unit, initial};
+use super::unit::{Resting, Slot, Unit, initial};
 use super::{Life, Residency};
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
@@ -57,6 +60,8 @@ pub struct Sharded<B: Kernels> {
     rule: Option<Rule>,
     /// Decay of the parameters' running average, if one is kept.
     average: Option<f32>,
+    /// The averages of replicas, where those train apart.
+    averaging: Option<Averaging>,
     /// Whether owners keep state and masters on the host, and so want gradients early.
     offloads: bool,
     /// Layouts of the whole network.
@@ -97,6 +102,8 @@ impl<B: Kernels> Sharded<B> {
     ) -> Result<Self> {
         let (shards, shard) = (groups.shard.size(), groups.shard.rank());
         let keep = keep.over(shards);
+        let averaging = updates.as_ref().and_then(|updates| updates.averaging);
+        let held = averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
         let groups_of = updates.as_ref().map_or(&[][..], |updates| &updates.groups);
@@ -106,14 +113,20 @@ impl<B: Kernels> Sharded<B> {
         for layout in &network[stage.units.clone()] {
             let owned = layout.part(shard, shards);
             let full = initial(layout, seed);
-            let params = match keep.params {
-                Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &full)?),
-                Life::Use => Slot::Gone,
-            };
             let (values, are_full_here) = (&full[owned.clone()], keep.params == Life::Step);
             let (host, updates) = (host.as_ref(), updates.as_ref());
+            let replica = || {
+                let params = match keep.params {
+                    Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &full)?),
+                    Life::Use => Slot::Gone,
+                };
+                let owner = ShardOwner::new(&backend, host, updates, layout, owned.clone(), values, are_full_here)?;
+                Ok(Resting { owner, params })
+            };
+            let Resting { owner, params } = replica()?;
             units.push(Unit {
-                owner: ShardOwner::new(&backend, host, updates, layout, owned, values, are_full_here)?,
+                owner,
+                resting: (1..held).map(|_| replica()).collect::<Result<VecDeque<_>>>()?,
                 tensors: layout.tensors.iter().map(|tensor| Part::of(tensor, groups_of)).collect(),
                 zeroed: layout.zeroed(),
                 layout: layout.clone(),
@@ -129,7 +142,9 @@ impl<B: Kernels> Sharded<B> {
         let guest = |guest: &GuestUnit| {
             let layout = network[guest.unit].clone();
             let (range, full) = (layout.part(shard, shards), initial(&layout, seed));
-            Guest::new(&backend, layout, guest.stage, range, keep.params, &full)
+            let mut guest = Guest::new(&backend, layout, guest.stage, range, keep.params, &full)?;
+            (1..held).try_for_each(|_| guest.add_replica(&backend, keep.params, &full))?;
+            Ok(guest)
         };
         let guests = stage.guests.iter().map(guest).collect::<Result<_>>()?;
         let (rule, average) = updates.map_or((None, None), |updates| (Some(updates.rule), updates.average));
@@ -141,6 +156,7 @@ impl<B: Kernels> Sharded<B> {
             slices: slices.clone(),
             rule,
             average,
+            averaging,
             offloads: host.is_some(),
             network,
             stage,
@@ -157,6 +173,16 @@ impl<B: Kernels> Sharded<B> {
     /// The ranks of this stage, each with different data.
     pub fn data(&self) -> &Group<B> {
         &self.groups.data
+    }
+
+    /// Those of them that take a step together: all, or where replicas train apart, those of one.
+    pub fn step_data(&self) -> &Group<B> {
+        &self.groups.step.data
+    }
+
+    /// This rank, among those that take a step together.
+    pub fn step_rank(&self) -> usize {
+        self.groups.step.world.rank()
     }
 
     /// The stages that compute the same data, in order.
@@ -181,7 +207,7 @@ impl<B: Kernels> Sharded<B> {
 
     /// Names of the optimizer's buffers.
     pub fn state_names(&self) -> Vec<&'static str> {
-        state_names(self.rule, self.average)
+        state_names(self.rule, self.average, self.averaging.and_then(|averaging| averaging.outer))
     }
 
     /// Parameters of the network, averages and padding left out.

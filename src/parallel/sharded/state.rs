@@ -7,7 +7,6 @@ use crate::backend::{Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
 use crate::parallel::Life;
-use crate::parallel::guest::Guest;
 use crate::parallel::shard_owner::Values;
 use crate::parallel::unit::Slot;
 
@@ -24,12 +23,13 @@ pub struct Owned<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// The parts of the units that this rank, and no other, writes to a checkpoint.
+    /// The parts of the units that this rank, and no other, writes to a checkpoint. Of replicas that train apart it is the one
+    /// whose turn it is; after an average all are equal.
     ///
     /// # Errors
     /// A gather under way failed.
     pub fn owned(&mut self) -> Result<Vec<Owned<'_, B>>> {
-        let shards = self.virtual_shards();
+        let shards = self.virtual_shards(&self.groups.replica);
         let total = self.parts();
         for unit in &mut self.units {
             unit.params.land()?;
@@ -54,6 +54,18 @@ impl<B: Kernels> Sharded<B> {
         &mut self,
         mut read: impl FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
+        for _ in 0..self.replicas_here() {
+            self.restore_replica(&mut read)?;
+            self.next_replica();
+        }
+        Ok(())
+    }
+
+    /// As [`Sharded::restore`], of the replica whose turn it is.
+    fn restore_replica(
+        &mut self,
+        read: &mut impl FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()>,
+    ) -> Result<()> {
         let backend = &self.backend;
         let mut load_of = |layout: &UnitLayout, part, range: Range<usize>| {
             let mut host = vec![0.0; range.len()];
@@ -73,9 +85,8 @@ impl<B: Kernels> Sharded<B> {
             unit.owner.restore(load)?;
         }
         for guest in &mut self.guests {
-            let (layout, range) = (guest.layout.clone(), guest.range());
-            let full = load_of(&layout, 0, 0..layout.padded)?;
-            *guest = Guest::new(backend, layout, guest.from, range, self.keep.params, &full)?;
+            let full = load_of(&guest.layout, 0, 0..guest.layout.padded)?;
+            guest.set(backend, self.keep.params, &full)?;
         }
         Ok(())
     }

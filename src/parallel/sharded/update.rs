@@ -20,7 +20,8 @@ impl<B: Kernels> Sharded<B> {
         let Some(rule) = self.rule.filter(Rule::is_layerwise) else {
             return Ok(vec![vec![]; self.units.len()]);
         };
-        let (shards, parts, before) = (self.virtual_shards(), self.parts(), self.first_virtual_shard());
+        let shards = self.virtual_shards(&self.groups.step.replica);
+        let (parts, before) = (self.parts(), self.first_virtual_shard());
         let mut measured = Vec::new();
         let mut first = 0;
         for unit in &mut self.units {
@@ -45,7 +46,7 @@ impl<B: Kernels> Sharded<B> {
             let [norm, compared] = squares;
             norms.set(shard, tensor, [norm.read(&self.backend)?, compared.read(&self.backend)?]);
         }
-        let messages = self.groups.stage.gather_bytes(norms.encode()).wait()?;
+        let messages = self.groups.step.stage.gather_bytes(norms.encode()).wait()?;
         let all = self.slices.total * self.lanes.total;
         let mut squares = norms::whole(&messages, all, first)?.into_iter();
         let of_unit = |unit: &Unit<B>| {
@@ -125,7 +126,7 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Sends this rank's part of a unit's parameters to the stages that borrow them.
-    fn lend(&mut self, index: usize) -> Result<()> {
+    pub(super) fn lend(&mut self, index: usize) -> Result<()> {
         for lent in self.stage.lent.iter().filter(|lent| lent.slot == index) {
             let unit = &mut self.units[index];
             let range = unit.owner.range();
@@ -141,7 +142,7 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Takes the parameters of other stages' units that blocks of this one borrow.
-    fn borrow(&mut self) -> Result<()> {
+    pub(super) fn borrow(&mut self) -> Result<()> {
         for guest in 0..self.guests.len() {
             let Guest { layout, from, .. } = &self.guests[guest];
             let part = self.backend.alloc(MemoryKind::Parameters, self.guests[guest].range().len())?;

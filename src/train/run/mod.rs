@@ -14,10 +14,10 @@ use crate::config::{Config, Plan};
 use crate::data::{Tokenizer, TrainedOn};
 use crate::engine::feed::Feed;
 use crate::engine::memory::Held;
-use crate::engine::{Engine, Splits, StepResult, advance};
+use crate::engine::{Engine, Round, Splits, StepResult, advance};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
-use crate::parallel::{AllFlags, ControlFlags};
+use crate::parallel::{AllFlags, Averaging, ControlFlags};
 use crate::run_dir::{Ending, Resume, RunDirectory, Take};
 use crate::telemetry::evaluations::{self, Evaluation, Over};
 use crate::telemetry::metrics::Step;
@@ -185,26 +185,38 @@ struct Schedule {
 }
 
 impl<'h, B: Kernels> Run<'h, B> {
-    /// One optimizer step and its record.
-    fn step(&mut self) -> Result<()> {
-        let before = self.spent();
-        let step = self.progress.step;
+    /// One round of optimizer steps and their records.
+    fn round(&mut self) -> Result<()> {
+        let (before, began) = (self.spent(), self.progress);
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
         let flags = || self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed);
         self.engine.model.backend.profile().record(self.meters.profiles());
         let next = || self.feed.next_micro();
-        let taken = advance(&self.plan, &mut self.engine, next, &mut self.progress, flags)?;
+        let Round { steps, flags } = advance(&self.plan, &mut self.engine, next, &mut self.progress, flags)?;
         self.engine.model.backend.profile().record(false);
-        self.meters.took(&taken);
-        if taken.skipped {
-            log::warn!("step {}: loss {}, gradient norm {}: update skipped", step + 1, taken.loss, taken.norm);
+        let mut gives_up = None;
+        for (taken, step) in steps.iter().zip(began.step + 1..) {
+            self.meters.took(taken);
+            if taken.skipped() {
+                let StepResult { loss, norm, skips, .. } = taken;
+                let by = match self.plan.averaging {
+                    None => String::new(),
+                    Some(Averaging { replicas, .. }) => format!(" by {skips} of {replicas} replicas"),
+                };
+                log::warn!("step {step}: loss {loss}, gradient norm {norm}: update skipped{by}");
+            }
+            let skipped = self.meters.skipped_in_a_row();
+            if skipped >= self.plan.config.run.max_skipped {
+                gives_up = gives_up.or(Some((step, skipped)));
+            }
         }
-        self.record(&taken, before)?;
-        self.warn_of_stragglers(&taken.compute);
-        self.obey(&taken.flags)?;
-        let skipped = self.meters.skipped_in_a_row();
-        if skipped >= self.plan.config.run.max_skipped {
-            let message = format!("step {}: {skipped} steps in a row were not finite", step + 1);
+        self.record(&steps, began, before)?;
+        for taken in &steps {
+            self.warn_of_stragglers(&taken.compute);
+        }
+        self.obey(&flags)?;
+        if let Some((step, skipped)) = gives_up {
+            let message = format!("step {step}: {skipped} steps in a row were not finite");
             return Err(Error::numeric(message)
                 .hint("lower optimizer.lr, lengthen schedule.warmup, or lower optimizer.grad_clip")
                 .shared());
@@ -217,35 +229,42 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.meters.spent(self.comm.stats(), self.feed.waited())
     }
 
-    fn record(&mut self, taken: &StepResult, before: Spent) -> Result<()> {
+    /// Records the steps of a round that `began` there, each with its part of the time since `before`.
+    fn record(&mut self, steps: &[StepResult], began: checkpoint::Progress, before: Spent) -> Result<()> {
         let after = self.spent();
         let (seconds, times) = (after.total - before.total, Times::between(before, after));
+        // A run ends after whole rounds.
         self.stop_requests.stepped(Duration::from_secs_f64(seconds));
         let is_warm_up = !B::ON_HOST && self.goes_on();
-        self.meters.stepped(seconds, times, is_warm_up, self.engine.model.backend.profile());
+        self.meters.took_round(steps.len(), seconds, times, is_warm_up, self.engine.model.backend.profile());
+        let count = steps.len() as f64;
+        let (seconds, times) = (seconds / count, times / count);
         let tokens = self.plan.tokens_per_step();
-        let record = Step {
-            step: self.progress.step,
-            epoch: self.progress.position as f64 / self.train_samples as f64,
-            tokens: self.progress.position * self.plan.network.context() as u64,
-            loss: taken.loss,
-            lr: taken.lr,
-            grad_norm: taken.norm,
-            skipped: taken.skipped,
-            step_ms: seconds * 1e3,
-            tokens_per_second: tokens as f64 / seconds,
-            peak_bytes: self.engine.model.backend.ledger().total_peak(),
-            time: unix_time(),
-            ..Step::default()
-        };
-        let record = record.with(times);
-        if let Some(records) = &mut self.records {
-            records.metrics.write(&record)?;
-            records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
-            records.progress.step(&record);
+        for (taken, step) in steps.iter().zip(began.step + 1..) {
+            let position = began.position + (step - began.step) * self.plan.config.batch.global;
+            let record = Step {
+                step,
+                epoch: position as f64 / self.train_samples as f64,
+                tokens: position * self.plan.network.context() as u64,
+                loss: taken.loss,
+                lr: taken.lr,
+                grad_norm: taken.norm,
+                skipped: taken.skipped(),
+                step_ms: seconds * 1e3,
+                tokens_per_second: tokens as f64 / seconds,
+                peak_bytes: self.engine.model.backend.ledger().total_peak(),
+                time: unix_time(),
+                ..Step::default()
+            };
+            let record = record.with(times);
+            if let Some(records) = &mut self.records {
+                records.metrics.write(&record)?;
+                records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
+                records.progress.step(&record);
+            }
+            let stop = self.hooks.call(|hook| hook.step(&record));
+            self.stop_requests.stop_for(stop);
         }
-        let stop = self.hooks.call(|hook| hook.step(&record));
-        self.stop_requests.stop_for(stop);
         Ok(())
     }
 
@@ -266,7 +285,7 @@ impl<'h, B: Kernels> Run<'h, B> {
     fn steps(&mut self, resume: &Resume) -> Result<()> {
         self.begin(resume)?;
         while self.goes_on() {
-            self.step()?;
+            self.round()?;
             self.evaluate_if_due()?;
             self.save_if_due()?;
         }
@@ -338,7 +357,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn evaluate_if_due(&mut self) -> Result<()> {
         let every = self.plan.config.eval.every;
-        let due = self.schedule.ending.is_none() && every > 0 && self.progress.step.is_multiple_of(every);
+        let due = self.schedule.ending.is_none() && self.plan.is_due(every, self.progress.step);
         if due && self.plan.config.eval.inline { self.evaluate() } else { Ok(()) }
     }
 
@@ -387,8 +406,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn save_if_due(&mut self) -> Result<()> {
         let every = self.plan.config.checkpoint.every;
-        let due =
-            every > 0 && self.progress.step.is_multiple_of(every) || std::mem::take(&mut self.schedule.save_is_due);
+        let due = self.plan.is_due(every, self.progress.step) || std::mem::take(&mut self.schedule.save_is_due);
         // The end of training saves by itself.
         if due && self.schedule.ending.is_none() { self.save() } else { Ok(()) }
     }

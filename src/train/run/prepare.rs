@@ -230,7 +230,7 @@ fn few_micros(plan: &Plan) -> Option<String> {
     let (micros, stages) = (schedule.micros(), schedule.stages);
     (micros < stages).then(|| {
         let idle = 100.0 * schedule.bubble();
-        let batch = 4 * stages as u64 * plan.mesh.data() as u64;
+        let batch = 4 * stages as u64 * (plan.replicas() * plan.mesh.shard) as u64;
         format!(
             "{micros} micro-batches a rank for {stages} stages leave {idle:.0} % of a step idle; \
              hint: batch.micro=1 with batch.global={batch} or more, or a smaller parallel.pipeline"
