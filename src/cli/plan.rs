@@ -18,9 +18,6 @@ use crate::telemetry::say;
 /// Layouts that are shown without `--all`.
 const SHOWN: usize = 10;
 
-/// Steps of a layout that is tried.
-const STEPS: usize = 7;
-
 /// Arguments of `hpctrain plan`.
 #[derive(Args)]
 #[command(after_help = "Keys of [parallel], and batch.micro, that a file or --set gives stay as they are.\n\
@@ -164,7 +161,7 @@ fn measured<B: Kernels, F: Fn(&Plan) -> Result<B>>(
     here: &Here<'_, B, F>,
 ) -> Result<()> {
     let (mut choice, per_node) = choose_here(config, here)?;
-    let trials = try_out(&mut choice, here, args.tries, STEPS)?;
+    let trials = try_out(&mut choice, here, args.tries)?;
     if here.comm.rank() > 0 {
         return Ok(());
     }

@@ -84,7 +84,7 @@ pub fn measure<B: Backend>(
     let start = Instant::now();
     let beyond = SIZES.iter().position(|&size| size >= largest).map_or(SIZES.len(), |i| i + 1);
     let mut fastest = vec![Vec::new(); operations.len()];
-    for &size in &SIZES[..beyond] {
+    for size in SIZES[..beyond].iter().map(|size| *size.min(&largest)) {
         let mut timings = Vec::new();
         for &operation in operations {
             for algorithm in Algorithm::ALL {

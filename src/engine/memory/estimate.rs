@@ -120,7 +120,14 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     device[MemoryKind::Activations as usize] = alive.activations + constants * F32;
     device[MemoryKind::Workspace as usize] = B::WORKSPACE;
     if schedule.micros() > 1 && plan.residency().params == Life::Step {
-        device[MemoryKind::Workspace as usize] += B::reuse_bytes(all, plan.micro as usize * plan.network.context());
+        // A table of tokens is multiplied by the head only, if that borrows it.
+        let is_table = |slot: usize| {
+            let is_lent = stage.borrows().contains(&Some(slot));
+            plan.network.is_language() && stage.is_first() && slot == 0 && !is_lent
+        };
+        let multiplied = slots.iter().enumerate().filter(|(slot, _)| !is_table(*slot)).map(|(_, len)| len).sum();
+        let rows = plan.micro as usize * plan.network.context();
+        device[MemoryKind::Workspace as usize] += B::reuse_bytes(multiplied, rows);
     }
     let mut host = [0; MemoryKind::ALL.len()];
     match offloads {
