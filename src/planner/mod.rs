@@ -1,9 +1,9 @@
 //! The guide to a layout: every way to train a network on so many ranks, those that fit into memory, and the time that a step
 //! takes in each.
 //!
-//! A layout is a configuration: [`layouts`] makes them and [`resolve`](crate::config::resolve) says which are legal, so that
+//! A layout is a configuration: `layouts.rs` makes them and [`resolve`](crate::config::resolve) says which are legal, so that
 //! nothing is proposed that a run would refuse. Memory is that of [`estimate`](crate::engine::memory::estimate). The time of a
-//! step is played through by [`timeline`] over the list of actions that the step itself runs, with the seconds of its pieces
+//! step is played through by `timeline.rs` over the list of actions that the step itself runs, with the seconds of its pieces
 //! from [`Rates`]: a description of a machine, or a measurement on this one.
 
 mod choice;

@@ -30,7 +30,7 @@ pub const COUNTED: [MemoryKind; 5] = [
 pub struct Trial {
     /// Seconds of the fastest step, on the slowest rank.
     pub step: f64,
-    /// Most bytes that a rank had allocated for [`COUNTED`], by its ledger.
+    /// Most bytes that a rank had allocated for parameters, gradients, optimizer, activations and workspace, by its ledger.
     pub allocated: usize,
 }
 
