@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::range::out_of_range;
-use super::{Config, ModelKind, Parallel};
+use super::{Config, Every, ModelKind, Parallel};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::nn::Network;
@@ -58,8 +58,11 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
 /// # Errors
 /// There is one replica, the ranks cannot divide them among themselves, or a key of averages is set without any.
 pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<Averaging>> {
-    let Parallel { average_every: every, average_replicas, outer_lr: lr, outer_momentum: momentum, .. } =
-        config.parallel;
+    let Parallel { average_every, average_replicas, outer_lr: lr, outer_momentum: momentum, .. } = config.parallel;
+    let Every::Steps(every) = average_every else {
+        return Err(Error::input("parallel.average_every = epoch, but the data whose epoch it is was not looked at")
+            .hint("give the steps of an epoch: samples / batch.global"));
+    };
     if every == 0 {
         let set = [
             ("average_replicas", average_replicas.map(|replicas| replicas.to_string())),

@@ -1,6 +1,7 @@
 //! Configuration: TOML in, a checked [`Plan`] out.
 
 mod device;
+mod every;
 mod layout;
 mod load;
 mod range;
@@ -11,6 +12,7 @@ mod synonyms;
 mod time;
 
 pub use device::DeviceChoice;
+pub use every::Every;
 pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay, written};
 pub use raw::*;
 pub use resolve::{Facts, Plan, network, resolve, sample_spec};

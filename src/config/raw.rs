@@ -8,7 +8,7 @@ use std::fmt;
 use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::{DeviceChoice, Size, Time};
+use super::{DeviceChoice, Every, Size, Time};
 use crate::comm::{Choice, PathSetting};
 use crate::data::{Augment, Axes, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
@@ -264,8 +264,8 @@ sections! {
         /// Pieces of the batch whose gradients are summed by a fixed tree; left out, the data-parallel ranks.
         lanes: Option<usize> = None,
         /// Steps between averages of replicas that train apart: each takes its own steps on its own lanes, and the replicas'
-        /// parameters and optimizer state are averaged; 0 adds gradients at every step.
-        average_every: u64 = 0,
+        /// parameters and optimizer state are averaged; 0 adds gradients at every step, `epoch` is a pass over the data.
+        average_every: Every = Every::Steps(0),
         /// Replicas that train apart; left out, those of the mesh. A rank trains a multiple of them in turn, so that every number of
         /// ranks that divides them gives the same bits.
         average_replicas: Option<usize> = None,

@@ -15,7 +15,12 @@ use crate::topology::Topology;
 /// # Errors
 /// An invalid key, samples that the network cannot take, or fewer samples than a batch: the same on all ranks. Or a
 /// message between ranks failed.
-pub fn plan<B: Kernels>(comm: &Comm<B>, config: Config, train: &dyn Source, threads: Option<usize>) -> Result<Plan> {
+pub fn plan<B: Kernels>(
+    comm: &Comm<B>,
+    mut config: Config,
+    train: &dyn Source,
+    threads: Option<usize>,
+) -> Result<Plan> {
     let world = comm.world();
     let threads = match threads {
         Some(threads) => threads,
@@ -23,6 +28,8 @@ pub fn plan<B: Kernels>(comm: &Comm<B>, config: Config, train: &dyn Source, thre
     };
     let vocabulary = Some(train.vocabulary()).filter(|ids| *ids > 0);
     let facts = Facts { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
+    let every = config.parallel.average_every.over(train.samples(), config.batch.global);
+    config.parallel.average_every = every;
     let plan = world.agree(resolve(config, &facts))?;
     world.agree(check_sizes(&plan, train).and_then(|()| feed::check_size(&plan, train)))?;
     Ok(plan)

@@ -8,7 +8,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
 use crate::backend::{Kernels, MemoryKind, readable};
 use crate::comm::Comm;
-use crate::config::{Config, Facts, ModelKind, Plan, resolve};
+use crate::config::{Config, Every, Facts, ModelKind, Plan, resolve};
 use crate::engine::memory::{self, Held, Room};
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
@@ -88,11 +88,9 @@ pub fn choose<R: Rates>(
     rates: impl FnOnce(&[&Plan]) -> Result<R>,
 ) -> Result<Choice> {
     let Place { room, held, per_node } = *place;
-    let every = config.parallel.average_every;
-    if every > 0 {
-        let message = format!(
-            "parallel.average_every = {every}: layouts have other numbers of replicas, which train otherwise apart"
-        );
+    if config.parallel.average_every != Every::Steps(0) {
+        let message =
+            "parallel.average_every is set, but layouts have other numbers of replicas, which train otherwise apart";
         return Err(Error::input(message).hint("choose a layout without it, and set it beside the keys of that"));
     }
     let need =

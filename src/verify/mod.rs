@@ -19,7 +19,7 @@ use matrix::{REFERENCE, Row, matrix};
 use record::{Recording, Then};
 
 use crate::comm::Choice;
-use crate::config::{Config, Facts, Parallel, Plan, resolve};
+use crate::config::{Config, Every, Facts, Parallel, Plan, resolve};
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
 use crate::optim::Rule;
@@ -265,7 +265,7 @@ fn plan(config: &Config, row: Row, vocabulary: usize) -> Result<Plan> {
 
 /// The lanes of all rows: where replicas train apart, those of the row that wants most.
 fn lanes(config: &Config, rows: &[Row], vocabulary: usize) -> Option<usize> {
-    if config.parallel.lanes.is_some() || config.parallel.average_every == 0 {
+    if config.parallel.lanes.is_some() || config.parallel.average_every == Every::Steps(0) {
         return config.parallel.lanes;
     }
     rows.iter().filter_map(|row| plan(config, *row, vocabulary).ok()).map(|plan| plan.lanes).max()

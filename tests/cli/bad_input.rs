@@ -247,7 +247,7 @@ fn pipelines_that_cannot_be() {
 #[test]
 fn averages_that_cannot_be() {
     let root = tempfile::tempdir().unwrap();
-    let cases: [(Transport, &str, &[&str]); 9] = [
+    let cases: [(Transport, &str, &[&str]); 10] = [
         (
             Alone,
             "parallel.average_every=8",
@@ -259,6 +259,7 @@ fn averages_that_cannot_be() {
             "parallel.average_every=2 parallel.average_replicas=3",
             &["parallel.average_replicas = 3 does not divide over the 2 replicas of the mesh", "that does: 4"],
         ),
+        (Mpirun(2), "parallel.average_every=often", &["--set parallel.average_every=often", "number of steps"]),
         (Simulate(2), "parallel.average_replicas=4", &["average_replicas = 4 does nothing", "parallel.average_every"]),
         (
             Simulate(2),
@@ -341,7 +342,10 @@ fn layouts_that_nobody_can_choose() {
         ),
         ("--ranks 2 --set precision.compute=tf32", &["rates are not known here", "--machine h100x8"]),
         ("--ranks 2 --measure --set precision.compute=tf32", &["for GPUs", "mpirun -np N hpctrain plan --measure"]),
-        ("--ranks 2 --set parallel.average_every=4", &["parallel.average_every = 4: layouts have", "without it"]),
+        (
+            "--ranks 2 --set parallel.average_every=4",
+            &["parallel.average_every is set, but layouts have", "without it"],
+        ),
         ("--ranks 2 --set optimizer.lr=x", &["--set optimizer.lr=x"]),
     ];
     for (arguments, words) in cases {

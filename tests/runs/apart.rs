@@ -121,3 +121,12 @@ fn they_are_averaged_on_gpus_and_beside_them() {
         on_gpu(Mpirun(2), "offloaded", &settings).same_as(&one, 3, precision);
     }
 }
+
+#[test]
+fn an_epoch_is_so_many_steps() {
+    let root = tempfile::tempdir().unwrap();
+    let files = run(Mpirun(4), root.path(), "epoch", &["parallel.average_every=epoch", "run.steps=2"]).succeeds();
+    // 62,740 samples, eight a step.
+    assert!(files.text("config.toml").contains("average_every = 7843\n"), "{}", files.text("config.toml"));
+    assert_eq!(files.steps().len(), 2);
+}
