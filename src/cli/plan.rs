@@ -117,6 +117,10 @@ fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Resu
         let error = || Error::input(format!("--nodes {nodes} does not divide --ranks {ranks}"));
         if divides { Ok(ranks / nodes) } else { Err(error().hint("as many ranks on each node")) }
     };
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = |per_node: usize| config.run.threads.unwrap_or((cores / per_node).max(1));
+    let resident = memory::resident().0;
+    let held = |messages_on_device| Held { messages: 0, messages_on_device, resident, cache: 0 };
     let asked = args.nodes.map(|nodes| on_nodes(nodes as usize)).transpose()?;
     let (machine, per_node, held) = match &args.machine {
         Some(machine) => {
@@ -127,7 +131,7 @@ fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Resu
                 return Err(Error::input(format!("{per_node} ranks on each node, but {name} has room for {most}"))
                     .hint(format!("--nodes {} or more", ranks.div_ceil(most))));
             }
-            let held = Held { messages: 0, messages_on_device: machine.gpu, resident: memory::resident().0, cache: 0 };
+            let held = held(machine.gpu);
             (machine, per_node, held)
         }
         None => {
@@ -136,17 +140,13 @@ fn described(args: &PlanArgs, config: &Config, name: &str, ranks: usize) -> Resu
                     .hint("describe them: --machine h100x8; or measure them: mpirun -np N hpctrain plan --measure"));
             }
             let per_node = asked.unwrap_or(ranks);
-            let cores = std::thread::available_parallelism().map_or(1, usize::from);
-            let threads = config.run.threads.unwrap_or((cores / per_node).max(1));
-            let held = Held { messages: 0, messages_on_device: false, resident: memory::resident().0, cache: 0 };
+            let held = held(false);
             let limit = config.run.memory_limit.map_or(usize::MAX, |limit| limit.0);
             let share = memory::available().map_or(usize::MAX, |bytes| bytes / per_node + held.resident);
-            (Machine::here(per_node, threads, limit.min(share)), per_node, held)
+            (Machine::here(per_node, threads(per_node), limit.min(share)), per_node, held)
         }
     };
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = config.run.threads.unwrap_or((cores / per_node).max(1));
-    let facts = facts(config, ranks, threads, machine.gpu)?;
+    let facts = facts(config, ranks, threads(per_node), machine.gpu)?;
     let place = Place { room: machine.room(), held, per_node };
     let rates = format!("{} ({})", machine.name, machine.source);
     let choice = choose(config, &facts, &place, |_| Ok(machine))?;

@@ -1,7 +1,7 @@
 //! The choice: layouts that fit, the fastest first, and the reasons.
 
 use super::costs::{Rates, step_times};
-use super::layouts::{Keys, Refused, layouts};
+use super::layouts::{Keys, LeftOut, layouts};
 use super::measured::measure;
 use super::timeline::Timeline;
 use crate::backend::cpu::Cpu;
@@ -42,15 +42,6 @@ impl Proposal {
     pub fn bytes(&self) -> usize {
         if self.memory.gpu.is_some() { self.memory.gpu() } else { self.memory.host() }
     }
-}
-
-/// A layout that cannot be, and the reason.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct LeftOut {
-    /// Its keys.
-    pub keys: Keys,
-    /// The reason, a line.
-    pub why: String,
 }
 
 /// All layouts of a network on some ranks.
@@ -99,7 +90,7 @@ pub fn choose<R: Rates>(
     if legal.is_empty() {
         return Err(none_legal(&refused));
     }
-    let mut left_out: Vec<LeftOut> = refused.into_iter().map(|Refused { keys, why }| LeftOut { keys, why }).collect();
+    let mut left_out = refused;
     let may_recompute = !config.parallel.given.contains("recompute");
     let (mut fitting, mut smallest) = (Vec::new(), None::<(usize, Plan, Estimate)>);
     for (keys, plan) in legal {
@@ -153,7 +144,7 @@ pub fn choose<R: Rates>(
     Ok(Choice { proposals, left_out, room, reasons })
 }
 
-fn none_legal(refused: &[Refused]) -> Error {
+fn none_legal(refused: &[LeftOut]) -> Error {
     let why = refused.first().map_or("no keys divide the ranks", |refused| &refused.why);
     Error::input(format!("no layout is possible: {why}"))
         .hint("leave keys of [parallel] out, or start other numbers of ranks")

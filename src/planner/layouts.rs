@@ -139,9 +139,9 @@ impl fmt::Display for Keys {
     }
 }
 
-/// A layout that a run would refuse, and the reason.
+/// A layout that cannot be, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refused {
+pub struct LeftOut {
     /// The layout.
     pub keys: Keys,
     /// A line.
@@ -149,12 +149,12 @@ pub struct Refused {
 }
 
 /// Every layout of `config` on the ranks of `facts`, `per_node` of them on each node. Keys that the configuration gives stay.
-/// Layouts that recompute come apart: they are for those that do not fit otherwise.
-pub fn layouts(config: &Config, facts: &Facts, per_node: usize) -> (Vec<(Keys, Plan)>, Vec<Refused>) {
+/// Recomputation is as the configuration has it.
+pub fn layouts(config: &Config, facts: &Facts, per_node: usize) -> (Vec<(Keys, Plan)>, Vec<LeftOut>) {
     let (mut legal, mut refused) = (Vec::new(), Vec::new());
     for keys in shapes(config, facts.ranks, per_node) {
         match resolve(keys.config(config), facts) {
-            Err(e) => refused.push(Refused { keys, why: e.to_string().lines().next().unwrap_or_default().into() }),
+            Err(e) => refused.push(LeftOut { keys, why: e.to_string().lines().next().unwrap_or_default().into() }),
             Ok(plan) => {
                 for micro in micros(config, &plan) {
                     let keys = Keys { micro: Some(micro), ..keys };

@@ -17,9 +17,9 @@ mod report;
 mod timeline;
 mod tried;
 
-pub use choice::{Choice, Here, LeftOut, Place, Proposal, choose, choose_here, facts};
+pub use choice::{Choice, Here, Place, Proposal, choose, choose_here, facts};
 pub use costs::{Rates, Span};
-pub use layouts::Keys;
+pub use layouts::{Keys, LeftOut};
 pub use machine::Machine;
 pub use measured::{Measured, measure};
 pub use report::Report;

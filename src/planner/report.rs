@@ -2,8 +2,8 @@
 
 use serde::Serialize;
 
-use super::choice::{Choice, LeftOut, Proposal};
-use super::layouts::Keys;
+use super::choice::{Choice, Proposal};
+use super::layouts::{Keys, LeftOut};
 use super::tried::{COUNTED, Trial};
 use crate::backend::readable;
 use crate::data::inspect::table;

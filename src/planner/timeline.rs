@@ -77,7 +77,7 @@ struct Rank {
     prefetch: Prefetch,
     waited_for_stages: f64,
     waited_for_messages: f64,
-    /// What is left of the step.
+    /// The step's actions, and the number of the next one.
     actions: Vec<Action>,
     next: usize,
 }
