@@ -3,6 +3,9 @@
 //! Non-blocking requests are polled: hot while compute is blocked on the result, with naps while compute works, because
 //! both want the same core, and with yields where ranks outnumber cores. An abort is therefore heard in the middle of a
 //! collective; only the library's own collectives block.
+//!
+//! A nap costs its core some 40 µs on a virtual machine, so each is twice as long as the one before. Compute that blocks, and a
+//! new request, end it.
 
 use std::time::{Duration, Instant};
 
@@ -17,8 +20,14 @@ const POLLS_PER_YIELD: u32 = 64;
 /// Duration of brisk polling although nobody waits: most messages of a transfer in progress arrive within it.
 const BRISK: Duration = Duration::from_micros(20);
 
-/// A nap between polls while compute works. With the timer slack of the thread it lasts a little longer.
+/// The first nap between polls while compute works. With the timer slack of the thread it lasts a little longer.
 const NAP: Duration = Duration::from_micros(30);
+
+/// The longest one: another rank may wait for this one's next message.
+const LONGEST: Duration = Duration::from_micros(120);
+
+/// The longest one where messages are to arrive and nobody waits for them.
+const LONGEST_IDLE: Duration = Duration::from_millis(2);
 
 /// Waits for a device, while messages that are leaving go on and an abort is heard.
 pub fn settle(event: &dyn Event, wire: &mut dyn Wire, shared: &Shared) -> Result<()> {
@@ -41,18 +50,29 @@ pub struct Backoff {
     /// Ranks of this node outnumber the cores: a rank that spins keeps another from sending.
     crowded: bool,
     brisk_until: Option<Instant>,
+    /// The next nap.
+    nap: Duration,
 }
 
 impl Backoff {
     pub fn new(crowded: bool) -> Self {
-        Self { polls: 0, crowded, brisk_until: None }
+        Self { polls: 0, crowded, brisk_until: None, nap: NAP }
     }
 
     /// Passes the time until the next poll.
     pub fn pause(&mut self, shared: &Shared) {
+        self.pass(shared, LONGEST);
+    }
+
+    /// As [`Backoff::pause`], where nothing of this rank's is wanted by others.
+    pub fn idle(&mut self, shared: &Shared) {
+        self.pass(shared, LONGEST_IDLE);
+    }
+
+    fn pass(&mut self, shared: &Shared, longest: Duration) {
         self.polls = self.polls.wrapping_add(1);
         if shared.has_waiters() {
-            self.brisk_until = None;
+            (self.brisk_until, self.nap) = (None, NAP);
             if self.crowded || self.polls.is_multiple_of(POLLS_PER_YIELD) {
                 std::thread::yield_now();
             } else {
@@ -65,7 +85,8 @@ impl Backoff {
             // No offer of the core: on a shared one compute would take it for a slice of milliseconds.
             std::hint::spin_loop();
         } else {
-            std::thread::sleep(NAP);
+            std::thread::park_timeout(self.nap.min(longest));
+            self.nap = (2 * self.nap).min(LONGEST_IDLE);
         }
     }
 }

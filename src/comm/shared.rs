@@ -1,7 +1,8 @@
 //! State shared by a rank's handles and its communication thread: counters, the ledger, and the order to abort.
 
 use std::sync::atomic::{AtomicI64, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use super::health::ledger::CollectiveLedger;
@@ -36,6 +37,8 @@ pub struct Shared {
     blocked_ns: AtomicU64,
     sent: AtomicU64,
     abort: AtomicI64,
+    /// The communication thread, once it runs.
+    thread: OnceLock<Thread>,
     ledger: Mutex<CollectiveLedger>,
     /// Activity of this rank.
     pub activity: Activity,
@@ -50,6 +53,7 @@ impl Default for Shared {
             blocked_ns: AtomicU64::new(0),
             sent: AtomicU64::new(0),
             abort: AtomicI64::new(NO_ABORT),
+            thread: OnceLock::new(),
             ledger: Mutex::default(),
             activity: Activity::default(),
         }
@@ -71,10 +75,24 @@ impl Shared {
         let start = Instant::now();
         let _wait = span(Doing::Waiting, None);
         self.waiters.fetch_add(1, Ordering::Relaxed);
+        self.wake();
         let value = wait();
         self.waiters.fetch_sub(1, Ordering::Relaxed);
         self.blocked_ns.fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         value
+    }
+
+    /// The calling thread is the communication thread.
+    pub fn is_served_here(&self) {
+        // There is one, which calls this once.
+        let _ = self.thread.set(std::thread::current());
+    }
+
+    /// Ends a nap of the communication thread.
+    pub fn wake(&self) {
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
     }
 
     /// Whether compute is blocked: the core is free for the communication thread, and its speed matters.

@@ -12,7 +12,7 @@ use super::device::staged::Slots;
 use super::health::ledger::{Label, Size};
 use super::operand::Scratch;
 use super::shared::Shared;
-use super::wire::{Members, Wire};
+use super::wire::{Members, UnderWay, Wire};
 use crate::activity::Track;
 use crate::backend;
 use crate::error::{Error, Result};
@@ -83,13 +83,15 @@ impl CommThreadState {
         self.wire.leave(false);
     }
 
-    /// Lets posted messages go on; whether any are still under way.
-    fn in_flight(&mut self) -> bool {
-        self.failed.is_none()
-            && self.wire.progress().unwrap_or_else(|error| {
-                self.fail(error);
-                false
-            })
+    /// Lets posted messages go on; those that are still under way.
+    fn in_flight(&mut self) -> UnderWay {
+        if self.failed.is_some() {
+            return UnderWay::Nothing;
+        }
+        self.wire.progress().unwrap_or_else(|error| {
+            self.fail(error);
+            UnderWay::Nothing
+        })
     }
 
     /// As [`CommThreadState::attempt`], for operations that the ledger records.
@@ -163,6 +165,7 @@ fn announced(label: &Label) -> String {
 /// The handles' end of the thread.
 pub struct Worker {
     requests: Sender<Request>,
+    shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -176,8 +179,9 @@ impl Worker {
         open: impl FnOnce() -> Option<Box<dyn Wire>> + Send + 'static,
     ) -> Self {
         let (requests, queue) = channel();
-        let shared = shared.clone();
+        let (here, shared) = (shared.clone(), shared.clone());
         let body = move || {
+            shared.is_served_here();
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
                 let (scratch, room) = (Scratch::new(shared.clone()), Room::new(&shared));
@@ -188,12 +192,13 @@ impl Worker {
             }
         };
         let thread = std::thread::Builder::new().name(name).spawn(body).ok();
-        Self { requests, thread }
+        Self { requests, shared: here, thread }
     }
 
     pub fn submit(&self, request: Request) {
         // When the thread has ended, the request's `Reply` is dropped, and its `Pending` says so.
         let _ = self.requests.send(request);
+        self.shared.wake();
     }
 
     /// Lets the thread finish its queue, and waits for that.
@@ -216,7 +221,7 @@ fn serve(mut state: CommThreadState, queue: &Receiver<Request>) {
     }
     // Posted messages must be done with before the wire is closed.
     let mut backoff = Backoff::new(true);
-    while state.in_flight() {
+    while state.in_flight() != UnderWay::Nothing {
         backoff.pause(&state.shared);
     }
     if state.failed.is_none() {
@@ -238,9 +243,10 @@ fn next(state: &mut CommThreadState, queue: &Receiver<Request>) -> Option<Reques
         }
         lookout = lookout.filter(|&end| Instant::now() < end);
         match (state.in_flight(), lookout) {
-            (false, None) => return queue.recv().ok(),
-            (false, Some(_)) => std::thread::yield_now(),
-            (true, _) => backoff.pause(&state.shared),
+            (UnderWay::Nothing, None) => return queue.recv().ok(),
+            (UnderWay::Nothing, Some(_)) => std::thread::yield_now(),
+            (UnderWay::Arriving, _) => backoff.idle(&state.shared),
+            (UnderWay::Leaving, _) => backoff.pause(&state.shared),
         }
     }
 }

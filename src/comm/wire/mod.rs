@@ -131,6 +131,17 @@ pub enum Peer {
     From(usize),
 }
 
+/// Posted messages that are neither gone nor here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UnderWay {
+    /// None.
+    Nothing,
+    /// Some are to arrive, none is leaving.
+    Arriving,
+    /// Some are leaving: another rank may wait for them.
+    Leaving,
+}
+
 /// A message that the wire owns until it has left or arrived: its memory must neither move nor be touched before.
 pub trait Parcel: Send {
     /// The message. Its address stays the same until [`Parcel::finish`].
@@ -180,8 +191,8 @@ pub trait Wire {
     /// apart from those of exchanges. The receiver knows the length: a message of another length is an error.
     fn post(&mut self, group: &Members, peer: Peer, parcel: Box<dyn Parcel>) -> Result<()>;
 
-    /// Lets started messages go on; whether any are still under way.
-    fn progress(&mut self) -> Result<bool>;
+    /// Lets started messages go on; those that are still under way.
+    fn progress(&mut self) -> Result<UnderWay>;
 
     /// Runs a collective of the MPI library.
     fn vendor(&mut self, group: &Members, call: Vendor, memory: &mut [f32]) -> Result<()>;

@@ -8,7 +8,9 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use super::{Incoming, Members, NodeInfo, Outgoing, Parcel, Payload, Peer, Vendor, Wire, World, check_length};
+use super::{
+    Incoming, Members, NodeInfo, Outgoing, Parcel, Payload, Peer, UnderWay, Vendor, Wire, World, check_length,
+};
 use crate::backend::Span;
 use crate::backend::cpu::add_serial;
 use crate::comm::algorithms;
@@ -228,7 +230,7 @@ impl Wire for Mailboxes {
         }
     }
 
-    fn progress(&mut self) -> Result<bool> {
+    fn progress(&mut self) -> Result<UnderWay> {
         let mut index = 0;
         while index < self.posted.len() {
             let (before, rest) = self.posted.split_at_mut(index);
@@ -246,7 +248,9 @@ impl Wire for Mailboxes {
             }
         }
         // A thread that waits for a device must notice an abort.
-        self.office.lock().check(self.rank).map(|()| !self.posted.is_empty())
+        self.office.lock().check(self.rank)?;
+        // A sender's message is in the mailbox at once.
+        Ok(if self.posted.is_empty() { UnderWay::Nothing } else { UnderWay::Arriving })
     }
 
     fn exchange_device(

@@ -28,7 +28,9 @@ use node::{Node, place};
 use request::{Bytes, Kind, Request};
 use segment::Segment;
 
-use super::{Incoming, Members, NodeInfo, Outgoing, Parcel, Peer, Vendor, Wire, World, check_length, least_sent};
+use super::{
+    Incoming, Members, NodeInfo, Outgoing, Parcel, Peer, UnderWay, Vendor, Wire, World, check_length, least_sent,
+};
 use crate::backend::Span;
 use crate::comm::algorithms;
 use crate::comm::backoff::Backoff;
@@ -456,9 +458,15 @@ impl Wire for Mpi {
         Ok(())
     }
 
-    fn progress(&mut self) -> Result<bool> {
+    fn progress(&mut self) -> Result<UnderWay> {
         self.poll();
-        Ok(!self.posted.is_empty())
+        // Arrivals have a length to be checked.
+        let leaves = |posted: &Posted| posted.requests.iter().any(|(_, expected)| expected.is_none());
+        Ok(match &self.posted[..] {
+            [] => UnderWay::Nothing,
+            posted if posted.iter().any(leaves) => UnderWay::Leaving,
+            _ => UnderWay::Arriving,
+        })
     }
 
     fn vendor(&mut self, group: &Members, call: Vendor, memory: &mut [f32]) -> Result<()> {
