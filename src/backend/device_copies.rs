@@ -88,6 +88,8 @@ pub trait Scratch: Send {
 pub enum Vendor {
     /// The sum over all ranks.
     AllReduce,
+    /// The sum over all ranks, on the first one.
+    Reduce,
     /// My part of the memory holds the sum afterwards.
     ReduceScatter,
     /// My part of the memory is contributed.

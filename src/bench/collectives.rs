@@ -37,14 +37,14 @@ impl Timing {
     }
 
     /// Load of each rank's link, in bytes a second, comparable across numbers of ranks: the algorithm bandwidth
-    /// times 2(n−1)/n for an all-reduce, (n−1)/n for reduce-scatter and all-gather, 1 for a broadcast, as NVIDIA's
+    /// times 2(n−1)/n for an all-reduce, (n−1)/n for reduce-scatter and all-gather, 1 for a reduce or a broadcast, as NVIDIA's
     /// nccl-tests define it.
     pub fn bus_bandwidth(&self) -> f64 {
         let n = self.ranks as f64;
         let factor = match self.operation {
             Operation::AllReduce => 2.0 * (n - 1.0) / n,
             Operation::ReduceScatter | Operation::AllGather => (n - 1.0) / n,
-            Operation::Broadcast => 1.0,
+            Operation::Reduce | Operation::Broadcast => 1.0,
         };
         self.algorithm_bandwidth() * factor
     }

@@ -134,6 +134,18 @@ impl<B: Backend> Group<B> {
         self.collective(Operation::AllReduce, before, range, None)
     }
 
+    /// The sum over all ranks of a whole buffer, on rank 0; elsewhere its elements are unspecified.
+    pub fn reduce(&self, buf: B::Buf) -> Pending<B::Buf> {
+        let range = 0..B::len(&buf);
+        self.reduce_after(Pending::ready(buf), range)
+    }
+
+    /// As [`reduce`](Group::reduce), of the elements in `range` of the buffer that `before` will give, as in
+    /// [`all_reduce_after`](Group::all_reduce_after).
+    pub fn reduce_after(&self, before: Pending<B::Buf>, range: Range<usize>) -> Pending<B::Buf> {
+        self.collective(Operation::Reduce, before, range, None)
+    }
+
     /// The sum over all ranks of my part, elements `rank·len/size..(rank+1)·len/size`. The rest of the buffer is
     /// unspecified afterwards. The length is a multiple of the group's size.
     pub fn reduce_scatter(&self, buf: B::Buf) -> Pending<B::Buf> {
@@ -145,6 +157,12 @@ impl<B: Backend> Group<B> {
         self.collective_of_parts(Operation::AllGather, buf)
     }
 
+    /// As [`all_gather`](Group::all_gather), of the buffer that `before` will give, as in
+    /// [`all_reduce_after`](Group::all_reduce_after). Its length is a multiple of the group's size.
+    pub fn all_gather_after(&self, before: Pending<B::Buf>, len: usize) -> Pending<B::Buf> {
+        self.collective(Operation::AllGather, before, 0..len, None)
+    }
+
     /// The elements of rank `root`, on every rank.
     pub fn broadcast(&self, buf: B::Buf, root: usize) -> Pending<B::Buf> {
         if root >= self.size() {
@@ -154,6 +172,11 @@ impl<B: Backend> Group<B> {
         self.collective(Operation::Broadcast, Pending::ready(buf), range, Some(root))
     }
 
+    /// The elements of rank 0 in `range`, on every rank. The range lies in the buffer.
+    pub fn broadcast_range(&self, buf: B::Buf, range: Range<usize>) -> Pending<B::Buf> {
+        self.collective(Operation::Broadcast, Pending::ready(buf), range, Some(0))
+    }
+
     /// One of the collectives above on a whole buffer; rank 0 is the root of a broadcast.
     pub fn run(&self, operation: Operation, buf: B::Buf) -> Pending<B::Buf> {
         match operation {
@@ -161,6 +184,7 @@ impl<B: Backend> Group<B> {
                 let range = 0..B::len(&buf);
                 self.all_reduce(buf, range)
             }
+            Operation::Reduce => self.reduce(buf),
             Operation::ReduceScatter => self.reduce_scatter(buf),
             Operation::AllGather => self.all_gather(buf),
             Operation::Broadcast => self.broadcast(buf, 0),

@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use super::health::ledger::Size;
-use super::pending::reply;
+use super::pending::{Pending, reply};
 use super::wire::Members;
 use super::worker::Request;
 use super::{Aborted, Algorithm, Comm, Group, clock, single, start_threads_on_nodes};
@@ -103,6 +103,16 @@ fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
         let mine = values(rank, len);
         assert_eq!(sum.as_slice()[..start], mine[..start]);
         assert_eq!(sum.as_slice()[end..], mine[end..]);
+
+        let sum = group.reduce(buf(values(rank, len))).wait()?;
+        if rank == 0 {
+            check_sum(exact, size, sum.as_slice(), len, 0..len);
+        }
+        let sum = group.reduce_after(Pending::ready(buf(values(rank, len))), start..end).wait()?;
+        if rank == 0 {
+            check_sum(exact, size, sum.as_slice(), len, start..end);
+            assert_eq!((&sum.as_slice()[..start], &sum.as_slice()[end..]), (&mine[..start], &mine[end..]));
+        }
 
         let padded = len.next_multiple_of(size);
         let part = rank * padded / size..(rank + 1) * padded / size;

@@ -7,7 +7,7 @@ use super::{Config, Every, ModelKind, Parallel};
 use crate::error::{Error, Result};
 use crate::mesh::Mesh;
 use crate::nn::Network;
-use crate::parallel::{Averaging, Outer, Zero, partition};
+use crate::parallel::{Averaging, Outer, Storage, Zero, partition};
 
 /// Tokens that a micro-batch has at most unless the configuration says: enough for efficient products, few enough for
 /// the memory of activations.
@@ -26,6 +26,7 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     let keys = [
         ("shard", parallel.shard),
         ("replica", parallel.replica),
+        ("owners", Some(parallel.owners)),
         ("lanes", parallel.lanes),
         ("pipeline", Some(parallel.pipeline)),
         ("tensor", Some(parallel.tensor)),
@@ -38,7 +39,9 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
         }
     }
     let of_stage = (ranks / parallel.pipeline / parallel.tensor).max(1);
+    check_storage(parallel)?;
     let shard = match (parallel.zero, parallel.shard) {
+        _ if parallel.storage == Storage::Central => parallel.owners,
         (Zero::Zero, Some(shard)) if shard > 1 => {
             return Err(Error::input(format!("parallel.shard = {shard} with parallel.zero = 0 shards nothing"))
                 .hint("set parallel.zero to 1, 2 or 3"));
@@ -49,8 +52,50 @@ pub fn mesh(config: &Config, ranks: usize) -> Result<Mesh> {
     };
     let replica = parallel.replica.unwrap_or((of_stage / shard.min(of_stage)).max(1));
     let mesh = Mesh { pipeline: parallel.pipeline, replica, shard, tensor: parallel.tensor };
+    if parallel.storage == Storage::Central && !of_stage.is_multiple_of(parallel.owners) {
+        let owners = parallel.owners;
+        let nearest = (1..=of_stage).filter(|n| of_stage.is_multiple_of(*n)).min_by_key(|n| n.abs_diff(owners));
+        return Err(Error::input(format!(
+            "parallel.owners = {owners} does not divide the {of_stage} data-parallel ranks"
+        ))
+        .hint(format!("the nearest that does: {}", nearest.unwrap_or(1))));
+    }
     mesh.check(ranks, parallel.zero != Zero::Zero)?;
     Ok(mesh)
+}
+
+/// Whether the keys of central storage go together, and with the others.
+fn check_storage(parallel: &Parallel) -> Result<()> {
+    let Parallel { owners, .. } = *parallel;
+    if parallel.storage == Storage::Ranks {
+        return match owners {
+            1 => Ok(()),
+            _ => Err(Error::input(format!("parallel.owners = {owners} does nothing with parallel.storage = ranks"))
+                .hint("set parallel.storage to central, or leave owners out")),
+        };
+    }
+    if parallel.zero != Zero::Zero {
+        let zero = u8::from(parallel.zero);
+        return Err(Error::input(format!(
+            "parallel.storage = central keeps all parameters on every rank, but parallel.zero = {zero}"
+        ))
+        .hint(
+            "leave parallel.zero out, or parallel.storage; several owners divide the optimizer state: parallel.owners",
+        ));
+    }
+    if let Some(shard) = parallel.shard.filter(|shard| *shard != owners) {
+        return Err(Error::input(format!(
+            "parallel.shard = {shard}, but with parallel.storage = central the shards are its owners: parallel.owners = {owners}"
+        ))
+        .hint("leave parallel.shard out"));
+    }
+    if parallel.average_every != Every::Steps(0) {
+        return Err(Error::input(
+            "parallel.average_every trains replicas apart, which parallel.storage = central does not",
+        )
+        .hint("leave one of them out"));
+    }
+    Ok(())
 }
 
 /// The averages of replicas that train apart, if they do.

@@ -13,7 +13,7 @@ use crate::comm::{Choice, PathSetting};
 use crate::data::{Augment, Axes, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
 use crate::optim::{Group, Shape};
-use crate::parallel::{PipelineSchedule, Zero};
+use crate::parallel::{PipelineSchedule, Storage, Zero};
 
 macro_rules! sections {
     ($($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr,)* })*) => {$(
@@ -242,6 +242,11 @@ sections! {
         given: BTreeSet<String> = BTreeSet::new(),
         /// ZeRO stage, 0 to 3.
         zero: Zero = Zero::Zero,
+        /// Place of the parameters that are updated and of their optimizer state: `ranks`, on all of them as `zero` has it, or
+        /// `central`, on some, to which the others send their gradients and from which they take new parameters.
+        storage: Storage = Storage::Ranks,
+        /// Central storage: ranks that hold it, each an equal part.
+        owners: usize = 1,
         /// Ranks that share one copy of the parameters; left out, 1 at stage 0, else all that are left.
         shard: Option<usize> = None,
         /// Copies; left out, all ranks that are left.

@@ -47,8 +47,14 @@ pub fn engine_of<B: Kernels>(
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
     let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
     let groups_of = plan.config.optimizer.groups.clone();
-    let updates =
-        Updates { rule: plan.rule, groups: groups_of, average: plan.average, averaging: plan.averaging, host };
+    let updates = Updates {
+        rule: plan.rule,
+        groups: groups_of,
+        average: plan.average,
+        averaging: plan.averaging,
+        storage: plan.config.parallel.storage,
+        host,
+    };
     let slices = plan.slices(comm.rank());
     let sharded =
         Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(seed))?;

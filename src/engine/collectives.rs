@@ -11,13 +11,24 @@ use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
 use crate::mesh::Mesh;
 use crate::nn::{Block, Blocks};
-use crate::parallel::Groups;
+use crate::parallel::{Groups, Storage};
 
 /// Operations of shards on units.
 const OF_SHARDS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];
 
 /// Operations of replicas on units.
 const OF_REPLICAS: [Operation; 1] = [Operation::AllReduce];
+
+/// The same, where storage is central.
+const OF_CENTRAL: [Operation; 2] = [Operation::Reduce, Operation::Broadcast];
+
+/// Operations of replicas on units, by the place of these.
+fn of_replicas_in(storage: Storage) -> &'static [Operation] {
+    match storage {
+        Storage::Ranks => &OF_REPLICAS,
+        Storage::Central => &OF_CENTRAL,
+    }
+}
 
 /// `collectives.json`: the result of a measurement, and all that it depends on.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -30,6 +41,7 @@ struct Found {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Key {
     mesh: Mesh,
+    storage: Storage,
     library: String,
     shared_memory: bool,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -61,6 +73,7 @@ pub fn groups<B: Kernels>(
 ) -> Result<(Groups<B>, Exchange)> {
     let groups = Groups::split(comm, &plan.mesh, plan.averaging.is_some())?;
     let Groups { world, shard, replica, .. } = &groups;
+    let storage = plan.config.parallel.storage;
     let (mut found, mut how) = (None, "as configured");
     // One rank has nothing to measure.
     let alone = (comm.size() == 1).then_some(Algorithm::Tree);
@@ -84,7 +97,10 @@ pub fn groups<B: Kernels>(
     let told = |group: &Group<B>, table: &Table, operations: &[Operation], axis: &str| {
         (group.size() > 1).then(|| format!("{} {axis}: {}", group.size(), table.describe(operations)))
     };
-    let parts = [told(shard, &of_shards, &OF_SHARDS, "shards"), told(replica, &of_replicas, &OF_REPLICAS, "replicas")];
+    let parts = [
+        told(shard, &of_shards, &OF_SHARDS, "shards"),
+        told(replica, &of_replicas, of_replicas_in(storage), "replicas"),
+    ];
     let parts: Vec<String> = parts.into_iter().flatten().collect();
     let told = if parts.is_empty() { String::new() } else { format!("{} ({how})", parts.join("; ")) };
     Ok((groups.choosing(of_shards, of_replicas), Exchange { told, found }))
@@ -97,6 +113,7 @@ impl Key {
         let sizes = blocks.iter().map(|block| layout_of(&**block).padded);
         Self {
             mesh: plan.mesh,
+            storage: plan.config.parallel.storage,
             library: comm.library().to_string(),
             shared_memory: comm.shares_memory(),
             path: comm.device_path(),
@@ -112,7 +129,7 @@ fn find<B: Kernels>(world: &Group<B>, shard: &Group<B>, replica: &Group<B>, back
         let operations = if group.size() > 1 { operations } else { &[] };
         measure(world, group, backend, operations, key.largest, key.reproducible)
     };
-    let (shard, replica) = (of(shard, &OF_SHARDS)?, of(replica, &OF_REPLICAS)?);
+    let (shard, replica) = (of(shard, &OF_SHARDS)?, of(replica, of_replicas_in(key.storage))?);
     Ok(Found { key, shard, replica })
 }
 

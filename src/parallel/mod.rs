@@ -40,6 +40,16 @@ pub use stage::Stage;
 
 use serde::{Deserialize, Serialize};
 
+/// The place of the parameters that are updated, and of their optimizer state: `parallel.storage`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Storage {
+    /// All ranks: every one, or the shards of every replica, update their own.
+    Ranks,
+    /// One replica: the others send it their gradients and take its parameters.
+    Central,
+}
+
 /// Lifetime of a full buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Life {

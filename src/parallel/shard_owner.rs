@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use super::Storage;
 use super::averaging::Averaging;
 use super::device_state::{DeviceState, Recipe};
 use super::hyper::Hyper;
@@ -27,6 +28,8 @@ pub struct Updates {
     pub average: Option<f32>,
     /// The averages of replicas, where those train apart.
     pub averaging: Option<Averaging>,
+    /// The ranks that update.
+    pub storage: Storage,
     /// The CPU that keeps masters and optimizer state and updates them. None leaves that to the device that computes.
     pub host: Option<Cpu>,
 }
@@ -88,7 +91,8 @@ enum Home<B: Kernels> {
 
 impl<B: Kernels> ShardOwner<B> {
     /// The owner of `range`, whose parameters are `values`, with fresh optimizer state; without updates there is none.
-    /// Parameters are kept, unless full ones live always and there is no host to keep them.
+    /// Parameters are kept, unless full ones live always and there is no host to keep them. Of an empty range nothing is kept or
+    /// done.
     ///
     /// # Errors
     /// Out of memory.
@@ -101,12 +105,13 @@ impl<B: Kernels> ShardOwner<B> {
         values: &[f32],
         are_full_here: bool,
     ) -> Result<Self> {
+        let (host, updates) = if range.is_empty() { (None, None) } else { (host, updates) };
         let (rule, groups) = updates.map_or((None, &[][..]), |updates| (Some(updates.rule), &updates.groups));
         let parts = parts(layout, range.clone(), groups, rule.is_some_and(|rule| rule.is_layerwise()));
         let average = updates.and_then(|updates| updates.average);
         let outer = updates.and_then(|updates| updates.averaging?.outer);
         let recipe = Recipe { rule, average, outer, parts };
-        let is_apart = !are_full_here || backend.computes_narrow();
+        let is_apart = !range.is_empty() && (!are_full_here || backend.computes_narrow());
         let home = match host {
             None => Home::Device(DeviceState::new(backend, recipe, values, is_apart)?),
             Some(host) => Home::Host(Box::new(Offloaded::new(backend, host, recipe, values)?)),
@@ -174,6 +179,9 @@ impl<B: Kernels> ShardOwner<B> {
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
     pub fn update(&mut self, hyper: Hyper, trust: &[f32], grad: B::View<'_>, full: Option<&mut B::Buf>) -> Result<()> {
+        if self.range.is_empty() {
+            return Ok(());
+        }
         match (&mut self.home, full) {
             (Home::Device(held), full) => {
                 held.update(hyper, trust, grad, full.map(|full| B::view_mut(full, self.range.clone())))
@@ -228,6 +236,9 @@ impl<B: Kernels> ShardOwner<B> {
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
     pub fn swap(&mut self, full: Option<&mut B::Buf>) -> Result<()> {
+        if self.range.is_empty() {
+            return Ok(());
+        }
         match (&mut self.home, full) {
             (Home::Device(held), full) => held.swap(full.map(|full| B::view_mut(full, self.range.clone()))),
             (Home::Host(offloaded), None) => offloaded.swap(),

@@ -3,7 +3,7 @@
 use super::stage::{Borrowed, Lent};
 use super::{
     Averaging, ControlFlags, Groups, Hyper, Lanes, MemoryTimeline, Moment, Outer, PipelineSchedule, ReplicaStep,
-    Residency, RoundSummary, Sharded, Stage, StepSchedule, Updates, Zero, offloaded_bytes, partition,
+    Residency, RoundSummary, Sharded, Stage, StepSchedule, Storage, Updates, Zero, offloaded_bytes, partition,
     steps_of_replicas,
 };
 use crate::backend::cpu::Cpu;
@@ -49,6 +49,7 @@ struct Row {
     offload: bool,
     /// Replicas that train apart.
     averaging: Option<Averaging>,
+    storage: Storage,
 }
 
 const ONE: Row = Row {
@@ -67,6 +68,7 @@ const ONE: Row = Row {
     algorithm: Algorithm::Tree,
     offload: false,
     averaging: None,
+    storage: Storage::Ranks,
 };
 
 const RULE: Rule = Rule::AdamW { beta1: 0.9, beta2: 0.99, eps: 1e-8 };
@@ -91,8 +93,8 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let blocks = GPT.sliced(&slices);
     let cut = partition(&[1.0; BLOCKS], row.pipeline, |_, _| true).unwrap();
     let stage = Stage::new(&cut, mesh.stage(comm.rank()), &loans(&blocks));
-    let (host, averaging) = (row.offload.then(|| Cpu::new(2)), row.averaging);
-    let updates = Updates { rule: RULE, groups: vec![], average: averaging.map(|_| 0.5), averaging, host };
+    let (host, averaging, storage) = (row.offload.then(|| Cpu::new(2)), row.averaging, row.storage);
+    let updates = Updates { rule: RULE, groups: vec![], average: averaging.map(|_| 0.5), averaging, storage, host };
     let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
     let (stages, number) = (stage.count, stage.index);
     let sharded =
@@ -350,6 +352,45 @@ fn replicas_that_train_apart_are_the_same_on_any_ranks() {
     for row in [Row { tensor: 2, ..one }, Row { tensor: 2, replica: 2, sequence: true, ..one }] {
         let got = run(row);
         assert!(got.curve == want.curve && got.tensors == want.tensors, "slices, {} replicas", row.replica);
+    }
+}
+
+#[test]
+fn central_storage_gives_the_bits_of_one_rank() {
+    let one = Row { tensor_lanes: 2, ..ONE };
+    let mut pairs = vec![];
+    for (reference, cuts) in [(ONE, &[1, 2, 3][..]), (one, &[1, 2])] {
+        let want = run(Row { storage: Storage::Ranks, ..reference });
+        for &pipeline in cuts {
+            let central = Row { storage: Storage::Central, pipeline, tensor: reference.tensor_lanes, ..reference };
+            for (owners, replica) in [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (1, 8), (4, 2)] {
+                let row = Row { shard: owners, replica, ..central };
+                let ranks = pipeline * owners * replica * row.tensor;
+                if ranks > 8 {
+                    continue;
+                }
+                for row in [row, Row { offload: true, ..row }, Row { algorithm: Algorithm::ReduceToOne, ..row }] {
+                    let (got, Row { algorithm, offload, tensor, .. }) = (run(row), row);
+                    let name = format!(
+                        "{owners} owners of {replica} replicas, pipeline {pipeline}, tensor {tensor}, {algorithm}, offload {offload}"
+                    );
+                    assert_eq!(got.curve, want.curve, "{name}");
+                    assert!(got.tensors == want.tensors, "{name}: other parameters");
+                    pairs.push((row, got.peaks));
+                }
+            }
+        }
+    }
+    // Of a whole network, AdamW's two moments and nothing else.
+    let padded: usize = unit_bytes(ONE.lanes).iter().sum();
+    let of_whole = pairs.iter().filter(|(row, _)| row.pipeline == 1 && row.tensor == 1);
+    for (Row { shard, offload, .. }, peaks) in of_whole {
+        for (rank, [parameters, optimizer, _, offloaded]) in peaks.iter().enumerate() {
+            let owned = if rank < *shard { padded / shard } else { 0 };
+            let kept = if *offload { (0, offloaded_bytes(2, owned / size_of::<f32>())) } else { (2 * owned, 0) };
+            assert_eq!((*optimizer, *offloaded), kept, "rank {rank} of {} with {shard} owners", peaks.len());
+            assert_eq!(*parameters, padded);
+        }
     }
 }
 

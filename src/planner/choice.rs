@@ -12,7 +12,7 @@ use crate::config::{Config, Every, Facts, ModelKind, Plan, resolve};
 use crate::engine::memory::{self, Held, Room};
 use crate::engine::vocabulary;
 use crate::error::{Error, Result};
-use crate::parallel::Zero;
+use crate::parallel::{Storage, Zero};
 use crate::telemetry::banner::Estimate;
 use crate::topology::Topology;
 
@@ -83,6 +83,10 @@ pub fn choose<R: Rates>(
         let message =
             "parallel.average_every is set, but layouts have other numbers of replicas, which train otherwise apart";
         return Err(Error::input(message).hint("choose a layout without it, and set it beside the keys of that"));
+    }
+    if config.parallel.storage == Storage::Central {
+        return Err(Error::input("parallel.storage = central is a layout, of which there is nothing to choose")
+            .hint("choose a layout without it"));
     }
     let need =
         |plan: &Plan| if facts.on_gpu { memory::worst::<Cuda>(plan, held) } else { memory::worst::<Cpu>(plan, held) };

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::config::Config;
-use crate::parallel::Zero;
+use crate::parallel::{Storage, Zero};
 
 /// A layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,10 +20,13 @@ pub struct Row {
     pub shard: usize,
     /// Copies.
     pub replica: usize,
+    /// The ranks that update: where it is central, the shards are its owners.
+    pub storage: Storage,
 }
 
 /// One rank that shards nothing, with which the others are compared.
-pub const REFERENCE: Row = Row { ranks: 1, pipeline: 1, tensor: 1, zero: Zero::Zero, shard: 1, replica: 1 };
+pub const REFERENCE: Row =
+    Row { ranks: 1, pipeline: 1, tensor: 1, zero: Zero::Zero, shard: 1, replica: 1, storage: Storage::Ranks };
 
 impl Row {
     /// Ranks with different data.
@@ -41,6 +44,8 @@ impl Row {
         config.parallel.zero = self.zero;
         config.parallel.shard = Some(self.shard);
         config.parallel.replica = Some(self.replica);
+        config.parallel.storage = self.storage;
+        config.parallel.owners = if self.storage == Storage::Central { self.shard } else { 1 };
         config
     }
 
@@ -66,22 +71,28 @@ impl fmt::Display for Row {
 }
 
 /// For every number of ranks, of pipeline stages and of ranks that share blocks, every ZeRO stage; then, for those that shard,
-/// every way to have several copies of several shards. Ranks that these cannot divide make one row, which cannot run and says why.
-pub fn matrix(ranks: &[usize], pipelines: &[usize], tensors: &[usize], stages: &[Zero]) -> Vec<Row> {
+/// every way to have several copies of several shards. Where storage is central, every number of owners instead. Ranks that these
+/// cannot divide make one row, which cannot run and says why.
+pub fn matrix(ranks: &[usize], pipelines: &[usize], tensors: &[usize], stages: &[Zero], storage: Storage) -> Vec<Row> {
     let mut rows = Vec::new();
     for (&ranks, &pipeline) in ranks.iter().flat_map(|ranks| pipelines.iter().map(move |pipeline| (ranks, pipeline))) {
         for &tensor in tensors {
-            add_rows(&mut rows, [ranks, pipeline, tensor], stages);
+            add_rows(&mut rows, [ranks, pipeline, tensor], stages, storage);
         }
     }
     rows
 }
 
-fn add_rows(rows: &mut Vec<Row>, [ranks, pipeline, tensor]: [usize; 3], stages: &[Zero]) {
+fn add_rows(rows: &mut Vec<Row>, [ranks, pipeline, tensor]: [usize; 3], stages: &[Zero], storage: Storage) {
     let data = ranks / (pipeline * tensor);
-    let row = |zero, shard, replica| Row { ranks, pipeline, tensor, zero, shard, replica };
+    let row = |zero, shard, replica| Row { ranks, pipeline, tensor, zero, shard, replica, storage };
     if !ranks.is_multiple_of(pipeline * tensor) {
         rows.push(row(Zero::Zero, 1, data.max(1)));
+        return;
+    }
+    if storage == Storage::Central {
+        let owners = (1..=data).filter(|owners| data.is_multiple_of(*owners));
+        rows.extend(owners.map(|owners| row(Zero::Zero, owners, data / owners)));
         return;
     }
     rows.extend(stages.iter().map(|&zero| match zero {
@@ -101,23 +112,38 @@ mod tests {
     #[test]
     fn hybrid_rows_fit_the_ranks() {
         let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three];
+        let matrix = |ranks: &[usize], pipelines: &[usize], tensors: &[usize], stages: &[Zero]| {
+            matrix(ranks, pipelines, tensors, stages, Storage::Ranks)
+        };
         let rows = matrix(&[1, 2, 4, 8], &[1], &[1], &stages);
         assert_eq!(rows.len(), 4 * 4 + 3 * (1 + 2));
-        assert!(rows.contains(&Row { ranks: 8, pipeline: 1, tensor: 1, zero: Zero::Two, shard: 4, replica: 2 }));
+        assert!(rows.contains(&Row { ranks: 8, zero: Zero::Two, shard: 4, replica: 2, ..REFERENCE }));
         assert!(matrix(&[6], &[1], &[1], &stages[..1]).iter().all(|row| (row.shard, row.replica) == (1, 6)));
         let piped = matrix(&[2, 8], &[2, 4], &[1], &stages);
         assert_eq!(piped.len(), 4 + 1 + (4 + 3) + 4);
         let cut = matrix(&[8], &[2], &[1, 2], &stages);
         assert_eq!(cut.len(), (4 + 3) + 4);
-        assert!(cut.contains(&Row { ranks: 8, pipeline: 2, tensor: 2, zero: Zero::Two, shard: 2, replica: 1 }));
-        assert!(piped.contains(&Row { ranks: 2, pipeline: 4, tensor: 1, zero: Zero::Zero, shard: 1, replica: 1 }));
+        assert!(cut.contains(&Row { ranks: 8, pipeline: 2, tensor: 2, zero: Zero::Two, shard: 2, ..REFERENCE }));
+        assert!(piped.contains(&Row { ranks: 2, pipeline: 4, ..REFERENCE }));
+    }
+
+    #[test]
+    fn central_storage_has_every_number_of_owners() {
+        let stages = [Zero::Zero, Zero::Three];
+        let rows = matrix(&[1, 4], &[1], &[1], &stages, Storage::Central);
+        let owners: Vec<(usize, usize, usize)> = rows.iter().map(|row| (row.ranks, row.shard, row.replica)).collect();
+        assert_eq!(owners, [(1, 1, 1), (4, 1, 4), (4, 2, 2), (4, 4, 1)]);
+        let mut base = Config::default();
+        base.parallel.storage = Storage::Central;
+        let config = rows[2].config(&base);
+        assert_eq!((config.parallel.owners, config.parallel.zero), (2, Zero::Zero));
+        assert_eq!(REFERENCE.config(&config).parallel.storage, Storage::Ranks);
     }
 
     #[test]
     fn trees_are_the_same_with_powers_of_two() {
         let tree = |shard, replica, lanes| {
-            Row { ranks: shard * replica, pipeline: 1, tensor: 1, zero: Zero::One, shard, replica }
-                .same_tree(lanes, 1, None)
+            Row { ranks: shard * replica, zero: Zero::One, shard, replica, ..REFERENCE }.same_tree(lanes, 1, None)
         };
         assert!(tree(4, 2, 8) && tree(3, 1, 12) && tree(1, 1, 7) && tree(1, 8, 8));
         assert!(!tree(3, 4, 12), "a copy has three lanes");

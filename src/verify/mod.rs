@@ -55,7 +55,8 @@ pub struct Request {
 /// # Errors
 /// The configuration is wrong, no row can run, or a row failed.
 pub fn verify(request: &Request) -> Result<bool> {
-    let rows = matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages);
+    let storage = request.config.parallel.storage;
+    let rows = matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages, storage);
     // More steps than the run has make it longer, before its schedule is laid out.
     let mut request = request.clone();
     request.config.run.steps = request.config.run.steps.max(request.steps);

@@ -58,6 +58,8 @@ impl<B: Backend> Rank<B> {
         let scattered = group.reduce_scatter(gradients(values(rank, padded)));
         let chained = group.reduce_scatter(gradients(values(rank, padded)));
         let chained = group.all_reduce_after(chained, part.clone());
+        let reduced = group.reduce_scatter(gradients(values(rank, padded)));
+        let reduced = group.reduce_after(reduced, part.clone());
         let gathered = group.all_gather(gradients(mine(&part, &values(8, padded))));
         let broadcast = group.broadcast(gradients(values(rank, len)), size - 1);
 
@@ -67,6 +69,8 @@ impl<B: Backend> Rank<B> {
         let narrow_part = rank * narrow / size..(rank + 1) * narrow / size;
         let parameters = self.up(MemoryKind::Parameters, &mine(&narrow_part, &small(0, narrow)));
         let parameters = group.all_gather(parameters);
+        let handed = self.up(MemoryKind::Parameters, &small(rank, narrow));
+        let handed = group.all_gather_after(group.broadcast_range(handed, narrow_part), narrow);
         let odd = group.broadcast(self.up(MemoryKind::Parameters, &small(rank, len)), 0);
 
         let mut results: Vec<Vec<f32>> = Vec::new();
@@ -76,7 +80,8 @@ impl<B: Backend> Rank<B> {
         for pending in [scattered, chained] {
             results.push(self.see(&pending.wait()?)[part.clone()].to_vec());
         }
-        for pending in [gathered, broadcast, parameters, odd] {
+        results.push(self.see(&reduced.wait()?)[if rank == 0 { part } else { 0..0 }].to_vec());
+        for pending in [gathered, broadcast, parameters, handed, odd] {
             results.push(self.see(&pending.wait()?));
         }
         if size > 1 && len > 0 {

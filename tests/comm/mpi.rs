@@ -38,12 +38,14 @@ fn every_operation(group: &Group<Cpu>) -> Result<Vec<Vec<f32>>> {
         // All in flight together.
         let whole = group.all_reduce(buf(&values(rank, len)), 0..len);
         let middle = group.all_reduce(buf(&values(rank, len)), len / 5..len - len / 7);
+        let reduced = group.reduce(buf(&values(rank, len)));
         let scattered = group.reduce_scatter(buf(&values(rank, padded)));
         let mut mine = vec![f32::NAN; padded];
         mine[part.clone()].copy_from_slice(&values(8, padded)[part.clone()]);
         let gathered = group.all_gather(buf(&mine));
         let broadcast = group.broadcast(buf(&values(rank, len)), size - 1);
         results.extend([whole.wait()?, middle.wait()?].map(|buf| buf.as_slice().to_vec()));
+        results.push(reduced.wait()?.as_slice()[..if rank == 0 { len } else { 0 }].to_vec());
         results.push(scattered.wait()?.as_slice()[part].to_vec());
         results.extend([gathered.wait()?, broadcast.wait()?].map(|buf| buf.as_slice().to_vec()));
     }
@@ -175,6 +177,7 @@ fn more_than_two_gibibytes() {
             let half = len / 2;
             let (range, expected): (_, fn(usize, usize) -> usize) = match operation {
                 Operation::AllReduce => (0..len, |_, _| 3),
+                Operation::Reduce => (0..if rank == 0 { len } else { 0 }, |_, _| 3),
                 Operation::ReduceScatter => (rank * half..(rank + 1) * half, |_, _| 3),
                 Operation::AllGather => (0..len, |i, half| 1 + i / half),
                 Operation::Broadcast => (0..len, |_, _| 1),

@@ -20,7 +20,7 @@ use hpctrain::mesh::Mesh;
 use hpctrain::nn::loss::{Loss, Objective};
 use hpctrain::nn::{Micro, Network, loans};
 use hpctrain::optim::Rule;
-use hpctrain::parallel::{Groups, Lanes, Sharded, Stage, StepSchedule, Updates, Zero};
+use hpctrain::parallel::{Groups, Lanes, Sharded, Stage, StepSchedule, Storage, Updates, Zero};
 
 /// A file of `tests/golden/`.
 pub fn golden(name: &str) -> hdf5::File {
@@ -92,7 +92,7 @@ pub fn engine_on<B: Kernels>(
     let groups = Groups::split(comm, &mesh, false).unwrap();
     let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = network.blocks();
-    let updates = Updates { rule, groups: vec![], average: None, averaging: None, host: None };
+    let updates = Updates { rule, groups: vec![], average: None, averaging: None, storage: Storage::Ranks, host: None };
     let (keep, stage) = (zero.residency(), Stage::whole(&loans(&blocks)));
     let slices = Slices::whole();
     let sharded =

@@ -80,6 +80,7 @@ functions! {
         send = c"ncclSend"(*const c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
         recv = c"ncclRecv"(*mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
         all_reduce = c"ncclAllReduce"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
+        reduce = c"ncclReduce"(*const c_void, *mut c_void, usize, c_int, c_int, c_int, Handle, *mut c_void) -> c_int;
         reduce_scatter = c"ncclReduceScatter"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
         all_gather = c"ncclAllGather"(*const c_void, *mut c_void, usize, c_int, Handle, *mut c_void) -> c_int;
         broadcast = c"ncclBroadcast"(*const c_void, *mut c_void, usize, c_int, c_int, Handle, *mut c_void) -> c_int;
@@ -271,6 +272,7 @@ impl DeviceComm for NcclComm {
             unsafe {
                 match call {
                     Vendor::AllReduce => (library.all_reduce)(all, all, words, WORD, SUM, handle, stream),
+                    Vendor::Reduce => (library.reduce)(all, all, words, WORD, SUM, root, handle, stream),
                     Vendor::ReduceScatter => (library.reduce_scatter)(all, mine, part, WORD, SUM, handle, stream),
                     Vendor::AllGather => (library.all_gather)(mine, all, part, WORD, handle, stream),
                     Vendor::Broadcast { .. } => (library.broadcast)(all, all, words, WORD, root, handle, stream),

@@ -16,6 +16,7 @@ mod tree;
 
 use std::fmt;
 use std::ops::Range;
+use std::slice::from_ref;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -47,6 +48,8 @@ pub enum Algorithm {
 pub enum Operation {
     /// The sum over all ranks, on every rank.
     AllReduce,
+    /// The sum over all ranks, on the first one.
+    Reduce,
     /// The sum over all ranks, each rank its part.
     ReduceScatter,
     /// Every rank's part, on every rank.
@@ -83,13 +86,14 @@ impl Algorithm {
 
 impl Operation {
     /// Every operation.
-    pub const ALL: [Operation; 4] =
-        [Operation::AllReduce, Operation::ReduceScatter, Operation::AllGather, Operation::Broadcast];
+    pub const ALL: [Operation; 5] =
+        [Operation::AllReduce, Operation::Reduce, Operation::ReduceScatter, Operation::AllGather, Operation::Broadcast];
 
     /// Its name in reports.
     pub fn name(self) -> &'static str {
         match self {
             Operation::AllReduce => "all_reduce",
+            Operation::Reduce => "reduce",
             Operation::ReduceScatter => "reduce_scatter",
             Operation::AllGather => "all_gather",
             Operation::Broadcast => "broadcast",
@@ -98,7 +102,7 @@ impl Operation {
 
     /// Whether it adds.
     pub fn adds(self) -> bool {
-        matches!(self, Operation::AllReduce | Operation::ReduceScatter)
+        matches!(self, Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter)
     }
 }
 
@@ -210,6 +214,7 @@ pub struct Call {
 pub fn run(call: Call, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
     match call.operation {
         Operation::AllReduce => all_reduce(call.algorithm, x, wire, group),
+        Operation::Reduce => reduce(call.algorithm, x, wire, group),
         Operation::ReduceScatter => reduce_scatter(call.algorithm, x, wire, group),
         Operation::AllGather => all_gather(call.algorithm, x, wire, group),
         Operation::Broadcast => broadcast(call.algorithm, x, wire, group, call.root),
@@ -226,6 +231,20 @@ fn all_reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, gr
         } else {
             (steps.reduce_scatter)(x, wire, group, &shares)?;
             (steps.all_gather)(x, wire, group, &shares)?;
+        }
+    }
+    Ok(())
+}
+
+/// The sum over all ranks, on the first one; elsewhere the elements are unspecified.
+fn reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+    let Some(steps) = algorithm.steps() else { return x.vendor(wire, group, Vendor::Reduce) };
+    for (range, shares) in blocks(0..x.len(), group.size()) {
+        if algorithm == Algorithm::ReduceToOne {
+            tree::reduce(x, wire, group, from_ref(&range))?;
+        } else {
+            (steps.reduce_scatter)(x, wire, group, &shares)?;
+            reduce_to_one::gather(x, wire, group, &shares)?;
         }
     }
     Ok(())

@@ -30,8 +30,8 @@ pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members,
     Ok(())
 }
 
-/// All shares to rank 0, and from there to all.
-pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+/// All shares to rank 0.
+pub fn gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
     for rank in 1..group.size() {
         if group.rank == rank {
             x.exchange(wire, group, Combine::Replace, Some((0, shares.of(rank))), None)?;
@@ -39,6 +39,12 @@ pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, sha
             x.exchange(wire, group, Combine::Replace, None, Some((rank, shares.of(rank))))?;
         }
     }
+    Ok(())
+}
+
+/// All shares to rank 0, and from there to all.
+pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    gather(x, wire, group, shares)?;
     shares.all().iter().try_for_each(|range| tree::broadcast(x, wire, group, range, 0))
 }
 

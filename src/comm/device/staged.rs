@@ -152,10 +152,10 @@ fn cut(call: Call, words: usize, ranks: usize, slot: usize) -> Vec<Chunk> {
             of_shares(vec![algorithms::Shares::even(&(0..words), ranks)])
         }
         // An element is added in the order of the rank that owns it in its block.
-        (Operation::AllReduce, Algorithm::Ring) => {
+        (Operation::AllReduce | Operation::Reduce, Algorithm::Ring) => {
             of_shares(algorithms::blocks(0..words, ranks).map(|(_, shares)| shares).collect())
         }
-        (Operation::AllReduce | Operation::Broadcast, _) => straight(words, slot),
+        (Operation::AllReduce | Operation::Reduce | Operation::Broadcast, _) => straight(words, slot),
     }
 }
 
@@ -182,7 +182,7 @@ impl Staging<'_> {
         let (rank, root) = (group.rank, call.root);
         let down = |chunk: &Chunk| {
             chunk.pieces(memory, |part| match call.operation {
-                Operation::AllReduce | Operation::ReduceScatter => true,
+                Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter => true,
                 Operation::AllGather => part == rank,
                 Operation::Broadcast => rank == root,
             })
@@ -190,6 +190,7 @@ impl Staging<'_> {
         let up = |chunk: &Chunk| {
             chunk.pieces(memory, |part| match call.operation {
                 Operation::AllReduce => true,
+                Operation::Reduce => rank == 0,
                 Operation::ReduceScatter => part == rank,
                 Operation::AllGather => part != rank,
                 Operation::Broadcast => rank != root,

@@ -7,10 +7,10 @@ use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
 use crate::layout::{UnitLayout, part};
-use crate::parallel::Life;
 use crate::parallel::control_flags::{AllFlags, ControlFlags};
 use crate::parallel::step_summary::{Squares, StepSummary, sum_of_squares};
 use crate::parallel::unit::{Reduction, Sum};
+use crate::parallel::{Life, Storage};
 use crate::tree::tree_sum;
 
 /// Results of a step's reductions, the same on all ranks.
@@ -86,13 +86,17 @@ impl<B: Kernels> Sharded<B> {
     /// A reduction failed.
     pub fn start_reductions(&mut self) -> Result<()> {
         for unit in std::mem::take(&mut self.ended) {
+            let range = self.shard_of(unit);
             let state = &mut self.units[unit];
             let Some(Reduction::Ended(sum)) = state.reduction.take() else {
                 return Err(Error::internal("no sum of lanes to reduce"));
             };
             let scattered = self.groups.shard.about(&state.layout.name).reduce_scatter(sum);
             let replicas = self.groups.step.replica.about(&state.layout.name);
-            state.reduction = Some(Reduction::InFlight(replicas.all_reduce_after(scattered, state.owner.range())));
+            state.reduction = Some(Reduction::InFlight(match self.storage {
+                Storage::Ranks => replicas.all_reduce_after(scattered, range),
+                Storage::Central => replicas.reduce_after(scattered, range),
+            }));
             if self.keep.grads == Life::Use {
                 // Full gradients live for their use: those of the unit before have had this block's time to be reduced.
                 std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
@@ -204,10 +208,13 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Those that lie in this rank's owned range and fall to it, where the ranks of `copies`, which own the same range, divide them
-    /// among themselves.
+    /// among themselves. None on a rank that owns nothing.
     pub(super) fn virtual_shards(&self, copies: &Group<B>) -> Range<usize> {
-        let owned = part(self.parts(), self.groups.shard.rank(), self.groups.shard.size());
-        let mine = part(owned.len(), copies.rank(), copies.size());
-        owned.start + mine.start..owned.start + mine.end
+        let of_shard = part(self.parts(), self.groups.shard.rank(), self.groups.shard.size());
+        let mine = match self.storage {
+            Storage::Ranks => part(of_shard.len(), copies.rank(), copies.size()),
+            Storage::Central => 0..if self.owns() { of_shard.len() } else { 0 },
+        };
+        of_shard.start + mine.start..of_shard.start + mine.end
     }
 }

@@ -26,6 +26,7 @@ pub use gradients::{Reduced, ReducedStep};
 pub use state::Owned;
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::averaging::Averaging;
@@ -39,7 +40,7 @@ use super::schedule::StepSchedule;
 use super::shard_owner::{ShardOwner, Updates};
 use super::stage::{Borrowed, GuestUnit, Stage};
 use super::unit::{Resting, Slot, Unit, initial};
-use super::{Life, Residency};
+use super::{Life, Residency, Storage};
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
@@ -52,6 +53,7 @@ use crate::tree::Tree;
 pub struct Sharded<B: Kernels> {
     backend: B,
     groups: Groups<B>,
+    storage: Storage,
     keep: Residency,
     lanes: Lanes,
     /// The tensor lanes of every unit.
@@ -103,6 +105,7 @@ impl<B: Kernels> Sharded<B> {
         let (shards, shard) = (groups.shard.size(), groups.shard.rank());
         let keep = keep.over(shards);
         let averaging = updates.as_ref().and_then(|updates| updates.averaging);
+        let storage = updates.as_ref().map_or(Storage::Ranks, |updates| updates.storage);
         let held = averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
@@ -111,7 +114,10 @@ impl<B: Kernels> Sharded<B> {
             blocks.iter().map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes.total, slices)).collect();
         let mut units = Vec::with_capacity(stage.units.len());
         for layout in &network[stage.units.clone()] {
-            let owned = layout.part(shard, shards);
+            let owned = match storage {
+                Storage::Central if groups.replica.rank() > 0 => 0..0,
+                _ => layout.part(shard, shards),
+            };
             let full = initial(layout, seed);
             let (values, are_full_here) = (&full[owned.clone()], keep.params == Life::Step);
             let (host, updates) = (host.as_ref(), updates.as_ref());
@@ -151,6 +157,7 @@ impl<B: Kernels> Sharded<B> {
         Ok(Self {
             backend,
             groups,
+            storage,
             keep,
             lanes,
             slices: slices.clone(),
@@ -365,17 +372,34 @@ impl<B: Kernels> Sharded<B> {
         Ok(())
     }
 
-    /// Sends the updated owned part of full parameters to the other shards.
-    fn spread(&mut self, slot: usize) {
-        if let Slot::Here(full) = std::mem::replace(self.slot(slot).1, Slot::Gone) {
-            self.all_gather(slot, full);
-        }
+    /// Sends the updated owned part of full parameters to the ranks that do not own it: first, where storage is central, to the
+    /// other replicas, then to the other shards.
+    fn spread(&mut self, unit: usize) {
+        let Slot::Here(full) = std::mem::replace(&mut self.units[unit].params, Slot::Gone) else { return };
+        let range = self.shard_of(unit);
+        let Unit { layout, params, .. } = &mut self.units[unit];
+        let [shard, replica] = [&self.groups.shard, &self.groups.replica].map(|group| group.about(&layout.name));
+        let full = match self.storage {
+            Storage::Ranks => Pending::ready(full),
+            Storage::Central => replica.broadcast_range(full, range),
+        };
+        *params = Slot::InFlight(shard.all_gather_after(full, layout.padded));
     }
 
     fn all_gather(&mut self, slot: usize, full: B::Buf) {
         let name = self.slot(slot).0.name.clone();
         let group = self.groups.shard.about(&name);
         *self.slot(slot).1 = Slot::InFlight(group.all_gather(full));
+    }
+
+    /// The range of a unit that this shard has, whichever replica owns it.
+    fn shard_of(&self, unit: usize) -> Range<usize> {
+        self.units[unit].layout.part(self.groups.shard.rank(), self.groups.shard.size())
+    }
+
+    /// Whether this rank owns ranges of its units.
+    fn owns(&self) -> bool {
+        self.storage == Storage::Ranks || self.groups.replica.rank() == 0
     }
 
     fn full(&self, slot: usize) -> Result<B::View<'_>> {

@@ -23,13 +23,16 @@ pub struct Owned<'a, B: Kernels> {
 }
 
 impl<B: Kernels> Sharded<B> {
-    /// The parts of the units that this rank, and no other, writes to a checkpoint. Of replicas that train apart it is the one
+    /// The parts of the units that this rank, and no other, writes to a checkpoint; none where it owns nothing. Of replicas that train apart it is the one
     /// whose turn it is; after an average all are equal.
     ///
     /// # Errors
     /// A gather under way failed.
     pub fn owned(&mut self) -> Result<Vec<Owned<'_, B>>> {
         let shards = self.virtual_shards(&self.groups.replica);
+        if shards.is_empty() {
+            return Ok(vec![]);
+        }
         let total = self.parts();
         for unit in &mut self.units {
             unit.params.land()?;

@@ -5,11 +5,11 @@ use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::optim::Rule;
-use crate::parallel::Life;
 use crate::parallel::guest::Guest;
 use crate::parallel::hyper::Hyper;
 use crate::parallel::norms::{self, Norms};
 use crate::parallel::unit::{Reduction, Slot, Sum, Unit};
+use crate::parallel::{Life, Storage};
 
 impl<B: Kernels> Sharded<B> {
     /// The factor on the step of every tensor of every unit where the rule scales them by norms; nothing elsewhere.
@@ -74,15 +74,30 @@ impl<B: Kernels> Sharded<B> {
             if keep.grads == Life::Step {
                 unit.grads = Some(grad);
             }
-            self.lend(index)?;
-            match keep.params {
-                Life::Step => self.spread(index),
-                // Every pass begins with the first blocks.
-                Life::Use if index < keep.ahead => self.gather(index)?,
-                Life::Use => {}
+            self.publish(index)?;
+            // Every pass begins with the first blocks.
+            if keep.params == Life::Use && index < keep.ahead {
+                self.gather(index)?;
             }
         }
         self.borrow()
+    }
+
+    /// Hands updated parameters of a unit out, to the ranks whose full ones live always and to stages that borrow it.
+    fn publish(&mut self, index: usize) -> Result<()> {
+        match (self.storage, self.keep.params) {
+            (Storage::Ranks, Life::Step) => {
+                self.lend(index)?;
+                self.spread(index);
+                Ok(())
+            }
+            (Storage::Ranks, Life::Use) => self.lend(index),
+            // A rank that owns nothing has nothing to lend before it is told.
+            (Storage::Central, _) => {
+                self.spread(index);
+                self.lend(index)
+            }
+        }
     }
 
     /// Lets parameters and their running average take each other's places, where one is kept: before an evaluation, and after
@@ -97,18 +112,14 @@ impl<B: Kernels> Sharded<B> {
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
             match self.keep.params {
-                Life::Step => {
-                    unit.owner.swap(unit.params.land()?)?;
-                    self.lend(index)?;
-                    self.spread(index);
-                }
+                Life::Step => unit.owner.swap(unit.params.land()?)?,
                 Life::Use => {
                     unit.params.land()?;
                     unit.params = Slot::Gone;
                     unit.owner.swap(None)?;
-                    self.lend(index)?;
                 }
             }
+            self.publish(index)?;
         }
         self.borrow()
     }
@@ -128,8 +139,8 @@ impl<B: Kernels> Sharded<B> {
     /// Sends this rank's part of a unit's parameters to the stages that borrow them.
     pub(super) fn lend(&mut self, index: usize) -> Result<()> {
         for lent in self.stage.lent.iter().filter(|lent| lent.slot == index) {
+            let range = self.shard_of(index);
             let unit = &mut self.units[index];
-            let range = unit.owner.range();
             let mut part = self.backend.alloc(MemoryKind::Parameters, range.len())?;
             match (self.keep.params, unit.params.land()?) {
                 (Life::Step, Some(full)) => self.backend.copy(B::view(full, range), B::all_mut(&mut part))?,

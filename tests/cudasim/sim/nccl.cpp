@@ -260,10 +260,11 @@ Result message(bool sends, void* at, size_t count, int type, int peer, Comm* c, 
 }
 
 // The messages of a collective: `out` bytes to everybody from `from(peer)`, `in` bytes from everybody to `to(peer)`.
+// Memory of rank r goes there from `from(r)`, if anything does, and comes from there to `to(r)`.
 template <class From, class To> void all_to_all(Comm* c, Task& t, size_t n, From from, To to) {
   for (int peer = 0; peer < c->state->size; peer++)
     if (peer != c->state->rank) {
-      t.messages.push_back({true, peer, from(peer), n});
+      if (char* at = from(peer)) t.messages.push_back({true, peer, at, n});
       t.messages.push_back({false, peer, to(peer), n});
     }
 }
@@ -413,6 +414,16 @@ EXPORT Result ncclAllReduce(char* in, char* out, size_t count, int type, int op,
   size_t n = count * width(type);
   if (!inside(in, n, out, n, "ncclAllReduce")) return refuse(ARGUMENT, "not memory of a device");
   return sum(c, stream, count, type, op, in, out, [=](int) { return in; });
+}
+EXPORT Result ncclReduce(char* in, char* out, size_t count, int type, int op, int root, Comm* c, void* stream) {
+  size_t n = count * width(type);
+  bool mine = root == c->state->rank;
+  if (!inside(in, n, mine ? out : in, n, "ncclReduce")) return refuse(ARGUMENT, "not memory of a device");
+  if (root < 0 || root >= c->state->size) return refuse(ARGUMENT, "a root that is no rank");
+  if (mine) return sum(c, stream, count, type, op, in, out, [](int) -> char* { return nullptr; });
+  Task t{.alone = true};
+  t.messages.push_back({true, root, in, n});
+  return add(c, stream, std::move(t));
 }
 EXPORT Result ncclReduceScatter(char* in, char* out, size_t count, int type, int op, Comm* c, void* stream) {
   size_t n = count * width(type);

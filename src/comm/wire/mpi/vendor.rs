@@ -1,6 +1,7 @@
 //! The collectives of the MPI library itself. They block, and choose their own order of additions.
 
 use std::ffi::c_void;
+use std::ptr::null_mut;
 
 use mpi::ffi;
 
@@ -26,7 +27,7 @@ pub fn run(
         unsafe { run_once(comm, in_place, group, call, memory.as_mut_ptr(), memory.len()) }
     };
     match call {
-        Vendor::AllReduce | Vendor::Broadcast { .. } => memory.chunks_mut(LONGEST).try_for_each(once),
+        Vendor::AllReduce | Vendor::Reduce | Vendor::Broadcast { .. } => memory.chunks_mut(LONGEST).try_for_each(once),
         Vendor::AllGather => by_parts(group, memory, staging, LONGEST, false, once),
         Vendor::ReduceScatter => by_parts(group, memory, staging, LONGEST, true, |memory| {
             once(memory)?;
@@ -45,7 +46,7 @@ pub fn run_on_device(
     call: Vendor,
     memory: Span<'_>,
 ) -> Result<()> {
-    let whole = matches!(call, Vendor::AllReduce | Vendor::Broadcast { .. });
+    let whole = matches!(call, Vendor::AllReduce | Vendor::Reduce | Vendor::Broadcast { .. });
     let longest = if whole { LONGEST } else { memory.words() };
     for start in (0..memory.words()).step_by(longest.max(1)) {
         let part = memory.part(start..memory.words().min(start + longest));
@@ -75,6 +76,11 @@ unsafe fn run_once(
         Vendor::AllReduce => {
             // SAFETY: the call blocks, and `len` elements are read and written, as the caller allows.
             check(unsafe { ffi::MPI_Allreduce(in_place, to, count(len)?, float, sum, comm) }, "MPI_Allreduce")
+        }
+        Vendor::Reduce => {
+            let (from, to) = if group.rank == 0 { (in_place, to) } else { (to.cast_const(), null_mut()) };
+            // SAFETY: the call blocks, and `len` elements are read, on the first rank written, as the caller allows.
+            check(unsafe { ffi::MPI_Reduce(from, to, count(len)?, float, sum, 0, comm) }, "MPI_Reduce")
         }
         Vendor::Broadcast { root } => {
             // SAFETY: the call blocks, and `len` elements are read or written, as the caller allows.
