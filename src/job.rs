@@ -2,6 +2,8 @@
 
 use std::process::ExitCode;
 
+use rustix::process::{Signal, set_parent_process_death_signal};
+
 use crate::backend::cpu::Cpu;
 use crate::comm::{self, Algorithm, Comm};
 use crate::comm::{Launch, launched};
@@ -24,7 +26,7 @@ pub fn start(work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> ExitCode {
     let code = match launched(|name| std::env::var(name).ok()) {
         Ok(launch) => {
             name_console(launch.as_ref());
-            run(launch.is_some(), |comm| work(comm).map(|()| 0))
+            run(launch.as_ref(), |comm| work(comm).map(|()| 0))
         }
         Err(e) => fail(&e),
     };
@@ -40,17 +42,22 @@ pub fn name_console(launch: Option<&Launch>) {
     });
 }
 
-/// Does the work of one rank, in a world of its own unless an MPI launcher started it; returns the exit code,
+/// Does the work of one rank, in a world of its own unless a launcher started it; returns the exit code,
 /// which is that of the work if it succeeds.
 #[doc(hidden)]
-pub fn run(launched: bool, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 {
-    let comm: Comm<Cpu> = if launched {
-        match comm::start_mpi(Algorithm::Tree) {
-            Ok(comm) => comm,
-            Err(e) => return fail(&e),
-        }
-    } else {
-        comm::single()
+pub fn run(launch: Option<&Launch>, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 {
+    if launch.is_some_and(|launch| launch.meeting.is_some()) {
+        // Ranks do not outlive the program that has started them; a system that refuses this loses no more than that.
+        let _ = set_parent_process_death_signal(Some(Signal::KILL));
+    }
+    let started = match launch.map(|launch| &launch.meeting) {
+        None => Ok(comm::single()),
+        Some(None) => comm::start_mpi(Algorithm::Tree),
+        Some(Some(meeting)) => comm::start_tcp(meeting, Algorithm::Tree),
+    };
+    let comm: Comm<Cpu> = match started {
+        Ok(comm) => comm,
+        Err(e) => return fail(&e),
     };
     abort_on_panic(&comm);
     let code = match work(&comm) {

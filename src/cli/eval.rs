@@ -8,7 +8,7 @@ use super::measure;
 use super::roles::{Role, Start, exit_code};
 use super::used::Part;
 use crate::backend::cpu::Cpu;
-use crate::comm::Comm;
+use crate::comm::{Comm, Launch};
 use crate::config::{Config, Time, overlay};
 use crate::error::{Error, Result};
 use crate::evaluate::{Policy, Request, watch};
@@ -51,20 +51,20 @@ pub struct EvalArgs {
 }
 
 /// Runs one rank; returns the exit code.
-pub fn run(args: &EvalArgs, launched: bool) -> i32 {
+pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
     let run = match (&args.run, &args.checkpoint) {
         (_, Some(checkpoint)) => {
             let (checkpoint, overrides) = (checkpoint.clone(), args.overrides.clone());
             let EvalArgs { data, split, json, .. } = args;
             let request = measure::Request { checkpoint, data: data.clone(), split: *split, json: *json, overrides };
-            return measure::run(&request, launched);
+            return measure::run(&request, launch);
         }
         (run, None) => run.clone().unwrap_or_default(),
     };
     if let Err(e) = signals::listen() {
         return fail(&e);
     }
-    job::run(launched, |comm| {
+    job::run(launch, |comm| {
         // A trainer's rank that cannot begin says so to all.
         comm.world().agree(Ok(()))?;
         let role = Role::find(comm, Start::Evaluate)?;

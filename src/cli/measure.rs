@@ -7,6 +7,7 @@ use serde::Serialize;
 use super::used::{self, Found, Part, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
+use crate::comm::Launch;
 use crate::config::{Config, Plan};
 use crate::data::Split;
 use crate::engine::feed;
@@ -78,8 +79,8 @@ impl Work for Request {
 }
 
 /// Runs one rank; returns the exit code.
-pub fn run(request: &Request, launched: bool) -> i32 {
-    used::run(request, &request.checkpoint, launched)
+pub fn run(request: &Request, launch: Option<&Launch>) -> i32 {
+    used::run(request, &request.checkpoint, launch)
 }
 
 /// The result as a line of text, or as JSON.

@@ -13,6 +13,7 @@ mod prove;
 mod roles;
 mod sample;
 mod simulate;
+mod spawn;
 mod train;
 mod used;
 mod verify;
@@ -21,7 +22,7 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 
 use crate::comm;
 use crate::comm::Launch;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::job::{self, fail};
 
 /// Trains neural networks on clusters that speak MPI.
@@ -34,6 +35,9 @@ struct Cli {
     command: Option<Command>,
     #[command(flatten)]
     train: train::TrainArgs,
+    /// Start so many ranks on this machine, as processes that talk over TCP, without MPI.
+    #[arg(long, value_name = "N", global = true, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    spawn: Option<u16>,
 }
 
 #[derive(Subcommand)]
@@ -78,6 +82,19 @@ enum Command {
     },
 }
 
+impl Command {
+    /// Whether a launcher may start it as several processes.
+    fn has_ranks(&self) -> bool {
+        match self {
+            Command::Train(_) | Command::Eval(_) | Command::Predict(_) | Command::Sample(_) => true,
+            Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
+            Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) | Command::ProveDirect => false,
+            Command::Data(_) | Command::Checkpoint(_) | Command::Config(_) | Command::DoctorProbe(_) => false,
+            Command::Completions { .. } => false,
+        }
+    }
+}
+
 /// Runs the program; returns its exit code.
 pub fn run() -> i32 {
     let launch = match comm::launched(|name| std::env::var(name).ok()) {
@@ -98,6 +115,21 @@ pub fn run() -> i32 {
     };
     job::name_console(launch.as_ref());
     let command = cli.command.unwrap_or(Command::Train(cli.train));
+    if let Some(ranks) = cli.spawn {
+        match launch.as_ref() {
+            None if !command.has_ranks() => {
+                let e = Error::input(format!("--spawn {ranks}, but this command does not run on ranks"));
+                return fail(&e.hint("train, eval, predict, sample, plan, bench and doctor do"));
+            }
+            None => return spawn::run(usize::from(ranks)),
+            Some(Launch { meeting: Some(_), .. }) => {}
+            Some(launch) if speaks => {
+                let e = Error::input(format!("--spawn {ranks}, but this process was started by {}", launch.by));
+                return fail(&e.hint("use one of them"));
+            }
+            Some(_) => return 2,
+        }
+    }
     // The results of a training are its records and checkpoints.
     let is_for_output = !matches!(command, Command::Train(_) | Command::Simulate(_));
     let code = carry_out(command, launch.as_ref(), speaks);
@@ -110,15 +142,15 @@ pub fn run() -> i32 {
 /// Runs a command on a rank that `speaks` for all, or does not; returns its exit code.
 fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
     match command {
-        Command::Train(args) => train::run(&args, launch.is_some()),
-        Command::Eval(args) => eval::run(&args, launch.is_some()),
-        Command::Predict(args) => predict::run(&args, launch.is_some()),
-        Command::Sample(args) => sample::run(&args, launch.is_some()),
-        Command::Bench(args) => bench::run(&args, launch.is_some()),
+        Command::Train(args) => train::run(&args, launch),
+        Command::Eval(args) => eval::run(&args, launch),
+        Command::Predict(args) => predict::run(&args, launch),
+        Command::Sample(args) => sample::run(&args, launch),
+        Command::Bench(args) => bench::run(&args, launch),
         Command::Doctor(args) => doctor::run(&args, launch),
         Command::DoctorProbe(args) => report(doctor::probe(&args)),
-        Command::Plan(args) => plan::run(&args, launch.is_some()),
-        Command::VerifyRank(args) => verify::run_rank(&args, launch.is_some()),
+        Command::Plan(args) => plan::run(&args, launch),
+        Command::VerifyRank(args) => verify::run_rank(&args, launch),
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),
         Command::Simulate(args) => simulate::run(&args),

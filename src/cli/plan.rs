@@ -5,7 +5,7 @@ use clap::Args;
 use super::train::SourceArgs;
 use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
-use crate::comm::Comm;
+use crate::comm::{Comm, Launch};
 use crate::config::{Config, LayoutChoice, Plan};
 use crate::engine::memory::{self, Held};
 use crate::engine::on_threads;
@@ -49,11 +49,11 @@ pub struct PlanArgs {
 }
 
 /// Runs one rank; returns the exit code.
-pub fn run(args: &PlanArgs, launched: bool) -> i32 {
-    if !launched && args.measure {
+pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
+    if launch.is_none() && args.measure {
         return on_threads_here(args).map_or_else(|e| fail(&e), |()| 0);
     }
-    job::run(launched, |comm| {
+    job::run(launch, |comm| {
         let world = comm.world();
         let (config, name) = world.agree(args.load())?;
         if !args.measure {

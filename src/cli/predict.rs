@@ -7,6 +7,7 @@ use clap::Args;
 use super::used::{self, Found, Part, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
+use crate::comm::Launch;
 use crate::config::{Config, LossKind, Plan};
 use crate::data::Dataset;
 use crate::engine::feed;
@@ -69,6 +70,6 @@ impl Work for PredictArgs {
 }
 
 /// Runs the subcommand; returns the exit code.
-pub fn run(args: &PredictArgs, launched: bool) -> i32 {
-    used::run(args, &args.checkpoint, launched)
+pub fn run(args: &PredictArgs, launch: Option<&Launch>) -> i32 {
+    used::run(args, &args.checkpoint, launch)
 }

@@ -81,7 +81,7 @@ fn trainers(starts: &[Start]) -> Result<Vec<bool>> {
 }
 
 /// Exit code of a job that has saved and is to be started again: `EX_TEMPFAIL` of sysexits.h.
-const REQUEUE: i32 = 75;
+pub const REQUEUE: i32 = 75;
 
 /// The exit code of an ending.
 pub fn exit_code(ending: &Ending) -> i32 {

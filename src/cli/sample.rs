@@ -7,6 +7,7 @@ use clap::Args;
 use super::used::{self, Found, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::{Manifest, Reader};
+use crate::comm::Launch;
 use crate::config::{Config, ModelKind};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
@@ -87,6 +88,6 @@ impl Work for SampleArgs {
 }
 
 /// Prints prompt and continuation; returns the exit code.
-pub fn run(args: &SampleArgs, launched: bool) -> i32 {
-    used::run(args, &args.checkpoint, launched)
+pub fn run(args: &SampleArgs, launch: Option<&Launch>) -> i32 {
+    used::run(args, &args.checkpoint, launch)
 }

@@ -8,6 +8,7 @@ use clap::{Arg, Args, Command};
 
 use super::eval::evaluate;
 use super::roles::{Role, Start, exit_code};
+use crate::comm::Launch;
 use crate::config::{Config, PRESETS, Sources, load};
 use crate::error::{Error, Result};
 use crate::evaluate::{self, Policy};
@@ -126,13 +127,13 @@ impl TrainArgs {
 }
 
 /// Runs one rank; returns the exit code.
-pub fn run(args: &TrainArgs, launched: bool) -> i32 {
+pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     if let Err(e) = signals::listen() {
         return fail(&e);
     }
     // A rank whose configuration failed still meets the others, so that all hear of it and one speaks.
     let request = args.request(None);
-    job::run(launched, |comm| {
+    job::run(launch, |comm| {
         let request = comm.world().agree(request)?;
         let role = Role::find(comm, Start::Train { evaluators: args.evaluators })?;
         if role.trains { train_as(&role, request) } else { evaluate(&role, args.evaluation(&role)) }

@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::checkpoint::tools::find;
-use crate::comm::{Comm, Group};
+use crate::comm::{Comm, Group, Launch};
 use crate::config::{Config, Plan};
 use crate::data::{Source, Split};
 use crate::engine::{Model, feed};
@@ -85,8 +85,8 @@ impl<B: Kernels> Found<'_, B> {
 
 /// Does `work` with the checkpoint at `path`, or the newest of the run there, on the device of its configuration; returns
 /// the exit code. Rank 0 holds a lease on it, so that a trainer beside does not remove it meanwhile.
-pub fn run(work: &impl Work, path: &Path, launched: bool) -> i32 {
-    job::run(launched, |comm| {
+pub fn run(work: &impl Work, path: &Path, launch: Option<&Launch>) -> i32 {
+    job::run(launch, |comm| {
         let world = comm.world();
         let threads = Topology::gather(&world, comm.node().host)?.threads();
         let (path, _lease) = find::together(&world, path)?;

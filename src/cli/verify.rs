@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use super::train::SourceArgs;
+use crate::comm::Launch;
 use crate::error::{Error, Result};
 use crate::job::{self, fail};
 use crate::parallel::Zero;
@@ -78,9 +79,9 @@ pub struct RankArgs {
 }
 
 /// Runs one rank of a row; returns the exit code.
-pub fn run_rank(args: &RankArgs, launched: bool) -> i32 {
+pub fn run_rank(args: &RankArgs, launch: Option<&Launch>) -> i32 {
     let task = task(&args.task);
-    job::run(launched, |comm| {
+    job::run(launch, |comm| {
         let task = comm.world().agree(task)?;
         rank(comm, &task, &args.recording).map(|()| 0)
     })

@@ -13,6 +13,7 @@ use super::health::ledger::{Label, Size};
 use super::pending::reply;
 use super::shared::{Shared, Stats};
 use super::wire::launch::launched_size;
+use super::wire::tcp::{self, Meeting};
 use super::wire::threads::{self, Aborted};
 use super::wire::{Members, NodeInfo, Wire, World, mpi};
 use super::worker::{Request, Worker};
@@ -109,6 +110,29 @@ pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
         }
         _ => Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker))),
     }
+}
+
+/// The communicator of a process that meets the others of its world by itself, over TCP.
+///
+/// # Errors
+/// They do not come in time, or the network refused.
+pub fn start_tcp<B: Backend>(meeting: &Meeting, algorithm: Algorithm) -> Result<Comm<B>> {
+    let (tell, told) = sync_channel(1);
+    let shared: Arc<Shared> = Arc::default();
+    let worker = Worker::start(format!("comm-{}", meeting.rank), &shared, {
+        let (shared, meeting) = (shared.clone(), meeting.clone());
+        move || {
+            let (wire, news) = match tcp::open(&meeting, shared) {
+                Ok((wire, world)) => (Some(wire), Ok(world)),
+                Err(error) => (None, Err(error)),
+            };
+            // The receiver waits below.
+            let _ = tell.send(news);
+            wire
+        }
+    });
+    let world = told.recv().map_err(|_| Error::comm("the communication thread did not start"))??;
+    Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker)))
 }
 
 /// The communicators of `ranks` ranks in this process. Give each to a thread of its own.

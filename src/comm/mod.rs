@@ -6,8 +6,8 @@
 //! only sends finish in the background. The ranks of a group must make the same collective requests in
 //! the same order, which debug builds check.
 //!
-//! Three things carry messages: MPI ([`start_mpi`]), mailboxes between threads of one process ([`start_threads`], for tests
-//! and simulation), and nothing at all ([`single`]). The collectives above them are shared.
+//! Four things carry messages: MPI ([`start_mpi`]), TCP between processes that meet by themselves ([`start_tcp`]), mailboxes between
+//! threads of one process ([`start_threads`], for tests and simulation), and nothing at all ([`single`]). The collectives above them are shared.
 //! A group of one rank is the identity, so callers never ask how large a group is.
 
 mod algorithms;
@@ -32,7 +32,7 @@ mod worker;
 pub use algorithms::{Algorithm, Operation};
 pub use autotune::choice::{Choice, measure, slowest};
 pub use autotune::table::Table;
-pub use communicator::{Comm, single, start_mpi, start_threads, start_threads_on_nodes};
+pub use communicator::{Comm, single, start_mpi, start_tcp, start_threads, start_threads_on_nodes};
 pub use device::path::{DevicePath, PathSetting};
 pub use device::select::{PROOF, prove};
 pub use group::Group;
@@ -40,6 +40,7 @@ pub use health::watchdog::Watch;
 pub use pending::Pending;
 pub use shared::Stats;
 pub use wire::NodeInfo;
-pub use wire::launch::{Launch, launched};
+pub use wire::launch::{Launch, MEETING, launched};
 pub use wire::mpi;
+pub use wire::tcp::{Meeting, write_secret};
 pub use wire::threads::Aborted;

@@ -9,7 +9,7 @@ use super::health::ledger::Size;
 use super::pending::{Pending, reply};
 use super::wire::Members;
 use super::worker::Request;
-use super::{Aborted, Algorithm, Comm, Group, clock, single, start_threads_on_nodes};
+use super::{Aborted, Algorithm, Comm, Group, Meeting, clock, single, start_tcp, start_threads_on_nodes, write_secret};
 use crate::activity;
 use crate::backend::cpu::{Cpu, CpuBuf};
 use crate::backend::{Backend, MemoryKind};
@@ -24,10 +24,35 @@ fn run<T: Send + 'static>(
     algorithm: Algorithm,
     rank: impl Fn(Comm<Cpu>) -> T + Clone + Send + 'static,
 ) -> Vec<std::thread::Result<T>> {
-    let (ranks, (done, results)) = (nodes.len(), channel());
-    for comm in start_threads_on_nodes::<Cpu>(nodes, algorithm) {
+    let comms = start_threads_on_nodes::<Cpu>(nodes, algorithm).into_iter();
+    run_each(comms.map(|comm| move || comm).collect(), rank)
+}
+
+/// As [`run`], over TCP.
+fn run_over_tcp<T: Send + 'static>(
+    ranks: usize,
+    algorithm: Algorithm,
+    rank: impl Fn(Comm<Cpu>) -> T + Clone + Send + 'static,
+) -> Vec<std::thread::Result<T>> {
+    let folder = tempfile::tempdir().unwrap();
+    write_secret(folder.path()).unwrap();
+    let start = |rank| {
+        let meeting = Meeting { dir: folder.path().into(), rank, ranks };
+        move || start_tcp(&meeting, algorithm).unwrap()
+    };
+    run_each((0..ranks).map(start).collect(), rank)
+}
+
+/// Runs `rank` on a thread for each of `starts`, which makes its communicator there.
+fn run_each<T: Send + 'static>(
+    starts: Vec<impl FnOnce() -> Comm<Cpu> + Send + 'static>,
+    rank: impl Fn(Comm<Cpu>) -> T + Clone + Send + 'static,
+) -> Vec<std::thread::Result<T>> {
+    let (ranks, (done, results)) = (starts.len(), channel());
+    for start in starts {
         let (rank, done) = (rank.clone(), done.clone());
         std::thread::spawn(move || {
+            let comm = start();
             let index = comm.rank();
             let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| rank(comm)));
             done.send((index, result)).unwrap();
@@ -222,35 +247,99 @@ fn a_role_is_a_world() {
 
 #[test]
 fn messages_bytes_and_barriers() {
-    let results = run(&[0; 3], Algorithm::Ring, |comm| -> Result<()> {
+    for (transport, results) in
+        [("threads", run(&[0; 3], Algorithm::Ring, messages)), ("TCP", run_over_tcp(3, Algorithm::Ring, messages))]
+    {
+        assert!(results.iter().all(|result| matches!(result, Ok(Ok(())))), "{transport}: {results:?}");
+    }
+}
+
+/// Messages of three ranks.
+fn messages(comm: Comm<Cpu>) -> Result<()> {
+    let (world, rank) = (comm.world(), comm.rank());
+    let (next, previous) = ((rank + 1) % 3, (rank + 2) % 3);
+    // Everyone sends before anyone receives.
+    let sent: Vec<_> = (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
+    for i in 0..4 {
+        let received = world.recv(previous, buf(&[0.0; 100])).wait()?;
+        assert_eq!(received.as_slice(), [(previous * 10 + i) as f32; 100]);
+    }
+    for sent in sent {
+        assert_eq!(sent.wait()?.len(), 100);
+    }
+    // Everyone is ready to receive before anyone sends, and neither holds up a collective.
+    let ready: Vec<_> = (0..4).map(|_| world.recv(previous, buf(&[0.0; 100]))).collect();
+    let all = world.gather_bytes(vec![rank as u8; rank * 2]).wait()?;
+    assert_eq!(all, [vec![], vec![1; 2], vec![2; 4]]);
+    let sent: Vec<_> = (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
+    for (i, ready) in ready.into_iter().enumerate() {
+        assert_eq!(ready.wait()?.as_slice(), [(previous * 10 + i) as f32; 100]);
+    }
+    sent.into_iter().try_for_each(|sent| sent.wait().map(drop))?;
+    world.barrier().wait()?;
+    let stats = comm.stats();
+    assert!(stats.busy > 0.0 && stats.sent >= 3200, "{stats:?}");
+    comm.shutdown();
+    assert!(world.barrier().wait().unwrap_err().to_string().contains("has ended"));
+    Ok(())
+}
+
+#[test]
+fn every_operation_over_tcp() {
+    let own = Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Mpi);
+    for algorithm in own {
+        for ranks in 1..=4 {
+            let work = move |comm: Comm<Cpu>| {
+                assert_eq!((comm.library(), comm.size()), ("TCP", ranks));
+                every_operation(&comm.world(), algorithm)?;
+                // Two groups of ranks, in which groups are made at other times.
+                let colors: Vec<usize> = (0..ranks).map(|rank| rank % 2).collect();
+                let role = comm.role(&colors)?;
+                if comm.rank().is_multiple_of(2) {
+                    every_operation(&role.split(&vec![0; role.size()])?, algorithm)?;
+                }
+                every_operation(&comm.split(&vec![7; ranks])?, algorithm)
+            };
+            for result in run_over_tcp(ranks, algorithm, work) {
+                assert!(matches!(result, Ok(Ok(()))), "{algorithm} on {ranks}: {result:?}");
+            }
+        }
+    }
+}
+
+/// Posted messages of many megabytes pass each other, before and after their memory is there, and exchanges between them.
+#[test]
+fn long_messages_pass_each_other_over_tcp() {
+    const LEN: usize = 3 << 20;
+    let results = run_over_tcp(2, Algorithm::Tree, |comm| -> Result<()> {
         let (world, rank) = (comm.world(), comm.rank());
-        let (next, previous) = ((rank + 1) % 3, (rank + 2) % 3);
-        // Everyone sends before anyone receives.
-        let sent: Vec<_> = (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
-        for i in 0..4 {
-            let received = world.recv(previous, buf(&[0.0; 100])).wait()?;
-            assert_eq!(received.as_slice(), [(previous * 10 + i) as f32; 100]);
+        let other = 1 - rank;
+        let number = |rank: usize, i: usize| (10 * rank + i) as f32;
+        let early = world.recv(other, buf(&vec![0.0; LEN]));
+        let sent: Vec<_> = (0..3).map(|i| world.send(other, buf(&vec![number(rank, i); LEN]))).collect();
+        let sum = world.all_reduce(buf(&vec![1.0; LEN]), 0..LEN).wait()?;
+        assert!(sum.as_slice().iter().all(|&x| x == 2.0));
+        assert!(early.wait()?.as_slice().iter().all(|&x| x == number(other, 0)));
+        for i in 1..3 {
+            let received = world.recv(other, buf(&vec![0.0; LEN])).wait()?;
+            assert!(received.as_slice().iter().all(|&x| x == number(other, i)));
         }
-        for sent in sent {
-            assert_eq!(sent.wait()?.len(), 100);
-        }
-        // Everyone is ready to receive before anyone sends, and neither holds up a collective.
-        let ready: Vec<_> = (0..4).map(|_| world.recv(previous, buf(&[0.0; 100]))).collect();
-        let all = world.gather_bytes(vec![rank as u8; rank * 2]).wait()?;
-        assert_eq!(all, [vec![], vec![1; 2], vec![2; 4]]);
-        let sent: Vec<_> = (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
-        for (i, ready) in ready.into_iter().enumerate() {
-            assert_eq!(ready.wait()?.as_slice(), [(previous * 10 + i) as f32; 100]);
-        }
-        sent.into_iter().try_for_each(|sent| sent.wait().map(drop))?;
-        world.barrier().wait()?;
-        let stats = comm.stats();
-        assert!(stats.busy > 0.0 && stats.sent >= 3200, "{stats:?}");
-        comm.shutdown();
-        assert!(world.barrier().wait().unwrap_err().to_string().contains("has ended"));
-        Ok(())
+        sent.into_iter().try_for_each(|sent| sent.wait().map(drop))
     });
     assert!(results.iter().all(|result| matches!(result, Ok(Ok(())))), "{results:?}");
+}
+
+#[test]
+fn a_rank_that_left_is_missed_over_tcp() {
+    let results = run_over_tcp(3, Algorithm::Ring, |comm| {
+        if comm.rank() == 2 {
+            return Ok(());
+        }
+        comm.world().all_reduce(buf(&[1.0; 10]), 0..10).wait().map(drop)
+    });
+    let missing: Vec<_> = results.into_iter().filter_map(|result| result.unwrap().err()).collect();
+    assert_eq!(missing.len(), 2);
+    assert!(missing.iter().any(|error| error.to_string().starts_with("rank 2 is gone")), "{missing:?}");
 }
 
 #[test]

@@ -1,33 +1,42 @@
 //! The speed of this machine, measured on all ranks at once.
 //!
 //! Blocks are timed in real steps of a network with few of them, on ranks that train apart but for those that share blocks: so
-//! cores and memory are as busy as in a run, and no collective disturbs. Collectives are timed by themselves.
+//! cores and memory are as busy as in a run, and no collective disturbs. Collectives are timed by themselves, and what they take
+//! from computations beside them follows from steps with many and with few of them.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::costs::{Passes, Rates, Span};
+use super::costs::{Passes, Rates, Span, step_times};
+use super::timeline::StepTimes;
 use crate::activity::{Doing, Event, Track};
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Algorithm, Comm, Group, Operation, Table, slowest};
-use crate::config::{Facts, LayerList, LayoutChoice, Plan, resolve};
+use crate::config::{Config, Facts, LayerList, LayoutChoice, Plan, resolve};
 use crate::engine::Pace;
 use crate::error::{Error, Result};
 use crate::mesh::{Axis, Mesh};
-use crate::parallel::{PipelineSchedule, Zero};
+use crate::parallel::{Life, PipelineSchedule, Zero};
 
 /// Steps that are timed, after those that are not.
 const STEPS: usize = 5;
 
-/// Rounds in which everything is timed once more. The fastest time counts, since others only disturb; a disturbance that lasts is
+/// Rounds in which everything is timed once more. The fastest step counts, since others only disturb; a disturbance that lasts is
 /// not there in every round.
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 5;
 
 /// Steps that touch memory for the first time.
 const WARM_UP: usize = 2;
 
 /// Transformer blocks of the network that is timed: those of a larger one are as fast.
 const BLOCKS: usize = 2;
+
+/// Bytes of parameters of its blocks, if there are as many: in a network that fits into caches blocks are faster than in a
+/// larger one.
+const BEYOND_CACHES: usize = 64 << 20;
+
+/// The parts of a collective's time that computations beside it may gain, from its whole to some more lost than it takes.
+const BESIDE: [f64; 2] = [-4.0, 1.0];
 
 /// Buffers of collectives that are timed, in bytes; times between are interpolated.
 const SIZES: [usize; 5] = [4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20];
@@ -52,31 +61,16 @@ impl Key {
     }
 }
 
-/// Times of the first block, of those between, and of the last one; of other networks, of every block.
+/// Times of the blocks of a step, on its slowest rank.
 #[derive(Debug, Clone)]
 struct Times {
+    /// The whole step.
+    step: f64,
     /// In the first micro-batch of a step, and in another one.
     passes: [Vec<Passes>; 2],
     micro: [f64; 2],
     /// Of an element.
     update: f64,
-}
-
-impl Times {
-    /// The faster one of every time.
-    fn fastest(self, other: &Self) -> Self {
-        let of_block = |(one, other): (&Passes, &Passes)| Passes {
-            forward: one.forward.min(other.forward),
-            backward: one.backward.min(other.backward),
-            weights: one.weights.min(other.weights),
-        };
-        let passes = |at: usize| self.passes[at].iter().zip(&other.passes[at]).map(of_block).collect();
-        Self {
-            passes: [passes(0), passes(1)],
-            micro: [0, 1].map(|at| self.micro[at].min(other.micro[at])),
-            update: self.update.min(other.update),
-        }
-    }
 }
 
 /// An exchange between ranks.
@@ -122,8 +116,9 @@ pub fn measure<B: Kernels>(
     for _ in 0..ROUNDS {
         for (&key, plan) in &of_keys {
             let found = time_blocks(comm, plan, backend)?;
-            let fastest = times.remove(&key).map_or_else(|| found.clone(), |before| before.fastest(&found));
-            times.insert(key, fastest);
+            if times.get(&key).is_none_or(|before| found.step < before.step) {
+                times.insert(key, found);
+            }
         }
         let Some((first, _)) = of_exchanges.values().next() else { continue };
         let backend = world.agree(backend(first))?;
@@ -138,7 +133,55 @@ pub fn measure<B: Kernels>(
     let exchanges = exchanges.into_iter().map(|(key, times)| (key, sized(times))).collect();
     // Threads that talk have cores of their own, or take those of compute; beside a GPU they have.
     let beside = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
-    Ok(Measured { times, exchanges, beside })
+    let mut measured = Measured { times, exchanges, beside };
+    let gathers = |plan: &&&Plan| plan.residency().params == Life::Use && plan.mesh.pipeline == 1;
+    if let Some(plan) = plans.iter().filter(gathers).max_by_key(|plan| plan.micro) {
+        measured.beside = time_beside(comm, plan, per_node, &measured, backend)?;
+    }
+    Ok(measured)
+}
+
+/// The part of collectives' time that takes nothing from computations beside them. `plan` gathers parameters for every turn: of
+/// a network of few blocks the clock then has as many seconds more than with parameters that live always, as the ranks take.
+fn time_beside<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &Plan,
+    per_node: usize,
+    measured: &Measured,
+    backend: &impl Fn(&Plan) -> Result<B>,
+) -> Result<f64> {
+    let world = comm.world();
+    let both = [Zero::One, plan.config.parallel.zero];
+    let both = both.map(|zero| with_few_blocks(plan, zero, comm.size(), !B::ON_HOST));
+    let both = world.agree(both.into_iter().collect::<Result<Vec<Plan>>>())?;
+    let mut fastest = vec![f64::INFINITY; both.len()];
+    for _ in 0..ROUNDS {
+        for (fastest, plan) in fastest.iter_mut().zip(&both) {
+            let mut pace = Pace::of_plan(comm, plan.clone(), world.agree(backend(plan))?)?;
+            for _ in 0..WARM_UP {
+                pace.step()?;
+            }
+            let mine = (0..STEPS).map(|_| pace.step()).collect::<Result<Vec<_>>>()?;
+            *fastest = slowest(&world, &mine)?.into_iter().fold(*fastest, f64::min);
+        }
+    }
+    let times = both.iter().map(|plan| step_times(plan, measured, per_node, B::ON_HOST)).collect::<Result<Vec<_>>>()?;
+    let played = |times: &StepTimes, beside| {
+        let time = StepTimes { beside, ..times.clone() }.play();
+        time.map_or(f64::INFINITY, |time| time.step)
+    };
+    let more_than_once = fastest[1] - fastest[0];
+    let [mut less, mut more] = BESIDE;
+    // The more is gained, the shorter the step.
+    for _ in 0..20 {
+        let middle = (less + more) / 2.0;
+        if played(&times[1], middle) - played(&times[0], middle) > more_than_once {
+            less = middle
+        } else {
+            more = middle
+        }
+    }
+    Ok((less + more) / 2.0)
 }
 
 /// The exchanges of a mesh, with their axes.
@@ -171,30 +214,36 @@ fn time_blocks<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: &impl Fn(&Plan)
         pace.step()?;
     }
     let activity = comm.activity();
-    let mut steps = Vec::with_capacity(STEPS);
+    let blocks = pace.plan.network.blocks_summary().len();
+    let micros = if key.reuses { [0, 1] } else { [0, 0] };
+    let mut fastest: Option<Vec<f64>> = None;
     for _ in 0..STEPS {
         world.barrier().wait()?;
         activity.record(true);
         let seconds = pace.step();
         activity.record(false);
         let events = activity.take().kept;
-        steps.push(Step::of(&pace, &events, seconds?)?);
+        let seconds = seconds?;
+        let step = Step::of(&pace, &events, seconds)?;
+        let mut mine = vec![seconds];
+        for micro in micros {
+            for unit in 0..blocks {
+                mine.extend([step.forward[micro][unit], step.backward[micro][unit]]);
+            }
+            mine.push(step.loss[micro]);
+        }
+        mine.push(step.rest / pace.parameters().max(1) as f64);
+        // Ranks wait for the slowest.
+        let slowest = of_slowest(&world, &mine)?;
+        if fastest.as_ref().is_none_or(|fastest| slowest[0] < fastest[0]) {
+            fastest = Some(slowest);
+        }
     }
     pace.backend().profile().record(false);
     pace.backend().profile().take();
-    let blocks = pace.plan.network.blocks_summary().len();
-    let least = |of: &dyn Fn(&Step) -> f64| steps.iter().map(of).fold(f64::INFINITY, f64::min);
-    let micros = if key.reuses { [0, 1] } else { [0, 0] };
-    let mut mine = Vec::new();
-    for micro in micros {
-        for unit in 0..blocks {
-            mine.extend([least(&|step| step.forward[micro][unit]), least(&|step| step.backward[micro][unit])]);
-        }
-        mine.push(least(&|step| step.loss[micro]));
-    }
-    mine.push(least(&|step| step.rest) / pace.parameters().max(1) as f64);
-    // Ranks wait for the slowest.
-    let all = slowest(&world, &mine)?;
+    let [step, all @ ..] = &fastest.ok_or_else(|| Error::internal("no step was timed"))?[..] else {
+        return Err(Error::internal("a step without times"));
+    };
     let work = pace.plan.network.blocks_summary();
     let passes = |of_micro: &[f64]| {
         let block = |(unit, times): (usize, &[f64])| {
@@ -208,7 +257,15 @@ fn time_blocks<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: &impl Fn(&Plan)
     let of_micro = 2 * blocks + 1;
     let [first, other] = [&all[..of_micro], &all[of_micro..2 * of_micro]];
     let micro = [first[of_micro - 1], other[of_micro - 1]];
-    Ok(Times { passes: [passes(first), passes(other)], micro, update: all[2 * of_micro] })
+    Ok(Times { step: *step, passes: [passes(first), passes(other)], micro, update: all[2 * of_micro] })
+}
+
+/// The numbers of the rank whose first number is the largest, on every rank.
+fn of_slowest<B: Kernels>(world: &Group<B>, mine: &[f64]) -> Result<Vec<f64>> {
+    let told = world.gather_bytes(mine.iter().flat_map(|x| x.to_le_bytes()).collect()).wait()?;
+    let numbers = |bytes: Vec<u8>| bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x)).collect::<Vec<f64>>();
+    let slowest = told.into_iter().map(numbers).max_by(|one, other| one[0].total_cmp(&other[0]));
+    slowest.filter(|numbers| numbers.len() == mine.len()).ok_or_else(|| Error::comm("ranks measure different blocks"))
 }
 
 /// The plan by which a rank, or the ranks that share blocks, train apart on few blocks.
@@ -221,11 +278,27 @@ fn apart(plan: &Plan, key: Key, on_gpu: bool) -> Result<Plan> {
     parallel.recompute = false;
     config.batch.micro = Some(key.micro);
     config.batch.global = key.micro * if key.reuses { 2 } else { 1 };
-    if let LayerList::Count(count) = config.model.layers {
-        config.model.layers = LayerList::Count(count.min(BLOCKS));
-    }
+    few_blocks(&mut config, plan);
     let facts = Facts { ranks: key.tensor, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
     resolve(config, &facts)
+}
+
+/// The plan, with another ZeRO stage, few blocks and as few micro-batches.
+fn with_few_blocks(plan: &Plan, zero: Zero, ranks: usize, on_gpu: bool) -> Result<Plan> {
+    let mut config = plan.config.clone();
+    (config.parallel.zero, config.parallel.lanes, config.batch.micro) = (zero, None, Some(plan.micro));
+    config.batch.global = plan.micro * plan.mesh.data() as u64 * if Key::of(plan).reuses { 2 } else { 1 };
+    few_blocks(&mut config, plan);
+    resolve(config, &Facts { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu })
+}
+
+/// Leaves out transformer blocks that need not be timed.
+fn few_blocks(config: &mut Config, plan: &Plan) {
+    if let LayerList::Count(count) = config.model.layers {
+        let of_block = plan.network.blocks_summary().get(1).map_or(0, |block| block.parameters) * size_of::<f32>();
+        let enough = BEYOND_CACHES.div_ceil(of_block.max(1)).max(BLOCKS);
+        config.model.layers = LayerList::Count(count.min(enough));
+    }
 }
 
 /// The pieces of a step, in seconds: by micro-batch, then by block.
@@ -342,7 +415,7 @@ impl Rates for Measured {
                 0 => 0,
                 _ if unit + 1 == blocks => measured - 1,
                 _ if measured == blocks => unit,
-                // The last of those between: caches are as in the midst of a larger network.
+                // The last of those between.
                 _ => measured - 2,
             };
             let [one, other] = [times.passes[0][of_kind], times.passes[1][of_kind]];

@@ -14,7 +14,7 @@ const WARM_UP: usize = 2;
 const STEPS: usize = 5;
 
 /// Rounds over all proposals: the fastest step counts, since others only disturb, and a disturbance may last.
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 5;
 
 /// The memory of steps by themselves, without data and checkpoints.
 pub const COUNTED: [MemoryKind; 5] = [

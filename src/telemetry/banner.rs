@@ -7,6 +7,7 @@ use super::{bytes, grouped};
 use crate::backend::MemoryKind;
 use crate::comm::DevicePath;
 use crate::config::Plan;
+use crate::parallel::Storage;
 
 /// Content of the banner besides the plan.
 pub struct Facts<'a> {
@@ -164,6 +165,13 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             plural(plan.lanes, "lane"),
         ),
     );
+    if plan.config.parallel.storage == Storage::Central {
+        let told = match mesh.shard {
+            1 => "central, on the first rank".to_string(),
+            owners => format!("central, on {owners} owners"),
+        };
+        line("storage", told + if mesh.pipeline * mesh.tensor > 1 { " of each stage and slice" } else { "" });
+    }
     if let Some(averaging) = plan.averaging {
         let outer = averaging.outer.map_or(String::new(), |outer| {
             format!("; outer step at rate {} with momentum {}", outer.lr, outer.momentum)

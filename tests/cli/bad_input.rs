@@ -294,6 +294,46 @@ fn averages_that_cannot_be() {
 }
 
 #[test]
+fn central_storage_that_cannot_be() {
+    let root = tempfile::tempdir().unwrap();
+    let cases: [(Transport, &str, &[&str]); 7] = [
+        (
+            Mpirun(2),
+            "parallel.owners=2",
+            &["parallel.owners = 2 does nothing with parallel.storage = ranks", "central"],
+        ),
+        (Simulate(2), "parallel.owners=0", &["parallel.owners = 0 is out of range"]),
+        (
+            Simulate(4),
+            "parallel.storage=central parallel.owners=3",
+            &["parallel.owners = 3 does not divide the 4 data-parallel ranks", "that does: 2"],
+        ),
+        (
+            Mpirun(2),
+            "parallel.storage=central parallel.zero=2",
+            &["keeps all parameters on every rank, but parallel.zero = 2", "parallel.owners"],
+        ),
+        (
+            Simulate(2),
+            "parallel.storage=central parallel.shard=2",
+            &["parallel.shard = 2, but", "leave parallel.shard out"],
+        ),
+        (
+            Simulate(2),
+            "parallel.storage=central parallel.average_every=8",
+            &["trains replicas apart", "leave one of them"],
+        ),
+        (Simulate(2), "parallel.storage=middle", &["parallel.storage", "`ranks`", "`central`"]),
+    ];
+    for (transport, settings, words) in cases {
+        let settings: Vec<&str> = settings.split_whitespace().collect();
+        refuses(&mut Run::new(transport, root.path(), "x", &settings).command(), root.path(), words);
+    }
+    let plan = ["plan", "--ranks", "2", "--set", "parallel.storage=central"];
+    refuses(&mut program(plan), root.path(), &["parallel.storage = central is a layout", "without it"]);
+}
+
+#[test]
 fn slices_that_cannot_be() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(usize, &str, &[&str]); 8] = [

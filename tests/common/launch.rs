@@ -56,6 +56,8 @@ pub enum Transport {
     Mpirun(usize),
     /// Threads of one process.
     Simulate(usize),
+    /// A process each, which the program starts itself.
+    Spawn(usize),
 }
 
 impl Transport {
@@ -64,6 +66,7 @@ impl Transport {
         match self {
             Self::Alone => program(["train"]),
             Self::Simulate(ranks) => program(["simulate", "--ranks", &ranks.to_string()]),
+            Self::Spawn(ranks) => program(["train", "--spawn", &ranks.to_string()]),
             Self::Mpirun(ranks) => {
                 let mut command = mpirun(ranks);
                 command.arg(super::program()).arg("train");
@@ -94,7 +97,7 @@ pub fn mpirun(ranks: usize) -> Command {
 /// Settings of the user must not decide a test; the bundled data is unpacked among the build's files.
 fn in_our_environment(command: &mut Command) {
     command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
-    for name in ["RUST_LOG", "RUST_BACKTRACE", "HPCTRAIN_MPI", "HPCTRAIN_RANKS_PER_NODE"] {
+    for name in ["RUST_LOG", "RUST_BACKTRACE", "HPCTRAIN_MPI", "HPCTRAIN_MEETING", "HPCTRAIN_RANKS_PER_NODE"] {
         command.env_remove(name);
     }
 }
@@ -122,7 +125,7 @@ impl Share {
         let all = std::thread::available_parallelism().map_or(1, usize::from);
         let mut words = command.get_args().chain([command.get_program()]).filter_map(OsStr::to_str);
         // Also in the script of a shell.
-        let has_ranks = words.any(|word| word.contains("mpirun") || word.contains("simulate"));
+        let has_ranks = words.any(|word| word.contains("mpirun") || word.contains("simulate") || word == "--spawn");
         let cores = if has_ranks { all.div_ceil(2) } else { 1 };
         let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
         while *free.get_or_insert(all) < cores {
@@ -272,11 +275,14 @@ pub fn processes(words: &str) -> Vec<u32> {
     numbers.filter(is_one).collect()
 }
 
-/// The rank of a process that `mpirun` started.
+/// The rank of a process that `mpirun` or `--spawn` started.
 pub fn rank_of(pid: u32) -> Option<usize> {
     let environment = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
     let mut variables = environment.split(|&byte| byte == 0).filter_map(|one| std::str::from_utf8(one).ok());
-    variables.find_map(|one| one.strip_prefix("OMPI_COMM_WORLD_RANK=")?.parse().ok())
+    variables.find_map(|one| match one.strip_prefix("HPCTRAIN_MEETING=") {
+        Some(place) => place.split('/').next()?.parse().ok(),
+        None => one.strip_prefix("OMPI_COMM_WORLD_RANK=")?.parse().ok(),
+    })
 }
 
 /// Whether a process has a handler for a signal.

@@ -3,7 +3,7 @@
 //! With fixed lanes, and on each rank and each copy of the parameters a power of two of them, sums are the same tree
 //! everywhere: the results have the same bits.
 
-use super::launch::Transport::{self, Alone, Mpirun, Simulate};
+use super::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use super::runs::RunFiles;
 
 /// The computation of a run: the one-rank run of the same is its reference.
@@ -47,7 +47,7 @@ const SLICED_ACCUMULATED: Sums = Sums { slices: 2, ..ACCUMULATED };
 pub struct Row(pub Sums, pub Transport, pub &'static str);
 
 /// Everything that may not make a difference, one row each.
-pub const SAME: [Row; 77] = [
+pub const SAME: [Row; 83] = [
     // More threads or blocks computed again, on one rank.
     Row(EIGHT, Alone, "run.threads=3"),
     Row(EIGHT, Alone, "parallel.recompute=true"),
@@ -126,6 +126,18 @@ pub const SAME: [Row; 77] = [
     Row(SIX, Simulate(6), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.zero=1"),
     Row(ACCUMULATED, Simulate(8), "parallel.pipeline=4 parallel.schedule=zero-bubble parallel.zero=2"),
     Row(DROPOUT, Simulate(8), "parallel.pipeline=2 parallel.schedule=zero-bubble parallel.shard=2 parallel.zero=1"),
+    // Central storage, on one rank or several.
+    Row(EIGHT, Mpirun(2), "parallel.storage=central"),
+    Row(
+        DROPOUT,
+        Mpirun(4),
+        "parallel.storage=central parallel.owners=2 parallel.recompute=true comm.algorithm=reduce-to-one",
+    ),
+    Row(ACCUMULATED, Simulate(8), "parallel.storage=central parallel.owners=2 parallel.pipeline=2"),
+    // Processes over TCP.
+    Row(EIGHT, Spawn(2), "parallel.zero=3"),
+    Row(DROPOUT, Spawn(4), "parallel.zero=1 parallel.pipeline=2"),
+    Row(SLICED, Spawn(2), "parallel.tensor=2 parallel.sequence=true"),
     // Ranks that share blocks, and rows of the stream.
     Row(SLICED, Alone, "parallel.recompute=true run.threads=1"),
     Row(SLICED, Mpirun(2), "parallel.tensor=2"),

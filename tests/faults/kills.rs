@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use hpctrain::checkpoint::{Checkpoints, Reader};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use crate::common::launch::{LIMIT, Running, processes, start};
 use crate::common::runs::{Run, RunFiles};
 use crate::observer::Observer;
@@ -17,7 +17,7 @@ const LAYOUTS: [(Transport, &[&str]); 10] = [
     (Mpirun(2), &["parallel.zero=0"]),
     (Mpirun(4), &["parallel.zero=3"]),
     (Alone, &["parallel.zero=0", "checkpoint.asynchronous=false"]),
-    (Mpirun(2), &["parallel.zero=2"]),
+    (Spawn(2), &["parallel.zero=2"]),
     (Simulate(2), &["parallel.zero=1"]),
     (Mpirun(4), &["parallel.zero=1", "parallel.shard=2", "checkpoint.when_busy=skip"]),
     (Mpirun(1), &["parallel.zero=0"]),

@@ -41,7 +41,7 @@ fn preempted(ended: &Ended, files: &RunFiles, transport: Transport) {
     assert!(!files.path("run.json").exists(), "{ended}");
     let ranks = match transport {
         Transport::Alone => 1,
-        Transport::Mpirun(ranks) => ranks,
+        Transport::Mpirun(ranks) | Transport::Spawn(ranks) => ranks,
         // Threads share the log of one of them.
         Transport::Simulate(_) => 0,
     };
@@ -66,7 +66,7 @@ fn ranks(run: &Run) -> Vec<u32> {
     let all = processes(&format!("run.root={}", run.root.display()));
     match run.transport {
         Transport::Alone | Transport::Simulate(_) => all,
-        Transport::Mpirun(_) => {
+        Transport::Mpirun(_) | Transport::Spawn(_) => {
             let mut ranks: Vec<(usize, u32)> = all.iter().filter_map(|pid| Some((rank_of(*pid)?, *pid))).collect();
             ranks.sort_unstable();
             ranks.into_iter().map(|(_, pid)| pid).collect()

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use libc::{SIGINT, SIGTERM, SIGUSR1};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use crate::common::launch::{Ended, LIMIT, Running, Share, handles, send, start, start_on};
 use crate::common::runs::{Run, RunFiles, json};
 use crate::{LARGE, lines, preempted, ranks, saves, until_step};
@@ -15,7 +15,7 @@ use crate::{LARGE, lines, preempted, ranks, saves, until_step};
 enum To {
     /// A rank of the job; under simulate they are one process.
     Rank(usize),
-    /// mpirun, which passes SIGUSR1 on.
+    /// mpirun, which passes SIGUSR1 on, or the program that has started its ranks, which passes all on.
     Launcher,
 }
 
@@ -32,7 +32,7 @@ enum During {
 fn listening(run: &Run, job: &mut Running, signal: i32) -> Vec<u32> {
     let wanted = match run.transport {
         Alone | Simulate(_) => 1,
-        Mpirun(ranks) => ranks,
+        Mpirun(ranks) | Spawn(ranks) => ranks,
     };
     let mut found = Vec::new();
     job.until("listens to signals", || {
@@ -79,6 +79,8 @@ fn interrupted_runs_go_on_as_if_nothing_was() {
         (Mpirun(2), SIGTERM, To::Rank(1), During::Training, Mpirun(4)),
         (Mpirun(4), SIGUSR1, To::Launcher, During::Training, Mpirun(2)),
         (Mpirun(2), SIGINT, To::Rank(0), During::Training, Alone),
+        (Spawn(2), SIGTERM, To::Launcher, During::Training, Mpirun(2)),
+        (Spawn(2), SIGINT, To::Rank(1), During::Save, Spawn(4)),
         (Simulate(2), SIGUSR1, To::Rank(0), During::Training, Simulate(4)),
         (Alone, SIGUSR1, To::Rank(0), During::Save, Mpirun(2)),
         (Mpirun(2), SIGTERM, To::Rank(1), During::Save, Mpirun(2)),

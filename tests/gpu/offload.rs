@@ -42,12 +42,12 @@ fn succeeds(run: &Run, sim: Settings) -> RunFiles {
 fn every_stage(precision: &str, sims: [Settings; 4]) {
     let root = tempfile::tempdir().unwrap();
     let here = succeeds(&command(Alone, root.path(), "here", &[precision]), &[]);
-    for (zero, sim) in sims.into_iter().enumerate() {
+    let stages = (0..4).map(|zero| format!("parallel.zero={zero}")).zip(sims);
+    for (layout, sim) in stages.chain([("parallel.storage=central".into(), sims[0])]) {
         for transport in [Alone, Mpirun(2)] {
-            let name = format!("{transport:?}-{zero}");
-            let settings = [precision, OFFLOAD, &format!("parallel.zero={zero}")];
-            let there = succeeds(&command(transport, root.path(), &name, &settings), sim);
-            there.same_as(&here, STEPS, &format!("{precision}, ZeRO {zero} on {transport:?}, {sim:?}"));
+            let name = format!("{transport:?}-{layout}");
+            let there = succeeds(&command(transport, root.path(), &name, &[precision, OFFLOAD, &layout]), sim);
+            there.same_as(&here, STEPS, &format!("{precision}, {layout} on {transport:?}, {sim:?}"));
             assert_eq!(there.tensors(2), here.tensors(2), "{name}: the checkpoint before the last");
             // It was not the device that held them.
             let peaks = crate::common::runs::json(&there.path("run.json"))["peak_bytes"].clone();

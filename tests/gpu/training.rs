@@ -91,10 +91,10 @@ fn every_layout_gives_the_same_bits() {
         let one = trains(Alone, root.path(), &name("one"), &[precision], &[]);
         // Memory of the device is out of the reach of MPI.
         let apart = [("CUDASIM_DEVICES", "2"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
-        for zero in 0..4 {
-            let settings = [precision, &format!("parallel.zero={zero}")];
-            let two = trains(Mpirun(2), root.path(), &name(&format!("zero{zero}")), &settings, &apart);
-            two.same_as(&one, STEPS, &format!("{precision}, ZeRO {zero}, 2 ranks"));
+        let stages = (0..4).map(|zero| format!("parallel.zero={zero}"));
+        for layout in stages.chain(["parallel.storage=central".into()]) {
+            let two = trains(Mpirun(2), root.path(), &name(&layout), &[precision, &layout], &apart);
+            two.same_as(&one, STEPS, &format!("{precision}, {layout}, 2 ranks"));
         }
         // Ranks that share a GPU, as threads of one process.
         let settings = [precision, "parallel.zero=3", "device.ranks_per_gpu=2", "device.memory_fraction=0.4"];
@@ -143,9 +143,14 @@ fn nccl_gives_the_same_bits() {
     with(Simulate(2), "threads", "parallel.zero=3", &two).same_as(&one, STEPS, "threads of one process");
     let hybrid = "parallel.zero=2 parallel.shard=2 parallel.replica=2";
     with(Mpirun(4), "hybrid", hybrid, &devices("4")).same_as(&one, STEPS, hybrid);
+    let central = "parallel.storage=central parallel.owners=2";
+    with(Mpirun(4), "central", central, &devices("4")).same_as(&one, STEPS, central);
 
     // NCCL's own collectives add in an order of their own.
     let own = with(Mpirun(4), "own", &format!("{hybrid} comm.algorithm=mpi"), &devices("4"));
+    let off = apart(&own, &one);
+    assert!(off < 1e-3, "{off}");
+    let own = with(Mpirun(2), "own-central", "parallel.storage=central comm.algorithm=mpi", &two);
     let off = apart(&own, &one);
     assert!(off < 1e-3, "{off}");
 }

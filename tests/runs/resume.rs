@@ -43,7 +43,7 @@ fn interrupted(from: &RunFiles, step: u64, to: &Path) -> RunFiles {
 }
 
 /// Ranks before the interruption and afterwards, the stage, and the step of the checkpoint.
-const PAIRS: [(Transport, &str, Transport, &str, u64); 12] = [
+const PAIRS: [(Transport, &str, Transport, &str, u64); 14] = [
     (Alone, "parallel.zero=0", Alone, "parallel.zero=0", 3),
     (Alone, "parallel.zero=0", Mpirun(4), "parallel.zero=1", 6),
     (Alone, "parallel.zero=3", Simulate(8), "parallel.zero=2", 3),
@@ -53,6 +53,8 @@ const PAIRS: [(Transport, &str, Transport, &str, u64); 12] = [
     (Mpirun(2), "parallel.zero=1", Mpirun(4), "parallel.zero=3 parallel.shard=2 parallel.recompute=true", 3),
     (Simulate(4), "parallel.zero=0", Mpirun(2), "parallel.zero=3", 6),
     (Simulate(8), "parallel.zero=3", Simulate(2), "parallel.zero=1", 3),
+    (Mpirun(4), "parallel.storage=central", Mpirun(2), "parallel.zero=3", 3),
+    (Mpirun(2), "parallel.zero=1", Simulate(4), "parallel.storage=central parallel.owners=2", 6),
     // Stages into one rank, one rank into stages, stages into other stages.
     (Mpirun(4), "parallel.pipeline=4", Alone, "parallel.zero=0", 3),
     (Alone, "parallel.zero=0", Mpirun(4), "parallel.pipeline=2 parallel.zero=1", 6),

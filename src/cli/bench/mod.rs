@@ -8,6 +8,7 @@ mod pace;
 
 use clap::{Args, Subcommand};
 
+use crate::comm::Launch;
 use crate::job;
 
 /// Arguments of `hpctrain bench`.
@@ -36,8 +37,8 @@ enum What {
 }
 
 /// Runs one rank; returns the exit code.
-pub fn run(args: &BenchArgs, launched: bool) -> i32 {
-    job::run(launched, |comm| {
+pub fn run(args: &BenchArgs, launch: Option<&Launch>) -> i32 {
+    job::run(launch, |comm| {
         match &args.what {
             What::Comm(args) => comm::table(comm, args)?,
             What::Checkpoint(args) => checkpoint::table(comm, args)?,

@@ -1,16 +1,22 @@
-//! Whether this process was started by an MPI launcher: determined before MPI is initialised, which must not happen in
+//! Whether this process was started by a launcher: determined before MPI is initialised, which must not happen in
 //! a process that runs alone, and may take seconds.
 
+use super::tcp::Meeting;
 use crate::error::{Error, Result};
 
-/// A start by an MPI launcher.
+/// A start by a launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Launch {
     /// This process's rank, if the launcher states it: errors before MPI is up are printed by rank 0 only.
     pub rank: Option<usize>,
     /// Name of the launcher, for reports.
     pub by: &'static str,
+    /// The place where the ranks meet to talk over TCP; none where they speak MPI.
+    pub meeting: Option<Meeting>,
 }
+
+/// Holds the [`Meeting`] of a process that `--spawn` started.
+pub const MEETING: &str = "HPCTRAIN_MEETING";
 
 /// A variable that a launcher sets, the one that holds the rank, and the launcher's common name.
 const LAUNCHERS: [(&str, &str, &str); 5] = [
@@ -29,12 +35,22 @@ const OVERRIDE: &str = "HPCTRAIN_MPI";
 /// # Errors
 /// The override is neither 0 nor 1, or Slurm started several tasks that cannot find one another.
 pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> {
+    if let Some(place) = env(MEETING) {
+        let meeting: Meeting = place.parse()?;
+        return Ok(Some(Launch { rank: Some(meeting.rank), by: "hpctrain --spawn", meeting: Some(meeting) }));
+    }
     let launcher = LAUNCHERS.iter().find(|(sign, ..)| env(sign).is_some());
     let rank = launcher.and_then(|(_, rank, _)| env(rank)?.parse().ok());
     let by = launcher.map(|(.., name)| *name);
     match env(OVERRIDE).as_deref() {
         Some("0") => return Ok(None),
-        Some("1") => return Ok(Some(Launch { rank, by: by.unwrap_or("a launcher that HPCTRAIN_MPI=1 vouches for") })),
+        Some("1") => {
+            return Ok(Some(Launch {
+                rank,
+                by: by.unwrap_or("a launcher that HPCTRAIN_MPI=1 vouches for"),
+                meeting: None,
+            }));
+        }
         Some(other) => {
             return Err(Error::input(format!("{OVERRIDE}={other} is neither 0 nor 1"))
                 .hint("1 says that an MPI launcher started this process, 0 that none did; leave it out to find out"));
@@ -42,7 +58,7 @@ pub fn launched(env: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> 
         None => {}
     }
     if let Some(by) = by {
-        return Ok(Some(Launch { rank, by }));
+        return Ok(Some(Launch { rank, by, meeting: None }));
     }
     // Set by srun for the tasks of a step only; SLURM_NTASKS is also seen by a batch script, which runs once.
     let tasks: usize = env("SLURM_STEP_NUM_TASKS").and_then(|tasks| tasks.parse().ok()).unwrap_or(1);
@@ -75,6 +91,17 @@ mod tests {
         assert_eq!(ask(&open_mpi), Ok(Some(Some(2))));
         assert_eq!(ask(&[("PMI_RANK", "1")]), Ok(Some(Some(1))));
         assert_eq!(ask(&[("PALS_RANKID", "?")]), Ok(Some(None)));
+    }
+
+    #[test]
+    fn spawned_processes_know_their_place() {
+        let meeting = Meeting { dir: "/tmp/a b/1/2".into(), rank: 3, ranks: 4 };
+        let env = |name: &str| (name == MEETING).then(|| meeting.to_string());
+        let launch = launched(env).unwrap().unwrap();
+        assert_eq!((launch.rank, launch.meeting.as_ref()), (Some(3), Some(&meeting)));
+        for place in ["", "3", "3/4", "4/4/x", "x/4/y"] {
+            assert!(ask(&[(MEETING, place)]).unwrap_err().to_string().contains(MEETING), "{place}");
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 pub(super) mod launch;
 pub mod mpi;
+pub mod tcp;
 pub(super) mod threads;
 
 use std::sync::Arc;

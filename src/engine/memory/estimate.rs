@@ -6,7 +6,7 @@ use crate::config::Plan;
 use crate::data::{Sizes, Source};
 use crate::layout::{Slices, UnitLayout};
 use crate::nn::{Blocks, loans};
-use crate::parallel::{self, Life, MemoryTimeline, Moment, Stage, StepSchedule, When};
+use crate::parallel::{self, Life, MemoryTimeline, Moment, Stage, StepSchedule, Storage, When};
 use crate::telemetry::banner::Estimate;
 
 /// Bytes of an f32.
@@ -149,8 +149,9 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
     host[MemoryKind::Data as usize] = cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
     device[MemoryKind::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
     if plan.config.checkpoint.asynchronous {
-        // Ranks divide parameters and state among themselves, copies of them too.
-        host[MemoryKind::Checkpoint as usize] = (all / plan.mesh.data() + state / plan.mesh.replica) * F32;
+        // Ranks divide parameters and state among themselves, copies of them too, but where they have owners.
+        let copies = if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
+        host[MemoryKind::Checkpoint as usize] = (all / plan.mesh.shard + state) / copies * F32;
     }
     // A host copy of one unit at a time: at the start, and when a checkpoint is written through.
     let staging = padded.iter().max().copied().unwrap_or(0) * F32;

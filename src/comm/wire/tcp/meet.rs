@@ -1,0 +1,165 @@
+//! Processes that meet by a directory: each writes its address there, and connects to those before it.
+
+use std::fmt;
+use std::fs;
+use std::io::Write as _;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use super::greeting::{Caller, Secret, answer, call, random};
+use crate::comm::wire::launch::MEETING;
+use crate::error::{Error, Result};
+
+/// Connections between two ranks: one for exchanges, one for posted messages.
+pub const LANES: usize = 2;
+
+/// Interval at which files and callers are looked for.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// Time by which all ranks must have met.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Name of the file with the secret.
+const SECRET: &str = "secret";
+
+/// The place where the ranks of a world meet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Meeting {
+    /// A directory that only this user can read.
+    pub dir: PathBuf,
+    /// This process's number.
+    pub rank: usize,
+    /// Processes in all.
+    pub ranks: usize,
+}
+
+impl fmt::Display for Meeting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}/{}", self.rank, self.ranks, self.dir.display())
+    }
+}
+
+impl FromStr for Meeting {
+    type Err = Error;
+
+    /// As it is displayed.
+    fn from_str(text: &str) -> Result<Self> {
+        let parts = || {
+            let (rank, rest) = text.split_once('/')?;
+            let (ranks, dir) = rest.split_once('/')?;
+            let (rank, ranks) = (rank.parse().ok()?, ranks.parse().ok()?);
+            (rank < ranks).then(|| Self { dir: dir.into(), rank, ranks })
+        };
+        parts().ok_or_else(|| {
+            Error::input(format!("{MEETING}={text} is no place of a process that --spawn started"))
+                .hint("unset it: hpctrain --spawn N sets it for its processes")
+        })
+    }
+}
+
+/// A rank's connections to another one.
+pub struct Connected {
+    /// The other rank's host.
+    pub host: String,
+    /// Its connections, by lane; none of this rank itself.
+    pub lanes: Option<[TcpStream; LANES]>,
+}
+
+/// Writes a secret of a new world into `dir`, which only this user can read.
+///
+/// # Errors
+/// The file system refused, or there is one already.
+pub fn write_secret(dir: &Path) -> Result<()> {
+    let path = dir.join(SECRET);
+    let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+    let written = file.and_then(|mut file| {
+        let secret = random::<{ Secret::LEN }>().map_err(|e| std::io::Error::other(e.to_string()))?;
+        file.write_all(&secret)
+    });
+    written.map_err(|e| Error::io("write", &path, e))
+}
+
+/// Meets the other ranks; returns the connections to each, and this host's name.
+///
+/// # Errors
+/// Some have not come in time, or the file system or the network refused.
+pub fn meet(meeting: &Meeting) -> Result<(Vec<Connected>, String)> {
+    let Meeting { dir, rank, ranks } = meeting;
+    let (rank, ranks) = (*rank, *ranks);
+    let path = dir.join(SECRET);
+    let secret = Secret::new(fs::read(&path).map_err(|e| Error::io("read", &path, e))?)?;
+    let network = |doing: &str, e: std::io::Error| Error::comm(format!("cannot {doing}: {e}"));
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|e| network("listen on 127.0.0.1", e))?;
+    let address = listener.local_addr().map_err(|e| network("listen", e))?;
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    tell(dir, rank, &format!("{address} {host}"))?;
+    let until = Instant::now() + PATIENCE;
+    let told: Vec<(SocketAddr, String)> = (0..ranks).map(|other| hear(dir, other, until)).collect::<Result<_>>()?;
+
+    let mut lanes: Vec<[Option<TcpStream>; LANES]> = (0..ranks).map(|_| Default::default()).collect();
+    for (other, (address, _)) in told.iter().enumerate().take(rank) {
+        for (lane, stream) in lanes[other].iter_mut().enumerate() {
+            let caller = Caller { rank: rank as u32, ranks: ranks as u32, lane: lane as u32 };
+            let mut connected =
+                TcpStream::connect(address).map_err(|e| network(&format!("reach rank {other} at {address}"), e))?;
+            call(&mut connected, &secret, caller)?;
+            *stream = Some(connected);
+        }
+    }
+    listener.set_nonblocking(true).map_err(|e| network("listen", e))?;
+    let mut missing = LANES * (ranks - 1 - rank);
+    while missing > 0 {
+        let mut stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                if Instant::now() > until {
+                    let late = (rank + 1..ranks).find(|other| lanes[*other].iter().any(Option::is_none));
+                    return Err(Error::comm(format!("rank {} has not called", late.unwrap_or(ranks))));
+                }
+                std::thread::sleep(LOOK);
+                continue;
+            }
+            Err(e) => return Err(network("accept a connection", e)),
+        };
+        stream.set_nonblocking(false).map_err(|e| network("accept a connection", e))?;
+        // A stranger's call is not heard; the ranks' own come beside it.
+        let Ok(Caller { rank: other, ranks: of, lane }) = answer(&mut stream, &secret) else { continue };
+        let slot = lanes.get_mut(other as usize).and_then(|lanes| lanes.get_mut(lane as usize));
+        match slot {
+            Some(slot) if of as usize == ranks && slot.is_none() => *slot = Some(stream),
+            _ => return Err(Error::comm(format!("rank {other} of {of} called twice, or in another world"))),
+        }
+        missing -= 1;
+    }
+    let connected = told.into_iter().zip(lanes).map(|((_, host), lanes)| {
+        let [first, second] = lanes;
+        Connected { host, lanes: first.zip(second).map(|(first, second)| [first, second]) }
+    });
+    Ok((connected.collect(), host))
+}
+
+/// Writes a rank's address, all of it at once.
+fn tell(dir: &Path, rank: usize, text: &str) -> Result<()> {
+    let (path, new) = (dir.join(format!("rank-{rank}")), dir.join(format!("rank-{rank}.new")));
+    fs::write(&new, text).and_then(|()| fs::rename(&new, &path)).map_err(|e| Error::io("write", &path, e))
+}
+
+/// Waits for a rank's address.
+fn hear(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, String)> {
+    let path = dir.join(format!("rank-{rank}"));
+    let text = loop {
+        match fs::read_to_string(&path) {
+            Ok(text) => break text,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound && Instant::now() < until => std::thread::sleep(LOOK),
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                return Err(Error::comm(format!("rank {rank} has not come to {}", dir.display())));
+            }
+            Err(e) => return Err(Error::io("read", &path, e)),
+        }
+    };
+    let parts = text.split_once(' ').and_then(|(address, host)| Some((address.parse().ok()?, host.to_string())));
+    parts.ok_or_else(|| Error::comm(format!("{} holds no address: {text:?}", path.display())))
+}
