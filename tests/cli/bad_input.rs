@@ -9,7 +9,7 @@ use hpctrain::checkpoint::Checkpoints;
 use hpctrain::data::TokenizerKind;
 use hpctrain::data::import::{ImportText, import_text};
 
-use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use crate::common::launch::{Ended, finish, mpirun, program};
 use crate::common::runs::{Run, RunFiles, copy};
 
@@ -159,10 +159,10 @@ fn settings() {
 #[test]
 fn what_takes_less_memory_is_told() {
     let root = tempfile::tempdir().unwrap();
-    let big = ["model.layers=4", "model.width=256", "model.context=64", "batch.global=16", "run.memory_limit=147MiB"];
+    let big = ["model.layers=4", "model.width=256", "model.context=64", "batch.global=16", "run.memory_limit=150MiB"];
     let command = |transport, more: &[&str]| Run::new(transport, root.path(), "x", &[&big, more].concat()).command();
     let words =
-        ["a rank needs 1", "activations 67.1 MiB", "more than run.memory_limit = 147MiB", "\nhint: batch.micro=2"];
+        ["a rank needs 1", "activations 67.1 MiB", "more than run.memory_limit = 150MiB", "\nhint: batch.micro=2"];
     refuses(&mut command(Alone, &[]), root.path(), &words);
     let words = ["activations ", "\nhint: parallel.zero=", " takes "];
     refuses(&mut command(Mpirun(2), &["run.memory_limit=106MiB", "batch.micro=1"]), root.path(), &words);
@@ -294,6 +294,22 @@ fn averages_that_cannot_be() {
 }
 
 #[test]
+fn spawned_ranks_that_cannot_be() {
+    let root = tempfile::tempdir().unwrap();
+    let words = ["--spawn 2, but this command does not run on ranks", "train, eval, predict"];
+    refuses(&mut program(["verify", "--spawn", "2"]), root.path(), &words);
+    let mut twice = mpirun(2);
+    twice.arg(crate::common::program()).args(["train", "--spawn", "2"]);
+    let words = ["--spawn 2, but this process was started by Open MPI's mpirun", "use one of them"];
+    refuses(&mut twice, root.path(), &words);
+    // One rank speaks for all, as under mpirun.
+    let words = ["model.heads = 3"];
+    refuses(&mut Run::new(Spawn(3), root.path(), "x", &["model.heads=3"]).command(), root.path(), &words);
+    let mut lost = program(["train"]);
+    refuses(lost.env("HPCTRAIN_MEETING", "2/2/tmp"), root.path(), &["HPCTRAIN_MEETING=2/2/tmp", "unset it"]);
+}
+
+#[test]
 fn central_storage_that_cannot_be() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(Transport, &str, &[&str]); 7] = [
@@ -323,7 +339,7 @@ fn central_storage_that_cannot_be() {
             "parallel.storage=central parallel.average_every=8",
             &["trains replicas apart", "leave one of them"],
         ),
-        (Simulate(2), "parallel.storage=middle", &["parallel.storage", "`ranks`", "`central`"]),
+        (Simulate(2), "parallel.storage=middle", &["unknown value `middle`", "ranks, central"]),
     ];
     for (transport, settings, words) in cases {
         let settings: Vec<&str> = settings.split_whitespace().collect();

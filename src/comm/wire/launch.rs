@@ -1,7 +1,7 @@
 //! Whether this process was started by a launcher: determined before MPI is initialised, which must not happen in
 //! a process that runs alone, and may take seconds.
 
-use super::tcp::Meeting;
+use super::tcp::{MEETING, Meeting};
 use crate::error::{Error, Result};
 
 /// A start by a launcher.
@@ -14,9 +14,6 @@ pub struct Launch {
     /// The place where the ranks meet to talk over TCP; none where they speak MPI.
     pub meeting: Option<Meeting>,
 }
-
-/// Holds the [`Meeting`] of a process that `--spawn` started.
-pub const MEETING: &str = "HPCTRAIN_MEETING";
 
 /// A variable that a launcher sets, the one that holds the rank, and the launcher's common name.
 const LAUNCHERS: [(&str, &str, &str); 5] = [

@@ -217,6 +217,16 @@ pub fn least_sent(group: &Members, call: Vendor, words: usize) -> usize {
     if let Vendor::AllReduce = call { 2 * others } else { others }
 }
 
+/// Wires other than MPI copy memory that the host can read.
+fn no_addresses() -> Error {
+    Error::input("comm.path = direct needs MPI").hint("use staged or auto")
+}
+
+/// Wires other than MPI have no collectives of a library.
+fn no_library() -> Error {
+    Error::input("comm.algorithm = mpi needs MPI").hint("use ring or tree")
+}
+
 /// Whether a message had the length that the receiver knew it would have.
 pub fn check_length(from: usize, received: usize, expected: usize) -> Result<()> {
     if received == expected {

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::{
     Incoming, Members, NodeInfo, Outgoing, Parcel, Payload, Peer, UnderWay, Vendor, Wire, World, check_length,
+    no_addresses, no_library,
 };
 use crate::backend::Span;
 use crate::backend::cpu::add_serial;
@@ -108,11 +109,6 @@ impl Office {
     fn wake_all(&self) {
         self.arrivals.iter().for_each(Condvar::notify_all);
     }
-}
-
-/// Threads copy messages, which takes memory that they can look into.
-fn no_addresses() -> Error {
-    Error::input("comm.path = direct needs MPI").hint("use staged or auto")
 }
 
 /// One rank's access to the mailboxes.
@@ -267,7 +263,7 @@ impl Wire for Mailboxes {
     }
 
     fn vendor(&mut self, _: &Members, _: Vendor, _: &mut [f32]) -> Result<()> {
-        Err(Error::input("comm.algorithm = mpi needs MPI").hint("use ring or tree"))
+        Err(no_library())
     }
 
     fn split(&mut self, _: &Members, _: usize) -> Result<usize> {

@@ -10,7 +10,6 @@ use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use super::greeting::{Caller, Secret, answer, call, random};
-use crate::comm::wire::launch::MEETING;
 use crate::error::{Error, Result};
 
 /// Connections between two ranks: one for exchanges, one for posted messages.
@@ -21,6 +20,9 @@ const LOOK: Duration = Duration::from_millis(5);
 
 /// Time by which all ranks must have met.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The variable of the environment that holds the [`Meeting`] of a process that `--spawn` started.
+pub const MEETING: &str = "HPCTRAIN_MEETING";
 
 /// Name of the file with the secret.
 const SECRET: &str = "secret";

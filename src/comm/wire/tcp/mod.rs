@@ -14,13 +14,14 @@ use std::num::NonZero;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub use meet::{Meeting, write_secret};
+pub use meet::{MEETING, Meeting, write_secret};
 
 use meet::meet;
 use message::{Bytes, Elements, Found, HEADER, Inbox, Sink, abort, bye, gone, header, write};
 
 use super::{
     Incoming, Members, NodeInfo, Outgoing, Parcel, Payload, Peer, UnderWay, Vendor, Wire, World, check_length,
+    no_addresses, no_library,
 };
 use crate::backend::Span;
 use crate::comm::algorithms;
@@ -95,11 +96,6 @@ fn bytes(parcel: &mut dyn Parcel) -> Result<&mut [u8]> {
         Payload::Host(bytes) => Ok(bytes),
         Payload::Device(_) => Err(no_addresses()),
     }
-}
-
-/// Sockets copy memory that the host can read.
-fn no_addresses() -> Error {
-    Error::input("comm.path = direct needs MPI").hint("use staged or auto")
 }
 
 impl Link {
@@ -406,7 +402,7 @@ impl Wire for Tcp {
     }
 
     fn vendor(&mut self, _: &Members, _: Vendor, _: &mut [f32]) -> Result<()> {
-        Err(Error::input("comm.algorithm = mpi needs MPI").hint("use ring or tree"))
+        Err(no_library())
     }
 
     fn vendor_device(&mut self, _: &Members, _: Vendor, _: Span<'_>) -> Result<()> {
