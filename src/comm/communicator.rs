@@ -80,19 +80,17 @@ pub fn single<B: Backend>() -> Comm<B> {
     Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
 }
 
-/// The communicator of a process that an MPI launcher started: initialises MPI on a new communication thread. Once in a
-/// process, from the main thread, before other threads start: it may set an environment variable for MPI to read.
-///
-/// # Errors
-/// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
-pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
-    mpi::yield_if_crowded();
+/// A communication thread of this name, whose wire `open` makes on it.
+fn start(
+    name: String,
+    open: impl FnOnce(Arc<Shared>) -> Result<(Box<dyn Wire>, World)> + Send + 'static,
+) -> Result<(Worker, Arc<Shared>, World)> {
     let shared: Arc<Shared> = Arc::default();
     let (tell, told) = sync_channel(1);
-    let worker = Worker::start("comm".into(), &shared, {
+    let worker = Worker::start(name, &shared, {
         let shared = shared.clone();
         move || {
-            let (wire, news) = match mpi::open(shared) {
+            let (wire, news) = match open(shared) {
                 Ok((wire, world)) => (Some(wire), Ok(world)),
                 Err(error) => (None, Err(error)),
             };
@@ -101,7 +99,18 @@ pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
             wire
         }
     });
-    let world: World = told.recv().map_err(|_| Error::comm("the communication thread did not start"))??;
+    let world = told.recv().map_err(|_| Error::comm("the communication thread did not start"))??;
+    Ok((worker, shared, world))
+}
+
+/// The communicator of a process that an MPI launcher started: initialises MPI on a new communication thread. Once in a
+/// process, from the main thread, before other threads start: it may set an environment variable for MPI to read.
+///
+/// # Errors
+/// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
+pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
+    mpi::yield_if_crowded();
+    let (worker, shared, world) = start("comm".into(), mpi::open)?;
     match launched_size(|name| std::env::var(name).ok()) {
         Some(started) if started > 1 && world.nodes.len() == 1 => {
             worker.end();
@@ -117,21 +126,8 @@ pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
 /// # Errors
 /// They do not come in time, or the network refused.
 pub fn start_tcp<B: Backend>(meeting: &Meeting, algorithm: Algorithm) -> Result<Comm<B>> {
-    let (tell, told) = sync_channel(1);
-    let shared: Arc<Shared> = Arc::default();
-    let worker = Worker::start(format!("comm-{}", meeting.rank), &shared, {
-        let (shared, meeting) = (shared.clone(), meeting.clone());
-        move || {
-            let (wire, news) = match tcp::open(&meeting, shared) {
-                Ok((wire, world)) => (Some(wire), Ok(world)),
-                Err(error) => (None, Err(error)),
-            };
-            // The receiver waits below.
-            let _ = tell.send(news);
-            wire
-        }
-    });
-    let world = told.recv().map_err(|_| Error::comm("the communication thread did not start"))??;
+    let place = meeting.clone();
+    let (worker, shared, world) = start(format!("comm-{}", meeting.rank), move |shared| tcp::open(&place, shared))?;
     Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker)))
 }
 

@@ -7,6 +7,9 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use super::greeting::{Caller, Secret, answer, call, random};
@@ -17,6 +20,9 @@ pub const LANES: usize = 2;
 
 /// Interval at which files and callers are looked for.
 const LOOK: Duration = Duration::from_millis(5);
+
+/// Greetings at a time: more callers are sent away.
+const GREETINGS: usize = 64;
 
 /// Time by which all ranks must have met.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -93,7 +99,6 @@ pub fn meet(meeting: &Meeting) -> Result<(Vec<Connected>, String)> {
     let (rank, ranks) = (*rank, *ranks);
     let path = dir.join(SECRET);
     let secret = Secret::new(fs::read(&path).map_err(|e| Error::io("read", &path, e))?)?;
-    let network = |doing: &str, e: std::io::Error| Error::comm(format!("cannot {doing}: {e}"));
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|e| network("listen on 127.0.0.1", e))?;
     let address = listener.local_addr().map_err(|e| network("listen", e))?;
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -105,42 +110,90 @@ pub fn meet(meeting: &Meeting) -> Result<(Vec<Connected>, String)> {
     for (other, (address, _)) in told.iter().enumerate().take(rank) {
         for (lane, stream) in lanes[other].iter_mut().enumerate() {
             let caller = Caller { rank: rank as u32, ranks: ranks as u32, lane: lane as u32 };
-            let mut connected =
-                TcpStream::connect(address).map_err(|e| network(&format!("reach rank {other} at {address}"), e))?;
-            call(&mut connected, &secret, caller)?;
-            *stream = Some(connected);
+            *stream = Some(reach(other, address, &secret, caller, until)?);
         }
     }
-    listener.set_nonblocking(true).map_err(|e| network("listen", e))?;
-    let mut missing = LANES * (ranks - 1 - rank);
-    while missing > 0 {
-        let mut stream = match listener.accept() {
-            Ok((stream, _)) => stream,
-            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                if Instant::now() > until {
-                    let late = (rank + 1..ranks).find(|other| lanes[*other].iter().any(Option::is_none));
-                    return Err(Error::comm(format!("rank {} has not called", late.unwrap_or(ranks))));
-                }
-                std::thread::sleep(LOOK);
-                continue;
-            }
-            Err(e) => return Err(network("accept a connection", e)),
+    let reception = Reception::open(listener, secret)?;
+    for _ in 0..LANES * (ranks - 1 - rank) {
+        let left = until.saturating_duration_since(Instant::now());
+        let Ok((Caller { rank: other, ranks: of, lane }, stream)) = reception.known.recv_timeout(left) else {
+            let late = (rank + 1..ranks).find(|other| lanes[*other].iter().any(Option::is_none));
+            return Err(Error::comm(format!("rank {} has not called", late.unwrap_or(ranks))));
         };
-        stream.set_nonblocking(false).map_err(|e| network("accept a connection", e))?;
-        // A stranger's call is not heard; the ranks' own come beside it.
-        let Ok(Caller { rank: other, ranks: of, lane }) = answer(&mut stream, &secret) else { continue };
-        let slot = lanes.get_mut(other as usize).and_then(|lanes| lanes.get_mut(lane as usize));
-        match slot {
+        match lanes.get_mut(other as usize).and_then(|lanes| lanes.get_mut(lane as usize)) {
             Some(slot) if of as usize == ranks && slot.is_none() => *slot = Some(stream),
             _ => return Err(Error::comm(format!("rank {other} of {of} called twice, or in another world"))),
         }
-        missing -= 1;
     }
     let connected = told.into_iter().zip(lanes).map(|((_, host), lanes)| {
         let [first, second] = lanes;
         Connected { host, lanes: first.zip(second).map(|(first, second)| [first, second]) }
     });
     Ok((connected.collect(), host))
+}
+
+/// Connects to a rank before this one, which may not listen yet.
+fn reach(other: usize, address: &SocketAddr, secret: &Secret, caller: Caller, until: Instant) -> Result<TcpStream> {
+    loop {
+        let connected = TcpStream::connect(address).map_err(|e| Error::comm(e.to_string()));
+        match connected.and_then(|mut stream| call(&mut stream, secret, caller).map(|()| stream)) {
+            Ok(stream) => return Ok(stream),
+            Err(_) if Instant::now() < until => std::thread::sleep(LOOK),
+            Err(e) => return Err(Error::comm(format!("cannot reach rank {other} at {address}: {e}"))),
+        }
+    }
+}
+
+/// Greets all that connect, each on a thread of its own, so that a silent stranger holds up nobody, until it is dropped.
+struct Reception {
+    /// Those that know the secret.
+    known: Receiver<(Caller, TcpStream)>,
+    over: Arc<AtomicBool>,
+}
+
+impl Reception {
+    fn open(listener: TcpListener, secret: Secret) -> Result<Self> {
+        let ((tell, known), over) = (channel(), Arc::new(AtomicBool::new(false)));
+        listener.set_nonblocking(true).map_err(|e| network("listen", e))?;
+        let (ends, greetings) = (over.clone(), Arc::new(()));
+        let body = move || {
+            while !ends.load(Ordering::Relaxed) {
+                let Ok((stream, _)) = listener.accept() else {
+                    std::thread::sleep(LOOK);
+                    continue;
+                };
+                if Arc::strong_count(&greetings) > GREETINGS {
+                    continue;
+                }
+                let (tell, secret, greeting) = (tell.clone(), secret.clone(), greetings.clone());
+                let greet = move || {
+                    let mut stream = stream;
+                    if stream.set_nonblocking(false).is_ok()
+                        && let Ok(caller) = answer(&mut stream, &secret)
+                    {
+                        // Nobody takes it any more when all have met.
+                        let _ = tell.send((caller, stream));
+                    }
+                    drop(greeting);
+                };
+                // If the system refuses a thread the connection ends, and a rank calls again.
+                let _ = std::thread::Builder::new().name("greeting".into()).spawn(greet);
+            }
+        };
+        let thread = std::thread::Builder::new().name("reception".into()).spawn(body);
+        thread.map_err(|e| network("start a thread", e))?;
+        Ok(Self { known, over })
+    }
+}
+
+impl Drop for Reception {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+    }
+}
+
+fn network(doing: &str, e: std::io::Error) -> Error {
+    Error::comm(format!("cannot {doing}: {e}"))
 }
 
 /// Writes a rank's address, all of it at once.
@@ -164,4 +217,26 @@ fn hear(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, String)>
     };
     let parts = text.split_once(' ').and_then(|(address, host)| Some((address.parse().ok()?, host.to_string())));
     parts.ok_or_else(|| Error::comm(format!("{} holds no address: {text:?}", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strangers_do_not_keep_ranks_from_meeting() {
+        let folder = tempfile::tempdir().unwrap();
+        write_secret(folder.path()).unwrap();
+        assert!(write_secret(folder.path()).is_err(), "another world meets there");
+        let meeting = |rank| Meeting { dir: folder.path().into(), rank, ranks: 2 };
+        let (first, second) = (meeting(0), meeting(1));
+        let waiting = std::thread::spawn(move || meet(&first).map(|(connected, _)| connected.len()));
+        let (address, _) = hear(folder.path(), 0, Instant::now() + PATIENCE).unwrap();
+        // Each keeps quiet, or talks of other things.
+        let mut strangers: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(address).unwrap()).collect();
+        strangers[7].write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        let met = meet(&second).unwrap().0;
+        assert_eq!((met.len(), met[0].lanes.is_some(), met[1].lanes.is_some()), (2, true, false));
+        assert_eq!(waiting.join().unwrap(), Ok(2));
+    }
 }
