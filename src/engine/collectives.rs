@@ -17,16 +17,10 @@ use crate::parallel::{Groups, Storage};
 const OF_SHARDS: [Operation; 2] = [Operation::ReduceScatter, Operation::AllGather];
 
 /// Operations of replicas on units.
-const OF_REPLICAS: [Operation; 1] = [Operation::AllReduce];
-
-/// The same, where storage is central.
-const OF_CENTRAL: [Operation; 2] = [Operation::Reduce, Operation::Broadcast];
-
-/// Operations of replicas on units, by the place of these.
 fn of_replicas_in(storage: Storage) -> &'static [Operation] {
     match storage {
-        Storage::Ranks => &OF_REPLICAS,
-        Storage::Central => &OF_CENTRAL,
+        Storage::Ranks => &[Operation::AllReduce],
+        Storage::Central => &[Operation::Reduce, Operation::Broadcast],
     }
 }
 

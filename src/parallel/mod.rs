@@ -50,6 +50,13 @@ pub enum Storage {
     Central,
 }
 
+impl Storage {
+    /// Whether the ranks of a replica own ranges of units.
+    fn owns(self, replica: usize) -> bool {
+        self == Storage::Ranks || replica == 0
+    }
+}
+
 /// Lifetime of a full buffer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Life {

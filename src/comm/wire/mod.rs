@@ -133,7 +133,7 @@ pub enum Peer {
 }
 
 /// Posted messages that are neither gone nor here.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum UnderWay {
     /// None.
     Nothing,

@@ -114,10 +114,7 @@ impl<B: Kernels> Sharded<B> {
             blocks.iter().map(|block| UnitLayout::sliced(block.name(), block.tensors(), lanes.total, slices)).collect();
         let mut units = Vec::with_capacity(stage.units.len());
         for layout in &network[stage.units.clone()] {
-            let owned = match storage {
-                Storage::Central if groups.replica.rank() > 0 => 0..0,
-                _ => layout.part(shard, shards),
-            };
+            let owned = if storage.owns(groups.replica.rank()) { layout.part(shard, shards) } else { 0..0 };
             let full = initial(layout, seed);
             let (values, are_full_here) = (&full[owned.clone()], keep.params == Life::Step);
             let (host, updates) = (host.as_ref(), updates.as_ref());
@@ -399,7 +396,7 @@ impl<B: Kernels> Sharded<B> {
 
     /// Whether this rank owns ranges of its units.
     fn owns(&self) -> bool {
-        self.storage == Storage::Ranks || self.groups.replica.rank() == 0
+        self.storage.owns(self.groups.replica.rank())
     }
 
     fn full(&self, slot: usize) -> Result<B::View<'_>> {

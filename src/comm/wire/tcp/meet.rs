@@ -82,12 +82,9 @@ pub struct Connected {
 /// The file system refused, or there is one already.
 pub fn write_secret(dir: &Path) -> Result<()> {
     let path = dir.join(SECRET);
+    let secret = random::<{ Secret::LEN }>()?;
     let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
-    let written = file.and_then(|mut file| {
-        let secret = random::<{ Secret::LEN }>().map_err(|e| std::io::Error::other(e.to_string()))?;
-        file.write_all(&secret)
-    });
-    written.map_err(|e| Error::io("write", &path, e))
+    file.and_then(|mut file| file.write_all(&secret)).map_err(|e| Error::io("write", &path, e))
 }
 
 /// Meets the other ranks; returns the connections to each, and this host's name.

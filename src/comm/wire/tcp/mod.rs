@@ -392,13 +392,7 @@ impl Wire for Tcp {
 
     fn progress(&mut self) -> Result<UnderWay> {
         self.poll()?;
-        let mut all = self.links.iter().flatten().map(Link::under_way).filter(|one| *one != UnderWay::Nothing);
-        let Some(first) = all.next() else { return Ok(UnderWay::Nothing) };
-        Ok(if first == UnderWay::Leaving || all.any(|one| one == UnderWay::Leaving) {
-            UnderWay::Leaving
-        } else {
-            UnderWay::Arriving
-        })
+        Ok(self.links.iter().flatten().map(Link::under_way).max().unwrap_or(UnderWay::Nothing))
     }
 
     fn vendor(&mut self, _: &Members, _: Vendor, _: &mut [f32]) -> Result<()> {
@@ -423,7 +417,7 @@ impl Wire for Tcp {
         let words = abort(code);
         for (peer, link) in self.links.iter_mut().enumerate() {
             if let Some(link) = link {
-                // Whoever does not hear it hears that the connection ends.
+                // A rank that does not hear it finds that the connection ends.
                 let _ = write(&mut link.exchanges, &[&words], &mut 0, peer);
             }
         }
