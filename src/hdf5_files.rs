@@ -60,8 +60,13 @@ fn close_on_exec(file: File) -> Result<File> {
 #[cfg(test)]
 mod tests {
     use std::process::{Command, Stdio};
+    use std::time::{Duration, Instant};
 
     use super::*;
+
+    /// Far more time than a program has the files of the one that starts it (from fork to exec: other tests start some),
+    /// far less than the programs of this test live.
+    const PATIENCE: Duration = Duration::from_secs(20);
 
     /// A program that is started while a file is being written lives on, and has nothing of it.
     #[test]
@@ -71,16 +76,28 @@ mod tests {
         let file = create(&path).unwrap();
         let mut child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
         drop(file);
-        let opened = open(&path).map(drop);
-        let again = File::append(&path).map(drop);
+        let opened = soon(|| open(&path));
+        let again = soon(|| File::append(&path));
         let kept = open(&path).unwrap();
         let mut other = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
         drop(kept);
-        let written = create(&path).map(drop);
+        let written = soon(|| create(&path));
         for child in [&mut child, &mut other] {
             child.kill().unwrap();
             child.wait().unwrap();
         }
         opened.and(again).and(written).unwrap();
+    }
+
+    /// Opens a file and closes it, as soon as that succeeds.
+    fn soon(open: impl Fn() -> Result<File>) -> Result<()> {
+        let started = Instant::now();
+        loop {
+            let opened = open().map(drop);
+            if opened.is_ok() || started.elapsed() > PATIENCE {
+                return opened;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
