@@ -106,6 +106,7 @@ pub mod prelude;
 mod private;
 pub mod random;
 pub mod run_dir;
+pub mod servers;
 pub mod signals;
 mod simd;
 pub mod telemetry;

@@ -34,10 +34,12 @@ use serde::{Deserialize, Serialize};
 use crate::error::Error;
 
 pub use directory::{Checkpoints, name_of};
+pub(crate) use manifest::Written;
 pub use manifest::{Manifest, Origin, Piece, TensorEntry};
 pub use read::Reader;
 pub use retention::Retention;
 pub use saver::{Job, Published, Saver};
+pub(crate) use snapshot::{Ranged, write_ranges};
 
 /// Datasets with parameters are under this group; optimizer state is under the name of its buffer.
 pub const PARAMS: &str = "params";

@@ -275,8 +275,17 @@ impl Job {
         self.checkpoints.staging(step, &self.id)
     }
 
+    /// Creates the directory in which the checkpoint of a step is written.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub(crate) fn create(&self, step: u64) -> Result<PathBuf> {
+        let staging = self.staging(step);
+        create(&staging).map(|()| staging)
+    }
+
     /// Writes the manifest from the ranks' tables and publishes.
-    fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
+    pub(crate) fn publish(&self, progress: Progress, tables: &[Vec<u8>], staging: &Path) -> Result<()> {
         let table = |bytes: &Vec<u8>| serde_json::from_slice(bytes);
         let written: Vec<Written> =
             tables.iter().map(table).collect::<Result<_, _>>().map_err(|e| Error::internal(e.to_string()))?;
@@ -307,7 +316,7 @@ impl Job {
     }
 
     /// Removes the checkpoints that are not to be kept.
-    fn retain(&self) {
+    pub(crate) fn retain(&self) {
         self.checkpoints.retain(&Retention::of(&self.config.checkpoint));
     }
 }

@@ -3,9 +3,11 @@
 use std::ops::Range;
 use std::path::Path;
 
+use super::manifest::Written;
 use super::shard::{Extent, ShardFile, ShardWriter, file_name};
 use crate::backend::{Kernels, Ledger, MemoryKind};
 use crate::error::Result;
+use crate::layout::UnitLayout;
 use crate::parallel::{Owned, Sharded, Values};
 
 /// Location in a snapshot of one part of a unit's owned range.
@@ -109,9 +111,45 @@ pub fn write_through<B: Kernels>(
     writer.finish()
 }
 
+/// A range of a unit on the host.
+pub struct Ranged<'a> {
+    /// The unit.
+    pub layout: &'a UnitLayout,
+    /// Its elements.
+    pub range: Range<usize>,
+    /// Parameters, then each buffer of state.
+    pub parts: Vec<&'a [f32]>,
+}
+
+/// Writes ranges into the file of `rank` in `dir`, and reads it back; returns the table of its content.
+///
+/// # Errors
+/// The file system refused.
+pub fn write_ranges(dir: &Path, rank: usize, state: &[&str], ranges: &[Ranged<'_>]) -> Result<Written> {
+    let extents: Vec<Extent> = ranges.iter().flat_map(|of| extents(of.layout, &of.range)).collect();
+    let mut writer = ShardWriter::create(dir, &file_name(rank), state, &extents)?;
+    let mut extent = 0;
+    for Ranged { layout, range, parts } in ranges {
+        for piece in layout.pieces(range.clone()) {
+            for (part, values) in parts.iter().enumerate() {
+                writer.write(extent, part, &values[piece.of_owned.clone()])?;
+            }
+            extent += 1;
+        }
+    }
+    let file = writer.finish()?;
+    file.read_back()?;
+    Ok(file.written().clone())
+}
+
 /// The parts of the tensors of a unit that the rank writes.
 fn extents_of<B: Kernels>(unit: &Owned<'_, B>) -> Vec<Extent> {
-    let pieces = unit.layout.pieces(unit.range.clone());
+    extents(unit.layout, &unit.range)
+}
+
+/// The parts of tensors that lie in a range of a unit.
+fn extents(layout: &UnitLayout, range: &Range<usize>) -> Vec<Extent> {
+    let pieces = layout.pieces(range.clone());
     let extent = |piece: crate::layout::Piece<'_>| Extent {
         tensor: piece.tensor.name.clone(),
         shape: piece.tensor.shape.clone(),

@@ -12,6 +12,7 @@ mod predict;
 mod prove;
 mod roles;
 mod sample;
+mod servers;
 mod simulate;
 mod spawn;
 mod train;
@@ -50,6 +51,14 @@ enum Command {
     Predict(predict::PredictArgs),
     /// Train with threads as ranks: the same program in one process, without MPI.
     Simulate(simulate::SimulateArgs),
+    /// Begin a run on parameter servers, and give its work out: servers and workers come by themselves.
+    Coordinate(servers::CoordinateArgs),
+    /// Hold parameters for a run on servers, until it ends.
+    Server(servers::ServerArgs),
+    /// Train for a run on servers, until it ends or this process is asked to (SIGTERM).
+    Worker(servers::WorkerArgs),
+    /// Show a run on servers: who is there, how far each is, the load of every server.
+    Status(servers::StatusArgs),
     /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO stage.
     Verify(verify::VerifyArgs),
     /// One rank of a row of `verify --mpi`.
@@ -90,6 +99,7 @@ impl Command {
             Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
             Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) | Command::ProveDirect => false,
             Command::Data(_) | Command::Checkpoint(_) | Command::Config(_) | Command::DoctorProbe(_) => false,
+            Command::Coordinate(_) | Command::Server(_) | Command::Worker(_) | Command::Status(_) => false,
             Command::Completions { .. } => false,
         }
     }
@@ -131,7 +141,7 @@ pub fn run() -> i32 {
         }
     }
     // The results of a training are its records and checkpoints.
-    let is_for_output = !matches!(command, Command::Train(_) | Command::Simulate(_));
+    let is_for_output = !matches!(command, Command::Train(_) | Command::Simulate(_) | Command::Coordinate(_));
     let code = carry_out(command, launch.as_ref(), speaks);
     match crate::telemetry::lost() {
         Some(e) if is_for_output && code == 0 => fail(&e),
@@ -151,9 +161,14 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::DoctorProbe(args) => report(doctor::probe(&args)),
         Command::Plan(args) => plan::run(&args, launch),
         Command::VerifyRank(args) => verify::run_rank(&args, launch),
+        // Each process is one by itself, whoever started it.
+        Command::Server(args) => servers::serve_alone(&args),
+        Command::Worker(args) => servers::work_alone(&args),
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),
         Command::Simulate(args) => simulate::run(&args),
+        Command::Coordinate(args) => servers::coordinate(&args),
+        Command::Status(args) => report(servers::status(&args)),
         Command::Data(args) => report(data::run(args)),
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Config(args) => report(config::run(&args)),

@@ -12,13 +12,26 @@ use crate::topology::Topology;
 /// The command by which a process was started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Start {
-    /// `hpctrain train --evaluators N`.
+    /// `hpctrain train --evaluators N --servers N`.
     Train {
         /// Number of the job's training ranks that evaluate instead.
         evaluators: usize,
+        /// Number of the others that hold the parameters instead.
+        servers: usize,
     },
     /// `hpctrain eval`.
     Evaluate,
+}
+
+/// The work of a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// It trains.
+    Trains,
+    /// It is this one of the servers.
+    Serves(usize),
+    /// It evaluates.
+    Evaluates,
 }
 
 /// The role of this rank.
@@ -27,9 +40,13 @@ pub struct Role {
     pub everyone: Comm<Cpu>,
     /// The ranks of the same role, which take themselves for the world.
     pub comm: Comm<Cpu>,
-    /// Whether it trains, rather than evaluates.
-    pub trains: bool,
-    /// Whether the job has both roles.
+    /// The ranks that train or serve, and take themselves for the world; of an evaluator, all.
+    pub side: Comm<Cpu>,
+    /// Its work.
+    pub part: Part,
+    /// Ranks that train, and servers.
+    pub counts: (usize, usize),
+    /// Whether the job evaluates, too.
     pub mixed: bool,
     /// Compute threads a rank when all ranks of a node share its cores.
     pub threads: usize,
@@ -49,35 +66,64 @@ impl Role {
             .map(|bytes| serde_json::from_slice(bytes))
             .collect::<Result<_, _>>()
             .map_err(|e| Error::comm(format!("another rank sent a malformed role: {e}")))?;
-        let trains = trainers(&starts)?;
-        let mixed = trains.contains(&true) && trains.contains(&false);
-        let colors: Vec<usize> = trains.iter().map(|trains| usize::from(!trains)).collect();
-        let comm = if mixed { everyone.role(&colors)? } else { everyone.clone() };
+        let parts = parts(&starts)?;
+        let evaluates = |part: &Part| usize::from(*part == Part::Evaluates);
+        let serves = |part: &Part| matches!(part, Part::Serves(_));
+        let evaluators: usize = parts.iter().map(evaluates).sum();
+        let mixed = 0 < evaluators && evaluators < parts.len();
+        let side = match mixed {
+            true => everyone.role(&parts.iter().map(evaluates).collect::<Vec<_>>())?,
+            false => everyone.clone(),
+        };
+        let servers = parts.iter().filter(|part| serves(part)).count();
+        let part = parts[everyone.rank()];
+        // Evaluators are a side of their own.
+        let comm = match servers > 0 && part != Part::Evaluates {
+            true => {
+                let others = parts.iter().filter(|part| **part != Part::Evaluates);
+                side.role(&others.map(|part| usize::from(serves(part))).collect::<Vec<_>>())?
+            }
+            false => side.clone(),
+        };
         let threads = Topology::gather(&world, everyone.node().host)?.threads();
-        Ok(Self { everyone: everyone.clone(), comm, trains: trains[everyone.rank()], mixed, threads })
+        let counts = (parts.len() - evaluators - servers, servers);
+        Ok(Self { everyone: everyone.clone(), comm, side, part, counts, mixed, threads })
     }
 }
 
-/// Whether each rank trains: those started for it do, but for the last ones if some are to evaluate.
-fn trainers(starts: &[Start]) -> Result<Vec<bool>> {
+/// The work of each rank: those started to train do, but for the last ones if some are to evaluate, and those before them if some
+/// are to serve.
+fn parts(starts: &[Start]) -> Result<Vec<Part>> {
     let asked = starts.iter().filter_map(|start| match start {
-        Start::Train { evaluators } => Some(*evaluators),
+        Start::Train { evaluators, servers } => Some((*evaluators, *servers)),
         Start::Evaluate => None,
     });
-    let (count, evaluators) = (asked.clone().count(), asked.max().unwrap_or(0));
-    if count > 0 && evaluators >= count {
+    let count = asked.clone().count();
+    let evaluators = asked.clone().map(|(evaluators, _)| evaluators).max().unwrap_or(0);
+    let servers = asked.map(|(_, servers)| servers).max().unwrap_or(0);
+    if count > 0 && evaluators + servers >= count {
         let ranks = if count == 1 { "the only rank".into() } else { format!("{count} ranks") };
-        return Err(Error::input(format!("--evaluators {evaluators} of {ranks} leaves none to train"))
-            .hint(format!("start {} ranks or more", evaluators + 1))
+        let counts = [("--evaluators", evaluators), ("--servers", servers)];
+        let told: Vec<String> =
+            counts.iter().filter(|(_, count)| *count > 0).map(|(name, count)| format!("{name} {count}")).collect();
+        return Err(Error::input(format!("{} of {ranks} leaves none to train", told.join(" and ")))
+            .hint(format!("start {} ranks or more", evaluators + servers + 1))
             .shared());
     }
-    let mut left = count - evaluators.min(count);
-    let mut trains = |start: &Start| {
-        let trains = left > 0 && *start != Start::Evaluate;
-        left -= usize::from(trains);
-        trains
+    let workers = count - evaluators - servers;
+    let mut number = 0;
+    let mut part = |start: &Start| {
+        if *start == Start::Evaluate {
+            return Part::Evaluates;
+        }
+        number += 1;
+        match number - 1 {
+            number if number < workers => Part::Trains,
+            number if number < workers + servers => Part::Serves(number - workers),
+            _ => Part::Evaluates,
+        }
     };
-    Ok(starts.iter().map(&mut trains).collect())
+    Ok(starts.iter().map(&mut part).collect())
 }
 
 /// Exit code of a job that has saved and is to be started again: `EX_TEMPFAIL` of sysexits.h.
@@ -96,14 +142,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_training_ranks_evaluate() {
-        let (plain, one) = (Start::Train { evaluators: 0 }, Start::Train { evaluators: 1 });
-        assert_eq!(trainers(&[plain; 2]).unwrap(), [true, true]);
-        assert_eq!(trainers(&[one; 3]).unwrap(), [true, true, false]);
-        assert_eq!(trainers(&[Start::Evaluate, plain, plain]).unwrap(), [false, true, true]);
-        assert_eq!(trainers(&[Start::Evaluate; 2]).unwrap(), [false, false]);
-        assert_eq!(trainers(&[one, Start::Evaluate, one]).unwrap(), [true, false, false]);
-        assert!(trainers(&[one]).unwrap_err().to_string().contains("the only rank leaves none to train"));
-        assert!(trainers(&[Start::Train { evaluators: 2 }; 2]).unwrap_err().to_string().contains("3 ranks or more"));
+    fn the_last_training_ranks_evaluate_and_those_before_serve() {
+        use Part::{Evaluates, Serves, Trains};
+        let start = |evaluators, servers| Start::Train { evaluators, servers };
+        let (plain, one) = (start(0, 0), start(1, 0));
+        assert_eq!(parts(&[plain; 2]).unwrap(), [Trains, Trains]);
+        assert_eq!(parts(&[one; 3]).unwrap(), [Trains, Trains, Evaluates]);
+        assert_eq!(parts(&[Start::Evaluate, plain, plain]).unwrap(), [Evaluates, Trains, Trains]);
+        assert_eq!(parts(&[Start::Evaluate; 2]).unwrap(), [Evaluates, Evaluates]);
+        assert_eq!(parts(&[one, Start::Evaluate, one]).unwrap(), [Trains, Evaluates, Evaluates]);
+        assert_eq!(parts(&[start(1, 2); 5]).unwrap(), [Trains, Trains, Serves(0), Serves(1), Evaluates]);
+        assert!(parts(&[one]).unwrap_err().to_string().contains("the only rank leaves none to train"));
+        assert!(parts(&[start(2, 0); 2]).unwrap_err().to_string().contains("3 ranks or more"));
+        let error = parts(&[start(1, 2); 3]).unwrap_err().to_string();
+        assert!(error.contains("--evaluators 1 and --servers 2 of 3 ranks leaves none to train"), "{error}");
     }
 }

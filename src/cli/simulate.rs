@@ -24,8 +24,13 @@ pub struct SimulateArgs {
 pub fn run(args: &SimulateArgs) -> i32 {
     let ranks = usize::from(args.ranks);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let request = signals::listen().and_then(|()| args.train.request(Some((cores / ranks).max(1))));
-    match request.and_then(|request| simulate(ranks, &request)) {
+    let request = signals::listen().and_then(|()| args.train.request_of_job(Some((cores / ranks).max(1))));
+    let servers = args.train.servers;
+    let simulate = |request: Request| match servers {
+        0 => simulate(ranks, &request),
+        servers => super::servers::simulate(ranks, servers, request),
+    };
+    match request.and_then(simulate) {
         Ok(code) => code,
         Err(e) => fail(&e),
     }

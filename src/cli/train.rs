@@ -7,7 +7,8 @@ use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use clap::{Arg, Args, Command};
 
 use super::eval::evaluate;
-use super::roles::{Role, Start, exit_code};
+use super::roles::{Part, Role, Start, exit_code};
+use super::servers;
 use crate::comm::Launch;
 use crate::config::{Config, PRESETS, Sources, load};
 use crate::error::{Error, Result};
@@ -76,6 +77,9 @@ pub struct TrainArgs {
     /// So many of the ranks evaluate checkpoints instead of training: the last ones.
     #[arg(long, value_name = "N", default_value_t = 0)]
     evaluators: usize,
+    /// So many of the ranks hold the parameters instead of training, those before the evaluators: parameter servers.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub servers: usize,
     /// Which checkpoints they evaluate.
     #[arg(long, value_enum, default_value_t = Policy::Latest, requires = "evaluators")]
     policy: Policy,
@@ -99,6 +103,15 @@ impl TrainArgs {
             threads: role.threads,
             beside_trainer: true,
         }
+    }
+
+    /// The run that the arguments ask for, of the ranks of one job.
+    pub fn request_of_job(&self, threads: Option<usize>) -> Result<Request> {
+        let request = self.request(threads)?;
+        if self.servers == 0 {
+            servers::check_without(&request.config)?;
+        }
+        Ok(request)
     }
 
     /// The run that the arguments ask for.
@@ -132,11 +145,15 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
         return fail(&e);
     }
     // A rank whose configuration failed still meets the others, so that all hear of it and one speaks.
-    let request = args.request(None);
+    let request = args.request_of_job(None);
     job::run(launch, |comm| {
         let request = comm.world().agree(request)?;
-        let role = Role::find(comm, Start::Train { evaluators: args.evaluators })?;
-        if role.trains { train_as(&role, request) } else { evaluate(&role, args.evaluation(&role)) }
+        let role = Role::find(comm, Start::Train { evaluators: args.evaluators, servers: args.servers })?;
+        match role.part {
+            Part::Evaluates => evaluate(&role, args.evaluation(&role)),
+            Part::Trains if role.counts.1 == 0 => train_as(&role, request),
+            Part::Trains | Part::Serves(_) => servers::take_part(&role, request),
+        }
     })
 }
 

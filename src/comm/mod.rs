@@ -42,5 +42,5 @@ pub use shared::Stats;
 pub use wire::NodeInfo;
 pub use wire::launch::{Launch, launched};
 pub use wire::mpi;
-pub use wire::tcp::{MEETING, Meeting, write_secret};
+pub use wire::tcp::{Caller, MEETING, Meeting, Secret, answer, call, write_secret};
 pub use wire::threads::Aborted;

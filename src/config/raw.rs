@@ -8,7 +8,7 @@ use std::fmt;
 use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::{DeviceChoice, Every, Size, Time};
+use super::{DeviceChoice, Every, Partition, Size, Staleness, Time};
 use crate::comm::{Choice, PathSetting};
 use crate::data::{Augment, Axes, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
@@ -51,6 +51,8 @@ sections! {
         schedule: Schedule = Schedule::default(),
         /// The layout over ranks.
         parallel: Parallel = Parallel::default(),
+        /// Parameter servers.
+        servers: Servers = Servers::default(),
         /// Number formats.
         precision: Precision = Precision::default(),
         /// GPUs.
@@ -183,6 +185,9 @@ sections! {
         global: u64 = 16,
         /// Samples computed at once; left out, all of a lane, or so many that they have 4096 tokens at most.
         micro: Option<u64> = None,
+        /// With servers, where workers do not wait for each other: samples of a worker's own batch; left out, `global` over the
+        /// workers, rounded.
+        worker: Option<u64> = None,
     }
 
     /// `[optimizer]`
@@ -283,6 +288,29 @@ sections! {
         prefetch: usize = 1,
         /// Keep only the input of each block and compute its inside again in the backward.
         recompute: bool = false,
+    }
+
+    /// `[servers]`, for runs with `--servers`.
+    Servers {
+        /// Cut of each unit into ranges, each of which one server holds: `fixed:2` (so many), `min:256KiB` (as many as servers, none
+        /// smaller), or `max:64MiB` (as few as there can be, none larger).
+        partition: Partition = Partition::Min(Size(256 << 10)),
+        /// Steps that a worker may be ahead of the slowest: 0 (all take each step together, with the bits of data parallelism), a number,
+        /// or `none`.
+        staleness: Staleness = Staleness::Bound(0),
+        /// Number format of parameters and gradients in messages: f32 or bf16.
+        wire: WireFormat = WireFormat::F32,
+        /// Learning rate of a gradient that is late: `none` leaves it, `inverse` divides it by one more than the updates in between.
+        stale_lr: StaleRate = StaleRate::None,
+        /// Batches that a worker is given at a time.
+        lease: u64 = 64,
+        /// Workers that the run is meant for: as many batches make a step; left out, those that are there at the start.
+        workers: Option<usize> = None,
+        /// Host, port, or both at which coordinator and servers listen, such as `10.0.0.7`, `:2222` or `node7:2222`; left out, all
+        /// addresses of the host and any port.
+        address: Option<String> = None,
+        /// Seconds after which a process that is not heard of counts as gone, and within which one that all need must come back.
+        timeout: u64 = 60,
     }
 
     /// `[precision]`
@@ -512,6 +540,26 @@ pub enum WhenBusy {
     Wait,
     /// It is left out.
     Skip,
+}
+
+/// Number formats of messages to and from servers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WireFormat {
+    /// 32 bits.
+    F32,
+    /// 16 bits, of which 8 are the exponent.
+    Bf16,
+}
+
+/// Learning rate of a gradient that is late.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum StaleRate {
+    /// As of any other.
+    None,
+    /// Divided by one more than the updates in between.
+    Inverse,
 }
 
 /// Number formats of matrix products.

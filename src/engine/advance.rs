@@ -175,6 +175,6 @@ fn update<B: Kernels>(
 }
 
 /// The factor that brings a gradient of norm `norm` down to `limit`; 0 does not limit.
-fn clip(limit: f64, norm: f64) -> f64 {
+pub fn clip(limit: f64, norm: f64) -> f64 {
     if limit > 0.0 && norm > limit { limit / (norm + 1e-6) } else { 1.0 }
 }

@@ -268,11 +268,26 @@ impl<B: Kernels> Feed<B> {
     /// # Errors
     /// The reader's thread could not be started.
     pub fn start(model: &Model<B>, train: impl Source + 'static, plan: &Plan, progress: Progress) -> Result<Self> {
+        let positions = Positions::new(plan, model.sharded.data().rank(), progress);
+        Self::of(model, train, plan, progress.position, positions)
+    }
+
+    /// As [`Feed::start`], of the micro-batches at `positions`, where global batches follow one another from position `first` on.
+    ///
+    /// # Errors
+    /// As [`Feed::start`].
+    pub fn of(
+        model: &Model<B>,
+        train: impl Source + 'static,
+        plan: &Plan,
+        first: u64,
+        positions: impl Iterator<Item = Range<u64>> + Send + 'static,
+    ) -> Result<Self> {
         let order = order(&plan.config, &train)?;
-        let (rank, stage) = (model.sharded.data().rank(), model.sharded.stage().clone());
-        let loader = Loader::start(train, order, Positions::new(plan, rank, progress), plan.config.data.prefetch)?;
+        let stage = model.sharded.stage().clone();
+        let loader = Loader::start(train, order, positions, plan.config.data.prefetch)?;
         let (time, global, backend) = (plan.network.context(), plan.config.batch.global, model.backend.clone());
-        Ok(Self { backend, loader, stage, time, first: progress.position, global, entered: 0 })
+        Ok(Self { backend, loader, stage, time, first, global, entered: 0 })
     }
 
     /// The next micro-batch on the device.

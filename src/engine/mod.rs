@@ -13,9 +13,11 @@ mod planning;
 mod splits;
 mod step;
 
+pub(crate) use advance::clip;
 pub use advance::{Round, StepResult, advance};
 pub use build::{engine, engine_of};
 pub use collectives::Exchange;
+pub(crate) use feed::check_size;
 pub use feed::vocabulary;
 pub use local::on_threads;
 pub use model::Model;

@@ -22,6 +22,7 @@ use crate::data::{Batch, Source};
 use crate::engine::{Model, feed};
 use crate::error::{Error, Result};
 use crate::nn::Micro;
+use crate::nn::loss::Metric;
 use crate::tree::tree_sum;
 
 /// Results of an evaluation.
@@ -52,7 +53,10 @@ impl fmt::Display for Measures {
 
 /// A fixed set of validation samples, cut into fixed chunks.
 pub struct Evaluator {
-    dataset: Box<dyn Source>,
+    /// None where chunks are only counted.
+    dataset: Option<Box<dyn Source>>,
+    /// Predictions of a sample.
+    context: usize,
     /// Digest of the data, where it is known.
     digest: Option<String>,
     samples: u64,
@@ -62,9 +66,39 @@ pub struct Evaluator {
 impl Evaluator {
     /// The first `samples` of `dataset` (all without), `chunk` at a time.
     pub fn new(dataset: impl Source + 'static, samples: Option<u64>, chunk: u64) -> Self {
+        let counting = Self::counting(&dataset, samples, chunk);
+        Self { dataset: Some(Box::new(dataset)), ..counting }
+    }
+
+    /// As [`Evaluator::new`], where others read the samples: it counts chunks, and adds up their sums.
+    pub fn counting(dataset: &dyn Source, samples: Option<u64>, chunk: u64) -> Self {
         let samples = samples.unwrap_or(u64::MAX).min(dataset.samples());
         let digest = dataset.fingerprint().map(|fingerprint| fingerprint.digest());
-        Self { dataset: Box::new(dataset), digest, samples, chunk }
+        Self { dataset: None, context: dataset.context(), digest, samples, chunk }
+    }
+
+    /// Chunks of the set.
+    pub fn chunks(&self) -> u64 {
+        self.samples.div_ceil(self.chunk)
+    }
+
+    /// The sums of a chunk, loss first: of the last stage of the pipeline.
+    ///
+    /// # Errors
+    /// A failure of the data, the device, or a message between ranks.
+    pub fn measure_chunk<B: Kernels>(&mut self, model: &mut Model<B>, chunk: u64) -> Result<Option<Vec<f64>>> {
+        let micro = self.micro(model, chunk)?;
+        model.measure(&micro)
+    }
+
+    /// The measures that follow from the sums of all chunks, in order.
+    pub fn measures(&self, metrics: &[Metric], chunks: &[Vec<f64>]) -> Measures {
+        let mean = |which: usize| {
+            let sums: Vec<f64> = chunks.iter().map(|sums| sums.get(which).copied().unwrap_or(f64::NAN)).collect();
+            tree_sum(&sums) / (self.samples * self.context as u64) as f64
+        };
+        let named = metrics.iter().enumerate().map(|(at, metric)| (metric.name().into(), metric.of_mean(mean(at + 1))));
+        Measures { loss: mean(0), metrics: named.collect() }
     }
 
     /// Digest of the data that the set is of, where it is known.
@@ -91,7 +125,7 @@ impl Evaluator {
     ) -> Result<Option<Measures>> {
         // Buffers of the training's sizes would lie idle meanwhile, and those of the evaluation afterwards.
         model.backend.trim();
-        let chunks = self.samples.div_ceil(self.chunk);
+        let chunks = self.chunks();
         let (data, stages) = (model.sharded.data().clone(), model.sharded.stage().count as u64);
         let ranks = data.size() as u64;
         let metrics = model.objective.metrics().to_vec();
@@ -108,8 +142,7 @@ impl Evaluator {
             // Every rank computes in every round, because gathers of parameters are collective; results beyond the last
             // chunk do not count.
             let chunk = round * ranks + data.rank() as u64;
-            let micro = self.micro(model, chunk.min(chunks - 1))?;
-            let of_chunk = model.measure(&micro)?;
+            let of_chunk = self.measure_chunk(model, chunk.min(chunks - 1))?;
             if chunk < chunks {
                 sums.extend(of_chunk.into_iter().flatten());
             }
@@ -120,30 +153,23 @@ impl Evaluator {
         // The last stage has them; ranks that compute slices of the same have the same.
         let slices = model.sharded.slices().ranks();
         let everyone = &everyone[everyone.len() - data.size() * slices..];
-        // By loss and metrics, every chunk's sum.
         let width = 1 + metrics.len();
-        let mut all = vec![vec![0.0; chunks as usize]; width];
+        let mut all = vec![vec![]; chunks as usize];
         for (rank, message) in everyone.iter().step_by(slices).enumerate() {
             for (round, of_chunk) in message.as_chunks::<8>().0.chunks_exact(width).enumerate() {
                 let chunk = round * data.size() + rank;
-                for (sums, bytes) in all.iter_mut().zip(of_chunk) {
-                    *sums.get_mut(chunk).ok_or_else(|| Error::comm("a rank evaluated chunks that do not exist"))? =
-                        f64::from_le_bytes(*bytes);
-                }
+                *all.get_mut(chunk).ok_or_else(|| Error::comm("a rank evaluated chunks that do not exist"))? =
+                    of_chunk.iter().map(|bytes| f64::from_le_bytes(*bytes)).collect();
             }
         }
-        let mean = |sums: &Vec<f64>| tree_sum(sums) / (self.samples * self.dataset.context() as u64) as f64;
-        let named = metrics.iter().zip(&all[1..]);
-        Ok(Some(Measures {
-            loss: mean(&all[0]),
-            metrics: named.map(|(metric, sums)| (metric.name().into(), metric.of_mean(mean(sums)))).collect(),
-        }))
+        Ok(Some(self.measures(&metrics, &all)))
     }
 
     fn micro<B: Kernels>(&mut self, model: &Model<B>, chunk: u64) -> Result<Micro<B>> {
         let first = chunk * self.chunk;
         let last = (first + self.chunk).min(self.samples);
-        let batch = Batch::read(&mut self.dataset, first..last, first..last)?;
-        feed::micro(&model.backend, &batch, self.dataset.context(), 0, model.sharded.stage())
+        let dataset = self.dataset.as_mut().ok_or_else(|| Error::internal("an evaluation without samples"))?;
+        let batch = Batch::read(dataset, first..last, first..last)?;
+        feed::micro(&model.backend, &batch, self.context, 0, model.sharded.stage())
     }
 }

@@ -30,13 +30,16 @@ pub use groups::{Groups, StepGroups};
 pub use hyper::{Hyper, state_names};
 pub use lanes::Lanes;
 pub use memory_timeline::{MemoryTimeline, Moment, When};
+pub(crate) use norms::{Norms, whole as whole_norms};
 pub use offload::bytes as offloaded_bytes;
 pub use partition::partition;
 pub use prefetch::{Prefetch, step as turns};
 pub use schedule::{Action, Flow, PipelineSchedule, StepSchedule};
-pub use shard_owner::{Updates, Values};
+pub use shard_owner::{ShardOwner, Updates, Values};
 pub use sharded::{Owned, Reduced, ReducedStep, Sharded};
 pub use stage::Stage;
+pub(crate) use step_summary::{Squares, sum_of_squares};
+pub(crate) use unit::initial;
 
 use serde::{Deserialize, Serialize};
 

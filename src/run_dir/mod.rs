@@ -10,4 +10,5 @@ mod resume;
 pub use branch::{Branch, Take};
 pub use directory::{Resume, RunDirectory};
 pub use ending::Ending;
+pub(crate) use resume::data_changes;
 pub use resume::{Resumed, Taking, resume};

@@ -113,7 +113,7 @@ pub fn resume<B: Kernels>(
 ///
 /// # Errors
 /// It was trained on other data, and that is not allowed: other samples would stand at the positions to come.
-fn data_changes(from: &Path, manifest: &Manifest, taking: &Taking) -> Result<Vec<DataChange>> {
+pub fn data_changes(from: &Path, manifest: &Manifest, taking: &Taking) -> Result<Vec<DataChange>> {
     let Some(trained) = &manifest.data else { return Ok(vec![]) };
     let mut changes = trained.changes.clone();
     let what = taking.data.as_ref().and_then(|now| now.difference(&trained.fingerprint));

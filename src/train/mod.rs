@@ -8,6 +8,10 @@ mod records;
 mod run;
 mod stop_requests;
 
+pub(crate) use budget::Budget;
 pub use hooks::{Hook, Outcome};
 pub use placed::train_on_device;
+pub(crate) use records::Records;
+pub(crate) use run::fresh_id;
 pub use run::{GpuPlace, Own, Request, train};
+pub(crate) use stop_requests::StopRequests;

@@ -19,7 +19,7 @@ const LEVELS: [&[&str]; 13] = [
     &["engine", "run_dir"],
     &["evaluate", "planner"],
     &["train", "bench"],
-    &["doctor", "verify"],
+    &["doctor", "servers", "verify"],
     &["cli", "prelude"],
 ];
 

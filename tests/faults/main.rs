@@ -12,6 +12,7 @@ mod evaluators;
 mod input;
 mod kills;
 mod observer;
+mod servers;
 mod signals;
 mod trainers;
 

@@ -14,6 +14,7 @@ mod memory_table;
 mod networks;
 mod plan;
 mod resume;
+mod servers;
 mod slices;
 mod step_times;
 mod trace;

@@ -1,5 +1,7 @@
 //! The update of the owned ranges, and the journey of new parameters: to the other shards, and to stages that borrow them.
 
+use std::ops::Range;
+
 use super::Sharded;
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
@@ -122,6 +124,15 @@ impl<B: Kernels> Sharded<B> {
             self.publish(index)?;
         }
         self.borrow()
+    }
+
+    /// Replaces a range of the parameters of a unit, which another process has updated. Full parameters live always.
+    ///
+    /// # Errors
+    /// They do not, or the device failed.
+    pub fn set(&mut self, unit: usize, range: Range<usize>, values: &[f32]) -> Result<()> {
+        let full = self.units[unit].params.land()?.ok_or_else(|| Error::internal("parameters that are not here"))?;
+        self.backend.write(values, B::view_mut(full, range))
     }
 
     /// Forgets the reduced gradients: this step does not count.

@@ -3,6 +3,8 @@
 mod finish;
 mod prepare;
 
+pub use prepare::fresh_id;
+
 use std::path::PathBuf;
 use std::time::Duration;
 

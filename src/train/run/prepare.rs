@@ -220,7 +220,7 @@ fn share<B: Kernels>(world: &Group<B>, mine: Option<Result<String>>) -> Result<S
 }
 
 /// A name that no other job has, for its output.
-fn fresh_id() -> String {
+pub fn fresh_id() -> String {
     format!("{:x}{:x}", (unix_time() * 1e3) as u64, std::process::id())
 }
 

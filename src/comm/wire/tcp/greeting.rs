@@ -3,8 +3,11 @@
 //! Each end sends random numbers, and of both ends' numbers a keyed digest (HMAC with SHA-256, RFC 2104): a stranger who has
 //! listened before can repeat none of it. Everything has a fixed length, and the time for all of it is limited.
 
+use std::fs::OpenOptions;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use hmac::{Hmac, KeyInit as _, Mac as _};
@@ -62,6 +65,20 @@ impl Secret {
         Ok(Self(bytes))
     }
 
+    /// The file of a directory that holds one.
+    pub fn path(dir: &Path) -> PathBuf {
+        dir.join("secret")
+    }
+
+    /// That of a directory.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn read(dir: &Path) -> Result<Self> {
+        let path = Self::path(dir);
+        Self::new(std::fs::read(&path).map_err(|e| Error::io("read", &path, e))?)
+    }
+
     fn proof(&self, role: &str, parts: &[&[u8]]) -> Result<Hmac<Sha256>> {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0).map_err(|e| Error::internal(format!("HMAC: {e}")))?;
         mac.update(role.as_bytes());
@@ -85,11 +102,22 @@ impl Caller {
     }
 }
 
+/// Writes a new secret into `dir`, which only this user can read.
+///
+/// # Errors
+/// The file system refused, or there is one already.
+pub fn write_secret(dir: &Path) -> Result<()> {
+    let path = Secret::path(dir);
+    let secret = random::<{ Secret::LEN }>()?;
+    let file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+    file.and_then(|mut file| file.write_all(&secret)).map_err(|e| Error::io("write", &path, e))
+}
+
 /// Random bytes of the system.
 ///
 /// # Errors
 /// It has none.
-pub fn random<const N: usize>() -> Result<[u8; N]> {
+fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let got = getrandom(&mut bytes[..], GetRandomFlags::empty());
     match got {

@@ -2,9 +2,7 @@
 
 use std::fmt;
 use std::fs;
-use std::io::Write as _;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::Arc;
@@ -12,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use super::greeting::{Caller, Secret, answer, call, random};
+use super::greeting::{Caller, Secret, answer, call};
 use crate::error::{Error, Result};
 
 /// Connections between two ranks: one for exchanges, one for posted messages.
@@ -29,9 +27,6 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The variable of the environment that holds the [`Meeting`] of a process that `--spawn` started.
 pub const MEETING: &str = "HPCTRAIN_MEETING";
-
-/// Name of the file with the secret.
-const SECRET: &str = "secret";
 
 /// The place where the ranks of a world meet.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -76,17 +71,6 @@ pub struct Connected {
     pub lanes: Option<[TcpStream; LANES]>,
 }
 
-/// Writes a secret of a new world into `dir`, which only this user can read.
-///
-/// # Errors
-/// The file system refused, or there is one already.
-pub fn write_secret(dir: &Path) -> Result<()> {
-    let path = dir.join(SECRET);
-    let secret = random::<{ Secret::LEN }>()?;
-    let file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
-    file.and_then(|mut file| file.write_all(&secret)).map_err(|e| Error::io("write", &path, e))
-}
-
 /// Meets the other ranks; returns the connections to each, and this host's name.
 ///
 /// # Errors
@@ -94,8 +78,7 @@ pub fn write_secret(dir: &Path) -> Result<()> {
 pub fn meet(meeting: &Meeting) -> Result<(Vec<Connected>, String)> {
     let Meeting { dir, rank, ranks } = meeting;
     let (rank, ranks) = (*rank, *ranks);
-    let path = dir.join(SECRET);
-    let secret = Secret::new(fs::read(&path).map_err(|e| Error::io("read", &path, e))?)?;
+    let secret = Secret::read(dir)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(|e| network("listen on 127.0.0.1", e))?;
     let address = listener.local_addr().map_err(|e| network("listen", e))?;
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
@@ -218,6 +201,9 @@ fn hear(dir: &Path, rank: usize, until: Instant) -> Result<(SocketAddr, String)>
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
+
+    use super::super::greeting::write_secret;
     use super::*;
 
     #[test]

@@ -14,7 +14,8 @@ use std::num::NonZero;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub use meet::{MEETING, Meeting, write_secret};
+pub use greeting::{Caller, Secret, answer, call, write_secret};
+pub use meet::{MEETING, Meeting};
 
 use meet::meet;
 use message::{Bytes, Elements, Found, HEADER, Inbox, Sink, abort, bye, gone, header, write};

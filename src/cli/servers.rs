@@ -1,0 +1,241 @@
+//! Runs on parameter servers: as ranks of one job, as processes that come and go, or as threads.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+
+use super::roles::{Part, Role, exit_code};
+use super::train::TrainArgs;
+use crate::backend::cpu::Cpu;
+use crate::comm::{Comm, single};
+use crate::config::{Batch, Config, Servers};
+use crate::error::{Error, Result};
+use crate::job::fail;
+use crate::placement::{cpu, cpu_can, place};
+use crate::run_dir::Ending;
+use crate::servers::{Call, Coordinator, Hand, Post, Site, config_of_run, serve, work};
+use crate::signals;
+use crate::telemetry::say;
+use crate::train::Request;
+
+/// Arguments of `hpctrain coordinate`.
+#[derive(Args)]
+pub struct CoordinateArgs {
+    /// Workers that the run is meant for; left out, servers.workers, or those that are there at the start.
+    #[arg(long, value_name = "N")]
+    workers: Option<usize>,
+    #[command(flatten)]
+    train: TrainArgs,
+}
+
+/// Arguments of `hpctrain server`.
+#[derive(Args)]
+pub struct ServerArgs {
+    /// Directory of the run, which `hpctrain coordinate` makes.
+    #[arg(long, value_name = "DIR")]
+    run: PathBuf,
+    /// Host, port, or both at which it listens, such as `node7:2222`; left out, all addresses and any port.
+    #[arg(long, value_name = "ADDRESS")]
+    address: Option<String>,
+    /// Time within which the coordinator must be there, and come back.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    timeout: u64,
+}
+
+/// Arguments of `hpctrain worker`.
+#[derive(Args)]
+pub struct WorkerArgs {
+    /// Directory of the run, which `hpctrain coordinate` makes.
+    #[arg(long, value_name = "DIR")]
+    run: PathBuf,
+    /// Time within which the coordinator must be there, and come back.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    timeout: u64,
+}
+
+/// Arguments of `hpctrain status`.
+#[derive(Args)]
+pub struct StatusArgs {
+    /// Directory of the run.
+    #[arg(long, value_name = "DIR")]
+    run: PathBuf,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Refuses settings of servers in a run without any.
+///
+/// # Errors
+/// There is one.
+pub fn check_without(config: &Config) -> Result<()> {
+    let without =
+        Config { servers: Servers::default(), batch: Batch { worker: None, ..config.batch }, ..config.clone() };
+    let [given, without] = [config, &without].map(serde_json::to_value);
+    let (Ok(given), Ok(without)) = (given, without) else { return Ok(()) };
+    for section in ["servers", "batch"] {
+        let keys = given[section].as_object().into_iter().flatten();
+        if let Some((key, value)) = keys.into_iter().find(|(key, value)| without[section][key.as_str()] != **value) {
+            return Err(Error::input(format!("{section}.{key} = {value}, but the run has no servers"))
+                .hint("start it with --servers N, or leave this out"));
+        }
+    }
+    Ok(())
+}
+
+/// One rank of a job with servers; returns the exit code. The first server coordinates.
+///
+/// # Errors
+/// The run cannot begin, which all ranks share; or this rank failed.
+pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
+    let (workers, servers) = role.counts;
+    let timeout = Duration::from_secs(request.config.servers.timeout);
+    if role.mixed {
+        request.config.eval.inline = false;
+    }
+    let config = request.config.clone();
+    let coordinates = role.part == Part::Serves(0);
+    let call = Call { run: request, servers, workers: Some(workers), log: "coordinator".into() };
+    let opened = coordinates.then(|| Coordinator::open(call)).transpose();
+    let opened = role.side.world().agree(opened).inspect_err(|e| {
+        if role.mixed && role.side.rank() == 0 {
+            // The evaluators would wait for ever.
+            fail(e);
+            role.everyone.abort(e.exit_code());
+        }
+    })?;
+    let told = opened.as_ref().map(|opened| opened.directory().to_string_lossy().into_owned());
+    let told = role.everyone.world().gather_bytes(told.unwrap_or_default().into_bytes()).wait()?;
+    let run = told.iter().find(|path| !path.is_empty()).ok_or_else(|| Error::internal("nobody told the directory"))?;
+    let site = Site::of(&PathBuf::from(String::from_utf8_lossy(run).into_owned()));
+    let Part::Serves(_) = role.part else {
+        let hand = Hand { site, patience: timeout, threads: role.threads, leaves: false };
+        return work_on_device(&role.comm, &config, &hand);
+    };
+    let post =
+        Post { site, address: host_of(config.servers.address.as_deref()), patience: timeout, threads: role.threads };
+    std::thread::scope(|scope| {
+        let coordinator = opened.map(|opened| scope.spawn(|| opened.run()));
+        let served = serve(&post);
+        let Some(coordinator) = coordinator else { return served.map(|()| 0) };
+        let ended = coordinator.join().map_err(|_| Error::internal("the coordinator panicked"))?;
+        Ok(code_of(ended))
+    })
+}
+
+/// The host of an address: a port can be one process's only.
+fn host_of(address: Option<&str>) -> Option<String> {
+    let address = address?;
+    let host = address.rsplit_once(':').map_or(address, |(host, _)| host);
+    Some(host.to_string()).filter(|host| !host.is_empty())
+}
+
+/// The exit code of a run, whose error is printed: all others end by themselves.
+fn code_of(ended: Result<Ending>) -> i32 {
+    match ended {
+        Ok(ending) => exit_code(&ending),
+        Err(e) => {
+            fail(&e);
+            e.exit_code()
+        }
+    }
+}
+
+/// Works where `run.device` says; collective over the workers of a job.
+fn work_on_device(comm: &Comm<Cpu>, config: &Config, hand: &Hand) -> Result<i32> {
+    match place(comm, config)? {
+        None => {
+            comm.world().agree(cpu_can(config))?;
+            work(hand, cpu)
+        }
+        Some(gpu) => work(hand, |plan| gpu.backend(plan)),
+    }
+}
+
+/// Ranks as threads of this process; returns the exit code.
+///
+/// # Errors
+/// The run cannot begin, or a thread failed.
+pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
+    if servers >= ranks {
+        return Err(Error::input(format!("--servers {servers} of {ranks} ranks leaves none to train"))
+            .hint(format!("--ranks {} or more", servers + 1)));
+    }
+    let (config, workers) = (request.config.clone(), ranks - servers);
+    cpu_can(&config)?;
+    let timeout = Duration::from_secs(config.servers.timeout);
+    let threads = request.threads.unwrap_or(1);
+    let opened = Coordinator::open(Call { run: request, servers, workers: Some(workers), log: "coordinator".into() })?;
+    let site = Site::of(opened.directory());
+    let post =
+        Post { site: site.clone(), address: host_of(config.servers.address.as_deref()), patience: timeout, threads };
+    let hand = Hand { site, patience: timeout, threads, leaves: false };
+    std::thread::scope(|scope| {
+        let coordinator = scope.spawn(|| opened.run());
+        let serving: Vec<_> = (0..servers).map(|_| scope.spawn(|| serve(&post))).collect();
+        let working: Vec<_> = (0..workers).map(|_| scope.spawn(|| work(&hand, cpu))).collect();
+        let panicked = || Error::internal("a thread panicked");
+        let ended = coordinator.join().map_err(|_| panicked())?;
+        // The coordinator tells of their errors.
+        working.into_iter().for_each(|thread| drop(thread.join()));
+        serving.into_iter().for_each(|thread| drop(thread.join()));
+        ended.map(|ending| exit_code(&ending))
+    })
+}
+
+/// `hpctrain coordinate`; returns the exit code.
+pub fn coordinate(args: &CoordinateArgs) -> i32 {
+    let request = signals::listen().and_then(|()| args.train.request(None));
+    let opened = request.and_then(|run| {
+        let servers = args.train.servers.max(1);
+        Coordinator::open(Call { run, servers, workers: args.workers, log: "coordinator".into() })
+    });
+    match opened {
+        Ok(opened) => {
+            let run = opened.directory().display();
+            say(format_args!("hpctrain server --run {run}\nhpctrain worker --run {run}\n"));
+            code_of(opened.run())
+        }
+        Err(e) => fail(&e),
+    }
+}
+
+/// `hpctrain server`; returns the exit code.
+pub fn serve_alone(args: &ServerArgs) -> i32 {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let post = Post {
+        site: Site::of(&args.run),
+        address: args.address.clone(),
+        patience: Duration::from_secs(args.timeout),
+        threads: cores,
+    };
+    serve(&post).map_or_else(|e| fail(&e), |()| 0)
+}
+
+/// `hpctrain worker`; returns the exit code.
+pub fn work_alone(args: &WorkerArgs) -> i32 {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let hand =
+        Hand { site: Site::of(&args.run), patience: Duration::from_secs(args.timeout), threads: cores, leaves: true };
+    let worked = signals::listen().and_then(|()| match config_of_run(&hand)? {
+        None => Ok(0),
+        Some(config) => work_on_device(&single(), &config, &hand),
+    });
+    worked.unwrap_or_else(|e| fail(&e))
+}
+
+/// `hpctrain status`.
+///
+/// # Errors
+/// The run has no coordinator.
+pub fn status(args: &StatusArgs) -> Result<()> {
+    let told = crate::servers::status(&Site::of(&args.run))?;
+    if args.json {
+        let text = serde_json::to_string_pretty(&told).map_err(|e| Error::internal(e.to_string()))?;
+        say(text);
+    } else {
+        say(crate::servers::told(&told));
+    }
+    Ok(())
+}

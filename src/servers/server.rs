@@ -1,0 +1,138 @@
+//! A server: holds ranges of the parameters for a run, as long as the run goes on.
+
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use super::line::Line;
+use super::listener::{Listener, Service};
+use super::message::{FromCoordinator, FromServer, ToCoordinator, ToServer};
+use super::site::{Site, listen};
+use super::storage::Storage;
+use crate::error::{Error, Result};
+use crate::parallel::Hyper;
+
+/// Interval at which a server tells that it lives.
+const BEAT: Duration = Duration::from_millis(500);
+
+/// Most bytes of a request's body before there are ranges.
+const SMALL: usize = 1 << 16;
+
+/// The start of a server.
+#[derive(Debug, Clone)]
+pub struct Post {
+    /// The place of the run.
+    pub site: Site,
+    /// `servers.address`.
+    pub address: Option<String>,
+    /// Time within which a coordinator must be there, and come back.
+    pub patience: Duration,
+    /// Compute threads.
+    pub threads: usize,
+}
+
+/// Serves until the run is over.
+///
+/// # Errors
+/// The address cannot be listened on, or the coordinator is gone.
+pub fn serve(post: &Post) -> Result<()> {
+    let address = post.site.coordinator(post.patience)?;
+    let secret = post.site.secret()?;
+    let (listener, own) = listen(post.address.as_deref())?;
+    let shelves = Arc::new(Shelves { storage: RwLock::default(), threads: post.threads });
+    let _listener = Listener::open(listener, secret.clone(), shelves, post.patience * 10)?;
+    let mut coordinator = Line::new("the coordinator", address, secret.clone(), post.patience);
+    let (mut heard, mut known) = (Instant::now(), false);
+    loop {
+        let request = if known { ToCoordinator::Served } else { ToCoordinator::Serve { address: own.clone() } };
+        match coordinator.tell_once(&request) {
+            Ok(FromCoordinator::Serves) => (heard, known) = (Instant::now(), true),
+            Ok(FromCoordinator::Over) => return Ok(()),
+            Ok(other) => return Err(Error::comm(format!("the coordinator answered {other:?}"))),
+            Err(e) if heard.elapsed() > post.patience => return Err(e.at("the coordinator")),
+            Err(_) => {
+                // One that comes back may listen elsewhere.
+                known = false;
+                let address = post.site.coordinator(post.patience)?;
+                coordinator = Line::new("the coordinator", address, secret.clone(), post.patience);
+            }
+        }
+        std::thread::sleep(BEAT);
+    }
+}
+
+/// The ranges, once there are some.
+struct Shelves {
+    storage: RwLock<Option<Arc<Storage>>>,
+    threads: usize,
+}
+
+impl Shelves {
+    fn storage(&self) -> Option<Arc<Storage>> {
+        self.storage.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl Service for Shelves {
+    type Request = ToServer;
+    type Answer = FromServer;
+    type Visit = ();
+
+    fn limit(&self) -> usize {
+        self.storage().map_or(SMALL, |storage| storage.elements() * size_of::<f32>())
+    }
+
+    fn answer(&self, _: &mut (), request: ToServer, body: &mut Vec<u8>) -> Result<FromServer> {
+        if let ToServer::Assign(assignment) = request {
+            body.clear();
+            // Of the ranges before, memory is needed no more.
+            *self.storage.write().unwrap_or_else(PoisonError::into_inner) = None;
+            let storage = Storage::new(&assignment, self.threads)?;
+            *self.storage.write().unwrap_or_else(PoisonError::into_inner) = Some(Arc::new(storage));
+            return Ok(FromServer::Done);
+        }
+        let Some(storage) = self.storage() else {
+            body.clear();
+            return Ok(FromServer::Stale);
+        };
+        let is_current = |generation: u64| generation == storage.generation();
+        match request {
+            ToServer::Pull { generation, of, known } if is_current(generation) => {
+                return storage.pull(of, &known, body).map(|versions| FromServer::Pulled { versions });
+            }
+            ToServer::Push { generation, member, number, of } if is_current(generation) => {
+                let staleness = storage.push(member, number, &of, body)?;
+                body.clear();
+                return Ok(FromServer::Pushed { staleness });
+            }
+            _ => body.clear(),
+        }
+        Ok(match request {
+            ToServer::Squares { generation, step } if is_current(generation) => {
+                FromServer::Squares(storage.squares(step)?)
+            }
+            ToServer::Norms { generation, hyper } if is_current(generation) => {
+                FromServer::Norms(storage.norms(hyper.into())?)
+            }
+            ToServer::Update { generation, step, hyper, trust } if is_current(generation) => {
+                let factors = |unit: &Vec<u32>| unit.iter().map(|bits| f32::from_bits(*bits)).collect();
+                let trust: Vec<Vec<f32>> = trust.iter().map(factors).collect();
+                storage.update(step, hyper.map(Hyper::from), &trust)?;
+                FromServer::Done
+            }
+            ToServer::Revoke { generation, ticket } if is_current(generation) => {
+                storage.revoke(ticket);
+                FromServer::Done
+            }
+            ToServer::Cut { generation, cut } if is_current(generation) => {
+                FromServer::Copied { updates: storage.take_cut(cut)? }
+            }
+            ToServer::Save { generation, cut, staging } if is_current(generation) => {
+                FromServer::Saved(Box::new(storage.save(cut, &staging)?))
+            }
+            ToServer::Load => FromServer::Load(storage.load()),
+            _ => FromServer::Stale,
+        })
+    }
+
+    fn left(&self, _: ()) {}
+}

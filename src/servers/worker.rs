@@ -1,0 +1,434 @@
+//! A worker: takes work from the coordinator, parameters from the servers, and gives gradients back.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::time::{Duration, Instant};
+
+use super::line::Line;
+use super::message::{Fault, FromCoordinator, FromServer, Pushed, Report, ToCoordinator, ToServer, Values, Work};
+use super::site::{Site, host_name};
+use super::terms::Terms;
+use super::wire;
+use crate::backend::Kernels;
+use crate::backend::cpu::Cpu;
+use crate::comm::{Secret, single};
+use crate::config::{Config, Plan};
+use crate::engine::feed::Feed;
+use crate::engine::{Engine, Geometry, Splits, clip};
+use crate::error::{Error, Kind, Result};
+use crate::evaluate::{Evaluator, model};
+use crate::parallel::{ControlFlags, StepSchedule};
+use crate::signals;
+use crate::topology::Topology;
+
+/// Pause before a worker asks again whether the run has begun.
+const AGAIN: Duration = Duration::from_millis(50);
+
+/// Time within which one that is cut off must come back before the worker joins anew, perhaps at another address.
+const COMEBACK: Duration = Duration::from_secs(1);
+
+/// The start of a worker.
+#[derive(Debug, Clone)]
+pub struct Hand {
+    /// The place of the run.
+    pub site: Site,
+    /// Time within which a coordinator must be there, and come back.
+    pub patience: Duration,
+    /// Compute threads.
+    pub threads: usize,
+    /// Whether a signal makes it leave: without, the coordinator hears of it and ends the run.
+    pub leaves: bool,
+}
+
+/// The end of a worker's membership.
+enum After {
+    /// The run is over: its exit code.
+    Over(i32),
+    /// It was asked to leave.
+    Left,
+    /// It is to join again.
+    Renew,
+}
+
+impl Hand {
+    /// A connection to the coordinator, and the run's secret.
+    fn coordinator(&self) -> Result<(Line, Secret)> {
+        let (address, secret) = (self.site.coordinator(self.patience)?, self.site.secret()?);
+        let line = Line::new("the coordinator", address, secret.clone(), self.patience);
+        Ok((line.comes_back(COMEBACK), secret))
+    }
+
+    fn is_to_leave(&self) -> bool {
+        self.leaves && signals::came().is_some()
+    }
+
+    /// Asks until the run takes workers; none if this one is to leave.
+    fn ask(&self, coordinator: &mut Line, request: &ToCoordinator) -> Result<Option<FromCoordinator>> {
+        while !self.is_to_leave() {
+            match coordinator.tell(request)? {
+                FromCoordinator::NotYet => std::thread::sleep(AGAIN),
+                other => return Ok(Some(other)),
+            }
+        }
+        Ok(None)
+    }
+}
+
+/// The configuration of the run, once it takes workers; none if this process is asked to leave before.
+///
+/// # Errors
+/// The coordinator is gone.
+pub fn config_of_run(hand: &Hand) -> Result<Option<Config>> {
+    let since = Instant::now();
+    let request = ToCoordinator::Terms { host: host_name(), process: std::process::id() };
+    loop {
+        let asked = hand.coordinator().and_then(|(mut coordinator, _)| hand.ask(&mut coordinator, &request));
+        match asked {
+            Ok(None) => return Ok(None),
+            Ok(Some(FromCoordinator::Terms(terms))) => return Ok(Some(terms.config)),
+            Ok(Some(other)) => return Err(unexpected(&other)),
+            Err(e) if e.kind() != Kind::Comm || since.elapsed() > hand.patience => return Err(e),
+            Err(_) => {}
+        }
+    }
+}
+
+fn unexpected(answer: &FromCoordinator) -> Error {
+    Error::comm(format!("the coordinator answered {answer:?}"))
+}
+
+/// Works until the run is over, or it is asked to leave; returns the run's exit code. `backend` makes the device.
+///
+/// # Errors
+/// The coordinator is gone, the data cannot be read, or the device failed.
+pub fn work<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>) -> Result<i32> {
+    let mut heard = Instant::now();
+    loop {
+        match join(hand, &backend, &mut heard) {
+            Ok(After::Over(code)) => return Ok(code),
+            Ok(After::Left) => return Ok(0),
+            Ok(After::Renew) => {}
+            Err(e) if e.kind() != Kind::Comm || heard.elapsed() > hand.patience => return Err(e),
+            Err(e) => log::info!("joining again: {e}"),
+        }
+        std::thread::sleep(AGAIN);
+    }
+}
+
+/// Joins the run and works, as long as this membership lasts. `heard` is set to the last time the coordinator was heard of.
+fn join<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>, heard: &mut Instant) -> Result<After> {
+    let (mut coordinator, secret) = hand.coordinator()?;
+    let join = ToCoordinator::Join { host: host_name(), process: std::process::id() };
+    let (member, terms) = match hand.ask(&mut coordinator, &join)? {
+        None => return Ok(After::Left),
+        Some(FromCoordinator::Welcome { member, terms }) => (member, *terms),
+        Some(other) => return Err(unexpected(&other)),
+    };
+    let heart = Heart::start(hand.coordinator()?.0, member, hand.patience)?;
+    let after = Member::begin(hand, &terms, &secret, member, backend).and_then(|mut own| own.work(&mut coordinator));
+    drop(heart);
+    *heard = Instant::now();
+    match &after {
+        Ok(After::Left) => {
+            coordinator.tell_once::<FromCoordinator>(&ToCoordinator::Leave { member })?;
+        }
+        // The error ends the run, and is told there.
+        Err(e) if e.kind() != Kind::Comm => {
+            let report = Some(Report::Failed { fault: Fault::from(e) });
+            let next = ToCoordinator::Next { member, generation: terms.generation, data: None, report };
+            let _ = coordinator.tell_once::<FromCoordinator>(&next);
+        }
+        _ => {}
+    }
+    after
+}
+
+/// Tells the coordinator that this worker lives, until it is dropped.
+struct Heart {
+    over: Arc<AtomicBool>,
+}
+
+impl Heart {
+    fn start(mut line: Line, member: u64, patience: Duration) -> Result<Self> {
+        let over = Arc::new(AtomicBool::new(false));
+        let (ends, pause) = (over.clone(), (patience / 10).min(Duration::from_secs(2)));
+        let beat = move || {
+            while !ends.load(Ordering::Relaxed) {
+                // A coordinator that is gone is noticed elsewhere.
+                let _ = line.tell_once::<FromCoordinator>(&ToCoordinator::Beat { member });
+                std::thread::park_timeout(pause);
+            }
+        };
+        let thread = std::thread::Builder::new().name("heart".into()).spawn(beat);
+        thread.map_err(|e| Error::internal(format!("cannot start a thread: {e}")))?;
+        Ok(Self { over })
+    }
+}
+
+impl Drop for Heart {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A worker of one generation of the run.
+struct Member<'a, B: Kernels> {
+    hand: &'a Hand,
+    terms: &'a Terms,
+    member: u64,
+    plan: Plan,
+    engine: Engine<B>,
+    schedule: StepSchedule,
+    /// Micro-batches to come, for the thread that reads. Dropped before the feed, which waits for that thread to end.
+    wanted: Sender<Range<u64>>,
+    feed: Feed<B>,
+    evaluator: Option<Evaluator>,
+    digest: Option<String>,
+    servers: Vec<Server>,
+    /// Pushes so far.
+    pushes: u64,
+    /// The lease: its ticket, and the batches that are left.
+    lease: Option<(u64, Range<u64>)>,
+}
+
+/// A server, as a worker sees it.
+struct Server {
+    line: Line,
+    /// The version of each of its ranges that this worker has.
+    known: Vec<Option<u64>>,
+    /// Elements of all its ranges.
+    elements: usize,
+    body: Vec<u8>,
+}
+
+/// Whether the generation goes on.
+type Current = bool;
+
+impl<'a, B: Kernels> Member<'a, B> {
+    fn begin(
+        hand: &'a Hand,
+        terms: &'a Terms,
+        secret: &Secret,
+        member: u64,
+        backend: impl Fn(&Plan) -> Result<B>,
+    ) -> Result<Self> {
+        let plan = terms.worker_plan(hand.threads, !B::ON_HOST)?;
+        let alone = single::<Cpu>();
+        let topology = Topology::gather(&alone.world(), alone.node().host)?;
+        let Splits { mut train, mut validation, .. } = Splits::open(&plan.config, &alone.world(), &topology)?;
+        let digest = train.fingerprint().map(|fingerprint| fingerprint.digest());
+        if let Some(preprocessing) = &terms.preprocessing {
+            train.conform(preprocessing)?;
+            validation.as_mut().map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
+        }
+        let model = model::build(&single::<B>(), &plan, backend(&plan)?)?;
+        let schedule = plan.step_schedule(0);
+        let geometry = Geometry {
+            schedule,
+            rows: plan.micro as usize * plan.network.context(),
+            predictions: plan.tokens_per_step(),
+            recompute: plan.config.parallel.recompute,
+            seed: plan.config.run.seed,
+        };
+        let (wanted, ranges) = channel();
+        let feed = Feed::of(&model, train, &plan, terms.start.position, ranges.into_iter())?;
+        let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
+        let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
+        let server = |(address, pieces): (&String, &Vec<super::division::Piece>)| Server {
+            line: Line::new("the server", address, secret.clone(), hand.patience).comes_back(COMEBACK),
+            known: vec![None; pieces.len()],
+            elements: pieces.iter().map(|piece| piece.range.len()).sum(),
+            body: Vec::new(),
+        };
+        let servers = terms.addresses.iter().zip(&terms.pieces).map(server).collect();
+        let engine = Engine { model, geometry };
+        Ok(Self {
+            hand,
+            terms,
+            member,
+            plan,
+            engine,
+            schedule,
+            feed,
+            wanted,
+            evaluator,
+            digest,
+            servers,
+            pushes: 0,
+            lease: None,
+        })
+    }
+
+    /// Does the work that the coordinator gives, to its end.
+    fn work(&mut self, coordinator: &mut Line) -> Result<After> {
+        let (member, generation) = (self.member, self.terms.generation);
+        let (mut report, mut data) = (None, self.digest.clone());
+        loop {
+            if self.hand.is_to_leave() {
+                return Ok(After::Left);
+            }
+            let request = ToCoordinator::Next { member, generation, data: data.take(), report: report.take() };
+            let work = match coordinator.tell(&request)? {
+                FromCoordinator::Work(work) => work,
+                other => return Err(unexpected(&other)),
+            };
+            let done = match work {
+                Work::Lanes { ticket, step, lanes } => self.lanes(ticket, step, &lanes)?,
+                Work::Lease { ticket, batches } => {
+                    for batch in batches.clone() {
+                        self.want(self.terms.start.position + batch * self.plan.config.batch.global, 1);
+                    }
+                    self.lease = Some((ticket, batches));
+                    self.batch()?
+                }
+                Work::GoOn => self.batch()?,
+                Work::Evaluate { ticket, cut, chunks } => self.chunks(ticket, cut, chunks)?,
+                Work::Wait => continue,
+                Work::Renew => return Ok(After::Renew),
+                Work::End(code) => return Ok(After::Over(code)),
+            };
+            match done {
+                Some(done) => report = Some(done),
+                None => return Ok(After::Renew),
+            }
+        }
+    }
+
+    /// Micro-batches of so many lanes, whose first sample stands there, are to be read.
+    fn want(&self, first: u64, lanes: usize) {
+        let end = first + lanes as u64 * self.plan.lane_samples;
+        for start in (first..end).step_by(self.plan.micro as usize) {
+            // A reader that has failed tells so when its batch is asked for.
+            let _ = self.wanted.send(start..start + self.plan.micro);
+        }
+    }
+
+    /// Computes the gradient of lanes of a step, and pushes it; none if the generation is over.
+    fn lanes(&mut self, ticket: u64, step: u64, lanes: &Range<usize>) -> Result<Option<Report>> {
+        let start = self.terms.start;
+        let base = start.position + (step - start.step) * self.plan.config.batch.global;
+        self.want(base + lanes.start as u64 * self.plan.lane_samples, lanes.len());
+        if !self.pull(Values::Live)? {
+            return Ok(None);
+        }
+        self.engine.geometry.schedule = StepSchedule { lanes: lanes.len(), ..self.schedule };
+        let reduced = self.engine.gradients(step, || self.feed.next_micro(), ControlFlags::empty)?;
+        let of = Pushed::Lanes { step, lanes: lanes.clone() };
+        if self.push(|_| of.clone())?.is_none() {
+            return Ok(None);
+        }
+        Ok(Some(Report::Lanes { ticket, losses: vec![reduced.loss.to_bits()], compute: reduced.compute[0] }))
+    }
+
+    /// Computes the gradient of the next batch of the lease, and pushes it; none if the generation is over.
+    fn batch(&mut self) -> Result<Option<Report>> {
+        let lease = self.lease.as_mut().and_then(|(ticket, left)| Some((*ticket, left.next()?)));
+        let (ticket, batch) =
+            lease.ok_or_else(|| Error::comm("the coordinator goes on with a lease that has ended"))?;
+        if !self.pull(Values::Live)? {
+            return Ok(None);
+        }
+        let versions: Vec<Vec<u64>> =
+            self.servers.iter().map(|server| server.known.iter().map(|known| known.unwrap_or(0)).collect()).collect();
+        let number = self.terms.start.position / self.plan.config.batch.global + batch;
+        let reduced = self.engine.gradients(number, || self.feed.next_micro(), ControlFlags::empty)?;
+        let loss = reduced.loss / self.plan.tokens_per_step() as f64;
+        let staleness = if loss.is_finite() && reduced.norm.is_finite() {
+            let scale = (clip(self.plan.config.optimizer.grad_clip, reduced.norm) as f32).to_bits();
+            let of = |server: usize| Pushed::Batch { ticket, scale, versions: versions[server].clone() };
+            match self.push(of)? {
+                Some(staleness) => Some(staleness),
+                None => return Ok(None),
+            }
+        } else {
+            self.engine.model.sharded.skip();
+            None
+        };
+        let (loss, norm, compute) = (loss.to_bits(), reduced.norm.to_bits(), reduced.compute[0]);
+        Ok(Some(Report::Batch { ticket, batch, loss, norm, staleness, compute }))
+    }
+
+    /// Evaluates chunks with the parameters of a cut; none if the generation is over.
+    fn chunks(&mut self, ticket: u64, cut: u64, chunks: Range<u64>) -> Result<Option<Report>> {
+        if !self.pull(Values::Cut(cut))? {
+            return Ok(None);
+        }
+        let none = || {
+            Error::input("this worker has no validation data, but the run has").hint("give all workers the same files")
+        };
+        let evaluator = self.evaluator.as_mut().ok_or_else(none)?;
+        let mut sums = Vec::new();
+        for chunk in chunks {
+            let of_chunk = evaluator.measure_chunk(&mut self.engine.model, chunk)?;
+            sums.push(of_chunk.into_iter().flatten().map(f64::to_bits).collect());
+        }
+        Ok(Some(Report::Chunks { ticket, sums }))
+    }
+
+    /// Takes values from all servers: those that have changed since.
+    fn pull(&mut self, of: Values) -> Result<Current> {
+        let generation = self.terms.generation;
+        let request = |known: &[Option<u64>]| ToServer::Pull { generation, of, known: known.to_vec() };
+        let mut asked = Vec::with_capacity(self.servers.len());
+        for server in &mut self.servers {
+            asked.push(server.line.send(&request(&server.known), &[]).is_ok());
+        }
+        let format = self.plan.config.servers.wire;
+        for ((server, pieces), asked) in self.servers.iter_mut().zip(&self.terms.pieces).zip(asked) {
+            let Server { line, known, elements, body } = server;
+            let limit = *elements * size_of::<f32>();
+            let answer = if asked { line.receive(limit, body).ok() } else { None };
+            let answer = answer.unwrap_or_else(|| line.ask(&request(known), &[], limit, body))?;
+            let FromServer::Pulled { versions } = answer else { return Ok(false) };
+            let changed: Vec<usize> =
+                (0..pieces.len()).filter(|&i| of != Values::Live || known[i] != versions.get(i).copied()).collect();
+            let values = wire::decode(format, body, changed.iter().map(|&i| pieces[i].range.len()).sum())?;
+            let mut rest = &values[..];
+            for i in changed {
+                let (piece, of_piece);
+                piece = &pieces[i];
+                (of_piece, rest) = rest.split_at(piece.range.len());
+                self.engine.model.sharded.set(piece.unit, piece.range.clone(), of_piece)?;
+                known[i] = if of == Values::Live { versions.get(i).copied() } else { None };
+            }
+        }
+        Ok(true)
+    }
+
+    /// Gives the reduced gradient to all servers; returns the largest staleness, or none if the generation is over.
+    fn push(&mut self, of: impl Fn(usize) -> Pushed) -> Result<Option<u64>> {
+        self.pushes += 1;
+        let (generation, member, number) = (self.terms.generation, self.member, self.pushes);
+        let format = self.plan.config.servers.wire;
+        let request = |server: usize| ToServer::Push { generation, member, number, of: of(server) };
+        let mut sent = Vec::with_capacity(self.servers.len());
+        let mut host = Vec::new();
+        {
+            let reduced = self.engine.model.sharded.gradients()?;
+            let backend = &self.engine.model.backend;
+            for (index, (server, pieces)) in self.servers.iter_mut().zip(&self.terms.pieces).enumerate() {
+                server.body.clear();
+                for piece in pieces {
+                    host.resize(piece.range.len(), 0.0);
+                    let grad = B::cut(B::cut(reduced[piece.unit].grad, piece.range.end).0, piece.range.start).1;
+                    backend.download(grad, &mut host)?;
+                    wire::encode(format, &host, &mut server.body);
+                }
+                sent.push(server.line.send(&request(index), &[&server.body]).is_ok());
+            }
+        }
+        self.engine.model.sharded.skip();
+        let mut most = 0;
+        for (index, (server, sent)) in self.servers.iter_mut().zip(sent).enumerate() {
+            let answer = if sent { server.line.receive(0, &mut Vec::new()).ok() } else { None };
+            // The connection was cut: a push that comes twice counts once.
+            let answer =
+                answer.unwrap_or_else(|| server.line.ask(&request(index), &[&server.body], 0, &mut Vec::new()))?;
+            let FromServer::Pushed { staleness } = answer else { return Ok(None) };
+            most = most.max(staleness);
+        }
+        Ok(Some(most))
+    }
+}

@@ -1,0 +1,214 @@
+//! Faults of runs on parameter servers: workers, servers and the coordinator that are killed, stopped, or asked to leave, and strangers.
+
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::common::launch::Transport::{Alone, Simulate};
+use crate::common::launch::{LIMIT, Running, finish, program, send, start, start_beside};
+use crate::common::runs::{Run, RunFiles, json};
+use crate::{kill, lines};
+
+/// Steps of some milliseconds, whose bits do not depend on the workers; a process that is gone is noticed soon.
+const SETTINGS: [&str; 8] = [
+    "model.width=64",
+    "parallel.lanes=4",
+    "model.dropout=0.1",
+    "run.steps=120",
+    "eval.every=40",
+    "checkpoint.every=20",
+    "checkpoint.keep=9",
+    "servers.timeout=3",
+];
+
+/// A run of processes that come and go.
+struct Job {
+    run: Run,
+    coordinator: Running,
+    others: Vec<Running>,
+}
+
+impl Job {
+    /// The coordinator, so many servers, so many workers.
+    fn begin(root: &Path, name: &str, servers: usize, workers: usize, settings: &[&str]) -> Self {
+        let run = Run::new(Alone, root, name, &[&SETTINGS[..], settings].concat());
+        let coordinator = start(&mut Self::coordinate(&run, servers, workers));
+        let mut job = Self { run, coordinator, others: vec![] };
+        (0..servers).for_each(|_| job.join("server"));
+        (0..workers).for_each(|_| job.join("worker"));
+        job
+    }
+
+    fn coordinate(run: &Run, servers: usize, workers: usize) -> Command {
+        let arguments = run.command();
+        let counts = ["--servers", &servers.to_string(), "--workers", &workers.to_string()].map(String::from);
+        let mut command = program(["coordinate"]);
+        command.args(arguments.get_args().skip(1)).args(counts);
+        command
+    }
+
+    /// One more process of a role; its number is that in `others`.
+    fn join(&mut self, role: &str) {
+        let run = self.files().0;
+        let process = start_beside(&self.coordinator, program([role, "--timeout", "10", "--run"]).arg(run));
+        self.others.push(process);
+    }
+
+    fn files(&self) -> RunFiles {
+        self.run.files()
+    }
+
+    /// Waits until so many steps are on record.
+    fn until_step(&mut self, steps: usize) {
+        let path = self.files().path("metrics.jsonl");
+        self.coordinator.until("so far", || lines(&path) >= steps);
+    }
+
+    /// Panics unless all end well.
+    #[track_caller]
+    fn ends(self) -> RunFiles {
+        let files = self.files();
+        self.coordinator.finish(LIMIT).succeeded();
+        self.others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
+        files
+    }
+}
+
+/// The run that nothing disturbs.
+fn reference(root: &Path) -> RunFiles {
+    Run::new(Simulate(2), root, "reference", &SETTINGS[..7]).succeeds()
+}
+
+#[test]
+fn whoever_dies_the_bits_are_those_of_the_undisturbed_run() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path());
+    // Servers are the first two of the others, workers the next two.
+    let mut job = Job::begin(root.path(), "disturbed", 2, 2, &[]);
+
+    job.until_step(10);
+    kill(job.others[2].id());
+    drop(job.others.remove(2));
+    job.join("worker");
+
+    job.until_step(30);
+    // Its lanes go to another one; when it goes on it hears that it counts as gone, and joins again.
+    let stopped = job.others[2].id();
+    send(stopped, libc::SIGSTOP);
+    job.until_step(40);
+    send(stopped, libc::SIGCONT);
+
+    job.until_step(50);
+    kill(job.others[0].id());
+    drop(job.others.remove(0));
+    job.join("server");
+
+    job.until_step(70);
+    kill(job.coordinator.id());
+    while job.coordinator.runs() {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let run = job.run.clone().resume("auto");
+    job.coordinator = start_beside(&job.others[0], &mut Job::coordinate(&run, 2, 2));
+
+    job.until_step(90);
+    let leaves = job.others.remove(1);
+    send(leaves.id(), libc::SIGTERM);
+    leaves.finish(LIMIT).succeeded();
+
+    let files = job.ends();
+    files.same_as(&reference, 120, "disturbed");
+}
+
+#[test]
+fn workers_that_wait_for_nobody_come_and_go() {
+    let root = tempfile::tempdir().unwrap();
+    let apart = ["servers.staleness='none'", "servers.lease=8", "run.steps=150"];
+    let mut job = Job::begin(root.path(), "apart", 1, 2, &apart);
+    job.until_step(10);
+    job.join("worker");
+    job.until_step(30);
+    kill(job.others[1].id());
+    drop(job.others.remove(1));
+    job.until_step(60);
+    let stopped = job.others[1].id();
+    send(stopped, libc::SIGSTOP);
+    job.until_step(90);
+    send(stopped, libc::SIGCONT);
+    let files = job.ends();
+    let manifest = json(&files.path("checkpoints/latest/manifest.json"));
+    // Two workers' batches of four samples a step, each at least once.
+    assert_eq!((&manifest["step"], &manifest["position"]), (&150.into(), &(150 * 8).into()));
+}
+
+#[test]
+fn a_run_that_is_asked_to_end_saves_and_goes_on() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path());
+    let mut job = Job::begin(root.path(), "interrupted", 1, 2, &[]);
+    job.until_step(25);
+    send(job.coordinator.id(), libc::SIGTERM);
+    let files = job.files();
+    assert_eq!(job.coordinator.finish(LIMIT).code(), 75);
+    // Servers have no more to do; workers tell that the run is to be started again.
+    let codes: Vec<i32> = job.others.into_iter().map(|other| other.finish(LIMIT).code()).collect();
+    assert_eq!(codes, [0, 75, 75]);
+    assert_eq!(json(&files.path("END"))["status"], "preempted");
+    // On ranks, from the servers' checkpoint.
+    let run = Run::new(Simulate(4), root.path(), "interrupted", &SETTINGS[..7]).resume("auto");
+    run.succeeds().same_as(&reference, 120, "interrupted");
+}
+
+#[test]
+fn strangers_do_not_disturb_a_run() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path());
+    let mut job = Job::begin(root.path(), "visited", 1, 1, &["servers.address='127.0.0.1'"]);
+    job.until_step(5);
+    let address = job.files().text("servers/coordinator");
+    let connect = || TcpStream::connect(&address).unwrap();
+    // Each keeps quiet.
+    let silent: Vec<TcpStream> = (0..300).map(|_| connect()).collect();
+    let long = [&b"hpctrain"[..], &1u32.to_le_bytes(), &[7; 32], &[0; 12], &[9; 32], &[0xff; 12]].concat();
+    for words in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], &long] {
+        let mut stranger = connect();
+        let _ = stranger.write_all(words);
+        stranger.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut answer = Vec::new();
+        // An opening at most, then the end.
+        let _ = stranger.read_to_end(&mut answer);
+        assert!(answer.len() <= 44, "{} bytes", answer.len());
+    }
+    let secret = std::fs::metadata(job.files().path("servers/secret")).unwrap();
+    assert_eq!(std::os::unix::fs::PermissionsExt::mode(&secret.permissions()) & 0o777, 0o600);
+    let status = finish(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
+    let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
+    assert_eq!(status["workers"].as_array().map(Vec::len), Some(1), "{status}");
+    assert!(status["servers"][0]["load"]["pushes"].as_u64().unwrap() > 0, "{status}");
+    job.ends().same_as(&reference, 120, "visited");
+    drop(silent);
+}
+
+#[test]
+fn a_worker_with_other_data_is_sent_away() {
+    let root = tempfile::tempdir().unwrap();
+    let mut job = Job::begin(root.path(), "picky", 1, 1, &["servers.timeout=5"]);
+    job.until_step(5);
+    // One that cannot read the secret.
+    let files = job.files();
+    let other = root.path().join("copy/servers");
+    std::fs::create_dir_all(&other).unwrap();
+    std::fs::copy(files.path("servers/coordinator"), other.join("coordinator")).unwrap();
+    let without = finish(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    assert_eq!(without.code(), 1, "{without}");
+    assert!(without.stderr.contains("cannot read") && without.stderr.contains("secret"), "{without}");
+    std::fs::write(other.join("secret"), [7; 32]).unwrap();
+    let wrong = finish(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    assert_eq!(wrong.code(), 1, "{wrong}");
+    assert!(wrong.stderr.contains("does not know this run's secret"), "{wrong}");
+    let nobody = finish(program(["server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")));
+    assert!(nobody.stderr.contains("hpctrain coordinate"), "{nobody}");
+    job.ends();
+}

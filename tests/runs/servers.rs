@@ -1,0 +1,143 @@
+//! Parameter servers: the bits of data parallelism where all workers take each step together, and runs that wait for nobody.
+
+use std::path::Path;
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
+use crate::common::launch::{Ended, finish};
+use crate::common::runs::{Run, RunFiles, json};
+
+/// Four lanes: the same bits on any number of workers.
+const TOGETHER: [&str; 5] =
+    ["parallel.lanes=4", "model.dropout=0.1", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
+
+/// Each worker goes on by itself.
+const APART: [&str; 4] = ["servers.staleness='none'", "eval.every=3", "checkpoint.every=3", "checkpoint.keep=9"];
+
+/// A run of so many workers and servers.
+#[track_caller]
+fn served(transport: Transport, servers: usize, root: &Path, name: &str, settings: &[&str]) -> (Ended, RunFiles) {
+    let run = Run::new(transport, root, name, settings);
+    let ended = finish(run.command().args(["--servers", &servers.to_string()])).succeeded();
+    (ended, run.files())
+}
+
+#[test]
+fn the_bits_are_those_of_data_parallelism() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = Run::new(Simulate(2), root.path(), "ranks", &TOGETHER).succeeds();
+    let runs: [(&str, Transport, usize, &[&str]); 8] = [
+        ("one worker, one server", Simulate(2), 1, &[]),
+        ("two workers, three servers", Simulate(5), 3, &[]),
+        ("four workers, two servers", Simulate(6), 2, &["servers.partition='fixed:3'"]),
+        ("three workers, which do not divide the lanes", Simulate(5), 2, &["servers.partition='max:4KiB'"]),
+        ("recomputed", Simulate(4), 2, &["parallel.recompute=true"]),
+        ("one thread writes", Simulate(3), 1, &["checkpoint.asynchronous=false"]),
+        ("processes", Spawn(4), 2, &[]),
+        ("processes of MPI", Mpirun(3), 1, &[]),
+    ];
+    for (name, transport, servers, settings) in runs {
+        let (_, files) = served(transport, servers, root.path(), name, &[&TOGETHER[..], settings].concat());
+        files.same_as(&reference, 6, name);
+        for step in [3, 6] {
+            assert_eq!(files.tensors(step), reference.tensors(step), "{name}: step {step}");
+        }
+        assert_eq!(json(&files.path("END"))["status"], "finished", "{name}");
+    }
+}
+
+#[test]
+fn every_rule_updates_on_servers() {
+    let root = tempfile::tempdir().unwrap();
+    for rule in ["sgd", "adam", "adagrad", "rmsprop", "lamb", "lars", "lion"] {
+        let kind = format!("optimizer.kind={rule}");
+        let group = "optimizer.groups=[{names='wte.*',lr_factor=2.0,weight_decay=0.3}]";
+        let settings = [&TOGETHER[..], &[&kind, "optimizer.ema=0.75", "optimizer.grad_clip=0.5", group]].concat();
+        let reference = Run::new(Simulate(2), root.path(), &format!("{rule} on ranks"), &settings).succeeds();
+        let (_, files) = served(Simulate(5), 3, root.path(), &format!("{rule} on servers"), &settings);
+        files.same_as(&reference, 6, rule);
+    }
+}
+
+#[test]
+fn checkpoints_go_from_ranks_to_servers_and_back() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = Run::new(Alone, root.path(), "reference", &TOGETHER).succeeds();
+    for (name, first, then) in
+        [("to servers", None, Some(2)), ("back", Some(2), None), ("other servers", Some(1), Some(3))]
+    {
+        // It ends at step 3, as if killed: the rest is forgotten.
+        let run = |servers: Option<usize>, resume: &str| {
+            let ranks = servers.map_or(2, |servers| servers + 2);
+            let mut run = Run::new(Simulate(ranks), root.path(), name, &TOGETHER);
+            if !resume.is_empty() {
+                run = run.resume(resume);
+            }
+            let mut command = run.command();
+            command.args(servers.iter().flat_map(|servers| ["--servers".into(), servers.to_string()]));
+            finish(&mut command).succeeded();
+            run.files()
+        };
+        let files = run(first, "");
+        for path in ["checkpoints/latest", "checkpoints/best", "END"] {
+            std::fs::remove_file(files.path(path)).unwrap();
+        }
+        std::fs::remove_dir_all(files.checkpoint(6)).unwrap();
+        let files = run(then, "auto");
+        files.same_as(&reference, 6, name);
+    }
+}
+
+#[test]
+fn workers_that_wait_for_nobody_see_every_sample() {
+    let root = tempfile::tempdir().unwrap();
+    let runs: [(&str, Transport, usize, &[&str]); 4] = [
+        ("threads", Simulate(5), 2, &["servers.lease=2"]),
+        ("processes", Spawn(3), 1, &["servers.partition='fixed:2'"]),
+        ("bound", Simulate(4), 1, &["servers.staleness=1", "servers.stale_lr='inverse'"]),
+        ("bf16", Simulate(4), 2, &["servers.wire='bf16'", "batch.worker=2"]),
+    ];
+    for (name, transport, servers, settings) in runs {
+        let settings = [&APART[..], &["run.steps=30", "eval.every=10"], settings].concat();
+        let (ended, files) = served(transport, servers, root.path(), name, &settings);
+        let losses = files.numbers("metrics.jsonl", "loss");
+        assert_eq!(losses.len(), 30, "{name}");
+        assert!(losses[29] < 0.9 * losses[0], "{name}: {losses:?}");
+        assert_eq!(files.numbers("eval.jsonl", "step"), [10.0, 20.0, 30.0], "{name}");
+        let workers = match transport {
+            Simulate(ranks) | Spawn(ranks) => ranks - servers,
+            _ => 1,
+        };
+        let share = if name == "bf16" { 2 } else { (8.0 / workers as f64).round() as usize };
+        let manifest = json(&files.checkpoint(30).join("manifest.json"));
+        assert_eq!(manifest["position"], 30 * workers * share, "{name}: every batch is done");
+        assert_eq!(manifest["updates"], 30 * workers, "{name}");
+        assert!(ended.stdout.contains("updates in the mean"), "{ended}");
+    }
+}
+
+#[test]
+fn one_worker_alone_is_never_late() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["eval.every=0", "checkpoint.every=0"];
+    let reference = Run::new(Alone, root.path(), "one rank", &settings).succeeds();
+    // Its batches are those of a rank, and no update comes between pull and push.
+    let settings = [&settings[..], &["servers.staleness='none'"]].concat();
+    let (ended, files) = served(Simulate(3), 2, root.path(), "one worker", &settings);
+    assert!(ended.stdout.contains("0.00 updates in the mean (0: 100.0 %)"), "{ended}");
+    files.same_as(&reference, 6, "one worker");
+}
+
+#[test]
+fn a_gradient_that_is_not_finite_is_left_out() {
+    let root = tempfile::tempdir().unwrap();
+    let wild = ["optimizer.lr=1e30", "optimizer.grad_clip=0", "run.max_skipped=2", "run.steps=50"];
+    for apart in [&APART[..], &TOGETHER[..]] {
+        let name = format!("wild {}", apart.len());
+        let run = Run::new(Simulate(4), root.path(), &name, &[apart, &wild].concat());
+        let ended = finish(run.command().args(["--servers", "2"]));
+        assert_eq!(ended.code(), 1, "{ended}");
+        assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+        assert!(ended.stderr.contains("2 steps in a row were not finite"), "{ended}");
+        assert_eq!(json(&run.files().path("END"))["status"], "failed");
+    }
+}
