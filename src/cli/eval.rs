@@ -82,7 +82,7 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
 }
 
 /// Evaluates where `run.device` says, of the settings given to the evaluator.
-fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<Ending> {
+pub fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<Ending> {
     let config = comm.world().agree(overlay(&Config::default(), &request.overrides))?;
     match place(comm, &config)? {
         None => watch(comm, request, cpu),

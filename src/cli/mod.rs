@@ -3,6 +3,7 @@
 mod bench;
 mod checkpoint;
 mod config;
+mod coordinate;
 pub mod data;
 mod doctor;
 mod eval;
@@ -10,6 +11,7 @@ mod measure;
 mod plan;
 mod predict;
 mod prove;
+mod role;
 mod roles;
 mod sample;
 mod servers;
@@ -52,11 +54,13 @@ enum Command {
     /// Train with threads as ranks: the same program in one process, without MPI.
     Simulate(simulate::SimulateArgs),
     /// Begin a run on parameter servers, and give its work out: servers and workers come by themselves.
-    Coordinate(servers::CoordinateArgs),
+    Coordinate(coordinate::CoordinateArgs),
     /// Hold parameters for a run on servers, until it ends.
     Server(servers::ServerArgs),
     /// Train for a run on servers, until it ends or this process is asked to (SIGTERM).
     Worker(servers::WorkerArgs),
+    /// Take the part in a run on servers that `TF_CONFIG`, or `RANK` and `WORLD_SIZE`, give this process.
+    Role(role::RoleArgs),
     /// Show a run on servers: who is there, how far each is, the load of every server.
     Status(servers::StatusArgs),
     /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO stage.
@@ -99,7 +103,8 @@ impl Command {
             Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
             Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) | Command::ProveDirect => false,
             Command::Data(_) | Command::Checkpoint(_) | Command::Config(_) | Command::DoctorProbe(_) => false,
-            Command::Coordinate(_) | Command::Server(_) | Command::Worker(_) | Command::Status(_) => false,
+            Command::Coordinate(_) | Command::Server(_) | Command::Worker(_) => false,
+            Command::Role(_) | Command::Status(_) => false,
             Command::Completions { .. } => false,
         }
     }
@@ -164,10 +169,11 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         // Each process is one by itself, whoever started it.
         Command::Server(args) => servers::serve_alone(&args),
         Command::Worker(args) => servers::work_alone(&args),
+        Command::Role(args) => role::run(&args),
         _ if !speaks => 0,
         Command::Verify(args) => verify::run(&args),
         Command::Simulate(args) => simulate::run(&args),
-        Command::Coordinate(args) => servers::coordinate(&args),
+        Command::Coordinate(args) => coordinate::run(&args),
         Command::Status(args) => report(servers::status(&args)),
         Command::Data(args) => report(data::run(args)),
         Command::Checkpoint(args) => checkpoint::run(&args),

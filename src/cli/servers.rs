@@ -1,12 +1,11 @@
 //! Runs on parameter servers: as ranks of one job, as processes that come and go, or as threads.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
 
 use super::roles::{Part, Role, exit_code};
-use super::train::TrainArgs;
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, single};
 use crate::config::{Batch, Config, Servers};
@@ -18,16 +17,6 @@ use crate::servers::{Call, Coordinator, Hand, Post, Site, config_of_run, serve, 
 use crate::signals;
 use crate::telemetry::say;
 use crate::train::Request;
-
-/// Arguments of `hpctrain coordinate`.
-#[derive(Args)]
-pub struct CoordinateArgs {
-    /// Workers that the run is meant for; left out, servers.workers, or those that are there at the start.
-    #[arg(long, value_name = "N")]
-    workers: Option<usize>,
-    #[command(flatten)]
-    train: TrainArgs,
-}
 
 /// Arguments of `hpctrain server`.
 #[derive(Args)]
@@ -184,14 +173,9 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
     })
 }
 
-/// `hpctrain coordinate`; returns the exit code.
-pub fn coordinate(args: &CoordinateArgs) -> i32 {
-    let request = signals::listen().and_then(|()| args.train.request(None));
-    let opened = request.and_then(|run| {
-        let servers = args.train.servers.max(1);
-        Coordinator::open(Call { run, servers, workers: args.workers, log: "coordinator".into() })
-    });
-    match opened {
+/// Coordinates a run of processes that come and go; returns the exit code.
+pub fn coordinate_as(run: Request, servers: usize, workers: Option<usize>) -> i32 {
+    match Coordinator::open(Call { run, servers, workers, log: "coordinator".into() }) {
         Ok(opened) => {
             let run = opened.directory().display();
             say(format_args!("hpctrain server --run {run}\nhpctrain worker --run {run}\n"));
@@ -203,26 +187,39 @@ pub fn coordinate(args: &CoordinateArgs) -> i32 {
 
 /// `hpctrain server`; returns the exit code.
 pub fn serve_alone(args: &ServerArgs) -> i32 {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let post = Post {
-        site: Site::of(&args.run),
-        address: args.address.clone(),
-        patience: Duration::from_secs(args.timeout),
-        threads: cores,
-    };
-    serve(&post).map_or_else(|e| fail(&e), |()| 0)
+    let served = serve_as(&args.run, args.address.clone(), Duration::from_secs(args.timeout));
+    served.map_or_else(|e| fail(&e), |()| 0)
+}
+
+/// Serves the run in a directory until it is over.
+///
+/// # Errors
+/// The address cannot be listened on, or the coordinator is gone.
+pub fn serve_as(run: &Path, address: Option<String>, patience: Duration) -> Result<()> {
+    serve(&Post { site: Site::of(run), address, patience, threads: cores() })
 }
 
 /// `hpctrain worker`; returns the exit code.
 pub fn work_alone(args: &WorkerArgs) -> i32 {
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let hand =
-        Hand { site: Site::of(&args.run), patience: Duration::from_secs(args.timeout), threads: cores, leaves: true };
-    let worked = signals::listen().and_then(|()| match config_of_run(&hand)? {
+    let worked = signals::listen().and_then(|()| work_as(&args.run, Duration::from_secs(args.timeout)));
+    worked.unwrap_or_else(|e| fail(&e))
+}
+
+/// Works for the run in a directory until it is over, or this process is asked to leave; returns the exit code.
+///
+/// # Errors
+/// The coordinator is gone, the data cannot be read, or the device failed.
+pub fn work_as(run: &Path, patience: Duration) -> Result<i32> {
+    let hand = Hand { site: Site::of(run), patience, threads: cores(), leaves: true };
+    match config_of_run(&hand)? {
         None => Ok(0),
         Some(config) => work_on_device(&single(), &config, &hand),
-    });
-    worked.unwrap_or_else(|e| fail(&e))
+    }
+}
+
+/// Cores that this process may use.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// `hpctrain status`.

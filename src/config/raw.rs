@@ -306,8 +306,8 @@ sections! {
         lease: u64 = 64,
         /// Workers that the run is meant for: as many batches make a step; left out, those that are there at the start.
         workers: Option<usize> = None,
-        /// Host, port, or both at which coordinator and servers listen, such as `10.0.0.7`, `:2222` or `node7:2222`; left out, all
-        /// addresses of the host and any port.
+        /// Host, port, or both at which others reach coordinator and servers, such as `10.0.0.7`, `:2222` or `node7:2222`: they listen
+        /// at an IP address alone, otherwise at all; left out, the host's name and any port.
         address: Option<String> = None,
         /// Seconds after which a process that is not heard of counts as gone, and within which one that all need must come back.
         timeout: u64 = 60,

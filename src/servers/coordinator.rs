@@ -87,12 +87,12 @@ impl Coordinator {
         if splits.validation.is_none() && plan.config.eval.patience > 0 {
             return Err(crate::engine::feed::no_validation("eval.patience cannot tell when to stop", &plan.config));
         }
+        let (listener, address) = listen(config.servers.address.as_deref())?;
         let directory = RunDirectory::prepare(&plan.config, &call.run.name, &call.run.resume)?;
         config.run.name = Some(directory.name());
         logging::to_file(&directory.logs_path().join(format!("{}.log", call.log)), config.log.level.into())?;
         let site = Site::of(directory.path());
         let secret = site.open()?;
-        let (listener, address) = listen(config.servers.address.as_deref())?;
         let patience = Duration::from_secs(config.servers.timeout);
         let pool = Pool::new(config.servers.staleness, config.servers.lease);
         let hub = Hub::new(pool, secret.clone(), patience);

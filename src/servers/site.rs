@@ -45,7 +45,8 @@ impl Site {
     /// # Errors
     /// It cannot be read.
     pub fn secret(&self) -> Result<Secret> {
-        Secret::read(&self.dir)
+        let hint = "it is the run's secret, which only the user who has started the run can read";
+        Secret::read(&self.dir).map_err(|e| e.hint(hint))
     }
 
     /// Tells the coordinator's address.
@@ -76,7 +77,8 @@ impl Site {
     }
 }
 
-/// Listens; returns the address for others. `wish` is `servers.address`: a host, a host with a port, or a port as `:2222`.
+/// Listens; returns the address for others. `wish` is `servers.address`: a host, a host with a port, or a port as `:2222`. At an IP
+/// address alone, or with a name at all addresses.
 ///
 /// # Errors
 /// The address is in use, or of another host.
@@ -85,7 +87,9 @@ pub fn listen(wish: Option<&str>) -> Result<(TcpListener, String)> {
         None => (None, 0),
         Some(wish) => parse(wish)?,
     };
-    let local = (host.as_deref().unwrap_or("0.0.0.0"), port);
+    // A name is for others: in a container it may stand for an address of another host, which passes on.
+    let ip = host.as_deref().filter(|host| host.parse::<std::net::IpAddr>().is_ok());
+    let local = (ip.unwrap_or("0.0.0.0"), port);
     let refused = |e: std::io::Error| {
         let told = format!("{}:{port}", local.0);
         Error::comm(format!("cannot listen on {told}: {e}"))

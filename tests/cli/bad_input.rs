@@ -829,3 +829,62 @@ fn networks_by_layers() {
         refuses(&mut command.command(), root.path(), words);
     }
 }
+
+#[test]
+fn servers_and_their_settings_must_be_possible() {
+    let root = tempfile::tempdir().unwrap();
+    let refuse = |transport: Transport, servers: usize, settings: &[&str], words: &[&str]| {
+        let run = Run::new(transport, root.path(), "x", settings);
+        let mut command = run.command();
+        if servers > 0 {
+            command.args(["--servers", &servers.to_string()]);
+        }
+        refuses(&mut command, root.path(), words);
+        assert!(!run.files().0.exists(), "{words:?}");
+    };
+    refuse(Simulate(2), 2, &[], &["--servers 2 of 2 ranks leaves none to train", "--ranks 3"]);
+    refuse(Spawn(2), 2, &[], &["--servers 2 of 2 ranks leaves none to train", "start 3 ranks"]);
+    refuse(Alone, 0, &["servers.staleness='none'"], &["servers.staleness = \"none\", but the run has no servers"]);
+    refuse(Simulate(2), 0, &["batch.worker=4"], &["batch.worker = 4, but the run has no servers", "--servers N"]);
+    refuse(
+        Simulate(6),
+        5,
+        &["servers.partition='fixed:1'"],
+        &["5 servers, but servers.partition = fixed:1 cuts", "4 ranges"],
+    );
+    refuse(Simulate(3), 1, &["servers.partition='few'"], &["\"few\" is no partition such as"]);
+    refuse(Simulate(3), 1, &["servers.staleness='some'"], &["\"some\" is neither a number of steps nor \"none\""]);
+    refuse(Simulate(3), 1, &["parallel.zero=1"], &["parallel.zero = 1, but servers hold the parameters"]);
+    refuse(Simulate(3), 1, &["parallel.storage=central"], &["parallel.storage = central, but servers"]);
+    refuse(Spawn(3), 1, &["parallel.pipeline=2"], &["parallel.pipeline is set, but servers"]);
+    refuse(Simulate(3), 1, &["optimizer.kind=lamb", "servers.staleness=2"], &["norms of whole matrices"]);
+    refuse(Simulate(3), 1, &["servers.address='a:b'"], &["servers.address = \"a:b\" is no host with a port"]);
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = format!("servers.address='{}'", taken.local_addr().unwrap());
+    refuse(Simulate(3), 1, &[&address], &["cannot listen on 127.0.0.1:", "Address already in use"]);
+}
+
+#[test]
+fn roles_need_their_variables() {
+    let root = tempfile::tempdir().unwrap();
+    let role = |vars: &[(&str, &str)], settings: &[&str]| {
+        let mut command = program(["role"]);
+        command.args(settings.iter().flat_map(|setting| ["--set", setting])).envs(vars.iter().copied());
+        command.env_remove("RANK").env_remove("WORLD_SIZE").env_remove("TF_CONFIG").envs(vars.iter().copied());
+        command
+    };
+    let place = format!("run.root={}", root.path().display());
+    refuses(&mut role(&[], &[&place]), root.path(), &["neither TF_CONFIG nor RANK and WORLD_SIZE"]);
+    refuses(
+        &mut role(&[("TF_CONFIG", "{]")], &[&place]),
+        root.path(),
+        &["TF_CONFIG: key must be a string at line 1 column 2"],
+    );
+    let whole =
+        r#"{"cluster": {"chief": ["a:1"], "ps": ["b:1"], "worker": ["c:1"]}, "task": {"type": "worker", "index": 0}}"#;
+    refuses(&mut role(&[("TF_CONFIG", whole)], &[&place]), root.path(), &["run.name is not set"]);
+    let mut nowhere = role(&[("TF_CONFIG", whole)], &[&place, "run.name=x", "servers.timeout=1"]);
+    refuses(&mut nowhere, root.path(), &["cannot read", "x/servers/coordinator", "hpctrain coordinate"]);
+    let mut status = program(["status", "--run"]);
+    refuses(status.arg(root.path().join("x")), root.path(), &["cannot read", "x/servers/coordinator"]);
+}

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::common::launch::Transport::{Alone, Simulate};
 use crate::common::launch::{LIMIT, Running, finish, program, send, start, start_beside};
 use crate::common::runs::{Run, RunFiles, json};
-use crate::{kill, lines};
+use crate::{kill, lines, refused};
 
 /// Steps of some milliseconds, whose bits do not depend on the workers; a process that is gone is noticed soon.
 const SETTINGS: [&str; 8] = [
@@ -165,8 +165,11 @@ fn a_run_that_is_asked_to_end_saves_and_goes_on() {
 fn strangers_do_not_disturb_a_run() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference(root.path());
-    let mut job = Job::begin(root.path(), "visited", 1, 1, &["servers.address='127.0.0.1'"]);
+    let mut job = Job::begin(root.path(), "visited", 1, 1, &["servers.address='127.0.0.1'", "servers.timeout=60"]);
     job.until_step(5);
+    // The run takes as long as the visits.
+    let worker = job.others[1].id();
+    send(worker, libc::SIGSTOP);
     let address = job.files().text("servers/coordinator");
     let connect = || TcpStream::connect(&address).unwrap();
     // Each keeps quiet.
@@ -187,28 +190,31 @@ fn strangers_do_not_disturb_a_run() {
     let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
     assert_eq!(status["workers"].as_array().map(Vec::len), Some(1), "{status}");
     assert!(status["servers"][0]["load"]["pushes"].as_u64().unwrap() > 0, "{status}");
+    send(worker, libc::SIGCONT);
     job.ends().same_as(&reference, 120, "visited");
     drop(silent);
 }
 
 #[test]
-fn a_worker_with_other_data_is_sent_away() {
+fn who_does_not_know_the_secret_is_sent_away() {
     let root = tempfile::tempdir().unwrap();
-    let mut job = Job::begin(root.path(), "picky", 1, 1, &["servers.timeout=5"]);
+    let mut job = Job::begin(root.path(), "picky", 1, 1, &["servers.timeout=60"]);
     job.until_step(5);
+    let worker = job.others[1].id();
+    send(worker, libc::SIGSTOP);
     // One that cannot read the secret.
     let files = job.files();
     let other = root.path().join("copy/servers");
     std::fs::create_dir_all(&other).unwrap();
     std::fs::copy(files.path("servers/coordinator"), other.join("coordinator")).unwrap();
     let without = finish(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
-    assert_eq!(without.code(), 1, "{without}");
-    assert!(without.stderr.contains("cannot read") && without.stderr.contains("secret"), "{without}");
+    refused(&without, &["cannot read", "secret"]);
     std::fs::write(other.join("secret"), [7; 32]).unwrap();
     let wrong = finish(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
     assert_eq!(wrong.code(), 1, "{wrong}");
     assert!(wrong.stderr.contains("does not know this run's secret"), "{wrong}");
     let nobody = finish(program(["server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")));
     assert!(nobody.stderr.contains("hpctrain coordinate"), "{nobody}");
+    send(worker, libc::SIGCONT);
     job.ends();
 }

@@ -101,7 +101,8 @@ fn workers_that_wait_for_nobody_see_every_sample() {
         let (ended, files) = served(transport, servers, root.path(), name, &settings);
         let losses = files.numbers("metrics.jsonl", "loss");
         assert_eq!(losses.len(), 30, "{name}");
-        assert!(losses[29] < 0.9 * losses[0], "{name}: {losses:?}");
+        let last = losses[20..].iter().sum::<f64>() / 10.0;
+        assert!(last < 0.9 * losses[0], "{name}: {losses:?}");
         assert_eq!(files.numbers("eval.jsonl", "step"), [10.0, 20.0, 30.0], "{name}");
         let workers = match transport {
             Simulate(ranks) | Spawn(ranks) => ranks - servers,

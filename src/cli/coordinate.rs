@@ -1,0 +1,26 @@
+//! `hpctrain coordinate`: begins a run whose servers and workers come by themselves.
+
+use clap::Args;
+
+use super::servers::coordinate_as;
+use super::train::TrainArgs;
+use crate::job::fail;
+use crate::signals;
+
+/// Arguments of `hpctrain coordinate`.
+#[derive(Args)]
+pub struct CoordinateArgs {
+    /// Workers that the run is meant for; left out, servers.workers, or those that are there at the start.
+    #[arg(long, value_name = "N")]
+    workers: Option<usize>,
+    #[command(flatten)]
+    train: TrainArgs,
+}
+
+/// `hpctrain coordinate`; returns the exit code.
+pub fn run(args: &CoordinateArgs) -> i32 {
+    match signals::listen().and_then(|()| args.train.request(None)) {
+        Ok(run) => coordinate_as(run, args.train.servers.max(1), args.workers),
+        Err(e) => fail(&e),
+    }
+}

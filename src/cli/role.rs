@@ -1,0 +1,216 @@
+//! `hpctrain role`: the part of this process in a run on servers, by the variables that cluster managers set.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::Args;
+use serde::Deserialize;
+
+use super::eval::watch_on_device;
+use super::roles::exit_code;
+use super::servers::{coordinate_as, serve_as, work_as};
+use super::train::TrainArgs;
+use crate::comm::single;
+use crate::config::Config;
+use crate::error::{Error, Result};
+use crate::evaluate::{self, Policy};
+use crate::job::fail;
+use crate::signals;
+
+/// The variable that `TensorFlow`'s guides use.
+const TF_CONFIG: &str = "TF_CONFIG";
+
+/// Arguments of `hpctrain role`.
+#[derive(Args)]
+pub struct RoleArgs {
+    #[command(flatten)]
+    train: TrainArgs,
+}
+
+/// The part of a process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Task {
+    /// It coordinates so many servers and workers.
+    Coordinate {
+        servers: usize,
+        workers: usize,
+        address: Option<String>,
+    },
+    Serve {
+        address: Option<String>,
+    },
+    Work,
+    Evaluate,
+}
+
+/// `TF_CONFIG`.
+#[derive(Deserialize)]
+struct TfConfig {
+    cluster: Cluster,
+    task: TfTask,
+}
+
+#[derive(Deserialize)]
+struct Cluster {
+    #[serde(default)]
+    chief: Vec<String>,
+    #[serde(default)]
+    ps: Vec<String>,
+    #[serde(default)]
+    worker: Vec<String>,
+    #[serde(default)]
+    evaluator: Vec<String>,
+}
+
+#[derive(Deserialize)]
+struct TfTask {
+    #[serde(rename = "type")]
+    kind: String,
+    index: usize,
+}
+
+/// The part that the environment gives; `servers` counts where it does not tell them.
+fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<Task> {
+    if let Some(text) = env(TF_CONFIG) {
+        return of_tf_config(&text);
+    }
+    let number = |name: &str| -> Result<Option<usize>> {
+        let Some(text) = env(name) else { return Ok(None) };
+        let wrong =
+            || Error::input(format!("{name}={text} is no number")).hint("torchrun sets it; unset it to go without");
+        text.parse().map(Some).map_err(|_| wrong())
+    };
+    let (Some(rank), Some(ranks)) = (number("RANK")?, number("WORLD_SIZE")?) else {
+        return Err(Error::input("neither TF_CONFIG nor RANK and WORLD_SIZE say what this process is to do")
+            .hint("set one of them, or use hpctrain coordinate, server and worker"));
+    };
+    if rank >= ranks || servers + 2 > ranks || servers == 0 {
+        return Err(Error::input(format!("RANK={rank}, WORLD_SIZE={ranks} and --servers {servers} leave no worker"))
+            .hint("rank 0 coordinates, so many ranks after it serve, and the rest work"));
+    }
+    Ok(match rank {
+        0 => Task::Coordinate { servers, workers: ranks - 1 - servers, address: env("MASTER_ADDR") },
+        rank if rank <= servers => Task::Serve { address: None },
+        _ => Task::Work,
+    })
+}
+
+/// The part that `TF_CONFIG` gives.
+fn of_tf_config(text: &str) -> Result<Task> {
+    let hint = r#"such as {"cluster": {"chief": ["a:2222"], "ps": ["b:2222"], "worker": ["c:2222"]}, "task": {"type": "worker", "index": 0}}"#;
+    let wrong = |what: String| Error::input(format!("{TF_CONFIG}: {what}")).hint(hint);
+    let TfConfig { cluster, task } = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;
+    let Cluster { chief, ps, worker, evaluator } = cluster;
+    let of_kind = match task.kind.as_str() {
+        "chief" | "coordinator" => &chief,
+        "ps" => &ps,
+        "worker" => &worker,
+        "evaluator" => &evaluator,
+        other => return Err(wrong(format!("task.type is {other:?}, not chief, ps, worker or evaluator"))),
+    };
+    // Guides leave the evaluator out of the cluster.
+    if task.kind != "evaluator" && task.index >= of_kind.len() {
+        return Err(wrong(format!("task.index is {}, but cluster.{} has {}", task.index, task.kind, of_kind.len())));
+    }
+    if ps.is_empty() {
+        return Err(wrong("cluster.ps is empty: a run without servers is started by mpirun or srun".into()));
+    }
+    if chief.len() != 1 {
+        return Err(wrong(format!("cluster.chief has {} addresses, not one", chief.len())));
+    }
+    let address = of_kind.get(task.index).cloned();
+    Ok(match task.kind.as_str() {
+        "ps" => Task::Serve { address },
+        "worker" => Task::Work,
+        "evaluator" => Task::Evaluate,
+        _ => Task::Coordinate { servers: ps.len(), workers: worker.len(), address },
+    })
+}
+
+/// The directory of a run, which all its processes must know.
+fn directory(config: &Config) -> Result<PathBuf> {
+    let name = config.run.name.as_ref().ok_or_else(|| {
+        Error::input("run.name is not set, but the processes of a run find each other in its directory")
+            .hint("--set run.name=NAME, the same for all")
+    })?;
+    Ok(Path::new(&config.run.root).join(name))
+}
+
+/// Takes part; returns the exit code.
+pub fn run(args: &RoleArgs) -> i32 {
+    let part = || {
+        signals::listen()?;
+        let task = task(|name| std::env::var(name).ok(), args.train.servers)?;
+        let mut request = args.train.request(None)?;
+        let run = directory(&request.config)?;
+        let patience = Duration::from_secs(request.config.servers.timeout);
+        match task {
+            Task::Coordinate { servers, workers, address } => {
+                request.config.servers.address = request.config.servers.address.or(address);
+                Ok(coordinate_as(request, servers, Some(workers)))
+            }
+            Task::Serve { address } => serve_as(&run, address.or(request.config.servers.address), patience).map(|()| 0),
+            Task::Work => work_as(&run, patience),
+            Task::Evaluate => {
+                let request = evaluate::Request {
+                    run,
+                    watch: true,
+                    policy: Policy::Latest,
+                    timeout: None,
+                    overrides: vec![],
+                    threads: std::thread::available_parallelism().map_or(1, usize::from),
+                    beside_trainer: false,
+                };
+                watch_on_device(&single(), &request).map(|ending| exit_code(&ending))
+            }
+        }
+    };
+    part().unwrap_or_else(|e| fail(&e))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tf(kind: &str, index: usize) -> String {
+        let cluster = r#"{"chief": ["a:2222"], "ps": ["b:2222", "b2:2222"], "worker": ["c:2222", "d:2222"], "evaluator": ["e:2222"]}"#;
+        format!(r#"{{"cluster": {cluster}, "task": {{"type": "{kind}", "index": {index}}}}}"#)
+    }
+
+    #[test]
+    fn guides_of_tensorflow_are_followed() {
+        let chief = Task::Coordinate { servers: 2, workers: 2, address: Some("a:2222".into()) };
+        assert_eq!(of_tf_config(&tf("chief", 0)).unwrap(), chief);
+        assert_eq!(of_tf_config(&tf("ps", 1)).unwrap(), Task::Serve { address: Some("b2:2222".into()) });
+        assert_eq!(of_tf_config(&tf("worker", 1)).unwrap(), Task::Work);
+        assert_eq!(of_tf_config(&tf("evaluator", 0)).unwrap(), Task::Evaluate);
+        let wrong = |text: &str, words: &str| {
+            let error = of_tf_config(text).unwrap_err().to_string();
+            assert!(error.contains(words) && error.contains("hint: such as"), "{error}");
+        };
+        wrong("{", "TF_CONFIG: EOF while parsing an object at line 1 column 1");
+        wrong(
+            r#"{"cluster": {"ps": "b"}, "task": {}}"#,
+            "invalid type: string \"b\", expected a sequence at line 1 column",
+        );
+        wrong(r#"{"cluster": {}}"#, "missing field `task`");
+        wrong(&tf("worker", 2), "task.index is 2, but cluster.worker has 2");
+        wrong(&tf("master", 0), "task.type is \"master\"");
+        wrong(r#"{"cluster": {"worker": ["a"]}, "task": {"type": "worker", "index": 0}}"#, "cluster.ps is empty");
+    }
+
+    #[test]
+    fn variables_of_torchrun_are_followed() {
+        let ask = |vars: &[(&str, &str)], servers| {
+            task(|name| vars.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()), servers)
+        };
+        let of_rank = |rank| ask(&[("RANK", rank), ("WORLD_SIZE", "5"), ("MASTER_ADDR", "a")], 2).unwrap();
+        assert_eq!(of_rank("0"), Task::Coordinate { servers: 2, workers: 2, address: Some("a".into()) });
+        assert_eq!((of_rank("2"), of_rank("3")), (Task::Serve { address: None }, Task::Work));
+        let refused = |vars: &[(&str, &str)], servers| ask(vars, servers).unwrap_err().to_string();
+        assert!(refused(&[], 1).contains("neither TF_CONFIG nor RANK"));
+        assert!(refused(&[("RANK", "x"), ("WORLD_SIZE", "5")], 1).contains("RANK=x is no number"));
+        assert!(refused(&[("RANK", "0"), ("WORLD_SIZE", "3")], 2).contains("leave no worker"));
+        assert!(refused(&[("RANK", "0"), ("WORLD_SIZE", "3")], 0).contains("leave no worker"));
+    }
+}
