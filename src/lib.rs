@@ -11,6 +11,7 @@
 //! | write the training loop | [`engine::engine`], [`engine::feed::Feed`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
 //! | add a kind of block | [`nn::Block`], [`nn::check`], [`engine::engine_of`] |
 //! | compute on GPUs | [`train::train_on_device`], or [`placement::place`] and [`placement::Gpu::backend`] |
+//! | have functions called on workers that come and go | [`servers::Coordinator`] |
 //! | evaluate, predict, continue a text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
 //! | read checkpoints, and write them beside training | [`checkpoint::Reader`], [`checkpoint::Saver`] |
 //!

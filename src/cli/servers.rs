@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::job::fail;
 use crate::placement::{cpu, cpu_can, place};
 use crate::run_dir::Ending;
-use crate::servers::{Call, Coordinator, Hand, Post, Site, config_of_run, serve, work};
+use crate::servers::{Call, Hand, Post, ServedRun, Site, config_of_run, serve, work};
 use crate::signals;
 use crate::telemetry::say;
 use crate::train::Request;
@@ -86,7 +86,7 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
     let config = request.config.clone();
     let coordinates = role.part == Part::Serves(0);
     let call = Call { run: request, servers, workers: Some(workers), log: "coordinator".into() };
-    let opened = coordinates.then(|| Coordinator::open(call)).transpose();
+    let opened = coordinates.then(|| ServedRun::open(call)).transpose();
     let opened = role.side.world().agree(opened).inspect_err(|e| {
         if role.mixed && role.side.rank() == 0 {
             // The evaluators would wait for ever.
@@ -155,7 +155,7 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
     cpu_can(&config)?;
     let timeout = Duration::from_secs(config.servers.timeout);
     let threads = request.threads.unwrap_or(1);
-    let opened = Coordinator::open(Call { run: request, servers, workers: Some(workers), log: "coordinator".into() })?;
+    let opened = ServedRun::open(Call { run: request, servers, workers: Some(workers), log: "coordinator".into() })?;
     let site = Site::of(opened.directory());
     let post =
         Post { site: site.clone(), address: host_of(config.servers.address.as_deref()), patience: timeout, threads };
@@ -175,7 +175,7 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
 
 /// Coordinates a run of processes that come and go; returns the exit code.
 pub fn coordinate_as(run: Request, servers: usize, workers: Option<usize>) -> i32 {
-    match Coordinator::open(Call { run, servers, workers, log: "coordinator".into() }) {
+    match ServedRun::open(Call { run, servers, workers, log: "coordinator".into() }) {
         Ok(opened) => {
             let run = opened.directory().display();
             say(format_args!("hpctrain server --run {run}\nhpctrain worker --run {run}\n"));

@@ -304,6 +304,16 @@ impl<B: Kernels> Feed<B> {
         Ok(micro)
     }
 
+    /// Leaves the next micro-batch out.
+    ///
+    /// # Errors
+    /// A failure of the data.
+    pub fn skip(&mut self) -> Result<()> {
+        let batch = self.loader.next()?;
+        self.loader.recycle(batch);
+        Ok(())
+    }
+
     /// The time that [`Feed::next_micro`] has waited for the reader, in sum.
     pub fn waited(&self) -> Duration {
         self.loader.waited()

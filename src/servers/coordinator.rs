@@ -53,7 +53,7 @@ pub struct Call {
 }
 
 /// A coordinator that has begun to listen.
-pub struct Coordinator {
+pub struct ServedRun {
     call: Call,
     directory: RunDirectory,
     hub: Arc<Hub>,
@@ -67,7 +67,7 @@ pub struct Coordinator {
     started: Instant,
 }
 
-impl Coordinator {
+impl ServedRun {
     /// Opens data and directory of the run, and listens.
     ///
     /// # Errors
@@ -330,8 +330,8 @@ struct Taken {
 }
 
 impl<'a> Course<'a> {
-    fn begin(of: &'a mut Coordinator, plan: Plan, terms: Terms, fleet: Fleet, progress: Progress) -> Result<Self> {
-        let Coordinator { hub, directory, splits, trained_on, started, .. } = of;
+    fn begin(of: &'a mut ServedRun, plan: Plan, terms: Terms, fleet: Fleet, progress: Progress) -> Result<Self> {
+        let ServedRun { hub, directory, splits, trained_on, started, .. } = of;
         let samples = splits.train.samples();
         let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(samples, plan.config.batch.global));
         let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;

@@ -3,15 +3,19 @@
 //! Li et al., "Scaling distributed machine learning with the parameter server" (2014); Ho et al., "More effective distributed ML
 //! via a stale synchronous parallel parameter server" (2013). `docs/servers.md` describes it for users.
 //!
+//! [`Coordinator`] is for programs: it has functions that workers know called by name, each on one of them.
+//!
 //! All speak TCP, also under `mpirun`: a job of MPI dies with any of its ranks, and here everyone but the coordinator may come and
 //! go. A server holds ranges of units ([`division`], [`storage`]). Work is given out under tickets, and given out again when its
 //! worker is gone ([`pool`]). With `servers.staleness = 0` a step is so many lanes: workers compute groups of them, servers add them
 //! in the fixed tree ([`sums`]), and nothing depends on who computed which. Otherwise each worker's gradient is applied as it
 //! comes.
 
+mod calls;
 mod coordinator;
 mod division;
 mod fleet;
+mod heart;
 mod hub;
 mod line;
 mod listener;
@@ -27,7 +31,8 @@ mod terms;
 mod wire;
 mod worker;
 
-pub use coordinator::{Call, Coordinator};
+pub use calls::{Coordinator, Functions, Handle, work_on_calls};
+pub use coordinator::{Call, ServedRun};
 pub use server::{Post, serve};
 pub use site::Site;
 pub use status::{status, told};

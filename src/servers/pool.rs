@@ -280,13 +280,27 @@ impl Pool {
                 *next = first + self.lease.min(share.max(1));
                 first..*next
             }
-            None => return None,
+            None => self.steal()?,
         };
         let ticket = self.give(member, Task::Batches(batches.clone()));
         if let Some(member) = self.members.get_mut(&member) {
             member.lease = Some(ticket);
         }
         Some(Work::Lease { ticket, batches })
+    }
+
+    /// The last half of the longest lease, which its worker has not come to: a slow one is not to hold up the end.
+    fn steal(&mut self) -> Option<Range<u64>> {
+        let leases = self.given.values_mut().filter_map(|(_, task)| match task {
+            Task::Batches(left) if left.end - left.start > 1 => Some(left),
+            _ => None,
+        });
+        let left = leases.max_by_key(|left| left.end - left.start)?;
+        // Its first batch is under way.
+        let middle = left.start + 1 + (left.end - left.start - 1) / 2;
+        let stolen = middle..left.end;
+        left.end = middle;
+        Some(stolen)
     }
 
     /// The clock of the slowest worker that has a lease.
@@ -468,6 +482,26 @@ mod tests {
         pool.join(2, "host 2".into());
         assert_eq!(pool.members()[&2].clock, 4);
         assert!(matches!((pool.next(1), pool.next(2)), (Some(Work::Lease { .. }), Some(Work::Lease { .. }))));
+    }
+
+    #[test]
+    fn the_end_is_shared_with_those_that_have_nothing_to_do() {
+        let mut pool = Pool::new(Staleness::None, 64);
+        pool.join(1, "slow".into());
+        pool.begin_batches(0..9);
+        let Some(Work::Lease { ticket: slow, batches }) = pool.next(1) else { panic!("no lease") };
+        pool.join(2, "host 2".into());
+        let mut done = vec![];
+        while let Some(Work::Lease { ticket, batches }) = pool.next(2) {
+            for now in batches {
+                done.push(now);
+                pool.done(2, &batch(ticket, now));
+            }
+        }
+        // All but the batch that the slow one is at.
+        assert_eq!((batches.start, done.len(), pool.low()), (0, 8, 0));
+        pool.done(1, &batch(slow, 0));
+        assert_eq!((pool.low(), pool.next(1)), (9, None));
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! A worker: takes work from the coordinator, parameters from the servers, and gives gradients back.
 
+use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use super::heart::Heart;
 use super::line::Line;
 use super::message::{Fault, FromCoordinator, FromServer, Pushed, Report, ToCoordinator, ToServer, Values, Work};
 use super::site::{Site, host_name};
@@ -126,7 +126,10 @@ fn join<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>, heard: &m
         Some(FromCoordinator::Welcome { member, terms }) => (member, *terms),
         Some(other) => return Err(unexpected(&other)),
     };
-    let heart = Heart::start(hand.coordinator()?.0, member, hand.patience)?;
+    let (mut beats, _) = hand.coordinator()?;
+    // A coordinator that is gone is noticed elsewhere.
+    let beat = move || drop(beats.tell_once::<FromCoordinator>(&ToCoordinator::Beat { member }));
+    let heart = Heart::start(hand.patience, beat)?;
     let after = Member::begin(hand, &terms, &secret, member, backend).and_then(|mut own| own.work(&mut coordinator));
     drop(heart);
     *heard = Instant::now();
@@ -145,34 +148,6 @@ fn join<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>, heard: &m
     after
 }
 
-/// Tells the coordinator that this worker lives, until it is dropped.
-struct Heart {
-    over: Arc<AtomicBool>,
-}
-
-impl Heart {
-    fn start(mut line: Line, member: u64, patience: Duration) -> Result<Self> {
-        let over = Arc::new(AtomicBool::new(false));
-        let (ends, pause) = (over.clone(), (patience / 10).min(Duration::from_secs(2)));
-        let beat = move || {
-            while !ends.load(Ordering::Relaxed) {
-                // A coordinator that is gone is noticed elsewhere.
-                let _ = line.tell_once::<FromCoordinator>(&ToCoordinator::Beat { member });
-                std::thread::park_timeout(pause);
-            }
-        };
-        let thread = std::thread::Builder::new().name("heart".into()).spawn(beat);
-        thread.map_err(|e| Error::internal(format!("cannot start a thread: {e}")))?;
-        Ok(Self { over })
-    }
-}
-
-impl Drop for Heart {
-    fn drop(&mut self) {
-        self.over.store(true, Ordering::Relaxed);
-    }
-}
-
 /// A worker of one generation of the run.
 struct Member<'a, B: Kernels> {
     hand: &'a Hand,
@@ -189,6 +164,8 @@ struct Member<'a, B: Kernels> {
     servers: Vec<Server>,
     /// Pushes so far.
     pushes: u64,
+    /// Batches that the thread that reads was asked for, in order.
+    asked: VecDeque<u64>,
     /// The lease: its ticket, and the batches that are left.
     lease: Option<(u64, Range<u64>)>,
 }
@@ -257,6 +234,7 @@ impl<'a, B: Kernels> Member<'a, B> {
             digest,
             servers,
             pushes: 0,
+            asked: VecDeque::new(),
             lease: None,
         })
     }
@@ -277,9 +255,6 @@ impl<'a, B: Kernels> Member<'a, B> {
             let done = match work {
                 Work::Lanes { ticket, step, lanes } => self.lanes(ticket, step, &lanes)?,
                 Work::Lease { ticket, batches } => {
-                    for batch in batches.clone() {
-                        self.want(self.terms.start.position + batch * self.plan.config.batch.global, 1);
-                    }
                     self.lease = Some((ticket, batches));
                     self.batch()?
                 }
@@ -305,6 +280,25 @@ impl<'a, B: Kernels> Member<'a, B> {
         }
     }
 
+    /// Makes a batch the next one to be read, and asks for the one after it, if the lease has one: by then another worker may have
+    /// it, and what was read of it is left out.
+    fn read_ahead(&mut self, batch: u64) -> Result<()> {
+        while self.asked.front().is_some_and(|next| *next != batch) {
+            self.asked.pop_front();
+            (0..self.plan.micros_per_lane()).try_for_each(|_| self.feed.skip())?;
+        }
+        let after = self.lease.as_ref().and_then(|(_, left)| left.clone().next());
+        for next in [Some(batch), after].into_iter().flatten() {
+            if !self.asked.contains(&next) {
+                self.want(self.terms.start.position + next * self.plan.config.batch.global, 1);
+                self.asked.push_back(next);
+            }
+        }
+        // It is read now.
+        self.asked.pop_front();
+        Ok(())
+    }
+
     /// Computes the gradient of lanes of a step, and pushes it; none if the generation is over.
     fn lanes(&mut self, ticket: u64, step: u64, lanes: &Range<usize>) -> Result<Option<Report>> {
         let start = self.terms.start;
@@ -327,6 +321,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         let lease = self.lease.as_mut().and_then(|(ticket, left)| Some((*ticket, left.next()?)));
         let (ticket, batch) =
             lease.ok_or_else(|| Error::comm("the coordinator goes on with a lease that has ended"))?;
+        self.read_ahead(batch)?;
         if !self.pull(Values::Live)? {
             return Ok(None);
         }

@@ -3,10 +3,11 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::common::launch::{Ended, finish, mpirun, program};
+use crate::common::launch::{Ended, LIMIT, finish, mpirun, program, start, start_beside};
 use crate::common::runs::{json, tensors};
 
 /// The path to which `cargo` builds an example: beside the tests.
@@ -145,4 +146,24 @@ fn hooks() {
     let steps = table("one").lines().count() as u64 - 1;
     assert_eq!(json(&root.path().join("one/END"))["step"], steps);
     assert!(steps < 300 && steps % 20 == 1, "it ends at the step after an evaluation: {steps}");
+}
+
+#[test]
+fn own_coordinator() {
+    let folder = tempfile::tempdir().unwrap();
+    let command = |role: &str| {
+        let mut command = Command::new(example("own_coordinator"));
+        command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
+        command.arg(role).arg(folder.path());
+        command
+    };
+    let coordinator = start(&mut command("coordinate"));
+    let [lost, other] = [(); 2].map(|()| start_beside(&coordinator, &mut command("work")));
+    // Its call is given to the other one.
+    std::thread::sleep(Duration::from_millis(300));
+    drop(lost);
+    let ended = coordinator.finish(LIMIT).succeeded();
+    assert_eq!(ended.stdout.matches("learning rate ").count(), 4, "{ended}");
+    assert!(ended.stdout.contains("best: 1e-2") || ended.stdout.contains("best: 1e-3"), "{ended}");
+    other.finish(LIMIT).succeeded();
 }
