@@ -11,8 +11,8 @@ use crate::signals;
 #[derive(Args)]
 pub struct CoordinateArgs {
     /// Workers that the run is meant for; left out, servers.workers, or those that are there at the start.
-    #[arg(long, value_name = "N")]
-    workers: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    workers: Option<u16>,
     #[command(flatten)]
     train: TrainArgs,
 }
@@ -20,7 +20,7 @@ pub struct CoordinateArgs {
 /// `hpctrain coordinate`; returns the exit code.
 pub fn run(args: &CoordinateArgs) -> i32 {
     match signals::listen().and_then(|()| args.train.request(None)) {
-        Ok(run) => coordinate_as(run, args.train.servers.max(1), args.workers),
+        Ok(run) => coordinate_as(run, args.train.servers.max(1), args.workers.map(usize::from)),
         Err(e) => fail(&e),
     }
 }

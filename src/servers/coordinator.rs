@@ -74,6 +74,12 @@ impl ServedRun {
     /// The configuration, the data or the directory cannot be used, or the address not be listened on.
     pub fn open(call: Call) -> Result<Self> {
         let started = Instant::now();
+        for (flag, is_set) in [("--trace", call.run.trace.is_some()), ("--profile", call.run.profile)] {
+            if is_set {
+                return Err(Error::input(format!("{flag} is for runs without servers"))
+                    .hint("hpctrain status --run RUN shows the times of workers and servers"));
+            }
+        }
         let mut config = call.run.config.clone();
         let alone = single::<Cpu>();
         let topology = Topology::gather(&alone.world(), alone.node().host)?;
@@ -155,7 +161,7 @@ impl ServedRun {
             std::thread::sleep(Duration::from_millis(20));
         }
         if let Err(e) = &ended {
-            let step = 0;
+            let step = self.hub.with(|state| state.told.get("step").and_then(serde_json::Value::as_u64)).unwrap_or(0);
             let end = End { step, status: Status::Failed, why: Some(e.message().into()) };
             self.directory.marks().end(&end).unwrap_or_else(|e| log::warn!("{e}"));
         }

@@ -138,6 +138,15 @@ fn check(config: &Config) -> Result<()> {
     if parallel.storage != Storage::Ranks {
         return refused("parallel.storage = central".into());
     }
+    let positive = [
+        ("servers.timeout", Some(config.servers.timeout)),
+        ("servers.lease", Some(config.servers.lease)),
+        ("servers.workers", config.servers.workers.map(|workers| workers as u64)),
+        ("batch.worker", config.batch.worker),
+    ];
+    if let Some((key, _)) = positive.into_iter().find(|(_, value)| *value == Some(0)) {
+        return Err(Error::input(format!("{key} = 0")).hint("it is at least 1"));
+    }
     let average = parallel.average_every != crate::config::Every::Steps(0);
     let is_given = |value: Option<usize>| value.is_some_and(|value| value > 1);
     let counts = [

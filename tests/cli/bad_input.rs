@@ -858,9 +858,13 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(Simulate(3), 1, &["parallel.storage=central"], &["parallel.storage = central, but servers"]);
     refuse(Spawn(3), 1, &["parallel.pipeline=2"], &["parallel.pipeline is set, but servers"]);
     refuse(Simulate(3), 1, &["optimizer.kind=lamb", "servers.staleness=2"], &["norms of whole matrices"]);
+    refuse(Simulate(3), 1, &["servers.timeout=0"], &["servers.timeout = 0", "at least 1"]);
+    refuse(Spawn(3), 1, &["batch.worker=0", "servers.staleness='none'"], &["batch.worker = 0"]);
     refuse(Simulate(3), 1, &["servers.address='a:b'"], &["servers.address = \"a:b\" is no host with a port"]);
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("servers.address='{}'", taken.local_addr().unwrap());
+    let mut traced = Run::new(Simulate(3), root.path(), "x", &[]).command();
+    refuses(traced.args(["--servers", "1", "--profile"]), root.path(), &["--profile is for runs without servers"]);
     refuse(Simulate(3), 1, &[&address], &["cannot listen on 127.0.0.1:", "Address already in use"]);
 }
 

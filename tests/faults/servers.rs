@@ -43,7 +43,7 @@ impl Job {
 
     fn coordinate(run: &Run, servers: usize, workers: usize) -> Command {
         let arguments = run.command();
-        let counts = ["--servers", &servers.to_string(), "--workers", &workers.to_string()].map(String::from);
+        let counts = ["--servers", &servers.to_string(), "--workers", &workers.max(1).to_string()].map(String::from);
         let mut command = program(["coordinate"]);
         command.args(arguments.get_args().skip(1)).args(counts);
         command
@@ -216,5 +216,28 @@ fn who_does_not_know_the_secret_is_sent_away() {
     let nobody = finish(program(["server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")));
     assert!(nobody.stderr.contains("hpctrain coordinate"), "{nobody}");
     send(worker, libc::SIGCONT);
+    job.ends();
+}
+
+#[test]
+fn a_worker_with_other_data_is_sent_away() {
+    let root = tempfile::tempdir().unwrap();
+    let import = |text: &str| {
+        let (file, data) = (root.path().join("text"), root.path().join("data"));
+        std::fs::write(&file, text.repeat(400)).unwrap();
+        let _ = std::fs::remove_dir_all(&data);
+        finish(program(["data", "import", "text", "--tokenizer", "char", "--out"]).arg(&data).arg(&file)).succeeded();
+        format!("data.path={}", data.display())
+    };
+    let path = import("to be or not to be");
+    let settings = [path.as_str(), "servers.timeout=10", "run.steps=8", "eval.every=0", "checkpoint.every=0"];
+    let mut job = Job::begin(root.path(), "picky", 1, 0, &settings);
+    let address = job.files().path("servers/coordinator");
+    job.coordinator.until("there", || address.exists());
+    import("or not to be to be");
+    let other = finish(program(["worker", "--timeout", "20", "--run"]).arg(job.files().0));
+    refused(&other, &["the training data of this worker is not that of the run"]);
+    import("to be or not to be");
+    job.join("worker");
     job.ends();
 }
