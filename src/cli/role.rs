@@ -81,7 +81,7 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<Task> {
         text.parse().map(Some).map_err(|_| wrong())
     };
     let (Some(rank), Some(ranks)) = (number("RANK")?, number("WORLD_SIZE")?) else {
-        return Err(Error::input("neither TF_CONFIG nor RANK and WORLD_SIZE say what this process is to do")
+        return Err(Error::input("neither TF_CONFIG nor RANK and WORLD_SIZE give this process a part")
             .hint("set one of them, or use hpctrain coordinate, server and worker"));
     };
     if rank >= ranks || servers + 2 > ranks || servers == 0 {

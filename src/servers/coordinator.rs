@@ -86,7 +86,7 @@ impl ServedRun {
         let splits = Splits::open(&config, &alone.world(), &topology)?;
         let vocabulary = Some(splits.train.vocabulary()).filter(|ids| *ids > 0);
         let workers = call.workers.or(config.servers.workers);
-        // What is wrong is told before a directory is made.
+        // Errors of the configuration leave no directory behind.
         let plan = Terms::plan(&config, workers.unwrap_or(1), vocabulary, 1)?;
         check_size(&plan, &splits.train)?;
         division(&plan, call.servers)?;

@@ -1,4 +1,4 @@
-//! The coordinator's end of all connections: who is there, and what each does.
+//! The coordinator's end of all connections: servers and workers that are there, and the work of each.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

@@ -92,7 +92,7 @@ pub enum ToServer {
         /// The directory.
         staging: PathBuf,
     },
-    /// Of the coordinator: what the server has done so far.
+    /// Of the coordinator: the work of the server so far.
     Load,
 }
 

@@ -45,7 +45,7 @@ impl Site {
     /// # Errors
     /// It cannot be read.
     pub fn secret(&self) -> Result<Secret> {
-        let hint = "it is the run's secret, which only the user who has started the run can read";
+        let hint = "it is the run's secret, which only the user of the coordinator can read";
         Secret::read(&self.dir).map_err(|e| e.hint(hint))
     }
 
@@ -92,7 +92,7 @@ pub fn listen(wish: Option<&str>) -> Result<(TcpListener, String)> {
     let local = (ip.unwrap_or("0.0.0.0"), port);
     let refused = |e: std::io::Error| {
         let told = format!("{}:{port}", local.0);
-        Error::comm(format!("cannot listen on {told}: {e}"))
+        Error::input(format!("cannot listen on {told}: {e}"))
             .hint("set servers.address to an address of this host that is free, or leave it out")
     };
     let listener = TcpListener::bind(local).map_err(refused)?;

@@ -37,7 +37,7 @@ impl Terms {
     /// the samples of all.
     ///
     /// # Errors
-    /// As [`resolve`], or servers cannot do what the configuration asks for.
+    /// As [`resolve`], or the configuration asks for something that servers cannot do.
     pub fn plan(config: &Config, workers: usize, vocabulary: Option<usize>, threads: usize) -> Result<Plan> {
         check(config)?;
         let is_synchronous = config.servers.staleness == Staleness::Bound(0);

@@ -281,7 +281,7 @@ impl<'a, B: Kernels> Member<'a, B> {
     }
 
     /// Makes a batch the next one to be read, and asks for the one after it, if the lease has one: by then another worker may have
-    /// it, and what was read of it is left out.
+    /// it, and its samples are left out.
     fn read_ahead(&mut self, batch: u64) -> Result<()> {
         while self.asked.front().is_some_and(|next| *next != batch) {
             self.asked.pop_front();

@@ -69,7 +69,7 @@ fn config_show_prints_a_configuration_that_gives_itself() {
     ] {
         let shown = printed(&[&["config", "show"], &args[..]].concat());
         let table: toml::Table = shown.parse().unwrap();
-        assert_eq!(table.len(), 14, "{shown}");
+        assert_eq!(table.len(), 15, "{shown}");
         std::fs::write(file, &shown).unwrap();
         let ranks = args.iter().position(|arg| *arg == "--ranks").map_or("1", |at| args[at + 1]);
         assert_eq!(printed(&["config", "show", "--config", file, "--ranks", ranks]), shown, "{args:?}");

@@ -27,11 +27,11 @@ const LAYOUTS: [(Transport, &[&str]); 10] = [
 ];
 
 /// Random numbers, the same in every run of the test.
-struct Dice(u64);
+pub struct Dice(pub u64);
 
 impl Dice {
     /// A number below `limit`.
-    fn below(&mut self, limit: u64) -> u64 {
+    pub fn below(&mut self, limit: u64) -> u64 {
         // xorshift64*
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;

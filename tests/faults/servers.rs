@@ -9,7 +9,8 @@ use std::time::Duration;
 use crate::common::launch::Transport::{Alone, Simulate};
 use crate::common::launch::{LIMIT, Running, finish, program, send, start, start_beside};
 use crate::common::runs::{Run, RunFiles, json};
-use crate::{kill, lines, refused};
+use crate::kills::Dice;
+use crate::{kill, lines, refused, saves};
 
 /// Steps of some milliseconds, whose bits do not depend on the workers; a process that is gone is noticed soon.
 const SETTINGS: [&str; 8] = [
@@ -26,6 +27,8 @@ const SETTINGS: [&str; 8] = [
 /// A run of processes that come and go.
 struct Job {
     run: Run,
+    servers: usize,
+    workers: usize,
     coordinator: Running,
     others: Vec<Running>,
 }
@@ -35,7 +38,7 @@ impl Job {
     fn begin(root: &Path, name: &str, servers: usize, workers: usize, settings: &[&str]) -> Self {
         let run = Run::new(Alone, root, name, &[&SETTINGS[..], settings].concat());
         let coordinator = start(&mut Self::coordinate(&run, servers, workers));
-        let mut job = Self { run, coordinator, others: vec![] };
+        let mut job = Self { run, servers, workers, coordinator, others: vec![] };
         (0..servers).for_each(|_| job.join("server"));
         (0..workers).for_each(|_| job.join("worker"));
         job
@@ -54,6 +57,27 @@ impl Job {
         let run = self.files().0;
         let process = start_beside(&self.coordinator, program([role, "--timeout", "10", "--run"]).arg(run));
         self.others.push(process);
+    }
+
+    /// Kills the coordinator and starts it again.
+    fn restart(&mut self) {
+        kill(self.coordinator.id());
+        while self.coordinator.runs() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let run = self.run.clone().resume("auto");
+        let again = start_beside(&self.others[0], &mut Self::coordinate(&run, self.servers, self.workers));
+        self.coordinator = again;
+    }
+
+    /// Kills one of the others, and starts another one of its role.
+    fn replace(&mut self, number: usize, role: &str) {
+        kill(self.others[number].id());
+        drop(self.others.remove(number));
+        self.join(role);
+        let last = self.others.len() - 1;
+        // In the place of the one before.
+        self.others[number..=last].rotate_right(1);
     }
 
     fn files(&self) -> RunFiles {
@@ -82,7 +106,7 @@ fn reference(root: &Path) -> RunFiles {
 }
 
 #[test]
-fn whoever_dies_the_bits_are_those_of_the_undisturbed_run() {
+fn deaths_change_no_bit() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference(root.path());
     // Servers are the first two of the others, workers the next two.
@@ -106,12 +130,7 @@ fn whoever_dies_the_bits_are_those_of_the_undisturbed_run() {
     job.join("server");
 
     job.until_step(70);
-    kill(job.coordinator.id());
-    while job.coordinator.runs() {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    let run = job.run.clone().resume("auto");
-    job.coordinator = start_beside(&job.others[0], &mut Job::coordinate(&run, 2, 2));
+    job.restart();
 
     job.until_step(90);
     let leaves = job.others.remove(1);
@@ -196,7 +215,7 @@ fn strangers_do_not_disturb_a_run() {
 }
 
 #[test]
-fn who_does_not_know_the_secret_is_sent_away() {
+fn without_the_secret_nobody_is_let_in() {
     let root = tempfile::tempdir().unwrap();
     let mut job = Job::begin(root.path(), "picky", 1, 1, &["servers.timeout=60"]);
     job.until_step(5);
@@ -240,4 +259,87 @@ fn a_worker_with_other_data_is_sent_away() {
     import("to be or not to be");
     job.join("worker");
     job.ends();
+}
+
+#[test]
+fn roles_by_variables_make_a_run() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path());
+    let port = || std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
+    let (chief, ps) = (port(), port());
+    let cluster = format!(r#"{{"chief": ["{chief}"], "ps": ["{ps}"], "worker": ["a:1", "b:1"]}}"#);
+    let tf = |kind: &str, index: usize| {
+        vec![("TF_CONFIG", format!(r#"{{"cluster": {cluster}, "task": {{"type": "{kind}", "index": {index}}}}}"#))]
+    };
+    let torch = |rank: usize| {
+        let numbers = [("RANK", rank.to_string()), ("WORLD_SIZE", "4".into()), ("MASTER_ADDR", "127.0.0.1".into())];
+        numbers.to_vec()
+    };
+    let of_torch = (0..4).map(torch).collect();
+    for (name, tasks) in
+        [("tf", vec![tf("chief", 0), tf("ps", 0), tf("worker", 0), tf("worker", 1)]), ("torch", of_torch)]
+    {
+        let run = Run::new(Alone, root.path(), name, &SETTINGS);
+        let command = |variables: &Vec<(&str, String)>| {
+            let mut command = program(["role", "--servers", "1"]);
+            command.args(run.command().get_args().skip(1)).envs(variables.iter().cloned());
+            command
+        };
+        let coordinator = start(&mut command(&tasks[0]));
+        let others: Vec<Running> =
+            tasks[1..].iter().map(|task| start_beside(&coordinator, &mut command(task))).collect();
+        coordinator.finish(LIMIT).succeeded();
+        others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
+        run.files().same_as(&reference, 120, name);
+        if name == "tf" {
+            assert_eq!(run.files().text("servers/coordinator"), chief);
+        }
+    }
+}
+
+/// Of six, or as many as `HPCTRAIN_FAULT_RUNS` says.
+#[test]
+fn faults_again_and_again_change_no_bit() {
+    let faults = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(6, |number| number.parse().unwrap());
+    let root = tempfile::tempdir().unwrap();
+    let steps = ["run.steps=240", "checkpoint.every=20", "eval.every=80"];
+    let whole = Run::new(Simulate(2), root.path(), "whole", &[&SETTINGS[..7], &steps].concat()).succeeds();
+    let mut dice = Dice(0x5eed5);
+    let mut done = 0;
+    while done < faults {
+        let name = format!("run-{done}");
+        // Two servers, then two workers.
+        let mut job = Job::begin(root.path(), &name, 2, 2, &steps);
+        let mut told = String::new();
+        for _ in 0..8 {
+            let at = lines(&job.files().path("metrics.jsonl")) + 1 + dice.below(25) as usize;
+            if done == faults || at > 220 {
+                break;
+            }
+            job.until_step(at);
+            let fault = dice.below(7);
+            told += &format!("{fault} at {at}; ");
+            match fault {
+                0 | 1 => job.replace(fault as usize, "server"),
+                2 | 3 => job.replace(fault as usize, "worker"),
+                4 => job.restart(),
+                5 => {
+                    // For longer than the timeout.
+                    send(job.others[2].id(), libc::SIGSTOP);
+                    std::thread::sleep(Duration::from_millis(3500));
+                    send(job.others[2].id(), libc::SIGCONT);
+                }
+                _ => {
+                    send(job.others[1].id(), libc::SIGSTOP);
+                    std::thread::sleep(Duration::from_millis(700));
+                    send(job.others[1].id(), libc::SIGCONT);
+                }
+            }
+            done += 1;
+        }
+        let files = job.ends();
+        println!("{name}: {told}");
+        files.same_as(&whole, 240, &name);
+        assert!(!saves(&files), "{name}: leftovers");
+    }
 }
