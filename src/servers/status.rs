@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 use crate::telemetry::bytes;
 
 /// Time that a coordinator has to answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(15);
 
 /// The state of the run at a place, as JSON.
 ///
