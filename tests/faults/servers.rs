@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::common::launch::Transport::{Alone, Simulate};
-use crate::common::launch::{LIMIT, Running, finish, program, send, start, start_beside};
+use crate::common::launch::{Ended, LIMIT, Running, finish, program, send, start, start_beside};
 use crate::common::runs::{Run, RunFiles, json};
 use crate::kills::Dice;
 use crate::{kill, lines, refused, saves};
@@ -78,6 +78,12 @@ impl Job {
         let last = self.others.len() - 1;
         // In the place of the one before.
         self.others[number..=last].rotate_right(1);
+    }
+
+    /// Runs another program to its end: on no core of its own, for which another test might wait that waits for this one's.
+    #[track_caller]
+    fn beside(&self, command: &mut Command) -> Ended {
+        start_beside(&self.coordinator, command).finish(LIMIT)
     }
 
     fn files(&self) -> RunFiles {
@@ -205,7 +211,7 @@ fn strangers_do_not_disturb_a_run() {
     }
     let secret = std::fs::metadata(job.files().path("servers/secret")).unwrap();
     assert_eq!(std::os::unix::fs::PermissionsExt::mode(&secret.permissions()) & 0o777, 0o600);
-    let status = finish(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
+    let status = job.beside(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
     let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
     assert_eq!(status["workers"].as_array().map(Vec::len), Some(1), "{status}");
     assert!(status["servers"][0]["load"]["pushes"].as_u64().unwrap() > 0, "{status}");
@@ -226,13 +232,13 @@ fn without_the_secret_nobody_is_let_in() {
     let other = root.path().join("copy/servers");
     std::fs::create_dir_all(&other).unwrap();
     std::fs::copy(files.path("servers/coordinator"), other.join("coordinator")).unwrap();
-    let without = finish(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let without = job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
     refused(&without, &["cannot read", "secret"]);
     std::fs::write(other.join("secret"), [7; 32]).unwrap();
-    let wrong = finish(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
+    let wrong = job.beside(program(["worker", "--timeout", "1", "--run"]).arg(root.path().join("copy")));
     assert_eq!(wrong.code(), 1, "{wrong}");
     assert!(wrong.stderr.contains("does not know this run's secret"), "{wrong}");
-    let nobody = finish(program(["server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")));
+    let nobody = job.beside(program(["server", "--timeout", "1", "--run"]).arg(root.path().join("nothing")));
     assert!(nobody.stderr.contains("hpctrain coordinate"), "{nobody}");
     send(worker, libc::SIGCONT);
     job.ends();
@@ -241,22 +247,25 @@ fn without_the_secret_nobody_is_let_in() {
 #[test]
 fn a_worker_with_other_data_is_sent_away() {
     let root = tempfile::tempdir().unwrap();
+    let data = root.path().join("data");
     let import = |text: &str| {
-        let (file, data) = (root.path().join("text"), root.path().join("data"));
+        let file = root.path().join("text");
         std::fs::write(&file, text.repeat(400)).unwrap();
         let _ = std::fs::remove_dir_all(&data);
-        finish(program(["data", "import", "text", "--tokenizer", "char", "--out"]).arg(&data).arg(&file)).succeeded();
-        format!("data.path={}", data.display())
+        let mut command = program(["data", "import", "text", "--tokenizer", "char", "--out"]);
+        command.arg(&data).arg(&file);
+        command
     };
-    let path = import("to be or not to be");
+    finish(&mut import("to be or not to be")).succeeded();
+    let path = format!("data.path={}", data.display());
     let settings = [path.as_str(), "servers.timeout=10", "run.steps=8", "eval.every=0", "checkpoint.every=0"];
     let mut job = Job::begin(root.path(), "picky", 1, 0, &settings);
     let address = job.files().path("servers/coordinator");
     job.coordinator.until("there", || address.exists());
-    import("or not to be to be");
-    let other = finish(program(["worker", "--timeout", "20", "--run"]).arg(job.files().0));
+    job.beside(&mut import("or not to be to be")).succeeded();
+    let other = job.beside(program(["worker", "--timeout", "20", "--run"]).arg(job.files().0));
     refused(&other, &["the training data of this worker is not that of the run"]);
-    import("to be or not to be");
+    job.beside(&mut import("to be or not to be")).succeeded();
     job.join("worker");
     job.ends();
 }
