@@ -6,9 +6,9 @@
 //! [`Coordinator`] is for programs: it has functions that workers know called by name, each on one of them.
 //!
 //! All speak TCP, also under `mpirun`: a job of MPI dies with any of its ranks, and here everyone but the coordinator may come and
-//! go. A server holds ranges of units ([`division`], [`storage`]). Work is given out under tickets, and given out again when its
-//! worker is gone ([`pool`]). With `servers.staleness = 0` a step is so many lanes: workers compute groups of them, servers add them
-//! in the fixed tree ([`sums`]), and nothing depends on the worker that computed one. Otherwise each worker's gradient is applied as it
+//! go. A server holds ranges of units (`division.rs`, `storage.rs`). Work is given out under tickets, and given out again when its
+//! worker is gone (`pool.rs`). With `servers.staleness = 0` a step is so many lanes: workers compute groups of them, servers add them
+//! in the fixed tree (`sums.rs`), and nothing depends on the worker that computed one. Otherwise each worker's gradient is applied as it
 //! comes.
 
 mod calls;
