@@ -195,8 +195,12 @@ impl ServedRun {
         })?;
         let mut course = Course::begin(self, plan, terms, fleet, origin.progress)?;
         course.banner(origin.from.as_deref());
-        let ending = course.steps()?;
-        course.finish(ending)
+        let ended = course.steps().and_then(|ending| course.finish(ending));
+        if let Some(saving) = course.saving.take() {
+            // It ends by itself, and leaves nothing unfinished behind.
+            saving.wait().map_or_else(|_| log::warn!("a checkpoint was given up"), drop);
+        }
+        ended
     }
 
     /// Waits for servers and, where their number is not known, for workers.
@@ -726,7 +730,7 @@ impl<'a> Course<'a> {
     }
 
     /// Last evaluation, last checkpoint, the end on record.
-    fn finish(mut self, ending: Ending) -> Result<Ending, Halt> {
+    fn finish(&mut self, ending: Ending) -> Result<Ending, Halt> {
         let step = self.progress.step;
         let is_evaluated = self.evaluated.is_some_and(|(at, _)| at == step);
         if self.plan.config.eval.inline && !is_evaluated && !matches!(ending, Ending::Preempted(_)) {

@@ -16,6 +16,8 @@ const LONG: u32 = 10;
 pub struct Fleet {
     lines: Vec<Line>,
     hub: Arc<Hub>,
+    /// The generation with whose end requests lose their sense; without it, with the loss of a server.
+    within: Option<u64>,
     secret: Secret,
     patience: Duration,
 }
@@ -23,7 +25,7 @@ pub struct Fleet {
 impl Fleet {
     /// Those of the terms.
     pub fn new(terms: &Terms, hub: Arc<Hub>, secret: Secret, patience: Duration) -> Self {
-        let mut fleet = Self { lines: vec![], hub, secret, patience };
+        let mut fleet = Self { lines: vec![], hub, within: None, secret, patience };
         fleet.lines = terms.addresses.iter().map(|address| fleet.line(address)).collect();
         fleet
     }
@@ -33,9 +35,15 @@ impl Fleet {
     }
 
     /// Connections to the same servers for another thread, on which answers may take longer.
-    pub fn again(&self) -> Self {
+    pub fn again(&self, generation: u64) -> Self {
         let patience = LONG * self.patience;
-        let mut other = Self { lines: vec![], hub: self.hub.clone(), secret: self.secret.clone(), patience };
+        let mut other = Self {
+            lines: vec![],
+            hub: self.hub.clone(),
+            within: Some(generation),
+            secret: self.secret.clone(),
+            patience,
+        };
         other.lines = self.lines.iter().map(|line| other.line(line.address())).collect();
         other
     }
@@ -55,13 +63,14 @@ impl Fleet {
     pub fn all(&mut self, request: impl Fn(usize) -> ToServer) -> Result<Vec<FromServer>, Halt> {
         let sent: Vec<bool> =
             self.lines.iter_mut().enumerate().map(|(server, line)| line.send(&request(server), &[]).is_ok()).collect();
-        let (mut answers, hub) = (Vec::with_capacity(sent.len()), &self.hub);
+        let mut answers = Vec::with_capacity(sent.len());
+        let makes_sense = || self.within.map_or(!self.hub.has_lost(), |generation| self.hub.goes_on(generation));
         for (server, (line, sent)) in self.lines.iter_mut().zip(sent).enumerate() {
             let answer = if sent { line.receive(0, &mut Vec::new()).ok() } else { None };
             let answer = match answer {
                 Some(answer) => answer,
                 // The connection was cut: a request that comes twice does no harm.
-                None => line.ask_while(|| !hub.has_lost(), &request(server), &[], 0, &mut Vec::new()),
+                None => line.ask_while(makes_sense, &request(server), &[], 0, &mut Vec::new()),
             };
             match answer.map_err(Halt::of_server)? {
                 FromServer::Stale => return Err(Halt::Lost(format!("{} has begun anew", line.address()))),

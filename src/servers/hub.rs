@@ -117,6 +117,12 @@ impl Hub {
         self.lock().lost.is_some()
     }
 
+    /// Whether the run goes on with the servers of a generation.
+    pub fn goes_on(&self, generation: u64) -> bool {
+        let state = self.lock();
+        state.lost.is_none() && state.terms.as_ref().is_some_and(|terms| terms.generation == generation)
+    }
+
     /// Waits until `look` finds something; it looks at every change, and at least every 50 ms.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ pub struct Saving {
 /// # Errors
 /// The system refused a thread.
 pub fn begin(job: &Arc<Job>, fleet: &Fleet, generation: u64, cut: u64, progress: Progress) -> Result<Saving> {
-    let (job, mut fleet, begun) = (job.clone(), fleet.again(), Instant::now());
+    let (job, mut fleet, begun) = (job.clone(), fleet.again(generation), Instant::now());
     let write = move || {
         let staging = job.create(progress.step)?;
         let answers = fleet.all(|_| ToServer::Save { generation, cut, staging: staging.clone() });
