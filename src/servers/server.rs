@@ -48,7 +48,9 @@ pub fn serve(post: &Post) -> Result<()> {
             Ok(FromCoordinator::Serves) => (heard, known) = (Instant::now(), true),
             Ok(FromCoordinator::Over) => return Ok(()),
             Ok(other) => return Err(Error::comm(format!("the coordinator answered {other:?}"))),
-            Err(e) if heard.elapsed() > post.patience => return Err(e.at("the coordinator")),
+            Err(e) if heard.elapsed() > post.patience => {
+                return post.site.ended().map_or_else(|| Err(e.at("the coordinator")), |_| Ok(()));
+            }
             Err(_) => {
                 // One that comes back may listen elsewhere.
                 known = false;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::comm::{Secret, write_secret};
 use crate::error::{Error, Result};
 use crate::private;
+use crate::run_dir::markers::{Markers, Status};
 
 /// Name of the file with the coordinator's address.
 const COORDINATOR: &str = "coordinator";
@@ -18,13 +19,23 @@ const LOOK: Duration = Duration::from_millis(50);
 /// The directory.
 #[derive(Debug, Clone)]
 pub struct Site {
+    run: PathBuf,
     dir: PathBuf,
 }
 
 impl Site {
     /// That of the run in `run`.
     pub fn of(run: &Path) -> Self {
-        Self { dir: run.join("servers") }
+        Self { run: run.into(), dir: run.join("servers") }
+    }
+
+    /// The exit code of the run, if it has ended: its coordinator may be gone before all have heard of that.
+    pub fn ended(&self) -> Option<i32> {
+        Markers::new(&self.run).ended().map(|end| match end.status {
+            Status::Finished => 0,
+            Status::Preempted => 75,
+            Status::Failed => 1,
+        })
     }
 
     /// Makes it, with a secret of its own, unless it is there; returns the secret.

@@ -110,7 +110,8 @@ pub fn work<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>) -> Re
             Ok(After::Over(code)) => return Ok(code),
             Ok(After::Left) => return Ok(0),
             Ok(After::Renew) => {}
-            Err(e) if e.kind() != Kind::Comm || heard.elapsed() > hand.patience => return Err(e),
+            Err(e) if e.kind() != Kind::Comm => return Err(e),
+            Err(e) if heard.elapsed() > hand.patience => return hand.site.ended().ok_or(e),
             Err(e) => log::info!("joining again: {e}"),
         }
         std::thread::sleep(AGAIN);
