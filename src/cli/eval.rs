@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{ArgGroup, Args};
 
 use super::measure;
-use super::roles::{Role, Start, exit_code};
+use super::roles::{Role, Start};
 use super::used::Part;
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Launch};
@@ -103,7 +103,7 @@ pub fn evaluate(role: &Role, mut request: Request) -> Result<i32> {
         request.run = PathBuf::from(String::from_utf8_lossy(run).into_owned());
     }
     match watch_on_device(&role.comm, &request) {
-        Ok(ending) => Ok(exit_code(&ending)),
+        Ok(ending) => Ok(ending.exit_code()),
         Err(e) if role.mixed && (e.is_shared() || role.comm.size() == 1) => {
             if role.comm.rank() == 0 {
                 fail(&e.clone().at("evaluator"));

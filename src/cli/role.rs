@@ -7,7 +7,6 @@ use clap::Args;
 use serde::Deserialize;
 
 use super::eval::watch_on_device;
-use super::roles::exit_code;
 use super::servers::{coordinate_as, serve_as, work_as};
 use super::train::TrainArgs;
 use crate::comm::single;
@@ -161,7 +160,7 @@ pub fn run(args: &RoleArgs) -> i32 {
                     threads: std::thread::available_parallelism().map_or(1, usize::from),
                     beside_trainer: false,
                 };
-                watch_on_device(&single(), &request).map(|ending| exit_code(&ending))
+                watch_on_device(&single(), &request).map(|ending| ending.exit_code())
             }
         }
     };

@@ -6,7 +6,6 @@ use serde::{Deserialize, Serialize};
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
 use crate::error::{Error, Result};
-use crate::run_dir::Ending;
 use crate::topology::Topology;
 
 /// The command by which a process was started.
@@ -124,17 +123,6 @@ fn parts(starts: &[Start]) -> Result<Vec<Part>> {
         }
     };
     Ok(starts.iter().map(&mut part).collect())
-}
-
-/// Exit code of a job that has saved and is to be started again: `EX_TEMPFAIL` of sysexits.h.
-pub const REQUEUE: i32 = 75;
-
-/// The exit code of an ending.
-pub fn exit_code(ending: &Ending) -> i32 {
-    match ending {
-        Ending::Finished | Ending::Stopped(_) => 0,
-        Ending::Preempted(_) => REQUEUE,
-    }
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
-use super::roles::{Part, Role, exit_code};
+use super::roles::{Part, Role};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, single};
 use crate::config::{Batch, Config, Servers};
@@ -123,7 +123,7 @@ fn host_of(address: Option<&str>) -> Option<String> {
 /// The exit code of a run, whose error is printed: all others end by themselves.
 fn code_of(ended: Result<Ending>) -> i32 {
     match ended {
-        Ok(ending) => exit_code(&ending),
+        Ok(ending) => ending.exit_code(),
         Err(e) => {
             fail(&e);
             e.exit_code()
@@ -169,7 +169,7 @@ pub fn simulate(ranks: usize, servers: usize, request: Request) -> Result<i32> {
         // The coordinator tells of their errors.
         working.into_iter().for_each(|thread| drop(thread.join()));
         serving.into_iter().for_each(|thread| drop(thread.join()));
-        ended.map(|ending| exit_code(&ending))
+        ended.map(|ending| ending.exit_code())
     })
 }
 

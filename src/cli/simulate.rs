@@ -2,11 +2,11 @@
 
 use clap::Args;
 
-use super::roles::exit_code;
 use super::train::TrainArgs;
 use crate::engine::on_threads;
 use crate::error::Result;
 use crate::job::fail;
+use crate::run_dir::Ending;
 use crate::signals;
 use crate::train::{Own, Request, train_on_device};
 
@@ -38,5 +38,5 @@ pub fn run(args: &SimulateArgs) -> i32 {
 
 fn simulate(ranks: usize, request: &Request) -> Result<i32> {
     let endings = on_threads(ranks, |comm| train_on_device(comm, request, Own::default(), None))?;
-    Ok(endings.first().map_or(0, exit_code))
+    Ok(endings.first().map_or(0, Ending::exit_code))
 }

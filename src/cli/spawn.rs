@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::roles::REQUEUE;
 use crate::comm::{MEETING, Meeting, write_secret};
 use crate::error::{Error, Result};
 use crate::job::fail;
+use crate::run_dir::REQUEUE;
 use crate::{private, signals};
 
 /// Interval at which ranks and signals are looked at.

@@ -7,7 +7,7 @@ use clap::builder::{PossibleValue, StringValueParser, TypedValueParser};
 use clap::{Arg, Args, Command};
 
 use super::eval::evaluate;
-use super::roles::{Part, Role, Start, exit_code};
+use super::roles::{Part, Role, Start};
 use super::servers;
 use crate::comm::Launch;
 use crate::config::{Config, PRESETS, Sources, load};
@@ -160,7 +160,7 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
 /// Trains as one of the ranks that do; returns the exit code.
 fn train_as(role: &Role, mut request: Request) -> Result<i32> {
     if !role.mixed {
-        return train_on_device(&role.comm, &request, Own::default(), None).map(|ending| exit_code(&ending));
+        return train_on_device(&role.comm, &request, Own::default(), None).map(|ending| ending.exit_code());
     }
     request.config.eval.inline = false;
     request.threads = Some(role.threads);
@@ -173,5 +173,5 @@ fn train_as(role: &Role, mut request: Request) -> Result<i32> {
         fail(e);
         role.everyone.abort(e.exit_code());
     }
-    ending.map(|ending| exit_code(&ending))
+    ending.map(|ending| ending.exit_code())
 }

@@ -10,3 +10,16 @@ pub enum Ending {
     /// The job was asked to end, or its time is up: it has saved, and is to be started again with `--resume auto`.
     Preempted(String),
 }
+
+/// Exit code of a job that has saved and is to be started again: `EX_TEMPFAIL` of sysexits.h.
+pub const REQUEUE: i32 = 75;
+
+impl Ending {
+    /// The exit code of a process whose run has ended so.
+    pub fn exit_code(&self) -> i32 {
+        match self {
+            Ending::Finished | Ending::Stopped(_) => 0,
+            Ending::Preempted(_) => REQUEUE,
+        }
+    }
+}

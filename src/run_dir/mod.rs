@@ -9,6 +9,6 @@ mod resume;
 
 pub use branch::{Branch, Take};
 pub use directory::{Resume, RunDirectory};
-pub use ending::Ending;
+pub use ending::{Ending, REQUEUE};
 pub(crate) use resume::data_changes;
 pub use resume::{Resumed, Taking, resume};

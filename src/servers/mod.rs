@@ -13,6 +13,7 @@
 
 mod calls;
 mod coordinator;
+mod course;
 mod division;
 mod fleet;
 mod heart;

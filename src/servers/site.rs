@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use crate::comm::{Secret, write_secret};
 use crate::error::{Error, Result};
 use crate::private;
+use crate::run_dir::REQUEUE;
 use crate::run_dir::markers::{Markers, Status};
 
 /// Name of the file with the coordinator's address.
@@ -33,7 +34,7 @@ impl Site {
     pub fn ended(&self) -> Option<i32> {
         Markers::new(&self.run).ended().map(|end| match end.status {
             Status::Finished => 0,
-            Status::Preempted => 75,
+            Status::Preempted => REQUEUE,
             Status::Failed => 1,
         })
     }

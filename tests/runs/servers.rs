@@ -85,6 +85,11 @@ fn checkpoints_go_from_ranks_to_servers_and_back() {
         let files = run(then, "auto");
         files.same_as(&reference, 6, name);
     }
+    // Another run goes on from the ranks' checkpoint.
+    let from = reference.checkpoint(3).display().to_string();
+    let branch = Run::new(Simulate(4), root.path(), "branch", &TOGETHER).resume(&from);
+    finish(branch.command().args(["--servers", "2"])).succeeded();
+    assert_eq!(branch.files().tensors(6), reference.tensors(6));
 }
 
 #[test]

@@ -1,0 +1,543 @@
+//! A run on one set of servers: its steps, evaluations and checkpoints, as its coordinator takes them.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::json;
+
+use super::fleet::Fleet;
+use super::hub::{Halt, Hub};
+use super::message::{FromServer, ToServer};
+use super::pool::{Batch, Pool};
+use super::saving::{Saving, begin};
+use super::terms::{Terms, layouts};
+use crate::backend::cpu::Cpu;
+use crate::checkpoint::{Job, Origin, Progress, Published};
+use crate::config::{Plan, WhenBusy};
+use crate::data::TrainedOn;
+use crate::engine::{Splits, clip};
+use crate::error::{Error, Result};
+use crate::evaluate::{Evaluator, Measures};
+use crate::layout::Tensor;
+use crate::nn::loss::Objective;
+use crate::optim::Part;
+use crate::parallel::{AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms};
+use crate::run_dir::markers::{End, Status};
+use crate::run_dir::{Ending, RunDirectory};
+use crate::telemetry::epoch_loss::EpochLoss;
+use crate::telemetry::evaluations::{self, Evaluation};
+use crate::telemetry::metrics::Step;
+use crate::telemetry::{say, unix_time};
+use crate::train::{Budget, Records, StopRequests, fresh_id};
+
+/// The parts of a run that outlive its servers.
+pub struct Basis<'a> {
+    pub hub: &'a Hub,
+    pub directory: &'a RunDirectory,
+    pub splits: &'a Splits,
+    pub trained_on: Option<TrainedOn>,
+    pub started: Instant,
+}
+
+/// The run on one set of servers.
+pub struct Course<'a> {
+    hub: &'a Hub,
+    directory: &'a RunDirectory,
+    plan: Plan,
+    terms: Terms,
+    fleet: Fleet,
+    records: Records,
+    stop_requests: StopRequests,
+    job: Arc<Job>,
+    evaluator: Option<Evaluator>,
+    objective: Objective<Cpu>,
+    train_samples: u64,
+    progress: Progress,
+    /// Step and number of the last cut, and of the last evaluation and checkpoint.
+    cut: Option<(u64, u64)>,
+    evaluated: Option<(u64, f64)>,
+    saved: Option<u64>,
+    saving: Option<Saving>,
+    /// Whether a checkpoint is due by the clock.
+    save_now: bool,
+    skipped_in_a_row: u64,
+    ending: Option<Ending>,
+}
+
+/// A step's results.
+struct Taken {
+    loss: f64,
+    norm: f64,
+    lr: f64,
+    skipped: bool,
+    compute: f64,
+}
+
+impl<'a> Course<'a> {
+    /// The course from `progress` on, on servers that have their ranges: workers may come.
+    ///
+    /// # Errors
+    /// The file system refused, or no time is left.
+    pub fn begin(of: Basis<'a>, plan: Plan, terms: Terms, fleet: Fleet, progress: Progress) -> Result<Self> {
+        let Basis { hub, directory, splits, trained_on, started } = of;
+        let samples = splits.train.samples();
+        let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(samples, plan.config.batch.global));
+        let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
+        let parameters: u64 = layouts(&plan).iter().map(|unit| unit.padded as u64).sum();
+        let budget = Budget::new(plan.config.run.time_limit, started, 12 * parameters);
+        budget.check()?;
+        let stop_requests = StopRequests::new(true, budget, directory.marks(), plan.config.checkpoint.every_seconds);
+        let job = Job {
+            checkpoints: directory.checkpoints(),
+            config: plan.config.clone(),
+            preprocessing: Some(splits.train.preprocessing()),
+            data: trained_on,
+            origin: Origin {
+                ranks: terms.addresses.len(),
+                hosts: terms.addresses.clone(),
+                mpi: "servers over TCP".into(),
+                ..Origin::default()
+            },
+            id: fresh_id(),
+            records: vec![directory.metrics_path()],
+            state: state_names(Some(plan.rule), plan.average, None),
+        };
+        let (of_eval, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
+        // The workers read the samples; here they are counted.
+        let evaluator = splits.validation.as_ref().map(|validation| Evaluator::counting(&**validation, of_eval, chunk));
+        let mut pool = Pool::new(plan.config.servers.staleness, plan.config.servers.lease);
+        if !terms.is_synchronous() {
+            let left = (plan.config.run.steps - progress.step) * terms.workers as u64;
+            pool.begin_batches(0..left);
+        }
+        let digest = splits.train.fingerprint().map(|fingerprint| fingerprint.digest());
+        hub.with(|state| {
+            state.digest = digest;
+            state.open(terms.clone(), pool);
+        });
+        let found = evaluations::read(&directory.evaluations_path())?;
+        let evaluated = evaluations::validation_loss(found.known(), progress.step).map(|loss| (progress.step, loss));
+        Ok(Self {
+            hub,
+            directory,
+            objective: plan.objective(),
+            plan,
+            terms,
+            fleet,
+            records,
+            stop_requests,
+            job: Arc::new(job),
+            evaluator,
+            train_samples: samples,
+            progress,
+            cut: None,
+            evaluated,
+            saved: Some(progress.step),
+            saving: None,
+            save_now: false,
+            skipped_in_a_row: 0,
+            ending: None,
+        })
+    }
+
+    /// Runs to the end of training; `from` is the checkpoint that it goes on from.
+    ///
+    /// # Errors
+    /// A server was lost, a worker failed, or the run diverged.
+    pub fn run(mut self, from: Option<&Path>) -> Result<Ending, Halt> {
+        self.banner(from);
+        let ended = self.steps().and_then(|ending| self.finish(ending));
+        if let Some(saving) = self.saving.take() {
+            // It ends by itself, and leaves nothing unfinished behind.
+            saving.wait().map_or_else(|_| log::warn!("a checkpoint was given up"), drop);
+        }
+        ended
+    }
+
+    fn banner(&self, from: Option<&Path>) {
+        let Terms { workers, addresses, pieces, .. } = &self.terms;
+        let ranges: usize = pieces.iter().map(Vec::len).sum();
+        let staleness = &self.plan.config.servers.staleness;
+        say(format_args!("run        {}", self.directory.path().display()));
+        say(format_args!("servers    {}, {ranges} ranges, on {}", addresses.len(), addresses.join(", ")));
+        let lanes =
+            if self.terms.is_synchronous() { format!(", {} lanes a step", self.plan.lanes) } else { String::new() };
+        say(format_args!("workers    {workers}, staleness {staleness}{lanes}"));
+        if let Some(from) = from {
+            say(format_args!("resumed    step {} of {}", self.progress.step, from.display()));
+        }
+        say("");
+    }
+
+    /// Takes steps until training is to end.
+    fn steps(&mut self) -> Result<Ending, Halt> {
+        while self.ending.is_none() && self.progress.step < self.plan.config.run.steps {
+            let began = Instant::now();
+            let taken = if self.terms.is_synchronous() { self.step_together()? } else { self.step_apart()? };
+            let Some(taken) = taken else { break };
+            self.progress.step += 1;
+            self.record(&taken, began.elapsed())?;
+            self.obey(&taken)?;
+            self.evaluate_if_due()?;
+            self.save_if_due()?;
+        }
+        Ok(self.ending.take().unwrap_or(Ending::Finished))
+    }
+
+    /// A step that all workers take together; none if the run is to end before.
+    fn step_together(&mut self) -> Result<Option<Taken>, Halt> {
+        let (step, lanes) = (self.progress.step, self.plan.lanes);
+        self.hub.with(|state| state.pool.begin_step(step, lanes));
+        let stop_requests = &self.stop_requests;
+        let done = self.hub.wait(|state| match state.pool.step_result() {
+            Some(result) => Some(Some(result)),
+            None => (state.pool.members().is_empty() && stop_requests.must_end()).then_some(None),
+        })?;
+        let Some((loss, compute)) = done else { return Ok(self.interrupted()) };
+        let loss = loss / self.plan.tokens_per_step() as f64;
+        let norm = self.norm(step)?;
+        let lr = self.plan.schedule.rate(step);
+        let skipped = !(loss.is_finite() && norm.is_finite());
+        let hyper = (!skipped).then(|| Hyper {
+            lr: lr as f32,
+            weight_decay: self.plan.config.optimizer.weight_decay,
+            step: self.progress.updates + 1,
+            grad_scale: clip(self.plan.config.optimizer.grad_clip, norm) as f32,
+        });
+        let trust = match hyper {
+            Some(hyper) if self.plan.rule.is_layerwise() => self.trust(hyper)?,
+            _ => vec![],
+        };
+        let generation = self.terms.generation;
+        self.fleet.all(|_| ToServer::Update {
+            generation,
+            step,
+            hyper: hyper.map(Into::into),
+            trust: trust.clone(),
+        })?;
+        self.progress.updates += u64::from(!skipped);
+        self.progress.position += self.plan.config.batch.global;
+        Ok(Some(Taken { loss, norm, lr, skipped, compute }))
+    }
+
+    /// The norm of the gradient of a step, whose lanes have all come.
+    fn norm(&mut self, step: u64) -> Result<f64, Halt> {
+        let generation = self.terms.generation;
+        let (answers, lanes) = (self.fleet.all(|_| ToServer::Squares { generation, step })?, self.plan.lanes);
+        let layouts = layouts(&self.plan);
+        let mut told = Vec::new();
+        for (pieces, answer) in self.terms.pieces.iter().zip(answers) {
+            let FromServer::Squares(squares) = answer else { return Err(unexpected(&answer)) };
+            for (piece, bits) in pieces.iter().zip(squares) {
+                let size = layouts[piece.unit].padded / lanes;
+                let values: Vec<f64> = bits.into_iter().map(f64::from_bits).collect();
+                let (first_unit, first_shard, shards) = (piece.unit, piece.range.start / size, values.len());
+                told.push(Squares { first_unit, first_shard, shards, values });
+            }
+        }
+        Ok(sum_of_squares(told.iter(), layouts.len(), lanes)?.sqrt())
+    }
+
+    /// The factor on the step of every tensor of every unit, where the rule scales them by norms: bits.
+    fn trust(&mut self, hyper: Hyper) -> Result<Vec<Vec<u32>>, Halt> {
+        let (generation, lanes) = (self.terms.generation, self.plan.lanes);
+        let answers = self.fleet.all(|_| ToServer::Norms { generation, hyper: hyper.into() })?;
+        let layouts = layouts(&self.plan);
+        let tensors: usize = layouts.iter().map(|layout| layout.tensors.len()).sum();
+        let mut norms = Norms::new(0..lanes, tensors);
+        for answer in answers {
+            let FromServer::Norms(of_server) = answer else { return Err(unexpected(&answer)) };
+            for (shard, tensor, squares) in of_server {
+                norms.set(shard, tensor, squares.map(f64::from_bits));
+            }
+        }
+        let mut squares = whole_norms(&[norms.encode()], lanes, tensors)?.into_iter();
+        let groups = &self.plan.config.optimizer.groups;
+        let mut factor = |tensor: &Tensor| {
+            let part = Part::of(tensor, groups);
+            let of_tensor = squares.next().unwrap_or_default();
+            self.plan.rule.trust(of_tensor, part.decay(hyper.weight_decay), hyper.grad_scale).to_bits()
+        };
+        Ok(layouts.iter().map(|layout| layout.tensors.iter().map(&mut factor).collect()).collect())
+    }
+
+    /// As many batches as there are workers: a step, where each goes on by itself. None if the run is to end before.
+    fn step_apart(&mut self) -> Result<Option<Taken>, Halt> {
+        let (workers, generation) = (self.terms.workers, self.terms.generation);
+        let batches = loop {
+            let stop_requests = &self.stop_requests;
+            let found = self.hub.wait(|state| {
+                let revoked = state.pool.take_revoked();
+                if !revoked.is_empty() {
+                    return Some(Err(revoked));
+                }
+                match state.pool.take_batches(workers) {
+                    Some(batches) => Some(Ok(Some(batches))),
+                    None => (state.pool.members().is_empty() && stop_requests.must_end()).then_some(Ok(None)),
+                }
+            })?;
+            match found {
+                Ok(batches) => break batches,
+                Err(tickets) => {
+                    for ticket in tickets {
+                        self.fleet.all(|_| ToServer::Revoke { generation, ticket })?;
+                    }
+                }
+            }
+        };
+        let Some(batches) = batches else { return Ok(self.interrupted()) };
+        let mean = |of: fn(&Batch) -> f64| batches.iter().map(of).sum::<f64>() / workers as f64;
+        let skips = batches.iter().filter(|batch| batch.staleness.is_none()).count();
+        let of_batch = self.samples() / workers as u64;
+        self.progress.position = self.terms.start.position + self.hub.with(|state| state.pool.low()) * of_batch;
+        Ok(Some(Taken {
+            loss: mean(|batch| batch.loss),
+            norm: mean(|batch| batch.norm),
+            lr: self.plan.schedule.rate(self.progress.step),
+            skipped: skips > 0,
+            compute: mean(|batch| batch.compute),
+        }))
+    }
+
+    /// Nobody is left to take a step, and the run was asked to end.
+    fn interrupted(&mut self) -> Option<Taken> {
+        self.ending = Some(self.stop_requests.preempted());
+        None
+    }
+
+    /// Samples of a step.
+    fn samples(&self) -> u64 {
+        self.plan.config.batch.global
+    }
+
+    fn record(&mut self, taken: &Taken, took: Duration) -> Result<()> {
+        let step = self.progress.step;
+        let trained = self.terms.start.position + (step - self.terms.start.step) * self.samples();
+        let context = self.plan.network.context() as u64;
+        let seconds = took.as_secs_f64();
+        let record = Step {
+            step,
+            epoch: trained as f64 / self.train_samples as f64,
+            tokens: trained * context,
+            loss: taken.loss,
+            lr: taken.lr,
+            grad_norm: taken.norm,
+            skipped: taken.skipped,
+            step_ms: seconds * 1e3,
+            compute_ms: taken.compute * 1e3,
+            tokens_per_second: (self.samples() * context) as f64 / seconds,
+            time: unix_time(),
+            ..Step::default()
+        };
+        self.records.metrics.write(&record)?;
+        self.records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
+        self.records.progress.step(&record);
+        self.stop_requests.stepped(took);
+        let told = [
+            ("step", json!(step)),
+            ("steps", json!(self.plan.config.run.steps)),
+            ("loss", json!(taken.loss)),
+            ("samples_per_second", json!(self.samples() as f64 / seconds)),
+        ];
+        self.hub.with(|state| state.told.extend(told));
+        Ok(())
+    }
+
+    /// Acts on requests to end, and on steps that are not finite.
+    fn obey(&mut self, taken: &Taken) -> Result<()> {
+        let step = self.progress.step;
+        self.skipped_in_a_row = if taken.skipped { self.skipped_in_a_row + 1 } else { 0 };
+        if taken.skipped {
+            log::warn!("step {step}: loss {}, gradient norm {}: update skipped", taken.loss, taken.norm);
+        }
+        if self.skipped_in_a_row >= self.plan.config.run.max_skipped {
+            let message = format!("step {step}: {} steps in a row were not finite", self.skipped_in_a_row);
+            return Err(Error::numeric(message)
+                .hint("lower optimizer.lr, lengthen schedule.warmup, or lower optimizer.grad_clip"));
+        }
+        self.directory.check_often()?;
+        let flags = self.stop_requests.flags(false);
+        if flags.contains(ControlFlags::DUE) {
+            self.save_now = true;
+        }
+        self.ending = self.stop_requests.ending(&AllFlags(vec![flags]));
+        Ok(())
+    }
+
+    /// The number of a cut of the parameters as they are now.
+    fn cut(&mut self) -> Result<u64, Halt> {
+        if let Some((step, number)) = self.cut
+            && step == self.progress.step
+            && self.terms.is_synchronous()
+        {
+            return Ok(number);
+        }
+        let (generation, number) = (self.terms.generation, self.cut.map_or(1, |(_, number)| number + 1));
+        let copied = self.fleet.all(|_| ToServer::Cut { generation, cut: number })?;
+        // Where workers go on meanwhile, it has updates of steps to come.
+        let updates = copied.iter().filter_map(|answer| match answer {
+            FromServer::Copied { updates } => Some(self.terms.start.updates + updates),
+            _ => None,
+        });
+        self.progress.updates = updates.max().unwrap_or(self.progress.updates);
+        self.cut = Some((self.progress.step, number));
+        Ok(number)
+    }
+
+    fn evaluate_if_due(&mut self) -> Result<(), Halt> {
+        let every = self.plan.config.eval.every;
+        let due = self.ending.is_none() && self.plan.is_due(every, self.progress.step);
+        if due && self.plan.config.eval.inline { self.evaluate() } else { Ok(()) }
+    }
+
+    /// Lets the workers evaluate the parameters as they are now.
+    fn evaluate(&mut self) -> Result<(), Halt> {
+        let Some(chunks) = self.evaluator.as_ref().map(Evaluator::chunks) else { return Ok(()) };
+        // A cut that is being written must not be replaced.
+        self.await_saving()?;
+        let cut = self.cut()?;
+        self.hub.with(|state| state.pool.begin_evaluation(cut, chunks));
+        let stop_requests = &self.stop_requests;
+        let found = self.hub.wait(|state| match state.pool.take_evaluation() {
+            Some(sums) => Some(Some(sums)),
+            None if stop_requests.must_end() => {
+                state.pool.drop_evaluation();
+                Some(None)
+            }
+            None => None,
+        })?;
+        let Some(sums) = found else {
+            self.ending = Some(self.stop_requests.preempted());
+            return Ok(());
+        };
+        let Some(evaluator) = &self.evaluator else { return Ok(()) };
+        let measures = evaluator.measures(self.objective.metrics(), &sums);
+        let (step, told) = (self.progress.step, measures.to_string());
+        let Measures { loss, metrics } = measures;
+        self.evaluated = Some((step, loss));
+        log::info!("step {step}: {told}");
+        self.directory.check()?;
+        let path = self.directory.evaluations_path();
+        evaluations::append(&path, &Evaluation::done(step, loss, metrics).on(evaluator.digest(), evaluator.samples()))?;
+        self.records.progress.say(&format!("step {step:>6}  {told}"));
+        let all = evaluations::read(&path)?;
+        let best = self.directory.checkpoints().point_to_best(&all);
+        best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
+        let config = &self.plan.config.eval;
+        self.stop_requests.stop_for(evaluations::stop_reason(all.known(), config.patience, config.min_delta));
+        Ok(())
+    }
+
+    fn save_if_due(&mut self) -> Result<(), Halt> {
+        self.note_saved(false)?;
+        let every = self.plan.config.checkpoint.every;
+        let due = self.plan.is_due(every, self.progress.step) || std::mem::take(&mut self.save_now);
+        // The end of training saves by itself.
+        if due && self.ending.is_none() { self.save() } else { Ok(()) }
+    }
+
+    /// Begins to save the parameters and the state as they are now.
+    fn save(&mut self) -> Result<(), Halt> {
+        let step = self.progress.step;
+        if self.saving.is_some() {
+            if self.plan.config.checkpoint.when_busy == WhenBusy::Skip {
+                log::warn!("step {step}: not saved: an earlier checkpoint is still being written");
+                return Ok(());
+            }
+            self.await_saving()?;
+        }
+        self.record_epoch_loss()?;
+        let cut = self.cut()?;
+        self.saving = Some(begin(&self.job, &self.fleet, self.terms.generation, cut, self.progress)?);
+        (self.saved, self.save_now) = (Some(step), false);
+        self.stop_requests.save_begun();
+        if !self.plan.config.checkpoint.asynchronous {
+            self.await_saving()?;
+        }
+        Ok(())
+    }
+
+    /// Without validation data, notes the loss by which the checkpoint of this step is compared with others.
+    fn record_epoch_loss(&self) -> Result<()> {
+        let Records { epoch_loss: Some(epoch), .. } = &self.records else { return Ok(()) };
+        evaluations::append(&self.directory.evaluations_path(), &Evaluation::of_epoch(self.progress.step, epoch.mean()))
+    }
+
+    fn await_saving(&mut self) -> Result<(), Halt> {
+        self.note_saved(true)
+    }
+
+    /// Notes the end of the save under way, for which it may wait.
+    fn note_saved(&mut self, waits: bool) -> Result<(), Halt> {
+        let Some(saving) = self.saving.take_if(|saving| waits || saving.is_done()) else { return Ok(()) };
+        let Published { took, progress } = saving.wait()?;
+        self.stop_requests.published(took);
+        log::info!(
+            "saved {} in {:.2} s",
+            self.directory.checkpoints().path(progress.step).display(),
+            took.as_secs_f64()
+        );
+        Ok(())
+    }
+
+    /// Last evaluation, last checkpoint, the end on record.
+    fn finish(&mut self, ending: Ending) -> Result<Ending, Halt> {
+        let step = self.progress.step;
+        let is_evaluated = self.evaluated.is_some_and(|(at, _)| at == step);
+        if self.plan.config.eval.inline && !is_evaluated && !matches!(ending, Ending::Preempted(_)) {
+            self.evaluate()?;
+        }
+        self.await_saving()?;
+        if self.saved != Some(step) {
+            self.save()?;
+            self.await_saving()?;
+        }
+        self.directory.check()?;
+        self.records.progress.finish();
+        let (status, why) = match &ending {
+            Ending::Finished => (Status::Finished, None),
+            Ending::Stopped(why) => (Status::Finished, Some(why.clone())),
+            Ending::Preempted(why) => (Status::Preempted, Some(why.clone())),
+        };
+        if let Some(why) = &why {
+            say(format_args!("\nended at step {step}: {why}"));
+        }
+        if let (Some((_, loss)), Some(evaluator)) = (self.evaluated.filter(|(at, _)| *at == step), &self.evaluator) {
+            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {step}", evaluator.samples()));
+        }
+        if !self.terms.is_synchronous() {
+            say(format_args!("staleness  {}", self.hub.with(|state| told(state.pool.histogram()))));
+        }
+        let latest = self.directory.checkpoints().latest();
+        if latest.exists() {
+            say(format_args!("checkpoint in {}", latest.display()));
+        }
+        if status == Status::Preempted {
+            say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
+        }
+        self.directory.marks().end(&End { step, status, why })?;
+        log::info!("ended at step {step}: {ending:?}");
+        Ok(ending)
+    }
+}
+
+/// A histogram of staleness for people: mean, and the share of each.
+fn told(histogram: &BTreeMap<u64, u64>) -> String {
+    let all: u64 = histogram.values().sum();
+    if all == 0 {
+        return "of no push".into();
+    }
+    let mean = histogram.iter().map(|(staleness, count)| staleness * count).sum::<u64>() as f64 / all as f64;
+    let share = |(staleness, count): (&u64, &u64)| format!("{staleness}: {:.1} %", 100.0 * *count as f64 / all as f64);
+    let most: Vec<String> = histogram.iter().take(8).map(share).collect();
+    format!("{mean:.2} updates in the mean ({})", most.join(", "))
+}
+
+fn unexpected(answer: &FromServer) -> Halt {
+    match answer {
+        FromServer::Stale => Halt::Lost("a server has begun anew".into()),
+        other => Halt::Failed(Error::internal(format!("a server answered {other:?}"))),
+    }
+}
