@@ -59,6 +59,13 @@ fn the_banner_promises_what_a_run_takes() {
 /// Categories whose peaks follow from the layout of a stage; of the rest, buffers are counted as they are needed.
 const OF_A_STAGE: [&str; 4] = ["parameters", "gradients", "optimizer", "activations"];
 
+/// MiB of outputs that wait here at most until a late stage behind takes them, where a micro-batch is one sample: a stage runs
+/// ahead by the number of stages behind it. The estimate counts one, as where no stage is late.
+fn not_taken(stage: usize, stages: usize) -> f64 {
+    let (context, width) = (64, 256);
+    ((stages - 1 - stage) * context * width * size_of::<f32>()) as f64 / f64::from(1 << 20)
+}
+
 #[test]
 fn stages_take_what_is_said_of_them() {
     let root = tempfile::tempdir().unwrap();
@@ -88,7 +95,8 @@ fn stages_take_what_is_said_of_them() {
                 let [said, taken] = ["estimated_bytes", "peak_bytes"]
                     .map(|which| memory[which][category].as_f64().unwrap() / f64::from(1 << 20));
                 println!("{layout:?} stage {stage}, {category}: {said:.2} MiB said, {taken:.2} MiB taken");
-                let is_near = (taken - said).abs() <= 0.05 * said;
+                let late = if category == "activations" { not_taken(stage, pipeline) } else { 0.0 };
+                let is_near = (taken - said).abs() <= 0.05 * said + late;
                 assert!(is_near, "{layout:?} stage {stage}, {category}: {said:.2} MiB said, {taken:.2} MiB taken");
             }
         }
@@ -131,13 +139,15 @@ fn off_by_a_twentieth(run: &Run, case: &str) -> Vec<String> {
     run.ends().succeeded();
     let card: Value = serde_json::from_str(&run.files().text("run.json")).unwrap();
     let mut wrong = Vec::new();
-    for (stage, memory) in card["stages"].as_array().unwrap().iter().enumerate() {
+    let stages = card["stages"].as_array().unwrap();
+    for (stage, memory) in stages.iter().enumerate() {
         for category in OF_A_STAGE {
             let [said, taken] = ["estimated_bytes", "peak_bytes"]
                 .map(|which| memory[which][category].as_f64().unwrap() / f64::from(1 << 20));
             let told = format!("{case} stage {stage}, {category}: {said:.2} MiB said, {taken:.2} MiB taken");
             println!("{told}");
-            wrong.extend(((taken - said).abs() > 0.05 * said).then_some(told));
+            let late = if category == "activations" { not_taken(stage, stages.len()) } else { 0.0 };
+            wrong.extend(((taken - said).abs() > 0.05 * said + late).then_some(told));
         }
     }
     wrong

@@ -202,7 +202,8 @@ fn moments<B: Kernels>(
     // A forward that is computed again has its output beside the gradient of that.
     let redone = |block: usize| if again(block) { 2 * output(block) + forward[block] } else { 0 };
     let waiting_row = kept[blocks.len()];
-    // Messages: one is awaited while another leaves.
+    // Messages: one is awaited while another leaves. A late stage behind lets more of them wait, at most as many as there are
+    // stages behind.
     let messages = if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
     let bytes =
         |Moment { when, params, grads, waiting, put_off }: Moment, rows: usize, kept: &[usize], messages: usize| {
