@@ -72,11 +72,15 @@ pub enum Doing {
     Reading,
     /// Compute waits for messages.
     Waiting,
+    /// A worker takes parameters from servers.
+    Pulling,
+    /// A worker gives gradients to servers.
+    Pushing,
 }
 
 impl Doing {
     /// By their numbers.
-    const ALL: [Self; 13] = [
+    const ALL: [Self; 15] = [
         Self::Other,
         Self::Loading,
         Self::Forward,
@@ -90,6 +94,8 @@ impl Doing {
         Self::Sampling,
         Self::Reading,
         Self::Waiting,
+        Self::Pulling,
+        Self::Pushing,
     ];
 
     /// Its name in reports.
@@ -108,6 +114,8 @@ impl Doing {
             Self::Sampling => "sampling",
             Self::Reading => "read",
             Self::Waiting => "wait for messages",
+            Self::Pulling => "pull",
+            Self::Pushing => "push",
         }
     }
 }

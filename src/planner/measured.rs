@@ -41,6 +41,10 @@ const BESIDE: [f64; 2] = [-4.0, 1.0];
 /// Buffers of collectives that are timed, in bytes; times between are interpolated.
 const SIZES: [usize; 5] = [4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20];
 
+/// Micro-batches of a step that is timed, at most. As many as a run takes: of a longer step no more than its share of disturbances
+/// is left out with the slower steps.
+const MICROS: u64 = 8;
+
 /// Repetitions of a collective.
 const REPETITIONS: usize = 5;
 
@@ -50,14 +54,14 @@ struct Key {
     tensor: usize,
     sequence: bool,
     micro: u64,
-    /// Whether several micro-batches use the same parameters.
-    reuses: bool,
+    /// Micro-batches that use the same parameters, one after the other.
+    micros: u64,
 }
 
 impl Key {
     fn of(plan: &Plan) -> Self {
-        let reuses = plan.step_schedule(0).micros() > 1;
-        Self { tensor: plan.mesh.tensor, sequence: plan.config.parallel.sequence, micro: plan.micro, reuses }
+        let micros = (plan.step_schedule(0).micros() as u64).min(MICROS);
+        Self { tensor: plan.mesh.tensor, sequence: plan.config.parallel.sequence, micro: plan.micro, micros }
     }
 }
 
@@ -215,7 +219,6 @@ fn time_blocks<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: &impl Fn(&Plan)
     }
     let activity = comm.activity();
     let blocks = pace.plan.network.blocks_summary().len();
-    let micros = if key.reuses { [0, 1] } else { [0, 0] };
     let mut fastest: Option<Vec<f64>> = None;
     for _ in 0..STEPS {
         world.barrier().wait()?;
@@ -226,11 +229,13 @@ fn time_blocks<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: &impl Fn(&Plan)
         let seconds = seconds?;
         let step = Step::of(&pace, &events, seconds)?;
         let mut mine = vec![seconds];
-        for micro in micros {
+        for micros in [0..1, usize::from(key.micros > 1)..step.loss.len()] {
+            let mean = |of: &dyn Fn(usize) -> f64| micros.clone().map(of).sum::<f64>() / micros.len() as f64;
             for unit in 0..blocks {
-                mine.extend([step.forward[micro][unit], step.backward[micro][unit]]);
+                mine.push(mean(&|micro| step.forward[micro][unit]));
+                mine.push(mean(&|micro| step.backward[micro][unit]));
             }
-            mine.push(step.loss[micro]);
+            mine.push(mean(&|micro| step.loss[micro]));
         }
         mine.push(step.rest / pace.parameters().max(1) as f64);
         // Ranks wait for the slowest.
@@ -277,7 +282,7 @@ fn apart(plan: &Plan, key: Key, on_gpu: bool) -> Result<Plan> {
     (parallel.zero, parallel.shard, parallel.replica, parallel.lanes) = (Zero::Zero, None, None, None);
     parallel.recompute = false;
     config.batch.micro = Some(key.micro);
-    config.batch.global = key.micro * if key.reuses { 2 } else { 1 };
+    config.batch.global = key.micro * key.micros;
     few_blocks(&mut config, plan);
     let facts = Facts { ranks: key.tensor, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
     resolve(config, &facts)
@@ -287,7 +292,7 @@ fn apart(plan: &Plan, key: Key, on_gpu: bool) -> Result<Plan> {
 fn with_few_blocks(plan: &Plan, zero: Zero, ranks: usize, on_gpu: bool) -> Result<Plan> {
     let mut config = plan.config.clone();
     (config.parallel.zero, config.parallel.lanes, config.batch.micro) = (zero, None, Some(plan.micro));
-    config.batch.global = plan.micro * plan.mesh.data() as u64 * if Key::of(plan).reuses { 2 } else { 1 };
+    config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::of(plan).micros;
     few_blocks(&mut config, plan);
     resolve(config, &Facts { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu })
 }

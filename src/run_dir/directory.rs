@@ -208,6 +208,11 @@ impl RunDirectory {
         self.path.join("metrics.jsonl")
     }
 
+    /// One line a gradient that a worker has given to parameter servers.
+    pub fn workers_path(&self) -> PathBuf {
+        self.path.join("workers.jsonl")
+    }
+
     /// One line an evaluation.
     pub fn evaluations_path(&self) -> PathBuf {
         self.path.join(evaluations::FILE)

@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 
 use super::course::{Basis, Course};
 use super::fleet::Fleet;
-use super::hub::{Halt, Hub};
+use super::hub::{Halt, Hub, Limits};
 use super::listener::Listener;
 use super::message::Assignment;
 use super::pool::Pool;
 use super::site::{Site, listen};
 use super::terms::{Terms, division, layouts};
+use super::trace::Collected;
 use crate::backend::cpu::Cpu;
 use crate::checkpoint::{Progress, Reader};
 use crate::comm::single;
@@ -67,11 +68,9 @@ impl ServedRun {
     /// The configuration, the data or the directory cannot be used, or the address not be listened on.
     pub fn open(call: Call) -> Result<Self> {
         let started = Instant::now();
-        for (flag, is_set) in [("--trace", call.run.trace.is_some()), ("--profile", call.run.profile)] {
-            if is_set {
-                return Err(Error::input(format!("{flag} is for runs without servers"))
-                    .hint("hpctrain status --run RUN shows the times of workers and servers"));
-            }
+        if call.run.profile {
+            return Err(Error::input("--profile is for runs without servers")
+                .hint("workers.jsonl in the run's directory has the times of workers, and --trace what they did"));
         }
         let mut config = call.run.config.clone();
         let alone = single::<Cpu>();
@@ -94,7 +93,13 @@ impl ServedRun {
         let secret = site.open()?;
         let patience = Duration::from_secs(config.servers.timeout);
         let pool = Pool::new(config.servers.staleness, config.servers.lease);
-        let hub = Hub::new(pool, secret.clone(), patience);
+        let stuck = match config.comm.timeout {
+            0 => Duration::MAX,
+            seconds => Duration::from_secs(seconds),
+        };
+        let limits = Limits { silent: patience, stuck };
+        let trace = call.run.trace.as_deref().map(Collected::begin).transpose()?;
+        let hub = Hub::new(pool, secret.clone(), limits, trace);
         let listener = Listener::open(listener, secret, hub.clone(), patience * 10)?;
         site.tell(&address)?;
         let data = splits.train.fingerprint();
@@ -152,6 +157,9 @@ impl ServedRun {
         while since.elapsed() < FAREWELL && !self.hub.with(|state| state.is_empty()) {
             std::thread::sleep(Duration::from_millis(20));
         }
+        if let Some(trace) = &self.hub.trace {
+            trace.end()?;
+        }
         if let Err(e) = &ended {
             let step = self.hub.with(|state| state.told.get("step").and_then(serde_json::Value::as_u64)).unwrap_or(0);
             let end = End { step, status: Status::Failed, why: Some(e.message().into()) };
@@ -176,6 +184,7 @@ impl ServedRun {
             start: origin.progress,
             pieces: division(&plan, servers.len())?,
             addresses: servers,
+            trace: self.hub.trace.is_some(),
         };
         let mut fleet = Fleet::new(&terms, self.hub.clone(), self.site.secret()?, self.patience);
         fleet.assign(|server| Assignment {

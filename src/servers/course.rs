@@ -12,15 +12,18 @@ use super::hub::{Halt, Hub};
 use super::message::{FromServer, ToServer};
 use super::pool::{Batch, Pool};
 use super::saving::{Saving, begin};
+use super::tally::Tally;
 use super::terms::{Terms, layouts};
+use crate::activity::now;
 use crate::backend::cpu::Cpu;
 use crate::checkpoint::{Job, Origin, Progress, Published};
 use crate::config::{Plan, WhenBusy};
 use crate::data::TrainedOn;
+use crate::engine::memory::resident;
 use crate::engine::{Splits, clip};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
-use crate::layout::Tensor;
+use crate::layout::{Tensor, UnitLayout};
 use crate::nn::loss::Objective;
 use crate::optim::Part;
 use crate::parallel::{AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms};
@@ -29,6 +32,7 @@ use crate::run_dir::{Ending, RunDirectory};
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations::{self, Evaluation};
 use crate::telemetry::metrics::Step;
+use crate::telemetry::run_card::RunCard;
 use crate::telemetry::{say, unix_time};
 use crate::train::{Budget, Records, StopRequests, fresh_id};
 
@@ -49,6 +53,8 @@ pub struct Course<'a> {
     terms: Terms,
     fleet: Fleet,
     records: Records,
+    tally: Tally,
+    started: Instant,
     stop_requests: StopRequests,
     job: Arc<Job>,
     evaluator: Option<Evaluator>,
@@ -85,6 +91,10 @@ impl<'a> Course<'a> {
         let samples = splits.train.samples();
         let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(samples, plan.config.batch.global));
         let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
+        let (shares, is_synchronous) = (terms.shares(&plan), terms.is_synchronous());
+        let predictions = if is_synchronous { plan.tokens_per_step() / shares } else { 0 };
+        let of_share = plan.config.batch.global / shares;
+        let tally = Tally::open(&directory.workers_path(), progress.step, &plan.config.log, of_share, predictions)?;
         let parameters: u64 = layouts(&plan).iter().map(|unit| unit.padded as u64).sum();
         let budget = Budget::new(plan.config.run.time_limit, started, 12 * parameters);
         budget.check()?;
@@ -127,6 +137,8 @@ impl<'a> Course<'a> {
             terms,
             fleet,
             records,
+            tally,
+            started,
             stop_requests,
             job: Arc::new(job),
             evaluator,
@@ -174,10 +186,11 @@ impl<'a> Course<'a> {
     /// Takes steps until training is to end.
     fn steps(&mut self) -> Result<Ending, Halt> {
         while self.ending.is_none() && self.progress.step < self.plan.config.run.steps {
-            let began = Instant::now();
+            let (began, start) = (Instant::now(), now());
             let taken = if self.terms.is_synchronous() { self.step_together()? } else { self.step_apart()? };
             let Some(taken) = taken else { break };
             self.progress.step += 1;
+            self.trace("step", start)?;
             self.record(&taken, began.elapsed())?;
             self.obey(&taken)?;
             self.evaluate_if_due()?;
@@ -312,6 +325,12 @@ impl<'a> Course<'a> {
         self.plan.config.batch.global
     }
 
+    /// A piece of the coordinator's time since `start`, for the trace.
+    fn trace(&self, name: &str, start: u64) -> Result<()> {
+        let details = json!({ "step": self.progress.step });
+        self.hub.trace.as_ref().map_or(Ok(()), |trace| trace.own(name, start, details))
+    }
+
     fn record(&mut self, taken: &Taken, took: Duration) -> Result<()> {
         let step = self.progress.step;
         let trained = self.terms.start.position + (step - self.terms.start.step) * self.samples();
@@ -332,6 +351,8 @@ impl<'a> Course<'a> {
             ..Step::default()
         };
         self.records.metrics.write(&record)?;
+        let contributions = self.hub.with(|state| state.pool.take_contributions());
+        self.tally.step(step, took, taken.skipped, &contributions)?;
         self.records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
         self.records.progress.step(&record);
         self.stop_requests.stepped(took);
@@ -389,7 +410,12 @@ impl<'a> Course<'a> {
     fn evaluate_if_due(&mut self) -> Result<(), Halt> {
         let every = self.plan.config.eval.every;
         let due = self.ending.is_none() && self.plan.is_due(every, self.progress.step);
-        if due && self.plan.config.eval.inline { self.evaluate() } else { Ok(()) }
+        if !(due && self.plan.config.eval.inline) {
+            return Ok(());
+        }
+        let start = now();
+        self.evaluate()?;
+        Ok(self.trace("evaluation", start)?)
     }
 
     /// Lets the workers evaluate the parameters as they are now.
@@ -435,7 +461,12 @@ impl<'a> Course<'a> {
         let every = self.plan.config.checkpoint.every;
         let due = self.plan.is_due(every, self.progress.step) || std::mem::take(&mut self.save_now);
         // The end of training saves by itself.
-        if due && self.ending.is_none() { self.save() } else { Ok(()) }
+        if !due || self.ending.is_some() {
+            return Ok(());
+        }
+        let start = now();
+        self.save()?;
+        Ok(self.trace("checkpoint", start)?)
     }
 
     /// Begins to save the parameters and the state as they are now.
@@ -516,10 +547,41 @@ impl<'a> Course<'a> {
         }
         if status == Status::Preempted {
             say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
+        } else if let Some(median_ms) = self.tally.median_ms() {
+            // A finished run that was resumed had nothing left to measure.
+            self.card(median_ms).write(&self.directory.card_path())?;
         }
         self.directory.marks().end(&End { step, status, why })?;
         log::info!("ended at step {step}: {ending:?}");
         Ok(ending)
+    }
+
+    fn card(&self, median_ms: f64) -> RunCard {
+        let (times, job) = (self.tally.times(), &self.job);
+        let parameters = |unit: &UnitLayout| unit.tensors.iter().map(|tensor| tensor.len() as u64).sum::<u64>();
+        RunCard {
+            version: env!("CARGO_PKG_VERSION").into(),
+            mpi: job.origin.mpi.clone(),
+            ranks: self.terms.workers,
+            threads: self.plan.threads,
+            hosts: self.tally.hosts(),
+            parameters: layouts(&self.plan).iter().map(parameters).sum(),
+            steps: self.progress.step,
+            skipped: self.tally.skipped(),
+            data: job.data.as_ref().map(|data| data.fingerprint.digest()),
+            data_changes: job.data.as_ref().map_or(vec![], |data| data.changes.clone()),
+            validation_loss: self.evaluated.map(|(_, loss)| loss),
+            tokens_per_second: self.plan.tokens_per_step() as f64 / (median_ms * 1e-3),
+            seconds: self.started.elapsed().as_secs_f64(),
+            step_seconds: times,
+            loader_wait_seconds: times.loader,
+            comm_wait_seconds: times.comm_exposed,
+            peak_gpu_bytes: None,
+            peak_bytes: BTreeMap::new(),
+            stages: vec![],
+            peak_resident_bytes: resident().1,
+            time: unix_time(),
+        }
     }
 }
 

@@ -10,12 +10,18 @@ use super::line::Line;
 use super::listener::Service;
 use super::message::{FromCoordinator, FromServer, Load, Report, ToCoordinator, ToServer, Work};
 use super::pool::{Member, Pool};
+use super::site::host_name;
 use super::terms::Terms;
+use super::trace::Collected;
+use crate::activity::now;
 use crate::comm::Secret;
 use crate::error::{Error, Kind, Result};
 
 /// Time that a request for work waits for some, before the worker is told to ask again.
 const HOLD: Duration = Duration::from_millis(500);
+
+/// Time within which a server whose connection was cut must come again, before it counts as lost.
+const COMEBACK: Duration = Duration::from_secs(2);
 
 /// Most bytes of a body: requests to the coordinator have none.
 const BODY: usize = 0;
@@ -25,8 +31,18 @@ pub struct Hub {
     state: Mutex<State>,
     changed: Condvar,
     secret: Secret,
-    /// Time after which a worker that is not heard of counts as gone.
-    patience: Duration,
+    limits: Limits,
+    /// The trace, if one is wanted.
+    pub trace: Option<Collected>,
+}
+
+/// Times after which a worker counts as gone.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Without being heard of.
+    pub silent: Duration,
+    /// Heard of, but still at the same piece of work.
+    pub stuck: Duration,
 }
 
 /// The end of a wait for something that will not come.
@@ -57,10 +73,14 @@ pub struct State {
     generation: u64,
     callers: u64,
     heard: BTreeMap<u64, Instant>,
+    /// Workers at a piece of work: since when.
+    busy: BTreeMap<u64, Instant>,
     /// Servers that are there, in the order of their coming.
     seats: BTreeMap<u64, String>,
     /// Of them, those that hold ranges.
     assigned: BTreeSet<u64>,
+    /// Servers that hold ranges and whose connection has ended: by address, since when.
+    missing: BTreeMap<String, Instant>,
     lost: Option<String>,
     /// Workers that wait for the run to begin.
     waiting: BTreeMap<(String, u32), Instant>,
@@ -82,7 +102,7 @@ pub enum Visit {
 
 impl Hub {
     /// Nobody is there.
-    pub fn new(pool: Pool, secret: Secret, patience: Duration) -> Arc<Self> {
+    pub fn new(pool: Pool, secret: Secret, limits: Limits, trace: Option<Collected>) -> Arc<Self> {
         let state = State {
             pool,
             terms: None,
@@ -91,14 +111,16 @@ impl Hub {
             generation: 0,
             callers: 0,
             heard: BTreeMap::new(),
+            busy: BTreeMap::new(),
             seats: BTreeMap::new(),
             assigned: BTreeSet::new(),
+            missing: BTreeMap::new(),
             lost: None,
             waiting: BTreeMap::new(),
             failed: None,
             over: false,
         };
-        Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), secret, patience })
+        Arc::new(Self { state: Mutex::new(state), changed: Condvar::new(), secret, limits, trace })
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -114,12 +136,15 @@ impl Hub {
 
     /// Whether a server that holds ranges is gone.
     pub fn has_lost(&self) -> bool {
-        self.lock().lost.is_some()
+        let mut state = self.lock();
+        state.sweep(self.limits);
+        state.lost.is_some()
     }
 
     /// Whether the run goes on with the servers of a generation.
     pub fn goes_on(&self, generation: u64) -> bool {
-        let state = self.lock();
+        let mut state = self.lock();
+        state.sweep(self.limits);
         state.lost.is_none() && state.terms.as_ref().is_some_and(|terms| terms.generation == generation)
     }
 
@@ -130,7 +155,7 @@ impl Hub {
     pub fn wait<T>(&self, mut look: impl FnMut(&mut State) -> Option<T>) -> Result<T, Halt> {
         let mut state = self.lock();
         loop {
-            state.sweep(self.patience);
+            state.sweep(self.limits);
             if let Some(error) = state.failed.take() {
                 return Err(Halt::Failed(error));
             }
@@ -149,6 +174,7 @@ impl Hub {
     fn next(&self, member: u64, generation: u64, data: Option<String>, report: Option<Report>) -> Result<Work> {
         let mut state = self.lock();
         state.heard.insert(member, Instant::now());
+        state.busy.remove(&member);
         if let Some(expected) = &state.digest
             && data.as_ref().is_some_and(|data| data != expected)
         {
@@ -179,7 +205,10 @@ impl Hub {
                     return Ok(Work::End(code));
                 }
                 _ if !is_current => return Ok(Work::Renew),
-                Some(work) => return Ok(work),
+                Some(work) => {
+                    state.busy.insert(member, Instant::now());
+                    return Ok(work);
+                }
                 None => {}
             }
             let left = HOLD.saturating_sub(since.elapsed());
@@ -197,7 +226,7 @@ impl Hub {
             let member = |(number, member): (&u64, &Member)| {
                 let heard = state.heard.get(number).map_or(0.0, |heard| heard.elapsed().as_secs_f64());
                 json!({"worker": number, "place": member.place, "clock": member.clock, "done": member.done,
-                       "compute_seconds": member.compute, "heard_seconds_ago": heard})
+                       "seconds": member.seconds, "heard_seconds_ago": heard})
             };
             let workers: Vec<_> = state.pool.members().iter().map(member).collect();
             let given: Vec<_> = state
@@ -230,6 +259,7 @@ impl State {
         }
         self.assigned = self.seats.keys().copied().take(servers).collect();
         self.lost = None;
+        self.missing.clear();
         Some(self.seats.values().take(servers).cloned().collect())
     }
 
@@ -241,6 +271,7 @@ impl State {
     /// Forgets that a server was lost: others are waited for.
     pub fn forgive(&mut self) {
         (self.lost, self.assigned) = (None, BTreeSet::new());
+        self.missing.clear();
     }
 
     /// Workers that wait for the run to begin, and the time since the last one came.
@@ -259,6 +290,7 @@ impl State {
     pub fn close(&mut self) {
         self.terms = None;
         self.heard.clear();
+        self.busy.clear();
     }
 
     /// The run is over.
@@ -283,15 +315,29 @@ impl State {
     /// A worker is no longer one.
     fn left(&mut self, member: u64) -> Option<Member> {
         self.heard.remove(&member);
+        self.busy.remove(&member);
         self.pool.leave(member)
     }
 
-    /// Workers that have not been heard of for so long are gone.
-    fn sweep(&mut self, patience: Duration) {
-        let silent = self.heard.iter().filter(|(_, heard)| heard.elapsed() > patience);
-        let silent: Vec<u64> = silent.map(|(member, _)| *member).collect();
-        for member in silent {
-            self.gone(member, &format!("it was not heard of for {} s", patience.as_secs()));
+    /// Workers that are silent or stuck are gone, and servers that did not come again are lost.
+    fn sweep(&mut self, limits: Limits) {
+        let past = |times: &BTreeMap<u64, Instant>, limit: Duration| -> Vec<u64> {
+            times.iter().filter(|(_, since)| since.elapsed() > limit).map(|(member, _)| *member).collect()
+        };
+        for member in past(&self.heard, limits.silent) {
+            self.gone(member, &format!("it was not heard of for {} s", limits.silent.as_secs()));
+        }
+        for member in past(&self.busy, limits.stuck) {
+            let told = format!("it has been at one piece of work for {} s (comm.timeout)", limits.stuck.as_secs());
+            let place = self.pool.members().get(&member).map(|member| member.place.clone());
+            self.gone(member, &told);
+            if let (Some(place), true) = (place, self.pool.members().is_empty()) {
+                let told = format!("worker {place} is stuck: {told}, and there is no other");
+                self.failed.get_or_insert(Error::comm(told).hint("its log says what it was at"));
+            }
+        }
+        if let Some((address, _)) = self.missing.iter().find(|(_, since)| since.elapsed() > COMEBACK) {
+            self.lost.get_or_insert(address.clone());
         }
     }
 }
@@ -307,11 +353,16 @@ impl Service for Hub {
 
     fn answer(&self, visit: &mut Visit, request: ToCoordinator, _: &mut Vec<u8>) -> Result<FromCoordinator> {
         match request {
-            ToCoordinator::Serve { address } => Ok(self.with(|state| {
+            ToCoordinator::Serve { address, generation } => Ok(self.with(|state| {
                 if state.over {
                     return FromCoordinator::Over;
                 }
                 state.callers += 1;
+                // One that has its ranges still was only cut off.
+                if generation == Some(state.generation) && state.missing.remove(&address).is_some() {
+                    log::info!("server {address} is back");
+                    state.assigned.insert(state.callers);
+                }
                 state.seats.insert(state.callers, address);
                 *visit = Visit::Server(state.callers);
                 FromCoordinator::Serves
@@ -351,6 +402,13 @@ impl Service for Hub {
                 FromCoordinator::Heard
             })),
             ToCoordinator::Status => Ok(FromCoordinator::Status(Box::new(self.status()))),
+            ToCoordinator::Clock => Ok(FromCoordinator::Clock { time: now(), host: host_name() }),
+            ToCoordinator::Pieces { process, pieces, lost } => {
+                let taken = self.trace.as_ref().map_or(Ok(()), |trace| trace.take(&process, &pieces, lost));
+                // The run does not end for it.
+                taken.unwrap_or_else(|e| log::warn!("{e}"));
+                Ok(FromCoordinator::Heard)
+            }
         }
     }
 
@@ -360,8 +418,8 @@ impl Service for Hub {
             Visit::Worker(member) => state.gone(member, "its connection ended"),
             Visit::Server(server) => {
                 let address = state.seats.remove(&server).unwrap_or_default();
-                if state.assigned.contains(&server) && !state.over {
-                    state.lost.get_or_insert(address);
+                if state.assigned.remove(&server) && !state.over {
+                    state.missing.insert(address, Instant::now());
                 }
             }
         });
@@ -372,5 +430,96 @@ impl Halt {
     /// An error of a server: one whose connection failed is lost.
     pub fn of_server(error: Error) -> Self {
         if error.kind() == Kind::Comm { Self::Lost(error.message().into()) } else { Self::Failed(error) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Progress;
+    use crate::comm::write_secret;
+    use crate::config::{Config, Staleness};
+
+    const SHORT: Duration = Duration::from_millis(100);
+
+    /// A run that takes workers, of whose work there is some.
+    fn hub() -> Arc<Hub> {
+        let dir = tempfile::tempdir().unwrap();
+        write_secret(dir.path()).unwrap();
+        let limits = Limits { silent: Duration::from_secs(60), stuck: SHORT };
+        let pool = || Pool::new(Staleness::None, 4);
+        let hub = Hub::new(pool(), Secret::read(dir.path()).unwrap(), limits, None);
+        let terms = Terms {
+            generation: 7,
+            config: Config::default(),
+            workers: 2,
+            vocabulary: None,
+            preprocessing: None,
+            start: Progress::default(),
+            pieces: vec![],
+            addresses: vec![],
+            trace: false,
+        };
+        hub.with(|state| {
+            state.open(terms, pool());
+            state.pool.begin_batches(0..100);
+        });
+        hub
+    }
+
+    fn ask(hub: &Hub, visit: &mut Visit, request: ToCoordinator) -> FromCoordinator {
+        hub.answer(visit, request, &mut Vec::new()).unwrap()
+    }
+
+    fn join(hub: &Hub, process: u32) -> u64 {
+        let join = ToCoordinator::Join { host: "host".into(), process };
+        match ask(hub, &mut Visit::default(), join) {
+            FromCoordinator::Welcome { member, .. } => member,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn next(hub: &Hub, member: u64) -> FromCoordinator {
+        ask(hub, &mut Visit::default(), ToCoordinator::Next { member, generation: 7, data: None, report: None })
+    }
+
+    #[test]
+    fn a_stuck_worker_is_gone_though_its_heart_beats() {
+        let hub = hub();
+        let [stuck, idle] = [1, 2].map(|process| join(&hub, process));
+        assert!(matches!(next(&hub, stuck), FromCoordinator::Work(Work::Lease { .. })));
+        std::thread::sleep(2 * SHORT);
+        ask(&hub, &mut Visit::default(), ToCoordinator::Beat { member: stuck });
+        let members = |state: &mut State| Some(state.pool.members().keys().copied().collect::<Vec<_>>());
+        assert_eq!(hub.wait(members).unwrap(), [idle]);
+        assert!(matches!(next(&hub, stuck), FromCoordinator::Work(Work::Renew)));
+        // Its batches go to the other one; if that is stuck as well, nobody is left.
+        assert!(matches!(next(&hub, idle), FromCoordinator::Work(Work::Lease { batches, .. }) if batches == (0..4)));
+        std::thread::sleep(2 * SHORT);
+        let Err(Halt::Failed(e)) = hub.wait(|_| None::<()>) else { panic!("it goes on") };
+        assert!(e.to_string().contains("worker host:2 is stuck"), "{e}");
+    }
+
+    #[test]
+    fn a_server_that_was_cut_off_is_not_lost_if_it_has_its_ranges() {
+        let hub = hub();
+        let serve = |generation| {
+            let mut visit = Visit::default();
+            ask(&hub, &mut visit, ToCoordinator::Serve { address: "host:1".into(), generation });
+            visit
+        };
+        let first = serve(None);
+        assert_eq!(hub.with(|state| state.seat(1)), Some(vec!["host:1".into()]));
+        hub.left(first);
+        let again = serve(Some(7));
+        std::thread::sleep(COMEBACK + SHORT);
+        assert!(!hub.has_lost());
+        hub.left(again);
+        // Another process at the same address has nothing.
+        serve(None);
+        assert!(hub.goes_on(7));
+        std::thread::sleep(COMEBACK + SHORT);
+        assert!(!hub.goes_on(7));
+        assert!(matches!(hub.wait(|_| None::<()>), Err(Halt::Lost(address)) if address == "host:1"));
     }
 }

@@ -4,17 +4,18 @@
 //! taken. Floats whose bits count travel as bits.
 
 use std::io::{IoSlice, Read, Write};
-use std::ops::Range;
+use std::ops::{AddAssign, Range};
 use std::path::PathBuf;
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::division::Piece;
+use super::division;
 use super::terms::Terms;
 use crate::checkpoint::Written;
 use crate::error::{Error, Kind, Result};
 use crate::parallel::Hyper;
+use crate::telemetry::trace_file::Piece;
 
 /// Most bytes of a head.
 const HEAD_LIMIT: usize = 1 << 24;
@@ -224,7 +225,7 @@ pub struct Assignment {
 
 impl Assignment {
     /// The ranges.
-    pub fn pieces(&self) -> &[Piece] {
+    pub fn pieces(&self) -> &[division::Piece] {
         &self.terms.pieces[self.server]
     }
 }
@@ -236,6 +237,8 @@ pub enum ToCoordinator {
     Serve {
         /// Host and port.
         address: String,
+        /// The generation whose ranges it holds, if it does.
+        generation: Option<u64>,
     },
     /// A server lives, and asks whether the run goes on.
     Served,
@@ -276,6 +279,17 @@ pub enum ToCoordinator {
     },
     /// The state of the run, for people.
     Status,
+    /// The coordinator's clock, for a trace.
+    Clock,
+    /// Pieces of a process's time by thread, for the trace.
+    Pieces {
+        /// The process.
+        process: String,
+        /// The pieces, on the coordinator's clock.
+        pieces: Vec<(String, Piece)>,
+        /// More of them that found no room.
+        lost: u64,
+    },
 }
 
 /// An answer of the coordinator.
@@ -302,6 +316,13 @@ pub enum FromCoordinator {
     Heard,
     /// The state of the run, as JSON.
     Status(Box<serde_json::Value>),
+    /// The coordinator's time and host.
+    Clock {
+        /// Nanoseconds since 1970.
+        time: u64,
+        /// Its host.
+        host: String,
+    },
 }
 
 /// Work of a worker.
@@ -351,8 +372,8 @@ pub enum Report {
         ticket: u64,
         /// Bits of the lanes' losses.
         losses: Vec<u64>,
-        /// Seconds that it took to compute them.
-        compute: f64,
+        /// The worker's time.
+        seconds: Seconds,
     },
     /// The gradient of a batch was pushed, or was not finite.
     Batch {
@@ -366,8 +387,8 @@ pub enum Report {
         norm: u64,
         /// Updates between its pull and its push; none if it was not finite, and so not pushed.
         staleness: Option<u64>,
-        /// Seconds that it took to compute it.
-        compute: f64,
+        /// The worker's time.
+        seconds: Seconds,
     },
     /// Chunks were evaluated.
     Chunks {
@@ -381,6 +402,28 @@ pub enum Report {
         /// The error.
         fault: Fault,
     },
+}
+
+/// Seconds of a worker on a piece of work, by use.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Seconds {
+    /// Forwards, backwards, and their sums.
+    pub compute: f64,
+    /// Waiting for data.
+    pub loader: f64,
+    /// Taking parameters from the servers.
+    pub pull: f64,
+    /// Giving gradients to them.
+    pub push: f64,
+}
+
+impl AddAssign for Seconds {
+    fn add_assign(&mut self, other: Self) {
+        self.compute += other.compute;
+        self.loader += other.loader;
+        self.pull += other.pull;
+        self.push += other.push;
+    }
 }
 
 /// An error on its way.
@@ -470,8 +513,14 @@ mod tests {
     #[test]
     fn messages_arrive_as_they_were() {
         let (mut wire, mut body) = (Vec::new(), Vec::new());
-        let report =
-            Report::Batch { ticket: 3, batch: 7, loss: f64::NAN.to_bits(), norm: 1, staleness: None, compute: 0.1 };
+        let report = Report::Batch {
+            ticket: 3,
+            batch: 7,
+            loss: f64::NAN.to_bits(),
+            norm: 1,
+            staleness: None,
+            seconds: Seconds::default(),
+        };
         write(&mut wire, &report, &[b"ab", b"", b"cde"]).unwrap();
         write(&mut wire, &Work::Lease { ticket: u64::MAX, batches: 0..5 }, &[]).unwrap();
         let mut stream = &wire[..];

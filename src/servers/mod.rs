@@ -28,7 +28,9 @@ mod site;
 mod status;
 mod storage;
 mod sums;
+mod tally;
 mod terms;
+mod trace;
 mod wire;
 mod worker;
 

@@ -5,7 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
-use super::message::{Report, Work};
+use super::message::{Report, Seconds, Work};
 use super::sums::Sums;
 use crate::config::Staleness;
 
@@ -29,8 +29,8 @@ pub struct Member {
     pub clock: u64,
     /// Pieces of work done.
     pub done: u64,
-    /// Seconds that it computed.
-    pub compute: f64,
+    /// Its time.
+    pub seconds: Seconds,
     /// Its lease, if it has one.
     lease: Option<u64>,
 }
@@ -46,6 +46,21 @@ pub struct Batch {
     pub staleness: Option<u64>,
     /// Seconds that it took to compute.
     pub compute: f64,
+}
+
+/// A gradient that a worker has given.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Contribution {
+    /// Host and process of the worker.
+    pub place: String,
+    /// Its lanes; 1 where it is a batch of the worker's own.
+    pub shares: usize,
+    /// The sum of the losses of its lanes, or the mean loss of the batch.
+    pub loss: f64,
+    /// Updates between its pull and its push; none if it was not finite.
+    pub staleness: Option<u64>,
+    /// The worker's time.
+    pub seconds: Seconds,
 }
 
 /// The kind of work that is under way besides evaluations.
@@ -93,6 +108,8 @@ pub struct Pool {
     tickets: u64,
     course: Course,
     evaluation: Option<Evaluation>,
+    /// Not yet taken by [`Pool::take_contributions`].
+    contributions: Vec<Contribution>,
     /// By updates between pull and push: batches.
     histogram: BTreeMap<u64, u64>,
     /// The end of the run, as an exit code.
@@ -111,6 +128,7 @@ impl Pool {
             tickets: 0,
             course: Course::None,
             evaluation: None,
+            contributions: Vec::new(),
             histogram: BTreeMap::new(),
             end: None,
         }
@@ -120,7 +138,7 @@ impl Pool {
     pub fn join(&mut self, member: u64, place: String) {
         // Nobody is to wait until it has caught up.
         let clock = self.slowest().or_else(|| self.members.values().map(|member| member.clock).max()).unwrap_or(0);
-        self.members.insert(member, Member { place, clock, done: 0, compute: 0.0, lease: None });
+        self.members.insert(member, Member { place, clock, done: 0, seconds: Seconds::default(), lease: None });
     }
 
     /// Whether a worker is one.
@@ -150,6 +168,11 @@ impl Pool {
             }
         }
         self.members.remove(&member)
+    }
+
+    /// Gradients that were given since the last call.
+    pub fn take_contributions(&mut self) -> Vec<Contribution> {
+        std::mem::take(&mut self.contributions)
     }
 
     /// Tickets whose pushes are no longer to count.
@@ -330,18 +353,21 @@ impl Pool {
         let mut is_over = true;
         match (report, task, &mut self.course, &mut self.evaluation) {
             (
-                Report::Lanes { losses, compute, .. },
+                Report::Lanes { losses, seconds, .. },
                 Task::Lanes(lanes),
                 Course::Step { losses: sums, compute: most, .. },
                 _,
             ) => {
                 let values: Vec<f64> = losses.iter().map(|bits| f64::from_bits(*bits)).collect();
-                sums.put(lanes.clone(), crate::tree::tree_sum(&values), |into, from| *into += from);
-                *most = most.max(*compute);
-                member.compute += compute;
+                let loss = crate::tree::tree_sum(&values);
+                sums.put(lanes.clone(), loss, |into, from| *into += from);
+                *most = most.max(seconds.compute);
+                member.seconds += *seconds;
+                let (place, shares, staleness) = (member.place.clone(), lanes.len(), Some(0));
+                self.contributions.push(Contribution { place, shares, loss, staleness, seconds: *seconds });
             }
             (
-                Report::Batch { batch, loss, norm, staleness, compute, .. },
+                Report::Batch { batch, loss, norm, staleness, seconds, .. },
                 Task::Batches(left),
                 Course::Batches { low, ahead, done, .. },
                 _,
@@ -352,7 +378,7 @@ impl Pool {
                 left.start += 1;
                 is_over = left.is_empty();
                 member.clock += 1;
-                member.compute += compute;
+                member.seconds += *seconds;
                 if is_over {
                     member.lease = None;
                 }
@@ -361,9 +387,11 @@ impl Pool {
                     *low += 1;
                 }
                 let (loss, norm) = (f64::from_bits(*loss), f64::from_bits(*norm));
-                done.push_back(Batch { loss, norm, staleness: *staleness, compute: *compute });
+                done.push_back(Batch { loss, norm, staleness: *staleness, compute: seconds.compute });
+                let (place, staleness) = (member.place.clone(), *staleness);
+                self.contributions.push(Contribution { place, shares: 1, loss, staleness, seconds: *seconds });
                 if let Some(staleness) = staleness {
-                    *self.histogram.entry(*staleness).or_default() += 1;
+                    *self.histogram.entry(staleness).or_default() += 1;
                 }
             }
             (Report::Chunks { sums, .. }, Task::Chunks(chunks), _, Some(evaluation)) => {
@@ -389,7 +417,8 @@ mod tests {
     }
 
     fn batch(ticket: u64, batch: u64) -> Report {
-        Report::Batch { ticket, batch, loss: 1f64.to_bits(), norm: 1f64.to_bits(), staleness: Some(0), compute: 0.1 }
+        let (loss, norm, seconds) = (1f64.to_bits(), 1f64.to_bits(), Seconds { compute: 0.1, ..Seconds::default() });
+        Report::Batch { ticket, batch, loss, norm, staleness: Some(0), seconds }
     }
 
     #[test]
@@ -402,7 +431,7 @@ mod tests {
         let report = |ticket, losses: [f64; 2]| Report::Lanes {
             ticket,
             losses: losses.map(f64::to_bits).to_vec(),
-            compute: 1.0,
+            seconds: Seconds { compute: 1.0, ..Seconds::default() },
         };
         pool.done(2, &report(second, [4.0, 8.0]));
         pool.leave(1);

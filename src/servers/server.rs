@@ -1,6 +1,7 @@
 //! A server: holds ranges of the parameters for a run, as long as the run goes on.
 
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use super::line::Line;
@@ -8,8 +9,11 @@ use super::listener::{Listener, Service};
 use super::message::{FromCoordinator, FromServer, ToCoordinator, ToServer};
 use super::site::{Site, listen};
 use super::storage::Storage;
+use super::trace::Recording;
+use crate::activity::now;
 use crate::error::{Error, Result};
 use crate::parallel::Hyper;
+use crate::telemetry::trace_file::Piece;
 
 /// Interval at which a server tells that it lives.
 const BEAT: Duration = Duration::from_millis(500);
@@ -38,13 +42,27 @@ pub fn serve(post: &Post) -> Result<()> {
     let address = post.site.coordinator(post.patience)?;
     let secret = post.site.secret()?;
     let (listener, own) = listen(post.address.as_deref())?;
-    let shelves = Arc::new(Shelves { storage: RwLock::default(), threads: post.threads });
-    let _listener = Listener::open(listener, secret.clone(), shelves, post.patience * 10)?;
+    let shelves = Arc::new(Shelves {
+        storage: RwLock::default(),
+        threads: post.threads,
+        connections: AtomicU64::new(0),
+        pieces: Mutex::default(),
+    });
+    let mut recording = None;
+    let _listener = Listener::open(listener, secret.clone(), shelves.clone(), post.patience * 10)?;
     let mut coordinator = Line::new("the coordinator", address, secret.clone(), post.patience);
     let (mut heard, mut known) = (Instant::now(), false);
     loop {
-        let request = if known { ToCoordinator::Served } else { ToCoordinator::Serve { address: own.clone() } };
-        match coordinator.tell_once(&request) {
+        let generation = shelves.storage().map(|storage| storage.generation());
+        let request =
+            if known { ToCoordinator::Served } else { ToCoordinator::Serve { address: own.clone(), generation } };
+        let answer = coordinator.tell_once(&request);
+        if answer.is_ok() && shelves.is_traced() {
+            // A trace that lacks a part is no reason to end.
+            let told = shelves.tell(&mut recording, &own, &mut coordinator);
+            told.unwrap_or_else(|e| log::debug!("the trace lacks pieces: {e}"));
+        }
+        match answer {
             Ok(FromCoordinator::Serves) => (heard, known) = (Instant::now(), true),
             Ok(FromCoordinator::Over) => return Ok(()),
             Ok(other) => return Err(Error::comm(format!("the coordinator answered {other:?}"))),
@@ -66,6 +84,10 @@ pub fn serve(post: &Post) -> Result<()> {
 struct Shelves {
     storage: RwLock<Option<Arc<Storage>>>,
     threads: usize,
+    /// Connections so far.
+    connections: AtomicU64,
+    /// Pieces of time by connection, for a trace.
+    pieces: Mutex<Vec<(String, Piece)>>,
 }
 
 impl Shelves {
@@ -74,16 +96,30 @@ impl Shelves {
     }
 }
 
-impl Service for Shelves {
-    type Request = ToServer;
-    type Answer = FromServer;
-    type Visit = ();
-
-    fn limit(&self) -> usize {
-        self.storage().map_or(SMALL, |storage| storage.elements() * size_of::<f32>())
+impl Shelves {
+    fn is_traced(&self) -> bool {
+        self.storage().is_some_and(|storage| storage.is_traced())
     }
 
-    fn answer(&self, _: &mut (), request: ToServer, body: &mut Vec<u8>) -> Result<FromServer> {
+    /// Sends the pieces of time since the last call.
+    fn tell(&self, recording: &mut Option<Recording>, own: &str, coordinator: &mut Line) -> Result<()> {
+        let recording = match recording {
+            Some(recording) => recording,
+            empty => empty.insert(Recording::start(format!("server {own}"), coordinator)?),
+        };
+        let pieces = std::mem::take(&mut *self.pieces.lock().unwrap_or_else(PoisonError::into_inner));
+        recording.send_pieces(coordinator, pieces)
+    }
+
+    /// Keeps a piece of a connection's time, which has ended now.
+    fn keep(&self, connection: u64, name: &str, start: u64) {
+        let piece = Piece { name: name.into(), unit: None, start, end: now(), details: serde_json::json!({}) };
+        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        pieces.push((format!("connection {connection}"), piece));
+    }
+
+    /// Acts on a request.
+    fn act(&self, request: ToServer, body: &mut Vec<u8>) -> Result<FromServer> {
         if let ToServer::Assign(assignment) = request {
             body.clear();
             // Of the ranges before, memory is needed no more.
@@ -135,6 +171,42 @@ impl Service for Shelves {
             _ => FromServer::Stale,
         })
     }
+}
 
-    fn left(&self, _: ()) {}
+/// The name of a request in a trace.
+fn name(request: &ToServer) -> &'static str {
+    match request {
+        ToServer::Assign(_) => "assign",
+        ToServer::Pull { .. } => "pull",
+        ToServer::Push { .. } => "push",
+        ToServer::Squares { .. } | ToServer::Norms { .. } => "norm",
+        ToServer::Update { .. } => "update",
+        ToServer::Revoke { .. } => "revoke",
+        ToServer::Cut { .. } => "cut",
+        ToServer::Save { .. } => "checkpoint",
+        ToServer::Load => "load",
+    }
+}
+
+impl Service for Shelves {
+    type Request = ToServer;
+    type Answer = FromServer;
+    /// The number of the connection.
+    type Visit = Option<u64>;
+
+    fn limit(&self) -> usize {
+        self.storage().map_or(SMALL, |storage| storage.elements() * size_of::<f32>())
+    }
+
+    fn answer(&self, visit: &mut Self::Visit, request: ToServer, body: &mut Vec<u8>) -> Result<FromServer> {
+        let connection = *visit.get_or_insert_with(|| self.connections.fetch_add(1, Ordering::Relaxed));
+        let (name, start) = (name(&request), now());
+        let answer = self.act(request, body);
+        if self.is_traced() {
+            self.keep(connection, name, start);
+        }
+        answer
+    }
+
+    fn left(&self, _: Self::Visit) {}
 }

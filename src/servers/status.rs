@@ -39,12 +39,22 @@ pub fn told(status: &Value) -> String {
         number(&run["loss"]),
         number(&run["samples_per_second"])
     );
-    let _ = writeln!(text, "\n{:<28} {:>8} {:>8} {:>10} {:>8}", "worker", "clock", "done", "computed", "heard");
+    let _ = writeln!(
+        text,
+        "\n{:<28} {:>8} {:>8} {:>10} {:>8} {:>8} {:>8} {:>8}",
+        "worker", "clock", "done", "computed", "loader", "pull", "push", "heard"
+    );
     for worker in status["workers"].as_array().into_iter().flatten() {
         let place = worker["place"].as_str().unwrap_or("?");
-        let (computed, heard) = (number(&worker["compute_seconds"]), number(&worker["heard_seconds_ago"]));
-        let _ =
-            writeln!(text, "{place:<28} {:>8} {:>8} {computed:>8.1} s {heard:>6.1} s", worker["clock"], worker["done"]);
+        let [computed, loader, pull, push] =
+            ["compute", "loader", "pull", "push"].map(|use_| number(&worker["seconds"][use_]));
+        let _ = writeln!(
+            text,
+            "{place:<28} {:>8} {:>8} {computed:>8.1} s {loader:>6.1} s {pull:>6.1} s {push:>6.1} s {:>6.1} s",
+            worker["clock"],
+            worker["done"],
+            number(&worker["heard_seconds_ago"])
+        );
     }
     let _ = writeln!(
         text,

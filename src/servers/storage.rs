@@ -148,6 +148,11 @@ impl Storage {
         self.terms.generation
     }
 
+    /// Whether all record the pieces of their time.
+    pub fn is_traced(&self) -> bool {
+        self.terms.trace
+    }
+
     /// Elements of all ranges.
     pub fn elements(&self) -> usize {
         self.ranges.iter().map(|held| held.piece.range.len()).sum()

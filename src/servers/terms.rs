@@ -30,6 +30,8 @@ pub struct Terms {
     pub pieces: Vec<Vec<Piece>>,
     /// Host and port of each.
     pub addresses: Vec<String>,
+    /// Whether all record the pieces of their time.
+    pub trace: bool,
 }
 
 impl Terms {
@@ -72,6 +74,11 @@ impl Terms {
     /// Whether all workers take each step together.
     pub fn is_synchronous(&self) -> bool {
         self.config.servers.staleness == Staleness::Bound(0)
+    }
+
+    /// Parts of a step that are given out: lanes, or batches of workers' own.
+    pub fn shares(&self, plan: &Plan) -> u64 {
+        if self.is_synchronous() { plan.lanes as u64 } else { self.workers as u64 }
     }
 
     /// The plan of one worker by itself: of all lanes of a step, or of a batch of its own.

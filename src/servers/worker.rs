@@ -7,10 +7,14 @@ use std::time::{Duration, Instant};
 
 use super::heart::Heart;
 use super::line::Line;
-use super::message::{Fault, FromCoordinator, FromServer, Pushed, Report, ToCoordinator, ToServer, Values, Work};
+use super::message::{
+    Fault, FromCoordinator, FromServer, Pushed, Report, Seconds, ToCoordinator, ToServer, Values, Work,
+};
 use super::site::{Site, host_name};
 use super::terms::Terms;
+use super::trace::Recording;
 use super::wire;
+use crate::activity::{Activity, Doing, Track, span};
 use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
 use crate::comm::{Secret, single};
@@ -19,7 +23,7 @@ use crate::engine::feed::Feed;
 use crate::engine::{Engine, Geometry, Splits, clip};
 use crate::error::{Error, Kind, Result};
 use crate::evaluate::{Evaluator, model};
-use crate::parallel::{ControlFlags, StepSchedule};
+use crate::parallel::{ControlFlags, ReducedStep, StepSchedule};
 use crate::signals;
 use crate::topology::Topology;
 
@@ -131,7 +135,21 @@ fn join<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>, heard: &m
     // A coordinator that is gone is noticed elsewhere.
     let beat = move || drop(beats.tell_once::<FromCoordinator>(&ToCoordinator::Beat { member }));
     let heart = Heart::start(hand.patience, beat)?;
-    let after = Member::begin(hand, &terms, &secret, member, backend).and_then(|mut own| own.work(&mut coordinator));
+    let recording = match terms.trace {
+        false => None,
+        true => Some(Recording::start(
+            format!("worker {member} on {}:{}", host_name(), std::process::id()),
+            &mut coordinator,
+        )?),
+    };
+    let activity = Activity::default();
+    activity.here(Track::Compute);
+    activity.record(recording.is_some());
+    let after = Member::begin(hand, &terms, &secret, member, backend).and_then(|mut own| {
+        own.work(&mut coordinator, |coordinator| {
+            recording.as_ref().map_or(Ok(()), |recording| recording.send(coordinator, &activity))
+        })
+    });
     drop(heart);
     *heard = Instant::now();
     match &after {
@@ -169,6 +187,8 @@ struct Member<'a, B: Kernels> {
     asked: VecDeque<u64>,
     /// The lease: its ticket, and the batches that are left.
     lease: Option<(u64, Range<u64>)>,
+    /// Time spent on the work at hand.
+    seconds: Seconds,
 }
 
 /// A server, as a worker sees it.
@@ -237,11 +257,12 @@ impl<'a, B: Kernels> Member<'a, B> {
             pushes: 0,
             asked: VecDeque::new(),
             lease: None,
+            seconds: Seconds::default(),
         })
     }
 
-    /// Does the work that the coordinator gives, to its end.
-    fn work(&mut self, coordinator: &mut Line) -> Result<After> {
+    /// Does the work that the coordinator gives, to its end; `tell` is called after each piece.
+    fn work(&mut self, coordinator: &mut Line, tell: impl Fn(&mut Line) -> Result<()>) -> Result<After> {
         let (member, generation) = (self.member, self.terms.generation);
         let (mut report, mut data) = (None, self.digest.clone());
         loop {
@@ -265,6 +286,7 @@ impl<'a, B: Kernels> Member<'a, B> {
                 Work::Renew => return Ok(After::Renew),
                 Work::End(code) => return Ok(After::Over(code)),
             };
+            tell(coordinator)?;
             match done {
                 Some(done) => report = Some(done),
                 None => return Ok(After::Renew),
@@ -305,16 +327,17 @@ impl<'a, B: Kernels> Member<'a, B> {
         let start = self.terms.start;
         let base = start.position + (step - start.step) * self.plan.config.batch.global;
         self.want(base + lanes.start as u64 * self.plan.lane_samples, lanes.len());
+        self.seconds = Seconds::default();
         if !self.pull(Values::Live)? {
             return Ok(None);
         }
         self.engine.geometry.schedule = StepSchedule { lanes: lanes.len(), ..self.schedule };
-        let reduced = self.engine.gradients(step, || self.feed.next_micro(), ControlFlags::empty)?;
+        let reduced = self.gradients(step)?;
         let of = Pushed::Lanes { step, lanes: lanes.clone() };
         if self.push(|_| of.clone())?.is_none() {
             return Ok(None);
         }
-        Ok(Some(Report::Lanes { ticket, losses: vec![reduced.loss.to_bits()], compute: reduced.compute[0] }))
+        Ok(Some(Report::Lanes { ticket, losses: vec![reduced.loss.to_bits()], seconds: self.seconds }))
     }
 
     /// Computes the gradient of the next batch of the lease, and pushes it; none if the generation is over.
@@ -323,13 +346,14 @@ impl<'a, B: Kernels> Member<'a, B> {
         let (ticket, batch) =
             lease.ok_or_else(|| Error::comm("the coordinator goes on with a lease that has ended"))?;
         self.read_ahead(batch)?;
+        self.seconds = Seconds::default();
         if !self.pull(Values::Live)? {
             return Ok(None);
         }
         let versions: Vec<Vec<u64>> =
             self.servers.iter().map(|server| server.known.iter().map(|known| known.unwrap_or(0)).collect()).collect();
         let number = self.terms.start.position / self.plan.config.batch.global + batch;
-        let reduced = self.engine.gradients(number, || self.feed.next_micro(), ControlFlags::empty)?;
+        let reduced = self.gradients(number)?;
         let loss = reduced.loss / self.plan.tokens_per_step() as f64;
         let staleness = if loss.is_finite() && reduced.norm.is_finite() {
             let scale = (clip(self.plan.config.optimizer.grad_clip, reduced.norm) as f32).to_bits();
@@ -342,8 +366,17 @@ impl<'a, B: Kernels> Member<'a, B> {
             self.engine.model.sharded.skip();
             None
         };
-        let (loss, norm, compute) = (loss.to_bits(), reduced.norm.to_bits(), reduced.compute[0]);
-        Ok(Some(Report::Batch { ticket, batch, loss, norm, staleness, compute }))
+        let (loss, norm, seconds) = (loss.to_bits(), reduced.norm.to_bits(), self.seconds);
+        Ok(Some(Report::Batch { ticket, batch, loss, norm, staleness, seconds }))
+    }
+
+    /// The gradient of the micro-batches that were asked for, and the time that it took.
+    fn gradients(&mut self, step: u64) -> Result<ReducedStep> {
+        let before = self.feed.waited();
+        let reduced = self.engine.gradients(step, || self.feed.next_micro(), ControlFlags::empty)?;
+        self.seconds.loader += (self.feed.waited() - before).as_secs_f64();
+        self.seconds.compute += reduced.compute[0];
+        Ok(reduced)
     }
 
     /// Evaluates chunks with the parameters of a cut; none if the generation is over.
@@ -356,6 +389,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         };
         let evaluator = self.evaluator.as_mut().ok_or_else(none)?;
         let mut sums = Vec::new();
+        let _span = span(Doing::Evaluation, None);
         for chunk in chunks {
             let of_chunk = evaluator.measure_chunk(&mut self.engine.model, chunk)?;
             sums.push(of_chunk.into_iter().flatten().map(f64::to_bits).collect());
@@ -365,6 +399,8 @@ impl<'a, B: Kernels> Member<'a, B> {
 
     /// Takes values from all servers: those that have changed since.
     fn pull(&mut self, of: Values) -> Result<Current> {
+        let _span = span(Doing::Pulling, None);
+        let began = Instant::now();
         let generation = self.terms.generation;
         let request = |known: &[Option<u64>]| ToServer::Pull { generation, of, known: known.to_vec() };
         let mut asked = Vec::with_capacity(self.servers.len());
@@ -390,11 +426,13 @@ impl<'a, B: Kernels> Member<'a, B> {
                 known[i] = if of == Values::Live { versions.get(i).copied() } else { None };
             }
         }
+        self.seconds.pull += began.elapsed().as_secs_f64();
         Ok(true)
     }
 
     /// Gives the reduced gradient to all servers; returns the largest staleness, or none if the generation is over.
     fn push(&mut self, of: impl Fn(usize) -> Pushed) -> Result<Option<u64>> {
+        let (began, _span) = (Instant::now(), span(Doing::Pushing, None));
         self.pushes += 1;
         let (generation, member, number) = (self.terms.generation, self.member, self.pushes);
         let format = self.plan.config.servers.wire;
@@ -425,6 +463,7 @@ impl<'a, B: Kernels> Member<'a, B> {
             let FromServer::Pushed { staleness } = answer else { return Ok(None) };
             most = most.max(staleness);
         }
+        self.seconds.push += began.elapsed().as_secs_f64();
         Ok(Some(most))
     }
 }

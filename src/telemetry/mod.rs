@@ -12,6 +12,7 @@ pub mod run_card;
 pub mod straggler;
 pub mod times;
 pub mod trace;
+pub mod trace_file;
 
 pub use console::{lost, say, say_error};
 

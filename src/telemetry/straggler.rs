@@ -45,19 +45,27 @@ impl Stragglers {
         }
         self.steps = 0;
         let sums = std::mem::take(&mut self.seconds);
-        let noticeable = NOTICEABLE * self.window as f64;
-        let mut slow = Vec::new();
+        let mut found = Vec::new();
         for (stage, sums) in sums.chunks(self.alike.max(1)).enumerate() {
-            let median = median(sums);
-            for (i, &sum) in sums.iter().enumerate() {
-                let times = if median > 0.0 { sum / median } else { 1.0 };
-                if self.factor > 0.0 && times >= self.factor && sum - median >= noticeable {
-                    slow.push(Straggler { rank: stage * self.alike + i, times });
-                }
-            }
+            let of_stage = slow(sums, self.factor, self.window);
+            found.extend(of_stage.into_iter().map(|(i, times)| Straggler { rank: stage * self.alike + i, times }));
         }
-        slow
+        found
     }
+}
+
+/// Those that take `factor` times as long as the median or longer, and [`NOTICEABLE`] longer a step, over so many `steps` in which
+/// each took so many `seconds`: their numbers, and their times as multiples of the median. A factor of 0 finds none.
+pub fn slow(seconds: &[f64], factor: f64, steps: u64) -> Vec<(usize, f64)> {
+    let (median, noticeable) = (median(seconds), NOTICEABLE * steps as f64);
+    let mut found = Vec::new();
+    for (i, &sum) in seconds.iter().enumerate() {
+        let times = if median > 0.0 { sum / median } else { 1.0 };
+        if factor > 0.0 && times >= factor && sum - median >= noticeable {
+            found.push((i, times));
+        }
+    }
+    found
 }
 
 /// The middle value; of two, the lower, so that one of two ranks can be slow.

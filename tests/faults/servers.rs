@@ -1,10 +1,13 @@
 //! Faults of runs on parameter servers: workers, servers and the coordinator that are killed, stopped, or asked to leave, and strangers.
 
 use std::io::{Read as _, Write as _};
-use std::net::TcpStream;
-use std::path::Path;
+use std::net::{Shutdown, TcpStream};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
+
+use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use crate::common::launch::Transport::{Alone, Simulate};
 use crate::common::launch::{Ended, LIMIT, Running, finish, program, send, start, start_beside};
@@ -106,6 +109,30 @@ impl Job {
     }
 }
 
+/// Cuts all connections of a process, in the middle of any message; returns how many. The process lives on, and what listens goes
+/// on listening. None where the system forbids it.
+fn cut(process: u32) -> Option<usize> {
+    let pid = Pid::from_raw(process.cast_signed()).unwrap();
+    let descriptor = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+    let mut count = 0;
+    for entry in std::fs::read_dir(format!("/proc/{process}/fd")).unwrap().flatten() {
+        let number = entry.file_name().to_str().unwrap().parse().unwrap();
+        let is_socket = |link: PathBuf| link.to_string_lossy().starts_with("socket:");
+        // One may be closed by now.
+        if std::fs::read_link(entry.path()).is_ok_and(is_socket) {
+            match pidfd_getfd(&descriptor, number, PidfdGetfdFlags::empty()) {
+                Ok(socket) => {
+                    let stream = TcpStream::from(socket);
+                    count += usize::from(stream.peer_addr().is_ok() && stream.shutdown(Shutdown::Both).is_ok());
+                }
+                Err(Errno::PERM | Errno::NOSYS) => return None,
+                Err(_) => {}
+            }
+        }
+    }
+    Some(count)
+}
+
 /// The run that nothing disturbs.
 fn reference(root: &Path) -> RunFiles {
     Run::new(Simulate(2), root, "reference", &SETTINGS[..7]).succeeds()
@@ -166,6 +193,27 @@ fn workers_that_wait_for_nobody_come_and_go() {
     let manifest = json(&files.path("checkpoints/latest/manifest.json"));
     // Two workers' batches of four samples a step, each at least once.
     assert_eq!((&manifest["step"], &manifest["position"]), (&150.into(), &(150 * 8).into()));
+}
+
+#[test]
+fn connections_that_are_cut_are_made_again() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path());
+    let mut job = Job::begin(root.path(), "cut", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
+    for at in (10..110).step_by(10) {
+        job.until_step(at);
+        let process = job.others.get(at / 10 % 5).map_or(job.coordinator.id(), Running::id);
+        let Some(count) = cut(process) else {
+            eprintln!("SKIPPED: this system lets no process cut another's connections");
+            break;
+        };
+        assert!(count > 0, "nothing to cut");
+    }
+    let log = job.files().path("logs/coordinator.log");
+    job.ends().same_as(&reference, 120, "cut");
+    // Nobody had to begin again: there is no checkpoint at which they could.
+    let log = std::fs::read_to_string(log).unwrap();
+    assert!(!log.contains("a server was lost"), "{log}");
 }
 
 #[test]
@@ -326,12 +374,16 @@ fn faults_again_and_again_change_no_bit() {
                 break;
             }
             job.until_step(at);
-            let fault = dice.below(7);
+            let fault = dice.below(8);
             told += &format!("{fault} at {at}; ");
             match fault {
                 0 | 1 => job.replace(fault as usize, "server"),
                 2 | 3 => job.replace(fault as usize, "worker"),
                 4 => job.restart(),
+                7 => {
+                    let process = job.others.get(dice.below(5) as usize).map_or(job.coordinator.id(), Running::id);
+                    let _ = cut(process);
+                }
                 5 => {
                     // For longer than the timeout.
                     send(job.others[2].id(), libc::SIGSTOP);

@@ -1,6 +1,9 @@
 //! Parameter servers: the bits of data parallelism where all workers take each step together, and runs that wait for nobody.
 
+use std::collections::BTreeMap;
 use std::path::Path;
+
+use serde_json::Value;
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate, Spawn};
 use crate::common::launch::{Ended, finish};
@@ -42,6 +45,54 @@ fn the_bits_are_those_of_data_parallelism() {
             assert_eq!(files.tensors(step), reference.tensors(step), "{name}: step {step}");
         }
         assert_eq!(json(&files.path("END"))["status"], "finished", "{name}");
+        // Each sample of a step is of one worker.
+        let mut samples = [0; 6];
+        for line in files.text("workers.jsonl").lines() {
+            let line: Value = serde_json::from_str(line).unwrap();
+            samples[line["step"].as_u64().unwrap() as usize - 1] += line["samples"].as_u64().unwrap();
+            assert!(line["compute_ms"].as_f64().unwrap() > 0.0 && line["pull_ms"].as_f64().unwrap() > 0.0, "{line}");
+        }
+        assert_eq!(samples, [8; 6], "{name}");
+        let card = json(&files.path("run.json"));
+        assert_eq!((&card["steps"], &card["mpi"]), (&6.into(), &"servers over TCP".into()), "{name}");
+        assert!(
+            card["tokens_per_second"].as_f64().unwrap() > 0.0 && card["parameters"].as_u64().unwrap() > 0,
+            "{card}"
+        );
+    }
+}
+
+#[test]
+fn a_trace_has_workers_servers_and_the_coordinator() {
+    let root = tempfile::tempdir().unwrap();
+    let path = root.path().join("trace.json");
+    for (name, transport, settings) in [("together", Simulate(4), &TOGETHER[..]), ("apart", Spawn(4), &APART)] {
+        let run = Run::new(transport, root.path(), name, settings);
+        finish(run.command().args(["--servers", "2", "--trace"]).arg(&path)).succeeded();
+        let trace = json(&path);
+        let events = trace["traceEvents"].as_array().unwrap();
+        let processes: BTreeMap<u64, &str> = events
+            .iter()
+            .filter(|event| event["name"] == "process_name")
+            .map(|event| (event["pid"].as_u64().unwrap(), event["args"]["name"].as_str().unwrap()))
+            .collect();
+        // Which process does what how often.
+        let mut done = BTreeMap::new();
+        for event in events.iter().filter(|event| event["ph"] == "X") {
+            let role = processes[&event["pid"].as_u64().unwrap()].split(' ').next().unwrap();
+            *done.entry((role, event["cat"].as_str().unwrap())).or_insert(0) += 1;
+            let (start, lasts) = (event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap());
+            assert!(start >= 0.0 && lasts >= 0.0 && start + lasts < 600e6, "{name}: {event}");
+        }
+        let roles = |role: &str| processes.values().filter(|process| process.starts_with(role)).count();
+        assert_eq!([roles("coordinator"), roles("server"), roles("worker")], [1, 2, 2], "{name}: {processes:?}");
+        assert_eq!(done[&("coordinator", "step")], 6, "{name}: {done:?}");
+        assert_eq!(done[&("worker", "pull")], done[&("server", "pull")] / 2, "{name}: {done:?}");
+        assert_eq!(done[&("worker", "push")], done[&("server", "push")] / 2, "{name}: {done:?}");
+        // Two workers' batches a step, or a step's lanes in groups.
+        let pushes = done[&("worker", "push")];
+        assert!(if name == "apart" { pushes == 12 } else { pushes >= 6 }, "{name}: {done:?}");
+        assert!(done[&("worker", "forward")] > 0 && done[&("worker", "evaluation")] > 0, "{name}: {done:?}");
     }
 }
 

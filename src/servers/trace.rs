@@ -1,0 +1,168 @@
+//! `--trace` of a run on servers: workers, servers and the coordinator in one file, on the coordinator's clock.
+//!
+//! Workers and servers send the pieces of their time as they go; nothing is kept for the end of a run that some of them may not see.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::line::Line;
+use super::message::{FromCoordinator, ToCoordinator};
+use super::site::host_name;
+use crate::activity::{Activity, Track, now};
+use crate::error::{Error, Result};
+use crate::telemetry::trace_file::{Piece, TraceFile};
+
+/// Readings of the coordinator's clock, of which the quickest counts.
+const READINGS: usize = 16;
+
+/// Pieces of a message: less than a MiB.
+const AT_ONCE: usize = 4096;
+
+/// The name of the coordinator in the trace.
+const COORDINATOR: &str = "coordinator";
+
+/// The file, at the coordinator.
+pub struct Collected(Mutex<State>);
+
+struct State {
+    /// None once it is written.
+    file: Option<TraceFile>,
+    /// Threads by process.
+    known: BTreeMap<String, Vec<String>>,
+    /// Processes in the order of their coming.
+    processes: Vec<String>,
+    lost: u64,
+}
+
+impl Collected {
+    /// A trace in a file at `path`.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn begin(path: &Path) -> Result<Self> {
+        let mut file = TraceFile::create(path)?;
+        file.begin(now())?;
+        Ok(Self(Mutex::new(State { file: Some(file), known: BTreeMap::new(), processes: vec![], lost: 0 })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes pieces of a process, by thread; `lost` more found no room there.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn take(&self, process: &str, pieces: &[(String, Piece)], lost: u64) -> Result<()> {
+        let mut state = self.lock();
+        state.lost += lost;
+        let State { file: Some(file), known, processes, .. } = &mut *state else { return Ok(()) };
+        let threads = known.entry(process.into()).or_default();
+        let number = processes.iter().position(|other| other == process);
+        let number = match number {
+            Some(number) => number,
+            None => {
+                processes.push(process.into());
+                file.process(processes.len() - 1, process)?;
+                processes.len() - 1
+            }
+        };
+        for (name, piece) in pieces {
+            let thread = match threads.iter().position(|other| other == name) {
+                Some(thread) => thread,
+                None => {
+                    threads.push(name.clone());
+                    file.thread(number, threads.len() - 1, name)?;
+                    threads.len() - 1
+                }
+            };
+            file.event(number, thread, piece)?;
+        }
+        Ok(())
+    }
+
+    /// Takes a piece of the coordinator's own time, which has ended now.
+    ///
+    /// # Errors
+    /// As [`Collected::take`].
+    pub fn own(&self, name: &str, start: u64, details: serde_json::Value) -> Result<()> {
+        let piece = Piece { name: name.into(), unit: None, start, end: now(), details };
+        self.take(COORDINATOR, &[("steps".into(), piece)], 0)
+    }
+
+    /// Ends the file.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn end(&self) -> Result<()> {
+        let mut state = self.lock();
+        let lost = state.lost;
+        state.file.take().map_or(Ok(()), |file| file.end(lost))
+    }
+}
+
+/// A recording of this process, for the coordinator.
+pub struct Recording {
+    process: String,
+    /// Nanoseconds to add to this process's clock.
+    offset: i64,
+}
+
+impl Recording {
+    /// Of a process with this name; asks the coordinator for its clock.
+    ///
+    /// # Errors
+    /// The coordinator is gone.
+    pub fn start(process: String, coordinator: &mut Line) -> Result<Self> {
+        let (mut quickest, mut offset) = (u64::MAX, 0);
+        for _ in 0..READINGS {
+            let before = now();
+            let FromCoordinator::Clock { time, host } = coordinator.tell(&ToCoordinator::Clock)? else {
+                return Err(Error::comm("the coordinator does not tell the time"));
+            };
+            let after = now();
+            // Processes of one host read the same clock, more exactly than messages could tell.
+            if host == host_name() {
+                break;
+            }
+            if after - before < quickest {
+                quickest = after - before;
+                offset = (i128::from(time) - i128::from(before) - i128::from(quickest / 2)) as i64;
+            }
+        }
+        Ok(Self { process, offset })
+    }
+
+    /// Sends the events of an activity since the last call.
+    ///
+    /// # Errors
+    /// The coordinator is gone.
+    pub fn send(&self, coordinator: &mut Line, activity: &Activity) -> Result<()> {
+        let events = activity.take();
+        let piece = |event: &crate::activity::Event| (event.track, Piece::of(event, self.offset));
+        let named = |(track, piece): (Track, Piece)| (track.name().to_string(), piece);
+        self.tell(coordinator, events.kept.iter().map(piece).map(named).collect(), events.lost)
+    }
+
+    /// Sends pieces of this process's time, by its own clock.
+    ///
+    /// # Errors
+    /// The coordinator is gone.
+    pub fn send_pieces(&self, coordinator: &mut Line, pieces: Vec<(String, Piece)>) -> Result<()> {
+        let shifted = |(thread, piece): (String, Piece)| {
+            let [start, end] = [piece.start, piece.end].map(|time| time.saturating_add_signed(self.offset));
+            (thread, Piece { start, end, ..piece })
+        };
+        self.tell(coordinator, pieces.into_iter().map(shifted).collect(), 0)
+    }
+
+    fn tell(&self, coordinator: &mut Line, pieces: Vec<(String, Piece)>, mut lost: u64) -> Result<()> {
+        for some in pieces.chunks(AT_ONCE) {
+            let (process, pieces) = (self.process.clone(), some.to_vec());
+            coordinator.tell::<FromCoordinator>(&ToCoordinator::Pieces { process, pieces, lost })?;
+            lost = 0;
+        }
+        Ok(())
+    }
+}
