@@ -63,6 +63,11 @@ pub trait Rates {
 
     /// Part of a collective's time that takes nothing from computations beside it.
     fn beside(&self) -> f64;
+
+    /// The same for gathers of parameters that live for their use, which computations also read anew.
+    fn beside_uses(&self) -> f64 {
+        self.beside()
+    }
 }
 
 /// The pieces of a plan's step, with so many consecutive ranks on each node.
@@ -121,5 +126,6 @@ pub fn step_times(plan: &Plan, rates: &impl Rates, per_node: usize, on_host: boo
     let keep = plan.residency();
     debug_assert!(keep.params == Life::Step || mesh.shard > 1, "one rank owns all it has");
     let schedule = plan.step_schedule(0);
-    Ok(StepTimes { stages, schedule, keep, shards: mesh.shard > 1, summary, beside: rates.beside() })
+    let (beside, beside_uses) = (rates.beside(), rates.beside_uses());
+    Ok(StepTimes { stages, schedule, keep, shards: mesh.shard > 1, summary, beside, beside_uses })
 }

@@ -36,7 +36,10 @@ const BLOCKS: usize = 2;
 const BEYOND_CACHES: usize = 64 << 20;
 
 /// The parts of a collective's time that computations beside it may gain, from its whole to some more lost than it takes.
-const BESIDE: [f64; 2] = [-4.0, 1.0];
+const BESIDE: [f64; 2] = [-1.0, 1.0];
+
+/// The same for gathers of parameters that live for their use: products prepare them again each time.
+const BESIDE_USES: [f64; 2] = [-9.0, 1.0];
 
 /// Buffers of collectives that are timed, in bytes; times between are interpolated.
 const SIZES: [usize; 5] = [4 << 10, 64 << 10, 512 << 10, 4 << 20, 32 << 20];
@@ -90,6 +93,7 @@ pub struct Measured {
     /// By bytes, in order.
     exchanges: BTreeMap<(Exchange, Span), Vec<(usize, f64)>>,
     beside: f64,
+    beside_uses: f64,
 }
 
 /// Measures all that the steps of `plans` consist of: collective over the world of `comm`, which has their ranks, `per_node` on
@@ -137,23 +141,24 @@ pub fn measure<B: Kernels>(
     let exchanges = exchanges.into_iter().map(|(key, times)| (key, sized(times))).collect();
     // Threads that talk have cores of their own, or take those of compute; beside a GPU they have.
     let beside = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
-    let mut measured = Measured { times, exchanges, beside };
+    let mut measured = Measured { times, exchanges, beside, beside_uses: beside };
     let gathers = |plan: &&&Plan| plan.residency().params == Life::Use && plan.mesh.pipeline == 1;
     if let Some(plan) = plans.iter().filter(gathers).max_by_key(|plan| plan.micro) {
-        measured.beside = time_beside(comm, plan, per_node, &measured, backend)?;
+        [measured.beside, measured.beside_uses] = time_beside(comm, plan, per_node, &measured, backend)?;
     }
     Ok(measured)
 }
 
-/// The part of collectives' time that takes nothing from computations beside them. `plan` gathers parameters for every turn: of
-/// a network of few blocks the clock then has as many seconds more than with parameters that live always, as the ranks take.
+/// The part of collectives' time that takes nothing from computations beside them, and that of gathers of parameters that live for
+/// their use. `plan` gathers parameters for every turn. Of a network of few blocks the clock then has as many seconds as the ranks
+/// take with parameters that live always, and with gathers as many more.
 fn time_beside<B: Kernels>(
     comm: &Comm<B>,
     plan: &Plan,
     per_node: usize,
     measured: &Measured,
     backend: &impl Fn(&Plan) -> Result<B>,
-) -> Result<f64> {
+) -> Result<[f64; 2]> {
     let world = comm.world();
     let both = [Zero::One, plan.config.parallel.zero];
     let both = both.map(|zero| with_few_blocks(plan, zero, comm.size(), !B::ON_HOST));
@@ -170,22 +175,23 @@ fn time_beside<B: Kernels>(
         }
     }
     let times = both.iter().map(|plan| step_times(plan, measured, per_node, B::ON_HOST)).collect::<Result<Vec<_>>>()?;
-    let played = |times: &StepTimes, beside| {
-        let time = StepTimes { beside, ..times.clone() }.play();
+    let played = |times: &StepTimes, beside, beside_uses| {
+        let time = StepTimes { beside, beside_uses, ..times.clone() }.play();
         time.map_or(f64::INFINITY, |time| time.step)
     };
-    let more_than_once = fastest[1] - fastest[0];
-    let [mut less, mut more] = BESIDE;
-    // The more is gained, the shorter the step.
+    let beside = part(BESIDE, fastest[0], |beside| played(&times[0], beside, beside));
+    let once = played(&times[0], beside, beside);
+    let beside_uses = part(BESIDE_USES, fastest[1] - fastest[0], |uses| played(&times[1], beside, uses) - once);
+    Ok([beside, beside_uses])
+}
+
+/// The part within these limits with which the clock has so many seconds; the more is gained, the fewer they are.
+fn part([mut less, mut more]: [f64; 2], seconds: f64, played: impl Fn(f64) -> f64) -> f64 {
     for _ in 0..20 {
         let middle = (less + more) / 2.0;
-        if played(&times[1], middle) - played(&times[0], middle) > more_than_once {
-            less = middle
-        } else {
-            more = middle
-        }
+        if played(middle) > seconds { less = middle } else { more = middle }
     }
-    Ok((less + more) / 2.0)
+    (less + more) / 2.0
 }
 
 /// The exchanges of a mesh, with their axes.
@@ -451,5 +457,9 @@ impl Rates for Measured {
 
     fn beside(&self) -> f64 {
         self.beside
+    }
+
+    fn beside_uses(&self) -> f64 {
+        self.beside_uses
     }
 }

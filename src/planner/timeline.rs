@@ -54,6 +54,8 @@ pub struct StepTimes {
     /// Part of a collective's time that takes nothing from computations beside it: 1 where others do the work, 0 where the same
     /// cores do.
     pub beside: f64,
+    /// The same for gathers of parameters that live for their use, which computations also read anew.
+    pub beside_uses: f64,
 }
 
 /// A step on the clock.
@@ -234,7 +236,7 @@ impl StepTimes {
             for slot in wanted {
                 if rank.arrivals[slot].is_none() {
                     let seconds = times.units.get(slot).map_or(0.0, |unit| unit.gather);
-                    rank.arrivals[slot] = Some(rank.request(seconds, self.beside));
+                    rank.arrivals[slot] = Some(rank.request(seconds, self.beside_uses));
                 }
             }
         }
@@ -302,6 +304,7 @@ mod tests {
             shards: false,
             summary: 0.0,
             beside: 1.0,
+            beside_uses: 1.0,
         }
     }
 
@@ -311,7 +314,7 @@ mod tests {
         let stage = Stage::whole(&[None; 3]);
         let alone = pipeline(1, 2, PipelineSchedule::default());
         let stages = vec![StageTimes { stage, units: vec![unit; 3], micro: 0.0, message: 0.0 }];
-        StepTimes { stages, keep: zero.residency(), shards: zero != Zero::Zero, beside, ..alone }
+        StepTimes { stages, keep: zero.residency(), shards: zero != Zero::Zero, beside, beside_uses: beside, ..alone }
     }
 
     #[test]

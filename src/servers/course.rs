@@ -325,7 +325,7 @@ impl<'a> Course<'a> {
         self.plan.config.batch.global
     }
 
-    /// A piece of the coordinator's time since `start`, for the trace.
+    /// Keeps an event since `start`, for the trace.
     fn trace(&self, name: &str, start: u64) -> Result<()> {
         let details = json!({ "step": self.progress.step });
         self.hub.trace.as_ref().map_or(Ok(()), |trace| trace.own(name, start, details))

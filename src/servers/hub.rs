@@ -403,8 +403,8 @@ impl Service for Hub {
             })),
             ToCoordinator::Status => Ok(FromCoordinator::Status(Box::new(self.status()))),
             ToCoordinator::Clock => Ok(FromCoordinator::Clock { time: now(), host: host_name() }),
-            ToCoordinator::Pieces { process, pieces, lost } => {
-                let taken = self.trace.as_ref().map_or(Ok(()), |trace| trace.take(&process, &pieces, lost));
+            ToCoordinator::Events { process, events, lost } => {
+                let taken = self.trace.as_ref().map_or(Ok(()), |trace| trace.take(&process, &events, lost));
                 // The run does not end for it.
                 taken.unwrap_or_else(|e| log::warn!("{e}"));
                 Ok(FromCoordinator::Heard)

@@ -10,12 +10,12 @@ use std::path::PathBuf;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::division;
+use super::division::Piece;
 use super::terms::Terms;
 use crate::checkpoint::Written;
 use crate::error::{Error, Kind, Result};
 use crate::parallel::Hyper;
-use crate::telemetry::trace_file::Piece;
+use crate::telemetry::trace_file::TraceEvent;
 
 /// Most bytes of a head.
 const HEAD_LIMIT: usize = 1 << 24;
@@ -225,7 +225,7 @@ pub struct Assignment {
 
 impl Assignment {
     /// The ranges.
-    pub fn pieces(&self) -> &[division::Piece] {
+    pub fn pieces(&self) -> &[Piece] {
         &self.terms.pieces[self.server]
     }
 }
@@ -281,12 +281,12 @@ pub enum ToCoordinator {
     Status,
     /// The coordinator's clock, for a trace.
     Clock,
-    /// Pieces of a process's time by thread, for the trace.
-    Pieces {
+    /// Events of a process by thread, for the trace.
+    Events {
         /// The process.
         process: String,
-        /// The pieces, on the coordinator's clock.
-        pieces: Vec<(String, Piece)>,
+        /// The events, on the coordinator's clock.
+        events: Vec<(String, TraceEvent)>,
         /// More of them that found no room.
         lost: u64,
     },

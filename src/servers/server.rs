@@ -13,7 +13,7 @@ use super::trace::Recording;
 use crate::activity::now;
 use crate::error::{Error, Result};
 use crate::parallel::Hyper;
-use crate::telemetry::trace_file::Piece;
+use crate::telemetry::trace_file::TraceEvent;
 
 /// Interval at which a server tells that it lives.
 const BEAT: Duration = Duration::from_millis(500);
@@ -46,7 +46,7 @@ pub fn serve(post: &Post) -> Result<()> {
         storage: RwLock::default(),
         threads: post.threads,
         connections: AtomicU64::new(0),
-        pieces: Mutex::default(),
+        events: Mutex::default(),
     });
     let mut recording = None;
     let _listener = Listener::open(listener, secret.clone(), shelves.clone(), post.patience * 10)?;
@@ -60,7 +60,7 @@ pub fn serve(post: &Post) -> Result<()> {
         if answer.is_ok() && shelves.is_traced() {
             // A trace that lacks a part is no reason to end.
             let told = shelves.tell(&mut recording, &own, &mut coordinator);
-            told.unwrap_or_else(|e| log::debug!("the trace lacks pieces: {e}"));
+            told.unwrap_or_else(|e| log::debug!("the trace lacks events: {e}"));
         }
         match answer {
             Ok(FromCoordinator::Serves) => (heard, known) = (Instant::now(), true),
@@ -86,8 +86,8 @@ struct Shelves {
     threads: usize,
     /// Connections so far.
     connections: AtomicU64,
-    /// Pieces of time by connection, for a trace.
-    pieces: Mutex<Vec<(String, Piece)>>,
+    /// Events by connection, for a trace.
+    events: Mutex<Vec<(String, TraceEvent)>>,
 }
 
 impl Shelves {
@@ -101,21 +101,21 @@ impl Shelves {
         self.storage().is_some_and(|storage| storage.is_traced())
     }
 
-    /// Sends the pieces of time since the last call.
+    /// Sends the events since the last call.
     fn tell(&self, recording: &mut Option<Recording>, own: &str, coordinator: &mut Line) -> Result<()> {
         let recording = match recording {
             Some(recording) => recording,
             empty => empty.insert(Recording::start(format!("server {own}"), coordinator)?),
         };
-        let pieces = std::mem::take(&mut *self.pieces.lock().unwrap_or_else(PoisonError::into_inner));
-        recording.send_pieces(coordinator, pieces)
+        let events = std::mem::take(&mut *self.events.lock().unwrap_or_else(PoisonError::into_inner));
+        recording.send_events(coordinator, events)
     }
 
-    /// Keeps a piece of a connection's time, which has ended now.
+    /// Keeps an event of a connection, which has ended now.
     fn keep(&self, connection: u64, name: &str, start: u64) {
-        let piece = Piece { name: name.into(), unit: None, start, end: now(), details: serde_json::json!({}) };
-        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        pieces.push((format!("connection {connection}"), piece));
+        let event = TraceEvent { name: name.into(), unit: None, start, end: now(), details: serde_json::json!({}) };
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        events.push((format!("connection {connection}"), event));
     }
 
     /// Acts on a request.

@@ -14,11 +14,12 @@ use super::message::{Assignment, Load, Pushed, Values};
 use super::sums::Sums;
 use super::terms::{Terms, layouts};
 use super::wire;
-use crate::backend::Backend as _;
 use crate::backend::cpu::{Cpu, add_serial};
 use crate::backend::ops::ElementwiseOps as _;
+use crate::backend::{Backend as _, readable};
 use crate::checkpoint::{Ranged, Reader, Written, write_ranges};
 use crate::config::{Plan, StaleRate};
+use crate::engine::memory::available;
 use crate::error::{Error, Result};
 use crate::layout::UnitLayout;
 use crate::optim::AVERAGE;
@@ -103,6 +104,8 @@ impl Storage {
             host: None,
         };
         let names = state_names(Some(plan.rule), plan.average, None);
+        let elements = assignment.pieces().iter().map(|piece| piece.range.len()).sum();
+        check_memory(&plan, &terms, elements, 1 + names.len())?;
         let mut reader = assignment.from.as_deref().map(Reader::open).transpose()?;
         if let Some(reader) = &mut reader {
             reader.manifest().check(reader.dir(), &layouts, assignment.with_state.then_some(&names[..]))?;
@@ -148,7 +151,7 @@ impl Storage {
         self.terms.generation
     }
 
-    /// Whether all record the pieces of their time.
+    /// Whether all record events, for a trace.
     pub fn is_traced(&self) -> bool {
         self.terms.trace
     }
@@ -403,6 +406,21 @@ impl Storage {
         let names = state_names(Some(self.plan.rule), self.plan.average, None);
         write_ranges(staging, self.server, &names, &ranges)
     }
+}
+
+/// Refuses ranges for which this host has not the memory: parameters and state, which are `buffers` together, their copy for
+/// checkpoints, and gradients on their way.
+fn check_memory(plan: &Plan, terms: &Terms, elements: usize, buffers: usize) -> Result<()> {
+    // Sums of lanes wait for each other in a tree; without, each worker's gradient is applied by itself.
+    let gradients = if terms.is_synchronous() { 2 + plan.lanes.ilog2() as usize } else { terms.workers };
+    let need = elements * size_of::<f32>() * (2 * buffers + gradients);
+    let limit = plan.config.run.memory_limit.map(|limit| limit.0);
+    let room = available().into_iter().chain(limit).min().unwrap_or(usize::MAX);
+    if need <= room {
+        return Ok(());
+    }
+    let told = format!("a server needs {} for its ranges, and may take {}", readable(need), readable(room));
+    Err(Error::input(told).hint("start more servers, on other hosts"))
 }
 
 /// Virtual shards that lie in a range.

@@ -30,7 +30,7 @@ pub struct Terms {
     pub pieces: Vec<Vec<Piece>>,
     /// Host and port of each.
     pub addresses: Vec<String>,
-    /// Whether all record the pieces of their time.
+    /// Whether all record events, for a trace.
     pub trace: bool,
 }
 

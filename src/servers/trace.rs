@@ -1,6 +1,6 @@
 //! `--trace` of a run on servers: workers, servers and the coordinator in one file, on the coordinator's clock.
 //!
-//! Workers and servers send the pieces of their time as they go; nothing is kept for the end of a run that some of them may not see.
+//! Workers and servers send their events as they go; nothing is kept for the end of a run that some of them may not see.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,12 +11,12 @@ use super::message::{FromCoordinator, ToCoordinator};
 use super::site::host_name;
 use crate::activity::{Activity, Track, now};
 use crate::error::{Error, Result};
-use crate::telemetry::trace_file::{Piece, TraceFile};
+use crate::telemetry::trace_file::{TraceEvent, TraceFile};
 
 /// Readings of the coordinator's clock, of which the quickest counts.
 const READINGS: usize = 16;
 
-/// Pieces of a message: less than a MiB.
+/// Events of a message: less than a MiB.
 const AT_ONCE: usize = 4096;
 
 /// The name of the coordinator in the trace.
@@ -50,11 +50,11 @@ impl Collected {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes pieces of a process, by thread; `lost` more found no room there.
+    /// Takes events of a process, by thread; `lost` more found no room there.
     ///
     /// # Errors
     /// The file system refused.
-    pub fn take(&self, process: &str, pieces: &[(String, Piece)], lost: u64) -> Result<()> {
+    pub fn take(&self, process: &str, events: &[(String, TraceEvent)], lost: u64) -> Result<()> {
         let mut state = self.lock();
         state.lost += lost;
         let State { file: Some(file), known, processes, .. } = &mut *state else { return Ok(()) };
@@ -68,7 +68,7 @@ impl Collected {
                 processes.len() - 1
             }
         };
-        for (name, piece) in pieces {
+        for (name, event) in events {
             let thread = match threads.iter().position(|other| other == name) {
                 Some(thread) => thread,
                 None => {
@@ -77,18 +77,18 @@ impl Collected {
                     threads.len() - 1
                 }
             };
-            file.event(number, thread, piece)?;
+            file.event(number, thread, event)?;
         }
         Ok(())
     }
 
-    /// Takes a piece of the coordinator's own time, which has ended now.
+    /// Takes an event of the coordinator's own, which has ended now.
     ///
     /// # Errors
     /// As [`Collected::take`].
     pub fn own(&self, name: &str, start: u64, details: serde_json::Value) -> Result<()> {
-        let piece = Piece { name: name.into(), unit: None, start, end: now(), details };
-        self.take(COORDINATOR, &[("steps".into(), piece)], 0)
+        let event = TraceEvent { name: name.into(), unit: None, start, end: now(), details };
+        self.take(COORDINATOR, &[("steps".into(), event)], 0)
     }
 
     /// Ends the file.
@@ -140,27 +140,27 @@ impl Recording {
     /// The coordinator is gone.
     pub fn send(&self, coordinator: &mut Line, activity: &Activity) -> Result<()> {
         let events = activity.take();
-        let piece = |event: &crate::activity::Event| (event.track, Piece::of(event, self.offset));
-        let named = |(track, piece): (Track, Piece)| (track.name().to_string(), piece);
-        self.tell(coordinator, events.kept.iter().map(piece).map(named).collect(), events.lost)
+        let event = |event: &crate::activity::Event| (event.track, TraceEvent::of(event, self.offset));
+        let named = |(track, event): (Track, TraceEvent)| (track.name().to_string(), event);
+        self.tell(coordinator, events.kept.iter().map(event).map(named).collect(), events.lost)
     }
 
-    /// Sends pieces of this process's time, by its own clock.
+    /// Sends events of this process, by its own clock.
     ///
     /// # Errors
     /// The coordinator is gone.
-    pub fn send_pieces(&self, coordinator: &mut Line, pieces: Vec<(String, Piece)>) -> Result<()> {
-        let shifted = |(thread, piece): (String, Piece)| {
-            let [start, end] = [piece.start, piece.end].map(|time| time.saturating_add_signed(self.offset));
-            (thread, Piece { start, end, ..piece })
+    pub fn send_events(&self, coordinator: &mut Line, events: Vec<(String, TraceEvent)>) -> Result<()> {
+        let shifted = |(thread, event): (String, TraceEvent)| {
+            let [start, end] = [event.start, event.end].map(|time| time.saturating_add_signed(self.offset));
+            (thread, TraceEvent { start, end, ..event })
         };
-        self.tell(coordinator, pieces.into_iter().map(shifted).collect(), 0)
+        self.tell(coordinator, events.into_iter().map(shifted).collect(), 0)
     }
 
-    fn tell(&self, coordinator: &mut Line, pieces: Vec<(String, Piece)>, mut lost: u64) -> Result<()> {
-        for some in pieces.chunks(AT_ONCE) {
-            let (process, pieces) = (self.process.clone(), some.to_vec());
-            coordinator.tell::<FromCoordinator>(&ToCoordinator::Pieces { process, pieces, lost })?;
+    fn tell(&self, coordinator: &mut Line, events: Vec<(String, TraceEvent)>, mut lost: u64) -> Result<()> {
+        for some in events.chunks(AT_ONCE) {
+            let (process, events) = (self.process.clone(), some.to_vec());
+            coordinator.tell::<FromCoordinator>(&ToCoordinator::Events { process, events, lost })?;
             lost = 0;
         }
         Ok(())

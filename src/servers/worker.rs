@@ -11,16 +11,17 @@ use super::message::{
     Fault, FromCoordinator, FromServer, Pushed, Report, Seconds, ToCoordinator, ToServer, Values, Work,
 };
 use super::site::{Site, host_name};
-use super::terms::Terms;
+use super::terms::{Terms, layouts};
 use super::trace::Recording;
 use super::wire;
 use crate::activity::{Activity, Doing, Track, span};
-use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
+use crate::backend::{Kernels, readable};
 use crate::comm::{Secret, single};
-use crate::config::{Config, Plan};
+use crate::config::{Config, Facts, Optimizer, OptimizerKind, Plan, resolve};
+use crate::data::Source;
 use crate::engine::feed::Feed;
-use crate::engine::{Engine, Geometry, Splits, clip};
+use crate::engine::{Engine, Geometry, Splits, clip, memory};
 use crate::error::{Error, Kind, Result};
 use crate::evaluate::{Evaluator, model};
 use crate::parallel::{ControlFlags, ReducedStep, StepSchedule};
@@ -191,6 +192,26 @@ struct Member<'a, B: Kernels> {
     seconds: Seconds,
 }
 
+/// Refuses a worker that does not fit into the memory that it may take of its host, before it allocates any: parameters,
+/// gradients, activations, and the messages of a push.
+fn check_memory<B: Kernels>(plan: &Plan, topology: &Topology, data: &[&dyn Source]) -> Result<()> {
+    let mut config = plan.config.clone();
+    // The state of the optimizer and checkpoints are the servers'. The one buffer of this rule stands for a pull's values.
+    config.optimizer = Optimizer { kind: OptimizerKind::Sgd, ema: 0.0, ..config.optimizer };
+    config.checkpoint.asynchronous = false;
+    let facts = Facts { ranks: 1, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu: !B::ON_HOST };
+    let lean = resolve(config, &facts)?;
+    let mut held = memory::Held::now(&single::<B>(), data);
+    held.messages = layouts(plan).iter().map(|unit| unit.padded * size_of::<f32>()).sum::<usize>();
+    let (need, room) = (memory::worst::<B>(&lean, held), memory::room(plan, topology, held, None));
+    if room.holds(&need) {
+        return Ok(());
+    }
+    let told = format!("a worker needs {} ({})", readable(need.host()), need.host_parts());
+    Err(Error::input(format!("{told}, and may take {}", readable(room.host)))
+        .hint("set a smaller batch.micro, or parallel.recompute = true"))
+}
+
 /// A server, as a worker sees it.
 struct Server {
     line: Line,
@@ -221,6 +242,7 @@ impl<'a, B: Kernels> Member<'a, B> {
             train.conform(preprocessing)?;
             validation.as_mut().map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
         }
+        check_memory::<B>(&plan, &topology, &[&*train])?;
         let model = model::build(&single::<B>(), &plan, backend(&plan)?)?;
         let schedule = plan.step_schedule(0);
         let geometry = Geometry {

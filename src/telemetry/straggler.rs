@@ -54,7 +54,7 @@ impl Stragglers {
     }
 }
 
-/// Those that take `factor` times as long as the median or longer, and [`NOTICEABLE`] longer a step, over so many `steps` in which
+/// Those that take `factor` times as long as the median or longer, and 5 ms longer a step, over so many `steps` in which
 /// each took so many `seconds`: their numbers, and their times as multiples of the median. A factor of 0 finds none.
 pub fn slow(seconds: &[f64], factor: f64, steps: u64) -> Vec<(usize, f64)> {
     let (median, noticeable) = (median(seconds), NOTICEABLE * steps as f64);

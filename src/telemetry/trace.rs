@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::trace_file::{Piece, TraceFile};
+use super::trace_file::{TraceEvent, TraceFile};
 use crate::activity::{Event, Track};
 use crate::backend::Backend;
 use crate::comm::Comm;
@@ -91,7 +91,7 @@ impl Trace {
     fn lines(&self, rank: usize, events: &[Event], origin: u64) -> Result<Vec<u8>> {
         let mut lines = Vec::new();
         for event in events {
-            lines.extend(Piece::of(event, self.offset).line(rank, thread(event.track), origin)?);
+            lines.extend(TraceEvent::of(event, self.offset).line(rank, thread(event.track), origin)?);
         }
         Ok(lines)
     }

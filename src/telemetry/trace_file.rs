@@ -1,4 +1,4 @@
-//! The file of a trace, for <https://ui.perfetto.dev> or `chrome://tracing`: processes, their threads, and pieces of their time.
+//! The file of a trace, for <https://ui.perfetto.dev> or `chrome://tracing`: processes, their threads, and events.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Write as _};
@@ -32,9 +32,9 @@ struct Complete<'a> {
     args: serde_json::Value,
 }
 
-/// A piece of time of a thread, in nanoseconds.
+/// Something that a thread did, in nanoseconds.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Piece {
+pub struct TraceEvent {
     /// The name of the work.
     pub name: String,
     /// The block that it concerns.
@@ -47,7 +47,7 @@ pub struct Piece {
     pub details: serde_json::Value,
 }
 
-impl Piece {
+impl TraceEvent {
     /// That of an event, whose clock lacks `offset` nanoseconds.
     pub fn of(event: &Event, offset: i64) -> Self {
         Self {
@@ -59,7 +59,7 @@ impl Piece {
         }
     }
 
-    /// The piece as a line of a trace whose time 0 is `origin`, after others.
+    /// The event as a line of a trace whose time 0 is `origin`, after others.
     ///
     /// # Errors
     /// None that is known: it is made of text and numbers.
@@ -121,13 +121,13 @@ impl TraceFile {
         self.object(&json!({ "name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": args }))
     }
 
-    /// A piece of time of a thread, by the clock that counts.
-    pub fn event(&mut self, process: usize, thread: usize, piece: &Piece) -> Result<()> {
-        let start = piece.start.saturating_sub(self.origin);
-        self.object(&piece.complete(process, thread, start))
+    /// An event of a thread, by the clock that counts.
+    pub fn event(&mut self, process: usize, thread: usize, event: &TraceEvent) -> Result<()> {
+        let start = event.start.saturating_sub(self.origin);
+        self.object(&event.complete(process, thread, start))
     }
 
-    /// Events as [`Piece::line`] makes them.
+    /// Events as [`TraceEvent::line`] makes them.
     pub fn lines(&mut self, lines: &[u8]) -> Result<()> {
         self.write(lines)
     }
