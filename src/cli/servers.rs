@@ -212,8 +212,8 @@ pub fn work_alone(args: &WorkerArgs) -> i32 {
 pub fn work_as(run: &Path, patience: Duration) -> Result<i32> {
     let hand = Hand { site: Site::of(run), patience, threads: cores(), leaves: true };
     match config_of_run(&hand)? {
-        None => Ok(0),
-        Some(config) => work_on_device(&single(), &config, &hand),
+        Err(code) => Ok(code),
+        Ok(config) => work_on_device(&single(), &config, &hand),
     }
 }
 

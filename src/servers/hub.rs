@@ -299,6 +299,12 @@ impl State {
         self.over = true;
     }
 
+    /// The end of the run, for a worker that was never one.
+    fn ended(&mut self) -> FromCoordinator {
+        self.waiting.clear();
+        FromCoordinator::Work(self.pool.next(0).unwrap_or(Work::Wait))
+    }
+
     /// Whether all have heard of the end.
     pub fn is_empty(&self) -> bool {
         self.pool.members().is_empty() && self.seats.is_empty()
@@ -369,6 +375,7 @@ impl Service for Hub {
             })),
             ToCoordinator::Served => Ok(if self.lock().over { FromCoordinator::Over } else { FromCoordinator::Serves }),
             ToCoordinator::Terms { host, process } => Ok(self.with(|state| match &state.terms {
+                _ if state.over => state.ended(),
                 Some(terms) => FromCoordinator::Terms(Box::new(terms.clone())),
                 None => {
                     state.waiting.entry((host, process)).or_insert_with(Instant::now);
@@ -376,6 +383,9 @@ impl Service for Hub {
                 }
             })),
             ToCoordinator::Join { host, process } => Ok(self.with(|state| {
+                if state.over {
+                    return state.ended();
+                }
                 let Some(terms) = state.terms.clone() else {
                     state.waiting.entry((host, process)).or_insert_with(Instant::now);
                     return FromCoordinator::NotYet;

@@ -81,18 +81,20 @@ impl Hand {
     }
 }
 
-/// The configuration of the run, once it takes workers; none if this process is asked to leave before.
+/// The configuration of the run, once it takes workers; or the exit code of this process, if the run is over or the process is
+/// asked to leave before.
 ///
 /// # Errors
 /// The coordinator is gone.
-pub fn config_of_run(hand: &Hand) -> Result<Option<Config>> {
+pub fn config_of_run(hand: &Hand) -> Result<std::result::Result<Config, i32>> {
     let since = Instant::now();
     let request = ToCoordinator::Terms { host: host_name(), process: std::process::id() };
     loop {
         let asked = hand.coordinator().and_then(|(mut coordinator, _)| hand.ask(&mut coordinator, &request));
         match asked {
-            Ok(None) => return Ok(None),
-            Ok(Some(FromCoordinator::Terms(terms))) => return Ok(Some(terms.config)),
+            Ok(None) => return Ok(Err(0)),
+            Ok(Some(FromCoordinator::Terms(terms))) => return Ok(Ok(terms.config)),
+            Ok(Some(FromCoordinator::Work(Work::End(code)))) => return Ok(Err(code)),
             Ok(Some(other)) => return Err(unexpected(&other)),
             Err(e) if e.kind() != Kind::Comm || since.elapsed() > hand.patience => return Err(e),
             Err(_) => {}
@@ -130,6 +132,7 @@ fn join<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>, heard: &m
     let (member, terms) = match hand.ask(&mut coordinator, &join)? {
         None => return Ok(After::Left),
         Some(FromCoordinator::Welcome { member, terms }) => (member, *terms),
+        Some(FromCoordinator::Work(Work::End(code))) => return Ok(After::Over(code)),
         Some(other) => return Err(unexpected(&other)),
     };
     let (mut beats, _) = hand.coordinator()?;

@@ -858,8 +858,13 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(Simulate(3), 1, &["parallel.storage=central"], &["parallel.storage = central, but servers"]);
     refuse(Spawn(3), 1, &["parallel.pipeline=2"], &["parallel.pipeline is set, but servers"]);
     refuse(Simulate(3), 1, &["optimizer.kind=lamb", "servers.staleness=2"], &["norms of whole matrices"]);
-    refuse(Simulate(3), 1, &["run.memory_limit=1KiB"], &["a server needs", "and may take 1.0 KiB", "more servers"]);
-    refuse(Simulate(3), 1, &["run.memory_limit=10MiB"], &["a worker needs", "(parameters", "batch.micro"]);
+    // These processes learn their part when the run has its directory.
+    let small = |name: &str, limit: &str, words: &[&str]| {
+        let run = Run::new(Simulate(3), root.path(), name, &[&format!("run.memory_limit={limit}")]);
+        refused(&finish(run.command().args(["--servers", "1"])), words);
+    };
+    small("server", "1KiB", &["a server needs", "and may take 1.0 KiB", "more servers"]);
+    small("worker", "10MiB", &["a worker needs", "(parameters", "batch.micro"]);
     refuse(Simulate(3), 1, &["servers.timeout=0"], &["servers.timeout = 0", "at least 1"]);
     refuse(Spawn(3), 1, &["batch.worker=0", "servers.staleness='none'"], &["batch.worker = 0"]);
     refuse(Simulate(3), 1, &["servers.address='a:b'"], &["servers.address = \"a:b\" is no host with a port"]);
