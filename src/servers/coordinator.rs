@@ -23,6 +23,7 @@ use crate::error::{Error, Kind, Result};
 use crate::parallel::state_names;
 use crate::run_dir::markers::{End, Status};
 use crate::run_dir::{Branch, Ending, Resume, RunDirectory, Take, Taking, data_changes};
+use crate::telemetry::trace_file::TraceFile;
 use crate::telemetry::{logging, unix_time};
 use crate::topology::Topology;
 use crate::train::Request;
@@ -85,6 +86,7 @@ impl ServedRun {
         if splits.validation.is_none() && plan.config.eval.patience > 0 {
             return Err(crate::engine::feed::no_validation("eval.patience cannot tell when to stop", &plan.config));
         }
+        let trace = call.run.trace.as_deref().map(TraceFile::create).transpose()?;
         let (listener, address) = listen(config.servers.address.as_deref())?;
         let directory = RunDirectory::prepare(&plan.config, &call.run.name, &call.run.resume)?;
         config.run.name = Some(directory.name());
@@ -98,7 +100,7 @@ impl ServedRun {
             seconds => Duration::from_secs(seconds),
         };
         let limits = Limits { silent: patience, stuck };
-        let trace = call.run.trace.as_deref().map(Collected::begin).transpose()?;
+        let trace = trace.map(Collected::begin).transpose()?;
         let hub = Hub::new(pool, secret.clone(), limits, trace);
         let listener = Listener::open(listener, secret, hub.clone(), patience * 10)?;
         site.tell(&address)?;
@@ -158,7 +160,7 @@ impl ServedRun {
             std::thread::sleep(Duration::from_millis(20));
         }
         if let Some(trace) = &self.hub.trace {
-            trace.end()?;
+            trace.end().unwrap_or_else(|e| log::warn!("{e}"));
         }
         if let Err(e) = &ended {
             let step = self.hub.with(|state| state.told.get("step").and_then(serde_json::Value::as_u64)).unwrap_or(0);

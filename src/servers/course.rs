@@ -190,7 +190,7 @@ impl<'a> Course<'a> {
             let taken = if self.terms.is_synchronous() { self.step_together()? } else { self.step_apart()? };
             let Some(taken) = taken else { break };
             self.progress.step += 1;
-            self.trace("step", start)?;
+            self.trace("step", start);
             self.record(&taken, began.elapsed())?;
             self.obey(&taken)?;
             self.evaluate_if_due()?;
@@ -325,10 +325,11 @@ impl<'a> Course<'a> {
         self.plan.config.batch.global
     }
 
-    /// Keeps an event since `start`, for the trace.
-    fn trace(&self, name: &str, start: u64) -> Result<()> {
-        let details = json!({ "step": self.progress.step });
-        self.hub.trace.as_ref().map_or(Ok(()), |trace| trace.own(name, start, details))
+    /// Keeps an event since `start`, for the trace. The run does not end if the trace cannot be written.
+    fn trace(&self, name: &str, start: u64) {
+        let Some(trace) = &self.hub.trace else { return };
+        let kept = trace.own(name, start, json!({ "step": self.progress.step }));
+        kept.unwrap_or_else(|e| log::warn!("{e}"));
     }
 
     fn record(&mut self, taken: &Taken, took: Duration) -> Result<()> {
@@ -415,7 +416,8 @@ impl<'a> Course<'a> {
         }
         let start = now();
         self.evaluate()?;
-        Ok(self.trace("evaluation", start)?)
+        self.trace("evaluation", start);
+        Ok(())
     }
 
     /// Lets the workers evaluate the parameters as they are now.
@@ -466,7 +468,8 @@ impl<'a> Course<'a> {
         }
         let start = now();
         self.save()?;
-        Ok(self.trace("checkpoint", start)?)
+        self.trace("checkpoint", start);
+        Ok(())
     }
 
     /// Begins to save the parameters and the state as they are now.

@@ -3,7 +3,6 @@
 //! Workers and servers send their events as they go; nothing is kept for the end of a run that some of them may not see.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::line::Line;
@@ -36,12 +35,11 @@ struct State {
 }
 
 impl Collected {
-    /// A trace in a file at `path`.
+    /// A trace in this file.
     ///
     /// # Errors
     /// It cannot be written.
-    pub fn begin(path: &Path) -> Result<Self> {
-        let mut file = TraceFile::create(path)?;
+    pub fn begin(mut file: TraceFile) -> Result<Self> {
         file.begin(now())?;
         Ok(Self(Mutex::new(State { file: Some(file), known: BTreeMap::new(), processes: vec![], lost: 0 })))
     }

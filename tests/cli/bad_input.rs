@@ -858,6 +858,11 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(Simulate(3), 1, &["parallel.storage=central"], &["parallel.storage = central, but servers"]);
     refuse(Spawn(3), 1, &["parallel.pipeline=2"], &["parallel.pipeline is set, but servers"]);
     refuse(Simulate(3), 1, &["optimizer.kind=lamb", "servers.staleness=2"], &["norms of whole matrices"]);
+    let traced = Run::new(Simulate(3), root.path(), "traced", &[]);
+    let mut command = traced.command();
+    command.args(["--servers", "1", "--trace"]).arg(root.path().join("nowhere/trace.json"));
+    refuses(&mut command, root.path(), &["cannot write the trace", "nowhere/trace.json", "--trace"]);
+    assert!(!traced.files().0.exists());
     // These processes learn their part when the run has its directory.
     let small = |name: &str, limit: &str, words: &[&str]| {
         let run = Run::new(Simulate(3), root.path(), name, &[&format!("run.memory_limit={limit}")]);
