@@ -26,6 +26,10 @@ const NAP: Duration = Duration::from_micros(30);
 /// The longest one: another rank may wait for this one's next message.
 const LONGEST: Duration = Duration::from_micros(120);
 
+/// While a posted message leaves a nap may also last such a part of the time since: its receiver, which was not ready so long,
+/// waits longer by no more.
+const PART: u32 = 8;
+
 /// The longest one where messages are to arrive and nobody waits for them.
 const LONGEST_IDLE: Duration = Duration::from_millis(2);
 
@@ -49,30 +53,37 @@ pub struct Backoff {
     polls: u32,
     /// Ranks of this node outnumber the cores: a rank that spins keeps another from sending.
     crowded: bool,
-    brisk_until: Option<Instant>,
+    /// Begin of polling while compute works.
+    since: Option<Instant>,
     /// The next nap.
     nap: Duration,
 }
 
 impl Backoff {
     pub fn new(crowded: bool) -> Self {
-        Self { polls: 0, crowded, brisk_until: None, nap: NAP }
+        Self { polls: 0, crowded, since: None, nap: NAP }
     }
 
     /// Passes the time until the next poll.
     pub fn pause(&mut self, shared: &Shared) {
-        self.pass(shared, LONGEST);
+        self.pass(shared, |_| LONGEST);
+    }
+
+    /// As [`Backoff::pause`], where posted messages leave and there is no other request.
+    pub fn leaving(&mut self, shared: &Shared) {
+        self.pass(shared, |waited| LONGEST.max(waited / PART).min(LONGEST_IDLE));
     }
 
     /// As [`Backoff::pause`], where nothing of this rank's is wanted by others.
     pub fn idle(&mut self, shared: &Shared) {
-        self.pass(shared, LONGEST_IDLE);
+        self.pass(shared, |_| LONGEST_IDLE);
     }
 
-    fn pass(&mut self, shared: &Shared, longest: Duration) {
+    /// `longest` is the longest nap, by the duration of the wait.
+    fn pass(&mut self, shared: &Shared, longest: impl Fn(Duration) -> Duration) {
         self.polls = self.polls.wrapping_add(1);
         if shared.has_waiters() {
-            (self.brisk_until, self.nap) = (None, NAP);
+            (self.since, self.nap) = (None, NAP);
             if self.crowded || self.polls.is_multiple_of(POLLS_PER_YIELD) {
                 std::thread::yield_now();
             } else {
@@ -80,12 +91,12 @@ impl Backoff {
             }
             return;
         }
-        let now = Instant::now();
-        if now < *self.brisk_until.get_or_insert(now + BRISK) {
+        let waited = self.since.get_or_insert_with(Instant::now).elapsed();
+        if waited < BRISK {
             // No offer of the core: on a shared one compute would take it for a slice of milliseconds.
             std::hint::spin_loop();
         } else {
-            std::thread::park_timeout(self.nap.min(longest));
+            std::thread::park_timeout(self.nap.min(longest(waited)));
             self.nap = (2 * self.nap).min(LONGEST_IDLE);
         }
     }

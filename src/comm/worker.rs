@@ -246,7 +246,7 @@ fn next(state: &mut CommThreadState, queue: &Receiver<Request>) -> Option<Reques
             (UnderWay::Nothing, None) => return queue.recv().ok(),
             (UnderWay::Nothing, Some(_)) => std::thread::yield_now(),
             (UnderWay::Arriving, _) => backoff.idle(&state.shared),
-            (UnderWay::Leaving, _) => backoff.pause(&state.shared),
+            (UnderWay::Leaving, _) => backoff.leaving(&state.shared),
         }
     }
 }
