@@ -10,7 +10,7 @@ use crate::comm::{self, Comm};
 use crate::config::{Config, Facts, ModelKind, Plan, resolve};
 use crate::data::{Batch, Parts};
 use crate::error::Result;
-use crate::parallel::ControlFlags;
+use crate::parallel::{ControlFlags, PipelineSchedule};
 use crate::random::Stream;
 use crate::topology::Topology;
 
@@ -80,6 +80,11 @@ impl<B: Kernels> Pace<B> {
         let next = || feed::micro(&backend, batch, time, 0, &stage);
         let round = advance(&self.plan, &mut self.engine, next, &mut self.progress, ControlFlags::empty)?;
         Ok(begun.elapsed().as_secs_f64() / round.steps.len() as f64)
+    }
+
+    /// From now on gradients of weights are computed apart from those of inputs, as in a late stage of a zero-bubble pipeline.
+    pub fn put_weights_off(&mut self) {
+        self.engine.geometry.schedule.order = PipelineSchedule::ZeroBubble;
     }
 
     /// The device.

@@ -185,8 +185,8 @@ impl StepSchedule {
         let mut put_off = VecDeque::with_capacity(self.stage + 1);
         for computation in computations {
             match computation {
-                // Nobody waits for the first stage.
-                Action::Backward(k) if self.stage > 0 => {
+                // Nobody waits for the first of several stages. One alone computes them apart so that they can be timed.
+                Action::Backward(k) if self.stage > 0 || self.stages == 1 => {
                     actions.push(Action::BackwardInput(k));
                     put_off.push_back(k);
                     let waiting = if self.lane_end(k).is_some() { 0 } else { self.stage };

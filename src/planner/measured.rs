@@ -59,12 +59,16 @@ struct Key {
     micro: u64,
     /// Micro-batches that use the same parameters, one after the other.
     micros: u64,
+    /// Whether gradients of weights are computed apart.
+    puts_off: bool,
 }
 
 impl Key {
     fn of(plan: &Plan) -> Self {
         let micros = (plan.step_schedule(0).micros() as u64).min(MICROS);
-        Self { tensor: plan.mesh.tensor, sequence: plan.config.parallel.sequence, micro: plan.micro, micros }
+        let parallel = &plan.config.parallel;
+        let puts_off = plan.mesh.pipeline > 1 && parallel.schedule == PipelineSchedule::ZeroBubble;
+        Self { tensor: plan.mesh.tensor, sequence: parallel.sequence, micro: plan.micro, micros, puts_off }
     }
 }
 
@@ -143,7 +147,8 @@ pub fn measure<B: Kernels>(
     let beside = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
     let mut measured = Measured { times, exchanges, beside, beside_uses: beside };
     let gathers = |plan: &&&Plan| plan.residency().params == Life::Use && plan.mesh.pipeline == 1;
-    if let Some(plan) = plans.iter().filter(gathers).max_by_key(|plan| plan.micro) {
+    // The one with most uses of parameters.
+    if let Some(plan) = plans.iter().filter(gathers).max_by_key(|plan| (Key::of(plan).micros, plan.micro)) {
         [measured.beside, measured.beside_uses] = time_beside(comm, plan, per_node, &measured, backend)?;
     }
     Ok(measured)
@@ -220,6 +225,9 @@ fn time_blocks<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: &impl Fn(&Plan)
     // A device that computes beside the host is waited for after each kernel: so a block's time is its own.
     backend.profile().record(!B::ON_HOST);
     let mut pace = Pace::of_plan(&alone, plan, backend)?;
+    if key.puts_off {
+        pace.put_weights_off();
+    }
     for _ in 0..WARM_UP {
         pace.step()?;
     }
@@ -233,13 +241,14 @@ fn time_blocks<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: &impl Fn(&Plan)
         activity.record(false);
         let events = activity.take().kept;
         let seconds = seconds?;
-        let step = Step::of(&pace, &events, seconds)?;
+        let step = Step::of(&pace, &events, seconds, key.puts_off)?;
         let mut mine = vec![seconds];
         for micros in [0..1, usize::from(key.micros > 1)..step.loss.len()] {
             let mean = |of: &dyn Fn(usize) -> f64| micros.clone().map(of).sum::<f64>() / micros.len() as f64;
             for unit in 0..blocks {
                 mine.push(mean(&|micro| step.forward[micro][unit]));
                 mine.push(mean(&|micro| step.backward[micro][unit]));
+                mine.push(mean(&|micro| step.weights[micro][unit]));
             }
             mine.push(mean(&|micro| step.loss[micro]));
         }
@@ -255,17 +264,15 @@ fn time_blocks<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: &impl Fn(&Plan)
     let [step, all @ ..] = &fastest.ok_or_else(|| Error::internal("no step was timed"))?[..] else {
         return Err(Error::internal("a step without times"));
     };
-    let work = pace.plan.network.blocks_summary();
     let passes = |of_micro: &[f64]| {
-        let block = |(unit, times): (usize, &[f64])| {
-            let (forward, backward) = (times[0], times[1]);
-            // Two products of the backward for each of the forward; of the first block there is no other.
-            let weights = if work[unit].flops > 0 { backward.min(forward) / 2.0 } else { 0.0 };
-            Passes { forward, backward, weights }
+        let block = |[forward, inputs, weights]: &[f64; 3]| Passes {
+            forward: *forward,
+            backward: inputs + weights,
+            weights: *weights,
         };
-        of_micro[..2 * blocks].chunks(2).enumerate().map(block).collect::<Vec<_>>()
+        of_micro.as_chunks().0.iter().map(block).collect::<Vec<_>>()
     };
-    let of_micro = 2 * blocks + 1;
+    let of_micro = 3 * blocks + 1;
     let [first, other] = [&all[..of_micro], &all[of_micro..2 * of_micro]];
     let micro = [first[of_micro - 1], other[of_micro - 1]];
     Ok(Times { step: *step, passes: [passes(first), passes(other)], micro, update: all[2 * of_micro] })
@@ -315,14 +322,16 @@ fn few_blocks(config: &mut Config, plan: &Plan) {
 /// The pieces of a step, in seconds: by micro-batch, then by block.
 struct Step {
     forward: Vec<Vec<f64>>,
+    /// Without the gradients of weights, where those are computed apart.
     backward: Vec<Vec<f64>>,
+    weights: Vec<Vec<f64>>,
     loss: Vec<f64>,
     /// Norm, update, and all else.
     rest: f64,
 }
 
 impl Step {
-    fn of<B: Kernels>(pace: &Pace<B>, events: &[Event], seconds: f64) -> Result<Self> {
+    fn of<B: Kernels>(pace: &Pace<B>, events: &[Event], seconds: f64, puts_off: bool) -> Result<Self> {
         let blocks = pace.plan.network.blocks_summary().len();
         let of = |doing: Doing| -> Vec<f64> {
             let events = events.iter().filter(|event| event.track == Track::Compute && event.name == doing.name());
@@ -330,15 +339,16 @@ impl Step {
         };
         let chunks = |times: Vec<f64>| -> Vec<Vec<f64>> { times.chunks(blocks).map(<[f64]>::to_vec).collect() };
         let (forward, mut backward) = (chunks(of(Doing::Forward)), chunks(of(Doing::Backward)));
-        // Backwards begin with the last block.
-        backward.iter_mut().for_each(|of_micro| of_micro.reverse());
         let loss = of(Doing::Loss);
         let micros = loss.len();
-        if forward.len() != micros || backward.len() != micros || micros == 0 {
+        let mut weights = if puts_off { chunks(of(Doing::Weights)) } else { vec![vec![0.0; blocks]; micros] };
+        // Backwards begin with the last block.
+        backward.iter_mut().chain(&mut weights).for_each(|of_micro| of_micro.reverse());
+        if [&forward, &backward, &weights].iter().any(|passes| passes.len() != micros) || micros == 0 {
             return Err(Error::internal("a step without all of its forwards and backwards"));
         }
-        let passes = forward.iter().chain(&backward).flatten().chain(&loss).sum::<f64>();
-        Ok(Self { forward, backward, loss, rest: (seconds - passes).max(0.0) })
+        let passes = [&forward, &backward, &weights].into_iter().flatten().flatten().chain(&loss).sum::<f64>();
+        Ok(Self { forward, backward, weights, loss, rest: (seconds - passes).max(0.0) })
     }
 }
 
