@@ -180,7 +180,8 @@ fn share_out(
     let mut chosen = Vec::with_capacity(views.len());
     for (rank, (view, host)) in views.iter().zip(hosts).enumerate() {
         let none = |why: &str| {
-            let (why, hint) = why.split_once("\nhint: ").unwrap_or((why, "set run.device=cpu to do without"));
+            let hint = "set run.device=cpu to do without, or let ranks without a GPU hold the parameters: --servers N";
+            let (why, hint) = why.split_once("\nhint: ").unwrap_or((why, hint));
             Error::input(format!("run.device = {choice}: rank {rank} on {host} has no GPU: {why}")).hint(hint).shared()
         };
         let seen = match view {

@@ -25,25 +25,29 @@ const HEAD_LIMIT: usize = 1 << 24;
 pub enum ToServer {
     /// Of the coordinator: the ranges to hold from now on, and their first values.
     Assign(Box<Assignment>),
-    /// The values of all ranges whose version differs from the known one.
+    /// The values of ranges whose version differs from the known one.
     Pull {
         /// The generation of the asking worker.
         generation: u64,
         /// The values.
         of: Values,
-        /// The version of each range that the worker has.
+        /// The ranges, by their place in the assignment.
+        pieces: Range<usize>,
+        /// The version of each that the worker has.
         known: Vec<Option<u64>>,
     },
-    /// The gradients of all ranges, in the body.
+    /// The gradients of ranges, in the body.
     Push {
         /// The generation of the worker.
         generation: u64,
         /// The worker.
         member: u64,
-        /// The number of its push: one that comes twice counts once.
+        /// The number of its message: one that comes twice counts once.
         number: u64,
         /// The samples whose gradient it is.
         of: Pushed,
+        /// The ranges, by their place in the assignment.
+        pieces: Range<usize>,
     },
     /// Of the coordinator: the squares of the gradients of this step, of which all lanes have come.
     Squares {
@@ -102,7 +106,7 @@ pub enum ToServer {
 pub enum FromServer {
     /// It is done.
     Done,
-    /// The versions of all ranges; the body has the values of those that were not known.
+    /// The versions of the ranges; the body has the values of those that were not known.
     Pulled {
         /// By range.
         versions: Vec<u64>,
@@ -501,8 +505,12 @@ pub fn read<T: DeserializeOwned>(stream: &mut impl Read, limit: usize, body: &mu
     }
     let mut head = vec![0; head_len];
     stream.read_exact(&mut head).map_err(lost)?;
-    body.resize(body_len as usize, 0);
-    stream.read_exact(body).map_err(lost)?;
+    body.clear();
+    body.reserve_exact(body_len as usize);
+    stream.take(body_len).read_to_end(body).map_err(lost)?;
+    if body.len() as u64 != body_len {
+        return Err(Error::comm("the connection ended within a message"));
+    }
     serde_json::from_slice(&head).map(Some).map_err(|e| Error::comm(format!("a malformed message: {e}")))
 }
 

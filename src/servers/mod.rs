@@ -15,6 +15,7 @@ mod calls;
 mod coordinator;
 mod course;
 mod division;
+mod exchange;
 mod fleet;
 mod heart;
 mod hub;

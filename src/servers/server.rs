@@ -134,11 +134,11 @@ impl Shelves {
         };
         let is_current = |generation: u64| generation == storage.generation();
         match request {
-            ToServer::Pull { generation, of, known } if is_current(generation) => {
-                return storage.pull(of, &known, body).map(|versions| FromServer::Pulled { versions });
+            ToServer::Pull { generation, of, pieces, known } if is_current(generation) => {
+                return storage.pull(of, pieces, &known, body).map(|versions| FromServer::Pulled { versions });
             }
-            ToServer::Push { generation, member, number, of } if is_current(generation) => {
-                let staleness = storage.push(member, number, &of, body)?;
+            ToServer::Push { generation, member, number, of, pieces } if is_current(generation) => {
+                let staleness = storage.push(member, number, &of, pieces, body)?;
                 body.clear();
                 return Ok(FromServer::Pushed { staleness });
             }

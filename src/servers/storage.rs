@@ -170,11 +170,17 @@ impl Storage {
         Load { ranges: self.ranges.len(), bytes, pulls, pulled, pushes, pushed, refused, updating }
     }
 
-    /// Values of the ranges whose version is not the known one, into `body`; returns all versions.
+    /// Values of those of the ranges `pieces` whose version is not the known one, into `body`; returns the versions of all.
     ///
     /// # Errors
-    /// There is no such cut.
-    pub fn pull(&self, of: Values, known: &[Option<u64>], body: &mut Vec<u8>) -> Result<Vec<u64>> {
+    /// There is no such cut, or range.
+    pub fn pull(
+        &self,
+        of: Values,
+        pieces: Range<usize>,
+        known: &[Option<u64>],
+        body: &mut Vec<u8>,
+    ) -> Result<Vec<u64>> {
         body.clear();
         let format = self.plan.config.servers.wire;
         let cut = match of {
@@ -182,9 +188,10 @@ impl Storage {
             Values::Cut(number) => Some(self.cut(number)?),
         };
         let used = self.used();
-        let mut versions = Vec::with_capacity(self.ranges.len());
-        for (number, held) in self.ranges.iter().enumerate() {
-            let known = known.get(number).copied().flatten();
+        let ranges = self.some(&pieces)?;
+        let mut versions = Vec::with_capacity(ranges.len());
+        for (index, (number, held)) in pieces.clone().zip(ranges).enumerate() {
+            let known = known.get(index).copied().flatten();
             match &cut {
                 Some(cut) => {
                     versions.push(0);
@@ -200,7 +207,7 @@ impl Storage {
                 }
             }
         }
-        Counts::add(&self.counts.pulls, 1);
+        Counts::add(&self.counts.pulls, usize::from(self.is_last(&pieces)));
         Counts::add(&self.counts.pulled, body.len());
         Ok(versions)
     }
@@ -211,33 +218,49 @@ impl Storage {
         names.iter().position(|name| *name == AVERAGE).map_or(0, |at| at + 1)
     }
 
-    /// Takes the gradients of all ranges, once; returns the most updates that came between pull and push.
+    /// Takes the gradients of the ranges `pieces`, once; returns the most updates that came between pull and push.
     ///
     /// # Errors
     /// The body has another length than the ranges, or the update failed.
-    pub fn push(&self, member: u64, number: u64, of: &Pushed, body: &[u8]) -> Result<u64> {
+    pub fn push(&self, member: u64, number: u64, of: &Pushed, pieces: Range<usize>, body: &[u8]) -> Result<u64> {
         let member = locked(&self.members).entry(member).or_default().clone();
         // A worker's pushes come one after the other; one that comes twice waits here for the first.
         let mut last = locked(&member);
         if number <= last.number {
             return Ok(last.staleness);
         }
-        let gradient = wire::decode(self.plan.config.servers.wire, body, self.elements())?;
+        let ranges = self.some(&pieces)?;
+        let elements = ranges.iter().map(|held| held.piece.range.len()).sum();
+        let gradient = wire::decode(self.plan.config.servers.wire, body, elements)?;
         Counts::add(&self.counts.pushed, body.len());
         let staleness = match of {
-            Pushed::Lanes { step, lanes } => self.add(*step, lanes, &gradient).map(|()| 0),
+            Pushed::Lanes { step, lanes } => self.add(*step, lanes, ranges, &gradient).map(|()| Some(0)),
             Pushed::Batch { ticket, scale, versions } => {
-                self.apply(*ticket, f32::from_bits(*scale), versions, &gradient)
+                self.apply(*ticket, f32::from_bits(*scale), ranges, versions, &gradient)
             }
         }?;
+        // Of a push in several messages the last one counts.
+        let counted = if staleness.is_some() { &self.counts.pushes } else { &self.counts.refused };
+        Counts::add(counted, usize::from(self.is_last(&pieces)));
+        let staleness = staleness.unwrap_or(0);
         *last = Last { number, staleness };
         Ok(staleness)
     }
 
+    /// Ranges by their place.
+    fn some(&self, pieces: &Range<usize>) -> Result<&[Held]> {
+        self.ranges.get(pieces.clone()).ok_or_else(|| Error::comm("a worker asks for ranges that do not exist"))
+    }
+
+    /// Whether the ranges of a message are those with which a pull or push ends.
+    fn is_last(&self, pieces: &Range<usize>) -> bool {
+        pieces.end == self.ranges.len()
+    }
+
     /// Adds the gradients of lanes to those of the step under way.
-    fn add(&self, step: u64, lanes: &Range<usize>, gradient: &[f32]) -> Result<()> {
+    fn add(&self, step: u64, lanes: &Range<usize>, ranges: &[Held], gradient: &[f32]) -> Result<()> {
         let mut rest = gradient;
-        for held in &self.ranges {
+        for held in ranges {
             let of_range;
             (of_range, rest) = rest.split_at(held.piece.range.len());
             let mut state = locked(&held.state);
@@ -249,19 +272,25 @@ impl Storage {
                 state.sums.put(lanes.clone(), of_range.to_vec(), |into, from| add_serial(&from, into));
             }
         }
-        Counts::add(&self.counts.pushes, 1);
         Ok(())
     }
 
-    /// Updates every range by a gradient at once.
-    fn apply(&self, ticket: u64, scale: f32, versions: &[u64], gradient: &[f32]) -> Result<u64> {
-        if locked(&self.revoked).contains(&ticket) || versions.len() != self.ranges.len() {
-            Counts::add(&self.counts.refused, 1);
-            return Ok(0);
+    /// Updates ranges by a gradient at once; returns the most updates that came between pull and push, or none if the gradient is
+    /// refused.
+    fn apply(
+        &self,
+        ticket: u64,
+        scale: f32,
+        ranges: &[Held],
+        versions: &[u64],
+        gradient: &[f32],
+    ) -> Result<Option<u64>> {
+        if locked(&self.revoked).contains(&ticket) || versions.len() != ranges.len() {
+            return Ok(None);
         }
         let began = Instant::now();
         let (mut rest, mut most) = (gradient, 0);
-        for (held, pulled) in self.ranges.iter().zip(versions) {
+        for (held, pulled) in ranges.iter().zip(versions) {
             let of_range;
             (of_range, rest) = rest.split_at(held.piece.range.len());
             let mut state = locked(&held.state);
@@ -282,9 +311,8 @@ impl Storage {
             state.owner.update(hyper, &[], of_range, None)?;
             state.version += 1;
         }
-        Counts::add(&self.counts.pushes, 1);
         Counts::add(&self.counts.updating, began.elapsed().as_micros() as usize);
-        Ok(most)
+        Ok(Some(most))
     }
 
     /// Pushes of this ticket are not to count any more.

@@ -20,6 +20,16 @@ pub fn encode(format: WireFormat, values: &[f32], body: &mut Vec<u8>) {
     }
 }
 
+/// Numbers as a body; in another format than theirs they take `room`.
+pub fn encoded<'a>(format: WireFormat, values: &'a [f32], room: &'a mut Vec<u8>) -> &'a [u8] {
+    if format == WireFormat::F32 {
+        return bytemuck::cast_slice(values);
+    }
+    room.clear();
+    encode(format, values, room);
+    room
+}
+
 /// Bytes of a number.
 pub fn width(format: WireFormat) -> usize {
     match format {

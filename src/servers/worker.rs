@@ -5,15 +5,13 @@ use std::ops::Range;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use super::exchange::{Current, Servers, longest};
 use super::heart::Heart;
 use super::line::Line;
-use super::message::{
-    Fault, FromCoordinator, FromServer, Pushed, Report, Seconds, ToCoordinator, ToServer, Values, Work,
-};
+use super::message::{Fault, FromCoordinator, Pushed, Report, Seconds, ToCoordinator, Values, Work};
 use super::site::{Site, host_name};
-use super::terms::{Terms, layouts};
+use super::terms::Terms;
 use super::trace::Recording;
-use super::wire;
 use crate::activity::{Activity, Doing, Track, span};
 use crate::backend::cpu::Cpu;
 use crate::backend::{Kernels, readable};
@@ -184,9 +182,7 @@ struct Member<'a, B: Kernels> {
     feed: Feed<B>,
     evaluator: Option<Evaluator>,
     digest: Option<String>,
-    servers: Vec<Server>,
-    /// Pushes so far.
-    pushes: u64,
+    servers: Servers,
     /// Batches that the thread that reads was asked for, in order.
     asked: VecDeque<u64>,
     /// The lease: its ticket, and the batches that are left.
@@ -196,8 +192,8 @@ struct Member<'a, B: Kernels> {
 }
 
 /// Refuses a worker that does not fit into the memory that it may take of its host, before it allocates any: parameters,
-/// gradients, activations, and the messages of a push.
-fn check_memory<B: Kernels>(plan: &Plan, topology: &Topology, data: &[&dyn Source]) -> Result<()> {
+/// gradients, activations, and messages.
+fn check_memory<B: Kernels>(plan: &Plan, terms: &Terms, topology: &Topology, data: &[&dyn Source]) -> Result<()> {
     let mut config = plan.config.clone();
     // The state of the optimizer and checkpoints are the servers'. The one buffer of this rule stands for a pull's values.
     config.optimizer = Optimizer { kind: OptimizerKind::Sgd, ema: 0.0, ..config.optimizer };
@@ -205,7 +201,8 @@ fn check_memory<B: Kernels>(plan: &Plan, topology: &Topology, data: &[&dyn Sourc
     let facts = Facts { ranks: 1, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu: !B::ON_HOST };
     let lean = resolve(config, &facts)?;
     let mut held = memory::Held::now(&single::<B>(), data);
-    held.messages = layouts(plan).iter().map(|unit| unit.padded * size_of::<f32>()).sum::<usize>();
+    // One is read, and one is sent.
+    held.messages = 2 * longest(&terms.pieces);
     let (need, room) = (memory::worst::<B>(&lean, held), memory::room(plan, topology, held, None));
     if room.holds(&need) {
         return Ok(());
@@ -214,19 +211,6 @@ fn check_memory<B: Kernels>(plan: &Plan, topology: &Topology, data: &[&dyn Sourc
     Err(Error::input(format!("{told}, and may take {}", readable(room.host)))
         .hint("set a smaller batch.micro, or parallel.recompute = true"))
 }
-
-/// A server, as a worker sees it.
-struct Server {
-    line: Line,
-    /// The version of each of its ranges that this worker has.
-    known: Vec<Option<u64>>,
-    /// Elements of all its ranges.
-    elements: usize,
-    body: Vec<u8>,
-}
-
-/// Whether the generation goes on.
-type Current = bool;
 
 impl<'a, B: Kernels> Member<'a, B> {
     fn begin(
@@ -245,7 +229,7 @@ impl<'a, B: Kernels> Member<'a, B> {
             train.conform(preprocessing)?;
             validation.as_mut().map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
         }
-        check_memory::<B>(&plan, &topology, &[&*train])?;
+        check_memory::<B>(&plan, terms, &topology, &[&*train])?;
         let model = model::build(&single::<B>(), &plan, backend(&plan)?)?;
         let schedule = plan.step_schedule(0);
         let geometry = Geometry {
@@ -259,13 +243,8 @@ impl<'a, B: Kernels> Member<'a, B> {
         let feed = Feed::of(&model, train, &plan, terms.start.position, ranges.into_iter())?;
         let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
-        let server = |(address, pieces): (&String, &Vec<super::division::Piece>)| Server {
-            line: Line::new("the server", address, secret.clone(), hand.patience).comes_back(COMEBACK),
-            known: vec![None; pieces.len()],
-            elements: pieces.iter().map(|piece| piece.range.len()).sum(),
-            body: Vec::new(),
-        };
-        let servers = terms.addresses.iter().zip(&terms.pieces).map(server).collect();
+        let line = |address: &str| Line::new("the server", address, secret.clone(), hand.patience).comes_back(COMEBACK);
+        let servers = Servers::new(terms, member, line);
         let engine = Engine { model, geometry };
         Ok(Self {
             hand,
@@ -279,7 +258,6 @@ impl<'a, B: Kernels> Member<'a, B> {
             evaluator,
             digest,
             servers,
-            pushes: 0,
             asked: VecDeque::new(),
             lease: None,
             seconds: Seconds::default(),
@@ -359,7 +337,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         self.engine.geometry.schedule = StepSchedule { lanes: lanes.len(), ..self.schedule };
         let reduced = self.gradients(step)?;
         let of = Pushed::Lanes { step, lanes: lanes.clone() };
-        if self.push(|_| of.clone())?.is_none() {
+        if self.push(|_, _| of.clone())?.is_none() {
             return Ok(None);
         }
         Ok(Some(Report::Lanes { ticket, losses: vec![reduced.loss.to_bits()], seconds: self.seconds }))
@@ -375,14 +353,17 @@ impl<'a, B: Kernels> Member<'a, B> {
         if !self.pull(Values::Live)? {
             return Ok(None);
         }
-        let versions: Vec<Vec<u64>> =
-            self.servers.iter().map(|server| server.known.iter().map(|known| known.unwrap_or(0)).collect()).collect();
+        let versions = self.servers.versions();
         let number = self.terms.start.position / self.plan.config.batch.global + batch;
         let reduced = self.gradients(number)?;
         let loss = reduced.loss / self.plan.tokens_per_step() as f64;
         let staleness = if loss.is_finite() && reduced.norm.is_finite() {
             let scale = (clip(self.plan.config.optimizer.grad_clip, reduced.norm) as f32).to_bits();
-            let of = |server: usize| Pushed::Batch { ticket, scale, versions: versions[server].clone() };
+            let of = |server: usize, pieces: Range<usize>| Pushed::Batch {
+                ticket,
+                scale,
+                versions: versions[server][pieces].to_vec(),
+            };
             match self.push(of)? {
                 Some(staleness) => Some(staleness),
                 None => return Ok(None),
@@ -422,73 +403,20 @@ impl<'a, B: Kernels> Member<'a, B> {
         Ok(Some(Report::Chunks { ticket, sums }))
     }
 
-    /// Takes values from all servers: those that have changed since.
+    /// Takes values from all servers.
     fn pull(&mut self, of: Values) -> Result<Current> {
-        let _span = span(Doing::Pulling, None);
-        let began = Instant::now();
-        let generation = self.terms.generation;
-        let request = |known: &[Option<u64>]| ToServer::Pull { generation, of, known: known.to_vec() };
-        let mut asked = Vec::with_capacity(self.servers.len());
-        for server in &mut self.servers {
-            asked.push(server.line.send(&request(&server.known), &[]).is_ok());
-        }
-        let format = self.plan.config.servers.wire;
-        for ((server, pieces), asked) in self.servers.iter_mut().zip(&self.terms.pieces).zip(asked) {
-            let Server { line, known, elements, body } = server;
-            let limit = *elements * size_of::<f32>();
-            let answer = if asked { line.receive(limit, body).ok() } else { None };
-            let answer = answer.unwrap_or_else(|| line.ask(&request(known), &[], limit, body))?;
-            let FromServer::Pulled { versions } = answer else { return Ok(false) };
-            let changed: Vec<usize> =
-                (0..pieces.len()).filter(|&i| of != Values::Live || known[i] != versions.get(i).copied()).collect();
-            let values = wire::decode(format, body, changed.iter().map(|&i| pieces[i].range.len()).sum())?;
-            let mut rest = &values[..];
-            for i in changed {
-                let (piece, of_piece);
-                piece = &pieces[i];
-                (of_piece, rest) = rest.split_at(piece.range.len());
-                self.engine.model.sharded.set(piece.unit, piece.range.clone(), of_piece)?;
-                known[i] = if of == Values::Live { versions.get(i).copied() } else { None };
-            }
-        }
+        let (began, _span) = (Instant::now(), span(Doing::Pulling, None));
+        let current = self.servers.pull(&mut self.engine.model, of)?;
         self.seconds.pull += began.elapsed().as_secs_f64();
-        Ok(true)
+        Ok(current)
     }
 
     /// Gives the reduced gradient to all servers; returns the largest staleness, or none if the generation is over.
-    fn push(&mut self, of: impl Fn(usize) -> Pushed) -> Result<Option<u64>> {
+    fn push(&mut self, of: impl Fn(usize, Range<usize>) -> Pushed) -> Result<Option<u64>> {
         let (began, _span) = (Instant::now(), span(Doing::Pushing, None));
-        self.pushes += 1;
-        let (generation, member, number) = (self.terms.generation, self.member, self.pushes);
-        let format = self.plan.config.servers.wire;
-        let request = |server: usize| ToServer::Push { generation, member, number, of: of(server) };
-        let mut sent = Vec::with_capacity(self.servers.len());
-        let mut host = Vec::new();
-        {
-            let reduced = self.engine.model.sharded.gradients()?;
-            let backend = &self.engine.model.backend;
-            for (index, (server, pieces)) in self.servers.iter_mut().zip(&self.terms.pieces).enumerate() {
-                server.body.clear();
-                for piece in pieces {
-                    host.resize(piece.range.len(), 0.0);
-                    let grad = B::cut(B::cut(reduced[piece.unit].grad, piece.range.end).0, piece.range.start).1;
-                    backend.download(grad, &mut host)?;
-                    wire::encode(format, &host, &mut server.body);
-                }
-                sent.push(server.line.send(&request(index), &[&server.body]).is_ok());
-            }
-        }
+        let staleness = self.servers.push(&self.engine.model, of)?;
         self.engine.model.sharded.skip();
-        let mut most = 0;
-        for (index, (server, sent)) in self.servers.iter_mut().zip(sent).enumerate() {
-            let answer = if sent { server.line.receive(0, &mut Vec::new()).ok() } else { None };
-            // The connection was cut: a push that comes twice counts once.
-            let answer =
-                answer.unwrap_or_else(|| server.line.ask(&request(index), &[&server.body], 0, &mut Vec::new()))?;
-            let FromServer::Pushed { staleness } = answer else { return Ok(None) };
-            most = most.max(staleness);
-        }
         self.seconds.push += began.elapsed().as_secs_f64();
-        Ok(Some(most))
+        Ok(staleness)
     }
 }

@@ -257,6 +257,18 @@ fn more_ranks_than_gpus_may_share_if_told_so() {
     assert!(ended.stderr.contains("are to share 1 GPU\nhint: ") && ended.stderr.contains("ranks_per_gpu=3"), "{ended}");
 }
 
+/// Two ranks with a GPU each train, and the third, which needs none, serves.
+#[test]
+fn servers_need_no_gpu_beside_workers_with_some() {
+    let root = tempfile::tempdir().unwrap();
+    let sim: Settings = &[("CUDASIM_DEVICES", "2")];
+    let alone = trains(Mpirun(2), root.path(), "ranks", &["parallel.zero=0"], sim);
+    let (run, mut asked) = command(Mpirun(3), root.path(), "served", &["run.device=cuda"], sim);
+    finish(asked.args(["--servers", "1"])).succeeded();
+    let apart = apart(&alone, &run.files());
+    assert!(apart <= 1e-6, "{apart}");
+}
+
 #[test]
 fn failures_of_the_device_end_the_run() {
     let root = tempfile::tempdir().unwrap();
