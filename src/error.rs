@@ -17,6 +17,8 @@ pub enum Kind {
     /// A file of this program is proven to differ from the one written: it is missing, too short, or fails its
     /// checksum.
     Damaged,
+    /// The file system refused for longer than a run tolerates: another start may find it mended.
+    Outage,
     /// A message between ranks failed, or a rank is gone.
     Comm,
     /// A GPU or one of its libraries failed.
@@ -68,6 +70,15 @@ impl Error {
         let kind =
             if matches!(source.kind(), NotFound | UnexpectedEof | InvalidData) { Kind::Damaged } else { Kind::Io };
         Self { kind, ..Self::io(action, path, source) }
+    }
+
+    /// The same refusal of the file system, after which a run ends: `age` has passed since its last good checkpoint.
+    pub fn outlasted(self, age: std::time::Duration) -> Self {
+        let message = format!("{}; the last good checkpoint is {} s old", self.message, age.as_secs());
+        Self { kind: Kind::Outage, message, ..self }
+            .hint(
+            "the last published checkpoint is kept: see why, then continue with --resume auto; checkpoint.tolerate sets the time",
+        )
     }
 
     /// A message between ranks failed.
@@ -134,10 +145,12 @@ impl Error {
         self.kind
     }
 
-    /// The exit code of a process that ends with this error: 2 for causes that the user can mend, else 1.
+    /// The exit code of a process that ends with this error: 2 for causes that the user can mend, 74 where another start may do,
+    /// else 1.
     pub fn exit_code(&self) -> i32 {
         match self.kind {
             Kind::Input | Kind::Io | Kind::Damaged => 2,
+            Kind::Outage => 74,
             Kind::Comm | Kind::Device | Kind::Numeric | Kind::Internal => 1,
         }
     }

@@ -110,6 +110,7 @@ pub mod run_dir;
 pub mod servers;
 pub mod signals;
 mod simd;
+pub mod supervise;
 pub mod telemetry;
 #[doc(hidden)]
 pub mod topology;

@@ -17,6 +17,7 @@ mod sample;
 mod servers;
 mod simulate;
 mod spawn;
+mod supervise;
 mod train;
 mod used;
 mod verify;
@@ -63,6 +64,8 @@ enum Command {
     Role(role::RoleArgs),
     /// Show a run on servers: who is there, how far each is, the load of every server.
     Status(servers::StatusArgs),
+    /// Start a job again until its run has ended: hpctrain supervise -- mpirun -np 8 hpctrain train
+    Supervise(supervise::SuperviseArgs),
     /// Compare layouts: the same loss, parameters and optimizer state on any ranks, in any ZeRO stage.
     Verify(verify::VerifyArgs),
     /// One rank of a row of `verify --mpi`.
@@ -104,7 +107,7 @@ impl Command {
             Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) | Command::ProveDirect => false,
             Command::Data(_) | Command::Checkpoint(_) | Command::Config(_) | Command::DoctorProbe(_) => false,
             Command::Coordinate(_) | Command::Server(_) | Command::Worker(_) => false,
-            Command::Role(_) | Command::Status(_) => false,
+            Command::Role(_) | Command::Status(_) | Command::Supervise(_) => false,
             Command::Completions { .. } => false,
         }
     }
@@ -175,6 +178,7 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Simulate(args) => simulate::run(&args),
         Command::Coordinate(args) => coordinate::run(&args),
         Command::Status(args) => report(servers::status(&args)),
+        Command::Supervise(args) => supervise::run(args),
         Command::Data(args) => report(data::run(args)),
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Config(args) => report(config::run(&args)),

@@ -347,6 +347,9 @@ sections! {
         asynchronous: bool = true,
         /// Behaviour of a save while the one before is still being written: wait, or skip.
         when_busy: WhenBusy = WhenBusy::Wait,
+        /// Seconds after the last good checkpoint for which a run goes on although files cannot be written: it tries again; 0 ends it
+        /// at once.
+        tolerate: u64 = 1800,
     }
 
     /// `[eval]`

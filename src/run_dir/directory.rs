@@ -13,6 +13,7 @@ use std::sync::Arc;
 use super::branch::Branch;
 use super::changes;
 use super::markers::Markers;
+use super::supervised;
 use crate::checkpoint::Checkpoints;
 use crate::checkpoint::lease::{Claimed, Held, Lease, Leases};
 use crate::config::Config;
@@ -121,7 +122,8 @@ impl RunDirectory {
         let logs = self.logs_path();
         fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e).hint(HINT))?;
         self.checkpoints().prepare()?;
-        self.marks().begin()
+        self.marks().begin()?;
+        supervised::tell(&self.path)
     }
 
     /// Whether a run has begun here.
@@ -171,6 +173,15 @@ impl RunDirectory {
         let path = self.path.clone();
         drop(self);
         let _ = fs::remove_dir(path);
+    }
+
+    /// Whether a trainer has it, or an evaluator that watches it.
+    ///
+    /// # Errors
+    /// A lease cannot be read: its holder is not known.
+    pub fn is_in_use(&self) -> Result<bool> {
+        let leases = self.leases();
+        Ok(leases.holds(TRAINER)? || self.checkpoints().leases().queue_is_watched()?)
     }
 
     /// Looks whether this process still is the trainer here.

@@ -6,9 +6,11 @@ mod directory;
 mod ending;
 pub mod markers;
 mod resume;
+mod supervised;
 
 pub use branch::{Branch, Take};
 pub use directory::{Resume, RunDirectory};
 pub use ending::{Ending, REQUEUE};
 pub(crate) use resume::data_changes;
 pub use resume::{Resumed, Taking, resume};
+pub use supervised::SUPERVISED;

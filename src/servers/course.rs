@@ -355,7 +355,7 @@ impl<'a> Course<'a> {
         let contributions = self.hub.with(|state| state.pool.take_contributions());
         self.tally.step(step, took, taken.skipped, &contributions)?;
         self.records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
-        self.records.progress.step(&record);
+        self.records.progress.step(&record, None);
         self.stop_requests.stepped(took);
         let told = [
             ("step", json!(step)),
@@ -584,6 +584,7 @@ impl<'a> Course<'a> {
             stages: vec![],
             peak_resident_bytes: resident().1,
             time: unix_time(),
+            goodput: None,
         }
     }
 }

@@ -72,6 +72,8 @@ impl Step {
 pub struct JsonLines {
     path: PathBuf,
     file: File,
+    /// Bytes that are not in the file yet: the file system refused them, and is asked again with the next line.
+    waiting: Vec<u8>,
 }
 
 impl JsonLines {
@@ -112,17 +114,45 @@ impl JsonLines {
                 .map_err(|e| Error::io("rewrite", path, e))?;
         }
         let file = OpenOptions::new().create(true).append(true).open(path).map_err(|e| Error::io("open", path, e))?;
-        Ok(Self { path: path.to_path_buf(), file })
+        Ok(Self { path: path.to_path_buf(), file, waiting: Vec::new() })
     }
 
     /// Appends one line.
     ///
     /// # Errors
-    /// The file system refused.
+    /// The file system refused. The line, or the rest of it, waits for the next call.
     pub fn write(&mut self, record: &impl Serialize) -> Result<()> {
         let mut line = serde_json::to_string(record).map_err(|e| Error::internal(format!("metrics: {e}")))?;
         line.push('\n');
-        self.file.write_all(line.as_bytes()).map_err(|e| Error::io("write", &self.path, e))
+        self.waiting.extend(line.into_bytes());
+        self.flush()
+    }
+
+    /// Appends all that waits.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn flush(&mut self) -> Result<()> {
+        let refused = |e| Error::io("write", &self.path, e);
+        while !self.waiting.is_empty() {
+            match self.file.write(&self.waiting) {
+                Ok(0) => return Err(refused(ErrorKind::WriteZero.into())),
+                Ok(written) => drop(self.waiting.drain(..written)),
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(refused(e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Opens the file anew, if it has become another one by its name: network file systems forget files that are open.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn reopen(&mut self) -> Result<()> {
+        let refused = |e| Error::io("open", &self.path, e);
+        self.file = OpenOptions::new().create(true).append(true).open(&self.path).map_err(refused)?;
+        Ok(())
     }
 }
 

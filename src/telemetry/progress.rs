@@ -32,13 +32,14 @@ impl Progress {
         Self { bar, every, first, total, predictions, started: Instant::now() }
     }
 
-    /// A step has finished.
-    pub fn step(&self, step: &Step) {
+    /// A step has finished; `trouble` is what people are to know besides.
+    pub fn step(&self, step: &Step, trouble: Option<&str>) {
         let done = step.step - self.first;
         let left = self.started.elapsed().as_secs_f64() / done.max(1) as f64 * (self.total - step.step) as f64;
         let skipped = if step.skipped { "  (update skipped: not finite)" } else { "" };
+        let trouble = trouble.map(|trouble| format!("  ({trouble})")).unwrap_or_default();
         let facts = format!(
-            "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} {}/s  ETA {}{skipped}",
+            "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} {}/s  ETA {}{skipped}{trouble}",
             step.loss,
             step.lr,
             step.grad_norm,

@@ -18,6 +18,23 @@ pub struct StageMemory {
     pub peak_bytes: BTreeMap<String, usize>,
 }
 
+/// The use of the time of a run that was started several times.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Goodput {
+    /// Starts.
+    pub starts: u64,
+    /// Seconds from the first start to the end.
+    pub seconds: f64,
+    /// Of them, those of steps that the result has.
+    pub useful_seconds: f64,
+    /// Steps that were taken again.
+    pub steps_lost: u64,
+    /// Their seconds, of the times they were lost.
+    pub seconds_lost: f64,
+    /// Useful seconds over all.
+    pub share: f64,
+}
+
 /// The run card.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunCard {
@@ -66,9 +83,25 @@ pub struct RunCard {
     pub peak_resident_bytes: usize,
     /// Seconds since 1970 at the end.
     pub time: f64,
+    /// Over all starts, where `hpctrain supervise` made them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub goodput: Option<Goodput>,
 }
 
 impl RunCard {
+    /// The card at `path`; none if there is no such file.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn read(path: &Path) -> Result<Option<Self>> {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(Error::io("read", path, e)),
+        };
+        serde_json::from_str(&text).map(Some).map_err(|e| Error::damaged(format!("{}: {e}", path.display())))
+    }
+
     /// Writes the card.
     ///
     /// # Errors

@@ -3,6 +3,7 @@
 mod budget;
 mod hooks;
 mod meters;
+mod outages;
 mod placed;
 mod records;
 mod run;

@@ -1,10 +1,13 @@
 //! Records and progress output of rank 0.
 
+use std::collections::VecDeque;
+use std::path::PathBuf;
+
 use crate::config::Plan;
 use crate::error::{Error, Result};
 use crate::run_dir::RunDirectory;
 use crate::telemetry::epoch_loss::EpochLoss;
-use crate::telemetry::evaluations;
+use crate::telemetry::evaluations::{self, Evaluation};
 use crate::telemetry::metrics::JsonLines;
 use crate::telemetry::progress::Progress;
 use crate::telemetry::straggler::Stragglers;
@@ -19,6 +22,8 @@ pub struct Records {
     pub stragglers: Stragglers,
     /// Without validation data: the training loss by which checkpoints are compared.
     pub epoch_loss: Option<EpochLoss>,
+    /// `eval.jsonl`, and the evaluations that are not in it yet.
+    evaluations: (PathBuf, VecDeque<Evaluation>),
 }
 
 impl Records {
@@ -44,6 +49,7 @@ impl Records {
         let metrics = JsonLines::open(&directory.metrics_path(), step)?;
         Ok(Self {
             metrics,
+            evaluations: (directory.evaluations_path(), VecDeque::new()),
             epoch_loss: epoch_loss.map(|epoch| epoch.with(&directory.metrics_path())),
             progress: Progress::new(step, plan.config.run.steps, plan.config.log.every, plan.network.predictions()),
             stragglers: Stragglers::new(
@@ -52,5 +58,28 @@ impl Records {
                 plan.config.log.straggler_window,
             ),
         })
+    }
+
+    /// Appends an evaluation.
+    ///
+    /// # Errors
+    /// The file system refused. The evaluation waits for [`Records::flush`].
+    pub fn evaluated(&mut self, evaluation: Evaluation) -> Result<()> {
+        self.evaluations.1.push_back(evaluation);
+        self.flush()
+    }
+
+    /// Writes all that waits because the file system has refused it.
+    ///
+    /// # Errors
+    /// It refused again.
+    pub fn flush(&mut self) -> Result<()> {
+        self.metrics.flush()?;
+        let (path, waiting) = &mut self.evaluations;
+        while let Some(first) = waiting.front() {
+            evaluations::append(path, first)?;
+            waiting.pop_front();
+        }
+        Ok(())
     }
 }

@@ -27,6 +27,8 @@ pub struct StopRequests {
     /// Time between checkpoints, if it counts.
     every: Option<Duration>,
     saved: Instant,
+    /// The moment at which a save that failed is due again.
+    again: Option<Instant>,
     has_published: bool,
     asked: Instant,
     /// The reason to stop early, once one is known.
@@ -38,7 +40,17 @@ impl StopRequests {
     pub fn new(root: bool, budget: Budget, markers: Markers, every: u64) -> Self {
         let now = Instant::now();
         let every = (every > 0).then(|| Duration::from_secs(every));
-        Self { root, budget, markers, every, saved: now, has_published: false, asked: now, stop_reason: None }
+        Self {
+            root,
+            budget,
+            markers,
+            every,
+            saved: now,
+            again: None,
+            has_published: false,
+            asked: now,
+            stop_reason: None,
+        }
     }
 
     /// The flags of this rank for the others. `written` is whether it has done its part of the save under way.
@@ -47,10 +59,11 @@ impl StopRequests {
             self.asked = Instant::now();
             self.stop_reason = self.markers.asked_to_stop();
         }
-        let due = self.root && self.every.is_some_and(|every| self.saved.elapsed() >= every);
+        let due = self.every.is_some_and(|every| self.saved.elapsed() >= every)
+            || self.again.is_some_and(|again| Instant::now() >= again);
         ControlFlags::END.when(self.must_end())
             | ControlFlags::WRITTEN.when(written)
-            | ControlFlags::DUE.when(due)
+            | ControlFlags::DUE.when(self.root && due)
             | ControlFlags::STOP.when(self.stop_reason.is_some())
     }
 
@@ -85,7 +98,12 @@ impl StopRequests {
 
     /// A save has begun.
     pub fn save_begun(&mut self) {
-        self.saved = Instant::now();
+        (self.saved, self.again) = (Instant::now(), None);
+    }
+
+    /// A save has failed, and is due again after a pause.
+    pub fn save_failed(&mut self, pause: Duration) {
+        self.again = Some(Instant::now() + pause);
     }
 
     /// A save took so long.

@@ -19,7 +19,7 @@ const LEVELS: [&[&str]; 13] = [
     &["engine", "run_dir"],
     &["evaluate", "planner"],
     &["train", "bench"],
-    &["doctor", "servers", "verify"],
+    &["doctor", "servers", "supervise", "verify"],
     &["cli", "prelude"],
 ];
 

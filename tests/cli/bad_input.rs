@@ -724,7 +724,8 @@ fn a_full_disk_costs_no_checkpoint() {
         return;
     };
     let root = tempfile::tempdir().unwrap();
-    let settings = ["run.steps=8", "checkpoint.every=1", "checkpoint.keep=99", "parallel.lanes=2"];
+    let settings =
+        ["run.steps=8", "checkpoint.every=1", "checkpoint.keep=99", "parallel.lanes=2", "checkpoint.tolerate=0"];
     let reference = Run::new(Alone, root.path(), "reference", &settings).succeeds();
     for (i, transport) in ALL.iter().enumerate() {
         let disk = root.path().join(format!("disk-{i}"));
@@ -736,7 +737,7 @@ fn a_full_disk_costs_no_checkpoint() {
         command.envs(inner.get_envs().filter_map(|(name, value)| Some((name, value?))));
         let ended = finish(&mut command);
         assert_eq!(ended.code(), 0, "{ended}");
-        assert!(ended.stdout.contains("exit code 2\n"), "{ended}");
+        assert!(ended.stdout.contains("exit code 74\n"), "{ended}");
         assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
         for word in ["checkpoint of step ", "No space left on device", "\nhint: ", "last published checkpoint is kept"]
         {

@@ -7,7 +7,7 @@ use std::process::Command;
 use hpctrain::checkpoint::{Checkpoints, Reader};
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{LIMIT, start};
+use crate::common::launch::{Ended, LIMIT, start};
 use crate::common::runs::{Run, RunFiles, copy};
 use crate::{LARGE, refused, saves};
 
@@ -57,7 +57,8 @@ const STEPS: u64 = 6;
 
 /// Saves every second step and keeps one checkpoint.
 fn large(transport: Transport, root: &Path, name: &str, more: &[&str]) -> Run {
-    let settings = ["run.steps=6", "eval.every=2", "checkpoint.keep=1", "checkpoint.keep_best=0"];
+    let settings =
+        ["run.steps=6", "eval.every=2", "checkpoint.keep=1", "checkpoint.keep_best=0", "checkpoint.tolerate=0"];
     Run::new(transport, root, name, &[&LARGE[..], &settings, more].concat())
 }
 
@@ -79,13 +80,50 @@ fn a_full_disk_ends_the_run_and_costs_no_checkpoint() {
         // Room for one checkpoint and a half.
         let Some(disk) = Tmpfs::mount(&files.path("checkpoints"), "14m") else { return };
         let ended = asked.ends();
-        refused(&ended, &["cannot write", "step-00000004", "/rank-0000", ".h5", "No space left", "step 4"]);
+        given_up(&ended, &["cannot write", "step-00000004", "/rank-0000", ".h5", "No space left", "step 4"]);
         only_whole_one(&files, 2);
         // Nothing has changed: nothing is lost.
-        refused(&asked.clone().resume("auto").ends(), &["No space left"]);
+        given_up(&asked.clone().resume("auto").ends(), &["No space left"]);
         only_whole_one(&files, 2);
         assert!(disk.remount("size=64m"));
         asked.clone().resume("auto").succeeds().same_as(&reference, STEPS, &format!("{transport:?} {way:?}"));
+    }
+}
+
+/// Panics unless a job ended because its disk failed for longer than it tolerates.
+#[track_caller]
+fn given_up(ended: &Ended, words: &[&str]) {
+    assert_eq!(ended.code(), 74, "{ended}");
+    assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
+    for word in words.iter().chain(&["the last good checkpoint is", "hint:"]) {
+        assert!(ended.stderr.contains(word), "{word:?} is missing: {ended}");
+    }
+}
+
+fn log(files: &RunFiles) -> String {
+    std::fs::read_to_string(files.path("logs/rank-00000.log")).unwrap_or_default()
+}
+
+/// Checkpoints that cannot be written, and records, are written once there is room again, and training goes on meanwhile.
+#[test]
+fn a_disk_that_is_full_for_a_while_costs_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = large(Alone, root.path(), "reference", &[]).succeeds();
+    for (i, (transport, way)) in WAYS.into_iter().enumerate() {
+        let asked = large(transport, root.path(), &format!("x-{i}"), &[way, &["checkpoint.tolerate=600"]].concat());
+        let files = asked.files();
+        // Records are on the disk, too: room for one checkpoint and a half.
+        let Some(disk) = Tmpfs::mount(&files.0, "14m") else { return };
+        let mut job = start(&mut asked.command());
+        // At its end the run waits for room.
+        job.until("refused at the end", || {
+            files.checkpoint(2).exists() && log(&files).matches("training goes on, and saves again").count() > 1
+        });
+        assert!(disk.remount("size=64m"));
+        let ended = job.finish(LIMIT).succeeded();
+        assert!(ended.stderr.contains("No space left"), "{ended}");
+        files.same_as(&reference, STEPS, &format!("{transport:?} {way:?}"));
+        only_whole_one(&files, STEPS);
     }
 }
 
@@ -114,7 +152,7 @@ fn a_disk_that_turns_read_only_ends_the_run() {
         let mut job = start(&mut asked.command());
         job.until("turned read-only", || files.checkpoint(2).exists() && disk.remount("ro"));
         let ended = job.finish(LIMIT);
-        refused(&ended, &["Read-only file system", "checkpoints"]);
+        given_up(&ended, &["Read-only file system", "checkpoints"]);
         let refused_again = asked.clone().resume("auto").ends();
         assert!(disk.remount("rw"));
         let checkpoints = Checkpoints::new(files.path("checkpoints"));

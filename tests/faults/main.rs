@@ -14,6 +14,7 @@ mod kills;
 mod observer;
 mod servers;
 mod signals;
+mod supervise;
 mod trainers;
 
 use std::path::Path;

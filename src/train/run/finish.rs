@@ -12,6 +12,7 @@ use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::run_card::{RunCard, StageMemory};
 use crate::telemetry::{say, unix_time};
 use crate::train::hooks::Outcome;
+use crate::train::records::Records;
 
 impl<B: Kernels> Run<'_, B> {
     /// Last evaluation, last checkpoint, a sample of text, the run card.
@@ -22,12 +23,16 @@ impl<B: Kernels> Run<'_, B> {
             self.evaluate()?;
         }
         // A save under way ends first; and no other could keep the last one waiting.
-        let published = self.saver.finish()?;
-        self.note_published(published);
-        if self.schedule.saved != Some(self.progress.step) {
-            self.save()?;
-            let published = self.saver.finish()?;
-            self.note_published(published);
+        self.end_save()?;
+        loop {
+            if self.schedule.saved != Some(self.progress.step) {
+                self.save()?;
+                self.end_save()?;
+            }
+            if self.schedule.saved == Some(self.progress.step) && self.all_is_recorded()? {
+                break;
+            }
+            std::thread::sleep(self.outages.pause());
         }
         let ending = self.schedule.ending.take().unwrap_or(Ending::Finished);
         let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
@@ -38,6 +43,24 @@ impl<B: Kernels> Run<'_, B> {
         self.world.agree(if self.world.rank() == 0 { self.tell(&ending, text, stages) } else { Ok(()) })?;
         log::info!("ended at step {}: {ending:?}", self.progress.step);
         Ok(ending)
+    }
+
+    /// Waits for the end of the save under way.
+    fn end_save(&mut self) -> Result<()> {
+        let ended = self.saver.finish();
+        let published = self.tolerated(ended)?;
+        self.note_published(published.flatten());
+        Ok(())
+    }
+
+    /// Whether no record waits for the file system; the same on all ranks.
+    fn all_is_recorded(&mut self) -> Result<bool> {
+        let written = self.records.as_mut().map_or(Ok(()), Records::flush);
+        let waits = written.is_err();
+        let recorded = self.recorded(written);
+        self.world.agree(recorded)?;
+        let told = self.world.gather_bytes(vec![u8::from(waits)]).wait()?;
+        Ok(told.first() == Some(&vec![0]))
     }
 
     /// Reports the end of the run to people and programs. On rank 0.
@@ -158,6 +181,7 @@ impl<B: Kernels> Run<'_, B> {
             stages,
             peak_resident_bytes: memory::resident().1,
             time: unix_time(),
+            goodput: None,
         }
     }
 }

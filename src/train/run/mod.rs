@@ -30,6 +30,7 @@ use crate::telemetry::unix_time;
 use crate::topology::Topology;
 use crate::train::hooks::{Hook, Hooks};
 use crate::train::meters::Meters;
+use crate::train::outages::{Outages, is_outage};
 use crate::train::records::Records;
 use crate::train::stop_requests::StopRequests;
 
@@ -162,6 +163,7 @@ struct Run<'h, B: Kernels> {
     saver: Saver<B>,
     schedule: Schedule,
     stop_requests: StopRequests,
+    outages: Outages,
     hooks: Hooks<'h>,
     meters: Meters,
     /// For estimates of memory.
@@ -260,9 +262,12 @@ impl<'h, B: Kernels> Run<'h, B> {
             };
             let record = record.with(times);
             if let Some(records) = &mut self.records {
-                records.metrics.write(&record)?;
                 records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
-                records.progress.step(&record);
+                let written = records.metrics.write(&record).and_then(|()| records.flush());
+                self.recorded(written)?;
+            }
+            if let Some(records) = &mut self.records {
+                records.progress.step(&record, self.outages.told().as_deref());
             }
             let stop = self.hooks.call(|hook| hook.step(&record));
             self.stop_requests.stop_for(stop);
@@ -343,8 +348,9 @@ impl<'h, B: Kernels> Run<'h, B> {
             self.world.agree(failure)?;
         }
         if self.saver.is_busy() && flags.all(ControlFlags::WRITTEN) {
-            let published = self.saver.advance()?;
-            self.note_published(published);
+            let ended = self.saver.advance();
+            let published = self.tolerated(ended)?;
+            self.note_published(published.flatten());
         }
         self.schedule.save_is_due = flags.any(ControlFlags::DUE);
         self.schedule.ending = self.stop_requests.ending(flags);
@@ -385,8 +391,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         if let Some(records) = &mut self.records {
             let path = self.directory.evaluations_path();
             let found = Evaluation::done(step, loss, metrics);
-            evaluations::append(&path, &found.on(evaluator.digest(), evaluator.samples()))?;
+            let written = records.evaluated(found.on(evaluator.digest(), evaluator.samples()));
             records.progress.say(&format!("step {step:>6}  {told}"));
+            self.recorded(written)?;
             match evaluations::read(&path) {
                 Ok(all) => {
                     let best = self.directory.checkpoints().point_to_best(&all);
@@ -415,8 +422,10 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn save(&mut self) -> Result<()> {
         let _span = span(Doing::Checkpoint, None);
-        self.world.agree(self.record_epoch_loss())?;
-        let (begun, published) = self.saver.save(&mut self.engine.model.sharded, self.progress)?;
+        let recorded = self.record_epoch_loss();
+        self.world.agree(recorded)?;
+        let saved = self.saver.save(&mut self.engine.model.sharded, self.progress);
+        let Some((begun, published)) = self.tolerated(saved)? else { return Ok(()) };
         self.note_published(published);
         if begun {
             self.schedule.saved = Some(self.progress.step);
@@ -426,22 +435,53 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     /// Without validation data, notes the loss by which the checkpoint of this step is compared with others.
-    fn record_epoch_loss(&self) -> Result<()> {
+    fn record_epoch_loss(&mut self) -> Result<()> {
         let step = self.progress.step;
         let Some(Records { epoch_loss: Some(epoch), .. }) = &self.records else { return Ok(()) };
-        let path = self.directory.evaluations_path();
+        let mean = epoch.mean();
         self.directory.check()?;
-        let evaluated = evaluations::read(&path)?;
+        let evaluated = match evaluations::read(&self.directory.evaluations_path()) {
+            Ok(evaluated) => evaluated,
+            Err(e) => return self.recorded(Err(e)),
+        };
         let is_known = evaluated.known().iter().any(|one| one.step == step && one.over == Over::Training);
         if is_known {
             return Ok(());
         }
-        evaluations::append(&path, &Evaluation::of_epoch(step, epoch.mean()))
+        let Some(records) = &mut self.records else { return Ok(()) };
+        let written = records.evaluated(Evaluation::of_epoch(step, mean));
+        self.recorded(written)
+    }
+
+    /// Goes on if the file system has refused a record for a short time. On rank 0.
+    fn recorded(&mut self, written: Result<()>) -> Result<()> {
+        let is_mine = written.is_err() && self.directory.check().is_ok();
+        if let Some(records) = self.records.as_mut().filter(|_| is_mine) {
+            // One that fails is told with the next write.
+            let _ = records.metrics.reopen();
+        }
+        self.outages.record(written)
+    }
+
+    /// Goes on if the file system has refused a checkpoint for a short time, which is due again then: none. Collective where the
+    /// error is: all ranks have the same.
+    fn tolerated<T>(&mut self, saved: Result<T>) -> Result<Option<T>> {
+        match saved {
+            Err(e) if is_outage(&e) && (e.is_shared() || self.world.size() == 1) => {
+                let verdict = if self.records.is_some() { self.outages.save_refused(e) } else { Ok(()) };
+                self.world.agree(verdict)?;
+                self.schedule.saved = None;
+                self.stop_requests.save_failed(self.outages.pause());
+                Ok(None)
+            }
+            saved => saved.map(Some),
+        }
     }
 
     fn note_published(&mut self, published: Option<Published>) {
         if let Some(Published { took, progress }) = published {
             self.stop_requests.published(took);
+            self.outages.published();
             let path = self.directory.checkpoints().path(progress.step);
             let stop = self.hooks.call(|hook| hook.checkpoint(progress.step, &path));
             self.stop_requests.stop_for(stop);

@@ -22,6 +22,7 @@ use crate::topology::Topology;
 use crate::train::budget::Budget;
 use crate::train::hooks::Hooks;
 use crate::train::meters::Meters;
+use crate::train::outages::Outages;
 use crate::train::records::Records;
 use crate::train::stop_requests::StopRequests;
 
@@ -180,6 +181,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         };
         let asynchronous = plan.config.checkpoint.asynchronous;
         let saver = Saver::new(job, world.clone(), &engine.model.backend, &mut engine.model.sharded, asynchronous)?;
+        let outages = Outages::new(plan.config.checkpoint.tolerate, progress.step > 0 || branched);
         let train_samples = train.samples();
         let tokenizer = train.tokenizer().cloned();
         let feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
@@ -201,6 +203,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             // The beginning needs no checkpoint: it can be made again.
             schedule: Schedule { saved: (!branched).then_some(progress.step), ..Schedule::default() },
             stop_requests,
+            outages,
             hooks: Hooks::new(own.hooks),
             meters: Meters::new(started, request.profile && root),
             held,

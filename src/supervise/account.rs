@@ -1,0 +1,133 @@
+//! The records of a supervised run: `restarts.jsonl`, and its goodput in `run.json`.
+
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::path::Path;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::run_dir::RunDirectory;
+use crate::telemetry::metrics::Step;
+use crate::telemetry::run_card::{Goodput, RunCard};
+
+/// One start that has ended.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Restart {
+    /// Number of the start, from 1.
+    pub start: u64,
+    /// Begin of the start, in seconds since 1970.
+    pub time: f64,
+    /// Its duration.
+    pub seconds: f64,
+    /// Exit code, as a shell has it.
+    pub code: i32,
+    /// The reason for its end.
+    pub why: String,
+    /// The rank that failed first, if one is named.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rank: Option<u64>,
+    /// Its host, if it is named.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
+    /// Newest checkpoint at the end.
+    pub checkpoint: Option<u64>,
+    /// Steps taken since that checkpoint: the next start takes them again.
+    pub steps_lost: u64,
+    /// Seconds of those steps.
+    pub seconds_lost: f64,
+    /// Pause before the next start.
+    pub pause_seconds: f64,
+}
+
+/// The starts so far.
+#[derive(Default)]
+pub struct Account {
+    starts: u64,
+    steps_lost: u64,
+    seconds_lost: f64,
+    /// Starts of which no directory was told yet.
+    waiting: Vec<Restart>,
+}
+
+impl Account {
+    /// The step of the run's newest checkpoint; none without one.
+    pub fn checkpoint(&self, run: Option<&Path>) -> Option<u64> {
+        // What cannot be read is not gained.
+        RunDirectory::at(run?).checkpoints().steps().ok()?.into_iter().next_back()
+    }
+
+    /// Adds a start that has ended, as a line of `restarts.jsonl`.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn add(&mut self, run: Option<&Path>, restart: Restart) -> Result<()> {
+        self.starts += 1;
+        let checkpoint = self.checkpoint(run);
+        let lost: Vec<Step> = run.map(steps).unwrap_or_default();
+        let lost = lost.iter().filter(|step| step.step > checkpoint.unwrap_or(0));
+        let (steps_lost, seconds_lost) =
+            lost.fold((0, 0.0), |(steps, seconds), step| (steps + 1, seconds + step.step_ms * 1e-3));
+        self.steps_lost += steps_lost;
+        self.seconds_lost += seconds_lost;
+        self.waiting.push(Restart { start: self.starts, checkpoint, steps_lost, seconds_lost, ..restart });
+        let Some(run) = run else { return Ok(()) };
+        let path = run.join("restarts.jsonl");
+        let refused = |e| Error::io("write", &path, e);
+        let mut file = OpenOptions::new().create(true).append(true).open(&path).map_err(refused)?;
+        for restart in self.waiting.drain(..) {
+            let line = serde_json::to_string(&restart).map_err(|e| Error::internal(format!("restarts: {e}")))?;
+            file.write_all((line + "\n").as_bytes()).map_err(refused)?;
+        }
+        Ok(())
+    }
+
+    /// Adds the sums over all starts to the run's card, if it has one; the first start began `since` ago.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn sum_up(&self, run: &Path, since: Duration) -> Result<()> {
+        let directory = RunDirectory::at(run);
+        let Some(mut card) = RunCard::read(&directory.card_path())? else { return Ok(()) };
+        let useful = steps(run).iter().map(|step| step.step_ms * 1e-3).sum::<f64>();
+        let seconds = since.as_secs_f64();
+        let Self { starts, steps_lost, seconds_lost, .. } = *self;
+        card.goodput = Some(Goodput {
+            starts,
+            seconds,
+            useful_seconds: useful,
+            steps_lost,
+            seconds_lost,
+            share: useful / seconds,
+        });
+        card.write(&directory.card_path())
+    }
+}
+
+/// The steps on record.
+fn steps(run: &Path) -> Vec<Step> {
+    let text = std::fs::read(RunDirectory::at(run).metrics_path()).unwrap_or_default();
+    text.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lost_steps_are_those_after_the_checkpoint() {
+        let run = tempfile::tempdir().unwrap();
+        let step = |step: u64| Step { step, step_ms: 500.0, ..Step::default() };
+        let lines: Vec<String> = (1..=7).map(|n| serde_json::to_string(&step(n)).unwrap()).collect();
+        std::fs::write(run.path().join("metrics.jsonl"), lines.join("\n") + "\n{\"torn").unwrap();
+        let mut account = Account::default();
+        // The first start died before it had a directory.
+        account.add(None, Restart { why: "a".into(), ..Restart::default() }).unwrap();
+        account.add(Some(run.path()), Restart { why: "b".into(), ..Restart::default() }).unwrap();
+        let text = std::fs::read_to_string(run.path().join("restarts.jsonl")).unwrap();
+        let told: Vec<Restart> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(told.iter().map(|one| (one.start, one.steps_lost)).collect::<Vec<_>>(), [(1, 0), (2, 7)]);
+        assert_eq!((told[1].seconds_lost, told[1].checkpoint), (3.5, None));
+    }
+}

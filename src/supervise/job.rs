@@ -1,0 +1,261 @@
+//! One start of the job: its processes, its signals, its end.
+
+use std::collections::HashMap;
+use std::io::{BufRead as _, BufReader, Read as _};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+
+use super::account::Restart;
+use super::report::{Cause, cause};
+use crate::error::{Error, Result};
+use crate::run_dir::{RunDirectory, SUPERVISED};
+use crate::signals;
+
+/// Interval at which the job and signals are looked at.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Interval at which the job's ranks are looked for.
+const SEEK: Duration = Duration::from_secs(2);
+
+/// Time that a launcher may outlive its ranks.
+const OUTLIVES: Duration = Duration::from_secs(30);
+
+/// Time between the request to end and the end by force.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Lines of standard error that are kept.
+const LINES: usize = 200;
+
+/// Names of programs that start ranks, and are none.
+const LAUNCHERS: [&str; 16] = [
+    "mpirun",
+    "mpiexec",
+    "mpiexec.hydra",
+    "orterun",
+    "orted",
+    "prterun",
+    "prte",
+    "prted",
+    "hydra_pmi_proxy",
+    "srun",
+    "ssh",
+    "sh",
+    "bash",
+    "dash",
+    "env",
+    "timeout",
+];
+
+/// A job under way.
+pub struct Job {
+    child: Child,
+    /// The last lines of its standard error.
+    lines: Arc<Mutex<Vec<String>>>,
+}
+
+/// The end of a start.
+pub struct Ended {
+    /// The exit code, as a shell has it.
+    pub code: i32,
+    /// Whether this process was asked to end the job.
+    pub asked: bool,
+    cause: Cause,
+}
+
+impl Ended {
+    /// For people: the reason.
+    pub fn told(&self) -> &str {
+        &self.cause.why
+    }
+
+    /// For the records.
+    pub fn restart(&self) -> Restart {
+        let Cause { why, rank, host } = self.cause.clone();
+        Restart { code: self.code, why, rank, host, ..Restart::default() }
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Job {
+    /// Starts the command in a process group of its own; a trainer writes its run's directory to `place`.
+    ///
+    /// # Errors
+    /// There is no such program.
+    pub fn start(command: &[String], place: &Path) -> Result<Self> {
+        let [program, arguments @ ..] = command else {
+            return Err(Error::input("no command").hint("hpctrain supervise -- mpirun -np 8 hpctrain train"));
+        };
+        let mut start = Command::new(program);
+        start.args(arguments).env(SUPERVISED, place).process_group(0).stderr(Stdio::piped());
+        // Open MPI hands these on to ranks of other hosts.
+        if std::env::var_os("OMPI_MCA_mca_base_env_list").is_none() {
+            start.env("OMPI_MCA_mca_base_env_list", SUPERVISED);
+        }
+        let mut child = start.spawn().map_err(|e| {
+            let error = Error::input(format!("cannot start {program}: {e}"));
+            error.hint("give the command of the job after --, as a shell would start it")
+        })?;
+        let lines = Arc::new(Mutex::new(Vec::new()));
+        if let Some(stderr) = child.stderr.take() {
+            let lines = lines.clone();
+            // It ends with the last process that has the other end.
+            std::thread::spawn(move || copy(stderr, &lines));
+        }
+        Ok(Self { child, lines })
+    }
+
+    /// Waits for its end. A signal to this process asks the job to save and end; a launcher that outlives its ranks is ended.
+    ///
+    /// # Errors
+    /// The system refused.
+    pub fn wait(mut self, run: impl Fn() -> Option<PathBuf>) -> Result<Ended> {
+        let mut told = None;
+        let (mut sought, mut ranks) = (Instant::now(), Ranks::default());
+        let mut forced = None;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().map_err(|e| Error::internal(format!("cannot wait: {e}")))? {
+                break status;
+            }
+            let came = signals::came();
+            if came != told {
+                told = came;
+                // Launchers hand this one on to their ranks, which save and end.
+                let _ = kill_process(Pid::from_child(&self.child), Signal::USR1);
+            }
+            if sought.elapsed() >= SEEK {
+                sought = Instant::now();
+                if ranks.are_gone(self.child.id(), run().as_deref()) && forced.is_none() {
+                    log::warn!("the launcher outlives its ranks by {} s: ending it", OUTLIVES.as_secs());
+                    forced = Some(ranks.clone());
+                    self.end();
+                }
+            }
+            std::thread::sleep(LOOK);
+        };
+        self.sweep();
+        let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1);
+        // The last lines may still be on their way.
+        std::thread::sleep(LOOK);
+        let mut cause = cause(&locked(&self.lines), code);
+        if forced.is_some() {
+            cause.why = format!("the launcher outlived its ranks; {}", cause.why);
+        }
+        // A launcher that was ended by force tells nothing of its ranks.
+        let code = if forced.is_some() && matches!(code, 0 | 2) { 1 } else { code };
+        Ok(Ended { code, asked: told.is_some(), cause })
+    }
+
+    /// Ends the launcher: first asks, then by force.
+    fn end(&mut self) {
+        let group = Pid::from_child(&self.child);
+        let _ = kill_process_group(group, Signal::TERM);
+        let asked = Instant::now();
+        while asked.elapsed() < GRACE && matches!(self.child.try_wait(), Ok(None)) {
+            std::thread::sleep(LOOK);
+        }
+        self.sweep();
+    }
+
+    /// Ends all that is left of the job on this host.
+    fn sweep(&self) {
+        let group = Pid::from_child(&self.child);
+        for process in descendants(self.child.id()) {
+            if let Some(process) = i32::try_from(process).ok().and_then(Pid::from_raw) {
+                let _ = kill_process(process, Signal::KILL);
+            }
+        }
+        // One that has ended needs none.
+        let _ = kill_process_group(group, Signal::KILL);
+    }
+}
+
+/// Copies lines to this process's standard error, and keeps the last ones.
+fn copy(stderr: impl std::io::Read, lines: &Mutex<Vec<String>>) {
+    let mut reader = BufReader::new(stderr);
+    let mut line = Vec::new();
+    while reader.by_ref().take(1 << 16).read_until(b'\n', &mut line).is_ok_and(|count| count > 0) {
+        // Nobody is left to tell when standard error is closed.
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), &line);
+        let mut lines = locked(lines);
+        if lines.len() == LINES {
+            lines.remove(0);
+        }
+        lines.push(String::from_utf8_lossy(&line).trim_end().to_string());
+        line.clear();
+    }
+}
+
+/// The ranks of a job, as seen from here.
+#[derive(Clone, Default)]
+struct Ranks {
+    /// Whether there were any.
+    seen: bool,
+    /// The time since when there are none.
+    gone: Option<Instant>,
+}
+
+impl Ranks {
+    /// Whether there were ranks, and are none for a while: neither a process of this host below the launcher, nor one that has
+    /// the run.
+    fn are_gone(&mut self, launcher: u32, run: Option<&Path>) -> bool {
+        let here = descendants(launcher).into_iter().any(|process| !is_launcher(process));
+        // A lease that cannot be read may be held.
+        let far = || run.is_some_and(|run| RunDirectory::at(run).is_in_use().unwrap_or(true));
+        if here || far() {
+            (self.seen, self.gone) = (true, None);
+            return false;
+        }
+        // A trainer that has told its directory was there.
+        self.seen |= run.is_some();
+        self.seen && self.gone.get_or_insert_with(Instant::now).elapsed() >= OUTLIVES
+    }
+}
+
+/// Whether a process is none of the job's ranks, by its name.
+fn is_launcher(process: u32) -> bool {
+    let name = std::fs::read_to_string(format!("/proc/{process}/comm")).unwrap_or_default();
+    LAUNCHERS.contains(&name.trim_end())
+}
+
+/// The processes that this one has started, and those that they have, but for dead ones.
+fn descendants(root: u32) -> Vec<u32> {
+    let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
+    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(process) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        let Ok(stat) = std::fs::read_to_string(format!("/proc/{process}/stat")) else { continue };
+        // The name before may have anything in it.
+        let mut fields = stat.rsplit(") ").next().unwrap_or_default().split(' ');
+        if let (Some(state), Some(parent)) = (fields.next(), fields.next().and_then(|parent| parent.parse().ok()))
+            && state != "Z"
+        {
+            children.entry(parent).or_default().push(process);
+        }
+    }
+    let (mut found, mut next) = (Vec::new(), vec![root]);
+    while let Some(process) = next.pop() {
+        let of_process = children.remove(&process).unwrap_or_default();
+        found.extend(&of_process);
+        next.extend(of_process);
+    }
+    found
+}
+
+/// Waits, or returns early and true if a signal comes.
+pub fn sleep(pause: Duration) -> bool {
+    let since = Instant::now();
+    while since.elapsed() < pause {
+        if signals::came().is_some() {
+            return true;
+        }
+        std::thread::sleep(LOOK);
+    }
+    signals::came().is_some()
+}

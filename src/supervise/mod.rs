@@ -1,0 +1,150 @@
+//! `hpctrain supervise`: starts a job again until its run has ended.
+//!
+//! A job that saved and asks to go on, that crashed, or whose file system failed is started again with `--resume auto`; one whose
+//! input is at fault is not. Starts that gained no checkpoint count against a budget, so that a job which always fails ends.
+
+mod account;
+mod job;
+mod report;
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use account::{Account, Restart};
+use job::Job;
+
+use crate::error::{Error, Result};
+use crate::run_dir::REQUEUE;
+use crate::{signals, telemetry};
+
+/// Pause before the first restart; each that gained nothing doubles it.
+const FIRST: Duration = Duration::from_secs(1);
+
+/// The longest pause.
+const LONGEST: Duration = Duration::from_secs(120);
+
+/// A job to be supervised.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The command: a launcher with its arguments, or this program.
+    pub command: Vec<String>,
+    /// Starts in a row that may gain no checkpoint, besides the first.
+    pub retries: u32,
+    /// Whether a job that saved, and asks to go on, is left to the caller.
+    pub requeue: bool,
+}
+
+/// Starts the job until it has ended in good order, cannot go on, or a signal came; returns the exit code of the last start.
+///
+/// # Errors
+/// The command cannot be started, or the records cannot be written.
+pub fn supervise(request: &Request) -> Result<i32> {
+    signals::listen()?;
+    let place = tell_place()?;
+    let ended = starts(request, &place);
+    // A job that never came to its run has not written it.
+    let _ = std::fs::remove_file(&place);
+    ended
+}
+
+/// All starts. Trainers write their run's directory to `place`.
+fn starts(request: &Request, place: &Path) -> Result<i32> {
+    let (began, mut account) = (Instant::now(), Account::default());
+    let (mut fruitless, mut pause) = (0, FIRST);
+    loop {
+        let run = told(place);
+        let before = account.checkpoint(run.as_deref());
+        let command = again(&request.command, run.as_deref());
+        let started = (Instant::now(), telemetry::unix_time());
+        let ended = Job::start(&command, place)?.wait(|| told(place))?;
+        let run = told(place);
+        let code = ended.code;
+        let gained = account.checkpoint(run.as_deref()) > before;
+        (fruitless, pause) = if gained { (0, FIRST) } else { (fruitless + 1, pause) };
+        let may = is_worth_another(code) && !ended.asked && !(request.requeue && code == REQUEUE);
+        let goes_on = may && fruitless <= request.retries;
+        let restart = Restart {
+            seconds: started.0.elapsed().as_secs_f64(),
+            time: started.1,
+            pause_seconds: if goes_on { pause.as_secs_f64() } else { 0.0 },
+            ..ended.restart()
+        };
+        account.add(run.as_deref(), restart)?;
+        if !goes_on {
+            if let Some(run) = &run {
+                account.sum_up(run, began.elapsed())?;
+            }
+            if may {
+                log::error!(
+                    "{fruitless} starts in a row gained no checkpoint: giving up (--retries {})",
+                    request.retries
+                );
+            }
+            return Ok(code);
+        }
+        log::warn!("{}; starting again in {} s", ended.told(), pause.as_secs());
+        if !gained {
+            pause = (2 * pause).min(LONGEST);
+        }
+        if job::sleep(pause) {
+            return Ok(code);
+        }
+    }
+}
+
+/// Whether a job with this exit code may fare better the next time: all but success and faults that the user must mend.
+fn is_worth_another(code: i32) -> bool {
+    !matches!(code, 0 | 2)
+}
+
+/// The file into which the trainer writes its run's directory, where a rank of another host may see it.
+fn tell_place() -> Result<PathBuf> {
+    let here = std::env::current_dir().map_err(|e| Error::internal(format!("no working directory: {e}")))?;
+    let name = format!(".hpctrain-supervised-{}-{}", crate::train::fresh_id(), std::process::id());
+    Ok(here.join(name))
+}
+
+/// The run's directory, once the trainer has told it.
+fn told(place: &Path) -> Option<PathBuf> {
+    let text = std::fs::read_to_string(place).ok()?;
+    text.strip_suffix('\n').map(PathBuf::from)
+}
+
+/// The command for the next start: it goes on with the run, once there is one.
+fn again(command: &[String], run: Option<&Path>) -> Vec<String> {
+    let mut command = command.to_vec();
+    if let Some(name) = run.and_then(|run| run.file_name()).and_then(|name| name.to_str()) {
+        if !command.iter().any(|word| word == "--resume" || word.starts_with("--resume=")) {
+            command.extend(["--resume".into(), "auto".into()]);
+        }
+        command.extend(["--set".into(), format!("run.name={name}")]);
+    }
+    command
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_start_goes_on_with_the_run() {
+        let words = |text: &str| text.split(' ').map(String::from).collect::<Vec<_>>();
+        let run = PathBuf::from("/x/runs/gpt-char-2");
+        let plain = words("mpirun -np 2 hpctrain train");
+        assert_eq!(again(&plain, None), plain);
+        assert_eq!(
+            again(&plain, Some(&run)),
+            words("mpirun -np 2 hpctrain train --resume auto --set run.name=gpt-char-2")
+        );
+        let asked = words("hpctrain --resume auto");
+        assert_eq!(again(&asked, Some(&run)), words("hpctrain --resume auto --set run.name=gpt-char-2"));
+    }
+
+    #[test]
+    fn faults_of_the_input_end_it() {
+        assert_eq!(
+            [0, 1, 2, 74, REQUEUE, 101, 134, 137].map(is_worth_another),
+            [false, true, false, true, true, true, true, true]
+        );
+    }
+}

@@ -1,0 +1,98 @@
+//! The cause of a job's end, from the lines of its standard error.
+
+/// The cause of an end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Cause {
+    /// For people.
+    pub why: String,
+    /// The rank that failed first, if one is named.
+    pub rank: Option<u64>,
+    /// Its host, if it is named.
+    pub host: Option<String>,
+}
+
+/// Finds the cause in the lines of a job that ended with this code.
+pub fn cause(lines: &[String], code: i32) -> Cause {
+    let own = match code {
+        0 => "ended in good order".into(),
+        75 => "saved, to be continued".into(),
+        code if code > 128 => format!("ended by signal {}", code - 128),
+        code => format!("exit code {code}"),
+    };
+    // The program's own error says most; then a launcher's word about a rank.
+    let said = lines.iter().find(|line| line.contains("error: ") && line.contains("rank "));
+    let said = said
+        .or_else(|| lines.iter().find(|line| exited(line)))
+        .or_else(|| lines.iter().find(|line| line.contains("error: ")));
+    match said.filter(|_| !matches!(code, 0 | 75)) {
+        None => Cause { why: own, rank: None, host: None },
+        Some(line) => {
+            let told = line.split_once("error: ").map_or(line.as_str(), |(_, told)| told);
+            Cause { why: format!("{own}: {}", told.trim()), rank: rank(line), host: host(line) }
+        }
+    }
+}
+
+/// Whether a launcher tells of a rank's end.
+fn exited(line: &str) -> bool {
+    line.contains("exited on signal") || line.contains(": task ") || line.contains("was ended by signal")
+}
+
+/// The number after a word.
+fn number_after(line: &str, word: &str) -> Option<u64> {
+    let rest = &line[line.find(word)? + word.len()..];
+    let digits: &str = &rest[..rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len())];
+    digits.parse().ok()
+}
+
+fn rank(line: &str) -> Option<u64> {
+    // The one that does not answer, rather than the one that reports it, whose name stands in brackets before a warning.
+    let blamed =
+        ["stands still: ", "] "].iter().find_map(|before| line.split_once(before)).map_or(line, |(_, blamed)| blamed);
+    number_after(blamed, "rank ").or_else(|| number_after(line, ": task "))
+}
+
+fn host(line: &str) -> Option<String> {
+    let name = |rest: &str| {
+        let end = rest.find(|c: char| !(c.is_ascii_alphanumeric() || "-._".contains(c))).unwrap_or(rest.len());
+        Some(rest[..end].trim_end_matches('.').to_string()).filter(|name| !name.is_empty())
+    };
+    if let Some((before, _)) = line.split_once(": task ") {
+        return name(before.rsplit(' ').next().unwrap_or_default());
+    }
+    ["on node ", " on "].iter().find_map(|word| name(&line[line.find(word)? + word.len()..]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(lines: &[&str], code: i32) -> (String, Option<u64>, Option<String>) {
+        let Cause { why, rank, host } = cause(&lines.iter().map(|line| line.to_string()).collect::<Vec<_>>(), code);
+        (why, rank, host)
+    }
+
+    #[test]
+    fn ranks_and_hosts_are_named() {
+        let still =
+            "error: rank 0: the job stands still: rank 1 (process 7548 on n2) does not answer: last seen 7.5 s ago";
+        let (why, rank, host) = found(&["step 1", still, "MPI_ABORT was invoked"], 1);
+        assert!(why.starts_with("exit code 1: rank 0: the job stands still"), "{why}");
+        assert_eq!((rank, host.as_deref()), (Some(1), Some("n2")));
+        let noticed = "mpirun noticed that process rank 3 with PID 0 on node n7 exited on signal 9 (Killed).";
+        assert_eq!(found(&[noticed], 137).1, Some(3));
+        assert_eq!(found(&[noticed], 137).2.as_deref(), Some("n7"));
+        let slurm = "srun: error: node-4: task 12: Out Of Memory";
+        let (why, rank, host) = found(&[slurm], 137);
+        assert_eq!((rank, host.as_deref()), (Some(12), Some("node-4")));
+        assert!(why.contains("Out Of Memory"), "{why}");
+        assert_eq!(found(&["[WARN rank 0] rank 1 was ended by signal 9"], 137).1, Some(1));
+    }
+
+    #[test]
+    fn without_a_word_the_code_is_told() {
+        assert_eq!(found(&[], 139), ("ended by signal 11".into(), None, None));
+        assert_eq!(found(&["error: x"], 75).0, "saved, to be continued");
+        assert_eq!(found(&["error: cannot write x"], 74).0, "exit code 74: cannot write x");
+    }
+}
