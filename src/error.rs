@@ -58,6 +58,11 @@ impl Error {
         Self::new(Kind::Io, format!("cannot {action} {}: {source}", path.display()))
     }
 
+    /// The file system refused, as another process tells.
+    pub fn refused(message: impl Into<String>) -> Self {
+        Self::new(Kind::Io, message)
+    }
+
     /// A file that this program wrote is proven to be gone or changed.
     pub fn damaged(message: impl Into<String>) -> Self {
         Self::new(Kind::Damaged, message)

@@ -20,7 +20,7 @@ use crate::nn::llama::Llama;
 use crate::nn::loss::{Loss, Objective};
 use crate::nn::{Loan, Network};
 use crate::optim::{Group, Rule, Schedule};
-use crate::parallel::{Averaging, Residency, Stage, StepSchedule};
+use crate::parallel::{Averaging, PipelineSchedule, Residency, Stage, StepSchedule};
 
 /// Facts about the environment that a [`Plan`] depends on.
 #[derive(Debug, Clone, Copy)]
@@ -118,7 +118,8 @@ impl Plan {
     /// The order of work in stage `stage` of the pipeline of a rank's step, of each replica that it trains.
     pub fn step_schedule(&self, stage: usize) -> StepSchedule {
         let (lanes, micros_per_lane) = (self.lanes / (self.replicas() * self.mesh.shard), self.micros_per_lane());
-        let order = self.config.parallel.schedule;
+        // One stage has nothing to put off.
+        let order = if self.mesh.pipeline > 1 { self.config.parallel.schedule } else { PipelineSchedule::default() };
         StepSchedule { lanes, micros_per_lane, stage, stages: self.mesh.pipeline, order }
     }
 

@@ -123,7 +123,8 @@ impl RunDirectory {
         fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e).hint(HINT))?;
         self.checkpoints().prepare()?;
         self.marks().begin()?;
-        supervised::tell(&self.path)
+        supervised::tell(&self.path);
+        Ok(())
     }
 
     /// Whether a run has begun here.

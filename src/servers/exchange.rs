@@ -18,6 +18,9 @@ use crate::error::Result;
 /// Bytes of the values in a message, if ranges are not larger: as many stay in a core's cache.
 pub const MESSAGE: usize = 1 << 20;
 
+/// Messages that are sent before the first answer is read. More could fill the buffers of both ends, which would wait for each other.
+const AHEAD: usize = 8;
+
 /// Whether the generation goes on.
 pub type Current = bool;
 
@@ -157,18 +160,21 @@ impl Servers {
         };
         for server in &mut *servers {
             server.stands = true;
-            for message in server.messages.clone() {
+            for message in server.messages.iter().take(AHEAD).cloned().collect::<Vec<_>>() {
                 server.send(&request(&message, &server.known), &[]);
             }
         }
         for server in servers {
-            for message in server.messages.clone() {
+            for (index, message) in server.messages.clone().into_iter().enumerate() {
                 let limit = elements(&server.pieces[message.clone()]) * size_of::<f32>();
                 let answer = match server.answer(limit, body) {
                     Some(answer) => answer?,
                     None => server.line.ask(&request(&message, &server.known), &[], limit, body)?,
                 };
                 let FromServer::Pulled { versions } = answer else { return Ok(false) };
+                if let Some(next) = server.messages.get(index + AHEAD).cloned() {
+                    server.send(&request(&next, &server.known), &[]);
+                }
                 let version = |piece: usize| versions.get(piece - message.start).copied();
                 let changed: Vec<usize> =
                     message.clone().filter(|&i| of != Values::Live || server.known[i] != version(i)).collect();
@@ -194,38 +200,85 @@ impl Servers {
         model: &Model<B>,
         of: impl Fn(usize, Range<usize>) -> Pushed,
     ) -> Result<Option<u64>> {
-        let Self { generation, member, format, servers, pushes, parcel, .. } = self;
-        let request = |server: usize, pieces: &Range<usize>, number: u64| {
-            let (generation, member, pieces) = (*generation, *member, pieces.clone());
-            ToServer::Push { generation, member, number, of: of(server, pieces.clone()), pieces }
-        };
-        let first = *pushes;
-        for (index, server) in servers.iter_mut().enumerate() {
-            server.stands = true;
-            for message in server.messages.clone() {
-                *pushes += 1;
-                parcel.fill(model, &server.pieces[message.clone()])?;
-                server.send(&request(index, &message, *pushes), parcel.bytes(*format));
+        let mut most = 0;
+        let mut note = |staleness: Option<u64>| staleness.map(|staleness| most = most.max(staleness)).is_some();
+        let counts: Vec<usize> = self.servers.iter().map(|server| server.messages.len()).collect();
+        let mut firsts = Vec::with_capacity(counts.len());
+        for (server, &count) in counts.iter().enumerate() {
+            self.servers[server].stands = true;
+            firsts.push(self.pushes);
+            for message in 0..count {
+                self.pushes += 1;
+                self.give(model, &of, server, message, self.pushes)?;
+                if message >= AHEAD && !note(self.given(model, &of, server, message - AHEAD, firsts[server])?) {
+                    return Ok(None);
+                }
             }
         }
-        let (mut number, mut most) = (first, 0);
-        for (index, server) in servers.iter_mut().enumerate() {
-            for message in server.messages.clone() {
-                number += 1;
-                let answer = match server.answer(0, &mut Vec::new()) {
-                    Some(answer) => answer?,
-                    // A message that comes twice counts once.
-                    None => {
-                        parcel.fill(model, &server.pieces[message.clone()])?;
-                        let head = request(index, &message, number);
-                        server.line.ask(&head, &[parcel.bytes(*format)], 0, &mut Vec::new())?
-                    }
-                };
-                let FromServer::Pushed { staleness } = answer else { return Ok(None) };
-                most = most.max(staleness);
+        for (server, &count) in counts.iter().enumerate() {
+            for message in count.saturating_sub(AHEAD)..count {
+                if !note(self.given(model, &of, server, message, firsts[server])?) {
+                    return Ok(None);
+                }
             }
         }
         Ok(Some(most))
+    }
+
+    /// Sends the gradients of a message under its number.
+    fn give<B: Kernels>(
+        &mut self,
+        model: &Model<B>,
+        of: &impl Fn(usize, Range<usize>) -> Pushed,
+        server: usize,
+        message: usize,
+        number: u64,
+    ) -> Result<()> {
+        let head = self.push_request(of, server, message, number);
+        let Self { format, servers, parcel, .. } = self;
+        let server = &mut servers[server];
+        parcel.fill(model, &server.pieces[server.messages[message].clone()])?;
+        server.send(&head, parcel.bytes(*format));
+        Ok(())
+    }
+
+    /// The staleness of the gradients of a message, once they are taken; `first` is the number before those of the server's
+    /// messages. None if the generation is over.
+    fn given<B: Kernels>(
+        &mut self,
+        model: &Model<B>,
+        of: &impl Fn(usize, Range<usize>) -> Pushed,
+        server: usize,
+        message: usize,
+        first: u64,
+    ) -> Result<Option<u64>> {
+        let head = self.push_request(of, server, message, first + message as u64 + 1);
+        let Self { format, servers, parcel, .. } = self;
+        let server = &mut servers[server];
+        let answer = match server.answer(0, &mut Vec::new()) {
+            Some(answer) => answer?,
+            // A message that comes twice counts once.
+            None => {
+                parcel.fill(model, &server.pieces[server.messages[message].clone()])?;
+                server.line.ask(&head, &[parcel.bytes(*format)], 0, &mut Vec::new())?
+            }
+        };
+        Ok(match answer {
+            FromServer::Pushed { staleness } => Some(staleness),
+            _ => None,
+        })
+    }
+
+    fn push_request(
+        &self,
+        of: &impl Fn(usize, Range<usize>) -> Pushed,
+        server: usize,
+        message: usize,
+        number: u64,
+    ) -> ToServer {
+        let (generation, member) = (self.generation, self.member);
+        let pieces = self.servers[server].messages[message].clone();
+        ToServer::Push { generation, member, number, of: of(server, pieces.clone()), pieces }
     }
 }
 

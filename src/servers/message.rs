@@ -435,24 +435,25 @@ impl AddAssign for Seconds {
 pub struct Fault {
     message: String,
     hint: Option<String>,
-    is_input: bool,
+    kind: Kind,
 }
 
 impl From<&Error> for Fault {
     fn from(error: &Error) -> Self {
-        Self {
-            message: error.message().into(),
-            hint: error.advice().map(Into::into),
-            is_input: error.kind() == Kind::Input,
-        }
+        Self { message: error.message().into(), hint: error.advice().map(Into::into), kind: error.kind() }
     }
 }
 
 impl Fault {
     /// As an error of the one that was asked.
     pub fn error(self) -> Error {
-        let Self { message, hint, is_input } = self;
-        let error = if is_input { Error::input(message) } else { Error::comm(message) };
+        let Self { message, hint, kind } = self;
+        let error = match kind {
+            Kind::Input => Error::input(message),
+            Kind::Io => Error::refused(message),
+            Kind::Damaged => Error::damaged(message),
+            _ => Error::comm(message),
+        };
         match hint {
             Some(hint) => error.hint(hint),
             None => error,

@@ -88,13 +88,14 @@ impl Tally {
     /// # Errors
     /// The file system refused.
     pub fn step(&mut self, step: u64, took: Duration, skipped: bool, of_step: &[Contribution]) -> Result<()> {
+        let mut written = Ok(());
         self.step_ms.push(took.as_secs_f64() * 1e3);
         self.skipped += u64::from(skipped);
         for Contribution { place, shares, loss, staleness, seconds } in of_step {
             let Seconds { compute, loader, pull, push } = *seconds;
             // The loss of a step that all take together is a sum over predictions; a batch's is a mean already.
             let predictions = if self.predictions == 0 { 1 } else { *shares as u64 * self.predictions };
-            self.file.write(&Line {
+            let line = self.file.write(&Line {
                 step,
                 worker: place,
                 samples: *shares as u64 * self.samples,
@@ -105,7 +106,9 @@ impl Tally {
                 pull_ms: pull * 1e3,
                 push_ms: push * 1e3,
                 time: unix_time(),
-            })?;
+            });
+            // The file keeps a line that was refused.
+            written = written.and(line);
             self.seconds += *seconds;
             if !self.workers.contains(place) {
                 self.workers.push(place.clone());
@@ -122,7 +125,15 @@ impl Tally {
             }
             (self.steps, self.of_workers) = (0, BTreeMap::new());
         }
-        Ok(())
+        written
+    }
+
+    /// Writes the lines that the file system has refused.
+    ///
+    /// # Errors
+    /// It refused again.
+    pub fn flush(&mut self) -> Result<()> {
+        self.file.flush()
     }
 
     /// A line for each worker that was slow in the window.

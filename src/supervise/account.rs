@@ -3,7 +3,6 @@
 use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::Path;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -11,6 +10,10 @@ use crate::error::{Error, Result};
 use crate::run_dir::RunDirectory;
 use crate::telemetry::metrics::Step;
 use crate::telemetry::run_card::{Goodput, RunCard};
+use crate::telemetry::unix_time;
+
+/// The file of the starts.
+const FILE: &str = "restarts.jsonl";
 
 /// One start that has ended.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -26,10 +29,10 @@ pub struct Restart {
     /// The reason for its end.
     pub why: String,
     /// The rank that failed first, if one is named.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<u64>,
     /// Its host, if it is named.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
     /// Newest checkpoint at the end.
     pub checkpoint: Option<u64>,
@@ -44,10 +47,7 @@ pub struct Restart {
 /// The starts so far.
 #[derive(Default)]
 pub struct Account {
-    starts: u64,
-    steps_lost: u64,
-    seconds_lost: f64,
-    /// Starts of which no directory was told yet.
+    /// Starts that are not on record yet.
     waiting: Vec<Restart>,
 }
 
@@ -61,48 +61,59 @@ impl Account {
     /// Adds a start that has ended, as a line of `restarts.jsonl`.
     ///
     /// # Errors
-    /// The file system refused.
+    /// The file system refused. The line is written with the next one.
     pub fn add(&mut self, run: Option<&Path>, restart: Restart) -> Result<()> {
-        self.starts += 1;
         let checkpoint = self.checkpoint(run);
         let lost: Vec<Step> = run.map(steps).unwrap_or_default();
         let lost = lost.iter().filter(|step| step.step > checkpoint.unwrap_or(0));
         let (steps_lost, seconds_lost) =
             lost.fold((0, 0.0), |(steps, seconds), step| (steps + 1, seconds + step.step_ms * 1e-3));
-        self.steps_lost += steps_lost;
-        self.seconds_lost += seconds_lost;
-        self.waiting.push(Restart { start: self.starts, checkpoint, steps_lost, seconds_lost, ..restart });
+        self.waiting.push(Restart { checkpoint, steps_lost, seconds_lost, ..restart });
         let Some(run) = run else { return Ok(()) };
-        let path = run.join("restarts.jsonl");
+        let path = run.join(FILE);
         let refused = |e| Error::io("write", &path, e);
         let mut file = OpenOptions::new().create(true).append(true).open(&path).map_err(refused)?;
-        for restart in self.waiting.drain(..) {
-            let line = serde_json::to_string(&restart).map_err(|e| Error::internal(format!("restarts: {e}")))?;
-            file.write_all((line + "\n").as_bytes()).map_err(refused)?;
+        while let Some(restart) = self.waiting.first() {
+            let before = std::fs::read(&path).map_err(refused)?;
+            let start = read(&before).len() as u64 + 1;
+            let line = serde_json::to_string(&Restart { start, ..restart.clone() });
+            let mut line = line.map_err(|e| Error::internal(format!("restarts: {e}")))? + "\n";
+            // A line that was torn must not take this one with it.
+            if before.last().is_some_and(|byte| *byte != b'\n') {
+                line.insert(0, '\n');
+            }
+            file.write_all(line.as_bytes()).map_err(refused)?;
+            self.waiting.remove(0);
         }
         Ok(())
     }
+}
 
-    /// Adds the sums over all starts to the run's card, if it has one; the first start began `since` ago.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn sum_up(&self, run: &Path, since: Duration) -> Result<()> {
-        let directory = RunDirectory::at(run);
-        let Some(mut card) = RunCard::read(&directory.card_path())? else { return Ok(()) };
-        let useful = steps(run).iter().map(|step| step.step_ms * 1e-3).sum::<f64>();
-        let seconds = since.as_secs_f64();
-        let Self { starts, steps_lost, seconds_lost, .. } = *self;
-        card.goodput = Some(Goodput {
-            starts,
-            seconds,
-            useful_seconds: useful,
-            steps_lost,
-            seconds_lost,
-            share: useful / seconds,
-        });
-        card.write(&directory.card_path())
-    }
+/// Adds the sums over all starts on record to the run's card, if it has one.
+///
+/// # Errors
+/// The file system refused.
+pub fn sum_up(run: &Path) -> Result<()> {
+    let path = RunDirectory::at(run).card_path();
+    let Some(mut card) = RunCard::read(&path)? else { return Ok(()) };
+    let restarts = read(&std::fs::read(run.join(FILE)).unwrap_or_default());
+    let Some(first) = restarts.first() else { return Ok(()) };
+    let (useful_seconds, seconds) =
+        (steps(run).iter().map(|step| step.step_ms * 1e-3).sum::<f64>(), unix_time() - first.time);
+    card.goodput = Some(Goodput {
+        starts: restarts.len() as u64,
+        seconds,
+        useful_seconds,
+        steps_lost: restarts.iter().map(|restart| restart.steps_lost).sum(),
+        seconds_lost: restarts.iter().map(|restart| restart.seconds_lost).sum(),
+        share: useful_seconds / seconds,
+    });
+    card.write(&path)
+}
+
+/// The starts on record.
+fn read(lines: &[u8]) -> Vec<Restart> {
+    lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
 }
 
 /// The steps on record.

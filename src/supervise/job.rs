@@ -119,7 +119,7 @@ impl Job {
     pub fn wait(mut self, run: impl Fn() -> Option<PathBuf>) -> Result<Ended> {
         let mut told = None;
         let (mut sought, mut ranks) = (Instant::now(), Ranks::default());
-        let mut forced = None;
+        let mut forced = false;
         let status = loop {
             if let Some(status) = self.child.try_wait().map_err(|e| Error::internal(format!("cannot wait: {e}")))? {
                 break status;
@@ -132,9 +132,9 @@ impl Job {
             }
             if sought.elapsed() >= SEEK {
                 sought = Instant::now();
-                if ranks.are_gone(self.child.id(), run().as_deref()) && forced.is_none() {
+                if ranks.are_gone(self.child.id(), run().as_deref()) && !forced {
                     log::warn!("the launcher outlives its ranks by {} s: ending it", OUTLIVES.as_secs());
-                    forced = Some(ranks.clone());
+                    forced = true;
                     self.end();
                 }
             }
@@ -145,35 +145,34 @@ impl Job {
         // The last lines may still be on their way.
         std::thread::sleep(LOOK);
         let mut cause = cause(&locked(&self.lines), code);
-        if forced.is_some() {
+        if forced {
             cause.why = format!("the launcher outlived its ranks; {}", cause.why);
         }
         // A launcher that was ended by force tells nothing of its ranks.
-        let code = if forced.is_some() && matches!(code, 0 | 2) { 1 } else { code };
+        let code = if forced && matches!(code, 0 | 2) { 1 } else { code };
         Ok(Ended { code, asked: told.is_some(), cause })
     }
 
     /// Ends the launcher: first asks, then by force.
     fn end(&mut self) {
-        let group = Pid::from_child(&self.child);
-        let _ = kill_process_group(group, Signal::TERM);
+        let left = descendants(self.child.id());
+        let _ = kill_process_group(Pid::from_child(&self.child), Signal::TERM);
         let asked = Instant::now();
         while asked.elapsed() < GRACE && matches!(self.child.try_wait(), Ok(None)) {
             std::thread::sleep(LOOK);
         }
-        self.sweep();
-    }
-
-    /// Ends all that is left of the job on this host.
-    fn sweep(&self) {
-        let group = Pid::from_child(&self.child);
-        for process in descendants(self.child.id()) {
+        for process in left {
             if let Some(process) = i32::try_from(process).ok().and_then(Pid::from_raw) {
                 let _ = kill_process(process, Signal::KILL);
             }
         }
+        self.sweep();
+    }
+
+    /// Ends all that is left of the job's group.
+    fn sweep(&self) {
         // One that has ended needs none.
-        let _ = kill_process_group(group, Signal::KILL);
+        let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
     }
 }
 
@@ -194,7 +193,7 @@ fn copy(stderr: impl std::io::Read, lines: &Mutex<Vec<String>>) {
 }
 
 /// The ranks of a job, as seen from here.
-#[derive(Clone, Default)]
+#[derive(Default)]
 struct Ranks {
     /// Whether there were any.
     seen: bool,
@@ -206,14 +205,14 @@ impl Ranks {
     /// Whether there were ranks, and are none for a while: neither a process of this host below the launcher, nor one that has
     /// the run.
     fn are_gone(&mut self, launcher: u32, run: Option<&Path>) -> bool {
-        let here = descendants(launcher).into_iter().any(|process| !is_launcher(process));
+        let here = std::iter::once(launcher).chain(descendants(launcher)).any(|process| !is_launcher(process));
         // A lease that cannot be read may be held.
         let far = || run.is_some_and(|run| RunDirectory::at(run).is_in_use().unwrap_or(true));
         if here || far() {
             (self.seen, self.gone) = (true, None);
             return false;
         }
-        // A trainer that has told its directory was there.
+        // A trainer of this start has told its directory.
         self.seen |= run.is_some();
         self.seen && self.gone.get_or_insert_with(Instant::now).elapsed() >= OUTLIVES
     }

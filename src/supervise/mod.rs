@@ -20,6 +20,9 @@ use crate::{signals, telemetry};
 /// Pause before the first restart; each that gained nothing doubles it.
 const FIRST: Duration = Duration::from_secs(1);
 
+/// Exit code of a run that the file system has ended.
+const OUTAGE: i32 = 74;
+
 /// The longest pause.
 const LONGEST: Duration = Duration::from_secs(120);
 
@@ -37,7 +40,7 @@ pub struct Request {
 /// Starts the job until it has ended in good order, cannot go on, or a signal came; returns the exit code of the last start.
 ///
 /// # Errors
-/// The command cannot be started, or the records cannot be written.
+/// The command cannot be started.
 pub fn supervise(request: &Request) -> Result<i32> {
     signals::listen()?;
     let place = tell_place()?;
@@ -49,18 +52,21 @@ pub fn supervise(request: &Request) -> Result<i32> {
 
 /// All starts. Trainers write their run's directory to `place`.
 fn starts(request: &Request, place: &Path) -> Result<i32> {
-    let (began, mut account) = (Instant::now(), Account::default());
-    let (mut fruitless, mut pause) = (0, FIRST);
+    let mut account = Account::default();
+    let (mut run, mut fruitless, mut pause, mut outage) = (None, 0, FIRST, false);
     loop {
-        let run = told(place);
         let before = account.checkpoint(run.as_deref());
         let command = again(&request.command, run.as_deref());
+        // Only what this start tells counts as a sign of its ranks.
+        let _ = std::fs::remove_file(place);
         let started = (Instant::now(), telemetry::unix_time());
         let ended = Job::start(&command, place)?.wait(|| told(place))?;
-        let run = told(place);
-        let code = ended.code;
+        run = told(place).or(run);
         let gained = account.checkpoint(run.as_deref()) > before;
         (fruitless, pause) = if gained { (0, FIRST) } else { (fruitless + 1, pause) };
+        // A job that the file system has ended may find it refuse at the start as well, as an input that cannot be read.
+        outage = ended.code == OUTAGE || outage && ended.code == 2;
+        let code = if outage { OUTAGE } else { ended.code };
         let may = is_worth_another(code) && !ended.asked && !(request.requeue && code == REQUEUE);
         let goes_on = may && fruitless <= request.retries;
         let restart = Restart {
@@ -69,25 +75,21 @@ fn starts(request: &Request, place: &Path) -> Result<i32> {
             pause_seconds: if goes_on { pause.as_secs_f64() } else { 0.0 },
             ..ended.restart()
         };
-        account.add(run.as_deref(), restart)?;
-        if !goes_on {
+        account.add(run.as_deref(), restart).unwrap_or_else(|e| log::warn!("{e}"));
+        let mut asked = ended.asked;
+        if goes_on {
+            log::warn!("{}; starting again in {} s", ended.told(), pause.as_secs());
+            asked = job::sleep(pause);
+            pause = if gained { pause } else { (2 * pause).min(LONGEST) };
+        } else if may {
+            log::error!("{fruitless} starts in a row gained no checkpoint: giving up (--retries {})", request.retries);
+        }
+        if asked || !goes_on {
             if let Some(run) = &run {
-                account.sum_up(run, began.elapsed())?;
+                account::sum_up(run).unwrap_or_else(|e| log::warn!("{e}"));
             }
-            if may {
-                log::error!(
-                    "{fruitless} starts in a row gained no checkpoint: giving up (--retries {})",
-                    request.retries
-                );
-            }
-            return Ok(code);
-        }
-        log::warn!("{}; starting again in {} s", ended.told(), pause.as_secs());
-        if !gained {
-            pause = (2 * pause).min(LONGEST);
-        }
-        if job::sleep(pause) {
-            return Ok(code);
+            // One that was asked to end, and has more to do, is to be started again.
+            return Ok(if asked && is_worth_another(code) { REQUEUE } else { code });
         }
     }
 }
@@ -112,14 +114,22 @@ fn told(place: &Path) -> Option<PathBuf> {
 
 /// The command for the next start: it goes on with the run, once there is one.
 fn again(command: &[String], run: Option<&Path>) -> Vec<String> {
-    let mut command = command.to_vec();
-    if let Some(name) = run.and_then(|run| run.file_name()).and_then(|name| name.to_str()) {
-        if !command.iter().any(|word| word == "--resume" || word.starts_with("--resume=")) {
-            command.extend(["--resume".into(), "auto".into()]);
+    let Some(name) = run.and_then(|run| run.file_name()).and_then(|name| name.to_str()) else {
+        return command.to_vec();
+    };
+    let mut words = Vec::with_capacity(command.len() + 4);
+    let mut is_value = false;
+    for word in command {
+        // A checkpoint that the first start began at would make a run of its own.
+        let is_resume = word == "--resume";
+        if !is_resume && !is_value && !word.starts_with("--resume=") {
+            words.push(word.clone());
         }
-        command.extend(["--set".into(), format!("run.name={name}")]);
+        is_value = is_resume;
     }
-    command
+    words.extend(["--resume", "auto", "--set"].map(String::from));
+    words.push(format!("run.name={name}"));
+    words
 }
 
 #[cfg(test)]
@@ -136,8 +146,11 @@ mod tests {
             again(&plain, Some(&run)),
             words("mpirun -np 2 hpctrain train --resume auto --set run.name=gpt-char-2")
         );
-        let asked = words("hpctrain --resume auto");
-        assert_eq!(again(&asked, Some(&run)), words("hpctrain --resume auto --set run.name=gpt-char-2"));
+        for from in ["--resume auto", "--resume=auto", "--resume runs/x/checkpoints/best"] {
+            let asked = words(&format!("hpctrain {from} --set run.steps=5"));
+            let wanted = words("hpctrain --set run.steps=5 --resume auto --set run.name=gpt-char-2");
+            assert_eq!(again(&asked, Some(&run)), wanted);
+        }
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod stop_requests;
 
 pub(crate) use budget::Budget;
 pub use hooks::{Hook, Outcome};
+pub(crate) use outages::{Outages, is_outage};
 pub use placed::train_on_device;
 pub(crate) use records::Records;
 pub(crate) use run::fresh_id;

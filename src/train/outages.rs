@@ -91,6 +91,25 @@ impl Outages {
         Ok(())
     }
 
+    /// Passes what is written at the end of a run, which is not tried again: another start may do it.
+    ///
+    /// # Errors
+    /// As given; one of the file system is an outage, if there is a checkpoint to go on from.
+    pub fn at_end(&self, written: Result<()>) -> Result<()> {
+        written.map_err(|error| match self.saved {
+            Some(saved) if is_outage(&error) => error.outlasted(saved.elapsed()),
+            _ => error,
+        })
+    }
+
+    /// Passes a look at a lease: one that cannot be read is not lost.
+    ///
+    /// # Errors
+    /// The lease is lost, or the run is to end.
+    pub fn held(&mut self, checked: Result<()>) -> Result<()> {
+        if checked.is_ok() { Ok(()) } else { self.record(checked) }
+    }
+
     fn bear(&self, error: &Error) -> Result<()> {
         let Some(saved) = self.saved else { return Err(error.clone()) };
         let age = saved.elapsed();

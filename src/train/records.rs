@@ -65,7 +65,11 @@ impl Records {
     /// # Errors
     /// The file system refused. The evaluation waits for [`Records::flush`].
     pub fn evaluated(&mut self, evaluation: Evaluation) -> Result<()> {
-        self.evaluations.1.push_back(evaluation);
+        // One that waits may be told again with the next attempt to save.
+        let is_same = |one: &Evaluation| (one.step, one.over) == (evaluation.step, evaluation.over);
+        if !self.evaluations.1.iter().any(is_same) {
+            self.evaluations.1.push_back(evaluation);
+        }
         self.flush()
     }
 

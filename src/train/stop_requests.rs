@@ -103,7 +103,7 @@ impl StopRequests {
 
     /// A save has failed, and is due again after a pause.
     pub fn save_failed(&mut self, pause: Duration) {
-        self.again = Some(Instant::now() + pause);
+        (self.saved, self.again) = (Instant::now(), Some(Instant::now() + pause));
     }
 
     /// A save took so long.

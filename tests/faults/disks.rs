@@ -127,6 +127,24 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() {
     }
 }
 
+/// As above, for a run on parameter servers.
+#[test]
+fn servers_wait_for_a_full_disk_too() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = large(Alone, root.path(), "reference", &[]).succeeds();
+    let asked = large(Simulate(3), root.path(), "x", &["checkpoint.tolerate=600"]);
+    let files = asked.files();
+    let Some(disk) = Tmpfs::mount(&files.0, "14m") else { return };
+    let mut job = start(asked.command().args(["--servers", "1"]));
+    job.until("refused at the end", || {
+        let log = std::fs::read_to_string(files.path("logs/coordinator.log")).unwrap_or_default();
+        files.checkpoint(2).exists() && log.matches("training goes on, and saves again").count() > 1
+    });
+    assert!(disk.remount("size=64m"));
+    job.finish(LIMIT).succeeded();
+    files.same_as(&reference, STEPS, "servers");
+}
+
 /// The first checkpoint is one too many already, and records are on the same disk.
 #[test]
 fn a_disk_that_was_always_full_is_named() {

@@ -40,7 +40,8 @@ impl<B: Kernels> Run<'_, B> {
         let failure = self.hooks.failure();
         self.world.agree(failure)?;
         // Nobody hears of the end before it is on record.
-        self.world.agree(if self.world.rank() == 0 { self.tell(&ending, text, stages) } else { Ok(()) })?;
+        let told = if self.world.rank() == 0 { self.tell(&ending, text, stages) } else { Ok(()) };
+        self.world.agree(self.outages.at_end(told))?;
         log::info!("ended at step {}: {ending:?}", self.progress.step);
         Ok(ending)
     }

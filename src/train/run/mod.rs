@@ -21,7 +21,7 @@ use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
 use crate::parallel::{AllFlags, Averaging, ControlFlags};
 use crate::run_dir::{Ending, Resume, RunDirectory, Take};
-use crate::telemetry::evaluations::{self, Evaluation, Over};
+use crate::telemetry::evaluations::{self, Evaluation, Evaluations, Over};
 use crate::telemetry::metrics::Step;
 use crate::telemetry::straggler::Straggler;
 use crate::telemetry::times::{Spent, Times};
@@ -387,7 +387,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.stop_requests.stop_for(stop);
         let Measures { loss, metrics } = measures;
         log::info!("step {step}: {told}");
-        self.world.agree(self.directory.check())?;
+        let held = self.outages.held(self.directory.check());
+        self.world.agree(held)?;
         if let Some(records) = &mut self.records {
             let path = self.directory.evaluations_path();
             let found = Evaluation::done(step, loss, metrics);
@@ -439,10 +440,13 @@ impl<'h, B: Kernels> Run<'h, B> {
         let step = self.progress.step;
         let Some(Records { epoch_loss: Some(epoch), .. }) = &self.records else { return Ok(()) };
         let mean = epoch.mean();
-        self.directory.check()?;
+        self.outages.held(self.directory.check())?;
         let evaluated = match evaluations::read(&self.directory.evaluations_path()) {
             Ok(evaluated) => evaluated,
-            Err(e) => return self.recorded(Err(e)),
+            Err(e) => {
+                self.recorded(Err(e))?;
+                Evaluations::default()
+            }
         };
         let is_known = evaluated.known().iter().any(|one| one.step == step && one.over == Over::Training);
         if is_known {

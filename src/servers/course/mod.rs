@@ -1,6 +1,8 @@
-//! A run on one set of servers: its steps, evaluations and checkpoints, as its coordinator takes them.
+//! A run on one set of servers, as its coordinator takes it: its steps and evaluations.
 
-use std::collections::BTreeMap;
+mod finish;
+mod saves;
+
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,30 +13,27 @@ use super::fleet::Fleet;
 use super::hub::{Halt, Hub};
 use super::message::{FromServer, ToServer};
 use super::pool::{Batch, Pool};
-use super::saving::{Saving, begin};
+use super::saving::Saving;
 use super::tally::Tally;
 use super::terms::{Terms, layouts};
 use crate::activity::now;
 use crate::backend::cpu::Cpu;
-use crate::checkpoint::{Job, Origin, Progress, Published};
-use crate::config::{Plan, WhenBusy};
+use crate::checkpoint::{Job, Origin, Progress};
+use crate::config::Plan;
 use crate::data::TrainedOn;
-use crate::engine::memory::resident;
 use crate::engine::{Splits, clip};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
-use crate::layout::{Tensor, UnitLayout};
+use crate::layout::Tensor;
 use crate::nn::loss::Objective;
 use crate::optim::Part;
 use crate::parallel::{AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms};
-use crate::run_dir::markers::{End, Status};
 use crate::run_dir::{Ending, RunDirectory};
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations::{self, Evaluation};
 use crate::telemetry::metrics::Step;
-use crate::telemetry::run_card::RunCard;
 use crate::telemetry::{say, unix_time};
-use crate::train::{Budget, Records, StopRequests, fresh_id};
+use crate::train::{Budget, Outages, Records, StopRequests, fresh_id};
 
 /// The parts of a run that outlive its servers.
 pub struct Basis<'a> {
@@ -56,6 +55,7 @@ pub struct Course<'a> {
     tally: Tally,
     started: Instant,
     stop_requests: StopRequests,
+    outages: Outages,
     job: Arc<Job>,
     evaluator: Option<Evaluator>,
     objective: Objective<Cpu>,
@@ -65,6 +65,8 @@ pub struct Course<'a> {
     cut: Option<(u64, u64)>,
     evaluated: Option<(u64, f64)>,
     saved: Option<u64>,
+    /// Step of the last loss of an epoch that was recorded.
+    epoch_recorded: Option<u64>,
     saving: Option<Saving>,
     /// Whether a checkpoint is due by the clock.
     save_now: bool,
@@ -117,6 +119,7 @@ impl<'a> Course<'a> {
         let (of_eval, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
         // The workers read the samples; here they are counted.
         let evaluator = splits.validation.as_ref().map(|validation| Evaluator::counting(&**validation, of_eval, chunk));
+        let outages = Outages::new(plan.config.checkpoint.tolerate, progress.step > 0);
         let mut pool = Pool::new(plan.config.servers.staleness, plan.config.servers.lease);
         if !terms.is_synchronous() {
             let left = (plan.config.run.steps - progress.step) * terms.workers as u64;
@@ -140,6 +143,7 @@ impl<'a> Course<'a> {
             tally,
             started,
             stop_requests,
+            outages,
             job: Arc::new(job),
             evaluator,
             train_samples: samples,
@@ -147,6 +151,7 @@ impl<'a> Course<'a> {
             cut: None,
             evaluated,
             saved: Some(progress.step),
+            epoch_recorded: None,
             saving: None,
             save_now: false,
             skipped_in_a_row: 0,
@@ -351,11 +356,12 @@ impl<'a> Course<'a> {
             time: unix_time(),
             ..Step::default()
         };
-        self.records.metrics.write(&record)?;
+        let written = self.records.metrics.write(&record).and_then(|()| self.records.flush());
         let contributions = self.hub.with(|state| state.pool.take_contributions());
-        self.tally.step(step, took, taken.skipped, &contributions)?;
+        let tallied = self.tally.step(step, took, taken.skipped, &contributions);
+        self.outages.record(written.and(tallied))?;
         self.records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
-        self.records.progress.step(&record, None);
+        self.records.progress.step(&record, self.outages.told().as_deref());
         self.stop_requests.stepped(took);
         let told = [
             ("step", json!(step)),
@@ -386,26 +392,6 @@ impl<'a> Course<'a> {
         }
         self.ending = self.stop_requests.ending(&AllFlags(vec![flags]));
         Ok(())
-    }
-
-    /// The number of a cut of the parameters as they are now.
-    fn cut(&mut self) -> Result<u64, Halt> {
-        if let Some((step, number)) = self.cut
-            && step == self.progress.step
-            && self.terms.is_synchronous()
-        {
-            return Ok(number);
-        }
-        let (generation, number) = (self.terms.generation, self.cut.map_or(1, |(_, number)| number + 1));
-        let copied = self.fleet.all(|_| ToServer::Cut { generation, cut: number })?;
-        // Where workers go on meanwhile, it has updates of steps to come.
-        let updates = copied.iter().filter_map(|answer| match answer {
-            FromServer::Copied { updates } => Some(self.terms.start.updates + updates),
-            _ => None,
-        });
-        self.progress.updates = updates.max().unwrap_or(self.progress.updates);
-        self.cut = Some((self.progress.step, number));
-        Ok(number)
     }
 
     fn evaluate_if_due(&mut self) -> Result<(), Halt> {
@@ -446,159 +432,20 @@ impl<'a> Course<'a> {
         let Measures { loss, metrics } = measures;
         self.evaluated = Some((step, loss));
         log::info!("step {step}: {told}");
-        self.directory.check()?;
-        let path = self.directory.evaluations_path();
-        evaluations::append(&path, &Evaluation::done(step, loss, metrics).on(evaluator.digest(), evaluator.samples()))?;
+        self.outages.held(self.directory.check())?;
+        let evaluation = Evaluation::done(step, loss, metrics).on(evaluator.digest(), evaluator.samples());
+        let written = self.records.evaluated(evaluation);
         self.records.progress.say(&format!("step {step:>6}  {told}"));
-        let all = evaluations::read(&path)?;
+        let all = match written.and_then(|()| evaluations::read(&self.directory.evaluations_path())) {
+            Ok(all) => all,
+            Err(e) => return Ok(self.outages.record(Err(e))?),
+        };
         let best = self.directory.checkpoints().point_to_best(&all);
         best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
         let config = &self.plan.config.eval;
         self.stop_requests.stop_for(evaluations::stop_reason(all.known(), config.patience, config.min_delta));
         Ok(())
     }
-
-    fn save_if_due(&mut self) -> Result<(), Halt> {
-        self.note_saved(false)?;
-        let every = self.plan.config.checkpoint.every;
-        let due = self.plan.is_due(every, self.progress.step) || std::mem::take(&mut self.save_now);
-        // The end of training saves by itself.
-        if !due || self.ending.is_some() {
-            return Ok(());
-        }
-        let start = now();
-        self.save()?;
-        self.trace("checkpoint", start);
-        Ok(())
-    }
-
-    /// Begins to save the parameters and the state as they are now.
-    fn save(&mut self) -> Result<(), Halt> {
-        let step = self.progress.step;
-        if self.saving.is_some() {
-            if self.plan.config.checkpoint.when_busy == WhenBusy::Skip {
-                log::warn!("step {step}: not saved: an earlier checkpoint is still being written");
-                return Ok(());
-            }
-            self.await_saving()?;
-        }
-        self.record_epoch_loss()?;
-        let cut = self.cut()?;
-        self.saving = Some(begin(&self.job, &self.fleet, self.terms.generation, cut, self.progress)?);
-        (self.saved, self.save_now) = (Some(step), false);
-        self.stop_requests.save_begun();
-        if !self.plan.config.checkpoint.asynchronous {
-            self.await_saving()?;
-        }
-        Ok(())
-    }
-
-    /// Without validation data, notes the loss by which the checkpoint of this step is compared with others.
-    fn record_epoch_loss(&self) -> Result<()> {
-        let Records { epoch_loss: Some(epoch), .. } = &self.records else { return Ok(()) };
-        evaluations::append(&self.directory.evaluations_path(), &Evaluation::of_epoch(self.progress.step, epoch.mean()))
-    }
-
-    fn await_saving(&mut self) -> Result<(), Halt> {
-        self.note_saved(true)
-    }
-
-    /// Notes the end of the save under way, for which it may wait.
-    fn note_saved(&mut self, waits: bool) -> Result<(), Halt> {
-        let Some(saving) = self.saving.take_if(|saving| waits || saving.is_done()) else { return Ok(()) };
-        let Published { took, progress } = saving.wait()?;
-        self.stop_requests.published(took);
-        log::info!(
-            "saved {} in {:.2} s",
-            self.directory.checkpoints().path(progress.step).display(),
-            took.as_secs_f64()
-        );
-        Ok(())
-    }
-
-    /// Last evaluation, last checkpoint, the end on record.
-    fn finish(&mut self, ending: Ending) -> Result<Ending, Halt> {
-        let step = self.progress.step;
-        let is_evaluated = self.evaluated.is_some_and(|(at, _)| at == step);
-        if self.plan.config.eval.inline && !is_evaluated && !matches!(ending, Ending::Preempted(_)) {
-            self.evaluate()?;
-        }
-        self.await_saving()?;
-        if self.saved != Some(step) {
-            self.save()?;
-            self.await_saving()?;
-        }
-        self.directory.check()?;
-        self.records.progress.finish();
-        let (status, why) = match &ending {
-            Ending::Finished => (Status::Finished, None),
-            Ending::Stopped(why) => (Status::Finished, Some(why.clone())),
-            Ending::Preempted(why) => (Status::Preempted, Some(why.clone())),
-        };
-        if let Some(why) = &why {
-            say(format_args!("\nended at step {step}: {why}"));
-        }
-        if let (Some((_, loss)), Some(evaluator)) = (self.evaluated.filter(|(at, _)| *at == step), &self.evaluator) {
-            say(format_args!("\nvalidation loss {loss:.4} over {} samples at step {step}", evaluator.samples()));
-        }
-        if !self.terms.is_synchronous() {
-            say(format_args!("staleness  {}", self.hub.with(|state| told(state.pool.histogram()))));
-        }
-        let latest = self.directory.checkpoints().latest();
-        if latest.exists() {
-            say(format_args!("checkpoint in {}", latest.display()));
-        }
-        if status == Status::Preempted {
-            say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
-        } else if let Some(median_ms) = self.tally.median_ms() {
-            // A finished run that was resumed had nothing left to measure.
-            self.card(median_ms).write(&self.directory.card_path())?;
-        }
-        self.directory.marks().end(&End { step, status, why })?;
-        log::info!("ended at step {step}: {ending:?}");
-        Ok(ending)
-    }
-
-    fn card(&self, median_ms: f64) -> RunCard {
-        let (times, job) = (self.tally.times(), &self.job);
-        let parameters = |unit: &UnitLayout| unit.tensors.iter().map(|tensor| tensor.len() as u64).sum::<u64>();
-        RunCard {
-            version: env!("CARGO_PKG_VERSION").into(),
-            mpi: job.origin.mpi.clone(),
-            ranks: self.terms.workers,
-            threads: self.plan.threads,
-            hosts: self.tally.hosts(),
-            parameters: layouts(&self.plan).iter().map(parameters).sum(),
-            steps: self.progress.step,
-            skipped: self.tally.skipped(),
-            data: job.data.as_ref().map(|data| data.fingerprint.digest()),
-            data_changes: job.data.as_ref().map_or(vec![], |data| data.changes.clone()),
-            validation_loss: self.evaluated.map(|(_, loss)| loss),
-            tokens_per_second: self.plan.tokens_per_step() as f64 / (median_ms * 1e-3),
-            seconds: self.started.elapsed().as_secs_f64(),
-            step_seconds: times,
-            loader_wait_seconds: times.loader,
-            comm_wait_seconds: times.comm_exposed,
-            peak_gpu_bytes: None,
-            peak_bytes: BTreeMap::new(),
-            stages: vec![],
-            peak_resident_bytes: resident().1,
-            time: unix_time(),
-            goodput: None,
-        }
-    }
-}
-
-/// A histogram of staleness for people: mean, and the share of each.
-fn told(histogram: &BTreeMap<u64, u64>) -> String {
-    let all: u64 = histogram.values().sum();
-    if all == 0 {
-        return "of no push".into();
-    }
-    let mean = histogram.iter().map(|(staleness, count)| staleness * count).sum::<u64>() as f64 / all as f64;
-    let share = |(staleness, count): (&u64, &u64)| format!("{staleness}: {:.1} %", 100.0 * *count as f64 / all as f64);
-    let most: Vec<String> = histogram.iter().take(8).map(share).collect();
-    format!("{mean:.2} updates in the mean ({})", most.join(", "))
 }
 
 fn unexpected(answer: &FromServer) -> Halt {
