@@ -167,6 +167,10 @@ impl Shelves {
             ToServer::Save { generation, cut, staging } if is_current(generation) => {
                 FromServer::Saved(Box::new(storage.save(cut, &staging)?))
             }
+            ToServer::At { generation } if is_current(generation) => {
+                let (first, last) = storage.at();
+                FromServer::At(first, last)
+            }
             ToServer::Load => FromServer::Load(storage.load()),
             _ => FromServer::Stale,
         })
@@ -184,6 +188,7 @@ fn name(request: &ToServer) -> &'static str {
         ToServer::Revoke { .. } => "revoke",
         ToServer::Cut { .. } => "cut",
         ToServer::Save { .. } => "checkpoint",
+        ToServer::At { .. } => "at",
         ToServer::Load => "load",
     }
 }

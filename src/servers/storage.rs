@@ -161,6 +161,13 @@ impl Storage {
         self.ranges.iter().map(|held| held.piece.range.len()).sum()
     }
 
+    /// The first and the last step that a range has come to, where all workers take each step together.
+    pub fn at(&self) -> (u64, u64) {
+        let steps = || self.ranges.iter().map(|held| locked(&held.state).step);
+        let start = self.terms.start.step;
+        (steps().min().unwrap_or(start), steps().max().unwrap_or(start))
+    }
+
     /// The work so far.
     pub fn load(&self) -> Load {
         let Counts { pulls, pulled, pushes, pushed, refused, updating } = &self.counts;
