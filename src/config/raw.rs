@@ -300,6 +300,8 @@ sections! {
         staleness: Staleness = Staleness::Bound(0),
         /// Number format of parameters and gradients in messages: f32 or bf16.
         wire: WireFormat = WireFormat::F32,
+        /// Connections of each worker to each server, among which ranges are dealt out: for networks on which one is not fast enough.
+        connections: usize = 1,
         /// Learning rate of a gradient that is late: `none` leaves it, `inverse` divides it by one more than the updates in between.
         stale_lr: StaleRate = StaleRate::None,
         /// Batches that a worker is given at a time.

@@ -42,7 +42,9 @@ pub enum ToServer {
         generation: u64,
         /// The worker.
         member: u64,
-        /// The number of its message: one that comes twice counts once.
+        /// The number of the connection among its own.
+        line: usize,
+        /// The number of the message on it: one that comes twice counts once.
         number: u64,
         /// The samples whose gradient it is.
         of: Pushed,

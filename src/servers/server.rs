@@ -137,8 +137,8 @@ impl Shelves {
             ToServer::Pull { generation, of, pieces, known } if is_current(generation) => {
                 return storage.pull(of, pieces, &known, body).map(|versions| FromServer::Pulled { versions });
             }
-            ToServer::Push { generation, member, number, of, pieces } if is_current(generation) => {
-                let staleness = storage.push(member, number, &of, pieces, body)?;
+            ToServer::Push { generation, member, line, number, of, pieces } if is_current(generation) => {
+                let staleness = storage.push((member, line), number, &of, pieces, body)?;
                 body.clear();
                 return Ok(FromServer::Pushed { staleness });
             }
