@@ -277,7 +277,7 @@ impl<B: Backend> Group<B> {
         if self.size() == 1 {
             return Pending::ready(vec![mine]);
         }
-        let label = self.label(op, Size::Own(mine.len()), "ring");
+        let label = self.label(op, Size::Own(mine.len()), "dissemination");
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |state| {
