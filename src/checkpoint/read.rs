@@ -20,6 +20,9 @@ pub struct Reader {
     block: Vec<f32>,
 }
 
+/// Name of the file in the directory of a checkpoint that an audit has put in doubt.
+pub(super) const DOUBT: &str = "doubt";
+
 /// Files that are open at once: a checkpoint may have more than a process may open.
 const OPEN: usize = 128;
 
@@ -35,6 +38,12 @@ impl Reader {
     /// # Errors
     /// The manifest is missing or damaged.
     pub fn open(dir: &Path) -> Result<Self> {
+        let doubt = dir.join(DOUBT);
+        if let Ok(why) = std::fs::read_to_string(&doubt) {
+            let told = format!("{} is doubtful: {}", dir.display(), why.trim());
+            let hint = format!("resume from an older checkpoint; to use it all the same, remove {}", doubt.display());
+            return Err(Error::damaged(told).hint(hint));
+        }
         let files = Files { dir: dir.to_path_buf(), open: HashMap::new() };
         Ok(Self { manifest: Manifest::read(dir)?, files, block: Vec::new() })
     }

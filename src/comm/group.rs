@@ -104,6 +104,11 @@ impl<B: Backend> Group<B> {
         Algorithm::ALL.into_iter().filter(fits).collect()
     }
 
+    /// My rank in the world and my host, for people.
+    pub fn place(&self) -> String {
+        format!("rank {} on {}", self.comm.rank(), self.comm.node().host)
+    }
+
     /// My number in the group.
     pub fn rank(&self) -> usize {
         self.members.rank

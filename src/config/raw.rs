@@ -84,6 +84,9 @@ sections! {
         threads: Option<usize> = None,
         /// Steps in a row whose loss or gradient is not finite before the run gives up.
         max_skipped: u64 = 10,
+        /// Steps between two audits: replicas compare digests of parameters and optimizer state, and each update looks whether it
+        /// finds them as the one before has left them. 0 is none.
+        audit_every: u64 = 0,
         /// Most memory a rank may need, such as `8GiB`: a run that would need more is refused before it starts. Left
         /// out, the memory of the node is the limit.
         memory_limit: Option<Size> = None,

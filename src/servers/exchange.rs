@@ -310,7 +310,7 @@ mod tests {
         assert_eq!(messages(&pieces(&[mib / 2, mib / 2, 4, 3 * mib, 4, mib])), [0..2, 2..3, 3..4, 4..5, 5..6]);
         assert_eq!(messages(&pieces(&[4; 9])), vec![0..9; 1]);
         assert!(messages(&[]).is_empty());
-        assert_eq!(deal(vec![0..2, 2..3, 3..9], 2), [vec![0..2, 2..3], vec![3..9]]);
+        assert_eq!(deal(vec![0..2, 2..3, 3..9], 2), [vec![0..2, 2..3], vec![3..9; 1]]);
         assert_eq!(deal(vec![0..2, 2..3], 3), [vec![0..2; 1], vec![2..3; 1]]);
         assert!(deal(vec![], 2).is_empty());
         assert_eq!(longest(&[pieces(&[4, 8]), pieces(&[3 * mib, 4]), vec![]]), 3 * mib);

@@ -37,7 +37,7 @@ pub struct Storage {
     cut: Mutex<Option<Arc<Cut>>>,
     revoked: Mutex<HashSet<u64>>,
     /// The last push on each connection: by worker, and number of the connection.
-    pushers: Mutex<HashMap<(u64, usize), Arc<Mutex<Last>>>>,
+    pushers: Mutex<HashMap<Pusher, Arc<Mutex<Last>>>>,
     counts: Counts,
 }
 
@@ -63,6 +63,9 @@ struct Cut {
     /// Of each range: the parameters, then each buffer of state.
     ranges: Vec<Vec<Vec<f32>>>,
 }
+
+/// A worker, and the number of one of its connections.
+type Pusher = (u64, usize);
 
 /// The last push on a connection of a worker.
 #[derive(Default)]
@@ -102,6 +105,7 @@ impl Storage {
             average: plan.average,
             averaging: None,
             storage: Place::Ranks,
+            audit_every: plan.config.run.audit_every,
             host: None,
         };
         let names = state_names(Some(plan.rule), plan.average, None);
@@ -230,14 +234,7 @@ impl Storage {
     ///
     /// # Errors
     /// The body has another length than the ranges, or the update failed.
-    pub fn push(
-        &self,
-        pusher: (u64, usize),
-        number: u64,
-        of: &Pushed,
-        pieces: Range<usize>,
-        body: &[u8],
-    ) -> Result<u64> {
+    pub fn push(&self, pusher: Pusher, number: u64, of: &Pushed, pieces: Range<usize>, body: &[u8]) -> Result<u64> {
         let pusher = locked(&self.pushers).entry(pusher).or_default().clone();
         // Pushes of a connection come one after the other; one that comes twice waits here for the first.
         let mut last = locked(&pusher);

@@ -7,6 +7,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod audits;
 mod disks;
 mod evaluators;
 mod input;

@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn trees_are_the_powers_of_two() {
         assert_eq!(trees(13), [0..8, 8..12, 12..13]);
-        assert_eq!(trees(8), [0..8]);
+        assert_eq!(trees(8), vec![0..8; 1]);
         assert_eq!(trees(1), vec![0..1; 1]);
     }
 
