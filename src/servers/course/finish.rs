@@ -87,6 +87,8 @@ impl Course<'_> {
             step_seconds: times,
             loader_wait_seconds: times.loader,
             comm_wait_seconds: times.comm_exposed,
+            comm_sent_bytes: None,
+            comm_rounds: None,
             peak_gpu_bytes: None,
             peak_bytes: BTreeMap::new(),
             stages: vec![],
