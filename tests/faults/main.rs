@@ -15,6 +15,7 @@ mod kills;
 mod observer;
 mod servers;
 mod signals;
+mod soak;
 mod supervise;
 mod trainers;
 
