@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Progress, refused};
+use super::{Progress, refused, writeback};
 use crate::config::Config;
 use crate::data::{Preprocessing, Source, Tokenizer, TrainedOn};
 use crate::error::{Error, Kind, Result};
@@ -200,7 +200,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Writes it and its seal, durably.
+    /// Writes it and its seal, durably. The next reader, which is the retention of this save, reads them from the disk.
     ///
     /// # Errors
     /// The file system refused.
@@ -210,7 +210,8 @@ impl Manifest {
         for (name, text) in [(FILE, &text), (SEAL, &seal)] {
             let path = dir.join(name);
             std::fs::File::create(&path)
-                .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
+                .and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map(|()| file))
+                .map(|file| writeback::forget(&file, &path))
                 .map_err(|e| refused("write", &path, e))?;
         }
         Ok(())

@@ -117,11 +117,18 @@ impl ShardFile {
         &self.written
     }
 
-    /// Reads all numbers again: older checkpoints are removed only once this one gives back the numbers written.
+    /// Reads all of it again, past the kernel's copy: older checkpoints are removed only once the file system gives back
+    /// the bytes written.
     ///
     /// # Errors
     /// The file system gave back something else.
     pub fn read_back(&self) -> Result<()> {
+        writeback::forget(&self.file, &self.path);
+        let otherwise = |what: &str| {
+            let what = format!("{what} reads back otherwise than it was written");
+            Err(Error::io("trust", &self.path, what)
+                .hint("older checkpoints are kept; check the disk and the memory of the node"))
+        };
         let mut block = Vec::new();
         for (tensor, _, piece) in &self.written.ranges {
             for stored in &piece.parts {
@@ -130,14 +137,15 @@ impl ShardFile {
                     let offset = stored.offset + bytes(index * BLOCK);
                     self.file.read_exact_at(&mut block, offset).map_err(|e| Error::io("read back", &self.path, e))?;
                     if crc32fast::hash(&block) != *crc32 {
-                        let what = format!("{tensor} reads back otherwise than it was written");
-                        return Err(Error::io("trust", &self.path, what)
-                            .hint("older checkpoints are kept; check the disk and the memory of the node"));
+                        return otherwise(tensor);
                     }
                 }
             }
         }
-        Ok(())
+        let FileEntry { bytes, rest_crc32: known } = self.written.entry;
+        let pieces: Vec<&Piece> = self.written.ranges.iter().map(|(_, _, piece)| piece).collect();
+        let rest = rest_crc32(&self.file, bytes, &pieces).map_err(|e| Error::io("read back", &self.path, e))?;
+        if rest == known { Ok(()) } else { otherwise("its HDF5 structure") }
     }
 }
 
@@ -204,4 +212,65 @@ pub fn rest_crc32(file: &File, length: u64, pieces: &[&Piece]) -> std::io::Resul
         at = at.max(range.end);
     }
     Ok(hasher.finalize())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A file of 6 MiB, with three blocks in two tensors.
+    fn written(dir: &Path) -> ShardFile {
+        let extent =
+            |tensor: &str, len| Extent { tensor: tensor.into(), shape: vec![len], columns: None, range: 0..len };
+        let extents = [extent("a", BLOCK + 7), extent("b", BLOCK / 2)];
+        let mut writer = ShardWriter::create(dir, "x.h5", &[], &extents).unwrap();
+        for (number, extent) in extents.iter().enumerate() {
+            let values: Vec<f32> = extent.range.clone().map(|i| (i * 7 + number) as f32).collect();
+            writer.write(number, 0, &values).unwrap();
+        }
+        writer.finish().unwrap()
+    }
+
+    #[test]
+    fn what_was_not_written_is_noticed() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = written(dir.path());
+        file.read_back().unwrap();
+        let piece = &file.written.ranges[1].2;
+        for (offset, told) in [(piece.parts[0].offset + 9, "b reads back"), (30, "its HDF5 structure reads back")] {
+            let mut byte = [0];
+            file.file.read_exact_at(&mut byte, offset).unwrap();
+            file.file.write_all_at(&[byte[0] ^ 4], offset).unwrap();
+            let error = file.read_back().unwrap_err().to_string();
+            assert!(error.contains(told) && error.contains("hint: older checkpoints are kept"), "{error}");
+            file.file.write_all_at(&byte, offset).unwrap();
+        }
+        file.read_back().unwrap();
+    }
+
+    /// Bytes that this thread had the kernel fetch from disks; none where it does not tell.
+    fn fetched() -> Option<u64> {
+        let told = std::fs::read_to_string("/proc/thread-self/io").ok()?;
+        told.lines().find_map(|line| line.strip_prefix("read_bytes: ")?.parse().ok())
+    }
+
+    #[test]
+    fn reading_back_goes_past_the_kernels_copy() {
+        // Of file systems on a disk of this host, whose reads the kernel counts.
+        const ON_DISK: [u32; 3] = [0xef53, 0x5846_5342, 0x9123_683e];
+        let dir = tempfile::tempdir().unwrap();
+        let kind = rustix::fs::statfs(dir.path()).unwrap().f_type as u32;
+        let Some(before) = fetched().filter(|_| ON_DISK.contains(&kind)) else {
+            return println!("SKIPPED: the kernel does not count reads of file systems of type {kind:#x}");
+        };
+        let file = written(dir.path());
+        assert!(fetched().unwrap() - before < 1 << 20, "written bytes are in the kernel's copy");
+        // Each time anew: what one reading brought into memory must not serve the next.
+        for _ in 0..2 {
+            let before = fetched().unwrap();
+            file.read_back().unwrap();
+            let fetched = fetched().unwrap() - before;
+            assert!(fetched >= file.written.entry.bytes, "{fetched} bytes of {:?}", file.written.entry);
+        }
+    }
 }
