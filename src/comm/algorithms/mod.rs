@@ -75,6 +75,11 @@ impl Algorithm {
         }
     }
 
+    /// Whether no rank sends more bytes of a long buffer than it must.
+    pub(super) fn moves_least(self) -> bool {
+        matches!(self, Algorithm::Ring | Algorithm::Tree | Algorithm::Hierarchical)
+    }
+
     /// Whether sums over `group` have the bits of [`Algorithm::Tree`].
     pub(super) fn is_exact(self, group: &Members) -> bool {
         match self {

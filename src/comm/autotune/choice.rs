@@ -55,7 +55,8 @@ const SIZES: [usize; 4] = [16 << 10, 256 << 10, 2 << 20, 16 << 20];
 /// Repetitions of a measurement; the fastest counts, since others only disturb.
 const REPETITIONS: usize = 3;
 
-/// Total time of a measurement; sizes beyond it are left out.
+/// Total time of a measurement; sizes beyond it are left out. Above the last size that was measured, only algorithms that move
+/// the least bytes are taken.
 const BUDGET: Duration = Duration::from_millis(500);
 
 /// An algorithm must take less than this part of the tree's time: timings of a start are rough.
@@ -82,9 +83,8 @@ pub fn measure<B: Backend>(
         return Ok(table);
     }
     let start = Instant::now();
-    let beyond = SIZES.iter().position(|&size| size >= largest).map_or(SIZES.len(), |i| i + 1);
-    let mut fastest = vec![Vec::new(); operations.len()];
-    for size in SIZES[..beyond].iter().map(|size| *size.min(&largest)) {
+    let mut measured = vec![Vec::new(); operations.len()];
+    for size in sizes(largest) {
         let mut timings = Vec::new();
         for &operation in operations {
             for algorithm in Algorithm::ALL {
@@ -99,26 +99,42 @@ pub fn measure<B: Backend>(
         timings.push(start.elapsed().as_secs_f64());
         let slowest = slowest(world, &timings)?;
         let (of_algorithms, elapsed) = slowest.split_at(slowest.len() - 1);
-        for (fastest, times) in fastest.iter_mut().zip(of_algorithms.chunks(Algorithm::ALL.len())) {
-            fastest.push((size, best(times)));
+        for (measured, times) in measured.iter_mut().zip(of_algorithms.chunks(Algorithm::ALL.len())) {
+            measured.push((size, times.to_vec()));
         }
         // The next size takes about eight times as long as this one.
         if elapsed[0] * 8.0 > BUDGET.as_secs_f64() {
             break;
         }
     }
-    for (&operation, fastest) in operations.iter().zip(&fastest) {
-        table.set(operation, fastest);
+    for (&operation, measured) in operations.iter().zip(&measured) {
+        choose(&mut table, operation, measured, largest);
     }
     // Buffers of these sizes may not be needed again.
     backend.trim();
     Ok(table)
 }
 
-/// The fastest algorithm, or the tree if none is clearly faster.
-fn best(times: &[f64]) -> Algorithm {
+/// Sizes to be measured, in bytes, ascending: the last is the largest buffer itself.
+fn sizes(largest: usize) -> Vec<usize> {
+    SIZES.into_iter().filter(|size| *size < largest).chain([largest]).collect()
+}
+
+/// Sets an operation's rows by the times of all algorithms at the sizes that were measured.
+fn choose(table: &mut Table, operation: Operation, measured: &[(usize, Vec<f64>)], largest: usize) {
+    let fastest: Vec<_> = measured.iter().map(|(size, times)| (*size, best(times, |_| true))).collect();
+    let beyond = match measured.last() {
+        // There was no time for more, and a latency says nothing of bandwidth.
+        Some((size, times)) if *size < largest => best(times, Algorithm::moves_least),
+        _ => fastest.last().map_or(Algorithm::Tree, |(_, algorithm)| *algorithm),
+    };
+    table.set(operation, &fastest, beyond);
+}
+
+/// The fastest algorithm of those `among` all, or the tree if none is clearly faster.
+fn best(times: &[f64], among: impl Fn(Algorithm) -> bool) -> Algorithm {
     let of_tree = Algorithm::ALL.iter().position(|&one| one == Algorithm::Tree).map_or(f64::INFINITY, |i| times[i]);
-    let all = Algorithm::ALL.iter().zip(times);
+    let all = Algorithm::ALL.iter().zip(times).filter(|(algorithm, _)| among(**algorithm));
     let gain = |algorithm: Algorithm| if algorithm == Algorithm::Mpi { GAIN_OF_VENDOR } else { GAIN };
     let faster = all.filter(|(algorithm, time)| **time < gain(**algorithm) * of_tree);
     let faster = faster.min_by(|a, b| a.1.total_cmp(b.1));
@@ -180,9 +196,47 @@ mod tests {
 
     #[test]
     fn the_tree_is_left_for_a_gain_only() {
-        let pick = |mpi, ring| best(&[mpi, ring, 1.0, 2.0, 3.0]);
+        let pick = |mpi, ring| best(&[mpi, ring, 1.0, 2.0, 3.0], |_| true);
         assert_eq!((pick(9.0, 0.95), pick(9.0, 0.5)), (Algorithm::Tree, Algorithm::Ring));
         assert_eq!((pick(0.7, 0.95), pick(0.5, 0.95)), (Algorithm::Tree, Algorithm::Mpi));
+    }
+
+    #[test]
+    fn the_largest_buffer_is_measured_last() {
+        assert_eq!(sizes(100), [100]);
+        assert_eq!(sizes(16 << 10), [16 << 10]);
+        assert_eq!(sizes(1 << 20), [16 << 10, 256 << 10, 1 << 20]);
+        assert_eq!(sizes(150 << 20), [16 << 10, 256 << 10, 2 << 20, 16 << 20, 150 << 20]);
+    }
+
+    #[test]
+    fn a_fast_start_says_nothing_of_large_buffers() {
+        // As of 24 ranks on a slow network: the tree takes 23 steps, everything through one rank five.
+        let (mpi, ring, tree, hierarchical) = (f64::INFINITY, f64::INFINITY, 23e-4, f64::INFINITY);
+        let start = (16 << 10, vec![mpi, ring, tree, hierarchical, 5e-4]);
+        let pick = |measured: &[(usize, Vec<f64>)], largest, bytes| {
+            let mut table = Table::always(Algorithm::Tree);
+            choose(&mut table, Operation::AllReduce, measured, largest);
+            table.pick(Operation::AllReduce, bytes)
+        };
+        // Measuring ended early: what was measured counts up to there.
+        let (small, large) = (16 << 10, 64 << 20);
+        assert_eq!(pick(std::slice::from_ref(&start), large, small), Algorithm::ReduceToOne);
+        for bytes in [small + 1, 1 << 20, large, 1 << 40] {
+            assert_eq!(pick(std::slice::from_ref(&start), large, bytes), Algorithm::Tree, "{bytes}");
+        }
+        // The library's own is not extrapolated either, and one that moves the least bytes is.
+        let library = (16 << 10, vec![1e-4, ring, tree, hierarchical, 5e-4]);
+        assert_eq!(pick(&[library], large, large), Algorithm::Tree);
+        let nodes = (16 << 10, vec![1e-4, 8e-4, tree, 7e-4, 5e-4]);
+        assert_eq!(pick(&[nodes], large, large), Algorithm::Hierarchical);
+        // All was measured: the winner at the largest size wins.
+        let end = (large, vec![mpi, ring, 4.0, hierarchical, 3.0]);
+        assert_eq!(pick(&[start.clone(), end.clone()], large, large), Algorithm::ReduceToOne);
+        assert_eq!(pick(&[start, end], large + 4, 1 << 40), Algorithm::Tree);
+        // The only buffers are small ones.
+        let only = (4 << 10, vec![mpi, ring, tree, hierarchical, 5e-4]);
+        assert_eq!(pick(&[only], 4 << 10, 4 << 10), Algorithm::ReduceToOne);
     }
 
     #[test]

@@ -31,16 +31,17 @@ impl Table {
     }
 
     /// Sets an operation's rows from the fastest algorithms at some sizes in ascending order: each holds as far as
-    /// the geometric mean with the next.
-    pub(super) fn set(&mut self, operation: Operation, fastest: &[(usize, Algorithm)]) {
+    /// the geometric mean with the next, the last one as far as its size. Above that it is `beyond`.
+    pub(super) fn set(&mut self, operation: Operation, fastest: &[(usize, Algorithm)], beyond: Algorithm) {
         self.0.retain(|row| row.operation != operation);
         let between = |a: usize, b: usize| (a as f64 * b as f64).sqrt() as usize;
         for (i, &(size, algorithm)) in fastest.iter().enumerate() {
-            let up_to = fastest.get(i + 1).map(|&(next, _)| between(size, next));
-            if fastest.get(i + 1).is_none_or(|&(_, next)| next != algorithm) {
-                self.0.push(Row { operation, up_to, algorithm });
+            let (next, up_to) = fastest.get(i + 1).map_or((beyond, size), |&(next, is)| (is, between(size, next)));
+            if next != algorithm {
+                self.0.push(Row { operation, up_to: Some(up_to), algorithm });
             }
         }
+        self.0.push(Row { operation, up_to: None, algorithm: beyond });
     }
 }
 
@@ -80,6 +81,7 @@ mod tests {
         table.set(
             Operation::AllGather,
             &[(1 << 14, Algorithm::Ring), (1 << 16, Algorithm::Ring), (1 << 20, Algorithm::Mpi)],
+            Algorithm::Mpi,
         );
         let pick = |bytes| table.pick(Operation::AllGather, bytes);
         assert_eq!((pick(0), pick(1 << 18), pick((1 << 18) + 1)), (Algorithm::Ring, Algorithm::Ring, Algorithm::Mpi));
