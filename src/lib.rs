@@ -106,6 +106,7 @@ pub mod planner;
 pub mod prelude;
 mod private;
 pub mod random;
+mod regular_files;
 pub mod run_dir;
 pub mod servers;
 pub mod signals;
@@ -118,3 +119,4 @@ pub mod train;
 mod tree;
 #[doc(hidden)]
 pub mod verify;
+mod visible;

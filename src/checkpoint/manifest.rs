@@ -13,6 +13,7 @@ use crate::config::Config;
 use crate::data::{Preprocessing, Source, Tokenizer, TrainedOn};
 use crate::error::{Error, Kind, Result};
 use crate::layout::UnitLayout;
+use crate::regular_files::{self, is_plain_name};
 
 /// Version of the format that this program writes, and the newest that it reads.
 pub const VERSION: u32 = 3;
@@ -157,7 +158,7 @@ impl Manifest {
     /// it is of another version of the format or the program; or the file system refused.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(FILE);
-        let text = std::fs::read_to_string(&path).map_err(|e| {
+        let text = regular_files::read_to_string(&path).map_err(|e| {
             let error = Error::unread("read the manifest", &path, &e);
             match error.kind() {
                 Kind::Io => error.hint("the checkpoint may well be whole: see why it cannot be read"),
@@ -172,7 +173,7 @@ impl Manifest {
             Error::damaged(format!("{}: {what}", path.display())).hint("resume from an older checkpoint")
         };
         let seal = dir.join(SEAL);
-        let sealed = std::fs::read_to_string(&seal);
+        let sealed = regular_files::read_to_string(&seal);
         let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
         // If the seal is broken, the version itself may have changed. A format of another version may have no seal.
         let is_broken =
@@ -232,8 +233,17 @@ impl Manifest {
         self.check_cover().map_err(|e| Error::internal(format!("the ranks' ranges: {e}")))
     }
 
-    /// Every element of every tensor lies in exactly one piece, and every piece within its file.
+    /// Every element of every tensor lies in exactly one piece, and every piece within its file, which lies beside the
+    /// manifest.
     fn check_cover(&self) -> Result<(), String> {
+        // A manifest may be of others: it names files beside it, nothing else.
+        if let Some(name) = self.files.keys().find(|name| !is_plain_name(name)) {
+            return Err(format!("{name:?} is not the name of a file beside it"));
+        }
+        let total = |of: u64, more: u64| of.checked_add(more);
+        if self.files.values().map(|file| file.bytes).try_fold(0, total).is_none() {
+            return Err("its files have more bytes than any file system".into());
+        }
         for (name, entry) in &self.tensors {
             entry.check_cover(name)?;
             entry.pieces.iter().try_for_each(|piece| self.check_place(name, piece))?;

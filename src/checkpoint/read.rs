@@ -11,6 +11,7 @@ use super::shard::rest_crc32;
 use super::{Manifest, PARAMS, Piece};
 use crate::error::{Error, Kind, Result};
 use crate::optim::AVERAGE;
+use crate::regular_files;
 
 /// An open checkpoint. HDF5 is not needed to read one: the manifest says where everything is.
 pub struct Reader {
@@ -244,7 +245,7 @@ impl Files {
     fn get(&mut self, name: &str) -> Result<&File> {
         if !self.open.contains_key(name) {
             let path = self.dir.join(name);
-            let file = File::open(&path).map_err(|e| unread("open", &path, &e))?;
+            let file = regular_files::open(&path).map_err(|e| unread("open", &path, &e))?;
             if self.open.len() == OPEN {
                 self.open.clear();
             }

@@ -12,7 +12,7 @@ use crate::config::{Config, ModelKind};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::evaluate::{Sampling, generate};
-use crate::telemetry::say;
+use crate::telemetry::say_text;
 
 /// Arguments of `hpctrain sample`.
 #[derive(Args)]
@@ -81,7 +81,7 @@ impl Work for SampleArgs {
         };
         let drawn = generate(&mut model, &prompt, found.plan.network.context(), sampling)?;
         if found.world.rank() == 0 {
-            say(format_args!("{}{}", self.prompt, tokenizer.decode(&drawn)));
+            say_text(&format!("{}{}", self.prompt, tokenizer.decode(&drawn)));
         }
         Ok(())
     }

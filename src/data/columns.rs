@@ -56,6 +56,14 @@ impl Coding {
             Coding::Hash(ids) => *ids as usize,
         }
     }
+
+    /// Whether values can be brought to ids.
+    fn is_possible(&self) -> bool {
+        match self {
+            Coding::Values(_) => true,
+            Coding::Hash(ids) => *ids >= 2,
+        }
+    }
 }
 
 impl Columns {
@@ -68,8 +76,21 @@ impl Columns {
             .dataset(COLUMNS)
             .and_then(|dataset| dataset.read_scalar())
             .map_err(|e| Error::input(format!("dataset {COLUMNS} cannot be read: {}", one_line(&e))))?;
-        let columns = serde_json::from_str(&json);
-        columns.map(Some).map_err(|e| Error::input(format!("dataset {COLUMNS} has no columns: {e}")))
+        let columns: Self =
+            serde_json::from_str(&json).map_err(|e| Error::input(format!("dataset {COLUMNS} has no columns: {e}")))?;
+        columns.check().map(|()| Some(columns))
+    }
+
+    /// Every category has ids besides that of empty cells.
+    fn check(&self) -> Result<()> {
+        match self.categories.iter().find(|category| !category.coding.is_possible()) {
+            Some(Category { name, coding }) => {
+                let ids = coding.ids();
+                Err(Error::input(format!("dataset {COLUMNS} gives the category {name:?} {ids} ids"))
+                    .hint("it takes 2 or more, since id 0 is of empty cells: import the table again"))
+            }
+            None => Ok(()),
+        }
     }
 
     /// The columns in the form in which a shard holds them.

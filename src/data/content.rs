@@ -6,6 +6,7 @@ use hdf5::File;
 use hdf5::dataset::Layout;
 
 use super::axes::Planes;
+use super::bounded;
 use super::dtype::Dtype;
 use super::h5::{self, shape};
 use super::spec::{DataSpec, Ids, InputScale, SampleSpec, Target, WEIGHTS};
@@ -317,7 +318,8 @@ impl Field {
     /// A class a row, or a one-hot row of all classes.
     fn classes(place: Place<'_>, name: &str, classes: usize) -> Result<Self> {
         let dataset = storage::open(place.file, place.path, name)?;
-        match dataset.shape().get(1..).map_or(1, |row| row.iter().product()) {
+        // Products are checked where the dataset is described.
+        match dataset.shape().iter().skip(1).fold(1usize, |row, extent| row.saturating_mul(*extent)) {
             1 => Self::describe(place, name, As::Ids),
             columns if columns == classes => Self::describe(place, name, As::Numbers),
             columns => {
@@ -352,7 +354,7 @@ impl Field {
             return Err(Error::input(format!("{name} is a scalar")).hint("store one row for each sample"));
         }
         // Sizes are counted in bytes from here on.
-        if dims.iter().try_fold(dtype.size().max(8), |bytes, extent| bytes.checked_mul(*extent)).is_none() {
+        if bounded::extent(&dims).and_then(|elements| elements.checked_mul(dtype.size().max(8))).is_none() {
             return Err(Error::input(format!("{name} has shape {}, too large for any memory", shape(&dims)))
                 .hint("write it with the shape that its data has"));
         }
@@ -388,7 +390,9 @@ impl Field {
 
     /// Decompressed bytes of a chunk, if there are chunks.
     pub(super) fn chunk_bytes(&self) -> Option<usize> {
-        self.chunk.as_ref().map(|chunk| chunk.iter().product::<usize>() * self.dtype.size())
+        let bytes =
+            |chunk: &Vec<usize>| chunk.iter().fold(self.dtype.size(), |bytes, extent| bytes.saturating_mul(*extent));
+        self.chunk.as_ref().map(bytes)
     }
 
     /// Elements, or rows of elements if there are two dimensions.

@@ -21,7 +21,7 @@ use std::path::Path;
 use hdf5::types::{IntSize, TypeDescriptor, VarLenUnicode};
 use hdf5::{Dataset, File, H5Type};
 
-use super::h5::{one_line, var_len};
+use super::h5::{one_line, read_all, var_len};
 use super::spec::Split;
 use super::tokenizer::Tokenizer;
 use crate::error::{Error, Result};
@@ -194,9 +194,14 @@ impl Checksums {
             });
             Ok(Self(all.collect::<hdf5::Result<_>>()?))
         };
-        let all = read().map_err(|e| Error::input(format!("{CHECKSUMS} cannot be read: {}", one_line(&e))))?;
+        let all = read().map_err(|e| {
+            Error::input(format!("{CHECKSUMS} cannot be read: {}", one_line(&e))).hint("copy or import it again")
+        })?;
         match all.0.iter().find(|(_, sums)| sums.block == 0) {
-            Some((name, _)) => Err(Error::input(format!("{CHECKSUMS} of {name} has {CHECKSUM_BLOCK} = 0"))),
+            Some((name, _)) => {
+                Err(Error::input(format!("{CHECKSUMS} of {name} has {CHECKSUM_BLOCK} = 0"))
+                    .hint("copy or import it again"))
+            }
             None => Ok(Some(all)),
         }
     }
@@ -215,7 +220,7 @@ impl Checksums {
 impl BlockSums {
     fn read(dataset: &Dataset) -> hdf5::Result<Self> {
         let block: u64 = dataset.attr(CHECKSUM_BLOCK)?.read_scalar()?;
-        Ok(Self { block: usize::try_from(block).unwrap_or(0), crc32: dataset.read_raw()? })
+        Ok(Self { block: usize::try_from(block).unwrap_or(0), crc32: read_all(dataset)? })
     }
 
     /// Checksums of the bytes of a whole dataset, in blocks of so many rows of `row_bytes`.

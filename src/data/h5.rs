@@ -2,13 +2,14 @@
 //! random reads, facts about types, links, filters and virtual data sets, and failures told in one line.
 
 use std::ffi::{CStr, CString, c_char};
+use std::io::ErrorKind;
 use std::path::Path;
 use std::ptr;
 use std::time::Duration;
 
 use hdf5::plist::DatasetCreate;
 use hdf5::types::VarLenUnicode;
-use hdf5::{Dataspace, Datatype, File, Group};
+use hdf5::{Dataspace, Datatype, File, Group, H5Type};
 use hdf5_sys::h5d::H5Dread;
 use hdf5_sys::h5i::hid_t;
 use hdf5_sys::h5l::{H5Lget_val, H5Lunpack_elink_val};
@@ -26,9 +27,10 @@ use hdf5_sys::h5t::{
 };
 use hdf5_sys::h5z::H5Zfilter_avail;
 
+use super::bounded;
 use super::stored::Stored;
 use crate::error::{Error, Result};
-use crate::hdf5_files;
+use crate::{hdf5_files, regular_files};
 
 /// The first bytes of an HDF5 file.
 const SIGNATURE: &[u8] = b"\x89HDF\r\n\x1a\n";
@@ -56,6 +58,12 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
         let slots = (10 * bytes / chunk_bytes.max(1)).clamp(521, 1 << 16) | 1;
         options.with_fapl(|fapl| fapl.chunk_cache(slots, bytes, 0.0));
     }
+    // HDF5 would wait for the other end of a pipe.
+    regular_files::check(path).map_err(|e| match e.kind() {
+        ErrorKind::InvalidData => Error::input(format!("{} is not an HDF5 file: {e}", path.display()))
+            .hint("name HDF5 files, or move it away from among them"),
+        _ => Error::io("read", path, e),
+    })?;
     let mut opened = hdf5_files::open_with(&options, path);
     for _ in 0..LOCK_TRIES {
         match &opened {
@@ -156,6 +164,13 @@ pub(super) fn dataset_names(group: &Group) -> hdf5::Result<Vec<String>> {
     Ok(names)
 }
 
+/// All elements of a dataset that tells of others: not more than its stored bytes can hold.
+pub(super) fn read_all<T: H5Type>(dataset: &hdf5::Dataset) -> hdf5::Result<Vec<T>> {
+    let elements = bounded::extent(&dataset.get_shape()?).ok_or("its shape is larger than any memory")?;
+    bounded::check((elements as u64).saturating_mul(size_of::<T>() as u64), dataset.storage_size())?;
+    dataset.read_raw()
+}
+
 /// A string as HDF5 stores it.
 pub(in crate::data) fn var_len(text: &str) -> Result<VarLenUnicode> {
     text.parse().map_err(|e| Error::input(format!("{text:?} cannot be stored in HDF5: {e}")))
@@ -183,7 +198,7 @@ impl SlabReader {
             return Err("a scalar has no rows".into());
         }
         Ok(Self {
-            row_len: shape[1..].iter().product(),
+            row_len: bounded::extent(&shape[1..]).ok_or("a row is larger than any memory")?,
             width: stored.width(),
             file_space: dataset.space()?,
             mem_space: Dataspace::try_new(0)?,

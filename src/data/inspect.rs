@@ -11,6 +11,7 @@ use super::h5;
 use super::import::{class_names, numbered};
 use super::spec::file_names;
 use crate::error::{Error, Result};
+use crate::visible::in_one_line;
 
 /// Describes one HDF5 file, or all `.h5` files of a directory.
 pub fn inspect(path: &Path) -> Result<String> {
@@ -38,7 +39,7 @@ pub fn inspect(path: &Path) -> Result<String> {
     }
     let mut report = table(&rows);
     for (note, files) in notes {
-        report += &format!("\n{}: {note}\n", files.join(", "));
+        report += &format!("\n{}\n", in_one_line(&format!("{}: {note}", files.join(", "))));
     }
     Ok(report)
 }
@@ -114,15 +115,17 @@ fn origin(header: &Header) -> String {
     }
 }
 
-/// Columns as wide as their widest cell, two spaces apart. Rows have equally many cells.
+/// Columns as wide as their widest cell, two spaces apart. Rows have equally many cells, and a row is one line, whatever
+/// is in its cells.
 pub(crate) fn table(rows: &[impl AsRef<[String]>]) -> String {
-    let columns = rows.first().map_or(0, |row| row.as_ref().len());
-    let width = |column: usize| rows.iter().map(|row| row.as_ref()[column].chars().count()).max().unwrap_or(0);
+    let seen = |row: &[String]| row.iter().map(|cell| in_one_line(cell).into_owned()).collect();
+    let rows: Vec<Vec<String>> = rows.iter().map(|row| seen(row.as_ref())).collect();
+    let columns = rows.first().map_or(0, Vec::len);
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut text = String::new();
     for row in rows {
-        let cells: Vec<String> =
-            row.as_ref().iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
+        let cells: Vec<String> = row.iter().zip(&widths).map(|(cell, &width)| format!("{cell:width$}")).collect();
         text += cells.join("  ").trim_end();
         text.push('\n');
     }

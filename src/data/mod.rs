@@ -8,6 +8,7 @@
 mod augment;
 mod axes;
 pub mod bench;
+mod bounded;
 pub mod bundled;
 mod columns;
 mod compare;

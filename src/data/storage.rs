@@ -9,6 +9,7 @@ use hdf5::dataset::Layout;
 use hdf5::plist::DatasetCreate;
 use hdf5::{Dataset, File};
 
+use super::bounded;
 use super::h5::{self, Link, Source, shape};
 use super::stored::{As, Stored};
 use crate::error::{Error, Result};
@@ -83,11 +84,42 @@ fn check_to(dataset: &Dataset, path: &Path, name: &str, depth: usize) -> Result<
     if properties.layout() == Layout::Virtual {
         return check_sources(&properties, path, name, elements, depth);
     }
+    let width = dataset.dtype().map_err(unreadable)?.size();
     if !properties.external().is_empty() {
-        return check_raw(&properties, path, name, elements * dataset.dtype().map_err(unreadable)?.size());
+        return check_raw(&properties, path, name, elements.saturating_mul(width));
+    }
+    check_size(dataset, name, width)
+}
+
+/// A read takes memory for whole rows and chunks: they must not be far larger than all that is stored, nor chunks hold far
+/// more than their size, which a decoder would unpack.
+fn check_size(dataset: &Dataset, name: &str, width: usize) -> Result<()> {
+    let (shape, stored) = (dataset.shape(), dataset.storage_size());
+    let bytes = |extents: &[usize]| extents.iter().fold(width as u64, |all, extent| all.saturating_mul(*extent as u64));
+    let chunk = dataset.chunk().unwrap_or_default();
+    let row = bytes(shape.get(1..).unwrap_or_default());
+    let of_chunk = if chunk.is_empty() { 0 } else { bytes(&chunk) };
+    bounded::check(row.max(of_chunk), stored).map_err(|what| {
+        Error::input(format!("{name}: a row or chunk of it: {what}"))
+            .hint("write it again in smaller chunks, or without compression: h5repack -l CHUNK=… or -f NONE")
+    })?;
+    if !chunk.is_empty() && !dataset.filters().is_empty() {
+        let along = shape.iter().zip(&chunk).map(|(extent, chunk)| extent.div_ceil((*chunk).max(1)) as u64);
+        let chunks = along.fold(1u64, u64::saturating_mul);
+        // Filters may make a chunk somewhat longer.
+        let most = chunks.saturating_mul((of_chunk + of_chunk / 4).saturating_add(CHUNK_ROOM));
+        if stored > most {
+            return Err(Error::input(format!(
+                "{name} has {stored} compressed bytes for {chunks} chunks of {of_chunk}"
+            ))
+            .hint("the file is damaged, or made to fill the memory: copy it again"));
+        }
     }
     Ok(())
 }
+
+/// Bytes that filters may add to a chunk of any size.
+const CHUNK_ROOM: u64 = 64 << 10;
 
 /// Whether a dataset has elements of its own none of which was ever written: all would be the fill value.
 pub(super) fn is_unwritten(dataset: &Dataset) -> hdf5::Result<bool> {
@@ -128,7 +160,7 @@ fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> R
     let Some(first) = missing.first() else { return Ok(()) };
     let first_element = || -> hdf5::Result<()> {
         let stored = Stored::converted(As::Numbers);
-        let row_len = dataset.shape().get(1..).map_or(1, |row| row.iter().product::<usize>());
+        let row_len = dataset.shape().iter().skip(1).fold(1usize, |row, extent| row.saturating_mul(*extent));
         if row_len > LARGEST_ROW {
             return Err("a row that is too large to be tried".into());
         }
@@ -173,7 +205,11 @@ fn check_sources(properties: &DatasetCreate, path: &Path, name: &str, elements: 
                 .hint("copy the source again, or write the data into one file"));
         }
         let source = open(&opened, &place, of).map_err(|e| of_source(e.at(place.display())))?;
-        let (has, elements) = (source.shape(), source.size() as u64);
+        let has = source.shape();
+        let elements = bounded::extent(&has).ok_or_else(|| {
+            Error::input(format!("{virtual_set} {of} is {}, larger than any memory", shape(&has)))
+                .hint("write it with the shape that its data has")
+        })? as u64;
         // All of a source has no extents: there must be as many elements.
         let missing = match (extents.as_deref(), gives) {
             (Some([]), Some(gives)) => (*gives != elements).then(|| format!("{gives} elements of it")),
@@ -193,7 +229,7 @@ fn check_sources(properties: &DatasetCreate, path: &Path, name: &str, elements: 
             return Err(of_source(unwritten(of).at(place.display())));
         }
     }
-    let given: Option<u64> = sources.iter().map(|source| source.gives).sum();
+    let given = sources.iter().try_fold(0u64, |all, source| Some(all.saturating_add(source.gives?)));
     match given {
         Some(given) if given < elements as u64 => {
             let without = elements as u64 - given;
@@ -217,6 +253,10 @@ fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize) 
         let at = place.display();
         let what = format!("{name} has its elements in the external raw file {at}");
         let length = match std::fs::metadata(&place) {
+            Ok(metadata) if !metadata.is_file() => {
+                return Err(Error::input(format!("{what}, which is not a regular file"))
+                    .hint("name a file with the elements, or write the data into the HDF5 file"));
+            }
             Ok(metadata) => metadata.len(),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
                 return Err(Error::input(format!("{what}, which does not exist"))
@@ -224,7 +264,7 @@ fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize) 
             }
             Err(e) => return Err(Error::io("read", &place, e)),
         };
-        let needed = raw.offset as u64 + here;
+        let needed = (raw.offset as u64).saturating_add(here);
         if length < needed {
             return Err(Error::input(format!("{what}, which has {length} bytes, but {needed} are needed"))
                 .hint("copy or write it again: HDF5 would read zeros"));

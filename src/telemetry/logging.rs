@@ -8,6 +8,7 @@ use env_logger::{Builder, Logger, Target};
 use log::{LevelFilter, Log, Metadata, Record};
 
 use crate::error::{Error, Result};
+use crate::visible::visible;
 
 /// The program's logger. The file is known only once the run directory is.
 struct RankLogger {
@@ -45,7 +46,7 @@ pub fn to_console(who: &str) {
     builder.filter_level(LevelFilter::Warn).parse_default_env();
     builder.format(move |out, record| {
         let level = record.level().as_str().to_lowercase();
-        writeln!(out, "{level}: {who}: {}", record.args())
+        writeln!(out, "{level}: {who}: {}", visible(&record.args().to_string()))
     });
     let console = builder.build();
     log::set_max_level(console.filter());

@@ -14,7 +14,7 @@ pub mod times;
 pub mod trace;
 pub mod trace_file;
 
-pub use console::{lost, say, say_error};
+pub use console::{lost, say, say_error, say_text};
 
 pub use crate::backend::readable as bytes;
 

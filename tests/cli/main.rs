@@ -4,6 +4,7 @@
 mod bad_input;
 mod commands;
 mod doctor;
+mod hostile;
 mod pages;
 mod setup;
 

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod errors;
+mod hostile;
 mod images;
 mod layouts;
 mod mix;

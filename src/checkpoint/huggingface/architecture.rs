@@ -9,6 +9,7 @@ use crate::config::Model;
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::nn::Network;
+use crate::regular_files;
 
 /// GPT-2's token between texts.
 const END_OF_TEXT: u32 = 50256;
@@ -48,7 +49,7 @@ impl Architecture {
     /// # Errors
     /// It is missing, or of another network than those here.
     pub fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read(path)
+        let text = regular_files::read(path)
             .map_err(|e| Error::io("read", path, e).hint("give a directory with config.json and model.safetensors"))?;
         #[derive(Deserialize)]
         struct Family {

@@ -15,6 +15,7 @@ use crate::config::{Config, Data, Facts, resolve};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
 use crate::layout::Tensor;
+use crate::regular_files::{self, is_plain_name};
 use crate::telemetry::unix_time;
 
 /// Writes the network in the directory `from` as a checkpoint at step 0, without optimizer state, into the directory
@@ -179,12 +180,12 @@ fn files(from: &Path) -> Result<Vec<String>> {
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
-    let text = std::fs::read(&index).map_err(|e| Error::io("read", &index, e))?;
+    let text = regular_files::read(&index).map_err(|e| Error::io("read", &index, e))?;
     let Index { weight_map } = serde_json::from_slice(&text)
         .map_err(|e| Error::input(format!("{}: {e}", index.display())).hint("copy it again"))?;
     let names: BTreeSet<String> = weight_map.into_values().collect();
     // An index is data of others: it names files beside it, nothing else.
-    match names.iter().find(|name| name.contains(['/', '\\']) || !from.join(name).is_file()) {
+    match names.iter().find(|name| !is_plain_name(name) || !from.join(name).is_file()) {
         Some(absent) => Err(Error::input(format!("{}: there is no file {absent}", index.display()))
             .hint("copy all files of the model into one directory")),
         None => Ok(names.into_iter().collect()),

@@ -14,6 +14,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensorError};
 
 use crate::error::{Error, Result};
+use crate::regular_files;
 
 /// Bytes before the header.
 const LENGTH: usize = size_of::<u64>();
@@ -86,7 +87,7 @@ impl Reader {
     /// # Errors
     /// It is missing, or not of this format, or not as long as its header says.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|e| Error::io("open", path, e))?;
+        let file = regular_files::open(path).map_err(|e| Error::io("open", path, e))?;
         let length = file.metadata().map_err(|e| Error::io("read", path, e))?.len();
         let malformed = |what: String| {
             Error::input(format!("{}: not a whole safetensors file: {what}", path.display())).hint("copy it again")
@@ -99,7 +100,7 @@ impl Reader {
         let mut header = vec![0; size as usize];
         file.read_exact_at(&mut header, LENGTH as u64).map_err(|e| Error::io("read", path, e))?;
         let header: Metadata = serde_json::from_slice(&header).map_err(|e| malformed(e.to_string()))?;
-        let expected = start + header.data_len() as u64;
+        let expected = start.saturating_add(header.data_len() as u64);
         if length != expected {
             return Err(malformed(format!("{length} bytes, {expected} by its header")));
         }

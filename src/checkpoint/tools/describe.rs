@@ -9,6 +9,7 @@ use crate::config::network;
 use crate::data::inspect::table;
 use crate::data::{DataChange, TrainedOn};
 use crate::telemetry::{bytes, grouped};
+use crate::visible::in_one_line;
 
 /// Describes the checkpoint in `dir`.
 pub fn describe(dir: &Path, manifest: &Manifest) -> String {
@@ -17,7 +18,7 @@ pub fn describe(dir: &Path, manifest: &Manifest) -> String {
     let mut out = String::new();
     let mut line = |name: &str, text: String| {
         // Writing to a string cannot fail.
-        let _ = writeln!(out, "{name:<12} {text}");
+        let _ = writeln!(out, "{name:<12} {}", in_one_line(&text));
     };
     line("checkpoint", dir.display().to_string());
     line("format", version.to_string());
@@ -28,7 +29,8 @@ pub fn describe(dir: &Path, manifest: &Manifest) -> String {
     let hosts = if nodes.is_empty() { String::new() } else { format!(" on {}", nodes.join(", ")) };
     let ranks = format!("{} rank{}{hosts}", origin.ranks, if origin.ranks == 1 { "" } else { "s" });
     line("written", format!("{} by hpctrain {}, {ranks}, {}", written(manifest), origin.hpctrain, origin.mpi));
-    let network = network(&mut model.clone(), None).map_or_else(|e| e.to_string(), |network| network.describe());
+    let network =
+        network(&mut model.clone(), None).map_or_else(|e| e.message().to_string(), |network| network.describe());
     line("model", format!("{network}, dropout {}", model.dropout));
     let tokenizer = manifest.tokenizer.as_ref();
     line("tokenizer", tokenizer.map_or_else(|| "none".into(), |t| format!("{}, {} ids", t.name(), t.vocabulary())));

@@ -2,13 +2,14 @@
 //!
 //! Two zero bytes, the type of the elements, the number of axes; the extent of every axis as big-endian u32; the elements.
 
-use std::io::Read as _;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use flate2::read::GzDecoder;
 
 use super::content;
 use super::samples::{Imported, Inputs, Kept, Rows};
+use crate::data::bounded::{self, extent};
 use crate::error::{Error, Result};
 
 /// The type of unsigned bytes, the only one that images and labels come in.
@@ -61,33 +62,51 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
 
 /// Shape and elements of a file.
 fn read(path: &Path) -> Result<(Vec<usize>, Vec<u8>)> {
-    let mut bytes = content(path, "give the path of an IDX file, such as t10k-images-idx3-ubyte.gz")?;
-    let malformed = |what: String| {
-        Error::input(format!("{}: not an IDX file of bytes: {what}", path.display())).hint("download it again")
+    let mut stored = content(path, "give the path of an IDX file, such as t10k-images-idx3-ubyte.gz")?;
+    let parsed = if stored.starts_with(&[0x1f, 0x8b]) {
+        let mut plain = GzDecoder::new(&stored[..]);
+        shape(&mut plain).and_then(|shape| {
+            let elements = bounded::read(plain, count(&shape)? as u64, stored.len() as u64)?;
+            Ok((shape, elements))
+        })
+    } else {
+        let mut rest = &stored[..];
+        let shape = shape(&mut rest);
+        let header = stored.len() - rest.len();
+        stored.drain(..header);
+        shape.map(|shape| (shape, stored))
     };
-    if bytes.starts_with(&[0x1f, 0x8b]) {
-        let mut plain = Vec::new();
-        GzDecoder::new(&bytes[..]).read_to_end(&mut plain).map_err(|e| malformed(e.to_string()))?;
-        bytes = plain;
-    }
-    let [0, 0, kind, axes, rest @ ..] = &bytes[..] else {
-        return Err(malformed(format!("it begins with {:02x?}", &bytes[..bytes.len().min(4)])));
+    let parsed = parsed.and_then(|(shape, elements)| match count(&shape)? == elements.len() {
+        true => Ok((shape, elements)),
+        false => Err(format!("{} elements for shape {shape:?}", elements.len())),
+    });
+    parsed.map_err(|what| {
+        Error::input(format!("{}: not an IDX file of bytes: {what}", path.display()))
+            .hint("download it again; gunzip it first if it is all right")
+    })
+}
+
+/// The shape that the header of a file gives; the elements follow.
+fn shape(from: &mut impl Read) -> Result<Vec<usize>, String> {
+    let mut bytes = |most: usize| {
+        let mut bytes = Vec::new();
+        from.take(most as u64).read_to_end(&mut bytes).map_err(|e| e.to_string()).map(|_| bytes)
     };
-    if *kind != BYTES {
-        return Err(malformed(format!("elements of type {kind:#04x}")));
+    let (kind, axes) = match bytes(4)?[..] {
+        [0, 0, kind, axes] => (kind, axes),
+        ref other => return Err(format!("it begins with {other:02x?}")),
+    };
+    if kind != BYTES {
+        return Err(format!("elements of type {kind:#04x}"));
     }
-    let header = usize::from(*axes) * 4;
-    if rest.len() < header {
-        return Err(malformed(format!("{} bytes for {axes} axes", rest.len())));
+    let extents = bytes(usize::from(axes) * 4)?;
+    if extents.len() < usize::from(axes) * 4 {
+        return Err(format!("{} bytes for {axes} axes", extents.len()));
     }
-    let (extents, elements) = rest.split_at(header);
-    let shape: Vec<usize> =
-        extents.as_chunks::<4>().0.iter().map(|extent| u32::from_be_bytes(*extent) as usize).collect();
-    let expected = shape.iter().try_fold(1usize, |all, extent| all.checked_mul(*extent));
-    if expected != Some(elements.len()) {
-        return Err(malformed(format!("{} elements for shape {shape:?}", elements.len())));
-    }
-    let header = bytes.len() - elements.len();
-    bytes.drain(..header);
-    Ok((shape, bytes))
+    Ok(extents.as_chunks::<4>().0.iter().map(|extent| u32::from_be_bytes(*extent) as usize).collect())
+}
+
+/// Elements of a shape.
+fn count(shape: &[usize]) -> Result<usize, String> {
+    extent(shape).ok_or_else(|| format!("shape {shape:?} is too large for any memory"))
 }

@@ -3,11 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use image::imageops::FilterType;
-use image::{DynamicImage, ImageFormat, ImageReader};
+use image::{DynamicImage, ImageDecoder as _, ImageFormat, ImageReader};
 
 use super::samples::{Files, Imported, Inputs, Kept, Rows};
+use crate::data::bounded;
 use crate::data::spec::file_names;
 use crate::error::{Error, Result};
+use crate::regular_files;
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]
@@ -53,6 +55,9 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
         let pixels = picture.into_bytes();
         if inputs.is_empty() {
             let all = pixels.len().saturating_mul(files.len());
+            if import.size.is_none() {
+                check_all(import, &files, all)?;
+            }
             inputs.try_reserve_exact(all).map_err(|_| {
                 Error::input(format!("{} images of {height} × {width} take {all} bytes of memory", files.len()))
                     .hint("make them smaller with --size")
@@ -81,6 +86,15 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
         files: Some(Files { names: names.collect(), classes }),
     }
     .write(&import.kept)
+}
+
+/// Refuses images that together decode to far more bytes than their files have, though each alone may pass.
+fn check_all(import: &ImportImages, files: &[Labelled], decoded: usize) -> Result<()> {
+    let length = |file: &Labelled| std::fs::metadata(&file.path).map_or(0, |metadata| metadata.len());
+    let stored = files.iter().map(length).fold(0, u64::saturating_add);
+    bounded::check(decoded as u64, stored).map_err(|what| {
+        Error::input(format!("{}: {what}", import.folder.display())).hint("make the images smaller with --size")
+    })
 }
 
 /// All images of a folder that have no class, in the order of their names.
@@ -154,7 +168,9 @@ fn visible(folder: &Path) -> Result<Vec<String>> {
 
 /// The pixels of a file, in bytes: three channels, or one. Transparency is dropped.
 fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
-    let bytes = std::fs::read(path).map_err(|e| Error::io("read", path, e))?;
+    let bytes = regular_files::read(path).map_err(|e| {
+        Error::io("read", path, e).hint("a class's folder holds its images and nothing else: move other things away")
+    })?;
     let at = path.display();
     let reader = ImageReader::new(std::io::Cursor::new(&bytes)).with_guessed_format();
     let reader = reader.map_err(|e| Error::io("read", path, e))?;
@@ -173,7 +189,13 @@ fn decoded(path: &Path, grey: bool) -> Result<DynamicImage> {
     if format == ImageFormat::Jpeg && !is_whole(&bytes) {
         return Err(damaged("it ends before the mark of its end".into()));
     }
-    let picture = reader.decode().map_err(|e| damaged(e.to_string().replace('\n', " ")))?;
+    let told = |e: image::ImageError| damaged(e.to_string().replace('\n', " "));
+    // The header alone.
+    let header = ImageReader::with_format(std::io::Cursor::new(&bytes), format).into_decoder().map_err(told)?;
+    bounded::check(header.total_bytes(), bytes.len() as u64).map_err(|what| {
+        Error::input(format!("{at}: {what}")).hint("move it away, or bring it to a smaller size first")
+    })?;
+    let picture = reader.decode().map_err(told)?;
     Ok(match grey {
         true => DynamicImage::ImageLuma8(picture.into_luma8()),
         false => DynamicImage::ImageRgb8(picture.into_rgb8()),

@@ -5,7 +5,7 @@
 //! files, stored or deflated.
 
 use std::fs::File;
-use std::io::{BufReader, Read as _};
+use std::io::BufReader;
 use std::path::Path;
 
 use half::f16;
@@ -13,6 +13,7 @@ use zip::ZipArchive;
 use zip::result::ZipError;
 
 use super::content;
+use crate::data::bounded::{self, extent};
 use crate::error::{Error, Result};
 
 const MAGIC: &[u8] = b"\x93NUMPY";
@@ -124,7 +125,7 @@ impl Array {
             extents.map(|extent| extent.parse().ok()).collect()
         });
         let shape = shape.ok_or_else(|| lacks("shape"))?;
-        let expected = shape.iter().try_fold(kind.width, |all, extent| all.checked_mul(*extent));
+        let expected = extent(&shape).map(|elements| elements * kind.width);
         if expected != Some(elements.len()) {
             return Err(format!(
                 "{} bytes of elements for shape {shape:?} of {} bytes each",
@@ -175,10 +176,14 @@ pub(super) fn read_member(archive: &mut ZipArchive<BufReader<File>>, path: &Path
     let mut names: Vec<String> =
         archive.file_names().filter_map(|file| Some(file.ok()?.strip_suffix(".npy")?.to_owned())).collect();
     names.sort();
-    let mut bytes = Vec::new();
-    let read = archive.by_name(&format!("{name}.npy")).and_then(|mut member| Ok(member.read_to_end(&mut bytes)?));
-    match read {
-        Ok(_) => Array::parse(bytes).map_err(|what| malformed(place, &what)),
+    // The archive says how many bytes are compressed, too: not more than there are.
+    let length = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?.len();
+    match archive.by_name(&format!("{name}.npy")) {
+        Ok(member) => {
+            let (declared, stored) = (member.size(), member.compressed_size().min(length));
+            let parsed = bounded::read(member, declared, stored).and_then(Array::parse);
+            parsed.map_err(|what| malformed(place, &what))
+        }
         Err(ZipError::FileNotFound) => Err(Error::input(format!("{}: holds no array {name:?}", path.display()))
             .hint(format!("it holds {}; name two of them with --features and --labels", names.join(", ")))),
         Err(e) => Err(malformed(place, &e.to_string())),

@@ -9,7 +9,7 @@ use hdf5::types::{TypeDescriptor, VarLenUnicode};
 use super::{Staged, part, refuse_shards, shard_name};
 use crate::data::columns::{COLUMNS, Columns};
 use crate::data::format::{Format, IMPORT, SKIPPED_ROWS, write_rows};
-use crate::data::h5::{one_line, var_len};
+use crate::data::h5::{one_line, read_all, var_len};
 use crate::data::spec::{DataSpec, Split, WEIGHTS};
 use crate::data::standard::{MEAN, STD};
 use crate::error::{Error, Result};
@@ -35,7 +35,7 @@ pub(in crate::data) fn class_names(file: &File) -> hdf5::Result<Option<Vec<Strin
     if dataset.dtype()?.to_descriptor()? != TypeDescriptor::VarLenUnicode {
         return Ok(None);
     }
-    let names: Vec<VarLenUnicode> = dataset.read_raw()?;
+    let names: Vec<VarLenUnicode> = read_all(&dataset)?;
     Ok(Some(names.iter().map(ToString::to_string).collect()))
 }
 
@@ -203,7 +203,8 @@ impl Rows {
     }
 
     fn row_len(&self) -> usize {
-        self.shape.iter().product()
+        // Of no rows, a shape may be any.
+        if self.count == 0 { 0 } else { self.shape.iter().product() }
     }
 
     fn numbers(&self, row: usize) -> Vec<f32> {
