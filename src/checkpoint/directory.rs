@@ -15,7 +15,7 @@ use super::read::DOUBT;
 use super::retention::{Candidate, Retention, removed};
 use super::{Manifest, Reader, refused};
 use crate::error::{Error, Kind, Result};
-use crate::telemetry::evaluations::{self, Evaluation, Evaluations};
+use crate::telemetry::evaluations::{self, Evaluation, Evaluations, Save};
 
 /// The checkpoints of one run.
 #[derive(Debug, Clone)]
@@ -126,6 +126,29 @@ impl Checkpoints {
             .map_or_else(|| Ok(Evaluations::default()), |run| evaluations::read(&run.join(evaluations::FILE)))
     }
 
+    /// The published save of a step, as its manifest names it.
+    pub fn save(&self, step: u64) -> Save {
+        match Manifest::read(&self.path(step)) {
+            Ok(manifest) => Save::Named(manifest.id),
+            Err(e) if e.kind() == Kind::Damaged => Save::Gone,
+            // Another program can read it, or this one later.
+            Err(e) => {
+                log::warn!("{}", one_line(&e));
+                Save::Unknown
+            }
+        }
+    }
+
+    /// The step of the last save. Of a run that has passed over newer checkpoints it is not the highest; the link may lead
+    /// nowhere where a user has removed checkpoints.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn last_step(&self) -> Result<Option<u64>> {
+        let steps = self.steps()?;
+        Ok(self.latest_step()?.filter(|latest| steps.contains(latest)).or(steps.last().copied()))
+    }
+
     /// Creates the directory, restores checkpoints that an earlier job had set aside to replace them, and removes
     /// directories that earlier jobs left half written or half removed. The caller is the only one who writes here.
     ///
@@ -197,6 +220,10 @@ impl Checkpoints {
         sync(&self.root)?;
         self.link(&self.latest(), &path)?;
         sync(&self.root)?;
+        if let (Some(_), Some(run)) = (&replaced, self.root.parent()) {
+            let manifest = Manifest::read(&path)?;
+            evaluations::forget_others(&run.join(evaluations::FILE), step, &manifest.id)?;
+        }
         // The removal takes a while: it comes last.
         if let Some(Err(e)) = replaced.map(|old| self.discard(&old)) {
             log::warn!("{}", one_line(&e));
@@ -239,6 +266,10 @@ impl Checkpoints {
     /// Points `best` at one of `steps`; if none of them has a loss, removes the link, which might dangle.
     fn point_to_best_of(&self, steps: &[u64], evaluated: &[Evaluation]) -> Result<()> {
         let link = self.best();
+        // As for retention, checkpoints newer than the last save do not count.
+        let last = self.last_step()?.unwrap_or(u64::MAX);
+        let steps: Vec<u64> = steps.iter().copied().filter(|step| *step <= last).collect();
+        let steps = &steps[..];
         match (evaluations::best(evaluated, steps), fs::read_link(&link)) {
             (Some((step, _)), Ok(target)) if target == Path::new(&name_of(step)) => Ok(()),
             (Some((step, _)), _) => self.link(&link, &self.path(step)),
@@ -291,11 +322,15 @@ impl Checkpoints {
         let leases = self.leases();
         let waits = leases.queue_is_watched()?;
         // A run that passed over a damaged checkpoint has gone back: checkpoints newer than the last save do not count.
-        let latest = self.latest_step()?.unwrap_or(u64::MAX);
+        let latest = self.last_step()?.unwrap_or(u64::MAX);
         let candidate = |step| {
             let path = self.path(step);
+            let mut loss = None;
             let (sound, kept) = match whole(&path) {
-                Ok(manifest) => (true, waits && !evaluations::is_settled(evaluated, &manifest.id)),
+                Ok(manifest) => {
+                    loss = evaluations::loss_of(evaluated, step, &manifest.id);
+                    (true, waits && !evaluations::is_settled(evaluated, &manifest.id))
+                }
                 Err(e) => {
                     log::warn!("{} does not count as a checkpoint: {}", path.display(), one_line(&e));
                     match e.kind() {
@@ -307,7 +342,7 @@ impl Checkpoints {
                 }
             };
             let held = kept || leases.holds(&name_of(step))?;
-            Ok(Candidate { step, sound: sound && step <= latest, loss: evaluations::loss(evaluated, step), held })
+            Ok(Candidate { step, sound: sound && step <= latest, loss, held })
         };
         self.steps()?.into_iter().map(candidate).collect()
     }

@@ -408,7 +408,9 @@ impl<B: Kernels> Sidecar<'_, B> {
         };
         match outcome {
             Ok(measures) => {
-                evaluations::append(&self.evaluations, &of)?;
+                if !self.add(&of)? {
+                    return Ok(());
+                }
                 let seconds = begun.elapsed().as_secs_f64();
                 say(format_args!("evaluator: step {step:>6}  {measures}  ({seconds:.1} s)"));
                 let all = evaluations::read(&self.evaluations)?;
@@ -416,7 +418,10 @@ impl<B: Kernels> Sidecar<'_, B> {
                 let best = self.checkpoints.point_to_best(&all);
                 best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
                 let eval = self.loaded.as_ref().map(|loaded| &loaded.plan.config.eval);
-                let why = eval.and_then(|eval| evaluations::stop_reason(all.known(), eval.patience, eval.min_delta));
+                // The trainer decides anew about a checkpoint that it has passed over.
+                let last = self.checkpoints.last_step()?.unwrap_or(step);
+                let all = evaluations::until(all.known(), last);
+                let why = eval.and_then(|eval| evaluations::stop_reason(&all, eval.patience, eval.min_delta));
                 why.map_or(Ok(()), |why| self.marks.ask_to_stop(&why))
             }
             // The checkpoint may well be whole: another evaluator, or this one later, can do it.
@@ -425,9 +430,20 @@ impl<B: Kernels> Sidecar<'_, B> {
                 let status = if retries + 1 < ATTEMPTS { Status::Retried } else { Status::Failed };
                 log::warn!("step {step}: cannot be evaluated ({status:?}): {e}");
                 let error = Some(e.to_string().replace('\n', "; "));
-                evaluations::append(&self.evaluations, &Evaluation { status, error, ..of })
+                self.add(&Evaluation { status, error, ..of }).map(drop)
             }
         }
+    }
+
+    /// Adds a line to `eval.jsonl`, unless the run has gone back behind the save, or replaced it.
+    fn add(&self, evaluation: &Evaluation) -> Result<bool> {
+        let (checkpoints, step) = (&self.checkpoints, evaluation.step);
+        let look = || Ok((checkpoints.save(step), checkpoints.last_step()?.unwrap_or(step)));
+        let added = evaluations::append_of(&self.evaluations, evaluation, look)?;
+        if !added {
+            log::warn!("step {step}: evaluated, but the run has no longer this save: not recorded");
+        }
+        Ok(added)
     }
 }
 

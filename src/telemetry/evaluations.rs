@@ -1,6 +1,7 @@
 //! `eval.jsonl`: one JSON object an evaluation. A trainer and several evaluators may write it.
 
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::fs::{File, OpenOptions};
 use std::io::Write as _;
 use std::path::Path;
@@ -8,6 +9,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::regular_files;
 
 /// Name of the file in a run's directory.
 pub const FILE: &str = "eval.jsonl";
@@ -131,7 +133,7 @@ impl Evaluations {
 /// # Errors
 /// The file cannot be read.
 pub fn read(path: &Path) -> Result<Evaluations> {
-    let bytes = match std::fs::read(path) {
+    let bytes = match regular_files::read(path) {
         Ok(bytes) => bytes,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Evaluations::default()),
         Err(e) => return Err(Error::io("read", path, e)),
@@ -180,31 +182,95 @@ fn comparable(all: &[Evaluation]) -> impl DoubleEndedIterator<Item = &Evaluation
 /// # Errors
 /// The file system refused.
 pub fn append(path: &Path, evaluation: &Evaluation) -> Result<()> {
-    let mut line = serde_json::to_string(evaluation).map_err(|e| Error::internal(format!("evaluation: {e}")))?;
-    line.push('\n');
-    exclusively(path, || {
-        let mut file = OpenOptions::new().create(true).append(true).read(true).open(path)?;
-        // A line that was torn by a kill must not take this one with it.
-        if std::fs::read(path)?.last().is_some_and(|byte| *byte != b'\n') {
-            line.insert(0, '\n');
-        }
-        file.write_all(line.as_bytes())?;
-        file.sync_data()
-    })
+    let line = line(evaluation)?;
+    exclusively(path, || add(path, line))
 }
 
-/// Drops the trainer's own evaluations after step `last`: it trains those steps again.
+fn line(evaluation: &Evaluation) -> Result<String> {
+    let line = serde_json::to_string(evaluation).map_err(|e| Error::internal(format!("evaluation: {e}")))?;
+    Ok(line + "\n")
+}
+
+fn add(path: &Path, mut line: String) -> std::io::Result<()> {
+    let mut file = OpenOptions::new().create(true).append(true).read(true).open(path)?;
+    // A line that was torn by a kill must not take this one with it.
+    if std::fs::read(path)?.last().is_some_and(|byte| *byte != b'\n') {
+        line.insert(0, '\n');
+    }
+    file.write_all(line.as_bytes())?;
+    file.sync_data()
+}
+
+/// The published save of a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Save {
+    /// It has this name.
+    Named(String),
+    /// There is one, whose name cannot be read here.
+    Unknown,
+    /// There is none.
+    Gone,
+}
+
+/// Adds the line of a checkpoint's evaluation as [`append`] does, unless its save was replaced meanwhile, or is gone and newer
+/// than all steps that are left, of which `newest` is the last: then the run has gone back. Whether the line was added.
 ///
 /// # Errors
 /// The file system refused.
-pub fn forget_after(path: &Path, last: u64) -> Result<()> {
+pub fn append_of(path: &Path, evaluation: &Evaluation, save: impl FnOnce() -> Result<(Save, u64)>) -> Result<bool> {
+    let line = line(evaluation)?;
+    let mut looked = Ok(true);
+    exclusively(path, || {
+        looked = save().map(|(save, newest)| match save {
+            Save::Named(id) => evaluation.id.as_ref().is_none_or(|own| *own == id),
+            Save::Unknown => true,
+            Save::Gone => evaluation.step <= newest,
+        });
+        if looked == Ok(true) { add(path, line) } else { Ok(()) }
+    })?;
+    looked
+}
+
+/// Drops lines of parameters that are no more, since training goes on after step `last`: the trainer's own of later steps; those
+/// of saves of later steps that are gone; and those of saves in whose place there is another one of that step. Of a save that
+/// was removed because newer ones came, the line stays.
+///
+/// # Errors
+/// The file system refused.
+pub fn forget_after(path: &Path, last: u64, save: impl Fn(u64) -> Save) -> Result<()> {
+    let mut known: BTreeMap<u64, Save> = BTreeMap::new();
+    // Before the file is locked: checkpoints take their time.
+    for one in read(path)?.known.into_iter().filter(Evaluation::is_of_checkpoint) {
+        if let Entry::Vacant(vacant) = known.entry(one.step) {
+            vacant.insert(save(one.step));
+        }
+    }
+    rewrite(path, |line| match known.get(&line.step) {
+        _ if !line.is_of_checkpoint() => line.step <= last,
+        Some(Save::Named(id)) => line.id.as_ref().is_none_or(|own| own == id),
+        Some(Save::Gone) => line.step <= last,
+        // An evaluator has added it just now.
+        Some(Save::Unknown) | None => true,
+    })
+}
+
+/// Drops lines of other saves of a step than the one called `id`, which has taken their place.
+///
+/// # Errors
+/// The file system refused.
+pub fn forget_others(path: &Path, step: u64, id: &str) -> Result<()> {
+    rewrite(path, |line| line.step != step || line.id.as_ref().is_none_or(|own| own == id))
+}
+
+/// Writes the file anew with those of its lines that a predicate holds of.
+fn rewrite(path: &Path, holds: impl Fn(&Evaluation) -> bool) -> Result<()> {
     exclusively(path, || {
         let old = match std::fs::read(path) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(()),
             old => old?,
         };
         let keeps = |line: &&[u8]| match serde_json::from_slice::<Evaluation>(line) {
-            Ok(line) => line.is_of_checkpoint() || line.step <= last,
+            Ok(line) => holds(&line),
             // The content of a damaged line is not known.
             Err(_) => !is_torn(line),
         };
@@ -236,6 +302,17 @@ fn exclusively(path: &Path, work: impl FnOnce() -> std::io::Result<()>) -> Resul
 /// ever validated.
 pub fn loss(evaluations: &[Evaluation], step: u64) -> Option<f64> {
     comparable(evaluations).rev().find(|one| one.step == step && one.status == Status::Done)?.loss
+}
+
+/// As [`loss`], of the save called `id` of that step.
+pub fn loss_of(evaluations: &[Evaluation], step: u64, id: &str) -> Option<f64> {
+    let is_of = |one: &&Evaluation| one.step == step && one.id.as_ref().is_none_or(|own| own == id);
+    comparable(evaluations).rev().filter(is_of).find(|one| one.status == Status::Done)?.loss
+}
+
+/// The evaluations of steps up to `last`: a run that has gone back is to be decided about by those alone.
+pub fn until(evaluations: &[Evaluation], last: u64) -> Vec<Evaluation> {
+    evaluations.iter().filter(|one| one.step <= last).cloned().collect()
 }
 
 /// The validation loss of a step, if it is known.
@@ -318,9 +395,52 @@ mod tests {
         let found = all(&path);
         assert_eq!(found.iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4, 4, 6]);
         assert_eq!(found[0].loss.map(f64::to_bits), Some((0.1f64 + 0.2).to_bits()));
-        forget_after(&path, 2).unwrap();
+        forget_after(&path, 2, |_| Save::Unknown).unwrap();
         assert_eq!(all(&path).iter().map(|one| one.step).collect::<Vec<_>>(), [2, 4]);
         assert!(!std::fs::read_to_string(&path).unwrap().contains(torn));
+    }
+
+    /// A run whose saves after step 4 were removed goes back to it; step 2 was saved twice, step 1 removed by retention.
+    #[test]
+    fn saves_that_are_no_more_are_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE);
+        let of =
+            |step, id: &str, loss| Evaluation { checkpoint: Some("x".into()), id: Some(id.into()), ..done(step, loss) };
+        let lines = [of(1, "a-1", 5.0), of(2, "a-2", 0.1), of(2, "b-2", 4.0), of(4, "b-4", 3.0), of(6, "b-6", 0.2)];
+        let left = || {
+            let all = read(&path).unwrap();
+            all.known().iter().map(|one| (one.step, one.id.clone().unwrap_or_default())).collect::<Vec<_>>()
+        };
+        let named = |id: &str| Save::Named(id.into());
+        let save = |step| match step {
+            2 => named("b-2"),
+            4 => named("b-4"),
+            _ => Save::Gone,
+        };
+        lines.iter().for_each(|line| append(&path, line).unwrap());
+        append(&path, &of(5, "b-5", 0.3)).unwrap();
+        forget_after(&path, 4, save).unwrap();
+        let expected = [(1, "a-1"), (2, "b-2"), (4, "b-4")].map(|(step, id)| (step, id.to_string()));
+        assert_eq!(left(), expected);
+        assert_eq!(best(read(&path).unwrap().known(), &[2, 4]), Some((4, 3.0)));
+        // Those that evaluators were at meanwhile.
+        assert!(!append_of(&path, &of(6, "b-6", 0.2), || Ok((Save::Gone, 4))).unwrap());
+        assert!(!append_of(&path, &of(4, "a-4", 0.2), || Ok((named("b-4"), 4))).unwrap());
+        assert_eq!(left(), expected);
+        assert!(append_of(&path, &of(3, "b-3", 3.5), || Ok((Save::Gone, 4))).unwrap());
+        assert!(append_of(&path, &of(6, "c-6", 2.0), || Ok((named("c-6"), 6))).unwrap());
+        assert!(append_of(&path, &of(7, "c-7", 2.0), || Err(Error::input("unreadable"))).is_err());
+        assert_eq!(left().len(), 5);
+        // A save takes the place of another one of its step.
+        append(&path, &done(6, 1.9)).unwrap();
+        forget_others(&path, 6, "d-6").unwrap();
+        let all = read(&path).unwrap().known().to_vec();
+        assert_eq!(
+            (all.len(), loss_of(&all, 6, "d-6"), loss_of(&all, 4, "x"), loss_of(&all, 4, "b-4")),
+            (5, Some(1.9), None, Some(3.0))
+        );
+        assert_eq!(until(&all, 2).len(), 2);
     }
 
     /// Losses on two sets tell nothing of which parameters are better.
@@ -349,7 +469,7 @@ mod tests {
         for damage in [&b"\xff"[..], &flipped, b"{\"step\":4}garbage", b"\0\0\0\0"] {
             std::fs::write(&path, [damage, b"\n", &whole].concat()).unwrap();
             append(&path, &done(6, 1.0)).unwrap();
-            forget_after(&path, 4).unwrap();
+            forget_after(&path, 4, |_| Save::Gone).unwrap();
             let found = read(&path).unwrap();
             assert_eq!(found.known().len(), 1);
             let error = found.all().unwrap_err().to_string();
@@ -362,7 +482,8 @@ mod tests {
         }
         std::fs::remove_file(&path).unwrap();
         std::os::unix::fs::symlink(&path, &path).unwrap();
-        assert!(read(&path).is_err() && forget_after(&path, 4).is_err() && append(&path, &done(1, 1.0)).is_err());
+        let forgotten = forget_after(&path, 4, |_| Save::Gone);
+        assert!(read(&path).is_err() && forgotten.is_err() && append(&path, &done(1, 1.0)).is_err());
     }
 
     #[test]

@@ -45,7 +45,8 @@ impl Records {
             let path = directory.collectives_path();
             std::fs::write(&path, choices).map_err(|e| Error::io("write", &path, e))?;
         }
-        evaluations::forget_after(&directory.evaluations_path(), step)?;
+        let checkpoints = directory.checkpoints();
+        evaluations::forget_after(&directory.evaluations_path(), step, |step| checkpoints.save(step))?;
         let metrics = JsonLines::open(&directory.metrics_path(), step)?;
         Ok(Self {
             metrics,

@@ -13,7 +13,7 @@ use libc::{SIGTERM, SIGUSR1};
 use crate::common::launch::Transport::{self, Alone, Mpirun};
 use crate::common::launch::{LIMIT, Running, handles, mpirun, program, send, start, start_beside};
 use crate::common::program as executable;
-use crate::common::runs::{Run, RunFiles, json};
+use crate::common::runs::{Run, RunFiles, copy, json};
 use crate::disks::flip;
 use crate::{kill, lines, preempted, ranks, until_step};
 
@@ -380,6 +380,49 @@ fn training_stops_when_it_no_longer_helps() {
     stopped(&files);
     // The last one was evaluated as well.
     assert!(losses(&files).contains_key(&(files.steps().len() as u64)));
+}
+
+/// The loss spikes after step 4, and the run goes back to it: neither patience nor `best` is decided by the saves since.
+#[test]
+fn a_run_that_went_back_is_not_judged_by_later_saves() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["eval.samples=30", "eval.patience=3"];
+    let trainer = |more: &[&str]| trainer(Alone, root.path(), &[&settings[..], more].concat());
+    trainer(&["run.steps=4"]).succeeds();
+    // Without patience, or the evaluator would end the run.
+    let files = trainer(&["optimizer.lr=0.5", "eval.patience=0"]).resume("auto").succeeds();
+    let evaluate = || start(&mut evaluator(1, &files, &EVERY[1..])).finish(LIMIT).succeeded();
+    evaluate();
+    let spiked = losses(&files);
+    let loss_of = |step: u64| f64::from_bits(spiked[&step]);
+    assert!([6, 8, 10, 12].into_iter().all(|step| loss_of(step) > loss_of(4)), "no spike: {spiked:?}");
+    let lowest = |losses: &BTreeMap<u64, u64>| {
+        losses.iter().map(|(step, bits)| (*step, f64::from_bits(*bits))).min_by(|a, b| a.1.total_cmp(&b.1)).unwrap().0
+    };
+    let before = root.path().join("before");
+    copy(&files.0, &before);
+    // The saves are removed; or they are damaged, passed over, and replaced one by one.
+    for damaged in [false, true] {
+        std::fs::remove_dir_all(&files.0).unwrap();
+        copy(&before, &files.0);
+        for step in [6, 8, 10, 12] {
+            let save = files.checkpoint(step);
+            if damaged { flip(&save.join("rank-00000.h5"), 4321) } else { std::fs::remove_dir_all(save).unwrap() }
+        }
+        trainer(&[]).resume("auto").succeeds();
+        let end = json(&files.path("END"));
+        assert_eq!((end["status"].as_str(), end["step"].as_u64()), (Some("finished"), Some(STEPS)), "{end}");
+        assert!(read(&files).iter().all(|one| one.step <= 4), "{:?}", read(&files));
+        evaluate();
+        let again = losses(&files);
+        assert_eq!(again.keys().copied().collect::<Vec<_>>(), [2, 4, 6, 8, 10, 12]);
+        assert_ne!(again[&12], spiked[&12], "step 12 was trained again at another rate");
+        best_is_best(&files);
+        assert_eq!(
+            files.path("checkpoints/best").canonicalize().unwrap(),
+            files.checkpoint(lowest(&again)).canonicalize().unwrap()
+        );
+    }
 }
 
 #[test]

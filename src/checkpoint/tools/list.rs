@@ -26,7 +26,11 @@ pub fn list(checkpoints: &Checkpoints) -> Result<String> {
     let mut rows = vec![["step", "size", "written", loss, "marks", "id"].map(str::to_owned)];
     for step in checkpoints.steps()? {
         let found = checkpoints.sound(step);
-        let loss = evaluations::loss(evaluated.known(), step).map_or_else(|| "-".into(), |loss| format!("{loss:.4}"));
+        let loss = match &found {
+            Ok(manifest) => evaluations::loss_of(evaluated.known(), step, &manifest.id),
+            Err(_) => evaluations::loss(evaluated.known(), step),
+        };
+        let loss = loss.map_or_else(|| "-".into(), |loss| format!("{loss:.4}"));
         let marks = marks(checkpoints, step, found.as_ref().err())?;
         let [size, written, id] = match found {
             Ok(manifest) => [bytes(manifest.bytes() as usize), written(&manifest), manifest.id],

@@ -482,7 +482,8 @@ impl<'a> Course<'a> {
         let best = self.directory.checkpoints().point_to_best(&all);
         best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
         let config = &self.plan.config.eval;
-        self.stop_requests.stop_for(evaluations::stop_reason(all.known(), config.patience, config.min_delta));
+        let all = evaluations::until(all.known(), step);
+        self.stop_requests.stop_for(evaluations::stop_reason(&all, config.patience, config.min_delta));
         Ok(())
     }
 }

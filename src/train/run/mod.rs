@@ -320,8 +320,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         // An evaluation may have found that more steps are of no use, and the run was interrupted before it obeyed:
         // at the step after the evaluation.
         let counts = *resume == Resume::Auto && self.records.is_some();
-        let before: Vec<Evaluation> = evaluated.iter().filter(|one| one.step < step).cloned().collect();
-        let [now, next] = [&before, evaluated].map(|all| self.stop_reason(all).filter(|_| counts));
+        let [now, next] = [step.checked_sub(1), Some(step)].map(|last| {
+            let before = last.map_or(vec![], |last| evaluations::until(evaluated, last));
+            self.stop_reason(&before).filter(|_| counts)
+        });
         self.stop_requests.stop_for(now);
         let mine = (self.stop_requests.flags(false).bits(), found.map(f64::to_bits));
         let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
@@ -408,7 +410,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 Ok(all) => {
                     let best = self.directory.checkpoints().point_to_best(&all);
                     best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
-                    let stop_reason = self.stop_reason(all.known());
+                    let stop_reason = self.stop_reason(&evaluations::until(all.known(), step));
                     self.stop_requests.stop_for(stop_reason);
                 }
                 Err(e) => log::warn!("{e}"),
