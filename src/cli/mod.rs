@@ -11,7 +11,7 @@ mod measure;
 mod plan;
 mod predict;
 mod prove;
-mod role;
+pub mod role;
 mod roles;
 mod sample;
 mod servers;

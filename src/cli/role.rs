@@ -28,17 +28,24 @@ pub struct RoleArgs {
 
 /// The part of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Task {
+pub enum Task {
     /// It coordinates so many servers and workers.
     Coordinate {
+        /// Servers.
         servers: usize,
+        /// Workers.
         workers: usize,
+        /// The address to listen on.
         address: Option<String>,
     },
+    /// It holds parameters.
     Serve {
+        /// The address to listen on.
         address: Option<String>,
     },
+    /// It works.
     Work,
+    /// It evaluates.
     Evaluate,
 }
 
@@ -95,7 +102,10 @@ fn task(env: impl Fn(&str) -> Option<String>, servers: usize) -> Result<Task> {
 }
 
 /// The part that `TF_CONFIG` gives.
-fn of_tf_config(text: &str) -> Result<Task> {
+///
+/// # Errors
+/// It is no JSON of that form, or gives no part.
+pub fn of_tf_config(text: &str) -> Result<Task> {
     let hint = r#"such as {"cluster": {"chief": ["a:2222"], "ps": ["b:2222"], "worker": ["c:2222"]}, "task": {"type": "worker", "index": 0}}"#;
     let wrong = |what: String| Error::input(format!("{TF_CONFIG}: {what}")).hint(hint);
     let TfConfig { cluster, task } = serde_json::from_str(text).map_err(|e| wrong(e.to_string()))?;

@@ -1,5 +1,6 @@
 //! Configuration: TOML in, a checked [`Plan`] out.
 
+mod bounds;
 mod device;
 mod every;
 mod layout;

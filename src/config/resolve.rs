@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::bounds;
 use super::layout::{averaging, batch, lanes, mesh, stages, tensor_lanes};
 use super::range::out_of_range;
 use super::{
@@ -254,6 +255,7 @@ fn digits(number: f32) -> f64 {
 }
 
 fn check_ranges(config: &Config) -> Result<()> {
+    bounds::check(config)?;
     let Config { run, model, data, batch, optimizer, schedule, eval, checkpoint, comm, log, .. } = config;
     let positive = [
         ("run.steps", run.steps),
@@ -346,6 +348,7 @@ fn check_ranges(config: &Config) -> Result<()> {
 /// # Errors
 /// The first invalid key, with its value and the values that are valid.
 pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
+    bounds::check_model(model)?;
     if model.kind == ModelKind::Layers {
         return by_layers(model).map(Network::Layers);
     }
@@ -752,6 +755,19 @@ mod tests {
                 "the last of model.layers gives 4 × 4 × 2, but cross-entropy wants",
             ),
             ("model.input=[]", "model.input = [] has no elements"),
+            (
+                "model.input=[16777216, 16777216, 16777216]",
+                "model.layers[0] (flatten) gets 16777216 × 16777216 × 16777216: too many elements",
+            ),
+            (
+                "model.layers=[{kind='conv2d', filters=1048576, kernel=1048576, padding=1048575}, {kind='dense', units=3}]",
+                "model.layers[0] (conv2d) gets 4 × 4 × 1, but wants a kernel of a size that can be",
+            ),
+            (
+                "model.layers=[{kind='reshape', shape=[1048576, 1048576, 1048576, 1048576]}]",
+                "but wants the elements of",
+            ),
+            ("model.layers=[{kind='dense', units=1048576}]", "but cross-entropy wants"),
             ("model.dropout=0.1", "model.dropout is not of a network by layers\nhint: leave it out, and put"),
             ("model.kv_heads=2", "model.kv_heads is not of a network by layers"),
             ("loss.class_weights=[1.0]", "loss.class_weights has 1 weights for 10 classes"),

@@ -14,6 +14,11 @@ use crate::layout::{Slices, Tensor, trained};
 /// they are a twentieth of the work of a block of GPT-2.
 const AN_ELEMENT: f64 = 64.0;
 
+/// A product that may be more than any work.
+fn product(of: &[usize]) -> u64 {
+    of.iter().fold(1, |all, one| all.saturating_mul(*one as u64))
+}
+
 /// A network and its size.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Network {
@@ -60,12 +65,12 @@ impl Network {
                 _ => (width, matrices),
             };
             // Scores and their product with the values, of half of all pairs.
-            let attention = if i == 0 || i == last { 0 } else { 2 * context * context * (width / heads) * heads };
+            let attention = if i == 0 || i == last { 0 } else { product(&[2, context, context, width / heads, heads]) };
             Summary {
                 name: block.name(),
                 output: vec![context, columns],
                 parameters: trained(&tensors),
-                flops: (2 * context * multiplied + attention) as u64,
+                flops: product(&[2, context, multiplied]).saturating_add(attention),
                 kept: context * (block.saved_per_row() + block.exact_per_row() + columns),
             }
         };

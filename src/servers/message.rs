@@ -237,9 +237,9 @@ pub struct Assignment {
 }
 
 impl Assignment {
-    /// The ranges.
-    pub fn pieces(&self) -> &[Piece] {
-        &self.terms.pieces[self.server]
+    /// The ranges, if there are some for this server.
+    pub fn pieces(&self) -> Option<&[Piece]> {
+        self.terms.pieces.get(self.server).map(Vec::as_slice)
     }
 }
 

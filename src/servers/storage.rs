@@ -96,6 +96,7 @@ impl Storage {
     /// # Errors
     /// The configuration is invalid, or the checkpoint cannot be read.
     pub fn new(assignment: &Assignment, threads: usize) -> Result<Self> {
+        let absent = || Error::comm("the coordinator assigns ranges that do not exist");
         let terms = assignment.terms.clone();
         let plan = Terms::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
         let (layouts, backend) = (layouts(&plan), Cpu::new(plan.threads));
@@ -109,17 +110,27 @@ impl Storage {
             host: None,
         };
         let names = state_names(Some(plan.rule), plan.average, None);
-        let elements = assignment.pieces().iter().map(|piece| piece.range.len()).sum();
+        let pieces = assignment.pieces().ok_or_else(absent)?;
+        let is_there = |piece: &Piece| {
+            let range = &piece.range;
+            range.start <= range.end && layouts.get(piece.unit).is_some_and(|layout| range.end <= layout.padded)
+        };
+        if terms.workers == 0 || !pieces.iter().all(is_there) {
+            return Err(absent());
+        }
+        let elements = pieces.iter().map(|piece| piece.range.len()).fold(0, usize::saturating_add);
         check_memory(&plan, &terms, elements, 1 + names.len())?;
         let mut reader = assignment.from.as_deref().map(Reader::open).transpose()?;
         if let Some(reader) = &mut reader {
             reader.manifest().check(reader.dir(), &layouts, assignment.with_state.then_some(&names[..]))?;
+            if terms.addresses.is_empty() || assignment.part > reader.manifest().state.len() {
+                return Err(absent());
+            }
             reader.check_files(assignment.server, terms.addresses.len())?;
         }
         let mut held = Vec::new();
-        for piece in assignment.pieces() {
-            let layout = layouts.get(piece.unit).filter(|layout| piece.range.end <= layout.padded);
-            let layout = layout.ok_or_else(|| Error::comm("the coordinator assigns ranges that do not exist"))?;
+        for piece in pieces {
+            let layout = &layouts[piece.unit];
             let values = &initial(layout, Some(plan.config.run.seed))[piece.range.clone()];
             let mut owner =
                 ShardOwner::new(&backend, None, Some(&updates), layout, piece.range.clone(), values, false)?;

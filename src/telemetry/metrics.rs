@@ -96,7 +96,9 @@ impl JsonLines {
             let mut damaged = 0;
             let mut lines = old.split(|byte| *byte == b'\n').peekable();
             while let Some(line) = lines.next() {
-                match serde_json::from_slice::<Numbered>(line) {
+                // A value that is not looked at may be no text.
+                let text_of = std::str::from_utf8(line).map_err(|e| e.to_string());
+                match text_of.and_then(|line| serde_json::from_str::<Numbered>(line).map_err(|e| e.to_string())) {
                     Ok(numbered) if numbered.step <= last => text.extend([line, b"\n"].concat()),
                     Ok(_) => {}
                     // The last one was torn by a kill, or is empty.
@@ -217,6 +219,8 @@ mod tests {
         let mut bytes = std::fs::read(&path).unwrap();
         let second = bytes.iter().position(|byte| *byte == b'\n').unwrap() + 4;
         bytes[second] = 0xff;
+        // In a value that nobody looks at, on the way to other programs.
+        bytes.extend(b"{\"step\":3,\"note\":\"\xff\"}\n");
         std::fs::write(&path, bytes).unwrap();
         JsonLines::open(&path, 3).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();

@@ -1,7 +1,10 @@
 //! Collectives of small messages: metadata, errors, synchronisation.
 
 use crate::comm::wire::{Members, Wire};
-use crate::error::Result;
+use crate::error::{Error, Result};
+
+/// Bytes of a rank, at most: far more than traces have. A length out of all proportion is not one of this program.
+const LONGEST: u64 = 1 << 30;
 
 /// Every rank's bytes, in rank order, on every rank, in 2⌈log₂ n⌉ rounds: in step k each rank has those of the 2^k ranks from itself
 /// on, and takes those of the next ones, their lengths first (Bruck et al., "Efficient algorithms for all-to-all communications in
@@ -18,7 +21,12 @@ pub fn gather(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Result<Vec
         let lengths: Vec<u8> = all[..count].iter().flat_map(|one| (one.len() as u64).to_le_bytes()).collect();
         let mut theirs = vec![0; lengths.len()];
         wire.exchange_bytes(group, Some((behind, &lengths)), Some((ahead, &mut theirs)))?;
-        let theirs: Vec<usize> = theirs.as_chunks().0.iter().map(|one| u64::from_le_bytes(*one) as usize).collect();
+        let theirs: Vec<u64> = theirs.as_chunks().0.iter().map(|one| u64::from_le_bytes(*one)).collect();
+        if let Some((behind, length)) = theirs.iter().enumerate().find(|(_, length)| **length > LONGEST) {
+            let from = group.ranks[(ahead + behind) % size];
+            return Err(Error::comm(format!("rank {from} has {length} bytes for all, more than {LONGEST}")));
+        }
+        let theirs: Vec<usize> = theirs.into_iter().map(|length| length as usize).collect();
         let mut bytes = vec![0; theirs.iter().sum()];
         wire.exchange_bytes(group, Some((behind, &all[..count].concat())), Some((ahead, &mut bytes)))?;
         let mut rest = &bytes[..];

@@ -84,7 +84,7 @@ impl Op for Conv {
     }
 
     fn flops(&self) -> u64 {
-        2 * (self.window.rows() * self.seen() * self.filters) as u64
+        2u64.saturating_mul(self.window.rows() as u64).saturating_mul((self.seen() * self.filters) as u64)
     }
 
     fn forward<B: Kernels>(

@@ -4,11 +4,32 @@ use super::spec::Layer;
 use crate::backend::Window;
 use crate::error::{Error, Result};
 
+/// Elements that a layer takes of a sample, gives, or has as weights, at most: more are a mistake, and sums of them overflow.
+const LARGEST: [usize; 2] = [1 << 31, 1 << 40];
+
+/// The product of extents, unless it is larger than any of use.
+fn elements(of: &[usize], largest: usize) -> Option<usize> {
+    of.iter().try_fold(1usize, |all, extent| all.checked_mul(*extent)).filter(|all| *all <= largest)
+}
+
 /// The shape after `layer`, which stands at `place` (such as `model.layers[3]`).
 ///
 /// # Errors
 /// The layer cannot take such an input, or has a size that means nothing.
 pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
+    let check = |shape: &[usize], verb: &str| match elements(shape, LARGEST[0]) {
+        Some(_) => Ok(()),
+        None => Err(Error::input(format!("{place} ({}) {verb} {}: too many elements", layer.kind(), shown(shape)))
+            .hint("a sample has 2147483648 at most, before and after every layer")),
+    };
+    check(input, "gets")?;
+    let after = result(layer, place, input)?;
+    check(&after, "gives")?;
+    Ok(after)
+}
+
+/// As [`after`], of an input of a size that can be.
+fn result(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> {
     let refused = |wants: &str, hint: String| {
         let kind = layer.kind();
         Err(Error::input(format!("{place} ({kind}) gets {}, but wants {wants}", shown(input))).hint(hint))
@@ -38,6 +59,10 @@ pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> 
                 let wants = format!("channels and filters (= {filters}) in {groups} equal groups");
                 return refused(&wants, "choose groups that divide both".into());
             }
+            let [rows, columns] = kernel.get();
+            if elements(&[rows, columns, channels, *filters], LARGEST[1]).is_none() {
+                return refused("a kernel of a size that can be", "choose a smaller kernel, or fewer filters".into());
+            }
             let [high, wide] = placed(layer, place, input)?.places();
             Ok(vec![high, wide, *filters])
         }
@@ -52,10 +77,11 @@ pub fn after(layer: &Layer, place: &str, input: &[usize]) -> Result<Vec<usize>> 
             Err(Error::input(format!("{place} (dropout): rate = {rate}")).hint("give at least 0 and less than 1"))
         }
         Layer::Reshape { shape } => {
-            let (there, here): (usize, usize) = (input.iter().product(), shape.iter().product());
-            match there == here {
-                true => Ok(shape.clone()),
-                false => refused(&format!("the {here} elements of {}", shown(shape)), format!("it has {there}")),
+            let there: usize = input.iter().product();
+            match elements(shape, LARGEST[0]) {
+                Some(here) if here == there => Ok(shape.clone()),
+                Some(here) => refused(&format!("the {here} elements of {}", shown(shape)), format!("it has {there}")),
+                None => refused(&format!("the elements of {}", shown(shape)), format!("it has {there}")),
             }
         }
         Layer::Flatten => Ok(vec![input.iter().product()]),

@@ -1,0 +1,121 @@
+//! The largest integers of a configuration. Sizes are products of several of them, and must not overflow; nor does a key of a
+//! file ask for memory before a size is known.
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::range::out_of_range;
+use super::{Config, Model};
+use crate::error::{Error, Result};
+
+/// Blocks of a transformer.
+const BLOCKS: u64 = 1 << 14;
+
+/// Extents of a network.
+const EXTENT: u64 = 1 << 20;
+
+/// Positions of a sequence, and extents of a sample.
+const CONTEXT: u64 = 1 << 24;
+
+/// Ids.
+const IDS: u64 = 1 << 31;
+
+/// Samples, lanes, ranks, threads: there is memory for each.
+const COUNT: u64 = 1 << 24;
+
+/// All other integers, such as steps and seconds.
+const ANY: u64 = 1 << 48;
+
+/// Refuses the first integer that is too large.
+///
+/// # Errors
+/// The key, its value and the largest one.
+pub fn check(config: &Config) -> Result<()> {
+    walk(&mut String::new(), &value(config)?)
+}
+
+/// As [`check`], of a section that describes a network.
+///
+/// # Errors
+/// As [`check`].
+pub fn check_model(model: &Model) -> Result<()> {
+    walk(&mut "model".to_owned(), &value(model)?)
+}
+
+fn value(section: &impl Serialize) -> Result<Value> {
+    serde_json::to_value(section).map_err(|e| Error::internal(format!("configuration: {e}")))
+}
+
+fn walk(path: &mut String, value: &Value) -> Result<()> {
+    let length = path.len();
+    let mut below = |part: &str, value: &Value| {
+        path.push_str(part);
+        let walked = walk(path, value);
+        path.truncate(length);
+        walked
+    };
+    match value {
+        Value::Object(all) => all.iter().try_for_each(|(key, value)| {
+            let dot = if length == 0 { "" } else { "." };
+            below(&format!("{dot}{key}"), value)
+        }),
+        Value::Array(all) => all.iter().enumerate().try_for_each(|(i, value)| below(&format!("[{i}]"), value)),
+        Value::Number(number) => {
+            let most = most(path);
+            match number.as_u64().filter(|number| *number > most) {
+                Some(number) => Err(out_of_range(path, number, &format!("at most {most}"))),
+                None => Ok(()),
+            }
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The largest integer of a key.
+fn most(path: &str) -> u64 {
+    let (section, key) = path.split_once('.').unwrap_or((path, ""));
+    match (section, key) {
+        // It names random streams.
+        ("run", "seed") => u64::MAX,
+        ("model", "layers") => BLOCKS,
+        ("model", "context") => CONTEXT,
+        ("model", key) if key.starts_with("input") => CONTEXT,
+        ("model", key) if key.ends_with("vocabulary") || key.contains("ids") => IDS,
+        ("model", _) => EXTENT,
+        ("batch" | "parallel" | "data" | "device" | "log", _) | ("run", "threads") | ("eval", "batch") => COUNT,
+        _ => ANY,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Sources, load};
+
+    #[test]
+    fn integers_are_bounded_by_their_keys() {
+        let refused = |setting: &str| {
+            let overrides = [setting.to_string()];
+            let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+            check(&config).unwrap_err().to_string()
+        };
+        for (setting, told) in [
+            (
+                "model.layers=1000000000000",
+                "model.layers = 1000000000000 is out of range\nhint: model.layers must be at most 16384",
+            ),
+            ("model.width=1048577", "model.width must be at most 1048576"),
+            ("model.vocabulary=2147483649", "model.vocabulary must be at most 2147483648"),
+            ("model.layers=[{kind='conv2d', filters=3, kernel=[3, 9999999]}]", "model.layers[0].kernel[1] = 9999999"),
+            ("model.input=[4, 99999999]", "model.input[1] = 99999999"),
+            ("batch.global=9223372036854775807", "batch.global must be at most 16777216"),
+            ("run.steps=9223372036854775807", "run.steps must be at most 281474976710656"),
+        ] {
+            let error = refused(setting);
+            assert!(error.contains(told), "{setting}: {error}");
+        }
+        let all = ["run.seed=9223372036854775807", "model.vocabulary=2147483648", "run.steps=281474976710656"];
+        let (config, _) = load(&Sources { overrides: &all.map(String::from), ..Sources::default() }).unwrap();
+        check(&config).unwrap();
+    }
+}

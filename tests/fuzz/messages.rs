@@ -1,0 +1,378 @@
+//! Messages over TCP: between ranks, to the coordinator of a run on servers, and to a server.
+
+use std::io::{Read, Write as _};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::backend::{Backend as _, MemoryKind};
+use hpctrain::comm::{Algorithm, Caller, Comm, Meeting, Secret, call, start_tcp, write_secret};
+use hpctrain::error::Result;
+use serde_json::{Value, json};
+
+use super::harness::{Terms, fuzz, fuzz_on};
+use super::mutate::{Form, framed};
+use crate::common::launch::Transport::Alone;
+use crate::common::launch::{Running, program, start, start_beside};
+use crate::common::runs::Run;
+
+/// Bytes of a caller's greeting: magic, version, nonce; its place; its proof.
+const GREETING: usize = 8 + 4 + 32 + 12 + 32;
+
+/// The purpose of connections of runs on servers.
+const SERVERS: u32 = 0x5e72;
+
+/// A directory where two ranks meet.
+fn meeting_place(secret: Option<&Path>) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    match secret {
+        Some(of) => drop(std::fs::copy(Secret::path(of), Secret::path(dir.path())).unwrap()),
+        None => write_secret(dir.path()).unwrap(),
+    }
+    dir
+}
+
+/// What two ranks do together: texts, numbers, a sum.
+fn together(comm: &Comm<Cpu>) -> Result<()> {
+    let world = comm.world();
+    world.gather_bytes(vec![7; 100]).wait()?;
+    world.gather_numbers(&[1, 2, 3])?;
+    let buffer = Cpu::new(1).upload(MemoryKind::Gradients, &[1.0; 1000])?;
+    world.all_reduce(buffer, 0..1000).wait()?;
+    world.barrier().wait()
+}
+
+/// Rank 0 of two, that meets in `dir`.
+fn rank_0(dir: &Path) -> Result<()> {
+    let comm: Comm<Cpu> = start_tcp(&Meeting { dir: dir.into(), rank: 0, ranks: 2 }, Algorithm::Tree)?;
+    let done = together(&comm);
+    comm.shutdown();
+    done
+}
+
+/// The address that rank 0 tells.
+fn address_of_0(dir: &Path) -> String {
+    let path = dir.join("rank-0");
+    loop {
+        match std::fs::read_to_string(&path) {
+            Ok(text) => return text.split_once(' ').unwrap().0.to_owned(),
+            Err(_) => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+}
+
+/// What a real rank 1 says on the connection of exchanges, after its greeting.
+fn recorded() -> Vec<u8> {
+    let place_0 = meeting_place(None);
+    let place_1 = meeting_place(Some(place_0.path()));
+    let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
+    std::fs::write(place_1.path().join("rank-0"), format!("{} host", proxy.local_addr().unwrap())).unwrap();
+    std::fs::write(place_0.path().join("rank-1"), "127.0.0.1:1 host").unwrap();
+    let (dir_0, dir_1) = (place_0.path().to_path_buf(), place_1.path().to_path_buf());
+    let first = std::thread::spawn(move || rank_0(&dir_0));
+    let second = std::thread::spawn(move || {
+        let comm: Comm<Cpu> = start_tcp(&Meeting { dir: dir_1, rank: 1, ranks: 2 }, Algorithm::Tree)?;
+        let done = together(&comm);
+        comm.shutdown();
+        done
+    });
+    let (tell, told) = channel();
+    let address = address_of_0(place_0.path());
+    // The connections of the two lanes, in their order.
+    for lane in 0..2 {
+        let (mut caller, _) = proxy.accept().unwrap();
+        let mut rank = TcpStream::connect(&address).unwrap();
+        let (mut back_from, mut back_to) = (rank.try_clone().unwrap(), caller.try_clone().unwrap());
+        std::thread::spawn(move || {
+            let _ = std::io::copy(&mut back_from, &mut back_to);
+            let _ = back_to.shutdown(Shutdown::Write);
+        });
+        let tell = tell.clone();
+        std::thread::spawn(move || {
+            let (mut said, mut piece) = (Vec::new(), vec![0; 1 << 16]);
+            while let Ok(len @ 1..) = caller.read(&mut piece) {
+                said.extend_from_slice(&piece[..len]);
+                rank.write_all(&piece[..len]).unwrap();
+            }
+            let _ = rank.shutdown(Shutdown::Write);
+            tell.send((lane, said)).unwrap();
+        });
+    }
+    first.join().unwrap().unwrap();
+    second.join().unwrap().unwrap();
+    let (_, said) = (0..2).map(|_| told.recv().unwrap()).min().unwrap();
+    said[GREETING..].to_vec()
+}
+
+#[test]
+fn ranks_hear_each_other() {
+    let seed = recorded();
+    assert!(seed.len() > 1000);
+    let kept = meeting_place(None);
+    let secret = Secret::read(kept.path()).unwrap();
+    let read = |input: &[u8]| {
+        let place = meeting_place(Some(kept.path()));
+        std::fs::write(place.path().join("rank-1"), "127.0.0.1:1 host").unwrap();
+        let dir = place.path().to_path_buf();
+        let rank = std::thread::spawn(move || rank_0(&dir));
+        let address = address_of_0(place.path());
+        let lanes = [0, 1].map(|lane| {
+            let mut stream = TcpStream::connect(&address).unwrap();
+            call(&mut stream, &secret, Caller { rank: 1, ranks: 2, lane }).unwrap();
+            stream
+        });
+        let mut said = lanes[0].try_clone().unwrap();
+        // The other end may be gone before it has heard all.
+        let _ = said.write_all(input);
+        lanes.iter().for_each(|lane| drop(lane.shutdown(Shutdown::Write)));
+        rank.join().is_ok_and(|done| done.is_ok())
+    };
+    // Lengths of texts that are out of all proportion, in the place of each length.
+    for at in frames(&seed).into_iter().filter(|frame| frame.len() == 8) {
+        let mut said = seed.clone();
+        said[at].copy_from_slice(&(u64::MAX / 2).to_le_bytes());
+        assert!(!read(&said));
+    }
+    // The bytes of one rank for all may be 1 GiB.
+    fuzz_on(Terms { room: 5 << 28, ..Terms::USUAL }, "TCP between ranks", Form::Bytes, &[seed], read);
+}
+
+/// Places of the messages in what was said, without their headers.
+fn frames(said: &[u8]) -> Vec<Range<usize>> {
+    let (mut found, mut at) = (vec![], 0);
+    while let Some(header) = said.get(at..).and_then(|rest| rest.first_chunk::<16>()) {
+        let len = u64::from_le_bytes(*header.last_chunk().unwrap()) as usize;
+        found.push(at + 16..at + 16 + len);
+        at += 16 + len;
+    }
+    found
+}
+
+#[test]
+fn greetings_of_strangers_are_heard() {
+    let place = meeting_place(None);
+    let secret = Secret::read(place.path()).unwrap();
+    // The greeting of a caller that knows another secret: nothing that a stranger can say is right.
+    let seed = {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let other = Secret::new(vec![3; 32]).unwrap();
+        let caller = std::thread::spawn(move || {
+            let mut stream = TcpStream::connect(address).unwrap();
+            call(&mut stream, &other, Caller { rank: 1, ranks: 2, lane: 0 }).is_err()
+        });
+        let (mut stream, _) = listener.accept().unwrap();
+        stream.write_all(&[b"hpctrain".as_slice(), &1u32.to_le_bytes(), &[9; 32]].concat()).unwrap();
+        let mut said = vec![0; GREETING];
+        stream.read_exact(&mut said).unwrap();
+        drop(stream);
+        assert!(caller.join().unwrap());
+        said
+    };
+    let mut first = true;
+    fuzz("greeting", Form::Bytes, &[seed], |input| {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        stranger.write_all(input).unwrap();
+        stranger.shutdown(Shutdown::Write).unwrap();
+        let (mut stream, _) = listener.accept().unwrap();
+        assert!(hpctrain::comm::answer(&mut stream, &secret).is_err(), "a stranger is let in");
+        std::mem::take(&mut first)
+    });
+}
+
+/// A run on servers: its coordinator and its server. It has no workers but those that a test plays.
+struct Served {
+    run: PathBuf,
+    secret: Secret,
+    coordinator: Running,
+    server: Running,
+    terms: Value,
+    _root: tempfile::TempDir,
+}
+
+impl Served {
+    fn start() -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let settings = ["model.width=16", "run.steps=1000", "parallel.lanes=2", "servers.timeout=600"];
+        let run = Run::new(Alone, root.path(), "x", &settings);
+        let mut command = program(["coordinate"]);
+        command.args(run.command().get_args().skip(1)).args(["--servers", "1", "--workers", "1"]);
+        let coordinator = start(&mut command);
+        let run = run.files().0;
+        let server = start_beside(&coordinator, program(["server", "--timeout", "600", "--run"]).arg(&run));
+        let told = run.join("servers/coordinator");
+        let mut served = Self {
+            secret: Secret::new(vec![0; 32]).unwrap(),
+            run,
+            coordinator,
+            server,
+            terms: Value::Null,
+            _root: root,
+        };
+        served.coordinator.until("tells its address", || told.exists());
+        served.secret = Secret::read(&served.run.join("servers")).unwrap();
+        // It waits for a worker before it opens the run.
+        while served.terms.is_null() {
+            let message = framed(json!({"Join": {"host": "here", "process": 1}}).to_string().as_bytes(), &[]);
+            let answer = served.ask(&served.coordinator_address(), &message).unwrap();
+            served.terms = answer["Ok"]["Welcome"]["terms"].clone();
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        served
+    }
+
+    fn coordinator_address(&self) -> String {
+        std::fs::read_to_string(self.run.join("servers/coordinator")).unwrap()
+    }
+
+    fn server_address(&self) -> String {
+        self.terms["addresses"][0].as_str().unwrap().into()
+    }
+
+    /// Says something to a process; returns its first answer.
+    fn ask(&self, address: &str, said: &[u8]) -> Option<Value> {
+        let port = address.rsplit_once(':').unwrap().1;
+        let mut stream = TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
+        call(&mut stream, &self.secret, Caller { rank: 0, ranks: 0, lane: SERVERS }).unwrap();
+        // It may have closed the connection already.
+        let _ = stream.write_all(said).and_then(|()| stream.shutdown(Shutdown::Write));
+        let mut answer = Vec::new();
+        let _ = stream.take(1 << 26).read_to_end(&mut answer);
+        let head = u32::from_le_bytes(*answer.first_chunk()?) as usize;
+        serde_json::from_slice(answer.get(12..12 + head)?).ok()
+    }
+
+    /// Panics if a process has ended, has panicked, or takes too much memory.
+    fn is_well(&mut self) {
+        for (name, process) in [("coordinator", &mut self.coordinator), ("server", &mut self.server)] {
+            let printed = process.printed();
+            assert!(process.runs(), "the {name} has ended: {printed}");
+            assert!(!printed.contains("panicked") && !printed.contains("internal error"), "the {name}: {printed}");
+            let status = std::fs::read_to_string(format!("/proc/{}/status", process.id())).unwrap();
+            let most = status.lines().find_map(|line| line.strip_prefix("VmHWM:")?.trim().strip_suffix(" kB"));
+            let most: usize = most.unwrap().trim().parse().unwrap();
+            assert!(most < MEMORY, "the {name} took {most} KiB");
+        }
+    }
+}
+
+/// The most memory of a process, in KiB: some 60 MiB, and heads of messages of up to 16 MiB.
+const MEMORY: usize = 400 << 10;
+
+/// The memory of this process does not count: the readers are others.
+const ANY: usize = usize::MAX / 2;
+
+fn message(head: &Value, body: &[u8]) -> Vec<u8> {
+    framed(head.to_string().as_bytes(), body)
+}
+
+#[test]
+fn coordinators_hear_workers_and_servers() {
+    let mut served = Served::start();
+    let (address, generation) = (served.coordinator_address(), served.terms["generation"].clone());
+    let seconds = json!({"compute": 0.5, "loader": 0.0, "pull": 0.1, "push": 0.1});
+    let losses = [1.5f64.to_bits(), 2.5f64.to_bits()];
+    let next = |report: Value| json!({"Next": {"member": 2, "generation": generation, "data": null, "report": report}});
+    let event = json!({"name": "forward", "unit": "h.0", "start": 5, "end": 9, "details": {}});
+    let seeds = [
+        json!({"Serve": {"address": "127.0.0.1:1", "generation": generation}}),
+        json!("Served"),
+        json!({"Terms": {"host": "here", "process": 5}}),
+        json!({"Join": {"host": "here", "process": 5}}),
+        next(json!(null)),
+        next(json!({"Lanes": {"ticket": 1, "losses": losses, "seconds": seconds}})),
+        next(
+            json!({"Batch": {"ticket": 1, "batch": 0, "loss": losses[0], "norm": losses[1], "staleness": 0, "seconds": seconds}}),
+        ),
+        next(json!({"Chunks": {"ticket": 1, "sums": [losses]}})),
+        json!({"Beat": {"member": 2}}),
+        json!({"Leave": {"member": 2}}),
+        json!("Status"),
+        json!("Clock"),
+        json!({"Events": {"process": "worker", "events": [["compute", event]], "lost": 0}}),
+    ];
+    let seeds = seeds.map(|head| message(&head, &[]));
+    fuzz_on(Terms { room: ANY, kinds: 1 }, "coordinator", Form::Message, &seeds, |input| {
+        // A worker that failed ends the run, which is right.
+        if input.windows(6).any(|word| word == b"Failed") {
+            return false;
+        }
+        let answer = served.ask(&address, input);
+        served.is_well();
+        answer.is_some_and(|answer| answer.get("Ok").is_some())
+    });
+}
+
+#[test]
+fn servers_hear_workers_and_coordinators() {
+    let mut served = Served::start();
+    let (address, generation) = (served.server_address(), served.terms["generation"].clone());
+    let pieces: Vec<Value> = served.terms["pieces"][0].as_array().unwrap().clone();
+    let extent = |piece: &Value| {
+        let [start, end] = ["start", "end"].map(|end| piece["range"][end].as_u64().unwrap());
+        (end - start) as usize
+    };
+    let elements: usize = pieces.iter().map(extent).sum();
+    let (all, known) = (json!({"start": 0, "end": pieces.len()}), vec![Value::Null; pieces.len()]);
+    let step = served.terms["start"]["step"].clone();
+    let lanes = json!({"Lanes": {"step": step, "lanes": {"start": 0, "end": 1}}});
+    let batch = json!({"Batch": {"ticket": 1, "scale": 1.0f32.to_bits(), "versions": vec![0; pieces.len()]}});
+    let hyper = json!({"lr": 0.01f32.to_bits(), "weight_decay": 0, "step": 1, "grad_scale": 1.0f32.to_bits()});
+    let body: Vec<u8> = (0..elements).flat_map(|i| (i as f32 * 1e-6).to_le_bytes()).collect();
+    let push =
+        |of: &Value| json!({"Push": {"generation": generation, "member": 1, "number": 1, "of": of, "pieces": all}});
+    let seeds = [
+        (json!({"Pull": {"generation": generation, "of": "Live", "pieces": all, "known": known}}), &[][..]),
+        (json!({"Pull": {"generation": generation, "of": {"Cut": 1}, "pieces": all, "known": known}}), &[]),
+        (push(&lanes), &body),
+        (push(&batch), &body),
+        (json!({"Squares": {"generation": generation, "step": step}}), &[]),
+        (json!({"Norms": {"generation": generation, "hyper": hyper}}), &[]),
+        (json!({"Update": {"generation": generation, "step": step, "hyper": hyper, "trust": []}}), &[]),
+        (json!({"Update": {"generation": generation, "step": step, "hyper": null, "trust": [[1, 2], [3]]}}), &[]),
+        (json!({"Revoke": {"generation": generation, "ticket": 1}}), &[]),
+        (json!({"Cut": {"generation": generation, "cut": 1}}), &[]),
+        (json!("Load"), &[]),
+    ];
+    let mut plain = true;
+    let count = seeds.len();
+    let seeds = seeds.map(|(head, body)| message(&head, body));
+    let mut asked = 0;
+    fuzz_on(Terms { room: ANY, kinds: 2 }, "server", Form::Message, &seeds, |input| {
+        let answer = served.ask(&address, input);
+        served.is_well();
+        asked += 1;
+        plain &= asked <= count;
+        // Some of the seeds are refused for the state of the run, by an answer.
+        answer.is_some_and(|answer| answer.get("Ok").is_some() || plain)
+    });
+    // A part of the terms that a server takes as they are; a network of any size is memory that it is asked for.
+    let mut terms = served.terms.clone();
+    let kept = ["config", "vocabulary", "workers", "preprocessing"]
+        .map(|key| (key, terms.as_object_mut().unwrap().remove(key).unwrap()));
+    let seed = json!({"terms": terms, "server": 0, "from": null, "with_state": false, "part": 0});
+    let mut read = |input: &[u8]| {
+        let Ok(mut assignment) = serde_json::from_slice::<Value>(input) else { return false };
+        if let Some(terms) = assignment.get_mut("terms").and_then(Value::as_object_mut) {
+            terms.extend(kept.iter().map(|(key, value)| (key.to_string(), value.clone())));
+        }
+        let answer = served.ask(&address, &message(&json!({"Assign": assignment}), &[]));
+        served.is_well();
+        answer.is_some_and(|answer| answer.get("Ok").is_some())
+    };
+    let seed = seed.to_string();
+    for (what, instead) in [
+        ("\"server\":0", "\"server\":7"),
+        ("\"start\":0", "\"start\":18446744073709551615"),
+        ("\"end\":", "\"end\":99999999"),
+        ("\"unit\":0", "\"unit\":9999"),
+    ] {
+        assert!(seed.contains(what), "{seed}");
+        assert!(!read(seed.replacen(what, instead, 1).as_bytes()), "{instead}");
+    }
+    fuzz_on(Terms { room: ANY, kinds: 2 }, "assignment", Form::Json, &[seed.into_bytes()], read);
+}

@@ -1,0 +1,48 @@
+//! Directories of Hugging Face's `save_pretrained`.
+
+use hpctrain::checkpoint::huggingface;
+
+use super::harness::fuzz;
+use super::mutate::Form;
+use super::samples::sample;
+use crate::common::runs::copy;
+
+/// Imports the sample model with one file replaced by each input.
+fn import(reader: &str, file: &str, form: Form, seed: Vec<u8>) {
+    let root = tempfile::tempdir().unwrap();
+    copy(&sample().model, root.path());
+    let (from, out) = (root.path().join("model"), root.path().join("out"));
+    fuzz(reader, form, &[seed], |input| {
+        std::fs::write(from.join(file), input).unwrap();
+        let imported = huggingface::import(&from, &out, None);
+        let _ = std::fs::remove_dir_all(&out);
+        match imported {
+            Ok(_) => true,
+            Err(e) => {
+                assert_eq!(e.exit_code(), 2, "{e}");
+                false
+            }
+        }
+    });
+}
+
+#[test]
+fn tensors_are_read() {
+    let seed = std::fs::read(sample().model.join("model.safetensors")).unwrap();
+    import("safetensors", "model.safetensors", Form::JsonHeader, seed);
+}
+
+#[test]
+fn descriptions_of_models_are_read() {
+    let seed = std::fs::read(sample().model.join("config.json")).unwrap();
+    import("config.json", "config.json", Form::Json, seed);
+}
+
+#[test]
+fn indices_of_models_are_read() {
+    let names = ["transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.ln_1.weight"];
+    let map: serde_json::Map<String, serde_json::Value> =
+        names.iter().map(|name| (name.to_string(), "model.safetensors".into())).collect();
+    let seed = serde_json::json!({"metadata": {"total_size": 1234}, "weight_map": map}).to_string();
+    import("index", "model.safetensors.index.json", Form::Json, seed.into_bytes());
+}

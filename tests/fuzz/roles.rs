@@ -1,0 +1,22 @@
+//! The part of a process by variables of its environment.
+
+use hpctrain::cli::role::of_tf_config;
+
+use super::harness::fuzz;
+use super::mutate::Form;
+
+#[test]
+fn tf_config_is_read() {
+    let seeds = ["chief", "ps", "worker", "evaluator"].map(|kind| {
+        let cluster = r#"{"chief": ["a:2222"], "ps": ["b:2222", "b2:2222"], "worker": ["c:2222", "d:2222"]}"#;
+        format!(r#"{{"cluster": {cluster}, "task": {{"type": "{kind}", "index": 0}}, "environment": "cloud"}}"#)
+            .into_bytes()
+    });
+    fuzz("TF_CONFIG", Form::Json, &seeds, |input| match of_tf_config(&String::from_utf8_lossy(input)) {
+        Ok(_) => true,
+        Err(e) => {
+            assert!(e.to_string().contains("TF_CONFIG: ") && e.advice().is_some(), "{e}");
+            false
+        }
+    });
+}

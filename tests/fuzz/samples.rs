@@ -1,0 +1,29 @@
+//! Real files, as the program writes them.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use crate::common::launch::Transport::Alone;
+use crate::common::launch::{finish, program};
+use crate::common::runs::{Run, RunFiles};
+
+/// A run of four steps with evaluations of its own and of its checkpoints, and its network as Hugging Face has it.
+pub struct Sample {
+    _root: tempfile::TempDir,
+    pub run: RunFiles,
+    pub model: PathBuf,
+}
+
+/// The run.
+pub fn sample() -> &'static Sample {
+    static SAMPLE: OnceLock<Sample> = OnceLock::new();
+    SAMPLE.get_or_init(|| {
+        let root = tempfile::tempdir().unwrap();
+        let settings = ["run.steps=4", "checkpoint.every=2", "eval.every=2", "model.width=16"];
+        let run = Run::new(Alone, root.path(), "x", &settings).succeeds();
+        finish(program(["eval", "--run"]).arg(&run.0)).succeeded();
+        let model = root.path().join("model");
+        finish(program(["checkpoint", "export", "--out"]).arg(&model).arg(&run.0)).succeeded();
+        Sample { _root: root, run, model }
+    })
+}
