@@ -1,7 +1,7 @@
 //! Additions to the HDF5 binding: rows read straight into a buffer that the caller keeps, caches and buffers sized for
-//! random reads, facts about types, links, filters and virtual data sets, and failures told in one line.
+//! random reads, facts about types, filters and virtual data sets, and failures told in one line.
 
-use std::ffi::{CStr, CString, c_char};
+use std::ffi::{CStr, c_char};
 use std::io::ErrorKind;
 use std::path::Path;
 use std::ptr;
@@ -12,9 +12,8 @@ use hdf5::types::VarLenUnicode;
 use hdf5::{Dataspace, Datatype, File, Group, H5Type};
 use hdf5_sys::h5d::H5Dread;
 use hdf5_sys::h5i::hid_t;
-use hdf5_sys::h5l::{H5Lget_val, H5Lunpack_elink_val};
 use hdf5_sys::h5p::{
-    H5P_DEFAULT, H5Pclose, H5Pcreate, H5Pget_filter2, H5Pget_nfilters, H5Pget_virtual_count, H5Pget_virtual_dsetname,
+    H5Pclose, H5Pcreate, H5Pget_filter2, H5Pget_nfilters, H5Pget_virtual_count, H5Pget_virtual_dsetname,
     H5Pget_virtual_filename, H5Pget_virtual_srcspace, H5Pget_virtual_vspace, H5Pset_buffer,
 };
 use hdf5_sys::h5s::{
@@ -27,8 +26,8 @@ use hdf5_sys::h5t::{
 };
 use hdf5_sys::h5z::H5Zfilter_avail;
 
-use super::bounded;
 use super::stored::Stored;
+use super::{bounded, links};
 use crate::error::{Error, Result};
 use crate::{hdf5_files, regular_files};
 
@@ -72,7 +71,8 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
         }
         opened = hdf5_files::open_with(&options, path);
     }
-    opened.map_err(|e| cannot_open(path, &e))
+    let file = opened.map_err(|e| cannot_open(path, &e))?;
+    links::check(&file, path).map(|()| file)
 }
 
 /// Distinguishes the causes that the user can mend: no permission, not HDF5 at all, a newer format, a part of something
@@ -357,43 +357,6 @@ pub(super) fn missing_filters(properties: &DatasetCreate) -> hdf5::Result<Vec<i3
         let numbers: Vec<i32> = (0..count as u32).map(number).collect::<hdf5::Result<_>>()?;
         // SAFETY: any number may be asked for. One that cannot be looked for is not there.
         Ok(numbers.into_iter().filter(|number| unsafe { H5Zfilter_avail(*number) } <= 0).collect())
-    })
-}
-
-/// Target of a link that is not a hard link.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) enum Link {
-    /// To a path in the same file.
-    Soft(String),
-    /// To an object of another file.
-    External { file: String, object: String },
-}
-
-/// Target of the link `name`, unless it is a hard link.
-pub(super) fn link(file: &Group, name: &str) -> Option<Link> {
-    /// More than a path can have.
-    const ROOM: usize = 64 << 10;
-    let name = CString::new(name).ok()?;
-    let mut value = vec![0u8; ROOM + 1];
-    hdf5::sync::sync(|| {
-        // SAFETY: HDF5 writes at most `ROOM` bytes, and nothing of a hard link, for which it returns an error.
-        let got = unsafe { H5Lget_val(file.id(), name.as_ptr(), value.as_mut_ptr().cast(), ROOM, H5P_DEFAULT) };
-        if got < 0 {
-            return None;
-        }
-        // SAFETY: `value` ends with a zero that HDF5 has not overwritten.
-        let text = |at: *const c_char| unsafe { CStr::from_ptr(at) }.to_string_lossy().into_owned();
-        let soft = text(value.as_ptr().cast());
-        if !soft.is_empty() {
-            return Some(Link::Soft(soft));
-        }
-        let (mut flags, mut target, mut object) = (0, ptr::null(), ptr::null());
-        // The value of an external link begins with a zero: its version.
-        // SAFETY: HDF5 looks for two strings within `ROOM` bytes, and tells where in `value` they are.
-        let unpacked =
-            unsafe { H5Lunpack_elink_val(value.as_ptr().cast(), ROOM, &mut flags, &mut target, &mut object) };
-        let is_external = unpacked >= 0 && !target.is_null() && !object.is_null();
-        is_external.then(|| Link::External { file: text(target), object: text(object) })
     })
 }
 

@@ -22,6 +22,7 @@ mod format;
 mod h5;
 pub mod import;
 pub mod inspect;
+mod links;
 mod loader;
 mod order;
 mod parts;

@@ -10,7 +10,8 @@ use hdf5::plist::DatasetCreate;
 use hdf5::{Dataset, File};
 
 use super::bounded;
-use super::h5::{self, Link, Source, shape};
+use super::h5::{self, Source, shape};
+use super::links::{Link, PREFIX, find, link};
 use super::stored::{As, Stored};
 use crate::error::{Error, Result};
 
@@ -48,14 +49,14 @@ fn broken_link(file: &File, path: &Path, name: &str) -> Option<Error> {
         place = format!("{place}/{part}");
         let whole = if place.trim_start_matches('/') == name.trim_start_matches('/') { name } else { &place };
         let leads = file.dataset(&place).is_ok() || file.group(&place).is_ok();
-        match h5::link(file, &place) {
+        match link(file, &place) {
             Some(Link::Soft(target)) if !leads => {
                 let message = format!("{whole} is a soft link to {target}, which is not there");
                 return Some(Error::input(message).hint("mend the link, or name the dataset itself"));
             }
             Some(Link::External { file: other, object }) if !leads => {
                 let message = format!("{whole} is an external link to {object} of {other}");
-                let (why, hint) = match find(&other, path, "HDF5_EXT_PREFIX") {
+                let (why, hint) = match find(&other, path, PREFIX) {
                     None => ("which does not exist", "copy that file too, or set HDF5_EXT_PREFIX to its directory"),
                     Some(_) => ("which does not have it or cannot be opened", "mend the link, or copy that file again"),
                 };
@@ -280,35 +281,12 @@ fn raw_path(name: &str, path: &Path) -> PathBuf {
     Path::new(&prefix.replace("${ORIGIN}", if origin.is_empty() { "." } else { &origin })).join(name)
 }
 
-/// Path at which HDF5 finds a file that the file at `path` refers to: the absolute path, else its last part, in the
-/// directories of an environment variable, beside the referring file, or in the current directory.
-fn find(name: &str, path: &Path, variable: &str) -> Option<PathBuf> {
-    let absolute = Path::new(name).is_absolute().then(|| PathBuf::from(name));
-    let relative = match &absolute {
-        Some(path) => PathBuf::from(path.file_name()?),
-        None => PathBuf::from(name),
-    };
-    let prefixes = std::env::var(variable).unwrap_or_default();
-    let beside = |path: &Path| path.parent().map(Path::to_path_buf);
-    let folders = prefixes.split(':').filter(|prefix| !prefix.is_empty()).map(PathBuf::from);
-    let folders = folders.chain(beside(path)).chain([PathBuf::new()]);
-    let folders = folders.chain(path.canonicalize().ok().as_deref().and_then(beside));
-    absolute.into_iter().chain(folders.map(|folder| folder.join(&relative))).find(|path| path.is_file())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn other_files_are_found_where_the_library_looks() {
-        let root = tempfile::tempdir().unwrap();
-        let main = root.path().join("main.h5");
-        std::fs::write(root.path().join("part.h5"), "").unwrap();
-        let part = Some(root.path().join("part.h5"));
-        assert_eq!(find("part.h5", &main, "NO_SUCH_PREFIX"), part);
-        assert_eq!(find("/elsewhere/part.h5", &main, "NO_SUCH_PREFIX"), part);
-        assert_eq!(find("lost.h5", &main, "NO_SUCH_PREFIX"), None);
+    fn raw_files_are_found_where_the_library_looks() {
         assert_eq!(raw_path("a.raw", Path::new("/data/x.h5")), Path::new("a.raw"));
         assert_eq!(raw_path("/b/a.raw", Path::new("/data/x.h5")), Path::new("/b/a.raw"));
     }

@@ -255,6 +255,22 @@ fn what_is_no_regular_file_is_not_waited_for() {
     told(&opened.unwrap_err(), "train-00000.h5 is not an HDF5 file: it is a pipe");
     told(&inspect::inspect(root.path()).unwrap_err(), "it is a pipe");
     std::fs::remove_file(root.path().join("train-00000.h5")).unwrap();
+    // Links lead to it, in the file itself and in a group; HDF5 opens their targets.
+    let (path, target) = (root.path().join("train-00000.h5"), root.path().join("pipe"));
+    pipe(&target);
+    for name in ["pipe", target.to_str().unwrap()] {
+        for place in ["tokens", "group/tokens"] {
+            let file = hdf5::File::create(&path).unwrap();
+            file.create_group("group").unwrap();
+            file.link_external(name, "/tokens", place).unwrap();
+            file.close().unwrap();
+            let words = "tokens is an external link to /tokens of ";
+            let spec = DataSpec { tokens: place.into(), ..DataSpec::new(root.path()) };
+            told(&Dataset::open(&spec, Split::Train, 8).map(drop).unwrap_err(), words);
+            told(&inspect::inspect(&path).unwrap_err(), words);
+        }
+    }
+    std::fs::remove_file(&path).unwrap();
     std::os::unix::fs::symlink("/dev/zero", root.path().join("train-00000.h5")).unwrap();
     let verified = verify::verify(root.path()).unwrap_err().to_string();
     assert!(verified.contains("it is a pipe, a socket or a device"), "{verified}");

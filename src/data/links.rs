@@ -1,0 +1,131 @@
+//! Links of HDF5 files to objects of other files.
+//!
+//! HDF5 opens those files by itself, and would wait for the other end of a pipe: all external links of a file are looked at when
+//! it is opened.
+
+use std::ffi::{CStr, CString, c_char};
+use std::path::{Path, PathBuf};
+use std::ptr;
+
+use hdf5::Group;
+use hdf5_sys::h5l::{H5Lget_val, H5Lunpack_elink_val};
+use hdf5_sys::h5p::H5P_DEFAULT;
+
+use crate::error::{Error, Result};
+
+/// The variable with directories of files that external links lead to.
+pub(super) const PREFIX: &str = "HDF5_EXT_PREFIX";
+
+/// Groups within each other in which links are looked for.
+const DEEPEST: usize = 8;
+
+/// Refuses a file with a link to a pipe, a socket or a device.
+///
+/// # Errors
+/// The link and its target.
+pub(super) fn check(file: &Group, path: &Path) -> Result<()> {
+    check_to(file, path, DEEPEST)
+}
+
+fn check_to(group: &Group, path: &Path, depth: usize) -> Result<()> {
+    // A group that cannot be listed is told of where its content is looked for.
+    for name in group.member_names().unwrap_or_default() {
+        match link(group, &name) {
+            Some(Link::External { file, object }) => {
+                let odd = candidates(&file, path, PREFIX).find(|place| place.exists());
+                if let Some(place) = odd.filter(|place| !place.is_file() && !place.is_dir()) {
+                    let (at, place) = (path.display(), place.display());
+                    return Err(Error::input(format!(
+                        "{at}: {name} is an external link to {object} of {place}, which is a pipe, a socket or a device"
+                    ))
+                    .hint("remove the link, or let it lead to an HDF5 file"));
+                }
+            }
+            None if depth > 0 => {
+                if let Ok(child) = group.group(&name) {
+                    check_to(&child, path, depth - 1)?;
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Target of a link that is not a hard link.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Link {
+    /// To a path in the same file.
+    Soft(String),
+    /// To an object of another file.
+    External { file: String, object: String },
+}
+
+/// Target of the link `name`, unless it is a hard link.
+pub(super) fn link(file: &Group, name: &str) -> Option<Link> {
+    /// More than a path can have.
+    const ROOM: usize = 64 << 10;
+    let name = CString::new(name).ok()?;
+    let mut value = vec![0u8; ROOM + 1];
+    hdf5::sync::sync(|| {
+        // SAFETY: HDF5 writes at most `ROOM` bytes, and nothing of a hard link, for which it returns an error.
+        let got = unsafe { H5Lget_val(file.id(), name.as_ptr(), value.as_mut_ptr().cast(), ROOM, H5P_DEFAULT) };
+        if got < 0 {
+            return None;
+        }
+        // SAFETY: `value` ends with a zero that HDF5 has not overwritten.
+        let text = |at: *const c_char| unsafe { CStr::from_ptr(at) }.to_string_lossy().into_owned();
+        let soft = text(value.as_ptr().cast());
+        if !soft.is_empty() {
+            return Some(Link::Soft(soft));
+        }
+        let (mut flags, mut target, mut object) = (0, ptr::null(), ptr::null());
+        // The value of an external link begins with a zero: its version.
+        // SAFETY: HDF5 looks for two strings within `ROOM` bytes, and tells where in `value` they are.
+        let unpacked =
+            unsafe { H5Lunpack_elink_val(value.as_ptr().cast(), ROOM, &mut flags, &mut target, &mut object) };
+        let is_external = unpacked >= 0 && !target.is_null() && !object.is_null();
+        is_external.then(|| Link::External { file: text(target), object: text(object) })
+    })
+}
+
+/// Path at which HDF5 finds a file that the file at `path` refers to: the absolute path, else its last part, in the
+/// directories of an environment variable, beside the referring file, or in the current directory.
+pub(super) fn find(name: &str, path: &Path, variable: &str) -> Option<PathBuf> {
+    candidates(name, path, variable).find(|path| path.is_file())
+}
+
+/// Paths at which HDF5 looks for a file, in order.
+fn candidates(name: &str, path: &Path, variable: &str) -> impl Iterator<Item = PathBuf> {
+    let absolute = Path::new(name).is_absolute().then(|| PathBuf::from(name));
+    let relative = match &absolute {
+        Some(path) => path.file_name().map(PathBuf::from),
+        None => Some(PathBuf::from(name)),
+    };
+    let prefixes = std::env::var(variable).unwrap_or_default();
+    let beside = |path: &Path| path.parent().map(Path::to_path_buf);
+    let mut folders: Vec<PathBuf> =
+        prefixes.split(':').filter(|prefix| !prefix.is_empty()).map(PathBuf::from).collect();
+    folders.extend(beside(path));
+    folders.push(PathBuf::new());
+    folders.extend(path.canonicalize().ok().as_deref().and_then(beside));
+    let below = relative.map(|relative| folders.into_iter().map(move |folder| folder.join(&relative)));
+    absolute.into_iter().chain(below.into_iter().flatten())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_files_are_found_where_the_library_looks() {
+        let root = tempfile::tempdir().unwrap();
+        let main = root.path().join("main.h5");
+        std::fs::write(root.path().join("part.h5"), "").unwrap();
+        let part = Some(root.path().join("part.h5"));
+        assert_eq!(find("part.h5", &main, "NO_SUCH_PREFIX"), part);
+        assert_eq!(find("/elsewhere/part.h5", &main, "NO_SUCH_PREFIX"), part);
+        assert_eq!(find("lost.h5", &main, "NO_SUCH_PREFIX"), None);
+        assert_eq!(find("/", &main, "NO_SUCH_PREFIX"), None);
+    }
+}
