@@ -6,6 +6,7 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use super::health::ledger::CollectiveLedger;
+use super::health::partners::Partners;
 use crate::activity::{Activity, Doing, Event, Track, span};
 
 /// No abort was ordered; exit codes are 32 bits wide.
@@ -44,6 +45,8 @@ pub struct Shared {
     /// The communication thread, once it runs.
     thread: OnceLock<Thread>,
     ledger: Mutex<CollectiveLedger>,
+    /// The ranks of the exchange under way.
+    pub partners: Partners,
     /// Activity of this rank.
     pub activity: Activity,
 }
@@ -60,6 +63,7 @@ impl Default for Shared {
             abort: AtomicI64::new(NO_ABORT),
             thread: OnceLock::new(),
             ledger: Mutex::default(),
+            partners: Partners::default(),
             activity: Activity::default(),
         }
     }

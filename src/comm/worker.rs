@@ -12,6 +12,7 @@ use super::device::staged::Slots;
 use super::health::ledger::{Label, Size};
 use super::operand::Scratch;
 use super::shared::Shared;
+use super::wire::noted::Noted;
 use super::wire::{Members, UnderWay, Wire};
 use crate::activity::Track;
 use crate::backend;
@@ -103,6 +104,7 @@ impl CommThreadState {
     ) -> Result<T> {
         self.attempt(|state| {
             let (number, in_group) = state.shared.ledger().begin(group, label);
+            state.shared.partners.restart();
             let result = act(state, in_group)?;
             state.shared.ended(number);
             Ok(result)
@@ -185,6 +187,7 @@ impl Worker {
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
                 let (scratch, room) = (Scratch::new(shared.clone()), Room::new(&shared));
+                let wire = Noted::new(wire, shared.clone());
                 let (slots, device_comms) = (Arc::new(Slots::new(shared.clone())), DeviceComms::new(shared.clone()));
                 let state =
                     CommThreadState { wire, scratch, slots, room, device_comms, shared, failed: None, awaited: false };

@@ -67,6 +67,15 @@ impl fmt::Display for Told {
     }
 }
 
+/// The exchange that a rank is in.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Exchange {
+    /// The ranks that it waits for, as reports number them.
+    pub with: Vec<usize>,
+    /// Its number in the collective.
+    pub number: u64,
+}
+
 /// The state of a rank.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Heartbeat {
@@ -85,6 +94,8 @@ pub struct Heartbeat {
     /// The last collective that was finished, and the one under way.
     pub finished: Option<Told>,
     pub current: Option<Told>,
+    /// The exchange under way in the current one.
+    pub exchange: Option<Exchange>,
 }
 
 /// The ledger of a rank.
@@ -219,6 +230,7 @@ mod tests {
             waits: true,
             finished: None,
             current: None,
+            exchange: Some(Exchange { with: vec![1, 2], number: 3 }),
         };
         assert_eq!(files.read(3), None);
         for phase in ["x".repeat(3 * ROOM), "forward".into()] {

@@ -2,5 +2,6 @@
 
 pub(super) mod heartbeat;
 pub(super) mod ledger;
+pub(super) mod partners;
 pub(super) mod stall;
 pub(super) mod watchdog;

@@ -1,9 +1,13 @@
 //! Builds the stall report: the ranks that block the job, and where.
+//!
+//! Where no rank is missing, messages may be: two ranks of different hosts that answer, and wait for each other in one
+//! collective, say that their hosts do not reach each other, because heartbeats travel by the file system.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::heartbeat::{Heartbeat, LedgerFile, Told};
 use super::ledger::RECV;
+use crate::comm::algorithms::Algorithm;
 
 /// Ranks that are described one by one.
 const DESCRIBED: usize = 8;
@@ -60,6 +64,103 @@ impl<'a> Progress<'a> {
             |other: usize| self.begun.get(&(other, place_of(told))).is_some_and(|begun| *begun >= told.in_group);
         told.members.iter().copied().filter(|&other| other < self.ranks.len() && !has_begun(other)).collect()
     }
+
+    fn heartbeat(&self, rank: usize) -> Option<&'a Heartbeat> {
+        self.ranks.get(rank)?.heartbeat.as_ref()
+    }
+
+    /// The ranks that one exchanges with, and the number of the exchange in its collective.
+    fn exchange(&self, rank: usize) -> (&'a [usize], u64) {
+        let told = self.inside(rank).filter(|told| told.op != RECV);
+        let exchange = told.and_then(|_| self.heartbeat(rank)?.exchange.as_ref());
+        exchange.map_or((&[], 0), |exchange| (&exchange.with, exchange.number))
+    }
+
+    /// Whether a rank is past the collective that another one is in.
+    fn is_past(&self, rank: usize, told: &Told) -> bool {
+        self.begun.get(&(rank, place_of(told))).is_some_and(|begun| *begun > told.in_group)
+    }
+
+    /// Pairs of a rank and one that it waits for although that one has done its part: what it sent did not arrive. Both answer,
+    /// and are on different hosts.
+    fn cut_off(&self, awaited_by: &[Vec<usize>], has_cause: bool) -> Vec<(usize, usize)> {
+        let pairs = |of: &dyn Fn(usize) -> Vec<usize>| -> Vec<(usize, usize)> {
+            let all = (0..self.ranks.len()).flat_map(|rank| of(rank).into_iter().map(move |other| (rank, other)));
+            all.filter(|&(rank, other)| self.are_apart(rank, other)).collect()
+        };
+        let in_exchange = |rank: usize, done: &dyn Fn(usize, &Told) -> bool| -> Vec<usize> {
+            let Some(told) = self.inside(rank) else { return vec![] };
+            self.exchange(rank).0.iter().copied().filter(|&other| done(other, told)).collect()
+        };
+        let together = |other: usize, told: &Told| {
+            self.inside(other).is_some_and(|its| (place_of(its), its.in_group) == (place_of(told), told.in_group))
+        };
+        let sure = pairs(&|rank| {
+            in_exchange(rank, &|other, told| {
+                self.is_past(other, told) || together(other, told) && self.exchange(other).0.contains(&rank)
+            })
+        });
+        // The rest says something only where nothing else explains the waits.
+        if !sure.is_empty() || has_cause {
+            return sure;
+        }
+        // Around a ring nobody waits for the rank that waits for it; one that came less far is late itself.
+        let likely = pairs(&|rank| {
+            in_exchange(rank, &|other, told| together(other, told) && self.exchange(other).1 >= self.exchange(rank).1)
+        });
+        if !likely.is_empty() {
+            return likely;
+        }
+        let crossed = pairs(&|rank| {
+            let others = awaited_by[rank].iter().copied();
+            others.filter(|&other| awaited_by[other].contains(&rank)).collect()
+        });
+        if !crossed.is_empty() {
+            return crossed;
+        }
+        // Of exchanges inside the library nothing is known.
+        pairs(&|rank| match self.inside(rank).filter(|told| told.algorithm == Algorithm::Mpi.name()) {
+            Some(told) => told.members.iter().copied().filter(|&other| together(other, told)).collect(),
+            None => vec![],
+        })
+    }
+
+    /// Whether two ranks answer, from different hosts.
+    fn are_apart(&self, rank: usize, other: usize) -> bool {
+        let host = |rank: usize| Some(&self.heartbeat(rank).filter(|_| self.ranks[rank].answers)?.host);
+        matches!((host(rank), host(other)), (Some(one), Some(another)) if one != another)
+    }
+
+    /// The hosts all of whose ranks are silent, of several hosts and with several ranks: their ranks, by name.
+    fn silent_hosts(&self) -> BTreeMap<&'a str, Vec<usize>> {
+        let mut hosts: BTreeMap<&str, (bool, Vec<usize>)> = BTreeMap::new();
+        for (rank, sighting) in self.ranks.iter().enumerate() {
+            if let Some(heartbeat) = &sighting.heartbeat {
+                let (answers, ranks) = hosts.entry(&heartbeat.host).or_default();
+                *answers |= sighting.answers;
+                ranks.push(rank);
+            }
+        }
+        let several = hosts.len() > 1;
+        let silent = hosts.into_iter().filter(|(_, (answers, ranks))| several && !answers && ranks.len() > 1);
+        silent.map(|(host, (_, ranks))| (host, ranks)).collect()
+    }
+}
+
+/// A word for each two hosts that do not reach each other.
+fn of_hosts(progress: &Progress<'_>, pairs: &[(usize, usize)]) -> Vec<String> {
+    let mut hosts: BTreeMap<(&str, &str), (usize, usize)> = BTreeMap::new();
+    for &(rank, other) in pairs {
+        if let (Some(one), Some(another)) = (progress.heartbeat(rank), progress.heartbeat(other)) {
+            let (one, another) = (one.host.as_str(), another.host.as_str());
+            hosts.entry((one.min(another), one.max(another))).or_insert((rank, other));
+        }
+    }
+    let tell = |((one, another), (rank, other)): ((&str, &str), (usize, usize))| {
+        let told = progress.inside(rank).map(|told| format!(" in {told}")).unwrap_or_default();
+        format!("hosts {one} and {another} do not reach each other: rank {rank} waits for rank {other}{told}")
+    };
+    hosts.into_iter().map(tell).collect()
 }
 
 /// One line about all ranks: first those that hold up others and wait for none themselves. `now` is in seconds since 1970.
@@ -72,7 +173,15 @@ pub fn report(ranks: &[Sighting], ledgers: &[LedgerFile], now: f64) -> String {
         others.iter().for_each(|&other| awaited[other] = awaited[other].or(progress.inside(rank)));
     }
     let nobody_waits = awaited.iter().all(Option::is_none);
-    let mut causes = Vec::new();
+    let disagreement = disagreement(ledgers);
+    let is_late = |rank: usize, sighting: &Sighting| {
+        !sighting.answers || awaited[rank].is_some() && progress.inside(rank).is_none()
+    };
+    let has_cause = ranks.iter().enumerate().any(|(rank, sighting)| is_late(rank, sighting));
+    let pairs = if disagreement.is_none() { progress.cut_off(&awaited_by, has_cause) } else { vec![] };
+    let is_cut_off = |rank: usize| pairs.iter().any(|(waiting, _)| *waiting == rank);
+    let silent = progress.silent_hosts();
+    let mut causes = of_hosts(&progress, &pairs);
     let mut waiting: BTreeMap<String, (Vec<usize>, f64)> = BTreeMap::new();
     for (rank, sighting) in ranks.iter().enumerate() {
         let Some(heartbeat) = &sighting.heartbeat else {
@@ -82,12 +191,22 @@ pub fn report(ranks: &[Sighting], ledgers: &[LedgerFile], now: f64) -> String {
         let process = format!("process {} on {}", heartbeat.pid, heartbeat.host);
         let since = |then: f64| span(now - then);
         match &heartbeat.current {
+            _ if !sighting.answers && silent.contains_key(heartbeat.host.as_str()) => {
+                let ranks = &silent[heartbeat.host.as_str()];
+                if ranks.first() == Some(&rank) {
+                    let (host, ranks, seen) = (&heartbeat.host, list(ranks), since(heartbeat.time));
+                    causes.push(format!(
+                        "host {host} with ranks {ranks} does not answer: rank {rank} was last seen {seen} ago {}",
+                        place(heartbeat)
+                    ));
+                }
+            }
             _ if !sighting.answers => causes.push(format!(
                 "rank {rank} ({process}) does not answer: last seen {} ago {}",
                 since(heartbeat.time),
                 place(heartbeat)
             )),
-            Some(told) if awaited[rank].is_some() && awaited_by[rank].is_empty() => {
+            Some(told) if awaited[rank].is_some() && awaited_by[rank].is_empty() && !is_cut_off(rank) => {
                 causes.push(format!("rank {rank} ({process}) is at {told} since {}", since(told.started)));
             }
             Some(told) => {
@@ -112,7 +231,7 @@ pub fn report(ranks: &[Sighting], ledgers: &[LedgerFile], now: f64) -> String {
     if causes.is_empty() {
         causes.push("no rank is missing".into());
     }
-    causes.extend(disagreement(ledgers));
+    causes.extend(disagreement);
     causes.extend(waiting.into_iter().map(|(told, (ranks, longest))| match ranks.as_slice() {
         [rank] => format!("rank {rank} waits in {told} since {}", span(longest)),
         _ => format!("ranks {} wait in {told} since {}", list(&ranks), span(longest)),
@@ -168,6 +287,7 @@ fn span(seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::comm::health::heartbeat::Exchange;
 
     fn told(number: u64, op: &str, unit: Option<&str>, ended: bool) -> Told {
         Told {
@@ -188,9 +308,21 @@ mod tests {
     fn sighting(rank: usize, answers: bool, finished: Option<Told>, current: Option<Told>) -> Sighting {
         let (phase, host) = ("wait for data".into(), "node".into());
         let (pid, beat, waits) = (100 + rank as u32, 5, false);
+        let (time, phase_since, exchange) = (88.0, 69.0, None);
         let heartbeat =
-            Heartbeat { rank, pid, host, beat, time: 88.0, phase, phase_since: 69.0, waits, finished, current };
+            Heartbeat { rank, pid, host, beat, time, phase, phase_since, waits, finished, current, exchange };
         Sighting { heartbeat: Some(heartbeat), answers }
+    }
+
+    /// A rank of a host in collective `number` of everybody, in exchange `nth` of it with some others.
+    fn on(host: &str, rank: usize, number: u64, with: &[usize], nth: u64) -> Sighting {
+        let told = Told { members: vec![0, 1, 2, 3], ..told(number, "all_reduce", Some("head"), false) };
+        let mut sighting = sighting(rank, true, None, Some(told));
+        if let Some(heartbeat) = &mut sighting.heartbeat {
+            heartbeat.host = host.into();
+            heartbeat.exchange = (!with.is_empty()).then(|| Exchange { with: with.to_vec(), number: nth });
+        }
+        sighting
     }
 
     fn waiting(rank: usize) -> Sighting {
@@ -221,6 +353,96 @@ mod tests {
         let wanted = "still: rank 1 has left no sign of life; rank 0 waits in #42 reduce_scatter of block3 since 30 s; \
                       rank 2 waits in #43";
         assert!(told.contains(wanted), "{told}");
+    }
+
+    #[test]
+    fn hosts_that_do_not_reach_each_other_are_named() {
+        let cut = "the job stands still: hosts h0 and h1 do not reach each other: rank";
+        // The tree: neighbours are done, and pairs across the hosts wait.
+        let tree = [on("h0", 0, 9, &[2], 2), on("h0", 1, 9, &[3], 2), on("h1", 2, 9, &[0], 2), on("h1", 3, 9, &[1], 2)];
+        let text = report(&tree, &[], 100.0);
+        let wanted = format!(
+            "{cut} 0 waits for rank 2 in #9 all_reduce of head; ranks 0–3 wait in #9 all_reduce of head since 30 s"
+        );
+        assert_eq!(text, wanted);
+        // The ring: rank 1 waits for rank 0, which came less far because nothing comes from rank 3.
+        let ring = [
+            on("h0", 0, 9, &[3, 1], 4),
+            on("h0", 1, 9, &[0, 2], 5),
+            on("h1", 2, 9, &[1, 3], 4),
+            on("h1", 3, 9, &[2, 0], 4),
+        ];
+        let text = report(&ring, &[], 100.0);
+        assert!(text.starts_with(&format!("{cut} 0 waits for rank 3 in #9")), "{text}");
+        // Rank 0 has sent everything, as far as it knows, and waits in the next one for ranks that have not come.
+        let mut past = tree;
+        past[0] = on("h0", 0, 10, &[1], 1);
+        past[1] = on("h0", 1, 10, &[0], 1);
+        let text = report(&past, &[], 100.0);
+        assert!(text.starts_with(&format!("{cut} 2 waits for rank 0 in #9")), "{text}");
+        assert!(!text.contains("rank 2 (process"), "{text}");
+        // One of three hosts.
+        let three =
+            [on("h0", 0, 9, &[2], 2), on("h0", 1, 9, &[3], 2), on("h1", 2, 9, &[0], 2), on("h2", 3, 9, &[1], 2)];
+        let text = report(&three, &[], 100.0);
+        assert!(text.contains("hosts h0 and h1 do not") && text.contains("hosts h0 and h2 do not"), "{text}");
+        assert!(!text.contains("h1 and h2"), "{text}");
+        // The library tells nothing of its messages.
+        let vendor = |host: &str, rank| {
+            let mut sighting = on(host, rank, 9, &[], 0);
+            let told = sighting.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut());
+            told.unwrap().algorithm = "mpi".into();
+            sighting
+        };
+        let text = report(&[vendor("h0", 0), vendor("h0", 1), vendor("h1", 2), vendor("h1", 3)], &[], 100.0);
+        assert!(text.starts_with(cut), "{text}");
+        // Two stages that wait for each other's messages.
+        let receives = |host, rank, from| {
+            let mut sighting = on(host, rank, 9, &[], 0);
+            let told = sighting.heartbeat.as_mut().and_then(|heartbeat| heartbeat.current.as_mut()).unwrap();
+            (told.op, told.members, told.root) = (RECV.into(), vec![0, 1], Some(from));
+            sighting
+        };
+        let text = report(&[receives("h0", 0, 1), receives("h1", 1, 0)], &[], 100.0);
+        assert!(text.starts_with(&format!("{cut} 0 waits for rank 1 in #9 recv")), "{text}");
+    }
+
+    #[test]
+    fn hosts_are_blamed_only_for_messages() {
+        let tree = |hosts: [&str; 4]| {
+            let with: [&[usize]; 4] = [&[2], &[3], &[0], &[1]];
+            (0..4).map(|rank| on(hosts[rank], rank, 9, with[rank], 2)).collect::<Vec<_>>()
+        };
+        let text = report(&tree(["h0"; 4]), &[], 100.0);
+        assert!(text.starts_with("the job stands still: no rank is missing; ranks 0–3 wait"), "{text}");
+        // A rank that is late explains the waits of the others.
+        let mut late = tree(["h0", "h0", "h1", "h1"]);
+        late[3] = sighting(3, true, None, None);
+        late[2] = on("h1", 2, 9, &[3], 1);
+        let text = report(&late, &[], 100.0);
+        assert!(!text.contains("reach") && text.contains("still: rank 3 (process 103"), "{text}");
+        // So do ranks that want different things.
+        let ledger = |rank, op: &str| LedgerFile {
+            rank,
+            pid: 1,
+            host: "node".into(),
+            time: 0.0,
+            collectives: vec![told(9, op, None, false)],
+        };
+        let text = report(&tree(["h0", "h0", "h1", "h1"]), &[ledger(0, "a"), ledger(2, "b")], 100.0);
+        assert!(!text.contains("reach") && text.contains("ranks disagree"), "{text}");
+    }
+
+    #[test]
+    fn a_host_that_is_gone_is_named_once() {
+        let mut ranks =
+            [on("h0", 0, 9, &[2], 2), on("h0", 1, 9, &[3], 2), on("h1", 2, 9, &[0], 2), on("h1", 3, 9, &[1], 2)];
+        ranks[2].answers = false;
+        ranks[3].answers = false;
+        let text = report(&ranks, &[], 100.0);
+        let wanted = "the job stands still: host h1 with ranks 2, 3 does not answer: rank 2 was last seen 12 s ago in #9 \
+                      all_reduce of head; ranks 0, 1 wait in #9 all_reduce of head since 30 s";
+        assert_eq!(text, wanted);
     }
 
     /// Running numbers of ranks do not compare where ranks are in different groups.

@@ -25,7 +25,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use super::heartbeat::{self, Files, Heartbeat, LedgerFile, Told, seconds};
+use super::heartbeat::{self, Exchange, Files, Heartbeat, LedgerFile, Told, seconds};
 use super::ledger::{Entry, RECV};
 use super::stall::{Sighting, report};
 use crate::activity::{self, Doing};
@@ -222,6 +222,7 @@ impl Watchdog {
             phase_since: seconds(since),
             waits: self.inner.shared.has_waiters(),
             finished,
+            exchange: current.as_ref().and_then(|_| self.exchange()),
             current,
         };
         if let Err(error) = heartbeat::write(&self.heartbeat, &heartbeat)
@@ -243,8 +244,17 @@ impl Watchdog {
 
     /// A collective as reports describe it, with its ranks as they are numbered there.
     fn told_of(&self, entry: &Entry) -> Told {
-        let number = |rank: &usize| self.home.ranks.binary_search(rank).unwrap_or(*rank);
-        Told { members: entry.members.iter().map(number).collect(), ..Told::from(entry) }
+        Told { members: self.numbers(&entry.members), ..Told::from(entry) }
+    }
+
+    /// Ranks of the world as reports number them.
+    fn numbers(&self, ranks: &[usize]) -> Vec<usize> {
+        ranks.iter().map(|rank| self.home.ranks.binary_search(rank).unwrap_or(*rank)).collect()
+    }
+
+    fn exchange(&self) -> Option<Exchange> {
+        let (ranks, number) = self.inner.shared.partners.now()?;
+        Some(Exchange { with: self.numbers(&ranks), number })
     }
 
     fn write_ledger(&self) {

@@ -2,6 +2,7 @@
 
 pub(super) mod launch;
 pub mod mpi;
+pub(super) mod noted;
 pub mod tcp;
 pub(super) mod threads;
 
