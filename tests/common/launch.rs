@@ -95,7 +95,7 @@ pub fn mpirun(ranks: usize) -> Command {
 }
 
 /// Settings of the user must not decide a test; the bundled data is unpacked among the build's files.
-fn in_our_environment(command: &mut Command) {
+pub fn in_our_environment(command: &mut Command) {
     command.env("XDG_CACHE_HOME", Path::new(env!("CARGO_TARGET_TMPDIR")).join("cache"));
     for name in ["RUST_LOG", "RUST_BACKTRACE", "HPCTRAIN_MPI", "HPCTRAIN_MEETING", "HPCTRAIN_RANKS_PER_NODE"] {
         command.env_remove(name);

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
+pub mod hosts;
 pub mod launch;
 pub mod layouts;
 pub mod ranks;

@@ -189,6 +189,17 @@ impl Files {
         }
     }
 
+    /// Leaves the report, for ranks that the end of the job does not reach.
+    pub fn tell(&self, report: &str) {
+        // Without it they end as well, and say less.
+        let _ = fs::write(self.marker(), format!("{report}\n"));
+    }
+
+    /// The report that a rank has left.
+    pub fn told(&self) -> Option<String> {
+        fs::read_to_string(self.marker()).ok()?.strip_suffix('\n').map(str::to_string)
+    }
+
     /// Whether a rank has said so.
     pub fn marked(&self) -> bool {
         self.marker().exists()
@@ -239,6 +250,9 @@ mod tests {
             assert_eq!(files.read(3).as_ref(), Some(&heartbeat));
         }
         assert!(files.mark() && !files.mark() && files.marked());
+        assert_eq!(files.told(), None);
+        files.tell("it stands\nhint: still");
+        assert_eq!((files.marked(), files.told().as_deref()), (true, Some("it stands\nhint: still")));
         fs::write(folder.path().join("rank-00003.log"), "kept").unwrap();
         files.clear().unwrap();
         assert!(!files.marked() && files.read(3).is_none());

@@ -120,7 +120,10 @@ impl<'a> Progress<'a> {
         }
         // Of exchanges inside the library nothing is known.
         pairs(&|rank| match self.inside(rank).filter(|told| told.algorithm == Algorithm::Mpi.name()) {
-            Some(told) => told.members.iter().copied().filter(|&other| together(other, told)).collect(),
+            Some(told) => {
+                let others = told.members.iter().copied();
+                others.filter(|&other| together(other, told) || self.is_past(other, told)).collect()
+            }
             None => vec![],
         })
     }
@@ -396,6 +399,10 @@ mod tests {
         };
         let text = report(&[vendor("h0", 0), vendor("h0", 1), vendor("h1", 2), vendor("h1", 3)], &[], 100.0);
         assert!(text.starts_with(cut), "{text}");
+        let past = [vendor("h0", 0), vendor("h0", 1), on("h1", 2, 10, &[1, 3], 1), on("h1", 3, 10, &[2, 0], 1)];
+        let text = report(&past, &[], 100.0);
+        assert!(text.starts_with(&format!("{cut} 0 waits for rank 2 in #9")), "{text}");
+        assert!(!text.contains("process"), "{text}");
         // Two stages that wait for each other's messages.
         let receives = |host, rank, from| {
             let mut sighting = on(host, rank, 9, &[], 0);

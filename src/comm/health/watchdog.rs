@@ -13,7 +13,8 @@
 //! 3. Two and a half intervals and half a second later the creator reads the files of all ranks. A rank whose heartbeat
 //!    has not changed is reported as unresponsive; clocks are not compared. The module `stall` words the report, and the
 //!    job is aborted.
-//! 4. If the creator is stopped itself, the other waiting ranks end the job five seconds later.
+//! 4. If the creator is stopped itself, or the end of the job does not reach them, the other waiting ranks end it five
+//!    seconds later, with the creator's report where it has left one.
 //!
 //! Time in which the whole job was suspended does not count. The watch begins when the run directory is known. It
 //! cannot detect a rank that computes for ever while no other rank waits for it.
@@ -191,12 +192,13 @@ impl Watchdog {
         let grace = self.interval * 5 / 2 + Duration::from_millis(500);
         match (&alarm.beats, alarm.raised.elapsed()) {
             (Some(beats), waited) if waited >= grace => {
-                log::error!("{}", self.report(beats));
+                let report = self.report(beats);
+                self.files.tell(&report);
+                log::error!("{report}");
                 self.inner.end_job(CODE)
             }
             (None, waited) if waited >= grace + LAST_RESORT => {
-                let told = self.place().1.map(|told| told.to_string()).unwrap_or_default();
-                log::error!("the job stands still: this rank waits in {told}, and no other rank has ended the job");
+                log::error!("{}", self.files.told().unwrap_or_else(|| self.own_report()));
                 self.inner.end_job(CODE)
             }
             _ => {}
@@ -270,6 +272,12 @@ impl Watchdog {
         if let Err(error) = text.and_then(|text| std::fs::write(&path, text + "\n")) {
             log::warn!("cannot write {}: {error}", path.display());
         }
+    }
+
+    /// The report of a rank that knows of itself alone.
+    fn own_report(&self) -> String {
+        let told = self.place().1.map(|told| told.to_string()).unwrap_or_default();
+        format!("the job stands still: this rank waits in {told}, and no other rank has ended the job")
     }
 
     fn heartbeats(&self) -> Vec<Option<Heartbeat>> {

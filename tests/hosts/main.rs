@@ -1,0 +1,36 @@
+//! Jobs across hosts, made of network namespaces by `scripts/hosts`: the bits of one rank, bytes between hosts, clocks, roles on
+//! other hosts, cables that are cut, hosts that vanish. Skipped, with the reason, where such hosts cannot be made.
+//!
+//! With `HPCTRAIN_TEST_HOSTS` set, all layouts are tried; without, those that differ in their messages.
+#![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod cables;
+mod layouts;
+mod roles;
+mod supervise;
+mod traces;
+mod traffic;
+
+use common::hosts::Hosts;
+use common::launch::{Running, rank_of};
+use common::runs::{Run, RunFiles};
+
+/// Steps on record.
+fn steps(files: &RunFiles) -> usize {
+    std::fs::read_to_string(files.path("metrics.jsonl")).unwrap_or_default().lines().count()
+}
+
+/// Waits until a run has taken so many steps.
+#[track_caller]
+fn until_step(job: &mut Running, files: &RunFiles, step: usize) {
+    job.until(&format!("at step {step}"), || steps(files) >= step);
+}
+
+/// The processes of a run's ranks on a host.
+fn ranks(hosts: &Hosts, host: &str, run: &Run) -> Vec<u32> {
+    let all = hosts.processes(host, &format!("run.root={}", run.root.display()));
+    all.into_iter().filter(|process| rank_of(*process).is_some()).collect()
+}

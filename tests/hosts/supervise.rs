@@ -1,0 +1,1 @@
+//! Faults of hosts under `hpctrain supervise`.
