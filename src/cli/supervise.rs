@@ -1,9 +1,12 @@
 //! `hpctrain supervise`.
 
-use clap::Args;
+use clap::{Args, Parser};
 
+use super::train::TrainArgs;
+use crate::config::check_ranks;
+use crate::error::{Error, Result};
 use crate::job::fail;
-use crate::supervise::{Request, supervise};
+use crate::supervise::{AGENT, HOSTS, HostList, Hosts, RANKS, Request, supervise};
 
 /// Arguments of `hpctrain supervise`.
 #[derive(Debug, Args)]
@@ -14,13 +17,109 @@ pub struct SuperviseArgs {
     /// End with exit code 75 where the job does, rather than start it again: a batch system requeues it.
     #[arg(long)]
     requeue: bool,
+    /// The hosts that the job may have, with their ranks, such as node1:8,node2:8. Each start has those that answer, with the most
+    /// ranks that the layout allows, in the places of {hosts} and {ranks} in the command.
+    #[arg(long, value_name = "HOST:RANKS,…")]
+    hosts: Option<String>,
+    /// The program that runs a command on another host: it is given the host and `true`, and a host that fails it has no ranks.
+    #[arg(long, value_name = "COMMAND", default_value = AGENT, requires = "hosts")]
+    agent: String,
     /// The job's command, after `--`: a launcher with its arguments, or this program.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<String>,
 }
 
+/// The end of a job's command, from `train` on.
+#[derive(Parser)]
+struct Training {
+    #[command(flatten)]
+    train: TrainArgs,
+}
+
 /// Supervises a job; returns the exit code of its last start.
 pub fn run(args: SuperviseArgs) -> i32 {
-    let SuperviseArgs { retries, requeue, command } = args;
-    supervise(&Request { command, retries, requeue }).unwrap_or_else(|e| fail(&e))
+    request(args).and_then(|request| supervise(&request)).unwrap_or_else(|e| fail(&e))
+}
+
+fn request(args: SuperviseArgs) -> Result<Request> {
+    let SuperviseArgs { retries, requeue, hosts, agent, command } = args;
+    let hosts = hosts.map(|list| hosts_of(&list, &agent, &command)).transpose()?;
+    let open = command.iter().find(|word| hosts.is_none() && (word.contains(HOSTS) || word.contains(RANKS)));
+    if let Some(word) = open {
+        return Err(Error::input(format!("{word} in the command, but no --hosts"))
+            .hint("hpctrain supervise --hosts node1:8,node2:8 -- mpirun --host {hosts} -np {ranks} hpctrain train"));
+    }
+    Ok(Request { command, retries, requeue, hosts })
+}
+
+/// The hosts, and the numbers of ranks that the job's layout allows on them.
+fn hosts_of(list: &str, agent: &str, command: &[String]) -> Result<Hosts> {
+    let list: HostList = list.parse()?;
+    let hint = "hpctrain supervise --hosts node1:8,node2:8 -- mpirun --host {hosts} -np {ranks} hpctrain train";
+    if !command.iter().any(|word| word.contains(HOSTS)) {
+        return Err(Error::input(format!("--hosts, but no {HOSTS} in the command")).hint(hint));
+    }
+    // Its layout says how many ranks may be.
+    let Some(at) = command.iter().rposition(|word| word == "train") else {
+        return Err(Error::input("--hosts, but no train in the command").hint(hint));
+    };
+    let training = Training::try_parse_from(&command[at..])
+        .map_err(|e| Error::input(format!("the command after train: {}", first_line(&e.to_string()))).hint(hint))?;
+    let (config, others) = (training.train.config()?, training.train.ranks_beside());
+    let fits = |ranks: usize| match ranks.checked_sub(others).filter(|training| *training > 0) {
+        Some(training) => check_ranks(&config, training),
+        None => Err(Error::input(format!("{ranks} ranks, of which {others} do not train, leave none that does"))
+            .hint("give more hosts, or more ranks of each")),
+    };
+    let allowed: Vec<usize> = (1..=list.slots()).filter(|ranks| fits(*ranks).is_ok()).collect();
+    if allowed.is_empty() {
+        fits(list.slots())?;
+    }
+    let agent = agent.split_whitespace().map(str::to_string).collect();
+    Ok(Hosts { list, agent, allowed })
+}
+
+fn first_line(text: &str) -> &str {
+    let line = text.lines().next().unwrap_or_default();
+    line.strip_prefix("error: ").unwrap_or(line)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn asked(list: &str, command: &str) -> Result<Hosts> {
+        hosts_of(list, "ssh -x", &command.split(' ').map(str::to_string).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn the_layout_of_the_command_says_how_many_ranks_may_be() {
+        let allowed = |list: &str, more: &str| {
+            let command = format!("mpirun --host {{hosts}} -np {{ranks}} hpctrain train --set batch.global=24 {more}");
+            asked(list, command.trim()).map(|hosts| hosts.allowed)
+        };
+        assert_eq!(allowed("a:2,b:2", "--set parallel.lanes=4"), Ok(vec![1, 2, 4]));
+        assert_eq!(allowed("a:4,b:3", "--set parallel.lanes=12"), Ok(vec![1, 2, 3, 4, 6]));
+        assert_eq!(allowed("a:4,b:3", "--set parallel.lanes=4 --set parallel.pipeline=2"), Ok(vec![2, 4]));
+        assert_eq!(allowed("a:4", "--set parallel.lanes=4 --evaluators 1"), Ok(vec![2, 3]));
+        let error =
+            allowed("a:2,b:1", "--set parallel.lanes=4 --set parallel.shard=4 --set parallel.zero=1").unwrap_err();
+        assert!(error.to_string().contains("parallel.shard"), "{error}");
+    }
+
+    #[test]
+    fn commands_without_places_are_refused() {
+        for (list, command, words) in [
+            ("a:2", "mpirun -np 2 hpctrain train", "no {hosts} in the command"),
+            ("a:2", "mpirun --host {hosts} ./script", "no train in the command"),
+            ("a:2", "mpirun --host {hosts} hpctrain train --sett x", "--sett"),
+            ("a:x", "mpirun --host {hosts} hpctrain train", "--hosts a:x"),
+        ] {
+            let error = asked(list, command).unwrap_err().to_string();
+            assert!(error.contains(words), "{error}");
+        }
+        let command = ["mpirun", "-np", "{ranks}", "hpctrain", "train"].map(String::from).to_vec();
+        let args = SuperviseArgs { retries: 0, requeue: false, hosts: None, agent: AGENT.into(), command };
+        assert!(request(args).unwrap_err().to_string().contains("{ranks} in the command, but no --hosts"));
+    }
 }

@@ -105,6 +105,16 @@ impl TrainArgs {
         }
     }
 
+    /// The configuration.
+    pub fn config(&self) -> Result<Config> {
+        self.sources.load().map(|(config, _)| config)
+    }
+
+    /// Ranks of the job that do not train.
+    pub fn ranks_beside(&self) -> usize {
+        self.evaluators + self.servers
+    }
+
     /// The run that the arguments ask for, of the ranks of one job.
     pub fn request_of_job(&self, threads: Option<usize>) -> Result<Request> {
         let request = self.request(threads)?;

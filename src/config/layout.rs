@@ -237,6 +237,17 @@ pub fn lanes(config: &Config, replicas: usize, mesh: &Mesh) -> Result<usize> {
         .hint(format!("the nearest that does: {nearest}")))
 }
 
+/// Whether so many ranks can train a configuration, as far as its layout and its batch say.
+///
+/// # Errors
+/// They cannot: the first key that does not fit, with its value.
+pub fn check_ranks(config: &Config, ranks: usize) -> Result<()> {
+    let mesh = mesh(config, ranks)?;
+    let replicas = averaging(config, &mesh)?.map_or(mesh.replica, |averaging| averaging.replicas);
+    let lanes = lanes(config, replicas, &mesh)?;
+    batch(config, lanes, replicas, &mesh).map(drop)
+}
+
 /// Samples of a lane, and of a micro-batch, where `replicas` divide the lanes.
 ///
 /// # Errors

@@ -15,6 +15,7 @@ mod time;
 
 pub use device::DeviceChoice;
 pub use every::Every;
+pub use layout::check_ranks;
 pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay, written};
 pub use raw::*;
 pub use resolve::{Facts, Plan, network, resolve, sample_spec};

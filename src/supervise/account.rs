@@ -34,6 +34,9 @@ pub struct Restart {
     /// Its host, if it is named.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
+    /// The hosts with their ranks, where the supervisor chose them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hosts: Option<String>,
     /// Newest checkpoint at the end.
     pub checkpoint: Option<u64>,
     /// Steps taken since that checkpoint: the next start takes them again.

@@ -28,6 +28,12 @@ const OUTLIVES: Duration = Duration::from_secs(30);
 /// Time between the request to end and the end by force.
 const GRACE: Duration = Duration::from_secs(5);
 
+/// The variable by which Open MPI knows the variables of ranks on other hosts.
+const HANDED_ON: &str = "OMPI_MCA_mca_base_env_list";
+
+/// Words of a command line that may name a script: an interpreter, an option of it, the script.
+const WORDS: usize = 3;
+
 /// Lines of standard error that are kept.
 const LINES: usize = 200;
 
@@ -56,6 +62,8 @@ pub struct Job {
     child: Child,
     /// The last lines of its standard error.
     lines: Arc<Mutex<Vec<String>>>,
+    /// Name of the program by which the launcher reaches other hosts: what it starts here belongs to one of them.
+    agent: Option<String>,
 }
 
 /// The end of a start.
@@ -68,6 +76,11 @@ pub struct Ended {
 }
 
 impl Ended {
+    /// A start that could not be tried.
+    pub fn before_start(why: &str) -> Self {
+        Self { code: 1, asked: signals::came().is_some(), cause: Cause { why: why.into(), rank: None, host: None } }
+    }
+
     /// For people: the reason.
     pub fn told(&self) -> &str {
         &self.cause.why
@@ -85,20 +98,20 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Job {
-    /// Starts the command in a process group of its own; a trainer writes its run's directory to `place`.
+    /// Starts the command in a process group of its own; a trainer writes its run's directory to `place`. The launcher reaches
+    /// other hosts by the program `agent`, if that is known.
     ///
     /// # Errors
     /// There is no such program.
-    pub fn start(command: &[String], place: &Path) -> Result<Self> {
+    pub fn start(command: &[String], place: &Path, agent: Option<&str>) -> Result<Self> {
         let [program, arguments @ ..] = command else {
             return Err(Error::input("no command").hint("hpctrain supervise -- mpirun -np 8 hpctrain train"));
         };
         let mut start = Command::new(program);
         start.args(arguments).env(SUPERVISED, place).process_group(0).stderr(Stdio::piped());
         // Open MPI hands these on to ranks of other hosts.
-        if std::env::var_os("OMPI_MCA_mca_base_env_list").is_none() {
-            start.env("OMPI_MCA_mca_base_env_list", SUPERVISED);
-        }
+        let handed_on = std::env::var(HANDED_ON).map_or(SUPERVISED.into(), |others| format!("{others};{SUPERVISED}"));
+        start.env(HANDED_ON, handed_on);
         let mut child = start.spawn().map_err(|e| {
             let error = Error::input(format!("cannot start {program}: {e}"));
             error.hint("give the command of the job after --, as a shell would start it")
@@ -109,7 +122,7 @@ impl Job {
             // It ends with the last process that has the other end.
             std::thread::spawn(move || copy(stderr, &lines));
         }
-        Ok(Self { child, lines })
+        Ok(Self { child, lines, agent: agent.map(str::to_string) })
     }
 
     /// Waits for its end. A signal to this process asks the job to save and end; a launcher that outlives its ranks is ended.
@@ -132,7 +145,7 @@ impl Job {
             }
             if sought.elapsed() >= SEEK {
                 sought = Instant::now();
-                if ranks.are_gone(self.child.id(), run().as_deref()) && !forced {
+                if ranks.are_gone(self.child.id(), self.agent.as_deref(), run().as_deref()) && !forced {
                     log::warn!("the launcher outlives its ranks by {} s: ending it", OUTLIVES.as_secs());
                     forced = true;
                     self.end();
@@ -155,7 +168,7 @@ impl Job {
 
     /// Ends the launcher: first asks, then by force.
     fn end(&mut self) {
-        let left = descendants(self.child.id());
+        let left = descendants(self.child.id(), None);
         let _ = kill_process_group(Pid::from_child(&self.child), Signal::TERM);
         let asked = Instant::now();
         while asked.elapsed() < GRACE && matches!(self.child.try_wait(), Ok(None)) {
@@ -204,8 +217,8 @@ struct Ranks {
 impl Ranks {
     /// Whether there were ranks, and are none for a while: neither a process of this host below the launcher, nor one that has
     /// the run.
-    fn are_gone(&mut self, launcher: u32, run: Option<&Path>) -> bool {
-        let here = std::iter::once(launcher).chain(descendants(launcher)).any(|process| !is_launcher(process));
+    fn are_gone(&mut self, launcher: u32, agent: Option<&str>, run: Option<&Path>) -> bool {
+        let here = std::iter::once(launcher).chain(descendants(launcher, agent)).any(|process| !is_launcher(process));
         // A lease that cannot be read may be held.
         let far = || run.is_some_and(|run| RunDirectory::at(run).is_in_use().unwrap_or(true));
         if here || far() {
@@ -224,8 +237,16 @@ fn is_launcher(process: u32) -> bool {
     LAUNCHERS.contains(&name.trim_end())
 }
 
-/// The processes that this one has started, and those that they have, but for dead ones.
-fn descendants(root: u32) -> Vec<u32> {
+/// Whether a process is one of a program of this name, which may be a script that an interpreter runs.
+fn is_of(process: u32, program: &str) -> bool {
+    let line = std::fs::read(format!("/proc/{process}/cmdline")).unwrap_or_default();
+    let mut words = line.split(|byte| *byte == 0).take(WORDS);
+    words.any(|word| word.rsplit(|byte| *byte == b'/').next() == Some(program.as_bytes()))
+}
+
+/// The processes that this one has started, and those that they have, but for dead ones, and for those of programs of one name
+/// and what these have started.
+fn descendants(root: u32, but: Option<&str>) -> Vec<u32> {
     let mut children: HashMap<u32, Vec<u32>> = HashMap::new();
     for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(process) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
@@ -234,6 +255,7 @@ fn descendants(root: u32) -> Vec<u32> {
         let mut fields = stat.rsplit(") ").next().unwrap_or_default().split(' ');
         if let (Some(state), Some(parent)) = (fields.next(), fields.next().and_then(|parent| parent.parse().ok()))
             && state != "Z"
+            && !but.is_some_and(|program| is_of(process, program))
         {
             children.entry(parent).or_default().push(process);
         }
@@ -257,4 +279,28 @@ pub fn sleep(pause: Duration) -> bool {
         std::thread::sleep(LOOK);
     }
     signals::came().is_some()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_an_agent_has_started_belongs_to_another_host() {
+        let folder = tempfile::tempdir().unwrap();
+        let agent = folder.path().join("agent");
+        std::fs::write(&agent, "sleep 60; true").unwrap();
+        let script = format!("sh {} h1 & sleep 60; true", agent.display());
+        let mut child = Command::new("sh").args(["-c", &script]).process_group(0).spawn().unwrap();
+        let counted = |but| descendants(child.id(), but).len();
+        let begun = Instant::now();
+        // The agent, its sleep, and the other one.
+        while counted(None) < 3 && begun.elapsed() < Duration::from_secs(20) {
+            std::thread::sleep(LOOK);
+        }
+        let counts = [None, Some("agent"), Some("age")].map(counted);
+        kill_process_group(Pid::from_child(&child), Signal::KILL).unwrap();
+        child.wait().unwrap();
+        assert_eq!(counts, [3, 1, 3]);
+    }
 }

@@ -2,8 +2,11 @@
 //!
 //! A job that saved and asks to go on, that crashed, or whose file system failed is started again with `--resume auto`; one whose
 //! input is at fault is not. Starts that gained no checkpoint count against a budget, so that a job which always fails ends.
+//!
+//! With a list of hosts each start has those that answer, and as many ranks as the layout allows on them.
 
 mod account;
+mod hosts;
 mod job;
 mod report;
 
@@ -11,7 +14,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use account::{Account, Restart};
-use job::Job;
+pub use hosts::{AGENT, HOSTS, HostList, Hosts, RANKS};
+use job::{Ended, Job};
 
 use crate::error::{Error, Result};
 use crate::run_dir::REQUEUE;
@@ -35,6 +39,8 @@ pub struct Request {
     pub retries: u32,
     /// Whether a job that saved, and asks to go on, is left to the caller.
     pub requeue: bool,
+    /// The hosts that it may have, if the command has places for them.
+    pub hosts: Option<Hosts>,
 }
 
 /// Starts the job until it has ended in good order, cannot go on, or a signal came; returns the exit code of the last start.
@@ -56,11 +62,19 @@ fn starts(request: &Request, place: &Path) -> Result<i32> {
     let (mut run, mut fruitless, mut pause, mut outage) = (None, 0, FIRST, false);
     loop {
         let before = account.checkpoint(run.as_deref());
-        let command = again(&request.command, run.as_deref());
+        let mut command = again(&request.command, run.as_deref());
+        let seats = request.hosts.as_ref().map(Hosts::seats).transpose();
+        if let Ok(Some(seats)) = &seats {
+            command = seats.fill(&command);
+        }
         // Only what this start tells counts as a sign of its ranks.
         let _ = std::fs::remove_file(place);
         let started = (Instant::now(), telemetry::unix_time());
-        let ended = Job::start(&command, place)?.wait(|| told(place))?;
+        let agent = request.hosts.as_ref().and_then(Hosts::agent_name);
+        let ended = match &seats {
+            Ok(_) => Job::start(&command, place, agent)?.wait(|| told(place))?,
+            Err(why) => Ended::before_start(why),
+        };
         run = told(place).or(run);
         let gained = account.checkpoint(run.as_deref()) > before;
         (fruitless, pause) = if gained { (0, FIRST) } else { (fruitless + 1, pause) };
@@ -73,6 +87,7 @@ fn starts(request: &Request, place: &Path) -> Result<i32> {
             seconds: started.0.elapsed().as_secs_f64(),
             time: started.1,
             pause_seconds: if goes_on { pause.as_secs_f64() } else { 0.0 },
+            hosts: seats.ok().flatten().map(|seats| seats.hosts),
             ..ended.restart()
         };
         account.add(run.as_deref(), restart).unwrap_or_else(|e| log::warn!("{e}"));

@@ -11,12 +11,15 @@ pub struct Cause {
     pub host: Option<String>,
 }
 
+/// A stall report's word about two hosts.
+const APART: &str = "do not reach each other";
+
 /// Finds the cause in the lines of a job that ended with this code.
 pub fn cause(lines: &[String], code: i32) -> Cause {
     let own = match code {
         0 => "ended in good order".into(),
         75 => "saved, to be continued".into(),
-        code if code > 128 => format!("ended by signal {}", code - 128),
+        code @ 129..=192 => format!("ended by signal {}", code - 128),
         code => format!("exit code {code}"),
     };
     // The program's own error says most; then a launcher's word about a rank.
@@ -26,11 +29,15 @@ pub fn cause(lines: &[String], code: i32) -> Cause {
         .or_else(|| lines.iter().find(|line| line.contains("error: ")));
     match said.filter(|_| !matches!(code, 0 | 75)) {
         None => Cause { why: own, rank: None, host: None },
-        Some(line) => {
-            let told = line.split_once("error: ").map_or(line.as_str(), |(_, told)| told);
-            Cause { why: format!("{own}: {}", told.trim()), rank: rank(line), host: host(line) }
-        }
+        // Two hosts that do not reach each other are both named, and neither is to blame.
+        Some(line) if line.contains(APART) => Cause { why: format!("{own}: {}", told(line)), rank: None, host: None },
+        Some(line) => Cause { why: format!("{own}: {}", told(line)), rank: rank(line), host: host(line) },
     }
+}
+
+/// A line without its beginning.
+fn told(line: &str) -> &str {
+    line.split_once("error: ").map_or(line, |(_, told)| told).trim()
 }
 
 /// Whether a launcher tells of a rank's end.
@@ -60,7 +67,7 @@ fn host(line: &str) -> Option<String> {
     if let Some((before, _)) = line.split_once(": task ") {
         return name(before.rsplit(' ').next().unwrap_or_default());
     }
-    ["on node ", " on "].iter().find_map(|word| name(&line[line.find(word)? + word.len()..]))
+    ["still: host ", "on node ", " on "].iter().find_map(|word| name(&line[line.find(word)? + word.len()..]))
 }
 
 #[cfg(test)]
@@ -82,6 +89,11 @@ mod tests {
         let noticed = "mpirun noticed that process rank 3 with PID 0 on node n7 exited on signal 9 (Killed).";
         assert_eq!(found(&[noticed], 137).1, Some(3));
         assert_eq!(found(&[noticed], 137).2.as_deref(), Some("n7"));
+        let gone = "error: rank 0: the job stands still: host h1 with ranks 2, 3 does not answer: rank 2 was last seen 5 s ago";
+        assert_eq!((found(&[gone], 1).1, found(&[gone], 1).2.as_deref()), (Some(2), Some("h1")));
+        let apart = "error: rank 1: the job stands still: hosts h0 and h1 do not reach each other: rank 0 waits for rank 2 in #9";
+        let (why, rank, host) = found(&[apart], 1);
+        assert!(why.contains("hosts h0 and h1 do not reach each other") && (rank, host) == (None, None), "{why}");
         let slurm = "srun: error: node-4: task 12: Out Of Memory";
         let (why, rank, host) = found(&[slurm], 137);
         assert_eq!((rank, host.as_deref()), (Some(12), Some("node-4")));
@@ -92,6 +104,7 @@ mod tests {
     #[test]
     fn without_a_word_the_code_is_told() {
         assert_eq!(found(&[], 139), ("ended by signal 11".into(), None, None));
+        assert_eq!(found(&[], 205).0, "exit code 205");
         assert_eq!(found(&["error: x"], 75).0, "saved, to be continued");
         assert_eq!(found(&["error: cannot write x"], 74).0, "exit code 74: cannot write x");
     }

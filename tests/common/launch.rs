@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::fmt;
 use std::fs::File;
 use std::os::unix::process::CommandExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -202,6 +202,11 @@ impl Running {
     pub fn printed(&self) -> String {
         let ended = self.ended(ExitStatus::default());
         ended.stdout + &ended.stderr
+    }
+
+    /// The file that its standard error goes to.
+    pub fn stderr(&self) -> PathBuf {
+        self.folder.path().join("stderr")
     }
 
     /// Waits until something is so; panics with what was printed if the program ends before, or it takes too long.

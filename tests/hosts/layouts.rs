@@ -5,6 +5,7 @@ use crate::common::launch::Transport::{self, Alone, Mpirun};
 use crate::common::launch::finish;
 use crate::common::layouts::{Row, SAME, give_the_same_bits};
 use crate::common::runs::{Run, RunFiles};
+use crate::long;
 
 /// Steps of a run.
 const STEPS: u64 = 6;
@@ -26,7 +27,7 @@ const CHOSEN: [(usize, &str); 11] = [
 
 fn is_tried(Row(_, transport, settings): &Row) -> bool {
     let Mpirun(ranks @ (2 | 4)) = *transport else { return false };
-    std::env::var_os("HPCTRAIN_TEST_HOSTS").is_some() || CHOSEN.contains(&(ranks, settings))
+    long() || CHOSEN.contains(&(ranks, settings))
 }
 
 /// Runs on the hosts of `ranks`, or on this machine alone.

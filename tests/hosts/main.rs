@@ -1,7 +1,8 @@
 //! Jobs across hosts, made of network namespaces by `scripts/hosts`: the bits of one rank, bytes between hosts, clocks, roles on
 //! other hosts, cables that are cut, hosts that vanish. Skipped, with the reason, where such hosts cannot be made.
 //!
-//! With `HPCTRAIN_TEST_HOSTS` set, all layouts are tried; without, those that differ in their messages.
+//! With `HPCTRAIN_TEST_HOSTS` set, as `scripts/test full` does, all layouts and all faults are tried; without, layouts that differ
+//! in their messages, and one fault of each kind.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 #[path = "../common/mod.rs"]
@@ -17,6 +18,11 @@ mod traffic;
 use common::hosts::Hosts;
 use common::launch::{Running, rank_of};
 use common::runs::{Run, RunFiles};
+
+/// Whether all is tried.
+fn long() -> bool {
+    std::env::var_os("HPCTRAIN_TEST_HOSTS").is_some()
+}
 
 /// Steps on record.
 fn steps(files: &RunFiles) -> usize {

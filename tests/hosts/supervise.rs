@@ -1,1 +1,125 @@
-//! Faults of hosts under `hpctrain supervise`.
+//! Faults of hosts under `hpctrain supervise`: the run goes on with the hosts that are left.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::common::hosts::Hosts;
+use crate::common::launch::Transport::Alone;
+use crate::common::launch::{Ended, LIMIT, Running, program, send, start};
+use crate::common::runs::{Run, RunFiles};
+use crate::{long, ranks, steps as steps_of, until_step};
+
+const STEPS: u64 = 400;
+
+/// Steps of some milliseconds, so that a fault comes in their middle; the bits of any ranks that divide the lanes.
+const SETTINGS: [&str; 6] = [
+    "run.steps=400",
+    "parallel.lanes=4",
+    "comm.timeout=3",
+    "checkpoint.every=20",
+    "eval.every=100",
+    "model.dropout=0.1",
+];
+
+/// A run that trains on two hosts and is supervised from h0.
+fn supervised(hosts: &Hosts, root: &Path, settings: &[&str]) -> (Run, Running) {
+    let run = Run::new(Alone, root, "x", &[&SETTINGS[..], settings].concat());
+    let inner = run.command();
+    let mut command = program(["supervise", "--hosts", "h0:2,h1:2", "--agent", &hosts.agent(), "--", "mpirun"]);
+    command.args(["--host", "{hosts}", "-np", "{ranks}"]).arg(inner.get_program()).args(inner.get_args());
+    command.current_dir(root);
+    // A daemon that loses sight of mpirun ends.
+    command.env("OMPI_MCA_oob_tcp_keepalive_time", "15").env("OMPI_MCA_oob_tcp_keepalive_intvl", "1");
+    command.env("OMPI_MCA_oob_tcp_keepalive_probes", "5").env("OMPI_MCA_mca_base_env_list", "XDG_CACHE_HOME");
+    let job = start(&mut hosts.on("h0", &command));
+    (run, job)
+}
+
+/// The lines of `restarts.jsonl`.
+fn restarts(files: &RunFiles) -> Vec<Value> {
+    let text = std::fs::read_to_string(files.path("restarts.jsonl")).unwrap_or_default();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// Trains with this fault in the middle; returns the end, and the lines of `restarts.jsonl`.
+fn disturbed(hosts: &Hosts, root: &Path, fault: &[&str]) -> (Ended, RunFiles, Vec<Value>) {
+    let (run, mut job) = supervised(hosts, root, &[]);
+    let files = run.files();
+    until_step(&mut job, &files, 60);
+    hosts.act(fault);
+    let ended = job.finish(LIMIT).succeeded();
+    assert!(ranks(hosts, "h0", &run).is_empty(), "{ended}");
+    // Nothing of the first start is left on the other host, once its daemon has noticed.
+    let left = || hosts.processes("h1", "orted").len() + ranks(hosts, "h1", &run).len();
+    let begun = Instant::now();
+    while left() > 0 {
+        assert!(begun.elapsed() < LIMIT, "{} processes are left on h1: {ended}", left());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let restarts = restarts(&files);
+    (ended, files, restarts)
+}
+
+/// Panics unless a second start on h0 alone has ended the run with the bits of one rank.
+#[track_caller]
+fn went_on(root: &Path, (ended, files, restarts): (Ended, RunFiles, Vec<Value>)) {
+    let reference = Run::new(Alone, root, "reference", &SETTINGS).succeeds();
+    files.same_as(&reference, STEPS, "with the hosts that are left");
+    let hosts: Vec<_> = restarts.iter().map(|restart| restart["hosts"].as_str().unwrap()).collect();
+    assert_eq!(hosts, ["h0:2,h1:2", "h0:2"], "{ended}");
+    assert!(restarts[0]["code"] != 0 && restarts[1]["code"] == 0, "{restarts:?}");
+    assert!(ended.stderr.contains("no answer from h1"), "{ended}");
+}
+
+#[test]
+fn a_cut_cable_leaves_a_run_on_one_host() {
+    let Some(hosts) = Hosts::new(2) else { return };
+    let root = tempfile::tempdir().unwrap();
+    let told = disturbed(&hosts, root.path(), &["cut", "h1"]);
+    let why = told.2[0]["why"].as_str().unwrap().to_string();
+    assert!(why.contains("hosts h0 and h1 do not reach each other: rank "), "{why}: {}", told.0);
+    assert!(told.2[0].get("rank").is_none() && told.2[0].get("host").is_none(), "{}", told.2[0]);
+    // Open MPI 4.1's mpirun stays once ranks have aborted, unless it misses the other host's daemon before.
+    let ways = ["the launcher outlives its ranks by 30 s: ending it", "lost communication with a remote daemon"];
+    assert!(ways.iter().any(|way| told.0.stderr.contains(way)), "{}", told.0);
+    went_on(root.path(), told);
+}
+
+#[test]
+fn a_host_that_vanishes_leaves_a_run_on_the_other() {
+    if !long() {
+        return;
+    }
+    let Some(hosts) = Hosts::new(2) else { return };
+    let root = tempfile::tempdir().unwrap();
+    let told = disturbed(&hosts, root.path(), &["lose", "h1"]);
+    assert_eq!(told.2[0]["host"], "h1", "{}", told.2[0]);
+    went_on(root.path(), told);
+}
+
+#[test]
+fn a_host_that_is_back_has_ranks_again() {
+    if !long() {
+        return;
+    }
+    let Some(hosts) = Hosts::new(2) else { return };
+    let root = tempfile::tempdir().unwrap();
+    let steps = ["run.steps=3000", "checkpoint.every=200", "eval.every=0"];
+    let (run, mut job) = supervised(&hosts, root.path(), &steps);
+    let files = run.files();
+    until_step(&mut job, &files, 60);
+    hosts.act(&["cut", "h1"]);
+    // Not before the hosts of the second start are chosen.
+    let path = job.stderr();
+    job.until("on one host", || std::fs::read_to_string(&path).unwrap().contains("no answer from h1"));
+    hosts.act(&["mend", "h1"]);
+    job.until("going on", || !ranks(&hosts, "h0", &run).is_empty() && steps_of(&files) > 300);
+    send(ranks(&hosts, "h0", &run)[0], libc::SIGKILL);
+    let ended = job.finish(LIMIT).succeeded();
+    let told: Vec<_> = restarts(&files).iter().map(|one| one["hosts"].as_str().unwrap().to_string()).collect();
+    assert_eq!(told, ["h0:2,h1:2", "h0:2", "h0:2,h1:2"], "{ended}");
+    let reference = Run::new(Alone, root.path(), "reference", &[&SETTINGS[..], &steps].concat()).succeeds();
+    files.same_as(&reference, 3000, "on two hosts, one, and two again");
+}

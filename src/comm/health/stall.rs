@@ -31,6 +31,8 @@ struct Progress<'a> {
     ranks: &'a [Sighting],
     /// The last collective that a rank has begun in a group.
     begun: HashMap<(usize, Place<'a>), u64>,
+    /// The last one that it has ended there.
+    ended: HashMap<(usize, Place<'a>), u64>,
 }
 
 impl<'a> Progress<'a> {
@@ -40,12 +42,18 @@ impl<'a> Progress<'a> {
         let of_heartbeats = heartbeats.flat_map(|heartbeat| {
             heartbeat.finished.iter().chain(&heartbeat.current).map(|told| (heartbeat.rank, told))
         });
-        let mut begun = HashMap::new();
-        for (rank, told) in of_ledgers.chain(of_heartbeats).filter(|(_, told)| told.op != RECV) {
-            let last = begun.entry((rank, place_of(told))).or_default();
+        let (mut begun, mut ended) = (HashMap::new(), HashMap::new());
+        let note = |last: &mut HashMap<_, u64>, rank: usize, told: &'a Told| {
+            let last = last.entry((rank, place_of(told))).or_default();
             *last = told.in_group.max(*last);
+        };
+        for (rank, told) in of_ledgers.chain(of_heartbeats).filter(|(_, told)| told.op != RECV) {
+            note(&mut begun, rank, told);
+            if told.ended.is_some() {
+                note(&mut ended, rank, told);
+            }
         }
-        Self { ranks, begun }
+        Self { ranks, begun, ended }
     }
 
     /// The collective that a rank is in, if it answers.
@@ -78,7 +86,7 @@ impl<'a> Progress<'a> {
 
     /// Whether a rank is past the collective that another one is in.
     fn is_past(&self, rank: usize, told: &Told) -> bool {
-        self.begun.get(&(rank, place_of(told))).is_some_and(|begun| *begun > told.in_group)
+        self.ended.get(&(rank, place_of(told))).is_some_and(|ended| *ended >= told.in_group)
     }
 
     /// Pairs of a rank and one that it waits for although that one has done its part: what it sent did not arrive. Both answer,
@@ -379,8 +387,17 @@ mod tests {
         assert!(text.starts_with(&format!("{cut} 0 waits for rank 3 in #9")), "{text}");
         // Rank 0 has sent everything, as far as it knows, and waits in the next one for ranks that have not come.
         let mut past = tree;
-        past[0] = on("h0", 0, 10, &[1], 1);
-        past[1] = on("h0", 1, 10, &[0], 1);
+        let gone_on = |mut sighting: Sighting| {
+            let heartbeat = sighting.heartbeat.as_mut().unwrap();
+            let mut current = heartbeat.current.clone().unwrap();
+            heartbeat.finished = Some(Told { ended: Some(71.0), number: 9, in_group: 9, ..current.clone() });
+            // It may be of another group.
+            current.group = "world".into();
+            heartbeat.current = Some(current);
+            sighting
+        };
+        past[0] = gone_on(on("h0", 0, 10, &[1], 1));
+        past[1] = gone_on(on("h0", 1, 10, &[0], 1));
         let text = report(&past, &[], 100.0);
         assert!(text.starts_with(&format!("{cut} 2 waits for rank 0 in #9")), "{text}");
         assert!(!text.contains("rank 2 (process"), "{text}");
@@ -399,7 +416,12 @@ mod tests {
         };
         let text = report(&[vendor("h0", 0), vendor("h0", 1), vendor("h1", 2), vendor("h1", 3)], &[], 100.0);
         assert!(text.starts_with(cut), "{text}");
-        let past = [vendor("h0", 0), vendor("h0", 1), on("h1", 2, 10, &[1, 3], 1), on("h1", 3, 10, &[2, 0], 1)];
+        let past = [
+            vendor("h0", 0),
+            vendor("h0", 1),
+            gone_on(on("h1", 2, 10, &[1, 3], 1)),
+            gone_on(on("h1", 3, 10, &[2, 0], 1)),
+        ];
         let text = report(&past, &[], 100.0);
         assert!(text.starts_with(&format!("{cut} 0 waits for rank 2 in #9")), "{text}");
         assert!(!text.contains("process"), "{text}");
