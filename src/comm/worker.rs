@@ -187,7 +187,7 @@ impl Worker {
             shared.activity.here(Track::Communication);
             if let Some(wire) = open() {
                 let (scratch, room) = (Scratch::new(shared.clone()), Room::new(&shared));
-                let wire = Noted::new(wire, shared.clone());
+                let wire: Box<dyn Wire> = Box::new(Noted::new(wire, shared.clone()));
                 let (slots, device_comms) = (Arc::new(Slots::new(shared.clone())), DeviceComms::new(shared.clone()));
                 let state =
                     CommThreadState { wire, scratch, slots, room, device_comms, shared, failed: None, awaited: false };

@@ -14,8 +14,8 @@ pub struct Noted {
 }
 
 impl Noted {
-    pub fn new(wire: Box<dyn Wire>, shared: Arc<Shared>) -> Box<dyn Wire> {
-        Box::new(Self { wire, shared })
+    pub fn new(wire: Box<dyn Wire>, shared: Arc<Shared>) -> Self {
+        Self { wire, shared }
     }
 
     fn with(
