@@ -31,6 +31,9 @@ const GRACE: Duration = Duration::from_secs(5);
 /// The variable by which Open MPI knows the variables of ranks on other hosts.
 const HANDED_ON: &str = "OMPI_MCA_mca_base_env_list";
 
+/// Launchers that take options `-x`.
+const OPEN_MPI: [&str; 4] = ["mpirun", "mpiexec", "orterun", "prterun"];
+
 /// Words of a command line that may name a script: an interpreter, an option of it, the script.
 const WORDS: usize = 3;
 
@@ -104,14 +107,13 @@ impl Job {
     /// # Errors
     /// There is no such program.
     pub fn start(command: &[String], place: &Path, agent: Option<&str>) -> Result<Self> {
-        let [program, arguments @ ..] = command else {
+        let (command, handed_on) = handing_on(command, std::env::var(HANDED_ON).ok());
+        let [program, arguments @ ..] = &command[..] else {
             return Err(Error::input("no command").hint("hpctrain supervise -- mpirun -np 8 hpctrain train"));
         };
         let mut start = Command::new(program);
         start.args(arguments).env(SUPERVISED, place).process_group(0).stderr(Stdio::piped());
-        // Open MPI hands these on to ranks of other hosts.
-        let handed_on = std::env::var(HANDED_ON).map_or(SUPERVISED.into(), |others| format!("{others};{SUPERVISED}"));
-        start.env(HANDED_ON, handed_on);
+        start.envs(handed_on.map(|list| (HANDED_ON, list)));
         let mut child = start.spawn().map_err(|e| {
             let error = Error::input(format!("cannot start {program}: {e}"));
             error.hint("give the command of the job after --, as a shell would start it")
@@ -186,6 +188,21 @@ impl Job {
     fn sweep(&self) {
         // One that has ended needs none.
         let _ = kill_process_group(Pid::from_child(&self.child), Signal::KILL);
+    }
+}
+
+/// A command whose launcher, if it is Open MPI's, hands [`SUPERVISED`] on to ranks of other hosts, and the list of such variables in
+/// the environment, where that says so: Open MPI takes the list or options `-x`, not both.
+fn handing_on(command: &[String], list: Option<String>) -> (Vec<String>, Option<String>) {
+    let mut words = command.to_vec();
+    let program = words.first().and_then(|program| program.rsplit('/').next()).unwrap_or_default();
+    let option = words.iter().position(|word| word == "-x").filter(|_| OPEN_MPI.contains(&program));
+    match option {
+        Some(at) => {
+            words.splice(at..at, ["-x", SUPERVISED].map(String::from));
+            (words, None)
+        }
+        None => (words, Some(list.map_or(SUPERVISED.into(), |others| format!("{others};{SUPERVISED}")))),
     }
 }
 
@@ -284,6 +301,19 @@ pub fn sleep(pause: Duration) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_run_is_told_by_ranks_of_other_hosts() {
+        let words = |text: &str| text.split(' ').map(String::from).collect::<Vec<_>>();
+        let plain = words("mpirun -np 2 hpctrain train");
+        assert_eq!(handing_on(&plain, None), (plain.clone(), Some(SUPERVISED.into())));
+        assert_eq!(handing_on(&plain, Some("A;B".into())), (plain, Some(format!("A;B;{SUPERVISED}"))));
+        let given = handing_on(&words("/opt/bin/mpirun -np 2 -x A -x B hpctrain train"), None);
+        assert_eq!(given, (words(&format!("/opt/bin/mpirun -np 2 -x {SUPERVISED} -x A -x B hpctrain train")), None));
+        // Slurm's option names nodes.
+        let slurm = words("srun -x node7 hpctrain train");
+        assert_eq!(handing_on(&slurm, None), (slurm, Some(SUPERVISED.into())));
+    }
 
     #[test]
     fn what_an_agent_has_started_belongs_to_another_host() {

@@ -11,6 +11,7 @@ mod common;
 mod cables;
 mod layouts;
 mod roles;
+mod script;
 mod supervise;
 mod traces;
 mod traffic;

@@ -28,11 +28,14 @@ fn supervised(hosts: &Hosts, root: &Path, settings: &[&str]) -> (Run, Running) {
     let run = Run::new(Alone, root, "x", &[&SETTINGS[..], settings].concat());
     let inner = run.command();
     let mut command = program(["supervise", "--hosts", "h0:2,h1:2", "--agent", &hosts.agent(), "--", "mpirun"]);
-    command.args(["--host", "{hosts}", "-np", "{ranks}"]).arg(inner.get_program()).args(inner.get_args());
+    command
+        .args(["--host", "{hosts}", "-np", "{ranks}", "-x", "XDG_CACHE_HOME"])
+        .arg(inner.get_program())
+        .args(inner.get_args());
     command.current_dir(root);
     // A daemon that loses sight of mpirun ends.
     command.env("OMPI_MCA_oob_tcp_keepalive_time", "15").env("OMPI_MCA_oob_tcp_keepalive_intvl", "1");
-    command.env("OMPI_MCA_oob_tcp_keepalive_probes", "5").env("OMPI_MCA_mca_base_env_list", "XDG_CACHE_HOME");
+    command.env("OMPI_MCA_oob_tcp_keepalive_probes", "5");
     let job = start(&mut hosts.on("h0", &command));
     (run, job)
 }
