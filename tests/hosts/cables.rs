@@ -6,7 +6,7 @@ use crate::common::hosts::Hosts;
 use crate::common::launch::Transport::Alone;
 use crate::common::launch::{LIMIT, Running, start};
 use crate::common::runs::{Run, RunFiles};
-use crate::{ranks, steps, until_step};
+use crate::{long, ranks, steps, until_step};
 
 /// A run that goes on until it is ended.
 const ENDLESS: [&str; 5] =
@@ -35,9 +35,8 @@ fn until_reported(job: &Running, hosts: &Hosts, run: &Run, of: &[&str], words: &
 fn a_cut_cable_is_reported_with_its_hosts() {
     let Some(hosts) = Hosts::new(2) else { return };
     let root = tempfile::tempdir().unwrap();
-    for (number, settings) in
-        [&[][..], &["parallel.pipeline=2"], &["comm.algorithm=ring"], &["comm.algorithm=mpi"]].into_iter().enumerate()
-    {
+    let all = [&[][..], &["parallel.pipeline=2"], &["comm.algorithm=ring"], &["comm.algorithm=mpi"]];
+    for (number, settings) in all.into_iter().enumerate().take(if long() { 4 } else { 2 }) {
         let run = Run::new(Alone, root.path(), &format!("x{number}"), &[&ENDLESS[..], settings].concat());
         let files = run.files();
         let mut job = start(&mut hosts.across("h0:2,h1:2", &run.command()));

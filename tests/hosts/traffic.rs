@@ -4,6 +4,7 @@ use crate::common::hosts::Hosts;
 use crate::common::launch::Transport::Alone;
 use crate::common::launch::finish;
 use crate::common::runs::{Run, json};
+use crate::long;
 
 /// Headers of Ethernet, IP and TCP, acknowledgements and padding of units, for each byte of elements. Segments are long between
 /// interfaces that are software.
@@ -18,9 +19,10 @@ const CONTROL: f64 = 8192.0;
 fn hierarchical_sends_between_hosts_what_its_formula_says() {
     const STEPS: (u64, u64) = (4, 24);
     let root = tempfile::tempdir().unwrap();
-    for (count, ranks) in [(2, "h0:2,h1:2"), (2, "h0:1,h1:3"), (3, "h0:2,h1:2,h2:2")] {
+    let all = [(2, "h0:2,h1:2"), (2, "h0:1,h1:3"), (3, "h0:2,h1:2,h2:2")];
+    for (count, ranks) in all.into_iter().take(if long() { 3 } else { 2 }) {
         let Some(hosts) = Hosts::new(count) else { return };
-        for (zero, operations) in [(0, 2.0), (1, 2.0)] {
+        for (zero, operations) in [(0, 2.0), (1, 2.0)].into_iter().take(if long() { 2 } else { 1 }) {
             // Those of a start and an end are the same in a short run and a long one.
             let sent = [STEPS.0, STEPS.1].map(|steps| {
                 let settings = [
