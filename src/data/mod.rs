@@ -9,6 +9,7 @@ mod augment;
 mod axes;
 pub mod bench;
 pub mod bundled;
+mod catalogue;
 mod columns;
 mod compare;
 mod completeness;
@@ -39,6 +40,7 @@ pub mod verify;
 
 pub use augment::Augment;
 pub use axes::Axes;
+pub use catalogue::{Catalogue, described};
 pub use columns::{Category, Coding, Columns};
 pub use dataset::Dataset;
 pub(crate) use dataset::is_weight;
