@@ -16,6 +16,7 @@ mod servers;
 mod signals;
 mod supervise;
 mod trainers;
+mod waits;
 
 use std::path::Path;
 

@@ -2,5 +2,7 @@
 
 pub(super) mod heartbeat;
 pub(super) mod ledger;
+mod runs;
 pub(super) mod stall;
+pub(super) mod watch;
 pub(super) mod watchdog;
