@@ -25,6 +25,8 @@ pub enum Kind {
     Device,
     /// The training diverged: losses or gradients that are not finite.
     Numeric,
+    /// Memory or arithmetic of a machine gave other values than it should: an audit found it.
+    Corrupted,
     /// A broken promise inside this program.
     Internal,
 }
@@ -101,6 +103,11 @@ impl Error {
         Self::new(Kind::Numeric, message)
     }
 
+    /// An audit found memory that has changed by itself, or arithmetic that differs between machines.
+    pub fn corrupted(message: impl Into<String>) -> Self {
+        Self::new(Kind::Corrupted, message)
+    }
+
     /// A promise of this program is broken: please report it.
     pub fn internal(message: impl Into<String>) -> Self {
         Self::new(Kind::Internal, message)
@@ -156,7 +163,7 @@ impl Error {
         match self.kind {
             Kind::Input | Kind::Io | Kind::Damaged => 2,
             Kind::Outage => 74,
-            Kind::Comm | Kind::Device | Kind::Numeric | Kind::Internal => 1,
+            Kind::Comm | Kind::Device | Kind::Numeric | Kind::Corrupted | Kind::Internal => 1,
         }
     }
 }

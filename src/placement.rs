@@ -181,7 +181,9 @@ fn share_out(
     for (rank, (view, host)) in views.iter().zip(hosts).enumerate() {
         let none = |why: &str| {
             let hint = "set run.device=cpu to do without, or let ranks without a GPU hold the parameters: --servers N";
-            let (why, hint) = why.split_once("\nhint: ").unwrap_or((why, hint));
+            let (why, own) = why.split_once("\nhint: ").unwrap_or((why, hint));
+            // Where others have one, this rank need not get one.
+            let hint = if views.iter().any(sees) { hint } else { own };
             Error::input(format!("run.device = {choice}: rank {rank} on {host} has no GPU: {why}")).hint(hint).shared()
         };
         let seen = match view {
@@ -247,6 +249,14 @@ mod tests {
     }
 
     #[test]
+    fn nodes_may_have_different_numbers() {
+        let (two, one) = (gpus(&[("a", true), ("b", true)]), gpus(&[("a", true)]));
+        let hosts = ["m", "m", "n"].map(String::from);
+        let chosen = share_out(DeviceChoice::Auto, &[two.clone(), two, one], &hosts, 1);
+        assert_eq!(chosen.map_err(|e| e.to_string()), Ok(Some(vec![0, 1, 0])));
+    }
+
+    #[test]
     fn too_many_ranks_are_told_how_to_share() {
         let error = shared(DeviceChoice::Auto, &vec![gpus(&[("a", true)]); 3], 1).unwrap_err();
         assert!(
@@ -262,7 +272,7 @@ mod tests {
         let error = shared(DeviceChoice::Cuda, std::slice::from_ref(&none), 1).unwrap_err();
         assert!(error.contains("rank 0 on n has no GPU: no CUDA driver\nhint: do without"), "{error}");
         let error = shared(DeviceChoice::Auto, &[gpus(&[("a", true)]), none], 1).unwrap_err();
-        assert!(error.contains("rank 1 on n has no GPU"), "{error}");
+        assert!(error.contains("rank 1 on n has no GPU") && error.contains("--servers N"), "{error}");
         let error = shared(DeviceChoice::CudaAt(7), &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
         assert!(error.contains("run.device = cuda:7, but n has 2 GPUs\nhint: cuda:0 to cuda:1"), "{error}");
     }

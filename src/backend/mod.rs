@@ -24,11 +24,11 @@ pub use device_copies::{
 };
 pub use memory::{Ledger, MemoryKind, readable};
 pub use ops::{
-    Activation, ActivationOps, AdamW, Attention, AttentionOps, ChannelOps, Channels, ClassifierOps, Columns,
-    ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, CrossEntropyPart, Deviation, Dropout, DropoutOps, Elements,
-    Elementwise, ElementwiseOps, EmbeddingOps, Gemm, Kernels, Linear, LinearOps, LogitsPart, LossWeights, Norm,
-    NormOps, OptimizerOps, Pairs, PairsOps, Regression, RegressionOps, Rotary, RotaryOps, Sgd, SoftmaxOps, SwigluOps,
-    Window, WindowOps,
+    Activation, ActivationOps, AdamW, Attention, AttentionOps, Audit, ChannelOps, Channels, ClassifierOps, Columns,
+    ColumnsOps, Convolution, ConvolutionOps, CrossEntropy, CrossEntropyPart, Deviation, DigestOps, Dropout, DropoutOps,
+    Elements, Elementwise, ElementwiseOps, EmbeddingOps, Gemm, Kernels, Linear, LinearOps, LogitsPart, LossWeights,
+    Norm, NormOps, OptimizerOps, Pairs, PairsOps, Regression, RegressionOps, Rotary, RotaryOps, Sgd, SoftmaxOps,
+    SwigluOps, Window, WindowOps,
 };
 pub use profile::{Launch, Profile, Tallies, Tally};
 pub use work::Work;

@@ -100,6 +100,7 @@ macro_rules! each_operation {
             rotary: crate::backend::ops::rotary::suite::rotations,
             gates: crate::backend::ops::swiglu::suite::gates,
             optimizers: crate::backend::ops::optimizer::suite::optimizers,
+            digests: crate::backend::ops::digest::suite::digests,
             dropout: crate::backend::ops::dropout::suite::dropouts,
             activations: crate::backend::ops::activation::suite::activations,
             softmax: crate::backend::ops::softmax::suite::softmaxes,

@@ -310,7 +310,7 @@ impl<B: Kernels> Bench<'_, B> {
         let copy = Tensor::of(if is_narrow { len } else { 0 });
         self.time("adamw", &shape, 0.0, [gradient, state, state, state, copy], |b, [grad, m, v, p, copy]| {
             let copy = is_narrow.then(|| B::all_mut(copy));
-            b.adamw(update, B::all(grad), B::all_mut(m), B::all_mut(v), B::all_mut(p), copy)
+            b.adamw(update, B::all(grad), B::all_mut(m), B::all_mut(v), B::all_mut(p), copy, None)
         })?;
         self.time("sum of squares", &shape, 0.0, [gradient], |b, [x]| b.sum_squares(B::all(x)).map(drop))
     }

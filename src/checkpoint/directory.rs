@@ -14,6 +14,7 @@ use rustix::io::Errno;
 
 use super::filesystem;
 use super::lease::{Lease, Leases};
+use super::read::DOUBT;
 use super::retention::{Candidate, Retention, removed};
 use super::{Manifest, Reader, manifest, refused};
 use crate::error::{Error, Kind, Result};
@@ -66,6 +67,18 @@ impl Checkpoints {
         }
         steps.sort_unstable();
         Ok(steps)
+    }
+
+    /// Marks the checkpoints after a step as doubtful, which an audit has found: to readers they count as damaged.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn doubt_after(&self, step: u64, why: &str) -> Result<()> {
+        for step in self.steps()?.into_iter().filter(|&other| other > step) {
+            let path = self.path(step).join(DOUBT);
+            fs::write(&path, format!("{why}\n")).map_err(|e| Error::io("write", &path, e))?;
+        }
+        Ok(())
     }
 
     /// Path of the checkpoint of a step, once it is published.

@@ -23,6 +23,9 @@ pub struct Reader {
     block: Vec<f32>,
 }
 
+/// Name of the file in the directory of a checkpoint that an audit has put in doubt.
+pub(super) const DOUBT: &str = "doubt";
+
 /// Most files that are open at once: a checkpoint may have more than a process may open.
 const OPEN: usize = 128;
 
@@ -44,6 +47,12 @@ impl Reader {
     /// # Errors
     /// The manifest is missing or damaged.
     pub fn open(dir: &Path) -> Result<Self> {
+        let doubt = dir.join(DOUBT);
+        if let Ok(why) = std::fs::read_to_string(&doubt) {
+            let told = format!("{} is doubtful: {}", dir.display(), why.trim());
+            let hint = format!("resume from an older checkpoint; to use it all the same, remove {}", doubt.display());
+            return Err(Error::damaged(told).hint(hint));
+        }
         let files = Files { dir: dir.to_path_buf(), open: HashMap::new(), uses: 0, most: descriptors::share(OPEN) };
         Ok(Self { manifest: Manifest::shared(dir)?, files, block: Vec::new() })
     }

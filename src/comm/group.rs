@@ -104,6 +104,11 @@ impl<B: Backend> Group<B> {
         Algorithm::ALL.into_iter().filter(fits).collect()
     }
 
+    /// My rank in the world and my host, for people.
+    pub fn place(&self) -> String {
+        format!("rank {} on {}", self.comm.rank(), self.comm.node().host)
+    }
+
     /// My number in the group.
     pub fn rank(&self) -> usize {
         self.members.rank
@@ -277,7 +282,7 @@ impl<B: Backend> Group<B> {
         if self.size() == 1 {
             return Pending::ready(vec![mine]);
         }
-        let label = self.label(op, Size::Own(mine.len()), "ring");
+        let label = self.label(op, Size::Own(mine.len()), "dissemination");
         let members = self.members.clone();
         let (reply, pending) = reply(&self.comm.inner.shared);
         self.comm.inner.submit(Request::run(move |state| {

@@ -35,6 +35,9 @@ pub trait Operand {
         receive: Option<(usize, &[Range<usize>])>,
     ) -> Result<()>;
 
+    /// Keeps a copy of the elements of some ranges aside under a number, for [`Operand::fold`].
+    fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()>;
+
     /// Adds the terms set aside and the one in memory, at `ranges`, which is number `own`, by `additions`
     /// (into, from) in this order, and leaves term 0 at `ranges`.
     fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()>;
@@ -133,6 +136,16 @@ impl Operand for Host<'_> {
             send.map(|(to, _)| Outgoing { to, pieces: &reads }),
             receive.map(|(from, _)| Incoming { from, pieces: &mut writes, add }),
         )
+    }
+
+    fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()> {
+        let mut rest = self.scratch.aside(number, ranges.iter().map(Range::len).sum());
+        for range in ranges {
+            let here;
+            (here, rest) = rest.split_at_mut(range.len());
+            here.copy_from_slice(&self.memory[range.clone()]);
+        }
+        Ok(())
     }
 
     fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()> {

@@ -21,6 +21,9 @@ pub struct Stats {
     pub blocked: f64,
     /// Bytes handed to the wire; for the vendor's collectives the bytes a bandwidth-optimal algorithm sends.
     pub sent: u64,
+    /// Exchanges that had to come one after the other: the longest chain, over all ranks, that ends here. Counted between threads
+    /// only, without posted messages.
+    pub rounds: u64,
 }
 
 /// Memory that messages pass through.
@@ -36,6 +39,7 @@ pub struct Shared {
     busy_ns: AtomicU64,
     blocked_ns: AtomicU64,
     sent: AtomicU64,
+    rounds: AtomicU64,
     abort: AtomicI64,
     /// The communication thread, once it runs.
     thread: OnceLock<Thread>,
@@ -52,6 +56,7 @@ impl Default for Shared {
             busy_ns: AtomicU64::new(0),
             blocked_ns: AtomicU64::new(0),
             sent: AtomicU64::new(0),
+            rounds: AtomicU64::new(0),
             abort: AtomicI64::new(NO_ABORT),
             thread: OnceLock::new(),
             ledger: Mutex::default(),
@@ -67,7 +72,20 @@ impl Shared {
             busy: seconds(&self.busy_ns),
             blocked: seconds(&self.blocked_ns),
             sent: self.sent.load(Ordering::Relaxed),
+            rounds: self.rounds(),
         }
+    }
+
+    /// Exchanges in a row so far.
+    pub fn rounds(&self) -> u64 {
+        self.rounds.load(Ordering::Relaxed)
+    }
+
+    /// An exchange is over, which has sent elements, and received those of another rank's exchange in that round.
+    pub fn exchanged(&self, sent: bool, received: Option<u64>) {
+        let before = self.rounds();
+        let after = received.map_or(before, |theirs| before.max(theirs)) + u64::from(sent || received.is_some());
+        self.rounds.store(after, Ordering::Relaxed);
     }
 
     /// Runs `wait` as a wait that compute cannot go on without.

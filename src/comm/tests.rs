@@ -9,7 +9,9 @@ use super::health::ledger::Size;
 use super::pending::{Pending, reply};
 use super::wire::Members;
 use super::worker::Request;
-use super::{Aborted, Algorithm, Comm, Group, Meeting, clock, single, start_tcp, start_threads_on_nodes, write_secret};
+use super::{
+    Aborted, Algorithm, Comm, Group, Meeting, Operation, clock, single, start_tcp, start_threads_on_nodes, write_secret,
+};
 use crate::activity;
 use crate::backend::cpu::{Cpu, CpuBuf};
 use crate::backend::{Backend, MemoryKind};
@@ -77,9 +79,9 @@ fn values(rank: usize, len: usize) -> &'static [f32] {
                 state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                 (state >> 40) as f32 / (1 << 24) as f32
             };
-            (0..LONGEST + 8).map(|_| (next() - 0.5) * 10f32.powi((next() * 6.0) as i32 - 3)).collect()
+            (0..LONGEST + 20).map(|_| (next() - 0.5) * 10f32.powi((next() * 6.0) as i32 - 3)).collect()
         };
-        (0..9).map(of_rank).collect()
+        (0..20).map(of_rank).collect()
     });
     &VALUES[rank][..len]
 }
@@ -144,7 +146,7 @@ fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
         let sum = group.reduce_scatter(buf(values(rank, padded))).wait()?;
         check_sum(exact, size, sum.as_slice(), padded, part.clone());
 
-        let whole = values(8, padded);
+        let whole = values(19, padded);
         let mut mine = vec![f32::NAN; padded];
         mine[part.clone()].copy_from_slice(&whole[part]);
         assert_eq!(group.all_gather(buf(&mine)).wait()?.as_slice(), whole);
@@ -161,9 +163,60 @@ fn every_operation(group: &Group<Cpu>, algorithm: Algorithm) -> Result<()> {
 fn every_operation_on_any_number_of_ranks() {
     let own = Algorithm::ALL.into_iter().filter(|&algorithm| algorithm != Algorithm::Mpi);
     for algorithm in own {
-        for ranks in 1..=8 {
+        for ranks in (1..=8).chain([12, 13, 15, 19]) {
             for result in run(&vec![0; ranks], algorithm, move |comm| every_operation(&comm.world(), algorithm)) {
                 assert!(matches!(result, Ok(Ok(()))), "{algorithm} on {ranks}: {result:?}");
+            }
+        }
+    }
+}
+
+/// Rounds of each collective of 4,096 elements a rank, and bytes that rank 0 sends, on so many ranks.
+fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
+    let results = run(&vec![0; ranks], algorithm, move |comm| -> Result<Vec<(&'static str, u64, u64)>> {
+        let (world, rank, len) = (comm.world(), comm.rank(), 4096 * comm.size());
+        let mine: Vec<f32> = (0..len).map(|i| (rank * 31 + i % 97) as f32 * 0.1).collect();
+        let mut told = Vec::new();
+        let mut count = |name, collective: &dyn Fn() -> Result<()>| {
+            // All begin in the same round.
+            world.barrier().wait()?;
+            let before = comm.stats();
+            collective()?;
+            let after = comm.stats();
+            told.push((name, after.rounds - before.rounds, after.sent - before.sent));
+            Ok::<(), Error>(())
+        };
+        count("agree", &|| world.agree(Ok(())))?;
+        count("gather_bytes", &|| world.gather_bytes(vec![0; 100]).wait().map(drop))?;
+        for operation in [Operation::ReduceScatter, Operation::AllGather, Operation::AllReduce, Operation::Reduce] {
+            count(operation.name(), &|| world.run(operation, buf(&mine)).wait().map(drop))?;
+        }
+        Ok(told)
+    });
+    let results: Vec<_> = results.into_iter().map(|result| result.unwrap().unwrap()).collect();
+    let most = |i: usize| results.iter().map(|told| told[i].1).max().unwrap();
+    results[0].iter().enumerate().map(|(i, &(name, _, sent))| (name, most(i), sent)).collect()
+}
+
+/// Twice the logarithm of the ranks, and two.
+#[test]
+fn rounds_grow_with_the_logarithm_of_the_ranks() {
+    for ranks in (2..=40usize).chain([64, 96, 129, 256]) {
+        let log = ranks.next_power_of_two().ilog2() as u64;
+        for algorithm in [Algorithm::Tree, Algorithm::ReduceToOne] {
+            for (name, rounds, sent) in rounds(ranks, algorithm) {
+                // Debug builds compare each request with a neighbour's first.
+                let compared = u64::from(cfg!(debug_assertions));
+                let most = match name {
+                    "agree" | "gather_bytes" => 2 * log,
+                    "all_gather" if algorithm == Algorithm::Tree => log,
+                    "all_reduce" | "reduce" => 3 * log + 2,
+                    _ => 2 * log + 2,
+                };
+                assert!(rounds <= most + compared, "{name} by {algorithm} on {ranks}: {rounds} rounds of {most}");
+                if [64, 96, 256].contains(&ranks) && algorithm == Algorithm::Tree {
+                    println!("| {ranks} | {name} | {} | {sent} |", rounds - compared);
+                }
             }
         }
     }

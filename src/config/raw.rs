@@ -84,6 +84,9 @@ sections! {
         threads: Option<usize> = None,
         /// Steps in a row whose loss or gradient is not finite before the run gives up.
         max_skipped: u64 = 10,
+        /// Steps between two audits: replicas compare digests of parameters and optimizer state, and each update looks whether it
+        /// finds them as the one before has left them. 0 is none.
+        audit_every: u64 = 0,
         /// Most memory a rank may need, such as `8GiB`: a run that would need more is refused before it starts. Left
         /// out, the memory of the node is the limit.
         memory_limit: Option<Size> = None,
@@ -300,6 +303,8 @@ sections! {
         staleness: Staleness = Staleness::Bound(0),
         /// Number format of parameters and gradients in messages: f32 or bf16.
         wire: WireFormat = WireFormat::F32,
+        /// Connections of each worker to each server, among which ranges are dealt out: for networks on which one is not fast enough.
+        connections: usize = 1,
         /// Learning rate of a gradient that is late: `none` leaves it, `inverse` divides it by one more than the updates in between.
         stale_lr: StaleRate = StaleRate::None,
         /// Batches that a worker is given at a time.

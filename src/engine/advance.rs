@@ -158,6 +158,7 @@ fn update<B: Kernels>(
     let loss = reduced.loss / (plan.tokens_of_replica() as f64);
     // Loss and norm are the same on all ranks that update the replica, so they all skip.
     let skipped = !(loss.is_finite() && reduced.norm.is_finite());
+    engine.model.sharded.audit(step)?;
     let start = Instant::now();
     if skipped {
         engine.model.sharded.skip();

@@ -53,6 +53,7 @@ pub fn engine_of<B: Kernels>(
         average: plan.average,
         averaging: plan.averaging,
         storage: plan.config.parallel.storage,
+        audit_every: plan.config.run.audit_every,
         host,
     };
     let slices = plan.slices(comm.rank());

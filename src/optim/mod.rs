@@ -4,7 +4,7 @@ mod group;
 mod schedule;
 mod trust;
 
-use crate::backend::{AdamW, Elements, Elementwise, Kernels, Sgd};
+use crate::backend::{AdamW, Audit, Elements, Elementwise, Kernels, Sgd};
 use crate::error::Result;
 
 pub use group::{Group, Part, parts};
@@ -90,10 +90,11 @@ pub struct Update {
 
 impl Rule {
     /// Updates the window `params` and the same window of every state buffer from the gradient. The new parameters go
-    /// to `copy` as well, if there is one.
+    /// to `copy` as well, if there is one; digests of all that changes go to `audit`, if there is one.
     ///
     /// # Errors
     /// The device failed.
+    #[expect(clippy::too_many_arguments, reason = "windows of an update")]
     pub fn update<B: Kernels>(
         &self,
         backend: &B,
@@ -102,6 +103,7 @@ impl Rule {
         state: Vec<B::ViewMut<'_>>,
         params: B::ViewMut<'_>,
         copy: Option<B::ViewMut<'_>>,
+        audit: Option<&mut Audit<B::Scalar>>,
     ) -> Result<()> {
         let Update { lr, weight_decay, step, grad_scale, trust } = update;
         let mut state = state.into_iter();
@@ -109,27 +111,27 @@ impl Rule {
         match *self {
             Rule::AdamW { beta1, beta2, eps } => {
                 let constants = AdamW { lr, beta1, beta2, eps, weight_decay, step, grad_scale };
-                backend.adamw(constants, grad, next(), next(), params, copy)
+                backend.adamw(constants, grad, next(), next(), params, copy, audit)
             }
             Rule::Lamb { beta1, beta2, eps } => {
                 let constants = AdamW { lr: lr * trust, beta1, beta2, eps, weight_decay, step, grad_scale };
-                backend.adamw(constants, grad, next(), next(), params, copy)
+                backend.adamw(constants, grad, next(), next(), params, copy, audit)
             }
             Rule::Sgd { momentum, nesterov } => {
-                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy)
+                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy, audit)
             }
             Rule::Lars { momentum, nesterov, .. } => {
                 let (weight_decay, grad_scale) = (trust * weight_decay, trust * grad_scale);
-                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy)
+                backend.sgd(Sgd { lr, momentum, nesterov, weight_decay, grad_scale }, grad, next(), params, copy, audit)
             }
             Rule::Elementwise(rule) => {
                 let update = Elements { rule, lr, weight_decay, step, grad_scale };
                 let mut first = next();
                 if rule.states() == 2 {
-                    return backend.elements(update, grad, first, next(), params, copy);
+                    return backend.elements(update, grad, first, next(), params, copy, audit);
                 }
                 let (none, first) = B::cut_mut(B::reborrow(&mut first), 0);
-                backend.elements(update, grad, first, none, params, copy)
+                backend.elements(update, grad, first, none, params, copy, audit)
             }
         }
     }

@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use super::averaging::Outer;
 use super::hyper::{Hyper, nowhere, state_names};
-use crate::backend::{Kernels, MemoryKind, Sgd};
+use super::memory_audit::MemoryAudit;
+use crate::backend::{Audit, Kernels, MemoryKind, Sgd};
 use crate::error::{Error, Result};
 use crate::optim::{AVERAGE, Pair, Part, Rule};
 
@@ -18,6 +19,8 @@ pub struct Recipe {
     pub outer: Option<Outer>,
     /// The parts of the range that are updated alike.
     pub parts: Vec<Part>,
+    /// Whether updates are audited.
+    pub audits: bool,
 }
 
 /// Parameters and state of a range.
@@ -31,6 +34,8 @@ pub struct DeviceState<B: Kernels> {
     state: Vec<B::Buf>,
     /// The outer step's, if there is one.
     outer: Option<OuterState<B>>,
+    /// Where updates are audited.
+    audit: Option<MemoryAudit<B>>,
 }
 
 /// The starting point of the next outer step.
@@ -65,9 +70,39 @@ impl<B: Kernels> DeviceState<B> {
             state: state.collect::<Result<_>>()?,
             outer: recipe.outer.map(outer).transpose()?,
             master: is_apart.then(|| backend.upload_f32(MemoryKind::Parameters, values)).transpose()?,
+            audit: recipe.audits.then(MemoryAudit::default),
             backend: backend.clone(),
             recipe,
         })
+    }
+
+    /// The digest of parameters and state after the last update, where updates are audited and there was one.
+    ///
+    /// # Errors
+    /// That update had found other values than the one before it had left; or the device failed.
+    pub fn digest(&mut self) -> Result<Option<u64>> {
+        self.audit.as_mut().map_or(Ok(None), |audit| audit.settle(&self.backend))
+    }
+
+    /// Compares parameters and state with those that the last update has left, where updates are audited. `full` is as in
+    /// [`DeviceState::update`].
+    ///
+    /// # Errors
+    /// They differ; the device failed, or no buffer holds the parameters.
+    pub fn compare<'a>(&'a mut self, full: Option<B::View<'a>>) -> Result<()> {
+        let Some(audit) = &mut self.audit else { return Ok(()) };
+        let params = self.master.as_ref().map(B::all).or(full).ok_or_else(nowhere)?;
+        let mut left: Vec<B::View<'_>> = std::iter::once(params).chain(self.state.iter().map(B::all)).collect();
+        let mut windows = Vec::new();
+        for part in &self.recipe.parts {
+            for view in &mut left {
+                let (of_part, rest) = B::cut(*view, part.len);
+                windows.push(of_part);
+                *view = rest;
+            }
+        }
+        // Statistics have no state that an update changes.
+        audit.compare(&self.backend, windows.into_iter())
     }
 
     /// The parameters, where they are kept apart.
@@ -126,6 +161,9 @@ impl<B: Kernels> DeviceState<B> {
             (None, Some(full)) => (full, None),
             (None, None) => return Err(nowhere()),
         };
+        // One that is not read yet is told first.
+        self.audit.as_mut().map_or(Ok(None), |audit| audit.settle(&self.backend))?;
+        let mut audit = self.audit.is_some().then(Audit::default);
         let state = self.state.iter_mut().map(B::all_mut).collect();
         let mut left = Windows::<B> { grad, state, params, copy };
         for part in &self.recipe.parts {
@@ -134,15 +172,18 @@ impl<B: Kernels> DeviceState<B> {
             let average = self.recipe.average.and_then(|decay| Some((decay, state.pop()?)));
             let to = B::reborrow(&mut params);
             match part.average {
-                Some(rate) => self.backend.approach(rate, grad, to, copy)?,
+                Some(rate) => self.backend.approach(rate, grad, to, copy, audit.as_mut())?,
                 None => {
                     let update = hyper.of(part, part.scaled_by.map_or(1.0, |tensor| trust[tensor]));
-                    rule.update(&self.backend, update, grad, state, to, copy)?;
+                    rule.update(&self.backend, update, grad, state, to, copy, audit.as_mut())?;
                 }
             }
             if let Some((decay, average)) = average {
-                self.backend.approach(1.0 - decay, B::shared(&params), average, None)?;
+                self.backend.approach(1.0 - decay, B::shared(&params), average, None, audit.as_mut())?;
             }
+        }
+        if let (Some(kept), Some(audit)) = (&mut self.audit, audit) {
+            kept.updated(audit);
         }
         Ok(())
     }
@@ -184,7 +225,7 @@ impl<B: Kernels> DeviceState<B> {
         self.backend.zero(B::all_mut(to))?;
         let len = B::len(to) / self.averaged();
         for (part, values) in std::iter::once(params).chain(self.state.iter().map(B::all)).enumerate() {
-            self.backend.approach(rate, values, B::view_mut(to, part * len..(part + 1) * len), None)?;
+            self.backend.approach(rate, values, B::view_mut(to, part * len..(part + 1) * len), None, None)?;
         }
         Ok(())
     }
@@ -195,6 +236,7 @@ impl<B: Kernels> DeviceState<B> {
     /// # Errors
     /// The device failed, or no buffer holds the parameters.
     pub fn adopt(&mut self, mean: B::View<'_>, len: usize, full: Option<B::ViewMut<'_>>) -> Result<()> {
+        self.audit.iter_mut().for_each(MemoryAudit::forget);
         let b = &self.backend;
         let (params, mut rest) = B::cut(mean, len);
         for buf in &mut self.state {
@@ -219,6 +261,7 @@ impl<B: Kernels> DeviceState<B> {
     /// # Errors
     /// Of `load`.
     pub fn restore(&mut self, mut load: impl FnMut(usize) -> Result<Vec<f32>>) -> Result<()> {
+        self.audit.iter_mut().for_each(MemoryAudit::forget);
         if let Some(master) = &mut self.master {
             self.backend.write(&load(0)?, B::all_mut(master))?;
         }
@@ -263,11 +306,11 @@ impl<B: Kernels> OuterState<B> {
             let (of_velocity, velocity_rest) = velocity.map(|velocity| B::cut_mut(velocity, part.len)).unzip();
             match of_velocity {
                 _ if part.average.is_some() => backend.copy(of_part, to)?,
-                None => backend.approach(lr, of_part, to, None)?,
+                None => backend.approach(lr, of_part, to, None, None)?,
                 // The gradient is the anchor less the mean: its first term is a weight decay of 1.
                 Some(velocity) => {
                     let step = Sgd { lr, momentum, nesterov: true, weight_decay: 1.0, grad_scale: -1.0 };
-                    backend.sgd(step, of_part, velocity, to, None)?;
+                    backend.sgd(step, of_part, velocity, to, None, None)?;
                 }
             }
             (mean, anchor, velocity) = (mean_rest, anchor_rest, velocity_rest);

@@ -10,6 +10,7 @@ mod groups;
 mod guest;
 mod hyper;
 mod lanes;
+mod memory_audit;
 mod memory_timeline;
 mod norms;
 mod offload;

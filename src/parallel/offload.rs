@@ -97,6 +97,11 @@ impl<B: Kernels> Offloaded<B> {
         &self.held
     }
 
+    /// The state on the host, to be audited.
+    pub fn held_mut(&mut self) -> &mut DeviceState<Cpu> {
+        &mut self.held
+    }
+
     /// The reduced gradient is there: starts to bring it down. It must stay as it is until the update.
     ///
     /// # Errors

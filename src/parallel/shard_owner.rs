@@ -30,6 +30,8 @@ pub struct Updates {
     pub averaging: Option<Averaging>,
     /// The ranks that update.
     pub storage: Storage,
+    /// Steps between two comparisons of replicas, whose updates are audited; 0 audits none.
+    pub audit_every: u64,
     /// The CPU that keeps masters and optimizer state and updates them. None leaves that to the device that computes.
     pub host: Option<Cpu>,
 }
@@ -110,7 +112,8 @@ impl<B: Kernels> ShardOwner<B> {
         let parts = parts(layout, range.clone(), groups, rule.is_some_and(|rule| rule.is_layerwise()));
         let average = updates.and_then(|updates| updates.average);
         let outer = updates.and_then(|updates| updates.averaging?.outer);
-        let recipe = Recipe { rule, average, outer, parts };
+        let audits = updates.is_some_and(|updates| updates.audit_every > 0);
+        let recipe = Recipe { rule, average, outer, parts, audits };
         let is_apart = !range.is_empty() && (!are_full_here || backend.computes_narrow());
         let home = match host {
             None => Home::Device(DeviceState::new(backend, recipe, values, is_apart)?),
@@ -191,6 +194,32 @@ impl<B: Kernels> ShardOwner<B> {
                 offloaded.update(hyper, trust)?;
                 offloaded.contribute(B::reach(full, self.range.clone())?)
             }
+        }
+    }
+
+    /// The digest of parameters and state after the last update, where updates are audited and there was one.
+    ///
+    /// # Errors
+    /// That update had found other values than the one before it had left; or the device failed.
+    pub fn digest(&mut self) -> Result<Option<u64>> {
+        match &mut self.home {
+            Home::Device(held) => held.digest(),
+            Home::Host(offloaded) => offloaded.held_mut().digest(),
+        }
+    }
+
+    /// Compares parameters and state with those that the last update has left, where updates are audited. `full` as in
+    /// [`ShardOwner::update`].
+    ///
+    /// # Errors
+    /// They differ; the device failed, or no buffer holds the parameters.
+    pub fn compare(&mut self, full: Option<&B::Buf>) -> Result<()> {
+        if self.range.is_empty() {
+            return Ok(());
+        }
+        match &mut self.home {
+            Home::Device(held) => held.compare(full.map(|full| B::view(full, self.range.clone()))),
+            Home::Host(offloaded) => offloaded.held_mut().compare(None),
         }
     }
 

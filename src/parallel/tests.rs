@@ -10,6 +10,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
 use crate::comm::{Algorithm, Comm, start_threads};
 use crate::engine::{Engine, Geometry, Model};
+use crate::error::{Error, Kind, Result};
 use crate::layout::{Slices, UnitLayout};
 use crate::mesh::{Axis, Mesh};
 use crate::nn::gpt::Gpt;
@@ -83,18 +84,29 @@ fn unit_bytes(lanes: usize) -> Vec<usize> {
     GPT.blocks::<Cpu>().iter().map(|block| size(UnitLayout::new(block.name(), block.tensors(), lanes))).collect()
 }
 
-fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
+/// Steps between audits.
+const AUDIT_EVERY: u64 = 2;
+
+/// The engine of a rank.
+fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
     let mesh = Mesh { pipeline: row.pipeline, replica: row.replica, shard: row.shard, tensor: row.tensor };
     let groups = Groups::split(comm, &mesh, row.averaging.is_some()).unwrap();
     let lanes = Lanes { total: row.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
-    let backend = Cpu::new(1);
     let tensor = mesh.coordinates(comm.rank())[Axis::Tensor as usize];
     let slices = Slices::of_rank(row.tensor_lanes, tensor, row.tensor, row.sequence);
     let blocks = GPT.sliced(&slices);
     let cut = partition(&[1.0; BLOCKS], row.pipeline, |_, _| true).unwrap();
     let stage = Stage::new(&cut, mesh.stage(comm.rank()), &loans(&blocks));
     let (host, averaging, storage) = (row.offload.then(|| Cpu::new(2)), row.averaging, row.storage);
-    let updates = Updates { rule: RULE, groups: vec![], average: averaging.map(|_| 0.5), averaging, storage, host };
+    let updates = Updates {
+        rule: RULE,
+        groups: vec![],
+        average: averaging.map(|_| 0.5),
+        averaging,
+        storage,
+        audit_every: AUDIT_EVERY,
+        host,
+    };
     let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
     let (stages, number) = (stage.count, stage.index);
     let sharded =
@@ -115,8 +127,16 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         seed: 3,
     };
     let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false).sliced(&slices);
-    let mut engine = Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry };
+    Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry }
+}
 
+fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
+    let backend = Cpu::new(1);
+    let mut engine = engine(comm, row, &backend);
+    let sharded = &engine.model.sharded;
+    let (data_rank, stages) = (sharded.data().rank(), sharded.pipeline().size());
+    let replicas = row.averaging.map_or(row.replica, |averaging| averaging.replicas);
+    let lanes_here = row.lanes / replicas / row.shard;
     let mut curve = Vec::new();
     let first_replica = engine.model.sharded.first_replica();
     let mut taken: Vec<Vec<ReplicaStep>> = vec![vec![]; engine.model.sharded.replicas_here()];
@@ -131,8 +151,8 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             curve.push((u64::from_le_bytes(*told[stages - 1].first_chunk().unwrap()), 0));
         }
         for turn in 0..engine.model.sharded.replicas_here() {
-            let replica = if row.averaging.is_some() { first_replica + turn } else { lanes.rank / row.shard };
-            let first_lane = replica * (row.lanes / replicas) + lanes.rank % row.shard * lanes_here;
+            let replica = if row.averaging.is_some() { first_replica + turn } else { data_rank / row.shard };
+            let first_lane = replica * (row.lanes / replicas) + data_rank % row.shard * lanes_here;
             let mut first = first_lane * (BATCH / row.lanes);
             let next = || {
                 let id = |i: usize| ((i as u64 * 2_654_435_761 + step * 97) % 19) as u32;
@@ -146,6 +166,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             let synced = engine.gradients(step, next, ControlFlags::empty).unwrap();
             // A step that does not count leaves no trace: of all replicas, or of one that trains apart.
             let skipped = step == 1 && (row.averaging.is_none() || replica == 1);
+            engine.model.sharded.audit(step).unwrap();
             match skipped {
                 true => engine.model.sharded.skip(),
                 false => {
@@ -176,6 +197,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             );
         }
     }
+    engine.model.sharded.compare_with_update().unwrap();
     let mut tensors = Vec::new();
     for unit in engine.model.sharded.owned().unwrap() {
         for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
@@ -192,6 +214,92 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
     let counted = [MemoryKind::Parameters, MemoryKind::Optimizer, MemoryKind::Gradients, MemoryKind::Offloaded];
     let peak = counted.map(|what| backend.ledger().peak(what));
     Outcome { curve, tensors, peaks: vec![peak] }
+}
+
+/// One micro-batch of a step for every lane of a rank.
+fn take(engine: &mut Engine<Cpu>, backend: &Cpu, step: u64) {
+    let rows = engine.geometry.rows;
+    let tokens: Vec<u32> = (0..rows as u32).map(|i| (i * 7 + step as u32) % 19).collect();
+    let next = || Micro::of_text(backend, &tokens, &tokens, TIME, 0);
+    engine.gradients(step, next, ControlFlags::empty).unwrap();
+}
+
+/// A bit of one rank's memory changes between two steps.
+#[test]
+fn audits_find_a_bit_that_changes_in_memory() {
+    for (row, index) in [(Row { replica: 2, ..ONE }, 0), (Row { shard: 2, zero: Zero::One, ..ONE }, 3)] {
+        let comms = start_threads::<Cpu>(2, Algorithm::Tree);
+        let changed = |comm: Comm<Cpu>| {
+            let backend = Cpu::new(1);
+            let mut engine = engine(&comm, row, &backend);
+            for step in 0..3 {
+                take(&mut engine, &backend, step);
+                let audited = engine.model.sharded.audit(step);
+                if step == 2 {
+                    return audited;
+                }
+                audited.unwrap();
+                let hyper = Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 };
+                engine.model.sharded.update(hyper).unwrap();
+                if step > 0 {
+                    continue;
+                }
+                engine.model.sharded.compare_with_update().unwrap();
+                if comm.rank() == 1 {
+                    // The first element that it owns, in another bit.
+                    let owned = &engine.model.sharded.owned().unwrap()[index];
+                    let (unit, mut value) = (owned.range.start, vec![0.0; owned.range.len()]);
+                    owned.params.read(&mut value).unwrap();
+                    let flipped = f32::from_bits(value[0].to_bits() ^ 1 << 7);
+                    engine.model.sharded.set(index, unit..unit + 1, &[flipped]).unwrap();
+                    let error = engine.model.sharded.compare_with_update().unwrap_err();
+                    assert_eq!(error.kind(), Kind::Corrupted);
+                }
+            }
+            Ok(())
+        };
+        let found: Vec<Result<()>> = std::thread::scope(|scope| {
+            let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || changed(comm))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        let error = found[1].clone().unwrap_err();
+        let unit = ["embedding", "h.0", "h.1", "head"][index];
+        let told =
+            format!("step 2: {unit} on rank 1 on localhost: parameters or optimizer state have changed in memory");
+        assert!(error.message().starts_with(&told), "{error}");
+    }
+}
+
+/// One rank of three computes something else.
+#[test]
+fn audits_find_arithmetic_that_differs() {
+    let row = Row { replica: 3, lanes: 3, ..ONE };
+    let comms = start_threads::<Cpu>(3, Algorithm::Tree);
+    let differs = |comm: Comm<Cpu>| {
+        let backend = Cpu::new(1);
+        let mut engine = engine(&comm, row, &backend);
+        for step in 0.. {
+            take(&mut engine, &backend, step);
+            if let Err(e) = engine.model.sharded.audit(step) {
+                return (step, e, engine.model.sharded.doubtful_since());
+            }
+            let lr = if (comm.rank(), step) == (1, 2) { 1.000_001e-2 } else { 1e-2 };
+            engine.model.sharded.update(Hyper { lr, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 }).unwrap();
+        }
+        unreachable!("steps have no end");
+    };
+    let found: Vec<(u64, Error, Option<u64>)> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || differs(comm))).collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    });
+    for (step, error, since) in found {
+        // Found at the next step that is audited.
+        assert_eq!((step, since), (4, Some(2)));
+        assert_eq!(
+            error.message(),
+            "step 4: parameters or optimizer state of embedding on rank 1 on localhost differ from those of the 2 other replicas"
+        );
+    }
 }
 
 /// Runs a row on as many threads as it has ranks; joins the tensors of all.

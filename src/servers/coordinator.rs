@@ -4,11 +4,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::course::{Basis, Course};
+use super::course::{Basis, Course, From};
 use super::fleet::Fleet;
 use super::hub::{Halt, Hub, Limits};
+use super::journal::{Entry, Grounds};
 use super::listener::Listener;
-use super::message::Assignment;
+use super::message::{Assignment, FromServer, ToServer};
 use super::pool::Pool;
 use super::site::{Site, listen};
 use super::terms::{Terms, division, layouts};
@@ -30,6 +31,9 @@ use crate::train::Request;
 
 /// Time without a newcomer after which a run that was not told its workers begins.
 const SETTLED: Duration = Duration::from_secs(2);
+
+/// Time within which servers come, that were there before: two of the intervals at which they look for the coordinator.
+const COMEBACK: Duration = Duration::from_secs(2);
 
 /// Time that workers and servers have to hear of the end.
 const FAREWELL: Duration = Duration::from_secs(5);
@@ -94,14 +98,15 @@ impl ServedRun {
         let site = Site::of(directory.path());
         let secret = site.open()?;
         let patience = Duration::from_secs(config.servers.timeout);
-        let pool = Pool::new(config.servers.staleness, config.servers.lease);
+        let pool = Pool::new(config.servers.staleness, config.servers.lease, 0);
         let stuck = match config.comm.timeout {
             0 => Duration::MAX,
             seconds => Duration::from_secs(seconds),
         };
         let limits = Limits { silent: patience, stuck };
         let trace = trace.map(Collected::begin).transpose()?;
-        let hub = Hub::new(pool, secret.clone(), limits, trace);
+        let first_caller = (unix_time() * 1e3) as u64;
+        let hub = Hub::new(pool, secret.clone(), limits, trace, first_caller);
         let listener = Listener::open(listener, secret, hub.clone(), patience * 10)?;
         site.tell(&address)?;
         let data = splits.train.fingerprint();
@@ -170,11 +175,18 @@ impl ServedRun {
         ended
     }
 
-    /// The run on one set of servers, from its last checkpoint to its end.
+    /// The run on one set of servers, from its last checkpoint or the step that they have come to, to its end.
     fn generation(&mut self, generation: u64, resume: &Resume) -> Result<Ending, Halt> {
-        let (servers, workers) = self.gather()?;
+        let before = if generation == 1 && *resume == Resume::Auto { self.before() } else { None };
         let config = self.call.run.config.clone();
         let threads = config.run.threads.unwrap_or(1);
+        let (servers, workers) = match self.gather(before.as_ref().map(|(grounds, _)| &grounds.terms))? {
+            Gathered { servers, workers, holds: false } => (servers, workers),
+            Gathered { .. } => {
+                let before = before.ok_or_else(|| Error::internal("servers of no run"))?;
+                return self.go_on(before, threads);
+            }
+        };
         let plan = Terms::plan(&config, workers, self.vocabulary, threads)?;
         let origin = self.origin(&plan, resume)?;
         let terms = Terms {
@@ -188,7 +200,7 @@ impl ServedRun {
             addresses: servers,
             trace: self.hub.trace.is_some(),
         };
-        let mut fleet = Fleet::new(&terms, self.hub.clone(), self.site.secret()?, self.patience);
+        let mut fleet = self.fleet(&terms)?;
         fleet.assign(|server| Assignment {
             terms: terms.clone(),
             server,
@@ -196,18 +208,68 @@ impl ServedRun {
             with_state: origin.take == Take::Everything,
             part: origin.part,
         })?;
+        let grounds = Grounds { terms: terms.clone(), trained_on: self.trained_on.clone() };
+        self.site.journal().begin(&grounds)?;
+        let from = origin.from.as_deref().map_or(From::Seed, From::Checkpoint);
+        self.course(plan, terms, fleet, from)
+    }
+
+    fn fleet(&self, terms: &Terms) -> Result<Fleet> {
+        Ok(Fleet::new(terms, self.hub.clone(), self.site.secret()?, self.patience))
+    }
+
+    fn course(&self, plan: Plan, terms: Terms, fleet: Fleet, from: From<'_>) -> Result<Ending, Halt> {
+        let journal = self.site.journal();
         let basis = Basis {
             hub: &self.hub,
             directory: &self.directory,
             splits: &self.splits,
             trained_on: self.trained_on.clone(),
             started: self.started,
+            journal: &journal,
         };
-        Course::begin(basis, plan, terms, fleet, origin.progress)?.run(origin.from.as_deref())
+        Course::begin(basis, plan, terms, fleet, from)?.run(from)
     }
 
-    /// Waits for servers and, where their number is not known, for workers.
-    fn gather(&self) -> Result<(Vec<String>, usize), Halt> {
+    /// The last step of a coordinator before this one, if it was of the same run.
+    fn before(&self) -> Option<(Grounds, Entry)> {
+        let (grounds, entry) = self.site.journal().read()?;
+        let Terms { config, workers, addresses, vocabulary, trace, .. } = &grounds.terms;
+        let given = &self.call.run.config;
+        let plan = Terms::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1)).ok()?;
+        let data = grounds.trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
+        let is_same = *config == Config { run: plan.config.run, ..given.clone() }
+            && self.call.workers.is_none_or(|called| called == *workers)
+            && addresses.len() == self.call.servers
+            && (vocabulary, *trace, data) == (&self.vocabulary, self.hub.trace.is_some(), self.data.as_ref());
+        is_same.then_some((grounds, entry))
+    }
+
+    /// Goes on with servers that have their ranges since a coordinator before this one.
+    fn go_on(&mut self, (grounds, entry): (Grounds, Entry), threads: usize) -> Result<Ending, Halt> {
+        let Grounds { terms, trained_on } = grounds;
+        let plan = Terms::plan(&terms.config, terms.workers, terms.vocabulary, threads)?;
+        if let Some(preprocessing) = &terms.preprocessing {
+            self.splits.train.conform(preprocessing)?;
+            self.splits.validation.as_mut().map_or(Ok(vec![]), |validation| validation.conform(preprocessing))?;
+        }
+        let mut fleet = self.fleet(&terms)?;
+        let generation = terms.generation;
+        let step = entry.before.step;
+        for answer in fleet.all(|_| ToServer::At { generation })? {
+            match answer {
+                FromServer::At(first, last) if !terms.is_synchronous() || (first >= step && last <= step + 1) => {}
+                other => return Err(Halt::Lost(format!("a server is at {other:?}, and the journal at step {step}"))),
+            }
+        }
+        log::info!("going on at step {step} with servers that have it still");
+        self.trained_on = trained_on;
+        self.course(plan, terms, fleet, From::Journal(&entry))
+    }
+
+    /// Waits for servers and, where their number is not known, for workers. Servers that have the ranges of the terms are those that
+    /// are taken.
+    fn gather(&self, before: Option<&Terms>) -> Result<Gathered, Halt> {
         let (wanted, since) = (self.call.servers, Instant::now());
         let is_told = self.call.workers;
         let late = |there: usize| {
@@ -215,10 +277,18 @@ impl ServedRun {
                 .hint("start as many as hpctrain coordinate --servers says: hpctrain server --run RUN")
         };
         let found = self.hub.wait(|state| {
+            if let Some(Terms { addresses, generation, workers, .. }) = before
+                && state.seat_again(addresses, *generation)
+            {
+                return Some(Ok(Gathered { servers: addresses.clone(), workers: *workers, holds: true }));
+            }
             let (waiting, settled) = state.waiting();
             let workers = is_told.or_else(|| (waiting > 0 && settled > SETTLED).then_some(waiting));
+            let may_come_back = before.is_some() && since.elapsed() < COMEBACK;
             match workers {
-                Some(workers) if state.servers() >= wanted => state.seat(wanted).map(|seats| Ok((seats, workers))),
+                Some(workers) if state.servers() >= wanted && !may_come_back => {
+                    state.seat(wanted).map(|servers| Ok(Gathered { servers, workers, holds: false }))
+                }
                 _ if crate::signals::came().is_some() => Some(Err(Error::comm("it was asked to end"))),
                 _ if state.servers() < wanted && since.elapsed() > self.patience => Some(Err(late(state.servers()))),
                 _ => None,
@@ -304,6 +374,16 @@ fn whole(path: &Path) -> Result<()> {
     reader.check_files(0, 1)?;
     let files: Vec<String> = reader.manifest().files.keys().cloned().collect();
     files.iter().try_for_each(|file| reader.verify(file))
+}
+
+/// The servers of a generation.
+struct Gathered {
+    /// Host and port of each.
+    servers: Vec<String>,
+    /// Workers that the run is meant for.
+    workers: usize,
+    /// Whether they have the ranges of the coordinator before.
+    holds: bool,
 }
 
 /// A starting point.

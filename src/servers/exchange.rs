@@ -1,7 +1,7 @@
 //! Values and gradients between a worker and all servers.
 //!
-//! Ranges travel in several messages, one after the other on a server's connection: while one is on its way, the server works on
-//! the one before, and so does the worker.
+//! Ranges travel in several messages, one after the other on each connection (`servers.connections` to a server): while one is on
+//! its way, the server works on the one before, and so does the worker.
 
 use std::ops::Range;
 
@@ -29,9 +29,11 @@ pub struct Servers {
     generation: u64,
     member: u64,
     format: WireFormat,
-    servers: Vec<Server>,
-    /// Messages with gradients so far.
-    pushes: u64,
+    /// The ranges of each.
+    pieces: Vec<Vec<Piece>>,
+    /// The version of each of them that this worker has.
+    known: Vec<Vec<Option<u64>>>,
+    links: Vec<Link>,
     parcel: Parcel,
     body: Vec<u8>,
 }
@@ -63,24 +65,21 @@ impl Parcel {
     }
 }
 
-/// A server, as a worker sees it.
-struct Server {
+/// A connection to a server.
+struct Link {
+    server: usize,
+    /// Its number among those to the same server: pushes of each come in order.
+    number: usize,
     line: Line,
-    pieces: Vec<Piece>,
-    /// The pieces of each message.
+    /// The ranges of each message, by their place among those of the server.
     messages: Vec<Range<usize>>,
-    /// The version of each of its ranges that this worker has.
-    known: Vec<Option<u64>>,
+    /// Messages with gradients so far.
+    pushes: u64,
     /// Whether the connection stands since the first of the requests that are to be answered.
     stands: bool,
 }
 
-impl Server {
-    fn new(line: Line, pieces: &[Piece]) -> Self {
-        let (pieces, known) = (pieces.to_vec(), vec![None; pieces.len()]);
-        Self { line, messages: messages(&pieces), pieces, known, stands: true }
-    }
-
+impl Link {
     /// Sends a request whose answer comes after those of the ones before.
     fn send(&mut self, request: &ToServer, body: &[u8]) {
         self.stands = self.stands && self.line.send(request, &[body]).is_ok();
@@ -95,6 +94,12 @@ impl Server {
         }
         None
     }
+}
+
+/// Messages dealt out among as many connections, but no more than there are messages: neighbours to the same one.
+fn deal(messages: Vec<Range<usize>>, connections: usize) -> Vec<Vec<Range<usize>>> {
+    let of_each = messages.len().div_ceil(connections).max(1);
+    messages.chunks(of_each).map(<[_]>::to_vec).collect()
 }
 
 /// The pieces of each message.
@@ -128,15 +133,27 @@ pub fn longest(pieces: &[Vec<Piece>]) -> usize {
 }
 
 impl Servers {
-    /// Those of the terms, each connected at the first request, by the line that `line` makes for an address.
+    /// Those of the terms, each connected at the first request, by lines that `line` makes for an address.
     pub fn new(terms: &Terms, member: u64, line: impl Fn(&str) -> Line) -> Self {
-        let servers = terms.addresses.iter().zip(&terms.pieces);
+        let mut links = Vec::new();
+        for (server, (address, pieces)) in terms.addresses.iter().zip(&terms.pieces).enumerate() {
+            let dealt = deal(messages(pieces), terms.config.servers.connections);
+            links.extend(dealt.into_iter().enumerate().map(|(number, messages)| Link {
+                server,
+                number,
+                line: line(address),
+                messages,
+                pushes: 0,
+                stands: true,
+            }));
+        }
         Self {
             generation: terms.generation,
             member,
             format: terms.config.servers.wire,
-            servers: servers.map(|(address, pieces)| Server::new(line(address), pieces)).collect(),
-            pushes: 0,
+            pieces: terms.pieces.clone(),
+            known: terms.pieces.iter().map(|pieces| vec![None; pieces.len()]).collect(),
+            links,
             parcel: Parcel::default(),
             body: Vec::new(),
         }
@@ -144,8 +161,8 @@ impl Servers {
 
     /// The versions of the ranges that the worker has, by server.
     pub fn versions(&self) -> Vec<Vec<u64>> {
-        let of_server = |server: &Server| server.known.iter().map(|known| known.unwrap_or(0)).collect();
-        self.servers.iter().map(of_server).collect()
+        let of_server = |known: &Vec<Option<u64>>| known.iter().map(|known| known.unwrap_or(0)).collect();
+        self.known.iter().map(of_server).collect()
     }
 
     /// Takes values from all servers: those that have changed since.
@@ -153,37 +170,39 @@ impl Servers {
     /// # Errors
     /// A server is gone, or the device failed.
     pub fn pull<B: Kernels>(&mut self, model: &mut Model<B>, of: Values) -> Result<Current> {
-        let Self { generation, format, servers, body, .. } = self;
+        let Self { generation, format, pieces, known, links, body, .. } = self;
         let request = |message: &Range<usize>, known: &[Option<u64>]| {
             let known = known[message.clone()].to_vec();
             ToServer::Pull { generation: *generation, of, pieces: message.clone(), known }
         };
-        for server in &mut *servers {
-            server.stands = true;
-            for message in server.messages.iter().take(AHEAD).cloned().collect::<Vec<_>>() {
-                server.send(&request(&message, &server.known), &[]);
+        for link in &mut *links {
+            link.stands = true;
+            for message in link.messages.iter().take(AHEAD).cloned().collect::<Vec<_>>() {
+                link.send(&request(&message, &known[link.server]), &[]);
             }
         }
-        for server in servers {
-            for (index, message) in server.messages.clone().into_iter().enumerate() {
-                let limit = elements(&server.pieces[message.clone()]) * size_of::<f32>();
-                let answer = match server.answer(limit, body) {
+        for turn in 0..most_messages(links) {
+            for link in &mut *links {
+                let Some(message) = link.messages.get(turn).cloned() else { continue };
+                let (pieces, known) = (&pieces[link.server], &mut known[link.server]);
+                let limit = elements(&pieces[message.clone()]) * size_of::<f32>();
+                let answer = match link.answer(limit, body) {
                     Some(answer) => answer?,
-                    None => server.line.ask(&request(&message, &server.known), &[], limit, body)?,
+                    None => link.line.ask(&request(&message, known), &[], limit, body)?,
                 };
                 let FromServer::Pulled { versions } = answer else { return Ok(false) };
-                if let Some(next) = server.messages.get(index + AHEAD).cloned() {
-                    server.send(&request(&next, &server.known), &[]);
+                if let Some(next) = link.messages.get(turn + AHEAD).cloned() {
+                    link.send(&request(&next, known), &[]);
                 }
                 let version = |piece: usize| versions.get(piece - message.start).copied();
                 let changed: Vec<usize> =
-                    message.clone().filter(|&i| of != Values::Live || server.known[i] != version(i)).collect();
-                let values = wire::decode(*format, body, changed.iter().map(|&i| server.pieces[i].range.len()).sum())?;
+                    message.clone().filter(|&i| of != Values::Live || known[i] != version(i)).collect();
+                let values = wire::decode(*format, body, changed.iter().map(|&i| pieces[i].range.len()).sum())?;
                 let mut rest = &values[..];
                 for i in changed {
-                    let (piece, of_piece) = (&server.pieces[i], rest.split_off(..server.pieces[i].range.len()));
+                    let (piece, of_piece) = (&pieces[i], rest.split_off(..pieces[i].range.len()));
                     model.sharded.set(piece.unit, piece.range.clone(), of_piece.unwrap_or_default())?;
-                    server.known[i] = if of == Values::Live { version(i) } else { None };
+                    known[i] = if of == Values::Live { version(i) } else { None };
                 }
             }
         }
@@ -201,66 +220,57 @@ impl Servers {
         of: impl Fn(usize, Range<usize>) -> Pushed,
     ) -> Result<Option<u64>> {
         let mut most = 0;
-        let mut note = |staleness: Option<u64>| staleness.map(|staleness| most = most.max(staleness)).is_some();
-        let counts: Vec<usize> = self.servers.iter().map(|server| server.messages.len()).collect();
-        let mut firsts = Vec::with_capacity(counts.len());
-        for (server, &count) in counts.iter().enumerate() {
-            self.servers[server].stands = true;
-            firsts.push(self.pushes);
-            for message in 0..count {
-                self.pushes += 1;
-                self.give(model, &of, server, message, self.pushes)?;
-                if message >= AHEAD && !note(self.given(model, &of, server, message - AHEAD, firsts[server])?) {
-                    return Ok(None);
+        self.links.iter_mut().for_each(|link| link.stands = true);
+        for turn in 0..most_messages(&self.links) + AHEAD {
+            for link in 0..self.links.len() {
+                if turn < self.links[link].messages.len() {
+                    self.give(model, &of, link, turn)?;
+                }
+                if let Some(before) = turn.checked_sub(AHEAD)
+                    && before < self.links[link].messages.len()
+                {
+                    match self.given(model, &of, link, before)? {
+                        Some(staleness) => most = most.max(staleness),
+                        None => return Ok(None),
+                    }
                 }
             }
         }
-        for (server, &count) in counts.iter().enumerate() {
-            for message in count.saturating_sub(AHEAD)..count {
-                if !note(self.given(model, &of, server, message, firsts[server])?) {
-                    return Ok(None);
-                }
-            }
-        }
+        self.links.iter_mut().for_each(|link| link.pushes += link.messages.len() as u64);
         Ok(Some(most))
     }
 
-    /// Sends the gradients of a message under its number.
+    /// Sends the gradients of a message.
     fn give<B: Kernels>(
         &mut self,
         model: &Model<B>,
         of: &impl Fn(usize, Range<usize>) -> Pushed,
-        server: usize,
+        link: usize,
         message: usize,
-        number: u64,
     ) -> Result<()> {
-        let head = self.push_request(of, server, message, number);
-        let Self { format, servers, parcel, .. } = self;
-        let server = &mut servers[server];
-        parcel.fill(model, &server.pieces[server.messages[message].clone()])?;
-        server.send(&head, parcel.bytes(*format));
+        let head = self.push_request(of, link, message);
+        self.fill(model, link, message)?;
+        let Self { format, links, parcel, .. } = self;
+        links[link].send(&head, parcel.bytes(*format));
         Ok(())
     }
 
-    /// The staleness of the gradients of a message, once they are taken; `first` is the number before those of the server's
-    /// messages. None if the generation is over.
+    /// The staleness of the gradients of a message, once they are taken. None if the generation is over.
     fn given<B: Kernels>(
         &mut self,
         model: &Model<B>,
         of: &impl Fn(usize, Range<usize>) -> Pushed,
-        server: usize,
+        link: usize,
         message: usize,
-        first: u64,
     ) -> Result<Option<u64>> {
-        let head = self.push_request(of, server, message, first + message as u64 + 1);
-        let Self { format, servers, parcel, .. } = self;
-        let server = &mut servers[server];
-        let answer = match server.answer(0, &mut Vec::new()) {
+        let answer = match self.links[link].answer(0, &mut Vec::new()) {
             Some(answer) => answer?,
             // A message that comes twice counts once.
             None => {
-                parcel.fill(model, &server.pieces[server.messages[message].clone()])?;
-                server.line.ask(&head, &[parcel.bytes(*format)], 0, &mut Vec::new())?
+                let head = self.push_request(of, link, message);
+                self.fill(model, link, message)?;
+                let Self { format, links, parcel, .. } = self;
+                links[link].line.ask(&head, &[parcel.bytes(*format)], 0, &mut Vec::new())?
             }
         };
         Ok(match answer {
@@ -269,17 +279,21 @@ impl Servers {
         })
     }
 
-    fn push_request(
-        &self,
-        of: &impl Fn(usize, Range<usize>) -> Pushed,
-        server: usize,
-        message: usize,
-        number: u64,
-    ) -> ToServer {
-        let (generation, member) = (self.generation, self.member);
-        let pieces = self.servers[server].messages[message].clone();
-        ToServer::Push { generation, member, number, of: of(server, pieces.clone()), pieces }
+    fn fill<B: Kernels>(&mut self, model: &Model<B>, link: usize, message: usize) -> Result<()> {
+        let Link { server, messages, .. } = &self.links[link];
+        self.parcel.fill(model, &self.pieces[*server][messages[message].clone()])
     }
+
+    fn push_request(&self, of: &impl Fn(usize, Range<usize>) -> Pushed, link: usize, message: usize) -> ToServer {
+        let Link { server, number: line, messages, pushes, .. } = &self.links[link];
+        let (pieces, number) = (messages[message].clone(), pushes + message as u64 + 1);
+        let (generation, member) = (self.generation, self.member);
+        ToServer::Push { generation, member, line: *line, number, of: of(*server, pieces.clone()), pieces }
+    }
+}
+
+fn most_messages(links: &[Link]) -> usize {
+    links.iter().map(|link| link.messages.len()).max().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -296,6 +310,9 @@ mod tests {
         assert_eq!(messages(&pieces(&[mib / 2, mib / 2, 4, 3 * mib, 4, mib])), [0..2, 2..3, 3..4, 4..5, 5..6]);
         assert_eq!(messages(&pieces(&[4; 9])), vec![0..9; 1]);
         assert!(messages(&[]).is_empty());
+        assert_eq!(deal(vec![0..2, 2..3, 3..9], 2), [vec![0..2, 2..3], vec![3..9; 1]]);
+        assert_eq!(deal(vec![0..2, 2..3], 3), [vec![0..2; 1], vec![2..3; 1]]);
+        assert!(deal(vec![], 2).is_empty());
         assert_eq!(longest(&[pieces(&[4, 8]), pieces(&[3 * mib, 4]), vec![]]), 3 * mib);
     }
 }

@@ -76,7 +76,7 @@ pub struct State {
     /// Workers at a piece of work: since when.
     busy: BTreeMap<u64, Instant>,
     /// Servers that are there, in the order of their coming.
-    seats: BTreeMap<u64, String>,
+    seats: BTreeMap<u64, Seat>,
     /// Of them, those that hold ranges.
     assigned: BTreeSet<u64>,
     /// Servers that hold ranges and whose connection has ended: by address, since when.
@@ -86,6 +86,13 @@ pub struct State {
     waiting: BTreeMap<(String, u32), Instant>,
     failed: Option<Error>,
     over: bool,
+}
+
+/// A server that is there.
+struct Seat {
+    address: String,
+    /// The generation whose ranges it held when it came.
+    holds: Option<u64>,
 }
 
 /// The one at the other end of a connection.
@@ -102,14 +109,16 @@ pub enum Visit {
 
 impl Hub {
     /// Nobody is there.
-    pub fn new(pool: Pool, secret: Secret, limits: Limits, trace: Option<Collected>) -> Arc<Self> {
+    ///
+    /// Callers are numbered from `callers` on: those of a coordinator before it are others.
+    pub fn new(pool: Pool, secret: Secret, limits: Limits, trace: Option<Collected>, callers: u64) -> Arc<Self> {
         let state = State {
             pool,
             terms: None,
             told: BTreeMap::new(),
             digest: None,
             generation: 0,
-            callers: 0,
+            callers,
             heard: BTreeMap::new(),
             busy: BTreeMap::new(),
             seats: BTreeMap::new(),
@@ -260,7 +269,24 @@ impl State {
         self.assigned = self.seats.keys().copied().take(servers).collect();
         self.lost = None;
         self.missing.clear();
-        Some(self.seats.values().take(servers).cloned().collect())
+        Some(self.seats.values().take(servers).map(|seat| seat.address.clone()).collect())
+    }
+
+    /// Takes the servers at these addresses, if all are there with their ranges of a generation.
+    pub fn seat_again(&mut self, addresses: &[String], generation: u64) -> bool {
+        let seat_of = |address: &String| {
+            let mut seats = self.seats.iter();
+            let found = seats.find(|(_, seat)| seat.holds == Some(generation) && seat.address == *address);
+            found.map(|(number, _)| *number)
+        };
+        let seats: Option<BTreeSet<u64>> = addresses.iter().map(seat_of).collect();
+        match seats {
+            None => false,
+            Some(seats) => {
+                self.assigned = seats;
+                true
+            }
+        }
     }
 
     /// Servers that are there.
@@ -369,7 +395,7 @@ impl Service for Hub {
                     log::info!("server {address} is back");
                     state.assigned.insert(state.callers);
                 }
-                state.seats.insert(state.callers, address);
+                state.seats.insert(state.callers, Seat { address, holds: generation });
                 *visit = Visit::Server(state.callers);
                 FromCoordinator::Serves
             })),
@@ -427,9 +453,9 @@ impl Service for Hub {
             Visit::Stranger => {}
             Visit::Worker(member) => state.gone(member, "its connection ended"),
             Visit::Server(server) => {
-                let address = state.seats.remove(&server).unwrap_or_default();
-                if state.assigned.remove(&server) && !state.over {
-                    state.missing.insert(address, Instant::now());
+                let seat = state.seats.remove(&server);
+                if let (Some(seat), true, false) = (seat, state.assigned.remove(&server), state.over) {
+                    state.missing.insert(seat.address, Instant::now());
                 }
             }
         });
@@ -449,6 +475,7 @@ mod tests {
     use crate::checkpoint::Progress;
     use crate::comm::write_secret;
     use crate::config::{Config, Staleness};
+    use crate::servers::pool::Done;
 
     const SHORT: Duration = Duration::from_millis(100);
 
@@ -457,8 +484,8 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         write_secret(dir.path()).unwrap();
         let limits = Limits { silent: Duration::from_secs(60), stuck: SHORT };
-        let pool = || Pool::new(Staleness::None, 4);
-        let hub = Hub::new(pool(), Secret::read(dir.path()).unwrap(), limits, None);
+        let pool = || Pool::new(Staleness::None, 4, 0);
+        let hub = Hub::new(pool(), Secret::read(dir.path()).unwrap(), limits, None, 0);
         let terms = Terms {
             generation: 7,
             config: Config::default(),
@@ -472,7 +499,7 @@ mod tests {
         };
         hub.with(|state| {
             state.open(terms, pool());
-            state.pool.begin_batches(0..100);
+            state.pool.begin_batches(Done::default(), 100);
         });
         hub
     }

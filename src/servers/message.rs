@@ -42,7 +42,9 @@ pub enum ToServer {
         generation: u64,
         /// The worker.
         member: u64,
-        /// The number of its message: one that comes twice counts once.
+        /// The number of the connection among its own.
+        line: usize,
+        /// The number of the message on it: one that comes twice counts once.
         number: u64,
         /// The samples whose gradient it is.
         of: Pushed,
@@ -97,6 +99,11 @@ pub enum ToServer {
         /// The directory.
         staging: PathBuf,
     },
+    /// Of the coordinator that was started again: the steps that the ranges have come to.
+    At {
+        /// The generation of the coordinator before.
+        generation: u64,
+    },
     /// Of the coordinator: the work of the server so far.
     Load,
 }
@@ -127,6 +134,8 @@ pub enum FromServer {
     Squares(Vec<Vec<u64>>),
     /// Squares of tensors: virtual shard, tensor counted over all units, bits of both squares.
     Norms(Vec<(usize, usize, [u64; 2])>),
+    /// The first and the last step that a range has come to, where all workers take each step together.
+    At(u64, u64),
     /// The file that was written.
     Saved(Box<Written>),
     /// Totals of the server.
@@ -458,6 +467,28 @@ impl Fault {
             Some(hint) => error.hint(hint),
             None => error,
         }
+    }
+}
+
+/// Numbers as their bits: JSON has neither infinities nor NaN.
+pub mod bits {
+    use serde::{Deserialize as _, Deserializer, Serializer};
+
+    /// Writes the bits.
+    ///
+    /// # Errors
+    /// As the serializer.
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "the form that serde calls")]
+    pub fn serialize<S: Serializer>(value: &f64, into: S) -> Result<S::Ok, S::Error> {
+        into.serialize_u64(value.to_bits())
+    }
+
+    /// Reads the bits.
+    ///
+    /// # Errors
+    /// As the deserializer.
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<f64, D::Error> {
+        u64::deserialize(from).map(f64::from_bits)
     }
 }
 

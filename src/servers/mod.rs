@@ -19,6 +19,7 @@ mod exchange;
 mod fleet;
 mod heart;
 mod hub;
+mod journal;
 mod line;
 mod listener;
 mod message;

@@ -5,7 +5,9 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
 
-use super::message::{Report, Seconds, Work};
+use serde::{Deserialize, Serialize};
+
+use super::message::{Report, Seconds, Work, bits};
 use super::sums::Sums;
 use crate::config::Staleness;
 
@@ -36,16 +38,31 @@ pub struct Member {
 }
 
 /// A batch that was done.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Batch {
     /// Mean loss.
+    #[serde(with = "bits")]
     pub loss: f64,
     /// Norm of the gradient.
+    #[serde(with = "bits")]
     pub norm: f64,
     /// Updates between its pull and its push; none if it was not finite.
     pub staleness: Option<u64>,
     /// Seconds that it took to compute.
     pub compute: f64,
+}
+
+/// Batches that are done.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Done {
+    /// All before this one,
+    pub low: u64,
+    /// and those.
+    pub ahead: BTreeSet<u64>,
+    /// Of them, those not yet taken by [`Pool::take_batches`], in the order of their coming.
+    pub untaken: Vec<Batch>,
+    /// All, by updates between pull and push.
+    pub histogram: BTreeMap<u64, u64>,
 }
 
 /// A gradient that a worker has given.
@@ -117,15 +134,15 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// Without workers and without work.
-    pub fn new(staleness: Staleness, lease: u64) -> Self {
+    /// Without workers and without work. Tickets are numbered from `tickets` on: those of a coordinator before it are others.
+    pub fn new(staleness: Staleness, lease: u64, tickets: u64) -> Self {
         Self {
             staleness,
             lease: lease.max(1),
             members: BTreeMap::new(),
             given: BTreeMap::new(),
             revoked: Vec::new(),
-            tickets: 0,
+            tickets,
             course: Course::None,
             evaluation: None,
             contributions: Vec::new(),
@@ -197,11 +214,31 @@ impl Pool {
         }
     }
 
-    /// Workers train on batches `batches` by themselves.
-    pub fn begin_batches(&mut self, batches: Range<u64>) {
-        let Range { start, end } = batches;
-        let (todo, ahead, done) = (VecDeque::new(), BTreeSet::new(), VecDeque::new());
-        self.course = Course::Batches { next: start, end, todo, low: start, ahead, done };
+    /// Workers train on batches by themselves, up to `end`, but for those that are done.
+    pub fn begin_batches(&mut self, done: Done, end: u64) {
+        let Done { low, ahead, untaken, histogram } = done;
+        let next = ahead.last().map_or(low, |last| last + 1);
+        let mut todo = VecDeque::new();
+        let mut first = low;
+        for batch in &ahead {
+            if first < *batch {
+                todo.push_back(first..*batch);
+            }
+            first = batch + 1;
+        }
+        self.histogram = histogram;
+        self.course = Course::Batches { next, end, todo, low, ahead, done: untaken.into() };
+    }
+
+    /// The batches that are done, where workers train by themselves.
+    pub fn done_batches(&self) -> Option<Done> {
+        match &self.course {
+            Course::Batches { low, ahead, done, .. } => {
+                let (untaken, histogram) = (done.iter().copied().collect(), self.histogram.clone());
+                Some(Done { low: *low, ahead: ahead.clone(), untaken, histogram })
+            }
+            _ => None,
+        }
     }
 
     /// The next `count` batches that were done, once there are so many.
@@ -411,7 +448,7 @@ mod tests {
     use super::*;
 
     fn pool(staleness: Staleness, members: u64) -> Pool {
-        let mut pool = Pool::new(staleness, 4);
+        let mut pool = Pool::new(staleness, 4, 0);
         (1..=members).for_each(|member| pool.join(member, format!("host {member}")));
         pool
     }
@@ -447,7 +484,7 @@ mod tests {
     #[test]
     fn every_batch_is_done_once_whoever_is_gone() {
         let mut pool = pool(Staleness::None, 3);
-        pool.begin_batches(10..60);
+        pool.begin_batches(Done { low: 10, ..Done::default() }, 60);
         let (mut counts, mut leases) = (BTreeMap::new(), BTreeMap::<u64, (u64, Range<u64>)>::new());
         let mut turn = 0;
         while pool.low() < 60 {
@@ -479,9 +516,37 @@ mod tests {
     }
 
     #[test]
+    fn batches_go_on_from_those_that_are_done() {
+        let mut before = pool(Staleness::None, 2);
+        before.begin_batches(Done::default(), 20);
+        let Some(Work::Lease { ticket: slow, batches: of_slow }) = before.next(1) else { panic!("no lease") };
+        let Some(Work::Lease { ticket, batches }) = before.next(2) else { panic!("no lease") };
+        before.done(1, &batch(slow, of_slow.start));
+        batches.for_each(|now| before.done(2, &batch(ticket, now)));
+        assert_eq!(before.take_batches(2).map(|taken| taken.len()), Some(2));
+        let done = before.done_batches().unwrap();
+        assert_eq!((done.low, done.ahead.clone(), done.untaken.len()), (1, (4..8).collect(), 3));
+        let mut after = Pool::new(Staleness::None, 4, 1000);
+        after.begin_batches(done, 20);
+        after.join(9, "host 9".into());
+        let mut left = BTreeSet::new();
+        while let Some(Work::Lease { ticket, batches }) = after.next(9) {
+            assert!(ticket > 1000);
+            for now in batches {
+                assert!(left.insert(now));
+                after.done(9, &batch(ticket, now));
+            }
+        }
+        assert_eq!((left, after.low()), ((1..4).chain(8..20).collect(), 20));
+        // Three were there already.
+        assert_eq!(after.take_batches(18).map(|taken| taken.len()), Some(18));
+        assert_eq!(after.histogram()[&0], 20);
+    }
+
+    #[test]
     fn nobody_gets_further_ahead_than_the_bound() {
         let mut pool = pool(Staleness::Bound(2), 2);
-        pool.begin_batches(0..100);
+        pool.begin_batches(Done::default(), 100);
         let Some(Work::Lease { ticket: slow, batches: of_slow }) = pool.next(1) else { panic!("no lease") };
         let Some(Work::Lease { ticket, batches }) = pool.next(2) else { panic!("no lease") };
         for now in batches.clone().take(3) {
@@ -502,7 +567,7 @@ mod tests {
     #[test]
     fn a_pause_without_leases_holds_up_nobody() {
         let mut pool = pool(Staleness::Bound(1), 1);
-        pool.begin_batches(0..100);
+        pool.begin_batches(Done::default(), 100);
         let Some(Work::Lease { ticket, batches }) = pool.next(1) else { panic!("no lease") };
         for now in batches {
             pool.done(1, &batch(ticket, now));
@@ -515,9 +580,9 @@ mod tests {
 
     #[test]
     fn the_end_is_shared_with_those_that_have_nothing_to_do() {
-        let mut pool = Pool::new(Staleness::None, 64);
+        let mut pool = Pool::new(Staleness::None, 64, 0);
         pool.join(1, "slow".into());
-        pool.begin_batches(0..9);
+        pool.begin_batches(Done::default(), 9);
         let Some(Work::Lease { ticket: slow, batches }) = pool.next(1) else { panic!("no lease") };
         pool.join(2, "host 2".into());
         let mut done = vec![];
@@ -536,7 +601,7 @@ mod tests {
     #[test]
     fn chunks_come_before_batches_and_each_counts_once() {
         let mut pool = pool(Staleness::None, 1);
-        pool.begin_batches(0..100);
+        pool.begin_batches(Done::default(), 100);
         assert!(matches!(pool.next(1), Some(Work::Lease { .. })));
         pool.begin_evaluation(5, 6);
         let mut seen = vec![];

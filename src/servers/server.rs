@@ -137,8 +137,8 @@ impl Shelves {
             ToServer::Pull { generation, of, pieces, known } if is_current(generation) => {
                 return storage.pull(of, pieces, &known, body).map(|versions| FromServer::Pulled { versions });
             }
-            ToServer::Push { generation, member, number, of, pieces } if is_current(generation) => {
-                let staleness = storage.push(member, number, &of, pieces, body)?;
+            ToServer::Push { generation, member, line, number, of, pieces } if is_current(generation) => {
+                let staleness = storage.push((member, line), number, &of, pieces, body)?;
                 body.clear();
                 return Ok(FromServer::Pushed { staleness });
             }
@@ -167,6 +167,10 @@ impl Shelves {
             ToServer::Save { generation, cut, staging } if is_current(generation) => {
                 FromServer::Saved(Box::new(storage.save(cut, &staging)?))
             }
+            ToServer::At { generation } if is_current(generation) => {
+                let (first, last) = storage.at();
+                FromServer::At(first, last)
+            }
             ToServer::Load => FromServer::Load(storage.load()),
             _ => FromServer::Stale,
         })
@@ -184,6 +188,7 @@ fn name(request: &ToServer) -> &'static str {
         ToServer::Revoke { .. } => "revoke",
         ToServer::Cut { .. } => "cut",
         ToServer::Save { .. } => "checkpoint",
+        ToServer::At { .. } => "at",
         ToServer::Load => "load",
     }
 }

@@ -5,6 +5,7 @@ use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use super::journal::Journal;
 use crate::comm::{Secret, write_secret};
 use crate::error::{Error, Result};
 use crate::private;
@@ -50,6 +51,11 @@ impl Site {
             write_secret(&self.dir)?;
         }
         self.secret()
+    }
+
+    /// The coordinator's journal.
+    pub fn journal(&self) -> Journal {
+        Journal::at(&self.dir)
     }
 
     /// The run's secret.

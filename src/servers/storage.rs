@@ -36,7 +36,8 @@ pub struct Storage {
     ranges: Vec<Held>,
     cut: Mutex<Option<Arc<Cut>>>,
     revoked: Mutex<HashSet<u64>>,
-    members: Mutex<HashMap<u64, Arc<Mutex<Last>>>>,
+    /// The last push on each connection: by worker, and number of the connection.
+    pushers: Mutex<HashMap<Pusher, Arc<Mutex<Last>>>>,
     counts: Counts,
 }
 
@@ -63,7 +64,10 @@ struct Cut {
     ranges: Vec<Vec<Vec<f32>>>,
 }
 
-/// The last push of a worker.
+/// A worker, and the number of one of its connections.
+type Pusher = (u64, usize);
+
+/// The last push on a connection of a worker.
 #[derive(Default)]
 struct Last {
     number: u64,
@@ -101,6 +105,7 @@ impl Storage {
             average: plan.average,
             averaging: None,
             storage: Place::Ranks,
+            audit_every: plan.config.run.audit_every,
             host: None,
         };
         let names = state_names(Some(plan.rule), plan.average, None);
@@ -141,7 +146,7 @@ impl Storage {
             ranges: held,
             cut: Mutex::default(),
             revoked: Mutex::default(),
-            members: Mutex::default(),
+            pushers: Mutex::default(),
             counts: Counts::default(),
         })
     }
@@ -159,6 +164,13 @@ impl Storage {
     /// Elements of all ranges.
     pub fn elements(&self) -> usize {
         self.ranges.iter().map(|held| held.piece.range.len()).sum()
+    }
+
+    /// The first and the last step that a range has come to, where all workers take each step together.
+    pub fn at(&self) -> (u64, u64) {
+        let steps = || self.ranges.iter().map(|held| locked(&held.state).step);
+        let start = self.terms.start.step;
+        (steps().min().unwrap_or(start), steps().max().unwrap_or(start))
     }
 
     /// The work so far.
@@ -218,14 +230,14 @@ impl Storage {
         names.iter().position(|name| *name == AVERAGE).map_or(0, |at| at + 1)
     }
 
-    /// Takes the gradients of the ranges `pieces`, once; returns the most updates that came between pull and push.
+    /// Takes the gradients of the ranges `pieces` from a connection of a worker, once; returns the most updates that came between pull and push.
     ///
     /// # Errors
     /// The body has another length than the ranges, or the update failed.
-    pub fn push(&self, member: u64, number: u64, of: &Pushed, pieces: Range<usize>, body: &[u8]) -> Result<u64> {
-        let member = locked(&self.members).entry(member).or_default().clone();
-        // A worker's pushes come one after the other; one that comes twice waits here for the first.
-        let mut last = locked(&member);
+    pub fn push(&self, pusher: Pusher, number: u64, of: &Pushed, pieces: Range<usize>, body: &[u8]) -> Result<u64> {
+        let pusher = locked(&self.pushers).entry(pusher).or_default().clone();
+        // Pushes of a connection come one after the other; one that comes twice waits here for the first.
+        let mut last = locked(&pusher);
         if number <= last.number {
             return Ok(last.staleness);
         }

@@ -148,6 +148,7 @@ fn check(config: &Config) -> Result<()> {
     let positive = [
         ("servers.timeout", Some(config.servers.timeout)),
         ("servers.lease", Some(config.servers.lease)),
+        ("servers.connections", Some(config.servers.connections as u64)),
         ("servers.workers", config.servers.workers.map(|workers| workers as u64)),
         ("batch.worker", config.batch.worker),
     ];

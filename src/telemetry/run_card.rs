@@ -72,6 +72,13 @@ pub struct RunCard {
     pub loader_wait_seconds: f64,
     /// Seconds rank 0 waited for messages, in steps or outside.
     pub comm_wait_seconds: f64,
+    /// Bytes that rank 0 sent to other ranks in this start, where there are ranks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub comm_sent_bytes: Option<u64>,
+    /// The longest chain of messages between ranks that had to come one after the other; counted where ranks are threads
+    /// (`hpctrain simulate`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub comm_rounds: Option<u64>,
     /// Most bytes of a GPU's memory that rank 0 had taken at once.
     pub peak_gpu_bytes: Option<usize>,
     /// Peak bytes of rank 0 by category.

@@ -92,7 +92,8 @@ pub fn engine_on<B: Kernels>(
     let groups = Groups::split(comm, &mesh, false).unwrap();
     let lanes = Lanes { total: cut.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
     let blocks = network.blocks();
-    let updates = Updates { rule, groups: vec![], average: None, averaging: None, storage: Storage::Ranks, host: None };
+    let storage = Storage::Ranks;
+    let updates = Updates { rule, groups: vec![], average: None, averaging: None, storage, audit_every: 0, host: None };
     let (keep, stage) = (zero.residency(), Stage::whole(&loans(&blocks)));
     let slices = Slices::whole();
     let sharded =

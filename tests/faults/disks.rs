@@ -12,11 +12,11 @@ use crate::common::runs::{Run, RunFiles, copy};
 use crate::{LARGE, refused, saves};
 
 /// A file system in memory, unmounted in the end.
-struct Tmpfs(PathBuf);
+pub struct Tmpfs(PathBuf);
 
 impl Tmpfs {
     /// Mounts one of a size such as `14m` on a directory; none where this user may not.
-    fn mount(at: &Path, size: &str) -> Option<Self> {
+    pub fn mount(at: &Path, size: &str) -> Option<Self> {
         std::fs::create_dir_all(at).unwrap();
         let mut mount = Command::new("mount");
         let output = mount.args(["-t", "tmpfs", "-o", &format!("size={size}"), "tmpfs"]).arg(at).output();

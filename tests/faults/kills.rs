@@ -145,7 +145,7 @@ fn newest_whole(files: &RunFiles) -> u64 {
 }
 
 /// Limit of a job's time: on a machine that has other things to do `HPCTRAIN_FAULT_LIMIT` seconds.
-fn limit() -> Duration {
+pub fn limit() -> Duration {
     std::env::var("HPCTRAIN_FAULT_LIMIT").map_or(LIMIT, |seconds| Duration::from_secs(seconds.parse().unwrap()))
 }
 

@@ -7,6 +7,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod audits;
 mod disks;
 mod evaluators;
 mod input;
@@ -14,6 +15,7 @@ mod kills;
 mod observer;
 mod servers;
 mod signals;
+mod soak;
 mod supervise;
 mod trainers;
 mod waits;

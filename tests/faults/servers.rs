@@ -217,6 +217,61 @@ fn connections_that_are_cut_are_made_again() {
 }
 
 #[test]
+fn a_coordinator_that_is_started_again_goes_on_where_it_was() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path());
+    // There is no checkpoint to go back to.
+    let mut job = Job::begin(root.path(), "restarted", 2, 2, &["checkpoint.every=0", "servers.timeout=20"]);
+    for at in [1, 37, 80] {
+        job.until_step(at);
+        job.restart();
+    }
+    let files = job.ends();
+    files.same_as(&reference, 120, "restarted");
+    assert_eq!(went_on(&files), 3);
+    // Where a server has lost its ranges as well, all begin at the last checkpoint.
+    let mut job = Job::begin(root.path(), "both", 2, 2, &[]);
+    job.until_step(50);
+    kill(job.others[0].id());
+    drop(job.others.remove(0));
+    job.restart();
+    job.join("server");
+    let files = job.ends();
+    files.same_as(&reference, 120, "both");
+    assert_eq!(went_on(&files), 0);
+}
+
+/// How often a coordinator went on with servers as they were.
+fn went_on(files: &RunFiles) -> usize {
+    files.text("logs/coordinator.log").matches("with servers that have it still").count()
+}
+
+#[test]
+fn workers_that_wait_for_nobody_outlive_a_coordinator() {
+    let root = tempfile::tempdir().unwrap();
+    let apart = ["servers.staleness='none'", "servers.lease=8", "run.steps=150", "checkpoint.every=0", "eval.every=0"];
+    let mut job = Job::begin(root.path(), "apart", 2, 2, &apart);
+    for at in [20, 70] {
+        job.until_step(at);
+        job.restart();
+    }
+    let files = job.ends();
+    let manifest = json(&files.path("checkpoints/latest/manifest.json"));
+    assert_eq!((&manifest["step"], &manifest["position"]), (&150.into(), &(150 * 8).into()));
+    let steps: Vec<u64> = files.text("metrics.jsonl").lines().map(step_of).collect();
+    assert_eq!(steps, (1..=150).collect::<Vec<_>>());
+    assert_eq!(went_on(&files), 2);
+    // A batch that was on its way may count twice: at most one a worker and restart.
+    let updates = manifest["updates"].as_u64().unwrap();
+    assert!((300..=304).contains(&updates), "{updates} updates");
+}
+
+/// The step of a line of records.
+fn step_of(line: &str) -> u64 {
+    serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64().unwrap()
+}
+
+#[test]
 fn a_run_that_is_asked_to_end_saves_and_goes_on() {
     let root = tempfile::tempdir().unwrap();
     let reference = reference(root.path());

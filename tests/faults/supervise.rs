@@ -10,7 +10,7 @@ use crate::kills::Dice;
 use crate::{LARGE, lines};
 
 /// The command that supervises a run's.
-fn supervised(run: &Run, options: &[&str]) -> Command {
+pub fn supervised(run: &Run, options: &[&str]) -> Command {
     let inner = run.command();
     let mut command = program(["supervise"]);
     command.args(options).arg("--").arg(inner.get_program()).args(inner.get_args());
@@ -66,7 +66,7 @@ fn a_run_that_is_killed_ten_times_has_the_same_bits() {
     assert!((share - useful / seconds).abs() <= 0.01 * share, "{share}, not {}: {goodput}", useful / seconds);
 }
 
-fn newest(files: &RunFiles) -> u64 {
+pub fn newest(files: &RunFiles) -> u64 {
     let checkpoints = hpctrain::checkpoint::Checkpoints::new(files.path("checkpoints"));
     checkpoints.steps().unwrap_or_default().into_iter().next_back().unwrap_or(0)
 }

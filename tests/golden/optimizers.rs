@@ -34,7 +34,7 @@ fn everything<B: Kernels>(b: &B) {
                 update.trust = rule.trust(squares.map(|square| b.read(square).unwrap()), 0.1, 1.0);
             }
             let state = state.iter_mut().map(B::all_mut).collect();
-            rule.update(b, update, B::all(&grad), state, B::all_mut(&mut params), None).unwrap();
+            rule.update(b, update, B::all(&grad), state, B::all_mut(&mut params), None, None).unwrap();
         }
         let mut host = vec![0.0; len];
         b.download(B::all(&params), &mut host).unwrap();

@@ -19,6 +19,44 @@ fn layouts_with_the_same_lanes_give_the_same_bits() {
     });
 }
 
+/// Rounds and bytes of a step, as rank 0 of `simulate` counts them.
+fn step_of(ranks: usize, settings: &[&str]) -> (u64, u64) {
+    let root = tempfile::tempdir().unwrap();
+    let quiet = ["eval.every=0", "checkpoint.every=0", "eval.samples=2", "comm.algorithm=tree", "model.width=64"];
+    let batch = format!("batch.global={ranks}");
+    let counted = |steps: u64| {
+        let steps = format!("run.steps={steps}");
+        let all = [&quiet[..], settings, &[&batch, &steps]].concat();
+        let files = Run::new(Simulate(ranks), root.path(), &steps.replace('.', "-"), &all).succeeds();
+        let card = json(&files.path("run.json"));
+        ["comm_rounds", "comm_sent_bytes"].map(|key| card[key].as_u64().unwrap())
+    };
+    let ([rounds, bytes], [more, larger]) = (counted(1), counted(4));
+    ((more - rounds) / 3, (larger - bytes) / 3)
+}
+
+/// The rounds of a step grow with the logarithm of the ranks, and its bytes with none but those of the facts that all tell.
+/// `HPCTRAIN_MANY_RANKS` is a list of numbers of ranks, 12 and 64 without.
+#[test]
+fn a_step_of_many_ranks_has_few_rounds() {
+    let many = std::env::var("HPCTRAIN_MANY_RANKS").unwrap_or("12,64".into());
+    for ranks in many.split(',').map(|ranks| ranks.parse::<usize>().unwrap()) {
+        let log = u64::from(ranks.next_power_of_two().ilog2());
+        for (name, settings) in [("data parallel", &[][..]), ("ZeRO 3", &["parallel.zero=3"])] {
+            let (rounds, bytes) = step_of(ranks, settings);
+            println!("| {ranks} | {name} | {rounds} | {bytes} |");
+            // Four units; debug builds compare each request with a neighbour's first.
+            let (sum, gather, compared) = (2 * log + 2, log, u64::from(cfg!(debug_assertions)));
+            let of_units = match name {
+                "data parallel" => 4 * (sum + gather + compared),
+                // Each unit is gathered for its forward and its backward.
+                _ => 4 * (sum + compared) + 8 * (gather + compared),
+            };
+            assert!(rounds <= of_units + 2 * log + compared, "{name} on {ranks}: {rounds} rounds");
+        }
+    }
+}
+
 /// A rank with several micro-batches of 64 rows or more multiplies by weights in panels, one with a single micro-batch does
 /// not.
 #[test]

@@ -1,6 +1,6 @@
 //! Parameter servers: the bits of data parallelism where all workers take each step together, and runs that wait for nobody.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 use serde_json::Value;
@@ -94,6 +94,30 @@ fn a_trace_has_workers_servers_and_the_coordinator() {
         assert!(if name == "apart" { pushes == 12 } else { pushes >= 6 }, "{name}: {done:?}");
         assert!(done[&("worker", "forward")] > 0 && done[&("worker", "evaluation")] > 0, "{name}: {done:?}");
     }
+}
+
+#[test]
+fn several_connections_carry_the_same_bits() {
+    let root = tempfile::tempdir().unwrap();
+    // Messages of some MiB: enough for all connections.
+    let wide = [&TOGETHER[..], &["model.width=256", "run.steps=3"]].concat();
+    let reference = Run::new(Simulate(2), root.path(), "ranks", &wide).succeeds();
+    let path = root.path().join("trace.json");
+    let run = Run::new(
+        Simulate(3),
+        root.path(),
+        "served",
+        &[&wide[..], &["servers.connections=3", "servers.partition='fixed:4'"]].concat(),
+    );
+    finish(run.command().args(["--servers", "1", "--trace"]).arg(&path)).succeeded();
+    run.files().same_as(&reference, 3, "several connections");
+    let trace = json(&path);
+    let events = trace["traceEvents"].as_array().unwrap();
+    let pushes = events.iter().filter(|event| event["cat"] == "push" && event["args"].get("unit").is_none());
+    let threads: BTreeSet<(u64, u64)> =
+        pushes.map(|event| (event["pid"].as_u64().unwrap(), event["tid"].as_u64().unwrap())).collect();
+    // Each of two workers' connections is a thread of the server; a worker itself has one.
+    assert_eq!(threads.len(), 2 * 3 + 2, "{threads:?}");
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod channel;
 mod classifier;
 mod columns;
 mod convolution;
+mod digest;
 mod dropout;
 mod elementwise;
 mod embedding;

@@ -1,31 +1,35 @@
 //! Fused optimizer updates: one pass over a contiguous range.
 
 use super::Cpu;
-use super::elementwise::{CHUNK, SQUARES_CHUNK, squares, sum_chunks};
+use super::digest::{Counts, audited, watched};
+use super::elementwise::{SQUARES_CHUNK, squares, sum_chunks};
 use super::math::simd;
 use super::threads::Threads;
-use crate::backend::{AdamW, Elements, Elementwise, OptimizerOps, Sgd, Work};
+use crate::backend::ops::digest::CHUNK;
+use crate::backend::{AdamW, Audit, Elements, Elementwise, OptimizerOps, Sgd, Work};
 use crate::error::Result;
 
-pub fn adamw(threads: &Threads, u: AdamW, grad: &[f32], m: &mut [f32], v: &mut [f32], p: &mut [f32]) {
+pub fn adamw(threads: &Threads, u: AdamW, grad: &[f32], [m, v, p]: [&mut [f32]; 3], counts: Option<&Counts>) {
     assert!(grad.len() == m.len() && m.len() == v.len() && v.len() == p.len());
     let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
     let rate = (f64::from(u.lr) / correct(u.beta1)) as f32;
     let root = (1.0 / correct(u.beta2).sqrt()) as f32;
     let decay = 1.0 - u.lr * u.weight_decay;
     let parts = grad.chunks(CHUNK).zip(m.chunks_mut(CHUNK)).zip(v.chunks_mut(CHUNK).zip(p.chunks_mut(CHUNK)));
-    threads.each(parts, |((grad, m), (v, p))| {
-        simd(
-            #[inline(always)]
-            || {
-                for (((&g, m), v), p) in grad.iter().zip(m).zip(v).zip(p) {
-                    let g = g * u.grad_scale;
-                    *m += (1.0 - u.beta1) * (g - *m);
-                    *v += (1.0 - u.beta2) * (g * g - *v);
-                    *p = *p * decay - rate * *m / (v.sqrt() * root + u.eps);
-                }
-            },
-        );
+    threads.each(parts.enumerate(), |(number, ((grad, m), (v, p)))| {
+        watched(counts, number, [m, v, p], |[m, v, p]| {
+            simd(
+                #[inline(always)]
+                || {
+                    for (((&g, m), v), p) in grad.iter().zip(m.iter_mut()).zip(v.iter_mut()).zip(p.iter_mut()) {
+                        let g = g * u.grad_scale;
+                        *m += (1.0 - u.beta1) * (g - *m);
+                        *v += (1.0 - u.beta2) * (g * g - *v);
+                        *p = *p * decay - rate * *m / (v.sqrt() * root + u.eps);
+                    }
+                },
+            );
+        });
     });
 }
 
@@ -53,34 +57,38 @@ pub fn adamw_step_squares(threads: &Threads, u: AdamW, grad: &[f32], m: &[f32], 
     })
 }
 
-pub fn sgd(threads: &Threads, u: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32]) {
+pub fn sgd(threads: &Threads, u: Sgd, grad: &[f32], [m, p]: [&mut [f32]; 2], counts: Option<&Counts>) {
     assert!(grad.len() == m.len() && m.len() == p.len());
     let parts = grad.chunks(CHUNK).zip(m.chunks_mut(CHUNK)).zip(p.chunks_mut(CHUNK));
-    threads.each(parts, |((grad, m), p)| {
-        simd(
-            #[inline(always)]
-            || {
-                for ((&g, m), p) in grad.iter().zip(m).zip(p) {
-                    let g = g * u.grad_scale + u.weight_decay * *p;
-                    *m = u.momentum * *m + g;
-                    *p -= u.lr * if u.nesterov { g + u.momentum * *m } else { *m };
-                }
-            },
-        );
+    threads.each(parts.enumerate(), |(number, ((grad, m), p))| {
+        watched(counts, number, [m, p], |[m, p]| {
+            simd(
+                #[inline(always)]
+                || {
+                    for ((&g, m), p) in grad.iter().zip(m.iter_mut()).zip(p.iter_mut()) {
+                        let g = g * u.grad_scale + u.weight_decay * *p;
+                        *m = u.momentum * *m + g;
+                        *p -= u.lr * if u.nesterov { g + u.momentum * *m } else { *m };
+                    }
+                },
+            );
+        });
     });
 }
 
-pub fn approach(threads: &Threads, rate: f32, x: &[f32], y: &mut [f32]) {
+pub fn approach(threads: &Threads, rate: f32, x: &[f32], y: &mut [f32], counts: Option<&Counts>) {
     assert_eq!(x.len(), y.len());
-    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| {
-        simd(
-            #[inline(always)]
-            || {
-                for (x, y) in x.iter().zip(y) {
-                    *y += rate * (x - *y);
-                }
-            },
-        );
+    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)).enumerate(), |(number, (x, y))| {
+        watched(counts, number, [y], |[y]| {
+            simd(
+                #[inline(always)]
+                || {
+                    for (x, y) in x.iter().zip(y.iter_mut()) {
+                        *y += rate * (x - *y);
+                    }
+                },
+            );
+        });
     });
 }
 
@@ -88,20 +96,23 @@ pub fn approach(threads: &Threads, rate: f32, x: &[f32], y: &mut [f32]) {
 fn with_one(
     threads: &Threads,
     grad: &[f32],
-    first: &mut [f32],
-    p: &mut [f32],
+    [first, p]: [&mut [f32]; 2],
+    counts: Option<&Counts>,
     update: impl Fn(f32, &mut f32, &mut f32) + Sync + Copy,
 ) {
     assert!(grad.len() == first.len() && first.len() == p.len());
-    threads.each(grad.chunks(CHUNK).zip(first.chunks_mut(CHUNK)).zip(p.chunks_mut(CHUNK)), |((grad, first), p)| {
-        simd(
-            #[inline(always)]
-            || {
-                for ((&g, first), p) in grad.iter().zip(first).zip(p) {
-                    update(g, first, p);
-                }
-            },
-        );
+    let parts = grad.chunks(CHUNK).zip(first.chunks_mut(CHUNK)).zip(p.chunks_mut(CHUNK));
+    threads.each(parts.enumerate(), |(number, ((grad, first), p))| {
+        watched(counts, number, [first, p], |[first, p]| {
+            simd(
+                #[inline(always)]
+                || {
+                    for ((&g, first), p) in grad.iter().zip(first.iter_mut()).zip(p.iter_mut()) {
+                        update(g, first, p);
+                    }
+                },
+            );
+        });
     });
 }
 
@@ -109,25 +120,35 @@ fn with_one(
 fn with_two(
     threads: &Threads,
     grad: &[f32],
-    [first, second]: [&mut [f32]; 2],
-    p: &mut [f32],
+    [first, second, p]: [&mut [f32]; 3],
+    counts: Option<&Counts>,
     update: impl Fn(f32, &mut f32, &mut f32, &mut f32) + Sync + Copy,
 ) {
     assert!(grad.len() == first.len() && first.len() == second.len() && second.len() == p.len());
     let states = first.chunks_mut(CHUNK).zip(second.chunks_mut(CHUNK));
-    threads.each(grad.chunks(CHUNK).zip(states).zip(p.chunks_mut(CHUNK)), |((grad, (first, second)), p)| {
-        simd(
-            #[inline(always)]
-            || {
-                for ((&g, (first, second)), p) in grad.iter().zip(first.iter_mut().zip(second)).zip(p) {
-                    update(g, first, second, p);
-                }
-            },
-        );
+    let parts = grad.chunks(CHUNK).zip(states).zip(p.chunks_mut(CHUNK));
+    threads.each(parts.enumerate(), |(number, ((grad, (first, second)), p))| {
+        watched(counts, number, [first, second, p], |[first, second, p]| {
+            simd(
+                #[inline(always)]
+                || {
+                    let states = first.iter_mut().zip(second.iter_mut());
+                    for ((&g, (first, second)), p) in grad.iter().zip(states).zip(p.iter_mut()) {
+                        update(g, first, second, p);
+                    }
+                },
+            );
+        });
     });
 }
 
-pub fn elements(threads: &Threads, u: Elements, grad: &[f32], first: &mut [f32], second: &mut [f32], p: &mut [f32]) {
+pub fn elements(
+    threads: &Threads,
+    u: Elements,
+    grad: &[f32],
+    [first, second, p]: [&mut [f32]; 3],
+    counts: Option<&Counts>,
+) {
     let Elements { rule, lr, weight_decay, step, grad_scale } = u;
     match rule {
         Elementwise::Adam { beta1, beta2, eps } => {
@@ -137,8 +158,8 @@ pub fn elements(threads: &Threads, u: Elements, grad: &[f32], first: &mut [f32],
             with_two(
                 threads,
                 grad,
-                [first, second],
-                p,
+                [first, second, p],
+                counts,
                 #[inline(always)]
                 |g, m, v, p| {
                     let g = g * grad_scale + weight_decay * *p;
@@ -151,8 +172,8 @@ pub fn elements(threads: &Threads, u: Elements, grad: &[f32], first: &mut [f32],
         Elementwise::Adagrad { eps } => with_one(
             threads,
             grad,
-            first,
-            p,
+            [first, p],
+            counts,
             #[inline(always)]
             |g, sum, p| {
                 let g = g * grad_scale + weight_decay * *p;
@@ -163,8 +184,8 @@ pub fn elements(threads: &Threads, u: Elements, grad: &[f32], first: &mut [f32],
         Elementwise::RmsProp { alpha, eps, momentum } => with_two(
             threads,
             grad,
-            [first, second],
-            p,
+            [first, second, p],
+            counts,
             #[inline(always)]
             |g, v, m, p| {
                 let g = g * grad_scale + weight_decay * *p;
@@ -176,8 +197,8 @@ pub fn elements(threads: &Threads, u: Elements, grad: &[f32], first: &mut [f32],
         Elementwise::Lion { beta1, beta2 } => with_one(
             threads,
             grad,
-            first,
-            p,
+            [first, p],
+            counts,
             #[inline(always)]
             |g, m, p| {
                 let g = g * grad_scale;
@@ -205,9 +226,10 @@ impl OptimizerOps for Cpu {
         v: &mut [f32],
         p: &mut [f32],
         copy: Option<&mut [f32]>,
+        audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
         let _launch = self.launched(Work::adamw(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        adamw(&self.threads, update, grad, m, v, p);
+        audited(audit, |counts| adamw(&self.threads, update, grad, [m, v, &mut *p], counts));
         self.copied(p, copy);
         Ok(())
     }
@@ -217,16 +239,31 @@ impl OptimizerOps for Cpu {
         Ok(adamw_step_squares(&self.threads, update, grad, m, v, p))
     }
 
-    fn sgd(&self, update: Sgd, grad: &[f32], m: &mut [f32], p: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
+    fn sgd(
+        &self,
+        update: Sgd,
+        grad: &[f32],
+        m: &mut [f32],
+        p: &mut [f32],
+        copy: Option<&mut [f32]>,
+        audit: Option<&mut Audit<f64>>,
+    ) -> Result<()> {
         let _launch = self.launched(Work::sgd(grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        sgd(&self.threads, update, grad, m, p);
+        audited(audit, |counts| sgd(&self.threads, update, grad, [m, &mut *p], counts));
         self.copied(p, copy);
         Ok(())
     }
 
-    fn approach(&self, rate: f32, x: &[f32], y: &mut [f32], copy: Option<&mut [f32]>) -> Result<()> {
+    fn approach(
+        &self,
+        rate: f32,
+        x: &[f32],
+        y: &mut [f32],
+        copy: Option<&mut [f32]>,
+        audit: Option<&mut Audit<f64>>,
+    ) -> Result<()> {
         let _launch = self.launched(Work::approach(x.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        approach(&self.threads, rate, x, y);
+        audited(audit, |counts| approach(&self.threads, rate, x, y, counts));
         self.copied(y, copy);
         Ok(())
     }
@@ -239,9 +276,10 @@ impl OptimizerOps for Cpu {
         second: &mut [f32],
         p: &mut [f32],
         copy: Option<&mut [f32]>,
+        audit: Option<&mut Audit<f64>>,
     ) -> Result<()> {
         let _launch = self.launched(Work::elements(update, grad.len(), copy.as_ref().map_or(0, |copy| copy.len())));
-        elements(&self.threads, update, grad, first, second, p);
+        audited(audit, |counts| elements(&self.threads, update, grad, [first, second, &mut *p], counts));
         self.copied(p, copy);
         Ok(())
     }

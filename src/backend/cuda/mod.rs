@@ -29,6 +29,7 @@ mod columns;
 mod convolution;
 mod device;
 mod device_copies;
+mod digest;
 mod dropout;
 mod elementwise;
 mod embedding;

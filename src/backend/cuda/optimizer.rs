@@ -4,7 +4,7 @@ use super::grid::Grid;
 use super::launch::Arg;
 use super::memory::{Element, View, ViewMut};
 use super::{Cuda, Scalar};
-use crate::backend::{AdamW, Elements, Elementwise, OptimizerOps, Sgd, Work};
+use crate::backend::{AdamW, Audit, Backend, Elements, Elementwise, OptimizerOps, Sgd, Work};
 use crate::error::Result;
 
 impl OptimizerOps for Cuda {
@@ -16,6 +16,7 @@ impl OptimizerOps for Cuda {
         v: ViewMut<'_>,
         p: ViewMut<'_>,
         copy: Option<ViewMut<'_>>,
+        audit: Option<&mut Audit<Scalar>>,
     ) -> Result<()> {
         let _launch = self.launched(Work::adamw(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
@@ -25,7 +26,11 @@ impl OptimizerOps for Cuda {
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [grad.into(), (&m).into(), (&v).into(), (&p).into(), to, Arg::long(grad.len)];
         let constants = [rate, root, decay, u.beta1, u.beta2, u.eps, u.grad_scale].map(Arg::Float);
-        self.launch("adamw.cu", "adamw", Grid::over(grad.len.div_ceil(8)), &[&args[..], &constants].concat())
+        self.audited(
+            audit,
+            [<Self as Backend>::shared(&m), <Self as Backend>::shared(&v), <Self as Backend>::shared(&p)],
+            || self.launch("adamw.cu", "adamw", Grid::over(grad.len.div_ceil(8)), &[&args[..], &constants].concat()),
+        )
     }
 
     fn adamw_step_squares(&self, u: AdamW, grad: View<'_>, m: View<'_>, v: View<'_>, p: View<'_>) -> Result<Scalar> {
@@ -39,21 +44,40 @@ impl OptimizerOps for Cuda {
         })
     }
 
-    fn sgd(&self, u: Sgd, grad: View<'_>, m: ViewMut<'_>, p: ViewMut<'_>, copy: Option<ViewMut<'_>>) -> Result<()> {
+    fn sgd(
+        &self,
+        u: Sgd,
+        grad: View<'_>,
+        m: ViewMut<'_>,
+        p: ViewMut<'_>,
+        copy: Option<ViewMut<'_>>,
+        audit: Option<&mut Audit<Scalar>>,
+    ) -> Result<()> {
         let _launch = self.launched(Work::sgd(grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [grad.into(), (&m).into(), (&p).into(), to, Arg::long(grad.len)];
         let nesterov = Arg::Int(i32::from(u.nesterov));
         let constants = [u.lr.into(), u.momentum.into(), nesterov, u.weight_decay.into(), u.grad_scale.into()];
-        self.launch("sgd.cu", "sgd", Grid::over(grad.len), &[&args[..], &constants].concat())
+        self.audited(audit, [<Self as Backend>::shared(&m), <Self as Backend>::shared(&p)], || {
+            self.launch("sgd.cu", "sgd", Grid::over(grad.len), &[&args[..], &constants].concat())
+        })
     }
 
-    fn approach(&self, rate: f32, x: View<'_>, y: ViewMut<'_>, copy: Option<ViewMut<'_>>) -> Result<()> {
+    fn approach(
+        &self,
+        rate: f32,
+        x: View<'_>,
+        y: ViewMut<'_>,
+        copy: Option<ViewMut<'_>>,
+        audit: Option<&mut Audit<Scalar>>,
+    ) -> Result<()> {
         let _launch = self.launched(Work::approach(x.len, copy.as_ref().map_or(0, |copy| copy.len)));
         assert!(x.len == y.len && x.element == Element::F32 && y.element == Element::F32, "an average");
         let to = copy.as_ref().map_or(Arg::Pointer(0), Arg::from);
         let args = [x.into(), (&y).into(), to, Arg::long(x.len), rate.into()];
-        self.launch("approach.cu", "approach", Grid::over(x.len), &args)
+        self.audited(audit, [<Self as Backend>::shared(&y)], || {
+            self.launch("approach.cu", "approach", Grid::over(x.len), &args)
+        })
     }
 
     fn elements(
@@ -64,6 +88,7 @@ impl OptimizerOps for Cuda {
         second: ViewMut<'_>,
         p: ViewMut<'_>,
         copy: Option<ViewMut<'_>>,
+        audit: Option<&mut Audit<Scalar>>,
     ) -> Result<()> {
         let _launch = self.launched(Work::elements(u, grad.len, copy.as_ref().map_or(0, |copy| copy.len)));
         let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
@@ -81,6 +106,10 @@ impl OptimizerOps for Cuda {
         let args =
             [grad.into(), (&first).into(), (&second).into(), (&p).into(), to, Arg::long(grad.len), Arg::Int(rule)];
         let constants = [rate, root, decay, a, b, eps, u.grad_scale].map(Arg::Float);
-        self.launch("elements.cu", "elements", Grid::over(grad.len), &[&args[..], &constants].concat())
+        self.audited(
+            audit,
+            [<Self as Backend>::shared(&first), <Self as Backend>::shared(&second), <Self as Backend>::shared(&p)],
+            || self.launch("elements.cu", "elements", Grid::over(grad.len), &[&args[..], &constants].concat()),
+        )
     }
 }

@@ -10,6 +10,7 @@ pub(super) mod channel;
 pub(super) mod classifier;
 pub(super) mod columns;
 pub(super) mod convolution;
+pub(super) mod digest;
 pub(super) mod dropout;
 pub(super) mod elementwise;
 pub(super) mod embedding;
@@ -29,6 +30,7 @@ pub use channel::{ChannelOps, Channels};
 pub use classifier::{ClassifierOps, CrossEntropy, CrossEntropyPart, LogitsPart, LossWeights};
 pub use columns::{Columns, ColumnsOps};
 pub use convolution::{Convolution, ConvolutionOps};
+pub use digest::{Audit, DigestOps};
 pub use dropout::{Dropout, DropoutOps};
 pub use elementwise::ElementwiseOps;
 pub use embedding::EmbeddingOps;
@@ -57,6 +59,7 @@ pub trait Kernels:
     + ClassifierOps
     + ColumnsOps
     + ConvolutionOps
+    + DigestOps
     + DropoutOps
     + ElementwiseOps
     + EmbeddingOps

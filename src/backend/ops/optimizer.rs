@@ -1,5 +1,6 @@
 //! Updates of parameters.
 
+use super::digest::Audit;
 use crate::backend::{Backend, Work};
 use crate::error::Result;
 
@@ -102,7 +103,8 @@ pub struct Elements {
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait OptimizerOps: Backend {
     /// Updates `p`, `m` and `v` of a contiguous range from its gradient; writes the new `p` to `copy` as well, if given,
-    /// rounded to its type.
+    /// rounded to its type. With an audit the digests of all buffers that change go there.
+    #[expect(clippy::too_many_arguments, reason = "one for each buffer")]
     fn adamw(
         &self,
         update: AdamW,
@@ -111,6 +113,7 @@ pub trait OptimizerOps: Backend {
         v: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
+        audit: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
     /// `Σ u²` in f64, summed in fixed chunks, where `u` is the step that [`OptimizerOps::adamw`] would subtract from every
     /// parameter at a learning rate of one. Changes nothing.
@@ -122,7 +125,7 @@ pub trait OptimizerOps: Backend {
         v: Self::View<'_>,
         p: Self::View<'_>,
     ) -> Result<Self::Scalar>;
-    /// Updates `p` and `m` of a contiguous range from its gradient; `copy` as in [`OptimizerOps::adamw`].
+    /// Updates `p` and `m` of a contiguous range from its gradient; `copy` and `audit` as in [`OptimizerOps::adamw`].
     fn sgd(
         &self,
         update: Sgd,
@@ -130,6 +133,7 @@ pub trait OptimizerOps: Backend {
         m: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
+        audit: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
     /// Moves every element of `y` by `rate` of the way to that of `x`: `y += rate·(x - y)`, both f32; `copy` as in
     /// [`OptimizerOps::adamw`].
@@ -139,9 +143,11 @@ pub trait OptimizerOps: Backend {
         x: Self::View<'_>,
         y: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
+        audit: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
     /// Updates `p` and the state of a contiguous range from its gradient; `second` is empty where the rule has one state
     /// buffer. `copy` as in [`OptimizerOps::adamw`].
+    #[expect(clippy::too_many_arguments, reason = "one for each buffer")]
     fn elements(
         &self,
         update: Elements,
@@ -150,6 +156,7 @@ pub trait OptimizerOps: Backend {
         second: Self::ViewMut<'_>,
         p: Self::ViewMut<'_>,
         copy: Option<Self::ViewMut<'_>>,
+        audit: Option<&mut Audit<Self::Scalar>>,
     ) -> Result<()>;
 }
 
@@ -197,7 +204,7 @@ pub(in crate::backend) mod suite {
             let u = AdamW { lr: 0.1, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.2, step: 3, grad_scale: 0.5 };
             let squares = b.adamw_step_squares(u, B::all(&gb), B::all(&mb), B::all(&vb), B::all(&pb)).unwrap();
             let (m_view, v_view, p_view) = (B::all_mut(&mut mb), B::all_mut(&mut vb), B::all_mut(&mut pb));
-            b.adamw(u, B::all(&gb), m_view, v_view, p_view, Some(B::all_mut(&mut copy))).unwrap();
+            b.adamw(u, B::all(&gb), m_view, v_view, p_view, Some(B::all_mut(&mut copy)), None).unwrap();
             let [lr, beta1, beta2, decay] = [u.lr, u.beta1, u.beta2, u.weight_decay].map(f64::from);
             let (mut want_m, mut want_v, mut want_p) = (vec![], vec![], vec![]);
             for i in 0..len {
@@ -220,7 +227,7 @@ pub(in crate::backend) mod suite {
             for nesterov in [false, true] {
                 let (mut mb, mut pb) = (up_f32(b, &m), up_f32(b, &p));
                 let u = Sgd { lr: 0.1, momentum: 0.9, nesterov, weight_decay: 0.2, grad_scale: 0.5 };
-                b.sgd(u, B::all(&gb), B::all_mut(&mut mb), B::all_mut(&mut pb), None).unwrap();
+                b.sgd(u, B::all(&gb), B::all_mut(&mut mb), B::all_mut(&mut pb), None, None).unwrap();
                 let (mut want_m, mut want_p) = (vec![], vec![]);
                 for i in 0..len {
                     let [g, m, p] = [g[i], m[i], p[i]].map(f64::from);
@@ -235,7 +242,7 @@ pub(in crate::backend) mod suite {
             }
 
             let (mut pb, mut copy) = (up_f32(b, &p), up(b, &p));
-            b.approach(0.3, B::all(&gb), B::all_mut(&mut pb), Some(B::all_mut(&mut copy))).unwrap();
+            b.approach(0.3, B::all(&gb), B::all_mut(&mut pb), Some(B::all_mut(&mut copy)), None).unwrap();
             let want: Vec<f64> = wide(&p).iter().zip(wide(&g)).map(|(p, g)| p + f64::from(0.3f32) * (g - p)).collect();
             close(b, &pb, &want, "approach");
             assert_eq!(down(b, &copy), rounded(b, &down(b, &pb)));
@@ -260,7 +267,7 @@ pub(in crate::backend) mod suite {
                 let (mut first, mut second, mut pb) = (up_f32(b, of_first), up_f32(b, of_second), up_f32(b, &p));
                 let mut copy = up(b, &p);
                 let (one, two, to) = (B::all_mut(&mut first), B::all_mut(&mut second), B::all_mut(&mut pb));
-                b.elements(u, B::all(&gb), one, two, to, Some(B::all_mut(&mut copy))).unwrap();
+                b.elements(u, B::all(&gb), one, two, to, Some(B::all_mut(&mut copy)), None).unwrap();
                 let (mut want_first, mut want_second, mut want_p) = (vec![], vec![], vec![]);
                 for i in 0..len {
                     let [raw, p] = [0.5 * g[i], p[i]].map(f64::from);

@@ -3,24 +3,33 @@
 use crate::comm::wire::{Members, Wire};
 use crate::error::Result;
 
-/// Every rank's bytes, in rank order, on every rank: around the ring, the length before the bytes.
+/// Every rank's bytes, in rank order, on every rank, in 2⌈log₂ n⌉ rounds: in step k each rank has those of the 2^k ranks from itself
+/// on, and takes those of the next ones, their lengths first (Bruck et al., "Efficient algorithms for all-to-all communications in
+/// multiport message-passing systems", 1997).
 pub fn gather(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Result<Vec<Vec<u8>>> {
     let size = group.size();
-    let mut all = vec![Vec::new(); size];
-    all[group.rank] = mine;
-    for step in 1..size {
-        let send = (group.rank + 1 + size - step) % size;
-        let receive = (group.rank + size - step) % size;
-        let mut length = [0; 8];
-        wire.exchange_bytes(
-            group,
-            Some((group.next(), &(all[send].len() as u64).to_le_bytes())),
-            Some((group.previous(), &mut length)),
-        )?;
-        let mut bytes = vec![0; u64::from_le_bytes(length) as usize];
-        wire.exchange_bytes(group, Some((group.next(), &all[send])), Some((group.previous(), &mut bytes)))?;
-        all[receive] = bytes;
+    // From this rank on around the ring.
+    let mut all = Vec::with_capacity(size);
+    all.push(mine);
+    while all.len() < size {
+        let distance = all.len();
+        let count = distance.min(size - distance);
+        let (behind, ahead) = ((group.rank + size - distance) % size, (group.rank + distance) % size);
+        let lengths: Vec<u8> = all[..count].iter().flat_map(|one| (one.len() as u64).to_le_bytes()).collect();
+        let mut theirs = vec![0; lengths.len()];
+        wire.exchange_bytes(group, Some((behind, &lengths)), Some((ahead, &mut theirs)))?;
+        let theirs: Vec<usize> = theirs.as_chunks().0.iter().map(|one| u64::from_le_bytes(*one) as usize).collect();
+        let mut bytes = vec![0; theirs.iter().sum()];
+        wire.exchange_bytes(group, Some((behind, &all[..count].concat())), Some((ahead, &mut bytes)))?;
+        let mut rest = &bytes[..];
+        for length in theirs {
+            let (one, after) = rest.split_at(length);
+            all.push(one.to_vec());
+            rest = after;
+        }
     }
+    // From rank 0 on.
+    all.rotate_right(group.rank);
     Ok(all)
 }
 

@@ -12,6 +12,7 @@ mod hierarchical;
 mod reduce_to_one;
 mod ring;
 mod shares;
+mod subtrees;
 mod tree;
 
 use std::fmt;
@@ -147,7 +148,9 @@ const BLOCK: usize = 1 << 18;
 
 /// Bytes that the algorithms of a world of `ranks` keep aside, at most.
 pub fn staging(ranks: usize) -> usize {
-    if ranks.is_power_of_two() { 0 } else { ranks * tree::BLOCK * size_of::<f32>() }
+    // Groups have divisors of the ranks, of which powers of two have none that is another number.
+    let groups = if ranks.is_power_of_two() { 0..0 } else { 1..ranks + 1 };
+    groups.map(tree::aside).max().unwrap_or(0) * size_of::<f32>()
 }
 
 /// Cuts a range into blocks, and each into even shares.
@@ -244,7 +247,7 @@ fn reduce(algorithm: Algorithm, x: &mut dyn Operand, wire: &mut dyn Wire, group:
             tree::reduce(x, wire, group, from_ref(&range))?;
         } else {
             (steps.reduce_scatter)(x, wire, group, &shares)?;
-            reduce_to_one::gather(x, wire, group, &shares)?;
+            tree::gather(x, wire, group, &shares)?;
         }
     }
     Ok(())

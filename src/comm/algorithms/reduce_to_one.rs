@@ -20,32 +20,13 @@ pub fn all_reduce(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, ran
 /// The sum to rank 0, and from there to each owner its share.
 pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
     tree::reduce(x, wire, group, &shares.all())?;
-    for rank in 1..group.size() {
-        if group.rank == 0 {
-            x.exchange(wire, group, Combine::Replace, Some((rank, shares.of(rank))), None)?;
-        } else if group.rank == rank {
-            x.exchange(wire, group, Combine::Replace, None, Some((0, shares.of(rank))))?;
-        }
-    }
-    Ok(())
-}
-
-/// All shares to rank 0.
-pub fn gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
-    for rank in 1..group.size() {
-        if group.rank == rank {
-            x.exchange(wire, group, Combine::Replace, Some((0, shares.of(rank))), None)?;
-        } else if group.rank == 0 {
-            x.exchange(wire, group, Combine::Replace, None, Some((rank, shares.of(rank))))?;
-        }
-    }
-    Ok(())
+    tree::scatter(x, wire, group, shares)
 }
 
 /// All shares to rank 0, and from there to all.
 pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
-    gather(x, wire, group, shares)?;
-    shares.all().iter().try_for_each(|range| tree::broadcast(x, wire, group, range, 0))
+    tree::gather(x, wire, group, shares)?;
+    tree::broadcast_all(x, wire, group, &shares.all(), 0)
 }
 
 /// From the root to each rank.

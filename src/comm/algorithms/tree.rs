@@ -7,20 +7,33 @@
 //!
 //! A power of two of ranks halves and doubles recursively (Thakur, Rabenseifner and Gropp,
 //! "Optimization of Collective Communication Operations in MPICH", 2005), nearest partner first, as the
-//! tree's lowest level wants it. Other numbers exchange shares directly: the owner of a share receives all
-//! its terms and adds them in the tree's order.
+//! tree's lowest level wants it. Few ranks of another number exchange shares directly: the owner of a share receives all
+//! its terms and adds them in the tree's order. Of more ranks ([`super::subtrees`]) the largest power of two halves, and so do the
+//! rest.
 
 use std::ops::Range;
 use std::slice::from_ref;
 
-use super::ring;
 use super::shares::Shares;
+use super::subtrees;
 use crate::comm::operand::{Combine, Operand};
 use crate::comm::wire::{Members, Wire};
 use crate::error::Result;
 
 /// Elements of one direct message: the owner keeps as many of each rank aside.
-pub const BLOCK: usize = 1 << 14;
+const BLOCK: usize = 1 << 14;
+
+/// The most ranks that exchange shares directly: with one more it would take more than 2⌈log₂ n⌉ + 2 rounds.
+const DIRECT: usize = 11;
+
+/// Elements that a rank keeps aside, at most.
+pub fn aside(ranks: usize) -> usize {
+    match ranks {
+        _ if ranks.is_power_of_two() => 0,
+        ..=DIRECT => ranks * BLOCK,
+        _ => subtrees::aside(ranks),
+    }
+}
 
 /// The ranks whose numbers have the lowest `bits` bits of `like`.
 fn alike(size: usize, like: usize, bits: u32) -> impl Iterator<Item = usize> {
@@ -30,16 +43,16 @@ fn alike(size: usize, like: usize, bits: u32) -> impl Iterator<Item = usize> {
 
 /// My share of the sum.
 pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
-    if group.size().is_power_of_two() {
-        halve(x, wire, group, shares)
-    } else {
-        exchange_directly(x, wire, group, shares)
+    match group.size() {
+        size if size.is_power_of_two() => halve(x, wire, group, shares),
+        ..=DIRECT => exchange_directly(x, wire, group, shares),
+        _ => subtrees::reduce_scatter(x, wire, group, shares),
     }
 }
 
 /// log₂ n steps. In step k partners are 2^k apart and hold partial sums of 2^k ranks each, of the shares of ranks
 /// whose numbers equal theirs in the k lowest bits. Each keeps the half that equals its own number in bit k, too.
-fn halve(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+pub fn halve(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
     let size = group.size();
     for k in 0..size.trailing_zeros() {
         let partner = group.rank ^ (1 << k);
@@ -84,17 +97,66 @@ pub fn reduce(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, ranges:
     Ok(())
 }
 
-/// Every rank's share: the halving backwards, or around the ring.
+/// Every rank's share: the halving backwards; or in step k each rank has the shares of the 2^k ranks from itself on, and takes those
+/// of the next ones (Bruck et al., 1997). ⌈log₂ n⌉ steps.
 pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
-    let size = group.size();
+    let (size, rank) = (group.size(), group.rank);
     if !size.is_power_of_two() {
-        return ring::all_gather(x, wire, group, shares);
+        let from = |first: usize, count: usize| shares.of_all((first..first + count).map(|rank| rank % size));
+        let mut distance = 1;
+        while distance < size {
+            let count = distance.min(size - distance);
+            let (behind, ahead) = ((rank + size - distance) % size, (rank + distance) % size);
+            let (mine, theirs) = (from(rank, count), from(ahead, count));
+            x.exchange(wire, group, Combine::Replace, Some((behind, &mine)), Some((ahead, &theirs)))?;
+            distance *= 2;
+        }
+        return Ok(());
     }
     for k in (0..size.trailing_zeros()).rev() {
-        let partner = group.rank ^ (1 << k);
-        let mine = shares.of_all(alike(size, group.rank, k + 1));
+        let partner = rank ^ (1 << k);
+        let mine = shares.of_all(alike(size, rank, k + 1));
         let theirs = shares.of_all(alike(size, partner, k + 1));
         x.exchange(wire, group, Combine::Replace, Some((partner, &mine)), Some((partner, &theirs)))?;
+    }
+    Ok(())
+}
+
+/// The shares of `first` and the ranks after it whose way to rank 0 leads over it by a binomial tree, when steps up to `stride` are done.
+fn below(shares: &Shares, first: usize, stride: usize, size: usize) -> Vec<Range<usize>> {
+    shares.of_all(first..size.min(first + stride))
+}
+
+/// All shares to rank 0, by a binomial tree: in step k ranks whose lowest set bit is 2^k send what they have 2^k ranks back.
+pub fn gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    let (size, rank) = (group.size(), group.rank);
+    let mut stride = 1;
+    while stride < size {
+        if rank % (2 * stride) == stride {
+            let mine = below(shares, rank, stride, size);
+            x.exchange(wire, group, Combine::Replace, Some((rank - stride, &mine)), None)?;
+        } else if rank.is_multiple_of(2 * stride) && rank + stride < size {
+            let theirs = below(shares, rank + stride, stride, size);
+            x.exchange(wire, group, Combine::Replace, None, Some((rank + stride, &theirs)))?;
+        }
+        stride *= 2;
+    }
+    Ok(())
+}
+
+/// From rank 0 to each its share: [`gather`] backwards.
+pub fn scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
+    let (size, rank) = (group.size(), group.rank);
+    let mut stride = size.next_power_of_two() / 2;
+    while stride > 0 {
+        if rank % (2 * stride) == stride {
+            let mine = below(shares, rank, stride, size);
+            x.exchange(wire, group, Combine::Replace, None, Some((rank - stride, &mine)))?;
+        } else if rank.is_multiple_of(2 * stride) && rank + stride < size {
+            let theirs = below(shares, rank + stride, stride, size);
+            x.exchange(wire, group, Combine::Replace, Some((rank + stride, &theirs)), None)?;
+        }
+        stride /= 2;
     }
     Ok(())
 }
@@ -107,17 +169,27 @@ pub fn broadcast(
     range: &Range<usize>,
     root: usize,
 ) -> Result<()> {
+    broadcast_all(x, wire, group, from_ref(range), root)
+}
+
+/// As [`broadcast`], of several ranges.
+pub fn broadcast_all(
+    x: &mut dyn Operand,
+    wire: &mut dyn Wire,
+    group: &Members,
+    ranges: &[Range<usize>],
+    root: usize,
+) -> Result<()> {
     let size = group.size();
     // Counted from the root.
     let me = (group.rank + size - root) % size;
-    let range = from_ref(range);
     let mut stride = 1;
     while stride < size {
         let absolute = |relative: usize| (relative + root) % size;
         if me < stride && me + stride < size {
-            x.exchange(wire, group, Combine::Replace, Some((absolute(me + stride), range)), None)?;
+            x.exchange(wire, group, Combine::Replace, Some((absolute(me + stride), ranges)), None)?;
         } else if (stride..2 * stride).contains(&me) {
-            x.exchange(wire, group, Combine::Replace, None, Some((absolute(me - stride), range)))?;
+            x.exchange(wire, group, Combine::Replace, None, Some((absolute(me - stride), ranges)))?;
         }
         stride *= 2;
     }

@@ -177,6 +177,19 @@ impl Operand for Direct<'_> {
         exchanged
     }
 
+    fn set_aside(&mut self, number: usize, ranges: &[Range<usize>]) -> Result<()> {
+        self.room.aside.hold(self.copies, number, ranges.iter().map(Range::len).sum())?;
+        let mut at = 0;
+        for range in ranges.iter().filter(|range| !range.is_empty()) {
+            if let Some(place) = self.room.aside.span(number, at..at + range.len()) {
+                self.copies.copy(self.memory.part(range.clone()), place)?;
+            }
+            at += range.len();
+        }
+        // The elements may be received over next.
+        self.copies.mark()?.wait()
+    }
+
     fn fold(&mut self, ranges: &[Range<usize>], own: usize, additions: &[(usize, usize)]) -> Result<()> {
         let mut at = 0;
         for range in ranges {

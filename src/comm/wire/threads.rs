@@ -66,9 +66,15 @@ struct Office {
     arrivals: Vec<Condvar>,
 }
 
+/// A message, and the exchanges one after the other that had to come before it.
+struct Message {
+    bytes: Vec<u8>,
+    round: u64,
+}
+
 #[derive(Default)]
 struct Post {
-    mail: HashMap<Route, VecDeque<Vec<u8>>>,
+    mail: HashMap<Route, VecDeque<Message>>,
     gone: Vec<bool>,
     /// The rank that aborted the world, and its exit code.
     aborted: Option<(usize, i32)>,
@@ -100,8 +106,8 @@ impl Office {
         };
         drop(post);
         if let Payload::Host(into) = parcel.payload()? {
-            check_length(route.0, message.len(), into.len())?;
-            into.copy_from_slice(&message);
+            check_length(route.0, message.bytes.len(), into.len())?;
+            into.copy_from_slice(&message.bytes);
         }
         Ok(true)
     }
@@ -123,8 +129,9 @@ struct Mailboxes {
 }
 
 impl Mailboxes {
-    fn put(&self, group: &Members, to: usize, is_posted: bool, message: Vec<u8>) -> Result<()> {
-        let (to, len) = (group.ranks[to], message.len());
+    fn put(&self, group: &Members, to: usize, is_posted: bool, bytes: Vec<u8>) -> Result<()> {
+        let (to, len) = (group.ranks[to], bytes.len());
+        let message = Message { bytes, round: self.shared.rounds() };
         let mut post = self.office.lock();
         post.check(to)?;
         post.mail.entry((self.rank, to, group.id, is_posted)).or_default().push_back(message);
@@ -134,7 +141,7 @@ impl Mailboxes {
         Ok(())
     }
 
-    fn take(&mut self, group: &Members, from: usize) -> Result<Vec<u8>> {
+    fn take(&mut self, group: &Members, from: usize) -> Result<Message> {
         let from = group.ranks[from];
         let office = self.office.clone();
         let mut post = office.lock();
@@ -162,21 +169,24 @@ impl Wire for Mailboxes {
         send: Option<Outgoing<'_>>,
         receive: Option<Incoming<'_, '_>>,
     ) -> Result<()> {
+        let mut sends = false;
         if let Some(Outgoing { to, pieces }) = send {
             let mut message = Vec::with_capacity(pieces.iter().map(|piece| size_of_val(*piece)).sum());
             pieces.iter().for_each(|piece| message.extend_from_slice(bytemuck::cast_slice(piece)));
             if !message.is_empty() {
                 self.put(group, to, false, message)?;
+                sends = true;
             }
         }
-        let Some(Incoming { from, pieces, add }) = receive else { return Ok(()) };
-        let len = pieces.iter().map(|piece| piece.len()).sum::<usize>();
-        if len == 0 {
+        let len = receive.as_ref().map_or(0, |receive| receive.pieces.iter().map(|piece| piece.len()).sum());
+        let Some(Incoming { from, pieces, add }) = receive.filter(|_| len > 0) else {
+            self.shared.exchanged(sends, None);
             return Ok(());
-        }
-        let message = self.take(group, from)?;
-        check_length(group.ranks[from], message.len(), len * size_of::<f32>())?;
-        let message: Vec<f32> = bytemuck::allocation::pod_collect_to_vec(&message);
+        };
+        let Message { bytes, round } = self.take(group, from)?;
+        self.shared.exchanged(sends, Some(round));
+        check_length(group.ranks[from], bytes.len(), len * size_of::<f32>())?;
+        let message: Vec<f32> = bytemuck::allocation::pod_collect_to_vec(&bytes);
         let mut rest = &message[..];
         for piece in pieces.iter_mut() {
             let (here, after) = rest.split_at(piece.len());
@@ -196,13 +206,18 @@ impl Wire for Mailboxes {
         send: Option<(usize, &[u8])>,
         receive: Option<(usize, &mut [u8])>,
     ) -> Result<()> {
-        if let Some((to, message)) = send.filter(|(_, message)| !message.is_empty()) {
+        let send = send.filter(|(_, message)| !message.is_empty());
+        if let Some((to, message)) = send {
             self.put(group, to, false, message.to_vec())?;
         }
-        let Some((from, into)) = receive.filter(|(_, into)| !into.is_empty()) else { return Ok(()) };
-        let message = self.take(group, from)?;
-        check_length(group.ranks[from], message.len(), into.len())?;
-        into.copy_from_slice(&message);
+        let Some((from, into)) = receive.filter(|(_, into)| !into.is_empty()) else {
+            self.shared.exchanged(send.is_some(), None);
+            return Ok(());
+        };
+        let Message { bytes, round } = self.take(group, from)?;
+        self.shared.exchanged(send.is_some(), Some(round));
+        check_length(group.ranks[from], bytes.len(), into.len())?;
+        into.copy_from_slice(&bytes);
         Ok(())
     }
 

@@ -17,6 +17,7 @@
 //! next one has been requested: two of them are whole at once, besides a lent one. Otherwise nothing is waited for
 //! before the end of the step.
 
+mod audit;
 mod average;
 mod gradients;
 mod state;
@@ -29,6 +30,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+use self::audit::Audits;
 use super::averaging::Averaging;
 use super::groups::Groups;
 use super::guest::Guest;
@@ -64,6 +66,8 @@ pub struct Sharded<B: Kernels> {
     average: Option<f32>,
     /// The averages of replicas, where those train apart.
     averaging: Option<Averaging>,
+    /// Where updates are audited.
+    audits: Option<Audits>,
     /// Whether owners keep state and masters on the host, and so want gradients early.
     offloads: bool,
     /// Layouts of the whole network.
@@ -106,6 +110,7 @@ impl<B: Kernels> Sharded<B> {
         let keep = keep.over(shards);
         let averaging = updates.as_ref().and_then(|updates| updates.averaging);
         let storage = updates.as_ref().map_or(Storage::Ranks, |updates| updates.storage);
+        let audits = updates.as_ref().and_then(|updates| Audits::every(updates.audit_every));
         let held = averaging.map_or(1, |averaging| averaging.replicas / groups.replica.size());
         let host = updates.as_ref().and_then(|updates| updates.host.clone());
         let host = host.map(|cpu| Host::new(&backend, cpu)).transpose()?;
@@ -161,6 +166,7 @@ impl<B: Kernels> Sharded<B> {
             rule,
             average,
             averaging,
+            audits,
             offloads: host.is_some(),
             network,
             stage,

@@ -60,6 +60,8 @@ impl Course<'_> {
             // A finished run that was resumed had nothing left to measure.
             self.outages.at_end(self.card(median_ms).write(&self.directory.card_path()))?;
         }
+        // Servers end with the run.
+        self.outages.at_end(self.journal.clear())?;
         self.outages.at_end(self.directory.marks().end(&End { step, status, why }))?;
         log::info!("ended at step {step}: {ending:?}");
         Ok(ending)
@@ -85,6 +87,8 @@ impl Course<'_> {
             step_seconds: times,
             loader_wait_seconds: times.loader,
             comm_wait_seconds: times.comm_exposed,
+            comm_sent_bytes: None,
+            comm_rounds: None,
             peak_gpu_bytes: None,
             peak_bytes: BTreeMap::new(),
             stages: vec![],

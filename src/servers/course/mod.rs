@@ -11,8 +11,9 @@ use serde_json::json;
 
 use super::fleet::Fleet;
 use super::hub::{Halt, Hub};
+use super::journal::{Decided, Entry, Journal, Update};
 use super::message::{FromServer, ToServer};
-use super::pool::{Batch, Pool};
+use super::pool::{Batch, Done, Pool};
 use super::saving::Saving;
 use super::tally::Tally;
 use super::terms::{Terms, layouts};
@@ -42,6 +43,18 @@ pub struct Basis<'a> {
     pub splits: &'a Splits,
     pub trained_on: Option<TrainedOn>,
     pub started: Instant,
+    pub journal: &'a Journal,
+}
+
+/// The place at which a course begins.
+#[derive(Clone, Copy)]
+pub enum From<'a> {
+    /// The seed's values.
+    Seed,
+    /// A checkpoint.
+    Checkpoint(&'a Path),
+    /// The last step of a coordinator before this one, on servers that have their ranges.
+    Journal(&'a Entry),
 }
 
 /// The run on one set of servers.
@@ -57,6 +70,7 @@ pub struct Course<'a> {
     stop_requests: StopRequests,
     outages: Outages,
     job: Arc<Job>,
+    journal: &'a Journal,
     evaluator: Option<Evaluator>,
     objective: Objective<Cpu>,
     train_samples: u64,
@@ -74,29 +88,25 @@ pub struct Course<'a> {
     ending: Option<Ending>,
 }
 
-/// A step's results.
-struct Taken {
-    loss: f64,
-    norm: f64,
-    lr: f64,
-    skipped: bool,
-    compute: f64,
-}
-
 impl<'a> Course<'a> {
-    /// The course from `progress` on, on servers that have their ranges: workers may come.
+    /// The course from a place on, with servers that have their ranges: workers may come.
     ///
     /// # Errors
     /// The file system refused, or no time is left.
-    pub fn begin(of: Basis<'a>, plan: Plan, terms: Terms, fleet: Fleet, progress: Progress) -> Result<Self> {
-        let Basis { hub, directory, splits, trained_on, started } = of;
+    pub fn begin(of: Basis<'a>, plan: Plan, terms: Terms, fleet: Fleet, from: From<'_>) -> Result<Self> {
+        let Basis { hub, directory, splits, trained_on, started, journal } = of;
+        // The step of the journal is made once more; its workers have their lines.
+        let (progress, told, done) = match from {
+            From::Journal(entry) => (entry.before, entry.before.step + 1, entry.batches.clone().unwrap_or_default()),
+            _ => (terms.start, terms.start.step, Done::default()),
+        };
         let samples = splits.train.samples();
         let epoch_loss = splits.validation.is_none().then(|| EpochLoss::new(samples, plan.config.batch.global));
         let records = Records::open(directory, &plan, progress.step, None, epoch_loss)?;
         let (shares, is_synchronous) = (terms.shares(&plan), terms.is_synchronous());
         let predictions = if is_synchronous { plan.tokens_per_step() / shares } else { 0 };
         let of_share = plan.config.batch.global / shares;
-        let tally = Tally::open(&directory.workers_path(), progress.step, &plan.config.log, of_share, predictions)?;
+        let tally = Tally::open(&directory.workers_path(), told, &plan.config.log, of_share, predictions)?;
         let parameters: u64 = layouts(&plan).iter().map(|unit| unit.padded as u64).sum();
         let budget = Budget::new(plan.config.run.time_limit, started, 12 * parameters);
         budget.check()?;
@@ -120,10 +130,10 @@ impl<'a> Course<'a> {
         // The workers read the samples; here they are counted.
         let evaluator = splits.validation.as_ref().map(|validation| Evaluator::counting(&**validation, of_eval, chunk));
         let outages = Outages::new(plan.config.checkpoint.tolerate, progress.step > 0);
-        let mut pool = Pool::new(plan.config.servers.staleness, plan.config.servers.lease);
+        let first_ticket = (unix_time() * 1e3) as u64;
+        let mut pool = Pool::new(plan.config.servers.staleness, plan.config.servers.lease, first_ticket);
         if !terms.is_synchronous() {
-            let left = (plan.config.run.steps - progress.step) * terms.workers as u64;
-            pool.begin_batches(0..left);
+            pool.begin_batches(done, (plan.config.run.steps - terms.start.step) * terms.workers as u64);
         }
         let digest = splits.train.fingerprint().map(|fingerprint| fingerprint.digest());
         hub.with(|state| {
@@ -145,6 +155,7 @@ impl<'a> Course<'a> {
             stop_requests,
             outages,
             job: Arc::new(job),
+            journal,
             evaluator,
             train_samples: samples,
             progress,
@@ -159,13 +170,17 @@ impl<'a> Course<'a> {
         })
     }
 
-    /// Runs to the end of training; `from` is the checkpoint that it goes on from.
+    /// Runs to the end of training, from the place at which it begins.
     ///
     /// # Errors
     /// A server was lost, a worker failed, or the run diverged.
-    pub fn run(mut self, from: Option<&Path>) -> Result<Ending, Halt> {
+    pub fn run(mut self, from: From<'_>) -> Result<Ending, Halt> {
         self.banner(from);
-        let ended = self.steps().and_then(|ending| self.finish(ending));
+        let begun = match from {
+            From::Journal(entry) => self.end_step(&entry.decided, now()),
+            From::Seed | From::Checkpoint(_) => Ok(()),
+        };
+        let ended = begun.and_then(|()| self.steps()).and_then(|ending| self.finish(ending));
         if let Some(saving) = self.saving.take() {
             // It ends by itself, and leaves nothing unfinished behind.
             saving.wait().map_or_else(|_| log::warn!("a checkpoint was given up"), drop);
@@ -173,7 +188,7 @@ impl<'a> Course<'a> {
         ended
     }
 
-    fn banner(&self, from: Option<&Path>) {
+    fn banner(&self, from: From<'_>) {
         let Terms { workers, addresses, pieces, .. } = &self.terms;
         let ranges: usize = pieces.iter().map(Vec::len).sum();
         let staleness = &self.plan.config.servers.staleness;
@@ -182,8 +197,11 @@ impl<'a> Course<'a> {
         let lanes =
             if self.terms.is_synchronous() { format!(", {} lanes a step", self.plan.lanes) } else { String::new() };
         say(format_args!("workers    {workers}, staleness {staleness}{lanes}"));
-        if let Some(from) = from {
-            say(format_args!("resumed    step {} of {}", self.progress.step, from.display()));
+        let step = self.progress.step;
+        match from {
+            From::Seed => {}
+            From::Checkpoint(path) => say(format_args!("resumed    step {step} of {}", path.display())),
+            From::Journal(_) => say(format_args!("resumed    step {step}, on servers that have it still")),
         }
         say("");
     }
@@ -192,20 +210,46 @@ impl<'a> Course<'a> {
     fn steps(&mut self) -> Result<Ending, Halt> {
         while self.ending.is_none() && self.progress.step < self.plan.config.run.steps {
             let (began, start) = (Instant::now(), now());
-            let taken = if self.terms.is_synchronous() { self.step_together()? } else { self.step_apart()? };
-            let Some(taken) = taken else { break };
-            self.progress.step += 1;
-            self.trace("step", start);
-            self.record(&taken, began.elapsed())?;
-            self.obey(&taken)?;
-            self.evaluate_if_due()?;
-            self.save_if_due()?;
+            let decided = if self.terms.is_synchronous() { self.step_together()? } else { self.step_apart()? };
+            let Some(decided) = decided else { break };
+            let decided = Decided { seconds: began.elapsed().as_secs_f64(), ..decided };
+            self.keep(&decided);
+            self.end_step(&decided, start)?;
         }
         Ok(self.ending.take().unwrap_or(Ending::Finished))
     }
 
+    /// Keeps a step before its update, so that a coordinator after this one can go on from it.
+    fn keep(&self, decided: &Decided) {
+        let batches = self.hub.with(|state| state.pool.done_batches());
+        let (generation, before, decided) = (self.terms.generation, self.progress, decided.clone());
+        let kept = self.journal.decide(&Entry { generation, before, decided, batches });
+        // An earlier step must not be taken for the last one.
+        if let Err(e) = kept {
+            log::warn!("{e}: a coordinator that is started again begins at the last checkpoint");
+            self.journal.clear().unwrap_or_else(|e| log::warn!("{e}"));
+        }
+    }
+
+    /// Updates the parameters by a step, records it, and does all that is due after it.
+    fn end_step(&mut self, decided: &Decided, start: u64) -> Result<(), Halt> {
+        let began = Instant::now();
+        let (generation, step) = (self.terms.generation, self.progress.step);
+        if let Some(Update { hyper, trust }) = &decided.update {
+            self.fleet.all(|_| ToServer::Update { generation, step, hyper: *hyper, trust: trust.clone() })?;
+            self.progress.updates += u64::from(hyper.is_some());
+        }
+        self.progress.position = decided.position;
+        self.progress.step += 1;
+        self.trace("step", start);
+        self.record(decided, Duration::from_secs_f64(decided.seconds) + began.elapsed())?;
+        self.obey(decided)?;
+        self.evaluate_if_due()?;
+        self.save_if_due()
+    }
+
     /// A step that all workers take together; none if the run is to end before.
-    fn step_together(&mut self) -> Result<Option<Taken>, Halt> {
+    fn step_together(&mut self) -> Result<Option<Decided>, Halt> {
         let (step, lanes) = (self.progress.step, self.plan.lanes);
         self.hub.with(|state| state.pool.begin_step(step, lanes));
         let stop_requests = &self.stop_requests;
@@ -228,16 +272,9 @@ impl<'a> Course<'a> {
             Some(hyper) if self.plan.rule.is_layerwise() => self.trust(hyper)?,
             _ => vec![],
         };
-        let generation = self.terms.generation;
-        self.fleet.all(|_| ToServer::Update {
-            generation,
-            step,
-            hyper: hyper.map(Into::into),
-            trust: trust.clone(),
-        })?;
-        self.progress.updates += u64::from(!skipped);
-        self.progress.position += self.plan.config.batch.global;
-        Ok(Some(Taken { loss, norm, lr, skipped, compute }))
+        let update = Some(Update { hyper: hyper.map(Into::into), trust });
+        let position = self.progress.position + self.samples();
+        Ok(Some(Decided { loss, norm, lr, skipped, compute, seconds: 0.0, position, update }))
     }
 
     /// The norm of the gradient of a step, whose lanes have all come.
@@ -282,7 +319,7 @@ impl<'a> Course<'a> {
     }
 
     /// As many batches as there are workers: a step, where each goes on by itself. None if the run is to end before.
-    fn step_apart(&mut self) -> Result<Option<Taken>, Halt> {
+    fn step_apart(&mut self) -> Result<Option<Decided>, Halt> {
         let (workers, generation) = (self.terms.workers, self.terms.generation);
         let batches = loop {
             let stop_requests = &self.stop_requests;
@@ -309,18 +346,20 @@ impl<'a> Course<'a> {
         let mean = |of: fn(&Batch) -> f64| batches.iter().map(of).sum::<f64>() / workers as f64;
         let skips = batches.iter().filter(|batch| batch.staleness.is_none()).count();
         let of_batch = self.samples() / workers as u64;
-        self.progress.position = self.terms.start.position + self.hub.with(|state| state.pool.low()) * of_batch;
-        Ok(Some(Taken {
+        Ok(Some(Decided {
             loss: mean(|batch| batch.loss),
             norm: mean(|batch| batch.norm),
             lr: self.plan.schedule.rate(self.progress.step),
             skipped: skips > 0,
             compute: mean(|batch| batch.compute),
+            seconds: 0.0,
+            position: self.terms.start.position + self.hub.with(|state| state.pool.low()) * of_batch,
+            update: None,
         }))
     }
 
     /// Nobody is left to take a step, and the run was asked to end.
-    fn interrupted(&mut self) -> Option<Taken> {
+    fn interrupted(&mut self) -> Option<Decided> {
         self.ending = Some(self.stop_requests.preempted());
         None
     }
@@ -337,7 +376,7 @@ impl<'a> Course<'a> {
         kept.unwrap_or_else(|e| log::warn!("{e}"));
     }
 
-    fn record(&mut self, taken: &Taken, took: Duration) -> Result<()> {
+    fn record(&mut self, taken: &Decided, took: Duration) -> Result<()> {
         let step = self.progress.step;
         let trained = self.terms.start.position + (step - self.terms.start.step) * self.samples();
         let context = self.plan.network.context() as u64;
@@ -374,7 +413,7 @@ impl<'a> Course<'a> {
     }
 
     /// Acts on requests to end, and on steps that are not finite.
-    fn obey(&mut self, taken: &Taken) -> Result<()> {
+    fn obey(&mut self, taken: &Decided) -> Result<()> {
         let step = self.progress.step;
         self.skipped_in_a_row = if taken.skipped { self.skipped_in_a_row + 1 } else { 0 };
         if taken.skipped {

@@ -160,6 +160,7 @@ impl<B: Kernels> Run<'_, B> {
 
     fn card(&self, stages: Vec<StageMemory>) -> RunCard {
         let ledger = self.engine.model.backend.ledger();
+        let stats = self.comm.stats();
         RunCard {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: self.comm.library().into(),
@@ -176,7 +177,9 @@ impl<B: Kernels> Run<'_, B> {
             seconds: self.meters.seconds(),
             step_seconds: self.meters.times(),
             loader_wait_seconds: self.feed.waited().as_secs_f64(),
-            comm_wait_seconds: self.comm.stats().blocked,
+            comm_wait_seconds: stats.blocked,
+            comm_sent_bytes: Some(stats.sent),
+            comm_rounds: Some(stats.rounds).filter(|rounds| *rounds > 0),
             peak_gpu_bytes: self.engine.model.backend.device_peak(),
             peak_bytes: MemoryKind::ALL.iter().map(|what| (what.name().to_string(), ledger.peak(*what))).collect(),
             stages,

@@ -196,7 +196,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let flags = || self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed);
         self.engine.model.backend.profile().record(self.meters.profiles());
         let next = || self.feed.next_micro();
-        let Round { steps, flags } = advance(&self.plan, &mut self.engine, next, &mut self.progress, flags)?;
+        let advanced = advance(&self.plan, &mut self.engine, next, &mut self.progress, flags);
+        let Round { steps, flags } = advanced.inspect_err(|e| self.doubt(e))?;
         self.engine.model.backend.profile().record(false);
         let mut gives_up = None;
         for (taken, step) in steps.iter().zip(began.step + 1..) {
@@ -226,6 +227,14 @@ impl<'h, B: Kernels> Run<'h, B> {
                 .shared());
         }
         Ok(())
+    }
+
+    /// Replicas that differ have differed for some time: checkpoints since they were last equal count as damaged.
+    fn doubt(&self, found: &Error) {
+        if let Some(good) = self.engine.model.sharded.doubtful_since() {
+            let marked = self.directory.checkpoints().doubt_after(good, found.message());
+            marked.unwrap_or_else(|e| log::warn!("{e}"));
+        }
     }
 
     /// The counters of this rank's time.
@@ -423,7 +432,7 @@ impl<'h, B: Kernels> Run<'h, B> {
 
     fn save(&mut self) -> Result<()> {
         let _span = span(Doing::Checkpoint, None);
-        let recorded = self.record_epoch_loss();
+        let recorded = self.record_epoch_loss().and_then(|()| self.engine.model.sharded.compare_with_update());
         self.world.agree(recorded)?;
         let saved = self.saver.save(&mut self.engine.model.sharded, self.progress);
         let Some((begun, published)) = self.tolerated(saved)? else { return Ok(()) };

@@ -1,0 +1,111 @@
+//! Audits: a bit that changes in the memory of one rank while a run goes on.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt as _;
+
+use crate::common::launch::Transport::{Mpirun, Simulate};
+use crate::common::launch::{LIMIT, send, start};
+use crate::common::runs::{Run, json, tensors};
+use crate::{LARGE, ranks};
+
+/// Most bytes that are read at once.
+const PART: usize = 64 << 20;
+
+/// Flips a bit of every place in a process's own memory that holds these bytes; returns how many. None where the system forbids it.
+fn flip(process: u32, wanted: &[u8]) -> Option<usize> {
+    let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{process}/mem")).ok()?;
+    let maps = std::fs::read_to_string(format!("/proc/{process}/maps")).ok()?;
+    let mut found = 0;
+    for line in maps.lines().filter(|line| line.contains(" rw-p ")) {
+        let (first, last) = line.split_whitespace().next()?.split_once('-')?;
+        let [first, last] = [first, last].map(|address| u64::from_str_radix(address, 16).unwrap());
+        for start in (first..last).step_by(PART) {
+            found += flip_within(&memory, start..last.min(start + (PART + wanted.len()) as u64), wanted);
+        }
+    }
+    Some(found)
+}
+
+fn flip_within(memory: &File, range: std::ops::Range<u64>, wanted: &[u8]) -> usize {
+    let mut bytes = vec![0; (range.end - range.start) as usize];
+    // Some regions cannot be read.
+    if memory.read_exact_at(&mut bytes, range.start).is_err() {
+        return 0;
+    }
+    let places: Vec<usize> = (0..bytes.len().saturating_sub(wanted.len()))
+        .step_by(4)
+        .filter(|&at| bytes[at..].starts_with(wanted))
+        .collect();
+    for at in &places {
+        // The lowest bit of the second number.
+        memory.write_all_at(&[wanted[4] ^ 1], range.start + *at as u64 + 4).unwrap();
+    }
+    places.len()
+}
+
+/// Parameters that no step changes: their bits are those of any checkpoint.
+const STILL: [&str; 5] =
+    ["optimizer.lr=1e-38", "optimizer.weight_decay=0.0", "schedule.warmup=0", "eval.every=0", "run.audit_every=2"];
+
+#[test]
+fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
+    let root = tempfile::tempdir().unwrap();
+    for (name, layout) in [("copies", &["parallel.zero=0"][..]), ("shards", &["parallel.zero=1"])] {
+        let settings =
+            [&LARGE[..], &STILL, layout, &["run.steps=100000", "checkpoint.every=7", "checkpoint.keep=9"]].concat();
+        let run = Run::new(Mpirun(2), root.path(), name, &settings);
+        let files = run.files();
+        let mut job = start(&mut run.command());
+        let latest = files.path("checkpoints/latest");
+        job.until("saved", || latest.exists());
+        let tensors = tensors(&latest);
+        let (_, bits) = tensors.iter().find(|(tensor, _)| tensor.contains("wte.weight")).unwrap();
+        let wanted: Vec<u8> = bits[..16].iter().flat_map(|bits| bits.to_le_bytes()).collect();
+        // The first shard is rank 0's; a copy is anyone's.
+        let number = usize::from(name == "copies");
+        let rank = ranks(&run)[number];
+        send(rank, libc::SIGSTOP);
+        let flipped = flip(rank, &wanted);
+        send(rank, libc::SIGCONT);
+        let Some(flipped) = flipped else {
+            eprintln!("SKIPPED: this system lets no process change another's memory");
+            return;
+        };
+        assert!(flipped > 0, "{name}: the parameters were not found");
+        let ended = job.finish(LIMIT);
+        assert_eq!(ended.code(), 1, "{name}: {ended}");
+        let told = format!("embedding on rank {number} on ");
+        assert!(ended.stderr.contains(&told), "{name}: {ended}");
+        assert!(ended.stderr.contains("parameters or optimizer state have changed in memory"), "{name}: {ended}");
+        // All that is published has the bits of before.
+        for entry in files.path("checkpoints").read_dir().unwrap().flatten() {
+            let step = entry.file_name().to_string_lossy().strip_prefix("step-").and_then(|step| step.parse().ok());
+            if let Some(step) = step {
+                assert_eq!(
+                    files.tensors(step).iter().find(|(tensor, _)| tensor.contains("wte.weight")).unwrap().1,
+                    *bits
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn audits_change_no_bit_and_doubtful_checkpoints_are_passed_over() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = [&LARGE[..], &["run.steps=8", "eval.every=4", "optimizer.ema=0.9"]].concat();
+    let plain = Run::new(Simulate(2), root.path(), "plain", &settings).succeeds();
+    for (name, layout) in [("audited", &["parallel.zero=0"][..]), ("shards", &["parallel.shard=2", "parallel.zero=1"])]
+    {
+        let audited = [&settings[..], &["run.audit_every=3"], layout].concat();
+        let files = Run::new(Simulate(4), root.path(), name, &audited).succeeds();
+        files.same_as(&plain, 8, name);
+    }
+    let files = Run::new(Simulate(2), root.path(), "plain", &settings).files();
+    std::fs::write(files.checkpoint(8).join("doubt"), "step 8: parameters of h.0 differ\n").unwrap();
+    let more = Run::new(Simulate(2), root.path(), "plain", &settings).resume("auto");
+    let ended = more.ends().succeeded();
+    assert!(ended.stderr.contains("step-00000008 is doubtful: step 8: parameters of h.0 differ"), "{ended}");
+    assert!(!files.checkpoint(8).join("doubt").exists(), "it was written anew");
+    assert_eq!(json(&files.path("END"))["step"], 8);
+}

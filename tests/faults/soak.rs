@@ -1,0 +1,150 @@
+//! One supervised run after another, to which all kinds of faults happen: each ends with the bits of an undisturbed one.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::common::launch::Transport::{Alone, Mpirun};
+use crate::common::launch::{Running, program, send, start, start_beside};
+use crate::common::runs::{Run, RunFiles};
+use crate::disks::Tmpfs;
+use crate::kills::{Dice, limit};
+use crate::supervise::{newest, supervised};
+use crate::{LARGE, lines, ranks, refused};
+
+const STEPS: u64 = 60;
+
+/// A fault, and how often it happened.
+const KINDS: [&str; 7] = [
+    "kill -9 of a rank",
+    "kill -9 of all ranks",
+    "SIGSTOP for longer than comm.timeout",
+    "SIGSTOP for a moment",
+    "full disk for a while",
+    "second trainer",
+    "flipped byte in the newest checkpoint, then kill -9",
+];
+
+struct Job {
+    run: Run,
+    job: Running,
+    disk: Option<Tmpfs>,
+}
+
+impl Job {
+    fn files(&self) -> RunFiles {
+        self.run.files()
+    }
+
+    /// Starts on record that have ended.
+    fn ended(&self) -> usize {
+        lines(&self.files().path("restarts.jsonl"))
+    }
+
+    /// Waits for the next start after a fault that ends one.
+    fn ends_a_start(&mut self, fault: impl FnOnce(&mut Self)) {
+        let before = self.ended();
+        fault(self);
+        let path = self.files().path("restarts.jsonl");
+        self.job.until("started again", || lines(&path) > before);
+    }
+
+    fn kill(&self, count: usize) {
+        ranks(&self.run).into_iter().take(count).for_each(|rank| send(rank, libc::SIGKILL));
+    }
+
+    /// Makes a fault of a kind happen; false if this machine cannot.
+    fn suffers(&mut self, kind: usize, dice: &mut Dice, root: &Path) -> bool {
+        let Some(rank) = ranks(&self.run).get(dice.below(2) as usize).copied() else { return false };
+        match kind {
+            0 => self.ends_a_start(|_| send(rank, libc::SIGKILL)),
+            1 => self.ends_a_start(|job| job.kill(2)),
+            2 => self.ends_a_start(|_| send(rank, libc::SIGSTOP)),
+            3 => {
+                send(rank, libc::SIGSTOP);
+                std::thread::sleep(Duration::from_millis(500));
+                send(rank, libc::SIGCONT);
+            }
+            4 => {
+                if self.disk.is_none() {
+                    return false;
+                }
+                let filler = root.join("disk/filler");
+                // All that is left.
+                let _ = std::fs::write(&filler, vec![0; 64 << 20]);
+                std::thread::sleep(Duration::from_millis(1200));
+                std::fs::remove_file(&filler).unwrap();
+            }
+            5 => {
+                let mut second = self.run.clone().resume("auto").command();
+                refused(&start_beside(&self.job, &mut second).finish(limit()), &["is being trained by process"]);
+            }
+            _ => {
+                let checkpoint = self.files().path("checkpoints/latest").canonicalize().unwrap();
+                let file = checkpoint.read_dir().unwrap().flatten().map(|entry| entry.path());
+                let mut files: Vec<_> = file.filter(|path| path.extension().is_some_and(|end| end == "h5")).collect();
+                files.sort();
+                let file = OpenOptions::new().read(true).write(true).open(&files[0]).unwrap();
+                let (mut byte, at) = ([0], file.metadata().unwrap().len() / 2);
+                file.read_exact_at(&mut byte, at).unwrap();
+                file.write_all_at(&[byte[0] ^ 4], at).unwrap();
+                self.ends_a_start(|job| job.kill(2));
+            }
+        }
+        true
+    }
+}
+
+/// As many faults as `HPCTRAIN_FAULT_RUNS` says, seven without.
+#[test]
+fn supervised_runs_survive_all_kinds_of_faults() {
+    let faults = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(7, |number| number.parse().unwrap());
+    let root = tempfile::tempdir().unwrap();
+    let steps = format!("run.steps={STEPS}");
+    let settings = [
+        &LARGE[..],
+        &[&steps, "eval.every=10", "checkpoint.every=3", "checkpoint.keep=3", "checkpoint.tolerate=60"],
+        &["comm.timeout=4", "run.audit_every=5", "model.layers=2"],
+    ]
+    .concat();
+    let reference = Run::new(Alone, root.path(), "reference", &settings).succeeds();
+    let mut dice = Dice(0xfa17);
+    let (mut done, mut counts) = (0, [0; KINDS.len()]);
+    for number in 0.. {
+        if done == faults {
+            break;
+        }
+        let place = root.path().join("disk");
+        let disk = Tmpfs::mount(&place, "96m");
+        let run = Run::new(Mpirun(2), &place, &format!("x{number}"), &settings);
+        let job = start(&mut supervised(&run, &["--retries", "5"]));
+        let mut job = Job { run, job, disk };
+        let mut last = 0;
+        for _ in 0..5 {
+            // The start after the last fault has gained a checkpoint.
+            let files = job.files();
+            job.job.until("saved", || newest(&files) > last);
+            last = newest(&files);
+            if done == faults || last + 12 > STEPS {
+                break;
+            }
+            // The first of each kind in turn.
+            let kind = if done < KINDS.len() { done } else { dice.below(KINDS.len() as u64) as usize };
+            if !job.suffers(kind, &mut dice, root.path()) {
+                println!("SKIPPED: {}", KINDS[kind]);
+            }
+            counts[kind] += 1;
+            done += 1;
+        }
+        let Job { run, job, disk } = job;
+        job.finish(limit()).succeeded();
+        run.files().same_as(&reference, STEPS, &run.name);
+        let verified = program(["checkpoint", "verify"]).arg(run.files().0).output().unwrap();
+        assert!(verified.status.success(), "{verified:?}");
+        drop(disk);
+    }
+    for (kind, count) in KINDS.iter().zip(counts) {
+        println!("{kind}: {count}");
+    }
+}
