@@ -33,7 +33,7 @@ fn main() -> ExitCode {
         world.agree(model::load(&mut model, &mut reader))?;
 
         // Rows go round the ranks; sums are added in the order of the rows. They are read on the scale that the network learned.
-        let mut rows = world.agree(feed::validation(&plan.config))?;
+        let mut rows = feed::together(&world, |catalogue| feed::validation(catalogue, &plan.config))?;
         world.agree(reader.manifest().conform(&mut rows))?;
         let measures = Evaluator::new(rows, None, plan.config.eval.batch).measure(&mut model, &world, || false)?;
         if let Some(measures) = measures.filter(|_| comm.rank() == 0) {
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
         }
 
         // The same rows without their targets, which need not be there. One rank writes.
-        let mut rows = world.agree(feed::inputs(&plan.config, Split::Validation))?;
+        let mut rows = feed::together(&world, |catalogue| feed::inputs(catalogue, &plan.config, Split::Validation))?;
         world.agree(reader.manifest().conform(&mut rows))?;
         let create = || Predictions::create(Path::new(out), rows.samples() as usize, plan.network.outputs(), false);
         let file = world.agree((comm.rank() == 0).then(create).transpose())?;

@@ -1,6 +1,7 @@
 //! One rank of a job: meeting the others, and ending together.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use rustix::process::{Signal, set_parent_process_death_signal};
 
@@ -26,7 +27,8 @@ pub fn start(work: impl FnOnce(&Comm<Cpu>) -> Result<()>) -> ExitCode {
     let code = match launched(|name| std::env::var(name).ok()) {
         Ok(launch) => {
             name_console(launch.as_ref());
-            run(launch.as_ref(), |comm| work(comm).map(|()| 0))
+            // A program's own ranks may wait for each other as long as they like.
+            run(launch.as_ref(), Duration::ZERO, |comm| work(comm).map(|()| 0))
         }
         Err(e) => fail(&e),
     };
@@ -43,16 +45,17 @@ pub fn name_console(launch: Option<&Launch>) {
 }
 
 /// Does the work of one rank, in a world of its own unless a launcher started it; returns the exit code,
-/// which is that of the work if it succeeds.
+/// which is that of the work if it succeeds. A wait for another rank ends the job after `patience`, from the start to the
+/// end; zero waits for ever.
 #[doc(hidden)]
-pub fn run(launch: Option<&Launch>, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 {
+pub fn run(launch: Option<&Launch>, patience: Duration, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>) -> i32 {
     if launch.is_some_and(|launch| launch.meeting.is_some()) {
         // Ranks do not outlive the program that has started them; a system that refuses this loses no more than that.
         let _ = set_parent_process_death_signal(Some(Signal::KILL));
     }
     let started = match launch.map(|launch| &launch.meeting) {
         None => Ok(comm::single()),
-        Some(None) => comm::start_mpi(Algorithm::Tree),
+        Some(None) => comm::start_mpi_within(Algorithm::Tree, patience),
         Some(Some(meeting)) => comm::start_tcp(meeting, Algorithm::Tree),
     };
     let comm: Comm<Cpu> = match started {
@@ -60,7 +63,8 @@ pub fn run(launch: Option<&Launch>, work: impl FnOnce(&Comm<Cpu>) -> Result<i32>
         Err(e) => return fail(&e),
     };
     abort_on_panic(&comm);
-    let code = match work(&comm) {
+    let watched = if patience.is_zero() { Ok(()) } else { comm.wait_at_most(patience) };
+    let code = match watched.and_then(|()| work(&comm)) {
         Ok(code) => code,
         Err(e) if e.is_shared() || comm.size() == 1 => {
             if comm.rank() == 0 {

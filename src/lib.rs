@@ -88,6 +88,7 @@ pub mod cli;
 pub mod comm;
 pub mod config;
 pub mod data;
+mod descriptors;
 #[doc(hidden)]
 pub mod doctor;
 pub mod engine;

@@ -142,7 +142,7 @@ pub fn time<B: Kernels>(
         resume(&world, &mut engine.model.sharded, &plan, &directory, &from, &Taking::all(), &mut |_| Ok(()))?;
         times.restore = slowest(&world, begun)?;
         world.agree(std::fs::remove_file(&file).map_err(|e| Error::io("remove", &file, e)))?;
-        world.agree(if root { checkpoints.discard_unless_leased(progress.step).map(drop) } else { Ok(()) })?;
+        world.agree(if root { checkpoints.discard_all(&[progress.step]).map(drop) } else { Ok(()) })?;
         if round > 0 {
             measured.push(times);
         }

@@ -1,9 +1,12 @@
 //! The `checkpoints/` directory of a run: names, publishing, removal.
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io::ErrorKind;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::fs::{CWD, RenameFlags, renameat_with};
@@ -13,7 +16,7 @@ use super::filesystem;
 use super::lease::{Lease, Leases};
 use super::read::DOUBT;
 use super::retention::{Candidate, Retention, removed};
-use super::{Manifest, Reader, refused};
+use super::{Manifest, Reader, manifest, refused};
 use crate::error::{Error, Kind, Result};
 use crate::telemetry::evaluations::{self, Evaluation, Evaluations, Save};
 
@@ -38,7 +41,7 @@ impl Checkpoints {
     }
 
     /// Looks at the lease: before every rename.
-    fn may_change(&self) -> Result<()> {
+    pub(super) fn may_change(&self) -> Result<()> {
         self.lease.as_ref().map_or(Ok(()), |lease| lease.check())
     }
 
@@ -169,7 +172,9 @@ impl Checkpoints {
                 self.bring_back(step, &path)
             } else if staging {
                 self.discard(&path)
-            } else if name.starts_with(TRASH) || path.is_dir() && name.ends_with(".tmp") {
+            } else if name.starts_with(TRASH) {
+                self.sweep_one(&path).map(drop)
+            } else if path.is_dir() && name.ends_with(".tmp") {
                 remove(&path)
             } else if name.starts_with('.') && name.ends_with(".tmp") {
                 fs::remove_file(&path).map_err(|e| refused("remove", &path, e))
@@ -225,7 +230,7 @@ impl Checkpoints {
             evaluations::forget_others(&run.join(evaluations::FILE), step, &manifest.id)?;
         }
         // The removal takes a while: it comes last.
-        if let Some(Err(e)) = replaced.map(|old| self.discard(&old)) {
+        if let Some(Err(e)) = replaced.map(|old| self.discard_replaced(&old)) {
             log::warn!("{}", one_line(&e));
         }
         Ok(path)
@@ -302,6 +307,8 @@ impl Checkpoints {
                         log::warn!("{}", one_line(&e));
                     }
                 }
+                // Those of earlier saves as well, where removals take time.
+                self.sweep().unwrap_or_else(|e| log::warn!("{}", one_line(&e)));
             }
         }
     }
@@ -326,10 +333,10 @@ impl Checkpoints {
         let candidate = |step| {
             let path = self.path(step);
             let mut loss = None;
-            let (sound, kept) = match whole(&path) {
-                Ok(manifest) => {
-                    loss = evaluations::loss_of(evaluated, step, &manifest.id);
-                    (true, waits && !evaluations::is_settled(evaluated, &manifest.id))
+            let (sound, kept) = match self.sound_id(&path) {
+                Ok(id) => {
+                    loss = evaluations::loss_of(evaluated, step, &id);
+                    (true, waits && !evaluations::is_settled(evaluated, &id))
                 }
                 Err(e) => {
                     log::warn!("{} does not count as a checkpoint: {}", path.display(), one_line(&e));
@@ -347,34 +354,31 @@ impl Checkpoints {
         self.steps()?.into_iter().map(candidate).collect()
     }
 
+    /// The save in a directory that is whole. One that was found whole before, and whose manifest is the same file since,
+    /// is not read again: there may be hundreds, of thousands of files each.
+    fn sound_id(&self, path: &Path) -> Result<String> {
+        let manifest = path.join(manifest::FILE);
+        let stamp = fs::metadata(&manifest).ok().map(|of| Stamp::of(&of));
+        let known = || SOUND.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((before, id)) = known().get(path)
+            && stamp.as_ref() == Some(before)
+        {
+            return Ok(id.clone());
+        }
+        let found = whole(path)?;
+        let mut known = known();
+        // Those that are gone need not be known.
+        known.retain(|path, _| path.parent() != Some(self.root()) || path.exists());
+        known.extend(stamp.map(|stamp| (path.to_path_buf(), (stamp, found.id.clone()))));
+        Ok(found.id)
+    }
+
     /// Reads the manifest of a step's checkpoint, and checks that its files are there with their lengths.
     ///
     /// # Errors
     /// A file is missing or too short ([`Kind::Damaged`]), or cannot be read.
     pub(super) fn sound(&self, step: u64) -> Result<Manifest> {
         whole(&self.path(step))
-    }
-
-    /// Removes the checkpoint of a step unless somebody took a lease on it at the last moment.
-    ///
-    /// # Errors
-    /// The file system refused.
-    pub fn discard_unless_leased(&self, step: u64) -> Result<bool> {
-        let (name, path) = (name_of(step), self.path(step));
-        let trash = self.root.join(format!("{TRASH}{name}"));
-        self.may_change()?;
-        if trash.exists() {
-            remove(&trash)?;
-        }
-        fs::rename(&path, &trash).map_err(|e| refused("remove", &path, e))?;
-        // A holder makes its lease first and looks for the checkpoint then: either it is seen here, or it saw none.
-        let held = self.leases().holds(&name);
-        if !matches!(held, Ok(false)) {
-            fs::rename(&trash, &path).map_err(|e| refused("restore", &path, e))?;
-            return held.map(|_| false);
-        }
-        remove(&trash)?;
-        Ok(true)
     }
 
     /// Opens the checkpoint of a step. It may be missing for an instant, while a removal is taken back.
@@ -401,29 +405,10 @@ impl Checkpoints {
             .and_then(|()| fs::rename(&temporary, link))
             .map_err(|e| refused("link", link, e))
     }
-
-    /// Removes a directory, if it exists: renamed first, so that no reader sees half of it under its name.
-    fn discard(&self, path: &Path) -> Result<()> {
-        self.set_aside(path)?.map_or(Ok(()), |trash| remove(&trash))
-    }
-
-    /// Renames a directory to one that is to be removed; none if it does not exist.
-    fn set_aside(&self, path: &Path) -> Result<Option<PathBuf>> {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let trash = self.root.join(format!("{TRASH}{name}"));
-        if trash.exists() {
-            remove(&trash)?;
-        }
-        match fs::rename(path, &trash) {
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(refused("remove", path, e)),
-            Ok(()) => Ok(Some(trash)),
-        }
-    }
 }
 
 /// Prefix of the names of directories that are being removed.
-const TRASH: &str = ".trash-";
+pub(super) const TRASH: &str = ".trash-";
 
 /// The name of the checkpoint of a step.
 pub fn name_of(step: u64) -> String {
@@ -436,11 +421,39 @@ pub(super) fn step_of(name: &str) -> Option<u64> {
     (name_of(step) == name).then_some(step)
 }
 
+/// Checkpoints that retention has found whole, with the stamp of the manifest and the name of the save.
+static SOUND: Mutex<BTreeMap<PathBuf, (Stamp, String)>> = Mutex::new(BTreeMap::new());
+
+/// Tells a file from another one of its name.
+#[derive(Debug, PartialEq, Eq)]
+struct Stamp {
+    inode: (u64, u64),
+    bytes: u64,
+    changed: (i64, i64),
+}
+
+impl Stamp {
+    fn of(file: &fs::Metadata) -> Self {
+        let changed = (file.mtime(), file.mtime_nsec());
+        Self { inode: (file.dev(), file.ino()), bytes: file.len(), changed }
+    }
+}
+
+/// Files of checkpoints whose lengths this process has looked at.
+static LOOKED_AT: AtomicU64 = AtomicU64::new(0);
+
+/// Number of files of checkpoints whose lengths this process has looked at, for tests of scale.
+#[doc(hidden)]
+pub fn looked_at() -> u64 {
+    LOOKED_AT.load(Ordering::Relaxed)
+}
+
 /// Reads the manifest of the checkpoint in `dir`, and checks that every file is there with its length.
 fn whole(dir: &Path) -> Result<Manifest> {
     let manifest = Manifest::read(dir)?;
     for (name, entry) in &manifest.files {
         let file = dir.join(name);
+        LOOKED_AT.fetch_add(1, Ordering::Relaxed);
         let length = fs::metadata(&file).map_err(|e| Error::unread("read", &file, &e))?.len();
         if length != entry.bytes {
             return Err(Error::damaged(format!("{} has {length} bytes, not {}", file.display(), entry.bytes)));
@@ -455,7 +468,7 @@ fn exchange(a: &Path, b: &Path) -> Result<(), Errno> {
 }
 
 /// An error in one line of a log.
-fn one_line(e: &Error) -> String {
+pub(super) fn one_line(e: &Error) -> String {
     e.to_string().replace('\n', "; ")
 }
 
@@ -474,12 +487,13 @@ pub fn sync(path: &Path) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::checkpoint::Removal;
 
     /// A directory with a manifest that says nothing of any tensor.
     fn publish(checkpoints: &Checkpoints, step: u64) {
         let staging = checkpoints.staging(step, "job");
         fs::create_dir_all(&staging).unwrap();
-        crate::checkpoint::manifest::tests::empty(step).write(&staging).unwrap();
+        manifest::tests::empty(step).write(&staging).unwrap();
         checkpoints.publish(step, &staging).unwrap();
     }
 
@@ -526,7 +540,7 @@ mod tests {
         publish(&checkpoints, 2);
         let one = Retention { newest: 1, ..Retention::default() };
         checkpoints.retain(&one);
-        assert!(!checkpoints.discard_unless_leased(1).unwrap());
+        assert_eq!(checkpoints.discard_unless_leased(1).unwrap(), Removal::Held);
         assert_eq!(checkpoints.steps().unwrap(), [1, 2]);
         drop(lease);
         checkpoints.retain(&one);
@@ -616,7 +630,7 @@ mod tests {
     fn a_checkpoint_of_another_version_stays_and_does_not_count() {
         let (_dir, checkpoints) = prepared();
         [1, 2, 3].into_iter().for_each(|step| publish(&checkpoints, step));
-        let newer = Manifest { version: 9, ..crate::checkpoint::manifest::tests::empty(2) };
+        let newer = Manifest { version: 9, ..manifest::tests::empty(2) };
         newer.write(&checkpoints.path(2)).unwrap();
         checkpoints.retain(&Retention { newest: 2, ..Retention::default() });
         assert_eq!(checkpoints.steps().unwrap(), [1, 2, 3]);
@@ -632,7 +646,7 @@ mod tests {
     fn stage(checkpoints: &Checkpoints, id: &str) -> PathBuf {
         let staging = checkpoints.staging(7, id);
         fs::create_dir_all(&staging).unwrap();
-        Manifest { id: id.into(), ..crate::checkpoint::manifest::tests::empty(7) }.write(&staging).unwrap();
+        Manifest { id: id.into(), ..manifest::tests::empty(7) }.write(&staging).unwrap();
         staging
     }
 
@@ -670,7 +684,7 @@ mod tests {
         std::thread::scope(|scope| {
             let looks = scope.spawn(|| {
                 let mut looks = 0;
-                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                while !done.load(Ordering::Relaxed) {
                     assert!(path.join("manifest.json").exists(), "gone after {looks} looks");
                     looks += 1;
                 }
@@ -679,7 +693,7 @@ mod tests {
             for save in 1..=100 {
                 checkpoints.publish(7, &stage(&checkpoints, &save.to_string())).unwrap();
             }
-            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            done.store(true, Ordering::Relaxed);
             assert!(looks.join().unwrap() > 0);
         });
         assert_eq!(id_of_seven(&checkpoints), "100");

@@ -1,10 +1,12 @@
 //! The manifest: everything about a checkpoint but the numbers. `docs/checkpoint-format.md` describes it.
 
 use std::cmp::Ordering;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::io::Write as _;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
@@ -29,6 +31,21 @@ pub const SEAL: &str = "manifest.crc32";
 
 /// Elements that one checksum covers at most: 4 MiB, so that reading a part of a range need not read all of it.
 pub const BLOCK: usize = 1 << 20;
+
+/// Manifests that were parsed last: a run resumes from one, and evaluators read a few more.
+const KEPT: usize = 4;
+
+/// The last ones, with the checksums of their texts.
+static LAST: Mutex<VecDeque<(PathBuf, String, Arc<Manifest>)>> = Mutex::new(VecDeque::new());
+
+/// Manifests that this process has parsed.
+static PARSED: AtomicU64 = AtomicU64::new(0);
+
+/// Number of manifests that this process has parsed, for tests of scale.
+#[doc(hidden)]
+pub fn parsed() -> u64 {
+    PARSED.load(Relaxed)
+}
 
 /// `manifest.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -157,47 +174,39 @@ impl Manifest {
     /// It is missing, damaged, or its pieces do not cover every tensor once ([`Kind::Damaged`](crate::error::Kind::Damaged));
     /// it is of another version of the format or the program; or the file system refused.
     pub fn read(dir: &Path) -> Result<Self> {
+        let (text, _) = sealed_text(dir)?;
+        Self::parse(dir, &text)
+    }
+
+    /// As [`Manifest::read`]; of the last ones that this process has read, those with the same checksum are not parsed
+    /// again, be it on another rank of the process.
+    ///
+    /// # Errors
+    /// As [`Manifest::read`].
+    pub fn shared(dir: &Path) -> Result<Arc<Self>> {
+        let (text, crc32) = sealed_text(dir)?;
+        let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((.., found)) = last.iter().find(|(of, as_of, _)| of == dir && *as_of == crc32) {
+            return Ok(found.clone());
+        }
+        // The others wait here rather than parse the same.
+        let manifest = Arc::new(Self::parse(dir, &text)?);
+        last.push_back((dir.to_path_buf(), crc32, manifest.clone()));
+        if last.len() > KEPT {
+            last.pop_front();
+        }
+        Ok(manifest)
+    }
+
+    /// The manifest of this text, whose seal fits: a program that knows other keys wrote it where it cannot be read.
+    fn parse(dir: &Path, text: &str) -> Result<Self> {
+        PARSED.fetch_add(1, Relaxed);
         let path = dir.join(FILE);
-        let text = regular_files::read_to_string(&path).map_err(|e| {
-            let error = Error::unread("read the manifest", &path, &e);
-            match error.kind() {
-                Kind::Io => error.hint("the checkpoint may well be whole: see why it cannot be read"),
-                _ => error.hint("a checkpoint is a directory such as runs/<name>/checkpoints/latest"),
-            }
-        })?;
-        #[derive(Deserialize)]
-        struct Version {
-            version: u32,
-        }
-        let damaged = |what: String| {
-            Error::damaged(format!("{}: {what}", path.display())).hint("resume from an older checkpoint")
-        };
-        let seal = dir.join(SEAL);
-        let sealed = regular_files::read_to_string(&seal);
-        let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
-        // If the seal is broken, the version itself may have changed. A format of another version may have no seal.
-        let is_broken =
-            sealed.as_ref().is_ok_and(|seal| seal.len() == sealed_as(&found).len() && *seal != sealed_as(&found));
-        if let Ok(Version { version }) = serde_json::from_str(&text)
-            && !(OLDEST..=VERSION).contains(&version)
-            && !is_broken
-        {
-            let (age, known) = if version > VERSION { ("newer", VERSION) } else { ("older", OLDEST) };
-            return Err(Error::input(format!("{}: format version {version} is {age} than {known}", path.display()))
-                .hint("use the version of hpctrain that wrote it"));
-        }
-        let sealed = sealed.map_err(|e| {
-            Error::unread("read the manifest's checksum", &seal, &e).hint("resume from an older checkpoint")
-        })?;
-        if sealed != sealed_as(&found) {
-            return Err(damaged(format!("malformed manifest: checksum {found} is not the one in {SEAL}")));
-        }
-        // The seal fits: a program that knows other keys wrote this text.
-        let manifest: Self = serde_json::from_str(&text).map_err(|e| {
+        let manifest: Self = serde_json::from_str(text).map_err(|e| {
             Error::input(format!("{}: malformed manifest: {e}", path.display()))
                 .hint("use the version of hpctrain that wrote it")
         })?;
-        manifest.check_cover().map_err(|e| damaged(format!("malformed manifest: {e}")))?;
+        manifest.check_cover().map_err(|e| damaged(&path, format!("malformed manifest: {e}")))?;
         Ok(manifest)
     }
 
@@ -206,7 +215,7 @@ impl Manifest {
     /// # Errors
     /// The file system refused.
     pub fn write(&self, dir: &Path) -> Result<()> {
-        let text = serde_json::to_string_pretty(self).map_err(|e| Error::internal(format!("manifest: {e}")))?;
+        let text = serde_json::to_string(self).map_err(|e| Error::internal(format!("manifest: {e}")))?;
         let seal = sealed_as(&format!("{:08x}", crc32fast::hash(text.as_bytes())));
         for (name, text) in [(FILE, &text), (SEAL, &seal)] {
             let path = dir.join(name);
@@ -335,6 +344,47 @@ impl Manifest {
             _ => Ok(()),
         }
     }
+}
+
+/// The text of the manifest in `dir`, which its seal fits, and its checksum.
+fn sealed_text(dir: &Path) -> Result<(String, String)> {
+    let path = dir.join(FILE);
+    let text = regular_files::read_to_string(&path).map_err(|e| {
+        let error = Error::unread("read the manifest", &path, &e);
+        match error.kind() {
+            Kind::Io => error.hint("the checkpoint may well be whole: see why it cannot be read"),
+            _ => error.hint("a checkpoint is a directory such as runs/<name>/checkpoints/latest"),
+        }
+    })?;
+    #[derive(Deserialize)]
+    struct Version {
+        version: u32,
+    }
+    let seal = dir.join(SEAL);
+    let sealed = regular_files::read_to_string(&seal);
+    let found = format!("{:08x}", crc32fast::hash(text.as_bytes()));
+    // If the seal is broken, the version itself may have changed. A format of another version may have no seal.
+    let is_broken =
+        sealed.as_ref().is_ok_and(|seal| seal.len() == sealed_as(&found).len() && *seal != sealed_as(&found));
+    if let Ok(Version { version }) = serde_json::from_str(&text)
+        && !(OLDEST..=VERSION).contains(&version)
+        && !is_broken
+    {
+        let (age, known) = if version > VERSION { ("newer", VERSION) } else { ("older", OLDEST) };
+        return Err(Error::input(format!("{}: format version {version} is {age} than {known}", path.display()))
+            .hint("use the version of hpctrain that wrote it"));
+    }
+    let sealed = sealed.map_err(|e| {
+        Error::unread("read the manifest's checksum", &seal, &e).hint("resume from an older checkpoint")
+    })?;
+    if sealed != sealed_as(&found) {
+        return Err(damaged(&path, format!("malformed manifest: checksum {found} is not the one in {SEAL}")));
+    }
+    Ok((text, found))
+}
+
+fn damaged(path: &Path, what: String) -> Error {
+    Error::damaged(format!("{}: {what}", path.display())).hint("resume from an older checkpoint")
 }
 
 impl TensorEntry {
@@ -556,12 +606,10 @@ pub(super) mod tests {
             assert_eq!(error.kind(), Kind::Damaged, "{error}");
             error.to_string()
         };
-        assert!(
-            refusal(&text.replace("\"position\": 56", "\"position\": 57")).contains("malformed manifest: checksum")
-        );
+        assert!(refusal(&text.replace("\"position\":56", "\"position\":57")).contains("malformed manifest: checksum"));
         assert!(refusal("").contains("malformed manifest"));
         // A version that does not match the seal is damage; one that does is another program's.
-        let newer = text.replace("\"version\": 3", "\"version\": 4");
+        let newer = text.replace("\"version\":3", "\"version\":4");
         assert_ne!(newer, text);
         assert!(refusal(&newer).contains("malformed manifest: checksum"));
         for (version, words) in [(4, "format version 4 is newer than 3"), (1, "format version 1 is older than 2")] {

@@ -20,6 +20,7 @@ pub mod huggingface;
 pub mod lease;
 mod manifest;
 mod read;
+mod removal;
 mod retention;
 mod saver;
 mod shard;
@@ -33,10 +34,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 
-pub use directory::{Checkpoints, name_of};
+pub use directory::{Checkpoints, looked_at, name_of};
 pub(crate) use manifest::Written;
-pub use manifest::{Manifest, Origin, Piece, TensorEntry};
+pub use manifest::{Manifest, Origin, Piece, TensorEntry, parsed};
 pub use read::Reader;
+pub use removal::Removal;
 pub use retention::Retention;
 pub use saver::{Job, Published, Saver};
 pub(crate) use snapshot::{Ranged, write_ranges};

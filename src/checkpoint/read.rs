@@ -5,17 +5,20 @@ use std::fs::File;
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use super::manifest::BLOCK;
+use super::manifest::{BLOCK, FileEntry};
 use super::shard::rest_crc32;
 use super::{Manifest, PARAMS, Piece};
+use crate::descriptors;
 use crate::error::{Error, Kind, Result};
 use crate::optim::AVERAGE;
 use crate::regular_files;
 
 /// An open checkpoint. HDF5 is not needed to read one: the manifest says where everything is.
 pub struct Reader {
-    manifest: Manifest,
+    manifest: Arc<Manifest>,
     files: Files,
     /// A block of which only a part was asked for.
     block: Vec<f32>,
@@ -24,13 +27,19 @@ pub struct Reader {
 /// Name of the file in the directory of a checkpoint that an audit has put in doubt.
 pub(super) const DOUBT: &str = "doubt";
 
-/// Files that are open at once: a checkpoint may have more than a process may open.
+/// Most files that are open at once: a checkpoint may have more than a process may open.
 const OPEN: usize = 128;
+
+/// Files of checkpoints that are open in this process, which may have several ranks.
+static HELD: AtomicUsize = AtomicUsize::new(0);
 
 /// The files of a checkpoint, opened when they are needed.
 struct Files {
     dir: PathBuf,
-    open: HashMap<String, File>,
+    /// With the time of their last use.
+    open: HashMap<String, (u64, File)>,
+    uses: u64,
+    most: usize,
 }
 
 impl Reader {
@@ -45,13 +54,18 @@ impl Reader {
             let hint = format!("resume from an older checkpoint; to use it all the same, remove {}", doubt.display());
             return Err(Error::damaged(told).hint(hint));
         }
-        let files = Files { dir: dir.to_path_buf(), open: HashMap::new() };
-        Ok(Self { manifest: Manifest::read(dir)?, files, block: Vec::new() })
+        let files = Files { dir: dir.to_path_buf(), open: HashMap::new(), uses: 0, most: descriptors::share(OPEN) };
+        Ok(Self { manifest: Manifest::shared(dir)?, files, block: Vec::new() })
     }
 
     /// The manifest of the checkpoint.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
+    }
+
+    /// The same, to be kept.
+    pub fn shared_manifest(&self) -> Arc<Manifest> {
+        self.manifest.clone()
     }
 
     /// Its directory.
@@ -128,26 +142,14 @@ impl Reader {
     /// # Errors
     /// The first that is missing or damaged.
     pub fn check_files(&mut self, first: usize, of: usize) -> Result<()> {
-        let names: Vec<String> = self.manifest.files.keys().cloned().collect();
-        names.iter().skip(first).step_by(of).try_for_each(|name| self.check_file(name))
-    }
-
-    /// Checks a file but for the numbers in it.
-    fn check_file(&mut self, name: &str) -> Result<()> {
-        let entry = &self.manifest.files[name];
-        let pieces = self.manifest.tensors.values().flat_map(|tensor| &tensor.pieces);
-        let pieces: Vec<&Piece> = pieces.filter(|piece| piece.file == *name).collect();
-        let path = self.files.dir.join(name);
-        let file = self.files.get(name)?;
-        let length = file.metadata().map_err(|e| unread("read", &path, &e))?.len();
-        if length != entry.bytes {
-            return Err(damaged(&path, format!("{length} bytes where the manifest says {}", entry.bytes)));
+        let Self { manifest, files, .. } = self;
+        let mut pieces: HashMap<&str, Vec<&Piece>> = HashMap::new();
+        for piece in manifest.tensors.values().flat_map(|tensor| &tensor.pieces) {
+            pieces.entry(&piece.file).or_default().push(piece);
         }
-        let found = rest_crc32(file, length, &pieces).map_err(|e| unread("read", &path, &e))?;
-        if found != entry.rest_crc32 {
-            return Err(damaged(&path, format!("HDF5 structure: checksum {found:08x} is not the manifest's")));
-        }
-        Ok(())
+        let none = Vec::new();
+        let mut mine = manifest.files.iter().skip(first).step_by(of);
+        mine.try_for_each(|(name, entry)| files.check(name, entry, pieces.get(&name[..]).unwrap_or(&none)))
     }
 
     /// Reads and checks everything in the file `name`.
@@ -155,8 +157,10 @@ impl Reader {
     /// # Errors
     /// The first thing that is damaged.
     pub fn verify(&mut self, name: &str) -> Result<()> {
-        self.check_file(name)?;
         let Self { manifest, files, block } = self;
+        let pieces = manifest.tensors.values().flat_map(|tensor| &tensor.pieces);
+        let pieces: Vec<&Piece> = pieces.filter(|piece| piece.file == *name).collect();
+        files.check(name, &manifest.files[name], &pieces)?;
         for (tensor, entry) in &manifest.tensors {
             for (number, piece) in entry.pieces.iter().enumerate().filter(|(_, piece)| piece.file == name) {
                 for part in 0..piece.parts.len() {
@@ -220,6 +224,21 @@ impl Slice<'_> {
 }
 
 impl Files {
+    /// Checks a file but for the numbers in it, which `pieces` are.
+    fn check(&mut self, name: &str, entry: &FileEntry, pieces: &[&Piece]) -> Result<()> {
+        let path = self.dir.join(name);
+        let file = self.get(name)?;
+        let length = file.metadata().map_err(|e| unread("read", &path, &e))?.len();
+        if length != entry.bytes {
+            return Err(damaged(&path, format!("{length} bytes where the manifest says {}", entry.bytes)));
+        }
+        let found = rest_crc32(file, length, pieces).map_err(|e| unread("read", &path, &e))?;
+        if found != entry.rest_crc32 {
+            return Err(damaged(&path, format!("HDF5 structure: checksum {found:08x} is not the manifest's")));
+        }
+        Ok(())
+    }
+
     /// Reads a whole block of a piece and checks it. `name` gives the path of its dataset, for errors.
     fn read_block(
         &mut self,
@@ -242,16 +261,31 @@ impl Files {
         Ok(())
     }
 
+    /// The file called `name`; of more than may be open, the one of these that was not used for longest is closed.
     fn get(&mut self, name: &str) -> Result<&File> {
-        if !self.open.contains_key(name) {
-            let path = self.dir.join(name);
-            let file = regular_files::open(&path).map_err(|e| unread("open", &path, &e))?;
-            if self.open.len() == OPEN {
-                self.open.clear();
+        self.uses += 1;
+        let file = match self.open.remove(name) {
+            Some((_, file)) => file,
+            None => {
+                let path = self.dir.join(name);
+                let longest = self.open.iter().min_by_key(|(_, (used, _))| *used).map(|(name, _)| name.clone());
+                if let Some(name) = longest.filter(|_| HELD.load(Ordering::Relaxed) >= self.most) {
+                    self.open.remove(&name);
+                    HELD.fetch_sub(1, Ordering::Relaxed);
+                }
+                let file = regular_files::open(&path).map_err(|e| unread("open", &path, &e))?;
+                HELD.fetch_add(1, Ordering::Relaxed);
+                file
             }
-            self.open.insert(name.to_string(), file);
-        }
-        Ok(&self.open[name])
+        };
+        let (_, file) = &*self.open.entry(name.to_string()).insert_entry((self.uses, file)).into_mut();
+        Ok(file)
+    }
+}
+
+impl Drop for Files {
+    fn drop(&mut self) {
+        HELD.fetch_sub(self.open.len(), Ordering::Relaxed);
     }
 }
 

@@ -26,7 +26,7 @@ pub struct DoctorArgs {
 /// Examines as one rank; returns the exit code.
 pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
     let request = Request { run_root: args.run_root.clone(), launcher: launch.map(|launch| launch.by) };
-    job::run(launch, |comm| {
+    job::run(launch, super::used::patience(&[]), |comm| {
         let report = doctor::run(comm, &request)?;
         if comm.rank() == 0 {
             if args.json {

@@ -6,15 +6,15 @@ use clap::{ArgGroup, Args};
 
 use super::measure;
 use super::roles::{Role, Start};
-use super::used::Part;
+use super::used::{Part, patience};
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Launch};
 use crate::config::{Config, Time, overlay};
 use crate::error::{Error, Result};
-use crate::evaluate::{Policy, Request, watch};
+use crate::evaluate::{ABANDONED, Policy, Request, watch};
 use crate::job::{self, fail};
 use crate::placement::{cpu, place};
-use crate::run_dir::Ending;
+use crate::run_dir::{Ending, RunDirectory};
 use crate::signals;
 
 /// Arguments of `hpctrain eval`.
@@ -42,7 +42,7 @@ pub struct EvalArgs {
     /// Which checkpoints: the latest, or every one, oldest first.
     #[arg(long, value_enum, default_value_t = Policy::Latest, conflicts_with = "checkpoint")]
     policy: Policy,
-    /// End when no checkpoint has come for so long, such as 30m.
+    /// End with exit code 1 when no trainer has held the run for so long, such as 2h [default: 30m]
     #[arg(long, value_name = "TIME", requires = "run")]
     timeout: Option<Time>,
     /// Override one key of the configuration, such as run.device=cpu or, with --checkpoint, eval.samples=100; may be repeated.
@@ -64,7 +64,7 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
     if let Err(e) = signals::listen() {
         return fail(&e);
     }
-    job::run(launch, |comm| {
+    job::run(launch, patience(&args.overrides), |comm| {
         // A trainer's rank that cannot begin says so to all.
         comm.world().agree(Ok(()))?;
         let role = Role::find(comm, Start::Evaluate)?;
@@ -72,7 +72,7 @@ pub fn run(args: &EvalArgs, launch: Option<&Launch>) -> i32 {
             run: run.clone(),
             watch: args.watch,
             policy: args.policy,
-            timeout: args.timeout.map(|Time(timeout)| timeout),
+            timeout: if role.mixed { None } else { Some(args.timeout.map_or(ABANDONED, |Time(timeout)| timeout)) },
             overrides: args.overrides.clone(),
             threads: role.threads,
             beside_trainer: role.mixed,
@@ -101,6 +101,8 @@ pub fn evaluate(role: &Role, mut request: Request) -> Result<i32> {
         let told = told.iter().find(|bytes| !bytes.is_empty());
         let run = told.ok_or_else(|| Error::internal("no trainer told its directory"))?;
         request.run = PathBuf::from(String::from_utf8_lossy(run).into_owned());
+        let logs = RunDirectory::at(&request.run).logs_path();
+        role.comm.world().agree(role.comm.watch_beside(&logs))?;
     }
     match watch_on_device(&role.comm, &request) {
         Ok(ending) => Ok(ending.exit_code()),

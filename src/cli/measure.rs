@@ -63,7 +63,8 @@ impl Work for Request {
     }
 
     fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
-        let data = found.data(|plan| feed::measured(&plan.config, used::split(&plan.config, self.split)?))?;
+        let data = found
+            .data(|catalogue, plan| feed::measured(catalogue, &plan.config, used::split(&plan.config, self.split)?))?;
         let mut model = found.network()?;
         let Found { reader, plan, world, .. } = &found;
         let split = world.agree(used::split(&plan.config, self.split))?;
@@ -80,7 +81,7 @@ impl Work for Request {
 
 /// Runs one rank; returns the exit code.
 pub fn run(request: &Request, launch: Option<&Launch>) -> i32 {
-    used::run(request, &request.checkpoint, launch)
+    used::run(request, &request.checkpoint, &request.overrides, launch)
 }
 
 /// The result as a line of text, or as JSON.

@@ -26,6 +26,7 @@ use clap::{CommandFactory as _, Parser, Subcommand};
 
 use crate::comm;
 use crate::comm::Launch;
+use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::job::{self, fail};
 
@@ -115,6 +116,7 @@ impl Command {
 
 /// Runs the program; returns its exit code.
 pub fn run() -> i32 {
+    descriptors::raise();
     let launch = match comm::launched(|name| std::env::var(name).ok()) {
         Ok(launch) => launch,
         Err(e) => return fail(&e),

@@ -53,7 +53,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
     if launch.is_none() && args.measure {
         return on_threads_here(args).map_or_else(|e| fail(&e), |()| 0);
     }
-    job::run(launch, |comm| {
+    job::run(launch, super::used::patience(&[]), |comm| {
         let world = comm.world();
         let (config, name) = world.agree(args.load())?;
         if !args.measure {

@@ -9,7 +9,7 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::Launch;
 use crate::config::{Config, LossKind, Plan};
-use crate::data::Dataset;
+use crate::data::{Catalogue, Dataset};
 use crate::engine::feed;
 use crate::error::{Error, Result};
 use crate::evaluate::{Predictions, predict};
@@ -37,12 +37,12 @@ pub struct PredictArgs {
 
 impl PredictArgs {
     /// The rows of inputs, for a network that gives outputs for rows.
-    fn open(&self, plan: &Plan) -> Result<Dataset> {
+    fn open(&self, catalogue: &mut Catalogue, plan: &Plan) -> Result<Dataset> {
         if plan.network.is_language() {
             return Err(Error::input("a language model predicts tokens of a text")
                 .hint("hpctrain sample continues one; hpctrain eval measures it"));
         }
-        feed::inputs(&plan.config, used::split(&plan.config, self.split)?)
+        feed::inputs(catalogue, &plan.config, used::split(&plan.config, self.split)?)
     }
 }
 
@@ -52,7 +52,7 @@ impl Work for PredictArgs {
     }
 
     fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
-        let dataset = found.data(|plan| self.open(plan))?;
+        let dataset = found.data(|catalogue, plan| self.open(catalogue, plan))?;
         let mut model = found.network()?;
         let Found { plan, world, .. } = &found;
         let with_classes = plan.config.loss.kind == LossKind::CrossEntropy;
@@ -71,5 +71,5 @@ impl Work for PredictArgs {
 
 /// Runs the subcommand; returns the exit code.
 pub fn run(args: &PredictArgs, launch: Option<&Launch>) -> i32 {
-    used::run(args, &args.checkpoint, launch)
+    used::run(args, &args.checkpoint, &args.overrides, launch)
 }

@@ -165,7 +165,7 @@ pub fn run(args: &RoleArgs) -> i32 {
                     run,
                     watch: true,
                     policy: Policy::Latest,
-                    timeout: None,
+                    timeout: Some(evaluate::ABANDONED),
                     overrides: vec![],
                     threads: std::thread::available_parallelism().map_or(1, usize::from),
                     beside_trainer: false,

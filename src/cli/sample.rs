@@ -89,5 +89,5 @@ impl Work for SampleArgs {
 
 /// Prints prompt and continuation; returns the exit code.
 pub fn run(args: &SampleArgs, launch: Option<&Launch>) -> i32 {
-    used::run(args, &args.checkpoint, launch)
+    used::run(args, &args.checkpoint, &args.overrides, launch)
 }

@@ -9,6 +9,7 @@ use clap::{Arg, Args, Command};
 use super::eval::evaluate;
 use super::roles::{Part, Role, Start};
 use super::servers;
+use super::used::{patience, seconds};
 use crate::comm::Launch;
 use crate::config::{Config, PRESETS, Sources, load};
 use crate::error::{Error, Result};
@@ -156,7 +157,8 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     }
     // A rank whose configuration failed still meets the others, so that all hear of it and one speaks.
     let request = args.request_of_job(None);
-    job::run(launch, |comm| {
+    let patience = request.as_ref().map_or_else(|_| patience(&[]), |request| seconds(request.config.comm.timeout));
+    job::run(launch, patience, |comm| {
         let request = comm.world().agree(request)?;
         let role = Role::find(comm, Start::Train { evaluators: args.evaluators, servers: args.servers })?;
         match role.part {

@@ -1,6 +1,7 @@
 //! A checkpoint that is used rather than trained on: the common part of `sample`, `predict` and `eval --checkpoint`.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::ValueEnum;
 
@@ -8,13 +9,14 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::checkpoint::tools::find;
 use crate::comm::{Comm, Group, Launch};
-use crate::config::{Config, Plan};
-use crate::data::{Source, Split};
+use crate::config::{Config, Plan, overlay};
+use crate::data::{Catalogue, Source, Split};
 use crate::engine::{Model, feed};
 use crate::error::Result;
 use crate::evaluate::model;
 use crate::job;
 use crate::placement::{cpu, place};
+use crate::run_dir::RunDirectory;
 use crate::topology::Topology;
 
 /// Part of a directory of shards.
@@ -58,13 +60,13 @@ impl<B: Kernels> Found<'_, B> {
     ///
     /// # Errors
     /// Of `open`; or the data cannot be brought to that.
-    pub fn data<D: Source>(&self, open: impl FnOnce(&Plan) -> Result<D>) -> Result<D> {
-        let opened = || {
-            let mut data = open(&self.plan)?;
+    pub fn data<D: Source>(&self, open: impl FnOnce(&mut Catalogue, &Plan) -> Result<D>) -> Result<D> {
+        let opened = |catalogue: &mut Catalogue| {
+            let mut data = open(catalogue, &self.plan)?;
             let notes = self.reader.manifest().conform(&mut data)?;
             Ok((data, notes))
         };
-        let (data, notes) = self.world.agree(opened())?;
+        let (data, notes) = feed::together(&self.world, opened)?;
         if self.world.rank() == 0 {
             notes.iter().for_each(|note| log::warn!("data: {note}"));
         }
@@ -85,13 +87,15 @@ impl<B: Kernels> Found<'_, B> {
 
 /// Does `work` with the checkpoint at `path`, or the newest of the run there, on the device of its configuration; returns
 /// the exit code. Rank 0 holds a lease on it, so that a trainer beside does not remove it meanwhile.
-pub fn run(work: &impl Work, path: &Path, launch: Option<&Launch>) -> i32 {
-    job::run(launch, |comm| {
+pub fn run(work: &impl Work, path: &Path, overrides: &[String], launch: Option<&Launch>) -> i32 {
+    job::run(launch, patience(overrides), |comm| {
         let world = comm.world();
         let threads = Topology::gather(&world, comm.node().host)?.threads();
         let (path, _lease) = find::together(&world, path)?;
         let reader = world.agree(Reader::open(&path))?;
+        comm.watch_apart(&places(&path))?;
         let config = world.agree(work.config(&reader))?;
+        comm.wait_at_most(seconds(config.comm.timeout))?;
         match place(comm, &config)? {
             None => on(work, comm, reader, config, threads, cpu),
             Some(gpu) => on(work, &comm.on(), reader, config, threads, |plan| gpu.backend(plan)),
@@ -112,6 +116,24 @@ fn on<B: Kernels>(
     let plan = world.agree(model::plan(config, world.size(), threads, !B::ON_HOST))?;
     let backend = world.agree(backend(&plan))?;
     work.on(Found { reader, plan, world, comm, backend })
+}
+
+/// Time after which a wait for another rank ends the job, as long as nothing but the command line is known.
+pub fn patience(overrides: &[String]) -> Duration {
+    // Keys that are not known are refused later, by all ranks.
+    let config = overlay(&Config::default(), overrides).unwrap_or_default();
+    seconds(config.comm.timeout)
+}
+
+/// `comm.timeout`.
+pub fn seconds(timeout: u64) -> Duration {
+    Duration::from_secs(timeout)
+}
+
+/// Directories in which the ranks that use a checkpoint can leave signs of life: its run's, or one of the node.
+fn places(checkpoint: &Path) -> Vec<PathBuf> {
+    let run = checkpoint.parent().and_then(Path::parent).map(|run| RunDirectory::at(run).logs_path());
+    run.into_iter().chain([std::env::temp_dir()]).collect()
 }
 
 /// The configuration of a checkpoint with `overrides`, and with the data at `data` in the place of its own.

@@ -81,7 +81,7 @@ pub struct RankArgs {
 /// Runs one rank of a row; returns the exit code.
 pub fn run_rank(args: &RankArgs, launch: Option<&Launch>) -> i32 {
     let task = task(&args.task);
-    job::run(launch, |comm| {
+    job::run(launch, super::used::patience(&[]), |comm| {
         let task = comm.world().agree(task)?;
         rank(comm, &task, &args.recording).map(|()| 0)
     })

@@ -1,20 +1,24 @@
 //! A rank's handle to its communication thread: its start, its view of the world, its end.
 
 use std::marker::PhantomData;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
 use std::sync::mpsc::sync_channel;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use super::algorithms::{self, Algorithm};
 use super::clock;
 use super::device::path::DevicePath;
 use super::device::{direct, staged};
-use super::health::ledger::{Label, Size};
+use super::exit::{Abort, Exit, leave};
+use super::health::ledger::{LEAVE, Label, Size};
+use super::health::watchdog::{CODE, Guard, Seat};
 use super::pending::reply;
 use super::shared::{Shared, Stats};
 use super::wire::launch::launched_size;
 use super::wire::tcp::{self, Meeting};
-use super::wire::threads::{self, Aborted};
+use super::wire::threads;
 use super::wire::{Members, NodeInfo, Wire, World, mpi};
 use super::worker::{Request, Worker};
 use crate::activity::{self, Activity};
@@ -23,17 +27,6 @@ use crate::error::{Error, Result};
 
 /// Name of the group of all ranks.
 pub(super) const WORLD: &str = "world";
-
-/// Time limit of an abort, after which the process ends on its own.
-const ABORT_PATIENCE: Duration = Duration::from_secs(2);
-
-/// The end of a rank that aborts.
-enum Abort {
-    /// With its process.
-    Exit,
-    /// By unwinding with [`Aborted`]: the process is shared with other ranks.
-    Unwind,
-}
 
 /// A handle to this rank's communication thread. Clones share it.
 pub struct Comm<B: Backend> {
@@ -51,10 +44,12 @@ pub struct Comm<B: Backend> {
 pub(super) struct Inner {
     pub world: World,
     algorithm: Algorithm,
-    abort: Abort,
     pub shared: Arc<Shared>,
-    /// None in a world of one, which needs no communication.
-    worker: Mutex<Option<Worker>>,
+    exit: Exit,
+    /// Whether the ranks of the job have different work.
+    has_roles: Arc<AtomicBool>,
+    /// The watch over this rank, once it has begun.
+    watch: Mutex<Option<Guard>>,
 }
 
 impl<B: Backend> Clone for Comm<B> {
@@ -80,9 +75,18 @@ pub fn single<B: Backend>() -> Comm<B> {
     Comm::new(world, Algorithm::Tree, Abort::Exit, Arc::default(), None)
 }
 
+/// Time between two looks whether a rank has started.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Time that the processes of a job have to start, at least: launchers do not start all of them at once.
+const START: Duration = Duration::from_secs(15);
+
 /// A communication thread of this name, whose wire `open` makes on it.
+///
+/// After `patience` without an answer the process ends: another rank may never come.
 fn start(
     name: String,
+    patience: Duration,
     open: impl FnOnce(Arc<Shared>) -> Result<(Box<dyn Wire>, World)> + Send + 'static,
 ) -> Result<(Worker, Arc<Shared>, World)> {
     let shared: Arc<Shared> = Arc::default();
@@ -99,8 +103,27 @@ fn start(
             wire
         }
     });
-    let world = told.recv().map_err(|_| Error::comm("the communication thread did not start"))??;
-    Ok((worker, shared, world))
+    // As in the watch, time in which this process was stopped does not count.
+    let (mut last, mut waited) = (Instant::now(), Duration::ZERO);
+    loop {
+        match told.recv_timeout(LOOK) {
+            Ok(news) => return Ok((worker, shared, news?)),
+            Err(RecvTimeoutError::Disconnected) => return Err(Error::comm("the communication thread did not start")),
+            Err(RecvTimeoutError::Timeout) => waited += last.elapsed().min(2 * LOOK),
+        }
+        last = Instant::now();
+        if !patience.is_zero() && waited > patience.max(START) {
+            log::error!(
+                "the job stands still: MPI_Init has not returned for {:.1} s: another rank has not started, or cannot be \
+                 reached\nhint: look where the launcher has started them; a start may take comm.timeout = {} seconds, and {} \
+                 at least",
+                waited.as_secs_f64(),
+                patience.as_secs(),
+                START.as_secs()
+            );
+            leave(CODE)
+        }
+    }
 }
 
 /// The communicator of a process that an MPI launcher started: initialises MPI on a new communication thread. Once in a
@@ -109,8 +132,16 @@ fn start(
 /// # Errors
 /// MPI cannot be initialised, or the processes were started by the launcher of another MPI library.
 pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
+    start_mpi_within(algorithm, Duration::ZERO)
+}
+
+/// As [`start_mpi`]; but if the other ranks have not come after `patience`, which is not zero, this process ends.
+///
+/// # Errors
+/// As [`start_mpi`].
+pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, patience: Duration) -> Result<Comm<B>> {
     mpi::yield_if_crowded();
-    let (worker, shared, world) = start("comm".into(), mpi::open)?;
+    let (worker, shared, world) = start("comm".into(), patience, mpi::open)?;
     match launched_size(|name| std::env::var(name).ok()) {
         Some(started) if started > 1 && world.nodes.len() == 1 => {
             worker.end();
@@ -127,7 +158,9 @@ pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
 /// They do not come in time, or the network refused.
 pub fn start_tcp<B: Backend>(meeting: &Meeting, algorithm: Algorithm) -> Result<Comm<B>> {
     let place = meeting.clone();
-    let (worker, shared, world) = start(format!("comm-{}", meeting.rank), move |shared| tcp::open(&place, shared))?;
+    // The meeting has a time limit of its own.
+    let open = move |shared| tcp::open(&place, shared);
+    let (worker, shared, world) = start(format!("comm-{}", meeting.rank), Duration::ZERO, open)?;
     Ok(Comm::new(world, algorithm, Abort::Exit, shared, Some(worker)))
 }
 
@@ -150,7 +183,8 @@ pub fn start_threads_on_nodes<B: Backend>(nodes: &[usize], algorithm: Algorithm)
 impl<B: Backend> Comm<B> {
     fn new(world: World, algorithm: Algorithm, abort: Abort, shared: Arc<Shared>, worker: Option<Worker>) -> Self {
         let home = Members::world(world.rank, world.nodes.clone());
-        let inner = Inner { world, algorithm, abort, shared, worker: Mutex::new(worker) };
+        let exit = Exit::new(abort, world.nodes.len() > 1, shared.clone(), worker);
+        let inner = Inner { world, algorithm, shared, exit, has_roles: Arc::default(), watch: Mutex::new(None) };
         Self { inner: Arc::new(inner), home, path: DevicePath::Staged, slot: staged::WORDS, backend: PhantomData }
     }
 
@@ -244,6 +278,7 @@ impl<B: Backend> Comm<B> {
     /// # Errors
     /// As [`Comm::split`].
     pub fn role(&self, colors_of_all_ranks: &[usize]) -> Result<Self> {
+        self.inner.has_roles.store(true, Ordering::Relaxed);
         Ok(Self { home: self.members(colors_of_all_ranks)?, ..self.clone() })
     }
 
@@ -309,53 +344,62 @@ impl<B: Backend> Comm<B> {
     /// end of this process, which makes the launcher end the others. Between threads every request of every
     /// rank fails from now on, and the calling thread unwinds with [`Aborted`].
     pub fn abort(&self, code: i32) -> ! {
-        self.inner.request_abort(code);
-        match self.inner.abort {
-            Abort::Unwind => std::panic::resume_unwind(Box::new(Aborted { code })),
-            Abort::Exit => {
-                if self.inner.world.nodes.len() > 1 {
-                    std::thread::sleep(ABORT_PATIENCE);
-                }
-                std::process::exit(code)
-            }
-        }
+        self.inner.exit.abort(code)
     }
 }
 
 impl Inner {
     /// Queues a request. If the thread has ended, the request is dropped, which its `Pending` reports.
     pub fn submit(&self, request: Request) {
-        if let Some(worker) = &*self.worker.lock().unwrap_or_else(PoisonError::into_inner) {
-            worker.submit(request);
-        }
+        self.exit.submit(request);
     }
 
-    fn request_abort(&self, code: i32) {
-        self.shared.abort(code);
-        // The thread may be asleep on its queue.
-        self.submit(Request::run(|_| {}));
+    /// This rank as its watch sees it.
+    pub fn seat(&self) -> Seat {
+        let Self { world, shared, exit, has_roles, .. } = self;
+        Seat { shared: shared.clone(), world: world.clone(), exit: exit.clone(), has_roles: has_roles.clone() }
     }
 
-    /// Ends the job from a thread that knows it to be stuck, and this process with it.
-    pub fn end_job(&self, code: i32) -> ! {
-        // Libraries clean up when a process ends, and may wait for a lock that a stuck thread holds.
-        let impatient = || {
-            std::thread::sleep(2 * ABORT_PATIENCE);
-            std::process::abort()
+    fn watch(&self) -> MutexGuard<'_, Option<Guard>> {
+        self.watch.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Does something with the watch over this rank, which begins if it has not.
+    pub fn watched<T>(&self, act: impl FnOnce(&Guard) -> Result<T>) -> Result<T> {
+        let mut watch = self.watch();
+        let guard = match watch.take() {
+            Some(guard) => guard,
+            None => Guard::start(self.seat())?,
         };
-        let _ = std::thread::Builder::new().spawn(impatient);
-        if let Abort::Exit = self.abort {
-            self.request_abort(code);
-            std::thread::sleep(ABORT_PATIENCE);
-        }
-        std::process::exit(code)
+        let done = act(&guard);
+        *watch = Some(guard);
+        done
+    }
+
+    /// Whether a watch over this rank has begun.
+    pub fn is_watched(&self) -> bool {
+        self.watch().is_some()
+    }
+
+    /// Ends the watch over this rank.
+    pub fn end_watch(&self) {
+        let watch = self.watch().take();
+        drop(watch);
     }
 
     fn end(&self) {
-        let worker = self.worker.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(worker) = worker {
+        if let Some(worker) = self.exit.take_worker() {
+            let world = Members::world(self.world.rank, self.world.nodes.clone());
+            let label =
+                Label { op: LEAVE, group: WORLD, unit: None, size: Size::Own(0), algorithm: "direct", root: None };
+            worker.submit(Request::run(move |state| {
+                if state.failure().is_none() {
+                    state.shared.ledger().begin(&world, &label);
+                }
+            }));
             worker.end();
         }
+        self.end_watch();
     }
 }
 
@@ -363,7 +407,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         if std::thread::panicking() {
             // The others may be waiting for messages that this rank will never send.
-            self.request_abort(1);
+            self.exit.request_abort(1);
         }
         self.end();
     }

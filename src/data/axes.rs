@@ -17,7 +17,7 @@ pub enum Axes {
 }
 
 /// Images whose channels come first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Planes {
     pub channels: usize,
     /// Elements of a channel.

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use hdf5::File;
 use hdf5::dataset::Layout;
+use serde::{Deserialize, Serialize};
 
 use super::axes::Planes;
 use super::bounded;
@@ -19,7 +20,7 @@ use crate::error::{Error, Result};
 pub(super) const MAX_VOCABULARY: usize = i32::MAX as usize;
 
 /// The datasets that samples are made of.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum Content {
     /// A stream of ids, from which windows are cut.
     Tokens(Field),
@@ -30,7 +31,7 @@ pub(super) enum Content {
 }
 
 /// The datasets of rows.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Rows {
     /// None where samples have categories alone.
     pub inputs: Option<Field>,
@@ -56,7 +57,7 @@ pub(super) struct Place<'a> {
 }
 
 /// A dataset.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Field {
     pub name: String,
     /// Type that its elements are read as.

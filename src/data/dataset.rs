@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::augment::{Augment, Augmenter};
+use super::catalogue::Catalogue;
 use super::compare::{Scratch, Seen};
 use super::content::{Content, Field, Rows};
 use super::division::{Division, millionths};
@@ -15,11 +16,12 @@ use super::shard::{Shard, first_invalid};
 use super::spec::{DataSpec, Held, Ids, SampleSpec, Split, Target, Verify};
 use super::stored::As;
 use super::{Fingerprint, Tokenizer, completeness};
+use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::pattern::matches;
 use crate::simd::simd;
 
-/// Shards kept open at a time: well below the usual limit of 1024 files.
+/// Shards kept open at a time, where the process may open so many files.
 const MAX_OPEN: usize = 256;
 /// Most bytes cached for all shards together, unless single chunks are larger.
 const CACHE_TOTAL: usize = 128 << 20;
@@ -65,6 +67,14 @@ impl Dataset {
     /// # Errors
     /// As [`Dataset::open`], or the data sets do not go together.
     pub fn open_all(specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
+        Self::open_by(&mut Catalogue::of_files(), specs, split, context)
+    }
+
+    /// As [`Dataset::open_all`], with what `catalogue` knows of the files.
+    ///
+    /// # Errors
+    /// As [`Dataset::open_all`].
+    pub fn open_by(catalogue: &mut Catalogue, specs: &[DataSpec], split: Split, context: usize) -> Result<Self> {
         if context == 0 {
             return Err(Error::input("a sample of 0 tokens teaches nothing").hint("set the context to 1 or more"));
         }
@@ -73,11 +83,11 @@ impl Dataset {
         let mut samples = 0;
         for spec in specs {
             let (own, before) = (shards.len(), samples);
-            let is_divided = spec.val_fraction > 0.0 && spec.held()? == Held::Fraction;
+            let is_divided = spec.val_fraction > 0.0 && catalogue.held(spec)? == Held::Fraction;
             // Both parts are in the same shards.
             let of_files = if is_divided { Split::Train } else { split };
-            for path in spec.files(of_files)? {
-                let mut shard = Shard::open(&path, spec)?;
+            for path in catalogue.files(spec, of_files)? {
+                let mut shard = catalogue.shard(&path, spec)?;
                 // Lists of values may be long, and are mostly the same in all shards: one of them is kept.
                 if let Some(last) = shards.last().filter(|last| last.told == shard.told) {
                     shard.told = last.told.clone();
@@ -111,7 +121,7 @@ impl Dataset {
             SampleSpec::Rows { ids: Ids::Input(below), .. } => *below,
             SampleSpec::Rows { .. } => 0,
         };
-        let open = OpenShards::new(&shards, MAX_OPEN, spec.verify);
+        let open = OpenShards::new(&shards, descriptors::share(MAX_OPEN), spec.verify);
         let (parts, spec) = (divisions.iter().map(Division::count).collect(), spec.samples.clone());
         let (preprocessing, forms) = (Preprocessing::default(), Vec::new());
         let mut dataset = Self {

@@ -4,20 +4,21 @@ use std::fmt;
 
 use hdf5::Datatype;
 use hdf5_sys::h5t::H5T_class_t;
+use serde::{Deserialize, Serialize};
 
 use super::h5::{self, TypeFacts};
 use super::stored::As;
 use crate::error::{Error, Result};
 
 /// The type of the elements of a dataset, irrespective of byte order.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Dtype {
     name: String,
     class: Class,
     size: usize,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 enum Class {
     Integer,
     /// Names for integers, truth values among them.

@@ -19,7 +19,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use hdf5::types::{IntSize, TypeDescriptor, VarLenUnicode};
-use hdf5::{Dataset, File, H5Type};
+use hdf5::{Dataset, File, H5Type, Hyperslab, SliceOrIndex};
+use serde::{Deserialize, Serialize};
 
 use super::h5::{one_line, read_all, var_len};
 use super::spec::Split;
@@ -31,6 +32,8 @@ use crate::hdf5_files;
 const BLOCK: usize = 1 << 16;
 /// Bytes of rows between two checksums, or one row if that is more: random reads are not much smaller.
 const ROW_BLOCK_BYTES: usize = 16 << 10;
+/// Blocks of rows that are written at once.
+const BLOCKS: usize = 256;
 
 const TOKENS: &str = "/tokens";
 pub(super) const CHECKSUMS: &str = "/checksums";
@@ -42,7 +45,7 @@ pub(super) const IMPORT: &str = "import";
 const CHECKSUM_BLOCK: &str = "checksum_block";
 
 /// Kind of content of a file that this crate wrote.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Format {
     /// A stream of ids.
     Tokens,
@@ -79,7 +82,7 @@ impl Format {
 }
 
 /// Attributes of a file that this crate wrote; each is none in a file that lacks it.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Header {
     /// Format and version; `None` for a file that was not written by this crate.
     pub format: Option<(Format, u32)>,
@@ -247,12 +250,40 @@ pub(super) fn write_rows<T: H5Type + bytemuck::NoUninit>(
     shape: &[usize],
     elements: &[T],
 ) -> hdf5::Result<Dataset> {
+    let row = shape[1..].iter().product::<usize>();
+    let of_row = |at: usize, to: &mut Vec<T>| {
+        to.extend_from_slice(&elements[at * row..][..row]);
+        Ok(())
+    };
+    write_rows_by(file, name, shape, 0..shape[0], of_row)
+}
+
+/// As [`write_rows`], of some `rows`, whose elements `of_row` adds: as many as the shape has, and a few in memory at a time.
+pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
+    file: &File,
+    name: &str,
+    shape: &[usize],
+    mut rows: impl Iterator<Item = usize>,
+    mut of_row: impl FnMut(usize, &mut Vec<T>) -> hdf5::Result<()>,
+) -> hdf5::Result<Dataset> {
     let row_bytes = shape[1..].iter().product::<usize>() * size_of::<T>();
     let block = ROW_BLOCK_BYTES.div_ceil(row_bytes.max(1));
     let dataset = file.new_dataset::<T>().shape(shape).create(name)?;
-    dataset.write_raw(elements)?;
-    // As HDF5 stores them: no machine that this runs on has another byte order.
-    let sums = BlockSums::of(bytemuck::cast_slice(elements), block, row_bytes);
+    let mut sums = BlockSums { block, crc32: Vec::with_capacity(shape[0].div_ceil(block)) };
+    let (mut first, mut elements) = (0, Vec::new());
+    while first < shape[0] {
+        let count = (BLOCKS * block).min(shape[0] - first);
+        elements.clear();
+        rows.by_ref().take(count).try_for_each(|row| of_row(row, &mut elements))?;
+        // As HDF5 stores them: no machine that this runs on has another byte order.
+        sums.crc32.extend(BlockSums::of(bytemuck::cast_slice(&elements), block, row_bytes).crc32);
+        let dims: Vec<usize> = std::iter::once(count).chain(shape[1..].iter().copied()).collect();
+        let some = ndarray::ArrayViewD::from_shape(dims, &elements).map_err(|e| hdf5::Error::from(e.to_string()))?;
+        let axes = (1..shape.len()).map(|_| SliceOrIndex::from(..));
+        let place: Vec<SliceOrIndex> = std::iter::once(SliceOrIndex::from(first..first + count)).chain(axes).collect();
+        dataset.write_slice(some, Hyperslab::from(place))?;
+        first += count;
+    }
     if !file.link_exists(CHECKSUMS) {
         file.create_group(CHECKSUMS)?;
     }
@@ -286,6 +317,22 @@ pub(super) struct TokenShard<'a> {
 impl TokenShard<'_> {
     /// Writes the shard to `path`, byte for byte the same each time.
     pub(super) fn write(&self, path: &Path) -> Result<()> {
+        let mut rest = self.ids;
+        let mut next = |count: usize| {
+            let (some, others) = rest.split_at(count);
+            rest = others;
+            Ok(some.to_vec())
+        };
+        self.write_by(path, self.ids.len(), &mut next)
+    }
+
+    /// As [`TokenShard::write`], of `count` ids that `next` gives, as many at a time as it is asked for.
+    pub(super) fn write_by(
+        &self,
+        path: &Path,
+        count: usize,
+        next: &mut dyn FnMut(usize) -> Result<Vec<u32>>,
+    ) -> Result<()> {
         let (json, source) = (var_len(&self.tokenizer.to_json()?)?, var_len(self.source)?);
         let texts = [
             ("format", var_len(Format::Tokens.name())?),
@@ -294,12 +341,32 @@ impl TokenShard<'_> {
             ("source_sha256", var_len(self.source_sha256)?),
             ("split", var_len(self.split.name())?),
         ];
-        self.write_objects(path, &json, &texts).map_err(|e| Error::io("write", path, one_line(&e)))?;
+        let mut refused = None;
+        // HDF5 knows no errors but its own.
+        let mut next = |count| {
+            next(count).map_err(|e| {
+                let message = e.message().to_string();
+                refused = Some(e);
+                hdf5::Error::from(message)
+            })
+        };
+        let written = self.write_objects(path, &json, &texts, count, &mut next);
+        if let Some(e) = refused {
+            return Err(e);
+        }
+        written.map_err(|e| Error::io("write", path, one_line(&e)))?;
         // The name must never outlive the content.
         std::fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("write", path, e))
     }
 
-    fn write_objects(&self, path: &Path, json: &VarLenUnicode, texts: &[(&str, VarLenUnicode)]) -> hdf5::Result<()> {
+    fn write_objects(
+        &self,
+        path: &Path,
+        json: &VarLenUnicode,
+        texts: &[(&str, VarLenUnicode)],
+        count: usize,
+        next: &mut dyn FnMut(usize) -> hdf5::Result<Vec<u32>>,
+    ) -> hdf5::Result<()> {
         let width = self.id_width();
         let file = hdf5_files::create(path)?;
         for (name, text) in texts {
@@ -313,19 +380,26 @@ impl TokenShard<'_> {
         }
         file.new_dataset::<VarLenUnicode>().create(TOKENIZER)?.write_scalar(json)?;
 
-        let crc32: Vec<u32> = self.ids.chunks(BLOCK).map(|block| checksum(block, width as usize)).collect();
-        BlockSums { block: BLOCK, crc32 }.write(&file, CHECKSUMS)?;
+        // They have their place in the file before the ids, and their values after.
+        let mut sums = BlockSums { block: BLOCK, crc32: vec![0; count.div_ceil(BLOCK)] };
+        sums.write(&file, CHECKSUMS)?;
 
         // HDF5 narrows the ids on the way to the file.
-        let mut builder = file.new_dataset_builder().empty_as(TypeDescriptor::Unsigned(width)).shape(self.ids.len());
+        let mut builder = file.new_dataset_builder().empty_as(TypeDescriptor::Unsigned(width)).shape(count);
         if let Some(level) = self.compress {
-            builder = builder.chunk(BLOCK.min(self.ids.len()));
+            builder = builder.chunk(BLOCK.min(count));
             if width != IntSize::U1 {
                 builder = builder.shuffle();
             }
             builder = builder.deflate(level);
         }
-        builder.create(TOKENS)?.write_raw(self.ids)?;
+        let tokens = builder.create(TOKENS)?;
+        for (block, first) in (0..count).step_by(BLOCK).enumerate() {
+            let ids = next(BLOCK.min(count - first))?;
+            sums.crc32[block] = checksum(&ids, width as usize);
+            tokens.write_slice(&ids, first..first + ids.len())?;
+        }
+        file.dataset(CHECKSUMS)?.write_raw(&sums.crc32)?;
         file.close()
     }
 

@@ -10,6 +10,7 @@ mod axes;
 pub mod bench;
 mod bounded;
 pub mod bundled;
+mod catalogue;
 mod columns;
 mod compare;
 mod completeness;
@@ -41,6 +42,7 @@ pub mod verify;
 
 pub use augment::Augment;
 pub use axes::Axes;
+pub use catalogue::{Catalogue, described};
 pub use columns::{Category, Coding, Columns};
 pub use dataset::Dataset;
 pub(crate) use dataset::is_weight;

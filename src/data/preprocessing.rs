@@ -47,11 +47,29 @@ impl From<&Standard> for Scale {
 }
 
 /// Preprocessing that a shard describes.
-#[derive(Debug, Clone, Default, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Told {
     pub scale: Option<Scale>,
+    #[serde(with = "columns")]
     pub columns: Option<Arc<Columns>>,
     pub classes: Vec<String>,
+}
+
+/// Columns that several hold, as those of one.
+mod columns {
+    use std::sync::Arc;
+
+    use serde::{Deserialize as _, Deserializer, Serialize as _, Serializer};
+
+    use crate::data::Columns;
+
+    pub fn serialize<S: Serializer>(columns: &Option<Arc<Columns>>, to: S) -> Result<S::Ok, S::Error> {
+        columns.as_deref().serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Arc<Columns>>, D::Error> {
+        Ok(Option::<Columns>::deserialize(from)?.map(Arc::new))
+    }
 }
 
 /// Conversion of a shard's samples to a preprocessing.

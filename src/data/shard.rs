@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use hdf5::File;
+use serde::{Deserialize, Serialize};
 
 use super::columns::Columns;
 use super::compare::{Compared, ReadError, Scratch};
@@ -26,14 +27,17 @@ use crate::error::{Error, Result};
 use crate::simd::simd;
 
 /// The description of one file.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Shard {
     pub path: PathBuf,
     pub header: Header,
     pub content: Content,
     /// Distinguishes it from other shards.
     pub print: ShardPrint,
+    /// Length of the file.
+    pub bytes: u64,
     /// Its preprocessing, besides the tokenizer.
+    #[serde(skip)]
     pub told: Arc<Told>,
 }
 
@@ -51,7 +55,8 @@ impl Shard {
             let content = Content::find(Place { file: &file, path }, spec)?;
             let print = ShardPrint::of(&file, path, &header, &content)?;
             let told = told(&file, &content)?.into();
-            Ok(Self { path: path.to_owned(), header, content, print, told })
+            let bytes = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?.len();
+            Ok(Self { path: path.to_owned(), header, content, print, bytes, told })
         };
         describe().map_err(|e: Error| e.at(path.display()))
     }
@@ -192,6 +197,13 @@ impl Shard {
         let bytes = chunk_bytes.map_or(0, |chunk_bytes| cache_bytes.max(chunk_bytes));
         let file = h5::open_file(&self.path, Some(ChunkCache { bytes, chunk_bytes: chunk_bytes.unwrap_or(0) }))?;
         let plain = std::fs::File::open(&self.path).map_err(|e| Error::io("read", &self.path, e))?;
+        let bytes = plain.metadata().map_err(|e| Error::io("read", &self.path, e))?.len();
+        if bytes != self.bytes {
+            let message =
+                format!("{} has {bytes} bytes, but {} when it was described", self.path.display(), self.bytes);
+            return Err(Error::input(message)
+                .hint("the files of a data set may not change during a run, and are the same on every node"));
+        }
         let plain = Arc::new(plain);
         let checksums = if verify != Verify::Off && self.header.has_checksums() {
             let checksums = Checksums::read(&file).map_err(|e| e.at(self.path.display()))?;

@@ -18,7 +18,7 @@ pub(super) const WEIGHTS: &str = "/weights";
 const VALIDATION: &str = "val-*.h5";
 
 /// Location of the validation samples.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Held {
     /// In shards of their own.
     Shards,

@@ -1,13 +1,14 @@
 //! The scale of inputs that a file gives: means and standard deviations.
 
 use hdf5::File;
+use serde::{Deserialize, Serialize};
 
 use super::h5;
 use crate::error::{Error, Result};
 use crate::simd::simd;
 
 /// Mean and standard deviation of inputs, one for each place of their last axis or of a whole row.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Standard {
     pub mean: Vec<f32>,
     pub std: Vec<f32>,

@@ -2,11 +2,12 @@
 
 use half::f16;
 use hdf5::{Datatype, H5Type};
+use serde::{Deserialize, Serialize};
 
 use crate::simd::simd;
 
 /// Type that the elements of a dataset are read as.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum As {
     /// `u32`: ids, classes.
     Ids,
@@ -15,7 +16,7 @@ pub(super) enum As {
 }
 
 /// An element in memory, in the byte order of this machine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Stored {
     U8,
     I8,

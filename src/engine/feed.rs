@@ -10,7 +10,8 @@ use crate::checkpoint::Progress;
 use crate::comm::Group;
 use crate::config::{Config, ModelKind, Plan, sample_spec};
 use crate::data::{
-    Augment, Batch, DataSpec, Dataset, Held, Loader, Order, SampleSpec, Source, Split, Target, bundled, stage,
+    Augment, Batch, Catalogue, DataSpec, Dataset, Held, Loader, Order, SampleSpec, Source, Split, Target, bundled,
+    stage,
 };
 use crate::error::{Error, Result};
 use crate::nn::Micro;
@@ -22,7 +23,26 @@ use crate::topology::Topology;
 /// # Errors
 /// Data is missing or malformed; the error names the place.
 pub fn open(config: &Config) -> Result<(Dataset, Option<Dataset>)> {
-    open_specs(config, &specs(config)?)
+    open_specs(&mut Catalogue::to_be_told(), config, &specs(config)?)
+}
+
+/// Opens data on all ranks of `world`: rank 0 looks at its files, and tells the others of them. Collective.
+///
+/// # Errors
+/// Those of `open`, which all ranks share; or a message between ranks failed.
+pub fn together<B: Backend, T>(world: &Group<B>, open: impl FnOnce(&mut Catalogue) -> Result<T>) -> Result<T> {
+    if world.rank() == 0 {
+        let mut catalogue = Catalogue::to_be_told();
+        let opened = world.agree(open(&mut catalogue))?;
+        let told = world.agree(if world.size() > 1 { catalogue.tell() } else { Ok(Vec::new()) })?;
+        world.gather_bytes(told).wait()?;
+        return world.agree(Ok(opened));
+    }
+    world.agree(Ok(()))?;
+    world.agree(Ok(()))?;
+    let told = world.gather_bytes(Vec::new()).wait()?;
+    let opened = Catalogue::told(&told[0]).and_then(|mut catalogue| open(&mut catalogue));
+    world.agree(opened)
 }
 
 /// As [`open`], on all ranks of a job: with `data.stage` one rank of each node copies the shards first, and all read the copies.
@@ -34,12 +54,15 @@ pub fn open_staged<B: Backend>(
     world: &Group<B>,
     topology: &Topology,
 ) -> Result<(Dataset, Option<Dataset>)> {
-    let Some(root) = config.data.stage.as_ref().map(Path::new) else { return world.agree(open(config)) };
     let sources = world.agree(specs(config))?;
+    let Some(root) = config.data.stage.as_ref().map(Path::new) else {
+        return together(world, |catalogue| open_specs(catalogue, config, &sources));
+    };
     let here = &topology.here().host;
+    // Errors of the data name the place that the user knows.
+    let looked = || open_specs(&mut Catalogue::to_be_told(), config, &sources).map(drop);
+    world.agree(if world.rank() == 0 { looked() } else { Ok(()) })?;
     let copies = || {
-        // Errors of the data name the place that the user knows.
-        open_specs(config, &sources)?;
         for spec in &sources {
             let stage::Staged { copied: (files, bytes), reused } = stage::stage(spec, root)?;
             let (from, to) = (spec.path.display(), root.display());
@@ -48,19 +71,21 @@ pub fn open_staged<B: Backend>(
         Ok(())
     };
     let is_first = (0..world.rank()).all(|rank| topology.host(rank) != here);
-    world.agree(if is_first { copies() } else { Ok(()) })?;
-    let specs = || sources.iter().map(|spec| stage::place(spec, root)).collect::<Result<Vec<_>>>();
-    world.agree(specs().and_then(|specs| open_specs(config, &specs)))
+    // Copies may take longer than any message.
+    world.patiently(is_first.then_some(copies))?;
+    let staged = || sources.iter().map(|spec| stage::place(spec, root)).collect::<Result<Vec<_>>>();
+    let staged = world.agree(staged())?;
+    together(world, |catalogue| open_specs(catalogue, config, &staged))
 }
 
-fn open_specs(config: &Config, specs: &[DataSpec]) -> Result<(Dataset, Option<Dataset>)> {
-    let mut train = Dataset::open_all(specs, Split::Train, predictions(config))?;
+fn open_specs(catalogue: &mut Catalogue, config: &Config, specs: &[DataSpec]) -> Result<(Dataset, Option<Dataset>)> {
+    let mut train = Dataset::open_by(catalogue, specs, Split::Train, predictions(config))?;
     if config.data.augment != Augment::default() {
         // Models of text have no shape of a sample.
         let shape = config.model.input.as_deref().unwrap_or_default();
         train.augment(config.data.augment, shape, config.run.seed)?;
     }
-    let mut validation = open_validation(config, specs)?;
+    let mut validation = open_validation(catalogue, config, specs)?;
     if let Some(validation) = &mut validation {
         validation.conform(train.preprocessing())?;
     }
@@ -68,15 +93,15 @@ fn open_specs(config: &Config, specs: &[DataSpec]) -> Result<(Dataset, Option<Da
 }
 
 /// Evaluations look at no weights.
-fn open_measured(config: &Config, specs: &[DataSpec], split: Split) -> Result<Dataset> {
+fn open_measured(catalogue: &mut Catalogue, config: &Config, specs: &[DataSpec], split: Split) -> Result<Dataset> {
     let unweighted = |spec: &DataSpec| DataSpec { weights: Some(String::new()), ..spec.clone() };
     let specs: Vec<DataSpec> = specs.iter().map(unweighted).collect();
-    Dataset::open_all(&specs, split, predictions(config))
+    Dataset::open_by(catalogue, &specs, split, predictions(config))
 }
 
 /// Opens the validation data, if there is any.
-fn open_validation(config: &Config, specs: &[DataSpec]) -> Result<Option<Dataset>> {
-    let held = specs.iter().map(DataSpec::held).collect::<Result<Vec<_>>>()?;
+fn open_validation(catalogue: &mut Catalogue, config: &Config, specs: &[DataSpec]) -> Result<Option<Dataset>> {
+    let held = specs.iter().map(|spec| catalogue.held(spec)).collect::<Result<Vec<_>>>()?;
     let fraction = config.data.val_fraction;
     if fraction > 0.0 && !held.contains(&Held::Fraction) {
         let path = specs[0].path.display();
@@ -94,28 +119,27 @@ fn open_validation(config: &Config, specs: &[DataSpec]) -> Result<Option<Dataset
                 .hint("set data.val_fraction to keep a part of its samples for validation"));
         }
     }
-    open_measured(config, specs, Split::Validation).map(Some)
+    open_measured(catalogue, config, specs, Split::Validation).map(Some)
 }
 
 /// The validation data of a configuration.
 ///
 /// # Errors
 /// As [`open`], or there is none.
-pub fn validation(config: &Config) -> Result<Dataset> {
-    measured(config, Split::Validation)
+pub fn validation(catalogue: &mut Catalogue, config: &Config) -> Result<Dataset> {
+    measured(catalogue, config, Split::Validation)
 }
 
 /// A part of a configuration's data, to be measured on.
 ///
 /// # Errors
 /// As [`open`], or there is none.
-pub fn measured(config: &Config, split: Split) -> Result<Dataset> {
+pub fn measured(catalogue: &mut Catalogue, config: &Config, split: Split) -> Result<Dataset> {
     let specs = specs(config)?;
     match split {
-        Split::Train => open_measured(config, &specs, split),
-        Split::Validation => {
-            open_validation(config, &specs)?.ok_or_else(|| no_validation("nothing can be evaluated on it", config))
-        }
+        Split::Train => open_measured(catalogue, config, &specs, split),
+        Split::Validation => open_validation(catalogue, config, &specs)?
+            .ok_or_else(|| no_validation("nothing can be evaluated on it", config)),
     }
 }
 
@@ -141,14 +165,14 @@ pub(crate) fn no_validation(what: &str, config: &Config) -> Error {
 ///
 /// # Errors
 /// As [`open`].
-pub fn inputs(config: &Config, split: Split) -> Result<Dataset> {
+pub fn inputs(catalogue: &mut Catalogue, config: &Config, split: Split) -> Result<Dataset> {
     let mut specs = specs(config)?;
     for spec in &mut specs {
         if let SampleSpec::Rows { target, .. } = &mut spec.samples {
             *target = Target::Unknown;
         }
     }
-    Dataset::open_all(&specs, split, predictions(config))
+    Dataset::open_by(catalogue, &specs, split, predictions(config))
 }
 
 /// Predictions of a sample.

@@ -11,7 +11,7 @@ mod sidecar;
 pub use generate::{Sampling, generate};
 pub use predict::{Predictions, predict};
 pub use queue::Policy;
-pub use sidecar::{Request, watch};
+pub use sidecar::{ABANDONED, Request, watch};
 
 use std::collections::BTreeMap;
 use std::fmt;

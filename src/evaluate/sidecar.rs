@@ -25,7 +25,7 @@ use crate::config::{Config, Plan};
 use crate::data::{Preprocessing, Tokenizer};
 use crate::engine::{Model, feed};
 use crate::error::{Error, Kind, Result};
-use crate::run_dir::markers::{self, Markers};
+use crate::run_dir::markers::{self, End, Markers};
 use crate::run_dir::{Ending, RunDirectory};
 use crate::signals;
 use crate::telemetry::evaluations::{self, Evaluation, Status};
@@ -34,12 +34,19 @@ use crate::telemetry::{logging, say, unix_time};
 /// Time between two looks at the run's directory.
 const LOOK: Duration = Duration::from_millis(300);
 
+/// Longest time between two looks at the trainer's lease.
+const TRAINER: Duration = Duration::from_secs(5);
+
 /// Time within which a trainer must begin.
 const BEGIN: Duration = Duration::from_secs(30);
 
 /// Attempts at a checkpoint that cannot be read, and the time between them.
 const ATTEMPTS: usize = 3;
 const BETWEEN: Duration = Duration::from_secs(1);
+
+/// Time without a trainer after which an evaluator gives up, unless it is told another: longer than a job waits in a queue
+/// or backs off before it is started again.
+pub const ABANDONED: Duration = Duration::from_secs(30 * 60);
 
 /// Request to an evaluator.
 #[derive(Debug, Clone)]
@@ -50,7 +57,7 @@ pub struct Request {
     pub watch: bool,
     /// Selection of checkpoints.
     pub policy: Policy,
-    /// End when no checkpoint has come for so long.
+    /// Give up when no trainer has held the run for so long, while it waits for one; none beside its own.
     pub timeout: Option<Duration>,
     /// Settings over those of the run, such as `eval.samples=100`.
     pub overrides: Vec<String>,
@@ -69,6 +76,8 @@ enum Decision {
     Evaluate(u64, String, usize),
     /// Nothing more will come, or shall.
     End(String),
+    /// More should come, but nobody is there to make it.
+    GiveUp(String),
 }
 
 /// Message of a rank to the others, before each decision is obeyed.
@@ -97,6 +106,9 @@ pub fn watch<B: Kernels>(
     let logs = directory.logs_path();
     // A copy of a run's checkpoints may have none.
     world.agree(std::fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e)))?;
+    if !request.beside_trainer {
+        comm.watch_apart(&[logs.clone(), std::env::temp_dir()])?;
+    }
     let log = logs.join(format!("evaluator-{:05}.log", world.rank()));
     world.agree(logging::to_file(&log, log::LevelFilter::Info))?;
     let mut sidecar = Sidecar {
@@ -130,6 +142,11 @@ pub fn watch<B: Kernels>(
                     say(format_args!("evaluator: {why}"));
                 }
                 return Ok(Ending::Finished);
+            }
+            Decision::GiveUp(why) => {
+                return Err(Error::comm(why)
+                    .hint("start the trainer again with --resume auto, or give the evaluator more time with --timeout")
+                    .shared());
             }
             Decision::Evaluate(step, id, retries) => {
                 if let Some(ending) = sidecar.evaluate(step, &id, retries)? {
@@ -189,9 +206,12 @@ fn exchange<B: Kernels>(world: &Group<B>, mine: &Told) -> Result<(bool, Decision
 struct Waiting<'a> {
     queue: Queue,
     checkpoints: Checkpoints,
+    run: RunDirectory,
     request: &'a Request,
-    /// When something was last done.
+    /// When a trainer last held the run, or something was done here.
     since: Instant,
+    /// When the trainer was last looked for.
+    looked: Option<Instant>,
     /// Last reason for waiting that was reported.
     told: Option<&'static str>,
     /// Consecutive failures to read the run's directory.
@@ -201,7 +221,8 @@ struct Waiting<'a> {
 impl<'a> Waiting<'a> {
     fn new(checkpoints: Checkpoints, request: &'a Request) -> Self {
         let queue = Queue::new(checkpoints.clone(), request.policy);
-        Self { queue, checkpoints, request, since: Instant::now(), told: None, refused: 0 }
+        let run = RunDirectory::at(&request.run);
+        Self { queue, checkpoints, run, request, since: Instant::now(), looked: None, told: None, refused: 0 }
     }
 
     fn evaluated(&mut self) {
@@ -256,13 +277,35 @@ impl<'a> Waiting<'a> {
             self.told = Some(waits_for);
             say(format_args!("evaluator: {waits_for} of {}", self.request.run.display()));
         }
-        match self.request.timeout {
-            Some(timeout) if self.since.elapsed() >= timeout => {
-                let span = humantime::format_duration(timeout);
-                Ok(Decision::End(format!("no checkpoint to evaluate came for {span} (--timeout)")))
-            }
-            _ => Ok(Decision::Wait),
+        let Some(timeout) = self.request.timeout.filter(|_| self.request.watch && idle) else {
+            return Ok(Decision::Wait);
+        };
+        if !self.is_abandoned(timeout)? {
+            return Ok(Decision::Wait);
         }
+        let (run, span) = (self.request.run.display(), humantime::format_duration(timeout));
+        let why = match ended {
+            Some(End { step, status: markers::Status::Failed, why }) => {
+                let why = why.map(|why| format!(": {why}")).unwrap_or_default();
+                format!("the last one failed at step {step}{why}")
+            }
+            Some(End { step, .. }) => format!("the last one was interrupted at step {step}"),
+            None if nothing => "none has saved anything".into(),
+            None => "the last one ended without a word".into(),
+        };
+        Ok(Decision::GiveUp(format!("no trainer has held {run} for {span} (--timeout): {why}")))
+    }
+
+    /// Whether no trainer has held the run for so long, and nothing was done here.
+    fn is_abandoned(&mut self, timeout: Duration) -> Result<bool> {
+        let pause = TRAINER.min(timeout / 10);
+        if self.looked.is_none_or(|looked| looked.elapsed() >= pause) {
+            self.looked = Some(Instant::now());
+            if self.run.has_trainer()? {
+                self.since = Instant::now();
+            }
+        }
+        Ok(self.since.elapsed() >= timeout)
     }
 }
 
@@ -353,6 +396,7 @@ impl<B: Kernels> Sidecar<'_, B> {
             own::check(reader.manifest(), &config).map(|()| config)
         };
         let config = world.agree(configured())?;
+        self.comm.wait_at_most(Duration::from_secs(config.comm.timeout))?;
         self.prepare(config, reader.manifest())?;
         let Some(mut loaded) = self.loaded.take() else { return Err(Error::internal("no network")) };
         if let Err(e) = world.agree(check_and_load(&world, &mut reader, &mut loaded.model)) {
@@ -374,7 +418,7 @@ impl<B: Kernels> Sidecar<'_, B> {
         }
         // The one before goes first: there is room for one.
         self.loaded = None;
-        let mut validation = world.agree(feed::validation(&plan.config))?;
+        let mut validation = feed::together(&world, |catalogue| feed::validation(catalogue, &plan.config))?;
         let notes = world.agree(manifest.conform(&mut validation))?;
         if world.rank() == 0 {
             notes.iter().for_each(|note| log::warn!("data: {note}"));

@@ -3,6 +3,7 @@
 //! [`Sharded`] is the one type for every data-parallel mode. Modes differ by the shape of the mesh and by the lifetimes
 //! of full gradients and full parameters ([`Residency`]).
 
+mod audits;
 mod averaging;
 mod control_flags;
 mod device_state;

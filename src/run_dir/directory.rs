@@ -182,7 +182,7 @@ impl RunDirectory {
     /// A lease cannot be read: its holder is not known.
     pub fn is_in_use(&self) -> Result<bool> {
         let leases = self.leases();
-        Ok(leases.holds(TRAINER)? || self.checkpoints().leases().queue_is_watched()?)
+        Ok(leases.shows_life(TRAINER)? || self.checkpoints().leases().queue_is_watched()?)
     }
 
     /// Looks whether this process still is the trainer here.
@@ -199,6 +199,14 @@ impl RunDirectory {
     /// Another one has taken over.
     pub fn check_often(&self) -> Result<()> {
         self.lease.as_ref().map_or(Ok(()), |lease| lease.check_often())
+    }
+
+    /// Whether a trainer has it, as far as its lease shows: one that has not beaten for a while does not.
+    ///
+    /// # Errors
+    /// The lease cannot be read.
+    pub fn has_trainer(&self) -> Result<bool> {
+        self.leases().shows_life(TRAINER)
     }
 
     fn leases(&self) -> Leases {

@@ -6,6 +6,7 @@
 //! count as absent, and nothing is removed on doubt.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::branch::{Branch, Take};
@@ -154,7 +155,7 @@ struct Load<'a, B: Kernels> {
 
 impl<B: Kernels> Load<'_, B> {
     /// Loads a checkpoint that a user names.
-    fn named(&mut self, path: &Path) -> Result<(PathBuf, Manifest)> {
+    fn named(&mut self, path: &Path) -> Result<(PathBuf, Arc<Manifest>)> {
         // Not removed while it is read.
         let (path, _lease) = find::together(self.world, path)?;
         let manifest = self.load(&path)?;
@@ -164,7 +165,7 @@ impl<B: Kernels> Load<'_, B> {
     /// Loads the newest checkpoint that is whole; names the ones it passed over, with the reasons. None if there is
     /// none at all. Only checkpoints that are proven damaged are passed over: the run would train again from an older
     /// one, and replace the newer ones in the end.
-    fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Manifest)>> {
+    fn newest(&mut self, directory: &RunDirectory) -> Result<Option<(PathBuf, Arc<Manifest>)>> {
         let checkpoints = directory.checkpoints();
         // One rank looks, so that all try the same ones.
         let mine = self.world.agree(if self.world.rank() == 0 { checkpoints.steps() } else { Ok(vec![]) })?;
@@ -196,7 +197,7 @@ impl<B: Kernels> Load<'_, B> {
     ///
     /// # Errors
     /// It is proven damaged ([`Kind::Damaged`]), another model's or another version's, or cannot be read. All ranks have the same.
-    fn load(&mut self, path: &Path) -> Result<Manifest> {
+    fn load(&mut self, path: &Path) -> Result<Arc<Manifest>> {
         let _span = span(Doing::Restore, None);
         let mut attempt = 1;
         loop {
@@ -214,7 +215,7 @@ impl<B: Kernels> Load<'_, B> {
     }
 
     /// As [`Load::load`], once.
-    fn load_once(&mut self, path: &Path) -> Result<Manifest> {
+    fn load_once(&mut self, path: &Path) -> Result<Arc<Manifest>> {
         let open = || {
             let mut reader = Reader::open(path)?;
             reader.check_files(self.world.rank(), self.world.size())?;
@@ -239,7 +240,7 @@ impl<B: Kernels> Load<'_, B> {
             _ => Ok(()),
         });
         self.world.agree(restored)?;
-        Ok(reader.manifest().clone())
+        Ok(reader.shared_manifest())
     }
 }
 

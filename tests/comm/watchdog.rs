@@ -1,14 +1,17 @@
 //! Jobs whose ranks are stopped, killed or stuck: they end soon, and say which rank it was.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
+use hpctrain::backend::cpu::Cpu;
+use hpctrain::comm::{Algorithm, start_mpi_within};
 use serde_json::Value;
 
 use crate::common::launch::Transport::{self, Mpirun, Simulate};
 use crate::common::launch::{Ended, Running, signal, start};
+use crate::common::ranks::{is_rank_of, mpirun_with};
 use crate::common::runs::Run;
 use crate::common::simulator::with_simulator;
 
@@ -53,8 +56,9 @@ impl Job {
     }
 
     fn pid(&self, rank: usize) -> String {
-        let text = std::fs::read_to_string(self.logs.join(format!("heartbeat-{rank:05}"))).unwrap();
-        let heartbeat: Value = serde_json::from_str(&text).unwrap();
+        // The ranks of this node share a file.
+        let text = std::fs::read_to_string(self.logs.join("heartbeat-00000")).unwrap();
+        let heartbeat: Value = serde_json::from_str(text.lines().nth(rank).unwrap()).unwrap();
         assert_eq!(heartbeat["rank"], rank);
         heartbeat["pid"].to_string()
     }
@@ -249,5 +253,37 @@ fn a_loader_is_stuck() {
         }
         assert_eq!(ended.stderr.matches("error:").count(), 1, "{ended}");
         check_ledger(1 - rank, &ledgers[1 - rank]);
+    }
+}
+
+/// A rank is stopped when all work is done and the others leave.
+#[test]
+fn a_rank_is_stopped_at_the_end() {
+    const NAME: &str = "watchdog::a_rank_is_stopped_at_the_end";
+    const FOLDER: &str = "HPCTRAIN_TEST_FOLDER";
+    if is_rank_of(NAME) {
+        hpctrain::job::name_console(None);
+        let comm = start_mpi_within::<Cpu>(Algorithm::Tree, SOON).unwrap();
+        comm.wait_at_most(Duration::from_secs(2)).unwrap();
+        let folder = std::env::var_os(FOLDER).unwrap();
+        drop(comm.watch(Path::new(&folder), Duration::from_secs(2)).unwrap());
+        comm.world().agree(Ok(())).unwrap();
+        if comm.rank() == 1 {
+            // SAFETY: touches no memory.
+            unsafe { libc::raise(libc::SIGSTOP) };
+        }
+        comm.shutdown();
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let (status, printed) = mpirun_with(NAME, 2, 2, SOON.as_secs(), &[(FOLDER, folder.path().to_str().unwrap())]);
+    assert_eq!(status.code(), Some(1), "{printed}");
+    for word in [
+        "the job stands still: rank 1 (process ",
+        ") does not answer: last seen ",
+        "; rank 0 waits in #",
+        " leave since ",
+    ] {
+        assert!(printed.contains(word), "{word:?} is missing: {printed}");
     }
 }

@@ -1,6 +1,7 @@
 //! Data: shards, imports, files of other programs, mixing, staging, checksums, weights of samples.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
+mod bounded;
 mod errors;
 mod hostile;
 mod images;

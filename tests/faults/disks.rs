@@ -256,3 +256,28 @@ fn a_bit_that_flipped_anywhere_is_found() {
         std::fs::remove_dir_all(&files.0).unwrap();
     }
 }
+
+/// Copies that do not fit are refused before anything is copied, and a disk with room takes them.
+#[test]
+fn data_that_does_not_fit_is_not_staged() {
+    let root = tempfile::tempdir().unwrap();
+    let data = root.path().join("data");
+    std::fs::create_dir(&data).unwrap();
+    for name in ["train-0.h5", "train-1.h5", "val-0.h5"] {
+        let file = hdf5::File::create(data.join(name)).unwrap();
+        let ids: Vec<u8> = (0..400_000u32).map(|i| (i % 5) as u8).collect();
+        file.new_dataset::<u8>().shape(ids.len()).create("tokens").unwrap().write_raw(&ids).unwrap();
+        file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&5u64).unwrap();
+    }
+    let disk = root.path().join("disk");
+    // Two of the three would fit.
+    let Some(mounted) = Tmpfs::mount(&disk, "1m") else { return };
+    let settings = [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
+    let run = Run::new(Mpirun(2), root.path(), "x", &settings.each_ref().map(|setting| &setting[..]));
+    refused(&run.ends(), &["data.stage = ", " has room for ", " are to be copied", "leave data.stage out"]);
+    let copies = disk.read_dir().unwrap().next().unwrap().unwrap().path();
+    let names = copies.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    assert!(names.into_iter().all(|name| !name.ends_with(".h5")));
+    assert!(mounted.remount("size=8m"));
+    run.succeeds();
+}

@@ -231,14 +231,14 @@ fn the_dead_keep_nothing_from_being_removed_or_evaluated() {
 }
 
 #[test]
-fn an_evaluator_ends_when_nothing_comes() {
+fn an_evaluator_ends_when_nobody_comes() {
     let root = tempfile::tempdir().unwrap();
     let files = trainer(Alone, root.path(), &["eval.samples=30"]).succeeds();
     // Without the mark the run may go on at any time.
     std::fs::remove_file(files.path("END")).unwrap();
-    let ended = start(&mut evaluator(1, &files, &["--watch", "--timeout", "1s"])).finish(LIMIT).succeeded();
-    assert!(ended.stdout.contains("waiting for the next checkpoint"), "{ended}");
-    assert!(ended.stdout.contains("no checkpoint to evaluate came for 1s"), "{ended}");
+    let ended = start(&mut evaluator(1, &files, &["--watch", "--timeout", "1s"])).finish(LIMIT);
+    assert!(ended.code() == 1 && ended.stdout.contains("waiting for the next checkpoint"), "{ended}");
+    assert!(ended.stderr.contains("no trainer has held ") && ended.stderr.contains(" for 1s (--timeout)"), "{ended}");
     assert_eq!(losses(&files).len(), 1);
     // An evaluator that does not watch does not wait.
     let ended = start(&mut evaluator(2, &files, &["--policy", "every"])).finish(LIMIT).succeeded();
@@ -247,8 +247,8 @@ fn an_evaluator_ends_when_nothing_comes() {
     // Nor does who waits for a first checkpoint, but for his time.
     let none = RunFiles(root.path().join("none"));
     let waiting = waiting_evaluator(1, &none, &["--watch", "--timeout", "1s"]);
-    let ended = waiting.finish(LIMIT).succeeded();
-    assert!(ended.stdout.contains("no checkpoint to evaluate came"), "{ended}");
+    let ended = waiting.finish(LIMIT);
+    assert!(ended.code() == 1 && ended.stderr.contains("(--timeout): none has saved anything"), "{ended}");
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod signals;
 mod soak;
 mod supervise;
 mod trainers;
+mod waits;
 
 use std::path::Path;
 

@@ -9,6 +9,7 @@ mod diverging;
 mod examples;
 mod hooks;
 mod layouts;
+mod many_files;
 mod memory;
 mod memory_table;
 mod networks;

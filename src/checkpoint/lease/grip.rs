@@ -1,14 +1,13 @@
 //! The holder's side of a lease: it beats, and its holder learns when it was taken away.
 
-use std::fs::{self, File};
 use std::io::ErrorKind;
-use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::Duration;
 
+use super::system::{Open, System};
 use super::{Held, Leases, Times};
 use crate::error::{Error, Result};
 
@@ -18,7 +17,7 @@ pub struct Lease {
     grip: Arc<Grip>,
     /// The directory that is removed with its last lease.
     clears: Option<Leases>,
-    /// None only while dropping.
+    /// None only while dropping, and where somebody else beats.
     stop: Option<Sender<()>>,
     beats: Option<JoinHandle<()>>,
 }
@@ -27,10 +26,13 @@ pub struct Lease {
 #[derive(Debug)]
 struct Grip {
     path: PathBuf,
+    system: Arc<dyn System>,
     token: String,
     times: Times,
+    /// The lease as it is written next, and its file.
+    file: Mutex<(Held, Box<dyn Open>)>,
     /// Time at which the lease was last known to be held.
-    known: Mutex<Instant>,
+    known: Mutex<Duration>,
     /// The error, once the lease is lost.
     lost: Mutex<Option<Error>>,
 }
@@ -44,10 +46,10 @@ impl Grip {
         let mut attempts = 0;
         let lost = loop {
             attempts += 1;
-            match fs::read(&self.path) {
+            match self.system.read(&self.path) {
                 Ok(bytes) => match serde_json::from_slice::<Held>(&bytes) {
                     Ok(held) if held.token == self.token => {
-                        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+                        *self.known.lock().unwrap_or_else(PoisonError::into_inner) = self.system.now();
                         return Ok(());
                     }
                     Ok(held) => break self.taken(&held.holder.to_string()),
@@ -61,7 +63,7 @@ impl Grip {
                 // The holder is not known: that is no proof of another one.
                 Err(e) => return Err(Error::io("read the lease", &self.path, e).hint("see whether its disk works")),
             }
-            std::thread::sleep(self.times.beat / 50);
+            self.system.sleep(self.times.beat / 50);
         };
         *self.lost.lock().unwrap_or_else(PoisonError::into_inner) = Some(lost.clone());
         Err(lost)
@@ -75,43 +77,70 @@ impl Grip {
         Error::input(format!("the lease {} was taken by {by}", self.path.display()))
             .hint("this process stood still for too long, or the file was removed: only the new holder may go on")
     }
+
+    /// Writes the lease once more, with what `change` changes. Whether it was lost: then nothing is written.
+    fn beat(&self, change: impl FnOnce(&mut Held)) -> Result<()> {
+        if let Err(e) = self.check() {
+            log::warn!("{}", e.message());
+            if self.lost().is_some() {
+                return Err(e);
+            }
+        }
+        let mut file = self.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let (held, open) = &mut *file;
+        change(held);
+        held.beats += 1;
+        // It never gets shorter.
+        if let Err(e) = held.text().and_then(|text| open.rewrite(text.as_bytes())) {
+            log::warn!("cannot touch {}: {e}", self.path.display());
+        }
+        Ok(())
+    }
 }
 
 /// Attempts to read a lease before the check gives up.
 const ATTEMPTS: usize = 5;
 
 impl Lease {
-    /// Rewrites a lease, which `file` is, until it is dropped.
-    pub(super) fn hold(path: PathBuf, mut held: Held, file: File, times: Times) -> Result<Self> {
-        let grip = Grip { path, token: held.token.clone(), times, known: Instant::now().into(), lost: None.into() };
-        let grip = Arc::new(grip);
+    /// Rewrites a lease until it is dropped.
+    pub(super) fn hold(path: PathBuf, held: Held, open: Box<dyn Open>, of: &Leases) -> Result<Self> {
+        let (system, times) = (of.system.clone(), of.times);
+        let (token, known) = (held.token.clone(), system.now().into());
+        let has_thread = system.has_threads();
+        let file = (held, open).into();
+        let grip = Arc::new(Grip { path, system, token, times, file, known, lost: None.into() });
+        if !has_thread {
+            return Ok(Self { grip, clears: None, stop: None, beats: None });
+        }
         let (stop, stopped) = channel();
         let mine = grip.clone();
         let beat = move || {
-            // Here, because a disk takes its time, and a holder that dies meanwhile holds nothing.
-            let mut written = file.sync_all();
-            loop {
-                if let Err(e) = written {
-                    log::warn!("cannot touch {}: {e}", mine.path.display());
-                }
-                if stopped.recv_timeout(times.beat) != Err(RecvTimeoutError::Timeout) {
+            while stopped.recv_timeout(times.beat) == Err(RecvTimeoutError::Timeout) {
+                if mine.beat(|_| {}).is_err() {
                     return;
                 }
-                if let Err(e) = mine.check() {
-                    log::warn!("{}", e.message());
-                    if mine.lost().is_some() {
-                        return;
-                    }
-                }
-                held.beats += 1;
-                // A write, because it is the file system's clock that has to tell the time. It never gets shorter.
-                let rewritten = held.text().and_then(|text| file.write_all_at(text.as_bytes(), 0));
-                written = rewritten.and_then(|()| file.sync_data());
             }
         };
         let beats = std::thread::Builder::new().name("lease".into()).spawn(beat);
         let beats = beats.map_err(|e| Error::internal(format!("cannot start a lease's thread: {e}")))?;
         Ok(Self { grip, clears: None, stop: Some(stop), beats: Some(beats) })
+    }
+
+    /// Beats where no thread does.
+    ///
+    /// # Errors
+    /// The lease was lost.
+    pub(super) fn beat_here(&self) -> Result<()> {
+        if self.beats.is_some() { self.grip.lost().map_or(Ok(()), Err) } else { self.grip.beat(|_| {}) }
+    }
+
+    /// A lease that was taken over counts as held from now on.
+    ///
+    /// # Errors
+    /// It was lost, or cannot be read.
+    pub(super) fn settled(&self) -> Result<()> {
+        self.grip.check()?;
+        self.grip.beat(|held| held.settling = false)
     }
 
     /// The same, and nothing is left behind in the directory once it is dropped.
@@ -137,7 +166,7 @@ impl Lease {
             return Err(lost);
         }
         let known = *self.grip.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if known.elapsed() < self.grip.times.dead / 2 {
+        if self.grip.system.now() - known < self.grip.times.dead / 2 {
             return Ok(());
         }
         // This process stood still. While the file cannot be read, nobody else can read it either.
@@ -155,7 +184,7 @@ impl Drop for Lease {
         // A process that stood still for long may find its lease taken by another.
         match self.grip.check().and_then(|()| {
             let path = &self.grip.path;
-            fs::remove_file(path).map_err(|e| Error::io("remove", path, e))
+            self.grip.system.remove(path).map_err(|e| Error::io("remove", path, e))
         }) {
             Ok(()) => self.clears.iter().for_each(Leases::clear),
             Err(e) => log::warn!("{}", e.message()),

@@ -1,15 +1,13 @@
-//! The content of a lease, and the file that holds it.
+//! The content of a lease.
 
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, ErrorKind};
-use std::os::unix::fs::FileExt as _;
-use std::path::Path;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::holder::Holder;
+use super::system::STALE;
 use crate::telemetry::unix_time;
 
 /// The content of a lease.
@@ -30,15 +28,30 @@ pub struct Held {
     /// Number of times it was rewritten.
     #[serde(default)]
     pub(super) beats: u64,
+    /// Seconds by which the holder's view of the directory may be old. Leases of older versions do not tell.
+    #[serde(default = "longest")]
+    pub(super) stale: u64,
+    /// Whether the holder has taken it over and waits until nobody takes it for his own any more.
+    #[serde(default)]
+    pub(super) settling: bool,
+}
+
+fn longest() -> u64 {
+    STALE.as_secs()
 }
 
 impl Held {
-    /// This process takes a lease now.
-    pub(super) fn now() -> Self {
+    /// A process whose view may be old by so much takes a lease now.
+    pub(super) fn now(holder: Holder, stale: Duration) -> Self {
         static TAKEN: AtomicU64 = AtomicU64::new(0);
-        let (holder, since) = (Holder::here(), unix_time());
+        let since = unix_time();
         let token = format!("{}-{}-{since}-{}", holder.host, holder.pid, TAKEN.fetch_add(1, Ordering::Relaxed));
-        Self { holder, token, since, locked: false, beats: 0 }
+        Self { holder, token, since, locked: false, beats: 0, stale: stale.as_secs(), settling: false }
+    }
+
+    /// How old the holder's view may be.
+    pub(super) fn stale(&self) -> Duration {
+        Duration::from_secs(self.stale)
     }
 
     pub(super) fn text(&self) -> io::Result<String> {
@@ -57,36 +70,5 @@ impl std::fmt::Display for Held {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.holder)?;
         self.age().map_or(Ok(()), |age| write!(f, ", since {}", humantime::format_duration(age)))
-    }
-}
-
-/// Writes a lease and locks it, where that can be done.
-pub(super) fn write(path: &Path, held: &mut Held) -> io::Result<File> {
-    let file = OpenOptions::new().write(true).create(true).truncate(true).open(path)?;
-    fill(file, held)
-}
-
-/// As [`write`], if there is none.
-pub(super) fn create_new(path: &Path, held: &mut Held) -> io::Result<Option<File>> {
-    match OpenOptions::new().write(true).create_new(true).open(path) {
-        Ok(file) => fill(file, held).map(Some),
-        Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(None),
-        Err(e) => Err(e),
-    }
-}
-
-fn fill(file: File, held: &mut Held) -> io::Result<File> {
-    held.locked = file.try_lock().is_ok();
-    file.write_all_at(held.text()?.as_bytes(), 0)?;
-    Ok(file)
-}
-
-/// Whether another process has locked the file; none where there are no locks.
-pub(super) fn is_locked(path: &Path) -> Option<bool> {
-    // Shared: two processes that look at the same time do not take each other for the holder.
-    match File::open(path).ok()?.try_lock_shared() {
-        Ok(()) => Some(false),
-        Err(TryLockError::WouldBlock) => Some(true),
-        Err(TryLockError::Error(_)) => None,
     }
 }

@@ -56,6 +56,11 @@ impl Holder {
         Self { host: host(), space: space(), pid, started, job: Job::of(|name| std::env::var(name).ok()) }
     }
 
+    /// Names the process in names of files: others on its node and elsewhere have other names.
+    pub(super) fn nonce(&self) -> String {
+        format!("{}-{}", self.host, self.pid)
+    }
+
     /// Whether the process exists, as far as it can be proven from here.
     pub fn life(&self) -> Life {
         let life = if self.numbers_mean_the_same() { process(self.pid, self.started) } else { Life::Unknown };
@@ -181,6 +186,13 @@ pub(super) mod tests {
     /// A process of another node.
     pub fn far() -> Holder {
         Holder { host: "elsewhere".into(), space: "another-boot pid:[1]".into(), ..Holder::here() }
+    }
+
+    impl Holder {
+        /// A process of a node that is only simulated.
+        pub fn of_node(host: &str, pid: u32) -> Self {
+            Self { host: host.into(), space: format!("boot-of-{host} pid:[1]"), pid, started: 1, job: None }
+        }
     }
 
     /// A process in another container of this node.

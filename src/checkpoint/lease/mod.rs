@@ -1,26 +1,44 @@
 //! Leases: files that say that somebody needs a checkpoint, is evaluating it, or trains in a run's directory.
 //!
-//! A lease is a file of its own that only one process can create. Its holder rewrites it from time to time, with a count,
-//! and keeps it locked where the file system has locks. A lease is dead when its holder is provably gone, or when it has
-//! not been rewritten for a while; any process that meets a dead one removes it. Ages are differences of times that the
-//! file system itself wrote; a [claim](Leases::claim) also watches the count for a while by its own clock, so that
-//! clocks of nodes need not agree. A lease that cannot be read is neither free nor dead: that is an error.
+//! A lease is a file of its own that only one process can create. Its holder rewrites it every five seconds, with a count,
+//! and keeps it locked where the file system has locks. A lease is dead when its holder is provably gone, or when an
+//! observer has looked at it for a while *by its own clock* and found the same bytes. Clocks of nodes and times of files
+//! say nothing here. A lease that cannot be read is neither free nor dead: that is an error.
 //!
-//! Retention renames a checkpoint away, looks for leases once more, and renames it back if there is one; a reader makes
-//! its lease first and looks for the checkpoint then. Either sees the other.
+//! # Views that are old
+//!
+//! On NFS, names, listings and attributes may be as they were up to a minute ago (nfs(5): `acregmax`, `acdirmax`), while
+//! creating, linking and renaming happen at the server, once. Each holder notes in its lease how old its view may be:
+//! `S`, a minute on NFS and on file systems that are not known, nothing where clients are coherent. From that follow
+//! the delays:
+//!
+//! - An observer calls a lease dead after 60 s + `S` without a change: then at least 60 s have passed without a beat.
+//! - A process that has taken a lease from a holder that is not provably gone changes nothing for 2 `S` + 5 s, and looks then
+//!   whether the lease is still its own. Meanwhile the old holder, which looks at its lease before each change, has seen
+//!   that it lost it; and of two that took it at once, one has seen the other. A lease says that this delay is not over,
+//!   so that the next one waits in its place should it be taken in turn.
+//! - A process that found a holder provably gone waits for nothing: it reads what it renamed away, and restores what was not the
+//!   dead lease.
+//! - A checkpoint is removed in two steps, 2 `S` + 5 s apart: it is renamed away, and removed if there is no lease on
+//!   it then. A reader makes its lease first and looks for the checkpoint then: if it still sees it under its name, its
+//!   lease is seen before the removal.
+//!
+//! On coherent file systems `S` is zero, a dead lease is taken over after 60 s and removals follow at once.
 
 mod grip;
 mod held;
 mod holder;
+#[cfg(test)]
+mod simulation;
+mod system;
 
-use std::fs::{self, File, TryLockError};
 use std::io::{self, ErrorKind};
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
-use held::{create_new, is_locked, write};
 use holder::{Life, host};
+use system::{Open, System, TURN_FILE, Turn};
 
 use crate::error::{Error, Result};
 
@@ -28,7 +46,8 @@ pub use grip::Lease;
 pub use held::Held;
 pub use holder::Holder;
 
-/// Interval at which a holder rewrites its lease, and time without a rewrite after which a lease is dead.
+/// Interval at which a holder rewrites its lease, and time without a rewrite after which a lease is dead where views are
+/// not old.
 #[derive(Debug, Clone, Copy)]
 struct Times {
     beat: Duration,
@@ -37,20 +56,35 @@ struct Times {
 
 const TIMES: Times = Times { beat: Duration::from_secs(5), dead: Duration::from_secs(60) };
 
+/// Time beyond what old views need.
+const MARGIN: Duration = Duration::from_secs(5);
+
+/// Time after a change at the server in which neither of two nodes acts on its view of before: none where views are not
+/// old.
+fn settled_after(mine: Duration, other: Duration) -> Duration {
+    match mine.max(other) {
+        Duration::ZERO => Duration::ZERO,
+        stale => 2 * stale + MARGIN,
+    }
+}
+
 /// Prefix of the name of the lease of an evaluator that evaluates every checkpoint.
 const QUEUE: &str = "queue-";
 
 /// Suffix of the names of lease files.
 const EXTENSION: &str = ".lease";
 
-/// Longest wait for another process that takes or removes a lease at this moment.
-const TURN: Duration = Duration::from_secs(2);
+/// File that earlier versions wrote to learn the file system's time.
+const OLD_CLOCK: &str = ".clock";
 
 /// The leases in one directory.
 #[derive(Debug, Clone)]
 pub struct Leases {
     root: PathBuf,
     times: Times,
+    system: Arc<dyn System>,
+    /// How old this node's view of the directory may be.
+    stale: Duration,
 }
 
 /// The outcome of a [claim](Leases::claim).
@@ -60,6 +94,17 @@ pub enum Claimed {
     Taken(Lease),
     /// Another one does; none if the lease does not tell which.
     By(Option<Held>),
+}
+
+/// The fate of a directory in the trash.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fate {
+    /// Nothing yet: a lease on it may not show.
+    Waits,
+    /// It stays: somebody holds it.
+    Held,
+    /// It may be removed.
+    Free,
 }
 
 /// The state of a lease.
@@ -84,12 +129,22 @@ impl Found {
     fn who(&self) -> String {
         self.held.as_ref().map_or_else(|| "an unknown process".into(), |held| held.holder.to_string())
     }
+
+    /// How old the holder's view may be.
+    fn stale(&self) -> Duration {
+        self.held.as_ref().map_or(system::STALE, Held::stale)
+    }
 }
 
 impl Leases {
     /// The leases in the directory `root`, which need not exist.
     pub fn new(root: PathBuf) -> Self {
-        Self { root, times: TIMES }
+        Self::by(system::system(), root)
+    }
+
+    fn by(system: Arc<dyn System>, root: PathBuf) -> Self {
+        let stale = system.staleness(&root);
+        Self { root, times: TIMES, system, stale }
     }
 
     /// Takes the lease called `name`, which begins with the name of a checkpoint; none if somebody holds it.
@@ -98,29 +153,39 @@ impl Leases {
     /// The file system refused.
     pub fn take(&self, name: &str) -> Result<Option<Lease>> {
         let path = self.path(name);
-        fs::create_dir_all(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
+        self.system.create_dir(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
         let _turn = self.turn();
         if self.is_held(&path)? {
             return Ok(None);
         }
-        self.create(&path)
+        self.create(&path, false)
     }
 
     /// Takes the lease called `name` from all but a live holder. Where only time can tell, and `waits`, this watches for
-    /// the holder's next beat until the lease is dead; else the holder counts as alive.
+    /// the holder's next beat until the lease is dead; else the holder counts as alive. A lease that was taken over so
+    /// is handed out only when nobody can act on an old view any more.
     ///
     /// # Errors
     /// The file system refused.
     pub fn claim(&self, name: &str, waits: bool) -> Result<Claimed> {
         let path = self.path(name);
         let (mut silent, mut seen_alive): (Option<Vec<u8>>, bool) = (None, false);
+        let mut refused = Duration::ZERO;
         loop {
-            fs::create_dir_all(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
+            self.system.create_dir(&self.root).map_err(|e| Error::io("create", &self.root, e))?;
             let turn = self.turn();
-            match self.look(&path)? {
-                Look::Free => {}
-                Look::Dead(found) => self.bury(&path, &found),
-                Look::Silent(found) if silent.as_ref() == Some(&found.bytes) => self.bury(&path, &found),
+            // Time in which the holder before may take the lease for its own.
+            let settles = match self.look(&path)? {
+                Look::Free => Duration::ZERO,
+                Look::Dead(found) => {
+                    self.bury(&path, &found);
+                    let was_settling = found.held.as_ref().is_some_and(|held| held.settling);
+                    if was_settling { settled_after(self.stale, found.stale()) } else { Duration::ZERO }
+                }
+                Look::Silent(found) if silent.as_ref() == Some(&found.bytes) => {
+                    self.bury(&path, &found);
+                    settled_after(self.stale, found.stale())
+                }
                 Look::Silent(found) if waits && silent.is_none() => {
                     drop(turn);
                     if self.beats(&path, &found)? {
@@ -132,34 +197,63 @@ impl Leases {
                 // One that was killed a moment ago may not know it yet.
                 Look::Alive(_) if waits && !seen_alive => {
                     drop(turn);
-                    std::thread::sleep(self.times.beat / 25);
+                    self.system.sleep(self.times.beat / 25);
                     seen_alive = true;
                     continue;
                 }
                 Look::Alive(found) | Look::Silent(found) => return Ok(Claimed::By(found.held)),
+            };
+            let created = self.create(&path, !settles.is_zero())?;
+            drop(turn);
+            match created {
+                Some(lease) => return self.settle(&path, lease.clearing(self.clone()), settles),
+                // Another process was faster, or the last holder has removed the directory in this moment; an old view
+                // may hide the other for a while.
+                None if refused > self.stale + MARGIN => return Ok(Claimed::By(None)),
+                None => {
+                    self.system.sleep(self.times.beat / 25);
+                    refused += self.times.beat / 25;
+                }
             }
-            if let Some(lease) = self.create(&path)? {
-                return Ok(Claimed::Taken(lease.clearing(self.clone())));
+        }
+    }
+
+    /// Waits until the holder before, and others that took the lease at the same time, have seen whose it is.
+    fn settle(&self, path: &Path, lease: Lease, settles: Duration) -> Result<Claimed> {
+        if settles.is_zero() {
+            return Ok(Claimed::Taken(lease));
+        }
+        let span = settles.as_secs();
+        log::warn!("{}: taken over; waiting {span} s until other nodes cannot take it for theirs", path.display());
+        let until = self.system.now() + settles;
+        while self.system.now() < until {
+            self.system.sleep(self.times.beat.min(until.saturating_sub(self.system.now())));
+            if lease.beat_here().is_err() {
+                return Ok(Claimed::By(None));
             }
-            // Another process was faster, or the last holder has removed the directory in this moment.
+        }
+        match lease.settled() {
+            Ok(()) => Ok(Claimed::Taken(lease)),
+            Err(e) => {
+                log::warn!("{}", e.message());
+                Ok(Claimed::By(None))
+            }
         }
     }
 
     /// Watches a lease that was found silent until it is dead; true as soon as somebody rewrites it.
     fn beats(&self, path: &Path, found: &Found) -> Result<bool> {
-        let Times { beat, dead } = self.times;
-        // Clocks of nodes may not agree: some time is watched by this one's in any case.
-        let left = self.age(path).map_or(dead, |age| dead.saturating_sub(age)).max(2 * beat + beat / 2);
-        let (begun, mut told) = (Instant::now(), false);
-        while begun.elapsed() < left {
-            std::thread::sleep(beat / 100);
+        let Times { beat, .. } = self.times;
+        let (begun, mut told) = (self.system.now(), false);
+        while !self.is_old(path, &found.bytes) {
+            self.system.sleep(beat / 20);
             match self.look(path)? {
                 Look::Free | Look::Dead(_) => return Ok(false),
                 Look::Silent(now) if now.bytes == found.bytes => {}
                 Look::Alive(_) | Look::Silent(_) => return Ok(true),
             }
-            if !told && begun.elapsed() > beat / 5 {
-                let left = left.as_secs_f64().ceil();
+            if !told && self.system.now() - begun > beat / 5 {
+                let left = self.dead().as_secs_f64().ceil();
                 log::warn!("{}: waiting up to {left} s for a sign of life of {}", path.display(), found.who());
                 told = true;
             }
@@ -167,12 +261,39 @@ impl Leases {
         Ok(false)
     }
 
+    /// Time without a change after which a lease is dead.
+    fn dead(&self) -> Duration {
+        self.times.dead + self.stale
+    }
+
+    /// Whether this process has found the same bytes under a path for so long that a lease is dead. It looks from now on.
+    fn is_old(&self, path: &Path, bytes: &[u8]) -> bool {
+        self.unchanged(path, bytes) >= self.dead()
+    }
+
+    /// Time for which this process has found the same bytes under a path, when it looked.
+    fn unchanged(&self, path: &Path, bytes: &[u8]) -> Duration {
+        let now = self.system.now();
+        let mut seen = self.system.seen().lock().unwrap_or_else(PoisonError::into_inner);
+        match seen.get(path) {
+            Some((before, since)) if before == bytes => now - *since,
+            _ => {
+                seen.insert(path.to_path_buf(), (bytes.to_vec(), now));
+                Duration::ZERO
+            }
+        }
+    }
+
+    fn forget(&self, path: &Path) {
+        self.system.seen().lock().unwrap_or_else(PoisonError::into_inner).remove(path);
+    }
+
     /// Takes a lease on a checkpoint that others may share.
     ///
     /// # Errors
     /// The file system refused.
     pub fn share(&self, checkpoint: &str) -> Result<Option<Lease>> {
-        self.take(&format!("{checkpoint}.{}-{}", host(), std::process::id()))
+        self.take(&format!("{checkpoint}.{}-{}", self.system.holder().host, self.system.holder().pid))
     }
 
     /// Says that somebody evaluates every checkpoint: none is removed before.
@@ -199,16 +320,71 @@ impl Leases {
         self.any(|lease| lease.strip_prefix(name).is_some_and(|rest| rest.starts_with('.')))
     }
 
+    /// Whether somebody holds the lease called `name`, as far as it shows; a dead one stays for those who claim it.
+    ///
+    /// # Errors
+    /// The lease cannot be read.
+    pub fn shows_life(&self, name: &str) -> Result<bool> {
+        let path = self.path(name);
+        Ok(match self.look(&path)? {
+            Look::Free | Look::Dead(_) => false,
+            Look::Alive(_) => true,
+            Look::Silent(found) => !self.is_old(&path, &found.bytes),
+        })
+    }
+
+    /// The fate of a directory in the trash that somebody may hold by the name of the checkpoint `name`.
+    ///
+    /// # Errors
+    /// A lease cannot be read: its holder is not known.
+    pub(super) fn fate(&self, trash: &Path, name: &str) -> Result<Fate> {
+        Ok(match self.is_settled(trash) {
+            false => Fate::Waits,
+            true if self.holds(name)? => Fate::Held,
+            true => Fate::Free,
+        })
+    }
+
+    /// Time that a directory spends in the trash.
+    pub(super) fn settles_after(&self) -> Duration {
+        settled_after(self.stale, self.stale)
+    }
+
+    /// Renames a directory that somebody may hold by the name of a checkpoint out of the way, to be removed later.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub(super) fn retire(&self, path: &Path, trash: &Path) -> io::Result<()> {
+        self.system.rename(path, trash)?;
+        // It counts from here, even if something was seen under this name before.
+        self.forget(trash);
+        self.unchanged(trash, RETIRED);
+        Ok(())
+    }
+
+    /// Whether a directory was retired for so long that every lease on it shows, of readers that still found it under its
+    /// name. One that another process retired counts from now.
+    fn is_settled(&self, trash: &Path) -> bool {
+        self.unchanged(trash, RETIRED) >= self.settles_after()
+    }
+
+    /// Removes a directory that was retired.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub(super) fn remove_retired(&self, trash: &Path) -> io::Result<()> {
+        self.forget(trash);
+        self.system.remove_all(trash)
+    }
+
     fn any(&self, wanted: impl Fn(&str) -> bool) -> Result<bool> {
-        let unreadable = |e| Error::io("list the leases in", &self.root, e);
-        let entries = match fs::read_dir(&self.root) {
-            Ok(entries) => entries,
+        let names = match self.system.list(&self.root) {
+            Ok(names) => names,
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
-            Err(e) => return Err(unreadable(e)),
+            Err(e) => return Err(Error::io("list the leases in", &self.root, e)),
         };
         let mut held = false;
-        for entry in entries {
-            let name = entry.map_err(unreadable)?.file_name();
+        for name in names {
             if let Some(name) = name.to_str().filter(|name| name.ends_with(EXTENSION) && wanted(name)) {
                 // All of them, so that dead ones go.
                 held |= self.is_held(&self.root.join(name))?;
@@ -222,25 +398,30 @@ impl Leases {
         self.root.join(format!("{name}{EXTENSION}"))
     }
 
+    fn turn(&self) -> Turn {
+        self.system.turn(&self.root)
+    }
+
     /// Removes the directory if nobody holds a lease in it, nor takes one at this moment.
     fn clear(&self) {
         let turn = self.turn();
-        let ours = |name: &std::ffi::OsStr| [TURN_FILE, CLOCK_FILE].iter().any(|file| name == *file);
-        let Ok(mut entries) = fs::read_dir(&self.root) else { return };
-        if !entries.all(|entry| entry.is_ok_and(|entry| ours(&entry.file_name()))) {
+        let ours = |name: &std::ffi::OsStr| [TURN_FILE, OLD_CLOCK].iter().any(|file| name == *file);
+        let Ok(names) = self.system.list(&self.root) else { return };
+        if !names.iter().all(|name| ours(name)) {
             return;
         }
-        for file in [CLOCK_FILE, TURN_FILE] {
+        for file in [OLD_CLOCK, TURN_FILE] {
             // It may not exist.
-            let _ = fs::remove_file(self.root.join(file));
+            let _ = self.system.remove(&self.root.join(file));
         }
-        let _ = fs::remove_dir(&self.root);
+        // Not with all in it: an old listing may hide a new lease.
+        let _ = std::fs::remove_dir(&self.root);
         drop(turn);
     }
 
     /// Reads the state of the lease at `path`.
     fn look(&self, path: &Path) -> Result<Look> {
-        let bytes = match fs::read(path) {
+        let bytes = match self.system.read(path) {
             Ok(bytes) => bytes,
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Look::Free),
             Err(e) => return Err(Error::io("read the lease", path, e)),
@@ -249,8 +430,8 @@ impl Leases {
         let found = Found { bytes, held };
         let Some(held) = &found.held else { return Ok(Look::Silent(found)) };
         // A lock also tells of a process in another container.
-        let locked = || if held.locked && held.holder.is_of_this_boot() { is_locked(path) } else { None };
-        Ok(match (held.holder.life(), locked) {
+        let locked = || if held.locked && held.holder.is_of_this_boot() { self.system.is_locked(path) } else { None };
+        Ok(match (self.system.life(&held.holder), locked) {
             (Life::Gone, _) => Look::Dead(found),
             (Life::Ends, _) => Look::Silent(found),
             (Life::Exists, _) => Look::Alive(found),
@@ -267,7 +448,7 @@ impl Leases {
         let found = match self.look(path)? {
             Look::Free => return Ok(false),
             Look::Alive(_) => return Ok(true),
-            Look::Silent(_) if self.age(path).is_none_or(|age| age < self.times.dead) => return Ok(true),
+            Look::Silent(found) if !self.is_old(path, &found.bytes) => return Ok(true),
             Look::Dead(found) | Look::Silent(found) => found,
         };
         self.bury(path, &found);
@@ -277,82 +458,67 @@ impl Leases {
     /// Removes a dead lease, unless another process did and took a new one meanwhile.
     fn bury(&self, path: &Path, dead: &Found) {
         log::warn!("{}: lease of {}, which is gone: removed", path.display(), dead.who());
-        let grave = path.with_extension(format!("dead-{}", std::process::id()));
-        if fs::rename(path, &grave).is_err() {
+        let grave = path.with_extension(format!("dead-{}", self.system.holder().nonce()));
+        self.forget(path);
+        if self.system.rename(path, &grave).is_err() {
             return;
         }
-        if fs::read(&grave).is_ok_and(|bytes| bytes != dead.bytes) {
-            // Without locks two processes can have found the same lease dead, and one of them has taken a new one. Where
-            // a third takes it in this moment, the holder finds out before it changes anything.
-            let _ = fs::hard_link(&grave, path);
+        if self.system.read(&grave).is_ok_and(|bytes| bytes != dead.bytes) {
+            // Two processes can have found the same lease dead, and one of them has taken a new one. Where a third takes it
+            // in this moment, the holder finds out before it changes anything.
+            let _ = self.system.link(&grave, path);
         }
-        let _ = fs::remove_file(&grave);
+        let _ = self.system.remove(&grave);
     }
 
     /// Creates the lease at `path`; none if there is one, or if the directory was removed meanwhile.
-    fn create(&self, path: &Path) -> Result<Option<Lease>> {
-        let mut held = Held::now();
+    fn create(&self, path: &Path, settling: bool) -> Result<Option<Lease>> {
+        let mut held = Held { settling, ..Held::now(self.system.holder(), self.stale) };
         let temporary = path.with_extension(format!("{}.tmp", held.token));
-        let written = match write(&temporary, &mut held) {
+        let written = match self.write(&temporary, &mut held) {
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             written => written,
         };
-        let created = written.and_then(|file| {
+        let created = written.and_then(|open| {
             // It appears with all that it says: a holder that is killed now leaves no lease that names nobody.
-            match fs::hard_link(&temporary, path) {
-                Ok(()) => Ok(Some(file)),
-                Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(None),
+            match self.system.link(&temporary, path) {
+                Ok(()) => Ok(Some(open)),
+                // NFS may answer a request that was sent twice with the success of the first.
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(self.is_mine(path, &held).then_some(open)),
                 // Some file systems have no second names.
-                Err(_) => create_new(path, &mut held),
+                Err(_) => match self.write(path, &mut held) {
+                    Ok(open) => Ok(Some(open)),
+                    Err(e) if e.kind() == ErrorKind::AlreadyExists => Ok(None),
+                    Err(e) => Err(e),
+                },
             }
         });
-        let removed = fs::remove_file(&temporary);
-        let file = created.and_then(|file| removed.map(|()| file)).map_err(|e| Error::io("create", path, e))?;
-        file.map(|file| Lease::hold(path.to_path_buf(), held, file, self.times)).transpose()
+        let removed = self.system.remove(&temporary);
+        let open = created.and_then(|open| removed.map(|()| open)).map_err(|e| Error::io("create", path, e))?;
+        open.map(|open| Lease::hold(path.to_path_buf(), held, open, self)).transpose()
     }
 
-    /// Time since a file was last modified, by the file system's clock.
-    fn age(&self, path: &Path) -> Option<Duration> {
-        let clock = self.root.join(CLOCK_FILE);
-        fs::write(&clock, b".").ok()?;
-        let now = fs::metadata(&clock).ok()?.modified().ok()?;
-        let then = fs::metadata(path).ok()?.modified().ok()?;
-        Some(now.duration_since(then).unwrap_or_default())
+    fn is_mine(&self, path: &Path, held: &Held) -> bool {
+        let there = self.system.read(path).ok().and_then(|bytes| serde_json::from_slice::<Held>(&bytes).ok());
+        there.is_some_and(|there| there.token == held.token)
     }
 
-    /// One process at a time takes or removes leases here, where the file system has locks; but none waits for long.
-    fn turn(&self) -> Option<File> {
-        let path = self.root.join(TURN_FILE);
-        let begun = Instant::now();
-        let mut file = File::create(&path).ok()?;
-        loop {
-            match file.try_lock() {
-                Ok(()) if is_at(&file, &path) => return Some(file),
-                // The one before has removed it.
-                Ok(()) => file = File::create(&path).ok()?,
-                Err(TryLockError::WouldBlock) if begun.elapsed() < TURN => std::thread::sleep(TURN / 400),
-                Err(_) => return None,
-            }
-        }
+    /// Writes a new lease and locks it, where that can be done.
+    fn write(&self, path: &Path, held: &mut Held) -> io::Result<Box<dyn Open>> {
+        let open = self.system.create(path)?;
+        held.locked = open.is_locked();
+        open.rewrite(held.text()?.as_bytes())?;
+        Ok(open)
     }
 }
 
-/// Whether an open file still has this name.
-fn is_at(file: &File, path: &Path) -> bool {
-    let inode = |of: io::Result<fs::Metadata>| of.map(|of| (of.dev(), of.ino())).ok();
-    inode(file.metadata()) == inode(fs::metadata(path))
-}
-
-/// File that a process locks while it takes or removes a lease.
-const TURN_FILE: &str = ".turn";
-
-/// File that is written to learn the file system's time.
-const CLOCK_FILE: &str = ".clock";
+/// Stands for a directory among the things that were seen.
+const RETIRED: &[u8] = b"retired";
 
 #[cfg(test)]
 mod tests {
-    use std::fs::OpenOptions;
-    use std::time::SystemTime;
+    use std::fs::{self, OpenOptions};
+    use std::time::{Instant, SystemTime};
 
     use super::holder::tests::{beside, far, gone};
     use super::*;
@@ -363,11 +529,15 @@ mod tests {
         (dir, leases)
     }
 
+    fn now() -> Held {
+        Held::now(Holder::here(), Duration::ZERO)
+    }
+
     /// Writes a lease of somebody else.
     fn put(leases: &Leases, name: &str, holder: Holder) -> PathBuf {
         fs::create_dir_all(&leases.root).unwrap();
         let path = leases.path(name);
-        fs::write(&path, Held { holder, ..Held::now() }.text().unwrap()).unwrap();
+        fs::write(&path, Held { holder, ..now() }.text().unwrap()).unwrap();
         path
     }
 
@@ -421,11 +591,16 @@ mod tests {
         put(&leases, "step-00000001.evaluate", gone());
         assert!(!leases.holds("step-00000001").unwrap());
         assert!(leases.take("step-00000001.evaluate").unwrap().is_some());
-        // A process of another node counts as long as it touches its lease.
+        // A process of another node counts until its lease has stayed the same for a while by the clock here, however old
+        // the file looks.
+        let leases = Leases { times: SHORT, ..leases };
         let path = put(&leases, "step-00000002.evaluate", far());
+        grow_old(&path, Duration::from_secs(3600));
         assert!(leases.holds("step-00000002").unwrap());
         assert!(leases.take("step-00000002.evaluate").unwrap().is_none());
-        grow_old(&path, Duration::from_secs(61));
+        assert!(leases.shows_life("step-00000002.evaluate").unwrap());
+        std::thread::sleep(SHORT.dead);
+        assert!(!leases.shows_life("step-00000002.evaluate").unwrap() && path.exists());
         let lease = leases.take("step-00000002.evaluate").unwrap().unwrap();
         // Another takes it, because this process stood still: it is not ours to give up.
         put(&leases, "step-00000002.evaluate", far());
@@ -473,11 +648,12 @@ mod tests {
         assert!(refused(leases.claim("trainer", false)).is_none());
     }
 
+    const SHORT: Times = Times { beat: Duration::from_millis(40), dead: Duration::from_millis(400) };
+
     /// Short times, and a holder far away.
     fn watched() -> (tempfile::TempDir, Leases, PathBuf) {
         let (dir, leases) = leases();
-        let times = Times { beat: Duration::from_millis(40), dead: Duration::from_millis(400) };
-        let leases = Leases { times, ..leases };
+        let leases = Leases { times: SHORT, stale: Duration::ZERO, ..leases };
         let path = put(&leases, "trainer", far());
         (dir, leases, path)
     }
@@ -499,7 +675,7 @@ mod tests {
             let (leases, path) = (leases.clone(), path.clone());
             move || {
                 std::thread::sleep(leases.times.beat / 2);
-                fs::write(path, Held { holder: far(), beats: 1, ..Held::now() }.text().unwrap()).unwrap();
+                fs::write(path, Held { holder: far(), beats: 1, ..now() }.text().unwrap()).unwrap();
             }
         });
         assert_eq!(refused(leases.claim("trainer", true)).unwrap().holder, far());
@@ -512,8 +688,8 @@ mod tests {
         let (_dir, leases) = leases();
         fs::create_dir_all(&leases.root).unwrap();
         let path = leases.path("trainer");
-        let mut held = Held { holder: beside(), ..Held::now() };
-        let file = write(&path, &mut held).unwrap();
+        let mut held = Held { holder: beside(), ..now() };
+        let file = leases.write(&path, &mut held).unwrap();
         if !held.locked {
             println!("skipped: no file locks here");
             return;
@@ -522,7 +698,11 @@ mod tests {
         assert_eq!(refused(leases.claim("trainer", true)), Some(held));
         assert!(leases.is_held(&path).unwrap());
         drop(file);
-        drop(taken(leases.claim("trainer", false)));
+        // A program that another test starts at this moment has the file open until it begins.
+        while let Claimed::By(other) = leases.claim("trainer", false).unwrap() {
+            assert!(other.is_some());
+            std::thread::yield_now();
+        }
     }
 
     #[test]

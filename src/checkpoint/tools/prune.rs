@@ -31,16 +31,8 @@ pub fn plan(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning>
 /// Something that decides about it cannot be read: nothing is removed. Or the file system refused.
 pub fn prune(checkpoints: &Checkpoints, retention: &Retention) -> Result<Pruning> {
     let Pruning { removed, mut held } = plan(checkpoints, retention)?;
-    let mut gone = Vec::new();
-    for step in removed {
-        match checkpoints.discard_unless_leased(step) {
-            Ok(true) => gone.push(step),
-            Ok(false) => held.push(step),
-            // Somebody else was faster.
-            Err(_) if !checkpoints.path(step).exists() => {}
-            Err(e) => return Err(e),
-        }
-    }
+    let (gone, others) = checkpoints.discard_all(&removed)?;
+    held.extend(others);
     held.sort_unstable();
     checkpoints.point_to_best(&checkpoints.evaluated()?)?;
     Ok(Pruning { removed: gone, held })

@@ -38,7 +38,7 @@ enum What {
 
 /// Runs one rank; returns the exit code.
 pub fn run(args: &BenchArgs, launch: Option<&Launch>) -> i32 {
-    job::run(launch, |comm| {
+    job::run(launch, super::used::patience(&[]), |comm| {
         match &args.what {
             What::Comm(args) => comm::table(comm, args)?,
             What::Checkpoint(args) => checkpoint::table(comm, args)?,

@@ -8,6 +8,7 @@
 //! so where nodes have equally many consecutive ranks, a power of two.
 
 pub mod bytes;
+mod halving;
 mod hierarchical;
 mod reduce_to_one;
 mod ring;

@@ -11,8 +11,8 @@
 
 use std::ops::Range;
 
+use super::halving::halve;
 use super::shares::Shares;
-use super::tree::halve;
 use crate::comm::operand::{Combine, Operand};
 use crate::comm::wire::{Members, Wire};
 use crate::error::Result;

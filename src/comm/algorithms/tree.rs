@@ -14,6 +14,7 @@
 use std::ops::Range;
 use std::slice::from_ref;
 
+use super::halving::{double, halve};
 use super::shares::Shares;
 use super::subtrees;
 use crate::comm::operand::{Combine, Operand};
@@ -35,12 +36,6 @@ pub fn aside(ranks: usize) -> usize {
     }
 }
 
-/// The ranks whose numbers have the lowest `bits` bits of `like`.
-fn alike(size: usize, like: usize, bits: u32) -> impl Iterator<Item = usize> {
-    let stride = 1 << bits;
-    (like % stride..size).step_by(stride)
-}
-
 /// My share of the sum.
 pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
     match group.size() {
@@ -48,19 +43,6 @@ pub fn reduce_scatter(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members,
         ..=DIRECT => exchange_directly(x, wire, group, shares),
         _ => subtrees::reduce_scatter(x, wire, group, shares),
     }
-}
-
-/// log₂ n steps. In step k partners are 2^k apart and hold partial sums of 2^k ranks each, of the shares of ranks
-/// whose numbers equal theirs in the k lowest bits. Each keeps the half that equals its own number in bit k, too.
-pub fn halve(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, shares: &Shares) -> Result<()> {
-    let size = group.size();
-    for k in 0..size.trailing_zeros() {
-        let partner = group.rank ^ (1 << k);
-        let theirs = shares.of_all(alike(size, partner, k + 1));
-        let mine = shares.of_all(alike(size, group.rank, k + 1));
-        x.exchange(wire, group, Combine::Add, Some((partner, &theirs)), Some((partner, &mine)))?;
-    }
-    Ok(())
 }
 
 /// n−1 steps a block: in step s each rank sends to the owner s ranks ahead, so that nobody is sent to twice.
@@ -113,13 +95,7 @@ pub fn all_gather(x: &mut dyn Operand, wire: &mut dyn Wire, group: &Members, sha
         }
         return Ok(());
     }
-    for k in (0..size.trailing_zeros()).rev() {
-        let partner = rank ^ (1 << k);
-        let mine = shares.of_all(alike(size, rank, k + 1));
-        let theirs = shares.of_all(alike(size, partner, k + 1));
-        x.exchange(wire, group, Combine::Replace, Some((partner, &mine)), Some((partner, &theirs)))?;
-    }
-    Ok(())
+    double(x, wire, group, shares)
 }
 
 /// The shares of `first` and the ranks after it whose way to rank 0 leads over it by a binomial tree, when steps up to `stride` are done.
@@ -206,11 +182,5 @@ mod tests {
         assert_eq!(additions(3), [(0, 1), (0, 2)]);
         assert_eq!(additions(4), [(0, 1), (2, 3), (0, 2)]);
         assert_eq!(additions(6), [(0, 1), (2, 3), (4, 5), (0, 2), (0, 4)]);
-    }
-
-    #[test]
-    fn halves_are_chosen_by_the_lowest_bits() {
-        assert_eq!(alike(8, 5, 1).collect::<Vec<_>>(), [1, 3, 5, 7]);
-        assert_eq!(alike(8, 5, 2).collect::<Vec<_>>(), [1, 5]);
     }
 }

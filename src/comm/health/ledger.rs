@@ -18,6 +18,9 @@ const KEPT: usize = 256;
 /// The operation of a message from one rank, which only its receiver records.
 pub const RECV: &str = "recv";
 
+/// The operation by which a rank leaves the world, as collectives go: it ends when all have left.
+pub const LEAVE: &str = "leave";
+
 /// Description of a collective.
 #[derive(Debug, Clone)]
 pub struct Label {

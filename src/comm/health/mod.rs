@@ -3,5 +3,7 @@
 pub(super) mod heartbeat;
 pub(super) mod ledger;
 pub(super) mod partners;
+mod runs;
 pub(super) mod stall;
+pub(super) mod watch;
 pub(super) mod watchdog;

@@ -1,11 +1,14 @@
 //! From a table with a header to shards.
 
+use std::fs::File;
+use std::io::BufReader;
 use std::path::{Path, PathBuf};
 
 use csv::{Reader, StringRecord};
 
-use super::content;
+use super::missing;
 use super::samples::{Imported, Inputs, Kept, NotFinite, Rows, Scale, Table};
+use super::spool::Spooler;
 use crate::data::columns::{Category, Coder, Columns};
 use crate::data::standard::Standard;
 use crate::data::{DataSpec, Split, h5};
@@ -177,8 +180,9 @@ fn earlier(folder: &Path) -> Result<(Columns, Option<Scale>)> {
 pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     let path = import.input.display();
     let malformed = |what: String| Error::input(format!("{path}: {what}")).hint("mend the line, or leave it out");
-    let table = content(&import.input, "give the path of a table of numbers with a header")?;
-    let mut reader = Reader::from_reader(&table[..]);
+    let hint = "give the path of a table of numbers with a header";
+    let table = File::open(&import.input).map_err(|e| missing(&import.input, &e, hint))?;
+    let mut reader = Reader::from_reader(BufReader::new(table));
     let header = reader.headers().map_err(|e| malformed(e.to_string()))?.clone();
     let mut cells = Cells::find(import, &header)?;
     let skips = import.kept.not_finite == NotFinite::Skip;
@@ -187,7 +191,10 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
         "" if skips => Some(f64::NAN),
         cell => cell.parse().ok().filter(|x: &f64| skips || (*x as f32).is_finite()),
     };
-    let (mut inputs, mut ids, mut targets, mut weights) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    // They wait in files: a table may be larger than memory.
+    let out = &import.kept.out;
+    let (mut inputs, mut ids) = (Spooler::create(out)?, Spooler::create(out)?);
+    let (mut targets, mut weights) = (Spooler::create(out)?, Spooler::create(out)?);
     let mut record = StringRecord::new();
     let mut rows = 0;
     while reader.read_record(&mut record).map_err(|e| malformed(e.to_string()))? {
@@ -201,18 +208,20 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
             })
         };
         for column in &cells.inputs {
-            inputs.push(number(*column)? as f32);
+            inputs.push(&[number(*column)? as f32])?;
         }
-        ids.extend(cells.categories.iter_mut().map(|(column, coder)| coder.id(cell(*column).trim())));
+        for (column, coder) in &mut cells.categories {
+            ids.push(&[coder.id(cell(*column).trim())])?;
+        }
         if let Some(column) = cells.weight {
             let weight = number(column)?;
             if weight < 0.0 {
                 return Err(malformed(format!("line {line}: a weight of {weight}, less than 0")));
             }
-            weights.push(weight);
+            weights.push(&[weight])?;
         }
         for column in &cells.targets {
-            targets.push(number(*column)?);
+            targets.push(&[number(*column)?])?;
         }
         rows += 1;
     }
@@ -221,7 +230,8 @@ pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
     }
     let source = import.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let places = std::array::from_fn(|_| path.to_string());
-    let (inputs, shape, width) = (Inputs::Numbers(inputs), vec![cells.inputs.len()], cells.targets.len());
+    let (inputs, shape, width) = (Inputs::Numbers(inputs.finish()?), vec![cells.inputs.len()], cells.targets.len());
+    let (targets, weights, ids) = (targets.finish()?, weights.finish()?, ids.finish()?);
     let scale = cells.scale.take();
     let table = Some(Table { columns: cells.columns(&header), ids, scale });
     let regression = import.regression;

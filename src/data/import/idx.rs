@@ -9,6 +9,7 @@ use flate2::read::GzDecoder;
 
 use super::content;
 use super::samples::{Imported, Inputs, Kept, Rows};
+use super::spool::Elements;
 use crate::data::bounded::{self, extent};
 use crate::error::{Error, Result};
 
@@ -52,9 +53,9 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     // Grey images have one channel.
     let shape = if rest.len() == 2 { [rest, &[1]].concat() } else { rest.to_vec() };
     let source = import.images.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let (count, targets) = (labels.len(), labels.into_iter().map(f64::from).collect());
+    let (count, targets) = (labels.len(), Elements::Memory(labels.into_iter().map(f64::from).collect()));
     let places = [&import.images, &import.labels, &import.labels].map(|path| path.display().to_string());
-    let (inputs, weights) = (Inputs::Bytes(images), vec![]);
+    let (inputs, weights) = (Inputs::Bytes(Elements::Memory(images)), Elements::Memory(vec![]));
     let (regression, table, files) = (false, None, None);
     Rows { inputs, count, shape, targets, width: 1, weights, regression, source, places, table, files }
         .write(&import.kept)

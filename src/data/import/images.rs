@@ -6,6 +6,7 @@ use image::imageops::FilterType;
 use image::{DynamicImage, ImageDecoder as _, ImageFormat, ImageReader};
 
 use super::samples::{Files, Imported, Inputs, Kept, Rows};
+use super::spool::{Elements, Spooler};
 use crate::data::bounded;
 use crate::data::spec::file_names;
 use crate::error::{Error, Result};
@@ -33,7 +34,7 @@ pub struct ImportImages {
 /// A file is missing, damaged, no image or of another size, there is no class or none of its images, or as for every import.
 pub fn import_images(import: &ImportImages) -> Result<Imported> {
     let (classes, files) = if import.no_target { unlabelled(&import.folder)? } else { listed(&import.folder)? };
-    let mut inputs = Vec::new();
+    let mut inputs = Spooler::create(&import.kept.out)?;
     let mut first: Option<(&Path, [u32; 2])> = None;
     for Labelled { path, .. } in &files {
         let picture = decoded(path, import.grey)?;
@@ -43,6 +44,7 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
             None => picture,
         };
         let size @ [height, width] = [picture.height(), picture.width()];
+        let is_first = first.is_none();
         let (first, expected) = *first.get_or_insert((path, size));
         if size != expected {
             let [high, wide] = expected;
@@ -53,17 +55,10 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
             .hint(format!("bring all images to one size: --size {high}x{wide}")));
         }
         let pixels = picture.into_bytes();
-        if inputs.is_empty() {
-            let all = pixels.len().saturating_mul(files.len());
-            if import.size.is_none() {
-                check_all(import, &files, all)?;
-            }
-            inputs.try_reserve_exact(all).map_err(|_| {
-                Error::input(format!("{} images of {height} × {width} take {all} bytes of memory", files.len()))
-                    .hint("make them smaller with --size")
-            })?;
+        if is_first && import.size.is_none() {
+            check_all(import, &files, pixels.len().saturating_mul(files.len()))?;
         }
-        inputs.extend(pixels);
+        inputs.push(&pixels)?;
     }
     let [height, width] = first.map_or([0, 0], |(_, size)| size.map(|extent| extent as usize));
     let names = files.iter().map(|Labelled { path, class, .. }| {
@@ -73,12 +68,12 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
     let folder = import.folder.display().to_string();
     let source = import.folder.file_name().map_or(folder.clone(), |name| name.to_string_lossy().into_owned());
     Rows {
-        inputs: Inputs::Bytes(inputs),
+        inputs: Inputs::Bytes(inputs.finish()?),
         count: files.len(),
         shape: vec![height, width, if import.grey { 1 } else { 3 }],
-        targets: files.iter().filter(|_| !import.no_target).map(|file| file.class as f64).collect(),
+        targets: Elements::Memory(files.iter().filter(|_| !import.no_target).map(|file| file.class as f64).collect()),
         width: usize::from(!import.no_target),
-        weights: vec![],
+        weights: Elements::Memory(vec![]),
         regression: false,
         source,
         places: std::array::from_fn(|_| folder.clone()),

@@ -7,7 +7,9 @@ mod idx;
 mod images;
 mod npy;
 mod numpy;
+mod pieces;
 mod samples;
+mod spool;
 mod text;
 
 use std::ops::Range;
@@ -26,10 +28,15 @@ pub use text::{ImportText, Imported, import_text};
 
 /// The content of a file to import.
 fn content(path: &Path, hint: &str) -> Result<Vec<u8>> {
-    std::fs::read(path).map_err(|e| match e.kind() {
+    std::fs::read(path).map_err(|e| missing(path, &e, hint))
+}
+
+/// The error of a file to import that cannot be read.
+fn missing(path: &Path, e: &std::io::Error, hint: &str) -> Error {
+    match e.kind() {
         std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", path.display())).hint(hint),
         _ => Error::io("read", path, e),
-    })
+    }
 }
 
 /// The name of a shard.

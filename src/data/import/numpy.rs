@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use super::npy::{Array, open_archive, read_member};
 use super::samples::{Imported, Inputs, Kept, Rows};
+use super::spool::Elements;
 use crate::error::{Error, Result};
 
 /// Input and options of an import.
@@ -95,11 +96,12 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
         return refused(&places[2], format!("has shape {:?}, but there are {samples} rows", weights.shape));
     }
     let inputs = match features.into_bytes() {
-        Ok(bytes) => Inputs::Bytes(bytes),
-        Err(features) => Inputs::Numbers(features.numbers().map(|x| x as f32).collect()),
+        Ok(bytes) => Inputs::Bytes(Elements::Memory(bytes)),
+        Err(features) => Inputs::Numbers(Elements::Memory(features.numbers().map(|x| x as f32).collect())),
     };
     let source = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let [targets, weights] = [labels, weights].map(|array| array.map_or(vec![], |array| array.numbers().collect()));
+    let [targets, weights] =
+        [labels, weights].map(|array| Elements::Memory(array.map_or(vec![], |array| array.numbers().collect())));
     let (count, regression, table, files) = (samples, import.regression, None, None);
     Rows { inputs, count, shape, targets, width, weights, regression, source, places, table, files }.write(&import.kept)
 }

@@ -6,9 +6,10 @@ use std::path::{Path, PathBuf};
 use hdf5::File;
 use hdf5::types::{TypeDescriptor, VarLenUnicode};
 
+use super::spool::Elements;
 use super::{Staged, part, refuse_shards, shard_name};
 use crate::data::columns::{COLUMNS, Columns};
-use crate::data::format::{Format, IMPORT, SKIPPED_ROWS, write_rows};
+use crate::data::format::{Format, IMPORT, SKIPPED_ROWS, write_rows_by};
 use crate::data::h5::{one_line, read_all, var_len};
 use crate::data::spec::{DataSpec, Split, WEIGHTS};
 use crate::data::standard::{MEAN, STD};
@@ -67,11 +68,11 @@ pub struct Kept {
 /// Inputs of all rows.
 pub(super) enum Inputs {
     /// Unsigned bytes, as of pixels.
-    Bytes(Vec<u8>),
-    Numbers(Vec<f32>),
+    Bytes(Elements<u8>),
+    Numbers(Elements<f32>),
 }
 
-/// Rows in memory.
+/// Rows of an import.
 pub(super) struct Rows {
     pub inputs: Inputs,
     /// Number of rows.
@@ -79,11 +80,11 @@ pub(super) struct Rows {
     /// Shape of a row of inputs.
     pub shape: Vec<usize>,
     /// Targets, row after row.
-    pub targets: Vec<f64>,
+    pub targets: Elements<f64>,
     /// Targets of a row; 0 of rows that are to be predicted.
     pub width: usize,
     /// A factor of the loss for each row; empty where all count alike.
-    pub weights: Vec<f64>,
+    pub weights: Elements<f64>,
     /// Targets are numbers. Otherwise, if there is one a row and all are integers from 0 on, they are classes.
     pub regression: bool,
     /// The imported file's name, without its directory.
@@ -100,7 +101,7 @@ pub(super) struct Rows {
 pub(super) struct Table {
     pub columns: Columns,
     /// Ids of categories, row after row.
-    pub ids: Vec<u32>,
+    pub ids: Elements<u32>,
     /// Scale of the inputs, if it is not to be computed from them.
     pub scale: Option<Scale>,
 }
@@ -164,13 +165,74 @@ struct ShardOf<'a> {
     num_shards: usize,
     /// Identifies the import.
     import: &'a str,
-    rows: &'a [usize],
+    rows: Part<'a>,
     /// Scale to which inputs are to be brought when they are read.
     scale: Option<&'a Scale>,
     /// Targets are classes.
     is_class: bool,
     /// Rows that the whole import has left out.
     skipped: usize,
+}
+
+/// Some of the rows, a bit for each row.
+struct Chosen {
+    bits: Vec<u64>,
+    len: usize,
+}
+
+impl Chosen {
+    fn none_of(rows: usize) -> Self {
+        Self { bits: vec![0; rows.div_ceil(64)], len: 0 }
+    }
+
+    /// Adds a row that is not among them.
+    fn add(&mut self, row: usize) {
+        self.bits[row / 64] |= 1 << (row % 64);
+        self.len += 1;
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The rows, ascending.
+    fn iter(&self) -> impl Iterator<Item = usize> {
+        let of = |(word, bits): (usize, &u64)| {
+            let bits = *bits;
+            (0..64).filter(move |bit| bits >> bit & 1 == 1).map(move |bit| 64 * word + bit)
+        };
+        self.bits.iter().enumerate().flat_map(of)
+    }
+}
+
+/// A range of chosen rows.
+struct Part<'a> {
+    of: &'a Chosen,
+    range: std::ops::Range<usize>,
+}
+
+impl Part<'_> {
+    fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    fn iter(&self) -> impl Iterator<Item = usize> {
+        self.of.iter().skip(self.range.start).take(self.range.len())
+    }
+}
+
+/// Reads rows; an error waits in `refused`, because HDF5 knows no errors but its own.
+fn kept_in<T>(
+    refused: &mut Option<Error>,
+    read: impl Fn(usize, &mut Vec<T>) -> Result<()>,
+) -> impl FnMut(usize, &mut Vec<T>) -> hdf5::Result<()> {
+    move |row, to| {
+        read(row, to).map_err(|e| {
+            let message = e.message().to_string();
+            *refused = Some(e);
+            message.into()
+        })
+    }
 }
 
 /// Names of classes with their numbers, for people.
@@ -198,8 +260,13 @@ impl Rows {
         self.count
     }
 
-    fn targets_of(&self, row: usize) -> &[f64] {
-        &self.targets[row * self.width..(row + 1) * self.width]
+    fn targets_of(&self, row: usize) -> Result<Vec<f64>> {
+        self.targets.get(row * self.width, self.width)
+    }
+
+    /// The weight of a row, if rows have some.
+    fn weight_of(&self, row: usize) -> Result<Option<f64>> {
+        if self.weights.len() == 0 { Ok(None) } else { Ok(self.weights.get(row, 1)?.first().copied()) }
     }
 
     fn row_len(&self) -> usize {
@@ -207,41 +274,42 @@ impl Rows {
         if self.count == 0 { 0 } else { self.shape.iter().product() }
     }
 
-    fn numbers(&self, row: usize) -> Vec<f32> {
-        let range = row * self.row_len()..(row + 1) * self.row_len();
+    fn numbers(&self, row: usize) -> Result<Vec<f32>> {
+        let (first, count) = (row * self.row_len(), self.row_len());
         match &self.inputs {
-            Inputs::Bytes(bytes) => bytes[range].iter().map(|byte| f32::from(*byte)).collect(),
-            Inputs::Numbers(numbers) => numbers[range].to_vec(),
+            Inputs::Bytes(bytes) => Ok(bytes.get(first, count)?.into_iter().map(f32::from).collect()),
+            Inputs::Numbers(numbers) => numbers.get(first, count),
         }
     }
 
     /// The first of a row's numbers that is not finite: its place and value.
-    fn not_finite(&self, row: usize) -> Option<String> {
+    fn not_finite(&self, row: usize) -> Result<Option<String>> {
         let numbers = match &self.inputs {
-            Inputs::Bytes(_) => &[],
-            Inputs::Numbers(numbers) => &numbers[row * self.row_len()..(row + 1) * self.row_len()],
+            Inputs::Bytes(_) => vec![],
+            Inputs::Numbers(_) => self.numbers(row)?,
         };
         // As f32, the type that is written.
-        let targets = self.targets_of(row).iter().map(|x| *x as f32);
+        let targets = self.targets_of(row)?.into_iter().map(|x| x as f32);
         let found = numbers.iter().position(|x| !x.is_finite()).map(|at| (0, at, numbers[at]));
         let mut of_targets = targets.enumerate().filter(|(_, x)| !x.is_finite());
         let found = found.or_else(|| of_targets.next().map(|(at, x)| (1, at, x)));
-        let weight = self.weights.get(row).map(|weight| *weight as f32).filter(|weight| !weight.is_finite());
-        let (place, at, x) = found.or_else(|| weight.map(|weight| (2, 0, weight)))?;
-        Some(format!("{}: row {row}, element {at} is {x}", self.places[place]))
+        let weight = self.weight_of(row)?.map(|weight| weight as f32).filter(|weight| !weight.is_finite());
+        let found = found.or_else(|| weight.map(|weight| (2, 0, weight)));
+        Ok(found.map(|(place, at, x)| format!("{}: row {row}, element {at} is {x}", self.places[place])))
     }
 
     /// Mean and standard deviation of some rows, in one pass: of every channel of images, of every column of tables.
     /// Constant columns get standard deviation 1.
-    fn scale(&self, rows: &[usize]) -> Scale {
+    fn scale(&self, rows: &Chosen) -> Result<Scale> {
         let places = *self.shape.last().unwrap_or(&1);
         let (mut sums, mut squares) = (vec![0.0f64; places], vec![0.0f64; places]);
         // Against the first row: far from zero the squares would swallow the deviations.
-        let first: Vec<f64> = rows
-            .first()
-            .map_or(vec![0.0; places], |row| self.numbers(*row)[..places].iter().map(|x| f64::from(*x)).collect());
-        for row in rows {
-            for (i, x) in self.numbers(*row).into_iter().enumerate() {
+        let first: Vec<f64> = match rows.iter().next() {
+            None => vec![0.0; places],
+            Some(row) => self.numbers(row)?[..places].iter().map(|x| f64::from(*x)).collect(),
+        };
+        for row in rows.iter() {
+            for (i, x) in self.numbers(row)?.into_iter().enumerate() {
                 let apart = f64::from(x) - first[i % places];
                 sums[i % places] += apart;
                 squares[i % places] += apart * apart;
@@ -253,7 +321,7 @@ impl Rows {
             let variance = (square / count - (sum / count).powi(2)).max(0.0);
             if variance > 1e-12 * square / count { variance.sqrt() as f32 } else { 1.0 }
         };
-        (mean, sums.iter().zip(&squares).map(deviation).collect())
+        Ok((mean, sums.iter().zip(&squares).map(deviation).collect()))
     }
 
     /// Writes all rows as shards.
@@ -268,10 +336,10 @@ impl Rows {
         if kept.every == 1 {
             return Err(Error::input("every row would be kept for validation").hint("--val-every 5 keeps a fifth"));
         }
-        let mut rows = Vec::with_capacity(self.len());
+        let mut rows = Chosen::none_of(self.len());
         for row in 0..self.len() {
-            match self.not_finite(row) {
-                None => rows.push(row),
+            match self.not_finite(row)? {
+                None => rows.add(row),
                 Some(_) if kept.not_finite == NotFinite::Skip => {}
                 Some(found) => {
                     return Err(
@@ -280,36 +348,49 @@ impl Rows {
                 }
             }
         }
-        let negative = rows
-            .iter()
-            .find_map(|row| self.weights.get(*row).filter(|weight| **weight < 0.0).map(|weight| (row, weight)));
-        if let Some((row, weight)) = negative {
-            return Err(Error::input(format!("{}: row {row} has a weight of {weight}", self.places[2]))
-                .hint("mend the data: a weight is a factor of the loss, 0 or more"));
+        let (mut all_classes, mut classes) = (!self.regression && self.width == 1, None);
+        for row in rows.iter() {
+            if let Some(weight) = self.weight_of(row)?.filter(|weight| *weight < 0.0) {
+                return Err(Error::input(format!("{}: row {row} has a weight of {weight}", self.places[2]))
+                    .hint("mend the data: a weight is a factor of the loss, 0 or more"));
+            }
+            if all_classes {
+                let target = self.targets_of(row)?[0];
+                all_classes = is_class(target);
+                classes = classes.max(Some(target as usize + 1));
+            }
         }
         let skipped = self.len() - rows.len();
-        let is_class = !self.regression && self.width == 1 && rows.iter().all(|row| is_class(self.targets[*row]));
-        let classes = if is_class { rows.iter().map(|row| self.targets[*row] as usize + 1).max() } else { None };
+        let is_class = all_classes;
+        let classes = classes.filter(|_| is_class);
         let class_names = self.files.as_ref().map_or(vec![], |files| files.classes.clone());
         // Of each class by itself, or of all together.
         let mut places = vec![0usize; class_names.len().max(1)];
         // Rows without targets are to be predicted and stay together.
         let every = if self.width > 0 { kept.every } else { 0 };
-        let (validation, train): (Vec<usize>, Vec<usize>) = rows.into_iter().partition(|row| {
-            let place = &mut places[if class_names.is_empty() { 0 } else { self.targets[*row] as usize }];
+        let (mut validation, mut train) = (Chosen::none_of(self.len()), Chosen::none_of(self.len()));
+        for row in rows.iter() {
+            let place = &mut places[if class_names.is_empty() { 0 } else { self.targets_of(row)?[0] as usize }];
             *place += 1;
-            every > 0 && (*place).is_multiple_of(every)
-        });
+            let is_kept = every > 0 && (*place).is_multiple_of(every);
+            if is_kept { validation.add(row) } else { train.add(row) }
+        }
         if train.len() < kept.shards {
             return Err(Error::input(format!("{} training rows do not fill {} shards", train.len(), kept.shards))
                 .hint("ask for fewer shards"));
         }
         let of_table = self.table.as_ref().and_then(|table| table.scale.clone());
-        let scale = (kept.normalize && self.row_len() > 0).then(|| of_table.unwrap_or_else(|| self.scale(&train)));
+        let scale = match of_table {
+            _ if !kept.normalize || self.row_len() == 0 => None,
+            Some(scale) => Some(scale),
+            None => Some(self.scale(&train)?),
+        };
         std::fs::create_dir_all(&kept.out).map_err(|e| Error::io("create", &kept.out, e))?;
-        let parts = (0..kept.shards).map(|shard| (Split::Train, shard, &train[part(train.len(), kept.shards, shard)]));
-        let validation = (!validation.is_empty()).then_some((Split::Validation, 0, &validation[..]));
-        let import = self.name(kept);
+        let part_of = |shard| Part { of: &train, range: part(train.len(), kept.shards, shard) };
+        let parts = (0..kept.shards).map(|shard| (Split::Train, shard, part_of(shard)));
+        let whole = Part { of: &validation, range: 0..validation.len() };
+        let validation = (validation.len() > 0).then_some((Split::Validation, 0, whole));
+        let import = self.name(kept)?;
         let (mut staged, mut shards) = (Staged::default(), Vec::new());
         for (split, shard, rows) in parts.chain(validation) {
             let path = kept.out.join(shard_name(split, shard as u64));
@@ -328,20 +409,20 @@ impl Rows {
 
     /// Eight hexadecimal digits that tell this import from others: a checksum of the rows, their shape and the
     /// settings of their selection.
-    fn name(&self, kept: &Kept) -> String {
+    fn name(&self, kept: &Kept) -> Result<String> {
         let mut hasher = crc32fast::Hasher::new();
         match &self.inputs {
-            Inputs::Bytes(bytes) => hasher.update(bytes),
-            Inputs::Numbers(numbers) => hasher.update(bytemuck::cast_slice(numbers)),
+            Inputs::Bytes(bytes) => bytes.blocks(|some| hasher.update(some))?,
+            Inputs::Numbers(numbers) => numbers.blocks(|some| hasher.update(bytemuck::cast_slice(some)))?,
         }
         for numbers in [&self.targets, &self.weights] {
-            hasher.update(bytemuck::cast_slice(numbers));
+            numbers.blocks(|some| hasher.update(bytemuck::cast_slice(some)))?;
         }
         if let Some(table) = &self.table {
-            hasher.update(bytemuck::cast_slice(&table.ids));
+            table.ids.blocks(|some| hasher.update(bytemuck::cast_slice(some)))?;
         }
         hasher.update(format!("{:?} {} {:?}", kept.not_finite, kept.every, self.shape).as_bytes());
-        format!("{:08x}", hasher.finalize())
+        Ok(format!("{:08x}", hasher.finalize()))
     }
 
     fn write_shard(&self, path: &Path, shard: &ShardOf) -> Result<()> {
@@ -352,8 +433,12 @@ impl Rows {
             ("split", var_len(shard.split.name())?),
         ];
         let columns = self.table.as_ref().map(|table| table.columns.stored()).transpose()?;
-        self.write_objects(path, &texts, columns.as_ref(), shard)
-            .map_err(|e| Error::io("write", path, one_line(&e)))?;
+        let mut refused = None;
+        let written = self.write_objects(path, &texts, columns.as_ref(), shard, &mut refused);
+        if let Some(e) = refused {
+            return Err(e);
+        }
+        written.map_err(|e| Error::io("write", path, one_line(&e)))?;
         // The name must never outlive the content.
         std::fs::File::open(path).and_then(|file| file.sync_all()).map_err(|e| Error::io("write", path, e))
     }
@@ -364,8 +449,9 @@ impl Rows {
         texts: &[(&str, VarLenUnicode)],
         columns: Option<&VarLenUnicode>,
         shard: &ShardOf,
+        refused: &mut Option<Error>,
     ) -> hdf5::Result<()> {
-        let ShardOf { rows, scale, is_class, skipped, shard, num_shards, .. } = *shard;
+        let ShardOf { ref rows, scale, is_class, skipped, shard, num_shards, .. } = *shard;
         let names = DataSpec::new("");
         let file = hdf5_files::create(path)?;
         for (name, text) in texts {
@@ -382,14 +468,12 @@ impl Rows {
         let inputs = match &self.inputs {
             _ if self.row_len() == 0 => None,
             Inputs::Bytes(bytes) => {
-                let of_row = |row: &usize| &bytes[row * self.row_len()..(row + 1) * self.row_len()];
-                let elements: Vec<u8> = rows.iter().flat_map(of_row).copied().collect();
-                Some(write_rows(&file, &names.inputs, &shape, &elements)?)
+                let of_row = |row, to: &mut Vec<u8>| bytes.append(row * self.row_len(), self.row_len(), to);
+                Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), kept_in(refused, of_row))?)
             }
             Inputs::Numbers(numbers) => {
-                let of_row = |row: &usize| &numbers[row * self.row_len()..(row + 1) * self.row_len()];
-                let elements: Vec<f32> = rows.iter().flat_map(of_row).copied().collect();
-                Some(write_rows(&file, &names.inputs, &shape, &elements)?)
+                let of_row = |row, to: &mut Vec<f32>| numbers.append(row * self.row_len(), self.row_len(), to);
+                Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), kept_in(refused, of_row))?)
             }
         };
         if let (Some(inputs), Some((mean, std))) = (inputs, scale) {
@@ -401,26 +485,35 @@ impl Rows {
             file.new_dataset::<VarLenUnicode>().create(COLUMNS)?.write_scalar(columns)?;
             let width = table.columns.categories.len();
             if width > 0 {
-                let ids: Vec<u32> = rows.iter().flat_map(|row| &table.ids[row * width..][..width]).copied().collect();
-                write_rows(&file, &names.categories, &[rows.len(), width], &ids)?;
+                let ids = |row, to: &mut Vec<u32>| table.ids.append(row * width, width, to);
+                write_rows_by(&file, &names.categories, &[rows.len(), width], rows.iter(), kept_in(refused, ids))?;
             }
         }
         if is_class {
-            let classes: Vec<u32> = rows.iter().map(|row| self.targets[*row] as u32).collect();
-            write_rows(&file, &names.targets, &[rows.len()], &classes)?;
+            let class = |row, to: &mut Vec<u32>| {
+                to.extend(self.targets_of(row)?.into_iter().map(|x| x as u32));
+                Ok(())
+            };
+            write_rows_by(&file, &names.targets, &[rows.len()], rows.iter(), kept_in(refused, class))?;
         } else if self.width > 0 {
-            let values: Vec<f32> = rows.iter().flat_map(|row| self.targets_of(*row)).map(|x| *x as f32).collect();
-            write_rows(&file, &names.targets, &[rows.len(), self.width], &values)?;
+            let values = |row, to: &mut Vec<f32>| {
+                to.extend(self.targets_of(row)?.into_iter().map(|x| x as f32));
+                Ok(())
+            };
+            write_rows_by(&file, &names.targets, &[rows.len(), self.width], rows.iter(), kept_in(refused, values))?;
         }
-        if !self.weights.is_empty() {
-            let weights: Vec<f32> = rows.iter().map(|row| self.weights[*row] as f32).collect();
-            write_rows(&file, WEIGHTS, &[rows.len()], &weights)?;
+        if self.weights.len() > 0 {
+            let weight = |row, to: &mut Vec<f32>| {
+                to.extend(self.weight_of(row)?.map(|x| x as f32));
+                Ok(())
+            };
+            write_rows_by(&file, WEIGHTS, &[rows.len()], rows.iter(), kept_in(refused, weight))?;
         }
         if let Some(files) = &self.files {
             let texts = |texts: &mut dyn Iterator<Item = &String>| -> hdf5::Result<Vec<VarLenUnicode>> {
                 texts.map(|text| text.parse().map_err(|_| format!("{text:?} is no text").into())).collect()
             };
-            let names = texts(&mut rows.iter().map(|row| &files.names[*row]))?;
+            let names = texts(&mut rows.iter().map(|row| &files.names[row]))?;
             file.new_dataset::<VarLenUnicode>().shape(names.len()).create(FILES)?.write_raw(&names)?;
             let classes = texts(&mut files.classes.iter())?;
             if !classes.is_empty() {
@@ -439,7 +532,8 @@ mod tests {
     fn the_scale_is_that_of_every_channel() {
         let numbers = vec![1000.0, 5.0, 1002.0, 5.0, 1004.0, 5.0, 1006.0, 5.0, 9.0, 9.0, 9.0, 9.0];
         let (source, places) = (String::new(), [const { String::new() }; 3]);
-        let (inputs, targets, weights) = (Inputs::Numbers(numbers), vec![0.0; 3], vec![]);
+        let inputs = Inputs::Numbers(Elements::Memory(numbers));
+        let (targets, weights) = (Elements::Memory(vec![0.0; 3]), Elements::Memory(vec![]));
         let rows = Rows {
             inputs,
             count: 3,
@@ -454,7 +548,9 @@ mod tests {
 
             files: None,
         };
-        let (mean, std) = rows.scale(&[0, 1]);
+        let mut first = Chosen::none_of(3);
+        [0, 1].into_iter().for_each(|row| first.add(row));
+        let (mean, std) = rows.scale(&first).unwrap();
         assert_eq!((mean, std), (vec![1003.0, 5.0], vec![5f32.sqrt(), 1.0]));
     }
 }

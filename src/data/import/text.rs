@@ -1,11 +1,14 @@
 //! From a text file to token shards.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::path::PathBuf;
 
 use sha2::{Digest, Sha256};
 
-use super::{Staged, content, hex, part, refuse_shards, shard_name};
+use super::pieces::{PIECE, Pieces};
+use super::spool::{Elements, Spooler};
+use super::{Staged, hex, part, refuse_shards, shard_name};
 use crate::data::format::TokenShard;
 use crate::data::{Split, Tokenizer, TokenizerKind};
 use crate::error::{Error, Result};
@@ -13,7 +16,7 @@ use crate::error::{Error, Result};
 /// Input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportText {
-    /// The text file, which is held in memory.
+    /// The text file, which may be larger than memory.
     pub input: PathBuf,
     /// Tokenizer of the text.
     pub tokenizer: TokenizerKind,
@@ -53,9 +56,8 @@ impl fmt::Display for Imported {
 /// Shards get their names only after all of them are written.
 pub fn import_text(import: &ImportText) -> Result<Imported> {
     import.check()?;
-    let text = content(&import.input, "give the path of a text file")?;
-    let (tokenizer, ids) = tokenize(import.tokenizer, &text).map_err(|e| e.at(import.input.display()))?;
-    let source_sha256 = hex(&Sha256::digest(&text));
+    let tokenized = tokenize(import)?;
+    let Tokenized { tokenizer, ids, source_sha256 } = &tokenized;
     let source = import.input.file_name().unwrap_or_default().to_string_lossy();
 
     let num_train = ((1.0 - import.val_fraction) * ids.len() as f64) as usize;
@@ -73,20 +75,25 @@ pub fn import_text(import: &ImportText) -> Result<Imported> {
         let num_shards = if split == Split::Train { import.shards } else { 1 };
         let path = import.out.join(shard_name(split, shard as u64));
         shards.push((path.clone(), range.len()));
+        let mut at = range.start;
+        let mut next = |count: usize| {
+            at += count;
+            tokenized.get(at - count, count)
+        };
         TokenShard {
-            ids: &ids[range],
-            tokenizer: &tokenizer,
+            ids: &[],
+            tokenizer,
             source: &source,
-            source_sha256: &source_sha256,
+            source_sha256,
             split,
             shard,
             num_shards,
             compress: import.compress,
         }
-        .write(staged.add(path))?;
+        .write_by(staged.add(path), range.len(), &mut next)?;
     }
     staged.publish()?;
-    Ok(Imported { shards, vocabulary: tokenizer.vocabulary(), source_sha256 })
+    Ok(Imported { shards, vocabulary: tokenizer.vocabulary(), source_sha256: source_sha256.clone() })
 }
 
 impl ImportText {
@@ -105,18 +112,59 @@ impl ImportText {
     }
 }
 
-fn tokenize(kind: TokenizerKind, text: &[u8]) -> Result<(Tokenizer, Vec<u32>)> {
-    if text.is_empty() {
-        return Err(Error::input("the text is empty").hint("give a file with some text"));
+/// A text as ids.
+struct Tokenized {
+    tokenizer: Tokenizer,
+    ids: Elements<u32>,
+    source_sha256: String,
+}
+
+/// Reads the text once, a piece at a time. Its ids wait in a file, or its characters where the ids are not known before
+/// the end.
+fn tokenize(import: &ImportText) -> Result<Tokenized> {
+    let at = || import.input.display();
+    let (mut hash, mut chars) = (Sha256::new(), BTreeSet::new());
+    let mut ids = Spooler::create(&import.out)?;
+    let mut pieces = Pieces::open(&import.input, import.tokenizer, PIECE)?;
+    while let Some(piece) = pieces.next()? {
+        hash.update(&piece);
+        let some: Vec<u32> = match import.tokenizer {
+            TokenizerKind::Byte => piece.iter().map(|&byte| u32::from(byte)).collect(),
+            TokenizerKind::Gpt2 => Tokenizer::Gpt2.encode(text(&piece)?).map_err(|e| e.at(at()))?,
+            TokenizerKind::Char => {
+                let text = text(&piece)?;
+                chars.extend(text.chars());
+                text.chars().map(u32::from).collect()
+            }
+        };
+        ids.push(&some)?;
     }
-    if kind == TokenizerKind::Byte {
-        return Ok((Tokenizer::Byte, text.iter().map(|&byte| u32::from(byte)).collect()));
+    if ids.len() == 0 {
+        return Err(Error::input("the text is empty").hint("give a file with some text").at(at()));
     }
-    let text = std::str::from_utf8(text).map_err(|e| {
-        Error::input(format!("byte {} is not UTF-8", e.valid_up_to()))
-            .hint("convert the text to UTF-8, or use the tokenizer byte")
-    })?;
-    let tokenizer = Tokenizer::for_text(kind, text);
-    let ids = tokenizer.encode(text)?;
-    Ok((tokenizer, ids))
+    let tokenizer = match import.tokenizer {
+        TokenizerKind::Char => Tokenizer::Char { chars: chars.into_iter().collect() },
+        TokenizerKind::Byte => Tokenizer::Byte,
+        TokenizerKind::Gpt2 => Tokenizer::Gpt2,
+    };
+    Ok(Tokenized { tokenizer, ids: ids.finish()?, source_sha256: hex(&hash.finalize()) })
+}
+
+impl Tokenized {
+    /// Ids from `first` on.
+    fn get(&self, first: usize, count: usize) -> Result<Vec<u32>> {
+        let mut found = self.ids.get(first, count)?;
+        if let Tokenizer::Char { chars } = &self.tokenizer {
+            for id in &mut found {
+                // Every one of them is there.
+                *id = chars.partition_point(|c| u32::from(*c) < *id) as u32;
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// A piece as text, which it is.
+fn text(piece: &[u8]) -> Result<&str> {
+    str::from_utf8(piece).map_err(|e| Error::internal(format!("a piece of text is none: {e}")))
 }

@@ -6,24 +6,6 @@ use super::Sharded;
 use crate::backend::Kernels;
 use crate::error::{Error, Result};
 
-/// Audits of a rank.
-#[derive(Debug, Clone, Copy)]
-pub struct Audits {
-    /// Steps between two comparisons of replicas.
-    every: u64,
-    /// The last step before which they were found equal, or the first.
-    good: Option<u64>,
-    /// That step, once they were found to differ.
-    doubtful_since: Option<u64>,
-}
-
-impl Audits {
-    /// Of every so many steps; none with 0.
-    pub fn every(every: u64) -> Option<Self> {
-        (every > 0).then_some(Self { every, good: None, doubtful_since: None })
-    }
-}
-
 /// A replica's digests, as others hear of them.
 #[derive(Serialize, Deserialize)]
 struct Told {

@@ -30,7 +30,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
-use self::audit::Audits;
+use super::audits::Audits;
 use super::averaging::Averaging;
 use super::groups::Groups;
 use super::guest::Guest;

@@ -83,26 +83,24 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         world.agree(memory::check::<B>(&plan, &topology, held, room))?;
 
-        let mut claimed = None;
-        let prepared = || {
-            let directory = RunDirectory::prepare(&plan.config, &request.name, &request.resume)?;
-            let path = directory.path().to_string_lossy().into_owned();
-            claimed = Some(directory);
-            Ok(path)
-        };
-        let path = share(&world, root.then(prepared))?;
+        // A dead trainer's lease may take minutes to take over.
+        let prepared = || RunDirectory::prepare(&plan.config, &request.name, &request.resume);
+        let claimed = world.patiently(root.then_some(prepared))?;
+        let path = claimed.as_ref().map(|directory| Ok(directory.path().to_string_lossy().into_owned()));
+        let path = share(&world, path)?;
         let starting = Starting(claimed.unwrap_or_else(|| RunDirectory::at(path)));
         let directory = &starting.0;
         plan.config.run.name = Some(directory.name());
-        if let Some(beside) = beside {
-            beside.gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes()).wait()?;
-        }
         world.agree(logging::to_file(&directory.log_path(world.rank()), plan.config.log.level.into()))?;
         log::info!("rank {} of {} on {}", world.rank(), world.size(), topology.here().host);
         let watch = match plan.config.comm.timeout {
             0 => None,
             timeout => comm.watch(&directory.logs_path(), Duration::from_secs(timeout))?,
         };
+        // The evaluators leave their signs of life in the same place, which was cleared before.
+        if let Some(beside) = beside {
+            beside.gather_bytes(directory.path().to_string_lossy().into_owned().into_bytes()).wait()?;
+        }
 
         let backend = world.agree(backend(&plan))?;
         comm.count_memory(backend.clone());

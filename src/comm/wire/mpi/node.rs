@@ -75,6 +75,7 @@ impl Node {
         let local = |first: &c_int| (*first == self.of_ranks[rank]).then(|| next.next()).flatten();
         let segment = Segment::open(self.comm, self.rank, self.of_ranks.iter().map(local).collect());
         let (mine, mut all) = (c_int::from(segment.is_ok()), 0);
+        // The meeting that a segment wants before its first use, too.
         // SAFETY: in- and out-parameter are live locals.
         let code = unsafe {
             let (from, to) = ((&raw const mine).cast(), (&raw mut all).cast());

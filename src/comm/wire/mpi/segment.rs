@@ -54,6 +54,8 @@ fn ticket(to: usize, number: u32) -> u64 {
 
 impl Segment {
     /// Collective over `node`, the communicator of this node's ranks. `locals` has their numbers by rank of the world.
+    /// No slot may be used before the node's ranks have met once more: all slots are free then. That meeting is the
+    /// caller's, so that a rank which fails here makes the same collectives as the others.
     pub fn open(node: ffi::MPI_Comm, me: usize, locals: Vec<Option<usize>>) -> Result<Self> {
         let size = locals.iter().flatten().count();
         let bytes = |bytes: usize| bytes as ffi::MPI_Aint;
@@ -77,8 +79,6 @@ impl Segment {
         for slot in 0..SLOTS {
             segment.state(me, slot).store(0, Ordering::Release);
         }
-        // SAFETY: nobody looks at a slot before all are free.
-        check(unsafe { ffi::MPI_Barrier(node) }, "MPI_Barrier")?;
         Ok(segment)
     }
 

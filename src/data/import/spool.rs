@@ -1,0 +1,148 @@
+//! Elements of an import that wait in a file without a name, so that they need no memory.
+
+use std::cell::RefCell;
+use std::fs::File;
+use std::io::{BufWriter, Write as _};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use bytemuck::Pod;
+
+use crate::error::{Error, Result};
+
+/// Elements that are read at once.
+const BLOCK: usize = 1 << 16;
+
+/// Elements in the order in which they were added: in memory, or in a file.
+pub(super) enum Elements<T> {
+    Memory(Vec<T>),
+    Spooled(Spool<T>),
+}
+
+/// Elements in a file. It is read in ascending order, mostly.
+pub(super) struct Spool<T> {
+    file: File,
+    folder: PathBuf,
+    len: usize,
+    /// The elements that were read last, and the first one's place.
+    block: RefCell<(usize, Vec<T>)>,
+}
+
+/// A file that elements are added to.
+pub(super) struct Spooler<T> {
+    file: BufWriter<File>,
+    folder: PathBuf,
+    len: usize,
+    kind: std::marker::PhantomData<T>,
+}
+
+impl<T: Pod> Elements<T> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Memory(all) => all.len(),
+            Self::Spooled(spool) => spool.len,
+        }
+    }
+
+    /// Adds `count` elements from `first` on to `to`.
+    pub fn append(&self, first: usize, count: usize, to: &mut Vec<T>) -> Result<()> {
+        match self {
+            Self::Memory(all) => to.extend_from_slice(&all[first..first + count]),
+            Self::Spooled(spool) => spool.append(first, count, to)?,
+        }
+        Ok(())
+    }
+
+    /// The elements from `first` on.
+    pub fn get(&self, first: usize, count: usize) -> Result<Vec<T>> {
+        let mut found = Vec::with_capacity(count);
+        self.append(first, count, &mut found).map(|()| found)
+    }
+
+    /// All of them, a block at a time.
+    pub fn blocks(&self, mut each: impl FnMut(&[T])) -> Result<()> {
+        (0..self.len()).step_by(BLOCK).try_for_each(|first| {
+            each(&self.get(first, BLOCK.min(self.len() - first))?);
+            Ok(())
+        })
+    }
+}
+
+impl<T: Pod> Spool<T> {
+    fn append(&self, first: usize, count: usize, to: &mut Vec<T>) -> Result<()> {
+        let mut block = self.block.borrow_mut();
+        let (start, held) = &mut *block;
+        if first < *start || first + count > *start + held.len() {
+            let wanted = count.max(BLOCK).min(self.len.saturating_sub(first));
+            held.resize(wanted, T::zeroed());
+            let bytes: &mut [u8] = bytemuck::cast_slice_mut(held);
+            let read = self.file.read_exact_at(bytes, (first * size_of::<T>()) as u64);
+            *start = first;
+            if let Err(e) = read {
+                held.clear();
+                return Err(Error::io("read a temporary file in", &self.folder, e));
+            }
+        }
+        to.extend_from_slice(&held[first - *start..][..count]);
+        Ok(())
+    }
+}
+
+impl<T: Pod> Spooler<T> {
+    /// A file without a name in `out`, or where it will be.
+    pub fn create(out: &Path) -> Result<Self> {
+        let out = std::path::absolute(out).map_err(|e| Error::io("find", out, e))?;
+        let folder = out.ancestors().find(|folder| folder.is_dir()).unwrap_or(&out).to_path_buf();
+        let file = tempfile::tempfile_in(&folder).map_err(|e| Error::io("create a temporary file in", &folder, e))?;
+        Ok(Self { file: BufWriter::new(file), folder, len: 0, kind: std::marker::PhantomData })
+    }
+
+    /// Adds elements.
+    pub fn push(&mut self, elements: &[T]) -> Result<()> {
+        self.len += elements.len();
+        let written = self.file.write_all(bytemuck::cast_slice(elements));
+        written.map_err(|e| {
+            Error::io("write a temporary file in", &self.folder, e)
+                .hint("an import needs room there for what it writes, twice")
+        })
+    }
+
+    /// Number of elements so far.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// All that were added.
+    pub fn finish(self) -> Result<Elements<T>> {
+        let Self { file, folder, len, .. } = self;
+        let file = file.into_inner().map_err(|e| Error::io("write a temporary file in", &folder, e.error()))?;
+        Ok(Elements::Spooled(Spool { file, folder, len, block: RefCell::default() }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn elements_come_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let all: Vec<u32> = (0..3 * BLOCK as u32 + 5).collect();
+        let mut spooler = Spooler::create(&folder.path().join("not/yet")).unwrap();
+        all.chunks(1000).for_each(|some| spooler.push(some).unwrap());
+        assert_eq!(spooler.len(), all.len());
+        let spooled = spooler.finish().unwrap();
+        for elements in [&spooled, &Elements::Memory(all.clone())] {
+            assert_eq!(elements.len(), all.len());
+            for (first, count) in [(0, 1), (BLOCK - 1, 3), (5, 2 * BLOCK), (all.len() - 2, 2), (7, 0), (0, all.len())] {
+                assert_eq!(elements.get(first, count).unwrap(), all[first..first + count]);
+            }
+            let mut found = Vec::new();
+            elements.blocks(|some| found.extend_from_slice(some)).unwrap();
+            assert_eq!(found, all);
+        }
+        // Nothing is left behind.
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,98 @@
+//! Imports of files that are larger than the memory they may take.
+
+use std::io::{BufWriter, Write as _};
+use std::path::Path;
+use std::process::Command;
+
+use hpctrain::data::{DataSpec, Dataset, Split};
+
+use crate::common::launch::{Ended, finish, inherits_nothing};
+
+/// KiB that an import may take for data of its own: a third of what it would hold if it read all at once.
+const LIMIT: usize = 96 << 10;
+
+/// Runs `hpctrain data import …` with [`LIMIT`] of memory.
+fn import(arguments: &[&str]) -> Ended {
+    let mut command = Command::new("sh");
+    // Threads and libraries keep to files; what a program allocates counts.
+    let script = format!("ulimit -d {LIMIT} && exec \"$0\" data import \"$@\"");
+    command.args(["-c", &script]).arg(crate::common::program()).args(arguments);
+    finish(inherits_nothing(&mut command))
+}
+
+fn written(path: &Path, lines: impl Iterator<Item = String>) {
+    let mut file = BufWriter::new(std::fs::File::create(path).unwrap());
+    lines.for_each(|line| file.write_all(line.as_bytes()).unwrap());
+    file.flush().unwrap();
+}
+
+/// Copies and moves are not what fills the memory: nothing is left behind beside the shards.
+fn only_shards(out: &Path) {
+    let names = out.read_dir().unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    let others: Vec<String> = names.filter(|name| !name.ends_with(".h5") || name.starts_with('.')).collect();
+    assert!(others.is_empty(), "{others:?}");
+}
+
+#[test]
+fn a_text_is_imported_a_piece_at_a_time() {
+    let root = tempfile::tempdir().unwrap();
+    let [text, out] = ["text", "out"].map(|name| root.path().join(name));
+    // 64 MB, of which ids in memory would take 256.
+    let lines = 1_000_000;
+    written(&text, (0..lines).map(|i| format!("line {i:08}: the quick brown fox jumps over the lazy dog, again\n")));
+    let bytes = std::fs::metadata(&text).unwrap().len();
+    assert!(bytes as usize > 60 << 20);
+    for tokenizer in ["char", "byte"] {
+        let out = out.join(tokenizer);
+        let [text, out] = [&text, &out].map(|path| path.to_str().unwrap());
+        let arguments =
+            ["text", text, "--tokenizer", tokenizer, "--shards", "3", "--val-fraction", "0.1", "--out", out];
+        import(&arguments).succeeded();
+        only_shards(Path::new(out));
+        let mut samples = 0;
+        for split in [Split::Train, Split::Validation] {
+            let data = Dataset::open(&DataSpec::new(out), split, 62).unwrap();
+            samples += data.tokens();
+            // The first line, by its characters.
+            if split == Split::Train {
+                let tokenizer = data.tokenizer().unwrap().clone();
+                let shard = hdf5::File::open(Path::new(out).join("train-00000.h5")).unwrap();
+                let ids: Vec<u32> = shard.dataset("tokens").unwrap().read_slice_1d(..14).unwrap().to_vec();
+                assert_eq!(tokenizer.decode(&ids), "line 00000000:");
+            }
+        }
+        assert_eq!(samples, bytes);
+        finish(Command::new(crate::common::program()).args(["data", "verify", out])).succeeded();
+    }
+}
+
+#[test]
+fn a_table_is_imported_a_line_at_a_time() {
+    let root = tempfile::tempdir().unwrap();
+    let [table, out] = ["table.csv", "out"].map(|name| root.path().join(name));
+    // 32 MB of lines, whose numbers alone would take twice that in memory, and the shards as much.
+    let (rows, width) = (500_000, 30);
+    let header = (0..width).map(|column| format!("c{column},")).collect::<String>() + "class\n";
+    let line = |row: usize| {
+        (0..width).map(|column| format!("{},", (row * 7 + column) % 10)).collect::<String>() + &format!("{}\n", row % 3)
+    };
+    written(&table, std::iter::once(header).chain((0..rows).map(line)));
+    let [table, out] = [&table, &out].map(|path| path.to_str().unwrap());
+    let arguments = ["csv", table, "--target", "class", "--shards", "2", "--val-every", "10", "--out", out];
+    import(&arguments).succeeded();
+    only_shards(Path::new(out));
+    let read = |name: &str, row: usize| {
+        let file = hdf5::File::open(Path::new(out).join(name)).unwrap();
+        let inputs: Vec<f32> = file.dataset("inputs").unwrap().read_slice_1d(ndarray::s![row, ..]).unwrap().to_vec();
+        let class: Vec<u32> = file.dataset("targets").unwrap().read_slice_1d(row..row + 1).unwrap().to_vec();
+        (inputs, class[0])
+    };
+    let expected =
+        |row: usize| ((0..width).map(|column| ((row * 7 + column) % 10) as f32).collect::<Vec<_>>(), (row % 3) as u32);
+    // Every tenth row is kept for validation; the second half of the others is the second shard.
+    assert_eq!(read("train-00000.h5", 0), expected(0));
+    assert_eq!(read("train-00000.h5", 9), expected(10));
+    assert_eq!(read("train-00001.h5", 0), expected(250_000));
+    assert_eq!(read("val-00000.h5", 49_999), expected(rows - 1));
+    finish(Command::new(crate::common::program()).args(["data", "verify", out])).succeeded();
+}
