@@ -278,7 +278,7 @@ impl<B: Backend> Group<B> {
         Ok(self.gather_bytes(bytes).wait()?.into_iter().map(numbers).collect())
     }
 
-    fn gather_as(&self, op: &'static str, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+    pub(super) fn gather_as(&self, op: &'static str, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
         if self.size() == 1 {
             return Pending::ready(vec![mine]);
         }

@@ -31,7 +31,7 @@ impl<B: Backend> Group<B> {
                     Some(Ok(thread)) => thread.is_finished(),
                     _ => true,
                 };
-                let told = self.gather_bytes(vec![u8::from(is_done)]).wait()?;
+                let told = self.gather_as("meet", vec![u8::from(is_done)]).wait()?;
                 if told.iter().all(|done| *done == [1]) {
                     break;
                 }

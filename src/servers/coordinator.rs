@@ -238,10 +238,16 @@ impl ServedRun {
         let given = &self.call.run.config;
         let plan = Terms::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1)).ok()?;
         let data = grounds.trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
-        let is_same = *config == Config { run: plan.config.run, ..given.clone() }
+        let mut wanted = Config { run: plan.config.run, ..given.clone() };
+        // Files do not tell which keys were given.
+        wanted.parallel.given.clone_from(&config.parallel.given);
+        let is_same = *config == wanted
             && self.call.workers.is_none_or(|called| called == *workers)
             && addresses.len() == self.call.servers
             && (vocabulary, *trace, data) == (&self.vocabulary, self.hub.trace.is_some(), self.data.as_ref());
+        if !is_same {
+            log::info!("the journal is of other settings or data: the run goes on from its last checkpoint");
+        }
         is_same.then_some((grounds, entry))
     }
 

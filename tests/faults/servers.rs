@@ -261,9 +261,9 @@ fn workers_that_wait_for_nobody_outlive_a_coordinator() {
     let steps: Vec<u64> = files.text("metrics.jsonl").lines().map(step_of).collect();
     assert_eq!(steps, (1..=150).collect::<Vec<_>>());
     assert_eq!(went_on(&files), 2);
-    // A batch that was on its way may count twice: at most one a worker and restart.
+    // Every batch counts, and those that were done since the last step on record may count twice.
     let updates = manifest["updates"].as_u64().unwrap();
-    assert!((300..=304).contains(&updates), "{updates} updates");
+    assert!((300..330).contains(&updates), "{updates} updates");
 }
 
 /// The step of a line of records.

@@ -81,6 +81,9 @@ impl Job {
                 refused(&start_beside(&self.job, &mut second).finish(limit()), &["is being trained by process"]);
             }
             _ => {
+                // There is another one to go back to.
+                let files = self.files();
+                self.job.until("saved twice", || newest(&files) > 3);
                 let checkpoint = self.files().path("checkpoints/latest").canonicalize().unwrap();
                 let file = checkpoint.read_dir().unwrap().flatten().map(|entry| entry.path());
                 let mut files: Vec<_> = file.filter(|path| path.extension().is_some_and(|end| end == "h5")).collect();

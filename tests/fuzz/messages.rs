@@ -323,8 +323,7 @@ fn servers_hear_workers_and_coordinators() {
     let batch = json!({"Batch": {"ticket": 1, "scale": 1.0f32.to_bits(), "versions": vec![0; pieces.len()]}});
     let hyper = json!({"lr": 0.01f32.to_bits(), "weight_decay": 0, "step": 1, "grad_scale": 1.0f32.to_bits()});
     let body: Vec<u8> = (0..elements).flat_map(|i| (i as f32 * 1e-6).to_le_bytes()).collect();
-    let push =
-        |of: &Value| json!({"Push": {"generation": generation, "member": 1, "number": 1, "of": of, "pieces": all}});
+    let push = |of: &Value| json!({"Push": {"generation": generation, "member": 1, "line": 0, "number": 1, "of": of, "pieces": all}});
     let seeds = [
         (json!({"Pull": {"generation": generation, "of": "Live", "pieces": all, "known": known}}), &[][..]),
         (json!({"Pull": {"generation": generation, "of": {"Cut": 1}, "pieces": all, "known": known}}), &[]),

@@ -530,7 +530,7 @@ fn a_newer_format_is_refused_rather_than_passed_over() {
     let root = tempfile::tempdir().unwrap();
     let whole = run(Alone, root.path(), "whole", &[]).succeeds();
     for (i, (from, to, words)) in [
-        ("\"version\": 3", "\"version\": 9", "format version 9 is newer than 3"),
+        ("\"version\":3", "\"version\":9", "format version 9 is newer than 3"),
         ("\"beta1\"", "\"beta_one\"", "unknown field `beta_one`"),
     ]
     .into_iter()

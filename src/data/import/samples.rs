@@ -357,7 +357,9 @@ impl Rows {
             if all_classes {
                 let target = self.targets_of(row)?[0];
                 all_classes = is_class(target);
-                classes = classes.max(Some(target as usize + 1));
+                if all_classes {
+                    classes = classes.max(Some(target as usize + 1));
+                }
             }
         }
         let skipped = self.len() - rows.len();
