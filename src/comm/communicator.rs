@@ -342,7 +342,7 @@ impl<B: Backend> Comm<B> {
     ///
     /// With MPI this is `MPI_Abort` on the communication thread, and after two seconds without effect the
     /// end of this process, which makes the launcher end the others. Between threads every request of every
-    /// rank fails from now on, and the calling thread unwinds with [`Aborted`].
+    /// rank fails from now on, and the calling thread unwinds with [`Aborted`](crate::comm::Aborted).
     pub fn abort(&self, code: i32) -> ! {
         self.inner.exit.abort(code)
     }

@@ -14,7 +14,7 @@ const ANSWER: Duration = Duration::from_secs(20);
 /// Interval at which answers are looked for.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// The agent where none is given. It asks for no password, and gives up before [`ANSWER`].
+/// The agent where none is given. It asks for no password, and gives up before an answer is given up.
 pub const AGENT: &str = "ssh -o BatchMode=yes -o ConnectTimeout=10";
 
 /// In the command of a job: the place of the hosts with their ranks.

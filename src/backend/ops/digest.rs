@@ -31,7 +31,7 @@ impl<S> Default for Audit<S> {
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
 pub trait DigestOps: Backend {
-    /// `Σ` over chunks of [`CHUNK`] elements of (`Σ bits(x[i])·weight(i) mod 2³²`), of f32: an integer that f64 holds.
+    /// `Σ` over chunks of 16,384 elements of (`Σ bits(x[i])·weight(i) mod 2³²`), of f32: an integer that f64 holds.
     fn digest(&self, x: Self::View<'_>) -> Result<Self::Scalar>;
 }
 
