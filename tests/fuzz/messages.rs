@@ -35,7 +35,7 @@ fn meeting_place(secret: Option<&Path>) -> tempfile::TempDir {
     dir
 }
 
-/// What two ranks do together: texts, numbers, a sum.
+/// The common work of two ranks: texts, numbers, a sum.
 fn together(comm: &Comm<Cpu>) -> Result<()> {
     let world = comm.world();
     world.gather_bytes(vec![7; 100]).wait()?;
@@ -64,7 +64,7 @@ fn address_of_0(dir: &Path) -> String {
     }
 }
 
-/// What a real rank 1 says on the connection of exchanges, after its greeting.
+/// The words of a real rank 1 on the connection of exchanges, after its greeting.
 fn recorded() -> Vec<u8> {
     let place_0 = meeting_place(None);
     let place_1 = meeting_place(Some(place_0.path()));

@@ -61,7 +61,7 @@ pub fn mutated(rng: &mut Rng, form: Form, seeds: &[Vec<u8>]) -> Vec<u8> {
     for _ in 0..1 + rng.below(3) {
         input = match form {
             Form::Bytes => bytes(rng, input, seeds),
-            // What is no JSON any more, or on purpose, by its bytes.
+            // Text that is no JSON any more, or some of the others, by its bytes.
             _ if rng.is(0.25) => bytes(rng, input, seeds),
             Form::Json => json_of(rng, &input),
             Form::JsonLines => lines(rng, &input),
