@@ -11,8 +11,9 @@ use crate::{LARGE, ranks};
 /// Most bytes that are read at once.
 const PART: usize = 64 << 20;
 
-/// Flips a bit of every place in a process's own memory that holds these bytes; returns how many. None where the system forbids it.
-fn flip(process: u32, wanted: &[u8]) -> Option<usize> {
+/// Flips the lowest bit of the second number at every place in a process's own memory where numbers are, to within `tolerance`, these;
+/// returns how many places. None where the system forbids it.
+pub fn flip(process: u32, wanted: &[f32], tolerance: f32) -> Option<usize> {
     let memory = OpenOptions::new().read(true).write(true).open(format!("/proc/{process}/mem")).ok()?;
     let maps = std::fs::read_to_string(format!("/proc/{process}/maps")).ok()?;
     let mut found = 0;
@@ -20,25 +21,27 @@ fn flip(process: u32, wanted: &[u8]) -> Option<usize> {
         let (first, last) = line.split_whitespace().next()?.split_once('-')?;
         let [first, last] = [first, last].map(|address| u64::from_str_radix(address, 16).unwrap());
         for start in (first..last).step_by(PART) {
-            found += flip_within(&memory, start..last.min(start + (PART + wanted.len()) as u64), wanted);
+            let range = start..last.min(start + (PART + size_of_val(wanted)) as u64);
+            found += flip_within(&memory, range, wanted, tolerance);
         }
     }
     Some(found)
 }
 
-fn flip_within(memory: &File, range: std::ops::Range<u64>, wanted: &[u8]) -> usize {
+fn flip_within(memory: &File, range: std::ops::Range<u64>, wanted: &[f32], tolerance: f32) -> usize {
     let mut bytes = vec![0; (range.end - range.start) as usize];
     // Some regions cannot be read.
     if memory.read_exact_at(&mut bytes, range.start).is_err() {
         return 0;
     }
-    let places: Vec<usize> = (0..bytes.len().saturating_sub(wanted.len()))
-        .step_by(4)
-        .filter(|&at| bytes[at..].starts_with(wanted))
-        .collect();
+    let values: Vec<f32> = bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes)).collect();
+    let is_close =
+        |values: &[f32]| values.iter().zip(wanted).all(|(value, wanted)| (value - wanted).abs() <= tolerance);
+    let places: Vec<usize> =
+        (0..=values.len().saturating_sub(wanted.len())).filter(|&at| is_close(&values[at..])).collect();
     for at in &places {
-        // The lowest bit of the second number.
-        memory.write_all_at(&[wanted[4] ^ 1], range.start + *at as u64 + 4).unwrap();
+        let flipped = values[at + 1].to_bits() ^ 1;
+        memory.write_all_at(&flipped.to_le_bytes(), range.start + 4 * (*at as u64 + 1)).unwrap();
     }
     places.len()
 }
@@ -60,12 +63,12 @@ fn a_bit_that_changes_in_one_rank_ends_the_run_and_spoils_no_checkpoint() {
         job.until("saved", || latest.exists());
         let tensors = tensors(&latest);
         let (_, bits) = tensors.iter().find(|(tensor, _)| tensor.contains("wte.weight")).unwrap();
-        let wanted: Vec<u8> = bits[..16].iter().flat_map(|bits| bits.to_le_bytes()).collect();
+        let wanted: Vec<f32> = bits[..16].iter().map(|&bits| f32::from_bits(bits)).collect();
         // The first shard is rank 0's; a copy is anyone's.
         let number = usize::from(name == "copies");
         let rank = ranks(&run)[number];
         send(rank, libc::SIGSTOP);
-        let flipped = flip(rank, &wanted);
+        let flipped = flip(rank, &wanted, 0.0);
         send(rank, libc::SIGCONT);
         let Some(flipped) = flipped else {
             eprintln!("SKIPPED: this system lets no process change another's memory");

@@ -2,21 +2,23 @@
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::FileExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
+use crate::audits::flip;
 use crate::common::launch::Transport::{Alone, Mpirun};
 use crate::common::launch::{Running, program, send, start, start_beside};
-use crate::common::runs::{Run, RunFiles};
+use crate::common::runs::{Run, RunFiles, tensors};
 use crate::disks::Tmpfs;
 use crate::kills::{Dice, limit};
 use crate::supervise::{newest, supervised};
-use crate::{LARGE, lines, ranks, refused};
+use crate::{LARGE, lines, ranks, refused, saves};
 
 const STEPS: u64 = 60;
 
 /// A fault, and how often it happened.
-const KINDS: [&str; 7] = [
+const KINDS: [&str; 11] = [
     "kill -9 of a rank",
     "kill -9 of all ranks",
     "SIGSTOP for longer than comm.timeout",
@@ -24,7 +26,22 @@ const KINDS: [&str; 7] = [
     "full disk for a while",
     "second trainer",
     "flipped byte in the newest checkpoint, then kill -9",
+    "flipped bit in the memory of a rank",
+    "input/output errors for a while",
+    "stale file handles for a while",
+    "stale listings, and kill -9 of all ranks",
 ];
+
+/// Builds the disk that fails while a file says so.
+fn failing_disk(root: &Path) -> PathBuf {
+    let library = root.join("failing_disk.so");
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/faults/failing_disk.c");
+    let mut compiler = Command::new("c++");
+    compiler.args(["-x", "c", "-shared", "-fPIC", "-O1", "-Wall", "-o"]).args([&library, &source]);
+    let output = compiler.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    library
+}
 
 struct Job {
     run: Run,
@@ -80,7 +97,7 @@ impl Job {
                 let mut second = self.run.clone().resume("auto").command();
                 refused(&start_beside(&self.job, &mut second).finish(limit()), &["is being trained by process"]);
             }
-            _ => {
+            6 => {
                 // There is another one to go back to.
                 let files = self.files();
                 self.job.until("saved twice", || newest(&files) > 3);
@@ -94,24 +111,66 @@ impl Job {
                 file.write_all_at(&[byte[0] ^ 4], at).unwrap();
                 self.ends_a_start(|job| job.kill(2));
             }
+            7 => return self.forgets(rank),
+            8 => self.while_the_disk_fails("eio", root, |_| std::thread::sleep(Duration::from_millis(1200))),
+            9 => self.while_the_disk_fails("estale", root, |_| std::thread::sleep(Duration::from_millis(1200))),
+            _ => self.while_the_disk_fails("stale", root, |job| job.ends_a_start(|job| job.kill(2))),
         }
         true
     }
+
+    /// Flips a bit of parameters in the memory of a rank; false where this user may not.
+    fn forgets(&mut self, rank: u32) -> bool {
+        let files = self.files();
+        loop {
+            // The copy that is being saved is no memory that an audit sees.
+            self.job.until("no save is under way", || !saves(&files));
+            let tensors = tensors(&files.checkpoint(newest(&files)));
+            let (_, bits) = tensors.iter().find(|(tensor, _)| tensor.contains("wte.weight")).unwrap();
+            let wanted: Vec<f32> = bits[..64].iter().map(|&bits| f32::from_bits(bits)).collect();
+            send(rank, libc::SIGSTOP);
+            let flipped = if saves(&files) { Some(0) } else { flip(rank, &wanted, 0.008) };
+            match flipped {
+                // Steps have gone too far from that checkpoint, or a save has begun.
+                Some(0) => send(rank, libc::SIGCONT),
+                Some(_) => {
+                    self.ends_a_start(|_| send(rank, libc::SIGCONT));
+                    let restarts = files.text("restarts.jsonl");
+                    let last = restarts.lines().next_back().unwrap();
+                    assert!(last.contains("have changed in memory"), "{last}");
+                    return true;
+                }
+                None => {
+                    send(rank, libc::SIGCONT);
+                    return false;
+                }
+            }
+        }
+    }
+
+    /// Does something while operations on the run's disk fail in one way.
+    fn while_the_disk_fails(&mut self, way: &str, root: &Path, something: impl FnOnce(&mut Self)) {
+        let fault = root.join("disk.fault");
+        std::fs::write(&fault, way).unwrap();
+        something(self);
+        std::fs::remove_file(&fault).unwrap();
+    }
 }
 
-/// As many faults as `HPCTRAIN_FAULT_RUNS` says, seven without.
+/// As many faults as `HPCTRAIN_FAULT_RUNS` says, one of each kind without.
 #[test]
 fn supervised_runs_survive_all_kinds_of_faults() {
-    let faults = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(7, |number| number.parse().unwrap());
+    let faults = std::env::var("HPCTRAIN_FAULT_RUNS").map_or(KINDS.len(), |number| number.parse().unwrap());
     let root = tempfile::tempdir().unwrap();
     let steps = format!("run.steps={STEPS}");
     let settings = [
         &LARGE[..],
         &[&steps, "eval.every=10", "checkpoint.every=3", "checkpoint.keep=3", "checkpoint.tolerate=60"],
-        &["comm.timeout=4", "run.audit_every=5", "model.layers=2"],
+        &["comm.timeout=4", "run.audit_every=5", "model.layers=2", "parallel.zero=0"],
     ]
     .concat();
     let reference = Run::new(Alone, root.path(), "reference", &settings).succeeds();
+    let library = failing_disk(root.path());
     let mut dice = Dice(0xfa17);
     let (mut done, mut counts) = (0, [0; KINDS.len()]);
     for number in 0.. {
@@ -121,7 +180,9 @@ fn supervised_runs_survive_all_kinds_of_faults() {
         let place = root.path().join("disk");
         let disk = Tmpfs::mount(&place, "96m");
         let run = Run::new(Mpirun(2), &place, &format!("x{number}"), &settings);
-        let job = start(&mut supervised(&run, &["--retries", "5"]));
+        let mut command = supervised(&run, &["--retries", "5"]);
+        command.env("LD_PRELOAD", &library).env("FAILING_DISK", &place);
+        let job = start(&mut command);
         let mut job = Job { run, job, disk };
         let mut last = 0;
         for _ in 0..5 {

@@ -1,4 +1,4 @@
-//! Digests, also in the pass of an update: each chunk is read while the caches have it.
+//! Digests, also in the pass of an update: each element is counted while a register has it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -31,27 +31,65 @@ pub struct Counts {
     left: AtomicU64,
 }
 
-impl Counts {
-    fn add<const N: usize>(to: &AtomicU64, number: usize, buffers: &[&mut [f32]; N]) {
-        let sum = buffers.iter().map(|chunk| u64::from(of_chunk(number, chunk))).sum();
-        to.fetch_add(sum, Ordering::Relaxed);
+/// Sees the elements of a chunk as an update finds them and as it leaves them.
+pub trait Watch<const N: usize> {
+    /// Element `i` of each buffer, before.
+    fn found(&mut self, i: usize, elements: &[f32; N]);
+    /// And after.
+    fn left(&mut self, i: usize, elements: &[f32; N]);
+}
+
+/// Nobody asks.
+pub struct Unwatched;
+
+impl<const N: usize> Watch<N> for Unwatched {
+    #[inline(always)]
+    fn found(&mut self, _: usize, _: &[f32; N]) {}
+    #[inline(always)]
+    fn left(&mut self, _: usize, _: &[f32; N]) {}
+}
+
+/// The digests of a chunk of each of `N` buffers.
+pub struct Watched<'a, const N: usize> {
+    counts: &'a Counts,
+    /// The index of the chunk's first element.
+    first: u32,
+    found: [u32; N],
+    left: [u32; N],
+}
+
+impl<'a, const N: usize> Watched<'a, N> {
+    /// Of chunk `number`; `counts` has them when it is dropped.
+    pub fn new(counts: &'a Counts, number: usize) -> Self {
+        Self { counts, first: (number * CHUNK) as u32, found: [0; N], left: [0; N] }
+    }
+
+    #[inline(always)]
+    fn add(sums: &mut [u32; N], index: u32, elements: &[f32; N]) {
+        let weight = weight(index);
+        for n in 0..N {
+            sums[n] = sums[n].wrapping_add(elements[n].to_bits().wrapping_mul(weight));
+        }
     }
 }
 
-/// Changes chunk `number` of some buffers by `update`, with a digest before and after if they are counted.
-#[inline(always)]
-pub fn watched<const N: usize>(
-    counts: Option<&Counts>,
-    number: usize,
-    mut buffers: [&mut [f32]; N],
-    update: impl FnOnce(&mut [&mut [f32]; N]),
-) {
-    if let Some(counts) = counts {
-        Counts::add(&counts.found, number, &buffers);
+impl<const N: usize> Watch<N> for Watched<'_, N> {
+    #[inline(always)]
+    fn found(&mut self, i: usize, elements: &[f32; N]) {
+        Self::add(&mut self.found, self.first.wrapping_add(i as u32), elements);
     }
-    update(&mut buffers);
-    if let Some(counts) = counts {
-        Counts::add(&counts.left, number, &buffers);
+
+    #[inline(always)]
+    fn left(&mut self, i: usize, elements: &[f32; N]) {
+        Self::add(&mut self.left, self.first.wrapping_add(i as u32), elements);
+    }
+}
+
+impl<const N: usize> Drop for Watched<'_, N> {
+    fn drop(&mut self) {
+        for (count, sums) in [(&self.counts.found, &self.found), (&self.counts.left, &self.left)] {
+            count.fetch_add(sums.iter().map(|&sum| u64::from(sum)).sum(), Ordering::Relaxed);
+        }
     }
 }
 

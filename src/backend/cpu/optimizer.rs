@@ -1,7 +1,7 @@
 //! Fused optimizer updates: one pass over a contiguous range.
 
 use super::Cpu;
-use super::digest::{Counts, audited, watched};
+use super::digest::{Counts, Unwatched, Watch, Watched, audited};
 use super::elementwise::{SQUARES_CHUNK, squares, sum_chunks};
 use super::math::simd;
 use super::threads::Threads;
@@ -9,28 +9,111 @@ use crate::backend::ops::digest::CHUNK;
 use crate::backend::{AdamW, Audit, Elements, Elementwise, OptimizerOps, Sgd, Work};
 use crate::error::Result;
 
-pub fn adamw(threads: &Threads, u: AdamW, grad: &[f32], [m, v, p]: [&mut [f32]; 3], counts: Option<&Counts>) {
-    assert!(grad.len() == m.len() && m.len() == v.len() && v.len() == p.len());
+/// One pass over a gradient and the `N` buffers that an update changes, all of one length.
+fn pass<const N: usize>(
+    threads: &Threads,
+    grad: &[f32],
+    buffers: [&mut [f32]; N],
+    counts: Option<&Counts>,
+    update: impl Fn(f32, &mut [f32; N]) + Sync + Copy,
+) where
+    for<'a> [&'a mut [f32]; N]: Together<N>,
+{
+    assert!(buffers.iter().all(|buffer| buffer.len() == grad.len()));
+    let mut chunks = buffers.map(|buffer| buffer.chunks_mut(CHUNK));
+    let parts = grad.chunks(CHUNK).map(|grad| (grad, chunks.each_mut().map(|part| part.next().unwrap_or_default())));
+    threads.each(parts.enumerate(), |(number, (grad, buffers))| match counts {
+        None => over(grad, buffers, Unwatched, update),
+        Some(counts) => over(grad, buffers, Watched::new(counts, number), update),
+    });
+}
+
+/// A chunk of it. All closures hold copies: a value behind a reference might change with each element that is written, as far as the
+/// compiler knows, and it would make no vector code.
+fn over<const N: usize>(
+    grad: &[f32],
+    buffers: [&mut [f32]; N],
+    mut watch: impl Watch<N>,
+    update: impl Fn(f32, &mut [f32; N]) + Copy,
+) where
+    for<'a> [&'a mut [f32]; N]: Together<N>,
+{
+    simd(
+        #[inline(always)]
+        move || {
+            buffers.each(
+                grad,
+                #[inline(always)]
+                move |i, g, elements| {
+                    watch.found(i, elements);
+                    update(g, elements);
+                    watch.left(i, elements);
+                },
+            );
+        },
+    );
+}
+
+/// Buffers of one length, element by element: as zipped iterators, which the compiler turns into vector code. Indices it would check.
+trait Together<const N: usize> {
+    /// Calls `f` with each index, the gradient's element there, and those of the buffers.
+    fn each(self, grad: &[f32], f: impl FnMut(usize, f32, &mut [f32; N]));
+}
+
+impl Together<1> for [&mut [f32]; 1] {
+    #[inline(always)]
+    fn each(self, grad: &[f32], mut f: impl FnMut(usize, f32, &mut [f32; 1])) {
+        let [x] = self;
+        for (i, (&g, x)) in grad.iter().zip(x).enumerate() {
+            let mut elements = [*x];
+            f(i, g, &mut elements);
+            [*x] = elements;
+        }
+    }
+}
+
+impl Together<2> for [&mut [f32]; 2] {
+    #[inline(always)]
+    fn each(self, grad: &[f32], mut f: impl FnMut(usize, f32, &mut [f32; 2])) {
+        let [x, y] = self;
+        for (i, ((&g, x), y)) in grad.iter().zip(x).zip(y).enumerate() {
+            let mut elements = [*x, *y];
+            f(i, g, &mut elements);
+            [*x, *y] = elements;
+        }
+    }
+}
+
+impl Together<3> for [&mut [f32]; 3] {
+    #[inline(always)]
+    fn each(self, grad: &[f32], mut f: impl FnMut(usize, f32, &mut [f32; 3])) {
+        let [x, y, z] = self;
+        for (i, (((&g, x), y), z)) in grad.iter().zip(x).zip(y).zip(z).enumerate() {
+            let mut elements = [*x, *y, *z];
+            f(i, g, &mut elements);
+            [*x, *y, *z] = elements;
+        }
+    }
+}
+
+pub fn adamw(threads: &Threads, u: AdamW, grad: &[f32], buffers: [&mut [f32]; 3], counts: Option<&Counts>) {
     let correct = |beta: f32| 1.0 - f64::from(beta).powf(u.step as f64);
     let rate = (f64::from(u.lr) / correct(u.beta1)) as f32;
     let root = (1.0 / correct(u.beta2).sqrt()) as f32;
     let decay = 1.0 - u.lr * u.weight_decay;
-    let parts = grad.chunks(CHUNK).zip(m.chunks_mut(CHUNK)).zip(v.chunks_mut(CHUNK).zip(p.chunks_mut(CHUNK)));
-    threads.each(parts.enumerate(), |(number, ((grad, m), (v, p)))| {
-        watched(counts, number, [m, v, p], |[m, v, p]| {
-            simd(
-                #[inline(always)]
-                || {
-                    for (((&g, m), v), p) in grad.iter().zip(m.iter_mut()).zip(v.iter_mut()).zip(p.iter_mut()) {
-                        let g = g * u.grad_scale;
-                        *m += (1.0 - u.beta1) * (g - *m);
-                        *v += (1.0 - u.beta2) * (g * g - *v);
-                        *p = *p * decay - rate * *m / (v.sqrt() * root + u.eps);
-                    }
-                },
-            );
-        });
-    });
+    pass(
+        threads,
+        grad,
+        buffers,
+        counts,
+        #[inline(always)]
+        move |g, [m, v, p]| {
+            let g = g * u.grad_scale;
+            *m += (1.0 - u.beta1) * (g - *m);
+            *v += (1.0 - u.beta2) * (g * g - *v);
+            *p = *p * decay - rate * *m / (v.sqrt() * root + u.eps);
+        },
+    );
 }
 
 /// `Σ u²`, where [`adamw`] would take `lr·u` off the parameters.
@@ -57,89 +140,30 @@ pub fn adamw_step_squares(threads: &Threads, u: AdamW, grad: &[f32], m: &[f32], 
     })
 }
 
-pub fn sgd(threads: &Threads, u: Sgd, grad: &[f32], [m, p]: [&mut [f32]; 2], counts: Option<&Counts>) {
-    assert!(grad.len() == m.len() && m.len() == p.len());
-    let parts = grad.chunks(CHUNK).zip(m.chunks_mut(CHUNK)).zip(p.chunks_mut(CHUNK));
-    threads.each(parts.enumerate(), |(number, ((grad, m), p))| {
-        watched(counts, number, [m, p], |[m, p]| {
-            simd(
-                #[inline(always)]
-                || {
-                    for ((&g, m), p) in grad.iter().zip(m.iter_mut()).zip(p.iter_mut()) {
-                        let g = g * u.grad_scale + u.weight_decay * *p;
-                        *m = u.momentum * *m + g;
-                        *p -= u.lr * if u.nesterov { g + u.momentum * *m } else { *m };
-                    }
-                },
-            );
-        });
-    });
+pub fn sgd(threads: &Threads, u: Sgd, grad: &[f32], buffers: [&mut [f32]; 2], counts: Option<&Counts>) {
+    pass(
+        threads,
+        grad,
+        buffers,
+        counts,
+        #[inline(always)]
+        move |g, [m, p]| {
+            let g = g * u.grad_scale + u.weight_decay * *p;
+            *m = u.momentum * *m + g;
+            *p -= u.lr * if u.nesterov { g + u.momentum * *m } else { *m };
+        },
+    );
 }
 
 pub fn approach(threads: &Threads, rate: f32, x: &[f32], y: &mut [f32], counts: Option<&Counts>) {
-    assert_eq!(x.len(), y.len());
-    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)).enumerate(), |(number, (x, y))| {
-        watched(counts, number, [y], |[y]| {
-            simd(
-                #[inline(always)]
-                || {
-                    for (x, y) in x.iter().zip(y.iter_mut()) {
-                        *y += rate * (x - *y);
-                    }
-                },
-            );
-        });
-    });
-}
-
-/// One pass with one state buffer.
-fn with_one(
-    threads: &Threads,
-    grad: &[f32],
-    [first, p]: [&mut [f32]; 2],
-    counts: Option<&Counts>,
-    update: impl Fn(f32, &mut f32, &mut f32) + Sync + Copy,
-) {
-    assert!(grad.len() == first.len() && first.len() == p.len());
-    let parts = grad.chunks(CHUNK).zip(first.chunks_mut(CHUNK)).zip(p.chunks_mut(CHUNK));
-    threads.each(parts.enumerate(), |(number, ((grad, first), p))| {
-        watched(counts, number, [first, p], |[first, p]| {
-            simd(
-                #[inline(always)]
-                || {
-                    for ((&g, first), p) in grad.iter().zip(first.iter_mut()).zip(p.iter_mut()) {
-                        update(g, first, p);
-                    }
-                },
-            );
-        });
-    });
-}
-
-/// One pass with two.
-fn with_two(
-    threads: &Threads,
-    grad: &[f32],
-    [first, second, p]: [&mut [f32]; 3],
-    counts: Option<&Counts>,
-    update: impl Fn(f32, &mut f32, &mut f32, &mut f32) + Sync + Copy,
-) {
-    assert!(grad.len() == first.len() && first.len() == second.len() && second.len() == p.len());
-    let states = first.chunks_mut(CHUNK).zip(second.chunks_mut(CHUNK));
-    let parts = grad.chunks(CHUNK).zip(states).zip(p.chunks_mut(CHUNK));
-    threads.each(parts.enumerate(), |(number, ((grad, (first, second)), p))| {
-        watched(counts, number, [first, second, p], |[first, second, p]| {
-            simd(
-                #[inline(always)]
-                || {
-                    let states = first.iter_mut().zip(second.iter_mut());
-                    for ((&g, (first, second)), p) in grad.iter().zip(states).zip(p.iter_mut()) {
-                        update(g, first, second, p);
-                    }
-                },
-            );
-        });
-    });
+    pass(
+        threads,
+        x,
+        [y],
+        counts,
+        #[inline(always)]
+        move |x, [y]| *y += rate * (x - *y),
+    );
 }
 
 pub fn elements(
@@ -155,13 +179,13 @@ pub fn elements(
             let correct = |beta: f32| 1.0 - f64::from(beta).powf(step as f64);
             let rate = (f64::from(lr) / correct(beta1)) as f32;
             let root = (1.0 / correct(beta2).sqrt()) as f32;
-            with_two(
+            pass(
                 threads,
                 grad,
                 [first, second, p],
                 counts,
                 #[inline(always)]
-                |g, m, v, p| {
+                move |g, [m, v, p]| {
                     let g = g * grad_scale + weight_decay * *p;
                     *m += (1.0 - beta1) * (g - *m);
                     *v += (1.0 - beta2) * (g * g - *v);
@@ -169,38 +193,38 @@ pub fn elements(
                 },
             );
         }
-        Elementwise::Adagrad { eps } => with_one(
+        Elementwise::Adagrad { eps } => pass(
             threads,
             grad,
             [first, p],
             counts,
             #[inline(always)]
-            |g, sum, p| {
+            move |g, [sum, p]| {
                 let g = g * grad_scale + weight_decay * *p;
                 *sum += g * g;
                 *p -= lr * g / (sum.sqrt() + eps);
             },
         ),
-        Elementwise::RmsProp { alpha, eps, momentum } => with_two(
+        Elementwise::RmsProp { alpha, eps, momentum } => pass(
             threads,
             grad,
             [first, second, p],
             counts,
             #[inline(always)]
-            |g, v, m, p| {
+            move |g, [v, m, p]| {
                 let g = g * grad_scale + weight_decay * *p;
                 *v += (1.0 - alpha) * (g * g - *v);
                 *m = momentum * *m + g / (v.sqrt() + eps);
                 *p -= lr * *m;
             },
         ),
-        Elementwise::Lion { beta1, beta2 } => with_one(
+        Elementwise::Lion { beta1, beta2 } => pass(
             threads,
             grad,
             [first, p],
             counts,
             #[inline(always)]
-            |g, m, p| {
+            move |g, [m, p]| {
                 let g = g * grad_scale;
                 let way = *m + (1.0 - beta1) * (g - *m);
                 let sign = if way > 0.0 {
