@@ -31,6 +31,36 @@ pub enum Kind {
     Internal,
 }
 
+/// The reason for which a file system refused.
+pub trait Reason: fmt::Display {
+    /// Whether it may be gone at another start without anybody's doing: the device or the file server had a fault, which is none of
+    /// the request.
+    fn may_pass(&self) -> bool {
+        false
+    }
+}
+
+impl Reason for std::io::Error {
+    fn may_pass(&self) -> bool {
+        matches!(self.raw_os_error(), Some(libc::EIO | libc::EREMOTEIO | libc::ESTALE | libc::ETIMEDOUT))
+    }
+}
+
+impl Reason for rustix::io::Errno {
+    fn may_pass(&self) -> bool {
+        std::io::Error::from(*self).may_pass()
+    }
+}
+
+impl<T: Reason + ?Sized> Reason for &T {
+    fn may_pass(&self) -> bool {
+        (**self).may_pass()
+    }
+}
+
+impl Reason for str {}
+impl Reason for String {}
+
 /// A failure, told as one line plus an optional hint.
 ///
 /// Messages are lowercase phrases with the real values in them; the hint gives advice.
@@ -39,6 +69,8 @@ pub struct Error {
     kind: Kind,
     message: String,
     hint: Option<String>,
+    /// The file system's fault may be gone at another start.
+    passes: bool,
     /// The rank it was seen on, set when ranks compare notes.
     rank: Option<usize>,
     /// Whether every rank returns it.
@@ -47,7 +79,7 @@ pub struct Error {
 
 impl Error {
     fn new(kind: Kind, message: impl Into<String>) -> Self {
-        Self { kind, message: message.into(), hint: None, rank: None, shared: false }
+        Self { kind, message: message.into(), hint: None, passes: false, rank: None, shared: false }
     }
 
     /// The user's input is wrong.
@@ -56,8 +88,9 @@ impl Error {
     }
 
     /// The file system refused to `action` (a phrase such as `"write"`) `path`.
-    pub fn io(action: &str, path: &std::path::Path, source: impl fmt::Display) -> Self {
-        Self::new(Kind::Io, format!("cannot {action} {}: {source}", path.display()))
+    pub fn io(action: &str, path: &std::path::Path, reason: impl Reason) -> Self {
+        let message = format!("cannot {action} {}: {reason}", path.display());
+        Self { passes: reason.may_pass(), ..Self::new(Kind::Io, message) }
     }
 
     /// The file system refused, as another process tells.
@@ -161,6 +194,7 @@ impl Error {
     /// else 1.
     pub fn exit_code(&self) -> i32 {
         match self.kind {
+            Kind::Io if self.passes => 74,
             Kind::Input | Kind::Io | Kind::Damaged => 2,
             Kind::Outage => 74,
             Kind::Comm | Kind::Device | Kind::Numeric | Kind::Corrupted | Kind::Internal => 1,
@@ -193,5 +227,12 @@ mod tests {
         assert_eq!(e.to_string(), "rank 3: a.h5: id 70 ≥ vocabulary 65\nhint: re-import");
         assert_eq!(e.exit_code(), 2);
         assert_eq!(Error::comm("gone").exit_code(), 1);
+    }
+
+    #[test]
+    fn faults_of_devices_are_worth_another_start() {
+        let code = |number| Error::io("open", "x".as_ref(), std::io::Error::from_raw_os_error(number)).exit_code();
+        let codes = [libc::EIO, libc::ESTALE, libc::ENOENT, libc::EACCES, libc::ENOSPC, libc::EROFS].map(code);
+        assert_eq!(codes, [74, 74, 2, 2, 2, 2]);
     }
 }

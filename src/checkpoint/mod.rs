@@ -32,7 +32,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::Error;
+use crate::error::{Error, Reason};
 
 pub use directory::{Checkpoints, looked_at, name_of};
 pub(crate) use manifest::Written;
@@ -47,7 +47,7 @@ pub(crate) use snapshot::{Ranged, write_ranges};
 pub const PARAMS: &str = "params";
 
 /// The file system refused something that saving needs.
-fn refused(action: &str, path: &Path, e: impl std::fmt::Display) -> Error {
+fn refused(action: &str, path: &Path, e: impl Reason) -> Error {
     Error::io(action, path, e).hint("check the free space and permissions there; the last published checkpoint is kept")
 }
 

@@ -1,9 +1,11 @@
 //! Decompression within bounds: a small file may decode to more than any memory holds.
 //!
-//! A decoder reads as many bytes as a header declares, and one more tells that there are others. The declared size itself is
-//! refused if it is more than 64 MiB and more than 256 times that of the file.
+//! A decoder reads no more bytes than a header declares. The declared size itself is refused if it is more than 64 MiB and more than
+//! 256 times that of the file.
 
-use std::io::Read;
+use std::io::{ErrorKind, Read};
+
+use crate::error::{Error, Result};
 
 /// Decoded bytes that a file of any size may have.
 const ALWAYS: u64 = 64 << 20;
@@ -19,18 +21,58 @@ pub(super) fn check(decoded: u64, stored: u64) -> Result<(), String> {
     Err(format!("it decodes to {decoded} bytes from {stored}, more than {RATIO} times as many"))
 }
 
-/// Decodes content of which a header declares `declared` bytes, in `stored` ones.
+/// Fault of a file that is decoded.
+#[derive(Debug)]
+pub(super) enum Fault {
+    /// Of its content; the text names it.
+    Content(String),
+    /// Another one.
+    Other(Error),
+}
+
+impl From<String> for Fault {
+    fn from(fault: String) -> Self {
+        Self::Content(fault)
+    }
+}
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Self {
+        Self::Other(error)
+    }
+}
+
+/// Bytes that are decoded at once.
+const PIECE: usize = 1 << 18;
+
+/// Decodes content of which a header declares `declared` bytes, in `stored` ones, a piece at a time. Returns the number of bytes, which
+/// may be less.
 ///
 /// # Errors
-/// It is more than declared, or far too much, or the decoder's own; the error names the fault. Less is no error.
-pub(super) fn read(from: impl Read, declared: u64, stored: u64) -> Result<Vec<u8>, String> {
+/// It is more than declared, or far too much; the decoder's own; or that of `each`.
+pub(super) fn decode(
+    mut from: impl Read,
+    declared: u64,
+    stored: u64,
+    mut each: impl FnMut(&[u8]) -> Result<()>,
+) -> Result<u64, Fault> {
     check(declared, stored)?;
-    // Memory grows with the bytes that come, whatever is declared.
-    let mut decoded = Vec::with_capacity(declared.min(stored.saturating_mul(4)) as usize);
-    from.take(declared.saturating_add(1)).read_to_end(&mut decoded).map_err(|e| e.to_string())?;
-    match decoded.len() as u64 > declared {
-        true => Err(format!("it decodes to more than the {declared} bytes that its header declares")),
-        false => Ok(decoded),
+    let mut piece = vec![0; PIECE];
+    let mut decoded = 0;
+    loop {
+        let count = match from.read(&mut piece) {
+            Ok(0) => return Ok(decoded),
+            Ok(count) => count,
+            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+            Err(e) => return Err(Fault::Content(e.to_string())),
+        };
+        decoded += count as u64;
+        if decoded > declared {
+            return Err(Fault::Content(format!(
+                "it decodes to more than the {declared} bytes that its header declares"
+            )));
+        }
+        each(&piece[..count])?;
     }
 }
 
@@ -47,12 +89,27 @@ mod tests {
 
     #[test]
     fn more_than_declared_is_not_read() {
+        let decoded = |from: &mut dyn Read, declared: u64, stored: u64| {
+            let mut bytes = Vec::new();
+            let decoded = decode(from, declared, stored, |piece| {
+                bytes.extend_from_slice(piece);
+                Ok(())
+            });
+            decoded.map(|count| {
+                assert_eq!(count, bytes.len() as u64);
+                bytes
+            })
+        };
+        let refused = |from: &mut dyn Read, declared: u64, stored: u64| match decoded(from, declared, stored) {
+            Err(Fault::Content(what)) => what,
+            other => panic!("{other:?}"),
+        };
         // Without an end: only the bound ends it.
-        let error = read(std::io::repeat(0), 1000, 10).unwrap_err();
+        let error = refused(&mut std::io::repeat(0), 1000, 10);
         assert!(error.contains("more than the 1000 bytes that its header declares"), "{error}");
-        assert_eq!(read(&[7; 1000][..], 1000, 10).unwrap(), [7; 1000]);
-        assert_eq!(read(&[7; 10][..], 1000, 10).unwrap().len(), 10);
-        let error = read(std::io::repeat(0), 1 << 40, 1 << 20).unwrap_err();
+        assert_eq!(decoded(&mut &[7; 1000][..], 1000, 10).unwrap(), [7; 1000]);
+        assert_eq!(decoded(&mut &[7; 10][..], 1000, 10).unwrap().len(), 10);
+        let error = refused(&mut std::io::repeat(0), 1 << 40, 1 << 20);
         assert!(error.contains("decodes to 1099511627776 bytes from 1048576"), "{error}");
         check(1 << 40, 1 << 32).unwrap();
         check(ALWAYS, 1).unwrap();

@@ -1,9 +1,11 @@
 //! Imports of files that are larger than the memory they may take.
 
-use std::io::{BufWriter, Write as _};
+use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::process::Command;
 
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use hpctrain::data::{DataSpec, Dataset, Split};
 
 use crate::common::launch::{Ended, finish, inherits_nothing};
@@ -95,4 +97,72 @@ fn a_table_is_imported_a_line_at_a_time() {
     assert_eq!(read("train-00001.h5", 0), expected(250_000));
     assert_eq!(read("val-00000.h5", 49_999), expected(rows - 1));
     finish(Command::new(crate::common::program()).args(["data", "verify", out])).succeeded();
+}
+
+/// Rows of arrays of unsigned bytes, 120 MB.
+const ROWS: usize = 60_000;
+const WIDTH: usize = 2_000;
+
+fn byte(row: usize, column: usize) -> u8 {
+    ((row + column) % 251) as u8
+}
+
+fn by_rows(to: &mut dyn Write) {
+    (0..ROWS).for_each(|row| to.write_all(&std::array::from_fn::<u8, WIDTH, _>(|column| byte(row, column))).unwrap());
+}
+
+fn by_columns(to: &mut dyn Write) {
+    (0..WIDTH).for_each(|column| to.write_all(&std::array::from_fn::<u8, ROWS, _>(|row| byte(row, column))).unwrap());
+}
+
+/// The part of an NPY file before the elements.
+fn npy(columns_first: bool, shape: &str) -> Vec<u8> {
+    let order = if columns_first { "True" } else { "False" };
+    let header = format!("{{'descr': '|u1', 'fortran_order': {order}, 'shape': {shape}, }}\n");
+    [&b"\x93NUMPY\x01\x00"[..], &(header.len() as u16).to_le_bytes(), header.as_bytes()].concat()
+}
+
+/// Imports arrays of features and labels, all for training, and looks at some rows.
+fn imported(command: &str, features: &Path, labels: &Path, out: &Path) {
+    let [features, labels, out_text] = [features, labels, out].map(|path| path.to_str().unwrap());
+    import(&[command, features, labels, "--raw", "--val-every", "0", "--out", out_text]).succeeded();
+    only_shards(out);
+    let inputs = hdf5::File::open(out.join("train-00000.h5")).unwrap().dataset("inputs").unwrap();
+    for row in [0, 1, 31_415, ROWS - 1] {
+        let found: Vec<u8> = match inputs.ndim() {
+            2 => inputs.read_slice_1d(ndarray::s![row, ..]).unwrap().to_vec(),
+            _ => inputs.read_slice_2d(ndarray::s![row, .., .., 0]).unwrap().iter().copied().collect(),
+        };
+        assert!(found.len() == WIDTH && (0..WIDTH).all(|column| found[column] == byte(row, column)), "row {row}");
+    }
+}
+
+#[test]
+fn arrays_are_imported_some_rows_at_a_time() {
+    let root = tempfile::tempdir().unwrap();
+    let [features, labels] = ["x.npy", "y.npy"].map(|name| root.path().join(name));
+    std::fs::write(&labels, [npy(false, &format!("({ROWS},)")), vec![1; ROWS]].concat()).unwrap();
+    for (columns_first, elements) in [(false, by_rows as fn(&mut dyn Write)), (true, by_columns)] {
+        let mut file = BufWriter::new(std::fs::File::create(&features).unwrap());
+        file.write_all(&npy(columns_first, &format!("({ROWS}, {WIDTH})"))).unwrap();
+        elements(&mut file);
+        file.flush().unwrap();
+        imported("npy", &features, &labels, &root.path().join(format!("out-{columns_first}")));
+    }
+}
+
+#[test]
+fn compressed_images_are_imported_some_at_a_time() {
+    let root = tempfile::tempdir().unwrap();
+    let [images, labels] = ["images.gz", "labels"].map(|name| root.path().join(name));
+    let header = |shape: &[usize]| {
+        let extents = shape.iter().flat_map(|extent| (*extent as u32).to_be_bytes());
+        [0, 0, 8, shape.len() as u8].into_iter().chain(extents).collect::<Vec<u8>>()
+    };
+    std::fs::write(&labels, [header(&[ROWS]), vec![1; ROWS]].concat()).unwrap();
+    let mut file = GzEncoder::new(std::fs::File::create(&images).unwrap(), Compression::fast());
+    file.write_all(&header(&[ROWS, 40, 50])).unwrap();
+    by_rows(&mut file);
+    file.finish().unwrap();
+    imported("idx", &images, &labels, &root.path().join("out"));
 }

@@ -73,7 +73,9 @@ impl Job {
 
     /// Makes a fault of a kind happen; false if this machine cannot.
     fn suffers(&mut self, kind: usize, dice: &mut Dice, root: &Path) -> bool {
-        let Some(rank) = ranks(&self.run).get(dice.below(2) as usize).copied() else { return false };
+        let run = self.run.clone();
+        self.job.until("all ranks are there", || ranks(&run).len() == 2);
+        let rank = ranks(&run)[dice.below(2) as usize];
         match kind {
             0 => self.ends_a_start(|_| send(rank, libc::SIGKILL)),
             1 => self.ends_a_start(|job| job.kill(2)),
@@ -122,6 +124,9 @@ impl Job {
     /// Flips a bit of parameters in the memory of a rank; false where this user may not.
     fn forgets(&mut self, rank: u32) -> bool {
         let files = self.files();
+        // The newest one may be damaged by another fault.
+        let before = newest(&files);
+        self.job.until("saved anew", || newest(&files) > before);
         loop {
             // The copy that is being saved is no memory that an audit sees.
             self.job.until("no save is under way", || !saves(&files));

@@ -128,7 +128,7 @@ impl Reader {
         let (start, end) = info.data_offsets;
         let mut bytes = vec![0; end - start];
         let read = self.file.read_exact_at(&mut bytes, self.start + start as u64);
-        read.map_err(|e| Error::io("read", &self.path, format_args!("{name}: {e}")))?;
+        read.map_err(|e| Error::io(&format!("read {name} of"), &self.path, e))?;
         let values = match info.dtype {
             Dtype::F32 => bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect(),
             Dtype::F16 => bytes.as_chunks().0.iter().map(|bytes| f16::from_le_bytes(*bytes).to_f32()).collect(),

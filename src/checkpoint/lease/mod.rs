@@ -541,6 +541,17 @@ mod tests {
         path
     }
 
+    #[test]
+    fn a_pipe_in_the_place_of_a_lease_is_told() {
+        let (_dir, leases) = leases();
+        let path = put(&leases, "step-1", far());
+        fs::remove_file(&path).unwrap();
+        assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+        // The open of a pipe would wait for its other end.
+        let error = leases.is_held(&path).unwrap_err().to_string();
+        assert!(error.contains("it is a pipe, a socket or a device"), "{error}");
+    }
+
     /// Makes a file look as if nobody had touched it for so long.
     fn grow_old(path: &Path, age: Duration) {
         let file = OpenOptions::new().write(true).open(path).unwrap();

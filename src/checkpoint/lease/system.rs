@@ -11,6 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 use std::time::{Duration, Instant};
 
 use super::holder::{Holder, Life};
+use crate::regular_files;
 
 /// Longest wait for another process that takes or removes a lease at this moment.
 const TURN: Duration = Duration::from_secs(2);
@@ -134,7 +135,7 @@ impl System for Process {
     }
 
     fn read(&self, path: &Path) -> io::Result<Vec<u8>> {
-        fs::read(path)
+        regular_files::read(path)
     }
 
     fn create(&self, path: &Path) -> io::Result<Box<dyn Open>> {

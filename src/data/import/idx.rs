@@ -2,15 +2,16 @@
 //!
 //! Two zero bytes, the type of the elements, the number of axes; the extent of every axis as big-endian u32; the elements.
 
-use std::io::Read;
+use std::fs::File;
+use std::io::{BufReader, Read, Seek as _};
 use std::path::{Path, PathBuf};
 
 use flate2::read::GzDecoder;
 
-use super::content;
+use super::open;
 use super::samples::{Imported, Inputs, Kept, Rows};
-use super::spool::Elements;
-use crate::data::bounded::{self, extent};
+use super::spool::{Elements, Spooler};
+use crate::data::bounded::{self, Fault, extent};
 use crate::error::{Error, Result};
 
 /// The type of unsigned bytes, the only one that images and labels come in.
@@ -32,8 +33,8 @@ pub struct ImportIdx {
 /// # Errors
 /// A file is missing or malformed, the two do not fit, or as for every import.
 pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
-    let (shape, images) = read(&import.images)?;
-    let (of_labels, labels) = read(&import.labels)?;
+    let (shape, images) = read(&import.images, &import.kept.out)?;
+    let (of_labels, labels) = read(&import.labels, &import.kept.out)?;
     let refused =
         |path: &Path, what: String, hint: &str| Err(Error::input(format!("{}: {what}", path.display())).hint(hint));
     let [samples, rest @ ..] = &shape[..] else {
@@ -53,38 +54,57 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     // Grey images have one channel.
     let shape = if rest.len() == 2 { [rest, &[1]].concat() } else { rest.to_vec() };
     let source = import.images.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let (count, targets) = (labels.len(), Elements::Memory(labels.into_iter().map(f64::from).collect()));
+    let count = labels.len();
+    let mut targets = Vec::with_capacity(count);
+    labels.blocks(|some| targets.extend(some.iter().copied().map(f64::from)))?;
+    let targets = Elements::Memory(targets);
     let places = [&import.images, &import.labels, &import.labels].map(|path| path.display().to_string());
-    let (inputs, weights) = (Inputs::Bytes(Elements::Memory(images)), Elements::Memory(vec![]));
+    let (inputs, weights) = (Inputs::Bytes(images), Elements::Memory(vec![]));
     let (regression, table, files) = (false, None, None);
     Rows { inputs, count, shape, targets, width: 1, weights, regression, source, places, table, files }
         .write(&import.kept)
 }
 
-/// Shape and elements of a file.
-fn read(path: &Path) -> Result<(Vec<usize>, Vec<u8>)> {
-    let mut stored = content(path, "give the path of an IDX file, such as t10k-images-idx3-ubyte.gz")?;
-    let parsed = if stored.starts_with(&[0x1f, 0x8b]) {
-        let mut plain = GzDecoder::new(&stored[..]);
-        shape(&mut plain).and_then(|shape| {
-            let elements = bounded::read(plain, count(&shape)? as u64, stored.len() as u64)?;
-            Ok((shape, elements))
-        })
-    } else {
-        let mut rest = &stored[..];
-        let shape = shape(&mut rest);
-        let header = stored.len() - rest.len();
-        stored.drain(..header);
-        shape.map(|shape| (shape, stored))
-    };
-    let parsed = parsed.and_then(|(shape, elements)| match count(&shape)? == elements.len() {
-        true => Ok((shape, elements)),
-        false => Err(format!("{} elements for shape {shape:?}", elements.len())),
-    });
-    parsed.map_err(|what| {
-        Error::input(format!("{}: not an IDX file of bytes: {what}", path.display()))
-            .hint("download it again; gunzip it first if it is all right")
+/// Shape and elements of a file. Those of a compressed one wait in a temporary file where `out` is or will be.
+fn read(path: &Path, out: &Path) -> Result<(Vec<usize>, Elements<u8>)> {
+    let hint = "give the path of an IDX file, such as t10k-images-idx3-ubyte.gz";
+    let mut file = open(path, hint)?;
+    let failed = |e| Error::io("read", path, e);
+    let stored = file.metadata().map_err(failed)?.len();
+    let mut magic = Vec::new();
+    (&file).take(2).read_to_end(&mut magic).and_then(|_| file.rewind()).map_err(failed)?;
+    let parsed = if magic == [0x1f, 0x8b] { unpacked(file, stored, out) } else { plain(file, path, stored) };
+    parsed.map_err(|fault| match fault {
+        Fault::Content(what) => Error::input(format!("{}: not an IDX file of bytes: {what}", path.display()))
+            .hint("download it again; gunzip it first if it is all right"),
+        Fault::Other(error) => error,
     })
+}
+
+/// Shape and elements of a file of `stored` bytes that is not compressed.
+fn plain(mut file: File, path: &Path, stored: u64) -> Result<(Vec<usize>, Elements<u8>), Fault> {
+    let shape = shape(&mut file)?;
+    let start = file.stream_position().map_err(|e| Error::io("read", path, e))?;
+    let count = complete(&shape, stored - start)?;
+    Ok((shape, Elements::of_file(file, path, start, count)))
+}
+
+/// The same of one that is.
+fn unpacked(file: File, stored: u64, out: &Path) -> Result<(Vec<usize>, Elements<u8>), Fault> {
+    let mut decoder = GzDecoder::new(BufReader::new(file));
+    let shape = shape(&mut decoder)?;
+    let mut spooler = Spooler::create(out)?;
+    let decoded = bounded::decode(decoder, count(&shape)? as u64, stored, |piece| spooler.push(piece))?;
+    complete(&shape, decoded)?;
+    Ok((shape, spooler.finish()?))
+}
+
+/// The elements of a shape, if there are as many.
+fn complete(shape: &[usize], found: u64) -> Result<usize, String> {
+    match count(shape)? {
+        count if count as u64 == found => Ok(count),
+        _ => Err(format!("{found} elements for shape {shape:?}")),
+    }
 }
 
 /// The shape that the header of a file gives; the elements follow.

@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 
 use super::spec::{Split, file_names};
 use crate::error::{Error, Result};
+use crate::regular_files;
 
 pub use csv::{Categories, ImportCsv, import_csv};
 pub use idx::{ImportIdx, import_idx};
@@ -26,9 +27,9 @@ pub(in crate::data) use samples::{CLASSES, class_names, is_of_samples, left_out,
 pub use samples::{Imported as ImportedSamples, Kept, NotFinite};
 pub use text::{ImportText, Imported, import_text};
 
-/// The content of a file to import.
-fn content(path: &Path, hint: &str) -> Result<Vec<u8>> {
-    std::fs::read(path).map_err(|e| missing(path, &e, hint))
+/// Opens a file to import.
+fn open(path: &Path, hint: &str) -> Result<std::fs::File> {
+    regular_files::open(path).map_err(|e| missing(path, &e, hint))
 }
 
 /// The error of a file to import that cannot be read.

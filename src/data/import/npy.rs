@@ -5,26 +5,36 @@
 //! files, stored or deflated.
 
 use std::fs::File;
-use std::io::BufReader;
+use std::io::{BufReader, Read, Seek as _};
+use std::ops::Range;
 use std::path::Path;
 
+use bytemuck::Pod;
 use half::f16;
 use zip::ZipArchive;
 use zip::result::ZipError;
 
-use super::content;
-use crate::data::bounded::{self, extent};
+use super::open;
+use super::spool::{Elements, Spooler};
+use crate::data::bounded::{self, Fault, extent};
 use crate::error::{Error, Result};
 
 const MAGIC: &[u8] = b"\x93NUMPY";
 
-/// An array of numbers in memory.
-#[derive(Debug, PartialEq)]
+/// Bytes of the header, at most. NumPy itself takes no more than 10,000 characters.
+const HEADER: usize = 1 << 20;
+
+/// Bytes of rows that are put in order at once.
+const ROWS: usize = 16 << 20;
+
+/// An array of numbers in a file.
 pub(super) struct Array {
     pub shape: Vec<usize>,
     kind: Kind,
-    /// Elements as the file has them, the last axis varying fastest.
-    bytes: Vec<u8>,
+    /// The first axis varies fastest, not the last one.
+    columns_first: bool,
+    /// Elements as the file has them.
+    bytes: Elements<u8>,
 }
 
 /// The type of an array's elements.
@@ -91,26 +101,135 @@ impl Array {
     ///
     /// # Errors
     /// The file is missing or malformed, or its elements are no numbers.
-    pub fn read(path: &Path) -> Result<Self> {
-        let bytes = content(path, "give the path of an array as numpy.save writes it")?;
-        Self::parse(bytes).map_err(|what| malformed(path.display().to_string(), &what))
+    pub fn open(path: &Path) -> Result<Self> {
+        let file = open(path, "give the path of an array as numpy.save writes it")?;
+        Self::of(file, path).map_err(|fault| malformed(path.display().to_string(), fault))
     }
 
-    /// Parses the content of a file; the error names the fault.
-    fn parse(mut bytes: Vec<u8>) -> Result<Self, String> {
-        let Some(rest) = bytes.strip_prefix(MAGIC) else {
-            return Err(format!("it begins with {:02x?}", &bytes[..bytes.len().min(MAGIC.len())]));
+    fn of(mut file: File, path: &Path) -> Result<Self, Fault> {
+        let failed = |e| Error::io("read", path, e);
+        let header = Header::read(&mut file)?;
+        let start = file.stream_position().map_err(failed)?;
+        let len = header.complete(file.metadata().map_err(failed)?.len() - start)?;
+        Ok(header.with(Elements::of_file(file, path, start, len)))
+    }
+
+    /// All elements in order, the last axis varying fastest, as numbers that `of` makes of them; they wait in a temporary file where
+    /// `out` is or will be. Integers beyond 2⁵³ are rounded.
+    ///
+    /// # Errors
+    /// A file cannot be read or written.
+    pub fn numbers<T: Pod>(&self, out: &Path, of: impl Fn(f64) -> T) -> Result<Elements<T>> {
+        let mut numbers = Vec::new();
+        self.spooled(out, |bytes, to| {
+            numbers.clear();
+            numbers.extend(bytes.chunks_exact(self.kind.width).map(|element| of(self.kind.number(element))));
+            to.push(&numbers)
+        })
+    }
+
+    /// Whether elements are unsigned bytes.
+    pub fn is_of_bytes(&self) -> bool {
+        self.kind.class == Class::Unsigned && self.kind.width == 1
+    }
+
+    /// The bytes of all elements in order.
+    ///
+    /// # Errors
+    /// As [`Self::numbers`].
+    pub fn into_bytes(self, out: &Path) -> Result<Elements<u8>> {
+        if self.columns_first { self.spooled(out, |bytes, to| to.push(bytes)) } else { Ok(self.bytes) }
+    }
+
+    /// Passes on the bytes of all elements in order to a temporary file.
+    fn spooled<T: Pod>(
+        &self,
+        out: &Path,
+        mut push: impl FnMut(&[u8], &mut Spooler<T>) -> Result<()>,
+    ) -> Result<Elements<T>> {
+        let mut spooler = Spooler::create(out)?;
+        let row = self.shape.iter().skip(1).product::<usize>() * self.kind.width;
+        let rows = self.shape.first().copied().unwrap_or(1);
+        if row > 0 {
+            let at_once = (ROWS / row).max(1);
+            for first in (0..rows).step_by(at_once) {
+                push(&self.rows(first..rows.min(first + at_once))?, &mut spooler)?;
+            }
+        }
+        spooler.finish()
+    }
+
+    /// The bytes of some rows, elements in order.
+    fn rows(&self, rows: Range<usize>) -> Result<Vec<u8>> {
+        let (width, [all, axes @ ..]) = (self.kind.width, &self.shape[..]) else {
+            return self.bytes.get(0, self.bytes.len());
         };
-        let (header_len, rest) = match rest {
-            [1, _, a, b, rest @ ..] => (usize::from(u16::from_le_bytes([*a, *b])), rest),
-            [2 | 3, _, a, b, c, d, rest @ ..] => (u32::from_le_bytes([*a, *b, *c, *d]) as usize, rest),
-            [major, ..] if *major > 3 => return Err(format!("version {major} of the format")),
-            _ => return Err(format!("it ends after {} bytes", bytes.len())),
+        let columns = axes.iter().product::<usize>();
+        if !self.columns_first {
+            return self.bytes.get(rows.start * columns * width, rows.len() * columns * width);
+        }
+        let mut ordered = vec![0; rows.len() * columns * width];
+        let mut run = vec![0; rows.len() * width];
+        let mut index = vec![0; axes.len()];
+        for column in 0..columns {
+            // The elements of one place in these rows lie side by side.
+            let place = index.iter().zip(axes).rev().fold(0, |place, (index, extent)| place * extent + index);
+            self.bytes.read((place * all + rows.start) * width, &mut run)?;
+            for (row, element) in run.chunks_exact(width).enumerate() {
+                ordered[(row * columns + column) * width..][..width].copy_from_slice(element);
+            }
+            for (index, extent) in index.iter_mut().zip(axes).rev() {
+                *index += 1;
+                if *index < *extent {
+                    break;
+                }
+                *index = 0;
+            }
+        }
+        Ok(ordered)
+    }
+}
+
+/// The part of a file before the elements.
+struct Header {
+    shape: Vec<usize>,
+    kind: Kind,
+    columns_first: bool,
+}
+
+impl Header {
+    /// Reads it; the error names the fault. Elements follow.
+    fn read(from: &mut impl Read) -> Result<Self, String> {
+        let mut count = 0;
+        let mut bytes = |most: usize| {
+            let mut bytes = Vec::new();
+            from.take(most as u64).read_to_end(&mut bytes).map_err(|e| e.to_string())?;
+            count += bytes.len();
+            Ok::<_, String>((bytes, count))
         };
-        let Some((header, elements)) = rest.split_at_checked(header_len) else {
-            return Err(format!("a header of {header_len} bytes in {}", rest.len()));
+        let (magic, _) = bytes(MAGIC.len())?;
+        if magic != MAGIC {
+            return Err(format!("it begins with {magic:02x?}"));
+        }
+        let ends = |count: usize| Err(format!("it ends after {count} bytes"));
+        let (version, so_far) = bytes(2)?;
+        let length = match version[..] {
+            [1, _] => 2,
+            [2 | 3, _] => 4,
+            [major, _] => return Err(format!("version {major} of the format")),
+            _ => return ends(so_far),
         };
-        let header = String::from_utf8_lossy(header).into_owned();
+        let (mut word, so_far) = bytes(length)?;
+        if word.len() < length {
+            return ends(so_far);
+        }
+        word.resize(4, 0);
+        let length = word.iter().rev().fold(0, |length, byte| length << 8 | usize::from(*byte));
+        let (header, _) = bytes(length.min(HEADER))?;
+        if header.len() < length {
+            return Err(format!("a header of {length} bytes in {}", header.len()));
+        }
+        let header = String::from_utf8_lossy(&header).into_owned();
         let lacks = |key: &str| format!("its header has no {key}: {}", header.trim());
         let descr = value(&header, "descr").ok_or_else(|| lacks("descr"))?;
         let name = descr.strip_prefix(['\'', '"']).and_then(|text| text.split(['\'', '"']).next());
@@ -125,30 +244,23 @@ impl Array {
             extents.map(|extent| extent.parse().ok()).collect()
         });
         let shape = shape.ok_or_else(|| lacks("shape"))?;
-        let expected = extent(&shape).map(|elements| elements * kind.width);
-        if expected != Some(elements.len()) {
-            return Err(format!(
-                "{} bytes of elements for shape {shape:?} of {} bytes each",
-                elements.len(),
-                kind.width
-            ));
-        }
-        let elements_at = bytes.len() - elements.len();
-        bytes.drain(..elements_at);
-        if order.starts_with("True") {
-            bytes = last_axis_fastest(&bytes, &shape, kind.width);
-        }
-        Ok(Self { shape, kind, bytes })
+        Ok(Self { shape, kind, columns_first: order.starts_with("True") })
     }
 
-    /// All elements, the last axis varying fastest. Integers beyond 2⁵³ are rounded.
-    pub fn numbers(&self) -> impl Iterator<Item = f64> {
-        self.bytes.chunks_exact(self.kind.width).map(|element| self.kind.number(element))
+    /// The bytes of all elements, if there are as many.
+    fn complete(&self, found: u64) -> Result<usize, String> {
+        match extent(&self.shape).map(|elements| elements * self.kind.width) {
+            Some(bytes) if bytes as u64 == found => Ok(bytes),
+            _ => {
+                let (shape, width) = (&self.shape, self.kind.width);
+                Err(format!("{found} bytes of elements for shape {shape:?} of {width} bytes each"))
+            }
+        }
     }
 
-    /// The elements themselves if they are unsigned bytes, else the array.
-    pub fn into_bytes(self) -> Result<Vec<u8>, Self> {
-        if self.kind.class == Class::Unsigned && self.kind.width == 1 { Ok(self.bytes) } else { Err(self) }
+    fn with(self, bytes: Elements<u8>) -> Array {
+        let Self { shape, kind, columns_first } = self;
+        Array { shape, kind, columns_first, bytes }
     }
 }
 
@@ -157,42 +269,56 @@ impl Array {
 /// # Errors
 /// The file is missing, or no ZIP archive.
 pub(super) fn open_archive(path: &Path) -> Result<ZipArchive<BufReader<File>>> {
-    let file = File::open(path).map_err(|e| match e.kind() {
-        std::io::ErrorKind::NotFound => Error::input(format!("{} does not exist", path.display()))
-            .hint("give the path of an archive as numpy.savez writes it"),
-        _ => Error::io("read", path, e),
-    })?;
+    let file = open(path, "give the path of an archive as numpy.savez writes it")?;
     ZipArchive::new(BufReader::new(file)).map_err(|e| {
         Error::input(format!("{}: not an NPZ archive: {e}", path.display())).hint("save it again with numpy.savez")
     })
 }
 
-/// The array `name` of the archive at `path`.
+/// The array `name` of the archive at `path`. Its elements wait in a temporary file where `out` is or will be.
 ///
 /// # Errors
-/// It is missing or malformed, or its elements are no numbers.
-pub(super) fn read_member(archive: &mut ZipArchive<BufReader<File>>, path: &Path, name: &str) -> Result<Array> {
-    let place = format!("{}: {name}", path.display());
+/// It is missing or malformed, or its elements are no numbers; or that file cannot be written.
+pub(super) fn read_member(
+    archive: &mut ZipArchive<BufReader<File>>,
+    path: &Path,
+    name: &str,
+    out: &Path,
+) -> Result<Array> {
     let mut names: Vec<String> =
         archive.file_names().filter_map(|file| Some(file.ok()?.strip_suffix(".npy")?.to_owned())).collect();
     names.sort();
     // The archive says how many bytes are compressed, too: not more than there are.
     let length = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?.len();
-    match archive.by_name(&format!("{name}.npy")) {
+    let unpacked = match archive.by_name(&format!("{name}.npy")) {
         Ok(member) => {
             let (declared, stored) = (member.size(), member.compressed_size().min(length));
-            let parsed = bounded::read(member, declared, stored).and_then(Array::parse);
-            parsed.map_err(|what| malformed(place, &what))
+            unpacked(member, declared, stored, out)
         }
-        Err(ZipError::FileNotFound) => Err(Error::input(format!("{}: holds no array {name:?}", path.display()))
-            .hint(format!("it holds {}; name two of them with --features and --labels", names.join(", ")))),
-        Err(e) => Err(malformed(place, &e.to_string())),
-    }
+        Err(ZipError::FileNotFound) => {
+            return Err(Error::input(format!("{}: holds no array {name:?}", path.display()))
+                .hint(format!("it holds {}; name two of them with --features and --labels", names.join(", "))));
+        }
+        Err(e) => Err(Fault::Content(e.to_string())),
+    };
+    unpacked.map_err(|fault| malformed(format!("{}: {name}", path.display()), fault))
 }
 
-fn malformed(place: String, what: &str) -> Error {
-    Error::input(format!("{place}: not a NumPy array of numbers: {what}"))
-        .hint("save it again with numpy.save or numpy.savez, as an array of floats or integers")
+fn unpacked(mut member: impl Read, declared: u64, stored: u64, out: &Path) -> Result<Array, Fault> {
+    bounded::check(declared, stored)?;
+    let header = Header::read(&mut member)?;
+    let mut spooler = Spooler::create(out)?;
+    let decoded = bounded::decode(member, declared, stored, |piece| spooler.push(piece))?;
+    header.complete(decoded)?;
+    Ok(header.with(spooler.finish()?))
+}
+
+fn malformed(place: String, fault: Fault) -> Error {
+    match fault {
+        Fault::Content(what) => Error::input(format!("{place}: not a NumPy array of numbers: {what}"))
+            .hint("save it again with numpy.save or numpy.savez, as an array of floats or integers"),
+        Fault::Other(error) => error,
+    }
 }
 
 /// The rest of the header after a key.
@@ -202,31 +328,6 @@ fn value<'a>(header: &'a str, key: &str) -> Option<&'a str> {
     Some(after.trim_start().strip_prefix(':')?.trim_start())
 }
 
-/// Elements of `width` bytes whose first axis varies fastest, the other way round.
-fn last_axis_fastest(bytes: &[u8], shape: &[usize], width: usize) -> Vec<u8> {
-    let mut strides = Vec::with_capacity(shape.len());
-    let mut stride = width;
-    for extent in shape {
-        strides.push(stride);
-        stride *= extent;
-    }
-    let (mut index, mut from) = (vec![0; shape.len()], 0);
-    let mut out = Vec::with_capacity(bytes.len());
-    while out.len() < bytes.len() {
-        out.extend_from_slice(&bytes[from..from + width]);
-        for axis in (0..shape.len()).rev() {
-            index[axis] += 1;
-            from += strides[axis];
-            if index[axis] < shape[axis] {
-                break;
-            }
-            from -= strides[axis] * shape[axis];
-            index[axis] = 0;
-        }
-    }
-    out
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -234,6 +335,19 @@ mod tests {
     fn npy(header: &str, elements: &[u8]) -> Vec<u8> {
         let length = (header.len() as u16).to_le_bytes();
         [MAGIC, &[1, 0], &length, header.as_bytes(), elements].concat()
+    }
+
+    /// The array of a file with this content.
+    fn array(content: Vec<u8>) -> Result<Array> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("x.npy");
+        std::fs::write(&path, content).unwrap();
+        Array::open(&path)
+    }
+
+    fn all<T: Pod>(elements: Result<Elements<T>>) -> Vec<T> {
+        let elements = elements.unwrap();
+        elements.get(0, elements.len()).unwrap()
     }
 
     #[test]
@@ -253,8 +367,8 @@ mod tests {
             ("<u8", &[5, 0, 0, 0, 0, 0, 0, 0], 5.0),
             ("|b1", &[1], 1.0),
         ] {
-            let array = Array::parse(npy(&header(descr), element)).unwrap();
-            assert_eq!(array.numbers().collect::<Vec<_>>(), [wanted], "{descr}");
+            let array = array(npy(&header(descr), element)).unwrap();
+            assert_eq!(all(array.numbers(&std::env::temp_dir(), |x| x)), [wanted], "{descr}");
         }
     }
 
@@ -271,8 +385,9 @@ mod tests {
             all.iter().map(|[i, j, k]| (100 * i + 10 * j + k) as u8).collect::<Vec<u8>>()
         };
         let header = "{'descr': '|u1', 'fortran_order': True, 'shape': (2, 3, 4), }";
-        let array = Array::parse(npy(header, &in_order(true))).unwrap();
-        assert_eq!(array.into_bytes().unwrap(), in_order(false));
+        let array = array(npy(header, &in_order(true))).unwrap();
+        assert_eq!(array.rows(1..2).unwrap(), in_order(false)[12..]);
+        assert_eq!(all(array.into_bytes(&std::env::temp_dir())), in_order(false));
     }
 
     #[test]
@@ -291,7 +406,7 @@ mod tests {
             (npy(&good.replace("(2,)", "(9999999999, 9999999999)"), &[0; 8]), "shape [9999999999, 9999999999]"),
         ];
         for (bytes, wanted) in cases {
-            let error = Array::parse(bytes).unwrap_err();
+            let error = array(bytes).err().unwrap().to_string();
             assert!(error.contains(wanted), "{error}");
         }
     }

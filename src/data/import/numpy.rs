@@ -49,22 +49,24 @@ pub enum Arrays {
 /// # Errors
 /// A file is missing or malformed, the two do not fit, or as for every import.
 pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
+    let out = &import.kept.out;
     let (path, features, labels, weights, places) = match &import.arrays {
         Arrays::Files { features, labels, weights } => {
             let names = [Some(features), labels.as_ref(), weights.as_ref()];
             let places = names.map(|path| path.map_or(String::new(), |path| path.display().to_string()));
-            let array = |path: &Option<PathBuf>| path.as_deref().map(Array::read).transpose();
+            let array = |path: &Option<PathBuf>| path.as_deref().map(Array::open).transpose();
             let (labels, weights) = (array(labels)?, array(weights)?);
-            (features, Array::read(features)?, labels, weights, places)
+            (features, Array::open(features)?, labels, weights, places)
         }
         Arrays::Archive { path, features, labels, weights } => {
             let mut archive = open_archive(path)?;
             let names = [Some(features), labels.as_ref(), weights.as_ref()];
             let places = names.map(|name| name.map_or(String::new(), |name| format!("{}: {name}", path.display())));
-            let mut member =
-                |name: &Option<String>| name.as_deref().map(|name| read_member(&mut archive, path, name)).transpose();
+            let mut member = |name: &Option<String>| {
+                name.as_deref().map(|name| read_member(&mut archive, path, name, out)).transpose()
+            };
             let (labels, weights) = (member(labels)?, member(weights)?);
-            (path, read_member(&mut archive, path, features)?, labels, weights, places)
+            (path, read_member(&mut archive, path, features, out)?, labels, weights, places)
         }
     };
     let refused = |place: &str, what: String| {
@@ -95,13 +97,14 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
     {
         return refused(&places[2], format!("has shape {:?}, but there are {samples} rows", weights.shape));
     }
-    let inputs = match features.into_bytes() {
-        Ok(bytes) => Inputs::Bytes(Elements::Memory(bytes)),
-        Err(features) => Inputs::Numbers(Elements::Memory(features.numbers().map(|x| x as f32).collect())),
+    let inputs = if features.is_of_bytes() {
+        Inputs::Bytes(features.into_bytes(out)?)
+    } else {
+        Inputs::Numbers(features.numbers(out, |x| x as f32)?)
     };
     let source = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let [targets, weights] =
-        [labels, weights].map(|array| Elements::Memory(array.map_or(vec![], |array| array.numbers().collect())));
+    let numbers = |array: Option<Array>| array.map_or(Ok(Elements::Memory(vec![])), |array| array.numbers(out, |x| x));
+    let (targets, weights) = (numbers(labels)?, numbers(weights)?);
     let (count, regression, table, files) = (samples, import.regression, None, None);
     Rows { inputs, count, shape, targets, width, weights, regression, source, places, table, files }.write(&import.kept)
 }

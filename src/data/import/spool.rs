@@ -22,7 +22,10 @@ pub(super) enum Elements<T> {
 /// Elements in a file. It is read in ascending order, mostly.
 pub(super) struct Spool<T> {
     file: File,
-    folder: PathBuf,
+    /// The file, for messages: the action that failed, and the path.
+    named: (&'static str, PathBuf),
+    /// Bytes before the first element.
+    start: u64,
     len: usize,
     /// The elements that were read last, and the first one's place.
     block: RefCell<(usize, Vec<T>)>,
@@ -60,12 +63,28 @@ impl<T: Pod> Elements<T> {
         self.append(first, count, &mut found).map(|()| found)
     }
 
+    /// The elements from `first` on, as many as there is room for; nothing is read ahead.
+    pub fn read(&self, first: usize, to: &mut [T]) -> Result<()> {
+        match self {
+            Self::Memory(all) => to.copy_from_slice(&all[first..first + to.len()]),
+            Self::Spooled(spool) => spool.read(first, to)?,
+        }
+        Ok(())
+    }
+
     /// All of them, a block at a time.
     pub fn blocks(&self, mut each: impl FnMut(&[T])) -> Result<()> {
         (0..self.len()).step_by(BLOCK).try_for_each(|first| {
             each(&self.get(first, BLOCK.min(self.len() - first))?);
             Ok(())
         })
+    }
+}
+
+impl Elements<u8> {
+    /// The `len` bytes of a file from `start` on, which stay there.
+    pub fn of_file(file: File, path: &Path, start: u64, len: usize) -> Self {
+        Self::Spooled(Spool { file, named: ("read", path.to_owned()), start, len, block: RefCell::default() })
     }
 }
 
@@ -76,16 +95,21 @@ impl<T: Pod> Spool<T> {
         if first < *start || first + count > *start + held.len() {
             let wanted = count.max(BLOCK).min(self.len.saturating_sub(first));
             held.resize(wanted, T::zeroed());
-            let bytes: &mut [u8] = bytemuck::cast_slice_mut(held);
-            let read = self.file.read_exact_at(bytes, (first * size_of::<T>()) as u64);
+            let read = self.read(first, held);
             *start = first;
-            if let Err(e) = read {
+            if read.is_err() {
                 held.clear();
-                return Err(Error::io("read a temporary file in", &self.folder, e));
             }
+            read?;
         }
         to.extend_from_slice(&held[first - *start..][..count]);
         Ok(())
+    }
+
+    fn read(&self, first: usize, to: &mut [T]) -> Result<()> {
+        let from = self.start + (first * size_of::<T>()) as u64;
+        let (action, path) = &self.named;
+        self.file.read_exact_at(bytemuck::cast_slice_mut(to), from).map_err(|e| Error::io(action, path, e))
     }
 }
 
@@ -117,7 +141,8 @@ impl<T: Pod> Spooler<T> {
     pub fn finish(self) -> Result<Elements<T>> {
         let Self { file, folder, len, .. } = self;
         let file = file.into_inner().map_err(|e| Error::io("write a temporary file in", &folder, e.error()))?;
-        Ok(Elements::Spooled(Spool { file, folder, len, block: RefCell::default() }))
+        let named = ("read a temporary file in", folder);
+        Ok(Elements::Spooled(Spool { file, named, start: 0, len, block: RefCell::default() }))
     }
 }
 
@@ -137,6 +162,9 @@ mod tests {
             assert_eq!(elements.len(), all.len());
             for (first, count) in [(0, 1), (BLOCK - 1, 3), (5, 2 * BLOCK), (all.len() - 2, 2), (7, 0), (0, all.len())] {
                 assert_eq!(elements.get(first, count).unwrap(), all[first..first + count]);
+                let mut found = vec![0; count];
+                elements.read(first, &mut found).unwrap();
+                assert_eq!(found, all[first..first + count]);
             }
             let mut found = Vec::new();
             elements.blocks(|some| found.extend_from_slice(some)).unwrap();
