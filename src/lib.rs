@@ -95,6 +95,7 @@ pub mod engine;
 pub mod error;
 pub mod evaluate;
 mod hdf5_files;
+mod histogram;
 pub mod job;
 pub mod layout;
 pub mod mesh;
@@ -109,6 +110,8 @@ mod private;
 pub mod random;
 mod regular_files;
 pub mod run_dir;
+#[doc(hidden)]
+pub mod run_records;
 pub mod servers;
 pub mod signals;
 mod simd;

@@ -377,7 +377,7 @@ impl Checkpoints {
     ///
     /// # Errors
     /// A file is missing or too short ([`Kind::Damaged`]), or cannot be read.
-    pub(super) fn sound(&self, step: u64) -> Result<Manifest> {
+    pub fn sound(&self, step: u64) -> Result<Manifest> {
         whole(&self.path(step))
     }
 

@@ -404,6 +404,10 @@ sections! {
         placement: bool = false,
         /// Characters of text printed by the trained model at the end.
         sample: usize = 300,
+        /// Write points for TensorBoard into `tensorboard/` of the run's directory.
+        tensorboard: bool = false,
+        /// With `tensorboard`: steps between two histograms of all weights and gradients; 0 writes none.
+        histograms: u64 = 0,
     }
 }
 

@@ -323,6 +323,13 @@ fn check_ranges(config: &Config) -> Result<()> {
     if log.straggler_factor != 0.0 && !(log.straggler_factor > 1.0 && log.straggler_factor.is_finite()) {
         return Err(out_of_range("log.straggler_factor", log.straggler_factor, "0 (off) or more than 1"));
     }
+    if log.histograms > 0 && !log.tensorboard {
+        let told = format!(
+            "log.histograms = {}, but log.tensorboard = false: histograms are points for TensorBoard",
+            log.histograms
+        );
+        return Err(Error::input(told).hint("set log.tensorboard=true, or leave log.histograms out"));
+    }
     if optimizer.nesterov && optimizer.momentum == 0.0 {
         return Err(out_of_range("optimizer.momentum", optimizer.momentum, "greater than 0 with nesterov"));
     }
@@ -709,6 +716,7 @@ mod tests {
             ("log.straggler_factor=1.0", "log.straggler_factor = 1 "),
             ("log.straggler_factor=nan", "log.straggler_factor = NaN"),
             ("log.straggler_window=0", "log.straggler_window = 0"),
+            ("log.histograms=5", "log.histograms = 5, but log.tensorboard = false"),
             ("comm.timeout=1000000", "comm.timeout = 1000000"),
             ("optimizer.groups=[{names='x*'}]", "optimizer.groups[0].names = \"x*\" holds no parameter\nhint: "),
             ("optimizer.groups=[{names='*', lr_factor=-1.0}]", "optimizer.groups[0].lr_factor = -1 is out of range"),

@@ -159,6 +159,7 @@ fn update<B: Kernels>(
     // Loss and norm are the same on all ranks that update the replica, so they all skip.
     let skipped = !(loss.is_finite() && reduced.norm.is_finite());
     engine.model.sharded.audit(step)?;
+    engine.model.sharded.count_gradients(step + 1)?;
     let start = Instant::now();
     if skipped {
         engine.model.sharded.skip();

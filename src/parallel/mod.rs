@@ -38,7 +38,7 @@ pub use partition::partition;
 pub use prefetch::{Prefetch, step as turns};
 pub use schedule::{Action, Flow, PipelineSchedule, StepSchedule};
 pub use shard_owner::{ShardOwner, Updates, Values};
-pub use sharded::{Owned, Reduced, ReducedStep, Sharded};
+pub use sharded::{Histograms, Owned, Reduced, ReducedStep, Sharded, whole_histograms};
 pub use stage::Stage;
 pub(crate) use step_summary::{Squares, sum_of_squares};
 pub(crate) use unit::initial;

@@ -18,7 +18,7 @@ use crate::checkpoint::Checkpoints;
 use crate::checkpoint::lease::{Claimed, Held, Lease, Leases};
 use crate::config::Config;
 use crate::error::{Error, Result};
-use crate::telemetry::evaluations;
+use crate::telemetry::{evaluations, rank_times, samples, tensorboard, workers};
 
 /// A run's directory.
 #[derive(Debug, Clone)]
@@ -159,7 +159,10 @@ impl RunDirectory {
             return;
         }
         let mut files = vec![self.config_path(), self.metrics_path(), self.collectives_path(), self.branch_path()];
-        let logs = fs::read_dir(self.logs_path()).into_iter().flatten().flatten().map(|entry| entry.path());
+        files.extend([self.rank_times_path(), self.samples_path()]);
+        let inside = |directory| fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
+        files.extend(inside(self.tensorboard_path()));
+        let logs = inside(self.logs_path());
         // An evaluator's log is its own.
         files.extend(
             logs.filter(|log| !log.file_name().is_some_and(|name| name.to_string_lossy().starts_with("evaluator"))),
@@ -168,7 +171,7 @@ impl RunDirectory {
         for file in files {
             let _ = fs::remove_file(file);
         }
-        for directory in [self.logs_path(), self.checkpoints_path()] {
+        for directory in [self.logs_path(), self.checkpoints_path(), self.tensorboard_path()] {
             let _ = fs::remove_dir(directory);
         }
         let path = self.path.clone();
@@ -230,7 +233,22 @@ impl RunDirectory {
 
     /// One line a gradient that a worker has given to parameter servers.
     pub fn workers_path(&self) -> PathBuf {
-        self.path.join("workers.jsonl")
+        self.path.join(workers::FILE)
+    }
+
+    /// One line a window of steps with the compute times of ranks.
+    pub fn rank_times_path(&self) -> PathBuf {
+        self.path.join(rank_times::FILE)
+    }
+
+    /// One line a text that the model has continued.
+    pub fn samples_path(&self) -> PathBuf {
+        self.path.join(samples::FILE)
+    }
+
+    /// Points for TensorBoard.
+    pub fn tensorboard_path(&self) -> PathBuf {
+        self.path.join(tensorboard::DIRECTORY)
     }
 
     /// One line an evaluation.

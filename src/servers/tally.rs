@@ -4,8 +4,6 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::Duration;
 
-use serde::Serialize;
-
 use super::message::Seconds;
 use super::pool::Contribution;
 use crate::config::Log;
@@ -14,25 +12,7 @@ use crate::telemetry::metrics::JsonLines;
 use crate::telemetry::straggler::slow;
 use crate::telemetry::times::Times;
 use crate::telemetry::unix_time;
-
-/// A line of `workers.jsonl`: a gradient that a worker has given.
-#[derive(Serialize)]
-struct Line<'a> {
-    /// The step that it is part of, or as many workers' batches as that.
-    step: u64,
-    /// Host and process.
-    worker: &'a str,
-    samples: u64,
-    /// Mean over the samples; null when it is not finite.
-    loss: f64,
-    /// Updates between its pull and its push; null if it was not finite, and so was left out.
-    staleness: Option<u64>,
-    compute_ms: f64,
-    loader_ms: f64,
-    pull_ms: f64,
-    push_ms: f64,
-    time: f64,
-}
+use crate::telemetry::workers::Given;
 
 /// A worker in a window of steps.
 #[derive(Default)]
@@ -95,9 +75,9 @@ impl Tally {
             let Seconds { compute, loader, pull, push } = *seconds;
             // The loss of a step that all take together is a sum over predictions; a batch's is a mean already.
             let predictions = if self.predictions == 0 { 1 } else { *shares as u64 * self.predictions };
-            let line = self.file.write(&Line {
+            let line = self.file.write(&Given {
                 step,
-                worker: place,
+                worker: place.clone(),
                 samples: *shares as u64 * self.samples,
                 loss: loss / predictions as f64,
                 staleness: *staleness,

@@ -165,6 +165,7 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.average_every", average),
         ("parallel.layout = auto", parallel.layout == crate::config::LayoutChoice::Auto),
         ("optimizer.offload", config.optimizer.offload),
+        ("log.histograms", config.log.histograms > 0),
     ];
     match counts.into_iter().find(|(_, is_set)| *is_set) {
         Some((key, _)) => refused(format!("{key} is set")),

@@ -4,48 +4,12 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-
 use crate::error::{Error, Result};
 use crate::run_dir::RunDirectory;
 use crate::telemetry::metrics::Step;
+use crate::telemetry::restarts::{self, Restart};
 use crate::telemetry::run_card::{Goodput, RunCard};
 use crate::telemetry::unix_time;
-
-/// The file of the starts.
-const FILE: &str = "restarts.jsonl";
-
-/// One start that has ended.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Restart {
-    /// Number of the start, from 1.
-    pub start: u64,
-    /// Begin of the start, in seconds since 1970.
-    pub time: f64,
-    /// Its duration.
-    pub seconds: f64,
-    /// Exit code, as a shell has it.
-    pub code: i32,
-    /// The reason for its end.
-    pub why: String,
-    /// The rank that failed first, if one is named.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub rank: Option<u64>,
-    /// Its host, if it is named.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub host: Option<String>,
-    /// The hosts with their ranks, where the supervisor chose them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hosts: Option<String>,
-    /// Newest checkpoint at the end.
-    pub checkpoint: Option<u64>,
-    /// Steps taken since that checkpoint: the next start takes them again.
-    pub steps_lost: u64,
-    /// Seconds of those steps.
-    pub seconds_lost: f64,
-    /// Pause before the next start.
-    pub pause_seconds: f64,
-}
 
 /// The starts so far.
 #[derive(Default)]
@@ -73,12 +37,12 @@ impl Account {
             lost.fold((0, 0.0), |(steps, seconds), step| (steps + 1, seconds + step.step_ms * 1e-3));
         self.waiting.push(Restart { checkpoint, steps_lost, seconds_lost, ..restart });
         let Some(run) = run else { return Ok(()) };
-        let path = run.join(FILE);
+        let path = run.join(restarts::FILE);
         let refused = |e| Error::io("write", &path, e);
         let mut file = OpenOptions::new().create(true).append(true).open(&path).map_err(refused)?;
         while let Some(restart) = self.waiting.first() {
             let before = std::fs::read(&path).map_err(refused)?;
-            let start = read(&before).len() as u64 + 1;
+            let start = restarts::in_lines(&before).len() as u64 + 1;
             let line = serde_json::to_string(&Restart { start, ..restart.clone() });
             let mut line = line.map_err(|e| Error::internal(format!("restarts: {e}")))? + "\n";
             // A line that was torn must not take this one with it.
@@ -99,7 +63,7 @@ impl Account {
 pub fn sum_up(run: &Path) -> Result<()> {
     let path = RunDirectory::at(run).card_path();
     let Some(mut card) = RunCard::read(&path)? else { return Ok(()) };
-    let restarts = read(&std::fs::read(run.join(FILE)).unwrap_or_default());
+    let restarts = restarts::of_run(run).unwrap_or_default();
     let Some(first) = restarts.first() else { return Ok(()) };
     let (useful_seconds, seconds) =
         (steps(run).iter().map(|step| step.step_ms * 1e-3).sum::<f64>(), unix_time() - first.time);
@@ -112,11 +76,6 @@ pub fn sum_up(run: &Path) -> Result<()> {
         share: useful_seconds / seconds,
     });
     card.write(&path)
-}
-
-/// The starts on record.
-fn read(lines: &[u8]) -> Vec<Restart> {
-    lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect()
 }
 
 /// The steps on record.

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
-use super::account::Restart;
 use super::report::{Cause, cause};
 use crate::error::{Error, Result};
 use crate::run_dir::{RunDirectory, SUPERVISED};
 use crate::signals;
+use crate::telemetry::restarts::Restart;
 
 /// Interval at which the job and signals are looked at.
 const LOOK: Duration = Duration::from_millis(50);

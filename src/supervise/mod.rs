@@ -13,12 +13,13 @@ mod report;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use account::{Account, Restart};
+use account::Account;
 pub use hosts::{AGENT, HOSTS, HostList, Hosts, RANKS};
 use job::{Ended, Job};
 
 use crate::error::{Error, Result};
 use crate::run_dir::REQUEUE;
+use crate::telemetry::restarts::Restart;
 use crate::{signals, telemetry};
 
 /// Pause before the first restart; each that gained nothing doubles it.

@@ -156,7 +156,7 @@ pub fn read(path: &Path) -> Result<Evaluations> {
 }
 
 /// Whether a line is the beginning of one, as a kill leaves it, or empty: bytes that are right as far as they go.
-fn is_torn(line: &[u8]) -> bool {
+pub fn is_torn(line: &[u8]) -> bool {
     let text = match std::str::from_utf8(line) {
         Ok(text) => text,
         // In the middle of a character.

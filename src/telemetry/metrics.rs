@@ -4,7 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::times::Times;
 use crate::error::{Error, Result};
@@ -19,10 +19,12 @@ pub struct Step {
     /// Tokens seen so far.
     pub tokens: u64,
     /// Mean loss of the global batch; null when it is not finite.
+    #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
     /// Learning rate.
     pub lr: f64,
     /// Global norm of the gradient before clipping; null when it is not finite.
+    #[serde(deserialize_with = "null_is_nan")]
     pub grad_norm: f64,
     /// Whether the update was left out because loss or gradient was not finite.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
@@ -66,6 +68,14 @@ impl Step {
             ..self
         }
     }
+}
+
+/// A number that JSON has written as null, because it was not finite, read as one that is none.
+///
+/// # Errors
+/// It is neither a number nor null.
+pub fn null_is_nan<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
 }
 
 /// A file of JSON lines.
@@ -185,6 +195,14 @@ mod tests {
                    \"step_ms\":1.5,\"tokens_per_second\":1e5,\"time\":1.7e9}";
         let step: Step = serde_json::from_str(old).unwrap();
         assert_eq!((step.step, step.compute_ms, step.optimizer_ms), (3, 0.0, 0.0));
+    }
+
+    #[test]
+    fn losses_that_are_not_finite_read_back() {
+        let line =
+            serde_json::to_string(&Step { skipped: true, grad_norm: f64::INFINITY, ..step(3, f64::NAN) }).unwrap();
+        let back: Step = serde_json::from_str(&line).unwrap();
+        assert!(line.contains("\"loss\":null") && back.loss.is_nan() && back.grad_norm.is_nan() && back.skipped);
     }
 
     #[test]

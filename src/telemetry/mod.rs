@@ -8,11 +8,16 @@ pub mod logging;
 pub mod metrics;
 pub mod profile;
 pub mod progress;
+pub mod rank_times;
+pub mod restarts;
 pub mod run_card;
+pub mod samples;
 pub mod straggler;
+pub mod tensorboard;
 pub mod times;
 pub mod trace;
 pub mod trace_file;
+pub mod workers;
 
 pub use console::{lost, say, say_error, say_text};
 

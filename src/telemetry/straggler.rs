@@ -13,6 +13,17 @@ pub struct Straggler {
 /// own work makes more than the usual factor on one of two ranks, now and then.
 const NOTICEABLE: f64 = 0.005;
 
+/// A full window of steps.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Window {
+    /// Its steps.
+    pub steps: u64,
+    /// Seconds that each rank computed in it.
+    pub seconds: Vec<f64>,
+    /// The ranks that were slow in it.
+    pub stragglers: Vec<Straggler>,
+}
+
 /// Compares the compute times of ranks, window after window of steps.
 #[derive(Debug)]
 pub struct Stragglers {
@@ -35,22 +46,22 @@ impl Stragglers {
     }
 
     /// Adds a step: the seconds that each rank computed, waiting for messages and data left out. When a window is full,
-    /// returns the ranks that were slow in it, and begins the next one.
-    pub fn step(&mut self, seconds: &[f64]) -> Vec<Straggler> {
+    /// returns it, and begins the next one.
+    pub fn step(&mut self, seconds: &[f64]) -> Option<Window> {
         self.seconds.resize(seconds.len(), 0.0);
         self.seconds.iter_mut().zip(seconds).for_each(|(sum, seconds)| *sum += seconds);
         self.steps += 1;
         if self.steps < self.window {
-            return Vec::new();
+            return None;
         }
         self.steps = 0;
-        let sums = std::mem::take(&mut self.seconds);
-        let mut found = Vec::new();
-        for (stage, sums) in sums.chunks(self.alike.max(1)).enumerate() {
-            let of_stage = slow(sums, self.factor, self.window);
-            found.extend(of_stage.into_iter().map(|(i, times)| Straggler { rank: stage * self.alike + i, times }));
+        let seconds = std::mem::take(&mut self.seconds);
+        let mut stragglers = Vec::new();
+        for (stage, of_stage) in seconds.chunks(self.alike.max(1)).enumerate() {
+            let of_stage = slow(of_stage, self.factor, self.window);
+            stragglers.extend(of_stage.into_iter().map(|(i, times)| Straggler { rank: stage * self.alike + i, times }));
         }
-        found
+        Some(Window { steps: self.window, seconds, stragglers })
     }
 }
 
@@ -81,7 +92,7 @@ mod tests {
 
     /// Stragglers found in some steps of ranks that take these seconds.
     fn found(stragglers: &mut Stragglers, steps: usize, seconds: &[f64]) -> Vec<Straggler> {
-        (0..steps).flat_map(|_| stragglers.step(seconds)).collect()
+        (0..steps).filter_map(|_| stragglers.step(seconds)).flat_map(|window| window.stragglers).collect()
     }
 
     #[test]

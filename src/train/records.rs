@@ -8,9 +8,14 @@ use crate::error::{Error, Result};
 use crate::run_dir::RunDirectory;
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations::{self, Evaluation};
-use crate::telemetry::metrics::JsonLines;
+use crate::telemetry::metrics::{JsonLines, Step};
 use crate::telemetry::progress::Progress;
-use crate::telemetry::straggler::Stragglers;
+use crate::telemetry::rank_times::RankTimes;
+use crate::telemetry::restarts;
+use crate::telemetry::samples::TextSample;
+use crate::telemetry::straggler::{Straggler, Stragglers};
+use crate::telemetry::tensorboard::TensorBoard;
+use crate::telemetry::unix_time;
 
 /// The records of rank 0.
 pub struct Records {
@@ -18,8 +23,14 @@ pub struct Records {
     pub metrics: JsonLines,
     /// The progress line.
     pub progress: Progress,
+    /// Points for TensorBoard, if they are wanted.
+    pub tensorboard: Option<TensorBoard>,
     /// Detection of slow ranks.
-    pub stragglers: Stragglers,
+    stragglers: Stragglers,
+    /// `ranks.jsonl`, where there are several ranks.
+    rank_times: Option<JsonLines>,
+    /// `samples.jsonl`, where texts are sampled.
+    samples: Option<JsonLines>,
     /// Without validation data: the training loss by which checkpoints are compared.
     pub epoch_loss: Option<EpochLoss>,
     /// `eval.jsonl`, and the evaluations that are not in it yet.
@@ -48,8 +59,25 @@ impl Records {
         let checkpoints = directory.checkpoints();
         evaluations::forget_after(&directory.evaluations_path(), step, |step| checkpoints.save(step))?;
         let metrics = JsonLines::open(&directory.metrics_path(), step)?;
+        let optional = |is_wanted: bool, path: PathBuf| is_wanted.then(|| JsonLines::open(&path, step)).transpose();
+        let rank_times = optional(plan.mesh.ranks() > 1, directory.rank_times_path())?;
+        let samples = optional(plan.network.is_language() && plan.config.log.sample > 0, directory.samples_path())?;
+        let begin = || TensorBoard::begin(&directory.tensorboard_path(), step, plan.network.is_language());
+        let mut tensorboard = plan.config.log.tensorboard.then(begin).transpose()?;
+        if let Some(board) = &mut tensorboard {
+            let settings = toml::to_string(&plan.config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
+            // Texts of a start are of the first step that it takes, which a later start may take again.
+            board.text(step + 1, "texts/configuration", &settings);
+            match restarts::of_run(directory.path())? {
+                restarts if restarts.is_empty() => {}
+                restarts => board.restarts(step + 1, restarts.len()),
+            }
+        }
         Ok(Self {
             metrics,
+            tensorboard,
+            rank_times,
+            samples,
             evaluations: (directory.evaluations_path(), VecDeque::new()),
             epoch_loss: epoch_loss.map(|epoch| epoch.with(&directory.metrics_path())),
             progress: Progress::new(step, plan.config.run.steps, plan.config.log.every, plan.network.predictions()),
@@ -61,6 +89,41 @@ impl Records {
         })
     }
 
+    /// Adds a step.
+    ///
+    /// # Errors
+    /// The file system refused. The record waits for [`Records::flush`].
+    pub fn stepped(&mut self, record: &Step) -> Result<()> {
+        if let Some(board) = &mut self.tensorboard {
+            board.step(record);
+        }
+        self.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
+        self.metrics.write(record).and_then(|()| self.flush())
+    }
+
+    /// Adds the seconds that each rank computed in step `step`; the ranks that were slow in a window that is full now, and whether
+    /// it is on record: one that the file system has refused waits for [`Records::flush`].
+    pub fn computed(&mut self, step: u64, seconds: &[f64]) -> (Vec<Straggler>, Result<()>) {
+        let Some(window) = self.stragglers.step(seconds) else { return (Vec::new(), Ok(())) };
+        let compute_ms = || window.seconds.iter().map(|seconds| 1e3 * seconds / window.steps as f64).collect();
+        let write =
+            |file: &mut JsonLines| file.write(&RankTimes { step, steps: window.steps, compute_ms: compute_ms() });
+        let written = self.rank_times.as_mut().map_or(Ok(()), write);
+        (window.stragglers, written)
+    }
+
+    /// Adds a text that the model has continued.
+    ///
+    /// # Errors
+    /// The file system refused. The record waits for [`Records::flush`].
+    pub fn sampled(&mut self, step: u64, text: &str) -> Result<()> {
+        if let Some(board) = &mut self.tensorboard {
+            board.text(step, "texts/sample", text);
+        }
+        let sample = TextSample { step, text: text.into(), time: unix_time() };
+        self.samples.as_mut().map_or(Ok(()), |samples| samples.write(&sample))
+    }
+
     /// Appends an evaluation.
     ///
     /// # Errors
@@ -69,6 +132,9 @@ impl Records {
         // One that waits may be told again with the next attempt to save.
         let is_same = |one: &Evaluation| (one.step, one.over) == (evaluation.step, evaluation.over);
         if !self.evaluations.1.iter().any(is_same) {
+            if let Some(board) = &mut self.tensorboard {
+                board.evaluation(&evaluation);
+            }
             self.evaluations.1.push_back(evaluation);
         }
         self.flush()
@@ -80,6 +146,8 @@ impl Records {
     /// It refused again.
     pub fn flush(&mut self) -> Result<()> {
         self.metrics.flush()?;
+        self.rank_times.as_mut().map_or(Ok(()), JsonLines::flush)?;
+        self.samples.as_mut().map_or(Ok(()), JsonLines::flush)?;
         let (path, waiting) = &mut self.evaluations;
         while let Some(first) = waiting.front() {
             evaluations::append(path, first)?;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 /// Modules by level, lowest first. A module may use those of lower levels.
 const LEVELS: [&[&str]; 13] = [
-    &["activity", "error", "pattern", "random", "regular_files", "simd", "tree", "visible"],
+    &["activity", "error", "histogram", "pattern", "random", "regular_files", "simd", "tree", "visible"],
     &["descriptors", "hdf5_files", "layout", "mesh", "private", "signals"],
     &["backend"],
     &["comm", "data"],
@@ -17,7 +17,7 @@ const LEVELS: [&[&str]; 13] = [
     &["config", "telemetry", "topology"],
     &["checkpoint", "job", "placement"],
     &["engine", "run_dir"],
-    &["evaluate", "planner"],
+    &["evaluate", "planner", "run_records"],
     &["train", "bench"],
     &["doctor", "servers", "supervise", "verify"],
     &["cli", "prelude"],

@@ -20,10 +20,12 @@
 mod audit;
 mod average;
 mod gradients;
+mod histograms;
 mod state;
 mod update;
 
 pub use gradients::{Reduced, ReducedStep};
+pub use histograms::{Histograms, whole as whole_histograms};
 pub use state::Owned;
 
 use std::collections::VecDeque;
@@ -86,6 +88,8 @@ pub struct Sharded<B: Kernels> {
     prefetch: Prefetch,
     /// Whether it multiplies parameters several times before they change.
     reuses: bool,
+    /// The step whose gradients are to be counted, and what has been counted of them.
+    counts: Option<(u64, Histograms)>,
 }
 
 impl<B: Kernels> Sharded<B> {
@@ -177,6 +181,7 @@ impl<B: Kernels> Sharded<B> {
             started: Vec::new(),
             prefetch: Prefetch::default(),
             reuses: false,
+            counts: None,
         })
     }
 

@@ -395,11 +395,13 @@ impl<'a> Course<'a> {
             time: unix_time(),
             ..Step::default()
         };
-        let written = self.records.metrics.write(&record).and_then(|()| self.records.flush());
+        let written = self.records.stepped(&record);
         let contributions = self.hub.with(|state| state.pool.take_contributions());
+        if let Some(board) = &mut self.records.tensorboard {
+            board.staleness(step, &contributions.iter().filter_map(|one| one.staleness).collect::<Vec<_>>());
+        }
         let tallied = self.tally.step(step, took, taken.skipped, &contributions);
         self.outages.record(written.and(tallied))?;
-        self.records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
         self.records.progress.step(&record, self.outages.told().as_deref());
         self.stop_requests.stepped(took);
         let told = [

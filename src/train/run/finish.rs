@@ -36,6 +36,12 @@ impl<B: Kernels> Run<'_, B> {
         }
         let ending = self.schedule.ending.take().unwrap_or(Ending::Finished);
         let text = if matches!(ending, Ending::Preempted(_)) { None } else { self.sample()? };
+        let sampled = match (&mut self.records, &text) {
+            // Without a step the text is that of the start before.
+            (Some(records), Some(text)) if !self.meters.is_empty() => records.sampled(self.progress.step, text),
+            _ => Ok(()),
+        };
+        self.world.agree(self.outages.at_end(sampled))?;
         let stages = self.memory_of_stages()?;
         let failure = self.hooks.failure();
         self.world.agree(failure)?;

@@ -19,7 +19,7 @@ use crate::engine::memory::Held;
 use crate::engine::{Engine, Round, Splits, StepResult, advance};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
-use crate::parallel::{AllFlags, Averaging, ControlFlags};
+use crate::parallel::{AllFlags, Averaging, ControlFlags, whole_histograms};
 use crate::run_dir::{Ending, Resume, RunDirectory, Take};
 use crate::telemetry::evaluations::{self, Evaluation, Evaluations, Over};
 use crate::telemetry::metrics::Step;
@@ -162,6 +162,8 @@ struct Run<'h, B: Kernels> {
     progress: checkpoint::Progress,
     saver: Saver<B>,
     schedule: Schedule,
+    /// The step of this round whose gradients are counted, if there is one.
+    counted: Option<u64>,
     stop_requests: StopRequests,
     outages: Outages,
     hooks: Hooks<'h>,
@@ -192,6 +194,8 @@ impl<'h, B: Kernels> Run<'h, B> {
     /// One round of optimizer steps and their records.
     fn round(&mut self) -> Result<()> {
         let (before, began) = (self.spent(), self.progress);
+        self.counted = self.step_to_count();
+        self.counted.iter().for_each(|step| self.engine.model.sharded.count_gradients_of(*step));
         let has_failed = self.hooks.has_failed() || self.directory.check_often().is_err();
         let flags = || self.stop_requests.flags(self.saver.is_done()) | ControlFlags::FAILED.when(has_failed);
         self.engine.model.backend.profile().record(self.meters.profiles());
@@ -216,9 +220,10 @@ impl<'h, B: Kernels> Run<'h, B> {
             }
         }
         self.record(&steps, began, before)?;
-        for taken in &steps {
-            self.warn_of_stragglers(&taken.compute);
+        for (taken, step) in steps.iter().zip(began.step + 1..) {
+            self.warn_of_stragglers(step, &taken.compute)?;
         }
+        self.count_tensors()?;
         self.obey(&flags)?;
         if let Some((step, skipped)) = gives_up {
             let message = format!("step {step}: {skipped} steps in a row were not finite");
@@ -271,8 +276,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             };
             let record = record.with(times);
             if let Some(records) = &mut self.records {
-                records.epoch_loss.iter_mut().for_each(|epoch| epoch.push(record.loss));
-                let written = records.metrics.write(&record).and_then(|()| records.flush());
+                let written = records.stepped(&record);
                 self.recorded(written)?;
             }
             if let Some(records) = &mut self.records {
@@ -284,10 +288,11 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
-    /// Names ranks that others wait for. `compute` is the seconds that each rank computed in the last step.
-    fn warn_of_stragglers(&mut self, compute: &[f64]) {
-        let Some(records) = &mut self.records else { return };
-        for Straggler { rank, times } in records.stragglers.step(compute) {
+    /// Names ranks that others wait for. `compute` is the seconds that each rank computed in step `step`.
+    fn warn_of_stragglers(&mut self, step: u64, compute: &[f64]) -> Result<()> {
+        let Some(records) = &mut self.records else { return Ok(()) };
+        let (stragglers, written) = records.computed(step, compute);
+        for Straggler { rank, times } in stragglers {
             log::warn!(
                 "rank {rank} (host {}) computes {times:.1} times as long as the median rank{} over the last {} steps",
                 self.topology.host(rank),
@@ -295,6 +300,28 @@ impl<'h, B: Kernels> Run<'h, B> {
                 self.plan.config.log.straggler_window
             );
         }
+        if written.is_err() { self.recorded(written) } else { Ok(()) }
+    }
+
+    /// The step of the round that begins now whose gradients are to be counted for histograms, if there is one.
+    fn step_to_count(&self) -> Option<u64> {
+        let (every, step) = (self.plan.config.log.histograms, self.progress.step);
+        let due = if every > 0 { (step + 1).next_multiple_of(every) } else { u64::MAX };
+        (due <= self.plan.round_end(step)).then_some(due)
+    }
+
+    /// Records histograms of gradients and weights, if they were counted in this round. Collective.
+    fn count_tensors(&mut self) -> Result<()> {
+        let Some(step) = self.counted.take() else { return Ok(()) };
+        let sharded = &mut self.engine.model.sharded;
+        let gradients = whole_histograms(&self.world, &sharded.counted_gradients())?;
+        let weights = self.world.agree(sharded.counted_parameters())?;
+        let weights = whole_histograms(&self.world, &weights)?;
+        if let Some(board) = self.records.as_mut().and_then(|records| records.tensorboard.as_mut()) {
+            board.histograms(step, "gradients", &gradients);
+            board.histograms(self.progress.step, "weights", &weights);
+        }
+        Ok(())
     }
 
     /// Takes the remaining steps, until training is to end.

@@ -130,7 +130,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let epoch_loss = validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
         let open = || Records::open(directory, &plan, progress.step, exchange.found, epoch_loss);
         let records = root.then(open);
-        let records = world.agree(records.transpose())?;
+        let mut records = world.agree(records.transpose())?;
         let budget = Budget::new(plan.config.run.time_limit, started, 12 * engine.model.sharded.parameters());
         world.agree(if root { budget.check() } else { Ok(()) })?;
         let stop_requests = StopRequests::new(root, budget, directory.marks(), plan.config.checkpoint.every_seconds);
@@ -155,7 +155,11 @@ impl<'h, B: Kernels> Run<'h, B> {
                 resumed: (request.resume != Resume::No).then_some((progress.step, from.as_deref())),
                 time: stop_requests.time_left(),
             };
-            say(banner::banner(&plan, &facts));
+            let banner = banner::banner(&plan, &facts);
+            if let Some(board) = records.as_mut().and_then(|records| records.tensorboard.as_mut()) {
+                board.text(progress.step + 1, "texts/banner", &banner);
+            }
+            say(banner);
             train.unscaled().iter().for_each(|told| log::warn!("{told}"));
             few_micros(&plan).iter().chain(&idle_schedule(&plan)).for_each(|told| log::warn!("{told}"));
             let vocabulary = plan.network.vocabulary().filter(|_| !B::ON_HOST);
@@ -200,6 +204,7 @@ impl<'h, B: Kernels> Run<'h, B> {
             saver,
             // The beginning needs no checkpoint: it can be made again.
             schedule: Schedule { saved: (!branched).then_some(progress.step), ..Schedule::default() },
+            counted: None,
             stop_requests,
             outages,
             hooks: Hooks::new(own.hooks),

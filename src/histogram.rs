@@ -1,0 +1,292 @@
+//! Histograms of f32 that add up exactly: parts of a tensor that several ranks hold give the bits that the whole one would.
+//!
+//! Values fall into bins by the upper bits of their representation: sign, exponent, and three bits of the fraction, so eight bins for
+//! each power of two. Counts are integers. Sum and sum of squares are kept without rounding, as long fixed-point numbers (after
+//! Kulisch, *Computer Arithmetic and Validity*, 2013), so that no order of additions changes them.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// Bits of an f32 below those that choose its bin.
+const BELOW: u32 = 20;
+
+/// Bins.
+const BINS: usize = 1 << (32 - BELOW);
+
+/// Digits of 32 bits in a sum: squares of f32 span 2^-298 to 2^256, and there is room for 2^63 of them.
+const DIGITS: usize = 20;
+
+/// A sum without rounding, in units of a power of two that its user knows.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct ExactSum {
+    /// The number is the sum of `digits[k] · 2^(32 k)`. Between additions all but the last are from 0 to 2^32 - 1.
+    digits: [i64; DIGITS],
+}
+
+impl Default for ExactSum {
+    fn default() -> Self {
+        Self { digits: [0; DIGITS] }
+    }
+}
+
+impl ExactSum {
+    /// Adds `mantissa · 2^shift`, or takes it away. Up to 2^30 additions may follow one another before [`ExactSum::carry`].
+    fn add(&mut self, mantissa: u64, shift: usize, is_negative: bool) {
+        let (first, mut rest) = (shift / 32, u128::from(mantissa) << (shift % 32));
+        for digit in &mut self.digits[first..first + 3] {
+            let part = (rest & 0xffff_ffff) as i64;
+            *digit += if is_negative { -part } else { part };
+            rest >>= 32;
+        }
+    }
+
+    /// Brings all digits but the last into their range.
+    fn carry(&mut self) {
+        let mut carried = 0;
+        for digit in &mut self.digits[..DIGITS - 1] {
+            let sum = *digit + carried;
+            *digit = sum & 0xffff_ffff;
+            carried = sum >> 32;
+        }
+        self.digits[DIGITS - 1] += carried;
+    }
+
+    fn merge(&mut self, other: &Self) {
+        self.digits.iter_mut().zip(&other.digits).for_each(|(digit, other)| *digit += other);
+        self.carry();
+    }
+
+    /// The number in units of 2^`exponent`.
+    fn value(&self, exponent: i32) -> f64 {
+        let mut magnitude = self.clone();
+        let is_negative = magnitude.digits[DIGITS - 1] < 0;
+        if is_negative {
+            magnitude.digits.iter_mut().for_each(|digit| *digit = -*digit);
+            magnitude.carry();
+        }
+        let weighed = |(k, digit): (usize, &i64)| *digit as f64 * 2f64.powi(32 * k as i32 + exponent);
+        let sum: f64 = magnitude.digits.iter().enumerate().rev().map(weighed).sum();
+        if is_negative { -sum } else { sum }
+    }
+}
+
+/// A histogram of values.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct Histogram {
+    /// Values in each bin that has some, by the bin's number; bins ascend with their values.
+    counts: BTreeMap<u16, u64>,
+    /// The least and the largest value, if there are any.
+    bounds: Option<(f32, f32)>,
+    /// In units of 2^-149.
+    sum: ExactSum,
+    /// In units of 2^-298.
+    squares: ExactSum,
+    /// Values that are not finite; nothing else counts them.
+    not_finite: u64,
+}
+
+impl Histogram {
+    /// Adds values.
+    pub fn add(&mut self, values: &[f32]) {
+        // So many additions leave room in a digit.
+        values.chunks(1 << 30).for_each(|values| self.add_some(values));
+    }
+
+    fn add_some(&mut self, values: &[f32]) {
+        let mut counts = vec![0u64; BINS];
+        let (mut least, mut largest) = self.bounds.unwrap_or((f32::INFINITY, f32::NEG_INFINITY));
+        for &value in values {
+            if !value.is_finite() {
+                self.not_finite += 1;
+                continue;
+            }
+            counts[bin(value)] += 1;
+            (least, largest) = (least.min(value), largest.max(value));
+            let (mantissa, shift) = parts(value);
+            self.sum.add(mantissa, shift, value < 0.0);
+            self.squares.add(mantissa * mantissa, 2 * shift, false);
+        }
+        self.sum.carry();
+        self.squares.carry();
+        // Zeros of both signs are one value.
+        self.bounds = (least <= largest).then_some((least + 0.0, largest + 0.0));
+        for (bin, count) in (0..).zip(counts).filter(|(_, count)| *count > 0) {
+            *self.counts.entry(bin).or_default() += count;
+        }
+    }
+
+    /// Adds the values of another histogram.
+    pub fn merge(&mut self, other: &Self) {
+        for (bin, count) in &other.counts {
+            *self.counts.entry(*bin).or_default() += count;
+        }
+        self.bounds = match (self.bounds, other.bounds) {
+            (Some((least, largest)), Some((other_least, other_largest))) => {
+                Some((least.min(other_least), largest.max(other_largest)))
+            }
+            (one, other) => one.or(other),
+        };
+        self.sum.merge(&other.sum);
+        self.squares.merge(&other.squares);
+        self.not_finite += other.not_finite;
+    }
+
+    /// The least and the largest finite value, if there are any.
+    pub fn bounds(&self) -> Option<(f32, f32)> {
+        self.bounds
+    }
+
+    /// Finite values.
+    pub fn count(&self) -> u64 {
+        self.counts.values().sum()
+    }
+
+    /// Values that are not finite.
+    pub fn not_finite(&self) -> u64 {
+        self.not_finite
+    }
+
+    /// Their sum.
+    pub fn sum(&self) -> f64 {
+        self.sum.value(-149)
+    }
+
+    /// The sum of their squares.
+    pub fn sum_of_squares(&self) -> f64 {
+        self.squares.value(-298)
+    }
+
+    /// The bins as upper limits, ascending, and counts: those that hold values, and where others lie between two of them, one that
+    /// is empty.
+    pub fn buckets(&self) -> Vec<(f64, u64)> {
+        let mut buckets = Vec::with_capacity(self.counts.len());
+        let mut next = None;
+        for (&bin, &count) in &self.counts {
+            if next.is_some_and(|next| next != bin) {
+                buckets.push((limit(bin - 1), 0));
+            }
+            buckets.push((limit(bin), count));
+            next = Some(bin + 1);
+        }
+        buckets
+    }
+}
+
+/// The bin of a finite value; bins ascend with values.
+fn bin(value: f32) -> usize {
+    // Zeros of both signs are one value.
+    let bits = (value + 0.0).to_bits();
+    let ascending = if bits >> 31 == 1 { !bits } else { bits | 1 << 31 };
+    (ascending >> BELOW) as usize
+}
+
+/// The upper limit of a bin: of those of positive values the least that is above, of those of negative ones the largest in it.
+fn limit(bin: u16) -> f64 {
+    const HALF: u32 = BINS as u32 / 2;
+    match u32::from(bin) {
+        bin if bin >= HALF => match f32::from_bits((bin + 1 - HALF) << BELOW) {
+            limit if limit.is_finite() => f64::from(limit),
+            _ => f64::from(f32::MAX),
+        },
+        bin => f64::from(f32::from_bits(!((bin << BELOW) | ((1 << BELOW) - 1)))) + 0.0,
+    }
+}
+
+/// The magnitude of a finite value as `mantissa · 2^(shift - 149)`.
+fn parts(value: f32) -> (u64, usize) {
+    let bits = value.to_bits();
+    let (exponent, fraction) = ((bits >> 23 & 0xff) as usize, u64::from(bits & 0x7f_ffff));
+    match exponent {
+        0 => (fraction, 0),
+        _ => (fraction | 1 << 23, exponent - 1),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::{Stream, derive};
+
+    fn of(values: &[f32]) -> Histogram {
+        let mut histogram = Histogram::default();
+        histogram.add(values);
+        histogram
+    }
+
+    fn normal(count: usize, scale: f32) -> Vec<f32> {
+        let mut values = vec![0.0; count];
+        Stream::new(derive(7, &[count as u64])).fill_normal(&mut values);
+        values.iter_mut().for_each(|value| *value *= scale);
+        values
+    }
+
+    #[test]
+    fn parts_of_any_size_in_any_order_give_the_same_bits() {
+        let mut values = normal(10_007, 1e-3);
+        values.extend([f32::MAX, -f32::MAX, f32::MIN_POSITIVE / 64.0, 0.0, -0.0, 1e30, f32::NAN, f32::INFINITY]);
+        let whole = of(&values);
+        for cut in [1, 3, 31, 1024] {
+            let mut merged = Histogram::default();
+            values.chunks(values.len().div_ceil(cut)).rev().for_each(|part| merged.merge(&of(part)));
+            assert_eq!(merged, whole);
+            let told = serde_json::to_vec(&merged).unwrap();
+            assert_eq!(serde_json::from_slice::<Histogram>(&told).unwrap(), whole);
+        }
+        assert_eq!((whole.count(), whole.not_finite()), (values.len() as u64 - 2, 2));
+        assert_eq!(whole.bounds(), Some((-f32::MAX, f32::MAX)));
+    }
+
+    #[test]
+    fn sums_are_exact() {
+        // Added one after the other in f64, the ones would be lost.
+        let histogram = of(&[1e30, 1.0, -1e30, 1.0, -3.0]);
+        assert_eq!(histogram.sum(), -1.0);
+        let expected = 2.0 * f64::from(1e30f32) * f64::from(1e30f32) + 11.0;
+        assert_eq!(histogram.sum_of_squares(), expected);
+        assert_eq!(of(&[f32::MIN_POSITIVE / 8.0; 3]).sum(), 3.0 * f64::from(f32::MIN_POSITIVE) / 8.0);
+        assert_eq!(of(&[-0.5; 6]).sum(), -3.0);
+        let values = normal(4096, 0.02);
+        let sum: f64 = values.iter().map(|value| f64::from(*value)).sum();
+        assert!((of(&values).sum() - sum).abs() < 1e-12);
+    }
+
+    #[test]
+    fn every_value_lies_below_the_limit_of_its_bin() {
+        let mut values = normal(5000, 1.0);
+        values.extend([0.0, -0.0, 1.0, -1.0, 1.125, 2.0, f32::MAX, -f32::MAX, f32::MIN_POSITIVE, 1e-45, -1e-45]);
+        for &value in &values {
+            let (number, wide) = (bin(value) as u16, f64::from(value));
+            assert!(
+                wide <= limit(number) && wide >= limit(number - 1),
+                "{value}: {} to {}",
+                limit(number - 1),
+                limit(number)
+            );
+        }
+        values.retain(|value| *value != 0.0);
+        let buckets = of(&values).buckets();
+        assert!(buckets.is_sorted_by(|one, next| one.0 < next.0), "{buckets:?}");
+        for (at, &(upper, count)) in buckets.iter().enumerate() {
+            let lower = at.checked_sub(1).map_or(f64::NEG_INFINITY, |before| buckets[before].0);
+            // The limits of positive bins belong to the next bin, those of negative ones to their own.
+            let is_within = |value: f64| {
+                if value > 0.0 { value >= lower && value < upper } else { value > lower && value <= upper }
+            };
+            let last = values.iter().filter(|value| f64::from(**value) == f64::from(f32::MAX)).count() as u64;
+            let inside = values.iter().filter(|value| is_within(f64::from(**value))).count() as u64;
+            let expected = if upper == f64::from(f32::MAX) { inside + last } else { inside };
+            assert_eq!(count, expected, "{lower} to {upper}");
+        }
+    }
+
+    #[test]
+    fn nothing_has_no_bounds() {
+        let nothing = of(&[f32::NAN]);
+        assert_eq!((nothing.bounds(), nothing.buckets(), nothing.count(), nothing.sum()), (None, vec![], 0, 0.0));
+        let mut merged = Histogram::default();
+        merged.merge(&of(&[]));
+        merged.merge(&of(&[2.0]));
+        assert_eq!(merged.bounds(), Some((2.0, 2.0)));
+    }
+}
