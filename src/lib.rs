@@ -109,6 +109,8 @@ pub mod prelude;
 mod private;
 pub mod random;
 mod regular_files;
+#[doc(hidden)]
+pub mod report;
 pub mod run_dir;
 #[doc(hidden)]
 pub mod run_records;

@@ -11,6 +11,7 @@ mod measure;
 mod plan;
 mod predict;
 mod prove;
+mod report;
 pub mod role;
 mod roles;
 mod sample;
@@ -83,6 +84,8 @@ enum Command {
     Checkpoint(checkpoint::CheckpointArgs),
     /// Show the configuration that would run.
     Config(config::ConfigArgs),
+    /// Make a page about runs: curves, where time went, ranks, checkpoints, evaluations, settings.
+    Report(report::ReportArgs),
     /// Choose a layout: every one for so many ranks, with its memory, the time of its step, and the reasons.
     Plan(plan::PlanArgs),
     /// Look whether this machine is fit to train on: GPUs, MPI, HDF5, file system, limits.
@@ -106,7 +109,11 @@ impl Command {
             Command::Train(_) | Command::Eval(_) | Command::Predict(_) | Command::Sample(_) => true,
             Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
             Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) | Command::ProveDirect => false,
-            Command::Data(_) | Command::Checkpoint(_) | Command::Config(_) | Command::DoctorProbe(_) => false,
+            Command::Data(_)
+            | Command::Checkpoint(_)
+            | Command::Config(_)
+            | Command::DoctorProbe(_)
+            | Command::Report(_) => false,
             Command::Coordinate(_) | Command::Server(_) | Command::Worker(_) => false,
             Command::Role(_) | Command::Status(_) | Command::Supervise(_) => false,
             Command::Completions { .. } => false,
@@ -184,6 +191,7 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Data(args) => report(data::run(args)),
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Config(args) => report(config::run(&args)),
+        Command::Report(args) => report(report::run(&args)),
         Command::ProveDirect => report(prove::run()),
         Command::Completions { shell } => {
             let mut script = Vec::new();

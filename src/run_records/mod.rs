@@ -29,6 +29,9 @@ use crate::telemetry::run_card::RunCard;
 use crate::telemetry::samples::{self, TextSample};
 use crate::telemetry::workers::{self, Given};
 
+/// Ranks along an axis that are believed: a file may tell any number.
+const MOST_RANKS: usize = 1 << 15;
+
 /// The records of a run.
 #[derive(Debug, Clone)]
 pub struct RunRecords {
@@ -184,13 +187,16 @@ impl RunRecords {
         before.iter().chain(last).map(|restart| restart.checkpoint.unwrap_or(0)).collect()
     }
 
-    /// The layout of its ranks, as far as the configuration and the number of ranks tell: without the card of a run, of those
-    /// ranks that the configuration asks for.
+    /// The layout of its ranks, as the configuration tells it.
     pub fn mesh(&self) -> Mesh {
         let parallel = &self.config.parallel;
-        let (pipeline, tensor) = (parallel.pipeline.max(1), parallel.tensor.max(1));
-        let (shard, replica) = (parallel.shard.unwrap_or(1).max(1), parallel.replica.unwrap_or(1).max(1));
-        Mesh { pipeline, replica, shard, tensor }
+        let size = |ranks: usize| ranks.clamp(1, MOST_RANKS);
+        Mesh {
+            pipeline: size(parallel.pipeline),
+            replica: size(parallel.replica.unwrap_or(1)),
+            shard: size(parallel.shard.unwrap_or(1)),
+            tensor: size(parallel.tensor),
+        }
     }
 }
 

@@ -46,7 +46,8 @@ pub struct Step {
     /// Of it, the update on rank 0.
     #[serde(default)]
     pub optimizer_ms: f64,
-    /// Tokens of this step over its duration.
+    /// Tokens of this step over its duration; null where no time passed.
+    #[serde(deserialize_with = "null_is_nan")]
     pub tokens_per_second: f64,
     /// The most bytes that rank 0 held at once so far, all categories together.
     #[serde(default)]

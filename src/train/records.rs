@@ -7,7 +7,7 @@ use crate::config::Plan;
 use crate::error::{Error, Result};
 use crate::run_dir::RunDirectory;
 use crate::telemetry::epoch_loss::EpochLoss;
-use crate::telemetry::evaluations::{self, Evaluation};
+use crate::telemetry::evaluations::{self, Evaluation, Status};
 use crate::telemetry::metrics::{JsonLines, Step};
 use crate::telemetry::progress::Progress;
 use crate::telemetry::rank_times::RankTimes;
@@ -25,6 +25,8 @@ pub struct Records {
     pub progress: Progress,
     /// Points for TensorBoard, if they are wanted.
     pub tensorboard: Option<TensorBoard>,
+    /// The last step whose evaluation by an evaluator has its point.
+    taken_in: u64,
     /// Detection of slow ranks.
     stragglers: Stragglers,
     /// `ranks.jsonl`, where there are several ranks.
@@ -76,6 +78,7 @@ impl Records {
         Ok(Self {
             metrics,
             tensorboard,
+            taken_in: step,
             rank_times,
             samples,
             evaluations: (directory.evaluations_path(), VecDeque::new()),
@@ -138,6 +141,20 @@ impl Records {
             self.evaluations.1.push_back(evaluation);
         }
         self.flush()
+    }
+
+    /// Adds points of evaluations that evaluators have made meanwhile, where points are wanted.
+    pub fn take_in_evaluations(&mut self) {
+        let Some(board) = &mut self.tensorboard else { return };
+        // What cannot be read is told where it matters.
+        let Ok(all) = evaluations::read(&self.evaluations.0) else { return };
+        let is_new = |one: &&Evaluation| one.checkpoint.is_some() && one.step > self.taken_in;
+        let mut of_others: Vec<&Evaluation> = all.known().iter().filter(is_new).collect();
+        of_others.sort_by_key(|one| one.step);
+        for evaluation in of_others.into_iter().filter(|one| one.status == Status::Done) {
+            board.evaluation(evaluation);
+            self.taken_in = evaluation.step;
+        }
     }
 
     /// Writes all that waits because the file system has refused it.

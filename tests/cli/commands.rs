@@ -128,6 +128,7 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
         "logs/rank-00000.log",
         "metrics.jsonl",
         "run.json",
+        "samples.jsonl",
     ];
     assert_eq!(listing(&run), files);
     assert_eq!(std::fs::read_link(run.join("checkpoints/best")).unwrap().to_str(), Some("step-00000003"));

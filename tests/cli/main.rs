@@ -6,6 +6,7 @@ mod commands;
 mod doctor;
 mod hostile;
 mod pages;
+mod report;
 mod setup;
 
 #[path = "../common/mod.rs"]

@@ -127,6 +127,26 @@ fn a_disk_that_is_full_for_a_while_costs_nothing() {
     }
 }
 
+/// Points for TensorBoard wait for room, and nothing else does: training goes on after one warning.
+#[test]
+fn points_wait_for_a_full_disk_and_training_does_not() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["log.tensorboard=true", "log.histograms=1", "run.steps=8"];
+    let asked = Run::new(Alone, root.path(), "x", &settings);
+    let files = asked.files();
+    let Some(_disk) = Tmpfs::mount(&files.path("tensorboard"), "32k") else { return };
+    let ended = asked.ends().succeeded();
+    assert_eq!(ended.stderr.matches("warn: ").count(), 1, "{ended}");
+    for words in ["/tensorboard/events.out.tfevents.", "No space left on device", "training goes on"] {
+        assert!(ended.stderr.contains(words), "{words:?} is missing: {ended}");
+    }
+    assert_eq!(files.steps().len(), 8);
+    // The records that fit are whole.
+    if let Some(found) = crate::common::peers::events(&files.0) {
+        assert_eq!(found["scalars"]["loss/training"][0][0], 1, "{found}");
+    }
+}
+
 /// As above, for a run on parameter servers.
 #[test]
 fn servers_wait_for_a_full_disk_too() {

@@ -1,6 +1,8 @@
 //! Records of runs: evaluations, metrics, leases.
 
 use hpctrain::checkpoint::Checkpoints;
+use hpctrain::report;
+use hpctrain::run_records::RunRecords;
 use hpctrain::telemetry::epoch_loss::EpochLoss;
 use hpctrain::telemetry::evaluations::{self, Evaluation, Save};
 use hpctrain::telemetry::metrics::{JsonLines, Step};
@@ -52,6 +54,33 @@ fn metrics_are_read_by_a_run_that_goes_on() {
         assert_eq!(last.step, 4);
         text.lines().count() > 1
     });
+}
+
+/// The files of a run from which a report is made, one after the other.
+#[test]
+fn reports_are_made_of_any_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let seeds = ["config.toml", "metrics.jsonl", "eval.jsonl", "run.json"].map(|file| {
+        let seed = std::fs::read(sample().run.path(file)).unwrap();
+        std::fs::write(dir.path().join(file), &seed).unwrap();
+        (file, seed)
+    });
+    let forms = [Form::Toml, Form::JsonLines, Form::JsonLines, Form::Json];
+    for ((file, seed), form) in seeds.into_iter().zip(forms) {
+        let path = dir.path().join(file);
+        fuzz(&format!("report of {file}"), form, &[seed.clone()], |input| {
+            std::fs::write(&path, input).unwrap();
+            let Ok(run) = RunRecords::open(dir.path()) else { return false };
+            let is_whole = run.notes.is_empty();
+            let runs = [run];
+            assert!(
+                report::page(&runs).unwrap().ends_with("</html>\n") && report::svg::losses(&runs).ends_with("</svg>\n")
+            );
+            report::csv::write(&runs, std::io::sink()).unwrap();
+            is_whole
+        });
+        std::fs::write(&path, seed).unwrap();
+    }
 }
 
 #[test]

@@ -18,6 +18,7 @@ mod resume;
 mod servers;
 mod slices;
 mod step_times;
+mod tensorboard;
 mod trace;
 mod verify;
 

@@ -524,6 +524,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         if let Some(Published { took, progress }) = published {
             self.stop_requests.published(took);
             self.outages.published();
+            if let Some(records) = &mut self.records {
+                records.take_in_evaluations();
+            }
             let path = self.directory.checkpoints().path(progress.step);
             let stop = self.hooks.call(|hook| hook.checkpoint(progress.step, &path));
             self.stop_requests.stop_for(stop);

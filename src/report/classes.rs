@@ -1,0 +1,61 @@
+//! Results by class of the last evaluation that has them.
+
+use super::html::{digits, escaped, heading, number, paragraph, quiet, table, text};
+use crate::run_records::{Classes, RunRecords};
+use crate::telemetry::grouped;
+
+/// Classes of a matrix that is shown.
+const MOST: usize = 40;
+
+/// Precision, recall and F1 by class, and the confusion matrix; nothing without classes.
+pub fn section(run: &RunRecords) -> String {
+    let last = run.evaluations.iter().rev().find_map(|one| Some((one.evaluation.step, one.classes.as_ref()?)));
+    let Some((step, classes)) = last else { return String::new() };
+    let mut out = heading(&format!("at step {}", grouped(step)));
+    if let Some(area) = classes.roc_auc {
+        out += &paragraph(&format!("area under the receiver operating characteristic: {area:.4}"));
+    }
+    let of = |values: &[Option<f64>], class: usize| number(digits(values.get(class).copied().flatten()));
+    let row = |(class, name): (usize, &String)| {
+        let samples = classes.confusion.get(class).map_or(0, |row| sum(row));
+        let [precision, recall, f1] =
+            [&classes.precision, &classes.recall, &classes.f1].map(|values| of(values, class));
+        vec![text(name), number(grouped(samples)), precision, recall, f1]
+    };
+    let head = vec![text("class"), number("samples"), number("precision"), number("recall"), number("F1")];
+    out += &table(head, classes.names.iter().enumerate().map(row).collect());
+    out + &matrix(classes)
+}
+
+/// Samples of a row.
+fn sum(row: &[u64]) -> u64 {
+    row.iter().copied().fold(0, u64::saturating_add)
+}
+
+/// The confusion matrix, darker where more samples of a class are.
+fn matrix(classes: &Classes) -> String {
+    let Classes { names, confusion, .. } = classes;
+    if names.len() > MOST {
+        return quiet(&format!("The confusion matrix of {} classes is in eval.jsonl.", names.len()));
+    }
+    let head: String = names.iter().map(|name| format!("<th class=\"number\">{}</th>", escaped(name))).collect();
+    let mut rows = String::new();
+    for (name, row) in names.iter().zip(confusion) {
+        rows += &format!("<tr><th>{}</th>", escaped(name));
+        let all = sum(row);
+        for count in row {
+            let share = *count as f64 / all.max(1) as f64;
+            rows += &format!(
+                "<td style=\"background:rgba(var(--heat),{:.3})\" title=\"{:.1} %\">{}</td>",
+                0.65 * share,
+                100.0 * share,
+                grouped(*count)
+            );
+        }
+        rows += "</tr>\n";
+    }
+    format!(
+        "{}<div class=\"scroll\"><table class=\"matrix\"><thead><tr><th>class</th>{head}</tr></thead><tbody>\n{rows}</tbody></table></div>\n",
+        heading("Samples by class (rows) and predicted class (columns)")
+    )
+}

@@ -1,0 +1,311 @@
+//! The curves of runs as data for the page's program.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::Serialize;
+
+use super::thin::{Curve, Point, mean, parts, rounded};
+use crate::run_records::RunRecords;
+use crate::telemetry::evaluations::{Over, Status};
+use crate::telemetry::metrics::Step;
+
+/// Buckets of a curve: all curves of a page together have as many as those of four runs would.
+const MOST_BUCKETS: usize = 2000;
+
+/// The fewest buckets of a curve, with many runs.
+const FEWEST_BUCKETS: usize = 200;
+
+/// Parts of the time of a step that the chart has.
+const BUCKETS_OF_TIMES: usize = 400;
+
+/// Marks of a kind that are drawn: of more than that, those at equal distances.
+const MOST_MARKS: usize = 1000;
+
+/// Names of the parts of a step's time, in the order of the charts.
+pub const PARTS: [&str; 4] = ["compute", "exposed communication", "loader", "optimizer"];
+
+/// All data of the page's program.
+#[derive(Serialize)]
+pub struct Data {
+    runs: Vec<RunData>,
+    charts: Vec<Chart>,
+    parts: [&'static str; 4],
+    /// The steps that the charts show.
+    range: [u64; 2],
+    #[serde(skip)]
+    buckets: usize,
+}
+
+#[derive(Serialize)]
+struct RunData {
+    label: String,
+    curves: BTreeMap<String, Curve>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    times: Option<TimesData>,
+    marks: Marks,
+}
+
+/// Milliseconds a step by part, each a mean over some steps.
+#[derive(Serialize)]
+struct TimesData {
+    x: Vec<u64>,
+    parts: Vec<Vec<f64>>,
+}
+
+/// Marks in the charts.
+#[derive(Serialize)]
+struct Marks {
+    checkpoints: Vec<u64>,
+    restarts: Vec<u64>,
+    skipped: Vec<u64>,
+    /// The last step before and the first step after each.
+    gaps: Vec<[u64; 2]>,
+}
+
+/// A chart.
+#[derive(Debug, Serialize)]
+pub struct Chart {
+    /// Its name in the page.
+    pub id: String,
+    /// Its title.
+    pub title: String,
+    /// The unit of its values: `bytes`, or none that is shown otherwise.
+    unit: &'static str,
+    curves: Vec<CurveName>,
+    /// Whether it may have a logarithmic axis.
+    pub may_be_logarithmic: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct CurveName {
+    id: String,
+    name: String,
+}
+
+impl Data {
+    /// The data of runs with their labels.
+    pub fn of(runs: &[RunRecords], labels: &[String]) -> Self {
+        let buckets = (4 * MOST_BUCKETS / runs.len().max(1)).clamp(FEWEST_BUCKETS, MOST_BUCKETS);
+        let data: Vec<RunData> =
+            runs.iter().zip(labels).map(|(run, label)| RunData::of(run, label.clone(), buckets)).collect();
+        let steps = || data.iter().flat_map(|run| run.curves.values()).flat_map(|curve| curve.x.iter().copied());
+        let range = [steps().min().unwrap_or(0), steps().max().unwrap_or(1)];
+        let range = if range[0] == range[1] { [range[0].saturating_sub(1), range[1].saturating_add(1)] } else { range };
+        let charts = charts(runs).into_iter().filter(|chart| {
+            let holds = |run: &RunData| chart.curves.iter().any(|curve| run.curves.contains_key(&curve.id));
+            data.iter().any(holds)
+        });
+        Self { charts: charts.collect(), runs: data, parts: PARTS, range, buckets }
+    }
+
+    /// The charts that have a curve.
+    pub fn charts(&self) -> &[Chart] {
+        &self.charts
+    }
+
+    /// Buckets of a curve.
+    pub fn buckets(&self) -> usize {
+        self.buckets
+    }
+
+    /// Whether curves of so many steps are thinned.
+    pub fn is_thinned(&self, steps: usize) -> bool {
+        steps > 2 * self.buckets
+    }
+
+    /// Whether a run has the parts of its steps' time.
+    pub fn has_times(&self, run: usize) -> bool {
+        self.runs[run].times.is_some()
+    }
+}
+
+/// All charts that a page may have.
+fn charts(runs: &[RunRecords]) -> Vec<Chart> {
+    let chart = |id: &str, title: &str, unit, curves: &[(&str, &str)], may_be_logarithmic| Chart {
+        id: id.into(),
+        title: title.into(),
+        unit,
+        curves: curves.iter().map(|(id, name)| CurveName { id: (*id).into(), name: (*name).into() }).collect(),
+        may_be_logarithmic,
+    };
+    let loss = [("loss", "training"), ("validation", "validation"), ("epoch_loss", "mean of an epoch")];
+    let mut speeds: Vec<&str> = runs.iter().map(predictions).collect();
+    speeds.dedup();
+    let speed = if speeds.len() == 1 { format!("{} a second", speeds[0]) } else { "tokens or samples a second".into() };
+    let mut charts = vec![
+        chart("loss", "Loss", "", &loss, true),
+        chart("norm", "Norm of the gradient", "", &[("norm", "norm")], true),
+        chart("rate", "Learning rate", "", &[("rate", "learning rate")], true),
+        chart("speed", &format!("Throughput: {speed}"), "", &[("speed", "throughput")], false),
+        chart("memory", "Memory of rank 0, largest so far", "bytes", &[("memory", "memory")], false),
+        chart("staleness", "Staleness of gradients, mean", "", &[("staleness", "staleness")], false),
+    ];
+    let metrics: BTreeSet<&String> =
+        runs.iter().flat_map(|run| &run.evaluations).flat_map(|one| one.evaluation.metrics.keys()).collect();
+    for (at, name) in metrics.into_iter().enumerate() {
+        let (id, title) = (metric_id(at), format!("Validation: {name}"));
+        charts.push(chart(&id, &title, "", &[(&metric_curve(name), name)], false));
+    }
+    charts
+}
+
+/// The name of a chart of a metric: names of metrics may have any characters.
+fn metric_id(at: usize) -> String {
+    format!("metric-{at}")
+}
+
+fn metric_curve(name: &str) -> String {
+    format!("metric {name}")
+}
+
+/// The unit of a run's throughput.
+pub fn predictions(run: &RunRecords) -> &'static str {
+    if run.is_language() { "tokens" } else { "samples" }
+}
+
+impl RunData {
+    fn of(run: &RunRecords, label: String, buckets: usize) -> Self {
+        let steps = &run.steps;
+        let mut curves = BTreeMap::new();
+        let mut add = |id: &str, points: Vec<Point>, is_sparse: bool| {
+            if points.iter().any(|point| point.1.is_finite()) {
+                let make = if is_sparse { Curve::sparse } else { Curve::thinned };
+                curves.insert(id.to_owned(), make(&points, buckets));
+            }
+        };
+        let of_steps = |value: fn(&Step) -> f64| with_gaps(steps, value);
+        add("loss", of_steps(|step| step.loss), false);
+        add("norm", of_steps(|step| step.grad_norm), false);
+        add("rate", of_steps(|step| step.lr), false);
+        add("speed", of_steps(|step| step.tokens_per_second), false);
+        if steps.iter().any(|step| step.peak_bytes > 0) {
+            add("memory", of_steps(|step| step.peak_bytes as f64), false);
+        }
+        add("staleness", staleness(run), false);
+        add("validation", losses(run, Over::Validation), true);
+        add("epoch_loss", losses(run, Over::Training), true);
+        let metrics: BTreeSet<&String> = run.evaluations.iter().flat_map(|one| one.evaluation.metrics.keys()).collect();
+        for name in metrics {
+            let of =
+                |one: &crate::run_records::Evaluated| Some((one.evaluation.step, *one.evaluation.metrics.get(name)?));
+            add(&metric_curve(name), ascending(run.evaluations.iter().filter_map(of).collect()), true);
+        }
+        Self { label, curves, times: times(steps), marks: marks(run) }
+    }
+}
+
+/// The losses of evaluations over one kind of samples.
+fn losses(run: &RunRecords, over: Over) -> Vec<Point> {
+    let done = run.evaluations.iter().map(|one| &one.evaluation);
+    let done = done.filter(|one| one.over == over && one.status == Status::Done);
+    ascending(done.filter_map(|one| Some((one.step, one.loss?))).collect())
+}
+
+/// Points by step, of each step the last.
+fn ascending(mut points: Vec<Point>) -> Vec<Point> {
+    points.reverse();
+    points.sort_by_key(|point| point.0);
+    points.dedup_by_key(|point| point.0);
+    points
+}
+
+/// A value of every step, with a place without value where records are missing.
+fn with_gaps(steps: &[Step], value: impl Fn(&Step) -> f64) -> Vec<Point> {
+    let mut points = Vec::with_capacity(steps.len());
+    let mut next = None;
+    for step in steps {
+        if next.is_some_and(|next| step.step > next) {
+            points.extend(next.map(|next| (next, f64::NAN)));
+        }
+        points.push((step.step, value(step)));
+        next = step.step.checked_add(1);
+    }
+    points
+}
+
+/// The mean staleness of the gradients of each step.
+fn staleness(run: &RunRecords) -> Vec<Point> {
+    let mut of_steps: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
+    for given in &run.given {
+        if let Some(staleness) = given.staleness {
+            let (sum, count) = of_steps.entry(given.step).or_default();
+            (*sum, *count) = (sum.saturating_add(staleness), *count + 1);
+        }
+    }
+    of_steps.into_iter().map(|(step, (sum, count))| (step, sum as f64 / count as f64)).collect()
+}
+
+/// The parts of the time of steps; none where no record has them.
+fn times(steps: &[Step]) -> Option<TimesData> {
+    let of = |step: &Step| [step.compute_ms, step.comm_exposed_ms, step.loader_ms, step.optimizer_ms];
+    if !steps.iter().any(|step| of(step).iter().any(|ms| *ms > 0.0)) {
+        return None;
+    }
+    let (mut x, mut all) = (Vec::new(), vec![Vec::new(); PARTS.len()]);
+    for bucket in parts(steps, BUCKETS_OF_TIMES) {
+        x.push(bucket[bucket.len() / 2].step);
+        for (at, values) in all.iter_mut().enumerate() {
+            let ms = mean(bucket.iter().map(|step| of(step)[at]));
+            values.push(ms.map_or(0.0, |ms| (ms * 1e4).round() / 1e4).max(0.0));
+        }
+    }
+    Some(TimesData { x, parts: all })
+}
+
+fn marks(run: &RunRecords) -> Marks {
+    let pairs = run.steps.windows(2).map(|pair| [pair[0].step, pair[1].step]);
+    Marks {
+        checkpoints: few(run.checkpoints.iter().map(|saved| saved.step).collect()),
+        restarts: few(run.restarted_at()),
+        skipped: few(run.steps.iter().filter(|step| step.skipped).map(|step| step.step).collect()),
+        gaps: few(pairs.filter(|[before, after]| after - before > 1).collect()),
+    }
+}
+
+/// At most [`MOST_MARKS`] of them, at equal distances.
+fn few<T: Copy>(all: Vec<T>) -> Vec<T> {
+    let every = all.len().div_ceil(MOST_MARKS).max(1);
+    all.into_iter().step_by(every).collect()
+}
+
+/// The training losses of a run for a drawing, with its evaluations.
+pub fn loss_curves(run: &RunRecords, buckets: usize) -> [Curve; 2] {
+    let mut evaluated = losses(run, Over::Validation);
+    if evaluated.is_empty() {
+        evaluated = losses(run, Over::Training);
+    }
+    [Curve::thinned(&with_gaps(&run.steps, |step| step.loss), buckets), Curve::sparse(&evaluated, buckets)]
+}
+
+/// The mean seconds of a step's parts over the whole run, in the order of [`PARTS`].
+pub fn mean_times(steps: &[Step]) -> [f64; 4] {
+    let of = |value: fn(&Step) -> f64| mean(steps.iter().map(value)).map_or(0.0, rounded);
+    [
+        of(|step| step.compute_ms),
+        of(|step| step.comm_exposed_ms),
+        of(|step| step.loader_ms),
+        of(|step| step.optimizer_ms),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_records_break_the_line() {
+        let step = |step: u64, loss: f64| Step { step, loss, ..Step::default() };
+        let steps = [step(5, 3.0), step(6, 2.5), step(9, 2.0)];
+        let points = with_gaps(&steps, |step| step.loss);
+        assert_eq!(points.iter().map(|point| point.0).collect::<Vec<_>>(), [5, 6, 7, 9]);
+        assert!(points[2].1.is_nan());
+        assert_eq!(Curve::thinned(&points, 100).y, [Some(3.0), Some(2.5), None, Some(2.0)]);
+    }
+
+    #[test]
+    fn marks_are_few() {
+        assert_eq!(few((0..10).collect::<Vec<u64>>()).len(), 10);
+        let marks = few((0..123_456).collect::<Vec<u64>>());
+        assert!(marks.len() <= MOST_MARKS && marks[1] == 124, "{}", marks.len());
+    }
+}

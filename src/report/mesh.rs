@@ -1,0 +1,157 @@
+//! The layout of a run's ranks as a drawing: a row for each pipeline stage, a frame for each replica, a box for each rank, in which
+//! those of a shard stand together.
+
+use std::fmt::Write as _;
+
+use super::html::escaped;
+use crate::mesh::Mesh;
+use crate::run_records::RunRecords;
+
+/// Stages, replicas, shards and slices that are drawn, at most; a note tells of others.
+const MOST: [usize; 4] = [8, 4, 8, 4];
+
+/// Width and height of a rank's box.
+const BOX: (usize, usize) = (46, 26);
+
+/// Space between boxes, and around frames.
+const GAP: usize = 6;
+
+/// Space for the name of a stage.
+const LEFT: usize = 78;
+
+/// Space for the name of a replica.
+const TOP: usize = 22;
+
+/// The drawing with its words.
+pub fn drawing(run: &RunRecords) -> String {
+    if !run.given.is_empty() {
+        return of_servers(run);
+    }
+    let (mesh, zero) = (run.mesh(), u8::from(run.config.parallel.zero));
+    let words = format!(
+        "pipeline {} × replica {} × shard {} × tensor {} = {} rank{}, ZeRO {zero}",
+        mesh.pipeline,
+        mesh.replica,
+        mesh.shard,
+        mesh.tensor,
+        mesh.ranks(),
+        if mesh.ranks() == 1 { "" } else { "s" }
+    );
+    format!("<p>{}</p>\n<div class=\"layout scroll\">{}</div>\n", escaped(&words), svg(mesh))
+}
+
+/// Workers around servers.
+fn of_servers(run: &RunRecords) -> String {
+    let mut workers: Vec<&str> = run.given.iter().map(|given| given.worker.as_str()).collect();
+    workers.sort_unstable();
+    workers.dedup();
+    let words = format!(
+        "parameter servers, and {} worker{} that gave gradients: {}",
+        workers.len(),
+        if workers.len() == 1 { "" } else { "s" },
+        workers.iter().take(32).copied().collect::<Vec<_>>().join(", ")
+    );
+    let shown = workers.len().min(8);
+    let width = (shown * 70 + 10).max(150);
+    let mut svg = open(width, 110, &words);
+    let _ = write!(
+        svg,
+        "<rect x=\"5\" y=\"5\" width=\"{}\" height=\"30\" rx=\"4\" fill=\"var(--c1)\" fill-opacity=\".25\" stroke=\"var(--c1)\"/>\
+         <text x=\"{}\" y=\"25\" text-anchor=\"middle\" font-size=\"13\">servers</text>",
+        width - 10,
+        width / 2
+    );
+    for worker in 0..shown {
+        let x = 10 + 70 * worker;
+        let _ = write!(
+            svg,
+            "<line x1=\"{0}\" y1=\"75\" x2=\"{0}\" y2=\"36\" stroke=\"var(--quiet)\"/>\
+             <rect x=\"{x}\" y=\"75\" width=\"60\" height=\"26\" rx=\"4\" fill=\"var(--c0)\" fill-opacity=\".25\" stroke=\"var(--c0)\"/>\
+             <text x=\"{0}\" y=\"93\" text-anchor=\"middle\" font-size=\"12\">worker {worker}</text>",
+            x + 30
+        );
+    }
+    format!("<p>{}</p>\n<div class=\"layout scroll\">{svg}</svg></div>\n", escaped(&words))
+}
+
+fn open(width: usize, height: usize, title: &str) -> String {
+    format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" width=\"{width}\" height=\"{height}\" role=\"img\" \
+         font-family=\"system-ui, sans-serif\"><title>{}</title>",
+        escaped(title)
+    )
+}
+
+/// The drawing of a mesh.
+fn svg(mesh: Mesh) -> String {
+    let sizes = [mesh.pipeline, mesh.replica, mesh.shard, mesh.tensor];
+    let [stages, replicas, shards, slices] = std::array::from_fn(|axis| sizes[axis].min(MOST[axis]));
+    let (box_width, box_height) = BOX;
+    let shard_width = slices * box_width + GAP;
+    let replica_width = shards * shard_width + GAP;
+    let row = box_height + 3 * GAP;
+    let (width, height) = (LEFT + replicas * (replica_width + GAP) + GAP, TOP + stages * row + GAP);
+    // Room for the note.
+    let mut svg = open(width.max(380), height + 20, "ranks by stage, replica, shard and slice");
+    let place = |x: usize, y: usize, size: usize, anchor: &str, text: &str| {
+        format!("<text x=\"{x}\" y=\"{y}\" font-size=\"{size}\" text-anchor=\"{anchor}\">{text}</text>")
+    };
+    for replica in 0..replicas {
+        let x = LEFT + replica * (replica_width + GAP);
+        svg += &place(x + replica_width / 2, 15, 12, "middle", &format!("replica {replica}"));
+        for stage in 0..stages {
+            let y = TOP + stage * row;
+            if replica == 0 && mesh.pipeline > 1 {
+                svg += &place(4, y + row / 2 + 2, 12, "start", &format!("stage {stage}"));
+            }
+            let _ = write!(
+                svg,
+                "<rect x=\"{x}\" y=\"{y}\" width=\"{replica_width}\" height=\"{}\" rx=\"5\" fill=\"none\" stroke=\"var(--line)\"/>",
+                row - GAP
+            );
+            for shard in 0..shards {
+                for slice in 0..slices {
+                    let rank = ((stage * mesh.replica + replica) * mesh.shard + shard) * mesh.tensor + slice;
+                    let (left, top) = (x + GAP + shard * shard_width + slice * box_width, y + GAP);
+                    let _ = write!(
+                        svg,
+                        "<rect x=\"{left}\" y=\"{top}\" width=\"{}\" height=\"{box_height}\" rx=\"3\" fill=\"var(--c{})\" \
+                         fill-opacity=\".28\" stroke=\"var(--c{})\"><title>rank {rank}: stage {stage}, replica {replica}, shard \
+                         {shard}, slice {slice}</title></rect>",
+                        box_width - 2,
+                        shard % 8,
+                        shard % 8
+                    );
+                    svg += &place(left + box_width / 2, top + 17, 12, "middle", &rank.to_string());
+                }
+            }
+        }
+    }
+    let hidden = sizes.iter().zip(MOST).any(|(size, most)| *size > most);
+    let note = if hidden {
+        "the first of each axis; boxes of one colour are the same shard"
+    } else {
+        "boxes of one colour are the same shard"
+    };
+    svg += &place(4, height + 14, 11, "start", note);
+    svg + "</svg>"
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rank_has_its_box() {
+        let drawn = svg(Mesh { pipeline: 2, replica: 2, shard: 3, tensor: 2 });
+        let boxes: Vec<String> = (0..24).map(|rank| format!("<title>rank {rank}: ")).collect();
+        assert!(boxes.iter().all(|rank| drawn.contains(rank)) && drawn.matches("<title>rank ").count() == 24);
+        assert!(drawn.contains("rank 23: stage 1, replica 1, shard 2, slice 1"));
+    }
+
+    #[test]
+    fn many_ranks_are_drawn_in_part_and_told() {
+        let drawn = svg(Mesh { pipeline: 64, replica: 64, shard: 64, tensor: 8 });
+        assert!(drawn.contains("the first of each axis") && drawn.len() < 1 << 19, "{}", drawn.len());
+    }
+}

@@ -1,0 +1,160 @@
+//! The runs at a glance, and the machines that they ran on.
+
+use super::html::{Cell, digits, number, quiet, seconds, table, text, time, wide};
+use super::{chip, curves};
+use crate::run_dir::markers::Status;
+use crate::run_records::RunRecords;
+use crate::telemetry::evaluations::{Over, Status as Outcome};
+use crate::telemetry::{bytes, grouped};
+
+/// A column of a table of runs.
+type Column<'a> = (&'a str, fn(&str) -> Cell, &'a dyn Fn(&RunRecords) -> String);
+
+fn text_cell(value: &str) -> Cell {
+    text(value)
+}
+
+fn number_cell(value: &str) -> Cell {
+    number(value)
+}
+
+/// A table with a line for each run. Columns that say nothing of any are left out.
+fn of_runs(runs: &[RunRecords], labels: &[String], columns: &[Column<'_>]) -> String {
+    let says = |column: &&Column<'_>| runs.iter().any(|run| !matches!(column.2(run).as_str(), "" | "–"));
+    let columns: Vec<&Column<'_>> = columns.iter().filter(says).collect();
+    let mut head = vec![text("run")];
+    head.extend(columns.iter().map(|(name, cell, _)| cell(name)));
+    let row = |(at, (run, label)): (usize, (&RunRecords, &String))| {
+        let mut row = vec![wide(label).after(&chip(at))];
+        row.extend(columns.iter().map(|(_, cell, value)| cell(&value(run))));
+        row
+    };
+    table(head, runs.iter().zip(labels).enumerate().map(row).collect())
+}
+
+/// How a run stands.
+fn status(run: &RunRecords) -> String {
+    match &run.end {
+        _ if run.running => "running".into(),
+        Some(end) => {
+            let status = match end.status {
+                Status::Finished => "finished",
+                Status::Preempted => "preempted",
+                Status::Failed => "failed",
+            };
+            end.why.as_ref().map_or_else(|| status.into(), |why| format!("{status}: {why}"))
+        }
+        None if run.steps.is_empty() => "not begun".into(),
+        None => "ended without a word".into(),
+    }
+}
+
+/// The lowest loss of an evaluation, of validation where there is one.
+fn best(run: &RunRecords) -> Option<(f64, u64)> {
+    let of = |over: Over| {
+        let done = run.evaluations.iter().map(|one| &one.evaluation);
+        let losses = done.filter(move |one| one.over == over && one.status == Outcome::Done);
+        let losses = losses.filter_map(|one| Some((one.loss?, one.step)));
+        losses.filter(|one| one.0.is_finite()).min_by(|one, other| one.0.total_cmp(&other.0))
+    };
+    of(Over::Validation).or_else(|| of(Over::Training))
+}
+
+/// The median throughput of a run's steps.
+fn speed(run: &RunRecords) -> Option<f64> {
+    let mut speeds: Vec<f64> = run.steps.iter().map(|step| step.tokens_per_second).collect();
+    let middle = speeds.len() / 2;
+    (!speeds.is_empty()).then(|| *speeds.select_nth_unstable_by(middle, f64::total_cmp).1)
+}
+
+/// The table of runs.
+pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
+    let steps = |run: &RunRecords| {
+        format!("{} of {}", grouped(run.steps.last().map_or(0, |step| step.step)), grouped(run.config.run.steps))
+    };
+    let last_loss = |run: &RunRecords| digits(run.steps.last().map(|step| step.loss));
+    let best_loss = |run: &RunRecords| {
+        best(run).map_or_else(|| "–".into(), |(loss, step)| format!("{} at {}", digits(Some(loss)), grouped(step)))
+    };
+    let speed = |run: &RunRecords| {
+        speed(run).map_or_else(|| "–".into(), |speed| format!("{} {}/s", digits(Some(speed)), curves::predictions(run)))
+    };
+    let parameters = |run: &RunRecords| run.card.as_ref().map_or_else(|| "–".into(), |card| grouped(card.parameters));
+    let skipped = |run: &RunRecords| match run.steps.iter().filter(|step| step.skipped).count() {
+        0 => "–".into(),
+        skipped => grouped(skipped as u64),
+    };
+    let restarts = |run: &RunRecords| match run.restarted_at().len() {
+        0 => "–".into(),
+        restarts => restarts.to_string(),
+    };
+    let layout = |run: &RunRecords| {
+        let mesh = run.mesh();
+        let axes =
+            [(mesh.pipeline, "pipeline"), (mesh.replica, "replica"), (mesh.shard, "shard"), (mesh.tensor, "tensor")];
+        let axes: Vec<String> =
+            axes.iter().filter(|(size, _)| *size > 1).map(|(size, name)| format!("{name} {size}")).collect();
+        if axes.is_empty() { "one rank".into() } else { axes.join(" × ") }
+    };
+    let began = |run: &RunRecords| time(run.steps.first().map_or(0.0, |step| step.time));
+    let branch =
+        |run: &RunRecords| run.branch.as_ref().map_or_else(String::new, |from| from.from.display().to_string());
+    let columns: [Column<'_>; 11] = [
+        ("status", text_cell, &status),
+        ("steps", number_cell, &steps),
+        ("last loss", number_cell, &last_loss),
+        ("best evaluation", number_cell, &best_loss),
+        ("throughput, median", number_cell, &speed),
+        ("parameters", number_cell, &parameters),
+        ("layout", text_cell, &layout),
+        ("skipped", number_cell, &skipped),
+        ("restarts", number_cell, &restarts),
+        ("first step", text_cell, &began),
+        ("began at", text_cell, &branch),
+    ];
+    of_runs(runs, labels, &columns)
+}
+
+/// The machines, programs and memory of runs that have ended.
+pub fn environment(runs: &[RunRecords], labels: &[String]) -> String {
+    if runs.iter().all(|run| run.card.is_none()) {
+        return quiet("run.json, which a run writes at its end, is not there yet.");
+    }
+    let of = |value: fn(&crate::telemetry::run_card::RunCard) -> String| {
+        move |run: &RunRecords| run.card.as_ref().map_or_else(|| "–".into(), value)
+    };
+    let (version, mpi) = (of(|card| card.version.clone()), of(|card| card.mpi.clone()));
+    let (ranks, threads) = (of(|card| card.ranks.to_string()), of(|card| card.threads.to_string()));
+    let hosts = of(|card| {
+        let mut hosts = card.hosts.clone();
+        hosts.dedup();
+        let told = hosts.iter().take(16).cloned().collect::<Vec<_>>().join(", ");
+        if hosts.len() > 16 { format!("{told} and {} more", hosts.len() - 16) } else { told }
+    });
+    let took = of(|card| seconds(card.seconds));
+    let resident = of(|card| bytes(card.peak_resident_bytes));
+    let gpu = of(|card| card.peak_gpu_bytes.map_or_else(|| "–".into(), bytes));
+    let sent = of(|card| card.comm_sent_bytes.map_or_else(|| "–".into(), |sent| bytes(sent as usize)));
+    let data = of(|card| card.data.clone().unwrap_or_else(|| "–".into()));
+    let goodput = of(|card| {
+        card.goodput.map_or_else(|| "–".into(), |good| format!("{:.1} % of {} starts", 100.0 * good.share, good.starts))
+    });
+    let ended = of(|card| time(card.time));
+    let device = |run: &RunRecords| run.settings.get("run.device").cloned().unwrap_or_default();
+    let columns: [Column<'_>; 13] = [
+        ("hpctrain", text_cell, &version),
+        ("messages", text_cell, &mpi),
+        ("device", text_cell, &device),
+        ("ranks", number_cell, &ranks),
+        ("threads a rank", number_cell, &threads),
+        ("hosts", text_cell, &hosts),
+        ("last start took", number_cell, &took),
+        ("memory of rank 0's process", number_cell, &resident),
+        ("of its GPU", number_cell, &gpu),
+        ("sent by rank 0", number_cell, &sent),
+        ("data", text_cell, &data),
+        ("goodput", text_cell, &goodput),
+        ("ended", text_cell, &ended),
+    ];
+    of_runs(runs, labels, &columns)
+}

@@ -1,0 +1,161 @@
+//! The course of a run: where its time went, evaluations, checkpoints, restarts, skipped steps, texts.
+
+use std::collections::BTreeSet;
+
+use super::curves::{PARTS, mean_times};
+use super::html::{digits, escaped, heading, number, paragraph, quiet, seconds, table, text, time, wide};
+use crate::run_records::{Evaluated, RunRecords};
+use crate::telemetry::evaluations::{Over, Status};
+use crate::telemetry::{bytes, grouped};
+
+/// Lines of a table: of more than that, the last ones.
+const MOST_ROWS: usize = 50;
+
+/// Texts.
+const MOST_TEXTS: usize = 3;
+
+/// Characters of a text.
+const MOST_CHARACTERS: usize = 4000;
+
+/// The last of them, as many as a table has, with a line about those that are left out.
+fn last<'a, T>(all: &'a [T], file: &str) -> (&'a [T], String) {
+    let left_out = all.len().saturating_sub(MOST_ROWS);
+    let told = match left_out {
+        0 => String::new(),
+        left_out => quiet(&format!("The last {MOST_ROWS}; {} before them are in {file}.", grouped(left_out as u64))),
+    };
+    (&all[left_out..], told)
+}
+
+/// The parts of a step's time.
+pub fn times(at: usize, run: &RunRecords, has_times: bool) -> String {
+    if !has_times {
+        return match run.steps.is_empty() {
+            true => String::new(),
+            false => quiet("The records have no parts of the time."),
+        };
+    }
+    let means = mean_times(&run.steps);
+    let sum: f64 = means.iter().sum();
+    let share = |ms: f64| if sum > 0.0 { 100.0 * ms / sum } else { 0.0 };
+    let (mut bar, mut key) = (String::new(), String::new());
+    for (part, ms) in means.into_iter().enumerate() {
+        bar += &format!("<span style=\"width:{:.3}%;background:var(--part{part})\"></span>", share(ms));
+        key += &format!(
+            "<span><span class=\"chip\" style=\"background:var(--part{part})\"></span>{} {} ms, {:.1} %</span>\n",
+            PARTS[part],
+            escaped(&digits(Some(ms))),
+            share(ms)
+        );
+    }
+    format!(
+        "<div class=\"parts\">{bar}</div>\n<div class=\"key\">{key}</div>\n<div class=\"chart\" id=\"times-{at}\"></div>\n{}",
+        quiet("Milliseconds a step on rank 0: means of equal parts of the run.")
+    )
+}
+
+/// The evaluations.
+pub fn evaluations(run: &RunRecords) -> String {
+    let names: BTreeSet<&String> = run.evaluations.iter().flat_map(|one| one.evaluation.metrics.keys()).collect();
+    let (shown, told) = last(&run.evaluations, "eval.jsonl");
+    if shown.is_empty() {
+        return String::new();
+    }
+    let best = run.evaluations.iter().filter_map(|one| one.evaluation.loss).fold(f64::INFINITY, f64::min);
+    let has_perplexity = shown.iter().any(|one| one.evaluation.perplexity.is_some());
+    let mut head = vec![number("step"), text("over"), number("loss")];
+    head.extend(has_perplexity.then(|| number("perplexity")));
+    head.extend(names.iter().map(|name| number(name)));
+    head.extend(["samples", "of", "written"].map(text));
+    let row = |Evaluated { evaluation: one, .. }: &Evaluated| {
+        let over = match one.over {
+            Over::Validation => "validation",
+            Over::Training => "an epoch of training",
+        };
+        let loss = match (one.status, one.loss) {
+            (Status::Done, loss) if loss == Some(best) => format!("{} (best)", digits(loss)),
+            (Status::Done, loss) => digits(loss),
+            (Status::Retried, _) => "tried again".into(),
+            (Status::Failed, _) => format!("failed: {}", one.error.as_deref().unwrap_or("unknown")),
+        };
+        let mut row = vec![number(grouped(one.step)), text(over), number(loss)];
+        row.extend(has_perplexity.then(|| number(digits(one.perplexity))));
+        row.extend(names.iter().map(|name| number(digits(one.metrics.get(*name).copied()))));
+        row.push(text(one.samples.map_or_else(|| "–".into(), grouped)));
+        row.push(text(one.checkpoint.as_deref().unwrap_or("weights in training")));
+        row.push(text(time(one.time)));
+        row
+    };
+    table(head, shown.iter().map(row).collect()) + &told
+}
+
+/// The checkpoints that are there.
+pub fn checkpoints(run: &RunRecords) -> String {
+    if run.checkpoints.is_empty() {
+        return quiet("There is no checkpoint.");
+    }
+    let (shown, told) = last(&run.checkpoints, "checkpoints/");
+    let loss = |step| run.evaluations.iter().rev().find(|one| one.evaluation.step == step)?.evaluation.loss;
+    let row = |saved: &crate::run_records::Saved| {
+        let marks = [("latest", saved.latest), ("best", saved.best)];
+        let marks: Vec<&str> = marks.into_iter().filter(|(_, is_set)| *is_set).map(|(mark, _)| mark).collect();
+        let size = saved.bytes.map_or_else(|| "cannot be read".into(), |size| bytes(size as usize));
+        let cells = [number(grouped(saved.step)), number(size), text(saved.time.map_or_else(|| "–".into(), time))];
+        let more = [number(digits(loss(saved.step))), text(marks.join(", "))];
+        cells.into_iter().chain(more).collect()
+    };
+    let head = vec![number("step"), number("size"), text("written"), number("loss"), text("marks")];
+    table(head, shown.iter().map(row).collect()) + &told
+}
+
+/// The starts of a supervised run.
+pub fn restarts(run: &RunRecords) -> String {
+    let (shown, told) = last(&run.restarts, "restarts.jsonl");
+    if shown.is_empty() {
+        return String::new();
+    }
+    let head = ["start", "began", "took", "code", "why", "rank", "host", "checkpoint", "steps lost", "time lost"];
+    let row = |one: &crate::telemetry::restarts::Restart| {
+        vec![
+            number(one.start.to_string()),
+            text(time(one.time)),
+            number(seconds(one.seconds)),
+            number(one.code.to_string()),
+            wide(&one.why),
+            number(one.rank.map_or_else(|| "–".into(), |rank| rank.to_string())),
+            text(one.host.as_deref().unwrap_or("–")),
+            number(one.checkpoint.map_or_else(|| "–".into(), grouped)),
+            number(grouped(one.steps_lost)),
+            number(seconds(one.seconds_lost)),
+        ]
+    };
+    table(head.map(text).into_iter().collect(), shown.iter().map(row).collect()) + &told
+}
+
+/// Steps whose update was left out.
+pub fn skipped(run: &RunRecords) -> String {
+    let skipped: Vec<_> = run.steps.iter().filter(|step| step.skipped).collect();
+    if skipped.is_empty() {
+        return String::new();
+    }
+    let (shown, told) = last(&skipped, "metrics.jsonl");
+    let row = |step: &&crate::telemetry::metrics::Step| {
+        let value = |value: f64| number(digits(Some(value)));
+        vec![number(grouped(step.step)), value(step.loss), value(step.grad_norm), value(step.lr)]
+    };
+    let head = ["step", "loss", "norm of the gradient", "learning rate"].map(number).into_iter().collect();
+    let count = skipped.len() as u64;
+    let told_count = format!("{} of {} updates were left out.", grouped(count), grouped(run.steps.len() as u64));
+    paragraph(&told_count) + &table(head, shown.iter().map(row).collect()) + &told
+}
+
+/// The last texts that the model has continued.
+pub fn samples(run: &RunRecords) -> String {
+    let shown = &run.samples[run.samples.len().saturating_sub(MOST_TEXTS)..];
+    let one = |sample: &crate::telemetry::samples::TextSample| {
+        let text: String = sample.text.chars().take(MOST_CHARACTERS).collect();
+        let rest = if text.len() < sample.text.len() { "\n…" } else { "" };
+        format!("{}<pre>{}{rest}</pre>\n", heading(&format!("at step {}", grouped(sample.step))), escaped(text.trim()))
+    };
+    shown.iter().rev().map(one).collect()
+}

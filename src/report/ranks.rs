@@ -1,0 +1,112 @@
+//! Ranks against one another, and workers of runs on parameter servers.
+
+use std::collections::BTreeMap;
+
+use super::html::{digits, escaped, quiet};
+use crate::run_records::RunRecords;
+use crate::telemetry::straggler::slow;
+
+/// Ranks that are shown: of more, the slowest.
+const MOST: usize = 64;
+
+/// A rank with its time.
+struct Rank {
+    name: String,
+    /// Milliseconds.
+    ms: f64,
+    is_slow: bool,
+    told: String,
+}
+
+/// The ranks of a run, or its workers.
+pub fn section(run: &RunRecords) -> String {
+    if !run.given.is_empty() {
+        return workers(run);
+    }
+    let windows = &run.rank_times;
+    let ranks = windows.last().map_or(0, |window| window.compute_ms.len());
+    if ranks == 0 {
+        return match run.mesh().ranks() {
+            1 => String::new(),
+            _ => quiet(&format!(
+                "The times of ranks are recorded every log.straggler_window = {} steps.",
+                run.config.log.straggler_window
+            )),
+        };
+    }
+    // A run may have gone on with other ranks.
+    let windows: Vec<_> = windows.iter().filter(|window| window.compute_ms.len() == ranks).collect();
+    let steps = windows.iter().map(|window| window.steps).fold(0, u64::saturating_add);
+    let sums: Vec<f64> = (0..ranks)
+        .map(|rank| windows.iter().map(|window| window.compute_ms[rank] * window.steps as f64).sum::<f64>())
+        .collect();
+    let (mesh, factor) = (run.mesh(), run.config.log.straggler_factor);
+    let alike = if mesh.ranks() == ranks { mesh.data().max(1) } else { ranks };
+    let seconds: Vec<f64> = sums.iter().map(|ms| ms * 1e-3).collect();
+    let mut is_slow = vec![false; ranks];
+    for (stage, of_stage) in seconds.chunks(alike).enumerate() {
+        slow(of_stage, factor, steps).iter().for_each(|(rank, _)| is_slow[stage * alike + rank] = true);
+    }
+    let host = |rank: usize| run.card.as_ref().filter(|card| card.hosts.len() == ranks).map(|card| &card.hosts[rank]);
+    let slowest = |rank: usize| windows.iter().map(|window| window.compute_ms[rank]).fold(0.0, f64::max);
+    let shown: Vec<Rank> = (0..ranks)
+        .map(|rank| Rank {
+            name: host(rank).map_or_else(|| format!("rank {rank}"), |host| format!("rank {rank}, {host}")),
+            ms: sums[rank] / steps.max(1) as f64,
+            is_slow: is_slow[rank],
+            told: format!("slowest window {} ms", digits(Some(slowest(rank)))),
+        })
+        .collect();
+    let note = format!(
+        "Milliseconds a step that each rank computed, waits for messages and data left out, over {} windows of steps. Red ones \
+         computed {factor} times as long as the median rank of their stage.",
+        windows.len()
+    );
+    bars(shown) + &quiet(&note)
+}
+
+/// The workers of a run on parameter servers.
+fn workers(run: &RunRecords) -> String {
+    let mut of_workers: BTreeMap<&str, (f64, u64, u64, u64)> = BTreeMap::new();
+    for given in &run.given {
+        let (ms, gradients, samples, staleness) = of_workers.entry(&given.worker).or_default();
+        *ms += given.compute_ms;
+        (*gradients, *samples) = (*gradients + 1, samples.saturating_add(given.samples));
+        *staleness = staleness.saturating_add(given.staleness.unwrap_or(0));
+    }
+    let worker = |(name, (ms, gradients, samples, staleness)): (&str, (f64, u64, u64, u64))| Rank {
+        name: format!("worker {name}"),
+        ms: ms / samples.max(1) as f64,
+        is_slow: false,
+        told: format!("{gradients} gradients, mean staleness {:.2}", staleness as f64 / gradients.max(1) as f64),
+    };
+    let note = "Milliseconds a sample that each worker computed.";
+    bars(of_workers.into_iter().map(worker).collect()) + &quiet(note)
+}
+
+/// A bar for each.
+fn bars(mut ranks: Vec<Rank>) -> String {
+    let all = ranks.len();
+    if all > MOST {
+        ranks.sort_by(|one, other| other.ms.total_cmp(&one.ms));
+        ranks.truncate(MOST);
+    }
+    let longest = ranks.iter().map(|rank| rank.ms).fold(f64::MIN_POSITIVE, f64::max);
+    let mut out = String::from("<div class=\"bars\">\n");
+    for Rank { name, ms, is_slow, told } in &ranks {
+        out += &format!(
+            "<span class=\"name\">{}</span><span class=\"track\" title=\"{}\"><span class=\"bar{}\" \
+             style=\"width:{:.2}%\"></span></span><span>{}</span>\n",
+            escaped(name),
+            escaped(told),
+            if *is_slow { " slow" } else { "" },
+            100.0 * ms / longest,
+            escaped(&digits(Some(*ms)))
+        );
+    }
+    out += "</div>\n";
+    if all > MOST {
+        out += &quiet(&format!("The slowest {MOST} of {all}."));
+    }
+    out
+}

@@ -1,0 +1,167 @@
+//! The losses of runs as a drawing, for papers and pages.
+
+use std::fmt::Write as _;
+
+use super::curves::loss_curves;
+use super::html::escaped;
+use super::labels;
+use super::thin::Curve;
+use crate::run_records::RunRecords;
+use crate::telemetry::grouped;
+
+/// Size of the drawing, and the place of the curves in it.
+const SIZE: (f64, f64) = (760.0, 420.0);
+const PLOT: [f64; 4] = [64.0, 20.0, 740.0, 364.0];
+
+/// Buckets of a curve.
+const BUCKETS: usize = 1000;
+
+/// Colours of runs.
+const COLOURS: [&str; 8] = ["#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#0b7285", "#a61e4d", "#5f3dc4", "#846900"];
+
+/// Style for light and dark surroundings.
+const STYLE: &str = "text{font:12px system-ui,sans-serif;fill:#1c2330}.axis{stroke:#9aa6b8}.grid{stroke:#d9dee6;stroke-width:.7}\
+@media(prefers-color-scheme:dark){text{fill:#e4e9f1}.grid{stroke:#323b49}}";
+
+/// Places of numbers in the drawing.
+struct Axes {
+    steps: [f64; 2],
+    losses: [f64; 2],
+}
+
+impl Axes {
+    fn of(curves: &[[Curve; 2]]) -> Self {
+        let all = || curves.iter().flatten();
+        let steps = || all().flat_map(|curve| &curve.x).map(|step| *step as f64);
+        let losses = || all().flat_map(|curve| &curve.y).flatten().copied();
+        Self {
+            steps: bounds(steps().fold(f64::INFINITY, f64::min), steps().fold(f64::NEG_INFINITY, f64::max)),
+            losses: bounds(losses().fold(f64::INFINITY, f64::min), losses().fold(f64::NEG_INFINITY, f64::max)),
+        }
+    }
+
+    fn x(&self, step: f64) -> f64 {
+        PLOT[0] + (step - self.steps[0]) / (self.steps[1] - self.steps[0]) * (PLOT[2] - PLOT[0])
+    }
+
+    fn y(&self, loss: f64) -> f64 {
+        PLOT[3] - (loss - self.losses[0]) / (self.losses[1] - self.losses[0]) * (PLOT[3] - PLOT[1])
+    }
+}
+
+/// Bounds that differ, whichever numbers there are.
+fn bounds(least: f64, largest: f64) -> [f64; 2] {
+    match (least.is_finite() && largest.is_finite(), least < largest) {
+        (false, _) => [0.0, 1.0],
+        (true, true) => [least, largest],
+        (true, false) => [least - 0.5, largest + 0.5],
+    }
+}
+
+/// Some five round numbers between two.
+fn ticks([least, largest]: [f64; 2]) -> Vec<f64> {
+    let rough = (largest - least) / 5.0;
+    let power = 10f64.powf(rough.log10().floor());
+    let width = [1.0, 2.0, 5.0, 10.0].into_iter().map(|factor| factor * power).find(|width| *width >= rough);
+    let width = width.unwrap_or(rough);
+    let first = (least / width).ceil() as i64;
+    (first..).map(|n| n as f64 * width).take_while(|tick| *tick <= largest + width * 1e-9).take(12).collect()
+}
+
+/// The drawing: training losses as lines, evaluations as points.
+pub fn losses(runs: &[RunRecords]) -> String {
+    let curves: Vec<[Curve; 2]> = runs.iter().map(|run| loss_curves(run, BUCKETS)).collect();
+    let axes = Axes::of(&curves);
+    let labels = labels(runs);
+    let rows = runs.len().div_ceil(3);
+    let height = SIZE.1 + 20.0 * (rows - 1) as f64;
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {height}\" role=\"img\"><title>loss of {}</title>\
+         <style>{STYLE}</style>\n",
+        SIZE.0,
+        escaped(&labels.join(", "))
+    );
+    for tick in ticks(axes.losses) {
+        let y = axes.y(tick);
+        let [left, _, right, _] = PLOT;
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            svg,
+            "<line class=\"grid\" x1=\"{left}\" y1=\"{y:.1}\" x2=\"{right}\" y2=\"{y:.1}\"/>\
+             <text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
+            left - 8.0,
+            y + 4.0,
+            super::thin::rounded((tick * 1e9).round() / 1e9)
+        );
+    }
+    for tick in ticks(axes.steps).into_iter().filter(|tick| tick.fract() == 0.0 && *tick >= 0.0) {
+        let (x, [_, _, _, bottom]) = (axes.x(tick), PLOT);
+        let _ = writeln!(
+            svg,
+            "<line class=\"axis\" x1=\"{x:.1}\" y1=\"{bottom}\" x2=\"{x:.1}\" y2=\"{}\"/>\
+             <text x=\"{x:.1}\" y=\"{}\" text-anchor=\"middle\">{}</text>",
+            bottom + 5.0,
+            bottom + 19.0,
+            grouped(tick as u64)
+        );
+    }
+    let [left, top, right, bottom] = PLOT;
+    let _ = writeln!(svg, "<path class=\"axis\" fill=\"none\" d=\"M{left} {top}V{bottom}H{right}\"/>");
+    for (at, ([training, evaluated], label)) in curves.iter().zip(&labels).enumerate() {
+        let colour = COLOURS[at % COLOURS.len()];
+        let _ = writeln!(
+            svg,
+            "<path fill=\"none\" stroke=\"{colour}\" stroke-width=\"1.4\" stroke-linejoin=\"round\" d=\"{}\"/>",
+            path(training, &axes)
+        );
+        for (step, loss) in evaluated.x.iter().zip(&evaluated.y).filter_map(|(step, loss)| Some((step, (*loss)?))) {
+            let (x, y) = (axes.x(*step as f64), axes.y(loss));
+            let _ = writeln!(svg, "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3\" fill=\"{colour}\"/>");
+        }
+        let (x, y) = (left + 225.0 * (at % 3) as f64, bottom + 46.0 + 20.0 * (at / 3) as f64);
+        let shown: String = label.chars().take(28).collect();
+        let _ = writeln!(
+            svg,
+            "<rect x=\"{x}\" y=\"{}\" width=\"12\" height=\"4\" fill=\"{colour}\"/><text x=\"{}\" y=\"{y}\">{}</text>",
+            y - 6.0,
+            x + 18.0,
+            escaped(&shown)
+        );
+    }
+    svg + "</svg>\n"
+}
+
+/// A line that breaks where the curve does.
+fn path(curve: &Curve, axes: &Axes) -> String {
+    let (mut path, mut is_down) = (String::new(), false);
+    for (step, loss) in curve.x.iter().zip(&curve.y) {
+        let Some(loss) = loss else {
+            is_down = false;
+            continue;
+        };
+        let command = if is_down { 'L' } else { 'M' };
+        let _ = write!(path, "{command}{:.1} {:.1}", axes.x(*step as f64), axes.y(*loss));
+        is_down = true;
+    }
+    path
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ticks_are_round() {
+        assert_eq!(ticks([0.0, 1000.0]), [0.0, 200.0, 400.0, 600.0, 800.0, 1000.0]);
+        assert_eq!(ticks([1.93, 4.2]).len(), 5);
+        assert_eq!(bounds(f64::INFINITY, f64::NEG_INFINITY), [0.0, 1.0]);
+        assert_eq!(bounds(2.0, 2.0), [1.5, 2.5]);
+    }
+
+    #[test]
+    fn lines_break_at_gaps() {
+        let curve = Curve { x: vec![0, 1, 2, 3], y: vec![Some(1.0), Some(0.0), None, Some(1.0)], ..Curve::default() };
+        let axes = Axes { steps: [0.0, 3.0], losses: [0.0, 1.0] };
+        assert_eq!(path(&curve, &axes).matches('M').count(), 2);
+    }
+}
