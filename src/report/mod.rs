@@ -111,7 +111,7 @@ pub fn page(runs: &[RunRecords]) -> Result<String> {
     Ok(page)
 }
 
-/// What could not be read.
+/// A note about each record that cannot be read.
 fn notes(runs: &[RunRecords], labels: &[String]) -> String {
     let told = |(run, label): (&RunRecords, &String)| {
         let line = |note: &String| format!("<li>{}: {}</li>\n", escaped(label), escaped(note));

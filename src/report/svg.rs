@@ -49,7 +49,7 @@ impl Axes {
     }
 }
 
-/// Bounds that differ, whichever numbers there are.
+/// Two bounds that differ, also of one number or none.
 fn bounds(least: f64, largest: f64) -> [f64; 2] {
     match (least.is_finite() && largest.is_finite(), least < largest) {
         (false, _) => [0.0, 1.0],

@@ -137,7 +137,10 @@ fn the_page_shows_the_records_in_a_browser() {
     assert!((smoothed - mean / weight).abs() < 1e-6 && values[3][0] == 7, "{} and {}", values[3], mean / weight);
     assert_eq!(values[4], json!([true, 0, format!("{EVIL}, b – hpctrain report")]));
 
-    let dark = browse(&page, &["--dark", "--eval", colours]).unwrap();
+    let print = "(dispatchEvent(new Event('beforeprint')), [document.documentElement.dataset.theme, \
+                 getComputedStyle(document.body).backgroundColor])";
+    let dark = browse(&page, &["--dark", "--eval", colours, "--eval", print]).unwrap();
+    assert_eq!(dark["values"][1], json!(["light", values[5]]), "printed as on paper");
     assert!(dark["values"][0] != values[5] && dark["exceptions"] == json!([]), "{} {}", dark["values"][0], values[5]);
 }
 
@@ -227,6 +230,9 @@ fn other_directories_are_refused_and_young_runs_are_not() {
     }
     report(&[&other], &out).succeeded();
     assert!(std::fs::read_to_string(&page).unwrap().contains("There is no step on record yet."));
+    if let Some(found) = browse(&page, &[]) {
+        assert_eq!((&found["exceptions"], &found["console"]), (&json!([]), &json!([])));
+    }
     let nowhere = root.path().join("absent/report.html");
     let ended = report(&[&run.0], &["--out", nowhere.to_str().unwrap()]);
     assert!(ended.code() == 2 && ended.stderr.contains("cannot write") && ended.stderr.contains("hint:"), "{ended}");

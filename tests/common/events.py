@@ -1,4 +1,4 @@
-"""Reads events files with TensorBoard's own EventAccumulator, and prints as JSON what it found.
+"""Reads events files with TensorBoard's own EventAccumulator, and prints its points as JSON.
 
     events.py DIRECTORY
 """

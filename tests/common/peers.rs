@@ -1,4 +1,4 @@
-//! Programs of others that read what this one writes: TensorBoard, a browser. A test that wants one that is not here is skipped.
+//! Programs of others that read the files of this one: TensorBoard, a browser. A test that wants one that is not here is skipped.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::launch::{inherits_nothing, test_name};
 
-/// What `scripts/setup --test` has fetched into a folder of this name beside the build.
+/// A folder of this name beside the build, into which `scripts/setup --test` fetches programs.
 fn fetched(name: &str) -> PathBuf {
     Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name(name)
 }

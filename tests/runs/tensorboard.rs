@@ -72,7 +72,7 @@ fn points_are_those_of_the_records() {
 
     let histograms = found["histograms"].as_object().unwrap();
     let of = |kind: &str| histograms.keys().filter(|tag| tag.starts_with(kind)).count();
-    assert!(of("weights/") == of("gradients/") && of("weights/") > 20, "{:?}", histograms.keys());
+    assert!(of("weights/") == of("gradients/") && of("weights/") > 10, "{:?}", histograms.keys());
     for (tag, of_tensor) in histograms {
         let steps: Vec<u64> = of_tensor.as_array().unwrap().iter().map(|one| one[0].as_u64().unwrap()).collect();
         assert_eq!(steps, [3, 6], "{tag}");
@@ -95,7 +95,7 @@ fn points_are_those_of_the_records() {
     }
 }
 
-/// Whatever ranks hold of the tensors, the histograms have the same bits.
+/// Ranks hold other parts of the tensors in each layout, and the histograms have the same bits.
 #[test]
 fn histograms_are_the_same_in_every_layout() {
     let root = tempfile::tempdir().unwrap();
@@ -105,7 +105,7 @@ fn histograms_are_the_same_in_every_layout() {
     };
     let slices = ["parallel.tensor_lanes=2"];
     let Some(reference) = histograms(Alone, "reference", &slices) else { return };
-    assert!(reference.as_object().unwrap().len() > 40);
+    assert!(reference.as_object().unwrap().len() >= 30);
     for (at, (transport, more)) in [
         (Simulate(4), &["parallel.zero=0"][..]),
         (Mpirun(4), &["parallel.zero=3"]),

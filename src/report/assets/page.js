@@ -3,6 +3,12 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const root = document.documentElement;
+  document.getElementById("only-differences")?.addEventListener("change", (event) => {
+    document.body.classList.toggle("only-differences", event.target.checked);
+  });
+  // Before the first step there is nothing to draw.
+  if (data.charts.length === 0) return;
+
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
   const runColour = (run) => colour("--c" + (run % 8));
   const faint = (hex, alpha) => hex + Math.round(255 * alpha).toString(16).padStart(2, "0");
@@ -203,9 +209,6 @@
   document.getElementById("from").addEventListener("change", zoom);
   document.getElementById("to").addEventListener("change", zoom);
   document.getElementById("whole").addEventListener("click", () => setRange(...full));
-  document.getElementById("only-differences")?.addEventListener("change", (event) => {
-    document.body.classList.toggle("only-differences", event.target.checked);
-  });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   addEventListener("beforeprint", () => { root.dataset.theme = "light"; draw(); });
   addEventListener("afterprint", () => { delete root.dataset.theme; draw(); });

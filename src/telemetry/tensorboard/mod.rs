@@ -120,7 +120,7 @@ fn scalar(tag: &str, value: f64) -> Value {
     Value { tag: tag.into(), metadata: None, content: Some(Content::Simple(value as f32)) }
 }
 
-/// A text as a block of code: what it has of Markdown is not meant.
+/// A text as a block of code, so that no character of it counts as Markdown.
 fn as_text(tag: &str, text: &str) -> Value {
     let block: String = text.lines().flat_map(|line| ["    ", line, "\n"]).collect();
     let plugin = Plugin { name: "text".into() };
