@@ -65,7 +65,7 @@ pub fn evaluations(run: &RunRecords) -> String {
     let has_perplexity = shown.iter().any(|one| one.evaluation.perplexity.is_some());
     let mut head = vec![number("step"), text("over"), number("loss")];
     head.extend(has_perplexity.then(|| number("perplexity")));
-    head.extend(names.iter().map(|name| number(name)));
+    head.extend(names.iter().map(number));
     head.extend(["samples", "of", "written"].map(text));
     let row = |Evaluated { evaluation: one, .. }: &Evaluated| {
         let over = match one.over {

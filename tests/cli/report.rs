@@ -47,7 +47,8 @@ fn eventful(root: &Path) -> RunFiles {
         "names": ["<i>cat</i>", "dog"], "confusion": [[7, 3], [1, 9]], "precision": [0.875, 0.75], "recall": [0.7, 0.9],
         "f1": [0.777_78, 0.818_18], "roc_auc": 0.8125,
     });
-    let evaluations = run.text("eval.jsonl").lines().map(|line| {
+    let text = run.text("eval.jsonl");
+    let evaluations = text.lines().map(|line| {
         let mut line: Value = serde_json::from_str(line).unwrap();
         line["classes"] = classes.clone();
         format!("{line}\n")

@@ -3,7 +3,7 @@
 //! A record is its length in eight bytes, a checksum of these, the message, and a checksum of that; numbers are little-endian.
 
 use std::fs::{File, OpenOptions};
-use std::io::{ErrorKind, Write as _};
+use std::io::{BufReader, BufWriter, ErrorKind, Read, Write as _};
 use std::path::{Path, PathBuf};
 
 use prost::Message as _;
@@ -31,7 +31,8 @@ pub struct EventsFile {
 }
 
 impl EventsFile {
-    /// Begins a file in `directory`, by name the last there, for a program that is at `step`: readers forget points of later steps.
+    /// Begins a file in `directory`, by name the last there, for a run that is at `step`. Points of later steps are dropped from the
+    /// files before it, and readers that have them are told to forget them.
     ///
     /// # Errors
     /// The file system refused.
@@ -40,9 +41,12 @@ impl EventsFile {
         made.map_err(|e| Error::io("create", directory, e))?;
         let mut second = now as u64;
         for entry in std::fs::read_dir(directory).map_err(|e| Error::io("list", directory, e))? {
-            let name = entry.map_err(|e| Error::io("list", directory, e))?.file_name();
+            let before = entry.map_err(|e| Error::io("list", directory, e))?;
+            let Some(other) = second_of(&before.file_name().to_string_lossy()) else { continue };
             // Two starts within a second, or a clock that was set back.
-            second = second.max(second_of(&name.to_string_lossy()).map_or(0, |other| other + 1));
+            second = second.max(other.saturating_add(1));
+            let before = before.path();
+            forget_after(&before, step).map_err(|e| Error::io("rewrite", &before, e))?;
         }
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let path = directory.join(format!("{PREFIX}{second:010}.{host}.hpctrain"));
@@ -123,20 +127,49 @@ fn masked(bytes: &[u8]) -> [u8; 4] {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8).to_le_bytes()
 }
 
-/// The events of a file, as a reader of the format sees them: up to the first record that is torn or damaged.
+/// The next event with its record; none at the end of the file, or where readers of the format end: at a record that is torn or
+/// damaged.
+fn next(from: &mut impl Read) -> std::io::Result<Option<(Event, Vec<u8>)>> {
+    let mut record = Vec::new();
+    from.by_ref().take(12).read_to_end(&mut record)?;
+    let Some((length, sum)) = record.split_first_chunk::<8>() else { return Ok(None) };
+    if *sum != masked(length) {
+        return Ok(None);
+    }
+    let message = u64::from_le_bytes(*length).saturating_add(4);
+    from.by_ref().take(message).read_to_end(&mut record)?;
+    let is_whole = (record.len() - 12) as u64 == message;
+    let Some((message, sum)) = record[12..].split_last_chunk::<4>().filter(|_| is_whole) else { return Ok(None) };
+    if *sum != masked(message) {
+        return Ok(None);
+    }
+    Ok(Event::decode(message).ok().map(|event| (event, record)))
+}
+
+/// Drops the events after step `last` from a file, and all behind a record that is torn or damaged.
+fn forget_after(path: &Path, last: u64) -> std::io::Result<()> {
+    let mut from = BufReader::new(File::open(path)?);
+    // By its name no file of events.
+    let temporary = path.with_file_name(".rewritten.tmp");
+    let mut to = BufWriter::new(File::create(&temporary)?);
+    let mut kept = 0;
+    while let Some((event, record)) = next(&mut from)? {
+        if event.step <= last as i64 {
+            to.write_all(&record)?;
+            kept += record.len() as u64;
+        }
+    }
+    if kept == std::fs::metadata(path)?.len() {
+        return std::fs::remove_file(&temporary);
+    }
+    to.into_inner()?.sync_all()?;
+    std::fs::rename(&temporary, path)
+}
+
+/// The events of a file, as a reader of the format sees them.
 #[cfg(test)]
 pub(super) fn events(mut bytes: &[u8]) -> Vec<Event> {
-    let mut events = Vec::new();
-    while let Some((head, rest)) = bytes.split_at_checked(12) {
-        let length = u64::from_le_bytes(head[..8].try_into().unwrap()) as usize;
-        assert_eq!(head[8..], masked(&head[..8]));
-        let Some((record, after)) = rest.split_at_checked(length + 4) else { break };
-        let (message, sum) = record.split_at(length);
-        assert_eq!(sum, masked(message));
-        events.push(Event::decode(message).unwrap());
-        bytes = after;
-    }
-    events
+    std::iter::from_fn(|| next(&mut bytes).unwrap()).map(|(event, _)| event).collect()
 }
 
 #[cfg(test)]
@@ -172,6 +205,33 @@ mod tests {
         let events = events(&std::fs::read(last).unwrap());
         assert_eq!(events[0].what, Some(What::FileVersion(VERSION.into())));
         assert_eq!((events[1].step, &events[1].what), (4, &Some(What::SessionLog(SessionLog { status: START }))));
+    }
+
+    #[test]
+    fn events_of_later_steps_are_dropped() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut file = EventsFile::begin(dir.path(), 0, 1.0).unwrap();
+        let path = file.path.clone();
+        for step in 1..=5 {
+            file.append(&Event { wall_time: 1.0, step, what: None });
+        }
+        let whole = std::fs::read(&path).unwrap();
+        forget_after(&path, 5).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), whole);
+        let steps = |path: &Path| -> Vec<i64> {
+            events(&std::fs::read(path).unwrap()).iter().skip(2).map(|event| event.step).collect()
+        };
+        // As a kill leaves it.
+        std::fs::write(&path, &whole[..whole.len() - 3]).unwrap();
+        drop(EventsFile::begin(dir.path(), 4, 1.0).unwrap());
+        assert_eq!((steps(&path), std::fs::read_dir(dir.path()).unwrap().count()), (vec![1, 2, 3, 4], 2));
+        // Behind a damaged record no reader goes on.
+        let mut damaged = std::fs::read(&path).unwrap();
+        let third = damaged.len() - framed(&[]).len() - 12;
+        damaged[third] ^= 1;
+        std::fs::write(&path, damaged).unwrap();
+        drop(EventsFile::begin(dir.path(), 4, 1.0).unwrap());
+        assert!(steps(&path).len() < 4);
     }
 
     #[test]

@@ -1,7 +1,7 @@
-//! Points of a run for TensorBoard, in `tensorboard/` of its directory (`log.tensorboard`). Rank 0 writes them; nothing of it ends a
-//! run.
+//! Points of a run for TensorBoard, in `tensorboard/` of its directory (`log.tensorboard`). Rank 0 writes them; a file
+//! system that refuses them does not end a run that has begun.
 //!
-//! A start of a run begins a file of its own, which tells readers to forget points of steps that are taken again.
+//! A start of a run begins a file of its own, and drops the points of steps that are taken again from the files before it.
 
 mod events_file;
 mod protocol;
