@@ -64,8 +64,8 @@ fn ticks([least, largest]: [f64; 2]) -> Vec<f64> {
     let power = 10f64.powf(rough.log10().floor());
     let width = [1.0, 2.0, 5.0, 10.0].into_iter().map(|factor| factor * power).find(|width| *width >= rough);
     let width = width.unwrap_or(rough);
-    let first = (least / width).ceil() as i64;
-    (first..).map(|n| n as f64 * width).take_while(|tick| *tick <= largest + width * 1e-9).take(12).collect()
+    let first = (least / width).ceil();
+    (0..12).map(|n| (first + f64::from(n)) * width).take_while(|tick| *tick <= largest + width * 1e-9).collect()
 }
 
 /// The drawing: training losses as lines, evaluations as points.
@@ -154,6 +154,7 @@ mod tests {
     fn ticks_are_round() {
         assert_eq!(ticks([0.0, 1000.0]), [0.0, 200.0, 400.0, 600.0, 800.0, 1000.0]);
         assert_eq!(ticks([1.93, 4.2]).len(), 5);
+        assert!(ticks([0.0, f64::MIN_POSITIVE / 1e15]).len() <= 12 && ticks([f64::MIN, f64::MAX]).len() <= 12);
         assert_eq!(bounds(f64::INFINITY, f64::NEG_INFINITY), [0.0, 1.0]);
         assert_eq!(bounds(2.0, 2.0), [1.5, 2.5]);
     }

@@ -68,7 +68,7 @@ fn reports_are_made_of_any_run() {
     let forms = [Form::Toml, Form::JsonLines, Form::JsonLines, Form::Json];
     for ((file, seed), form) in seeds.into_iter().zip(forms) {
         let path = dir.path().join(file);
-        fuzz(&format!("report of {file}"), form, &[seed.clone()], |input| {
+        fuzz(&format!("report of {file}"), form, std::slice::from_ref(&seed), |input| {
             std::fs::write(&path, input).unwrap();
             let Ok(run) = RunRecords::open(dir.path()) else { return false };
             let is_whole = run.notes.is_empty();
