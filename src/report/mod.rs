@@ -29,8 +29,8 @@ const PLOTS: &str = include_str!("assets/uPlot.iife.min.js");
 const STYLE_OF_PLOTS: &str = include_str!("assets/uPlot.min.css");
 const LICENCE_OF_PLOTS: &str = include_str!("assets/uPlot-LICENSE");
 
-/// Nothing is loaded from anywhere.
-const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:";
+/// The policy of the page: nothing is loaded from anywhere.
+const POLICY: &str = include_str!("assets/policy.txt");
 
 /// A part of the report for each run, under the run's name where there are several.
 fn of_each(runs: &[RunRecords], labels: &[String], content: impl Fn(usize, &RunRecords) -> String) -> String {
@@ -91,11 +91,12 @@ pub fn page(runs: &[RunRecords]) -> Result<String> {
     let _ = write!(
         page,
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta http-equiv=\"Content-Security-Policy\" content=\"{POLICY}\">\n\
+         <meta http-equiv=\"Content-Security-Policy\" content=\"{}\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
          <meta name=\"generator\" content=\"hpctrain {}\">\n<link rel=\"icon\" href=\"data:,\">\n\
          <title>{} – hpctrain report</title>\n<style>\n{STYLE_OF_PLOTS}\n{STYLE}</style>\n</head>\n<body>\n\
          <h1>{}</h1>\n<nav>{links}</nav>\n{}",
+        POLICY.trim_end(),
         env!("CARGO_PKG_VERSION"),
         escaped(&title),
         escaped(&title),

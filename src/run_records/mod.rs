@@ -29,6 +29,9 @@ use crate::telemetry::run_card::RunCard;
 use crate::telemetry::samples::{self, TextSample};
 use crate::telemetry::workers::{self, Given};
 
+/// The hint where `config.toml` is not as a run has written it.
+const RESTORE: &str = "restore config.toml, or start the run again under another run.name";
+
 /// Ranks along an axis that are believed: a file may tell any number.
 const MOST_RANKS: usize = 1 << 15;
 
@@ -217,8 +220,9 @@ fn configuration(path: &Path, directory: &RunDirectory) -> Result<(Config, BTree
         }
         Err(e) => return Err(Error::io("read", &file, e)),
     };
-    let damaged =
-        |e: toml::de::Error| Error::input(format!("{} is no configuration: {}", file.display(), one_line(&e)));
+    let damaged = |e: toml::de::Error| {
+        Error::input(format!("{} is no configuration: {}", file.display(), one_line(&e))).hint(RESTORE)
+    };
     let table: toml::Table = toml::from_str(&text).map_err(damaged)?;
     if table.is_empty() {
         return Err(Error::input(format!("{} is empty: its run has not begun", file.display()))
@@ -246,8 +250,7 @@ fn no_run(path: &Path, directory: &RunDirectory) -> Error {
         Error::input(format!("{told} is a file, not the directory of a run"))
             .hint("give the directory of a run, such as runs/gpt-char")
     } else if directory.metrics_path().exists() || directory.logs_path().exists() {
-        Error::input(format!("{told} is half a run: it has no config.toml"))
-            .hint("restore config.toml, or start the run again under another run.name")
+        Error::input(format!("{told} is half a run: it has no config.toml")).hint(RESTORE)
     } else if let Some(first) = first {
         Error::input(format!("{told} is no run, but holds some"))
             .hint(format!("give one of them, such as {}", first.display()))

@@ -4,9 +4,11 @@ use std::collections::BTreeMap;
 use std::io::Write as _;
 use std::path::Path;
 
+use hpctrain::telemetry::evaluations::{self, Evaluation};
 use serde_json::Value;
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::{LIMIT, finish, send, start};
 use crate::common::peers::events;
 use crate::common::runs::{Run, RunFiles};
 
@@ -168,13 +170,34 @@ fn runs_on_servers_tell_staleness() {
     let more = ["servers.staleness=none", "log.histograms=0"];
     let asked = Run::new(Simulate(3), root.path(), "x", &["log.tensorboard=true", more[0], more[1]]);
     let files = asked.files();
-    crate::common::launch::finish(asked.command().args(["--servers", "1"])).succeeded();
+    finish(asked.command().args(["--servers", "1"])).succeeded();
     let Some(found) = events(&files.0) else { return };
     let mut of_steps: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     let given = files.numbers("workers.jsonl", "step").into_iter().zip(files.numbers("workers.jsonl", "staleness"));
     given.for_each(|(step, staleness)| of_steps.entry(step as u64).or_default().push(staleness));
     let mean = |(step, all): (u64, Vec<f64>)| (step, f64::from((all.iter().sum::<f64>() / all.len() as f64) as f32));
     assert_eq!(points(&found, "servers/staleness"), of_steps.into_iter().map(mean).collect::<Vec<_>>());
+}
+
+/// An evaluator's result gets its point when a checkpoint is published.
+#[test]
+fn evaluations_by_evaluators_get_points() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["log.tensorboard=true", "run.steps=1000000", "checkpoint.every=50", "eval.inline=false"];
+    let asked = Run::new(Alone, root.path(), "x", &settings);
+    let files = asked.files();
+    let mut job = start(&mut asked.command());
+    job.until("saved", || files.path("checkpoints/latest").exists());
+    let evaluation = Evaluation::done(50, 1.25, BTreeMap::new());
+    let evaluation = Evaluation { checkpoint: Some("step-00000050".into()), ..evaluation };
+    evaluations::append(&files.path("eval.jsonl"), &evaluation).unwrap();
+    let steps = || std::fs::read(files.path("metrics.jsonl")).unwrap().iter().filter(|byte| **byte == b'\n').count();
+    let before = steps();
+    job.until("saved again", || steps() > before + 110);
+    send(job.id(), libc::SIGTERM);
+    assert_eq!(job.finish(LIMIT).code(), 75);
+    let Some(found) = events(&files.0) else { return };
+    assert_eq!(points(&found, "loss/validation"), [(50, 1.25)]);
 }
 
 #[test]
