@@ -150,10 +150,10 @@ impl Array {
         let mut spooler = Spooler::create(out)?;
         let row = self.shape.iter().skip(1).product::<usize>() * self.kind.width;
         let rows = self.shape.first().copied().unwrap_or(1);
-        if row > 0 {
-            let at_once = (ROWS / row).max(1);
-            for first in (0..rows).step_by(at_once) {
-                push(&self.rows(first..rows.min(first + at_once))?, &mut spooler)?;
+        // Rows without elements are none.
+        if let Some(at_once) = ROWS.checked_div(row) {
+            for first in (0..rows).step_by(at_once.max(1)) {
+                push(&self.rows(first..rows.min(first + at_once.max(1)))?, &mut spooler)?;
             }
         }
         spooler.finish()
