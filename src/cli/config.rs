@@ -7,7 +7,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
 use crate::config::{Config, Facts, ModelKind, Parallel, network, resolve};
 use crate::data::inspect::table;
-use crate::engine::{memory, vocabulary};
+use crate::engine::{feed, memory, vocabulary};
 use crate::error::{Error, Result};
 use crate::nn::layers::shown;
 use crate::telemetry::{bytes, grouped, say};
@@ -50,6 +50,15 @@ fn of_data(config: &Config) -> Result<Option<usize>> {
     depends.then(|| vocabulary(config)).transpose()
 }
 
+/// The configuration with its epochs counted in steps, for which the data is looked at.
+fn counted(mut config: Config) -> Result<Config> {
+    if config.is_in_epochs() {
+        let (train, _) = feed::open(&config)?;
+        config.count_epochs(train.samples());
+    }
+    Ok(config)
+}
+
 fn summary(sources: &SourceArgs) -> Result<()> {
     let (mut config, _) = sources.load()?;
     let of_data = of_data(&config)?;
@@ -77,7 +86,7 @@ fn summary(sources: &SourceArgs) -> Result<()> {
 fn stages(config: Config, of_data: Option<usize>) -> Result<()> {
     let Parallel { pipeline, shard, replica, .. } = config.parallel;
     let (ranks, on_gpu) = (pipeline * shard.unwrap_or(1) * replica.unwrap_or(1), config.needs_gpu());
-    let plan = resolve(config, &Facts { ranks, threads: 1, vocabulary: of_data, on_gpu })?;
+    let plan = resolve(config.of_any_length(), &Facts { ranks, threads: 1, vocabulary: of_data, on_gpu })?;
     let held = memory::Held { messages: 0, messages_on_device: false, resident: memory::resident().0, cache: 0 };
     let (blocks, work) = (plan.network.blocks_summary(), plan.network.work(plan.config.parallel.recompute));
     let all: f64 = work.iter().sum();
@@ -106,7 +115,8 @@ fn stages(config: Config, of_data: Option<usize>) -> Result<()> {
 }
 
 fn show(sources: &SourceArgs, ranks: u16) -> Result<()> {
-    let (mut config, name) = sources.load()?;
+    let (config, name) = sources.load()?;
+    let mut config = counted(config)?;
     config.run.name.get_or_insert(name);
     let of_data = of_data(&config)?;
     let threads = std::thread::available_parallelism().map_or(1, usize::from);

@@ -75,6 +75,9 @@ sections! {
         root: String = "runs".into(),
         /// Optimizer steps.
         steps: u64 = 1000,
+        /// Passes over the training data, in the place of `steps`: to the step in which the last sample of the last one is seen. 0
+        /// goes by steps.
+        epochs: u64 = 0,
         /// Names every random stream: weights, sample order, dropout.
         seed: u64 = 1337,
         /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one a rank), `cuda:1` (that one), or
@@ -340,6 +343,9 @@ sections! {
     Checkpoint {
         /// Steps between checkpoints; 0 saves at the end only.
         every: u64 = 500,
+        /// Epochs between checkpoints, in the place of `every`: with the step in which the last sample of an epoch is seen. 0 goes by
+        /// steps.
+        every_epochs: u64 = 0,
         /// Seconds after which a checkpoint is saved although `every` asks for none yet; 0 goes by steps alone.
         every_seconds: u64 = 0,
         /// Newest checkpoints kept.
@@ -361,6 +367,9 @@ sections! {
     Eval {
         /// Steps between evaluations; 0 evaluates at the end only.
         every: u64 = 250,
+        /// Epochs between evaluations, in the place of `every`: after the step in which the last sample of an epoch is seen. 0 goes by
+        /// steps.
+        every_epochs: u64 = 0,
         /// Validation samples; left out, all.
         samples: Option<u64> = None,
         /// Samples computed at once; the same on any rank count, so that the loss is.

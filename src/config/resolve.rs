@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::bounds;
+use super::epochs;
 use super::layout::{averaging, batch, lanes, mesh, stages, tensor_lanes};
 use super::range::out_of_range;
 use super::{
@@ -116,6 +117,18 @@ impl Plan {
         every > 0 && step / every > before / every
     }
 
+    /// Samples of the round that ends with step `step`.
+    pub fn round_samples(&self, step: u64) -> u64 {
+        let round = self.averaging.map_or(1, |averaging| averaging.every);
+        (step - step.saturating_sub(1) / round * round) * self.config.batch.global
+    }
+
+    /// As [`Plan::is_due`], of something that is wanted at the end of every so many epochs of `samples` samples: the round that ends with
+    /// step `step` ends at `position`.
+    pub fn is_due_by_epochs(&self, every: u64, step: u64, position: u64, samples: u64) -> bool {
+        every > 0 && epochs::ended(position, self.round_samples(step), samples).any(|epoch| epoch.is_multiple_of(every))
+    }
+
     /// The order of work in stage `stage` of the pipeline of a rank's step, of each replica that it trains.
     pub fn step_schedule(&self, stage: usize) -> StepSchedule {
         let (lanes, micros_per_lane) = (self.lanes / (self.replicas() * self.mesh.shard), self.micros_per_lane());
@@ -168,6 +181,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         .hint("hpctrain plan prints the keys of the layout, to be set here"));
     }
     config.parallel.given.clear();
+    epochs::check(&config)?;
     check_ranges(&config)?;
     let mesh = mesh(&config, facts.ranks)?;
     let averaging = averaging(&config, &mesh)?;

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::classes::Classes;
 use crate::error::{Error, Result};
 use crate::regular_files;
 
@@ -62,6 +63,12 @@ pub struct Evaluation {
     /// Of other networks, metrics by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
+    /// Of a mixture, the mean loss of each data set by its name; null when it is not finite.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sets: BTreeMap<String, Option<f64>>,
+    /// Of classifiers, the results class by class.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub classes: Option<Classes>,
     /// The checkpoint that was evaluated; null for the weights in training.
     pub checkpoint: Option<String>,
     /// The name of the save, by which two checkpoints of one step differ.

@@ -59,6 +59,7 @@ pub fn verify(request: &Request) -> Result<bool> {
     let rows = matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages, storage);
     // More steps than the run has make it longer, before its schedule is laid out.
     let mut request = request.clone();
+    request.config = request.config.of_any_length();
     request.config.run.steps = request.config.run.steps.max(request.steps);
     let vocabulary = vocabulary(&request.config)?;
     request.config.parallel.lanes = lanes(&request.config, &rows, vocabulary);
