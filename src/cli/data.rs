@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
+use serde::Serialize;
 
 use crate::data::import::{
     Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportText, Kept, NotFinite, import_csv,
@@ -27,11 +28,17 @@ enum Command {
     Inspect {
         /// An HDF5 file, or a directory of .h5 files
         path: PathBuf,
+        /// Print one JSON object instead of the table
+        #[arg(long)]
+        json: bool,
     },
     /// Read everything and compare it with its checksums, vocabulary and sibling shards
     Verify {
         /// An HDF5 file, or a directory of .h5 files
         path: PathBuf,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -212,6 +219,12 @@ struct TextArgs {
     compress: Option<u8>,
 }
 
+/// The object of `data inspect --json`.
+#[derive(Serialize)]
+struct Files {
+    files: Vec<inspect::Inspected>,
+}
+
 /// Runs the command and prints its outcome to the standard output.
 pub fn run(args: DataArgs) -> Result<()> {
     match args.command {
@@ -245,8 +258,15 @@ pub fn run(args: DataArgs) -> Result<()> {
             let arrays = Arrays::Archive { path: input, features, labels, weights };
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
-        Command::Inspect { path } => say(inspect::inspect(&path)?.trim_end()),
-        Command::Verify { path } => say(verify::verify(&path)?),
+        Command::Inspect { path, json } => {
+            let files = inspect::inspect(&path)?;
+            if json {
+                return super::json(&Files { files });
+            }
+            say(inspect::told(&files).trim_end());
+        }
+        Command::Verify { path, json: true } => super::json(&verify::verify(&path)?)?,
+        Command::Verify { path, json: false } => say(verify::verify(&path)?),
     }
     Ok(())
 }

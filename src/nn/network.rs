@@ -1,5 +1,7 @@
 //! The families of networks.
 
+use serde::Serialize;
+
 use super::gpt::Gpt;
 use super::layers::{Layers, shown};
 use super::llama::Llama;
@@ -31,7 +33,7 @@ pub enum Network {
 }
 
 /// A layer, or a block of a language model, in numbers.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Summary {
     /// Its name and kind.
     pub name: String,

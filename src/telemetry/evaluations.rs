@@ -342,13 +342,16 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
     known.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
 }
 
+/// The losses of one kind by step, as far as they can be compared. A step that was evaluated twice counts once; the last one counts.
+pub fn losses(evaluations: &[Evaluation], over: Over) -> BTreeMap<u64, Option<f64>> {
+    let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == over;
+    comparable(evaluations).filter(is_done).map(|one| (one.step, one.loss)).collect()
+}
+
 /// The reason to end training, if the last `patience` evaluations found no loss that is lower by more than `min_delta`
 /// than the lowest before; with a patience of 0 there is none.
 pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
-    let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == Over::Validation;
-    let done = comparable(evaluations).filter(is_done);
-    // A step that was evaluated twice counts once; the last one counts.
-    let losses: BTreeMap<u64, Option<f64>> = done.map(|one| (one.step, one.loss)).collect();
+    let losses = losses(evaluations, Over::Validation);
     let (mut lowest, mut since) = (None, 0);
     for (step, loss) in losses {
         match (loss.filter(|loss| loss.is_finite()), lowest) {

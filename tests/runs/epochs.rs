@@ -60,8 +60,8 @@ const SETTINGS: [&str; 9] = [
 /// A network for so many outputs, which four stages can share.
 fn network(outputs: u32) -> String {
     let dense = |units: u32| format!("{{kind='dense', units={units}}}");
-    let hidden = [dense(8), "{kind='tanh'}".into()].repeat(3).join(", ");
-    format!("model.layers=[{hidden}, {}]", dense(outputs))
+    let hidden = format!("{}, {{kind='tanh'}}, ", dense(8)).repeat(3);
+    format!("model.layers=[{hidden}{}]", dense(outputs))
 }
 
 fn config(root: &Path, name: &str, more: &[&str]) -> Config {
