@@ -114,6 +114,7 @@ pub mod report;
 pub mod run_dir;
 #[doc(hidden)]
 pub mod run_records;
+#[doc(hidden)]
 pub mod runs;
 pub mod servers;
 pub mod signals;

@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
-use serde::Serialize;
 
 use crate::data::import::{
     Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportText, Kept, NotFinite, import_csv,
@@ -219,12 +218,6 @@ struct TextArgs {
     compress: Option<u8>,
 }
 
-/// The object of `data inspect --json`.
-#[derive(Serialize)]
-struct Files {
-    files: Vec<inspect::Inspected>,
-}
-
 /// Runs the command and prints its outcome to the standard output.
 pub fn run(args: DataArgs) -> Result<()> {
     match args.command {
@@ -258,13 +251,8 @@ pub fn run(args: DataArgs) -> Result<()> {
             let arrays = Arrays::Archive { path: input, features, labels, weights };
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
-        Command::Inspect { path, json } => {
-            let files = inspect::inspect(&path)?;
-            if json {
-                return super::json(&Files { files });
-            }
-            say(inspect::told(&files).trim_end());
-        }
+        Command::Inspect { path, json: true } => super::json(&inspect::inspect(&path)?)?,
+        Command::Inspect { path, json: false } => say(inspect::inspect(&path)?.to_string().trim_end()),
         Command::Verify { path, json: true } => super::json(&verify::verify(&path)?)?,
         Command::Verify { path, json: false } => say(verify::verify(&path)?),
     }

@@ -1,5 +1,6 @@
 //! Content of HDF5 files, as a table for people or an object for programs.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use hdf5::filters::Filter;
@@ -13,6 +14,13 @@ use super::import::{class_names, numbered};
 use super::spec::file_names;
 use crate::error::{Error, Result};
 use crate::visible::in_one_line;
+
+/// Contents of HDF5 files.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Contents {
+    /// The files, sorted.
+    pub files: Vec<Inspected>,
+}
 
 /// An HDF5 file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -50,8 +58,9 @@ pub struct Stored {
 ///
 /// # Errors
 /// There is none, or one cannot be read.
-pub fn inspect(path: &Path) -> Result<Vec<Inspected>> {
-    h5_files(path)?.iter().map(|path| one(path)).collect()
+pub fn inspect(path: &Path) -> Result<Contents> {
+    let files = h5_files(path)?.iter().map(|path| one(path)).collect::<Result<_>>()?;
+    Ok(Contents { files })
 }
 
 fn one(path: &Path) -> Result<Inspected> {
@@ -67,28 +76,29 @@ fn one(path: &Path) -> Result<Inspected> {
     Ok(Inspected { file: name, datasets, origin: origin(&header), classes })
 }
 
-/// The files as a table for people, and notes below it, each with the files that it applies to.
-pub fn told(files: &[Inspected]) -> String {
-    let mut rows = vec![["file", "dataset", "shape", "type", "layout", "compression", "bytes"].map(str::to_owned)];
-    let mut notes: Vec<(String, Vec<String>)> = Vec::new();
-    for Inspected { file, datasets, origin, classes } in files {
-        for Stored { name, shape, dtype, layout, compression, bytes } in datasets {
-            let (shape, bytes) = (h5::shape(shape), bytes.to_string());
-            rows.push([file.clone(), name.clone(), shape, dtype.clone(), layout.clone(), compression.clone(), bytes]);
-        }
-        let classes = classes.iter().map(|names| format!("classes {}", numbered(names)));
-        for note in std::iter::once(origin.clone()).chain(classes) {
-            match notes.iter_mut().find(|(known, _)| *known == note) {
-                Some((_, files)) => files.push(file.clone()),
-                None => notes.push((note, vec![file.clone()])),
+/// A table for people, and notes below it, each with the files that it applies to.
+impl fmt::Display for Contents {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut rows = vec![["file", "dataset", "shape", "type", "layout", "compression", "bytes"].map(str::to_owned)];
+        let mut notes: Vec<(String, Vec<String>)> = Vec::new();
+        for Inspected { file, datasets, origin, classes } in &self.files {
+            for Stored { name, shape, dtype, layout, compression, bytes } in datasets {
+                let cells = [file, name, &h5::shape(shape), dtype, layout, compression, &bytes.to_string()];
+                rows.push(cells.map(String::clone));
+            }
+            let classes = classes.iter().map(|names| format!("classes {}", numbered(names)));
+            for note in std::iter::once(origin.clone()).chain(classes) {
+                match notes.iter_mut().find(|(known, _)| *known == note) {
+                    Some((_, files)) => files.push(file.clone()),
+                    None => notes.push((note, vec![file.clone()])),
+                }
             }
         }
+        f.write_str(&table(&rows))?;
+        notes
+            .iter()
+            .try_for_each(|(note, files)| writeln!(f, "\n{}", in_one_line(&format!("{}: {note}", files.join(", ")))))
     }
-    let mut report = table(&rows);
-    for (note, files) in notes {
-        report += &format!("\n{}\n", in_one_line(&format!("{}: {note}", files.join(", "))));
-    }
-    report
 }
 
 /// Whether a dataset tells of others rather than hold samples.
