@@ -2,6 +2,7 @@
 
 mod bench;
 mod checkpoint;
+mod compare;
 mod config;
 mod coordinate;
 pub mod data;
@@ -87,6 +88,8 @@ enum Command {
     Checkpoint(checkpoint::CheckpointArgs),
     /// List the runs of a directory: state, step, losses, speed, age, layout, size.
     Runs(runs::RunsArgs),
+    /// Compare two runs: configuration, version, data, the first step whose bits differ, losses, speed.
+    Compare(compare::CompareArgs),
     /// Show the configuration that would run.
     Config(config::ConfigArgs),
     /// Make a page about runs: curves, where time went, ranks, checkpoints, evaluations, settings.
@@ -114,7 +117,7 @@ impl Command {
             Command::Train(_) | Command::Eval(_) | Command::Predict(_) | Command::Sample(_) => true,
             Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
             Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) | Command::ProveDirect => false,
-            Command::Data(_) | Command::Checkpoint(_) | Command::Config(_) | Command::DoctorProbe(_) | Command::Report(_) | Command::Runs(_) => false,
+            Command::Data(_) | Command::Checkpoint(_) | Command::Config(_) | Command::DoctorProbe(_) | Command::Report(_) | Command::Runs(_) | Command::Compare(_) => false,
             Command::Coordinate(_) | Command::Server(_) | Command::Worker(_) => false,
             Command::Role(_) | Command::Status(_) | Command::Supervise(_) => false,
             Command::Completions { .. } => false,
@@ -194,6 +197,7 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Config(args) => report(config::run(&args)),
         Command::Report(args) => report(report::run(&args)),
         Command::Runs(args) => report(runs::run(&args)),
+        Command::Compare(args) => report(compare::run(&args)),
         Command::ProveDirect => report(prove::run()),
         Command::Completions { shell } => {
             let mut script = Vec::new();

@@ -12,6 +12,7 @@ use super::{DeviceChoice, Every, Partition, Size, Staleness, Time};
 use crate::comm::{Choice, PathSetting};
 use crate::data::{Augment, Axes, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
+use crate::nn::{Input, OwnNetwork};
 use crate::optim::{Group, Shape};
 use crate::parallel::{PipelineSchedule, Storage, Zero};
 
@@ -128,6 +129,8 @@ sections! {
         norm_epsilon: Option<f64> = None,
         /// Dropout rate.
         dropout: f32 = 0.0,
+        /// Name of a network of a program's own, which that program alone can build.
+        own: Option<OwnNetwork> = None,
     }
 
     /// `[loss]`
@@ -428,6 +431,22 @@ impl Data {
             [] => self.path.clone(),
             mix => mix.iter().map(mixed).collect::<Vec<_>>().join(" + "),
         }
+    }
+}
+
+impl Model {
+    /// The section of a network of a program's own, with the keys by which its data is read.
+    pub fn of_own(network: OwnNetwork) -> Self {
+        let of_rows = |input: Vec<usize>| Self { kind: ModelKind::Layers, input: Some(input), ..Self::default() };
+        let section = match network.input() {
+            Some(Input::Text { context, vocabulary }) => {
+                Self { context: *context, vocabulary: Some(*vocabulary), ..Self::default() }
+            }
+            Some(Input::Numbers(shape)) => of_rows(shape.clone()),
+            Some(Input::Ids { count, .. }) => of_rows(vec![*count]),
+            None => Self::default(),
+        };
+        Self { own: Some(network), ..section }
     }
 }
 

@@ -20,7 +20,7 @@ use crate::nn::gpt::Gpt;
 use crate::nn::layers::{Layer, Layers};
 use crate::nn::llama::Llama;
 use crate::nn::loss::{Loss, Objective};
-use crate::nn::{Loan, Network};
+use crate::nn::{Input, Loan, Network, OwnNetwork};
 use crate::optim::{Group, Rule, Schedule};
 use crate::parallel::{Averaging, PipelineSchedule, Residency, Stage, StepSchedule};
 
@@ -370,6 +370,9 @@ fn check_ranges(config: &Config) -> Result<()> {
 /// The first invalid key, with its value and the values that are valid.
 pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
     bounds::check_model(model)?;
+    if let Some(own) = model.own.clone() {
+        return own_network(model, own, of_data);
+    }
     if model.kind == ModelKind::Layers {
         return by_layers(model).map(Network::Layers);
     }
@@ -454,6 +457,34 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
         }
         ModelKind::Layers => by_layers(model).map(Network::Layers),
     }
+}
+
+/// A network that a program has built.
+fn own_network(model: &Model, own: OwnNetwork, of_data: Option<usize>) -> Result<Network> {
+    let name = own.name();
+    let elements = match own.input() {
+        None => {
+            return Err(Error::input(format!("model.own = {name:?}: the network is a program's own"))
+                .hint("use that program: it can train it, evaluate it and predict with it; or leave the key out"));
+        }
+        Some(Input::Text { context, vocabulary: ids }) => {
+            vocabulary(model, of_data)?;
+            if own.outputs() != *ids {
+                let message =
+                    format!("{name}: {} outputs, but text of {ids} ids has as many to predict", own.outputs());
+                return Err(Error::input(message).hint("let outputs() be the vocabulary of input()"));
+            }
+            *context
+        }
+        Some(Input::Numbers(shape)) => shape.iter().product(),
+        Some(Input::Ids { count, .. }) => *count,
+    };
+    let blocks = own.blocks::<Cpu>().len();
+    if elements == 0 || own.outputs() == 0 || blocks == 0 {
+        let message = format!("{name} has {elements} inputs, {blocks} blocks and {} outputs", own.outputs());
+        return Err(Error::input(message).hint("each must be at least 1"));
+    }
+    Ok(Network::Own(own))
 }
 
 /// Ranks can share only the statistics of samples that they compute at the same time: of the lanes of one replica, where so many

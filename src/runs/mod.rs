@@ -2,9 +2,11 @@
 //!
 //! The table reads the ends of files alone, so that it is quick for long runs and many of them.
 
-pub mod listing;
+mod compare;
+mod listing;
 mod summary;
 mod tail;
 
+pub use compare::Comparison;
 pub use listing::{Listing, SortBy};
 pub use summary::{State, Summary};

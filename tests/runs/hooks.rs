@@ -144,7 +144,7 @@ fn run_with(
     let config = config_with(root.path(), more);
     let each = on_threads(ranks, |comm| {
         let mut hook = hook(comm.rank());
-        let own = Own { hooks: vec![&mut hook], data: Some(line(train)) };
+        let own = Own { hooks: vec![&mut hook], data: Some(line(train)), network: None };
         let request = Request { threads: Some(1), ..Request::new(config.clone(), "line") };
         let ended = train_on_device(comm, &request, own, None);
         Ok((hook.told, ended))

@@ -12,13 +12,14 @@ use crate::activity::{Doing, Track, span};
 use crate::backend::Kernels;
 use crate::checkpoint::{self, Published, Saver};
 use crate::comm::{Comm, Group, Watch};
-use crate::config::{Checkpoint, Config, Eval, Plan, ended};
+use crate::config::{Checkpoint, Config, Eval, Model, Plan, ended};
 use crate::data::{Tokenizer, TrainedOn};
 use crate::engine::feed::Feed;
 use crate::engine::memory::Held;
 use crate::engine::{Engine, Round, Splits, StepResult, advance};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
+use crate::nn::OwnNetwork;
 use crate::parallel::{AllFlags, Averaging, ControlFlags, whole_histograms};
 use crate::run_dir::{Ending, Resume, RunDirectory, Take};
 use crate::telemetry::evaluations::{self, Evaluation, Evaluations, Over};
@@ -82,6 +83,18 @@ pub struct Own<'h> {
     pub hooks: Vec<&'h mut dyn Hook>,
     /// Samples, in the place of the files at `data.path`.
     pub data: Option<Splits>,
+    /// A network, in the place of the section `[model]`, of which no key counts.
+    pub network: Option<OwnNetwork>,
+}
+
+impl Own<'_> {
+    /// The configuration with the network, if there is one.
+    pub(crate) fn configured(&self, config: &Config) -> Config {
+        match &self.network {
+            None => config.clone(),
+            Some(network) => Config { model: Model::of_own(network.clone()), ..config.clone() },
+        }
+    }
 }
 
 /// GPUs, as a run's checks and its banner see them.
@@ -105,6 +118,7 @@ pub fn train<B: Kernels>(
     beside: Option<&Group<B>>,
     backend: impl FnOnce(&Plan) -> Result<B>,
 ) -> Result<Ending> {
+    let request = &Request { config: own.configured(&request.config), ..request.clone() };
     comm.activity().here(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
     let result = run(comm, request, own, beside, backend);

@@ -250,6 +250,8 @@ fn idle_schedule(plan: &Plan) -> Option<String> {
     let Parallel { schedule, pipeline, .. } = plan.config.parallel;
     let why = match plan.config.model.kind {
         _ if schedule == PipelineSchedule::OneForwardOneBackward => return None,
+        // Its blocks may put some off.
+        _ if pipeline > 1 && plan.config.model.own.is_some() => return None,
         _ if pipeline == 1 => "there is one stage",
         ModelKind::Layers => "networks by layers have no gradients that can be put off",
         _ => return None,
