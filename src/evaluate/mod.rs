@@ -25,7 +25,7 @@ use crate::engine::{Model, feed};
 use crate::error::{Error, Result};
 use crate::nn::Micro;
 use crate::nn::loss::{Classifier, Objective};
-use crate::telemetry::classes::Classes;
+use crate::telemetry::classes::{Classes, MOST};
 use crate::telemetry::evaluations::Evaluation;
 use crate::tree::tree_sum;
 use crate::visible::in_one_line;
@@ -142,8 +142,7 @@ impl Evaluator {
     pub fn measure_chunk<B: Kernels>(&mut self, model: &mut Model<B>, chunk: u64) -> Result<Option<Vec<f64>>> {
         let (batch, micro) = self.micro(model, chunk)?;
         let Some(mut output) = model.output(&micro)? else { return Ok(None) };
-        let classifier = model.objective.classifier().filter(|_| self.tally(model.objective.classifier()).is_some());
-        let codes = match classifier {
+        let codes = match classifier(&model.objective) {
             None => vec![],
             Some(classifier) => {
                 let mut outputs = vec![0.0; B::len(&output)];
@@ -169,8 +168,8 @@ impl Evaluator {
     }
 
     /// Counts for the predictions of the set, if they are told class by class.
-    fn tally(&self, classifier: Option<Classifier>) -> Option<Tally> {
-        Tally::new(classifier, self.samples)
+    fn tally<B: Kernels>(&self, objective: &Objective<B>) -> Option<Tally> {
+        classifier(objective).map(|classifier| Tally::new(classifier, self.samples))
     }
 
     /// Numbers of a chunk before its codes.
@@ -183,7 +182,7 @@ impl Evaluator {
     /// # Errors
     /// A chunk has fewer numbers than that.
     pub fn measures<B: Kernels>(&self, objective: &Objective<B>, chunks: &[Vec<f64>]) -> Result<Measures> {
-        let mut tally = self.tally(objective.classifier());
+        let mut tally = self.tally(objective);
         let mut all = Vec::with_capacity(chunks.len());
         for chunk in chunks {
             let parts = chunk.split_at_checked(self.width(objective));
@@ -243,7 +242,7 @@ impl Evaluator {
         let (data, stages) = (model.sharded.data().clone(), model.sharded.stage().count as u64);
         let ranks = data.size() as u64;
         let width = self.width(&model.objective);
-        let (mut sums, mut tally) = (Vec::new(), self.tally(model.objective.classifier()));
+        let (mut sums, mut tally) = (Vec::new(), self.tally(&model.objective));
         for round in 0..chunks.div_ceil(ranks) {
             // Between two meetings of all ranks every stage of the pipeline has a chunk to work on.
             if round.is_multiple_of(stages) {
@@ -278,7 +277,7 @@ impl Evaluator {
         }
         if let Some(mine) = tally {
             let everyone = world.gather_bytes(mine.encode()).wait()?;
-            tally = self.tally(model.objective.classifier());
+            tally = self.tally(&model.objective);
             for message in everyone[first..].iter().step_by(slices) {
                 tally.iter_mut().try_for_each(|tally| tally.merge(message))?;
             }
@@ -294,4 +293,9 @@ impl Evaluator {
         let micro = feed::micro(&model.backend, &batch, self.context, 0, model.sharded.stage())?;
         Ok((batch, micro))
     }
+}
+
+/// The classes that predictions tell apart, if they are few enough to be told one by one.
+fn classifier<B: Kernels>(objective: &Objective<B>) -> Option<Classifier> {
+    objective.classifier().filter(|classifier| classifier.classes() <= MOST)
 }

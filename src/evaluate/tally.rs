@@ -3,7 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::nn::loss::Classifier;
-use crate::telemetry::classes::{Classes, MOST};
+use crate::telemetry::classes::Classes;
 
 /// Most samples whose scores are compared with each other: each rank keeps 4 bytes for each.
 pub const MOST_RANKED: u64 = 1 << 24;
@@ -24,16 +24,12 @@ pub struct Tally {
 }
 
 impl Tally {
-    /// No counts yet, for `samples` samples in all; none of predictions that are no classes, or are of too many.
-    pub fn new(classifier: Option<Classifier>, samples: u64) -> Option<Self> {
-        let classes = classifier?.classes();
+    /// No counts yet, for `samples` samples in all.
+    pub fn new(classifier: Classifier, samples: u64) -> Self {
+        let classes = classifier.classes();
         let is_ranked = classes == 2 && samples <= MOST_RANKED;
-        (classes <= MOST).then(|| Self {
-            classes,
-            confusion: vec![0; classes * classes],
-            scores: is_ranked.then(Default::default),
-            is_void: false,
-        })
+        let scores = is_ranked.then(Default::default);
+        Self { classes, confusion: vec![0; classes * classes], scores, is_void: false }
     }
 
     /// Counts samples by their codes.
@@ -212,9 +208,9 @@ mod tests {
         let targets: Vec<f32> = classes.iter().map(|class| *class as f32).collect();
         let codes = codes(Classifier::Logit, &values, &Targets::Values(&targets));
         let counted = |parts: &[&[f64]]| {
-            let mut all = Tally::new(Some(Classifier::Logit), 5).unwrap();
+            let mut all = Tally::new(Classifier::Logit, 5);
             for part in parts {
-                let mut one = Tally::new(Some(Classifier::Logit), 5).unwrap();
+                let mut one = Tally::new(Classifier::Logit, 5);
                 one.add(part);
                 all.merge(&one.encode()).unwrap();
             }
@@ -224,7 +220,7 @@ mod tests {
         assert_eq!(whole.confusion, [[1, 1], [1, 2]]);
         assert_eq!(whole.roc_auc, Some((0.0 + 1.5 + 2.0) / 6.0));
         assert_eq!(counted(&[&codes[3..], &[], &codes[..3]]), whole);
-        let mut other = Tally::new(Some(Classifier::Softmax(3)), 5).unwrap();
+        let mut other = Tally::new(Classifier::Softmax(3), 5);
         assert!(other.merge(&[0; 20]).is_err());
     }
 
@@ -248,7 +244,7 @@ mod tests {
                 1 => (Classifier::Logit, Targets::Values(&values)),
                 width => (Classifier::Softmax(width), Targets::Classes(&targets)),
             };
-            let mut tally = Tally::new(Some(classifier), targets.len() as u64).unwrap();
+            let mut tally = Tally::new(classifier, targets.len() as u64);
             tally.add(&codes(classifier, &rows.concat(), &of));
             let found = tally.classes(&[]).unwrap();
             let confusion: Vec<Vec<u64>> = serde_json::from_value(case["confusion"].clone()).unwrap();
@@ -265,12 +261,11 @@ mod tests {
     }
 
     #[test]
-    fn soft_targets_and_many_classes_are_not_told() {
-        let mut tally = Tally::new(Some(Classifier::Logit), 2).unwrap();
+    fn soft_targets_and_the_scores_of_many_are_not_told() {
+        let mut tally = Tally::new(Classifier::Logit, 2);
         tally.add(&codes(Classifier::Logit, &[1.0, 1.0], &Targets::Values(&[1.0, 0.5])));
         assert_eq!(tally.classes(&[]), None);
-        assert!(Tally::new(Some(Classifier::Softmax(MOST + 1)), 2).is_none() && Tally::new(None, 2).is_none());
-        let many = Tally::new(Some(Classifier::Softmax(2)), MOST_RANKED + 1).unwrap();
+        let many = Tally::new(Classifier::Softmax(2), MOST_RANKED + 1);
         assert_eq!(many.classes(&[]).unwrap().roc_auc, None);
     }
 }

@@ -86,7 +86,7 @@ impl Network {
     /// The parts of a network of a program's own: each matrix counts as one product a row.
     fn own_summary(&self) -> Vec<Summary> {
         let (context, blocks) = (self.context(), self.blocks::<Cpu>());
-        let row = |(i, block): (usize, &Box<dyn Block<Cpu>>)| {
+        let row = |i: usize, block: &dyn Block<Cpu>| {
             let tensors = block.tensors();
             let matrices: usize = tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
             let columns = blocks.get(i + 1).map_or(self.outputs(), |next| next.input_per_row());
@@ -98,7 +98,7 @@ impl Network {
                 kept: context * (block.saved_per_row() + block.exact_per_row() + columns),
             }
         };
-        blocks.iter().enumerate().map(row).collect()
+        blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
     }
 
     /// As [`Network::summary`], by blocks, which are pieces of work that stay together.

@@ -10,6 +10,7 @@ use hpctrain::run_dir::{Ending, Resume};
 use hpctrain::train::{Own, Request, train_on_device};
 use serde_json::Value;
 
+use crate::common::launch::{finish, program};
 use crate::common::runs::RunFiles;
 
 /// Points around a circle, in as many classes as it has sectors; or with one value, of its halves. Of several data sets.
@@ -130,7 +131,7 @@ fn an_early_stop_costs_no_further_evaluation() {
     let settings = [&network, "run.steps=500", "optimizer.lr=5.0", "eval.every=4", "eval.patience=2"];
     let mut steps = vec![];
     for ranks in [1, 2] {
-        let (files, ending) = train(root.path(), &ranks.to_string(), ranks, &data, &settings, Resume::No);
+        let (files, ending) = train(root.path(), &format!("on-{ranks}"), ranks, &data, &settings, Resume::No);
         assert!(matches!(&ending, Ending::Stopped(why) if why.contains("no validation loss lower")), "{ending:?}");
         let step = last(&files, "metrics.jsonl")["step"].as_u64().unwrap();
         let evaluated: Vec<f64> = (1..=step / 4).map(|n| 4.0 * n as f64).collect();
@@ -180,4 +181,37 @@ fn classes_and_data_sets_are_told_alike_on_any_ranks() {
         assert!(((30.0 * first + 11.0 * second) / 41.0 - of(&found["loss"])).abs() < 1e-6, "{found}");
         assert_ne!(first, second);
     }
+}
+
+/// A run on servers has the evaluations of one without: the workers' codes of samples add up to the same counts.
+#[test]
+fn epochs_and_classes_of_runs_on_servers() {
+    let root = tempfile::tempdir().unwrap();
+    let at = |name: &str| root.path().join(name).display().to_string();
+    let row = |i: u64| {
+        let turn = (i as f64 * 0.618_034) % 1.0;
+        let angle = std::f64::consts::TAU * turn;
+        format!("{:.4},{:.4},{}\n", angle.cos(), angle.sin(), (2.0 * turn) as u32)
+    };
+    std::fs::write(at("circle.csv"), format!("x,y,half\n{}", (0..60).map(row).collect::<String>())).unwrap();
+    let import =
+        ["data", "import", "csv", &at("circle.csv"), "--target", "half", "--val-every", "3", "--out", &at("data")];
+    finish(&mut program(import)).succeeded();
+    let (network, data, place) = (network(2), format!("data.path={}", at("data")), format!("run.root={}", at("runs")));
+    let settings = [
+        &SETTINGS[..],
+        &[&network, &data, &place, "run.epochs=3", "eval.every_epochs=1", "batch.micro=4", "log.sample=0"],
+    ];
+    let settings: Vec<&str> = settings.concat().iter().flat_map(|setting| ["--set", setting]).collect();
+    let run = |name: &str, command: &[&str]| {
+        let name_it = format!("run.name={name}");
+        finish(&mut program([command, &settings, &["--set", &name_it]].concat())).succeeded();
+        RunFiles(root.path().join("runs").join(name))
+    };
+    let alone = run("alone", &["train"]);
+    let served = run("served", &["simulate", "--ranks", "3", "--servers", "1"]);
+    assert_eq!(alone.numbers("eval.jsonl", "step"), [3.0, 5.0, 8.0]);
+    assert_eq!(served.evaluations(), alone.evaluations());
+    let classes = &last(&served, "eval.jsonl")["classes"];
+    assert!(classes["roc_auc"].as_f64().is_some() && classes["names"] == serde_json::json!(["0", "1"]), "{classes}");
 }

@@ -335,7 +335,7 @@ fn a_stop_survives_a_kill() {
     let settings = ["run.steps=90", "optimizer.lr=0.5", "eval.patience=1"];
     let reference = run(Alone, root.path(), "reference", &settings).succeeds();
     let steps = reference.steps().len() as u64;
-    assert!(steps < 90 && steps % 3 == 0, "stopped at an evaluation: {steps}");
+    assert!(steps < 90 && steps.is_multiple_of(3), "stopped at an evaluation: {steps}");
     assert!(reference.text("END").contains("no validation loss lower"), "{}", reference.text("END"));
     for (transport, name, saved) in [(Mpirun(2), "before", steps - 3), (Alone, "after", steps)] {
         let files = interrupted(&reference, saved, &root.path().join(name));
