@@ -135,7 +135,7 @@ impl Evaluator {
     }
 
     /// The sums of a chunk, loss first, then metrics and losses of the data sets of a mixture; then of each sample of a classifier a
-    /// [code](codes). Of the last stage of the pipeline.
+    /// code. Of the last stage of the pipeline.
     ///
     /// # Errors
     /// A failure of the data, the device, or a message between ranks.
