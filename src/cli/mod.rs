@@ -117,7 +117,13 @@ impl Command {
             Command::Train(_) | Command::Eval(_) | Command::Predict(_) | Command::Sample(_) => true,
             Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
             Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) | Command::ProveDirect => false,
-            Command::Data(_) | Command::Checkpoint(_) | Command::Config(_) | Command::DoctorProbe(_) | Command::Report(_) | Command::Runs(_) | Command::Compare(_) => false,
+            Command::Data(_)
+            | Command::Checkpoint(_)
+            | Command::Config(_)
+            | Command::DoctorProbe(_)
+            | Command::Report(_)
+            | Command::Runs(_)
+            | Command::Compare(_) => false,
             Command::Coordinate(_) | Command::Server(_) | Command::Worker(_) => false,
             Command::Role(_) | Command::Status(_) | Command::Supervise(_) => false,
             Command::Completions { .. } => false,
