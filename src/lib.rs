@@ -10,6 +10,7 @@
 //! | train on samples made in code | [`data::Source`], [`engine::Splits`] |
 //! | write the training loop | [`engine::engine`], [`engine::feed::Feed`], [`engine::Engine::gradients`], [`parallel::Sharded::update`] |
 //! | add a kind of block | [`nn::Block`], [`nn::check`], [`engine::engine_of`] |
+//! | make whole runs of a network of such blocks | [`nn::BuildNetwork`], [`train::Own::network`] |
 //! | compute on GPUs | [`train::train_on_device`], or [`placement::place`] and [`placement::Gpu::backend`] |
 //! | have functions called on workers that come and go | [`servers::Coordinator`] |
 //! | evaluate, predict, continue a text | [`evaluate::Evaluator`], [`evaluate::predict()`], [`evaluate::generate()`] |
@@ -114,6 +115,8 @@ pub mod report;
 pub mod run_dir;
 #[doc(hidden)]
 pub mod run_records;
+#[doc(hidden)]
+pub mod runs;
 pub mod servers;
 pub mod signals;
 mod simd;

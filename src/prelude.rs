@@ -12,7 +12,7 @@ pub use crate::error::{Error, Result};
 pub use crate::evaluate::{Evaluator, Measures};
 pub use crate::job::start;
 pub use crate::layout::{Init, Tensor};
-pub use crate::nn::{Block, Context, Grads, Micro, Params};
+pub use crate::nn::{Block, Blocks, BuildNetwork, Context, Grads, Input, Micro, OwnNetwork, Params};
 pub use crate::parallel::{ControlFlags, Hyper, ReducedStep};
 pub use crate::run_dir::Ending;
 pub use crate::telemetry::metrics::Step;

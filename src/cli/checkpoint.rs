@@ -3,10 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand, ValueEnum};
+use serde::Serialize;
 
-use super::report;
-use crate::checkpoint::tools::describe::describe;
-use crate::checkpoint::tools::verify::{Verified, verify};
+use super::{json, report};
+use crate::checkpoint::tools::describe::{Description, describe};
+use crate::checkpoint::tools::diff::Difference;
+use crate::checkpoint::tools::verify::{File, Verified, verify};
 use crate::checkpoint::tools::{diff, find, list, prune};
 use crate::checkpoint::{Reader, Retention, huggingface, name_of};
 use crate::config::{Model, written};
@@ -28,16 +30,25 @@ enum Command {
     List {
         /// A run, such as runs/x
         run: PathBuf,
+        /// Print one JSON object instead of the table
+        #[arg(long)]
+        json: bool,
     },
     /// Show the contents of a checkpoint
     Inspect {
         /// A checkpoint, such as runs/x/checkpoints/latest, or a run: its latest
         checkpoint: PathBuf,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
     },
     /// Read everything and compare it with its checksums
     Verify {
         /// A checkpoint, or a run: all of its checkpoints
         path: PathBuf,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
     },
     /// Compare two checkpoints bit by bit; the exit code is 0 if they are identical, 1 if they differ
     Diff(DiffArgs),
@@ -68,6 +79,9 @@ struct DiffArgs {
     /// Compare the parameters alone: neither optimizer state nor progress
     #[arg(long)]
     weights_only: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Args)]
@@ -86,6 +100,9 @@ struct PruneArgs {
     /// List the checkpoints that would be removed, and remove nothing
     #[arg(long)]
     dry_run: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Args)]
@@ -112,11 +129,9 @@ enum ImportTokenizer {
 /// Runs the command; returns the exit code.
 pub fn run(args: &CheckpointArgs) -> i32 {
     match &args.command {
-        Command::List { run } => {
-            report(find::run(run).and_then(|found| list::list(&found)).map(|text| say(text.trim_end())))
-        }
-        Command::Inspect { checkpoint } => report(inspect(checkpoint)),
-        Command::Verify { path } => report(verify_all(path)),
+        Command::List { run, json } => report(list_all(run, *json)),
+        Command::Inspect { checkpoint, json } => report(inspect(checkpoint, *json)),
+        Command::Verify { path, json } => report(verify_all(path, *json)),
         Command::Diff(args) => compare(args).unwrap_or_else(|e| fail(&e)),
         Command::Prune(args) => report(thin_out(args)),
         Command::Export { checkpoint, out } => report(export(checkpoint, out)),
@@ -124,23 +139,45 @@ pub fn run(args: &CheckpointArgs) -> i32 {
     }
 }
 
-fn inspect(path: &Path) -> Result<()> {
+fn list_all(run: &Path, as_json: bool) -> Result<()> {
+    let found = list::list(&find::run(run)?)?;
+    if as_json {
+        return json(&found);
+    }
+    say(found.told().trim_end());
+    Ok(())
+}
+
+fn inspect(path: &Path, as_json: bool) -> Result<()> {
     let dir = find::checkpoint(path)?;
     let reader = Reader::open(&dir)?;
+    if as_json {
+        return json(&Description::of(&dir, reader.manifest()));
+    }
     say(describe(&dir, reader.manifest()).trim_end());
     Ok(())
 }
 
-fn verify_all(path: &Path) -> Result<()> {
+/// The object of `checkpoint verify --json`.
+#[derive(Serialize)]
+struct Read {
+    damaged: usize,
+    files: Vec<File>,
+}
+
+fn verify_all(path: &Path, as_json: bool) -> Result<()> {
     let dirs = match find::run(path) {
         Ok(run) => run.steps()?.into_iter().map(|step| run.path(step)).collect(),
         Err(_) => vec![find::checkpoint(path)?],
     };
-    let mut all = Verified::default();
+    let (mut all, mut read) = (Verified::default(), Vec::new());
     for dir in &dirs {
         let _lease = find::hold(dir);
-        let Verified { files, damaged } = verify(dir, &mut |line| say(line));
+        let Verified { files, damaged } = verify(dir, &mut |file| if as_json { read.push(file) } else { say(file) });
         all = Verified { files: all.files + files, damaged: all.damaged + damaged };
+    }
+    if as_json {
+        json(&Read { damaged: all.damaged, files: read })?;
     }
     match (all.damaged, dirs.len()) {
         (0, 0) => Err(Error::input(format!("there is no checkpoint in {}", path.display())).hint("give another run")),
@@ -150,18 +187,40 @@ fn verify_all(path: &Path) -> Result<()> {
     }
 }
 
+/// The object of `checkpoint diff --json`.
+#[derive(Serialize)]
+struct Differences {
+    tensors: usize,
+    elements: u64,
+    differences: Vec<Difference>,
+}
+
 /// Compares; returns 1 if there is a difference.
 fn compare(args: &DiffArgs) -> Result<i32> {
     let dirs = [find::checkpoint(&args.a)?, find::checkpoint(&args.b)?];
     let _leases = dirs.each_ref().map(|dir| find::hold(dir));
     let [mut a, mut b] = [Reader::open(&dirs[0])?, Reader::open(&dirs[1])?];
-    let found = diff::diff(&mut a, &mut b, args.weights_only, &mut |line| say(line))?;
+    let mut told = Vec::new();
+    let mut tell = |one: Difference| if args.json { told.push(one) } else { say(one) };
+    let found = diff::diff(&mut a, &mut b, args.weights_only, &mut tell)?;
+    if args.json {
+        json(&Differences { tensors: found.tensors, elements: found.elements, differences: told })?;
+        return Ok(i32::from(found.differences > 0));
+    }
     let (tensors, elements) = (found.tensors, grouped(found.elements));
     match found.differences {
         0 => say(format_args!("identical: {tensors} tensors, {elements} elements")),
         n => say(format_args!("{n} differences in {tensors} tensors, {elements} elements")),
     }
     Ok(i32::from(found.differences > 0))
+}
+
+/// The object of `checkpoint prune --json`.
+#[derive(Serialize)]
+struct Pruned {
+    dry_run: bool,
+    #[serde(flatten)]
+    done: prune::Pruning,
 }
 
 fn thin_out(args: &PruneArgs) -> Result<()> {
@@ -171,6 +230,9 @@ fn thin_out(args: &PruneArgs) -> Result<()> {
         true => (prune::plan(&checkpoints, &retention)?, "would remove"),
         false => (prune::prune(&checkpoints, &retention)?, "removed"),
     };
+    if args.json {
+        return json(&Pruned { dry_run: args.dry_run, done });
+    }
     for step in &done.removed {
         say(format_args!("{verb} {}", name_of(*step)));
     }

@@ -27,11 +27,17 @@ enum Command {
     Inspect {
         /// An HDF5 file, or a directory of .h5 files
         path: PathBuf,
+        /// Print one JSON object instead of the table
+        #[arg(long)]
+        json: bool,
     },
     /// Read everything and compare it with its checksums, vocabulary and sibling shards
     Verify {
         /// An HDF5 file, or a directory of .h5 files
         path: PathBuf,
+        /// Print one JSON object
+        #[arg(long)]
+        json: bool,
     },
 }
 
@@ -245,8 +251,10 @@ pub fn run(args: DataArgs) -> Result<()> {
             let arrays = Arrays::Archive { path: input, features, labels, weights };
             say(import_numpy(&ImportNumpy { arrays, regression, kept: kept.into() })?);
         }
-        Command::Inspect { path } => say(inspect::inspect(&path)?.trim_end()),
-        Command::Verify { path } => say(verify::verify(&path)?),
+        Command::Inspect { path, json: true } => super::json(&inspect::inspect(&path)?)?,
+        Command::Inspect { path, json: false } => say(inspect::inspect(&path)?.to_string().trim_end()),
+        Command::Verify { path, json: true } => super::json(&verify::verify(&path)?)?,
+        Command::Verify { path, json: false } => say(verify::verify(&path)?),
     }
     Ok(())
 }

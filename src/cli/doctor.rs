@@ -6,7 +6,7 @@ use clap::Args;
 
 use crate::comm::Launch;
 use crate::doctor::{self, Request};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::job;
 use crate::telemetry::say;
 
@@ -30,7 +30,7 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
         let report = doctor::run(comm, &request)?;
         if comm.rank() == 0 {
             if args.json {
-                say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+                super::json(&report)?;
             } else {
                 say(&report);
             }

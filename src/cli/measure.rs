@@ -1,5 +1,6 @@
 //! `hpctrain eval --checkpoint`: the loss and metrics of a checkpoint on any data. Nothing is written into a run.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::Serialize;
@@ -9,10 +10,11 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::Launch;
 use crate::config::{Config, Plan};
-use crate::data::Split;
+use crate::data::{Mix, Split};
 use crate::engine::feed;
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
+use crate::telemetry::classes::Classes;
 use crate::telemetry::{grouped, say};
 
 /// Arguments of a measurement.
@@ -46,7 +48,13 @@ struct Report<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     perplexity: Option<f64>,
     /// Of other networks, by name.
-    metrics: &'a std::collections::BTreeMap<String, f64>,
+    metrics: &'a BTreeMap<String, f64>,
+    /// Of a mixture, the loss of each data set.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    sets: &'a BTreeMap<String, f64>,
+    /// Of classifiers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    classes: Option<&'a Classes>,
 }
 
 impl Work for Request {
@@ -68,7 +76,8 @@ impl Work for Request {
         let mut model = found.network()?;
         let Found { reader, plan, world, .. } = &found;
         let split = world.agree(used::split(&plan.config, self.split))?;
-        let mut evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
+        let evaluator = Evaluator::new(data, plan.config.eval.samples, plan.config.eval.batch);
+        let mut evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
         let measured = evaluator.measure(&mut model, world, || false)?;
         let measures =
             measured.ok_or_else(|| Error::internal("an evaluation that nobody interrupts was interrupted"))?;
@@ -89,13 +98,17 @@ fn told(reader: &Reader, plan: &Plan, split: Split, set: &Evaluator, found: &Mea
     let (checkpoint, data, samples) = (reader.dir(), plan.config.data.told(), set.samples());
     if !json {
         let (measures, samples) = (found.told(), grouped(samples));
-        return Ok(format!("{}: {measures} over {samples} samples of {data} ({split})", checkpoint.display()));
+        let line = format!("{}: {measures} over {samples} samples of {data} ({split})", checkpoint.display());
+        let classes = found.classes.as_ref().map(|classes| format!("\n\n{}", classes.told().trim_end()));
+        return Ok(line + &classes.unwrap_or_default());
     }
     let manifest = reader.manifest();
     let (id, step, split) = (&manifest.id[..], manifest.step, split.name());
-    let Measures { loss, metrics } = found;
+    let Measures { loss, metrics, sets, classes } = found;
     let perplexity = plan.network.is_language().then(|| loss.exp());
     let (data, fingerprint) = (&data[..], set.digest());
-    let report = Report { checkpoint, id, step, data, split, fingerprint, samples, loss: *loss, perplexity, metrics };
+    let (loss, classes) = (*loss, classes.as_ref());
+    let report =
+        Report { checkpoint, id, step, data, split, fingerprint, samples, loss, perplexity, metrics, sets, classes };
     serde_json::to_string(&report).map_err(|e| Error::internal(format!("report: {e}")))
 }

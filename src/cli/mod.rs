@@ -2,6 +2,7 @@
 
 mod bench;
 mod checkpoint;
+mod compare;
 mod config;
 mod coordinate;
 pub mod data;
@@ -14,6 +15,7 @@ mod prove;
 mod report;
 pub mod role;
 mod roles;
+mod runs;
 mod sample;
 mod servers;
 mod simulate;
@@ -24,12 +26,14 @@ mod used;
 mod verify;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
+use serde::Serialize;
 
 use crate::comm;
 use crate::comm::Launch;
 use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::job::{self, fail};
+use crate::telemetry;
 
 /// Trains neural networks on clusters that speak MPI.
 ///
@@ -82,6 +86,10 @@ enum Command {
     Data(data::DataArgs),
     /// Look at, check, compare, thin out and convert checkpoints.
     Checkpoint(checkpoint::CheckpointArgs),
+    /// List the runs of a directory: state, step, losses, speed, age, layout, size.
+    Runs(runs::RunsArgs),
+    /// Compare two runs: configuration, version, data, the first step whose bits differ, losses, speed.
+    Compare(compare::CompareArgs),
     /// Show the configuration that would run.
     Config(config::ConfigArgs),
     /// Make a page about runs: curves, where time went, ranks, checkpoints, evaluations, settings.
@@ -113,7 +121,9 @@ impl Command {
             | Command::Checkpoint(_)
             | Command::Config(_)
             | Command::DoctorProbe(_)
-            | Command::Report(_) => false,
+            | Command::Report(_)
+            | Command::Runs(_)
+            | Command::Compare(_) => false,
             Command::Coordinate(_) | Command::Server(_) | Command::Worker(_) => false,
             Command::Role(_) | Command::Status(_) | Command::Supervise(_) => false,
             Command::Completions { .. } => false,
@@ -160,7 +170,7 @@ pub fn run() -> i32 {
     // The results of a training are its records and checkpoints.
     let is_for_output = !matches!(command, Command::Train(_) | Command::Simulate(_) | Command::Coordinate(_));
     let code = carry_out(command, launch.as_ref(), speaks);
-    match crate::telemetry::lost() {
+    match telemetry::lost() {
         Some(e) if is_for_output && code == 0 => fail(&e),
         _ => code,
     }
@@ -192,14 +202,22 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Checkpoint(args) => checkpoint::run(&args),
         Command::Config(args) => report(config::run(&args)),
         Command::Report(args) => report(report::run(&args)),
+        Command::Runs(args) => report(runs::run(&args)),
+        Command::Compare(args) => report(compare::run(&args)),
         Command::ProveDirect => report(prove::run()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "hpctrain", &mut script);
-            crate::telemetry::say(String::from_utf8_lossy(&script).trim_end());
+            telemetry::say(String::from_utf8_lossy(&script).trim_end());
             0
         }
     }
+}
+
+/// Prints a result as JSON.
+fn json(result: &impl Serialize) -> Result<()> {
+    telemetry::say(serde_json::to_string_pretty(result).map_err(|e| Error::internal(e.to_string()))?);
+    Ok(())
 }
 
 fn report(result: Result<()>) -> i32 {

@@ -87,7 +87,7 @@ impl PlanArgs {
     fn load(&self) -> Result<(Config, String)> {
         let (mut config, name) = self.sources.load()?;
         config.parallel.layout = LayoutChoice::Given;
-        Ok((config, name))
+        Ok((config.of_any_length(), name))
     }
 
     /// Ranks that are measured are those that run.

@@ -229,10 +229,8 @@ fn cores() -> usize {
 pub fn status(args: &StatusArgs) -> Result<()> {
     let told = crate::servers::status(&Site::of(&args.run))?;
     if args.json {
-        let text = serde_json::to_string_pretty(&told).map_err(|e| Error::internal(e.to_string()))?;
-        say(text);
-    } else {
-        say(crate::servers::told(&told));
+        return super::json(&told);
     }
+    say(crate::servers::told(&told));
     Ok(())
 }

@@ -40,6 +40,9 @@ pub struct VerifyArgs {
     /// Start the ranks with mpirun instead of as threads of this process.
     #[arg(long)]
     mpi: bool,
+    /// Print one JSON object instead of the table.
+    #[arg(long)]
+    json: bool,
 }
 
 impl VerifyArgs {
@@ -56,7 +59,7 @@ impl VerifyArgs {
         stages.dedup();
         let stages = stages.into_iter().map(Zero::try_from).collect::<Result<_, _>>().map_err(Error::input)?;
         let launcher = if self.mpi { Launcher::mpirun()? } else { Launcher::Threads };
-        Ok(Request { config, name, ranks, pipelines, tensors, stages, steps: self.steps, launcher })
+        Ok(Request { config, name, ranks, pipelines, tensors, stages, steps: self.steps, launcher, json: self.json })
     }
 }
 

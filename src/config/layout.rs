@@ -178,8 +178,9 @@ pub fn tensor_lanes(parallel: &Parallel, network: &Network) -> Result<usize> {
     let (heads, kind) = match network {
         Network::Gpt(gpt) => (gpt.heads, "model.heads"),
         Network::Llama(llama) => (llama.kv_heads, "model.kv_heads"),
-        Network::Layers(_) => {
-            return Err(Error::input(format!("parallel.{key} = {lanes}, but a network by layers is not divided"))
+        Network::Layers(_) | Network::Own(_) => {
+            let kind = if matches!(network, Network::Own(_)) { "of a program's own" } else { "by layers" };
+            return Err(Error::input(format!("parallel.{key} = {lanes}, but a network {kind} is not divided"))
                 .hint("leave it out: parallel.pipeline and parallel.zero are for all networks"));
         }
     };

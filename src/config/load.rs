@@ -9,6 +9,7 @@ use serde::Serialize;
 use toml::Table;
 
 use super::Config;
+use super::epochs::replace_partners;
 use super::synonyms::meant;
 use crate::error::{Error, Result};
 
@@ -50,7 +51,9 @@ pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
     let mut merged = Table::new();
     let mut name = DEFAULT_PRESET.to_string();
     if let Some(preset) = sources.preset.or(sources.file.is_none().then_some(DEFAULT_PRESET)) {
-        merge(&mut merged, parse_layer(self::preset(preset)?, &format!("preset {preset}"))?);
+        let mut layer = parse_layer(self::preset(preset)?, &format!("preset {preset}"))?;
+        replace_partners(&mut layer)?;
+        merge(&mut merged, layer);
         name = preset.to_string();
     }
     let mut given = BTreeSet::new();
@@ -58,21 +61,30 @@ pub fn load(sources: &Sources<'_>) -> Result<(Config, String)> {
         let text = std::fs::read_to_string(path).map_err(|e| {
             Error::io("read the configuration", path, e).hint("hpctrain config show prints one to start from")
         })?;
-        let layer = parse_layer(&text, &path.display().to_string())?;
+        let mut layer = parse_layer(&text, &path.display().to_string())?;
+        replace_partners(&mut layer).map_err(|e| e.at(path.display()))?;
         given.extend(layout_keys(&layer));
         merge(&mut merged, layer);
         if let Some(stem) = path.file_stem() {
             name = stem.to_string_lossy().into_owned();
         }
     }
-    for item in sources.overrides {
-        let layer = parse_override(item)?;
-        given.extend(layout_keys(&layer));
-        merge(&mut merged, layer);
-    }
+    let layer = overriding(sources.overrides)?;
+    given.extend(layout_keys(&layer));
+    merge(&mut merged, layer);
     let mut config = Config::deserialize_table(merged)?;
     config.parallel.given = given;
     Ok((config, name))
+}
+
+/// The layer of all overrides together.
+fn overriding(overrides: &[String]) -> Result<Table> {
+    let mut layer = Table::new();
+    for item in overrides {
+        merge(&mut layer, parse_override(item)?);
+    }
+    replace_partners(&mut layer)?;
+    Ok(layer)
 }
 
 /// The keys of a layer that a choice of the layout keeps.
@@ -88,9 +100,7 @@ fn layout_keys(layer: &Table) -> impl Iterator<Item = String> + '_ {
 /// As [`load`].
 pub fn overlay(config: &Config, overrides: &[String]) -> Result<Config> {
     let mut merged = Table::try_from(config).map_err(|e| Error::internal(format!("configuration: {e}")))?;
-    for item in overrides {
-        merge(&mut merged, parse_override(item)?);
-    }
+    merge(&mut merged, overriding(overrides)?);
     Config::deserialize_table(merged)
 }
 

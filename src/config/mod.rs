@@ -2,6 +2,7 @@
 
 mod bounds;
 mod device;
+mod epochs;
 mod every;
 mod layout;
 mod load;
@@ -14,6 +15,7 @@ mod synonyms;
 mod time;
 
 pub use device::DeviceChoice;
+pub use epochs::ended;
 pub use every::Every;
 pub use layout::check_ranks;
 pub use load::{DEFAULT_PRESET, PRESETS, Sources, load, overlay, written};

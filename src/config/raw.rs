@@ -12,6 +12,7 @@ use super::{DeviceChoice, Every, Partition, Size, Staleness, Time};
 use crate::comm::{Choice, PathSetting};
 use crate::data::{Augment, Axes, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
+use crate::nn::{Input, OwnNetwork};
 use crate::optim::{Group, Shape};
 use crate::parallel::{PipelineSchedule, Storage, Zero};
 
@@ -75,6 +76,9 @@ sections! {
         root: String = "runs".into(),
         /// Optimizer steps.
         steps: u64 = 1000,
+        /// Passes over the training data, in the place of `steps`: to the step in which the last sample of the last one is seen. 0
+        /// goes by steps.
+        epochs: u64 = 0,
         /// Names every random stream: weights, sample order, dropout.
         seed: u64 = 1337,
         /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one a rank), `cuda:1` (that one), or
@@ -125,6 +129,8 @@ sections! {
         norm_epsilon: Option<f64> = None,
         /// Dropout rate.
         dropout: f32 = 0.0,
+        /// Name of a network of a program's own, which that program alone can build.
+        own: Option<OwnNetwork> = None,
     }
 
     /// `[loss]`
@@ -340,6 +346,9 @@ sections! {
     Checkpoint {
         /// Steps between checkpoints; 0 saves at the end only.
         every: u64 = 500,
+        /// Epochs between checkpoints, in the place of `every`: with the step in which the last sample of an epoch is seen. 0 goes by
+        /// steps.
+        every_epochs: u64 = 0,
         /// Seconds after which a checkpoint is saved although `every` asks for none yet; 0 goes by steps alone.
         every_seconds: u64 = 0,
         /// Newest checkpoints kept.
@@ -361,6 +370,9 @@ sections! {
     Eval {
         /// Steps between evaluations; 0 evaluates at the end only.
         every: u64 = 250,
+        /// Epochs between evaluations, in the place of `every`: after the step in which the last sample of an epoch is seen. 0 goes by
+        /// steps.
+        every_epochs: u64 = 0,
         /// Validation samples; left out, all.
         samples: Option<u64> = None,
         /// Samples computed at once; the same on any rank count, so that the loss is.
@@ -419,6 +431,22 @@ impl Data {
             [] => self.path.clone(),
             mix => mix.iter().map(mixed).collect::<Vec<_>>().join(" + "),
         }
+    }
+}
+
+impl Model {
+    /// The section of a network of a program's own, with the keys by which its data is read.
+    pub fn of_own(network: OwnNetwork) -> Self {
+        let of_rows = |input: Vec<usize>| Self { kind: ModelKind::Layers, input: Some(input), ..Self::default() };
+        let section = match network.input() {
+            Some(Input::Text { context, vocabulary }) => {
+                Self { context: *context, vocabulary: Some(*vocabulary), ..Self::default() }
+            }
+            Some(Input::Numbers(shape)) => of_rows(shape.clone()),
+            Some(Input::Ids { count, .. }) => of_rows(vec![*count]),
+            None => Self::default(),
+        };
+        Self { own: Some(network), ..section }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::bounds;
+use super::epochs;
 use super::layout::{averaging, batch, lanes, mesh, stages, tensor_lanes};
 use super::range::out_of_range;
 use super::{
@@ -19,7 +20,7 @@ use crate::nn::gpt::Gpt;
 use crate::nn::layers::{Layer, Layers};
 use crate::nn::llama::Llama;
 use crate::nn::loss::{Loss, Objective};
-use crate::nn::{Loan, Network};
+use crate::nn::{Input, Loan, Network, OwnNetwork};
 use crate::optim::{Group, Rule, Schedule};
 use crate::parallel::{Averaging, PipelineSchedule, Residency, Stage, StepSchedule};
 
@@ -116,6 +117,18 @@ impl Plan {
         every > 0 && step / every > before / every
     }
 
+    /// Samples of the round that ends with step `step`.
+    pub fn round_samples(&self, step: u64) -> u64 {
+        let round = self.averaging.map_or(1, |averaging| averaging.every);
+        (step - step.saturating_sub(1) / round * round) * self.config.batch.global
+    }
+
+    /// As [`Plan::is_due`], of something that is wanted at the end of every so many epochs of `samples` samples: the round that ends with
+    /// step `step` ends at `position`.
+    pub fn is_due_by_epochs(&self, every: u64, step: u64, position: u64, samples: u64) -> bool {
+        every > 0 && epochs::ended(position, self.round_samples(step), samples).any(|epoch| epoch.is_multiple_of(every))
+    }
+
     /// The order of work in stage `stage` of the pipeline of a rank's step, of each replica that it trains.
     pub fn step_schedule(&self, stage: usize) -> StepSchedule {
         let (lanes, micros_per_lane) = (self.lanes / (self.replicas() * self.mesh.shard), self.micros_per_lane());
@@ -168,6 +181,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         .hint("hpctrain plan prints the keys of the layout, to be set here"));
     }
     config.parallel.given.clear();
+    epochs::check(&config)?;
     check_ranges(&config)?;
     let mesh = mesh(&config, facts.ranks)?;
     let averaging = averaging(&config, &mesh)?;
@@ -356,6 +370,9 @@ fn check_ranges(config: &Config) -> Result<()> {
 /// The first invalid key, with its value and the values that are valid.
 pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
     bounds::check_model(model)?;
+    if let Some(own) = model.own.clone() {
+        return own_network(model, own, of_data);
+    }
     if model.kind == ModelKind::Layers {
         return by_layers(model).map(Network::Layers);
     }
@@ -440,6 +457,34 @@ pub fn network(model: &mut Model, of_data: Option<usize>) -> Result<Network> {
         }
         ModelKind::Layers => by_layers(model).map(Network::Layers),
     }
+}
+
+/// A network that a program has built.
+fn own_network(model: &Model, own: OwnNetwork, of_data: Option<usize>) -> Result<Network> {
+    let name = own.name();
+    let elements = match own.input() {
+        None => {
+            return Err(Error::input(format!("model.own = {name:?}: the network is a program's own"))
+                .hint("use that program: it can train it, evaluate it and predict with it; or leave the key out"));
+        }
+        Some(Input::Text { context, vocabulary: ids }) => {
+            vocabulary(model, of_data)?;
+            if own.outputs() != *ids {
+                let message =
+                    format!("{name}: {} outputs, but text of {ids} ids has as many to predict", own.outputs());
+                return Err(Error::input(message).hint("let outputs() be the vocabulary of input()"));
+            }
+            *context
+        }
+        Some(Input::Numbers(shape)) => shape.iter().product(),
+        Some(Input::Ids { count, .. }) => *count,
+    };
+    let blocks = own.blocks::<Cpu>().len();
+    if elements == 0 || own.outputs() == 0 || blocks == 0 {
+        let message = format!("{name} has {elements} inputs, {blocks} blocks and {} outputs", own.outputs());
+        return Err(Error::input(message).hint("each must be at least 1"));
+    }
+    Ok(Network::Own(own))
 }
 
 /// Ranks can share only the statistics of samples that they compute at the same time: of the lanes of one replica, where so many

@@ -1,22 +1,9 @@
 //! Keys by the names that other programs give them, for errors that name the right one.
 
 /// A key here, and its names in other programs: the last part of the name, in lower case, without `_` and `-`.
-const KEYS: [(&str, &[&str]); 35] = [
-    (
-        "run.steps",
-        &[
-            "maxsteps",
-            "maxiters",
-            "numsteps",
-            "totalsteps",
-            "trainsteps",
-            "iterations",
-            "epochs",
-            "numepochs",
-            "maxepochs",
-            "numtrainepochs",
-        ],
-    ),
+const KEYS: [(&str, &[&str]); 36] = [
+    ("run.steps", &["maxsteps", "maxiters", "numsteps", "totalsteps", "trainsteps", "iterations"]),
+    ("run.epochs", &["numepochs", "maxepochs", "nepochs", "numtrainepochs"]),
     ("run.name", &["runname", "experiment", "expname", "jobname"]),
     ("run.root", &["outputdir", "outdir", "savedir", "logdir"]),
     ("run.seed", &["randomseed", "manualseed"]),
@@ -164,6 +151,8 @@ mod tests {
             (Some("optimizer"), "type", Some("optimizer.kind")),
             (Some("train"), "type", None),
             (Some("train"), "every", None),
+            (Some("train"), "epochs", Some("run.epochs")),
+            (Some("training"), "num_train_epochs", Some("run.epochs")),
             (Some("model"), "wdth", None),
         ] {
             assert_eq!(meant(section, key), ours, "{section:?} {key}");

@@ -1,8 +1,10 @@
-//! Content of HDF5 files, as a table for people.
+//! Content of HDF5 files, as a table for people or an object for programs.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use hdf5::filters::Filter;
+use serde::Serialize;
 
 use super::columns::COLUMNS;
 use super::dtype::Dtype;
@@ -13,35 +15,90 @@ use super::spec::file_names;
 use crate::error::{Error, Result};
 use crate::visible::in_one_line;
 
-/// Describes one HDF5 file, or all `.h5` files of a directory.
-pub fn inspect(path: &Path) -> Result<String> {
-    let mut rows = vec![["file", "dataset", "shape", "type", "layout", "compression", "bytes"].map(str::to_owned)];
-    // Notes below the table, each with the files that it applies to.
-    let mut notes: Vec<(String, Vec<String>)> = Vec::new();
-    for path in h5_files(path)? {
-        let file = h5::open_file(&path, None)?;
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
-        let names = h5::dataset_names(&file).map_err(|e| unreadable(&path, &e))?;
-        for dataset in names.iter().filter(|name| !is_about(name)) {
-            let [shape, dtype, layout, compression, bytes] =
-                describe(&file, dataset).map_err(|e| unreadable(&path, &e))?;
-            rows.push([name.clone(), dataset.clone(), shape, dtype, layout, compression, bytes]);
-        }
-        let classes = class_names(&file).map_err(|e| unreadable(&path, &e))?;
-        let classes = classes.map(|names| format!("classes {}", numbered(&names)));
-        for note in std::iter::once(origin(&header)).chain(classes) {
-            match notes.iter_mut().find(|(known, _)| *known == note) {
-                Some((_, files)) => files.push(name.clone()),
-                None => notes.push((note, vec![name.clone()])),
+/// Contents of HDF5 files.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Contents {
+    /// The files, sorted.
+    pub files: Vec<Inspected>,
+}
+
+/// An HDF5 file.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Inspected {
+    /// Its name.
+    pub file: String,
+    /// Its datasets.
+    pub datasets: Vec<Stored>,
+    /// Origin of its content, as far as it names it.
+    pub origin: String,
+    /// Names of classes, where it has some.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub classes: Option<Vec<String>>,
+}
+
+/// A dataset of a file.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Stored {
+    /// Its path in the file.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Type of its elements.
+    #[serde(rename = "type")]
+    pub dtype: String,
+    /// Contiguous, compact, or chunks of a shape.
+    pub layout: String,
+    /// Filters, or `none`.
+    pub compression: String,
+    /// Bytes in the file.
+    pub bytes: u64,
+}
+
+/// Looks at one HDF5 file, or all `.h5` files of a directory.
+///
+/// # Errors
+/// There is none, or one cannot be read.
+pub fn inspect(path: &Path) -> Result<Contents> {
+    let files = h5_files(path)?.iter().map(|path| one(path)).collect::<Result<_>>()?;
+    Ok(Contents { files })
+}
+
+fn one(path: &Path) -> Result<Inspected> {
+    let file = h5::open_file(path, None)?;
+    let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
+    let look = || -> hdf5::Result<_> {
+        let names = h5::dataset_names(&file)?;
+        let datasets = names.iter().filter(|name| !is_about(name)).map(|name| describe(&file, name));
+        Ok((datasets.collect::<hdf5::Result<Vec<_>>>()?, class_names(&file)?))
+    };
+    let (datasets, classes) = look().map_err(|e| unreadable(path, &e))?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(Inspected { file: name, datasets, origin: origin(&header), classes })
+}
+
+/// A table for people, and notes below it, each with the files that it applies to.
+impl fmt::Display for Contents {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut rows = vec![["file", "dataset", "shape", "type", "layout", "compression", "bytes"].map(str::to_owned)];
+        let mut notes: Vec<(String, Vec<String>)> = Vec::new();
+        for Inspected { file, datasets, origin, classes } in &self.files {
+            for Stored { name, shape, dtype, layout, compression, bytes } in datasets {
+                let cells = [file, name, &h5::shape(shape), dtype, layout, compression, &bytes.to_string()];
+                rows.push(cells.map(String::clone));
+            }
+            let classes = classes.iter().map(|names| format!("classes {}", numbered(names)));
+            for note in std::iter::once(origin.clone()).chain(classes) {
+                match notes.iter_mut().find(|(known, _)| *known == note) {
+                    Some((_, files)) => files.push(file.clone()),
+                    None => notes.push((note, vec![file.clone()])),
+                }
             }
         }
+        f.write_str(&table(&rows))?;
+        notes
+            .iter()
+            .try_for_each(|(note, files)| writeln!(f, "\n{}", in_one_line(&format!("{}: {note}", files.join(", ")))))
     }
-    let mut report = table(&rows);
-    for (note, files) in notes {
-        report += &format!("\n{}\n", in_one_line(&format!("{}: {note}", files.join(", "))));
-    }
-    Ok(report)
 }
 
 /// Whether a dataset tells of others rather than hold samples.
@@ -73,8 +130,7 @@ fn unreadable(path: &Path, error: &hdf5::Error) -> Error {
     Error::io("read", path, h5::one_line(error))
 }
 
-/// Shape, type, layout, compression and stored bytes.
-fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<[String; 5]> {
+fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Stored> {
     let dataset = file.dataset(name)?;
     let dtype = Dtype::of(&dataset.dtype()?)?.to_string();
     let layout = match dataset.chunk() {
@@ -83,7 +139,8 @@ fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<[String; 5]> {
     };
     let filters: Vec<String> = dataset.filters().iter().map(filter).collect();
     let compression = if filters.is_empty() { "none".to_owned() } else { filters.join(" + ") };
-    Ok([h5::shape(&dataset.get_shape()?), dtype, layout, compression, dataset.storage_size().to_string()])
+    let (shape, bytes) = (dataset.get_shape()?.to_vec(), dataset.storage_size());
+    Ok(Stored { name: name.to_owned(), shape, dtype, layout, compression, bytes })
 }
 
 fn filter(filter: &Filter) -> String {

@@ -14,6 +14,27 @@ pub struct Mix {
     pub path: String,
     /// Relative share of positions: shares of two data sets have the ratio of their weights.
     pub weight: f64,
+    /// Its name in evaluations; left out, the last part of the path.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+}
+
+impl Mix {
+    /// A name for each data set of a mixture: its own, or the last part of its path; the whole path and its number where that is
+    /// another's as well.
+    pub fn names(mix: &[Self]) -> Vec<String> {
+        let short = |one: &Self| {
+            let last = one.path.trim_end_matches('/').rsplit(['/', ':']).next().unwrap_or_default();
+            one.name.clone().unwrap_or_else(|| last.to_owned())
+        };
+        let all: Vec<String> = mix.iter().map(short).collect();
+        let is_one = |name: &String| all.iter().filter(|other| *other == name).count() == 1;
+        let told = |(number, (one, name)): (usize, (&Self, &String))| match is_one(name) {
+            true => name.clone(),
+            false => format!("{} ({number})", one.name.as_ref().unwrap_or(&one.path)),
+        };
+        mix.iter().zip(&all).enumerate().map(told).collect()
+    }
 }
 
 /// Positions after which the pattern of a mixture repeats: parts are multiples of one in so many.
@@ -187,6 +208,18 @@ mod tests {
         }
         seen.sort_unstable_by_key(|draw| (draw.epoch, draw.sample));
         assert!(seen.windows(2).all(|pair| pair[0] != pair[1]));
+    }
+
+    #[test]
+    fn every_set_of_a_mixture_has_a_name() {
+        let one = |path: &str, name: Option<&str>| Mix { path: path.into(), weight: 1.0, name: name.map(Into::into) };
+        let names = |mix: &[Mix]| Mix::names(mix).join(", ");
+        let own = one("c.h5", Some("chat"));
+        assert_eq!(
+            names(&[one("data/web/", None), one("bundled:tiny-shakespeare", None), own]),
+            "web, tiny-shakespeare, chat"
+        );
+        assert_eq!(names(&[one("a/text", None), one("b/text", None), one("c", None)]), "a/text (0), b/text (1), c");
     }
 
     #[test]

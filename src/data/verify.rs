@@ -4,6 +4,8 @@ use std::fmt;
 use std::ops::Range;
 use std::path::Path;
 
+use serde::Serialize;
+
 use super::compare::Scratch;
 use super::completeness;
 use super::content::Field;
@@ -25,7 +27,7 @@ const BLOCK: usize = 1 << 16;
 const CACHE_BYTES: usize = 32 << 20;
 
 /// Counts of a successful verification.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Report {
     /// Files read.
     pub files: usize,

@@ -69,7 +69,7 @@ impl<B: Kernels> Model<B> {
     pub fn measure(&mut self, micro: &Micro<B>) -> Result<Option<Vec<f64>>> {
         let output = self.output(micro)?;
         let tensor = self.sharded.tensor();
-        output.map(|mut output| self.objective.measure(&self.backend, tensor, micro, &mut output)).transpose()
+        output.map(|mut output| self.objective.measure(&self.backend, tensor, micro, &mut output, &[])).transpose()
     }
 
     /// Logits of the last of `rows` rows of an output, all classes; on the host. Collective over the ranks that compute slices of

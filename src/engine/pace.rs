@@ -31,11 +31,12 @@ impl<B: Kernels> Pace<B> {
     /// The configuration cannot be, or the memory does not suffice.
     pub fn new(
         comm: &Comm<B>,
-        mut config: Config,
+        config: Config,
         samples: Option<u64>,
         backend: impl FnOnce(&Plan) -> Result<B>,
     ) -> Result<Self> {
         let world = comm.world();
+        let mut config = config.of_any_length();
         let topology = Topology::gather(&world, comm.node().host)?;
         // Ids of text are those of its tokenizer.
         let wants_ids = config.model.kind != ModelKind::Layers && config.model.vocabulary.is_none();

@@ -28,8 +28,7 @@ pub fn plan<B: Kernels>(
     };
     let vocabulary = Some(train.vocabulary()).filter(|ids| *ids > 0);
     let facts = Facts { ranks: world.size(), threads, vocabulary, on_gpu: !B::ON_HOST };
-    let every = config.parallel.average_every.over(train.samples(), config.batch.global);
-    config.parallel.average_every = every;
+    config.count_epochs(train.samples());
     let plan = world.agree(resolve(config, &facts))?;
     world.agree(check_sizes(&plan, train).and_then(|()| feed::check_size(&plan, train)))?;
     Ok(plan)

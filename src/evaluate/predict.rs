@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use hdf5::File;
 use tempfile::{Builder, TempPath};
 
+use super::tally::likeliest;
 use crate::backend::Kernels;
 use crate::data::{Batch, Source, one_line};
 use crate::engine::{Model, feed};
@@ -59,7 +60,7 @@ impl Predictions {
             let block = ndarray::ArrayView2::from_shape((rows, width), values).map_err(|e| e.to_string())?;
             self.outputs.write_slice(block, ndarray::s![first..first + rows, ..])?;
             if let Some(classes) = &self.classes {
-                let likeliest: Vec<u32> = values.chunks(width).map(likeliest).collect();
+                let likeliest: Vec<u32> = values.chunks(width).map(|row| likeliest(row) as u32).collect();
                 classes.write_slice(&likeliest, ndarray::s![first..first + rows])?;
             }
             Ok(())
@@ -74,17 +75,6 @@ impl Predictions {
         let named = durable.and_then(|()| self.temporary.persist(&self.path).map_err(|e| e.error));
         named.map_err(|e| Error::io("write", &self.path, e))
     }
-}
-
-/// The place of the largest, the first of several.
-fn likeliest(row: &[f32]) -> u32 {
-    let mut best = 0;
-    for (i, x) in row.iter().enumerate() {
-        if *x > row[best] {
-            best = i;
-        }
-    }
-    best as u32
 }
 
 /// Computes the outputs of all samples of `dataset`, `chunk` at a time. Collective over the ranks of the model: chunks go round
@@ -123,14 +113,4 @@ pub fn predict<B: Kernels>(
         data.agree(written)?;
     }
     data.agree(to.map_or(Ok(()), Predictions::finish))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_first_of_the_largest_counts() {
-        assert_eq!([likeliest(&[1.0]), likeliest(&[1.0, 3.0, 3.0]), likeliest(&[f32::NAN, 1.0])], [0, 1, 0]);
-    }
 }

@@ -22,7 +22,7 @@ use crate::backend::Kernels;
 use crate::checkpoint::{Checkpoints, Manifest, Reader, name_of};
 use crate::comm::{Comm, Group};
 use crate::config::{Config, Plan};
-use crate::data::{Preprocessing, Tokenizer};
+use crate::data::{Mix, Preprocessing, Tokenizer};
 use crate::engine::{Model, feed};
 use crate::error::{Error, Kind, Result};
 use crate::run_dir::markers::{self, End, Markers};
@@ -424,6 +424,7 @@ impl<B: Kernels> Sidecar<'_, B> {
             notes.iter().for_each(|note| log::warn!("data: {note}"));
         }
         let evaluator = Evaluator::new(validation, plan.config.eval.samples, plan.config.eval.batch);
+        let evaluator = evaluator.naming(Mix::names(&plan.config.data.mix));
         let backend = world.agree(self.backend.get(&plan))?;
         backend.trim();
         let model = model::build(self.comm, &plan, backend)?;
@@ -447,7 +448,7 @@ impl<B: Kernels> Sidecar<'_, B> {
             id: Some(id.into()),
             ..outcome.as_ref().map_or_else(
                 |_| Evaluation { step, time: unix_time(), ..Evaluation::default() },
-                |found| on(Evaluation::done(step, found.loss, found.metrics.clone())),
+                |found| on(found.evaluation(step)),
             )
         };
         match outcome {

@@ -62,6 +62,33 @@ impl Metric {
     }
 }
 
+/// Outputs of a network that tells classes apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Classifier {
+    /// A logit for each of so many classes.
+    Softmax(usize),
+    /// One logit, of the second of two classes.
+    Logit,
+}
+
+impl Classifier {
+    /// Classes.
+    pub fn classes(self) -> usize {
+        match self {
+            Classifier::Softmax(classes) => classes,
+            Classifier::Logit => 2,
+        }
+    }
+
+    /// Elements of the output of a sample.
+    pub fn outputs(self) -> usize {
+        match self {
+            Classifier::Softmax(classes) => classes,
+            Classifier::Logit => 1,
+        }
+    }
+}
+
 /// A loss on a device, and metrics.
 pub struct Objective<B: Backend> {
     loss: Loss,
@@ -100,6 +127,16 @@ impl<B: Kernels> Objective<B> {
     /// The metrics that are measured beside the loss.
     pub fn metrics(&self) -> &[Metric] {
         &self.metrics
+    }
+
+    /// The classes that predictions tell apart, of networks with metrics.
+    pub fn classifier(&self) -> Option<Classifier> {
+        match self.loss {
+            _ if self.metrics.is_empty() => None,
+            Loss::CrossEntropy { .. } if self.width > 1 => Some(Classifier::Softmax(self.width)),
+            Loss::Deviation(Deviation::Binary) if self.width == 1 => Some(Classifier::Logit),
+            _ => None,
+        }
     }
 
     /// Σ of the losses of a micro-batch's predictions, each times the weights of its class and sample; replaces `output` (rows ×
@@ -174,7 +211,8 @@ impl<B: Kernels> Objective<B> {
     }
 
     /// Σ over a micro-batch's predictions of the loss, without smoothing and weights, and of the values whose means are
-    /// the metrics, which there are none of where logits are divided among tensor lanes.
+    /// the metrics, which there are none of where logits are divided among tensor lanes. Then Σ of the loss over each of `parts` of the
+    /// predictions.
     ///
     /// # Errors
     /// The device, or a message between ranks, failed.
@@ -184,11 +222,18 @@ impl<B: Kernels> Objective<B> {
         tensor: Option<&Group<B>>,
         micro: &Micro<B>,
         output: &mut B::Buf,
+        parts: &[Range<usize>],
     ) -> Result<Vec<f64>> {
         let rows = micro.rows();
         let width = B::len(output) / rows.max(1);
         let mut values = backend.alloc_f32(MemoryKind::Activations, rows)?;
-        let mut sums = Vec::with_capacity(1 + self.metrics.len());
+        let mut sums = Vec::with_capacity(1 + self.metrics.len() + parts.len());
+        let of_part = |values: &B::Buf, part: &Range<usize>| match part.is_empty() {
+            true => Ok(0.0),
+            false => backend.read(backend.sum(B::view(values, part.clone()))?),
+        };
+        let of_parts = |values: &B::Buf| parts.iter().map(|part| of_part(values, part)).collect::<Result<Vec<f64>>>();
+        let losses_of_parts;
         let none = backend.alloc_f32(MemoryKind::Activations, 0)?;
         match &self.loss {
             Loss::CrossEntropy { .. } => {
@@ -196,6 +241,7 @@ impl<B: Kernels> Objective<B> {
                 let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
                 self.cross_entropy(backend, tensor, shape, output, micro, weights, &mut values)?;
                 sums.push(backend.read(backend.sum(B::all(&values))?)?);
+                losses_of_parts = of_parts(&values)?;
                 for metric in &self.metrics {
                     let k = if *metric == Metric::Top5 { 5 } else { 1 };
                     backend.hits(width, k, B::all(output), &micro.parts.classes, B::all_mut(&mut values))?;
@@ -208,14 +254,20 @@ impl<B: Kernels> Objective<B> {
                     Metric::Accuracy => Deviation::Agreement,
                     _ => Deviation::Absolute,
                 };
-                for by in std::iter::once(*by).chain(self.metrics.iter().map(of_metric)) {
+                let mut measure = |by: Deviation, values: &mut B::Buf| {
                     let shape = Regression { rows, width, by, scale: 0.0, gradient: false };
                     let (targets, weights) = (B::all(&micro.parts.values), B::all(&none));
-                    backend.regression(shape, B::all_mut(output), targets, weights, B::all_mut(&mut values))?;
-                    sums.push(backend.read(backend.sum(B::all(&values))?)?);
+                    backend.regression(shape, B::all_mut(output), targets, weights, B::all_mut(values))?;
+                    backend.read(backend.sum(B::all(values))?)
+                };
+                sums.push(measure(*by, &mut values)?);
+                losses_of_parts = of_parts(&values)?;
+                for by in self.metrics.iter().map(of_metric) {
+                    sums.push(measure(by, &mut values)?);
                 }
             }
         }
+        sums.extend(losses_of_parts);
         Ok(sums)
     }
 

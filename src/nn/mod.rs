@@ -13,6 +13,7 @@ pub mod layers;
 pub mod llama;
 pub mod loss;
 mod network;
+mod own;
 mod rotary;
 mod tensor;
 
@@ -24,6 +25,7 @@ use crate::layout::Tensor;
 
 pub use gradients::{Deferred, Grads};
 pub use network::{Network, Summary};
+pub use own::{BuildNetwork, Input, OwnNetwork};
 
 /// Standard deviation of the initial weights of language models; GPT-2's and Llama's.
 const INIT: f32 = 0.02;

@@ -1,9 +1,12 @@
 //! The families of networks.
 
+use serde::Serialize;
+
 use super::gpt::Gpt;
 use super::layers::{Layers, shown};
 use super::llama::Llama;
 use super::loss::Loss;
+use super::own::OwnNetwork;
 use super::{Block, Blocks};
 use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
@@ -28,10 +31,12 @@ pub enum Network {
     Llama(Llama),
     /// Layers, one after the other.
     Layers(Layers),
+    /// Blocks that a program makes.
+    Own(OwnNetwork),
 }
 
 /// A layer, or a block of a language model, in numbers.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Summary {
     /// Its name and kind.
     pub name: String,
@@ -51,6 +56,7 @@ impl Network {
     pub fn summary(&self) -> Vec<Summary> {
         let (width, heads) = match self {
             Network::Layers(layers) => return layers.summary().to_vec(),
+            Network::Own(_) => return self.own_summary(),
             Network::Gpt(gpt) => (gpt.width, gpt.heads),
             Network::Llama(llama) => (llama.width, llama.heads),
         };
@@ -77,11 +83,29 @@ impl Network {
         blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
     }
 
+    /// The parts of a network of a program's own: each matrix counts as one product a row.
+    fn own_summary(&self) -> Vec<Summary> {
+        let (context, blocks) = (self.context(), self.blocks::<Cpu>());
+        let row = |i: usize, block: &dyn Block<Cpu>| {
+            let tensors = block.tensors();
+            let matrices: usize = tensors.iter().filter(|tensor| tensor.decays()).map(Tensor::len).sum();
+            let columns = blocks.get(i + 1).map_or(self.outputs(), |next| next.input_per_row());
+            Summary {
+                name: block.name(),
+                output: vec![context, columns],
+                parameters: trained(&tensors),
+                flops: product(&[2, context, matrices]),
+                kept: context * (block.saved_per_row() + block.exact_per_row() + columns),
+            }
+        };
+        blocks.iter().enumerate().map(|(i, block)| row(i, &**block)).collect()
+    }
+
     /// As [`Network::summary`], by blocks, which are pieces of work that stay together.
     pub fn blocks_summary(&self) -> Vec<Summary> {
         match self {
             Network::Layers(layers) => layers.blocks_summary(),
-            Network::Gpt(_) | Network::Llama(_) => self.summary(),
+            Network::Gpt(_) | Network::Llama(_) | Network::Own(_) => self.summary(),
         }
     }
 
@@ -101,12 +125,13 @@ impl Network {
         self.sliced(&Slices::whole())
     }
 
-    /// The network as blocks, of which this rank has `slices`; those of a network by layers are always whole.
+    /// The network as blocks, of which this rank has `slices`; those of a network by layers or of a program's own are always whole.
     pub fn sliced<B: Kernels>(&self, slices: &Slices) -> Blocks<B> {
         match self {
             Network::Gpt(gpt) => gpt.sliced(slices),
             Network::Llama(llama) => llama.sliced(slices),
             Network::Layers(layers) => layers.blocks(),
+            Network::Own(own) => own.blocks(),
         }
     }
 
@@ -116,6 +141,7 @@ impl Network {
             Network::Gpt(gpt) => gpt.context,
             Network::Llama(llama) => llama.context,
             Network::Layers(_) => 1,
+            Network::Own(own) => own.context(),
         }
     }
 
@@ -139,6 +165,7 @@ impl Network {
             Network::Layers(layers) => {
                 format!("{} layers from {} to {}", layers.len(), shown(layers.input()), shown(layers.output()))
             }
+            Network::Own(own) => own.name().to_owned(),
         }
     }
 
@@ -148,12 +175,17 @@ impl Network {
             Network::Gpt(gpt) => Some(gpt.vocabulary),
             Network::Llama(llama) => Some(llama.vocabulary),
             Network::Layers(_) => None,
+            Network::Own(own) => own.vocabulary(),
         }
     }
 
     /// The samples that it takes to be trained with `loss`.
     pub fn sample_spec(&self, loss: &Loss) -> SampleSpec {
-        let Network::Layers(layers) = self else { return SampleSpec::Text };
+        let layers = match self {
+            Network::Gpt(_) | Network::Llama(_) => return SampleSpec::Text,
+            Network::Own(own) => return own.sample_spec(loss),
+            Network::Layers(layers) => layers,
+        };
         let target = match loss {
             Loss::CrossEntropy { .. } => Target::Class(self.outputs()),
             Loss::Deviation(_) => Target::Values(self.outputs()),
@@ -177,6 +209,7 @@ impl Network {
             Network::Gpt(gpt) => gpt.vocabulary,
             Network::Llama(llama) => llama.vocabulary,
             Network::Layers(layers) => layers.output().iter().product(),
+            Network::Own(own) => own.outputs(),
         }
     }
 }

@@ -34,7 +34,8 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// The rate of step `step`, counted from 0.
+    /// The rate of step `step`, counted from 0. A decay reaches the minimum with the last step of the run, unless that belongs to the
+    /// warm-up.
     pub fn rate(&self, step: u64) -> f64 {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / self.warmup as f64;
@@ -44,8 +45,12 @@ impl Schedule {
             Shape::Linear | Shape::Cosine => self.warmup,
             Shape::Wsd => self.total.saturating_sub(self.decay).max(self.warmup),
         };
-        let length = self.total.saturating_sub(start).max(1);
-        let progress = (step.saturating_sub(start) as f64 / length as f64).min(1.0);
+        let last = self.total.saturating_sub(1);
+        // The last step has the minimum, also where it is the only one.
+        let progress = match step < last {
+            true => step.saturating_sub(start) as f64 / last.saturating_sub(start).max(1) as f64,
+            false => 1.0,
+        };
         let left = match self.shape {
             Shape::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * progress).cos()),
             _ => 1.0 - progress,
@@ -59,7 +64,7 @@ mod tests {
     use super::*;
 
     fn schedule(shape: Shape) -> Schedule {
-        Schedule { shape, peak: 1.0, min: 0.1, warmup: 10, total: 110, decay: 20 }
+        Schedule { shape, peak: 1.0, min: 0.1, warmup: 10, total: 111, decay: 21 }
     }
 
     #[test]
@@ -73,15 +78,29 @@ mod tests {
     #[test]
     fn each_falls_its_own_way() {
         let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-12, "{a} is not {b}");
-        assert_eq!(schedule(Shape::Constant).rate(109), 1.0);
+        assert_eq!(schedule(Shape::Constant).rate(110), 1.0);
         close(schedule(Shape::Linear).rate(60), 0.55);
         close(schedule(Shape::Cosine).rate(60), 0.55);
         close(schedule(Shape::Cosine).rate(35), 0.1 + 0.45 * (1.0 + 0.5f64.sqrt()));
         close(schedule(Shape::Wsd).rate(89), 1.0);
+        close(schedule(Shape::Wsd).rate(90), 1.0);
         close(schedule(Shape::Wsd).rate(100), 0.55);
         for shape in [Shape::Linear, Shape::Cosine, Shape::Wsd] {
-            close(schedule(shape).rate(110), 0.1);
+            assert!(schedule(shape).rate(109) > 0.1);
             close(schedule(shape).rate(10_000), 0.1);
+        }
+    }
+
+    /// Any number of steps, as epochs and batches give it: the last has the minimum to the bit.
+    #[test]
+    fn the_last_step_has_the_minimum() {
+        for shape in [Shape::Linear, Shape::Cosine, Shape::Wsd] {
+            for total in (11..400).chain([1 << 20, (1 << 40) + 7]) {
+                let s = Schedule { total, decay: total / 10, min: 0.1, peak: 0.3, ..schedule(shape) };
+                assert_eq!(s.rate(total - 1), s.min, "{shape:?} over {total} steps");
+                let falls = (11..total.min(500)).all(|step| s.rate(step) <= s.rate(step - 1));
+                assert!(falls, "{shape:?} over {total} steps");
+            }
         }
     }
 

@@ -242,6 +242,7 @@ pub fn choose_here<B: Kernels, F: Fn(&Plan) -> Result<B>>(
     here: &Here<'_, B, F>,
 ) -> Result<(Choice, usize)> {
     let Here { comm, backend, gpu, .. } = here;
+    let config = &config.clone().of_any_length();
     let world = comm.world();
     let topology = Topology::gather(&world, comm.node().host)?;
     let threads = here.threads.unwrap_or_else(|| topology.threads());

@@ -223,7 +223,7 @@ impl Rates for Machine {
         let heads = match &plan.network {
             Network::Gpt(gpt) => gpt.heads,
             Network::Llama(llama) => llama.heads,
-            Network::Layers(_) => 0,
+            Network::Layers(_) | Network::Own(_) => 0,
         };
         let scores = share * samples * heads as f64 * (plan.network.context() as f64).powi(2) * self.score_bytes;
         // Of the residual stream, which the head of a language model takes.

@@ -24,7 +24,7 @@ enum Decides {
 /// The effect of a key of the resolved configuration.
 fn decides(section: &str, key: &str) -> Decides {
     match (section, key) {
-        ("run", "steps") | ("schedule", "decay") => Decides::Length,
+        ("run", "steps" | "epochs") | ("schedule", "decay") => Decides::Length,
         ("run", "seed") | ("batch", "global") | ("model" | "loss" | "schedule" | "precision", _) => Decides::Curve,
         ("data", "prefetch" | "stage" | "verify") => Decides::Else,
         ("optimizer", "offload") => Decides::Layout,

@@ -9,6 +9,7 @@ use std::fs;
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::SystemTime;
 
 use super::branch::Branch;
 use super::changes;
@@ -210,6 +211,11 @@ impl RunDirectory {
     /// The lease cannot be read.
     pub fn has_trainer(&self) -> Result<bool> {
         self.leases().shows_life(TRAINER)
+    }
+
+    /// Time of the last beat of a trainer's lease, by the clock of the file system; none without a lease.
+    pub fn trainer_seen(&self) -> Option<SystemTime> {
+        fs::metadata(self.leases().path(TRAINER)).ok()?.modified().ok()
     }
 
     fn leases(&self) -> Leases {

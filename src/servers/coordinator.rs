@@ -84,7 +84,9 @@ impl ServedRun {
         let vocabulary = Some(splits.train.vocabulary()).filter(|ids| *ids > 0);
         let workers = call.workers.or(config.servers.workers);
         // Errors of the configuration leave no directory behind.
-        let plan = Terms::plan(&config, workers.unwrap_or(1), vocabulary, 1)?;
+        let samples = splits.train.samples();
+        let few = workers.unwrap_or(1);
+        let plan = Terms::plan(&Terms::counted(&config, few, samples), few, vocabulary, 1)?;
         check_size(&plan, &splits.train)?;
         division(&plan, call.servers)?;
         if splits.validation.is_none() && plan.config.eval.patience > 0 {
@@ -187,6 +189,7 @@ impl ServedRun {
                 return self.go_on(before, threads);
             }
         };
+        let config = Terms::counted(&config, workers, self.splits.train.samples());
         let plan = Terms::plan(&config, workers, self.vocabulary, threads)?;
         let origin = self.origin(&plan, resume)?;
         let terms = Terms {
@@ -235,7 +238,7 @@ impl ServedRun {
     fn before(&self) -> Option<(Grounds, Entry)> {
         let (grounds, entry) = self.site.journal().read()?;
         let Terms { config, workers, addresses, vocabulary, trace, .. } = &grounds.terms;
-        let given = &self.call.run.config;
+        let given = &Terms::counted(&self.call.run.config, *workers, self.splits.train.samples());
         let plan = Terms::plan(given, *workers, self.vocabulary, given.run.threads.unwrap_or(1)).ok()?;
         let data = grounds.trained_on.as_ref().map(|trained_on| &trained_on.fingerprint);
         let mut wanted = Config { run: plan.config.run, ..given.clone() };

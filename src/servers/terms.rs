@@ -71,6 +71,18 @@ impl Terms {
         Ok(plan)
     }
 
+    /// The configuration with its epochs counted in steps of so many workers, of training data with so many samples.
+    pub fn counted(config: &Config, workers: usize, samples: u64) -> Config {
+        let mut config = config.clone();
+        let given = config.batch.global;
+        if config.servers.staleness != Staleness::Bound(0) {
+            config.batch.global = batch_of_worker(&config, workers) * workers as u64;
+        }
+        config.count_epochs(samples);
+        config.batch.global = given;
+        config
+    }
+
     /// Whether all workers take each step together.
     pub fn is_synchronous(&self) -> bool {
         self.config.servers.staleness == Staleness::Bound(0)

@@ -8,6 +8,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use super::classes::Classes;
 use crate::error::{Error, Result};
 use crate::regular_files;
 
@@ -62,6 +63,12 @@ pub struct Evaluation {
     /// Of other networks, metrics by name.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
+    /// Of a mixture, the mean loss of each data set by its name; null when it is not finite.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sets: BTreeMap<String, Option<f64>>,
+    /// Of classifiers, the results class by class.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub classes: Option<Classes>,
     /// The checkpoint that was evaluated; null for the weights in training.
     pub checkpoint: Option<String>,
     /// The name of the save, by which two checkpoints of one step differ.
@@ -335,13 +342,16 @@ pub fn best(evaluations: &[Evaluation], steps: &[u64]) -> Option<(u64, f64)> {
     known.filter(|(_, loss)| loss.is_finite()).min_by(|a, b| a.1.total_cmp(&b.1).then(a.0.cmp(&b.0)))
 }
 
+/// The losses of one kind by step, as far as they can be compared. A step that was evaluated twice counts once; the last one counts.
+pub fn losses(evaluations: &[Evaluation], over: Over) -> BTreeMap<u64, Option<f64>> {
+    let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == over;
+    comparable(evaluations).filter(is_done).map(|one| (one.step, one.loss)).collect()
+}
+
 /// The reason to end training, if the last `patience` evaluations found no loss that is lower by more than `min_delta`
 /// than the lowest before; with a patience of 0 there is none.
 pub fn stop_reason(evaluations: &[Evaluation], patience: u64, min_delta: f64) -> Option<String> {
-    let is_done = |one: &&Evaluation| one.status == Status::Done && one.over == Over::Validation;
-    let done = comparable(evaluations).filter(is_done);
-    // A step that was evaluated twice counts once; the last one counts.
-    let losses: BTreeMap<u64, Option<f64>> = done.map(|one| (one.step, one.loss)).collect();
+    let losses = losses(evaluations, Over::Validation);
     let (mut lowest, mut since) = (None, 0);
     for (step, loss) in losses {
         match (loss.filter(|loss| loss.is_finite()), lowest) {

@@ -1,6 +1,7 @@
 //! Output of a run for people and programs: banner, progress, metrics, logs, traces.
 
 pub mod banner;
+pub mod classes;
 mod console;
 pub mod epoch_loss;
 pub mod evaluations;

@@ -64,6 +64,16 @@ pub trait Hook {
         Ok(Continue(()))
     }
 
+    /// Epoch number `epoch`, from 1, has ended: step `step` has seen the last of its samples. After [`Hook::step`] of that step, and
+    /// after [`Hook::evaluation`] if the run has evaluated itself then: `measures`. Where replicas train apart, it is called for all
+    /// epochs of a round after its average.
+    ///
+    /// # Errors
+    /// Any error, to end the run.
+    fn epoch(&mut self, epoch: u64, step: &Step, measures: Option<&Measures>) -> Result<ControlFlow<String>> {
+        Ok(Continue(()))
+    }
+
     /// The checkpoint of step `step` has been published in `directory`, some steps later where it is written beside training. It
     /// stays until newer ones take its place (`checkpoint.keep`).
     ///

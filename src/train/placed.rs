@@ -25,6 +25,7 @@ pub fn train_on_device(
     own: Own<'_>,
     beside: Option<&Comm<Cpu>>,
 ) -> Result<Ending> {
+    let request = &Request { config: own.configured(&request.config), ..request.clone() };
     let vocabulary = own.data.as_ref().map(|splits| splits.train.vocabulary()).filter(|ids| *ids > 0);
     let threads = request.threads;
     match place(comm, &request.config)? {

@@ -2,11 +2,13 @@
 
 use std::fmt;
 
+use serde::Serialize;
+
 use crate::config::Config;
 use crate::parallel::{Storage, Zero};
 
 /// A layout.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Row {
     /// Ranks in all.
     pub ranks: usize,

@@ -11,8 +11,11 @@ mod matrix;
 mod record;
 mod snapshot;
 
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Instant;
+
+use serde::Serialize;
 
 use compare::{Agreement, Bounds, CLOSE_STEPS, closely, describe, exactly, parting};
 use matrix::{REFERENCE, Row, matrix};
@@ -48,6 +51,52 @@ pub struct Request {
     pub steps: u64,
     /// The launcher of the ranks.
     pub launcher: Launcher,
+    /// Print one JSON object at the end instead of lines.
+    pub json: bool,
+}
+
+impl Request {
+    /// Prints a line for people.
+    fn say(&self, line: impl fmt::Display) {
+        if !self.json {
+            say(line);
+        }
+    }
+}
+
+/// The object of `--json`.
+#[derive(Serialize)]
+struct Report<'a> {
+    network: &'a str,
+    steps: u64,
+    /// Whether all rows that can run agree with one rank.
+    agrees: bool,
+    rows: &'a [RowReport],
+}
+
+/// A row, compared with one rank.
+#[derive(Serialize)]
+struct RowReport {
+    #[serde(flatten)]
+    row: Row,
+    /// The reason why it cannot run, if it cannot.
+    skipped: Option<String>,
+    /// Whether it must have the bits of one rank rather than close numbers.
+    exact: Option<bool>,
+    /// Whether losses and norms agree, then parameters and optimizer state.
+    curve: Option<bool>,
+    parameters: Option<bool>,
+    optimizer: Option<bool>,
+    seconds: Option<f64>,
+    /// How close it is, or where it differs first.
+    said: Option<String>,
+}
+
+impl RowReport {
+    fn skipped(row: Row, why: String) -> Self {
+        let (exact, curve, parameters, optimizer, seconds, said) = Default::default();
+        Self { row, skipped: Some(why), exact, curve, parameters, optimizer, seconds, said }
+    }
 }
 
 /// Compares every row of the matrix with one rank and prints a table; whether all agree.
@@ -59,13 +108,14 @@ pub fn verify(request: &Request) -> Result<bool> {
     let rows = matrix(&request.ranks, &request.pipelines, &request.tensors, &request.stages, storage);
     // More steps than the run has make it longer, before its schedule is laid out.
     let mut request = request.clone();
+    request.config = request.config.of_any_length();
     request.config.run.steps = request.config.run.steps.max(request.steps);
     let vocabulary = vocabulary(&request.config)?;
     request.config.parallel.lanes = lanes(&request.config, &rows, vocabulary);
     request.config.batch.micro = micro(&request.config, &rows, vocabulary);
     let request = &request;
     let mut verifier = Verifier::start(request, &rows, vocabulary)?;
-    say(" ranks  pipeline × replica × shard × tensor  ZeRO  loss, norm  parameters  optimizer  time");
+    request.say(" ranks  pipeline × replica × shard × tensor  ZeRO  loss, norm  parameters  optimizer  time");
     let (mut compared, mut close, mut differ, mut skipped) = (0, 0, 0, 0);
     for row in rows {
         match verifier.row(row)? {
@@ -89,7 +139,11 @@ pub fn verify(request: &Request) -> Result<bool> {
         (1, _) => "1 row differs".to_string(),
         _ => format!("{differ} rows differ"),
     };
-    say(format_args!("{}{left_out}, {steps} steps: {verdict}", rows(compared)));
+    request.say(format_args!("{}{left_out}, {steps} steps: {verdict}", rows(compared)));
+    if request.json {
+        let report = Report { network: &request.name, steps, agrees: differ == 0, rows: &verifier.rows };
+        say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+    }
     Ok(differ == 0)
 }
 
@@ -104,6 +158,8 @@ struct Verifier<'a> {
     folder: tempfile::TempDir,
     /// The step of the snapshot on the disk.
     snapshot: Option<u64>,
+    /// The rows so far.
+    rows: Vec<RowReport>,
 }
 
 impl<'a> Verifier<'a> {
@@ -115,11 +171,11 @@ impl<'a> Verifier<'a> {
         if config.comm.algorithm == Choice::Mpi && request.launcher == Launcher::Threads {
             return Err(Error::input("comm.algorithm = mpi needs MPI").hint("add --mpi, or set it to tree or ring"));
         }
-        say(format_args!(
+        request.say(format_args!(
             "verify       {} for {} steps: {} samples a step, messages by {}",
             request.name, request.steps, config.batch.global, config.comm.algorithm
         ));
-        say(format_args!("ranks        {}, compared with one rank", request.launcher.name()));
+        request.say(format_args!("ranks        {}, compared with one rank", request.launcher.name()));
         let start = Instant::now();
         let verifier = Self {
             request,
@@ -128,11 +184,12 @@ impl<'a> Verifier<'a> {
             bounds: None,
             folder,
             snapshot: None,
+            rows: Vec::new(),
         };
         let seconds = start.elapsed().as_secs_f64();
         let loss = |step: Option<&record::Marks>| step.map_or(f64::NAN, |step| f64::from_bits(step.loss));
         let steps = &verifier.reference.steps;
-        say(format_args!(
+        request.say(format_args!(
             "one rank     loss {:.4} at step 1, {:.4} at step {}, in {:.1} s",
             loss(steps.first()),
             loss(steps.last()),
@@ -148,27 +205,29 @@ impl<'a> Verifier<'a> {
         let are_cut = rows.iter().any(|row| row.tensor > 1);
         match (config.parallel.lanes, config.parallel.tensor_lanes.filter(|_| are_cut)) {
             (Some(lanes), None) => {
-                say(format_args!("expected     the same bits: parallel.lanes = {lanes} fixes the order of additions"));
+                self.request.say(format_args!("expected     the same bits: parallel.lanes = {lanes} fixes the order of additions"));
             }
-            (Some(lanes), Some(slices)) => say(format_args!(
+            (Some(lanes), Some(slices)) => self.request.say(format_args!(
                 "expected     the same bits: parallel.lanes = {lanes} and tensor_lanes = {slices} fix the order of additions"
             )),
             (None, _) => {
-                say("expected     close results: without parallel.lanes the order of additions follows the ranks")
+                self.request.say("expected     close results: without parallel.lanes the order of additions follows the ranks")
             }
         }
         if !rows.iter().all(|row| same_bits(config, row)) {
             if config.parallel.lanes.is_some() {
-                say("             close results where a rank or a copy has no power of two of the lanes");
+                self.request.say("             close results where a rank or a copy has no power of two of the lanes");
                 if are_cut && config.parallel.tensor_lanes.is_none() {
-                    say("             close results of divided blocks: parallel.tensor_lanes fixes their order too");
+                    self.request.say(
+                        "             close results of divided blocks: parallel.tensor_lanes fixes their order too",
+                    );
                 }
             }
             let bounds = Bounds::new(rule, config.optimizer.grad_clip, &self.reference);
-            say(format_args!("bounds       in the first {} steps: {bounds}", self.close_steps()));
+            self.request.say(format_args!("bounds       in the first {} steps: {bounds}", self.close_steps()));
             self.bounds = Some(bounds);
         }
-        say("");
+        self.request.say("");
         self
     }
 
@@ -192,7 +251,8 @@ impl<'a> Verifier<'a> {
         let config = &self.request.config;
         if let Err(e) = plan(config, row, self.vocabulary) {
             let why = e.to_string().replace("\nhint: ", "; ");
-            say(format_args!("{row}  skipped: {why}"));
+            self.request.say(format_args!("{row}  skipped: {why}"));
+            self.rows.push(RowReport::skipped(row, why));
             return Ok(None);
         }
         let start = Instant::now();
@@ -215,14 +275,18 @@ impl<'a> Verifier<'a> {
             (true, false) => "close",
             (false, _) => "DIFFER",
         };
-        say(format_args!("{row}  {:<10}  {:<10}  {:<9}  {seconds:.1} s", word(curve), word(parameters), word(state)));
+        let words = format!("{:<10}  {:<10}  {:<9}", word(curve), word(parameters), word(state));
+        self.request.say(format_args!("{row}  {words}  {seconds:.1} s"));
         let said = match parting(&self.reference, &recording) {
             Some(step) if exact => Some(self.first_difference(row, step)?),
             _ => said,
         };
-        if let Some(said) = said {
-            say(format_args!("       {said}"));
+        if let Some(said) = &said {
+            self.request.say(format_args!("       {said}"));
         }
+        let [exact, curve, parameters, optimizer] = [exact, curve, parameters, state].map(Some);
+        let seconds = Some(seconds);
+        self.rows.push(RowReport { row, skipped: None, exact, curve, parameters, optimizer, seconds, said });
         Ok(Some(agreement.whole()))
     }
 

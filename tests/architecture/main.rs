@@ -18,7 +18,7 @@ const LEVELS: [&[&str]; 13] = [
     &["checkpoint", "job", "placement"],
     &["engine", "run_dir"],
     &["evaluate", "planner", "run_records"],
-    &["train", "bench", "report"],
+    &["train", "bench", "report", "runs"],
     &["doctor", "servers", "supervise", "verify"],
     &["cli", "prelude"],
 ];

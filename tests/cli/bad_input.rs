@@ -245,6 +245,26 @@ fn pipelines_that_cannot_be() {
 }
 
 #[test]
+fn steps_and_epochs_exclude_each_other() {
+    let root = tempfile::tempdir().unwrap();
+    let cases: [(&[&str], &[&str]); 6] = [
+        // Tests set run.steps.
+        (&["run.epochs=2"], &["run.steps and run.epochs are both given", "leave one of them out"]),
+        (&["eval.every=3", "eval.every_epochs=1"], &["eval.every and eval.every_epochs are both given"]),
+        (
+            &["checkpoint.every_epochs=1", "checkpoint.every=3"],
+            &["checkpoint.every and checkpoint.every_epochs are both"],
+        ),
+        (&["run.steps=0", "run.epochs=0"], &["run.steps = 0 is out of range", "at least 1"]),
+        (&["run.steps=0", "run.epochs=half"], &["--set run.epochs=half"]),
+        (&["model.own=mine"], &["model.own = \"mine\": the network is a program's own", "use that program"]),
+    ];
+    for (settings, words) in cases {
+        refuses(&mut Run::new(Alone, root.path(), "x", settings).command(), root.path(), words);
+    }
+}
+
+#[test]
 fn averages_that_cannot_be() {
     let root = tempfile::tempdir().unwrap();
     let cases: [(Transport, &str, &[&str]); 10] = [

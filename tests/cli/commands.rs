@@ -24,7 +24,19 @@ fn set<'a>(settings: impl IntoIterator<Item = &'a &'a str>) -> Vec<&'a str> {
 #[test]
 fn help_names_every_command() {
     let help = printed(&["--help"]);
-    for command in ["train", "simulate", "verify", "sample", "data", "checkpoint", "config", "doctor", "completions"] {
+    for command in [
+        "train",
+        "simulate",
+        "verify",
+        "sample",
+        "data",
+        "checkpoint",
+        "runs",
+        "compare",
+        "config",
+        "doctor",
+        "completions",
+    ] {
         assert!(help.contains(&format!("  {command} ")), "{help}");
         assert!(printed(&[command, "--help"]).contains(&format!("Usage: hpctrain {command}")));
     }

@@ -7,6 +7,7 @@ mod doctor;
 mod hostile;
 mod pages;
 mod report;
+mod runs;
 mod setup;
 
 #[path = "../common/mod.rs"]

@@ -102,7 +102,7 @@ fn every_pixel_is_where_it_was_and_every_class_has_its_name() {
     let want = want.chain((0..11).filter(|i| i % 5 != 4).map(|i| format!("dog/{i:02}.png")));
     assert!(files.iter().cloned().eq(want), "{files:?}");
 
-    let inspected = inspect::inspect(&out).unwrap();
+    let inspected = inspect::inspect(&out).unwrap().to_string();
     assert!(inspected.contains("train-00000.h5, train-00001.h5, val-00000.h5: classes 0 Cat, 1 dog\n"), "{inspected}");
     assert_eq!(verify::verify(&out).unwrap().files, 3);
 }

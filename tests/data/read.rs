@@ -140,7 +140,7 @@ fn foreign_files_are_read_by_the_names_of_their_datasets() {
         let expected: Vec<u32> = ids[64 * i as usize..][..65].iter().map(|&id| id as u32).collect();
         assert_eq!((&inputs[..], &targets[..]), (&expected[..64], &expected[1..]));
     }
-    let report = inspect::inspect(&path).unwrap();
+    let report = inspect::inspect(&path).unwrap().to_string();
     assert!(report.contains("/text/ids  50000  int16  chunks of 1000  shuffle + deflate 3"), "{report}");
     assert!(report.contains("corpus.hdf5: not written by hpctrain"), "{report}");
 }

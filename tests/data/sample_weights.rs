@@ -140,7 +140,7 @@ fn weights_are_read_where_they_are_unless_told_otherwise() {
     // Shapes may differ as those of other datasets may not; validation needs no weights.
     let report = verify::verify(root.path()).unwrap();
     assert_eq!((report.files, report.ids, report.numbers), (3, 12, 32), "{report}");
-    assert!(inspect::inspect(root.path()).unwrap().contains("train-1.h5  /weights  4 x 1  float64"));
+    assert!(inspect::inspect(root.path()).unwrap().to_string().contains("train-1.h5  /weights  4 x 1  float64"));
 }
 
 #[test]

@@ -169,7 +169,7 @@ fn rows_have_checksums() {
     assert_eq!((report.files, report.checksums), (3, 12));
     let without_vocabulary = |note: &String| note.contains("has no vocabulary_size");
     assert!(report.notes.iter().all(without_vocabulary), "{report}");
-    let told = inspect::inspect(&out).unwrap();
+    let told = inspect::inspect(&out).unwrap().to_string();
     assert!(!told.contains("not written by hpctrain") && !told.contains("/checksums"), "{told}");
     assert!(told.contains("rows, format version 2, split train, num_shards 2, source table.csv\n"), "{told}");
 
@@ -352,7 +352,7 @@ fn removed_checksums_are_a_problem_only_for_own_files() {
 fn inspection_shows_layout_and_origin() {
     let dir = tempfile::tempdir().unwrap();
     let out = import(dir.path(), Some(1));
-    let report = inspect::inspect(&out).unwrap();
+    let report = inspect::inspect(&out).unwrap().to_string();
     let lines: Vec<&str> = report.lines().collect();
     assert!(lines[0].starts_with("file            dataset  shape   type   layout"), "{report}");
     assert!(lines[1].starts_with("train-00000.h5  /tokens  100000  uint8  chunks of 65536  deflate 1"), "{report}");

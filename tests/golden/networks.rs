@@ -200,7 +200,8 @@ fn ten_steps_of_adamw<B: Kernels>(b: &B, within: Within) {
             peak: attribute(&golden, "lr"),
             min: attribute(&golden, "min_lr"),
             warmup: size(&golden, "warmup_steps") as u64,
-            total: size(&golden, "total_steps") as u64,
+            // Its rates would reach the minimum one step after the last.
+            total: size(&golden, "total_steps") as u64 + 1,
             decay: 0,
         };
         let rates: Vec<f64> = (0..10).map(|step| schedule.rate(step)).collect();

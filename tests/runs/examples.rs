@@ -70,6 +70,47 @@ fn own_block() {
 }
 
 #[test]
+fn own_network() {
+    let root = tempfile::tempdir().unwrap();
+    let place = format!("run.root={}", root.path().display());
+    let of = |name: &str| root.path().join(name);
+    let settings = ["checkpoint.every=100", "batch.micro=8", &place];
+    let layouts = [(1, "one", "parallel.zero=0"), (2, "two", "parallel.zero=3"), (2, "stages", "parallel.pipeline=2")];
+    let mut told = vec![];
+    for (ranks, name, layout) in layouts {
+        let name = format!("run.name={name}");
+        let more = [&settings[..], &[layout, &name]].concat();
+        let ended = run("own_network", ranks, &more).succeeded();
+        assert_eq!(ended.stdout.lines().filter(|line| line.contains(" by backward")).count(), 3, "{ended}");
+        let last = ended.stdout.lines().last().unwrap();
+        assert!(last.starts_with("step 200: validation loss ") && last.contains("ROC AUC "), "{ended}");
+        told.push(last.to_owned());
+    }
+    assert!(told.iter().all(|other| *other == told[0]), "{told:#?}");
+    let bits = |name: &str, step: u64| tensors(&of(name).join(format!("checkpoints/step-{step:08}")));
+    let outputs = |name: &str, step: u64| -> Vec<f32> {
+        let file = hdf5::File::open(of(name).join(format!("predictions-{step}.h5"))).unwrap();
+        file.dataset("outputs").unwrap().read_raw().unwrap()
+    };
+    for name in ["two", "stages"] {
+        assert_eq!(bits(name, 200), bits("one", 200));
+        assert_eq!(outputs(name, 200), outputs("one", 200));
+    }
+    let records = std::fs::read_to_string(of("one").join("eval.jsonl")).unwrap();
+    let evaluated: Value = serde_json::from_str(records.lines().last().unwrap()).unwrap();
+    assert!(evaluated["metrics"]["accuracy"].as_f64().unwrap() > 0.9, "{evaluated}");
+    // It goes on, on other ranks.
+    let more = [&settings[..], &["run.name=one", "run.steps=220", "parallel.zero=1", "--resume"]].concat();
+    run("own_network", 2, &more).succeeded();
+    assert_eq!(outputs("one", 220).len(), 310);
+    // The program alone can build it.
+    let refused = finish(&mut program(["eval", "--checkpoint", &of("one").display().to_string()]));
+    assert_eq!(refused.code(), 2);
+    let wanted = "model.own = \"3 residual blocks of width 16\": the network is a program's own";
+    assert!(refused.stderr.contains(wanted) && refused.stderr.contains("hint: use that program"), "{refused}");
+}
+
+#[test]
 fn own_data() {
     let root = tempfile::tempdir().unwrap();
     let place = format!("run.root={}", root.path().display());

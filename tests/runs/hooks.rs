@@ -48,6 +48,7 @@ impl Source for Line {
 struct Notes {
     told: Vec<String>,
     stops_at: Option<u64>,
+    stops_at_epoch: Option<u64>,
     fails_at: Option<u64>,
     fails_at_evaluation: Option<u64>,
     fails_at_end: bool,
@@ -76,6 +77,12 @@ impl Hook for Notes {
         }
     }
 
+    fn epoch(&mut self, epoch: u64, step: &Step, measures: Option<&Measures>) -> Result<ControlFlow<String>> {
+        let evaluated = if measures.is_some() { ", evaluated" } else { "" };
+        self.told.push(format!("epoch {epoch} with step {}{evaluated}", step.step));
+        Ok(if self.stops_at_epoch == Some(epoch) { Break(format!("enough of {epoch} epochs")) } else { Continue(()) })
+    }
+
     fn checkpoint(&mut self, step: u64, directory: &Path) -> Result<ControlFlow<String>> {
         assert!(directory.join("manifest.json").exists());
         self.told.push(format!("checkpoint {step}"));
@@ -96,6 +103,10 @@ impl Hook for Notes {
 }
 
 fn config(root: &Path) -> Config {
+    config_with(root, &[])
+}
+
+fn config_with(root: &Path, more: &[&str]) -> Config {
     let settings = [
         "model.kind=layers",
         "model.input=[1]",
@@ -110,7 +121,8 @@ fn config(root: &Path) -> Config {
         "run.device=cpu",
         &format!("run.root={}", root.display()),
     ];
-    load(&Sources { overrides: &settings.map(String::from), ..Sources::default() }).unwrap().0
+    let overrides: Vec<String> = settings.iter().chain(more).map(|setting| setting.to_string()).collect();
+    load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap().0
 }
 
 fn line(train: Line) -> Splits {
@@ -119,11 +131,20 @@ fn line(train: Line) -> Splits {
 
 /// Calls of the hook of each rank, and the end of the run; `hook` makes that of a rank.
 fn run(ranks: usize, train: Line, hook: impl Fn(usize) -> Notes + Sync) -> (Vec<Vec<String>>, Vec<Result<Ending>>) {
+    run_with(ranks, train, &[], hook)
+}
+
+fn run_with(
+    ranks: usize,
+    train: Line,
+    more: &[&str],
+    hook: impl Fn(usize) -> Notes + Sync,
+) -> (Vec<Vec<String>>, Vec<Result<Ending>>) {
     let root = tempfile::tempdir().unwrap();
-    let config = config(root.path());
+    let config = config_with(root.path(), more);
     let each = on_threads(ranks, |comm| {
         let mut hook = hook(comm.rank());
-        let own = Own { hooks: vec![&mut hook], data: Some(line(train)) };
+        let own = Own { hooks: vec![&mut hook], data: Some(line(train)), network: None };
         let request = Request { threads: Some(1), ..Request::new(config.clone(), "line") };
         let ended = train_on_device(comm, &request, own, None);
         Ok((hook.told, ended))
@@ -154,6 +175,45 @@ fn every_rank_is_told_everything() {
             (vec![expected.map(String::from).to_vec(); ranks], vec![Ok(Ending::Finished); ranks])
         );
     }
+}
+
+/// Epochs of 40 samples in steps of 16.
+#[test]
+fn epochs_are_told_after_their_evaluations() {
+    let settings = ["run.steps=0", "run.epochs=3", "batch.global=16", "eval.every=0", "eval.every_epochs=2"];
+    let expected = [
+        "step 1",
+        "step 2",
+        "step 3",
+        "epoch 1 with step 3",
+        "checkpoint 3",
+        "step 4",
+        "step 5",
+        "evaluation 5",
+        "epoch 2 with step 5, evaluated",
+        "step 6",
+        "checkpoint 6",
+        "step 7",
+        "step 8",
+        "epoch 3 with step 8",
+        "evaluation 8",
+        "checkpoint 8",
+        "end 8: Finished",
+    ];
+    for ranks in [1, 2] {
+        let (told, ended) = run_with(ranks, LINE, &settings, |_| Notes::default());
+        assert_eq!(
+            (told, ended),
+            (vec![expected.map(String::from).to_vec(); ranks], vec![Ok(Ending::Finished); ranks])
+        );
+    }
+    // Several epochs of a round are told after its average, and a request to stop is heard with the next.
+    let apart = ["parallel.average_every=4", "parallel.average_replicas=2", "parallel.lanes=2", "checkpoint.every=0"];
+    let hook = |_| Notes { stops_at_epoch: Some(1), ..Notes::default() };
+    let (told, ended) = run_with(2, LINE, &[&settings[..], &apart].concat(), hook);
+    assert_eq!(ended, vec![Ok(Ending::Stopped("enough of 1 epochs".into())); 2]);
+    let expected = ["step 4", "epoch 1 with step 3", "step 5", "step 6", "step 7", "step 8", "epoch 2 with step 5"];
+    assert_eq!(told[0][3..10], expected, "{:?}", told[0]);
 }
 
 #[test]

@@ -40,7 +40,7 @@ impl Architecture {
         match network {
             Network::Gpt(gpt) => Ok(Self::Gpt2(gpt2::Architecture::of(gpt, tokens))),
             Network::Llama(llama) => Ok(Self::Llama(llama::Architecture::of(llama, tokens))),
-            Network::Layers(_) => Err(unknown()),
+            Network::Layers(_) | Network::Own(_) => Err(unknown()),
         }
     }
 

@@ -37,7 +37,7 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
     // A GPT-2 of theirs has biases whether ours has or not.
     let there = tensors(&match &network {
         Network::Gpt(gpt) => Network::Gpt(Gpt { bias: true, ..gpt.clone() }),
-        Network::Llama(_) | Network::Layers(_) => network.clone(),
+        Network::Llama(_) | Network::Layers(_) | Network::Own(_) => network.clone(),
     });
     let ours: BTreeSet<String> = tensors(&network).into_iter().map(|tensor| tensor.name).collect();
     let staging = Staging::new(out)?;

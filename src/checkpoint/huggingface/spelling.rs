@@ -48,7 +48,7 @@ impl Spelling {
         match network {
             Network::Gpt(_) => Ok(GPT2),
             Network::Llama(_) => Ok(LLAMA),
-            Network::Layers(_) => Err(unknown()),
+            Network::Layers(_) | Network::Own(_) => Err(unknown()),
         }
     }
 

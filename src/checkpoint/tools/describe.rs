@@ -1,13 +1,16 @@
-//! Description of a checkpoint, for people.
+//! Description of a checkpoint, for people or programs.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
+use serde::Serialize;
+
 use super::list::written;
-use crate::checkpoint::Manifest;
-use crate::config::network;
+use crate::checkpoint::{Manifest, Origin};
+use crate::config::{Config, network};
 use crate::data::inspect::table;
-use crate::data::{DataChange, TrainedOn};
+use crate::data::{DataChange, Tokenizer, TrainedOn};
 use crate::telemetry::{bytes, grouped};
 use crate::visible::in_one_line;
 
@@ -28,7 +31,7 @@ pub fn describe(dir: &Path, manifest: &Manifest) -> String {
     nodes.dedup();
     let hosts = if nodes.is_empty() { String::new() } else { format!(" on {}", nodes.join(", ")) };
     let ranks = format!("{} rank{}{hosts}", origin.ranks, if origin.ranks == 1 { "" } else { "s" });
-    line("written", format!("{} by hpctrain {}, {ranks}, {}", written(manifest), origin.hpctrain, origin.mpi));
+    line("written", format!("{} by hpctrain {}, {ranks}, {}", written(origin.time), origin.hpctrain, origin.mpi));
     let network =
         network(&mut model.clone(), None).map_or_else(|e| e.message().to_string(), |network| network.describe());
     line("model", format!("{network}, dropout {}", model.dropout));
@@ -48,6 +51,55 @@ pub fn describe(dir: &Path, manifest: &Manifest) -> String {
         tensors.push([name.clone(), shape(&entry.shape), entry.pieces.len().to_string()]);
     }
     format!("{out}\n{}\n{}", table(&files), table(&tensors))
+}
+
+/// A checkpoint for programs: its manifest without the places of pieces.
+#[derive(Serialize)]
+pub struct Description<'a> {
+    checkpoint: &'a Path,
+    format: u32,
+    id: &'a str,
+    step: u64,
+    updates: u64,
+    /// Samples consumed.
+    position: u64,
+    seed: u64,
+    origin: &'a Origin,
+    config: &'a Config,
+    tokenizer: Option<&'a str>,
+    data: Option<String>,
+    data_changes: &'a [DataChange],
+    parameters: u64,
+    state: &'a [String],
+    /// Bytes by name.
+    files: BTreeMap<&'a str, u64>,
+    /// Shape by name.
+    tensors: BTreeMap<&'a str, &'a [usize]>,
+}
+
+impl<'a> Description<'a> {
+    /// Of the checkpoint in `dir`.
+    pub fn of(dir: &'a Path, manifest: &'a Manifest) -> Self {
+        let Manifest { version, id, step, updates, position, seed, config, origin, state, data, .. } = manifest;
+        Self {
+            checkpoint: dir,
+            format: *version,
+            id,
+            step: *step,
+            updates: *updates,
+            position: *position,
+            seed: *seed,
+            origin,
+            config,
+            tokenizer: manifest.tokenizer.as_ref().map(Tokenizer::name),
+            data: data.as_ref().map(|data| data.fingerprint.digest()),
+            data_changes: data.as_ref().map_or(&[], |data| &data.changes),
+            parameters: manifest.parameters(),
+            state,
+            files: manifest.files.iter().map(|(name, file)| (&name[..], file.bytes)).collect(),
+            tensors: manifest.tensors.iter().map(|(name, tensor)| (&name[..], &tensor.shape[..])).collect(),
+        }
+    }
 }
 
 /// Samples, shards and digest of training data.

@@ -1,5 +1,9 @@
 //! Differences of two checkpoints, bit by bit.
 
+use std::fmt;
+
+use serde::Serialize;
+
 use crate::checkpoint::{Manifest, PARAMS, Reader};
 use crate::error::Result;
 use crate::telemetry::grouped;
@@ -8,67 +12,134 @@ use crate::telemetry::grouped;
 const CHUNK: usize = 1 << 20;
 
 /// Counts of a comparison.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Compared {
     /// Tensors compared: parameters, and each buffer of the optimizer's state.
     pub tensors: usize,
     /// Their elements.
     pub elements: u64,
-    /// Lines told: each is a difference.
+    /// Differences told.
     pub differences: usize,
 }
 
-/// Differences of two tensors of one shape.
-#[derive(Debug, Clone, Copy, PartialEq)]
-struct Difference {
-    /// Elements with other bits.
-    elements: u64,
-    /// The first of them, flat, with both values.
-    first: (usize, f32, f32),
-    /// The largest absolute difference; not a number if a value is none.
-    largest: f64,
+/// A difference of two checkpoints.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[serde(tag = "what", rename_all = "lowercase")]
+pub enum Difference {
+    /// A count of the progress.
+    Count {
+        /// Its name.
+        name: &'static str,
+        /// In A.
+        a: u64,
+        /// In B.
+        b: u64,
+    },
+    /// A buffer of the optimizer's state that only one has.
+    State {
+        /// Its name.
+        name: String,
+        /// Which has it.
+        only_in: char,
+    },
+    /// A tensor that only one has.
+    Tensor {
+        /// Its name.
+        name: String,
+        /// Which has it.
+        only_in: char,
+    },
+    /// Shapes of a tensor.
+    Shape {
+        /// Its name.
+        name: String,
+        /// In A.
+        a: Vec<usize>,
+        /// In B.
+        b: Vec<usize>,
+    },
+    /// Elements of a tensor, or of a buffer for it.
+    Elements {
+        /// Parameters, or the buffer.
+        group: String,
+        /// The tensor.
+        name: String,
+        /// How they differ.
+        #[serde(flatten)]
+        found: Elements,
+    },
 }
 
-/// Compares two checkpoints; `tell` gets a line for every tensor, buffer and count that differs. `weights_only` leaves
+/// Elements that differ, of two tensors of one shape.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Elements {
+    /// Elements with other bits.
+    pub elements: u64,
+    /// Elements of the tensor.
+    pub of: u64,
+    /// Place of the first, flat.
+    pub first: usize,
+    /// Its value in A.
+    pub a: f32,
+    /// And in B.
+    pub b: f32,
+    /// The largest absolute difference; not a number if a value is none.
+    pub largest: f64,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Count { name, a, b } => write!(f, "{name}: {a} in A, {b} in B"),
+            Self::State { name, only_in } => write!(f, "optimizer state {name}: only in {only_in}"),
+            Self::Tensor { name, only_in } => write!(f, "{name}: only in {only_in}"),
+            Self::Shape { name, a, b } => write!(f, "{name}: {a:?} in A, {b:?} in B"),
+            Self::Elements { group, name, found: Elements { elements, of, first, a, b, largest } } => write!(
+                f,
+                "/{group}/{name}: {} of {} elements differ, the first is {first}: {a:e} and {b:e}; \
+                 largest difference {largest:.3e}",
+                grouped(*elements),
+                grouped(*of)
+            ),
+        }
+    }
+}
+
+/// Compares two checkpoints; `tell` gets every tensor, buffer and count that differs. `weights_only` leaves
 /// out all but the parameters.
 ///
 /// # Errors
 /// One of them is damaged.
-pub fn diff(a: &mut Reader, b: &mut Reader, weights_only: bool, tell: &mut dyn FnMut(String)) -> Result<Compared> {
+pub fn diff(a: &mut Reader, b: &mut Reader, weights_only: bool, tell: &mut dyn FnMut(Difference)) -> Result<Compared> {
     let (mine, others) = (a.manifest().clone(), b.manifest().clone());
     let mut compared = Compared::default();
-    let mut tell = |line| {
+    let mut tell = |found| {
         compared.differences += 1;
-        tell(line);
+        tell(found);
     };
     let (mut tensors, mut elements) = (0, 0);
     if !weights_only {
         progress(&mine, &others).into_iter().chain(buffers(&mine, &others)).for_each(&mut tell);
     }
     for name in others.tensors.keys().filter(|name| !mine.tensors.contains_key(*name)) {
-        tell(format!("{name}: only in B"));
+        tell(Difference::Tensor { name: name.clone(), only_in: 'B' });
     }
     for (name, entry) in &mine.tensors {
         let Some(other) = others.tensors.get(name) else {
-            tell(format!("{name}: only in A"));
+            tell(Difference::Tensor { name: name.clone(), only_in: 'A' });
             continue;
         };
         if entry.shape != other.shape {
-            tell(format!("{name}: {:?} in A, {:?} in B", entry.shape, other.shape));
+            let (a, b) = (entry.shape.clone(), other.shape.clone());
+            tell(Difference::Shape { name: name.clone(), a, b });
             continue;
         }
         let len = entry.shape.iter().product();
         for (group, part_a, part_b) in parts(&mine, &others, weights_only) {
             tensors += 1;
             elements += len as u64;
-            if let Some(Difference { elements, first: (at, x, y), largest }) =
-                tensor(a, b, name, [part_a, part_b], len)?
-            {
-                let (elements, len) = (grouped(elements), grouped(len as u64));
-                tell(format!(
-                    "/{group}/{name}: {elements} of {len} elements differ, the first is {at}: {x:e} and {y:e}; \
-                     largest difference {largest:.3e}"
-                ));
+            if let Some(found) = tensor(a, b, name, [part_a, part_b], len)? {
+                tell(Difference::Elements { group, name: name.clone(), found });
             }
         }
     }
@@ -76,7 +147,7 @@ pub fn diff(a: &mut Reader, b: &mut Reader, weights_only: bool, tell: &mut dyn F
 }
 
 /// Counts that differ.
-fn progress(a: &Manifest, b: &Manifest) -> Vec<String> {
+fn progress(a: &Manifest, b: &Manifest) -> Vec<Difference> {
     let counts = [
         ("step", a.step, b.step),
         ("updates", a.updates, b.updates),
@@ -84,16 +155,16 @@ fn progress(a: &Manifest, b: &Manifest) -> Vec<String> {
         ("seed", a.seed, b.seed),
     ];
     let differ = counts.into_iter().filter(|(_, a, b)| a != b);
-    differ.map(|(name, a, b)| format!("{name}: {a} in A, {b} in B")).collect()
+    differ.map(|(name, a, b)| Difference::Count { name, a, b }).collect()
 }
 
 /// Buffers that only one of them has.
-fn buffers(a: &Manifest, b: &Manifest) -> Vec<String> {
-    let only = |have: &Manifest, lack: &Manifest, which: &str| -> Vec<String> {
+fn buffers(a: &Manifest, b: &Manifest) -> Vec<Difference> {
+    let only = |have: &Manifest, lack: &Manifest, only_in: char| -> Vec<Difference> {
         let missing = have.state.iter().filter(|name| !lack.state.contains(name));
-        missing.map(|name| format!("optimizer state {name}: only in {which}")).collect()
+        missing.map(|name| Difference::State { name: name.clone(), only_in }).collect()
     };
-    [only(a, b, "A"), only(b, a, "B")].concat()
+    [only(a, b, 'A'), only(b, a, 'B')].concat()
 }
 
 /// The parts of every tensor that both have: the group's name, and its number in each.
@@ -108,8 +179,8 @@ fn parts(a: &Manifest, b: &Manifest, weights_only: bool) -> Vec<(String, usize, 
 }
 
 /// Compares a tensor of `len` elements, part `parts[0]` of it in `a` with part `parts[1]` in `b`.
-fn tensor(a: &mut Reader, b: &mut Reader, name: &str, parts: [usize; 2], len: usize) -> Result<Option<Difference>> {
-    let mut found: Option<Difference> = None;
+fn tensor(a: &mut Reader, b: &mut Reader, name: &str, parts: [usize; 2], len: usize) -> Result<Option<Elements>> {
+    let mut found: Option<Elements> = None;
     let (mut mine, mut others) = (vec![0.0; CHUNK.min(len)], vec![0.0; CHUNK.min(len)]);
     for start in (0..len).step_by(CHUNK) {
         let range = start..(start + CHUNK).min(len);
@@ -121,7 +192,8 @@ fn tensor(a: &mut Reader, b: &mut Reader, name: &str, parts: [usize; 2], len: us
                 continue;
             }
             let apart = (f64::from(*x) - f64::from(*y)).abs();
-            let found = found.get_or_insert(Difference { elements: 0, first: (at, *x, *y), largest: 0.0 });
+            let of = len as u64;
+            let found = found.get_or_insert(Elements { elements: 0, of, first: at, a: *x, b: *y, largest: 0.0 });
             found.elements += 1;
             if apart.is_nan() || apart > found.largest {
                 found.largest = apart;

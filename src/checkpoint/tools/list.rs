@@ -1,70 +1,125 @@
-//! The checkpoints of a run as a table for people.
+//! The checkpoints of a run, as a table for people or an object for programs.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::time::{Duration, UNIX_EPOCH};
+
+use serde::Serialize;
 
 use crate::checkpoint::directory::name_of;
 use crate::checkpoint::{Checkpoints, Manifest};
 use crate::data::inspect::table;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Kind, Result};
 use crate::telemetry::bytes;
 use crate::telemetry::evaluations::{self, Over};
 
-/// A line for every published checkpoint, ascending by step.
+/// The checkpoints of a run.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct List {
+    /// Their directory.
+    pub directory: PathBuf,
+    /// The kind of loss by which they are compared.
+    pub loss_over: Over,
+    /// Each published one, ascending by step.
+    pub checkpoints: Vec<Listed>,
+}
+
+/// A published checkpoint. Without a readable manifest the rest is not known.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Listed {
+    /// Steps finished.
+    pub step: u64,
+    /// The name of the save.
+    pub id: Option<String>,
+    /// Bytes of its files.
+    pub bytes: Option<u64>,
+    /// Time at which it was written, in seconds since 1970.
+    pub time: Option<f64>,
+    /// Its loss.
+    pub loss: Option<f64>,
+    /// Whether `latest` leads to it.
+    pub latest: bool,
+    /// Whether `best` leads to it.
+    pub best: bool,
+    /// Whether somebody holds it.
+    pub leased: bool,
+    /// Its fault, if it has one.
+    pub fault: Option<String>,
+}
+
+/// All published checkpoints of a run.
 ///
 /// # Errors
 /// The directory, the evaluations or the leases cannot be read.
-pub fn list(checkpoints: &Checkpoints) -> Result<String> {
+pub fn list(checkpoints: &Checkpoints) -> Result<List> {
     let evaluated = checkpoints.evaluated()?;
     if let Err(e) = evaluated.all() {
         log::warn!("{}", e.to_string().replace('\n', "; "));
     }
-    let loss = match evaluations::over(evaluated.known()) {
-        Over::Validation => "validation loss",
-        Over::Training => "training loss",
-    };
-    let mut rows = vec![["step", "size", "written", loss, "marks", "id"].map(str::to_owned)];
-    for step in checkpoints.steps()? {
-        let found = checkpoints.sound(step);
+    let known = evaluated.known();
+    let linked = |link: PathBuf, name: &str| std::fs::read_link(link).is_ok_and(|target| target.as_os_str() == name);
+    let one = |step: u64| {
+        let (found, name) = (checkpoints.sound(step), name_of(step));
         let loss = match &found {
-            Ok(manifest) => evaluations::loss_of(evaluated.known(), step, &manifest.id),
-            Err(_) => evaluations::loss(evaluated.known(), step),
+            Ok(manifest) => evaluations::loss_of(known, step, &manifest.id),
+            Err(_) => evaluations::loss(known, step),
         };
-        let loss = loss.map_or_else(|| "-".into(), |loss| format!("{loss:.4}"));
-        let marks = marks(checkpoints, step, found.as_ref().err())?;
-        let [size, written, id] = match found {
-            Ok(manifest) => [bytes(manifest.bytes() as usize), written(&manifest), manifest.id],
-            Err(_) => ["-"; 3].map(str::to_owned),
-        };
-        rows.push([step.to_string(), size, written, loss, marks, id]);
-    }
-    Ok(match rows.len() {
-        1 => format!("no checkpoint in {}", checkpoints.root().display()),
-        _ => table(&rows),
-    })
+        let fault = found.as_ref().err().map(|e| match e.kind() {
+            Kind::Damaged => format!("damaged: {}", e.message()),
+            _ => e.message().to_string(),
+        });
+        let manifest = found.ok();
+        Ok(Listed {
+            step,
+            bytes: manifest.as_ref().map(Manifest::bytes),
+            time: manifest.as_ref().map(|manifest| manifest.origin.time),
+            id: manifest.map(|manifest| manifest.id),
+            loss,
+            latest: linked(checkpoints.latest(), &name),
+            best: linked(checkpoints.best(), &name),
+            leased: checkpoints.leases().holds(&name)?,
+            fault,
+        })
+    };
+    let all = checkpoints.steps()?.into_iter().map(one).collect::<Result<_>>()?;
+    let directory = checkpoints.root().to_path_buf();
+    Ok(List { directory, loss_over: evaluations::over(known), checkpoints: all })
 }
 
-/// Marks of a checkpoint: latest, best, leased, and its fault.
-fn marks(checkpoints: &Checkpoints, step: u64, fault: Option<&Error>) -> Result<String> {
-    let name = name_of(step);
-    let linked = |link: &Path| std::fs::read_link(link).is_ok_and(|target| target.as_os_str() == name.as_str());
-    let mut marks = Vec::new();
-    for (mark, holds) in [
-        ("latest", linked(&checkpoints.latest())),
-        ("best", linked(&checkpoints.best())),
-        ("leased", checkpoints.leases().holds(&name)?),
-    ] {
-        marks.extend(holds.then(|| mark.to_string()));
+impl List {
+    /// For people: a line for each.
+    pub fn told(&self) -> String {
+        let loss = match self.loss_over {
+            Over::Validation => "validation loss",
+            Over::Training => "training loss",
+        };
+        let mut rows = vec![["step", "size", "written", loss, "marks", "id"].map(str::to_owned)];
+        rows.extend(self.checkpoints.iter().map(Listed::row));
+        match rows.len() {
+            1 => format!("no checkpoint in {}", self.directory.display()),
+            _ => table(&rows),
+        }
     }
-    marks.extend(fault.map(|e| match e.kind() {
-        Kind::Damaged => format!("damaged: {}", e.message()),
-        _ => e.message().to_string(),
-    }));
-    Ok(marks.join(", "))
+}
+
+impl Listed {
+    fn row(&self) -> [String; 6] {
+        let or_none = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+        let marks = [("latest", self.latest), ("best", self.best), ("leased", self.leased)];
+        let marks = marks.into_iter().filter(|(_, holds)| *holds).map(|(mark, _)| mark.to_owned());
+        let marks: Vec<String> = marks.chain(self.fault.clone()).collect();
+        [
+            self.step.to_string(),
+            or_none(self.bytes.map(|size| bytes(size as usize))),
+            or_none(self.time.map(written)),
+            or_none(self.loss.map(|loss| format!("{loss:.4}"))),
+            marks.join(", "),
+            or_none(self.id.clone()),
+        ]
+    }
 }
 
 /// Time at which a checkpoint was written, in UTC.
-pub(super) fn written(manifest: &Manifest) -> String {
-    let time = Duration::try_from_secs_f64(manifest.origin.time).ok().and_then(|since| UNIX_EPOCH.checked_add(since));
+pub(super) fn written(time: f64) -> String {
+    let time = Duration::try_from_secs_f64(time).ok().and_then(|since| UNIX_EPOCH.checked_add(since));
     time.map_or_else(|| "-".into(), |time| humantime::format_rfc3339_seconds(time).to_string())
 }

@@ -1,11 +1,13 @@
 //! Removing checkpoints that need not be kept, when a user asks for it.
 
+use serde::Serialize;
+
 use crate::checkpoint::retention::{Candidate, removed};
 use crate::checkpoint::{Checkpoints, Retention};
 use crate::error::Result;
 
 /// The checkpoints that a retention does not ask for: removed or held.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Pruning {
     /// Steps whose checkpoints are removed, or would be; ascending.
     pub removed: Vec<u64>,

@@ -7,9 +7,10 @@ use serde::Serialize;
 
 use crate::backend::cpu::Cpu;
 use crate::bench::checkpoints::{self, Saving};
+use crate::cli::json;
 use crate::comm::Comm;
 use crate::config::{Config, LayerList, Size};
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::telemetry::{bytes, say};
 
 /// Arguments of `hpctrain bench checkpoint`.
@@ -61,7 +62,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CheckpointArgs) -> Result<()> {
     let median = Saving::median(&rounds);
     if args.json {
         let report = Report { ranks: comm.size(), bytes: bytes_written, saving: median };
-        say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+        json(&report)?;
         return Ok(());
     }
     say(format_args!("{} in {} ranks, median of {} rounds", bytes(bytes_written as usize), comm.size(), rounds.len()));

@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use crate::backend::cpu::Cpu;
 use crate::bench::collectives::{self, Timing};
+use crate::cli::json;
 use crate::comm::{Algorithm, Comm, Operation};
 use crate::config::Size;
 use crate::error::{Error, Result};
@@ -99,7 +100,7 @@ pub fn table(comm: &Comm<Cpu>, args: &CommArgs) -> Result<()> {
             copy_bandwidth: copy / 1e9,
             rows,
         };
-        say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+        json(&report)?;
     }
     Ok(())
 }

@@ -6,6 +6,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::backend::cpu::Cpu;
+use crate::cli::json;
 use crate::comm::Comm;
 use crate::data::bench::{self, Timing};
 use crate::error::{Error, Result};
@@ -64,7 +65,7 @@ pub fn table(comm: &Comm<Cpu>, args: &DataArgs) -> Result<()> {
     let rows: Vec<Row> = timings.iter().map(row).collect();
     if args.json {
         let report = Report { rounds: args.rounds, rows };
-        say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+        json(&report)?;
         return Ok(());
     }
     say("what                                samples/s       GB/s  plain reads/s  of plain");

@@ -7,6 +7,7 @@ use crate::backend::cpu::Cpu;
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, libraries};
 use crate::backend::readable;
 use crate::bench::operations::{Sizes, Timing, operations};
+use crate::cli::json;
 use crate::comm::Comm;
 use crate::config::{Compute, Size};
 use crate::error::{Error, Result};
@@ -119,7 +120,7 @@ pub fn table(comm: &Comm<Cpu>, args: &GpuArgs) -> Result<()> {
             copy_bandwidth: copy.unwrap_or(0.0) / 1e9,
             rows,
         };
-        say(serde_json::to_string_pretty(&report).map_err(|e| Error::internal(e.to_string()))?);
+        json(&report)?;
     }
     Ok(())
 }

@@ -8,11 +8,12 @@ use serde::Serialize;
 
 use crate::backend::cpu::{Cpu, Peak, Products};
 use crate::backend::{Backend as _, Tallies};
+use crate::cli::json;
 use crate::cli::train::SourceArgs;
 use crate::comm::Comm;
 use crate::config::Plan;
 use crate::engine::Pace;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::placement::cpu;
 use crate::telemetry::{grouped, say};
 
@@ -147,11 +148,6 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     }
 }
 
-fn print_json(report: &impl Serialize) -> Result<()> {
-    say(serde_json::to_string_pretty(report).map_err(|e| Error::internal(e.to_string()))?);
-    Ok(())
-}
-
 /// One step of which every kernel is counted.
 fn profiled(pace: &mut Pace<Cpu>) -> Result<()> {
     pace.backend().profile().record(true);
@@ -179,7 +175,7 @@ fn steps(pace: &mut Pace<Cpu>, args: &PaceArgs, machine: Machine, speaks: bool) 
     };
     match (speaks, args.json) {
         (false, _) => Ok(()),
-        (true, true) => print_json(&report),
+        (true, true) => json(&report),
         (true, false) => {
             let Steps { parameters, step_ms, fastest_step_ms, predictions, per_second, gflops, of_peak, .. } = report;
             say(format_args!("{} parameters", grouped(parameters)));
@@ -205,7 +201,7 @@ fn kernels(
     let report = Kernels { machine, rows: rows(&pace.backend().profile().take(), f64::from(args.steps), peak, view) };
     match (speaks, args.json) {
         (false, _) => {}
-        (true, true) => print_json(&report)?,
+        (true, true) => json(&report)?,
         (true, false) => {
             say(
                 "kernel                             shape                   calls    mean µs  fastest µs   GFLOP/s of peak      GB/s of peak",

@@ -20,18 +20,18 @@ use super::terms::{Terms, layouts};
 use crate::activity::now;
 use crate::backend::cpu::Cpu;
 use crate::checkpoint::{Job, Origin, Progress};
-use crate::config::Plan;
-use crate::data::TrainedOn;
+use crate::config::{Eval, Plan};
+use crate::data::{Mix, TrainedOn};
 use crate::engine::{Splits, clip};
 use crate::error::{Error, Result};
-use crate::evaluate::{Evaluator, Measures};
+use crate::evaluate::Evaluator;
 use crate::layout::Tensor;
 use crate::nn::loss::Objective;
 use crate::optim::Part;
 use crate::parallel::{AllFlags, ControlFlags, Hyper, Norms, Squares, state_names, sum_of_squares, whole_norms};
 use crate::run_dir::{Ending, RunDirectory};
 use crate::telemetry::epoch_loss::EpochLoss;
-use crate::telemetry::evaluations::{self, Evaluation};
+use crate::telemetry::evaluations;
 use crate::telemetry::metrics::Step;
 use crate::telemetry::{say, unix_time};
 use crate::train::{Budget, Outages, Records, StopRequests, fresh_id};
@@ -129,6 +129,7 @@ impl<'a> Course<'a> {
         let (of_eval, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
         // The workers read the samples; here they are counted.
         let evaluator = splits.validation.as_ref().map(|validation| Evaluator::counting(&**validation, of_eval, chunk));
+        let evaluator = evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
         let outages = Outages::new(plan.config.checkpoint.tolerate, progress.step > 0);
         let first_ticket = (unix_time() * 1e3) as u64;
         let mut pool = Pool::new(plan.config.servers.staleness, plan.config.servers.lease, first_ticket);
@@ -377,8 +378,7 @@ impl<'a> Course<'a> {
     }
 
     fn record(&mut self, taken: &Decided, took: Duration) -> Result<()> {
-        let step = self.progress.step;
-        let trained = self.terms.start.position + (step - self.terms.start.step) * self.samples();
+        let (step, trained) = (self.progress.step, self.trained());
         let context = self.plan.network.context() as u64;
         let seconds = took.as_secs_f64();
         let record = Step {
@@ -435,9 +435,20 @@ impl<'a> Course<'a> {
         Ok(())
     }
 
+    /// Samples of the steps so far.
+    fn trained(&self) -> u64 {
+        self.terms.start.position + (self.progress.step - self.terms.start.step) * self.samples()
+    }
+
+    /// Whether something that is wanted every so many steps or epochs is due now; 0 wants it never.
+    fn is_due(&self, steps: u64, epochs: u64) -> bool {
+        let step = self.progress.step;
+        self.plan.is_due(steps, step) || self.plan.is_due_by_epochs(epochs, step, self.trained(), self.train_samples)
+    }
+
     fn evaluate_if_due(&mut self) -> Result<(), Halt> {
-        let every = self.plan.config.eval.every;
-        let due = self.ending.is_none() && self.plan.is_due(every, self.progress.step);
+        let Eval { every, every_epochs, .. } = self.plan.config.eval;
+        let due = self.ending.is_none() && self.is_due(every, every_epochs);
         if !(due && self.plan.config.eval.inline) {
             return Ok(());
         }
@@ -468,13 +479,12 @@ impl<'a> Course<'a> {
             return Ok(());
         };
         let Some(evaluator) = &self.evaluator else { return Ok(()) };
-        let measures = evaluator.measures(self.objective.metrics(), &sums);
+        let measures = evaluator.measures(&self.objective, &sums)?;
         let (step, told) = (self.progress.step, measures.to_string());
-        let Measures { loss, metrics } = measures;
-        self.evaluated = Some((step, loss));
+        self.evaluated = Some((step, measures.loss));
         log::info!("step {step}: {told}");
         self.outages.held(self.directory.check())?;
-        let evaluation = Evaluation::done(step, loss, metrics).on(evaluator.digest(), evaluator.samples());
+        let evaluation = measures.evaluation(step).on(evaluator.digest(), evaluator.samples());
         let written = self.records.evaluated(evaluation);
         self.records.progress.say(&format!("step {step:>6}  {told}"));
         let all = match written.and_then(|()| evaluations::read(&self.directory.evaluations_path())) {
@@ -485,7 +495,11 @@ impl<'a> Course<'a> {
         best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
         let config = &self.plan.config.eval;
         let all = evaluations::until(all.known(), step);
-        self.stop_requests.stop_for(evaluations::stop_reason(&all, config.patience, config.min_delta));
+        let why = evaluations::stop_reason(&all, config.patience, config.min_delta);
+        if step < self.plan.config.run.steps && self.ending.is_none() {
+            // The evaluation just made is the last one.
+            self.ending = why.map(Ending::Stopped);
+        }
         Ok(())
     }
 }

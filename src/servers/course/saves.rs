@@ -3,7 +3,7 @@
 use super::Course;
 use crate::activity::now;
 use crate::checkpoint::Published;
-use crate::config::WhenBusy;
+use crate::config::{Checkpoint, WhenBusy};
 use crate::error::Result;
 use crate::servers::hub::Halt;
 use crate::servers::message::{FromServer, ToServer};
@@ -35,8 +35,8 @@ impl Course<'_> {
     /// Begins to save if that is due, and notes the end of a save.
     pub(super) fn save_if_due(&mut self) -> Result<(), Halt> {
         self.note_saved(false)?;
-        let every = self.plan.config.checkpoint.every;
-        let due = self.plan.is_due(every, self.progress.step) || std::mem::take(&mut self.save_now);
+        let Checkpoint { every, every_epochs, .. } = self.plan.config.checkpoint;
+        let due = self.is_due(every, every_epochs) || std::mem::take(&mut self.save_now);
         // The end of training saves by itself.
         if !due || self.ending.is_some() {
             return Ok(());

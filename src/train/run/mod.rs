@@ -12,13 +12,14 @@ use crate::activity::{Doing, Track, span};
 use crate::backend::Kernels;
 use crate::checkpoint::{self, Published, Saver};
 use crate::comm::{Comm, Group, Watch};
-use crate::config::{Config, Plan};
+use crate::config::{Checkpoint, Config, Eval, Model, Plan, ended};
 use crate::data::{Tokenizer, TrainedOn};
 use crate::engine::feed::Feed;
 use crate::engine::memory::Held;
 use crate::engine::{Engine, Round, Splits, StepResult, advance};
 use crate::error::{Error, Result};
 use crate::evaluate::{Evaluator, Measures};
+use crate::nn::OwnNetwork;
 use crate::parallel::{AllFlags, Averaging, ControlFlags, whole_histograms};
 use crate::run_dir::{Ending, Resume, RunDirectory, Take};
 use crate::telemetry::evaluations::{self, Evaluation, Evaluations, Over};
@@ -82,6 +83,18 @@ pub struct Own<'h> {
     pub hooks: Vec<&'h mut dyn Hook>,
     /// Samples, in the place of the files at `data.path`.
     pub data: Option<Splits>,
+    /// A network, in the place of the section `[model]`, of which no key counts.
+    pub network: Option<OwnNetwork>,
+}
+
+impl Own<'_> {
+    /// The configuration with the network, if there is one.
+    pub(crate) fn configured(&self, config: &Config) -> Config {
+        match &self.network {
+            None => config.clone(),
+            Some(network) => Config { model: Model::of_own(network.clone()), ..config.clone() },
+        }
+    }
 }
 
 /// GPUs, as a run's checks and its banner see them.
@@ -105,6 +118,7 @@ pub fn train<B: Kernels>(
     beside: Option<&Group<B>>,
     backend: impl FnOnce(&Plan) -> Result<B>,
 ) -> Result<Ending> {
+    let request = &Request { config: own.configured(&request.config), ..request.clone() };
     comm.activity().here(Track::Compute);
     let trace = request.trace.as_deref().map(|path| Trace::start(comm, path)).transpose()?;
     let result = run(comm, request, own, beside, backend);
@@ -182,6 +196,10 @@ struct Run<'h, B: Kernels> {
 struct Schedule {
     /// Step and loss of the last evaluation.
     evaluated: Option<(u64, f64)>,
+    /// All of it, if this start has made it.
+    measures: Option<Measures>,
+    /// Epochs that ended with the last round, each with its last step.
+    epochs: Vec<(u64, Step)>,
     /// Step of the last checkpoint that was begun.
     saved: Option<u64>,
     /// Whether the clock asks for a checkpoint after this step.
@@ -284,8 +302,20 @@ impl<'h, B: Kernels> Run<'h, B> {
             }
             let stop = self.hooks.call(|hook| hook.step(&record));
             self.stop_requests.stop_for(stop);
+            let ended = ended(position, self.plan.config.batch.global, self.train_samples);
+            self.schedule.epochs.extend(ended.map(|epoch| (epoch, record)));
         }
         Ok(())
+    }
+
+    /// Tells hooks of the epochs that have ended since they were last told.
+    fn tell_of_epochs(&mut self) {
+        let evaluated = self.schedule.evaluated.map(|(step, _)| step);
+        for (epoch, step) in std::mem::take(&mut self.schedule.epochs) {
+            let measures = self.schedule.measures.as_ref().filter(|_| evaluated == Some(step.step));
+            let stop = self.hooks.call(|hook| hook.epoch(epoch, &step, measures));
+            self.stop_requests.stop_for(stop);
+        }
     }
 
     /// Names ranks that others wait for. `compute` is the seconds that each rank computed in step `step`.
@@ -330,6 +360,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         while self.goes_on() {
             self.round()?;
             self.evaluate_if_due()?;
+            self.tell_of_epochs();
             self.save_if_due()?;
         }
         Ok(())
@@ -344,14 +375,9 @@ impl<'h, B: Kernels> Run<'h, B> {
         }
         let evaluated = evaluated.known();
         let found = evaluations::validation_loss(evaluated, step);
-        // An evaluation may have found that more steps are of no use, and the run was interrupted before it obeyed:
-        // at the step after the evaluation.
-        let counts = *resume == Resume::Auto && self.records.is_some();
-        let [now, next] = [step.checked_sub(1), Some(step)].map(|last| {
-            let before = last.map_or(vec![], |last| evaluations::until(evaluated, last));
-            self.stop_reason(&before).filter(|_| counts)
-        });
-        self.stop_requests.stop_for(now);
+        // An evaluation may have found that more steps are of no use, and the run was interrupted before it obeyed.
+        let counts = *resume == Resume::Auto && self.records.is_some() && step < self.plan.config.run.steps;
+        self.stop_requests.stop_for(self.stop_reason(&evaluations::until(evaluated, step)).filter(|_| counts));
         let mine = (self.stop_requests.flags(false).bits(), found.map(f64::to_bits));
         let mine = serde_json::to_vec(&mine).map_err(|e| Error::internal(e.to_string()))?;
         let told = self.world.gather_bytes(mine).wait()?;
@@ -364,7 +390,6 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.schedule.evaluated = told[0].1.map(|bits| (step, f64::from_bits(bits)));
         let flags = told.iter().map(|(bits, _)| ControlFlags::from_bits_retain(*bits));
         self.obey(&AllFlags(flags.collect()))?;
-        self.stop_requests.stop_for(next);
         if self.schedule.saved.is_none() {
             return self.save();
         }
@@ -401,9 +426,15 @@ impl<'h, B: Kernels> Run<'h, B> {
         Ok(())
     }
 
+    /// Whether something that is wanted every so many steps or epochs is due now; 0 wants it never.
+    fn is_due(&self, steps: u64, epochs: u64) -> bool {
+        let checkpoint::Progress { step, position, .. } = self.progress;
+        self.plan.is_due(steps, step) || self.plan.is_due_by_epochs(epochs, step, position, self.train_samples)
+    }
+
     fn evaluate_if_due(&mut self) -> Result<()> {
-        let every = self.plan.config.eval.every;
-        let due = self.schedule.ending.is_none() && self.plan.is_due(every, self.progress.step);
+        let Eval { every, every_epochs, .. } = self.plan.config.eval;
+        let due = self.schedule.ending.is_none() && self.is_due(every, every_epochs);
         if due && self.plan.config.eval.inline { self.evaluate() } else { Ok(()) }
     }
 
@@ -423,13 +454,13 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.schedule.evaluated = Some((step, measures.loss));
         let stop = self.hooks.call(|hook| hook.evaluation(step, &measures));
         self.stop_requests.stop_for(stop);
-        let Measures { loss, metrics } = measures;
         log::info!("step {step}: {told}");
         let held = self.outages.held(self.directory.check());
         self.world.agree(held)?;
+        let mut why = None;
         if let Some(records) = &mut self.records {
             let path = self.directory.evaluations_path();
-            let found = Evaluation::done(step, loss, metrics);
+            let found = measures.evaluation(step);
             let written = records.evaluated(found.on(evaluator.digest(), evaluator.samples()));
             records.progress.say(&format!("step {step:>6}  {told}"));
             self.recorded(written)?;
@@ -437,11 +468,17 @@ impl<'h, B: Kernels> Run<'h, B> {
                 Ok(all) => {
                     let best = self.directory.checkpoints().point_to_best(&all);
                     best.unwrap_or_else(|e| log::warn!("the link to the best checkpoint stays: {e}"));
-                    let stop_reason = self.stop_reason(&evaluations::until(all.known(), step));
-                    self.stop_requests.stop_for(stop_reason);
+                    why = self.stop_reason(&evaluations::until(all.known(), step));
                 }
                 Err(e) => log::warn!("{e}"),
             }
+        }
+        self.schedule.measures = Some(measures);
+        if self.plan.config.eval.patience > 0 && self.goes_on() {
+            // All hear of it at once: the evaluation just made is the last one.
+            let told = self.world.gather_bytes(why.unwrap_or_default().into_bytes()).wait()?;
+            let why = told.into_iter().find(|why| !why.is_empty());
+            self.schedule.ending = why.map(|why| Ending::Stopped(String::from_utf8_lossy(&why).into_owned()));
         }
         Ok(())
     }
@@ -453,8 +490,8 @@ impl<'h, B: Kernels> Run<'h, B> {
     }
 
     fn save_if_due(&mut self) -> Result<()> {
-        let every = self.plan.config.checkpoint.every;
-        let due = self.plan.is_due(every, self.progress.step) || std::mem::take(&mut self.schedule.save_is_due);
+        let Checkpoint { every, every_epochs, .. } = self.plan.config.checkpoint;
+        let due = self.is_due(every, every_epochs) || std::mem::take(&mut self.schedule.save_is_due);
         // The end of training saves by itself.
         if due && self.schedule.ending.is_none() { self.save() } else { Ok(()) }
     }

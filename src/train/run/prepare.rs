@@ -9,7 +9,7 @@ use crate::backend::Kernels;
 use crate::checkpoint::{Job, Manifest, Origin, Saver};
 use crate::comm::{self, Comm, Group};
 use crate::config::{ModelKind, Parallel, Plan};
-use crate::data::TrainedOn;
+use crate::data::{Mix, TrainedOn};
 use crate::engine::feed::{self, Feed};
 use crate::engine::{Splits, engine, memory, plan};
 use crate::error::{Error, Result};
@@ -189,6 +189,7 @@ impl<'h, B: Kernels> Run<'h, B> {
         let feed = world.agree(Feed::start(&engine.model, train, &plan, progress))?;
         let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
+        let evaluator = evaluator.map(|evaluator| evaluator.naming(Mix::names(&plan.config.data.mix)));
         Ok(Self {
             comm,
             world,
@@ -249,6 +250,8 @@ fn idle_schedule(plan: &Plan) -> Option<String> {
     let Parallel { schedule, pipeline, .. } = plan.config.parallel;
     let why = match plan.config.model.kind {
         _ if schedule == PipelineSchedule::OneForwardOneBackward => return None,
+        // Its blocks may put some off.
+        _ if pipeline > 1 && plan.config.model.own.is_some() => return None,
         _ if pipeline == 1 => "there is one stage",
         ModelKind::Layers => "networks by layers have no gradients that can be put off",
         _ => return None,

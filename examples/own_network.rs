@@ -1,0 +1,255 @@
+//! A network of one's own in a whole run: residual blocks that this program defines, on points of two spirals that it makes. The run
+//! has records, evaluations and checkpoints, goes on with `--resume`, and is the same on any number of ranks; then its last
+//! checkpoint is loaded in another layout, measured, and made to predict.
+//!
+//! ```sh
+//! cargo run --release --example own_network -- run.name=one
+//! mpirun -np 2 target/release/examples/own_network run.name=two parallel.zero=3
+//! mpirun -np 2 target/release/examples/own_network --resume run.name=two run.steps=400
+//! ```
+
+use std::f64::consts::TAU;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use hpctrain::backend::{Activation, Linear, split, split_mut};
+use hpctrain::checkpoint::Reader;
+use hpctrain::checkpoint::tools::find;
+use hpctrain::config::Model;
+use hpctrain::evaluate::{Predictions, model, predict};
+use hpctrain::nn::check;
+use hpctrain::prelude::*;
+use hpctrain::run_dir::Resume;
+
+/// Place of a layer in the network.
+#[derive(Clone, Copy, PartialEq)]
+enum Place {
+    First,
+    Middle,
+    Last,
+}
+
+/// `y = x + silu(x·Wᵀ + b)`; the first layer, whose `x` are the samples, has no sum, and the last one no activation either.
+struct Layer {
+    name: String,
+    inputs: usize,
+    outputs: usize,
+    place: Place,
+}
+
+impl Layer {
+    fn linear(&self, rows: usize) -> Linear {
+        Linear { rows, inputs: self.inputs, outputs: self.outputs }
+    }
+
+    /// Lengths of the tensors, in the order of [`Block::tensors`].
+    fn lens(&self) -> [usize; 2] {
+        [self.outputs * self.inputs, self.outputs]
+    }
+
+    /// The samples, or the output of the block before.
+    fn input<'a, B: Kernels>(&self, cx: &Context<'a, B>, x: &'a B::Buf) -> &'a B::Buf {
+        if self.place == Place::First { &cx.micro.parts.features } else { x }
+    }
+}
+
+impl<B: Kernels> Block<B> for Layer {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn tensors(&self) -> Vec<Tensor> {
+        let deviation = (1.0 / self.inputs as f32).sqrt();
+        let weight =
+            Tensor::new(format!("{}.weight", self.name), &[self.outputs, self.inputs], Init::Normal(deviation));
+        vec![weight.overwritten(), Tensor::new(format!("{}.bias", self.name), &[self.outputs], Init::Zeros)]
+    }
+
+    fn input_per_row(&self) -> usize {
+        self.inputs
+    }
+
+    fn saved_per_row(&self) -> usize {
+        // Before the activation.
+        if self.place == Place::Last { 0 } else { self.outputs }
+    }
+
+    fn exact_per_row(&self) -> usize {
+        0
+    }
+
+    fn scratch_per_row(&self) -> usize {
+        // The gradient before the activation, and that of the input.
+        self.outputs + self.inputs
+    }
+
+    fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (b, rows, x) = (cx.backend, cx.micro.rows(), self.input(cx, x));
+        let [weight, bias] = split::<B, 2>(params.own, self.lens());
+        let mut h = b.alloc(MemoryKind::Activations, rows * self.outputs)?;
+        b.linear(self.linear(rows), B::all(x), weight, bias, B::all_mut(&mut h))?;
+        if self.place == Place::Last {
+            return Ok((h, vec![]));
+        }
+        let mut y = b.alloc(MemoryKind::Activations, rows * self.outputs)?;
+        b.activation(Activation::Silu, B::all(&h), B::all_mut(&mut y))?;
+        if self.place == Place::Middle {
+            b.add(B::all(x), B::all_mut(&mut y))?;
+        }
+        Ok((y, vec![h]))
+    }
+
+    fn backward(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        grads: Grads<'_, B>,
+        x: &B::Buf,
+        saved: Vec<B::Buf>,
+        dy: B::Buf,
+    ) -> Result<B::Buf> {
+        let (b, rows, x) = (cx.backend, cx.micro.rows(), self.input(cx, x));
+        let [weight, _] = split::<B, 2>(params.own, self.lens());
+        let add = !grads.first;
+        let [dweight, dbias] = split_mut::<B, 2>(grads.own, self.lens());
+        let mut dh = b.alloc(MemoryKind::Activations, rows * self.outputs)?;
+        b.copy(B::all(&dy), B::all_mut(&mut dh))?;
+        if let Some(h) = saved.first() {
+            b.activation_backward(Activation::Silu, B::all(h), B::all_mut(&mut dh))?;
+        }
+        b.linear_backward_weight(self.linear(rows), B::all(&dh), B::all(x), dweight, dbias, add)?;
+        if self.place == Place::First {
+            return b.alloc(MemoryKind::Activations, 0);
+        }
+        let mut dx = b.alloc(MemoryKind::Activations, rows * self.inputs)?;
+        b.linear_backward_input(self.linear(rows), B::all(&dh), weight, B::all_mut(&mut dx))?;
+        if self.place == Place::Middle {
+            b.add(B::all(&dy), B::all_mut(&mut dx))?;
+        }
+        Ok(dx)
+    }
+}
+
+/// Two numbers in, a stream of `width` through `depth` residual blocks, and one logit out.
+struct Residual {
+    width: usize,
+    depth: usize,
+}
+
+impl BuildNetwork for Residual {
+    fn name(&self) -> String {
+        format!("{} residual blocks of width {}", self.depth, self.width)
+    }
+
+    fn input(&self) -> Input {
+        Input::Numbers(vec![2])
+    }
+
+    fn outputs(&self) -> usize {
+        1
+    }
+
+    fn blocks<B: Kernels>(&self) -> Blocks<B> {
+        let layer = |name: String, inputs, outputs, place| -> Box<dyn Block<B>> {
+            Box::new(Layer { name, inputs, outputs, place })
+        };
+        let width = self.width;
+        let mut blocks = vec![layer("lift".into(), 2, width, Place::First)];
+        blocks.extend((0..self.depth).map(|i| layer(format!("residual.{i}"), width, width, Place::Middle)));
+        blocks.push(layer("logit".into(), width, 1, Place::Last));
+        blocks
+    }
+}
+
+/// Points of two spirals in turn.
+#[derive(Clone, Copy)]
+struct Spirals(u64);
+
+impl Source for Spirals {
+    fn samples(&self) -> u64 {
+        self.0
+    }
+
+    fn sizes(&self) -> Sizes {
+        Sizes { features: 2, values: 1, ..Sizes::default() }
+    }
+
+    fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        let (arm, along) = ((sample % 2) as f64, (sample / 2) as f64 / (self.0 / 2) as f64);
+        let (angle, radius) = (TAU * (arm / 2.0 + along), 0.2 + 0.8 * along);
+        into.features.copy_from_slice(&[(radius * angle.cos()) as f32, (radius * angle.sin()) as f32]);
+        into.values[0] = arm as f32;
+        Ok(())
+    }
+}
+
+/// The directory of a run that has ended.
+#[derive(Default)]
+struct Directory(PathBuf);
+
+impl Hook for Directory {
+    fn end(&mut self, outcome: &Outcome<'_>) -> Result<()> {
+        self.0 = outcome.directory.to_path_buf();
+        Ok(())
+    }
+}
+
+const SETTINGS: [&str; 9] = [
+    "loss.kind=binary-cross-entropy",
+    "run.steps=200",
+    "batch.global=32",
+    "optimizer.lr=5e-3",
+    "schedule.warmup=20",
+    "parallel.lanes=2",
+    "eval.every_epochs=10",
+    "eval.batch=100",
+    "run.device=cpu",
+];
+
+fn network() -> OwnNetwork {
+    OwnNetwork::new(Residual { width: 16, depth: 3 })
+}
+
+fn main() -> ExitCode {
+    start(|comm| {
+        let (world, speaks) = (comm.world(), comm.rank() == 0);
+        for found in check::block(&Layer { name: "x".into(), inputs: 5, outputs: 5, place: Place::Middle }, 4, 5)? {
+            let check::Derivative { tensor, backward, differences, .. } = found;
+            if speaks {
+                println!("{tensor:<10}  {backward:>9.5} by backward, {differences:>9.5} by differences");
+            }
+        }
+
+        // A whole run.
+        let (flags, settings): (Vec<String>, Vec<String>) =
+            std::env::args().skip(1).partition(|argument| argument == "--resume");
+        let overrides: Vec<String> = SETTINGS.map(String::from).into_iter().chain(settings).collect();
+        let (config, _) = world.agree(load(&Sources { overrides: &overrides, ..Sources::default() }))?;
+        let resume = if flags.is_empty() { Resume::No } else { Resume::Auto };
+        let request = Request { resume, ..Request::new(config, "spirals") };
+        let (train, validation) = (Box::new(Spirals(640)), Some(Box::new(Spirals(310)) as Box<dyn Source>));
+        let mut directory = Directory::default();
+        let own = Own {
+            hooks: vec![&mut directory],
+            data: Some(Splits { name: "two spirals".into(), train, validation }),
+            network: Some(network()),
+        };
+        train_on_device(comm, &request, own, None)?;
+
+        // Its last checkpoint, by all ranks together in a layout of its own.
+        let mut reader = world.agree(find::checkpoint(&directory.0).and_then(|path| Reader::open(&path)))?;
+        let mut config = world.agree(model::config(&reader.manifest().config, &[]))?;
+        config.model = Model::of_own(network());
+        let plan = world.agree(model::plan(config, comm.size(), 1, false))?;
+        let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;
+        world.agree(model::load(&mut model, &mut reader))?;
+        let measures = Evaluator::new(Spirals(310), None, 100).measure(&mut model, &world, || false)?;
+        if let Some(measures) = measures.filter(|_| speaks) {
+            println!("step {}: {measures}", reader.manifest().step);
+        }
+        let out = directory.0.join(format!("predictions-{}.h5", reader.manifest().step));
+        let create = |path: &Path| Predictions::create(path, 310, plan.network.outputs(), false);
+        let file = world.agree(speaks.then(|| create(&out)).transpose())?;
+        predict(&mut model, Spirals(310), 100, file)
+    })
+}

@@ -1,0 +1,34 @@
+//! `hpctrain compare`: two runs side by side.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use super::json;
+use crate::error::Result;
+use crate::run_records::RunRecords;
+use crate::runs::Comparison;
+use crate::telemetry::say;
+
+/// Arguments of `hpctrain compare`.
+#[derive(Args)]
+#[command(after_help = "Example: hpctrain compare runs/gpt-char runs/gpt-char-2")]
+pub struct CompareArgs {
+    /// The directory of a run
+    a: PathBuf,
+    /// That of another
+    b: PathBuf,
+    /// Print one JSON object instead of tables
+    #[arg(long)]
+    json: bool,
+}
+
+/// Prints the differences.
+pub fn run(args: &CompareArgs) -> Result<()> {
+    let found = Comparison::of(&RunRecords::open(&args.a)?, &RunRecords::open(&args.b)?);
+    if args.json {
+        return json(&found);
+    }
+    say(found.told().trim_end());
+    Ok(())
+}

@@ -1,0 +1,217 @@
+//! Runs by epochs: their length and intervals, the end of the schedule, early stops; and evaluations by class and by data set.
+
+use std::path::Path;
+
+use hpctrain::config::{Config, Sources, load};
+use hpctrain::data::{SampleMut, Sizes, Source};
+use hpctrain::engine::{Splits, on_threads};
+use hpctrain::error::Result;
+use hpctrain::run_dir::{Ending, Resume};
+use hpctrain::train::{Own, Request, train_on_device};
+use serde_json::Value;
+
+use crate::common::launch::{finish, program};
+use crate::common::runs::RunFiles;
+
+/// Points around a circle, in as many classes as it has sectors; or with one value, of its halves. Of several data sets.
+#[derive(Clone)]
+struct Circle {
+    sets: Vec<u64>,
+    sectors: u32,
+    value: bool,
+}
+
+impl Source for Circle {
+    fn samples(&self) -> u64 {
+        self.sets.iter().sum()
+    }
+
+    fn sizes(&self) -> Sizes {
+        Sizes { features: 2, classes: usize::from(!self.value), values: usize::from(self.value), ..Sizes::default() }
+    }
+
+    fn parts(&self) -> Vec<u64> {
+        self.sets.clone()
+    }
+
+    fn read(&mut self, sample: u64, into: SampleMut<'_>) -> Result<()> {
+        let turn = (sample as f64 * 0.618_034) % 1.0;
+        let angle = std::f64::consts::TAU * turn;
+        into.features.copy_from_slice(&[angle.cos() as f32, angle.sin() as f32]);
+        let sector = (turn * f64::from(self.sectors)) as u32;
+        into.classes.fill(sector);
+        into.values.fill((sector % 2) as f32);
+        Ok(())
+    }
+}
+
+const SETTINGS: [&str; 9] = [
+    "model.kind=layers",
+    "model.input=[2]",
+    "run.device=cpu",
+    "batch.global=16",
+    "optimizer.lr=0.05",
+    "schedule.warmup=2",
+    "parallel.lanes=4",
+    // The last chunk is short, and some are of both data sets.
+    "eval.batch=7",
+    "checkpoint.every=0",
+];
+
+/// A network for so many outputs, which four stages can share.
+fn network(outputs: u32) -> String {
+    let dense = |units: u32| format!("{{kind='dense', units={units}}}");
+    let hidden = format!("{}, {{kind='tanh'}}, ", dense(8)).repeat(3);
+    format!("model.layers=[{hidden}{}]", dense(outputs))
+}
+
+fn config(root: &Path, name: &str, more: &[&str]) -> Config {
+    let place = [format!("run.root={}", root.display()), format!("run.name={name}")];
+    let settings = SETTINGS.iter().chain(more).map(|setting| setting.to_string());
+    let overrides: Vec<String> = settings.chain(place).collect();
+    load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap().0
+}
+
+fn train(root: &Path, name: &str, ranks: usize, data: &Circle, more: &[&str], resume: Resume) -> (RunFiles, Ending) {
+    let config = config(root, name, more);
+    let ended = on_threads(ranks, |comm| {
+        let (train, validation) = (Box::new(data.clone()), Some(Box::new(data.clone()) as Box<dyn Source>));
+        let own = Own { data: Some(Splits { name: "a circle".into(), train, validation }), ..Own::default() };
+        let request = Request { threads: Some(1), resume: resume.clone(), ..Request::new(config.clone(), "circle") };
+        train_on_device(comm, &request, own, None)
+    });
+    (RunFiles(root.join(name)), ended.unwrap().swap_remove(0))
+}
+
+fn last(files: &RunFiles, name: &str) -> Value {
+    serde_json::from_str(files.text(name).lines().last().unwrap()).unwrap()
+}
+
+#[test]
+fn epochs_decide_length_evaluations_and_checkpoints() {
+    let root = tempfile::tempdir().unwrap();
+    let data = Circle { sets: vec![40], sectors: 2, value: true };
+    let network = network(1);
+    let by = |epochs: &str| {
+        let settings = [&network, "loss.kind=binary-cross-entropy", "eval.every_epochs=1", "checkpoint.every_epochs=2"];
+        [&settings[..], &["checkpoint.keep=9", epochs]].concat().into_iter().map(String::from).collect::<Vec<_>>()
+    };
+    let run = |name: &str, epochs: &str, resume| {
+        let settings = by(epochs);
+        let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
+        train(root.path(), name, 2, &data, &settings, resume).0
+    };
+    // Three epochs of 40 samples are 120, in steps of 16.
+    let files = run("x", "run.epochs=3", Resume::No);
+    assert_eq!(files.numbers("metrics.jsonl", "step"), (1..=8).map(f64::from).collect::<Vec<_>>());
+    assert_eq!(files.numbers("eval.jsonl", "step"), [3.0, 5.0, 8.0]);
+    let saved = |step| files.checkpoint(step).exists();
+    assert_eq!((1..=8).filter(|step| saved(*step)).collect::<Vec<_>>(), [5, 8]);
+    let lr = last(&files, "metrics.jsonl")["lr"].as_f64().unwrap();
+    assert_eq!(lr.to_bits(), (0.05f64 * 0.1).to_bits(), "the last step has the minimum");
+    let config: toml::Table = toml::from_str(&files.text("config.toml")).unwrap();
+    assert_eq!((config["run"]["steps"].as_integer(), config["run"]["epochs"].as_integer()), (Some(8), Some(0)));
+    // Longer by an epoch.
+    let files = run("x", "run.epochs=4", Resume::Auto);
+    assert_eq!(files.numbers("metrics.jsonl", "step").len(), 10);
+    assert_eq!(files.numbers("eval.jsonl", "step"), [3.0, 5.0, 8.0, 10.0]);
+    // Begun again in an epoch.
+    let whole = run("whole", "run.epochs=4", Resume::No);
+    run("parts", "run.steps=4", Resume::No);
+    let parts = run("parts", "run.epochs=4", Resume::Auto);
+    assert_eq!(parts.numbers("eval.jsonl", "step"), [3.0, 4.0, 5.0, 8.0, 10.0]);
+    assert_eq!(whole.numbers("eval.jsonl", "step"), [3.0, 5.0, 8.0, 10.0]);
+}
+
+#[test]
+fn an_early_stop_costs_no_further_evaluation() {
+    let root = tempfile::tempdir().unwrap();
+    let data = Circle { sets: vec![40], sectors: 3, value: false };
+    let network = network(3);
+    let settings = [&network, "run.steps=500", "optimizer.lr=5.0", "eval.every=4", "eval.patience=2"];
+    let mut steps = vec![];
+    for ranks in [1, 2] {
+        let (files, ending) = train(root.path(), &format!("on-{ranks}"), ranks, &data, &settings, Resume::No);
+        assert!(matches!(&ending, Ending::Stopped(why) if why.contains("no validation loss lower")), "{ending:?}");
+        let step = last(&files, "metrics.jsonl")["step"].as_u64().unwrap();
+        let evaluated: Vec<f64> = (1..=step / 4).map(|n| 4.0 * n as f64).collect();
+        assert_eq!((files.numbers("eval.jsonl", "step"), step % 4, step < 500), (evaluated, 0, true));
+        assert!(files.checkpoint(step).exists());
+        steps.push(step);
+    }
+    assert_eq!(steps[0], steps[1]);
+}
+
+/// The results by class and by data set are those of one rank in every layout.
+#[test]
+fn classes_and_data_sets_are_told_alike_on_any_ranks() {
+    let root = tempfile::tempdir().unwrap();
+    let mix = "data.mix=[{path='a', weight=3.0, name='first'}, {path='b/second/', weight=1.0}]";
+    let layouts: [(usize, &[&str]); 4] = [
+        (1, &[]),
+        (2, &["parallel.zero=1"]),
+        (4, &["parallel.zero=3", "parallel.shard=2"]),
+        (4, &["parallel.pipeline=2", "batch.micro=2"]),
+    ];
+    for (outputs, data) in [
+        (3, Circle { sets: vec![30, 11], sectors: 3, value: false }),
+        (2, Circle { sets: vec![30, 11], sectors: 2, value: false }),
+        (1, Circle { sets: vec![30, 11], sectors: 2, value: true }),
+    ] {
+        let network = network(outputs);
+        let loss = if outputs == 1 { "loss.kind=binary-cross-entropy" } else { "loss.kind=cross-entropy" };
+        let settings = [&network, loss, mix, "run.steps=6", "batch.micro=2", "eval.every=3"];
+        let mut all = vec![];
+        for (number, (ranks, layout)) in layouts.into_iter().enumerate() {
+            let name = format!("{outputs}-{number}");
+            let (files, _) = train(root.path(), &name, ranks, &data, &[&settings[..], layout].concat(), Resume::No);
+            all.push(files.evaluations());
+        }
+        assert!(all.iter().all(|other| *other == all[0]), "{all:#?}");
+        let found: Value = serde_json::from_str(all[0].last().unwrap()).unwrap();
+        let classes = &found["classes"];
+        let counts: Vec<Vec<u64>> = serde_json::from_value(classes["confusion"].clone()).unwrap();
+        assert_eq!((counts.len() as u32, counts.iter().flatten().sum::<u64>()), (outputs.max(2), 41));
+        let right: u64 = (0..counts.len()).map(|class| counts[class][class]).sum();
+        let accuracy = found["metrics"]["accuracy"].as_f64().unwrap();
+        assert!((accuracy - right as f64 / 41.0).abs() < 1e-12, "{found}");
+        assert_eq!(classes["roc_auc"].as_f64().is_some(), outputs < 3, "{found}");
+        let of = |value: &Value| value.as_f64().unwrap();
+        let [first, second] = ["first", "second"].map(|name| of(&found["sets"][name]));
+        assert!(((30.0 * first + 11.0 * second) / 41.0 - of(&found["loss"])).abs() < 1e-6, "{found}");
+        assert_ne!(first, second);
+    }
+}
+
+/// A run on servers has the evaluations of one without: the workers' codes of samples add up to the same counts.
+#[test]
+fn epochs_and_classes_of_runs_on_servers() {
+    let root = tempfile::tempdir().unwrap();
+    let at = |name: &str| root.path().join(name).display().to_string();
+    let row = |i: u64| {
+        let turn = (i as f64 * 0.618_034) % 1.0;
+        let angle = std::f64::consts::TAU * turn;
+        format!("{:.4},{:.4},{}\n", angle.cos(), angle.sin(), (2.0 * turn) as u32)
+    };
+    std::fs::write(at("circle.csv"), format!("x,y,half\n{}", (0..60).map(row).collect::<String>())).unwrap();
+    let import =
+        ["data", "import", "csv", &at("circle.csv"), "--target", "half", "--val-every", "3", "--out", &at("data")];
+    finish(&mut program(import)).succeeded();
+    let (network, data, place) = (network(2), format!("data.path={}", at("data")), format!("run.root={}", at("runs")));
+    let settings = [
+        &SETTINGS[..],
+        &[&network, &data, &place, "run.epochs=3", "eval.every_epochs=1", "batch.micro=4", "log.sample=0"],
+    ];
+    let settings: Vec<&str> = settings.concat().iter().flat_map(|setting| ["--set", setting]).collect();
+    let run = |name: &str, command: &[&str]| {
+        let name_it = format!("run.name={name}");
+        finish(&mut program([command, &settings, &["--set", &name_it]].concat())).succeeded();
+        RunFiles(root.path().join("runs").join(name))
+    };
+    let alone = run("alone", &["train"]);
+    let served = run("served", &["simulate", "--ranks", "3", "--servers", "1"]);
+    assert_eq!(alone.numbers("eval.jsonl", "step"), [3.0, 5.0, 8.0]);
+    assert_eq!(served.evaluations(), alone.evaluations());
+    let classes = &last(&served, "eval.jsonl")["classes"];
+    assert!(classes["roc_auc"].as_f64().is_some() && classes["names"] == serde_json::json!(["0", "1"]), "{classes}");
+}
