@@ -13,6 +13,7 @@ pub mod layers;
 pub mod llama;
 pub mod loss;
 mod network;
+mod past;
 mod rotary;
 mod tensor;
 
@@ -24,6 +25,7 @@ use crate::layout::Tensor;
 
 pub use gradients::{Deferred, Grads};
 pub use network::{Network, Summary};
+pub use past::Past;
 
 /// Standard deviation of the initial weights of language models; GPT-2's and Llama's.
 const INIT: f32 = 0.02;
@@ -193,6 +195,22 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// # Errors
     /// The device failed.
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)>;
+
+    /// The output as [`Block::forward`] has it outside training, of one sequence whose earlier positions `past` knows: those of `x`
+    /// follow them, and join them. As it stands, for blocks that compute every row by itself.
+    ///
+    /// # Errors
+    /// The device failed, or there is no room for more positions.
+    fn forward_after(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+        past: &mut Past<B>,
+    ) -> Result<B::Buf> {
+        past.pass(cx.micro.rows())?;
+        self.forward(cx, params, x).map(|(y, _)| y)
+    }
 
     /// Adds to the gradients of the parameters, or overwrites them as [`Grads`] tells, and returns that of `x` (empty for
     /// the first block). Products of [`Grads::linear`] may be put off; all else is done when it returns.

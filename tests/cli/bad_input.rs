@@ -73,8 +73,9 @@ fn import(out: &Path) {
     let input = out.with_file_name("letters");
     let letter = |i: usize| char::from(b'a' + (i * i % 5) as u8);
     std::fs::write(&input, (0..1000).map(letter).collect::<String>()).unwrap();
-    let (tokenizer, val_fraction, out) = (TokenizerKind::Char, 0.2, out.to_owned());
-    import_text(&ImportText { input, tokenizer, shards: 4, val_fraction, out, compress: None }).unwrap();
+    let mut import = ImportText::new(input, TokenizerKind::Char, out);
+    (import.to.shards, import.to.val_fraction) = (4, 0.2);
+    import_text(&import).unwrap();
 }
 
 /// Transports of cases that concern all ranks alike.

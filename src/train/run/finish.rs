@@ -135,7 +135,7 @@ impl<B: Kernels> Run<'_, B> {
         let Ok(prompt) = tokenizer.encode("\n") else { return Ok(None) };
         let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
         let _span = span(Doing::Sampling, None);
-        let drawn = generate(&mut self.engine.model, &prompt, self.plan.network.context(), sampling)?;
+        let drawn = generate(&mut self.engine.model, &prompt, self.plan.network.context(), sampling, |_| false)?;
         Ok(Some(tokenizer.decode(&drawn)))
     }
 
