@@ -17,6 +17,8 @@ pub struct Model<B: Kernels> {
     pub objective: Objective<B>,
     /// The stage's parameters; in training, gradients and optimizer state as well.
     pub sharded: Sharded<B>,
+    /// Whether every block of the network, of all stages, continues sequences.
+    continues: bool,
     pub(super) neighbours: Neighbours<B>,
 }
 
@@ -26,9 +28,10 @@ impl<B: Kernels> Model<B> {
         let units = sharded.stage().units.clone();
         let width = |block: usize| blocks.get(block).map_or(0, |block| block.input_per_row());
         let neighbours = Neighbours::new(sharded.pipeline().clone(), width(units.start), width(units.end));
+        let continues = blocks.iter().all(|block| block.continues());
         blocks.truncate(units.end);
         blocks.drain(..units.start);
-        Self { backend, blocks, objective, sharded, neighbours }
+        Self { backend, blocks, objective, sharded, continues, neighbours }
     }
 
     /// The output for a micro-batch, outside training: numbers, or logits of classes, those of one tensor lane of this rank after the
@@ -41,9 +44,10 @@ impl<B: Kernels> Model<B> {
         self.pass(micro, None)
     }
 
-    /// Memory for a sequence of so many positions at most, for [`Model::output_after`].
-    pub fn past(&self, positions: usize) -> Vec<Past<B>> {
-        self.blocks.iter().map(|_| Past::new(positions)).collect()
+    /// Memory for a sequence of so many positions at most, for [`Model::output_after`]; none if a block of the network does not
+    /// continue sequences.
+    pub fn past(&self, positions: usize) -> Option<Vec<Past<B>>> {
+        self.continues.then(|| self.blocks.iter().map(|_| Past::new(positions)).collect())
     }
 
     /// As [`Model::output`] of a language model, of positions of one sequence that follow those that `past` knows: the logits that

@@ -23,7 +23,8 @@ pub struct Sampling {
 /// `is_end` says so of those drawn so far, on all ranks alike.
 ///
 /// As long as all tokens fit the context, each step computes the new position alone, with the keys and values of the others from
-/// before. Afterwards the window slides: positions change with every token, and each step computes all of them.
+/// before. Afterwards the window slides: positions change with every token, and each step computes all of them. So does each step
+/// of a network some blocks of which do not [continue sequences](crate::nn::Block::continues).
 ///
 /// # Errors
 /// The device failed, or the model's output is not a number.
@@ -39,11 +40,17 @@ pub fn generate<B: Kernels>(
     let mut past = model.past(context.min(prompt.len().saturating_add(sampling.tokens)));
     let mut seen = 0;
     for index in 0..sampling.tokens {
-        let fits = tokens.len() <= context;
-        let window = if fits { &tokens[seen..] } else { &tokens[tokens.len() - context..] };
+        let past = past.as_mut().filter(|_| tokens.len() <= context);
+        let window = match past {
+            Some(_) => &tokens[seen..],
+            None => &tokens[tokens.len().saturating_sub(context)..],
+        };
         let micro = Micro::of_text(&model.backend, window, &[], window.len(), 0)?;
         let rows = window.len();
-        let output = if fits { model.output_after(&micro, &mut past)? } else { model.output(&micro)? };
+        let output = match past {
+            Some(past) => model.output_after(&micro, past)?,
+            None => model.output(&micro)?,
+        };
         seen = tokens.len();
         let drawn = match output {
             None => None,

@@ -99,6 +99,10 @@ impl<B: Kernels> Block<B> for Embedding {
         Ok((self.rows(cx, &params, 0)?, vec![]))
     }
 
+    fn continues(&self) -> bool {
+        true
+    }
+
     fn forward_after(
         &self,
         cx: &Context<'_, B>,

@@ -270,6 +270,10 @@ impl<B: Kernels> Block<B> for Transformer {
         self.compute(cx, params, x, None)
     }
 
+    fn continues(&self) -> bool {
+        true
+    }
+
     fn forward_after(
         &self,
         cx: &Context<'_, B>,

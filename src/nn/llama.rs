@@ -308,6 +308,10 @@ impl<B: Kernels> Block<B> for Decoder<B> {
         self.compute(cx, params, x, None)
     }
 
+    fn continues(&self) -> bool {
+        true
+    }
+
     fn forward_after(
         &self,
         cx: &Context<'_, B>,

@@ -196,20 +196,25 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// The device failed.
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)>;
 
+    /// Whether [`Block::forward_after`] gives an output: of a network whose blocks all do, a sequence is continued by the computation
+    /// of its new positions alone.
+    fn continues(&self) -> bool {
+        false
+    }
+
     /// The output as [`Block::forward`] has it outside training, of one sequence whose earlier positions `past` knows: those of `x`
-    /// follow them, and join them. As it stands, for blocks that compute every row by itself.
+    /// follow them, and join them.
     ///
     /// # Errors
-    /// The device failed, or there is no room for more positions.
+    /// The device failed, there is no room for more positions, or the block does not continue sequences.
     fn forward_after(
         &self,
-        cx: &Context<'_, B>,
-        params: Params<'_, B>,
-        x: &B::Buf,
-        past: &mut Past<B>,
+        _cx: &Context<'_, B>,
+        _params: Params<'_, B>,
+        _x: &B::Buf,
+        _past: &mut Past<B>,
     ) -> Result<B::Buf> {
-        past.pass(cx.micro.rows())?;
-        self.forward(cx, params, x).map(|(y, _)| y)
+        Err(Error::internal(format!("block {} does not continue sequences", self.name())))
     }
 
     /// Adds to the gradients of the parameters, or overwrites them as [`Grads`] tells, and returns that of `x` (empty for

@@ -663,8 +663,12 @@ fn samples() {
     let files = Run::new(Alone, root.path(), "x", &["run.steps=1"]).succeeds();
     let latest = files.path("checkpoints/latest");
     let latest = latest.to_str().unwrap();
-    let cases: [(&[&str], &[&str]); 4] = [
+    let cases: [(&[&str], &[&str]); 8] = [
         (&["--checkpoint", latest, "--prompt", "naïve"], &["'ï'", "U+00EF", "65 characters"]),
+        (&["--checkpoint", latest, "--prompt", "a", "--prompt", ""], &["--prompt is empty"]),
+        (&["--checkpoint", latest, "--stop", ""], &["--stop is empty"]),
+        (&["--checkpoint", latest, "--prompts", "/no/such/file"], &["cannot read /no/such/file", "on each line"]),
+        (&["--checkpoint", latest, "--prompts", "/dev/null"], &["/dev/null", "not a regular file"]),
         (&["--checkpoint", latest, "--prompt", ""], &["--prompt is empty"]),
         (&["--checkpoint", latest, "--temperature=-1"], &["--temperature -1 is out of range"]),
         (&["--checkpoint", "/no/such/run"], &["/no/such/run does not exist"]),

@@ -5,6 +5,7 @@
 pub mod hosts;
 pub mod launch;
 pub mod layouts;
+pub mod python;
 pub mod ranks;
 pub mod runs;
 pub mod sealed;

@@ -156,8 +156,8 @@ fn a_larger_vocabulary_may_be_configured() {
 #[test]
 fn imports_of_the_same_text_are_the_same_files() {
     let dir = tempfile::tempdir().unwrap();
-    let first = import(dir.path(), b"to be or not to be", |import| import.out = dir.path().join("a"));
-    let second = import(dir.path(), b"to be or not to be", |import| import.out = dir.path().join("b"));
+    let first = import(dir.path(), b"to be or not to be", |import| import.to.out = dir.path().join("a"));
+    let second = import(dir.path(), b"to be or not to be", |import| import.to.out = dir.path().join("b"));
     for ((a, _), (b, _)) in first.shards.iter().zip(&second.shards) {
         assert!(std::fs::read(a).unwrap() == std::fs::read(b).unwrap());
     }

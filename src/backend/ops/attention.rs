@@ -165,7 +165,8 @@ pub(in crate::backend) mod suite {
             close(b, &y, &want_y, "attention");
             close(b, &dqkv, &want_d, "attention dqkv");
             results.extend([down(b, &y), down(b, &lse), down(b, &dqkv)]);
-            for first in [0, time / 2, time - 1].into_iter().filter(|_| batch == 1) {
+            if batch == 1 {
+                let first = time / 2;
                 let rows = time - first;
                 let (mut y, mut later) = (up(b, &vec![0.0; rows * d]), up_f32(b, &vec![0.0; rows * heads]));
                 b.attention_from(shape, first, B::all(&xb), B::all_mut(&mut y), B::all_mut(&mut later)).unwrap();

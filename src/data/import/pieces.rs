@@ -107,7 +107,7 @@ mod tests {
             for piece in [1, 2, 3, 7, 64, 1000, 1 << 20] {
                 let mut from = whole.as_bytes();
                 let mut pieces = Pieces::new("text", &mut from, cut, piece);
-                let (mut text, mut ids, mut count) = (Vec::new(), Vec::new(), 0);
+                let (mut text, mut ids, mut count) = (Vec::<u8>::new(), Vec::new(), 0);
                 while let Some((place, bytes)) = pieces.next().unwrap() {
                     assert_eq!(place, text.len());
                     if cut == Cut::Words {
