@@ -45,7 +45,7 @@ struct ImportArgs {
 enum Source {
     /// Tokenize texts into train-*.h5 and val-*.h5
     #[command(
-        after_help = "Examples: hpctrain data import text input.txt --tokenizer char --shards 4 --out data/mine\n          hpctrain data import text articles.jsonl --field text --tokenizer gpt2 --end-of-text '<|endoftext|>' --out data/articles"
+        after_help = "Example: hpctrain data import text input.txt --tokenizer char --shards 4 --out data/mine\n         hpctrain data import text articles.jsonl --field text --tokenizer gpt2 --end-of-text '<|endoftext|>' --out data/articles"
     )]
     Text(TextArgs),
     /// Token ids of another program, an array of NumPy or a dataset of an HDF5 file, into train-*.h5 and val-*.h5

@@ -52,6 +52,12 @@ pub struct SampleArgs {
     overrides: Vec<String>,
 }
 
+/// A text to continue.
+struct Prompt {
+    text: String,
+    ids: Vec<u32>,
+}
+
 /// A continuation, for programs.
 #[derive(Serialize)]
 struct Continued<'a> {
@@ -86,7 +92,7 @@ impl SampleArgs {
     }
 
     /// The checkpoint's tokenizer, and the prompts with their ids.
-    fn encoded<'a>(&self, manifest: &'a Manifest) -> Result<(&'a Tokenizer, Vec<(String, Vec<u32>)>)> {
+    fn encoded<'a>(&self, manifest: &'a Manifest) -> Result<(&'a Tokenizer, Vec<Prompt>)> {
         let place = self.checkpoint.display();
         if manifest.config.model.kind == ModelKind::Layers {
             return Err(Error::input(format!("{place}: a network by layers is no language model")).hint(
@@ -101,15 +107,15 @@ impl SampleArgs {
             return Err(Error::input("--stop is empty").hint("give at least one character, or leave it out"));
         }
         let vocabulary = config::network(&mut manifest.config.model.clone(), None)?.outputs();
-        let encode = |prompt: String| {
-            let ids = tokenizer.encode(&prompt)?;
+        let encode = |text: String| {
+            let ids = tokenizer.encode(&text)?;
             if ids.is_empty() {
                 return Err(Error::input("--prompt is empty").hint("give at least one character, or leave it out"));
             }
             match ids.iter().find(|id| **id as usize >= vocabulary) {
-                None => Ok((prompt, ids)),
+                None => Ok(Prompt { text, ids }),
                 Some(id) => Err(Error::input(format!(
-                    "{place}: the tokenizer {} gives id {id} for {prompt:?}, but the model knows {vocabulary} ids",
+                    "{place}: the tokenizer {} gives id {id} for {text:?}, but the model knows {vocabulary} ids",
                     tokenizer.name()
                 ))
                 .hint("import the model again with the tokenizer that it was trained with: hpctrain checkpoint import --tokenizer")),
@@ -142,7 +148,7 @@ impl Work for SampleArgs {
         let context = found.plan.network.context();
         // Every token of a stop has a byte of it at least.
         let longest = self.stop.iter().map(String::len).max().unwrap_or(0) + MARGIN;
-        for (index, (prompt, ids)) in prompts.iter().enumerate() {
+        for (index, Prompt { text: prompt, ids }) in prompts.iter().enumerate() {
             let seed = if index == 0 { self.seed } else { derive(self.seed, &[name("prompt"), index as u64]) };
             let sampling = Sampling {
                 tokens: self.tokens,

@@ -146,7 +146,15 @@ fn shapes_are_wrong() {
         file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&5u64).unwrap();
     };
     write(&[("tokens", (5, 2))]);
-    assert_told(&shards.open(4), &["train-0.h5: /tokens has shape 5 x 2", "one dimension"], "shape");
+    assert_told(
+        &shards.open(4),
+        &["train-0.h5: /tokens has documents of 2 ids, but one sample takes 4 + 1"],
+        "context",
+    );
+    let file = File::create(shards.path("train-0.h5")).unwrap();
+    file.new_dataset::<u8>().shape((5, 2, 3)).create("tokens").unwrap();
+    file.close().unwrap();
+    assert_told(&shards.open(4), &["train-0.h5: /tokens has shape 5 x 2 x 3", "one dimension"], "shape");
     write(&[("inputs", (5, 4)), ("targets", (6, 4))]);
     assert_told(&shards.open(4), &["train-0.h5: /inputs is 5 x 4, but /targets is 6 x 4"], "row");
     write(&[("inputs", (5, 4)), ("targets", (5, 4))]);

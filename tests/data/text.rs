@@ -1,6 +1,7 @@
 //! Texts that are imported: several of them, lines of JSON, tokenizers of files, ids of other programs.
 
 use std::path::{Path, PathBuf};
+use std::slice::from_ref;
 
 use hdf5::File;
 use hpctrain::data::import::{ImportIds, ImportText, Meaning, StreamShards, import_ids, import_text};
@@ -148,7 +149,7 @@ fn files_that_are_no_tokenizers_are_refused() {
     let refused = |content: &str| {
         std::fs::write(&file, content).unwrap();
         let error =
-            import(root.path(), "x", &[text.clone()], |import| import.tokenizer = TokenizerKind::File(file.clone()));
+            import(root.path(), "x", from_ref(&text), |import| import.tokenizer = TokenizerKind::File(file.clone()));
         let error = error.unwrap_err();
         assert_eq!(error.exit_code(), 2);
         error.to_string()
@@ -168,7 +169,7 @@ fn files_that_are_no_tokenizers_are_refused() {
     }
     std::fs::remove_file(&file).unwrap();
     let error =
-        import(root.path(), "x", &[text.clone()], |import| import.tokenizer = TokenizerKind::File(file.clone()));
+        import(root.path(), "x", from_ref(&text), |import| import.tokenizer = TokenizerKind::File(file.clone()));
     assert!(error.unwrap_err().to_string().contains("tokenizer.json does not exist"));
 }
 

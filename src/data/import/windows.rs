@@ -22,6 +22,11 @@ impl Sizes {
     pub const IMPORT: Self = Self { window: 256 << 10, overlap: 16 << 10 };
 }
 
+/// The last boundary of characters up to byte `at`.
+fn boundary(text: &str, at: usize) -> usize {
+    (0..=at).rev().find(|at| text.is_char_boundary(*at)).unwrap_or(0)
+}
+
 /// A document that comes in pieces.
 pub(super) struct Windows<'a> {
     tokenizer: &'a HuggingFace,
@@ -43,9 +48,9 @@ impl<'a> Windows<'a> {
     pub fn push(&mut self, text: &str, ids: &mut Vec<u32>) -> Result<()> {
         self.text.push_str(text);
         while self.text.len() >= self.sizes.window + self.sizes.overlap {
-            let window = self.text.floor_char_boundary(self.sizes.window);
+            let window = boundary(&self.text, self.sizes.window);
             let tokens = self.joined(window, ids)?;
-            let next = self.text.floor_char_boundary(window - self.sizes.overlap);
+            let next = boundary(&self.text, window - self.sizes.overlap);
             let kept = tokens.partition_point(|token| token.start < self.start + next);
             ids.extend(tokens[..kept].iter().map(|token| token.id));
             self.held = tokens[kept..].to_vec();
@@ -179,7 +184,7 @@ mod tests {
     fn windowed(tokenizer: &HuggingFace, text: &str, piece: usize, sizes: Sizes) -> Result<Vec<u32>> {
         let (mut windows, mut ids, mut rest) = (Windows::new(tokenizer, sizes), Vec::new(), text);
         while !rest.is_empty() {
-            let (piece, others) = rest.split_at(rest.ceil_char_boundary(piece.min(rest.len())));
+            let (piece, others) = rest.split_at(boundary(rest, (piece + 3).min(rest.len())));
             windows.push(piece, &mut ids)?;
             rest = others;
         }
