@@ -99,29 +99,28 @@ pub fn import_ids(import: &ImportIds) -> Result<Imported> {
 type Push<'a> = &'a mut dyn FnMut(Option<usize>, usize, &[u32]) -> Result<()>;
 
 fn of_numpy(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_>) -> Result<()> {
-    let array = Array::read(&import.input)?;
-    let (len, is_stream) = match array.shape[..] {
-        [ids] => (ids, true),
-        [_, ids] => (ids, false),
+    let array = Array::open(&import.input)?;
+    let (documents, len, is_stream) = match array.shape[..] {
+        [ids] => (ids.div_ceil(BLOCK), BLOCK, true),
+        [documents, ids] => (documents, ids, false),
         _ => return Err(other_shape(import, &format!("the array has shape {:?}", array.shape))),
     };
-    let mut document = Vec::with_capacity(len);
-    let mut numbers = array.numbers();
-    // An array without ids has no documents, but may have a number of them.
-    for number in 0.. {
-        document.clear();
-        for value in numbers.by_ref().take(len) {
+    let numbers = array.numbers(&import.to.out, |x| x)?;
+    let mut ids = Vec::with_capacity(len);
+    for document in 0..documents {
+        let first = document * len;
+        ids.clear();
+        for value in numbers.get(first, len.min(numbers.len() - first))? {
             if value.fract() != 0.0 {
-                return Err(Error::input(format!("{}: {value} of document {number} is no id", import.input.display()))
-                    .hint("save integers"));
+                return Err(Error::input(format!("{}: {value} is no id", import.input.display())).hint("save integers"));
             }
             // One that is too large or negative is told of as such.
-            document.push(if value < 0.0 { value as i32 as u32 } else { (value as u32).min(MAX_VOCABULARY as u32) });
+            ids.push(if value < 0.0 { value as i32 as u32 } else { (value as u32).min(MAX_VOCABULARY as u32) });
         }
-        if document.is_empty() {
-            break;
+        match is_stream {
+            true => push(None, first, &ids)?,
+            false => push(Some(document), 0, &ids[..trimmed(&ids)])?,
         }
-        push((!is_stream).then_some(number), 0, &document[..trimmed(&document)])?;
     }
     Ok(())
 }
