@@ -89,8 +89,9 @@ fn files_are_opened_and_read_as_often_as_the_formulas_say() {
     let input = root.path().join("text");
     std::fs::write(&input, "all work and no play ".repeat(4000)).unwrap();
     let out = root.path().join("data");
-    let (tokenizer, shards) = (TokenizerKind::Char, SHARDS - 1);
-    import_text(&ImportText { input, tokenizer, shards, val_fraction: 0.1, out, compress: None }).unwrap();
+    let mut import = ImportText::new(input, TokenizerKind::Char, out);
+    import.to.shards = SHARDS - 1;
+    import_text(&import).unwrap();
     let asked = std::env::var("HPCTRAIN_SCALE").ok();
     let all: Vec<usize> = match &asked {
         Some(all) => all.split(',').map(|ranks| ranks.parse().unwrap()).collect(),

@@ -1,8 +1,9 @@
 //! `hpctrain checkpoint`: look at, check, compare, thin out and convert checkpoints. None of it needs MPI.
 
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Subcommand};
 use serde::Serialize;
 
 use super::{json, report};
@@ -12,7 +13,7 @@ use crate::checkpoint::tools::verify::{File, Verified, verify};
 use crate::checkpoint::tools::{diff, find, list, prune};
 use crate::checkpoint::{Reader, Retention, huggingface, name_of};
 use crate::config::{Model, written};
-use crate::data::Tokenizer;
+use crate::data::{Tokenizer, TokenizerKind};
 use crate::error::{Error, Result};
 use crate::job::fail;
 use crate::telemetry::{grouped, say};
@@ -56,13 +57,13 @@ enum Command {
     ///
     /// Damaged checkpoints do not count as kept, and leased ones stay: somebody reads them.
     Prune(PruneArgs),
-    /// Write the parameters of a GPT or a Llama for Hugging Face's AutoModelForCausalLM.from_pretrained
+    /// Write a GPT or a Llama and its tokenizer for Hugging Face's transformers
     ///
-    /// The tokenizer is not exported. A GPT without biases gets biases of zero.
+    /// A GPT without biases gets biases of zero.
     Export {
         /// A checkpoint, or a run: its latest
         checkpoint: PathBuf,
-        /// Directory for model.safetensors and config.json; it may hold no files yet
+        /// Directory for model.safetensors, config.json, tokenizer.json and their settings; it may hold no files yet
         #[arg(long, value_name = "DIR")]
         out: PathBuf,
     },
@@ -112,18 +113,29 @@ struct ImportArgs {
     /// Directory for the checkpoint; it may hold no files yet
     #[arg(long, value_name = "CHECKPOINT")]
     out: PathBuf,
-    /// How text becomes ids, for hpctrain sample; data that it is trained or measured on must have the same
-    #[arg(long, value_enum)]
+    /// How text becomes ids; data that it is trained or measured on must have the same [default: the tokenizer.json in DIR, if
+    /// there is one]
+    #[arg(long, value_name = "none|byte|gpt2|FILE")]
     tokenizer: Option<ImportTokenizer>,
 }
 
-/// Tokenizers whose vocabulary does not depend on a text.
-#[derive(Clone, Copy, ValueEnum)]
+/// A tokenizer whose vocabulary does not depend on a text.
+#[derive(Clone)]
 enum ImportTokenizer {
-    /// One id for each of the 256 bytes
-    Byte,
-    /// The byte-pair encoding of GPT-2, 50257 ids
-    Gpt2,
+    None,
+    Named(TokenizerKind),
+}
+
+impl FromStr for ImportTokenizer {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match (text, text.parse()) {
+            ("none", _) => Ok(Self::None),
+            (_, Ok(kind)) if kind != TokenizerKind::Char => Ok(Self::Named(kind)),
+            _ => Err("none, byte, gpt2, or the path of a tokenizer.json".into()),
+        }
+    }
 }
 
 /// Runs the command; returns the exit code.
@@ -251,23 +263,34 @@ fn export(path: &Path, out: &Path) -> Result<()> {
     let mut reader = Reader::open(&dir)?;
     let huggingface::Exported { tensors, elements, added } = huggingface::export(&mut reader, out)?;
     let zero = if added == 0 { String::new() } else { format!(", {added} of them biases of zero") };
-    say(format_args!("{}: {tensors} tensors{zero}, {} elements", out.display(), grouped(elements)));
+    let tokenizer = match &reader.manifest().tokenizer {
+        Some(tokenizer) => format!("tokenizer {}", tokenizer.name()),
+        None => "no tokenizer".into(),
+    };
+    say(format_args!("{}: {tensors} tensors{zero}, {} elements, {tokenizer}", out.display(), grouped(elements)));
     Ok(())
 }
 
 fn import(args: &ImportArgs) -> Result<()> {
-    let tokenizer = args.tokenizer.map(|tokenizer| match tokenizer {
-        ImportTokenizer::Byte => Tokenizer::Byte,
-        ImportTokenizer::Gpt2 => Tokenizer::Gpt2,
-    });
+    let tokenizer = match &args.tokenizer {
+        None => huggingface::tokenizer(&args.dir)?,
+        Some(ImportTokenizer::None) => None,
+        Some(ImportTokenizer::Named(kind)) => Some(Tokenizer::for_text(kind, "")?),
+    };
     let manifest = huggingface::import(&args.dir, &args.out, tokenizer.clone())?;
     let (out, model) = (args.out.display(), &manifest.config.model);
     say(format_args!("{out}: {} tensors, {} parameters", manifest.tensors.len(), grouped(manifest.parameters())));
     match tokenizer {
-        Some(tokenizer) => say(format_args!(
-            "import text for it: hpctrain data import text FILE --tokenizer {} --out DIR",
-            tokenizer.name()
-        )),
+        Some(tokenizer) => {
+            let name = match (&args.tokenizer, tokenizer) {
+                (Some(ImportTokenizer::Named(TokenizerKind::File(path))), _) => path.display().to_string(),
+                (None, Tokenizer::Char { .. } | Tokenizer::HuggingFace(_)) => {
+                    args.dir.join("tokenizer.json").display().to_string()
+                }
+                (_, tokenizer) => tokenizer.name().into(),
+            };
+            say(format_args!("import text for it: hpctrain data import text FILE --tokenizer {name} --out DIR"));
+        }
         None => say(
             "its data: shards of token ids in DIR, made with the tokenizer of the model; --tokenizer names one for text",
         ),

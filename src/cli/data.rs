@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use crate::data::import::{
-    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportText, Kept, NotFinite, import_csv,
-    import_idx, import_images, import_numpy, import_text,
+    Arrays, Categories, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy, ImportText, Kept, Meaning,
+    NotFinite, StreamShards, import_csv, import_ids, import_idx, import_images, import_numpy, import_text,
 };
 use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
@@ -49,9 +49,14 @@ struct ImportArgs {
 
 #[derive(Debug, Subcommand)]
 enum Source {
-    /// Tokenize a text file into train-*.h5 and val-*.h5
-    #[command(after_help = "Example: hpctrain data import text input.txt --tokenizer char --shards 4 --out data/mine")]
+    /// Tokenize texts into train-*.h5 and val-*.h5
+    #[command(
+        after_help = "Example: hpctrain data import text input.txt --tokenizer char --shards 4 --out data/mine\n         hpctrain data import text articles.jsonl --field text --tokenizer gpt2 --end-of-text '<|endoftext|>' --out data/articles"
+    )]
     Text(TextArgs),
+    /// Token ids of another program, an array of NumPy or a dataset of an HDF5 file, into train-*.h5 and val-*.h5
+    #[command(after_help = "Example: hpctrain data import ids packed.npy --tokenizer gpt2 --out data/packed")]
+    Ids(IdsArgs),
     /// Images and labels in the IDX format of MNIST, plain or gzipped, into train-*.h5 and val-*.h5
     #[command(
         after_help = "Example: hpctrain data import idx t10k-images-idx3-ubyte.gz t10k-labels-idx1-ubyte.gz --out data/mnist"
@@ -199,15 +204,57 @@ fn size(text: &str) -> Result<[u32; 2], String> {
 
 #[derive(Debug, Args)]
 struct TextArgs {
-    /// The text file; UTF-8 unless the tokenizer is byte
-    input: PathBuf,
-    /// How the text becomes token ids
-    #[arg(long, value_enum, default_value_t = TokenizerKind::Char)]
+    /// Text files, directories of them, or - for the standard input; UTF-8 unless the tokenizer is byte
+    #[arg(required = true, value_name = "INPUT")]
+    inputs: Vec<PathBuf>,
+    /// Inputs are lines of JSON objects, with the text of a document in this field
+    #[arg(long, value_name = "NAME")]
+    field: Option<String>,
+    /// How text becomes token ids: one for each of its characters, or for each byte; GPT-2's byte-pair encoding; or that of a Hugging
+    /// Face tokenizer.json
+    #[arg(long, value_name = "char|byte|gpt2|FILE", default_value = "char")]
     tokenizer: TokenizerKind,
+    /// A token after each document (each file, or line of JSON), by its text, such as '<|endoftext|>'
+    #[arg(long, value_name = "TOKEN")]
+    end_of_text: Option<String>,
+    #[command(flatten)]
+    to: StreamArgs,
+}
+
+#[derive(Debug, Args)]
+struct IdsArgs {
+    /// An array (.npy) or an HDF5 file, of ids in one dimension, or of documents x ids
+    input: PathBuf,
+    /// The dataset of an HDF5 file
+    #[arg(long, value_name = "NAME", default_value = "/tokens")]
+    dataset: String,
+    /// The tokenizer that made them, for hpctrain sample
+    #[arg(long, value_name = "byte|gpt2|FILE", required_unless_present = "vocabulary")]
+    tokenizer: Option<TokenizerKind>,
+    /// The number of different ids, where no tokenizer is known
+    #[arg(long, value_name = "N", conflicts_with = "tokenizer")]
+    vocabulary: Option<usize>,
+    /// Leave out this id at the end of documents, which it fills up
+    #[arg(long, value_name = "ID")]
+    pad: Option<u32>,
+    #[command(flatten)]
+    to: StreamArgs,
+}
+
+impl From<IdsArgs> for ImportIds {
+    fn from(args: IdsArgs) -> Self {
+        let IdsArgs { input, dataset, tokenizer, vocabulary, pad, to } = args;
+        let of = tokenizer.map_or(Meaning::Below(vocabulary.unwrap_or(0)), Meaning::Tokenizer);
+        Self { input, dataset, of, pad, to: to.into() }
+    }
+}
+
+#[derive(Debug, Args)]
+struct StreamArgs {
     /// Number of training shards
     #[arg(long, value_name = "N", default_value_t = 1)]
     shards: usize,
-    /// Share of the tokens, from the end of the text, kept for validation
+    /// Share of the tokens, from their end, kept for validation
     #[arg(long, value_name = "F", default_value_t = 0.1)]
     val_fraction: f64,
     /// Directory to write to; it may hold no shards yet
@@ -218,13 +265,21 @@ struct TextArgs {
     compress: Option<u8>,
 }
 
+impl From<StreamArgs> for StreamShards {
+    fn from(args: StreamArgs) -> Self {
+        let StreamArgs { shards, val_fraction, out, compress } = args;
+        Self { shards, val_fraction, out, compress }
+    }
+}
+
 /// Runs the command and prints its outcome to the standard output.
 pub fn run(args: DataArgs) -> Result<()> {
     match args.command {
         Command::Import(ImportArgs { source: Source::Text(text) }) => {
-            let TextArgs { input, tokenizer, shards, val_fraction, out, compress } = text;
-            say(import_text(&ImportText { input, tokenizer, shards, val_fraction, out, compress })?);
+            let TextArgs { inputs, field, tokenizer, end_of_text, to } = text;
+            say(import_text(&ImportText { inputs, field, end_of_text, tokenizer, to: to.into() })?);
         }
+        Command::Import(ImportArgs { source: Source::Ids(ids) }) => say(import_ids(&ids.into())?),
         Command::Import(ImportArgs { source: Source::Idx { images, labels, kept } }) => {
             say(import_idx(&ImportIdx { images, labels, kept: kept.into() })?);
         }

@@ -190,8 +190,9 @@ fn write_tokens(path: &Path, samples: usize) -> Result<()> {
     let ids: Vec<u32> =
         pairs.as_chunks::<2>().0.iter().map(|pair| u32::from(u16::from_le_bytes(*pair)) % below).collect();
     let (source, source_sha256, split) = ("random", "", Split::Train);
-    let (tokenizer, ids) = (&tokenizer, &ids[..]);
-    TokenShard { ids, tokenizer, source, source_sha256, split, shard: 0, num_shards: 1, compress: None }.write(path)
+    let (tokenizer, vocabulary, ids) = (Some(&tokenizer), tokenizer.vocabulary(), &ids[..]);
+    TokenShard { ids, tokenizer, vocabulary, source, source_sha256, split, shard: 0, num_shards: 1, compress: None }
+        .write(path)
 }
 
 fn random(count: usize) -> Vec<u8> {

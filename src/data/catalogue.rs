@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
 
-use super::Split;
 use super::preprocessing::Told;
 use super::shard::Shard;
 use super::spec::{DataSpec, Held};
+use super::{Split, Tokenizer};
 use crate::error::{Error, Result};
 
 /// Shards that this process has opened to describe them.
@@ -42,8 +42,16 @@ enum Source {
 enum Answer {
     Held(Held),
     Files(Vec<PathBuf>),
-    /// A shard, and its preprocessing unless that is the one of the shard before.
-    Shard(Box<Shard>, Option<Told>),
+    /// A shard, and its preprocessing unless that is the one of the shard before. Its tokenizer is apart.
+    Shard(Box<Shard>, Option<Told>, OfText),
+}
+
+/// The tokenizer of a shard.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+enum OfText {
+    /// That of the shard before.
+    Same,
+    Own(Option<Tokenizer>),
 }
 
 impl Catalogue {
@@ -65,8 +73,13 @@ impl Catalogue {
         let mut answers: VecDeque<Answer> = serde_json::from_slice(bytes)
             .map_err(|e| Error::comm(format!("another rank sent malformed descriptions of data: {e}")))?;
         let mut last: Option<Arc<Told>> = None;
+        let mut tokenizer = None;
         for answer in &mut answers {
-            if let Answer::Shard(shard, told) = answer {
+            if let Answer::Shard(shard, told, of_text) = answer {
+                if let OfText::Own(own) = std::mem::replace(of_text, OfText::Same) {
+                    tokenizer = own;
+                }
+                shard.header.tokenizer.clone_from(&tokenizer);
                 let told = told.take().map(Arc::new).or_else(|| last.clone());
                 shard.told = told.ok_or_else(|| Error::comm("another rank sent a shard without its preprocessing"))?;
                 last = Some(shard.told.clone());
@@ -128,9 +141,17 @@ impl Catalogue {
                 let mut shard = Shard::open(path, spec)?;
                 let Some(kept) = kept else { return Ok(shard) };
                 let before = kept.iter().rev().find_map(|answer| match answer {
-                    Answer::Shard(before, _) => Some(&before.told),
+                    Answer::Shard(before, ..) => Some(&before.told),
                     _ => None,
                 });
+                let tokenizer = kept.iter().rev().find_map(|answer| match answer {
+                    Answer::Shard(.., OfText::Own(tokenizer)) => Some(tokenizer),
+                    _ => None,
+                });
+                let of_text = match tokenizer {
+                    Some(tokenizer) if *tokenizer == shard.header.tokenizer => OfText::Same,
+                    _ => OfText::Own(shard.header.tokenizer.clone()),
+                };
                 // Lists of values may be long, and are mostly the same in all shards.
                 let told = match before.filter(|before| **before == shard.told) {
                     Some(before) => {
@@ -139,11 +160,13 @@ impl Catalogue {
                     }
                     None => Some((*shard.told).clone()),
                 };
-                kept.push(Answer::Shard(Box::new(shard.clone()), told));
+                let mut answer = shard.clone();
+                answer.header.tokenizer = None;
+                kept.push(Answer::Shard(Box::new(answer), told, of_text));
                 Ok(shard)
             }
             Source::Told(left) => match left.pop_front() {
-                Some(Answer::Shard(shard, _)) if shard.path == path => Ok(*shard),
+                Some(Answer::Shard(shard, ..)) if shard.path == path => Ok(*shard),
                 _ => Err(other_question(path)),
             },
         }

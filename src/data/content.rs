@@ -22,7 +22,7 @@ pub(super) const MAX_VOCABULARY: usize = i32::MAX as usize;
 /// The datasets that samples are made of.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) enum Content {
-    /// A stream of ids, from which windows are cut.
+    /// A stream of ids, or documents of equal length, from which windows are cut.
     Tokens(Field),
     /// Samples of `context` ids each, with their targets.
     Samples { inputs: Field, targets: Field },
@@ -92,7 +92,7 @@ impl Content {
             SampleSpec::Text => {}
         }
         if file.link_exists(&spec.tokens) {
-            return Ok(Self::Tokens(Field::ids(place, &spec.tokens, 1)?));
+            return Ok(Self::Tokens(Field::ids(place, &spec.tokens, &[1, 2])?));
         }
         if !file.link_exists(&spec.inputs) && !file.link_exists(&spec.targets) {
             let message = format!("has neither {} nor {} and {}", spec.tokens, spec.inputs, spec.targets);
@@ -103,8 +103,8 @@ impl Content {
                 return Err(lacking(file, format!("has no dataset {name}")));
             }
         }
-        let inputs = Field::ids(place, &spec.inputs, 2)?;
-        let targets = Field::ids(place, &spec.targets, 2)?;
+        let inputs = Field::ids(place, &spec.inputs, &[2])?;
+        let targets = Field::ids(place, &spec.targets, &[2])?;
         if inputs.shape != targets.shape {
             let (a, b) = (shape(&inputs.shape), shape(&targets.shape));
             return Err(Error::input(format!("{} is {a}, but {} is {b}", inputs.name, targets.name))
@@ -305,11 +305,14 @@ fn lacking(file: &File, message: String) -> Error {
 }
 
 impl Field {
-    /// A dataset of token ids in so many dimensions.
-    fn ids(place: Place<'_>, name: &str, rank: usize) -> Result<Self> {
+    /// A dataset of token ids in so many dimensions, or so many.
+    fn ids(place: Place<'_>, name: &str, ranks: &[usize]) -> Result<Self> {
         let field = Self::describe(place, name, As::Ids)?;
-        if field.shape.len() != rank {
-            let want = if rank == 1 { "one dimension" } else { "two dimensions, samples x context" };
+        if !ranks.contains(&field.shape.len()) {
+            let want = match ranks {
+                [2] => "two dimensions, samples x context",
+                _ => "one dimension, or documents x ids",
+            };
             return Err(Error::input(format!("{name} has shape {}, but {want} is expected", shape(&field.shape)))
                 .hint("name another dataset, or store the ids in that shape"));
         }
@@ -404,6 +407,11 @@ impl Field {
     /// Elements of a row.
     pub(super) fn row_len(&self) -> usize {
         self.shape[1..].iter().product()
+    }
+
+    /// Ids of a document: of a stream, all; else those of a row.
+    pub(super) fn document(&self) -> usize {
+        if self.shape.len() == 1 { self.rows() } else { self.row_len() }
     }
 
     /// All ids.

@@ -29,8 +29,8 @@ const CACHE_TOTAL: usize = 128 << 20;
 /// The samples of one split: rows with their targets, or, for language models, `context` input ids and as many targets.
 ///
 /// A token stream is cut into windows of `context + 1` ids at stride `context`, so that each
-/// token is a target at most once. Windows never cross shards; the remainder at a shard's end is
-/// not used.
+/// token is a target at most once. Windows never cross shards, nor documents where those are rows; the remainder at the
+/// end of either is not used.
 pub struct Dataset {
     shards: Vec<Shard>,
     /// The number of the first sample of each shard, and of all samples at the end.
@@ -345,6 +345,21 @@ impl Dataset {
         let (shard, form) = (&self.shards[index], &*self.forms[index]);
         let readers = self.open.readers(shard, index)?;
         match &shard.content {
+            Content::Tokens(tokens) if tokens.shape.len() > 1 => {
+                let (context, len) = (self.context, tokens.document());
+                let windows = ((len - 1) / context) as u64;
+                let (mut whole, mut held) = (vec![0; len], None);
+                let samples = ids.chunks_exact_mut(context).zip(classes.chunks_exact_mut(context));
+                for (sample, (ids, classes)) in (row..).zip(samples) {
+                    let document = sample / windows;
+                    if held.replace(document) != Some(document) {
+                        read_checked(shard, tokens, &mut readers[0], document, &mut whole, self.vocabulary)?;
+                    }
+                    let first = (sample % windows) as usize * context;
+                    ids.copy_from_slice(&whole[first..first + context]);
+                    classes.copy_from_slice(&whole[first + 1..first + 1 + context]);
+                }
+            }
             Content::Tokens(tokens) => {
                 let start = row * self.context as u64;
                 let read = readers[0].read_shifted(start, ids, classes);
@@ -662,9 +677,19 @@ mod tests {
         for shard in 0..4 {
             let (ids, tokenizer) = ([shard as u32; 3], &Tokenizer::Byte);
             let (source, source_sha256, split) = ("", "", Split::Train);
-            TokenShard { ids: &ids, tokenizer, source, source_sha256, split, shard, num_shards: 4, compress: None }
-                .write(&dir.path().join(format!("train-{shard}.h5")))
-                .unwrap();
+            TokenShard {
+                tokenizer: Some(tokenizer),
+                vocabulary: 256,
+                ids: &ids,
+                source,
+                source_sha256,
+                split,
+                shard,
+                num_shards: 4,
+                compress: None,
+            }
+            .write(&dir.path().join(format!("train-{shard}.h5")))
+            .unwrap();
         }
         let mut dataset = Dataset::open(&DataSpec::new(dir.path()), Split::Train, 1).unwrap();
         dataset.open = OpenShards::new(&dataset.shards, 2, Verify::FirstPass);
@@ -686,9 +711,19 @@ mod tests {
         for shard in 0..3 {
             let (ids, tokenizer) = ([7; 3], &Tokenizer::Byte);
             let (source, source_sha256, split) = ("", "", Split::Train);
-            TokenShard { ids: &ids, tokenizer, source, source_sha256, split, shard, num_shards: 3, compress: None }
-                .write(&path(shard))
-                .unwrap();
+            TokenShard {
+                tokenizer: Some(tokenizer),
+                vocabulary: 256,
+                ids: &ids,
+                source,
+                source_sha256,
+                split,
+                shard,
+                num_shards: 3,
+                compress: None,
+            }
+            .write(&path(shard))
+            .unwrap();
         }
         let mut dataset = Dataset::open(&DataSpec::new(dir.path()), Split::Train, 1).unwrap();
         dataset.open = OpenShards::new(&dataset.shards, 1, Verify::FirstPass);

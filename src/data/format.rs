@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `/tokens` | all ids of the shard: u8, u16 or u32, whichever fits the vocabulary |
 //! | `/checksums` | CRC-32 of each block of ids as little-endian bytes; attribute `checksum_block` is the number of ids a block |
-//! | `/tokenizer` | the tokenizer as JSON |
+//! | `/tokenizer` | the tokenizer as JSON, if it is known |
 //! | attributes of `/` | the fields of [`Header`] and `format` |
 //!
 //! | object of a shard of rows, version 2 | holds |
@@ -291,19 +291,49 @@ pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
     Ok(dataset)
 }
 
-/// The CRC-32 of `ids` as little-endian integers of `width` bytes.
-pub(super) fn checksum(ids: &[u32], width: usize) -> u32 {
-    let mut bytes = Vec::with_capacity(ids.len() * width);
-    for &id in ids {
-        bytes.extend_from_slice(&u64::from(id).to_le_bytes()[..width]);
+/// Ids as a shard stores them.
+enum Narrow {
+    U8(Vec<u8>),
+    U16(Vec<u16>),
+    U32(Vec<u32>),
+}
+
+impl Narrow {
+    /// Ids that fit.
+    fn new(ids: Vec<u32>, width: IntSize) -> Self {
+        match width {
+            IntSize::U1 => Self::U8(ids.iter().map(|&id| id as u8).collect()),
+            IntSize::U2 => Self::U16(ids.iter().map(|&id| id as u16).collect()),
+            _ => Self::U32(ids),
+        }
     }
-    crc32fast::hash(&bytes)
+
+    /// The CRC-32 of the little-endian integers.
+    fn checksum(&self) -> u32 {
+        // No machine that this runs on has another byte order.
+        crc32fast::hash(match self {
+            Self::U8(ids) => ids,
+            Self::U16(ids) => bytemuck::cast_slice(ids),
+            Self::U32(ids) => bytemuck::cast_slice(ids),
+        })
+    }
+
+    fn write(&self, to: &Dataset, place: std::ops::Range<usize>) -> hdf5::Result<()> {
+        match self {
+            Self::U8(ids) => to.write_slice(ids, place),
+            Self::U16(ids) => to.write_slice(ids, place),
+            Self::U32(ids) => to.write_slice(ids, place),
+        }
+    }
 }
 
 /// One shard about to be written.
 pub(super) struct TokenShard<'a> {
     pub ids: &'a [u32],
-    pub tokenizer: &'a Tokenizer,
+    /// None where only the number of ids is known.
+    pub tokenizer: Option<&'a Tokenizer>,
+    /// Number of ids.
+    pub vocabulary: usize,
     /// The imported file's name, without its directory.
     pub source: &'a str,
     pub source_sha256: &'a str,
@@ -333,11 +363,11 @@ impl TokenShard<'_> {
         count: usize,
         next: &mut dyn FnMut(usize) -> Result<Vec<u32>>,
     ) -> Result<()> {
-        let (json, source) = (var_len(&self.tokenizer.to_json()?)?, var_len(self.source)?);
+        let json = self.tokenizer.map(|tokenizer| var_len(&tokenizer.to_json()?)).transpose()?;
         let texts = [
             ("format", var_len(Format::Tokens.name())?),
-            ("tokenizer", var_len(self.tokenizer.name())?),
-            ("source", source),
+            ("tokenizer", var_len(self.tokenizer.map_or("none", Tokenizer::name))?),
+            ("source", var_len(self.source)?),
             ("source_sha256", var_len(self.source_sha256)?),
             ("split", var_len(self.split.name())?),
         ];
@@ -350,7 +380,7 @@ impl TokenShard<'_> {
                 hdf5::Error::from(message)
             })
         };
-        let written = self.write_objects(path, &json, &texts, count, &mut next);
+        let written = self.write_objects(path, json.as_ref(), &texts, count, &mut next);
         if let Some(e) = refused {
             return Err(e);
         }
@@ -362,7 +392,7 @@ impl TokenShard<'_> {
     fn write_objects(
         &self,
         path: &Path,
-        json: &VarLenUnicode,
+        json: Option<&VarLenUnicode>,
         texts: &[(&str, VarLenUnicode)],
         count: usize,
         next: &mut dyn FnMut(usize) -> hdf5::Result<Vec<u32>>,
@@ -373,18 +403,18 @@ impl TokenShard<'_> {
             file.new_attr::<VarLenUnicode>().create(*name)?.write_scalar(text)?;
         }
         file.new_attr::<u32>().create("format_version")?.write_scalar(&Format::Tokens.version())?;
-        let vocabulary_size = self.tokenizer.vocabulary();
-        for (name, n) in [("vocabulary_size", vocabulary_size), ("shard", self.shard), ("num_shards", self.num_shards)]
+        for (name, n) in [("vocabulary_size", self.vocabulary), ("shard", self.shard), ("num_shards", self.num_shards)]
         {
             file.new_attr::<u64>().create(name)?.write_scalar(&(n as u64))?;
         }
-        file.new_dataset::<VarLenUnicode>().create(TOKENIZER)?.write_scalar(json)?;
+        if let Some(json) = json {
+            file.new_dataset::<VarLenUnicode>().create(TOKENIZER)?.write_scalar(json)?;
+        }
 
         // They have their place in the file before the ids, and their values after.
         let mut sums = BlockSums { block: BLOCK, crc32: vec![0; count.div_ceil(BLOCK)] };
         sums.write(&file, CHECKSUMS)?;
 
-        // HDF5 narrows the ids on the way to the file.
         let mut builder = file.new_dataset_builder().empty_as(TypeDescriptor::Unsigned(width)).shape(count);
         if let Some(level) = self.compress {
             builder = builder.chunk(BLOCK.min(count));
@@ -395,9 +425,10 @@ impl TokenShard<'_> {
         }
         let tokens = builder.create(TOKENS)?;
         for (block, first) in (0..count).step_by(BLOCK).enumerate() {
-            let ids = next(BLOCK.min(count - first))?;
-            sums.crc32[block] = checksum(&ids, width as usize);
-            tokens.write_slice(&ids, first..first + ids.len())?;
+            let len = BLOCK.min(count - first);
+            let ids = Narrow::new(next(len)?, width);
+            sums.crc32[block] = ids.checksum();
+            ids.write(&tokens, first..first + len)?;
         }
         file.dataset(CHECKSUMS)?.write_raw(&sums.crc32)?;
         file.close()
@@ -405,7 +436,7 @@ impl TokenShard<'_> {
 
     /// The narrowest integer that holds every id of the vocabulary.
     fn id_width(&self) -> IntSize {
-        match self.tokenizer.vocabulary() {
+        match self.vocabulary {
             0..=0x100 => IntSize::U1,
             0x101..=0x1_0000 => IntSize::U2,
             _ => IntSize::U4,
@@ -419,7 +450,18 @@ mod tests {
 
     fn shard<'a>(ids: &'a [u32], tokenizer: &'a Tokenizer, compress: Option<u8>) -> TokenShard<'a> {
         let split = Split::Train;
-        TokenShard { ids, tokenizer, source: "a.txt", source_sha256: "00", split, shard: 1, num_shards: 3, compress }
+        let vocabulary = tokenizer.vocabulary();
+        TokenShard {
+            ids,
+            tokenizer: Some(tokenizer),
+            vocabulary,
+            source: "a.txt",
+            source_sha256: "00",
+            split,
+            shard: 1,
+            num_shards: 3,
+            compress,
+        }
     }
 
     #[test]
@@ -451,7 +493,8 @@ mod tests {
 
     #[test]
     fn checksum_is_over_little_endian_bytes() {
-        assert_eq!(checksum(&[0x0102, 3], 2), crc32fast::hash(&[2, 1, 3, 0]));
+        assert_eq!(Narrow::new(vec![0x0102, 3], IntSize::U2).checksum(), crc32fast::hash(&[2, 1, 3, 0]));
+        assert_eq!(Narrow::new(vec![7, 3], IntSize::U1).checksum(), crc32fast::hash(&[7, 3]));
     }
 
     #[test]

@@ -55,4 +55,4 @@ pub use preprocessing::{Preprocessing, Scale};
 pub use sampler::Sampler;
 pub use source::Source;
 pub use spec::{DataSpec, Held, Ids, InputScale, SampleSpec, Split, Target, Verify};
-pub use tokenizer::{Tokenizer, TokenizerKind};
+pub use tokenizer::{HuggingFace, Tokenizer, TokenizerKind};

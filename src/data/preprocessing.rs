@@ -262,7 +262,8 @@ pub(super) fn tokenizer<'a>(own: Option<&'a Tokenizer>, to: Option<&'a Tokenizer
     }
 }
 
-/// Names of two tokenizers, with the first character in which they differ, if they are of characters.
+/// Names of two tokenizers: with the first character in which they differ, if they are of characters; with the number of their
+/// ids, if they came in files.
 pub(super) fn tokenizer_names(a: Option<&Tokenizer>, b: Option<&Tokenizer>) -> [String; 2] {
     if let (Some(Tokenizer::Char { chars: a }), Some(Tokenizer::Char { chars: b })) = (a, b) {
         return match a.iter().zip(b).enumerate().find(|(_, (a, b))| a != b) {
@@ -270,7 +271,11 @@ pub(super) fn tokenizer_names(a: Option<&Tokenizer>, b: Option<&Tokenizer>) -> [
             None => [a, b].map(|chars| format!("char with {} characters", chars.len())),
         };
     }
-    [a, b].map(|tokenizer| tokenizer.map_or("none", |tokenizer| tokenizer.name()).to_owned())
+    [a, b].map(|tokenizer| match tokenizer {
+        None => "none".to_owned(),
+        Some(file @ Tokenizer::HuggingFace(_)) => format!("{} with {} ids", file.name(), file.vocabulary()),
+        Some(tokenizer) => tokenizer.name().to_owned(),
+    })
 }
 
 #[cfg(test)]

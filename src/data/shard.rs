@@ -131,15 +131,24 @@ impl Shard {
     pub(super) fn samples(&self, context: usize) -> Result<u64> {
         let at = self.path.display();
         match &self.content {
-            Content::Tokens(tokens) => match tokens.rows().saturating_sub(1) / context {
-                0 => Err(Error::input(format!(
+            Content::Tokens(tokens) => match (tokens.document().saturating_sub(1) / context, &tokens.shape[..]) {
+                (0, [_]) => Err(Error::input(format!(
                     "{} has {} tokens, but one sample takes {context} + 1",
                     tokens.name,
                     tokens.rows()
                 ))
                 .hint("use a smaller context or fewer, larger shards")
                 .at(at)),
-                windows => Ok(windows as u64),
+                (0, _) => Err(Error::input(format!(
+                    "{} has documents of {} ids, but one sample takes {context} + 1",
+                    tokens.name,
+                    tokens.document()
+                ))
+                .hint("use a smaller context, or make one stream of them: hpctrain data import ids")
+                .at(at)),
+                (_, [0, ..]) => Err(no_samples(tokens).at(at)),
+                (windows, [documents, _]) => Ok((windows * documents) as u64),
+                (windows, _) => Ok(windows as u64),
             },
             Content::Rows(_) => {
                 let first = self.content.datasets()[0];

@@ -4,7 +4,7 @@ use super::neighbours::Neighbours;
 use crate::backend::{Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::nn::loss::Objective;
-use crate::nn::{Blocks, Context, Micro};
+use crate::nn::{Blocks, Context, Micro, Past};
 use crate::parallel::{Flow, Sharded};
 
 /// A network with its parameters, ready to compute: of a pipeline, this rank's stage.
@@ -17,6 +17,8 @@ pub struct Model<B: Kernels> {
     pub objective: Objective<B>,
     /// The stage's parameters; in training, gradients and optimizer state as well.
     pub sharded: Sharded<B>,
+    /// Whether every block of the network, of all stages, continues sequences.
+    continues: bool,
     pub(super) neighbours: Neighbours<B>,
 }
 
@@ -26,9 +28,10 @@ impl<B: Kernels> Model<B> {
         let units = sharded.stage().units.clone();
         let width = |block: usize| blocks.get(block).map_or(0, |block| block.input_per_row());
         let neighbours = Neighbours::new(sharded.pipeline().clone(), width(units.start), width(units.end));
+        let continues = blocks.iter().all(|block| block.continues());
         blocks.truncate(units.end);
         blocks.drain(..units.start);
-        Self { backend, blocks, objective, sharded, neighbours }
+        Self { backend, blocks, objective, sharded, continues, neighbours }
     }
 
     /// The output for a micro-batch, outside training: numbers, or logits of classes, those of one tensor lane of this rank after the
@@ -38,6 +41,25 @@ impl<B: Kernels> Model<B> {
     /// # Errors
     /// The device, or a message between ranks, failed.
     pub fn output(&mut self, micro: &Micro<B>) -> Result<Option<B::Buf>> {
+        self.pass(micro, None)
+    }
+
+    /// Memory for a sequence of so many positions at most, for [`Model::output_after`]; none if a block of the network does not
+    /// continue sequences.
+    pub fn past(&self, positions: usize) -> Option<Vec<Past<B>>> {
+        self.continues.then(|| self.blocks.iter().map(|_| Past::new(positions)).collect())
+    }
+
+    /// As [`Model::output`] of a language model, of positions of one sequence that follow those that `past` knows: the logits that
+    /// the whole sequence would give them, and the computation of its new positions alone.
+    ///
+    /// # Errors
+    /// As [`Model::output`], or there is no room for more positions.
+    pub fn output_after(&mut self, micro: &Micro<B>, past: &mut [Past<B>]) -> Result<Option<B::Buf>> {
+        self.pass(micro, Some(past))
+    }
+
+    fn pass(&mut self, micro: &Micro<B>, mut past: Option<&mut [Past<B>]>) -> Result<Option<B::Buf>> {
         self.sharded.begin_forward();
         let tensor = self.sharded.tensor().cloned();
         let cx = Context { backend: &self.backend, micro, training: None, tensor: tensor.as_ref() };
@@ -51,7 +73,11 @@ impl<B: Kernels> Model<B> {
         };
         for (unit, block) in self.blocks.iter().enumerate() {
             let params = self.sharded.params(unit)?;
-            x = block.forward(&cx, params, &x)?.0;
+            x = match past.as_deref_mut().map(|past| past.get_mut(unit)) {
+                None => block.forward(&cx, params, &x)?.0,
+                Some(Some(past)) => block.forward_after(&cx, params, &x, past)?,
+                Some(None) => return Err(Error::internal("a past of another network")),
+            };
             self.sharded.release();
         }
         if self.sharded.stage().is_last() {

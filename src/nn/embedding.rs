@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use super::dropout::StreamDropout;
 use super::tensor::TensorLanes;
-use super::{Block, Context, Grads, INIT, Params};
+use super::{Block, Context, Grads, INIT, Params, Past};
 use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::error::Result;
 use crate::layout::{Cut, Init, Slices, Tensor};
@@ -43,6 +43,23 @@ impl Embedding {
     fn used<B: Backend>(&self, cx: &Context<'_, B>) -> usize {
         if self.places.is_some() { cx.micro.time * self.width() } else { 0 }
     }
+
+    /// The rows of tokens, the first of which stands at this position of its sequence.
+    fn rows<B: Kernels>(&self, cx: &Context<'_, B>, params: &Params<'_, B>, position: usize) -> Result<B::Buf> {
+        let (b, lanes, len) = (cx.backend, TensorLanes::new(cx, &self.slices), cx.micro.rows() * self.width());
+        let [words, places] = lanes.parameters(params, |lane| self.lens(lane));
+        let before = if self.places.is_some() { position * self.width() } else { 0 };
+        // Of all lanes one has a token's row and the first has its place: the others add nothing.
+        let sum = lanes.sum(len, None, |k, mut y| {
+            let first = self.ids(self.slices.held.start + k).start;
+            let (_, places) = B::cut(places[k], if lanes.is_first(k) { before } else { 0 });
+            let (places, _) = B::cut(places, if lanes.is_first(k) { self.used(cx) } else { 0 });
+            lanes.narrow(len, B::reborrow(&mut y), |y| b.embedding(&cx.micro.parts.ids, first, words[k], places, y))
+        })?;
+        let mut y = lanes.settle(lanes.request(sum), self.width())?;
+        self.dropout.apply(cx, 0, lanes.own().start, B::all_mut(&mut y))?;
+        Ok(y)
+    }
 }
 
 impl<B: Kernels> Block<B> for Embedding {
@@ -79,17 +96,23 @@ impl<B: Kernels> Block<B> for Embedding {
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, _: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, lanes, len) = (cx.backend, TensorLanes::new(cx, &self.slices), cx.micro.rows() * self.width());
-        let [words, places] = lanes.parameters(&params, |lane| self.lens(lane));
-        // Of all lanes one has a token's row and the first has its place: the others add nothing.
-        let sum = lanes.sum(len, None, |k, mut y| {
-            let first = self.ids(self.slices.held.start + k).start;
-            let (places, _) = B::cut(places[k], if lanes.is_first(k) { self.used(cx) } else { 0 });
-            lanes.narrow(len, B::reborrow(&mut y), |y| b.embedding(&cx.micro.parts.ids, first, words[k], places, y))
-        })?;
-        let mut y = lanes.settle(lanes.request(sum), self.width())?;
-        self.dropout.apply(cx, 0, lanes.own().start, B::all_mut(&mut y))?;
-        Ok((y, vec![]))
+        Ok((self.rows(cx, &params, 0)?, vec![]))
+    }
+
+    fn continues(&self) -> bool {
+        true
+    }
+
+    fn forward_after(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        _: &B::Buf,
+        past: &mut Past<B>,
+    ) -> Result<B::Buf> {
+        let first = past.seen();
+        past.pass(cx.micro.rows())?;
+        self.rows(cx, &params, first)
     }
 
     fn backward(

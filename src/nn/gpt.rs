@@ -11,8 +11,9 @@ use super::dropout::StreamDropout;
 use super::embedding::Embedding;
 use super::gradients::At;
 use super::head::{Head, Table};
+use super::past::attend;
 use super::tensor::{Column, Places, TensorLanes};
-use super::{Block, Blocks, Context, Grads, INIT, Params, take};
+use super::{Block, Blocks, Context, Grads, INIT, Params, Past, take};
 use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm};
 use crate::error::Result;
 use crate::layout::{Cut, Init, Slices, Tensor};
@@ -129,6 +130,56 @@ impl Transformer {
     fn sites(&self) -> [usize; 2] {
         [2 * self.layer + 1, 2 * self.layer + 2]
     }
+
+    /// Output and saved buffers; none worth saving with a past, which the positions join.
+    fn compute<B: Kernels>(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+        mut past: Option<&mut Past<B>>,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
+        let (s, lanes) = (self.shapes(cx), TensorLanes::new(cx, &self.slices));
+        let new = |len| b.alloc(MemoryKind::Activations, len);
+        let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
+        let [w_qkv, w_out, w_up, w_down, b_qkv, b_up, b_out, b_down, w_norm1, b_norm1, w_norm2, b_norm2] =
+            lanes.parameters(&params, |_| self.lens());
+        let has_bias = self.gpt.bias;
+        let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
+
+        let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], b_norm1[0])?;
+        let all_rows = lanes.gather(&norm1, d)?;
+        let mut of_lanes = Vec::with_capacity(5 * self.slices.held.len());
+        let branch = lanes.sum(rows * d, None, |k, y| {
+            let x = B::all(all_rows.as_ref().unwrap_or(&norm1));
+            let project = |_, to: B::ViewMut<'_>| b.linear(s.qkv, x, w_qkv[k], b_qkv[k], to);
+            let (mut heads, mut lse) = (new(rows * a)?, exact(rows * s.attention.heads)?);
+            let qkv = attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
+            lanes.row_linear(k, s.out, B::all(&heads), w_out[k], has_bias.then_some(b_out[k]), y)?;
+            of_lanes.extend(qkv.into_iter().chain([heads, lse]));
+            Ok(())
+        })?;
+        drop(all_rows);
+        let mut stream = lanes.settle(lanes.request(branch), d)?;
+        self.gpt.dropout().apply(cx, site1, first_row, B::all_mut(&mut stream))?;
+
+        let (norm2, stats2) = lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], b_norm2[0])?;
+        let all_rows = lanes.gather(&norm2, d)?;
+        let branch = lanes.sum(rows * d, None, |k, y| {
+            let (mut up, mut act) = (new(rows * h)?, new(rows * h)?);
+            let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
+            b.linear_gelu(s.up, x, w_up[k], b_up[k], B::all_mut(&mut up), B::all_mut(&mut act))?;
+            lanes.row_linear(k, s.down, B::all(&act), w_down[k], has_bias.then_some(b_down[k]), y)?;
+            of_lanes.extend([up, act]);
+            Ok(())
+        })?;
+        drop(all_rows);
+        let mut y = lanes.settle(lanes.request(branch), d)?;
+        self.gpt.dropout().apply(cx, site2, first_row, B::all_mut(&mut y))?;
+        b.add(B::all(&stream), B::all_mut(&mut y))?;
+        Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
+    }
 }
 
 /// The operations of a block with their sizes: norms of all rows, the others of a lane.
@@ -216,46 +267,23 @@ impl<B: Kernels> Block<B> for Transformer {
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows, d, [a, h]) = (cx.backend, cx.micro.rows(), self.gpt.width, self.of_lane());
-        let (s, lanes) = (self.shapes(cx), TensorLanes::new(cx, &self.slices));
-        let new = |len| b.alloc(MemoryKind::Activations, len);
-        let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
-        let [w_qkv, w_out, w_up, w_down, b_qkv, b_up, b_out, b_down, w_norm1, b_norm1, w_norm2, b_norm2] =
-            lanes.parameters(&params, |_| self.lens());
-        let has_bias = self.gpt.bias;
-        let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
+        self.compute(cx, params, x, None)
+    }
 
-        let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], b_norm1[0])?;
-        let all_rows = lanes.gather(&norm1, d)?;
-        let mut of_lanes = Vec::with_capacity(5 * self.slices.held.len());
-        let branch = lanes.sum(rows * d, None, |k, y| {
-            let mut qkv = new(rows * 3 * a)?;
-            b.linear(s.qkv, B::all(all_rows.as_ref().unwrap_or(&norm1)), w_qkv[k], b_qkv[k], B::all_mut(&mut qkv))?;
-            let (mut heads, mut lse) = (new(rows * a)?, exact(rows * s.attention.heads)?);
-            b.attention(s.attention, B::all(&qkv), B::all_mut(&mut heads), B::all_mut(&mut lse))?;
-            lanes.row_linear(k, s.out, B::all(&heads), w_out[k], has_bias.then_some(b_out[k]), y)?;
-            of_lanes.extend([qkv, heads, lse]);
-            Ok(())
-        })?;
-        drop(all_rows);
-        let mut stream = lanes.settle(lanes.request(branch), d)?;
-        self.gpt.dropout().apply(cx, site1, first_row, B::all_mut(&mut stream))?;
+    fn continues(&self) -> bool {
+        true
+    }
 
-        let (norm2, stats2) = lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], b_norm2[0])?;
-        let all_rows = lanes.gather(&norm2, d)?;
-        let branch = lanes.sum(rows * d, None, |k, y| {
-            let (mut up, mut act) = (new(rows * h)?, new(rows * h)?);
-            let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
-            b.linear_gelu(s.up, x, w_up[k], b_up[k], B::all_mut(&mut up), B::all_mut(&mut act))?;
-            lanes.row_linear(k, s.down, B::all(&act), w_down[k], has_bias.then_some(b_down[k]), y)?;
-            of_lanes.extend([up, act]);
-            Ok(())
-        })?;
-        drop(all_rows);
-        let mut y = lanes.settle(lanes.request(branch), d)?;
-        self.gpt.dropout().apply(cx, site2, first_row, B::all_mut(&mut y))?;
-        b.add(B::all(&stream), B::all_mut(&mut y))?;
-        Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
+    fn forward_after(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+        past: &mut Past<B>,
+    ) -> Result<B::Buf> {
+        let (y, _) = self.compute(cx, params, x, Some(past))?;
+        past.pass(cx.micro.rows())?;
+        Ok(y)
     }
 
     fn backward(

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::gradients::At;
 use super::tensor::{Column, Places, TensorLanes};
-use super::{Block, Context, Grads, INIT, Loan, Params, unpack};
+use super::{Block, Context, Grads, INIT, Loan, Params, Past, unpack};
 use crate::backend::{Kernels, Linear, MemoryKind, Norm};
 use crate::error::Result;
 use crate::layout::{Cut, Init, Slices, Tensor};
@@ -160,6 +160,22 @@ impl<B: Kernels> Block<B> for Head {
             b.linear(self.logits(rows, lane), x, table, no_bias, B::view_mut(&mut logits, at))?;
         }
         Ok((logits, vec![norm, stats]))
+    }
+
+    fn continues(&self) -> bool {
+        true
+    }
+
+    /// Every row by itself.
+    fn forward_after(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+        past: &mut Past<B>,
+    ) -> Result<B::Buf> {
+        past.pass(cx.micro.rows())?;
+        self.forward(cx, params, x).map(|(logits, _)| logits)
     }
 
     fn backward(

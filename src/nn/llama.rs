@@ -12,9 +12,10 @@ use super::dropout::StreamDropout;
 use super::embedding::Embedding;
 use super::gradients::At;
 use super::head::{Head, Table};
+use super::past::attend;
 use super::rotary::Angles;
 use super::tensor::{Column, Places, TensorLanes};
-use super::{Block, Blocks, Context, Grads, INIT, Params, take};
+use super::{Block, Blocks, Context, Grads, INIT, Params, Past, take};
 use crate::backend::{Attention, Backend, Kernels, Linear, MemoryKind, Norm, Rotary};
 use crate::error::Result;
 use crate::layout::{Cut, Init, Slices, Tensor};
@@ -167,6 +168,64 @@ struct Shapes {
     out: Linear,
 }
 
+impl<B: Kernels> Decoder<B> {
+    /// Output and saved buffers; none worth saving with a past, which the positions join.
+    fn compute(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+        mut past: Option<&mut Past<B>>,
+    ) -> Result<(B::Buf, Vec<B::Buf>)> {
+        let (b, rows, d, drop_out) = (cx.backend, cx.micro.rows(), self.llama.width, self.llama.dropout());
+        let (s, lanes) = (self.shapes(cx), TensorLanes::new(cx, &self.slices));
+        let new = |len| b.alloc(MemoryKind::Activations, len);
+        let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
+        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = lanes.parameters(&params, |lane| self.lens(lane));
+        let (none, _) = B::cut(params.own, 0);
+        let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
+
+        let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], none)?;
+        let all_rows = lanes.gather(&norm1, d)?;
+        let mut of_lanes = Vec::with_capacity(5 * self.slices.held.len());
+        let branch = lanes.sum(rows * d, None, |k, y| {
+            let x = B::all(all_rows.as_ref().unwrap_or(&norm1));
+            let project = |first: usize, mut to: B::ViewMut<'_>| {
+                b.linear(s.qkv, x, w_qkv[k], none, B::reborrow(&mut to))?;
+                let (_, angles) = B::cut(self.angles.table(b)?, first * self.llama.head_width());
+                b.rotary(s.rotary, angles, to)
+            };
+            let (mut heads, mut lse) = (new(rows * self.heads_width())?, exact(rows * s.attention.heads)?);
+            let qkv = attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
+            b.linear(s.out, B::all(&heads), w_out[k], none, y)?;
+            of_lanes.extend(qkv.into_iter().chain([heads, lse]));
+            Ok(())
+        })?;
+        drop(all_rows);
+        let mut stream = lanes.settle(lanes.request(branch), d)?;
+        drop_out.apply(cx, site1, first_row, B::all_mut(&mut stream))?;
+
+        let (norm2, stats2) = lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], none)?;
+        let all_rows = lanes.gather(&norm2, d)?;
+        let branch = lanes.sum(rows * d, None, |k, y| {
+            let lane = self.slices.held.start + k;
+            let f = self.hidden(lane);
+            let (mut gate_up, mut act) = (new(rows * 2 * f)?, new(rows * f)?);
+            let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
+            b.linear(self.gate_up(rows, lane), x, w_gate_up[k], none, B::all_mut(&mut gate_up))?;
+            b.swiglu(f, B::all(&gate_up), B::all_mut(&mut act))?;
+            b.linear(self.down(rows, lane), B::all(&act), w_down[k], none, y)?;
+            of_lanes.extend([gate_up, act]);
+            Ok(())
+        })?;
+        drop(all_rows);
+        let mut y = lanes.settle(lanes.request(branch), d)?;
+        drop_out.apply(cx, site2, first_row, B::all_mut(&mut y))?;
+        b.add(B::all(&stream), B::all_mut(&mut y))?;
+        Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
+    }
+}
+
 impl<B: Kernels> Block<B> for Decoder<B> {
     fn name(&self) -> String {
         format!("layers.{}", self.layer)
@@ -246,49 +305,23 @@ impl<B: Kernels> Block<B> for Decoder<B> {
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
-        let (b, rows, d, drop_out) = (cx.backend, cx.micro.rows(), self.llama.width, self.llama.dropout());
-        let (s, lanes) = (self.shapes(cx), TensorLanes::new(cx, &self.slices));
-        let new = |len| b.alloc(MemoryKind::Activations, len);
-        let exact = |len| b.alloc_f32(MemoryKind::Activations, len);
-        let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = lanes.parameters(&params, |lane| self.lens(lane));
-        let (none, _) = B::cut(params.own, 0);
-        let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
+        self.compute(cx, params, x, None)
+    }
 
-        let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], none)?;
-        let all_rows = lanes.gather(&norm1, d)?;
-        let mut of_lanes = Vec::with_capacity(5 * self.slices.held.len());
-        let branch = lanes.sum(rows * d, None, |k, y| {
-            let mut qkv = new(rows * self.packed())?;
-            b.linear(s.qkv, B::all(all_rows.as_ref().unwrap_or(&norm1)), w_qkv[k], none, B::all_mut(&mut qkv))?;
-            b.rotary(s.rotary, self.angles.table(b)?, B::all_mut(&mut qkv))?;
-            let (mut heads, mut lse) = (new(rows * self.heads_width())?, exact(rows * s.attention.heads)?);
-            b.attention(s.attention, B::all(&qkv), B::all_mut(&mut heads), B::all_mut(&mut lse))?;
-            b.linear(s.out, B::all(&heads), w_out[k], none, y)?;
-            of_lanes.extend([qkv, heads, lse]);
-            Ok(())
-        })?;
-        drop(all_rows);
-        let mut stream = lanes.settle(lanes.request(branch), d)?;
-        drop_out.apply(cx, site1, first_row, B::all_mut(&mut stream))?;
+    fn continues(&self) -> bool {
+        true
+    }
 
-        let (norm2, stats2) = lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], none)?;
-        let all_rows = lanes.gather(&norm2, d)?;
-        let branch = lanes.sum(rows * d, None, |k, y| {
-            let lane = self.slices.held.start + k;
-            let f = self.hidden(lane);
-            let (mut gate_up, mut act) = (new(rows * 2 * f)?, new(rows * f)?);
-            let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
-            b.linear(self.gate_up(rows, lane), x, w_gate_up[k], none, B::all_mut(&mut gate_up))?;
-            b.swiglu(f, B::all(&gate_up), B::all_mut(&mut act))?;
-            b.linear(self.down(rows, lane), B::all(&act), w_down[k], none, y)?;
-            of_lanes.extend([gate_up, act]);
-            Ok(())
-        })?;
-        drop(all_rows);
-        let mut y = lanes.settle(lanes.request(branch), d)?;
-        drop_out.apply(cx, site2, first_row, B::all_mut(&mut y))?;
-        b.add(B::all(&stream), B::all_mut(&mut y))?;
-        Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
+    fn forward_after(
+        &self,
+        cx: &Context<'_, B>,
+        params: Params<'_, B>,
+        x: &B::Buf,
+        past: &mut Past<B>,
+    ) -> Result<B::Buf> {
+        let (y, _) = self.compute(cx, params, x, Some(past))?;
+        past.pass(cx.micro.rows())?;
+        Ok(y)
     }
 
     fn backward(

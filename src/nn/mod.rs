@@ -14,6 +14,7 @@ pub mod llama;
 pub mod loss;
 mod network;
 mod own;
+mod past;
 mod rotary;
 mod tensor;
 
@@ -26,6 +27,7 @@ use crate::layout::Tensor;
 pub use gradients::{Deferred, Grads};
 pub use network::{Network, Summary};
 pub use own::{BuildNetwork, Input, OwnNetwork};
+pub use past::Past;
 
 /// Standard deviation of the initial weights of language models; GPT-2's and Llama's.
 const INIT: f32 = 0.02;
@@ -195,6 +197,27 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// # Errors
     /// The device failed.
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)>;
+
+    /// Whether [`Block::forward_after`] gives an output: of a network whose blocks all do, a sequence is continued by the computation
+    /// of its new positions alone.
+    fn continues(&self) -> bool {
+        false
+    }
+
+    /// The output as [`Block::forward`] has it outside training, of one sequence whose earlier positions `past` knows: those of `x`
+    /// follow them, and join them.
+    ///
+    /// # Errors
+    /// The device failed, there is no room for more positions, or the block does not continue sequences.
+    fn forward_after(
+        &self,
+        _cx: &Context<'_, B>,
+        _params: Params<'_, B>,
+        _x: &B::Buf,
+        _past: &mut Past<B>,
+    ) -> Result<B::Buf> {
+        Err(Error::internal(format!("block {} does not continue sequences", self.name())))
+    }
 
     /// Adds to the gradients of the parameters, or overwrites them as [`Grads`] tells, and returns that of `x` (empty for
     /// the first block). Products of [`Grads::linear`] may be put off; all else is done when it returns.

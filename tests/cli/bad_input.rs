@@ -73,8 +73,9 @@ fn import(out: &Path) {
     let input = out.with_file_name("letters");
     let letter = |i: usize| char::from(b'a' + (i * i % 5) as u8);
     std::fs::write(&input, (0..1000).map(letter).collect::<String>()).unwrap();
-    let (tokenizer, val_fraction, out) = (TokenizerKind::Char, 0.2, out.to_owned());
-    import_text(&ImportText { input, tokenizer, shards: 4, val_fraction, out, compress: None }).unwrap();
+    let mut import = ImportText::new(input, TokenizerKind::Char, out);
+    (import.to.shards, import.to.val_fraction) = (4, 0.2);
+    import_text(&import).unwrap();
 }
 
 /// Transports of cases that concern all ranks alike.
@@ -682,8 +683,12 @@ fn samples() {
     let files = Run::new(Alone, root.path(), "x", &["run.steps=1"]).succeeds();
     let latest = files.path("checkpoints/latest");
     let latest = latest.to_str().unwrap();
-    let cases: [(&[&str], &[&str]); 4] = [
+    let cases: [(&[&str], &[&str]); 8] = [
         (&["--checkpoint", latest, "--prompt", "naïve"], &["'ï'", "U+00EF", "65 characters"]),
+        (&["--checkpoint", latest, "--prompt", "a", "--prompt", ""], &["--prompt is empty"]),
+        (&["--checkpoint", latest, "--stop", ""], &["--stop is empty"]),
+        (&["--checkpoint", latest, "--prompts", "/no/such/file"], &["cannot read /no/such/file", "on each line"]),
+        (&["--checkpoint", latest, "--prompts", "/dev/null"], &["/dev/null", "not a regular file"]),
         (&["--checkpoint", latest, "--prompt", ""], &["--prompt is empty"]),
         (&["--checkpoint", latest, "--temperature=-1"], &["--temperature -1 is out of range"]),
         (&["--checkpoint", "/no/such/run"], &["/no/such/run does not exist"]),

@@ -215,6 +215,19 @@ fn text_is_imported_described_checked_and_trained_on() {
         let files = Run::new(Alone, folder.path(), &format!("run-{tokenizer}"), &[&data, "run.steps=2"]).succeeds();
         assert_eq!(files.steps().len(), 2);
     }
+    // The same text through a pipe.
+    let import =
+        format!("{} data import text - --shards 2 --out {}", crate::common::program().display(), path("piped"));
+    let mut shell = std::process::Command::new("sh");
+    shell.args(["-c", &format!("cat {} | {import}", path("input.txt"))]);
+    let ended = finish(&mut shell).succeeded();
+    assert!(ended.stdout.contains("train-00001.h5: "), "{ended}");
+    let ids = |name: &str| {
+        let shard = hdf5::File::open(path(name) + "/train-00001.h5").unwrap();
+        shard.dataset("tokens").unwrap().read_raw::<u8>().unwrap()
+    };
+    assert_eq!(ids("piped"), ids("char"));
+    assert!(printed(&["data", "inspect", &path("piped")]).contains("source standard input (sha256 "));
     // A bit of an id changes.
     let shard = path("char") + "/train-00001.h5";
     let at = hdf5::File::open(&shard).unwrap().dataset("tokens").unwrap().offset().unwrap() as usize + 100;

@@ -6,6 +6,7 @@ pub mod hosts;
 pub mod launch;
 pub mod layouts;
 pub mod peers;
+pub mod python;
 pub mod ranks;
 pub mod runs;
 pub mod sealed;

@@ -47,7 +47,8 @@ impl Shards {
     fn imported(&self, name: &str, text: &str, tokenizer: TokenizerKind) -> PathBuf {
         let (input, out) = (self.path("text"), self.path("out"));
         std::fs::write(&input, text).unwrap();
-        let import = ImportText { input, tokenizer, shards: 1, val_fraction: 0.0, out: out.clone(), compress: None };
+        let mut import = ImportText::new(input, tokenizer, &out);
+        import.to.val_fraction = 0.0;
         import_text(&import).unwrap();
         let path = self.path(name);
         std::fs::rename(out.join("train-00000.h5"), &path).unwrap();
@@ -145,7 +146,15 @@ fn shapes_are_wrong() {
         file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&5u64).unwrap();
     };
     write(&[("tokens", (5, 2))]);
-    assert_told(&shards.open(4), &["train-0.h5: /tokens has shape 5 x 2", "one dimension"], "shape");
+    assert_told(
+        &shards.open(4),
+        &["train-0.h5: /tokens has documents of 2 ids, but one sample takes 4 + 1"],
+        "context",
+    );
+    let file = File::create(shards.path("train-0.h5")).unwrap();
+    file.new_dataset::<u8>().shape((5, 2, 3)).create("tokens").unwrap();
+    file.close().unwrap();
+    assert_told(&shards.open(4), &["train-0.h5: /tokens has shape 5 x 2 x 3", "one dimension"], "shape");
     write(&[("inputs", (5, 4)), ("targets", (6, 4))]);
     assert_told(&shards.open(4), &["train-0.h5: /inputs is 5 x 4, but /targets is 6 x 4"], "row");
     write(&[("inputs", (5, 4)), ("targets", (5, 4))]);
@@ -198,9 +207,9 @@ fn imports(folder: &Path) -> [DataSpec; 2] {
     let (text, table) = (folder.join("text"), folder.join("table.csv"));
     std::fs::write(&text, "abcde".repeat(100)).unwrap();
     let out = folder.join("tokens");
-    let tokenizer = TokenizerKind::Char;
-    import_text(&ImportText { input: text, tokenizer, shards: 4, val_fraction: 0.2, out: out.clone(), compress: None })
-        .unwrap();
+    let mut import = ImportText::new(text, TokenizerKind::Char, &out);
+    (import.to.shards, import.to.val_fraction) = (4, 0.2);
+    import_text(&import).unwrap();
     let rows: String = (0..40).map(|i| format!("{i},{}\n", i % 3)).collect();
     std::fs::write(&table, format!("x,y\n{rows}")).unwrap();
     let of_rows = folder.join("rows");
@@ -374,9 +383,7 @@ fn an_id_is_outside_the_vocabulary() {
 }
 
 fn import_failure(dir: &Path, change: impl FnOnce(&mut ImportText)) -> Error {
-    let (input, tokenizer) = (dir.join("input.txt"), TokenizerKind::Char);
-    let mut import =
-        ImportText { input, tokenizer, shards: 1, val_fraction: 0.1, out: dir.join("out"), compress: None };
+    let mut import = ImportText::new(dir.join("input.txt"), TokenizerKind::Char, dir.join("out"));
     change(&mut import);
     import_text(&import).unwrap_err()
 }
@@ -395,12 +402,12 @@ fn imports_refuse_bad_requests() {
     told(&["input.txt: byte 2 is not UTF-8"], "UTF-8", &|_| {});
     told(&["input.txt: byte 2 is not UTF-8"], "byte", &|import| import.tokenizer = TokenizerKind::Gpt2);
     std::fs::write(dir.path().join("input.txt"), "abcdefghij").unwrap();
-    told(&["0 shards"], "1 shard", &|import| import.shards = 0);
-    told(&["9 training tokens do not fill 10 shards"], "fewer", &|import| import.shards = 10);
+    told(&["0 shards"], "1 shard", &|import| import.to.shards = 0);
+    told(&["9 training tokens do not fill 10 shards"], "fewer", &|import| import.to.shards = 10);
     for fraction in [1.0, -0.1, f64::NAN] {
-        told(&["validation fraction"], "0.1", &|import| import.val_fraction = fraction);
+        told(&["validation fraction"], "0.1", &|import| import.to.val_fraction = fraction);
     }
-    told(&["compression level 10"], "6", &|import| import.compress = Some(10));
+    told(&["compression level 10"], "6", &|import| import.to.compress = Some(10));
 }
 
 #[test]

@@ -13,6 +13,7 @@ mod read;
 mod sample_weights;
 mod samples;
 mod stage;
+mod text;
 mod verify;
 
 #[path = "../common/mod.rs"]

@@ -1,37 +1,18 @@
 //! HDF5 files as others make them: each is read right or refused by name, and none is called damaged that is not.
 
 use std::path::Path;
-use std::process::Command;
 
 use hpctrain::data::{DataSpec, Dataset, Ids, SampleMut, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::{Kind, Result};
 use serde_json::Value;
 
 use crate::common::launch::inherits_nothing;
-
-/// A Python that has h5py and numpy: the one that `PYTHON` names, with what `scripts/setup --test` has fetched or without, or
-/// the system's.
-fn python() -> Option<Command> {
-    let fetched = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("python");
-    let named = std::env::var("PYTHON").unwrap_or("python3".into());
-    let with_fetched = || {
-        let mut python = Command::new(&named);
-        python.env("PYTHONPATH", &fetched);
-        python
-    };
-    let has_h5py = |mut python: Command| {
-        let tried = inherits_nothing(python.args(["-c", "import h5py, numpy"])).output();
-        tried.is_ok_and(|output| output.status.success())
-    };
-    let all: [&dyn Fn() -> Command; 3] =
-        [&with_fetched, &|| Command::new(&named), &|| Command::new("/usr/bin/python3")];
-    all.into_iter().find(|python| has_h5py(python())).map(|python| python())
-}
+use crate::common::python::python_with;
 
 /// The files, in `folder`, and what must become of each; none where there is no Python with h5py.
 fn cases(folder: &Path) -> Option<Vec<Value>> {
     let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/odd_hdf5.py");
-    let made = inherits_nothing(python()?.arg(script).arg(folder)).output().unwrap();
+    let made = inherits_nothing(python_with("h5py, numpy")?.arg(script).arg(folder)).output().unwrap();
     assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
     Some(serde_json::from_slice(&made.stdout).unwrap())
 }

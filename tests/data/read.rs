@@ -17,9 +17,8 @@ fn text(n: usize) -> String {
 fn import(dir: &Path, text: &[u8], change: impl FnOnce(&mut ImportText)) -> Imported {
     let input = dir.join("input.txt");
     std::fs::write(&input, text).unwrap();
-    let tokenizer = TokenizerKind::Char;
-    let mut import =
-        ImportText { input, tokenizer, shards: 1, val_fraction: 0.0, out: dir.join("out"), compress: None };
+    let mut import = ImportText::new(input, TokenizerKind::Char, dir.join("out"));
+    import.to.val_fraction = 0.0;
     change(&mut import);
     import_text(&import).unwrap()
 }
@@ -35,7 +34,7 @@ fn each_tokenizer_gives_the_text_back() {
     let text = "First Citizen:\nnaïve — 🦀 speak!\n".repeat(20);
     for tokenizer in [TokenizerKind::Char, TokenizerKind::Byte, TokenizerKind::Gpt2] {
         let dir = tempfile::tempdir().unwrap();
-        let imported = import(dir.path(), text.as_bytes(), |import| import.tokenizer = tokenizer);
+        let imported = import(dir.path(), text.as_bytes(), |import| import.tokenizer = tokenizer.clone());
         let mut dataset = Dataset::open(&DataSpec::new(dir.path().join("out")), Split::Train, 1).unwrap();
         let stored = dataset.tokenizer().unwrap().clone();
         assert_eq!(stored.vocabulary(), imported.vocabulary);
@@ -78,7 +77,7 @@ fn windows_are_the_text_shard_by_shard() {
     for compress in [None, Some(4)] {
         let dir = tempfile::tempdir().unwrap();
         let imported = import(dir.path(), text.as_bytes(), |import| {
-            (import.shards, import.val_fraction, import.compress) = (3, 0.1, compress);
+            (import.to.shards, import.to.val_fraction, import.to.compress) = (3, 0.1, compress);
         });
         // 902 training tokens in shards of 301, 301 and 300, then 101 of validation.
         assert_eq!(imported.shards.iter().map(|(_, tokens)| *tokens).collect::<Vec<_>>(), [301, 301, 300, 101]);
@@ -157,8 +156,8 @@ fn a_larger_vocabulary_may_be_configured() {
 #[test]
 fn imports_of_the_same_text_are_the_same_files() {
     let dir = tempfile::tempdir().unwrap();
-    let first = import(dir.path(), b"to be or not to be", |import| import.out = dir.path().join("a"));
-    let second = import(dir.path(), b"to be or not to be", |import| import.out = dir.path().join("b"));
+    let first = import(dir.path(), b"to be or not to be", |import| import.to.out = dir.path().join("a"));
+    let second = import(dir.path(), b"to be or not to be", |import| import.to.out = dir.path().join("b"));
     for ((a, _), (b, _)) in first.shards.iter().zip(&second.shards) {
         assert!(std::fs::read(a).unwrap() == std::fs::read(b).unwrap());
     }

@@ -15,8 +15,9 @@ fn import(dir: &Path, compress: Option<u8>) -> PathBuf {
     let (input, out) = (dir.join("input.txt"), dir.join("out"));
     let text: String = (0..250_000u64).map(|i| char::from(b'a' + (i * i * i % 1009 % 26) as u8)).collect();
     std::fs::write(&input, text).unwrap();
-    let tokenizer = TokenizerKind::Char;
-    import_text(&ImportText { input, tokenizer, shards: 2, val_fraction: 0.2, out: out.clone(), compress }).unwrap();
+    let mut import = ImportText::new(input, TokenizerKind::Char, &out);
+    (import.to.shards, import.to.val_fraction, import.to.compress) = (2, 0.2, compress);
+    import_text(&import).unwrap();
     out
 }
 
@@ -123,8 +124,8 @@ fn shards_of_different_imports_do_not_mix() {
     let out = import(a.path(), None);
     let (input, other) = (b.path().join("other.txt"), b.path().join("out"));
     std::fs::write(&input, "0123456789").unwrap();
-    let tokenizer = TokenizerKind::Char;
-    let import = ImportText { input, tokenizer, shards: 1, val_fraction: 0.2, out: other.clone(), compress: None };
+    let mut import = ImportText::new(input, TokenizerKind::Char, &other);
+    import.to.val_fraction = 0.2;
     import_text(&import).unwrap();
     std::fs::copy(other.join("val-00000.h5"), out.join("val-00000.h5")).unwrap();
     let problems = problems(&out).join("\n");

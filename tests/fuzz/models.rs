@@ -1,6 +1,7 @@
 //! Directories of Hugging Face's `save_pretrained`.
 
 use hpctrain::checkpoint::huggingface;
+use hpctrain::data::Tokenizer;
 
 use super::harness::fuzz;
 use super::mutate::Form;
@@ -24,6 +25,25 @@ fn import(reader: &str, file: &str, form: Form, seed: Vec<u8>) {
             }
         }
     });
+}
+
+#[test]
+fn tokenizers_are_read() {
+    let root = tempfile::tempdir().unwrap();
+    let mut file: serde_json::Value = serde_json::from_str(&Tokenizer::Byte.file().unwrap()).unwrap();
+    file["normalizer"] = serde_json::json!({ "type": "NFC" });
+    file["model"]["vocab"].as_object_mut().unwrap().retain(|token, _| token.is_ascii());
+    let settings = serde_json::json!({ "eos_token": { "content": "a" }, "bos_token": "b", "eos_token_id": [5, 6] });
+    for (reader, name) in [("tokenizer", "tokenizer.json"), ("settings", "tokenizer_config.json")] {
+        std::fs::write(root.path().join("tokenizer.json"), file.to_string()).unwrap();
+        let seed = if name == "tokenizer.json" { file.to_string() } else { settings.to_string() };
+        fuzz(reader, Form::Json, &[seed.into_bytes()], |input| {
+            std::fs::write(root.path().join(name), input).unwrap();
+            let read = huggingface::tokenizer(root.path());
+            let read = read.and_then(|tokenizer| tokenizer.map(|tokenizer| tokenizer.encode("a text")).transpose());
+            read.map_err(|e| assert_eq!(e.exit_code(), 2, "{e}")).is_ok()
+        });
+    }
 }
 
 #[test]

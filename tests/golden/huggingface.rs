@@ -12,13 +12,15 @@ use hpctrain::checkpoint::Reader;
 use hpctrain::checkpoint::huggingface::{export, import};
 use hpctrain::comm;
 use hpctrain::config::network;
+use hpctrain::data::Tokenizer;
 use hpctrain::mesh::Mesh;
 use hpctrain::optim::Rule;
 use hpctrain::parallel::Zero;
 use safetensors::{Dtype, SafeTensors, View};
 use serde_json::Value;
 
-use crate::common::launch::{finish, program};
+use crate::common::launch::{Ended, finish, inherits_nothing, program};
+use crate::common::python::python_with;
 use crate::common::runs::json;
 use crate::common::{Cut, engine, micro};
 
@@ -368,7 +370,7 @@ fn what_an_import_prints_works() {
         );
     }
     // Of a model without a tokenizer nothing is known: that of the data is taken, and told.
-    ran(format!("checkpoint import {} --out {}", at("there"), at("untold"))).succeeded();
+    ran(format!("checkpoint import {} --tokenizer none --out {}", at("there"), at("untold"))).succeeded();
     let ended = ran(format!("eval --checkpoint {} --data {}", at("untold"), at("bytes"))).succeeded();
     assert!(
         ended.stderr.contains("the checkpoint does not tell its tokenizer: that of the data is taken, byte"),
@@ -381,4 +383,133 @@ fn what_an_import_prints_works() {
         ended.stderr.contains("the checkpoint was imported and tells no data\nhint: give some with --data"),
         "{ended}"
     );
+}
+
+/// A folder of runs, data and models, and commands in it.
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn at(&self, name: &str) -> String {
+        self.0.path().join(name).display().to_string()
+    }
+
+    /// Runs a command line, in which `@` stands for the folder.
+    fn ends(&self, line: &str) -> Ended {
+        let words = line.replace('@', &self.at(""));
+        finish(&mut program(words.split_whitespace()))
+    }
+
+    #[track_caller]
+    fn ran(&self, line: &str) -> Ended {
+        self.ends(line).succeeded()
+    }
+
+    /// Trains a small network on `@data`.
+    fn train(&self, name: &str, more: &str) {
+        self.ran(&format!(
+            "train --set model.layers=1 --set model.width=16 --set model.heads=2 --set model.context=24 --set batch.global=4 \
+             --set run.steps=3 --set log.sample=0 --set eval.samples=4 --set run.root=@runs --set run.name={name} \
+             --set data.path=@data {more}"
+        ));
+    }
+}
+
+/// From data to checkpoints to exports to imports: the tokenizer of a file comes along, and the token that ends a text.
+#[test]
+fn tokenizers_of_files_travel() {
+    let folder = Folder(tempfile::tempdir().unwrap());
+    let mut file: Value = serde_json::from_str(&Tokenizer::Byte.file().unwrap()).unwrap();
+    file["normalizer"] = serde_json::json!({ "type": "NFC" });
+    file["added_tokens"] = serde_json::json!([{
+        "id": 256, "content": "<|end|>", "single_word": false, "lstrip": false, "rstrip": false, "normalized": false, "special": true,
+    }]);
+    std::fs::write(folder.at("tokenizer.json"), file.to_string()).unwrap();
+    std::fs::write(folder.at("text"), "A text about the sea, and of ships. ".repeat(40)).unwrap();
+    folder.ran("data import text @text --tokenizer @tokenizer.json --end-of-text <|end|> --out @data");
+    folder.ran("data import text @text --tokenizer byte --out @bytes");
+    folder.train("x", "");
+    let sampled = |checkpoint: &str| {
+        folder.ran(&format!("sample --checkpoint {checkpoint} --prompt e\u{301} --tokens 12 --temperature 0")).stdout
+    };
+    let before = sampled("@runs/x");
+    assert!(before.starts_with("e\u{301}"), "{before}");
+    let ended = folder.ends("eval --checkpoint @runs/x --data @bytes");
+    let refused = "the tokenizer of the data is byte, that of the network huggingface with 257 ids\nhint: ";
+    assert!(ended.code() == 2 && ended.stderr.contains(refused), "{ended}");
+    assert!(folder.ran("checkpoint inspect @runs/x").stdout.contains("huggingface, 257 ids"));
+
+    let ended = folder.ran("checkpoint export @runs/x --out @there");
+    assert!(ended.stdout.contains("tokenizer huggingface"), "{ended}");
+    let there = |name: &str| json(&Path::new(&folder.at("there")).join(name));
+    assert_eq!(there("tokenizer.json"), file);
+    let end = Value::from(256);
+    let settings = there("tokenizer_config.json");
+    assert_eq!((&settings["eos_token"], &settings["bos_token"]), (&"<|end|>".into(), &Value::Null));
+    assert_eq!(there("generation_config.json")["eos_token_id"], end);
+    assert_eq!(there("generation_config.json")["max_length"], 24);
+    assert_eq!((&there("config.json")["eos_token_id"], &there("config.json")["bos_token_id"]), (&end, &Value::Null));
+
+    let ended = folder.ran("checkpoint import @there --out @back");
+    assert!(ended.stdout.contains("there/tokenizer.json --out DIR"), "{ended}");
+    assert_eq!(sampled("@back"), before);
+    folder.ran("eval --checkpoint @back --data @data");
+    // As it came, once more; and without.
+    folder.ran("checkpoint export @back --out @again");
+    for name in ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json"] {
+        assert_eq!(json(&Path::new(&folder.at("again")).join(name)), there(name), "{name}");
+    }
+    folder.ran("checkpoint import @there --tokenizer none --out @without");
+    let ended = folder.ran("checkpoint export @without --out @bare");
+    assert!(ended.stdout.contains("no tokenizer"), "{ended}");
+    let bare = Path::new(&folder.at("bare")).to_owned();
+    assert!(!bare.join("tokenizer.json").exists() && bare.join("generation_config.json").exists());
+
+    // A tokenizer with ids that the model does not know.
+    file["added_tokens"][0]["id"] = 300.into();
+    file["model"]["vocab"]["<|end|>"] = 300.into();
+    std::fs::write(folder.at("there/tokenizer.json"), file.to_string()).unwrap();
+    let ended = folder.ends("checkpoint import @there --out @more");
+    let wanted = "the tokenizer huggingface has 301 ids, the model only 257\nhint: ";
+    assert!(ended.code() == 2 && ended.stderr.contains(wanted), "{ended}");
+    std::fs::write(folder.at("there/tokenizer.json"), "{").unwrap();
+    let ended = folder.ends("checkpoint import @there --out @more");
+    assert!(ended.code() == 2 && ended.stderr.contains("there/tokenizer.json is no tokenizer.json: "), "{ended}");
+}
+
+/// An export is all that transformers needs, and continues a text as `sample` does. A tokenizer of characters is the same again
+/// after an import.
+#[test]
+fn transformers_continue_a_text() {
+    let folder = Folder(tempfile::tempdir().unwrap());
+    std::fs::write(folder.at("text"), "A text about the sea, and of ships.\n".repeat(40)).unwrap();
+    for (tokenizer, kind) in [("char", "gpt"), ("byte", "llama"), ("char", "llama")] {
+        let name = format!("{tokenizer}-{kind}");
+        folder.ran(&format!("data import text @text --tokenizer {tokenizer} --out @{name}-data"));
+        folder.train(&name, &format!("--set model.kind={kind} --set data.path=@{name}-data --set optimizer.lr=0.02"));
+        folder.ran(&format!("checkpoint export @runs/{name} --out @{name}"));
+        folder.ran(&format!("checkpoint import @{name} --out @{name}-back"));
+        // The data's tokenizer is the model's.
+        folder.ran(&format!("eval --checkpoint @{name}-back --data @{name}-data"));
+        let Some(mut python) = python_with("torch, transformers") else {
+            println!("SKIPPED: no Python with torch and transformers, so no pipeline reads {name}");
+            continue;
+        };
+        let script = "import sys, transformers\n\
+            texts = transformers.pipeline('text-generation', model=sys.argv[1])\n\
+            texts('A text')\n\
+            print(texts('A text', max_new_tokens=12, do_sample=False)[0]['generated_text'], end='')";
+        let continued = inherits_nothing(python.args(["-c", script, &folder.at(&name)])).output().unwrap();
+        assert!(continued.status.success(), "{}", String::from_utf8_lossy(&continued.stderr));
+        let ours = finish(program(["sample", "--checkpoint", &folder.at(&format!("runs/{name}"))]).args([
+            "--prompt",
+            "A text",
+            "--tokens",
+            "12",
+            "--temperature",
+            "0",
+        ]))
+        .succeeded()
+        .stdout;
+        assert_eq!(String::from_utf8_lossy(&continued.stdout).into_owned() + "\n", ours, "{name}");
+    }
 }

@@ -341,11 +341,15 @@ fn what_is_exported_comes_back() {
     assert!(printed(&["inspect", &back]).contains("state        none: parameters alone\n"));
     assert!(!printed(&["list", &from]).contains("leased"));
 
-    // Another run begins with it; there is no text without a tokenizer.
+    // Another run begins with it. It has its tokenizer, without which there is no text.
     let fine = Run::new(Alone, root.path(), "fine", &["model.bias=true", "run.steps=1"]).resume(&back);
     let mut command = fine.command();
     assert!(finish(command.arg("--weights-only")).succeeded().stdout.contains("at step 0 from"));
-    let ended = finish(&mut program(["sample", "--checkpoint", &back]));
+    let sample = |checkpoint: &str| finish(&mut program(["sample", "--checkpoint", checkpoint]));
+    assert_eq!(sample(&back).succeeded().stdout, sample(&from).succeeded().stdout);
+    let bare = path("bare");
+    printed(&["import", &there, "--tokenizer", "none", "--out", &bare]);
+    let ended = sample(&bare);
     assert!(ended.code() == 2 && ended.stderr.contains("had no tokenizer"), "{ended}");
 
     // Nothing is overwritten.

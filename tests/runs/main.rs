@@ -16,6 +16,7 @@ mod memory_table;
 mod networks;
 mod plan;
 mod resume;
+mod sample;
 mod servers;
 mod slices;
 mod step_times;

@@ -172,8 +172,9 @@ fn import(folder: &Path, name: &str, from: usize) -> PathBuf {
     let (input, out) = (folder.join("text"), folder.join(name));
     let letter = |i: usize| char::from(b'a' + ((i * i + i / 7 + usize::from(i >= from)) % 7) as u8);
     std::fs::write(&input, (0..4000).map(letter).collect::<String>()).unwrap();
-    let (tokenizer, val_fraction) = (TokenizerKind::Char, 0.2);
-    import_text(&ImportText { input, tokenizer, shards: 4, val_fraction, out: out.clone(), compress: None }).unwrap();
+    let mut import = ImportText::new(input, TokenizerKind::Char, &out);
+    (import.to.shards, import.to.val_fraction) = (4, 0.2);
+    import_text(&import).unwrap();
     out
 }
 
@@ -239,9 +240,9 @@ fn changed_data_is_refused_unless_it_is_meant() {
 fn without_validation(root: &Path, tokens: usize) -> PathBuf {
     let (input, out) = (root.join("text"), root.join("only-train"));
     std::fs::write(&input, (0..tokens).map(|i| char::from(b'a' + (i * i % 7) as u8)).collect::<String>()).unwrap();
-    let tokenizer = TokenizerKind::Char;
-    import_text(&ImportText { input, tokenizer, shards: 2, val_fraction: 0.0, out: out.clone(), compress: None })
-        .unwrap();
+    let mut import = ImportText::new(input, TokenizerKind::Char, &out);
+    (import.to.shards, import.to.val_fraction) = (2, 0.0);
+    import_text(&import).unwrap();
     out
 }
 

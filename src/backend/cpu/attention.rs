@@ -46,18 +46,20 @@ fn columns(x: &mut [f32], t: usize, width: usize, w: usize) -> impl Iterator<Ite
     })
 }
 
-pub fn forward(threads: &Threads, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
+/// Of every sequence the positions from `from` on.
+pub fn forward(threads: &Threads, shape: Attention, from: usize, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
     let (t, w) = (shape.time, shape.head_width);
-    let y = columns(y, t, shape.heads * w, w).flatten();
-    threads.each(y.zip(lse.chunks_mut(t)).enumerate(), |(i, (mut y, lse))| {
+    let y = columns(y, t - from, shape.heads * w, w).flatten();
+    threads.each(y.zip(lse.chunks_mut(t - from)).enumerate(), |(i, (mut y, lse))| {
         let [q, k, v] = heads(qkv, shape, i / shape.heads, i % shape.heads);
         SCRATCH.with_borrow_mut(|[scores, _]| {
-            for first in (0..t).step_by(BLOCK) {
+            for first in (from..t).step_by(BLOCK) {
                 let last = (first + BLOCK).min(t);
+                let here = first - from..last - from;
                 let mut p = block(scores, last - first, last);
                 multiply(q.slice(s![first..last, ..]), k.slice(s![..last, ..]).reversed_axes(), p.view_mut(), false);
-                softmax_rows(&mut p, first, shape, &mut lse[first..last]);
-                multiply(p.view(), v.slice(s![..last, ..]), y.slice_mut(s![first..last, ..]), false);
+                softmax_rows(&mut p, first, shape, &mut lse[here.clone()]);
+                multiply(p.view(), v.slice(s![..last, ..]), y.slice_mut(s![here, ..]), false);
             }
         });
     });
@@ -195,7 +197,20 @@ fn softmax_rows(scores: &mut ArrayViewMut2<'_, f32>, first: usize, shape: Attent
 impl AttentionOps for Cpu {
     fn attention(&self, shape: Attention, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::attention(shape));
-        forward(&self.threads, shape, qkv, y, lse);
+        forward(&self.threads, shape, 0, qkv, y, lse);
+        Ok(())
+    }
+
+    fn attention_from(
+        &self,
+        shape: Attention,
+        first: usize,
+        qkv: &[f32],
+        y: &mut [f32],
+        lse: &mut [f32],
+    ) -> Result<()> {
+        let _launch = self.launched(Work::attention_from(shape, first));
+        forward(&self.threads, shape, first, qkv, y, lse);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ use super::grid::Grid;
 use super::launch::Arg;
 use super::memory::{Element, View, ViewMut};
 use super::program::Variant;
-use crate::backend::{Attention, AttentionOps, Backend, MemoryKind, Work};
+use crate::backend::{Attention, AttentionOps, Backend, ElementwiseOps, MemoryKind, Work};
 use crate::error::{Error, Result};
 
 /// Widest head that the kernels are made for.
@@ -105,6 +105,30 @@ impl AttentionOps for Cuda {
     fn attention(&self, shape: Attention, qkv: View<'_>, y: ViewMut<'_>, lse: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(Work::attention(shape));
         self.attend(shape, qkv, &y, &lse)
+    }
+
+    /// The kernel computes all positions: the earlier ones once more, which are dropped.
+    fn attention_from(
+        &self,
+        shape: Attention,
+        first: usize,
+        qkv: View<'_>,
+        y: ViewMut<'_>,
+        lse: ViewMut<'_>,
+    ) -> Result<()> {
+        let _launch = self.launched(Work::attention_from(shape, first));
+        let Attention { time, heads, head_width, .. } = shape;
+        let mut all = self.alloc(MemoryKind::Activations, time * heads * head_width)?;
+        let mut of_all = self.alloc_f32(MemoryKind::Activations, heads * time)?;
+        self.attend(shape, qkv, &Self::all_mut(&mut all), &Self::all_mut(&mut of_all))?;
+        self.copy(Self::view(&all, first * heads * head_width..time * heads * head_width), y)?;
+        let mut rest = lse;
+        for head in 0..heads {
+            let (own, others) = Self::cut_mut(rest, time - first);
+            self.copy(Self::view(&of_all, head * time + first..(head + 1) * time), own)?;
+            rest = others;
+        }
+        Ok(())
     }
 
     fn attention_backward(

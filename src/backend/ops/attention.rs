@@ -44,6 +44,16 @@ pub trait AttentionOps: Backend {
         y: Self::ViewMut<'_>,
         lse: Self::ViewMut<'_>,
     ) -> Result<()>;
+    /// As [`AttentionOps::attention`] of one sequence, for its positions from `first` on: `qkv` has the rows of all positions, `y`
+    /// and `lse` (h·(t − first)) have those of the later ones.
+    fn attention_from(
+        &self,
+        shape: Attention,
+        first: usize,
+        qkv: Self::View<'_>,
+        y: Self::ViewMut<'_>,
+        lse: Self::ViewMut<'_>,
+    ) -> Result<()>;
     /// Overwrites `dqkv`.
     fn attention_backward(
         &self,
@@ -67,6 +77,17 @@ impl Work {
             .computes(2.0 * scores(s))
     }
 
+    /// Two products over the scores of the positions from `first` on.
+    pub fn attention_from(s: Attention, first: usize) -> Self {
+        let (rows, of_heads) = (s.batch * (s.time - first), s.heads * s.head_width);
+        let moved = s.batch * s.time * 2 * s.kv_heads * s.head_width + rows * 2 * of_heads;
+        let pairs = rows as f64 * (s.time + first) as f64 / 2.0;
+        Self::moves("attention, from a position", moved)
+            .on([s.batch, s.time, s.heads, s.head_width])
+            .exactly(rows * s.heads)
+            .computes(4.0 * pairs * of_heads as f64)
+    }
+
     /// Five products over half a square of scores.
     pub fn attention_backward(s: Attention) -> Self {
         let rows = s.batch * s.time;
@@ -88,7 +109,7 @@ fn scores(s: Attention) -> f64 {
 pub(in crate::backend) mod suite {
     use super::*;
     use crate::backend::Kernels;
-    use crate::backend::suite::{Results, close, down, random, up, up_f32};
+    use crate::backend::suite::{Results, close, down, random, up, up_f32, wide};
 
     pub fn attentions<B: Kernels>(b: &B) -> Results {
         let mut results = Vec::new();
@@ -144,6 +165,16 @@ pub(in crate::backend) mod suite {
             close(b, &y, &want_y, "attention");
             close(b, &dqkv, &want_d, "attention dqkv");
             results.extend([down(b, &y), down(b, &lse), down(b, &dqkv)]);
+            if batch == 1 {
+                let first = time / 2;
+                let rows = time - first;
+                let (mut y, mut later) = (up(b, &vec![0.0; rows * d]), up_f32(b, &vec![0.0; rows * heads]));
+                b.attention_from(shape, first, B::all(&xb), B::all_mut(&mut y), B::all_mut(&mut later)).unwrap();
+                close(b, &y, &want_y[first * d..], "attention from a position");
+                let want: Vec<f32> = down(b, &lse).chunks(time).flat_map(|of_head| of_head[first..].to_vec()).collect();
+                close(b, &later, &wide(&want), "denominators from a position");
+                results.extend([down(b, &y), down(b, &later)]);
+            }
         }
         results
     }

@@ -11,14 +11,19 @@ use crate::error::{Error, Result};
 use crate::nn::Network;
 use crate::regular_files;
 
-/// GPT-2's token between texts.
-const END_OF_TEXT: u32 = 50256;
-
 /// Tokens that begin and end a text: null where there are none, else a reader would take its family's own for them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct Tokens {
     bos_token_id: Option<u32>,
     eos_token_id: Option<u32>,
+}
+
+impl Tokens {
+    /// Those of a tokenizer.
+    pub fn of(tokenizer: Option<&Tokenizer>) -> Self {
+        let [bos_token_id, eos_token_id] = tokenizer.map_or([None, None], Tokenizer::ends);
+        Self { bos_token_id, eos_token_id }
+    }
 }
 
 /// Description of a network in `config.json`.
@@ -35,8 +40,7 @@ impl Architecture {
     /// # Errors
     /// It is of no family that is known there.
     pub fn of(network: &Network, tokenizer: Option<&Tokenizer>) -> Result<Self> {
-        let end = (tokenizer == Some(&Tokenizer::Gpt2)).then_some(END_OF_TEXT);
-        let tokens = Tokens { bos_token_id: end, eos_token_id: end };
+        let tokens = Tokens::of(tokenizer);
         match network {
             Network::Gpt(gpt) => Ok(Self::Gpt2(gpt2::Architecture::of(gpt, tokens))),
             Network::Llama(llama) => Ok(Self::Llama(llama::Architecture::of(llama, tokens))),

@@ -1,12 +1,16 @@
 //! From a checkpoint to a directory that `AutoModelForCausalLM.from_pretrained` reads.
 
 use std::collections::BTreeSet;
+use std::io::Write as _;
 use std::path::Path;
+
+use serde::Serialize;
 
 use super::architecture::Architecture;
 use super::safetensors::Writer;
 use super::spelling::{Spelling, transposed};
 use super::staging::Staging;
+use super::tokenizer::{GENERATION, Generation, SETTINGS, TOKENIZER};
 use super::{CONFIG, MODEL, tensors};
 use crate::checkpoint::Reader;
 use crate::config;
@@ -26,8 +30,8 @@ pub struct Exported {
     pub added: usize,
 }
 
-/// Writes the parameters of a checkpoint to the directory `out`, which appears whole or not at all. In memory it has
-/// one tensor at a time.
+/// Writes the parameters of a checkpoint and its tokenizer to the directory `out`, which appears whole or not at all. In memory
+/// it has one tensor at a time.
 ///
 /// # Errors
 /// The checkpoint is damaged, there are files in `out`, or the file system refused.
@@ -59,7 +63,14 @@ pub fn export(reader: &mut Reader, out: &Path) -> Result<Exported> {
         }
     }
     writer.finish()?;
-    write_config(&staging.path().join(CONFIG), &Architecture::of(&network, reader.manifest().tokenizer.as_ref())?)?;
+    let tokenizer = reader.manifest().tokenizer.as_ref();
+    let write = |name: &str, text: String| write(&staging.path().join(name), text);
+    write(CONFIG, json(&Architecture::of(&network, tokenizer)?)?)?;
+    write(GENERATION, json(&Generation::of(tokenizer, network.context()))?)?;
+    if let Some(tokenizer) = tokenizer {
+        write(TOKENIZER, tokenizer.file()?)?;
+        write(SETTINGS, tokenizer.settings(network.context())?)?;
+    }
     staging.publish()?;
     Ok(exported)
 }
@@ -80,10 +91,13 @@ fn network(reader: &Reader) -> Result<Network> {
     Ok(network)
 }
 
-fn write_config(path: &Path, architecture: &Architecture) -> Result<()> {
-    let text = serde_json::to_string_pretty(architecture).map_err(|e| Error::internal(e.to_string()))? + "\n";
+fn json(value: &impl Serialize) -> Result<String> {
+    serde_json::to_string_pretty(value).map_err(|e| Error::internal(e.to_string()))
+}
+
+fn write(path: &Path, text: String) -> Result<()> {
     let written = std::fs::File::create(path).and_then(|mut file| {
-        std::io::Write::write_all(&mut file, text.as_bytes())?;
+        writeln!(file, "{}", text.trim_end())?;
         file.sync_all()
     });
     written.map_err(|e| Error::io("write", path, e))

@@ -1,4 +1,5 @@
-//! Hugging Face's directories of GPT-2 and Llama: `config.json` and `model.safetensors`.
+//! Hugging Face's directories of GPT-2 and Llama: `config.json` and `model.safetensors`, and the tokenizer with its settings and
+//! those of generation.
 //!
 //! Their tensors have the names of ours behind a prefix. GPT-2's linear maps are stored as inputs × outputs there, outputs ×
 //! inputs here, and always have biases.
@@ -11,9 +12,11 @@ mod llama;
 mod safetensors;
 mod spelling;
 mod staging;
+mod tokenizer;
 
 pub use export::{Exported, export};
 pub use import::import;
+pub use tokenizer::tokenizer;
 
 use crate::backend::cpu::Cpu;
 use crate::layout::Tensor;

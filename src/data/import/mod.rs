@@ -3,6 +3,9 @@
 //! All shards of an import get their names only after all of them are written.
 
 mod csv;
+mod documents;
+mod id_sets;
+mod ids;
 mod idx;
 mod images;
 mod npy;
@@ -10,7 +13,9 @@ mod numpy;
 mod pieces;
 mod samples;
 mod spool;
+mod stream;
 mod text;
+mod windows;
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -20,12 +25,14 @@ use crate::error::{Error, Result};
 use crate::regular_files;
 
 pub use csv::{Categories, ImportCsv, import_csv};
+pub use id_sets::{ImportIds, Meaning, import_ids};
 pub use idx::{ImportIdx, import_idx};
 pub use images::{ImportImages, import_images};
 pub use numpy::{Arrays, ImportNumpy, import_numpy};
 pub(in crate::data) use samples::{CLASSES, class_names, is_of_samples, left_out, numbered};
 pub use samples::{Imported as ImportedSamples, Kept, NotFinite};
-pub use text::{ImportText, Imported, import_text};
+pub use stream::{Imported, StreamShards};
+pub use text::{ImportText, import_text};
 
 /// Opens a file to import.
 fn open(path: &Path, hint: &str) -> Result<std::fs::File> {

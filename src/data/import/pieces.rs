@@ -1,52 +1,59 @@
 //! A text that is read a piece at a time, however large it is.
 
-use std::fs::File;
-use std::io::Read as _;
+use std::io::Read;
 use std::path::Path;
 
-use super::missing;
-use crate::data::TokenizerKind;
 use crate::error::{Error, Result};
 
 /// Bytes of a piece, at least, where the text goes on.
-pub(super) const PIECE: usize = 1 << 20;
+pub(super) const PIECE: usize = 256 << 10;
 
-/// The pieces of a text. For a tokenizer of bytes they end anywhere, for one of characters between characters. For
-/// GPT-2's they end where a white space follows something else: none of its tokens goes on from there, and none looks
-/// back, so that the tokens of the pieces are those of the whole.
+/// Where pieces end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cut {
+    /// Anywhere.
+    Bytes,
+    /// Between characters.
+    Characters,
+    /// Where a white space follows something else: none of GPT-2's tokens goes on from there, and none looks back, so that the
+    /// tokens of the pieces are those of the whole.
+    Words,
+}
+
+/// The pieces of a text.
 pub(super) struct Pieces<'a> {
-    path: &'a Path,
-    file: File,
-    kind: TokenizerKind,
+    /// The name of the text in errors.
+    name: &'a str,
+    from: &'a mut dyn Read,
+    cut: Cut,
     piece: usize,
-    /// Read, and not handed out.
+    /// Read: bytes that were handed out, then those that were not.
     buffer: Vec<u8>,
-    /// Bytes that were handed out.
+    given: usize,
+    /// Bytes that were handed out and are gone.
     passed: usize,
     is_at_end: bool,
 }
 
 impl<'a> Pieces<'a> {
-    /// Opens a text.
-    pub fn open(path: &'a Path, kind: TokenizerKind, piece: usize) -> Result<Self> {
-        let file = File::open(path).map_err(|e| missing(path, &e, "give the path of a text file"))?;
-        Ok(Self { path, file, kind, piece, buffer: Vec::new(), passed: 0, is_at_end: false })
+    /// Before the first piece of a text.
+    pub fn new(name: &'a str, from: &'a mut dyn Read, cut: Cut, piece: usize) -> Self {
+        Self { name, from, cut, piece, buffer: Vec::new(), given: 0, passed: 0, is_at_end: false }
     }
 
-    /// The next piece; none at the end.
-    pub fn next(&mut self) -> Result<Option<Vec<u8>>> {
+    /// The next piece and the place of its first byte; none at the end. It is UTF-8 unless cut anywhere.
+    pub fn next(&mut self) -> Result<Option<(usize, &[u8])>> {
+        self.buffer.drain(..self.given);
+        self.passed += std::mem::take(&mut self.given);
         loop {
             if !self.is_at_end {
-                let limit = self.piece as u64;
-                let read = self.file.by_ref().take(limit).read_to_end(&mut self.buffer);
-                let read = read.map_err(|e| Error::io("read", self.path, e))?;
+                let read = (&mut *self.from).take(self.piece as u64).read_to_end(&mut self.buffer);
+                let read = read.map_err(|e| Error::io("read", Path::new(self.name), e))?;
                 self.is_at_end = read < self.piece;
             }
-            let ready = self.ready()?;
-            if ready > 0 {
-                let rest = self.buffer.split_off(ready);
-                self.passed += ready;
-                return Ok(Some(std::mem::replace(&mut self.buffer, rest)));
+            self.given = self.ready()?;
+            if self.given > 0 {
+                return Ok(Some((self.passed, &self.buffer[..self.given])));
             }
             if self.is_at_end {
                 return Ok(None);
@@ -56,7 +63,7 @@ impl<'a> Pieces<'a> {
 
     /// Bytes that may be handed out.
     fn ready(&self) -> Result<usize> {
-        if self.kind == TokenizerKind::Byte {
+        if self.cut == Cut::Bytes {
             return Ok(self.buffer.len());
         }
         let valid = match str::from_utf8(&self.buffer) {
@@ -69,10 +76,10 @@ impl<'a> Pieces<'a> {
                 let at = self.passed + e.valid_up_to();
                 return Err(Error::input(format!("byte {at} is not UTF-8"))
                     .hint("convert the text to UTF-8, or use the tokenizer byte")
-                    .at(self.path.display()));
+                    .at(self.name));
             }
         };
-        if self.kind == TokenizerKind::Char || self.is_at_end {
+        if self.cut == Cut::Characters || self.is_at_end {
             return Ok(valid.len());
         }
         let mut after = None;
@@ -95,24 +102,23 @@ mod tests {
 
     #[test]
     fn pieces_are_the_text_and_have_its_tokens() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("text");
-        std::fs::write(&path, TEXT.repeat(20)).unwrap();
         let whole = TEXT.repeat(20);
-        for kind in [TokenizerKind::Byte, TokenizerKind::Char, TokenizerKind::Gpt2] {
-            let tokenizer = Tokenizer::for_text(kind, &whole);
+        for cut in [Cut::Bytes, Cut::Characters, Cut::Words] {
             for piece in [1, 2, 3, 7, 64, 1000, 1 << 20] {
-                let mut pieces = Pieces::open(&path, kind, piece).unwrap();
-                let (mut text, mut ids, mut count) = (Vec::new(), Vec::new(), 0);
-                while let Some(bytes) = pieces.next().unwrap() {
-                    if kind != TokenizerKind::Byte {
-                        ids.extend(tokenizer.encode(str::from_utf8(&bytes).unwrap()).unwrap());
+                let mut from = whole.as_bytes();
+                let mut pieces = Pieces::new("text", &mut from, cut, piece);
+                let (mut text, mut ids, mut count) = (Vec::<u8>::new(), Vec::new(), 0);
+                while let Some((place, bytes)) = pieces.next().unwrap() {
+                    assert_eq!(place, text.len());
+                    if cut == Cut::Words {
+                        ids.extend(Tokenizer::Gpt2.encode(str::from_utf8(bytes).unwrap()).unwrap());
                     }
+                    assert!(cut == Cut::Bytes || str::from_utf8(bytes).is_ok());
                     text.extend(bytes);
                     count += 1;
                 }
-                assert_eq!(text, whole.as_bytes(), "{kind:?}, pieces of {piece}");
-                assert!(kind == TokenizerKind::Byte || ids == tokenizer.encode(&whole).unwrap(), "{kind:?}, {piece}");
+                assert_eq!(text, whole.as_bytes(), "{cut:?}, pieces of {piece}");
+                assert!(cut != Cut::Words || ids == Tokenizer::Gpt2.encode(&whole).unwrap(), "{piece}");
                 assert!(count > 1 || piece > 1000);
             }
         }
@@ -120,10 +126,9 @@ mod tests {
 
     #[test]
     fn bytes_that_are_no_text_are_named() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("text");
-        std::fs::write(&path, [&b"0123456789"[..], &[0xff], b"x"].concat()).unwrap();
-        let mut pieces = Pieces::open(&path, TokenizerKind::Char, 4).unwrap();
+        let bytes = [&b"0123456789"[..], &[0xff], b"x"].concat();
+        let mut from = &bytes[..];
+        let mut pieces = Pieces::new("text", &mut from, Cut::Characters, 4);
         let error = loop {
             match pieces.next() {
                 Ok(Some(_)) => {}
@@ -131,9 +136,8 @@ mod tests {
                 Err(e) => break e.to_string(),
             }
         };
-        assert!(error.contains("byte 10 is not UTF-8"), "{error}");
+        assert!(error.contains("text: byte 10 is not UTF-8"), "{error}");
         // Half a character at the end.
-        std::fs::write(&path, [0xc3]).unwrap();
-        assert!(Pieces::open(&path, TokenizerKind::Char, 4).unwrap().next().is_err());
+        assert!(Pieces::new("text", &mut &[0xc3][..], Cut::Characters, 4).next().is_err());
     }
 }

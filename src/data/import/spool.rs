@@ -132,11 +132,6 @@ impl<T: Pod> Spooler<T> {
         })
     }
 
-    /// Number of elements so far.
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
     /// All that were added.
     pub fn finish(self) -> Result<Elements<T>> {
         let Self { file, folder, len, .. } = self;
@@ -156,7 +151,6 @@ mod tests {
         let all: Vec<u32> = (0..3 * BLOCK as u32 + 5).collect();
         let mut spooler = Spooler::create(&folder.path().join("not/yet")).unwrap();
         all.chunks(1000).for_each(|some| spooler.push(some).unwrap());
-        assert_eq!(spooler.len(), all.len());
         let spooled = spooler.finish().unwrap();
         for elements in [&spooled, &Elements::Memory(all.clone())] {
             assert_eq!(elements.len(), all.len());

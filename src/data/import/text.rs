@@ -1,170 +1,216 @@
-//! From a text file to token shards.
+//! From texts to token shards.
 
-use std::collections::BTreeSet;
-use std::fmt;
+use std::io::Read;
 use std::path::PathBuf;
 
-use sha2::{Digest, Sha256};
-
-use super::pieces::{PIECE, Pieces};
-use super::spool::{Elements, Spooler};
-use super::{Staged, hex, part, refuse_shards, shard_name};
-use crate::data::format::TokenShard;
-use crate::data::{Split, Tokenizer, TokenizerKind};
+use super::documents::Documents;
+use super::ids::{IdSpooler, Ids};
+use super::pieces::{Cut, PIECE, Pieces};
+use super::stream::{Imported, Stream, StreamShards};
+use super::windows::{Sizes, Windows};
+use crate::data::{Tokenizer, TokenizerKind};
 use crate::error::{Error, Result};
 
 /// Input and options of an import.
 #[derive(Debug, Clone)]
 pub struct ImportText {
-    /// The text file, which may be larger than memory.
-    pub input: PathBuf,
-    /// Tokenizer of the text.
+    /// Texts, which may be larger than memory: files, directories, or `-` for the standard input.
+    pub inputs: Vec<PathBuf>,
+    /// Every line of the inputs is a JSON object, with the text of a document in this field; else every file is a document.
+    pub field: Option<String>,
+    /// The text of a token that follows each document.
+    pub end_of_text: Option<String>,
+    /// Tokenizer of the texts.
     pub tokenizer: TokenizerKind,
-    /// The number of training shards.
-    pub shards: usize,
-    /// The share of the ids, from the end of the text, that goes to the validation shard.
-    pub val_fraction: f64,
-    /// The directory to write into; it is made if missing and may hold no shards yet.
-    pub out: PathBuf,
-    /// Deflate level from 0 to 9; `None` stores the ids as they are.
-    pub compress: Option<u8>,
-}
-
-/// Result of an import.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Imported {
-    /// The shards with their numbers of tokens, training first.
-    pub shards: Vec<(PathBuf, usize)>,
-    /// The number of ids.
-    pub vocabulary: usize,
-    /// The SHA-256 of the text file, in hexadecimal.
-    pub source_sha256: String,
-}
-
-impl fmt::Display for Imported {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (path, tokens) in &self.shards {
-            writeln!(f, "{}: {tokens} tokens", path.display())?;
-        }
-        let tokens: usize = self.shards.iter().map(|(_, tokens)| tokens).sum();
-        write!(f, "{tokens} tokens, vocabulary {}, source sha256 {}", self.vocabulary, self.source_sha256)
-    }
-}
-
-/// Writes `train-00000.h5` … and, if the fraction leaves anything to it, `val-00000.h5`.
-///
-/// Shards get their names only after all of them are written.
-pub fn import_text(import: &ImportText) -> Result<Imported> {
-    import.check()?;
-    let tokenized = tokenize(import)?;
-    let Tokenized { tokenizer, ids, source_sha256 } = &tokenized;
-    let source = import.input.file_name().unwrap_or_default().to_string_lossy();
-
-    let num_train = ((1.0 - import.val_fraction) * ids.len() as f64) as usize;
-    if import.shards > num_train {
-        return Err(Error::input(format!("{num_train} training tokens do not fill {} shards", import.shards))
-            .hint("ask for fewer shards or a smaller validation fraction"));
-    }
-    let train = (0..import.shards).map(|shard| (Split::Train, shard, part(num_train, import.shards, shard)));
-    let validation = (num_train < ids.len()).then_some((Split::Validation, 0, num_train..ids.len()));
-
-    std::fs::create_dir_all(&import.out).map_err(|e| Error::io("create", &import.out, e))?;
-    let mut staged = Staged::default();
-    let mut shards = Vec::new();
-    for (split, shard, range) in train.chain(validation) {
-        let num_shards = if split == Split::Train { import.shards } else { 1 };
-        let path = import.out.join(shard_name(split, shard as u64));
-        shards.push((path.clone(), range.len()));
-        let mut at = range.start;
-        let mut next = |count: usize| {
-            at += count;
-            tokenized.get(at - count, count)
-        };
-        TokenShard {
-            ids: &[],
-            tokenizer,
-            source: &source,
-            source_sha256,
-            split,
-            shard,
-            num_shards,
-            compress: import.compress,
-        }
-        .write_by(staged.add(path), range.len(), &mut next)?;
-    }
-    staged.publish()?;
-    Ok(Imported { shards, vocabulary: tokenizer.vocabulary(), source_sha256: source_sha256.clone() })
+    /// Validation split, shards and destination.
+    pub to: StreamShards,
 }
 
 impl ImportText {
-    fn check(&self) -> Result<()> {
-        if self.shards == 0 {
-            return Err(Error::input("0 shards hold nothing").hint("ask for 1 shard or more"));
-        }
-        if !(0.0..1.0).contains(&self.val_fraction) {
-            return Err(Error::input(format!("validation fraction {} is outside 0..1", self.val_fraction))
-                .hint("0.1 keeps the last tenth of the text for validation, 0 keeps nothing"));
-        }
-        if let Some(level) = self.compress.filter(|&level| level > 9) {
-            return Err(Error::input(format!("compression level {level} is outside 0..=9")).hint("6 is a good choice"));
-        }
-        refuse_shards(&self.out)
+    /// One file as one document, into one shard and one for validation.
+    pub fn new(input: impl Into<PathBuf>, tokenizer: TokenizerKind, out: impl Into<PathBuf>) -> Self {
+        Self { inputs: vec![input.into()], field: None, end_of_text: None, tokenizer, to: StreamShards::new(out) }
     }
 }
 
-/// A text as ids.
-struct Tokenized {
-    tokenizer: Tokenizer,
-    ids: Elements<u32>,
-    source_sha256: String,
-}
+/// Writes the tokens of the texts, one document after the other. Each is read once, a piece at a time; the ids wait in a file.
+///
+/// # Errors
+/// A text cannot be read or tokenized, or the file system refused.
+pub fn import_text(import: &ImportText) -> Result<Imported> {
+    import.to.check()?;
+    let mut documents = Documents::find(&import.inputs)?;
+    let mut encoder = Encoder::new(&import.tokenizer)?;
+    let end = import.end_of_text.as_deref().map(|text| encoder.token(text)).transpose();
+    let end = end.map_err(|e| e.at("--end-of-text"))?;
 
-/// Reads the text once, a piece at a time. Its ids wait in a file, or its characters where the ids are not known before
-/// the end.
-fn tokenize(import: &ImportText) -> Result<Tokenized> {
-    let at = || import.input.display();
-    let (mut hash, mut chars) = (Sha256::new(), BTreeSet::new());
-    let mut ids = Spooler::create(&import.out)?;
-    let mut pieces = Pieces::open(&import.input, import.tokenizer, PIECE)?;
-    while let Some(piece) = pieces.next()? {
-        hash.update(&piece);
-        let some: Vec<u32> = match import.tokenizer {
-            TokenizerKind::Byte => piece.iter().map(|&byte| u32::from(byte)).collect(),
-            TokenizerKind::Gpt2 => Tokenizer::Gpt2.encode(text(&piece)?).map_err(|e| e.at(at()))?,
-            TokenizerKind::Char => {
-                let text = text(&piece)?;
-                chars.extend(text.chars());
-                text.chars().map(u32::from).collect()
-            }
-        };
-        ids.push(&some)?;
+    let mut spooler = IdSpooler::create(&import.to.out)?;
+    let (mut ids, mut of_texts) = (Vec::new(), 0);
+    documents.each(import.field.as_deref(), |name, from| {
+        encoder.document(name, from, &mut |some| {
+            of_texts += some.len();
+            spooler.push(some)
+        })?;
+        ids.clear();
+        ids.extend(end);
+        spooler.push(&ids)
+    })?;
+    let source = documents.source();
+    if of_texts == 0 {
+        let empty = Error::input("the text is empty").hint("give a file with some text");
+        return Err(if let [input] = &import.inputs[..] { empty.at(input.display()) } else { empty });
     }
-    if ids.len() == 0 {
-        return Err(Error::input("the text is empty").hint("give a file with some text").at(at()));
-    }
-    let tokenizer = match import.tokenizer {
-        TokenizerKind::Char => Tokenizer::Char { chars: chars.into_iter().collect() },
-        TokenizerKind::Byte => Tokenizer::Byte,
-        TokenizerKind::Gpt2 => Tokenizer::Gpt2,
+    let spooled = spooler.finish()?;
+    let (tokenizer, renumbered) = encoder.finish();
+    let tokenizer = tokenizer.ended(end);
+    let of = Stream {
+        count: spooled.len(),
+        tokenizer: Some(&tokenizer),
+        vocabulary: tokenizer.vocabulary(),
+        source: &source,
+        source_sha256: documents.sha256(),
     };
-    Ok(Tokenized { tokenizer, ids: ids.finish()?, source_sha256: hex(&hash.finalize()) })
+    import.to.write(of, |first, count| renumber(&spooled, &renumbered, first, count))
 }
 
-impl Tokenized {
-    /// Ids from `first` on.
-    fn get(&self, first: usize, count: usize) -> Result<Vec<u32>> {
-        let mut found = self.ids.get(first, count)?;
-        if let Tokenizer::Char { chars } = &self.tokenizer {
-            for id in &mut found {
-                // Every one of them is there.
-                *id = chars.partition_point(|c| u32::from(*c) < *id) as u32;
+/// Ids from `first` on, by their final numbers.
+fn renumber(ids: &Ids, renumbered: &[u32], first: usize, count: usize) -> Result<Vec<u32>> {
+    let mut found = ids.get(first, count)?;
+    if !renumbered.is_empty() {
+        // All of them are there.
+        found.iter_mut().for_each(|id| *id = renumbered[*id as usize]);
+    }
+    Ok(found)
+}
+
+/// From texts to ids.
+enum Encoder {
+    /// By the characters of the texts, which are known at the end.
+    Characters(Characters),
+    Fixed(Tokenizer),
+}
+
+impl Encoder {
+    fn new(kind: &TokenizerKind) -> Result<Self> {
+        Ok(match kind {
+            TokenizerKind::Char => Self::Characters(Characters::new()),
+            fixed => Self::Fixed(Tokenizer::for_text(fixed, "")?),
+        })
+    }
+
+    /// The only token of `text`.
+    fn token(&mut self, text: &str) -> Result<u32> {
+        match self {
+            Self::Fixed(tokenizer) => tokenizer.token(text),
+            Self::Characters(characters) => {
+                let mut chars = text.chars();
+                match (chars.next(), chars.next()) {
+                    (Some(c), None) => Ok(characters.id(c)),
+                    _ => {
+                        Err(Error::input(format!("{text:?} is not one character, as tokens of the tokenizer char are"))
+                            .hint("give a character that no text has, or use another tokenizer"))
+                    }
+                }
             }
         }
-        Ok(found)
+    }
+
+    /// Gives the ids of a document to `push`, some at a time.
+    fn document(&mut self, name: &str, from: &mut dyn Read, push: &mut dyn FnMut(&[u32]) -> Result<()>) -> Result<()> {
+        let cut = match self {
+            Self::Fixed(Tokenizer::Byte) => Cut::Bytes,
+            Self::Fixed(Tokenizer::Gpt2) => Cut::Words,
+            _ => Cut::Characters,
+        };
+        let in_windows = match self {
+            Self::Fixed(Tokenizer::HuggingFace(tokenizer)) => Some(tokenizer.clone()),
+            _ => None,
+        };
+        let mut windows = in_windows.as_ref().map(|tokenizer| Windows::new(tokenizer, Sizes::IMPORT));
+        let mut pieces = Pieces::new(name, from, cut, PIECE);
+        let mut ids = Vec::new();
+        while let Some((place, piece)) = pieces.next()? {
+            ids.clear();
+            match (&mut *self, &mut windows) {
+                (_, Some(windows)) => windows.push(text(piece)?, &mut ids).map_err(|e| e.at(name))?,
+                (Self::Characters(characters), _) => characters.encode(text(piece)?, &mut ids),
+                (Self::Fixed(Tokenizer::Byte), _) => ids.extend(piece.iter().map(|&byte| u32::from(byte))),
+                (Self::Fixed(tokenizer), _) => {
+                    ids = tokenizer.encode_from(text(piece)?, place).map_err(|e| e.at(name))?;
+                }
+            }
+            push(&ids)?;
+        }
+        if let Some(windows) = windows {
+            ids.clear();
+            windows.finish(&mut ids).map_err(|e| e.at(name))?;
+            push(&ids)?;
+        }
+        Ok(())
+    }
+
+    /// The tokenizer, and the final number of each id where that was not known before.
+    fn finish(self) -> (Tokenizer, Vec<u32>) {
+        match self {
+            Self::Fixed(tokenizer) => (tokenizer, vec![]),
+            Self::Characters(characters) => characters.finish(),
+        }
     }
 }
 
 /// A piece as text, which it is.
 fn text(piece: &[u8]) -> Result<&str> {
     str::from_utf8(piece).map_err(|e| Error::internal(format!("a piece of text is none: {e}")))
+}
+
+/// Characters, numbered as they appear.
+struct Characters {
+    /// The number of each character, by its code point; [`NEW`] where it has none.
+    numbers: Vec<u32>,
+    seen: Vec<char>,
+}
+
+/// A character without a number.
+const NEW: u32 = u32::MAX;
+
+impl Characters {
+    fn new() -> Self {
+        Self { numbers: vec![NEW; char::MAX as usize + 1], seen: Vec::new() }
+    }
+
+    /// The number of a character, which gets one.
+    fn id(&mut self, c: char) -> u32 {
+        let number = &mut self.numbers[c as usize];
+        if *number == NEW {
+            *number = self.seen.len() as u32;
+            self.seen.push(c);
+        }
+        *number
+    }
+
+    /// Adds the numbers of the characters of a text.
+    fn encode(&mut self, text: &str, ids: &mut Vec<u32>) {
+        let mut rest = text;
+        while !rest.is_empty() {
+            let ascii = rest.bytes().position(|byte| !byte.is_ascii()).unwrap_or(rest.len());
+            let (head, tail) = rest.split_at(ascii);
+            let first = ids.len();
+            ids.extend(head.bytes().map(|byte| self.numbers[usize::from(byte)]));
+            if ids[first..].contains(&NEW) {
+                ids.truncate(first);
+                ids.extend(head.chars().map(|c| self.id(c)));
+            }
+            let others = tail.bytes().position(|byte| byte.is_ascii()).unwrap_or(tail.len());
+            ids.extend(tail[..others].chars().map(|c| self.id(c)));
+            rest = &tail[others..];
+        }
+    }
+
+    /// The tokenizer, in which characters are sorted, and the id of each number.
+    fn finish(self) -> (Tokenizer, Vec<u32>) {
+        let mut chars = self.seen.clone();
+        chars.sort_unstable();
+        let ids = self.seen.iter().map(|c| chars.partition_point(|other| other < c) as u32).collect();
+        (Tokenizer::Char { chars }, ids)
+    }
 }

@@ -137,11 +137,11 @@ impl<B: Kernels> Run<'_, B> {
     fn sample(&mut self) -> Result<Option<String>> {
         let tokens = self.plan.config.log.sample;
         let Some(tokenizer) = self.tokenizer.as_ref().filter(|_| tokens > 0) else { return Ok(None) };
-        // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets.
-        let Ok(prompt) = tokenizer.encode("\n") else { return Ok(None) };
+        // A line break begins a text; byte and GPT-2 tokenizers know it, and most character sets. To some tokenizers it is nothing.
+        let Some(prompt) = tokenizer.encode("\n").ok().filter(|ids| !ids.is_empty()) else { return Ok(None) };
         let sampling = Sampling { tokens, temperature: 0.8, top_k: None, seed: self.plan.config.run.seed };
         let _span = span(Doing::Sampling, None);
-        let drawn = generate(&mut self.engine.model, &prompt, self.plan.network.context(), sampling)?;
+        let drawn = generate(&mut self.engine.model, &prompt, self.plan.network.context(), sampling, |_| false)?;
         Ok(Some(tokenizer.decode(&drawn)))
     }
 

@@ -1,0 +1,79 @@
+//! The tokenizer beside a model: `tokenizer.json`, its settings in `tokenizer_config.json`, and `generation_config.json`.
+
+use std::path::Path;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use super::CONFIG;
+use super::architecture::Tokens;
+use crate::data::Tokenizer;
+use crate::error::{Error, Result};
+use crate::regular_files;
+
+/// File with the tokenizer.
+pub const TOKENIZER: &str = "tokenizer.json";
+
+/// File with its settings.
+pub const SETTINGS: &str = "tokenizer_config.json";
+
+/// File with the defaults of generation.
+pub const GENERATION: &str = "generation_config.json";
+
+/// `generation_config.json`.
+#[derive(Serialize)]
+pub struct Generation {
+    #[serde(flatten)]
+    tokens: Tokens,
+    /// Tokens of prompt and continuation together: a model of learned positions has no more.
+    max_length: usize,
+}
+
+impl Generation {
+    /// Those of a model of so many positions.
+    pub fn of(tokenizer: Option<&Tokenizer>, context: usize) -> Self {
+        Self { tokens: Tokens::of(tokenizer), max_length: context }
+    }
+}
+
+/// The tokenizer of the model in the directory `from`, with its settings; none if there is no `tokenizer.json`.
+///
+/// # Errors
+/// A file is malformed, or cannot be read.
+pub fn tokenizer(from: &Path) -> Result<Option<Tokenizer>> {
+    let path = from.join(TOKENIZER);
+    if !path.exists() {
+        return Ok(None);
+    }
+    let tokenizer = Tokenizer::read(&path)?;
+    let [settings, generation, config] = [SETTINGS, GENERATION, CONFIG].map(|name| optional(&from.join(name)));
+    let (settings, others) = (settings?, [generation?, config?]);
+    let named = |key: &str| {
+        // A token by its text, or an object with it.
+        let token = settings.as_ref()?.1.get(key)?;
+        let text = token.as_str().or_else(|| token.get("content")?.as_str())?;
+        tokenizer.token(text).ok()
+    };
+    let numbered = |key: &str| {
+        let ids = others.iter().flatten().filter_map(|(_, value)| value.get(key));
+        // Some models have several tokens that end a text.
+        let id = ids.map(|id| id.as_array().and_then(|ids| ids.first()).unwrap_or(id)).find_map(Value::as_u64);
+        id.and_then(|id| u32::try_from(id).ok())
+    };
+    let begin = named("bos_token").or_else(|| numbered("bos_token_id"));
+    let end = named("eos_token").or_else(|| numbered("eos_token_id"));
+    Ok(Some(tokenizer.with(settings.map(|(text, _)| text), begin, end)))
+}
+
+/// The text of a file and its value, if it exists.
+fn optional(path: &Path) -> Result<Option<(String, Value)>> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let text = regular_files::read_to_string(path).map_err(|e| Error::io("read", path, e))?;
+    let value = serde_json::from_str(&text);
+    let value = value.map_err(|e| {
+        Error::input(format!("{}: {e}", path.display())).hint("copy it again, or name a tokenizer with --tokenizer")
+    })?;
+    Ok(Some((text, value)))
+}

@@ -1,0 +1,295 @@
+//! The documents of an import of text: files, those of directories, the standard input; whole, or as lines of JSON.
+
+use std::fs::File;
+use std::io::{self, BufRead as _, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use serde::de::{DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use super::{hex, missing};
+use crate::error::{Error, Result};
+use crate::regular_files;
+
+/// The longest line of JSON: it is held in memory, beside its text.
+const LONGEST_LINE: usize = 32 << 20;
+
+/// An input of an import.
+#[derive(Debug, PartialEq, Eq)]
+enum Input {
+    /// A file that was named, which may be a pipe.
+    Named(PathBuf),
+    /// A file of a directory that was named.
+    Listed(PathBuf),
+    Standard,
+}
+
+/// The inputs of an import, in their order.
+pub(super) struct Documents {
+    inputs: Vec<Input>,
+    hash: Sha256,
+}
+
+impl Documents {
+    /// The files that `paths` name: `-` is the standard input. Directories stand for all files in them and below, in the order of
+    /// their names; names that begin with a dot are passed over.
+    ///
+    /// # Errors
+    /// A path leads nowhere, or a directory holds no file.
+    pub fn find(paths: &[PathBuf]) -> Result<Self> {
+        let mut inputs = Vec::new();
+        for path in paths {
+            if path == Path::new("-") {
+                if inputs.contains(&Input::Standard) {
+                    return Err(Error::input("- is given twice").hint("the standard input can be read once"));
+                }
+                inputs.push(Input::Standard);
+            } else if path.is_dir() {
+                let before = inputs.len();
+                list(path, &mut inputs)?;
+                if inputs.len() == before {
+                    return Err(Error::input(format!("{} holds no file", path.display()))
+                        .hint("give a directory with texts, or the texts themselves"));
+                }
+            } else {
+                std::fs::metadata(path).map_err(|e| missing(path, &e, "give the path of a text file"))?;
+                inputs.push(Input::Named(path.clone()));
+            }
+        }
+        Ok(Self { inputs, hash: Sha256::new() })
+    }
+
+    /// A name for all of them: a file's without its directory, and the number of the others.
+    pub fn source(&self) -> String {
+        let first = match self.inputs.first() {
+            Some(Input::Named(path) | Input::Listed(path)) => {
+                path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+            }
+            _ => STANDARD.into(),
+        };
+        match self.inputs.len() {
+            0 | 1 => first,
+            all => format!("{first} and {} more", all - 1),
+        }
+    }
+
+    /// Calls `each` with the name and the text of every document: of every file, or of every line of JSON, whose text is in the
+    /// field `field`. Lines of white space are passed over.
+    ///
+    /// # Errors
+    /// A file cannot be read, a line is malformed, or of `each`.
+    pub fn each(&mut self, field: Option<&str>, mut each: impl FnMut(&str, &mut dyn Read) -> Result<()>) -> Result<()> {
+        let Self { inputs, hash } = self;
+        for input in inputs {
+            let (name, from): (String, Box<dyn Read>) = match input {
+                Input::Standard => (STANDARD.into(), Box::new(io::stdin().lock())),
+                Input::Named(path) => {
+                    let file = File::open(&*path).map_err(|e| missing(path, &e, "give the path of a text file"))?;
+                    (path.display().to_string(), Box::new(file))
+                }
+                Input::Listed(path) => {
+                    let file = regular_files::open(path).map_err(|e| Error::io("read", path, e))?;
+                    (path.display().to_string(), Box::new(file))
+                }
+            };
+            let mut from = Hashed { from, hash: &mut *hash };
+            match field {
+                None => each(&name, &mut from)?,
+                Some(field) => lines(&name, from, field, &mut each)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// The SHA-256 of all bytes, in hexadecimal.
+    pub fn sha256(self) -> String {
+        hex(&self.hash.finalize())
+    }
+}
+
+/// The name of the standard input in messages.
+const STANDARD: &str = "standard input";
+
+/// Adds the files of a directory and those below it.
+fn list(folder: &Path, inputs: &mut Vec<Input>) -> Result<()> {
+    let failed = |e| Error::io("list", folder, e);
+    let entries = std::fs::read_dir(folder).map_err(failed)?.collect::<Result<Vec<_>, _>>().map_err(failed)?;
+    let mut paths: Vec<PathBuf> = entries.iter().map(std::fs::DirEntry::path).collect();
+    paths.retain(|path| !path.file_name().unwrap_or_default().as_encoded_bytes().starts_with(b"."));
+    paths.sort();
+    for path in paths {
+        if !path.is_dir() {
+            inputs.push(Input::Listed(path));
+        } else if path.is_symlink() {
+            // It may lead back.
+            return Err(Error::input(format!("{} is a link to a directory", path.display()))
+                .hint("give that directory itself, or remove the link"));
+        } else {
+            list(&path, inputs)?;
+        }
+    }
+    Ok(())
+}
+
+/// A reader whose bytes are hashed.
+struct Hashed<'a> {
+    from: Box<dyn Read>,
+    hash: &'a mut Sha256,
+}
+
+impl Read for Hashed<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        let read = self.from.read(to)?;
+        self.hash.update(&to[..read]);
+        Ok(read)
+    }
+}
+
+/// Calls `each` with the text of every line of JSON.
+fn lines(
+    name: &str,
+    from: Hashed<'_>,
+    field: &str,
+    each: &mut dyn FnMut(&str, &mut dyn Read) -> Result<()>,
+) -> Result<()> {
+    let mut from = BufReader::with_capacity(1 << 16, from);
+    let mut line = Vec::new();
+    for number in 1.. {
+        line.clear();
+        let read = (&mut from).take(LONGEST_LINE as u64 + 1).read_until(b'\n', &mut line);
+        if read.map_err(|e| Error::io("read", Path::new(name), e))? == 0 {
+            break;
+        }
+        let place = format!("{name}: line {number}");
+        if line.len() > LONGEST_LINE {
+            return Err(Error::input(format!("{place} is longer than {} MiB", LONGEST_LINE >> 20))
+                .hint("give one document a line, or divide it; without --field files are taken as text"));
+        }
+        if line.trim_ascii().is_empty() {
+            continue;
+        }
+        let text = text_of(&line, field).map_err(|e| {
+            Error::input(format!("{place}: {e}"))
+                .hint("with --field every line is a JSON object with the text in that field")
+        })?;
+        each(&place, &mut text.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// The string in a field of a line of JSON; the error names the fault.
+fn text_of(line: &[u8], field: &str) -> Result<String, String> {
+    let mut json = serde_json::Deserializer::from_slice(line);
+    let found = Wanted(field).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
+    match found {
+        Ok(Value::String(text)) => Ok(text),
+        Ok(other) => {
+            let kind = match other {
+                Value::Null => "null",
+                Value::Bool(_) => "a truth value",
+                Value::Number(_) => "a number",
+                Value::Array(_) => "an array",
+                Value::Object(_) | Value::String(_) => "an object",
+            };
+            Err(format!("field {field:?} is {kind}, not a string"))
+        }
+        Err(e) => Err(e.to_string()),
+    }
+}
+
+/// One field of an object; the others are not kept.
+struct Wanted<'a>(&'a str);
+
+impl<'de> DeserializeSeed<'de> for Wanted<'_> {
+    type Value = Value;
+
+    fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Value, D::Error> {
+        from.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Wanted<'_> {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "an object with the field {:?}", self.0)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+        let mut found = None;
+        while let Some(key) = map.next_key::<String>()? {
+            if key == self.0 {
+                found = Some(map.next_value()?);
+            } else {
+                map.next_value::<IgnoredAny>()?;
+            }
+        }
+        found.ok_or_else(|| A::Error::custom(format!("there is no field {:?}", self.0)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn all(paths: &[PathBuf], field: Option<&str>) -> Result<Vec<(String, String)>> {
+        let mut found = Vec::new();
+        Documents::find(paths)?.each(field, |name, from| {
+            let mut text = String::new();
+            from.read_to_string(&mut text).map_err(|e| Error::internal(e.to_string()))?;
+            found.push((name.to_owned(), text));
+            Ok(())
+        })?;
+        Ok(found)
+    }
+
+    #[test]
+    fn directories_are_gone_through_by_name() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |name: &str| root.path().join(name);
+        std::fs::create_dir_all(at("texts/b/deep")).unwrap();
+        for name in ["texts/c", "texts/a", "texts/b/deep/x", "texts/b/y", "texts/.hidden", "alone"] {
+            std::fs::write(at(name), name).unwrap();
+        }
+        let found = all(&[at("texts"), at("alone")], None).unwrap();
+        let texts: Vec<&str> = found.iter().map(|(_, text)| &text[..]).collect();
+        assert_eq!(texts, ["texts/a", "texts/b/deep/x", "texts/b/y", "texts/c", "alone"]);
+        assert_eq!(Documents::find(&[at("texts")]).unwrap().source(), "a and 3 more");
+
+        let told = |paths: &[PathBuf]| all(paths, None).unwrap_err().to_string();
+        std::fs::create_dir(at("empty")).unwrap();
+        assert!(told(&[at("empty")]).contains("empty holds no file\nhint: "));
+        assert!(told(&[at("nowhere")]).contains("nowhere does not exist\nhint: "));
+        assert!(told(&["-".into(), "-".into()]).contains("- is given twice"));
+        std::os::unix::fs::symlink("..", at("texts/up")).unwrap();
+        assert!(told(&[at("texts")]).contains("texts/up is a link to a directory\nhint: "));
+        std::fs::remove_file(at("texts/up")).unwrap();
+        rustix::fs::mknodat(rustix::fs::CWD, at("texts/pipe"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+        assert!(told(&[at("texts")]).contains("texts/pipe: it is a pipe"));
+    }
+
+    #[test]
+    fn lines_of_json_are_documents() {
+        let root = tempfile::tempdir().unwrap();
+        let path = root.path().join("x.jsonl");
+        let told = |content: &str| {
+            std::fs::write(&path, content).unwrap();
+            all(std::slice::from_ref(&path), Some("text"))
+        };
+        let found = told("{\"id\": [1, {\"text\": 2}], \"text\": \"a\\nb\\u00e9\"}\r\n\n  \n{\"text\":\"\"}").unwrap();
+        let texts: Vec<(&str, &str)> = found.iter().map(|(name, text)| (&name[name.len() - 6..], &text[..])).collect();
+        assert_eq!(texts, [("line 1", "a\nbé"), ("line 4", "")]);
+        for (content, wanted) in [
+            ("{\"text\": \"a\"}\n{\"txt\": \"b\"}", "x.jsonl: line 2: there is no field \"text\""),
+            ("{\"text\": 5}", "line 1: field \"text\" is a number, not a string"),
+            ("{\"text\": null}", "line 1: field \"text\" is null, not a string"),
+            ("[\"text\"]", "line 1: invalid type: sequence, expected an object with the field \"text\""),
+            ("{\"text\": \"a\"} x", "line 1: trailing characters"),
+            ("{\"text\": \"a", "line 1: EOF while parsing a string"),
+        ] {
+            let error = told(content).unwrap_err().to_string();
+            assert!(error.contains(wanted) && error.contains("\nhint: with --field"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! A Python that has what a test needs.
+
+use std::path::Path;
+use std::process::Command;
+
+use super::launch::inherits_nothing;
+
+/// A Python that imports `modules`: the one that `PYTHON` names, with what `scripts/setup --test` has fetched or without, or the
+/// system's.
+pub fn python_with(modules: &str) -> Option<Command> {
+    let fetched = Path::new(env!("CARGO_TARGET_TMPDIR")).with_file_name("python");
+    let named = std::env::var("PYTHON").unwrap_or("python3".into());
+    let with_fetched = || {
+        let mut python = Command::new(&named);
+        python.env("PYTHONPATH", &fetched);
+        python
+    };
+    let has_them = |mut python: Command| {
+        let tried = inherits_nothing(python.args(["-c", &format!("import {modules}")])).output();
+        tried.is_ok_and(|output| output.status.success())
+    };
+    let all: [&dyn Fn() -> Command; 3] =
+        [&with_fetched, &|| Command::new(&named), &|| Command::new("/usr/bin/python3")];
+    all.into_iter().find(|python| has_them(python())).map(|python| python())
+}
