@@ -1,7 +1,8 @@
 //! Results by class of the last evaluation that has them.
 
 use super::html::{digits, escaped, heading, number, paragraph, quiet, table, text};
-use crate::run_records::{Classes, RunRecords};
+use crate::run_records::RunRecords;
+use crate::telemetry::classes::Classes;
 use crate::telemetry::grouped;
 
 /// Classes of a matrix that is shown.
@@ -9,13 +10,13 @@ const MOST: usize = 40;
 
 /// Precision, recall and F1 by class, and the confusion matrix; nothing without classes.
 pub fn section(run: &RunRecords) -> String {
-    let last = run.evaluations.iter().rev().find_map(|one| Some((one.evaluation.step, one.classes.as_ref()?)));
+    let last = run.evaluations.iter().rev().find_map(|one| Some((one.step, one.classes.as_ref()?)));
     let Some((step, classes)) = last else { return String::new() };
     let mut out = heading(&format!("at step {}", grouped(step)));
     if let Some(area) = classes.roc_auc {
         out += &paragraph(&format!("area under the receiver operating characteristic: {area:.4}"));
     }
-    let of = |values: &[Option<f64>], class: usize| number(digits(values.get(class).copied().flatten()));
+    let of = |values: &[f64], class: usize| number(digits(values.get(class).copied()));
     let row = |(class, name): (usize, &String)| {
         let samples = classes.confusion.get(class).map_or(0, |row| sum(row));
         let [precision, recall, f1] =

@@ -40,7 +40,7 @@ pub fn write(runs: &[RunRecords], to: impl Write) -> Result<()> {
     table.write_record(HEAD).map_err(refused)?;
     let shown = |value: f64| if value.is_finite() { value.to_string() } else { String::new() };
     for (run, label) in runs.iter().zip(labels(runs)) {
-        let done = run.evaluations.iter().map(|one| &one.evaluation);
+        let done = run.evaluations.iter();
         let done = done.filter(|one| one.over == Over::Validation && one.status == Status::Done);
         let validated: BTreeMap<u64, f64> = done.filter_map(|one| Some((one.step, one.loss?))).collect();
         for step in &run.steps {

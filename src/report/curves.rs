@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use super::thin::{Curve, Point, mean, parts, rounded};
 use crate::run_records::RunRecords;
-use crate::telemetry::evaluations::{Over, Status};
+use crate::telemetry::evaluations::{Evaluation, Over, Status};
 use crate::telemetry::metrics::Step;
 
 /// Buckets of a curve: all curves of a page together have as many as those of four runs would.
@@ -141,7 +141,7 @@ fn charts(runs: &[RunRecords]) -> Vec<Chart> {
         chart("staleness", "Staleness of gradients, mean", "", &[("staleness", "staleness")], false),
     ];
     let metrics: BTreeSet<&String> =
-        runs.iter().flat_map(|run| &run.evaluations).flat_map(|one| one.evaluation.metrics.keys()).collect();
+        runs.iter().flat_map(|run| &run.evaluations).flat_map(|one| one.metrics.keys()).collect();
     for (at, name) in metrics.into_iter().enumerate() {
         let (id, title) = (metric_id(at), format!("Validation: {name}"));
         charts.push(chart(&id, &title, "", &[(&metric_curve(name), name)], false));
@@ -184,10 +184,9 @@ impl RunData {
         add("staleness", staleness(run), false);
         add("validation", losses(run, Over::Validation), true);
         add("epoch_loss", losses(run, Over::Training), true);
-        let metrics: BTreeSet<&String> = run.evaluations.iter().flat_map(|one| one.evaluation.metrics.keys()).collect();
+        let metrics: BTreeSet<&String> = run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
         for name in metrics {
-            let of =
-                |one: &crate::run_records::Evaluated| Some((one.evaluation.step, *one.evaluation.metrics.get(name)?));
+            let of = |one: &Evaluation| Some((one.step, *one.metrics.get(name)?));
             add(&metric_curve(name), ascending(run.evaluations.iter().filter_map(of).collect()), true);
         }
         Self { label, curves, times: times(steps), marks: marks(run) }
@@ -196,7 +195,7 @@ impl RunData {
 
 /// The losses of evaluations over one kind of samples.
 fn losses(run: &RunRecords, over: Over) -> Vec<Point> {
-    let done = run.evaluations.iter().map(|one| &one.evaluation);
+    let done = run.evaluations.iter();
     let done = done.filter(|one| one.over == over && one.status == Status::Done);
     ascending(done.filter_map(|one| Some((one.step, one.loss?))).collect())
 }

@@ -52,7 +52,7 @@ fn status(run: &RunRecords) -> String {
 /// The lowest loss of an evaluation, of validation where there is one.
 fn best(run: &RunRecords) -> Option<(f64, u64)> {
     let of = |over: Over| {
-        let done = run.evaluations.iter().map(|one| &one.evaluation);
+        let done = run.evaluations.iter();
         let losses = done.filter(move |one| one.over == over && one.status == Outcome::Done);
         let losses = losses.filter_map(|one| Some((one.loss?, one.step)));
         losses.filter(|one| one.0.is_finite()).min_by(|one, other| one.0.total_cmp(&other.0))

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 
 use super::curves::{PARTS, mean_times};
 use super::html::{digits, escaped, heading, number, paragraph, quiet, seconds, table, text, time, wide};
-use crate::run_records::{Evaluated, RunRecords};
-use crate::telemetry::evaluations::{Over, Status};
+use crate::run_records::RunRecords;
+use crate::telemetry::evaluations::{Evaluation, Over, Status};
 use crate::telemetry::{bytes, grouped};
 
 /// Lines of a table: of more than that, the last ones.
@@ -56,18 +56,18 @@ pub fn times(at: usize, run: &RunRecords, has_times: bool) -> String {
 
 /// The evaluations.
 pub fn evaluations(run: &RunRecords) -> String {
-    let names: BTreeSet<&String> = run.evaluations.iter().flat_map(|one| one.evaluation.metrics.keys()).collect();
+    let names: BTreeSet<&String> = run.evaluations.iter().flat_map(|one| one.metrics.keys()).collect();
     let (shown, told) = last(&run.evaluations, "eval.jsonl");
     if shown.is_empty() {
         return String::new();
     }
-    let best = run.evaluations.iter().filter_map(|one| one.evaluation.loss).fold(f64::INFINITY, f64::min);
-    let has_perplexity = shown.iter().any(|one| one.evaluation.perplexity.is_some());
+    let best = run.evaluations.iter().filter_map(|one| one.loss).fold(f64::INFINITY, f64::min);
+    let has_perplexity = shown.iter().any(|one| one.perplexity.is_some());
     let mut head = vec![number("step"), text("over"), number("loss")];
     head.extend(has_perplexity.then(|| number("perplexity")));
     head.extend(names.iter().map(number));
     head.extend(["samples", "of", "written"].map(text));
-    let row = |Evaluated { evaluation: one, .. }: &Evaluated| {
+    let row = |one: &Evaluation| {
         let over = match one.over {
             Over::Validation => "validation",
             Over::Training => "an epoch of training",
@@ -95,7 +95,7 @@ pub fn checkpoints(run: &RunRecords) -> String {
         return quiet("There is no checkpoint.");
     }
     let (shown, told) = last(&run.checkpoints, "checkpoints/");
-    let loss = |step| run.evaluations.iter().rev().find(|one| one.evaluation.step == step)?.evaluation.loss;
+    let loss = |step| run.evaluations.iter().rev().find(|one| one.step == step)?.loss;
     let row = |saved: &crate::run_records::Saved| {
         let marks = [("latest", saved.latest), ("best", saved.best)];
         let marks: Vec<&str> = marks.into_iter().filter(|(_, is_set)| *is_set).map(|(mark, _)| mark).collect();

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 pub use lines::{Damage, Lines, read};
 
@@ -51,7 +51,7 @@ pub struct RunRecords {
     /// Damaged lines of `metrics.jsonl`.
     pub gaps: Vec<Damage>,
     /// Its evaluations, in the order of their ends.
-    pub evaluations: Vec<Evaluated>,
+    pub evaluations: Vec<Evaluation>,
     /// Its starts, where it was supervised.
     pub restarts: Vec<Restart>,
     /// Compute times of its ranks, window by window, where there are several ranks.
@@ -72,35 +72,6 @@ pub struct RunRecords {
     pub branch: Option<Branch>,
     /// One line for each thing that could not be read.
     pub notes: Vec<String>,
-}
-
-/// An evaluation with all that its line has.
-#[derive(Debug, Clone, PartialEq, Deserialize)]
-pub struct Evaluated {
-    /// The evaluation.
-    #[serde(flatten)]
-    pub evaluation: Evaluation,
-    /// Results by class, of a classifier.
-    #[serde(default)]
-    pub classes: Option<Classes>,
-}
-
-/// Results by class. All lists are in the order of the names.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
-pub struct Classes {
-    /// Names of the classes.
-    pub names: Vec<String>,
-    /// Samples by class (rows) and predicted class (columns).
-    pub confusion: Vec<Vec<u64>>,
-    /// Of the samples that were taken for a class, the part that is of it; null where there are none.
-    pub precision: Vec<Option<f64>>,
-    /// Of the samples of a class, the part that was taken for it; null where there are none.
-    pub recall: Vec<Option<f64>>,
-    /// Harmonic mean of both.
-    pub f1: Vec<Option<f64>>,
-    /// Of two classes: the area under the receiver operating characteristic.
-    #[serde(default)]
-    pub roc_auc: Option<f64>,
 }
 
 /// A published checkpoint.
@@ -331,7 +302,7 @@ mod tests {
         bytes.extend(b"{\"step\":4,");
         std::fs::write(&metrics, bytes).unwrap();
         std::fs::write(dir.path().join("run.json"), "{\"version\":").unwrap();
-        std::fs::write(dir.path().join("eval.jsonl"), "{\"step\":3,\"loss\":2.5,\"perplexity\":null,\"checkpoint\":null,\"time\":1.0,\"classes\":{\"names\":[\"a\",\"b\"],\"confusion\":[[3,1],[0,4]],\"precision\":[1.0,0.8],\"recall\":[0.75,1.0],\"f1\":[0.8,0.8]}}\n").unwrap();
+        std::fs::write(dir.path().join("eval.jsonl"), "{\"step\":3,\"loss\":2.5,\"perplexity\":null,\"checkpoint\":null,\"time\":1.0,\"classes\":{\"names\":[\"a\",\"b\"],\"confusion\":[[3,1],[0,4]],\"precision\":[1.0,0.8],\"recall\":[0.75,1.0],\"f1\":[0.8,0.8],\"macro\":{\"precision\":0.9,\"recall\":0.875,\"f1\":0.8}}}\n").unwrap();
         let records = RunRecords::open(dir.path()).unwrap();
         assert_eq!(records.steps.iter().map(|step| step.step).collect::<Vec<_>>(), [1, 3]);
         assert_eq!(records.gaps.iter().map(|gap| (gap.line, gap.after)).collect::<Vec<_>>(), [(2, 1)]);
@@ -341,7 +312,7 @@ mod tests {
             records.notes
         );
         let classes = records.evaluations[0].classes.as_ref().unwrap();
-        assert_eq!((classes.confusion[0][1], classes.recall[0], classes.roc_auc), (1, Some(0.75), None));
+        assert_eq!((classes.confusion[0][1], classes.recall[0], classes.roc_auc), (1, 0.75, None));
     }
 
     #[test]

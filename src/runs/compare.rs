@@ -252,7 +252,7 @@ fn some<T>(all: &[T]) -> impl Iterator<Item = &T> {
 /// Losses of steps that both have evaluated; of a step that was evaluated twice the last.
 fn at_evaluations(a: &RunRecords, b: &RunRecords) -> Vec<AtStep> {
     let losses = |run: &RunRecords| {
-        let all: Vec<_> = run.evaluations.iter().map(|one| one.evaluation.clone()).collect();
+        let all = run.evaluations.clone();
         let over = crate::telemetry::evaluations::over(&all);
         let losses = crate::telemetry::evaluations::losses(&all, over);
         (over, losses.into_iter().collect::<Vec<_>>())

@@ -45,7 +45,7 @@ fn eventful(root: &Path) -> RunFiles {
     std::fs::write(run.path("restarts.jsonl"), restarts).unwrap();
     let classes = json!({
         "names": ["<i>cat</i>", "dog"], "confusion": [[7, 3], [1, 9]], "precision": [0.875, 0.75], "recall": [0.7, 0.9],
-        "f1": [0.777_78, 0.818_18], "roc_auc": 0.8125,
+        "f1": [0.777_78, 0.818_18], "macro": { "precision": 0.8125, "recall": 0.8, "f1": 0.797_98 }, "roc_auc": 0.8125,
     });
     let text = run.text("eval.jsonl");
     let evaluations = text.lines().map(|line| {

@@ -28,7 +28,7 @@ fn runs_stand_side_by_side() {
     let two = Run::new(Mpirun(2), root.path(), "two", &settings).succeeds();
     let fast = Run::new(Alone, root.path(), "fast", &[&settings[..], &["optimizer.lr=0.02"]].concat()).succeeds();
     // One that lives, and is killed.
-    let lives = Run::new(Alone, root.path(), "alive", &["run.steps=100000000"]);
+    let lives = Run::new(Alone, root.path(), "alive", &["run.steps=100000000", "eval.every=0"]);
     let mut trainer = start(&mut lives.command());
     let state = |name: &str| {
         let listing = object(&["runs", text(root.path())]);
