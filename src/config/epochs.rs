@@ -129,7 +129,7 @@ mod tests {
         std::fs::write(&path, "[eval]\nevery = 3\nevery_epochs = 1\n").unwrap();
         let error = load(&Sources { file: Some(&path), ..Sources::default() }).unwrap_err().to_string();
         assert!(error.contains("x.toml: eval.every and eval.every_epochs are both given"), "{error}");
-        // What a run has written reads back.
+        // Keys that a run has written read back.
         let mut config = loaded(&["run.epochs=2", "eval.every_epochs=1"]).unwrap();
         config.count_epochs(64);
         std::fs::write(&path, toml::to_string(&config).unwrap()).unwrap();

@@ -21,7 +21,7 @@ pub struct Account {
 impl Account {
     /// The step of the run's newest checkpoint; none without one.
     pub fn checkpoint(&self, run: Option<&Path>) -> Option<u64> {
-        // What cannot be read is not gained.
+        // Checkpoints that cannot be listed are not gained.
         RunDirectory::at(run?).checkpoints().steps().ok()?.into_iter().next_back()
     }
 

@@ -146,7 +146,7 @@ impl Records {
     /// Adds points of evaluations that evaluators have made meanwhile, where points are wanted.
     pub fn take_in_evaluations(&mut self) {
         let Some(board) = &mut self.tensorboard else { return };
-        // What cannot be read is told where it matters.
+        // Lines that cannot be read are told of where they matter.
         let Ok(all) = evaluations::read(&self.evaluations.0) else { return };
         let is_new = |one: &&Evaluation| one.checkpoint.is_some() && one.step > self.taken_in;
         let mut of_others: Vec<&Evaluation> = all.known().iter().filter(is_new).collect();
