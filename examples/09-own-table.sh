@@ -69,7 +69,7 @@ END
 "$HPCTRAIN" train --config "$work/throws.toml" --set run.name=one
 mpirun -np 2 "$HPCTRAIN" train --config "$work/throws.toml" --set run.name=two --set parallel.zero=3
 
-mpirun -np 2 "$HPCTRAIN" predict --checkpoint "$work/runs/two" --data "$work/data" --out "$work/predictions.h5"
+mpirun -np 2 "$HPCTRAIN" predict --checkpoint "$work/runs/two" --input "$work/data" --out "$work/predictions.h5"
 "$HPCTRAIN" data inspect "$work/predictions.h5"
 
 echo "--- two checkpoints, compared bit by bit"

@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use hpctrain::checkpoint::Reader;
 use hpctrain::checkpoint::tools::find;
 use hpctrain::data::Split;
+use hpctrain::evaluate::predictions::{Beside, Meaning};
 use hpctrain::evaluate::{Predictions, model, predict};
 use hpctrain::prelude::*;
 
@@ -43,7 +44,8 @@ fn main() -> ExitCode {
         // The same rows without their targets, which need not be there. One rank writes.
         let mut rows = feed::together(&world, |catalogue| feed::inputs(catalogue, &plan.config, Split::Validation))?;
         world.agree(reader.manifest().conform(&mut rows))?;
-        let create = || Predictions::create(Path::new(out), rows.samples() as usize, plan.network.outputs(), false);
+        let meaning = Meaning::of(&plan, reader.manifest().preprocessing.as_ref());
+        let create = || Predictions::create(Path::new(out), rows.samples() as usize, meaning, Beside::numbers());
         let file = world.agree((comm.rank() == 0).then(create).transpose())?;
         predict(&mut model, rows, plan.config.eval.batch, file)
     })

@@ -9,13 +9,14 @@
 //! ```
 
 use std::f64::consts::TAU;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use hpctrain::backend::{Activation, Linear, split, split_mut};
 use hpctrain::checkpoint::Reader;
 use hpctrain::checkpoint::tools::find;
 use hpctrain::config::Model;
+use hpctrain::evaluate::predictions::{Beside, Meaning};
 use hpctrain::evaluate::{Predictions, model, predict};
 use hpctrain::nn::check;
 use hpctrain::prelude::*;
@@ -248,8 +249,9 @@ fn main() -> ExitCode {
             println!("step {}: {measures}", reader.manifest().step);
         }
         let out = directory.0.join(format!("predictions-{}.h5", reader.manifest().step));
-        let create = |path: &Path| Predictions::create(path, 310, plan.network.outputs(), false);
-        let file = world.agree(speaks.then(|| create(&out)).transpose())?;
+        let meaning = Meaning::of(&plan, reader.manifest().preprocessing.as_ref());
+        let file = speaks.then(|| Predictions::create(&out, 310, meaning, Beside::numbers()));
+        let file = world.agree(file.transpose())?;
         predict(&mut model, Spirals(310), 100, file)
     })
 }

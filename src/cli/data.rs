@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use crate::data::import::{
-    Arrays, Categories, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy, ImportText, Kept, Meaning,
-    NotFinite, StreamShards, import_csv, import_ids, import_idx, import_images, import_numpy, import_text,
+    Arrays, Categories, ImportCsv, ImportIds, ImportIdx, ImportImages, ImportNumpy, ImportText, Kept, Meaning, Missing,
+    NotFinite, StreamShards, TableFormat, import_csv, import_ids, import_idx, import_images, import_numpy, import_text,
 };
 use crate::data::{TokenizerKind, inspect, verify};
 use crate::error::Result;
@@ -87,38 +87,11 @@ enum Source {
         #[command(flatten)]
         kept: KeptArgs,
     },
-    /// A table with a header into train-*.h5 and val-*.h5: numbers, and columns of categories
+    /// A table into train-*.h5 and val-*.h5: numbers, columns of categories, classes by name
     #[command(
-        after_help = "Example: hpctrain data import csv clicks.csv --target clicked --categorical site,device --out data/clicks"
+        after_help = "Example: hpctrain data import csv clicks.csv --target clicked --categorical site,device --out data/clicks\n         hpctrain data import csv iris.csv --target species --drop id --missing mean --out data/iris"
     )]
-    Csv {
-        /// The table
-        input: PathBuf,
-        /// A column to predict; may be given several times. One column of integers from 0 on is of classes [with --like: those of
-        /// the earlier table, if this one has them]
-        #[arg(long = "target", value_name = "COLUMN", required_unless_present_any = ["like", "no_target"])]
-        targets: Vec<String>,
-        /// Rows have no targets: they are to be predicted
-        #[arg(long, conflicts_with_all = ["targets", "regression", "like", "val_every"])]
-        no_target: bool,
-        /// A column with a factor of each sample's loss in training, neither input nor target
-        #[arg(long, value_name = "COLUMN")]
-        weight: Option<String>,
-        /// Predict numbers, even where they look like classes
-        #[arg(long)]
-        regression: bool,
-        /// Columns of categories, whose values become ids from 1 on; empty cells have id 0
-        #[arg(long, value_name = "COLUMN,…", value_delimiter = ',')]
-        categorical: Vec<String>,
-        /// Hash the values of each category to so many ids, rather than list them
-        #[arg(long, value_name = "IDS", requires = "categorical")]
-        hash: Option<u32>,
-        /// Take inputs, categories, ids, scale and targets from the table that was imported into this directory
-        #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash"])]
-        like: Option<PathBuf>,
-        #[command(flatten)]
-        kept: KeptArgs,
-    },
+    Csv(Box<CsvArgs>),
     /// NumPy arrays of features and labels, as numpy.save writes them, into train-*.h5 and val-*.h5
     #[command(after_help = "Example: hpctrain data import npy X.npy Y.npy --out data/mine")]
     Npy {
@@ -164,6 +137,60 @@ enum Source {
         #[command(flatten)]
         kept: KeptArgs,
     },
+}
+
+#[derive(Debug, Args)]
+struct CsvArgs {
+    /// The table: a line of names, then a line for each row
+    input: PathBuf,
+    #[command(flatten)]
+    format: TableFormat,
+    /// A column to predict; may be given several times. One column of integers from 0 on, or of words, is of classes [with
+    /// --like: those of the earlier table, if this one has them]
+    #[arg(long = "target", value_name = "COLUMN", required_unless_present_any = ["like", "no_target"])]
+    targets: Vec<String>,
+    /// Rows have no targets: they are to be predicted
+    #[arg(long, conflicts_with_all = ["targets", "regression", "classes", "like", "val_every"])]
+    no_target: bool,
+    /// A column with a factor of each sample's loss in training, neither input nor target
+    #[arg(long, value_name = "COLUMN")]
+    weight: Option<String>,
+    /// Columns that are left out, such as numbers of rows
+    #[arg(long, value_name = "COLUMN,…", value_delimiter = ',', conflicts_with = "like")]
+    drop: Vec<String>,
+    /// Predict numbers, even where they look like classes
+    #[arg(long)]
+    regression: bool,
+    /// Values of the target are names of classes, even where they are numbers
+    #[arg(long, conflicts_with_all = ["regression", "like"])]
+    classes: bool,
+    /// Missing numbers of inputs: an error, rows left out, filled up with the mean of their column, or with a number [default:
+    /// error; with --like, as in the earlier table; with --not-finite skip, skip]
+    #[arg(long, value_name = "error|skip|mean|NUMBER", allow_negative_numbers = true)]
+    missing: Option<Missing>,
+    /// Columns of categories, whose values become ids from 1 on; empty cells have id 0
+    #[arg(long, value_name = "COLUMN,…", value_delimiter = ',')]
+    categorical: Vec<String>,
+    /// Hash the values of each category to so many ids, rather than list them
+    #[arg(long, value_name = "IDS", requires = "categorical")]
+    hash: Option<u32>,
+    /// Take inputs, categories, ids, scale, classes and targets from the table that was imported into this directory
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["categorical", "hash"])]
+    like: Option<PathBuf>,
+    #[command(flatten)]
+    kept: KeptArgs,
+}
+
+impl From<CsvArgs> for ImportCsv {
+    fn from(args: CsvArgs) -> Self {
+        let CsvArgs { input, format, targets, weight, drop, regression, classes, missing, .. } = args;
+        let categories = match args.like {
+            Some(earlier) => Categories::Like(earlier),
+            None => Categories::Named { columns: args.categorical, hash: args.hash },
+        };
+        let kept = args.kept.into();
+        Self { input, format, targets, weight, drop, regression, classes, missing, categories, kept }
+    }
 }
 
 #[derive(Debug, Args)]
@@ -286,13 +313,7 @@ pub fn run(args: DataArgs) -> Result<()> {
         Command::Import(ImportArgs { source: Source::Images { folder, size, grey, no_target, kept } }) => {
             say(import_images(&ImportImages { folder, no_target, size, grey, kept: kept.into() })?);
         }
-        Command::Import(ImportArgs {
-            source: Source::Csv { input, targets, no_target: _, weight, regression, categorical, hash, like, kept },
-        }) => {
-            let named = Categories::Named { columns: categorical, hash };
-            let categories = like.map_or(named, Categories::Like);
-            say(import_csv(&ImportCsv { input, targets, weight, regression, categories, kept: kept.into() })?);
-        }
+        Command::Import(ImportArgs { source: Source::Csv(args) }) => say(import_csv(&(*args).into())?),
         Command::Import(ImportArgs {
             source: Source::Npy { features, labels, no_target: _, weights, regression, kept },
         }) => {

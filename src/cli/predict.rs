@@ -1,35 +1,51 @@
-//! `hpctrain predict`: outputs of a network for every row of a data set, on any number of ranks.
+//! `hpctrain predict`: outputs of a network for every row of its input, on any number of ranks.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
+use tempfile::TempDir;
 
 use super::used::{self, Found, Part, Work};
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
-use crate::comm::Launch;
-use crate::config::{Config, LossKind, Plan};
+use crate::comm::{Group, Launch};
+use crate::config::{Config, Data, Plan};
+use crate::data::import::{Form, Missing, TableFormat, Unlabelled, column_texts};
 use crate::data::{Catalogue, Dataset};
 use crate::engine::feed;
 use crate::error::{Error, Result};
+use crate::evaluate::predictions::{Beside, Meaning, folder};
 use crate::evaluate::{Predictions, predict};
 use crate::telemetry::{grouped, say};
 
 /// Arguments of `hpctrain predict`.
 #[derive(Args)]
+#[command(
+    after_help = "Example: hpctrain predict --checkpoint runs/iris --input new.csv --out predictions.csv\n         hpctrain predict --checkpoint runs/photos --input new-photos --out predictions.jsonl"
+)]
 pub struct PredictArgs {
     /// A checkpoint, or a run, of which the newest is taken.
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
-    /// An HDF5 file with rows of inputs, or a directory of shards; targets are not needed.
-    #[arg(long, value_name = "PATH")]
-    data: PathBuf,
-    /// Of a directory, which shards [default: those for validation, if there are any]
+    /// Rows of inputs; targets are not needed: a table (.csv, .tsv), an array of NumPy (.npy), a folder of PNG and JPEG images, an
+    /// HDF5 file (.h5), or a directory of shards.
+    #[arg(long, alias = "data", value_name = "PATH")]
+    input: PathBuf,
+    /// Of a directory of shards, which of them [default: those for validation, if there are any]
     #[arg(long, value_enum)]
     split: Option<Part>,
-    /// The HDF5 file to write.
+    /// The file to write, in the form of its name: a table (.csv), lines of JSON (.jsonl) or HDF5 (.h5).
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
+    /// Columns of a table that are written beside the predictions, in the place of the number of the row.
+    #[arg(long, value_name = "COLUMN,…", value_delimiter = ',')]
+    keep: Vec<String>,
+    #[command(flatten)]
+    format: TableFormat,
+    /// Missing numbers of a table: an error, filled up with the column's mean in the training data, or with a number [default: as
+    /// in the training data, else error]
+    #[arg(long, value_name = "error|mean|NUMBER", allow_negative_numbers = true)]
+    missing: Option<Missing>,
     /// A key of the configuration, such as run.device=cpu or eval.batch=1000 (rows computed at once); repeatable.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
@@ -38,28 +54,96 @@ pub struct PredictArgs {
 impl PredictArgs {
     /// The rows of inputs, for a network that gives outputs for rows.
     fn open(&self, catalogue: &mut Catalogue, plan: &Plan) -> Result<Dataset> {
+        feed::inputs(catalogue, &plan.config, used::split(&plan.config, self.split)?)
+    }
+
+    /// Refuses a network that gives no outputs for rows, and options that this form of input does not have.
+    fn check(&self, plan: &Plan, form: Form) -> Result<()> {
         if plan.network.is_language() {
             return Err(Error::input("a language model predicts tokens of a text")
                 .hint("hpctrain sample continues one; hpctrain eval measures it"));
         }
-        feed::inputs(catalogue, &plan.config, used::split(&plan.config, self.split)?)
+        let of_tables = [
+            ("--keep", !self.keep.is_empty()),
+            ("--missing", self.missing.is_some()),
+            ("--delimiter, --decimal-comma, --na and --no-header", self.format != TableFormat::default()),
+        ];
+        match of_tables.iter().find(|(_, is_given)| *is_given && form != Form::Table) {
+            Some((options, _)) => Err(Error::input(format!("{options}: {} is no table", self.input.display()))
+                .hint("leave it out, or give a table: --input FILE.csv")),
+            None => Ok(()),
+        }
+    }
+
+    /// What is in the place of the rows' numbers: names of images, or columns of a table.
+    fn beside(&self, form: Form, rows: &Unlabelled) -> Result<Beside> {
+        match form {
+            Form::Images => {
+                Ok(Beside::columns(vec!["file".to_owned()], rows.images()?.into_iter().map(|name| Ok(vec![name]))))
+            }
+            Form::Table if !self.keep.is_empty() => {
+                Ok(Beside::columns(self.keep.clone(), column_texts(&self.input, &self.format, &self.keep)?))
+            }
+            _ => Ok(Beside::numbers()),
+        }
+    }
+
+    /// Brings the input into the form of shards, in a directory beside the output that all ranks see; it goes with what is
+    /// returned, by rank 0. Collective.
+    fn shards<B: Kernels>(
+        &self,
+        world: &Group<B>,
+        form: Form,
+        rows: &Unlabelled,
+    ) -> Result<(PathBuf, Option<TempDir>)> {
+        let import = || {
+            let directory = tempfile::Builder::new().prefix(".predict-").tempdir_in(folder(&self.out));
+            let directory = directory.map_err(|e| Error::io("create a directory for rows beside", &self.out, e))?;
+            rows.import(form, directory.path())?;
+            Ok(directory)
+        };
+        // It may take longer than any message.
+        let directory = world.patiently((world.rank() == 0).then_some(import))?;
+        let path = directory.as_ref().map(|directory| directory.path().to_path_buf().into_os_string());
+        let told = world.gather_bytes(path.map_or(vec![], std::os::unix::ffi::OsStringExt::into_vec)).wait()?;
+        let path = <std::ffi::OsStr as std::os::unix::ffi::OsStrExt>::from_bytes(&told[0]);
+        Ok((Path::new(path).to_path_buf(), directory))
     }
 }
 
 impl Work for PredictArgs {
     fn config(&self, reader: &Reader) -> Result<Config> {
-        used::config(reader, &self.overrides, Some(&self.data))
+        used::config(reader, &self.overrides, Some(&self.input))
     }
 
     fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {
-        let dataset = found.data(|catalogue, plan| self.open(catalogue, plan))?;
+        let form = found.world.agree(Form::of(&self.input))?;
+        found.world.agree(self.check(&found.plan, form))?;
+        let learned = found.reader.manifest().preprocessing.clone();
+        let meaning = Meaning::of(&found.plan, learned.as_ref());
+        let rows = Unlabelled {
+            input: self.input.clone(),
+            format: self.format.clone(),
+            missing: self.missing,
+            learned: learned.unwrap_or_default(),
+            shape: found.plan.config.model.input.clone().unwrap_or_default(),
+        };
+        let (dataset, _directory) = if form == Form::Hdf5 {
+            (found.data(|catalogue, plan| self.open(catalogue, plan))?, None)
+        } else {
+            let (path, directory) = self.shards(&found.world, form, &rows)?;
+            let own = &found.plan.config.data;
+            let path = path.display().to_string();
+            found.plan.config.data = Data { path, axes: own.axes, scale: own.scale, ..Data::default() };
+            // That such rows get the network's scale goes without saying.
+            (found.converted(|catalogue, plan| self.open(catalogue, plan))?.0, directory)
+        };
         let mut model = found.network()?;
         let Found { plan, world, .. } = &found;
-        let with_classes = plan.config.loss.kind == LossKind::CrossEntropy;
         let samples = dataset.samples();
-        let create = || Predictions::create(&self.out, samples as usize, plan.network.outputs(), with_classes);
         // The last stage of a pipeline has the outputs.
         let writes = model.sharded.stage().is_last() && model.sharded.data().rank() == 0;
+        let create = || Predictions::create(&self.out, samples as usize, meaning, self.beside(form, &rows)?);
         let to = world.agree(writes.then(create).transpose())?;
         predict(&mut model, dataset, plan.config.eval.batch, to)?;
         if world.rank() == 0 {

@@ -61,16 +61,27 @@ impl<B: Kernels> Found<'_, B> {
     /// # Errors
     /// Of `open`; or the data cannot be brought to that.
     pub fn data<D: Source>(&self, open: impl FnOnce(&mut Catalogue, &Plan) -> Result<D>) -> Result<D> {
+        let (data, notes) = self.converted(open)?;
+        if self.world.rank() == 0 {
+            notes.iter().for_each(|note| log::warn!("data: {note}"));
+        }
+        Ok(data)
+    }
+
+    /// As [`data`](Self::data), with notes on the conversion in the place of warnings.
+    ///
+    /// # Errors
+    /// The same.
+    pub fn converted<D: Source>(
+        &self,
+        open: impl FnOnce(&mut Catalogue, &Plan) -> Result<D>,
+    ) -> Result<(D, Vec<String>)> {
         let opened = |catalogue: &mut Catalogue| {
             let mut data = open(catalogue, &self.plan)?;
             let notes = self.reader.manifest().conform(&mut data)?;
             Ok((data, notes))
         };
-        let (data, notes) = feed::together(&self.world, opened)?;
-        if self.world.rank() == 0 {
-            notes.iter().for_each(|note| log::warn!("data: {note}"));
-        }
-        Ok(data)
+        feed::together(&self.world, opened)
     }
 
     /// The network with the parameters of the checkpoint.

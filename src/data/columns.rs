@@ -18,7 +18,7 @@ pub(super) const COLUMNS: &str = "/columns";
 pub(super) const UNKNOWN: u32 = 0;
 
 /// Columns of a table by their use, in the order of the shards' datasets.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Columns {
     /// Names of the columns of numbers.
     pub inputs: Vec<String>,
@@ -27,6 +27,9 @@ pub struct Columns {
     /// Names of the columns to predict; empty in shards that were written before these were kept, and of rows without targets.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub targets: Vec<String>,
+    /// Numbers in the place of missing values, one for each input; empty where rows with missing values were not taken.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fill: Vec<f32>,
 }
 
 /// A column of categories.
@@ -81,8 +84,15 @@ impl Columns {
         columns.check().map(|()| Some(columns))
     }
 
-    /// Every category has ids besides that of empty cells.
+    /// Every category has ids besides that of empty cells, and each input or none a number for missing values.
     fn check(&self) -> Result<()> {
+        let (fill, inputs) = (self.fill.len(), self.inputs.len());
+        if fill > 0 && fill != inputs {
+            return Err(Error::input(format!(
+                "dataset {COLUMNS} has {inputs} inputs, but {fill} numbers for missing values"
+            ))
+            .hint("import the table again"));
+        }
         match self.categories.iter().find(|category| !category.coding.is_possible()) {
             Some(Category { name, coding }) => {
                 let ids = coding.ids();

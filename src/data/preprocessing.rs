@@ -291,7 +291,7 @@ mod tests {
     }
 
     fn table(inputs: &[&str], categories: &[Category]) -> Columns {
-        Columns { inputs: names(inputs), categories: categories.to_vec(), targets: vec![] }
+        Columns { inputs: names(inputs), categories: categories.to_vec(), ..Columns::default() }
     }
 
     fn scaled(mean: f32) -> Option<Scale> {

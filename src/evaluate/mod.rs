@@ -5,12 +5,14 @@ mod generate;
 pub mod model;
 mod own;
 mod predict;
+pub mod predictions;
 mod queue;
 mod sidecar;
 mod tally;
 
 pub use generate::{Sampling, generate};
-pub use predict::{Predictions, predict};
+pub use predict::predict;
+pub use predictions::Predictions;
 pub use queue::Policy;
 pub use sidecar::{ABANDONED, Request, watch};
 

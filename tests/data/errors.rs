@@ -215,7 +215,7 @@ fn imports(folder: &Path) -> [DataSpec; 2] {
     let of_rows = folder.join("rows");
     let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: true, out: of_rows.clone() };
     let (targets, categories) = (vec!["y".to_owned()], Categories::NONE);
-    import_csv(&ImportCsv { input: table, targets, weight: None, regression: false, categories, kept }).unwrap();
+    import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(table, kept) }).unwrap();
     let samples = SampleSpec::Rows { input: 1, ids: Ids::None, target: Target::Class(3) };
     [DataSpec::new(out), DataSpec { samples, ..DataSpec::new(of_rows) }]
 }
@@ -275,7 +275,7 @@ fn a_shard_is_of_another_import() {
     let out = b.path().join("rows");
     let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 4, normalize: false, out: out.clone() };
     let (targets, categories) = (vec!["y".to_owned()], Categories::NONE);
-    import_csv(&ImportCsv { input: table, targets, weight: None, regression: false, categories, kept }).unwrap();
+    import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(table, kept) }).unwrap();
     let raw = DataSpec { path: out.clone(), ..spec.clone() };
     Dataset::open(&raw, Split::Train, 1).unwrap();
     std::fs::copy(out.join("train-00003.h5"), spec.path.join("train-00003.h5")).unwrap();

@@ -284,7 +284,7 @@ fn a_table_like_one_with_impossible_ids_is_refused() {
     let import = |categories, out: &str| {
         let (input, kept) = (table.clone(), kept(root.path().join(out)));
         let targets = vec!["clicked".to_string()];
-        import_csv(&ImportCsv { input, targets, weight: None, regression: false, categories, kept })
+        import_csv(&ImportCsv { targets, categories, ..ImportCsv::new(input, kept) })
     };
     import(Categories::Named { columns: vec!["site".into()], hash: Some(5) }, "first").unwrap();
     import(Categories::Like(first.clone()), "again").unwrap();
@@ -346,7 +346,8 @@ fn pipes_that_a_user_names_are_read() {
     let writing = std::thread::spawn(move || writer.write_all(b"x,y\n1,2\n3,4\n").unwrap());
     let kept = kept(root.path().join("out"));
     let (input, targets, categories) = (PathBuf::from(name), vec!["y".into()], Categories::NONE);
-    let imported = import_csv(&ImportCsv { input, targets, weight: None, regression: true, categories, kept }).unwrap();
+    let imported =
+        import_csv(&ImportCsv { targets, regression: true, categories, ..ImportCsv::new(input, kept) }).unwrap();
     writing.join().unwrap();
     assert_eq!(imported.shards[0].1, 2);
 }

@@ -13,6 +13,7 @@ mod read;
 mod sample_weights;
 mod samples;
 mod stage;
+mod tables;
 mod text;
 mod verify;
 

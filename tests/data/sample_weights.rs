@@ -6,7 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use hpctrain::backend::Deviation;
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::comm;
-use hpctrain::data::import::{Arrays, Categories, ImportCsv, ImportNumpy, Kept, NotFinite, import_csv, import_numpy};
+use hpctrain::data::import::{Arrays, ImportCsv, ImportNumpy, Kept, NotFinite, import_csv, import_numpy};
 use hpctrain::data::{Batch, DataSpec, Dataset, Ids, Parts, SampleMut, SampleSpec, Split, Target, inspect, verify};
 use hpctrain::error::Result;
 use hpctrain::mesh::Mesh;
@@ -208,22 +208,15 @@ fn tables_have_a_column_of_weights() {
         std::fs::write(&input, table).unwrap();
         let (targets, weight) = (vec!["kind".into()], Some(weight.into()));
         let kept = Kept { not_finite, ..kept(root.path().join(name)) };
-        import_csv(&ImportCsv {
-            input: input.clone(),
-            targets,
-            weight,
-            regression: false,
-            categories: Categories::NONE,
-            kept,
-        })
+        import_csv(&ImportCsv { targets, weight, ..ImportCsv::new(input.clone(), kept) })
     };
     let imported = import(table, "w", NotFinite::Skip, "out").unwrap();
     assert_eq!((imported.shape, imported.classes, imported.skipped), (vec![2], Some(3), 1));
     let of = |split| weights(open(&root.path().join("out"), None, split).unwrap()).unwrap();
     assert_eq!((of(Split::Train), of(Split::Validation)), (Some(vec![0.5, 0.0, 1.0, 3.0]), Some(vec![2.0])));
     for (table, weight, wanted) in [
-        ("x,w,kind\n1,1,0\n2,-1,1\n", "w", "line 3: a weight of -1, less than 0"),
-        ("x,w,kind\n1,,0\n2,1,1\n", "w", "line 2, column \"w\": \"\" is no number"),
+        ("x,w,kind\n1,1,0\n2,-1,1\n", "w", "line 3, column \"w\": a weight of -1, less than 0"),
+        ("x,w,kind\n1,,0\n2,1,1\n", "w", "line 2, column \"w\": \"\" is a missing value"),
         ("x,w,kind\n1,1,0\n2,1,1\n", "v", "there is no column \"v\"\nhint: its columns: x, w, kind"),
         ("x,w,kind\n1,1,0\n2,1,1\n", "kind", "--target and --weight both name column \"kind\""),
         ("w,kind\n1,0\n", "w", "2 columns, 1 of them targets"),
@@ -290,15 +283,7 @@ fn table(root: &Path, name: &str, weight: Option<fn(u32) -> f64>) -> PathBuf {
     std::fs::write(&input, std::iter::once(header.into()).chain((0..60).map(line)).collect::<String>()).unwrap();
     let (out, weight) = (root.join(name), weight.map(|_| "w".into()));
     let kept = Kept { normalize: true, ..kept(out.clone()) };
-    import_csv(&ImportCsv {
-        input,
-        targets: vec!["class".into()],
-        weight,
-        regression: false,
-        categories: Categories::NONE,
-        kept,
-    })
-    .unwrap();
+    import_csv(&ImportCsv { targets: vec!["class".into()], weight, ..ImportCsv::new(input, kept) }).unwrap();
     out
 }
 

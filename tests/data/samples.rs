@@ -85,15 +85,7 @@ fn a_table_is_of_classes_or_of_numbers() {
         let targets = targets.iter().map(|name| name.to_string()).collect();
         let kept =
             Kept { not_finite: NotFinite::Error, every: 3, shards: 1, normalize: false, out: root.path().join(name) };
-        let imported = import_csv(&ImportCsv {
-            input: input.clone(),
-            targets,
-            weight: None,
-            regression,
-            categories: Categories::NONE,
-            kept,
-        })
-        .unwrap();
+        let imported = import_csv(&ImportCsv { targets, regression, ..ImportCsv::new(input.clone(), kept) }).unwrap();
         (root.path().join(name), imported)
     };
     let (path, imported) = import("classes", &["kind"], false);
@@ -137,7 +129,7 @@ fn categories_become_ids_and_later_tables_the_same() {
     let import = |name: &str, table: &str, categories: Categories, normalize: bool| {
         let input = write(root.path().join(name).with_extension("csv"), table.as_bytes());
         let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize, out: root.path().join(name) };
-        import_csv(&ImportCsv { input, targets: vec!["y".into()], weight: None, regression: false, categories, kept })
+        import_csv(&ImportCsv { targets: vec!["y".into()], categories, ..ImportCsv::new(input, kept) })
     };
     let named = |columns: &[&str], hash| {
         let columns = columns.iter().map(|name| name.to_string()).collect();
@@ -168,7 +160,7 @@ fn categories_become_ids_and_later_tables_the_same() {
         let input = write(root.path().join(name).with_extension("csv"), table.as_bytes());
         let kept =
             Kept { not_finite: NotFinite::Error, every: 2, shards: 1, normalize: true, out: root.path().join(name) };
-        import_csv(&ImportCsv { input, targets: vec![], weight: None, regression: false, categories, kept })
+        import_csv(&ImportCsv { categories, ..ImportCsv::new(input, kept) })
     };
     let again = unnamed("again", later, like()).unwrap();
     assert!(again.has_targets && again.shards.len() == 2, "{again}");
@@ -255,7 +247,7 @@ fn malformed_files_are_refused() {
     }
     for (table, target, wanted) in [
         ("a,b\n1,2\n3,x\n", "b", "line 3, column \"b\": \"x\" is no number"),
-        ("a,b\n1,nan\n", "b", "line 2, column \"b\": \"nan\" is no number"),
+        ("a,b\n1,nan\n", "b", "line 2, column \"b\": \"nan\" is a missing value"),
         ("a,b\n1,2\n3\n", "b", "line: 3"),
         ("a,b\n1,2\n", "c", "there is no column \"c\"\nhint: its columns: a, b"),
         ("a\n1\n", "a", "1 columns, 1 of them targets"),
@@ -263,14 +255,7 @@ fn malformed_files_are_refused() {
     ] {
         let input = write(root.path().join("table.csv"), table.as_bytes());
         let kept = Kept { not_finite: NotFinite::Error, every: 0, shards: 1, normalize: true, out: out.clone() };
-        let import = ImportCsv {
-            input,
-            targets: vec![target.into()],
-            weight: None,
-            regression: false,
-            categories: Categories::NONE,
-            kept,
-        };
+        let import = ImportCsv { targets: vec![target.into()], ..ImportCsv::new(input, kept) };
         let error = import_csv(&import).unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted), "{table:?}: {error}");
@@ -286,34 +271,19 @@ fn rows_that_are_not_finite_are_left_out_and_counted() {
     let out = root.path().join("out");
     let import = |not_finite| {
         let kept = Kept { not_finite, every: 3, shards: 1, normalize: true, out: out.clone() };
-        import_csv(&ImportCsv {
-            input: input.clone(),
-            targets: vec!["kind".into()],
-            weight: None,
-            regression: false,
-            categories: Categories::NONE,
-            kept,
-        })
+        import_csv(&ImportCsv { targets: vec!["kind".into()], ..ImportCsv::new(input.clone(), kept) })
     };
     let error = import(NotFinite::Error).unwrap_err().to_string();
-    assert!(error.contains("line 3, column \"y\": \"nan\" is no number\nhint: "), "{error}");
+    assert!(error.contains("line 3, column \"y\": \"nan\" is a missing value\nhint: "), "{error}");
     let imported = import(NotFinite::Skip).unwrap();
     assert_eq!((imported.skipped, imported.classes), (4, Some(3)));
-    let told = "4 rows with numbers that are not finite were left out when the data was imported";
+    let told = "4 rows with numbers that are missing or not finite were left out when the data was imported";
     assert!(imported.to_string().ends_with(told), "{imported}");
     // As if they had not been there: the third of the four that are left is kept for validation, and does not count in the scale.
     let rest = write(root.path().join("rest.csv"), b"x,y,kind\n1,2,0\n6,7,1\n8,9,2\n10,11,0\n");
     let kept = Kept { every: 3, ..kept(root.path().join("rest")) };
     let kept = Kept { shards: 1, ..kept };
-    import_csv(&ImportCsv {
-        input: rest,
-        targets: vec!["kind".into()],
-        weight: None,
-        regression: false,
-        categories: Categories::NONE,
-        kept,
-    })
-    .unwrap();
+    import_csv(&ImportCsv { targets: vec!["kind".into()], ..ImportCsv::new(rest, kept) }).unwrap();
     for split in [Split::Train, Split::Validation] {
         let both = [&out, &root.path().join("rest")].map(|path| rows(path, split, 2, Target::Class(3)).unwrap());
         assert_eq!(both[0], both[1], "{split}");

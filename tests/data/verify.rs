@@ -157,7 +157,7 @@ fn import_rows(dir: &Path) -> PathBuf {
     let kept = Kept { not_finite: NotFinite::Error, every: 5, shards: 2, normalize: true, out: out.clone() };
     let categories = Categories::Named { columns: vec!["c".into()], hash: None };
     let (targets, weight) = (vec!["y".to_owned()], Some("w".to_owned()));
-    import_csv(&ImportCsv { input, targets, weight, regression: false, categories, kept }).unwrap();
+    import_csv(&ImportCsv { targets, weight, categories, ..ImportCsv::new(input, kept) }).unwrap();
     out
 }
 

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use hpctrain::data::import::{
-    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportedSamples, Kept, NotFinite, import_csv,
-    import_idx, import_images, import_numpy,
+    Arrays, Categories, ImportCsv, ImportIdx, ImportImages, ImportNumpy, ImportedSamples, Kept, Missing, NotFinite,
+    TableFormat, import_csv, import_idx, import_images, import_numpy,
 };
 use hpctrain::error::Result;
 use image::{ImageFormat, RgbImage};
@@ -137,13 +137,21 @@ fn tables_are_read() {
             if like { Categories::Like(first.clone()) } else { Categories::Named { columns, hash: Some(7) } };
         let kept = kept(&into, NotFinite::Skip);
         let (targets, weight) = (vec!["kind".into()], Some("weight".into()));
-        import_csv(&ImportCsv { input: input.clone(), targets, weight, regression: false, categories, kept })
+        import_csv(&ImportCsv { targets, weight, categories, ..ImportCsv::new(input.clone(), kept) })
     };
     import(seed, false, first.clone()).unwrap();
-    fuzz("CSV", Form::Bytes, &[seed.to_vec()], |content| {
+    let spreadsheet = b"a;b;kind\n1,5;NA;oak\n;2,25;\"elm;\"\n3;4;oak\n";
+    let filled = |content: &[u8]| {
+        std::fs::write(&input, content).unwrap();
+        let format = TableFormat { decimal_comma: true, ..TableFormat::default() };
+        let (targets, missing) = (vec!["kind".into()], Some(Missing::Mean));
+        let kept = kept(&out, NotFinite::Error);
+        import_csv(&ImportCsv { targets, format, missing, ..ImportCsv::new(input.clone(), kept) })
+    };
+    fuzz("CSV", Form::Bytes, &[seed.to_vec(), spreadsheet.to_vec()], |content| {
         let named = taken(&out, import(content, false, out.clone()));
         let like = taken(&out, import(content, true, out.clone()));
-        named && like
+        named && like || taken(&out, filled(content))
     });
 }
 

@@ -10,7 +10,7 @@ use crate::{long, ranks, steps, until_step};
 
 /// A run that goes on until it is ended.
 const ENDLESS: [&str; 5] =
-    ["run.steps=100000000", "eval.every=0", "checkpoint.every=0", "comm.timeout=3", "parallel.lanes=4"];
+    ["run.steps=100000000", "eval.every=0", "checkpoint.every=0", "comm.timeout=8", "parallel.lanes=4"];
 
 /// All that the ranks have logged.
 fn logs(files: &RunFiles, ranks: usize) -> String {

@@ -15,6 +15,7 @@ mod memory;
 mod memory_table;
 mod networks;
 mod plan;
+mod predict;
 mod resume;
 mod sample;
 mod servers;

@@ -60,9 +60,23 @@ pub fn import_idx(import: &ImportIdx) -> Result<Imported> {
     let targets = Elements::Memory(targets);
     let places = [&import.images, &import.labels, &import.labels].map(|path| path.display().to_string());
     let (inputs, weights) = (Inputs::Bytes(images), Elements::Memory(vec![]));
-    let (regression, table, files) = (false, None, None);
-    Rows { inputs, count, shape, targets, width: 1, weights, regression, source, places, table, files }
-        .write(&import.kept)
+    let (regression, classes, left_out, table, files) = (false, vec![], 0, None, None);
+    Rows {
+        inputs,
+        count,
+        shape,
+        targets,
+        width: 1,
+        weights,
+        regression,
+        classes,
+        left_out,
+        source,
+        places,
+        table,
+        files,
+    }
+    .write(&import.kept)
 }
 
 /// Shape and elements of a file. Those of a compressed one wait in a temporary file where `out` is or will be.

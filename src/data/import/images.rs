@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use image::imageops::FilterType;
 use image::{DynamicImage, ImageDecoder as _, ImageFormat, ImageReader};
 
-use super::samples::{Files, Imported, Inputs, Kept, Rows};
+use super::samples::{Imported, Inputs, Kept, Rows};
 use super::spool::{Elements, Spooler};
 use crate::data::bounded;
 use crate::data::spec::file_names;
@@ -40,8 +40,10 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
         let picture = decoded(path, import.grey)?;
         let picture = match import.size {
             // Scaled until it covers the size, then cut to it around the middle.
-            Some([height, width]) => picture.resize_to_fill(width, height, FilterType::Triangle),
-            None => picture,
+            Some([height, width]) if [picture.height(), picture.width()] != [height, width] => {
+                picture.resize_to_fill(width, height, FilterType::Triangle)
+            }
+            _ => picture,
         };
         let size @ [height, width] = [picture.height(), picture.width()];
         let is_first = first.is_none();
@@ -65,6 +67,7 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         classes.get(*class).map_or(name.to_string(), |class| format!("{class}/{name}"))
     });
+    let names = names.collect();
     let folder = import.folder.display().to_string();
     let source = import.folder.file_name().map_or(folder.clone(), |name| name.to_string_lossy().into_owned());
     Rows {
@@ -77,8 +80,10 @@ pub fn import_images(import: &ImportImages) -> Result<Imported> {
         regression: false,
         source,
         places: std::array::from_fn(|_| folder.clone()),
+        classes,
+        left_out: 0,
         table: None,
-        files: Some(Files { names: names.collect(), classes }),
+        files: Some(names),
     }
     .write(&import.kept)
 }
@@ -90,6 +95,11 @@ fn check_all(import: &ImportImages, files: &[Labelled], decoded: usize) -> Resul
     bounded::check(decoded as u64, stored).map_err(|what| {
         Error::input(format!("{}: {what}", import.folder.display())).hint("make the images smaller with --size")
     })
+}
+
+/// Names of the images of a folder that have no class, in their order.
+pub(super) fn file_names_of(folder: &Path) -> Result<Vec<String>> {
+    visible(folder)
 }
 
 /// All images of a folder that have no class, in the order of their names.

@@ -15,6 +15,7 @@ mod samples;
 mod spool;
 mod stream;
 mod text;
+mod unlabelled;
 mod windows;
 
 use std::ops::Range;
@@ -24,7 +25,7 @@ use super::spec::{Split, file_names};
 use crate::error::{Error, Result};
 use crate::regular_files;
 
-pub use csv::{Categories, ImportCsv, import_csv};
+pub use csv::{Categories, ImportCsv, Missing, TableFormat, column_texts, import_csv};
 pub use id_sets::{ImportIds, Meaning, import_ids};
 pub use idx::{ImportIdx, import_idx};
 pub use images::{ImportImages, import_images};
@@ -33,6 +34,7 @@ pub(in crate::data) use samples::{CLASSES, class_names, is_of_samples, left_out,
 pub use samples::{Imported as ImportedSamples, Kept, NotFinite};
 pub use stream::{Imported, StreamShards};
 pub use text::{ImportText, import_text};
+pub use unlabelled::{Form, Unlabelled};
 
 /// Opens a file to import.
 fn open(path: &Path, hint: &str) -> Result<std::fs::File> {

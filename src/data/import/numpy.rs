@@ -106,5 +106,7 @@ pub fn import_numpy(import: &ImportNumpy) -> Result<Imported> {
     let numbers = |array: Option<Array>| array.map_or(Ok(Elements::Memory(vec![])), |array| array.numbers(out, |x| x));
     let (targets, weights) = (numbers(labels)?, numbers(weights)?);
     let (count, regression, table, files) = (samples, import.regression, None, None);
-    Rows { inputs, count, shape, targets, width, weights, regression, source, places, table, files }.write(&import.kept)
+    let (classes, left_out) = (vec![], 0);
+    Rows { inputs, count, shape, targets, width, weights, regression, classes, left_out, source, places, table, files }
+        .write(&import.kept)
 }

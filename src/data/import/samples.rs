@@ -91,10 +91,15 @@ pub(super) struct Rows {
     pub source: String,
     /// Origins of inputs, targets and weights, for messages.
     pub places: [String; 3],
+    /// Names of the classes in the order of their numbers; empty where they have none. Of every class its own part is kept for
+    /// validation.
+    pub classes: Vec<String>,
+    /// Rows that are left out already.
+    pub left_out: usize,
     /// Columns and categories of a table, if the rows come from one.
     pub table: Option<Table>,
-    /// File names of the rows, if each was a file.
-    pub files: Option<Files>,
+    /// Names of the rows' files, below the imported folder, if each was a file.
+    pub files: Option<Vec<String>>,
 }
 
 /// Parts of a table besides numbers.
@@ -104,14 +109,8 @@ pub(super) struct Table {
     pub ids: Elements<u32>,
     /// Scale of the inputs, if it is not to be computed from them.
     pub scale: Option<Scale>,
-}
-
-/// Rows that were files in folders, one for each class. Of every class its own part is kept for validation.
-pub(super) struct Files {
-    /// Path of each file, below the imported folder.
-    pub names: Vec<String>,
-    /// Names of the folders in the order of the classes' numbers; none of rows that are to be predicted.
-    pub classes: Vec<String>,
+    /// NaN among the inputs stands for a missing value, which gets the mean of its column over the training rows.
+    pub is_filled_later: bool,
 }
 
 /// Result of an import.
@@ -244,7 +243,7 @@ pub(in crate::data) fn numbered(names: &[String]) -> String {
 /// The note on rows that an import has skipped.
 pub(in crate::data) fn left_out(rows: u64) -> String {
     let (noun, verb) = if rows == 1 { ("row", "was") } else { ("rows", "were") };
-    format!("{rows} {noun} with numbers that are not finite {verb} left out when the data was imported")
+    format!("{rows} {noun} with numbers that are missing or not finite {verb} left out when the data was imported")
 }
 
 /// Ids are read with 31 bits.
@@ -278,8 +277,41 @@ impl Rows {
         let (first, count) = (row * self.row_len(), self.row_len());
         match &self.inputs {
             Inputs::Bytes(bytes) => Ok(bytes.get(first, count)?.into_iter().map(f32::from).collect()),
-            Inputs::Numbers(numbers) => numbers.get(first, count),
+            Inputs::Numbers(numbers) => {
+                let mut found = numbers.get(first, count)?;
+                self.fill(&mut found);
+                Ok(found)
+            }
         }
+    }
+
+    /// The columns with missing values that are to be filled up.
+    fn filled_later(&self) -> Option<&Columns> {
+        self.table.as_ref().filter(|table| table.is_filled_later).map(|table| &table.columns)
+    }
+
+    /// Gives a row's missing values their means, once these are known.
+    fn fill(&self, row: &mut [f32]) {
+        if let Some(columns) = self.filled_later() {
+            row.iter_mut().zip(&columns.fill).filter(|(x, _)| x.is_nan()).for_each(|(x, mean)| *x = *mean);
+        }
+    }
+
+    /// The mean of each column over those of some rows that have a value.
+    fn means(&self, rows: &Chosen, columns: &Columns) -> Result<Vec<f32>> {
+        let mut sums = vec![(0.0f64, 0usize); self.row_len()];
+        for row in rows.iter() {
+            for ((sum, count), x) in sums.iter_mut().zip(self.numbers(row)?).filter(|(_, x)| !x.is_nan()) {
+                *sum += f64::from(x);
+                *count += 1;
+            }
+        }
+        let mean = |((sum, count), name): (&(f64, usize), &String)| match count {
+            0 => Err(Error::input(format!("{}: column {name:?} has no value in any training row", self.places[0]))
+                .hint("leave it out with --drop")),
+            count => Ok((sum / *count as f64) as f32),
+        };
+        sums.iter().zip(&columns.inputs).map(mean).collect()
     }
 
     /// The first of a row's numbers that is not finite: its place and value.
@@ -290,7 +322,9 @@ impl Rows {
         };
         // As f32, the type that is written.
         let targets = self.targets_of(row)?.into_iter().map(|x| x as f32);
-        let found = numbers.iter().position(|x| !x.is_finite()).map(|at| (0, at, numbers[at]));
+        let is_filled = self.filled_later().is_some();
+        let is_refused = |x: &f32| !(x.is_finite() || is_filled && x.is_nan());
+        let found = numbers.iter().position(is_refused).map(|at| (0, at, numbers[at]));
         let mut of_targets = targets.enumerate().filter(|(_, x)| !x.is_finite());
         let found = found.or_else(|| of_targets.next().map(|(at, x)| (1, at, x)));
         let weight = self.weight_of(row)?.map(|weight| weight as f32).filter(|weight| !weight.is_finite());
@@ -328,7 +362,7 @@ impl Rows {
     ///
     /// # Errors
     /// A number is not finite, there are too few rows, shards in the directory already, or the file system refused.
-    pub fn write(&self, kept: &Kept) -> Result<Imported> {
+    pub fn write(mut self, kept: &Kept) -> Result<Imported> {
         refuse_shards(&kept.out)?;
         if kept.shards == 0 {
             return Err(Error::input("0 shards hold nothing").hint("ask for 1 shard or more"));
@@ -362,10 +396,11 @@ impl Rows {
                 }
             }
         }
-        let skipped = self.len() - rows.len();
+        let skipped = self.left_out + self.len() - rows.len();
         let is_class = all_classes;
-        let classes = classes.filter(|_| is_class);
-        let class_names = self.files.as_ref().map_or(vec![], |files| files.classes.clone());
+        let class_names = self.classes.clone();
+        // Those with names are known, whether they occur or not.
+        let classes = classes.filter(|_| is_class).max(Some(class_names.len()).filter(|known| *known > 0));
         // Of each class by itself, or of all together.
         let mut places = vec![0usize; class_names.len().max(1)];
         // Rows without targets are to be predicted and stay together.
@@ -380,6 +415,10 @@ impl Rows {
         if train.len() < kept.shards {
             return Err(Error::input(format!("{} training rows do not fill {} shards", train.len(), kept.shards))
                 .hint("ask for fewer shards"));
+        }
+        let fill = self.filled_later().map(|columns| self.means(&train, columns)).transpose()?;
+        if let (Some(table), Some(means)) = (&mut self.table, fill) {
+            table.columns.fill = means;
         }
         let of_table = self.table.as_ref().and_then(|table| table.scale.clone());
         let scale = match of_table {
@@ -474,7 +513,12 @@ impl Rows {
                 Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), kept_in(refused, of_row))?)
             }
             Inputs::Numbers(numbers) => {
-                let of_row = |row, to: &mut Vec<f32>| numbers.append(row * self.row_len(), self.row_len(), to);
+                let of_row = |row, to: &mut Vec<f32>| {
+                    let first = to.len();
+                    numbers.append(row * self.row_len(), self.row_len(), to)?;
+                    self.fill(&mut to[first..]);
+                    Ok(())
+                };
                 Some(write_rows_by(&file, &names.inputs, &shape, rows.iter(), kept_in(refused, of_row))?)
             }
         };
@@ -511,16 +555,16 @@ impl Rows {
             };
             write_rows_by(&file, WEIGHTS, &[rows.len()], rows.iter(), kept_in(refused, weight))?;
         }
+        let texts = |texts: &mut dyn Iterator<Item = &String>| -> hdf5::Result<Vec<VarLenUnicode>> {
+            texts.map(|text| text.parse().map_err(|_| format!("{text:?} is no text").into())).collect()
+        };
         if let Some(files) = &self.files {
-            let texts = |texts: &mut dyn Iterator<Item = &String>| -> hdf5::Result<Vec<VarLenUnicode>> {
-                texts.map(|text| text.parse().map_err(|_| format!("{text:?} is no text").into())).collect()
-            };
-            let names = texts(&mut rows.iter().map(|row| &files.names[row]))?;
+            let names = texts(&mut rows.iter().map(|row| &files[row]))?;
             file.new_dataset::<VarLenUnicode>().shape(names.len()).create(FILES)?.write_raw(&names)?;
-            let classes = texts(&mut files.classes.iter())?;
-            if !classes.is_empty() {
-                file.new_dataset::<VarLenUnicode>().shape(classes.len()).create(CLASSES)?.write_raw(&classes)?;
-            }
+        }
+        if !self.classes.is_empty() {
+            let classes = texts(&mut self.classes.iter())?;
+            file.new_dataset::<VarLenUnicode>().shape(classes.len()).create(CLASSES)?.write_raw(&classes)?;
         }
         file.close()
     }
@@ -546,8 +590,9 @@ mod tests {
             regression: false,
             source,
             places,
+            classes: vec![],
+            left_out: 0,
             table: None,
-
             files: None,
         };
         let mut first = Chosen::none_of(3);

@@ -1,0 +1,198 @@
+//! Use of each column of a table.
+
+use std::path::Path;
+
+use csv::StringRecord;
+
+use super::options::{Categories, ImportCsv};
+use crate::data::columns::{Category, Coder, Columns};
+use crate::data::import::class_names;
+use crate::data::import::samples::Scale;
+use crate::data::standard::Standard;
+use crate::data::{DataSpec, Split, h5};
+use crate::error::{Error, Result};
+
+/// Parts of an earlier table that later ones get.
+#[derive(Default)]
+pub(super) struct Earlier {
+    pub scale: Option<Scale>,
+    /// Numbers in the place of missing values, one for each input, if it has some.
+    pub fill: Vec<f32>,
+    /// Names of the classes; empty where they have none.
+    pub classes: Vec<String>,
+}
+
+/// Use of each cell of a line, by column index.
+pub(super) struct Cells {
+    pub inputs: Vec<usize>,
+    pub categories: Vec<(usize, Coder)>,
+    pub targets: Vec<usize>,
+    pub weight: Option<usize>,
+    /// The earlier table, of one like it.
+    pub earlier: Option<Earlier>,
+}
+
+impl Cells {
+    /// Finds the cells in a table with this header, by the options of the import.
+    pub fn find(import: &ImportCsv, header: &StringRecord) -> Result<Self> {
+        let path = import.input.display();
+        let place = |name: &String| {
+            let mut found = header.iter().enumerate().filter(|(_, column)| column == name);
+            match (found.next(), found.next()) {
+                (Some((place, _)), None) => Ok(place),
+                (Some((first, _)), Some((second, _))) => Err(twice(import, name, first, second)),
+                (None, _) => {
+                    let names: Vec<&str> = header.iter().collect();
+                    Err(Error::input(format!("{path}: there is no column {name:?}"))
+                        .hint(format!("its columns: {}", names.join(", "))))
+                }
+            }
+        };
+        let places = |names: &[String]| names.iter().map(place).collect::<Result<Vec<usize>>>();
+        let like = |columns: Columns, mut targets: Vec<usize>, weight, earlier| {
+            let has = |name: &String| header.iter().any(|column| column == name);
+            if targets.is_empty() && columns.targets.iter().any(has) {
+                targets = places(&columns.targets)?;
+            }
+            let coders =
+                columns.categories.iter().map(|category| Ok((place(&category.name)?, Coder::like(&category.coding))));
+            let (inputs, categories) = (places(&columns.inputs)?, coders.collect::<Result<_>>()?);
+            Ok(Self { inputs, categories, targets, weight, earlier: Some(earlier) })
+        };
+        let (targets, weight) = (places(&import.targets)?, import.weight.as_ref().map(place).transpose()?);
+        let cells = match &import.categories {
+            Categories::Named { columns, hash } => {
+                if let Some(ids) = hash.filter(|ids| *ids < 2) {
+                    return Err(Error::input(format!("values hashed to {ids} ids"))
+                        .hint("give 2 or more: id 0 is of empty cells"));
+                }
+                let dropped = import.drop.iter().map(|name| match header.iter().any(|column| column == name) {
+                    // All of that name.
+                    true => Ok(name),
+                    false => place(name).map(|_| name),
+                });
+                let dropped: Vec<&String> = dropped.collect::<Result<_>>()?;
+                let is_dropped = |column: usize| dropped.iter().any(|name| header.get(column) == Some(name));
+                let kept: Vec<usize> = (0..header.len()).filter(|column| !is_dropped(*column)).collect();
+                check_names(import, header, &kept)?;
+                let categories = places(columns)?;
+                let is_input = |column: &usize| {
+                    !targets.contains(column) && !categories.contains(column) && weight != Some(*column)
+                };
+                let inputs = kept.into_iter().filter(is_input).collect();
+                let categories = categories.into_iter().map(|column| (column, Coder::new(*hash))).collect();
+                Self { inputs, categories, targets, weight, earlier: None }
+            }
+            Categories::Like(path) => {
+                let (columns, earlier) = earlier(path)?;
+                like(columns, targets, weight, earlier)?
+            }
+            Categories::Learned(known) => {
+                let columns = Columns { targets: vec![], ..known.columns.clone().unwrap_or_default() };
+                let scale = match &known.scales[..] {
+                    [Some(scale)] => Some((scale.mean.clone(), scale.std.clone())),
+                    _ => None,
+                };
+                let earlier = Earlier { scale, fill: columns.fill.clone(), classes: vec![] };
+                like(columns, targets, weight, earlier)?
+            }
+        };
+        cells.check(import, header)?;
+        Ok(cells)
+    }
+
+    /// Every column has one use, and there is something to learn and something to learn it from.
+    fn check(&self, import: &ImportCsv, header: &StringRecord) -> Result<()> {
+        let path = import.input.display();
+        let learned_from = self.inputs.len() + self.categories.len();
+        // Options with their columns; inputs are the remaining columns, or those of an earlier table.
+        let like = !matches!(import.categories, Categories::Named { .. });
+        let dropped =
+            (0..header.len()).filter(|column| import.drop.iter().any(|name| header.get(*column) == Some(name)));
+        let asked = [
+            ("--target", self.targets.clone()),
+            ("--weight", self.weight.into_iter().collect()),
+            (
+                if like { "--like" } else { "--categorical" },
+                self.categories.iter().map(|(column, _)| *column).collect(),
+            ),
+            ("--like", if like { self.inputs.clone() } else { vec![] }),
+            ("--drop", dropped.collect()),
+        ];
+        let asked = asked.iter().flat_map(|(option, columns)| columns.iter().map(move |column| (*column, *option)));
+        let asked: Vec<(usize, &str)> = asked.collect();
+        let twice = asked.iter().enumerate().find_map(|(i, (column, second))| {
+            let (_, first) = asked[..i].iter().find(|(before, _)| before == column)?;
+            Some((header.get(*column).unwrap_or_default(), first, second))
+        });
+        if let Some((name, first, second)) = twice {
+            let (what, hint) = match first == second {
+                true => (format!("{first} names column {name:?} twice"), "name each column once"),
+                false => (
+                    format!("{first} and {second} both name column {name:?}"),
+                    "a column is a target, the weight, a category or an input, or it is dropped: leave it out of one of them",
+                ),
+            };
+            return Err(Error::input(format!("{path}: {what}")).hint(hint));
+        }
+        if learned_from == 0 {
+            let (all, targets) = (header.len(), self.targets.len());
+            return Err(Error::input(format!("{path}: {all} columns, {targets} of them targets")).hint(
+                "name the columns to predict with --target, and leave some as inputs; another character between cells can be given with --delimiter",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Names of inputs and categories, and the mapping of the latter to ids.
+    pub fn columns(self, header: &StringRecord, fill: Vec<f32>) -> Columns {
+        let name = |column: usize| header.get(column).unwrap_or_default().to_owned();
+        let category = |(column, coder): (usize, Coder)| Category { name: name(column), coding: coder.coding() };
+        let names = |columns: &[usize]| columns.iter().map(|column| name(*column)).collect();
+        let (inputs, targets) = (names(&self.inputs), names(&self.targets));
+        Columns { inputs, categories: self.categories.into_iter().map(category).collect(), targets, fill }
+    }
+}
+
+/// Columns that may be inputs have names, each its own: others could not be told apart in a later table, and a column without a
+/// name is the number of the row, mostly.
+fn check_names(import: &ImportCsv, header: &StringRecord, kept: &[usize]) -> Result<()> {
+    let name = |column: usize| header.get(column).unwrap_or_default();
+    if let Some(column) = kept.iter().find(|column| name(**column).is_empty()) {
+        let (path, number) = (import.input.display(), column + 1);
+        return Err(Error::input(format!("{path}: column {number} has no name")).hint(
+            "name it in the first line; leave it out with --drop \"\"; or say --no-header if the first line is a row",
+        ));
+    }
+    let mut seen = std::collections::HashMap::new();
+    match kept.iter().find_map(|column| seen.insert(name(*column), *column).map(|first| (first, *column))) {
+        Some((first, second)) => Err(twice(import, name(second), first, second)),
+        None => Ok(()),
+    }
+}
+
+/// The error of two columns of one name, by their indices.
+fn twice(import: &ImportCsv, name: &str, first: usize, second: usize) -> Error {
+    let (path, first, second) = (import.input.display(), first + 1, second + 1);
+    Error::input(format!("{path}: columns {first} and {second} are both named {name:?}"))
+        .hint("give each column a name of its own, or leave both out with --drop")
+}
+
+/// Columns of an earlier import, and its parts that later tables get.
+fn earlier(folder: &Path) -> Result<(Columns, Earlier)> {
+    let files = DataSpec::new(folder).files(Split::Train)?;
+    let file = h5::open_file(&files[0], None)?;
+    let at = files[0].display();
+    let columns = Columns::read(&file).map_err(|e| e.at(at.to_string()))?.ok_or_else(|| {
+        Error::input(format!("{at} does not tell its columns")).hint("give the directory of a table that was imported")
+    })?;
+    let classes = class_names(&file).map_err(|e| Error::input(format!("{at}: {}", h5::one_line(&e))))?;
+    let inputs = DataSpec::new(folder).inputs;
+    let standard = match columns.inputs.len() {
+        0 => None,
+        width => Standard::read(&file, &inputs, width).map_err(|e| e.at(at))?,
+    };
+    let scale = standard.map(|Standard { mean, std }| (mean, std));
+    let (fill, classes) = (columns.fill.clone(), classes.unwrap_or_default());
+    Ok((columns, Earlier { scale, fill, classes }))
+}

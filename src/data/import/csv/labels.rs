@@ -1,0 +1,142 @@
+//! Targets of a table: numbers, or words, each a class.
+
+use std::path::Path;
+
+use crate::data::columns::{Coder, Coding};
+use crate::data::import::spool::{Elements, Spooler};
+use crate::error::{Error, Result};
+
+/// Words of a column that are taken for classes at most.
+const MOST: usize = 1 << 16;
+
+/// The kind of a table's targets.
+pub(super) enum Labels {
+    /// One column, of which no row was seen.
+    Unseen,
+    Numbers,
+    /// Numbers of classes less 1 by their names, in the order of their appearance; or those of an earlier table.
+    Words {
+        coder: Coder,
+        known: Option<Vec<String>>,
+    },
+}
+
+impl Labels {
+    /// Targets of `width` columns: words if `classes`, numbers if `regression` or several, else after the first row. With the
+    /// classes of an earlier table, if there is one.
+    pub fn new(width: usize, regression: bool, classes: bool, earlier: Option<&[String]>) -> Self {
+        match earlier {
+            Some([]) => Self::Numbers,
+            Some(names) if width == 1 => {
+                Self::Words { coder: Coder::like(&Coding::Values(names.to_vec())), known: Some(names.to_vec()) }
+            }
+            None if classes => Self::Words { coder: Coder::new(None), known: None },
+            None if width == 1 && !regression => Self::Unseen,
+            _ => Self::Numbers,
+        }
+    }
+
+    /// Decides by the first row: a cell that is no number is the name of a class.
+    pub fn see(&mut self, is_number: bool) {
+        if matches!(self, Self::Unseen) {
+            *self = match is_number {
+                true => Self::Numbers,
+                false => Self::Words { coder: Coder::new(None), known: None },
+            };
+        }
+    }
+
+    /// The number of a word's class, of classes that have names; nothing of numbers. Errors have no place.
+    pub fn class(&mut self, word: &str) -> Result<Option<f64>> {
+        let Self::Words { coder, known } = self else { return Ok(None) };
+        match (coder.id(word), known) {
+            (0, Some(known)) => Err(Error::input(format!("{word:?} is none of the classes {}", known.join(", ")))
+                .hint("these are those of the earlier table; mend the line, or leave it out")),
+            (id, _) if id as usize > MOST => Err(Error::input(format!("more than {MOST} different words"))
+                .hint("a column of text is no target; name another with --target")),
+            (id, _) => Ok(Some(f64::from(id) - 1.0)),
+        }
+    }
+
+    /// Classes in their order, and the targets by it: that of an earlier table; of numbers; else of names.
+    pub fn finish(self, targets: Elements<f64>, out: &Path) -> Result<(Vec<String>, Elements<f64>)> {
+        let Self::Words { coder, known } = self else { return Ok((vec![], targets)) };
+        if let Some(known) = known {
+            return Ok((known, targets));
+        }
+        let Coding::Values(words) = coder.coding() else { return Ok((vec![], targets)) };
+        let (classes, places) = in_order(&words);
+        let mut ordered = Spooler::create(out)?;
+        let mut written = Ok(());
+        targets.blocks(|some| {
+            let by_order: Vec<f64> = some.iter().map(|class| places[*class as usize] as f64).collect();
+            if written.is_ok() {
+                written = ordered.push(&by_order);
+            }
+        })?;
+        written?;
+        Ok((classes, ordered.finish()?))
+    }
+}
+
+/// Words in order, by value if all are numbers; and the place of each.
+fn in_order(words: &[String]) -> (Vec<String>, Vec<usize>) {
+    let values: Option<Vec<f64>> = words.iter().map(|word| word.parse().ok().filter(|x: &f64| !x.is_nan())).collect();
+    let mut order: Vec<usize> = (0..words.len()).collect();
+    order.sort_by(|a, b| {
+        let by_value = values.as_ref().map(|values| values[*a].total_cmp(&values[*b]));
+        by_value.unwrap_or(std::cmp::Ordering::Equal).then_with(|| words[*a].cmp(&words[*b]))
+    });
+    let mut places = vec![0; words.len()];
+    order.iter().enumerate().for_each(|(place, word)| places[*word] = place);
+    (order.into_iter().map(|word| words[word].clone()).collect(), places)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn owned(all: &[&str]) -> Vec<String> {
+        all.iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn classes_are_in_the_order_of_their_names_or_numbers() {
+        assert_eq!(in_order(&owned(&["dog", "cat", "Ant"])), (owned(&["Ant", "cat", "dog"]), vec![2, 1, 0]));
+        assert_eq!(in_order(&owned(&["10", "9", "1"])), (owned(&["1", "9", "10"]), vec![2, 1, 0]));
+        assert_eq!(in_order(&owned(&["10", "9", "x"])), (owned(&["10", "9", "x"]), vec![0, 1, 2]));
+    }
+
+    #[test]
+    fn words_get_the_numbers_of_their_order() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut labels = Labels::new(1, false, false, None);
+        labels.see(false);
+        let targets = ["dog", "cat", "dog", "eel"].map(|word| labels.class(word).unwrap().unwrap());
+        let (classes, targets) = labels.finish(Elements::Memory(targets.to_vec()), folder.path()).unwrap();
+        assert_eq!((classes, targets.get(0, 4).unwrap()), (owned(&["cat", "dog", "eel"]), vec![1.0, 0.0, 1.0, 2.0]));
+        // Those of an earlier table keep their numbers.
+        let known = owned(&["eel", "cat"]);
+        let mut labels = Labels::new(1, false, false, Some(&known));
+        assert_eq!(labels.class("cat").unwrap(), Some(1.0));
+        assert!(
+            labels.class("dog").unwrap_err().to_string().contains("\"dog\" is none of the classes eel, cat\nhint: ")
+        );
+    }
+
+    #[test]
+    fn the_first_row_decides() {
+        for (width, regression, classes, earlier, is_number, words) in [
+            (1, false, false, None, true, false),
+            (1, false, false, None, false, true),
+            (1, false, true, None, true, true),
+            (1, true, false, None, false, false),
+            (2, false, false, None, false, false),
+            (1, false, false, Some(&[][..]), false, false),
+        ] {
+            let mut labels = Labels::new(width, regression, classes, earlier);
+            labels.see(is_number);
+            assert_eq!(labels.class("1").unwrap().is_some(), words);
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! From a table to shards.
+
+mod cells;
+mod format;
+mod labels;
+mod options;
+mod texts;
+
+use csv::{Position, StringRecord};
+
+use self::cells::Cells;
+use self::format::{Cell, refused};
+use self::labels::Labels;
+use super::samples::{Imported, Inputs, NotFinite, Rows, Table};
+use super::spool::Spooler;
+use crate::error::{Error, Result};
+
+pub use format::{Missing, TableFormat};
+pub use options::{Categories, ImportCsv};
+pub use texts::column_texts;
+
+/// Treatment of missing numbers.
+enum Filled {
+    Refused,
+    Skipped,
+    /// A number for each input.
+    With(Vec<f32>),
+    /// The means of this table's training rows; NaN until they are known.
+    Later,
+}
+
+impl Filled {
+    fn of(import: &ImportCsv, cells: &Cells) -> Result<Self> {
+        let earlier = cells.earlier.as_ref();
+        let fill = earlier.map(|earlier| &earlier.fill).filter(|fill| !fill.is_empty());
+        Ok(match (import.missing, fill) {
+            (None, Some(fill)) => Self::With(fill.clone()),
+            (None, None) if import.kept.not_finite == NotFinite::Skip => Self::Skipped,
+            (None, None) | (Some(Missing::Error), _) => Self::Refused,
+            (Some(Missing::Skip), _) => Self::Skipped,
+            (Some(Missing::Number(number)), _) => Self::With(vec![number; cells.inputs.len()]),
+            // Those of the training rows, as far as the earlier table or the network tells them.
+            (Some(Missing::Mean), fill) => match earlier {
+                None => Self::Later,
+                Some(earlier) => {
+                    let means = earlier.scale.as_ref().map(|(mean, _)| mean);
+                    let means = means.or(fill).filter(|means| means.len() == cells.inputs.len());
+                    Self::With(means.cloned().ok_or_else(|| {
+                        Error::input("the means of the earlier table's columns are not known")
+                            .hint("give a number, such as --missing 0")
+                    })?)
+                }
+            },
+        })
+    }
+}
+
+/// A row is left out, or there is an error in one of its cells.
+enum Unusable {
+    LeftOut,
+    Error(Error),
+}
+
+impl From<Error> for Unusable {
+    fn from(e: Error) -> Self {
+        Self::Error(e)
+    }
+}
+
+/// The place of a cell, and the treatment of those that are no numbers.
+struct Row<'a> {
+    import: &'a ImportCsv,
+    header: &'a StringRecord,
+    record: &'a StringRecord,
+    filled: &'a Filled,
+}
+
+impl Row<'_> {
+    fn cell(&self, column: usize) -> &str {
+        self.record.get(column).unwrap_or_default().trim()
+    }
+
+    /// The file, the line and the column of a cell.
+    fn place(&self, column: usize) -> String {
+        let line = self.record.position().map_or(0, Position::line);
+        let (path, name) = (self.import.input.display(), self.header.get(column).unwrap_or_default());
+        format!("{path}: line {line}, column {name:?}")
+    }
+
+    fn refused(&self, column: usize, what: &str, hint: &str) -> Unusable {
+        Unusable::Error(Error::input(what).at(self.place(column)).hint(hint))
+    }
+
+    /// The number in a cell; nothing if it has no value.
+    fn given(&self, column: usize) -> std::result::Result<Option<f64>, Unusable> {
+        let (cell, format) = (self.cell(column), &self.import.format);
+        match format.number(cell) {
+            Cell::Number(number) => Ok(Some(number)),
+            Cell::Missing => Ok(None),
+            Cell::NotFinite if self.import.kept.not_finite == NotFinite::Skip => Err(Unusable::LeftOut),
+            Cell::NotFinite => Err(self.refused(
+                column,
+                &format!("{cell:?} is not finite"),
+                "mend the line, or leave such rows out with --not-finite skip",
+            )),
+            Cell::Word => Err(self.refused(column, &format!("{cell:?} is no number"), format.advice(cell))),
+        }
+    }
+
+    /// The number in the cell of input number `input`.
+    fn input(&self, input: usize, column: usize) -> std::result::Result<f32, Unusable> {
+        match (self.given(column)?, self.filled) {
+            (Some(number), _) => Ok(number as f32),
+            (None, Filled::Skipped) => Err(Unusable::LeftOut),
+            (None, Filled::With(numbers)) => Ok(numbers[input]),
+            (None, Filled::Later) => Ok(f32::NAN),
+            (None, Filled::Refused) => Err(self.missing(
+                column,
+                "leave such rows out with --missing skip, or fill them up: --missing mean, or a number such as --missing 0",
+            )),
+        }
+    }
+
+    /// A cell that must have a value.
+    fn needed(&self, column: usize) -> std::result::Result<f64, Unusable> {
+        match self.given(column)? {
+            Some(number) => Ok(number),
+            None => Err(self.without_target(column)),
+        }
+    }
+
+    /// Nothing can be learned of a row without a target or weight.
+    fn without_target(&self, column: usize) -> Unusable {
+        match self.filled {
+            Filled::Skipped => Unusable::LeftOut,
+            _ => self.missing(column, "targets and weights are not filled up: leave such rows out with --missing skip"),
+        }
+    }
+
+    fn missing(&self, column: usize, hint: &str) -> Unusable {
+        self.refused(column, &format!("{:?} is a missing value", self.cell(column)), hint)
+    }
+
+    /// The target in a column: the number of its class, or a number.
+    fn target(&self, column: usize, labels: &mut Labels) -> std::result::Result<f64, Unusable> {
+        let (cell, format) = (self.cell(column), &self.import.format);
+        let is_number = format.number(cell) != Cell::Word;
+        if !cell.is_empty() {
+            labels.see(is_number);
+        }
+        if matches!(labels, Labels::Words { .. }) && format.is_missing(cell) {
+            return Err(self.without_target(column));
+        }
+        match labels.class(cell) {
+            Ok(Some(class)) => Ok(class),
+            Ok(None) if !is_number && matches!(labels, Labels::Numbers) && !self.import.regression => Err(self
+                .refused(
+                    column,
+                    &format!("{cell:?} is no number, as the targets before it are"),
+                    "mend the line; with --classes all values of the column are names of classes",
+                )),
+            Ok(None) => self.needed(column),
+            Err(e) => Err(Unusable::Error(e.at(self.place(column)))),
+        }
+    }
+}
+
+/// Writes every line as a sample. Targets are classes if there is one column of them that holds integers from 0 on, or words.
+///
+/// # Errors
+/// The file is missing, a line has not as many cells as the header, a cell is no number or a weight less than 0, there is no
+/// such column or two of the same name, or as for every import.
+pub fn import_csv(import: &ImportCsv) -> Result<Imported> {
+    let path = import.input.display();
+    let (mut reader, header) = import.format.open(&import.input)?;
+    let mut cells = Cells::find(import, &header)?;
+    if import.classes && cells.targets.len() != 1 {
+        let targets = cells.targets.len();
+        return Err(Error::input(format!("{path}: {targets} columns of classes"))
+            .hint("name the one column of classes with --target"));
+    }
+    let filled = Filled::of(import, &cells)?;
+    let classes = cells.earlier.as_ref().map(|earlier| &earlier.classes[..]);
+    let mut labels = Labels::new(cells.targets.len(), import.regression, import.classes, classes);
+    // They wait in files: a table may be larger than memory.
+    let out = &import.kept.out;
+    let (mut inputs, mut ids) = (Spooler::create(out)?, Spooler::create(out)?);
+    let (mut targets, mut weights) = (Spooler::create(out)?, Spooler::create(out)?);
+    let mut record = StringRecord::new();
+    let (mut rows, mut left_out) = (0, 0);
+    let (mut numbers, mut aims) = (Vec::new(), Vec::new());
+    while reader.read_record(&mut record).map_err(|e| refused(&import.input, &e))? {
+        let row = Row { import, header: &header, record: &record, filled: &filled };
+        let mut read = || -> std::result::Result<Option<f64>, Unusable> {
+            numbers.clear();
+            aims.clear();
+            for (input, column) in cells.inputs.iter().enumerate() {
+                numbers.push(row.input(input, *column)?);
+            }
+            for column in &cells.targets {
+                aims.push(row.target(*column, &mut labels)?);
+            }
+            let weight = cells.weight.map(|column| Ok((column, row.needed(column)?))).transpose();
+            match weight.map_err(|e: Unusable| e)? {
+                Some((column, weight)) if weight < 0.0 => Err(row.refused(
+                    column,
+                    &format!("a weight of {weight}, less than 0"),
+                    "mend the line, or leave it out",
+                )),
+                weight => Ok(weight.map(|(_, weight)| weight)),
+            }
+        };
+        let weight = match read() {
+            Ok(weight) => weight,
+            Err(Unusable::LeftOut) => {
+                left_out += 1;
+                continue;
+            }
+            Err(Unusable::Error(e)) => return Err(e),
+        };
+        inputs.push(&numbers)?;
+        targets.push(&aims)?;
+        if let Some(weight) = weight {
+            weights.push(&[weight])?;
+        }
+        for (column, coder) in &mut cells.categories {
+            let cell = row.cell(*column);
+            ids.push(&[coder.id(if import.format.is_missing(cell) { "" } else { cell })])?;
+        }
+        rows += 1;
+    }
+    if rows == 0 {
+        let what = if left_out > 0 { "every line has a missing value" } else { "no lines after the header" };
+        return Err(Error::input(format!("{path}: {what}")).hint("give a table with some samples"));
+    }
+    let source = import.input.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let (shape, width) = (vec![cells.inputs.len()], cells.targets.len());
+    let (weights, ids) = (weights.finish()?, ids.finish()?);
+    let (classes, targets) = labels.finish(targets.finish()?, out)?;
+    let scale = cells.earlier.take().and_then(|earlier| earlier.scale);
+    let (is_filled_later, fill) = match filled {
+        Filled::With(numbers) => (false, numbers),
+        Filled::Later => (true, vec![]),
+        Filled::Refused | Filled::Skipped => (false, vec![]),
+    };
+    Rows {
+        inputs: Inputs::Numbers(inputs.finish()?),
+        count: rows,
+        shape,
+        targets,
+        width,
+        weights,
+        regression: import.regression,
+        classes,
+        left_out,
+        source,
+        places: std::array::from_fn(|_| path.to_string()),
+        table: Some(Table { columns: cells.columns(&header, fill), ids, scale, is_filled_later }),
+        files: None,
+    }
+    .write(&import.kept)
+}

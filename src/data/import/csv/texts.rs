@@ -1,0 +1,35 @@
+//! Cells of some columns of a table, as they are.
+
+use std::path::{Path, PathBuf};
+
+use csv::StringRecord;
+
+use super::format::{TableFormat, refused};
+use crate::error::{Error, Result};
+
+/// Cells of the columns of these names, line by line, of a table whose lines are all as long as its first.
+///
+/// # Errors
+/// There is no such table or column. Each line has its own.
+pub fn column_texts(
+    path: &Path,
+    format: &TableFormat,
+    names: &[String],
+) -> Result<impl Iterator<Item = Result<Vec<String>>> + Send + 'static> {
+    let (reader, header) = format.open(path)?;
+    let place = |name: &String| {
+        header.iter().position(|column| column == name).ok_or_else(|| {
+            let all: Vec<&str> = header.iter().collect();
+            Error::input(format!("{}: there is no column {name:?}", path.display()))
+                .hint(format!("its columns: {}", all.join(", ")))
+        })
+    };
+    let places = names.iter().map(place).collect::<Result<Vec<usize>>>()?;
+    let (path, mut reader): (PathBuf, _) = (path.to_owned(), reader);
+    let mut record = StringRecord::new();
+    Ok(std::iter::from_fn(move || match reader.read_record(&mut record) {
+        Ok(false) => None,
+        Ok(true) => Some(Ok(places.iter().map(|place| record.get(*place).unwrap_or_default().to_owned()).collect())),
+        Err(e) => Some(Err(refused(&path, &e))),
+    }))
+}
