@@ -192,19 +192,21 @@ fn share_out(
             Err(why) => return Err(none(why)),
         };
         let load = |number: usize| users.get(&(host.as_str(), seen[number].id.as_str())).copied().unwrap_or(0);
-        let number = match choice {
-            DeviceChoice::CudaAt(number) if number < seen.len() => number,
-            DeviceChoice::CudaAt(number) => {
-                let message = format!("run.device = cuda:{number}, but {host} has {}", count(seen.len()));
-                return Err(Error::input(message).hint(format!("cuda:0 to cuda:{}", seen.len() - 1)).shared());
-            }
-            // The least used, then a near one, then the first.
-            _ => (0..seen.len()).min_by_key(|&number| (load(number), !seen[number].is_near)).unwrap_or(0),
+        let among: Vec<usize> = match choice {
+            DeviceChoice::CudaAt(numbers) => numbers.iter().collect(),
+            _ => (0..seen.len()).collect(),
         };
+        if among.iter().any(|number| *number >= seen.len()) {
+            let message = format!("run.device = {choice}, but {host} has {}", count(seen.len()));
+            return Err(Error::input(message).hint(format!("cuda:0 to cuda:{}", seen.len() - 1)).shared());
+        }
+        // The least used, then a near one, then the first.
+        let least = among.iter().min_by_key(|&&number| (load(number), !seen[number].is_near));
+        let number = least.copied().unwrap_or(0);
         if load(number) == ranks_per_gpu {
             let ranks = hosts.iter().filter(|other| *other == host).count();
-            let wanted = ranks.div_ceil(if matches!(choice, DeviceChoice::CudaAt(_)) { 1 } else { seen.len() });
-            let message = format!("{ranks} ranks on {host} are to share {}", count(seen.len()));
+            let wanted = ranks.div_ceil(among.len());
+            let message = format!("{ranks} ranks on {host} are to share {}", count(among.len()));
             let hint = format!("start fewer ranks, or set device.ranks_per_gpu={wanted} to let them share");
             return Err(Error::input(message).hint(hint).shared());
         }
@@ -249,6 +251,19 @@ mod tests {
     }
 
     #[test]
+    fn some_of_several_are_shared_out() {
+        let three = gpus(&[("a", true), ("b", true), ("c", true)]);
+        let some: DeviceChoice = "cuda:0,2".parse().unwrap();
+        assert_eq!(shared(some, &vec![three.clone(); 2], 1), Ok(Some(vec![0, 2])));
+        assert_eq!(shared(some, &vec![three.clone(); 4], 2), Ok(Some(vec![0, 2, 0, 2])));
+        assert_eq!(shared("cuda:1".parse().unwrap(), &vec![three.clone(); 2], 2), Ok(Some(vec![1, 1])));
+        let error = shared(some, &vec![three; 3], 1).unwrap_err();
+        assert!(error.contains("3 ranks on n are to share 2 GPUs") && error.contains("ranks_per_gpu=2"), "{error}");
+        let error = shared(some, &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
+        assert!(error.contains("run.device = cuda:0,2, but n has 2 GPUs\nhint: cuda:0 to cuda:1"), "{error}");
+    }
+
+    #[test]
     fn nodes_may_have_different_numbers() {
         let (two, one) = (gpus(&[("a", true), ("b", true)]), gpus(&[("a", true)]));
         let hosts = ["m", "m", "n"].map(String::from);
@@ -273,7 +288,7 @@ mod tests {
         assert!(error.contains("rank 0 on n has no GPU: no CUDA driver\nhint: do without"), "{error}");
         let error = shared(DeviceChoice::Auto, &[gpus(&[("a", true)]), none], 1).unwrap_err();
         assert!(error.contains("rank 1 on n has no GPU") && error.contains("--servers N"), "{error}");
-        let error = shared(DeviceChoice::CudaAt(7), &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
+        let error = shared("cuda:7".parse().unwrap(), &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
         assert!(error.contains("run.device = cuda:7, but n has 2 GPUs\nhint: cuda:0 to cuda:1"), "{error}");
     }
 }

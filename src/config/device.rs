@@ -14,8 +14,27 @@ pub enum DeviceChoice {
     Cpu,
     /// The GPUs of the node, shared out.
     Cuda,
-    /// The GPU with this number.
-    CudaAt(usize),
+    /// The GPUs of the node with these numbers, shared out.
+    CudaAt(Numbers),
+}
+
+/// Numbers of GPUs below 64, at least one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Numbers(u64);
+
+impl Numbers {
+    /// The numbers, ascending.
+    pub fn iter(self) -> impl Iterator<Item = usize> {
+        (0..64).filter(move |number| self.0 >> number & 1 == 1)
+    }
+
+    /// Reads numbers with commas between them; none twice.
+    fn read(text: &str) -> Option<Self> {
+        text.split(',').try_fold(Self(0), |Self(so_far), number| {
+            let bit = 1u64.checked_shl(number.parse().ok()?)?;
+            (so_far & bit == 0).then_some(Self(so_far | bit))
+        })
+    }
 }
 
 impl fmt::Display for DeviceChoice {
@@ -24,7 +43,10 @@ impl fmt::Display for DeviceChoice {
             Self::Auto => f.write_str("auto"),
             Self::Cpu => f.write_str("cpu"),
             Self::Cuda => f.write_str("cuda"),
-            Self::CudaAt(number) => write!(f, "cuda:{number}"),
+            Self::CudaAt(numbers) => {
+                let numbers: Vec<String> = numbers.iter().map(|number| number.to_string()).collect();
+                write!(f, "cuda:{}", numbers.join(","))
+            }
         }
     }
 }
@@ -33,13 +55,13 @@ impl FromStr for DeviceChoice {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let numbered = || text.strip_prefix("cuda:").and_then(|number| number.parse().ok()).map(Self::CudaAt);
+        let numbered = || text.strip_prefix("cuda:").and_then(Numbers::read).map(Self::CudaAt);
         match text {
             "auto" => Ok(Self::Auto),
             "cpu" => Ok(Self::Cpu),
             "cuda" => Ok(Self::Cuda),
             _ => numbered()
-                .ok_or_else(|| format!("`{text}` is no device: auto, cpu, cuda, or cuda:1 for one of several")),
+                .ok_or_else(|| format!("`{text}` is no device: auto, cpu, cuda, or cuda:0,2 for some of several")),
         }
     }
 }
@@ -62,10 +84,10 @@ mod tests {
 
     #[test]
     fn devices_are_read_and_written() {
-        for text in ["auto", "cpu", "cuda", "cuda:3"] {
+        for text in ["auto", "cpu", "cuda", "cuda:3", "cuda:0,2,63"] {
             assert_eq!(text.parse::<DeviceChoice>().unwrap().to_string(), text);
         }
-        for text in ["gpu", "cuda:", "cuda:-1", "cuda:x"] {
+        for text in ["gpu", "cuda:", "cuda:-1", "cuda:x", "cuda:64", "cuda:1,1", "cuda:1,", "cuda:0 1"] {
             assert!(text.parse::<DeviceChoice>().unwrap_err().contains("is no device"));
         }
     }

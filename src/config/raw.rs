@@ -81,8 +81,8 @@ sections! {
         epochs: u64 = 0,
         /// Names every random stream: weights, sample order, dropout.
         seed: u64 = 1337,
-        /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one a rank), `cuda:1` (that one), or
-        /// `auto`: GPUs where there are any.
+        /// Device that ranks compute on: `cpu`, `cuda` (the GPUs of the node, one a rank), `cuda:0,2`
+        /// (those of them), or `auto`: GPUs where there are any.
         device: DeviceChoice = DeviceChoice::Auto,
         /// Compute threads a rank; left out, the cores the rank may use, shared with its neighbours.
         threads: Option<usize> = None,
