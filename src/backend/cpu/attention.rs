@@ -14,10 +14,9 @@ use ndarray::{ArrayViewMut2, Axis};
 use pulp::{Simd, WithSimd};
 
 use super::Cpu;
-use super::math::{exps, sum2, vectors};
+use super::math::{exps, vectors};
 use super::threads::Threads;
-use super::tile::{ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, unpack, vectors_of};
-use super::transpose::transpose;
+use super::tile::{ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of};
 use crate::backend::{Attention, AttentionOps, Work};
 use crate::error::Result;
 
@@ -121,11 +120,6 @@ impl<'a> Rows<'a> {
     fn pack(self, to: &mut [Strip], height: usize) {
         pack(self.x, self.stride, self.columns(), to, height);
     }
-
-    /// To a strip for each column, of as many rows as a strip has columns.
-    fn turn(self, to: &mut [Strip]) {
-        transpose(self.x, self.stride, self.columns(), bytemuck::cast_slice_mut(to), COLUMNS);
-    }
 }
 
 /// Neighbouring queries, whose scores for one key are a strip.
@@ -195,18 +189,21 @@ impl WithSimd for Forward<'_> {
     fn with_simd<S: Simd>(mut self, simd: S) {
         let (t, w, scale) = (self.shape.time, self.shape.head_width, scale(self.shape));
         let (height, panels) = (t.next_multiple_of(ROWS), panels(w));
-        let sizes = [panels * height, panels * height, w, height, panels * ROWS, 1, PARTS];
-        let [k, v, turned, p, y, tops, totals] = parts(self.scratch, sizes);
+        let (all, few) = (panels * height, panels * COLUMNS);
+        let sizes = [all, all, few, few, height, panels * ROWS, 1, PARTS];
+        let [k, v, q_rows, q_turned, p, y, tops, totals] = parts(self.scratch, sizes);
         let [q, keys, values] = self.qkv;
         keys.pack(k, height);
         values.pack(v, height);
         for block in Block::all(self.from..t) {
-            q.block(&block).turn(turned);
+            q.block(&block).pack(q_rows, COLUMNS);
+            turn(q_rows, q_turned);
+            let q_turned = &q_turned[..w];
             tops.fill(Strip([f32::NEG_INFINITY; COLUMNS]));
             totals.fill(NOTHING);
             for key in block.keys() {
                 let (vectors, p) = (block.vectors::<S>(key), &mut p[key..key + ROWS]);
-                let scores = ByRows { a: k, height, row: key, b: turned, from: 0, to: &mut *p, add: false };
+                let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
                 scores.compute(simd, vectors.clone());
                 raise(simd, &block, key, vectors, p, &mut tops[0]);
             }
@@ -225,7 +222,7 @@ impl WithSimd for Forward<'_> {
                     output.compute(simd, vectors_of::<S>(w, panel));
                 }
                 for (row, i) in (group..block.len()).take(ROWS).enumerate() {
-                    unpack(y, ROWS, row, totals[1].0[i], row_mut(&mut self.y, place + i));
+                    unpack(simd, y, ROWS, row, totals[1].0[i], row_mut(&mut self.y, place + i));
                 }
             }
         }
@@ -300,8 +297,8 @@ impl WithSimd for Backward<'_, '_> {
         let (t, w, scale) = (self.shape.time, self.shape.head_width, scale(self.shape));
         let (height, panels) = (t.next_multiple_of(ROWS), panels(w));
         let (all, few) = (panels * height, panels * COLUMNS);
-        let sizes = [all, all, all, all, w, w, few, few, ROWS, height, panels * ROWS, 2];
-        let [k, v, dk, dv, q_turned, dy_turned, q_rows, dy_rows, p, ds, dq_rows, of_queries] =
+        let sizes = [all, all, all, all, few, few, few, few, ROWS, height, panels * ROWS, 2, COLUMNS, COLUMNS];
+        let [k, v, dk, dv, q_turned, dy_turned, q_rows, dy_rows, p, ds, dq_rows, of_queries, of_each, turned] =
             parts(self.scratch, sizes);
         for (shared, dq) in self.dqs.iter_mut().enumerate() {
             let ([q, keys, values], [y, dy]) = (self.heads)(shared);
@@ -310,15 +307,18 @@ impl WithSimd for Backward<'_, '_> {
                 values.pack(v, height);
             }
             for block in Block::all(0..t) {
-                let (q, dy) = (q.block(&block), dy.block(&block));
-                q.turn(q_turned);
-                dy.turn(dy_turned);
+                let [q, y, dy] = [q, y, dy].map(|x| x.block(&block));
                 q.pack(q_rows, COLUMNS);
                 dy.pack(dy_rows, COLUMNS);
-                for i in 0..block.len() {
-                    of_queries[0].0[i] = self.lse[shared * t + block.first + i];
-                    of_queries[1].0[i] = sum2(y.row(block.first + i), dy.row(i), |y, dy| y * dy);
+                turn(q_rows, q_turned);
+                turn(dy_rows, dy_turned);
+                let (q_turned, dy_turned) = (&q_turned[..w], &dy_turned[..w]);
+                of_queries[0].0[..block.len()].copy_from_slice(&self.lse[shared * t..][block.first..block.last]);
+                for (i, products_of) in of_each.iter_mut().take(block.len()).enumerate() {
+                    *products_of = products(simd, y.row(i), dy.row(i));
                 }
+                turn(of_each, turned);
+                of_queries[1] = sum_strips(simd, turned);
                 for key in block.keys() {
                     let (vectors, ds) = (block.vectors::<S>(key), &mut ds[key..key + ROWS]);
                     let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
@@ -344,16 +344,33 @@ impl WithSimd for Backward<'_, '_> {
                         gradient.compute(simd, vectors_of::<S>(w, panel));
                     }
                     for (row, i) in (group..block.len()).take(ROWS).enumerate() {
-                        unpack(dq_rows, ROWS, row, scale, row_mut(dq, block.first + i));
+                        unpack(simd, dq_rows, ROWS, row, scale, row_mut(dq, block.first + i));
                     }
                 }
             }
         }
         for i in 0..t {
-            unpack(dk, height, i, scale, row_mut(&mut self.dk, i));
-            unpack(dv, height, i, 1.0, row_mut(&mut self.dv, i));
+            unpack(simd, dk, height, i, scale, row_mut(&mut self.dk, i));
+            unpack(simd, dv, height, i, 1.0, row_mut(&mut self.dv, i));
         }
     }
+}
+
+/// Sum of strips, column by column, of every so-manieth by itself at first.
+#[inline(always)]
+fn sum_strips<S: Simd>(simd: S, strips: &[Strip]) -> Strip {
+    let mut sum = NOTHING;
+    for vector in 0..COLUMNS / S::F32_LANES {
+        let mut parts = [simd.splat_f32s(0.0); PARTS];
+        for strips in strips.chunks_exact(PARTS) {
+            for (part, strip) in parts.iter_mut().zip(strips) {
+                *part = simd.add_f32s(*part, strip.vectors::<S>()[vector]);
+            }
+        }
+        let [a, b, c, d] = parts;
+        sum.vectors_mut::<S>()[vector] = simd.add_f32s(simd.add_f32s(a, b), simd.add_f32s(c, d));
+    }
+    sum
 }
 
 /// Turns a group's scores into probabilities, and the gradients of these into those of the scores, but for the scale.

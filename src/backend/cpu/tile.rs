@@ -9,6 +9,8 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 use pulp::Simd;
 
+use super::transpose::transpose_square;
+
 /// Columns of a strip: two vectors of AVX-512, four of AVX2.
 pub const COLUMNS: usize = 32;
 
@@ -60,19 +62,46 @@ pub fn pack(x: &[f32], stride: usize, columns: Range<usize>, to: &mut [Strip], h
     }
 }
 
+/// Turns panels of as many strips as a strip has columns over: to a strip for each column.
+pub fn turn(panels: &[Strip], to: &mut [Strip]) {
+    let panels = bytemuck::cast_slice::<_, [f32; COLUMNS]>(panels).as_chunks::<COLUMNS>().0;
+    let to = bytemuck::cast_slice_mut::<_, [f32; COLUMNS]>(to).as_chunks_mut::<COLUMNS>().0;
+    for (panel, to) in panels.iter().zip(to) {
+        transpose_square(panel, to);
+    }
+}
+
 /// Writes row number `row` of panels of `height` strips, times `factor`.
 #[inline(always)]
-pub fn unpack(from: &[Strip], height: usize, row: usize, factor: f32, to: &mut [f32]) {
+pub fn unpack<S: Simd>(simd: S, from: &[Strip], height: usize, row: usize, factor: f32, to: &mut [f32]) {
+    let factor = simd.splat_f32s(factor);
     for (to, from) in to.chunks_mut(COLUMNS).zip(from[row..].iter().step_by(height)) {
-        match to.first_chunk_mut::<COLUMNS>() {
-            Some(to) => {
-                for i in 0..COLUMNS {
-                    to[i] = factor * from.0[i];
-                }
-            }
-            None => to.iter_mut().zip(&from.0).for_each(|(to, from)| *to = factor * from),
+        let (whole, rest) = S::as_mut_simd_f32s(to);
+        let mut from = from.vectors::<S>().iter();
+        for (to, from) in whole.iter_mut().zip(&mut from) {
+            *to = simd.mul_f32s(factor, *from);
+        }
+        if let Some(from) = from.next() {
+            simd.partial_store_f32s(rest, simd.mul_f32s(factor, *from));
         }
     }
+}
+
+/// Multiplies rows of one width element by element, and adds up what lies a whole strip apart.
+#[inline(always)]
+pub fn products<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> Strip {
+    let mut sums = Strip([0.0; COLUMNS]);
+    for (x, y) in x.chunks(COLUMNS).zip(y.chunks(COLUMNS)) {
+        let ((x, x_rest), (y, y_rest)) = (S::as_simd_f32s(x), S::as_simd_f32s(y));
+        let mut sums = sums.vectors_mut::<S>().iter_mut();
+        for ((sum, x), y) in (&mut sums).zip(x).zip(y) {
+            *sum = simd.mul_add_f32s(*x, *y, *sum);
+        }
+        if let (false, Some(sum)) = (x_rest.is_empty(), sums.next()) {
+            *sum = simd.mul_add_f32s(simd.partial_load_f32s(x_rest), simd.partial_load_f32s(y_rest), *sum);
+        }
+    }
+    sums
 }
 
 /// A product that is computed in tiles.
