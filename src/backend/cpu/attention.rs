@@ -7,6 +7,7 @@
 //! what the mask hides. A query's result depends on no other query of its block.
 
 use std::cell::RefCell;
+use std::f32::consts::LOG2_E;
 use std::mem::take;
 use std::ops::Range;
 
@@ -14,7 +15,8 @@ use ndarray::{ArrayViewMut2, Axis};
 use pulp::{Simd, WithSimd};
 
 use super::Cpu;
-use super::math::{exps, vectors};
+use super::math::{exp2s, vectors};
+use super::stream::prefetch;
 use super::threads::Threads;
 use super::tile::{ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of};
 use crate::backend::{Attention, AttentionOps, Work};
@@ -68,10 +70,19 @@ fn columns(x: &mut [f32], t: usize, width: usize, w: usize) -> impl Iterator<Ite
     })
 }
 
-/// Row number `i` of one head.
+/// Writes rows of panels of `height` strips, each times its factor.
 #[inline(always)]
-fn row_mut<'a>(of_head: &'a mut ArrayViewMut2<'_, f32>, i: usize) -> &'a mut [f32] {
-    of_head.row_mut(i).into_slice().expect("columns side by side")
+fn write<S: Simd>(
+    simd: S,
+    from: &[Strip],
+    height: usize,
+    factor: impl Fn(usize) -> f32,
+    to: &mut ArrayViewMut2<'_, f32>,
+    rows: Range<usize>,
+) {
+    for (i, row) in (rows.start..rows.end.min(to.nrows())).enumerate() {
+        unpack(simd, from, height, i, factor(i), to.row_mut(row).into_slice().expect("columns side by side"));
+    }
 }
 
 /// Columns of one head in rows that lie `stride` apart.
@@ -110,15 +121,49 @@ impl<'a> Rows<'a> {
         &self.x[i * self.stride..][self.columns()]
     }
 
-    /// The rows of a block.
-    fn block(self, block: &Block) -> Self {
-        Self { x: &self.x[block.first * self.stride..block.last * self.stride], ..self }
+    /// Some of the rows.
+    fn part(self, rows: Range<usize>) -> Self {
+        Self { x: &self.x[rows.start * self.stride..rows.end * self.stride], ..self }
     }
 
     /// To panels of `height` strips.
     #[inline(always)]
     fn pack(self, to: &mut [Strip], height: usize) {
         pack(self.x, self.stride, self.columns(), to, height);
+    }
+}
+
+/// Rows of the next block, some of which are asked for with each group of keys of this one.
+struct Ahead<'a, const N: usize> {
+    operands: [Rows<'a>; N],
+    rows: Range<usize>,
+    step: usize,
+}
+
+impl<'a, const N: usize> Ahead<'a, N> {
+    /// After a block of a task; the next `task` begins with a block that ends with row number `end`.
+    fn new(block: &Block, operands: [Rows<'a>; N], task: [Rows<'a>; N], end: usize) -> Self {
+        let t = operands[0].x.len() / operands[0].stride;
+        let (operands, rows) = match block.last < t {
+            true => (operands, block.last..t.min(block.last + COLUMNS)),
+            false => (task, 0..end),
+        };
+        Self { operands, step: rows.len().div_ceil(block.keys().count()), rows }
+    }
+
+    #[inline(always)]
+    fn step(&mut self) {
+        for i in self.rows.by_ref().take(self.step) {
+            self.operands.iter().for_each(|rows| prefetch(rows.row(i)));
+        }
+    }
+}
+
+/// Asks for rows of a result.
+#[inline(always)]
+fn prefetch_rows(x: &ArrayViewMut2<'_, f32>, rows: Range<usize>) {
+    for i in rows.start..rows.end.min(x.nrows()) {
+        prefetch(x.row(i).to_slice().expect("columns side by side"));
     }
 }
 
@@ -133,6 +178,10 @@ impl Block {
     fn all(queries: Range<usize>) -> impl Iterator<Item = Self> {
         let end = queries.end;
         queries.step_by(COLUMNS).map(move |first| Self { first, last: (first + COLUMNS).min(end) })
+    }
+
+    fn range(&self) -> Range<usize> {
+        self.first..self.last
     }
 
     fn len(&self) -> usize {
@@ -177,6 +226,8 @@ struct Forward<'a> {
     shape: Attention,
     from: usize,
     qkv: [Rows<'a>; 3],
+    /// Those of the task that this thread will probably have next.
+    next: [Rows<'a>; 3],
     y: ArrayViewMut2<'a, f32>,
     lse: &'a mut [f32],
     scratch: &'a mut Vec<Strip>,
@@ -193,26 +244,34 @@ impl WithSimd for Forward<'_> {
         let sizes = [all, all, few, few, height, panels * ROWS, 1, PARTS];
         let [k, v, q_rows, q_turned, p, y, tops, totals] = parts(self.scratch, sizes);
         let [q, keys, values] = self.qkv;
-        keys.pack(k, height);
-        values.pack(v, height);
+        let mut packed = 0;
         for block in Block::all(self.from..t) {
-            q.block(&block).pack(q_rows, COLUMNS);
+            for (rows, to) in [(keys, &mut *k), (values, &mut *v)] {
+                rows.part(packed..block.last).pack(&mut to[packed..], height);
+            }
+            packed = block.last;
+            q.part(block.range()).pack(q_rows, COLUMNS);
             turn(q_rows, q_turned);
             let q_turned = &q_turned[..w];
+            let mut ahead = Ahead::new(&block, self.qkv, self.next, t.min(self.from + COLUMNS));
             tops.fill(Strip([f32::NEG_INFINITY; COLUMNS]));
             totals.fill(NOTHING);
             for key in block.keys() {
+                ahead.step();
                 let (vectors, p) = (block.vectors::<S>(key), &mut p[key..key + ROWS]);
                 let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
                 scores.compute(simd, vectors.clone());
                 raise(simd, &block, key, vectors, p, &mut tops[0]);
             }
-            for key in block.keys() {
+            for (key, row) in block.keys().zip((block.first - self.from..).step_by(ROWS)) {
+                if key < COLUMNS {
+                    prefetch_rows(&self.y, row..row + ROWS);
+                }
                 exponentials(simd, block.vectors::<S>(key), scale, &mut p[key..key + ROWS], &tops[0], totals);
             }
             sum_parts(simd, totals);
-            let place = block.first - self.from;
-            for (i, lse) in self.lse[place..][..block.len()].iter_mut().enumerate() {
+            let here = block.first - self.from;
+            for (i, lse) in self.lse[here..][..block.len()].iter_mut().enumerate() {
                 *lse = tops[0].0[i] * scale + totals[0].0[i].ln();
             }
             for group in (0..block.len()).step_by(ROWS) {
@@ -221,9 +280,7 @@ impl WithSimd for Forward<'_> {
                     let output = ByColumns { a: &p[..keys], column: group, b: &v[..keys], to: y };
                     output.compute(simd, vectors_of::<S>(w, panel));
                 }
-                for (row, i) in (group..block.len()).take(ROWS).enumerate() {
-                    unpack(simd, y, ROWS, row, totals[1].0[i], row_mut(&mut self.y, place + i));
-                }
+                write(simd, y, ROWS, |i| totals[1].0[group + i], &mut self.y, here + group..here + group + ROWS);
             }
         }
     }
@@ -253,13 +310,14 @@ fn exponentials<S: Simd>(
     tops: &Strip,
     totals: &mut [Strip],
 ) {
-    let scale = simd.splat_f32s(scale);
+    // Powers of two, whose exponents take a factor more, cost less than those of e.
+    let scale = simd.splat_f32s(scale * LOG2_E);
     for vector in vectors {
         let top = simd.neg_f32s(simd.mul_f32s(tops.vectors::<S>()[vector], scale));
         for scores in scores.chunks_exact_mut(PARTS) {
             for (scores, total) in scores.iter_mut().zip(&mut *totals) {
                 let (x, total) = (&mut scores.vectors_mut::<S>()[vector], &mut total.vectors_mut::<S>()[vector]);
-                *x = exps(simd, simd.mul_add_f32s(*x, scale, top));
+                *x = exp2s(simd, simd.mul_add_f32s(*x, scale, top));
                 *total = simd.add_f32s(*total, *x);
             }
         }
@@ -281,7 +339,7 @@ fn sum_parts<S: Simd>(simd: S, totals: &mut [Strip]) {
 struct Backward<'a, 'b> {
     shape: Attention,
     /// Of each head of queries: queries, keys, values; output; its gradient.
-    heads: &'b dyn Fn(usize) -> ([Rows<'a>; 3], [Rows<'a>; 2]),
+    heads: &'b dyn Fn(usize) -> [Rows<'a>; 5],
     lse: &'a [f32],
     dqs: Vec<ArrayViewMut2<'a, f32>>,
     dk: ArrayViewMut2<'a, f32>,
@@ -296,18 +354,21 @@ impl WithSimd for Backward<'_, '_> {
     fn with_simd<S: Simd>(mut self, simd: S) {
         let (t, w, scale) = (self.shape.time, self.shape.head_width, scale(self.shape));
         let (height, panels) = (t.next_multiple_of(ROWS), panels(w));
-        let (all, few) = (panels * height, panels * COLUMNS);
+        let (group, all, few) = (self.shape.group(), panels * height, panels * COLUMNS);
         let sizes = [all, all, all, all, few, few, few, few, ROWS, height, panels * ROWS, 2, COLUMNS, COLUMNS];
-        let [k, v, dk, dv, q_turned, dy_turned, q_rows, dy_rows, p, ds, dq_rows, of_queries, of_each, turned] =
+        let [k, v, dk, dv, q_turned, dy_turned, q_rows, dy_rows, p, ds, dq_strips, of_queries, of_each, turned] =
             parts(self.scratch, sizes);
         for (shared, dq) in self.dqs.iter_mut().enumerate() {
-            let ([q, keys, values], [y, dy]) = (self.heads)(shared);
-            if shared == 0 {
-                keys.pack(k, height);
-                values.pack(v, height);
-            }
+            let [q, keys, values, y, dy] = (self.heads)(shared);
             for block in Block::all(0..t) {
-                let [q, y, dy] = [q, y, dy].map(|x| x.block(&block));
+                if shared == 0 {
+                    for (rows, to) in [(keys, &mut *k), (values, &mut *v)] {
+                        rows.part(block.range()).pack(&mut to[block.first..], height);
+                    }
+                }
+                let mut ahead = Ahead::new(&block, [q, keys, values, y, dy], (self.heads)(shared + 1), t.min(COLUMNS));
+                let is_last = shared + 1 == group && block.last == t;
+                let [q, y, dy] = [q, y, dy].map(|x| x.part(block.range()));
                 q.pack(q_rows, COLUMNS);
                 dy.pack(dy_rows, COLUMNS);
                 turn(q_rows, q_turned);
@@ -320,6 +381,13 @@ impl WithSimd for Backward<'_, '_> {
                 turn(of_each, turned);
                 of_queries[1] = sum_strips(simd, turned);
                 for key in block.keys() {
+                    ahead.step();
+                    if key < COLUMNS {
+                        prefetch_rows(dq, block.first + key..block.first + key + ROWS);
+                    }
+                    if is_last {
+                        [&self.dk, &self.dv].map(|x| prefetch_rows(x, key + ROWS..key + 2 * ROWS));
+                    }
                     let (vectors, ds) = (block.vectors::<S>(key), &mut ds[key..key + ROWS]);
                     let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
                     scores.compute(simd, vectors.clone());
@@ -336,22 +404,20 @@ impl WithSimd for Backward<'_, '_> {
                             gradient.compute(simd, vectors_of::<S>(w, panel));
                         }
                     }
+                    if is_last {
+                        write(simd, &dk[key..], height, |_| scale, &mut self.dk, key..key + ROWS);
+                        write(simd, &dv[key..], height, |_| 1.0, &mut self.dv, key..key + ROWS);
+                    }
                 }
                 for group in (0..block.len()).step_by(ROWS) {
                     let keys = block.keys_of(group);
-                    for (panel, (k, dq)) in k.chunks_exact(height).zip(dq_rows.chunks_exact_mut(ROWS)).enumerate() {
+                    for (panel, (k, dq)) in k.chunks_exact(height).zip(dq_strips.chunks_exact_mut(ROWS)).enumerate() {
                         let gradient = ByColumns { a: &ds[..keys], column: group, b: &k[..keys], to: dq };
                         gradient.compute(simd, vectors_of::<S>(w, panel));
                     }
-                    for (row, i) in (group..block.len()).take(ROWS).enumerate() {
-                        unpack(simd, dq_rows, ROWS, row, scale, row_mut(dq, block.first + i));
-                    }
+                    write(simd, dq_strips, ROWS, |_| scale, dq, block.first + group..block.first + group + ROWS);
                 }
             }
-        }
-        for i in 0..t {
-            unpack(simd, dk, height, i, scale, row_mut(&mut self.dk, i));
-            unpack(simd, dv, height, i, 1.0, row_mut(&mut self.dv, i));
         }
     }
 }
@@ -384,13 +450,14 @@ fn differentiate<S: Simd>(
     [scores, gradients]: [&mut [Strip]; 2],
     of_queries: &[Strip],
 ) {
-    let scale = simd.splat_f32s(scale);
+    // Powers of two, whose exponents take a factor more, cost less than those of e.
+    let scale = simd.splat_f32s(scale * LOG2_E);
     for vector in vectors {
-        let lse = simd.neg_f32s(of_queries[0].vectors::<S>()[vector]);
+        let lse = simd.mul_f32s(of_queries[0].vectors::<S>()[vector], simd.splat_f32s(-LOG2_E));
         let dot = simd.neg_f32s(of_queries[1].vectors::<S>()[vector]);
         for (i, (scores, gradients)) in scores.iter_mut().zip(&mut *gradients).enumerate() {
             let (p, d) = (&mut scores.vectors_mut::<S>()[vector], &mut gradients.vectors_mut::<S>()[vector]);
-            *p = exps(simd, simd.mul_add_f32s(*p, scale, lse));
+            *p = exp2s(simd, simd.mul_add_f32s(*p, scale, lse));
             *p = block.mask(simd, *p, vector, key + i, 0.0);
             *d = simd.mul_f32s(*p, simd.add_f32s(*d, dot));
         }
@@ -406,8 +473,10 @@ pub fn forward(threads: &Threads, shape: Attention, from: usize, qkv: &[f32], y:
     let rows = shape.time - from;
     let y = columns(y, rows, shape.heads * shape.head_width, shape.head_width).flatten();
     threads.each(y.zip(lse.chunks_mut(rows)).enumerate(), |(i, (y, lse))| {
-        let qkv = Rows::of_head(shape, qkv, i / shape.heads, i % shape.heads);
-        SCRATCH.with_borrow_mut(|scratch| vectors(Forward { shape, from, qkv, y, lse, scratch }));
+        let of_task = |i: usize| Rows::of_head(shape, qkv, i / shape.heads, i % shape.heads);
+        let next = of_task((i + threads.count()).min(shape.batch * shape.heads - 1));
+        let qkv = of_task(i);
+        SCRATCH.with_borrow_mut(|scratch| vectors(Forward { shape, from, qkv, next, y, lse, scratch }));
     });
 }
 
@@ -432,10 +501,13 @@ pub fn backward(
     });
     threads.each(tasks.zip(lse.chunks(group * t)).enumerate(), |(i, (((dqs, dk), dv), lse))| {
         let (sequence, first) = (i / shape.kv_heads, i % shape.kv_heads * group);
-        let heads = |shared| {
-            let head = first + shared;
-            let results = [y, dy].map(|x| Rows::of_results(shape, x, sequence, head));
-            (Rows::of_head(shape, qkv, sequence, head), results)
+        let heads = |shared: usize| {
+            let skipped = if shared < group { shared } else { shared + (threads.count() - 1) * group };
+            let head = (sequence * shape.heads + first + skipped).min(shape.batch * shape.heads - 1);
+            let (sequence, head) = (head / shape.heads, head % shape.heads);
+            let [q, keys, values] = Rows::of_head(shape, qkv, sequence, head);
+            let [y, dy] = [y, dy].map(|x| Rows::of_results(shape, x, sequence, head));
+            [q, keys, values, y, dy]
         };
         SCRATCH.with_borrow_mut(|scratch| vectors(Backward { shape, heads: &heads, lse, dqs, dk, dv, scratch }));
     });
@@ -473,5 +545,111 @@ impl AttentionOps for Cpu {
         let _launch = self.launched(Work::attention_backward(shape));
         backward(&self.threads, shape, qkv, y, lse, dy, dqkv);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Stream;
+
+    const SHAPES: [(usize, usize, usize, usize); 9] = [
+        (1, 1, 1, 1),
+        (2, 2, 1, 3),
+        (31, 4, 2, 20),
+        (64, 2, 2, 32),
+        (65, 2, 1, 33),
+        (257, 1, 1, 64),
+        (100, 2, 2, 80),
+        (40, 2, 1, 96),
+        (33, 1, 1, 256),
+    ];
+
+    fn shapes() -> impl Iterator<Item = Attention> {
+        let of = |(time, heads, kv_heads, head_width)| Attention { batch: 1, time, heads, kv_heads, head_width };
+        SHAPES.into_iter().map(of)
+    }
+
+    fn random(seed: u64, len: usize) -> Vec<f32> {
+        let mut numbers = vec![0.0; len];
+        Stream::new(seed).fill_normal(&mut numbers);
+        numbers
+    }
+
+    fn bits(x: &[f32]) -> Vec<u32> {
+        x.iter().map(|x| x.to_bits()).collect()
+    }
+
+    /// Output and log-denominators of the positions from `from` on.
+    fn computed(shape: Attention, from: usize, qkv: &[f32]) -> [Vec<f32>; 2] {
+        let rows = shape.time - from;
+        let mut y = vec![f32::NAN; rows * shape.heads * shape.head_width];
+        let mut lse = vec![f32::NAN; rows * shape.heads];
+        forward(&Threads::new(1), shape, from, qkv, &mut y, &mut lse);
+        [y, lse]
+    }
+
+    #[test]
+    fn a_position_has_the_same_bits_with_any_others() {
+        for shape in shapes() {
+            let (t, d) = (shape.time, shape.heads * shape.head_width);
+            let qkv = random(1, t * shape.packed_width());
+            let [y, lse] = computed(shape, 0, &qkv);
+            let firsts = [1, 7, 8, 15, 31, 32, 33, 60, t - 1].into_iter().filter(|first| *first < t);
+            for first in firsts {
+                let [later, of_later] = computed(shape, first, &qkv);
+                assert_eq!(bits(&later), bits(&y[first * d..]), "{shape:?} from {first}");
+                let want: Vec<f32> = lse.chunks(t).flat_map(|lse| &lse[first..]).copied().collect();
+                assert_eq!(bits(&of_later), bits(&want), "{shape:?} from {first}");
+            }
+            // Positions that nobody sees yet change nothing.
+            let seen = t.div_ceil(2);
+            let fewer = Attention { time: seen, ..shape };
+            let [earlier, _] = computed(fewer, 0, &qkv[..seen * shape.packed_width()]);
+            assert_eq!(bits(&earlier), bits(&y[..seen * d]), "{shape:?}, {seen} positions");
+        }
+    }
+
+    /// All gradients, by one kind of vectors.
+    #[cfg(target_arch = "x86_64")]
+    fn by<S: Simd>(simd: S, shape: Attention, [qkv, dy]: [&[f32]; 2]) -> Vec<Vec<u32>> {
+        let (t, w, group, mut scratch) = (shape.time, shape.head_width, shape.group(), Vec::new());
+        let mut y = vec![f32::NAN; t * shape.heads * w];
+        let mut lse = vec![f32::NAN; shape.heads * t];
+        let heads = columns(&mut y, t, shape.heads * w, w).flatten().zip(lse.chunks_mut(t));
+        for (head, (y, lse)) in heads.enumerate() {
+            let qkv = Rows::of_head(shape, qkv, 0, head);
+            simd.vectorize(Forward { shape, from: 0, qkv, next: qkv, y, lse, scratch: &mut scratch });
+        }
+        let mut dqkv = vec![f32::NAN; qkv.len()];
+        for mut dqs in columns(&mut dqkv, t, shape.packed_width(), w) {
+            let mut dks = dqs.split_off(shape.heads);
+            let dvs = dks.split_off(shape.kv_heads);
+            for (key, (dk, dv)) in dks.into_iter().zip(dvs).enumerate() {
+                let later = dqs.split_off(group);
+                let heads = |shared: usize| {
+                    let head = (key * group + shared).min(shape.heads - 1);
+                    let [q, k, v] = Rows::of_head(shape, qkv, 0, head);
+                    [q, k, v, Rows::of_results(shape, &y, 0, head), Rows::of_results(shape, dy, 0, head)]
+                };
+                let lse = &lse[key * group * t..][..group * t];
+                simd.vectorize(Backward { shape, heads: &heads, lse, dqs, dk, dv, scratch: &mut scratch });
+                dqs = later;
+            }
+        }
+        [y, lse, dqkv].iter().map(|x| bits(x)).collect()
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn vectors_of_any_width_give_the_same_bits() {
+        let (Some(avx2), Some(avx512)) = (pulp::x86::V3::try_new(), pulp::x86::V4::try_new()) else { return };
+        for shape in shapes() {
+            let qkv = random(2, shape.time * shape.packed_width());
+            let dy = random(3, shape.time * shape.heads * shape.head_width);
+            let of_avx2 = by(avx2, shape, [&qkv, &dy]);
+            assert!(of_avx2 == by(avx512, shape, [&qkv, &dy]), "{shape:?}");
+            assert!(of_avx2.concat().iter().all(|x| f32::from_bits(*x).is_finite()), "{shape:?}");
+        }
     }
 }

@@ -11,61 +11,56 @@ pub use crate::simd::{simd, vectors};
 /// Partial sums in a reduction.
 pub const LANES: usize = 16;
 
-/// Below it `eˣ` is 0.
-const LOWEST: f32 = -87.336_54;
-
-/// 1.5·2²³: adding it rounds to an integer, which then stands in the low bits of the sum.
-const SHIFT: f32 = 12_582_912.0;
-
-/// ln 2 as a number of few bits, and the rest of it.
-const LN_2_HIGH: f32 = 0.693_359_4;
-const LN_2_LOW: f32 = -2.121_944_4e-4;
-
-/// The polynomial of `eʳ`, the highest power first.
-const TERMS: [f32; 6] = [1.987_569_1e-4, 1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
-
 /// `eˣ` to about 1 ulp for x in -87..88; 0 below, saturates above. NaN stays NaN.
 ///
 /// Cody-Waite reduction to |r| ≤ ln2/2 and a degree-6 Taylor-Horner polynomial with minimax coefficients
 /// (Cephes, `expf`).
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
+    const LOWEST: f32 = -87.336_54;
     const HIGHEST: f32 = 88.376_26;
+    // 1.5·2²³: adding it rounds to an integer, which then stands in the low bits of the sum.
+    const SHIFT: f32 = 12_582_912.0;
     // Comparisons, not `clamp`: they are one instruction each and let NaN pass.
     let clamped = if x < LOWEST { LOWEST } else { x };
     let clamped = if clamped > HIGHEST { HIGHEST } else { clamped };
     let shifted = clamped.mul_add(std::f32::consts::LOG2_E, SHIFT);
     let n = shifted - SHIFT;
-    let r = n.mul_add(-LN_2_LOW, n.mul_add(-LN_2_HIGH, clamped));
-    let p = TERMS[0].mul_add(r, TERMS[1]);
-    let p = p.mul_add(r, TERMS[2]);
-    let p = p.mul_add(r, TERMS[3]);
-    let p = p.mul_add(r, TERMS[4]);
-    let p = p.mul_add(r, TERMS[5]);
+    let r = n.mul_add(2.121_944_4e-4, n.mul_add(-0.693_359_4, clamped));
+    let p = 1.987_569_1e-4f32;
+    let p = p.mul_add(r, 1.398_199_9e-3);
+    let p = p.mul_add(r, 8.333_452e-3);
+    let p = p.mul_add(r, 4.166_579_6e-2);
+    let p = p.mul_add(r, 1.666_666_5e-1);
+    let p = p.mul_add(r, 0.5);
     let y = p.mul_add(r * r, r) + 1.0;
     // 2ⁿ by its exponent bits; the rest of `shifted` is shifted out.
     let scale = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     if x < LOWEST { 0.0 } else { y * scale }
 }
 
-/// `eˣ` of each lane, with the bits of [`exp`], for x up to 88.
+/// `2ˣ` of each lane, to about 1 ulp for x in -126..127; 0 below. NaN stays NaN.
+///
+/// As [`exp`] without its reduction: a degree-6 polynomial with minimax coefficients (Cephes, `exp2f`).
 #[inline(always)]
-pub fn exps<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+pub fn exp2s<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    const TERMS: [f32; 6] =
+        [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1];
+    // From here on down the exponent bits below are those of 0.
+    const LOWEST: f32 = -127.0;
+    const SHIFT: f32 = 12_582_912.0;
     let all = |x| simd.splat_f32s(x);
-    let is_low = simd.less_than_f32s(x, all(LOWEST));
-    let x = simd.select_f32s(is_low, all(LOWEST), x);
-    let shifted = simd.mul_add_f32s(x, all(std::f32::consts::LOG2_E), all(SHIFT));
-    let n = simd.sub_f32s(shifted, all(SHIFT));
-    let r = simd.mul_add_f32s(n, all(-LN_2_HIGH), x);
-    let r = simd.mul_add_f32s(n, all(-LN_2_LOW), r);
+    let x = simd.select_f32s(simd.less_than_f32s(x, all(LOWEST)), all(LOWEST), x);
+    let shifted = simd.add_f32s(x, all(SHIFT));
+    let r = simd.sub_f32s(x, simd.sub_f32s(shifted, all(SHIFT)));
     let mut p = all(TERMS[0]);
     for term in &TERMS[1..] {
         p = simd.mul_add_f32s(p, r, all(*term));
     }
-    let y = simd.add_f32s(simd.mul_add_f32s(p, simd.mul_f32s(r, r), r), all(1.0));
+    let y = simd.mul_add_f32s(p, r, all(1.0));
     let scale = simd.add_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(127));
-    let scale = simd.transmute_f32s_u32s(simd.wrapping_dyn_shl_u32s(scale, simd.splat_u32s(23)));
-    simd.select_f32s(is_low, all(0.0), simd.mul_f32s(y, scale))
+    let scale = simd.wrapping_dyn_shl_u32s(scale, simd.splat_u32s(23));
+    simd.mul_f32s(y, simd.transmute_f32s_u32s(scale))
 }
 
 /// The bits of bf16 that are nearest, ties to even. NaN stays NaN.
@@ -176,31 +171,34 @@ mod tests {
         assert!(exp(f32::NAN).is_nan() && exp(200.0) > 1e38);
     }
 
-    struct Exps<'a>(&'a mut [f32]);
+    struct Powers<'a>(&'a mut [f32]);
 
-    impl pulp::WithSimd for Exps<'_> {
+    impl pulp::WithSimd for Powers<'_> {
         type Output = ();
 
         #[inline(always)]
         fn with_simd<S: Simd>(self, simd: S) {
-            S::as_mut_simd_f32s(self.0).0.iter_mut().for_each(|x| *x = exps(simd, *x));
+            S::as_mut_simd_f32s(self.0).0.iter_mut().for_each(|x| *x = exp2s(simd, *x));
         }
     }
 
     #[test]
-    fn exp_of_lanes_has_the_bits_of_exp() {
-        let special = [f32::NEG_INFINITY, f32::NAN, LOWEST, LOWEST.next_down(), -0.0, f32::MIN_POSITIVE];
-        let x: Vec<f32> =
-            (-100_000..88_000).map(|i| i as f32 * 1e-3).chain(special.into_iter().cycle().take(96)).collect();
-        let mut lanes = x.clone();
-        vectors(Exps(&mut lanes));
+    fn powers_of_two_are_close_to_f64() {
+        // As many as any number of lanes divides.
+        let x: Vec<f32> = (-126_000..=125_984).map(|i| i as f32 * 1e-3).chain([0.0; 15]).collect();
+        let mut y = x.clone();
+        vectors(Powers(&mut y));
         assert_eq!(x.len() % 32, 0);
-        for (x, lane) in x.into_iter().zip(lanes) {
-            let want = simd(
-                #[inline(always)]
-                || exp(x),
-            );
-            assert!(lane.to_bits() == want.to_bits() || lane.is_nan() && want.is_nan(), "exp({x}): {lane}, {want}");
+        for (x, y) in x.into_iter().zip(y) {
+            let want = f64::from(x).exp2();
+            assert!((f64::from(y) / want - 1.0).abs() < 2e-7, "2^{x} = {y}, not {want}");
+        }
+        let mut special =
+            [f32::NEG_INFINITY, -1e30, -127.0, f32::NAN, f32::from_bits(0x7fc0_0001), 0.0, -0.0, 1.0].repeat(4);
+        vectors(Powers(&mut special));
+        for special in special.chunks(8) {
+            assert_eq!((&special[..3], &special[5..]), (&[0.0; 3][..], &[1.0, 1.0, 2.0][..]));
+            assert!(special[3].is_nan() && special[4].is_nan());
         }
     }
 

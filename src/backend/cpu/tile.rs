@@ -50,14 +50,14 @@ pub fn vectors_of<S: Simd>(width: usize, panel: usize) -> Range<usize> {
 /// Copies columns of rows that are `stride` apart into panels of `height` strips; columns beyond stay as they are.
 #[inline(always)]
 pub fn pack(x: &[f32], stride: usize, columns: Range<usize>, to: &mut [Strip], height: usize) {
-    for (place, row) in x.chunks_exact(stride).enumerate() {
-        let (whole, rest) = row[columns.clone()].as_chunks::<COLUMNS>();
-        let mut panels = to[place..].iter_mut().step_by(height);
-        for (part, to) in whole.iter().zip(&mut panels) {
-            to.0 = *part;
-        }
-        if let (false, Some(to)) = (rest.is_empty(), panels.next()) {
-            to.0[..rest.len()].copy_from_slice(rest);
+    for (panel, first) in columns.clone().step_by(COLUMNS).enumerate() {
+        let last = columns.end.min(first + COLUMNS);
+        for (row, to) in x.chunks_exact(stride).zip(&mut to[panel * height..]) {
+            let part = &row[first..last];
+            match part.first_chunk::<COLUMNS>() {
+                Some(part) => to.0 = *part,
+                None => to.0[..part.len()].copy_from_slice(part),
+            }
         }
     }
 }
