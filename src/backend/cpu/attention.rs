@@ -133,7 +133,8 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Rows of the next block, some of which are asked for with each group of keys of this one.
+/// Rows of the next block, some of which are asked for again and again while this one is computed: more than a core can wait for
+/// at a time would hold it up.
 struct Ahead<'a, const N: usize> {
     operands: [Rows<'a>; N],
     rows: Range<usize>,
@@ -141,14 +142,14 @@ struct Ahead<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> Ahead<'a, N> {
-    /// After a block of a task; the next `task` begins with a block that ends with row number `end`.
-    fn new(block: &Block, operands: [Rows<'a>; N], task: [Rows<'a>; N], end: usize) -> Self {
+    /// In so many steps after a block of a task; the next `task` begins with a block that ends with row number `end`.
+    fn new(block: &Block, operands: [Rows<'a>; N], task: [Rows<'a>; N], end: usize, steps: usize) -> Self {
         let t = operands[0].x.len() / operands[0].stride;
         let (operands, rows) = match block.last < t {
             true => (operands, block.last..t.min(block.last + COLUMNS)),
             false => (task, 0..end),
         };
-        Self { operands, step: rows.len().div_ceil(block.keys().count()), rows }
+        Self { operands, step: rows.len().div_ceil(steps), rows }
     }
 
     #[inline(always)]
@@ -253,7 +254,8 @@ impl WithSimd for Forward<'_> {
             q.part(block.range()).pack(q_rows, COLUMNS);
             turn(q_rows, q_turned);
             let q_turned = &q_turned[..w];
-            let mut ahead = Ahead::new(&block, self.qkv, self.next, t.min(self.from + COLUMNS));
+            let steps = 2 * block.keys().count() + block.len().div_ceil(ROWS);
+            let mut ahead = Ahead::new(&block, self.qkv, self.next, t.min(self.from + COLUMNS), steps);
             tops.fill(Strip([f32::NEG_INFINITY; COLUMNS]));
             totals.fill(NOTHING);
             for key in block.keys() {
@@ -267,6 +269,7 @@ impl WithSimd for Forward<'_> {
                 if key < COLUMNS {
                     prefetch_rows(&self.y, row..row + ROWS);
                 }
+                ahead.step();
                 exponentials(simd, block.vectors::<S>(key), scale, &mut p[key..key + ROWS], &tops[0], totals);
             }
             sum_parts(simd, totals);
@@ -275,6 +278,7 @@ impl WithSimd for Forward<'_> {
                 *lse = tops[0].0[i] * scale + totals[0].0[i].ln();
             }
             for group in (0..block.len()).step_by(ROWS) {
+                ahead.step();
                 let keys = block.keys_of(group);
                 for (panel, (v, y)) in v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate() {
                     let output = ByColumns { a: &p[..keys], column: group, b: &v[..keys], to: y };
@@ -366,7 +370,9 @@ impl WithSimd for Backward<'_, '_> {
                         rows.part(block.range()).pack(&mut to[block.first..], height);
                     }
                 }
-                let mut ahead = Ahead::new(&block, [q, keys, values, y, dy], (self.heads)(shared + 1), t.min(COLUMNS));
+                let steps = 4 * block.keys().count() + block.len().div_ceil(ROWS);
+                let operands = [q, keys, values, y, dy];
+                let mut ahead = Ahead::new(&block, operands, (self.heads)(shared + 1), t.min(COLUMNS), steps);
                 let is_last = shared + 1 == group && block.last == t;
                 let [q, y, dy] = [q, y, dy].map(|x| x.part(block.range()));
                 q.pack(q_rows, COLUMNS);
@@ -382,21 +388,25 @@ impl WithSimd for Backward<'_, '_> {
                 of_queries[1] = sum_strips(simd, turned);
                 for key in block.keys() {
                     ahead.step();
-                    if key < COLUMNS {
-                        prefetch_rows(dq, block.first + key..block.first + key + ROWS);
-                    }
-                    if is_last {
-                        [&self.dk, &self.dv].map(|x| prefetch_rows(x, key + ROWS..key + 2 * ROWS));
-                    }
                     let (vectors, ds) = (block.vectors::<S>(key), &mut ds[key..key + ROWS]);
                     let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
                     scores.compute(simd, vectors.clone());
+                    ahead.step();
+                    if key < COLUMNS {
+                        prefetch_rows(dq, block.first + key..block.first + key + ROWS);
+                    }
                     let weights = ByRows { a: v, height, row: key, b: dy_turned, from: 0, to: &mut *ds, add: false };
                     weights.compute(simd, vectors.clone());
                     differentiate(simd, &block, key, vectors, scale, [p, ds], of_queries);
                     // The first block that sees the keys overwrites their gradients, the later ones add.
                     let add = shared > 0 || key < block.first;
-                    for (a, rows, sums) in [(&*p, &*dy_rows, &mut *dv), (&*ds, &*q_rows, &mut *dk)] {
+                    for (a, rows, sums, to) in
+                        [(&*p, &*dy_rows, &mut *dv, &self.dv), (&*ds, &*q_rows, &mut *dk, &self.dk)]
+                    {
+                        ahead.step();
+                        if is_last {
+                            prefetch_rows(to, key + ROWS..key + 2 * ROWS);
+                        }
                         let both = rows.chunks_exact(COLUMNS).zip(sums.chunks_exact_mut(height));
                         for (panel, (rows, sums)) in both.enumerate() {
                             let (b, to) = (&rows[..block.len()], &mut sums[key..key + ROWS]);
@@ -410,6 +420,7 @@ impl WithSimd for Backward<'_, '_> {
                     }
                 }
                 for group in (0..block.len()).step_by(ROWS) {
+                    ahead.step();
                     let keys = block.keys_of(group);
                     for (panel, (k, dq)) in k.chunks_exact(height).zip(dq_strips.chunks_exact_mut(ROWS)).enumerate() {
                         let gradient = ByColumns { a: &ds[..keys], column: group, b: &k[..keys], to: dq };
