@@ -155,7 +155,7 @@ impl<'a, const N: usize> Ahead<'a, N> {
     #[inline(always)]
     fn step(&mut self) {
         for i in self.rows.by_ref().take(self.step) {
-            self.operands.iter().for_each(|rows| prefetch(rows.row(i)));
+            self.operands.iter().for_each(|rows| prefetch(rows.x, i * rows.stride + rows.first, rows.width));
         }
     }
 }
@@ -164,7 +164,7 @@ impl<'a, const N: usize> Ahead<'a, N> {
 #[inline(always)]
 fn prefetch_rows(x: &ArrayViewMut2<'_, f32>, rows: Range<usize>) {
     for i in rows.start..rows.end.min(x.nrows()) {
-        prefetch(x.row(i).to_slice().expect("columns side by side"));
+        prefetch(x.row(i).to_slice().expect("columns side by side"), 0, x.ncols());
     }
 }
 

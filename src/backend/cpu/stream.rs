@@ -49,21 +49,23 @@ fn large(from: &[f32], to: &mut [f32]) {
     unsafe { _mm_sfence() };
 }
 
-/// Asks for the cache lines of a slice, which is read or written soon. Changes no memory.
+/// Asks for the cache lines of so many elements from number `first` on, which are read or written soon. Changes no memory.
 #[inline(always)]
-pub fn prefetch(x: &[f32]) {
+pub fn prefetch(x: &[f32], first: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        let mut line = 0;
-        while line < x.len() {
-            // SAFETY: a hint, which is valid for any address. SSE is part of every x86-64.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(&x[line]).cast()) };
+        let mut line = first;
+        while line < first + len {
+            if let Some(line) = x.get(line) {
+                // SAFETY: a hint, which is valid for any address. SSE is part of every x86-64.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(line).cast()) };
+            }
             line += LINE;
         }
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = x;
+    let _ = (x, first, len);
 }
 
 #[cfg(test)]
