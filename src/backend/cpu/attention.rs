@@ -4,7 +4,7 @@
 //! vector has the scores of some queries for one key, and maxima and sums of the softmax are those of whole vectors. The
 //! scores of a block are kept until its output is summed; the backward computes them again from the saved
 //! log-denominators (Dao et al., "FlashAttention", 2022). All products are those of [`tile`](super::tile), which skip most of
-//! what the mask hides. A query's result depends on no other query of its block.
+//! what the mask hides. A query's output has the same bits with any other queries in its block.
 
 use std::cell::RefCell;
 use std::f32::consts::LOG2_E;
@@ -15,14 +15,14 @@ use ndarray::{ArrayViewMut2, Axis};
 use pulp::{Simd, WithSimd};
 
 use super::Cpu;
-use super::math::{exp2s, vectors};
+use super::math::{exp2s, max, vectors};
 use super::stream::prefetch;
 use super::threads::Threads;
 use super::tile::{ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of};
 use crate::backend::{Attention, AttentionOps, Work};
 use crate::error::Result;
 
-/// Partial sums of a softmax's denominator, of every so-manieth key each.
+/// Partial sums of a softmax's denominator, to which keys go in turn.
 const PARTS: usize = 4;
 
 /// Numbers of the queries of a block.
@@ -133,8 +133,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Rows of the next block, some of which are asked for again and again while this one is computed: more than a core can wait for
-/// at a time would hold it up.
+/// Rows of the next block, asked for a few at a time while this one is computed: more than a core can wait for would hold it up.
 struct Ahead<'a, const N: usize> {
     operands: [Rows<'a>; N],
     rows: Range<usize>,
@@ -142,7 +141,7 @@ struct Ahead<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> Ahead<'a, N> {
-    /// In so many steps after a block of a task; the next `task` begins with a block that ends with row number `end`.
+    /// Those after a block of a task, in so many steps; the next `task` begins with a block that ends with row number `end`.
     fn new(block: &Block, operands: [Rows<'a>; N], task: [Rows<'a>; N], end: usize, steps: usize) -> Self {
         let t = operands[0].x.len() / operands[0].stride;
         let (operands, rows) = match block.last < t {
@@ -240,7 +239,7 @@ impl WithSimd for Forward<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
         let (t, w, scale) = (self.shape.time, self.shape.head_width, scale(self.shape));
-        let (height, panels) = (t.next_multiple_of(ROWS), panels(w));
+        let (height, panels) = (t.next_multiple_of(COLUMNS), panels(w));
         let (all, few) = (panels * height, panels * COLUMNS);
         let sizes = [all, all, few, few, height, panels * ROWS, 1, PARTS];
         let [k, v, q_rows, q_turned, p, y, tops, totals] = parts(self.scratch, sizes);
@@ -252,6 +251,14 @@ impl WithSimd for Forward<'_> {
             }
             packed = block.last;
             q.part(block.range()).pack(q_rows, COLUMNS);
+            let here = block.first - self.from;
+            if block.len() == 1 {
+                let scores = &mut p[..block.last.div_ceil(COLUMNS)];
+                let (factor, lse) = alone(simd, self.shape, block.last, [k, v, q_rows], height, q_turned, scores, y);
+                self.lse[here] = lse;
+                write(simd, y, ROWS, |_| factor, &mut self.y, here..here + 1);
+                continue;
+            }
             turn(q_rows, q_turned);
             let q_turned = &q_turned[..w];
             let steps = 2 * block.keys().count() + block.len().div_ceil(ROWS);
@@ -273,7 +280,6 @@ impl WithSimd for Forward<'_> {
                 exponentials(simd, block.vectors::<S>(key), scale, &mut p[key..key + ROWS], &tops[0], totals);
             }
             sum_parts(simd, totals);
-            let here = block.first - self.from;
             for (i, lse) in self.lse[here..][..block.len()].iter_mut().enumerate() {
                 *lse = tops[0].0[i] * scale + totals[0].0[i].ln();
             }
@@ -290,6 +296,55 @@ impl WithSimd for Forward<'_> {
     }
 }
 
+/// As a block of one query, which sees so many keys and is the first of the packed ones, with the same bits: here the scores lie in
+/// a row. Leaves the output but for a factor in the first strips of `y`; returns the factor and the log-denominator.
+#[inline(always)]
+#[expect(clippy::too_many_arguments, reason = "one argument for each operand and each part of the scratch")]
+fn alone<S: Simd>(
+    simd: S,
+    shape: Attention,
+    keys: usize,
+    [k, v, q]: [&[Strip]; 3],
+    height: usize,
+    turned: &mut [Strip],
+    scores: &mut [Strip],
+    y: &mut [Strip],
+) -> (f32, f32) {
+    let (w, scale, whole) = (shape.head_width, scale(shape), 0..COLUMNS / S::F32_LANES);
+    for (strip, scores) in scores.chunks_exact_mut(1).enumerate() {
+        for (k, turned) in k.chunks_exact(height).zip(turned.chunks_exact_mut(COLUMNS)) {
+            turn(&k[strip * COLUMNS..][..COLUMNS], turned);
+        }
+        let b = &turned[..w];
+        let product = ByRows { a: q, height: COLUMNS, row: 0, b, from: 0, to: &mut *scores, add: false };
+        product.compute_row(simd, whole.clone());
+    }
+    let flat: &mut [f32] = bytemuck::cast_slice_mut(scores);
+    flat[keys..].fill(f32::NEG_INFINITY);
+    let top = max(flat);
+    let factor = scale * LOG2_E;
+    let (factors, tops) = (simd.splat_f32s(factor), simd.splat_f32s(-(top * factor)));
+    for scores in &mut *scores {
+        for x in scores.vectors_mut::<S>() {
+            *x = exp2s(simd, simd.mul_add_f32s(*x, factors, tops));
+        }
+    }
+    let mut parts = [0.0; PARTS];
+    for strip in &*scores {
+        for scores in strip.0.as_chunks::<PARTS>().0 {
+            for i in 0..PARTS {
+                parts[i] += scores[i];
+            }
+        }
+    }
+    let total = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    for (panel, (v, y)) in v.chunks_exact(height).zip(y.chunks_exact_mut(ROWS)).enumerate() {
+        let output = ByRows { a: &*scores, height: 1, row: 0, b: &v[..keys], from: 0, to: y, add: false };
+        output.compute_row(simd, vectors_of::<S>(w, panel));
+    }
+    (1.0 / total, top * scale + total.ln())
+}
+
 /// Hides scores of the keys that come after a query, and raises each query's maximum to the others; NaN is passed over.
 #[inline(always)]
 fn raise<S: Simd>(simd: S, block: &Block, key: usize, vectors: Range<usize>, scores: &mut [Strip], tops: &mut Strip) {
@@ -304,7 +359,7 @@ fn raise<S: Simd>(simd: S, block: &Block, key: usize, vectors: Range<usize>, sco
     }
 }
 
-/// Turns a group's scores into exponentials, and adds them to the totals: of every so-manieth key to one.
+/// Turns a group's scores into exponentials, and adds them to the totals, key after key to one after the other.
 #[inline(always)]
 fn exponentials<S: Simd>(
     simd: S,
@@ -433,7 +488,7 @@ impl WithSimd for Backward<'_, '_> {
     }
 }
 
-/// Sum of strips, column by column, of every so-manieth by itself at first.
+/// Sum of strips, column by column, in as many parts as a denominator has.
 #[inline(always)]
 fn sum_strips<S: Simd>(simd: S, strips: &[Strip]) -> Strip {
     let mut sum = NOTHING;

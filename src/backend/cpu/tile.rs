@@ -110,19 +110,21 @@ trait Tiles<S: Simd> {
     fn tile<const HIGH: usize, const WIDE: usize>(&mut self, simd: S, row: usize, vector: usize);
 }
 
-/// Computes a group of [`ROWS`] rows, and the vectors of a strip that are asked for.
+/// Computes a group of [`ROWS`] rows, or one row, and the vectors of a strip that are asked for.
 #[inline(always)]
-fn cover<S: Simd>(simd: S, vectors: Range<usize>, tiles: &mut impl Tiles<S>) {
-    if S::REGISTER_COUNT >= 32 {
-        cover_by::<S, ROWS>(simd, vectors, tiles);
+fn cover<S: Simd>(simd: S, rows: usize, vectors: Range<usize>, tiles: &mut impl Tiles<S>) {
+    if rows == 1 {
+        cover_by::<S, 1>(simd, rows, vectors, tiles);
+    } else if S::REGISTER_COUNT >= 32 {
+        cover_by::<S, ROWS>(simd, ROWS, vectors, tiles);
     } else {
-        cover_by::<S, { ROWS / 2 }>(simd, vectors, tiles);
+        cover_by::<S, { ROWS / 2 }>(simd, ROWS, vectors, tiles);
     }
 }
 
 #[inline(always)]
-fn cover_by<S: Simd, const HIGH: usize>(simd: S, vectors: Range<usize>, tiles: &mut impl Tiles<S>) {
-    for row in (0..ROWS).step_by(HIGH) {
+fn cover_by<S: Simd, const HIGH: usize>(simd: S, rows: usize, vectors: Range<usize>, tiles: &mut impl Tiles<S>) {
+    for row in (0..rows).step_by(HIGH) {
         let mut vector = vectors.start;
         while vector + 2 <= vectors.end {
             tiles.tile::<HIGH, 2>(simd, row, vector);
@@ -190,7 +192,13 @@ impl ByRows<'_> {
     /// Computes so many vectors of the strips.
     #[inline(always)]
     pub fn compute<S: Simd>(mut self, simd: S, vectors: Range<usize>) {
-        cover(simd, vectors, &mut self);
+        cover(simd, ROWS, vectors, &mut self);
+    }
+
+    /// Of the group's first row alone.
+    #[inline(always)]
+    pub fn compute_row<S: Simd>(mut self, simd: S, vectors: Range<usize>) {
+        cover(simd, 1, vectors, &mut self);
     }
 }
 
@@ -241,7 +249,7 @@ impl ByColumns<'_> {
     /// Computes so many vectors of the strips.
     #[inline(always)]
     pub fn compute<S: Simd>(mut self, simd: S, vectors: Range<usize>) {
-        cover(simd, vectors, &mut self);
+        cover(simd, ROWS, vectors, &mut self);
     }
 }
 
