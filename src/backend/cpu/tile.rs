@@ -94,7 +94,8 @@ pub fn products<S: Simd>(simd: S, x: &[f32], y: &[f32]) -> Strip {
     for (x, y) in x.chunks(COLUMNS).zip(y.chunks(COLUMNS)) {
         let ((x, x_rest), (y, y_rest)) = (S::as_simd_f32s(x), S::as_simd_f32s(y));
         let mut sums = sums.vectors_mut::<S>().iter_mut();
-        for ((sum, x), y) in (&mut sums).zip(x).zip(y) {
+        // The sums come last: an iterator that comes first loses an element to the end of the others.
+        for ((x, y), sum) in x.iter().zip(y).zip(&mut sums) {
             *sum = simd.mul_add_f32s(*x, *y, *sum);
         }
         if let (false, Some(sum)) = (x_rest.is_empty(), sums.next()) {
