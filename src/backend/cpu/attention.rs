@@ -159,14 +159,6 @@ impl<'a, const N: usize> Ahead<'a, N> {
     }
 }
 
-/// Asks for rows of a result.
-#[inline(always)]
-fn prefetch_rows(x: &ArrayViewMut2<'_, f32>, rows: Range<usize>) {
-    for i in rows.start..rows.end.min(x.nrows()) {
-        prefetch(x.row(i).to_slice().expect("columns side by side"), 0, x.ncols());
-    }
-}
-
 /// Neighbouring queries, whose scores for one key are a strip.
 struct Block {
     first: usize,
@@ -272,10 +264,7 @@ impl WithSimd for Forward<'_> {
                 scores.compute(simd, vectors.clone());
                 raise(simd, &block, key, vectors, p, &mut tops[0]);
             }
-            for (key, row) in block.keys().zip((block.first - self.from..).step_by(ROWS)) {
-                if key < COLUMNS {
-                    prefetch_rows(&self.y, row..row + ROWS);
-                }
+            for key in block.keys() {
                 ahead.step();
                 exponentials(simd, block.vectors::<S>(key), scale, &mut p[key..key + ROWS], &tops[0], totals);
             }
@@ -447,21 +436,13 @@ impl WithSimd for Backward<'_, '_> {
                     let scores = ByRows { a: k, height, row: key, b: q_turned, from: 0, to: &mut *p, add: false };
                     scores.compute(simd, vectors.clone());
                     ahead.step();
-                    if key < COLUMNS {
-                        prefetch_rows(dq, block.first + key..block.first + key + ROWS);
-                    }
                     let weights = ByRows { a: v, height, row: key, b: dy_turned, from: 0, to: &mut *ds, add: false };
                     weights.compute(simd, vectors.clone());
                     differentiate(simd, &block, key, vectors, scale, [p, ds], of_queries);
                     // The first block that sees the keys overwrites their gradients, the later ones add.
                     let add = shared > 0 || key < block.first;
-                    for (a, rows, sums, to) in
-                        [(&*p, &*dy_rows, &mut *dv, &self.dv), (&*ds, &*q_rows, &mut *dk, &self.dk)]
-                    {
+                    for (a, rows, sums) in [(&*p, &*dy_rows, &mut *dv), (&*ds, &*q_rows, &mut *dk)] {
                         ahead.step();
-                        if is_last {
-                            prefetch_rows(to, key + ROWS..key + 2 * ROWS);
-                        }
                         let both = rows.chunks_exact(COLUMNS).zip(sums.chunks_exact_mut(height));
                         for (panel, (rows, sums)) in both.enumerate() {
                             let (b, to) = (&rows[..block.len()], &mut sums[key..key + ROWS]);

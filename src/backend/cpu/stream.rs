@@ -49,7 +49,7 @@ fn large(from: &[f32], to: &mut [f32]) {
     unsafe { _mm_sfence() };
 }
 
-/// Asks for the cache lines of so many elements from number `first` on, which are read or written soon. Changes no memory.
+/// Asks for the cache lines of so many elements from number `first` on, which are read soon. Changes no memory.
 #[inline(always)]
 pub fn prefetch(x: &[f32], first: usize, len: usize) {
     #[cfg(target_arch = "x86_64")]

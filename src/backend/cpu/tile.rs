@@ -167,10 +167,7 @@ fn keep<S: Simd, const HIGH: usize, const WIDE: usize>(
 ) {
     let to = to[row..].first_chunk_mut::<HIGH>().expect("rows of a group");
     for r in 0..HIGH {
-        let to = &mut to[r].vectors_mut::<S>()[vector..vector + WIDE];
-        for c in 0..WIDE {
-            to[c] = sums[r][c];
-        }
+        to[r].vectors_mut::<S>()[vector..vector + WIDE].copy_from_slice(&sums[r]);
     }
 }
 
@@ -210,10 +207,7 @@ impl<S: Simd> Tiles<S> for ByRows<'_> {
         if self.add {
             let to = self.to[row..].first_chunk::<HIGH>().expect("rows of a group");
             for r in 0..HIGH {
-                let to = &to[r].vectors::<S>()[vector..vector + WIDE];
-                for c in 0..WIDE {
-                    sums[r][c] = to[c];
-                }
+                sums[r].copy_from_slice(&to[r].vectors::<S>()[vector..vector + WIDE]);
             }
         }
         let (mut from, mut panel) = (self.from, self.a);
