@@ -600,11 +600,12 @@ mod tests {
     use super::*;
     use crate::random::Stream;
 
-    const SHAPES: [(usize, usize, usize, usize); 9] = [
+    const SHAPES: [(usize, usize, usize, usize); 10] = [
         (1, 1, 1, 1),
         (2, 2, 1, 3),
         (31, 4, 2, 20),
         (64, 2, 2, 32),
+        (66, 2, 1, 48),
         (65, 2, 1, 33),
         (257, 1, 1, 64),
         (100, 2, 2, 80),

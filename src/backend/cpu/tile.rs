@@ -81,7 +81,7 @@ pub fn unpack<S: Simd>(simd: S, from: &[Strip], height: usize, row: usize, facto
         for (to, from) in whole.iter_mut().zip(&mut from) {
             *to = simd.mul_f32s(factor, *from);
         }
-        if let Some(from) = from.next() {
+        if let (false, Some(from)) = (rest.is_empty(), from.next()) {
             simd.partial_store_f32s(rest, simd.mul_f32s(factor, *from));
         }
     }
