@@ -11,3 +11,9 @@ static ARCH: LazyLock<pulp::Arch> = LazyLock::new(pulp::Arch::new);
 pub fn simd<R>(f: impl FnOnce() -> R) -> R {
     ARCH.dispatch(f)
 }
+
+/// Runs code that is written for vectors of any width with those of the machine; it must be inlined as that of [`simd`].
+#[inline(always)]
+pub fn vectors<R>(code: impl pulp::WithSimd<Output = R>) -> R {
+    ARCH.dispatch(code)
+}

@@ -4,7 +4,9 @@
 //! multiply-adds are spelled out: the compiler never fuses by itself, so the bits are the same on every machine.
 //! Sums run over [`LANES`] fixed partial sums, so their bits do not depend on the vector width.
 
-pub use crate::simd::simd;
+use pulp::Simd;
+
+pub use crate::simd::{simd, vectors};
 
 /// Partial sums in a reduction.
 pub const LANES: usize = 16;
@@ -35,6 +37,30 @@ pub fn exp(x: f32) -> f32 {
     // 2ⁿ by its exponent bits; the rest of `shifted` is shifted out.
     let scale = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     if x < LOWEST { 0.0 } else { y * scale }
+}
+
+/// `2ˣ` of each lane, to about 1 ulp for x in -126..127; 0 below. NaN stays NaN.
+///
+/// As [`exp`] without its reduction: a degree-6 polynomial with minimax coefficients (Cephes, `exp2f`).
+#[inline(always)]
+pub fn exp2s<S: Simd>(simd: S, x: S::f32s) -> S::f32s {
+    const TERMS: [f32; 6] =
+        [1.535_336_2e-4, 1.339_887_4e-3, 9.618_437e-3, 5.550_332_5e-2, 2.402_264_8e-1, 6.931_472e-1];
+    // From here on down the exponent bits below are those of 0.
+    const LOWEST: f32 = -127.0;
+    const SHIFT: f32 = 12_582_912.0;
+    let all = |x| simd.splat_f32s(x);
+    let x = simd.select_f32s(simd.less_than_f32s(x, all(LOWEST)), all(LOWEST), x);
+    let shifted = simd.add_f32s(x, all(SHIFT));
+    let r = simd.sub_f32s(x, simd.sub_f32s(shifted, all(SHIFT)));
+    let mut p = all(TERMS[0]);
+    for term in &TERMS[1..] {
+        p = simd.mul_add_f32s(p, r, all(*term));
+    }
+    let y = simd.mul_add_f32s(p, r, all(1.0));
+    let scale = simd.add_u32s(simd.transmute_u32s_f32s(shifted), simd.splat_u32s(127));
+    let scale = simd.wrapping_dyn_shl_u32s(scale, simd.splat_u32s(23));
+    simd.mul_f32s(y, simd.transmute_f32s_u32s(scale))
 }
 
 /// The bits of bf16 that are nearest, ties to even. NaN stays NaN.
@@ -143,6 +169,37 @@ mod tests {
         }
         assert_eq!((exp(-100.0), exp(f32::NEG_INFINITY), exp(0.0)), (0.0, 0.0, 1.0));
         assert!(exp(f32::NAN).is_nan() && exp(200.0) > 1e38);
+    }
+
+    struct Powers<'a>(&'a mut [f32]);
+
+    impl pulp::WithSimd for Powers<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) {
+            S::as_mut_simd_f32s(self.0).0.iter_mut().for_each(|x| *x = exp2s(simd, *x));
+        }
+    }
+
+    #[test]
+    fn powers_of_two_are_close_to_f64() {
+        // As many as any number of lanes divides.
+        let x: Vec<f32> = (-126_000..=125_984).map(|i| i as f32 * 1e-3).chain([0.0; 15]).collect();
+        let mut y = x.clone();
+        vectors(Powers(&mut y));
+        assert_eq!(x.len() % 32, 0);
+        for (x, y) in x.into_iter().zip(y) {
+            let want = f64::from(x).exp2();
+            assert!((f64::from(y) / want - 1.0).abs() < 2e-7, "2^{x} = {y}, not {want}");
+        }
+        let mut special =
+            [f32::NEG_INFINITY, -1e30, -127.0, f32::NAN, f32::from_bits(0x7fc0_0001), 0.0, -0.0, 1.0].repeat(4);
+        vectors(Powers(&mut special));
+        for special in special.chunks(8) {
+            assert_eq!((&special[..3], &special[5..]), (&[0.0; 3][..], &[1.0, 1.0, 2.0][..]));
+            assert!(special[3].is_nan() && special[4].is_nan());
+        }
     }
 
     #[test]

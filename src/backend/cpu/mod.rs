@@ -28,6 +28,7 @@ mod softmax;
 mod stream;
 mod swiglu;
 mod threads;
+mod tile;
 mod transpose;
 mod window;
 

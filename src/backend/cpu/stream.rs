@@ -1,10 +1,14 @@
-//! Copies that bypass the caches, for data that is not read soon.
+//! Copies that bypass the caches, for data that is not read soon; requests for data that is.
 //!
 //! An ordinary store first loads the line that it overwrites, so a copy moves three bytes for two. The C library avoids
 //! that for single copies larger than its caches only.
 
 /// Elements from which a copy is worth it.
 const LARGE: usize = 1 << 16;
+
+/// Elements of a cache line.
+#[cfg(target_arch = "x86_64")]
+const LINE: usize = 16;
 
 /// As `to.copy_from_slice(from)`.
 pub fn copy(from: &[f32], to: &mut [f32]) {
@@ -25,9 +29,8 @@ fn large(from: &[f32], to: &mut [f32]) {
 fn large(from: &[f32], to: &mut [f32]) {
     use std::arch::x86_64::{__m128, _mm_loadu_ps, _mm_sfence, _mm_stream_ps};
 
-    /// Elements of a register, and of a cache line.
+    /// Elements of a register.
     const WIDTH: usize = 4;
-    const LINE: usize = 16;
 
     // SAFETY: any bits are a valid __m128, as they are valid f32.
     let (head, lines, tail) = unsafe { to.align_to_mut::<[__m128; LINE / WIDTH]>() };
@@ -44,6 +47,25 @@ fn large(from: &[f32], to: &mut [f32]) {
     tail.copy_from_slice(last);
     // SAFETY: as above. Other threads see the stores before any later one that announces the copy.
     unsafe { _mm_sfence() };
+}
+
+/// Asks for the cache lines of so many elements from number `first` on, which are read soon. Changes no memory.
+#[inline(always)]
+pub fn prefetch(x: &[f32], first: usize, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let mut line = first;
+        while line < first + len {
+            if let Some(line) = x.get(line) {
+                // SAFETY: a hint, which is valid for any address. SSE is part of every x86-64.
+                unsafe { _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(line).cast()) };
+            }
+            line += LINE;
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (x, first, len);
 }
 
 #[cfg(test)]

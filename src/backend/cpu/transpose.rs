@@ -37,6 +37,44 @@ pub fn transpose(x: &[f32], width: usize, columns: Range<usize>, y: &mut [f32], 
     );
 }
 
+/// Turns over a square whose edge is a number of whole blocks.
+pub fn transpose_square<const N: usize>(x: &[[f32; N]; N], y: &mut [[f32; N]; N]) {
+    const { assert!(N.is_multiple_of(BLOCK)) };
+    #[cfg(target_arch = "x86_64")]
+    if let Some(avx2) = pulp::x86::V3::try_new() {
+        return pulp::Simd::vectorize(
+            avx2,
+            #[inline(always)]
+            || {
+                square_blocks(
+                    x,
+                    y,
+                    #[inline(always)]
+                    |block| turned(avx2, block),
+                );
+            },
+        );
+    }
+    square_blocks(x, y, |block| from_fn(|i| from_fn(|j| block[j][i])));
+}
+
+/// [`transpose_square`], blocks by `turn`.
+#[inline(always)]
+fn square_blocks<const N: usize>(x: &[[f32; N]; N], y: &mut [[f32; N]; N], turn: impl Fn(Block) -> Block) {
+    for (band, x) in x.as_chunks::<BLOCK>().0.iter().enumerate() {
+        for (column, y) in y.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
+            let mut block = [[0.0; BLOCK]; BLOCK];
+            for i in 0..BLOCK {
+                block[i] = x[i].as_chunks().0[column];
+            }
+            let block = turn(block);
+            for i in 0..BLOCK {
+                y[i].as_chunks_mut().0[band] = block[i];
+            }
+        }
+    }
+}
+
 /// [`transpose`], whole blocks by `turn`.
 #[inline(always)]
 fn blocks(x: &[f32], width: usize, columns: Range<usize>, y: &mut [f32], stride: usize, turn: impl Fn(Block) -> Block) {
@@ -98,5 +136,13 @@ mod tests {
                 assert!(line[rows..].iter().all(|y| *y == -1.0));
             }
         }
+    }
+
+    #[test]
+    fn squares_are_turned_over() {
+        let x: [[f32; 24]; 24] = from_fn(|i| from_fn(|j| (100 * i + j) as f32));
+        let mut y = [[-1.0; 24]; 24];
+        transpose_square(&x, &mut y);
+        assert!(y.iter().enumerate().all(|(i, row)| row.iter().enumerate().all(|(j, y)| *y == x[j][i])));
     }
 }

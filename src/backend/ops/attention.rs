@@ -113,10 +113,23 @@ pub(in crate::backend) mod suite {
 
     pub fn attentions<B: Kernels>(b: &B) -> Results {
         let mut results = Vec::new();
-        let alone = [(1, 1, 1, 1), (2, 33, 3, 5), (1, 130, 2, 33), (3, 64, 1, 32), (2, 129, 2, 64), (1, 65, 1, 128)];
+        let alone = [
+            (1, 1, 1, 1),
+            (2, 2, 2, 3),
+            (2, 31, 2, 20),
+            (2, 33, 3, 5),
+            (1, 130, 2, 33),
+            (3, 64, 1, 32),
+            (2, 129, 2, 64),
+            (1, 65, 1, 128),
+            (1, 257, 1, 1),
+            (1, 257, 1, 80),
+            (1, 40, 1, 96),
+            (1, 33, 1, 256),
+        ];
         let alone = alone.map(|(batch, time, heads, head_width)| (batch, time, heads, heads, head_width));
         // Heads of keys and values that several of queries share.
-        let shared = [(2, 33, 6, 2, 5), (1, 130, 3, 1, 33), (2, 129, 4, 2, 64), (1, 65, 2, 1, 128)];
+        let shared = [(2, 33, 6, 2, 5), (1, 130, 3, 1, 33), (2, 129, 4, 2, 64), (1, 65, 2, 1, 128), (1, 257, 2, 1, 20)];
         for (batch, time, heads, kv_heads, head_width) in alone.into_iter().chain(shared) {
             let shape = Attention { batch, time, heads, kv_heads, head_width };
             let (d, packed) = (heads * head_width, shape.packed_width());
