@@ -6,6 +6,7 @@ mod layouts;
 mod memory;
 mod nvrtc;
 mod offload;
+mod threads;
 mod training;
 
 #[path = "../common/mod.rs"]
