@@ -4,7 +4,7 @@
 //!
 //! `UPDATE=1 cargo test --test gpu nvrtc::` writes the table anew.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
@@ -26,6 +26,10 @@ const ARCHITECTURES: [&str; 2] = ["sm_80", "sm_90a"];
 /// Bytes of local memory that a kernel may take. Divisions keep some in paths that are seldom taken; a kernel whose
 /// registers do not hold its work takes more, and is slow.
 const MOST_LOCAL: u32 = 32;
+
+/// Times that a source is compiled again whose kernels differ from the table: the compiler does not always choose alike. Once in
+/// some eight runs a kernel took 108 registers in place of 106.
+const MORE: usize = 5;
 
 /// Its place in the repository.
 const TABLE: &str = "tests/gpu/registers.txt";
@@ -55,10 +59,7 @@ fn every_kernel_compiles_without_spilling() {
 
 fn compile_all() {
     assert_eq!(libraries::nvrtc().unwrap(), VERSION);
-    // One after the other: the table must not depend on the compiler's threads.
-    let found = ARCHITECTURES.map(|architecture| {
-        KERNELS.iter().flat_map(|source| compile_for(architecture, source.name)).collect::<BTreeMap<_, _>>()
-    });
+    let found = resources(&KERNELS.map(|source| source.name));
     let spills: Vec<_> = found.iter().flatten().filter(|(_, of)| of.local > MOST_LOCAL).collect();
     assert!(spills.is_empty(), "more than {MOST_LOCAL} bytes of local memory: {spills:#?}");
 
@@ -69,11 +70,30 @@ fn compile_all() {
         return;
     }
     let kept = std::fs::read_to_string(&path).unwrap_or_default();
-    let (kept, now): (Vec<&str>, Vec<&str>) = (kept.lines().collect(), now.lines().collect());
-    let gone = kept.iter().filter(|line| !now.contains(line)).map(|line| format!("- {line}\n"));
-    let new = now.iter().filter(|line| !kept.contains(line)).map(|line| format!("+ {line}\n"));
-    let differ: String = gone.chain(new).collect();
-    assert!(differ.is_empty(), "{TABLE} is not current (UPDATE=1 writes it):\n{differ}");
+    let kept: Vec<&str> = kept.lines().collect();
+    let mut seen: BTreeSet<String> = now.lines().map(str::to_owned).collect();
+    let gone = |seen: &BTreeSet<String>| kept.iter().copied().filter(|&line| !seen.contains(line)).collect::<Vec<_>>();
+    for _ in 0..MORE {
+        let missing = gone(&seen);
+        let of_missing = |source: &&str| missing.iter().any(|line| line.split(' ').next() == Some(source));
+        let again: Vec<&'static str> = KERNELS.iter().map(|source| source.name).filter(of_missing).collect();
+        if again.is_empty() {
+            break;
+        }
+        seen.extend(table(&resources(&again)).lines().map(str::to_owned));
+    }
+    let gone = gone(&seen);
+    if !gone.is_empty() || kept.len() != now.lines().count() {
+        let gone = gone.iter().map(|line| format!("- {line}\n"));
+        let new = now.lines().filter(|line| !kept.contains(line)).map(|line| format!("+ {line}\n"));
+        let differ: String = gone.chain(new).collect();
+        panic!("{TABLE} is not current (UPDATE=1 writes it):\n{differ}");
+    }
+}
+
+/// The kernels of some sources, for each architecture.
+fn resources(sources: &[&'static str]) -> [BTreeMap<Name, Resources>; 2] {
+    ARCHITECTURES.map(|architecture| sources.iter().flat_map(|source| compile_for(architecture, source)).collect())
 }
 
 /// Compiles a source in every variant: the resources of its functions.
