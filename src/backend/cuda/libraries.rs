@@ -61,7 +61,7 @@ pub fn nvrtc() -> Result<String> {
 /// cuBLASLt's version, such as `13.0`.
 ///
 /// # Errors
-/// As [`nvrtc`].
+/// As [`nvrtc()`].
 pub fn cublaslt() -> Result<String> {
     Ok(toolkit::cublaslt()?.version())
 }

@@ -128,7 +128,7 @@ pub fn nvrtc() -> Result<&'static Found<Nvrtc>> {
 /// cuBLASLt.
 ///
 /// # Errors
-/// As [`nvrtc`].
+/// As [`nvrtc()`].
 pub fn cublaslt() -> Result<&'static Found<CublasLt>> {
     static FOUND: OnceLock<Result<Found<CublasLt>>> = OnceLock::new();
     const WANTED: Wanted = Wanted {
