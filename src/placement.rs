@@ -70,8 +70,16 @@ impl Gpu {
     /// # Errors
     /// As [`Gpu::backend`].
     pub fn small(&self) -> Result<Cuda> {
-        Cuda::new(&self.device, SMALL, Precision::F32(Arithmetic::Full))
+        small(&self.device)
     }
+}
+
+/// A device with little memory and in f32: to try things out.
+///
+/// # Errors
+/// As [`Gpu::backend`].
+pub fn small(device: &Device) -> Result<Cuda> {
+    Cuda::new(device, SMALL, Precision::F32(Arithmetic::Full))
 }
 
 /// The implementation of matrix products on the CPU.

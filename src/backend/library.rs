@@ -24,12 +24,12 @@ pub unsafe fn symbol(file: *mut c_void, name: &CStr, missing: impl FnOnce(&str) 
     if found.is_null() { Err(missing(&name.to_string_lossy())) } else { Ok(found) }
 }
 
-/// A table of functions, each by its name in the library and its type there.
+/// A table of functions, each by its name in the library and its type there, and as visible as the table.
 macro_rules! functions {
-    ($(#[$doc:meta])* $table:ident { $($name:ident = $symbol:literal($($argument:ty),*) -> $result:ty;)* }) => {
+    ($(#[$doc:meta])* $vis:vis $table:ident { $($name:ident = $symbol:literal($($argument:ty),*) -> $result:ty;)* }) => {
         $(#[$doc])*
-        struct $table {
-            $($name: unsafe extern "C" fn($($argument),*) -> $result,)*
+        $vis struct $table {
+            $($vis $name: unsafe extern "C" fn($($argument),*) -> $result,)*
         }
 
         impl $table {

@@ -53,7 +53,7 @@ pub fn close<B: Kernels>(b: &B, got: &B::Buf, want: &[f64], what: &str) {
 
 /// In the compute type: parameters, activations.
 pub fn up<B: Kernels>(b: &B, x: &[f32]) -> B::Buf {
-    b.upload(MemoryKind::Activations, x).unwrap()
+    b.upload(MemoryKind::Parameters, x).unwrap()
 }
 
 /// In f32: masters, gradients of parameters, statistics, losses.
@@ -185,6 +185,21 @@ fn on_first_gpu(precision: cuda::Precision, test: fn(&cuda::Cuda) -> Results) {
     assert!(once() == once(), "two runs give different bits");
 }
 
+/// Elements that operands begin after a multiple of 256 bytes, as tensors do within a unit.
+const LEADS: [usize; 3] = [1, 3, 5];
+
+/// As [`on_first_gpu`], with operands that begin anywhere.
+fn on_first_gpu_anywhere(precision: cuda::Precision, operation: &str, test: fn(&cuda::Cuda) -> Results) {
+    if operation == "attention" {
+        return eprintln!("skipped: operands of attention are buffers of their own, which tensor cores want aligned");
+    }
+    for lead in LEADS {
+        cuda::lead::set(lead);
+        on_first_gpu(precision, test);
+        cuda::lead::set(0);
+    }
+}
+
 /// Bits of TF32's mantissa.
 pub const TF32_BITS: u32 = 10;
 
@@ -243,6 +258,32 @@ each_operation! { on_cuda! {
     convolutions: |b| crate::backend::ops::convolution::suite::convolutions(b, super::random),
 } }
 
+macro_rules! on_cuda_anywhere {
+    ($module:ident, $precision:expr; $($operation:ident: $test:expr,)*) => {
+        mod $module {
+            $(
+                #[test]
+                #[ignore = "needs a GPU or its simulator"]
+                fn $operation() {
+                    super::on_first_gpu_anywhere($precision, stringify!($operation), $test);
+                }
+            )*
+        }
+    };
+}
+
+each_operation! { on_cuda_anywhere! {
+    cuda_anywhere_f32, super::cuda::Precision::F32(super::cuda::Arithmetic::Full);
+    products: |b| crate::backend::ops::linear::suite::products(b, super::random),
+    convolutions: |b| crate::backend::ops::convolution::suite::convolutions(b, super::random),
+} }
+
+each_operation! { on_cuda_anywhere! {
+    cuda_anywhere_bf16, super::cuda::Precision::Bf16;
+    products: |b| crate::backend::ops::linear::suite::products(b, super::random),
+    convolutions: |b| crate::backend::ops::convolution::suite::convolutions(b, super::random),
+} }
+
 /// The tests of a module on the simulator, with settings of it.
 macro_rules! simulated {
     ($module:ident, $of:literal, $settings:expr; $($operation:ident: $_test:expr,)*) => {
@@ -286,3 +327,69 @@ each_operation! { simulated! {
     products: crate::backend::ops::linear::suite::products,
     convolutions: crate::backend::ops::convolution::suite::convolutions,
 } }
+
+each_operation! { simulated! {
+    simulated_anywhere_f32, "cuda_anywhere_f32", &[];
+    products: crate::backend::ops::linear::suite::products,
+    convolutions: crate::backend::ops::convolution::suite::convolutions,
+} }
+
+each_operation! { simulated! {
+    simulated_anywhere_bf16, "cuda_anywhere_bf16", &[];
+    products: crate::backend::ops::linear::suite::products,
+    convolutions: crate::backend::ops::convolution::suite::convolutions,
+} }
+
+/// Where cuBLASLt knows no algorithm for a product with its GELU, the two go one after the other, to the same results.
+#[test]
+fn products_without_fused_gelu() {
+    simulated("cuda_bf16::products", &[("CUDASIM_FAIL", "nogelu")]);
+}
+
+/// Without any algorithm the error names the product.
+#[test]
+fn products_without_an_algorithm() {
+    simulated("unknown_products", &[("CUDASIM_FAIL", "noalgo")]);
+}
+
+#[test]
+#[ignore = "needs a simulator that knows no algorithm"]
+fn unknown_products() {
+    use super::{Backend, Gemm, LinearOps};
+    let cuda = cuda::Cuda::new(&cuda::Device::open(0).unwrap(), 64 << 20, cuda::Precision::Bf16).unwrap();
+    let [a, b, mut c] = [6, 12, 8].map(|len| up(&cuda, &vec![1.0; len]));
+    let shape = Gemm { m: 2, n: 4, k: 3, ta: false, tb: false, acc: false };
+    let (a, b, c) = (cuda::Cuda::all(&a), cuda::Cuda::all(&b), cuda::Cuda::all_mut(&mut c));
+    let error = cuda.gemm(shape, a, b, c).unwrap_err().to_string();
+    let says = "cuBLASLt knows no algorithm to multiply 2×4×3 of bf16 and bf16 in bf16";
+    assert!(error.contains(says) && error.contains("hint: "), "{error}");
+}
+
+/// More chunks of places, and more samples, than a grid has blocks along y or z.
+#[test]
+fn channels_of_a_long_batch() {
+    simulated("long_channels", &[]);
+}
+
+#[test]
+#[ignore = "needs a GPU or its simulator"]
+fn long_channels() {
+    use super::{Backend, ChannelOps, Channels};
+    on_first_gpu(cuda::Precision::F32(cuda::Arithmetic::Full), |cuda| {
+        let moments = |samples, places, x: &[f32]| {
+            let shape = Channels { samples, places, channels: 1, groups: 1 };
+            let (x, mut moments) = (up(cuda, x), up_f32(cuda, &vec![7.0; 3 * samples]));
+            cuda.channel_moments(shape, cuda::Cuda::all(&x), cuda::Cuda::all_mut(&mut moments)).unwrap();
+            down(cuda, &moments)
+        };
+        let places = 65_536 * 128 + 1;
+        let mut x = vec![1.0; places];
+        x[places - 1] = 3.0;
+        let long = moments(1, places, &x);
+        assert_eq!(long, [1.0, 2.0, 4.0]);
+        let x: Vec<f32> = (0..65_537).map(|sample| (sample % 3) as f32).collect();
+        let many = moments(x.len(), 1, &x);
+        assert!(many.chunks(3).zip(&x).all(|(moments, &x)| moments == [x, 0.0, 0.0]), "moments of samples");
+        vec![long, many]
+    });
+}

@@ -188,6 +188,8 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::DoctorProbe(args) => report(doctor::probe(&args)),
         Command::Plan(args) => plan::run(&args, launch),
         Command::VerifyRank(args) => verify::run_rank(&args, launch),
+        // Both processes of a proof take part.
+        Command::ProveDirect => report(prove::run()),
         // Each process is one by itself, whoever started it.
         Command::Server(args) => servers::serve_alone(&args),
         Command::Worker(args) => servers::work_alone(&args),
@@ -204,7 +206,6 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Report(args) => report(report::run(&args)),
         Command::Runs(args) => report(runs::run(&args)),
         Command::Compare(args) => report(compare::run(&args)),
-        Command::ProveDirect => report(prove::run()),
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "hpctrain", &mut script);

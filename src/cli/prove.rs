@@ -1,15 +1,15 @@
-//! `hpctrain prove-direct`: a child of a rank, which may crash in its stead.
+//! `hpctrain prove-direct`: a process that may crash in the stead of a rank.
 
 use crate::backend::cpu::Cpu;
-use crate::comm::{self, mpi};
-use crate::config::Config;
+use crate::backend::cuda::{Device, devices};
+use crate::comm::mpi;
 use crate::error::Result;
-use crate::placement::place;
+use crate::placement::small;
 
-/// Hands the MPI library memory of the device that this program would compute on.
+/// Hands the MPI library memory of a device of this node: of two processes each takes one of its own, if there are two.
 pub fn run() -> Result<()> {
-    match place(&comm::single::<Cpu>(), &Config::default())? {
-        None => mpi::prove(&Cpu::new(1)),
-        Some(gpu) => mpi::prove(&gpu.small()?),
+    match devices().unwrap_or(0) {
+        0 => mpi::prove(|_| Ok(Cpu::new(1))),
+        gpus => mpi::prove(|number| small(&Device::open(number % gpus)?)),
     }
 }

@@ -36,7 +36,7 @@ pub use autotune::choice::{Choice, measure, slowest};
 pub use autotune::table::Table;
 pub use communicator::{Comm, single, start_mpi, start_mpi_within, start_tcp, start_threads, start_threads_on_nodes};
 pub use device::path::{DevicePath, PathSetting};
-pub use device::select::{PROOF, prove};
+pub use device::select::{PROOF, prove, proved_by};
 pub use group::Group;
 pub use health::watch::Watch;
 pub use pending::Pending;

@@ -58,8 +58,12 @@ fn direct(comm: &Comm<Cpu>) -> Finding {
         let found = format!("{} does not claim to know CUDA: messages go through the host", comm.library());
         return Finding::ok(found);
     }
-    match comm::prove() {
-        Ok(()) => Finding::ok("MPI takes memory of the GPU and gives it back unchanged"),
+    match comm::proved_by() {
+        Ok(2) => Finding::ok("MPI carries memory of the GPU unchanged between two processes"),
+        Ok(_) => Finding::warning(
+            "MPI takes memory of the GPU, by a process with itself: no launcher was found that starts two",
+            "put the library's mpirun into the search path, and look again",
+        ),
         Err(error) => Finding::warning(
             format!("{} claims to know CUDA, but {}", comm.library(), error.message()),
             "comm.path = auto, the default, sends through the host",

@@ -377,13 +377,15 @@ fn routes_are_found() {
 fn the_direct_way_is_proved() {
     const NAME: &str = "devices::the_direct_way_is_proved";
     const DEVICE: &str = "HPCTRAIN_TEST_DEVICE";
+    // An option of the test program that changes nothing.
+    const CHILD: &str = "--test-threads=3";
     let device = std::env::var(DEVICE).unwrap_or_default();
-    if is_rank_of(NAME) && std::env::var("OMPI_COMM_WORLD_SIZE").is_err() {
-        // The child, which knows of no launcher.
+    if is_rank_of(NAME) && std::env::args().any(|argument| argument == CHILD) {
+        // One of the two that are to try.
         let proved = match device.as_str() {
-            "shown" => mpi::prove(&Sealed::new(true)),
-            "hidden" => mpi::prove(&Sealed::new(false)),
-            _ => mpi::prove(&Cpu::new(1)),
+            "shown" => mpi::prove(|_| Ok(Sealed::new(true))),
+            "hidden" => mpi::prove(|_| Ok(Sealed::new(false))),
+            _ => mpi::prove(|_| Ok(Cpu::new(1))),
         };
         return proved.unwrap_or_else(|e| {
             eprintln!("error: {e}");
@@ -394,7 +396,9 @@ fn the_direct_way_is_proved() {
         let comm = start_mpi::<Sealed>(Algorithm::Tree).unwrap();
         let prove = || {
             assert_eq!(comm.rank(), 0, "one rank of a node tries");
-            mpi::prove_in_child(&[NAME, "--exact", "--nocapture"])
+            let processes = mpi::prove_in_child(&[NAME, "--exact", "--nocapture", CHILD])?;
+            assert_eq!(processes, 2, "memory goes between processes");
+            Ok(())
         };
         let found = comm.on_path(PathSetting::Direct, prove).map(|comm| comm.device_path());
         match device.as_str() {

@@ -28,6 +28,11 @@ pub fn with_simulator(command: &mut Command) -> &mut Command {
     command.env("XDG_CACHE_HOME", simulator().join("cache")).env_remove("CUDA_VISIBLE_DEVICES")
 }
 
+/// Whether tests run on the machine's own GPU.
+pub fn is_on_gpu() -> bool {
+    std::env::var_os(ON_GPU).is_some()
+}
+
 /// In the process that runs the body of a test: what it is to do.
 pub fn role() -> Option<String> {
     std::env::var("CUDASIM_TEST_ROLE").ok()
@@ -44,7 +49,7 @@ pub fn child(settings: Settings, role: &str) -> Ended {
 /// Runs a test's body under each of some settings of the simulator, or once on the machine's own GPU.
 #[track_caller]
 pub fn under(all: &[Settings], body: fn()) {
-    if role().is_some() || std::env::var_os(ON_GPU).is_some() {
+    if role().is_some() || is_on_gpu() {
         return body();
     }
     for settings in all {

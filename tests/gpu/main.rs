@@ -1,11 +1,13 @@
 //! The CUDA backend, on a simulator of the driver (`tests/cudasim/`), or on a GPU with `HPCTRAIN_TEST_GPU=1`.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
+mod cubin;
 mod driver;
 mod layouts;
 mod memory;
 mod nvrtc;
 mod offload;
+mod threads;
 mod training;
 
 #[path = "../common/mod.rs"]

@@ -7,7 +7,7 @@ use std::process::Command;
 use sha2::{Digest as _, Sha256};
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::{Ended, finish};
+use crate::common::launch::{Ended, finish, program};
 use crate::common::runs::{Run, RunFiles};
 use crate::common::simulator::{Settings, simulator, with_simulator};
 
@@ -320,4 +320,70 @@ fn kernels_kept_on_disk_are_checked_and_made_again() {
     assert_eq!(apart(&first, &run.files()), 0.0);
     let again: Vec<Vec<u8>> = kernels().iter().map(|path| std::fs::read(path).unwrap()).collect();
     assert!(again == whole);
+}
+
+/// Copies of the simulator's libraries, each under a name that tells its version.
+fn versions(names: &[(&str, &str)]) -> tempfile::TempDir {
+    let folder = only(&["libcuda.so", "libcuda.so.1"]);
+    for (from, to) in names {
+        std::fs::copy(simulator().join("lib").join(from), folder.path().join(to)).unwrap();
+    }
+    // The compiler's headers lie beside its folder.
+    let (inner, include) = (folder.path().join("lib"), folder.path().join("include"));
+    std::fs::create_dir(&inner).unwrap();
+    for entry in std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap()) {
+        if entry.file_name().to_str().unwrap().contains(".so") {
+            std::fs::rename(entry.path(), inner.join(entry.file_name())).unwrap();
+        }
+    }
+    std::os::unix::fs::symlink(simulator().join("include"), include).unwrap();
+    folder
+}
+
+/// Libraries of a major version that the driver does not know: those of an older version serve, where there are any.
+#[test]
+fn libraries_that_are_too_new_for_the_driver_are_passed_over() {
+    let root = tempfile::tempdir().unwrap();
+    let new = [("libnvrtc.so", "libnvrtc.so.13"), ("libcublasLt.so", "libcublasLt.so.13")];
+    let old = [("libnvrtc.so", "libnvrtc.so.12"), ("libcublasLt.so", "libcublasLt.so.12")];
+    let (only_new, both) = (versions(&new), versions(&[new, old].concat()));
+    let compiler = versions(&[new[0], new[1], old[0]]);
+    let with = |folder: &tempfile::TempDir| folder.path().join("lib").to_str().unwrap().to_string();
+    let driver = ("CUDASIM_DRIVER_VERSION", "12020");
+
+    for (folder, library) in [(&only_new, "NVRTC 13."), (&compiler, "cuBLASLt 13.0")] {
+        let told = refused(&["run.device=cuda"], &[driver, ("LD_LIBRARY_PATH", &with(folder))]);
+        let says =
+            "needs a GPU driver of CUDA 13 (580 or later), and this one speaks CUDA 12.2\nhint: update the driver";
+        assert!(told.contains(library) && told.contains(says), "{told}");
+        assert!(told.contains("pip install nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12"), "{told}");
+    }
+    let told = |folder: &tempfile::TempDir, driver: &str| {
+        let mut doctor = program(["doctor", "--run-root", root.path().to_str().unwrap()]);
+        let sim = [("CUDASIM_DRIVER_VERSION", driver), ("LD_LIBRARY_PATH", &with(folder))];
+        finish(with_simulator(&mut doctor).envs(sim)).stdout
+    };
+    let doctor = told(&only_new, "12020");
+    assert_eq!(doctor.matches("needs a GPU driver of CUDA 13 (580 or later)").count(), 2, "{doctor}");
+    for (driver, nvrtc, cublaslt) in [("12020", "libnvrtc.so.12", "12.0, "), ("13000", "libnvrtc.so.13", "13.0, ")] {
+        let doctor = told(&both, driver);
+        assert!(doctor.contains(nvrtc) && doctor.contains(cublaslt), "{driver}: {doctor}");
+        assert!(!doctor.contains("needs a GPU driver"), "{doctor}");
+    }
+    trains(Alone, root.path(), "older", &["run.device=cuda"], &[driver, ("LD_LIBRARY_PATH", &with(&both))]);
+}
+
+/// Heads for which there are no kernels on tensor cores are slow, which is said once.
+#[test]
+fn attention_without_tensor_cores_is_told() {
+    let root = tempfile::tempdir().unwrap();
+    for (name, width, precision, told) in [("narrow", 32, "bf16", 1), ("exact", 32, "f32", 0), ("fast", 128, "bf16", 0)]
+    {
+        let (width, precision) = (format!("model.width={width}"), format!("precision.compute={precision}"));
+        let settings = ["run.device=cuda", "run.steps=1", &width, &precision];
+        let (_, mut asked) = command(Alone, root.path(), name, &settings, &[]);
+        let ended = finish(&mut asked).succeeded();
+        let says = "attention with heads of 16 computes without tensor cores";
+        assert_eq!(ended.stderr.matches(says).count(), told, "{name}: {ended}");
+    }
 }

@@ -1,5 +1,7 @@
 //! Attention: launches of `attention.cu` and `attention_backward.cu`, whose comments hold the formulas used here.
 
+use std::sync::Once;
+
 use super::Cuda;
 use super::grid::Grid;
 use super::launch::Arg;
@@ -26,9 +28,14 @@ struct Cuts {
     backward_q: Tiles,
 }
 
+/// Whether the kernels for heads of this width are those for tensor cores: `TENSOR_CORES` of `attention.cuh`.
+fn on_tensor_cores(element: Element, head: usize) -> bool {
+    element == Element::Bf16 && (head == 64 || head == 128)
+}
+
 impl Cuts {
     fn new(element: Element, head: usize) -> Self {
-        if element == Element::Bf16 && (head == 64 || head == 128) {
+        if on_tensor_cores(element, head) {
             let (step, rows) = if head == 64 { (64, 128) } else { (32, 64) };
             let backward = 2 * head * (2 * rows + 4 * 32);
             return Self {
@@ -65,11 +72,23 @@ impl Cuda {
             let message = format!("model.width / model.heads = {}, beyond {WIDEST_HEAD}", shape.head_width);
             return Err(Error::input(message).hint("set model.heads higher, or run.device=cpu"));
         }
+        if self.element() == Element::Bf16 && !on_tensor_cores(Element::Bf16, shape.head_width) {
+            static TOLD: Once = Once::new();
+            TOLD.call_once(|| {
+                log::warn!(
+                    "attention with heads of {} computes without tensor cores, which is much slower: heads of 64 and 128 have \
+                     kernels for them in bf16",
+                    shape.head_width
+                );
+            });
+        }
         Ok(Variant { head: Some(shape.head_width), ..self.variant(source) })
     }
 
     pub(super) fn attend(&self, shape: Attention, qkv: View<'_>, y: &ViewMut<'_>, lse: &ViewMut<'_>) -> Result<()> {
         let variant = self.attention_variant("attention.cu", shape)?;
+        let aligned = qkv.pointer.is_multiple_of(16) && y.pointer.is_multiple_of(16);
+        assert!(aligned || !on_tensor_cores(self.element(), shape.head_width), "attention of a window in a buffer");
         let tiles = Cuts::new(self.element(), shape.head_width).forward;
         let args = [&[qkv.into(), y.into(), lse.into()], &sizes(shape)[..]].concat();
         self.launch_variant(variant, "attention_forward", grid(shape, shape.heads, tiles), &args)

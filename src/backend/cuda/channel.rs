@@ -26,8 +26,7 @@ impl Cuda {
         let chunks = s.places.div_ceil(CHUNK_ROWS);
         let partial = self.alloc_f32(MemoryKind::Activations, s.samples * chunks * 2 * s.channels)?;
         let partial = Arg::from(Self::all(&partial));
-        let plane = Grid::plane(s.channels.div_ceil(32), chunks, (32, 8, 1));
-        of_chunks(Grid { blocks: (plane.blocks.0, plane.blocks.1, s.samples as u32), ..plane }, partial)?;
+        of_chunks(Grid::plane(s.samples * chunks, s.channels.div_ceil(32), (32, 8, 1)), partial)?;
         let first = first.map_or(Arg::Pointer(0), Arg::from);
         let args = [first, partial, out.into(), chunks.into()];
         self.launch("channel.cu", "finish", Grid::over(out.len), &[&args[..], &channels(s)].concat())

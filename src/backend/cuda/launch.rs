@@ -80,6 +80,8 @@ impl Cuda {
     /// As [`Cuda::launch`], of a given compilation.
     pub(super) fn launch_variant(&self, variant: Variant, name: &'static str, grid: Grid, args: &[Arg]) -> Result<()> {
         self.0.journal.kernel(name, grid);
+        grid.check(name)?;
+        self.bind()?;
         let function = self.0.programs.function(variant, name, grid.shared)?;
         let mut pointers: Vec<*mut c_void> = args.iter().map(pointer).collect();
         let stream = self.0.compute.cu_stream();

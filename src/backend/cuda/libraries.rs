@@ -4,16 +4,13 @@
 
 use std::ffi::CStr;
 
-use cudarc::{cublaslt, driver, nvrtc};
+use cudarc::driver;
 
+use super::toolkit;
 use crate::error::{Error, Result};
 
 /// The oldest driver that runs kernels compiled here, as `cuDriverGetVersion` counts: CUDA 12.0.
 const OLDEST_DRIVER: i32 = 12_000;
-
-/// Advice for a missing library.
-const TOOLKIT_HINT: &str = "install CUDA's run-time libraries, or name their folder in LD_LIBRARY_PATH; pip install nvidia-cuda-nvrtc nvidia-cublas \
-     has both";
 
 /// A library's version for people: 13000 is 13.0.
 fn version(number: i32) -> String {
@@ -56,35 +53,17 @@ pub fn driver() -> Result<String> {
 /// NVRTC's version, such as `13.0`.
 ///
 /// # Errors
-/// The library is not there.
+/// The library is not there, or too new for the driver.
 pub fn nvrtc() -> Result<String> {
-    // SAFETY: only looks whether the library can be opened.
-    if !unsafe { nvrtc::sys::is_culib_present() } {
-        return Err(
-            Error::input("NVRTC, which compiles the GPU's kernels, is not there: libnvrtc.so").hint(TOOLKIT_HINT)
-        );
-    }
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: the library is there and writes two integers.
-    let status = unsafe { nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
-    status.result().map_err(|e| Error::device(format!("NVRTC failed: {e:?}")))?;
-    Ok(format!("{major}.{minor}"))
+    Ok(toolkit::nvrtc()?.version())
 }
 
 /// cuBLASLt's version, such as `13.0`.
 ///
 /// # Errors
-/// The library is not there.
+/// As [`nvrtc()`].
 pub fn cublaslt() -> Result<String> {
-    // SAFETY: only looks whether the library can be opened.
-    if !unsafe { cublaslt::sys::is_culib_present() } {
-        return Err(Error::input("cuBLASLt, which multiplies matrices on the GPU, is not there: libcublasLt.so")
-            .hint(TOOLKIT_HINT));
-    }
-    // SAFETY: the library is there.
-    let found = unsafe { cublaslt::sys::cublasLtGetVersion() };
-    // Since 11 it counts 10000 a major and 100 a minor version.
-    Ok(format!("{}.{}", found / 10_000, found % 10_000 / 100))
+    Ok(toolkit::cublaslt()?.version())
 }
 
 /// The driver's text of an error: `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`.

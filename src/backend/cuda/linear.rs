@@ -1,9 +1,9 @@
 //! Products of matrices, and affine maps of rows.
 
-use super::Cuda;
-use super::matmul::{Epilogue, Matrix, Product};
+use super::matmul::{BIAS_ALIGNMENT, Epilogue, Matrix, Product};
 use super::memory::{Element, View, ViewMut};
-use crate::backend::{Activation, ActivationOps, Gemm, Linear, LinearOps, Work};
+use super::{Cuda, CudaBuf};
+use crate::backend::{Activation, ActivationOps, Gemm, Linear, LinearOps, MemoryKind, Work};
 use crate::error::Result;
 
 /// Whether a product can keep the input of its GELU there: cuBLASLt does so in bf16, in rows that are aligned.
@@ -15,34 +15,59 @@ fn matrix(view: View<'_>) -> Matrix {
     Matrix { pointer: view.pointer, element: view.element }
 }
 
+/// A product of these operands.
+fn product(shape: Gemm, a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Product {
+    assert!(a.len == shape.m * shape.k && b.len == shape.k * shape.n && c.len == shape.m * shape.n, "{shape:?}");
+    Product { shape, a: matrix(a), b: matrix(b), c: matrix(c.shared()), epilogue }
+}
+
+/// A bias where cuBLASLt can read it.
+struct Bias {
+    /// Null if there is none.
+    pointer: u64,
+    /// Keeps a copy until the product is queued: memory is used again in the order of the stream.
+    _copy: Option<CudaBuf>,
+}
+
 impl Cuda {
-    fn product(&self, shape: Gemm, a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Result<()> {
-        assert!(a.len == shape.m * shape.k && b.len == shape.k * shape.n && c.len == shape.m * shape.n, "{shape:?}");
-        self.0.journal.product(shape);
-        let product = Product { shape, a: matrix(a), b: matrix(b), c: matrix(c.shared()), epilogue };
-        self.0.matmul.run(&product, self.0.workspace.pointer(), self.0.compute.cu_stream().cast())
+    fn run(&self, product: &Product) -> Result<()> {
+        self.0.journal.product(product.shape);
+        self.0.matmul.run(product, self.0.workspace.pointer(), self.0.compute.cu_stream().cast())
+    }
+
+    /// The bias itself, or a copy of one whose address is no multiple of [`BIAS_ALIGNMENT`]: the sums are the same.
+    fn bias(&self, bias: View<'_>) -> Result<Bias> {
+        let pointer = bias.pointer_or_null();
+        if pointer.is_multiple_of(BIAS_ALIGNMENT) {
+            return Ok(Bias { pointer, _copy: None });
+        }
+        let mut copy = self.take(MemoryKind::Activations, bias.len, bias.element)?;
+        let to = copy.view_mut(0..bias.len);
+        self.move_within(bias, &to)?;
+        Ok(Bias { pointer: to.pointer, _copy: Some(copy) })
     }
 }
 
 impl LinearOps for Cuda {
     fn gemm(&self, shape: Gemm, a: View<'_>, b: View<'_>, c: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(Work::gemm(shape));
-        self.product(shape, a, b, &c, Epilogue::None)
+        self.run(&product(shape, a, b, &c, Epilogue::None))
     }
 
     fn linear(&self, shape: Linear, x: View<'_>, weight: View<'_>, bias: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(Work::linear(shape, bias.len));
         let Linear { rows, inputs, outputs } = shape;
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
-        let epilogue = if bias.len == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
-        self.product(gemm, x, weight, &y, epilogue)
+        let bias = self.bias(bias)?;
+        let epilogue = if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
+        self.run(&product(gemm, x, weight, &y, epilogue))
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: View<'_>, weight: View<'_>, dx: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(Work::linear_backward_input(shape));
         let Linear { rows, inputs, outputs } = shape;
         let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
-        self.product(gemm, dy, weight, &dx, Epilogue::None)
+        self.run(&product(gemm, dy, weight, &dx, Epilogue::None))
     }
 
     fn linear_gelu(
@@ -55,14 +80,18 @@ impl LinearOps for Cuda {
         y: ViewMut<'_>,
     ) -> Result<()> {
         let Linear { rows, inputs, outputs } = shape;
-        if !keeps_gelu(outputs, h.shared()) {
-            self.linear(shape, x, weight, bias, h.reborrow())?;
-            return self.activation(Activation::Gelu, h.shared(), y);
+        if keeps_gelu(outputs, h.shared()) {
+            let own = self.bias(bias)?;
+            let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
+            let epilogue = Epilogue::Gelu { bias: own.pointer, kept: h.pointer };
+            let fused = product(gemm, x, weight, &y, epilogue);
+            if self.0.matmul.knows(&fused)? {
+                let _launch = self.launched(Work::linear_gelu(shape, bias.len));
+                return self.run(&fused);
+            }
         }
-        let _launch = self.launched(Work::linear_gelu(shape, bias.len));
-        let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
-        let epilogue = Epilogue::Gelu { bias: bias.pointer_or_null(), kept: h.pointer };
-        self.product(gemm, x, weight, &y, epilogue)
+        self.linear(shape, x, weight, bias, h.reborrow())?;
+        self.activation(Activation::Gelu, h.shared(), y)
     }
 
     fn linear_gelu_backward_input(
@@ -74,13 +103,16 @@ impl LinearOps for Cuda {
         mut dh: ViewMut<'_>,
     ) -> Result<()> {
         let Linear { rows, inputs, outputs } = shape;
-        if !keeps_gelu(inputs, h) {
-            self.linear_backward_input(shape, dy, weight, dh.reborrow())?;
-            return self.activation_backward(Activation::Gelu, h, dh);
+        if keeps_gelu(inputs, h) {
+            let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
+            let fused = product(gemm, dy, weight, &dh, Epilogue::GeluBackward { kept: h.pointer });
+            if self.0.matmul.knows(&fused)? {
+                let _launch = self.launched(Work::linear_gelu_backward_input(shape));
+                return self.run(&fused);
+            }
         }
-        let _launch = self.launched(Work::linear_gelu_backward_input(shape));
-        let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
-        self.product(gemm, dy, weight, &dh, Epilogue::GeluBackward { kept: h.pointer })
+        self.linear_backward_input(shape, dy, weight, dh.reborrow())?;
+        self.activation_backward(Activation::Gelu, h, dh)
     }
 
     fn linear_backward_weight(
@@ -95,7 +127,7 @@ impl LinearOps for Cuda {
         let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len, add));
         let Linear { rows, inputs, outputs } = shape;
         let gemm = Gemm { m: outputs, n: inputs, k: rows, ta: true, tb: false, acc: add };
-        self.product(gemm, dy, x, &dweight, Epilogue::None)?;
+        self.run(&product(gemm, dy, x, &dweight, Epilogue::None))?;
         if dbias.len == 0 {
             return Ok(());
         }

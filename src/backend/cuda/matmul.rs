@@ -1,18 +1,25 @@
 //! Matrix products by cuBLASLt: planned once a shape, then repeated.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::ffi::c_void;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::cublaslt::result::{self, CublasError};
+use cudarc::cublaslt::result::CublasError;
 use cudarc::cublaslt::sys;
+use cudarc::driver::CudaContext;
 
-use super::libraries;
+use super::libraries::check;
 use super::memory::Element;
+use super::toolkit::{self, CublasLt};
 use crate::error::{Error, Result};
 
 /// Bytes of scratch that an algorithm may use: NVIDIA's recommendation for the largest devices.
 pub const WORKSPACE: usize = 32 << 20;
+
+/// Bytes that the address of a bias must be a multiple of. No preference of cuBLASLt speaks of it, and algorithms may read it
+/// by vectors (<https://github.com/pytorch/pytorch/issues/194497>).
+pub const BIAS_ALIGNMENT: u64 = 16;
 
 /// Arithmetic of f32 products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -104,12 +111,44 @@ struct Key {
     flags: [bool; 4],
     epilogue: u32,
     elements: [Element; 3],
-    /// Bytes that the addresses of a, b and c are multiples of.
+    /// Bytes that the addresses of a, b and c are multiples of. Of the bias cuBLASLt cannot be told:
+    /// [`BIAS_ALIGNMENT`] holds for all.
     alignments: [u32; 3],
+}
+
+/// The place in [`Key::flags`] of the one for a GELU whose input is kept.
+const KEEPS: usize = 3;
+
+impl Key {
+    /// For people.
+    fn describe(&self) -> String {
+        let ([m, n, k], [a, b, c]) = (self.sizes, self.elements.map(Element::name));
+        format!("{m}×{n}×{k} of {a} and {b} in {c}")
+    }
+}
+
+impl Product {
+    /// Whether there is nothing to compute.
+    fn is_empty(&self) -> bool {
+        self.shape.m == 0 || self.shape.n == 0
+    }
+
+    fn key(&self) -> Key {
+        let Self { shape, a, b, c, epilogue } = *self;
+        let alignment = |matrix: Matrix| 1 << matrix.pointer.trailing_zeros().min(8);
+        Key {
+            sizes: [shape.m, shape.n, shape.k],
+            flags: [shape.ta, shape.tb, shape.acc, epilogue.kept().is_some()],
+            epilogue: epilogue.kind() as u32,
+            elements: [a.element, b.element, c.element],
+            alignments: [a, b, c].map(alignment),
+        }
+    }
 }
 
 /// A product that cuBLASLt is ready to run.
 struct Plan {
+    library: &'static CublasLt,
     description: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
@@ -120,18 +159,21 @@ impl Drop for Plan {
         // SAFETY: created by cuBLASLt and destroyed once; nothing can be done about failures.
         unsafe {
             for layout in self.layouts {
-                let _ = result::destroy_matrix_layout(layout);
+                (self.library.destroy_layout)(layout);
             }
-            let _ = result::destroy_matmul_desc(self.description);
+            (self.library.destroy_description)(self.description);
         }
     }
 }
 
 /// cuBLASLt on one device.
 pub struct Matmul {
+    library: &'static CublasLt,
+    context: Arc<CudaContext>,
     handle: sys::cublasLtHandle_t,
     arithmetic: Arithmetic,
-    plans: Mutex<HashMap<Key, Plan>>,
+    /// None of a product for which cuBLASLt knows no algorithm.
+    plans: Mutex<HashMap<Key, Option<Plan>>>,
 }
 
 // SAFETY: cuBLASLt's handles may be used from any thread; the plans are behind a lock.
@@ -140,14 +182,52 @@ unsafe impl Send for Matmul {}
 unsafe impl Sync for Matmul {}
 
 impl Matmul {
-    /// The device is that of the context bound to this thread.
+    /// On the device of `context`. Without a context of the thread the library would take the first device.
     ///
     /// # Errors
     /// The library is not there, or fails.
-    pub fn new(arithmetic: Arithmetic) -> Result<Self> {
-        libraries::cublaslt()?;
-        let handle = result::create_handle().map_err(|e| failed("begin", e))?;
-        Ok(Self { handle, arithmetic, plans: Mutex::default() })
+    pub fn new(context: &Arc<CudaContext>, arithmetic: Arithmetic) -> Result<Self> {
+        let library = &toolkit::cublaslt()?.functions;
+        check("be chosen", context.bind_to_thread())?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: writes the handle.
+        unsafe { (library.create)(&mut handle) }.result().map_err(|e| failed("begin", e))?;
+        Ok(Self { library, context: context.clone(), handle, arithmetic, plans: Mutex::default() })
+    }
+
+    /// Whether cuBLASLt knows an algorithm for a product. The first time it is asked, and a fused GELU that it does not know is
+    /// warned of.
+    ///
+    /// # Errors
+    /// The library or the device failed.
+    pub fn knows(&self, product: &Product) -> Result<bool> {
+        if product.is_empty() {
+            return Ok(true);
+        }
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(self.planned(&mut plans, product.key())?.is_some())
+    }
+
+    /// The plan of a product, made the first time.
+    fn planned<'a>(&self, plans: &'a mut HashMap<Key, Option<Plan>>, key: Key) -> Result<&'a mut Option<Plan>> {
+        match plans.entry(key) {
+            Entry::Occupied(known) => Ok(known.into_mut()),
+            Entry::Vacant(new) => {
+                check("be chosen", self.context.bind_to_thread())?;
+                let plan = match self.plan(&key) {
+                    Ok(plan) => Some(plan),
+                    Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => None,
+                    Err(e) => return Err(failed(&format!("multiply {}", key.describe()), e)),
+                };
+                if plan.is_none() && key.flags[KEEPS] {
+                    log::warn!(
+                        "cuBLASLt knows no algorithm to multiply {} with GELU: the two run one after the other",
+                        key.describe()
+                    );
+                }
+                Ok(new.insert(plan))
+            }
+        }
     }
 
     /// Queues a product on `stream`; `workspace` is the address of [`WORKSPACE`] bytes that nothing else on other
@@ -157,23 +237,15 @@ impl Matmul {
     /// The library knows no algorithm, or the device failed.
     pub fn run(&self, product: &Product, workspace: u64, stream: sys::cudaStream_t) -> Result<()> {
         let Product { shape, a, b, c, epilogue } = *product;
-        if shape.m == 0 || shape.n == 0 {
+        if product.is_empty() {
             return Ok(());
         }
-        let alignment = |matrix: Matrix| 1 << matrix.pointer.trailing_zeros().min(8);
-        let key = Key {
-            sizes: [shape.m, shape.n, shape.k],
-            flags: [shape.ta, shape.tb, shape.acc, epilogue.kept().is_some()],
-            epilogue: epilogue.kind() as u32,
-            elements: [a.element, b.element, c.element],
-            alignments: [a, b, c].map(alignment),
-        };
+        check("be chosen", self.context.bind_to_thread())?;
+        let key = product.key();
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let plan = match plans.entry(key) {
-            std::collections::hash_map::Entry::Occupied(known) => known.into_mut(),
-            std::collections::hash_map::Entry::Vacant(new) => new.insert(self.plan(&key).map_err(|e| {
-                failed(&format!("multiply {}×{}×{} of {:?}", shape.m, shape.n, shape.k, key.elements), e)
-            })?),
+        let Some(plan) = self.planned(&mut plans, key)? else {
+            let message = format!("cuBLASLt knows no algorithm to multiply {}", key.describe());
+            return Err(Error::device(message).hint("try another version of cuBLASLt, or set precision.compute=f32"));
         };
         let (alpha, beta) = (1.0f32, if shape.acc { 1.0f32 } else { 0.0 });
         let address = |matrix: Matrix| matrix.pointer as *const c_void;
@@ -182,25 +254,27 @@ impl Matmul {
         let done = unsafe {
             use sys::cublasLtMatmulDescAttributes_t as Attribute;
             if let Some(bias) = epilogue.bias() {
+                assert!(bias.is_multiple_of(BIAS_ALIGNMENT), "a bias at {bias:#x}");
                 let attribute = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-                describe(plan.description, attribute, &bias).map_err(|e| failed("take a bias", e))?;
+                describe(self.library, plan.description, attribute, &bias).map_err(|e| failed("take a bias", e))?;
             }
             if let Some(kept) = epilogue.kept() {
                 let attribute = Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER;
-                describe(plan.description, attribute, &kept).map_err(|e| failed("keep the input of GELU", e))?;
+                describe(self.library, plan.description, attribute, &kept)
+                    .map_err(|e| failed("keep the input of GELU", e))?;
             }
             let [left, right, out] = plan.layouts;
             let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
             let to = c.pointer as *mut c_void;
-            result::matmul(
+            (self.library.matmul)(
                 self.handle,
                 plan.description,
                 scalar(&alpha),
-                scalar(&beta),
                 address(b),
                 left,
                 address(a),
                 right,
+                scalar(&beta),
                 address(c),
                 out,
                 to,
@@ -211,7 +285,7 @@ impl Matmul {
                 stream,
             )
         };
-        done.map_err(|e| failed(&format!("multiply {}×{}×{}", shape.m, shape.n, shape.k), e))
+        done.result().map_err(|e| failed(&format!("multiply {}", key.describe()), e))
     }
 
     /// Asks cuBLASLt for its best algorithm.
@@ -224,10 +298,17 @@ impl Matmul {
             _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
         };
         let operation = |transposed: bool| i32::from(transposed);
+        let library = self.library;
         let layout = |element, rows: usize, columns: usize| {
-            result::create_matrix_layout(kind(element), rows as u64, columns as u64, rows as i64)
+            let mut layout = std::ptr::null_mut();
+            // SAFETY: writes the layout.
+            unsafe { (library.create_layout)(&mut layout, kind(element), rows as u64, columns as u64, rows as i64) }
+                .result()?;
+            Ok::<_, CublasError>(layout)
         };
-        let description = result::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F)?;
+        let mut description = std::ptr::null_mut();
+        // SAFETY: writes the description.
+        unsafe { (library.create_description)(&mut description, compute, sys::cudaDataType::CUDA_R_32F) }.result()?;
         // As stored, seen column-major: b is (k×n)ᵀ = n×k, or k×n if it is stored transposed.
         let layouts = [
             if tb { layout(b, k, n)? } else { layout(b, n, k)? },
@@ -236,18 +317,19 @@ impl Matmul {
         ];
         // SAFETY: the algorithm is replaced below, before it is used.
         let algorithm = unsafe { std::mem::zeroed() };
-        let mut plan = Plan { description, layouts, algorithm };
+        let mut plan = Plan { library, description, layouts, algorithm };
         // SAFETY: attributes are given as the integers that cuBLASLt documents; descriptors are alive.
         unsafe {
-            describe(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(tb))?;
-            describe(description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(ta))?;
-            describe(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
+            describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(tb))?;
+            describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &operation(ta))?;
+            describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue)?;
             if keeps {
-                describe(description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(n as i64))?;
+                describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(n as i64))?;
             }
-            let preference = result::create_matmul_pref()?;
+            let mut preference = std::ptr::null_mut();
+            (library.create_preference)(&mut preference).result()?;
             let prefer = |attribute, value: &[u8]| {
-                result::set_matmul_pref_attribute(preference, attribute, value.as_ptr().cast(), value.len())
+                (library.prefer)(preference, attribute, value.as_ptr().cast(), value.len()).result()
             };
             // The order of sums must not depend on who comes first: no reduction in place. Partial sums are kept in
             // f32, also where the result is bf16.
@@ -263,10 +345,28 @@ impl Matmul {
                 })
                 .and_then(|()| {
                     let [left, right, out] = layouts;
-                    result::get_matmul_algo_heuristic(self.handle, description, left, right, out, out, preference)
+                    let (mut best, mut found) = (std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>(), 0);
+                    (library.heuristic)(
+                        self.handle,
+                        description,
+                        left,
+                        right,
+                        out,
+                        out,
+                        preference,
+                        1,
+                        &mut best,
+                        &mut found,
+                    )
+                    .result()?;
+                    if found == 0 {
+                        return Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
+                    }
+                    best.state.result()?;
+                    Ok(best.algo)
                 });
-            let _ = result::destroy_matmul_pref(preference);
-            plan.algorithm = chosen?.algo;
+            (library.destroy_preference)(preference);
+            plan.algorithm = chosen?;
         }
         Ok(plan)
     }
@@ -274,8 +374,10 @@ impl Matmul {
 
 impl Drop for Matmul {
     fn drop(&mut self) {
-        // SAFETY: created by cuBLASLt and destroyed once.
-        let _ = unsafe { result::destroy_handle(self.handle) };
+        if self.context.bind_to_thread().is_ok() {
+            // SAFETY: created by cuBLASLt and destroyed once.
+            unsafe { (self.library.destroy)(self.handle) };
+        }
     }
 }
 
@@ -284,14 +386,13 @@ impl Drop for Matmul {
 /// # Safety
 /// The description is alive and T is the attribute's type.
 unsafe fn describe<T>(
+    library: &CublasLt,
     description: sys::cublasLtMatmulDesc_t,
     attribute: sys::cublasLtMatmulDescAttributes_t,
     value: &T,
 ) -> Result<(), CublasError> {
     // SAFETY: of the caller.
-    unsafe {
-        result::set_matmul_desc_attribute(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>())
-    }
+    unsafe { (library.describe)(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>()) }.result()
 }
 
 fn kind(element: Element) -> sys::cudaDataType {

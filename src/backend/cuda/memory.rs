@@ -26,6 +26,14 @@ impl Element {
             Element::Bf16 => 2,
         }
     }
+
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Element::F32 => "f32",
+            Element::Bf16 => "bf16",
+        }
+    }
 }
 
 /// A flat buffer on the device.
@@ -34,12 +42,50 @@ pub struct CudaBuf {
     len: usize,
     element: Element,
     lines: Arc<Lines>,
+    /// Elements that lie before it in its piece: tests look at windows that begin anywhere.
+    #[cfg(test)]
+    lead: usize,
+}
+
+/// Elements before every buffer of parameters and gradients that this thread takes next.
+#[cfg(test)]
+pub mod lead {
+    use std::cell::Cell;
+
+    use crate::backend::MemoryKind;
+
+    thread_local! {
+        static LEAD: Cell<usize> = const { Cell::new(0) };
+    }
+
+    /// Sets their number.
+    pub fn set(elements: usize) {
+        LEAD.set(elements);
+    }
+
+    /// Their number: for kinds of memory that no kernel takes as scratch.
+    pub fn of(what: MemoryKind) -> usize {
+        if matches!(what, MemoryKind::Parameters | MemoryKind::Gradients) { LEAD.get() } else { 0 }
+    }
 }
 
 impl CudaBuf {
+    /// The same after so many elements of its piece.
+    #[cfg(test)]
+    pub(super) fn after(self, lead: usize) -> Self {
+        Self { lead, ..self }
+    }
+
     /// A buffer of `len` elements in `piece`, which messages reach by `lines`.
     pub(super) fn new(piece: Piece, len: usize, element: Element, lines: &Arc<Lines>) -> Self {
-        Self { piece, len, element, lines: lines.clone() }
+        Self {
+            piece,
+            len,
+            element,
+            lines: lines.clone(),
+            #[cfg(test)]
+            lead: 0,
+        }
     }
 
     /// The elements `range` for messages. The device is that of the calling thread from now on: MPI may look for it.
@@ -53,7 +99,7 @@ impl CudaBuf {
             return Err(Error::internal(format!("a message of elements {range:?} cuts a word")));
         }
         let words = to_words(range.end) - to_words(range.start);
-        let address = self.piece.pointer() as usize + to_words(range.start) * size_of::<f32>();
+        let address = self.pointer() as usize + to_words(range.start) * size_of::<f32>();
         // SAFETY: the words lie in the piece, which begins and ends at multiples of 256 bytes and lives as long as the
         // borrow; it is not of the stream-ordered allocator, so MPI may open it.
         let span = unsafe { Span::new(address, words) };
@@ -74,10 +120,18 @@ impl CudaBuf {
         self.len
     }
 
+    /// The address of the first element.
+    fn pointer(&self) -> u64 {
+        #[cfg(test)]
+        return self.piece.pointer() + (self.lead * self.element.size()) as u64;
+        #[cfg(not(test))]
+        self.piece.pointer()
+    }
+
     /// The window `range`.
     pub fn view(&self, range: Range<usize>) -> View<'_> {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of a buffer of {}", self.len);
-        let pointer = self.piece.pointer() + (range.start * self.element.size()) as u64;
+        let pointer = self.pointer() + (range.start * self.element.size()) as u64;
         View { pointer, len: range.len(), element: self.element, life: PhantomData }
     }
 

@@ -14,6 +14,8 @@
 //!   bits.
 //! - Losses and norms are read by the host later (`Backend::Scalar`): within a step nothing waits for the device until
 //!   the gradients have been reduced.
+//! - Tensors lie in their units without gaps: operands begin anywhere. Kernels look at addresses before they move 16 bytes at
+//!   a time, cuBLASLt is told the alignment of each operand, and a bias that it could not read is copied first.
 //! - Attention never stores a matrix of time × time (Dao, 2023): bf16 with heads of 64 or 128 on tensor cores,
 //!   everything else in plain arithmetic.
 //!
@@ -55,6 +57,7 @@ mod scalar;
 mod softmax;
 mod sums;
 mod swiglu;
+mod toolkit;
 mod window;
 
 use std::ops::Range;
@@ -76,6 +79,8 @@ use program::Programs;
 pub use device::{Device, devices};
 pub use ints::CudaInts;
 pub use matmul::Arithmetic;
+#[cfg(test)]
+pub(in crate::backend) use memory::lead;
 pub use memory::{CudaBuf, View, ViewMut};
 pub use scalar::Scalar;
 
@@ -134,7 +139,8 @@ impl Cuda {
             Precision::F32(arithmetic) => arithmetic,
             Precision::Bf16 => Arithmetic::Full,
         };
-        let (programs, matmul) = (Arc::new(Programs::new(context, device.architecture())?), Matmul::new(arithmetic)?);
+        let (programs, matmul) =
+            (Arc::new(Programs::new(context, device.architecture())?), Matmul::new(context, arithmetic)?);
         let pool = Pool::new(context, bytes)?;
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
@@ -172,11 +178,22 @@ impl Cuda {
 
     fn take(&self, what: MemoryKind, len: usize, element: Element) -> Result<CudaBuf> {
         self.0.journal.buffer(what, len * element.size());
+        #[cfg(test)]
+        if let lead @ 1.. = lead::of(what) {
+            let piece = self.0.pool.take(what, (lead + len) * element.size())?;
+            return Ok(CudaBuf::new(piece, len, element, &self.0.lines).after(lead));
+        }
         Ok(CudaBuf::new(self.0.pool.take(what, len * element.size())?, len, element, &self.0.lines))
+    }
+
+    /// Chooses the device for the calling thread: any thread may be the first to meet the driver in any call.
+    fn bind(&self) -> Result<()> {
+        check("be chosen", self.device().context().bind_to_thread())
     }
 
     /// Copies within the device.
     fn move_within(&self, x: View<'_>, y: &ViewMut<'_>) -> Result<()> {
+        self.bind()?;
         let (bytes, stream) = (x.len * x.element.size(), self.0.compute.cu_stream());
         // SAFETY: both windows have so many bytes, and do not overlap: one is exclusive.
         check("copy within it", unsafe { result::memcpy_dtod_async(y.pointer, x.pointer, bytes, stream) })
@@ -184,6 +201,7 @@ impl Cuda {
 
     /// Sets all bits to zero.
     fn clear(&self, y: &ViewMut<'_>) -> Result<()> {
+        self.bind()?;
         let (bytes, stream) = (y.len * y.element.size(), self.0.compute.cu_stream());
         // SAFETY: the window has so many bytes.
         check("clear memory", unsafe { result::memset_d8_async(y.pointer, 0, bytes, stream) })
@@ -232,7 +250,7 @@ impl Backend for Cuda {
 
     fn write(&self, host: &[f32], to: ViewMut<'_>) -> Result<()> {
         assert_eq!(host.len(), to.len, "values for a window");
-        check("be chosen", self.device().context().bind_to_thread())?;
+        self.bind()?;
         let stream = self.0.compute.cu_stream();
         match to.element {
             Element::F32 => {
@@ -252,7 +270,7 @@ impl Backend for Cuda {
 
     fn download(&self, from: View<'_>, host: &mut [f32]) -> Result<()> {
         assert_eq!(host.len(), from.len, "room for a window");
-        check("be chosen", self.device().context().bind_to_thread())?;
+        self.bind()?;
         let stream = self.0.compute.cu_stream();
         match from.element {
             Element::F32 => {

@@ -16,6 +16,7 @@ use cudarc::nvrtc::{Ptx, sys};
 use sha2::{Digest, Sha256};
 
 use super::libraries::{self, check};
+use super::toolkit::{self, Nvrtc};
 use crate::error::{Error, Result};
 use crate::private;
 
@@ -61,7 +62,7 @@ pub struct Variant {
 /// # Errors
 /// There is no NVRTC, no such source, or the compiler refuses it; its log is in the message.
 pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
-    libraries::nvrtc()?;
+    let library = &toolkit::nvrtc()?.functions;
     let source = source(variant.source)?;
     let text = |text: &str| CString::new(text).map_err(|_| Error::internal("a zero byte in a kernel"));
     let headers = HEADERS.iter().map(|header| text(header.text)).collect::<Result<Vec<_>>>()?;
@@ -80,17 +81,17 @@ pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
     let status = unsafe {
         let (headers, names) = (pointers(&headers), pointers(&names));
         let count = headers.len() as i32;
-        sys::nvrtcCreateProgram(&mut program, code.as_ptr(), name.as_ptr(), count, headers.as_ptr(), names.as_ptr())
+        (library.create)(&mut program, code.as_ptr(), name.as_ptr(), count, headers.as_ptr(), names.as_ptr())
     };
     done("begin", status)?;
-    let _end = End(program);
+    let _end = End(library, program);
     // SAFETY: the program lives until `_end`, the options until the call returns.
     let compiled = unsafe {
         let options = pointers(&options);
-        sys::nvrtcCompileProgram(program, options.len() as i32, options.as_ptr())
+        (library.compile)(program, options.len() as i32, options.as_ptr())
     };
     if compiled != sys::nvrtcResult::NVRTC_SUCCESS {
-        let log = output(program, sys::nvrtcGetProgramLogSize, sys::nvrtcGetProgramLog);
+        let log = output(program, library.log_size, library.log);
         let log = log.unwrap_or_default();
         let log = CStr::from_bytes_until_nul(&log).map(CStr::to_string_lossy).unwrap_or_default();
         return Err(Error::device(format!(
@@ -99,14 +100,14 @@ pub fn compile(variant: Variant, architecture: &str) -> Result<Vec<u8>> {
             log.trim()
         )));
     }
-    output(program, sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN).map_err(|status| failed("give its result", status))
+    output(program, library.cubin_size, library.cubin).map_err(|status| failed("give its result", status))
 }
 
 /// An output of NVRTC for a program: the length is read first, then the bytes.
 fn output(
     program: sys::nvrtcProgram,
-    size: unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
-    get: unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult,
+    size: unsafe extern "C" fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
+    get: unsafe extern "C" fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult,
 ) -> Result<Vec<u8>, sys::nvrtcResult> {
     let done = |status| if status == sys::nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(status) };
     let mut len = 0;
@@ -119,12 +120,12 @@ fn output(
 }
 
 /// Ends a program of NVRTC.
-struct End(sys::nvrtcProgram);
+struct End(&'static Nvrtc, sys::nvrtcProgram);
 
 impl Drop for End {
     fn drop(&mut self) {
         // SAFETY: created by NVRTC and ended once.
-        unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
+        unsafe { (self.0.destroy)(&mut self.1) };
     }
 }
 

@@ -1,7 +1,7 @@
 //! Choice of the path to device memory, and the proof that a direct one works here.
 //!
-//! `auto` is direct if the MPI library claims to know CUDA and one rank of each node shows that it does: a child
-//! process (`hpctrain prove-direct`), which may crash, has the library exchange device memory with itself. Otherwise it
+//! `auto` is direct if the MPI library claims to know CUDA and one rank of each node shows that it does: two processes of
+//! their own (`hpctrain prove-direct`), which may crash, have the library exchange device memory between them. Otherwise it
 //! is staged. It is never NCCL, a second library of messages with limits of its own, which only a configuration asks
 //! for.
 
@@ -66,10 +66,18 @@ impl<B: Backend> Comm<B> {
 /// The arguments by which a program that proves the direct way to be passable is started: `hpctrain prove-direct`.
 pub const PROOF: &str = "prove-direct";
 
-/// The proof of [`Comm::on_path`] in a child that is this program.
+/// The proof of [`Comm::on_path`] in children that are this program.
 ///
 /// # Errors
 /// As [`mpi::prove_in_child`].
 pub fn prove() -> Result<()> {
+    proved_by().map(drop)
+}
+
+/// As [`prove`]: the number of processes that exchanged memory.
+///
+/// # Errors
+/// As [`mpi::prove_in_child`].
+pub fn proved_by() -> Result<usize> {
     mpi::prove_in_child(&[PROOF])
 }

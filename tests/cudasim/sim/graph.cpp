@@ -81,7 +81,7 @@ using namespace cudasim;
 struct GraphHandle { std::shared_ptr<Graph> graph; };
 
 EXPORT CUresult cuStreamBeginCapture_v2(void* h, int mode) {
-  ENTER();
+  BOUND();
   Stream* s = stream_of(h);
   if (!s || uintptr_t(h) <= 2) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;  // the default stream cannot be captured
   if (s->capture) return CUDA_ERROR_INVALID_VALUE;
@@ -93,7 +93,7 @@ EXPORT CUresult cuStreamBeginCapture_v2(void* h, int mode) {
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuStreamEndCapture(void* h, GraphHandle** out) {
-  ENTER();
+  BOUND();
   *out = nullptr;
   Stream* s = stream_of(h);
   if (!s || !s->capture) return CUDA_ERROR_INVALID_VALUE;
@@ -108,7 +108,7 @@ EXPORT CUresult cuStreamEndCapture(void* h, GraphHandle** out) {
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuStreamIsCapturing(void* h, int* status) {
-  ENTER();
+  BOUND();
   Stream* s = stream_of(h);
   *status = !s || !s->capture ? 0 : s->capture->broken ? 2 : 1;  // NONE, INVALIDATED, ACTIVE
   return CUDA_SUCCESS;
@@ -120,7 +120,7 @@ EXPORT CUresult cuGraphGetNodes(GraphHandle* g, void** nodes, size_t* n) {
   return CUDA_SUCCESS;
 }
 EXPORT CUresult cuGraphInstantiateWithFlags(GraphHandle** exec, GraphHandle* g, unsigned long long) {
-  ENTER();
+  BOUND();
   *exec = new GraphHandle{g->graph};
   return CUDA_SUCCESS;
 }

@@ -25,6 +25,7 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 // From libcuda:
 EXPORT int cudasim_enqueue_asked(void* stream, const char* name, std::function<int()>* f);
+EXPORT bool cudasim_bound();
 EXPORT int cudasim_stream_device(void* stream);
 EXPORT bool cudasim_range_ok(const void* p, size_t n, const char* what);
 EXPORT void cudasim_open(int device, bool on);
@@ -57,6 +58,9 @@ Result refuse(Result r, const char* format, ...) {
   va_end(args);
   return r;
 }
+
+// Beginning and end of a communicator, and all that it does, want the device chosen.
+Result no_device() { return refuse(CUDA, "no context was chosen for this thread"); }
 
 // ---- what ranks share ----------------------------------------------------------------------
 
@@ -203,6 +207,7 @@ Result enqueue(Comm* c) {
 Result start(Comm* c, void* stream, std::shared_ptr<Task> task) {
   static FailPoint broken{"nccl"};
   if (broken.hit()) return refuse(SYSTEM, "a failure was asked for");
+  if (!cudasim_bound()) return no_device();
   if (cudasim_stream_device(stream) != c->state->device) return refuse(USAGE, "a stream of another device");
   c->stream = stream;
   c->started = std::move(task);
@@ -299,7 +304,7 @@ Result join(Comm* c, int size, const ncclUniqueId& bytes, int rank) {
   Id id;
   memcpy(&id, bytes.bytes, sizeof id);
   int bus = 0;
-  if (cuCtxGetDevice(&c->state->device)) return refuse(CUDA, "no device was chosen");
+  if (cuCtxGetDevice(&c->state->device)) return no_device();
   cuDeviceGetAttribute(&bus, kBus, c->state->device);
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size) return refuse(ARGUMENT, "rank %d of %d", rank, size);
   if (memcmp(id.mark, kMark, sizeof kMark)) return refuse(ARGUMENT, "the id is none");
@@ -382,17 +387,20 @@ EXPORT Result ncclCommGetAsyncError(Comm* c, Result* state) {
   return OK;
 }
 EXPORT Result ncclCommFinalize(Comm* c) {
+  if (!cudasim_bound()) return no_device();
   if (!c->has_met || c->finalized || c->asks) return refuse(ARGUMENT, "the communicator is not ready");
   c->finalized = true;
   c->asks = c->blocks ? 0 : 2;
   return c->blocks ? OK : IN_PROGRESS;
 }
 EXPORT Result ncclCommDestroy(Comm* c) {
+  if (!cudasim_bound()) return no_device();
   if (c->asks) return refuse(ARGUMENT, "the communicator is not ready");
   delete c;
   return OK;
 }
 EXPORT Result ncclCommAbort(Comm* c) {
+  if (!cudasim_bound()) return no_device();
   c->state->aborted = true;
   delete c;
   return OK;

@@ -44,7 +44,7 @@ EXPORT CUresult cuMemHostAlloc(void** p, size_t n, unsigned) {
 }
 EXPORT CUresult cuMemAllocHost_v2(void** p, size_t n) { return cuMemHostAlloc(p, n, 0); }
 EXPORT CUresult cuMemFreeHost(void* p) {
-  ENTER();
+  BOUND();
   drain_all();
   return host_free(p) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }

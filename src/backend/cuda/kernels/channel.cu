@@ -23,31 +23,35 @@ __device__ __forceinline__ void spread(long long n, F body) {
   for (long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x; i < n; i += threads) body(i);
 }
 
+// The sample of a block in grids of `partial_sums`.
+__device__ __forceinline__ int sample_of(const Channels& s) { return int(blockIdx.x / (gridDim.x / s.samples)); }
+
 // partial[sample][chunk] = (Σ a, Σ b) over a chunk of places, each of `channels`, where add(element, channel, a, b) adds for a
-// place. Block: (32, 8), grid: (ceil(channels / 32), chunks, samples). Thread row y adds every eighth place; the eight sums
-// meet in order.
+// place. Block: (32, 8), grid: (samples·chunks, ceil(channels / 32)), the chunks of a sample one after the other: along x a
+// grid may be long. Thread row y adds every eighth place; the eight sums meet in order.
 template <class F>
 __device__ __forceinline__ void partial_sums(float* partial, const Channels& s, int chunk, F add) {
   __shared__ float sums[2][8][33];
-  int channel = blockIdx.x * 32 + threadIdx.x, first = blockIdx.y * chunk;
+  int sample = sample_of(s), chunks = int(gridDim.x) / s.samples;
+  int channel = blockIdx.y * 32 + threadIdx.x, first = (int(blockIdx.x) - sample * chunks) * chunk;
   int end = first + chunk < s.places ? first + chunk : s.places;
   float a = 0.0f, b = 0.0f;
   if (channel < s.channels)
     for (int place = first + threadIdx.y; place < end; place += 8)
-      add(((long long)blockIdx.z * s.places + place) * s.channels + channel, channel, a, b);
+      add(((long long)sample * s.places + place) * s.channels + channel, channel, a, b);
   sums[0][threadIdx.y][threadIdx.x] = a, sums[1][threadIdx.y][threadIdx.x] = b;
   __syncthreads();
   if (threadIdx.y < 2 && channel < s.channels) {
     float sum = 0.0f;
     for (int i = 0; i < 8; i++) sum += sums[threadIdx.y][i][threadIdx.x];
-    long long at = ((long long)blockIdx.z * gridDim.y + blockIdx.y) * 2 + threadIdx.y;
+    long long at = (long long)blockIdx.x * 2 + threadIdx.y;
     partial[at * s.channels + channel] = sum;
   }
 }
 
 extern "C" __global__ void __launch_bounds__(256) moments_partial(const elem* x, float* partial, int chunk, CHANNELS) {
   const Channels s = THE_CHANNELS;
-  const elem* first = x + (long long)blockIdx.z * places * channels;
+  const elem* first = x + (long long)sample_of(s) * places * channels;
   partial_sums(partial, s, chunk, [&](long long at, int channel, float& a, float& b) {
     float apart = to_float(x[at]) - to_float(first[channel]);
     a += apart, b += apart * apart;
