@@ -146,6 +146,8 @@ impl Work for PredictArgs {
         let create = || Predictions::create(&self.out, samples as usize, meaning, self.beside(form, &rows)?);
         let to = world.agree(writes.then(create).transpose())?;
         predict(&mut model, dataset, plan.config.eval.batch, to)?;
+        // Shards that were made for this stay until every rank has read them.
+        world.agree(Ok(()))?;
         if world.rank() == 0 {
             say(format_args!("{}: outputs of {} rows", self.out.display(), grouped(samples)));
         }

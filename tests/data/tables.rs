@@ -187,6 +187,29 @@ fn words_are_classes_in_the_order_of_their_names() {
     assert!(told.contains("line 2, column \"y\": \"ten\" is no number"), "{told}");
 }
 
+/// A word for missing numbers before any other target may be the name of a class, too: nothing is guessed.
+#[test]
+fn a_word_for_missing_numbers_is_no_guess() {
+    let root = tempfile::tempdir().unwrap();
+    let (names, numbers) = (b"a,y\n1,NA\n2,DE\n3,NA\n", b"a,y\n1,NA\n2,1\n3,0\n");
+    for (name, table) in [("names", &names[..]), ("numbers", &numbers[..])] {
+        let told = import(root.path(), name, table, |import| import.missing = Some(Missing::Skip)).unwrap_err();
+        assert!(
+            told.to_string().contains("\"NA\" is a missing number, or the name of a class\nhint: say which"),
+            "{told}"
+        );
+    }
+    import(root.path(), "countries", names, |import| import.classes = true).unwrap();
+    let countries: Vec<u32> =
+        rows(&root.path().join("countries"), Split::Train, 1, 2).iter().map(|(_, class)| *class).collect();
+    assert_eq!(countries, [1, 0, 1]);
+    import(root.path(), "skipped", numbers, |import| {
+        (import.missing, import.format.na) = (Some(Missing::Skip), owned(&["NA"]));
+    })
+    .unwrap();
+    assert_eq!(rows(&root.path().join("skipped"), Split::Train, 1, 2), [(vec![2.0], 1), (vec![3.0], 0)]);
+}
+
 #[test]
 fn columns_have_names_of_their_own() {
     let root = tempfile::tempdir().unwrap();

@@ -120,7 +120,7 @@ fn outputs_of_a_pipeline_are_those_of_one_rank() {
         ["model.kind=layers", "model.input=[7, 6, 1]", layers, &pictures, "run.steps=2", "optimizer.lr=0.01"];
     let files = Run::new(Alone, root.path(), "x", &settings).succeeds();
     let outputs = |ranks: usize, layout: &str| {
-        let out = root.path().join(format!("out-{ranks}-{}", layout.len()));
+        let out = root.path().join(format!("out-{ranks}-{}.h5", layout.len()));
         let (checkpoint, data) = (files.checkpoint(2), root.path().join("pictures"));
         let args = ["predict", "--checkpoint", checkpoint.to_str().unwrap(), "--data", data.to_str().unwrap()];
         let args = [&args[..], &["--out", out.to_str().unwrap()]].concat();

@@ -145,7 +145,14 @@ impl Row<'_> {
     fn target(&self, column: usize, labels: &mut Labels) -> std::result::Result<f64, Unusable> {
         let (cell, format) = (self.cell(column), &self.import.format);
         let is_number = format.number(cell) != Cell::Word;
-        if !cell.is_empty() {
+        if matches!(labels, Labels::Unseen) && !format.is_missing(cell) {
+            if format.number(cell) == Cell::Missing {
+                return Err(self.refused(
+                    column,
+                    &format!("{cell:?} is a missing number, or the name of a class"),
+                    "say which: --na for words without a value, --regression for numbers, or --classes for names",
+                ));
+            }
             labels.see(is_number);
         }
         if matches!(labels, Labels::Words { .. }) && format.is_missing(cell) {
