@@ -25,6 +25,10 @@ const STEPS: usize = 5;
 /// not there in every round.
 const ROUNDS: usize = 5;
 
+/// Seconds after which no further round begins: steps that take so long are disturbed little, and on a crowded machine it would be
+/// long before all rounds are over.
+const ENOUGH: f64 = 20.0;
+
 /// Steps that touch memory for the first time.
 const WARM_UP: usize = 2;
 
@@ -125,7 +129,11 @@ pub fn measure<B: Kernels>(
         }
     }
     let (mut times, mut exchanges) = (BTreeMap::<Key, Times>::new(), BTreeMap::<_, Vec<f64>>::new());
-    for _ in 0..ROUNDS {
+    let begun = Instant::now();
+    for round in 0..ROUNDS {
+        if round > 0 && is_enough(&world, begun)? {
+            break;
+        }
         for (&key, plan) in &of_keys {
             let found = time_blocks(comm, plan, backend)?;
             if times.get(&key).is_none_or(|before| found.step < before.step) {
@@ -154,6 +162,11 @@ pub fn measure<B: Kernels>(
     Ok(measured)
 }
 
+/// Whether the ranks have measured for long enough, by the clock of the one that began first. Collective.
+fn is_enough<B: Kernels>(world: &Group<B>, begun: Instant) -> Result<bool> {
+    Ok(slowest(world, &[begun.elapsed().as_secs_f64()])?[0] > ENOUGH)
+}
+
 /// The part of collectives' time that takes nothing from computations beside them, and that of gathers of parameters that live for
 /// their use. `plan` gathers parameters for every turn. Of a network of few blocks the clock then has as many seconds as the ranks
 /// take with parameters that live always, and with gathers as many more.
@@ -169,7 +182,11 @@ fn time_beside<B: Kernels>(
     let both = both.map(|zero| with_few_blocks(plan, zero, comm.size(), !B::ON_HOST));
     let both = world.agree(both.into_iter().collect::<Result<Vec<Plan>>>())?;
     let mut fastest = vec![f64::INFINITY; both.len()];
-    for _ in 0..ROUNDS {
+    let begun = Instant::now();
+    for round in 0..ROUNDS {
+        if round > 0 && is_enough(&world, begun)? {
+            break;
+        }
         for (fastest, plan) in fastest.iter_mut().zip(&both) {
             let mut pace = Pace::of_plan(comm, plan.clone(), world.agree(backend(plan))?)?;
             for _ in 0..WARM_UP {

@@ -247,7 +247,7 @@ fn malformed_files_are_refused() {
     }
     for (table, target, wanted) in [
         ("a,b\n1,2\n3,x\n", "b", "line 3, column \"b\": \"x\" is no number"),
-        ("a,b\n1,nan\n", "b", "line 2, column \"b\": \"nan\" is a missing value"),
+        ("a,b\n1,nan\n", "b", "line 2, column \"b\": \"nan\" is a missing number, or the name of a class"),
         ("a,b\n1,2\n3\n", "b", "line: 3"),
         ("a,b\n1,2\n", "c", "there is no column \"c\"\nhint: its columns: a, b"),
         ("a\n1\n", "a", "1 columns, 1 of them targets"),
