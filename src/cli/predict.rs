@@ -75,7 +75,7 @@ impl PredictArgs {
         }
     }
 
-    /// What is in the place of the rows' numbers: names of images, or columns of a table.
+    /// Columns that tell rows apart: names of images, those of a table that are kept, or else numbers.
     fn beside(&self, form: Form, rows: &Unlabelled) -> Result<Beside> {
         match form {
             Form::Images => {

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use csv::StringRecord;
 
+use super::format::{place, twice};
 use super::options::{Categories, ImportCsv};
 use crate::data::columns::{Category, Coder, Columns};
 use crate::data::import::class_names;
@@ -35,19 +36,7 @@ pub(super) struct Cells {
 impl Cells {
     /// Finds the cells in a table with this header, by the options of the import.
     pub fn find(import: &ImportCsv, header: &StringRecord) -> Result<Self> {
-        let path = import.input.display();
-        let place = |name: &String| {
-            let mut found = header.iter().enumerate().filter(|(_, column)| column == name);
-            match (found.next(), found.next()) {
-                (Some((place, _)), None) => Ok(place),
-                (Some((first, _)), Some((second, _))) => Err(twice(import, name, first, second)),
-                (None, _) => {
-                    let names: Vec<&str> = header.iter().collect();
-                    Err(Error::input(format!("{path}: there is no column {name:?}"))
-                        .hint(format!("its columns: {}", names.join(", "))))
-                }
-            }
-        };
+        let place = |name: &String| place(&import.input, header, name);
         let places = |names: &[String]| names.iter().map(place).collect::<Result<Vec<usize>>>();
         let like = |columns: Columns, mut targets: Vec<usize>, weight, earlier| {
             let has = |name: &String| header.iter().any(|column| column == name);
@@ -66,13 +55,11 @@ impl Cells {
                     return Err(Error::input(format!("values hashed to {ids} ids"))
                         .hint("give 2 or more: id 0 is of empty cells"));
                 }
-                let dropped = import.drop.iter().map(|name| match header.iter().any(|column| column == name) {
-                    // All of that name.
-                    true => Ok(name),
-                    false => place(name).map(|_| name),
-                });
-                let dropped: Vec<&String> = dropped.collect::<Result<_>>()?;
-                let is_dropped = |column: usize| dropped.iter().any(|name| header.get(column) == Some(name));
+                // A name leaves out every column that has it; one that no column has is a mistake.
+                for name in import.drop.iter().filter(|name| !header.iter().any(|column| column == *name)) {
+                    place(name)?;
+                }
+                let is_dropped = |column: usize| import.drop.iter().any(|name| header.get(column) == Some(name));
                 let kept: Vec<usize> = (0..header.len()).filter(|column| !is_dropped(*column)).collect();
                 check_names(import, header, &kept)?;
                 let categories = places(columns)?;
@@ -166,16 +153,9 @@ fn check_names(import: &ImportCsv, header: &StringRecord, kept: &[usize]) -> Res
     }
     let mut seen = std::collections::HashMap::new();
     match kept.iter().find_map(|column| seen.insert(name(*column), *column).map(|first| (first, *column))) {
-        Some((first, second)) => Err(twice(import, name(second), first, second)),
+        Some((first, second)) => Err(twice(&import.input, name(second), first, second)),
         None => Ok(()),
     }
-}
-
-/// The error of two columns of one name, by their indices.
-fn twice(import: &ImportCsv, name: &str, first: usize, second: usize) -> Error {
-    let (path, first, second) = (import.input.display(), first + 1, second + 1);
-    Error::input(format!("{path}: columns {first} and {second} are both named {name:?}"))
-        .hint("give each column a name of its own, or leave both out with --drop")
 }
 
 /// Columns of an earlier import, and its parts that later tables get.

@@ -166,6 +166,27 @@ impl TableFormat {
     }
 }
 
+/// The index of the only column of a name.
+pub(super) fn place(path: &Path, header: &StringRecord, name: &str) -> Result<usize> {
+    let mut found = header.iter().enumerate().filter(|(_, column)| *column == name);
+    match (found.next(), found.next()) {
+        (Some((place, _)), None) => Ok(place),
+        (Some((first, _)), Some((second, _))) => Err(twice(path, name, first, second)),
+        (None, _) => {
+            let names: Vec<&str> = header.iter().collect();
+            Err(Error::input(format!("{}: there is no column {name:?}", path.display()))
+                .hint(format!("its columns: {}", names.join(", "))))
+        }
+    }
+}
+
+/// The error of two columns of one name, by their indices.
+pub(super) fn twice(path: &Path, name: &str, first: usize, second: usize) -> Error {
+    let (path, first, second) = (path.display(), first + 1, second + 1);
+    Error::input(format!("{path}: columns {first} and {second} are both named {name:?}"))
+        .hint("give each column a name of its own, or leave both out of an import with --drop")
+}
+
 /// The error of a table that cannot be read.
 pub(super) fn refused(path: &Path, e: &csv::Error) -> Error {
     let hint = match e.kind() {

@@ -4,27 +4,20 @@ use std::path::{Path, PathBuf};
 
 use csv::StringRecord;
 
-use super::format::{TableFormat, refused};
-use crate::error::{Error, Result};
+use super::format::{TableFormat, place, refused};
+use crate::error::Result;
 
 /// Cells of the columns of these names, line by line, of a table whose lines are all as long as its first.
 ///
 /// # Errors
-/// There is no such table or column. Each line has its own.
+/// There is no such table, no such column or two of its name. Each line has its own.
 pub fn column_texts(
     path: &Path,
     format: &TableFormat,
     names: &[String],
 ) -> Result<impl Iterator<Item = Result<Vec<String>>> + Send + 'static> {
     let (reader, header) = format.open(path)?;
-    let place = |name: &String| {
-        header.iter().position(|column| column == name).ok_or_else(|| {
-            let all: Vec<&str> = header.iter().collect();
-            Error::input(format!("{}: there is no column {name:?}", path.display()))
-                .hint(format!("its columns: {}", all.join(", ")))
-        })
-    };
-    let places = names.iter().map(place).collect::<Result<Vec<usize>>>()?;
+    let places = names.iter().map(|name| place(path, &header, name)).collect::<Result<Vec<usize>>>()?;
     let (path, mut reader): (PathBuf, _) = (path.to_owned(), reader);
     let mut record = StringRecord::new();
     Ok(std::iter::from_fn(move || match reader.read_record(&mut record) {
