@@ -84,7 +84,7 @@ pub fn small(device: &Device) -> Result<Cuda> {
 
 /// The implementation of matrix products on the CPU.
 fn products(config: &Config) -> Products {
-    if config.precision.compute == Compute::Bf16 { Products::Bf16 } else { Products::Own }
+    if config.precision.compute == Compute::Bf16 { Products::bf16() } else { Products::Own }
 }
 
 /// The CPU as a rank's device.

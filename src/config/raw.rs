@@ -328,7 +328,7 @@ sections! {
     Precision {
         /// Number format of parameters, activations and matrix products: f32, tf32 (f32 rounded for the tensor cores), bf16
         /// (with f32 sums, masters and optimizer), or auto: bf16 on GPUs, f32 on CPUs. On CPUs that multiply bf16, it is the
-        /// format of the operands of products alone, by oneDNN.
+        /// format of the operands of products alone.
         compute: Compute = Compute::Auto,
     }
 

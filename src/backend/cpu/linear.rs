@@ -1,6 +1,7 @@
 //! Affine maps of rows, and their two backward products.
 
-use super::matrix::{left, matrix, matrix_mut, right};
+use super::bf16::{self, Operand, Start};
+use super::matrix::{add_rows, left, matrix, matrix_mut, right};
 use super::product::{multiply_across, multiply_parallel};
 use super::threads::Threads;
 use super::{Cpu, Products};
@@ -15,6 +16,18 @@ pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
     } else {
         multiply_parallel(threads, left(s, a), right(s, b), c, s.acc);
     }
+}
+
+/// As [`gemm`], operands rounded to bf16. A bias takes the place of the result before; the sums of the rows of a transposed left
+/// operand are added to `sums`, if there are any.
+pub fn gemm_bf16(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32], sums: &mut [f32]) {
+    let (left, right) = (Operand::new(a, s.m, s.k, s.ta), Operand::new(b, s.n, s.k, !s.tb));
+    let start = match s.acc {
+        _ if !bias.is_empty() => Start::Columns(bias),
+        true => Start::Result,
+        false => Start::Nothing,
+    };
+    bf16::multiply(threads, left, right, c, start, sums);
 }
 
 /// Elements of one task when a bias is spread over rows.
@@ -68,6 +81,10 @@ impl LinearOps for Cpu {
 
     fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::linear(shape, bias.len()));
+        if self.products == Products::OwnBf16 {
+            gemm_bf16(&self.threads, forward(shape, &[]), x, weight, y, bias, &mut []);
+            return Ok(());
+        }
         spread(&self.threads, bias, y);
         self.weighed(forward(shape, bias), x, weight, y)
     }
@@ -87,18 +104,22 @@ impl LinearOps for Cpu {
         add: bool,
     ) -> Result<()> {
         let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len(), add));
-        if self.products == Products::Own {
-            backward_weight(&self.threads, shape, dy, x, dweight, dbias, add);
-            return Ok(());
+        match self.products {
+            Products::Own => backward_weight(&self.threads, shape, dy, x, dweight, dbias, add),
+            Products::OwnBf16 => {
+                gemm_bf16(&self.threads, weight_gradient(shape, add), dy, x, dweight, &[], dbias);
+            }
+            Products::OneDnn | Products::OneDnnBf16 => {
+                self.product(weight_gradient(shape, add), dy, x, dweight)?;
+                add_rows(&self.threads, dy, shape.outputs, dbias);
+            }
         }
-        self.product(weight_gradient(shape, add), dy, x, dweight)?;
-        super::matrix::add_rows(&self.threads, dy, shape.outputs, dbias);
         Ok(())
     }
 
     fn linear_backward_bias(&self, rows: usize, dy: &[f32], dbias: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::linear_backward_bias(rows, dbias.len()));
-        super::matrix::add_rows(&self.threads, dy, dbias.len(), dbias);
+        add_rows(&self.threads, dy, dbias.len(), dbias);
         Ok(())
     }
 }

@@ -2,6 +2,7 @@
 
 mod activation;
 mod attention;
+mod bf16;
 mod channel;
 mod classifier;
 mod columns;
@@ -52,30 +53,41 @@ pub struct Peak {
 }
 
 /// The implementation of matrix multiplication: for products, affine maps and convolutions that are unfolded whole.
-/// Attention and convolutions by tiles have small products of their own.
+/// Attention and convolutions by tiles have small products of their own, in f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Products {
     /// This program's kernels, in f32.
     Own,
+    /// This program's kernels, operands rounded to bf16, sums in f32.
+    OwnBf16,
     /// oneDNN, in f32.
     OneDnn,
     /// oneDNN, operands rounded to bf16, sums in f32.
-    Bf16,
+    OneDnnBf16,
 }
 
 impl Products {
+    /// The implementation in bf16 for this machine: oneDNN where the CPU multiplies bf16 by tiles (AMX), which this program's
+    /// kernels do not use, and the library is there.
+    pub fn bf16() -> Self {
+        if has_amx() && onednn::find().is_ok() { Products::OneDnnBf16 } else { Products::OwnBf16 }
+    }
+
     /// Whether this machine can.
     ///
     /// # Errors
     /// The CPU does not multiply bf16, or the library is not there.
     pub fn check(self) -> Result<()> {
-        if self == Products::Bf16 && !multiplies_bf16() {
+        if matches!(self, Products::OwnBf16 | Products::OneDnnBf16) && !bf16::is_there() {
             return Err(Error::input(
                 "precision.compute = bf16 needs a GPU, or a CPU with avx512_bf16 among its flags",
             )
             .hint("leave it out: CPUs without it compute in f32 (/proc/cpuinfo has the flags)"));
         }
-        if self == Products::Own { Ok(()) } else { onednn::find() }
+        match self {
+            Products::Own | Products::OwnBf16 => Ok(()),
+            Products::OneDnn | Products::OneDnnBf16 => onednn::find(),
+        }
     }
 }
 
@@ -135,8 +147,12 @@ impl Cpu {
                 linear::gemm(threads, s, a, b, c);
                 Ok(())
             }
+            Products::OwnBf16 => {
+                linear::gemm_bf16(threads, s, a, b, c, &[], &mut []);
+                Ok(())
+            }
             Products::OneDnn => onednn::multiply(threads, s, a, b, c),
-            Products::Bf16 => {
+            Products::OneDnnBf16 => {
                 let (a_words, b_words) = (self.narrowed(a)?, self.narrowed(b)?);
                 let [a, b] = [(&a_words, a), (&b_words, b)]
                     .map(|(words, x)| &bytemuck::cast_slice::<f32, u16>(words.as_slice())[..x.len()]);
@@ -149,7 +165,7 @@ impl Cpu {
     fn weighed(&self, s: Gemm, x: &[f32], weight: &[f32], y: &mut [f32]) -> Result<()> {
         let panels = match self.products {
             Products::Own => self.kept.panels(&self.pool, &self.threads, s, weight)?,
-            Products::OneDnn | Products::Bf16 => None,
+            Products::OwnBf16 | Products::OneDnn | Products::OneDnnBf16 => None,
         };
         match panels {
             Some(panels) => {
@@ -182,12 +198,11 @@ impl Cpu {
 
 impl Kernels for Cpu {}
 
-/// Whether the CPU has instructions for sums of products of bf16.
-fn multiplies_bf16() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return is_x86_feature_detected!("avx512bf16");
-    #[cfg(not(target_arch = "x86_64"))]
-    false
+/// Whether the CPU multiplies tiles of bf16.
+fn has_amx() -> bool {
+    // The standard library does not tell yet; the kernel does, if it lets programs use them.
+    std::fs::read_to_string("/proc/cpuinfo")
+        .is_ok_and(|text| text.split_ascii_whitespace().any(|flag| flag == "amx_bf16"))
 }
 
 impl Backend for Cpu {
