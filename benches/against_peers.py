@@ -1,11 +1,12 @@
 """hpctrain against PyTorch and others on this machine: all in turn, and the ratio pair by pair.
 
     python benches/against_peers.py [--pairs 5] [--size char|baby|gpt2-124m|mlp|cnn] [--peers pytorch,ddp,candle,burn]
+                                    [--precision f32|bf16]
 
 Needs a release build and, for the Python that runs this, torch (and h5py, but for char and baby). hpctrain trains for real: it
 reads shards, clips, writes metrics; its figure is the median step of a run. A peer's is the median step of a loop
-over data in memory. `pytorch` has two threads (eager; of mlp and cnn, the faster of eager and torch.compile), `ddp` two processes of
-one thread (language models), `candle` and `burn` two threads; they want
+over data in memory. `pytorch` has two threads and a fused AdamW: the faster of eager and torch.compile, beside bf16 also of
+torch.compile with autocast to bf16 (language models). `ddp` has two processes of one thread (language models, eager), `candle` and `burn` two threads; they want
 `cargo build --release --manifest-path benches/rust-peers/Cargo.toml`. `ddp` is compared with two ranks of one thread (2x1), the others
 with one of two (1x2).
 """
@@ -24,7 +25,7 @@ RUST_PEERS = Path(os.environ.get("RUST_PEERS", ROOT / "benches/rust-peers/target
 MPI = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
 SETTINGS = {
     "char": ["batch.global=12", "run.steps=150"],
-    "baby": ["batch.global=4", "model.dropout=0", "run.steps=15"],
+    "baby": ["batch.global=8", "model.dropout=0", "run.steps=15"],
     "gpt2-124m": ["batch.global=4", "model.context=64", "model.vocabulary=50257", "run.steps=10", "eval.batch=4"],
     "mlp": [],
     "cnn": [],
@@ -56,8 +57,8 @@ def samples(directory):
             file["targets"] = rng.integers(10, size=rows, dtype="uint8")
 
 
-def hpctrain(size, ranks, threads, work):
-    settings = SETTINGS[size] + [f"run.root={work}", f"run.threads={threads}", "eval.samples=8", "log.sample=0"]
+def hpctrain(size, precision, ranks, threads, work):
+    settings = SETTINGS[size] + [f"precision.compute={precision}", f"run.root={work}", f"run.threads={threads}", "eval.samples=8", "log.sample=0"]
     if size not in BUNDLED:
         settings.append(f"data.path={work}")
     launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
@@ -76,14 +77,16 @@ def hpctrain(size, ranks, threads, work):
     return result
 
 
-def pytorch(size, threads):
+def pytorch(size, precision, threads):
+    """The fastest of PyTorch's modes."""
+    modes = ["eager", "compile"]
     if size in LAYERS:
-        script, steps = ROOT / "benches/pytorch_layers.py", "300" if size == "mlp" else "100"
-        modes = ("eager", "compile")
-        return max(float(subprocess.check_output([sys.executable, script, size, str(threads), steps, mode])) for mode in modes)
-    steps = {"char": "100", "baby": "10"}.get(size, "8")
-    output = subprocess.check_output([sys.executable, ROOT / "benches/pytorch_gpt.py", size, str(threads), steps])
-    return float(output)
+        script, steps = "pytorch_layers.py", "300" if size == "mlp" else "100"
+    else:
+        script, steps = "pytorch_gpt.py", {"char": "100", "baby": "10"}.get(size, "8")
+        modes += ["compile-bf16"] if precision == "bf16" else []
+    command = [sys.executable, ROOT / "benches" / script, size, str(threads), steps]
+    return max(float(subprocess.check_output([*command, mode])) for mode in modes)
 
 
 def ddp(size):
@@ -98,10 +101,10 @@ def rust(name, size):
 
 
 PEERS = {
-    "pytorch": lambda size: pytorch(size, 2),
-    "ddp": ddp,
-    "candle": lambda size: rust("candle", size),
-    "burn": lambda size: rust("burn", size),
+    "pytorch": lambda size, precision: pytorch(size, precision, 2),
+    "ddp": lambda size, _: ddp(size),
+    "candle": lambda size, _: rust("candle", size),
+    "burn": lambda size, _: rust("burn", size),
 }
 
 
@@ -110,6 +113,7 @@ def main():
     arguments.add_argument("--pairs", type=int, default=5)
     arguments.add_argument("--size", choices=SETTINGS, default="char")
     arguments.add_argument("--peers", default="pytorch")
+    arguments.add_argument("--precision", choices=("f32", "bf16"), default="f32")
     arguments = arguments.parse_args()
     peers = arguments.peers.split(",")
     names = ["1x2", "2x1", "2x1/1x2"] + [column for peer in peers for column in (peer, f"ours/{peer}")]
@@ -125,10 +129,10 @@ def main():
         elif arguments.size not in BUNDLED:
             tokens(work)
         for pair in range(arguments.pairs):
-            one, two = hpctrain(arguments.size, 1, 2, work), hpctrain(arguments.size, 2, 1, work)
+            one, two = (hpctrain(arguments.size, arguments.precision, *layout, work) for layout in ((1, 2), (2, 1)))
             row = [one, two, two / one]
             for peer in peers:
-                speed = PEERS[peer](arguments.size)
+                speed = PEERS[peer](arguments.size, arguments.precision)
                 row += [speed, (two if peer == "ddp" else one) / speed]
             rows.append(row)
             show(pair + 1, row)

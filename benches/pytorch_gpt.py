@@ -1,7 +1,9 @@
-"""The peer: a GPT training step in PyTorch (eager, scaled_dot_product_attention, AdamW), tokens a second. As a training
+"""The peer: a GPT training step in PyTorch (scaled_dot_product_attention, fused AdamW), tokens a second. As a training
 loop does, a step draws a batch from tokens in memory, clips, decays matrices only, and reads the loss.
 
-    python benches/pytorch_gpt.py char 2 100     # size, threads, steps; prints the median over steps
+    python benches/pytorch_gpt.py char 2 100 compile     # size, threads, steps, mode; prints the median over steps
+
+Modes: eager, compile (torch.compile), compile-bf16 (the same with autocast to bf16).
 """
 import statistics
 import sys
@@ -12,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 # layers, heads, width, context, batch, vocabulary, bias
-SIZES = {"char": (4, 4, 128, 64, 12, 65, False), "baby": (6, 6, 384, 256, 4, 65, False), "gpt2-124m": (12, 12, 768, 64, 4, 50257, True)}
+SIZES = {"char": (4, 4, 128, 64, 12, 65, False), "baby": (6, 6, 384, 256, 8, 65, False), "gpt2-124m": (12, 12, 768, 64, 4, 50257, True)}
 
 
 class Block(nn.Module):
@@ -44,19 +46,21 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def median(model, size, batch, steps):
+def median(model, size, batch, steps, mode="eager"):
     """Seconds of a training step on `batch` random samples, the median of so many."""
     _, _, _, context, _, vocabulary, _ = SIZES[size]
     groups = [{"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
               {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.99))
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.99), fused=True)
+    forward = model if mode == "eager" else torch.compile(model)
     data = torch.randint(vocabulary, (1 << 16,))
 
     def step():
         starts = torch.randint(len(data) - context - 1, (batch,))
         tokens = torch.stack([data[i:i + context] for i in starts])
         targets = torch.stack([data[i + 1:i + 1 + context] for i in starts])
-        loss = model(tokens, targets)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mode == "compile-bf16"):
+            loss = forward(tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -74,12 +78,12 @@ def median(model, size, batch, steps):
 
 
 def main():
-    size, threads, steps = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    size, threads, steps, mode = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(threads)
     torch.manual_seed(1)
     layers, heads, width, context, batch, vocabulary, bias = SIZES[size]
     model = Gpt(layers, heads, width, context, vocabulary, bias)
-    print(batch * context / median(model, size, batch, steps))
+    print(batch * context / median(model, size, batch, steps, mode))
 
 
 if __name__ == "__main__":
