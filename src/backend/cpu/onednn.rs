@@ -1,14 +1,14 @@
-//! Matrix products by oneDNN, a library of kernels that is looked for at run time: it multiplies bf16 where a CPU can.
+//! Matrix products by oneDNN, a library of kernels that is looked for at run time.
 //!
 //! Its functions are those of versions 2 and 3, which describe matrices differently. Each thread of a rank multiplies parts of
 //! its own: the library is set to one thread. A thread keeps the primitives prepared for a shape, since preparing one
 //! takes longer than many a product.
 //!
-//! With `precision.compute = "bf16"` on a CPU with AVX512-BF16, parameters, activations and everything else stay f32;
-//! the operands of affine maps, of their gradients and of other large products are rounded to bf16, and sums are f32.
-//! Attention and convolutions by tiles stay f32. The library may be version 2 or 3, built with OpenMP or without
-//! threads. Bits do not depend on the number of threads. Where CPU or library is missing, bf16 is refused at the start,
-//! and the test of products reports that it was skipped; `auto` is f32.
+//! It multiplies in f32 where a benchmark asks for it, and with `precision.compute = "bf16"` on CPUs with AMX, whose tiles this
+//! program's own kernels (`bf16/`) do not use: the operands of affine maps, of their gradients and of other large products are
+//! rounded to bf16, and sums are f32. The library may be version 2 or 3, built with OpenMP or without threads. Bits do not depend
+//! on the number of threads. Where it is missing, the program's own kernels multiply, and the test of products reports that it was
+//! skipped.
 //!
 //! It has run with AVX512-BF16 and oneDNN 2.6.3: the tests of products, 40 steps of the default (loss 3.0999; in f32
 //! 3.0998), and `hpctrain verify` with equal bits on 1, 2 and 4 ranks. It has not run with AMX, nor in bf16 with
