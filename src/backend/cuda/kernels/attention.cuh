@@ -37,7 +37,7 @@ __device__ __forceinline__ int tiles_for(int rows, int tile) { return (rows + ti
 struct Place {
   size_t row;       // the sequence's first row
   size_t head;      // of the queries
-  size_t key_head;  // in a row of qkv, the queries' heads counted
+  size_t heads;
   size_t kv_heads;
   size_t stride;    // between rows of qkv and dqkv
   size_t width;     // between rows of y and dy
@@ -46,7 +46,7 @@ struct Place {
   __device__ __forceinline__ Place(int time, int heads, int kv_heads, int head)
       : row(static_cast<size_t>(blockIdx.z) * time),
         head(head),
-        key_head(heads + head / (heads / kv_heads)),  // divisions of 64 bits would take a hundred instructions
+        heads(heads),
         kv_heads(kv_heads),
         stride((static_cast<size_t>(heads) + 2 * kv_heads) * HEAD),
         width(static_cast<size_t>(heads) * HEAD),
@@ -59,7 +59,9 @@ struct Place {
   }
   template <class T>
   __device__ __forceinline__ T* keys(T* qkv) const {
-    return qkv + row * stride + key_head * HEAD;
+    // Divisions of 64 bits would take a hundred instructions.
+    const unsigned group = unsigned(heads) / unsigned(kv_heads);
+    return qkv + row * stride + (heads + unsigned(head) / group) * HEAD;
   }
   template <class T>
   __device__ __forceinline__ T* values(T* qkv) const {
