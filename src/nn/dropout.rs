@@ -26,10 +26,15 @@ impl StreamDropout {
         first_row: usize,
         x: B::ViewMut<'_>,
     ) -> Result<()> {
-        let Some(training) = cx.training.as_ref().filter(|_| self.rate > 0.0) else { return Ok(()) };
+        let Some(training) = cx.training.as_ref().filter(|_| self.drops(cx)) else { return Ok(()) };
         let key = random::derive(training.dropout, &[site as u64]);
         let offset = (cx.micro.first * cx.micro.time as u64 + first_row as u64) * self.width as u64;
         cx.backend.dropout(Dropout { rate: self.rate, key, offset }, x)
+    }
+
+    /// Whether anything is dropped.
+    pub fn drops<B: Kernels>(self, cx: &Context<'_, B>) -> bool {
+        cx.training.is_some() && self.rate > 0.0
     }
 
     /// The gradient behind a site: a masked copy, or nothing when there is no dropout.
@@ -43,7 +48,7 @@ impl StreamDropout {
         first_row: usize,
         dy: &B::Buf,
     ) -> Result<Option<B::Buf>> {
-        if cx.training.is_none() || self.rate == 0.0 {
+        if !self.drops(cx) {
             return Ok(None);
         }
         let mut masked = cx.backend.alloc(MemoryKind::Activations, B::len(dy))?;

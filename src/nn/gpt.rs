@@ -147,6 +147,9 @@ impl Transformer {
             lanes.parameters(&params, |_| self.lens());
         let has_bias = self.gpt.bias;
         let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
+        let before = x;
+        // Where nothing comes between a product and its sum with the stream, the product adds it.
+        let joined = lanes.is_uncut() && !self.gpt.dropout().drops(cx) && b.adds_in_products();
 
         let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], b_norm1[0])?;
         let all_rows = lanes.gather(&norm1, d)?;
@@ -156,7 +159,11 @@ impl Transformer {
             let project = |_, to: B::ViewMut<'_>| b.linear(s.qkv, x, w_qkv[k], b_qkv[k], to);
             let (mut heads, mut lse) = (new(rows * a)?, exact(rows * s.attention.heads)?);
             let qkv = attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
-            lanes.row_linear(k, s.out, B::all(&heads), w_out[k], has_bias.then_some(b_out[k]), y)?;
+            if joined {
+                b.linear_add(s.out, B::all(&heads), w_out[k], b_out[k], B::all(before), y)?;
+            } else {
+                lanes.row_linear(k, s.out, B::all(&heads), w_out[k], has_bias.then_some(b_out[k]), y)?;
+            }
             of_lanes.extend(qkv.into_iter().chain([heads, lse]));
             Ok(())
         })?;
@@ -164,20 +171,29 @@ impl Transformer {
         let mut stream = lanes.settle(lanes.request(branch), d)?;
         self.gpt.dropout().apply(cx, site1, first_row, B::all_mut(&mut stream))?;
 
-        let (norm2, stats2) = lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], b_norm2[0])?;
+        let (norm2, stats2) = match joined {
+            true => lanes.norm(s.norm, &stream, w_norm2[0], b_norm2[0])?,
+            false => lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], b_norm2[0])?,
+        };
         let all_rows = lanes.gather(&norm2, d)?;
         let branch = lanes.sum(rows * d, None, |k, y| {
             let (mut up, mut act) = (new(rows * h)?, new(rows * h)?);
             let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
             b.linear_gelu(s.up, x, w_up[k], b_up[k], B::all_mut(&mut up), B::all_mut(&mut act))?;
-            lanes.row_linear(k, s.down, B::all(&act), w_down[k], has_bias.then_some(b_down[k]), y)?;
+            if joined {
+                b.linear_add(s.down, B::all(&act), w_down[k], b_down[k], B::all(&stream), y)?;
+            } else {
+                lanes.row_linear(k, s.down, B::all(&act), w_down[k], has_bias.then_some(b_down[k]), y)?;
+            }
             of_lanes.extend([up, act]);
             Ok(())
         })?;
         drop(all_rows);
         let mut y = lanes.settle(lanes.request(branch), d)?;
         self.gpt.dropout().apply(cx, site2, first_row, B::all_mut(&mut y))?;
-        b.add(B::all(&stream), B::all_mut(&mut y))?;
+        if !joined {
+            b.add(B::all(&stream), B::all_mut(&mut y))?;
+        }
         Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
     }
 }

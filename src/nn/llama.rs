@@ -184,6 +184,9 @@ impl<B: Kernels> Decoder<B> {
         let [w_qkv, w_out, w_gate_up, w_down, w_norm1, w_norm2] = lanes.parameters(&params, |lane| self.lens(lane));
         let (none, _) = B::cut(params.own, 0);
         let ([site1, site2], first_row) = (self.sites(), lanes.own().start);
+        let before = x;
+        // Where nothing comes between a product and its sum with the stream, the product adds it.
+        let joined = lanes.is_uncut() && !drop_out.drops(cx) && b.adds_in_products();
 
         let (norm1, stats1) = lanes.norm(s.norm, x, w_norm1[0], none)?;
         let all_rows = lanes.gather(&norm1, d)?;
@@ -197,7 +200,10 @@ impl<B: Kernels> Decoder<B> {
             };
             let (mut heads, mut lse) = (new(rows * self.heads_width())?, exact(rows * s.attention.heads)?);
             let qkv = attend(b, past.as_deref_mut(), k, s.attention, project, [&mut heads, &mut lse])?;
-            b.linear(s.out, B::all(&heads), w_out[k], none, y)?;
+            match joined {
+                true => b.linear_add(s.out, B::all(&heads), w_out[k], none, B::all(before), y)?,
+                false => b.linear(s.out, B::all(&heads), w_out[k], none, y)?,
+            }
             of_lanes.extend(qkv.into_iter().chain([heads, lse]));
             Ok(())
         })?;
@@ -205,7 +211,10 @@ impl<B: Kernels> Decoder<B> {
         let mut stream = lanes.settle(lanes.request(branch), d)?;
         drop_out.apply(cx, site1, first_row, B::all_mut(&mut stream))?;
 
-        let (norm2, stats2) = lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], none)?;
+        let (norm2, stats2) = match joined {
+            true => lanes.norm(s.norm, &stream, w_norm2[0], none)?,
+            false => lanes.add_norm(s.norm, x, &mut stream, w_norm2[0], none)?,
+        };
         let all_rows = lanes.gather(&norm2, d)?;
         let branch = lanes.sum(rows * d, None, |k, y| {
             let lane = self.slices.held.start + k;
@@ -214,14 +223,19 @@ impl<B: Kernels> Decoder<B> {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm2));
             b.linear(self.gate_up(rows, lane), x, w_gate_up[k], none, B::all_mut(&mut gate_up))?;
             b.swiglu(f, B::all(&gate_up), B::all_mut(&mut act))?;
-            b.linear(self.down(rows, lane), B::all(&act), w_down[k], none, y)?;
+            match joined {
+                true => b.linear_add(self.down(rows, lane), B::all(&act), w_down[k], none, B::all(&stream), y)?,
+                false => b.linear(self.down(rows, lane), B::all(&act), w_down[k], none, y)?,
+            }
             of_lanes.extend([gate_up, act]);
             Ok(())
         })?;
         drop(all_rows);
         let mut y = lanes.settle(lanes.request(branch), d)?;
         drop_out.apply(cx, site2, first_row, B::all_mut(&mut y))?;
-        b.add(B::all(&stream), B::all_mut(&mut y))?;
+        if !joined {
+            b.add(B::all(&stream), B::all_mut(&mut y))?;
+        }
         Ok((y, [norm1, stats1, stream, norm2, stats2].into_iter().chain(of_lanes).collect()))
     }
 }

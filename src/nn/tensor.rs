@@ -215,6 +215,11 @@ impl<'a, B: Kernels> TensorLanes<'a, B> {
         Ok(own)
     }
 
+    /// Whether sums over lanes are the products of one: what is added to the sum can be added to the product.
+    pub fn is_uncut(&self) -> bool {
+        self.slices.total == 1
+    }
+
     /// A lane's part of a map whose inputs are divided. The first lane adds the bias.
     ///
     /// # Errors

@@ -98,12 +98,20 @@ fn resources(sources: &[&'static str]) -> [BTreeMap<Name, Resources>; 2] {
 
 /// Compiles a source in every variant: the resources of its functions.
 fn compile_for(architecture: &str, source: &'static str) -> BTreeMap<Name, Resources> {
-    let heads: &[Option<usize>] = match source.starts_with("attention") {
-        true => &[Some(64), Some(128), Some(24)],
-        false => &[None],
+    // Of f32 and bf16; the kernels for tensor cores, of bf16 alone, have more shapes.
+    let heads: &[(Option<usize>, &[bool])] = match source.starts_with("attention") {
+        true => &[
+            (Some(64), &[false, true]),
+            (Some(128), &[false, true]),
+            (Some(24), &[false, true]),
+            (Some(32), &[true]),
+            (Some(33), &[true]),
+            (Some(256), &[true]),
+        ],
+        false => &[(None, &[false, true])],
     };
     let mut found = BTreeMap::new();
-    for (&head, narrow) in heads.iter().flat_map(|head| [(head, false), (head, true)]) {
+    for (&head, &narrow) in heads.iter().flat_map(|(head, narrow)| narrow.iter().map(move |narrow| (head, narrow))) {
         let image = compile(Variant { source, narrow, head }, architecture).unwrap();
         let element = if narrow { "bf16" } else { "f32" };
         let variant = format!("{source} {element}{}", head.map_or(String::new(), |head| format!(" head {head}")));

@@ -372,18 +372,3 @@ fn libraries_that_are_too_new_for_the_driver_are_passed_over() {
     }
     trains(Alone, root.path(), "older", &["run.device=cuda"], &[driver, ("LD_LIBRARY_PATH", &with(&both))]);
 }
-
-/// Heads for which there are no kernels on tensor cores are slow, which is said once.
-#[test]
-fn attention_without_tensor_cores_is_told() {
-    let root = tempfile::tempdir().unwrap();
-    for (name, width, precision, told) in [("narrow", 32, "bf16", 1), ("exact", 32, "f32", 0), ("fast", 128, "bf16", 0)]
-    {
-        let (width, precision) = (format!("model.width={width}"), format!("precision.compute={precision}"));
-        let settings = ["run.device=cuda", "run.steps=1", &width, &precision];
-        let (_, mut asked) = command(Alone, root.path(), name, &settings, &[]);
-        let ended = finish(&mut asked).succeeded();
-        let says = "attention with heads of 16 computes without tensor cores";
-        assert_eq!(ended.stderr.matches(says).count(), told, "{name}: {ended}");
-    }
-}

@@ -1,7 +1,5 @@
 //! Attention: launches of `attention.cu` and `attention_backward.cu`, whose comments hold the formulas used here.
 
-use std::sync::Once;
-
 use super::Cuda;
 use super::grid::Grid;
 use super::launch::Arg;
@@ -13,10 +11,11 @@ use crate::error::{Error, Result};
 /// Widest head that the kernels are made for.
 const WIDEST_HEAD: usize = 256;
 
-/// Tiles of one kernel: rows of a block, and bytes of shared memory.
+/// Tiles of one kernel: rows of a block, blocks that sum a gradient each for the same rows, and bytes of shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tiles {
     rows: usize,
+    parts: usize,
     shared: usize,
 }
 
@@ -28,26 +27,28 @@ struct Cuts {
     backward_q: Tiles,
 }
 
-/// Whether the kernels for heads of this width are those for tensor cores: `TENSOR_CORES` of `attention.cuh`.
-fn on_tensor_cores(element: Element, head: usize) -> bool {
-    element == Element::Bf16 && (head == 64 || head == 128)
-}
-
 impl Cuts {
+    /// Of bf16 the kernels for tensor cores, of f32 the plain ones.
     fn new(element: Element, head: usize) -> Self {
-        if on_tensor_cores(element, head) {
-            let (step, rows) = if head == 64 { (64, 128) } else { (32, 64) };
-            let backward = 2 * head * (2 * rows + 4 * 32);
-            return Self {
-                forward: Tiles { rows: 128, shared: 2 * head * (128 + 4 * step) },
-                backward_kv: Tiles { rows, shared: backward + 16 * 32 },
-                backward_q: Tiles { rows, shared: backward },
+        if element == Element::Bf16 {
+            let row = head.next_power_of_two().max(32);
+            let tiles = |rows, step, parts| Tiles { rows, parts, shared: 2 * row * (2 * rows + 4 * step) };
+            let (forward, step) = match row {
+                ..=64 => (tiles(128, 64, 1), 32),
+                128 => (tiles(128, 32, 1), 32),
+                _ => (tiles(64, 32, 1), 16),
             };
+            // The forward has one tile of its own rows, the backward two.
+            let forward = Tiles { shared: forward.shared - 2 * row * forward.rows, ..forward };
+            let backward_q = tiles(if row <= 64 { 128 } else { 64 }, step, 1);
+            let parts = if row <= 128 { 1 } else { 2 };
+            let backward_kv = Tiles { parts, shared: backward_q.shared + 16 * step, ..backward_q };
+            return Self { forward, backward_kv, backward_q };
         }
         let tile = if head <= 128 { 32 } else { 16 };
         let stride = 4 * (head.div_ceil(4) | 1);
         let (rows, scores) = (tile * stride, tile * (tile + 4));
-        let tiles = |floats: usize| Tiles { rows: tile, shared: 4 * floats };
+        let tiles = |floats: usize| Tiles { rows: tile, parts: 1, shared: 4 * floats };
         Self {
             forward: tiles(3 * rows + scores),
             backward_kv: tiles(4 * rows + 2 * scores + 2 * tile),
@@ -58,7 +59,7 @@ impl Cuts {
 
 /// A grid of tiles over so many heads of every sequence.
 fn grid(shape: Attention, heads: usize, tiles: Tiles) -> Grid {
-    let blocks = (shape.time.div_ceil(tiles.rows) as u32, heads as u32, shape.batch as u32);
+    let blocks = ((shape.time.div_ceil(tiles.rows) * tiles.parts) as u32, heads as u32, shape.batch as u32);
     Grid { blocks, threads: (128, 1, 1), shared: tiles.shared as u32 }
 }
 
@@ -72,23 +73,13 @@ impl Cuda {
             let message = format!("model.width / model.heads = {}, beyond {WIDEST_HEAD}", shape.head_width);
             return Err(Error::input(message).hint("set model.heads higher, or run.device=cpu"));
         }
-        if self.element() == Element::Bf16 && !on_tensor_cores(Element::Bf16, shape.head_width) {
-            static TOLD: Once = Once::new();
-            TOLD.call_once(|| {
-                log::warn!(
-                    "attention with heads of {} computes without tensor cores, which is much slower: heads of 64 and 128 have \
-                     kernels for them in bf16",
-                    shape.head_width
-                );
-            });
-        }
         Ok(Variant { head: Some(shape.head_width), ..self.variant(source) })
     }
 
     pub(super) fn attend(&self, shape: Attention, qkv: View<'_>, y: &ViewMut<'_>, lse: &ViewMut<'_>) -> Result<()> {
         let variant = self.attention_variant("attention.cu", shape)?;
         let aligned = qkv.pointer.is_multiple_of(16) && y.pointer.is_multiple_of(16);
-        assert!(aligned || !on_tensor_cores(self.element(), shape.head_width), "attention of a window in a buffer");
+        assert!(aligned || self.element() != Element::Bf16, "attention of a window in a buffer");
         let tiles = Cuts::new(self.element(), shape.head_width).forward;
         let args = [&[qkv.into(), y.into(), lse.into()], &sizes(shape)[..]].concat();
         self.launch_variant(variant, "attention_forward", grid(shape, shape.heads, tiles), &args)
@@ -111,7 +102,7 @@ impl Cuda {
         self.launch_variant(
             variant,
             "attention_delta",
-            grid(shape, shape.heads, Tiles { rows: 16, shared: 0 }),
+            grid(shape, shape.heads, Tiles { rows: 16, parts: 1, shared: 0 }),
             &args,
         )?;
         let args = [&[qkv.into(), dy.into(), lse.into(), delta.into(), dqkv.into()], &sizes(shape)[..]].concat();
@@ -174,8 +165,14 @@ mod tests {
             let cuts = Cuts::new(element, head);
             [cuts.forward, cuts.backward_kv, cuts.backward_q].map(|tiles| tiles.shared)
         };
-        assert_eq!(shared(Element::Bf16, 64), [49_152, 49_664, 49_152]);
-        assert_eq!(shared(Element::Bf16, 128), [65_536, 66_048, 65_536]);
+        for (heads, bytes) in [
+            (1..=32, [24_576, 25_088, 24_576]),
+            (33..=64, [49_152, 49_664, 49_152]),
+            (65..=128, [65_536, 66_048, 65_536]),
+            (129..=WIDEST_HEAD, [98_304, 98_560, 98_304]),
+        ] {
+            heads.for_each(|head| assert_eq!(shared(Element::Bf16, head), bytes, "heads of {head}"));
+        }
         let most =
             (1..=WIDEST_HEAD).map(|head| shared(Element::F32, head)).reduce(|a, b| [0, 1, 2].map(|i| a[i].max(b[i])));
         assert_eq!(most, Some([55_296, 77_056, 72_192]));

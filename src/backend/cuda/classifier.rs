@@ -7,9 +7,10 @@ use super::{Cuda, CudaInts};
 use crate::backend::{ClassifierOps, CrossEntropy, CrossEntropyPart, LogitsPart, LossWeights, Work};
 use crate::error::{Error, Result};
 
-/// Bytes of logits that a block of `cross_entropy.cu` keeps in shared memory at most: two blocks fit a multiprocessor of 228 KiB,
-/// one those of 100 KiB and more.
-const KEPT_ROW: usize = 99 << 10;
+/// Bytes of logits that a block of `cross_entropy.cu` keeps in shared memory at most, and reads once; of longer rows, of more than
+/// 50,424 classes in bf16, it reads all twice. Two such blocks fit a multiprocessor of 228 KiB, one those of 100 KiB and more: a
+/// block may have 99 KiB of these, 256 bytes of which are the kernel's own.
+const KEPT_ROW: usize = (99 << 10) - 512;
 
 fn check_weights(weights: LossWeights<View<'_>>, classes: usize, rows: usize) {
     for (weights, len) in [(weights.classes, classes), (weights.rows, rows)] {
@@ -35,7 +36,7 @@ impl ClassifierOps for Cuda {
         check_weights(weights, classes, rows);
         let args = [(&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
         let row = (classes + self.pack()) * self.element().size();
-        let keep = gradient && row <= KEPT_ROW;
+        let keep = (gradient || smoothing > 0.0) && row <= KEPT_ROW;
         let sizes = [classes.into(), scale.into(), smoothing.into()];
         let flags = [gradient, keep].map(|flag| Arg::Int(i32::from(flag)));
         let grid = Grid { shared: if keep { row as u32 } else { 0 }, ..Grid::new(rows, 512) };

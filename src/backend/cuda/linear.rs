@@ -18,7 +18,7 @@ fn matrix(view: View<'_>) -> Matrix {
 /// A product of these operands.
 fn product(shape: Gemm, a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Product {
     assert!(a.len == shape.m * shape.k && b.len == shape.k * shape.n && c.len == shape.m * shape.n, "{shape:?}");
-    Product { shape, a: matrix(a), b: matrix(b), c: matrix(c.shared()), epilogue }
+    Product { shape, a: matrix(a), b: matrix(b), c: matrix(c.shared()), from: c.shared().pointer, epilogue }
 }
 
 /// A bias where cuBLASLt can read it.
@@ -61,6 +61,28 @@ impl LinearOps for Cuda {
         let bias = self.bias(bias)?;
         let epilogue = if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
         self.run(&product(gemm, x, weight, &y, epilogue))
+    }
+
+    fn linear_add(
+        &self,
+        shape: Linear,
+        x: View<'_>,
+        weight: View<'_>,
+        bias: View<'_>,
+        more: View<'_>,
+        y: ViewMut<'_>,
+    ) -> Result<()> {
+        let _launch = self.launched(Work::linear_add(shape, bias.len));
+        let Linear { rows, inputs, outputs } = shape;
+        assert!(more.len == y.len && more.element == y.element, "a sum of {} and {} elements", more.len, y.len);
+        let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: true };
+        let bias = self.bias(bias)?;
+        let epilogue = if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
+        self.run(&Product { from: more.pointer, ..product(gemm, x, weight, &y, epilogue) })
+    }
+
+    fn adds_in_products(&self) -> bool {
+        true
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: View<'_>, weight: View<'_>, dx: ViewMut<'_>) -> Result<()> {

@@ -89,7 +89,7 @@ pub struct Matrix {
     pub element: Element,
 }
 
-/// `c = op(a)·op(b) (+ c)`, all row-major; the letters as in [`Gemm`](crate::backend::Gemm).
+/// `c = op(a)·op(b) (+ from)`, all row-major; the letters as in [`Gemm`](crate::backend::Gemm).
 #[derive(Debug, Clone, Copy)]
 pub struct Product {
     /// Sizes and transpositions.
@@ -100,6 +100,8 @@ pub struct Product {
     pub b: Matrix,
     /// Result.
     pub c: Matrix,
+    /// Address of a matrix like the result, to which the product is added where its shape says so; the result itself, or apart.
+    pub from: u64,
     /// Operation on the result before it is stored.
     pub epilogue: Epilogue,
 }
@@ -111,7 +113,7 @@ struct Key {
     flags: [bool; 4],
     epilogue: u32,
     elements: [Element; 3],
-    /// Bytes that the addresses of a, b and c are multiples of. Of the bias cuBLASLt cannot be told:
+    /// Bytes that the addresses of a, b, and of c and the matrix added to it, are multiples of. Of the bias cuBLASLt cannot be told:
     /// [`BIAS_ALIGNMENT`] holds for all.
     alignments: [u32; 3],
 }
@@ -134,14 +136,14 @@ impl Product {
     }
 
     fn key(&self) -> Key {
-        let Self { shape, a, b, c, epilogue } = *self;
-        let alignment = |matrix: Matrix| 1 << matrix.pointer.trailing_zeros().min(8);
+        let Self { shape, a, b, c, from, epilogue } = *self;
+        let alignment = |pointer: u64| 1 << pointer.trailing_zeros().min(8);
         Key {
             sizes: [shape.m, shape.n, shape.k],
             flags: [shape.ta, shape.tb, shape.acc, epilogue.kept().is_some()],
             epilogue: epilogue.kind() as u32,
             elements: [a.element, b.element, c.element],
-            alignments: [a, b, c].map(alignment),
+            alignments: [a.pointer, b.pointer, c.pointer | from].map(alignment),
         }
     }
 }
@@ -236,7 +238,7 @@ impl Matmul {
     /// # Errors
     /// The library knows no algorithm, or the device failed.
     pub fn run(&self, product: &Product, workspace: u64, stream: sys::cudaStream_t) -> Result<()> {
-        let Product { shape, a, b, c, epilogue } = *product;
+        let Product { shape, a, b, c, from, epilogue } = *product;
         if product.is_empty() {
             return Ok(());
         }
@@ -275,7 +277,7 @@ impl Matmul {
                 address(a),
                 right,
                 scalar(&beta),
-                address(c),
+                from as *const c_void,
                 out,
                 to,
                 out,

@@ -16,8 +16,7 @@
 //!   the gradients have been reduced.
 //! - Tensors lie in their units without gaps: operands begin anywhere. Kernels look at addresses before they move 16 bytes at
 //!   a time, cuBLASLt is told the alignment of each operand, and a bias that it could not read is copied first.
-//! - Attention never stores a matrix of time × time (Dao, 2023): bf16 with heads of 64 or 128 on tensor cores,
-//!   everything else in plain arithmetic.
+//! - Attention never stores a matrix of time × time (Dao, 2023): bf16 on tensor cores, f32 in plain arithmetic.
 //!
 //! `tests/cudasim/` stands in for the libraries, NCCL included: it runs kernels on the CPU and looks for races,
 //! overruns and missing waits. `tests/gpu/nvrtc.rs` compiles every kernel with NVIDIA's own compiler. Results from

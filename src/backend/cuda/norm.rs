@@ -79,10 +79,7 @@ impl NormOps for Cuda {
             let args = [dy.into(), x.into(), stats.into(), partial.into(), rows.into(), width.into()];
             self.launch("norm_backward.cu", "norm_partial", self.row_chunks(chunks, width), &args)?;
         }
-        self.finish_columns(partial, &dweight, chunks, 2 * width)?;
-        if dbias.len == 0 {
-            return Ok(());
-        }
-        self.finish_columns(partial.cut(width).1, &dbias, chunks, 2 * width)
+        let second = (dbias.len > 0).then_some(&dbias);
+        self.finish_columns(partial, &dweight, second, chunks, 2 * width)
     }
 }

@@ -23,19 +23,25 @@ impl Cuda {
         let partial = Self::all(&partial);
         let args = [x.into(), partial.into(), rows.into(), width.into()];
         self.launch("column_sum.cu", "column_partial", self.row_chunks(chunks, width), &args)?;
-        self.finish_columns(partial, out, chunks, width)
+        self.finish_columns(partial, out, None, chunks, width)
     }
 
-    /// `out += Σ` over chunks, each `stride` apart, of `partial`.
+    /// `out += Σ` over chunks, each `stride` apart, of `partial`, and likewise `second` of the columns after those of `out`. So
+    /// many threads add parts of a column's chunks that each has one of them, up to 32: the order depends on the chunks alone.
     pub(super) fn finish_columns(
         &self,
         partial: View<'_>,
         out: &ViewMut<'_>,
+        second: Option<&ViewMut<'_>>,
         chunks: usize,
         stride: usize,
     ) -> Result<()> {
-        let args = [partial.into(), out.into(), chunks.into(), out.len.into(), stride.into()];
-        self.launch("column_sum.cu", "column_finish", Grid::plane(out.len.div_ceil(32), 1, (32, 8, 1)), &args)
+        let columns = out.len * (1 + usize::from(second.is_some()));
+        let parts = chunks.next_power_of_two().min(32) as u32;
+        let args = [partial.into(), out.into(), second.map_or(Arg::Pointer(0), Arg::from)];
+        let sizes = [chunks.into(), out.len.into(), stride.into()];
+        let grid = Grid::plane(columns.div_ceil(32), 1, (32, parts, 1));
+        self.launch("column_sum.cu", "column_finish", grid, &[args, sizes].concat())
     }
 
     /// The grid of `sum_rows` of `rows.cuh`.

@@ -1,7 +1,7 @@
 //! Products of matrices, and affine maps of rows.
 
 use crate::backend::work::flops;
-use crate::backend::{Activation, ActivationOps, Work};
+use crate::backend::{Activation, ActivationOps, ElementwiseOps, Work};
 use crate::error::Result;
 
 /// A matrix product `c = op(a)·op(b) (+ c)`, row-major.
@@ -35,7 +35,7 @@ pub struct Linear {
 /// Products of matrices, and affine maps of rows.
 ///
 /// [`Kernels`](super::Kernels) has the rules common to all.
-pub trait LinearOps: ActivationOps {
+pub trait LinearOps: ActivationOps + ElementwiseOps {
     /// The matrix product described by `shape`.
     fn gemm(&self, shape: Gemm, a: Self::View<'_>, b: Self::View<'_>, c: Self::ViewMut<'_>) -> Result<()>;
     /// `y = x·Wᵀ + bias`; overwrites.
@@ -47,6 +47,23 @@ pub trait LinearOps: ActivationOps {
         bias: Self::View<'_>,
         y: Self::ViewMut<'_>,
     ) -> Result<()>;
+    /// A linear map and a sum: `y = x·Wᵀ + bias + more`, where `more` is as large as `y`; overwrites.
+    fn linear_add(
+        &self,
+        shape: Linear,
+        x: Self::View<'_>,
+        weight: Self::View<'_>,
+        bias: Self::View<'_>,
+        more: Self::View<'_>,
+        mut y: Self::ViewMut<'_>,
+    ) -> Result<()> {
+        self.linear(shape, x, weight, bias, Self::reborrow(&mut y))?;
+        self.add(more, y)
+    }
+    /// Whether [`LinearOps::linear_add`] adds before it writes, and rounds once. It then saves a pass over `y`, or two.
+    fn adds_in_products(&self) -> bool {
+        false
+    }
     /// `dx = dy·W`; overwrites.
     fn linear_backward_input(
         &self,
@@ -106,6 +123,12 @@ impl Work {
     pub fn linear(s: Linear, bias: usize) -> Self {
         let moved = s.rows * s.inputs + s.inputs * s.outputs + bias + s.rows * s.outputs;
         Self::moves("linear", moved).on([s.rows, s.inputs, s.outputs]).computes(flops(s.rows, s.inputs, s.outputs))
+    }
+
+    /// An affine map and a sum.
+    pub fn linear_add(s: Linear, bias: usize) -> Self {
+        let linear = Self::linear(s, bias);
+        Self { kernel: "linear and sum", elements: linear.elements + (s.rows * s.outputs) as f64, ..linear }
     }
 
     /// An affine map and its GELU, of which both are written.
@@ -190,6 +213,16 @@ pub(in crate::backend) mod suite {
                 results.push(down(b, &cb));
             }
         }
+        // More chunks of rows than a block adds up at a time.
+        for (rows, outputs) in [(4353, 3), (8321, 33)] {
+            let (dy, db0) = (random(b, 16, rows * outputs), random(b, 17, outputs));
+            let (dyb, mut db) = (up(b, &dy), up_f32(b, &db0));
+            b.linear_backward_bias(rows, B::all(&dyb), B::all_mut(&mut db)).unwrap();
+            let column = |o: usize| (0..rows).map(|r| f64::from(dy[r * outputs + o])).sum::<f64>();
+            let want: Vec<f64> = db0.iter().enumerate().map(|(o, d)| column(o) + f64::from(*d)).collect();
+            close(b, &db, &want, "linear dbias of many rows");
+            results.push(down(b, &db));
+        }
         for (rows, inputs, outputs) in [(1, 1, 1), (33, 31, 65), (70, 96, 33), (33, 64, 96), (1100, 32, 300)] {
             let shape = Linear { rows, inputs, outputs };
             let (x, w, bias) = (random(b, 6, rows * inputs), random(b, 7, outputs * inputs), random(b, 8, outputs));
@@ -231,6 +264,22 @@ pub(in crate::backend) mod suite {
                     close(b, &db, &want, "linear dbias alone");
                 }
                 results.extend([down(b, &y), down(b, &dw), down(b, &db)]);
+
+                // With a sum, also of views that begin anywhere.
+                let more = random(b, 15, rows * outputs);
+                let want: Vec<f64> = sums
+                    .iter()
+                    .enumerate()
+                    .map(|(i, p)| p + bias.get(i % outputs).map_or(0.0, |&b| f64::from(b)) + f64::from(more[i]))
+                    .collect();
+                for from in [0, 1, 3, 8] {
+                    let mut y = up(b, &vec![f32::NAN; rows * outputs]);
+                    let mb = up(b, &[&vec![f32::NAN; from][..], &more].concat());
+                    let more = B::view(&mb, from..from + rows * outputs);
+                    b.linear_add(shape, B::all(&xb), B::all(&wb), B::all(&bb), more, B::all_mut(&mut y)).unwrap();
+                    close(b, &y, &want, "linear and sum");
+                    results.push(down(b, &y));
+                }
             }
             // Fused with GELU as one after the other, without a bias and with one that begins anywhere.
             let none = up(b, &[]);

@@ -8,22 +8,22 @@
 
 #ifdef TENSOR_CORES
 
-// A warp owns two times 16 queries: each fragment of keys and values, once read from shared memory, serves two
+// A warp owns two times 16 queries up to HEAD 128: each fragment of keys and values, once read from shared memory, serves two
 // products, else reading would take longer than multiplying. The other sizes are limited by the registers.
-constexpr int M = 2;
+constexpr int M = HEAD <= 128 ? 2 : 1;
 constexpr int TILE = 64 * M;                // queries of a block
-constexpr int STEP = HEAD == 64 ? 64 : 32;  // keys that come by at a time
-constexpr bool HELD = HEAD == 64;           // queries stay in registers
+constexpr int STEP = HEAD <= 64 ? 64 : 32;  // keys that come by at a time
+constexpr bool HELD = HEAD <= 64;           // queries stay in registers
 
-// Block 128 threads, grid (⌈time / 128⌉, heads, batch), dynamic shared memory 2·HEAD·(TILE + 4·STEP) bytes: 49 152
-// for HEAD 64, 65 536 for HEAD 128.
+// Block 128 threads, grid (⌈time / TILE⌉, heads, batch), dynamic shared memory 2·ROW·(TILE + 4·STEP) bytes: 24 576 up to
+// HEAD 32, 49 152 up to 64, 65 536 up to 128, 98 304 above.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __restrict__ lse, int batch, int time,
                   int heads, int kv_heads) {
   extern __shared__ __align__(128) bf16 shared[];
   bf16* const q_tile = shared;
-  bf16* const k_tiles = q_tile + TILE * HEAD;      // two, in turn
-  bf16* const v_tiles = k_tiles + 2 * STEP * HEAD;
+  bf16* const k_tiles = q_tile + TILE * ROW;      // two, in turn
+  bf16* const v_tiles = k_tiles + 2 * STEP * ROW;
 
   const Place place(time, heads, kv_heads, blockIdx.y);
   const bf16 *q = place.queries(qkv), *k = place.keys(qkv), *v = place.values(qkv);
@@ -41,7 +41,7 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
   cp_async_commit();
 
   Own<M, HELD> own(q_tile);
-  float o[M][HEAD / 8][4] = {}, top[M][2], total[M][2];
+  float o[M][2 * BLOCKS][4] = {}, top[M][2], total[M][2];
 #pragma unroll
   for (int m = 0; m < M; m++)
 #pragma unroll
@@ -51,7 +51,7 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
     // One barrier says both that this step's tiles are here and that the last step's may be overwritten.
     cp_async_wait<0>();
     __syncthreads();
-    const int key0 = step * STEP, now = step % 2 * STEP * HEAD, next = STEP * HEAD - now;
+    const int key0 = step * STEP, now = step % 2 * STEP * ROW, next = STEP * ROW - now;
     if (step + 1 < steps) {
       fetch<STEP>(k_tiles + next, k, stride, key0 + STEP, time);
       fetch<STEP>(v_tiles + next, v, stride, key0 + STEP, time);
@@ -86,7 +86,7 @@ attention_forward(const elem* __restrict__ qkv, elem* __restrict__ y, float* __r
           }
         total[m][half] = total[m][half] * fade + sum;  // of this lane's keys: the lanes meet at the end
 #pragma unroll
-        for (int n = 0; n < HEAD / 8; n++) o[m][n][2 * half] *= fade, o[m][n][2 * half + 1] *= fade;
+        for (int n = 0; n < 2 * BLOCKS; n++) o[m][n][2 * half] *= fade, o[m][n][2 * half + 1] *= fade;
       }
     multiply_add(o, s, v_tiles + now);
   }

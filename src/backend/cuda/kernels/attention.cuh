@@ -4,14 +4,15 @@
 // tile of queries (or keys) and walks over the keys (or queries), recomputing scores from the rows.
 //
 // Compiled for one head width, -DHEAD=n (1 to 256), and one element type. Two ways, chosen here alone:
-//   tensor cores   bf16 and HEAD 64 or 128; products in bf16, sums in float
-//   plain          everything else; all in float
+//   tensor cores   bf16; products in bf16, sums in float
+//   plain          f32; all in float
 // Blocks are of 128 threads in both, and grids (⌈time / tile⌉, heads, batch).
 //
 // Layouts: qkv and dqkv rows × (heads + 2·kv_heads)·HEAD, y and dy rows × heads·HEAD, all row-major; rows = batch·time;
 // a row of qkv is the queries of all heads, then the keys, then the values. heads / kv_heads neighbouring heads of
 // queries share one of keys and values. lse and delta are batch × heads × time floats.
-// With tensor cores, qkv, dy, y and dqkv must be aligned to 16 bytes.
+// With tensor cores, qkv, dy, y and dqkv must be aligned to 16 bytes. Heads whose width is a multiple of 8 come into shared memory
+// behind the threads' backs, others through their registers.
 #pragma once
 #include "common.cuh"
 
@@ -19,7 +20,7 @@
 #error "compile with -DHEAD=<width of a head>"
 #endif
 
-#if defined(BF16) && (HEAD == 64 || HEAD == 128)
+#ifdef BF16
 #define TENSOR_CORES
 #endif
 
@@ -58,7 +59,9 @@ struct Place {
   }
   template <class T>
   __device__ __forceinline__ T* keys(T* qkv) const {
-    return qkv + row * stride + (heads + head / (heads / kv_heads)) * HEAD;
+    // Divisions of 64 bits would take a hundred instructions.
+    const unsigned group = unsigned(heads) / unsigned(kv_heads);
+    return qkv + row * stride + (heads + unsigned(head) / group) * HEAD;
   }
   template <class T>
   __device__ __forceinline__ T* values(T* qkv) const {
@@ -73,21 +76,43 @@ struct Place {
 
 #ifdef TENSOR_CORES
 
-// A tile in shared memory has rows of HEAD elements in chunks of 16 bytes. The chunks of a row are permuted by its
-// number, so that the eight rows which ldmatrix reads at a time lie in different banks without padding.
-// `column` is a multiple of 8.
-__device__ __forceinline__ int in_tile(int row, int column) { return row * HEAD + ((column / 8) ^ (row % 8)) * 8; }
+// Products go over whole blocks of 16 columns, of which the last ones are zero where the head ends before.
+constexpr int BLOCKS = (HEAD + 15) / 16;
+
+// A tile in shared memory has rows of ROW elements in chunks of 16 bytes; columns past the last block are neither written nor
+// read. The chunks of a row are permuted by its number, so that the eight rows which ldmatrix reads at a time lie in different
+// banks without padding: a row of 32 elements takes half of the banks, a longer one all of them. `column` is a multiple of 8.
+constexpr int ROW = HEAD <= 32 ? 32 : HEAD <= 64 ? 64 : HEAD <= 128 ? 128 : 256;
+__device__ __forceinline__ int in_tile(int row, int column) {
+  return row * ROW + ((column / 8) ^ (ROW == 32 ? row / 2 % 4 : row % 8)) * 8;
+}
+
+// Copies a chunk of which `columns` belong to the head, any number of them: the others are zero.
+__device__ __forceinline__ void copy_chunk(bf16* to, const bf16* from, int columns) {
+  unsigned words[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    unsigned low = 2 * i < columns ? from[2 * i].bits : 0, high = 2 * i + 1 < columns ? from[2 * i + 1].bits : 0;
+    words[i] = low | high << 16;
+  }
+  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
 
 // Starts to copy `ROWS` rows from `first` on into a tile. Past the last of `rows` it repeats that one: results
 // of the copies are masked or not stored, and they keep garbage (infinities, NaN) out of the products.
 template <int ROWS>
 __device__ __forceinline__ void fetch(bf16* tile, const bf16* matrix, size_t stride, int first, int rows) {
-  constexpr int CHUNKS = HEAD / 8;
-  static_assert(ROWS * CHUNKS % THREADS == 0, "each thread copies as many chunks");
+  constexpr int CHUNKS = 2 * BLOCKS, ALL = ROWS * CHUNKS;
 #pragma unroll
-  for (int i = 0; i < ROWS * CHUNKS / THREADS; i++) {
+  for (int i = 0; i < (ALL + THREADS - 1) / THREADS; i++) {
     int chunk = i * THREADS + threadIdx.x, row = chunk / CHUNKS, column = chunk % CHUNKS * 8;
-    cp_async_16(tile + in_tile(row, column), matrix + min(first + row, rows - 1) * stride + column);
+    if (ALL % THREADS != 0 && chunk >= ALL) break;
+    bf16* to = tile + in_tile(row, column);
+    const bf16* from = matrix + min(first + row, rows - 1) * stride + column;
+    if (HEAD % 16 == 0 || (HEAD % 8 == 0 && column < HEAD))
+      cp_async_16(to, from);
+    else
+      copy_chunk(to, from, HEAD - column);
   }
 }
 
@@ -95,7 +120,7 @@ __device__ __forceinline__ void fetch(bf16* tile, const bf16* matrix, size_t str
 // row within eight, and with it the permutation, stays; and 16·j has no bit in common with a column below 16, so
 // adding it before the permutation is flipping it after. One operation, and the part that depends on i is a constant.
 __device__ __forceinline__ const bf16* in_block(const bf16* tile, int i, int j, int in_first) {
-  return tile + (in_first ^ 16 * j) + 16 * i * HEAD;
+  return tile + (in_first ^ 16 * j) + 16 * i * ROW;
 }
 
 // The rows of a tile that a warp owns, 16·M of them, as left operand of products. Held in registers where there
@@ -104,17 +129,17 @@ template <int M, bool HELD>
 struct Own {
   const bf16* tile;
   int in_first;
-  unsigned held[HELD ? M : 1][HELD ? HEAD / 16 : 1][4];
+  unsigned held[HELD ? M : 1][HELD ? BLOCKS : 1][4];
 
   __device__ __forceinline__ Own(const bf16* tile)
-      : tile(tile + threadIdx.x / 32 * 16 * M * HEAD), in_first(in_tile(threadIdx.x % 16, threadIdx.x % 32 / 16 * 8)) {}
+      : tile(tile + threadIdx.x / 32 * 16 * M * ROW), in_first(in_tile(threadIdx.x % 16, threadIdx.x % 32 / 16 * 8)) {}
   // Call when the tile has arrived.
   __device__ __forceinline__ void hold() {
     if (HELD)
 #pragma unroll
       for (int m = 0; m < M; m++)
 #pragma unroll
-        for (int k = 0; k < HEAD / 16; k++)
+        for (int k = 0; k < BLOCKS; k++)
           ldmatrix_x4(held[HELD ? m : 0][HELD ? k : 0], in_block(tile, m, k, in_first));
   }
   // Columns 16·k to 16·k + 15 of the m-th 16 rows.
@@ -140,7 +165,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[M][N][4], const Own<M, 
 #pragma unroll
       for (int i = 0; i < 4; i++) c[m][n][i] = 0.0f;
 #pragma unroll
-  for (int k = 0; k < HEAD / 16; k++) {
+  for (int k = 0; k < BLOCKS; k++) {
     unsigned a[M][4];
 #pragma unroll
     for (int m = 0; m < M; m++) own.get(a[m], m, k);
@@ -161,7 +186,7 @@ __device__ __forceinline__ void multiply_rows(float (&c)[M][N][4], const Own<M, 
 // c += P·T, where P comes from accumulators of 8·K columns, rounded to bf16, and T is a tile of 8·K rows. A lane's
 // accumulators are exactly its part of the left operand: P never leaves the registers.
 template <int M, int K>
-__device__ __forceinline__ void multiply_add(float (&c)[M][HEAD / 8][4], const float (&p)[M][K][4],
+__device__ __forceinline__ void multiply_add(float (&c)[M][2 * BLOCKS][4], const float (&p)[M][K][4],
                                              const bf16* tile) {
   // Four matrices a time: columns 0-7 and 8-15 of the tile's 16, each in two halves of the 16 rows.
   int lane = threadIdx.x % 32, in_first = in_tile(lane % 16, lane / 16 * 8);
@@ -176,7 +201,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[M][HEAD / 8][4], const f
       a[m][3] = pack_bf16(p[m][2 * k + 1][2], p[m][2 * k + 1][3]);
     }
 #pragma unroll
-    for (int n = 0; n < HEAD / 16; n++) {
+    for (int n = 0; n < BLOCKS; n++) {
       unsigned r[4];
       ldmatrix_x4_trans(r, in_block(tile, k, n, in_first));
       unsigned b0[2] = {r[0], r[1]}, b1[2] = {r[2], r[3]};
@@ -217,7 +242,7 @@ __device__ __forceinline__ void mask_queries(float (&s)[M][N][4], int ahead) {
 // Writes the accumulators of a warp, times a factor for each of its rows, to the rows from `first` on that exist.
 template <int M>
 __device__ __forceinline__ void store(bf16* matrix, size_t stride, int first, int rows,
-                                      const float (&c)[M][HEAD / 8][4], const float (&factor)[M][2]) {
+                                      const float (&c)[M][2 * BLOCKS][4], const float (&factor)[M][2]) {
   int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < M; m++)
@@ -227,9 +252,17 @@ __device__ __forceinline__ void store(bf16* matrix, size_t stride, int first, in
       if (row >= rows) continue;
       bf16* to = matrix + row * stride + 2 * (lane % 4);
 #pragma unroll
-      for (int n = 0; n < HEAD / 8; n++)
-        *reinterpret_cast<unsigned*>(to + 8 * n) =
-            pack_bf16(c[m][n][2 * half] * factor[m][half], c[m][n][2 * half + 1] * factor[m][half]);
+      for (int n = 0; n < 2 * BLOCKS; n++) {
+        unsigned pair = pack_bf16(c[m][n][2 * half] * factor[m][half], c[m][n][2 * half + 1] * factor[m][half]);
+        // Columns of the head from the pair on.
+        int columns = HEAD - 8 * n - (HEAD % 8 == 0 ? 0 : 2 * (lane % 4));
+        if (HEAD % 2 == 0) {
+          if (columns > 0) *reinterpret_cast<unsigned*>(to + 8 * n) = pair;
+        } else {
+          if (columns > 0) to[8 * n] = bf16{static_cast<unsigned short>(pair)};
+          if (columns > 1) to[8 * n + 1] = bf16{static_cast<unsigned short>(pair >> 16)};
+        }
+      }
     }
 }
 

@@ -19,7 +19,7 @@ attention_delta(const elem* __restrict__ y, const elem* __restrict__ dy, float* 
   const elem* y_row = place.single(y) + min(query, time - 1) * place.width;
   const elem* dy_row = place.single(dy) + min(query, time - 1) * place.width;
   float sum = 0.0f;
-#ifdef TENSOR_CORES
+#if defined(TENSOR_CORES) && HEAD % 8 == 0
 #pragma unroll
   for (int i = 8 * lane; i < HEAD; i += 64) {
     const uint4 a = *reinterpret_cast<const uint4*>(y_row + i), b = *reinterpret_cast<const uint4*>(dy_row + i);
@@ -41,12 +41,16 @@ attention_delta(const elem* __restrict__ y, const elem* __restrict__ dy, float* 
 
 // A warp owns 16·M rows, keys in the one kernel and queries in the other: two times 16 so that a fragment, once read
 // from shared memory, serves two products, where the registers have room for the gradients.
-constexpr int M = HEAD == 64 ? 2 : 1;
-constexpr int TILE = 64 * M;  // rows of a block
-constexpr int STEP = 32;      // rows that come by at a time
+constexpr int M = HEAD <= 64 ? 2 : 1;
+constexpr int TILE = 64 * M;                 // rows of a block
+constexpr int STEP = HEAD <= 128 ? 32 : 16;  // rows that come by at a time
 
-// Block 128 threads, grid (⌈time / TILE⌉, kv_heads, batch) with TILE = 128 for HEAD 64 and 64 for HEAD 128, dynamic
-// shared memory 2·HEAD·(2·TILE + 4·STEP) + 16·STEP bytes: 49 664 for HEAD 64, 66 048 for HEAD 128.
+// Above HEAD 128 the registers have no room for the gradients of keys and of values together: of two neighbouring blocks with the
+// same keys, the first sums the keys' gradient and the second the values'.
+constexpr int PARTS = HEAD <= 128 ? 1 : 2;
+
+// Block 128 threads, grid (⌈time / TILE⌉·PARTS, kv_heads, batch) with TILE = 128 up to HEAD 64 and 64 above, dynamic shared
+// memory 2·ROW·(2·TILE + 4·STEP) + 16·STEP bytes: 25 088 up to HEAD 32, 49 664 up to 64, 66 048 up to 128, 98 560 above.
 //
 // Scores are computed as keys × queries: so the accumulators of pᵀ and dsᵀ are ready to be left operands, as those
 // of p are in the forward, and nothing goes through shared memory.
@@ -56,11 +60,11 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
                       int kv_heads) {
   extern __shared__ __align__(128) bf16 shared[];
   bf16* const k_tile = shared;
-  bf16* const v_tile = k_tile + TILE * HEAD;
-  bf16* const q_tiles = v_tile + TILE * HEAD;       // two, in turn
-  bf16* const dy_tiles = q_tiles + 2 * STEP * HEAD;
+  bf16* const v_tile = k_tile + TILE * ROW;
+  bf16* const q_tiles = v_tile + TILE * ROW;       // two, in turn
+  bf16* const dy_tiles = q_tiles + 2 * STEP * ROW;
   // lse (in base 2) and delta of each query, in turn as well
-  float* const row_tiles = reinterpret_cast<float*>(dy_tiles + 2 * STEP * HEAD);
+  float* const row_tiles = reinterpret_cast<float*>(dy_tiles + 2 * STEP * ROW);
 
   // The keys' head, and the heads of queries that share it, one after the other.
   const int group = heads / kv_heads, head0 = blockIdx.y * group;
@@ -70,8 +74,9 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
 
   // The first keys are seen by all queries, the last by few: long blocks first. Queries before the block's first
   // key see none of its keys.
-  const int first = blockIdx.x * TILE, steps_of_head = tiles_for(time - first, STEP), steps = steps_of_head * group;
+  const int first = blockIdx.x / PARTS * TILE, steps_of_head = tiles_for(time - first, STEP), steps = steps_of_head * group;
   const int lane = threadIdx.x % 32, warp_first = first + threadIdx.x / 32 * 16 * M;
+  const bool of_keys = blockIdx.x % PARTS == 0, of_values = blockIdx.x % PARTS == PARTS - 1;
 
   // Thread i brings lse, or delta, of query i%STEP. Queries that do not exist have p = 2^(s - ∞) = 0.
   static_assert(2 * STEP <= THREADS, "a thread for each lse and delta");
@@ -85,22 +90,23 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   auto fetch_queries = [=](int step) {
     const Place of(time, heads, kv_heads, head0 + step / steps_of_head);
     const int query0 = first + step % steps_of_head * STEP, turn = step % 2;
-    fetch<STEP>(q_tiles + turn * STEP * HEAD, of.queries(qkv), stride, query0, time);
-    fetch<STEP>(dy_tiles + turn * STEP * HEAD, of.single(dy), of.width, query0, time);
+    fetch<STEP>(q_tiles + turn * STEP * ROW, of.queries(qkv), stride, query0, time);
+    fetch<STEP>(dy_tiles + turn * STEP * ROW, of.single(dy), of.width, query0, time);
   };
 
   fetch<TILE>(k_tile, place.keys(qkv), stride, first, time);
-  fetch<TILE>(v_tile, place.values(qkv), stride, first, time);
+  if (of_keys) fetch<TILE>(v_tile, place.values(qkv), stride, first, time);
   fetch_queries(0);
   cp_async_commit();
   float row_next = row_value(0);
 
   Own<M, false> own_k(k_tile), own_v(v_tile);
-  float dk[M][HEAD / 8][4] = {}, dv[M][HEAD / 8][4] = {};
+  float sums[PARTS == 1 ? 2 : 1][M][2 * BLOCKS][4] = {};
+  auto &dk = sums[0], &dv = sums[PARTS == 1 ? 1 : 0];
 
   for (int step = 0; step < steps; step++) {
     const int query0 = first + step % steps_of_head * STEP, turn = step % 2;
-    const bf16 *q_tile = q_tiles + turn * STEP * HEAD, *dy_tile = dy_tiles + turn * STEP * HEAD;
+    const bf16 *q_tile = q_tiles + turn * STEP * ROW, *dy_tile = dy_tiles + turn * STEP * ROW;
     float* const rows = row_tiles + turn * 2 * STEP;
     if (threadIdx.x < 2 * STEP) rows[threadIdx.x] = row_next;
     // One barrier says both that this step's tiles are here and that the last step's may be overwritten.
@@ -113,9 +119,9 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
     }
     if (query0 + STEP <= warp_first) continue;  // all before the warp's first key
 
-    float p[M][STEP / 8][4], ds[M][STEP / 8][4];
+    float p[M][STEP / 8][4], ds[M][STEP / 8][4] = {};
     multiply_rows(p, own_k, q_tile);
-    multiply_rows(ds, own_v, dy_tile);
+    if (of_keys) multiply_rows(ds, own_v, dy_tile);
     if (query0 < warp_first + 16 * M - 1) mask_queries(p, warp_first - query0);
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++) {
@@ -130,8 +136,8 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
           ds[m][n][i] = p[m][n][i] * (ds[m][n][i] - deltas[i % 2]);
         }
     }
-    multiply_add(dv, p, dy_tile);
-    multiply_add(dk, ds, q_tile);
+    if (of_values) multiply_add(dv, p, dy_tile);
+    if (of_keys) multiply_add(dk, ds, q_tile);
   }
 
   float one[M][2], scales[M][2];
@@ -139,21 +145,21 @@ attention_backward_kv(const elem* __restrict__ qkv, const elem* __restrict__ dy,
   for (int m = 0; m < M; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) one[m][half] = 1.0f, scales[m][half] = scale;
-  store(place.keys(dqkv), stride, warp_first, time, dk, scales);
-  store(place.values(dqkv), stride, warp_first, time, dv, one);
+  if (of_keys) store(place.keys(dqkv), stride, warp_first, time, dk, scales);
+  if (of_values) store(place.values(dqkv), stride, warp_first, time, dv, one);
 }
 
-// Block 128 threads, grid (⌈time / TILE⌉, heads, batch) as above, dynamic shared memory 2·HEAD·(2·TILE + 4·STEP)
-// bytes: 49 152 for HEAD 64, 65 536 for HEAD 128.
+// Block 128 threads, grid (⌈time / TILE⌉, heads, batch) as above, dynamic shared memory 2·ROW·(2·TILE + 4·STEP)
+// bytes: 24 576 up to HEAD 32, 49 152 up to 64, 65 536 up to 128, 98 304 above.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, const float* __restrict__ lse,
                      const float* __restrict__ delta, elem* __restrict__ dqkv, int batch, int time, int heads,
                       int kv_heads) {
   extern __shared__ __align__(128) bf16 shared[];
   bf16* const q_tile = shared;
-  bf16* const dy_tile = q_tile + TILE * HEAD;
-  bf16* const k_tiles = dy_tile + TILE * HEAD;      // two, in turn
-  bf16* const v_tiles = k_tiles + 2 * STEP * HEAD;
+  bf16* const dy_tile = q_tile + TILE * ROW;
+  bf16* const k_tiles = dy_tile + TILE * ROW;      // two, in turn
+  bf16* const v_tiles = k_tiles + 2 * STEP * ROW;
 
   const Place place(time, heads, kv_heads, blockIdx.y);
   const bf16 *k = place.keys(qkv), *v = place.values(qkv);
@@ -178,14 +184,14 @@ attention_backward_q(const elem* __restrict__ qkv, const elem* __restrict__ dy, 
       lse2[m][half] = lse[at] * LOG2_E, deltas[m][half] = delta[at], scales[m][half] = scale;
     }
 
-  // In registers: read at each use, they would take shared memory longer than the products take.
-  Own<M, true> own_q(q_tile), own_dy(dy_tile);
-  float dq[M][HEAD / 8][4] = {};
+  // In registers where there is room: read at each use, they take shared memory longer than the products take.
+  Own<M, HEAD <= 128> own_q(q_tile), own_dy(dy_tile);
+  float dq[M][2 * BLOCKS][4] = {};
 
   for (int step = 0; step < steps; step++) {
     cp_async_wait<0>();
     __syncthreads();
-    const int key0 = step * STEP, now = step % 2 * STEP * HEAD, next = STEP * HEAD - now;
+    const int key0 = step * STEP, now = step % 2 * STEP * ROW, next = STEP * ROW - now;
     if (step + 1 < steps) {
       fetch<STEP>(k_tiles + next, k, stride, key0 + STEP, time);
       fetch<STEP>(v_tiles + next, v, stride, key0 + STEP, time);

@@ -12,24 +12,25 @@ extern "C" __global__ void __launch_bounds__(256) column_partial(const elem* x, 
   });
 }
 
-// out += Σ over chunks of partial, of which a chunk has `stride` elements. Block: (32, 8); grid: ceil(width / 32). Thread row
-// y adds the y-th eighth of the chunks; the eight sums meet in order.
-extern "C" __global__ void __launch_bounds__(256)
-    column_finish(const float* partial, float* out, int chunks, int width, int stride) {
-  __shared__ float sums[8][33];
-  int column = blockIdx.x * 32 + threadIdx.x, each = (chunks + 7) / 8, first = threadIdx.y * each;
-  int end = first + each < chunks ? first + each : chunks;
+// out += Σ over chunks of partial, of which a chunk has `stride` elements: `width` columns, and as many after them for `second`,
+// unless that is null. Block: (32, a power of two up to 32), which takes 32 columns; grid: ceil(columns / 32). Thread row y adds
+// the y-th part of the chunks, one after the other; then a warp adds the parts of a column, in pairs, and the pairs in pairs.
+extern "C" __global__ void __launch_bounds__(1024)
+    column_finish(const float* partial, float* out, float* second, int chunks, int width, int stride) {
+  __shared__ float sums[32][33];
+  int columns = second ? 2 * width : width, from = blockIdx.x * 32, column = from + threadIdx.x, parts = blockDim.y;
+  int each = (chunks + parts - 1) / parts, first = threadIdx.y * each, end = min(first + each, chunks);
   float sum = 0.0f;
-  if (column < width) {
+  if (column < columns) {
     // The additions keep their order, and the loads need not wait for them.
 #pragma unroll 8
     for (int chunk = first; chunk < end; chunk++) sum += partial[(long long)chunk * stride + column];
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  if (threadIdx.y > 0 || column >= width) return;
-  sum = 0.0f;
-#pragma unroll
-  for (int y = 0; y < 8; y++) sum += sums[y][threadIdx.x];
-  out[column] += sum;
+  for (int of_block = threadIdx.y; of_block < 32 && from + of_block < columns; of_block += parts) {
+    float all = warp_sum(threadIdx.x < parts ? sums[threadIdx.x][of_block] : 0.0f);
+    int at = from + of_block;
+    if (threadIdx.x == 0) *(at < width ? out + at : second + (at - width)) += all;
+  }
 }

@@ -80,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(512)
                   int classes, float scale, float smoothing, int gradient, int keep) {
   extern __shared__ __align__(16) elem shared[];
   elem* row = logits + (long long)blockIdx.x * classes;
-  // As aligned as the row is. A thread reads only the elements that it has kept itself.
+  // As aligned as the row is. For the gradient a thread reads only the elements that it has kept itself.
   elem* kept = keep ? shared + (reinterpret_cast<unsigned long long>(row) & 15) / sizeof(elem) : row;
   Running all = of_row(
       row, classes,
@@ -97,7 +97,8 @@ extern "C" __global__ void __launch_bounds__(512)
   float loss = log_sum - rest * at_target;
   if (smoothing > 0.0f) {
     float sum = 0.0f;
-    for (int i = threadIdx.x; i < classes; i += 512) sum += to_float(row[i]) - all.top;
+    // The barrier of `of_row` was after the last of the row was kept.
+    for (int i = threadIdx.x; i < classes; i += 512) sum += to_float(kept[i]) - all.top;
     // Of the differences from the largest: a common shift of all logits costs no digits.
     loss = logf(all.sum) - rest * (at_target - all.top) - spread * block_sum(sum);
   }
