@@ -220,6 +220,18 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
             "leave it out, or run on a node with a GPU: on a CPU the optimizer is in the memory of the host anyway",
         ));
     }
+    if config.parallel.offload_activations {
+        let refused = |why: &str| Error::input(format!("parallel.offload_activations = true {why}"));
+        if !facts.on_gpu {
+            return Err(
+                refused("is for GPUs").hint("leave it out: on a CPU activations are in the memory of the host anyway")
+            );
+        }
+        if !config.parallel.recompute {
+            return Err(refused("takes the inputs of blocks that are computed again, but parallel.recompute = false")
+                .hint("set parallel.recompute=true too"));
+        }
+    }
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.lanes = Some(lanes);
@@ -308,10 +320,7 @@ fn check_ranges(config: &Config) -> Result<()> {
             return Err(out_of_range(key, value, "at least 0 and less than 1"));
         }
     }
-    let fraction = config.device.memory_fraction;
-    if !(fraction > 0.0 && fraction <= 1.0) {
-        return Err(out_of_range("device.memory_fraction", fraction, "more than 0 and at most 1"));
-    }
+    config.device.memory.check()?;
     let not_negative = [
         ("optimizer.weight_decay", digits(optimizer.weight_decay)),
         ("optimizer.grad_clip", optimizer.grad_clip),
@@ -767,6 +776,10 @@ mod tests {
             ("optimizer.groups=[{names='*', lr_factor=-1.0}]", "optimizer.groups[0].lr_factor = -1 is out of range"),
             ("optimizer.groups=[{names='*', weight_decay=nan}]", "optimizer.groups[0].weight_decay = NaN"),
             ("optimizer.offload=true", "optimizer.offload = true is for GPUs\nhint: leave it out"),
+            (
+                "parallel.offload_activations=true",
+                "parallel.offload_activations = true is for GPUs\nhint: leave it out",
+            ),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
         }

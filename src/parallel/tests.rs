@@ -9,7 +9,7 @@ use super::{
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
 use crate::comm::{Algorithm, Comm, start_threads};
-use crate::engine::{Engine, Geometry, Model};
+use crate::engine::{Engine, Geometry, HostInputs, Model};
 use crate::error::{Error, Kind, Result};
 use crate::layout::{Slices, UnitLayout};
 use crate::mesh::{Axis, Mesh};
@@ -127,7 +127,9 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
         seed: 3,
     };
     let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false).sliced(&slices);
-    Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry }
+    // The device is a host itself here.
+    let host_inputs = (row.recompute && row.offload).then(|| HostInputs::new(backend).unwrap());
+    Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry, host_inputs }
 }
 
 fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {

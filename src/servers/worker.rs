@@ -245,7 +245,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         let line = |address: &str| Line::new("the server", address, secret.clone(), hand.patience).comes_back(COMEBACK);
         let servers = Servers::new(terms, member, line);
-        let engine = Engine { model, geometry };
+        let engine = Engine { model, geometry, host_inputs: None };
         Ok(Self {
             hand,
             terms,

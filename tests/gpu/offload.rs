@@ -1,4 +1,5 @@
-//! `optimizer.offload` on GPUs, in their simulator: where masters and moments are makes no difference to any bit.
+//! `optimizer.offload` and `parallel.offload_activations` on GPUs, in their simulator: where masters, moments and inputs of blocks
+//! are makes no difference to any bit.
 
 use std::path::Path;
 
@@ -11,8 +12,9 @@ const STEPS: u64 = 4;
 
 /// A small training, some of whose gradients are clipped and weights decayed, which goes through a checkpoint in its
 /// middle.
-const SMALLER: [&str; 12] = [
+const SMALLER: [&str; 13] = [
     "run.device=cuda",
+    "comm.path=staged",
     "run.steps=4",
     "model.width=16",
     "model.context=8",
@@ -102,6 +104,43 @@ fn a_run_goes_on_with_and_without() {
             assert_eq!(files.tensors(STEPS), whole.tensors(STEPS), "{precision} {what}");
             let (all, mine) = (whole.steps(), files.steps());
             assert_eq!(mine, all[all.len() - mine.len()..], "{precision} {what}");
+        }
+    }
+}
+
+/// Inputs of blocks leave the device and come back with their bits, in every order of work, with the memory of the estimate.
+#[test]
+fn inputs_of_blocks_come_back_from_the_host() {
+    const AWAY: &str = "parallel.offload_activations=true";
+    let root = tempfile::tempdir().unwrap();
+    let base = ["model.layers=4", "model.dropout=0.1", "batch.micro=2"];
+    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+        let name = |what: &str| format!("{}-{what}", &precision[18..]);
+        let with = |transport, what: &str, settings: &[&str], sim| {
+            let settings = [&base[..], &[precision], settings].concat();
+            let files = succeeds(&command(transport, root.path(), &name(what), &settings), sim);
+            let card = crate::common::runs::json(&files.path("run.json"));
+            (files, card)
+        };
+        let (here, _) = with(Alone, "here", &[], &[]);
+        let (_, again) = with(Alone, "again", &["parallel.recompute=true"], &[]);
+        let away = ["parallel.recompute=true", AWAY];
+        for (what, transport, layout, sim) in [
+            ("alone", Alone, &["parallel.zero=0"][..], &[LAZY, APART][..]),
+            ("checked", Alone, &["optimizer.offload=true"], &[CHECK]),
+            ("shards", Mpirun(2), &["parallel.zero=3", "optimizer.offload=true"], &[LAZY, REVERSE]),
+            ("stages", Mpirun(2), &["parallel.pipeline=2"], &[LAZY, APART]),
+            ("late", Mpirun(2), &["parallel.pipeline=2", "parallel.schedule=zero-bubble"], &[LAZY]),
+        ] {
+            let (files, card) = with(transport, what, &[&away, layout].concat(), sim);
+            files.same_as(&here, STEPS, &format!("{precision}, {what}, {sim:?}"));
+            for stage in card["stages"].as_array().unwrap() {
+                let [promised, taken] =
+                    ["estimated_bytes", "peak_bytes"].map(|key| stage[key]["offloaded"].as_u64().unwrap());
+                assert!(taken > 0 && promised == taken, "{precision} {what}: {promised} promised, {taken} taken");
+            }
+            let activations = |card: &serde_json::Value| card["peak_bytes"]["activations"].as_u64().unwrap();
+            assert!(what != "alone" || activations(&card) < activations(&again), "{precision}: {card}");
         }
     }
 }
