@@ -297,6 +297,9 @@ sections! {
         prefetch: usize = 1,
         /// Keep only the input of each block and compute its inside again in the backward.
         recompute: bool = false,
+        /// GPUs, with ZeRO 3 and `optimizer.offload`: keep parameters and reduced gradients in the memory of the host alone, on one
+        /// rank too; the parameters of each block come for its turn.
+        offload_shards: bool = false,
         /// GPUs, with `recompute`: keep those inputs in the memory of the host; each comes back before its block's backward.
         offload_activations: bool = false,
     }
@@ -456,7 +459,8 @@ impl Model {
 impl Config {
     /// Whether it asks for something that only GPUs can do.
     pub fn needs_gpu(&self) -> bool {
-        self.precision.compute.needs_gpu() || self.optimizer.offload || self.parallel.offload_activations
+        let Parallel { offload_activations, offload_shards, .. } = self.parallel;
+        self.precision.compute.needs_gpu() || self.optimizer.offload || offload_activations || offload_shards
     }
 }
 

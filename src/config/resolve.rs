@@ -151,8 +151,8 @@ impl Plan {
 
     /// Lifetime of full buffers.
     pub fn residency(&self) -> Residency {
-        let Parallel { prefetch, zero, .. } = self.config.parallel;
-        Residency { ahead: prefetch, ..zero.residency() }.over(self.mesh.shard)
+        let Parallel { prefetch, zero, offload_shards, .. } = self.config.parallel;
+        Residency { ahead: prefetch, on_host: offload_shards, ..zero.residency() }.over(self.mesh.shard)
     }
 
     /// Tokens in the part of a global batch whose mean is a gradient: all, or where replicas train apart, those of one.
@@ -230,6 +230,23 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         if !config.parallel.recompute {
             return Err(refused("takes the inputs of blocks that are computed again, but parallel.recompute = false")
                 .hint("set parallel.recompute=true too"));
+        }
+    }
+    if config.parallel.offload_shards {
+        let refused = |why: &str| Error::input(format!("parallel.offload_shards = true {why}"));
+        if !facts.on_gpu {
+            return Err(
+                refused("is for GPUs").hint("leave it out: on a CPU parameters are in the memory of the host anyway")
+            );
+        }
+        let wants = u8::from(config.parallel.zero) == 3 && config.optimizer.offload;
+        if !wants {
+            return Err(refused("wants parameters that are gathered for their use, and owners on the host")
+                .hint("set parallel.zero=3 and optimizer.offload=true too"));
+        }
+        if config.log.histograms > 0 || averaging.is_some() {
+            return Err(refused("leaves no gradients and no parameters on the GPU to be looked at or averaged")
+                .hint("set log.histograms=0 and parallel.average_every=0, or parallel.offload_shards=false"));
         }
     }
     config.parallel.shard = Some(mesh.shard);
@@ -775,6 +792,7 @@ mod tests {
             ("optimizer.groups=[{names='x*'}]", "optimizer.groups[0].names = \"x*\" holds no parameter\nhint: "),
             ("optimizer.groups=[{names='*', lr_factor=-1.0}]", "optimizer.groups[0].lr_factor = -1 is out of range"),
             ("optimizer.groups=[{names='*', weight_decay=nan}]", "optimizer.groups[0].weight_decay = NaN"),
+            ("parallel.offload_shards=true", "parallel.offload_shards = true is for GPUs\nhint: leave it out"),
             ("optimizer.offload=true", "optimizer.offload = true is for GPUs\nhint: leave it out"),
             (
                 "parallel.offload_activations=true",

@@ -107,7 +107,8 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
         audit_every: AUDIT_EVERY,
         host,
     };
-    let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
+    let on_host = row.offload && row.zero == Zero::Three && averaging.is_none();
+    let keep = Residency { ahead: row.ahead, on_host, ..row.zero.residency() };
     let (stages, number) = (stage.count, stage.index);
     let sharded =
         Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(3)).unwrap();
@@ -170,7 +171,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             let skipped = step == 1 && (row.averaging.is_none() || replica == 1);
             engine.model.sharded.audit(step).unwrap();
             match skipped {
-                true => engine.model.sharded.skip(),
+                true => engine.model.sharded.skip().unwrap(),
                 false => {
                     let hyper = Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 };
                     engine.model.sharded.update(hyper).unwrap();

@@ -369,7 +369,7 @@ impl<'a, B: Kernels> Member<'a, B> {
                 None => return Ok(None),
             }
         } else {
-            self.engine.model.sharded.skip();
+            self.engine.model.sharded.skip()?;
             None
         };
         let (loss, norm, seconds) = (loss.to_bits(), reduced.norm.to_bits(), self.seconds);
@@ -415,7 +415,7 @@ impl<'a, B: Kernels> Member<'a, B> {
     fn push(&mut self, of: impl Fn(usize, Range<usize>) -> Pushed) -> Result<Option<u64>> {
         let (began, _span) = (Instant::now(), span(Doing::Pushing, None));
         let staleness = self.servers.push(&self.engine.model, of)?;
-        self.engine.model.sharded.skip();
+        self.engine.model.sharded.skip()?;
         self.seconds.push += began.elapsed().as_secs_f64();
         Ok(staleness)
     }

@@ -1,5 +1,5 @@
-//! `optimizer.offload` and `parallel.offload_activations` on GPUs, in their simulator: where masters, moments and inputs of blocks
-//! are makes no difference to any bit.
+//! `optimizer.offload`, `parallel.offload_shards` and `parallel.offload_activations` on GPUs, in their simulator: the place of
+//! masters, moments, parameters and inputs of blocks makes no difference to any bit.
 
 use std::path::Path;
 
@@ -142,5 +142,37 @@ fn inputs_of_blocks_come_back_from_the_host() {
             let activations = |card: &serde_json::Value| card["peak_bytes"]["activations"].as_u64().unwrap();
             assert!(what != "alone" || activations(&card) < activations(&again), "{precision}: {card}");
         }
+    }
+}
+
+/// Parameters that the host alone has, of one rank and of shards of two, in every order of turns.
+#[test]
+fn parameters_come_from_the_host_for_their_turn() {
+    const AWAY: [&str; 3] = ["parallel.zero=3", OFFLOAD, "parallel.offload_shards=true"];
+    let root = tempfile::tempdir().unwrap();
+    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+        let name = |what: &str| format!("{}-{what}", &precision[18..]);
+        let base = [precision, "optimizer.ema=0.9", "batch.micro=2"];
+        let with = |transport, what: &str, settings: &[&str], sim| {
+            succeeds(&command(transport, root.path(), &name(what), &[&base[..], settings].concat()), sim)
+        };
+        let here = with(Alone, "here", &[], &[]);
+        for (what, transport, more, sim) in [
+            ("alone", Alone, &["parallel.prefetch=1"][..], &[LAZY, APART][..]),
+            ("late", Alone, &["parallel.prefetch=0"], &[LAZY, REVERSE]),
+            ("early", Alone, &["parallel.prefetch=3"], &[CHECK]),
+            ("shards", Mpirun(2), &["parallel.recompute=true"], &[LAZY]),
+            ("stages", Mpirun(2), &["parallel.pipeline=2"], &[LAZY, APART]),
+        ] {
+            let files = with(transport, what, &[&AWAY[..], more].concat(), sim);
+            files.same_as(&here, STEPS, &format!("{precision}, {what}, {sim:?}"));
+            assert_eq!(files.tensors(2), here.tensors(2), "{what}: the checkpoint before the last");
+        }
+        let peak = |what: &str| {
+            let card = crate::common::runs::json(&root.path().join(name(what)).join("run.json"));
+            ["parameters", "gradients"].map(|category| card["peak_bytes"][category].as_u64().unwrap())
+        };
+        let ([here, here_too], [away, away_too]) = (peak("here"), peak("alone"));
+        assert!(away < here && away_too < here_too, "{precision}: {away} of {here}, {away_too} of {here_too}");
     }
 }

@@ -15,7 +15,7 @@ const STEPS: u64 = 4;
 
 /// A small training on simulated GPUs.
 fn command(transport: Transport, root: &Path, name: &str, settings: &[&str], sim: Settings) -> (Run, Command) {
-    let ours = ["run.steps=4", "parallel.lanes=2", "eval.samples=8", "device.memory_limit=64MiB", "comm.path=staged"];
+    let ours = ["run.steps=4", "parallel.lanes=2", "eval.samples=8", "device.memory_limit=64MiB"];
     let run = Run::new(transport, root, name, &[&ours, settings].concat());
     let mut command = run.command();
     with_simulator(&mut command).envs(sim.iter().copied());
@@ -93,7 +93,8 @@ fn every_layout_gives_the_same_bits() {
         let apart = [("CUDASIM_DEVICES", "2"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
         let stages = (0..4).map(|zero| format!("parallel.zero={zero}"));
         for layout in stages.chain(["parallel.storage=central".into()]) {
-            let two = trains(Mpirun(2), root.path(), &name(&layout), &[precision, &layout], &apart);
+            let settings = [precision, &layout, "comm.path=staged"];
+            let two = trains(Mpirun(2), root.path(), &name(&layout), &settings, &apart);
             two.same_as(&one, STEPS, &format!("{precision}, {layout}, 2 ranks"));
         }
         // Ranks that share a GPU, as threads of one process.
