@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use super::algorithms::{self, Algorithm};
 use super::clock;
+use super::device::own::OwnDevice;
 use super::device::path::DevicePath;
-use super::device::select::OwnDevice;
 use super::device::{direct, staged};
 use super::exit::{Abort, Exit, leave};
 use super::health::ledger::{LEAVE, Label, Size};

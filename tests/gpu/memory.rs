@@ -65,8 +65,8 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
         (Mpirun(2), "parallel.zero=3"),
         (Mpirun(2), "parallel.pipeline=2 batch.micro=1 parallel.recompute=true parallel.offload_activations=true"),
         (Mpirun(2), "parallel.zero=3 optimizer.offload=true"),
-        (Alone, "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true"),
-        (Mpirun(2), "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true batch.micro=1"),
+        (Alone, "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true batch.micro=4"),
+        (Mpirun(2), "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true"),
         (Mpirun(2), "parallel.zero=3 precision.compute=f32"),
         (Mpirun(2), "parallel.zero=3 parallel.recompute=true optimizer.offload=true batch.global=8"),
     ];

@@ -113,7 +113,7 @@ fn a_run_goes_on_with_and_without() {
 fn inputs_of_blocks_come_back_from_the_host() {
     const AWAY: &str = "parallel.offload_activations=true";
     let root = tempfile::tempdir().unwrap();
-    let base = ["model.layers=4", "model.dropout=0.1", "batch.micro=2"];
+    let base = ["model.layers=4", "model.dropout=0.1", "batch.micro=2", "eval.batch=1"];
     for precision in ["precision.compute=f32", "precision.compute=bf16"] {
         let name = |what: &str| format!("{}-{what}", &precision[18..]);
         let with = |transport, what: &str, settings: &[&str], sim| {
@@ -170,9 +170,8 @@ fn parameters_come_from_the_host_for_their_turn() {
         }
         let peak = |what: &str| {
             let card = crate::common::runs::json(&root.path().join(name(what)).join("run.json"));
-            ["parameters", "gradients"].map(|category| card["peak_bytes"][category].as_u64().unwrap())
+            card["peak_bytes"]["parameters"].as_u64().unwrap()
         };
-        let ([here, here_too], [away, away_too]) = (peak("here"), peak("alone"));
-        assert!(away < here && away_too < here_too, "{precision}: {away} of {here}, {away_too} of {here_too}");
+        assert!(peak("alone") < peak("here"), "{precision}: {} of {}", peak("alone"), peak("here"));
     }
 }

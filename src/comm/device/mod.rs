@@ -18,6 +18,7 @@
 
 pub(super) mod comms;
 pub(super) mod direct;
+pub(super) mod own;
 pub(super) mod path;
 pub(super) mod select;
 pub(super) mod staged;

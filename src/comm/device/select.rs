@@ -10,7 +10,7 @@
 //! Where both work, ranks add up a buffer by each of them, and the faster one is taken. Where neither does, messages are staged.
 //! All ranks choose alike, and the reasons are in the banner and in `run.json`.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use super::path::{DevicePath, PathSetting};
@@ -25,23 +25,6 @@ const WORDS: usize = 1 << 20;
 
 /// Sums of which the fastest counts, after one that begins connections.
 const ROUNDS: usize = 3;
-
-/// The device of a rank.
-pub struct OwnDevice<B> {
-    /// Tells it apart on its node.
-    id: String,
-    /// Makes it with little memory, to try things out.
-    small: Box<dyn Fn() -> Result<B> + Send + Sync>,
-    /// The choice of `auto`, which is made once.
-    chosen: OnceLock<(DevicePath, Arc<str>)>,
-}
-
-impl<B> OwnDevice<B> {
-    /// A device with this name on its node, which `small` makes with little memory.
-    pub fn new(id: String, small: impl Fn() -> Result<B> + Send + Sync + 'static) -> Self {
-        Self { id, small: Box::new(small), chosen: OnceLock::new() }
-    }
-}
 
 impl<B: Backend> Comm<B> {
     /// Collective over the world: a handle whose messages reach device memory by `setting`. `prove` tries the direct way
