@@ -99,12 +99,12 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
 #[test]
 fn pools_of_every_kind_give_the_same_bits() {
     let root = tempfile::tempdir().unwrap();
-    let settings = ["eval.batch=48", "eval.samples=48", "precision.compute=f32", "parallel.zero=3"];
+    let settings = ["parallel.lanes=2", "batch.micro=1"];
     let with = |name: &str, memory: &str, sim: &[(&str, &str)]| {
         let memory = format!("device.memory={memory}");
-        let run = Run::new(Mpirun(2), root.path(), name, &[&BIG[..], &settings, &[&memory]].concat());
+        let run = Run::new(Alone, root.path(), name, &[&BIG[..], &settings, &[&memory]].concat());
         let mut command = run.command();
-        let sim = with_simulator(&mut command).env("CUDASIM_DEVICES", "2").envs(sim.iter().copied());
+        let sim = with_simulator(&mut command).envs(sim.iter().copied());
         let ended = finish(sim).succeeded();
         (run.files(), ended.stdout)
     };
