@@ -11,10 +11,10 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::backend::cpu::{Cpu, Products};
-use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices};
+use crate::backend::cuda::{Allotment, Arithmetic, Cuda, Device, Precision, devices};
 use crate::backend::{Backend, readable};
-use crate::comm::{Comm, PathSetting};
-use crate::config::{Compute, Config, DeviceChoice, Plan};
+use crate::comm::{Comm, OwnDevice, PathSetting};
+use crate::config::{self, Compute, Config, DeviceChoice, DeviceMemory, Plan, USUAL_PART};
 use crate::error::{Error, Result};
 use crate::topology::{Topology, parse_list};
 
@@ -40,8 +40,10 @@ type View = std::result::Result<Vec<Seen>, String>;
 #[derive(Clone)]
 pub struct Gpu {
     device: Device,
-    /// Bytes of its memory for this rank.
+    /// Bytes of its memory for this rank; if they grow, at most.
     pub memory: usize,
+    /// Whether they are taken as they are needed.
+    grows: bool,
     /// Device of every rank, a line each.
     pub table: Vec<String>,
 }
@@ -62,7 +64,14 @@ impl Gpu {
             Compute::F32 => Precision::F32(Arithmetic::Full),
             Compute::Tf32 => Precision::F32(Arithmetic::Tf32),
         };
-        Cuda::with_journal(&self.device, self.memory, precision, plan.config.log.placement)
+        let memory = Allotment { bytes: self.memory, grows: self.grows };
+        Cuda::with_journal(&self.device, memory, precision, plan.config.log.placement)
+    }
+
+    /// The communicator of a rank that has this device.
+    pub fn beside(&self, comm: &Comm<Cpu>) -> Comm<Cuda> {
+        let device = self.device.clone();
+        comm.on().beside(OwnDevice::new(self.device.id.clone(), move || small(&device)))
     }
 
     /// As [`Gpu::backend`], with little memory and in f32: to try things out.
@@ -137,19 +146,41 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
             .hint("set comm.path=staged, or start fewer ranks")
             .shared());
     }
-    let memory = |rank: usize| {
-        let part = (seen(rank).memory as f64 * config.device.memory_fraction) as usize / sharers(rank).len();
-        config.device.memory_limit.map_or(part, |limit| part.min(limit.0))
-    };
+    let memory = |rank: usize| share(&config.device, seen(rank).memory, sharers(rank).len());
+    for rank in 0..chosen.len() {
+        let Seen { name, pci, memory: whole, .. } = seen(rank);
+        let all = memory(rank).saturating_mul(sharers(rank).len());
+        if all > *whole {
+            let (host, given, whole) = (topology.host(rank), config.device.memory, readable(*whole));
+            let ranks = sharers(rank).len();
+            let of = if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
+            let message = format!("device.memory = {given}{of}: {name} at {pci} on {host} has {whole}");
+            return Err(Error::input(message)
+                .hint("set it lower, or to a part such as 0.9, which all ranks on a GPU share")
+                .shared());
+        }
+    }
+    let grows = config.device.memory == DeviceMemory::Grow;
     let line = |rank: usize| {
         let Seen { name, pci, memory: whole, .. } = seen(rank);
         let (host, own) = (topology.host(rank), readable(memory(rank)));
+        let own = if grows { format!("up to {own}") } else { own };
         format!("rank {rank} on {host}: {name} at {pci}, {own} of {}, cores {}", readable(*whole), topology.cores(rank))
     };
     let table = (0..chosen.len()).map(line).collect();
     let rank = world.rank();
     let device = opened.swap_remove(chosen[rank]);
-    Ok(Some(Gpu { device, memory: memory(rank), table }))
+    Ok(Some(Gpu { device, memory: memory(rank), grows, table }))
+}
+
+/// Bytes of a GPU with `whole` that each of `ranks` on it may take.
+fn share(device: &config::Device, whole: usize, ranks: usize) -> usize {
+    let bytes = match device.memory {
+        DeviceMemory::Bytes(bytes) => bytes.0,
+        DeviceMemory::Part(part) => (whole as f64 * part) as usize / ranks,
+        DeviceMemory::Grow => (whole as f64 * USUAL_PART) as usize / ranks,
+    };
+    device.memory_limit.map_or(bytes, |limit| bytes.min(limit.0))
 }
 
 /// The GPUs that this rank sees.
@@ -269,6 +300,19 @@ mod tests {
         assert!(error.contains("3 ranks on n are to share 2 GPUs") && error.contains("ranks_per_gpu=2"), "{error}");
         let error = shared(some, &[gpus(&[("a", true), ("b", true)])], 1).unwrap_err();
         assert!(error.contains("run.device = cuda:0,2, but n has 2 GPUs\nhint: cuda:0 to cuda:1"), "{error}");
+    }
+
+    #[test]
+    fn ranks_take_parts_sizes_or_as_much_as_they_need() {
+        let of = |memory: DeviceMemory, limit: Option<usize>, ranks: usize| {
+            let limit = limit.map(config::Size);
+            share(&config::Device { memory, memory_limit: limit, ranks_per_gpu: ranks }, 1000, ranks)
+        };
+        let (bytes, grow) = (DeviceMemory::Bytes(config::Size(300)), DeviceMemory::Grow);
+        assert_eq!((of(DeviceMemory::Part(0.5), None, 1), of(DeviceMemory::Part(0.5), None, 2)), (500, 250));
+        assert_eq!((of(bytes, None, 1), of(bytes, None, 2)), (300, 300));
+        assert_eq!((of(grow, None, 1), of(grow, None, 3)), (900, 300));
+        assert_eq!((of(grow, Some(100), 1), of(bytes, Some(100), 2), of(bytes, Some(400), 2)), (100, 100, 300));
     }
 
     #[test]

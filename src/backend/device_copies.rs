@@ -227,6 +227,12 @@ pub trait ComputeOrderedCopies: DeviceCopies {
     /// # Errors
     /// The device failed.
     fn before_compute(&self) -> Result<()>;
+
+    /// The same after all copies to the host: the memory that they read may have another use.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn after_downloads(&self) -> Result<()>;
 }
 
 /// Any memory will do if no copies are asynchronous.

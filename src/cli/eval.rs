@@ -86,7 +86,7 @@ pub fn watch_on_device(comm: &Comm<Cpu>, request: &Request) -> Result<Ending> {
     let config = comm.world().agree(overlay(&Config::default(), &request.overrides))?;
     match place(comm, &config)? {
         None => watch(comm, request, cpu),
-        Some(gpu) => watch(&comm.on(), request, move |plan| gpu.backend(plan)),
+        Some(gpu) => watch(&gpu.beside(comm), request, move |plan| gpu.backend(plan)),
     }
 }
 

@@ -80,6 +80,9 @@ enum Command {
     /// Ask the MPI library to exchange memory of the GPU: a child of a rank, which may crash.
     #[command(hide = true, name = comm::PROOF)]
     ProveDirect,
+    /// The proof that NCCL works between all ranks, in a process that may crash.
+    #[command(hide = true, name = comm::TOGETHER)]
+    ProveTogether(prove::TogetherArgs),
     /// Print text that a trained language model continues.
     Sample(sample::SampleArgs),
     /// Import, describe and check data.
@@ -116,7 +119,8 @@ impl Command {
         match self {
             Command::Train(_) | Command::Eval(_) | Command::Predict(_) | Command::Sample(_) => true,
             Command::Plan(_) | Command::Bench(_) | Command::Doctor(_) => true,
-            Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) | Command::ProveDirect => false,
+            Command::Simulate(_) | Command::Verify(_) | Command::VerifyRank(_) => false,
+            Command::ProveDirect | Command::ProveTogether(_) => false,
             Command::Data(_)
             | Command::Checkpoint(_)
             | Command::Config(_)
@@ -134,6 +138,7 @@ impl Command {
 /// Runs the program; returns its exit code.
 pub fn run() -> i32 {
     descriptors::raise();
+    comm::can_be_tried();
     let launch = match comm::launched(|name| std::env::var(name).ok()) {
         Ok(launch) => launch,
         Err(e) => return fail(&e),
@@ -190,6 +195,7 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::VerifyRank(args) => verify::run_rank(&args, launch),
         // Both processes of a proof take part.
         Command::ProveDirect => report(prove::run()),
+        Command::ProveTogether(args) => report(prove::together(&args)),
         // Each process is one by itself, whoever started it.
         Command::Server(args) => servers::serve_alone(&args),
         Command::Worker(args) => servers::work_alone(&args),

@@ -74,7 +74,7 @@ pub fn run(args: &PlanArgs, launch: Option<&Launch>) -> i32 {
                 )?;
             }
             Some(gpu) => {
-                let (comm, backend) = (&comm.on(), |plan: &Plan| gpu.backend(plan));
+                let (comm, backend) = (&gpu.beside(comm), |plan: &Plan| gpu.backend(plan));
                 let here = Here { comm, backend, gpu: Some(gpu.memory), threads: None, vocabulary: None };
                 measured(args, &config, &name, &here)?;
             }

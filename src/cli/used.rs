@@ -109,7 +109,7 @@ pub fn run(work: &impl Work, path: &Path, overrides: &[String], launch: Option<&
         comm.wait_at_most(seconds(config.comm.timeout))?;
         match place(comm, &config)? {
             None => on(work, comm, reader, config, threads, cpu),
-            Some(gpu) => on(work, &comm.on(), reader, config, threads, |plan| gpu.backend(plan)),
+            Some(gpu) => on(work, &gpu.beside(comm), reader, config, threads, |plan| gpu.backend(plan)),
         }?;
         Ok(0)
     })

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::algorithms::{self, Algorithm};
 use super::clock;
+use super::device::own::OwnDevice;
 use super::device::path::DevicePath;
 use super::device::{direct, staged};
 use super::exit::{Abort, Exit, leave};
@@ -35,6 +36,10 @@ pub struct Comm<B: Backend> {
     pub(super) home: Members,
     /// The path of messages to device memory.
     pub(super) path: DevicePath,
+    /// The reason for it, where it was chosen here.
+    pub(super) why: Option<Arc<str>>,
+    /// The device of this rank, if it is known.
+    pub(super) device: Option<Arc<OwnDevice<B>>>,
     /// Words of device memory that go through the host at a time.
     pub(super) slot: usize,
     backend: PhantomData<fn() -> B>,
@@ -54,7 +59,7 @@ pub(super) struct Inner {
 
 impl<B: Backend> Clone for Comm<B> {
     fn clone(&self) -> Self {
-        self.on()
+        Self { device: self.device.clone(), ..self.on() }
     }
 }
 
@@ -185,13 +190,21 @@ impl<B: Backend> Comm<B> {
         let home = Members::world(world.rank, world.nodes.clone());
         let exit = Exit::new(abort, world.nodes.len() > 1, shared.clone(), worker);
         let inner = Inner { world, algorithm, shared, exit, has_roles: Arc::default(), watch: Mutex::new(None) };
-        Self { inner: Arc::new(inner), home, path: DevicePath::Staged, slot: staged::WORDS, backend: PhantomData }
+        let (path, slot) = (DevicePath::Staged, staged::WORDS);
+        Self { inner: Arc::new(inner), home, path, why: None, device: None, slot, backend: PhantomData }
     }
 
     /// The same thread and world, for buffers of another backend.
     pub fn on<C: Backend>(&self) -> Comm<C> {
-        let Self { inner, home, path, slot, backend: _ } = self;
-        Comm { inner: inner.clone(), home: home.clone(), path: *path, slot: *slot, backend: PhantomData }
+        let Self { inner, home, path, why, slot, device: _, backend: _ } = self;
+        let (inner, home, why) = (inner.clone(), home.clone(), why.clone());
+        Comm { inner, home, path: *path, why, device: None, slot: *slot, backend: PhantomData }
+    }
+
+    /// The same, of a rank that has this device.
+    #[must_use]
+    pub fn beside(&self, device: OwnDevice<B>) -> Self {
+        Self { device: Some(Arc::new(device)), ..self.clone() }
     }
 
     /// This rank's number in the world.
@@ -253,7 +266,12 @@ impl<B: Backend> Comm<B> {
     /// A handle whose messages reach device memory by a path that is known to work. All ranks take the same.
     #[must_use]
     pub fn through(&self, path: DevicePath) -> Self {
-        Self { path, ..self.clone() }
+        Self { path, why: None, ..self.clone() }
+    }
+
+    /// As [`Comm::through`], with the reasons.
+    pub(super) fn because(&self, path: DevicePath, why: Arc<str>) -> Self {
+        Self { path, why: Some(why), ..self.clone() }
     }
 
     /// A handle whose staged messages go in chunks of so many words, rather than 4 MiB. All ranks take the same.
@@ -265,6 +283,26 @@ impl<B: Backend> Comm<B> {
     /// The path of messages to the memory of the backend; none if it is the host's.
     pub fn device_path(&self) -> Option<DevicePath> {
         (!B::ON_HOST).then_some(self.path)
+    }
+
+    /// The reasons for that path, where [`Comm::on_path`] had the choice.
+    pub fn why_path(&self) -> Option<&str> {
+        self.why.as_deref().filter(|_| !B::ON_HOST)
+    }
+
+    /// Gives back the device memory and the communicators by which messages have passed so far; collective over the world.
+    pub(super) fn forget_devices(&self) -> Result<()> {
+        let world = self.home.clone();
+        let label = self.label("forget", Size::Same(0));
+        let (reply, pending) = reply(&self.inner.shared);
+        self.inner.submit(Request::run(move |state| {
+            reply.send(state.collective(&world, &label, |state| {
+                state.device_comms.part(&mut *state.wire);
+                state.room.empty(&state.shared);
+                Ok(())
+            }));
+        }));
+        pending.wait()
     }
 
     /// Counts the memory that messages pass through as the backend's.

@@ -163,6 +163,12 @@ impl Shared {
         }
     }
 
+    /// Notes that such memory was given back, before anybody counts it.
+    pub fn release(&self, bytes: usize) {
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        staging.bytes = staging.bytes.saturating_sub(bytes);
+    }
+
     /// From now on `count` is called with the bytes of such memory, first with those there are.
     pub fn count_staging(&self, count: Box<dyn Fn(usize) + Send>) {
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);

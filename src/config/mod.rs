@@ -2,6 +2,7 @@
 
 mod bounds;
 mod device;
+mod device_memory;
 mod epochs;
 mod every;
 mod layout;
@@ -15,6 +16,7 @@ mod synonyms;
 mod time;
 
 pub use device::DeviceChoice;
+pub use device_memory::{DeviceMemory, USUAL_PART};
 pub use epochs::ended;
 pub use every::Every;
 pub use layout::check_ranks;

@@ -8,7 +8,7 @@ use std::fmt;
 use serde::de::{Error, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::{DeviceChoice, Every, Partition, Size, Staleness, Time};
+use super::{DeviceChoice, DeviceMemory, Every, Partition, Size, Staleness, Time, USUAL_PART};
 use crate::comm::{Choice, PathSetting};
 use crate::data::{Augment, Axes, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
@@ -297,6 +297,11 @@ sections! {
         prefetch: usize = 1,
         /// Keep only the input of each block and compute its inside again in the backward.
         recompute: bool = false,
+        /// GPUs, with ZeRO 3 and `optimizer.offload`: keep parameters and reduced gradients in the memory of the host alone, on one
+        /// rank too; the parameters of each block come for its turn.
+        offload_shards: bool = false,
+        /// GPUs, with `recompute`: keep those inputs in the memory of the host; each comes back before its block's backward.
+        offload_activations: bool = false,
     }
 
     /// `[servers]`, for runs with `--servers`.
@@ -334,8 +339,9 @@ sections! {
 
     /// `[device]`
     Device {
-        /// Part of a GPU's memory that its ranks take at the start.
-        memory_fraction: f64 = 0.9,
+        /// Memory that ranks take of their GPU: a part of it for all that share it, or a size for each rank such as `40GiB`, taken at
+        /// the start; or `grow`: blocks as they are needed, up to 0.9 of it.
+        memory: DeviceMemory = DeviceMemory::Part(USUAL_PART),
         /// Most memory of a GPU that a rank takes, such as `16GiB`.
         memory_limit: Option<Size> = None,
         /// Ranks that may share one GPU, each with its part of the memory.
@@ -393,8 +399,8 @@ sections! {
         /// Let auto take only algorithms that add in the order of `tree`, so that no measurement shows in the bits.
         reproducible: bool = true,
         /// Path of messages to the memory of GPUs: direct (the MPI library is given its addresses), staged (through
-        /// page-locked memory of the host), nccl (NCCL carries them; a GPU for every rank), or auto: direct where that
-        /// proves to work at the start, else staged.
+        /// page-locked memory of the host), nccl (NCCL carries them; a GPU for every rank), or auto: nccl or direct, the faster
+        /// one of those that prove to work at the start, else staged.
         path: PathSetting = PathSetting::Auto,
         /// Seconds that a rank may wait for the others before the job says where each is and ends: more than the longest
         /// evaluation or checkpoint takes; 0 waits for ever.
@@ -453,7 +459,8 @@ impl Model {
 impl Config {
     /// Whether it asks for something that only GPUs can do.
     pub fn needs_gpu(&self) -> bool {
-        self.precision.compute.needs_gpu() || self.optimizer.offload
+        let Parallel { offload_activations, offload_shards, .. } = self.parallel;
+        self.precision.compute.needs_gpu() || self.optimizer.offload || offload_activations || offload_shards
     }
 }
 

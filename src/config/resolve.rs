@@ -151,8 +151,8 @@ impl Plan {
 
     /// Lifetime of full buffers.
     pub fn residency(&self) -> Residency {
-        let Parallel { prefetch, zero, .. } = self.config.parallel;
-        Residency { ahead: prefetch, ..zero.residency() }.over(self.mesh.shard)
+        let Parallel { prefetch, zero, offload_shards, .. } = self.config.parallel;
+        Residency { ahead: prefetch, on_host: offload_shards, ..zero.residency() }.over(self.mesh.shard)
     }
 
     /// Tokens in the part of a global batch whose mean is a gradient: all, or where replicas train apart, those of one.
@@ -219,6 +219,35 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         return Err(Error::input("optimizer.offload = true is for GPUs").hint(
             "leave it out, or run on a node with a GPU: on a CPU the optimizer is in the memory of the host anyway",
         ));
+    }
+    if config.parallel.offload_activations {
+        let refused = |why: &str| Error::input(format!("parallel.offload_activations = true {why}"));
+        if !facts.on_gpu {
+            return Err(
+                refused("is for GPUs").hint("leave it out: on a CPU activations are in the memory of the host anyway")
+            );
+        }
+        if !config.parallel.recompute {
+            return Err(refused("takes the inputs of blocks that are computed again, but parallel.recompute = false")
+                .hint("set parallel.recompute=true too"));
+        }
+    }
+    if config.parallel.offload_shards {
+        let refused = |why: &str| Error::input(format!("parallel.offload_shards = true {why}"));
+        if !facts.on_gpu {
+            return Err(
+                refused("is for GPUs").hint("leave it out: on a CPU parameters are in the memory of the host anyway")
+            );
+        }
+        let wants = u8::from(config.parallel.zero) == 3 && config.optimizer.offload;
+        if !wants {
+            return Err(refused("wants parameters that are gathered for their use, and owners on the host")
+                .hint("set parallel.zero=3 and optimizer.offload=true too"));
+        }
+        if config.log.histograms > 0 || averaging.is_some() {
+            return Err(refused("leaves no gradients and no parameters on the GPU to be looked at or averaged")
+                .hint("set log.histograms=0 and parallel.average_every=0, or parallel.offload_shards=false"));
+        }
     }
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
@@ -308,10 +337,7 @@ fn check_ranges(config: &Config) -> Result<()> {
             return Err(out_of_range(key, value, "at least 0 and less than 1"));
         }
     }
-    let fraction = config.device.memory_fraction;
-    if !(fraction > 0.0 && fraction <= 1.0) {
-        return Err(out_of_range("device.memory_fraction", fraction, "more than 0 and at most 1"));
-    }
+    config.device.memory.check()?;
     let not_negative = [
         ("optimizer.weight_decay", digits(optimizer.weight_decay)),
         ("optimizer.grad_clip", optimizer.grad_clip),
@@ -766,7 +792,12 @@ mod tests {
             ("optimizer.groups=[{names='x*'}]", "optimizer.groups[0].names = \"x*\" holds no parameter\nhint: "),
             ("optimizer.groups=[{names='*', lr_factor=-1.0}]", "optimizer.groups[0].lr_factor = -1 is out of range"),
             ("optimizer.groups=[{names='*', weight_decay=nan}]", "optimizer.groups[0].weight_decay = NaN"),
+            ("parallel.offload_shards=true", "parallel.offload_shards = true is for GPUs\nhint: leave it out"),
             ("optimizer.offload=true", "optimizer.offload = true is for GPUs\nhint: leave it out"),
+            (
+                "parallel.offload_activations=true",
+                "parallel.offload_activations = true is for GPUs\nhint: leave it out",
+            ),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
         }

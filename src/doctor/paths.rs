@@ -28,6 +28,7 @@ pub(super) fn checks(comm: &Comm<Cpu>, gpu: &Gpu, tries_direct: bool) -> Result<
             Err(error) => Err(error).into(),
         };
         checks.push(finding.named("path staged"));
+        checks.push(nccl(comm, gpu).named("path nccl"));
     }
     if tries_direct {
         checks.push(direct(comm).named("path direct"));
@@ -50,6 +51,20 @@ fn staged(comm: &Comm<Cpu>, cuda: &Cuda) -> Result<Finding> {
         ),
         None => Finding::ok("the sum of all ranks' device memory, through the host, is right"),
     })
+}
+
+/// NCCL is believed only if it works between processes beside all ranks.
+fn nccl(comm: &Comm<Cpu>, gpu: &Gpu) -> Finding {
+    match gpu.beside(comm).library_works() {
+        Err(_) if Cuda::device_comm_library().is_err() => {
+            Finding::ok("NCCL is not there: comm.path = auto, the default, does without")
+        }
+        Ok(library) => Finding::ok(format!("{library} carries memory of the GPUs unchanged between all ranks")),
+        Err(error) => Finding::warning(
+            format!("NCCL does not work between all ranks: {}", error.message()),
+            "comm.path = auto, the default, does without; NCCL_DEBUG=INFO makes it say more",
+        ),
+    }
 }
 
 /// The direct path is tried only if the library claims it, and believed only if it works.

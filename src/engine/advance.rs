@@ -162,7 +162,7 @@ fn update<B: Kernels>(
     engine.model.sharded.count_gradients(step + 1)?;
     let start = Instant::now();
     if skipped {
-        engine.model.sharded.skip();
+        engine.model.sharded.skip()?;
     } else {
         *updates += 1;
         let optimizer = &plan.config.optimizer;

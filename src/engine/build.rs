@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::collectives::{self, Exchange};
+use super::host_inputs::HostInputs;
 use super::model::Model;
 use super::step::{Engine, Geometry};
 use crate::backend::Kernels;
@@ -66,6 +67,7 @@ pub fn engine_of<B: Kernels>(
         recompute: plan.config.parallel.recompute,
         seed,
     };
+    let host_inputs = plan.config.parallel.offload_activations.then(|| HostInputs::new(&backend)).transpose()?;
     let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded);
-    Ok((Engine { model, geometry }, exchange))
+    Ok((Engine { model, geometry, host_inputs }, exchange))
 }

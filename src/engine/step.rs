@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::host_inputs::{Away, HostInputs};
 use super::model::Model;
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
@@ -19,6 +20,8 @@ pub struct Engine<B: Kernels> {
     pub model: Model<B>,
     /// Lanes and micro-batches of a step.
     pub geometry: Geometry,
+    /// The host's memory for the inputs of blocks that are computed again; none if they stay on the device.
+    pub host_inputs: Option<HostInputs<B>>,
 }
 
 /// The geometry of a step: its lanes and micro-batches, and the seed of its random streams.
@@ -48,9 +51,17 @@ impl Geometry {
 struct Tape<B: Kernels> {
     micro: Micro<B>,
     /// Input of every block.
-    inputs: Vec<B::Buf>,
+    inputs: Vec<Input<B>>,
     /// Activations saved by every block; none where they are recomputed.
     saved: Vec<Option<Vec<B::Buf>>>,
+}
+
+/// The input of a block.
+enum Input<B: Kernels> {
+    /// On the device.
+    Here(B::Buf),
+    /// On the host.
+    Away(Away),
 }
 
 /// Products that the backwards of a stage's blocks have put off, the last block's first.
@@ -139,7 +150,7 @@ impl<B: Kernels> Engine<B> {
 
     /// Forward of one micro-batch through the blocks of the stage, from their input to their output.
     fn forward(&mut self, micro: Micro<B>, mut x: B::Buf, dropout: u64) -> Result<(Tape<B>, B::Buf)> {
-        let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
+        let Self { model: Model { backend, blocks, sharded, .. }, geometry, host_inputs } = self;
         let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
@@ -147,14 +158,24 @@ impl<B: Kernels> Engine<B> {
         let (mut inputs, mut saved) = (Vec::with_capacity(blocks.len()), Vec::with_capacity(blocks.len()));
         for (unit, block) in blocks.iter().enumerate() {
             let name = sharded.name(unit).clone();
+            // The backward begins at once with the network's last block: its saved activations are not recomputed.
+            let begins = is_last && unit + 1 == blocks.len();
+            // Beside the forward that reads it.
+            let leaves = host_inputs.as_mut().filter(|_| !begins && B::len(&x) > 0);
+            let away = leaves.map(|host| host.send(&mut x)).transpose()?;
             let params = sharded.params(unit)?;
             let span = span(Doing::Forward, Some(&name));
             let (y, kept) = block.forward(&cx, params, &x)?;
             drop(span);
             sharded.release();
-            inputs.push(std::mem::replace(&mut x, y));
-            // The backward begins at once with the network's last block: its saved activations are not recomputed.
-            let begins = is_last && unit + 1 == blocks.len();
+            let input = std::mem::replace(&mut x, y);
+            inputs.push(match (away, &host_inputs) {
+                (Some(away), Some(host)) => {
+                    host.sent()?;
+                    Input::Away(away)
+                }
+                _ => Input::Here(input),
+            });
             let again = geometry.recompute && !begins && !kept.is_empty();
             saved.push((!again).then_some(kept));
         }
@@ -180,17 +201,23 @@ impl<B: Kernels> Engine<B> {
         mut later: Option<&mut PutOff<B>>,
     ) -> Result<B::Buf> {
         let Tape { micro, mut inputs, mut saved } = tape;
-        let Self { model: Model { backend, blocks, sharded, .. }, geometry } = self;
+        let Self { model: Model { backend, blocks, sharded, .. }, geometry, host_inputs } = self;
         let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
+        let mut input = Self::come(inputs.pop(), host_inputs)?;
         if lane_end.is_some() {
             sharded.lane_ends()?;
         }
         for (unit, block) in blocks.iter().enumerate().rev() {
-            let (Some(x), Some(kept)) = (inputs.pop(), saved.pop()) else {
+            let (Some(x), Some(kept)) = (input.take(), saved.pop()) else {
                 return Err(Error::internal("a backward without what its forward kept"));
             };
+            if let Some(host) = host_inputs {
+                host.arrived()?;
+            }
+            // Beside the backward of this block.
+            input = Self::come(inputs.pop(), host_inputs)?;
             let name = sharded.name(unit).clone();
             let kept = match kept {
                 Some(kept) => kept,
@@ -212,6 +239,16 @@ impl<B: Kernels> Engine<B> {
             }
         }
         Ok(dy)
+    }
+
+    /// An input on the device, or on its way there.
+    fn come(input: Option<Input<B>>, host: &mut Option<HostInputs<B>>) -> Result<Option<B::Buf>> {
+        match (input, host) {
+            (Some(Input::Away(away)), Some(host)) => host.fetch(away).map(Some),
+            (Some(Input::Away(_)), None) => Err(Error::internal("an input that no host has")),
+            (Some(Input::Here(input)), _) => Ok(Some(input)),
+            (None, _) => Ok(None),
+        }
     }
 
     /// The gradients of weights that the backward of one micro-batch has put off: of the first of its lane, or another.

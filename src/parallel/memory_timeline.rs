@@ -261,10 +261,20 @@ impl<'a> Gradients<'a> {
         let Some(unit) = self.started.take().filter(|_| self.step.keep.grads == Life::Use) else {
             return self.alive();
         };
-        self.owned[unit] = true;
-        let most = self.alive();
+        if self.step.keep.on_host {
+            // The part before has left for the host.
+            self.owned.fill(false);
+        }
+        if self.step.shards > 1 {
+            self.owned[unit] = true;
+            let most = self.alive();
+            self.full[unit] = false;
+            return most;
+        }
+        // All of it is the owned part.
         self.full[unit] = false;
-        most
+        self.owned[unit] = true;
+        self.alive()
     }
 }
 

@@ -80,13 +80,16 @@ pub struct Residency {
     pub params: Life,
     /// Blocks ahead of whose turn full parameters are gathered, where they do not live always.
     pub ahead: usize,
+    /// Whether what is given up is on the host alone, from which owners fetch it and to which reduced gradients go.
+    pub on_host: bool,
 }
 
 impl Residency {
     /// The lifetimes over so many shards: a buffer that one rank owns whole is never given up, since it would only be
-    /// copied.
+    /// copied; unless the host has it.
     pub fn over(self, shards: usize) -> Self {
-        if shards == 1 { Self { grads: Life::Step, params: Life::Step, ..self } } else { self }
+        let gives_up = shards > 1 || self.on_host;
+        if gives_up { self } else { Self { grads: Life::Step, params: Life::Step, ..self } }
     }
 }
 
@@ -109,7 +112,7 @@ impl Zero {
     /// The lifetimes this stage means; parameters are gathered while the block before computes.
     pub fn residency(self) -> Residency {
         let life = |gives_up| if gives_up { Life::Use } else { Life::Step };
-        Residency { grads: life(self as u8 >= 2), params: life(self as u8 >= 3), ahead: 1 }
+        Residency { grads: life(self as u8 >= 2), params: life(self as u8 >= 3), ahead: 1, on_host: false }
     }
 }
 

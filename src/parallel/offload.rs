@@ -44,6 +44,22 @@ impl Host {
         Ok(Self { cpu, copies: backend.copies()? })
     }
 
+    /// All that compute requests from now on finds the parameters that were started to be brought up.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn arrived(&self) -> Result<()> {
+        self.copies.as_ref().map_or(Ok(()), |copies| copies.before_compute())
+    }
+
+    /// The gradients that were fetched may be freed: all that compute requests from now on comes after their copies.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn fetched(&self) -> Result<()> {
+        self.copies.as_ref().map_or(Ok(()), |copies| copies.after_downloads())
+    }
+
     fn copies(&self) -> Result<&dyn ComputeOrderedCopies> {
         self.copies.as_deref().ok_or_else(|| Error::internal("a device that nothing copies to"))
     }
@@ -180,11 +196,20 @@ impl<B: Kernels> Offloaded<B> {
         self.load()
     }
 
-    /// Starts to bring the parameters up. Work that compute requests from now on waits for them.
+    /// Brings the parameters up: work that compute requests from now on waits for them.
     ///
     /// # Errors
     /// The device failed.
     pub fn contribute(&mut self, full: Reach<'_>) -> Result<()> {
+        self.start(full)?;
+        self.host.arrived()
+    }
+
+    /// Starts to bring the parameters up. Compute may read them after [`Host::arrived`].
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn start(&mut self, full: Reach<'_>) -> Result<()> {
         match self.cargo {
             Cargo::Parameters => {}
             Cargo::Nothing => self.load()?,
@@ -197,7 +222,6 @@ impl<B: Kernels> Offloaded<B> {
                 // The buffer's memory may have been another's, which kernels still use.
                 copies.after_compute()?;
                 self.slot.upload(copies, &[(full, 0)])?;
-                copies.before_compute()?;
             }
         }
         Ok(())

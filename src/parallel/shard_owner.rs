@@ -289,6 +289,17 @@ impl<B: Kernels> ShardOwner<B> {
         }
     }
 
+    /// As [`ShardOwner::contribute`]; from a host the parameters are there after [`Host::arrived`].
+    ///
+    /// # Errors
+    /// As [`ShardOwner::contribute`].
+    pub fn start(&mut self, to: &mut B::Buf, at: Range<usize>) -> Result<()> {
+        match &mut self.home {
+            Home::Device(_) => self.contribute(to, at),
+            Home::Host(offloaded) => offloaded.start(B::reach(to, at)?),
+        }
+    }
+
     /// Parameters and optimizer state of `range`, a range of the unit within the owned one. `full` as in
     /// [`ShardOwner::update`].
     ///

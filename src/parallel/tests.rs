@@ -9,7 +9,7 @@ use super::{
 use crate::backend::cpu::Cpu;
 use crate::backend::{Backend as _, MemoryKind};
 use crate::comm::{Algorithm, Comm, start_threads};
-use crate::engine::{Engine, Geometry, Model};
+use crate::engine::{Engine, Geometry, HostInputs, Model};
 use crate::error::{Error, Kind, Result};
 use crate::layout::{Slices, UnitLayout};
 use crate::mesh::{Axis, Mesh};
@@ -107,7 +107,8 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
         audit_every: AUDIT_EVERY,
         host,
     };
-    let keep = Residency { ahead: row.ahead, ..row.zero.residency() };
+    let on_host = row.offload && row.zero == Zero::Three && averaging.is_none();
+    let keep = Residency { ahead: row.ahead, on_host, ..row.zero.residency() };
     let (stages, number) = (stage.count, stage.index);
     let sharded =
         Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(3)).unwrap();
@@ -127,7 +128,9 @@ fn engine(comm: &Comm<Cpu>, row: Row, backend: &Cpu) -> Engine<Cpu> {
         seed: 3,
     };
     let objective = Objective::new(Loss::cross_entropy(), GPT.vocabulary, false).sliced(&slices);
-    Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry }
+    // The device is a host itself here.
+    let host_inputs = (row.recompute && row.offload).then(|| HostInputs::new(backend).unwrap());
+    Engine { model: Model::new(backend.clone(), blocks, objective, sharded), geometry, host_inputs }
 }
 
 fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
@@ -168,7 +171,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
             let skipped = step == 1 && (row.averaging.is_none() || replica == 1);
             engine.model.sharded.audit(step).unwrap();
             match skipped {
-                true => engine.model.sharded.skip(),
+                true => engine.model.sharded.skip().unwrap(),
                 false => {
                     let hyper = Hyper { lr: 1e-2, weight_decay: 0.1, step: step + 1, grad_scale: 0.7 };
                     engine.model.sharded.update(hyper).unwrap();

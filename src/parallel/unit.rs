@@ -171,11 +171,17 @@ impl<B: Kernels> Unit<B> {
         }
     }
 
-    /// A full buffer with this rank's part of the parameters, to be gathered; none if they are here or on their way.
-    pub fn contribution(&mut self, backend: &B) -> Result<Option<B::Buf>> {
+    /// A full buffer with this rank's part of the parameters, to be gathered; none if they are here or on their way. If this rank
+    /// is `alone` with it, they may still be on their way from the host.
+    pub fn contribution(&mut self, backend: &B, alone: bool) -> Result<Option<B::Buf>> {
         let Slot::Gone = self.params else { return Ok(None) };
         let mut full = backend.alloc(MemoryKind::Parameters, self.layout.padded)?;
-        self.owner.contribute(&mut full, self.owner.range())?;
+        let range = self.owner.range();
+        if alone {
+            self.owner.start(&mut full, range)?
+        } else {
+            self.owner.contribute(&mut full, range)?
+        }
         Ok(Some(full))
     }
 

@@ -124,7 +124,7 @@ pub fn step_times(plan: &Plan, rates: &impl Rates, per_node: usize, on_host: boo
     let world = Span { ranks: mesh.ranks(), nodes: mesh.ranks().div_ceil(per_node.max(1)) };
     let summary = if world.ranks > 1 { rates.collective(Operation::AllGather, world, F32 * world.ranks) } else { 0.0 };
     let keep = plan.residency();
-    debug_assert!(keep.params == Life::Step || mesh.shard > 1, "one rank owns all it has");
+    debug_assert!(keep.params == Life::Step || mesh.shard > 1 || keep.on_host, "one rank owns all it has");
     let schedule = plan.step_schedule(0);
     let (beside, beside_uses) = (rates.beside(), rates.beside_uses());
     Ok(StepTimes { stages, schedule, keep, shards: mesh.shard > 1, summary, beside, beside_uses })

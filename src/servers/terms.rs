@@ -177,6 +177,8 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.average_every", average),
         ("parallel.layout = auto", parallel.layout == crate::config::LayoutChoice::Auto),
         ("optimizer.offload", config.optimizer.offload),
+        ("parallel.offload_shards", parallel.offload_shards),
+        ("parallel.offload_activations", parallel.offload_activations),
         ("log.histograms", config.log.histograms > 0),
     ];
     match counts.into_iter().find(|(_, is_set)| *is_set) {

@@ -245,7 +245,7 @@ impl<'a, B: Kernels> Member<'a, B> {
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
         let line = |address: &str| Line::new("the server", address, secret.clone(), hand.patience).comes_back(COMEBACK);
         let servers = Servers::new(terms, member, line);
-        let engine = Engine { model, geometry };
+        let engine = Engine { model, geometry, host_inputs: None };
         Ok(Self {
             hand,
             terms,
@@ -369,7 +369,7 @@ impl<'a, B: Kernels> Member<'a, B> {
                 None => return Ok(None),
             }
         } else {
-            self.engine.model.sharded.skip();
+            self.engine.model.sharded.skip()?;
             None
         };
         let (loss, norm, seconds) = (loss.to_bits(), reduced.norm.to_bits(), self.seconds);
@@ -415,7 +415,7 @@ impl<'a, B: Kernels> Member<'a, B> {
     fn push(&mut self, of: impl Fn(usize, Range<usize>) -> Pushed) -> Result<Option<u64>> {
         let (began, _span) = (Instant::now(), span(Doing::Pushing, None));
         let staleness = self.servers.push(&self.engine.model, of)?;
-        self.engine.model.sharded.skip();
+        self.engine.model.sharded.skip()?;
         self.seconds.push += began.elapsed().as_secs_f64();
         Ok(staleness)
     }

@@ -29,6 +29,8 @@ pub struct Facts<'a> {
     pub shares_memory: bool,
     /// Path of messages to device memory, if there is any.
     pub path: Option<DevicePath>,
+    /// The reasons for that path, where there was a choice.
+    pub why_path: Option<&'a str>,
     /// Algorithms of exchanges and sums; empty if nothing is exchanged.
     pub collectives: String,
     /// The run's directory.
@@ -149,6 +151,9 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
             facts.path.map_or(String::new(), |path| format!(", {}", path.describe())),
         ),
     );
+    if let Some(why) = facts.path.and(facts.why_path) {
+        line("", why.to_string());
+    }
     if !facts.collectives.is_empty() {
         line("collectives", facts.collectives.clone());
     }

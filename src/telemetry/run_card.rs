@@ -6,6 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::times::Times;
+use crate::comm::DevicePath;
 use crate::data::DataChange;
 use crate::error::{Error, Result};
 
@@ -42,6 +43,12 @@ pub struct RunCard {
     pub version: String,
     /// Transport of messages: the MPI library, threads, or none.
     pub mpi: String,
+    /// Path of messages to the memory of GPUs, where ranks have some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_path: Option<DevicePath>,
+    /// The reasons for that path, where `comm.path` left the choice.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_path_reason: Option<String>,
     /// Ranks.
     pub ranks: usize,
     /// Compute threads a rank.

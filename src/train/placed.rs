@@ -35,7 +35,7 @@ pub fn train_on_device(
             train(comm, &request, own, beside.map(Comm::world).as_ref(), cpu)
         }
         Some(gpu) => {
-            let (comm, backend) = (&comm.on(), |plan: &Plan| gpu.backend(plan));
+            let (comm, backend) = (&gpu.beside(comm), |plan: &Plan| gpu.backend(plan));
             let place = GpuPlace { memory: gpu.memory, table: gpu.table.clone() };
             let here = Here { comm, backend, gpu: Some(gpu.memory), threads, vocabulary };
             let request = Request { gpu: Some(place), ..laid_out(request, &here)? };

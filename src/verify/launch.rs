@@ -103,7 +103,7 @@ fn processes(ranks: usize, task: &Task, folder: &Path, open_mpi: bool) -> Result
 fn on_device(comm: &Comm<Cpu>, task: &Task) -> Result<Recording> {
     match place(comm, &task.config)? {
         None => record(comm, task, cpu),
-        Some(gpu) => record(&comm.on(), task, |plan| gpu.backend(plan)),
+        Some(gpu) => record(&gpu.beside(comm), task, |plan| gpu.backend(plan)),
     }
 }
 

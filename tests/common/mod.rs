@@ -110,7 +110,7 @@ pub fn engine_on<B: Kernels>(
         seed: 7,
     };
     let objective = Objective::new(loss, network.outputs(), !network.is_language());
-    Engine { model: Model::new(backend, blocks, objective, sharded), geometry }
+    Engine { model: Model::new(backend, blocks, objective, sharded), geometry, host_inputs: None }
 }
 
 /// A micro-batch of sequences `first..` of a global batch.

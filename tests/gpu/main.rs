@@ -7,6 +7,7 @@ mod layouts;
 mod memory;
 mod nvrtc;
 mod offload;
+mod paths;
 mod threads;
 mod training;
 

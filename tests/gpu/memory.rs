@@ -2,14 +2,19 @@
 
 use std::path::Path;
 
+use hpctrain::backend::cuda::{Allotment, Arithmetic, Cuda, Device, Precision};
+use hpctrain::backend::{Backend, MemoryKind};
+
 use crate::common::launch::Transport::{self, Alone, Mpirun};
 use crate::common::launch::{Ended, finish};
 use crate::common::runs::{Run, json};
-use crate::common::simulator::with_simulator;
+use crate::common::simulator::{is_on_gpu, under, with_simulator};
 
-/// A network whose own memory is several times that of one activation.
-const BIG: [&str; 10] = [
+/// A network whose own memory is several times that of one activation. Messages pass through the host: of their memory the
+/// estimate knows the most only.
+const BIG: [&str; 11] = [
     "run.device=cuda",
+    "comm.path=staged",
     "model.layers=4",
     "model.width=192",
     "model.heads=3",
@@ -47,17 +52,21 @@ const LARGEST: f64 = 1.71;
 
 #[test]
 fn the_banner_promises_what_a_run_takes_of_a_gpu() {
-    let layouts: [(Transport, &str); 12] = [
+    let layouts: [(Transport, &str); 16] = [
         (Alone, "parallel.zero=0"),
         (Alone, "parallel.zero=0 optimizer.offload=true"),
         (Alone, "parallel.recompute=true"),
+        (Alone, "parallel.recompute=true parallel.offload_activations=true"),
         (Alone, "parallel.lanes=2 batch.micro=1"),
         (Alone, "precision.compute=f32 optimizer.offload=true model.dropout=0.1"),
         (Alone, "eval.batch=24 eval.samples=24"),
         (Mpirun(2), "parallel.zero=0"),
         (Mpirun(2), "parallel.zero=2 batch.micro=1"),
         (Mpirun(2), "parallel.zero=3"),
+        (Mpirun(2), "parallel.pipeline=2 batch.micro=1 parallel.recompute=true parallel.offload_activations=true"),
         (Mpirun(2), "parallel.zero=3 optimizer.offload=true"),
+        (Alone, "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true batch.micro=4"),
+        (Mpirun(2), "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true"),
         (Mpirun(2), "parallel.zero=3 precision.compute=f32"),
         (Mpirun(2), "parallel.zero=3 parallel.recompute=true optimizer.offload=true batch.global=8"),
     ];
@@ -84,4 +93,62 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// The pool's size shows in no bit, and memory that grows is taken as it is needed: the network wants more than a block.
+#[test]
+fn pools_of_every_kind_give_the_same_bits() {
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["parallel.lanes=2", "batch.micro=1"];
+    let with = |name: &str, memory: &str, sim: &[(&str, &str)]| {
+        let memory = format!("device.memory={memory}");
+        let run = Run::new(Alone, root.path(), name, &[&BIG[..], &settings, &[&memory]].concat());
+        let mut command = run.command();
+        let sim = with_simulator(&mut command).envs(sim.iter().copied());
+        let ended = finish(sim).succeeded();
+        (run.files(), ended.stdout)
+    };
+    let (part, told) = with("part", "0.5", &[]);
+    assert!(told.contains(", 512.0 MiB of 1.0 GiB, "), "{told}");
+    for (name, memory, says, sim) in [
+        ("bytes", "200MiB", ", 200.0 MiB of 1.0 GiB, ", &[][..]),
+        ("grow", "grow", ", up to 921.6 MiB of 1.0 GiB, ", &[]),
+        // The device refuses a block, and has room for what is wanted of it.
+        ("scarce", "grow", ", up to 921.6 MiB of 1.0 GiB, ", &[("CUDASIM_FAIL", "alloc:2")]),
+    ] {
+        let (files, told) = with(name, memory, sim);
+        assert!(told.contains(says), "{name}: {told}");
+        files.same_as(&part, 2, name);
+        let peak = json(&files.path("run.json"))["peak_gpu_bytes"].as_u64().unwrap();
+        assert!(peak > 64 << 20, "{name}: one block would do: {peak}");
+    }
+}
+
+/// A pool that is exhausted tells what was asked for and what there is.
+#[test]
+fn a_pool_grows_until_there_is_no_more() {
+    under(&[&[("CUDASIM_MEM", "192M")]], || {
+        let with = |most: usize| {
+            let memory = Allotment { bytes: most << 20, grows: true };
+            Cuda::with_journal(&Device::open(0).unwrap(), memory, Precision::F32(Arithmetic::Full), false).unwrap()
+        };
+        let mebibytes = |cuda: &Cuda, count: usize| cuda.alloc(MemoryKind::Gradients, count << 18);
+        let bounded = with(160);
+        let kept = [mebibytes(&bounded, 24).unwrap(), mebibytes(&bounded, 60).unwrap()];
+        let told = mebibytes(&bounded, 48).err().unwrap().to_string();
+        let says =
+            "no 48.0 MiB for gradients in the 160.0 MiB that this rank may take: it has taken gradients 84.0 MiB, ";
+        assert!(told.contains(says) && told.contains("device.memory_limit higher"), "{told}");
+        // There is room for less.
+        assert_eq!(Cuda::len(&mebibytes(&bounded, 30).unwrap()), 30 << 18);
+        drop((kept, bounded));
+        if is_on_gpu() {
+            return;
+        }
+        let free = with(1 << 10);
+        let _kept = mebibytes(&free, 100).unwrap();
+        let told = mebibytes(&free, 48).err().unwrap().to_string();
+        let says = "out of GPU memory: no 48.0 MiB for gradients where 28.0 MiB of the GPU are free; this rank has 164.0 MiB, ";
+        assert!(told.contains(says) && told.contains("end what else runs on this GPU"), "{told}");
+    });
 }

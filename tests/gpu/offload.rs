@@ -1,4 +1,5 @@
-//! `optimizer.offload` on GPUs, in their simulator: where masters and moments are makes no difference to any bit.
+//! `optimizer.offload`, `parallel.offload_shards` and `parallel.offload_activations` on GPUs, in their simulator: the place of
+//! masters, moments, parameters and inputs of blocks makes no difference to any bit.
 
 use std::path::Path;
 
@@ -11,8 +12,9 @@ const STEPS: u64 = 4;
 
 /// A small training, some of whose gradients are clipped and weights decayed, which goes through a checkpoint in its
 /// middle.
-const SMALLER: [&str; 12] = [
+const SMALLER: [&str; 13] = [
     "run.device=cuda",
+    "comm.path=staged",
     "run.steps=4",
     "model.width=16",
     "model.context=8",
@@ -103,5 +105,73 @@ fn a_run_goes_on_with_and_without() {
             let (all, mine) = (whole.steps(), files.steps());
             assert_eq!(mine, all[all.len() - mine.len()..], "{precision} {what}");
         }
+    }
+}
+
+/// Inputs of blocks leave the device and come back with their bits, in every order of work, with the memory of the estimate.
+#[test]
+fn inputs_of_blocks_come_back_from_the_host() {
+    const AWAY: &str = "parallel.offload_activations=true";
+    let root = tempfile::tempdir().unwrap();
+    let base = ["model.layers=4", "model.dropout=0.1", "batch.micro=2", "eval.batch=1"];
+    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+        let name = |what: &str| format!("{}-{what}", &precision[18..]);
+        let with = |transport, what: &str, settings: &[&str], sim| {
+            let settings = [&base[..], &[precision], settings].concat();
+            let files = succeeds(&command(transport, root.path(), &name(what), &settings), sim);
+            let card = crate::common::runs::json(&files.path("run.json"));
+            (files, card)
+        };
+        let (here, _) = with(Alone, "here", &[], &[]);
+        let (_, again) = with(Alone, "again", &["parallel.recompute=true"], &[]);
+        let away = ["parallel.recompute=true", AWAY];
+        for (what, transport, layout, sim) in [
+            ("alone", Alone, &["parallel.zero=0"][..], &[LAZY, APART][..]),
+            ("checked", Alone, &["optimizer.offload=true"], &[CHECK]),
+            ("shards", Mpirun(2), &["parallel.zero=3", "optimizer.offload=true"], &[LAZY, REVERSE]),
+            ("stages", Mpirun(2), &["parallel.pipeline=2"], &[LAZY, APART]),
+            ("late", Mpirun(2), &["parallel.pipeline=2", "parallel.schedule=zero-bubble"], &[LAZY]),
+        ] {
+            let (files, card) = with(transport, what, &[&away, layout].concat(), sim);
+            files.same_as(&here, STEPS, &format!("{precision}, {what}, {sim:?}"));
+            for stage in card["stages"].as_array().unwrap() {
+                let [promised, taken] =
+                    ["estimated_bytes", "peak_bytes"].map(|key| stage[key]["offloaded"].as_u64().unwrap());
+                assert!(taken > 0 && promised == taken, "{precision} {what}: {promised} promised, {taken} taken");
+            }
+            let activations = |card: &serde_json::Value| card["peak_bytes"]["activations"].as_u64().unwrap();
+            assert!(what != "alone" || activations(&card) < activations(&again), "{precision}: {card}");
+        }
+    }
+}
+
+/// Parameters that the host alone has, of one rank and of shards of two, in every order of turns.
+#[test]
+fn parameters_come_from_the_host_for_their_turn() {
+    const AWAY: [&str; 3] = ["parallel.zero=3", OFFLOAD, "parallel.offload_shards=true"];
+    let root = tempfile::tempdir().unwrap();
+    for precision in ["precision.compute=f32", "precision.compute=bf16"] {
+        let name = |what: &str| format!("{}-{what}", &precision[18..]);
+        let base = [precision, "optimizer.ema=0.9", "batch.micro=2"];
+        let with = |transport, what: &str, settings: &[&str], sim| {
+            succeeds(&command(transport, root.path(), &name(what), &[&base[..], settings].concat()), sim)
+        };
+        let here = with(Alone, "here", &[], &[]);
+        for (what, transport, more, sim) in [
+            ("alone", Alone, &["parallel.prefetch=1"][..], &[LAZY, APART][..]),
+            ("late", Alone, &["parallel.prefetch=0"], &[LAZY, REVERSE]),
+            ("early", Alone, &["parallel.prefetch=3"], &[CHECK]),
+            ("shards", Mpirun(2), &["parallel.recompute=true"], &[LAZY]),
+            ("stages", Mpirun(2), &["parallel.pipeline=2"], &[LAZY, APART]),
+        ] {
+            let files = with(transport, what, &[&AWAY[..], more].concat(), sim);
+            files.same_as(&here, STEPS, &format!("{precision}, {what}, {sim:?}"));
+            assert_eq!(files.tensors(2), here.tensors(2), "{what}: the checkpoint before the last");
+        }
+        let peak = |what: &str| {
+            let card = crate::common::runs::json(&root.path().join(name(what)).join("run.json"));
+            card["peak_bytes"]["parameters"].as_u64().unwrap()
+        };
+        assert!(peak("alone") < peak("here"), "{precision}: {} of {}", peak("alone"), peak("here"));
     }
 }

@@ -93,11 +93,12 @@ fn every_layout_gives_the_same_bits() {
         let apart = [("CUDASIM_DEVICES", "2"), ("CUDASIM_HOST_ACCESS", "0"), ("CUDASIM_STREAMS", "lazy")];
         let stages = (0..4).map(|zero| format!("parallel.zero={zero}"));
         for layout in stages.chain(["parallel.storage=central".into()]) {
-            let two = trains(Mpirun(2), root.path(), &name(&layout), &[precision, &layout], &apart);
+            let settings = [precision, &layout, "comm.path=staged"];
+            let two = trains(Mpirun(2), root.path(), &name(&layout), &settings, &apart);
             two.same_as(&one, STEPS, &format!("{precision}, {layout}, 2 ranks"));
         }
         // Ranks that share a GPU, as threads of one process.
-        let settings = [precision, "parallel.zero=3", "device.ranks_per_gpu=2", "device.memory_fraction=0.4"];
+        let settings = [precision, "parallel.zero=3", "device.ranks_per_gpu=2", "device.memory=0.4"];
         let shared = trains(Simulate(2), root.path(), &name("shared"), &settings, &[]);
         shared.same_as(&one, STEPS, &format!("{precision}, one GPU shared"));
     }
@@ -165,7 +166,7 @@ fn nccl_is_refused_where_it_cannot_be() {
         assert!(told.contains("\nhint: ") && !run.files().0.exists(), "{told}");
         told
     };
-    let shares = ["device.ranks_per_gpu=2", "device.memory_fraction=0.4"];
+    let shares = ["device.ranks_per_gpu=2", "device.memory=0.4"];
     let told = refused("shared", &shares, &[]);
     assert!(told.contains("comm.path = nccl wants a GPU for every rank: ranks 0, 1 on "), "{told}");
     assert!(told.contains(" share CPU simulator 0 at 0000:01:00.0\nhint: set comm.path=staged"), "{told}");
@@ -228,14 +229,25 @@ fn missing_libraries_are_named() {
 
 #[test]
 fn gpus_that_cannot_are_told() {
-    let cases: [(&[&str], Settings, &str); 8] = [
+    let cases: [(&[&str], Settings, &str); 11] = [
         (&["run.device=cuda"], &[("CUDASIM_DEVICES", "0")], "the CUDA driver finds no GPU: CUDA_ERROR_NO_DEVICE"),
         (&["run.device=cuda"], &[("CUDASIM_DRIVER_VERSION", "11040")], "speaks CUDA 11.4, and 12.0 is needed"),
         (&["run.device=cuda:7"], &[("CUDASIM_DEVICES", "4")], "run.device = cuda:7, but localhost has 4 GPUs"),
         (&["run.device=gpu"], &[], "`gpu` is no device"),
         (&[], &[("CUDASIM_CC", "75")], "precision.compute = bf16 needs compute capability 8.0"),
         (&["device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
-        (&["device.memory_fraction=1.5"], &[], "device.memory_fraction = 1.5 is out of range"),
+        (&["device.memory=grow", "device.memory_limit=32900KiB"], &[], "of its GPU (parameters "),
+        (&["device.memory=1.5"], &[], "device.memory = 1.5 is out of range"),
+        (
+            &["device.memory=all"],
+            &[],
+            "\"all\" is not \"grow\", a part of the GPU's memory such as 0.9, or a size such as \"40GiB\"",
+        ),
+        (
+            &["device.memory=2GiB", "device.memory_limit=4GiB"],
+            &[],
+            "device.memory = 2GiB: CPU simulator 0 at 0000:01:00.0 on",
+        ),
         (&["run.device=cpu", "precision.compute=tf32"], &[], "precision.compute = tf32 is for GPUs"),
     ];
     for (settings, sim, text) in cases {

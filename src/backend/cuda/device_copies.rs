@@ -226,4 +226,9 @@ impl ComputeOrderedCopies for CudaCopies {
         self.bind()?;
         check("wait for itself", self.compute.join(&self.back))
     }
+
+    fn after_downloads(&self) -> Result<()> {
+        self.bind()?;
+        check("wait for itself", self.compute.join(&self.out))
+    }
 }

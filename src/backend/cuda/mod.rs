@@ -81,6 +81,7 @@ pub use matmul::Arithmetic;
 #[cfg(test)]
 pub(in crate::backend) use memory::lead;
 pub use memory::{CudaBuf, View, ViewMut};
+pub use pool::Allotment;
 pub use scalar::Scalar;
 
 /// Number formats of a rank's arithmetic.
@@ -119,14 +120,15 @@ impl Cuda {
     /// # Errors
     /// A library is not there, the device cannot compute in this precision, or has less memory.
     pub fn new(device: &Device, bytes: usize, precision: Precision) -> Result<Self> {
-        Self::with_journal(device, bytes, precision, false)
+        Self::with_journal(device, Allotment { bytes, grows: false }, precision, false)
     }
 
-    /// As [`Cuda::new`]; with `placement`, buffers, kernels and products on the device are logged, every kind once.
+    /// As [`Cuda::new`], also with memory that grows; with `placement`, buffers, kernels and products on the device are logged,
+    /// every kind once.
     ///
     /// # Errors
     /// As [`Cuda::new`].
-    pub fn with_journal(device: &Device, bytes: usize, precision: Precision, placement: bool) -> Result<Self> {
+    pub fn with_journal(device: &Device, memory: Allotment, precision: Precision, placement: bool) -> Result<Self> {
         device.check_precision(precision)?;
         let context = device.context();
         check("be chosen", context.bind_to_thread())?;
@@ -140,7 +142,7 @@ impl Cuda {
         };
         let (programs, matmul) =
             (Arc::new(Programs::new(context, device.architecture())?), Matmul::new(context, arithmetic)?);
-        let pool = Pool::new(context, bytes)?;
+        let pool = Pool::new(context, memory)?;
         Ok(Self(Arc::new(Inner {
             device: device.clone(),
             journal: Journal::new(format!("{} at {}", device.name, device.pci), placement),
@@ -162,7 +164,7 @@ impl Cuda {
         &self.0.device
     }
 
-    /// Bytes of its memory that are this rank's.
+    /// Bytes of its memory that are this rank's; if they grow, at most.
     pub fn memory(&self) -> usize {
         self.0.pool.bytes()
     }

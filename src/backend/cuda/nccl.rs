@@ -7,7 +7,7 @@
 //! it reports success, the work may not be in the stream yet.
 //!
 //! NCCL refuses two ranks on one GPU, so `placement` refuses them earlier. The memory that NCCL keeps on the device is in no
-//! estimate: `device.memory_fraction` leaves room for it. Between nodes NCCL finds its own way (`NCCL_SOCKET_IFNAME`
+//! estimate: `device.memory` leaves room for it. Between nodes NCCL finds its own way (`NCCL_SOCKET_IFNAME`
 //! and others).
 
 use std::cell::OnceCell;

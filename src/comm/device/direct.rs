@@ -37,6 +37,17 @@ impl Room {
     }
 }
 
+impl Room {
+    /// Gives all of it back.
+    pub fn empty(&mut self, shared: &Shared) {
+        for places in [&mut self.received, &mut self.aside] {
+            let pieces = std::mem::take(&mut places.places).into_iter().flatten();
+            let words: usize = pieces.map(|piece| piece.span().words()).sum();
+            shared.release(words * size_of::<f32>());
+        }
+    }
+}
+
 /// Numbered pieces of device memory.
 struct Places {
     places: Vec<Option<Box<dyn Scratch>>>,

@@ -11,10 +11,15 @@
 //! | `direct` | MPI is given device addresses | on the device, in the host's order |
 //! | `nccl` | pairs of `ncclSend` and `ncclRecv` | on the device, in the host's order |
 //!
+//! `auto` chooses among them (`select.rs`); processes that may crash prove before that a library works here (`trial.rs`, and
+//! `wire/mpi/proof.rs` for MPI's).
+//!
 //! With `comm.algorithm = "mpi"` the collectives are the library's own, MPI's or NCCL's, with its order of additions.
 
 pub(super) mod comms;
 pub(super) mod direct;
+pub(super) mod own;
 pub(super) mod path;
 pub(super) mod select;
 pub(super) mod staged;
+pub(super) mod trial;

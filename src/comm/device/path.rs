@@ -8,7 +8,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PathSetting {
-    /// Direct where the MPI library says that it can, and then shows it.
+    /// The faster one of those that prove to work here: NCCL where every rank has a device of its own, direct where the MPI library
+    /// says that it can; else staged.
     Auto,
     /// [`DevicePath::Direct`]
     Direct,

@@ -154,6 +154,8 @@ struct Variant {
     zero: Option<Zero>,
     recompute: bool,
     offload: Option<bool>,
+    /// Inputs that blocks are computed again from on the host, or not.
+    inputs_away: Option<bool>,
     pipeline: Option<usize>,
     /// Put nothing off.
     one_forward_one_backward: bool,
@@ -164,18 +166,19 @@ impl Variant {
     /// Few changes before many; then the lowest stage and the largest micro-batch; deeper pipelines and updates on the host
     /// come last. A pipeline that puts nothing off is the first of single changes. Slower checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
-        let Self { zero, recompute, offload, pipeline, one_forward_one_backward, micro, .. } = *self;
+        let Self { zero, recompute, offload, inputs_away, pipeline, one_forward_one_backward, micro, .. } = *self;
         let made = [
             zero.is_some(),
             recompute,
             offload.is_some(),
+            inputs_away.is_some(),
             pipeline.is_some(),
             one_forward_one_backward,
             micro.is_some(),
         ];
         let changes = made.into_iter().filter(|made| *made).count();
         let cost = 2 * changes + usize::from(self.through);
-        (cost, offload, pipeline, zero.map(u8::from), recompute, micro.is_some(), Reverse(micro))
+        (cost, offload, inputs_away, pipeline, zero.map(u8::from), recompute, micro.is_some(), Reverse(micro))
     }
 
     /// The settings that make it.
@@ -183,21 +186,22 @@ impl Variant {
         let zero = self.zero.map(|zero| format!("parallel.zero={}", u8::from(zero)));
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
         let offload = self.offload.map(|offload| format!("optimizer.offload={offload}"));
+        let inputs_away = self.inputs_away.map(|away| format!("parallel.offload_activations={away}"));
         let pipeline = self.pipeline.map(|pipeline| format!("parallel.pipeline={pipeline}"));
         let schedule = self.one_forward_one_backward.then(|| "parallel.schedule=1f1b".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
         let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
         let settings: Vec<String> =
-            [zero, recompute, offload, pipeline, schedule, micro, through].into_iter().flatten().collect();
+            [zero, recompute, inputs_away, offload, pipeline, schedule, micro, through].into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
 
 /// Every stage, recomputation, micro-batch, pipeline twice or more as deep and way of saving that takes less than `plan`, and each
-/// place of the optimizer, on `ranks` ranks.
+/// place of the optimizer and of inputs, on `ranks` ranks.
 fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
-    let offloads = plan.config.optimizer.offload;
+    let (offloads, are_away) = (plan.config.optimizer.offload, plan.config.parallel.offload_activations);
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
     let depth = plan.mesh.pipeline;
@@ -207,7 +211,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let mut variants = Vec::new();
     for (zero, &pipeline) in stages.flat_map(|zero| pipelines.iter().map(move |pipeline| (zero, pipeline))) {
         for &smaller in &micros {
-            for [again, copy, elsewhere, at_once] in choices(on_gpu, puts_off) {
+            for [again, copy, elsewhere, away, at_once] in choices(on_gpu, puts_off) {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
                     (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
@@ -226,6 +230,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     config.parallel.schedule = PipelineSchedule::OneForwardOneBackward;
                 }
                 config.optimizer.offload ^= elsewhere;
+                config.parallel.offload_activations ^= away;
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
                 let facts = Facts { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
@@ -233,6 +238,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
                     let (recompute, offload) = (again && !recompute, elsewhere.then_some(!offloads));
+                    let inputs_away = away.then_some(!are_away);
                     let pipeline = (pipeline != depth).then_some(pipeline);
                     let one_forward_one_backward = at_once;
                     variants.push(Variant {
@@ -241,6 +247,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                         zero,
                         recompute,
                         offload,
+                        inputs_away,
                         pipeline,
                         one_forward_one_backward,
                         micro,
@@ -252,11 +259,11 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     variants
 }
 
-/// Combinations of the switches: recomputation, checkpoints from a copy, the optimizer's place where there are two, gradients of
-/// weights at once where they are put off.
-fn choices(on_gpu: bool, puts_off: bool) -> impl Iterator<Item = [bool; 4]> {
-    let all = (0..16).map(|bits| [1, 2, 4, 8].map(|bit| bits & bit != 0));
-    all.filter(move |[_, _, elsewhere, at_once]| (on_gpu || !elsewhere) && (puts_off || !at_once))
+/// Combinations of the switches: recomputation, checkpoints from a copy, the other place of the optimizer and of inputs where there
+/// are two, gradients of weights at once where they are put off.
+fn choices(on_gpu: bool, puts_off: bool) -> impl Iterator<Item = [bool; 5]> {
+    let all = (0..32).map(|bits| [1, 2, 4, 8, 16].map(|bit| bits & bit != 0));
+    all.filter(move |[_, _, elsewhere, away, at_once]| (on_gpu || !(*elsewhere || *away)) && (puts_off || !at_once))
 }
 
 #[cfg(test)]
@@ -379,6 +386,27 @@ mod tests {
     fn refused(plan: &Plan, gpu: usize, host: usize) -> String {
         let node = Node { host: "node", ranks: 1, available: Some(host), gpu: Some(gpu) };
         fits::<Cuda>(plan, &node, NOTHING).err().unwrap().to_string()
+    }
+
+    #[test]
+    fn inputs_may_leave_a_gpu() {
+        let with = |away: bool, ranks: usize| {
+            let mut config = Config::default();
+            config.model.layers = crate::config::LayerList::Count(8);
+            (config.batch.global, config.batch.micro, config.eval.batch) = (8, Some(2), 1);
+            (config.parallel.recompute, config.parallel.offload_activations) = (true, away);
+            config.parallel.pipeline = ranks;
+            resolve(config, &Facts { ranks, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
+        };
+        for ranks in [1, 2] {
+            let (there, here) = (need(&with(false, ranks)), need(&with(true, ranks)));
+            let activations = |of: &Estimate| of.gpu.unwrap()[MemoryKind::Activations as usize];
+            let moved = here.host[MemoryKind::Offloaded as usize];
+            assert_eq!(here.host() - there.host(), moved, "{ranks} stages");
+            // All but the one at hand and, in backwards, the next one.
+            let left = activations(&there) - activations(&here);
+            assert!(left > moved / 2 && left < moved, "{ranks} stages: {left} of {moved}");
+        }
     }
 
     #[test]

@@ -139,6 +139,11 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
         let averaged = 1 + parallel::state_names(Some(plan.rule), plan.average, None).len();
         host[MemoryKind::Offloaded as usize] += averaged * padded.iter().max().unwrap_or(&0) / plan.mesh.shard * F32;
     }
+    if plan.config.parallel.offload_activations {
+        let (keep, shards) = (plan.residency(), plan.mesh.shard);
+        let timeline = MemoryTimeline { stage: &stage, sizes: &slots, shards, keep, schedule };
+        host[MemoryKind::Offloaded as usize] += inputs_on_host(plan, &blocks, &slices, &timeline);
+    }
     let carrier = if messages_on_device { &mut device } else { &mut host };
     carrier[MemoryKind::Communication as usize] = messages;
     // Rows may have weights. The numbers of a device are among its activations.
@@ -160,6 +165,27 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
         false => (host, Some(device)),
     };
     Estimate { host, gpu, staging, runtime: resident + GROWTH }
+}
+
+/// Whether the input of block `block` of a stage's `blocks` goes to the host until its backward, which does not begin at once.
+fn leaves(plan: &Plan, stage: &Stage, blocks: usize, block: usize) -> bool {
+    plan.config.parallel.offload_activations && !(stage.is_last() && block + 1 == blocks)
+}
+
+/// Bytes of the host for the inputs of all micro-batches that are under way at once.
+fn inputs_on_host<B: Kernels>(
+    plan: &Plan,
+    blocks: &Blocks<B>,
+    slices: &Slices,
+    timeline: &MemoryTimeline<'_>,
+) -> usize {
+    let leaving = blocks.iter().enumerate().filter(|(block, _)| leaves(plan, timeline.stage, blocks.len(), *block));
+    let rows = plan.micro as usize * plan.network.context();
+    let size = plan.config.precision.compute.size(B::ON_HOST);
+    let words = |elements: usize| (elements * size).next_multiple_of(F32);
+    let of_micro: usize = leaving.map(|(_, block)| words(rows * slices.own(block.input_per_row()))).sum();
+    let waiting = timeline.step().into_iter().map(|moment| moment.waiting).max().unwrap_or(0);
+    (waiting + 1) * of_micro
 }
 
 /// The moments of training and of evaluations in a stage with these blocks and slots. Rows of its output have `next`
@@ -196,9 +222,13 @@ fn moments<B: Kernels>(
     // For each block's turn, the bytes that the blocks before it keep; then, those of all.
     let mut kept = vec![0; blocks.len() + 1];
     let again = |block: usize| recompute && !(stage.is_last() && block + 1 == blocks.len());
+    let leaves = |block: usize| leaves(plan, stage, blocks.len(), block);
     for block in 0..blocks.len() {
-        kept[block + 1] = kept[block] + input[block] + if again(block) { 0 } else { saved[block] };
+        let stays = if leaves(block) { 0 } else { input[block] };
+        kept[block + 1] = kept[block] + stays + if again(block) { 0 } else { saved[block] };
     }
+    // Beside a backward the next input comes back.
+    let comes = |block: usize| block.checked_sub(1).filter(|before| leaves(*before)).map_or(0, |before| input[before]);
     // A forward that is computed again has its output beside the gradient of that.
     let redone = |block: usize| if again(block) { 2 * output(block) + forward[block] } else { 0 };
     let waiting_row = kept[blocks.len()];
@@ -209,15 +239,17 @@ fn moments<B: Kernels>(
         |Moment { when, params, grads, waiting, put_off }: Moment, rows: usize, kept: &[usize], messages: usize| {
             let of_row = match when {
                 When::Forward(block) => kept[block] + input[block] + saved[block] + output(block) + forward[block],
-                When::Backward(block) => kept[block] + input[block] + saved[block] + scratch[block].max(redone(block)),
+                When::Backward(block) => {
+                    kept[block] + comes(block) + input[block] + saved[block] + scratch[block].max(redone(block))
+                }
                 When::BackwardInput(block) => {
                     let of_later_blocks = put_off_row - put_off_before[block + 1];
                     let work = deferring[block].max(redone(block));
-                    kept[block] + input[block] + saved[block] + work + of_later_blocks
+                    kept[block] + comes(block) + input[block] + saved[block] + work + of_later_blocks
                 }
                 When::BackwardWeight(block) => put_off_before[block + 1],
                 // The gradient of the input is as large as that.
-                When::After(block) => kept[block] + 2 * input[block],
+                When::After(block) => kept[block] + comes(block) + 2 * input[block],
             };
             let of_row = of_row + waiting * waiting_row + put_off * put_off_row + messages;
             Alive { parameters: params * size, gradients: grads * F32, activations: rows * of_row }

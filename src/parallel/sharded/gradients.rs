@@ -102,7 +102,7 @@ impl<B: Kernels> Sharded<B> {
                 std::mem::take(&mut self.started).into_iter().try_for_each(|before| self.land(before))?;
             }
             self.started.push(unit);
-            if self.offloads {
+            if self.host.is_some() {
                 // Gradients go down as soon as they can, beside the backwards that are left.
                 let arrived = self.started.iter().take_while(|&&unit| self.units[unit].has_arrived()).count();
                 self.started.drain(..arrived).collect::<Vec<_>>().into_iter().try_for_each(|unit| self.land(unit))?;
@@ -161,7 +161,7 @@ impl<B: Kernels> Sharded<B> {
         self.units
             .iter()
             .map(|unit| match &unit.reduction {
-                Some(Reduction::Done(sum)) => {
+                Some(Reduction::Done(sum)) if sum.window.len() == unit.owner.range().len() => {
                     let grad = B::view(&sum.grad, sum.window.clone());
                     Ok(Reduced { layout: &unit.layout, range: unit.owner.range(), grad })
                 }
@@ -170,8 +170,19 @@ impl<B: Kernels> Sharded<B> {
             .collect()
     }
 
-    /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept.
+    /// The gradient that left for the host last is freed.
+    pub(super) fn let_go(&mut self) -> Result<()> {
+        if let (Some(grad), Some(host)) = (self.leaving.take(), &self.host) {
+            host.fetched()?;
+            drop(grad);
+        }
+        Ok(())
+    }
+
+    /// Waits for a reduction's end. Of a full buffer that lives for its use the owned part is kept, or goes to the host alone.
     fn land(&mut self, index: usize) -> Result<()> {
+        // Its copy has had the time of a block's backward.
+        self.let_go()?;
         let (shards, parts) = (self.virtual_shards(&self.groups.step.replica), self.parts());
         let unit = &mut self.units[index];
         let Some(Reduction::InFlight(pending)) = unit.reduction.take() else {
@@ -186,6 +197,8 @@ impl<B: Kernels> Sharded<B> {
         let squares = shards.map(square).collect::<Result<_>>()?;
         let (mut grad, window) = match self.keep.grads {
             Life::Step => (full, owned),
+            // One rank has all of it.
+            Life::Use if owned.len() == B::len(&full) => (full, owned),
             Life::Use => {
                 let mut own = self.backend.alloc(MemoryKind::Gradients, owned.len())?;
                 self.backend.copy(B::view(&full, owned.clone()), B::all_mut(&mut own))?;
@@ -193,7 +206,13 @@ impl<B: Kernels> Sharded<B> {
             }
         };
         unit.owner.reduced(&mut grad, window.clone())?;
-        unit.reduction = Some(Reduction::Done(Sum { grad, window, squares }));
+        unit.reduction = Some(Reduction::Done(match self.keep.on_host {
+            false => Sum { grad, window, squares },
+            true => {
+                self.leaving = Some(grad);
+                Sum { grad: self.backend.alloc(MemoryKind::Gradients, 0)?, window: 0..0, squares }
+            }
+        }));
         Ok(())
     }
 

@@ -70,8 +70,10 @@ pub struct Sharded<B: Kernels> {
     averaging: Option<Averaging>,
     /// Where updates are audited.
     audits: Option<Audits>,
-    /// Whether owners keep state and masters on the host, and so want gradients early.
-    offloads: bool,
+    /// Where owners keep state and masters on the host, and so want gradients early.
+    host: Option<Host>,
+    /// A reduced gradient that is on its way to the host, and then freed.
+    leaving: Option<B::Buf>,
     /// Layouts of the whole network.
     network: Vec<UnitLayout>,
     stage: Stage,
@@ -171,7 +173,8 @@ impl<B: Kernels> Sharded<B> {
             average,
             averaging,
             audits,
-            offloads: host.is_some(),
+            host,
+            leaving: None,
             network,
             stage,
             units,
@@ -334,8 +337,14 @@ impl<B: Kernels> Sharded<B> {
     /// Starts the gathers that the turn under way and the next ones want, and waits for those of `visit`.
     fn fetch(&mut self, visit: Visit) -> Result<()> {
         debug_assert_eq!(self.prefetch.turn(), Some(visit), "blocks take their turns in the order of the pass");
+        // Those that were started for earlier turns, before the next ones are: compute does not wait for these.
+        self.arrived()?;
         let wanted: Vec<usize> = self.prefetch.wanted(self.keep.ahead).collect();
+        let is_late = visit.units().any(|index| matches!(self.slot(index).1, Slot::Gone));
         wanted.into_iter().try_for_each(|index| self.gather(index))?;
+        if is_late {
+            self.arrived()?;
+        }
         for index in visit.units() {
             let reuses = self.reuses;
             let backend = self.backend.clone();
@@ -346,6 +355,19 @@ impl<B: Kernels> Sharded<B> {
             }
         }
         Ok(())
+    }
+
+    /// Whether this rank has all of its units' parameters, on the host.
+    fn is_alone(&self) -> bool {
+        self.keep.on_host && self.groups.shard.size() == 1
+    }
+
+    /// Compute finds the parameters that were started to be gathered from the host.
+    fn arrived(&self) -> Result<()> {
+        match &self.host {
+            Some(host) if self.is_alone() => host.arrived(),
+            _ => Ok(()),
+        }
     }
 
     /// Elements of a section of a slot's unit.
@@ -370,8 +392,9 @@ impl<B: Kernels> Sharded<B> {
 
     /// Starts the gather of the full parameters of a slot, unless they are here or on their way.
     fn gather(&mut self, slot: usize) -> Result<()> {
+        let alone = self.is_alone();
         let full = match slot.checked_sub(self.units.len()) {
-            None => self.units[slot].contribution(&self.backend)?,
+            None => self.units[slot].contribution(&self.backend, alone)?,
             Some(guest) => self.guests[guest].contribution(&self.backend)?,
         };
         if let Some(full) = full {

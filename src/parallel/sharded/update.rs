@@ -64,6 +64,7 @@ impl<B: Kernels> Sharded<B> {
     /// The device or the gather failed.
     pub fn update(&mut self, hyper: Hyper) -> Result<()> {
         let keep = self.keep;
+        self.let_go()?;
         let trust = self.trust(hyper)?;
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
@@ -117,6 +118,10 @@ impl<B: Kernels> Sharded<B> {
                 Life::Step => unit.owner.swap(unit.params.land()?)?,
                 Life::Use => {
                     unit.params.land()?;
+                    // Before its memory is another's.
+                    if let Some(host) = &self.host {
+                        host.arrived()?;
+                    }
                     unit.params = Slot::Gone;
                     unit.owner.swap(None)?;
                 }
@@ -136,7 +141,11 @@ impl<B: Kernels> Sharded<B> {
     }
 
     /// Forgets the reduced gradients: this step does not count.
-    pub fn skip(&mut self) {
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn skip(&mut self) -> Result<()> {
+        self.let_go()?;
         for unit in &mut self.units {
             unit.owner.forget();
             if let Some(Reduction::Done(sum)) = unit.reduction.take()
@@ -145,6 +154,7 @@ impl<B: Kernels> Sharded<B> {
                 unit.grads = Some(sum.grad);
             }
         }
+        Ok(())
     }
 
     /// Sends this rank's part of a unit's parameters to the stages that borrow them.

@@ -73,6 +73,8 @@ impl Course<'_> {
         RunCard {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: job.origin.mpi.clone(),
+            device_path: None,
+            device_path_reason: None,
             ranks: self.terms.workers,
             threads: self.plan.threads,
             hosts: self.tally.hosts(),

@@ -170,6 +170,8 @@ impl<B: Kernels> Run<'_, B> {
         RunCard {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: self.comm.library().into(),
+            device_path: self.comm.device_path().filter(|_| self.world.size() > 1),
+            device_path_reason: self.comm.why_path().map(str::to_owned),
             ranks: self.world.size(),
             threads: self.plan.threads,
             hosts: self.topology.hosts(),

@@ -145,6 +145,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),
                 shares_memory: comm.shares_memory(),
                 path: comm.device_path().filter(|_| world.size() > 1),
+                why_path: comm.why_path(),
                 collectives: exchange.told,
                 directory: directory.path(),
                 parameters: engine.model.sharded.parameters(),

@@ -1,0 +1,129 @@
+//! `comm.path = auto` on simulated GPUs: the path that processes prove to work, the faster one of two, and the reasons.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
+use crate::common::launch::finish;
+use crate::common::runs::{Run, RunFiles, json};
+use crate::common::simulator::{Settings, simulator, with_simulator};
+
+const STEPS: u64 = 2;
+
+const SMALLER: [&str; 8] = [
+    "run.device=cuda",
+    "run.steps=2",
+    "model.layers=1",
+    "model.width=16",
+    "model.context=8",
+    "parallel.lanes=2",
+    "eval.samples=4",
+    "device.memory_limit=64MiB",
+];
+
+const TWO: (&str, &str) = ("CUDASIM_DEVICES", "2");
+
+/// The path of a run, with the reasons in `run.json` and in the banner.
+#[track_caller]
+fn path(transport: Transport, root: &Path, name: &str, more: &[&str], sim: Settings) -> (RunFiles, String, String) {
+    let run = Run::new(transport, root, name, &[&SMALLER, more].concat());
+    let ended = finish(with_simulator(&mut run.command()).envs(sim.iter().copied())).succeeded();
+    let files = run.files();
+    let card = json(&files.path("run.json"));
+    let told = |key: &str| card[key].as_str().unwrap_or_else(|| panic!("{name}: no {key} in {card}")).to_owned();
+    let (path, why) = (told("device_path"), told("device_path_reason"));
+    assert!(ended.stdout.contains(&why), "{name}: {why} is not in {ended}");
+    let described = match &path[..] {
+        "nccl" => "device memory by NCCL",
+        "direct" => "straight from device memory",
+        _ => "device memory staged through the host",
+    };
+    assert!(ended.stdout.contains(described), "{name}: {ended}");
+    (files, path, why)
+}
+
+/// A shared library from a source beside this file.
+fn built(root: &Path, source: &str, name: &str) -> String {
+    let (file, out) = (Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/gpu").join(source), root.join(name));
+    let status = Command::new("cc").args(["-shared", "-fPIC", "-o"]).args([&out, &file]).status();
+    assert!(status.unwrap().success());
+    out.to_str().unwrap().to_owned()
+}
+
+/// NCCL carries the messages of ranks with a GPU each, and no bit tells.
+#[test]
+fn auto_takes_nccl_where_it_is_proved() {
+    let root = tempfile::tempdir().unwrap();
+    let one = Run::new(Alone, root.path(), "one", &SMALLER);
+    finish(with_simulator(&mut one.command())).succeeded();
+    for (transport, mpi) in
+        [(Mpirun(2), "does not claim to know CUDA"), (Simulate(2), "cannot take addresses of a GPU")]
+    {
+        let name = format!("{transport:?}");
+        let (files, path, why) = path(transport, root.path(), &name, &["parallel.zero=2"], &[TWO]);
+        assert!(path == "nccl" && why.starts_with("NCCL 2.") && why.contains(" works here; "), "{path}: {why}");
+        assert!(why.ends_with(mpi), "{why}");
+        files.same_as(&one.files(), STEPS, &name);
+    }
+}
+
+/// Ranks that share a GPU, an NCCL that fails, crashes, answers nothing or is not there: each is a reason, and the run goes on.
+#[test]
+fn auto_does_without_an_nccl_that_does_not_work() {
+    let root = tempfile::tempdir().unwrap();
+    let broken = root.path().join("lib");
+    std::fs::create_dir(&broken).unwrap();
+    for file in ["libcuda.so", "libcuda.so.1", "libnvrtc.so", "libcublasLt.so"] {
+        std::os::unix::fs::symlink(simulator().join("lib").join(file), broken.join(file)).unwrap();
+    }
+    let include = root.path().join("include");
+    std::os::unix::fs::symlink(simulator().join("include"), include).unwrap();
+    let library = ("LD_LIBRARY_PATH", broken.to_str().unwrap());
+    let staged = |name: &str, more: &[&str], sim: Settings| {
+        let (_, path, why) = path(Mpirun(2), root.path(), name, more, sim);
+        assert_eq!(path, "staged", "{name}: {why}");
+        why
+    };
+
+    let why = staged("missing", &[], &[TWO, library]);
+    assert!(why.contains("not by NCCL: NCCL is not there: libnccl.so.2; not straight: "), "{why}");
+    built(&broken, "broken_nccl.c", "libnccl.so.2");
+    for (name, says) in [("crash", "ended by signal 6"), ("hang", "no answer after 3 seconds")] {
+        let why = staged(name, &[], &[TWO, library, ("BROKEN_NCCL", name), ("HPCTRAIN_PROOF_SECONDS", "3")]);
+        assert!(
+            why.contains(&format!("not by NCCL: a process tried it beside rank 0: {says}; not straight: ")),
+            "{why}"
+        );
+    }
+    let why = staged("fails", &[], &[TWO, ("CUDASIM_FAIL", "nccl")]);
+    assert!(why.contains("a process tried it beside rank 0: NCCL could not exchange a message: "), "{why}");
+    let why = staged("shared", &["device.ranks_per_gpu=2"], &[]);
+    assert!(why.contains("not by NCCL: ranks 0, 1 share a GPU; not straight: "), "{why}");
+}
+
+/// Where MPI says that it knows CUDA it is tried as well, and the faster one is taken.
+#[test]
+fn auto_measures_where_both_ways_work() {
+    let root = tempfile::tempdir().unwrap();
+    let claims = built(root.path(), "claims.c", "claims.so");
+    let claims = ("LD_PRELOAD", &claims[..]);
+    let zero = ["parallel.zero=3"];
+    let (both, path_of_both, why) = path(Mpirun(2), root.path(), "both", &zero, &[TWO, claims]);
+    assert!(["nccl", "direct"].contains(&&path_of_both[..]), "{path_of_both}");
+    let parts: Vec<&str> = why.split_whitespace().collect();
+    let ["sums", "of", "4.0", "MiB", "take", by_nccl, "ms", "by", "NCCL", _, by_mpi, "ms", "by", "MPI"] = parts[..]
+    else {
+        panic!("{why}");
+    };
+    let [by_nccl, by_mpi] = [by_nccl, by_mpi].map(|time| time.parse::<f64>().unwrap());
+    assert!(if path_of_both == "nccl" { by_nccl <= by_mpi } else { by_mpi <= by_nccl }, "{path_of_both}: {why}");
+    // MPI cannot read the memory of these.
+    let (apart, path_apart, why) =
+        path(Mpirun(2), root.path(), "apart", &zero, &[TWO, claims, ("CUDASIM_HOST_ACCESS", "0")]);
+    assert!(path_apart == "nccl" && why.contains("; the MPI library cannot exchange memory of the GPU: "), "{why}");
+    apart.same_as(&both, STEPS, "another way");
+    let fails = ("CUDASIM_FAIL", "nccl");
+    let (direct, path_direct, why) = path(Mpirun(2), root.path(), "direct", &zero, &[TWO, claims, fails]);
+    assert!(path_direct == "direct" && why.starts_with("MPI has shown it; not by NCCL: "), "{why}");
+    direct.same_as(&both, STEPS, "direct");
+}
