@@ -1,4 +1,4 @@
-//! `device.memory`: the memory that a rank takes of its GPU.
+//! `device.memory`: the memory that a rank takes of its GPU. Runs of earlier versions call a part of it `memory_fraction`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -152,5 +152,11 @@ mod tests {
             let error = text.parse::<DeviceMemory>().unwrap().check().unwrap_err().to_string();
             assert!(error.contains("device.memory = ") && error.contains("is out of range\nhint: "), "{error}");
         }
+    }
+
+    #[test]
+    fn its_earlier_name_is_known() {
+        let earlier = toml::from_str::<crate::config::Config>("[device]\nmemory_fraction = 0.25\n").unwrap();
+        assert_eq!(earlier.device.memory, DeviceMemory::Part(0.25));
     }
 }

@@ -341,6 +341,7 @@ sections! {
     Device {
         /// Memory that ranks take of their GPU: a part of it for all that share it, or a size for each rank such as `40GiB`, taken at
         /// the start; or `grow`: blocks as they are needed, up to 0.9 of it.
+        #[serde(alias = "memory_fraction")]
         memory: DeviceMemory = DeviceMemory::Part(USUAL_PART),
         /// Most memory of a GPU that a rank takes, such as `16GiB`.
         memory_limit: Option<Size> = None,
