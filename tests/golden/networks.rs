@@ -162,8 +162,10 @@ struct Within {
 
 const F32: Within =
     Within { logits: 2e-6, loss: 1e-6, gradients: 1e-5, losses: 1e-5, norms: 1e-4, adamw: 1e-4, sgd: 1e-5 };
+/// The norm of the tied Llama's sixth step is ten times as sensitive as the others: weights that are changed by 2⁻⁹ at random, of
+/// themselves, change it by 1.2 % in f64.
 const BF16: Within =
-    Within { logits: 2e-2, loss: 2e-3, gradients: 4e-2, losses: 2e-2, norms: 2e-2, adamw: 2e-2, sgd: 2e-2 };
+    Within { logits: 2e-2, loss: 2e-3, gradients: 4e-2, losses: 2e-2, norms: 4e-2, adamw: 2e-2, sgd: 2e-2 };
 
 fn logits_loss_and_every_gradient<B: Kernels>(b: &B, within: Within) {
     each_case(|name, case, network| {
