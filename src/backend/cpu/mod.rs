@@ -73,6 +73,11 @@ impl Products {
         if has_amx() && onednn::find().is_ok() { Products::OneDnnBf16 } else { Products::OwnBf16 }
     }
 
+    /// Those of oneDNN, in bf16 or f32.
+    pub fn onednn(is_bf16: bool) -> Self {
+        if is_bf16 { Products::OneDnnBf16 } else { Products::OneDnn }
+    }
+
     /// Whether this machine can.
     ///
     /// # Errors

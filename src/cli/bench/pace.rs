@@ -11,7 +11,7 @@ use crate::backend::{Backend as _, Tallies};
 use crate::cli::json;
 use crate::cli::train::SourceArgs;
 use crate::comm::Comm;
-use crate::config::Plan;
+use crate::config::{Compute, Plan};
 use crate::engine::Pace;
 use crate::error::Result;
 use crate::placement::cpu;
@@ -28,7 +28,7 @@ pub struct PaceArgs {
     /// Steps that are timed, after two that are not.
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u16).range(1..))]
     steps: u16,
-    /// Let oneDNN multiply matrices, in f32, if it is there.
+    /// Let oneDNN multiply matrices, if it is there.
     #[arg(long)]
     onednn: bool,
     /// Print one JSON object instead of the table.
@@ -117,7 +117,7 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     let world = comm.world();
     let (config, network) = world.agree(args.sources.load())?;
     let backend = |plan: &Plan| match args.onednn {
-        true => Cpu::new(plan.threads).with_products(Products::OneDnn),
+        true => Cpu::new(plan.threads).with_products(Products::onednn(plan.config.precision.compute == Compute::Bf16)),
         false => cpu(plan),
     };
     let mut pace = Pace::new(comm, config, args.samples, backend)?;
