@@ -289,7 +289,7 @@ impl<B: Kernels> ShardOwner<B> {
         }
     }
 
-    /// As [`ShardOwner::contribute`]; from a host the parameters are there after [`Host::arrived`].
+    /// As [`ShardOwner::contribute`]; from a host the parameters are there after `Host::arrived`.
     ///
     /// # Errors
     /// As [`ShardOwner::contribute`].
