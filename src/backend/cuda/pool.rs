@@ -136,7 +136,7 @@ impl Pool {
             .hint(format!("{hint}, or device.memory or device.memory_limit higher")));
         }
         let ample = bytes.max(BLOCK).max(blocks.bytes() / GROWTH).min(most - blocks.bytes()) / ALIGNMENT * ALIGNMENT;
-        // What is ample for this rank may be more than others have left.
+        // A block that is ample for this rank may be more than others have left.
         self.allocate(blocks, ample).or_else(|_| self.allocate(blocks, bytes)).map_err(|free| {
             let had = readable(blocks.bytes());
             Error::input(format!(

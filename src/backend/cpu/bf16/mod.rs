@@ -22,7 +22,9 @@ use super::product::{depths, each_of};
 use super::threads::Threads;
 use super::tile::{COLUMNS, Strip};
 
-pub use operand::{Operand, words};
+use operand::words;
+
+pub use operand::Operand;
 
 /// Rows of the highest tile, and of a panel of the left operand.
 const ROWS: usize = 12;
