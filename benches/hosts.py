@@ -2,10 +2,10 @@
 """Step times of two ranks on two hosts, by the rate of the network between them, beside the least that compute and bytes allow.
 
     benches/hosts.py [--program target/release/hpctrain] [--rounds 5] [--rates 10gbit,1gbit,200mbit] [--zero 0,1,3]
-                     [--set parallel.lanes=2]
+                     [--congestion cubic] [--set parallel.lanes=2]
 
 The hosts are network namespaces of this machine (scripts/hosts; root and iproute2), with a core each where it has two; the rate is
-that of `tc tbf` on both ends of each cable. Every round trains the bundled default for 40 steps once for each rate and stage of
+that of `tc tbf` on both ends of each cable, TCP's congestion control is CUBIC, as on most systems, or the one named. Every round trains the bundled default for 40 steps once for each rate and stage of
 ZeRO, in turn. Prints the median step over the rounds' medians (and their range), and its ratio to two limits:
 
 - max(compute, bytes / rate), with the compute, optimizer and loader of the same stage at the fastest rate, and the bytes that a rank
@@ -76,6 +76,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rates", default="10gbit,1gbit,200mbit")
     parser.add_argument("--zero", default="0,1,3")
+    parser.add_argument("--congestion", default="cubic", help="TCP's congestion control: cubic, bbr, reno")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     rates = sorted(arguments.rates.split(","), key=bytes_a_second, reverse=True)
@@ -86,6 +87,8 @@ def main():
         os.environ["HPCTRAIN_HOSTS"] = f"{root}/hosts"
         hosts("up", "2")
         try:
+            for host in ("h0", "h1"):
+                hosts("run", host, "sysctl", "-qw", f"net.ipv4.tcp_congestion_control={arguments.congestion}")
             measure(arguments, root, rates, stages)
         finally:
             hosts("down")
@@ -112,7 +115,7 @@ def measure(arguments, root, rates, stages):
                     edges.append(before_the_first_byte(trace))
                 print(f"round {number + 1}, {rate}, ZeRO {zero}: {step:.1f} ms", file=sys.stderr, flush=True)
     model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown CPU")
-    print(f"{model}, {os.cpu_count()} cores, Linux {platform.release()}, {arguments.rounds} rounds\n")
+    print(f"{model}, {os.cpu_count()} cores, Linux {platform.release()}, TCP with {arguments.congestion}, {arguments.rounds} rounds\n")
     print("| rate | ZeRO | step, ms | compute, ms | bytes / rate, ms | step / limit |")
     print("|---|---|---|---|---|---|")
     for rate in rates:

@@ -11,6 +11,7 @@ mod digest;
 mod dropout;
 mod elementwise;
 mod embedding;
+mod in_place;
 mod kept;
 mod linear;
 mod math;

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _};
 
+use super::in_place;
 use super::matrix::{add_columns, add_rows, matrix};
 use super::threads::Threads;
 use super::transpose::transpose;
@@ -106,12 +107,12 @@ fn multiply_by(depth: usize, a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut
 }
 
 /// Terms of a piece where so many are cut into even pieces of at most [`DEPTH`].
-fn depth(terms: usize) -> usize {
+pub fn depth(terms: usize) -> usize {
     terms.div_ceil(terms.div_ceil(DEPTH).max(1))
 }
 
 /// Cuts so many terms into pieces of `depth`; no terms are one piece.
-fn pieces(terms: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
+pub fn pieces(terms: usize, depth: usize) -> impl Iterator<Item = Range<usize>> {
     let count = terms.div_ceil(depth.max(1)).max(1);
     (0..count).map(move |piece| piece * depth..((piece + 1) * depth).min(terms))
 }
@@ -139,9 +140,12 @@ fn multiply_parallel_by(
     threads: &Threads,
     a: ArrayView2<'_, f32>,
     b: ArrayView2<'_, f32>,
-    c: ArrayViewMut2<'_, f32>,
+    mut c: ArrayViewMut2<'_, f32>,
     acc: bool,
 ) {
+    if in_place::multiply(depth, threads, a, b, c.view_mut(), acc) {
+        return;
+    }
     let packs = [a, b].map(|x| x.strides()[1] != 1);
     each_part(threads, c, a.ncols(), packs, |rows, columns, c| {
         multiply_by(depth, a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()), c, acc);
