@@ -115,7 +115,7 @@ fn a_sample_is_that_of_the_cpu() {
         let checkpoint = trained.checkpoint(STEPS);
         let mut asked = program(["sample", "--checkpoint", checkpoint.to_str().unwrap(), "--temperature", "0"]);
         asked.args(["--tokens", "30", "--json", "--prompt", "the"]);
-        settings.iter().for_each(|setting| drop(asked.args(["--set", setting])));
+        asked.args(settings.iter().flat_map(|setting| ["--set", setting]));
         finish(with_simulator(&mut asked)).succeeded().stdout
     };
     let on_gpu = drawn(&["run.device=cuda", "precision.compute=f32", "device.memory_limit=64MiB"]);
