@@ -234,7 +234,6 @@ pub(in crate::backend) mod suite {
 
     /// The cross-entropy of logits whose columns are cut into parts, at `bounds`: the sums of all parts, the losses, and the
     /// columns of all parts side by side afterwards. The rows of each part are padded, or not.
-    #[expect(clippy::too_many_arguments, reason = "one argument for each tensor of the operation")]
     fn in_parts<B: Kernels>(
         b: &B,
         s: CrossEntropy,
