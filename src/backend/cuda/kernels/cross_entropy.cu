@@ -1,5 +1,5 @@
 // Softmax cross-entropy of rows of logits, with the gradient in their place. Block: 512 threads; grid: rows. From a row of
-// `classes` elements to the next it is `stride`; what lies between is neither read nor written.
+// `classes` elements to the next it is `stride`; padding is neither read nor written.
 #include "vector.cuh"
 
 // e^x, of x ≤ 0. bf16 logits do not deserve the digits that the slower function has.
