@@ -28,12 +28,12 @@ impl Adapter {
 
     /// From the stream to the inside.
     fn down(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.width, outputs: self.inner }
+        Linear::new(rows, self.width, self.inner)
     }
 
     /// And back.
     fn up(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.inner, outputs: self.width }
+        Linear::new(rows, self.inner, self.width)
     }
 }
 

@@ -40,7 +40,7 @@ struct Layer {
 
 impl Layer {
     fn linear(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.inputs, outputs: self.outputs }
+        Linear::new(rows, self.inputs, self.outputs)
     }
 
     /// Lengths of the tensors, in the order of [`Block::tensors`].

@@ -178,6 +178,12 @@ pub trait Backend: Clone + Send + Sync + 'static {
         0
     }
 
+    /// Elements from one row to the next in a matrix of so many columns that products and kernels of classes alone read: no fewer
+    /// than its columns, and more where products are faster in aligned rows.
+    fn row_stride(columns: usize) -> usize {
+        columns
+    }
+
     /// Gives memory that waits for reuse back to the system: shapes are about to change.
     fn trim(&self);
 

@@ -67,6 +67,26 @@ pub fn down<B: Kernels>(b: &B, x: &B::Buf) -> Vec<f32> {
     host
 }
 
+/// Elements from a row of so many columns to the next that a device takes: none between them, and its own padding.
+pub fn strides<B: Kernels>(columns: usize) -> Vec<usize> {
+    let mut all = vec![columns, B::row_stride(columns)];
+    all.dedup();
+    all
+}
+
+/// Rows that lie so far apart, with NaN between them: no result may come of that.
+pub fn apart(rows: &[f32], columns: usize, stride: usize) -> Vec<f32> {
+    let padding = vec![f32::NAN; stride - columns];
+    rows.chunks(columns).flat_map(|row| row.iter().chain(&padding).copied()).collect()
+}
+
+/// The rows of [`apart`] again. Panics if anything but NaN is between them.
+pub fn together<B: Kernels>(b: &B, buf: &B::Buf, columns: usize, stride: usize) -> Vec<f32> {
+    let all = down(b, buf);
+    assert!(all.chunks(stride).all(|row| row[columns..].iter().all(|x| x.is_nan())), "padding was written");
+    all.chunks(stride).flat_map(|row| row[..columns].iter().copied()).collect()
+}
+
 /// A row-major product in f64, `a` m×k and `b` k×n.
 pub fn product(
     m: usize,

@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     fn work_follows_from_shapes() {
-        let linear = Linear { rows: 10, inputs: 3, outputs: 4 };
+        let linear = Linear::new(10, 3, 4);
         let work = Work::linear(linear, 4);
         assert_eq!((work.flops, work.bytes(4), work.bytes(2)), (240.0, 4.0 * 86.0, 2.0 * 86.0));
         let work = Work::linear_backward_weight(linear, 4, true);

@@ -115,6 +115,11 @@ impl Tensor {
     fn touched(self, elements: usize) -> Self {
         Self { passes: 2.0 * elements as f64 / self.len as f64, ..self }
     }
+
+    /// Only so many elements are moved; the others are padding.
+    fn holding(self, elements: usize) -> Self {
+        Self { passes: self.passes * elements as f64 / self.len as f64, ..self }
+    }
 }
 
 /// Most operands that take turns.
@@ -226,8 +231,11 @@ impl<B: Kernels> Bench<'_, B> {
             b.embedding_backward(&tokens, 0, B::all(dy), B::all_mut(words), B::all_mut(places))
         })?;
         let shape = format!("{rows}×{vocabulary}");
-        let tensors = [Tensor::of(rows * vocabulary).changed(), Tensor::wide(0), Tensor::wide(rows)];
-        let loss = CrossEntropy { rows, classes: vocabulary, scale: 1.0 / rows as f32, gradient: true, smoothing: 0.0 };
+        let stride = B::row_stride(vocabulary);
+        let logits = Tensor::of(rows * stride).changed().holding(rows * vocabulary);
+        let tensors = [logits, Tensor::wide(0), Tensor::wide(rows)];
+        let (classes, scale) = (vocabulary, 1.0 / rows as f32);
+        let loss = CrossEntropy { rows, classes, stride, scale, gradient: true, smoothing: 0.0 };
         self.time("classifier", &shape, 0.0, tensors, |b, [logits, none, losses]| {
             let weights = LossWeights { classes: B::all(none), rows: B::all(none) };
             b.cross_entropy(loss, B::all_mut(logits), &targets, weights, B::all_mut(losses))
@@ -245,9 +253,10 @@ impl<B: Kernels> Bench<'_, B> {
             ("head", width, vocabulary),
         ];
         for (name, inputs, outputs) in maps {
-            let linear = Linear { rows, inputs, outputs };
+            let stride = if name == "head" { B::row_stride(outputs) } else { outputs };
+            let linear = Linear { stride, ..Linear::new(rows, inputs, outputs) };
             let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
-            let (x, y) = (Tensor::of(rows * inputs), Tensor::of(rows * outputs));
+            let (x, y) = (Tensor::of(rows * inputs), Tensor::of(rows * stride).holding(rows * outputs));
             let (weight, dweight) = (Tensor::of(inputs * outputs), Tensor::wide(inputs * outputs).changed());
             let bias = if name == "head" { 0 } else { outputs };
             let shape = format!("{rows}×{inputs}→{outputs}");
@@ -264,7 +273,7 @@ impl<B: Kernels> Bench<'_, B> {
             })?;
         }
         let (inputs, outputs) = (width, 4 * width);
-        let linear = Linear { rows, inputs, outputs };
+        let linear = Linear::new(rows, inputs, outputs);
         let flops = 2.0 * rows as f64 * inputs as f64 * outputs as f64;
         let (x, y) = (Tensor::of(rows * inputs), Tensor::of(rows * outputs));
         let (weight, bias) = (Tensor::of(inputs * outputs), Tensor::of(outputs));

@@ -29,6 +29,7 @@ impl<B: Kernels> Model<B> {
         let width = |block: usize| blocks.get(block).map_or(0, |block| block.input_per_row());
         let neighbours = Neighbours::new(sharded.pipeline().clone(), width(units.start), width(units.end));
         let continues = blocks.iter().all(|block| block.continues());
+        let objective = objective.of_output(&blocks);
         blocks.truncate(units.end);
         blocks.drain(..units.start);
         Self { backend, blocks, objective, sharded, continues, neighbours }
@@ -98,19 +99,22 @@ impl<B: Kernels> Model<B> {
         output.map(|mut output| self.objective.measure(&self.backend, tensor, micro, &mut output, &[])).transpose()
     }
 
+    /// An output of `rows` rows on the host, without the padding that its rows may have; of tensor lanes, those of this rank, one
+    /// after the other.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn download(&self, output: &B::Buf, rows: usize) -> Result<Vec<f32>> {
+        self.objective.download(&self.backend, output, rows, 0)
+    }
+
     /// Logits of the last of `rows` rows of an output, all classes; on the host. Collective over the ranks that compute slices of
     /// the same blocks.
     ///
     /// # Errors
     /// The device, or a message between ranks, failed.
     pub fn last_logits(&self, output: &B::Buf, rows: usize) -> Result<Vec<f32>> {
-        let mut mine = Vec::new();
-        for at in self.objective.of_lanes(rows) {
-            let classes = at.len() / rows;
-            let first = mine.len();
-            mine.resize(first + classes, 0.0);
-            self.backend.download(B::view(output, at.end - classes..at.end), &mut mine[first..])?;
-        }
+        let mine = self.objective.download(&self.backend, output, rows, rows - 1)?;
         let Some(tensor) = self.sharded.tensor() else { return Ok(mine) };
         let told = tensor.gather_bytes(bytemuck::cast_slice(&mine).to_vec()).wait()?;
         Ok(told.iter().flat_map(|bytes| bytes.as_chunks().0.iter().map(|bytes| f32::from_ne_bytes(*bytes))).collect())

@@ -147,8 +147,7 @@ impl Evaluator {
         let codes = match classifier(&model.objective) {
             None => vec![],
             Some(classifier) => {
-                let mut outputs = vec![0.0; B::len(&output)];
-                model.backend.download(B::all(&output), &mut outputs)?;
+                let outputs = model.download(&output, micro.rows())?;
                 let targets = match classifier {
                     Classifier::Softmax(_) => Targets::Classes(&batch.parts.classes),
                     Classifier::Logit => Targets::Values(&batch.parts.values),

@@ -28,8 +28,7 @@ pub fn predict<B: Kernels>(
         let batch = Batch::read(&mut dataset, at..samples.min(at + chunk), at..);
         let micro = feed::micro(&model.backend, &data.agree(batch)?, 1, 0, model.sharded.stage())?;
         let Some(output) = model.output(&micro)? else { continue };
-        let mut values = vec![0.0; B::len(&output)];
-        model.backend.download(B::all(&output), &mut values)?;
+        let values = model.download(&output, micro.rows())?;
         let message = if mine < chunks { bytemuck::cast_slice(&values).to_vec() } else { vec![] };
         let all = data.gather_bytes(message).wait()?;
         let written = to.as_mut().map_or(Ok(()), |to| {

@@ -49,11 +49,11 @@ impl Slices {
     }
 
     /// The elements of each lane of this rank, in a buffer with the rows of one lane's [share](Slices::share) of `len` columns
-    /// after those of another's.
-    pub fn of_lanes(&self, rows: usize, len: usize) -> Vec<Range<usize>> {
+    /// after those of another's; from a row of so many columns to the next it is `stride` elements.
+    pub fn of_lanes(&self, rows: usize, len: usize, stride: impl Fn(usize) -> usize) -> Vec<Range<usize>> {
         let ends = self.held.clone().scan(0, |end, lane| {
             let start = *end;
-            *end += rows * self.share(len, lane).len();
+            *end += rows * stride(self.share(len, lane).len());
             Some(start..*end)
         });
         ends.collect()
@@ -159,8 +159,9 @@ mod tests {
         assert_eq!((slices.held.clone(), slices.ranks(), slices.own(64)), (2..4, 4, 16));
         assert_eq!((slices.rows(64), slices.rows(7)), (16..32, 0..7));
         // Of 23 columns a lane has three, the last two.
-        assert_eq!(slices.of_lanes(10, 23), [0..30, 30..60]);
-        assert_eq!(Slices::of_rank(8, 3, 4, true).of_lanes(10, 23), [0..30, 30..50]);
+        assert_eq!(slices.of_lanes(10, 23, |columns| columns), [0..30, 30..60]);
+        assert_eq!(Slices::of_rank(8, 3, 4, true).of_lanes(10, 23, |columns| columns), [0..30, 30..50]);
+        assert_eq!(Slices::of_rank(8, 3, 4, true).of_lanes(10, 23, |columns| columns + 5), [0..80, 80..150]);
         assert_eq!(Slices::whole().own(64), 64);
     }
 }

@@ -262,7 +262,7 @@ mod tests {
 
     impl Layer {
         fn shape(cx: &Context<'_, Cpu>) -> Linear {
-            Linear { rows: cx.micro.rows(), inputs: WIDTH, outputs: WIDTH }
+            Linear::new(cx.micro.rows(), WIDTH, WIDTH)
         }
     }
 

@@ -112,7 +112,7 @@ impl Transformer {
         let heads = self.gpt.heads / self.slices.total;
         Shapes {
             norm: Norm { rows, width: d, epsilon: EPSILON, centred: true },
-            qkv: Linear { rows, inputs: d, outputs: 3 * a },
+            qkv: Linear::new(rows, d, 3 * a),
             attention: Attention {
                 batch: cx.micro.samples,
                 time: cx.micro.time,
@@ -120,9 +120,9 @@ impl Transformer {
                 kv_heads: heads,
                 head_width: d / self.gpt.heads,
             },
-            out: Linear { rows, inputs: a, outputs: d },
-            up: Linear { rows, inputs: d, outputs: h },
-            down: Linear { rows, inputs: h, outputs: d },
+            out: Linear::new(rows, a, d),
+            up: Linear::new(rows, d, h),
+            down: Linear::new(rows, h, d),
         }
     }
 

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::gradients::At;
 use super::tensor::{Column, Places, TensorLanes};
 use super::{Block, Context, Grads, INIT, Loan, Params, Past, unpack};
-use crate::backend::{Kernels, Linear, MemoryKind, Norm};
+use crate::backend::{Backend, Kernels, Linear, MemoryKind, Norm};
 use crate::error::Result;
 use crate::layout::{Cut, Init, Slices, Tensor};
 
@@ -47,9 +47,16 @@ impl Head {
         Norm { rows, width: self.width, epsilon: self.epsilon, centred: self.centred }
     }
 
-    /// The map to a lane's logits.
-    fn logits(&self, rows: usize, lane: usize) -> Linear {
-        Linear { rows, inputs: self.width, outputs: self.classes(lane) }
+    /// The map to a lane's logits. Their rows are padded: a vocabulary may be any number, and products are fast where rows are
+    /// aligned.
+    fn logits<B: Backend>(&self, rows: usize, lane: usize) -> Linear {
+        let classes = self.classes(lane);
+        Linear { stride: B::row_stride(classes), ..Linear::new(rows, self.width, classes) }
+    }
+
+    /// Elements of a row of the logits of all lanes of this rank, padding included.
+    fn logits_per_row<B: Backend>(&self) -> usize {
+        self.slices.held.clone().map(|lane| B::row_stride(self.classes(lane))).sum()
     }
 
     /// Token ids of a lane.
@@ -133,17 +140,21 @@ impl<B: Kernels> Block<B> for Head {
 
     fn scratch_per_row(&self) -> usize {
         // The logits' gradient, then the input's.
-        (self.all_classes() + self.slices.sums(self.width)).max(self.slices.own(self.width))
+        (self.logits_per_row::<B>() + self.slices.sums(self.width)).max(self.slices.own(self.width))
     }
 
     fn deferred_per_row(&self) -> usize {
         // The logits' gradient, and the norm.
-        self.all_classes() + self.width
+        self.logits_per_row::<B>() + self.width
     }
 
     fn deferring_scratch_per_row(&self) -> usize {
         // The logits' gradient, the norm's and the input's.
-        self.all_classes() + 2 * self.width + self.slices.sums(self.width)
+        self.logits_per_row::<B>() + 2 * self.width + self.slices.sums(self.width)
+    }
+
+    fn pads_output(&self) -> bool {
+        true
     }
 
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
@@ -153,11 +164,11 @@ impl<B: Kernels> Block<B> for Head {
         let (no_bias, _) = B::cut(params.own, 0);
         let (norm, stats) = lanes.norm(self.shape(rows), x, weight[0], bias[0])?;
         let all_rows = lanes.gather(&norm, self.width)?;
-        let of_lanes = self.slices.of_lanes(rows, self.vocabulary);
+        let of_lanes = self.slices.of_lanes(rows, self.vocabulary, B::row_stride);
         let mut logits = b.alloc(MemoryKind::Activations, of_lanes.last().map_or(0, |last| last.end))?;
         for ((lane, at), table) in self.slices.held.clone().zip(of_lanes).zip(tables) {
             let x = B::all(all_rows.as_ref().unwrap_or(&norm));
-            b.linear(self.logits(rows, lane), x, table, no_bias, B::view_mut(&mut logits, at))?;
+            b.linear(self.logits::<B>(rows, lane), x, table, no_bias, B::view_mut(&mut logits, at))?;
         }
         Ok((logits, vec![norm, stats]))
     }
@@ -192,14 +203,14 @@ impl<B: Kernels> Block<B> for Head {
         let [a_table, a_weight, a_bias] = lanes.places(params.section, |lane| self.lens(lane));
         let [norm, stats] = unpack(saved)?;
         let map = Column {
-            shapes: self.slices.held.clone().map(|lane| self.logits(rows, lane)).collect(),
+            shapes: self.slices.held.clone().map(|lane| self.logits::<B>(rows, lane)).collect(),
             weights: self.tables(&params, own)?,
             places: self.places(a_table),
             biases: vec![0..0; self.slices.held.len()],
         };
         let dlogits = Arc::new(dlogits);
-        let of_lanes =
-            self.slices.of_lanes(rows, self.vocabulary).into_iter().map(|at| (dlogits.clone(), at)).collect();
+        let of_lanes = self.slices.of_lanes(rows, self.vocabulary, B::row_stride);
+        let of_lanes = of_lanes.into_iter().map(|at| (dlogits.clone(), at)).collect();
         drop(dlogits);
         let dnorm = lanes.column_backward(&map, &mut grads, of_lanes, lanes.gathered(norm, self.width)?)?;
         let mut dx = b.alloc(MemoryKind::Activations, lanes.own().len() * self.width)?;

@@ -135,22 +135,22 @@ impl<B: Backend> Decoder<B> {
         let packed = self.packed();
         Shapes {
             norm: Norm { rows, width: d, epsilon, centred: false },
-            qkv: Linear { rows, inputs: d, outputs: packed },
+            qkv: Linear::new(rows, d, packed),
             // Queries and keys turn; the values behind them do not.
             rotary: Rotary { batch, time, heads: heads + kv_heads, head_width, width: packed, back: false },
             attention: Attention { batch, time, heads, kv_heads, head_width },
-            out: Linear { rows, inputs: self.heads_width(), outputs: d },
+            out: Linear::new(rows, self.heads_width(), d),
         }
     }
 
     /// The map to gates and ups, of a lane.
     fn gate_up(&self, rows: usize, lane: usize) -> Linear {
-        Linear { rows, inputs: self.llama.width, outputs: 2 * self.hidden(lane) }
+        Linear::new(rows, self.llama.width, 2 * self.hidden(lane))
     }
 
     /// The map from their products, of a lane.
     fn down(&self, rows: usize, lane: usize) -> Linear {
-        Linear { rows, inputs: self.hidden(lane), outputs: self.llama.width }
+        Linear::new(rows, self.hidden(lane), self.llama.width)
     }
 
     /// Numbers of the two dropout sites; 0 is the embedding's.

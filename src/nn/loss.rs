@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::OnceLock;
 
-use super::Micro;
+use super::{Blocks, Micro};
 use crate::backend::{
     Backend, CrossEntropy, CrossEntropyPart, Deviation, Kernels, LogitsPart, LossWeights, MemoryKind, Regression,
 };
@@ -96,6 +96,8 @@ pub struct Objective<B: Backend> {
     width: usize,
     /// The tensor lanes of this rank, each with some classes.
     slices: Slices,
+    /// Whether rows of the output are padded, as of [`Block::pads_output`](super::Block::pads_output).
+    is_padded: bool,
     metrics: Vec<Metric>,
     /// Weights of classes, on the device from their first use on.
     weights: OnceLock<B::Buf>,
@@ -111,7 +113,7 @@ impl<B: Kernels> Objective<B> {
             Loss::Deviation(_) => vec![Metric::MeanAbsolute, Metric::RootMeanSquare],
         };
         let metrics = if metrics { all } else { vec![] };
-        Self { loss, width, slices: Slices::whole(), metrics, weights: OnceLock::new() }
+        Self { loss, width, slices: Slices::whole(), is_padded: false, metrics, weights: OnceLock::new() }
     }
 
     /// The same, of logits that the tensor lanes divide among themselves.
@@ -119,9 +121,35 @@ impl<B: Kernels> Objective<B> {
         Self { slices: slices.clone(), ..self }
     }
 
+    /// The same, of the output of these blocks: the last one tells whether its rows are padded.
+    pub fn of_output(self, blocks: &Blocks<B>) -> Self {
+        Self { is_padded: blocks.last().is_some_and(|block| block.pads_output()), ..self }
+    }
+
+    /// Elements from a row of so many columns of the output to the next.
+    fn stride(&self, columns: usize) -> usize {
+        if self.is_padded { B::row_stride(columns) } else { columns }
+    }
+
     /// The elements of each lane, in an output of so many rows with those of one lane after the other.
-    pub fn of_lanes(&self, rows: usize) -> Vec<Range<usize>> {
-        self.slices.of_lanes(rows, self.width)
+    fn of_lanes(&self, rows: usize) -> Vec<Range<usize>> {
+        self.slices.of_lanes(rows, self.width, |columns| self.stride(columns))
+    }
+
+    /// Rows `from` on of an output of so many rows, on the host without padding; of lanes, the rows of one after those of the other.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn download(&self, backend: &B, output: &B::Buf, rows: usize, from: usize) -> Result<Vec<f32>> {
+        let (mut host, mut row) = (Vec::new(), Vec::new());
+        for (lane, at) in self.slices.held.clone().zip(self.of_lanes(rows)) {
+            let columns = self.slices.share(self.width, lane).len();
+            let stride = self.stride(columns);
+            row.resize((rows - from) * stride, 0.0);
+            backend.download(B::view(output, at.start + from * stride..at.end), &mut row)?;
+            host.extend(row.chunks_exact(stride.max(1)).flat_map(|row| &row[..columns]));
+        }
+        Ok(host)
     }
 
     /// The metrics that are measured beside the loss.
@@ -156,12 +184,13 @@ impl<B: Kernels> Objective<B> {
         let mut losses = backend.alloc_f32(MemoryKind::Activations, rows)?;
         match &self.loss {
             Loss::CrossEntropy { smoothing, .. } => {
-                let shape = CrossEntropy { rows, classes: self.width, scale, gradient: true, smoothing: *smoothing };
+                let (classes, stride) = (self.width, self.stride(self.width));
+                let shape = CrossEntropy { rows, classes, stride, scale, gradient: true, smoothing: *smoothing };
                 let weights = LossWeights { classes: self.weights(backend)?, rows: B::all(&micro.parts.weights) };
                 self.cross_entropy(backend, tensor, shape, output, micro, weights, &mut losses)?;
             }
             Loss::Deviation(by) => {
-                let width = B::len(output) / rows.max(1);
+                let width = self.unpadded(output, rows)?;
                 let shape = Regression { rows, width, by: *by, scale, gradient: true };
                 let (values, weights) = (B::all(&micro.parts.values), B::all(&micro.parts.weights));
                 backend.regression(shape, B::all_mut(output), values, weights, B::all_mut(&mut losses))?;
@@ -187,11 +216,11 @@ impl<B: Kernels> Objective<B> {
         if *total == 1 {
             return backend.cross_entropy(shape, B::all_mut(output), targets, weights, B::all_mut(losses));
         }
-        let CrossEntropy { rows, classes, scale, gradient, smoothing } = shape;
+        let CrossEntropy { rows, classes, scale, gradient, smoothing, .. } = shape;
         let parts: Vec<_> = held.clone().zip(self.of_lanes(rows)).collect();
         let part = |lane: usize| {
             let share = self.slices.share(classes, lane);
-            LogitsPart { rows, classes: share.len(), first: share.start }
+            LogitsPart { rows, classes: share.len(), stride: self.stride(share.len()), first: share.start }
         };
         let of_lane = rows * LogitsPart::STATS;
         let mut stats = backend.alloc_f32(MemoryKind::Activations, total * of_lane)?;
@@ -225,7 +254,6 @@ impl<B: Kernels> Objective<B> {
         parts: &[Range<usize>],
     ) -> Result<Vec<f64>> {
         let rows = micro.rows();
-        let width = B::len(output) / rows.max(1);
         let mut values = backend.alloc_f32(MemoryKind::Activations, rows)?;
         let mut sums = Vec::with_capacity(1 + self.metrics.len() + parts.len());
         let of_part = |values: &B::Buf, part: &Range<usize>| match part.is_empty() {
@@ -237,18 +265,20 @@ impl<B: Kernels> Objective<B> {
         let none = backend.alloc_f32(MemoryKind::Activations, 0)?;
         match &self.loss {
             Loss::CrossEntropy { .. } => {
-                let shape = CrossEntropy { rows, classes: self.width, scale: 0.0, gradient: false, smoothing: 0.0 };
+                let (classes, stride) = (self.width, self.stride(self.width));
+                let shape = CrossEntropy { rows, classes, stride, scale: 0.0, gradient: false, smoothing: 0.0 };
                 let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
                 self.cross_entropy(backend, tensor, shape, output, micro, weights, &mut values)?;
                 sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 losses_of_parts = of_parts(&values)?;
                 for metric in &self.metrics {
                     let k = if *metric == Metric::Top5 { 5 } else { 1 };
-                    backend.hits(width, k, B::all(output), &micro.parts.classes, B::all_mut(&mut values))?;
+                    backend.hits(classes, stride, k, B::all(output), &micro.parts.classes, B::all_mut(&mut values))?;
                     sums.push(backend.read(backend.sum(B::all(&values))?)?);
                 }
             }
             Loss::Deviation(by) => {
+                let width = self.unpadded(output, rows)?;
                 let of_metric = |metric: &Metric| match metric {
                     Metric::RootMeanSquare => Deviation::Squared,
                     Metric::Accuracy => Deviation::Agreement,
@@ -269,6 +299,14 @@ impl<B: Kernels> Objective<B> {
         }
         sums.extend(losses_of_parts);
         Ok(sums)
+    }
+
+    /// Elements of a row of an output that lies in memory without padding.
+    fn unpadded(&self, output: &B::Buf, rows: usize) -> Result<usize> {
+        if self.stride(self.width) > self.width {
+            return Err(Error::internal("rows of numbers are padded, as those of classes alone may be"));
+        }
+        Ok(B::len(output) / rows.max(1))
     }
 
     fn weights(&self, backend: &B) -> Result<B::View<'_>> {

@@ -186,6 +186,12 @@ pub trait Block<B: Kernels>: Send + Sync {
         self.scratch_per_row()
     }
 
+    /// Whether from a row of its output to the next it is [`Backend::row_stride`] elements, which kernels of classes alone can read:
+    /// of a network's last block. Otherwise rows lie one behind the other.
+    fn pads_output(&self) -> bool {
+        false
+    }
+
     /// Elements of f32 that it keeps from its first use on, with any batch; elements that blocks share are counted by
     /// one of them.
     fn constants(&self) -> usize {

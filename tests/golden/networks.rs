@@ -175,8 +175,7 @@ fn logits_loss_and_every_gradient<B: Kernels>(b: &B, within: Within) {
             let n = size(case, "batch") * network.context();
             let whole = micro(&engine.model.backend, &tokens[..n], &targets[..n], network.context(), 0);
             let logits = engine.model.output(&whole).unwrap().unwrap();
-            let mut host = vec![0.0; B::len(&logits)];
-            b.download(B::all(&logits), &mut host).unwrap();
+            let host = engine.model.download(&logits, n).unwrap();
             let off = distance(&host, &numbers(case, "logits"));
             assert!(off < within.logits, "{name}: logits {off:e}");
 

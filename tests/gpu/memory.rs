@@ -42,6 +42,11 @@ fn run(transport: Transport, root: &Path, name: &str, settings: &[&str]) -> (Run
 /// Promise and peak may differ by this part of the promise.
 const TOLERANCE: f64 = 0.03;
 
+/// A small network whose logits are a good part of its memory, and their padding a good part of those: whole, and in two slices.
+const PADDED: &str =
+    "model.vocabulary=257 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32";
+const PADDED_SLICES: &str = "model.vocabulary=641 model.layers=1 model.width=32 model.heads=2 model.context=128 batch.global=32 batch.micro=32 parallel.tensor_lanes=2";
+
 /// The workspace of matrix products in MiB: the same in every run, and so no part of what is compared.
 const WORKSPACE: f64 = 32.0;
 
@@ -52,7 +57,7 @@ const LARGEST: f64 = 1.71;
 
 #[test]
 fn the_banner_promises_what_a_run_takes_of_a_gpu() {
-    let layouts: [(Transport, &str); 16] = [
+    let layouts: [(Transport, &str); 18] = [
         (Alone, "parallel.zero=0"),
         (Alone, "parallel.zero=0 optimizer.offload=true"),
         (Alone, "parallel.recompute=true"),
@@ -60,6 +65,8 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
         (Alone, "parallel.lanes=2 batch.micro=1"),
         (Alone, "precision.compute=f32 optimizer.offload=true model.dropout=0.1"),
         (Alone, "eval.batch=24 eval.samples=24"),
+        (Alone, PADDED),
+        (Alone, PADDED_SLICES),
         (Mpirun(2), "parallel.zero=0"),
         (Mpirun(2), "parallel.zero=2 batch.micro=1"),
         (Mpirun(2), "parallel.zero=3"),

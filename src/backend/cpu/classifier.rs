@@ -42,6 +42,7 @@ pub fn cross_entropy(
     losses: &mut [f32],
 ) {
     assert_eq!((logits.len(), targets.len(), losses.len()), (s.rows * s.classes, s.rows, s.rows));
+    assert_eq!(s.stride, s.classes, "padded rows");
     let LossWeights { classes: of_classes, rows: of_rows } = weights;
     assert!(of_classes.is_empty() || of_classes.len() == s.classes, "a weight for each class");
     assert!(of_rows.is_empty() || of_rows.len() == s.rows, "a weight for each row");
@@ -99,6 +100,7 @@ fn part_sums(logits: &[f32]) -> (f32, f32, f32) {
 pub fn softmax_part(threads: &Threads, s: LogitsPart, logits: &[f32], targets: &[u32], stats: &mut [f32]) {
     let (stats, _) = stats.as_chunks_mut::<{ LogitsPart::STATS }>();
     assert_eq!((logits.len(), targets.len(), stats.len()), (s.rows * s.classes, s.rows, s.rows));
+    assert_eq!(s.stride, s.classes, "padded rows");
     let rows = (CHUNK / s.classes.max(1)).max(1);
     let parts = logits.chunks(rows * s.classes).zip(targets.chunks(rows)).zip(stats.chunks_mut(rows));
     threads.each(parts, |((logits, targets), stats)| {
@@ -126,7 +128,7 @@ pub fn cross_entropy_part(
     let part = s.part;
     let (stats, _) = stats.as_chunks::<{ LogitsPart::STATS }>();
     assert_eq!((logits.len(), stats.len()), (part.rows * part.classes, s.parts * part.rows));
-    assert_eq!((targets.len(), losses.len()), (part.rows, part.rows));
+    assert_eq!((targets.len(), losses.len(), part.stride), (part.rows, part.rows, part.classes));
     let LossWeights { classes: of_classes, rows: of_rows } = weights;
     assert!(of_classes.is_empty() || of_classes.len() == s.classes, "a weight for each class");
     assert!(of_rows.is_empty() || of_rows.len() == part.rows, "a weight for each row");
@@ -220,7 +222,16 @@ impl ClassifierOps for Cpu {
         Ok(())
     }
 
-    fn hits(&self, classes: usize, k: usize, logits: &[f32], targets: &CpuInts, hits: &mut [f32]) -> Result<()> {
+    fn hits(
+        &self,
+        classes: usize,
+        stride: usize,
+        k: usize,
+        logits: &[f32],
+        targets: &CpuInts,
+        hits: &mut [f32],
+    ) -> Result<()> {
+        assert_eq!(stride, classes, "padded rows");
         let _launch = self.launched(Work::hits(logits.len(), hits.len()));
         self::hits(&self.threads, classes, k, logits, targets, hits);
         Ok(())

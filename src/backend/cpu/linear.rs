@@ -46,16 +46,19 @@ pub fn spread(threads: &Threads, bias: &[f32], y: &mut [f32]) {
 
 /// The product of [`crate::backend::LinearOps::linear`], after [`spread`].
 pub fn forward(s: Linear, bias: &[f32]) -> Gemm {
+    assert_eq!(s.stride, s.outputs, "padded rows");
     Gemm { m: s.rows, n: s.outputs, k: s.inputs, ta: false, tb: true, acc: !bias.is_empty() }
 }
 
 /// The product of [`crate::backend::LinearOps::linear_backward_input`].
 pub fn backward_input(s: Linear) -> Gemm {
+    assert_eq!(s.stride, s.outputs, "padded rows");
     Gemm { m: s.rows, n: s.inputs, k: s.outputs, ta: false, tb: false, acc: false }
 }
 
 /// The product of [`crate::backend::LinearOps::linear_backward_weight`].
 pub fn weight_gradient(s: Linear, add: bool) -> Gemm {
+    assert_eq!(s.stride, s.outputs, "padded rows");
     Gemm { m: s.outputs, n: s.inputs, k: s.rows, ta: true, tb: false, acc: add }
 }
 

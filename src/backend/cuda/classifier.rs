@@ -29,15 +29,15 @@ impl ClassifierOps for Cuda {
     ) -> Result<()> {
         let LossWeights { classes: of_classes, rows: of_rows } = weights;
         let _launch = self.launched(Work::cross_entropy(shape, of_classes.len + of_rows.len));
-        let CrossEntropy { rows, classes, scale, gradient, smoothing } = shape;
-        if rows != targets.len() || rows * classes != logits.len {
+        let CrossEntropy { rows, classes, stride, scale, gradient, smoothing } = shape;
+        if rows != targets.len() || rows * stride != logits.len || stride < classes {
             return Err(Error::internal(format!("{rows} × {classes} logits for {} targets", targets.len())));
         }
         check_weights(weights, classes, rows);
         let args = [(&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
         let row = (classes + self.pack()) * self.element().size();
         let keep = (gradient || smoothing > 0.0) && row <= KEPT_ROW;
-        let sizes = [classes.into(), scale.into(), smoothing.into()];
+        let sizes = [classes.into(), stride.into(), scale.into(), smoothing.into()];
         let flags = [gradient, keep].map(|flag| Arg::Int(i32::from(flag)));
         let grid = Grid { shared: if keep { row as u32 } else { 0 }, ..Grid::new(rows, 512) };
         self.launch("cross_entropy.cu", "cross_entropy", grid, &[&args[..], &sizes, &flags].concat())
@@ -45,13 +45,14 @@ impl ClassifierOps for Cuda {
 
     fn softmax_part(&self, shape: LogitsPart, logits: View<'_>, targets: &CudaInts, stats: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(Work::softmax_part(shape));
-        let LogitsPart { rows, classes, first } = shape;
-        let fits = logits.len == rows * classes && targets.len() == rows && stats.len == rows * LogitsPart::STATS;
+        let LogitsPart { rows, classes, stride, first } = shape;
+        let is_long = logits.len == rows * stride && stride >= classes;
+        let fits = is_long && targets.len() == rows && stats.len == rows * LogitsPart::STATS;
         assert!(fits && stats.element == Element::F32, "sums of {rows} × {classes} logits");
         if rows == 0 {
             return Ok(());
         }
-        let args = [logits.into(), targets.into(), (&stats).into(), classes.into(), first.into()];
+        let args = [logits.into(), targets.into(), (&stats).into(), classes.into(), stride.into(), first.into()];
         self.launch("cross_entropy.cu", "softmax_part", Grid::new(rows, 512), &args)
     }
 
@@ -66,9 +67,11 @@ impl ClassifierOps for Cuda {
     ) -> Result<()> {
         let LossWeights { classes: of_classes, rows: of_rows } = weights;
         let _launch = self.launched(Work::cross_entropy_part(shape, of_classes.len + of_rows.len));
-        let CrossEntropyPart { part: LogitsPart { rows, .. }, parts, classes, scale, gradient, smoothing } = shape;
-        let fits = logits.len == rows * shape.part.classes && targets.len() == rows && losses.len == rows;
-        assert!(fits, "{rows} × {} logits", shape.part.classes);
+        let CrossEntropyPart { part, parts, classes, scale, gradient, smoothing } = shape;
+        let LogitsPart { rows, stride, first, .. } = part;
+        let is_long = logits.len == rows * stride && stride >= part.classes;
+        let fits = is_long && targets.len() == rows && losses.len == rows;
+        assert!(fits, "{rows} × {} logits", part.classes);
         let (all, is_wide) = (parts * rows * LogitsPart::STATS, stats.element == Element::F32);
         assert!(stats.len == all && is_wide, "sums of {parts} parts");
         check_weights(weights, classes, rows);
@@ -77,17 +80,26 @@ impl ClassifierOps for Cuda {
         }
         let args =
             [stats.into(), (&logits).into(), targets.into(), of_classes.into(), of_rows.into(), (&losses).into()];
-        let sizes = [parts, shape.part.classes, shape.part.first, classes].map(Arg::from);
+        let sizes = [parts, part.classes, stride, first, classes].map(Arg::from);
         let factors = [scale.into(), smoothing.into(), Arg::Int(i32::from(gradient))];
         let args = [&args[..], &sizes, &factors].concat();
         self.launch("cross_entropy.cu", "cross_entropy_part", Grid::new(rows, 512), &args)
     }
 
-    fn hits(&self, classes: usize, k: usize, logits: View<'_>, targets: &CudaInts, hits: ViewMut<'_>) -> Result<()> {
+    fn hits(
+        &self,
+        classes: usize,
+        stride: usize,
+        k: usize,
+        logits: View<'_>,
+        targets: &CudaInts,
+        hits: ViewMut<'_>,
+    ) -> Result<()> {
         let _launch = self.launched(Work::hits(logits.len, hits.len));
         let rows = targets.len();
-        assert!(logits.len == rows * classes && hits.len == rows, "{rows} × {classes} logits");
-        let args = [logits.into(), targets.into(), (&hits).into(), rows.into(), classes.into(), k.into()];
+        assert!(logits.len == rows * stride && stride >= classes && hits.len == rows, "{rows} × {classes} logits");
+        let args =
+            [logits.into(), targets.into(), (&hits).into(), rows.into(), classes.into(), stride.into(), k.into()];
         self.launch("cross_entropy.cu", "hits", Grid::new(rows.div_ceil(4), 128), &args)
     }
 }

@@ -15,10 +15,25 @@ fn matrix(view: View<'_>) -> Matrix {
     Matrix { pointer: view.pointer, element: view.element }
 }
 
+/// The strides of matrices without padding.
+fn packed(shape: Gemm) -> [usize; 3] {
+    let Gemm { m, n, k, ta, tb, .. } = shape;
+    [if ta { m } else { k }, if tb { k } else { n }, n]
+}
+
+/// A product of these operands, whose rows lie so many elements apart.
+fn strided(shape: Gemm, strides: [usize; 3], a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Product {
+    let Gemm { m, n, k, ta, tb, .. } = shape;
+    let rows = [if ta { k } else { m }, if tb { n } else { k }, m];
+    let is_long = strides.iter().zip(packed(shape)).all(|(stride, columns)| *stride >= columns);
+    let fit = [a.len, b.len, c.len].iter().zip(rows).zip(strides).all(|((len, rows), stride)| *len == rows * stride);
+    assert!(is_long && fit, "{shape:?} in rows of {strides:?}");
+    Product { shape, strides, a: matrix(a), b: matrix(b), c: matrix(c.shared()), from: c.shared().pointer, epilogue }
+}
+
 /// A product of these operands.
 fn product(shape: Gemm, a: View<'_>, b: View<'_>, c: &ViewMut<'_>, epilogue: Epilogue) -> Product {
-    assert!(a.len == shape.m * shape.k && b.len == shape.k * shape.n && c.len == shape.m * shape.n, "{shape:?}");
-    Product { shape, a: matrix(a), b: matrix(b), c: matrix(c.shared()), from: c.shared().pointer, epilogue }
+    strided(shape, packed(shape), a, b, c, epilogue)
 }
 
 /// A bias where cuBLASLt can read it.
@@ -56,11 +71,11 @@ impl LinearOps for Cuda {
 
     fn linear(&self, shape: Linear, x: View<'_>, weight: View<'_>, bias: View<'_>, y: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(Work::linear(shape, bias.len));
-        let Linear { rows, inputs, outputs } = shape;
+        let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
         let bias = self.bias(bias)?;
         let epilogue = if bias.pointer == 0 { Epilogue::None } else { Epilogue::Bias(bias.pointer) };
-        self.run(&product(gemm, x, weight, &y, epilogue))
+        self.run(&strided(gemm, [inputs, inputs, stride], x, weight, &y, epilogue))
     }
 
     fn linear_add(
@@ -73,7 +88,7 @@ impl LinearOps for Cuda {
         y: ViewMut<'_>,
     ) -> Result<()> {
         let _launch = self.launched(Work::linear_add(shape, bias.len));
-        let Linear { rows, inputs, outputs } = shape;
+        let Linear { rows, inputs, outputs, .. } = shape;
         assert!(more.len == y.len && more.element == y.element, "a sum of {} and {} elements", more.len, y.len);
         let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: true };
         let bias = self.bias(bias)?;
@@ -87,9 +102,9 @@ impl LinearOps for Cuda {
 
     fn linear_backward_input(&self, shape: Linear, dy: View<'_>, weight: View<'_>, dx: ViewMut<'_>) -> Result<()> {
         let _launch = self.launched(Work::linear_backward_input(shape));
-        let Linear { rows, inputs, outputs } = shape;
+        let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
-        self.run(&product(gemm, dy, weight, &dx, Epilogue::None))
+        self.run(&strided(gemm, [stride, inputs, inputs], dy, weight, &dx, Epilogue::None))
     }
 
     fn linear_gelu(
@@ -101,7 +116,7 @@ impl LinearOps for Cuda {
         mut h: ViewMut<'_>,
         y: ViewMut<'_>,
     ) -> Result<()> {
-        let Linear { rows, inputs, outputs } = shape;
+        let Linear { rows, inputs, outputs, .. } = shape;
         if keeps_gelu(outputs, h.shared()) {
             let own = self.bias(bias)?;
             let gemm = Gemm { m: rows, n: outputs, k: inputs, ta: false, tb: true, acc: false };
@@ -124,7 +139,7 @@ impl LinearOps for Cuda {
         h: View<'_>,
         mut dh: ViewMut<'_>,
     ) -> Result<()> {
-        let Linear { rows, inputs, outputs } = shape;
+        let Linear { rows, inputs, outputs, .. } = shape;
         if keeps_gelu(inputs, h) {
             let gemm = Gemm { m: rows, n: inputs, k: outputs, ta: false, tb: false, acc: false };
             let fused = product(gemm, dy, weight, &dh, Epilogue::GeluBackward { kept: h.pointer });
@@ -147,12 +162,13 @@ impl LinearOps for Cuda {
         add: bool,
     ) -> Result<()> {
         let _launch = self.launched(Work::linear_backward_weight(shape, dbias.len, add));
-        let Linear { rows, inputs, outputs } = shape;
+        let Linear { rows, inputs, outputs, stride } = shape;
         let gemm = Gemm { m: outputs, n: inputs, k: rows, ta: true, tb: false, acc: add };
-        self.run(&product(gemm, dy, x, &dweight, Epilogue::None))?;
+        self.run(&strided(gemm, [stride, inputs, inputs], dy, x, &dweight, Epilogue::None))?;
         if dbias.len == 0 {
             return Ok(());
         }
+        assert!(stride == outputs, "a bias of padded rows");
         self.add_columns(dy, rows, &dbias)
     }
 

@@ -21,6 +21,12 @@ pub const WORKSPACE: usize = 32 << 20;
 /// by vectors (<https://github.com/pytorch/pytorch/issues/194497>).
 pub const BIAS_ALIGNMENT: u64 = 16;
 
+/// Elements that the rows of logits are padded to a multiple of. From one row to the next there must be a multiple of 16 bytes, or no
+/// algorithm that copies tiles by TMA, or by vectors into tensor cores, can be taken; at multiples of 128 bytes, which these are in
+/// f32 and bf16, no row of a tile touches a cache line more than it fills. Strides count, the number of columns may be any: PyTorch's
+/// compiler, too, pads strides alone for NVIDIA's GPUs, to 128 bytes (<https://github.com/pytorch/pytorch/pull/120758>).
+pub const ROW: usize = 128;
+
 /// Arithmetic of f32 products.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Arithmetic {
@@ -94,6 +100,8 @@ pub struct Matrix {
 pub struct Product {
     /// Sizes and transpositions.
     pub shape: crate::backend::Gemm,
+    /// Elements from a row of a, b and c, as they are stored, to the next.
+    pub strides: [usize; 3],
     /// Left operand.
     pub a: Matrix,
     /// Right operand.
@@ -110,6 +118,7 @@ pub struct Product {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     sizes: [usize; 3],
+    strides: [usize; 3],
     flags: [bool; 4],
     epilogue: u32,
     elements: [Element; 3],
@@ -136,10 +145,11 @@ impl Product {
     }
 
     fn key(&self) -> Key {
-        let Self { shape, a, b, c, from, epilogue } = *self;
+        let Self { shape, strides, a, b, c, from, epilogue } = *self;
         let alignment = |pointer: u64| 1 << pointer.trailing_zeros().min(8);
         Key {
             sizes: [shape.m, shape.n, shape.k],
+            strides,
             flags: [shape.ta, shape.tb, shape.acc, epilogue.kept().is_some()],
             epilogue: epilogue.kind() as u32,
             elements: [a.element, b.element, c.element],
@@ -238,7 +248,7 @@ impl Matmul {
     /// # Errors
     /// The library knows no algorithm, or the device failed.
     pub fn run(&self, product: &Product, workspace: u64, stream: sys::cudaStream_t) -> Result<()> {
-        let Product { shape, a, b, c, from, epilogue } = *product;
+        let Product { shape, a, b, c, from, epilogue, .. } = *product;
         if product.is_empty() {
             return Ok(());
         }
@@ -292,7 +302,8 @@ impl Matmul {
 
     /// Asks cuBLASLt for its best algorithm.
     fn plan(&self, key: &Key) -> Result<Plan, CublasError> {
-        let Key { sizes: [m, n, k], flags: [ta, tb, _, keeps], epilogue, elements: [a, b, c], alignments } = *key;
+        let Key { sizes: [m, n, k], strides, flags: [ta, tb, _, keeps], epilogue, elements: [a, b, c], alignments } =
+            *key;
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
         use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
         let compute = match (a, self.arithmetic) {
@@ -301,10 +312,10 @@ impl Matmul {
         };
         let operation = |transposed: bool| i32::from(transposed);
         let library = self.library;
-        let layout = |element, rows: usize, columns: usize| {
+        let layout = |element, rows: usize, columns: usize, stride: usize| {
             let mut layout = std::ptr::null_mut();
             // SAFETY: writes the layout.
-            unsafe { (library.create_layout)(&mut layout, kind(element), rows as u64, columns as u64, rows as i64) }
+            unsafe { (library.create_layout)(&mut layout, kind(element), rows as u64, columns as u64, stride as i64) }
                 .result()?;
             Ok::<_, CublasError>(layout)
         };
@@ -313,9 +324,9 @@ impl Matmul {
         unsafe { (library.create_description)(&mut description, compute, sys::cudaDataType::CUDA_R_32F) }.result()?;
         // As stored, seen column-major: b is (k×n)ᵀ = n×k, or k×n if it is stored transposed.
         let layouts = [
-            if tb { layout(b, k, n)? } else { layout(b, n, k)? },
-            if ta { layout(a, m, k)? } else { layout(a, k, m)? },
-            layout(c, n, m)?,
+            if tb { layout(b, k, n, strides[1])? } else { layout(b, n, k, strides[1])? },
+            if ta { layout(a, m, k, strides[0])? } else { layout(a, k, m, strides[0])? },
+            layout(c, n, m, strides[2])?,
         ];
         // SAFETY: the algorithm is replaced below, before it is used.
         let algorithm = unsafe { std::mem::zeroed() };

@@ -342,6 +342,10 @@ impl Backend for Cuda {
         nccl::version().map(|version| format!("NCCL {version}"))
     }
 
+    fn row_stride(columns: usize) -> usize {
+        columns.next_multiple_of(matmul::ROW)
+    }
+
     fn trim(&self) {
         self.0.intake.trim();
     }

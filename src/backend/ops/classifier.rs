@@ -10,6 +10,8 @@ pub struct CrossEntropy {
     pub rows: usize,
     /// Classes a row.
     pub classes: usize,
+    /// Elements from a row of logits to the next, as of [`Linear`](super::Linear).
+    pub stride: usize,
     /// Factor of the gradient: 1 / (rows in the global batch).
     pub scale: f32,
     /// Replace the logits by their gradient; without it they are left alone.
@@ -25,6 +27,8 @@ pub struct LogitsPart {
     pub rows: usize,
     /// Classes of the part, at least one.
     pub classes: usize,
+    /// Elements from a row of the part's logits to the next, as of [`Linear`](super::Linear).
+    pub stride: usize,
     /// Class of its first column; those after it follow.
     pub first: usize,
 }
@@ -102,10 +106,11 @@ pub trait ClassifierOps: Backend {
         losses: Self::ViewMut<'_>,
     ) -> Result<()>;
     /// Writes to `hits` (f32) 1 for every row of logits whose target is among its `k` largest, else 0. Of equal logits the
-    /// first is the larger.
+    /// first is the larger. From a row of logits to the next it is `stride` elements, as of [`Linear`](super::Linear).
     fn hits(
         &self,
         classes: usize,
+        stride: usize,
         k: usize,
         logits: Self::View<'_>,
         targets: &Self::Ints,
@@ -145,7 +150,9 @@ impl Work {
 pub(in crate::backend) mod suite {
     use super::*;
     use crate::backend::Kernels;
-    use crate::backend::suite::{Results, close, down, ids, random, rounded, tolerance, up, up_f32, wide};
+    use crate::backend::suite::{
+        Results, apart, close, down, ids, random, rounded, strides, together, tolerance, up, up_f32, wide,
+    };
 
     /// Losses and gradients of logits.
     fn in_f64(s: CrossEntropy, logits: &[f32], targets: &[u32], weights: LossWeights<&[f32]>) -> (Vec<f64>, Vec<f64>) {
@@ -183,30 +190,32 @@ pub(in crate::backend) mod suite {
             for (smoothing, weights, of_rows) in [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows), (0.0, &[], &of_rows)]
             {
                 let (wb, rb) = (up_f32(b, weights), up_f32(b, of_rows));
-                let shape = CrossEntropy { rows, classes, scale, gradient: true, smoothing };
+                let shape = CrossEntropy { rows, classes, stride: classes, scale, gradient: true, smoothing };
                 let (want_loss, want_d) =
                     in_f64(shape, &logits, &targets, LossWeights { classes: weights, rows: of_rows });
-                for gradient in [false, true] {
-                    let (mut lb, mut losses) = (up(b, &logits), up_f32(b, &vec![0.0; rows]));
-                    let shape = CrossEntropy { gradient, ..shape };
+                for (stride, gradient) in strides::<B>(classes).into_iter().flat_map(|s| [(s, false), (s, true)]) {
+                    let mut lb = up(b, &apart(&logits, classes, stride));
+                    let mut losses = up_f32(b, &vec![0.0; rows]);
+                    let shape = CrossEntropy { stride, gradient, ..shape };
                     let weights = LossWeights { classes: B::all(&wb), rows: B::all(&rb) };
                     b.cross_entropy(shape, B::all_mut(&mut lb), &tb, weights, B::all_mut(&mut losses)).unwrap();
                     close(b, &losses, &want_loss, "cross-entropy");
+                    let after = together(b, &lb, classes, stride);
                     if gradient {
-                        close(b, &lb, &want_d, "cross-entropy gradient");
+                        close(b, &up(b, &after), &want_d, "cross-entropy gradient");
                     } else {
-                        assert_eq!(down(b, &lb), logits);
+                        assert_eq!(after, logits);
                     }
-                    results.extend([down(b, &losses), down(b, &lb)]);
+                    results.extend([down(b, &losses), after]);
                 }
             }
 
             // Few values, so that some logits are equal.
             let few: Vec<f32> = ids(31, rows * classes, 7).into_iter().map(|id| id as f32).collect();
-            let fb = up(b, &few);
-            for k in [1, 5] {
+            for (stride, k) in strides::<B>(classes).into_iter().flat_map(|s| [(s, 1), (s, 5)]) {
+                let fb = up(b, &apart(&few, classes, stride));
                 let mut hits = up_f32(b, &vec![0.5; rows]);
-                b.hits(classes, k, B::all(&fb), &tb, B::all_mut(&mut hits)).unwrap();
+                b.hits(classes, stride, k, B::all(&fb), &tb, B::all_mut(&mut hits)).unwrap();
                 let is_hit = |(row, target): (usize, &u32)| {
                     let row = &few[row * classes..][..classes];
                     let mut order: Vec<usize> = (0..classes).collect();
@@ -218,30 +227,31 @@ pub(in crate::backend) mod suite {
         }
         let broken = up(b, &[f32::NAN, 1.0]);
         let (tb, mut hits) = (b.upload_ints(&[1]).unwrap(), up_f32(b, &[1.0]));
-        b.hits(2, 1, B::all(&broken), &tb, B::all_mut(&mut hits)).unwrap();
+        b.hits(2, 2, 1, B::all(&broken), &tb, B::all_mut(&mut hits)).unwrap();
         assert_eq!(down(b, &hits), [0.0]);
         results
     }
 
     /// The cross-entropy of logits whose columns are cut into parts, at `bounds`: the sums of all parts, the losses, and the
-    /// columns of all parts side by side afterwards.
+    /// columns of all parts side by side afterwards. The rows of each part are padded, or not.
     fn in_parts<B: Kernels>(
         b: &B,
         s: CrossEntropy,
+        is_padded: bool,
         bounds: &[usize],
         logits: &[f32],
         targets: &B::Ints,
         weights: LossWeights<B::View<'_>>,
     ) -> [Vec<f32>; 3] {
-        let CrossEntropy { rows, classes, scale, gradient, smoothing } = s;
+        let CrossEntropy { rows, classes, scale, gradient, smoothing, .. } = s;
         let parts = bounds.len() - 1;
         let part = |number: usize| {
-            let first = bounds[number];
-            LogitsPart { rows, classes: bounds[number + 1] - first, first }
+            let (first, classes) = (bounds[number], bounds[number + 1] - bounds[number]);
+            LogitsPart { rows, classes, stride: if is_padded { B::row_stride(classes) } else { classes }, first }
         };
         let of_part = |part: LogitsPart| {
             let columns = logits.chunks(classes).flat_map(|row| &row[part.first..][..part.classes]);
-            up(b, &columns.copied().collect::<Vec<_>>())
+            up(b, &apart(&columns.copied().collect::<Vec<_>>(), part.classes, part.stride))
         };
         let mut stats = up_f32(b, &vec![f32::NAN; parts * rows * LogitsPart::STATS]);
         for number in 0..parts {
@@ -256,7 +266,7 @@ pub(in crate::backend) mod suite {
             let shape = CrossEntropyPart { part, parts, classes, scale, gradient, smoothing };
             let (to, stats) = (B::all_mut(&mut losses), B::all(&stats));
             b.cross_entropy_part(shape, stats, B::all_mut(&mut columns), targets, weights, to).unwrap();
-            for (row, columns) in down(b, &columns).chunks(part.classes).enumerate() {
+            for (row, columns) in together(b, &columns, part.classes, part.stride).chunks(part.classes).enumerate() {
                 after[row * classes + part.first..][..part.classes].copy_from_slice(columns);
             }
             all_losses.push(down(b, &losses));
@@ -277,7 +287,7 @@ pub(in crate::backend) mod suite {
             let some: Vec<f32> = (0..classes).map(|class| 0.5 + (class % 3) as f32).collect();
             let of_rows: Vec<f32> = (0..rows).map(|row| (row % 4) as f32 * 0.7).collect();
             for (smoothing, weights, of_rows) in [(0.0, &[][..], &[][..]), (0.2, &some, &of_rows)] {
-                let shape = CrossEntropy { rows, classes, scale: 0.25, gradient: true, smoothing };
+                let shape = CrossEntropy { rows, classes, stride: classes, scale: 0.25, gradient: true, smoothing };
                 let (want_loss, want_d) =
                     in_f64(shape, &logits, &targets, LossWeights { classes: weights, rows: of_rows });
                 let (wb, rb) = (up_f32(b, weights), up_f32(b, of_rows));
@@ -288,15 +298,15 @@ pub(in crate::backend) mod suite {
                     b.cross_entropy(shape, B::all_mut(&mut plain_d), &tb, weights, to).unwrap();
                 }
                 let (plain_loss, plain_d) = (wide(&down(b, &plain_loss)), wide(&down(b, &plain_d)));
-                for parts in [1, 2, 3, 5] {
+                for (parts, is_padded) in [(1, true), (2, false), (3, true), (5, false)] {
                     // Each wider than the one before.
                     let bounds: Vec<usize> =
                         (0..=parts).map(|part| classes * part * (part + 1) / (parts * (parts + 1))).collect();
-                    let [stats, losses, after] =
-                        in_parts(b, CrossEntropy { gradient: false, ..shape }, &bounds, &logits, &tb, weights);
+                    let without = CrossEntropy { gradient: false, ..shape };
+                    let [stats, losses, after] = in_parts(b, without, is_padded, &bounds, &logits, &tb, weights);
                     assert_eq!(after, logits);
                     check_stats(b, &stats, &bounds, &logits, &targets);
-                    let [_, with_gradient, gradient] = in_parts(b, shape, &bounds, &logits, &tb, weights);
+                    let [_, with_gradient, gradient] = in_parts(b, shape, is_padded, &bounds, &logits, &tb, weights);
                     assert_eq!(with_gradient, losses);
                     for want in [&want_loss, &plain_loss] {
                         close(b, &up_f32(b, &losses), want, "cross-entropy of parts");
@@ -314,13 +324,13 @@ pub(in crate::backend) mod suite {
         let is_out = |at: usize| if at < classes { at < 14 } else { at.is_multiple_of(3) };
         let some = random(b, 34, rows * classes).into_iter().enumerate();
         let logits: Vec<f32> = some.map(|(at, x)| if is_out(at) { f32::NEG_INFINITY } else { x }).collect();
-        let shape = CrossEntropy { rows, classes, scale: 1.0, gradient: true, smoothing: 0.0 };
+        let shape = CrossEntropy { rows, classes, stride: classes, scale: 1.0, gradient: true, smoothing: 0.0 };
         let (want_loss, want_d) = in_f64(shape, &logits, &targets, LossWeights { classes: &[], rows: &[] });
         let (tb, none) = (b.upload_ints(&targets).unwrap(), up_f32(b, &[]));
         let weights = LossWeights { classes: B::all(&none), rows: B::all(&none) };
         let (mut plain_d, mut plain_loss) = (up(b, &logits), up_f32(b, &[0.0; 2]));
         b.cross_entropy(shape, B::all_mut(&mut plain_d), &tb, weights, B::all_mut(&mut plain_loss)).unwrap();
-        let [stats, losses, gradient] = in_parts(b, shape, &[0, 13, 14, 45], &logits, &tb, weights);
+        let [stats, losses, gradient] = in_parts(b, shape, true, &[0, 13, 14, 45], &logits, &tb, weights);
         assert_eq!(stats[..4], [f32::MIN, 0.0, 0.0, f32::NEG_INFINITY]);
         for losses in [&plain_loss, &up_f32(b, &losses)] {
             close(b, losses, &want_loss, "cross-entropy with classes ruled out");

@@ -28,7 +28,7 @@ impl Convolution {
 
     /// The product that it is of unfolded windows.
     pub fn product(&self) -> Linear {
-        Linear { rows: self.window.rows(), inputs: self.seen(), outputs: self.filters }
+        Linear::new(self.window.rows(), self.seen(), self.filters)
     }
 }
 

@@ -30,6 +30,16 @@ pub struct Linear {
     pub inputs: usize,
     /// Columns of `y`.
     pub outputs: usize,
+    /// Elements from a row of `y` to the next: its columns, or as many as [`Backend::row_stride`](crate::backend::Backend::row_stride)
+    /// has for them, with padding behind each row, the last too. Padding is neither read nor written.
+    pub stride: usize,
+}
+
+impl Linear {
+    /// A map whose results lie row after row.
+    pub fn new(rows: usize, inputs: usize, outputs: usize) -> Self {
+        Self { rows, inputs, outputs, stride: outputs }
+    }
 }
 
 /// Products of matrices, and affine maps of rows.
@@ -38,7 +48,7 @@ pub struct Linear {
 pub trait LinearOps: ActivationOps + ElementwiseOps {
     /// The matrix product described by `shape`.
     fn gemm(&self, shape: Gemm, a: Self::View<'_>, b: Self::View<'_>, c: Self::ViewMut<'_>) -> Result<()>;
-    /// `y = x·Wᵀ + bias`; overwrites.
+    /// `y = x·Wᵀ + bias`; overwrites. This map and both its gradients, without a bias, take rows of `y` and `dy` that are padded.
     fn linear(
         &self,
         shape: Linear,
@@ -172,7 +182,8 @@ pub(in crate::backend) mod suite {
     use super::*;
     use crate::backend::Kernels;
     use crate::backend::suite::{
-        Results, TF32_BITS, close, down, product, random, random_tf32, rounded, up, up_f32, wide,
+        Results, TF32_BITS, apart, close, down, product, random, random_tf32, rounded, strides, together, up, up_f32,
+        wide,
     };
 
     /// A long sum of which halves and thirds are large and cancel: partial sums kept in bf16 would lose what is left.
@@ -188,6 +199,45 @@ pub(in crate::backend) mod suite {
         down(b, &z)
     }
 
+    /// A map without a bias and both its gradients, of results whose rows are as far apart as the device wants them, and close
+    /// together.
+    fn padded<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
+        let mut results = Vec::new();
+        for (rows, inputs, outputs) in [(1, 8, 1), (33, 31, 65), (7, 24, 257), (300, 16, 127)] {
+            let at = |v: &[f32], i: usize| f64::from(v[i]);
+            let (x, w, dy) =
+                (random(b, 6, rows * inputs), random(b, 7, outputs * inputs), random(b, 9, rows * outputs));
+            let (xb, wb, none) = (up(b, &x), up(b, &w), up(b, &[]));
+            for stride in strides::<B>(outputs) {
+                let shape = Linear { stride, ..Linear::new(rows, inputs, outputs) };
+                let mut y = up(b, &vec![f32::NAN; rows * stride]);
+                b.linear(shape, B::all(&xb), B::all(&wb), B::all(&none), B::all_mut(&mut y)).unwrap();
+                let want = product(rows, outputs, inputs, |r, i| at(&x, r * inputs + i), |i, o| at(&w, o * inputs + i));
+                let y = up(b, &together(b, &y, outputs, stride));
+                close(b, &y, &want, "padded linear");
+                let dyb = up(b, &apart(&dy, outputs, stride));
+                let mut dx = up(b, &vec![f32::NAN; rows * inputs]);
+                b.linear_backward_input(shape, B::all(&dyb), B::all(&wb), B::all_mut(&mut dx)).unwrap();
+                let want =
+                    product(rows, inputs, outputs, |r, o| at(&dy, r * outputs + o), |o, i| at(&w, o * inputs + i));
+                close(b, &dx, &want, "padded linear dx");
+                let sums =
+                    product(outputs, inputs, rows, |o, r| at(&dy, r * outputs + o), |r, i| at(&x, r * inputs + i));
+                for add in [false, true] {
+                    let before = if add { random(b, 11, outputs * inputs) } else { vec![f32::NAN; outputs * inputs] };
+                    let (mut dw, mut db) = (up_f32(b, &before), up_f32(b, &[]));
+                    let (to, bias) = (B::all_mut(&mut dw), B::all_mut(&mut db));
+                    b.linear_backward_weight(shape, B::all(&dyb), B::all(&xb), to, bias, add).unwrap();
+                    let sum = |(sum, before): (&f64, &f32)| sum + if add { f64::from(*before) } else { 0.0 };
+                    close(b, &dw, &sums.iter().zip(&before).map(sum).collect::<Vec<_>>(), "padded linear dW");
+                    results.push(down(b, &dw));
+                }
+                results.extend([down(b, &y), down(b, &dx)]);
+            }
+        }
+        results
+    }
+
     /// Products of the values that `random` gives.
     pub fn products<B: Kernels>(b: &B, random: fn(&B, u64, usize) -> Vec<f32>) -> Results {
         let mut results = Vec::new();
@@ -195,6 +245,7 @@ pub(in crate::backend) mod suite {
             // In f32 the sum itself loses as much.
             results.push(cancelling_sum(b));
         }
+        results.extend(padded(b, random));
         for (m, n, k) in
             [(1, 1, 1), (1, 33, 7), (31, 1, 33), (33, 31, 65), (130, 257, 100), (500, 130, 71), (2, 700, 1100)]
         {
@@ -224,7 +275,7 @@ pub(in crate::backend) mod suite {
             results.push(down(b, &db));
         }
         for (rows, inputs, outputs) in [(1, 1, 1), (33, 31, 65), (70, 96, 33), (33, 64, 96), (1100, 32, 300)] {
-            let shape = Linear { rows, inputs, outputs };
+            let shape = Linear::new(rows, inputs, outputs);
             let (x, w, bias) = (random(b, 6, rows * inputs), random(b, 7, outputs * inputs), random(b, 8, outputs));
             let dy = random(b, 9, rows * outputs);
             let (xb, wb, dyb) = (up(b, &x), up(b, &w), up(b, &dy));

@@ -214,8 +214,11 @@ fn moments<B: Kernels>(
         sums
     });
     let put_off_row = put_off_before[blocks.len()];
-    // The logits, and their losses.
-    let outputs: usize = slices.held.clone().map(|lane| slices.share(plan.network.outputs(), lane).len()).sum();
+    // The logits with the padding of their rows, and their losses.
+    let is_padded = blocks.last().is_some_and(|block| block.pads_output());
+    let in_memory = |columns: usize| if is_padded { B::row_stride(columns) } else { columns };
+    let of_lane = |lane: usize| in_memory(slices.share(plan.network.outputs(), lane).len());
+    let outputs: usize = slices.held.clone().map(of_lane).sum();
     let of_stage = next.map_or(outputs * size + F32, |next| next * size);
     let output = |block: usize| input.get(block + 1).copied().unwrap_or(of_stage);
     let recompute = plan.config.parallel.recompute;

@@ -21,7 +21,7 @@ pub struct Dense {
 
 impl Dense {
     fn shape<B: Backend>(&self, cx: &Context<'_, B>) -> Linear {
-        Linear { rows: cx.micro.samples * self.rows, inputs: self.inputs, outputs: self.outputs }
+        Linear::new(cx.micro.samples * self.rows, self.inputs, self.outputs)
     }
 }
 

@@ -163,8 +163,6 @@ impl<'h, B: Kernels> Run<'h, B> {
             say(banner);
             train.unscaled().iter().for_each(|told| log::warn!("{told}"));
             few_micros(&plan).iter().chain(&idle_schedule(&plan)).for_each(|told| log::warn!("{told}"));
-            let vocabulary = plan.network.vocabulary().filter(|_| !B::ON_HOST);
-            vocabulary.and_then(unaligned).iter().for_each(|told| log::warn!("{told}"));
         }
 
         let job = Job {
@@ -258,23 +256,4 @@ fn idle_schedule(plan: &Plan) -> Option<String> {
         _ => return None,
     };
     Some(format!("parallel.schedule = {schedule} changes nothing: {why}; hint: leave it out"))
-}
-
-/// A warning about a vocabulary whose products are slow on GPUs: their loads want rows that begin at a multiple of 16 bytes.
-fn unaligned(vocabulary: usize) -> Option<String> {
-    let padded = vocabulary.next_multiple_of(64);
-    (!vocabulary.is_multiple_of(8)).then(|| {
-        format!("model.vocabulary = {vocabulary} is no multiple of 8, which makes the head slow on a GPU; hint: model.vocabulary={padded} pads it")
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn odd_vocabularies_are_told() {
-        assert!(unaligned(50_257).unwrap().contains("model.vocabulary=50304"));
-        assert_eq!(unaligned(50_304), None);
-    }
 }

@@ -1,4 +1,5 @@
-// Softmax cross-entropy of rows of logits, with the gradient in their place. Block: 512 threads; grid: rows.
+// Softmax cross-entropy of rows of logits, with the gradient in their place. Block: 512 threads; grid: rows. From a row of
+// `classes` elements to the next it is `stride`; padding is neither read nor written.
 #include "vector.cuh"
 
 // e^x, of x ≤ 0. bf16 logits do not deserve the digits that the slower function has.
@@ -77,9 +78,9 @@ __device__ __forceinline__ Running of_row(const elem* row, int classes, P pack, 
 // read once.
 extern "C" __global__ void __launch_bounds__(512)
     cross_entropy(elem* logits, const unsigned* targets, const float* of_classes, const float* of_rows, float* losses,
-                  int classes, float scale, float smoothing, int gradient, int keep) {
+                  int classes, int stride, float scale, float smoothing, int gradient, int keep) {
   extern __shared__ __align__(16) elem shared[];
-  elem* row = logits + (long long)blockIdx.x * classes;
+  elem* row = logits + (long long)blockIdx.x * stride;
   // As aligned as the row is. For the gradient a thread reads only the elements that it has kept itself.
   elem* kept = keep ? shared + (reinterpret_cast<unsigned long long>(row) & 15) / sizeof(elem) : row;
   Running all = of_row(
@@ -126,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(512)
 // Of the columns of some classes, from class `first` on, the four numbers of a row that the losses need of them:
 // LogitsPart::STATS of classifier.rs.
 extern "C" __global__ void __launch_bounds__(512)
-    softmax_part(const elem* logits, const unsigned* targets, float* stats, int classes, int first) {
-  const elem* row = logits + (long long)blockIdx.x * classes;
+    softmax_part(const elem* logits, const unsigned* targets, float* stats, int classes, int stride, int first) {
+  const elem* row = logits + (long long)blockIdx.x * stride;
   float sum = 0.0f;
   // Packs are added up before they meet the sum: fewer roundings.
   Running all = of_row(
@@ -152,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(512)
 // has of each of the `parts`. Every thread merges them in the same order, so that all parts have the same bits of the losses.
 extern "C" __global__ void __launch_bounds__(512)
     cross_entropy_part(const float* stats, elem* logits, const unsigned* targets, const float* of_classes,
-                       const float* of_rows, float* losses, int parts, int classes, int first, int all_classes,
-                       float scale, float smoothing, int gradient) {
+                       const float* of_rows, float* losses, int parts, int classes, int stride, int first,
+                       int all_classes, float scale, float smoothing, int gradient) {
   Running all{lowest(), 0.0f};
   float at_target = 0.0f, sum = 0.0f;
   for (int part = 0; part < parts; part++) {
@@ -169,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(512)
   if (threadIdx.x == 0) losses[blockIdx.x] = loss * weight;
   if (!gradient) return;
   scale *= weight;
-  elem* row = logits + (long long)blockIdx.x * classes;
+  elem* row = logits + (long long)blockIdx.x * stride;
   unsigned column = target - unsigned(first);
   float factor = scale / all.sum;
   each_of_row(
@@ -192,10 +193,10 @@ extern "C" __global__ void __launch_bounds__(512)
 // 1 for every row whose target is among the k largest logits, else 0. A warp takes a row: block 128 threads, grid
 // ceil(rows / 4).
 extern "C" __global__ void __launch_bounds__(128)
-    hits(const elem* logits, const unsigned* targets, float* hits, int rows, int classes, int k) {
+    hits(const elem* logits, const unsigned* targets, float* hits, int rows, int classes, int stride, int k) {
   int row = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= rows) return;
-  logits += (long long)row * classes;
+  logits += (long long)row * stride;
   int target = int(targets[row]);
   float own = to_float(logits[target]), larger = 0.0f;
   for (int i = lane; i < classes; i += 32) {
