@@ -234,6 +234,18 @@ pub fn random_tf32<B: Kernels>(b: &B, seed: u64, len: usize) -> Vec<f32> {
     random(b, seed, len).into_iter().map(|x| f32::from_bits(x.to_bits() >> lost << lost)).collect()
 }
 
+#[test]
+#[ignore = "needs the simulator of a GPU, whose priorities are known"]
+fn urgent_streams() {
+    let cuda = cuda::Cuda::new(&cuda::Device::open(0).unwrap(), 64 << 20, cuda::Precision::Bf16).unwrap();
+    assert_eq!(cuda.priorities().unwrap(), (0, vec![-5; 5]));
+}
+
+#[test]
+fn messages_and_copies_go_before_kernels_that_compute() {
+    simulated("urgent_streams", &[]);
+}
+
 /// Runs an ignored test of this program with the simulator's libraries (`tests/cudasim/`).
 fn simulated(test: &str, settings: &[(&str, &str)]) {
     let program = std::env::current_exe().unwrap();

@@ -12,6 +12,7 @@ use super::nccl::{self, NcclComm};
 use super::pinned;
 use super::pool::{Piece, Pool};
 use super::program::{Programs, Variant};
+use super::streams;
 use crate::backend::{
     CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, MemoryKind, Pinned, Placed, Scratch, Span,
 };
@@ -20,7 +21,7 @@ use crate::error::Result;
 /// The streams that work on a buffer: the one of compute, and those of the copies.
 pub struct Lines {
     compute: Arc<CudaStream>,
-    copies: Arc<CudaCopies>,
+    pub(super) copies: Arc<CudaCopies>,
 }
 
 impl Lines {
@@ -100,7 +101,7 @@ impl Scratch for CudaScratch {
     }
 }
 
-/// Three streams beside the one that computes.
+/// Three streams beside the one that computes, more urgent than that.
 pub struct CudaCopies {
     pool: Arc<Pool>,
     compute: Arc<CudaStream>,
@@ -119,7 +120,7 @@ impl CudaCopies {
     /// # Errors
     /// The device failed.
     pub fn new(pool: &Arc<Pool>, compute: &Arc<CudaStream>, programs: &Arc<Programs>) -> Result<Self> {
-        let stream = || check("make a stream", compute.context().new_stream());
+        let stream = || streams::urgent(compute.context());
         Ok(Self {
             pool: pool.clone(),
             compute: compute.clone(),
@@ -128,6 +129,11 @@ impl CudaCopies {
             out: stream()?,
             back: stream()?,
         })
+    }
+
+    /// Its own streams.
+    pub(super) fn streams(&self) -> [&Arc<CudaStream>; 3] {
+        [&self.sums, &self.out, &self.back]
     }
 
     fn bind(&self) -> Result<()> {
@@ -216,7 +222,7 @@ impl ComputeOrderedCopies for CudaCopies {
     fn after_compute(&self) -> Result<()> {
         self.bind()?;
         let here = check("mark a point in its work", self.compute.record_event(None))?;
-        for stream in [&self.sums, &self.out, &self.back] {
+        for stream in self.streams() {
             check("wait for itself", stream.wait(&here))?;
         }
         Ok(())

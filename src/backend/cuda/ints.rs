@@ -13,7 +13,7 @@ use crate::error::Result;
 /// The two streams and the memory that waits for its next use.
 pub struct Intake {
     pool: Arc<Pool>,
-    copy: Arc<CudaStream>,
+    pub(super) copy: Arc<CudaStream>,
     compute: Arc<CudaStream>,
     free: Mutex<Vec<Slot>>,
 }

@@ -1,7 +1,7 @@
 //! A GPU through NVIDIA's driver: kernels compiled at run time, products by cuBLASLt, one pool of memory.
 //!
 //! Building needs no CUDA; [`libraries`] detects a machine without the libraries. One stream computes, another
-//! takes batches in; nothing within a step waits for the whole device.
+//! takes batches in, and others carry messages, which go first (`streams.rs`); nothing within a step waits for the whole device.
 //!
 //! The libraries are looked for at run time: one program serves nodes with and without GPUs.
 //!
@@ -54,6 +54,7 @@ mod regression;
 mod rotary;
 mod scalar;
 mod softmax;
+mod streams;
 mod sums;
 mod swiglu;
 mod toolkit;
@@ -134,8 +135,7 @@ impl Cuda {
         check("be chosen", context.bind_to_thread())?;
         // SAFETY: buffers here are never cudarc's slices, whose reuse the events would guard.
         unsafe { context.disable_event_tracking() };
-        let stream = || check("make a stream", context.new_stream());
-        let (compute, copy) = (stream()?, stream()?);
+        let (compute, copy) = (streams::patient(context)?, streams::urgent(context)?);
         let arithmetic = match precision {
             Precision::F32(arithmetic) => arithmetic,
             Precision::Bf16 => Arithmetic::Full,
@@ -167,6 +167,16 @@ impl Cuda {
     /// Bytes of its memory that are this rank's; if they grow, at most.
     pub fn memory(&self) -> usize {
         self.0.pool.bytes()
+    }
+
+    /// Priorities of the stream that computes, and of all others, those of a communicator of NCCL among them.
+    #[cfg(test)]
+    pub(in crate::backend) fn priorities(&self) -> Result<(i32, Vec<i32>)> {
+        let communicator = nccl::NcclComm::init_rank(self.device().context(), &nccl::comm_id()?, 0, 1)?;
+        let copies = self.0.lines.copies.streams();
+        let others = copies.into_iter().chain([&self.0.intake.copy, &communicator.stream]);
+        let others = others.map(|stream| streams::priority(stream)).collect::<Result<_>>()?;
+        Ok((streams::priority(&self.0.compute)?, others))
     }
 
     /// The type of parameters and activations.

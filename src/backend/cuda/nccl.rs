@@ -19,6 +19,7 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
 
 use super::event::passed;
 use super::libraries::check;
+use super::streams;
 use crate::backend::library::{self, functions};
 use crate::backend::{CommId, DeviceComm, Event, Span, Vendor};
 use crate::error::{Error, Result};
@@ -200,7 +201,7 @@ impl Communicator {
 pub struct NcclComm {
     communicator: Arc<Communicator>,
     /// The stream of its work, used by nothing else.
-    stream: Arc<CudaStream>,
+    pub(super) stream: Arc<CudaStream>,
     rank: usize,
     size: usize,
     parts: OnceCell<()>,
@@ -214,7 +215,7 @@ impl NcclComm {
     pub fn init_rank(context: &Arc<CudaContext>, comm_id: &CommId, rank: usize, size: usize) -> Result<Self> {
         let library = library()?;
         check("be chosen", context.bind_to_thread())?;
-        let stream = check("make a stream", context.new_stream())?;
+        let stream = streams::urgent(context)?;
         let (mut handle, mut config) = (null(), Config::NON_BLOCKING);
         let (ranks, number) = (count(size)?, count(rank)?);
         // SAFETY: writes the handle; the configuration is one of 2.14, and read before the call returns.

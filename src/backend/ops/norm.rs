@@ -88,10 +88,11 @@ pub(in crate::backend) mod suite {
 
     pub fn norms<B: Kernels>(b: &B) -> Results {
         let mut results = Vec::new();
-        let sizes = [(1, 1), (1, 31), (33, 33), (70, 130), (3, 1023), (131, 64), (259, 512), (7, 1536)];
-        for (rows, width, centred) in
-            sizes.into_iter().flat_map(|(rows, width)| [true, false].map(|c| (rows, width, c)))
-        {
+        let few = [(1, 1), (1, 31), (33, 33), (70, 130), (3, 1023), (131, 64), (259, 512), (7, 1536)];
+        // Rows that several warps share, and one that is read twice; more than one chunk of rows.
+        let more = [(5, 1025), (130, 1032), (3, 2051), (3, 4096), (2, 8192), (1, 8195)];
+        let sizes = few.into_iter().chain(more);
+        for (rows, width, centred) in sizes.flat_map(|(rows, width)| [true, false].map(|c| (rows, width, c))) {
             let shape = Norm { rows, width, epsilon: 1e-3, centred };
             let x: Vec<f32> = random(b, 14, rows * width).iter().map(|x| 3.0 * x + 2.0).collect();
             let x = rounded(b, &x);

@@ -135,3 +135,103 @@ NORM_BACKWARD(1)
 NORM_BACKWARD(2)
 NORM_BACKWARD(3)
 NORM_BACKWARD(4)
+
+// Both in one pass for wide rows, wherever they begin: the threads of a row share it, each with PACKS runs of OWN columns in
+// registers, and their sums meet in the order of warps. The width alone decides on the order. A block takes blockDim.y rows of a
+// chunk at a time. Block: (ceil(width / (OWN·PACKS)) rounded up to warps, WIDE / that), grid: chunks.
+constexpr int WIDE = 512;
+
+template <int PACKS>
+__device__ __forceinline__ void norm_backward_wide(const elem* dy, const elem* x, const elem* weight, const float* stats,
+                                                   elem* dx, float* partial, int rows, int width, int centred) {
+  __shared__ float of_warps[2][2][WIDE / 32];
+  __shared__ float of_rows[WIDE * PACKS * OWN];
+  bool by_pack = aligned(dy) && aligned(x) && aligned(weight) && aligned(dx) && width % OWN == 0;
+  int first = blockIdx.x * CHUNK, end = first + CHUNK < rows ? first + CHUNK : rows;
+  int warps = blockDim.x / 32, warp = threadIdx.y * warps + threadIdx.x / 32, turn = 0;
+  float sums[2][PACKS][OWN] = {};
+  for (int base = first; base < end; base += blockDim.y, turn ^= 1) {
+    int row = base + threadIdx.y;
+    const long long at = (long long)row * width;
+    bool is_row = row < end;
+    float d[PACKS][OWN] = {}, v[PACKS][OWN] = {}, out[PACKS][OWN] = {};
+    float mean = 0.0f, rstd = 0.0f, g_sum = 0.0f, gh_sum = 0.0f;
+    if (is_row) mean = stats[2 * (long long)row], rstd = stats[2 * (long long)row + 1];
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      int column = (i * blockDim.x + threadIdx.x) * OWN;
+      if (!is_row || column >= width) continue;
+      load_columns(d[i], dy + at, column, width, by_pack), load_columns(v[i], x + at, column, width, by_pack);
+      load_columns(out[i], dx + at, column, width, by_pack);
+    }
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      int column = (i * blockDim.x + threadIdx.x) * OWN;
+      float w[OWN] = {};
+      if (column < width) load_columns(w, weight, column, width, by_pack);
+#pragma unroll
+      for (int k = 0; k < OWN; k++) {
+        // Beyond the row dy is zero, and so are all terms.
+        add_terms(sums[0][i][k], sums[1][i][k], d[i][k], v[i][k], mean, rstd);
+        g_sum += d[i][k] * w[k], gh_sum += d[i][k] * w[k] * ((v[i][k] - mean) * rstd);
+      }
+    }
+    g_sum = warp_sum(g_sum), gh_sum = warp_sum(gh_sum);
+    if (threadIdx.x % 32 == 0) of_warps[turn][0][warp] = g_sum, of_warps[turn][1][warp] = gh_sum;
+    __syncthreads();  // once a turn: the other half of the sums is written in the next one
+    g_sum = 0.0f, gh_sum = 0.0f;
+    for (int i = 0; i < warps; i++)
+      g_sum += of_warps[turn][0][threadIdx.y * warps + i], gh_sum += of_warps[turn][1][threadIdx.y * warps + i];
+    g_sum = centred ? g_sum / width : 0.0f, gh_sum = gh_sum / width;
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      int column = (i * blockDim.x + threadIdx.x) * OWN;
+      if (!is_row || column >= width) continue;
+      float w[OWN];
+      load_columns(w, weight, column, width, by_pack);
+#pragma unroll
+      for (int k = 0; k < OWN; k++)
+        out[i][k] += (d[i][k] * w[k] - g_sum - (v[i][k] - mean) * rstd * gh_sum) * rstd;
+      if (by_pack) {
+        store_pack(dx + at + column, out[i]);
+      } else {
+#pragma unroll
+        for (int k = 0; k < OWN; k++)
+          if (column + k < width) dx[at + column + k] = from_float<elem>(out[i][k]);
+      }
+    }
+  }
+#pragma unroll
+  for (int s = 0; s < 2; s++) {
+    __syncthreads();  // all have read the sums before
+    int own = (threadIdx.y * blockDim.x + threadIdx.x) * PACKS * OWN, apart = blockDim.x * PACKS * OWN;
+#pragma unroll
+    for (int i = 0; i < PACKS; i++)
+#pragma unroll
+      for (int k = 0; k < OWN; k++) of_rows[own + i * OWN + k] = sums[s][i][k];
+    __syncthreads();
+    if (threadIdx.y > 0) continue;
+#pragma unroll
+    for (int i = 0; i < PACKS; i++) {
+      int column = (i * blockDim.x + threadIdx.x) * OWN;
+#pragma unroll
+      for (int k = 0; k < OWN; k++) {
+        float sum = 0.0f;
+        for (int y = 0; y < blockDim.y; y++) sum += of_rows[y * apart + own + i * OWN + k];
+        if (column + k < width) partial[((long long)blockIdx.x * 2 + s) * width + column + k] = sum;
+      }
+    }
+  }
+}
+
+#define NORM_BACKWARD_WIDE(PACKS)                                                                                \
+  extern "C" __global__ void __launch_bounds__(WIDE) norm_backward_wide_##PACKS(                                 \
+      const elem* dy, const elem* x, const elem* weight, const float* stats, elem* dx, float* partial, int rows, \
+      int width, int centred) {                                                                                  \
+    norm_backward_wide<PACKS>(dy, x, weight, stats, dx, partial, rows, width, centred);                          \
+  }
+NORM_BACKWARD_WIDE(1)
+NORM_BACKWARD_WIDE(2)
+#ifndef BF16
+NORM_BACKWARD_WIDE(4)
+#endif
