@@ -104,16 +104,28 @@ pub enum Vendor {
 /// The identifier of a communicator: one rank makes it, and all of them need it to create their [`DeviceComm`].
 pub type CommId = [u8; 128];
 
+/// The most ranks whose terms [`DeviceComm::fold`] adds.
+pub const FOLDED: usize = 255;
+
 /// Ranks with a device each, which exchange memory by a library of the device's vendor.
 ///
-/// One thing is started at a time: the [`mark`](DeviceComm::mark) of one is done before the next. It may wait for the other
-/// ranks to start theirs. Dropping one without [`part`](DeviceComm::part) aborts the communicator.
+/// One thing is started at a time: the device runs all in this order, and the [`queued`](DeviceComm::queued) of one is done before
+/// the next. It may wait for the other ranks to start theirs. Dropping one without [`part`](DeviceComm::part) aborts the communicator.
 pub trait DeviceComm: Send {
-    /// Starts to send to one rank and to receive from another at once. The sender may wait for the receiver.
+    /// Starts to send to some ranks and to receive from some at once. A sender may wait for its receiver. Messages between two
+    /// ranks arrive in the order of the slices.
     ///
     /// # Errors
     /// The library failed.
-    fn exchange(&self, send: Option<(usize, Span<'_>)>, receive: Option<(usize, Span<'_>)>) -> Result<()>;
+    fn exchange(&self, sends: &[(usize, Span<'_>)], receives: &[(usize, Span<'_>)]) -> Result<()>;
+
+    /// Starts the sum of this rank's share over all ranks, in f32, each addition rounded as in [`DeviceCopies::add`]: of term 2k + 1
+    /// to term 2k, then of each second sum to the one before it, and so on. `own` is this rank's term, and becomes the sum; those of
+    /// the others follow each other in `terms`, in the order of ranks, each at the begin of an equal part.
+    ///
+    /// # Errors
+    /// The device failed, or there are more than [`FOLDED`] ranks.
+    fn fold(&self, terms: Span<'_>, own: Span<'_>) -> Result<()>;
 
     /// Starts a collective of the library.
     ///
@@ -132,6 +144,9 @@ pub trait DeviceComm: Send {
     /// # Errors
     /// The library failed.
     fn mark(&self) -> Result<Box<dyn Event>>;
+
+    /// An event that is done when the device has the operation started last among its work, which it need not have begun.
+    fn queued(&self) -> Box<dyn Event>;
 
     /// Stops the operations under way here, at once. Nothing more can be started; the other ranks may wait for ever.
     fn tear(&self);

@@ -11,7 +11,7 @@ use super::algorithms::{self, Algorithm};
 use super::clock;
 use super::device::own::OwnDevice;
 use super::device::path::DevicePath;
-use super::device::{direct, staged};
+use super::device::{direct, grouped, staged};
 use super::exit::{Abort, Exit, leave};
 use super::health::ledger::{LEAVE, Label, Size};
 use super::health::watchdog::{CODE, Guard, Seat};
@@ -258,7 +258,12 @@ impl<B: Backend> Comm<B> {
             Some(_) if self.size() == 1 => 0,
             None => 0,
             Some(DevicePath::Staged) => staged::BYTES,
-            Some(DevicePath::Direct | DevicePath::Nccl) => direct::BYTES + algorithms::staging(self.size()),
+            Some(DevicePath::Direct) => direct::BYTES + algorithms::staging(self.size()),
+            Some(DevicePath::Nccl) => {
+                let chunk = grouped::chunk(self.slot, self.size());
+                let terms = grouped::terms(chunk, chunk, self.size()) * size_of::<f32>();
+                direct::BYTES + algorithms::staging(self.size()) + terms
+            }
         };
         self.inner.world.staging + on_device
     }

@@ -7,6 +7,7 @@ use super::algorithms::{self, Algorithm, Call, Operation, bytes};
 use super::autotune::table::Table;
 use super::communicator::{Comm, WORLD};
 use super::device::direct::Direct;
+use super::device::grouped::{self, Grouped};
 use super::device::path::DevicePath;
 use super::device::staged::Staging;
 use super::health::ledger::{Label, RECV, Size};
@@ -418,6 +419,11 @@ fn run(
         (Reach::Host(memory), _) => algorithms::run(call, &mut Host { memory, scratch }, wire, group),
         (Reach::Device(memory, copies), DevicePath::Staged) => {
             Staging { copies: &*copies, slots, words: slot }.collective(call, memory, wire, scratch, group)
+        }
+        (Reach::Device(memory, copies), DevicePath::Nccl) if grouped::takes(call, group.size()) => {
+            let device_comm = device_comms.of(&*copies, wire, group)?;
+            let chunk = grouped::chunk(slot, group.size());
+            Grouped { memory, device_comm, copies: &*copies, places: &mut room.terms, chunk }.run(call, wire, group)
         }
         (Reach::Device(memory, copies), DevicePath::Direct | DevicePath::Nccl) => {
             let device_comm = match path {

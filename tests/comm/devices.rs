@@ -246,6 +246,47 @@ fn nccl_between_threads() {
     });
 }
 
+/// Sums of the tree by messages of all ranks at once, in many chunks: the bits of host memory, and the fewest bytes.
+#[test]
+fn nccl_in_chunks_between_threads() {
+    const DEVICES: (&str, &str) = ("CUDASIM_DEVICES", "5");
+    under(&[&[DEVICES], &[DEVICES, ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_HOST_ACCESS", "0")]], || {
+        for nodes in [&[0; 2][..], &[0; 3], &[0; 4], &[0; 5]] {
+            let ranks = nodes.len();
+            let host =
+                |comm: Comm<Cpu>| [3, 7, 64, 1000, 4099].map(|len| on_host(comm.world()).operations(len).unwrap());
+            let wanted = on_threads(nodes, Algorithm::Tree, host);
+            // A chunk has eight slots.
+            for slot in [1, 5, 60] {
+                let got = on_threads(nodes, Algorithm::Tree, |comm: Comm<Cuda>| {
+                    let comm = comm.through(DevicePath::Nccl).in_chunks(slot);
+                    let rank = on_gpu(comm.world(), comm.rank());
+                    let results = [3, 7, 64, 1000, 4099].map(|len| rank.operations(len).unwrap());
+                    // All but its own share of the terms, and its share of the sum to each other rank.
+                    let len = 10 * 8 * slot * ranks;
+                    let sent = |len: usize| {
+                        let terms = rank.up(MemoryKind::Gradients, &values(comm.rank(), len));
+                        let before = rank.group.stats().sent;
+                        rank.group.all_reduce(terms, 0..len).wait().unwrap();
+                        rank.group.stats().sent - before
+                    };
+                    // Debug builds also compare the requests.
+                    let sent = sent(len) - sent(0);
+                    (results, sent)
+                });
+                for (rank, ((got, sent), wanted)) in got.iter().zip(&wanted).enumerate() {
+                    for (got, wanted) in got.iter().zip(wanted) {
+                        assert_same(&format!("chunks of {slot} slots, rank {rank} of {ranks}"), got, wanted, true);
+                    }
+                    let share = 10 * 8 * slot as u64;
+                    let even = (8 * slot).is_multiple_of(ranks);
+                    assert!(!even || *sent == 4 * 2 * (ranks as u64 - 1) * share, "rank {rank} of {ranks}: {sent}");
+                }
+            }
+        }
+    });
+}
+
 /// Ranks that are processes, and more than goes in one message.
 #[test]
 fn nccl_over_mpi() {

@@ -35,7 +35,7 @@ impl Job {
 
     /// The same, on simulated GPUs that exchange by NCCL.
     fn start_on_gpus(ranks: usize, settings: &[&str]) -> Self {
-        let ours = ["comm.path=nccl", "device.memory_limit=64MiB"];
+        let ours = ["comm.path=nccl", "device.memory_limit=128MiB"];
         let settings = [&ours, settings].concat();
         Self::start_as(Mpirun(ranks), &settings, |command| with_simulator(command).env("CUDASIM_DEVICES", "4"))
     }

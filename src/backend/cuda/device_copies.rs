@@ -214,7 +214,7 @@ impl DeviceCopies for CudaCopies {
     }
 
     fn init_rank(&self, comm_id: &CommId, rank: usize, size: usize) -> Result<Box<dyn DeviceComm>> {
-        Ok(Box::new(NcclComm::init_rank(self.compute.context(), comm_id, rank, size)?))
+        Ok(Box::new(NcclComm::init_rank(self.compute.context(), &self.programs, comm_id, rank, size)?))
     }
 }
 

@@ -15,13 +15,15 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream};
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
 
 use super::event::passed;
+use super::grid::Grid;
 use super::libraries::check;
+use super::program::{Programs, Variant};
 use super::streams;
 use crate::backend::library::{self, functions};
-use crate::backend::{CommId, DeviceComm, Event, Span, Vendor};
+use crate::backend::{CommId, DeviceComm, Event, FOLDED, Span, Vendor};
 use crate::error::{Error, Result};
 
 /// Its file: as it is installed to run programs, and to build them.
@@ -205,6 +207,7 @@ pub struct NcclComm {
     rank: usize,
     size: usize,
     parts: OnceCell<()>,
+    programs: Arc<Programs>,
 }
 
 impl NcclComm {
@@ -212,7 +215,13 @@ impl NcclComm {
     ///
     /// # Errors
     /// The library is not there, or it failed.
-    pub fn init_rank(context: &Arc<CudaContext>, comm_id: &CommId, rank: usize, size: usize) -> Result<Self> {
+    pub fn init_rank(
+        context: &Arc<CudaContext>,
+        programs: &Arc<Programs>,
+        comm_id: &CommId,
+        rank: usize,
+        size: usize,
+    ) -> Result<Self> {
         let library = library()?;
         check("be chosen", context.bind_to_thread())?;
         let stream = streams::urgent(context)?;
@@ -224,7 +233,7 @@ impl NcclComm {
         library.check("meet the other ranks", null(), code)?;
         let handle = Mutex::new(Some(Owned(handle)));
         let communicator = Arc::new(Communicator { library, context: context.clone(), handle });
-        Ok(Self { communicator, stream, rank, size, parts: OnceCell::new() })
+        Ok(Self { communicator, stream, rank, size, parts: OnceCell::new(), programs: programs.clone() })
     }
 }
 
@@ -239,24 +248,57 @@ fn at(span: Span<'_>) -> *mut c_void {
 }
 
 impl DeviceComm for NcclComm {
-    fn exchange(&self, send: Option<(usize, Span<'_>)>, receive: Option<(usize, Span<'_>)>) -> Result<()> {
+    fn exchange(&self, sends: &[(usize, Span<'_>)], receives: &[(usize, Span<'_>)]) -> Result<()> {
         let stream = self.stream.cu_stream().cast();
-        let peer = |side: Option<(usize, _)>| side.map(|(rank, span)| Ok((count(rank)?, span))).transpose();
-        let (send, receive): (Option<(c_int, Span<'_>)>, _) = (peer(send)?, peer(receive)?);
+        // NCCL counts ranks in this type.
+        count(self.size)?;
         self.communicator.call("exchange a message", |library, handle| {
             // SAFETY: the communicator lives, and the spans until it is done with them, as the caller ensures. A group
             // that was started is ended on every path.
             unsafe {
                 let begun = (library.group_start)();
-                let sent =
-                    send.map_or(0, |(to, span)| (library.send)(at(span), span.words(), WORD, to, handle, stream));
-                let received = receive.map_or(0, |(from, span): (c_int, Span<'_>)| {
-                    (library.recv)(at(span), span.words(), WORD, from, handle, stream)
-                });
+                let send = |&(to, span): &(usize, Span<'_>)| {
+                    (library.send)(at(span), span.words(), WORD, to as c_int, handle, stream)
+                };
+                let receive = |&(from, span): &(usize, Span<'_>)| {
+                    (library.recv)(at(span), span.words(), WORD, from as c_int, handle, stream)
+                };
+                let failed = |code: &c_int| *code != 0;
+                let sent = sends.iter().map(send).find(failed).unwrap_or(0);
+                let received = receives.iter().map(receive).find(failed).unwrap_or(0);
                 let ended = (library.group_end)();
-                [begun, sent, received, ended].into_iter().find(|&code| code != 0).unwrap_or(0)
+                [begun, sent, received, ended].into_iter().find(failed).unwrap_or(0)
             }
         })
+    }
+
+    fn fold(&self, terms: Span<'_>, own: Span<'_>) -> Result<()> {
+        if self.size > FOLDED {
+            return Err(Error::internal(format!("a sum of {} terms at once", self.size)));
+        }
+        let stride = terms.words().checked_div(self.size - 1).unwrap_or(0);
+        assert!(own.words() <= stride, "{} words in places of {stride}", own.words());
+        check("be chosen", self.communicator.context.bind_to_thread())?;
+        let variant = Variant { source: "fold.cu", narrow: false, head: None };
+        let function = self.programs.function(variant, "fold_terms", 0)?;
+        let (from, to) = (terms.address() as u64, own.address() as u64);
+        let (words, stride) = (own.words() as i64, stride as i64);
+        let (rank, ranks) = (count(self.rank)?, count(self.size)?);
+        let mut args: [*mut c_void; 6] = [
+            std::ptr::from_ref(&from).cast_mut().cast(),
+            std::ptr::from_ref(&to).cast_mut().cast(),
+            std::ptr::from_ref(&words).cast_mut().cast(),
+            std::ptr::from_ref(&stride).cast_mut().cast(),
+            std::ptr::from_ref(&rank).cast_mut().cast(),
+            std::ptr::from_ref(&ranks).cast_mut().cast(),
+        ];
+        let Grid { blocks, threads, shared } = Grid::over(own.words());
+        let stream = self.stream.cu_stream();
+        // SAFETY: the kernel takes two addresses, two lengths and two numbers; `own` has `words` words, and `terms` as many at each
+        // multiple of `stride` below that of the last rank but one.
+        let queued =
+            unsafe { result::launch_kernel(function.cu_function(), blocks, threads, shared, stream, &mut args) };
+        check("add messages", queued)
     }
 
     fn vendor(&self, call: Vendor, memory: Span<'_>) -> Result<()> {
@@ -293,8 +335,14 @@ impl DeviceComm for NcclComm {
         Ok(Box::new(Mark { communicator, stream, point: OnceCell::new() }))
     }
 
+    fn queued(&self) -> Box<dyn Event> {
+        Box::new(Queued(self.communicator.clone()))
+    }
+
     fn tear(&self) {
         self.communicator.end(false);
+        // Sums may be queued behind the messages. If they cannot be waited for either, the device has ended.
+        let _ = self.stream.synchronize();
     }
 }
 
@@ -302,6 +350,22 @@ impl Drop for NcclComm {
     fn drop(&mut self) {
         let in_order = self.parts.get().is_some() && self.communicator.is_settled() == Ok(true);
         self.communicator.end(in_order);
+    }
+}
+
+/// The moment from which the operation started last is in its stream.
+struct Queued(Arc<Communicator>);
+
+impl Event for Queued {
+    fn is_done(&self) -> Result<bool> {
+        self.0.is_settled()
+    }
+
+    fn wait(&self) -> Result<()> {
+        while !self.is_done()? {
+            std::thread::sleep(LOOK);
+        }
+        Ok(())
     }
 }
 

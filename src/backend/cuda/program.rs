@@ -40,9 +40,9 @@ const UNASKED_SHARED: u32 = 40 << 10;
 pub const HEADERS: [Source; 6] = sources!["attention.cuh" "common.cuh" "ptx.cuh" "rows.cuh" "sum.cuh" "vector.cuh"];
 
 /// Every kernel.
-pub const KERNELS: [Source; 27] = sources![
+pub const KERNELS: [Source; 28] = sources![
     "activation.cu" "adamw.cu" "add.cu" "approach.cu" "attention.cu" "attention_backward.cu" "channel.cu" "column_sum.cu" "columns.cu" "convert.cu"
-    "cross_entropy.cu" "digest.cu" "dropout.cu" "elements.cu" "embedding.cu" "embedding_backward.cu" "lamb.cu" "norm.cu" "norm_backward.cu"
+    "cross_entropy.cu" "digest.cu" "dropout.cu" "elements.cu" "embedding.cu" "embedding_backward.cu" "fold.cu" "lamb.cu" "norm.cu" "norm_backward.cu"
     "pairs.cu" "regression.cu" "rotary.cu" "sgd.cu" "softmax.cu" "sum.cu" "swiglu.cu" "window.cu"
 ];
 

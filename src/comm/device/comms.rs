@@ -120,7 +120,39 @@ impl GroupComm<'_> {
             |side: Option<(usize, _)>| side.map(|(rank, span)| Ok((self.number(group, rank)?, span))).transpose();
         let (send, receive) = (peer(send)?, peer(receive)?);
         self.shared.add_sent(send.map_or(0, |(_, span)| span.words() * size_of::<f32>()));
-        self.until_done(wire, |comm| comm.exchange(send, receive))
+        self.until_done(wire, |comm| comm.exchange(send.as_slice(), receive.as_slice()))
+    }
+
+    /// Starts messages between this rank and others of the group, and what is to follow them on the device; returns when the device
+    /// has it among its work, with [`GroupComm::finish`] to come. After an error nothing of it uses memory any more.
+    pub fn queue(
+        &self,
+        wire: &mut dyn Wire,
+        group: &Members,
+        sends: &[(usize, Span<'_>)],
+        receives: &[(usize, Span<'_>)],
+    ) -> Result<()> {
+        self.shared.add_sent(sends.iter().map(|(_, span)| span.words() * size_of::<f32>()).sum());
+        let mut start = || {
+            self.comm.exchange(&self.peers(group, sends)?, &self.peers(group, receives)?)?;
+            backoff::settle(&*self.comm.queued(), wire, self.shared)
+        };
+        start().inspect_err(|_| self.comm.tear())
+    }
+
+    /// Messages with the numbers here of their other ranks.
+    fn peers<'a>(&self, group: &Members, side: &[(usize, Span<'a>)]) -> Result<Vec<(usize, Span<'a>)>> {
+        side.iter().map(|&(rank, span)| Ok((self.number(group, rank)?, span))).collect()
+    }
+
+    /// Queues the sum of a share, as [`DeviceComm::fold`].
+    pub fn fold(&self, terms: Span<'_>, own: Span<'_>) -> Result<()> {
+        self.comm.fold(terms, own).inspect_err(|_| self.comm.tear())
+    }
+
+    /// Waits for all that was queued.
+    pub fn finish(&self, wire: &mut dyn Wire) -> Result<()> {
+        self.until_done(wire, |_| Ok(()))
     }
 
     /// As [`Wire::vendor`], of all ranks of the communicator.

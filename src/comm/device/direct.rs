@@ -27,20 +27,22 @@ pub const BYTES: usize = DEPTH * WORDS * size_of::<f32>();
 pub struct Room {
     received: Places,
     aside: Places,
+    /// Terms of [`grouped`](super::grouped) sums.
+    pub terms: Places,
 }
 
 impl Room {
     /// Empty; its growth is counted.
     pub fn new(shared: &Arc<Shared>) -> Self {
         let places = || Places { places: Vec::new(), shared: shared.clone() };
-        Self { received: places(), aside: places() }
+        Self { received: places(), aside: places(), terms: places() }
     }
 }
 
 impl Room {
     /// Gives all of it back.
     pub fn empty(&mut self, shared: &Shared) {
-        for places in [&mut self.received, &mut self.aside] {
+        for places in [&mut self.received, &mut self.aside, &mut self.terms] {
             let pieces = std::mem::take(&mut places.places).into_iter().flatten();
             let words: usize = pieces.map(|piece| piece.span().words()).sum();
             shared.release(words * size_of::<f32>());
@@ -49,14 +51,14 @@ impl Room {
 }
 
 /// Numbered pieces of device memory.
-struct Places {
+pub struct Places {
     places: Vec<Option<Box<dyn Scratch>>>,
     shared: Arc<Shared>,
 }
 
 impl Places {
     /// At least `words` words under a number.
-    fn hold(&mut self, copies: &dyn DeviceCopies, number: usize, words: usize) -> Result<()> {
+    pub fn hold(&mut self, copies: &dyn DeviceCopies, number: usize, words: usize) -> Result<()> {
         if self.places.len() <= number {
             self.places.resize_with(number + 1, || None);
         }
@@ -71,7 +73,7 @@ impl Places {
     }
 
     /// The words of a number that are held.
-    fn span(&self, number: usize, range: Range<usize>) -> Option<Span<'_>> {
+    pub fn span(&self, number: usize, range: Range<usize>) -> Option<Span<'_>> {
         Some(self.places.get(number)?.as_ref()?.span().part(range))
     }
 }

@@ -212,7 +212,7 @@ pub fn answer_trial<B: Backend>(backend: &B, rank: usize, size: usize) -> Result
     });
     let spans: Vec<Span<'_>> = spans.collect::<Result<_>>()?;
     let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
-    comm.exchange(Some((next, spans[0])), Some((previous, spans[1])))?;
+    comm.exchange(&[(next, spans[0])], &[(previous, spans[1])])?;
     settled()?;
     comm.vendor(Vendor::AllReduce, spans[2])?;
     settled()?;
