@@ -77,7 +77,14 @@ pub fn multiply(
                 let wide = tasks.min(n.div_ceil(ROWS));
                 each_of(threads, c, [1, wide], [HIGH, ROWS], |_, lines, c| {
                     let left = b.reversed_axes();
-                    vectors.run(Part { left, rows: lines, right: Right::Lines(x), columns: 0..m, to: Place { c, acc, turned }, depth });
+                    vectors.run(Part {
+                        left,
+                        rows: lines,
+                        right: Right::Lines(x),
+                        columns: 0..m,
+                        to: Place { c, acc, turned },
+                        depth,
+                    });
                 });
                 return true;
             }
@@ -235,7 +242,8 @@ impl WithSimd for InRoom<'_, '_, '_> {
                     let high = first..rows.end.min(first + ROWS);
                     for (panel, strips) in group.clone().zip(self.room.chunks_exact(height)) {
                         multiply_block(simd, left, high.clone(), terms.clone(), strips, panel.len(), &mut block);
-                        let of = |range: Range<usize>, all: &Range<usize>| range.start - all.start..range.end - all.start;
+                        let of =
+                            |range: Range<usize>, all: &Range<usize>| range.start - all.start..range.end - all.start;
                         to.put(acc, of(high.clone(), &rows), of(panel, &columns), &block);
                     }
                 }
