@@ -1,6 +1,7 @@
-//! Matrix products: the single-threaded kernel of `gemm`, a pure-Rust crate, on fixed parts of the output.
+//! Matrix products: tiles that read an operand in place (`in_place.rs`), or the single-threaded kernel of `gemm`, a pure-Rust crate,
+//! on fixed parts of the output. Both have the same bits; the crate has what is small, and CPUs without AVX2.
 //!
-//! The output is cut along rows and columns into parts, one task each, by its shape alone. Each part packs its operands
+//! For `gemm`, the output is cut along rows and columns into parts, one task each, by its shape alone. Each part packs its operands
 //! anew, so an operand that must be packed number by number is cut as little as possible, or transposed once before.
 //! Terms are summed in pieces whose length depends on their number alone, so the cut does not change the bits. By the
 //! crate's source, the sizes of the caches do not either; no other machine has been tried.

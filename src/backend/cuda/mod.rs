@@ -172,7 +172,8 @@ impl Cuda {
     /// Priorities of the stream that computes, and of all others, those of a communicator of NCCL among them.
     #[cfg(test)]
     pub(in crate::backend) fn priorities(&self) -> Result<(i32, Vec<i32>)> {
-        let communicator = nccl::NcclComm::init_rank(self.device().context(), &nccl::comm_id()?, 0, 1)?;
+        let communicator =
+            nccl::NcclComm::init_rank(self.device().context(), &self.0.programs, &nccl::comm_id()?, 0, 1)?;
         let copies = self.0.lines.copies.streams();
         let others = copies.into_iter().chain([&self.0.intake.copy, &communicator.stream]);
         let others = others.map(|stream| streams::priority(stream)).collect::<Result<_>>()?;
