@@ -33,7 +33,7 @@ const BESIDE: [(&str, &str); 1] = [
 const APART: [(&str, &str); 2] = [("data", "backend"), ("data", "comm")];
 
 /// The only files with `unsafe` in them.
-const UNSAFE: [&str; 33] = [
+const UNSAFE: [&str; 34] = [
     "backend/cpu/bf16/tile.rs",
     "backend/cpu/onednn.rs",
     "backend/cpu/product.rs",
@@ -52,6 +52,7 @@ const UNSAFE: [&str; 33] = [
     "backend/cuda/pool.rs",
     "backend/cuda/program.rs",
     "backend/cuda/scalar.rs",
+    "backend/cuda/streams.rs",
     "backend/cuda/toolkit.rs",
     "backend/device_copies.rs",
     "backend/library.rs",

@@ -18,7 +18,7 @@ use bytemuck::{Pod, Zeroable, cast_slice, cast_slice_mut};
 use ndarray::{ArrayView2, ArrayViewMut2};
 use pulp::{Simd, WithSimd};
 
-use super::product::{each_of, pieces};
+use super::cut::{each_of, pieces};
 use super::threads::Threads;
 use super::transpose::transpose;
 
@@ -351,8 +351,9 @@ fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
 mod tests {
     use ndarray::ShapeBuilder as _;
 
+    use super::super::cut::depth;
     use super::super::matrix::{matrix, matrix_mut};
-    use super::super::product::{depth, multiply as by_gemm};
+    use super::super::product::multiply as by_gemm;
     use super::*;
 
     fn numbers(len: usize, step: usize) -> Vec<f32> {

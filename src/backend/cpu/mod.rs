@@ -7,6 +7,7 @@ mod channel;
 mod classifier;
 mod columns;
 mod convolution;
+mod cut;
 mod digest;
 mod dropout;
 mod elementwise;

@@ -5,8 +5,9 @@ use std::sync::{Arc, LazyLock};
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _, s};
 
+use super::cut::{depths, each_of};
 use super::memory::{CpuBuf, Pool};
-use super::product::{TILE_ROWS, depths, each_of, multiply};
+use super::product::{TILE_ROWS, multiply};
 use super::threads::Threads;
 use super::transpose::transpose;
 use crate::backend::{Gemm, MemoryKind};

@@ -16,8 +16,8 @@ use std::ops::Range;
 use bytemuck::{Zeroable, cast_slice_mut};
 use ndarray::{ArrayViewMut2, Axis};
 
+use super::cut::{depths, each_of};
 use super::matrix::{add_columns, matrix_mut};
-use super::product::{depths, each_of};
 use super::threads::Threads;
 use super::tile::{COLUMNS, Strip};
 
