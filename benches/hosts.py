@@ -5,8 +5,9 @@
                      [--congestion cubic] [--set parallel.lanes=2]
 
 The hosts are network namespaces of this machine (scripts/hosts; root and iproute2), with a core each where it has two; the rate is
-that of `tc tbf` on both ends of each cable, TCP's congestion control is CUBIC, as on most systems, or the one named. Every round trains the bundled default for 40 steps once for each rate and stage of
-ZeRO, in turn. Prints the median step over the rounds' medians (and their range), and its ratio to two limits:
+that of `tc tbf` on both ends of each cable. TCP's congestion control is CUBIC, as on most systems, or the one named. Every round
+trains the bundled default for 40 steps once for each rate and stage of ZeRO, in turn. Prints the median step over the rounds'
+medians (and their range), and its ratio to two limits:
 
 - max(compute, bytes / rate), with the compute, optimizer and loader of the same stage at the fastest rate, and the bytes that a rank
   must send: 2 (n - 1)/n of the gradients or parameters in stages 0 and 1, 3 (n - 1)/n in stage 3;
