@@ -115,6 +115,12 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// As [`Backend::alloc`].
     fn upload_ints(&self, host: &[u32]) -> Result<Self::Ints>;
 
+    /// Indices in `ints`.
+    fn ints_len(ints: &Self::Ints) -> usize;
+
+    /// The indices `range` of `ints`, in the same memory.
+    fn part_of_ints(ints: &Self::Ints, range: Range<usize>) -> Self::Ints;
+
     /// The window `range` of `buf`.
     fn view(buf: &Self::Buf, range: Range<usize>) -> Self::View<'_>;
 

@@ -4,14 +4,20 @@ use std::ops::Range;
 
 use super::range::out_of_range;
 use super::{Config, Every, ModelKind, Parallel};
+use crate::backend::cpu::Cpu;
 use crate::error::{Error, Result};
+use crate::layout::Slices;
 use crate::mesh::Mesh;
 use crate::nn::Network;
-use crate::parallel::{Averaging, Outer, Storage, Zero, partition};
+use crate::parallel::{Averaging, Outer, PipelineSchedule, Storage, Zero, partition};
 
 /// Tokens that a micro-batch has at most unless the configuration says: enough for efficient products, few enough for
 /// the memory of activations.
 const MICRO_TOKENS: u64 = 4096;
+
+/// Rows whose logits are in memory at once on GPUs, unless the configuration says: products of so many rows keep a GPU busy, and
+/// logits of more are memory without a use.
+const LOGIT_ROWS: usize = 4096;
 
 /// Micro-batches that a rank has at least for each stage of a pipeline, unless the configuration says: with four times as many as
 /// stages, a fifth of the step is idle at most.
@@ -154,6 +160,31 @@ pub fn averaging(config: &Config, mesh: &Mesh) -> Result<Option<Averaging>> {
     }
     let outer = (lr != 1.0 || momentum > 0.0).then_some(Outer { lr: lr as f32, momentum });
     Ok(Some(Averaging { every, replicas, outer }))
+}
+
+/// Rows whose logits are in memory at once; 0 are all.
+///
+/// # Errors
+/// The configuration gives a number, but the network's last block takes all rows at once.
+pub fn logit_rows(config: &Config, network: &Network, mesh: &Mesh, tensor_lanes: usize, on_gpu: bool) -> Result<usize> {
+    let Parallel { logit_rows, sequence, schedule, .. } = config.parallel;
+    let slices = Slices::of_rank(tensor_lanes, 0, mesh.tensor, sequence);
+    let is_row_by_row = || network.sliced::<Cpu>(&slices).last().is_some_and(|last| last.is_row_by_row());
+    let why = match () {
+        () if !network.is_language() => "but the network is no language model",
+        () if sequence => "but parallel.sequence = true divides rows among ranks",
+        () if mesh.pipeline > 1 && schedule == PipelineSchedule::ZeroBubble => {
+            "but parallel.schedule = zero-bubble keeps the logits' gradient for later"
+        }
+        () if !is_row_by_row() => "but the last block of the program's own network takes all rows at once",
+        () => return Ok(logit_rows.unwrap_or(if on_gpu { LOGIT_ROWS } else { 0 })),
+    };
+    match logit_rows {
+        Some(rows) if rows > 0 => {
+            Err(Error::input(format!("parallel.logit_rows = {rows}, {why}")).hint("leave it out"))
+        }
+        _ => Ok(0),
+    }
 }
 
 /// The tensor lanes of a network.

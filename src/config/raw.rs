@@ -297,6 +297,9 @@ sections! {
         prefetch: usize = 1,
         /// Keep only the input of each block and compute its inside again in the backward.
         recompute: bool = false,
+        /// Language models: rows whose logits are in memory at once: the head and the loss take so many at a time; 0 takes all rows of a
+        /// micro-batch, or of `eval.batch`. Left out, 4,096 on GPUs where the head allows it, else 0.
+        logit_rows: Option<usize> = None,
         /// GPUs, with ZeRO 3 and `optimizer.offload`: keep parameters and reduced gradients in the memory of the host alone, on one
         /// rank too; the parameters of each block come for its turn.
         offload_shards: bool = false,

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::bounds;
 use super::epochs;
-use super::layout::{averaging, batch, lanes, mesh, stages, tensor_lanes};
+use super::layout::{averaging, batch, lanes, logit_rows, mesh, stages, tensor_lanes};
 use super::range::out_of_range;
 use super::{
     Compute, Config, LayerList, LayoutChoice, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling,
@@ -54,6 +54,8 @@ pub struct Plan {
     pub lane_samples: u64,
     /// Samples computed at once; divides `lane_samples`.
     pub micro: u64,
+    /// Rows whose logits are in memory at once; 0 are all of a micro-batch.
+    pub logit_rows: usize,
     /// Compute threads of this rank.
     pub threads: usize,
     /// The network.
@@ -249,6 +251,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
                 .hint("set log.histograms=0 and parallel.average_every=0, or parallel.offload_shards=false"));
         }
     }
+    let logit_rows = logit_rows(&config, &network, &mesh, tensor_lanes, facts.on_gpu)?;
     config.parallel.shard = Some(mesh.shard);
     config.parallel.replica = Some(mesh.replica);
     config.parallel.lanes = Some(lanes);
@@ -269,6 +272,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
         tensor_lanes,
         lane_samples,
         micro,
+        logit_rows,
         threads,
         network,
         loss,
@@ -800,6 +804,31 @@ mod tests {
             ),
         ] {
             assert!(refusal(1, &[setting]).contains(wanted), "{setting}");
+        }
+    }
+
+    #[test]
+    fn logits_of_some_rows_are_for_heads_that_take_them() {
+        let rows = |on_gpu: bool, overrides: &[&str]| {
+            let overrides: Vec<String> = overrides.iter().map(|setting| (*setting).into()).collect();
+            let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+            let facts = Facts { ranks: 2, threads: 1, vocabulary: Some(65), on_gpu };
+            resolve(config, &facts).map(|plan| plan.logit_rows).map_err(|error| error.to_string())
+        };
+        let zero_bubble = ["parallel.pipeline=2", "parallel.schedule=zero-bubble", "batch.micro=1"];
+        let sequence = ["parallel.tensor=2", "parallel.sequence=true"];
+        let layers = ["model.kind=layers", "model.input=[4]", "model.layers=[{kind='dense', units=10}]"];
+        assert_eq!([rows(false, &[]), rows(true, &[])], [Ok(0), Ok(4096)]);
+        assert_eq!([rows(false, &["parallel.logit_rows=9"]), rows(true, &["parallel.logit_rows=0"])], [Ok(9), Ok(0)]);
+        for (settings, why) in [
+            (&zero_bubble[..], "parallel.schedule = zero-bubble keeps"),
+            (&sequence, "parallel.sequence = true divides rows"),
+            (&layers, "the network is no language model"),
+        ] {
+            assert_eq!(rows(true, settings), Ok(0), "{why}");
+            let error = rows(true, &[settings, &["parallel.logit_rows=9"]].concat()).unwrap_err();
+            assert!(error.starts_with(&format!("parallel.logit_rows = 9, but {why}")), "{error}");
+            assert!(error.ends_with("\nhint: leave it out"), "{error}");
         }
     }
 

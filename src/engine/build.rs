@@ -68,6 +68,6 @@ pub fn engine_of<B: Kernels>(
         seed,
     };
     let host_inputs = plan.config.parallel.offload_activations.then(|| HostInputs::new(&backend)).transpose()?;
-    let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded);
+    let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded).with_logit_rows(plan.logit_rows);
     Ok((Engine { model, geometry, host_inputs }, exchange))
 }

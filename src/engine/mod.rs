@@ -10,6 +10,7 @@ pub mod memory;
 mod model;
 mod neighbours;
 mod pace;
+mod pieces;
 mod planning;
 mod splits;
 mod step;

@@ -1,6 +1,9 @@
 //! A network with its parameters, and its output outside training.
 
+use std::ops::Range;
+
 use super::neighbours::Neighbours;
+use super::pieces::{Piece, pieces};
 use crate::backend::{Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::nn::loss::Objective;
@@ -19,6 +22,8 @@ pub struct Model<B: Kernels> {
     pub sharded: Sharded<B>,
     /// Whether every block of the network, of all stages, continues sequences.
     continues: bool,
+    /// Rows of the last block that are computed at once; 0 are all.
+    pub(super) rows_at_once: usize,
     pub(super) neighbours: Neighbours<B>,
 }
 
@@ -32,7 +37,16 @@ impl<B: Kernels> Model<B> {
         let objective = objective.of_output(&blocks);
         blocks.truncate(units.end);
         blocks.drain(..units.start);
-        Self { backend, blocks, objective, sharded, continues, neighbours }
+        Self { backend, blocks, objective, sharded, continues, rows_at_once: 0, neighbours }
+    }
+
+    /// The same, which computes the last block and the loss of so many rows at a time, if it is one that works [row by
+    /// row](crate::nn::Block::is_row_by_row); 0 are all.
+    #[must_use]
+    pub fn with_logit_rows(mut self, rows: usize) -> Self {
+        let is_by_rows = self.sharded.stage().is_last() && self.blocks.last().is_some_and(|last| last.is_row_by_row());
+        self.rows_at_once = if is_by_rows { rows } else { 0 };
+        self
     }
 
     /// The output for a micro-batch, outside training: numbers, or logits of classes, those of one tensor lane of this rank after the
@@ -42,7 +56,7 @@ impl<B: Kernels> Model<B> {
     /// # Errors
     /// The device, or a message between ranks, failed.
     pub fn output(&mut self, micro: &Micro<B>) -> Result<Option<B::Buf>> {
-        self.pass(micro, None)
+        self.pass(micro, None, self.blocks.len())
     }
 
     /// Memory for a sequence of so many positions at most, for [`Model::output_after`]; none if a block of the network does not
@@ -57,10 +71,11 @@ impl<B: Kernels> Model<B> {
     /// # Errors
     /// As [`Model::output`], or there is no room for more positions.
     pub fn output_after(&mut self, micro: &Micro<B>, past: &mut [Past<B>]) -> Result<Option<B::Buf>> {
-        self.pass(micro, Some(past))
+        self.pass(micro, Some(past), self.blocks.len())
     }
 
-    fn pass(&mut self, micro: &Micro<B>, mut past: Option<&mut [Past<B>]>) -> Result<Option<B::Buf>> {
+    /// The output of the first `blocks` blocks: those of all stages before, and of this one.
+    fn pass(&mut self, micro: &Micro<B>, mut past: Option<&mut [Past<B>]>, blocks: usize) -> Result<Option<B::Buf>> {
         self.sharded.begin_forward();
         let tensor = self.sharded.tensor().cloned();
         let cx = Context { backend: &self.backend, micro, training: None, tensor: tensor.as_ref() };
@@ -72,7 +87,7 @@ impl<B: Kernels> Model<B> {
                 self.neighbours.receive(&self.backend, Flow::Activations, rows, about)?.wait()?
             }
         };
-        for (unit, block) in self.blocks.iter().enumerate() {
+        for (unit, block) in self.blocks.iter().enumerate().take(blocks) {
             let params = self.sharded.params(unit)?;
             x = match past.as_deref_mut().map(|past| past.get_mut(unit)) {
                 None => block.forward(&cx, params, &x)?.0,
@@ -88,15 +103,38 @@ impl<B: Kernels> Model<B> {
         Ok(None)
     }
 
-    /// Sums over a micro-batch's predictions, outside training, as [`Objective::measure`] has them: the loss first. As
-    /// [`Model::output`], of the last stage.
+    /// Sums over a micro-batch's predictions, outside training, as [`Objective::measure`] has them: the loss first; that of each of
+    /// `parts` last. As [`Model::output`], of the last stage.
     ///
     /// # Errors
     /// As [`Model::output`].
-    pub fn measure(&mut self, micro: &Micro<B>) -> Result<Option<Vec<f64>>> {
+    pub fn measure(&mut self, micro: &Micro<B>, parts: &[Range<usize>]) -> Result<Option<Vec<f64>>> {
+        if (1..micro.rows()).contains(&self.rows_at_once) {
+            return self.measure_in_pieces(micro, parts);
+        }
         let output = self.output(micro)?;
         let tensor = self.sharded.tensor();
-        output.map(|mut output| self.objective.measure(&self.backend, tensor, micro, &mut output, &[])).transpose()
+        output.map(|mut output| self.objective.measure(&self.backend, tensor, micro, &mut output, parts)).transpose()
+    }
+
+    fn measure_in_pieces(&mut self, micro: &Micro<B>, parts: &[Range<usize>]) -> Result<Option<Vec<f64>>> {
+        let last = self.blocks.len() - 1;
+        let Some(x) = self.pass(micro, None, last)? else { return Ok(None) };
+        let tensor = self.sharded.tensor().cloned();
+        let cx = Context { backend: &self.backend, micro, training: None, tensor: tensor.as_ref() };
+        let params = self.sharded.params(last)?;
+        let mut sums: Vec<f64> = vec![];
+        for rows in pieces(micro.rows(), self.rows_at_once) {
+            let within = |at: usize| at.clamp(rows.start, rows.end) - rows.start;
+            let parts: Vec<_> = parts.iter().map(|part| within(part.start)..within(part.end)).collect();
+            let Piece { micro, x } = Piece::cut(&self.backend, micro, &x, rows)?;
+            let (mut output, _) = self.blocks[last].forward(&cx.of(&micro), params, &x)?;
+            let of_piece = self.objective.measure(&self.backend, tensor.as_ref(), &micro, &mut output, &parts)?;
+            sums.resize(of_piece.len(), 0.0);
+            sums.iter_mut().zip(of_piece).for_each(|(sum, more)| *sum += more);
+        }
+        self.sharded.release();
+        Ok(Some(sums))
     }
 
     /// An output of `rows` rows on the host, without the padding that its rows may have; of tensor lanes, those of this rank, one

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::host_inputs::{Away, HostInputs};
 use super::model::Model;
+use super::pieces::{Begun, End, Piece, pieces};
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
@@ -40,6 +41,11 @@ pub struct Geometry {
 }
 
 impl Geometry {
+    /// The factor of the gradient of a loss, which is a sum over predictions.
+    fn scale(&self) -> f32 {
+        1.0 / self.predictions as f32
+    }
+
     /// The context of a step for blocks, besides a micro-batch.
     fn training<'a, B: Kernels>(&self, micro: &Micro<B>, dropout: u64, ranks: &'a Group<B>) -> Training<'a, B> {
         let share = micro.rows() as f32 / self.predictions as f32;
@@ -54,6 +60,15 @@ struct Tape<B: Kernels> {
     inputs: Vec<Input<B>>,
     /// Activations saved by every block; none where they are recomputed.
     saved: Vec<Option<Vec<B::Buf>>>,
+    /// The rows that the last block has computed, if they are the first of several pieces.
+    piece: Option<Piece<B>>,
+}
+
+impl<B: Kernels> Tape<B> {
+    /// The rows that the output is of.
+    fn computed(&self) -> &Micro<B> {
+        self.piece.as_ref().map_or(&self.micro, |piece| &piece.micro)
+    }
 }
 
 /// The input of a block.
@@ -110,7 +125,7 @@ impl<B: Kernels> Engine<B> {
                     let (tape, mut y) = self.forward(micro, x, dropout)?;
                     if is_last {
                         losses.resize_with(schedule.lane(k) + 1, Vec::new);
-                        losses[schedule.lane(k)].push(self.loss(&tape.micro, &mut y)?);
+                        losses[schedule.lane(k)].push(self.loss(tape.computed(), &mut y)?);
                         inputs.insert((Flow::Gradients, k), Pending::ready(y));
                     } else {
                         result = Some(y);
@@ -122,7 +137,13 @@ impl<B: Kernels> Engine<B> {
                         return Err(missing("a backward"));
                     };
                     let mut later = matches!(action, Action::BackwardInput(_)).then(PutOff::new);
-                    let dx = self.backward(tape, dy.wait()?, dropout, schedule.lane_end(k), later.as_mut())?;
+                    // Of the pieces after the first.
+                    let mut more = vec![];
+                    let dx =
+                        self.backward(tape, dy.wait()?, dropout, schedule.lane_end(k), later.as_mut(), &mut more)?;
+                    if is_last {
+                        losses[schedule.lane(k)].append(&mut more);
+                    }
                     result = (!is_first).then_some(dx);
                     later.and_then(|later| put_off.insert(k, later));
                 }
@@ -150,12 +171,13 @@ impl<B: Kernels> Engine<B> {
 
     /// Forward of one micro-batch through the blocks of the stage, from their input to their output.
     fn forward(&mut self, micro: Micro<B>, mut x: B::Buf, dropout: u64) -> Result<(Tape<B>, B::Buf)> {
-        let Self { model: Model { backend, blocks, sharded, .. }, geometry, host_inputs } = self;
+        let Self { model: Model { backend, blocks, sharded, rows_at_once, .. }, geometry, host_inputs } = self;
         let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
         let is_last = sharded.stage().is_last();
         let (mut inputs, mut saved) = (Vec::with_capacity(blocks.len()), Vec::with_capacity(blocks.len()));
+        let mut piece = None;
         for (unit, block) in blocks.iter().enumerate() {
             let name = sharded.name(unit).clone();
             // The backward begins at once with the network's last block: its saved activations are not recomputed.
@@ -165,7 +187,14 @@ impl<B: Kernels> Engine<B> {
             let away = leaves.map(|host| host.send(&mut x)).transpose()?;
             let params = sharded.params(unit)?;
             let span = span(Doing::Forward, Some(&name));
-            let (y, kept) = block.forward(&cx, params, &x)?;
+            if begins && (1..micro.rows()).contains(rows_at_once) {
+                let first = pieces(micro.rows(), *rows_at_once).next().unwrap_or_default();
+                piece = Some(Piece::cut(backend, &micro, &x, first)?);
+            }
+            let (y, kept) = match &piece {
+                None => block.forward(&cx, params, &x)?,
+                Some(piece) => block.forward(&cx.of(&piece.micro), params, &piece.x)?,
+            };
             drop(span);
             sharded.release();
             let input = std::mem::replace(&mut x, y);
@@ -179,19 +208,19 @@ impl<B: Kernels> Engine<B> {
             let again = geometry.recompute && !begins && !kept.is_empty();
             saved.push((!again).then_some(kept));
         }
-        Ok((Tape { micro, inputs, saved }, x))
+        Ok((Tape { micro, inputs, saved, piece }, x))
     }
 
     /// The loss of the network's output (a sum over predictions), of which its gradient takes the place.
     fn loss(&mut self, micro: &Micro<B>, output: &mut B::Buf) -> Result<B::Scalar> {
         let _span = span(Doing::Loss, None);
-        let scale = 1.0 / self.geometry.predictions as f32;
         let Model { backend, objective, sharded, .. } = &self.model;
-        objective.train(backend, sharded.tensor(), micro, output, scale)
+        objective.train(backend, sharded.tensor(), micro, output, self.geometry.scale())
     }
 
     /// Backward of one micro-batch, from the gradient of the stage's output to that of its input; `lane_end` as
-    /// [`StepSchedule::lane_end`] has it. Products for [`Engine::backward_weight`] go to `later`, if it is there.
+    /// [`StepSchedule::lane_end`] has it. Products for [`Engine::backward_weight`] go to `later`, if it is there, losses of rows that
+    /// the forward has left to the backward to `losses`.
     fn backward(
         &mut self,
         tape: Tape<B>,
@@ -199,9 +228,11 @@ impl<B: Kernels> Engine<B> {
         dropout: u64,
         lane_end: Option<bool>,
         mut later: Option<&mut PutOff<B>>,
+        losses: &mut Vec<B::Scalar>,
     ) -> Result<B::Buf> {
-        let Tape { micro, mut inputs, mut saved } = tape;
-        let Self { model: Model { backend, blocks, sharded, .. }, geometry, host_inputs } = self;
+        let Tape { micro, mut inputs, mut saved, mut piece } = tape;
+        let Self { model: Model { backend, blocks, objective, sharded, rows_at_once, .. }, geometry, host_inputs } =
+            self;
         let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
@@ -230,7 +261,14 @@ impl<B: Kernels> Engine<B> {
             let (params, mut grads) = sharded.params_and_grads(unit)?;
             grads.later = deferred.as_mut();
             let span = span(Doing::Backward, Some(&name));
-            dy = block.backward(&cx, params, grads, &x, kept, dy)?;
+            dy = match piece.take() {
+                None => block.backward(&cx, params, grads, &x, kept, dy)?,
+                Some(piece) => {
+                    let (block, scale) = (&**block, geometry.scale());
+                    let end = End { block, name: &name, objective, scale, at_once: *rows_at_once };
+                    end.backward(&cx, params, grads, &x, Begun { piece, saved: kept, dy }, losses)?
+                }
+            };
             drop(span);
             sharded.release();
             match (&mut later, deferred) {

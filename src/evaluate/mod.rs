@@ -143,19 +143,15 @@ impl Evaluator {
     /// A failure of the data, the device, or a message between ranks.
     pub fn measure_chunk<B: Kernels>(&mut self, model: &mut Model<B>, chunk: u64) -> Result<Option<Vec<f64>>> {
         let (batch, micro) = self.micro(model, chunk)?;
-        let Some(mut output) = model.output(&micro)? else { return Ok(None) };
-        let codes = match classifier(&model.objective) {
-            None => vec![],
-            Some(classifier) => {
-                let outputs = model.download(&output, micro.rows())?;
-                let targets = match classifier {
-                    Classifier::Softmax(_) => Targets::Classes(&batch.parts.classes),
-                    Classifier::Logit => Targets::Values(&batch.parts.values),
-                };
-                codes(classifier, &outputs, &targets)
-            }
-        };
         let parts = self.rows_of_sets(self.of_chunk(chunk));
+        let Some(classifier) = classifier(&model.objective) else { return model.measure(&micro, &parts) };
+        let Some(mut output) = model.output(&micro)? else { return Ok(None) };
+        let outputs = model.download(&output, micro.rows())?;
+        let targets = match classifier {
+            Classifier::Softmax(_) => Targets::Classes(&batch.parts.classes),
+            Classifier::Logit => Targets::Values(&batch.parts.values),
+        };
+        let codes = codes(classifier, &outputs, &targets);
         let tensor = model.sharded.tensor();
         let mut sums = model.objective.measure(&model.backend, tensor, &micro, &mut output, &parts)?;
         sums.extend(codes);

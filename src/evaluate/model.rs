@@ -46,7 +46,7 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Mode
     let blocks = plan.network.sliced(&slices);
     let stage = plan.stage(plan.mesh.stage(comm.rank()), &loans(&blocks));
     let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, &slices, stage, None)?;
-    Ok(Model::new(backend, blocks, plan.objective().sliced(&slices), sharded))
+    Ok(Model::new(backend, blocks, plan.objective().sliced(&slices), sharded).with_logit_rows(plan.logit_rows))
 }
 
 /// Replaces the parameters by those of a checkpoint, or by their running average, if it has one.

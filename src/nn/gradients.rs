@@ -66,6 +66,17 @@ impl<B: Kernels> Grads<'_, B> {
         (B::cut_mut(from_weight, weight.len()).0, bias)
     }
 
+    /// The same, for one backward of several.
+    pub fn again(&mut self) -> Grads<'_, B> {
+        Grads {
+            own: B::reborrow(&mut self.own),
+            first: self.first,
+            lent: self.lent.as_mut().map(B::reborrow),
+            lent_first: self.lent_first,
+            later: self.later.as_deref_mut(),
+        }
+    }
+
     /// Gradients of the weight and bias of an affine map with the input `x`, now or later: then `x` is kept until they are
     /// computed.
     ///

@@ -157,6 +157,11 @@ impl<B: Kernels> Block<B> for Head {
         true
     }
 
+    fn is_row_by_row(&self) -> bool {
+        // Where ranks divide the rows of its input, others' come for each product.
+        !(self.slices.sequence && self.slices.ranks() > 1)
+    }
+
     fn forward(&self, cx: &Context<'_, B>, params: Params<'_, B>, x: &B::Buf) -> Result<(B::Buf, Vec<B::Buf>)> {
         let (b, rows, lanes) = (cx.backend, cx.micro.rows(), TensorLanes::new(cx, &self.slices));
         let [own, weight, bias] = lanes.parameters(&params, |lane| self.lens(lane));

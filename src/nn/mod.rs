@@ -18,6 +18,8 @@ mod past;
 mod rotary;
 mod tensor;
 
+use std::ops::Range;
+
 use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::comm::Group;
 use crate::data::Parts;
@@ -68,6 +70,34 @@ impl<B: Backend> Micro<B> {
         Ok(Self { parts, samples, time, first })
     }
 
+    /// Rows `rows` alone, each as a sample of one prediction, without ids and features: for what works row by row.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn of_rows(&self, backend: &B, rows: Range<usize>) -> Result<Self>
+    where
+        B: Kernels,
+    {
+        let all = self.rows();
+        let of_rows = |per_row: usize| rows.start * per_row..rows.end * per_row;
+        let numbers = |all_rows: &B::Buf| {
+            let at = of_rows(B::len(all_rows) / all.max(1));
+            let mut part = backend.alloc_f32(MemoryKind::Activations, at.len())?;
+            backend.copy(B::view(all_rows, at), B::all_mut(&mut part))?;
+            Ok(part)
+        };
+        let Parts { ids, features: _, classes, values, weights } = &self.parts;
+        let of_classes = of_rows(B::ints_len(classes) / all.max(1));
+        let parts = Parts {
+            ids: B::part_of_ints(ids, 0..0),
+            features: backend.alloc(MemoryKind::Activations, 0)?,
+            classes: B::part_of_ints(classes, of_classes),
+            values: numbers(values)?,
+            weights: numbers(weights)?,
+        };
+        Ok(Self { parts, samples: rows.len(), time: 1, first: self.first })
+    }
+
     /// A micro-batch of text: `ids` of sequences, and the `targets` to predict.
     ///
     /// # Errors
@@ -90,6 +120,13 @@ pub struct Context<'a, B: Backend> {
     pub tensor: Option<&'a Group<B>>,
 }
 
+impl<B: Backend> Context<'_, B> {
+    /// The same, with other data.
+    pub fn of<'a>(&'a self, micro: &'a Micro<B>) -> Context<'a, B> {
+        Context { backend: self.backend, micro, training: self.training, tensor: self.tensor }
+    }
+}
+
 /// A training step as a block sees it.
 pub struct Training<'a, B: Backend> {
     /// Names the step's dropout masks.
@@ -98,6 +135,14 @@ pub struct Training<'a, B: Backend> {
     pub ranks: Option<&'a Group<B>>,
     /// The part of the global batch that this micro-batch is.
     pub share: f32,
+}
+
+impl<B: Backend> Copy for Training<'_, B> {}
+
+impl<B: Backend> Clone for Training<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
 }
 
 /// Parameters of a block: its own unit's and, when it borrows, another unit's.
@@ -110,6 +155,14 @@ pub struct Params<'a, B: Backend> {
     pub lent: Option<B::View<'a>>,
     /// Elements of a section of the borrowed unit.
     pub lent_section: usize,
+}
+
+impl<B: Backend> Copy for Params<'_, B> {}
+
+impl<B: Backend> Clone for Params<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
 }
 
 impl<'a, B: Backend> Params<'a, B> {
@@ -189,6 +242,12 @@ pub trait Block<B: Kernels>: Send + Sync {
     /// Whether from a row of its output to the next it is [`Backend::row_stride`] elements, which kernels of classes alone can read:
     /// of a network's last block. Otherwise rows lie one behind the other.
     fn pads_output(&self) -> bool {
+        false
+    }
+
+    /// Whether each row of its output follows from the same row of its input alone, and from no [data](Context::micro): so a network's
+    /// last block may be computed some rows at a time.
+    fn is_row_by_row(&self) -> bool {
         false
     }
 

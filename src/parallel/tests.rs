@@ -148,7 +148,7 @@ fn rank(comm: &Comm<Cpu>, row: Row) -> Outcome {
         if step == 3 {
             // Outside training: another pass, which finds the parameters that the update has gathered ahead.
             let micro = Micro::of_text(&backend, &[1, 2, 3], &[2, 3, 4], 3, 0).unwrap();
-            let loss = engine.model.measure(&micro).unwrap();
+            let loss = engine.model.measure(&micro, &[]).unwrap();
             let loss = loss.map_or(vec![], |sums| sums[0].to_bits().to_le_bytes().to_vec());
             let told = engine.model.sharded.pipeline().gather_bytes(loss).wait().unwrap();
             curve.push((u64::from_le_bytes(*told[stages - 1].first_chunk().unwrap()), 0));

@@ -297,6 +297,14 @@ impl Backend for Sealed {
         Ok(host.to_vec())
     }
 
+    fn ints_len(ints: &Vec<u32>) -> usize {
+        ints.len()
+    }
+
+    fn part_of_ints(ints: &Vec<u32>, range: Range<usize>) -> Vec<u32> {
+        ints[range].to_vec()
+    }
+
     fn view(buf: &SealedBuf, _: Range<usize>) -> Window<'_> {
         Window(buf)
     }

@@ -101,7 +101,7 @@ fn everything<B: Kernels>(b: &B, within: Within) {
             let off = distance(&host, &numbers(&case, "output"));
             assert!(off < within.output, "{name}: output {off:e}");
 
-            let sums = engine.model.measure(&micro).unwrap().unwrap();
+            let sums = engine.model.measure(&micro, &[]).unwrap().unwrap();
             let metrics = engine.model.objective.metrics().to_vec();
             let golden_metrics = case.group("metrics").unwrap();
             assert_eq!(golden_metrics.len() as usize, 1 + metrics.len(), "{name}");

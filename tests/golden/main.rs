@@ -6,6 +6,7 @@ mod huggingface;
 mod layers;
 mod networks;
 mod optimizers;
+mod pieces;
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -57,7 +57,8 @@ const LARGEST: f64 = 1.71;
 
 #[test]
 fn the_banner_promises_what_a_run_takes_of_a_gpu() {
-    let layouts: [(Transport, &str); 18] = [
+    let in_pieces = [PADDED, PADDED_SLICES].map(|settings| format!("{settings} parallel.logit_rows=512"));
+    let layouts: [(Transport, &str); 20] = [
         (Alone, "parallel.zero=0"),
         (Alone, "parallel.zero=0 optimizer.offload=true"),
         (Alone, "parallel.recompute=true"),
@@ -67,6 +68,8 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
         (Alone, "eval.batch=24 eval.samples=24"),
         (Alone, PADDED),
         (Alone, PADDED_SLICES),
+        (Alone, &in_pieces[0]),
+        (Alone, &in_pieces[1]),
         (Mpirun(2), "parallel.zero=0"),
         (Mpirun(2), "parallel.zero=2 batch.micro=1"),
         (Mpirun(2), "parallel.zero=3"),

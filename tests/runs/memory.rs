@@ -119,6 +119,9 @@ fn slices_take_what_is_said_of_them() {
         "parallel.tensor=4 parallel.sequence=true model.kind=llama model.kv_heads=4",
         "parallel.tensor_lanes=4",
         "parallel.tensor=2 parallel.tensor_lanes=4",
+        "model.vocabulary=2000 parallel.logit_rows=100",
+        "model.vocabulary=2000 parallel.logit_rows=100 parallel.recompute=true eval.batch=16",
+        "model.vocabulary=2000 parallel.logit_rows=7 parallel.tensor=2 parallel.pipeline=2",
     ];
     let mut wrong = Vec::new();
     for (i, case) in cases.into_iter().enumerate() {

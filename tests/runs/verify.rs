@@ -54,6 +54,19 @@ fn every_layout_gives_the_same_bits() {
     assert!(ended.stdout.ends_with("\n25 rows, 5 steps: 0 differing bits\n"), "{ended}");
 }
 
+/// The head and the loss of some rows at a time: the rows are those of a micro-batch, which all layouts have in common.
+#[test]
+fn pieces_of_logits_give_the_same_bits() {
+    let settings = ["parallel.lanes=4", "batch.global=16", "parallel.logit_rows=5", "parallel.tensor_lanes=2"];
+    let args = ["--pipeline", "1,2", "--tensor", "1,2", "--ranks", "1,2,4", "--zero", "0,1,3", "--steps", "4"];
+    let ended = verify(&settings, &args).succeeded();
+    assert!(lines(&ended, "equal       equal       equal").len() > 12, "{ended}");
+    assert!(ended.stdout.contains(" rows, 4 steps: 0 differing bits\n"), "{ended}");
+    let error = verify(&[&settings[..], &["parallel.sequence=true"]].concat(), &["--tensor", "2", "--ranks", "2"]);
+    let wanted = "parallel.logit_rows = 5, but parallel.sequence = true divides rows among ranks\nhint: leave it out";
+    assert!(error.stderr.contains(wanted), "{error}");
+}
+
 #[test]
 fn processes_of_mpirun_give_the_same_bits() {
     let ended = verify(&["parallel.lanes=8"], &["--mpi", "--ranks", "2,4", "--zero", "0,3"]).succeeded();

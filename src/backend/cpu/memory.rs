@@ -3,7 +3,7 @@
 //! After some steps the pool has every size that a step needs and asks the system for no more; `tests/steady.rs` tests
 //! that. A buffer that the system refuses is an error with its size, its category and the bytes taken so far.
 
-use std::ops::Deref;
+use std::ops::{Deref, Range};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::{Pod, Zeroable};
@@ -113,7 +113,10 @@ impl Drop for CpuBuf {
 }
 
 /// Token ids or labels: 32-bit integers in the memory of a buffer.
-pub struct CpuInts(CpuBuf);
+pub struct CpuInts {
+    buf: Arc<CpuBuf>,
+    range: Range<usize>,
+}
 
 impl CpuInts {
     /// A copy of `host`.
@@ -123,7 +126,13 @@ impl CpuInts {
     pub(super) fn new(pool: &Arc<Pool>, host: &[u32]) -> Result<Self> {
         let mut buf = pool.take(MemoryKind::Data, host.len())?;
         bytemuck::cast_slice_mut(buf.as_mut_slice()).copy_from_slice(host);
-        Ok(Self(buf))
+        Ok(Self { buf: Arc::new(buf), range: 0..host.len() })
+    }
+
+    /// Elements `range`, in the same memory.
+    pub(super) fn part(&self, range: Range<usize>) -> Self {
+        assert!(range.end <= self.range.len(), "a part of indices");
+        Self { buf: self.buf.clone(), range: self.range.start + range.start..self.range.start + range.end }
     }
 }
 
@@ -131,7 +140,7 @@ impl Deref for CpuInts {
     type Target = [u32];
 
     fn deref(&self) -> &[u32] {
-        bytemuck::cast_slice(self.0.as_slice())
+        &bytemuck::cast_slice(self.buf.as_slice())[self.range.clone()]
     }
 }
 
@@ -162,6 +171,9 @@ mod tests {
         let pool = Arc::new(Pool::default());
         let ids = CpuInts::new(&pool, &[7, u32::MAX]).unwrap();
         assert_eq!((&ids[..], pool.ledger.live(MemoryKind::Data)), (&[7, u32::MAX][..], 64));
+        let (all, part) = (ids.part(0..2), ids.part(0..2).part(1..2));
+        drop((ids, all));
+        assert_eq!((&part[..], pool.ledger.live(MemoryKind::Data)), (&[u32::MAX][..], 64));
     }
 
     #[test]

@@ -252,6 +252,14 @@ impl Backend for Cpu {
         CpuInts::new(&self.pool, host)
     }
 
+    fn ints_len(ints: &CpuInts) -> usize {
+        ints.len()
+    }
+
+    fn part_of_ints(ints: &CpuInts, range: Range<usize>) -> CpuInts {
+        ints.part(range)
+    }
+
     fn view(buf: &CpuBuf, range: Range<usize>) -> &[f32] {
         &buf.as_slice()[range]
     }

@@ -1,5 +1,6 @@
 //! Indices on their way in: pinned on the host, copied on a stream of their own while kernels run.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::{CudaEvent, CudaStream, result};
@@ -28,12 +29,17 @@ struct Slot {
     used: CudaEvent,
 }
 
-/// Indices on the device.
+/// Indices on the device: a range of those that came in one copy.
 pub struct CudaInts {
+    copied: Arc<Copied>,
+    range: Range<usize>,
+}
+
+/// Indices that came in one copy.
+struct Copied {
     home: Arc<Intake>,
     /// Always there until it is dropped.
     slot: Option<Slot>,
-    len: usize,
 }
 
 impl Intake {
@@ -63,7 +69,8 @@ impl Intake {
         check("copy indices", queued)?;
         check("note a copy", slot.copied.record(&self.copy))?;
         check("wait for a copy", self.compute.wait(&slot.copied))?;
-        Ok(CudaInts { home: self.clone(), slot: Some(slot), len: host.len() })
+        let copied = Arc::new(Copied { home: self.clone(), slot: Some(slot) });
+        Ok(CudaInts { copied, range: 0..host.len() })
     }
 
     /// Memory for `len` indices that was never used.
@@ -90,22 +97,29 @@ impl Intake {
 impl CudaInts {
     /// Number of elements.
     pub(super) fn len(&self) -> usize {
-        self.len
+        self.range.len()
+    }
+
+    /// Elements `range`, in the same memory.
+    pub(super) fn part(&self, range: Range<usize>) -> Self {
+        assert!(range.end <= self.len(), "a part of indices");
+        Self { copied: self.copied.clone(), range: self.range.start + range.start..self.range.start + range.end }
     }
 
     /// The places of the elements by value, those of equal ones ascending.
     pub(super) fn order(&self) -> Vec<u32> {
-        let values = self.slot.as_ref().map_or(&[][..], |slot| &slot.host.as_slice()[..self.len]);
+        let values = self.copied.slot.as_ref().map_or(&[][..], |slot| &slot.host.as_slice()[self.range.clone()]);
         counting_order(values)
     }
 
     /// Their address on the device.
     pub fn pointer(&self) -> u64 {
-        self.slot.as_ref().map_or(0, |slot| slot.device.pointer())
+        let first = (self.range.start * size_of::<u32>()) as u64;
+        self.copied.slot.as_ref().map_or(0, |slot| slot.device.pointer() + first)
     }
 }
 
-impl Drop for CudaInts {
+impl Drop for Copied {
     fn drop(&mut self) {
         if let Some(slot) = self.slot.take()
             && slot.used.record(&self.home.compute).is_ok()

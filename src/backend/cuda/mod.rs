@@ -309,6 +309,14 @@ impl Backend for Cuda {
         self.0.intake.upload(host)
     }
 
+    fn ints_len(ints: &CudaInts) -> usize {
+        ints.len()
+    }
+
+    fn part_of_ints(ints: &CudaInts, range: Range<usize>) -> CudaInts {
+        ints.part(range)
+    }
+
     fn view(buf: &CudaBuf, range: Range<usize>) -> View<'_> {
         buf.view(range)
     }

@@ -409,6 +409,27 @@ mod tests {
         }
     }
 
+    /// GPT-2 with micro-batches of 32 × 1,024 tokens: all its logits are 3.3 GB.
+    #[test]
+    fn a_gpu_has_the_logits_of_some_rows() {
+        let with = |rows: Option<usize>| {
+            let mut config = Config::default();
+            config.model.layers = crate::config::LayerList::Count(12);
+            (config.model.heads, config.model.width, config.model.context) = (12, 768, 1024);
+            (config.batch.global, config.batch.micro, config.eval.batch) = (32, Some(32), 32);
+            config.parallel.logit_rows = rows;
+            let plan = resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: Some(50_257), on_gpu: true });
+            need(&plan.unwrap()).gpu()
+        };
+        let (all, usual, fewer) = (with(Some(0)), with(None), with(Some(1024)));
+        let logits = |rows: usize| rows * 50_304 * 2;
+        for (rows, less) in [(4096, all - usual), (1024, all - fewer)] {
+            let saved = logits(32 << 10) - logits(rows);
+            // The piece's input, and the gradient of the whole input, are beside them.
+            assert!(less < saved && less > saved - saved / 30, "{rows} rows: {less} of {saved}");
+        }
+    }
+
     #[test]
     fn advice_for_a_gpu_leaves_room_on_the_host() {
         let (there, here) = (need(&on_gpu(false)), need(&on_gpu(true)));

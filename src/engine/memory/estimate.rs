@@ -234,13 +234,26 @@ fn moments<B: Kernels>(
     let comes = |block: usize| block.checked_sub(1).filter(|before| leaves(*before)).map_or(0, |before| input[before]);
     // A forward that is computed again has its output beside the gradient of that.
     let redone = |block: usize| if again(block) { 2 * output(block) + forward[block] } else { 0 };
+    // The network's last block may take some rows at a time: those are beside its input and, in the backward, the gradient of that.
+    let at_once = |rows: usize| match plan.logit_rows {
+        0 => rows,
+        some => rows.min(some),
+    };
+    let is_cut = |block: usize, rows: usize| stage.is_last() && block + 1 == blocks.len() && at_once(rows) < rows;
     let waiting_row = kept[blocks.len()];
     // Messages: one is awaited while another leaves. A late stage behind lets more of them wait, at most as many as there are
     // stages behind.
     let messages = if stage.count > 1 { input[0].max(if stage.is_last() { 0 } else { of_stage }) } else { 0 };
     let bytes =
         |Moment { when, params, grads, waiting, put_off }: Moment, rows: usize, kept: &[usize], messages: usize| {
+            let of_piece = match when {
+                When::Forward(block) if is_cut(block, rows) => saved[block] + output(block) + forward[block],
+                When::Backward(block) if is_cut(block, rows) => saved[block] + scratch[block],
+                _ => 0,
+            };
             let of_row = match when {
+                When::Forward(block) if is_cut(block, rows) => kept[block] + input[block],
+                When::Backward(block) if is_cut(block, rows) => kept[block] + comes(block) + 2 * input[block],
                 When::Forward(block) => kept[block] + input[block] + saved[block] + output(block) + forward[block],
                 When::Backward(block) => {
                     kept[block] + comes(block) + input[block] + saved[block] + scratch[block].max(redone(block))
@@ -255,7 +268,10 @@ fn moments<B: Kernels>(
                 When::After(block) => kept[block] + comes(block) + 2 * input[block],
             };
             let of_row = of_row + waiting * waiting_row + put_off * put_off_row + messages;
-            Alive { parameters: params * size, gradients: grads * F32, activations: rows * of_row }
+            // Of a piece, the rows of the input are a copy.
+            let of_piece = if of_piece > 0 { of_piece + input[blocks.len() - 1] } else { 0 };
+            let activations = rows * of_row + at_once(rows) * of_piece;
+            Alive { parameters: params * size, gradients: grads * F32, activations }
         };
     let rows = |samples: u64| samples as usize * plan.network.context();
     let training = timeline.step().into_iter().map(|moment| bytes(moment, rows(plan.micro), &kept, messages));
