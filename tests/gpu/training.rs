@@ -92,7 +92,8 @@ fn any_vocabulary_has_aligned_logits_and_the_curve_of_the_cpu() {
             let base = with(Alone, &format!("{precision}-lane"), &format!("{slices} parallel.lanes=1"), &sim);
             let two = with(Mpirun(2), &format!("{precision}-two"), &apart_by_slices, &sim);
             two.same_as(&base, STEPS, &format!("{network}, {precision}, slices on two ranks"));
-            for (run, how) in [(&whole, "whole"), (&one, "in slices")] {
+            let pieces = with(Alone, &format!("{precision}-pieces"), &format!("{of} parallel.logit_rows=7"), &sim);
+            for (run, how) in [(&whole, "whole"), (&one, "in slices"), (&pieces, "some rows at a time")] {
                 let off = apart(&cpu, run);
                 assert!(off < most, "{network}, {precision}, {how}: {off} off");
             }
