@@ -36,6 +36,9 @@ pub struct Held {
     pub(super) settling: bool,
 }
 
+/// The oldest view that a lease may tell of.
+const OLDEST: Duration = Duration::from_secs(3600);
+
 fn longest() -> u64 {
     STALE.as_secs()
 }
@@ -49,9 +52,9 @@ impl Held {
         Self { holder, token, since, locked: false, beats: 0, stale: stale.as_secs(), settling: false }
     }
 
-    /// How old the holder's view may be.
+    /// How old the holder's view may be. No version has leases of views that are older than [`OLDEST`]: more is damage.
     pub(super) fn stale(&self) -> Duration {
-        Duration::from_secs(self.stale)
+        Duration::from_secs(self.stale).min(OLDEST)
     }
 
     pub(super) fn text(&self) -> io::Result<String> {
@@ -70,5 +73,18 @@ impl std::fmt::Display for Held {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.holder)?;
         self.age().map_or(Ok(()), |age| write!(f, ", since {}", humantime::format_duration(age)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_damage_makes_others_wait_for_ever() {
+        let mut held = Held::now(Holder::here(), STALE);
+        assert_eq!(held.stale(), STALE);
+        held.stale = u64::MAX;
+        assert_eq!(held.stale(), OLDEST);
     }
 }
