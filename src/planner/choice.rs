@@ -3,7 +3,6 @@
 use super::costs::{Rates, step_times};
 use super::layouts::{Keys, LeftOut, layouts};
 use super::measured::measure;
-use super::on_host::OnHost;
 use super::timeline::Timeline;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
@@ -167,7 +166,7 @@ fn on_host(
         let memory = need(&plan);
         Some((keys, plan, memory))
     };
-    let all = OnHost::more_than(keys, config, may_recompute);
+    let all = keys.with_more_on_host(config, may_recompute);
     // The last one has most on the host: where the GPU has no room for that, it has none for the others.
     let most = all.iter().rev().find_map(|keys| legal(*keys))?;
     if most.2.gpu() > room.gpu {
@@ -320,6 +319,7 @@ mod tests {
     use super::*;
     use crate::config::{Sources, load};
     use crate::planner::Machine;
+    use crate::planner::OnHost;
 
     fn configured(settings: &[&str]) -> Config {
         let overrides: Vec<String> = settings.iter().map(|setting| setting.to_string()).collect();

@@ -63,6 +63,36 @@ impl Keys {
         axes + switches + host.count() + usize::from(u8::from(zero))
     }
 
+    /// The same layout on GPUs with more on the host, the fewest keys first, then the one that keeps most on the
+    /// GPU. Keys that `base` gives stay. Of one rank parameters leave with ZeRO 3, which divides nothing there. The configuration may
+    /// still refuse some.
+    pub(super) fn with_more_on_host(&self, base: &Config, may_recompute: bool) -> Vec<Self> {
+        let is_given = |key: &str| base.parallel.given.contains(key);
+        let whole = self.shard * self.replica == 1 && !is_given("zero");
+        let again = if may_recompute && !self.recompute { vec![false, true] } else { vec![self.recompute] };
+        let now = self.host;
+        let mut all = Vec::new();
+        for [optimizer, shards, activations] in (1..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0)) {
+            // Nothing that the configuration moves comes back.
+            let changes = [
+                (now.optimizer, optimizer, "offload"),
+                (now.shards, shards, "offload_shards"),
+                (now.activations, activations, "offload_activations"),
+            ];
+            let may_change = changes.iter().all(|(before, after, key)| before == after || (*after && !is_given(key)));
+            let host = OnHost { optimizer, shards, activations };
+            if !may_change || host == now {
+                continue;
+            }
+            let zero = if shards && whole { Zero::Three } else { self.zero };
+            let has_owners = !shards || (zero == Zero::Three && optimizer);
+            let all_of_host = again.iter().filter(|recompute| has_owners && (**recompute || !activations));
+            all.extend(all_of_host.map(|&recompute| Self { zero, recompute, host, ..*self }));
+        }
+        all.sort_by_key(|keys| (keys.host.count(), keys.host.shards, keys.recompute));
+        all
+    }
+
     /// Whether another layout differs in the micro-batch alone, or in recomputation and what is on the host for it.
     pub fn same_but_micro(&self, other: &Self) -> bool {
         let shape = |keys: &Self| Self { micro: None, recompute: false, host: OnHost::default(), ..*keys };

