@@ -318,8 +318,7 @@ pub fn facts(config: &Config, ranks: usize, threads: usize, on_gpu: bool) -> Res
 mod tests {
     use super::*;
     use crate::config::{Sources, load};
-    use crate::planner::Machine;
-    use crate::planner::OnHost;
+    use crate::planner::{Machine, OnHost};
 
     fn configured(settings: &[&str]) -> Config {
         let overrides: Vec<String> = settings.iter().map(|setting| setting.to_string()).collect();
