@@ -84,10 +84,11 @@ fn pieces_add_up_to_the_whole() {
                     let off = distance(got, &want);
                     assert!(off < 1e-5, "{about}, {name}: {off}");
                 }
-                // The evaluation has all rows at once. With few logits the most is elsewhere.
+                // Of one micro-batch, whose logits are the most that is there.
                 let saved = (SEQUENCES * TIME - logit_rows) * VOCABULARY * size_of::<f32>();
                 let less = whole.activations - pieces.activations;
-                assert!(less as f64 > 0.75 * saved as f64, "{about}: {less} bytes less, not {saved}");
+                let most = micros > 1 || less as f64 > 0.8 * saved as f64;
+                assert!(most, "{about}: {less} bytes less, not {saved}");
             }
             // As many rows as there are, or more, are all of them.
             let all = step(&network, micros, SEQUENCES * TIME);
