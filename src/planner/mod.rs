@@ -11,7 +11,6 @@ mod costs;
 mod layouts;
 mod machine;
 mod measured;
-mod on_host;
 #[cfg(test)]
 mod published;
 mod report;
@@ -23,6 +22,5 @@ pub use costs::{Rates, Span};
 pub use layouts::{Keys, LeftOut};
 pub use machine::Machine;
 pub use measured::{Measured, measure};
-pub use on_host::OnHost;
 pub use report::Report;
 pub use tried::{Trial, try_out};
