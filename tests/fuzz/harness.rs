@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use super::memory;
 use super::mutate::{Form, Rng, mutated};
 
-/// Time after which an input counts as one that hangs: far more than any takes on a busy machine.
-const HANG: Duration = Duration::from_secs(120);
+/// Time after which an input counts as one that hangs: far more than any takes on a busy machine. A lease that tells of old views is
+/// waited for 125 s.
+const HANG: Duration = Duration::from_secs(300);
 
 /// Bytes that any input may take, however short: buffers, networks, and what a bound for all files allows.
 const ROOM: usize = 96 << 20;

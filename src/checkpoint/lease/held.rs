@@ -36,9 +36,6 @@ pub struct Held {
     pub(super) settling: bool,
 }
 
-/// The oldest view that a lease may tell of.
-const OLDEST: Duration = Duration::from_secs(3600);
-
 fn longest() -> u64 {
     STALE.as_secs()
 }
@@ -52,9 +49,10 @@ impl Held {
         Self { holder, token, since, locked: false, beats: 0, stale: stale.as_secs(), settling: false }
     }
 
-    /// How old the holder's view may be. No version has leases of views that are older than [`OLDEST`]: more is damage.
+    /// How old the holder's view may be. No version takes leases by older views than [`STALE`]:
+    /// more is damage.
     pub(super) fn stale(&self) -> Duration {
-        Duration::from_secs(self.stale).min(OLDEST)
+        Duration::from_secs(self.stale).min(STALE)
     }
 
     pub(super) fn text(&self) -> io::Result<String> {
@@ -85,6 +83,6 @@ mod tests {
         let mut held = Held::now(Holder::here(), STALE);
         assert_eq!(held.stale(), STALE);
         held.stale = u64::MAX;
-        assert_eq!(held.stale(), OLDEST);
+        assert_eq!(held.stale(), STALE);
     }
 }
