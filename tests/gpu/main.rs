@@ -8,7 +8,6 @@ mod memory;
 mod nvrtc;
 mod offload;
 mod paths;
-mod sums;
 mod threads;
 mod training;
 
