@@ -27,9 +27,12 @@ impl Element {
         }
     }
 
-    /// That of so many bytes.
-    pub fn of(bytes: usize) -> Self {
-        if bytes == Element::Bf16.size() { Element::Bf16 } else { Element::F32 }
+    /// For people.
+    pub fn name(self) -> &'static str {
+        match self {
+            Element::F32 => "f32",
+            Element::Bf16 => "bf16",
+        }
     }
 }
 

@@ -49,7 +49,6 @@ mod optimizer;
 mod pairs;
 mod pinned;
 mod pool;
-mod product;
 pub mod program;
 mod regression;
 mod rotary;
@@ -59,7 +58,6 @@ mod streams;
 mod sums;
 mod swiglu;
 mod toolkit;
-mod tuning;
 mod window;
 
 use std::ops::Range;
@@ -69,7 +67,7 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-use super::{Backend, ComputeOrderedCopies, Event, Kernels, Launch, Ledger, MemoryKind, ProductAlgorithms, Profile, Reach, Work};
+use super::{Backend, ComputeOrderedCopies, Event, Kernels, Launch, Ledger, MemoryKind, Profile, Reach, Work};
 use crate::error::Result;
 use journal::Journal;
 use libraries::check;
@@ -365,10 +363,6 @@ impl Backend for Cuda {
 
     fn row_stride(columns: usize) -> usize {
         columns.next_multiple_of(matmul::ROW)
-    }
-
-    fn product_algorithms(&self) -> Option<&dyn ProductAlgorithms> {
-        Some(self)
     }
 
     fn trim(&self) {
