@@ -15,8 +15,8 @@ use crate::parallel::{Averaging, Outer, PipelineSchedule, Storage, Zero, partiti
 /// the memory of activations.
 const MICRO_TOKENS: u64 = 4096;
 
-/// Rows whose logits are in memory at once on GPUs, unless the configuration says: products of so many rows keep a GPU busy, and
-/// logits of more are memory without a use.
+/// Rows whose logits are in memory at once on GPUs, unless the configuration says. Products of so many rows should keep a GPU busy
+/// by their count of tiles; no GPU has measured it.
 const LOGIT_ROWS: usize = 4096;
 
 /// Micro-batches that a rank has at least for each stage of a pipeline, unless the configuration says: with four times as many as
