@@ -60,8 +60,9 @@ struct Tape<B: Kernels> {
     inputs: Vec<Input<B>>,
     /// Activations saved by every block; none where they are recomputed.
     saved: Vec<Option<Vec<B::Buf>>>,
-    /// The rows that the last block has computed, if they are the first of several pieces.
-    piece: Option<Piece<B>>,
+    /// The rows that the last block has computed, if they are the first of several pieces. In a box, so that maps of tapes stay
+    /// small without pieces.
+    piece: Option<Box<Piece<B>>>,
 }
 
 impl<B: Kernels> Tape<B> {
@@ -189,7 +190,7 @@ impl<B: Kernels> Engine<B> {
             let span = span(Doing::Forward, Some(&name));
             if begins && (1..micro.rows()).contains(rows_at_once) {
                 let first = pieces(micro.rows(), *rows_at_once).next().unwrap_or_default();
-                piece = Some(Piece::cut(backend, &micro, &x, first)?);
+                piece = Some(Box::new(Piece::cut(backend, &micro, &x, first)?));
             }
             let (y, kept) = match &piece {
                 None => block.forward(&cx, params, &x)?,
@@ -266,7 +267,7 @@ impl<B: Kernels> Engine<B> {
                 Some(piece) => {
                     let (block, scale) = (&**block, geometry.scale());
                     let end = End { block, name: &name, objective, scale, at_once: *rows_at_once };
-                    end.backward(&cx, params, grads, &x, Begun { piece, saved: kept, dy }, losses)?
+                    end.backward(&cx, params, grads, &x, Begun { piece: *piece, saved: kept, dy }, losses)?
                 }
             };
             drop(span);
