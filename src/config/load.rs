@@ -91,7 +91,8 @@ fn overriding(overrides: &[String]) -> Result<Table> {
 fn layout_keys(layer: &Table) -> impl Iterator<Item = String> + '_ {
     let keys = |section| layer.get(section).and_then(toml::Value::as_table).into_iter().flat_map(Table::keys);
     let of_layout = keys("parallel").filter(|key| *key != "layout");
-    of_layout.chain(keys("batch").filter(|key| *key == "micro")).cloned()
+    let of_batch = keys("batch").filter(|key| *key == "micro");
+    of_layout.chain(of_batch).chain(keys("optimizer").filter(|key| *key == "offload")).cloned()
 }
 
 /// A configuration with some of its keys overridden, each as `section.key=value`.

@@ -251,7 +251,7 @@ sections! {
         /// Choice of the layout: `given`, by the keys of this section, or `auto`, the fastest that fits, as `hpctrain plan` has it;
         /// keys of this section that are given stay as they are.
         layout: LayoutChoice = LayoutChoice::Given,
-        /// Names of the keys in this section and `micro` of `[batch]` that a file or `--set` gives.
+        /// Names of the keys in this section, `micro` of `[batch]` and `offload` of `[optimizer]` that a file or `--set` gives.
         #[serde(skip)]
         given: BTreeSet<String> = BTreeSet::new(),
         /// ZeRO stage, 0 to 3.

@@ -98,11 +98,10 @@ pub fn choose<R: Rates>(
     let may_recompute = !config.parallel.given.contains("recompute");
     let (mut fitting, mut smallest) = (Vec::new(), None::<(usize, Plan, Estimate)>);
     for (keys, plan) in legal {
+        let recomputes = Keys { recompute: true, ..keys };
+        let again = (may_recompute && !keys.recompute).then_some(recomputes);
         let mut tried = vec![(keys, plan)];
-        if may_recompute && !keys.recompute {
-            let again = Keys { recompute: true, ..keys };
-            tried.extend(resolve(again.config(config), facts).ok().map(|plan| (again, plan)));
-        }
+        tried.extend(again.and_then(|again| Some((again, resolve(again.config(config), facts).ok()?))));
         let mut found = None;
         for (keys, plan) in tried {
             let memory = need(&plan);
@@ -114,6 +113,9 @@ pub fn choose<R: Rates>(
             if smallest.as_ref().is_none_or(|(least, ..)| bytes < *least) {
                 smallest = Some((bytes, plan, memory));
             }
+        }
+        if found.is_none() && facts.on_gpu {
+            found = on_host(&keys, config, facts, &room, need);
         }
         match found {
             Some(found) => fitting.push(found),
@@ -142,10 +144,35 @@ pub fn choose<R: Rates>(
             None => left_out.push(LeftOut { keys, why: "its stages wait for each other".into() }),
         }
     }
+    // Nothing tells the time of copies to the host: layouts that need them come last, those with the fewest first.
     let cost = |one: &Proposal| one.time.step * (1.0 + WORTH * one.keys.parts() as f64);
-    proposals.sort_by(|one, other| cost(one).total_cmp(&cost(other)));
+    let on_host = |one: &Proposal| one.keys.host.count();
+    proposals.sort_by(|one, other| on_host(one).cmp(&on_host(other)).then(cost(one).total_cmp(&cost(other))));
     let reasons = reasons(config, facts, &room, &proposals, need);
     Ok(Choice { proposals, left_out, room, reasons })
+}
+
+/// A layout that does not fit, with as little on the host as makes it fit, if anything does.
+fn on_host(
+    keys: &Keys,
+    config: &Config,
+    facts: &Facts,
+    room: &Room,
+    need: impl Fn(&Plan) -> Estimate,
+) -> Option<(Keys, Plan, Estimate)> {
+    let may_recompute = !config.parallel.given.contains("recompute");
+    let legal = |keys: Keys| {
+        let plan = resolve(keys.config(config), facts).ok()?;
+        let memory = need(&plan);
+        Some((keys, plan, memory))
+    };
+    let all = keys.with_more_on_host(config, may_recompute);
+    // The last one has most on the host: where the GPU has no room for that, it has none for the others.
+    let most = all.iter().rev().find_map(|keys| legal(*keys))?;
+    if most.2.gpu() > room.gpu {
+        return None;
+    }
+    all.into_iter().filter_map(legal).find(|(_, _, memory)| room.holds(memory))
 }
 
 fn none_legal(refused: &[LeftOut]) -> Error {
@@ -206,6 +233,13 @@ fn reasons(
         first += &format!(" The next with other axes, {}, takes {slower:.0} % longer.", other.keys);
     }
     sentences.push(first);
+    if proposals.iter().any(|one| one.keys.host.any()) {
+        sentences.push(
+            "Layouts with something on the host come after all that fit without: the time of the copies, and of updates there, \
+             is not in theirs."
+                .into(),
+        );
+    }
     if best.keys.zero == Zero::Zero && best.keys.replica > 1 {
         let saved =
             proposals.iter().find(|other| other.keys.zero == Zero::One && other.keys.same_axes_but_zero(&best.keys));
@@ -284,7 +318,7 @@ pub fn facts(config: &Config, ranks: usize, threads: usize, on_gpu: bool) -> Res
 mod tests {
     use super::*;
     use crate::config::{Sources, load};
-    use crate::planner::Machine;
+    use crate::planner::{Machine, OnHost};
 
     fn configured(settings: &[&str]) -> Config {
         let overrides: Vec<String> = settings.iter().map(|setting| setting.to_string()).collect();
@@ -347,7 +381,7 @@ mod tests {
         let choice = chosen(&large, 8, "h100x8").unwrap();
         for proposal in &choice.proposals {
             let Keys { pipeline, tensor, shard, .. } = proposal.keys;
-            assert!(pipeline * tensor * shard == 8, "{}", proposal.keys);
+            assert!(pipeline * tensor * shard == 8 || proposal.keys.host.any(), "{}", proposal.keys);
             assert!(proposal.bytes() <= choice.room.gpu, "{}", proposal.keys);
         }
         let whole = choice.left_out.iter().find(|left| left.keys.replica == 8).unwrap();
@@ -360,6 +394,75 @@ mod tests {
         let error = error.to_string();
         assert!(error.starts_with("no layout fits: of 1 ranks the smallest needs "), "{error}");
         assert!(error.contains("hint: ") && error.contains(" ranks, as many on each node as now"), "{error}");
+    }
+
+    /// Sizes of a network in billions of parameters, and one sample.
+    fn large(layers: usize, width: usize) -> [String; 6] {
+        let heads = width / 128;
+        [
+            format!("model.layers={layers}"),
+            format!("model.width={width}"),
+            format!("model.heads={heads}"),
+            "batch.global=2".into(),
+            "batch.micro=1".into(),
+            "checkpoint.asynchronous=false".into(),
+        ]
+    }
+
+    #[test]
+    fn the_host_takes_what_a_gpu_has_no_room_for() {
+        // 6.6e9 parameters, of which a GPU of 74 GiB has 18 bytes each, or 6; and 14e9, of which it cannot have even those.
+        let of = |layers, width, more: &[&str]| {
+            let sizes = large(layers, width);
+            let settings: Vec<&str> = sizes.iter().map(String::as_str).chain(more.iter().copied()).collect();
+            chosen(&settings, 1, "h100x8")
+        };
+        let optimizer = OnHost { optimizer: true, ..OnHost::default() };
+        let choice = of(32, 4096, &[]).unwrap();
+        let [best] = &choice.proposals[..] else { panic!("{:?}", choice.proposals.len()) };
+        assert_eq!((best.keys.host, best.keys.zero, best.keys.recompute), (optimizer, Zero::Zero, false));
+        assert!(best.bytes() < choice.room.gpu && best.memory.host() > 90 << 30, "{}", readable(best.bytes()));
+        assert!(best.keys.to_string().contains("optimizer on the host"), "{}", best.keys);
+        assert!(best.keys.toml().contains("[optimizer]\noffload = true"), "{}", best.keys.toml());
+        assert!(choice.reasons.iter().any(|reason| reason.contains("time of the copies")), "{:?}", choice.reasons);
+        let choice = of(44, 5120, &[]).unwrap();
+        let best = &choice.proposals[0];
+        assert_eq!((best.keys.host, best.keys.zero), (OnHost { shards: true, ..optimizer }, Zero::Three));
+        assert!(best.keys.toml().contains("zero = 3\noffload_shards = true"), "{}", best.keys.toml());
+        // Keys that are given stay.
+        for given in [&["optimizer.offload=false"][..], &["parallel.zero=2"], &["parallel.offload_shards=false"]] {
+            let error = of(44, 5120, given).unwrap_err().to_string();
+            assert!(error.starts_with("no layout fits: of 1 ranks "), "{given:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn inputs_go_to_the_host_where_they_are_what_is_large() {
+        // One block's activations are small beside the inputs of all of them, and so are parameters.
+        let wide = ["model.layers=320", "model.context=163840", "batch.global=1", "batch.micro=1", "eval.batch=1"];
+        let choice = chosen(&[&wide[..], &["optimizer.kind=sgd"]].concat(), 1, "a100x8").unwrap();
+        let keys = choice.proposals[0].keys;
+        assert!(keys.recompute && keys.host.activations && !keys.host.shards, "{keys}");
+        let given = ["parallel.offload_activations=false", "optimizer.kind=sgd"];
+        let others = chosen(&[&wide[..], &given].concat(), 1, "a100x8");
+        assert!(others.is_err(), "{}", others.unwrap().proposals[0].keys);
+    }
+
+    #[test]
+    fn layouts_with_something_on_the_host_come_last() {
+        let sizes = large(32, 4096);
+        let settings: Vec<&str> = sizes.iter().map(String::as_str).collect();
+        let choice = chosen(&settings, 2, "h100x8").unwrap();
+        let counts: Vec<usize> = choice.proposals.iter().map(|one| one.keys.host.count()).collect();
+        assert!(counts.is_sorted() && counts[0] == 0 && counts[counts.len() - 1] > 0, "{counts:?}");
+        // Each layout once: nothing leaves a GPU that has room for it.
+        for one in choice.proposals.iter().filter(|one| one.keys.host.any()) {
+            let plain = choice.proposals.iter().any(|other| {
+                other.keys.same_but_micro(&one.keys) && other.keys.micro == one.keys.micro && !other.keys.host.any()
+            });
+            assert!(!plain, "{}", one.keys);
+            assert!(one.bytes() <= choice.room.gpu && one.memory.host() <= choice.room.host, "{}", one.keys);
+        }
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use super::on_host::OnHost;
 use crate::config::{Config, Facts, LayoutChoice, Plan, resolve};
 use crate::parallel::{PipelineSchedule, Zero};
 
@@ -32,6 +33,8 @@ pub struct Keys {
     pub micro: Option<u64>,
     /// Whether blocks compute their inside again.
     pub recompute: bool,
+    /// The parts of it on the host.
+    pub host: OnHost,
 }
 
 impl Keys {
@@ -47,21 +50,52 @@ impl Keys {
             replica: 1,
             micro: None,
             recompute: false,
+            host: OnHost::default(),
         }
     }
 
     /// Properties that a rank by itself has not.
     pub fn parts(&self) -> usize {
-        let Self { pipeline, schedule, tensor, sequence, zero, shard, replica, micro: _, recompute } = *self;
+        let Self { pipeline, schedule, tensor, sequence, zero, shard, replica, micro: _, recompute, host } = *self;
         let axes = [pipeline, tensor, replica].into_iter().filter(|size| *size > 1).count();
         let order = schedule != PipelineSchedule::default();
         let switches = [sequence, order, recompute, shard > 1].into_iter().filter(|on| *on).count();
-        axes + switches + usize::from(u8::from(zero))
+        axes + switches + host.count() + usize::from(u8::from(zero))
     }
 
-    /// Whether another layout differs in the micro-batch alone, or in recomputation for it.
+    /// The same layout on GPUs with more on the host, the fewest keys first, then the one that keeps most on the
+    /// GPU. Keys that `base` gives stay. Of one rank parameters leave with ZeRO 3, which divides nothing there. The configuration may
+    /// still refuse some.
+    pub(super) fn with_more_on_host(&self, base: &Config, may_recompute: bool) -> Vec<Self> {
+        let is_given = |key: &str| base.parallel.given.contains(key);
+        let whole = self.shard * self.replica == 1 && !is_given("zero");
+        let again = if may_recompute && !self.recompute { vec![false, true] } else { vec![self.recompute] };
+        let now = self.host;
+        let mut all = Vec::new();
+        for [optimizer, shards, activations] in (1..8).map(|bits| [1, 2, 4].map(|bit| bits & bit != 0)) {
+            // Nothing that the configuration moves comes back.
+            let changes = [
+                (now.optimizer, optimizer, "offload"),
+                (now.shards, shards, "offload_shards"),
+                (now.activations, activations, "offload_activations"),
+            ];
+            let may_change = changes.iter().all(|(before, after, key)| before == after || (*after && !is_given(key)));
+            let host = OnHost { optimizer, shards, activations };
+            if !may_change || host == now {
+                continue;
+            }
+            let zero = if shards && whole { Zero::Three } else { self.zero };
+            let has_owners = !shards || (zero == Zero::Three && optimizer);
+            let all_of_host = again.iter().filter(|recompute| has_owners && (**recompute || !activations));
+            all.extend(all_of_host.map(|&recompute| Self { zero, recompute, host, ..*self }));
+        }
+        all.sort_by_key(|keys| (keys.host.count(), keys.host.shards, keys.recompute));
+        all
+    }
+
+    /// Whether another layout differs in the micro-batch alone, or in recomputation and what is on the host for it.
     pub fn same_but_micro(&self, other: &Self) -> bool {
-        let shape = |keys: &Self| Self { micro: None, recompute: false, ..*keys };
+        let shape = |keys: &Self| Self { micro: None, recompute: false, host: OnHost::default(), ..*keys };
         shape(self) == shape(other)
     }
 
@@ -88,6 +122,7 @@ impl Keys {
         parallel.zero = self.zero;
         (parallel.shard, parallel.replica) = (Some(self.shard), Some(self.replica));
         parallel.recompute = self.recompute;
+        self.host.set(&mut config);
         config.batch.micro = self.micro;
         config
     }
@@ -104,6 +139,11 @@ impl Keys {
         line(self.shard > 1, format!("shard = {}", self.shard));
         line(self.replica > 1, format!("replica = {}", self.replica));
         line(self.recompute, "recompute = true".into());
+        line(self.host.shards, "offload_shards = true".into());
+        line(self.host.activations, "offload_activations = true".into());
+        if self.host.optimizer {
+            lines.extend([String::new(), "[optimizer]".into(), "offload = true".into()]);
+        }
         if let Some(micro) = self.micro {
             lines.extend([String::new(), "[batch]".into(), format!("micro = {micro}")]);
         }
@@ -132,6 +172,7 @@ impl fmt::Display for Keys {
         if self.recompute {
             text += ", recompute";
         }
+        text += &self.host.to_string();
         if let Some(micro) = self.micro {
             text += &format!(", micro {micro}");
         }
@@ -149,7 +190,7 @@ pub struct LeftOut {
 }
 
 /// Every layout of `config` on the ranks of `facts`, `per_node` of them on each node. Keys that the configuration gives stay.
-/// Recomputation is as the configuration has it.
+/// Recomputation, and what is on the host, is as the configuration has it.
 pub fn layouts(config: &Config, facts: &Facts, per_node: usize) -> (Vec<(Keys, Plan)>, Vec<LeftOut>) {
     let (mut legal, mut refused) = (Vec::new(), Vec::new());
     for keys in shapes(config, facts.ranks, per_node) {
@@ -190,7 +231,9 @@ fn shapes(config: &Config, ranks: usize, per_node: usize) -> Vec<Keys> {
                 for (&sequence, &schedule) in sequences.iter().flat_map(|s| schedules.iter().map(move |o| (s, o))) {
                     let micro = config.batch.micro;
                     let recompute = parallel.recompute;
-                    let keys = Keys { pipeline, schedule, tensor, sequence, zero, shard, replica, micro, recompute };
+                    let host = OnHost::of(config);
+                    let keys =
+                        Keys { pipeline, schedule, tensor, sequence, zero, shard, replica, micro, recompute, host };
                     shapes.push(keys);
                 }
             }

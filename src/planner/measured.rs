@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::time::Instant;
 
 use super::costs::{Passes, Rates, Span, step_times};
+use super::on_host::OnHost;
 use super::timeline::StepTimes;
 use crate::activity::{Doing, Event, Track};
 use crate::backend::{Kernels, MemoryKind};
@@ -154,7 +155,8 @@ pub fn measure<B: Kernels>(
     // Threads that talk have cores of their own, or take those of compute; beside a GPU they have.
     let beside = if spare_cores || !B::ON_HOST { 1.0 } else { 0.0 };
     let mut measured = Measured { times, exchanges, beside, beside_uses: beside };
-    let gathers = |plan: &&&Plan| plan.residency().params == Life::Use && plan.mesh.pipeline == 1;
+    let gathers =
+        |plan: &&&Plan| plan.residency().params == Life::Use && plan.mesh.shard > 1 && plan.mesh.pipeline == 1;
     // The one with most uses of parameters.
     if let Some(plan) = plans.iter().filter(gathers).max_by_key(|plan| (Key::of(plan).micros, plan.micro)) {
         [measured.beside, measured.beside_uses] = time_beside(comm, plan, per_node, &measured, backend)?;
@@ -311,6 +313,7 @@ fn apart(plan: &Plan, key: Key, on_gpu: bool) -> Result<Plan> {
     (parallel.pipeline, parallel.schedule, parallel.stages) = (1, PipelineSchedule::default(), None);
     (parallel.zero, parallel.shard, parallel.replica, parallel.lanes) = (Zero::Zero, None, None, None);
     parallel.recompute = false;
+    OnHost::default().set(&mut config);
     config.batch.micro = Some(key.micro);
     config.batch.global = key.micro * key.micros;
     few_blocks(&mut config, plan);
@@ -321,6 +324,7 @@ fn apart(plan: &Plan, key: Key, on_gpu: bool) -> Result<Plan> {
 /// The plan, with another ZeRO stage, few blocks and as few micro-batches.
 fn with_few_blocks(plan: &Plan, zero: Zero, ranks: usize, on_gpu: bool) -> Result<Plan> {
     let mut config = plan.config.clone();
+    OnHost::default().set(&mut config);
     (config.parallel.zero, config.parallel.lanes, config.batch.micro) = (zero, None, Some(plan.micro));
     config.batch.global = plan.micro * plan.mesh.data() as u64 * Key::of(plan).micros;
     few_blocks(&mut config, plan);

@@ -11,6 +11,7 @@ mod costs;
 mod layouts;
 mod machine;
 mod measured;
+mod on_host;
 #[cfg(test)]
 mod published;
 mod report;
@@ -22,5 +23,6 @@ pub use costs::{Rates, Span};
 pub use layouts::{Keys, LeftOut};
 pub use machine::Machine;
 pub use measured::{Measured, measure};
+pub use on_host::OnHost;
 pub use report::Report;
 pub use tried::{Trial, try_out};

@@ -52,10 +52,15 @@ struct Row {
     replica: usize,
     micro: u64,
     recompute: bool,
+    offload_optimizer: bool,
+    offload_shards: bool,
+    offload_activations: bool,
+    /// Without copies to the host and updates there.
     step_ms: f64,
     /// Tokens of text, samples else.
     per_second: f64,
     memory_bytes: usize,
+    host_bytes: usize,
     bubble: f64,
     exposed: f64,
     toml: String,
@@ -97,9 +102,13 @@ impl Report<'_> {
             replica: one.keys.replica,
             micro: one.plan.micro,
             recompute: one.keys.recompute,
+            offload_optimizer: one.keys.host.optimizer,
+            offload_shards: one.keys.host.shards,
+            offload_activations: one.keys.host.activations,
             step_ms: one.time.step * 1e3,
             per_second: one.per_second(),
             memory_bytes: one.bytes(),
+            host_bytes: one.memory.host(),
             bubble: one.time.bubble,
             exposed: one.time.exposed,
             toml: one.keys.toml(),
@@ -135,18 +144,25 @@ impl Report<'_> {
         let mut rows = vec![heads.into_iter().map(str::to_owned).collect::<Vec<_>>()];
         let mut seen: Vec<&Keys> = Vec::new();
         for (number, one) in choice.proposals.iter().enumerate() {
-            let is_other_size = seen.iter().any(|keys| keys.same_but_micro(&one.keys)) && number >= trials.len();
+            let is_other_size = seen.iter().any(|keys| keys.host == one.keys.host && keys.same_but_micro(&one.keys))
+                && number >= trials.len();
             if !all && (is_other_size || (rows.len() > most && number >= trials.len())) {
                 continue;
             }
             seen.push(&one.keys);
             let share = |part: f64| format!("{:.0} %", 100.0 * part);
+            // The copies take more.
+            let (more, less) = if one.keys.host.any() { ("> ", "< ") } else { ("", "") };
+            let memory = match one.keys.host.any() {
+                true => format!("{}, host {}", readable(one.bytes()), readable(one.memory.host())),
+                false => readable(one.bytes()),
+            };
             let mut row = vec![
                 (number + 1).to_string(),
                 one.keys.to_string(),
-                format!("{:.2}", one.time.step * 1e3),
-                grouped(one.per_second() as u64),
-                readable(one.bytes()),
+                format!("{more}{:.2}", one.time.step * 1e3),
+                format!("{less}{}", grouped(one.per_second() as u64)),
+                memory,
                 share(one.time.bubble),
                 share(one.time.exposed),
             ];

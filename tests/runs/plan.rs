@@ -96,3 +96,46 @@ fn a_given_key_stays() {
     assert_eq!(ended.code(), 0, "{ended}");
     assert!(ended.stdout.contains("parallel.layout = auto: pipeline 2"), "{ended}");
 }
+
+/// A GPU with room for the parameters and gradients of a network, and not for its optimizer's state.
+const SMALL_GPU: &str = r#"
+name = "a small GPU"
+source = "none"
+gpu = true
+ranks_per_node = 1
+memory = "200MiB"
+host_memory = "8GiB"
+flops = { bf16 = 1e14, f32 = 1e13 }
+bandwidth = 1e12
+node = { latency = 1e-5, bandwidth = 1e10 }
+network = { latency = 1e-5, bandwidth = 1e10 }
+beside = 0.9
+"#;
+
+#[test]
+fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
+    let root = tempfile::tempdir().unwrap();
+    let machine = root.path().join("machine.toml");
+    std::fs::write(&machine, SMALL_GPU).unwrap();
+    let plan = |more: &[&str]| {
+        let sizes = ["model.layers=6", "model.width=512", "model.heads=8", "batch.global=1", "eval.batch=1"];
+        let sets = sizes.iter().flat_map(|setting| ["--set", setting]);
+        let mut command = program(["plan", "--ranks", "1", "--machine"]);
+        finish(command.arg(&machine).args(sets).args(more))
+    };
+    let ended = plan(&["--json"]).succeeded();
+    let told: Value = serde_json::from_str(&ended.stdout).unwrap();
+    let best = &told["layouts"][0];
+    assert!(best["offload_optimizer"] == true && best["offload_shards"] == false, "{best}");
+    assert!(best["memory_bytes"].as_u64().unwrap() <= 200 << 20, "{best}");
+    // Masters, moments and a slot of copies for each of 19 million parameters.
+    assert!(best["host_bytes"].as_u64().unwrap() > 19_000_000 * 16, "{best}");
+    assert!(best["toml"].as_str().unwrap().ends_with("[optimizer]\noffload = true\n\n[batch]\nmicro = 1"), "{best}");
+    let text = plan(&[]).succeeded().stdout;
+    assert!(text.contains("one rank, optimizer on the host, micro 1") && text.contains(", host "), "{text}");
+    assert!(text.contains("  > ") && text.contains("the time of the copies"), "{text}");
+    let ended = plan(&["--set", "optimizer.offload=false"]);
+    assert_eq!(ended.code(), 2, "{ended}");
+    assert!(ended.stderr.contains("no layout fits: of 1 ranks the smallest needs "), "{ended}");
+    assert!(ended.stderr.contains("hint: optimizer.offload=true takes "), "{ended}");
+}

@@ -156,6 +156,8 @@ struct Variant {
     offload: Option<bool>,
     /// Inputs that blocks are computed again from on the host, or not.
     inputs_away: Option<bool>,
+    /// Parameters and reduced gradients on the host alone, or not.
+    shards_away: Option<bool>,
     pipeline: Option<usize>,
     /// Put nothing off.
     one_forward_one_backward: bool,
@@ -166,19 +168,21 @@ impl Variant {
     /// Few changes before many; then the lowest stage and the largest micro-batch; deeper pipelines and updates on the host
     /// come last. A pipeline that puts nothing off is the first of single changes. Slower checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
-        let Self { zero, recompute, offload, inputs_away, pipeline, one_forward_one_backward, micro, .. } = *self;
+        let Self { zero, recompute, offload, inputs_away, shards_away, pipeline, micro, .. } = *self;
         let made = [
             zero.is_some(),
             recompute,
             offload.is_some(),
             inputs_away.is_some(),
+            shards_away.is_some(),
             pipeline.is_some(),
-            one_forward_one_backward,
+            self.one_forward_one_backward,
             micro.is_some(),
         ];
         let changes = made.into_iter().filter(|made| *made).count();
         let cost = 2 * changes + usize::from(self.through);
-        (cost, offload, inputs_away, pipeline, zero.map(u8::from), recompute, micro.is_some(), Reverse(micro))
+        let away = (shards_away, offload, inputs_away);
+        (cost, away, pipeline, zero.map(u8::from), recompute, micro.is_some(), Reverse(micro))
     }
 
     /// The settings that make it.
@@ -187,21 +191,23 @@ impl Variant {
         let recompute = self.recompute.then(|| "parallel.recompute=true".to_string());
         let offload = self.offload.map(|offload| format!("optimizer.offload={offload}"));
         let inputs_away = self.inputs_away.map(|away| format!("parallel.offload_activations={away}"));
+        let shards_away = self.shards_away.map(|away| format!("parallel.offload_shards={away}"));
         let pipeline = self.pipeline.map(|pipeline| format!("parallel.pipeline={pipeline}"));
         let schedule = self.one_forward_one_backward.then(|| "parallel.schedule=1f1b".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
         let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
-        let settings: Vec<String> =
-            [zero, recompute, inputs_away, offload, pipeline, schedule, micro, through].into_iter().flatten().collect();
+        let settings = [zero, recompute, inputs_away, offload, shards_away, pipeline, schedule, micro, through];
+        let settings: Vec<String> = settings.into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
 
 /// Every stage, recomputation, micro-batch, pipeline twice or more as deep and way of saving that takes less than `plan`, and each
-/// place of the optimizer and of inputs, on `ranks` ranks.
+/// place of the optimizer, of shards and of inputs, on `ranks` ranks.
 fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
-    let (offloads, are_away) = (plan.config.optimizer.offload, plan.config.parallel.offload_activations);
+    let (offloads, inputs_are_away) = (plan.config.optimizer.offload, plan.config.parallel.offload_activations);
+    let shards_are_away = plan.config.parallel.offload_shards;
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
     let depth = plan.mesh.pipeline;
@@ -211,7 +217,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let mut variants = Vec::new();
     for (zero, &pipeline) in stages.flat_map(|zero| pipelines.iter().map(move |pipeline| (zero, pipeline))) {
         for &smaller in &micros {
-            for [again, copy, elsewhere, away, at_once] in choices(on_gpu, puts_off) {
+            for [again, copy, elsewhere, inputs, shards, at_once] in choices(on_gpu, puts_off) {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
                     (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
@@ -230,7 +236,8 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     config.parallel.schedule = PipelineSchedule::OneForwardOneBackward;
                 }
                 config.optimizer.offload ^= elsewhere;
-                config.parallel.offload_activations ^= away;
+                config.parallel.offload_activations ^= inputs;
+                config.parallel.offload_shards ^= shards;
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
                 let facts = Facts { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
@@ -238,7 +245,8 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                     let zero = (zero != now).then_some(zero);
                     let micro = (smaller != micro).then_some(smaller);
                     let (recompute, offload) = (again && !recompute, elsewhere.then_some(!offloads));
-                    let inputs_away = away.then_some(!are_away);
+                    let inputs_away = inputs.then_some(!inputs_are_away);
+                    let shards_away = shards.then_some(!shards_are_away);
                     let pipeline = (pipeline != depth).then_some(pipeline);
                     let one_forward_one_backward = at_once;
                     variants.push(Variant {
@@ -248,6 +256,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                         recompute,
                         offload,
                         inputs_away,
+                        shards_away,
                         pipeline,
                         one_forward_one_backward,
                         micro,
@@ -259,11 +268,13 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     variants
 }
 
-/// Combinations of the switches: recomputation, checkpoints from a copy, the other place of the optimizer and of inputs where there
-/// are two, gradients of weights at once where they are put off.
-fn choices(on_gpu: bool, puts_off: bool) -> impl Iterator<Item = [bool; 5]> {
-    let all = (0..32).map(|bits| [1, 2, 4, 8, 16].map(|bit| bits & bit != 0));
-    all.filter(move |[_, _, elsewhere, away, at_once]| (on_gpu || !(*elsewhere || *away)) && (puts_off || !at_once))
+/// Combinations of the switches: recomputation, checkpoints from a copy, the other place of the optimizer, of inputs and of shards
+/// where there are two, gradients of weights at once where they are put off.
+fn choices(on_gpu: bool, puts_off: bool) -> impl Iterator<Item = [bool; 6]> {
+    let all = (0..64).map(|bits| [1, 2, 4, 8, 16, 32].map(|bit| bits & bit != 0));
+    all.filter(move |[_, _, elsewhere, inputs, shards, at_once]| {
+        (on_gpu || !(*elsewhere || *inputs || *shards)) && (puts_off || !at_once)
+    })
 }
 
 #[cfg(test)]
@@ -447,6 +458,26 @@ mod tests {
         // And the other way round.
         let error = refused(&on_gpu(true), there.gpu(), there.host());
         assert!(error.starts_with("1 × ") && error.contains("hint: optimizer.offload=false takes "), "{error}");
+    }
+
+    #[test]
+    fn shards_may_leave_a_gpu_with_zero_3() {
+        let with = |shards: bool| {
+            let mut plan = on_gpu(true);
+            plan.config.parallel.zero = Zero::Three;
+            plan.config.parallel.offload_shards = shards;
+            resolve(plan.config, &Facts { ranks: 1, threads: 1, vocabulary: Some(65), on_gpu: true }).unwrap()
+        };
+        let away = need(&with(true));
+        let error = refused(&on_gpu(false), away.gpu(), away.host());
+        let both = format!("{} of the GPU and {} of the host a rank", readable(away.gpu()), readable(away.host()));
+        let settings = "parallel.zero=3 with optimizer.offload=true with parallel.offload_shards=true";
+        assert!(error.ends_with(&format!("hint: {settings} takes {both}")), "{error}");
+        // And back, where the host has no room for the slot of the copies.
+        let error = refused(&with(true), need(&on_gpu(false)).gpu(), need(&on_gpu(false)).host());
+        assert!(error.contains("hint: optimizer.offload=false with parallel.offload_shards=false takes "), "{error}");
+        // CPUs have nowhere to move them.
+        assert!(!refusal(1, &[], 60).contains("offload"));
     }
 
     #[test]
