@@ -104,13 +104,26 @@ pub enum Vendor {
 /// The identifier of a communicator: one rank makes it, and all of them need it to create their [`DeviceComm`].
 pub type CommId = [u8; 128];
 
-/// The most ranks whose terms [`DeviceComm::fold`] adds.
+/// The most terms that a [`Fold`] adds.
 pub const FOLDED: usize = 255;
+
+/// A sum of terms in f32, each addition rounded as in [`DeviceCopies::add`]: of term 2k + 1 to term 2k, then of each second sum to
+/// the one before it, and so on.
+#[derive(Debug, Clone, Copy)]
+pub struct Fold<'a> {
+    /// One term, which becomes the sum.
+    pub own: Span<'a>,
+    /// Its number among the terms.
+    pub number: usize,
+    /// The others one after the other, each as long as `own`, in the order of their numbers.
+    pub others: Span<'a>,
+}
 
 /// Ranks with a device each, which exchange memory by a library of the device's vendor.
 ///
-/// One thing is started at a time: the device runs all in this order, and the [`queued`](DeviceComm::queued) of one is done before
-/// the next. It may wait for the other ranks to start theirs. Dropping one without [`part`](DeviceComm::part) aborts the communicator.
+/// One thing is started at a time: the device runs all in this order but for folds, and the [`queued`](DeviceComm::queued) of one is
+/// done before the next. It may wait for the other ranks to start theirs. Dropping one without [`part`](DeviceComm::part) aborts the
+/// communicator.
 pub trait DeviceComm: Send {
     /// Starts to send to some ranks and to receive from some at once. A sender may wait for its receiver. Messages between two
     /// ranks arrive in the order of the slices.
@@ -119,13 +132,17 @@ pub trait DeviceComm: Send {
     /// The library failed.
     fn exchange(&self, sends: &[(usize, Span<'_>)], receives: &[(usize, Span<'_>)]) -> Result<()>;
 
-    /// Starts the sum of this rank's share over all ranks, in f32, each addition rounded as in [`DeviceCopies::add`]: of term 2k + 1
-    /// to term 2k, then of each second sum to the one before it, and so on. `own` is this rank's term, and becomes the sum; those of
-    /// the others follow each other in `terms`, in the order of ranks, each at the begin of an equal part.
+    /// Starts sums, if there are any, behind all messages that were started, and beside those that will be.
     ///
     /// # Errors
-    /// The device failed, or there are more than [`FOLDED`] ranks.
-    fn fold(&self, terms: Span<'_>, own: Span<'_>) -> Result<()>;
+    /// The device failed, or one has more than [`FOLDED`] terms.
+    fn fold(&self, folds: &[Fold<'_>]) -> Result<()>;
+
+    /// What is started from now on comes behind the sums of all calls of [`fold`](DeviceComm::fold) but the last `but`.
+    ///
+    /// # Errors
+    /// The device failed.
+    fn after_folds(&self, but: usize) -> Result<()>;
 
     /// Starts a collective of the library.
     ///
@@ -139,7 +156,7 @@ pub trait DeviceComm: Send {
     /// The library failed.
     fn part(&self) -> Result<()>;
 
-    /// An event that is done when the operation started last is. Its error may come from another rank.
+    /// An event that is done when all that was started is. Its error may come from another rank.
     ///
     /// # Errors
     /// The library failed.

@@ -20,8 +20,8 @@ use std::sync::Arc;
 use crate::error::Result;
 
 pub use device_copies::{
-    CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, FOLDED, Pinned, Placed, Reach, Scratch, Slot, Span,
-    Vendor,
+    CommId, ComputeOrderedCopies, DeviceComm, DeviceCopies, Event, FOLDED, Fold, Pinned, Placed, Reach, Scratch, Slot,
+    Span, Vendor,
 };
 pub use memory::{Ledger, MemoryKind, readable};
 pub use ops::{

@@ -262,7 +262,7 @@ impl<B: Backend> Comm<B> {
             Some(DevicePath::Nccl) => {
                 let chunk = grouped::chunk(self.slot, self.size());
                 let terms = grouped::terms(chunk, chunk, self.size()) * size_of::<f32>();
-                direct::BYTES + algorithms::staging(self.size()) + terms
+                direct::BYTES + algorithms::staging(self.size()) + grouped::PLACES * terms
             }
         };
         self.inner.world.staging + on_device

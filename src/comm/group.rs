@@ -420,17 +420,19 @@ fn run(
         (Reach::Device(memory, copies), DevicePath::Staged) => {
             Staging { copies: &*copies, slots, words: slot }.collective(call, memory, wire, scratch, group)
         }
-        (Reach::Device(memory, copies), DevicePath::Nccl) if grouped::takes(call, group.size()) => {
-            let device_comm = device_comms.of(&*copies, wire, group)?;
-            let chunk = grouped::chunk(slot, group.size());
-            Grouped { memory, device_comm, copies: &*copies, places: &mut room.terms, chunk }.run(call, wire, group)
+        (Reach::Device(memory, copies), DevicePath::Direct) => {
+            let copies = &*copies;
+            algorithms::run(call, &mut Direct { memory, device_comm: None, copies, room, shared }, wire, group)
         }
-        (Reach::Device(memory, copies), DevicePath::Direct | DevicePath::Nccl) => {
-            let device_comm = match path {
-                DevicePath::Nccl => Some(device_comms.of(&*copies, wire, group)?),
-                _ => None,
-            };
-            algorithms::run(call, &mut Direct { memory, device_comm, copies: &*copies, room, shared }, wire, group)
+        (Reach::Device(memory, copies), DevicePath::Nccl) => {
+            let (copies, device_comm) = (&*copies, device_comms.of(&*copies, wire, group)?);
+            if let Some(levels) = grouped::takes(call, group) {
+                let chunk = grouped::chunk(slot, group.size());
+                let grouped = Grouped { memory, device_comm, copies, places: &mut room.terms, chunk };
+                return grouped.run(call, &levels, wire, group);
+            }
+            let device_comm = Some(device_comm);
+            algorithms::run(call, &mut Direct { memory, device_comm, copies, room, shared }, wire, group)
         }
     }
 }

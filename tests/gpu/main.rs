@@ -8,6 +8,7 @@ mod memory;
 mod nvrtc;
 mod offload;
 mod paths;
+mod sums;
 mod threads;
 mod training;
 

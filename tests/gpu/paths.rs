@@ -18,7 +18,7 @@ const SMALLER: [&str; 8] = [
     "model.context=8",
     "parallel.lanes=2",
     "eval.samples=4",
-    "device.memory_limit=64MiB",
+    "device.memory_limit=96MiB",
 ];
 
 const TWO: (&str, &str) = ("CUDASIM_DEVICES", "2");

@@ -185,7 +185,7 @@ fn nccl_gives_the_same_bits() {
     let two = devices("2");
     let one = trains(Alone, root.path(), "one", &["parallel.lanes=4"], &[]);
     let with = |transport, name: &str, settings: &str, sim: Settings| {
-        // The terms of sums take up to 28 MiB of each of four GPUs.
+        // The terms of sums take up to 48 MiB of each of four GPUs.
         let ours = ["parallel.lanes=4", "comm.path=nccl", "device.memory_limit=128MiB"];
         let settings: Vec<_> = ours.into_iter().chain(settings.split(' ')).collect();
         trains(transport, root.path(), name, &settings, sim)

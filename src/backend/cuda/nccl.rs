@@ -10,12 +10,13 @@
 //! estimate: `device.memory` leaves room for it. Between nodes NCCL finds its own way (`NCCL_SOCKET_IFNAME`
 //! and others).
 
-use std::cell::OnceCell;
+use std::cell::{OnceCell, RefCell};
+use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use cudarc::driver::{CudaContext, CudaEvent, CudaStream, result};
+use cudarc::driver::{CudaContext, CudaEvent, CudaFunction, CudaStream, result};
 
 use super::event::passed;
 use super::grid::Grid;
@@ -23,7 +24,7 @@ use super::libraries::check;
 use super::program::{Programs, Variant};
 use super::streams;
 use crate::backend::library::{self, functions};
-use crate::backend::{CommId, DeviceComm, Event, FOLDED, Span, Vendor};
+use crate::backend::{CommId, DeviceComm, Event, FOLDED, Fold, Span, Vendor};
 use crate::error::{Error, Result};
 
 /// Its file: as it is installed to run programs, and to build them.
@@ -202,12 +203,17 @@ impl Communicator {
 /// The ranks of a communicator.
 pub struct NcclComm {
     communicator: Arc<Communicator>,
-    /// The stream of its work, used by nothing else.
+    /// The stream of its messages, used by nothing else.
     pub(super) stream: Arc<CudaStream>,
     rank: usize,
     size: usize,
     parts: OnceCell<()>,
-    programs: Arc<Programs>,
+    /// Sums of terms.
+    fold: CudaFunction,
+    /// The stream of sums.
+    sums: Arc<CudaStream>,
+    /// The ends of calls of `fold` that no message waits for yet, in their order.
+    folded: RefCell<VecDeque<CudaEvent>>,
 }
 
 impl NcclComm {
@@ -224,7 +230,9 @@ impl NcclComm {
     ) -> Result<Self> {
         let library = library()?;
         check("be chosen", context.bind_to_thread())?;
-        let stream = streams::urgent(context)?;
+        let (stream, sums) = (streams::urgent(context)?, streams::urgent(context)?);
+        // Before any message: the driver may wait for the device to load a kernel.
+        let fold = programs.function(Variant { source: "fold.cu", narrow: false, head: None }, "fold_terms", 0)?;
         let (mut handle, mut config) = (null(), Config::NON_BLOCKING);
         let (ranks, number) = (count(size)?, count(rank)?);
         // SAFETY: writes the handle; the configuration is one of 2.14, and read before the call returns.
@@ -233,7 +241,35 @@ impl NcclComm {
         library.check("meet the other ranks", null(), code)?;
         let handle = Mutex::new(Some(Owned(handle)));
         let communicator = Arc::new(Communicator { library, context: context.clone(), handle });
-        Ok(Self { communicator, stream, rank, size, parts: OnceCell::new(), programs: programs.clone() })
+        let folded = RefCell::default();
+        Ok(Self { communicator, stream, rank, size, parts: OnceCell::new(), fold, sums, folded })
+    }
+
+    /// Starts one sum.
+    fn add(&self, Fold { own, number, others }: Fold<'_>) -> Result<()> {
+        let ranks = others.words().checked_div(own.words()).map_or(1, |others| others + 1);
+        assert!(others.words() == (ranks - 1) * own.words() && number < ranks, "term {number} of {ranks}");
+        if ranks > FOLDED {
+            return Err(Error::internal(format!("a sum of {ranks} terms at once")));
+        }
+        let (from, to) = (others.address() as u64, own.address() as u64);
+        let (words, stride) = (own.words() as i64, own.words() as i64);
+        let (number, ranks) = (count(number)?, count(ranks)?);
+        let mut args: [*mut c_void; 6] = [
+            std::ptr::from_ref(&from).cast_mut().cast(),
+            std::ptr::from_ref(&to).cast_mut().cast(),
+            std::ptr::from_ref(&words).cast_mut().cast(),
+            std::ptr::from_ref(&stride).cast_mut().cast(),
+            std::ptr::from_ref(&number).cast_mut().cast(),
+            std::ptr::from_ref(&ranks).cast_mut().cast(),
+        ];
+        let Grid { blocks, threads, shared } = Grid::over(own.words());
+        let stream = self.sums.cu_stream();
+        // SAFETY: the kernel takes two addresses, two lengths and two numbers; `own` has `words` words, and `others` as many for each
+        // term but one.
+        let queued =
+            unsafe { result::launch_kernel(self.fold.cu_function(), blocks, threads, shared, stream, &mut args) };
+        check("add messages", queued)
     }
 }
 
@@ -272,33 +308,24 @@ impl DeviceComm for NcclComm {
         })
     }
 
-    fn fold(&self, terms: Span<'_>, own: Span<'_>) -> Result<()> {
-        if self.size > FOLDED {
-            return Err(Error::internal(format!("a sum of {} terms at once", self.size)));
+    fn fold(&self, folds: &[Fold<'_>]) -> Result<()> {
+        if !folds.is_empty() {
+            check("wait for itself", self.sums.join(&self.stream))?;
+            folds.iter().try_for_each(|&fold| self.add(fold))?;
         }
-        let stride = terms.words().checked_div(self.size - 1).unwrap_or(0);
-        assert!(own.words() <= stride, "{} words in places of {stride}", own.words());
-        check("be chosen", self.communicator.context.bind_to_thread())?;
-        let variant = Variant { source: "fold.cu", narrow: false, head: None };
-        let function = self.programs.function(variant, "fold_terms", 0)?;
-        let (from, to) = (terms.address() as u64, own.address() as u64);
-        let (words, stride) = (own.words() as i64, stride as i64);
-        let (rank, ranks) = (count(self.rank)?, count(self.size)?);
-        let mut args: [*mut c_void; 6] = [
-            std::ptr::from_ref(&from).cast_mut().cast(),
-            std::ptr::from_ref(&to).cast_mut().cast(),
-            std::ptr::from_ref(&words).cast_mut().cast(),
-            std::ptr::from_ref(&stride).cast_mut().cast(),
-            std::ptr::from_ref(&rank).cast_mut().cast(),
-            std::ptr::from_ref(&ranks).cast_mut().cast(),
-        ];
-        let Grid { blocks, threads, shared } = Grid::over(own.words());
-        let stream = self.stream.cu_stream();
-        // SAFETY: the kernel takes two addresses, two lengths and two numbers; `own` has `words` words, and `terms` as many at each
-        // multiple of `stride` below that of the last rank but one.
-        let queued =
-            unsafe { result::launch_kernel(function.cu_function(), blocks, threads, shared, stream, &mut args) };
-        check("add messages", queued)
+        // An empty call is one, too.
+        self.folded.borrow_mut().push_back(check("mark a point in its work", self.sums.record_event(None))?);
+        Ok(())
+    }
+
+    fn after_folds(&self, but: usize) -> Result<()> {
+        let mut folded = self.folded.borrow_mut();
+        let past = folded.len().saturating_sub(but);
+        // The last one comes behind the others.
+        match folded.drain(..past).next_back() {
+            Some(last) => check("wait for itself", self.stream.wait(&last)),
+            None => Ok(()),
+        }
     }
 
     fn vendor(&self, call: Vendor, memory: Span<'_>) -> Result<()> {
@@ -331,6 +358,7 @@ impl DeviceComm for NcclComm {
     }
 
     fn mark(&self) -> Result<Box<dyn Event>> {
+        self.after_folds(0)?;
         let (communicator, stream) = (self.communicator.clone(), self.stream.clone());
         Ok(Box::new(Mark { communicator, stream, point: OnceCell::new() }))
     }
@@ -342,7 +370,7 @@ impl DeviceComm for NcclComm {
     fn tear(&self) {
         self.communicator.end(false);
         // Sums may be queued behind the messages. If they cannot be waited for either, the device has ended.
-        let _ = self.stream.synchronize();
+        let _ = self.stream.synchronize().and_then(|()| self.sums.synchronize());
     }
 }
 
@@ -369,7 +397,7 @@ impl Event for Queued {
     }
 }
 
-/// The end of the operation started last.
+/// The end of all that was started.
 struct Mark {
     communicator: Arc<Communicator>,
     stream: Arc<CudaStream>,

@@ -86,11 +86,15 @@ impl Nodes {
     }
 }
 
+/// The ranks of each node, if they are equally many.
+pub fn equal_nodes(group: &Members) -> Option<Vec<Vec<usize>>> {
+    let nodes = group.by_node();
+    nodes.iter().all(|ranks| ranks.len() == nodes[0].len()).then_some(nodes)
+}
+
 /// Whether the sum has the bits of the tree.
 pub fn is_exact(group: &Members) -> bool {
-    let nodes = group.by_node();
-    let size = nodes.first().map_or(1, Vec::len);
-    size.is_power_of_two() && nodes.iter().all(|ranks| ranks.len() == size) && nodes.concat().is_sorted()
+    equal_nodes(group).is_some_and(|nodes| nodes[0].len().is_power_of_two() && nodes.concat().is_sorted())
 }
 
 /// My share of the sum.

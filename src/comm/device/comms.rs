@@ -12,7 +12,7 @@
 
 use std::sync::Arc;
 
-use crate::backend::{CommId, DeviceComm, DeviceCopies, Span};
+use crate::backend::{CommId, DeviceComm, DeviceCopies, Fold, Span};
 use crate::comm::backoff;
 use crate::comm::shared::Shared;
 use crate::comm::wire::{Members, Vendor, Wire, least_sent};
@@ -145,9 +145,14 @@ impl GroupComm<'_> {
         side.iter().map(|&(rank, span)| Ok((self.number(group, rank)?, span))).collect()
     }
 
-    /// Queues the sum of a share, as [`DeviceComm::fold`].
-    pub fn fold(&self, terms: Span<'_>, own: Span<'_>) -> Result<()> {
-        self.comm.fold(terms, own).inspect_err(|_| self.comm.tear())
+    /// Queues sums behind the messages queued so far, as [`DeviceComm::fold`].
+    pub fn fold(&self, folds: &[Fold<'_>]) -> Result<()> {
+        self.comm.fold(folds).inspect_err(|_| self.comm.tear())
+    }
+
+    /// Has messages come behind sums, as [`DeviceComm::after_folds`].
+    pub fn after_folds(&self, but: usize) -> Result<()> {
+        self.comm.after_folds(but).inspect_err(|_| self.comm.tear())
     }
 
     /// Waits for all that was queued.

@@ -1,9 +1,13 @@
 //! Sums in the order of the tree by messages of all ranks at once, for a library that carries many of them in one go (NCCL).
 //!
-//! Of each chunk of the buffer a rank owns an even share. It receives the share's terms from all other ranks in one group of messages,
-//! adds them by one kernel in the order of [`Algorithm::Tree`], and sends the sum to all others in the next group, which also carries
-//! the terms of the next chunk. So k chunks take k + 1 groups, and each rank sends 2·(n−1)/n of the buffer, the least possible. The
-//! device has all of it in order in one stream: the host waits for messages to be queued, and for the device only at the end.
+//! Of each chunk of the buffer a rank owns an even share. It receives the share's terms from all other ranks in one group of
+//! messages, adds them by one kernel in the order of [`Algorithm::Tree`](crate::comm::algorithms::Algorithm), and sends the sum to all
+//! others in a later group, which also carries the terms of another chunk. `hierarchical` does so twice, inside the node and
+//! between the nodes ([`stages`]). Each rank sends 2·(n−1)/n of the buffer, the least possible.
+//!
+//! The kernels have a stream of their own: while one adds the terms of a chunk, the next group of messages is under way, whose
+//! terms have another place. So k chunks take k + 1 groups, or k + 3 of `hierarchical`. The device keeps all of it in order; the
+//! host waits for messages to be queued, and for the device only at the end.
 //!
 //! The sum of an element is that of [`algorithms`](crate::comm::algorithms) bit for bit: the same terms in the same tree.
 
@@ -11,45 +15,31 @@ use std::ops::Range;
 
 use super::comms::GroupComm;
 use super::direct::Places;
-use crate::backend::{DeviceCopies, FOLDED, Span};
-use crate::comm::algorithms::{Algorithm, Call, Operation, Shares};
+use super::stages::{Level, Stage, chunks, levels, schedule};
+use crate::backend::{DeviceCopies, Fold, Span};
+use crate::comm::algorithms::{Call, Operation, Shares};
 use crate::comm::wire::{Members, Wire};
 use crate::error::{Error, Result};
 
 /// Slots of staged messages in a chunk, which so has 32 MiB: that long, groups of messages reach their speed.
 const SLOTS: usize = 8;
 
+/// Places for the terms of a chunk: one is added up while the next are received.
+pub const PLACES: usize = 2;
+
 /// Words of a chunk.
 pub fn chunk(slot: usize, ranks: usize) -> usize {
     (SLOTS * slot).max(ranks)
 }
 
-/// Whether a call of so many ranks goes this way.
-pub fn takes(call: Call, ranks: usize) -> bool {
-    call.algorithm == Algorithm::Tree && call.operation != Operation::Broadcast && (2..=FOLDED).contains(&ranks)
+/// The levels of a call that goes this way.
+pub fn takes(call: Call, group: &Members) -> Option<Vec<Level>> {
+    if call.operation == Operation::Broadcast { None } else { levels(call.algorithm, group) }
 }
 
-/// Words of the terms that a rank receives of a chunk, at most.
+/// Words of the terms that a rank receives of a chunk on all levels, at most.
 pub fn terms(words: usize, chunk: usize, ranks: usize) -> usize {
     (ranks - 1) * words.min(chunk).div_ceil(ranks)
-}
-
-/// The shares of all chunks, each of one range a rank, in order.
-fn chunks(operation: Operation, words: usize, chunk: usize, ranks: usize) -> Vec<Shares> {
-    if matches!(operation, Operation::AllReduce | Operation::Reduce) {
-        let cut = (0..words).step_by(chunk).map(|start| Shares::even(&(start..words.min(start + chunk)), ranks));
-        return cut.collect();
-    }
-    let (shares, window) = (Shares::even(&(0..words), ranks), chunk / ranks);
-    (0..shares.longest()).step_by(window).map(|start| shares.window(&(start..start + window))).collect()
-}
-
-/// The range of a rank in a chunk.
-fn share(shares: &Shares, rank: usize) -> Result<Range<usize>> {
-    match shares.of(rank) {
-        [one] => Ok(one.clone()),
-        other => Err(Error::internal(format!("a share of {} ranges", other.len()))),
-    }
 }
 
 /// A message: the other rank, and its words.
@@ -65,83 +55,129 @@ pub struct Grouped<'a> {
     pub chunk: usize,
 }
 
+/// What one group does.
+#[derive(Default)]
+struct Exchange<'a> {
+    sends: Vec<Message<'a>>,
+    receives: Vec<Message<'a>>,
+    folds: Vec<Fold<'a>>,
+}
+
+impl<'a> Exchange<'a> {
+    /// Terms to those who own them. Mine come to `room`, piece by piece, and are added up.
+    fn terms(&mut self, memory: Span<'a>, level: &Level, shares: &Shares, mut room: Span<'a>) {
+        for place in level.others() {
+            let theirs = level.of(place, shares);
+            self.sends.extend(theirs.into_iter().map(|range| (level.ranks[place], memory.part(range))));
+        }
+        for range in level.of(level.mine, shares) {
+            let (words, own) = (range.len(), memory.part(range));
+            let others = room.part(0..(level.ranks.len() - 1) * words);
+            let places = level.others().enumerate();
+            self.receives
+                .extend(places.map(|(k, place)| (level.ranks[place], others.part(k * words..(k + 1) * words))));
+            self.folds.push(Fold { own, number: level.mine, others });
+            room = room.part(others.words()..room.words());
+        }
+    }
+
+    /// Sums from those who own them, to the first rank of the level or to all.
+    fn sums(&mut self, memory: Span<'a>, level: &Level, shares: &Shares, to_first: bool) {
+        let takes = |place: usize| !to_first || place == 0;
+        for place in level.others() {
+            let message = |range| (level.ranks[place], memory.part(range));
+            if takes(place) {
+                self.sends.extend(level.of(level.mine, shares).into_iter().map(message));
+            }
+            if takes(level.mine) {
+                self.receives.extend(level.of(place, shares).into_iter().map(message));
+            }
+        }
+    }
+}
+
 impl Grouped<'_> {
-    /// Runs a collective that [`takes`] holds for.
-    pub fn run(self, call: Call, wire: &mut dyn Wire, group: &Members) -> Result<()> {
+    /// Runs a collective that [`takes`] gives levels for.
+    pub fn run(self, call: Call, levels: &[Level], wire: &mut dyn Wire, group: &Members) -> Result<()> {
         let Self { memory, device_comm, copies, places, chunk } = self;
-        let (operation, words, size, rank) = (call.operation, memory.words(), group.size(), group.rank);
-        let terms = terms(words, chunk, size);
-        let room = if operation.adds() && terms > 0 {
-            places.hold(copies, 0, terms)?;
-            places.span(0, 0..terms)
-        } else {
-            None
-        };
-        let stride = terms / (size - 1);
-        let others = || (0..size).filter(|&other| other != rank);
-        let gathers = operation != Operation::ReduceScatter;
-        // Ranks that take the sums, or the parts that are gathered.
-        let has_all = |one: usize| operation != Operation::Reduce || one == 0;
-        let mut before: Option<Shares> = None;
-        let chunks = chunks(operation, words, chunk, size);
-        for shares in chunks.into_iter().map(Some).chain(std::iter::once(None)) {
-            let (mut sends, mut receives): (Vec<Message<'_>>, Vec<Message<'_>>) = Default::default();
-            if let (true, Some(before)) = (gathers, &before) {
-                for other in others() {
-                    if has_all(other) {
-                        sends.push((other, memory.part(share(before, rank)?)));
+        let (adds, to_first) = (call.operation.adds(), call.operation == Operation::Reduce);
+        let chunks = chunks(call.operation, memory.words(), chunk, levels);
+        let terms = if adds { terms(memory.words(), chunk, group.size()) } else { 0 };
+        let rooms = (0..chunks.len().min(PLACES)).map(|place| places.hold(copies, place, terms));
+        rooms.collect::<Result<()>>()?;
+        for (number, stages) in schedule(call.operation, chunks.len(), levels.len()).into_iter().enumerate() {
+            let mut exchange = Exchange::default();
+            for (chunk, stage) in stages {
+                let shares = &chunks[chunk];
+                match stage {
+                    Stage::Terms(level) => {
+                        let room = places.span(chunk % PLACES, room(levels, level, terms, group.size()));
+                        let room = room.ok_or_else(|| Error::internal("terms without a place"))?;
+                        exchange.terms(memory, &levels[level], shares, room);
                     }
-                    if has_all(rank) {
-                        receives.push((other, memory.part(share(before, other)?)));
-                    }
+                    // Sums for the first rank alone go to its lane, and from there to itself.
+                    Stage::Sums(level) if to_first && levels[level + 1..].iter().any(|above| above.mine > 0) => {}
+                    Stage::Sums(level) => exchange.sums(memory, &levels[level], shares, to_first),
                 }
             }
-            if let (Some(room), Some(shares)) = (room, &shares) {
-                let own = share(shares, rank)?.len();
-                for (place, other) in others().enumerate() {
-                    sends.push((other, memory.part(share(shares, other)?)));
-                    receives.push((other, room.part(place * stride..place * stride + own)));
-                }
-            }
-            // Sender and receiver leave out the same.
-            for side in [&mut sends, &mut receives] {
-                side.retain(|(_, span)| span.words() > 0);
+            let Exchange { sends, receives, folds } = exchange;
+            if adds {
+                // When no more chunks come, nothing is put off.
+                device_comm.after_folds(usize::from(number < chunks.len()))?;
             }
             if !(sends.is_empty() && receives.is_empty()) {
                 device_comm.queue(wire, group, &sends, &receives)?;
             }
-            if let (Some(room), Some(shares)) = (room, &shares) {
-                let own = memory.part(share(shares, rank)?);
-                if own.words() > 0 {
-                    device_comm.fold(room, own)?;
-                }
+            // An empty call counts among those that may be put off.
+            if adds && (number < chunks.len() || !folds.is_empty()) {
+                device_comm.fold(&folds)?;
             }
-            before = shares;
         }
         device_comm.finish(wire)
     }
 }
 
+/// Where the terms of a level are among `terms` words for all levels.
+fn room(levels: &[Level], level: usize, terms: usize, ranks: usize) -> Range<usize> {
+    // Words of the longest share, as often as it is received.
+    let of = |level: &Level| (level.ranks.len() - 1) * level.owned[level.mine].len() * (terms / (ranks - 1));
+    let start: usize = levels[..level].iter().map(of).sum();
+    start..start + of(&levels[level])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn ranges(operation: Operation, words: usize, chunk: usize, ranks: usize) -> Vec<Vec<Range<usize>>> {
-        let shares = chunks(operation, words, chunk, ranks);
-        shares.iter().map(|shares| (0..ranks).map(|rank| share(shares, rank).unwrap()).collect()).collect()
-    }
+    use crate::comm::algorithms::Algorithm;
 
     #[test]
-    fn chunks_cover_and_shares_fit_their_places() {
-        assert_eq!(ranges(Operation::AllReduce, 10, 6, 2), [vec![0..3, 3..6], vec![6..8, 8..10]]);
-        assert_eq!(ranges(Operation::ReduceScatter, 10, 7, 2), [vec![0..3, 5..8], vec![3..5, 8..10]]);
-        for (words, chunk, ranks) in [(0, 8, 3), (1, 8, 3), (1000, 50, 7), (999, 4, 4), (5, 100, 5)] {
-            for operation in [Operation::AllReduce, Operation::ReduceScatter] {
-                let ranges = ranges(operation, words, chunk, ranks);
-                assert_eq!(ranges.iter().flatten().map(Range::len).sum::<usize>(), words);
-                let stride = terms(words, chunk, ranks) / (ranks - 1);
-                assert!(ranges.iter().flatten().all(|range| range.len() <= stride));
+    fn terms_of_all_levels_have_room() {
+        for (nodes, words, chunk) in [
+            (&[0, 0, 0][..], 1, 8),
+            (&[0; 7], 1000, 50),
+            (&[0, 0, 1, 1], 1000, 47),
+            (&[0, 1, 0, 1, 0, 1], 999, 6),
+            (&[0, 0, 1, 1, 2, 2], 100, 1000),
+        ] {
+            let ranks = nodes.len();
+            for (rank, operation) in
+                (0..ranks).flat_map(|rank| [(rank, Operation::AllReduce), (rank, Operation::ReduceScatter)])
+            {
+                let call = Call { operation, algorithm: Algorithm::Hierarchical, root: 0 };
+                let levels = takes(call, &Members::world(rank, nodes.into())).unwrap();
+                let terms = terms(words, chunk, ranks);
+                let rooms: Vec<_> = (0..levels.len()).map(|level| room(&levels, level, terms, ranks)).collect();
+                assert!(rooms[0].start == 0 && rooms.windows(2).all(|two| two[0].end == two[1].start));
+                assert_eq!(rooms.last().unwrap().end, terms, "{nodes:?}");
+                for shares in chunks(operation, words, chunk, &levels) {
+                    for (level, room) in levels.iter().zip(&rooms) {
+                        let own: usize = level.of(level.mine, &shares).iter().map(Range::len).sum();
+                        assert!((level.ranks.len() - 1) * own <= room.len());
+                    }
+                }
             }
         }
+        let broadcast = Call { operation: Operation::Broadcast, algorithm: Algorithm::Tree, root: 0 };
+        assert_eq!(takes(broadcast, &Members::world(0, [0, 0].into())), None);
     }
 }

@@ -9,7 +9,7 @@
 //! |---|---|---|
 //! | `staged` | through page-locked slots of 4 MiB, by the host's wire | the host's |
 //! | `direct` | MPI is given device addresses | on the device, in the host's order |
-//! | `nccl` | pairs of `ncclSend` and `ncclRecv`; those of `tree` in groups of all ranks (`grouped.rs`) | on the device, in the host's order |
+//! | `nccl` | pairs of `ncclSend` and `ncclRecv`; sums and gathers of `tree` and `hierarchical` in groups of all ranks (`grouped.rs`) | on the device, in the host's order |
 //!
 //! `auto` chooses among them (`select.rs`); processes that may crash prove before that a library works here (`trial.rs`, and
 //! `wire/mpi/proof.rs` for MPI's).
@@ -23,4 +23,5 @@ pub(super) mod own;
 pub(super) mod path;
 pub(super) mod select;
 pub(super) mod staged;
+mod stages;
 pub(super) mod trial;

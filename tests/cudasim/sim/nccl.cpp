@@ -27,6 +27,7 @@
 EXPORT int cudasim_enqueue_asked(void* stream, const char* name, std::function<int()>* f);
 EXPORT bool cudasim_bound();
 EXPORT int cudasim_stream_device(void* stream);
+EXPORT uint64_t cudasim_host_waits(int device);
 EXPORT bool cudasim_range_ok(const void* p, size_t n, const char* what);
 EXPORT void cudasim_open(int device, bool on);
 EXPORT int cuCtxGetDevice(int* device);
@@ -100,6 +101,14 @@ struct Message {
   bool begun = false;
   size_t moved = 0;
 };
+// Messages of a device since it was last asked. Groups may be of one message, or a collective.
+struct Counts {
+  uint64_t groups, sends, receives, bytes_sent;
+  uint64_t host_waits;  // for the device, or questions how far it is, between the first group and the last
+};
+Counts counts[16];
+uint64_t waits_before[16];  // host waits when the last group was started
+
 // A piece of work of one stream.
 struct Task {
   std::vector<Message> messages = {};
@@ -204,11 +213,23 @@ Result enqueue(Comm* c) {
   return cudasim_enqueue_asked(c->stream, "nccl", &f) ? CUDA : OK;
 }
 
+void count(int device, const std::vector<Message>& messages) {
+  Counts& n = counts[device];
+  uint64_t waits = cudasim_host_waits(device);
+  if (n.groups++) n.host_waits += waits - waits_before[device];
+  waits_before[device] = waits;
+  for (auto& m : messages) {
+    (m.sends ? n.sends : n.receives)++;
+    if (m.sends) n.bytes_sent += m.length;
+  }
+}
+
 Result start(Comm* c, void* stream, std::shared_ptr<Task> task) {
   static FailPoint broken{"nccl"};
   if (broken.hit()) return refuse(SYSTEM, "a failure was asked for");
   if (!cudasim_bound()) return no_device();
   if (cudasim_stream_device(stream) != c->state->device) return refuse(USAGE, "a stream of another device");
+  count(c->state->device, task->messages);
   c->stream = stream;
   c->started = std::move(task);
   if (c->blocks) return enqueue(c);
@@ -408,6 +429,9 @@ EXPORT Result ncclCommAbort(Comm* c) {
 EXPORT Result ncclCommCount(Comm* c, int* n) { *n = c->state->size; return OK; }
 EXPORT Result ncclCommUserRank(Comm* c, int* n) { *n = c->state->rank; return OK; }
 EXPORT Result ncclCommCuDevice(Comm* c, int* n) { *n = c->state->device; return OK; }
+
+// What a device has counted since the last call. Its rank starts nothing meanwhile.
+EXPORT void cudasim_nccl_counts(int device, Counts* out) { *out = std::exchange(counts[device], {}); }
 
 EXPORT Result ncclGroupStart() { depth++; return OK; }
 EXPORT Result ncclGroupEnd() { return depth ? leave_group() : refuse(USAGE, "ncclGroupEnd without ncclGroupStart"); }

@@ -15,6 +15,7 @@ EXPORT CUresult cuMemAlloc_v2(CUdeviceptr* p, size_t n) {
 EXPORT CUresult cuMemFree_v2(CUdeviceptr p) {
   CONTEXT();
   TRY(capture_refuses(nullptr));
+  count_host_wait();
   drain_device(d);
   return p ? mem_free(p) : CUDA_SUCCESS;
 }
@@ -45,11 +46,12 @@ EXPORT CUresult cuMemHostAlloc(void** p, size_t n, unsigned) {
 EXPORT CUresult cuMemAllocHost_v2(void** p, size_t n) { return cuMemHostAlloc(p, n, 0); }
 EXPORT CUresult cuMemFreeHost(void* p) {
   BOUND();
+  count_host_wait();
   drain_all();
   return host_free(p) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 EXPORT CUresult cuMemHostRegister_v2(void* p, size_t n, unsigned) { CONTEXT(); return host_register(p, n); }
-EXPORT CUresult cuMemHostUnregister(void* p) { CONTEXT(); drain_all(); return host_unregister(p); }
+EXPORT CUresult cuMemHostUnregister(void* p) { CONTEXT(); count_host_wait(); drain_all(); return host_unregister(p); }
 EXPORT CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr*, void*, unsigned) {  // kernels reach device memory only
   CONTEXT();
   return CUDA_ERROR_NOT_SUPPORTED;
