@@ -49,6 +49,11 @@ impl<B: Kernels> Model<B> {
         self
     }
 
+    /// The rows of a micro-batch that the last block takes first, unless it takes all at once.
+    pub(super) fn first_piece(&self, rows: usize) -> Option<Range<usize>> {
+        pieces(rows, self.rows_at_once).next().filter(|piece| piece.len() < rows)
+    }
+
     /// The output for a micro-batch, outside training: numbers, or logits of classes, those of one tensor lane of this rank after the
     /// other. Collective over the stages of the
     /// pipeline, of which the last has it.
@@ -109,7 +114,7 @@ impl<B: Kernels> Model<B> {
     /// # Errors
     /// As [`Model::output`].
     pub fn measure(&mut self, micro: &Micro<B>, parts: &[Range<usize>]) -> Result<Option<Vec<f64>>> {
-        if (1..micro.rows()).contains(&self.rows_at_once) {
+        if self.first_piece(micro.rows()).is_some() {
             return self.measure_in_pieces(micro, parts);
         }
         let output = self.output(micro)?;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::host_inputs::{Away, HostInputs};
 use super::model::Model;
-use super::pieces::{Begun, End, Piece, pieces};
+use super::pieces::{Begun, End, Piece};
 use crate::activity::{Doing, span};
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
@@ -172,7 +172,8 @@ impl<B: Kernels> Engine<B> {
 
     /// Forward of one micro-batch through the blocks of the stage, from their input to their output.
     fn forward(&mut self, micro: Micro<B>, mut x: B::Buf, dropout: u64) -> Result<(Tape<B>, B::Buf)> {
-        let Self { model: Model { backend, blocks, sharded, rows_at_once, .. }, geometry, host_inputs } = self;
+        let first_piece = self.model.first_piece(micro.rows());
+        let Self { model: Model { backend, blocks, sharded, .. }, geometry, host_inputs } = self;
         let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
@@ -188,9 +189,8 @@ impl<B: Kernels> Engine<B> {
             let away = leaves.map(|host| host.send(&mut x)).transpose()?;
             let params = sharded.params(unit)?;
             let span = span(Doing::Forward, Some(&name));
-            if begins && (1..micro.rows()).contains(rows_at_once) {
-                let first = pieces(micro.rows(), *rows_at_once).next().unwrap_or_default();
-                piece = Some(Box::new(Piece::cut(backend, &micro, &x, first)?));
+            if let Some(rows) = first_piece.clone().filter(|_| begins) {
+                piece = Some(Box::new(Piece::cut(backend, &micro, &x, rows)?));
             }
             let (y, kept) = match &piece {
                 None => block.forward(&cx, params, &x)?,
