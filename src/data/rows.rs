@@ -1,9 +1,10 @@
 //! Rows of a dataset: single elements if it has one dimension, else whole slices along the first one.
 //!
-//! Contiguous elements stored as they are in memory are read with plain positional reads, past HDF5 and its lock. All
-//! else goes through the library: chunked data by whole chunks, of which some are kept.
+//! Contiguous elements stored as they are in memory are read with plain positional reads, past HDF5 and its lock; short rows
+//! and tokens by blocks that are kept, if all fit. All else goes through the library: chunked data by whole chunks, of which some
+//! are kept.
 //!
-//! A data set keeps up to 128 MiB of chunks together, which estimate and ledger count as data. Elements arrive as they
+//! A data set keeps up to 128 MiB of blocks and chunks together, which estimate and ledger count as data. Elements arrive as they
 //! are stored; `stored` converts them to ids or numbers. Samples of a batch that are neighbours in the file are read at
 //! once. Batches are not sorted: among 128 of 60,000 shuffled samples, one in 500 has its neighbour in the batch.
 

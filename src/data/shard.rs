@@ -278,8 +278,8 @@ impl Shard {
         let fits = field.rows() * row_bytes <= cache_bytes;
         let enough_rows = BLOCK_BYTES.div_ceil(row_bytes);
         match &field.chunk {
-            // Targets, mostly: all of them take less than a few samples.
-            None if fits && row_bytes < SMALL_ROW && !matches!(self.content, Content::Tokens(_)) => enough_rows,
+            // Targets, which take less than a few samples, and tokens: a window of them in memory costs less than a call.
+            None if fits && row_bytes < SMALL_ROW => enough_rows,
             None => 0,
             Some(chunk) if fits => enough_rows.next_multiple_of(chunk[0].max(1)),
             Some(chunk) => {

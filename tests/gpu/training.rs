@@ -15,7 +15,7 @@ const STEPS: u64 = 4;
 
 /// A small training on simulated GPUs.
 fn command(transport: Transport, root: &Path, name: &str, settings: &[&str], sim: Settings) -> (Run, Command) {
-    let ours = ["run.steps=4", "parallel.lanes=2", "eval.samples=8", "device.memory_limit=64MiB"];
+    let ours = ["run.steps=4", "parallel.lanes=2", "eval.samples=8", "device.memory_limit=96MiB"];
     let run = Run::new(transport, root, name, &[&ours, settings].concat());
     let mut command = run.command();
     with_simulator(&mut command).envs(sim.iter().copied());
@@ -341,7 +341,7 @@ fn failures_of_the_device_end_the_run() {
     let root = tempfile::tempdir().unwrap();
     for (number, (failure, code, text)) in [
         ("launch:40", 1, " could not "),
-        ("alloc:1", 2, "out of GPU memory: 64.0 MiB were asked for"),
+        ("alloc:1", 2, "out of GPU memory: 96.0 MiB were asked for"),
         ("compile", 1, "does not compile for sm_90a"),
         ("matmul", 1, "cuBLASLt could not multiply"),
     ]
