@@ -19,9 +19,6 @@ use crate::error::{Error, Result};
 /// Bytes of scratch that an algorithm may use: NVIDIA's recommendation for the largest devices.
 pub const WORKSPACE: usize = 32 << 20;
 
-/// Bytes that an address must be a multiple of for the best algorithms: what cuBLASLt takes for granted if nothing is said.
-pub const BEST_ALIGNMENT: usize = 256;
-
 /// Elements that the rows of logits are padded to a multiple of. From one row to the next there must be a multiple of 16 bytes, or no
 /// algorithm that copies tiles by TMA, or by vectors into tensor cores, can be taken; at multiples of 128 bytes, which these are in
 /// f32 and bf16, no row of a tile touches a cache line more than it fills. Strides count, the number of columns may be any: PyTorch's
@@ -180,7 +177,9 @@ impl Matmul {
                     Err(e) => return Err(failed(&format!("multiply {kind}"), e)),
                 };
                 if plan.is_none() && kind.keeps {
-                    log::warn!("cuBLASLt knows no algorithm to multiply {kind} with GELU: the two run one after the other");
+                    log::warn!(
+                        "cuBLASLt knows no algorithm to multiply {kind} with GELU: the two run one after the other"
+                    );
                 }
                 Ok(new.insert(plan))
             }
@@ -362,9 +361,7 @@ impl Matmul {
                 let (handle, described, most) = (self.handle, plan.description, most as c_int);
                 // SAFETY: there is room for so many results, and descriptors are alive.
                 unsafe {
-                    (library.heuristic)(
-                        handle, described, left, right, out, out, preference, most, first, &mut found,
-                    )
+                    (library.heuristic)(handle, described, left, right, out, out, preference, most, first, &mut found)
                 }
                 .result()
             });

@@ -69,7 +69,9 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-use super::{Backend, ComputeOrderedCopies, Event, Kernels, Launch, Ledger, MemoryKind, ProductAlgorithms, Profile, Reach, Work};
+use super::{
+    Backend, ComputeOrderedCopies, Event, Kernels, Launch, Ledger, MemoryKind, ProductAlgorithms, Profile, Reach, Work,
+};
 use crate::error::Result;
 use journal::Journal;
 use libraries::check;

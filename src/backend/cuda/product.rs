@@ -2,9 +2,11 @@
 
 use cudarc::cublaslt::sys;
 
-use super::matmul;
 use super::memory::Element;
 use crate::backend::ProductKind;
+
+/// Bytes that an address must be a multiple of for the best algorithms: what cuBLASLt takes for granted if nothing is said.
+pub const BEST_ALIGNMENT: usize = 256;
 
 /// Bytes that the address of a bias must be a multiple of. No preference of cuBLASLt speaks of it, and algorithms may read it
 /// by vectors (<https://github.com/pytorch/pytorch/issues/194497>).
@@ -45,8 +47,13 @@ impl Epilogue {
 
     /// That of a name, of a vector and a matrix at these addresses; none if there is none of that name.
     pub fn of(kind: u32, bias: u64, kept: u64) -> Option<Self> {
-        let all =
-            [Self::None, Self::Bias(bias), Self::Gelu { bias, kept }, Self::Gelu { bias: 0, kept }, Self::GeluBackward { kept }];
+        let all = [
+            Self::None,
+            Self::Bias(bias),
+            Self::Gelu { bias, kept },
+            Self::Gelu { bias: 0, kept },
+            Self::GeluBackward { kept },
+        ];
         all.into_iter().find(|epilogue| epilogue.kind() as u32 == kind)
     }
 
@@ -114,7 +121,8 @@ impl Product {
             keeps: epilogue.kept().is_some(),
             bytes: [a, b, c].map(|matrix| matrix.element.size()),
             tf32: tf32 && a.element == Element::F32,
-            alignments: [a.pointer, b.pointer, c.pointer | from].map(|pointer| 1 << pointer.trailing_zeros().min(matmul::BEST_ALIGNMENT.trailing_zeros())),
+            alignments: [a.pointer, b.pointer, c.pointer | from]
+                .map(|pointer| 1 << pointer.trailing_zeros().min(BEST_ALIGNMENT.trailing_zeros())),
         }
     }
 }

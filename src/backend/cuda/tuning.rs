@@ -8,11 +8,11 @@ use cudarc::driver::sys::CUevent_flags;
 
 use super::libraries::check;
 use super::memory::Element;
-use super::product::{Epilogue, Matrix, Product};
-use super::{Cuda, CudaBuf, matmul};
+use super::product::{BEST_ALIGNMENT, Epilogue, Matrix, Product};
+use super::{Cuda, CudaBuf};
 use crate::backend::products::fastest;
 use crate::backend::{Algorithm, Backend, Chosen, Gemm, MemoryKind, ProductAlgorithms, ProductKind};
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::random::Stream;
 
 /// Algorithms that are measured, the library's best guess among them.
@@ -58,7 +58,7 @@ impl Candidate {
 impl Cuda {
     /// So many random numbers at an address that is a multiple of `alignment` bytes and no more, up to 256.
     fn operand(&self, len: usize, element: Element, alignment: usize) -> Result<(CudaBuf, u64)> {
-        let lead = if alignment < matmul::BEST_ALIGNMENT { alignment / element.size() } else { 0 };
+        let lead = if alignment < BEST_ALIGNMENT { alignment / element.size() } else { 0 };
         let mut buf = self.take(MemoryKind::Activations, lead + len, element)?;
         let mut numbers = vec![0.0; NUMBERS.min(lead + len)];
         Stream::new(0).fill_normal(&mut numbers);
@@ -90,8 +90,8 @@ impl Cuda {
             Ok::<_, Error>(Matrix { pointer, element: elements[of] })
         };
         let (a, b, c) = (matrix(0)?, matrix(1)?, matrix(2)?);
-        let bias = operand(n, c.element, matmul::BEST_ALIGNMENT)?;
-        let kept = if keeps { operand(m * n, c.element, matmul::BEST_ALIGNMENT)? } else { 0 };
+        let bias = operand(n, c.element, BEST_ALIGNMENT)?;
+        let kept = if keeps { operand(m * n, c.element, BEST_ALIGNMENT)? } else { 0 };
         let epilogue = Epilogue::of(kind.epilogue, bias, kept)
             .ok_or_else(|| Error::internal(format!("{kind} with an unknown operation")))?;
         let shape = Gemm { m, n, k, ta, tb, acc: adds };
@@ -142,6 +142,11 @@ impl Cuda {
     }
 }
 
+/// The library's best guess.
+fn first_of(product: &ProductKind, algorithm: Algorithm) -> Chosen {
+    Chosen { product: *product, algorithm, place: 0 }
+}
+
 impl ProductAlgorithms for Cuda {
     fn kind(&self) -> String {
         let ((major, minor), version) = (self.device().capability, self.0.matmul.version());
@@ -156,19 +161,25 @@ impl ProductAlgorithms for Cuda {
         self.0.matmul.takes(&chosen.product, chosen.algorithm)
     }
 
+    fn guess(&self, product: &ProductKind) -> Result<Option<Chosen>> {
+        Ok(self.0.matmul.proposals(product, 1)?.first().map(|first| first_of(product, *first)))
+    }
+
     fn measure(&self, product: &ProductKind) -> Result<Option<Chosen>> {
         let proposals = self.0.matmul.proposals(product, PROPOSALS)?;
         let Some(first) = proposals.first() else { return Ok(None) };
-        let first = Chosen { product: *product, algorithm: *first, place: 0 };
+        let first = first_of(product, *first);
         if proposals.len() == 1 {
             return Ok(Some(first));
         }
         let scratch = match self.scratch(product) {
             Ok(scratch) => scratch,
-            Err(e) => {
-                log::warn!("{product} is not timed, cuBLASLt's first algorithm is taken: {e}");
+            // Memory that is free between steps is less than the operands: those of another rank's stage may be larger.
+            Err(e) if e.kind() == Kind::Input => {
+                log::warn!("{product} is not measured, cuBLASLt's first algorithm is taken: {}", e.message());
                 return Ok(Some(first));
             }
+            Err(e) => return Err(e),
         };
         let mut candidates = self.race(proposals, &scratch.product)?;
         let seconds: Vec<f64> = candidates.iter_mut().map(Candidate::seconds).collect();
