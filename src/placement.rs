@@ -306,7 +306,8 @@ mod tests {
     fn ranks_take_parts_sizes_or_as_much_as_they_need() {
         let of = |memory: DeviceMemory, limit: Option<usize>, ranks: usize| {
             let limit = limit.map(config::Size);
-            share(&config::Device { memory, memory_limit: limit, ranks_per_gpu: ranks }, 1000, ranks)
+            let device = config::Device { memory, memory_limit: limit, ranks_per_gpu: ranks, ..Default::default() };
+            share(&device, 1000, ranks)
         };
         let (bytes, grow) = (DeviceMemory::Bytes(config::Size(300)), DeviceMemory::Grow);
         assert_eq!((of(DeviceMemory::Part(0.5), None, 1), of(DeviceMemory::Part(0.5), None, 2)), (500, 250));

@@ -9,6 +9,7 @@ mod device_copies;
 mod library;
 mod memory;
 pub mod ops;
+mod products;
 mod profile;
 #[cfg(test)]
 mod suite;
@@ -31,6 +32,7 @@ pub use ops::{
     Norm, NormOps, OptimizerOps, Pairs, PairsOps, Regression, RegressionOps, Rotary, RotaryOps, Sgd, SoftmaxOps,
     SwigluOps, Window, WindowOps,
 };
+pub use products::{Algorithm, Chosen, ProductAlgorithms, ProductKind};
 pub use profile::{Launch, Profile, Tallies, Tally};
 pub use work::Work;
 
@@ -189,6 +191,11 @@ pub trait Backend: Clone + Send + Sync + 'static {
     /// than its columns, and more where products are faster in aligned rows.
     fn row_stride(columns: usize) -> usize {
         columns
+    }
+
+    /// The choice among algorithms of matrix products, where the device has one.
+    fn product_algorithms(&self) -> Option<&dyn ProductAlgorithms> {
+        None
     }
 
     /// Gives memory that waits for reuse back to the system: shapes are about to change.

@@ -350,6 +350,9 @@ sections! {
         memory_limit: Option<Size> = None,
         /// Ranks that may share one GPU, each with its part of the memory.
         ranks_per_gpu: usize = 1,
+        /// Algorithms of the matrix products of a training: those that cuBLASLt proposes first (`heuristic`), or the fastest of those that
+        /// it proposes, measured before the first step and kept in `matmuls.json` (`timed`).
+        matmul: MatmulChoice = MatmulChoice::Heuristic,
     }
 
     /// `[checkpoint]`
@@ -637,6 +640,16 @@ impl Compute {
     pub fn size(self, on_host: bool) -> usize {
         if self == Compute::Bf16 && !on_host { 2 } else { 4 }
     }
+}
+
+/// The way in which algorithms of matrix products on GPUs are chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum MatmulChoice {
+    /// The library's best guess.
+    Heuristic,
+    /// By their time.
+    Timed,
 }
 
 /// Seriousness of log messages.

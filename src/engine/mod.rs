@@ -12,6 +12,8 @@ mod neighbours;
 mod pace;
 mod pieces;
 mod planning;
+mod products;
+mod rehearsal;
 mod splits;
 mod step;
 
@@ -26,5 +28,6 @@ pub use local::on_threads;
 pub use model::Model;
 pub use pace::Pace;
 pub use planning::plan;
+pub use products::{TimedProducts, time_products};
 pub use splits::Splits;
 pub use step::{Engine, Geometry};

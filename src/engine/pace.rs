@@ -3,15 +3,15 @@
 use std::time::Instant;
 
 use super::memory::{self, Held};
+use super::rehearsal::random;
 use super::{Engine, advance, engine, feed, vocabulary};
 use crate::backend::Kernels;
 use crate::checkpoint::Progress;
 use crate::comm::{self, Comm};
 use crate::config::{Config, Facts, ModelKind, Plan, resolve};
-use crate::data::{Batch, Parts};
+use crate::data::Batch;
 use crate::error::Result;
 use crate::parallel::{ControlFlags, PipelineSchedule};
-use crate::random::Stream;
 use crate::topology::Topology;
 
 /// A network that trains on one micro-batch a rank, over and over.
@@ -97,27 +97,4 @@ impl<B: Kernels> Pace<B> {
     pub fn parameters(&self) -> u64 {
         self.engine.model.sharded.parameters()
     }
-}
-
-/// Samples of random numbers, and random things to predict.
-fn random(plan: &Plan, samples: usize) -> Batch {
-    let below = |stream: u64, len: usize, bound: usize| -> Vec<u32> {
-        let stream = Stream::new(stream);
-        (0..len as u64).map(|i| (stream.uniform(i) * bound as f64) as u32).collect()
-    };
-    let normal = |stream: u64, len: usize| {
-        let mut numbers = vec![0.0; len];
-        Stream::new(stream).fill_normal(&mut numbers);
-        numbers
-    };
-    let sizes = plan.samples.sizes(plan.network.context()).times(samples);
-    let outputs = plan.network.outputs();
-    let parts = Parts {
-        ids: below(1, sizes.ids, plan.samples.ids_below().unwrap_or(outputs)),
-        features: normal(1, sizes.features),
-        classes: below(2, sizes.classes, outputs),
-        values: normal(2, sizes.values),
-        weights: vec![],
-    };
-    Batch { positions: 0..samples as u64, parts }
 }

@@ -32,6 +32,7 @@ fn decides(section: &str, key: &str) -> Decides {
         ("parallel", "lanes" | "tensor_lanes") | ("batch", "micro") | ("comm", "algorithm" | "reproducible") => {
             Decides::Rounding
         }
+        ("device", "matmul") => Decides::Rounding,
         ("parallel", "average_every" | "average_replicas" | "outer_lr" | "outer_momentum") => Decides::Curve,
         ("parallel", _) => Decides::Layout,
         _ => Decides::Else,
@@ -126,12 +127,15 @@ mod tests {
     fn layouts_and_orders_of_sums_are_told_apart() {
         let (changes, of_run) = changed(|now| {
             now.parallel.lanes = Some(8);
+            now.device.matmul = crate::config::MatmulChoice::Timed;
+            now.device.ranks_per_gpu = 2;
             now.parallel.zero = crate::parallel::Zero::Three;
             now.optimizer.offload = true;
             now.checkpoint.keep = 9;
             now.data.stage = Some("/tmp".into());
         });
-        assert_eq!(changes.rounding, ["parallel.lanes was left out, is 8"]);
+        let matmul = "device.matmul was \"heuristic\", is \"timed\"";
+        assert_eq!(changes.rounding, [matmul, "parallel.lanes was left out, is 8"]);
         assert_eq!(changes.layout, ["optimizer.offload was false, is true", "parallel.zero was 0, is 3"]);
         assert!(changes.curve.is_empty() && of_run.is_empty(), "{changes:?}");
     }

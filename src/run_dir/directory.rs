@@ -160,7 +160,7 @@ impl RunDirectory {
             return;
         }
         let mut files = vec![self.config_path(), self.metrics_path(), self.collectives_path(), self.branch_path()];
-        files.extend([self.rank_times_path(), self.samples_path()]);
+        files.extend([self.rank_times_path(), self.samples_path(), self.matmuls_path()]);
         let inside = |directory| fs::read_dir(directory).into_iter().flatten().flatten().map(|entry| entry.path());
         files.extend(inside(self.tensorboard_path()));
         let logs = inside(self.logs_path());
@@ -277,6 +277,11 @@ impl RunDirectory {
         self.path.join("collectives.json")
     }
 
+    /// Measured choices of algorithms for matrix products.
+    pub fn matmuls_path(&self) -> PathBuf {
+        self.path.join("matmuls.json")
+    }
+
     /// The log of a rank.
     pub fn log_path(&self, rank: usize) -> PathBuf {
         self.logs_path().join(format!("rank-{rank:05}.log"))
@@ -321,15 +326,29 @@ impl RunDirectory {
         let path = self.branch_path();
         branch.from = std::path::absolute(&branch.from).map_err(|e| Error::io("find", &branch.from, e))?;
         let text = serde_json::to_string(&branch).map_err(|e| Error::internal(format!("branch: {e}")))?;
-        let temporary = self.path.join(".branch.json.tmp");
+        self.write_durably(&path, &(text + "\n"))
+    }
+
+    /// Keeps choices of algorithms for matrix products, by which the run goes on after any end of this start.
+    ///
+    /// # Errors
+    /// The file system refused.
+    pub fn write_matmuls(&self, text: &str) -> Result<()> {
+        self.write_durably(&self.matmuls_path(), text)
+    }
+
+    /// Writes a file of the directory: whole or not at all, also if the machine loses power.
+    fn write_durably(&self, path: &Path, text: &str) -> Result<()> {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        let temporary = self.path.join(format!(".{name}.tmp"));
         let write = || {
             let mut file = fs::File::create(&temporary)?;
-            file.write_all((text + "\n").as_bytes())?;
+            file.write_all(text.as_bytes())?;
             file.sync_all()?;
-            fs::rename(&temporary, &path)?;
+            fs::rename(&temporary, path)?;
             fs::File::open(&self.path)?.sync_all()
         };
-        write().map_err(|e| Error::io("write", &path, e))
+        write().map_err(|e| Error::io("write", path, e))
     }
 
     /// The last part of its path.
@@ -588,6 +607,7 @@ mod tests {
             directory.write_config(&config).unwrap();
             fs::write(directory.log_path(0), "what went wrong").unwrap();
             fs::write(directory.metrics_path(), "").unwrap();
+            directory.write_matmuls("{}").unwrap();
             directory
         };
         start().discard_if_new();

@@ -180,6 +180,7 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.offload_shards", parallel.offload_shards),
         ("parallel.offload_activations", parallel.offload_activations),
         ("log.histograms", config.log.histograms > 0),
+        ("device.matmul = timed", config.device.matmul == crate::config::MatmulChoice::Timed),
     ];
     match counts.into_iter().find(|(_, is_set)| *is_set) {
         Some((key, _)) => refused(format!("{key} is set")),

@@ -33,6 +33,8 @@ pub struct Facts<'a> {
     pub why_path: Option<&'a str>,
     /// Algorithms of exchanges and sums; empty if nothing is exchanged.
     pub collectives: String,
+    /// Choice of the algorithms of matrix products; empty if they are not chosen by time.
+    pub products: String,
     /// The run's directory.
     pub directory: &'a Path,
     /// Parameters of the network.
@@ -156,6 +158,9 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     }
     if !facts.collectives.is_empty() {
         line("collectives", facts.collectives.clone());
+    }
+    if !facts.products.is_empty() {
+        line("products", facts.products.clone());
     }
     let mesh = &plan.mesh;
     line(

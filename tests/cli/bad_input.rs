@@ -883,6 +883,7 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(Simulate(3), 1, &["parallel.zero=1"], &["parallel.zero = 1, but servers hold the parameters"]);
     refuse(Simulate(3), 1, &["parallel.storage=central"], &["parallel.storage = central, but servers"]);
     refuse(Spawn(3), 1, &["parallel.pipeline=2"], &["parallel.pipeline is set, but servers"]);
+    refuse(Simulate(3), 1, &["device.matmul=timed"], &["device.matmul = timed is set, but servers"]);
     refuse(Simulate(3), 1, &["optimizer.kind=lamb", "servers.staleness=2"], &["norms of whole matrices"]);
     let traced = Run::new(Simulate(3), root.path(), "traced", &[]);
     let mut command = traced.command();

@@ -1,7 +1,7 @@
 //! Products of matrices, and affine maps of rows.
 
-use super::matmul::{BIAS_ALIGNMENT, Epilogue, Matrix, Product};
 use super::memory::{Element, View, ViewMut};
+use super::product::{BIAS_ALIGNMENT, Epilogue, Matrix, Product};
 use super::{Cuda, CudaBuf};
 use crate::backend::{Activation, ActivationOps, Gemm, Linear, LinearOps, MemoryKind, Work};
 use crate::error::Result;

@@ -2,8 +2,8 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::ffi::{c_int, c_void};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use cudarc::cublaslt::result::CublasError;
 use cudarc::cublaslt::sys;
@@ -11,15 +11,13 @@ use cudarc::driver::CudaContext;
 
 use super::libraries::check;
 use super::memory::Element;
+use super::product::{BIAS_ALIGNMENT, Product};
 use super::toolkit::{self, CublasLt};
+use crate::backend::{Algorithm, Chosen, ProductKind};
 use crate::error::{Error, Result};
 
 /// Bytes of scratch that an algorithm may use: NVIDIA's recommendation for the largest devices.
 pub const WORKSPACE: usize = 32 << 20;
-
-/// Bytes that the address of a bias must be a multiple of. No preference of cuBLASLt speaks of it, and algorithms may read it
-/// by vectors (<https://github.com/pytorch/pytorch/issues/194497>).
-pub const BIAS_ALIGNMENT: u64 = 16;
 
 /// Elements that the rows of logits are padded to a multiple of. From one row to the next there must be a multiple of 16 bytes, or no
 /// algorithm that copies tiles by TMA, or by vectors into tensor cores, can be taken; at multiples of 128 bytes, which these are in
@@ -36,134 +34,20 @@ pub enum Arithmetic {
     Tf32,
 }
 
-/// Operation on a product before it is stored.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Epilogue {
-    /// Nothing.
-    None,
-    /// A vector is added to every row: its address.
-    Bias(u64),
-    /// The vector is added, unless its address is null; the sum is kept at `kept`, and its GELU stored.
-    Gelu {
-        /// As of [`Epilogue::Bias`].
-        bias: u64,
-        /// Address of a matrix like the result.
-        kept: u64,
-    },
-    /// It is multiplied by the derivative of GELU at the kept sum.
-    GeluBackward {
-        /// As of [`Epilogue::Gelu`].
-        kept: u64,
-    },
-}
-
-impl Epilogue {
-    /// cuBLASLt's name for it.
-    fn kind(self) -> sys::cublasLtEpilogue_t {
-        match self {
-            Epilogue::None => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DEFAULT,
-            Epilogue::Bias(_) => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS,
-            Epilogue::Gelu { bias: 0, .. } => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_GELU_AUX,
-            Epilogue::Gelu { .. } => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_GELU_AUX_BIAS,
-            Epilogue::GeluBackward { .. } => sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_DGELU,
-        }
-    }
-
-    /// The address of a vector to add.
-    fn bias(self) -> Option<u64> {
-        match self {
-            Epilogue::Bias(bias) | Epilogue::Gelu { bias, .. } => Some(bias).filter(|bias| *bias != 0),
-            _ => None,
-        }
-    }
-
-    /// The address of the sum kept between forward and backward.
-    fn kept(self) -> Option<u64> {
-        match self {
-            Epilogue::Gelu { kept, .. } | Epilogue::GeluBackward { kept } => Some(kept),
-            _ => None,
-        }
-    }
-}
-
-/// An operand or the result: address and element type.
-#[derive(Debug, Clone, Copy)]
-pub struct Matrix {
-    /// Its address on the device.
-    pub pointer: u64,
-    /// Element type.
-    pub element: Element,
-}
-
-/// `c = op(a)·op(b) (+ from)`, all row-major; the letters as in [`Gemm`](crate::backend::Gemm).
-#[derive(Debug, Clone, Copy)]
-pub struct Product {
-    /// Sizes and transpositions.
-    pub shape: crate::backend::Gemm,
-    /// Elements from a row of a, b and c, as they are stored, to the next.
-    pub strides: [usize; 3],
-    /// Left operand.
-    pub a: Matrix,
-    /// Right operand.
-    pub b: Matrix,
-    /// Result.
-    pub c: Matrix,
-    /// Address of a matrix like the result, to which the product is added where its shape says so; the result itself, or apart.
-    pub from: u64,
-    /// Operation on the result before it is stored.
-    pub epilogue: Epilogue,
-}
-
-/// All that an algorithm's choice depends on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Key {
-    sizes: [usize; 3],
-    strides: [usize; 3],
-    flags: [bool; 4],
-    epilogue: u32,
-    elements: [Element; 3],
-    /// Bytes that the addresses of a, b, and of c and the matrix added to it, are multiples of. Of the bias cuBLASLt cannot be told:
-    /// [`BIAS_ALIGNMENT`] holds for all.
-    alignments: [u32; 3],
-}
-
-/// The place in [`Key::flags`] of the one for a GELU whose input is kept.
-const KEEPS: usize = 3;
-
-impl Key {
-    /// For people.
-    fn describe(&self) -> String {
-        let ([m, n, k], [a, b, c]) = (self.sizes, self.elements.map(Element::name));
-        format!("{m}×{n}×{k} of {a} and {b} in {c}")
-    }
-}
-
-impl Product {
-    /// Whether there is nothing to compute.
-    fn is_empty(&self) -> bool {
-        self.shape.m == 0 || self.shape.n == 0
-    }
-
-    fn key(&self) -> Key {
-        let Self { shape, strides, a, b, c, from, epilogue } = *self;
-        let alignment = |pointer: u64| 1 << pointer.trailing_zeros().min(8);
-        Key {
-            sizes: [shape.m, shape.n, shape.k],
-            strides,
-            flags: [shape.ta, shape.tb, shape.acc, epilogue.kept().is_some()],
-            epilogue: epilogue.kind() as u32,
-            elements: [a.element, b.element, c.element],
-            alignments: [a.pointer, b.pointer, c.pointer | from].map(alignment),
-        }
-    }
-}
-
 /// A product that cuBLASLt is ready to run.
 struct Plan {
     library: &'static CublasLt,
     description: sys::cublasLtMatmulDesc_t,
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     algorithm: sys::cublasLtMatmulAlgo_t,
+}
+
+/// Products so far, and choices for some of them and others.
+#[derive(Default)]
+struct Plans {
+    /// None of a product for which cuBLASLt knows no algorithm.
+    made: HashMap<ProductKind, Option<Plan>>,
+    chosen: HashMap<ProductKind, Algorithm>,
 }
 
 impl Drop for Plan {
@@ -184,8 +68,7 @@ pub struct Matmul {
     context: Arc<CudaContext>,
     handle: sys::cublasLtHandle_t,
     arithmetic: Arithmetic,
-    /// None of a product for which cuBLASLt knows no algorithm.
-    plans: Mutex<HashMap<Key, Option<Plan>>>,
+    plans: Mutex<Plans>,
 }
 
 // SAFETY: cuBLASLt's handles may be used from any thread; the plans are behind a lock.
@@ -216,25 +99,86 @@ impl Matmul {
         if product.is_empty() {
             return Ok(true);
         }
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        Ok(self.planned(&mut plans, product.key())?.is_some())
+        Ok(self.planned(&mut self.plans(), self.kind(product))?.is_some())
+    }
+
+    /// The version of the library, as it counts itself.
+    pub fn version(&self) -> usize {
+        // SAFETY: takes nothing.
+        unsafe { (self.library.version)() }
+    }
+
+    /// All products so far that it knows an algorithm for, in order.
+    pub fn seen(&self) -> Vec<ProductKind> {
+        let plans = self.plans();
+        let mut seen: Vec<_> = plans.made.iter().filter(|(_, plan)| plan.is_some()).map(|(kind, _)| *kind).collect();
+        seen.sort_unstable();
+        seen
+    }
+
+    /// From now on these products go by these algorithms, and others by the library's best guess.
+    pub fn choose(&self, chosen: &[Chosen]) {
+        let mut plans = self.plans();
+        plans.chosen = chosen.iter().map(|Chosen { product, algorithm, .. }| (*product, *algorithm)).collect();
+        // They are made anew.
+        plans.made.retain(|_, plan| plan.is_none());
+    }
+
+    /// Algorithms that cuBLASLt proposes for a product, at most so many, its best guess first; none if it knows none.
+    ///
+    /// # Errors
+    /// The library or the device failed.
+    pub fn proposals(&self, kind: &ProductKind, most: usize) -> Result<Vec<Algorithm>> {
+        check("be chosen", self.context.bind_to_thread())?;
+        let proposed = self.describe(kind).and_then(|plan| self.proposed(&plan, kind, most));
+        match proposed {
+            Ok(proposed) => Ok(proposed.into_iter().map(|algorithm| Algorithm(algorithm.data)).collect()),
+            Err(e) if is_refusal(&e) => Ok(vec![]),
+            Err(e) => Err(failed(&format!("multiply {kind}"), e)),
+        }
+    }
+
+    /// Whether cuBLASLt computes a product by an algorithm, with the workspace that there is.
+    ///
+    /// # Errors
+    /// The library or the device failed.
+    pub fn takes(&self, kind: &ProductKind, algorithm: Algorithm) -> Result<bool> {
+        check("be chosen", self.context.bind_to_thread())?;
+        let plan = self.describe(kind).map_err(|e| failed(&format!("describe {kind}"), e))?;
+        let algorithm = sys::cublasLtMatmulAlgo_t { data: algorithm.0 };
+        let [left, right, out] = plan.layouts;
+        // SAFETY: the result is written to; plain numbers, for which zeros are valid. The descriptors are alive.
+        let (status, told) = unsafe {
+            let mut told = std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>();
+            let check = self.library.check_algorithm;
+            (check(self.handle, plan.description, left, right, out, out, &algorithm, &mut told), told)
+        };
+        Ok(status.result().and(told.state.result()).is_ok() && told.workspaceSize <= WORKSPACE)
+    }
+
+    fn plans(&self) -> MutexGuard<'_, Plans> {
+        self.plans.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn kind(&self, product: &Product) -> ProductKind {
+        product.kind(self.arithmetic == Arithmetic::Tf32)
     }
 
     /// The plan of a product, made the first time.
-    fn planned<'a>(&self, plans: &'a mut HashMap<Key, Option<Plan>>, key: Key) -> Result<&'a mut Option<Plan>> {
-        match plans.entry(key) {
+    fn planned<'a>(&self, plans: &'a mut Plans, kind: ProductKind) -> Result<&'a mut Option<Plan>> {
+        let Plans { made, chosen } = plans;
+        match made.entry(kind) {
             Entry::Occupied(known) => Ok(known.into_mut()),
             Entry::Vacant(new) => {
                 check("be chosen", self.context.bind_to_thread())?;
-                let plan = match self.plan(&key) {
+                let plan = match self.plan(&kind, chosen.get(&kind)) {
                     Ok(plan) => Some(plan),
-                    Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED)) => None,
-                    Err(e) => return Err(failed(&format!("multiply {}", key.describe()), e)),
+                    Err(e) if is_refusal(&e) => None,
+                    Err(e) => return Err(failed(&format!("multiply {kind}"), e)),
                 };
-                if plan.is_none() && key.flags[KEEPS] {
+                if plan.is_none() && kind.keeps {
                     log::warn!(
-                        "cuBLASLt knows no algorithm to multiply {} with GELU: the two run one after the other",
-                        key.describe()
+                        "cuBLASLt knows no algorithm to multiply {kind} with GELU: the two run one after the other"
                     );
                 }
                 Ok(new.insert(plan))
@@ -248,74 +192,113 @@ impl Matmul {
     /// # Errors
     /// The library knows no algorithm, or the device failed.
     pub fn run(&self, product: &Product, workspace: u64, stream: sys::cudaStream_t) -> Result<()> {
-        let Product { shape, a, b, c, from, epilogue, .. } = *product;
         if product.is_empty() {
             return Ok(());
         }
         check("be chosen", self.context.bind_to_thread())?;
-        let key = product.key();
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(plan) = self.planned(&mut plans, key)? else {
-            let message = format!("cuBLASLt knows no algorithm to multiply {}", key.describe());
+        let kind = self.kind(product);
+        let mut plans = self.plans();
+        let Some(plan) = self.planned(&mut plans, kind)? else {
+            let message = format!("cuBLASLt knows no algorithm to multiply {kind}");
             return Err(Error::device(message).hint("try another version of cuBLASLt, or set precision.compute=f32"));
         };
+        self.queue(plan, product, workspace, stream).map_err(|e| failed(&format!("multiply {kind}"), e))
+    }
+
+    /// As [`Matmul::run`], by an algorithm that was proposed for such a product, `times` over. Whether the library could.
+    ///
+    /// # Errors
+    /// The device failed.
+    pub fn run_by(
+        &self,
+        algorithm: Algorithm,
+        product: &Product,
+        workspace: u64,
+        stream: sys::cudaStream_t,
+        times: usize,
+    ) -> Result<bool> {
+        check("be chosen", self.context.bind_to_thread())?;
+        let kind = self.kind(product);
+        let queued = self.describe(&kind).and_then(|mut plan| {
+            plan.algorithm = sys::cublasLtMatmulAlgo_t { data: algorithm.0 };
+            (0..times).try_for_each(|_| self.queue(&plan, product, workspace, stream))
+        });
+        match queued {
+            Ok(()) => Ok(true),
+            Err(e) if is_refusal(&e) => Ok(false),
+            Err(e) => Err(failed(&format!("multiply {kind}"), e)),
+        }
+    }
+
+    fn queue(
+        &self,
+        plan: &Plan,
+        product: &Product,
+        workspace: u64,
+        stream: sys::cudaStream_t,
+    ) -> Result<(), CublasError> {
+        let Product { shape, a, b, c, from, epilogue, .. } = *product;
         let (alpha, beta) = (1.0f32, if shape.acc { 1.0f32 } else { 0.0 });
-        let address = |matrix: Matrix| matrix.pointer as *const c_void;
-        // SAFETY: the plan's descriptors live as long as the lock is held, and cuBLASLt copies them; the addresses are
-        // of device memory as large as the layouts say. Row-major c = a·b is column-major cᵀ = bᵀ·aᵀ.
-        let done = unsafe {
+        // SAFETY: nobody else describes the plan meanwhile: it is the caller's, or behind the lock; cuBLASLt copies the descriptors. The
+        // addresses are of device memory as large as the layouts say. Row-major c = a·b is column-major cᵀ = bᵀ·aᵀ.
+        unsafe {
             use sys::cublasLtMatmulDescAttributes_t as Attribute;
             if let Some(bias) = epilogue.bias() {
                 assert!(bias.is_multiple_of(BIAS_ALIGNMENT), "a bias at {bias:#x}");
-                let attribute = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-                describe(self.library, plan.description, attribute, &bias).map_err(|e| failed("take a bias", e))?;
+                describe(self.library, plan.description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
             }
             if let Some(kept) = epilogue.kept() {
-                let attribute = Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER;
-                describe(self.library, plan.description, attribute, &kept)
-                    .map_err(|e| failed("keep the input of GELU", e))?;
+                describe(self.library, plan.description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &kept)?;
             }
             let [left, right, out] = plan.layouts;
             let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
-            let to = c.pointer as *mut c_void;
             (self.library.matmul)(
                 self.handle,
                 plan.description,
                 scalar(&alpha),
-                address(b),
+                b.pointer as *const c_void,
                 left,
-                address(a),
+                a.pointer as *const c_void,
                 right,
                 scalar(&beta),
                 from as *const c_void,
                 out,
-                to,
+                c.pointer as *mut c_void,
                 out,
                 &plan.algorithm,
                 workspace as *mut c_void,
                 WORKSPACE,
                 stream,
             )
-        };
-        done.result().map_err(|e| failed(&format!("multiply {}", key.describe()), e))
+        }
+        .result()
     }
 
-    /// Asks cuBLASLt for its best algorithm.
-    fn plan(&self, key: &Key) -> Result<Plan, CublasError> {
-        let Key { sizes: [m, n, k], strides, flags: [ta, tb, _, keeps], epilogue, elements: [a, b, c], alignments } =
-            *key;
+    /// A product with the algorithm that was chosen for it, or with cuBLASLt's best guess.
+    fn plan(&self, kind: &ProductKind, chosen: Option<&Algorithm>) -> Result<Plan, CublasError> {
+        let mut plan = self.describe(kind)?;
+        plan.algorithm = match chosen {
+            Some(algorithm) => sys::cublasLtMatmulAlgo_t { data: algorithm.0 },
+            None => self.proposed(&plan, kind, 1)?[0],
+        };
+        Ok(plan)
+    }
+
+    /// A product as cuBLASLt sees it, without an algorithm.
+    fn describe(&self, kind: &ProductKind) -> Result<Plan, CublasError> {
+        let ProductKind { sizes: [m, n, k], strides, transposed: [ta, tb], epilogue, keeps, bytes, tf32, .. } = *kind;
+        let [a, b, c] = bytes.map(element);
         use sys::cublasLtMatmulDescAttributes_t as Attribute;
-        use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
-        let compute = match (a, self.arithmetic) {
-            (Element::F32, Arithmetic::Tf32) => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
-            _ => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+        let compute = match tf32 {
+            true => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F_FAST_TF32,
+            false => sys::cublasComputeType_t::CUBLAS_COMPUTE_32F,
         };
         let operation = |transposed: bool| i32::from(transposed);
         let library = self.library;
         let layout = |element, rows: usize, columns: usize, stride: usize| {
             let mut layout = std::ptr::null_mut();
             // SAFETY: writes the layout.
-            unsafe { (library.create_layout)(&mut layout, kind(element), rows as u64, columns as u64, stride as i64) }
+            unsafe { (library.create_layout)(&mut layout, element, rows as u64, columns as u64, stride as i64) }
                 .result()?;
             Ok::<_, CublasError>(layout)
         };
@@ -328,9 +311,9 @@ impl Matmul {
             if ta { layout(a, m, k, strides[0])? } else { layout(a, k, m, strides[0])? },
             layout(c, n, m, strides[2])?,
         ];
-        // SAFETY: the algorithm is replaced below, before it is used.
+        // SAFETY: plain numbers; replaced before it is used.
         let algorithm = unsafe { std::mem::zeroed() };
-        let mut plan = Plan { library, description, layouts, algorithm };
+        let plan = Plan { library, description, layouts, algorithm };
         // SAFETY: attributes are given as the integers that cuBLASLt documents; descriptors are alive.
         unsafe {
             describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &operation(tb))?;
@@ -339,49 +322,56 @@ impl Matmul {
             if keeps {
                 describe(library, description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(n as i64))?;
             }
-            let mut preference = std::ptr::null_mut();
-            (library.create_preference)(&mut preference).result()?;
-            let prefer = |attribute, value: &[u8]| {
-                (library.prefer)(preference, attribute, value.as_ptr().cast(), value.len()).result()
-            };
-            // The order of sums must not depend on who comes first: no reduction in place. Partial sums are kept in
-            // f32, also where the result is bf16.
-            let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
-            let chosen = prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE.to_ne_bytes())
-                .and_then(|()| prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes.to_ne_bytes()))
-                .and_then(|()| {
-                    let [of_a, of_b, of_c] = alignments.map(u32::to_ne_bytes);
-                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &of_b)?;
-                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &of_a)?;
-                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_c)?;
-                    prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_c)
-                })
-                .and_then(|()| {
-                    let [left, right, out] = layouts;
-                    let (mut best, mut found) = (std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>(), 0);
-                    (library.heuristic)(
-                        self.handle,
-                        description,
-                        left,
-                        right,
-                        out,
-                        out,
-                        preference,
-                        1,
-                        &mut best,
-                        &mut found,
-                    )
-                    .result()?;
-                    if found == 0 {
-                        return Err(CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED));
-                    }
-                    best.state.result()?;
-                    Ok(best.algo)
-                });
-            (library.destroy_preference)(preference);
-            plan.algorithm = chosen?;
         }
         Ok(plan)
+    }
+
+    /// Asks cuBLASLt for its best algorithms: at least one, at most so many.
+    fn proposed(
+        &self,
+        plan: &Plan,
+        kind: &ProductKind,
+        most: usize,
+    ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, CublasError> {
+        use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
+        let (library, mut preference) = (self.library, std::ptr::null_mut());
+        // SAFETY: writes the preference.
+        unsafe { (library.create_preference)(&mut preference) }.result()?;
+        let prefer = |attribute, value: &[u8]| {
+            // SAFETY: attributes are given as the integers that cuBLASLt documents; the preference is alive.
+            unsafe { (library.prefer)(preference, attribute, value.as_ptr().cast(), value.len()) }.result()
+        };
+        // The order of sums must not depend on who comes first: no reduction in place. Partial sums are kept in
+        // f32, also where the result is bf16.
+        let schemes = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        // SAFETY: the results are plain numbers, for which zeros are valid.
+        let mut results = vec![unsafe { std::mem::zeroed::<sys::cublasLtMatmulHeuristicResult_t>() }; most];
+        let mut found = 0;
+        let asked = prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE.to_ne_bytes())
+            .and_then(|()| prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &schemes.to_ne_bytes()))
+            .and_then(|()| {
+                let [of_a, of_b, of_c] = kind.alignments.map(u32::to_ne_bytes);
+                prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &of_b)?;
+                prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &of_a)?;
+                prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &of_c)?;
+                prefer(Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &of_c)
+            })
+            .and_then(|()| {
+                let ([left, right, out], first) = (plan.layouts, results.as_mut_ptr());
+                let (handle, described, most) = (self.handle, plan.description, most as c_int);
+                // SAFETY: there is room for so many results, and descriptors are alive.
+                unsafe {
+                    (library.heuristic)(handle, described, left, right, out, out, preference, most, first, &mut found)
+                }
+                .result()
+            });
+        // SAFETY: created above and destroyed once.
+        unsafe { (library.destroy_preference)(preference) };
+        asked?;
+        results.truncate(usize::try_from(found).unwrap_or(0));
+        let refusal = results.first().map_or(Err(NONE), |first| first.state.result());
+        let sound: Vec<_> = results.iter().filter(|one| one.state.result().is_ok()).map(|one| one.algo).collect();
+        if sound.is_empty() { refusal.and(Err(NONE)) } else { Ok(sound) }
     }
 }
 
@@ -408,11 +398,19 @@ unsafe fn describe<T>(
     unsafe { (library.describe)(description, attribute, std::ptr::from_ref(value).cast(), size_of::<T>()) }.result()
 }
 
-fn kind(element: Element) -> sys::cudaDataType {
-    match element {
+/// The type of elements of so many bytes.
+fn element(bytes: usize) -> sys::cudaDataType {
+    match Element::of(bytes) {
         Element::F32 => sys::cudaDataType::CUDA_R_32F,
         Element::Bf16 => sys::cudaDataType::CUDA_R_16BF,
     }
+}
+
+/// The error where cuBLASLt knows no algorithm.
+const NONE: CublasError = CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED);
+
+fn is_refusal(error: &CublasError) -> bool {
+    error.0 == NONE.0
 }
 
 fn failed(action: &str, error: CublasError) -> Error {

@@ -27,12 +27,9 @@ impl Element {
         }
     }
 
-    /// For people.
-    pub fn name(self) -> &'static str {
-        match self {
-            Element::F32 => "f32",
-            Element::Bf16 => "bf16",
-        }
+    /// That of so many bytes.
+    pub fn of(bytes: usize) -> Self {
+        if bytes == Element::Bf16.size() { Element::Bf16 } else { Element::F32 }
     }
 }
 

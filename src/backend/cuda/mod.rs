@@ -49,6 +49,7 @@ mod optimizer;
 mod pairs;
 mod pinned;
 mod pool;
+mod product;
 pub mod program;
 mod regression;
 mod rotary;
@@ -58,6 +59,7 @@ mod streams;
 mod sums;
 mod swiglu;
 mod toolkit;
+mod tuning;
 mod window;
 
 use std::ops::Range;
@@ -67,7 +69,9 @@ use cudarc::driver::{CudaStream, result};
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
 
-use super::{Backend, ComputeOrderedCopies, Event, Kernels, Launch, Ledger, MemoryKind, Profile, Reach, Work};
+use super::{
+    Backend, ComputeOrderedCopies, Event, Kernels, Launch, Ledger, MemoryKind, ProductAlgorithms, Profile, Reach, Work,
+};
 use crate::error::Result;
 use journal::Journal;
 use libraries::check;
@@ -363,6 +367,10 @@ impl Backend for Cuda {
 
     fn row_stride(columns: usize) -> usize {
         columns.next_multiple_of(matmul::ROW)
+    }
+
+    fn product_algorithms(&self) -> Option<&dyn ProductAlgorithms> {
+        Some(self)
     }
 
     fn trim(&self) {

@@ -61,6 +61,11 @@ functions! {
             lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatmulPreference_t, c_int,
             *mut lt::cublasLtMatmulHeuristicResult_t, *mut c_int
         ) -> lt::cublasStatus_t;
+        check_algorithm = c"cublasLtMatmulAlgoCheck"(
+            lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t,
+            lt::cublasLtMatrixLayout_t, lt::cublasLtMatrixLayout_t, *const lt::cublasLtMatmulAlgo_t,
+            *mut lt::cublasLtMatmulHeuristicResult_t
+        ) -> lt::cublasStatus_t;
         matmul = c"cublasLtMatmul"(
             lt::cublasLtHandle_t, lt::cublasLtMatmulDesc_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t,
             *const c_void, lt::cublasLtMatrixLayout_t, *const c_void, *const c_void, lt::cublasLtMatrixLayout_t,

@@ -11,7 +11,7 @@ use crate::comm::{self, Comm, Group};
 use crate::config::{ModelKind, Parallel, Plan};
 use crate::data::{Mix, TrainedOn};
 use crate::engine::feed::{self, Feed};
-use crate::engine::{Splits, engine, memory, plan};
+use crate::engine::{Splits, engine, memory, plan, time_products};
 use crate::error::{Error, Result};
 use crate::evaluate::Evaluator;
 use crate::parallel::PipelineSchedule;
@@ -127,6 +127,8 @@ impl<'h, B: Kernels> Run<'h, B> {
         let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
         world.agree(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
         let branched = branched.is_some();
+        let products = time_products(&world, &plan, &mut engine, &directory.matmuls_path())?;
+        world.agree(products.found.map_or(Ok(()), |found| directory.write_matmuls(&found)))?;
         let epoch_loss = validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
         let open = || Records::open(directory, &plan, progress.step, exchange.found, epoch_loss);
         let records = root.then(open);
@@ -147,6 +149,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 path: comm.device_path().filter(|_| world.size() > 1),
                 why_path: comm.why_path(),
                 collectives: exchange.told,
+                products: products.told,
                 directory: directory.path(),
                 parameters: engine.model.sharded.parameters(),
                 train: (train.samples(), train.tokens()),
