@@ -164,16 +164,14 @@ mod tests {
             let chunks = chunks(operation, 20, 12, &levels);
             chunks.iter().map(|shares| levels[level].of(levels[level].mine, shares)).collect::<Vec<_>>()
         };
-        assert_eq!(
-            [0, 3].map(|rank| ranges(rank, Operation::AllReduce, 0)),
-            [[vec![0..6], vec![12..16]], [vec![6..12], vec![16..20]]]
-        );
-        assert_eq!(
-            [0, 2].map(|rank| ranges(rank, Operation::AllReduce, 1)),
-            [[vec![0..3], vec![12..14]], [vec![3..6], vec![14..16]]]
-        );
-        assert_eq!(ranges(0, Operation::ReduceScatter, 0), [vec![0..3, 10..13], vec![3..5, 13..15]]);
-        assert_eq!(ranges(2, Operation::ReduceScatter, 1), [vec![10..13], vec![13..15]]);
+        let told = |rank, operation, level| {
+            let ranges = ranges(rank, operation, level).into_iter();
+            ranges.map(|chunk| chunk.iter().map(|x| format!("{x:?}")).collect::<Vec<_>>().join(" ")).collect::<Vec<_>>()
+        };
+        assert_eq!([0, 3].map(|rank| told(rank, Operation::AllReduce, 0)), [["0..6", "12..16"], ["6..12", "16..20"]]);
+        assert_eq!([0, 2].map(|rank| told(rank, Operation::AllReduce, 1)), [["0..3", "12..14"], ["3..6", "14..16"]]);
+        assert_eq!(told(0, Operation::ReduceScatter, 0), ["0..3 10..13", "3..5 13..15"]);
+        assert_eq!(told(2, Operation::ReduceScatter, 1), ["10..13", "13..15"]);
         for (words, chunk, nodes) in
             [(0, 8, &[0, 0, 0][..]), (1, 8, &[0, 0, 0]), (1000, 50, &[0; 7]), (999, 6, &[0, 0, 1, 1, 2, 2])]
         {
