@@ -25,6 +25,7 @@ enum Decides {
 fn decides(section: &str, key: &str) -> Decides {
     match (section, key) {
         ("run", "steps" | "epochs") | ("schedule", "decay") => Decides::Length,
+        ("model", "place") => Decides::Layout,
         ("run", "seed") | ("batch", "global") | ("model" | "loss" | "schedule" | "precision", _) => Decides::Curve,
         ("data", "prefetch" | "stage" | "verify") => Decides::Else,
         ("optimizer", "offload") => Decides::Layout,
@@ -128,11 +129,13 @@ mod tests {
             now.parallel.lanes = Some(8);
             now.parallel.zero = crate::parallel::Zero::Three;
             now.optimizer.offload = true;
+            now.model.place.tables = crate::config::TablesPlace::Host;
             now.checkpoint.keep = 9;
             now.data.stage = Some("/tmp".into());
         });
         assert_eq!(changes.rounding, ["parallel.lanes was left out, is 8"]);
-        assert_eq!(changes.layout, ["optimizer.offload was false, is true", "parallel.zero was 0, is 3"]);
+        let place = "model.place was { tables = \"device\" }, is { tables = \"host\" }";
+        assert_eq!(changes.layout, [place, "optimizer.offload was false, is true", "parallel.zero was 0, is 3"]);
         assert!(changes.curve.is_empty() && of_run.is_empty(), "{changes:?}");
     }
 }
