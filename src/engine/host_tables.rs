@@ -10,6 +10,7 @@
 
 use std::sync::Arc;
 
+use crate::activity::{Doing, span};
 use crate::backend::cpu::{Cpu, CpuBuf};
 use crate::backend::{Backend, ComputeOrderedCopies, Kernels, MemoryKind, Reach, Slot};
 use crate::data::Parts;
@@ -48,6 +49,7 @@ impl<B: Kernels> HostTables<B> {
     /// # Errors
     /// Out of memory, the device failed, or a gather of parameters failed.
     pub fn forward(&mut self, sharded: &mut Sharded<Cpu>, micro: &Micro<B>) -> Result<B::Buf> {
+        let _span = span(Doing::Forward, Some(&sharded.name(0).clone()));
         let rows = {
             let micro = self.micro(micro)?;
             let cx = Context { backend: &self.cpu, micro: &micro, training: None, tensor: None };
@@ -72,6 +74,7 @@ impl<B: Kernels> HostTables<B> {
         gradient: B::Buf,
         lane_end: Option<bool>,
     ) -> Result<()> {
+        let span = span(Doing::Backward, Some(&sharded.name(0).clone()));
         let gradient = self.receive(gradient)?;
         {
             let micro = self.micro(micro)?;
@@ -80,6 +83,7 @@ impl<B: Kernels> HostTables<B> {
             let none = self.cpu.alloc(MemoryKind::Activations, 0)?;
             self.block.backward(&cx, params, grads, &none, vec![], gradient)?;
         }
+        drop(span);
         sharded.release();
         if let Some(last) = lane_end {
             sharded.lane_done(0, last)?;
@@ -174,4 +178,117 @@ impl<B: Kernels> Drop for HostTables<B> {
 /// Numbers of bf16 as they are.
 fn widen(from: &[u16], to: &mut [f32]) {
     to.iter_mut().zip(from).for_each(|(to, bits)| *to = f32::from_bits(u32::from(*bits) << 16));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::Progress;
+    use crate::comm::Comm;
+    use crate::config::{Facts, Plan, Sources, load, resolve};
+    use crate::data::Batch;
+    use crate::engine::{advance, engine, feed, on_threads};
+    use crate::parallel::ControlFlags;
+
+    const TABLES: &str = "{kind='embedding_tables', ids=[5, 3, 9], width=4";
+    const BEHIND: &str = "{kind='dot_interaction'}, {kind='dense', units=3}, {kind='tanh'}, {kind='dense', units=1}";
+
+    fn plan(ranks: usize, settings: &[&str]) -> Plan {
+        let common = "model.kind=layers loss.kind=mse precision.compute=f32 batch.global=16 run.steps=3 schedule.warmup=0 \
+                      parallel.lanes=4 optimizer.lr=0.05 optimizer.ema=0.5 comm.algorithm=tree";
+        let overrides: Vec<String> = common.split(' ').chain(settings.iter().copied()).map(String::from).collect();
+        let (config, _) = load(&Sources { overrides: &overrides, ..Sources::default() }).unwrap();
+        resolve(config, &Facts { ranks, threads: 1, vocabulary: None, on_gpu: true }).unwrap()
+    }
+
+    /// Parameters and state of every tensor after three steps, by name, buffer and place; and the loss of each step.
+    type Outcome = (Vec<(String, usize, usize, Vec<u32>)>, Vec<u64>);
+
+    fn outcome(ranks: usize, settings: &[&str]) -> Outcome {
+        let plan = plan(ranks, settings);
+        let rank = |comm: &Comm<Cpu>| {
+            let backend = Cpu::new(1);
+            let (mut engine, _) = engine(comm, &plan, backend.clone(), None)?;
+            let (stage, sizes) = (engine.model.sharded.stage().clone(), plan.samples.sizes(1));
+            let (mut progress, mut losses) = (Progress::default(), vec![]);
+            let lanes = plan.lanes_of(engine.model.sharded.data().rank())[0].clone();
+            for step in 0..3 {
+                let mut samples = (lanes.start as u64 * plan.lane_samples..).step_by(plan.micro as usize);
+                let next = || {
+                    let first = samples.next().unwrap_or_default();
+                    let of = first..first + plan.micro;
+                    let number = |i: u64| (i * 2_654_435_761 + step * 97) % 1009;
+                    let ids = of.clone().flat_map(|i| [number(i) % 5, 5 + number(i + 50) % 3, 8 + number(i + 90) % 9]);
+                    let features = of.clone().flat_map(|i| (0..sizes.features as u64).map(move |k| i * 7 + k));
+                    let parts = Parts {
+                        ids: ids.map(|id| id as u32).collect(),
+                        features: features.map(|i| number(i) as f32 / 1009.0).collect(),
+                        values: of.clone().map(|i| (i % 3) as f32).collect(),
+                        ..Parts::default()
+                    };
+                    feed::micro(&backend, &Batch { positions: of, parts }, 1, 0, &stage)
+                };
+                let round = advance(&plan, &mut engine, next, &mut progress, ControlFlags::empty)?;
+                losses.push(round.steps[0].loss.to_bits());
+            }
+            let mut tensors = vec![];
+            for unit in engine.model.sharded.owned()? {
+                for (part, values) in std::iter::once(unit.params).chain(unit.state).enumerate() {
+                    let mut host = vec![0.0; unit.range.len()];
+                    values.read(&mut host)?;
+                    for piece in unit.layout.pieces(unit.range.clone()) {
+                        let bits = host[piece.of_owned.clone()].iter().map(|x| x.to_bits()).collect();
+                        tensors.push((piece.tensor.name.clone(), part, piece.of_tensor.start, bits));
+                    }
+                }
+            }
+            Ok((tensors, losses))
+        };
+        let told = on_threads(ranks, rank).unwrap();
+        let losses = told[0].1.clone();
+        let mut all = std::collections::BTreeMap::<(String, usize), Vec<(usize, Vec<u32>)>>::new();
+        for (name, part, start, bits) in told.into_iter().flat_map(|(tensors, _)| tensors) {
+            all.entry((name, part)).or_default().push((start, bits));
+        }
+        let whole = |((name, part), mut pieces): ((String, usize), Vec<(usize, Vec<u32>)>)| {
+            pieces.sort();
+            (name, part, 0, pieces.into_iter().flat_map(|(_, bits)| bits).collect())
+        };
+        (all.into_iter().map(whole).collect(), losses)
+    }
+
+    /// Two hosts, one of which stands for a device, add in the same order.
+    #[test]
+    fn a_host_has_the_bits_of_its_device() {
+        let numbers =
+            format!("model.layers=[{TABLES}, dense=[{{kind='dense', units=4}}, {{kind='relu'}}]}}, {BEHIND}]");
+        let without = format!("model.layers=[{TABLES}}}, {BEHIND}]");
+        for (layers, input, clip) in [
+            (&without, "model.input=[0]", "optimizer.grad_clip=0.01"),
+            // Beside numbers the tables are a unit of their own, and the norm has other last bits.
+            (&numbers, "model.input=[2]", "optimizer.grad_clip=0"),
+        ] {
+            let network = [layers.as_str(), input, clip];
+            let here = outcome(1, &network);
+            assert_eq!(here.0.iter().filter(|(name, ..)| name.contains(".tables.")).count(), 3 * 4);
+            for (ranks, layout) in [
+                (1, &["batch.micro=2"][..]),
+                (1, &["batch.micro=4", "parallel.recompute=true"]),
+                (2, &["parallel.zero=0"]),
+                (2, &["parallel.zero=1"]),
+                (4, &["parallel.zero=2"]),
+                (4, &["parallel.zero=3", "batch.micro=1"]),
+                (4, &["parallel.zero=3", "parallel.shard=2", "parallel.prefetch=0"]),
+            ] {
+                let micro = layout.iter().copied().filter(|setting| setting.starts_with("batch."));
+                let want = match micro.collect::<Vec<_>>()[..] {
+                    [] => here.clone(),
+                    [micro] => outcome(1, &[&network[..], &[micro]].concat()),
+                    _ => unreachable!("one size of micro-batches"),
+                };
+                let got = outcome(ranks, &[&network[..], layout, &["model.place.tables=host"]].concat());
+                assert!(got == want, "{layers} on {ranks} ranks with {layout:?}: {:?} and {:?}", got.1, want.1);
+            }
+        }
+    }
 }

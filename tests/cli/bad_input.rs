@@ -882,6 +882,7 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(Simulate(3), 1, &["servers.staleness='some'"], &["\"some\" is neither a number of steps nor \"none\""]);
     refuse(Simulate(3), 1, &["parallel.zero=1"], &["parallel.zero = 1, but servers hold the parameters"]);
     refuse(Simulate(3), 1, &["parallel.storage=central"], &["parallel.storage = central, but servers"]);
+    refuse(Simulate(3), 1, &["model.place.tables=host"], &["model.place.tables = host is set, but servers"]);
     refuse(Spawn(3), 1, &["parallel.pipeline=2"], &["parallel.pipeline is set, but servers"]);
     refuse(Simulate(3), 1, &["optimizer.kind=lamb", "servers.staleness=2"], &["norms of whole matrices"]);
     let traced = Run::new(Simulate(3), root.path(), "traced", &[]);
