@@ -104,6 +104,8 @@ fn settings() {
         ("comm.path=straight", ONE, &["unknown value `straight`", "staged"]),
         ("comm.path=direct", ALL, &["comm.path = direct is for GPUs", "hint: leave it out"]),
         ("comm.path=nccl", ALL, &["comm.path = nccl is for GPUs", "hint: leave it out"]),
+        ("model.place.tables=disk", ONE, &["unknown value `disk`", "it can be device, host"]),
+        ("model.place.tables=host", ALL, &["model.place.tables = host is for GPUs", "hint: leave it out"]),
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
         ("model.dropout=1.5", ONE, &["model.dropout = 1.5 is out of range"]),
