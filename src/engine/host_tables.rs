@@ -201,8 +201,8 @@ mod tests {
         resolve(config, &Facts { ranks, threads: 1, vocabulary: None, on_gpu: true }).unwrap()
     }
 
-    /// Parameters and state of every tensor after three steps, by name, buffer and place; and the loss of each step.
-    type Outcome = (Vec<(String, usize, usize, Vec<u32>)>, Vec<u64>);
+    /// Parameters and state of every tensor after three steps, by name and buffer; and the loss of each step.
+    type Outcome = (Vec<(String, usize, Vec<u32>)>, Vec<u64>);
 
     fn outcome(ranks: usize, settings: &[&str]) -> Outcome {
         let plan = plan(ranks, settings);
@@ -250,11 +250,12 @@ mod tests {
         for (name, part, start, bits) in told.into_iter().flat_map(|(tensors, _)| tensors) {
             all.entry((name, part)).or_default().push((start, bits));
         }
-        let whole = |((name, part), mut pieces): ((String, usize), Vec<(usize, Vec<u32>)>)| {
+        let mut tensors = vec![];
+        for ((name, part), mut pieces) in all {
             pieces.sort();
-            (name, part, 0, pieces.into_iter().flat_map(|(_, bits)| bits).collect())
-        };
-        (all.into_iter().map(whole).collect(), losses)
+            tensors.push((name, part, pieces.into_iter().flat_map(|(_, bits)| bits).collect()));
+        }
+        (tensors, losses)
     }
 
     /// Two hosts, one of which stands for a device, add in the same order.

@@ -6,6 +6,9 @@ use crate::parallel::{Life, MemoryTimeline, Stage, When};
 /// Bytes of an f32, and of an id.
 const WORD: usize = size_of::<f32>();
 
+/// The host's buffers take whole cache lines, of so many words.
+const LINE: usize = 16;
+
 /// The tables of a plan, and what the host needs for them.
 pub struct Tables<'a> {
     plan: &'a Plan,
@@ -35,10 +38,11 @@ impl<'a> Tables<'a> {
             let ids = samples as usize * plan.samples.sizes(plan.network.context()).ids;
             (ids, samples as usize * plan.network.context() * rows)
         };
+        let in_lines = |words: usize| words.next_multiple_of(LINE);
         let (trained, evaluated) = (of_samples(plan.micro), of_samples(plan.config.eval.batch));
         let at_work = |when: When, (ids, rows): (usize, usize)| match when {
             When::After(_) | When::BackwardWeight(_) => 0,
-            When::Forward(_) | When::Backward(_) | When::BackwardInput(_) => ids + rows,
+            When::Forward(_) | When::Backward(_) | When::BackwardInput(_) => in_lines(ids) + in_lines(rows),
         };
         let training = timeline.step().into_iter().map(|moment| (moment, trained));
         let moments = training.chain(timeline.forward().into_iter().map(|moment| (moment, evaluated)));
