@@ -7,6 +7,7 @@ mod epochs;
 mod every;
 mod layout;
 mod load;
+mod place;
 mod range;
 mod raw;
 mod resolve;

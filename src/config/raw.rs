@@ -131,6 +131,15 @@ sections! {
         dropout: f32 = 0.0,
         /// Name of a network of a program's own, which that program alone can build.
         own: Option<OwnNetwork> = None,
+        /// `[model.place]`, for GPUs: `tables` (`host`: the embedding tables of the first layer, their gradients and their optimizer
+        /// state are in the memory of the host, which looks rows up and updates them; `device`).
+        place: Place = Place::default(),
+    }
+
+    /// `[model.place]`
+    Place {
+        /// The embedding tables of the first layer.
+        tables: TablesPlace = TablesPlace::Device,
     }
 
     /// `[loss]`
@@ -467,7 +476,8 @@ impl Config {
     /// Whether it asks for something that only GPUs can do.
     pub fn needs_gpu(&self) -> bool {
         let Parallel { offload_activations, offload_shards, .. } = self.parallel;
-        self.precision.compute.needs_gpu() || self.optimizer.offload || offload_activations || offload_shards
+        let offloads = self.optimizer.offload || offload_activations || offload_shards;
+        self.precision.compute.needs_gpu() || offloads || self.model.place.tables == TablesPlace::Host
     }
 }
 
@@ -491,6 +501,16 @@ pub enum ModelKind {
     Llama,
     /// Layers, one after the other.
     Layers,
+}
+
+/// Memory of embedding tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum TablesPlace {
+    /// That of the device that computes.
+    Device,
+    /// The host's, which also looks rows up and updates them.
+    Host,
 }
 
 /// Number of blocks, or list of layers.

@@ -5,9 +5,11 @@ use std::ops::Range;
 use super::bounds;
 use super::epochs;
 use super::layout::{averaging, batch, lanes, logit_rows, mesh, stages, tensor_lanes};
+use super::place::placed;
 use super::range::out_of_range;
 use super::{
     Compute, Config, LayerList, LayoutChoice, LossKind, Model, ModelKind, Optimizer, OptimizerKind, Parallel, Scaling,
+    TablesPlace,
 };
 use crate::backend::cpu::Cpu;
 use crate::backend::{Deviation, Elementwise, Kernels};
@@ -142,7 +144,16 @@ impl Plan {
     /// Stage `index` of the pipeline, of a network whose blocks have these loans. With one stage it may be another network
     /// than the plan's.
     pub fn stage(&self, index: usize, loans: &[Option<Loan>]) -> Stage {
-        if self.mesh.pipeline == 1 { Stage::whole(loans) } else { Stage::new(&self.stages, index, loans) }
+        match self.mesh.pipeline {
+            1 if self.has_tables_on_host() => Stage::behind_tables(loans),
+            1 => Stage::whole(loans),
+            _ => Stage::new(&self.stages, index, loans),
+        }
+    }
+
+    /// Whether the first block is tables that the host keeps.
+    pub fn has_tables_on_host(&self) -> bool {
+        self.config.model.place.tables == TablesPlace::Host
     }
 
     /// The slices of blocks that rank `rank` of the run has.
@@ -155,6 +166,11 @@ impl Plan {
     pub fn residency(&self) -> Residency {
         let Parallel { prefetch, zero, offload_shards, .. } = self.config.parallel;
         Residency { ahead: prefetch, on_host: offload_shards, ..zero.residency() }.over(self.mesh.shard)
+    }
+
+    /// The same of tables that the host has.
+    pub fn host_residency(&self) -> Residency {
+        Residency { on_host: false, ..self.residency() }.over(self.mesh.shard)
     }
 
     /// Tokens in the part of a global batch whose mean is a gradient: all, or where replicas train apart, those of one.
@@ -193,6 +209,7 @@ pub fn resolve(mut config: Config, facts: &Facts) -> Result<Plan> {
     let threads = config.run.threads.unwrap_or(facts.threads);
     let network = network(&mut config.model, facts.vocabulary)?;
     let tensor_lanes = tensor_lanes(&config.parallel, &network)?;
+    let network = placed(&config, network, &mesh, tensor_lanes, facts.on_gpu)?;
     let stages = stages(&config.parallel, &network)?;
     // Replicas that train apart share no statistics.
     let (lanes_together, ranks_together) = match averaging {

@@ -4,15 +4,16 @@ use std::path::Path;
 
 use super::collectives::{self, Exchange};
 use super::host_inputs::HostInputs;
+use super::host_tables::HostTables;
 use super::model::Model;
 use super::step::{Engine, Geometry};
 use crate::backend::Kernels;
 use crate::backend::cpu::Cpu;
-use crate::comm::Comm;
+use crate::comm::{Algorithm, Comm, Group, Table};
 use crate::config::Plan;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::nn::{Blocks, loans};
-use crate::parallel::{Lanes, Sharded, Updates};
+use crate::parallel::{Groups, Lanes, Sharded, Stage, Updates};
 
 /// The network on its mesh. Collective over the world. `choices` is the file in which a measurement of collectives may
 /// be kept.
@@ -25,15 +26,73 @@ pub fn engine<B: Kernels>(
     backend: B,
     choices: Option<&Path>,
 ) -> Result<(Engine<B>, Exchange)> {
-    engine_of(comm, plan, plan.network.sliced(&plan.slices(comm.rank())), backend, choices)
+    let blocks = plan.network.sliced(&plan.slices(comm.rank()));
+    let (mut engine, exchange) = build(comm, plan, blocks, backend, choices)?;
+    if plan.has_tables_on_host() {
+        engine.model = behind_tables(comm, plan, engine.model, true)?;
+    }
+    Ok((engine, exchange))
+}
+
+/// `model`, whose first block the host computes. If it `trains`, its tables have their first values, and an optimizer; else they are
+/// zero, to be restored. Collective over the world of `comm`.
+///
+/// # Errors
+/// Out of memory, or a message between ranks failed.
+pub fn behind_tables<B: Kernels>(comm: &Comm<B>, plan: &Plan, model: Model<B>, trains: bool) -> Result<Model<B>> {
+    let cpu = Cpu::profiled(plan.threads, model.backend.profile().clone());
+    let groups = Groups::split(&comm.on::<Cpu>(), &plan.mesh, false)?;
+    // None is measured for the host: unless one is given, and can be had there, they add as trees do.
+    let table = |group: &Group<Cpu>| {
+        let given = plan.config.comm.algorithm.fixed();
+        let fits = |algorithm: &Algorithm| group.algorithms(false).contains(algorithm);
+        Table::always(given.filter(fits).unwrap_or(Algorithm::Tree))
+    };
+    let (of_shards, of_replicas) = (table(&groups.shard), table(&groups.replica));
+    let groups = groups.choosing(of_shards, of_replicas);
+    let lanes = Lanes { total: plan.lanes, ranks: groups.data.size(), rank: groups.data.rank() };
+    let slices = plan.slices(comm.rank());
+    let mut blocks: Blocks<Cpu> = plan.network.sliced(&slices);
+    let stage = Stage::of_tables(&loans(&blocks));
+    let (keep, seed) = (plan.host_residency(), trains.then_some(plan.config.run.seed));
+    let updates = trains.then(|| updates(plan, None));
+    let tables = Sharded::new(cpu.clone(), groups, keep, lanes, updates, &blocks, &slices, stage, seed)?;
+    let block = HostTables::new(&model.backend, cpu, blocks.swap_remove(0))?;
+    Ok(model.with_tables(block, tables))
+}
+
+/// The updates of a plan; `host` as [`Updates`] has it.
+fn updates(plan: &Plan, host: Option<Cpu>) -> Updates {
+    Updates {
+        rule: plan.rule,
+        groups: plan.config.optimizer.groups.clone(),
+        average: plan.average,
+        averaging: plan.averaging,
+        storage: plan.config.parallel.storage,
+        audit_every: plan.config.run.audit_every,
+        host,
+    }
 }
 
 /// As [`engine`], of other blocks than those of the plan's network, made for the same [slices](Plan::slices): they take the same samples and give outputs of the same
 /// width.
 ///
 /// # Errors
-/// As [`engine`].
+/// As [`engine`], or the plan has tables on the host, which are those of its own network.
 pub fn engine_of<B: Kernels>(
+    comm: &Comm<B>,
+    plan: &Plan,
+    blocks: Blocks<B>,
+    backend: B,
+    choices: Option<&Path>,
+) -> Result<(Engine<B>, Exchange)> {
+    if plan.has_tables_on_host() {
+        return Err(Error::input("model.place.tables = host, but the blocks are a program's own").hint("leave it out"));
+    }
+    build(comm, plan, blocks, backend, choices)
+}
+
+fn build<B: Kernels>(
     comm: &Comm<B>,
     plan: &Plan,
     blocks: Blocks<B>,
@@ -47,16 +106,7 @@ pub fn engine_of<B: Kernels>(
     let lanes = Lanes { total: plan.lanes, ranks: data.size(), rank: data.rank() };
     let (keep, seed) = (plan.residency(), plan.config.run.seed);
     let host = plan.config.optimizer.offload.then(|| Cpu::profiled(plan.threads, backend.profile().clone()));
-    let groups_of = plan.config.optimizer.groups.clone();
-    let updates = Updates {
-        rule: plan.rule,
-        groups: groups_of,
-        average: plan.average,
-        averaging: plan.averaging,
-        storage: plan.config.parallel.storage,
-        audit_every: plan.config.run.audit_every,
-        host,
-    };
+    let updates = updates(plan, host);
     let slices = plan.slices(comm.rank());
     let sharded =
         Sharded::new(backend.clone(), groups, keep, lanes, Some(updates), &blocks, &slices, stage, Some(seed))?;

@@ -232,8 +232,8 @@ pub fn vocabulary(config: &Config) -> Result<usize> {
     open(config).map(|(train, _)| train.vocabulary())
 }
 
-/// A batch on the device, of samples of `time` predictions: inputs in the first stage of a pipeline, targets in the last.
-/// `base` is the position of the global batch's first sample.
+/// A batch on the device, of samples of `time` predictions: inputs in the first stage of a pipeline, targets in the last; but ids
+/// on the host where that has their tables. `base` is the position of the global batch's first sample.
 ///
 /// # Errors
 /// The device is out of memory.
@@ -245,8 +245,10 @@ pub fn micro<B: Backend>(backend: &B, batch: &Batch, time: usize, base: u64, sta
     if !stage.is_last() {
         (parts.classes, parts.values, parts.weights) = (&[], &[], &[]);
     }
+    let host_ids = if stage.takes_rows() { std::mem::take(&mut parts.ids).to_vec() } else { Vec::new() };
     let samples = (batch.positions.end - batch.positions.start) as usize;
-    Micro::upload(backend, parts, samples, time, batch.positions.start - base)
+    let micro = Micro::upload(backend, parts, samples, time, batch.positions.start - base)?;
+    Ok(Micro { host_ids, ..micro })
 }
 
 /// A step must not see a sample twice.

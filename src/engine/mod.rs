@@ -5,6 +5,7 @@ mod build;
 mod collectives;
 pub mod feed;
 mod host_inputs;
+mod host_tables;
 mod local;
 pub mod memory;
 mod model;
@@ -19,6 +20,7 @@ mod step;
 
 pub(crate) use advance::clip;
 pub use advance::{Round, StepResult, advance};
+pub(crate) use build::behind_tables;
 pub use build::{engine, engine_of};
 pub use collectives::Exchange;
 pub(crate) use feed::check_size;

@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
+use super::host_tables::HostTables;
 use super::neighbours::Neighbours;
 use super::pieces::{Piece, pieces};
+use crate::backend::cpu::Cpu;
 use crate::backend::{Kernels, MemoryKind};
 use crate::error::{Error, Result};
 use crate::nn::loss::Objective;
@@ -22,6 +24,8 @@ pub struct Model<B: Kernels> {
     pub sharded: Sharded<B>,
     /// Whether every block of the network, of all stages, continues sequences.
     continues: bool,
+    /// The network's first block, if the host computes it.
+    pub(super) tables: Option<HostTables<B>>,
     /// Rows of the last block that are computed at once; 0 are all.
     pub(super) rows_at_once: usize,
     pub(super) neighbours: Neighbours<B>,
@@ -37,7 +41,21 @@ impl<B: Kernels> Model<B> {
         let objective = objective.of_output(&blocks);
         blocks.truncate(units.end);
         blocks.drain(..units.start);
-        Self { backend, blocks, objective, sharded, continues, rows_at_once: 0, neighbours }
+        Self { backend, blocks, objective, sharded, continues, tables: None, rows_at_once: 0, neighbours }
+    }
+
+    /// The same behind tables that the host has, and their parameters.
+    #[must_use]
+    pub(super) fn with_tables(self, tables: HostTables<B>, parameters: Sharded<Cpu>) -> Self {
+        Self { tables: Some(tables), sharded: self.sharded.with_tables(parameters), ..self }
+    }
+
+    /// The input of the first block of the first stage: nothing, as it takes the data, or the rows of tables that the host has.
+    pub(super) fn input(&mut self, micro: &Micro<B>) -> Result<B::Buf> {
+        match &mut self.tables {
+            Some(tables) => tables.forward(self.sharded.tables()?, micro),
+            None => self.backend.alloc(MemoryKind::Activations, 0),
+        }
     }
 
     /// The same, which computes the last block and the loss of so many rows at a time, if it is one that works [row by
@@ -83,15 +101,15 @@ impl<B: Kernels> Model<B> {
     fn pass(&mut self, micro: &Micro<B>, mut past: Option<&mut [Past<B>]>, blocks: usize) -> Result<Option<B::Buf>> {
         self.sharded.begin_forward();
         let tensor = self.sharded.tensor().cloned();
-        let cx = Context { backend: &self.backend, micro, training: None, tensor: tensor.as_ref() };
         let mut x = match self.sharded.stage().is_first() {
-            true => self.backend.alloc(MemoryKind::Activations, 0)?,
+            true => self.input(micro)?,
             false => {
                 let about = "samples to evaluate";
                 let rows = self.sharded.slices().rows(micro.rows()).len();
                 self.neighbours.receive(&self.backend, Flow::Activations, rows, about)?.wait()?
             }
         };
+        let cx = Context { backend: &self.backend, micro, training: None, tensor: tensor.as_ref() };
         for (unit, block) in self.blocks.iter().enumerate().take(blocks) {
             let params = self.sharded.params(unit)?;
             x = match past.as_deref_mut().map(|past| past.get_mut(unit)) {

@@ -120,8 +120,7 @@ impl<B: Kernels> Engine<B> {
                     loading += asked.elapsed();
                     let x = match inputs.remove(&(Flow::Activations, k)) {
                         Some(arriving) => arriving.wait()?,
-                        // The first block takes the data.
-                        None => self.model.backend.alloc(MemoryKind::Activations, 0)?,
+                        None => self.model.input(&micro)?,
                     };
                     let (tape, mut y) = self.forward(micro, x, dropout)?;
                     if is_last {
@@ -232,8 +231,8 @@ impl<B: Kernels> Engine<B> {
         losses: &mut Vec<B::Scalar>,
     ) -> Result<B::Buf> {
         let Tape { micro, mut inputs, mut saved, mut piece } = tape;
-        let Self { model: Model { backend, blocks, objective, sharded, rows_at_once, .. }, geometry, host_inputs } =
-            self;
+        let Self { model, geometry, host_inputs } = self;
+        let Model { backend, blocks, objective, sharded, tables, rows_at_once, .. } = model;
         let (ranks, tensor) = (sharded.step_data().clone(), sharded.tensor().cloned());
         let training = Some(geometry.training(&micro, dropout, &ranks));
         let cx = Context { backend, micro: &micro, training, tensor: tensor.as_ref() };
@@ -277,7 +276,13 @@ impl<B: Kernels> Engine<B> {
                 _ => Self::block_done(sharded, unit, lane_end, sharded.stage().is_first())?,
             }
         }
-        Ok(dy)
+        match tables {
+            None => Ok(dy),
+            Some(tables) => {
+                tables.backward(sharded.tables()?, &micro, dy, lane_end)?;
+                backend.alloc(MemoryKind::Activations, 0)
+            }
+        }
     }
 
     /// An input on the device, or on its way there.

@@ -45,7 +45,9 @@ pub fn generate<B: Kernels>(
             Some(_) => &tokens[seen..],
             None => &tokens[tokens.len().saturating_sub(context)..],
         };
-        let micro = Micro::of_text(&model.backend, window, &[], window.len(), 0)?;
+        let (ids, host_ids) = if model.sharded.stage().takes_rows() { (&[][..], window) } else { (window, &[][..]) };
+        let micro = Micro::of_text(&model.backend, ids, &[], window.len(), 0)?;
+        let micro = Micro { samples: 1, host_ids: host_ids.to_vec(), ..micro };
         let rows = window.len();
         let output = match past {
             Some(past) => model.output_after(&micro, past)?,

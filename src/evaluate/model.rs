@@ -4,7 +4,7 @@ use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::Comm;
 use crate::config::{Config, Facts, Parallel, Plan, overlay, resolve};
-use crate::engine::Model;
+use crate::engine::{Model, behind_tables};
 use crate::error::Result;
 use crate::nn::loans;
 use crate::parallel::{Groups, Lanes, Sharded, Zero};
@@ -26,8 +26,8 @@ pub fn config(trained: &Config, overrides: &[String]) -> Result<Config> {
 pub fn plan(mut config: Config, ranks: usize, threads: usize, on_gpu: bool) -> Result<Plan> {
     (config.batch, config.optimizer, config.run.threads) = Default::default();
     if !on_gpu {
-        // A GPU may have trained it, or a CPU of another kind; all know f32.
-        config.precision = Default::default();
+        // A GPU may have trained it, or a CPU of another kind; all know f32, and have tables in one memory.
+        (config.precision, config.model.place) = Default::default();
     }
     // Nothing is trained: any batch that divides among the ranks will do.
     config.batch.global = ranks as u64;
@@ -46,7 +46,11 @@ pub fn build<B: Kernels>(comm: &Comm<B>, plan: &Plan, backend: B) -> Result<Mode
     let blocks = plan.network.sliced(&slices);
     let stage = plan.stage(plan.mesh.stage(comm.rank()), &loans(&blocks));
     let sharded = Sharded::new(backend.clone(), groups, plan.residency(), lanes, None, &blocks, &slices, stage, None)?;
-    Ok(Model::new(backend, blocks, plan.objective().sliced(&slices), sharded).with_logit_rows(plan.logit_rows))
+    let model = Model::new(backend, blocks, plan.objective().sliced(&slices), sharded).with_logit_rows(plan.logit_rows);
+    match plan.has_tables_on_host() {
+        true => behind_tables(comm, plan, model, false),
+        false => Ok(model),
+    }
 }
 
 /// Replaces the parameters by those of a checkpoint, or by their running average, if it has one.

@@ -45,6 +45,8 @@ pub struct Micro<B: Backend> {
     pub time: usize,
     /// Index of the first sample in the global batch: dropout masks are named by it.
     pub first: u64,
+    /// The ids, where the host has the tables that they are rows of; the device has none then.
+    pub host_ids: Vec<u32>,
 }
 
 impl<B: Backend> Micro<B> {
@@ -67,7 +69,7 @@ impl<B: Backend> Micro<B> {
             values: exact(parts.values)?,
             weights: exact(parts.weights)?,
         };
-        Ok(Self { parts, samples, time, first })
+        Ok(Self { parts, samples, time, first, host_ids: Vec::new() })
     }
 
     /// Rows `rows` alone, each as a sample of one prediction, without ids and features: for what works row by row.
@@ -95,7 +97,7 @@ impl<B: Backend> Micro<B> {
             values: numbers(values)?,
             weights: numbers(weights)?,
         };
-        Ok(Self { parts, samples: rows.len(), time: 1, first: self.first })
+        Ok(Self { parts, samples: rows.len(), time: 1, first: self.first, host_ids: Vec::new() })
     }
 
     /// A micro-batch of text: `ids` of sequences, and the `targets` to predict.

@@ -120,6 +120,26 @@ impl Network {
         blocks.iter().enumerate().map(one).collect()
     }
 
+    /// The same network, whose first block is nothing but tables that a host can keep in a device's stead; or the reason why it has
+    /// none. Names of tensors, and their values, stay.
+    ///
+    /// # Errors
+    /// The reason, to follow the name of a key.
+    pub fn with_tables_apart(&self) -> Result<Self, &'static str> {
+        match self {
+            Network::Layers(layers) => layers.with_tables_apart().map(Network::Layers).ok_or(
+                "but model.layers does not begin with embedding or embedding_tables before others with parameters",
+            ),
+            Network::Llama(llama) if llama.tied => Err("but model.tied = true multiplies by the table as well"),
+            Network::Llama(llama) if llama.dropout > 0.0 => {
+                Err("but model.dropout drops elements of its rows, rounded as the GPU has them")
+            }
+            Network::Llama(_) => Ok(self.clone()),
+            Network::Gpt(_) => Err("but the head of a GPT multiplies by the table as well"),
+            Network::Own(_) => Err("but the network is a program's own"),
+        }
+    }
+
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
         self.sliced(&Slices::whole())

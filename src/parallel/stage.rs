@@ -84,6 +84,21 @@ impl Stage {
         Self::new(std::slice::from_ref(&(0..loans.len())), 0, loans)
     }
 
+    /// The only stage of a network whose first block is tables that the host keeps: the blocks behind it.
+    pub fn behind_tables(loans: &[Option<Loan>]) -> Self {
+        Self::new(std::slice::from_ref(&(1..loans.len())), 0, loans)
+    }
+
+    /// The tables before that stage.
+    pub fn of_tables(loans: &[Option<Loan>]) -> Self {
+        Self::new(std::slice::from_ref(&(0..1)), 0, loans)
+    }
+
+    /// Whether its input is rows of tables that the host keeps, so that the ids of the data are the host's.
+    pub fn takes_rows(&self) -> bool {
+        self.is_first() && self.units.start > 0
+    }
+
     /// Whether it takes the data.
     pub fn is_first(&self) -> bool {
         self.index == 0

@@ -38,6 +38,11 @@ impl Proposal {
         self.plan.tokens_per_step() as f64 / self.time.step
     }
 
+    /// Whether its step takes longer than its time, by work of the host.
+    pub fn takes_more(&self) -> bool {
+        self.keys.host.any() || self.plan.has_tables_on_host()
+    }
+
     /// Bytes that decide: of a GPU, or of the host.
     pub fn bytes(&self) -> usize {
         if self.memory.gpu.is_some() { self.memory.gpu() } else { self.memory.host() }
@@ -233,6 +238,9 @@ fn reasons(
         first += &format!(" The next with other axes, {}, takes {slower:.0} % longer.", other.keys);
     }
     sentences.push(first);
+    if best.plan.has_tables_on_host() {
+        sentences.push("The sums and the updates of the tables on the host are in none of these times.".into());
+    }
     if proposals.iter().any(|one| one.keys.host.any()) {
         sentences.push(
             "Layouts with something on the host come after all that fit without: the time of the copies, and of updates there, \

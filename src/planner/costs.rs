@@ -118,7 +118,9 @@ pub fn step_times(plan: &Plan, rates: &impl Rates, per_node: usize, on_host: boo
             let nodes = if ends[0] == ends[1] { 1 } else { 2 };
             rates.message(Span { ranks: 2, nodes }, slices.own(next.input_per_row()) * rows * size)
         });
-        let micro = if stage.is_last() { of_micro } else { 0.0 };
+        // Rows of tables on the host come before all, and their gradient goes there after all: nothing hides either.
+        let of_rows = if stage.takes_rows() { passes[0].forward + passes[0].backward } else { 0.0 };
+        let micro = of_rows + if stage.is_last() { of_micro } else { 0.0 };
         stages.push(StageTimes { stage, units, micro, message });
     }
     let world = Span { ranks: mesh.ranks(), nodes: mesh.ranks().div_ceil(per_node.max(1)) };

@@ -151,9 +151,9 @@ impl Report<'_> {
             }
             seen.push(&one.keys);
             let share = |part: f64| format!("{:.0} %", 100.0 * part);
-            // The copies take more.
-            let (more, less) = if one.keys.host.any() { ("> ", "< ") } else { ("", "") };
-            let memory = match one.keys.host.any() {
+            // The host's work takes more.
+            let (more, less) = if one.takes_more() { ("> ", "< ") } else { ("", "") };
+            let memory = match one.takes_more() {
                 true => format!("{}, host {}", readable(one.bytes()), readable(one.memory.host())),
                 false => readable(one.bytes()),
             };

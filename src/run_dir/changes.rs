@@ -25,6 +25,7 @@ enum Decides {
 fn decides(section: &str, key: &str) -> Decides {
     match (section, key) {
         ("run", "steps" | "epochs") | ("schedule", "decay") => Decides::Length,
+        ("model", "place") => Decides::Layout,
         ("run", "seed") | ("batch", "global") | ("model" | "loss" | "schedule" | "precision", _) => Decides::Curve,
         ("data", "prefetch" | "stage" | "verify") => Decides::Else,
         ("optimizer", "offload") => Decides::Layout,
@@ -131,12 +132,14 @@ mod tests {
             now.device.ranks_per_gpu = 2;
             now.parallel.zero = crate::parallel::Zero::Three;
             now.optimizer.offload = true;
+            now.model.place.tables = crate::config::TablesPlace::Host;
             now.checkpoint.keep = 9;
             now.data.stage = Some("/tmp".into());
         });
         let matmul = "device.matmul was \"heuristic\", is \"timed\"";
         assert_eq!(changes.rounding, [matmul, "parallel.lanes was left out, is 8"]);
-        assert_eq!(changes.layout, ["optimizer.offload was false, is true", "parallel.zero was 0, is 3"]);
+        let place = "model.place was { tables = \"device\" }, is { tables = \"host\" }";
+        assert_eq!(changes.layout, [place, "optimizer.offload was false, is true", "parallel.zero was 0, is 3"]);
         assert!(changes.curve.is_empty() && of_run.is_empty(), "{changes:?}");
     }
 }

@@ -177,6 +177,7 @@ fn check(config: &Config) -> Result<()> {
         ("parallel.average_every", average),
         ("parallel.layout = auto", parallel.layout == crate::config::LayoutChoice::Auto),
         ("optimizer.offload", config.optimizer.offload),
+        ("model.place.tables = host", config.model.place.tables == crate::config::TablesPlace::Host),
         ("parallel.offload_shards", parallel.offload_shards),
         ("parallel.offload_activations", parallel.offload_activations),
         ("log.histograms", config.log.histograms > 0),

@@ -156,7 +156,7 @@ fn visit<B: Kernels>(sharded: &mut Sharded<B>, mut show: impl FnMut(usize, usize
     let parts = 1 + sharded.state_names().len();
     let mut host = Vec::new();
     // Entries of earlier stages come before.
-    let before = &sharded.layouts()[..sharded.stage().units.start];
+    let before = &sharded.layouts()[..sharded.first_unit()];
     let mut first = parts * before.iter().map(|unit| unit.tensors.len()).sum::<usize>();
     for unit in sharded.owned()? {
         host.resize(unit.range.len(), 0.0);

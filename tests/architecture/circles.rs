@@ -10,7 +10,7 @@ use syn::{Attribute, ItemMod, ItemUse, UseTree, Visibility};
 const MEANT: [(&str, usize, &str); 4] = [
     ("checkpoint/huggingface/architecture.rs", 3, "a registry and its entries"),
     ("doctor/mod.rs", 7, "the folder's root has the findings; probes list the checks, which ask probes"),
-    ("nn/layers/op.rs", 14, "a registry and its entries, sequences among them"),
+    ("nn/layers/op.rs", 15, "a registry and its entries, sequences among them"),
     ("nn/network.rs", 3, "networks by layers are one of the families, and may hold the others' parts"),
 ];
 

@@ -104,6 +104,8 @@ fn settings() {
         ("comm.path=straight", ONE, &["unknown value `straight`", "staged"]),
         ("comm.path=direct", ALL, &["comm.path = direct is for GPUs", "hint: leave it out"]),
         ("comm.path=nccl", ALL, &["comm.path = nccl is for GPUs", "hint: leave it out"]),
+        ("model.place.tables=disk", ONE, &["unknown value `disk`", "it can be device, host"]),
+        ("model.place.tables=host", ALL, &["model.place.tables = host is for GPUs", "hint: leave it out"]),
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
         ("model.dropout=1.5", ONE, &["model.dropout = 1.5 is out of range"]),
@@ -882,6 +884,7 @@ fn servers_and_their_settings_must_be_possible() {
     refuse(Simulate(3), 1, &["servers.staleness='some'"], &["\"some\" is neither a number of steps nor \"none\""]);
     refuse(Simulate(3), 1, &["parallel.zero=1"], &["parallel.zero = 1, but servers hold the parameters"]);
     refuse(Simulate(3), 1, &["parallel.storage=central"], &["parallel.storage = central, but servers"]);
+    refuse(Simulate(3), 1, &["model.place.tables=host"], &["model.place.tables = host is set, but servers"]);
     refuse(Spawn(3), 1, &["parallel.pipeline=2"], &["parallel.pipeline is set, but servers"]);
     refuse(Simulate(3), 1, &["device.matmul=timed"], &["device.matmul = timed is set, but servers"]);
     refuse(Simulate(3), 1, &["optimizer.kind=lamb", "servers.staleness=2"], &["norms of whole matrices"]);

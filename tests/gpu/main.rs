@@ -8,6 +8,7 @@ mod memory;
 mod nvrtc;
 mod offload;
 mod paths;
+mod place;
 mod products;
 mod sums;
 mod threads;

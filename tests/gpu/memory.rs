@@ -58,11 +58,12 @@ const LARGEST: f64 = 1.71;
 #[test]
 fn the_banner_promises_what_a_run_takes_of_a_gpu() {
     let in_pieces = [PADDED, PADDED_SLICES].map(|settings| format!("{settings} parallel.logit_rows=512"));
-    let layouts: [(Transport, &str); 20] = [
+    let layouts: [(Transport, &str); 22] = [
         (Alone, "parallel.zero=0"),
         (Alone, "parallel.zero=0 optimizer.offload=true"),
         (Alone, "parallel.recompute=true"),
         (Alone, "parallel.recompute=true parallel.offload_activations=true"),
+        (Alone, "model.kind=llama model.place.tables=host"),
         (Alone, "parallel.lanes=2 batch.micro=1"),
         (Alone, "precision.compute=f32 optimizer.offload=true model.dropout=0.1"),
         (Alone, "eval.batch=24 eval.samples=24"),
@@ -75,6 +76,7 @@ fn the_banner_promises_what_a_run_takes_of_a_gpu() {
         (Mpirun(2), "parallel.zero=3"),
         (Mpirun(2), "parallel.pipeline=2 batch.micro=1 parallel.recompute=true parallel.offload_activations=true"),
         (Mpirun(2), "parallel.zero=3 optimizer.offload=true"),
+        (Mpirun(2), "parallel.zero=3 model.kind=llama model.vocabulary=2000 model.place.tables=host"),
         (Alone, "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true batch.micro=4"),
         (Mpirun(2), "parallel.zero=3 optimizer.offload=true parallel.offload_shards=true"),
         (Mpirun(2), "parallel.zero=3 precision.compute=f32"),

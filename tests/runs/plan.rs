@@ -134,6 +134,16 @@ fn what_has_no_room_on_a_gpu_is_proposed_for_its_host() {
     let text = plan(&[]).succeeded().stdout;
     assert!(text.contains("one rank, optimizer on the host, micro 1") && text.contains(", host "), "{text}");
     assert!(text.contains("  > ") && text.contains("the time of the copies"), "{text}");
+    // Tables on the host: the layouts that they go with, and the memory of both.
+    let tables = ["model.kind=llama", "model.layers=1", "model.vocabulary=20000", "model.place.tables=host"];
+    let tables: Vec<&str> = tables.iter().flat_map(|setting| ["--set", setting]).collect();
+    let ended = plan(&[&tables[..], &["--json"]].concat()).succeeded();
+    let told: Value = serde_json::from_str(&ended.stdout).unwrap();
+    let best = &told["layouts"][0];
+    // Parameters, gradients and moments of 10 million elements.
+    assert!(best["host_bytes"].as_u64().unwrap() > 10_240_000 * 16, "{best}");
+    let text = plan(&tables).succeeded().stdout;
+    assert!(text.contains("  > ") && text.contains("the tables on the host are in none of these times"), "{text}");
     let ended = plan(&["--set", "optimizer.offload=false"]);
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("no layout fits: of 1 ranks the smallest needs "), "{ended}");

@@ -1,5 +1,6 @@
 //! Memory estimate of a rank, computed before anything is allocated.
 
+use super::tables::Tables;
 use crate::backend::{Backend, Kernels, MemoryKind};
 use crate::comm::{Comm, DevicePath};
 use crate::config::Plan;
@@ -83,6 +84,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
         let block = &blocks[unit];
         UnitLayout::sliced(block.name(), block.tensors(), plan.lanes, &slices).padded
     };
+    let tables = stage.takes_rows().then(|| Tables::of(plan, of_unit(0), blocks[1].input_per_row()));
     let slots: Vec<usize> = stage.slots().map(of_unit).collect();
     let padded = &slots[..stage.units.len()];
     let next = blocks.get(stage.units.end).map(|block| slices.own(block.input_per_row()));
@@ -123,7 +125,7 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
         // A table of tokens is multiplied by the head only, if that borrows it.
         let is_table = |slot: usize| {
             let is_lent = stage.borrows().contains(&Some(slot));
-            plan.network.is_language() && stage.is_first() && slot == 0 && !is_lent
+            plan.network.is_language() && stage.units.start == 0 && slot == 0 && !is_lent
         };
         let multiplied = slots.iter().enumerate().filter(|(slot, _)| !is_table(*slot)).map(|(_, len)| len).sum();
         let rows = plan.micro as usize * plan.network.context();
@@ -144,22 +146,27 @@ pub fn estimate<B: Kernels>(plan: &Plan, stage: usize, held: Held) -> Estimate {
         let timeline = MemoryTimeline { stage: &stage, sizes: &slots, shards, keep, schedule };
         host[MemoryKind::Offloaded as usize] += inputs_on_host(plan, &blocks, &slices, &timeline);
     }
+    if let Some(tables) = &tables {
+        host[MemoryKind::Offloaded as usize] += tables.bytes(size, kept);
+    }
     let carrier = if messages_on_device { &mut device } else { &mut host };
     carrier[MemoryKind::Communication as usize] = messages;
     // Rows may have weights. The numbers of a device are among its activations.
     let sizes = Sizes { weights: 1, ..plan.samples.sizes(plan.network.context()) };
     let of_host = sizes.all().into_iter().sum::<usize>() * size_of::<u32>();
-    let of_device = (sizes.ids + sizes.classes) * size_of::<u32>();
+    let of_device = (if tables.is_some() { 0 } else { sizes.ids } + sizes.classes) * size_of::<u32>();
     // Read ahead, one being read, one in use.
     host[MemoryKind::Data as usize] = cache + (plan.config.data.prefetch + 2) * plan.micro as usize * of_host;
     device[MemoryKind::Data as usize] = plan.micro.max(plan.config.eval.batch) as usize * of_device;
     if plan.config.checkpoint.asynchronous {
         // Ranks divide parameters and state among themselves, copies of them too, but where they have owners.
         let copies = if plan.config.parallel.storage == Storage::Central { 1 } else { plan.mesh.replica };
-        host[MemoryKind::Checkpoint as usize] = (all / plan.mesh.shard + state) / copies * F32;
+        let of_tables = tables.as_ref().map_or(0, |tables| (1 + states) * tables.padded / plan.mesh.shard);
+        host[MemoryKind::Checkpoint as usize] = (all / plan.mesh.shard + state + of_tables) / copies * F32;
     }
     // A host copy of one unit at a time: at the start, and when a checkpoint is written through.
-    let staging = padded.iter().max().copied().unwrap_or(0) * F32;
+    let of_tables = tables.as_ref().map(|tables| &tables.padded);
+    let staging = padded.iter().chain(of_tables).max().copied().unwrap_or(0) * F32;
     let (host, gpu) = match B::ON_HOST {
         true => (std::array::from_fn(|what| host[what] + device[what]), None),
         false => (host, Some(device)),

@@ -5,6 +5,7 @@ mod check;
 mod cut;
 mod estimate;
 mod room;
+mod tables;
 
 pub use available::available;
 pub use check::{check, fit_stages, least_change, room};

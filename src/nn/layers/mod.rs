@@ -14,6 +14,7 @@ mod function;
 mod init;
 mod interaction;
 mod norm;
+mod numbers;
 mod op;
 mod pool;
 mod residual;
@@ -32,6 +33,7 @@ use embedding::Embedding;
 use function::Function;
 use interaction::Interaction;
 use norm::LayerNorm;
+use numbers::Numbers;
 use op::{Op as _, Step};
 use pool::{By, Pool};
 use residual::Residual;
@@ -101,6 +103,33 @@ impl Layers {
         Ok(Self { input: input.to_vec(), output, blocks, ids, summary, single })
     }
 
+    /// The same network, whose first block is tables of ids and nothing else: all that follows them is of the blocks behind. None
+    /// if the first layer is no table, or no other layer has parameters. Names of tensors, and their values, stay.
+    #[must_use]
+    pub fn with_tables_apart(&self) -> Option<Self> {
+        let ((name, Sequence(steps)), behind) = self.blocks.split_first()?;
+        let (first, rest) = steps.split_first()?;
+        let (tables, numbers) = match first {
+            Step::Embedding(_) => (first.clone(), None),
+            Step::Tables(tables) => {
+                let (tables, numbers) = tables.apart();
+                (Step::Tables(tables), numbers.map(Step::Numbers))
+            }
+            _ => return None,
+        };
+        let mut behind = behind.to_vec();
+        match (numbers, behind.first_mut()) {
+            (Some(numbers), _) => {
+                let rest = std::iter::once(numbers).chain(rest.iter().cloned()).collect();
+                behind.insert(0, (format!("{name}.dense"), Sequence(rest)));
+            }
+            (None, Some((_, next))) => drop(next.0.splice(0..0, rest.iter().cloned())),
+            (None, None) => return None,
+        }
+        let blocks = std::iter::once((name.clone(), Sequence(vec![tables]))).chain(behind).collect();
+        Some(Self { blocks, ..self.clone() })
+    }
+
     /// The network as blocks.
     pub fn blocks<B: Kernels>(&self) -> Blocks<B> {
         let blocks = self.blocks.iter().enumerate();
@@ -150,7 +179,9 @@ impl Layers {
 
     /// Layers that compute something.
     pub fn len(&self) -> usize {
-        self.blocks.iter().map(|(_, layers)| layers.0.len()).sum()
+        // The row of numbers is of the layer of tables, also where it stands apart.
+        let is_layer = |step: &&Step| !matches!(step, Step::Numbers(_));
+        self.blocks.iter().map(|(_, layers)| layers.0.iter().filter(is_layer).count()).sum()
     }
 
     /// Whether there are none; there always are some.
@@ -251,8 +282,9 @@ impl Compiler {
             }
             Layer::EmbeddingTables { ids, width, dense } => {
                 let dense = self.compile(dense, &format!("{name}.dense"), &format!("{place}.dense"))?;
-                let dense = (!dense.is_empty()).then(|| sequence(dense));
-                Step::Tables(Tables { name, ids: ids.clone(), width: *width, features: elements, dense })
+                let (tables, width, features) = (ids.len(), *width, elements);
+                let numbers = (!dense.is_empty()).then(|| Numbers { tables, width, features, dense: sequence(dense) });
+                Step::Tables(Tables { name, ids: ids.clone(), width, numbers })
             }
             Layer::DotInteraction => Step::Interaction(Interaction { rows, width }),
             Layer::Softmax => Step::Softmax(Softmax { width, elements }),

@@ -2,7 +2,7 @@
 
 use super::{
     channels::ChannelNorm, conv::Conv, dense::Dense, drop::Drop, embedding::Embedding, function::Function,
-    interaction::Interaction, norm::LayerNorm,
+    interaction::Interaction, norm::LayerNorm, numbers::Numbers,
 };
 use super::{pool::Pool, residual::Residual, softmax::Softmax, tables::Tables};
 use crate::backend::Kernels;
@@ -96,6 +96,7 @@ pub enum Step {
     Softmax(Softmax),
     Embedding(Embedding),
     Tables(Tables),
+    Numbers(Numbers),
     Interaction(Interaction),
     Residual(Residual),
 }
@@ -113,6 +114,7 @@ macro_rules! each {
             Step::Softmax($op) => $call,
             Step::Embedding($op) => $call,
             Step::Tables($op) => $call,
+            Step::Numbers($op) => $call,
             Step::Interaction($op) => $call,
             Step::Residual($op) => $call,
         }

@@ -22,6 +22,9 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Values have changed, or differ; or a message failed.
     pub fn audit(&mut self, step: u64) -> Result<()> {
+        if let Some(tables) = &mut self.tables {
+            tables.audit(step)?;
+        }
         let Some(audits) = &mut self.audits else { return Ok(()) };
         let good = *audits.good.get_or_insert(step);
         let compares = step.is_multiple_of(audits.every);
@@ -61,6 +64,9 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// Values have changed.
     pub fn compare_with_update(&mut self) -> Result<()> {
+        if let Some(tables) = &mut self.tables {
+            tables.compare_with_update()?;
+        }
         if self.audits.is_none() {
             return Ok(());
         }
@@ -75,7 +81,8 @@ impl<B: Kernels> Sharded<B> {
 
     /// The last step at which replicas were equal, once an audit has found that they are no more.
     pub fn doubtful_since(&self) -> Option<u64> {
-        self.audits.and_then(|audits| audits.doubtful_since)
+        let of_tables = self.tables.as_ref().and_then(|tables| tables.doubtful_since());
+        of_tables.or(self.audits.and_then(|audits| audits.doubtful_since))
     }
 }
 

@@ -119,22 +119,8 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// A reduction failed.
     pub fn reduce(&mut self, losses: &[f64], compute: f64, flags: ControlFlags) -> Result<ReducedStep> {
-        self.backend.end_reuse();
-        std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
-        let shards = self.virtual_shards(&self.groups.step.replica);
-        let mut squares = Vec::with_capacity(self.units.len() * shards.len());
-        for unit in &mut self.units {
-            let Some(Reduction::Done(sum)) = &mut unit.reduction else {
-                return Err(Error::internal("a unit without gradient"));
-            };
-            for square in sum.squares.drain(..) {
-                squares.push(self.backend.read(square)?);
-            }
-        }
         // Every rank gets every lane's loss and the squares of every unit's virtual shards, and adds them in the same order.
-        let first_unit = self.stage.units.start;
-        let first_shard = self.first_virtual_shard() + shards.start;
-        let squares = Squares { first_unit, first_shard, shards: shards.len(), values: squares };
+        let squares = self.squares()?;
         let mine = StepSummary { compute, flags, losses: losses.to_vec(), squares };
         let messages = self.groups.step.world.gather_bytes(mine.encode()).wait()?;
         let told: Vec<StepSummary> = messages.iter().map(|one| StepSummary::decode(one)).collect::<Result<_>>()?;
@@ -150,6 +136,24 @@ impl<B: Kernels> Sharded<B> {
             compute: told.iter().map(|one| one.compute).collect(),
             flags: AllFlags(told.into_iter().map(|one| one.flags).collect()),
         })
+    }
+
+    /// Waits for all reductions; the squares of this rank's virtual shards of every unit, those on the host first.
+    fn squares(&mut self) -> Result<Squares> {
+        self.backend.end_reuse();
+        let mut values = self.tables.as_mut().map_or(Ok(vec![]), |tables| tables.squares().map(|told| told.values))?;
+        std::mem::take(&mut self.started).into_iter().try_for_each(|unit| self.land(unit))?;
+        for unit in &mut self.units {
+            let Some(Reduction::Done(sum)) = &mut unit.reduction else {
+                return Err(Error::internal("a unit without gradient"));
+            };
+            for square in sum.squares.drain(..) {
+                values.push(self.backend.read(square)?);
+            }
+        }
+        let shards = self.virtual_shards(&self.groups.step.replica);
+        let first_shard = self.first_virtual_shard() + shards.start;
+        Ok(Squares { first_unit: self.first_unit(), first_shard, shards: shards.len(), values })
     }
 
     /// The reduced gradient of every unit, between [`Sharded::reduce`] and the update.

@@ -15,12 +15,17 @@ impl<B: Kernels> Sharded<B> {
     /// The gradients of step `step`, counted from 1, are to be counted once they are reduced. Where replicas train apart it is those
     /// of the first one.
     pub fn count_gradients_of(&mut self, step: u64) {
+        if let Some(tables) = &mut self.tables {
+            tables.count_gradients_of(step);
+        }
         self.counts = Some((step, Histograms::new()));
     }
 
     /// This rank's part of the histograms that were asked for; empty where it owns nothing, or where that step was not taken.
     pub fn counted_gradients(&mut self) -> Histograms {
-        self.counts.take().map_or_else(Histograms::new, |(_, found)| found)
+        let mut found = self.tables.as_mut().map_or_else(Histograms::new, |tables| tables.counted_gradients());
+        found.extend(self.counts.take().into_iter().flat_map(|(_, found)| found));
+        found
     }
 
     /// Between [`Sharded::reduce`] and the update of step `step`: counts the gradients if they were asked for.
@@ -28,6 +33,9 @@ impl<B: Kernels> Sharded<B> {
     /// # Errors
     /// The device failed.
     pub fn count_gradients(&mut self, step: u64) -> Result<()> {
+        if let Some(tables) = &mut self.tables {
+            tables.count_gradients(step)?;
+        }
         let Some((asked, found)) = &self.counts else { return Ok(()) };
         let is_first = self.averaging.is_none() || self.first_replica() == 0;
         // A rank with several replicas comes here once for each.

@@ -22,6 +22,7 @@ mod average;
 mod gradients;
 mod histograms;
 mod state;
+mod tables;
 mod update;
 
 pub use gradients::{Reduced, ReducedStep};
@@ -45,6 +46,7 @@ use super::shard_owner::{ShardOwner, Updates};
 use super::stage::{Borrowed, GuestUnit, Stage};
 use super::unit::{Resting, Slot, Unit, initial};
 use super::{Life, Residency, Storage};
+use crate::backend::cpu::Cpu;
 use crate::backend::{Kernels, MemoryKind};
 use crate::comm::{Group, Pending};
 use crate::error::{Error, Result};
@@ -77,6 +79,8 @@ pub struct Sharded<B: Kernels> {
     /// Layouts of the whole network.
     network: Vec<UnitLayout>,
     stage: Stage,
+    /// The units before these, if the host has them.
+    tables: Option<Box<Sharded<Cpu>>>,
     units: Vec<Unit<B>>,
     /// Units of other stages that blocks of this one borrow.
     guests: Vec<Guest<B>>,
@@ -177,6 +181,7 @@ impl<B: Kernels> Sharded<B> {
             leaving: None,
             network,
             stage,
+            tables: None,
             units,
             guests,
             expected: Vec::new(),
@@ -250,6 +255,9 @@ impl<B: Kernels> Sharded<B> {
 
     /// A step begins: blocks of the stage will take their turns in its order, which is the same on all ranks of the stage.
     pub fn begin_step(&mut self, schedule: StepSchedule) {
+        if let Some(tables) = &mut self.tables {
+            tables.begin_step(schedule);
+        }
         self.begin(prefetch::step(&self.stage.borrows(), schedule));
         // Buffers that live for their use only are another unit's before long.
         self.reuses = schedule.micros() > 1 && self.keep.params == Life::Step;
@@ -257,6 +265,9 @@ impl<B: Kernels> Sharded<B> {
 
     /// A forward outside training begins: blocks of the stage will take their turns once.
     pub fn begin_forward(&mut self) {
+        if let Some(tables) = &mut self.tables {
+            tables.begin_forward();
+        }
         self.begin(prefetch::forward(&self.stage.borrows()));
     }
 

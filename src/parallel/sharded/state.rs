@@ -10,6 +10,9 @@ use crate::parallel::Life;
 use crate::parallel::shard_owner::Values;
 use crate::parallel::unit::Slot;
 
+/// Gives the values of a range of a tensor, as [`Sharded::restore`] has it.
+type Read<'a> = dyn FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()> + 'a;
+
 /// The owned part of a unit, for checkpoints.
 pub struct Owned<'a, B: Kernels> {
     /// The unit's layout.
@@ -37,14 +40,13 @@ impl<B: Kernels> Sharded<B> {
         for unit in &mut self.units {
             unit.params.land()?;
         }
-        self.units
-            .iter()
-            .map(|unit| {
-                let range = unit.layout.part(shards.start, total).start..unit.layout.part(shards.end - 1, total).end;
-                let (params, state) = unit.owner.values(range.clone(), unit.params.here())?;
-                Ok(Owned { layout: &unit.layout, range, params, state })
-            })
-            .collect()
+        let mut owned = Self::owned_on_host(self.tables.as_deref_mut())?;
+        for unit in &self.units {
+            let range = unit.layout.part(shards.start, total).start..unit.layout.part(shards.end - 1, total).end;
+            let (params, state) = unit.owner.values(range.clone(), unit.params.here())?;
+            owned.push(Owned { layout: &unit.layout, range, params, state });
+        }
+        Ok(owned)
     }
 
     /// Replaces parameters and optimizer state by the values that `read(tensor, part, columns, range, out)` gives for
@@ -57,18 +59,22 @@ impl<B: Kernels> Sharded<B> {
         &mut self,
         mut read: impl FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()>,
     ) -> Result<()> {
+        self.restore_by(&mut read)
+    }
+
+    fn restore_by(&mut self, read: &mut Read<'_>) -> Result<()> {
+        if let Some(tables) = &mut self.tables {
+            tables.restore_by(read)?;
+        }
         for _ in 0..self.replicas_here() {
-            self.restore_replica(&mut read)?;
+            self.restore_replica(read)?;
             self.next_replica();
         }
         Ok(())
     }
 
     /// As [`Sharded::restore`], of the replica whose turn it is.
-    fn restore_replica(
-        &mut self,
-        read: &mut impl FnMut(&str, usize, Option<&Range<usize>>, Range<usize>, &mut [f32]) -> Result<()>,
-    ) -> Result<()> {
+    fn restore_replica(&mut self, read: &mut Read<'_>) -> Result<()> {
         let backend = &self.backend;
         let mut load_of = |layout: &UnitLayout, part, range: Range<usize>| {
             let mut host = vec![0.0; range.len()];
@@ -81,6 +87,9 @@ impl<B: Kernels> Sharded<B> {
         for unit in &mut self.units {
             let layout = &unit.layout;
             let mut load = |part, range| load_of(layout, part, range);
+            // Old and new ones of a unit are not there at once.
+            unit.params.land()?;
+            unit.params = Slot::Gone;
             unit.params = match self.keep.params {
                 Life::Step => Slot::Here(backend.upload(MemoryKind::Parameters, &load(0, 0..layout.padded)?)?),
                 Life::Use => Slot::Gone,

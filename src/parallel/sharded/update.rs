@@ -65,6 +65,9 @@ impl<B: Kernels> Sharded<B> {
     pub fn update(&mut self, hyper: Hyper) -> Result<()> {
         let keep = self.keep;
         self.let_go()?;
+        if let Some(tables) = &mut self.tables {
+            tables.update(hyper)?;
+        }
         let trust = self.trust(hyper)?;
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
@@ -112,6 +115,9 @@ impl<B: Kernels> Sharded<B> {
         if self.average.is_none() {
             return Ok(());
         }
+        if let Some(tables) = &mut self.tables {
+            tables.swap_average()?;
+        }
         for index in 0..self.units.len() {
             let unit = &mut self.units[index];
             match self.keep.params {
@@ -146,6 +152,9 @@ impl<B: Kernels> Sharded<B> {
     /// The device failed.
     pub fn skip(&mut self) -> Result<()> {
         self.let_go()?;
+        if let Some(tables) = &mut self.tables {
+            tables.skip()?;
+        }
         for unit in &mut self.units {
             unit.owner.forget();
             if let Some(Reduction::Done(sum)) = unit.reduction.take()
