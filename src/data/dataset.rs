@@ -295,7 +295,8 @@ impl Dataset {
 
     /// Most bytes of data cached for further reads.
     pub fn cache_limit(&self) -> usize {
-        let mut limits: Vec<usize> = self.shards.iter().map(|shard| shard.cache_limit(self.open.cache_bytes)).collect();
+        let limit = |shard: &Shard| shard.cache_limit(self.open.cache_bytes, self.open.verify);
+        let mut limits: Vec<usize> = self.shards.iter().map(limit).collect();
         limits.sort_unstable_by(|a, b| b.cmp(a));
         limits.iter().take(self.open.max_open).sum()
     }

@@ -201,7 +201,7 @@ impl Shard {
     pub(super) fn readers(&self, cache_bytes: usize, verify: Verify, scratch: &Scratch) -> Result<Vec<RowReader>> {
         let datasets = self.content.datasets();
         // HDF5 need not cache data whose blocks are kept by its reader.
-        let chunk_bytes = |field: &&Field| field.chunk_bytes().filter(|_| self.block(field, cache_bytes) == 0);
+        let chunk_bytes = |field: &&Field| field.chunk_bytes().filter(|_| self.block(field, cache_bytes, verify) == 0);
         let chunk_bytes = datasets.iter().filter_map(chunk_bytes).max();
         let bytes = chunk_bytes.map_or(0, |chunk_bytes| cache_bytes.max(chunk_bytes));
         let file = h5::open_file(&self.path, Some(ChunkCache { bytes, chunk_bytes: chunk_bytes.unwrap_or(0) }))?;
@@ -229,7 +229,7 @@ impl Shard {
                     .map(Source::Library),
             };
             let source = source.map_err(|e| self.unreadable(field, e.into()))?;
-            let (rows, block) = (field.rows() as u64, self.block(field, cache_bytes) as u64);
+            let (rows, block) = (field.rows() as u64, self.block(field, cache_bytes, verify) as u64);
             let sums = checksums.as_ref().map(|checksums| self.sums(checksums, field)).transpose()?.flatten();
             let compared = sums.and_then(|sums| Compared::new(sums, verify, scratch.clone()));
             Ok(RowReader::new(source, field.stored, rows, field.row_len(), block, cache_bytes).compare(compared))
@@ -259,9 +259,9 @@ impl Shard {
     }
 
     /// Most bytes that the readers of all its datasets keep together, if `cache_bytes` may be kept of each.
-    pub(super) fn cache_limit(&self, cache_bytes: usize) -> usize {
+    pub(super) fn cache_limit(&self, cache_bytes: usize, verify: Verify) -> usize {
         let limit = |field: &Field| {
-            let block = self.block(field, cache_bytes) * field.row_bytes();
+            let block = self.block(field, cache_bytes, verify) * field.row_bytes();
             match (block, field.chunk_bytes()) {
                 (0, Some(chunk_bytes)) => cache_bytes.max(chunk_bytes),
                 (0, None) => 0,
@@ -273,13 +273,15 @@ impl Shard {
 
     /// Rows of a dataset that are read at once and kept, if `cache_bytes` may be; 0 reads the requested rows only and
     /// keeps nothing.
-    fn block(&self, field: &Field, cache_bytes: usize) -> usize {
+    fn block(&self, field: &Field, cache_bytes: usize, verify: Verify) -> usize {
+        let is_tokens = matches!(self.content, Content::Tokens(_));
         let row_bytes = field.row_bytes().max(1);
         let fits = field.rows() * row_bytes <= cache_bytes;
         let enough_rows = BLOCK_BYTES.div_ceil(row_bytes);
         match &field.chunk {
-            // Targets, which take less than a few samples, and tokens: a window of them in memory costs less than a call.
-            None if fits && row_bytes < SMALL_ROW => enough_rows,
+            // Targets, which take less than a few samples, and tokens: a window of them in memory costs less than a call. Who
+            // wants each use compared wants the file to be read again.
+            None if fits && row_bytes < SMALL_ROW && !(is_tokens && verify == Verify::Always) => enough_rows,
             None => 0,
             Some(chunk) if fits => enough_rows.next_multiple_of(chunk[0].max(1)),
             Some(chunk) => {
