@@ -138,7 +138,7 @@ pub trait DeviceComm: Send {
     /// The device failed, or one has more than [`FOLDED`] terms.
     fn fold(&self, folds: &[Fold<'_>]) -> Result<()>;
 
-    /// What is started from now on comes behind the sums of all calls of [`fold`](DeviceComm::fold) but the last `but`.
+    /// Messages that are started from now on come behind the sums of all calls of [`fold`](DeviceComm::fold) but the last `but`.
     ///
     /// # Errors
     /// The device failed.

@@ -279,8 +279,8 @@ impl Shard {
         let fits = field.rows() * row_bytes <= cache_bytes;
         let enough_rows = BLOCK_BYTES.div_ceil(row_bytes);
         match &field.chunk {
-            // Targets, which take less than a few samples, and tokens: a window of them in memory costs less than a call. Who
-            // wants each use compared wants the file to be read again.
+            // Targets, which take less than a few samples, and tokens: a window of them in memory costs less than a call.
+            // Where each use is compared, the file is read for each.
             None if fits && row_bytes < SMALL_ROW && !(is_tokens && verify == Verify::Always) => enough_rows,
             None => 0,
             Some(chunk) if fits => enough_rows.next_multiple_of(chunk[0].max(1)),

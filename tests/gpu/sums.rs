@@ -16,7 +16,7 @@ const CHUNK: usize = 8 * SLOT;
 const TREE: Algorithm = Algorithm::Tree;
 const HIERARCHICAL: Algorithm = Algorithm::Hierarchical;
 
-/// What NCCL's stand-in counts of a device.
+/// The counts that NCCL's stand-in keeps of a device.
 #[repr(C)]
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
 struct Counts {
@@ -149,7 +149,7 @@ fn groups_and_bytes_of_sums_are_counted() {
                 }
             }
         }
-        // What is not in groups has the host wait: the count sees that.
+        // Messages outside groups have the host wait: the count sees that.
         let pairs = on_ranks(&[0; 2], Algorithm::ReduceToOne, |rank| {
             counts(rank.group.rank());
             assert!((0..2).all(|_| rank.run(Operation::AllReduce, CHUNK)));

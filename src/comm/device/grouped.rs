@@ -55,7 +55,7 @@ pub struct Grouped<'a> {
     pub chunk: usize,
 }
 
-/// What one group does.
+/// The work of one group.
 #[derive(Default)]
 struct Exchange<'a> {
     sends: Vec<Message<'a>>,

@@ -82,7 +82,7 @@ pub fn chunks(operation: Operation, words: usize, chunk: usize, levels: &[Level]
     (0..shares.longest()).step_by(window).map(|start| shares.window(&(start..start + window))).collect()
 }
 
-/// What the ranks of a level exchange.
+/// An exchange between the ranks of a level.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stage {
     /// Each the terms that others own there.

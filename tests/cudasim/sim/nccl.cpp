@@ -430,7 +430,7 @@ EXPORT Result ncclCommCount(Comm* c, int* n) { *n = c->state->size; return OK; }
 EXPORT Result ncclCommUserRank(Comm* c, int* n) { *n = c->state->rank; return OK; }
 EXPORT Result ncclCommCuDevice(Comm* c, int* n) { *n = c->state->device; return OK; }
 
-// What a device has counted since the last call. Its rank starts nothing meanwhile.
+// The counts of a device since the last call. Its rank starts nothing meanwhile.
 EXPORT void cudasim_nccl_counts(int device, Counts* out) { *out = std::exchange(counts[device], {}); }
 
 EXPORT Result ncclGroupStart() { depth++; return OK; }
