@@ -19,6 +19,7 @@ use ndarray::{ArrayView2, ArrayViewMut2};
 use pulp::{Simd, WithSimd};
 
 use super::cut::{each_of, pieces};
+use super::start::Start;
 use super::threads::Threads;
 use super::transpose::transpose;
 
@@ -53,7 +54,7 @@ thread_local! {
     static ROOM: RefCell<Vec<Strip>> = const { RefCell::new(Vec::new()) };
 }
 
-/// `c = a·b`, or `c += a·b` with `acc`, with the bits of `gemm`: true if it is done. Terms of a row of `a` must be neighbours, and
+/// Computes `c`, of this start, and `a·b`, with the bits of `gemm`: true if it is done. Terms of a row of `a` must be neighbours, and
 /// terms or columns of `b`; a CPU without AVX2, and small products, have others. Sums are those of pieces of `depth` terms.
 pub fn multiply(
     depth: usize,
@@ -61,7 +62,7 @@ pub fn multiply(
     a: ArrayView2<'_, f32>,
     b: ArrayView2<'_, f32>,
     c: ArrayViewMut2<'_, f32>,
-    acc: bool,
+    start: Start<'_>,
 ) -> bool {
     let Some(vectors) = Vectors::find() else { return false };
     let (m, n, k) = (a.nrows(), b.ncols(), a.ncols());
@@ -76,15 +77,9 @@ pub fn multiply(
             if let (true, Some(x)) = (turned, a.to_slice()) {
                 let wide = tasks.min(n.div_ceil(ROWS));
                 each_of(threads, c, [1, wide], [HIGH, ROWS], |_, lines, c| {
-                    let left = b.reversed_axes();
-                    vectors.run(Part {
-                        left,
-                        rows: lines,
-                        right: Right::Lines(x),
-                        columns: 0..m,
-                        to: Place { c, acc, turned },
-                        depth,
-                    });
+                    let (left, right) = (b.reversed_axes(), Right::Lines(x));
+                    let to = Place { c, start: start.of(lines.clone()), turned };
+                    vectors.run(Part { left, rows: lines, right, columns: 0..m, to, depth });
                 });
                 return true;
             }
@@ -95,7 +90,8 @@ pub fn multiply(
     let wide = evenly(n.div_ceil(COLUMNS), tasks);
     let high = tasks.div_ceil(wide).min(m.div_ceil(ROWS));
     each_of(threads, c, [high, wide], [HIGH, COLUMNS], |rows, columns, c| {
-        vectors.run(Part { left: a, rows, right, columns, to: Place { c, acc, turned: false }, depth });
+        let to = Place { c, start: start.of(columns.clone()), turned: false };
+        vectors.run(Part { left: a, rows, right, columns, to, depth });
     });
     true
 }
@@ -174,32 +170,33 @@ impl Right<'_> {
 /// A place for the result.
 struct Place<'a> {
     c: ArrayViewMut2<'a, f32>,
-    /// It is added to what is there.
-    acc: bool,
+    start: Start<'a>,
     /// Rows of the product are columns of `c`.
     turned: bool,
 }
 
 impl Place<'_> {
-    /// Writes a block, or adds it: a strip for each of the rows, of which the columns are there.
-    fn put(&mut self, acc: bool, rows: Range<usize>, columns: Range<usize>, block: &[Strip; ROWS]) {
-        let put = |to: &mut [f32], from: &[f32]| {
-            if acc {
-                to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
-            } else {
-                to.copy_from_slice(&from[..to.len()]);
-            }
-        };
-        let mut row_of = |row: usize, part: Range<usize>, from: &[f32]| {
-            put(&mut self.c.row_mut(row).into_slice().expect("columns are neighbours")[part], from);
-        };
+    /// Ends a block of the piece that begins at `term`: a strip for each of the rows, of which the columns are there.
+    #[inline(always)]
+    fn put(&mut self, term: usize, rows: Range<usize>, columns: Range<usize>, block: &[Strip; ROWS]) {
         if self.turned {
             let mut over = [[0.0; ROWS]; COLUMNS];
             transpose(cast_slice(block), COLUMNS, 0..columns.len(), over.as_flattened_mut(), ROWS);
-            columns.zip(&over).for_each(|(column, from)| row_of(column, rows.clone(), from));
+            for (column, from) in columns.zip(&over) {
+                self.put_row(term, column, rows.clone(), from);
+            }
         } else {
-            rows.zip(block).for_each(|(row, from)| row_of(row, columns.clone(), &from.0));
+            for (row, from) in rows.zip(block) {
+                self.put_row(term, row, columns.clone(), &from.0);
+            }
         }
+    }
+
+    /// Ends some columns of a row of the result.
+    #[inline(always)]
+    fn put_row(&mut self, term: usize, row: usize, columns: Range<usize>, from: &[f32]) {
+        let start = self.start.from_term(term).of(columns.clone());
+        start.put(&mut self.c.row_mut(row).into_slice().expect("columns are neighbours")[columns], from);
     }
 }
 
@@ -231,7 +228,7 @@ impl WithSimd for InRoom<'_, '_, '_> {
         let Part { left, rows, right, columns, mut to, depth } = self.part;
         let mut block = [Strip::zeroed(); ROWS];
         for terms in pieces(left.ncols(), depth) {
-            let (height, acc) = (terms.len(), to.acc || terms.start > 0);
+            let height = terms.len();
             for first in columns.clone().step_by(GROUP * COLUMNS) {
                 let group = (first..columns.end.min(first + GROUP * COLUMNS)).step_by(COLUMNS);
                 let group = group.map(|first| first..columns.end.min(first + COLUMNS));
@@ -244,7 +241,7 @@ impl WithSimd for InRoom<'_, '_, '_> {
                         multiply_block(simd, left, high.clone(), terms.clone(), strips, panel.len(), &mut block);
                         let of =
                             |range: Range<usize>, all: &Range<usize>| range.start - all.start..range.end - all.start;
-                        to.put(acc, of(high.clone(), &rows), of(panel, &columns), &block);
+                        to.put(terms.start, of(high.clone(), &rows), of(panel, &columns), &block);
                     }
                 }
             }
@@ -372,29 +369,35 @@ mod tests {
             let (a, weight) = (numbers(m * k, 7), numbers(n * k, 13));
             let (a, weight) = (matrix(&a, m, k), matrix(&weight, n, k));
             let b = weight.reversed_axes().as_standard_layout().into_owned();
-            for acc in [false, true] {
+            let bias = numbers(n, 3);
+            for start in [Start::Nothing, Start::Result, Start::Columns(&bias)] {
                 let mut want = vec![0.5; m * n];
                 if m.min(n).min(k) >= LEAST {
+                    let acc = start.written(matrix_mut(&mut want, m, n));
                     by_gemm(a, b.view(), matrix_mut(&mut want, m, n), acc);
                 } else {
                     for (at, want) in want.iter_mut().enumerate() {
                         let sum = (0..k).fold(0.0, |sum, t| a[(at / n, t)].mul_add(b[(t, at % n)], sum));
-                        *want = if acc { *want + sum } else { sum };
+                        match start {
+                            Start::Nothing => *want = sum,
+                            Start::Result => *want += sum,
+                            Start::Columns(bias) => *want = bias[at % n] + sum,
+                        }
                     }
                 }
                 for vectors in &all {
                     let mut got = vec![0.0; m * n];
                     for right in [Right::Terms(b.view()), Right::Lines(weight.to_slice().unwrap())] {
                         got.fill(0.5);
-                        let to = Place { c: matrix_mut(&mut got, m, n), acc, turned: false };
+                        let to = Place { c: matrix_mut(&mut got, m, n), start, turned: false };
                         vectors.run(Part { left: a, rows: 0..m, right, columns: 0..n, to, depth: depth(k) });
-                        assert!(got == want, "{m}×{n}×{k}, added {acc}");
+                        assert!(got == want, "{m}×{n}×{k}, {start:?}");
                     }
                     let mut got = vec![0.5; m * n];
-                    let to = Place { c: matrix_mut(&mut got, m, n), acc, turned: true };
+                    let to = Place { c: matrix_mut(&mut got, m, n), start, turned: true };
                     let right = Right::Lines(a.to_slice().unwrap());
                     vectors.run(Part { left: weight, rows: 0..n, right, columns: 0..m, to, depth: depth(k) });
-                    assert!(got == want, "{m}×{n}×{k}, turned, added {acc}");
+                    assert!(got == want, "{m}×{n}×{k}, turned, {start:?}");
                 }
             }
         }
@@ -410,13 +413,16 @@ mod tests {
             let with_gaps = ArrayView2::from_shape((m, k).strides((k + 3, 1)), &gaps).unwrap();
             let weight = matrix(&weight, n, k);
             let b = weight.reversed_axes().as_standard_layout().into_owned();
+            let bias = numbers(n, 3);
+            let start = Start::Columns(&bias);
             let mut want = vec![0.0; m * n];
-            by_gemm(matrix(&a, m, k), b.view(), matrix_mut(&mut want, m, n), false);
+            let acc = start.written(matrix_mut(&mut want, m, n));
+            by_gemm(matrix(&a, m, k), b.view(), matrix_mut(&mut want, m, n), acc);
             for (threads, left) in [(1, matrix(&a, m, k)), (3, matrix(&a, m, k)), (2, with_gaps)] {
                 let threads = Threads::new(threads);
                 for right in [b.view(), weight.reversed_axes()] {
                     let mut got = vec![0.5; m * n];
-                    let done = multiply(depth(k), &threads, left, right, matrix_mut(&mut got, m, n), false);
+                    let done = multiply(depth(k), &threads, left, right, matrix_mut(&mut got, m, n), start);
                     assert_eq!(done, Vectors::find().is_some());
                     assert!(!done || got == want, "{m}×{n}×{k}");
                 }
@@ -429,7 +435,7 @@ mod tests {
         let threads = Threads::new(1);
         let (a, b) = (numbers(64 * 64, 7), numbers(64 * 64, 13));
         let mut c = vec![0.5; 64 * 64];
-        let mut tried = |a, b| multiply(64, &threads, a, b, matrix_mut(&mut c, 64, 64), false);
+        let mut tried = |a, b| multiply(64, &threads, a, b, matrix_mut(&mut c, 64, 64), Start::Nothing);
         assert!(!tried(matrix(&a, 64, 64).reversed_axes(), matrix(&b, 64, 64)), "terms of a row are no neighbours");
         let (few, other) = (matrix(&a[..64 * 47], 64, 47), matrix(&b[..47 * 64], 47, 64));
         assert!(!tried(few, other), "few terms");

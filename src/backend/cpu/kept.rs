@@ -130,7 +130,7 @@ mod tests {
                 let shape = Gemm { m, n, k, ta: false, tb, acc };
                 let (a, b) = (numbers(m * k, 7), numbers(k * n, 13));
                 let (mut want, mut got) = (vec![0.5; m * n], vec![0.5; m * n]);
-                gemm(&threads, shape, &a, &b, &mut want);
+                gemm(&threads, shape, &a, &b, &mut want, &[]);
                 let kept = Kept::default();
                 kept.announce(&b);
                 let panels = kept.panels(&pool, &threads, shape, &b).unwrap().unwrap();

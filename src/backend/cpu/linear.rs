@@ -1,20 +1,22 @@
 //! Affine maps of rows, and their two backward products.
 
-use super::bf16::{self, Operand, Start};
+use super::bf16::{self, Operand};
 use super::matrix::{add_rows, left, matrix, matrix_mut, right};
 use super::product::{multiply_across, multiply_parallel};
+use super::start::Start;
 use super::threads::Threads;
 use super::{Cpu, Products};
 use crate::backend::{Gemm, Linear, LinearOps, Work};
 use crate::error::Result;
 
-pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
-    let c = matrix_mut(c, s.m, s.n);
+/// The bias, if there is one, and the product.
+pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) {
+    let (c, start) = (matrix_mut(c, s.m, s.n), Start::new(s.acc, bias));
     if s.ta {
         assert_eq!(a.len(), s.k * s.m);
-        multiply_across(threads, a, s.m, right(s, b), c, s.acc, &mut []);
+        multiply_across(threads, a, s.m, right(s, b), c, start, &mut []);
     } else {
-        multiply_parallel(threads, left(s, a), right(s, b), c, s.acc);
+        multiply_parallel(threads, left(s, a), right(s, b), c, start);
     }
 }
 
@@ -22,32 +24,28 @@ pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) {
 /// operand are added to `sums`, if there are any.
 pub fn gemm_bf16(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32], sums: &mut [f32]) {
     let (left, right) = (Operand::new(a, s.m, s.k, s.ta), Operand::new(b, s.n, s.k, !s.tb));
-    let start = match s.acc {
-        _ if !bias.is_empty() => Start::Columns(bias),
-        true => Start::Result,
-        false => Start::Nothing,
-    };
-    bf16::multiply(threads, left, right, c, start, sums);
+    bf16::multiply(threads, left, right, c, Start::new(s.acc, bias), sums);
 }
 
 /// Elements of one task when a bias is spread over rows.
 const SPREAD: usize = 1 << 14;
 
-/// Every row of `y` becomes the bias, if there is one: the product is added to it.
-pub fn spread(threads: &Threads, bias: &[f32], y: &mut [f32]) {
+/// Every row of `y` becomes the bias, if there is one: the product that is returned is added to it.
+pub fn spread(threads: &Threads, s: Gemm, bias: &[f32], y: &mut [f32]) -> Gemm {
     if bias.is_empty() {
-        return;
+        return s;
     }
     let rows = (SPREAD / bias.len()).max(1);
     threads.each(y.chunks_mut(rows * bias.len()), |y| {
         y.chunks_exact_mut(bias.len()).for_each(|y| y.copy_from_slice(bias));
     });
+    Gemm { acc: true, ..s }
 }
 
-/// The product of [`crate::backend::LinearOps::linear`], after [`spread`].
-pub fn forward(s: Linear, bias: &[f32]) -> Gemm {
+/// The product of [`crate::backend::LinearOps::linear`].
+pub fn forward(s: Linear) -> Gemm {
     assert_eq!(s.stride, s.outputs, "padded rows");
-    Gemm { m: s.rows, n: s.outputs, k: s.inputs, ta: false, tb: true, acc: !bias.is_empty() }
+    Gemm { m: s.rows, n: s.outputs, k: s.inputs, ta: false, tb: true, acc: false }
 }
 
 /// The product of [`crate::backend::LinearOps::linear_backward_input`].
@@ -73,28 +71,23 @@ pub fn backward_weight(
 ) {
     assert_eq!(dy.len(), s.rows * s.outputs);
     let (x, dweight) = (matrix(x, s.rows, s.inputs), matrix_mut(dweight, s.outputs, s.inputs));
-    multiply_across(threads, dy, s.outputs, x, dweight, add, dbias);
+    multiply_across(threads, dy, s.outputs, x, dweight, Start::new(add, &[]), dbias);
 }
 
 impl LinearOps for Cpu {
     fn gemm(&self, shape: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::gemm(shape));
-        self.product(shape, a, b, c)
+        self.product(shape, a, b, c, &[])
     }
 
     fn linear(&self, shape: Linear, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::linear(shape, bias.len()));
-        if self.products == Products::OwnBf16 {
-            gemm_bf16(&self.threads, forward(shape, &[]), x, weight, y, bias, &mut []);
-            return Ok(());
-        }
-        spread(&self.threads, bias, y);
-        self.weighed(forward(shape, bias), x, weight, y)
+        self.weighed(forward(shape), x, weight, y, bias)
     }
 
     fn linear_backward_input(&self, shape: Linear, dy: &[f32], weight: &[f32], dx: &mut [f32]) -> Result<()> {
         let _launch = self.launched(Work::linear_backward_input(shape));
-        self.weighed(backward_input(shape), dy, weight, dx)
+        self.weighed(backward_input(shape), dy, weight, dx, &[])
     }
 
     fn linear_backward_weight(
@@ -113,7 +106,7 @@ impl LinearOps for Cpu {
                 gemm_bf16(&self.threads, weight_gradient(shape, add), dy, x, dweight, &[], dbias);
             }
             Products::OneDnn | Products::OneDnnBf16 => {
-                self.product(weight_gradient(shape, add), dy, x, dweight)?;
+                self.product(weight_gradient(shape, add), dy, x, dweight, &[])?;
                 add_rows(&self.threads, dy, shape.outputs, dbias);
             }
         }

@@ -28,6 +28,7 @@ mod product;
 mod regression;
 mod rotary;
 mod softmax;
+mod start;
 mod stream;
 mod swiglu;
 mod threads;
@@ -147,19 +148,24 @@ impl Cpu {
         elementwise::narrow(&self.threads, x, &mut bytemuck::cast_slice_mut(words)[..x.len()]);
     }
 
-    fn product(&self, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]) -> Result<()> {
+    /// The bias, if there is one, and the product.
+    fn product(&self, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) -> Result<()> {
         let threads = &self.threads;
         match self.products {
             Products::Own => {
-                linear::gemm(threads, s, a, b, c);
+                linear::gemm(threads, s, a, b, c, bias);
                 Ok(())
             }
             Products::OwnBf16 => {
-                linear::gemm_bf16(threads, s, a, b, c, &[], &mut []);
+                linear::gemm_bf16(threads, s, a, b, c, bias, &mut []);
                 Ok(())
             }
-            Products::OneDnn => onednn::multiply(threads, s, a, b, c),
+            Products::OneDnn => {
+                let s = linear::spread(threads, s, bias, c);
+                onednn::multiply(threads, s, a, b, c)
+            }
             Products::OneDnnBf16 => {
+                let s = linear::spread(threads, s, bias, c);
                 let (a_words, b_words) = (self.narrowed(a)?, self.narrowed(b)?);
                 let [a, b] = [(&a_words, a), (&b_words, b)]
                     .map(|(words, x)| &bytemuck::cast_slice::<f32, u16>(words.as_slice())[..x.len()]);
@@ -169,17 +175,18 @@ impl Cpu {
     }
 
     /// As [`Cpu::product`], of a weight, which may be there in panels.
-    fn weighed(&self, s: Gemm, x: &[f32], weight: &[f32], y: &mut [f32]) -> Result<()> {
+    fn weighed(&self, s: Gemm, x: &[f32], weight: &[f32], y: &mut [f32], bias: &[f32]) -> Result<()> {
         let panels = match self.products {
             Products::Own => self.kept.panels(&self.pool, &self.threads, s, weight)?,
             Products::OwnBf16 | Products::OneDnn | Products::OneDnnBf16 => None,
         };
         match panels {
             Some(panels) => {
+                let s = linear::spread(&self.threads, s, bias, y);
                 panels.multiply(&self.threads, matrix::left(s, x), matrix::matrix_mut(y, s.m, s.n), s.acc);
                 Ok(())
             }
-            None => self.product(s, x, weight, y),
+            None => self.product(s, x, weight, y, bias),
         }
     }
 

@@ -14,6 +14,7 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _};
 use super::cut::{DEPTH, depth, each_of, pieces};
 use super::in_place;
 use super::matrix::{add_columns, add_rows, matrix};
+use super::start::Start;
 use super::threads::Threads;
 use super::transpose::transpose;
 
@@ -104,16 +105,16 @@ fn multiply_by(depth: usize, a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut
     }
 }
 
-/// As [`multiply`], on all threads. The output is cut into parts that depend on its shape alone, so its bits do not
+/// Computes `c`, of this start, and `a·b`, on all threads; any strides. The output is cut into parts that depend on its shape alone, so its bits do not
 /// depend on the number of threads.
 pub fn multiply_parallel(
     threads: &Threads,
     a: ArrayView2<'_, f32>,
     b: ArrayView2<'_, f32>,
     c: ArrayViewMut2<'_, f32>,
-    acc: bool,
+    start: Start<'_>,
 ) {
-    multiply_parallel_by(depth(a.ncols()), threads, a, b, c, acc);
+    multiply_parallel_by(depth(a.ncols()), threads, a, b, c, start);
 }
 
 /// As [`multiply_parallel`], in pieces of `depth` terms.
@@ -123,13 +124,14 @@ fn multiply_parallel_by(
     a: ArrayView2<'_, f32>,
     b: ArrayView2<'_, f32>,
     mut c: ArrayViewMut2<'_, f32>,
-    acc: bool,
+    start: Start<'_>,
 ) {
-    if in_place::multiply(depth, threads, a, b, c.view_mut(), acc) {
+    if in_place::multiply(depth, threads, a, b, c.view_mut(), start) {
         return;
     }
     let packs = [a, b].map(|x| x.strides()[1] != 1);
-    each_part(threads, c, a.ncols(), packs, |rows, columns, c| {
+    each_part(threads, c, a.ncols(), packs, |rows, columns, mut c| {
+        let acc = start.of(columns.clone()).written(c.view_mut());
         multiply_by(depth, a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()), c, acc);
     });
 }
@@ -158,11 +160,11 @@ pub fn multiply_across(
     m: usize,
     b: ArrayView2<'_, f32>,
     mut c: ArrayViewMut2<'_, f32>,
-    acc: bool,
+    start: Start<'_>,
     sums: &mut [f32],
 ) {
     if b.ncols() < ACROSS_FROM || b.nrows() == 0 {
-        multiply_parallel(threads, matrix(a, b.nrows(), m).reversed_axes(), b, c, acc);
+        multiply_parallel(threads, matrix(a, b.nrows(), m).reversed_axes(), b, c, start);
         return add_rows(threads, a, m, sums);
     }
     // Whole pieces of the sum over all rows, whose order does not depend on the number of columns.
@@ -189,7 +191,7 @@ pub fn multiply_across(
                 });
                 let across = ArrayView2::from_shape((c.nrows(), b.nrows()).strides((stride, 1)), across);
                 let across = across.expect("room for a row of each column");
-                multiply_parallel_by(depth, threads, across, b, c.view_mut(), acc || j > 0);
+                multiply_parallel_by(depth, threads, across, b, c.view_mut(), start.from_term(j * deep));
             }
         }
     });
@@ -239,7 +241,7 @@ mod tests {
                 let b: Vec<f32> = b.chunks(n).flat_map(|row| &row[columns.clone()]).copied().collect();
                 let mut c = vec![0.5; m * columns.len()];
                 let of_c = ArrayViewMut2::from_shape((m, columns.len()), &mut c).unwrap();
-                multiply_across(&threads, &a, m, matrix(&b, k, columns.len()), of_c, true, &mut []);
+                multiply_across(&threads, &a, m, matrix(&b, k, columns.len()), of_c, Start::Result, &mut []);
                 c
             };
             let (whole, part) = (product(0..n), product(n - few..n));
@@ -259,7 +261,7 @@ mod tests {
             let (mut c, mut sums) = (vec![1.0; m * n], vec![1.0; m]);
             let threads = Threads::new(2);
             let of_c = ArrayViewMut2::from_shape((m, n), &mut c).unwrap();
-            multiply_across(&threads, &a, m, matrix(&b, k, n), of_c, true, &mut sums);
+            multiply_across(&threads, &a, m, matrix(&b, k, n), of_c, Start::Result, &mut sums);
             // Small integers: every order of summation is exact.
             for (i, j) in [(0, 0), (m / 2, n / 3), (m - 1, n - 1), (m.min(512) - 1, 17)] {
                 let want: f32 = (0..k).map(|l| a[l * m + i] * b[l * n + j]).sum();

@@ -18,6 +18,7 @@ use ndarray::{ArrayViewMut2, Axis};
 
 use super::cut::{depths, each_of};
 use super::matrix::{add_columns, matrix_mut};
+use super::start::Start;
 use super::threads::Threads;
 use super::tile::{COLUMNS, Strip};
 
@@ -50,17 +51,6 @@ pub fn is_there() -> bool {
     return tile::Instructions::find().is_some();
     #[cfg(not(target_arch = "x86_64"))]
     false
-}
-
-/// The result before the product is added to it.
-#[derive(Clone, Copy)]
-pub enum Start<'a> {
-    /// Nothing: the product overwrites it.
-    Nothing,
-    /// As it is.
-    Result,
-    /// A number for each column.
-    Columns(&'a [f32]),
 }
 
 /// Some words of rows of the left operand.
@@ -145,11 +135,7 @@ pub fn multiply(
         for (block, mut c) in matrix_mut(c, m, n).axis_chunks_iter_mut(Axis(1), wide).enumerate() {
             let columns = block * wide..block * wide + c.ncols();
             for first in (0..words.max(1)).step_by(height) {
-                let start = match start {
-                    _ if first > 0 => Start::Result,
-                    Start::Columns(numbers) => Start::Columns(&numbers[columns.clone()]),
-                    start => start,
-                };
+                let start = start.of(columns.clone()).from_term(first);
                 for (i, c) in c.axis_chunks_iter_mut(Axis(0), high).enumerate() {
                     let rows = i * high..i * high + c.nrows();
                     let words = first..words.min(first + height);
@@ -231,7 +217,7 @@ fn tiles(threads: &Threads, left: Left<'_>, right: Right<'_>, c: ArrayViewMut2<'
     each_of(threads, c, cut(threads.count(), m, n, right.height), [ROWS, COLUMNS], |rows, columns, mut c| {
         let (row, panel) = (rows.start, columns.start / COLUMNS);
         for words in depths(right.height) {
-            let start = if words.start > 0 { Start::Result } else { start };
+            let start = start.from_term(words.start);
             let (left, right, c) = (left.words_from(words.start), right.words(words), c.view_mut());
             #[cfg(target_arch = "x86_64")]
             tile::Part { left, right, row, panel, c, start }.compute();

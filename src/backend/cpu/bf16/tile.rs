@@ -153,16 +153,11 @@ impl Part<'_> {
         for r in 0..HIGH {
             out[r].vectors_mut::<V4>()[..WIDE].copy_from_slice(&sums[r]);
         }
+        let first = self.panel * COLUMNS;
+        let start = self.start.of(first + columns.start..first + columns.end);
         for (r, out) in out.iter().enumerate() {
             let to = &mut self.c.row_mut(row + r).into_slice().expect("rows are contiguous")[columns.clone()];
-            match self.start {
-                Start::Nothing => to.copy_from_slice(&out.0[..to.len()]),
-                Start::Result => to.iter_mut().zip(&out.0).for_each(|(to, sum)| *to += sum),
-                Start::Columns(numbers) => {
-                    let numbers = &numbers[self.panel * COLUMNS..][columns.clone()];
-                    to.iter_mut().zip(numbers).zip(&out.0).for_each(|((to, number), sum)| *to = number + sum);
-                }
-            }
+            start.put(to, &out.0);
         }
     }
 }

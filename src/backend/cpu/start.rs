@@ -1,0 +1,62 @@
+//! The result of a product before the first terms are added to it.
+
+use std::ops::Range;
+
+use ndarray::{ArrayView1, ArrayViewMut2};
+
+/// The result before the product is added to it.
+#[derive(Debug, Clone, Copy)]
+pub enum Start<'a> {
+    /// Nothing: the product overwrites it.
+    Nothing,
+    /// As it is.
+    Result,
+    /// A number for each column.
+    Columns(&'a [f32]),
+}
+
+impl<'a> Start<'a> {
+    /// A bias, if there is one; else the result as it is, with `acc`, or nothing.
+    pub fn new(acc: bool, bias: &'a [f32]) -> Self {
+        match acc {
+            _ if !bias.is_empty() => Start::Columns(bias),
+            true => Start::Result,
+            false => Start::Nothing,
+        }
+    }
+
+    /// That of some columns.
+    #[inline(always)]
+    pub fn of(self, columns: Range<usize>) -> Self {
+        match self {
+            Start::Columns(numbers) => Start::Columns(&numbers[columns]),
+            start => start,
+        }
+    }
+
+    /// That of a piece of the sums, which begins at this term: all but the first are added.
+    #[inline(always)]
+    pub fn from_term(self, term: usize) -> Self {
+        if term > 0 { Start::Result } else { self }
+    }
+
+    /// Ends a row: writes it, or adds it. The columns are those of the row.
+    #[inline(always)]
+    pub fn put(self, to: &mut [f32], sums: &[f32]) {
+        match self {
+            Start::Nothing => to.copy_from_slice(&sums[..to.len()]),
+            Start::Result => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum),
+            Start::Columns(numbers) => {
+                to.iter_mut().zip(numbers).zip(sums).for_each(|((to, number), sum)| *to = number + sum);
+            }
+        }
+    }
+
+    /// For kernels that know no columns: writes these numbers, and tells whether the product is to be added.
+    pub fn written(self, mut c: ArrayViewMut2<'_, f32>) -> bool {
+        if let Start::Columns(numbers) = self {
+            c.assign(&ArrayView1::from(numbers));
+        }
+        !matches!(self, Start::Nothing)
+    }
+}
