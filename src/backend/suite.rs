@@ -336,7 +336,7 @@ macro_rules! simulated {
 }
 
 each_operation! { simulated! {
-    simulated_f32, "cuda_f32", &[("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")];
+    simulated_f32, "cuda_f32", &[("CUDASIM_CHECK", "1"), ("CUDASIM_STREAMS", "lazy"), ("CUDASIM_ORDER", "reverse")];
     products: crate::backend::ops::linear::suite::products,
     convolutions: crate::backend::ops::convolution::suite::convolutions,
 } }
@@ -348,19 +348,7 @@ each_operation! { simulated! {
 } }
 
 each_operation! { simulated! {
-    simulated_bf16, "cuda_bf16", &[("CUDASIM_HOST_ACCESS", "0")];
-    products: crate::backend::ops::linear::suite::products,
-    convolutions: crate::backend::ops::convolution::suite::convolutions,
-} }
-
-each_operation! { simulated! {
-    simulated_without_races_f32, "cuda_f32", &[("CUDASIM_CHECK", "1")];
-    products: crate::backend::ops::linear::suite::products,
-    convolutions: crate::backend::ops::convolution::suite::convolutions,
-} }
-
-each_operation! { simulated! {
-    simulated_without_races_bf16, "cuda_bf16", &[("CUDASIM_CHECK", "1")];
+    simulated_bf16, "cuda_bf16", &[("CUDASIM_CHECK", "1"), ("CUDASIM_HOST_ACCESS", "0")];
     products: crate::backend::ops::linear::suite::products,
     convolutions: crate::backend::ops::convolution::suite::convolutions,
 } }

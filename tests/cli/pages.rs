@@ -90,11 +90,9 @@ fn commands_of_the_pages_work() {
 }
 
 /// Those of a paragraph are one after the other in a directory of their own: a run is never overwritten.
-#[test]
-fn commands_of_the_other_pages_work() {
-    let pages = ["clusters", "operations", "layouts", "planning", "servers"];
-    let all = pages.map(|page| blocks(&format!("docs/{page}.md"))).concat();
-    assert!(all.concat().len() >= 17, "{all:#?}");
+fn commands_of(page: &str) {
+    let all = blocks(&format!("docs/{page}.md"));
+    assert!(all.iter().any(|block| !block.is_empty()), "{page}.md has no commands");
     for block in all {
         let clone = clone();
         for command in block {
@@ -106,4 +104,29 @@ fn commands_of_the_other_pages_work() {
             run(&shortened(&command), &clone);
         }
     }
+}
+
+#[test]
+fn commands_of_clusters_work() {
+    commands_of("clusters");
+}
+
+#[test]
+fn commands_of_operations_work() {
+    commands_of("operations");
+}
+
+#[test]
+fn commands_of_layouts_work() {
+    commands_of("layouts");
+}
+
+#[test]
+fn commands_of_planning_work() {
+    commands_of("planning");
+}
+
+#[test]
+fn commands_of_servers_work() {
+    commands_of("servers");
 }
