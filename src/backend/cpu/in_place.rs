@@ -195,7 +195,7 @@ impl Place<'_> {
     /// Ends some columns of a row of the result.
     #[inline(always)]
     fn put_row(&mut self, term: usize, row: usize, columns: Range<usize>, from: &[f32]) {
-        let start = self.start.from_term(term).of(columns.clone());
+        let start = self.start.at_term(term).of(columns.clone());
         start.put(&mut self.c.row_mut(row).into_slice().expect("columns are neighbours")[columns], from);
     }
 }

@@ -9,7 +9,7 @@ use super::{Cpu, Products};
 use crate::backend::{Gemm, Linear, LinearOps, Work};
 use crate::error::Result;
 
-/// The bias, if there is one, and the product.
+/// Computes the product, and adds it to the bias, if there is one.
 pub fn gemm(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) {
     let (c, start) = (matrix_mut(c, s.m, s.n), Start::new(s.acc, bias));
     if s.ta {

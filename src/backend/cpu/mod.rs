@@ -148,7 +148,7 @@ impl Cpu {
         elementwise::narrow(&self.threads, x, &mut bytemuck::cast_slice_mut(words)[..x.len()]);
     }
 
-    /// The bias, if there is one, and the product.
+    /// Computes a product, and adds it to the bias, if there is one.
     fn product(&self, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32], bias: &[f32]) -> Result<()> {
         let threads = &self.threads;
         match self.products {

@@ -105,8 +105,8 @@ fn multiply_by(depth: usize, a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut
     }
 }
 
-/// Computes `c`, of this start, and `a·b`, on all threads; any strides. The output is cut into parts that depend on its shape alone, so its bits do not
-/// depend on the number of threads.
+/// Computes `c`, of this start, and `a·b`, on all threads; any strides. The output is cut into parts that depend on its shape
+/// alone, so its bits do not depend on the number of threads.
 pub fn multiply_parallel(
     threads: &Threads,
     a: ArrayView2<'_, f32>,
@@ -191,7 +191,7 @@ pub fn multiply_across(
                 });
                 let across = ArrayView2::from_shape((c.nrows(), b.nrows()).strides((stride, 1)), across);
                 let across = across.expect("room for a row of each column");
-                multiply_parallel_by(depth, threads, across, b, c.view_mut(), start.from_term(j * deep));
+                multiply_parallel_by(depth, threads, across, b, c.view_mut(), start.at_term(j * deep));
             }
         }
     });

@@ -34,9 +34,9 @@ impl<'a> Start<'a> {
         }
     }
 
-    /// That of a piece of the sums, which begins at this term: all but the first are added.
+    /// That of the piece of the sums that begins at this term: all but the first are added.
     #[inline(always)]
-    pub fn from_term(self, term: usize) -> Self {
+    pub fn at_term(self, term: usize) -> Self {
         if term > 0 { Start::Result } else { self }
     }
 

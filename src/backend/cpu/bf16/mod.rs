@@ -135,7 +135,7 @@ pub fn multiply(
         for (block, mut c) in matrix_mut(c, m, n).axis_chunks_iter_mut(Axis(1), wide).enumerate() {
             let columns = block * wide..block * wide + c.ncols();
             for first in (0..words.max(1)).step_by(height) {
-                let start = start.of(columns.clone()).from_term(first);
+                let start = start.of(columns.clone()).at_term(first);
                 for (i, c) in c.axis_chunks_iter_mut(Axis(0), high).enumerate() {
                     let rows = i * high..i * high + c.nrows();
                     let words = first..words.min(first + height);
@@ -217,7 +217,7 @@ fn tiles(threads: &Threads, left: Left<'_>, right: Right<'_>, c: ArrayViewMut2<'
     each_of(threads, c, cut(threads.count(), m, n, right.height), [ROWS, COLUMNS], |rows, columns, mut c| {
         let (row, panel) = (rows.start, columns.start / COLUMNS);
         for words in depths(right.height) {
-            let start = start.from_term(words.start);
+            let start = start.at_term(words.start);
             let (left, right, c) = (left.words_from(words.start), right.words(words), c.view_mut());
             #[cfg(target_arch = "x86_64")]
             tile::Part { left, right, row, panel, c, start }.compute();
