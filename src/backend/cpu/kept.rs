@@ -116,6 +116,7 @@ fn addresses(x: &[f32]) -> Range<usize> {
 mod tests {
     use super::super::linear::gemm;
     use super::super::matrix::{left, matrix_mut};
+    use super::super::start::Start;
     use super::*;
 
     fn numbers(len: usize, step: usize) -> Vec<f32> {
@@ -134,7 +135,7 @@ mod tests {
                 let kept = Kept::default();
                 kept.announce(&b);
                 let panels = kept.panels(&pool, &threads, shape, &b).unwrap().unwrap();
-                panels.multiply(&threads, left(shape, &a), matrix_mut(&mut got, m, n), acc);
+                panels.multiply(&threads, left(shape, &a), matrix_mut(&mut got, m, n), Start::new(acc, &[]));
                 assert!(got == want, "{shape:?}");
             }
         }
@@ -164,7 +165,7 @@ mod tests {
         kept.announce(&weights);
         let (ones, mut sums) = (vec![1.0; 4096], vec![0.0; 4096]);
         let panels = of(&kept, shape, &weights[4096..8192]).unwrap();
-        panels.multiply(&threads, left(shape, &ones), matrix_mut(&mut sums, 64, 64), false);
+        panels.multiply(&threads, left(shape, &ones), matrix_mut(&mut sums, 64, 64), Start::Nothing);
         assert!(sums.iter().all(|sum| *sum == 128.0));
     }
 

@@ -27,21 +27,6 @@ pub fn gemm_bf16(threads: &Threads, s: Gemm, a: &[f32], b: &[f32], c: &mut [f32]
     bf16::multiply(threads, left, right, c, Start::new(s.acc, bias), sums);
 }
 
-/// Elements of one task when a bias is spread over rows.
-const SPREAD: usize = 1 << 14;
-
-/// Every row of `y` becomes the bias, if there is one: the product that is returned is added to it.
-pub fn spread(threads: &Threads, s: Gemm, bias: &[f32], y: &mut [f32]) -> Gemm {
-    if bias.is_empty() {
-        return s;
-    }
-    let rows = (SPREAD / bias.len()).max(1);
-    threads.each(y.chunks_mut(rows * bias.len()), |y| {
-        y.chunks_exact_mut(bias.len()).for_each(|y| y.copy_from_slice(bias));
-    });
-    Gemm { acc: true, ..s }
-}
-
 /// The product of [`crate::backend::LinearOps::linear`].
 pub fn forward(s: Linear) -> Gemm {
     assert_eq!(s.stride, s.outputs, "padded rows");

@@ -46,6 +46,8 @@ pub use elementwise::add_serial;
 pub use memory::{CpuBuf, CpuInts};
 pub use threads::Threads;
 
+use start::Start;
+
 /// Peak rates of a machine, per second.
 #[derive(Debug, Clone, Copy)]
 pub struct Peak {
@@ -160,16 +162,12 @@ impl Cpu {
                 linear::gemm_bf16(threads, s, a, b, c, bias, &mut []);
                 Ok(())
             }
-            Products::OneDnn => {
-                let s = linear::spread(threads, s, bias, c);
-                onednn::multiply(threads, s, a, b, c)
-            }
+            Products::OneDnn => onednn::multiply(threads, s, a, b, c, bias),
             Products::OneDnnBf16 => {
-                let s = linear::spread(threads, s, bias, c);
                 let (a_words, b_words) = (self.narrowed(a)?, self.narrowed(b)?);
                 let [a, b] = [(&a_words, a), (&b_words, b)]
                     .map(|(words, x)| &bytemuck::cast_slice::<f32, u16>(words.as_slice())[..x.len()]);
-                onednn::multiply(threads, s, a, b, c)
+                onednn::multiply(threads, s, a, b, c, bias)
             }
         }
     }
@@ -182,8 +180,8 @@ impl Cpu {
         };
         match panels {
             Some(panels) => {
-                let s = linear::spread(&self.threads, s, bias, y);
-                panels.multiply(&self.threads, matrix::left(s, x), matrix::matrix_mut(y, s.m, s.n), s.acc);
+                let (y, start) = (matrix::matrix_mut(y, s.m, s.n), Start::new(s.acc, bias));
+                panels.multiply(&self.threads, matrix::left(s, x), y, start);
                 Ok(())
             }
             None => self.product(s, x, weight, y, bias),

@@ -24,6 +24,7 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 
 use super::matrix::{left, matrix_mut, right};
 use super::product::each_part;
+use super::start::Start;
 use super::threads::Threads;
 use crate::backend::Gemm;
 use crate::backend::library::{self, functions};
@@ -478,16 +479,17 @@ fn multiply_part<T: Operand>(
     })
 }
 
-/// The product described by `s` on all threads, in parts that depend on the shape alone.
+/// The product described by `s`, and the bias, if there is one, on all threads, in parts that depend on the shape alone.
 ///
 /// # Errors
 /// The library is not there, or failed.
-pub fn multiply<T: Operand>(threads: &Threads, s: Gemm, a: &[T], b: &[T], c: &mut [f32]) -> Result<()> {
-    let (a, b) = (left(s, a), right(s, b));
+pub fn multiply<T: Operand>(threads: &Threads, s: Gemm, a: &[T], b: &[T], c: &mut [f32], bias: &[f32]) -> Result<()> {
+    let (a, b, start) = (left(s, a), right(s, b), Start::new(s.acc, bias));
     let failed = Mutex::new(None);
-    each_part(threads, matrix_mut(c, s.m, s.n), s.k, [false, false], |rows, columns, c| {
+    each_part(threads, matrix_mut(c, s.m, s.n), s.k, [false, false], |rows, columns, mut c| {
+        let acc = start.of(columns.clone()).written(c.view_mut());
         let (a, b) = (a.slice_axis(Axis(0), rows.into()), b.slice_axis(Axis(1), columns.into()));
-        if let Err(error) = multiply_part(a, b, c, s.acc) {
+        if let Err(error) = multiply_part(a, b, c, acc) {
             failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
         }
     });

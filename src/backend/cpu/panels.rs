@@ -8,6 +8,7 @@ use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _, s};
 use super::cut::{depths, each_of};
 use super::memory::{CpuBuf, Pool};
 use super::product::{TILE_ROWS, multiply};
+use super::start::Start;
 use super::threads::Threads;
 use super::transpose::transpose;
 use crate::backend::{Gemm, MemoryKind};
@@ -67,14 +68,15 @@ impl Panels {
         Ok(Self { elements, k, n })
     }
 
-    /// `c = a·b`, or `c += a·b` with `acc`, with the bits of [`super::product::multiply_parallel`] where no side of a part of
+    /// Computes `c`, of this start, and `a·b`, with the bits of [`super::product::multiply_parallel`] where no side of a part of
     /// that is a vector. The cut suits the threads; the bits do not depend on it.
-    pub fn multiply(&self, threads: &Threads, a: ArrayView2<'_, f32>, c: ArrayViewMut2<'_, f32>, acc: bool) {
+    pub fn multiply(&self, threads: &Threads, a: ArrayView2<'_, f32>, c: ArrayViewMut2<'_, f32>, start: Start<'_>) {
         let panels = self.n.div_ceil(*WIDTH);
         let wanted = TASKS * threads.count();
         let wide = panels.div_ceil(GROUP).max(wanted.min(panels));
         let high = wanted.div_ceil(wide).min(a.nrows().div_ceil(ROWS));
-        each_of(threads, c, [high, wide], [TILE_ROWS, *WIDTH], |rows, columns, c| {
+        each_of(threads, c, [high, wide], [TILE_ROWS, *WIDTH], |rows, columns, mut c| {
+            let acc = start.of(columns.clone()).written(c.view_mut());
             self.part(a.slice(s![rows, ..]), columns, c, acc);
         });
     }
