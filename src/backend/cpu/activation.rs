@@ -1,5 +1,7 @@
 //! Activation functions: one pass over memory each.
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::{exp, simd};
@@ -35,7 +37,7 @@ fn tanh(x: f32) -> f32 {
 /// `y = f(x)`, compiled for the machine's vectors.
 fn map(threads: &Threads, x: &[f32], y: &mut [f32], f: impl Fn(f32) -> f32 + Sync + Copy) {
     assert_eq!(x.len(), y.len());
-    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| {
+    threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| {
         simd(
             #[inline(always)]
             || {
@@ -50,7 +52,7 @@ fn map(threads: &Threads, x: &[f32], y: &mut [f32], f: impl Fn(f32) -> f32 + Syn
 /// `dy *= slope(x)`, likewise.
 fn scale(threads: &Threads, x: &[f32], dy: &mut [f32], slope: impl Fn(f32) -> f32 + Sync + Copy) {
     assert_eq!(x.len(), dy.len());
-    threads.each(x.chunks(CHUNK).zip(dy.chunks_mut(CHUNK)), |(x, dy)| {
+    threads.each(x.par_chunks(CHUNK).zip(dy.par_chunks_mut(CHUNK)), |(x, dy)| {
         simd(
             #[inline(always)]
             || {

@@ -13,6 +13,7 @@ use std::ops::Range;
 
 use ndarray::{ArrayViewMut2, Axis};
 use pulp::{Simd, WithSimd};
+use rayon::prelude::*;
 
 use super::Cpu;
 use super::math::{exp2s, max, vectors};
@@ -518,10 +519,10 @@ fn scale(shape: Attention) -> f32 {
 /// Of every sequence the positions from `from` on.
 pub fn forward(threads: &Threads, shape: Attention, from: usize, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
     let rows = shape.time - from;
-    let y = columns(y, rows, shape.heads * shape.head_width, shape.head_width).flatten();
-    threads.each(y.zip(lse.chunks_mut(rows)).enumerate(), |(i, (y, lse))| {
+    let y: Vec<_> = columns(y, rows, shape.heads * shape.head_width, shape.head_width).flatten().collect();
+    threads.each(y.into_par_iter().zip(lse.par_chunks_mut(rows)).enumerate(), |(i, (y, lse))| {
         let of_task = |i: usize| Rows::of_head(shape, qkv, i / shape.heads, i % shape.heads);
-        let next = of_task((i + threads.count()).min(shape.batch * shape.heads - 1));
+        let next = of_task((i + 1).min(shape.batch * shape.heads - 1));
         let qkv = of_task(i);
         SCRATCH.with_borrow_mut(|scratch| vectors(Forward { shape, from, qkv, next, y, lse, scratch }));
     });
@@ -546,11 +547,11 @@ pub fn backward(
         let groups: Vec<Vec<_>> = (0..shape.kv_heads).map(|_| dq.by_ref().take(group).collect()).collect();
         groups.into_iter().zip(dk).zip(dv)
     });
-    threads.each(tasks.zip(lse.chunks(group * t)).enumerate(), |(i, (((dqs, dk), dv), lse))| {
+    let tasks = tasks.collect::<Vec<_>>().into_par_iter();
+    threads.each(tasks.zip(lse.par_chunks(group * t)).enumerate(), |(i, (((dqs, dk), dv), lse))| {
         let (sequence, first) = (i / shape.kv_heads, i % shape.kv_heads * group);
         let heads = |shared: usize| {
-            let skipped = if shared < group { shared } else { shared + (threads.count() - 1) * group };
-            let head = (sequence * shape.heads + first + skipped).min(shape.batch * shape.heads - 1);
+            let head = (sequence * shape.heads + first + shared).min(shape.batch * shape.heads - 1);
             let (sequence, head) = (head / shape.heads, head % shape.heads);
             let [q, keys, values] = Rows::of_head(shape, qkv, sequence, head);
             let [y, dy] = [y, dy].map(|x| Rows::of_results(shape, x, sequence, head));

@@ -1,5 +1,7 @@
 //! Statistics of channels and normalisation by them: the parts of batch and group normalisation.
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::math::simd;
 use super::threads::Threads;
@@ -21,7 +23,7 @@ fn sums(
 ) {
     let (width, chunks) = (s.channels, s.places.div_ceil(PLACES));
     let mut partial = vec![0.0; s.samples * chunks * 2 * width];
-    threads.each(partial.chunks_mut(2 * width).enumerate(), |(at, sums)| {
+    threads.each(partial.par_chunks_mut(2 * width).enumerate(), |(at, sums)| {
         let (sample, first) = (at / chunks, at % chunks * PLACES);
         let (a, b) = sums.split_at_mut(width);
         simd(
@@ -93,7 +95,7 @@ pub fn normalise(
     assert!(x.len() == s.elements() && y.len() == x.len() && stats.len() == s.samples * s.groups * 2);
     let table = spread(s, stats, |stats, channel| [stats[0], stats[1] * weight[channel], bias[channel]]);
     let task = ROWS * s.channels;
-    threads.each(x.chunks(task).zip(y.chunks_mut(task)).enumerate(), |(i, (x, y))| {
+    threads.each(x.par_chunks(task).zip(y.par_chunks_mut(task)).enumerate(), |(i, (x, y))| {
         simd(
             #[inline(always)]
             || {
@@ -147,20 +149,23 @@ pub fn backward(
         [mean, rstd * weight[channel], rstd * a, rstd * rstd * b]
     });
     let task = ROWS * s.channels;
-    threads.each(x.chunks(task).zip(dy.chunks(task)).zip(dx.chunks_mut(task)).enumerate(), |(i, ((x, dy), dx))| {
-        let rows = x.chunks(s.channels).zip(dy.chunks(s.channels)).zip(dx.chunks_mut(s.channels));
-        simd(
-            #[inline(always)]
-            || {
-                for (row, ((x, dy), dx)) in rows.enumerate() {
-                    let table = of_sample(s, &table, i * task + row * s.channels);
-                    for (((dx, x), dy), [mean, scale, a, b]) in dx.iter_mut().zip(x).zip(dy).zip(table) {
-                        *dx = dy * scale - a - (x - mean) * b;
+    threads.each(
+        x.par_chunks(task).zip(dy.par_chunks(task)).zip(dx.par_chunks_mut(task)).enumerate(),
+        |(i, ((x, dy), dx))| {
+            let rows = x.chunks(s.channels).zip(dy.chunks(s.channels)).zip(dx.chunks_mut(s.channels));
+            simd(
+                #[inline(always)]
+                || {
+                    for (row, ((x, dy), dx)) in rows.enumerate() {
+                        let table = of_sample(s, &table, i * task + row * s.channels);
+                        for (((dx, x), dy), [mean, scale, a, b]) in dx.iter_mut().zip(x).zip(dy).zip(table) {
+                            *dx = dy * scale - a - (x - mean) * b;
+                        }
                     }
-                }
-            },
-        );
-    });
+                },
+            );
+        },
+    );
 }
 
 impl ChannelOps for Cpu {

@@ -1,5 +1,7 @@
 //! Softmax cross-entropy, fused with its gradient: the logits are overwritten, never copied.
 
+use rayon::prelude::*;
+
 use super::elementwise::CHUNK;
 use super::math::{exp, max, replace_and_sum, simd, sum};
 use super::threads::Threads;
@@ -49,8 +51,9 @@ pub fn cross_entropy(
     let (rest, spread) = (1.0 - s.smoothing, s.smoothing / s.classes as f32);
     let rows = (CHUNK / s.classes.max(1)).max(1);
     let block = BLOCK.max(s.classes.div_ceil(MOST_BLOCKS));
-    let parts = logits.chunks_mut(rows * s.classes).zip(targets.chunks(rows)).zip(losses.chunks_mut(rows));
-    threads.each(parts.zip((0..).step_by(rows)), |(((logits, targets), losses), first)| {
+    let parts = logits.par_chunks_mut(rows * s.classes).zip(targets.par_chunks(rows)).zip(losses.par_chunks_mut(rows));
+    threads.each(parts.enumerate(), |(part, ((logits, targets), losses))| {
+        let first = part * rows;
         simd(
             #[inline(always)]
             || {
@@ -102,7 +105,7 @@ pub fn softmax_part(threads: &Threads, s: LogitsPart, logits: &[f32], targets: &
     assert_eq!((logits.len(), targets.len(), stats.len()), (s.rows * s.classes, s.rows, s.rows));
     assert_eq!(s.stride, s.classes, "padded rows");
     let rows = (CHUNK / s.classes.max(1)).max(1);
-    let parts = logits.chunks(rows * s.classes).zip(targets.chunks(rows)).zip(stats.chunks_mut(rows));
+    let parts = logits.par_chunks(rows * s.classes).zip(targets.par_chunks(rows)).zip(stats.par_chunks_mut(rows));
     threads.each(parts, |((logits, targets), stats)| {
         simd(
             #[inline(always)]
@@ -134,8 +137,10 @@ pub fn cross_entropy_part(
     assert!(of_rows.is_empty() || of_rows.len() == part.rows, "a weight for each row");
     let (rest, spread) = (1.0 - s.smoothing, s.smoothing / s.classes as f32);
     let rows = (CHUNK / part.classes.max(1)).max(1);
-    let tasks = logits.chunks_mut(rows * part.classes).zip(targets.chunks(rows)).zip(losses.chunks_mut(rows));
-    threads.each(tasks.zip((0..).step_by(rows)), |(((logits, targets), losses), first)| {
+    let tasks =
+        logits.par_chunks_mut(rows * part.classes).zip(targets.par_chunks(rows)).zip(losses.par_chunks_mut(rows));
+    threads.each(tasks.enumerate(), |(task, ((logits, targets), losses))| {
+        let first = task * rows;
         simd(
             #[inline(always)]
             || {
@@ -175,7 +180,7 @@ pub fn cross_entropy_part(
 pub fn hits(threads: &Threads, classes: usize, k: usize, logits: &[f32], targets: &[u32], hits: &mut [f32]) {
     assert_eq!((logits.len(), targets.len()), (hits.len() * classes, hits.len()));
     let rows = (CHUNK / classes.max(1)).max(1);
-    let parts = logits.chunks(rows * classes).zip(targets.chunks(rows)).zip(hits.chunks_mut(rows));
+    let parts = logits.par_chunks(rows * classes).zip(targets.par_chunks(rows)).zip(hits.par_chunks_mut(rows));
     threads.each(parts, |((logits, targets), hits)| {
         for ((logits, &target), hit) in logits.chunks_exact(classes).zip(targets).zip(hits) {
             let (before, rest) = logits.split_at(target as usize);

@@ -5,6 +5,7 @@
 use std::cell::RefCell;
 
 use ndarray::ArrayView2;
+use rayon::prelude::*;
 
 use super::Cpu;
 use super::elementwise::{CHUNK, add_serial};
@@ -73,7 +74,7 @@ pub fn forward(threads: &Threads, s: Convolution, x: &[f32], weight: &[f32], bia
             weight.iter().zip(across[filter..].iter_mut().step_by(s.filters)).for_each(|(from, to)| *to = *from);
         }
         let across = matrix(across, seen, s.filters);
-        threads.each(y.chunks_mut(tile * s.filters).enumerate(), |(i, y)| {
+        threads.each(y.par_chunks_mut(tile * s.filters).enumerate(), |(i, y)| {
             let rows = y.len() / s.filters;
             if !bias.is_empty() {
                 y.chunks_exact_mut(s.filters).for_each(|y| y.copy_from_slice(bias));
@@ -99,7 +100,7 @@ pub fn backward_weight(
     assert!(x.len() == s.window.elements() && dy.len() == s.window.rows() * s.filters, "{s:?}");
     let tiles = s.window.rows().div_ceil(tile);
     let parts = tiles.min(PARTS);
-    threads.each(partial.chunks_exact_mut(seen * s.filters).enumerate(), |(part, sum)| {
+    threads.each(partial.par_chunks_exact_mut(seen * s.filters).enumerate(), |(part, sum)| {
         let own = part * tiles / parts..(part + 1) * tiles / parts;
         for i in own.clone() {
             let dy = &dy[i * tile * s.filters..];
@@ -111,7 +112,7 @@ pub fn backward_weight(
             });
         }
     });
-    threads.each(dweight.chunks_mut(CHUNK).enumerate(), |(i, dweight)| {
+    threads.each(dweight.par_chunks_mut(CHUNK).enumerate(), |(i, dweight)| {
         for sum in partial.chunks_exact(seen * s.filters) {
             add_serial(&sum[i * CHUNK..][..dweight.len()], dweight);
         }
@@ -125,7 +126,7 @@ pub fn backward_input(threads: &Threads, s: Convolution, dy: &[f32], weight: &[f
     let image = Window { batch: 1, ..s.window };
     let weight = matrix(weight, s.filters, seen);
     // Windows overlap: an image belongs to one task, tile after tile.
-    threads.each(dy.chunks(image.rows() * s.filters).zip(dx.chunks_mut(image.elements())), |(dy, dx)| {
+    threads.each(dy.par_chunks(image.rows() * s.filters).zip(dx.par_chunks_mut(image.elements())), |(dy, dx)| {
         UNFOLDED.with_borrow_mut(|scratch| {
             for (i, dy) in dy.chunks(tile * s.filters).enumerate() {
                 let rows = dy.len() / s.filters;

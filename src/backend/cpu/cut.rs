@@ -44,7 +44,7 @@ pub fn each_of(
     let all = parts(c, Axis(0), high, tile_rows).flat_map(|(rows, c)| {
         parts(c, Axis(1), wide, tile_columns).map(move |(columns, c)| (rows.clone(), columns, c))
     });
-    threads.each(all, |(rows, columns, c)| f(rows, columns, c));
+    threads.each(all.collect::<Vec<_>>(), |(rows, columns, c)| f(rows, columns, c));
 }
 
 /// Cuts a matrix along an axis into so many parts of whole tiles, none more than a tile larger than another: a smaller last

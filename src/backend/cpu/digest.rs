@@ -2,6 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::math::simd;
 use super::threads::Threads;
@@ -105,7 +107,7 @@ pub fn audited(audit: Option<&mut Audit<f64>>, update: impl FnOnce(Option<&Count
 
 fn digest(threads: &Threads, x: &[f32]) -> f64 {
     let sum = AtomicU64::new(0);
-    threads.each(x.chunks(CHUNK).enumerate(), |(number, chunk)| {
+    threads.each(x.par_chunks(CHUNK).enumerate(), |(number, chunk)| {
         sum.fetch_add(u64::from(of_chunk(number, chunk)), Ordering::Relaxed);
     });
     sum.into_inner() as f64

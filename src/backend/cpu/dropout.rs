@@ -1,5 +1,7 @@
 //! Dropout (Srivastava et al., 2014) with masks computed from a counter.
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::simd;
@@ -18,7 +20,7 @@ pub fn dropout(threads: &Threads, mask: Dropout, x: &mut [f32]) {
     let stream = Stream::new(mask.key);
     let dropped_below = (f64::from(mask.rate) * 4_294_967_296.0) as u32;
     let kept = 1.0 / (1.0 - mask.rate);
-    threads.each(x.chunks_mut(CHUNK).enumerate(), |(i, x)| {
+    threads.each(x.par_chunks_mut(CHUNK).enumerate(), |(i, x)| {
         let first = mask.offset + (i * CHUNK) as u64;
         simd(
             #[inline(always)]

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::math::{simd, to_bf16};
 use super::threads::Threads;
@@ -17,18 +19,18 @@ pub const SQUARES_CHUNK: usize = 1 << 12;
 const SQUARES_PART: usize = 256;
 
 pub fn zero(threads: &Threads, y: &mut [f32]) {
-    threads.each(y.chunks_mut(CHUNK), |y| y.fill(0.0));
+    threads.each(y.par_chunks_mut(CHUNK), |y| y.fill(0.0));
 }
 
 pub fn copy(threads: &Threads, x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len());
-    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| y.copy_from_slice(x));
+    threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| y.copy_from_slice(x));
 }
 
 /// `y = x`, rounded to bf16 as GPUs do: to the nearest, ties to even. `y` is its bits.
 pub fn narrow(threads: &Threads, x: &[f32], y: &mut [u16]) {
     assert_eq!(x.len(), y.len());
-    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| {
+    threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| {
         simd(
             #[inline(always)]
             || {
@@ -54,7 +56,7 @@ pub fn add_serial(x: &[f32], y: &mut [f32]) {
 
 pub fn add(threads: &Threads, x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len());
-    threads.each(x.chunks(CHUNK).zip(y.chunks_mut(CHUNK)), |(x, y)| add_serial(x, y));
+    threads.each(x.par_chunks(CHUNK).zip(y.par_chunks_mut(CHUNK)), |(x, y)| add_serial(x, y));
 }
 
 /// `Σ x²`: f64 sums of fixed chunks, added in order.
@@ -73,8 +75,9 @@ pub fn sum_chunks(threads: &Threads, len: usize, sum: impl Fn(Range<usize>) -> f
     // The partial sums of one part wait on the stack.
     for part in (0..len).step_by(SQUARES_PART * SQUARES_CHUNK) {
         let mut partial = [0.0f64; SQUARES_PART];
-        let starts = (part..len).step_by(SQUARES_CHUNK);
-        threads.each(starts.zip(&mut partial), |(start, partial)| {
+        let chunks = (len - part).div_ceil(SQUARES_CHUNK).min(SQUARES_PART);
+        threads.each(partial[..chunks].par_iter_mut().enumerate(), |(chunk, partial)| {
+            let start = part + chunk * SQUARES_CHUNK;
             *partial = sum(start..(start + SQUARES_CHUNK).min(len));
         });
         total = partial.iter().fold(total, |total, partial| total + partial);

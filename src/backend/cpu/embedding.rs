@@ -1,5 +1,7 @@
 //! Token and position tables, added.
 
+use rayon::prelude::*;
+
 use super::math::simd;
 use super::threads::Threads;
 use super::{Cpu, CpuInts};
@@ -35,7 +37,7 @@ pub fn forward(
     let context = position_table.len() / d.max(1);
     // Without positions every row takes its words as they are.
     let place = |row: usize| (context > 0).then(|| &position_table[row % context * d..][..d]);
-    threads.each(y.chunks_mut(ROWS * d).zip(tokens.chunks(ROWS)).enumerate(), |(i, (y, tokens))| {
+    threads.each(y.par_chunks_mut(ROWS * d).zip(tokens.par_chunks(ROWS)).enumerate(), |(i, (y, tokens))| {
         simd(
             #[inline(always)]
             || {
@@ -73,7 +75,8 @@ pub fn backward(
 /// in order: no two tasks meet, and the order of every sum is fixed.
 fn add_rows_at(threads: &Threads, d: usize, dy: &[f32], table: &mut [f32], at: impl Fn(usize) -> Option<usize> + Sync) {
     let mut table = ndarray::ArrayViewMut2::from_shape((table.len() / d.max(1), d), table).expect("rows of width d");
-    threads.each(table.axis_chunks_iter_mut(ndarray::Axis(1), COLUMNS).enumerate(), |(i, mut part)| {
+    let parts: Vec<_> = table.axis_chunks_iter_mut(ndarray::Axis(1), COLUMNS).collect();
+    threads.each(parts.into_par_iter().enumerate(), |(i, mut part)| {
         simd(
             #[inline(always)]
             || {

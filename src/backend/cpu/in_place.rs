@@ -41,6 +41,9 @@ const TERMS: usize = 8;
 /// Tasks for each thread, if there is enough to cut: threads that are late by one lose little.
 const TASKS: usize = 2;
 
+/// Rows of a thread for which it packs all columns itself: packing is a hundredth of the work.
+const OWN_ROWS: usize = 256;
+
 /// Least rows, columns and terms: parts of smaller products may be vectors, which `gemm` sums in another order.
 const LEAST: usize = 48;
 
@@ -87,13 +90,22 @@ pub fn multiply(
         }
         _ => return false,
     };
-    let wide = evenly(n.div_ceil(COLUMNS), tasks);
-    let high = tasks.div_ceil(wide).min(m.div_ceil(ROWS));
-    each_of(threads, c, [high, wide], [HIGH, COLUMNS], |rows, columns, c| {
+    each_of(threads, c, cut(threads.count(), m, n.div_ceil(COLUMNS)), [HIGH, COLUMNS], |rows, columns, c| {
         let to = Place { c, start: start.of(columns.clone()), turned: false };
         vectors.run(Part { left: a, rows, right, columns, to, depth });
     });
     true
+}
+
+/// Parts of so many rows and panels along both, for so many threads. If there are enough rows, each thread keeps to some of them, which it
+/// has in other kernels, too.
+fn cut(threads: usize, rows: usize, panels: usize) -> [usize; 2] {
+    if rows >= OWN_ROWS * threads {
+        return [threads, panels.div_ceil(GROUP)];
+    }
+    let tasks = TASKS * threads;
+    let wide = evenly(panels, tasks);
+    [tasks.div_ceil(wide).min(rows.div_ceil(ROWS)), wide]
 }
 
 /// The most parts of the same number of panels, but not more than so many, if that matters.

@@ -1,6 +1,7 @@
 //! Slices as matrices, and sums of their rows.
 
 use ndarray::{ArrayView2, ArrayViewMut2};
+use rayon::prelude::*;
 
 use super::math::simd;
 use super::threads::Threads;
@@ -31,7 +32,7 @@ const COLUMNS: usize = 64;
 
 /// `sum += Σ_rows x`. Each task owns some columns and walks all rows, so the order of the sum is fixed.
 pub(super) fn add_rows(threads: &Threads, x: &[f32], width: usize, sum: &mut [f32]) {
-    threads.each(sum.chunks_mut(COLUMNS).enumerate(), |(i, sum)| {
+    threads.each(sum.par_chunks_mut(COLUMNS).enumerate(), |(i, sum)| {
         add_columns(x, width, i * COLUMNS, sum);
     });
 }

@@ -1,8 +1,10 @@
 //! Layer normalisation, and RMS normalisation: the same with a mean of zero.
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::math::{LANES, simd, sum};
-use super::threads::Threads;
+use super::threads::{Threads, with_chunks};
 use crate::backend::{Norm, NormOps, Work};
 use crate::error::Result;
 
@@ -14,8 +16,8 @@ const COLUMNS: usize = 32;
 pub fn forward(threads: &Threads, s: Norm, x: &[f32], weight: &[f32], bias: &[f32], y: &mut [f32], stats: &mut [f32]) {
     let d = s.width;
     let (mean, rstd) = stats.split_at_mut(s.rows);
-    let stats = mean.chunks_mut(ROWS).zip(rstd.chunks_mut(ROWS));
-    threads.each(x.chunks(ROWS * d).zip(y.chunks_mut(ROWS * d)).zip(stats), |((x, y), (mean, rstd))| {
+    let stats = mean.par_chunks_mut(ROWS).zip(rstd.par_chunks_mut(ROWS));
+    threads.each(x.par_chunks(ROWS * d).zip(y.par_chunks_mut(ROWS * d)).zip(stats), |((x, y), (mean, rstd))| {
         simd(
             #[inline(always)]
             || {
@@ -42,8 +44,8 @@ pub fn add_forward(
 ) {
     let d = s.width;
     let (mean, rstd) = stats.split_at_mut(s.rows);
-    let inputs = x.chunks(ROWS * d).zip(stream.chunks_mut(ROWS * d));
-    let outputs = y.chunks_mut(ROWS * d).zip(mean.chunks_mut(ROWS).zip(rstd.chunks_mut(ROWS)));
+    let inputs = x.par_chunks(ROWS * d).zip(stream.par_chunks_mut(ROWS * d));
+    let outputs = y.par_chunks_mut(ROWS * d).zip(mean.par_chunks_mut(ROWS).zip(rstd.par_chunks_mut(ROWS)));
     threads.each(inputs.zip(outputs), |((x, stream), (y, (mean, rstd)))| {
         simd(
             #[inline(always)]
@@ -116,8 +118,8 @@ fn backward_of<const CENTRED: bool>(
 ) {
     let d = s.width;
     let (mean, rstd) = stats.split_at(s.rows);
-    let rows = dy.chunks(ROWS * d).zip(x.chunks(ROWS * d)).zip(dx.chunks_mut(ROWS * d));
-    threads.each(rows.zip(mean.chunks(ROWS).zip(rstd.chunks(ROWS))), |(((dy, x), dx), (mean, rstd))| {
+    let rows = dy.par_chunks(ROWS * d).zip(x.par_chunks(ROWS * d)).zip(dx.par_chunks_mut(ROWS * d));
+    threads.each(rows.zip(mean.par_chunks(ROWS).zip(rstd.par_chunks(ROWS))), |(((dy, x), dx), (mean, rstd))| {
         simd(
             #[inline(always)]
             || {
@@ -136,9 +138,8 @@ fn backward_of<const CENTRED: bool>(
         );
     });
     // Columns are summed over all rows by the one task that owns them: the order is fixed.
-    let mut biases = dbias.chunks_mut(COLUMNS);
-    let columns = dweight.chunks_mut(COLUMNS).map(move |dweight| (dweight, biases.next())).enumerate();
-    threads.each(columns, |(i, (dweight, dbias))| {
+    let columns = with_chunks(dweight.par_chunks_mut(COLUMNS), dbias, COLUMNS);
+    threads.each(columns.enumerate(), |(i, (dweight, dbias))| {
         let mut no_bias = [0.0; COLUMNS];
         let width = dweight.len();
         let dbias = dbias.unwrap_or(&mut no_bias[..width]);

@@ -1,5 +1,7 @@
 //! Fused optimizer updates: one pass over a contiguous range.
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::digest::{Counts, Unwatched, Watch, Watched, audited};
 use super::elementwise::{SQUARES_CHUNK, squares, sum_chunks};
@@ -20,8 +22,7 @@ fn pass<const N: usize>(
     for<'a> [&'a mut [f32]; N]: Together<N>,
 {
     assert!(buffers.iter().all(|buffer| buffer.len() == grad.len()));
-    let mut chunks = buffers.map(|buffer| buffer.chunks_mut(CHUNK));
-    let parts = grad.chunks(CHUNK).map(|grad| (grad, chunks.each_mut().map(|part| part.next().unwrap_or_default())));
+    let parts = grad.par_chunks(CHUNK).zip(buffers.par_chunks());
     threads.each(parts.enumerate(), |(number, (grad, buffers))| match counts {
         None => over(grad, buffers, Unwatched, update),
         Some(counts) => over(grad, buffers, Watched::new(counts, number), update),
@@ -55,12 +56,20 @@ fn over<const N: usize>(
 }
 
 /// Buffers of one length, element by element: as zipped iterators, which the compiler turns into vector code. Indices it would check.
-trait Together<const N: usize> {
+trait Together<const N: usize>: Sized {
+    /// Chunks of all of them.
+    fn par_chunks(self) -> impl IndexedParallelIterator<Item = Self>;
+
     /// Calls `f` with each index, the gradient's element there, and those of the buffers.
     fn each(self, grad: &[f32], f: impl FnMut(usize, f32, &mut [f32; N]));
 }
 
-impl Together<1> for [&mut [f32]; 1] {
+impl<'a> Together<1> for [&'a mut [f32]; 1] {
+    fn par_chunks(self) -> impl IndexedParallelIterator<Item = [&'a mut [f32]; 1]> {
+        let [x] = self;
+        x.par_chunks_mut(CHUNK).map(|x| [x])
+    }
+
     #[inline(always)]
     fn each(self, grad: &[f32], mut f: impl FnMut(usize, f32, &mut [f32; 1])) {
         let [x] = self;
@@ -72,7 +81,12 @@ impl Together<1> for [&mut [f32]; 1] {
     }
 }
 
-impl Together<2> for [&mut [f32]; 2] {
+impl<'a> Together<2> for [&'a mut [f32]; 2] {
+    fn par_chunks(self) -> impl IndexedParallelIterator<Item = [&'a mut [f32]; 2]> {
+        let [x, y] = self;
+        x.par_chunks_mut(CHUNK).zip(y.par_chunks_mut(CHUNK)).map(|(x, y)| [x, y])
+    }
+
     #[inline(always)]
     fn each(self, grad: &[f32], mut f: impl FnMut(usize, f32, &mut [f32; 2])) {
         let [x, y] = self;
@@ -84,7 +98,13 @@ impl Together<2> for [&mut [f32]; 2] {
     }
 }
 
-impl Together<3> for [&mut [f32]; 3] {
+impl<'a> Together<3> for [&'a mut [f32]; 3] {
+    fn par_chunks(self) -> impl IndexedParallelIterator<Item = [&'a mut [f32]; 3]> {
+        let [x, y, z] = self;
+        let all = x.par_chunks_mut(CHUNK).zip(y.par_chunks_mut(CHUNK)).zip(z.par_chunks_mut(CHUNK));
+        all.map(|((x, y), z)| [x, y, z])
+    }
+
     #[inline(always)]
     fn each(self, grad: &[f32], mut f: impl FnMut(usize, f32, &mut [f32; 3])) {
         let [x, y, z] = self;

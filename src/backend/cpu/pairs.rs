@@ -1,5 +1,7 @@
 //! Products of a sample's rows in pairs.
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::{simd, sum2};
@@ -16,7 +18,7 @@ pub fn forward(threads: &Threads, s: Pairs, x: &[f32], y: &mut [f32]) {
     let (inputs, outputs) = (s.rows * s.width, s.outputs());
     assert!(x.len() == s.samples * inputs && y.len() == s.samples * outputs, "{s:?}");
     let samples = of_task(s);
-    threads.each(x.chunks(samples * inputs).zip(y.chunks_mut(samples * outputs)), |(x, y)| {
+    threads.each(x.par_chunks(samples * inputs).zip(y.par_chunks_mut(samples * outputs)), |(x, y)| {
         simd(
             #[inline(always)]
             || {
@@ -40,7 +42,8 @@ pub fn backward(threads: &Threads, s: Pairs, x: &[f32], dy: &[f32], dx: &mut [f3
     let (inputs, outputs) = (s.rows * s.width, s.outputs());
     assert!(x.len() == s.samples * inputs && dx.len() == x.len() && dy.len() == s.samples * outputs, "{s:?}");
     let samples = of_task(s);
-    let parts = dx.chunks_mut(samples * inputs).zip(x.chunks(samples * inputs)).zip(dy.chunks(samples * outputs));
+    let parts =
+        dx.par_chunks_mut(samples * inputs).zip(x.par_chunks(samples * inputs)).zip(dy.par_chunks(samples * outputs));
     threads.each(parts, |((dx, x), dy)| {
         simd(
             #[inline(always)]

@@ -4,6 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, LazyLock};
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _, s};
+use rayon::prelude::*;
 
 use super::cut::{depths, each_of};
 use super::memory::{CpuBuf, Pool};
@@ -54,7 +55,7 @@ impl Panels {
         let Gemm { k, n, tb, .. } = shape;
         assert_eq!(b.len(), k * n, "the right operand's elements");
         let mut elements = pool.take(MemoryKind::Workspace, Self::elements(k, n))?;
-        let panels = elements.as_mut_slice().chunks_mut(k * *WIDTH).enumerate();
+        let panels = elements.as_mut_slice().par_chunks_mut(k * *WIDTH).enumerate();
         threads.each(panels, |(panel, to)| {
             let columns = panel * *WIDTH..((panel + 1) * *WIDTH).min(n);
             if tb {

@@ -4,6 +4,7 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use pulp::{Arch, Simd, WithSimd};
+use rayon::prelude::*;
 
 use super::threads::Threads;
 
@@ -57,7 +58,7 @@ pub fn flops(threads: &Threads) -> f64 {
     let arch = Arch::new();
     let lanes = arch.dispatch(Fused(black_box(0.5))).0;
     let seconds = best(|| {
-        threads.run(threads.count(), |_| {
+        threads.run(threads.count(), |_, _| {
             black_box(arch.dispatch(Fused(black_box(0.5))));
         });
     });
@@ -68,7 +69,7 @@ pub fn flops(threads: &Threads) -> f64 {
 pub fn bandwidth(threads: &Threads) -> f64 {
     let (mut a, b, c) = (vec![0.0f32; ELEMENTS], vec![1.0f32; ELEMENTS], vec![2.0f32; ELEMENTS]);
     let seconds = best(|| {
-        let parts = a.chunks_mut(CHUNK).zip(b.chunks(CHUNK)).zip(c.chunks(CHUNK));
+        let parts = a.par_chunks_mut(CHUNK).zip(b.par_chunks(CHUNK)).zip(c.par_chunks(CHUNK));
         threads.each(parts, |((a, b), c)| {
             super::math::simd(
                 #[inline(always)]

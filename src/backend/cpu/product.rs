@@ -10,12 +10,13 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use ndarray::{ArrayView2, ArrayViewMut2, Axis, ShapeBuilder as _};
+use rayon::prelude::*;
 
 use super::cut::{DEPTH, depth, each_of, pieces};
 use super::in_place;
 use super::matrix::{add_columns, add_rows, matrix};
 use super::start::Start;
-use super::threads::Threads;
+use super::threads::{Threads, with_chunks};
 use super::transpose::transpose;
 
 /// Work of one task: large enough to hide the hand-over and the packing, small enough to balance.
@@ -180,9 +181,8 @@ pub fn multiply_across(
             let sums = sums.next().unwrap_or_default();
             for (j, (a, b)) in a.chunks(deep * m).zip(b.axis_chunks_iter(Axis(0), deep)).enumerate() {
                 let across = &mut room[..c.nrows() * stride];
-                let mut of_strips = sums.chunks_mut(STRIP);
-                let strips = across.chunks_mut(STRIP * stride).map(|strip| (strip, of_strips.next())).enumerate();
-                threads.each(strips, |(strip, (across, sums))| {
+                let strips = with_chunks(across.par_chunks_mut(STRIP * stride), sums, STRIP);
+                threads.each(strips.enumerate(), |(strip, (across, sums))| {
                     let first = i * high + strip * STRIP;
                     transpose(a, m, first..first + across.len() / stride, across, stride);
                     if let Some(sums) = sums {

@@ -1,5 +1,7 @@
 //! Losses of predictions that are numbers, fused with their gradients.
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::exp;
@@ -37,8 +39,12 @@ pub fn regression(
     assert!(weights.is_empty() || weights.len() == s.rows, "a weight for each row");
     let rows = (CHUNK / s.width.max(1)).max(1);
     let factor = s.scale / s.width as f32;
-    let parts = predictions.chunks_mut(rows * s.width).zip(targets.chunks(rows * s.width)).zip(losses.chunks_mut(rows));
-    threads.each(parts.zip((0..).step_by(rows)), |(((predictions, targets), losses), first)| {
+    let parts = predictions
+        .par_chunks_mut(rows * s.width)
+        .zip(targets.par_chunks(rows * s.width))
+        .zip(losses.par_chunks_mut(rows));
+    threads.each(parts.enumerate(), |(part, ((predictions, targets), losses))| {
+        let first = part * rows;
         let rows = predictions.chunks_exact_mut(s.width).zip(targets.chunks_exact(s.width)).zip(losses).zip(first..);
         for (((predictions, targets), loss), row) in rows {
             let weight = weights.get(row).copied().unwrap_or(1.0);

@@ -1,5 +1,7 @@
 //! Rotary positions (Su et al., 2021).
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::math::simd;
 use super::threads::Threads;
@@ -12,7 +14,7 @@ const ROWS: usize = 16;
 pub fn rotary(threads: &Threads, s: Rotary, table: &[f32], x: &mut [f32]) {
     let half = s.head_width / 2;
     assert!(x.len() == s.batch * s.time * s.width && table.len() >= s.time * s.head_width, "{s:?}");
-    threads.each(x.chunks_mut(ROWS * s.width).enumerate(), |(task, x)| {
+    threads.each(x.par_chunks_mut(ROWS * s.width).enumerate(), |(task, x)| {
         simd(
             #[inline(always)]
             || {

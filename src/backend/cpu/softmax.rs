@@ -1,5 +1,7 @@
 //! Softmax of rows.
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::{exp, max, simd, sum, sum2};
@@ -14,7 +16,7 @@ fn part(width: usize) -> usize {
 
 pub fn forward(threads: &Threads, width: usize, x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), y.len());
-    threads.each(x.chunks(part(width)).zip(y.chunks_mut(part(width))), |(x, y)| {
+    threads.each(x.par_chunks(part(width)).zip(y.par_chunks_mut(part(width))), |(x, y)| {
         simd(
             #[inline(always)]
             || {
@@ -33,7 +35,7 @@ pub fn forward(threads: &Threads, width: usize, x: &[f32], y: &mut [f32]) {
 
 pub fn backward(threads: &Threads, width: usize, y: &[f32], dy: &mut [f32]) {
     assert_eq!(y.len(), dy.len());
-    threads.each(y.chunks(part(width)).zip(dy.chunks_mut(part(width))), |(y, dy)| {
+    threads.each(y.par_chunks(part(width)).zip(dy.par_chunks_mut(part(width))), |(y, dy)| {
         simd(
             #[inline(always)]
             || {

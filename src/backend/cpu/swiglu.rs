@@ -1,5 +1,7 @@
 //! SwiGLU (Shazeer, 2020): rows of gates and ups side by side.
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::elementwise::CHUNK;
 use super::math::{exp, simd};
@@ -20,7 +22,7 @@ fn rows(width: usize) -> usize {
 pub fn forward(threads: &Threads, width: usize, x: &[f32], y: &mut [f32]) {
     assert_eq!(x.len(), 2 * y.len());
     let rows = rows(width);
-    threads.each(x.chunks(rows * 2 * width).zip(y.chunks_mut(rows * width)), |(x, y)| {
+    threads.each(x.par_chunks(rows * 2 * width).zip(y.par_chunks_mut(rows * width)), |(x, y)| {
         simd(
             #[inline(always)]
             || {
@@ -38,7 +40,7 @@ pub fn forward(threads: &Threads, width: usize, x: &[f32], y: &mut [f32]) {
 pub fn backward(threads: &Threads, width: usize, x: &mut [f32], dy: &[f32]) {
     assert_eq!(x.len(), 2 * dy.len());
     let rows = rows(width);
-    threads.each(x.chunks_mut(rows * 2 * width).zip(dy.chunks(rows * width)), |(x, dy)| {
+    threads.each(x.par_chunks_mut(rows * 2 * width).zip(dy.par_chunks(rows * width)), |(x, dy)| {
         simd(
             #[inline(always)]
             || {

@@ -3,12 +3,20 @@
 //! Kernels of a small model last tens of microseconds; waking a sleeping thread costs as much. Workers
 //! therefore spin briefly after a job before they sleep. A job is a number of independent tasks, each
 //! claimed once; the caller works too and returns when all are done.
+//!
+//! A kernel's items are shared out in order: a thread has the same part of all tensors' rows, which its own caches hold, in one
+//! kernel after the other. Only a thread that has no more of its own takes from others.
 
 use std::cell::UnsafeCell;
+use std::mem::replace;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+
+use rayon::iter::plumbing::{Producer, ProducerCallback};
+use rayon::iter::{Either, IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
+use rayon::slice::ParallelSliceMut;
 
 /// Rounds a worker spins for the next job before it sleeps: some tens of microseconds.
 const SPINS: u32 = 20_000;
@@ -17,7 +25,8 @@ const SPINS: u32 = 20_000;
 const TASK_BITS: u32 = 24;
 const TASK_MASK: u64 = (1 << TASK_BITS) - 1;
 
-type Task<'a> = &'a (dyn Fn(usize) + Sync);
+/// Takes the number of the thread and that of the task.
+type Task<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 struct Shared {
     /// Job number, number of tasks and next task in one word: a thread that claims a task learns in the same instant
@@ -48,13 +57,13 @@ impl Shared {
         (index < tasks).then_some(index)
     }
 
-    /// Works on the current job until no task is left to claim.
-    fn work(&self) {
+    /// Works on the current job, as this thread, until no task is left to claim.
+    fn work(&self, thread: usize) {
         while let Some(index) = self.next() {
             // SAFETY: a claimed, unfinished task keeps `run` from returning and the job from changing.
             let job = unsafe { *self.job.get() };
             if let Some(task) = job
-                && catch_unwind(AssertUnwindSafe(|| task(index))).is_err()
+                && catch_unwind(AssertUnwindSafe(|| task(thread, index))).is_err()
             {
                 self.panicked.store(true, Ordering::Relaxed);
             }
@@ -62,11 +71,11 @@ impl Shared {
         }
     }
 
-    fn worker(&self) {
+    fn worker(&self, thread: usize) {
         let mut spins = 0;
         while !self.stop.load(Ordering::Relaxed) {
             let before = self.claim.load(Ordering::Acquire);
-            self.work();
+            self.work(thread);
             if self.claim.load(Ordering::Acquire) != before {
                 spins = 0;
             } else if spins < SPINS {
@@ -108,7 +117,7 @@ impl Threads {
             .filter_map(|i| {
                 let shared = shared.clone();
                 // A thread that the system refuses is one worker less, not an error: results do not change.
-                std::thread::Builder::new().name(format!("compute-{i}")).spawn(move || shared.worker()).ok()
+                std::thread::Builder::new().name(format!("compute-{i}")).spawn(move || shared.worker(i)).ok()
             })
             .collect();
         Self { shared, workers, running: Mutex::new(0) }
@@ -119,13 +128,14 @@ impl Threads {
         self.workers.len() + 1
     }
 
-    /// Calls `task(0)` … `task(tasks - 1)`, each once, in any order, on any thread; returns when all have.
+    /// Calls `task(thread, 0)` … `task(thread, tasks - 1)`, each once, in any order, with the number of the thread that does it; returns
+    /// when all have returned.
     ///
     /// # Panics
     /// When a task panics. Must not be called from inside a task.
-    pub fn run(&self, tasks: usize, task: impl Fn(usize) + Sync) {
+    pub fn run(&self, tasks: usize, task: impl Fn(usize, usize) + Sync) {
         if self.workers.is_empty() || tasks <= 1 {
-            (0..tasks).for_each(task);
+            (0..tasks).for_each(|index| task(0, index));
             return;
         }
         assert!(tasks as u64 <= TASK_MASK, "{tasks} tasks in one job");
@@ -144,7 +154,7 @@ impl Threads {
         if shared.sleepers.load(Ordering::SeqCst) > 0 {
             self.workers.iter().for_each(|worker| worker.thread().unpark());
         }
-        shared.work();
+        shared.work(0);
         let mut spins = 0;
         while shared.done.load(Ordering::Acquire) < tasks {
             spins += 1;
@@ -158,20 +168,81 @@ impl Threads {
     }
 
     /// Calls `f` once with each item, spread over the threads. Items are typically disjoint parts of an output.
-    pub fn each<I: IntoIterator<Item: Send, IntoIter: Send>>(&self, items: I, f: impl Fn(I::Item) + Sync) {
-        let items = items.into_iter();
-        if self.workers.is_empty() {
-            items.for_each(f);
-            return;
+    pub fn each<I: IntoParallelIterator<Iter: IndexedParallelIterator>>(&self, items: I, f: impl Fn(I::Item) + Sync) {
+        let items = items.into_par_iter();
+        let len = items.len();
+        items.with_producer(Each { threads: self, len, f });
+    }
+}
+
+/// Calls of `f` with so many items.
+struct Each<'a, F> {
+    threads: &'a Threads,
+    len: usize,
+    f: F,
+}
+
+impl<T, F: Fn(T) + Sync> ProducerCallback<T> for Each<'_, F> {
+    type Output = ();
+
+    fn callback<P: Producer<Item = T>>(self, items: P) {
+        let Self { threads, len, f } = self;
+        let count = threads.count();
+        if count == 1 || len <= 1 {
+            return items.into_iter().for_each(f);
         }
-        // Items are made as they are taken: a list of them would be an allocation in every kernel.
-        let items = Mutex::new(items);
-        let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
-        self.run(self.count(), |_| {
-            while let Some(item) = next() {
-                f(item);
+        let mut rest = Share { items: Some(items), len };
+        let shares: Vec<_> =
+            (0..count).map(|i| Mutex::new(rest.take(len * (i + 1) / count - len * i / count))).collect();
+        threads.run(count, |thread, _| {
+            for turn in 0..count {
+                let share = &shares[(thread + turn) % count];
+                // Of its own share a thread takes the first item, of others' the last: their next ones may be in their caches.
+                let next = || {
+                    let mut share = share.lock().unwrap_or_else(PoisonError::into_inner);
+                    if turn == 0 { share.take(1).items } else { share.take_last().items }
+                };
+                while let Some(item) = next() {
+                    item.into_iter().for_each(&f);
+                }
             }
         });
+    }
+}
+
+/// Items that nobody has begun with.
+struct Share<P> {
+    /// None if there are none.
+    items: Option<P>,
+    len: usize,
+}
+
+impl<P: Producer> Share<P> {
+    /// The first ones, so many or as many as there are.
+    fn take(&mut self, len: usize) -> Self {
+        let len = len.min(self.len);
+        let (own, rest) = self.items.take().map(|items| items.split_at(len)).unzip();
+        *self = Self { items: rest.filter(|_| len < self.len), len: self.len - len };
+        Self { items: own.filter(|_| len > 0), len }
+    }
+
+    /// The last one.
+    fn take_last(&mut self) -> Self {
+        let rest = self.take(self.len.saturating_sub(1));
+        replace(self, rest)
+    }
+}
+
+/// Each of the items, with a chunk of `x` of so many elements, unless that is empty.
+pub fn with_chunks<'a, I: IndexedParallelIterator>(
+    items: I,
+    x: &'a mut [f32],
+    len: usize,
+) -> impl IndexedParallelIterator<Item = (I::Item, Option<&'a mut [f32]>)> {
+    if x.is_empty() {
+        Either::Left(items.map(|item| (item, None)))
+    } else {
+        Either::Right(items.zip(x.par_chunks_mut(len)).map(|(item, x)| (item, Some(x))))
     }
 }
 
@@ -196,7 +267,7 @@ mod tests {
             let pool = Threads::new(threads);
             for tasks in (0..40).chain([1000]) {
                 let hits: Vec<AtomicUsize> = (0..tasks).map(|_| AtomicUsize::new(0)).collect();
-                pool.run(tasks, |i| {
+                pool.run(tasks, |_, i| {
                     hits[i].fetch_add(1, Ordering::Relaxed);
                 });
                 assert!(hits.iter().all(|hit| hit.load(Ordering::Relaxed) == 1));
@@ -209,7 +280,7 @@ mod tests {
         let pool = Threads::new(3);
         for _ in 0..3 {
             let mut out = vec![0; 100];
-            pool.each(out.chunks_mut(7).enumerate(), |(i, part)| part.fill(i + 1));
+            pool.each(out.par_chunks_mut(7).enumerate(), |(i, part)| part.fill(i + 1));
             assert!(out.iter().enumerate().all(|(i, &x)| x == i / 7 + 1));
             std::thread::sleep(std::time::Duration::from_millis(20));
         }
@@ -218,10 +289,10 @@ mod tests {
     #[test]
     fn a_panic_in_a_task_reaches_the_caller_and_the_pool_survives() {
         let pool = Threads::new(2);
-        let caught = catch_unwind(AssertUnwindSafe(|| pool.run(8, |i| assert_ne!(i, 5))));
+        let caught = catch_unwind(AssertUnwindSafe(|| pool.run(8, |_, i| assert_ne!(i, 5))));
         assert!(caught.is_err());
         let sum = AtomicUsize::new(0);
-        pool.run(8, |i| {
+        pool.run(8, |_, i| {
             sum.fetch_add(i, Ordering::Relaxed);
         });
         assert_eq!(sum.into_inner(), 28);

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use rayon::prelude::*;
+
 use super::Cpu;
 use super::math::{LANES, simd};
 use super::threads::Threads;
@@ -145,7 +147,7 @@ pub fn unfold(threads: &Threads, w: Window, first: usize, channels: usize, x: &[
     let row = w.size[0] * w.size[1] * channels;
     let [high, wide] = w.places();
     assert!(x.len() == w.elements() && y.len() == w.rows() * row, "{w:?}");
-    let images = y.chunks_mut(high * wide * row).enumerate();
+    let images = y.par_chunks_mut(high * wide * row).enumerate();
     threads.each(images, |(image, y)| unfold_rows(&w, first, channels, image * high * wide, x, y));
 }
 
@@ -183,7 +185,7 @@ pub fn fold(threads: &Threads, w: Window, first: usize, channels: usize, dy: &[f
     let row = w.size[0] * w.size[1] * channels;
     let [high, wide] = w.places();
     assert!(dx.len() == w.elements() && dy.len() == w.rows() * row, "{w:?}");
-    let images = dy.chunks(high * wide * row).zip(dx.chunks_mut(image(&w)));
+    let images = dy.par_chunks(high * wide * row).zip(dx.par_chunks_mut(image(&w)));
     threads.each(images, |(dy, dx)| fold_rows(&w, first, channels, 0, dy, dx));
 }
 
@@ -212,7 +214,7 @@ fn largest<const N: usize>(w: &Window, sight: &Sight, first: usize, x: &[f32]) -
 
 pub fn max_pool(threads: &Threads, w: Window, x: &[f32], y: &mut [f32]) {
     let [high, wide] = w.places();
-    threads.each(x.chunks(image(&w)).zip(y.chunks_mut(high * wide * w.channels)), |(x, y)| {
+    threads.each(x.par_chunks(image(&w)).zip(y.par_chunks_mut(high * wide * w.channels)), |(x, y)| {
         simd(
             #[inline(always)]
             || {
@@ -275,7 +277,7 @@ fn give(w: &Window, sight: &Sight, first: usize, x: &[f32], dy: &[f32], dx: &mut
 
 pub fn max_pool_backward(threads: &Threads, w: Window, x: &[f32], dy: &[f32], dx: &mut [f32]) {
     let [high, wide] = w.places();
-    let images = x.chunks(image(&w)).zip(dy.chunks(high * wide * w.channels)).zip(dx.chunks_mut(image(&w)));
+    let images = x.par_chunks(image(&w)).zip(dy.par_chunks(high * wide * w.channels)).zip(dx.par_chunks_mut(image(&w)));
     threads.each(images, |((x, dy), dx)| {
         simd(
             #[inline(always)]
@@ -301,7 +303,7 @@ pub fn max_pool_backward(threads: &Threads, w: Window, x: &[f32], dy: &[f32], dx
 
 pub fn average_pool(threads: &Threads, w: Window, x: &[f32], y: &mut [f32]) {
     let [high, wide] = w.places();
-    threads.each(x.chunks(image(&w)).zip(y.chunks_mut(high * wide * w.channels)), |(x, y)| {
+    threads.each(x.par_chunks(image(&w)).zip(y.par_chunks_mut(high * wide * w.channels)), |(x, y)| {
         simd(
             #[inline(always)]
             || {
@@ -330,7 +332,7 @@ pub fn average_pool(threads: &Threads, w: Window, x: &[f32], y: &mut [f32]) {
 
 pub fn average_pool_backward(threads: &Threads, w: Window, dy: &[f32], dx: &mut [f32]) {
     let [high, wide] = w.places();
-    threads.each(dy.chunks(high * wide * w.channels).zip(dx.chunks_mut(image(&w))), |(dy, dx)| {
+    threads.each(dy.par_chunks(high * wide * w.channels).zip(dx.par_chunks_mut(image(&w))), |(dy, dx)| {
         simd(
             #[inline(always)]
             || {

@@ -15,11 +15,12 @@ use std::ops::Range;
 
 use bytemuck::{Zeroable, cast_slice_mut};
 use ndarray::{ArrayViewMut2, Axis};
+use rayon::prelude::*;
 
 use super::cut::{depths, each_of};
 use super::matrix::{add_columns, matrix_mut};
 use super::start::Start;
-use super::threads::Threads;
+use super::threads::{Threads, with_chunks};
 use super::tile::{COLUMNS, Strip};
 
 use operand::words;
@@ -178,9 +179,8 @@ impl Piece {
         let height = self.words.len();
         let strips = take(&mut rooms.right, self.columns.len().div_ceil(COLUMNS) * height);
         let room = take(&mut rooms.left, self.rows.len().div_ceil(ROWS) * height);
-        let panels = if new { &mut strips[..] } else { &mut [] }.chunks_mut(height.max(1)).enumerate();
-        let mut sums = sums.chunks_mut(BAND * ROWS);
-        let bands = room.chunks_mut((BAND * height).max(1)).map(|to| (to, sums.next())).enumerate();
+        let panels = if new { &mut strips[..] } else { &mut [] }.par_chunks_mut(height.max(1)).enumerate();
+        let bands = with_chunks(room.par_chunks_mut((BAND * height).max(1)), sums, BAND * ROWS).enumerate();
         let panels = panels.map(|(panel, to)| Pack::Columns(panel, to));
         let bands = bands.map(|(band, (to, sums))| Pack::Rows(band, to, sums));
         threads.each(panels.chain(bands), |task| match task {
