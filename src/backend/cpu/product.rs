@@ -1,4 +1,4 @@
-//! Matrix products: tiles that read an operand in place (`in_place.rs`), or the single-threaded kernel of `gemm`, a pure-Rust crate,
+//! Matrix products: tiles that read an operand in place (`in_place/`), or the single-threaded kernel of `gemm`, a pure-Rust crate,
 //! on fixed parts of the output. Both have the same bits; the crate has what is small, and CPUs without AVX2.
 //!
 //! For `gemm`, the output is cut along rows and columns into parts, one task each, by its shape alone. Each part packs its operands
@@ -170,6 +170,9 @@ pub fn multiply_across(
     }
     // Whole pieces of the sum over all rows, whose order does not depend on the number of columns.
     let depth = depth(b.nrows());
+    if in_place::multiply_across(depth, threads, a, m, b, c.view_mut(), start, sums) {
+        return;
+    }
     let deep = b.nrows().min(DEEPEST / DEPTH * depth);
     // From row to row an odd number of cache lines: a power of two would send all rows to the same few places of a cache.
     let stride = deep.next_multiple_of(2 * LINE) + LINE;

@@ -234,11 +234,11 @@ impl<P: Producer> Share<P> {
 }
 
 /// Each of the items, with a chunk of `x` of so many elements, unless that is empty.
-pub fn with_chunks<'a, I: IndexedParallelIterator>(
+pub fn with_chunks<I: IndexedParallelIterator>(
     items: I,
-    x: &'a mut [f32],
+    x: &mut [f32],
     len: usize,
-) -> impl IndexedParallelIterator<Item = (I::Item, Option<&'a mut [f32]>)> {
+) -> impl IndexedParallelIterator<Item = (I::Item, Option<&mut [f32]>)> {
     if x.is_empty() {
         Either::Left(items.map(|item| (item, None)))
     } else {
@@ -283,6 +283,52 @@ mod tests {
             pool.each(out.par_chunks_mut(7).enumerate(), |(i, part)| part.fill(i + 1));
             assert!(out.iter().enumerate().all(|(i, &x)| x == i / 7 + 1));
             std::thread::sleep(std::time::Duration::from_millis(20));
+        }
+    }
+
+    #[test]
+    fn a_thread_begins_with_its_own_items() {
+        let pool = Threads::new(2);
+        let (begun, names) = (AtomicUsize::new(0), Mutex::new(vec![None; 8]));
+        let start = std::time::Instant::now();
+        pool.each((0..8usize).into_par_iter(), |i| {
+            // The first items wait for each other, so neither thread can have both.
+            if i % 4 == 0 {
+                begun.fetch_add(1, Ordering::Relaxed);
+                while begun.load(Ordering::Relaxed) < 2 && start.elapsed().as_secs() < 30 {
+                    std::thread::yield_now();
+                }
+            }
+            names.lock().unwrap()[i] = std::thread::current().name().map(str::to_owned);
+        });
+        let names = names.into_inner().unwrap();
+        assert_eq!(names[4].as_deref(), Some("compute-1"));
+        assert_ne!(names[0], names[4]);
+    }
+
+    #[test]
+    fn shares_give_from_both_ends() {
+        let share = |range: std::ops::Range<usize>| Share { len: range.len(), items: Some(Numbers(range)) };
+        let mut all = share(0..5);
+        assert_eq!(all.take(2).items.unwrap().0, 0..2);
+        assert_eq!(all.take_last().items.unwrap().0, 4..5);
+        assert_eq!((all.len, all.take(9).items.unwrap().0), (2, 2..4));
+        assert!(all.take(1).items.is_none() && all.take_last().items.is_none());
+    }
+
+    struct Numbers(std::ops::Range<usize>);
+
+    impl Producer for Numbers {
+        type Item = usize;
+        type IntoIter = std::ops::Range<usize>;
+
+        fn into_iter(self) -> Self::IntoIter {
+            self.0
+        }
+
+        fn split_at(self, at: usize) -> (Self, Self) {
+            let middle = self.0.start + at;
+            (Self(self.0.start..middle), Self(middle..self.0.end))
         }
     }
 

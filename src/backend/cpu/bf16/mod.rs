@@ -4,7 +4,7 @@
 //! tiles read them: a word has two neighbouring terms. Then they compute tiles of the result, whose sums stay in registers
 //! (`tile.rs`). Words are added one after the other, in pieces of fixed length, so bits depend neither on the cut nor on the
 //! number of threads. The scheme is that of K. Goto and R. van de Geijn, "Anatomy of high-performance matrix multiplication"
-//! (ACM TOMS 34, 2008), with packed operands shared among threads. Operands in f32 are read in place (`../in_place.rs`).
+//! (ACM TOMS 34, 2008), with packed operands shared among threads. Operands in f32 are read in place (`../in_place/`).
 
 mod operand;
 #[cfg(target_arch = "x86_64")]

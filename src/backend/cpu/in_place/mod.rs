@@ -1,27 +1,34 @@
-//! Products in f32 whose tiles stay in registers, and whose left operand is read in place.
+//! Products in f32 whose tiles stay in registers, and whose left operand is read in place, where it can be.
 //!
 //! The right operand is copied into panels of columns, as many as a core's own cache holds. Of the left one the terms of a row are
 //! neighbours, and a tile reads a number of few rows at a time, so that to pack them would only cost. Where rows are few and the
 //! right operand is the transpose of a weight, the weight's rows take the place of the left operand's, and the result is turned
-//! over in small blocks: then the weight, which is larger than the rest, is not packed. Each part of the result packs for itself:
-//! no thread waits for another, nor reads what another has just written.
+//! over in small blocks: then the weight, which is larger than the rest, is not packed. Where a row of the left operand is a term, as
+//! in gradients of weights, it is copied into panels as high as a tile. Each part of the result packs for itself: no thread waits
+//! for another, nor reads what another has just written.
 //!
 //! Terms are added one after the other, in pieces of fixed length, so bits depend neither on the cut, nor on the number of
 //! threads, nor on the width of vectors: they are those of `gemm`. Blocks and panels are those of K. Goto and R. van de Geijn,
 //! "Anatomy of high-performance matrix multiplication" (ACM TOMS 34, 2008).
 
-use std::array::from_fn;
+mod operands;
+mod tile;
+
 use std::cell::RefCell;
 use std::ops::Range;
 
-use bytemuck::{Pod, Zeroable, cast_slice, cast_slice_mut};
-use ndarray::{ArrayView2, ArrayViewMut2};
+use bytemuck::{Pod, Zeroable, cast_slice};
+use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 use pulp::{Simd, WithSimd};
+use rayon::prelude::*;
 
 use super::cut::{each_of, pieces};
 use super::start::Start;
-use super::threads::Threads;
+use super::threads::{Threads, with_chunks};
 use super::transpose::transpose;
+
+use operands::{Left, PANEL, Right, Term};
+use tile::multiply_block;
 
 /// Columns of a panel: four vectors of AVX-512.
 const COLUMNS: usize = 64;
@@ -35,26 +42,37 @@ const ROWS: usize = 8 * HIGH;
 /// Panels of a group: half of a small L2 cache.
 const GROUP: usize = 4;
 
-/// Terms that a tile reads of a row at a time.
-const TERMS: usize = 8;
-
 /// Tasks for each thread, if there is enough to cut: threads that are late by one lose little.
 const TASKS: usize = 2;
 
-/// Rows of a thread for which it packs all columns itself: packing is a hundredth of the work.
+/// Rows of a thread from which on it packs all columns itself: packing is then a few hundredths of the work.
 const OWN_ROWS: usize = 256;
 
 /// Least rows, columns and terms: parts of smaller products may be vectors, which `gemm` sums in another order.
 const LEAST: usize = 48;
+
+/// Terms from which on a left operand that lies across goes into panels, and rows of a thread: packing the right operand anew
+/// for each thread would cost more than the left one's transpose.
+const ACROSS_TERMS: usize = 1024;
+const ACROSS_ROWS: usize = 96;
+
+/// Most rows that are in panels at a time: 1.5 MiB.
+const MOST_ROWS: usize = 768;
 
 /// So many neighbouring columns of one row; begins on a cache line.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Pod, Zeroable)]
 struct Strip([f32; COLUMNS]);
 
+/// Panels of both operands.
+struct Room {
+    right: Vec<Strip>,
+    left: Vec<Term>,
+}
+
 thread_local! {
-    /// Panels; kept, because a fresh allocation would fault page by page.
-    static ROOM: RefCell<Vec<Strip>> = const { RefCell::new(Vec::new()) };
+    /// Kept, because a fresh allocation would fault page by page.
+    static ROOM: RefCell<Room> = const { RefCell::new(Room { right: Vec::new(), left: Vec::new() }) };
 }
 
 /// Computes `c`, of this start, and `a·b`, with the bits of `gemm`: true if it is done. Terms of a row of `a` must be neighbours, and
@@ -82,7 +100,15 @@ pub fn multiply(
                 each_of(threads, c, [1, wide], [HIGH, ROWS], |_, lines, c| {
                     let (left, right) = (b.reversed_axes(), Right::Lines(x));
                     let to = Place { c, start: start.of(lines.clone()), turned };
-                    vectors.run(Part { left, rows: lines, right, columns: 0..m, to, depth });
+                    vectors.run(Part {
+                        left: Left::Rows(left),
+                        rows: lines,
+                        right,
+                        columns: 0..m,
+                        to,
+                        depth,
+                        sums: &mut [],
+                    });
                 });
                 return true;
             }
@@ -92,12 +118,52 @@ pub fn multiply(
     };
     each_of(threads, c, cut(threads.count(), m, n.div_ceil(COLUMNS)), [HIGH, COLUMNS], |rows, columns, c| {
         let to = Place { c, start: start.of(columns.clone()), turned: false };
-        vectors.run(Part { left: a, rows, right, columns, to, depth });
+        vectors.run(Part { left: Left::Rows(a), rows, right, columns, to, depth, sums: &mut [] });
     });
     true
 }
 
-/// Parts of so many rows and panels along both, for so many threads. If there are enough rows, each thread keeps to some of them, which it
+/// As [`multiply`], of `aᵀ`, where `a` is row-major with `m` columns; adds the sums of its columns to `sums`, unless there are none.
+/// True if it is done: sums must be long, and rows many and not fewer than columns.
+#[expect(clippy::too_many_arguments, reason = "one argument for each operand, and how they are summed")]
+pub fn multiply_across(
+    depth: usize,
+    threads: &Threads,
+    a: &[f32],
+    m: usize,
+    b: ArrayView2<'_, f32>,
+    mut c: ArrayViewMut2<'_, f32>,
+    start: Start<'_>,
+    sums: &mut [f32],
+) -> bool {
+    let Some(vectors) = Vectors::find() else { return false };
+    let (n, k) = (b.ncols(), b.nrows());
+    if k < ACROSS_TERMS || m < n || m < ACROSS_ROWS * threads.count() || n < LEAST {
+        return false;
+    }
+    if b.strides()[1] != 1 || c.strides()[1] != 1 {
+        return false;
+    }
+    let size = m.div_ceil(threads.count()).min(MOST_ROWS).next_multiple_of(ROWS);
+    let parts: Vec<_> = c.axis_chunks_iter_mut(Axis(0), size).collect();
+    threads.each(with_chunks(parts.into_par_iter(), sums, size).enumerate(), |(part, (c, sums))| {
+        let rows = part * size..part * size + c.nrows();
+        let to = Place { c, start, turned: false };
+        let left = Left::Across { x: a, width: m };
+        vectors.run(Part {
+            left,
+            rows,
+            right: Right::Terms(b),
+            columns: 0..n,
+            to,
+            depth,
+            sums: sums.unwrap_or_default(),
+        });
+    });
+    true
+}
+
+/// Parts of so many rows and panels along both, for so many threads. If there are enough rows, each thread keeps to its own, which it
 /// has in other kernels, too.
 fn cut(threads: usize, rows: usize, panels: usize) -> [usize; 2] {
     if rows >= OWN_ROWS * threads {
@@ -139,7 +205,11 @@ impl Vectors {
 
     fn run(self, part: Part<'_, '_>) {
         ROOM.with_borrow_mut(|room| {
-            room.resize(room.len().max(GROUP * part.depth), Strip::zeroed());
+            room.right.resize(room.right.len().max(GROUP * part.depth), Strip::zeroed());
+            if let Left::Across { .. } = part.left {
+                let panels = part.rows.len().div_ceil(PANEL);
+                room.left.resize(room.left.len().max(panels * part.depth), Term::zeroed());
+            }
             match self {
                 #[cfg(target_arch = "x86_64")]
                 Self::Avx512(simd) => Simd::vectorize(simd, InRoom { part, room }),
@@ -147,35 +217,6 @@ impl Vectors {
                 Self::Avx2(simd) => Simd::vectorize(simd, InRoom { part, room }),
             }
         });
-    }
-}
-
-/// The operand that goes into panels.
-#[derive(Clone, Copy)]
-enum Right<'a> {
-    /// A row of each term, columns neighbours.
-    Terms(ArrayView2<'a, f32>),
-    /// A row of each column, terms neighbours, without gaps.
-    Lines(&'a [f32]),
-}
-
-impl Right<'_> {
-    /// Copies some terms, of `all`, of the columns of a panel. Columns that it has besides are of no use.
-    fn pack(self, all: usize, terms: Range<usize>, columns: Range<usize>, to: &mut [Strip]) {
-        match self {
-            Right::Terms(x) => {
-                for (term, to) in terms.zip(to) {
-                    let row = &x.row(term).to_slice().expect("columns are neighbours")[columns.clone()];
-                    match row.first_chunk() {
-                        Some(row) => to.0 = *row,
-                        None => to.0[..row.len()].copy_from_slice(row),
-                    }
-                }
-            }
-            Right::Lines(x) => {
-                transpose(&x[columns.start * all..columns.end * all], all, terms, cast_slice_mut(to), COLUMNS);
-            }
-        }
     }
 }
 
@@ -214,7 +255,7 @@ impl Place<'_> {
 
 /// A part of a product: one task.
 struct Part<'a, 'c> {
-    left: ArrayView2<'a, f32>,
+    left: Left<'a>,
     /// Rows of the left operand.
     rows: Range<usize>,
     right: Right<'a>,
@@ -224,12 +265,14 @@ struct Part<'a, 'c> {
     to: Place<'c>,
     /// Terms of a piece.
     depth: usize,
+    /// Sums of the terms of each row, if a left operand that lies across is to be summed, too.
+    sums: &'c mut [f32],
 }
 
 /// A part, and room for a group of panels.
 struct InRoom<'a, 'c, 'r> {
     part: Part<'a, 'c>,
-    room: &'r mut [Strip],
+    room: &'r mut Room,
 }
 
 impl WithSimd for InRoom<'_, '_, '_> {
@@ -237,20 +280,22 @@ impl WithSimd for InRoom<'_, '_, '_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Part { left, rows, right, columns, mut to, depth } = self.part;
+        let Part { left, rows, right, columns, mut to, depth, sums } = self.part;
+        let (room, all) = (&mut self.room.right, left.terms());
         let mut block = [Strip::zeroed(); ROWS];
-        for terms in pieces(left.ncols(), depth) {
+        for terms in pieces(all, depth) {
             let height = terms.len();
+            let lines = left.lines(terms.clone(), rows.clone(), &mut self.room.left, sums);
             for first in columns.clone().step_by(GROUP * COLUMNS) {
                 let group = (first..columns.end.min(first + GROUP * COLUMNS)).step_by(COLUMNS);
                 let group = group.map(|first| first..columns.end.min(first + COLUMNS));
-                for (panel, strips) in group.clone().zip(self.room.chunks_exact_mut(height)) {
-                    right.pack(left.ncols(), terms.clone(), panel, strips);
+                for (panel, strips) in group.clone().zip(room.chunks_exact_mut(height)) {
+                    right.pack(all, terms.clone(), panel, strips);
                 }
                 for first in rows.clone().step_by(ROWS) {
                     let high = first..rows.end.min(first + ROWS);
-                    for (panel, strips) in group.clone().zip(self.room.chunks_exact(height)) {
-                        multiply_block(simd, left, high.clone(), terms.clone(), strips, panel.len(), &mut block);
+                    for (panel, strips) in group.clone().zip(room.chunks_exact(height)) {
+                        multiply_block(simd, lines, high.clone(), strips, panel.len(), &mut block);
                         let of =
                             |range: Range<usize>, all: &Range<usize>| range.start - all.start..range.end - all.start;
                         to.put(terms.start, of(high.clone(), &rows), of(panel, &columns), &block);
@@ -261,109 +306,14 @@ impl WithSimd for InRoom<'_, '_, '_> {
     }
 }
 
-/// Computes a block: so many columns of a panel for some rows and terms of the left operand.
-#[inline(always)]
-fn multiply_block<S: Simd>(
-    simd: S,
-    left: ArrayView2<'_, f32>,
-    rows: Range<usize>,
-    terms: Range<usize>,
-    strips: &[Strip],
-    columns: usize,
-    block: &mut [Strip; ROWS],
-) {
-    let line = |row: usize| &left.row(row).to_slice().expect("terms are neighbours")[terms.clone()];
-    let mut row = rows.start;
-    while row < rows.end {
-        let to = &mut block[row - rows.start..];
-        row += match rows.end - row {
-            HIGH.. => tiles::<S, HIGH>(simd, from_fn(|r| line(row + r)), strips, columns, to),
-            4.. => tiles::<S, 4>(simd, from_fn(|r| line(row + r)), strips, columns, to),
-            2.. => tiles::<S, 2>(simd, from_fn(|r| line(row + r)), strips, columns, to),
-            _ => tiles::<S, 1>(simd, [line(row)], strips, columns, to),
-        };
-    }
-}
-
-/// Computes so many columns of `HIGH` rows, in tiles as wide as the registers allow.
-#[inline(always)]
-fn tiles<S: Simd, const HIGH: usize>(
-    simd: S,
-    rows: [&[f32]; HIGH],
-    strips: &[Strip],
-    columns: usize,
-    to: &mut [Strip],
-) -> usize {
-    let vectors = columns.div_ceil(S::F32_LANES);
-    if S::REGISTER_COUNT >= 32 {
-        match vectors {
-            1 => tile::<S, HIGH, 1>(simd, rows, strips, 0, to),
-            2 => tile::<S, HIGH, 2>(simd, rows, strips, 0, to),
-            3 => tile::<S, HIGH, 3>(simd, rows, strips, 0, to),
-            _ => tile::<S, HIGH, 4>(simd, rows, strips, 0, to),
-        }
-    } else {
-        for vector in (0..vectors).step_by(2) {
-            if vector + 1 < vectors {
-                tile::<S, HIGH, 2>(simd, rows, strips, vector, to);
-            } else {
-                tile::<S, HIGH, 1>(simd, rows, strips, vector, to);
-            }
-        }
-    }
-    HIGH
-}
-
-/// Computes `HIGH` rows and `WIDE` vectors.
-#[inline(always)]
-fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
-    simd: S,
-    rows: [&[f32]; HIGH],
-    strips: &[Strip],
-    vector: usize,
-    to: &mut [Strip],
-) {
-    let mut sums = [[simd.splat_f32s(0.0); WIDE]; HIGH];
-    let (many, rest) = strips.as_chunks::<TERMS>();
-    let mut at = 0;
-    for strips in many {
-        let terms: [&[f32; TERMS]; HIGH] =
-            from_fn(|r| rows[r][at..].first_chunk().expect("a row has a term for each strip"));
-        for term in 0..TERMS {
-            let strip = &S::as_simd_f32s(&strips[term].0).0[vector..vector + WIDE];
-            for r in 0..HIGH {
-                let x = simd.splat_f32s(terms[r][term]);
-                for c in 0..WIDE {
-                    sums[r][c] = simd.mul_add_e_f32s(x, strip[c], sums[r][c]);
-                }
-            }
-        }
-        at += TERMS;
-    }
-    for strip in rest {
-        let strip = &S::as_simd_f32s(&strip.0).0[vector..vector + WIDE];
-        for r in 0..HIGH {
-            let x = simd.splat_f32s(rows[r][at]);
-            for c in 0..WIDE {
-                sums[r][c] = simd.mul_add_e_f32s(x, strip[c], sums[r][c]);
-            }
-        }
-        at += 1;
-    }
-    let to = to.first_chunk_mut::<HIGH>().expect("rows of a block");
-    for r in 0..HIGH {
-        S::as_mut_simd_f32s(&mut to[r].0).0[vector..vector + WIDE].copy_from_slice(&sums[r]);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use ndarray::ShapeBuilder as _;
 
-    use super::super::cut::depth;
-    use super::super::matrix::{matrix, matrix_mut};
-    use super::super::product::multiply as by_gemm;
     use super::*;
+    use crate::backend::cpu::cut::depth;
+    use crate::backend::cpu::matrix::{add_rows, matrix, matrix_mut};
+    use crate::backend::cpu::product::multiply as by_gemm;
 
     fn numbers(len: usize, step: usize) -> Vec<f32> {
         (0..len).map(|i| (i * step % 1009) as f32 / 504.0 - 1.0).collect()
@@ -402,13 +352,29 @@ mod tests {
                     for right in [Right::Terms(b.view()), Right::Lines(weight.to_slice().unwrap())] {
                         got.fill(0.5);
                         let to = Place { c: matrix_mut(&mut got, m, n), start, turned: false };
-                        vectors.run(Part { left: a, rows: 0..m, right, columns: 0..n, to, depth: depth(k) });
+                        vectors.run(Part {
+                            left: Left::Rows(a),
+                            rows: 0..m,
+                            right,
+                            columns: 0..n,
+                            to,
+                            depth: depth(k),
+                            sums: &mut [],
+                        });
                         assert!(got == want, "{m}×{n}×{k}, {start:?}");
                     }
                     let mut got = vec![0.5; m * n];
                     let to = Place { c: matrix_mut(&mut got, m, n), start, turned: true };
                     let right = Right::Lines(a.to_slice().unwrap());
-                    vectors.run(Part { left: weight, rows: 0..n, right, columns: 0..m, to, depth: depth(k) });
+                    vectors.run(Part {
+                        left: Left::Rows(weight),
+                        rows: 0..n,
+                        right,
+                        columns: 0..m,
+                        to,
+                        depth: depth(k),
+                        sums: &mut [],
+                    });
                     assert!(got == want, "{m}×{n}×{k}, turned, {start:?}");
                 }
             }
@@ -438,6 +404,28 @@ mod tests {
                     assert_eq!(done, Vectors::find().is_some());
                     assert!(!done || got == want, "{m}×{n}×{k}");
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn operands_that_lie_across_have_the_bits_of_the_transposed() {
+        // Pieces, panels, bands and parts that are not full; more rows than are in panels at a time.
+        for (m, n, k, threads) in [(300, 290, 1031, 1), (MOST_ROWS + 100, 256, 1024, 1), (ACROSS_ROWS * 3, 64, 2100, 3)]
+        {
+            let (a, b) = (numbers(k * m, 11), numbers(k * n, 5));
+            let (across, b) = (matrix(&a, k, m), matrix(&b, k, n));
+            let left = across.reversed_axes().as_standard_layout().into_owned();
+            for start in [Start::Nothing, Start::Result] {
+                let (mut want, mut got) = (vec![0.5; m * n], vec![0.5; m * n]);
+                let acc = start.written(matrix_mut(&mut want, m, n));
+                by_gemm(left.view(), b, matrix_mut(&mut want, m, n), acc);
+                let (mut want_sums, mut sums) = (vec![0.25; m], vec![0.25; m]);
+                add_rows(&Threads::new(1), &a, m, &mut want_sums);
+                let (c, threads) = (matrix_mut(&mut got, m, n), Threads::new(threads));
+                let done = multiply_across(depth(k), &threads, &a, m, b, c, start, &mut sums);
+                assert_eq!(done, Vectors::find().is_some());
+                assert!(!done || (got == want && sums == want_sums), "{m}×{n}×{k}, {start:?}");
             }
         }
     }

@@ -1,0 +1,143 @@
+//! Tiles of a product whose sums stay in registers.
+
+use std::array::from_fn;
+use std::ops::Range;
+
+use pulp::Simd;
+
+use super::operands::{Few, Lines};
+use super::{HIGH, ROWS, Strip};
+
+/// Terms that a tile reads of a row at a time.
+const TERMS: usize = 8;
+
+/// Computes a block: so many columns of a panel for some rows of the left operand.
+#[inline(always)]
+pub fn multiply_block<S: Simd>(
+    simd: S,
+    lines: Lines<'_>,
+    rows: Range<usize>,
+    strips: &[Strip],
+    columns: usize,
+    block: &mut [Strip; ROWS],
+) {
+    let mut row = rows.start;
+    while row < rows.end {
+        let to = &mut block[row - rows.start..];
+        // Panels are always whole; what their last rows leave in the block is of no use.
+        let left = if let Lines::Panels { .. } = lines { HIGH } else { rows.end - row };
+        row += match left {
+            HIGH.. => tiles::<S, HIGH>(simd, &lines.few(row), strips, columns, to),
+            4.. => tiles::<S, 4>(simd, &lines.few(row), strips, columns, to),
+            2.. => tiles::<S, 2>(simd, &lines.few(row), strips, columns, to),
+            _ => tiles::<S, 1>(simd, &lines.few(row), strips, columns, to),
+        };
+    }
+}
+
+/// Computes so many columns of `HIGH` rows, in tiles as wide as the registers allow.
+#[inline(always)]
+fn tiles<S: Simd, const HIGH: usize>(
+    simd: S,
+    rows: &Few<'_, HIGH>,
+    strips: &[Strip],
+    columns: usize,
+    to: &mut [Strip],
+) -> usize {
+    let vectors = columns.div_ceil(S::F32_LANES);
+    if S::REGISTER_COUNT >= 32 {
+        match vectors {
+            1 => tile::<S, HIGH, 1>(simd, rows, strips, 0, to),
+            2 => tile::<S, HIGH, 2>(simd, rows, strips, 0, to),
+            3 => tile::<S, HIGH, 3>(simd, rows, strips, 0, to),
+            _ => tile::<S, HIGH, 4>(simd, rows, strips, 0, to),
+        }
+    } else {
+        for vector in (0..vectors).step_by(2) {
+            if vector + 1 < vectors {
+                tile::<S, HIGH, 2>(simd, rows, strips, vector, to);
+            } else {
+                tile::<S, HIGH, 1>(simd, rows, strips, vector, to);
+            }
+        }
+    }
+    HIGH
+}
+
+/// Computes `HIGH` rows and `WIDE` vectors.
+#[inline(always)]
+fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
+    simd: S,
+    rows: &Few<'_, HIGH>,
+    strips: &[Strip],
+    vector: usize,
+    to: &mut [Strip],
+) {
+    let mut sums = [[simd.splat_f32s(0.0); WIDE]; HIGH];
+    match rows {
+        Few::Rows(rows) => {
+            let (many, rest) = strips.as_chunks::<TERMS>();
+            let mut at = 0;
+            for strips in many {
+                let terms: [&[f32; TERMS]; HIGH] =
+                    from_fn(|r| rows[r][at..].first_chunk().expect("a row has a term for each strip"));
+                for term in 0..TERMS {
+                    add(
+                        simd,
+                        &mut sums,
+                        #[inline(always)]
+                        |r| terms[r][term],
+                        &strips[term],
+                        vector,
+                    );
+                }
+                at += TERMS;
+            }
+            for strip in rest {
+                add(
+                    simd,
+                    &mut sums,
+                    #[inline(always)]
+                    |r| rows[r][at],
+                    strip,
+                    vector,
+                );
+                at += 1;
+            }
+        }
+        Few::Panel(terms) => {
+            for (term, strip) in terms.iter().zip(strips) {
+                add(
+                    simd,
+                    &mut sums,
+                    #[inline(always)]
+                    |r| term[r],
+                    strip,
+                    vector,
+                );
+            }
+        }
+    }
+    let to = to.first_chunk_mut::<HIGH>().expect("rows of a block");
+    for r in 0..HIGH {
+        S::as_mut_simd_f32s(&mut to[r].0).0[vector..vector + WIDE].copy_from_slice(&sums[r]);
+    }
+}
+
+/// Adds a term of `HIGH` rows and `WIDE` vectors.
+#[inline(always)]
+fn add<S: Simd, const HIGH: usize, const WIDE: usize>(
+    simd: S,
+    sums: &mut [[S::f32s; WIDE]; HIGH],
+    term: impl Fn(usize) -> f32,
+    strip: &Strip,
+    vector: usize,
+) {
+    let strip = &S::as_simd_f32s(&strip.0).0[vector..vector + WIDE];
+    for r in 0..HIGH {
+        let x = simd.splat_f32s(term(r));
+        for c in 0..WIDE {
+            sums[r][c] = simd.mul_add_e_f32s(x, strip[c], sums[r][c]);
+        }
+    }
+}
