@@ -17,7 +17,7 @@ mod tile;
 use std::cell::RefCell;
 use std::ops::Range;
 
-use bytemuck::{Pod, Zeroable, cast_slice};
+use bytemuck::{Zeroable, cast_slice};
 use ndarray::{ArrayView2, ArrayViewMut2, Axis};
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
@@ -27,17 +27,8 @@ use super::start::Start;
 use super::threads::{Threads, with_chunks};
 use super::transpose::transpose;
 
-use operands::{Left, PANEL, Right, Term};
+use operands::{COLUMNS, HIGH, Left, PANEL, ROWS, Right, Strip, Term};
 use tile::multiply_block;
-
-/// Columns of a panel: four vectors of AVX-512.
-const COLUMNS: usize = 64;
-
-/// Rows of the highest tile.
-const HIGH: usize = 6;
-
-/// Rows that go through a group of panels together.
-const ROWS: usize = 8 * HIGH;
 
 /// Panels of a group: half of a small L2 cache.
 const GROUP: usize = 4;
@@ -58,11 +49,6 @@ const ACROSS_ROWS: usize = 96;
 
 /// Most rows that are in panels at a time: 1.5 MiB.
 const MOST_ROWS: usize = 768;
-
-/// So many neighbouring columns of one row; begins on a cache line.
-#[repr(C, align(64))]
-#[derive(Clone, Copy, Pod, Zeroable)]
-struct Strip([f32; COLUMNS]);
 
 /// Panels of both operands.
 struct Room {
@@ -406,6 +392,14 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn threads_have_rows_of_their_own_where_rows_are_many() {
+        assert_eq!(cut(2, 2 * OWN_ROWS, 6), [2, 2]);
+        assert_eq!(cut(4, 2 * OWN_ROWS, 12), [2, 6]);
+        assert_eq!(cut(2, 256, 12), [1, 4]);
+        assert_eq!(cut(1, 48, 3), [1, 1]);
     }
 
     #[test]

@@ -3,13 +3,26 @@
 use std::array::from_fn;
 use std::ops::Range;
 
-use bytemuck::cast_slice_mut;
+use bytemuck::{Pod, Zeroable, cast_slice_mut};
 use ndarray::{ArrayView2, Axis, s};
 
-use super::{COLUMNS, HIGH, ROWS, Strip};
 use crate::backend::cpu::matrix::add_columns;
 use crate::backend::cpu::stream::prefetch;
 use crate::backend::cpu::transpose::transpose;
+
+/// Columns of a panel: four vectors of AVX-512.
+pub const COLUMNS: usize = 64;
+
+/// Rows of the highest tile.
+pub const HIGH: usize = 6;
+
+/// Rows that go through a group of panels together.
+pub const ROWS: usize = 8 * HIGH;
+
+/// So many neighbouring columns of one row; begins on a cache line.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Pod, Zeroable)]
+pub struct Strip(pub [f32; COLUMNS]);
 
 /// Rows of a panel of the left operand: tiles of it are of the highest.
 pub const PANEL: usize = HIGH;

@@ -5,8 +5,7 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::operands::{Few, Lines};
-use super::{HIGH, ROWS, Strip};
+use super::operands::{Few, HIGH, Lines, ROWS, Strip};
 
 /// Terms that a tile reads of a row at a time.
 const TERMS: usize = 8;
