@@ -55,7 +55,12 @@ fn refuses(command: &mut Command, folder: &Path, words: &[&str]) {
 /// A shard of ids with its vocabulary.
 fn shard<T: H5Type>(folder: &Path, name: &str, ids: &[T], vocabulary: u64) {
     std::fs::create_dir_all(folder).unwrap();
-    let file = hdf5::File::create(folder.join(name)).unwrap();
+    let path = folder.join(name);
+    // A process that another test started while the earlier one was open still has its lock.
+    if path.exists() {
+        std::fs::remove_file(&path).unwrap();
+    }
+    let file = hdf5::File::create(path).unwrap();
     file.new_dataset::<T>().shape(ids.len()).create("tokens").unwrap().write_raw(ids).unwrap();
     file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&vocabulary).unwrap();
 }
