@@ -18,13 +18,16 @@ use rayon::prelude::*;
 use super::Cpu;
 use super::math::{exp2s, max, vectors};
 use super::stream::prefetch;
-use super::threads::Threads;
+use super::threads::{Threads, list};
 use super::tile::{ByColumns, ByRows, COLUMNS, ROWS, Strip, pack, panels, products, turn, unpack, vectors_of};
 use crate::backend::{Attention, AttentionOps, Work};
 use crate::error::Result;
 
 /// Partial sums of a softmax's denominator, to which keys go in turn.
 const PARTS: usize = 4;
+
+/// Sequences for each thread from which on it has whole ones: a list of all heads would be long.
+const ENOUGH: usize = 2;
 
 /// Numbers of the queries of a block.
 const NUMBERS: Strip = {
@@ -57,18 +60,16 @@ fn parts<const N: usize>(scratch: &mut Vec<Strip>, sizes: [usize; N]) -> [&mut [
     })
 }
 
-/// The disjoint columns of every sequence's rows, `w` wide each.
-fn columns(x: &mut [f32], t: usize, width: usize, w: usize) -> impl Iterator<Item = Vec<ArrayViewMut2<'_, f32>>> {
-    x.chunks_exact_mut(t * width).map(move |rows| {
-        let mut rest = ArrayViewMut2::from_shape((t, width), rows).expect("t rows");
-        let mut parts = Vec::with_capacity(width / w);
-        while rest.ncols() > 0 {
-            let (head, others) = rest.split_at(Axis(1), w);
-            parts.push(head);
-            rest = others;
-        }
-        parts
-    })
+/// The disjoint columns, `w` wide each, of rows of so many.
+fn columns(x: &mut [f32], width: usize, w: usize) -> Vec<ArrayViewMut2<'_, f32>> {
+    let mut rest = ArrayViewMut2::from_shape((x.len() / width, width), x).expect("whole rows");
+    let mut parts = Vec::with_capacity(width / w);
+    while rest.ncols() > 0 {
+        let (head, others) = rest.split_at(Axis(1), w);
+        parts.push(head);
+        rest = others;
+    }
+    parts
 }
 
 /// Writes rows of panels of `height` strips, each times its factor.
@@ -516,14 +517,34 @@ fn scale(shape: Attention) -> f32 {
     1.0 / (shape.head_width as f32).sqrt()
 }
 
+/// Calls `f` with the number of each sequence, the number of each of its tasks, and the task.
+fn each_task<S: Send, T: Send, I: Iterator<Item = T>>(
+    threads: &Threads,
+    sequences: impl IndexedParallelIterator<Item = S>,
+    tasks: impl Fn(S) -> I + Sync,
+    f: impl Fn(usize, usize, T) + Sync,
+) {
+    let sequences = sequences.enumerate();
+    if sequences.len() >= ENOUGH * threads.count() {
+        return threads.each(sequences, |(sequence, part)| {
+            tasks(part).enumerate().for_each(|(i, task)| f(sequence, i, task));
+        });
+    }
+    let of_sequence = |(sequence, part)| tasks(part).enumerate().map(move |(i, task)| (sequence, i, task));
+    let all: Vec<_> = list(sequences).into_iter().flat_map(of_sequence).collect();
+    threads.each(all, |(sequence, i, task)| f(sequence, i, task));
+}
+
 /// Of every sequence the positions from `from` on.
 pub fn forward(threads: &Threads, shape: Attention, from: usize, qkv: &[f32], y: &mut [f32], lse: &mut [f32]) {
-    let rows = shape.time - from;
-    let y: Vec<_> = columns(y, rows, shape.heads * shape.head_width, shape.head_width).flatten().collect();
-    threads.each(y.into_par_iter().zip(lse.par_chunks_mut(rows)).enumerate(), |(i, (y, lse))| {
+    let (rows, width) = (shape.time - from, shape.heads * shape.head_width);
+    let sequences = y.par_chunks_exact_mut(rows * width).zip(lse.par_chunks_exact_mut(rows * shape.heads));
+    // A task is one head.
+    let tasks = |(y, lse)| columns(y, width, shape.head_width).into_iter().zip(<[f32]>::chunks_mut(lse, rows));
+    each_task(threads, sequences, tasks, |sequence, head, (y, lse)| {
         let of_task = |i: usize| Rows::of_head(shape, qkv, i / shape.heads, i % shape.heads);
-        let next = of_task((i + 1).min(shape.batch * shape.heads - 1));
-        let qkv = of_task(i);
+        let i = sequence * shape.heads + head;
+        let (qkv, next) = (of_task(i), of_task((i + 1).min(shape.batch * shape.heads - 1)));
         SCRATCH.with_borrow_mut(|scratch| vectors(Forward { shape, from, qkv, next, y, lse, scratch }));
     });
 }
@@ -537,26 +558,27 @@ pub fn backward(
     dy: &[f32],
     dqkv: &mut [f32],
 ) {
-    let (t, w) = (shape.time, shape.head_width);
+    let (t, w, width) = (shape.time, shape.head_width, shape.packed_width());
     // A task is one head of keys and values, with the heads of queries that share it one after the other.
     let group = shape.group();
-    let tasks = columns(dqkv, t, shape.packed_width(), w).flat_map(|mut dq| {
+    let tasks = |rows| {
+        let mut dq = columns(rows, width, w);
         let mut dk = dq.split_off(shape.heads);
         let dv = dk.split_off(shape.kv_heads);
         let mut dq = dq.into_iter();
         let groups: Vec<Vec<_>> = (0..shape.kv_heads).map(|_| dq.by_ref().take(group).collect()).collect();
         groups.into_iter().zip(dk).zip(dv)
-    });
-    let tasks = tasks.collect::<Vec<_>>().into_par_iter();
-    threads.each(tasks.zip(lse.par_chunks(group * t)).enumerate(), |(i, (((dqs, dk), dv), lse))| {
-        let (sequence, first) = (i / shape.kv_heads, i % shape.kv_heads * group);
+    };
+    each_task(threads, dqkv.par_chunks_exact_mut(t * width), tasks, |sequence, key, ((dqs, dk), dv)| {
+        let first = sequence * shape.heads + key * group;
         let heads = |shared: usize| {
-            let head = (sequence * shape.heads + first + shared).min(shape.batch * shape.heads - 1);
+            let head = (first + shared).min(shape.batch * shape.heads - 1);
             let (sequence, head) = (head / shape.heads, head % shape.heads);
             let [q, keys, values] = Rows::of_head(shape, qkv, sequence, head);
             let [y, dy] = [y, dy].map(|x| Rows::of_results(shape, x, sequence, head));
             [q, keys, values, y, dy]
         };
+        let lse = &lse[first * t..][..group * t];
         SCRATCH.with_borrow_mut(|scratch| vectors(Backward { shape, heads: &heads, lse, dqs, dk, dv, scratch }));
     });
 }
@@ -664,13 +686,15 @@ mod tests {
         let (t, w, group, mut scratch) = (shape.time, shape.head_width, shape.group(), Vec::new());
         let mut y = vec![f32::NAN; t * shape.heads * w];
         let mut lse = vec![f32::NAN; shape.heads * t];
-        let heads = columns(&mut y, t, shape.heads * w, w).flatten().zip(lse.chunks_mut(t));
+        let heads =
+            y.chunks_exact_mut(t * shape.heads * w).flat_map(|y| columns(y, shape.heads * w, w)).zip(lse.chunks_mut(t));
         for (head, (y, lse)) in heads.enumerate() {
             let qkv = Rows::of_head(shape, qkv, 0, head);
             simd.vectorize(Forward { shape, from: 0, qkv, next: qkv, y, lse, scratch: &mut scratch });
         }
         let mut dqkv = vec![f32::NAN; qkv.len()];
-        for mut dqs in columns(&mut dqkv, t, shape.packed_width(), w) {
+        for dqkv in dqkv.chunks_exact_mut(t * shape.packed_width()) {
+            let mut dqs = columns(dqkv, shape.packed_width(), w);
             let mut dks = dqs.split_off(shape.heads);
             let dvs = dks.split_off(shape.kv_heads);
             for (key, (dk, dv)) in dks.into_iter().zip(dvs).enumerate() {

@@ -233,6 +233,21 @@ impl<P: Producer> Share<P> {
     }
 }
 
+/// The items as a list, made by the calling thread.
+pub fn list<I: IndexedParallelIterator>(items: I) -> Vec<I::Item> {
+    items.with_producer(List)
+}
+
+struct List;
+
+impl<T> ProducerCallback<T> for List {
+    type Output = Vec<T>;
+
+    fn callback<P: Producer<Item = T>>(self, items: P) -> Vec<T> {
+        items.into_iter().collect()
+    }
+}
+
 /// Each of the items, with a chunk of `x` of so many elements, unless that is empty.
 pub fn with_chunks<I: IndexedParallelIterator>(
     items: I,
