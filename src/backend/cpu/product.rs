@@ -153,8 +153,8 @@ pub fn each_part(
 /// As [`multiply_parallel`], of `aᵀ` and `b`, where `a` is row-major with `m` columns; adds the sums of its columns to `sums`, unless
 /// there are none.
 ///
-/// The kernel would pack `aᵀ` again in every part, number by number. If parts are many, it is transposed once instead, so much at a
-/// time as the caches hold.
+/// The kernel would pack `aᵀ` again in every part, number by number. If parts are many, tiles have panels of it (`in_place/`) where the
+/// sums are long; else it is transposed once, so much at a time as the caches hold.
 pub fn multiply_across(
     threads: &Threads,
     a: &[f32],
