@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use ndarray::{ArrayView1, ArrayViewMut2};
+use pulp::Simd;
 
 /// The result before the product is added to it.
 #[derive(Debug, Clone, Copy)]
@@ -48,6 +49,31 @@ impl<'a> Start<'a> {
             Start::Result => to.iter_mut().zip(sums).for_each(|(to, sum)| *to += sum),
             Start::Columns(numbers) => {
                 to.iter_mut().zip(numbers).zip(sums).for_each(|((to, number), sum)| *to = number + sum);
+            }
+        }
+    }
+
+    /// As [`Start::put`], of vectors from number `first` of the columns on.
+    #[inline(always)]
+    pub fn put_vectors<S: Simd, const WIDE: usize>(
+        self,
+        simd: S,
+        to: &mut [S::f32s],
+        first: usize,
+        sums: [S::f32s; WIDE],
+    ) {
+        match self {
+            Start::Nothing => to.copy_from_slice(&sums),
+            Start::Result => {
+                for i in 0..WIDE {
+                    to[i] = simd.add_f32s(to[i], sums[i]);
+                }
+            }
+            Start::Columns(numbers) => {
+                let numbers = &S::as_simd_f32s(numbers).0[first..first + WIDE];
+                for i in 0..WIDE {
+                    to[i] = simd.add_f32s(numbers[i], sums[i]);
+                }
             }
         }
     }

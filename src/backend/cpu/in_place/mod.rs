@@ -18,17 +18,18 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use bytemuck::{Zeroable, cast_slice};
-use ndarray::{ArrayView2, ArrayViewMut2, Axis};
+use ndarray::{ArrayView2, ArrayViewMut2, Axis, s};
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::cut::{each_of, pieces};
 use super::start::Start;
+use super::stream::prefetch;
 use super::threads::{Threads, with_chunks};
 use super::transpose::transpose;
 
 use operands::{COLUMNS, HIGH, Left, PANEL, ROWS, Right, Strip, Term};
-use tile::multiply_block;
+use tile::{Sink, multiply_block};
 
 /// Panels of a group: half of a small L2 cache.
 const GROUP: usize = 4;
@@ -214,7 +215,46 @@ struct Place<'a> {
     turned: bool,
 }
 
+/// Keeps the sums of a block: those of a row are a strip.
+struct Keep<'a>(&'a mut [Strip; ROWS]);
+
+impl<S: Simd> Sink<S> for Keep<'_> {
+    #[inline(always)]
+    fn take<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]) {
+        S::as_mut_simd_f32s(&mut self.0[row].0).0[vector..vector + WIDE].copy_from_slice(&sums);
+    }
+}
+
+/// Ends the rows of a block, whose columns are those of a whole panel, as they come.
+struct Write<'a, 'c, S> {
+    simd: S,
+    c: ArrayViewMut2<'c, f32>,
+    start: Start<'a>,
+}
+
+impl<S: Simd> Sink<S> for Write<'_, '_, S> {
+    #[inline(always)]
+    fn take<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]) {
+        if row < self.c.nrows() {
+            let to = self.c.row_mut(row).into_slice().expect("columns are neighbours");
+            let to = &mut S::as_mut_simd_f32s(to).0[vector..vector + WIDE];
+            self.start.put_vectors(self.simd, to, vector, sums);
+        }
+    }
+}
+
 impl Place<'_> {
+    /// A sink for some rows and the columns of a whole panel, of the piece that begins at `term`.
+    #[inline(always)]
+    fn write<S: Simd>(&mut self, simd: S, term: usize, rows: Range<usize>, columns: Range<usize>) -> Write<'_, '_, S> {
+        let start = self.start.at_term(term).of(columns.clone());
+        let c = self.c.slice_mut(s![rows, columns]);
+        for row in c.rows() {
+            prefetch(row.to_slice().expect("columns are neighbours"), 0, COLUMNS);
+        }
+        Write { simd, c, start }
+    }
+
     /// Ends a block of the piece that begins at `term`: a strip for each of the rows, of which the columns are there.
     #[inline(always)]
     fn put(&mut self, term: usize, rows: Range<usize>, columns: Range<usize>, block: &[Strip; ROWS]) {
@@ -281,10 +321,17 @@ impl WithSimd for InRoom<'_, '_, '_> {
                 for first in rows.clone().step_by(ROWS) {
                     let high = first..rows.end.min(first + ROWS);
                     for (panel, strips) in group.clone().zip(room.chunks_exact(height)) {
-                        multiply_block(simd, lines, high.clone(), strips, panel.len(), &mut block);
                         let of =
                             |range: Range<usize>, all: &Range<usize>| range.start - all.start..range.end - all.start;
-                        to.put(terms.start, of(high.clone(), &rows), of(panel, &columns), &block);
+                        let (rows_of_block, columns_of_block) = (of(high.clone(), &rows), of(panel.clone(), &columns));
+                        let high = high.clone();
+                        if to.turned || panel.len() < COLUMNS {
+                            multiply_block(simd, lines, high, strips, panel.len(), &mut Keep(&mut block));
+                            to.put(terms.start, rows_of_block, columns_of_block, &block);
+                        } else {
+                            let mut end = to.write(simd, terms.start, rows_of_block, columns_of_block);
+                            multiply_block(simd, lines, high, strips, COLUMNS, &mut end);
+                        }
                     }
                 }
             }

@@ -131,6 +131,10 @@ impl Right<'_> {
         match self {
             Right::Terms(x) => {
                 for (term, to) in terms.zip(to) {
+                    if term + AHEAD < all {
+                        let ahead = x.row(term + AHEAD).to_slice().expect("columns are neighbours");
+                        prefetch(ahead, columns.start, columns.len());
+                    }
                     let row = &x.row(term).to_slice().expect("columns are neighbours")[columns.clone()];
                     match row.first_chunk() {
                         Some(row) => to.0 = *row,

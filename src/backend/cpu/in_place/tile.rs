@@ -5,10 +5,16 @@ use std::ops::Range;
 
 use pulp::Simd;
 
-use super::operands::{Few, HIGH, Lines, ROWS, Strip};
+use super::operands::{Few, HIGH, Lines, Strip};
 
 /// Terms that a tile reads of a row at a time.
 const TERMS: usize = 8;
+
+/// Takes the sums of a block.
+pub trait Sink<S: Simd> {
+    /// Takes vectors of the sums of a row, of which the first has this number.
+    fn take<const WIDE: usize>(&mut self, row: usize, vector: usize, sums: [S::f32s; WIDE]);
+}
 
 /// Computes a block: so many columns of a panel for some rows of the left operand.
 #[inline(always)]
@@ -18,59 +24,61 @@ pub fn multiply_block<S: Simd>(
     rows: Range<usize>,
     strips: &[Strip],
     columns: usize,
-    block: &mut [Strip; ROWS],
+    sink: &mut impl Sink<S>,
 ) {
     let mut row = rows.start;
     while row < rows.end {
-        let to = &mut block[row - rows.start..];
-        // Panels are always whole; what their last rows leave in the block is of no use.
+        let of_block = row - rows.start;
+        // Panels are always whole; the sums of rows after the last one are of no use.
         let left = if let Lines::Panels { .. } = lines { HIGH } else { rows.end - row };
         row += match left {
-            HIGH.. => tiles::<S, HIGH>(simd, &lines.few(row), strips, columns, to),
-            4.. => tiles::<S, 4>(simd, &lines.few(row), strips, columns, to),
-            2.. => tiles::<S, 2>(simd, &lines.few(row), strips, columns, to),
-            _ => tiles::<S, 1>(simd, &lines.few(row), strips, columns, to),
+            HIGH.. => tiles::<S, HIGH>(simd, &lines.few(row), strips, columns, of_block, sink),
+            4.. => tiles::<S, 4>(simd, &lines.few(row), strips, columns, of_block, sink),
+            2.. => tiles::<S, 2>(simd, &lines.few(row), strips, columns, of_block, sink),
+            _ => tiles::<S, 1>(simd, &lines.few(row), strips, columns, of_block, sink),
         };
     }
 }
 
-/// Computes so many columns of `HIGH` rows, in tiles as wide as the registers allow.
+/// Computes so many columns of `HIGH` rows, `first` of the block first, in tiles as wide as the registers allow.
 #[inline(always)]
 fn tiles<S: Simd, const HIGH: usize>(
     simd: S,
     rows: &Few<'_, HIGH>,
     strips: &[Strip],
     columns: usize,
-    to: &mut [Strip],
+    first: usize,
+    sink: &mut impl Sink<S>,
 ) -> usize {
     let vectors = columns.div_ceil(S::F32_LANES);
     if S::REGISTER_COUNT >= 32 {
         match vectors {
-            1 => tile::<S, HIGH, 1>(simd, rows, strips, 0, to),
-            2 => tile::<S, HIGH, 2>(simd, rows, strips, 0, to),
-            3 => tile::<S, HIGH, 3>(simd, rows, strips, 0, to),
-            _ => tile::<S, HIGH, 4>(simd, rows, strips, 0, to),
+            1 => tile::<S, HIGH, 1>(simd, rows, strips, 0, first, sink),
+            2 => tile::<S, HIGH, 2>(simd, rows, strips, 0, first, sink),
+            3 => tile::<S, HIGH, 3>(simd, rows, strips, 0, first, sink),
+            _ => tile::<S, HIGH, 4>(simd, rows, strips, 0, first, sink),
         }
     } else {
         for vector in (0..vectors).step_by(2) {
             if vector + 1 < vectors {
-                tile::<S, HIGH, 2>(simd, rows, strips, vector, to);
+                tile::<S, HIGH, 2>(simd, rows, strips, vector, first, sink);
             } else {
-                tile::<S, HIGH, 1>(simd, rows, strips, vector, to);
+                tile::<S, HIGH, 1>(simd, rows, strips, vector, first, sink);
             }
         }
     }
     HIGH
 }
 
-/// Computes `HIGH` rows and `WIDE` vectors.
+/// Computes `HIGH` rows, `first` of the block first, and `WIDE` vectors.
 #[inline(always)]
 fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
     simd: S,
     rows: &Few<'_, HIGH>,
     strips: &[Strip],
     vector: usize,
-    to: &mut [Strip],
+    first: usize,
+    sink: &mut impl Sink<S>,
 ) {
     let mut sums = [[simd.splat_f32s(0.0); WIDE]; HIGH];
     match rows {
@@ -117,9 +125,8 @@ fn tile<S: Simd, const HIGH: usize, const WIDE: usize>(
             }
         }
     }
-    let to = to.first_chunk_mut::<HIGH>().expect("rows of a block");
     for r in 0..HIGH {
-        S::as_mut_simd_f32s(&mut to[r].0).0[vector..vector + WIDE].copy_from_slice(&sums[r]);
+        sink.take(first + r, vector, sums[r]);
     }
 }
 
