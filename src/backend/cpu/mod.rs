@@ -44,6 +44,7 @@ use crate::error::{Error, Result};
 
 pub use elementwise::add_serial;
 pub use memory::{CpuBuf, CpuInts};
+pub use stream::copy_for_another_core;
 pub use threads::Threads;
 
 use start::Start;

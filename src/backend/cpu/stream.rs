@@ -1,7 +1,7 @@
-//! Copies that bypass the caches, for data that is not read soon; requests for data that is.
+//! Copies that bypass the caches, for data that is not read soon, or by another core; requests for data that is.
 //!
 //! An ordinary store first loads the line that it overwrites, so a copy moves three bytes for two. The C library avoids
-//! that for single copies larger than its caches only.
+//! that for single copies larger than its caches only. If the line is in another core's cache, the load waits for that core.
 
 /// Elements from which a copy is worth it.
 const LARGE: usize = 1 << 16;
@@ -10,23 +10,37 @@ const LARGE: usize = 1 << 16;
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 16;
 
+/// Elements from which a copy is worth it where another core's cache holds the target.
+const MEDIUM: usize = 1 << 8;
+
+/// As `to.copy_from_slice(from)`, where another core has read `to`, and will read it again. Between cores that share no cache
+/// ordinary stores take several times as long.
+pub fn copy_for_another_core(from: &[f32], to: &mut [f32]) {
+    assert_eq!(from.len(), to.len(), "a copy between windows of different lengths");
+    if from.len() < MEDIUM {
+        to.copy_from_slice(from);
+    } else {
+        streamed(from, to);
+    }
+}
+
 /// As `to.copy_from_slice(from)`.
 pub fn copy(from: &[f32], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "a copy between windows of different lengths");
     if from.len() < LARGE {
         to.copy_from_slice(from);
     } else {
-        large(from, to);
+        streamed(from, to);
     }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn large(from: &[f32], to: &mut [f32]) {
+fn streamed(from: &[f32], to: &mut [f32]) {
     to.copy_from_slice(from);
 }
 
 #[cfg(target_arch = "x86_64")]
-fn large(from: &[f32], to: &mut [f32]) {
+fn streamed(from: &[f32], to: &mut [f32]) {
     use std::arch::x86_64::{__m128, _mm_loadu_ps, _mm_sfence, _mm_stream_ps};
 
     /// Elements of a register.
@@ -75,11 +89,13 @@ mod tests {
     #[test]
     fn every_element_arrives_whatever_the_alignment() {
         let from: Vec<f32> = (0..LARGE + 50).map(|i| i as f32).collect();
-        for (start, len) in [(0, 0), (1, 5), (0, LARGE), (1, LARGE + 1), (3, LARGE + 17), (7, LARGE + 43)] {
-            let mut to = vec![-1.0; start + len + 2];
-            copy(&from[..len], &mut to[start..start + len]);
-            assert!(to[start..start + len] == from[..len]);
-            assert!(to[..start].iter().chain(&to[start + len..]).all(|x| *x == -1.0));
+        for (copy, least) in [(copy as fn(&[f32], &mut [f32]), LARGE), (copy_for_another_core, MEDIUM)] {
+            for (start, len) in [(0, 0), (1, 5), (0, least), (1, least + 1), (3, least + 17), (7, least + 43)] {
+                let mut to = vec![-1.0; start + len + 2];
+                copy(&from[..len], &mut to[start..start + len]);
+                assert!(to[start..start + len] == from[..len]);
+                assert!(to[..start].iter().chain(&to[start + len..]).all(|x| *x == -1.0));
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ use mpi::ffi;
 
 use super::request::{Kind, Request};
 use super::segment::{SLOT, Segment};
-use crate::backend::cpu::add_serial;
+use crate::backend::cpu::{add_serial, copy_for_another_core};
 use crate::comm::cut::Cursor;
 use crate::comm::wire::{Incoming, Members, Outgoing, check_length};
 use crate::error::Result;
@@ -82,7 +82,7 @@ impl<'a> Sending<'a> {
                 SLOT,
                 |piece, range| {
                     let len = range.len();
-                    slot[at..at + len].copy_from_slice(&pieces[piece][range]);
+                    copy_for_another_core(&pieces[piece][range], &mut slot[at..at + len]);
                     at += len;
                 },
             );

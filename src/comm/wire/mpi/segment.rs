@@ -1,7 +1,8 @@
 //! Shared memory between the ranks of a node: each rank has a few slots that it fills and its neighbours empty.
 //!
-//! A message goes through a slot in pieces that stay in the cache: the sender copies a piece in, the receiver adds
-//! it to its own memory straight from the slot. MPI's own way inside a node copies it once more.
+//! A message goes through a slot in pieces: the sender copies a piece in, the receiver adds it to its own memory straight
+//! from the slot. MPI's own way inside a node copies it once more. The copy goes past the caches: the receiver's has the slot's
+//! last piece, and where cores share none the sender would wait for every line of it.
 //!
 //! A slot's state is 0 while it is free, else the ticket of the piece in it: its addressee, and its number among the
 //! pieces between these two ranks. Only the owner fills free slots; only the addressee empties a full one.
@@ -22,7 +23,7 @@ use crate::error::Result;
 /// Slots of a rank.
 const SLOTS: usize = 4;
 
-/// Elements of a slot, 128 KiB: sender and receiver work on different ones, and all of them stay in the cache.
+/// Elements of a slot, 128 KiB: sender and receiver work on different ones.
 pub const SLOT: usize = 1 << 15;
 
 /// Bytes before the elements: the state, on a cache line of its own, and a gap that keeps elements aligned.
