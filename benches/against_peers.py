@@ -1,14 +1,14 @@
 """hpctrain against PyTorch and others on this machine: all in turn, and the ratio pair by pair.
 
     python benches/against_peers.py [--pairs 5] [--size char|baby|gpt2-124m|mlp|cnn] [--peers pytorch,ddp,candle,burn]
-                                    [--precision f32|bf16]
+                                    [--precision f32|bf16] [--zero 0|1|2|3]
 
 Needs a release build and, for the Python that runs this, torch (and h5py, but for char and baby). hpctrain trains for real: it
 reads shards, clips, writes metrics; its figure is the median step of a run. A peer's is the median step of a loop
 over data in memory. `pytorch` has two threads and a fused AdamW: the faster of eager and torch.compile, beside bf16 also of
 torch.compile with autocast to bf16 (language models). `ddp` has two processes of one thread (language models, eager), `candle` and `burn` two threads; they want
 `cargo build --release --manifest-path benches/rust-peers/Cargo.toml`. `ddp` is compared with two ranks of one thread (2x1), the others
-with one of two (1x2).
+with one of two (1x2). `--peers ""` is for no peer, `--zero` the stage of two ranks.
 """
 import argparse
 import json
@@ -57,11 +57,13 @@ def samples(directory):
             file["targets"] = rng.integers(10, size=rows, dtype="uint8")
 
 
-def hpctrain(size, precision, ranks, threads, work):
+def hpctrain(size, precision, zero, ranks, threads, work):
     settings = SETTINGS[size] + [f"precision.compute={precision}", f"run.root={work}", f"run.threads={threads}", "eval.samples=8", "log.sample=0"]
     if size not in BUNDLED:
         settings.append(f"data.path={work}")
     launcher = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
+    if ranks > 1:
+        settings.append(f"parallel.zero={zero}")
     source = ["--preset", BUNDLED.get(size, size)]
     if size in LAYERS:
         source = ["--config", str(ROOT / f"benches/{size}.toml")]
@@ -114,8 +116,9 @@ def main():
     arguments.add_argument("--size", choices=SETTINGS, default="char")
     arguments.add_argument("--peers", default="pytorch")
     arguments.add_argument("--precision", choices=("f32", "bf16"), default="f32")
+    arguments.add_argument("--zero", type=int, choices=range(4), default=0, help="stage of two ranks")
     arguments = arguments.parse_args()
-    peers = arguments.peers.split(",")
+    peers = [peer for peer in arguments.peers.split(",") if peer]
     names = ["1x2", "2x1", "2x1/1x2"] + [column for peer in peers for column in (peer, f"ours/{peer}")]
     rows = []
 
@@ -129,7 +132,9 @@ def main():
         elif arguments.size not in BUNDLED:
             tokens(work)
         for pair in range(arguments.pairs):
-            one, two = (hpctrain(arguments.size, arguments.precision, *layout, work) for layout in ((1, 2), (2, 1)))
+            one, two = (
+                hpctrain(arguments.size, arguments.precision, arguments.zero, *layout, work) for layout in ((1, 2), (2, 1))
+            )
             row = [one, two, two / one]
             for peer in peers:
                 speed = PEERS[peer](arguments.size, arguments.precision)
