@@ -6,28 +6,28 @@
 /// Elements from which a copy is worth it.
 const LARGE: usize = 1 << 16;
 
+/// The same where another core's cache holds the target.
+const MEDIUM: usize = 1 << 8;
+
 /// Elements of a cache line.
 #[cfg(target_arch = "x86_64")]
 const LINE: usize = 16;
 
-/// Elements from which a copy is worth it where another core's cache holds the target.
-const MEDIUM: usize = 1 << 8;
-
-/// As `to.copy_from_slice(from)`, where another core has read `to`, and will read it again. Between cores that share no cache
-/// ordinary stores take several times as long.
-pub fn copy_for_another_core(from: &[f32], to: &mut [f32]) {
-    assert_eq!(from.len(), to.len(), "a copy between windows of different lengths");
-    if from.len() < MEDIUM {
-        to.copy_from_slice(from);
-    } else {
-        streamed(from, to);
-    }
-}
-
 /// As `to.copy_from_slice(from)`.
 pub fn copy(from: &[f32], to: &mut [f32]) {
+    copy_from(LARGE, from, to);
+}
+
+/// As [`copy`], where another core has read `to`, and will read it again. Between cores that share no cache ordinary stores take
+/// several times as long.
+pub fn copy_for_another_core(from: &[f32], to: &mut [f32]) {
+    copy_from(MEDIUM, from, to);
+}
+
+/// Bypasses the caches from `least` elements on.
+fn copy_from(least: usize, from: &[f32], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "a copy between windows of different lengths");
-    if from.len() < LARGE {
+    if from.len() < least {
         to.copy_from_slice(from);
     } else {
         streamed(from, to);
