@@ -18,7 +18,7 @@ pub fn copy(from: &[f32], to: &mut [f32]) {
     copy_from(LARGE, from, to);
 }
 
-/// As [`copy`], where another core has read `to`, and will read it again. Between cores that share no cache ordinary stores take
+/// As `copy`, where another core has read `to`, and will read it again. Between cores that share no cache ordinary stores take
 /// several times as long.
 pub fn copy_for_another_core(from: &[f32], to: &mut [f32]) {
     copy_from(MEDIUM, from, to);
