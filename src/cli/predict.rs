@@ -97,6 +97,8 @@ impl PredictArgs {
         rows: &Unlabelled,
     ) -> Result<(PathBuf, Option<TempDir>)> {
         let import = || {
+            // A column that is missing shows before a long import.
+            self.beside(form, rows)?;
             let directory = tempfile::Builder::new().prefix(".predict-").tempdir_in(folder(&self.out));
             let directory = directory.map_err(|e| Error::io("create a directory for rows beside", &self.out, e))?;
             rows.import(form, directory.path())?;

@@ -163,6 +163,8 @@ fn a_table_is_predicted_as_its_import_is() {
         ("new.csv", "o.csv", &[][..], "line 2, column \"long\": \"4,5\" is no number"),
         ("lacking.csv", "o.csv", comma, "there is no column \"long\""),
         ("new.csv", "o.csv", &["--decimal-comma", "--keep", "name"], "there is no column \"name\""),
+        // Before the numbers are read.
+        ("new.csv", "o.csv", &["--keep", "name"], "there is no column \"name\""),
         ("new.csv", "o.csv", &["--decimal-comma", "--missing", "skip"], "every row gets a prediction"),
         ("new.csv", "o.txt", comma, "o.txt: the form of a file with such a name is not known"),
         ("new.csv", "new.jsonl", comma, "new.jsonl exists"),

@@ -9,7 +9,7 @@ use super::estimate::{Held, worst};
 use super::room::Room;
 use crate::backend::{Kernels, readable};
 use crate::comm::Group;
-use crate::config::{Config, Facts, Plan, resolve};
+use crate::config::{Config, Facts, Plan, TablesPlace, resolve};
 use crate::error::{Error, Result};
 use crate::parallel::{PipelineSchedule, Zero};
 use crate::telemetry::banner::Estimate;
@@ -158,6 +158,8 @@ struct Variant {
     inputs_away: Option<bool>,
     /// Parameters and reduced gradients on the host alone, or not.
     shards_away: Option<bool>,
+    /// Embedding tables on the host.
+    tables_away: bool,
     pipeline: Option<usize>,
     /// Put nothing off.
     one_forward_one_backward: bool,
@@ -165,23 +167,24 @@ struct Variant {
 }
 
 impl Variant {
-    /// Few changes before many; then the lowest stage and the largest micro-batch; deeper pipelines and updates on the host
-    /// come last. A pipeline that puts nothing off is the first of single changes. Slower checkpoints are the least.
+    /// Few changes before many; then the lowest stage and the largest micro-batch; deeper pipelines, and tables, inputs and updates
+    /// on the host come last. A pipeline that puts nothing off is the first of single changes. Slower checkpoints are the least.
     fn cost(&self) -> impl Ord + use<> {
-        let Self { zero, recompute, offload, inputs_away, shards_away, pipeline, micro, .. } = *self;
+        let Self { zero, recompute, offload, inputs_away, shards_away, tables_away, pipeline, micro, .. } = *self;
         let made = [
             zero.is_some(),
             recompute,
             offload.is_some(),
             inputs_away.is_some(),
             shards_away.is_some(),
+            tables_away,
             pipeline.is_some(),
             self.one_forward_one_backward,
             micro.is_some(),
         ];
         let changes = made.into_iter().filter(|made| *made).count();
         let cost = 2 * changes + usize::from(self.through);
-        let away = (shards_away, offload, inputs_away);
+        let away = (shards_away, offload, inputs_away, tables_away);
         (cost, away, pipeline, zero.map(u8::from), recompute, micro.is_some(), Reverse(micro))
     }
 
@@ -192,22 +195,25 @@ impl Variant {
         let offload = self.offload.map(|offload| format!("optimizer.offload={offload}"));
         let inputs_away = self.inputs_away.map(|away| format!("parallel.offload_activations={away}"));
         let shards_away = self.shards_away.map(|away| format!("parallel.offload_shards={away}"));
+        let tables_away = self.tables_away.then(|| "model.place.tables=host".to_string());
         let pipeline = self.pipeline.map(|pipeline| format!("parallel.pipeline={pipeline}"));
         let schedule = self.one_forward_one_backward.then(|| "parallel.schedule=1f1b".to_string());
         let micro = self.micro.map(|micro| format!("batch.micro={micro}"));
         let through = self.through.then(|| "checkpoint.asynchronous=false".to_string());
-        let settings = [zero, recompute, inputs_away, offload, shards_away, pipeline, schedule, micro, through];
+        let settings =
+            [zero, recompute, tables_away, inputs_away, offload, shards_away, pipeline, schedule, micro, through];
         let settings: Vec<String> = settings.into_iter().flatten().collect();
         if settings.is_empty() { "this configuration".into() } else { settings.join(" with ") }
     }
 }
 
 /// Every stage, recomputation, micro-batch, pipeline twice or more as deep and way of saving that takes less than `plan`, and each
-/// place of the optimizer, of shards and of inputs, on `ranks` ranks.
+/// place of the optimizer, of shards, of inputs and of embedding tables, on `ranks` ranks.
 fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let (now, recompute, micro) = (plan.config.parallel.zero, plan.config.parallel.recompute, plan.micro);
     let (offloads, inputs_are_away) = (plan.config.optimizer.offload, plan.config.parallel.offload_activations);
     let shards_are_away = plan.config.parallel.offload_shards;
+    let has_tables = on_gpu && !plan.has_tables_on_host() && plan.network.with_tables_apart().is_ok();
     let stages = [Zero::Zero, Zero::One, Zero::Two, Zero::Three].into_iter().filter(|zero| *zero as u8 >= now as u8);
     let micros: Vec<u64> = (1..=micro).filter(|smaller| micro.is_multiple_of(*smaller)).collect();
     let depth = plan.mesh.pipeline;
@@ -217,7 +223,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
     let mut variants = Vec::new();
     for (zero, &pipeline) in stages.flat_map(|zero| pipelines.iter().map(move |pipeline| (zero, pipeline))) {
         for &smaller in &micros {
-            for [again, copy, elsewhere, inputs, shards, at_once] in choices(on_gpu, puts_off) {
+            for [again, copy, elsewhere, inputs, shards, at_once, tables] in choices(on_gpu, puts_off, has_tables) {
                 let mut config: Config = plan.config.clone();
                 if ranks != plan.mesh.ranks() {
                     (config.parallel.shard, config.parallel.replica, config.parallel.lanes) = (None, None, None);
@@ -238,6 +244,9 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                 config.optimizer.offload ^= elsewhere;
                 config.parallel.offload_activations ^= inputs;
                 config.parallel.offload_shards ^= shards;
+                if tables {
+                    config.model.place.tables = TablesPlace::Host;
+                }
                 config.batch.micro = Some(smaller);
                 let through = !copy && std::mem::take(&mut config.checkpoint.asynchronous);
                 let facts = Facts { ranks, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
@@ -257,6 +266,7 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
                         offload,
                         inputs_away,
                         shards_away,
+                        tables_away: tables,
                         pipeline,
                         one_forward_one_backward,
                         micro,
@@ -269,11 +279,11 @@ fn variants(plan: &Plan, ranks: usize, on_gpu: bool) -> Vec<Variant> {
 }
 
 /// Combinations of the switches: recomputation, checkpoints from a copy, the other place of the optimizer, of inputs and of shards
-/// where there are two, gradients of weights at once where they are put off.
-fn choices(on_gpu: bool, puts_off: bool) -> impl Iterator<Item = [bool; 6]> {
-    let all = (0..64).map(|bits| [1, 2, 4, 8, 16, 32].map(|bit| bits & bit != 0));
-    all.filter(move |[_, _, elsewhere, inputs, shards, at_once]| {
-        (on_gpu || !(*elsewhere || *inputs || *shards)) && (puts_off || !at_once)
+/// where there are two, gradients of weights at once where they are put off, tables on the host where they can be.
+fn choices(on_gpu: bool, puts_off: bool, has_tables: bool) -> impl Iterator<Item = [bool; 7]> {
+    let all = (0..128).map(|bits| [1, 2, 4, 8, 16, 32, 64].map(|bit| bits & bit != 0));
+    all.filter(move |[_, _, elsewhere, inputs, shards, at_once, tables]| {
+        (on_gpu || !(*elsewhere || *inputs || *shards)) && (puts_off || !at_once) && (has_tables || !tables)
     })
 }
 
@@ -478,6 +488,19 @@ mod tests {
         assert!(error.contains("hint: optimizer.offload=false with parallel.offload_shards=false takes "), "{error}");
         // CPUs have nowhere to move them.
         assert!(!refusal(1, &[], 60).contains("offload"));
+    }
+
+    #[test]
+    fn tables_may_leave_a_gpu() {
+        let with = |place: TablesPlace| {
+            let (mut config, _) = load(&Sources { preset: Some("dlrm"), ..Sources::default() }).unwrap();
+            config.model.place.tables = place;
+            resolve(config, &Facts { ranks: 1, threads: 1, vocabulary: None, on_gpu: true }).unwrap()
+        };
+        let (there, away) = (with(TablesPlace::Device), need(&with(TablesPlace::Host)));
+        let error = refused(&there, away.gpu(), away.host());
+        let both = format!("{} of the GPU and {} of the host a rank", readable(away.gpu()), readable(away.host()));
+        assert!(error.ends_with(&format!("hint: model.place.tables=host takes {both}")), "{error}");
     }
 
     #[test]
