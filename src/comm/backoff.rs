@@ -20,6 +20,10 @@ const POLLS_PER_YIELD: u32 = 64;
 /// Duration of brisk polling although nobody waits: most messages of a transfer in progress arrive within it.
 const BRISK: Duration = Duration::from_micros(20);
 
+/// The same where another thread of this process has to run before the wait ends, which takes it no longer: NCCL starts one for each
+/// group of messages of a communicator that does not block.
+const HANDED_OVER: Duration = Duration::from_micros(300);
+
 /// The first nap between polls while compute works. With the timer slack of the thread it lasts a little longer.
 const NAP: Duration = Duration::from_micros(30);
 
@@ -45,6 +49,19 @@ pub fn settle(event: &dyn Event, wire: &mut dyn Wire, shared: &Shared) -> Result
         backoff.pause(shared);
     }
     Ok(())
+}
+
+/// Waits until a thread of the library of a device's vendor has queued what it was given, as [`settle`].
+pub fn handed_over(event: &dyn Event, wire: &mut dyn Wire, shared: &Shared) -> Result<()> {
+    let begun = Instant::now();
+    while begun.elapsed() < HANDED_OVER {
+        if event.is_done()? {
+            return Ok(());
+        }
+        // It may have this core alone.
+        std::thread::yield_now();
+    }
+    settle(event, wire, shared)
 }
 
 /// One wait. While a thread of this rank is blocked, polling is hot, because compute cannot go on;

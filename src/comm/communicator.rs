@@ -145,7 +145,7 @@ pub fn start_mpi<B: Backend>(algorithm: Algorithm) -> Result<Comm<B>> {
 /// # Errors
 /// As [`start_mpi`].
 pub fn start_mpi_within<B: Backend>(algorithm: Algorithm, patience: Duration) -> Result<Comm<B>> {
-    mpi::yield_if_crowded();
+    mpi::prepare_environment();
     let (worker, shared, world) = start("comm".into(), patience, mpi::open)?;
     match launched_size(|name| std::env::var(name).ok()) {
         Some(started) if started > 1 && world.nodes.len() == 1 => {

@@ -95,6 +95,8 @@ fn auto_does_without_an_nccl_that_does_not_work() {
             "{why}"
         );
     }
+    let why = staged("old", &[], &[TWO, ("CUDASIM_NCCL_VERSION", "21702")]);
+    assert!(why.contains("not by NCCL: NCCL is too old: it is 2.17.2; not straight: "), "{why}");
     let why = staged("fails", &[], &[TWO, ("CUDASIM_FAIL", "nccl")]);
     assert!(why.contains("a process tried it beside rank 0: NCCL could not exchange a message: "), "{why}");
     let why = staged("shared", &["device.ranks_per_gpu=2"], &[]);
@@ -126,4 +128,20 @@ fn auto_measures_where_both_ways_work() {
     let (direct, path_direct, why) = path(Mpirun(2), root.path(), "direct", &zero, &[TWO, claims, fails]);
     assert!(path_direct == "direct" && why.starts_with("MPI has shown it; not by NCCL: "), "{why}");
     direct.same_as(&both, STEPS, "direct");
+}
+
+/// A context takes time and memory of a device, and in its exclusive mode keeps others out: a rank makes none but its own.
+#[test]
+fn a_rank_has_a_context_on_its_own_device_alone() {
+    let root = tempfile::tempdir().unwrap();
+    let of = |name: &str, sim: Settings| {
+        let run = Run::new(Alone, root.path(), name, &SMALLER);
+        finish(with_simulator(&mut run.command()).env("CUDASIM_DEVICES", "4").envs(sim.iter().copied()))
+    };
+    let ended = of("one", &[("CUDASIM_TRACE", "1")]).succeeded();
+    assert_eq!(ended.stderr.matches("trace cuDevicePrimaryCtxRetain").count(), 1, "{ended}");
+    let ended = of("taken", &[("CUDASIM_FAIL", "retain")]);
+    assert_eq!(ended.code(), 1, "{ended}");
+    let says = "the GPU could not open GPU 0: CUDA_ERROR_DEVICE_UNAVAILABLE: ";
+    assert!(ended.stderr.contains(says) && ended.stderr.contains("hint: another process has it"), "{ended}");
 }

@@ -121,6 +121,16 @@ fn a_product_is_measured_on_operands_of_its_own() {
     });
 }
 
+/// An algorithm that is proposed and then refused is no candidate.
+#[test]
+fn a_refused_proposal_is_left_out() {
+    under(&[&[("CUDASIM_ALGOS", "3,1,2"), ("CUDASIM_FAIL", "algorithm1")]], || {
+        let cuda = Cuda::new(&Device::open(0).unwrap(), 64 << 20, Precision::Bf16).unwrap();
+        let chosen = cuda.product_algorithms().unwrap().measure(&product(48, [256; 3])).unwrap().unwrap();
+        assert!(is_on_gpu() || chosen.place == 2, "{}", chosen.place);
+    });
+}
+
 #[test]
 fn the_fastest_algorithm_is_found_and_trains() {
     let root = tempfile::tempdir().unwrap();

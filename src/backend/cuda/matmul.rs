@@ -11,7 +11,7 @@ use cudarc::driver::CudaContext;
 
 use super::libraries::check;
 use super::memory::Element;
-use super::product::{BIAS_ALIGNMENT, Product};
+use super::product::{BEST_ALIGNMENT, BIAS_ALIGNMENT, Epilogue, Product};
 use super::toolkit::{self, CublasLt};
 use crate::backend::{Algorithm, Chosen, ProductKind};
 use crate::error::{Error, Result};
@@ -144,7 +144,12 @@ impl Matmul {
     /// The library or the device failed.
     pub fn takes(&self, kind: &ProductKind, algorithm: Algorithm) -> Result<bool> {
         check("be chosen", self.context.bind_to_thread())?;
-        let plan = self.describe(kind).map_err(|e| failed(&format!("describe {kind}"), e))?;
+        // Nothing is read there, but a null address may be a reason to refuse.
+        let Some(epilogue) = Epilogue::of(kind.epilogue, BIAS_ALIGNMENT, BEST_ALIGNMENT as u64) else {
+            return Ok(false);
+        };
+        let described = self.describe(kind).and_then(|plan| self.point(&plan, epilogue).map(|()| plan));
+        let plan = described.map_err(|e| failed(&format!("describe {kind}"), e))?;
         let algorithm = sys::cublasLtMatmulAlgo_t { data: algorithm.0 };
         let [left, right, out] = plan.layouts;
         // SAFETY: the result is written to; plain numbers, for which zeros are valid. The descriptors are alive.
@@ -225,9 +230,31 @@ impl Matmul {
         });
         match queued {
             Ok(()) => Ok(true),
-            Err(e) if is_refusal(&e) => Ok(false),
-            Err(e) => Err(failed(&format!("multiply {kind}"), e)),
+            Err(e) if e.0 == sys::cublasStatus_t::CUBLAS_STATUS_EXECUTION_FAILED => {
+                Err(failed(&format!("multiply {kind}"), e))
+            }
+            // Some algorithms are proposed and then refused, with several codes.
+            Err(e) => {
+                log::debug!("cuBLASLt proposes an algorithm to multiply {kind} and refuses it: {:?}", e.0);
+                Ok(false)
+            }
         }
+    }
+
+    /// Tells the addresses of an epilogue.
+    fn point(&self, plan: &Plan, epilogue: Epilogue) -> Result<(), CublasError> {
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        if let Some(bias) = epilogue.bias() {
+            assert!(bias.is_multiple_of(BIAS_ALIGNMENT), "a bias at {bias:#x}");
+            // SAFETY: the attribute is an address. Nobody else describes the plan meanwhile: it is the caller's, or behind the lock.
+            unsafe { describe(self.library, plan.description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias) }?;
+        }
+        if let Some(kept) = epilogue.kept() {
+            let attribute = Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER;
+            // SAFETY: as above.
+            unsafe { describe(self.library, plan.description, attribute, &kept) }?;
+        }
+        Ok(())
     }
 
     fn queue(
@@ -239,17 +266,10 @@ impl Matmul {
     ) -> Result<(), CublasError> {
         let Product { shape, a, b, c, from, epilogue, .. } = *product;
         let (alpha, beta) = (1.0f32, if shape.acc { 1.0f32 } else { 0.0 });
-        // SAFETY: nobody else describes the plan meanwhile: it is the caller's, or behind the lock; cuBLASLt copies the descriptors. The
-        // addresses are of device memory as large as the layouts say. Row-major c = a·b is column-major cᵀ = bᵀ·aᵀ.
+        self.point(plan, epilogue)?;
+        // SAFETY: the addresses are of device memory as large as the layouts say; cuBLASLt copies the descriptors. Row-major c = a·b is
+        // column-major cᵀ = bᵀ·aᵀ.
         unsafe {
-            use sys::cublasLtMatmulDescAttributes_t as Attribute;
-            if let Some(bias) = epilogue.bias() {
-                assert!(bias.is_multiple_of(BIAS_ALIGNMENT), "a bias at {bias:#x}");
-                describe(self.library, plan.description, Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias)?;
-            }
-            if let Some(kept) = epilogue.kept() {
-                describe(self.library, plan.description, Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &kept)?;
-            }
             let [left, right, out] = plan.layouts;
             let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
             (self.library.matmul)(

@@ -135,8 +135,7 @@ impl Cuda {
     /// As [`Cuda::new`].
     pub fn with_journal(device: &Device, memory: Allotment, precision: Precision, placement: bool) -> Result<Self> {
         device.check_precision(precision)?;
-        let context = device.context();
-        check("be chosen", context.bind_to_thread())?;
+        let context = device.context()?;
         // SAFETY: buffers here are never cudarc's slices, whose reuse the events would guard.
         unsafe { context.disable_event_tracking() };
         let (compute, copy) = (streams::patient(context)?, streams::urgent(context)?);
@@ -177,7 +176,7 @@ impl Cuda {
     #[cfg(test)]
     pub(in crate::backend) fn priorities(&self) -> Result<(i32, Vec<i32>)> {
         let communicator =
-            nccl::NcclComm::init_rank(self.device().context(), &self.0.programs, &nccl::comm_id()?, 0, 1)?;
+            nccl::NcclComm::init_rank(self.0.compute.context(), &self.0.programs, &nccl::comm_id()?, 0, 1)?;
         let copies = self.0.lines.copies.streams();
         let others = copies.into_iter().chain([&self.0.intake.copy, &communicator.stream]);
         let others = others.map(|stream| streams::priority(stream)).collect::<Result<_>>()?;
@@ -204,7 +203,7 @@ impl Cuda {
 
     /// Chooses the device for the calling thread: any thread may be the first to meet the driver in any call.
     fn bind(&self) -> Result<()> {
-        check("be chosen", self.device().context().bind_to_thread())
+        check("be chosen", self.0.compute.context().bind_to_thread())
     }
 
     /// Copies within the device.

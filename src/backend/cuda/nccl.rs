@@ -1,7 +1,8 @@
 //! NCCL, NVIDIA's library of messages between GPUs, which is looked for at run time.
 //!
 //! Its functions are found here one by one: cudarc does not know the name under which NCCL is installed without its
-//! headers, and panics for a function that an older version lacks. The interface is that of 2.14.
+//! headers, and panics for a function that an older version lacks. The interface is that of 2.14, and 2.18 is the oldest version:
+//! before, the thread that meets the other ranks wrote through the address of the handle after the call had returned.
 //!
 //! Communicators do not block. A call returns at once; the state of the work is read from the communicator, and until
 //! it reports success, the work may not be in the stream yet.
@@ -30,8 +31,11 @@ use crate::error::{Error, Result};
 /// Its file: as it is installed to run programs, and to build them.
 const FILES: [&CStr; 2] = [c"libnccl.so.2", c"libnccl.so"];
 
+/// The oldest version, as NCCL counts.
+const OLDEST: c_int = 21_800;
+
 /// Advice for a missing NCCL.
-const HINT: &str = "install NCCL 2.14 or later (pip install nvidia-nccl-cu13 has it) and name its folder in LD_LIBRARY_PATH, \
+const HINT: &str = "install NCCL 2.18 or later (pip install nvidia-nccl-cu13 has it) and name its folder in LD_LIBRARY_PATH, \
      or set comm.path=staged";
 
 /// `ncclInProgress`; 0 is success.
@@ -95,11 +99,17 @@ functions! {
 fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
     let missing = |name: &str| Error::input(format!("NCCL is too old: it has no {name}")).hint(HINT);
-    // SAFETY: NCCL does nothing when it is opened.
-    let open = || match unsafe { library::open(&FILES) } {
+    let open = || {
+        // SAFETY: NCCL does nothing when it is opened.
+        let file = unsafe { library::open(&FILES) };
+        let file = file.ok_or_else(|| Error::input("NCCL is not there: libnccl.so.2").hint(HINT))?;
         // SAFETY: its functions have had these types since they were there.
-        Some(file) => unsafe { Library::of(file, missing) },
-        None => Err(Error::input("NCCL is not there: libnccl.so.2").hint(HINT)),
+        let library = unsafe { Library::of(file, missing) }?;
+        let found = library.number()?;
+        if found < OLDEST {
+            return Err(Error::input(format!("NCCL is too old: it is {}", named(found))).hint(HINT));
+        }
+        Ok(library)
     };
     LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
 }
@@ -109,10 +119,12 @@ fn library() -> Result<&'static Library> {
 /// # Errors
 /// The library is not there, or too old.
 pub fn version() -> Result<String> {
-    let (library, mut found) = (library()?, 0);
-    // SAFETY: writes one integer.
-    library.check("tell its version", null(), unsafe { (library.get_version)(&mut found) })?;
-    Ok(format!("{}.{}.{}", found / 10_000, found / 100 % 100, found % 100))
+    Ok(named(library()?.number()?))
+}
+
+/// A version for people.
+fn named(version: c_int) -> String {
+    format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100)
 }
 
 /// A number for others to join in, from which `ncclCommInitRank` finds this process.
@@ -132,6 +144,14 @@ fn null() -> Handle {
 }
 
 impl Library {
+    /// Its version, as it counts.
+    fn number(&self) -> Result<c_int> {
+        let mut found = 0;
+        // SAFETY: writes one integer.
+        self.check("tell its version", null(), unsafe { (self.get_version)(&mut found) })?;
+        Ok(found)
+    }
+
     /// Turns a code into an error: `action` is a phrase such as `"send"`.
     fn check(&self, action: &str, handle: Handle, code: c_int) -> Result<()> {
         if code == 0 || code == IN_PROGRESS {

@@ -9,8 +9,10 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::{CudaContext, result};
+use cudarc::driver::sys::CUresult;
+use cudarc::driver::{CudaContext, DriverError, result};
 
+use super::libraries::check;
 use crate::backend::{Ledger, MemoryKind, readable};
 use crate::error::{Error, Result};
 
@@ -61,10 +63,11 @@ impl Pool {
         let (allotment, blocks) = (Allotment { bytes, grows }, Mutex::default());
         let pool = Self { context: context.clone(), allotment, blocks, ledger: Ledger::default() };
         let first = if grows { bytes.min(BLOCK) } else { bytes };
-        pool.allocate(&mut pool.lock(), first).map_err(|free| {
-            Error::input(format!("out of GPU memory: {} were asked for where {free} are free", readable(first)))
-                .hint("set device.memory or device.memory_limit lower, or end what else runs on this GPU")
-        })?;
+        if !pool.allocate(&mut pool.lock(), first)? {
+            let (first, free) = (readable(first), pool.free()?);
+            return Err(Error::input(format!("out of GPU memory: {first} were asked for where {free} are free"))
+                .hint("set device.memory or device.memory_limit lower, or end what else runs on this GPU"));
+        }
         Ok(Arc::new(pool))
     }
 
@@ -137,26 +140,37 @@ impl Pool {
         }
         let ample = bytes.max(BLOCK).max(blocks.bytes() / GROWTH).min(most - blocks.bytes()) / ALIGNMENT * ALIGNMENT;
         // A block that is ample for this rank may be more than others have left.
-        self.allocate(blocks, ample).or_else(|_| self.allocate(blocks, bytes)).map_err(|free| {
-            let had = readable(blocks.bytes());
-            Error::input(format!(
-                "out of GPU memory: no {wanted} for {} where {free} of the GPU are free; this rank has {had}, and has taken \
-                 {taken}",
-                what.name(),
-            ))
-            .hint(format!("{hint}, or end what else runs on this GPU"))
-        })
+        if self.allocate(blocks, ample)? || self.allocate(blocks, bytes)? {
+            return Ok(());
+        }
+        let (free, had) = (self.free()?, readable(blocks.bytes()));
+        let message = format!(
+            "out of GPU memory: no {wanted} for {} where {free} of the GPU are free; this rank has {had}, and has taken {taken}",
+            what.name(),
+        );
+        Err(Error::input(message).hint(format!("{hint}, or end what else runs on this GPU")))
     }
 
-    /// Takes a block of the device; if it has less, the bytes that are free, for people.
-    fn allocate(&self, blocks: &mut Blocks, bytes: usize) -> std::result::Result<(), String> {
-        let free = || self.context.mem_get_info().map_or_else(|_| "less".into(), |(free, _)| readable(free));
-        self.context.bind_to_thread().map_err(|_| free())?;
+    /// Bytes that the device has left, for people.
+    fn free(&self) -> Result<String> {
+        Ok(readable(check("tell its free memory", self.context.mem_get_info())?.0))
+    }
+
+    /// Takes a block of the device; whether it had so much.
+    ///
+    /// # Errors
+    /// The device failed before.
+    fn allocate(&self, blocks: &mut Blocks, bytes: usize) -> Result<bool> {
+        check("be chosen", self.context.bind_to_thread())?;
         // SAFETY: the context is bound; the memory is given back in `drop`. It does not come from the stream-ordered
         // allocator, whose memory other processes cannot open.
-        let base = unsafe { result::malloc_sync(bytes) }.map_err(|_| free())?;
-        blocks.add(base, bytes);
-        Ok(())
+        match unsafe { result::malloc_sync(bytes) } {
+            Err(DriverError(CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => Ok(false),
+            base => {
+                blocks.add(check("give memory", base)?, bytes);
+                Ok(true)
+            }
+        }
     }
 }
 

@@ -6,6 +6,7 @@
 use cudarc::driver::CudaEvent;
 use cudarc::driver::sys::CUevent_flags;
 
+use super::event::milliseconds;
 use super::libraries::check;
 use super::memory::Element;
 use super::product::{BEST_ALIGNMENT, Epilogue, Matrix, Product};
@@ -102,7 +103,7 @@ impl Cuda {
     fn measured(&self, candidate: &Candidate, product: &Product) -> Result<Option<f32>> {
         let (stream, workspace) = (&self.0.compute, self.0.workspace.pointer());
         let event = || -> Result<CudaEvent> {
-            let event = self.device().context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+            let event = stream.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
             let event = check("make an event", event)?;
             check("record an event", event.record(stream))?;
             Ok(event)
@@ -113,7 +114,7 @@ impl Cuda {
             return Ok(None);
         }
         let ended = event()?;
-        check("tell the time of products", begun.elapsed_ms(&ended)).map(Some)
+        milliseconds(&begun, &ended).map(Some)
     }
 
     /// The candidates that cuBLASLt does not refuse after all, each measured.

@@ -135,7 +135,7 @@ impl GroupComm<'_> {
         self.shared.add_sent(sends.iter().map(|(_, span)| span.words() * size_of::<f32>()).sum());
         let mut start = || {
             self.comm.exchange(&self.peers(group, sends)?, &self.peers(group, receives)?)?;
-            backoff::settle(&*self.comm.queued(), wire, self.shared)
+            backoff::handed_over(&*self.comm.queued(), wire, self.shared)
         };
         start().inspect_err(|_| self.comm.tear())
     }

@@ -52,14 +52,21 @@ const GAIN: f64 = 0.8;
 /// Makes Open MPI's own waiting offer the core to others.
 const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
 
-/// Lets Open MPI offer the core to others while it waits, where ranks are more than cores. From the main thread, before
-/// other threads start: it may set an environment variable for MPI to read.
-pub(in crate::comm) fn yield_if_crowded() {
+/// Queues that the CUDA driver spreads streams over, 8 unless it is told. Streams that share one wait for each other, and a rank with
+/// communicators of NCCL has up to 20.
+const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
+
+/// Tells libraries by the environment how to behave, unless it does already: Open MPI to offer the core to others while it waits, where
+/// ranks are more than cores; the CUDA driver to give streams queues of their own. From the main thread, before other threads start.
+pub(in crate::comm) fn prepare_environment() {
     let env = |name: &str| std::env::var(name).ok();
     let local_size = env("OMPI_COMM_WORLD_LOCAL_SIZE").and_then(|size| size.parse().ok());
-    if local_size > Some(cores()) && env(YIELD).is_none() {
-        // SAFETY: as documented above no other thread of this process exists that could read the environment.
-        unsafe { std::env::set_var(YIELD, "1") };
+    let is_crowded = local_size > Some(cores());
+    for (name, value) in [(YIELD, "1")].into_iter().filter(|_| is_crowded).chain([QUEUES]) {
+        if env(name).is_none() {
+            // SAFETY: as documented above no other thread of this process exists that could read the environment.
+            unsafe { std::env::set_var(name, value) };
+        }
     }
 }
 
