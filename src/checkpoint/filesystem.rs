@@ -48,7 +48,13 @@ pub fn probe(dir: &Path) -> Result<FileSystem> {
     let tried = try_all(probe.path());
     let path = probe.path().to_owned();
     probe.close().map_err(|e| Error::io("remove", &path, e))?;
-    let locks = tried.map_err(|(what, e)| unfit(dir, &format!("is on a file system that cannot {what}: {e}")))?;
+    let locks = tried.map_err(|(what, e)| match e.kind() {
+        // Any file system can be full.
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            Error::io("write into", dir, e).hint("make room there, or choose another directory with --set run.root=…")
+        }
+        _ => unfit(dir, &format!("is on a file system that cannot {what}: {e}")),
+    })?;
     Ok(FileSystem { kind: kind.map(str::to_owned), locks })
 }
 

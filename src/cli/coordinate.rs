@@ -3,7 +3,7 @@
 use clap::Args;
 
 use super::servers::coordinate_as;
-use super::train::TrainArgs;
+use super::train::RunArgs;
 use crate::job::fail;
 use crate::signals;
 
@@ -13,14 +13,17 @@ pub struct CoordinateArgs {
     /// Workers that the run is meant for; left out, servers.workers, or those that are there at the start.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     workers: Option<u16>,
+    /// Servers to wait for.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
+    servers: u16,
     #[command(flatten)]
-    train: TrainArgs,
+    run: RunArgs,
 }
 
 /// `hpctrain coordinate`; returns the exit code.
 pub fn run(args: &CoordinateArgs) -> i32 {
-    match signals::listen().and_then(|()| args.train.request(None)) {
-        Ok(run) => coordinate_as(run, args.train.servers.max(1), args.workers.map(usize::from)),
+    match signals::listen().and_then(|()| args.run.request(None)) {
+        Ok(run) => coordinate_as(run, usize::from(args.servers), args.workers.map(usize::from)),
         Err(e) => fail(&e),
     }
 }

@@ -28,22 +28,22 @@ pub struct EvalArgs {
     #[arg(long, value_name = "DIR", group = "what")]
     checkpoint: Option<PathBuf>,
     /// Measure on this directory of shards or this HDF5 file [default: the data that the checkpoint was trained on]
-    #[arg(long, value_name = "PATH", requires = "checkpoint")]
+    #[arg(long, value_name = "PATH", conflicts_with = "run")]
     data: Option<PathBuf>,
     /// Of a directory, measure on these shards [default: those for validation, if there are any]
-    #[arg(long, value_enum, requires = "checkpoint")]
+    #[arg(long, value_enum, conflicts_with = "run")]
     split: Option<Part>,
-    /// Print one object of JSON.
-    #[arg(long, requires = "checkpoint")]
+    /// Print one JSON object instead of the table
+    #[arg(long, conflicts_with = "run")]
     json: bool,
     /// Wait for further checkpoints until the run ends.
-    #[arg(long, requires = "run")]
+    #[arg(long, conflicts_with = "checkpoint")]
     watch: bool,
     /// Which checkpoints: the latest, or every one, oldest first.
     #[arg(long, value_enum, default_value_t = Policy::Latest, conflicts_with = "checkpoint")]
     policy: Policy,
     /// End with exit code 1 when no trainer has held the run for so long, such as 2h [default: 30m]
-    #[arg(long, value_name = "TIME", requires = "run")]
+    #[arg(long, value_name = "TIME", conflicts_with = "checkpoint")]
     timeout: Option<Time>,
     /// Override one key of the configuration, such as run.device=cpu or, with --checkpoint, eval.samples=100; may be repeated.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]

@@ -8,7 +8,7 @@ use serde::Deserialize;
 
 use super::eval::watch_on_device;
 use super::servers::{coordinate_as, serve_as, work_as};
-use super::train::TrainArgs;
+use super::train::RunArgs;
 use crate::comm::single;
 use crate::config::Config;
 use crate::error::{Error, Result};
@@ -22,8 +22,11 @@ const TF_CONFIG: &str = "TF_CONFIG";
 /// Arguments of `hpctrain role`.
 #[derive(Args)]
 pub struct RoleArgs {
+    /// With RANK and WORLD_SIZE, so many of the processes hold the parameters.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    servers: usize,
     #[command(flatten)]
-    train: TrainArgs,
+    run: RunArgs,
 }
 
 /// The part of a process.
@@ -149,8 +152,8 @@ fn directory(config: &Config) -> Result<PathBuf> {
 pub fn run(args: &RoleArgs) -> i32 {
     let part = || {
         signals::listen()?;
-        let task = task(|name| std::env::var(name).ok(), args.train.servers)?;
-        let mut request = args.train.request(None)?;
+        let task = task(|name| std::env::var(name).ok(), args.servers)?;
+        let mut request = args.run.request(None)?;
         let run = directory(&request.config)?;
         let patience = Duration::from_secs(request.config.servers.timeout);
         match task {

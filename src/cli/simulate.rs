@@ -2,7 +2,7 @@
 
 use clap::Args;
 
-use super::train::TrainArgs;
+use super::train::RunArgs;
 use crate::engine::on_threads;
 use crate::error::Result;
 use crate::job::fail;
@@ -16,17 +16,19 @@ pub struct SimulateArgs {
     /// Ranks.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     ranks: u16,
+    /// So many of the ranks hold the parameters instead of training: parameter servers.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    servers: usize,
     #[command(flatten)]
-    train: TrainArgs,
+    run: RunArgs,
 }
 
 /// Runs all ranks; returns the exit code.
 pub fn run(args: &SimulateArgs) -> i32 {
     let ranks = usize::from(args.ranks);
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let request = signals::listen().and_then(|()| args.train.request_of_job(Some((cores / ranks).max(1))));
-    let servers = args.train.servers;
-    let simulate = |request: Request| match servers {
+    let request = signals::listen().and_then(|()| args.run.request_of_job(args.servers, Some((cores / ranks).max(1))));
+    let simulate = |request: Request| match args.servers {
         0 => simulate(ranks, &request),
         servers => super::servers::simulate(ranks, servers, request),
     };

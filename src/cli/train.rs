@@ -17,7 +17,7 @@ use crate::evaluate::{self, Policy};
 use crate::job::{self, fail};
 use crate::run_dir::{Resume, Take};
 use crate::signals;
-use crate::train::{Own, Request, train_on_device};
+use crate::train::{Own, Request, check_alike, train_on_device};
 
 /// Where the configuration comes from.
 #[derive(Args)]
@@ -57,9 +57,9 @@ impl SourceArgs {
     }
 }
 
-/// Arguments of `hpctrain train`.
+/// The run that is asked for.
 #[derive(Args)]
-pub struct TrainArgs {
+pub struct RunArgs {
     #[command(flatten)]
     sources: SourceArgs,
     /// Continue a run: `auto` takes the newest whole checkpoint of its directory, or starts if there is none; without run.name,
@@ -75,21 +75,28 @@ pub struct TrainArgs {
     /// Go on although the training data is not that of the checkpoint; the change is noted in run.json and in checkpoints.
     #[arg(long, requires = "resume", conflicts_with = "weights_only")]
     allow_changed_data: bool,
-    /// So many of the ranks evaluate checkpoints instead of training: the last ones.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    evaluators: usize,
-    /// So many of the ranks hold the parameters instead of training, those before the evaluators: parameter servers.
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub servers: usize,
-    /// Which checkpoints they evaluate.
-    #[arg(long, value_enum, default_value_t = Policy::Latest, requires = "evaluators")]
-    policy: Policy,
     /// Write the activity of every thread of every rank, with its times, to FILE at the end, for ui.perfetto.dev.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
     /// Count the time of every kernel on rank 0: a table at the end, and profile.json in the run's directory.
     #[arg(long)]
     profile: bool,
+}
+
+/// Arguments of `hpctrain train`.
+#[derive(Args)]
+pub struct TrainArgs {
+    #[command(flatten)]
+    run: RunArgs,
+    /// So many of the ranks evaluate checkpoints instead of training: the last ones.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    evaluators: usize,
+    /// Which checkpoints the evaluators evaluate.
+    #[arg(long, value_enum, default_value_t = Policy::Latest, requires = "evaluators")]
+    policy: Policy,
+    /// So many of the ranks hold the parameters instead of training, those before the evaluators: parameter servers.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    servers: usize,
 }
 
 impl TrainArgs {
@@ -108,18 +115,20 @@ impl TrainArgs {
 
     /// The configuration.
     pub fn config(&self) -> Result<Config> {
-        self.sources.load().map(|(config, _)| config)
+        self.run.sources.load().map(|(config, _)| config)
     }
 
     /// Ranks of the job that do not train.
     pub fn ranks_beside(&self) -> usize {
         self.evaluators + self.servers
     }
+}
 
-    /// The run that the arguments ask for, of the ranks of one job.
-    pub fn request_of_job(&self, threads: Option<usize>) -> Result<Request> {
+impl RunArgs {
+    /// The run that the arguments ask for, of the ranks of one job, of which so many are servers.
+    pub fn request_of_job(&self, servers: usize, threads: Option<usize>) -> Result<Request> {
         let request = self.request(threads)?;
-        if self.servers == 0 {
+        if servers == 0 {
             servers::check_without(&request.config)?;
         }
         Ok(request)
@@ -156,10 +165,11 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
         return fail(&e);
     }
     // A rank whose configuration failed still meets the others, so that all hear of it and one speaks.
-    let request = args.request_of_job(None);
+    let request = args.run.request_of_job(args.servers, None);
     let patience = request.as_ref().map_or_else(|_| patience(&[]), |request| seconds(request.config.comm.timeout));
     job::run(launch, patience, |comm| {
         let request = comm.world().agree(request)?;
+        check_alike(&comm.world(), &request.config)?;
         let role = Role::find(comm, Start::Train { evaluators: args.evaluators, servers: args.servers })?;
         match role.part {
             Part::Evaluates => evaluate(&role, args.evaluation(&role)),

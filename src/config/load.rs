@@ -133,7 +133,23 @@ fn preset(name: &str) -> Result<&'static str> {
 /// Parses one layer, refusing keys and values that the schema does not know.
 fn parse_layer(text: &str, origin: &str) -> Result<Table> {
     toml::from_str::<Config>(text).map_err(|e| explain(&e, text, origin))?;
-    toml::from_str(text).map_err(|e| explain(&e, text, origin))
+    let layer: Table = toml::from_str(text).map_err(|e| explain(&e, text, origin))?;
+    layer.iter().try_for_each(|(key, value)| check_finite(key, value)).map_err(|e| e.at(origin))?;
+    Ok(layer)
+}
+
+/// Refuses numbers that TOML can say, and neither training nor a manifest has a use for.
+fn check_finite(key: &str, value: &toml::Value) -> Result<()> {
+    match value {
+        toml::Value::Float(number) if !number.is_finite() => {
+            Err(Error::input(format!("{key} = {number}")).hint("give a finite number"))
+        }
+        toml::Value::Table(table) => {
+            table.iter().try_for_each(|(name, value)| check_finite(&format!("{key}.{name}"), value))
+        }
+        toml::Value::Array(values) => values.iter().try_for_each(|value| check_finite(key, value)),
+        _ => Ok(()),
+    }
 }
 
 /// `a.b=c` as a table, or `a.b.d=c` where a section has sections; `c` may be TOML or a bare word.
@@ -288,6 +304,20 @@ mod tests {
         assert!(error.contains("did you mean `steps`?"), "{error}");
         let error = set(&["schedule.shape=cosin"]).unwrap_err().to_string();
         assert!(error.contains("unknown value `cosin`") && error.contains("`cosine`"), "{error}");
+    }
+
+    #[test]
+    fn numbers_are_finite() {
+        for (item, says) in [
+            ("eval.min_delta=inf", "--set eval.min_delta=inf: eval.min_delta = inf\nhint: give a finite number"),
+            ("optimizer.lr=nan", "optimizer.lr = NaN"),
+            ("data.mix=[{path='a', weight=-inf}]", "data.mix.weight = -inf"),
+            ("model.layers=[{kind='layer_norm', epsilon=1e300}]", "layer 0 of the list: "),
+            ("model.layers=[{kind='layer_norm', epsilon=-1.0}]", "a positive number, not -1"),
+        ] {
+            let error = set(&[item]).unwrap_err().to_string();
+            assert!(error.contains(says), "{item}: {error}");
+        }
     }
 
     #[test]

@@ -143,14 +143,19 @@ impl From<Sampler> for Order {
 
 /// Positions of a period for each weight: rounded so that they add up.
 fn shares(weights: &[f64]) -> Result<Vec<u64>> {
-    if let [_] = weights {
-        return Ok(vec![1]);
-    }
     if let Some(weight) = weights.iter().find(|weight| !(**weight > 0.0 && weight.is_finite())) {
         return Err(Error::input(format!("data.mix has weight = {weight}"))
             .hint("weights are positive numbers; leave out data that is not to be used"));
     }
+    if let [_] = weights {
+        return Ok(vec![1]);
+    }
     let all: f64 = weights.iter().sum();
+    if !all.is_finite() {
+        return Err(
+            Error::input("data.mix has weights whose sum is no finite number").hint("divide them all by one number")
+        );
+    }
     let exact: Vec<f64> = weights.iter().map(|weight| weight / all * PERIOD as f64).collect();
     let mut shares: Vec<u64> = exact.iter().map(|share| share.floor() as u64).collect();
     let mut by_rest: Vec<usize> = (0..exact.len()).collect();

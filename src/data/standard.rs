@@ -35,6 +35,9 @@ impl Standard {
             return Err(Error::input(format!("{name} has rows of {row_len}, {places} means and {stds} deviations"))
                 .hint("give one of each for every channel or column, or none"));
         }
+        if let Some(mean) = standard.mean.iter().find(|mean| !mean.is_finite()) {
+            return Err(Error::input(format!("{name} has a mean of {mean}")).hint("import it again"));
+        }
         if let Some(std) = standard.std.iter().find(|std| !(**std > 0.0 && std.is_finite())) {
             return Err(Error::input(format!("{name} has a standard deviation of {std}")).hint("import it again"));
         }

@@ -13,7 +13,7 @@ use std::time::SystemTime;
 
 use super::branch::Branch;
 use super::changes;
-use super::markers::Markers;
+use super::markers::{End, Markers};
 use super::supervised;
 use crate::checkpoint::Checkpoints;
 use crate::checkpoint::lease::{Claimed, Held, Lease, Leases};
@@ -29,6 +29,8 @@ pub struct RunDirectory {
     lease: Option<Arc<Lease>>,
     /// Whether this start has created the directory.
     is_new: bool,
+    /// The end of the trainer before, for the case that this start fails.
+    ended: Option<End>,
 }
 
 /// Starting point of a run.
@@ -51,7 +53,7 @@ const HINT: &str = "choose a directory that can be written with --set run.root=â
 impl RunDirectory {
     /// The directory at `path`.
     pub fn at(path: impl Into<PathBuf>) -> Self {
-        Self { path: path.into(), lease: None, is_new: false }
+        Self { path: path.into(), lease: None, is_new: false, ended: None }
     }
 
     /// Chooses, claims and creates the directory of a run called `config.run.name`, or, unnamed, `default` with the next
@@ -73,9 +75,9 @@ impl RunDirectory {
         };
         // A failure from here on leaves no empty directory.
         match directory.begin(resume) {
-            Ok(()) => Ok(directory),
+            Ok(ended) => Ok(Self { ended, ..directory }),
             Err(e) => {
-                directory.discard_if_new();
+                directory.abandon();
                 Err(e)
             }
         }
@@ -85,12 +87,12 @@ impl RunDirectory {
     /// trainer lives, this waits for it if it `waits`.
     fn claim(path: PathBuf, waits: bool) -> Result<Result<Self, (PathBuf, Option<Held>)>> {
         let is_new = create(&path)?;
-        let directory = Self { path, lease: None, is_new };
+        let directory = Self { path, lease: None, is_new, ended: None };
         match directory.leases().claim(TRAINER, waits).map_err(|e| e.hint(HINT)) {
             Ok(Claimed::Taken(lease)) => Ok(Ok(Self { lease: Some(Arc::new(lease)), ..directory })),
             Ok(Claimed::By(other)) => Ok(Err((directory.path, other))),
             Err(e) => {
-                directory.discard_if_new();
+                directory.abandon();
                 Err(e)
             }
         }
@@ -114,8 +116,8 @@ impl RunDirectory {
         Err(Error::internal("no number is free"))
     }
 
-    /// Prepares the claimed directory for a trainer.
-    fn begin(&self, resume: &Resume) -> Result<()> {
+    /// Prepares the claimed directory for a trainer; returns the end of the one before.
+    fn begin(&self, resume: &Resume) -> Result<Option<End>> {
         if *resume != Resume::Auto && self.holds_a_run()? {
             return Err(Error::input(format!("{} holds another run", self.path.display()))
                 .hint("continue it with --resume auto, or choose another --set run.name=â€¦"));
@@ -123,9 +125,9 @@ impl RunDirectory {
         let logs = self.logs_path();
         fs::create_dir_all(&logs).map_err(|e| Error::io("create", &logs, e).hint(HINT))?;
         self.checkpoints().prepare()?;
-        self.marks().begin()?;
+        let ended = self.marks().begin()?;
         supervised::tell(&self.path);
-        Ok(())
+        Ok(ended)
     }
 
     /// Whether a run has begun here.
@@ -152,8 +154,13 @@ impl RunDirectory {
         })
     }
 
-    /// Gives up a claim. Files of this start are removed if it failed before its first step and nothing else is there.
-    pub fn discard_if_new(self) {
+    /// Gives up a claim after a start that failed before its first step: the run has ended as it had before. Files of this start are
+    /// removed if nothing else is there.
+    pub fn abandon(self) {
+        if let Some(end) = &self.ended {
+            // It is as good as it was only if this works; the start's own error says more.
+            let _ = self.marks().end(end);
+        }
         let may = || self.is_new && self.check().is_ok();
         let trained = || self.checkpoints().steps().map_or(true, |steps| !steps.is_empty());
         if !may() || trained() || fs::metadata(self.metrics_path()).is_ok_and(|file| file.len() > 0) {
@@ -610,19 +617,19 @@ mod tests {
             directory.write_matmuls("{}").unwrap();
             directory
         };
-        start().discard_if_new();
+        start().abandon();
         assert!(!path.exists());
         // Files of others stay; so do a run that has trained, and files of before.
         let directory = start();
         fs::write(directory.logs_path().join("evaluator-00000.log"), "mine").unwrap();
-        directory.discard_if_new();
+        directory.abandon();
         assert!(path.join("logs/evaluator-00000.log").exists() && !path.join("config.toml").exists());
-        start().discard_if_new();
+        start().abandon();
         assert!(path.join("config.toml").exists());
         fs::remove_dir_all(&path).unwrap();
         let directory = start();
         fs::write(directory.metrics_path(), "{}").unwrap();
-        directory.discard_if_new();
+        directory.abandon();
         assert!(path.join("config.toml").exists());
     }
 

@@ -50,18 +50,19 @@ impl Markers {
         self.run.join("STOP")
     }
 
-    /// The trainer begins: removes an earlier END marker and earlier stop requests.
+    /// The trainer begins: removes an earlier END marker, which is returned, and earlier stop requests.
     ///
     /// # Errors
     /// The file system refused.
-    pub fn begin(&self) -> Result<()> {
+    pub fn begin(&self) -> Result<Option<End>> {
+        let ended = self.ended();
         for path in [self.end_path(), self.stop_path()] {
             match fs::remove_file(&path) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(Error::io("remove", &path, e)),
                 _ => {}
             }
         }
-        Ok(())
+        Ok(ended)
     }
 
     /// The trainer has ended.
@@ -108,7 +109,7 @@ mod tests {
     fn a_beginning_forgets_the_end() {
         let dir = tempfile::tempdir().unwrap();
         let marks = Markers::new(dir.path());
-        marks.begin().unwrap();
+        assert_eq!(marks.begin().unwrap(), None);
         assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
         let end = End { step: 5, status: Status::Preempted, why: Some("SIGTERM".into()) };
         marks.end(&end).unwrap();
@@ -117,7 +118,7 @@ mod tests {
             (marks.ended(), marks.asked_to_stop().as_deref()),
             (Some(end), Some("no better for 3 evaluations\n"))
         );
-        marks.begin().unwrap();
+        assert_eq!(marks.begin().unwrap(), None);
         assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
     }
 }

@@ -15,6 +15,7 @@ use super::site::{Site, listen};
 use super::terms::{Terms, division, layouts};
 use super::trace::Collected;
 use crate::backend::cpu::Cpu;
+use crate::checkpoint::tools::find;
 use crate::checkpoint::{Progress, Reader};
 use crate::comm::single;
 use crate::config::{Config, Plan};
@@ -311,7 +312,7 @@ impl ServedRun {
         let fresh = Start { progress: Progress::default(), from: None, take: Take::Everything, part: 0 };
         let (path, take) = match resume {
             Resume::No => (None, Take::Everything),
-            Resume::From(path) => (Some(path.clone()), self.call.run.take),
+            Resume::From(path) => (Some(find::checkpoint(path)?), self.call.run.take),
             Resume::Auto => match (self.newest()?, self.directory.branch()?) {
                 // It began at a checkpoint of another run, and has saved none of its own.
                 (None, Some(Branch { from, take })) => (Some(from), take),

@@ -1,5 +1,6 @@
 //! Training runs.
 
+mod alike;
 mod budget;
 mod hooks;
 mod meters;
@@ -9,6 +10,7 @@ mod records;
 mod run;
 mod stop_requests;
 
+pub(crate) use alike::check_alike;
 pub(crate) use budget::Budget;
 pub use hooks::{Hook, Outcome};
 pub(crate) use outages::{Outages, is_outage};

@@ -124,8 +124,8 @@ fn sizes(need: &Estimate) -> String {
 
 /// The smallest change of the configuration after which a rank fits into `room`.
 fn advice(plan: &Plan, need: impl Fn(&Plan) -> Estimate, room: &Room) -> String {
+    let on_gpu = need(plan).gpu.is_some();
     let fitting = |ranks: usize| {
-        let on_gpu = need(plan).gpu.is_some();
         let all = variants(plan, ranks, on_gpu).into_iter().map(|variant| (need(&variant.plan), variant));
         all.filter(|(need, _)| room.holds(need)).collect::<Vec<_>>()
     };
@@ -133,9 +133,19 @@ fn advice(plan: &Plan, need: impl Fn(&Plan) -> Estimate, room: &Room) -> String 
     if let Some((need, best)) = fitting(now).into_iter().min_by_key(|(_, variant)| variant.cost()) {
         return format!("{} takes {} a rank", best.settings(), sizes(&need));
     }
+    // Evaluations have their own number of samples at a time.
+    let lighter = (plan.config.eval.batch > plan.micro).then(|| {
+        let mut config = plan.config.clone();
+        config.eval.batch = plan.micro;
+        let facts = Facts { ranks: now, threads: plan.threads, vocabulary: plan.network.vocabulary(), on_gpu };
+        resolve(config, &facts).ok().map(|plan| (need(&plan), plan))
+    });
+    if let Some((need, lighter)) = lighter.flatten().filter(|(need, _)| room.holds(need)) {
+        return format!("eval.batch={} takes {} a rank", lighter.config.eval.batch, sizes(&need));
+    }
     // More ranks: twice as many at a time, as long as the batch can be cut for them.
     let mut ranks = 2 * now;
-    while !variants(plan, ranks, need(plan).gpu.is_some()).is_empty() {
+    while !variants(plan, ranks, on_gpu).is_empty() {
         let as_deep = fitting(ranks).into_iter().filter(|(_, variant)| variant.pipeline.is_none());
         if let Some((need, best)) = as_deep.min_by_key(|(need, _)| (need.gpu(), need.host())) {
             let settings = best.settings();

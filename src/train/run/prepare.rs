@@ -26,7 +26,7 @@ use crate::train::outages::Outages;
 use crate::train::records::Records;
 use crate::train::stop_requests::StopRequests;
 
-/// The directory of a run that has not begun: a start that fails does not leave it behind.
+/// The directory of a run that has not begun: a start that fails leaves it as it was.
 struct Starting(RunDirectory);
 
 impl Starting {
@@ -38,7 +38,7 @@ impl Starting {
 
 impl Drop for Starting {
     fn drop(&mut self) {
-        std::mem::replace(&mut self.0, RunDirectory::at(PathBuf::new())).discard_if_new();
+        std::mem::replace(&mut self.0, RunDirectory::at(PathBuf::new())).abandon();
     }
 }
 
