@@ -26,8 +26,7 @@ fn main() -> ExitCode {
 
         // The configuration that trained it, for the data at hand and the ranks that share one copy of the network.
         let mut reader = world.agree(find::checkpoint(Path::new(run)).and_then(|path| Reader::open(&path)))?;
-        let mut config = world.agree(model::config(&reader.manifest().config, &[]))?;
-        config.data.path = data.clone();
+        let config = world.agree(model::config_on(&reader, &[], Some(Path::new(data))))?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let plan = world.agree(model::plan(config, comm.size(), (cores / comm.node().local_size).max(1), false))?;
         let mut model = model::build(comm, &plan, Cpu::new(plan.threads))?;

@@ -42,7 +42,7 @@ mod tests {
 
     #[test]
     fn nothing_acts_any_more() {
-        assert!(matches!(visible("naïve — 🦀\n\ttext"), Cow::Borrowed(_) | Cow::Owned(_)));
+        assert!(matches!(visible("naïve — 🦀 text"), Cow::Borrowed(_)));
         assert_eq!(visible("naïve — 🦀\n\ttext\r\n"), "naïve — 🦀\n\ttext\r\n");
         assert_eq!(
             visible("\x1b]0;title\x07\rover\u{9b}2J\u{202e}"),

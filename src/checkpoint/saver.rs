@@ -2,8 +2,8 @@
 //!
 //! A save is under way in three stages. Every rank has a thread that writes its file; when all are done, rank 0 has one
 //! that writes the manifest and publishes, and each rank reads its file again; when all have found the numbers that
-//! they wrote, rank 0 removes the checkpoints that are not to be kept. Ranks learn that all are done from the notes
-//! that they exchange with every step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever
+//! they wrote, rank 0 removes the checkpoints that are not to be kept. Ranks learn that all are done from the control
+//! flags that they exchange with every step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever
 //! asks for messages, and all ranks enter the next stage at the same step.
 //!
 //! Training waits only for the copy of the owned ranges, into memory that serves every save. MPI's calls belong to the

@@ -39,7 +39,7 @@ enum Command {
     Inspect {
         /// A checkpoint, such as runs/x/checkpoints/latest, or a run: its latest
         checkpoint: PathBuf,
-        /// Print one JSON object
+        /// Print one JSON object instead of the table
         #[arg(long)]
         json: bool,
     },
@@ -47,7 +47,7 @@ enum Command {
     Verify {
         /// A checkpoint, or a run: all of its checkpoints
         path: PathBuf,
-        /// Print one JSON object
+        /// Print one JSON object instead of the table
         #[arg(long)]
         json: bool,
     },
@@ -80,7 +80,7 @@ struct DiffArgs {
     /// Compare the parameters alone: neither optimizer state nor progress
     #[arg(long)]
     weights_only: bool,
-    /// Print one JSON object
+    /// Print one JSON object instead of the table
     #[arg(long)]
     json: bool,
 }
@@ -101,7 +101,7 @@ struct PruneArgs {
     /// List the checkpoints that would be removed, and remove nothing
     #[arg(long)]
     dry_run: bool,
-    /// Print one JSON object
+    /// Print one JSON object instead of the table
     #[arg(long)]
     json: bool,
 }

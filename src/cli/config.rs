@@ -9,7 +9,7 @@ use super::json;
 use super::train::SourceArgs;
 use crate::backend::cpu::Cpu;
 use crate::backend::cuda::Cuda;
-use crate::config::{Config, Facts, ModelKind, Parallel, network, resolve};
+use crate::config::{Config, Facts, ModelKind, Parallel, described, network, resolve};
 use crate::data::inspect::table;
 use crate::engine::{feed, memory, vocabulary};
 use crate::error::{Error, Result};
@@ -26,6 +26,12 @@ pub struct ConfigArgs {
 
 #[derive(Subcommand)]
 enum ConfigCommand {
+    /// Print all keys of the configuration file with their explanations and defaults: a file to start from.
+    Keys {
+        /// Of this section alone, such as optimizer.
+        #[arg(value_name = "SECTION")]
+        section: Option<String>,
+    },
     /// Print the resolved configuration file: every key with the value that would be used.
     Show {
         #[command(flatten)]
@@ -50,6 +56,7 @@ enum ConfigCommand {
 /// Runs the subcommand.
 pub fn run(args: &ConfigArgs) -> Result<()> {
     match &args.command {
+        ConfigCommand::Keys { section } => described(section.as_deref()).map(say),
         ConfigCommand::Show { sources, ranks, json } => show(sources, *ranks, *json),
         ConfigCommand::Summary { sources, json } => summary(sources, *json),
     }

@@ -35,7 +35,7 @@ enum Command {
     Verify {
         /// An HDF5 file, or a directory of .h5 files
         path: PathBuf,
-        /// Print one JSON object
+        /// Print one JSON object instead of the table
         #[arg(long)]
         json: bool,
     },

@@ -13,7 +13,7 @@ use crate::config::{Config, Plan};
 use crate::data::{Mix, Split};
 use crate::engine::feed;
 use crate::error::{Error, Result};
-use crate::evaluate::{Evaluator, Measures};
+use crate::evaluate::{Evaluator, Measures, model};
 use crate::telemetry::classes::Classes;
 use crate::telemetry::{grouped, say};
 
@@ -25,7 +25,7 @@ pub struct Request {
     pub data: Option<PathBuf>,
     /// The part of it.
     pub split: Option<Part>,
-    /// Print one object of JSON.
+    /// Print one JSON object instead of the table
     pub json: bool,
     /// Settings over those of the checkpoint.
     pub overrides: Vec<String>,
@@ -59,7 +59,7 @@ struct Report<'a> {
 
 impl Work for Request {
     fn config(&self, reader: &Reader) -> Result<Config> {
-        let config = used::config(reader, &self.overrides, self.data.as_deref())?;
+        let config = model::config_on(reader, &self.overrides, self.data.as_deref())?;
         if config.data.path.is_empty() && config.data.mix.is_empty() {
             return Err(Error::input(format!(
                 "{}: the checkpoint was imported and tells no data",

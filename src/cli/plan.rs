@@ -43,7 +43,7 @@ pub struct PlanArgs {
     /// Show every layout, and every one that is left out.
     #[arg(long)]
     all: bool,
-    /// Print one object of JSON.
+    /// Print one JSON object instead of the table
     #[arg(long)]
     json: bool,
 }

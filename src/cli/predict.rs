@@ -15,7 +15,7 @@ use crate::data::{Catalogue, Dataset};
 use crate::engine::feed;
 use crate::error::{Error, Result};
 use crate::evaluate::predictions::{Beside, Meaning, folder};
-use crate::evaluate::{Predictions, predict};
+use crate::evaluate::{Predictions, model, predict};
 use crate::telemetry::{grouped, say};
 
 /// Arguments of `hpctrain predict`.
@@ -115,7 +115,7 @@ impl PredictArgs {
 
 impl Work for PredictArgs {
     fn config(&self, reader: &Reader) -> Result<Config> {
-        used::config(reader, &self.overrides, Some(&self.input))
+        model::config_on(reader, &self.overrides, Some(&self.input))
     }
 
     fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {

@@ -12,7 +12,7 @@ use crate::comm::Launch;
 use crate::config::{self, Config, ModelKind};
 use crate::data::Tokenizer;
 use crate::error::{Error, Result};
-use crate::evaluate::{Sampling, generate};
+use crate::evaluate::{Sampling, generate, model};
 use crate::random::{derive, name};
 use crate::regular_files;
 use crate::telemetry::{say, say_text};
@@ -139,7 +139,7 @@ impl Work for SampleArgs {
             return Err(Error::input(format!("--temperature {} is out of range", self.temperature)).hint("0 or more"));
         }
         self.encoded(reader.manifest())?;
-        used::config(reader, &self.overrides, None)
+        model::config_on(reader, &self.overrides, None)
     }
 
     fn on<B: Kernels>(&self, mut found: Found<'_, B>) -> Result<()> {

@@ -49,7 +49,7 @@ pub struct StatusArgs {
     /// Directory of the run.
     #[arg(long, value_name = "DIR")]
     run: PathBuf,
-    /// Print JSON.
+    /// Print one JSON object instead of the table
     #[arg(long)]
     json: bool,
 }

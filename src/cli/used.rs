@@ -147,25 +147,6 @@ fn places(checkpoint: &Path) -> Vec<PathBuf> {
     run.into_iter().chain([std::env::temp_dir()]).collect()
 }
 
-/// The configuration of a checkpoint with `overrides`, and with the data at `data` in the place of its own.
-///
-/// # Errors
-/// A key or value is not known.
-pub fn config(reader: &Reader, overrides: &[String], data: Option<&Path>) -> Result<Config> {
-    let mut config = model::config(&reader.manifest().config, overrides)?;
-    if let Some(data) = data {
-        config.data.path = data.display().to_string();
-        config.data.mix.clear();
-        // All of it: the fraction is one of the run's own data.
-        config.data.val_fraction = 0.0;
-        // So is its scale, which the checkpoint keeps for any data; bytes and floats of the same numbers are the same to it.
-        if reader.manifest().preprocessing.is_some() {
-            config.data.scale = None;
-        }
-    }
-    Ok(config)
-}
-
 /// The shards that are meant: those asked for, else those for validation if there are any.
 ///
 /// # Errors

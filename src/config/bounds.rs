@@ -20,7 +20,10 @@ const CONTEXT: u64 = 1 << 24;
 /// Ids.
 const IDS: u64 = 1 << 31;
 
-/// Samples, lanes, ranks, threads: there is memory for each.
+/// Threads of a rank: more than any machine has cores.
+const THREADS: u64 = 1 << 12;
+
+/// Samples, lanes, ranks: there is memory for each.
 const COUNT: u64 = 1 << 24;
 
 /// All other integers, such as steps and seconds.
@@ -82,7 +85,8 @@ fn most(path: &str) -> u64 {
         ("model", key) if key.starts_with("input") => CONTEXT,
         ("model", key) if key.ends_with("vocabulary") || key.contains("ids") => IDS,
         ("model", _) => EXTENT,
-        ("batch" | "parallel" | "data" | "device" | "log", _) | ("run", "threads") | ("eval", "batch") => COUNT,
+        ("run", "threads") => THREADS,
+        ("batch" | "parallel" | "data" | "device" | "log", _) | ("eval", "batch") => COUNT,
         _ => ANY,
     }
 }

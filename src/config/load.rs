@@ -237,7 +237,7 @@ fn place_of(text: &str, start: usize, unknown: &str) -> (Option<String>, String)
 }
 
 /// "did you mean `steps`? " for a near miss, else nothing.
-fn did_you_mean(word: &str, known: &[&str]) -> String {
+pub(super) fn did_you_mean(word: &str, known: &[&str]) -> String {
     let nearest = known.iter().min_by_key(|candidate| distance(word, candidate));
     match nearest {
         Some(nearest) if distance(word, nearest) <= word.len().div_ceil(2) => format!("did you mean `{nearest}`? "),

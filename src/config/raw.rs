@@ -16,13 +16,46 @@ use crate::nn::{Input, OwnNetwork};
 use crate::optim::{Group, Shape};
 use crate::parallel::{PipelineSchedule, Storage, Zero};
 
+/// A key as its section declares it.
+pub struct Key {
+    /// Its name in the section.
+    pub name: &'static str,
+    /// Lines that explain it.
+    pub text: &'static [&'static str],
+    /// What serde does with it, if that is not the usual.
+    attribute: &'static str,
+}
+
+impl Key {
+    /// Whether files have it.
+    pub fn is_in_files(&self) -> bool {
+        self.attribute != "serde(skip)"
+    }
+}
+
+/// Sections, each key with its explanation, an attribute of its own in brackets, its type and default.
 macro_rules! sections {
-    ($($(#[$doc:meta])* $name:ident { $($(#[$field_doc:meta])* $field:ident: $type:ty = $default:expr,)* })*) => {$(
-        $(#[$doc])*
+    ($(
+        $(#[doc = $doc:literal])* $name:ident {
+            $($(#[doc = $text:literal])* $([$attribute:meta])? $field:ident: $type:ty = $default:expr,)*
+        }
+    )*) => {$(
+        $(#[doc = $doc])*
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
         pub struct $name {
-            $($(#[$field_doc])* pub $field: $type,)*
+            $($(#[doc = $text])* $(#[$attribute])? pub $field: $type,)*
+        }
+
+        impl $name {
+            /// Its keys, in order.
+            pub const KEYS: &'static [Key] = &[
+                $(Key {
+                    name: stringify!($field),
+                    text: &[$($text),*],
+                    attribute: stringify!($($attribute)?),
+                },)*
+            ];
         }
 
         impl Default for $name {
@@ -261,7 +294,7 @@ sections! {
         /// keys of this section that are given stay as they are.
         layout: LayoutChoice = LayoutChoice::Given,
         /// Names of the keys in this section, `micro` of `[batch]` and `offload` of `[optimizer]` that a file or `--set` gives.
-        #[serde(skip)]
+        [serde(skip)]
         given: BTreeSet<String> = BTreeSet::new(),
         /// ZeRO stage, 0 to 3.
         zero: Zero = Zero::Zero,
@@ -353,7 +386,7 @@ sections! {
     Device {
         /// Memory that ranks take of their GPU: a part of it for all that share it, or a size for each rank such as `40GiB`, taken at
         /// the start; or `grow`: blocks as they are needed, up to 0.9 of it.
-        #[serde(alias = "memory_fraction")]
+        [serde(alias = "memory_fraction")]
         memory: DeviceMemory = DeviceMemory::Part(USUAL_PART),
         /// Most memory of a GPU that a rank takes, such as `16GiB`.
         memory_limit: Option<Size> = None,

@@ -1,5 +1,7 @@
 //! A network to be used rather than trained: parameters from checkpoints, no gradients, no optimizer.
 
+use std::path::Path;
+
 use crate::backend::Kernels;
 use crate::checkpoint::Reader;
 use crate::comm::Comm;
@@ -17,6 +19,25 @@ use crate::parallel::{Groups, Lanes, Sharded, Zero};
 pub fn config(trained: &Config, overrides: &[String]) -> Result<Config> {
     let parallel = Parallel { zero: Zero::Three, ..Parallel::default() };
     overlay(&Config { parallel, ..trained.clone() }, overrides)
+}
+
+/// The configuration of a checkpoint with `overrides`, and with the data at `data` in the place of its own.
+///
+/// # Errors
+/// A key or value is not known.
+pub fn config_on(reader: &Reader, overrides: &[String], data: Option<&Path>) -> Result<Config> {
+    let mut config = config(&reader.manifest().config, overrides)?;
+    if let Some(data) = data {
+        config.data.path = data.display().to_string();
+        config.data.mix.clear();
+        // All of it: the fraction is one of the run's own data.
+        config.data.val_fraction = 0.0;
+        // So is its scale, which the checkpoint keeps for any data; bytes and floats of the same numbers are the same to it.
+        if reader.manifest().preprocessing.is_some() {
+            config.data.scale = None;
+        }
+    }
+    Ok(config)
 }
 
 /// The plan for `ranks` ranks of a configuration made by [`config`], trained in any layout.

@@ -184,8 +184,9 @@ impl ServedRun {
         let config = self.call.run.config.clone();
         let threads = config.run.threads.unwrap_or(1);
         let (servers, workers) = match self.gather(before.as_ref().map(|(grounds, _)| &grounds.terms))? {
-            Gathered { servers, workers, holds: false } => (servers, workers),
-            Gathered { .. } => {
+            None => return Ok(self.asked_to_end()?),
+            Some(Gathered { servers, workers, holds: false }) => (servers, workers),
+            Some(Gathered { .. }) => {
                 let before = before.ok_or_else(|| Error::internal("servers of no run"))?;
                 return self.go_on(before, threads);
             }
@@ -277,9 +278,18 @@ impl ServedRun {
         self.course(plan, terms, fleet, From::Journal(&entry))
     }
 
-    /// Waits for servers and, where their number is not known, for workers. Servers that have the ranges of the terms are those that
-    /// are taken.
-    fn gather(&self, before: Option<&Terms>) -> Result<Gathered, Halt> {
+    /// The end before all have come: what was saved is still there.
+    fn asked_to_end(&self) -> Result<Ending> {
+        let why = format!("{} came before the servers", crate::signals::came().unwrap_or("a signal"));
+        let step = self.directory.checkpoints().steps()?.last().copied().unwrap_or(0);
+        self.directory.marks().end(&End { step, status: Status::Preempted, why: Some(why.clone()) })?;
+        log::info!("ended at step {step}: {why}");
+        Ok(Ending::Preempted(why))
+    }
+
+    /// Waits for servers and, where their number is not known, for workers; none if the job is asked to end. Servers that have the
+    /// ranges of the terms are those that are taken.
+    fn gather(&self, before: Option<&Terms>) -> Result<Option<Gathered>, Halt> {
         let (wanted, since) = (self.call.servers, Instant::now());
         let is_told = self.call.workers;
         let late = |there: usize| {
@@ -290,16 +300,16 @@ impl ServedRun {
             if let Some(Terms { addresses, generation, workers, .. }) = before
                 && state.seat_again(addresses, *generation)
             {
-                return Some(Ok(Gathered { servers: addresses.clone(), workers: *workers, holds: true }));
+                return Some(Ok(Some(Gathered { servers: addresses.clone(), workers: *workers, holds: true })));
             }
             let (waiting, settled) = state.waiting();
             let workers = is_told.or_else(|| (waiting > 0 && settled > SETTLED).then_some(waiting));
             let may_come_back = before.is_some() && since.elapsed() < COMEBACK;
             match workers {
                 Some(workers) if state.servers() >= wanted && !may_come_back => {
-                    state.seat(wanted).map(|servers| Ok(Gathered { servers, workers, holds: false }))
+                    state.seat(wanted).map(|servers| Ok(Some(Gathered { servers, workers, holds: false })))
                 }
-                _ if crate::signals::came().is_some() => Some(Err(Error::comm("it was asked to end"))),
+                _ if crate::signals::came().is_some() => Some(Ok(None)),
                 _ if state.servers() < wanted && since.elapsed() > self.patience => Some(Err(late(state.servers()))),
                 _ => None,
             }

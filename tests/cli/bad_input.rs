@@ -114,7 +114,8 @@ fn settings() {
         ("model.kind=bert", ONE, &["unknown value `bert`", "gpt"]),
         ("run.steps=0", ONE, &["run.steps = 0 is out of range", "at least 1"]),
         ("model.dropout=1.5", ONE, &["model.dropout = 1.5 is out of range"]),
-        ("optimizer.lr=nan", ONE, &["optimizer.lr = NaN is out of range"]),
+        ("optimizer.lr=nan", ONE, &["--set optimizer.lr=nan: optimizer.lr = NaN", "a finite number"]),
+        ("eval.min_delta=inf", ALL, &["eval.min_delta = inf", "hint: give a finite number"]),
         ("schedule.min_ratio=2", ONE, &["schedule.min_ratio", "2"]),
         ("model.heads=3", ONE, &["model.width = 32", "model.heads = 3"]),
         ("model.vocabulary=10", ONE, &["65", "10", "model.vocabulary"]),
@@ -162,6 +163,44 @@ fn settings() {
         }
     }
     assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
+}
+
+/// A file that is old on one node, or a script that gives each rank its own.
+#[test]
+fn ranks_with_different_settings() {
+    let root = tempfile::tempdir().unwrap();
+    for (setting, words) in [
+        (
+            "optimizer.lr=0.5",
+            &["ranks differ in optimizer.lr: rank 0 has optimizer.lr = ", "rank 1 has optimizer.lr = 0.5"][..],
+        ),
+        ("run.steps=7", &["ranks differ in run.steps", "start all ranks with the same configuration"]),
+        ("run.device=cpu", &["ranks differ in run.device"]),
+    ] {
+        let one = Run::new(Alone, root.path(), "x", &[]).command();
+        let mut both = mpirun(1);
+        both.arg(one.get_program()).args(one.get_args());
+        both.args([":", "-np", "1"]).arg(one.get_program()).args(one.get_args()).args(["--set", setting]);
+        refuses(&mut both, root.path(), words);
+    }
+    assert_eq!(snapshot(root.path()).len(), 0, "a refused run leaves no files");
+}
+
+#[test]
+fn options_that_would_do_nothing() {
+    for (args, words) in [
+        (&["eval", "--run", "runs/x", "--json"][..], &["--run", "--json"]),
+        (&["eval", "--run", "runs/x", "--data", "d"], &["--run", "--data"]),
+        (&["eval", "--run", "runs/x", "--split", "train"], &["--run", "--split"]),
+        (&["eval", "--checkpoint", "runs/x", "--watch"], &["--checkpoint", "--watch"]),
+        (&["eval", "--checkpoint", "runs/x", "--timeout", "1h"], &["--checkpoint", "--timeout"]),
+        (&["simulate", "--ranks", "2", "--evaluators", "1"], &["unexpected argument", "--evaluators"]),
+        (&["coordinate", "--policy", "every"], &["unexpected argument", "--policy"]),
+    ] {
+        let ended = finish(&mut program(args));
+        assert_eq!(ended.code(), 2, "{ended}");
+        assert!(words.iter().all(|word| ended.stderr.contains(word)), "{args:?}: {ended}");
+    }
 }
 
 #[test]

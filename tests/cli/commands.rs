@@ -1,5 +1,6 @@
 //! The command line where nothing is wrong: what it prints and what it leaves.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde_json::Value;
@@ -24,20 +25,15 @@ fn set<'a>(settings: impl IntoIterator<Item = &'a &'a str>) -> Vec<&'a str> {
 #[test]
 fn help_names_every_command() {
     let help = printed(&["--help"]);
-    for command in [
-        "train",
-        "simulate",
-        "verify",
-        "sample",
-        "data",
-        "checkpoint",
-        "runs",
-        "compare",
-        "config",
-        "doctor",
-        "completions",
-    ] {
-        assert!(help.contains(&format!("  {command} ")), "{help}");
+    let listed = help.split("Commands:").nth(1).and_then(|rest| rest.split("\n\n").next()).unwrap();
+    let commands: Vec<&str> =
+        listed.lines().filter_map(|line| line.strip_prefix("  ")?.split_whitespace().next()).collect();
+    let known = "train eval predict simulate coordinate server worker role supervise verify sample plan data checkpoint report runs \
+                 compare status config doctor bench completions";
+    let sorted = |names: Vec<&str>| names.into_iter().map(str::to_owned).collect::<BTreeSet<_>>();
+    let others = commands.iter().copied().filter(|command| *command != "help").collect();
+    assert_eq!(sorted(others), sorted(known.split_whitespace().collect()), "{help}");
+    for command in known.split_whitespace() {
         assert!(printed(&[command, "--help"]).contains(&format!("Usage: hpctrain {command}")));
     }
     assert!(help.contains("--set <SECTION.KEY=VALUE>") && help.contains("--resume"), "{help}");
@@ -157,7 +153,7 @@ fn without_a_subcommand_it_trains_the_default_wherever_it_is() {
     let parts = ["compute_ms", "comm_exposed_ms", "comm_hidden_ms", "loader_ms", "optimizer_ms"];
     let rest =
         ["epoch", "grad_norm", "loss", "lr", "peak_bytes", "step", "step_ms", "time", "tokens", "tokens_per_second"];
-    let keys: std::collections::BTreeSet<&str> = parts.into_iter().chain(rest).collect();
+    let keys: BTreeSet<&str> = parts.into_iter().chain(rest).collect();
     assert!(steps.iter().all(|step| step.as_object().unwrap().keys().eq(&keys)), "{steps:?}");
     let evaluation = &lines("eval.jsonl")[0];
     let card: Value = serde_json::from_str(&text("run.json")).unwrap();

@@ -138,6 +138,22 @@ fn reference(root: &Path) -> RunFiles {
     Run::new(Simulate(2), root, "reference", &SETTINGS[..7]).succeeds()
 }
 
+/// A job that is asked to end before its servers have come is to be started again, as one that has saved.
+#[test]
+fn a_coordinator_without_servers_ends_when_it_is_asked_to() {
+    let root = tempfile::tempdir().unwrap();
+    let run = Run::new(Alone, root.path(), "x", &SETTINGS);
+    let files = run.files();
+    let mut coordinator = start(&mut Job::coordinate(&run, 1, 1));
+    coordinator.until("listening", || files.path("servers/coordinator").exists());
+    send(coordinator.id(), libc::SIGTERM);
+    let ended = coordinator.finish(LIMIT);
+    assert_eq!(ended.code(), 75, "{ended}");
+    let end = json(&files.path("END"));
+    assert_eq!((&end["status"], &end["step"]), (&"preempted".into(), &0.into()), "{end}");
+    assert!(end["why"].as_str().unwrap().contains("SIGTERM came before the servers"), "{end}");
+}
+
 #[test]
 fn deaths_change_no_bit() {
     let root = tempfile::tempdir().unwrap();

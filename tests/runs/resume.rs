@@ -368,6 +368,7 @@ fn a_finished_run_resumes_to_itself() {
     assert_eq!(ended.code(), 2, "{ended}");
     assert!(ended.stderr.contains("at step 9, beyond run.steps = 5"), "{ended}");
     assert_eq!(files.steps(), steps);
+    assert_eq!(json(&files.path("END"))["status"], "finished", "a start that is refused changes nothing");
     // More.
     let files = run(Alone, root.path(), "x", &["run.steps=12"]).resume("auto").succeeds();
     assert_eq!(files.numbers("metrics.jsonl", "step"), (1..=12).map(f64::from).collect::<Vec<_>>());

@@ -165,6 +165,12 @@ fn checkpoints_go_from_ranks_to_servers_and_back() {
     let branch = Run::new(Simulate(4), root.path(), "branch", &TOGETHER).resume(&from);
     finish(branch.command().args(["--servers", "2"])).succeeded();
     assert_eq!(branch.files().tensors(6), reference.tensors(6));
+    // A run stands for its newest checkpoint.
+    let from = reference.path("").display().to_string();
+    let newest =
+        Run::new(Simulate(4), root.path(), "newest", &[&TOGETHER[..], &["run.steps=7"]].concat()).resume(&from);
+    finish(newest.command().args(["--servers", "2"])).succeeded();
+    assert_eq!(newest.files().numbers("metrics.jsonl", "step"), [7.0]);
 }
 
 #[test]

@@ -106,8 +106,8 @@ fn multiply_by(depth: usize, a: ArrayView2<'_, f32>, b: ArrayView2<'_, f32>, mut
     }
 }
 
-/// Computes `c`, of this start, and `a·b`, on all threads; any strides. The output is cut into parts that depend on its shape
-/// alone, so its bits do not depend on the number of threads.
+/// Computes `c`, of this start, and `a·b`, on all threads; any strides. The output is cut into parts, which may follow the threads,
+/// and each sum into pieces by the number of its terms alone, so bits do not depend on the number of threads.
 pub fn multiply_parallel(
     threads: &Threads,
     a: ArrayView2<'_, f32>,

@@ -95,7 +95,15 @@ impl Staged {
         &self.files[self.files.len() - 1].0
     }
 
+    /// Gives all files their names. Of imports into one directory at once, the one that comes later is refused.
     fn publish(&self) -> Result<()> {
+        let out = self.files.first().and_then(|(_, path)| path.parent());
+        let directory = out.map(|out| std::fs::File::open(out).map_err(|e| Error::io("open", out, e))).transpose()?;
+        // Held until all are there. Where directories cannot be locked, the time between the look and the last name is short.
+        if let Some(Err(e)) = directory.as_ref().map(std::fs::File::lock) {
+            log::debug!("an import does without a lock: {e}");
+        }
+        out.map_or(Ok(()), refuse_shards)?;
         for (temporary, path) in &self.files {
             std::fs::rename(temporary, path).map_err(|e| Error::io("write", path, e))?;
         }
@@ -124,6 +132,25 @@ mod tests {
             assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
             assert!(ranges.iter().all(|range| range.len() - len / parts <= 1));
         }
+    }
+
+    #[test]
+    fn of_two_imports_into_one_directory_the_later_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let stage = |text: &str| {
+            let mut staged = Staged::default();
+            let temporary = staged.add(dir.path().join("train-00000.h5")).with_extension(text);
+            std::fs::write(&temporary, text).unwrap();
+            staged.files[0].0 = temporary;
+            staged
+        };
+        let (one, other) = (stage("one"), stage("other"));
+        one.publish().unwrap();
+        let error = other.publish().unwrap_err().to_string();
+        assert!(error.contains("holds shards already, such as train-00000.h5"), "{error}");
+        drop(other);
+        assert_eq!(std::fs::read_to_string(dir.path().join("train-00000.h5")).unwrap(), "one");
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 
     #[test]

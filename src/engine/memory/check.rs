@@ -514,6 +514,12 @@ mod tests {
     }
 
     #[test]
+    fn evaluations_may_take_fewer_samples_at_a_time() {
+        let error = refusal(1, &["eval.batch=4096", "batch.global=1", "checkpoint.asynchronous=false"], 200);
+        assert!(error.contains("hint: eval.batch=1 takes "), "{error}");
+    }
+
+    #[test]
     fn the_limit_of_the_configuration_counts_everything() {
         let error = refusal(1, &["run.memory_limit=200MiB"], 1000);
         assert!(error.contains("more than run.memory_limit = 200MiB\nhint: "), "{error}");

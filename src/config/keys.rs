@@ -1,0 +1,123 @@
+//! The keys of the configuration file, with their explanations and defaults.
+
+use std::fmt::Write as _;
+
+use toml::{Table, Value};
+
+use super::load::{did_you_mean, written};
+use super::raw::Key;
+use super::*;
+use crate::error::{Error, Result};
+
+/// The keys of a section of the file, or of a section in one, by its name.
+fn keys(section: &str) -> Option<&'static [Key]> {
+    Some(match section {
+        "run" => Run::KEYS,
+        "model" => Model::KEYS,
+        "model.place" => Place::KEYS,
+        "loss" => Loss::KEYS,
+        "data" => Data::KEYS,
+        "batch" => Batch::KEYS,
+        "optimizer" => Optimizer::KEYS,
+        "schedule" => Schedule::KEYS,
+        "parallel" => Parallel::KEYS,
+        "servers" => Servers::KEYS,
+        "precision" => Precision::KEYS,
+        "device" => Device::KEYS,
+        "checkpoint" => Checkpoint::KEYS,
+        "eval" => Eval::KEYS,
+        "comm" => Comm::KEYS,
+        "log" => Log::KEYS,
+        _ => return None,
+    })
+}
+
+/// A file with all keys of a section, or of all sections, each with its explanation and default. Those without a default are comments.
+///
+/// # Errors
+/// There is no such section.
+pub fn described(section: Option<&str>) -> Result<String> {
+    let names: Vec<&str> = Config::KEYS.iter().map(|key| key.name).collect();
+    if let Some(unknown) = section.filter(|section| !names.contains(section)) {
+        let hint = format!("{}sections are {}", did_you_mean(unknown, &names), names.join(", "));
+        return Err(Error::input(format!("there is no section {unknown}")).hint(hint));
+    }
+    let defaults = written(&Config::default())?;
+    let mut text = String::new();
+    for key in Config::KEYS.iter().filter(|key| section.is_none_or(|section| section == key.name)) {
+        explain(&mut text, key);
+        let Some(Value::Table(defaults)) = defaults.get(key.name) else { continue };
+        describe(&mut text, key.name, defaults);
+    }
+    Ok(text.trim_end().to_owned())
+}
+
+/// Adds a section, and the sections in it behind its own keys.
+fn describe(text: &mut String, section: &str, defaults: &Table) {
+    // Writing to a string does not fail.
+    let _ = writeln!(text, "[{section}]");
+    let (mut inside, keys) = (Vec::new(), keys(section).unwrap_or_default());
+    for key in keys.iter().filter(|key| key.is_in_files()) {
+        match defaults.get(key.name) {
+            Some(Value::Table(defaults)) => inside.push((key, defaults)),
+            Some(value) => {
+                explain(text, key);
+                let _ = writeln!(text, "{} = {value}", key.name);
+            }
+            None => {
+                explain(text, key);
+                let _ = writeln!(text, "# {} =", key.name);
+            }
+        }
+    }
+    text.push('\n');
+    for (key, defaults) in inside {
+        explain(text, key);
+        let name = format!("{section}.{}", key.name);
+        if self::keys(&name).is_some() {
+            describe(text, &name, defaults);
+        } else {
+            let _ = writeln!(text, "[{name}]\n{defaults}");
+        }
+    }
+}
+
+/// Adds the explanation of a key.
+fn explain(text: &mut String, key: &Key) {
+    for line in key.text {
+        let _ = writeln!(text, "# {}", line.trim());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::{Sources, load};
+
+    #[test]
+    fn all_keys_are_explained_in_a_file_that_sets_the_defaults() {
+        let text = described(None).unwrap();
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("all.toml");
+        std::fs::write(&file, &text).unwrap();
+        let (mut config, _) = load(&Sources { file: Some(&file), ..Sources::default() }).unwrap();
+        config.parallel.given.clear();
+        assert_eq!(config, Config::default());
+        for key in Config::KEYS {
+            for own in keys(key.name).unwrap().iter().filter(|own| own.is_in_files()) {
+                assert!(!own.text.is_empty(), "{}.{}", key.name, own.name);
+                let set =
+                    text.contains(&format!("\n{} = ", own.name)) || text.contains(&format!("\n# {} =\n", own.name));
+                assert!(set || text.contains(&format!("[{}.{}]", key.name, own.name)), "{}.{}", key.name, own.name);
+            }
+        }
+    }
+
+    #[test]
+    fn a_section_is_described_alone() {
+        let text = described(Some("batch")).unwrap();
+        assert!(text.starts_with("# Samples a step.\n[batch]\n# ") && !text.contains("[optimizer]"), "{text}");
+        let error = described(Some("optimiser")).unwrap_err().to_string();
+        assert!(error.contains("there is no section optimiser\nhint: did you mean `optimizer`? "), "{error}");
+    }
+}
