@@ -1,5 +1,6 @@
 //! The progress line: a bar on a terminal, plain lines elsewhere.
 
+use std::cell::Cell;
 use std::io::IsTerminal as _;
 use std::time::{Duration, Instant};
 
@@ -16,10 +17,35 @@ pub struct Progress {
     started: Instant,
     /// The word for the predictions counted.
     predictions: &'static str,
+    pace: Cell<Pace>,
+}
+
+/// Steps since the last line. A single one may say little: on parameter servers two end at almost the same time.
+#[derive(Clone, Copy, Default)]
+struct Pace {
+    steps: u64,
+    ms: f64,
+    predictions: f64,
+}
+
+impl Pace {
+    /// With one more step.
+    fn and(self, step: &Step) -> Self {
+        // One that took no time has no rate.
+        let predictions =
+            Some(step.tokens_per_second * step.step_ms * 1e-3).filter(|all| all.is_finite()).unwrap_or(0.0);
+        Self { steps: self.steps + 1, ms: self.ms + step.step_ms, predictions: self.predictions + predictions }
+    }
+
+    /// Milliseconds a step, and predictions a second.
+    fn means(self) -> (f64, u64) {
+        (self.ms / self.steps.max(1) as f64, (self.predictions / (self.ms * 1e-3)) as u64)
+    }
 }
 
 impl Progress {
-    /// Begins at step `first` of `total`; without a terminal, prints every `every` steps.
+    /// Begins at step `first` of `total`; without a terminal, prints every `every` steps. Times and rates are means of the steps since the
+    /// last line, or since the last multiple of `every`.
     ///
     /// `predictions` is the word for the predictions counted: tokens, samples.
     pub fn new(first: u64, total: u64, every: u64, predictions: &'static str) -> Self {
@@ -29,7 +55,7 @@ impl Progress {
             bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });
-        Self { bar, every, first, total, predictions, started: Instant::now() }
+        Self { bar, every, first, total, predictions, started: Instant::now(), pace: Cell::default() }
     }
 
     /// A step has finished; `trouble` is what people are to know besides.
@@ -38,13 +64,17 @@ impl Progress {
         let left = self.started.elapsed().as_secs_f64() / done.max(1) as f64 * (self.total - step.step) as f64;
         let skipped = if step.skipped { "  (update skipped: not finite)" } else { "" };
         let trouble = trouble.map(|trouble| format!("  ({trouble})")).unwrap_or_default();
+        let pace = self.pace.get().and(step);
+        let ends = done == 1 || step.step.is_multiple_of(self.every) || step.step == self.total;
+        self.pace.set(if ends { Pace::default() } else { pace });
+        let (ms, rate) = pace.means();
         let facts = format!(
             "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} {}/s  ETA {}{skipped}{trouble}",
             step.loss,
             step.lr,
             step.grad_norm,
-            step.step_ms,
-            super::grouped(step.tokens_per_second as u64),
+            ms,
+            super::grouped(rate),
             self.predictions,
             clock(left)
         );
@@ -53,7 +83,7 @@ impl Progress {
                 bar.set_position(step.step);
                 bar.set_message(facts);
             }
-            None if done == 1 || step.step.is_multiple_of(self.every) || step.step == self.total => {
+            None if ends => {
                 super::say(format_args!("step {:>6}/{}  {facts}", step.step, self.total));
             }
             None => {}
@@ -86,6 +116,14 @@ fn clock(seconds: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn times_and_rates_are_means() {
+        let step = |step_ms: f64| Step { step_ms, tokens_per_second: 8.0 / (step_ms * 1e-3), ..Step::default() };
+        let pace = Pace::default().and(&step(3.0)).and(&step(0.001)).and(&step(1.0)).and(&step(0.0));
+        let (ms, rate) = pace.means();
+        assert!((ms - 4.001 / 4.0).abs() < 1e-9 && rate == (24.0 / 4.001e-3) as u64, "{ms} {rate}");
+    }
 
     #[test]
     fn clocks() {
