@@ -38,11 +38,31 @@ pub trait Reason: fmt::Display {
     fn may_pass(&self) -> bool {
         false
     }
+
+    /// What the user can do, where the place of the refusal has nothing better to say.
+    fn advice(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 impl Reason for std::io::Error {
     fn may_pass(&self) -> bool {
         matches!(self.raw_os_error(), Some(libc::EIO | libc::EREMOTEIO | libc::ESTALE | libc::ETIMEDOUT))
+    }
+
+    fn advice(&self) -> Option<&'static str> {
+        use std::io::ErrorKind;
+        Some(match self.kind() {
+            ErrorKind::NotFound => "look whether the path is right, and whether this node sees it",
+            ErrorKind::PermissionDenied => {
+                "look at the owner and the permissions of the path and of the directories above"
+            }
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room there, or choose another place",
+            ErrorKind::ReadOnlyFilesystem => "choose another place: nothing can be written there",
+            ErrorKind::NotADirectory => "a part of the path is a file: choose another one",
+            ErrorKind::IsADirectory => "the path is a directory: give a file",
+            _ => return None,
+        })
     }
 }
 
@@ -50,11 +70,19 @@ impl Reason for rustix::io::Errno {
     fn may_pass(&self) -> bool {
         std::io::Error::from(*self).may_pass()
     }
+
+    fn advice(&self) -> Option<&'static str> {
+        std::io::Error::from(*self).advice()
+    }
 }
 
 impl<T: Reason + ?Sized> Reason for &T {
     fn may_pass(&self) -> bool {
         (**self).may_pass()
+    }
+
+    fn advice(&self) -> Option<&'static str> {
+        (**self).advice()
     }
 }
 
@@ -90,7 +118,8 @@ impl Error {
     /// The file system refused to `action` (a phrase such as `"write"`) `path`.
     pub fn io(action: &str, path: &std::path::Path, reason: impl Reason) -> Self {
         let message = format!("cannot {action} {}: {reason}", path.display());
-        Self { passes: reason.may_pass(), ..Self::new(Kind::Io, message) }
+        let hint = reason.advice().map(str::to_owned);
+        Self { passes: reason.may_pass(), hint, ..Self::new(Kind::Io, message) }
     }
 
     /// The file system refused, as another process tells.
@@ -227,6 +256,13 @@ mod tests {
         assert_eq!(e.to_string(), "rank 3: a.h5: id 70 ≥ vocabulary 65\nhint: re-import");
         assert_eq!(e.exit_code(), 2);
         assert_eq!(Error::comm("gone").exit_code(), 1);
+    }
+
+    #[test]
+    fn refusals_of_a_file_system_have_advice() {
+        let full = || Error::io("write", "x".as_ref(), std::io::Error::from_raw_os_error(libc::ENOSPC));
+        assert_eq!(full().advice(), Some("make room there, or choose another place"));
+        assert_eq!(full().hint("set it lower").advice(), Some("set it lower"));
     }
 
     #[test]

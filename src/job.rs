@@ -73,8 +73,7 @@ pub fn run(launch: Option<&Launch>, patience: Duration, work: impl FnOnce(&Comm<
             e.exit_code()
         }
         Err(e) => {
-            // The others wait for this rank and would for ever.
-            let e = e.on_rank(comm.rank());
+            // The others wait for this rank and would for ever. The log names it.
             log::error!("{e}");
             comm.abort(e.exit_code())
         }

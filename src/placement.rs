@@ -44,6 +44,8 @@ pub struct Gpu {
     pub memory: usize,
     /// Whether they are taken as they are needed.
     grows: bool,
+    /// Whether ranks of this node see other GPUs than this one does.
+    is_apart: bool,
     /// Device of every rank, a line each.
     pub table: Vec<String>,
 }
@@ -71,7 +73,8 @@ impl Gpu {
     /// The communicator of a rank that has this device.
     pub fn beside(&self, comm: &Comm<Cpu>) -> Comm<Cuda> {
         let device = self.device.clone();
-        comm.on().beside(OwnDevice::new(self.device.id.clone(), move || small(&device)))
+        let own = OwnDevice::new(self.device.id.clone(), move || small(&device));
+        comm.on().beside(own.apart(self.is_apart))
     }
 
     /// As [`Gpu::backend`], with little memory and in f32: to try things out.
@@ -170,7 +173,9 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
     let table = (0..chosen.len()).map(line).collect();
     let rank = world.rank();
     let device = opened.swap_remove(chosen[rank]);
-    Ok(Some(Gpu { device, memory: memory(rank), grows, table }))
+    let ids = |rank: usize| -> Vec<&str> { views[rank].iter().flatten().map(|seen| &seen.id[..]).collect() };
+    let is_apart = (0..views.len()).any(|other| topology.host(other) == topology.host(rank) && ids(other) != ids(rank));
+    Ok(Some(Gpu { device, memory: memory(rank), grows, is_apart, table }))
 }
 
 /// Bytes of a GPU with `whole` that each of `ranks` on it may take.

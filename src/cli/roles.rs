@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 use crate::backend::cpu::Cpu;
 use crate::comm::Comm;
 use crate::error::{Error, Result};
+use crate::job::fail;
 use crate::topology::Topology;
 
 /// The command by which a process was started.
@@ -87,6 +88,14 @@ impl Role {
         let threads = Topology::gather(&world, everyone.node().host)?.threads();
         let counts = (parts.len() - evaluators - servers, servers);
         Ok(Self { everyone: everyone.clone(), comm, side, part, counts, mixed, threads })
+    }
+
+    /// Ends the job after an error that all ranks but the evaluators share: these would wait for ever.
+    pub fn release_evaluators(&self, error: &Error) {
+        if self.mixed && error.is_shared() && self.side.rank() == 0 {
+            fail(error);
+            self.everyone.abort(error.exit_code());
+        }
     }
 }
 

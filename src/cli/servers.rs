@@ -87,13 +87,7 @@ pub fn take_part(role: &Role, mut request: Request) -> Result<i32> {
     let coordinates = role.part == Part::Serves(0);
     let call = Call { run: request, servers, workers: Some(workers), log: "coordinator".into() };
     let opened = coordinates.then(|| ServedRun::open(call)).transpose();
-    let opened = role.side.world().agree(opened).inspect_err(|e| {
-        if role.mixed && role.side.rank() == 0 {
-            // The evaluators would wait for ever.
-            fail(e);
-            role.everyone.abort(e.exit_code());
-        }
-    })?;
+    let opened = role.side.world().agree(opened).inspect_err(|e| role.release_evaluators(e))?;
     let told = opened.as_ref().map(|opened| opened.directory().to_string_lossy().into_owned());
     let told = role.everyone.world().gather_bytes(told.unwrap_or_default().into_bytes()).wait()?;
     let run = told.iter().find(|path| !path.is_empty()).ok_or_else(|| Error::internal("nobody told the directory"))?;

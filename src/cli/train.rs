@@ -169,8 +169,10 @@ pub fn run(args: &TrainArgs, launch: Option<&Launch>) -> i32 {
     let patience = request.as_ref().map_or_else(|_| patience(&[]), |request| seconds(request.config.comm.timeout));
     job::run(launch, patience, |comm| {
         let request = comm.world().agree(request)?;
-        check_alike(&comm.world(), &request.config)?;
         let role = Role::find(comm, Start::Train { evaluators: args.evaluators, servers: args.servers })?;
+        if role.part != Part::Evaluates {
+            check_alike(&role.side.world(), &request.config).inspect_err(|e| role.release_evaluators(e))?;
+        }
         match role.part {
             Part::Evaluates => evaluate(&role, args.evaluation(&role)),
             Part::Trains if role.counts.1 == 0 => train_as(&role, request),
@@ -187,13 +189,5 @@ fn train_as(role: &Role, mut request: Request) -> Result<i32> {
     request.config.eval.inline = false;
     request.threads = Some(role.threads);
     let ending = train_on_device(&role.comm, &request, Own::default(), Some(&role.everyone));
-    if let Err(e) = &ending
-        && e.is_shared()
-        && role.comm.rank() == 0
-    {
-        // The evaluators would wait for ever.
-        fail(e);
-        role.everyone.abort(e.exit_code());
-    }
-    ending.map(|ending| ending.exit_code())
+    ending.inspect_err(|e| role.release_evaluators(e)).map(|ending| ending.exit_code())
 }

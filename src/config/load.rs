@@ -147,7 +147,9 @@ fn check_finite(key: &str, value: &toml::Value) -> Result<()> {
         toml::Value::Table(table) => {
             table.iter().try_for_each(|(name, value)| check_finite(&format!("{key}.{name}"), value))
         }
-        toml::Value::Array(values) => values.iter().try_for_each(|value| check_finite(key, value)),
+        toml::Value::Array(values) => {
+            values.iter().enumerate().try_for_each(|(i, value)| check_finite(&format!("{key}[{i}]"), value))
+        }
         _ => Ok(()),
     }
 }
@@ -311,7 +313,7 @@ mod tests {
         for (item, says) in [
             ("eval.min_delta=inf", "--set eval.min_delta=inf: eval.min_delta = inf\nhint: give a finite number"),
             ("optimizer.lr=nan", "optimizer.lr = NaN"),
-            ("data.mix=[{path='a', weight=-inf}]", "data.mix.weight = -inf"),
+            ("data.mix=[{path='a', weight=-inf}]", "data.mix[0].weight = -inf"),
             ("model.layers=[{kind='layer_norm', epsilon=1e300}]", "layer 0 of the list: "),
             ("model.layers=[{kind='layer_norm', epsilon=-1.0}]", "a positive number, not -1"),
         ] {

@@ -393,7 +393,7 @@ fn check_ranges(config: &Config) -> Result<()> {
         return Err(out_of_range("optimizer.momentum", optimizer.momentum, "greater than 0 with nesterov"));
     }
     if let Some(name) = &run.name
-        && (name.is_empty() || name.contains(['/', '\0']) || name.starts_with('.'))
+        && (name.is_empty() || name.contains('/') || name.contains(char::is_control) || name.starts_with('.'))
     {
         return Err(Error::input(format!("run.name = {name:?} cannot name a directory")).hint("use letters and digits"));
     }
@@ -403,7 +403,7 @@ fn check_ranges(config: &Config) -> Result<()> {
             "model.width = {} does not divide into model.heads = {} heads",
             model.width, model.heads
         ))
-        .hint(format!("{below} heads do, or a width of {}", model.width.next_multiple_of(model.heads))));
+        .hint(format!("set model.heads={below}, or model.width={}", model.width.next_multiple_of(model.heads))));
     }
     Ok(())
 }

@@ -127,7 +127,7 @@ pub fn choose<R: Rates>(
             None => {
                 let memory = resolve(keys.config(config), facts).map(|plan| need(&plan));
                 let why = memory.map_or_else(|e| e.to_string(), |memory| too_large(&memory, &room));
-                left_out.push(LeftOut { keys, why });
+                left_out.push(LeftOut { keys, why, hint: None });
             }
         }
     }
@@ -146,7 +146,7 @@ pub fn choose<R: Rates>(
     for (keys, plan, memory) in fitting {
         match step_times(&plan, &rates, per_node, !facts.on_gpu)?.play() {
             Some(time) => proposals.push(Proposal { keys, plan, memory, time }),
-            None => left_out.push(LeftOut { keys, why: "its stages wait for each other".into() }),
+            None => left_out.push(LeftOut { keys, why: "its stages wait for each other".into(), hint: None }),
         }
     }
     // Nothing tells the time of copies to the host: layouts that need them come last, those with the fewest first.
@@ -181,9 +181,15 @@ fn on_host(
 }
 
 fn none_legal(refused: &[LeftOut]) -> Error {
-    let why = refused.first().map_or("no keys divide the ranks", |refused| &refused.why);
-    Error::input(format!("no layout is possible: {why}"))
-        .hint("leave keys of [parallel] out, or start other numbers of ranks")
+    let first = refused.first();
+    let why = first.map_or("no keys divide the ranks", |first| &first.why);
+    // What all layouts are refused for is none of theirs.
+    let of_all = first
+        .filter(|first| refused.iter().all(|other| other.why == first.why))
+        .and_then(|first| first.hint.as_deref());
+    let others = "leave keys of [parallel] out, or start other numbers of ranks";
+    let hint = of_all.map_or(others.to_owned(), |hint| format!("{hint}; or {others}"));
+    Error::input(format!("no layout is possible: {why}")).hint(hint)
 }
 
 /// `needs 3 GiB (parameters 1 GiB, …), more than 2 GiB`.

@@ -187,6 +187,8 @@ pub struct LeftOut {
     pub keys: Keys,
     /// A line.
     pub why: String,
+    /// Advice, where it is the configuration that refuses.
+    pub hint: Option<String>,
 }
 
 /// Every layout of `config` on the ranks of `facts`, `per_node` of them on each node. Keys that the configuration gives stay.
@@ -195,7 +197,7 @@ pub fn layouts(config: &Config, facts: &Facts, per_node: usize) -> (Vec<(Keys, P
     let (mut legal, mut refused) = (Vec::new(), Vec::new());
     for keys in shapes(config, facts.ranks, per_node) {
         match resolve(keys.config(config), facts) {
-            Err(e) => refused.push(LeftOut { keys, why: e.to_string().lines().next().unwrap_or_default().into() }),
+            Err(e) => refused.push(LeftOut { keys, why: e.message().into(), hint: e.advice().map(str::to_owned) }),
             Ok(plan) => {
                 for micro in micros(config, &plan) {
                     let keys = Keys { micro: Some(micro), ..keys };

@@ -116,9 +116,9 @@ mod tests {
         marks.ask_to_stop("no better for 3 evaluations").unwrap();
         assert_eq!(
             (marks.ended(), marks.asked_to_stop().as_deref()),
-            (Some(end), Some("no better for 3 evaluations\n"))
+            (Some(end.clone()), Some("no better for 3 evaluations\n"))
         );
-        assert_eq!(marks.begin().unwrap(), None);
+        assert_eq!(marks.begin().unwrap(), Some(end));
         assert!(marks.ended().is_none() && marks.asked_to_stop().is_none());
     }
 }

@@ -449,7 +449,7 @@ fn layouts_that_nobody_can_choose() {
     let machine = root.path().join("mine.toml");
     std::fs::write(&machine, "name = 'mine'\ngpu = 7\n").unwrap();
     let machine = machine.display().to_string();
-    let cases: [(&str, &[&str]); 11] = [
+    let cases: [(&str, &[&str]); 12] = [
         ("--ranks 6 --nodes 4", &["--nodes 4 does not divide --ranks 6", "as many ranks on each node"]),
         ("--ranks 4 --machine b300x8", &["b300x8", "a100x8, h100x8, h200x8"]),
         (&format!("--ranks 4 --machine {machine}"), &["mine.toml:2: invalid type: integer `7`", "docs/planning.md"]),
@@ -459,6 +459,7 @@ fn layouts_that_nobody_can_choose() {
             &["no layout is possible: batch.global = 16 does not divide into 7 lanes", "numbers of ranks"],
         ),
         ("--ranks 4 --set parallel.pipeline=3", &["no layout is possible: pipeline(3)", "[parallel]"]),
+        ("--ranks 2 --set model.heads=3", &["no layout is possible: model.width = ", "hint: set model.heads="]),
         (
             "--ranks 2 --set run.memory_limit=1MiB",
             &["no layout fits: of 2 ranks the smallest needs ", "1.0 MiB a rank"],

@@ -134,6 +134,18 @@ fn what_does_not_fit_is_refused() {
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted) && error.to_string().contains("\nhint: "), "{error}");
     }
+    // More columns than a header has room for, and as they are.
+    let [x, y] = ["wide-x.npy", "wide-y.npy"].map(|name| root.path().join(name));
+    std::fs::write(&x, npy("<f4", false, "(2, 17000)", &f32s(&[0.5; 34_000]))).unwrap();
+    std::fs::write(&y, npy("<f4", false, "(2,)", &f32s(&[0.5, 1.5]))).unwrap();
+    let wide = |normalize: bool| {
+        let arrays = Arrays::Files { features: x.clone(), labels: Some(y.clone()), weights: None };
+        let kept = Kept { normalize, ..kept(root.path().join("wide")) };
+        import_numpy(&ImportNumpy { arrays, regression: false, kept })
+    };
+    let error = wide(true).unwrap_err().to_string();
+    assert!(error.contains("rows have 17000 columns") && error.contains("\nhint: import them with --raw"), "{error}");
+    wide(false).unwrap();
     let arrays = Arrays::Files { features: features.clone(), labels: Some(labels.clone()), weights: None };
     let skipping = Kept { not_finite: NotFinite::Skip, ..kept(root.path().join("rest")) };
     let imported = import_numpy(&ImportNumpy { arrays, regression: false, kept: skipping }).unwrap();

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use crate::common::launch::Transport::{self, Alone, Mpirun, Simulate};
-use crate::common::launch::finish;
+use crate::common::launch::{finish, mpirun};
 use crate::common::runs::{Run, RunFiles, json};
 use crate::common::simulator::{Settings, simulator, with_simulator};
 
@@ -128,6 +128,21 @@ fn auto_measures_where_both_ways_work() {
     let (direct, path_direct, why) = path(Mpirun(2), root.path(), "direct", &zero, &[TWO, claims, fails]);
     assert!(path_direct == "direct" && why.starts_with("MPI has shown it; not by NCCL: "), "{why}");
     direct.same_as(&both, STEPS, "direct");
+}
+
+/// Where each rank sees its own device alone, no process beside them can show what two ranks do.
+#[test]
+fn ranks_that_are_bound_to_their_devices_do_without_the_direct_way() {
+    let root = tempfile::tempdir().unwrap();
+    let claims = built(root.path(), "claims.c", "claims.so");
+    let run = Run::new(Mpirun(2), root.path(), "bound", &SMALLER);
+    let (command, mut bound) = (run.command(), mpirun(2));
+    let mut words = command.get_args().skip(2);
+    bound.args(["sh", "-c", "CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_RANK exec \"$@\"", "sh"]).args(&mut words);
+    let sim = [TWO, ("LD_PRELOAD", &claims[..]), ("CUDASIM_FAIL", "nccl")];
+    finish(with_simulator(&mut bound).envs(sim)).succeeded();
+    let why = json(&run.files().path("run.json"))["device_path_reason"].as_str().unwrap().to_owned();
+    assert!(why.contains("not straight: ranks of a node see different GPUs"), "{why}");
 }
 
 /// A context takes time and memory of a device, and in its exclusive mode keeps others out: a rank makes none but its own.

@@ -9,6 +9,8 @@ use crate::error::Result;
 pub struct OwnDevice<B> {
     /// Tells it apart on its node.
     pub(super) id: String,
+    /// Whether ranks of its node see other devices than this one.
+    pub(super) is_apart: bool,
     /// Makes it with little memory, to try things out.
     pub(super) small: Box<dyn Fn() -> Result<B> + Send + Sync>,
     /// The choice of `auto`, which is made once.
@@ -18,6 +20,11 @@ pub struct OwnDevice<B> {
 impl<B> OwnDevice<B> {
     /// A device with this name on its node, which `small` makes with little memory.
     pub fn new(id: String, small: impl Fn() -> Result<B> + Send + Sync + 'static) -> Self {
-        Self { id, small: Box::new(small), chosen: OnceLock::new() }
+        Self { id, is_apart: false, small: Box::new(small), chosen: OnceLock::new() }
+    }
+
+    /// The same, where ranks of its node see other devices than this one does.
+    pub fn apart(self, is_apart: bool) -> Self {
+        Self { is_apart, ..self }
     }
 }

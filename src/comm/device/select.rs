@@ -100,6 +100,10 @@ impl<B: Backend> Comm<B> {
             PathSetting::Auto if !world.claims_devices => {
                 Err(Error::input(format!("{} does not claim to know CUDA", world.library)))
             }
+            // The processes that prove it would see the devices of one rank.
+            PathSetting::Auto if self.device.as_ref().is_some_and(|device| device.is_apart) => Err(Error::input(
+                "ranks of a node see different GPUs, and a driver may not open the memory of one that is hidden",
+            )),
             _ => prove(),
         };
         self.world().agree(mine)

@@ -18,6 +18,10 @@ use crate::hdf5_files;
 
 /// Dataset of the file names of rows that were files.
 const FILES: &str = "/files";
+
+/// Columns whose means fit into an attribute of HDF5, which has less than 64 KiB.
+const MOST_SCALED: usize = 16_000;
+
 /// The names of classes in the order of their numbers.
 pub(in crate::data) const CLASSES: &str = "/classes";
 
@@ -412,6 +416,11 @@ impl Rows {
             let is_kept = every > 0 && (*place).is_multiple_of(every);
             if is_kept { validation.add(row) } else { train.add(row) }
         }
+        if train.len() == 0 {
+            return Err(
+                Error::input("there is no row to train on").hint("give more rows, or keep fewer for validation")
+            );
+        }
         if train.len() < kept.shards {
             return Err(Error::input(format!("{} training rows do not fill {} shards", train.len(), kept.shards))
                 .hint("ask for fewer shards"));
@@ -426,6 +435,11 @@ impl Rows {
             Some(scale) => Some(scale),
             None => Some(self.scale(&train)?),
         };
+        if let Some((mean, _)) = scale.as_ref().filter(|(mean, _)| mean.len() > MOST_SCALED) {
+            let message =
+                format!("rows have {} columns, and a shard keeps the scale of {MOST_SCALED} at most", mean.len());
+            return Err(Error::input(message).hint("import them with --raw, and bring them to a scale before"));
+        }
         std::fs::create_dir_all(&kept.out).map_err(|e| Error::io("create", &kept.out, e))?;
         let part_of = |shard| Part { of: &train, range: part(train.len(), kept.shards, shard) };
         let parts = (0..kept.shards).map(|shard| (Split::Train, shard, part_of(shard)));

@@ -359,7 +359,7 @@ impl Mpi {
 
     /// Ends the job after an error that leaves MPI holding borrowed memory.
     fn give_up(&self, error: &Error) -> ! {
-        log::error!("rank {}: {error}", self.rank);
+        log::error!("{error}");
         self.abort_all(error.exit_code())
     }
 
