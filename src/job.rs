@@ -73,7 +73,9 @@ pub fn run(launch: Option<&Launch>, patience: Duration, work: impl FnOnce(&Comm<
             e.exit_code()
         }
         Err(e) => {
-            // The others wait for this rank and would for ever. The log names it.
+            // The others wait for this rank and would for ever. The console has its name, if the launcher told it.
+            let is_named = launch.is_some_and(|launch| launch.rank.is_some());
+            let e = if is_named { e } else { e.on_rank(comm.rank()) };
             log::error!("{e}");
             comm.abort(e.exit_code())
         }

@@ -5,7 +5,7 @@
 //!
 //! A rank takes the least used GPU, near its cores if possible.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
@@ -173,7 +173,7 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
     let table = (0..chosen.len()).map(line).collect();
     let rank = world.rank();
     let device = opened.swap_remove(chosen[rank]);
-    let ids = |rank: usize| -> Vec<&str> { views[rank].iter().flatten().map(|seen| &seen.id[..]).collect() };
+    let ids = |rank: usize| -> BTreeSet<&str> { views[rank].iter().flatten().map(|seen| &seen.id[..]).collect() };
     let is_apart = (0..views.len()).any(|other| topology.host(other) == topology.host(rank) && ids(other) != ids(rank));
     Ok(Some(Gpu { device, memory: memory(rank), grows, is_apart, table }))
 }
@@ -204,7 +204,7 @@ fn look(topology: &Topology, opened: &mut Vec<Device>) -> Result<Vec<Seen>> {
 }
 
 /// The cores of the processor that a device hangs on, where the system knows.
-pub fn near_cores(pci: &str) -> Option<std::collections::BTreeSet<usize>> {
+pub fn near_cores(pci: &str) -> Option<BTreeSet<usize>> {
     let path = Path::new("/sys/bus/pci/devices").join(pci).join("local_cpulist");
     parse_list(std::fs::read_to_string(path).ok()?.trim())
 }

@@ -26,7 +26,7 @@ pub struct ConfigArgs {
 
 #[derive(Subcommand)]
 enum ConfigCommand {
-    /// Print all keys of the configuration file with their explanations and defaults: a file to start from.
+    /// Print all keys of the configuration file with their explanations and defaults, as comments.
     Keys {
         /// Of this section alone, such as optimizer.
         #[arg(value_name = "SECTION")]

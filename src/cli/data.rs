@@ -189,7 +189,7 @@ impl From<CsvArgs> for ImportCsv {
             None => Categories::Named { columns: args.categorical, hash: args.hash },
         };
         let kept = args.kept.into();
-        Self { input, format, targets, weight, drop, regression, classes, missing, categories, kept }
+        Self { input, format, targets, weight, drop, regression, classes, missing, categories, kept, needs_all: false }
     }
 }
 

@@ -20,8 +20,8 @@ const POLLS_PER_YIELD: u32 = 64;
 /// Duration of brisk polling although nobody waits: most messages of a transfer in progress arrive within it.
 const BRISK: Duration = Duration::from_micros(20);
 
-/// The same where another thread of this process has to run before the wait ends, which takes it no longer: NCCL starts one for each
-/// group of messages of a communicator that does not block.
+/// The same where another thread of this process ends the wait, as it mostly does within that time: NCCL starts one for each group of
+/// messages of a communicator that does not block.
 const HANDED_OVER: Duration = Duration::from_micros(300);
 
 /// The first nap between polls while compute works. With the timer slack of the thread it lasts a little longer.

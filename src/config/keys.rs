@@ -9,7 +9,7 @@ use super::raw::Key;
 use super::*;
 use crate::error::{Error, Result};
 
-/// The keys of a section of the file, or of a section in one, by its name.
+/// The keys of a section of the file, or of a section in one (`model.place`).
 fn keys(section: &str) -> Option<&'static [Key]> {
     Some(match section {
         "run" => Run::KEYS,
@@ -32,7 +32,8 @@ fn keys(section: &str) -> Option<&'static [Key]> {
     })
 }
 
-/// A file with all keys of a section, or of all sections, each with its explanation and default. Those without a default are comments.
+/// A file with all keys of a section, or of all sections, each with its explanation. Defaults are comments: a key that is given has
+/// another meaning than one that is left out, where a layout is chosen.
 ///
 /// # Errors
 /// There is no such section.
@@ -62,11 +63,11 @@ fn describe(text: &mut String, section: &str, defaults: &Table) {
             Some(Value::Table(defaults)) => inside.push((key, defaults)),
             Some(value) => {
                 explain(text, key);
-                let _ = writeln!(text, "{} = {value}", key.name);
+                let _ = writeln!(text, "#{} = {value}", key.name);
             }
             None => {
                 explain(text, key);
-                let _ = writeln!(text, "# {} =", key.name);
+                let _ = writeln!(text, "#{} =", key.name);
             }
         }
     }
@@ -77,7 +78,11 @@ fn describe(text: &mut String, section: &str, defaults: &Table) {
         if self::keys(&name).is_some() {
             describe(text, &name, defaults);
         } else {
-            let _ = writeln!(text, "[{name}]\n{defaults}");
+            let _ = writeln!(text, "[{name}]");
+            for (name, value) in defaults {
+                let _ = writeln!(text, "#{name} = {value}");
+            }
+            text.push('\n');
         }
     }
 }
@@ -99,15 +104,20 @@ mod tests {
         let text = described(None).unwrap();
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("all.toml");
-        std::fs::write(&file, &text).unwrap();
-        let (mut config, _) = load(&Sources { file: Some(&file), ..Sources::default() }).unwrap();
-        config.parallel.given.clear();
-        assert_eq!(config, Config::default());
+        // As it is, and with all that has a default.
+        let is_default = |line: &&str| !line.starts_with("# ") && !line.ends_with(" =");
+        let uncommented = |line: &str| line.strip_prefix('#').unwrap_or(line).to_owned();
+        let all: Vec<String> = text.lines().filter(is_default).map(uncommented).collect();
+        for text in [text.clone(), all.join("\n")] {
+            std::fs::write(&file, &text).unwrap();
+            let (mut config, _) = load(&Sources { file: Some(&file), ..Sources::default() }).unwrap();
+            config.parallel.given.clear();
+            assert_eq!(config, Config::default(), "{text}");
+        }
         for key in Config::KEYS {
             for own in keys(key.name).unwrap().iter().filter(|own| own.is_in_files()) {
                 assert!(!own.text.is_empty(), "{}.{}", key.name, own.name);
-                let set =
-                    text.contains(&format!("\n{} = ", own.name)) || text.contains(&format!("\n# {} =\n", own.name));
+                let set = text.contains(&format!("\n#{} =", own.name));
                 assert!(set || text.contains(&format!("[{}.{}]", key.name, own.name)), "{}.{}", key.name, own.name);
             }
         }

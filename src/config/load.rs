@@ -315,7 +315,7 @@ mod tests {
             ("optimizer.lr=nan", "optimizer.lr = NaN"),
             ("data.mix=[{path='a', weight=-inf}]", "data.mix[0].weight = -inf"),
             ("model.layers=[{kind='layer_norm', epsilon=1e300}]", "layer 0 of the list: "),
-            ("model.layers=[{kind='layer_norm', epsilon=-1.0}]", "a positive number, not -1"),
+            ("model.layers=[{kind='layer_norm', epsilon=-1.0}]", "0 or more, not -1"),
         ] {
             let error = set(&[item]).unwrap_err().to_string();
             assert!(error.contains(says), "{item}: {error}");

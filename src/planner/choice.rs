@@ -126,7 +126,7 @@ pub fn choose<R: Rates>(
             Some(found) => fitting.push(found),
             None => {
                 let memory = resolve(keys.config(config), facts).map(|plan| need(&plan));
-                let why = memory.map_or_else(|e| e.to_string(), |memory| too_large(&memory, &room));
+                let why = memory.map_or_else(|e| e.message().to_owned(), |memory| too_large(&memory, &room));
                 left_out.push(LeftOut { keys, why, hint: None });
             }
         }

@@ -130,6 +130,11 @@ impl RunDirectory {
         Ok(ended)
     }
 
+    /// The end of the trainer before this one, if it had ended.
+    pub fn ended_before(&self) -> Option<&End> {
+        self.ended.as_ref()
+    }
+
     /// Whether a run has begun here.
     fn holds_a_run(&self) -> Result<bool> {
         Ok(exists(&self.config_path())? || !self.checkpoints().steps()?.is_empty())
@@ -157,7 +162,8 @@ impl RunDirectory {
     /// Gives up a claim after a start that failed before its first step: the run has ended as it had before. Files of this start are
     /// removed if nothing else is there.
     pub fn abandon(self) {
-        if let Some(end) = &self.ended {
+        // Another trainer may have it by now.
+        if let Some(end) = self.ended.as_ref().filter(|_| self.check().is_ok()) {
             // It is as good as it was only if this works; the start's own error says more.
             let _ = self.marks().end(end);
         }

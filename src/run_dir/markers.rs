@@ -56,7 +56,7 @@ impl Markers {
     /// The file system refused.
     pub fn begin(&self) -> Result<Option<End>> {
         let ended = self.ended();
-        for path in [self.end_path(), self.stop_path()] {
+        for path in [self.stop_path(), self.end_path()] {
             match fs::remove_file(&path) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(Error::io("remove", &path, e)),
                 _ => {}

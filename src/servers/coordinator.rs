@@ -15,6 +15,7 @@ use super::site::{Site, listen};
 use super::terms::{Terms, division, layouts};
 use super::trace::Collected;
 use crate::backend::cpu::Cpu;
+use crate::checkpoint::lease::Lease;
 use crate::checkpoint::tools::find;
 use crate::checkpoint::{Progress, Reader};
 use crate::comm::single;
@@ -65,6 +66,8 @@ pub struct ServedRun {
     vocabulary: Option<usize>,
     patience: Duration,
     started: Instant,
+    /// Keeps the checkpoint of another run that this one begins at.
+    _from: Option<Lease>,
 }
 
 impl ServedRun {
@@ -95,7 +98,12 @@ impl ServedRun {
         }
         let trace = call.run.trace.as_deref().map(TraceFile::create).transpose()?;
         let (listener, address) = listen(config.servers.address.as_deref())?;
-        let directory = RunDirectory::prepare(&plan.config, &call.run.name, &call.run.resume)?;
+        let resume = match call.run.resume {
+            Resume::From(path) => Resume::From(find::checkpoint(&path)?),
+            other => other,
+        };
+        let from = if let Resume::From(path) = &resume { find::hold(path) } else { None };
+        let directory = RunDirectory::prepare(&plan.config, &call.run.name, &resume)?;
         config.run.name = Some(directory.name());
         logging::to_file(&directory.logs_path().join(format!("{}.log", call.log)), config.log.level.into())?;
         let site = Site::of(directory.path());
@@ -113,7 +121,7 @@ impl ServedRun {
         let listener = Listener::open(listener, secret, hub.clone(), patience * 10)?;
         site.tell(&address)?;
         let data = splits.train.fingerprint();
-        let call = Call { run: Request { config, ..call.run }, workers, ..call };
+        let call = Call { run: Request { config, resume, ..call.run }, workers, ..call };
         Ok(Self {
             call,
             directory,
@@ -126,6 +134,7 @@ impl ServedRun {
             vocabulary,
             patience,
             started,
+            _from: from,
         })
     }
 
@@ -171,8 +180,10 @@ impl ServedRun {
             trace.end().unwrap_or_else(|e| log::warn!("{e}"));
         }
         if let Err(e) = &ended {
-            let step = self.hub.with(|state| state.told.get("step").and_then(serde_json::Value::as_u64)).unwrap_or(0);
-            let end = End { step, status: Status::Failed, why: Some(e.message().into()) };
+            let step = self.hub.with(|state| state.told.get("step").and_then(serde_json::Value::as_u64));
+            let failed = End { step: step.unwrap_or(0), status: Status::Failed, why: Some(e.message().into()) };
+            // A start that is refused leaves the run as it was.
+            let end = self.directory.ended_before().filter(|_| step.is_none()).cloned().unwrap_or(failed);
             self.directory.marks().end(&end).unwrap_or_else(|e| log::warn!("{e}"));
         }
         ended
@@ -280,7 +291,8 @@ impl ServedRun {
 
     /// The end before all have come: what was saved is still there.
     fn asked_to_end(&self) -> Result<Ending> {
-        let why = format!("{} came before the servers", crate::signals::came().unwrap_or("a signal"));
+        let why =
+            format!("{} came before all servers and workers were there", crate::signals::came().unwrap_or("a signal"));
         let step = self.directory.checkpoints().steps()?.last().copied().unwrap_or(0);
         self.directory.marks().end(&End { step, status: Status::Preempted, why: Some(why.clone()) })?;
         log::info!("ended at step {step}: {why}");
@@ -322,7 +334,7 @@ impl ServedRun {
         let fresh = Start { progress: Progress::default(), from: None, take: Take::Everything, part: 0 };
         let (path, take) = match resume {
             Resume::No => (None, Take::Everything),
-            Resume::From(path) => (Some(find::checkpoint(path)?), self.call.run.take),
+            Resume::From(path) => (Some(path.clone()), self.call.run.take),
             Resume::Auto => match (self.newest()?, self.directory.branch()?) {
                 // It began at a checkpoint of another run, and has saved none of its own.
                 (None, Some(Branch { from, take })) => (Some(from), take),

@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::error::{Error, Result};
 
 /// Keys that ranks may have each to themselves: they change no number.
-const OWN: [&str; 2] = ["run.threads", "run.memory_limit"];
+const OWN: [&str; 5] = ["run.threads", "run.memory_limit", "data.stage", "servers.address", "log.level"];
 
 /// Values by their keys, `section.key`.
 type Keys = BTreeMap<String, Value>;
@@ -60,7 +60,7 @@ fn difference(first: &Keys, other: &Keys, rank: usize) -> Error {
         let told = |value: Option<&Value>| value.map_or("none".into(), |value| format!("{key} = {value}"));
         format!("ranks differ in {key}: rank 0 has {}, rank {rank} has {}", told(one), told(two))
     };
-    let own = OWN.join(" and ");
+    let own = OWN.join(", ");
     Error::input(message).hint(format!("start all ranks with the same configuration; only {own} may differ")).shared()
 }
 

@@ -158,5 +158,8 @@ fn a_rank_has_a_context_on_its_own_device_alone() {
     let ended = of("taken", &[("CUDASIM_FAIL", "retain")]);
     assert_eq!(ended.code(), 1, "{ended}");
     let says = "the GPU could not open GPU 0: CUDA_ERROR_DEVICE_UNAVAILABLE: ";
-    assert!(ended.stderr.contains(says) && ended.stderr.contains("hint: another process has it"), "{ended}");
+    assert!(
+        ended.stderr.contains(says) && ended.stderr.contains("hint: its compute mode keeps this process out"),
+        "{ended}"
+    );
 }

@@ -10,8 +10,7 @@ use super::libraries::{check, driver};
 use crate::error::{Error, Result};
 
 /// Advice where a process may not use a GPU beside another one.
-const SHARING: &str =
-    "another process has it (nvidia-smi), and the GPU is in an exclusive mode: nvidia-smi -c DEFAULT ends it";
+const SHARING: &str = "its compute mode keeps this process out, as another one has it or none may: nvidia-smi -c DEFAULT lets several use it";
 
 /// One GPU.
 #[derive(Clone)]

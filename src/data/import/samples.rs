@@ -417,9 +417,8 @@ impl Rows {
             if is_kept { validation.add(row) } else { train.add(row) }
         }
         if train.len() == 0 {
-            return Err(
-                Error::input("there is no row to train on").hint("give more rows, or keep fewer for validation")
-            );
+            let hint = if every > 0 { "give more rows, or keep fewer for validation" } else { "give one row or more" };
+            return Err(Error::input("there is no row of training data, or to predict").hint(hint));
         }
         if train.len() < kept.shards {
             return Err(Error::input(format!("{} training rows do not fill {} shards", train.len(), kept.shards))
@@ -438,7 +437,7 @@ impl Rows {
         if let Some((mean, _)) = scale.as_ref().filter(|(mean, _)| mean.len() > MOST_SCALED) {
             let message =
                 format!("rows have {} columns, and a shard keeps the scale of {MOST_SCALED} at most", mean.len());
-            return Err(Error::input(message).hint("import them with --raw, and bring them to a scale before"));
+            return Err(Error::input(message).hint("import them with --raw, and scale them beforehand"));
         }
         std::fs::create_dir_all(&kept.out).map_err(|e| Error::io("create", &kept.out, e))?;
         let part_of = |shard| Part { of: &train, range: part(train.len(), kept.shards, shard) };

@@ -82,7 +82,7 @@ impl Unlabelled {
                         .hint("fill missing numbers up: --missing mean, or a number such as --missing 0"));
                 }
                 let (format, missing) = (self.format.clone(), self.missing);
-                import_csv(&ImportCsv { format, missing, categories, ..ImportCsv::new(input, kept) })
+                import_csv(&ImportCsv { format, missing, categories, needs_all: true, ..ImportCsv::new(input, kept) })
             }
             Form::Array => {
                 let arrays = Arrays::Files { features: input.clone(), labels: None, weights: None };

@@ -90,9 +90,9 @@ fn finite<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
     }
 }
 
-fn positive<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
+fn not_negative<'de, D: serde::Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
     let number = finite(from)?;
-    if number > 0.0 { Ok(number) } else { Err(serde::de::Error::custom(format!("a positive number, not {number}"))) }
+    if number >= 0.0 { Ok(number) } else { Err(serde::de::Error::custom(format!("0 or more, not {number}"))) }
 }
 
 fn momentum() -> f32 {
@@ -157,13 +157,13 @@ pub enum Layer {
     /// Layer normalisation of the last axis.
     LayerNorm {
         /// Added to the variance.
-        #[serde(default = "epsilon", deserialize_with = "positive")]
+        #[serde(default = "epsilon", deserialize_with = "not_negative")]
         epsilon: f32,
     },
     /// Batch normalisation of every channel, the last axis (Ioffe and Szegedy, 2015).
     BatchNorm {
         /// Added to the variance.
-        #[serde(default = "epsilon", deserialize_with = "positive")]
+        #[serde(default = "epsilon", deserialize_with = "not_negative")]
         epsilon: f32,
         /// Part of the way that running statistics move to those of a batch.
         #[serde(default = "momentum")]
@@ -177,7 +177,7 @@ pub enum Layer {
         /// Groups of neighbouring channels.
         groups: usize,
         /// Added to the variance.
-        #[serde(default = "epsilon", deserialize_with = "positive")]
+        #[serde(default = "epsilon", deserialize_with = "not_negative")]
         epsilon: f32,
     },
     /// Dropout, while training.

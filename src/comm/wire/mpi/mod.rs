@@ -56,8 +56,8 @@ const YIELD: &str = "OMPI_MCA_mpi_yield_when_idle";
 /// communicators of NCCL has up to 20.
 const QUEUES: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "32");
 
-/// Tells libraries by the environment how to behave, unless it does already: Open MPI to offer the core to others while it waits, where
-/// ranks are more than cores; the CUDA driver to give streams queues of their own. From the main thread, before other threads start.
+/// Tells libraries by the environment how to behave, unless it does already: Open MPI to offer the core to others while it waits,
+/// where ranks are more than cores; the CUDA driver to give streams queues of their own. From the main thread, before other threads start.
 pub(in crate::comm) fn prepare_environment() {
     let env = |name: &str| std::env::var(name).ok();
     let local_size = env("OMPI_COMM_WORLD_LOCAL_SIZE").and_then(|size| size.parse().ok());
@@ -359,7 +359,7 @@ impl Mpi {
 
     /// Ends the job after an error that leaves MPI holding borrowed memory.
     fn give_up(&self, error: &Error) -> ! {
-        log::error!("{error}");
+        log::error!("rank {}: {error}", self.rank);
         self.abort_all(error.exit_code())
     }
 

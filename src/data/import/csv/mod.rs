@@ -101,7 +101,7 @@ impl Row<'_> {
             Cell::NotFinite => Err(self.refused(
                 column,
                 &format!("{cell:?} is not finite"),
-                if self.predicts() {
+                if self.import.needs_all {
                     "mend the line"
                 } else {
                     "mend the line, or leave such rows out with --not-finite skip"
@@ -118,7 +118,7 @@ impl Row<'_> {
             (None, Filled::Skipped) => Err(Unusable::LeftOut),
             (None, Filled::With(numbers)) => Ok(numbers[input]),
             (None, Filled::Later) => Ok(f32::NAN),
-            (None, Filled::Refused) if self.predicts() => {
+            (None, Filled::Refused) if self.import.needs_all => {
                 Err(self.missing(column, "fill such cells up: --missing mean, or a number such as --missing 0"))
             }
             (None, Filled::Refused) => Err(self.missing(
@@ -126,11 +126,6 @@ impl Row<'_> {
                 "leave such rows out with --missing skip, or fill them up: --missing mean, or a number such as --missing 0",
             )),
         }
-    }
-
-    /// Whether the rows are to be predicted: then none can be left out.
-    fn predicts(&self) -> bool {
-        self.import.targets.is_empty()
     }
 
     /// A cell that must have a value.

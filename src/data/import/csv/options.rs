@@ -27,6 +27,8 @@ pub struct ImportCsv {
     /// Treatment of missing numbers among the inputs. Left out, it is that of numbers that are not finite; of a table like an
     /// earlier one, that of the earlier one.
     pub missing: Option<Missing>,
+    /// Every row is needed, as where they are to be predicted: errors do not advise to leave some out.
+    pub needs_all: bool,
     /// Columns of categories.
     pub categories: Categories,
     /// Validation split, shards and destination of the rows.
@@ -45,6 +47,7 @@ impl ImportCsv {
             regression: false,
             classes: false,
             missing: None,
+            needs_all: false,
             categories: Categories::NONE,
             kept,
         }
