@@ -1,6 +1,7 @@
 //! However a file lays its elements out, samples are the same.
 
 use std::path::Path;
+use std::time::Duration;
 
 use hdf5::{File, H5Type};
 use hdf5_sys::h5d::{H5Dclose, H5Dcreate2, H5Dwrite};
@@ -48,7 +49,10 @@ fn inputs<T: H5Type>(file: &File, chunk: Option<[usize; 3]>, compressed: bool, o
 
 fn open(path: &Path) -> Dataset {
     let samples = SampleSpec::Rows { input: ROW, ids: Ids::None, target: Target::Class(10) };
-    Dataset::open(&DataSpec { samples, ..DataSpec::new(path) }, Split::Train, 1).unwrap()
+    let open = || Dataset::open(&DataSpec { samples: samples.clone(), ..DataSpec::new(path) }, Split::Train, 1);
+    // A process that another test starts just now has the locks of files that were being written, for a moment.
+    let locked = (0..20).find_map(|_| open().inspect_err(|_| std::thread::sleep(Duration::from_millis(10))).ok());
+    locked.unwrap_or_else(|| open().unwrap())
 }
 
 /// Every sample of a directory with one such file or more is what it should be, alone, in runs, and in batches.
