@@ -39,7 +39,7 @@ pub trait Reason: fmt::Display {
         false
     }
 
-    /// What the user can do, where the place of the refusal has nothing better to say.
+    /// Advice for the user, where the place of the refusal has nothing better to say.
     fn advice(&self) -> Option<&'static str> {
         None
     }

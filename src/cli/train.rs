@@ -63,7 +63,8 @@ pub struct RunArgs {
     #[command(flatten)]
     sources: SourceArgs,
     /// Continue a run: `auto` takes the newest whole checkpoint of its directory, or starts if there is none; without run.name,
-    /// that of the one unnamed run with this configuration that has saved; else the path of a checkpoint, or of a run whose newest is meant, from which another run goes on.
+    /// that of the one unnamed run with this configuration that has saved; else the path of a checkpoint, or of a run whose newest
+    /// is meant, from which another run goes on.
     #[arg(long, value_name = "auto|CHECKPOINT")]
     resume: Option<String>,
     /// Take only the parameters of the checkpoint and begin at step 0: fine-tuning.

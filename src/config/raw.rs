@@ -22,7 +22,7 @@ pub struct Key {
     pub name: &'static str,
     /// Lines that explain it.
     pub text: &'static [&'static str],
-    /// What serde does with it, if that is not the usual.
+    /// Its attribute of serde, if it has one.
     attribute: &'static str,
 }
 

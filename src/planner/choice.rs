@@ -183,7 +183,7 @@ fn on_host(
 fn none_legal(refused: &[LeftOut]) -> Error {
     let first = refused.first();
     let why = first.map_or("no keys divide the ranks", |first| &first.why);
-    // What all layouts are refused for is none of theirs.
+    // A reason that all layouts share is none of theirs.
     let of_all = first
         .filter(|first| refused.iter().all(|other| other.why == first.why))
         .and_then(|first| first.hint.as_deref());

@@ -1,6 +1,7 @@
 //! Differences between the configuration of a run so far and the one of its next start, by their effect.
 
 use std::collections::BTreeSet;
+use std::fmt;
 
 use toml::{Table, Value};
 
@@ -54,7 +55,10 @@ pub struct Changes {
 impl Changes {
     /// The differences from one resolved configuration to another.
     pub fn between(before: &Config, now: &Config) -> Self {
-        let of = |wanted: &[Decides]| differences(before, now, |section, key| wanted.contains(&decides(section, key)));
+        let of = |wanted: &[Decides]| {
+            let all = differences(before, now, |section, key| wanted.contains(&decides(section, key)));
+            all.iter().map(Difference::to_string).collect()
+        };
         Self {
             curve: of(&[Decides::Curve, Decides::Length]),
             rounding: of(&[Decides::Rounding]),
@@ -66,11 +70,28 @@ impl Changes {
 /// Reasons why a run of one resolved configuration is not one of another; empty if it may well be. Length, rounding,
 /// layout and precision do not count.
 pub fn of_run(before: &Config, now: &Config) -> Vec<String> {
-    differences(before, now, |section, key| section != "precision" && decides(section, key) == Decides::Curve)
+    let wanted = |section: &str, key: &str| section != "precision" && decides(section, key) == Decides::Curve;
+    differences(before, now, wanted).iter().map(Difference::to_string).collect()
 }
 
-/// The keys that differ, with both values.
-fn differences(before: &Config, now: &Config, wanted: impl Fn(&str, &str) -> bool) -> Vec<String> {
+/// A key with another value in one configuration than in another.
+pub struct Difference {
+    /// `section.key`.
+    pub key: String,
+    /// Its value before, or in the first, in TOML.
+    pub before: String,
+    /// Its value now, or in the second.
+    pub now: String,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} was {}, is {}", self.key, self.before, self.now)
+    }
+}
+
+/// The keys that differ.
+pub fn differences(before: &Config, now: &Config, wanted: impl Fn(&str, &str) -> bool) -> Vec<Difference> {
     let [before, now] = [before, now].map(|config| written(config).unwrap_or_default());
     let empty = Table::new();
     let section = |table: &Table, name: &str| table.get(name).and_then(Value::as_table).unwrap_or(&empty).clone();
@@ -81,7 +102,8 @@ fn differences(before: &Config, now: &Config, wanted: impl Fn(&str, &str) -> boo
         for key in keys {
             let told = |value: Option<&Value>| value.map_or_else(|| "left out".into(), Value::to_string);
             if before.get(key) != now.get(key) {
-                changes.push(format!("{name}.{key} was {}, is {}", told(before.get(key)), told(now.get(key))));
+                let [before, now] = [before.get(key), now.get(key)].map(told);
+                changes.push(Difference { key: format!("{name}.{key}"), before, now });
             }
         }
     }

@@ -9,6 +9,7 @@ mod resume;
 mod supervised;
 
 pub use branch::{Branch, Take};
+pub(crate) use changes::differences;
 pub use directory::{Resume, RunDirectory};
 pub use ending::{Ending, REQUEUE};
 pub(crate) use resume::data_changes;
