@@ -170,7 +170,7 @@ fn settings() {
 fn ranks_with_different_settings() {
     let root = tempfile::tempdir().unwrap();
     for (setting, words) in [
-        ("optimizer.lr=0.5", &["ranks differ in optimizer.lr: 0.001 on rank 0, 0.5 on rank 1"][..]),
+        ("optimizer.lr=0.5", &["ranks differ in optimizer.lr: 0.01 on rank 0, 0.5 on rank 1"][..]),
         ("run.steps=7", &["ranks differ in run.steps", "start all ranks with the same configuration"]),
         ("run.device=cpu", &["ranks differ in run.device"]),
     ] {
