@@ -92,6 +92,7 @@ pub mod data;
 mod descriptors;
 #[doc(hidden)]
 pub mod doctor;
+pub mod energy;
 pub mod engine;
 pub mod error;
 pub mod evaluate;

@@ -44,6 +44,8 @@ pub struct Gpu {
     pub memory: usize,
     /// Whether they are taken as they are needed.
     grows: bool,
+    /// Ranks that share it, this one included.
+    pub sharers: usize,
     /// Whether ranks of this node see other GPUs than this one does.
     is_apart: bool,
     /// Device of every rank, a line each.
@@ -175,7 +177,7 @@ pub fn place<B: Backend>(comm: &Comm<B>, config: &Config) -> Result<Option<Gpu>>
     let device = opened.swap_remove(chosen[rank]);
     let ids = |rank: usize| -> BTreeSet<&str> { views[rank].iter().flatten().map(|seen| &seen.id[..]).collect() };
     let is_apart = (0..views.len()).any(|other| topology.host(other) == topology.host(rank) && ids(other) != ids(rank));
-    Ok(Some(Gpu { device, memory: memory(rank), grows, is_apart, table }))
+    Ok(Some(Gpu { device, memory: memory(rank), grows, sharers: sharers(rank).len(), is_apart, table }))
 }
 
 /// Bytes of a GPU with `whole` that each of `ranks` on it may take.

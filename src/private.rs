@@ -84,6 +84,11 @@ pub fn below(root: &Path, names: &[&str]) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// Whether `path` is a file of the user's own, not a link: others did not write it.
+pub fn is_mine(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|file| file.is_file() && file.uid() == user())
+}
+
 /// Opens a file to hold a lock on it, and makes it if it is missing. Links are not followed, and nothing is cut off.
 ///
 /// # Errors

@@ -1,7 +1,7 @@
 //! Work that must not grow with the number of ranks, or only as the formula beside it says: counted, on ranks that are
 //! threads. A program of its own, because the counts are those of the process.
 //!
-//! `HPCTRAIN_SCALE=64,96,256` counts on other numbers of ranks, and prints the table of docs/clusters.md.
+//! `HPCTRAIN_SCALE=64,96,256` counts on other numbers of ranks, and prints the table of docs/cluster.md.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 use std::ops::ControlFlow;

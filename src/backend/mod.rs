@@ -212,6 +212,11 @@ pub trait Backend: Clone + Send + Sync + 'static {
         None
     }
 
+    /// Peak FLOP/s of a rank's device in the number format of its matmuls, dense; none if it is unknown.
+    fn peak_flops(&self) -> Option<f64> {
+        None
+    }
+
     /// The whole of `buf`.
     fn all(buf: &Self::Buf) -> Self::View<'_> {
         Self::view(buf, 0..Self::len(buf))

@@ -8,6 +8,7 @@ use super::probe::Teller;
 use crate::backend::cuda::program::{self, Variant};
 use crate::backend::cuda::{Arithmetic, Cuda, Device, Precision, devices, libraries, nccl};
 use crate::backend::{Backend, ElementwiseOps, Gemm, LinearOps, MemoryKind};
+use crate::energy::{Counters, Source};
 use crate::error::{Error, Result};
 use crate::telemetry::bytes;
 
@@ -108,6 +109,9 @@ fn look(tell: &Teller, number: usize, able: bool) {
         }
         Err(error) => Err(error).into(),
     });
+    if let Some(device) = &opened {
+        tell.attempt(&format!("{name} energy"), || energy(device));
+    }
     if let Some(device) = opened.filter(|_| able) {
         tell.attempt(&format!("{name} kernel"), || kernel(&device).into());
         tell.attempt(&format!("{name} product"), || product(&device).into());
@@ -130,6 +134,14 @@ fn describe(device: &Device) -> Result<Finding> {
     } else {
         Finding::ok(found)
     })
+}
+
+/// Whether runs can record the energy of a GPU.
+fn energy(device: &Device) -> Finding {
+    match Counters::open(std::slice::from_ref(&device.id)).has(Source::Gpu) {
+        Ok(()) => Finding::ok("NVML counts its energy: runs record joules per token"),
+        Err(why) => Finding::ok(format!("runs record no energy of GPUs: {why}")),
+    }
 }
 
 /// A rank on the device for a moment.

@@ -4,8 +4,12 @@ use std::fs;
 
 use super::probe::Teller;
 use super::{Finding, gpu};
+use crate::energy::{Counters, Source};
 use crate::engine::memory::available;
 use crate::telemetry::bytes;
+
+/// The system's words for a counter that is there and closed.
+const UNREADABLE: &str = "Permission denied";
 
 /// Less memory than this, and hardly a run fits.
 const LITTLE_MEMORY: usize = 1 << 30;
@@ -18,11 +22,24 @@ pub(super) fn probe(tell: &Teller) {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         memory(available(), total(&meminfo))
     });
+    tell.attempt("cpu energy", cpu_energy);
     let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
     tell.attempt("open files", || open_files(limit(&limits, "Max open files")));
     let infiniband = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
     if infiniband || !gpu::on_bus().is_empty() {
         tell.attempt("locked memory", || locked_memory(limit(&limits, "Max locked memory"), infiniband));
+    }
+}
+
+/// Whether runs can record the energy of the CPUs.
+fn cpu_energy() -> Finding {
+    match Counters::open(&[]).has(Source::Cpu) {
+        Ok(()) => Finding::ok("RAPL counters are readable: runs record joules per token"),
+        Err(why) if why.contains(UNREADABLE) => Finding::warning(
+            format!("runs record no energy of CPUs: {why}"),
+            "only root may read RAPL since CVE-2020-8694: ask an administrator for chmod o+r on energy_uj",
+        ),
+        Err(why) => Finding::ok(format!("runs record no energy of CPUs: {why}")),
     }
 }
 

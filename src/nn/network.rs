@@ -109,6 +109,25 @@ impl Network {
         }
     }
 
+    /// Model FLOPs of training on one sample: the numerator of MFU (model FLOPs utilisation).
+    ///
+    /// Three times the forward's matmuls (the backward has two for each), which is 6 per weight and position where N
+    /// counts the weights that multiply, LM head included and embedding look-ups excluded; attention adds
+    /// 12 · layers · width · context per position, counted whole although a causal mask leaves half of it. Recomputation
+    /// does not count. This is the convention of Chowdhery et al., "PaLM: scaling language modeling with pathways"
+    /// (2022), appendix B.
+    pub fn training_flops(&self) -> f64 {
+        let forward: f64 = self.blocks_summary().iter().map(|block| block.flops as f64).sum();
+        let (layers, width) = match self {
+            Network::Gpt(gpt) => (gpt.layers, gpt.width),
+            Network::Llama(llama) => (llama.layers, llama.width),
+            Network::Layers(_) | Network::Own(_) => (0, 0),
+        };
+        // The summary counts the half of attention that a causal mask leaves.
+        let masked = product(&[2, layers, self.context(), self.context(), width]) as f64;
+        3.0 * (forward + masked)
+    }
+
     /// The work of every block in a training step, a sample, in operations of matrix products. Elements that are kept for
     /// the backward stand for the rest, which reads and writes memory.
     pub fn work(&self, recompute: bool) -> Vec<f64> {

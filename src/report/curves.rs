@@ -137,6 +137,8 @@ fn charts(runs: &[RunRecords]) -> Vec<Chart> {
         chart("norm", "Norm of the gradient", "", &[("norm", "norm")], true),
         chart("rate", "Learning rate", "", &[("rate", "learning rate")], true),
         chart("speed", &format!("Throughput: {speed}"), "", &[("speed", "throughput")], false),
+        chart("mfu", "MFU: model FLOPs utilisation, %", "", &[("mfu", "MFU")], false),
+        chart("energy", "Energy so far, kWh", "", &[("energy", "energy")], false),
         chart("memory", "Memory of rank 0, largest so far", "bytes", &[("memory", "memory")], false),
         chart("staleness", "Staleness of gradients, mean", "", &[("staleness", "staleness")], false),
     ];
@@ -178,6 +180,8 @@ impl RunData {
         add("norm", of_steps(|step| step.grad_norm), false);
         add("rate", of_steps(|step| step.lr), false);
         add("speed", of_steps(|step| step.tokens_per_second), false);
+        add("mfu", of_steps(|step| step.mfu.map_or(f64::NAN, |mfu| 100.0 * mfu)), false);
+        add("energy", steps.iter().filter_map(|step| Some((step.step, step.energy_kwh?))).collect(), true);
         if steps.iter().any(|step| step.peak_bytes > 0) {
             add("memory", of_steps(|step| step.peak_bytes as f64), false);
         }

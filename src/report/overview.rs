@@ -4,7 +4,9 @@ use super::html::{Cell, digits, number, quiet, seconds, table, text, time, wide}
 use super::{chip, curves};
 use crate::run_dir::markers::Status;
 use crate::run_records::RunRecords;
+use crate::telemetry::efficiency::readable_rate;
 use crate::telemetry::evaluations::{Over, Status as Outcome};
+use crate::telemetry::metrics::Step;
 use crate::telemetry::{bytes, grouped};
 
 /// A column of a table of runs.
@@ -62,9 +64,25 @@ fn best(run: &RunRecords) -> Option<(f64, u64)> {
 
 /// The median throughput of a run's steps.
 fn speed(run: &RunRecords) -> Option<f64> {
-    let mut speeds: Vec<f64> = run.steps.iter().map(|step| step.tokens_per_second).collect();
-    let middle = speeds.len() / 2;
-    (!speeds.is_empty()).then(|| *speeds.select_nth_unstable_by(middle, f64::total_cmp).1)
+    median(run.steps.iter().map(|step| step.tokens_per_second))
+}
+
+fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
+    let mut values: Vec<f64> = values.collect();
+    let middle = values.len() / 2;
+    (!values.is_empty()).then(|| *values.select_nth_unstable_by(middle, f64::total_cmp).1)
+}
+
+/// The median model TFLOP/s per rank of a run's steps, and the median MFU.
+fn efficiency(run: &RunRecords) -> [Option<f64>; 2] {
+    let values: [fn(&Step) -> Option<f64>; 2] = [|step| step.tflops_per_rank, |step| step.mfu];
+    values.map(|value| median(run.steps.iter().filter_map(value)))
+}
+
+/// The energy of a run so far in kWh, and joules per prediction over the steps of its records.
+fn energy(run: &RunRecords) -> Option<(f64, Option<f64>)> {
+    let kwh = run.steps.iter().rev().find_map(|step| step.energy_kwh)?;
+    Some((kwh, median(run.steps.iter().filter_map(|step| step.joules_per_token))))
 }
 
 /// The table of runs.
@@ -78,6 +96,19 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     };
     let speed = |run: &RunRecords| {
         speed(run).map_or_else(|| "–".into(), |speed| format!("{} {}/s", digits(Some(speed)), curves::predictions(run)))
+    };
+    let arithmetic = |run: &RunRecords| match efficiency(run) {
+        [None, _] => "–".into(),
+        [Some(tflops), None] => readable_rate(tflops),
+        [Some(tflops), Some(mfu)] => format!("{}, MFU {:.1} %", readable_rate(tflops), 100.0 * mfu),
+    };
+    let energy = |run: &RunRecords| match energy(run) {
+        None => "–".into(),
+        Some((kwh, None)) => format!("{} kWh", digits(Some(kwh))),
+        Some((kwh, joules)) => {
+            let one = curves::predictions(run).trim_end_matches('s');
+            format!("{} kWh, {} J/{one}", digits(Some(kwh)), digits(joules))
+        }
     };
     let parameters = |run: &RunRecords| run.card.as_ref().map_or_else(|| "–".into(), |card| grouped(card.parameters));
     let skipped = |run: &RunRecords| match run.steps.iter().filter(|step| step.skipped).count() {
@@ -99,12 +130,14 @@ pub fn section(runs: &[RunRecords], labels: &[String]) -> String {
     let began = |run: &RunRecords| time(run.steps.first().map_or(0.0, |step| step.time));
     let branch =
         |run: &RunRecords| run.branch.as_ref().map_or_else(String::new, |from| from.from.display().to_string());
-    let columns: [Column<'_>; 11] = [
+    let columns: [Column<'_>; 13] = [
         ("status", text_cell, &status),
         ("steps", number_cell, &steps),
         ("last loss", number_cell, &last_loss),
         ("best evaluation", number_cell, &best_loss),
         ("throughput, median", number_cell, &speed),
+        ("per rank, median", number_cell, &arithmetic),
+        ("energy", number_cell, &energy),
         ("parameters", number_cell, &parameters),
         ("layout", text_cell, &layout),
         ("skipped", number_cell, &skipped),

@@ -49,6 +49,19 @@ pub struct Step {
     /// Tokens of this step over its duration; null where no time passed.
     #[serde(deserialize_with = "null_is_nan")]
     pub tokens_per_second: f64,
+    /// Model TFLOP/s per rank: [`Efficiency`](super::efficiency::Efficiency).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tflops_per_rank: Option<f64>,
+    /// Model FLOPs utilisation, from 0 to 1; absent where the peak of a rank's device is unknown.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<f64>,
+    /// Joules per prediction (token or sample) since the last record that has them, evaluations and saves included; every
+    /// `log.every` steps, where all nodes have energy counters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub joules_per_token: Option<f64>,
+    /// Energy of the run so far in kWh, earlier starts and steps that were taken again included; likewise.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub energy_kwh: Option<f64>,
     /// The most bytes that rank 0 held at once so far, all categories together.
     #[serde(default)]
     pub peak_bytes: usize,
@@ -77,6 +90,24 @@ impl Step {
 /// It is neither a number nor null.
 pub fn null_is_nan<'de, D: Deserializer<'de>>(from: D) -> std::result::Result<f64, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f64::NAN))
+}
+
+/// The energy that the newest record at `path` with one gives, in kWh; 0 without such a record.
+///
+/// # Errors
+/// Returns an error if the file is there and cannot be read.
+pub fn energy_so_far(path: &Path) -> Result<f64> {
+    #[derive(Deserialize)]
+    struct Energy {
+        energy_kwh: f64,
+    }
+    let records = match std::fs::read(path) {
+        Ok(records) => records,
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(0.0),
+        Err(e) => return Err(Error::io("read", path, e)),
+    };
+    let newest = records.rsplit(|byte| *byte == b'\n').find_map(|line| serde_json::from_slice::<Energy>(line).ok());
+    Ok(newest.map_or(0.0, |newest| newest.energy_kwh))
 }
 
 /// A file of JSON lines.

@@ -3,6 +3,7 @@
 pub mod banner;
 pub mod classes;
 mod console;
+pub mod efficiency;
 pub mod epoch_loss;
 pub mod evaluations;
 pub mod logging;

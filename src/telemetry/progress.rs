@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use super::efficiency::readable_rate;
 use super::metrics::Step;
 
 /// Shows the progress of a run. Only rank 0 has one.
@@ -26,15 +27,34 @@ struct Pace {
     steps: u64,
     ms: f64,
     predictions: f64,
+    /// Model TFLOP per rank.
+    tflop: f64,
+    /// MFU times milliseconds; none if a step has none.
+    utilised_ms: Option<f64>,
 }
 
 impl Pace {
     /// With one more step.
     fn and(self, step: &Step) -> Self {
         // One that took no time has no rate.
-        let predictions =
-            Some(step.tokens_per_second * step.step_ms * 1e-3).filter(|all| all.is_finite()).unwrap_or(0.0);
-        Self { steps: self.steps + 1, ms: self.ms + step.step_ms, predictions: self.predictions + predictions }
+        let finite = |number: f64| if number.is_finite() { number } else { 0.0 };
+        let predictions = finite(step.tokens_per_second * step.step_ms * 1e-3);
+        let utilised = |before: f64, mfu: f64| before + mfu * step.step_ms;
+        let before = if self.steps == 0 { Some(0.0) } else { self.utilised_ms };
+        Self {
+            steps: self.steps + 1,
+            ms: self.ms + step.step_ms,
+            predictions: self.predictions + predictions,
+            tflop: self.tflop + finite(step.tflops_per_rank.unwrap_or(0.0) * step.step_ms * 1e-3),
+            utilised_ms: before.zip(step.mfu).map(|(before, mfu)| finite(utilised(before, mfu))),
+        }
+    }
+
+    /// FLOP/s per rank and MFU, each where it is known, with two spaces before it.
+    fn efficiency(self) -> String {
+        let rate = (self.tflop > 0.0).then(|| format!("  {}", readable_rate(self.tflop / (self.ms * 1e-3))));
+        let mfu = self.utilised_ms.map(|utilised| format!("  MFU {:.1} %", 100.0 * utilised / self.ms));
+        rate.unwrap_or_default() + &mfu.unwrap_or_default()
     }
 
     /// Milliseconds a step, and predictions a second.
@@ -68,14 +88,17 @@ impl Progress {
         let ends = done == 1 || step.step.is_multiple_of(self.every) || step.step == self.total;
         self.pace.set(if ends { Pace::default() } else { pace });
         let (ms, rate) = pace.means();
+        let predictions = self.predictions.trim_end_matches('s');
+        let energy = step.joules_per_token.map(|joules| format!("  {joules:.2e} J/{predictions}")).unwrap_or_default();
         let facts = format!(
-            "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} {}/s  ETA {}{skipped}{trouble}",
+            "loss {:.4}  lr {:.2e}  norm {:.3}  {:.1} ms  {} {}/s{}{energy}  ETA {}{skipped}{trouble}",
             step.loss,
             step.lr,
             step.grad_norm,
             ms,
             super::grouped(rate),
             self.predictions,
+            pace.efficiency(),
             clock(left)
         );
         match &self.bar {

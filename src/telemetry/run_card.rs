@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use super::times::Times;
 use crate::comm::DevicePath;
 use crate::data::DataChange;
+use crate::energy::Source;
 use crate::error::{Error, Result};
 
 /// Memory of a stage's ranks, in bytes by category.
@@ -34,6 +35,17 @@ pub struct Goodput {
     pub seconds_lost: f64,
     /// Useful seconds over all.
     pub share: f64,
+}
+
+/// The energy that a run took.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct EnergyUse {
+    /// Devices that were counted, on all nodes of the run.
+    pub sources: Vec<Source>,
+    /// Energy of all starts.
+    pub kwh: f64,
+    /// Joules per prediction (token or sample) of this start's steps, evaluations and saves included.
+    pub joules_per_token: f64,
 }
 
 /// The run card.
@@ -71,6 +83,15 @@ pub struct RunCard {
     pub validation_loss: Option<f64>,
     /// Median over this start's steps.
     pub tokens_per_second: f64,
+    /// Model TFLOP/s per rank at that throughput.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tflops_per_rank: Option<f64>,
+    /// Model FLOPs utilisation at that throughput, from 0 to 1, where the peak of every rank's device is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<f64>,
+    /// Energy, where all nodes have counters.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub energy: Option<EnergyUse>,
     /// Seconds of this start, with evaluation and saving.
     pub seconds: f64,
     /// Seconds of rank 0 in this start's steps, by use.

@@ -2,6 +2,7 @@
 
 mod alike;
 mod budget;
+mod energy;
 mod hooks;
 mod meters;
 mod outages;
@@ -12,6 +13,7 @@ mod stop_requests;
 
 pub(crate) use alike::check_alike;
 pub(crate) use budget::Budget;
+pub(crate) use energy::Energy;
 pub use hooks::{Hook, Outcome};
 pub(crate) use outages::{Outages, is_outage};
 pub use placed::train_on_device;

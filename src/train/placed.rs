@@ -36,7 +36,12 @@ pub fn train_on_device(
         }
         Some(gpu) => {
             let (comm, backend) = (&gpu.beside(comm), |plan: &Plan| gpu.backend(plan));
-            let place = GpuPlace { memory: gpu.memory, table: gpu.table.clone() };
+            let place = GpuPlace {
+                memory: gpu.memory,
+                table: gpu.table.clone(),
+                id: gpu.device().id.clone(),
+                sharers: gpu.sharers,
+            };
             let here = Here { comm, backend, gpu: Some(gpu.memory), threads, vocabulary };
             let request = Request { gpu: Some(place), ..laid_out(request, &here)? };
             let beside = beside.map(|beside| beside.on().world());

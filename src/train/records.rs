@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 use crate::run_dir::RunDirectory;
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::evaluations::{self, Evaluation, Status};
-use crate::telemetry::metrics::{JsonLines, Step};
+use crate::telemetry::metrics::{JsonLines, Step, energy_so_far};
 use crate::telemetry::progress::Progress;
 use crate::telemetry::rank_times::RankTimes;
 use crate::telemetry::restarts;
@@ -16,6 +16,7 @@ use crate::telemetry::samples::TextSample;
 use crate::telemetry::straggler::{Straggler, Stragglers};
 use crate::telemetry::tensorboard::TensorBoard;
 use crate::telemetry::unix_time;
+use crate::train::energy::EnergyAccount;
 
 /// The records of rank 0.
 pub struct Records {
@@ -27,6 +28,8 @@ pub struct Records {
     pub tensorboard: Option<TensorBoard>,
     /// The last step whose evaluation by an evaluator has its point.
     taken_in: u64,
+    /// Energy of the run so far.
+    pub energy: EnergyAccount,
     /// Detection of slow ranks.
     stragglers: Stragglers,
     /// `ranks.jsonl`, where there are several ranks.
@@ -60,6 +63,7 @@ impl Records {
         }
         let checkpoints = directory.checkpoints();
         evaluations::forget_after(&directory.evaluations_path(), step, |step| checkpoints.save(step))?;
+        let energy = EnergyAccount::new(energy_so_far(&directory.metrics_path())?, step, plan.tokens_per_step());
         let metrics = JsonLines::open(&directory.metrics_path(), step)?;
         let optional = |is_wanted: bool, path: PathBuf| is_wanted.then(|| JsonLines::open(&path, step)).transpose();
         let rank_times = optional(plan.mesh.ranks() > 1, directory.rank_times_path())?;
@@ -79,6 +83,7 @@ impl Records {
             metrics,
             tensorboard,
             taken_in: step,
+            energy,
             rank_times,
             samples,
             evaluations: (directory.evaluations_path(), VecDeque::new()),

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 /// Modules by level, lowest first. A module may use those of lower levels.
 const LEVELS: [&[&str]; 13] = [
-    &["activity", "error", "histogram", "pattern", "random", "regular_files", "simd", "tree", "visible"],
+    &["activity", "energy", "error", "histogram", "pattern", "random", "regular_files", "simd", "tree", "visible"],
     &["descriptors", "hdf5_files", "layout", "mesh", "private", "signals"],
     &["backend"],
     &["comm", "data"],

@@ -17,11 +17,32 @@ const RUN: &str = "--set run.steps=6 --set checkpoint.every=3 --set eval.every=3
 const SMALL: &str = "--set model.layers=1 --set model.width=32 --set model.heads=2 --set model.context=16";
 
 /// Commands that need what a clone does not have, and where they are tested instead.
-const ELSEWHERE: [(&str, &str); 1] = [("hpctrain predict", "images that a user imports: tests/runs/predict.rs")];
+const ELSEWHERE: [(&str, &str); 2] = [
+    ("hpctrain predict", "images that a user imports: tests/runs/predict.rs"),
+    ("srun ", "a Slurm allocation: tests/cli/slurm.rs, and on a real Slurm tests/hosts/slurm.rs"),
+];
+
+/// Terms that people search for: each is in a heading or a row of a table on one of the first pages.
+const TERMS: [&str; 9] = [
+    "CUDA-aware",
+    "GPUDirect",
+    "FSDP",
+    "HSDP",
+    "activation checkpointing",
+    "master weights",
+    "local SGD",
+    "NCCL",
+    "MFU",
+];
+
+/// The text of a page of the repository.
+fn page(name: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(name)).unwrap()
+}
 
 /// The command lines of a page's shell blocks that run the program, by paragraphs.
 fn blocks(page: &str) -> Vec<Vec<String>> {
-    let text = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(page)).unwrap();
+    let text = self::page(page);
     let blocks = text.split("```sh\n").skip(1).flat_map(|block| block.split("```").next().unwrap().split("\n\n"));
     let runs_it = |line: &&str| line.contains("hpctrain ") || line.ends_with("/hpctrain");
     let lines =
@@ -79,6 +100,24 @@ fn run(script: &str, clone: &TempDir) {
 }
 
 #[test]
+fn the_first_screen_has_the_commands_of_gpus_and_slurm() {
+    let readme = page("README.md");
+    let lines: Vec<&str> = readme.lines().collect();
+    assert!(lines.len() <= 130, "README.md has {} lines", lines.len());
+    assert!(lines[..25].join("\n").contains("rank per GPU"));
+    assert!(lines[..45].iter().any(|line| line.starts_with("sbatch ") || line.starts_with("srun ")));
+}
+
+#[test]
+fn standard_terms_are_found() {
+    let pages = ["README.md", "docs/cluster.md", "docs/gpu.md"].map(page);
+    let is_found = |line: &&str| line.starts_with('#') || line.starts_with('|');
+    let found: Vec<&str> = pages.iter().flat_map(|page| page.lines()).filter(is_found).collect();
+    let missing: Vec<_> = TERMS.iter().filter(|term| !found.iter().any(|line| line.contains(*term))).collect();
+    assert!(missing.is_empty(), "{missing:?}");
+}
+
+#[test]
 fn commands_of_the_pages_work() {
     let all = blocks("docs/cli.md").concat();
     assert!(all.len() > 35, "{all:#?}");
@@ -107,8 +146,8 @@ fn commands_of(page: &str) {
 }
 
 #[test]
-fn commands_of_clusters_work() {
-    commands_of("clusters");
+fn commands_of_cluster_work() {
+    commands_of("cluster");
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 mod cubin;
 mod driver;
+mod efficiency;
 mod layouts;
 mod memory;
 mod nvrtc;

@@ -6,6 +6,7 @@ mod averages;
 mod checkpoint_format;
 mod checkpoints;
 mod diverging;
+mod efficiency;
 mod epochs;
 mod examples;
 mod hooks;

@@ -25,6 +25,7 @@ mod pairs;
 mod panels;
 mod peak;
 mod product;
+mod recorded_peak;
 mod regression;
 mod rotary;
 mod softmax;
@@ -37,6 +38,7 @@ mod transpose;
 mod window;
 
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use super::{Backend, Event, Gemm, Kernels, Launch, Ledger, MemoryKind, Profile, Reach, Work};
@@ -143,6 +145,31 @@ impl Cpu {
     /// which take 192 MiB of memory.
     pub fn peak(&self) -> Peak {
         Peak { flops: peak::flops(&self.threads), bandwidth: peak::bandwidth(&self.threads) }
+    }
+
+    /// Measures the FLOP/s that all threads reach in the number format of the matmuls; none where it cannot be measured:
+    /// oneDNN's bf16, which may use AMX.
+    pub fn measure_peak_flops(&self) -> Option<f64> {
+        match self.products {
+            Products::Own | Products::OneDnn => Some(peak::flops(&self.threads)),
+            Products::OwnBf16 => bf16::peak(&self.threads),
+            Products::OneDnnBf16 => None,
+        }
+    }
+
+    /// Records a measured peak of all threads for later runs on this kind of CPU ([`Backend::peak_flops`]); returns the file.
+    ///
+    /// # Errors
+    /// Returns an error if no cache directory of the user can be written.
+    pub fn record_peak_flops(&self, flops: f64) -> Result<PathBuf> {
+        recorded_peak::record(self.number_format(), flops, self.threads())
+    }
+
+    fn number_format(&self) -> &'static str {
+        match self.products {
+            Products::Own | Products::OneDnn => "f32",
+            Products::OwnBf16 | Products::OneDnnBf16 => "bf16",
+        }
     }
 
     /// Rounds to bf16, two to a word, as a GPU would: for memory that goes there. Words that are left over stay as they
@@ -324,5 +351,9 @@ impl Backend for Cpu {
 
     fn profile(&self) -> &Profile {
         &self.profile
+    }
+
+    fn peak_flops(&self) -> Option<f64> {
+        recorded_peak::find(self.number_format(), self.threads())
     }
 }

@@ -24,7 +24,7 @@ const ELEMENTS: usize = 1 << 24;
 const CHUNK: usize = 1 << 16;
 
 /// The least seconds of a few tries.
-fn best(mut run: impl FnMut()) -> f64 {
+pub(super) fn best(mut run: impl FnMut()) -> f64 {
     let tries = (0..TRIES).map(|_| {
         let begun = Instant::now();
         run();

@@ -47,6 +47,7 @@ pub mod nccl;
 mod norm;
 mod optimizer;
 mod pairs;
+mod peak;
 mod pinned;
 mod pool;
 mod product;
@@ -386,5 +387,9 @@ impl Backend for Cuda {
 
     fn device_peak(&self) -> Option<usize> {
         Some(self.0.pool.peak())
+    }
+
+    fn peak_flops(&self) -> Option<f64> {
+        peak::flops(&self.0.device.name, self.0.precision)
     }
 }

@@ -15,7 +15,9 @@ use crate::config::{Compute, Plan};
 use crate::engine::Pace;
 use crate::error::Result;
 use crate::placement::cpu;
+use crate::telemetry::efficiency::{Efficiency, readable_rate};
 use crate::telemetry::{grouped, say};
+use crate::train::Energy;
 
 /// Arguments of the three.
 #[derive(Args)]
@@ -56,8 +58,8 @@ struct Machine {
     threads: usize,
     /// Samples a rank and step.
     samples: u64,
-    /// 10⁹ operations a second of fused multiply-adds on a rank's threads.
-    peak_gflops: f64,
+    /// Peak GFLOP/s of a rank's threads in the number format of the matmuls; none where it cannot be measured (AMX).
+    peak_gflops: Option<f64>,
     /// GB/s of a triad, of 10⁹ bytes.
     peak_bandwidth: f64,
 }
@@ -77,7 +79,13 @@ struct Steps {
     per_second: f64,
     /// Of a rank's products and attention, by the median.
     gflops: f64,
-    of_peak: f64,
+    of_peak: Option<f64>,
+    /// Model TFLOP/s per rank, by the median.
+    tflops_per_rank: f64,
+    /// Model FLOPs utilisation, from 0 to 1.
+    mfu: Option<f64>,
+    /// Joules per prediction over the timed steps, where all nodes have energy counters.
+    joules_per_prediction: Option<f64>,
 }
 
 /// A kernel on one shape.
@@ -124,6 +132,7 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
     // All ranks at once: they share memory and cores.
     world.barrier().wait()?;
     let peak = pace.backend().peak();
+    let flops = pace.backend().measure_peak_flops();
     for _ in 0..WARM_UP {
         pace.step()?;
     }
@@ -133,17 +142,25 @@ pub fn table(comm: &Comm<Cpu>, args: &PaceArgs, view: View) -> Result<()> {
         ranks: comm.size(),
         threads: pace.backend().threads(),
         samples: pace.plan.micro,
-        peak_gflops: peak.flops / 1e9,
+        peak_gflops: flops.map(|flops| flops / 1e9),
         peak_bandwidth: peak.bandwidth / 1e9,
     };
     if speaks && !args.json {
         let Machine { network, ranks, threads, samples, peak_gflops, peak_bandwidth } = &machine;
         say(format_args!("{network}: {ranks} × {threads} threads, {samples} samples a rank and step, on random data"));
-        say(format_args!("at best, a rank: {peak_gflops:.1} GFLOP/s, {peak_bandwidth:.1} GB/s\n"));
+        let gflops = peak_gflops.map_or("unknown".into(), |peak| format!("{peak:.1} GFLOP/s"));
+        say(format_args!("peak of a rank: {gflops}, {peak_bandwidth:.1} GB/s"));
+    }
+    if speaks && let Some(flops) = flops {
+        let file = pace.backend().record_peak_flops(flops)?;
+        if !args.json {
+            say(format_args!("recorded for the MFU of runs on this kind of CPU: {}\n", file.display()));
+        }
     }
     if view == View::Step {
-        steps(&mut pace, args, machine, speaks)
+        steps(comm, &mut pace, args, machine, speaks)
     } else {
+        let peak = Peak { flops: flops.unwrap_or(f64::NAN), ..peak };
         kernels(&mut pace, args, machine, peak, view, speaks)
     }
 }
@@ -156,32 +173,49 @@ fn profiled(pace: &mut Pace<Cpu>) -> Result<()> {
     Ok(())
 }
 
-fn steps(pace: &mut Pace<Cpu>, args: &PaceArgs, machine: Machine, speaks: bool) -> Result<()> {
+fn steps(comm: &Comm<Cpu>, pace: &mut Pace<Cpu>, args: &PaceArgs, machine: Machine, speaks: bool) -> Result<()> {
     profiled(pace)?;
     let flops: f64 = pace.backend().profile().take().values().map(|tally| tally.flops).sum();
+    let world = comm.world();
+    let efficiency = Efficiency::gather(&world, &pace.plan.network, machine.peak_gflops.map(|peak| peak * 1e9))?;
+    let energy = Energy::open(&world, &comm.node().host, None)?;
     let mut seconds = (0..args.steps).map(|_| pace.step()).collect::<Result<Vec<_>>>()?;
+    let joules = energy.joules()?;
     seconds.sort_by(f64::total_cmp);
     let (median, fastest) = (seconds[seconds.len() / 2], seconds[0]);
     let gflops = flops / median / 1e9;
+    let per_second = pace.plan.tokens_per_step() as f64 / median;
+    let predictions = (u64::from(args.steps) * pace.plan.tokens_per_step()) as f64;
     let report = Steps {
         parameters: pace.parameters(),
         step_ms: median * 1e3,
         fastest_step_ms: fastest * 1e3,
         predictions: pace.plan.network.predictions(),
-        per_second: pace.plan.tokens_per_step() as f64 / median,
+        per_second,
         gflops,
-        of_peak: gflops / machine.peak_gflops,
+        of_peak: machine.peak_gflops.map(|peak| gflops / peak),
+        tflops_per_rank: efficiency.tflops_per_rank(per_second),
+        mfu: efficiency.mfu(per_second),
+        joules_per_prediction: joules.map(|joules| joules / predictions),
         machine,
     };
     match (speaks, args.json) {
         (false, _) => Ok(()),
         (true, true) => json(&report),
         (true, false) => {
-            let Steps { parameters, step_ms, fastest_step_ms, predictions, per_second, gflops, of_peak, .. } = report;
+            let Steps { parameters, step_ms, fastest_step_ms, predictions, per_second, gflops, .. } = report;
+            let percent = |part: Option<f64>, of: &str| {
+                part.map_or(String::new(), |part| format!(", {:.1} % {of}", 100.0 * part))
+            };
             say(format_args!("{} parameters", grouped(parameters)));
             say(format_args!("step        {step_ms:.2} ms, the fastest of {} {fastest_step_ms:.2} ms", args.steps));
             say(format_args!("throughput  {} {predictions}/s", grouped(per_second as u64)));
-            say(format_args!("arithmetic  {gflops:.1} GFLOP/s, {:.0} % of the peak", 100.0 * of_peak));
+            let (of_peak, mfu) = (percent(report.of_peak, "of the peak"), percent(report.mfu, "MFU"));
+            say(format_args!("arithmetic  {gflops:.1} GFLOP/s a rank as executed{of_peak}"));
+            say(format_args!("model       {} a rank{mfu}", readable_rate(report.tflops_per_rank)));
+            if let Some(joules) = report.joules_per_prediction {
+                say(format_args!("energy      {joules:.2e} J/{}", predictions.trim_end_matches('s')));
+            }
             Ok(())
         }
     }
@@ -231,7 +265,7 @@ fn rows(tallies: &Tallies, steps: f64, peak: Peak, view: View) -> Vec<Row> {
             microseconds: tally.seconds / calls * 1e6,
             fastest_microseconds: tally.fastest * 1e6,
             gflops: computes.then_some(flops / 1e9),
-            of_peak_gflops: computes.then_some(flops / peak.flops),
+            of_peak_gflops: computes.then_some(flops / peak.flops).filter(|part| part.is_finite()),
             bandwidth: bandwidth / 1e9,
             of_peak_bandwidth: bandwidth / peak.bandwidth,
         }
@@ -246,6 +280,7 @@ fn line(row: &Row) -> String {
     let shape = shape.join("×");
     let flops = match (row.gflops, row.of_peak_gflops) {
         (Some(rate), Some(of)) => format!("{rate:>9.1} {of:>7.2}"),
+        (Some(rate), None) => format!("{rate:>9.1} {:>7}", "–"),
         _ => format!("{:>9} {:>7}", "–", "–"),
     };
     format!(

@@ -59,6 +59,13 @@ impl TensorBoard {
             ("time/optimizer_ms", record.optimizer_ms),
         ];
         values.extend(parts.map(|(tag, ms)| scalar(tag, ms)));
+        let optional = [
+            ("speed/tflops_per_rank", record.tflops_per_rank),
+            ("speed/mfu", record.mfu),
+            ("energy/joules_per_token", record.joules_per_token),
+            ("energy/kwh", record.energy_kwh),
+        ];
+        values.extend(optional.into_iter().filter_map(|(tag, value)| Some(scalar(tag, value?))));
         self.append(step, time, values);
     }
 

@@ -9,7 +9,7 @@ use crate::evaluate::{Sampling, generate};
 use crate::run_dir::Ending;
 use crate::run_dir::markers::{End, Status};
 use crate::telemetry::epoch_loss::EpochLoss;
-use crate::telemetry::run_card::{RunCard, StageMemory};
+use crate::telemetry::run_card::{EnergyUse, RunCard, StageMemory};
 use crate::telemetry::{say, unix_time};
 use crate::train::hooks::Outcome;
 use crate::train::records::Records;
@@ -43,10 +43,11 @@ impl<B: Kernels> Run<'_, B> {
         };
         self.world.agree(self.outages.at_end(sampled))?;
         let stages = self.memory_of_stages()?;
+        let joules = self.energy.joules()?;
         let failure = self.hooks.failure();
         self.world.agree(failure)?;
         // Nobody hears of the end before it is on record.
-        let told = if self.world.rank() == 0 { self.tell(&ending, text, stages) } else { Ok(()) };
+        let told = if self.world.rank() == 0 { self.tell(&ending, text, stages, joules) } else { Ok(()) };
         self.world.agree(self.outages.at_end(told))?;
         log::info!("ended at step {}: {ending:?}", self.progress.step);
         Ok(ending)
@@ -71,11 +72,12 @@ impl<B: Kernels> Run<'_, B> {
     }
 
     /// Reports the end of the run to people and programs. On rank 0.
-    fn tell(&self, ending: &Ending, text: Option<String>, stages: Vec<StageMemory>) -> Result<()> {
+    fn tell(&self, ending: &Ending, text: Option<String>, stages: Vec<StageMemory>, joules: Option<f64>) -> Result<()> {
         let Some(records) = &self.records else { return Ok(()) };
         self.directory.check()?;
         records.progress.finish();
         let step = self.progress.step;
+        let energy = joules.map(|joules| records.energy.total(joules, step, self.energy.sources()));
         let (status, why) = match ending {
             Ending::Finished => (Status::Finished, None),
             Ending::Stopped(why) => (Status::Finished, Some(why.clone())),
@@ -94,6 +96,10 @@ impl<B: Kernels> Run<'_, B> {
         }
         if !self.meters.is_empty() {
             say(format_args!("time  {}", self.meters.times()));
+            if let Some(EnergyUse { kwh, joules_per_token, .. }) = &energy {
+                let one = self.plan.network.predictions().trim_end_matches('s');
+                say(format_args!("energy  {kwh:.3} kWh, {joules_per_token:.2e} J/{one}"));
+            }
         }
         if let Some(report) = self.meters.profile(self.plan.threads, !B::ON_HOST) {
             report.write(&self.directory.profile_path())?;
@@ -111,7 +117,7 @@ impl<B: Kernels> Run<'_, B> {
             say(format_args!("continue with --resume auto --set run.name={}", self.directory.name()));
         } else if !self.meters.is_empty() {
             // A finished run that was resumed had nothing left to measure.
-            self.card(stages).write(&self.directory.card_path())?;
+            self.card(stages, energy).write(&self.directory.card_path())?;
         }
         self.directory.marks().end(&End { step, status, why })
     }
@@ -164,9 +170,10 @@ impl<B: Kernels> Run<'_, B> {
         Ok((0..self.plan.mesh.pipeline).map(of_stage).collect())
     }
 
-    fn card(&self, stages: Vec<StageMemory>) -> RunCard {
+    fn card(&self, stages: Vec<StageMemory>, energy: Option<EnergyUse>) -> RunCard {
         let ledger = self.engine.model.backend.ledger();
         let stats = self.comm.stats();
+        let tokens_per_second = self.plan.tokens_per_step() as f64 / (self.meters.median_ms() * 1e-3);
         RunCard {
             version: env!("CARGO_PKG_VERSION").into(),
             mpi: self.comm.library().into(),
@@ -181,7 +188,10 @@ impl<B: Kernels> Run<'_, B> {
             data: self.trained_on.as_ref().map(|data| data.fingerprint.digest()),
             data_changes: self.trained_on.as_ref().map_or(vec![], |data| data.changes.clone()),
             validation_loss: self.schedule.evaluated.map(|(_, loss)| loss),
-            tokens_per_second: self.plan.tokens_per_step() as f64 / (self.meters.median_ms() * 1e-3),
+            tokens_per_second,
+            tflops_per_rank: Some(self.efficiency.tflops_per_rank(tokens_per_second)),
+            mfu: self.efficiency.mfu(tokens_per_second),
+            energy,
             seconds: self.meters.seconds(),
             step_seconds: self.meters.times(),
             loader_wait_seconds: self.feed.waited().as_secs_f64(),

@@ -22,6 +22,7 @@ use crate::evaluate::{Evaluator, Measures};
 use crate::nn::OwnNetwork;
 use crate::parallel::{AllFlags, Averaging, ControlFlags, whole_histograms};
 use crate::run_dir::{Ending, Resume, RunDirectory, Take};
+use crate::telemetry::efficiency::Efficiency;
 use crate::telemetry::evaluations::{self, Evaluation, Evaluations, Over};
 use crate::telemetry::metrics::Step;
 use crate::telemetry::straggler::Straggler;
@@ -29,6 +30,7 @@ use crate::telemetry::times::{Spent, Times};
 use crate::telemetry::trace::Trace;
 use crate::telemetry::unix_time;
 use crate::topology::Topology;
+use crate::train::energy::Energy;
 use crate::train::hooks::{Hook, Hooks};
 use crate::train::meters::Meters;
 use crate::train::outages::{Outages, is_outage};
@@ -104,6 +106,10 @@ pub struct GpuPlace {
     pub memory: usize,
     /// Assignment of ranks to GPUs, one line each.
     pub table: Vec<String>,
+    /// Identifies the GPU of this rank among all of its node.
+    pub id: String,
+    /// Ranks that share it.
+    pub sharers: usize,
 }
 
 /// Trains: collective over the world of `comm`. The ranks of `beside`, which contain this one and make a gather, are
@@ -182,6 +188,8 @@ struct Run<'h, B: Kernels> {
     outages: Outages,
     hooks: Hooks<'h>,
     meters: Meters,
+    efficiency: Efficiency,
+    energy: Energy<B>,
     /// For estimates of memory.
     held: Held,
     /// On rank 0 only.
@@ -273,11 +281,14 @@ impl<'h, B: Kernels> Run<'h, B> {
         self.stop_requests.stepped(Duration::from_secs_f64(seconds));
         let is_warm_up = !B::ON_HOST && self.goes_on();
         self.meters.took_round(steps.len(), seconds, times, is_warm_up, self.engine.model.backend.profile());
+        let last = began.step + steps.len() as u64;
+        let joules = if self.plan.is_due(self.plan.config.log.every, last) { self.energy.joules()? } else { None };
         let count = steps.len() as f64;
         let (seconds, times) = (seconds / count, times / count);
         let tokens = self.plan.tokens_per_step();
         for (taken, step) in steps.iter().zip(began.step + 1..) {
             let position = began.position + (step - began.step) * self.plan.config.batch.global;
+            let tokens_per_second = tokens as f64 / seconds;
             let record = Step {
                 step,
                 epoch: position as f64 / self.train_samples as f64,
@@ -287,13 +298,18 @@ impl<'h, B: Kernels> Run<'h, B> {
                 grad_norm: taken.norm,
                 skipped: taken.skipped(),
                 step_ms: seconds * 1e3,
-                tokens_per_second: tokens as f64 / seconds,
+                tokens_per_second,
+                tflops_per_rank: Some(self.efficiency.tflops_per_rank(tokens_per_second)),
+                mfu: self.efficiency.mfu(tokens_per_second),
                 peak_bytes: self.engine.model.backend.ledger().total_peak(),
                 time: unix_time(),
                 ..Step::default()
             };
-            let record = record.with(times);
+            let mut record = record.with(times);
             if let Some(records) = &mut self.records {
+                if let Some(joules) = joules.filter(|_| step == last) {
+                    records.energy.add_to(&mut record, joules);
+                }
                 let written = records.stepped(&record);
                 self.recorded(written)?;
             }

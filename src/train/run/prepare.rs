@@ -16,10 +16,12 @@ use crate::error::{Error, Result};
 use crate::evaluate::Evaluator;
 use crate::parallel::PipelineSchedule;
 use crate::run_dir::{Branch, Resume, Resumed, RunDirectory, Taking, resume};
+use crate::telemetry::efficiency::Efficiency;
 use crate::telemetry::epoch_loss::EpochLoss;
 use crate::telemetry::{banner, logging, say, unix_time};
 use crate::topology::Topology;
 use crate::train::budget::Budget;
+use crate::train::energy::Energy;
 use crate::train::hooks::Hooks;
 use crate::train::meters::Meters;
 use crate::train::outages::Outages;
@@ -127,6 +129,10 @@ impl<'h, B: Kernels> Run<'h, B> {
         let branch = branch.map(|from| Branch { from: from.to_path_buf(), take: request.take });
         world.agree(branch.map_or(Ok(()), |branch| directory.write_branch(branch)))?;
         let branched = branched.is_some();
+        let gpu = request.gpu.as_ref();
+        let peak = engine.model.backend.peak_flops().map(|peak| peak / gpu.map_or(1, |gpu| gpu.sharers) as f64);
+        let efficiency = Efficiency::gather(&world, &plan.network, peak)?;
+        let energy = Energy::open(&world, &topology.here().host, gpu.map(|gpu| &gpu.id[..]))?;
         let products = time_products(&world, &plan, &mut engine, &directory.matmuls_path())?;
         world.agree(products.found.map_or(Ok(()), |found| directory.write_matmuls(&found)))?;
         let epoch_loss = validation.is_none().then(|| EpochLoss::new(train.samples(), plan.config.batch.global));
@@ -212,6 +218,8 @@ impl<'h, B: Kernels> Run<'h, B> {
             outages,
             hooks: Hooks::new(own.hooks),
             meters: Meters::new(started, request.profile && root),
+            efficiency,
+            energy,
             held,
             records,
             _watch: watch,

@@ -11,6 +11,7 @@ mod operand;
 mod tile;
 
 use std::cell::RefCell;
+use std::hint::black_box;
 use std::ops::Range;
 
 use bytemuck::{Zeroable, cast_slice_mut};
@@ -52,6 +53,26 @@ pub fn is_there() -> bool {
     return tile::Instructions::find().is_some();
     #[cfg(not(target_arch = "x86_64"))]
     false
+}
+
+/// Measures the FLOP/s of products of bf16 pairs, added in f32, on all threads; none if the CPU lacks the instructions.
+pub fn peak(threads: &Threads) -> Option<f64> {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let by = tile::Instructions::find()?;
+        let (operations, _) = by.multiply_add(1.0);
+        let seconds = super::peak::best(|| {
+            threads.run(threads.count(), |_, _| {
+                black_box(by.multiply_add(black_box(1.0)));
+            });
+        });
+        Some((operations * threads.count()) as f64 / seconds)
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = threads;
+        None
+    }
 }
 
 /// Some words of rows of the left operand.

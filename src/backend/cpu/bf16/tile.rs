@@ -40,6 +40,35 @@ impl Instructions {
     }
 }
 
+/// Dot products of a register pair that [`Instructions::multiply_add`] makes: some milliseconds.
+const ROUNDS: usize = 1 << 20;
+
+/// Registers that [`Instructions::multiply_add`] adds to in turn: an addition takes longer than it takes to start the next.
+const REGISTERS: usize = 12;
+
+impl Instructions {
+    /// Multiplies and adds on registers alone; returns the number of floating-point operations, and a sum that depends on
+    /// all of them.
+    pub fn multiply_add(self, factor: f32) -> (usize, f32) {
+        // SAFETY: the CPU has the instructions, or there were no `self`.
+        unsafe { self.multiply_add_by(factor) }
+    }
+
+    #[target_feature(enable = "avx512f,avx512bw,avx512cd,avx512dq,avx512vl,avx512bf16,avx2,fma,bmi1,bmi2,lzcnt,popcnt")]
+    fn multiply_add_by(self, factor: f32) -> (usize, f32) {
+        let words = self.0.splat_f32s(factor);
+        let mut sums = [self.0.splat_f32s(0.0); REGISTERS];
+        for _ in 0..ROUNDS {
+            for sum in &mut sums {
+                *sum = self.dot(factor, words, *sum);
+            }
+        }
+        let total = sums.into_iter().fold(self.0.splat_f32s(0.0), |total, sum| self.0.add_f32s(total, sum));
+        // A word is two terms, each a multiplication and an addition.
+        (ROUNDS * REGISTERS * LANES * 4, self.0.reduce_sum_f32s(total))
+    }
+}
+
 /// A part of a product.
 pub struct Part<'a> {
     pub left: Left<'a>,

@@ -1,0 +1,93 @@
+//! Dense peak rates of NVIDIA's GPUs by SKU: the denominator of MFU.
+
+use super::{Arithmetic, Precision};
+
+/// A GPU's dense peaks in TFLOP/s. TF32 runs at half the rate of bf16 on every tensor core of this table.
+struct Sku {
+    /// The driver's name of the device contains it.
+    name: &'static str,
+    /// Tensor cores, operands in bf16, sums in f32, without sparsity. Zero where they lack bf16.
+    bf16: f64,
+    /// Fused multiply-adds in f32.
+    f32: f64,
+}
+
+const fn sku(name: &'static str, bf16: f64, f32: f64) -> Sku {
+    Sku { name, bf16, f32 }
+}
+
+/// From NVIDIA's data sheets; where a sheet gives the rate with sparsity only, half of it. The first name that matches counts, so a
+/// longer one comes before its prefix. Sheets: "H100 Tensor Core GPU" (SXM, PCIe, NVL), "H200 Tensor Core GPU" (SXM, NVL),
+/// "GH200 Grace Hopper Superchip", "DGX B200" and "GB200 NVL72" (per GPU), "A100 Tensor Core GPU", "A40", "A30", "A10",
+/// "L40S", "L40", "L4", "V100", "T4"; for GeForce and RTX the appendices of the white papers of GA102 and AD102
+/// (tensor rates with f32 accumulation).
+const SKUS: [Sku; 24] = [
+    sku("GB200", 2500.0, 80.0),
+    sku("B200", 2250.0, 75.0),
+    sku("GH200", 989.4, 66.9),
+    sku("H200 NVL", 835.5, 60.0),
+    sku("H200", 989.4, 66.9),
+    sku("H100 NVL", 835.5, 60.0),
+    sku("H100 PCIe", 756.4, 51.2),
+    sku("H100", 989.4, 66.9),
+    sku("H800 PCIe", 756.4, 51.2),
+    sku("H800", 989.4, 66.9),
+    sku("H20", 148.0, 44.0),
+    sku("A100", 311.9, 19.5),
+    sku("A800", 311.9, 19.5),
+    sku("A40", 149.7, 37.4),
+    sku("A30", 165.1, 10.3),
+    sku("A10", 125.0, 31.2),
+    sku("L40S", 362.1, 91.6),
+    sku("L40", 181.1, 90.5),
+    sku("L4", 121.0, 30.3),
+    sku("RTX 4090", 165.2, 82.6),
+    sku("RTX 3090", 71.0, 35.6),
+    sku("V100-SXM2", 0.0, 15.7),
+    sku("V100-PCIE", 0.0, 14.0),
+    sku("T4", 0.0, 8.1),
+];
+
+/// The dense peak in FLOP/s of the device that the driver calls `name`, if the table has it. A slice of a GPU (MIG) has
+/// none.
+pub(super) fn flops(name: &str, precision: Precision) -> Option<f64> {
+    let words: Vec<&str> = name.split([' ', '-']).collect();
+    if words.contains(&"MIG") {
+        return None;
+    }
+    // Whole words: an A1000 is not an A100.
+    let is_there = |sku: &&Sku| {
+        let wanted: Vec<&str> = sku.name.split([' ', '-']).collect();
+        words.windows(wanted.len()).any(|part| part == wanted)
+    };
+    let Sku { bf16, f32, .. } = SKUS.iter().find(is_there)?;
+    let tflops = match precision {
+        Precision::Bf16 => *bf16,
+        Precision::F32(Arithmetic::Tf32) => bf16 / 2.0,
+        Precision::F32(Arithmetic::Full) => *f32,
+    };
+    (tflops > 0.0).then_some(tflops * 1e12)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_drivers_are_found() {
+        let bf16 = |name| flops(name, Precision::Bf16).map(|rate| (rate / 1e12).round());
+        assert_eq!(bf16("NVIDIA H100 80GB HBM3"), Some(989.0));
+        assert_eq!(bf16("NVIDIA H100 PCIe"), Some(756.0));
+        assert_eq!(bf16("NVIDIA H200"), Some(989.0));
+        assert_eq!(bf16("NVIDIA GH200 480GB"), Some(989.0));
+        assert_eq!(bf16("NVIDIA A100-SXM4-80GB"), Some(312.0));
+        assert_eq!(bf16("NVIDIA L40S"), Some(362.0));
+        assert_eq!(bf16("NVIDIA L4"), Some(121.0));
+        assert_eq!(bf16("NVIDIA A10G"), None);
+        assert_eq!(bf16("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), None);
+        assert_eq!(bf16("NVIDIA A1000"), None);
+        assert_eq!(bf16("Tesla V100-SXM2-32GB"), None);
+        assert_eq!(flops("Tesla V100-SXM2-32GB", Precision::F32(Arithmetic::Full)), Some(15.7e12));
+        assert_eq!(flops("NVIDIA H100 80GB HBM3", Precision::F32(Arithmetic::Tf32)), Some(494.7e12));
+    }
+}

@@ -1,0 +1,142 @@
+//! The energy of a run: one rank of each machine reads its counters, rank 0 records the sum.
+
+use crate::backend::Backend;
+use crate::comm::Group;
+use crate::energy::{Counters, Meter, Source, machine};
+use crate::error::{Error, Result};
+use crate::telemetry::metrics::Step;
+use crate::telemetry::run_card::EnergyUse;
+
+/// Joules in a kWh.
+const KWH: f64 = 3.6e6;
+
+/// The energy counters of all machines of a run, as one rank sees them.
+pub struct Energy<B: Backend> {
+    world: Group<B>,
+    /// On the ranks that read; none anywhere if nothing can be counted.
+    meter: Option<Meter>,
+    /// The sources that all machines have.
+    sources: Vec<Source>,
+    machines: usize,
+}
+
+impl<B: Backend> Energy<B> {
+    /// Opens the counters of every machine on its first rank, and starts to count what all machines can. `gpu` is the CUDA id
+    /// of this rank's GPU. Collective.
+    ///
+    /// # Errors
+    /// Returns an error if a message between ranks failed.
+    pub fn open(world: &Group<B>, host: &str, gpu: Option<&str>) -> Result<Self> {
+        let mine = serde_json::to_vec(&(machine(host), gpu)).map_err(|e| Error::internal(e.to_string()))?;
+        let messages = world.gather_bytes(mine).wait()?;
+        let places = messages.iter().map(|message| serde_json::from_slice(message));
+        let places: Vec<(String, Option<String>)> =
+            places.collect::<Result<_, _>>().map_err(|e| Error::comm(format!("a rank's machine and GPU: {e}")))?;
+        let reader_of = |machine: &String| places.iter().position(|place| place.0 == *machine);
+        let is_reader = |rank: usize| reader_of(&places[rank].0) == Some(rank);
+        let mut gpus: Vec<String> = places
+            .iter()
+            .filter(|place| place.0 == places[world.rank()].0)
+            .filter_map(|place| place.1.clone())
+            .collect();
+        gpus.sort();
+        gpus.dedup();
+        let counters = is_reader(world.rank()).then(|| Counters::open(&gpus));
+
+        let has = |source: Source| counters.as_ref().is_none_or(|counters| counters.has(source).is_ok());
+        let all = world.gather_numbers(&[u64::from(has(Source::Gpu)), u64::from(has(Source::Cpu))])?;
+        let everywhere = |at: usize| all.iter().all(|rank| rank.get(at) == Some(&1));
+        let sources: Vec<Source> = [Source::Gpu, Source::Cpu]
+            .into_iter()
+            .enumerate()
+            .filter(|(at, _)| everywhere(*at))
+            .map(|(_, one)| one)
+            .collect();
+        let meter = counters.filter(|_| !sources.is_empty()).map(|counters| counters.start(&sources));
+        let machines = (0..places.len()).filter(|rank| is_reader(*rank)).count();
+        Ok(Self { world: world.clone(), meter, sources, machines })
+    }
+
+    /// Joules of all machines since the counters were opened; none if they cannot be counted. On rank 0; the other ranks get
+    /// any number. Collective where there are several machines.
+    ///
+    /// # Errors
+    /// Returns an error if a message between ranks failed.
+    pub fn joules(&self) -> Result<Option<f64>> {
+        if self.sources.is_empty() {
+            return Ok(None);
+        }
+        let mine = self.meter.as_ref().map_or(Some(0.0), Meter::joules).unwrap_or(f64::NAN);
+        let all = match self.machines {
+            1 => mine,
+            _ => self.world.gather_numbers(&[mine.to_bits()])?.iter().flatten().map(|bits| f64::from_bits(*bits)).sum(),
+        };
+        Ok(Some(all).filter(|joules| joules.is_finite()))
+    }
+
+    /// The devices that are counted.
+    pub fn sources(&self) -> &[Source] {
+        &self.sources
+    }
+}
+
+/// Rank 0's account of the energy of a run.
+pub struct EnergyAccount {
+    /// kWh of earlier starts.
+    earlier_kwh: f64,
+    /// Steps and joules at the last record.
+    recorded: (u64, f64),
+    /// The step that this start began at.
+    began: u64,
+    /// Predictions per step.
+    per_step: f64,
+}
+
+impl EnergyAccount {
+    /// The account of a run that took `earlier_kwh` before this start, which begins at `step` and makes `per_step`
+    /// predictions a step.
+    pub fn new(earlier_kwh: f64, step: u64, per_step: u64) -> Self {
+        Self { earlier_kwh, recorded: (step, 0.0), began: step, per_step: per_step as f64 }
+    }
+
+    /// Adds the energy to the record of a step at whose end this start has taken `joules`.
+    pub fn add_to(&mut self, record: &mut Step, joules: f64) {
+        let (step, before) = self.recorded;
+        record.energy_kwh = Some(self.kwh(joules));
+        record.joules_per_token = Some((joules - before) / self.predictions(step, record.step));
+        self.recorded = (record.step, joules);
+    }
+
+    /// The energy of the run, for its card, after `step` steps.
+    pub fn total(&self, joules: f64, step: u64, sources: &[Source]) -> EnergyUse {
+        let joules_per_token = joules / self.predictions(self.began, step);
+        EnergyUse { sources: sources.to_vec(), kwh: self.kwh(joules), joules_per_token }
+    }
+
+    fn kwh(&self, joules: f64) -> f64 {
+        self.earlier_kwh + joules / KWH
+    }
+
+    /// Predictions of the steps after `from` to `to`.
+    fn predictions(&self, from: u64, to: u64) -> f64 {
+        to.saturating_sub(from).max(1) as f64 * self.per_step
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn energy_goes_on_across_starts() {
+        let mut account = EnergyAccount::new(0.5, 10, 100);
+        let mut record = Step { step: 20, ..Step::default() };
+        account.add_to(&mut record, 3.6e6);
+        assert_eq!((record.energy_kwh, record.joules_per_token), (Some(1.5), Some(3600.0)));
+        record.step = 22;
+        account.add_to(&mut record, 3.6e6 + 400.0);
+        assert_eq!(record.joules_per_token, Some(2.0));
+        let total = account.total(7.2e6, 30, &[Source::Gpu]);
+        assert_eq!((total.kwh, total.joules_per_token), (2.5, 3600.0));
+    }
+}
