@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Directory of the counters; another one for tests.
+/// Directory of the counters; the variable names another one, such as the host's in a container.
 const ROOT: &str = "/sys/class/powercap";
 const ROOT_VARIABLE: &str = "HPCTRAIN_POWERCAP_ROOT";
 
