@@ -35,6 +35,9 @@ pub struct SampleArgs {
     /// A text that ends a continuation, which does not have it; repeatable.
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
+    /// Continue after the token that ends a text, instead of ending there.
+    #[arg(long)]
+    ignore_eos: bool,
     /// Divides the logits; 0 takes the likeliest token.
     #[arg(long, default_value_t = 0.8)]
     temperature: f64,
@@ -66,7 +69,7 @@ struct Continued<'a> {
     text: &'a str,
     /// All ids that were drawn, those of a text that ended it included.
     ids: &'a [u32],
-    /// `stop` or `length`.
+    /// `stop` (a text of --stop), `eos` (the token that ends a text) or `length`.
     end: &'static str,
 }
 
@@ -108,7 +111,7 @@ impl SampleArgs {
         }
         let vocabulary = config::network(&mut manifest.config.model.clone(), None)?.outputs();
         let encode = |text: String| {
-            let ids = tokenizer.encode(&text)?;
+            let ids = tokenizer.prompt(&text)?;
             if ids.is_empty() {
                 return Err(Error::input("--prompt is empty").hint("give at least one character, or leave it out"));
             }
@@ -156,7 +159,11 @@ impl Work for SampleArgs {
                 top_k: self.top_k.map(|k| k as usize),
                 seed,
             };
+            let eos = tokenizer.ends()[1].filter(|_| !self.ignore_eos);
             let is_end = |drawn: &[u32]| {
+                if eos.is_some() && drawn.last().copied() == eos {
+                    return true;
+                }
                 let last = &drawn[drawn.len().saturating_sub(longest)..];
                 !self.stop.is_empty() && self.stopped(&tokenizer.decode(last)).is_some()
             };
@@ -164,11 +171,16 @@ impl Work for SampleArgs {
             if found.world.rank() != 0 {
                 continue;
             }
-            let text = tokenizer.decode_after(ids, &drawn);
+            let has_eos = eos.is_some() && drawn.last().copied() == eos;
+            let text = tokenizer.decode_after(ids, &drawn[..drawn.len() - usize::from(has_eos)]);
             let stopped = self.stopped(&text);
             let text = &text[..stopped.unwrap_or(text.len())];
             if self.json {
-                let end = if stopped.is_some() { "stop" } else { "length" };
+                let end = match stopped {
+                    Some(_) => "stop",
+                    None if has_eos => "eos",
+                    None => "length",
+                };
                 let line = serde_json::to_string(&Continued { prompt, text, ids: &drawn, end });
                 say(line.map_err(|e| Error::internal(e.to_string()))?);
             } else {

@@ -476,6 +476,67 @@ fn tokenizers_of_files_travel() {
     assert!(ended.code() == 2 && ended.stderr.contains("there/tokenizer.json is no tokenizer.json: "), "{ended}");
 }
 
+/// The tokens that begin and end a text count as in transformers: a prompt of an imported model begins with the one, a continuation
+/// ends at the other.
+#[test]
+fn samples_begin_and_end_as_the_tokenizer_says() {
+    let folder = Folder(tempfile::tempdir().unwrap());
+    let mut file: Value = serde_json::from_str(&Tokenizer::Byte.file().unwrap()).unwrap();
+    let special = |id: u32, content: &str| {
+        serde_json::json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
+            "special": true,
+        })
+    };
+    file["added_tokens"] = serde_json::json!([special(256, "<|end|>"), special(257, "<|begin|>")]);
+    std::fs::write(folder.at("tokenizer.json"), file.to_string()).unwrap();
+    std::fs::create_dir(folder.at("texts")).unwrap();
+    for text in 0..200 {
+        std::fs::write(folder.at(&format!("texts/{text}.txt")), "ab").unwrap();
+    }
+    folder.ran("data import text @texts --tokenizer @tokenizer.json --end-of-text <|end|> --out @data");
+    folder.train("x", "--set run.steps=80 --set optimizer.lr=0.02 --set schedule.warmup=2");
+    let sampled = |words: &str| -> Value {
+        let line = format!("sample --tokens 8 --temperature 0 --json --checkpoint {words}");
+        serde_json::from_str(&folder.ran(&line).stdout).unwrap()
+    };
+    let ended = sampled("@runs/x --prompt a");
+    assert_eq!((&ended["text"], &ended["end"]), (&"b".into(), &"eos".into()), "{ended}");
+    assert_eq!(ended["ids"].as_array().unwrap().last(), Some(&256.into()), "{ended}");
+    let whole = sampled("@runs/x --prompt a --ignore-eos");
+    assert!(whole["ids"].as_array().unwrap().len() == 8 && whole["end"] == "length", "{whole}");
+    assert!(whole["text"].as_str().unwrap().starts_with("b<|end|>"), "{whole}");
+
+    folder.ran("checkpoint export @runs/x --out @there");
+    let path = folder.at("there/tokenizer_config.json");
+    let mut settings = json(Path::new(&path));
+    settings["bos_token"] = "<|begin|>".into();
+    std::fs::write(&path, settings.to_string()).unwrap();
+    let ids = |checkpoint: &str, prompt: &str| {
+        sampled(&format!("{checkpoint} --ignore-eos --prompt {prompt}"))["ids"].clone()
+    };
+    let behind = ids("@runs/x", "<|begin|>b");
+    assert_ne!(behind, ids("@runs/x", "b"), "the token makes no difference to this model");
+    // Nothing says that a text begins with it.
+    folder.ran("checkpoint import @there --out @plain");
+    assert_eq!(ids("@plain", "b"), ids("@runs/x", "b"));
+    settings["add_bos_token"] = true.into();
+    std::fs::write(&path, settings.to_string()).unwrap();
+    folder.ran("checkpoint import @there --out @settings");
+    assert_eq!((ids("@settings", "b"), ids("@settings", "<|begin|>b")), (behind.clone(), behind.clone()));
+    settings["add_bos_token"] = false.into();
+    std::fs::write(&path, settings.to_string()).unwrap();
+    file["post_processor"] = serde_json::json!({
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [257], "tokens": ["<|begin|>"]}},
+    });
+    std::fs::write(folder.at("there/tokenizer.json"), file.to_string()).unwrap();
+    folder.ran("checkpoint import @there --out @processed");
+    assert_eq!(ids("@processed", "b"), behind);
+}
+
 /// An export is all that transformers needs, and continues a text as `sample` does. A tokenizer of characters is the same again
 /// after an import.
 #[test]

@@ -181,6 +181,28 @@ impl HuggingFace {
         Ok(ids)
     }
 
+    /// The ids of a text to continue, as `transformers` encodes it: behind the token that begins a text, if the file's
+    /// post-processor or `add_bos_token` in `tokenizer_config.json` puts it there.
+    pub(super) fn prompt(&self, text: &str) -> Result<Vec<u32>> {
+        let mut ids = self.encode(text)?;
+        if let Some(begin) = self.begin.filter(|begin| ids.first() != Some(begin))
+            && (self.is_processed_to_begin_with(begin, text)? || self.config_adds_begin())
+        {
+            ids.insert(0, begin);
+        }
+        Ok(ids)
+    }
+
+    fn is_processed_to_begin_with(&self, begin: u32, text: &str) -> Result<bool> {
+        let encoding = self.parsed()?.encode_fast(text, true).map_err(|e| refused(&e))?;
+        Ok(encoding.get_ids().first() == Some(&begin))
+    }
+
+    fn config_adds_begin(&self) -> bool {
+        let config = self.config().and_then(|config| serde_json::from_str::<Value>(config).ok());
+        config.is_some_and(|config| config["add_bos_token"] == true)
+    }
+
     /// As [`HuggingFace::encode`], with the places of the tokens.
     pub(in crate::data) fn placed(&self, text: &str) -> Result<Vec<Placed>> {
         let encoding = self.parsed()?.encode(text, false).map_err(|e| refused(&e))?;

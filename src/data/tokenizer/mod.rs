@@ -152,6 +152,18 @@ impl Tokenizer {
         serde_json::to_string_pretty(&settings).map_err(|e| Error::internal(e.to_string()))
     }
 
+    /// The ids of a text to continue: as [`Tokenizer::encode`], behind the token that begins a text where the tokenizer of an
+    /// imported model puts one.
+    ///
+    /// # Errors
+    /// As [`Tokenizer::encode`].
+    pub fn prompt(&self, text: &str) -> Result<Vec<u32>> {
+        match self {
+            Self::HuggingFace(file) => file.prompt(text),
+            other => other.encode(text),
+        }
+    }
+
     /// Tokens that begin and end a text, where there are some.
     pub fn ends(&self) -> [Option<u32>; 2] {
         match self {
