@@ -16,8 +16,8 @@ use crate::comm::wire::{Members, Wire};
 use crate::error::Result;
 
 /// The group seen as nodes and lanes.
-struct Nodes {
-    nodes: Vec<Vec<usize>>,
+struct Nodes<'a> {
+    nodes: &'a [Vec<usize>],
     lanes: usize,
     /// My node.
     node: usize,
@@ -25,8 +25,8 @@ struct Nodes {
     local: usize,
 }
 
-impl Nodes {
-    fn of(group: &Members) -> Self {
+impl<'a> Nodes<'a> {
+    fn of(group: &'a Members) -> Self {
         let nodes = group.by_node();
         let lanes = nodes.iter().map(Vec::len).min().unwrap_or(1);
         let place = |ranks: &Vec<usize>| ranks.iter().position(|&rank| rank == group.rank);
@@ -87,7 +87,7 @@ impl Nodes {
 }
 
 /// The ranks of each node, if they are equally many.
-pub fn equal_nodes(group: &Members) -> Option<Vec<Vec<usize>>> {
+pub fn equal_nodes(group: &Members) -> Option<&[Vec<usize>]> {
     let nodes = group.by_node();
     nodes.iter().all(|ranks| ranks.len() == nodes[0].len()).then_some(nodes)
 }
@@ -130,19 +130,19 @@ pub fn broadcast(
     range: &Range<usize>,
     root: usize,
 ) -> Result<()> {
-    let Nodes { mut nodes, node, .. } = Nodes::of(group);
+    let Nodes { nodes, node, .. } = Nodes::of(group);
     // The root speaks for its node, the first rank for every other.
-    for ranks in &mut nodes {
-        if let Some(place) = ranks.iter().position(|&rank| rank == root) {
-            ranks.swap(0, place);
-        }
-    }
-    let speakers: Vec<usize> = nodes.iter().map(|ranks| ranks[0]).collect();
+    let speaks = |ranks: &[usize]| if ranks.contains(&root) { root } else { ranks[0] };
+    let speakers: Vec<usize> = nodes.iter().map(|ranks| speaks(ranks)).collect();
     let first = speakers.iter().position(|&rank| rank == root).unwrap_or(0);
     if let Some(between) = group.subset(&speakers) {
         tree::broadcast(x, wire, &between, range, first)?;
     }
-    match group.subset(&nodes[node]) {
+    let mut here = nodes[node].clone();
+    if let Some(place) = here.iter().position(|&rank| rank == root) {
+        here.swap(0, place);
+    }
+    match group.subset(&here) {
         Some(inside) => tree::broadcast(x, wire, &inside, range, 0),
         None => Ok(()),
     }

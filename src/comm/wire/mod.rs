@@ -6,7 +6,8 @@ pub(super) mod noted;
 pub mod tcp;
 pub(super) mod threads;
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
 
 use crate::backend::Span;
 use crate::error::{Error, Result};
@@ -55,16 +56,18 @@ pub struct Members {
     pub ranks: Arc<[usize]>,
     /// The node of every rank of the world.
     nodes: Arc<[usize]>,
+    /// The result of [`Members::by_node`], once it was asked for: collectives ask for it each time.
+    by_node: Arc<OnceLock<Vec<Vec<usize>>>>,
 }
 
 impl Members {
     pub fn new(id: usize, world_rank: usize, ranks: Vec<usize>, nodes: Arc<[usize]>) -> Self {
         let rank = ranks.partition_point(|&other| other < world_rank);
-        Self { id, rank, ranks: ranks.into(), nodes }
+        Self { id, rank, ranks: ranks.into(), nodes, by_node: Arc::default() }
     }
 
     pub fn world(rank: usize, nodes: Arc<[usize]>) -> Self {
-        Self { id: 0, rank, ranks: (0..nodes.len()).collect(), nodes }
+        Self { id: 0, rank, ranks: (0..nodes.len()).collect(), nodes, by_node: Arc::default() }
     }
 
     pub fn size(&self) -> usize {
@@ -81,24 +84,27 @@ impl Members {
         (self.rank + self.size() - 1) % self.size()
     }
 
-    /// The group's ranks node by node, in the order of the nodes' first ranks.
-    pub fn by_node(&self) -> Vec<Vec<usize>> {
-        let mut found: Vec<(usize, Vec<usize>)> = Vec::new();
-        for (rank, &world_rank) in self.ranks.iter().enumerate() {
-            let node = self.nodes[world_rank];
-            match found.iter_mut().find(|(other, _)| *other == node) {
-                Some((_, ranks)) => ranks.push(rank),
-                None => found.push((node, vec![rank])),
+    /// The group's ranks node by node, in the order of the nodes' first ranks. Clones of a group share the result.
+    pub fn by_node(&self) -> &[Vec<usize>] {
+        self.by_node.get_or_init(|| {
+            let mut places: HashMap<usize, usize> = HashMap::new();
+            let mut nodes: Vec<Vec<usize>> = Vec::new();
+            for (rank, &world_rank) in self.ranks.iter().enumerate() {
+                let place = *places.entry(self.nodes[world_rank]).or_insert(nodes.len());
+                if place == nodes.len() {
+                    nodes.push(Vec::new());
+                }
+                nodes[place].push(rank);
             }
-        }
-        found.into_iter().map(|(_, ranks)| ranks).collect()
+            nodes
+        })
     }
 
     /// Some of the group's ranks by themselves, or none if I am not one of them.
     pub fn subset(&self, chosen: &[usize]) -> Option<Members> {
         let rank = chosen.iter().position(|&rank| rank == self.rank)?;
         let ranks = chosen.iter().map(|&rank| self.ranks[rank]).collect();
-        Some(Members { id: self.id, rank, ranks, nodes: self.nodes.clone() })
+        Some(Members { id: self.id, rank, ranks, nodes: self.nodes.clone(), by_node: Arc::default() })
     }
 }
 
@@ -243,7 +249,9 @@ mod tests {
     #[test]
     fn ranks_are_found_by_node_and_chosen() {
         let group = Members::new(3, 5, vec![1, 3, 5, 6], [0, 0, 0, 1, 1, 0, 1].into());
-        assert_eq!((group.rank, group.by_node()), (2, vec![vec![0, 2], vec![1, 3]]));
+        assert_eq!((group.rank, group.by_node()), (2, &[vec![0, 2], vec![1, 3]][..]));
+        // Collectives of clones do not count again.
+        assert!(std::ptr::eq(group.by_node(), group.clone().by_node()));
         let chosen = group.subset(&[0, 2]).unwrap();
         assert_eq!((chosen.rank, &chosen.ranks[..], chosen.id), (1, &[1, 5][..], 3));
         assert!(group.subset(&[0, 1]).is_none());
