@@ -251,7 +251,7 @@ impl<B: Kernels> Saver<B> {
             }
         };
         let message = serde_json::to_vec(written.written()).map_err(|e| Error::internal(e.to_string()))?;
-        let everyone = self.world.gather_bytes(message).wait()?;
+        let everyone = self.world.gather_bytes_to_root(message).wait()?;
         let job = self.job.clone();
         Task::start("publisher", move || {
             if root {

@@ -269,6 +269,21 @@ impl<B: Backend> Group<B> {
         self.gather_as("gather_bytes", mine)
     }
 
+    /// Every rank's bytes, of any length, in rank order, on rank 0 of the group; nothing on the other ranks.
+    pub fn gather_bytes_to_root(&self, mine: Vec<u8>) -> Pending<Vec<Vec<u8>>> {
+        if self.size() == 1 {
+            return Pending::ready(vec![mine]);
+        }
+        let label = self.label("gather_bytes_to_root", Size::Own(mine.len()), "binomial tree");
+        let members = self.members.clone();
+        let (reply, pending) = reply(&self.comm.inner.shared);
+        self.comm.inner.submit(Request::run(move |state| {
+            let gather = |state: &mut CommThreadState| bytes::gather_to_root(&mut *state.wire, &members, mine);
+            reply.send(state.collective(&members, &label, gather));
+        }));
+        pending
+    }
+
     /// As [`Group::gather_bytes`], of numbers; waits for them.
     ///
     /// # Errors

@@ -188,6 +188,7 @@ fn rounds(ranks: usize, algorithm: Algorithm) -> Vec<(&'static str, u64, u64)> {
         };
         count("agree", &|| world.agree(Ok(())))?;
         count("gather_bytes", &|| world.gather_bytes(vec![0; 100]).wait().map(drop))?;
+        count("gather_bytes_to_root", &|| world.gather_bytes_to_root(vec![0; 100]).wait().map(drop))?;
         for operation in [Operation::ReduceScatter, Operation::AllGather, Operation::AllReduce, Operation::Reduce] {
             count(operation.name(), &|| world.run(operation, buf(&mine)).wait().map(drop))?;
         }
@@ -208,7 +209,7 @@ fn rounds_grow_with_the_logarithm_of_the_ranks() {
                 // Debug builds compare each request with a neighbour's first.
                 let compared = u64::from(cfg!(debug_assertions));
                 let most = match name {
-                    "agree" | "gather_bytes" => 2 * log,
+                    "agree" | "gather_bytes" | "gather_bytes_to_root" => 2 * log,
                     "all_gather" if algorithm == Algorithm::Tree => log,
                     "all_reduce" | "reduce" => 3 * log + 2,
                     _ => 2 * log + 2,
@@ -299,6 +300,20 @@ fn a_role_is_a_world() {
 }
 
 #[test]
+fn bytes_of_any_number_of_ranks_meet_on_rank_0() {
+    for ranks in 2..=9 {
+        let results = run(&vec![0; ranks], Algorithm::Tree, |comm| {
+            let mine = vec![comm.rank() as u8; comm.rank()];
+            comm.world().gather_bytes_to_root(mine).wait()
+        });
+        for (rank, result) in results.into_iter().enumerate() {
+            let expected: Vec<Vec<u8>> = (0..ranks).map(|rank| vec![rank as u8; rank]).collect();
+            assert_eq!(result.unwrap().unwrap(), if rank == 0 { expected } else { vec![] }, "rank {rank} of {ranks}");
+        }
+    }
+}
+
+#[test]
 fn messages_bytes_and_barriers() {
     for (transport, results) in
         [("threads", run(&[0; 3], Algorithm::Ring, messages)), ("TCP", run_over_tcp(3, Algorithm::Ring, messages))]
@@ -324,6 +339,8 @@ fn messages(comm: Comm<Cpu>) -> Result<()> {
     let ready: Vec<_> = (0..4).map(|_| world.recv(previous, buf(&[0.0; 100]))).collect();
     let all = world.gather_bytes(vec![rank as u8; rank * 2]).wait()?;
     assert_eq!(all, [vec![], vec![1; 2], vec![2; 4]]);
+    let at_root = world.gather_bytes_to_root(vec![rank as u8; rank * 2]).wait()?;
+    assert_eq!(at_root, if rank == 0 { all } else { vec![] });
     let sent: Vec<_> = (0..4).map(|i| world.send(next, buf(&vec![(rank * 10 + i) as f32; 100]))).collect();
     for (i, ready) in ready.into_iter().enumerate() {
         assert_eq!(ready.wait()?.as_slice(), [(previous * 10 + i) as f32; 100]);

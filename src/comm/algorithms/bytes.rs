@@ -18,27 +18,71 @@ pub fn gather(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Result<Vec
         let distance = all.len();
         let count = distance.min(size - distance);
         let (behind, ahead) = ((group.rank + size - distance) % size, (group.rank + distance) % size);
-        let lengths: Vec<u8> = all[..count].iter().flat_map(|one| (one.len() as u64).to_le_bytes()).collect();
-        let mut theirs = vec![0; lengths.len()];
-        wire.exchange_bytes(group, Some((behind, &lengths)), Some((ahead, &mut theirs)))?;
-        let theirs: Vec<u64> = theirs.as_chunks().0.iter().map(|one| u64::from_le_bytes(*one)).collect();
-        if let Some((behind, length)) = theirs.iter().enumerate().find(|(_, length)| **length > LONGEST) {
-            let from = group.ranks[(ahead + behind) % size];
-            return Err(Error::comm(format!("rank {from} has {length} bytes for all, more than {LONGEST}")));
-        }
-        let theirs: Vec<usize> = theirs.into_iter().map(|length| length as usize).collect();
+        let mut theirs = vec![0; count * size_of::<u64>()];
+        wire.exchange_bytes(group, Some((behind, &lengths(&all[..count]))), Some((ahead, &mut theirs)))?;
+        let theirs = checked(group, ahead, &theirs)?;
         let mut bytes = vec![0; theirs.iter().sum()];
         wire.exchange_bytes(group, Some((behind, &all[..count].concat())), Some((ahead, &mut bytes)))?;
-        let mut rest = &bytes[..];
-        for length in theirs {
-            let (one, after) = rest.split_at(length);
-            all.push(one.to_vec());
-            rest = after;
-        }
+        all.extend(divided(&bytes, &theirs));
     }
     // From rank 0 on.
     all.rotate_right(group.rank);
     Ok(all)
+}
+
+/// Every rank's bytes, in rank order, on rank 0 alone, in 2⌈log₂ n⌉ rounds of a binomial tree: in step k each rank that is
+/// a multiple of 2^(k+1) takes those of the 2^k ranks that follow its own. The other ranks return nothing.
+pub fn gather_to_root(wire: &mut dyn Wire, group: &Members, mine: Vec<u8>) -> Result<Vec<Vec<u8>>> {
+    let size = group.size();
+    let mut all = vec![mine];
+    let mut distance = 1;
+    while distance < size {
+        if !group.rank.is_multiple_of(2 * distance) {
+            let to = group.rank - distance;
+            wire.exchange_bytes(group, Some((to, &lengths(&all))), None)?;
+            wire.exchange_bytes(group, Some((to, &all.concat())), None)?;
+            return Ok(Vec::new());
+        }
+        let from = group.rank + distance;
+        if from < size {
+            let mut theirs = vec![0; distance.min(size - from) * size_of::<u64>()];
+            wire.exchange_bytes(group, None, Some((from, &mut theirs)))?;
+            let theirs = checked(group, from, &theirs)?;
+            let mut bytes = vec![0; theirs.iter().sum()];
+            wire.exchange_bytes(group, None, Some((from, &mut bytes)))?;
+            all.extend(divided(&bytes, &theirs));
+        }
+        distance *= 2;
+    }
+    Ok(all)
+}
+
+/// The lengths of some ranks' bytes, as a message.
+fn lengths(all: &[Vec<u8>]) -> Vec<u8> {
+    all.iter().flat_map(|one| (one.len() as u64).to_le_bytes()).collect()
+}
+
+/// The lengths in a message, of the ranks from `first` on around the ring.
+fn checked(group: &Members, first: usize, message: &[u8]) -> Result<Vec<usize>> {
+    let lengths = message.as_chunks().0.iter().map(|one| u64::from_le_bytes(*one)).enumerate();
+    let length = |(behind, length): (usize, u64)| {
+        let from = group.ranks[(first + behind) % group.size()];
+        let is_possible = length <= LONGEST;
+        let too_long = || Error::comm(format!("rank {from} sends {length} bytes, more than {LONGEST}"));
+        is_possible.then_some(length as usize).ok_or_else(too_long)
+    };
+    lengths.map(length).collect()
+}
+
+/// The bytes of several ranks, one after the other, by their lengths.
+fn divided(bytes: &[u8], lengths: &[usize]) -> Vec<Vec<u8>> {
+    let mut rest = bytes;
+    let mut next = |length: &usize| {
+        let (one, after) = rest.split_at(*length);
+        rest = after;
+        one.to_vec()
+    };
+    lengths.iter().map(&mut next).collect()
 }
 
 /// Returns when every rank has entered: in step k each rank signals to the one 2^k ahead (dissemination).
