@@ -137,6 +137,32 @@ fn ranks_exchange_the_memory_of_their_gpus() {
 }
 
 #[test]
+fn gpus_that_are_required_and_missing_are_a_failure() {
+    let mut shared = on_ranks(2, &["--json", "--require-gpus"]);
+    let report = self::report(&finish(with_simulator(&mut shared).env("CUDASIM_DEVICES", "1")));
+    let (status, found) = check(&report, "gpu of each rank");
+    assert!(status == "failure" && found.contains("are to share 1 GPU"), "{report:#}");
+
+    // Of a node without a driver.
+    let ended = finish(program(["doctor", "--json", "--require-gpus"]).env("LD_LIBRARY_PATH", ""));
+    let report = self::report(&ended);
+    if check(&report, "gpu driver").0 == "warning" {
+        let (status, found) = check(&report, "gpu of each rank");
+        assert!(status == "failure" && found.contains("has no GPU"), "{report:#}");
+    }
+}
+
+#[test]
+fn ranks_that_see_different_gpus_are_warned_of() {
+    let mut bound = mpirun(2);
+    bound.args(["sh", "-c", "CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_RANK exec \"$@\"", "sh"]);
+    bound.arg(crate::common::program()).args(["doctor", "--json", "--require-gpus"]);
+    let report = report(&finish(with_simulator(&mut bound).env("CUDASIM_DEVICES", "2")));
+    let (status, found) = check(&report, "visible gpus");
+    assert!(status == "warning" && found.contains("see different GPUs"), "{report:#}");
+}
+
+#[test]
 fn a_gpu_that_does_not_work_fails() {
     let old = simulated(&[("CUDASIM_DRIVER_VERSION", "11000")]);
     let (status, found) = check(&old, "gpu driver");
