@@ -4,7 +4,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::common::launch::{Ended, finish, mpirun, program};
+use crate::common::launch::{Ended, LIMIT, finish, handles, mpirun, processes, program, rank_of, send, start};
 use crate::common::simulator::{simulator, with_simulator};
 
 /// The report that a doctor printed with `--json`, which must agree with its exit code.
@@ -139,7 +139,7 @@ fn ranks_exchange_the_memory_of_their_gpus() {
 #[test]
 fn gpus_that_are_required_and_missing_are_a_failure() {
     let mut shared = on_ranks(2, &["--json", "--require-gpus"]);
-    let report = self::report(&finish(with_simulator(&mut shared).env("CUDASIM_DEVICES", "1")));
+    let report = report(&finish(with_simulator(&mut shared).env("CUDASIM_DEVICES", "1")));
     let (status, found) = check(&report, "gpu of each rank");
     assert!(status == "failure" && found.contains("are to share 1 GPU"), "{report:#}");
 
@@ -160,6 +160,23 @@ fn ranks_that_see_different_gpus_are_warned_of() {
     let report = report(&finish(with_simulator(&mut bound).env("CUDASIM_DEVICES", "2")));
     let (status, found) = check(&report, "visible gpus");
     assert!(status == "warning" && found.contains("see different GPUs"), "{report:#}");
+}
+
+/// As where a batch system preempts the job: no finding is to blame.
+#[test]
+fn a_signal_to_the_ranks_is_not_a_failure() {
+    let root = tempfile::tempdir().unwrap();
+    let mut two = on_ranks(2, &["--run-root", root.path().to_str().unwrap()]);
+    let mut job = start(with_simulator(&mut two).env("CUDASIM_DEVICES", "2"));
+    let ranks = || {
+        let all = processes(root.path().to_str().unwrap());
+        let listens = |process: &u32| rank_of(*process).is_some() && handles(*process, libc::SIGUSR1);
+        all.into_iter().filter(listens).collect::<Vec<_>>()
+    };
+    job.until("listening", || ranks().len() == 2);
+    ranks().into_iter().for_each(|rank| send(rank, libc::SIGUSR1));
+    let ended = job.finish(LIMIT);
+    assert_eq!(ended.code(), 75, "{ended}");
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! The job scripts of `slurm/`, run as Slurm runs them, with stand-ins for srun and scontrol (`tests/slurm/`).
 //! `tests/hosts/slurm.rs` runs them under a real Slurm.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -205,9 +205,9 @@ fn a_gpu_job_has_a_task_for_each_gpu_and_binds_none() {
     job.program = path("../tests/slurm/hpctrain");
     finish(&mut job.command()).succeeded();
     let steps = job.steps();
-    let [(doctor, "doctor"), (train, "train")] = [0, 1].map(|at| (&steps[at].0, &steps[at].1[..])) else {
-        panic!("{steps:?}")
-    };
+    let commands: Vec<_> = steps.iter().map(|(_, command)| &command[..]).collect();
+    assert_eq!(commands, ["doctor", "train"]);
+    let (doctor, train) = (&steps[0].0, &steps[1].0);
     assert_eq!(doctor, train, "the preflight must see what the training sees");
     for option in ["--mpi=pmix", "--cpus-per-task=1", "--cpu-bind=cores", "--kill-on-bad-exit=1"] {
         assert!(train.iter().any(|given| given == option), "{option}: {train:?}");
@@ -217,7 +217,7 @@ fn a_gpu_job_has_a_task_for_each_gpu_and_binds_none() {
     assert!(trained.contains("--set run.device=cuda") && trained.ends_with("--resume auto"), "{trained}");
 }
 
-/// 75 means saved and to be continued, 74 a file system that failed; a doctor that a signal ended, a preemption.
+/// 75 means interrupted and to be continued, 74 a file system that failed.
 #[test]
 fn jobs_are_requeued_for_the_codes_that_ask_for_it() {
     let cases = [
@@ -233,9 +233,10 @@ fn jobs_are_requeued_for_the_codes_that_ask_for_it() {
         ("train-gpu.sbatch", "train=2", 0, 2, false),
         ("train-gpu.sbatch", "doctor=1", 0, 1, false),
         ("train-gpu.sbatch", "doctor=2", 0, 1, false),
-        ("train-gpu.sbatch", "doctor=138", 0, 138, true),
-        ("train-gpu.sbatch", "doctor=143", 4, 143, true),
-        ("train-gpu.sbatch", "doctor=143", 5, 143, false),
+        ("train-gpu.sbatch", "doctor=75", 4, 75, true),
+        ("train-gpu.sbatch", "doctor=75", 5, 75, false),
+        // A crash of one rank, on which the launcher ends the others by SIGTERM.
+        ("train-gpu.sbatch", "doctor=143", 0, 1, false),
         ("evaluate.sbatch", "eval=0", 0, 0, false),
         ("evaluate.sbatch", "eval=75", 0, 75, true),
         ("evaluate.sbatch", "eval=1", 0, 1, false),
@@ -243,6 +244,7 @@ fn jobs_are_requeued_for_the_codes_that_ask_for_it() {
         ("servers.sbatch", "coordinate=75", 0, 75, true),
         ("servers.sbatch", "coordinate=1", 0, 1, false),
         ("workers.sbatch", "worker=0", 0, 0, false),
+        ("workers.sbatch", "worker=75", 0, 75, true),
         ("workers.sbatch", "worker=1", 0, 1, false),
     ];
     for (script, codes, restarts, code, requeued) in cases {
@@ -343,9 +345,10 @@ fn an_evaluator_evaluates_on_a_gpu_and_ends_with_the_run() {
     assert!(command == "eval" && options.contains(&"--mpi=pmix".to_string()), "{options:?}");
 }
 
-/// The coordinator, a server and a worker in one job, two more workers in another; the signal that Slurm sends to the script.
+/// The coordinator, a server and a worker in one job, two more workers in jobs of an array. Slurm preempts one of these, and later
+/// the servers: it sends USR1 to the scripts.
 #[test]
-fn servers_train_with_workers_of_other_jobs_and_are_requeued() {
+fn servers_train_with_workers_of_other_jobs_and_all_are_requeued() {
     let servers = Job::new("servers.sbatch").smallest().with(&[("ntasks", "2")]);
     let settings = ["run.steps=100000", "servers.staleness=\"none\"", "eval.every=0"];
     let mut job = start(servers.command().args(sets(SMALL.iter().chain(&settings))));
@@ -353,22 +356,25 @@ fn servers_train_with_workers_of_other_jobs_and_are_requeued() {
     let workers = || {
         let text = fs::read_to_string(files.path("workers.jsonl")).unwrap_or_default();
         let names = text.lines().filter_map(|line| line.split("\"worker\":\"").nth(1)?.split('"').next());
-        names.map(str::to_string).collect::<std::collections::BTreeSet<_>>().len()
+        names.map(str::to_string).collect::<BTreeSet<_>>().len()
     };
     job.until("training", || workers() == 1);
-    let more = Job::new("workers.sbatch").smallest().with(&[("ntasks", "2")]);
-    let beside = start_beside(&job, more.command().arg(&files.0));
+    let [preempted, other] = [0, 1].map(|_| Job::new("workers.sbatch").smallest());
+    let [leaving, staying] = [&preempted, &other].map(|more| start_beside(&job, more.command().arg(&files.0)));
     job.until("training with more workers", || workers() == 3);
+    send(leaving.id(), libc::SIGUSR1);
+    let ended = leaving.finish(LIMIT).succeeded();
+    assert!(preempted.is_requeued() && job.runs(), "{ended}");
+
     send(job.id(), libc::SIGUSR1);
     let ended = job.finish(LIMIT);
     assert!(ended.code() == 75 && servers.is_requeued(), "{ended}");
-    let ended = beside.finish(LIMIT).succeeded();
-    assert!(!more.is_requeued(), "{ended}");
+    let ended = staying.finish(LIMIT);
+    assert!(ended.code() == 75 && other.is_requeued(), "{ended}");
 
-    let commands: Vec<_> = servers.steps().into_iter().map(|(options, command)| (command, options)).collect();
-    let options = |name: &str| &commands.iter().find(|(command, _)| command == name).unwrap().1;
+    let steps = servers.steps();
     for (name, group) in [("coordinate", "0"), ("server", "0"), ("worker", "1")] {
-        let options = options(name);
+        let (options, _) = steps.iter().find(|(_, command)| command == name).unwrap();
         assert!(
             options.contains(&format!("--het-group={group}")) && options.contains(&"--mpi=none".into()),
             "{options:?}"

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::hosts::Hosts;
 use crate::common::launch::Transport::Alone;
-use crate::common::launch::{LIMIT, finish, in_our_environment, test_name};
+use crate::common::launch::{self, LIMIT, finish, in_our_environment, start, start_beside, test_name};
 use crate::common::program;
 use crate::common::runs::{Run, RunFiles, SMALL, json};
 use crate::common::simulator::with_simulator;
@@ -87,6 +87,21 @@ impl Slurm {
         Job { slurm: self, number, log: log.to_str().unwrap().into() }
     }
 
+    /// Takes nodes from the jobs that run there, for a job that ends at once.
+    #[track_caller]
+    fn preempt(&self, nodes: &str) {
+        let nodelist = format!("--nodelist={nodes}");
+        self.run(&[
+            "sbatch",
+            "--wait",
+            "--partition=high",
+            &nodelist,
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap=true",
+        ]);
+    }
+
     fn files(&self, name: &str) -> RunFiles {
         RunFiles(self.root.path().join(name))
     }
@@ -122,6 +137,12 @@ impl Job<'_> {
         }
     }
 
+    /// Starts the job after a requeue: Slurm would start it two minutes later.
+    #[track_caller]
+    fn start_now(&self) {
+        self.slurm.run(&["scontrol", "update", &format!("jobid={}", self.number), "StartTime=now"]);
+    }
+
     /// Waits for the end; panics with the job's log unless it is the expected state, such as `COMPLETED`.
     #[track_caller]
     fn ends(&self, state: &str) {
@@ -152,12 +173,10 @@ fn a_preempted_gpu_job_continues_on_two_nodes_with_the_bits_of_one_rank() {
     let files = slurm.files("x");
     let job = slurm.submit(&FOUR_GPUS, "train-gpu.sbatch", "x", &sets(&settings), &[]);
     job.until("at step 20", || steps(&files) >= 20);
-    let urgent = ["--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true"];
-    let urgent = slurm.run(&[&["sbatch", "--wait", "--parsable"], &urgent[..]].concat());
+    slurm.preempt("h[0-1]");
     job.until("requeued", || job.property("JobState") == "PENDING");
-    assert!(steps(&files) < 300, "job {urgent} has preempted nothing: {}", job.log());
-    // Slurm would start it two minutes after `scontrol requeue`.
-    slurm.run(&["scontrol", "update", &format!("jobid={}", job.number), "StartTime=now"]);
+    assert!(steps(&files) < 300, "nothing was preempted: {}", job.log());
+    job.start_now();
     job.ends("COMPLETED");
     assert_eq!(job.property("Restarts"), "1");
 
@@ -218,4 +237,29 @@ fn servers_and_workers_train_in_one_job_with_the_bits_of_one_rank() {
     assert!(job.log().contains("servers    2, "), "{}", job.log());
     let losses = |files: &RunFiles| files.numbers("metrics.jsonl", "loss");
     assert_eq!(losses(&slurm.files("x")), losses(&on_one_gpu(slurm.root.path(), &settings)), "{}", job.log());
+}
+
+/// The coordinator and a server run outside of Slurm, so that only the worker is preempted.
+#[test]
+#[ignore = "takes minutes: scripts/test full runs it"]
+fn a_preempted_worker_is_requeued_and_joins_again() {
+    let Some(slurm) = Slurm::new() else { return };
+    let settings = [&SETTINGS[..], &["run.steps=1000000", "run.name=x", "eval.every=0"]].concat();
+    let files = slurm.files("x");
+    let root = format!("run.root={}", slurm.root.path().display());
+    let mut coordinate = launch::program(["coordinate", "--servers", "1", "--set", &root]);
+    let mut coordinator = start(&mut slurm.hosts.on("h0", coordinate.args(sets(&settings))));
+    coordinator.until("waiting for servers", || files.path("servers/coordinator").exists());
+    let mut serve = launch::program(["server", "--run"]);
+    let _server = start_beside(&coordinator, &mut slurm.hosts.on("h0", serve.arg(&files.0)));
+
+    let words = [files.0.to_str().unwrap().to_string()];
+    let job = slurm.submit(&["--gpus=1", "--nodelist=h1"], "workers.sbatch", "x", &words, &[]);
+    job.until("working", || steps(&files) >= 3);
+    slurm.preempt("h1");
+    job.until("requeued", || job.property("JobState") == "PENDING");
+    let before = steps(&files);
+    job.start_now();
+    job.until("working again", || steps(&files) > before + 3);
+    assert_eq!(job.property("Restarts"), "1");
 }
