@@ -58,6 +58,11 @@ impl Gpu {
         &self.device
     }
 
+    /// Whether ranks of this node see different GPUs, as where a batch system binds each rank to its own.
+    pub fn is_apart(&self) -> bool {
+        self.is_apart
+    }
+
     /// The rank's device, ready to compute by `plan`.
     ///
     /// # Errors

@@ -7,17 +7,26 @@ use clap::Args;
 use crate::comm::Launch;
 use crate::doctor::{self, Request};
 use crate::error::Result;
-use crate::job;
+use crate::job::{self, fail};
+use crate::run_dir::REQUEUE;
+use crate::signals;
 use crate::telemetry::say;
 
 /// Arguments of `hpctrain doctor`.
 #[derive(Args)]
-#[command(after_help = "Exit code: 0 if nothing failed (warnings do not count), 1 if something did.\n\
-                        Example: mpirun -np 2 hpctrain doctor --run-root /scratch/runs")]
+#[command(
+    after_help = "Exit code: 0 if nothing failed (warnings do not count), 1 if something did; 75 if a launcher started it and\n\
+                        SIGTERM or SIGUSR1 came meanwhile, as when a batch system preempts the job.\n\
+                        Example: mpirun -np 2 hpctrain doctor --run-root /scratch/runs\n\
+                        Before training on GPUs: srun --mpi=pmix hpctrain doctor --require-gpus"
+)]
 pub struct DoctorArgs {
     /// Directory of runs to come: its file system is tried. Files written there are removed.
     #[arg(long, value_name = "DIR", default_value = "runs")]
     run_root: PathBuf,
+    /// Fail if a rank has no GPU, or shares one: training with run.device=cuda would end. Without this it is a warning.
+    #[arg(long)]
+    require_gpus: bool,
     /// Print one JSON object instead of the table.
     #[arg(long)]
     json: bool,
@@ -25,7 +34,14 @@ pub struct DoctorArgs {
 
 /// Examines as one rank; returns the exit code.
 pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
-    let request = Request { run_root: args.run_root.clone(), launcher: launch.map(|launch| launch.by) };
+    // A rank ends with the others; a process that was started alone ends at once.
+    if launch.is_some()
+        && let Err(e) = signals::listen()
+    {
+        return fail(&e);
+    }
+    let launcher = launch.map(|launch| launch.by);
+    let request = Request { run_root: args.run_root.clone(), launcher, requires_gpus: args.require_gpus };
     job::run(launch, super::used::patience(&[]), |comm| {
         let report = doctor::run(comm, &request)?;
         if comm.rank() == 0 {
@@ -35,7 +51,8 @@ pub fn run(args: &DoctorArgs, launch: Option<&Launch>) -> i32 {
                 say(&report);
             }
         }
-        Ok(i32::from(report.has_failures()))
+        // The signal may have ended the processes that checked.
+        Ok(if signals::came().is_some() { REQUEUE } else { i32::from(report.has_failures()) })
     })
 }
 

@@ -20,7 +20,7 @@ use tempfile::NamedTempFile;
 
 use crate::backend::cpu::Cpu;
 use crate::comm::{Comm, Group};
-use crate::config::Config;
+use crate::config::{Config, DeviceChoice};
 use crate::error::{Error, Kind, Result};
 use crate::placement::place;
 use crate::topology::Topology;
@@ -111,6 +111,8 @@ pub struct Request {
     pub run_root: PathBuf,
     /// The launcher of the ranks; none for a process that was started alone.
     pub launcher: Option<&'static str>,
+    /// Whether a rank without its own GPU is a failure.
+    pub requires_gpus: bool,
 }
 
 /// The message of every rank before the checks that concern several.
@@ -153,16 +155,25 @@ pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
     let mut gpu = None;
     // A child has shown that this process will not crash here.
     if greetings.iter().all(|rank| rank.gpus_work) {
-        match place(comm, &Config::default()) {
+        let mut config = Config::default();
+        if request.requires_gpus {
+            config.run.device = DeviceChoice::Cuda;
+        }
+        match place(comm, &config) {
             Ok(placed) => gpu = placed,
             Err(error) if error.is_shared() => {
-                messages.push(Finding::from(Err(error)).at_most_a_warning().named("gpu of each rank"));
+                let finding = Finding::from(Err(error));
+                let finding = if request.requires_gpus { finding } else { finding.at_most_a_warning() };
+                messages.push(finding.named("gpu of each rank"));
             }
             Err(error) => return Err(error),
         }
     }
     if let Some(gpu) = &gpu {
         messages.push(Finding::ok(gpu.table.join("\n")).named("gpu of each rank"));
+        if gpu.is_apart() {
+            messages.push(bound_to_gpus().named("visible gpus"));
+        }
         if request.launcher.is_some() {
             messages.extend(paths::checks(comm, gpu, speaks_for_node)?);
         }
@@ -183,6 +194,14 @@ pub fn run(comm: &Comm<Cpu>, request: &Request) -> Result<Report> {
     // Every rank has looked for it by now.
     drop::<Option<NamedTempFile>>(marker);
     Ok(Report::new(facts))
+}
+
+/// Ranks of a node do not see the same GPUs.
+fn bound_to_gpus() -> Finding {
+    Finding::warning(
+        "ranks of this node see different GPUs: no CUDA IPC between them, so NCCL copies through host memory and not by NVLink",
+        "let each rank see all GPUs of the job: srun --gpus-per-node=N, without --gpus-per-task and --gpu-bind=single",
+    )
 }
 
 /// Collective: the values of all ranks.

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::common::launch::{Ended, finish, mpirun, program};
+use crate::common::launch::{Ended, LIMIT, finish, handles, mpirun, processes, program, rank_of, send, start};
 use crate::common::simulator::{simulator, with_simulator};
 
 /// The report that a doctor printed with `--json`, which must agree with its exit code.
@@ -134,6 +134,49 @@ fn ranks_exchange_the_memory_of_their_gpus() {
     let report = self::report(&finish(with_simulator(&mut shared).env("CUDASIM_DEVICES", "1")));
     let (status, found) = check(&report, "gpu of each rank");
     assert!(status == "warning" && found.contains("are to share 1 GPU"), "{report:#}");
+}
+
+#[test]
+fn gpus_that_are_required_and_missing_are_a_failure() {
+    let mut shared = on_ranks(2, &["--json", "--require-gpus"]);
+    let report = report(&finish(with_simulator(&mut shared).env("CUDASIM_DEVICES", "1")));
+    let (status, found) = check(&report, "gpu of each rank");
+    assert!(status == "failure" && found.contains("are to share 1 GPU"), "{report:#}");
+
+    // Of a node without a driver.
+    let ended = finish(program(["doctor", "--json", "--require-gpus"]).env("LD_LIBRARY_PATH", ""));
+    let report = self::report(&ended);
+    if check(&report, "gpu driver").0 == "warning" {
+        let (status, found) = check(&report, "gpu of each rank");
+        assert!(status == "failure" && found.contains("has no GPU"), "{report:#}");
+    }
+}
+
+#[test]
+fn ranks_that_see_different_gpus_are_warned_of() {
+    let mut bound = mpirun(2);
+    bound.args(["sh", "-c", "CUDA_VISIBLE_DEVICES=$OMPI_COMM_WORLD_RANK exec \"$@\"", "sh"]);
+    bound.arg(crate::common::program()).args(["doctor", "--json", "--require-gpus"]);
+    let report = report(&finish(with_simulator(&mut bound).env("CUDASIM_DEVICES", "2")));
+    let (status, found) = check(&report, "visible gpus");
+    assert!(status == "warning" && found.contains("see different GPUs"), "{report:#}");
+}
+
+/// As where a batch system preempts the job: no finding is to blame.
+#[test]
+fn a_signal_to_the_ranks_is_not_a_failure() {
+    let root = tempfile::tempdir().unwrap();
+    let mut two = on_ranks(2, &["--run-root", root.path().to_str().unwrap()]);
+    let mut job = start(with_simulator(&mut two).env("CUDASIM_DEVICES", "2"));
+    let ranks = || {
+        let all = processes(root.path().to_str().unwrap());
+        let listens = |process: &u32| rank_of(*process).is_some() && handles(*process, libc::SIGUSR1);
+        all.into_iter().filter(listens).collect::<Vec<_>>()
+    };
+    job.until("listening", || ranks().len() == 2);
+    ranks().into_iter().for_each(|rank| send(rank, libc::SIGUSR1));
+    let ended = job.finish(LIMIT);
+    assert_eq!(ended.code(), 75, "{ended}");
 }
 
 #[test]

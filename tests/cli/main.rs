@@ -1,4 +1,5 @@
-//! The command line: commands and their output, refused input, the doctor, the script that sets a machine up.
+//! The command line: commands and their output, refused input, the doctor, the script that sets a machine up,
+//! job scripts.
 #![allow(clippy::unwrap_used, reason = "a failure is the test's failure")]
 
 mod bad_input;
@@ -9,6 +10,7 @@ mod pages;
 mod report;
 mod runs;
 mod setup;
+mod slurm;
 
 #[path = "../common/mod.rs"]
 mod common;

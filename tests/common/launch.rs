@@ -125,7 +125,9 @@ impl Share {
         let all = std::thread::available_parallelism().map_or(1, usize::from);
         let mut words = command.get_args().chain([command.get_program()]).filter_map(OsStr::to_str);
         // Also in the script of a shell.
-        let has_ranks = words.any(|word| word.contains("mpirun") || word.contains("simulate") || word == "--spawn");
+        let has_ranks = words.any(|word| {
+            word.contains("mpirun") || word.contains("simulate") || word == "--spawn" || word.ends_with(".sbatch")
+        });
         let cores = if has_ranks { all.div_ceil(2) } else { 1 };
         let mut free = FREE.lock().unwrap_or_else(PoisonError::into_inner);
         while *free.get_or_insert(all) < cores {

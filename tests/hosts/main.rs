@@ -1,5 +1,6 @@
 //! Jobs across hosts, made of network namespaces by `scripts/hosts`: the bits of one rank, bytes between hosts, clocks, roles on
-//! other hosts, cables that are cut, hosts that vanish. Skipped, with the reason, where such hosts cannot be made.
+//! other hosts, cables that are cut, hosts that vanish, the job scripts under Slurm. Skipped, with the reason, where such hosts
+//! cannot be made.
 //!
 //! With `HPCTRAIN_TEST_HOSTS` set, as `scripts/test full` does, all layouts and all faults are tried; without, layouts that differ
 //! in their messages, and one fault of each kind.
@@ -12,6 +13,7 @@ mod cables;
 mod layouts;
 mod roles;
 mod script;
+mod slurm;
 mod supervise;
 mod traces;
 mod traffic;

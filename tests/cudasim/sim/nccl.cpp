@@ -31,6 +31,7 @@ EXPORT uint64_t cudasim_host_waits(int device);
 EXPORT bool cudasim_range_ok(const void* p, size_t n, const char* what);
 EXPORT void cudasim_open(int device, bool on);
 EXPORT int cuCtxGetDevice(int* device);
+EXPORT int cuDeviceGetUuid_v2(unsigned char (*uuid)[16], int device);
 EXPORT int cuDeviceGetAttribute(int* value, int attribute, int device);
 
 using namespace cudasim;
@@ -73,9 +74,15 @@ struct Pipe {
   std::atomic<uint64_t> head, tail;  // bytes put in and taken out, ever
   char data[kPipe];
 };
+// The device of a rank.
+struct Seat {
+  std::atomic<bool> taken;
+  unsigned char uuid[16];  // differs between hosts
+  int bus;
+};
 struct Room {
   std::atomic<int> size, joined;
-  std::atomic<int> bus[kMaxRanks];  // of the rank's device; 0: not there yet
+  Seat seats[kMaxRanks];
   Pipe pipes[kMaxRanks][kMaxRanks];
 };
 
@@ -324,9 +331,7 @@ bool inside(const void* a, size_t n, const void* b, size_t m, const char* what) 
 Result join(Comm* c, int size, const ncclUniqueId& bytes, int rank) {
   Id id;
   memcpy(&id, bytes.bytes, sizeof id);
-  int bus = 0;
   if (cuCtxGetDevice(&c->state->device)) return no_device();
-  cuDeviceGetAttribute(&bus, kBus, c->state->device);
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size) return refuse(ARGUMENT, "rank %d of %d", rank, size);
   if (memcmp(id.mark, kMark, sizeof kMark)) return refuse(ARGUMENT, "the id is none");
   std::string path = "/proc/" + std::to_string(id.process) + "/fd/" + std::to_string(id.file);
@@ -341,8 +346,10 @@ Result join(Comm* c, int size, const ncclUniqueId& bytes, int rank) {
   int none = 0;
   if (!room->size.compare_exchange_strong(none, size) && none != size)
     return refuse(ARGUMENT, "%d ranks, but another rank says %d", size, none);
-  none = 0;
-  if (!room->bus[rank].compare_exchange_strong(none, bus)) return refuse(USAGE, "rank %d is there twice", rank);
+  Seat& seat = room->seats[rank];
+  if (seat.taken.exchange(true)) return refuse(USAGE, "rank %d is there twice", rank);
+  cuDeviceGetUuid_v2(&seat.uuid, c->state->device);
+  cuDeviceGetAttribute(&seat.bus, kBus, c->state->device);
   room->joined++;
   return OK;
 }
@@ -353,8 +360,8 @@ Result meet(Comm* c) {
   if (room.joined < c->state->size) return IN_PROGRESS;
   for (int a = 0; a < c->state->size; a++)
     for (int b = 0; b < a; b++)
-      if (room.bus[a] == room.bus[b])
-        return refuse(USAGE, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x000", b, a, room.bus[a].load());
+      if (!memcmp(room.seats[a].uuid, room.seats[b].uuid, sizeof Seat::uuid))
+        return refuse(USAGE, "Duplicate GPU detected : rank %d and rank %d both on CUDA device %x000", b, a, room.seats[a].bus);
   c->has_met = true;
   return OK;
 }
