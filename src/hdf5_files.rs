@@ -1,4 +1,9 @@
-//! HDF5 files that no other program inherits.
+//! HDF5 files: the format in which they are written, and descriptors that no other program inherits.
+//!
+//! Files are written in the format of HDF5 1.8 (superblock 2), whose headers, groups and heaps have checksums: a damaged header is
+//! refused instead of being followed. The newer format of 1.10 is not used: it marks a file as open while it is written, so
+//! that the file of a killed writer is refused until somebody clears the mark, and HDF5 1.8 does not read it. Groups and
+//! datasets have no times: the same content is the same bytes.
 //!
 //! HDF5 opens files without close-on-exec and locks them, and a lock belongs to every process with the descriptor. A
 //! program that is started while a file is open would hold the lock after this process has closed it, and nobody could
@@ -10,17 +15,29 @@ use std::path::Path;
 use std::ptr;
 
 use hdf5::file::FileBuilder;
-use hdf5::plist::file_access::FileDriver;
-use hdf5::{File, Result};
+use hdf5::plist::file_access::{FileDriver, LibraryVersion};
+use hdf5::{File, Group, Result};
 use hdf5_sys::h5f::H5Fget_vfd_handle;
 use hdf5_sys::h5p::H5P_DEFAULT;
 
-/// Creates a file, in the place of one that is there.
+/// Creates a file, or overwrites the one that is there.
 ///
 /// # Errors
-/// HDF5's own.
+/// Returns HDF5's own error.
 pub fn create(path: &Path) -> Result<File> {
-    close_on_exec(File::create(path)?)
+    let mut options = File::with_options();
+    options.with_fapl(|fapl| fapl.libver_bounds(LibraryVersion::V18, LibraryVersion::V18));
+    // The root group.
+    options.with_fcpl(|fcpl| fcpl.obj_track_times(false));
+    close_on_exec(options.create(path)?)
+}
+
+/// Creates a group in a file that is being written.
+///
+/// # Errors
+/// Returns HDF5's own error.
+pub fn create_group(parent: &Group, name: &str) -> Result<Group> {
+    parent.create_group_builder().obj_track_times(false).create(name)
 }
 
 /// Opens a file for reading.
@@ -67,6 +84,26 @@ mod tests {
     /// Far more time than a program has the files of the one that starts it (from fork to exec: other tests start some),
     /// far less than the programs of this test live.
     const PATIENCE: Duration = Duration::from_secs(20);
+
+    /// Files have the superblock whose format has checksums, and no time anywhere.
+    #[test]
+    fn files_are_of_the_format_with_checksums() {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |name: &str| {
+            let path = folder.path().join(name);
+            let file = create(&path).unwrap();
+            let group = create_group(&file, "group").unwrap();
+            group.new_dataset::<f32>().shape(3).create("x").unwrap().write_raw(&[1f32, 2.0, 3.0]).unwrap();
+            file.close().unwrap();
+            std::fs::read(path).unwrap()
+        };
+        let first = write("a.h5");
+        // The signature, and the version of the superblock.
+        assert_eq!(first[..9], *b"\x89HDF\r\n\x1a\n\x02");
+        // HDF5 stamps whole seconds where it stamps at all.
+        std::thread::sleep(Duration::from_millis(1100));
+        assert!(first == write("b.h5"));
+    }
 
     /// A program that is started while a file is being written lives on, and has nothing of it.
     #[test]

@@ -155,7 +155,7 @@ fn lay_out(path: &Path, state: &[&str], extents: &[Extent]) -> hdf5::Result<Vec<
     let names = datasets(extents);
     let mut offsets = vec![Vec::new(); extents.len()];
     for part in std::iter::once(&PARAMS).chain(state) {
-        let group = file.create_group(part)?;
+        let group = hdf5_files::create_group(&file, part)?;
         for ((extent, name), offsets) in extents.iter().zip(&names).zip(&mut offsets) {
             let dataset = group
                 .new_dataset_builder()

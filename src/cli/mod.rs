@@ -30,6 +30,7 @@ use serde::Serialize;
 
 use crate::comm;
 use crate::comm::Launch;
+use crate::data::sandbox;
 use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::job::{self, fail};
@@ -104,6 +105,9 @@ enum Command {
     /// Some checks of `doctor`, in a process that may crash.
     #[command(hide = true, name = crate::doctor::probe::COMMAND)]
     DoctorProbe(doctor::ProbeArgs),
+    /// Open HDF5 files that standard input names, in a process that may crash.
+    #[command(hide = true, name = sandbox::COMMAND)]
+    DataSandbox,
     /// Time the machine: kernels, steps, messages, data, checkpoints.
     Bench(bench::BenchArgs),
     /// Print a completion script for a shell.
@@ -125,6 +129,7 @@ impl Command {
             | Command::Checkpoint(_)
             | Command::Config(_)
             | Command::DoctorProbe(_)
+            | Command::DataSandbox
             | Command::Report(_)
             | Command::Runs(_)
             | Command::Compare(_) => false,
@@ -156,6 +161,10 @@ pub fn run() -> i32 {
         }
     };
     job::name_console(launch.as_ref());
+    match std::env::current_exe() {
+        Ok(program) => sandbox::enable(program, vec![sandbox::COMMAND.to_owned()]),
+        Err(e) => log::warn!("data: HDF5 files are opened without a child process: where is this program? {e}"),
+    }
     let command = cli.command.unwrap_or(Command::Train(cli.train));
     if let Some(ranks) = cli.spawn {
         match launch.as_ref() {
@@ -191,6 +200,7 @@ fn carry_out(command: Command, launch: Option<&Launch>, speaks: bool) -> i32 {
         Command::Bench(args) => bench::run(&args, launch),
         Command::Doctor(args) => doctor::run(&args, launch),
         Command::DoctorProbe(args) => report(doctor::probe(&args)),
+        Command::DataSandbox => report(sandbox::serve()),
         Command::Plan(args) => plan::run(&args, launch),
         Command::VerifyRank(args) => verify::run_rank(&args, launch),
         // Both processes of a proof take part.

@@ -10,7 +10,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{DeviceChoice, DeviceMemory, Every, Partition, Size, Staleness, Time, USUAL_PART};
 use crate::comm::{Choice, PathSetting};
-use crate::data::{Augment, Axes, InputScale, Mix, Verify};
+use crate::data::{Augment, Axes, ExternalFiles, InputScale, Mix, Verify};
 use crate::nn::layers::Layer;
 use crate::nn::{Input, OwnNetwork};
 use crate::optim::{Group, Shape};
@@ -220,6 +220,9 @@ sections! {
         /// Blocks of shards that are compared with their checksums as they are read: off, first-pass (each when a rank
         /// first reads of it), or always.
         verify: Verify = Verify::FirstPass,
+        /// External raw files of HDF5 outside the directory of the file that names them: refuse, or allow where the data is
+        /// trusted.
+        external_files: ExternalFiles = ExternalFiles::Refuse,
         /// Directory on a disk of each node's own, such as `/tmp`, to which one of its ranks copies the shards before training;
         /// copies that are there and in order are used again. Left out, shards are read where they are.
         stage: Option<String> = None,

@@ -9,11 +9,12 @@ use serde::{Deserialize, Serialize};
 use super::axes::Planes;
 use super::bounded;
 use super::dtype::Dtype;
-use super::h5::{self, shape};
-use super::spec::{DataSpec, Ids, InputScale, SampleSpec, Target, WEIGHTS};
+use super::h5::shape;
+use super::spec::{DataSpec, ExternalFiles, Ids, InputScale, SampleSpec, Target, WEIGHTS};
 use super::standard::Standard;
 use super::storage;
 use super::stored::{As, Stored};
+use super::walk::dataset_names;
 use crate::error::{Error, Result};
 
 /// The largest value means "too large", see [`Stored::to_ids`].
@@ -54,6 +55,8 @@ pub(super) struct Rows {
 pub(super) struct Place<'a> {
     pub file: &'a File,
     pub path: &'a Path,
+    /// Treatment of its external raw files.
+    pub external_files: ExternalFiles,
 }
 
 /// A dataset.
@@ -297,7 +300,7 @@ fn rows_of(place: Place<'_>, spec: &DataSpec) -> Result<Option<(usize, Ids, Targ
 }
 
 fn lacking(file: &File, message: String) -> Error {
-    let existing = h5::dataset_names(file).unwrap_or_default();
+    let existing = dataset_names(file).unwrap_or_default();
     let existing = if existing.is_empty() { "no dataset".to_owned() } else { existing.join(", ") };
     Error::input(message).hint(format!(
         "the file holds {existing}; name its datasets in data.tokens, or data.inputs, data.categories and data.targets"
@@ -345,7 +348,7 @@ impl Field {
     }
 
     fn describe(place: Place<'_>, name: &str, kind: As) -> Result<Self> {
-        let Place { file, path } = place;
+        let Place { file, path, external_files } = place;
         let unreadable = |e: hdf5::Error| storage::unreadable(name, &e);
         let dataset = storage::open(file, path, name)?;
         let dtype = dataset.dtype().and_then(|dtype| Dtype::of(&dtype)).map_err(unreadable)?;
@@ -362,7 +365,7 @@ impl Field {
             return Err(Error::input(format!("{name} has shape {}, too large for any memory", shape(&dims)))
                 .hint("write it with the shape that its data has"));
         }
-        storage::check(&dataset, path, name)?;
+        storage::check(&dataset, path, name, external_files)?;
         let native = dataset.dtype().and_then(|dtype| Stored::of(&dtype)).map_err(unreadable)?;
         let properties = dataset.create_plist().map_err(unreadable)?;
         // A link may lead into another file, and elements may lie in files without structure.

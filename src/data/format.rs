@@ -285,7 +285,7 @@ pub(super) fn write_rows_by<T: H5Type + bytemuck::NoUninit>(
         first += count;
     }
     if !file.link_exists(CHECKSUMS) {
-        file.create_group(CHECKSUMS)?;
+        hdf5_files::create_group(file, CHECKSUMS)?;
     }
     sums.write(file, &format!("{CHECKSUMS}{name}"))?;
     Ok(dataset)

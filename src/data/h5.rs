@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use hdf5::plist::DatasetCreate;
 use hdf5::types::VarLenUnicode;
-use hdf5::{Dataspace, Datatype, File, Group, H5Type};
+use hdf5::{Dataspace, Datatype, File, H5Type};
 use hdf5_sys::h5d::H5Dread;
 use hdf5_sys::h5i::hid_t;
 use hdf5_sys::h5p::{
@@ -152,16 +152,6 @@ pub(crate) fn one_line(error: &hdf5::Error) -> String {
         Some((reason, _)) => format!("{what}: {reason}"),
         None => what.to_owned(),
     }
-}
-
-/// The full names of all datasets, groups included, sorted.
-pub(super) fn dataset_names(group: &Group) -> hdf5::Result<Vec<String>> {
-    let mut names: Vec<String> = group.datasets()?.iter().map(|dataset| dataset.name()).collect();
-    for child in group.groups()? {
-        names.extend(dataset_names(&child)?);
-    }
-    names.sort();
-    Ok(names)
 }
 
 /// All elements of a dataset that tells of others: not more than its stored bytes can hold.

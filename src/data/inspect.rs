@@ -4,14 +4,16 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use hdf5::filters::Filter;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::columns::COLUMNS;
 use super::dtype::Dtype;
 use super::format::{CHECKSUMS, Format, Header, TOKENIZER};
 use super::h5;
 use super::import::{class_names, numbered};
+use super::sandbox::Sandbox;
 use super::spec::file_names;
+use super::walk::dataset_names;
 use crate::error::{Error, Result};
 use crate::visible::in_one_line;
 
@@ -23,7 +25,7 @@ pub struct Contents {
 }
 
 /// An HDF5 file.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Inspected {
     /// Its name.
     pub file: String,
@@ -32,12 +34,12 @@ pub struct Inspected {
     /// Origin of its content, as far as it names it.
     pub origin: String,
     /// Names of classes, where it has some.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub classes: Option<Vec<String>>,
 }
 
 /// A dataset of a file.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Stored {
     /// Its path in the file.
     pub name: String,
@@ -59,15 +61,17 @@ pub struct Stored {
 /// # Errors
 /// There is none, or one cannot be read.
 pub fn inspect(path: &Path) -> Result<Contents> {
-    let files = h5_files(path)?.iter().map(|path| one(path)).collect::<Result<_>>()?;
+    let mut sandbox = Sandbox::default();
+    let files = h5_files(path)?.iter().map(|path| sandbox.inspect(path)).collect::<Result<_>>()?;
     Ok(Contents { files })
 }
 
-fn one(path: &Path) -> Result<Inspected> {
+/// Lists the content of a file.
+pub(super) fn one(path: &Path) -> Result<Inspected> {
     let file = h5::open_file(path, None)?;
     let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
     let look = || -> hdf5::Result<_> {
-        let names = h5::dataset_names(&file)?;
+        let names = dataset_names(&file)?;
         let datasets = names.iter().filter(|name| !is_about(name)).map(|name| describe(&file, name));
         Ok((datasets.collect::<hdf5::Result<Vec<_>>>()?, class_names(&file)?))
     };

@@ -11,45 +11,50 @@ use hdf5::Group;
 use hdf5_sys::h5l::{H5Lget_val, H5Lunpack_elink_val};
 use hdf5_sys::h5p::H5P_DEFAULT;
 
+use super::walk::{DEEPEST, Target, Walk};
 use crate::error::{Error, Result};
 
 /// The variable with directories of files that external links lead to.
 pub(super) const PREFIX: &str = "HDF5_EXT_PREFIX";
 
-/// Groups within each other in which links are looked for.
-const DEEPEST: usize = 8;
-
-/// Refuses a file with a link to a pipe, a socket or a device.
+/// Refuses a file with a link to a pipe, a socket or a device, or with groups that are nested too deep to look for one.
 ///
 /// # Errors
-/// The link and its target.
+/// Returns an error that names the link and its target, or the group.
 pub(super) fn check(file: &Group, path: &Path) -> Result<()> {
-    check_to(file, path, DEEPEST)
-}
-
-fn check_to(group: &Group, path: &Path, depth: usize) -> Result<()> {
-    // A group that cannot be listed is told of where its content is looked for.
-    for name in group.member_names().unwrap_or_default() {
-        match link(group, &name) {
-            Some(Link::External { file, object }) => {
-                let odd = candidates(&file, path, PREFIX).find(|place| place.exists());
-                if let Some(place) = odd.filter(|place| !place.is_file() && !place.is_dir()) {
-                    let (at, place) = (path.display(), place.display());
-                    return Err(Error::input(format!(
-                        "{at}: {name} is an external link to {object} of {place}, which is a pipe, a socket or a device"
-                    ))
-                    .hint("remove the link, or let it lead to an HDF5 file"));
+    let mut walk = Walk::new(file);
+    while let Some(visited) = walk.next() {
+        // The error of a group that cannot be listed comes from whoever looks for its content.
+        for name in visited.group.member_names().unwrap_or_default() {
+            match link(&visited.group, &name) {
+                Some(Link::Soft(_)) => {}
+                Some(Link::External { file, object }) => check_target(&name, &file, &object, path)?,
+                None => {
+                    if walk.follow(&visited, &name) == Target::TooDeep {
+                        let at = path.display();
+                        return Err(Error::input(format!("{at}: groups are nested more than {DEEPEST} deep"))
+                            .hint("write the datasets into groups near the root, or into a file of their own"));
+                    }
                 }
             }
-            None if depth > 0 => {
-                if let Ok(child) = group.group(&name) {
-                    check_to(&child, path, depth - 1)?;
-                }
-            }
-            _ => {}
         }
     }
     Ok(())
+}
+
+/// Refuses an external link that leads to a file that is not a regular one.
+fn check_target(name: &str, file: &str, object: &str, path: &Path) -> Result<()> {
+    let found = candidates(file, path, PREFIX).find(|place| place.exists());
+    match found.filter(|place| !place.is_file() && !place.is_dir()) {
+        None => Ok(()),
+        Some(place) => {
+            let (at, place) = (path.display(), place.display());
+            Err(Error::input(format!(
+                "{at}: {name} is an external link to {object} of {place}, which is a pipe, a socket or a device"
+            ))
+            .hint("remove the link, or let it lead to an HDF5 file"))
+        }
+    }
 }
 
 /// Target of a link that is not a hard link.

@@ -20,6 +20,7 @@ use super::format::{BlockSums, Checksums, Header};
 use super::h5::{self, ChunkCache, SlabReader, shape};
 use super::import::{CLASSES, class_names, is_of_samples};
 use super::preprocessing::{Scale, Told, tokenizer_names};
+use super::raw_path;
 use super::rows::{RowReader, Source};
 use super::spec::{DataSpec, Verify};
 use super::storage;
@@ -29,6 +30,7 @@ use crate::simd::simd;
 /// The description of one file.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Shard {
+    #[serde(with = "raw_path")]
     pub path: PathBuf,
     pub header: Header,
     pub content: Content,
@@ -52,7 +54,8 @@ impl Shard {
         let file = h5::open_file(path, None)?;
         let describe = || {
             let header = Header::read(&file)?;
-            let content = Content::find(Place { file: &file, path }, spec)?;
+            let place = Place { file: &file, path, external_files: spec.external_files };
+            let content = Content::find(place, spec)?;
             let print = ShardPrint::of(&file, path, &header, &content)?;
             let told = told(&file, &content)?.into();
             let bytes = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?.len();

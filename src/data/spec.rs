@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::axes::Axes;
 use super::parts::Sizes;
+use super::raw_path;
 use crate::error::{Error, Result};
 use crate::pattern::matches;
 
@@ -29,9 +30,10 @@ pub enum Held {
 }
 
 /// Location of the data, and the names of its files and datasets.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct DataSpec {
     /// A directory of shards, or one HDF5 file.
+    #[serde(with = "raw_path")]
     pub path: PathBuf,
     /// File names of the training shards: `*` stands for any characters, `[02-4]` for one of those in brackets.
     pub train: String,
@@ -59,6 +61,8 @@ pub struct DataSpec {
     pub vocabulary: Option<usize>,
     /// Verification of blocks against their checksums as they are read.
     pub verify: Verify,
+    /// Treatment of external raw files outside the directory of the file that names them.
+    pub external_files: ExternalFiles,
     /// The samples to be read.
     pub samples: SampleSpec,
 }
@@ -76,6 +80,18 @@ pub enum Verify {
     Always,
 }
 
+/// Treatment of external raw files of HDF5 outside the directory of the file that names them: such a file names any path, and all
+/// that the user may read would become data.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ExternalFiles {
+    /// They are an error.
+    #[default]
+    Refuse,
+    /// They are read.
+    Allow,
+}
+
 /// Scaling of inputs, in the place of the mean and standard deviation that a file may give.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -87,7 +103,7 @@ pub enum InputScale {
 }
 
 /// The samples that a network takes.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SampleSpec {
     /// Token ids and the ids that follow them.
     Text,
@@ -105,7 +121,7 @@ pub enum SampleSpec {
 }
 
 /// Ids that are not of text.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Ids {
     /// There are none: inputs are numbers.
     None,
@@ -113,11 +129,26 @@ pub enum Ids {
     Input(usize),
     /// Beside inputs, which are numbers, there is an id of each category, below its own number: rows of its table. As parts of
     /// a sample they count through all tables, those of the second from where those of the first end.
-    Tables(Arc<[usize]>),
+    Tables(#[serde(with = "tables")] Arc<[usize]>),
+}
+
+/// Rows of tables that several hold, as a list.
+mod tables {
+    use std::sync::Arc;
+
+    use serde::{Deserialize as _, Deserializer, Serialize as _, Serializer};
+
+    pub fn serialize<S: Serializer>(tables: &Arc<[usize]>, to: S) -> Result<S::Ok, S::Error> {
+        tables[..].serialize(to)
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Arc<[usize]>, D::Error> {
+        Ok(Vec::deserialize(from)?.into())
+    }
 }
 
 /// The target of a row.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Target {
     /// One of so many classes.
     Class(usize),
@@ -175,6 +206,7 @@ impl DataSpec {
             scale: None,
             vocabulary: None,
             verify: Verify::default(),
+            external_files: ExternalFiles::default(),
             samples: SampleSpec::Text,
         }
     }

@@ -12,6 +12,7 @@ use hdf5::{Dataset, File};
 use super::bounded;
 use super::h5::{self, Source, shape};
 use super::links::{Link, PREFIX, find, link};
+use super::spec::ExternalFiles;
 use super::stored::{As, Stored};
 use crate::error::{Error, Result};
 
@@ -69,25 +70,26 @@ fn broken_link(file: &File, path: &Path, name: &str) -> Option<Error> {
     None
 }
 
-/// Refuses a dataset of the file at `path` some of whose elements are missing or cannot be decoded.
+/// Refuses a dataset of the file at `path` some of whose elements are missing, cannot be decoded, or are in raw files that
+/// `external` does not allow.
 ///
 /// # Errors
-/// A file or dataset is missing; the error names it and its place.
-pub(super) fn check(dataset: &Dataset, path: &Path, name: &str) -> Result<()> {
-    check_to(dataset, path, name, DEEPEST)
+/// Returns an error if a file or dataset is missing or refused; it names it and its place.
+pub(super) fn check(dataset: &Dataset, path: &Path, name: &str, external: ExternalFiles) -> Result<()> {
+    check_to(dataset, path, name, external, DEEPEST)
 }
 
-fn check_to(dataset: &Dataset, path: &Path, name: &str, depth: usize) -> Result<()> {
+fn check_to(dataset: &Dataset, path: &Path, name: &str, external: ExternalFiles, depth: usize) -> Result<()> {
     let unreadable = |e: hdf5::Error| unreadable(name, &e);
     let properties = dataset.create_plist().map_err(unreadable)?;
     let elements = dataset.space().map_err(unreadable)?.size();
     check_filters(dataset, &properties, name)?;
     if properties.layout() == Layout::Virtual {
-        return check_sources(&properties, path, name, elements, depth);
+        return check_sources(&properties, path, name, elements, external, depth);
     }
     let width = dataset.dtype().map_err(unreadable)?.size();
     if !properties.external().is_empty() {
-        return check_raw(&properties, path, name, elements.saturating_mul(width));
+        return check_raw(&properties, path, name, elements.saturating_mul(width), external);
     }
     check_size(dataset, name, width)
 }
@@ -182,7 +184,14 @@ fn check_filters(dataset: &Dataset, properties: &DatasetCreate, name: &str) -> R
 }
 
 /// Every source must be there, large enough and in order itself, and all elements must have one.
-fn check_sources(properties: &DatasetCreate, path: &Path, name: &str, elements: usize, depth: usize) -> Result<()> {
+fn check_sources(
+    properties: &DatasetCreate,
+    path: &Path,
+    name: &str,
+    elements: usize,
+    external: ExternalFiles,
+    depth: usize,
+) -> Result<()> {
     let sources = h5::sources(properties).map_err(|e| unreadable(name, &e))?;
     let Some(depth) = depth.checked_sub(1) else {
         return Err(Error::input(format!("{name} is one of more than {DEEPEST} virtual data sets within each other"))
@@ -225,7 +234,7 @@ fn check_sources(properties: &DatasetCreate, path: &Path, name: &str, elements: 
             return Err(Error::input(format!("{virtual_set} {of} of {at} is {has}, but {needs} are needed"))
                 .hint("copy or write the source again: it does not have the shape that it had"));
         }
-        check_to(&source, &place, of, depth).map_err(|e| of_source(e.at(place.display())))?;
+        check_to(&source, &place, of, external, depth).map_err(|e| of_source(e.at(place.display())))?;
         if is_unwritten(&source).map_err(|e| unreadable(name, &e))? {
             return Err(of_source(unwritten(of).at(place.display())));
         }
@@ -243,8 +252,8 @@ fn check_sources(properties: &DatasetCreate, path: &Path, name: &str, elements: 
     }
 }
 
-/// Files without structure must be there and as long as the dataset needs.
-fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize) -> Result<()> {
+/// Files without structure must be there, where they are allowed to be, and as long as the dataset needs.
+fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize, external: ExternalFiles) -> Result<()> {
     let mut left = bytes as u64;
     for raw in properties.external() {
         // A size of 0 is no limit.
@@ -253,6 +262,12 @@ fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize) 
         let place = raw_path(&raw.name, path);
         let at = place.display();
         let what = format!("{name} has its elements in the external raw file {at}");
+        if external == ExternalFiles::Refuse && !is_beside(&place, path) {
+            let folder = folder(path);
+            return Err(Error::input(format!("{what}, which is outside {}", folder.display())).hint(
+                "write its elements into the HDF5 file, or move it there; where the data is trusted, data.external_files = \"allow\" reads it",
+            ));
+        }
         let length = match std::fs::metadata(&place) {
             Ok(metadata) if !metadata.is_file() => {
                 return Err(Error::input(format!("{what}, which is not a regular file"))
@@ -274,11 +289,27 @@ fn check_raw(properties: &DatasetCreate, path: &Path, name: &str, bytes: usize) 
     Ok(())
 }
 
+/// The directory of a file.
+fn folder(path: &Path) -> &Path {
+    match path.parent() {
+        Some(folder) if folder != Path::new("") => folder,
+        _ => Path::new("."),
+    }
+}
+
+/// Whether a raw file is below the directory of the HDF5 file at `path`, or below the one that a link there leads to. One that
+/// cannot be found counts as beside: its absence is the error.
+fn is_beside(raw: &Path, path: &Path) -> bool {
+    let Ok(raw) = raw.canonicalize() else { return true };
+    let of_target = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    let is_below = |folder: &Path| folder.canonicalize().is_ok_and(|folder| raw.starts_with(folder));
+    is_below(folder(path)) || is_below(folder(&of_target))
+}
+
 /// Path at which HDF5 looks for an external raw file: below `HDF5_EXTFILE_PREFIX`, else the current directory.
 fn raw_path(name: &str, path: &Path) -> PathBuf {
     let prefix = std::env::var("HDF5_EXTFILE_PREFIX").unwrap_or_default();
-    let origin = path.parent().unwrap_or(Path::new("")).to_string_lossy();
-    Path::new(&prefix.replace("${ORIGIN}", if origin.is_empty() { "." } else { &origin })).join(name)
+    Path::new(&prefix.replace("${ORIGIN}", &folder(path).to_string_lossy())).join(name)
 }
 
 #[cfg(test)]
@@ -289,5 +320,32 @@ mod tests {
     fn raw_files_are_found_where_the_library_looks() {
         assert_eq!(raw_path("a.raw", Path::new("/data/x.h5")), Path::new("a.raw"));
         assert_eq!(raw_path("/b/a.raw", Path::new("/data/x.h5")), Path::new("/b/a.raw"));
+    }
+
+    #[test]
+    fn raw_files_beside_the_file_are_told_from_others() {
+        let root = tempfile::tempdir().unwrap();
+        let at = |name: &str| root.path().join(name);
+        for folder in ["data", "data/raw", "data-2"] {
+            std::fs::create_dir(at(folder)).unwrap();
+            std::fs::write(at(folder).join("x.raw"), "").unwrap();
+        }
+        std::fs::write(at("data/x.h5"), "").unwrap();
+        std::os::unix::fs::symlink(at("data-2/x.raw"), at("data/link.raw")).unwrap();
+        std::os::unix::fs::symlink(at("data/x.h5"), at("data-2/link.h5")).unwrap();
+        for (raw, path, expected) in [
+            ("data/x.raw", "data/x.h5", true),
+            ("data/raw/x.raw", "data/x.h5", true),
+            ("data/raw/../x.raw", "data/x.h5", true),
+            ("data-2/x.raw", "data/x.h5", false),
+            ("data/link.raw", "data/x.h5", false),
+            ("data/raw/../../data-2/x.raw", "data/x.h5", false),
+            // Both the directory of the link and that of its target are the data's.
+            ("data/x.raw", "data-2/link.h5", true),
+            ("data-2/x.raw", "data-2/link.h5", true),
+            ("data-2/gone.raw", "data/x.h5", true),
+        ] {
+            assert_eq!(is_beside(&at(raw), &at(path)), expected, "{raw} of {path}");
+        }
     }
 }

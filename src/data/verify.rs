@@ -14,6 +14,7 @@ use super::h5;
 use super::import::left_out;
 use super::inspect::h5_files;
 use super::rows::RowReader;
+use super::sandbox::Sandbox;
 use super::shard::{Shard, first_invalid};
 use super::spec::Verify;
 use super::stored::{As, Stored};
@@ -65,8 +66,9 @@ pub fn verify(path: &Path) -> Result<Report> {
     let mut check = Check::default();
     let mut shards: Vec<Shard> = Vec::new();
     let spec = DataSpec { samples: SampleSpec::Anything, ..DataSpec::new(path) };
+    let mut sandbox = Sandbox::default();
     for file in &files {
-        match Shard::open(file, &spec) {
+        match sandbox.shard(file, &spec) {
             Ok(shard) => {
                 let sibling = shards.first().map_or(Ok(()), |first| shard.check_sibling(first));
                 check.note_failure(sibling);

@@ -209,6 +209,7 @@ fn specs(config: &Config) -> Result<Vec<DataSpec>> {
             scale: data.scale,
             vocabulary: config.model.vocabulary,
             verify: data.verify,
+            external_files: data.external_files,
             samples: samples.clone(),
         })
     };

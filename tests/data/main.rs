@@ -12,6 +12,7 @@ mod odd_hdf5;
 mod read;
 mod sample_weights;
 mod samples;
+mod sandbox;
 mod stage;
 mod tables;
 mod text;

@@ -11,7 +11,8 @@ use super::stream::{Imported, Stream, StreamShards};
 use super::{hex, missing};
 use crate::data::compare::Scratch;
 use crate::data::content::{Content, MAX_VOCABULARY};
-use crate::data::shard::{Shard, first_invalid};
+use crate::data::sandbox::Sandbox;
+use crate::data::shard::first_invalid;
 use crate::data::spec::{DataSpec, Verify};
 use crate::data::{Tokenizer, TokenizerKind};
 use crate::error::{Error, Result};
@@ -130,7 +131,7 @@ fn of_hdf5(import: &ImportIds, trimmed: &dyn Fn(&[u32]) -> usize, push: Push<'_>
         .map_err(|e| missing(&import.input, &e, "give the path of an HDF5 file or an array (.npy)"))?;
     let mut spec = DataSpec::new(&import.input);
     spec.tokens.clone_from(&import.dataset);
-    let shard = Shard::open(&import.input, &spec)?;
+    let shard = Sandbox::default().shard(&import.input, &spec)?;
     let Content::Tokens(field) = &shard.content else {
         return Err(other_shape(import, &format!("there is no dataset {}", import.dataset)));
     };

@@ -39,7 +39,7 @@ impl Arrays {
             if !given.is_empty() {
                 file.new_dataset::<VarLenUnicode>().shape(given.len()).create("class_names")?.write_raw(&given)?;
             }
-            let group = if names.is_empty() { None } else { Some(file.create_group("rows")?) };
+            let group = if names.is_empty() { None } else { Some(hdf5_files::create_group(&file, "rows")?) };
             let column = |name: &String| {
                 group.as_ref().map(|group| group.new_dataset::<VarLenUnicode>().shape(rows).create(name.as_str()))
             };

@@ -9,6 +9,7 @@ use super::options::{Categories, ImportCsv};
 use crate::data::columns::{Category, Coder, Columns};
 use crate::data::import::class_names;
 use crate::data::import::samples::Scale;
+use crate::data::sandbox::Sandbox;
 use crate::data::standard::Standard;
 use crate::data::{DataSpec, Split, h5};
 use crate::error::{Error, Result};
@@ -161,6 +162,7 @@ fn check_names(import: &ImportCsv, header: &StringRecord, kept: &[usize]) -> Res
 /// Columns of an earlier import, and its parts that later tables get.
 fn earlier(folder: &Path) -> Result<(Columns, Earlier)> {
     let files = DataSpec::new(folder).files(Split::Train)?;
+    Sandbox::default().inspect(&files[0])?;
     let file = h5::open_file(&files[0], None)?;
     let at = files[0].display();
     let columns = Columns::read(&file).map_err(|e| e.at(at.to_string()))?.ok_or_else(|| {

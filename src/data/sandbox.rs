@@ -1,0 +1,302 @@
+//! A child process that opens HDF5 files before any rank does.
+//!
+//! libhdf5 follows addresses and lengths of a file, and a damaged or hostile file can end the process that opens it, or make it read
+//! other data. So a file is first opened, described and prepared for reading in a child with limits of memory and time. The child
+//! answers one request after another, and a file that ends it becomes one error with the file's name. Only rank 0 has a child:
+//! other ranks get its descriptions ([`Catalogue`](super::Catalogue)).
+//!
+//! The child is this program with a hidden subcommand, which [`enable`] names. In a program that has not called it, files are
+//! opened without a child.
+
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+use signal_hook::consts::signal::{SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV, SIGSYS, SIGTRAP, SIGXCPU};
+use signal_hook::low_level::signal_name;
+
+use super::brief::{Before, Brief};
+use super::compare::Scratch;
+use super::inspect::{self, Inspected};
+use super::raw_path;
+use super::shard::Shard;
+use super::spec::DataSpec;
+use crate::error::{Error, Result};
+
+/// The hidden subcommand of the program that is the child.
+pub const COMMAND: &str = "data-sandbox";
+
+/// Address space of the child. One row of a filtered dataset may take 1 GiB of it.
+const MEMORY: u64 = 8 << 30;
+
+/// Seconds that the child may take for a file, by the processor's clock and by the wall's.
+const PATIENCE: u64 = 60;
+
+/// The program that is started as the child, and its arguments.
+static PROGRAM: OnceLock<(PathBuf, Vec<String>)> = OnceLock::new();
+
+/// From now on this process opens HDF5 files first in a child: `program`, started with `arguments`, which calls [`serve`]. Later calls
+/// change nothing.
+pub fn enable(program: PathBuf, arguments: Vec<String>) {
+    let _ = PROGRAM.set((program, arguments));
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Request {
+    /// Describe a shard of a data set.
+    Shard {
+        #[serde(with = "raw_path")]
+        path: PathBuf,
+        spec: Box<DataSpec>,
+    },
+    /// List the content of any file.
+    Inspect {
+        #[serde(with = "raw_path")]
+        path: PathBuf,
+    },
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Reply {
+    Shard(Brief),
+    Inspected(Inspected),
+    Refused(Error),
+}
+
+/// Answers requests from standard input until it ends: the child's part.
+///
+/// # Errors
+/// Returns an error if a limit cannot be set, or a request or reply cannot be read or written.
+pub fn serve() -> Result<()> {
+    limit(Resource::As, MEMORY)?;
+    limit(Resource::Core, 0)?;
+    let mut before = Before::default();
+    for line in std::io::stdin().lines() {
+        let line = line.map_err(|e| Error::internal(format!("a request cannot be read: {e}")))?;
+        let request =
+            serde_json::from_str(&line).map_err(|e| Error::internal(format!("{line:?} is malformed: {e}")))?;
+        let elapsed = clock_gettime(ClockId::ProcessCPUTime).tv_sec.unsigned_abs();
+        limit(Resource::Cpu, elapsed + PATIENCE)?;
+        let reply = answer(request, &mut before);
+        let reply = serde_json::to_string(&reply).map_err(|e| Error::internal(format!("a reply: {e}")))?;
+        let mut stdout = std::io::stdout().lock();
+        let written = writeln!(stdout, "{reply}").and_then(|()| stdout.flush());
+        written.map_err(|e| Error::internal(format!("a reply cannot be written: {e}")))?;
+    }
+    Ok(())
+}
+
+/// Lowers the soft limit of a resource to `most`, or to the hard limit if that is less.
+fn limit(resource: Resource, most: u64) -> Result<()> {
+    let hard = getrlimit(resource).maximum;
+    let soft = hard.map_or(most, |hard| hard.min(most));
+    setrlimit(resource, Rlimit { current: Some(soft), maximum: hard })
+        .map_err(|e| Error::internal(format!("cannot set a limit of the process: {e}")))
+}
+
+fn answer(request: Request, before: &mut Before) -> Reply {
+    match request {
+        Request::Shard { path, spec } => match Shard::open(&path, &spec) {
+            Ok(mut shard) => {
+                // Ranks do the same before they read rows, and report an error then.
+                let _ = shard.readers(0, spec.verify, &Scratch::default());
+                Reply::Shard(before.shorten(&mut shard))
+            }
+            Err(e) => Reply::Refused(e),
+        },
+        Request::Inspect { path } => inspect::one(&path).map_or_else(Reply::Refused, Reply::Inspected),
+    }
+}
+
+/// Opens files in a child, if the program has one: the first file starts it, and it lives as long as this.
+#[derive(Debug, Default)]
+pub(super) struct Sandbox {
+    helper: Option<Helper>,
+    /// No child can be started: this process opens files itself.
+    is_without: bool,
+}
+
+#[derive(Debug)]
+struct Helper {
+    child: Child,
+    /// None once the child is to end.
+    requests: Option<ChildStdin>,
+    replies: Receiver<Reply>,
+    before: Before,
+}
+
+impl Sandbox {
+    /// Describes a shard of a data set.
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be read or is refused, or if reading it ends the child.
+    pub(super) fn shard(&mut self, path: &Path, spec: &DataSpec) -> Result<Shard> {
+        let request = Request::Shard { path: path.to_owned(), spec: Box::new(spec.clone()) };
+        match self.ask(path, &request)? {
+            None => Shard::open(path, spec),
+            Some(Reply::Shard(brief)) => {
+                let shard = self.helper.as_mut().and_then(|helper| helper.before.complete(brief));
+                shard.ok_or_else(|| unexpected(path))
+            }
+            Some(Reply::Refused(e)) => Err(e),
+            Some(Reply::Inspected(_)) => Err(unexpected(path)),
+        }
+    }
+
+    /// Lists the content of a file.
+    ///
+    /// # Errors
+    /// As [`Sandbox::shard`].
+    pub(super) fn inspect(&mut self, path: &Path) -> Result<Inspected> {
+        match self.ask(path, &Request::Inspect { path: path.to_owned() })? {
+            None => inspect::one(path),
+            Some(Reply::Inspected(inspected)) => Ok(inspected),
+            Some(Reply::Refused(e)) => Err(e),
+            Some(Reply::Shard(_)) => Err(unexpected(path)),
+        }
+    }
+
+    /// Returns the reply to a request about the file at `path`; none if there is no child. After an error the next request starts
+    /// another child.
+    fn ask(&mut self, path: &Path, request: &Request) -> Result<Option<Reply>> {
+        if self.helper.is_none() && !self.is_without {
+            self.helper = PROGRAM.get().and_then(|(program, arguments)| start(program, arguments));
+            self.is_without = self.helper.is_none();
+        }
+        let Some(helper) = &mut self.helper else { return Ok(None) };
+        let reply = helper.ask(path, request);
+        if reply.is_err() {
+            self.helper = None;
+        }
+        reply.map(Some)
+    }
+}
+
+/// Starts a child. A system that refuses is reported once a start.
+fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
+    // Signals for the job are not for the child, which ends with its standard input.
+    let spawned = Command::new(program)
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .process_group(0)
+        .spawn();
+    let mut child = match spawned {
+        Ok(child) => child,
+        Err(e) => {
+            log::warn!("data: HDF5 files are opened without a child process, which cannot be started: {e}");
+            return None;
+        }
+    };
+    let (requests, stdout) = (child.stdin.take()?, child.stdout.take()?);
+    let (sender, replies) = channel();
+    std::thread::spawn(move || {
+        let lines = BufReader::new(stdout).split(b'\n').map_while(std::io::Result::ok);
+        // Plugins of HDF5 may print, too. Texts of a file need not be UTF-8, whatever their type says.
+        let mut replies = lines.filter_map(|line| serde_json::from_str(&String::from_utf8_lossy(&line)).ok());
+        replies.try_for_each(|reply| sender.send(reply))
+    });
+    Some(Helper { child, requests: Some(requests), replies, before: Before::default() })
+}
+
+impl Helper {
+    fn ask(&mut self, path: &Path, request: &Request) -> Result<Reply> {
+        let mut request = serde_json::to_vec(request).map_err(|e| Error::internal(format!("a request: {e}")))?;
+        request.push(b'\n');
+        // A child that has ended reads no request, and sends no reply either.
+        let _ = self.requests.as_mut().map(|requests| requests.write_all(&request));
+        match self.replies.recv_timeout(Duration::from_secs(PATIENCE)) {
+            Ok(reply) => Ok(reply),
+            Err(RecvTimeoutError::Timeout) => Err(too_long(path)),
+            Err(RecvTimeoutError::Disconnected) => {
+                self.requests = None;
+                match self.child.wait() {
+                    Ok(status) => Err(ended(path, status)),
+                    Err(e) => Err(Error::internal(format!("the process that opens {} is lost: {e}", path.display()))),
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Helper {
+    fn drop(&mut self) {
+        // The end of its standard input is its own, unless it hangs.
+        self.requests = None;
+        if let Err(RecvTimeoutError::Disconnected) = self.replies.recv_timeout(Duration::from_secs(1)) {
+            let _ = self.child.wait();
+        } else {
+            // A process that waits for a dead file system ends only when that answers.
+            let _ = self.child.kill();
+            let _ = self.child.try_wait();
+        }
+    }
+}
+
+/// The error of a file whose reading has ended the child.
+fn ended(path: &Path, status: ExitStatus) -> Error {
+    let name = path.display();
+    let Some(signal) = status.signal() else {
+        return Error::internal(format!("the process that opens {name} ended with {status}"));
+    };
+    let how = format!("ended a process by signal {signal} ({})", signal_name(signal).unwrap_or("unknown"));
+    match signal {
+        SIGXCPU => too_long(path),
+        SIGSEGV | SIGBUS | SIGABRT | SIGFPE | SIGILL | SIGTRAP | SIGSYS => {
+            Error::input(format!("{name} is damaged: reading it {how}"))
+                .hint("copy or import it again; newer versions of libhdf5 refuse more of such files by themselves")
+        }
+        _ => Error::refused(format!("{name} cannot be read: the attempt {how}"))
+            .hint("the node may be out of memory: look at its kernel log, and start again"),
+    }
+}
+
+fn too_long(path: &Path) -> Error {
+    Error::input(format!("{} cannot be opened within {PATIENCE} s", path.display()))
+        .hint("the file system does not answer, or the file is damaged: look whether `h5ls` opens it")
+}
+
+fn unexpected(path: &Path) -> Error {
+    Error::internal(format!("the process that opens {} sent another reply than was asked for", path.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A child that is a shell script, and the error of its first file.
+    fn error_of(script: &str) -> Error {
+        let mut helper = start(Path::new("sh"), &["-c".to_owned(), script.to_owned()]).unwrap();
+        let path = Path::new("train-7.h5");
+        helper.ask(path, &Request::Inspect { path: path.to_owned() }).err().unwrap()
+    }
+
+    #[test]
+    fn the_end_of_a_child_is_an_error_with_file_and_cause() {
+        let error = error_of("read request; kill -SEGV $$");
+        let expected =
+            "train-7.h5 is damaged: reading it ended a process by signal 11 (SIGSEGV)\nhint: copy or import it again";
+        assert!(error.to_string().starts_with(expected), "{error}");
+        assert_eq!(error.exit_code(), 2);
+        let error = error_of("read request; kill -XCPU $$").to_string();
+        assert!(error.starts_with("train-7.h5 cannot be opened within 60 s\nhint: "), "{error}");
+        // Not the file's fault.
+        let error = error_of("read request; kill -KILL $$").to_string();
+        assert!(
+            error.starts_with("train-7.h5 cannot be read: the attempt ended a process by signal 9 (SIGKILL)"),
+            "{error}"
+        );
+        let error = error_of("echo noise; exit 3").to_string();
+        assert!(error.contains("the process that opens train-7.h5 ended with exit status: 3"), "{error}");
+    }
+}
