@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use super::format::BlockSums;
 use super::h5::one_line;
+use super::packing::Missing;
 use super::spec::Verify;
 
 /// Failure to read rows.
@@ -15,6 +16,8 @@ pub(super) enum ReadError {
     Refused(hdf5::Error),
     /// A block of rows does not have the checksum that was written.
     Damaged { rows: Range<u64>, found: u32, written: u32 },
+    /// An element, counted from the first of the dataset, is missing.
+    Missing { element: u64, missing: Missing },
 }
 
 impl fmt::Display for ReadError {
@@ -24,6 +27,7 @@ impl fmt::Display for ReadError {
             Self::Damaged { rows: Range { start, end }, found, written } => {
                 write!(f, "[{start}..{end}] has checksum {found:08x}, but {written:08x} was written")
             }
+            Self::Missing { element, missing } => write!(f, "element {element} {missing}"),
         }
     }
 }

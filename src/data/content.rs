@@ -10,6 +10,7 @@ use super::axes::Planes;
 use super::bounded;
 use super::dtype::Dtype;
 use super::h5::shape;
+use super::packing::Packing;
 use super::spec::{DataSpec, ExternalFiles, Ids, InputScale, SampleSpec, Target, WEIGHTS};
 use super::standard::Standard;
 use super::storage;
@@ -79,6 +80,8 @@ pub(super) struct Field {
     pub offset: Option<u64>,
     /// None of its elements was ever written.
     pub is_unwritten: bool,
+    /// How its numbers are packed, and which elements are missing; none where there is nothing to do.
+    pub packing: Option<Packing>,
 }
 
 impl Content {
@@ -175,7 +178,8 @@ impl Content {
             }
             if kind == As::Numbers {
                 standard = standard_of(file, inputs, planes, spec.scale)?;
-                is_unscaled = inputs.dtype.is_byte() && standard.is_none() && spec.scale.is_none();
+                is_unscaled =
+                    inputs.dtype.is_byte() && !inputs.is_scaled() && standard.is_none() && spec.scale.is_none();
             }
         }
         let rows = inputs.iter().chain(&categories).map(Field::rows).next().unwrap_or(0);
@@ -244,6 +248,11 @@ fn standard_of(
 ) -> Result<Option<Standard>> {
     match scale {
         Some(InputScale::None) => Ok(None),
+        Some(InputScale::Unit) if inputs.is_scaled() => Err(Error::input(format!(
+            "data.scale = \"unit\" is for plain bytes, but {} has scale_factor or add_offset",
+            inputs.name
+        ))
+        .hint("leave data.scale out: the numbers are unpacked as they are read")),
         Some(InputScale::Unit) if inputs.dtype.is_byte() => Ok(Some(Standard { mean: vec![0.0], std: vec![255.0] })),
         Some(InputScale::Unit) => {
             let message = format!("data.scale = \"unit\" is for unsigned bytes, but {} is of type", inputs.name);
@@ -288,7 +297,7 @@ fn rows_of(place: Place<'_>, spec: &DataSpec) -> Result<Option<(usize, Ids, Targ
         return Ok(Some((input, ids, Target::Unknown)));
     }
     let targets = Field::describe(place, &spec.targets, As::Numbers)?;
-    let is_integer = |field: &Field| field.dtype.is_integer();
+    let is_integer = |field: &Field| field.dtype.is_integer() && !field.is_scaled();
     // Windows of text: an id to predict for each id.
     let is_text = |inputs: &Field| is_integer(inputs) && inputs.shape.len() == 2 && inputs.shape == targets.shape;
     if is_integer(&targets) && inputs.as_ref().is_some_and(is_text) && ids == Ids::None {
@@ -367,6 +376,7 @@ impl Field {
         }
         storage::check(&dataset, path, name, external_files)?;
         let native = dataset.dtype().and_then(|dtype| Stored::of(&dtype)).map_err(unreadable)?;
+        let (native, stored, packing) = Packing::of(&dataset, name, native, kind)?;
         let properties = dataset.create_plist().map_err(unreadable)?;
         // A link may lead into another file, and elements may lie in files without structure.
         let is_here = dataset.filename() == file.filename() && properties.external().is_empty();
@@ -376,13 +386,19 @@ impl Field {
             kind,
             dtype,
             shape: dims,
-            stored: native.unwrap_or(Stored::converted(kind)),
+            stored,
             is_native: native.is_some(),
             chunk: dataset.chunk(),
             is_filtered: !dataset.filters().is_empty(),
             offset: dataset.offset().filter(|_| is_plain),
             is_unwritten: storage::is_unwritten(&dataset).map_err(unreadable)?,
+            packing,
         })
+    }
+
+    /// Whether its elements differ from stored numbers by a scale or an offset.
+    pub(super) fn is_scaled(&self) -> bool {
+        self.packing.as_ref().is_some_and(Packing::is_scaled)
     }
 
     /// Whether its elements have the same bits in memory as in the file.
@@ -449,6 +465,7 @@ mod tests {
             is_filtered: false,
             offset: None,
             is_unwritten: false,
+            packing: None,
         };
         assert_eq!(ids(vec![100]).element(42), "/x[42]");
         assert_eq!(ids(vec![10, 8]).element(42), "/x[5, 2]");

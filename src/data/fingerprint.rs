@@ -152,6 +152,10 @@ impl ShardPrint {
             hash.update(format!("{planes:?}\n"));
         }
         let fields = content.datasets();
+        // Other numbers of the same bytes.
+        for packing in fields.iter().filter_map(|field| field.packing.as_ref()) {
+            hash.update(format!("{packing:?}\n"));
+        }
         let checksums = if header.has_checksums() { Checksums::read(file)? } else { None };
         match checksums {
             Some(checksums) => {

@@ -11,6 +11,7 @@ use super::dtype::Dtype;
 use super::format::{CHECKSUMS, Format, Header, TOKENIZER};
 use super::h5;
 use super::import::{class_names, numbered};
+use super::packing::is_dimension_scale;
 use super::sandbox::Sandbox;
 use super::spec::file_names;
 use super::walk::dataset_names;
@@ -73,7 +74,8 @@ pub(super) fn one(path: &Path) -> Result<Inspected> {
     let look = || -> hdf5::Result<_> {
         let names = dataset_names(&file)?;
         let datasets = names.iter().filter(|name| !is_about(name)).map(|name| describe(&file, name));
-        Ok((datasets.collect::<hdf5::Result<Vec<_>>>()?, class_names(&file)?))
+        let datasets = datasets.filter_map(hdf5::Result::transpose).collect::<hdf5::Result<Vec<_>>>()?;
+        Ok((datasets, class_names(&file)?))
     };
     let (datasets, classes) = look().map_err(|e| unreadable(path, &e))?;
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -134,8 +136,12 @@ fn unreadable(path: &Path, error: &hdf5::Error) -> Error {
     Error::io("read", path, h5::one_line(error))
 }
 
-fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Stored> {
+/// Describes a dataset; none for coordinates of the axes of others.
+fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Option<Stored>> {
     let dataset = file.dataset(name)?;
+    if is_dimension_scale(&dataset)? {
+        return Ok(None);
+    }
     let dtype = Dtype::of(&dataset.dtype()?)?.to_string();
     let layout = match dataset.chunk() {
         Some(chunk) => format!("chunks of {}", h5::shape(&chunk)),
@@ -144,7 +150,7 @@ fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Stored> {
     let filters: Vec<String> = dataset.filters().iter().map(filter).collect();
     let compression = if filters.is_empty() { "none".to_owned() } else { filters.join(" + ") };
     let (shape, bytes) = (dataset.get_shape()?.to_vec(), dataset.storage_size());
-    Ok(Stored { name: name.to_owned(), shape, dtype, layout, compression, bytes })
+    Ok(Some(Stored { name: name.to_owned(), shape, dtype, layout, compression, bytes }))
 }
 
 fn filter(filter: &Filter) -> String {

@@ -27,6 +27,7 @@ pub mod inspect;
 mod links;
 mod loader;
 mod order;
+mod packing;
 mod parts;
 mod preprocessing;
 mod raw_path;

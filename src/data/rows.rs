@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use super::compare::{Compared, ReadError, Seen};
 use super::h5::SlabReader;
+use super::packing::Packing;
 use super::stored::Stored;
 
 type Result<T> = std::result::Result<T, ReadError>;
@@ -25,6 +26,8 @@ pub(super) struct RowReader {
     /// Checksums to compare with, if reads are verified.
     compared: Option<Compared>,
     stored: Stored,
+    /// How numbers are packed, and which elements are missing.
+    packing: Option<Packing>,
     row_len: usize,
     rows: u64,
     blocks: Blocks,
@@ -76,7 +79,23 @@ impl RowReader {
     /// of them; a block of 0 rows is none.
     pub(super) fn new(source: Source, stored: Stored, rows: u64, row_len: usize, block: u64, limit: usize) -> Self {
         let blocks = Blocks { rows: block, limit, held: HashMap::new(), bytes: 0, clock: 0 };
-        Self { source, compared: None, stored, row_len, rows, blocks, raw: Vec::new(), bytes: Vec::new() }
+        Self {
+            source,
+            compared: None,
+            stored,
+            packing: None,
+            row_len,
+            rows,
+            blocks,
+            raw: Vec::new(),
+            bytes: Vec::new(),
+        }
+    }
+
+    /// Unpacks numbers, and refuses missing elements, from now on.
+    pub(super) fn unpack(mut self, packing: Option<Packing>) -> Self {
+        self.packing = packing;
+        self
     }
 
     /// Compares rows with checksums from now on.
@@ -99,7 +118,7 @@ impl RowReader {
 
     /// Overwrites `ids` with the rows from `first` on, as many as fill it exactly.
     pub(super) fn read(&mut self, first: u64, ids: &mut [u32]) -> Result<()> {
-        self.read_as(first, ids, Stored::to_ids)
+        self.read_as(first, ids, |stored, _, bytes, out| stored.to_ids(bytes, out))
     }
 
     /// For rows of one element: overwrites `ids` with the elements from `first` on, and `next` with as many from
@@ -116,6 +135,7 @@ impl RowReader {
             self.raw.resize((count + 1) * width, 0);
             let Self { source, compared, rows, raw, .. } = &mut *self;
             fetch(source, compared.as_mut(), *rows, first, width, raw)?;
+            check_present(self.packing.as_ref(), self.stored, &self.raw, first)?;
             self.stored.to_ids(&self.raw[..count * width], ids);
             self.stored.to_ids(&self.raw[width..], next);
             return Ok(());
@@ -127,7 +147,10 @@ impl RowReader {
 
     /// As [`RowReader::read`], of a dataset whose elements become numbers.
     pub(super) fn read_numbers(&mut self, first: u64, numbers: &mut [f32]) -> Result<()> {
-        self.read_as(first, numbers, Stored::to_numbers)
+        self.read_as(first, numbers, |stored, packing, bytes, out| match packing {
+            Some(packing) => packing.unpack_all(stored, bytes, out),
+            None => stored.to_numbers(bytes, out),
+        })
     }
 
     /// Whether numbers may be NaN or infinite.
@@ -145,26 +168,40 @@ impl RowReader {
     pub(super) fn read_bytes(&mut self, first: u64, rows: usize) -> Result<(Stored, &[u8])> {
         let mut bytes = std::mem::take(&mut self.bytes);
         bytes.clear();
-        let read = self.pieces(first, rows as u64, |_, piece| bytes.extend_from_slice(piece));
+        let read = self.pieces(first, rows as u64, |_, piece| {
+            bytes.extend_from_slice(piece);
+            Ok(())
+        });
         self.bytes = bytes;
         read.map(|()| (self.stored, &self.bytes[..]))
     }
 
-    fn read_as<T>(&mut self, first: u64, out: &mut [T], convert: fn(Stored, &[u8], &mut [T])) -> Result<()> {
+    fn read_as<T>(
+        &mut self,
+        first: u64,
+        out: &mut [T],
+        convert: fn(Stored, Option<&Packing>, &[u8], &mut [T]),
+    ) -> Result<()> {
         let rows = (out.len() / self.row_len.max(1)) as u64;
         if rows * self.row_len as u64 != out.len() as u64 {
             return Err(format!("{} elements are no whole number of rows of {}", out.len(), self.row_len).into());
         }
-        let mut rest = out;
-        self.pieces(first, rows, |stored, piece| {
+        let (mut rest, mut element) = (out, first * self.row_len as u64);
+        let packing = self.packing.take();
+        let read = self.pieces(first, rows, |stored, piece| {
             let (now, later) = std::mem::take(&mut rest).split_at_mut(piece.len() / stored.width());
-            convert(stored, piece, now);
+            check_present(packing.as_ref(), stored, piece, element)?;
+            element += now.len() as u64;
+            convert(stored, packing.as_ref(), piece, now);
             rest = later;
-        })
+            Ok(())
+        });
+        self.packing = packing;
+        read
     }
 
     /// Hands the bytes of `rows` rows from `first` on to `take`, piece after piece of whole rows.
-    fn pieces(&mut self, first: u64, rows: u64, mut take: impl FnMut(Stored, &[u8])) -> Result<()> {
+    fn pieces(&mut self, first: u64, rows: u64, mut take: impl FnMut(Stored, &[u8]) -> Result<()>) -> Result<()> {
         let end = first.checked_add(rows).filter(|end| *end <= self.rows);
         let end = end.ok_or_else(|| format!("rows {first} to {first} + {rows} of {} asked for", self.rows))?;
         let row_bytes = self.row_len * self.stored.width();
@@ -172,8 +209,7 @@ impl RowReader {
             self.raw.resize(rows as usize * row_bytes, 0);
             let Self { source, compared, rows, raw, .. } = &mut *self;
             fetch(source, compared.as_mut(), *rows, first, row_bytes, raw)?;
-            take(self.stored, &self.raw);
-            return Ok(());
+            return take(self.stored, &self.raw);
         }
         let mut row = first;
         while row < end {
@@ -186,10 +222,18 @@ impl RowReader {
             })?;
             let here = (stop.min(end) - row) as usize;
             let from = (row - start) as usize * row_bytes;
-            take(*stored, &block[from..from + here * row_bytes]);
+            take(*stored, &block[from..from + here * row_bytes])?;
             row += here as u64;
         }
         Ok(())
+    }
+}
+
+/// Refuses a missing element among the stored ones in `bytes`, the first of which is number `first` of the dataset.
+fn check_present(packing: Option<&Packing>, stored: Stored, bytes: &[u8], first: u64) -> Result<()> {
+    match packing.and_then(|packing| packing.first_missing(stored.doubles(bytes))) {
+        None => Ok(()),
+        Some((place, missing)) => Err(ReadError::Missing { element: first + place as u64, missing }),
     }
 }
 

@@ -235,7 +235,8 @@ impl Shard {
             let (rows, block) = (field.rows() as u64, self.block(field, cache_bytes, verify) as u64);
             let sums = checksums.as_ref().map(|checksums| self.sums(checksums, field)).transpose()?.flatten();
             let compared = sums.and_then(|sums| Compared::new(sums, verify, scratch.clone()));
-            Ok(RowReader::new(source, field.stored, rows, field.row_len(), block, cache_bytes).compare(compared))
+            let reader = RowReader::new(source, field.stored, rows, field.row_len(), block, cache_bytes);
+            Ok(reader.compare(compared).unpack(field.packing.clone()))
         };
         datasets.iter().map(open).collect()
     }
@@ -305,6 +306,11 @@ impl Shard {
                 let place = PathBuf::from(format!("{}:{}", self.path.display(), field.name));
                 Error::io("read", &place, h5::one_line(&error))
                     .hint("check it with `hpctrain data verify`; import or copy it again if it is damaged")
+            }
+            ReadError::Missing { element, missing } => {
+                Error::input(format!("{} {missing}", field.element(element as usize)))
+                    .hint("fill it up, or leave its row out: networks take numbers alone")
+                    .at(self.path.display())
             }
             damaged @ ReadError::Damaged { .. } => Error::input(format!("{}{damaged}", field.name))
                 .hint("copy or import the shard again; `hpctrain data verify` finds all such places")

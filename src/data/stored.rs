@@ -64,6 +64,28 @@ impl Stored {
         }
     }
 
+    /// The type of the same bits without a sign.
+    pub(super) fn unsigned(self) -> Self {
+        match self {
+            Self::I8 => Self::U8,
+            Self::I16 => Self::U16,
+            Self::I32 => Self::U32,
+            Self::I64 => Self::U64,
+            other => other,
+        }
+    }
+
+    /// The type of the same bits with a sign.
+    pub(super) fn signed(self) -> Self {
+        match self {
+            Self::U8 => Self::I8,
+            Self::U16 => Self::I16,
+            Self::U32 => Self::I32,
+            Self::U64 => Self::I64,
+            other => other,
+        }
+    }
+
     /// HDF5's name for it.
     pub(super) fn datatype(self) -> hdf5::Result<Datatype> {
         fn of<T: H5Type>() -> hdf5::Result<Datatype> {
@@ -137,6 +159,23 @@ impl Stored {
                 Self::F64 => convert(bytes, out, |x: f64| x as f32),
             },
         )
+    }
+
+    /// The elements themselves, as exactly as a double holds them.
+    pub(super) fn doubles(self, bytes: &[u8]) -> impl Iterator<Item = f64> {
+        bytes.chunks_exact(self.width()).map(move |bytes| match self {
+            Self::U8 => f64::from(bytemuck::pod_read_unaligned::<u8>(bytes)),
+            Self::I8 => f64::from(bytemuck::pod_read_unaligned::<i8>(bytes)),
+            Self::U16 => f64::from(bytemuck::pod_read_unaligned::<u16>(bytes)),
+            Self::I16 => f64::from(bytemuck::pod_read_unaligned::<i16>(bytes)),
+            Self::U32 => f64::from(bytemuck::pod_read_unaligned::<u32>(bytes)),
+            Self::I32 => f64::from(bytemuck::pod_read_unaligned::<i32>(bytes)),
+            Self::U64 => bytemuck::pod_read_unaligned::<u64>(bytes) as f64,
+            Self::I64 => bytemuck::pod_read_unaligned::<i64>(bytes) as f64,
+            Self::F16 => f16::from_bits(bytemuck::pod_read_unaligned(bytes)).to_f64(),
+            Self::F32 => f64::from(bytemuck::pod_read_unaligned::<f32>(bytes)),
+            Self::F64 => bytemuck::pod_read_unaligned(bytes),
+        })
     }
 }
 

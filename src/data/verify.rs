@@ -185,8 +185,12 @@ impl Check {
         let (mut buffer, mut invalid) = (Vec::new(), 0);
         for rows in blocks(ids, sums) {
             let Some((stored, bytes)) = self.block(shard, ids, reader, sums, rows.clone()) else { continue };
+            let absent = missing_in(ids, stored, bytes, &rows);
             buffer.resize(rows.len() * ids.row_len(), 0);
             stored.to_ids(bytes, &mut buffer);
+            if let Some(absent) = absent {
+                self.problem(format!("{path}: {absent}"));
+            }
             self.report.ids += buffer.len() as u64;
             if let Some(at) = first_invalid(&buffer, vocabulary) {
                 if invalid == 0 {
@@ -214,8 +218,15 @@ impl Check {
         let (mut buffer, mut wrong) = (Vec::new(), 0);
         for rows in blocks(field, sums) {
             let Some((stored, bytes)) = self.block(shard, field, reader, sums, rows.clone()) else { continue };
+            let absent = missing_in(field, stored, bytes, &rows);
             buffer.resize(rows.len() * field.row_len(), 0.0);
-            stored.to_numbers(bytes, &mut buffer);
+            match &field.packing {
+                Some(packing) => packing.unpack_all(stored, bytes, &mut buffer),
+                None => stored.to_numbers(bytes, &mut buffer),
+            }
+            if let Some(absent) = absent {
+                self.problem(format!("{path}: {absent}"));
+            }
             self.report.numbers += buffer.len() as u64;
             for (at, x) in buffer.iter().enumerate().filter(|(_, x)| !right(**x)) {
                 if wrong == 0 {
@@ -257,6 +268,14 @@ impl Check {
             }
         }
     }
+}
+
+/// Names the first missing element of a block of rows, if there is one.
+fn missing_in(field: &Field, stored: Stored, bytes: &[u8], rows: &Range<usize>) -> Option<String> {
+    let packing = field.packing.as_ref()?;
+    let (place, missing) = packing.first_missing(stored.doubles(bytes))?;
+    let first = rows.start * field.row_len() + place;
+    Some(format!("{} {missing}", field.element(first)))
 }
 
 /// Rows of a dataset in the blocks of its checksums, if it has any.

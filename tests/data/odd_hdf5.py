@@ -366,6 +366,94 @@ def unwritten():
     refused("family", "family.h5", "family", "h5repart")
 
 
-for make in [types, targets, shapes, layouts, filters, newer, elsewhere, unwritten]:
+def netcdf():
+    """Numbers as NetCDF packs them: with h5py, whose attributes have the types that NetCDF's libraries give them."""
+
+    def packed(name, x, y=Y, on="inputs", **attributes):
+        create(name, x, y)
+        with h5py.File(path(name + ".h5"), "a") as f:
+            for key, value in attributes.items():
+                f[on].attrs[key] = value
+
+    stored = np.array([[-32000, -1, 0, 1], [2, 3, 4, 32767]] * 3, "i2")
+    packed("scaled", stored, scale_factor=0.01, add_offset=273.15)
+    right("scaled", stored * 0.01 + 273.15)
+    packed("scaled_as_array", stored, scale_factor=np.array([0.5], "f4"))
+    right("scaled_as_array", stored * 0.5)
+    packed("only_offset", stored, add_offset=np.float32(100))
+    right("only_offset", stored + 100.0)
+    packed("scaled_big", stored.astype(">i2"), scale_factor=0.01, add_offset=273.15)
+    right("scaled_big", stored * 0.01 + 273.15)
+    # Rounded to f32 before they are scaled they would lose their last digits.
+    large = np.array([[2**30 + 1, 2**30 + 2, -(2**30) - 3, 7]] * 6, "i4")
+    for name, kind in [("scaled_wide", "<i4"), ("scaled_wide_big", ">i4")]:
+        packed(name, large.astype(kind), scale_factor=1e-6, add_offset=-1073.0)
+        right(name, large * 1e-6 - 1073.0)
+    create("scaled_gzip", stored, x_options=dict(chunks=(2, 4), compression="gzip"))
+    with h5py.File(path("scaled_gzip.h5"), "a") as f:
+        f["inputs"].attrs["scale_factor"] = 0.25
+    right("scaled_gzip", stored * 0.25)
+    packed("scaled_then_standard", stored, scale_factor=0.5, mean=np.float32([1]), std=np.float32([2]))
+    right("scaled_then_standard", ((stored * 0.5).astype("f4") - np.float32(1)) / np.float32(2))
+    packed("scaled_targets", X, stored, on="targets", scale_factor=0.5, add_offset=1.0)
+    right("scaled_targets", targets=stored * 0.5 + 1, values=4)
+    packed("scaled_classes", X, on="targets", scale_factor=0.5)
+    refused("scaled_classes", "/targets", "scale_factor 0.5", "integers")
+    packed("plain_scale", X, on="targets", scale_factor=1.0, add_offset=0.0)
+    right("plain_scale")
+    bytes_ = np.array([[-128, -1, 0, 127]] * 6, "i1")
+    packed("unsigned", bytes_, _Unsigned="true", scale_factor=2.0, _FillValue=np.int8(-2))
+    right("unsigned", bytes_.view("u1") * 2.0)
+    packed("unsigned_ascii", bytes_, _Unsigned=np.bytes_("true"))
+    right("unsigned_ascii", bytes_.view("u1"))
+    packed("signed", bytes_.view("u1"), _Unsigned="false")
+    right("signed", bytes_)
+    packed("unsigned_maybe", bytes_, _Unsigned="maybe")
+    refused("unsigned_maybe", "_Unsigned", "/inputs", "maybe")
+    packed("unsigned_missing", bytes_, _Unsigned="true", _FillValue=np.int8(-1))
+    refused("unsigned_missing", "/inputs[0, 1] is missing: 255 is its _FillValue")
+
+    packed("filled", stored, scale_factor=0.01, _FillValue=np.int16(32767))
+    refused("filled", "filled.h5", "/inputs[1, 3] is missing: 32767 is its _FillValue")
+    packed("filled_big", stored.astype(">i2"), _FillValue=np.array(32767, ">i2"))
+    refused("filled_big", "/inputs[1, 3] is missing: 32767 is its _FillValue")
+    packed("not_filled", stored, _FillValue=np.int16(-32768), missing_value=np.array([9, 10], "i2"))
+    right("not_filled", stored)
+    packed("missing_values", stored, missing_value=np.array([9, 4], "i2"))
+    refused("missing_values", "/inputs[1, 2] is missing: 4 is its missing_value")
+    floats = X.copy()
+    floats[2, 1] = 1e20
+    packed("filled_float", floats, _FillValue=np.float32(1e20))
+    refused("filled_float", "/inputs[2, 1] is missing", "_FillValue")
+    # Of a wider type than the elements.
+    packed("missing_double", floats, missing_value=1e20)
+    refused("missing_double", "/inputs[2, 1] is missing", "missing_value")
+    packed("filled_nan", X, _FillValue=np.float32("nan"))
+    right("filled_nan")
+    packed("filled_classes", X, on="targets", _FillValue=np.int64(2))
+    refused("filled_classes", "/targets[2] is missing: 2 is its _FillValue")
+    packed("valid_range", stored, valid_range=np.array([-32000, 32767], "i2"))
+    right("valid_range", stored)
+    packed("valid_min", stored, valid_min=np.int16(-10))
+    refused("valid_min", "/inputs[0, 0] is missing: -32000 is beyond its valid_min of -10")
+    # Bounds of packed integers that are floats are of the elements.
+    packed("valid_max", stored, scale_factor=0.5, valid_max=np.float32(16000))
+    refused("valid_max", "/inputs[1, 3] is missing: 32767 is beyond its valid_max of 16000")
+    packed("valid_elements", stored, scale_factor=0.5, valid_range=np.float32([-16000, 16383.5]))
+    right("valid_elements", stored * 0.5)
+    packed("odd_scale", stored, scale_factor="a half")
+    refused("odd_scale", "scale_factor", "/inputs", "not a number")
+    packed("unit_of_scaled", np.zeros((6, 4), "u1"), scale_factor=0.5)
+    right("unit_of_scaled", np.zeros((6, 4)))
+
+    with h5py.File(path("dimensions.h5"), "w") as f:
+        f["inputs"], f["targets"] = X, Y
+        f["time"] = np.arange(6.0)
+        f["time"].make_scale("time")
+        f["inputs"].dims[0].attach_scale(f["time"])
+    right("dimensions")
+
+
+for make in [types, targets, shapes, layouts, filters, newer, elsewhere, unwritten, netcdf]:
     make()
 json.dump(CASES, sys.stdout)

@@ -91,6 +91,9 @@ fn odd_files_are_read_right_or_refused_by_name() {
         .filter_map(|case| Some(format!("{}: {}", case["name"].as_str()?, judge(case, &path(case))?)))
         .collect();
     assert!(wrong.is_empty(), "{} of {} files\n{}", wrong.len(), cases.len(), wrong.join("\n"));
+    let inspected = inspect::inspect(&folder.path().join("dimensions.h5")).unwrap();
+    let names: Vec<&str> = inspected.files[0].datasets.iter().map(|dataset| &dataset.name[..]).collect();
+    assert_eq!(names, ["/inputs", "/targets"], "coordinates of axes are not samples");
     // The tools that look at any file must get along with them, and call none damaged either.
     for case in cases.iter().filter(|case| case["damaged"].as_bool() != Some(true)) {
         for told in [inspect::inspect(&path(case)).err(), verify::verify(&path(case)).err()].into_iter().flatten() {

@@ -1,0 +1,412 @@
+//! NetCDF's conventions for the numbers of a dataset: packed numbers, and values that stand for missing ones.
+//!
+//! | attribute of a dataset | meaning |
+//! |---|---|
+//! | `scale_factor`, `add_offset` | an element is its stored number times the one plus the other |
+//! | `_Unsigned` | `"true"`: stored integers have no sign, although their type has; `"false"`: the reverse |
+//! | `_FillValue`, `missing_value` | stored numbers that stand for missing elements |
+//! | `valid_range`, `valid_min`, `valid_max` | elements outside are missing; floating-point bounds of packed integers are of the elements, all others of the stored numbers |
+//!
+//! Elements are unpacked when rows are read, before the scale of inputs. A missing element is an error. Other attributes of NetCDF, such
+//! as units and names, do not change numbers.
+
+use std::fmt;
+
+use half::f16;
+use hdf5::types::{FixedAscii, FixedUnicode, TypeDescriptor, VarLenAscii, VarLenUnicode};
+use hdf5::{Attribute, Dataset, Location};
+use hdf5_sys::h5t::H5T_class_t;
+use serde::{Deserialize, Serialize};
+
+use super::stored::{As, Stored};
+use super::{h5, storage};
+use crate::error::{Error, Result};
+
+/// Characters of an attribute that is compared with a word.
+const WORD: usize = 64;
+
+/// Names of attributes.
+const SCALE: &str = "scale_factor";
+const OFFSET: &str = "add_offset";
+const UNSIGNED: &str = "_Unsigned";
+const FILLS: [&str; 2] = ["_FillValue", "missing_value"];
+const RANGE: &str = "valid_range";
+const LEAST: &str = "valid_min";
+const MOST: &str = "valid_max";
+
+/// The packing of a dataset, and its missing elements.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(super) struct Packing {
+    scale: f64,
+    offset: f64,
+    fills: Vec<Fill>,
+    bounds: Vec<Bound>,
+}
+
+/// A stored number that stands for a missing element.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Fill {
+    attribute: String,
+    number: f64,
+}
+
+/// A bound beyond which elements are missing.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+struct Bound {
+    attribute: String,
+    number: f64,
+    is_least: bool,
+    /// It is compared with elements, not with stored numbers.
+    of_unpacked: bool,
+}
+
+/// A missing element.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Missing {
+    /// The stored number.
+    number: f64,
+    why: Why,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Why {
+    /// The number is the one of this attribute.
+    Is(String),
+    /// The element is beyond the bound of this attribute.
+    Beyond(String, f64),
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let number = self.number;
+        match &self.why {
+            Why::Is(attribute) => write!(f, "is missing: {number} is its {attribute}"),
+            Why::Beyond(attribute, bound) => write!(f, "is missing: {number} is beyond its {attribute} of {bound}"),
+        }
+    }
+}
+
+impl Packing {
+    /// Reads the packing of the dataset `name`, whose elements are bit by bit of the type `native` in memory, or of none that is known
+    /// there. Returns the type by its attribute `_Unsigned`, the type as which stored numbers are read, and the packing.
+    ///
+    /// # Errors
+    /// As [`Packing::read`], or if the sign of integers cannot be changed.
+    pub(super) fn of(
+        dataset: &Dataset,
+        name: &str,
+        native: Option<Stored>,
+        kind: As,
+    ) -> Result<(Option<Stored>, Stored, Option<Self>)> {
+        let said = is_unsigned(dataset, name)?;
+        let native = match (native, said) {
+            (Some(native), Some(true)) => Some(native.unsigned()),
+            (Some(native), Some(false)) => Some(native.signed()),
+            (None, Some(_)) => return Err(odd(name, UNSIGNED, "is for integers in the byte order of this machine")),
+            (native, None) => native,
+        };
+        let of_file = match native {
+            Some(native) => native,
+            None => similar(dataset).map_err(|e| storage::unreadable(name, &e))?,
+        };
+        let packing = Self::read(dataset, name, of_file, kind)?;
+        let stored = native.unwrap_or(match (&packing, kind) {
+            // A conversion to f32 would round before the scale does.
+            (Some(_), As::Numbers) => Stored::F64,
+            _ => Stored::converted(kind),
+        });
+        Ok((native, stored, packing))
+    }
+
+    /// Reads the packing of the dataset `name`; none if it has no such attributes. `stored` is the type of stored numbers.
+    ///
+    /// # Errors
+    /// Returns an error if an attribute cannot be read or has no meaning, or if ids would be scaled.
+    fn read(dataset: &Dataset, name: &str, stored: Stored, kind: As) -> Result<Option<Self>> {
+        let has = attributes(dataset, name)?;
+        let read = |attribute: &'static str| match has.iter().any(|has| has == attribute) {
+            true => numbers(dataset, name, attribute).map(Some),
+            false => Ok(None),
+        };
+        let one = |attribute: &'static str| match read(attribute)? {
+            None => Ok(None),
+            Some((numbers, is_float)) => match numbers[..] {
+                [number] => Ok(Some((number, is_float))),
+                _ => Err(odd(name, attribute, "has more than one number")),
+            },
+        };
+        let factor = one(SCALE)?.map_or(1.0, |(number, _)| number);
+        let offset = one(OFFSET)?.map_or(0.0, |(number, _)| number);
+        for (attribute, number) in [(SCALE, factor), (OFFSET, offset)] {
+            if !number.is_finite() || attribute == SCALE && number == 0.0 {
+                return Err(odd(name, attribute, &format!("is {number}")));
+            }
+        }
+        if kind == As::Ids && (factor, offset) != (1.0, 0.0) {
+            return Err(Error::input(format!(
+                "{name} has {SCALE} {factor} and {OFFSET} {offset}, but ids and classes are integers"
+            ))
+            .hint("name another dataset, or store its numbers without packing"));
+        }
+        let mut fills = Vec::new();
+        for attribute in FILLS {
+            let all = read(attribute)?.map(|(numbers, _)| numbers).unwrap_or_default();
+            // Elements that are not finite are refused as such.
+            let all = all.into_iter().map(|number| rounded(stored, number)).filter(|number| number.is_finite());
+            fills.extend(all.map(|number| Fill { attribute: attribute.to_owned(), number }));
+        }
+        let mut bounds = Vec::new();
+        let mut bound = |attribute: &str, number: f64, is_least: bool, is_float: bool| {
+            if number.is_finite() {
+                let of_unpacked = is_float && !stored.is_float();
+                let number = if of_unpacked { number } else { rounded(stored, number) };
+                bounds.push(Bound { attribute: attribute.to_owned(), number, is_least, of_unpacked });
+            }
+        };
+        match read(RANGE)? {
+            None => {}
+            Some((numbers, is_float)) => match numbers[..] {
+                [least, most] => {
+                    bound(RANGE, least, true, is_float);
+                    bound(RANGE, most, false, is_float);
+                }
+                _ => return Err(odd(name, RANGE, "does not have two numbers")),
+            },
+        }
+        if let Some((number, is_float)) = one(LEAST)? {
+            bound(LEAST, number, true, is_float);
+        }
+        if let Some((number, is_float)) = one(MOST)? {
+            bound(MOST, number, false, is_float);
+        }
+        let packing = Self { scale: factor, offset, fills, bounds };
+        Ok((packing.is_scaled() || packing.may_miss()).then_some(packing))
+    }
+
+    /// Whether elements differ from stored numbers.
+    pub(super) fn is_scaled(&self) -> bool {
+        (self.scale, self.offset) != (1.0, 0.0)
+    }
+
+    fn may_miss(&self) -> bool {
+        !(self.fills.is_empty() && self.bounds.is_empty())
+    }
+
+    /// The element of a stored number.
+    fn unpack(&self, number: f64) -> f64 {
+        number * self.scale + self.offset
+    }
+
+    /// The elements of stored numbers, rounded once.
+    pub(super) fn unpack_all(&self, stored: Stored, bytes: &[u8], out: &mut [f32]) {
+        if self.is_scaled() {
+            stored.doubles(bytes).zip(out).for_each(|(number, out)| *out = self.unpack(number) as f32);
+        } else {
+            stored.to_numbers(bytes, out);
+        }
+    }
+
+    /// The first missing one of stored numbers, and its place.
+    pub(super) fn first_missing(&self, mut numbers: impl Iterator<Item = f64>) -> Option<(usize, Missing)> {
+        if !self.may_miss() {
+            return None;
+        }
+        let mut place = 0;
+        numbers.find_map(|number| {
+            let why = self.why_missing(number);
+            place += 1;
+            why.map(|why| (place - 1, Missing { number, why }))
+        })
+    }
+
+    fn why_missing(&self, number: f64) -> Option<Why> {
+        if let Some(fill) = self.fills.iter().find(|fill| fill.number == number) {
+            return Some(Why::Is(fill.attribute.clone()));
+        }
+        let beyond = |bound: &&Bound| {
+            let number = if bound.of_unpacked { self.unpack(number) } else { number };
+            if bound.is_least { number < bound.number } else { number > bound.number }
+        };
+        self.bounds.iter().find(beyond).map(|bound| Why::Beyond(bound.attribute.clone(), bound.number))
+    }
+}
+
+/// Whether stored integers have no sign by the attribute `_Unsigned`, if there is one.
+///
+/// # Errors
+/// Returns an error if the attribute cannot be read or has another value than `true` and `false`.
+fn is_unsigned(dataset: &Dataset, name: &str) -> Result<Option<bool>> {
+    if !attributes(dataset, name)?.iter().any(|has| has == UNSIGNED) {
+        return Ok(None);
+    }
+    let said =
+        dataset.attr(UNSIGNED).and_then(|attribute| text(&attribute)).map_err(|e| unreadable(name, UNSIGNED, &e))?;
+    match said.as_deref() {
+        Some("true") => Ok(Some(true)),
+        Some("false") => Ok(Some(false)),
+        said => Err(odd(name, UNSIGNED, &format!("is {said:?}, not \"true\" or \"false\""))),
+    }
+}
+
+/// The type that rounds as the elements of a dataset do, whatever their byte order and width.
+fn similar(dataset: &Dataset) -> hdf5::Result<Stored> {
+    let facts = h5::type_facts(&dataset.dtype()?)?;
+    Ok(match (facts.class, facts.size) {
+        (H5T_class_t::H5T_FLOAT, 4) => Stored::F32,
+        (H5T_class_t::H5T_FLOAT, _) => Stored::F64,
+        _ => Stored::I64,
+    })
+}
+
+/// Whether a dataset is a dimension scale: coordinates of an axis of others.
+pub(super) fn is_dimension_scale(dataset: &Location) -> hdf5::Result<bool> {
+    if !dataset.attr_names()?.iter().any(|name| name == "CLASS") {
+        return Ok(false);
+    }
+    Ok(text(&dataset.attr("CLASS")?)?.as_deref() == Some("DIMENSION_SCALE"))
+}
+
+fn attributes(dataset: &Dataset, name: &str) -> Result<Vec<String>> {
+    dataset
+        .attr_names()
+        .map_err(|e| Error::input(format!("the attributes of {name} cannot be listed: {}", h5::one_line(&e))))
+}
+
+fn unreadable(name: &str, attribute: &str, error: &hdf5::Error) -> Error {
+    odd(name, attribute, &format!("cannot be read: {}", h5::one_line(error)))
+}
+
+fn odd(name: &str, attribute: &str, what: &str) -> Error {
+    Error::input(format!("attribute {attribute} of {name} {what}"))
+        .hint("correct the attribute, or remove it if it has another meaning than NetCDF's")
+}
+
+/// The numbers of an attribute, and whether they are of a floating-point type.
+fn numbers(dataset: &Dataset, name: &str, attribute: &str) -> Result<(Vec<f64>, bool)> {
+    let read = || -> hdf5::Result<_> {
+        let found = dataset.attr(attribute)?;
+        let is_float = match found.dtype()?.to_descriptor()? {
+            TypeDescriptor::Integer(_) | TypeDescriptor::Unsigned(_) => false,
+            TypeDescriptor::Float(_) => true,
+            other => return Err(format!("its type is {other}, not a number").into()),
+        };
+        Ok((found.read_raw::<f64>()?, is_float))
+    };
+    read().map_err(|e| unreadable(name, attribute, &e))
+}
+
+/// The text of an attribute with one string of any kind; none if it has another type.
+fn text(attribute: &Attribute) -> hdf5::Result<Option<String>> {
+    Ok(match attribute.dtype()?.to_descriptor()? {
+        TypeDescriptor::FixedAscii(_) => first(attribute.read_raw::<FixedAscii<WORD>>()?),
+        TypeDescriptor::FixedUnicode(_) => first(attribute.read_raw::<FixedUnicode<WORD>>()?),
+        TypeDescriptor::VarLenAscii => first(attribute.read_raw::<VarLenAscii>()?),
+        TypeDescriptor::VarLenUnicode => first(attribute.read_raw::<VarLenUnicode>()?),
+        _ => None,
+    })
+}
+
+fn first(texts: Vec<impl ToString>) -> Option<String> {
+    texts.first().map(|text| text.to_string())
+}
+
+/// An attribute's number as an element of a type: attributes may be of wider types, and negative where `_Unsigned` has integers
+/// without a sign.
+fn rounded(stored: Stored, number: f64) -> f64 {
+    let without_sign = |bits: u32| if number < 0.0 { number + 2f64.powi(bits as i32) } else { number };
+    match stored {
+        Stored::F16 => f16::from_f64(number).to_f64(),
+        Stored::F32 => f64::from(number as f32),
+        Stored::U8 => without_sign(8),
+        Stored::U16 => without_sign(16),
+        Stored::U32 => without_sign(32),
+        Stored::U64 => without_sign(64),
+        _ => number,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(write: impl FnOnce(&Dataset)) -> (tempfile::TempDir, Dataset) {
+        let folder = tempfile::tempdir().unwrap();
+        let file = crate::hdf5_files::create(&folder.path().join("x.h5")).unwrap();
+        let dataset = file.new_dataset::<i16>().shape(3).create("x").unwrap();
+        write(&dataset);
+        (folder, dataset)
+    }
+
+    fn attribute<T: hdf5::H5Type>(dataset: &Dataset, name: &str, values: &[T]) {
+        dataset.new_attr::<T>().shape(values.len()).create(name).unwrap().write_raw(values).unwrap();
+    }
+
+    fn read(dataset: &Dataset, kind: As) -> Result<Option<Packing>> {
+        Packing::read(dataset, "/x", Stored::I16, kind)
+    }
+
+    #[test]
+    fn missing_elements_are_named_by_their_attribute() {
+        let (_folder, dataset) = written(|dataset| {
+            attribute(dataset, "scale_factor", &[0.5f64]);
+            attribute(dataset, "add_offset", &[100.0f32]);
+            attribute(dataset, "_FillValue", &[-32768i16]);
+            attribute(dataset, "missing_value", &[-1i16, -2]);
+            // Of stored numbers, and of elements.
+            attribute(dataset, "valid_min", &[-10i16]);
+            attribute(dataset, "valid_max", &[300.0f32]);
+        });
+        let packing = read(&dataset, As::Numbers).unwrap().unwrap();
+        assert_eq!((packing.unpack(3.0), packing.is_scaled()), (101.5, true));
+        assert_eq!(packing.first_missing([-10.0, 400.0, 0.0].into_iter()), None);
+        for (number, expected) in [
+            (-32768.0, "is missing: -32768 is its _FillValue"),
+            (-2.0, "is missing: -2 is its missing_value"),
+            (-11.0, "is missing: -11 is beyond its valid_min of -10"),
+            (401.0, "is missing: 401 is beyond its valid_max of 300"),
+        ] {
+            let (place, missing) = packing.first_missing([0.0, number].into_iter()).unwrap();
+            assert_eq!((place, missing.to_string().as_str()), (1, expected));
+        }
+        let error = read(&dataset, As::Ids).unwrap_err().to_string();
+        assert!(error.contains("/x has scale_factor 0.5 and add_offset 100, but ids"), "{error}");
+    }
+
+    #[test]
+    fn attributes_without_a_meaning_are_refused() {
+        assert_eq!(read(&written(|_| {}).1, As::Numbers).unwrap(), None);
+        let one = |dataset: &Dataset| attribute(dataset, "scale_factor", &[1.0f32]);
+        assert_eq!(read(&written(one).1, As::Ids).unwrap(), None);
+        for (name, numbers) in [
+            ("scale_factor", &[0.0][..]),
+            ("scale_factor", &[1.0, 2.0]),
+            ("add_offset", &[f64::NAN]),
+            ("valid_range", &[1.0]),
+        ] {
+            let (_folder, dataset) = written(|dataset| attribute(dataset, name, numbers));
+            let error = read(&dataset, As::Numbers).unwrap_err().to_string();
+            assert!(error.contains(&format!("attribute {name} of /x ")) && error.contains("\nhint: "), "{error}");
+        }
+        let (_folder, dataset) = written(|dataset| {
+            let text: VarLenUnicode = "a lot".parse().unwrap();
+            dataset.new_attr::<VarLenUnicode>().create("_FillValue").unwrap().write_scalar(&text).unwrap();
+        });
+        assert!(
+            read(&dataset, As::Numbers).unwrap_err().to_string().contains("attribute _FillValue of /x cannot be read")
+        );
+    }
+
+    #[test]
+    fn signs_are_as_said() {
+        let (_folder, dataset) = written(|dataset| {
+            let text: VarLenUnicode = "true".parse().unwrap();
+            dataset.new_attr::<VarLenUnicode>().create("_Unsigned").unwrap().write_scalar(&text).unwrap();
+            attribute(dataset, "_FillValue", &[-1i16]);
+        });
+        let (native, stored, packing) = Packing::of(&dataset, "/x", Some(Stored::I16), As::Numbers).unwrap();
+        assert_eq!((native, stored), (Some(Stored::U16), Stored::U16));
+        assert!(packing.unwrap().first_missing([65535.0].into_iter()).is_some());
+        // HDF5 would convert with a sign.
+        assert!(Packing::of(&dataset, "/x", None, As::Numbers).is_err());
+    }
+}
