@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::axes::Planes;
 use super::bounded;
 use super::dtype::Dtype;
-use super::h5::shape;
+use super::h5::{self, shape};
 use super::packing::Packing;
 use super::spec::{DataSpec, ExternalFiles, Ids, InputScale, SampleSpec, Target, WEIGHTS};
 use super::standard::Standard;
@@ -78,6 +78,8 @@ pub(super) struct Field {
     pub is_filtered: bool,
     /// Offset of its elements in the shard's own file, if they are contiguous and stored as they are in memory.
     pub offset: Option<u64>,
+    /// Some of its elements are in other files.
+    pub is_elsewhere: bool,
     /// None of its elements was ever written.
     pub is_unwritten: bool,
     /// How its numbers are packed, and which elements are missing; none where there is nothing to do.
@@ -380,6 +382,8 @@ impl Field {
         let properties = dataset.create_plist().map_err(unreadable)?;
         // A link may lead into another file, and elements may lie in files without structure.
         let is_here = dataset.filename() == file.filename() && properties.external().is_empty();
+        let is_virtual = dataset.layout() == Layout::Virtual;
+        let sources = if is_virtual { h5::sources(&properties).map_err(unreadable)? } else { Vec::new() };
         let is_plain = dataset.layout() == Layout::Contiguous && is_here && native.is_some();
         Ok(Self {
             name: name.to_owned(),
@@ -391,6 +395,7 @@ impl Field {
             chunk: dataset.chunk(),
             is_filtered: !dataset.filters().is_empty(),
             offset: dataset.offset().filter(|_| is_plain),
+            is_elsewhere: !is_here || sources.iter().any(|source| source.file != "."),
             is_unwritten: storage::is_unwritten(&dataset).map_err(unreadable)?,
             packing,
         })
@@ -464,6 +469,7 @@ mod tests {
             chunk: None,
             is_filtered: false,
             offset: None,
+            is_elsewhere: false,
             is_unwritten: false,
             packing: None,
         };

@@ -207,6 +207,25 @@ impl Dataset {
         Ok(())
     }
 
+    /// Refuses shards some of whose elements are in other files: a copy of such a shard would lack them, or read the originals.
+    ///
+    /// # Errors
+    /// Returns an error that names the first such dataset and its shard.
+    pub fn check_self_contained(&self) -> Result<()> {
+        let first = self.shards.iter().find_map(|shard| {
+            let field = shard.content.datasets().into_iter().find(|field| field.is_elsewhere)?;
+            Some((&shard.path, &field.name))
+        });
+        match first {
+            None => Ok(()),
+            Some((path, name)) => Err(Error::input(format!(
+                "{}: {name} has elements in other files, which data.stage does not copy",
+                path.display()
+            ))
+            .hint("read it where it is, without data.stage, or write the elements into the file itself")),
+        }
+    }
+
     /// Number of samples; at least one.
     pub fn samples(&self) -> u64 {
         self.parts.iter().sum()
@@ -443,6 +462,10 @@ fn check_completeness(spec: &DataSpec, split: Split, shards: &[Shard]) -> Result
     }
 }
 
+/// The hint for a negative id or class, which elsewhere stands for a target without a loss.
+const IGNORED: &str =
+    "targets without a loss, such as PyTorch's ignore_index of -100, are not supported: leave their samples out";
+
 /// When samples are seen, and the number of the first of them in the whole data set.
 #[derive(Clone, Copy)]
 struct When {
@@ -521,8 +544,13 @@ fn check_ids(shard: &Shard, ids: &Field, first: u64, out: &[u32], vocabulary: us
         None => Ok(()),
         Some(at) => {
             let (element, id) = (ids.element(first as usize * ids.row_len() + at), out[at] as i32);
+            let hint = if id < 0 {
+                IGNORED
+            } else {
+                "import the text again, or set model.vocabulary to the true number of ids"
+            };
             Err(Error::input(format!("{element} is token id {id}, outside the vocabulary of {vocabulary}"))
-                .hint("import the text again, or set model.vocabulary to the true number of ids")
+                .hint(hint)
                 .at(shard.path.display()))
         }
     }
@@ -540,14 +568,14 @@ fn read_class(shard: &Shard, field: &Field, reader: &mut RowReader, row: u64, ou
 fn check_classes(shard: &Shard, field: &Field, row: u64, found: &[u32], all: usize, who: &str) -> Result<()> {
     match first_invalid(found, all) {
         None => Ok(()),
-        Some(at) => Err(Error::input(format!(
-            "{} is class {}, but {who} 0 to {}",
-            field.element(row as usize + at),
-            found[at] as i32,
-            all - 1
-        ))
-        .hint("give the last of model.layers more units, or mend the data")
-        .at(shard.path.display())),
+        Some(at) => {
+            let (element, class) = (field.element(row as usize + at), found[at] as i32);
+            let hint =
+                if class < 0 { IGNORED } else { "give the last of model.layers more units, or correct the data" };
+            Err(Error::input(format!("{element} is class {class}, but {who} 0 to {}", all - 1))
+                .hint(hint)
+                .at(shard.path.display()))
+        }
     }
 }
 

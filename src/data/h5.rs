@@ -48,6 +48,9 @@ pub(super) struct ChunkCache {
 const LOCK_TRIES: u32 = 10;
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
+/// The system's words for a lock that another process holds (EAGAIN).
+const IN_USE: &str = "temporarily unavailable";
+
 /// Opens a file for reading only, which takes no exclusive lock.
 pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> {
     let mut options = File::with_options();
@@ -66,7 +69,7 @@ pub(super) fn open_file(path: &Path, cache: Option<ChunkCache>) -> Result<File> 
     let mut opened = hdf5_files::open_with(&options, path);
     for _ in 0..LOCK_TRIES {
         match &opened {
-            Err(e) if e.to_string().contains("temporarily unavailable") => std::thread::sleep(LOCK_PAUSE),
+            Err(e) if e.to_string().contains(IN_USE) => std::thread::sleep(LOCK_PAUSE),
             _ => break,
         }
         opened = hdf5_files::open_with(&options, path);
@@ -101,6 +104,9 @@ fn cannot_open(path: &Path, error: &hdf5::Error) -> Error {
     } else if has(b"NCSAmult") {
         Error::input(format!("{name} is one of several files of HDF5's multi or split driver"))
             .hint("copy the data into one file with a program that opens them")
+    } else if detail.contains("unable to lock") && detail.contains(IN_USE) {
+        Error::input(format!("{name} is open for writing in another process, which holds its lock"))
+            .hint("wait until the writer has closed it: what it has written so far may be half of the data")
     } else if detail.contains("unable to lock") {
         Error::input(format!("{name} cannot be locked: {detail}"))
             .hint("set HDF5_USE_FILE_LOCKING=FALSE in the environment; shards are only read")

@@ -60,7 +60,10 @@ pub fn open_staged<B: Backend>(
     };
     let here = &topology.here().host;
     // Errors of the data name the place that the user knows.
-    let looked = || open_specs(&mut Catalogue::to_be_told(), config, &sources).map(drop);
+    let looked = || {
+        let (train, validation) = open_specs(&mut Catalogue::to_be_told(), config, &sources)?;
+        std::iter::once(&train).chain(&validation).try_for_each(Dataset::check_self_contained)
+    };
     world.agree(if world.rank() == 0 { looked() } else { Ok(()) })?;
     let copies = || {
         for spec in &sources {
@@ -260,13 +263,18 @@ pub fn check_size(plan: &Plan, train: &dyn Source) -> Result<()> {
     let Some((number, have, want)) = order(&plan.config, train)?.repeats_within(plan.config.batch.global) else {
         return Ok(());
     };
-    let tokens = plan.network.context();
     let Some(one) = plan.config.data.mix.get(number) else {
         let path = &plan.config.data.path;
+        let is_text = matches!(sample_spec(&plan.config)?, SampleSpec::Text);
+        let (of_tokens, or_shorten) = if is_text {
+            (format!(" of {} tokens", plan.network.context()), ", or shorten model.context")
+        } else {
+            (String::new(), "")
+        };
         return Err(Error::input(format!(
-            "{path} has {have} training samples of {tokens} tokens, fewer than batch.global = {want}"
+            "{path} has {have} training samples{of_tokens}, fewer than batch.global = {want}"
         ))
-        .hint(format!("set batch.global to at most {have}, or shorten model.context")));
+        .hint(format!("set batch.global to at most {have}{or_shorten}")));
     };
     Err(Error::input(format!(
         "{} has {have} training samples, but batch.global = {} may take {want} of them",

@@ -375,7 +375,7 @@ fn an_id_is_outside_the_vocabulary() {
     let (mut inputs, mut targets) = ([0; 4], [0; 4]);
     dataset.read(0, SampleMut::text(&mut inputs, &mut targets)).unwrap();
     let e = dataset.read(1, SampleMut::text(&mut inputs, &mut targets)).unwrap_err();
-    assert_told(&e, &["a.h5: /inputs[1, 2] is token id -3, outside the vocabulary of 5"], "model.vocabulary");
+    assert_told(&e, &["a.h5: /inputs[1, 2] is token id -3, outside the vocabulary of 5"], "ignore_index");
     let e = dataset.read(2, SampleMut::text(&mut inputs, &mut targets)).unwrap_err();
     assert_told(&e, &["a.h5: /targets[2, 3] is token id"], "");
     let e = dataset.read(3, SampleMut::text(&mut inputs, &mut targets)).unwrap_err();
@@ -431,4 +431,16 @@ fn nothing_to_inspect_or_verify() {
     for e in [inspect::inspect(&missing).unwrap_err(), verify::verify(&missing).unwrap_err()] {
         assert_told(&e, &["x does not exist"], "HDF5 file");
     }
+}
+
+/// A writer holds the lock of its file: what it has written so far may be half of the data.
+#[test]
+fn a_file_that_is_being_written_is_waited_for() {
+    let shards = Shards::new();
+    let path = shards.tokens("train-0.h5", &[1, 2, 3], Some(5));
+    let writer = std::fs::File::options().write(true).open(&path).unwrap();
+    writer.lock().unwrap();
+    let error = inspect::inspect(&path).unwrap_err();
+    assert_told(&error, &["train-0.h5 is open for writing in another process"], "wait until the writer has closed it");
+    assert!(!error.to_string().contains("HDF5_USE_FILE_LOCKING"), "{error}");
 }

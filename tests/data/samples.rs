@@ -11,6 +11,8 @@ use hpctrain::data::{
     verify,
 };
 
+use crate::common::launch::{finish, program};
+
 fn idx(shape: &[u32], elements: &[u8]) -> Vec<u8> {
     let axes = shape.iter().flat_map(|extent| extent.to_be_bytes());
     [0, 0, 8, shape.len() as u8].into_iter().chain(axes).chain(elements.iter().copied()).collect()
@@ -380,6 +382,33 @@ fn rows_that_cannot_be_learned_name_their_place() {
     ] {
         assert!(error.contains(wanted) && error.contains("\nhint: "), "{error}");
     }
+    // PyTorch's mark of a target without a loss.
+    let error = refused(&good, &[0, -100], 2, class);
+    assert!(error.contains("is class -100") && error.contains("hint: targets without a loss"), "{error}");
+}
+
+/// Rows have no tokens, and no context to be shortened.
+#[test]
+fn a_batch_larger_than_a_table_is_told_in_rows() {
+    let root = tempfile::tempdir().unwrap();
+    foreign(&root.path().join("train-0.h5"), &[1.0, 2.0, 3.0], &[0, 1, 2], 1);
+    let at = |key: &str| format!("{key}={}", root.path().display());
+    let settings = [
+        &at("data.path")[..],
+        &at("run.root"),
+        "batch.global=9",
+        "model.kind=layers",
+        "model.input=[1]",
+        "model.layers=[{kind='dense', units=3}]",
+    ];
+    let mut command = program(["train"]);
+    for setting in settings {
+        command.args(["--set", setting]);
+    }
+    let ended = finish(&mut command);
+    assert_eq!(ended.code(), 2, "{ended}");
+    let refusal = " has 3 training samples, fewer than batch.global = 9\nhint: set batch.global to at most 3\n";
+    assert!(ended.stderr.contains(refusal), "{ended}");
 }
 
 /// A file with images as they are given, and a class each; `attributes` go to the inputs.

@@ -49,6 +49,45 @@ fn ranks_read_the_copies() {
     assert_eq!(std::fs::read(copies.join("train-0.h5")).unwrap(), std::fs::read(data.join("train-0.h5")).unwrap());
 }
 
+/// Elements behind a link or in a raw file would not be there, or be read from where they are.
+#[test]
+fn shards_with_parts_in_other_files_are_refused_before_they_are_copied() {
+    let root = tempfile::tempdir().unwrap();
+    let (data, disk) = (root.path().join("data"), root.path().join("disk"));
+    shards(&data);
+    std::fs::create_dir(&disk).unwrap();
+    std::fs::rename(data.join("train-0.h5"), data.join("source.h5")).unwrap();
+    std::fs::write(data.join("source.raw"), [3; 640]).unwrap();
+    let write = |tokens: &dyn Fn(&hdf5::File)| {
+        let file = hdf5::File::create(data.join("train-0.h5")).unwrap();
+        file.new_attr::<u64>().create("vocabulary_size").unwrap().write_scalar(&5u64).unwrap();
+        tokens(&file);
+    };
+    let absolute = data.join("source.h5").display().to_string();
+    let raw = data.join("source.raw").display().to_string();
+    let link = |to: &str| {
+        let to = to.to_owned();
+        move |file: &hdf5::File| file.link_external(&to, "/tokens", "tokens").unwrap()
+    };
+    let (beside, absolute) = (link("source.h5"), link(&absolute));
+    let external = |file: &hdf5::File| {
+        drop(file.new_dataset::<u8>().external(&raw, 0, 640).shape(640).create("tokens").unwrap());
+    };
+    let ways: [&dyn Fn(&hdf5::File); 3] = [&beside, &absolute, &external];
+    let settings = [format!("data.path={}", data.display()), format!("data.stage={}", disk.display())];
+    for tokens in ways {
+        write(tokens);
+        let ended = Run { settings: settings.to_vec(), ..Run::new(Mpirun(2), root.path(), "refused", &[]) }.ends();
+        assert_eq!(ended.code(), 2, "{ended}");
+        let refusal = "train-0.h5: /tokens has elements in other files, which data.stage does not copy\nhint: ";
+        assert_eq!(ended.stderr.matches(refusal).count(), 1, "{ended}");
+        assert_eq!(std::fs::read_dir(&disk).unwrap().count(), 0);
+    }
+    // Where they are they can be read.
+    write(&beside);
+    Run::new(Alone, root.path(), "beside", &[&settings[0]]).succeeds();
+}
+
 #[test]
 fn a_place_that_is_not_there_is_refused_once() {
     let root = tempfile::tempdir().unwrap();

@@ -135,7 +135,7 @@ fn documents_follow_each_other() {
         assert!(error.contains(wanted), "{error}");
     }
     let error = refused(&|import| import.field = Some("text".into()));
-    assert!(error.contains("texts/a: line 1: expected value"), "{error}");
+    assert!(error.contains("texts/a: line 1: column 1: expected value"), "{error}");
     std::fs::write(at("texts/c"), [b'a', 0xff]).unwrap();
     let error = refused(&|import| text(import, TokenizerKind::Char, None));
     assert!(error.contains("texts/c: byte 1 is not UTF-8\nhint: "), "{error}");

@@ -166,20 +166,26 @@ fn lines(
             return Err(Error::input(format!("{place} is longer than {} MiB", LONGEST_LINE >> 20))
                 .hint("give one document a line, or divide it; without --field files are taken as text"));
         }
+        let line = if number == 1 { line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line) } else { &line[..] };
         if line.trim_ascii().is_empty() {
             continue;
         }
-        let text = text_of(&line, field).map_err(|e| {
-            Error::input(format!("{place}: {e}"))
-                .hint("with --field every line is a JSON object with the text in that field")
-        })?;
+        let text = text_of(line, field).map_err(|e| e.at(&place))?;
         each(&place, &mut text.as_bytes())?;
     }
     Ok(())
 }
 
-/// The string in a field of a line of JSON; the error names the fault.
-fn text_of(line: &[u8], field: &str) -> Result<String, String> {
+/// Bytes that some programs write in front of UTF-8.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+
+/// Returns the string in a field of a line of JSON.
+///
+/// # Errors
+/// Returns an error that names the fault and its column.
+fn text_of(line: &[u8], field: &str) -> Result<String> {
+    let wrong =
+        |what: String| Error::input(what).hint("with --field every line is a JSON object with the text in that field");
     let mut json = serde_json::Deserializer::from_slice(line);
     let found = Wanted(field).deserialize(&mut json).and_then(|found| json.end().map(|()| found));
     match found {
@@ -192,9 +198,20 @@ fn text_of(line: &[u8], field: &str) -> Result<String, String> {
                 Value::Array(_) => "an array",
                 Value::Object(_) | Value::String(_) => "an object",
             };
-            Err(format!("field {field:?} is {kind}, not a string"))
+            Err(wrong(format!("field {field:?} is {kind}, not a string")))
         }
-        Err(e) => Err(e.to_string()),
+        Err(e) => {
+            let (whole, column) = (e.to_string(), e.column());
+            // A line is all of the text: its number in there is always 1.
+            let what = whole.strip_suffix(&format!(" at line {} column {column}", e.line())).unwrap_or(&whole);
+            match what {
+                "lone leading surrogate in hex escape" | "unexpected end of hex escape" => {
+                    Err(Error::input(format!("column {column}: a \\u escape is half of a surrogate pair"))
+                        .hint("write the whole pair, or \\ufffd instead of the half"))
+                }
+                _ => Err(wrong(format!("column {column}: {what}"))),
+            }
+        }
     }
 }
 
@@ -280,13 +297,24 @@ mod tests {
         let found = told("{\"id\": [1, {\"text\": 2}], \"text\": \"a\\nb\\u00e9\"}\r\n\n  \n{\"text\":\"\"}").unwrap();
         let texts: Vec<(&str, &str)> = found.iter().map(|(name, text)| (&name[name.len() - 6..], &text[..])).collect();
         assert_eq!(texts, [("line 1", "a\nbé"), ("line 4", "")]);
+        // With a byte order mark in front.
+        let found = told("\u{feff}{\"text\": \"a\"}\n{\"text\": \"b\"}").unwrap();
+        assert_eq!(found.len(), 2);
+        for half in ["\\ud83d", "\\ud83d x", "\\ude00", "\\ud83d\\u0041"] {
+            let error = told(&format!("{{\"text\": \"a\"}}\n{{\"text\": \"{half}\"}}")).unwrap_err().to_string();
+            assert!(
+                error.contains("x.jsonl: line 2: column ") && error.contains("half of a surrogate pair\nhint: "),
+                "{error}"
+            );
+            assert_eq!(error.matches("line").count(), 1, "{error}");
+        }
         for (content, wanted) in [
-            ("{\"text\": \"a\"}\n{\"txt\": \"b\"}", "x.jsonl: line 2: there is no field \"text\""),
+            ("{\"text\": \"a\"}\n{\"txt\": \"b\"}", "x.jsonl: line 2: column 12: there is no field \"text\""),
             ("{\"text\": 5}", "line 1: field \"text\" is a number, not a string"),
             ("{\"text\": null}", "line 1: field \"text\" is null, not a string"),
-            ("[\"text\"]", "line 1: invalid type: sequence, expected an object with the field \"text\""),
-            ("{\"text\": \"a\"} x", "line 1: trailing characters"),
-            ("{\"text\": \"a", "line 1: EOF while parsing a string"),
+            ("[\"text\"]", "line 1: column 0: invalid type: sequence, expected an object with the field \"text\""),
+            ("{\"text\": \"a\"} x", "line 1: column 15: trailing characters"),
+            ("{\"text\": \"a", "line 1: column 11: EOF while parsing a string"),
         ] {
             let error = told(content).unwrap_err().to_string();
             assert!(error.contains(wanted) && error.contains("\nhint: with --field"), "{error}");
