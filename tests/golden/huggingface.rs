@@ -130,9 +130,44 @@ fn a_llama_may_be_in_several_files() {
     let tokens: Vec<u32> = (0..12).collect();
     assert_eq!(logits(&dir, &tokens), logits(&root.path().join("reference"), &tokens));
 
+    // A copy of a tensor in a file that the index does not give for it does not count.
+    let (name, tensor) = parts["model-00001-of-00003.safetensors"].clone().pop_first().unwrap();
+    let other = parts.get_mut("model-00003-of-00003.safetensors").unwrap();
+    other.insert(name.clone(), Raw(tensor.0, tensor.1.clone(), vec![0; tensor.2.len()]));
+    safetensors::serialize_to_file(&*other, None, &there.join("model-00003-of-00003.safetensors")).unwrap();
+    import(&there, &root.path().join("copied"), None).unwrap();
+    assert_eq!(logits(&root.path().join("copied"), &tokens), logits(&root.path().join("reference"), &tokens));
+    map[&name] = "model-00002-of-00003.safetensors".into();
+    std::fs::write(&index, serde_json::json!({ "weight_map": map }).to_string()).unwrap();
+    let error = import(&there, &root.path().join("x"), None).unwrap_err().to_string();
+    assert!(error.contains(&format!("model-00002-of-00003.safetensors has no tensor {name}\nhint: ")), "{error}");
+
     std::fs::remove_file(there.join("model-00002-of-00003.safetensors")).unwrap();
     let error = import(&there, &root.path().join("x"), None).unwrap_err().to_string();
     assert!(error.contains("there is no file model-00002-of-00003.safetensors\nhint: copy all files"), "{error}");
+}
+
+/// `save_pretrained` into a directory of a larger model leaves the index of that, with its files or without.
+#[test]
+fn one_file_comes_before_an_index() {
+    let root = tempfile::tempdir().unwrap();
+    let there = root.path().join("there");
+    Model::tiny().write(&there);
+    let index = there.join("model.safetensors.index.json");
+    for name in ["model-00001-of-00002.safetensors", "other.safetensors"] {
+        let mut stale = Model::tiny();
+        stale.tensors.values_mut().for_each(|tensor| tensor.2.fill(0));
+        safetensors::serialize_to_file(&stale.tensors, None, &there.join("other.safetensors")).unwrap();
+        let map: BTreeMap<&String, &str> = stale.tensors.keys().map(|tensor| (tensor, name)).collect();
+        std::fs::write(&index, serde_json::json!({ "weight_map": map }).to_string()).unwrap();
+        let (out, reference) = (root.path().join(name), root.path().join(format!("{name}-reference")));
+        let imported = finish(program(["checkpoint", "import"]).arg(&there).arg("--out").arg(&out)).succeeded();
+        let warning = "model.safetensors.index.json is not used: model.safetensors is there, too";
+        assert!(imported.stderr.contains(warning), "{imported}");
+        import(&tiny(), &reference, None).unwrap();
+        let tokens: Vec<u32> = (0..12).collect();
+        assert_eq!(logits(&out, &tokens), logits(&reference, &tokens));
+    }
 }
 
 /// A tensor to write.
@@ -219,7 +254,28 @@ fn other_spellings_are_understood() {
 #[test]
 fn other_models_are_refused() {
     type Change = fn(&mut Model);
-    let cases: [(Change, &[&str]); 14] = [
+    let cases: [(Change, &[&str]); 17] = [
+        (
+            |m| m.config["quantization_config"] = serde_json::json!({ "quant_method": "gptq", "bits": 4 }),
+            &["config.json: quantization_config is gptq: weights are quantized"],
+        ),
+        (
+            |m| {
+                let wrapped = std::mem::take(&mut m.tensors).into_iter();
+                m.tensors = wrapped.map(|(name, tensor)| (format!("_orig_mod.{name}"), tensor)).collect();
+            },
+            &[
+                "there is no tensor h.0.attn.c_attn.bias, h.0.attn.c_attn.weight, h.0.attn.c_proj.bias and 25 more",
+                "hint: all names begin with \"_orig_mod.\": save the module that it wraps",
+            ],
+        ),
+        (
+            |m| {
+                let bias = m.tensors.get_mut("transformer.h.1.ln_1.bias").unwrap();
+                bias.2[20..24].copy_from_slice(&f32::NAN.to_le_bytes());
+            },
+            &["transformer.h.1.ln_1.bias has 1 of 24 values that are not finite, the first of them NaN at 5"],
+        ),
         (
             |m| m.config["model_type"] = "bert".into(),
             &["config.json", "model_type is \"bert\", not \"gpt2\" or \"llama\""],
@@ -250,9 +306,10 @@ fn other_models_are_refused() {
                 m.tensors.insert("y".into(), Raw(Dtype::F32, vec![1], vec![0; 4]));
                 m.tensors.get_mut("transformer.ln_f.bias").unwrap().1 = vec![2, 12];
             },
-            &["no tensor transformer.h.0.ln_1.bias, transformer.h.0.ln_1.weight, transformer.h.0.ln_2.bias, \
-                 transformer.h.0.ln_2.weight; transformer.ln_f.bias is [2, 12], by config.json [24]; GPT-2 has no tensor \
-                 transformer.x, y"],
+            &[
+                "no tensor transformer.h.0.ln_1.bias, transformer.h.0.ln_1.weight, transformer.h.0.ln_2.bias and 1 more; \
+                 transformer.ln_f.bias is [2, 12], by config.json [24]; GPT-2 has no tensor transformer.x, y",
+            ],
         ),
         (
             |m| drop(m.tensors.insert("lm_head.weight".into(), Raw(Dtype::F32, vec![1], vec![0; 4]))),
@@ -294,7 +351,7 @@ fn other_models_are_refused() {
     refused(&root.path().join("nowhere"), &["nowhere/config.json"]);
     // Nothing half written is left.
     let left = std::fs::read_dir(root.path()).unwrap().filter(|entry| entry.as_ref().unwrap().file_name() != "cut");
-    assert_eq!(left.count(), 14);
+    assert_eq!(left.count(), 17);
 }
 
 #[test]

@@ -58,13 +58,21 @@ impl Architecture {
         #[derive(Deserialize)]
         struct Family {
             model_type: Option<String>,
+            quantization_config: Option<serde_json::Value>,
         }
         let malformed =
             |e| Error::input(format!("{}: {e}", path.display())).hint("give the config.json of a GPT-2 or a Llama");
         let refused = |what: String| {
             Err(Error::input(format!("{}: {what}", path.display())).hint("import a GPT-2 or a Llama as it is here"))
         };
-        let Family { model_type } = serde_json::from_slice(&text).map_err(malformed)?;
+        let Family { model_type, quantization_config } = serde_json::from_slice(&text).map_err(malformed)?;
+        if let Some(quantized) = quantization_config {
+            let kind =
+                quantized.get("quant_method").and_then(serde_json::Value::as_str).unwrap_or("of an unknown kind");
+            let message = format!("{}: quantization_config is {kind}: weights are quantized", path.display());
+            return Err(Error::input(message)
+                .hint("import the model that was quantized, or save it again as float32, float16 or bfloat16"));
+        }
         let read = match model_type.as_deref() {
             Some("gpt2") => Self::Gpt2(serde_json::from_slice(&text).map_err(malformed)?),
             Some("llama") => Self::Llama(serde_json::from_slice(&text).map_err(malformed)?),

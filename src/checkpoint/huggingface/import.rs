@@ -1,7 +1,7 @@
 //! From a directory that Hugging Face's `save_pretrained` wrote to a checkpoint.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::architecture::Architecture;
 use super::safetensors::Reader;
@@ -22,7 +22,7 @@ use crate::telemetry::unix_time;
 /// `out`, which appears whole or not at all. `tokenizer` is written down for sampling. Returns the checkpoint's manifest.
 ///
 /// # Errors
-/// It is another network, tensors are missing or of another shape, or there are files in `out`.
+/// Returns an error if it is another network, if tensors are missing, of another shape or not finite, or if there are files in `out`.
 pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<Manifest> {
     let architecture = Architecture::read(&from.join(CONFIG))?;
     // Its training data is not known.
@@ -84,6 +84,8 @@ pub fn import(from: &Path, out: &Path, tokenizer: Option<Tokenizer>) -> Result<M
 
 /// Files whose tensors are those of a network.
 struct Source {
+    /// The directory.
+    from: PathBuf,
     spelling: Spelling,
     readers: Vec<Reader>,
     /// The reader of every tensor there.
@@ -95,19 +97,34 @@ struct Source {
 impl Source {
     /// Opens the files in the directory `from` and checks that they have these tensors, and no others that count.
     fn open(from: &Path, spelling: Spelling, tensors: &[Tensor]) -> Result<Self> {
-        let readers = files(from)?.iter().map(|name| Reader::open(&from.join(name))).collect::<Result<Vec<_>>>()?;
-        let mut places = BTreeMap::new();
-        for (number, reader) in readers.iter().enumerate() {
-            places.extend(reader.names().into_iter().map(|name| (name, number)));
-        }
+        let Files { names, map } = files(from)?;
+        let readers = names.iter().map(|name| Reader::open(&from.join(name))).collect::<Result<Vec<_>>>()?;
+        let places = match map {
+            None => readers.iter().flat_map(Reader::names).map(|name| (name, 0)).collect(),
+            Some(map) => placed(from, map, &names, &readers)?,
+        };
         let prefix = if places.keys().any(|name| name.starts_with(spelling.prefix)) { spelling.prefix } else { "" };
-        let source = Self { spelling, readers, places, prefix };
+        let source = Self { from: from.to_owned(), spelling, readers, places, prefix };
         let wrong = source.compare(tensors)?;
         if wrong.is_empty() {
             return Ok(source);
         }
-        Err(Error::input(format!("{}: {}", from.join(MODEL).display(), wrong.join("; ")))
-            .hint(format!("import the {MODEL} that belongs to {CONFIG}")))
+        let hint = match source.wrapper(tensors) {
+            Some(wrapper) => {
+                format!("all names begin with {wrapper:?}: save the module that it wraps, then import that")
+            }
+            None => format!("import the {MODEL} that belongs to {CONFIG}"),
+        };
+        Err(Error::input(format!("{}: {}", from.join(MODEL).display(), wrong.join("; "))).hint(hint))
+    }
+
+    /// The prefix that a wrapper such as `torch.compile` (`_orig_mod.`) has given all names, if the rest of them are those of the network.
+    fn wrapper(&self, tensors: &[Tensor]) -> Option<&str> {
+        let ours = &tensors.first()?.name;
+        let [full, bare] = [self.spelling.prefix, ""].map(|prefix| self.spelling.name(prefix, ours));
+        let first = self.places.keys().find(|name| name.ends_with(&bare))?;
+        let wrapper = first.strip_suffix(&full).or_else(|| first.strip_suffix(&bare))?;
+        (!wrapper.is_empty() && self.places.keys().all(|name| name.starts_with(wrapper))).then_some(wrapper)
     }
 
     /// The name of one of our tensors there.
@@ -123,19 +140,24 @@ impl Source {
         let missing: Vec<&str> =
             wanted.keys().filter(|name| !self.places.contains_key(*name)).map(String::as_str).collect();
         if !missing.is_empty() {
-            wrong.push(format!("there is no tensor {}", missing.join(", ")));
+            wrong.push(format!("there is no tensor {}", first_few(&missing)));
         }
+        let mut shapes = Vec::new();
         for (name, shape) in &wanted {
             if let Some(found) = self.places.get(name).and_then(|&number| self.readers[number].shape(name))
                 && found != shape
             {
-                wrong.push(format!("{name} is {found:?}, by {CONFIG} {shape:?}"));
+                shapes.push(format!("{name} is {found:?}, by {CONFIG} {shape:?}"));
             }
+        }
+        if !shapes.is_empty() {
+            let shapes: Vec<&str> = shapes.iter().map(String::as_str).collect();
+            wrong.push(first_few(&shapes));
         }
         let known = |name: &&str| wanted.contains_key(*name) || *name == HEAD || self.spelling.is_buffer(name);
         let extra: Vec<&str> = self.places.keys().map(String::as_str).filter(|name| !known(name)).collect();
         if !extra.is_empty() {
-            wrong.push(format!("{} has no tensor {}", self.spelling.family, extra.join(", ")));
+            wrong.push(format!("{} has no tensor {}", self.spelling.family, first_few(&extra)));
         }
         if self.places.contains_key(HEAD) && !wanted.contains_key(HEAD) && missing.is_empty() && !self.is_tied()? {
             wrong.push(format!("{HEAD} is not {} again", self.name(self.spelling.table)));
@@ -156,7 +178,17 @@ impl Source {
 
     /// The values of a tensor in our order.
     fn tensor(&self, tensor: &Tensor) -> Result<Vec<f32>> {
-        let values = self.read(&self.name(&tensor.name))?;
+        let name = self.name(&tensor.name);
+        let values = self.read(&name)?;
+        if let Some(place) = values.iter().position(|value| !value.is_finite()) {
+            let (value, at) = (values[place], self.from.display());
+            let count = values.iter().filter(|value| !value.is_finite()).count();
+            return Err(Error::input(format!(
+                "{at}: {name} has {count} of {} values that are not finite, the first of them {value} at {place}",
+                values.len()
+            ))
+            .hint("the model is damaged, or its training diverged: import an earlier one"));
+        }
         Ok(match self.spelling.turned(tensor) {
             // There it has as many columns as here rows.
             Some([rows, _]) => transposed(&values, rows),
@@ -165,16 +197,35 @@ impl Source {
     }
 }
 
-/// Names of the files that the numbers are in: one, or those that an index names.
-fn files(from: &Path) -> Result<Vec<String>> {
-    let index = from.join(INDEX);
+/// The first few of a list, and the number of the others.
+fn first_few(all: &[&str]) -> String {
+    const SHOWN: usize = 3;
+    match all.len().saturating_sub(SHOWN) {
+        0 => all.join(", "),
+        others => format!("{} and {others} more", all[..SHOWN].join(", ")),
+    }
+}
+
+/// The files that the numbers are in.
+struct Files {
+    names: Vec<String>,
+    /// The file of each tensor, where an index has it; none for one file.
+    map: Option<BTreeMap<String, String>>,
+}
+
+/// Finds the file, or those that an index names. The file comes first, as in `transformers`: an index beside it is left by an earlier model
+/// that was saved in parts.
+fn files(from: &Path) -> Result<Files> {
+    let (index, model) = (from.join(INDEX), from.join(MODEL));
+    if model.exists() {
+        if index.exists() {
+            log::warn!("{} is not used: {MODEL} is there, too, which transformers reads", index.display());
+        }
+        return Ok(Files { names: vec![MODEL.into()], map: None });
+    }
     if !index.exists() {
-        let path = from.join(MODEL);
-        return match path.exists() {
-            true => Ok(vec![MODEL.into()]),
-            false => Err(Error::input(format!("{} does not exist", path.display()))
-                .hint("save the model as safetensors: model.save_pretrained(dir)")),
-        };
+        return Err(Error::input(format!("{} does not exist", model.display()))
+            .hint("save the model as safetensors: model.save_pretrained(dir)"));
     }
     #[derive(serde::Deserialize)]
     struct Index {
@@ -183,11 +234,26 @@ fn files(from: &Path) -> Result<Vec<String>> {
     let text = regular_files::read(&index).map_err(|e| Error::io("read", &index, e))?;
     let Index { weight_map } = serde_json::from_slice(&text)
         .map_err(|e| Error::input(format!("{}: {e}", index.display())).hint("copy it again"))?;
-    let names: BTreeSet<String> = weight_map.into_values().collect();
+    let names: BTreeSet<&String> = weight_map.values().collect();
     // An index is data of others: it names files beside it, nothing else.
     match names.iter().find(|name| !is_plain_name(name) || !from.join(name).is_file()) {
         Some(absent) => Err(Error::input(format!("{}: there is no file {absent}", index.display()))
             .hint("copy all files of the model into one directory")),
-        None => Ok(names.into_iter().collect()),
+        None => Ok(Files { names: names.into_iter().cloned().collect(), map: Some(weight_map) }),
     }
+}
+
+/// The reader of each tensor by the map of an index.
+fn placed(
+    from: &Path,
+    map: BTreeMap<String, String>,
+    names: &[String],
+    readers: &[Reader],
+) -> Result<BTreeMap<String, usize>> {
+    let place = |(tensor, file): (String, String)| match names.iter().position(|name| *name == file) {
+        Some(number) if readers[number].shape(&tensor).is_some() => Ok((tensor, number)),
+        _ => Err(Error::input(format!("{}: {file} has no tensor {tensor}", from.join(INDEX).display()))
+            .hint("copy the index and all files of the model again: they are of different models")),
+    };
+    map.into_iter().map(place).collect()
 }

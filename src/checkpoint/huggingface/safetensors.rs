@@ -19,6 +19,9 @@ use crate::regular_files;
 /// Bytes before the header.
 const LENGTH: usize = size_of::<u64>();
 
+/// Bytes of a header, at most, as in the crate `safetensors`: a header is read at once.
+const LONGEST_HEADER: u64 = 100_000_000;
+
 /// A file that is being written.
 pub struct Writer {
     path: PathBuf,
@@ -97,6 +100,9 @@ impl Reader {
         let size = u64::from_le_bytes(size);
         let start = size.checked_add(LENGTH as u64).filter(|start| *start <= length);
         let start = start.ok_or_else(|| malformed(format!("a header of {size} bytes in a file of {length}")))?;
+        if size > LONGEST_HEADER {
+            return Err(malformed(format!("a header of {size} bytes, more than the {LONGEST_HEADER} of the format")));
+        }
         let mut header = vec![0; size as usize];
         file.read_exact_at(&mut header, LENGTH as u64).map_err(|e| Error::io("read", path, e))?;
         let header: Metadata = serde_json::from_slice(&header).map_err(|e| malformed(e.to_string()))?;
@@ -172,5 +178,17 @@ mod tests {
             std::fs::write(&path, torn).unwrap();
             assert!(Reader::open(&path).is_err_and(|e| e.to_string().contains("not a whole safetensors file")));
         }
+    }
+
+    /// A sparse file may be as long as its header claims.
+    #[test]
+    fn long_headers_are_refused_before_they_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.safetensors");
+        let size = 40u64 << 30;
+        std::fs::write(&path, size.to_le_bytes()).unwrap();
+        File::options().write(true).open(&path).unwrap().set_len(size + 8).unwrap();
+        let error = Reader::open(&path).err().unwrap().to_string();
+        assert!(error.contains("a header of 42949672960 bytes, more than the 100000000 of the format"), "{error}");
     }
 }
