@@ -357,7 +357,7 @@ fn other_models_are_refused() {
 #[test]
 fn other_llamas_are_refused() {
     type Change = fn(&mut Value);
-    let cases: [(Change, &str); 7] = [
+    let cases: [(Change, &str); 10] = [
         (|c| c["hidden_act"] = "gelu".into(), "hidden_act is \"gelu\", here it is \"silu\""),
         (|c| c["attention_bias"] = true.into(), "attention_bias is true, here it is false"),
         (|c| c["head_dim"] = 8.into(), "head_dim is 8, here it is hidden_size / num_attention_heads"),
@@ -365,7 +365,25 @@ fn other_llamas_are_refused() {
             |c| c["rope_parameters"]["rope_type"] = "llama3".into(),
             "rope_type is \"llama3\", here positions are not scaled",
         ),
-        (|c| c["rope_scaling"] = serde_json::json!({ "type": "linear", "factor": 2.0 }), "rope_scaling is {"),
+        (
+            |c| c["rope_scaling"] = serde_json::json!({ "type": "linear", "factor": 2.0 }),
+            "rope_scaling: rope_type is \"linear\"",
+        ),
+        (
+            |c| c["rope_scaling"] = serde_json::json!({ "type": "linear", "rope_type": "linear", "factor": 2.0 }),
+            "rope_scaling: rope_type is \"linear\"",
+        ),
+        (
+            |c| c["rope_parameters"]["partial_rotary_factor"] = 0.5.into(),
+            "rope_parameters: partial_rotary_factor is 0.5, which is not known here",
+        ),
+        (
+            |c| {
+                c["rope_parameters"]["rope_theta"] = 10000.0.into();
+                c["rope_scaling"] = serde_json::json!({ "rope_type": "default", "rope_theta": 500000.0 });
+            },
+            "rope_theta is 500000 in rope_scaling and 10000 in rope_parameters",
+        ),
         (|c| c["num_key_value_heads"] = 3.into(), "model.kv_heads = 3 does not divide model.heads = 4"),
         (|c| c["tie_word_embeddings"] = true.into(), "lm_head.weight is not model.embed_tokens.weight again"),
     ];
@@ -379,6 +397,42 @@ fn other_llamas_are_refused() {
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains(wanted), "{error}");
         assert!(!out.exists());
+    }
+}
+
+#[test]
+fn the_base_of_angles_is_read_where_it_is_given() {
+    type Change = fn(&mut serde_json::Map<String, Value>);
+    let cases: [(Change, f64); 4] = [
+        (|c| drop(c.insert("rope_theta".into(), 20000.0.into())), 20000.0),
+        (
+            |c| {
+                c.insert("rope_theta".into(), 20000.0.into());
+                c.insert("rope_scaling".into(), serde_json::json!({ "rope_type": "default", "rope_theta": 500000.0 }));
+            },
+            500_000.0,
+        ),
+        (
+            |c| drop(c.insert("rope_scaling".into(), serde_json::json!({ "type": "default", "rope_theta": 30000.0 }))),
+            30000.0,
+        ),
+        (
+            |c| drop(c.insert("rope_parameters".into(), serde_json::json!({ "rope_theta": 40000.0, "factor": null }))),
+            40000.0,
+        ),
+    ];
+    let root = tempfile::tempdir().unwrap();
+    for (i, (change, theta)) in cases.into_iter().enumerate() {
+        let (dir, out) = (root.path().join(i.to_string()), root.path().join(format!("out-{i}")));
+        let mut model = Model::of(&tiny_llama());
+        let config = model.config.as_object_mut().unwrap();
+        for key in ["rope_theta", "rope_scaling", "rope_parameters"] {
+            config.remove(key);
+        }
+        change(config);
+        model.write(&dir);
+        let manifest = import(&dir, &out, None).unwrap();
+        assert_eq!(manifest.config.model.rope_theta, Some(theta));
     }
 }
 

@@ -1,5 +1,7 @@
 //! `config.json` of a Llama: the keys that describe our network, and those whose values are fixed here.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
@@ -40,12 +42,12 @@ pub struct Architecture {
     /// Added to the mean square in norms.
     #[serde(default = "Architecture::epsilon")]
     rms_norm_eps: f64,
-    /// Base of the angles of positions; in newer files one of `rope_parameters`.
+    /// Base of the angles of positions, unless one of the following has it.
     #[serde(default)]
     rope_theta: Option<f64>,
-    /// Another scale of positions than ours; in newer files one of `rope_parameters`.
+    /// Parameters of rotary positions under their old name.
     #[serde(default, skip_serializing)]
-    rope_scaling: Option<Value>,
+    rope_scaling: Option<Rope>,
     /// Parameters of rotary positions.
     #[serde(default)]
     rope_parameters: Option<Rope>,
@@ -69,18 +71,34 @@ pub struct Architecture {
     tokens: Tokens,
 }
 
-/// Parameters of rotary positions, in newer files.
+/// Parameters of rotary positions.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Rope {
     #[serde(default)]
     rope_theta: Option<f64>,
-    #[serde(default = "Rope::plain")]
-    rope_type: String,
+    /// The scale of positions.
+    #[serde(default)]
+    rope_type: Option<String>,
+    /// The same under its old name.
+    #[serde(default, rename = "type", skip_serializing)]
+    old_type: Option<String>,
+    /// Parameters that are not known here.
+    #[serde(flatten)]
+    others: BTreeMap<String, Value>,
 }
 
 impl Rope {
-    fn plain() -> String {
-        "default".into()
+    /// The type of positions that are not scaled.
+    const PLAIN: &str = "default";
+
+    /// The first difference from our positions, in words.
+    fn differs(&self) -> Option<String> {
+        let kind = self.rope_type.as_deref().or(self.old_type.as_deref()).unwrap_or(Self::PLAIN);
+        if kind != Self::PLAIN {
+            return Some(format!("rope_type is {kind:?}, here positions are not scaled"));
+        }
+        let other = self.others.iter().find(|(_, value)| !value.is_null());
+        other.map(|(name, value)| format!("{name} is {value}, which is not known here"))
     }
 }
 
@@ -115,7 +133,12 @@ impl Architecture {
             rms_norm_eps: llama.epsilon.to_string().parse().unwrap_or(f64::from(llama.epsilon)),
             rope_theta: Some(llama.rope_theta),
             rope_scaling: None,
-            rope_parameters: Some(Rope { rope_theta: Some(llama.rope_theta), rope_type: Rope::plain() }),
+            rope_parameters: Some(Rope {
+                rope_theta: Some(llama.rope_theta),
+                rope_type: Some(Rope::PLAIN.into()),
+                old_type: None,
+                others: BTreeMap::new(),
+            }),
             attention_bias: false,
             mlp_bias: false,
             tie_word_embeddings: llama.tied,
@@ -139,16 +162,22 @@ impl Architecture {
                 return Some(format!("{key} is true, here it is false"));
             }
         }
-        if let Some(scaling) = self.rope_scaling.as_ref().filter(|scaling| !is_plain(scaling)) {
-            return Some(format!("rope_scaling is {scaling}, here positions are not scaled"));
+        for (key, rope) in [("rope_scaling", &self.rope_scaling), ("rope_parameters", &self.rope_parameters)] {
+            if let Some(what) = rope.as_ref().and_then(Rope::differs) {
+                return Some(format!("{key}: {what}"));
+            }
         }
-        let kind = self.rope_parameters.as_ref().map(|rope| &rope.rope_type).filter(|kind| **kind != Rope::plain());
-        kind.map(|kind| format!("rope_type is {kind:?}, here positions are not scaled"))
+        match (theta(&self.rope_scaling), theta(&self.rope_parameters)) {
+            (Some(old), Some(new)) if old != new => {
+                Some(format!("rope_theta is {old} in rope_scaling and {new} in rope_parameters"))
+            }
+            _ => None,
+        }
     }
 
     /// The `[model]` section that describes it.
     pub fn model(&self) -> Model {
-        let newer = self.rope_parameters.as_ref().and_then(|rope| rope.rope_theta);
+        let rope_theta = theta(&self.rope_parameters).or(theta(&self.rope_scaling)).or(self.rope_theta);
         Model {
             kind: ModelKind::Llama,
             layers: LayerList::Count(self.num_hidden_layers),
@@ -158,7 +187,7 @@ impl Architecture {
             hidden: Some(self.intermediate_size),
             context: self.max_position_embeddings,
             vocabulary: Some(self.vocab_size),
-            rope_theta: newer.or(self.rope_theta),
+            rope_theta,
             norm_epsilon: Some(self.rms_norm_eps),
             tied: Some(self.tie_word_embeddings),
             ..Model::default()
@@ -166,8 +195,7 @@ impl Architecture {
     }
 }
 
-/// Whether a section about the scale of positions asks for none.
-fn is_plain(scaling: &Value) -> bool {
-    let kind = scaling.get("rope_type").or_else(|| scaling.get("type"));
-    kind.and_then(Value::as_str) == Some("default")
+/// The base of angles among parameters of rotary positions.
+fn theta(rope: &Option<Rope>) -> Option<f64> {
+    rope.as_ref()?.rope_theta
 }
