@@ -25,6 +25,7 @@ mod h5;
 pub mod import;
 pub mod inspect;
 mod links;
+mod listing;
 mod loader;
 mod order;
 mod packing;

@@ -24,7 +24,7 @@ use signal_hook::low_level::signal_name;
 
 use super::brief::{Before, Brief};
 use super::compare::Scratch;
-use super::inspect::{self, Inspected};
+use super::listing::{self, Inspected};
 use super::raw_path;
 use super::shard::Shard;
 use super::spec::DataSpec;
@@ -113,7 +113,7 @@ fn answer(request: Request, before: &mut Before) -> Reply {
             }
             Err(e) => Reply::Refused(e),
         },
-        Request::Inspect { path } => inspect::one(&path).map_or_else(Reply::Refused, Reply::Inspected),
+        Request::Inspect { path } => listing::of(&path).map_or_else(Reply::Refused, Reply::Inspected),
     }
 }
 
@@ -158,7 +158,7 @@ impl Sandbox {
     /// As [`Sandbox::shard`].
     pub(super) fn inspect(&mut self, path: &Path) -> Result<Inspected> {
         match self.ask(path, &Request::Inspect { path: path.to_owned() })? {
-            None => inspect::one(path),
+            None => listing::of(path),
             Some(Reply::Inspected(inspected)) => Ok(inspected),
             Some(Reply::Refused(e)) => Err(e),
             Some(Reply::Shard(_)) => Err(unexpected(path)),

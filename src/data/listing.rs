@@ -1,0 +1,118 @@
+//! Content of one HDF5 file: its datasets and its origin.
+
+use std::path::Path;
+
+use hdf5::filters::Filter;
+use serde::{Deserialize, Serialize};
+
+use super::columns::COLUMNS;
+use super::dtype::Dtype;
+use super::format::{CHECKSUMS, Format, Header, TOKENIZER};
+use super::h5;
+use super::import::class_names;
+use super::packing::is_dimension_scale;
+use super::walk::dataset_names;
+use crate::error::{Error, Result};
+
+/// An HDF5 file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Inspected {
+    /// Its name.
+    pub file: String,
+    /// Its datasets.
+    pub datasets: Vec<Stored>,
+    /// Origin of its content, as far as it names it.
+    pub origin: String,
+    /// Names of classes, where it has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub classes: Option<Vec<String>>,
+}
+
+/// A dataset of a file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Stored {
+    /// Its path in the file.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Type of its elements.
+    #[serde(rename = "type")]
+    pub dtype: String,
+    /// Contiguous, compact, or chunks of a shape.
+    pub layout: String,
+    /// Filters, or `none`.
+    pub compression: String,
+    /// Bytes in the file.
+    pub bytes: u64,
+}
+
+/// Lists the content of a file.
+pub(super) fn of(path: &Path) -> Result<Inspected> {
+    let file = h5::open_file(path, None)?;
+    let header = Header::read(&file).map_err(|e| e.at(path.display()))?;
+    let look = || -> hdf5::Result<_> {
+        let names = dataset_names(&file)?;
+        let datasets = names.iter().filter(|name| !is_about(name)).map(|name| describe(&file, name));
+        let datasets = datasets.filter_map(hdf5::Result::transpose).collect::<hdf5::Result<Vec<_>>>()?;
+        Ok((datasets, class_names(&file)?))
+    };
+    let (datasets, classes) = look().map_err(|e| unreadable(path, &e))?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    Ok(Inspected { file: name, datasets, origin: origin(&header), classes })
+}
+
+/// Whether a dataset tells of others rather than hold samples.
+fn is_about(name: &str) -> bool {
+    [COLUMNS, TOKENIZER].contains(&name)
+        || name.strip_prefix(CHECKSUMS).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+fn unreadable(path: &Path, error: &hdf5::Error) -> Error {
+    Error::io("read", path, h5::one_line(error))
+}
+
+/// Describes a dataset; none for coordinates of the axes of others.
+fn describe(file: &hdf5::File, name: &str) -> hdf5::Result<Option<Stored>> {
+    let dataset = file.dataset(name)?;
+    if is_dimension_scale(&dataset)? {
+        return Ok(None);
+    }
+    let dtype = Dtype::of(&dataset.dtype()?)?.to_string();
+    let layout = match dataset.chunk() {
+        Some(chunk) => format!("chunks of {}", h5::shape(&chunk)),
+        None => format!("{:?}", dataset.layout()).to_lowercase(),
+    };
+    let filters: Vec<String> = dataset.filters().iter().map(filter).collect();
+    let compression = if filters.is_empty() { "none".to_owned() } else { filters.join(" + ") };
+    let (shape, bytes) = (dataset.get_shape()?.to_vec(), dataset.storage_size());
+    Ok(Some(Stored { name: name.to_owned(), shape, dtype, layout, compression, bytes }))
+}
+
+fn filter(filter: &Filter) -> String {
+    match filter {
+        Filter::Deflate(level) => format!("deflate {level}"),
+        other => format!("{other:?}").to_lowercase(),
+    }
+}
+
+/// Origin of the content of a file, as far as the file names it.
+fn origin(header: &Header) -> String {
+    let or_unknown = |text: Option<String>| text.unwrap_or_else(|| "unknown".to_owned());
+    let number = |n: Option<u64>| or_unknown(n.map(|n| n.to_string()));
+    let checksums = if header.has_checksums() { "" } else { ", no checksums" };
+    let (split, source) = (or_unknown(header.split.clone()), or_unknown(header.source.clone()));
+    match header.format {
+        None => "not written by hpctrain, no provenance, no checksums".to_owned(),
+        Some((Format::Tokens, version)) => format!(
+            "format version {version}, tokenizer {}, vocabulary {}, split {split}, num_shards {}, source {source} (sha256 {})",
+            header.tokenizer.as_ref().map_or("unknown", |tokenizer| tokenizer.name()),
+            number(header.vocabulary_size),
+            number(header.num_shards),
+            or_unknown(header.source_sha256.clone()),
+        ),
+        Some((Format::Rows, version)) => format!(
+            "rows, format version {version}, split {split}, num_shards {}, source {source}{checksums}",
+            number(header.num_shards),
+        ),
+    }
+}
