@@ -201,10 +201,13 @@ fn start(program: &Path, arguments: &[String]) -> Option<Helper> {
     let (requests, stdout) = (child.stdin.take()?, child.stdout.take()?);
     let (sender, replies) = channel();
     std::thread::spawn(move || {
-        let lines = BufReader::new(stdout).split(b'\n').map_while(std::io::Result::ok);
-        // Plugins of HDF5 may print, too. Texts of a file need not be UTF-8, whatever their type says.
-        let mut replies = lines.filter_map(|line| serde_json::from_str(&String::from_utf8_lossy(&line)).ok());
-        replies.try_for_each(|reply| sender.send(reply))
+        for line in BufReader::new(stdout).split(b'\n').map_while(std::io::Result::ok) {
+            // Plugins of HDF5 may print, too. Texts of a file need not be UTF-8, whatever their type says.
+            let Ok(reply) = serde_json::from_str(&String::from_utf8_lossy(&line)) else { continue };
+            if sender.send(reply).is_err() {
+                return;
+            }
+        }
     });
     Some(Helper { child, requests: Some(requests), replies, before: Before::default() })
 }
