@@ -316,7 +316,10 @@ fn steps_and_kernels_are_timed_on_random_data() {
     let machine = ["ranks", "threads", "samples", "peak_gflops", "peak_bandwidth"];
     let step = paced("step", &gpt);
     positive(&step, &machine);
-    positive(&step, &["parameters", "step_ms", "fastest_step_ms", "per_second", "gflops", "of_peak", "tflops_per_rank", "mfu"]);
+    positive(
+        &step,
+        &["parameters", "step_ms", "fastest_step_ms", "per_second", "gflops", "of_peak", "tflops_per_rank", "mfu"],
+    );
     assert_eq!((&step["network"], &step["predictions"]), (&"gpt-char".into(), &"tokens".into()));
     assert_eq!(step["samples"], 2);
 
