@@ -1,6 +1,6 @@
 //! A checkpoint that is being written: each server its file, then the coordinator the manifest.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
@@ -9,19 +9,27 @@ use super::hub::Halt;
 use super::message::{FromServer, ToServer};
 use crate::checkpoint::{Job, Progress, Published};
 use crate::error::{Error, Result};
+use crate::spawn::spawn;
 
 /// A save that is under way, on a thread of its own.
 pub struct Saving {
     thread: JoinHandle<Result<Published, Halt>>,
 }
 
-/// Begins to write the servers' cut `cut` as the checkpoint of `progress`.
+/// Begins to write the servers' cut `cut` as the checkpoint of `progress`, by the connections of `fleet`, which no other save uses.
 ///
 /// # Errors
 /// The system refused a thread.
-pub fn begin(job: &Arc<Job>, fleet: &Fleet, generation: u64, cut: u64, progress: Progress) -> Result<Saving> {
-    let (job, mut fleet, begun) = (job.clone(), fleet.again(generation), Instant::now());
+pub fn begin(
+    job: &Arc<Job>,
+    fleet: &Arc<Mutex<Fleet>>,
+    generation: u64,
+    cut: u64,
+    progress: Progress,
+) -> Result<Saving> {
+    let (job, fleet, begun) = (job.clone(), fleet.clone(), Instant::now());
     let write = move || {
+        let mut fleet = fleet.lock().unwrap_or_else(PoisonError::into_inner);
         let staging = job.create(progress.step)?;
         let answers = fleet.all(|_| ToServer::Save { generation, cut, staging: staging.clone() });
         let published = answers.and_then(|answers| {
@@ -39,9 +47,7 @@ pub fn begin(job: &Arc<Job>, fleet: &Fleet, generation: u64, cut: u64, progress:
         job.retain();
         Ok(Published { progress, took: begun.elapsed() })
     };
-    let thread = std::thread::Builder::new().name("publisher".into()).spawn(write);
-    let thread = thread.map_err(|e| Error::internal(format!("cannot start the thread that saves: {e}")))?;
-    Ok(Saving { thread })
+    Ok(Saving { thread: spawn("publisher", write)? })
 }
 
 impl Saving {
