@@ -34,7 +34,11 @@ enum Source {
     /// The files themselves, with the answers so far if they are to be told.
     Files(Option<Vec<Answer>>),
     /// The answers of another rank that are left.
-    Told(VecDeque<Answer>),
+    Told {
+        left: VecDeque<Answer>,
+        /// Whether the files here are compared with the answers.
+        compares: bool,
+    },
 }
 
 /// An answer.
@@ -65,11 +69,12 @@ impl Catalogue {
         Self(Source::Files(Some(Vec::new())))
     }
 
-    /// Repeats the answers of another rank.
+    /// Repeats the answers of another rank. `compares` them with the files that this rank sees: on one rank of each node, since nodes
+    /// may have copies of their own.
     ///
     /// # Errors
     /// They are malformed.
-    pub fn told(bytes: &[u8]) -> Result<Self> {
+    pub fn told(bytes: &[u8], compares: bool) -> Result<Self> {
         let mut answers: VecDeque<Answer> = serde_json::from_slice(bytes)
             .map_err(|e| Error::comm(format!("another rank sent malformed descriptions of data: {e}")))?;
         let mut last: Option<Arc<Told>> = None;
@@ -85,7 +90,7 @@ impl Catalogue {
                 last = Some(shard.told.clone());
             }
         }
-        Ok(Self(Source::Told(answers)))
+        Ok(Self(Source::Told { left: answers, compares }))
     }
 
     /// The answers so far, for other ranks.
@@ -95,7 +100,7 @@ impl Catalogue {
     pub fn tell(self) -> Result<Vec<u8>> {
         let answers = match self.0 {
             Source::Files(kept) => kept.unwrap_or_default(),
-            Source::Told(_) => return Err(Error::internal("what was told is told again")),
+            Source::Told { .. } => return Err(Error::internal("what was told is told again")),
         };
         serde_json::to_vec(&answers).map_err(|e| Error::internal(format!("descriptions of data: {e}")))
     }
@@ -111,7 +116,7 @@ impl Catalogue {
                 kept.iter_mut().for_each(|kept| kept.push(Answer::Held(held)));
                 Ok(held)
             }
-            Source::Told(left) => match left.pop_front() {
+            Source::Told { left, .. } => match left.pop_front() {
                 Some(Answer::Held(held)) => Ok(held),
                 _ => Err(other_question(&spec.path)),
             },
@@ -126,7 +131,7 @@ impl Catalogue {
                 kept.iter_mut().for_each(|kept| kept.push(Answer::Files(files.clone())));
                 Ok(files)
             }
-            Source::Told(left) => match left.pop_front() {
+            Source::Told { left, .. } => match left.pop_front() {
                 Some(Answer::Files(files)) => Ok(files),
                 _ => Err(other_question(&spec.path)),
             },
@@ -165,8 +170,13 @@ impl Catalogue {
                 kept.push(Answer::Shard(Box::new(answer), told, of_text));
                 Ok(shard)
             }
-            Source::Told(left) => match left.pop_front() {
-                Some(Answer::Shard(shard, ..)) if shard.path == path => Ok(*shard),
+            Source::Told { left, compares } => match left.pop_front() {
+                Some(Answer::Shard(shard, ..)) if shard.path == path => {
+                    if *compares {
+                        shard.check_here(spec)?;
+                    }
+                    Ok(*shard)
+                }
                 _ => Err(other_question(path)),
             },
         }
