@@ -12,24 +12,21 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use super::directory::sync;
 use super::manifest::Written;
 use super::manifest::{Origin, VERSION};
+use super::save_thread::{SaveThread, Task};
 use super::shard::ShardFile;
 use super::snapshot::{Snapshot, write_through};
 use super::{Checkpoints, Manifest, Progress, Retention, refused};
-use crate::activity::{Activity, Doing, Track, span};
 use crate::backend::Kernels;
 use crate::comm::Group;
 use crate::config::{Config, WhenBusy};
 use crate::data::{Preprocessing, TrainedOn};
 use crate::error::{Error, Result};
 use crate::parallel::Sharded;
-use crate::spawn::spawn;
 
 /// The common part of the manifests of a run, and the directory of its checkpoints.
 pub struct Job {
@@ -67,7 +64,7 @@ pub struct Saver<B: Kernels> {
     /// None without asynchronous writing, and while the writer has it.
     snapshot: Option<Snapshot<B>>,
     underway: Option<Underway<B>>,
-    worker: Worker,
+    thread: SaveThread,
 }
 
 /// A save that is not finished.
@@ -86,78 +83,6 @@ enum Stage<B: Kernels> {
     Retaining(Option<Task<()>>),
 }
 
-/// The result of work on the saver's thread, or of work that needed none.
-enum Task<T> {
-    Begun { result: Receiver<T>, is_over: Arc<AtomicBool> },
-    Ready(T),
-}
-
-impl<T> Task<T> {
-    fn is_finished(&self) -> bool {
-        match self {
-            Self::Begun { is_over, .. } => is_over.load(Ordering::Acquire),
-            Self::Ready(_) => true,
-        }
-    }
-
-    fn join(self) -> Result<T> {
-        match self {
-            Self::Begun { result, .. } => result.recv().map_err(|_| Error::internal("the thread that saves panicked")),
-            Self::Ready(result) => Ok(result),
-        }
-    }
-}
-
-/// The thread that does the work of saves, one piece after the other. It runs from the first step on: a system that has no room for
-/// it says so before any work could be lost.
-/// It ends once the saver is dropped and its work is done.
-struct Worker {
-    tasks: Sender<Box<dyn FnOnce() + Send>>,
-}
-
-impl Worker {
-    /// Starts the thread, which belongs to this rank.
-    fn start() -> Result<Self> {
-        let activity = Activity::current();
-        let (tasks, queue) = channel::<Box<dyn FnOnce() + Send>>();
-        let work = move || {
-            if let Some(activity) = activity {
-                activity.here(Track::Saver);
-            }
-            while let Ok(task) = queue.recv() {
-                task();
-            }
-        };
-        spawn("saver", work)?;
-        Ok(Self { tasks })
-    }
-
-    /// Begins a piece of work.
-    fn begin<T: Send + 'static>(&self, work: impl FnOnce() -> T + Send + 'static) -> Task<T> {
-        let (tell, result) = channel();
-        let is_over = Arc::new(AtomicBool::new(false));
-        let over = SetAtEnd(is_over.clone());
-        let task = move || {
-            let _over = over;
-            let _span = span(Doing::Checkpoint, None);
-            // The result of a save that was given up is of no use.
-            let _ = tell.send(work());
-        };
-        // After a panic the thread is gone: the task is dropped, which its result says.
-        let _ = self.tasks.send(Box::new(task));
-        Task::Begun { result, is_over }
-    }
-}
-
-/// Sets a flag when it is dropped, also by a panic.
-struct SetAtEnd(Arc<AtomicBool>);
-
-impl Drop for SetAtEnd {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Release);
-    }
-}
-
 impl<B: Kernels> Saver<B> {
     /// A saver of the tensors in `sharded`. `asynchronous` takes the memory for a copy of them.
     ///
@@ -165,7 +90,7 @@ impl<B: Kernels> Saver<B> {
     /// A message between ranks failed, or the system refused a thread.
     pub fn new(job: Job, world: Group<B>, backend: &B, sharded: &mut Sharded<B>, asynchronous: bool) -> Result<Self> {
         let snapshot = asynchronous.then(|| Snapshot::new(backend, sharded)).transpose()?;
-        Ok(Self { job: Arc::new(job), world, snapshot, underway: None, worker: Worker::start()? })
+        Ok(Self { job: Arc::new(job), world, snapshot, underway: None, thread: SaveThread::start()? })
     }
 
     /// Begins to save: collective. Returns once the state is copied, or, without asynchronous writing, once it is
@@ -192,7 +117,7 @@ impl<B: Kernels> Saver<B> {
             Some(mut snapshot) => {
                 snapshot.take(sharded)?;
                 log::info!("step {}: state copied in {:.1} ms", progress.step, begun.elapsed().as_secs_f64() * 1e3);
-                self.worker.begin(move || {
+                self.thread.begin(move || {
                     let written = create(&staging).and_then(|()| snapshot.write(&staging, rank, &state));
                     (Some(snapshot), written)
                 })
@@ -252,7 +177,7 @@ impl<B: Kernels> Saver<B> {
                 log::info!("saved {} in {:.2} s", path.display(), took.as_secs_f64());
                 let job = self.job.clone();
                 let root = self.world.rank() == 0;
-                let retaining = root.then(|| self.worker.begin(move || job.retain()));
+                let retaining = root.then(|| self.thread.begin(move || job.retain()));
                 self.underway = Some(Underway { progress, begun, stage: Stage::Retaining(retaining) });
                 Ok(Some(Published { progress, took }))
             }
@@ -292,7 +217,7 @@ impl<B: Kernels> Saver<B> {
         let message = serde_json::to_vec(written.written()).map_err(|e| Error::internal(e.to_string()))?;
         let everyone = self.world.gather_bytes(message).wait()?;
         let job = self.job.clone();
-        Ok(self.worker.begin(move || {
+        Ok(self.thread.begin(move || {
             if root {
                 job.publish(progress, &everyone, &staging).inspect_err(|_| job.checkpoints.abandon(&staging))?;
             }

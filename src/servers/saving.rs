@@ -1,32 +1,27 @@
 //! A checkpoint that is being written: each server its file, then the coordinator the manifest.
 
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Instant;
 
 use super::fleet::Fleet;
 use super::hub::Halt;
 use super::message::{FromServer, ToServer};
-use crate::checkpoint::{Job, Progress, Published};
+use crate::checkpoint::{Job, Progress, Published, SaveThread, Task};
 use crate::error::{Error, Result};
-use crate::spawn::spawn;
 
-/// A save that is under way, on a thread of its own.
-pub struct Saving {
-    thread: JoinHandle<Result<Published, Halt>>,
-}
+/// A save that is under way.
+pub struct Saving(Task<Result<Published, Halt>>);
 
-/// Begins to write the servers' cut `cut` as the checkpoint of `progress`, by the connections of `fleet`, which no other save uses.
-///
-/// # Errors
-/// The system refused a thread.
+/// Begins to write the servers' cut `cut` as the checkpoint of `progress` on `thread`, by the connections of `fleet`, which no other
+/// save uses.
 pub fn begin(
+    thread: &SaveThread,
     job: &Arc<Job>,
     fleet: &Arc<Mutex<Fleet>>,
     generation: u64,
     cut: u64,
     progress: Progress,
-) -> Result<Saving> {
+) -> Saving {
     let (job, fleet, begun) = (job.clone(), fleet.clone(), Instant::now());
     let write = move || {
         let mut fleet = fleet.lock().unwrap_or_else(PoisonError::into_inner);
@@ -47,13 +42,13 @@ pub fn begin(
         job.retain();
         Ok(Published { progress, took: begun.elapsed() })
     };
-    Ok(Saving { thread: spawn("publisher", write)? })
+    Saving(thread.begin(write))
 }
 
 impl Saving {
     /// Whether it has ended.
     pub fn is_done(&self) -> bool {
-        self.thread.is_finished()
+        self.0.is_finished()
     }
 
     /// Waits for its end.
@@ -61,6 +56,6 @@ impl Saving {
     /// # Errors
     /// A server is gone, or the file system refused.
     pub fn wait(self) -> Result<Published, Halt> {
-        self.thread.join().map_err(|_| Error::internal("the thread that saves panicked"))?
+        self.0.join()?
     }
 }

@@ -360,7 +360,7 @@ impl Dribblers {
             while !ends.load(Ordering::Relaxed) {
                 let byte = *byte.next().unwrap();
                 for (address, stream) in &mut streams {
-                    if !stream.as_mut().is_some_and(|stream| stream.write_all(&[byte]).is_ok()) {
+                    if stream.as_mut().is_none_or(|stream| stream.write_all(&[byte]).is_err()) {
                         *stream = connect(address);
                     }
                 }

@@ -19,7 +19,7 @@ use super::tally::Tally;
 use super::terms::{Terms, layouts};
 use crate::activity::now;
 use crate::backend::cpu::Cpu;
-use crate::checkpoint::{Job, Origin, Progress};
+use crate::checkpoint::{Job, Origin, Progress, SaveThread};
 use crate::config::{Eval, Plan};
 use crate::data::{Mix, TrainedOn};
 use crate::engine::{Splits, clip};
@@ -66,6 +66,7 @@ pub struct Course<'a> {
     fleet: Fleet,
     /// Connections for saves, which go on beside training.
     save_fleet: Arc<Mutex<Fleet>>,
+    save_thread: SaveThread,
     records: Records,
     tally: Tally,
     started: Instant,
@@ -154,6 +155,7 @@ impl<'a> Course<'a> {
             terms,
             fleet,
             save_fleet,
+            save_thread: SaveThread::start()?,
             records,
             tally,
             started,

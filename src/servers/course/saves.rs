@@ -61,7 +61,8 @@ impl Course<'_> {
         }
         self.record_epoch_loss()?;
         let cut = self.cut()?;
-        self.saving = Some(begin(&self.job, &self.save_fleet, self.terms.generation, cut, self.progress)?);
+        self.saving =
+            Some(begin(&self.save_thread, &self.job, &self.save_fleet, self.terms.generation, cut, self.progress));
         (self.saved, self.save_now) = (Some(step), false);
         self.stop_requests.save_begun();
         if !self.plan.config.checkpoint.asynchronous {
