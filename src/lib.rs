@@ -88,6 +88,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod comm;
 pub mod config;
+mod control_groups;
 pub mod data;
 mod descriptors;
 #[doc(hidden)]
@@ -121,6 +122,7 @@ pub mod runs;
 pub mod servers;
 pub mod signals;
 mod simd;
+mod spawn;
 pub mod supervise;
 pub mod telemetry;
 #[doc(hidden)]

@@ -1,11 +1,13 @@
 //! Places of ranks, and the number of threads that each may use.
 
 use std::collections::BTreeSet;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use crate::backend::Backend;
 use crate::comm::Group;
+use crate::control_groups::{CpuQuota, cpu_quota};
 use crate::error::{Error, Result};
 
 /// A rank's place.
@@ -15,6 +17,8 @@ pub struct Place {
     pub host: String,
     /// Cores the rank may run on.
     pub cores: BTreeSet<usize>,
+    /// The time on them that its control group may take, if that is limited.
+    pub quota: Option<CpuQuota>,
 }
 
 /// The places of all ranks.
@@ -30,7 +34,7 @@ impl Topology {
     /// # Errors
     /// The message failed.
     pub fn gather<B: Backend>(world: &Group<B>, host: String) -> Result<Self> {
-        let here = Place { host, cores: allowed_cores() };
+        let here = Place { host, cores: allowed_cores(), quota: cpu_quota(Path::new("/")) };
         let message = serde_json::to_vec(&here).map_err(|e| Error::internal(e.to_string()))?;
         let messages = world.gather_bytes(message).wait()?;
         let places = messages.iter().map(|bytes| serde_json::from_slice(bytes));
@@ -77,12 +81,19 @@ impl Topology {
         self.places.iter().map(|place| &place.host).collect::<BTreeSet<_>>().len()
     }
 
-    /// Compute threads for this rank: its cores, shared with the ranks of its node that may use them too.
+    /// Compute threads for this rank: its cores, shared with the ranks of its node that may use them too, but no more than the quota of
+    /// its control group keeps busy.
     pub fn threads(&self) -> usize {
         let here = self.here();
         let shares = |other: &&Place| other.host == here.host && !other.cores.is_disjoint(&here.cores);
         let sharers = self.places.iter().filter(shares).count().max(1);
-        (here.cores.len() / sharers).max(1)
+        let of_cores = (here.cores.len() / sharers).max(1);
+        let in_group = |other: &&Place| {
+            let group = |place: &Place| place.quota.map(|quota| quota.group);
+            other.host == here.host && group(other) == group(here)
+        };
+        let of_quota = here.quota.map(|quota| quota.cpus(self.places.iter().filter(in_group).count()));
+        of_cores.min(of_quota.unwrap_or(usize::MAX))
     }
 }
 
@@ -124,8 +135,23 @@ mod tests {
     use super::*;
 
     fn threads(masks: &[(&str, &str)], rank: usize) -> usize {
-        let place = |(host, cores): &(&str, &str)| Place { host: host.to_string(), cores: parse_list(cores).unwrap() };
-        Topology { places: masks.iter().map(place).collect(), rank }.threads()
+        Topology { places: masks.iter().map(|(host, cores)| place(host, cores, None)).collect(), rank }.threads()
+    }
+
+    fn place(host: &str, cores: &str, quota: Option<CpuQuota>) -> Place {
+        Place { host: host.into(), cores: parse_list(cores).unwrap(), quota }
+    }
+
+    #[test]
+    fn a_cpu_quota_limits_threads() {
+        let quota = |group| Some(CpuQuota { thousandths: 2500, group: (0, group) });
+        let threads = |places: &[Place]| Topology { places: places.to_vec(), rank: 0 }.threads();
+        assert_eq!(threads(&[place("a", "0-63", quota(1))]), 3);
+        // Ranks of one group share its quota.
+        assert_eq!(threads(&[place("a", "0-63", quota(1)), place("a", "0-63", quota(1))]), 2);
+        assert_eq!(threads(&[place("a", "0-63", quota(1)), place("a", "0-63", quota(2))]), 3);
+        assert_eq!(threads(&[place("a", "0-63", quota(1)), place("b", "0-63", quota(1))]), 3);
+        assert_eq!(threads(&[place("a", "0", quota(1))]), 1);
     }
 
     #[test]

@@ -22,6 +22,7 @@ mod manifest;
 mod read;
 mod removal;
 mod retention;
+mod save_thread;
 mod saver;
 mod shard;
 mod snapshot;
@@ -40,6 +41,7 @@ pub use manifest::{Manifest, Origin, Piece, TensorEntry, parsed};
 pub use read::Reader;
 pub use removal::Removal;
 pub use retention::Retention;
+pub(crate) use save_thread::{SaveThread, Task};
 pub use saver::{Job, Published, Saver};
 pub(crate) use snapshot::{Ranged, write_ranges};
 

@@ -1,7 +1,7 @@
 //! Saving while training goes on: copy, write, meet, publish.
 //!
-//! A save is under way in three stages. Every rank has a thread that writes its file; when all are done, rank 0 has one
-//! that writes the manifest and publishes, and each rank reads its file again; when all have found the numbers that
+//! Every rank has a thread for saves. A save is under way in three stages: the thread writes the rank's file; when all are done,
+//! that of rank 0 writes the manifest and publishes, and each rank reads its file again; when all have found the numbers that
 //! they wrote, rank 0 removes the checkpoints that are not to be kept. Ranks learn that all are done from the control
 //! flags that they exchange with every step anyway ([`Saver::is_done`], [`Saver::advance`]), so no thread but compute ever
 //! asks for messages, and all ranks enter the next stage at the same step.
@@ -12,16 +12,15 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::directory::sync;
 use super::manifest::Written;
 use super::manifest::{Origin, VERSION};
+use super::save_thread::{SaveThread, Task};
 use super::shard::ShardFile;
 use super::snapshot::{Snapshot, write_through};
 use super::{Checkpoints, Manifest, Progress, Retention, refused};
-use crate::activity::{Activity, Doing, Track, span};
 use crate::backend::Kernels;
 use crate::comm::Group;
 use crate::config::{Config, WhenBusy};
@@ -65,6 +64,7 @@ pub struct Saver<B: Kernels> {
     /// None without asynchronous writing, and while the writer has it.
     snapshot: Option<Snapshot<B>>,
     underway: Option<Underway<B>>,
+    thread: SaveThread,
 }
 
 /// A save that is not finished.
@@ -83,50 +83,14 @@ enum Stage<B: Kernels> {
     Retaining(Option<Task<()>>),
 }
 
-/// The result of a thread, or of work that needed none.
-enum Task<T> {
-    Thread(JoinHandle<T>),
-    Ready(T),
-}
-
-impl<T: Send + 'static> Task<T> {
-    /// Starts a thread that belongs to this rank.
-    fn start(name: &str, work: impl FnOnce() -> T + Send + 'static) -> Result<Self> {
-        let activity = Activity::current();
-        let work = move || {
-            if let Some(activity) = activity {
-                activity.here(Track::Saver);
-            }
-            let _span = span(Doing::Checkpoint, None);
-            work()
-        };
-        let thread = std::thread::Builder::new().name(name.into()).spawn(work);
-        thread.map(Self::Thread).map_err(|e| Error::internal(format!("cannot start the thread {name}: {e}")))
-    }
-
-    fn is_finished(&self) -> bool {
-        match self {
-            Self::Thread(thread) => thread.is_finished(),
-            Self::Ready(_) => true,
-        }
-    }
-
-    fn join(self) -> Result<T> {
-        match self {
-            Self::Thread(thread) => thread.join().map_err(|_| Error::internal("a thread that saves panicked")),
-            Self::Ready(result) => Ok(result),
-        }
-    }
-}
-
 impl<B: Kernels> Saver<B> {
     /// A saver of the tensors in `sharded`. `asynchronous` takes the memory for a copy of them.
     ///
     /// # Errors
-    /// A message between ranks failed.
+    /// A message between ranks failed, or the system refused a thread.
     pub fn new(job: Job, world: Group<B>, backend: &B, sharded: &mut Sharded<B>, asynchronous: bool) -> Result<Self> {
         let snapshot = asynchronous.then(|| Snapshot::new(backend, sharded)).transpose()?;
-        Ok(Self { job: Arc::new(job), world, snapshot, underway: None })
+        Ok(Self { job: Arc::new(job), world, snapshot, underway: None, thread: SaveThread::start()? })
     }
 
     /// Begins to save: collective. Returns once the state is copied, or, without asynchronous writing, once it is
@@ -153,10 +117,10 @@ impl<B: Kernels> Saver<B> {
             Some(mut snapshot) => {
                 snapshot.take(sharded)?;
                 log::info!("step {}: state copied in {:.1} ms", progress.step, begun.elapsed().as_secs_f64() * 1e3);
-                Task::start("writer", move || {
+                self.thread.begin(move || {
                     let written = create(&staging).and_then(|()| snapshot.write(&staging, rank, &state));
                     (Some(snapshot), written)
-                })?
+                })
             }
             None => {
                 let written = create(&staging).and_then(|()| write_through(sharded, &staging, rank, &state));
@@ -213,7 +177,7 @@ impl<B: Kernels> Saver<B> {
                 log::info!("saved {} in {:.2} s", path.display(), took.as_secs_f64());
                 let job = self.job.clone();
                 let root = self.world.rank() == 0;
-                let retaining = root.then(|| Task::start("retention", move || job.retain())).transpose()?;
+                let retaining = root.then(|| self.thread.begin(move || job.retain()));
                 self.underway = Some(Underway { progress, begun, stage: Stage::Retaining(retaining) });
                 Ok(Some(Published { progress, took }))
             }
@@ -253,14 +217,14 @@ impl<B: Kernels> Saver<B> {
         let message = serde_json::to_vec(written.written()).map_err(|e| Error::internal(e.to_string()))?;
         let everyone = self.world.gather_bytes_to_root(message).wait()?;
         let job = self.job.clone();
-        Task::start("publisher", move || {
+        Ok(self.thread.begin(move || {
             if root {
                 job.publish(progress, &everyone, &staging).inspect_err(|_| job.checkpoints.abandon(&staging))?;
             }
             let published = Instant::now();
             written.read_back()?;
             Ok(published)
-        })
+        }))
     }
 }
 

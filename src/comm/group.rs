@@ -96,6 +96,11 @@ impl<B: Backend> Group<B> {
         self.members.by_node().len()
     }
 
+    /// Whether this rank is the first one of the group on its node.
+    pub fn is_first_of_node(&self) -> bool {
+        self.members.by_node().iter().any(|ranks| ranks.first() == Some(&self.rank()))
+    }
+
     /// Algorithms that this group can run: the library's own only where there is a library. With `exact`, only those
     /// that add in the order of [`Algorithm::Tree`].
     pub fn algorithms(&self, exact: bool) -> Vec<Algorithm> {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::group::Group;
 use crate::backend::Backend;
 use crate::error::{Error, Result};
+use crate::spawn::refused;
 
 /// Times between two meetings: the first, which doubles, and the longest.
 const FIRST: Duration = Duration::from_micros(200);
@@ -40,7 +41,7 @@ impl<B: Backend> Group<B> {
             }
             let done = begun.take().map(|thread| match thread {
                 Ok(thread) => thread.join().map_err(|_| Error::internal("a thread panicked")).flatten(),
-                Err(e) => Err(Error::internal(format!("cannot start a thread: {e}"))),
+                Err(e) => Err(refused("patient", &e)),
             });
             self.agree(done.transpose())
         })

@@ -34,7 +34,12 @@ enum Source {
     /// The files themselves.
     Files { sandbox: Sandbox, kept: Option<Kept> },
     /// The answers of another rank that are left.
-    Told { left: VecDeque<Answer>, before: Before },
+    Told {
+        left: VecDeque<Answer>,
+        before: Before,
+        /// Whether the files here are compared with the answers.
+        compares: bool,
+    },
 }
 
 /// Answers so far, to be sent.
@@ -63,14 +68,15 @@ impl Catalogue {
         Self(Source::Files { sandbox: Sandbox::default(), kept: Some(Kept::default()) })
     }
 
-    /// Repeats the answers of another rank.
+    /// Repeats the answers of another rank. `compares` them with the files that this rank sees: on one rank of each node, since nodes
+    /// may have copies of their own.
     ///
     /// # Errors
     /// Returns an error if they are malformed.
-    pub fn told(bytes: &[u8]) -> Result<Self> {
+    pub fn told(bytes: &[u8], compares: bool) -> Result<Self> {
         let left = serde_json::from_slice(bytes)
             .map_err(|e| Error::comm(format!("another rank sent malformed descriptions of data: {e}")))?;
-        Ok(Self(Source::Told { left, before: Before::default() }))
+        Ok(Self(Source::Told { left, before: Before::default(), compares }))
     }
 
     /// The answers so far, for other ranks.
@@ -130,12 +136,18 @@ impl Catalogue {
                 }
                 Ok(shard)
             }
-            Source::Told { left, before } => match left.pop_front() {
+            Source::Told { left, before, compares } => match left.pop_front() {
                 Some(Answer::Shard(brief)) => {
                     let shard = before.complete(brief);
                     let shard =
                         shard.ok_or_else(|| Error::comm("another rank sent a shard without its preprocessing"))?;
-                    if shard.path == path { Ok(shard) } else { Err(other_question(path)) }
+                    if shard.path != path {
+                        return Err(other_question(path));
+                    }
+                    if *compares {
+                        shard.check_here(spec)?;
+                    }
+                    Ok(shard)
                 }
                 _ => Err(other_question(path)),
             },

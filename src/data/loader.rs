@@ -11,6 +11,7 @@ use super::parts::{Parts, Sizes};
 use super::{Draw, Order, Source};
 use crate::activity::{Activity, Doing, Track, span};
 use crate::error::{Error, Result};
+use crate::spawn::spawn;
 
 /// The samples of one micro-batch.
 #[derive(Debug, Clone, PartialEq)]
@@ -105,10 +106,7 @@ impl Loader {
             activity.inspect(|activity| activity.here(Track::Loader));
             read_ahead(dataset, &order, batches, depth, &ready, &recycled, &counter);
         };
-        let reader = std::thread::Builder::new()
-            .name("hpctrain-data".to_owned())
-            .spawn(read)
-            .map_err(|e| Error::internal(format!("cannot start the thread that reads data: {e}")))?;
+        let reader = spawn("hpctrain-data", read)?;
         Ok(Self { batches: Some(receiver), used, reader: Some(reader), held, waited: Duration::ZERO })
     }
 

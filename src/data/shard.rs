@@ -6,6 +6,8 @@
 //! with the checksums at the lowest level, where bytes come from the file (`compare`). Checksums, or digests of pieces
 //! of files without them, tell data sets apart (`fingerprint`).
 
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -38,9 +40,16 @@ pub(super) struct Shard {
     pub print: ShardPrint,
     /// Length of the file.
     pub bytes: u64,
+    /// Its inode, and the second and nanosecond of its last change.
+    identity: (u64, i64, i64),
     /// Its preprocessing, besides the tokenizer.
     #[serde(skip)]
     pub told: Arc<Told>,
+}
+
+/// Returns the numbers that tell a file from others of its file system, and from itself before a change.
+fn identity(metadata: &Metadata) -> (u64, i64, i64) {
+    (metadata.ino(), metadata.mtime(), metadata.mtime_nsec())
 }
 
 /// Bytes that blocks of rows have at least, unless chunks are larger: fewer are not worth their place in a table.
@@ -58,10 +67,30 @@ impl Shard {
             let content = Content::find(place, spec)?;
             let print = ShardPrint::of(&file, path, &header, &content)?;
             let told = told(&file, &content)?.into();
-            let bytes = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?.len();
-            Ok(Self { path: path.to_owned(), header, content, print, bytes, told })
+            let metadata = std::fs::metadata(path).map_err(|e| Error::io("read", path, e))?;
+            let (bytes, identity) = (metadata.len(), identity(&metadata));
+            Ok(Self { path: path.to_owned(), header, content, print, bytes, identity, told })
         };
         describe().map_err(|e: Error| e.at(path.display()))
+    }
+
+    /// Checks that the file at the same path of this node is the one that another node has described: the same file of a file system
+    /// that both see, or one with the same content.
+    pub(super) fn check_here(&self, spec: &DataSpec) -> Result<()> {
+        let metadata = std::fs::metadata(&self.path).map_err(|e| Error::io("read", &self.path, e))?;
+        if identity(&metadata) == self.identity {
+            return Ok(());
+        }
+        let here = Self::open(&self.path, spec)?.print;
+        if here == self.print {
+            return Ok(());
+        }
+        Err(Error::input(format!(
+            "{} on {} has other content than on the node of rank 0",
+            self.path.display(),
+            rustix::system::uname().nodename().to_string_lossy()
+        ))
+        .hint("copy the same files to every node, or keep them on a file system that all nodes share"))
     }
 
     /// Refuses a shard that does not fit the `first` one of its data set.

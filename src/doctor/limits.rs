@@ -2,6 +2,9 @@
 
 use std::fs;
 
+use rustix::fs::statvfs;
+use rustix::io::Errno;
+
 use super::probe::Teller;
 use super::{Finding, gpu};
 use crate::energy::{Counters, Source};
@@ -14,6 +17,16 @@ const UNREADABLE: &str = "Permission denied";
 /// Less memory than this, and hardly a run fits.
 const LITTLE_MEMORY: usize = 1 << 30;
 
+/// The directory of memory that processes share, for MPI and NCCL.
+const SHARED: &str = "/dev/shm";
+
+/// Less room there than this, and MPI or NCCL may exchange inside a node by slower ways.
+const LITTLE_SHARED: u64 = 64 << 20;
+
+/// Advice about the room there.
+const SHARED_HINT: &str = "docker run --shm-size=1g, in Kubernetes an emptyDir of medium Memory at /dev/shm; remove files of jobs that \
+                           crashed";
+
 /// Files that a rank may have open at once: shards are kept open.
 const FEW_FILES: usize = 1024;
 
@@ -22,6 +35,7 @@ pub(super) fn probe(tell: &Teller) {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         memory(available(), total(&meminfo))
     });
+    tell.attempt(SHARED, || statvfs(SHARED).map_or_else(no_shared, |room| shared(room.f_bavail * room.f_frsize)));
     tell.attempt("cpu energy", cpu_energy);
     let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
     tell.attempt("open files", || open_files(limit(&limits, "Max open files")));
@@ -49,6 +63,23 @@ fn memory(available: Option<usize>, total: Option<usize>) -> Finding {
     let found = format!("{} available{of}", bytes(available));
     match available < LITTLE_MEMORY {
         true => Finding::warning(found, "ask for more: a Slurm job with --mem, a container with --memory"),
+        false => Finding::ok(found),
+    }
+}
+
+fn no_shared(e: Errno) -> Finding {
+    Finding::warning(format!("{e}: MPI and NCCL share memory between the ranks of a node there"), SHARED_HINT)
+}
+
+/// The room for memory that processes share.
+fn shared(room: u64) -> Finding {
+    let found = format!("{} free", bytes(usize::try_from(room).unwrap_or(usize::MAX)));
+    match room < LITTLE_SHARED {
+        true => {
+            let found =
+                format!("{found}: MPI and NCCL may exchange between the ranks of a node by slower ways, or fail");
+            Finding::warning(found, SHARED_HINT)
+        }
         false => Finding::ok(found),
     }
 }
@@ -103,6 +134,7 @@ mod tests {
     #[test]
     fn narrow_limits_are_warned_of() {
         assert_eq!((open_files(Some(256)).status, open_files(None).status), (Warning, Ok));
+        assert_eq!((shared(64 << 10).status, shared(1 << 30).status), (Warning, Ok));
         assert_eq!((memory(Some(1 << 20), None).status, memory(None, None).status), (Warning, Ok));
         let locked = |limit, infiniband| locked_memory(limit, infiniband).status;
         assert_eq!((locked(Some(65536), true), locked(Some(65536), false), locked(None, true)), (Warning, Ok, Ok));

@@ -24,10 +24,10 @@ pub(super) fn checks(comm: &Comm<Cpu>, launcher: Option<&str>) -> Vec<Check> {
 
 fn shared_memory(shares: bool) -> Finding {
     match shares {
-        true => Finding::ok("ranks of a node exchange through a window of MPI"),
+        true => Finding::ok("ranks of a node exchange through memory that they share"),
         false => Finding::warning(
             "ranks of a node have no memory in common: they exchange by messages, which is slower",
-            "unset HPCTRAIN_RANKS_PER_NODE; a container may need a larger /dev/shm (--shm-size)",
+            "unset HPCTRAIN_RANKS_PER_NODE; ranks of a node share memory if they see each other's processes in /proc",
         ),
     }
 }

@@ -41,7 +41,7 @@ pub fn together<B: Backend, T>(world: &Group<B>, open: impl FnOnce(&mut Catalogu
     world.agree(Ok(()))?;
     world.agree(Ok(()))?;
     let told = world.gather_bytes(Vec::new()).wait()?;
-    let opened = Catalogue::told(&told[0]).and_then(|mut catalogue| open(&mut catalogue));
+    let opened = Catalogue::told(&told[0], world.is_first_of_node()).and_then(|mut catalogue| open(&mut catalogue));
     world.agree(opened)
 }
 

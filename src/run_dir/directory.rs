@@ -18,7 +18,7 @@ use super::supervised;
 use crate::checkpoint::Checkpoints;
 use crate::checkpoint::lease::{Claimed, Held, Lease, Leases};
 use crate::config::Config;
-use crate::error::{Error, Result};
+use crate::error::{Error, Kind, Result};
 use crate::telemetry::{evaluations, rank_times, samples, tensorboard, workers};
 
 /// A run's directory.
@@ -88,7 +88,8 @@ impl RunDirectory {
     fn claim(path: PathBuf, waits: bool) -> Result<Result<Self, (PathBuf, Option<Held>)>> {
         let is_new = create(&path)?;
         let directory = Self { path, lease: None, is_new, ended: None };
-        match directory.leases().claim(TRAINER, waits).map_err(|e| e.hint(HINT)) {
+        match directory.leases().claim(TRAINER, waits).map_err(|e| if e.kind() == Kind::Io { e.hint(HINT) } else { e })
+        {
             Ok(Claimed::Taken(lease)) => Ok(Ok(Self { lease: Some(Arc::new(lease)), ..directory })),
             Ok(Claimed::By(other)) => Ok(Err((directory.path, other))),
             Err(e) => {

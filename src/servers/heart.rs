@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::Thread;
 use std::time::Duration;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::spawn::spawn;
 
 /// Longest pause between two beats.
 const PAUSE: Duration = Duration::from_secs(2);
@@ -30,8 +31,7 @@ impl Heart {
                 std::thread::park_timeout(pause);
             }
         };
-        let thread = std::thread::Builder::new().name("heart".into()).spawn(beats);
-        let thread = thread.map_err(|e| Error::internal(format!("cannot start a thread: {e}")))?;
+        let thread = spawn("heart", beats)?;
         Ok(Self { over, thread: thread.thread().clone() })
     }
 }

@@ -15,7 +15,7 @@ use super::terms::Terms;
 use super::trace::Collected;
 use crate::activity::now;
 use crate::comm::Secret;
-use crate::error::{Error, Kind, Result};
+use crate::error::{Error, Result};
 
 /// Time that a request for work waits for some, before the worker is told to ask again.
 const HOLD: Duration = Duration::from_millis(500);
@@ -36,12 +36,12 @@ pub struct Hub {
     pub trace: Option<Collected>,
 }
 
-/// Times after which a worker counts as gone.
+/// Times after which a worker or a server counts as gone.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Without being heard of.
     pub silent: Duration,
-    /// Heard of, but still at the same piece of work.
+    /// Heard of, but a worker is still at the same piece of work, or a server takes no new connection.
     pub stuck: Duration,
 }
 
@@ -75,8 +75,10 @@ pub struct State {
     heard: BTreeMap<u64, Instant>,
     /// Workers at a piece of work: since when.
     busy: BTreeMap<u64, Instant>,
-    /// Servers that are there, in the order of their coming.
+    /// Servers that are there, by the number of their call.
     seats: BTreeMap<u64, Seat>,
+    /// Servers take ranges once their heartbeat has come since then.
+    forgiven: Instant,
     /// Of them, those that hold ranges.
     assigned: BTreeSet<u64>,
     /// Servers that hold ranges and whose connection has ended: by address, since when.
@@ -93,6 +95,12 @@ struct Seat {
     address: String,
     /// The generation whose ranges it held when it came.
     holds: Option<u64>,
+    /// Servers take ranges in this order: that of their coming, but one that was lost is behind all others.
+    order: u64,
+    /// The time of its last heartbeat.
+    heard: Instant,
+    /// Whether that is too long ago.
+    silent: bool,
 }
 
 /// The one at the other end of a connection.
@@ -122,6 +130,7 @@ impl Hub {
             heard: BTreeMap::new(),
             busy: BTreeMap::new(),
             seats: BTreeMap::new(),
+            forgiven: Instant::now(),
             assigned: BTreeSet::new(),
             missing: BTreeMap::new(),
             lost: None,
@@ -141,6 +150,28 @@ impl Hub {
         let changed = change(&mut self.lock());
         self.changed.notify_all();
         changed
+    }
+
+    /// The times after which a worker or a server counts as gone.
+    pub fn limits(&self) -> Limits {
+        self.limits
+    }
+
+    /// Notes that a server is lost, so that all waits for servers end, and others take ranges before it. If one is lost already, the
+    /// wait for this one ended for that reason.
+    pub fn lose(&self, address: &str, why: &str) -> Halt {
+        Halt::Lost(self.with(|state| {
+            if let Some(before) = &state.lost {
+                return before.clone();
+            }
+            let seat = state.seats.iter().find(|(_, seat)| seat.address == address).map(|(number, _)| *number);
+            if let Some(number) = seat {
+                state.put_behind(number);
+            }
+            let told = format!("{address}: {why}");
+            state.lost = Some(told.clone());
+            told
+        }))
     }
 
     /// Whether a server that holds ranges is gone.
@@ -261,15 +292,32 @@ impl Hub {
 }
 
 impl State {
-    /// So many servers that are there, with the address of each, which hold ranges from now on; none while there are fewer.
+    /// Gives ranges to the first `servers` servers whose heartbeats come; returns their addresses. None while there are fewer.
     pub fn seat(&mut self, servers: usize) -> Option<Vec<String>> {
-        if self.seats.len() < servers {
+        let mut ready: Vec<(&u64, &Seat)> = self.ready().collect();
+        if ready.len() < servers {
             return None;
         }
-        self.assigned = self.seats.keys().copied().take(servers).collect();
+        ready.sort_by_key(|(_, seat)| seat.order);
+        ready.truncate(servers);
+        let addresses = ready.iter().map(|(_, seat)| seat.address.clone()).collect();
+        self.assigned = ready.into_iter().map(|(number, _)| *number).collect();
         self.lost = None;
         self.missing.clear();
-        Some(self.seats.values().take(servers).map(|seat| seat.address.clone()).collect())
+        Some(addresses)
+    }
+
+    /// Servers whose heartbeats come.
+    fn ready(&self) -> impl Iterator<Item = (&u64, &Seat)> {
+        self.seats.iter().filter(|(_, seat)| !seat.silent && seat.heard >= self.forgiven)
+    }
+
+    /// Puts a server behind all others.
+    fn put_behind(&mut self, number: u64) {
+        self.callers += 1;
+        if let Some(seat) = self.seats.get_mut(&number) {
+            seat.order = self.callers;
+        }
     }
 
     /// Takes the servers at these addresses, if all are there with their ranges of a generation.
@@ -289,14 +337,14 @@ impl State {
         }
     }
 
-    /// Servers that are there.
+    /// The number of servers whose heartbeats come.
     pub fn servers(&self) -> usize {
-        self.seats.len()
+        self.ready().count()
     }
 
-    /// Forgets that a server was lost: others are waited for.
+    /// Forgets that a server was lost: others are waited for, and a heartbeat of each.
     pub fn forgive(&mut self) {
-        (self.lost, self.assigned) = (None, BTreeSet::new());
+        (self.lost, self.assigned, self.forgiven) = (None, BTreeSet::new(), Instant::now());
         self.missing.clear();
     }
 
@@ -351,7 +399,7 @@ impl State {
         self.pool.leave(member)
     }
 
-    /// Workers that are silent or stuck are gone, and servers that did not come again are lost.
+    /// Workers that are silent or stuck are gone; servers that are silent, or did not come again, are lost.
     fn sweep(&mut self, limits: Limits) {
         let past = |times: &BTreeMap<u64, Instant>, limit: Duration| -> Vec<u64> {
             times.iter().filter(|(_, since)| since.elapsed() > limit).map(|(member, _)| *member).collect()
@@ -368,8 +416,22 @@ impl State {
                 self.failed.get_or_insert(Error::comm(told).hint("its log says what it was at"));
             }
         }
+        let is_silent = |seat: &Seat| !seat.silent && seat.heard.elapsed() > limits.silent;
+        let silent: Vec<u64> =
+            self.seats.iter().filter(|(_, seat)| is_silent(seat)).map(|(number, _)| *number).collect();
+        for number in silent {
+            self.put_behind(number);
+            if let Some(seat) = self.seats.get_mut(&number) {
+                seat.silent = true;
+                let told =
+                    format!("{}: no heartbeat for {} s (servers.timeout)", seat.address, limits.silent.as_secs());
+                if self.assigned.contains(&number) && !self.over {
+                    self.lost.get_or_insert(told);
+                }
+            }
+        }
         if let Some((address, _)) = self.missing.iter().find(|(_, since)| since.elapsed() > COMEBACK) {
-            self.lost.get_or_insert(address.clone());
+            self.lost.get_or_insert_with(|| format!("{address}: its connection ended"));
         }
     }
 }
@@ -395,11 +457,22 @@ impl Service for Hub {
                     log::info!("server {address} is back");
                     state.assigned.insert(state.callers);
                 }
-                state.seats.insert(state.callers, Seat { address, holds: generation });
+                let seat =
+                    Seat { address, holds: generation, order: state.callers, heard: Instant::now(), silent: false };
+                state.seats.insert(state.callers, seat);
                 *visit = Visit::Server(state.callers);
                 FromCoordinator::Serves
             })),
-            ToCoordinator::Served => Ok(if self.lock().over { FromCoordinator::Over } else { FromCoordinator::Serves }),
+            ToCoordinator::Served => {
+                // A heartbeat of a server is news for nobody: those who wait are not woken.
+                let mut state = self.lock();
+                if let Visit::Server(number) = visit
+                    && let Some(seat) = state.seats.get_mut(number)
+                {
+                    (seat.heard, seat.silent) = (Instant::now(), false);
+                }
+                Ok(if state.over { FromCoordinator::Over } else { FromCoordinator::Serves })
+            }
             ToCoordinator::Terms { host, process } => Ok(self.with(|state| match &state.terms {
                 _ if state.over => state.ended(),
                 Some(terms) => FromCoordinator::Terms(Box::new(terms.clone())),
@@ -428,7 +501,10 @@ impl Service for Hub {
                 self.next(member, generation, data, report).map(FromCoordinator::Work)
             }
             ToCoordinator::Beat { member } => Ok(self.with(|state| {
-                state.heard.entry(member).and_modify(|heard| *heard = Instant::now());
+                if state.terms.is_none() || !state.pool.members().contains_key(&member) {
+                    return FromCoordinator::Work(Work::Renew);
+                }
+                state.heard.insert(member, Instant::now());
                 FromCoordinator::Heard
             })),
             ToCoordinator::Leave { member } => Ok(self.with(|state| {
@@ -462,13 +538,6 @@ impl Service for Hub {
     }
 }
 
-impl Halt {
-    /// An error of a server: one whose connection failed is lost.
-    pub fn of_server(error: Error) -> Self {
-        if error.kind() == Kind::Comm { Self::Lost(error.message().into()) } else { Self::Failed(error) }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -481,9 +550,12 @@ mod tests {
 
     /// A run that takes workers, of whose work there is some.
     fn hub() -> Arc<Hub> {
+        hub_with(Limits { silent: Duration::from_secs(60), stuck: SHORT })
+    }
+
+    fn hub_with(limits: Limits) -> Arc<Hub> {
         let dir = tempfile::tempdir().unwrap();
         write_secret(dir.path()).unwrap();
-        let limits = Limits { silent: Duration::from_secs(60), stuck: SHORT };
         let pool = || Pool::new(Staleness::None, 4, 0);
         let hub = Hub::new(pool(), Secret::read(dir.path()).unwrap(), limits, None, 0);
         let terms = Terms {
@@ -538,6 +610,34 @@ mod tests {
     }
 
     #[test]
+    fn a_server_without_heartbeats_is_lost_and_goes_behind() {
+        let hub = hub_with(Limits { silent: 2 * SHORT, stuck: SHORT });
+        let serve = |address: &str| {
+            let mut visit = Visit::default();
+            ask(&hub, &mut visit, ToCoordinator::Serve { address: address.into(), generation: None });
+            visit
+        };
+        let beat = |visit: &mut Visit| ask(&hub, visit, ToCoordinator::Served);
+        let [mut hangs, mut spare] = ["hangs:1", "spare:1"].map(serve);
+        assert_eq!(hub.with(|state| state.seat(1)), Some(vec!["hangs:1".into()]));
+        let lost = loop {
+            beat(&mut spare);
+            std::thread::sleep(SHORT / 4);
+            if hub.has_lost() {
+                break hub.wait(|_| None::<()>);
+            }
+        };
+        assert!(matches!(lost, Err(Halt::Lost(told)) if told.starts_with("hangs:1: no heartbeat for ")));
+        // Nobody takes ranges before a heartbeat has come.
+        hub.with(State::forgive);
+        assert_eq!(hub.with(|state| (state.servers(), state.seat(1))), (0, None));
+        beat(&mut hangs);
+        beat(&mut spare);
+        assert_eq!(hub.with(|state| (state.servers(), state.seat(1))), (2, Some(vec!["spare:1".into()])));
+        assert_eq!(hub.with(|state| state.seat(2)), Some(vec!["spare:1".into(), "hangs:1".into()]));
+    }
+
+    #[test]
     fn a_server_that_was_cut_off_is_not_lost_if_it_has_its_ranges() {
         let hub = hub();
         let serve = |generation| {
@@ -557,6 +657,6 @@ mod tests {
         assert!(hub.goes_on(7));
         std::thread::sleep(COMEBACK + SHORT);
         assert!(!hub.goes_on(7));
-        assert!(matches!(hub.wait(|_| None::<()>), Err(Halt::Lost(address)) if address == "host:1"));
+        assert!(matches!(hub.wait(|_| None::<()>), Err(Halt::Lost(address)) if address.starts_with("host:1: ")));
     }
 }

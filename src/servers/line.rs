@@ -1,6 +1,8 @@
 //! A connection to a server or to the coordinator, made anew when it is cut.
 
+use std::io::{ErrorKind, IoSlice, Read, Write};
 use std::net::TcpStream;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
@@ -8,13 +10,16 @@ use serde::de::DeserializeOwned;
 
 use super::message::{self, Fault};
 use super::site;
-use crate::comm::{Caller, Secret, call};
+use crate::comm::{Caller, HANDSHAKE_TIMEOUT, Secret, call};
 use crate::error::{Error, Result};
 
 /// Pause between two attempts to connect.
 const BETWEEN: Duration = Duration::from_millis(100);
 
-/// The purpose of a connection, in its greeting: apart from those of ranks.
+/// Interval at which a wait for the other end looks whether it still makes sense.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// The purpose of a connection, in its handshake: apart from those of ranks.
 pub const SERVERS: u32 = 0x5e72;
 
 /// One end of a connection: asks.
@@ -27,19 +32,32 @@ pub struct Line {
     patience: Duration,
     /// Time within which it must come back once it is cut off.
     comeback: Duration,
+    /// Time within which it must take a new connection: it may be busy.
+    reach: Duration,
+    /// Whether an answer is still of use.
+    goes_on: Arc<dyn Fn() -> bool + Send + Sync>,
     stream: Option<TcpStream>,
 }
 
 impl Line {
     /// To `address`, connected at the first request.
     pub fn new(place: impl Into<String>, address: impl Into<String>, secret: Secret, patience: Duration) -> Self {
-        Self { place: place.into(), address: address.into(), secret, patience, comeback: patience, stream: None }
+        let (place, address) = (place.into(), address.into());
+        let goes_on = Arc::new(|| true);
+        Self { place, address, secret, patience, comeback: patience, reach: patience, goes_on, stream: None }
     }
 
-    /// The same, to one that must come back within another time once it is cut off.
+    /// Returns the same line to an end that must come back within another time once it is cut off.
     #[must_use]
     pub fn comes_back(self, comeback: Duration) -> Self {
-        Self { comeback, ..self }
+        Self { comeback, reach: comeback, ..self }
+    }
+
+    /// Returns the same line to an end whose failure is noticed by other means: `goes_on` returns false after it, which ends every
+    /// wait. Until then new connections are tried for the time `reach`, since the other end may be busy.
+    #[must_use]
+    pub fn watched(self, reach: Duration, goes_on: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        Self { reach, goes_on: Arc::new(goes_on), ..self }
     }
 
     /// The other end's address.
@@ -47,23 +65,40 @@ impl Line {
         &self.address
     }
 
+    /// Connects, unless the connection stands.
+    ///
+    /// # Errors
+    /// Returns an error if nobody listens, or the other end does not prove in time that it knows the secret.
+    pub fn connect(&mut self) -> Result<()> {
+        if self.stream.is_some() {
+            return Ok(());
+        }
+        if !(self.goes_on)() {
+            return Err(Error::comm("an answer is of no use any more"));
+        }
+        let limit = self.patience.min(HANDSHAKE_TIMEOUT);
+        let deadline = Instant::now() + limit;
+        let stream = site::connect(&self.address, limit)?;
+        call(&stream, &self.secret, Caller { rank: 0, ranks: 0, lane: SERVERS }, deadline)?;
+        // Each wait looks again and again whether it still makes sense.
+        let look = Some(LOOK.min(self.patience));
+        let limited = stream.set_read_timeout(look).and(stream.set_write_timeout(look));
+        limited.map_err(|e| Error::comm(e.to_string()))?;
+        self.stream = Some(stream);
+        Ok(())
+    }
+
     /// Sends a request whose answer [`Line::receive`] takes.
     ///
     /// # Errors
     /// The connection failed, and is closed.
     pub fn send(&mut self, head: &impl Serialize, body: &[&[u8]]) -> Result<()> {
-        let stream = match &mut self.stream {
-            Some(stream) => stream,
-            empty => {
-                let mut stream = site::connect(&self.address, self.patience)?;
-                call(&mut stream, &self.secret, Caller { rank: 0, ranks: 0, lane: SERVERS })?;
-                let limit =
-                    stream.set_read_timeout(Some(self.patience)).and(stream.set_write_timeout(Some(self.patience)));
-                limit.map_err(|e| Error::comm(e.to_string()))?;
-                empty.insert(stream)
-            }
+        self.connect()?;
+        let sent = match self.waiting() {
+            Some(mut stream) => message::write(&mut stream, head, body),
+            None => Err(Error::comm("the connection ended")),
         };
-        message::write(stream, head, body).inspect_err(|_| self.stream = None)
+        sent.inspect_err(|_| self.stream = None)
     }
 
     /// The answer to the request that was sent; its body, of at most `limit` bytes, goes into `body`.
@@ -71,8 +106,8 @@ impl Line {
     /// # Errors
     /// The connection failed, and is closed; or an error of the other end.
     pub fn receive<T: DeserializeOwned>(&mut self, limit: usize, body: &mut Vec<u8>) -> Result<Result<T>> {
-        let stream = self.stream.as_mut().ok_or_else(|| Error::comm("nothing was asked"))?;
-        let read = message::read::<Result<T, Fault>>(stream, limit, body);
+        let mut stream = self.waiting().ok_or_else(|| Error::comm("nothing was asked"))?;
+        let read = message::read::<Result<T, Fault>>(&mut stream, limit, body);
         match read {
             Ok(Some(answer)) => Ok(answer.map_err(Fault::error)),
             Ok(None) => {
@@ -89,7 +124,7 @@ impl Line {
     /// Asks once more and again until there is an answer: requests are such that a second one does no harm.
     ///
     /// # Errors
-    /// There was none in time; or an error of the other end.
+    /// There was none in time, or it is of no use any more; or an error of the other end.
     pub fn ask<T: DeserializeOwned>(
         &mut self,
         head: &impl Serialize,
@@ -97,29 +132,32 @@ impl Line {
         limit: usize,
         into: &mut Vec<u8>,
     ) -> Result<T> {
-        self.ask_while(|| true, head, body, limit, into)
+        let since = Instant::now();
+        let mut warned = false;
+        loop {
+            let (failed, time) = match self.connect() {
+                Err(e) => (e, self.reach),
+                Ok(()) => match self.send(head, body).and_then(|()| self.receive(limit, into)) {
+                    Ok(answer) => return answer,
+                    Err(e) => (e, self.comeback),
+                },
+            };
+            if since.elapsed() >= time || !(self.goes_on)() {
+                return Err(failed.at(format_args!("{} at {}", self.place, self.address)));
+            }
+            if !warned && since.elapsed() > self.comeback {
+                warned = true;
+                let waited = since.elapsed().as_secs();
+                log::warn!("{} at {} has taken no connection for {waited} s: {failed}", self.place, self.address);
+            }
+            std::thread::sleep(BETWEEN);
+        }
     }
 
-    /// As [`Line::ask`], as long as it `makes_sense`.
-    ///
-    /// # Errors
-    /// As [`Line::ask`].
-    pub fn ask_while<T: DeserializeOwned>(
-        &mut self,
-        makes_sense: impl Fn() -> bool,
-        head: &impl Serialize,
-        body: &[&[u8]],
-        limit: usize,
-        into: &mut Vec<u8>,
-    ) -> Result<T> {
-        let since = Instant::now();
-        loop {
-            match self.send(head, body).and_then(|()| self.receive(limit, into)) {
-                Ok(answer) => return answer,
-                Err(_) if since.elapsed() < self.comeback && makes_sense() => std::thread::sleep(BETWEEN),
-                Err(e) => return Err(e.at(format_args!("{} at {}", self.place, self.address))),
-            }
-        }
+    /// The stream, whose reads and writes wait for the other end as long as that makes sense.
+    fn waiting(&self) -> Option<Waiting<'_>> {
+        let stream = self.stream.as_ref()?;
+        Some(Waiting { stream, patience: self.patience, goes_on: &*self.goes_on })
     }
 
     /// As [`Line::ask`], without bodies.
@@ -136,5 +174,111 @@ impl Line {
     /// There was no answer; or an error of the other end.
     pub fn tell_once<T: DeserializeOwned>(&mut self, head: &impl Serialize) -> Result<T> {
         self.send(head, &[]).and_then(|()| self.receive(0, &mut Vec::new()))?
+    }
+}
+
+/// A stream whose reads and writes end when the other end is silent for too long, or an answer is of no use any more.
+struct Waiting<'a> {
+    stream: &'a TcpStream,
+    patience: Duration,
+    goes_on: &'a dyn Fn() -> bool,
+}
+
+impl Waiting<'_> {
+    /// Repeats a call that times out.
+    fn repeat(&self, mut call: impl FnMut(&TcpStream) -> std::io::Result<usize>) -> std::io::Result<usize> {
+        let since = Instant::now();
+        loop {
+            match call(self.stream) {
+                Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                    if since.elapsed() >= self.patience || !(self.goes_on)() {
+                        return Err(ErrorKind::TimedOut.into());
+                    }
+                }
+                done => return done,
+            }
+        }
+    }
+}
+
+impl Read for Waiting<'_> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        self.repeat(|mut stream| stream.read(into))
+    }
+}
+
+impl Write for Waiting<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.repeat(|mut stream| stream.write(bytes))
+    }
+
+    fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> std::io::Result<usize> {
+        self.repeat(|mut stream| stream.write_vectored(slices))
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::super::listener::{Listener, Service};
+    use super::*;
+
+    const SHORT: Duration = Duration::from_millis(100);
+
+    /// Answers a number with the next one.
+    struct Next;
+
+    impl Service for Next {
+        type Request = u32;
+        type Answer = u32;
+        type Visit = ();
+
+        fn limit(&self) -> usize {
+            0
+        }
+
+        fn answer(&self, (): &mut (), request: u32, _: &mut Vec<u8>) -> Result<u32> {
+            Ok(request + 1)
+        }
+
+        fn left(&self, (): ()) {}
+    }
+
+    fn line(listener: &TcpListener, secret: &Secret) -> Line {
+        Line::new("the server", listener.local_addr().unwrap().to_string(), secret.clone(), SHORT)
+    }
+
+    #[test]
+    fn one_that_takes_no_connection_is_busy_as_long_as_it_lives() {
+        let secret = Secret::new(vec![7; 32]).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut patient = line(&listener, &secret).watched(Duration::MAX, || true);
+        let impatient = line(&listener, &secret).tell::<u32>(&1).unwrap_err();
+        assert!(impatient.to_string().starts_with("the server at 127.0.0.1:"), "{impatient}");
+        let known = secret.clone();
+        let busy = std::thread::spawn(move || {
+            std::thread::sleep(4 * SHORT);
+            Listener::open(listener, known, Arc::new(Next), Duration::from_secs(60)).unwrap()
+        });
+        assert_eq!(patient.tell::<u32>(&1), Ok(2));
+        drop(busy.join().unwrap());
+    }
+
+    #[test]
+    fn waits_end_when_the_answer_is_of_no_use() {
+        let secret = Secret::new(vec![7; 32]).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let goes_on = Arc::new(AtomicBool::new(true));
+        let lives = goes_on.clone();
+        let mut line = line(&listener, &secret).watched(Duration::MAX, move || lives.load(Ordering::Relaxed));
+        let asks = std::thread::spawn(move || line.tell::<u32>(&1).is_err());
+        goes_on.store(false, Ordering::Relaxed);
+        assert!(asks.join().unwrap());
     }
 }

@@ -2,7 +2,7 @@
 
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use serde::Serialize;
@@ -10,14 +10,9 @@ use serde::de::DeserializeOwned;
 
 use super::line::SERVERS;
 use super::message::{self, Fault};
-use crate::comm::{Secret, answer};
+use crate::comm::{Acceptor, Caller, Secret};
 use crate::error::{Error, Result};
-
-/// Interval at which callers are looked for.
-const LOOK: Duration = Duration::from_millis(5);
-
-/// Greetings at a time: more callers are sent away.
-const GREETINGS: usize = 64;
+use crate::spawn::spawn;
 
 /// Connections at a time.
 const CONNECTIONS: usize = 4096;
@@ -47,6 +42,7 @@ pub trait Service: Send + Sync + 'static {
 /// Answers until it is dropped.
 pub struct Listener {
     over: Arc<AtomicBool>,
+    _acceptor: Acceptor,
 }
 
 impl Listener {
@@ -56,38 +52,21 @@ impl Listener {
     /// The system refused a thread.
     pub fn open<S: Service>(listener: TcpListener, secret: Secret, service: Arc<S>, idle: Duration) -> Result<Self> {
         let over = Arc::new(AtomicBool::new(false));
-        listener.set_nonblocking(true).map_err(|e| Error::comm(format!("cannot listen: {e}")))?;
-        let (ends, greetings, connections) = (over.clone(), Arc::new(AtomicUsize::new(0)), Arc::new(()));
-        let body = move || {
-            while !ends.load(Ordering::Relaxed) {
-                let Ok((stream, _)) = listener.accept() else {
-                    std::thread::sleep(LOOK);
-                    continue;
-                };
-                if greetings.load(Ordering::Relaxed) >= GREETINGS || Arc::strong_count(&connections) > CONNECTIONS {
-                    continue;
-                }
-                greetings.fetch_add(1, Ordering::Relaxed);
-                let (greeting, secret, service) = (greetings.clone(), secret.clone(), service.clone());
-                let (ends, connection) = (ends.clone(), connections.clone());
-                let serve = move || {
-                    let greeted = greet(stream, &secret, idle);
-                    greeting.fetch_sub(1, Ordering::Relaxed);
-                    match greeted {
-                        Ok(stream) => converse(stream, &*service, &ends),
-                        Err(e) => log::debug!("a connection was refused: {e}"),
-                    }
-                    drop(connection);
-                };
-                // If the system refuses a thread the connection ends, and a known caller calls again.
-                if std::thread::Builder::new().name("connection".into()).spawn(serve).is_err() {
-                    greetings.fetch_sub(1, Ordering::Relaxed);
-                }
+        let (ends, connections) = (over.clone(), Arc::new(()));
+        let serve = move |caller: Caller, stream: TcpStream| {
+            if Arc::strong_count(&connections) > CONNECTIONS {
+                return Err(Error::comm(format!("there are {CONNECTIONS} connections, the most that are served")));
             }
+            prepare(&stream, caller, idle)?;
+            let (service, ends, connection) = (service.clone(), ends.clone(), connections.clone());
+            let answer = move || {
+                converse(stream, &*service, &ends);
+                drop(connection);
+            };
+            // If the system refuses a thread the connection ends, and a known caller calls again.
+            spawn("connection", answer).map(drop)
         };
-        let thread = std::thread::Builder::new().name("listener".into()).spawn(body);
-        thread.map_err(|e| Error::comm(format!("cannot start a thread: {e}")))?;
-        Ok(Self { over })
+        Ok(Self { _acceptor: Acceptor::open(listener, secret, serve)?, over })
     }
 }
 
@@ -97,17 +76,13 @@ impl Drop for Listener {
     }
 }
 
-/// Lets a caller prove that it knows the secret.
-fn greet(mut stream: TcpStream, secret: &Secret, idle: Duration) -> Result<TcpStream> {
-    let lost = |e: std::io::Error| Error::comm(e.to_string());
-    stream.set_nonblocking(false).map_err(lost)?;
-    stream.set_nodelay(true).map_err(lost)?;
-    if answer(&mut stream, secret)?.lane != SERVERS {
+/// Checks the purpose of a connection, and sets its time limits.
+fn prepare(stream: &TcpStream, caller: Caller, idle: Duration) -> Result<()> {
+    if caller.lane != SERVERS {
         return Err(Error::comm("the caller is a rank, not one of a run on servers"));
     }
-    stream.set_read_timeout(Some(idle)).map_err(lost)?;
-    stream.set_write_timeout(Some(idle)).map_err(lost)?;
-    Ok(stream)
+    let set = stream.set_read_timeout(Some(idle)).and_then(|()| stream.set_write_timeout(Some(idle)));
+    set.map_err(|e| Error::comm(e.to_string()))
 }
 
 /// Answers the requests of a connection until it ends.

@@ -1,27 +1,30 @@
 //! A checkpoint that is being written: each server its file, then the coordinator the manifest.
 
-use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use super::fleet::Fleet;
 use super::hub::Halt;
 use super::message::{FromServer, ToServer};
-use crate::checkpoint::{Job, Progress, Published};
+use crate::checkpoint::{Job, Progress, Published, SaveThread, Task};
 use crate::error::{Error, Result};
 
-/// A save that is under way, on a thread of its own.
-pub struct Saving {
-    thread: JoinHandle<Result<Published, Halt>>,
-}
+/// A save that is under way.
+pub struct Saving(Task<Result<Published, Halt>>);
 
-/// Begins to write the servers' cut `cut` as the checkpoint of `progress`.
-///
-/// # Errors
-/// The system refused a thread.
-pub fn begin(job: &Arc<Job>, fleet: &Fleet, generation: u64, cut: u64, progress: Progress) -> Result<Saving> {
-    let (job, mut fleet, begun) = (job.clone(), fleet.again(generation), Instant::now());
+/// Begins to write the servers' cut `cut` as the checkpoint of `progress` on `thread`, by the connections of `fleet`, which no other
+/// save uses.
+pub fn begin(
+    thread: &SaveThread,
+    job: &Arc<Job>,
+    fleet: &Arc<Mutex<Fleet>>,
+    generation: u64,
+    cut: u64,
+    progress: Progress,
+) -> Saving {
+    let (job, fleet, begun) = (job.clone(), fleet.clone(), Instant::now());
     let write = move || {
+        let mut fleet = fleet.lock().unwrap_or_else(PoisonError::into_inner);
         let staging = job.create(progress.step)?;
         let answers = fleet.all(|_| ToServer::Save { generation, cut, staging: staging.clone() });
         let published = answers.and_then(|answers| {
@@ -39,15 +42,13 @@ pub fn begin(job: &Arc<Job>, fleet: &Fleet, generation: u64, cut: u64, progress:
         job.retain();
         Ok(Published { progress, took: begun.elapsed() })
     };
-    let thread = std::thread::Builder::new().name("publisher".into()).spawn(write);
-    let thread = thread.map_err(|e| Error::internal(format!("cannot start the thread that saves: {e}")))?;
-    Ok(Saving { thread })
+    Saving(thread.begin(write))
 }
 
 impl Saving {
     /// Whether it has ended.
     pub fn is_done(&self) -> bool {
-        self.thread.is_finished()
+        self.0.is_finished()
     }
 
     /// Waits for its end.
@@ -55,6 +56,6 @@ impl Saving {
     /// # Errors
     /// A server is gone, or the file system refused.
     pub fn wait(self) -> Result<Published, Halt> {
-        self.thread.join().map_err(|_| Error::internal("the thread that saves panicked"))?
+        self.0.join()?
     }
 }

@@ -15,8 +15,8 @@ use crate::error::{Error, Result};
 use crate::parallel::Hyper;
 use crate::telemetry::trace_file::TraceEvent;
 
-/// Interval at which a server tells that it lives.
-const BEAT: Duration = Duration::from_millis(500);
+/// Interval of a server's heartbeats: `servers.timeout` may be as short as a second.
+const BEAT: Duration = Duration::from_millis(200);
 
 /// Most bytes of a request's body before there are ranges.
 const SMALL: usize = 1 << 16;

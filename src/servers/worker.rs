@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
@@ -134,8 +136,15 @@ fn join<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>, heard: &m
         Some(other) => return Err(unexpected(&other)),
     };
     let (mut beats, _) = hand.coordinator()?;
+    let is_current = Arc::new(AtomicBool::new(true));
+    let current = is_current.clone();
     // A coordinator that is gone is noticed elsewhere.
-    let beat = move || drop(beats.tell_once::<FromCoordinator>(&ToCoordinator::Beat { member }));
+    let beat = move || {
+        let answer = beats.tell_once(&ToCoordinator::Beat { member });
+        if let Ok(FromCoordinator::Work(Work::Renew)) = answer {
+            current.store(false, Ordering::Relaxed);
+        }
+    };
     let heart = Heart::start(hand.patience, beat)?;
     let recording = match terms.trace {
         false => None,
@@ -147,7 +156,12 @@ fn join<B: Kernels>(hand: &Hand, backend: impl Fn(&Plan) -> Result<B>, heard: &m
     let activity = Activity::default();
     activity.here(Track::Compute);
     activity.record(recording.is_some());
-    let after = Member::begin(hand, &terms, &secret, member, backend).and_then(|mut own| {
+    let line = |address: &str| {
+        let current = is_current.clone();
+        let line = Line::new("the server", address, secret.clone(), hand.patience).comes_back(COMEBACK);
+        line.watched(COMEBACK, move || current.load(Ordering::Relaxed))
+    };
+    let after = Member::begin(hand, &terms, member, line, backend).and_then(|mut own| {
         own.work(&mut coordinator, |coordinator| {
             recording.as_ref().map_or(Ok(()), |recording| recording.send(coordinator, &activity))
         })
@@ -213,11 +227,12 @@ fn check_memory<B: Kernels>(plan: &Plan, terms: &Terms, topology: &Topology, dat
 }
 
 impl<'a, B: Kernels> Member<'a, B> {
+    /// Takes the place of a worker; `line` makes connections to servers.
     fn begin(
         hand: &'a Hand,
         terms: &'a Terms,
-        secret: &Secret,
         member: u64,
+        line: impl Fn(&str) -> Line,
         backend: impl Fn(&Plan) -> Result<B>,
     ) -> Result<Self> {
         let plan = terms.worker_plan(hand.threads, !B::ON_HOST)?;
@@ -243,7 +258,6 @@ impl<'a, B: Kernels> Member<'a, B> {
         let feed = Feed::of(&model, train, &plan, terms.start.position, ranges.into_iter())?;
         let (samples, chunk) = (plan.config.eval.samples, plan.config.eval.batch);
         let evaluator = validation.map(|validation| Evaluator::new(validation, samples, chunk));
-        let line = |address: &str| Line::new("the server", address, secret.clone(), hand.patience).comes_back(COMEBACK);
         let servers = Servers::new(terms, member, line);
         let engine = Engine { model, geometry, host_inputs: None };
         Ok(Self {

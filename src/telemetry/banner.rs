@@ -19,6 +19,8 @@ pub struct Facts<'a> {
     pub host: &'a str,
     /// Cores that rank 0 may use.
     pub cores: usize,
+    /// The CPU quota of the control group of rank 0, in CPUs, if it has one.
+    pub quota: Option<String>,
     /// Whether cores of its node are left to no rank.
     pub spare_cores: bool,
     /// Transport of messages: the MPI library, threads, or none.
@@ -127,10 +129,11 @@ pub fn banner(plan: &Plan, facts: &Facts<'_>) -> String {
     } else {
         ""
     };
+    let quota = facts.quota.as_ref().map_or(String::new(), |cpus| format!(", CPU quota {cpus}"));
     line(
         "ranks",
         format!(
-            "{} on {} ({}), {} a rank of {}{bound}",
+            "{} on {} ({}), {} a rank of {}{quota}{bound}",
             facts.ranks,
             plural(facts.hosts, "host"),
             facts.host,

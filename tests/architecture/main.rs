@@ -8,8 +8,20 @@ use std::path::{Path, PathBuf};
 
 /// Modules by level, lowest first. A module may use those of lower levels.
 const LEVELS: [&[&str]; 13] = [
-    &["activity", "energy", "error", "histogram", "pattern", "random", "regular_files", "simd", "tree", "visible"],
-    &["descriptors", "hdf5_files", "layout", "mesh", "private", "signals"],
+    &[
+        "activity",
+        "control_groups",
+        "energy",
+        "error",
+        "histogram",
+        "pattern",
+        "random",
+        "regular_files",
+        "simd",
+        "tree",
+        "visible",
+    ],
+    &["descriptors", "hdf5_files", "layout", "mesh", "private", "signals", "spawn"],
     &["backend"],
     &["comm", "data"],
     &["nn", "optim"],

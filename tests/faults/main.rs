@@ -8,6 +8,7 @@
 mod common;
 
 mod audits;
+mod containers;
 mod disks;
 mod evaluators;
 mod input;

@@ -4,6 +4,9 @@ use std::io::{Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -316,7 +319,7 @@ fn strangers_do_not_disturb_a_run() {
     send(worker, libc::SIGSTOP);
     let address = job.files().text("servers/coordinator");
     let connect = || TcpStream::connect(&address).unwrap();
-    // Each keeps quiet.
+    // Each says nothing.
     let silent: Vec<TcpStream> = (0..300).map(|_| connect()).collect();
     let long = [&b"hpctrain"[..], &1u32.to_le_bytes(), &[7; 32], &[0; 12], &[9; 32], &[0xff; 12]].concat();
     for words in [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0xff; 4096], &long] {
@@ -337,6 +340,92 @@ fn strangers_do_not_disturb_a_run() {
     send(worker, libc::SIGCONT);
     job.ends().same_as(&reference, 120, "visited");
     drop(silent);
+}
+
+/// Connections to some addresses that send a byte of a handshake now and then, until it is dropped.
+struct Dribblers {
+    over: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Dribblers {
+    fn start(addresses: &[String], of_each: usize) -> Self {
+        let over = Arc::new(AtomicBool::new(false));
+        let (ends, addresses) = (over.clone(), addresses.to_vec());
+        let dribble = move || {
+            let all = addresses.iter().flat_map(|address| std::iter::repeat_n(address, of_each));
+            let connect = |address: &String| TcpStream::connect(address).ok();
+            let mut streams: Vec<(&String, Option<TcpStream>)> = all.map(|address| (address, None)).collect();
+            let mut byte = b"hpctrain".iter().cycle();
+            while !ends.load(Ordering::Relaxed) {
+                let byte = *byte.next().unwrap();
+                for (address, stream) in &mut streams {
+                    if stream.as_mut().is_none_or(|stream| stream.write_all(&[byte]).is_err()) {
+                        *stream = connect(address);
+                    }
+                }
+                std::thread::sleep(Duration::from_millis(200));
+            }
+        };
+        Self { over, thread: Some(std::thread::spawn(dribble)) }
+    }
+}
+
+impl Drop for Dribblers {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        self.thread.take().map(JoinHandle::join);
+    }
+}
+
+/// Silent connections fill no room that saves need, and change nothing.
+#[test]
+fn connections_that_dribble_do_not_roll_a_run_back() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path());
+    let mut job = Job::begin(root.path(), "dribbled", 1, 2, &[]);
+    job.until_step(5);
+    let status = job.beside(program(["status", "--json", "--run"]).arg(job.files().0)).succeeded();
+    let status: serde_json::Value = serde_json::from_str(&status.stdout).unwrap();
+    let server = status["servers"][0]["address"].as_str().unwrap().to_string();
+    let dribblers = Dribblers::start(&[server, job.files().text("servers/coordinator")], 200);
+    let saved = job.files().checkpoint(100);
+    job.coordinator.until("saved", || saved.exists());
+    let files = job.ends();
+    drop(dribblers);
+    files.same_as(&reference, 120, "dribbled");
+    let log = files.text("logs/coordinator.log");
+    assert!(!log.contains("a server was lost"), "{log}");
+    // Refused callers are reported, but not each.
+    assert_eq!(log.matches("refused").count(), 1, "{log}");
+}
+
+/// Addresses of servers, as the coordinator prints them at each start of theirs.
+fn seated(printed: &str) -> Vec<&str> {
+    printed.lines().filter_map(|line| line.strip_prefix("servers ")?.rsplit_once(" on ")).map(|(_, on)| on).collect()
+}
+
+#[test]
+fn a_server_that_hangs_gives_its_place_to_the_spare_one() {
+    let root = tempfile::tempdir().unwrap();
+    let reference = reference(root.path());
+    let mut job = Job::begin(root.path(), "hangs", 1, 2, &[]);
+    job.until_step(30);
+    let hangs = job.others[0].id();
+    send(hangs, libc::SIGSTOP);
+    job.join("server");
+    job.until_step(110);
+    send(hangs, libc::SIGCONT);
+    let files = job.files();
+    let ended = job.coordinator.finish(LIMIT).succeeded();
+    job.others.into_iter().for_each(|other| drop(other.finish(LIMIT).succeeded()));
+    files.same_as(&reference, 120, "hangs");
+    let log = files.text("logs/coordinator.log");
+    assert_eq!(log.matches("a server was lost").count(), 1, "{log}");
+    assert!(log.contains("no heartbeat for 3 s"), "{log}");
+    // The spare one took the seat at once.
+    let on = seated(&ended.stdout);
+    assert!(on.len() == 2 && on[0] != on[1], "{ended}");
 }
 
 #[test]

@@ -5,11 +5,13 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hpctrain::backend::cpu::Cpu;
 use hpctrain::backend::{Backend as _, MemoryKind};
-use hpctrain::comm::{Algorithm, Caller, Comm, Meeting, Secret, call, start_tcp, write_secret};
+use hpctrain::comm::{
+    Algorithm, Caller, Comm, HANDSHAKE_TIMEOUT, Handshake, Meeting, Secret, call, start_tcp, write_secret,
+};
 use hpctrain::error::Result;
 use serde_json::{Value, json};
 
@@ -24,6 +26,11 @@ const GREETING: usize = 8 + 4 + 32 + 12 + 32;
 
 /// The purpose of connections of runs on servers.
 const SERVERS: u32 = 0x5e72;
+
+/// The deadline of a handshake that begins now.
+fn soon() -> Instant {
+    Instant::now() + HANDSHAKE_TIMEOUT
+}
 
 /// A directory where two ranks meet.
 fn meeting_place(secret: Option<&Path>) -> tempfile::TempDir {
@@ -120,8 +127,8 @@ fn ranks_hear_each_other() {
         let rank = std::thread::spawn(move || rank_0(&dir));
         let address = address_of_0(place.path());
         let lanes = [0, 1].map(|lane| {
-            let mut stream = TcpStream::connect(&address).unwrap();
-            call(&mut stream, &secret, Caller { rank: 1, ranks: 2, lane }).unwrap();
+            let stream = TcpStream::connect(&address).unwrap();
+            call(&stream, &secret, Caller { rank: 1, ranks: 2, lane }, soon()).unwrap();
             stream
         });
         let mut said = lanes[0].try_clone().unwrap();
@@ -161,8 +168,8 @@ fn greetings_of_strangers_are_heard() {
         let address = listener.local_addr().unwrap();
         let other = Secret::new(vec![3; 32]).unwrap();
         let caller = std::thread::spawn(move || {
-            let mut stream = TcpStream::connect(address).unwrap();
-            call(&mut stream, &other, Caller { rank: 1, ranks: 2, lane: 0 }).is_err()
+            let stream = TcpStream::connect(address).unwrap();
+            call(&stream, &other, Caller { rank: 1, ranks: 2, lane: 0 }, soon()).is_err()
         });
         let (mut stream, _) = listener.accept().unwrap();
         stream.write_all(&[b"hpctrain".as_slice(), &1u32.to_le_bytes(), &[9; 32]].concat()).unwrap();
@@ -178,8 +185,12 @@ fn greetings_of_strangers_are_heard() {
         let mut stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         stranger.write_all(input).unwrap();
         stranger.shutdown(Shutdown::Write).unwrap();
-        let (mut stream, _) = listener.accept().unwrap();
-        assert!(hpctrain::comm::answer(&mut stream, &secret).is_err(), "a stranger is let in");
+        let (stream, _) = listener.accept().unwrap();
+        let mut handshake = Handshake::begin(stream).unwrap();
+        while let Ok(caller) = handshake.advance(&secret) {
+            assert!(caller.is_none(), "a stranger is let in");
+            std::thread::yield_now();
+        }
         std::mem::take(&mut first)
     });
 }
@@ -237,7 +248,7 @@ impl Served {
     fn ask(&self, address: &str, said: &[u8]) -> Option<Value> {
         let port = address.rsplit_once(':').unwrap().1;
         let mut stream = TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
-        call(&mut stream, &self.secret, Caller { rank: 0, ranks: 0, lane: SERVERS }).unwrap();
+        call(&stream, &self.secret, Caller { rank: 0, ranks: 0, lane: SERVERS }, soon()).unwrap();
         // It may have closed the connection already.
         let _ = stream.write_all(said).and_then(|()| stream.shutdown(Shutdown::Write));
         let mut answer = Vec::new();

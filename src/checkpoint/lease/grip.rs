@@ -10,6 +10,7 @@ use std::time::Duration;
 use super::system::{Open, System};
 use super::{Held, Leases, Times};
 use crate::error::{Error, Result};
+use crate::spawn::spawn;
 
 /// A lease that this process holds, until it is dropped.
 #[derive(Debug)]
@@ -121,8 +122,7 @@ impl Lease {
                 }
             }
         };
-        let beats = std::thread::Builder::new().name("lease".into()).spawn(beat);
-        let beats = beats.map_err(|e| Error::internal(format!("cannot start a lease's thread: {e}")))?;
+        let beats = spawn("lease", beat)?;
         Ok(Self { grip, clears: None, stop: Some(stop), beats: Some(beats) })
     }
 

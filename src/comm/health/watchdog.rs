@@ -37,7 +37,8 @@ use crate::activity::{self, Doing};
 use crate::comm::exit::Exit;
 use crate::comm::shared::Shared;
 use crate::comm::wire::World;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::spawn::spawn;
 
 /// Exit code of a job that was ended.
 pub const CODE: i32 = 1;
@@ -109,10 +110,7 @@ impl Guard {
             failed: false,
         };
         let (tell, told) = channel();
-        let thread = std::thread::Builder::new()
-            .name("watchdog".into())
-            .spawn(move || watchdog.run(&told))
-            .map_err(|e| Error::internal(format!("cannot start the watchdog's thread: {e}")))?;
+        let thread = spawn("watchdog", move || watchdog.run(&told))?;
         Ok(Self { settings, beats, tell: Some(tell), thread: Some(thread) })
     }
 

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use crate::control_groups::{Version, groups};
+
 /// Bytes that may still be taken: the memory that the kernel reports as available, limited by the control groups of
 /// this process. None where neither is known.
 pub fn available() -> Option<usize> {
@@ -9,48 +11,36 @@ pub fn available() -> Option<usize> {
 }
 
 fn available_below(root: &Path) -> Option<usize> {
-    let read = |path: &Path| std::fs::read_to_string(root.join(path.strip_prefix("/").unwrap_or(path)));
-    let meminfo = read(Path::new("/proc/meminfo")).ok();
+    let meminfo = std::fs::read_to_string(root.join("proc/meminfo")).ok();
     let node = meminfo.as_deref().and_then(|text| field(text, "MemAvailable:")).map(|kib| kib * 1024);
-    // Lines such as "0::/user.slice" (version 2) and "9:memory:/job_7" (version 1).
-    let groups = read(Path::new("/proc/self/cgroup")).unwrap_or_default();
-    let left = groups.lines().filter_map(|line| {
-        let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
-        let files = match controllers {
-            "" => FILES_2,
-            _ if controllers.split(',').any(|controller| controller == "memory") => FILES_1,
-            _ => return None,
+    let left = groups(root, "memory").into_iter().filter_map(|(version, group)| {
+        let files = match version {
+            Version::One => FILES_1,
+            Version::Two => FILES_2,
         };
-        // A limit of any group above holds as well. In a container the path may be one of the host.
-        let groups = Path::new(path).ancestors().filter_map(|path| path.strip_prefix("/").ok());
-        groups.filter_map(|group| left_in(&Path::new(files.mount).join(group), &files, read)).min()
+        left_in(&group, &files)
     });
     left.chain(node).min()
 }
 
 /// Files of a version of control groups.
 struct Files {
-    mount: &'static str,
     limit: &'static str,
     usage: &'static str,
     /// In `memory.stat`: pages of files that nobody used lately, which the kernel gives up first.
     idle: &'static str,
 }
 
-const FILES_1: Files = Files {
-    mount: "/sys/fs/cgroup/memory",
-    limit: "memory.limit_in_bytes",
-    usage: "memory.usage_in_bytes",
-    idle: "total_inactive_file",
-};
-const FILES_2: Files =
-    Files { mount: "/sys/fs/cgroup", limit: "memory.max", usage: "memory.current", idle: "inactive_file" };
+const FILES_1: Files =
+    Files { limit: "memory.limit_in_bytes", usage: "memory.usage_in_bytes", idle: "total_inactive_file" };
+const FILES_2: Files = Files { limit: "memory.max", usage: "memory.current", idle: "inactive_file" };
 
 /// Bytes left under a group's limit; none without a limit.
-fn left_in(group: &Path, files: &Files, read: impl Fn(&Path) -> std::io::Result<String>) -> Option<usize> {
-    let number = |name: &str| read(&group.join(name)).ok()?.trim().parse::<usize>().ok();
+fn left_in(group: &Path, files: &Files) -> Option<usize> {
+    let read = |name: &str| std::fs::read_to_string(group.join(name)).ok();
+    let number = |name: &str| read(name)?.trim().parse::<usize>().ok();
     let (limit, usage) = (number(files.limit)?, number(files.usage)?);
-    let idle = read(&group.join("memory.stat")).ok().and_then(|text| field(&text, files.idle)).unwrap_or(0);
+    let idle = read("memory.stat").and_then(|text| field(&text, files.idle)).unwrap_or(0);
     Some(limit.saturating_sub(usage.saturating_sub(idle)))
 }
 

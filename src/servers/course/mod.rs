@@ -4,7 +4,7 @@ mod finish;
 mod saves;
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
@@ -19,7 +19,7 @@ use super::tally::Tally;
 use super::terms::{Terms, layouts};
 use crate::activity::now;
 use crate::backend::cpu::Cpu;
-use crate::checkpoint::{Job, Origin, Progress};
+use crate::checkpoint::{Job, Origin, Progress, SaveThread};
 use crate::config::{Eval, Plan};
 use crate::data::{Mix, TrainedOn};
 use crate::engine::{Splits, clip};
@@ -64,6 +64,9 @@ pub struct Course<'a> {
     plan: Plan,
     terms: Terms,
     fleet: Fleet,
+    /// Connections for saves, which go on beside training.
+    save_fleet: Arc<Mutex<Fleet>>,
+    save_thread: SaveThread,
     records: Records,
     tally: Tally,
     started: Instant,
@@ -92,8 +95,8 @@ impl<'a> Course<'a> {
     /// The course from a place on, with servers that have their ranges: workers may come.
     ///
     /// # Errors
-    /// The file system refused, or no time is left.
-    pub fn begin(of: Basis<'a>, plan: Plan, terms: Terms, fleet: Fleet, from: From<'_>) -> Result<Self> {
+    /// The file system refused, no time is left, or a server is gone.
+    pub fn begin(of: Basis<'a>, plan: Plan, terms: Terms, fleet: Fleet, from: From<'_>) -> Result<Self, Halt> {
         let Basis { hub, directory, splits, trained_on, started, journal } = of;
         // The step of the journal is made once more; its workers have their lines.
         let (progress, told, done) = match from {
@@ -141,6 +144,7 @@ impl<'a> Course<'a> {
             state.digest = digest;
             state.open(terms.clone(), pool);
         });
+        let save_fleet = Arc::new(Mutex::new(fleet.again(terms.generation)?));
         let found = evaluations::read(&directory.evaluations_path())?;
         let evaluated = evaluations::validation_loss(found.known(), progress.step).map(|loss| (progress.step, loss));
         Ok(Self {
@@ -150,6 +154,8 @@ impl<'a> Course<'a> {
             plan,
             terms,
             fleet,
+            save_fleet,
+            save_thread: SaveThread::start()?,
             records,
             tally,
             started,

@@ -1,5 +1,7 @@
 //! Cuts of the parameters, and checkpoints of them.
 
+use std::sync::PoisonError;
+
 use super::Course;
 use crate::activity::now;
 use crate::checkpoint::Published;
@@ -59,7 +61,8 @@ impl Course<'_> {
         }
         self.record_epoch_loss()?;
         let cut = self.cut()?;
-        self.saving = Some(begin(&self.job, &self.fleet, self.terms.generation, cut, self.progress)?);
+        self.saving =
+            Some(begin(&self.save_thread, &self.job, &self.save_fleet, self.terms.generation, cut, self.progress));
         (self.saved, self.save_now) = (Some(step), false);
         self.stop_requests.save_begun();
         if !self.plan.config.checkpoint.asynchronous {
@@ -87,6 +90,10 @@ impl Course<'_> {
 
     /// Notes the end of the save under way, for which it may wait. One that the file system has refused is due again.
     fn note_saved(&mut self, waits: bool) -> Result<(), Halt> {
+        if self.saving.is_none() {
+            let mut fleet = self.save_fleet.lock().unwrap_or_else(PoisonError::into_inner);
+            return fleet.keep_alive(self.terms.generation);
+        }
         let Some(saving) = self.saving.take_if(|saving| waits || saving.is_done()) else { return Ok(()) };
         let Published { took, progress } = match saving.wait() {
             Ok(published) => published,

@@ -148,6 +148,7 @@ impl<'h, B: Kernels> Run<'h, B> {
                 hosts: topology.host_count(),
                 host: &topology.here().host,
                 cores: topology.here().cores.len(),
+                quota: topology.here().quota.map(|quota| quota.to_string()),
                 spare_cores: topology.has_spare_cores(),
                 library: comm.library(),
                 gpus: request.gpu.as_ref().map_or(&[], |gpu| &gpu.table),

@@ -111,9 +111,20 @@ fn thread_level(level: c_int) -> &'static str {
     named.iter().find(|(number, _)| *number == level).map_or("a level of its own", |(_, name)| name)
 }
 
-/// `MPI_IN_PLACE`, a macro that bindings cannot see: (void*)1 in Open MPI, (void*)-1 in MPICH and its descendants.
-fn in_place(library: &str) -> *const c_void {
-    std::ptr::without_provenance(if library.starts_with("Open MPI") { 1 } else { usize::MAX })
+/// Constants of the library that are macros, which bindings cannot see: `constants.c`.
+mod constants {
+    use std::ffi::c_void;
+
+    unsafe extern "C" {
+        /// `MPI_IN_PLACE`.
+        pub static HPCTRAIN_MPI_IN_PLACE: *const c_void;
+    }
+}
+
+/// `MPI_IN_PLACE`: 1 as a pointer in Open MPI and in the ABI of MPI 5, -1 in MPICH before it.
+fn in_place() -> *const c_void {
+    // SAFETY: a constant.
+    unsafe { constants::HPCTRAIN_MPI_IN_PLACE }
 }
 
 /// The standard that the library implements must be recent enough.
@@ -204,7 +215,7 @@ impl Mpi {
             shares_copies: true,
             staging: Staging::default(),
             parts: Vec::new(),
-            in_place: in_place(&library),
+            in_place: in_place(),
             crowded: node.on_machine.1 > cores(),
             shared,
         };
@@ -508,9 +519,7 @@ impl Wire for Mpi {
             posted.parcel.abandon(Error::comm("another message failed before this one was done with"));
         }
         if in_order {
-            if let Some(segment) = self.segment.take() {
-                segment.close();
-            }
+            drop(self.segment.take());
             // SAFETY: nothing is in flight, no MPI call follows.
             unsafe { ffi::MPI_Finalize() };
         }
@@ -525,6 +534,19 @@ mod tests {
     fn versions_are_told_briefly() {
         assert_eq!(short_version("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"), "Open MPI v4.1.4");
         assert_eq!(short_version("MPICH Version:      4.1\nMPICH Release date: x"), "MPICH Version: 4.1");
+    }
+
+    /// As the preprocessor has it, by the compiler of the library that this program is linked with.
+    #[test]
+    fn in_place_is_the_constant_of_the_headers() {
+        let source = tempfile::NamedTempFile::with_suffix(".c").unwrap();
+        std::fs::write(source.path(), "#include <mpi.h>\nMPI_IN_PLACE\n").unwrap();
+        let mpicc = std::env::var("MPICC").unwrap_or_else(|_| "mpicc".into());
+        let output = std::process::Command::new(mpicc).args(["-E", "-P"]).arg(source.path()).output().unwrap();
+        let text = String::from_utf8(output.stdout).unwrap();
+        let last = text.lines().last().unwrap().replace("void", "");
+        let number: isize = last.replace(['(', ')', '*', ' '], "").parse().unwrap();
+        assert_eq!(in_place().addr(), number.cast_unsigned(), "{last}");
     }
 
     #[test]

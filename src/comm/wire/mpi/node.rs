@@ -30,6 +30,17 @@ pub fn place(comm: ffi::MPI_Comm) -> Result<(usize, usize)> {
     Ok((count_up(rank), count_up(size)))
 }
 
+/// Collective: the smallest of the numbers of all ranks.
+fn smallest(mine: c_int, comm: ffi::MPI_Comm) -> Result<c_int> {
+    let mut all = 0;
+    // SAFETY: in- and out-parameter are live locals.
+    let code = unsafe {
+        let (from, to) = ((&raw const mine).cast(), (&raw mut all).cast());
+        ffi::MPI_Allreduce(from, to, 1, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, comm)
+    };
+    check(code, "MPI_Allreduce").map(|()| all)
+}
+
 /// The ranks of a node, or of the part of one that [`RANKS_PER_NODE`] makes a node of its own.
 pub struct Node {
     pub comm: ffi::MPI_Comm,
@@ -44,7 +55,7 @@ pub struct Node {
 impl Node {
     /// Collective over the world.
     pub fn find(world: ffi::MPI_Comm, rank: c_int, size: c_int) -> Result<Self> {
-        let limit = ranks_per_node(std::env::var(RANKS_PER_NODE).ok())?;
+        let asked = ranks_per_node(std::env::var(RANKS_PER_NODE).ok());
         let mut first = rank;
         let mut of_ranks = vec![0; count_up(size)];
         // SAFETY: MPI is initialised; out-parameters are live locals, the array has an entry for every rank.
@@ -53,6 +64,16 @@ impl Node {
             let code = ffi::MPI_Comm_split_type(world, kind, rank, ffi::RSMPI_INFO_NULL, &mut comm);
             check(code, "MPI_Comm_split_type")?;
             let on_machine = place(comm)?;
+            // The ranks of a machine split together, or not at all: the environment of one may differ.
+            let limit = asked.as_ref().map_or(0, |&limit| c_int::try_from(limit).unwrap_or(c_int::MAX));
+            let limit = match count_up(smallest(limit, comm)?) {
+                0 => {
+                    return Err(asked
+                        .err()
+                        .unwrap_or_else(|| Error::comm(format!("another rank has a wrong {RANKS_PER_NODE}"))));
+                }
+                limit => limit,
+            };
             if limit < on_machine.1 {
                 let color = count(on_machine.0 / limit)?;
                 check(ffi::MPI_Comm_split(comm, color, rank, &mut comm), "MPI_Comm_split")?;
@@ -73,19 +94,13 @@ impl Node {
         }
         let mut next = 0..;
         let local = |first: &c_int| (*first == self.of_ranks[rank]).then(|| next.next()).flatten();
-        let segment = Segment::open(self.comm, self.rank, self.of_ranks.iter().map(local).collect());
-        let (mine, mut all) = (c_int::from(segment.is_ok()), 0);
-        // The meeting that a segment wants before its first use, too.
-        // SAFETY: in- and out-parameter are live locals.
-        let code = unsafe {
-            let (from, to) = ((&raw const mine).cast(), (&raw mut all).cast());
-            ffi::MPI_Allreduce(from, to, 1, ffi::RSMPI_INT32_T, ffi::RSMPI_MIN, self.comm)
-        };
-        check(code, "MPI_Allreduce")?;
+        let segment = Segment::open(self.comm, self.rank, self.of_ranks.iter().map(local).collect())?;
+        // The meeting that a segment requires before its first use, too.
+        let all = smallest(c_int::from(segment.is_ok()), self.comm)?;
         match segment {
             Ok(segment) if all == 1 => return Ok(Some(segment)),
             Ok(_) => {}
-            Err(error) => log::warn!("no shared memory between the ranks of this node: {error}"),
+            Err(error) => log::warn!("the ranks of this node exchange by messages, which is slower: {error}"),
         }
         Ok(None)
     }

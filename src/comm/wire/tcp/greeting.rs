@@ -1,14 +1,14 @@
-//! The first words on a connection: both ends prove that they know the run's secret before anything else is read.
+//! The handshake of a connection: both ends prove that they know the run's secret before anything else is read.
 //!
 //! Each end sends random numbers, and of both ends' numbers a keyed digest (HMAC with SHA-256, RFC 2104): a stranger who has
-//! listened before can repeat none of it. Everything has a fixed length, and the time for all of it is limited.
+//! listened before can repeat none of it. Everything has a fixed length, and the whole handshake has one deadline.
 
 use std::fs::OpenOptions;
-use std::io::{Read as _, Write as _};
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -22,8 +22,8 @@ const MAGIC: [u8; 8] = *b"hpctrain";
 /// Version of all that is said on a connection.
 const VERSION: u32 = 1;
 
-/// Time limit of each read and write of a greeting.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Time limit of a whole handshake.
+pub const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Random bytes of an end.
 const NONCE: usize = 32;
@@ -31,8 +31,17 @@ const NONCE: usize = 32;
 /// Bytes of a proof.
 const PROOF: usize = 32;
 
+/// Bytes of magic and version.
+const PREFIX: usize = MAGIC.len() + size_of::<u32>();
+
 /// Bytes of magic, version and nonce.
-const OPENING: usize = MAGIC.len() + size_of::<u32>() + NONCE;
+const OPENING: usize = PREFIX + NONCE;
+
+/// Bytes of a caller's place in the world.
+const HELLO: usize = 12;
+
+/// Bytes that the connecting end sends.
+const CALL: usize = OPENING + HELLO + PROOF;
 
 /// The key that the processes of a run share.
 #[derive(Clone)]
@@ -88,15 +97,15 @@ impl Secret {
 }
 
 impl Caller {
-    fn bytes(self) -> [u8; 12] {
-        let mut bytes = [0; 12];
+    fn bytes(self) -> [u8; HELLO] {
+        let mut bytes = [0; HELLO];
         for (to, number) in bytes.as_chunks_mut::<4>().0.iter_mut().zip([self.rank, self.ranks, self.lane]) {
             *to = number.to_le_bytes();
         }
         bytes
     }
 
-    fn from(bytes: [u8; 12]) -> Self {
+    fn from(bytes: &[u8]) -> Self {
         let [rank, ranks, lane] = [0, 4, 8].map(|at| u32::from_le_bytes([0, 1, 2, 3].map(|i| bytes[at + i])));
         Self { rank, ranks, lane }
     }
@@ -126,42 +135,132 @@ fn random<const N: usize>() -> Result<[u8; N]> {
     }
 }
 
-/// Greets the process that listens at the other end, as `caller`.
-///
-/// # Errors
-/// It is of another version, does not know the secret, or says nothing in time.
-pub fn call(stream: &mut TcpStream, secret: &Secret, caller: Caller) -> Result<()> {
-    let lost = |e: std::io::Error| Error::comm(format!("the other end ended the greeting: {e}"));
-    limit(stream, Some(PATIENCE))?;
-    let theirs = read_opening(stream)?;
-    let (mine, hello) = (random::<NONCE>()?, caller.bytes());
-    let proof = secret.proof("connect", &[&theirs, &mine, &hello])?.finalize().into_bytes();
-    let message = [&opening(&mine)[..], &hello, &proof].concat();
-    stream.write_all(&message).map_err(lost)?;
-    let mut proof = [0; PROOF];
-    stream.read_exact(&mut proof).map_err(|_| refused())?;
-    secret.proof("accept", &[&mine, &theirs])?.verify_slice(&proof).map_err(|_| refused())?;
-    limit(stream, None)
+/// A stream whose reads and writes all end by one deadline.
+struct Timed<'a> {
+    stream: &'a TcpStream,
+    deadline: Instant,
 }
 
-/// Greets a process that has connected; returns its place.
+impl Timed<'_> {
+    /// Returns the time that is left.
+    fn left(&self) -> std::io::Result<Option<Duration>> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(Some(left)) }
+    }
+}
+
+impl Read for Timed<'_> {
+    fn read(&mut self, into: &mut [u8]) -> std::io::Result<usize> {
+        self.stream.set_read_timeout(self.left()?)?;
+        self.stream.read(into)
+    }
+}
+
+impl Write for Timed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.stream.set_write_timeout(self.left()?)?;
+        self.stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        self.stream.flush()
+    }
+}
+
+/// Proves to the listening end that this process knows the secret, and lets it prove the same.
 ///
 /// # Errors
-/// It is a stranger, of another version, or says nothing in time.
-pub fn answer(stream: &mut TcpStream, secret: &Secret) -> Result<Caller> {
-    let lost = |e: std::io::Error| Error::comm(format!("the other end ended the greeting: {e}"));
-    limit(stream, Some(PATIENCE))?;
+/// Returns an error if the other end has another version or another secret, or the handshake is not over at the deadline.
+pub fn call(stream: &TcpStream, secret: &Secret, caller: Caller, deadline: Instant) -> Result<()> {
+    let lost = |e: std::io::Error| Error::comm(format!("the other end ended the handshake: {e}"));
+    let mut timed = Timed { stream, deadline };
+    let mut opened = [0; OPENING];
+    timed
+        .read_exact(&mut opened)
+        .map_err(|e| Error::comm(format!("the other end did not begin the handshake in time: {e}")))?;
+    let theirs = nonce_of(&opened)?;
     let mine = random::<NONCE>()?;
-    stream.write_all(&opening(&mine)).map_err(lost)?;
-    let theirs = read_opening(stream)?;
-    let (mut hello, mut proof) = ([0; 12], [0; PROOF]);
-    stream.read_exact(&mut hello).map_err(lost)?;
-    stream.read_exact(&mut proof).map_err(lost)?;
-    secret.proof("connect", &[&mine, &theirs, &hello])?.verify_slice(&proof).map_err(|_| refused())?;
-    let proof = secret.proof("accept", &[&theirs, &mine])?.finalize().into_bytes();
-    stream.write_all(&proof).map_err(lost)?;
-    limit(stream, None)?;
-    Ok(Caller::from(hello))
+    let hello = caller.bytes();
+    let proof = secret.proof("connect", &[&theirs, &mine, &hello])?.finalize().into_bytes();
+    let message = [&opening(&mine)[..], &hello, &proof].concat();
+    timed.write_all(&message).map_err(lost)?;
+    let mut proof = [0; PROOF];
+    timed.read_exact(&mut proof).map_err(|_| refused())?;
+    secret.proof("accept", &[&mine, &theirs])?.verify_slice(&proof).map_err(|_| refused())?;
+    let unlimited = stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(None));
+    unlimited.map_err(lost)
+}
+
+/// The listening end of a handshake. It never blocks, so that one thread advances any number of them.
+pub struct Handshake {
+    stream: TcpStream,
+    nonce: [u8; NONCE],
+    received: [u8; CALL],
+    /// Bytes received so far.
+    len: usize,
+}
+
+impl Handshake {
+    /// Sends the opening on a stream that was accepted.
+    ///
+    /// # Errors
+    /// Returns an error if the connection has ended or does not take the opening at once.
+    pub fn begin(stream: TcpStream) -> Result<Self> {
+        let nonce = random()?;
+        let sent = stream.set_nonblocking(true).and_then(|()| (&stream).write_all(&opening(&nonce)));
+        sent.map_err(ended)?;
+        Ok(Self { stream, nonce, received: [0; CALL], len: 0 })
+    }
+
+    /// Returns the stream that is to be polled.
+    pub fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+
+    /// Reads the bytes that are there. Returns the caller once it has proved that it knows the secret, and has been sent this
+    /// end's proof.
+    ///
+    /// # Errors
+    /// Returns an error if the caller is not a process of hpctrain, has another version or another secret, or has ended the connection.
+    pub fn advance(&mut self, secret: &Secret) -> Result<Option<Caller>> {
+        while self.len < CALL {
+            match self.stream.read(&mut self.received[self.len..]) {
+                Ok(0) => return Err(ended(ErrorKind::UnexpectedEof.into())),
+                Ok(bytes) => {
+                    self.len += bytes;
+                    if self.len >= PREFIX {
+                        check_prefix(&self.received)?;
+                    }
+                }
+                Err(e) if e.kind() == ErrorKind::WouldBlock => break,
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(ended(e)),
+            }
+        }
+        if self.len < CALL {
+            return Ok(None);
+        }
+        let (opened, rest) = self.received.split_at(OPENING);
+        let (hello, proof) = rest.split_at(HELLO);
+        let theirs = nonce_of(opened)?;
+        secret.proof("connect", &[&self.nonce, &theirs, hello])?.verify_slice(proof).map_err(|_| refused())?;
+        let proof = secret.proof("accept", &[&theirs, &self.nonce])?.finalize().into_bytes();
+        self.stream.write_all(&proof).map_err(ended)?;
+        Ok(Some(Caller::from(hello)))
+    }
+
+    /// Returns the stream, which blocks from now on.
+    ///
+    /// # Errors
+    /// Returns an error if the connection has ended.
+    pub fn into_stream(self) -> Result<TcpStream> {
+        self.stream.set_nonblocking(false).map_err(ended)?;
+        Ok(self.stream)
+    }
+}
+
+fn ended(e: std::io::Error) -> Error {
+    Error::comm(format!("the connection ended within its handshake: {e}"))
 }
 
 fn opening(nonce: &[u8; NONCE]) -> [u8; OPENING] {
@@ -172,20 +271,24 @@ fn opening(nonce: &[u8; NONCE]) -> [u8; OPENING] {
     bytes
 }
 
-/// The other end's nonce.
-fn read_opening(stream: &mut TcpStream) -> Result<[u8; NONCE]> {
-    let mut bytes = [0; OPENING];
-    stream.read_exact(&mut bytes).map_err(|e| Error::comm(format!("the other end does not greet: {e}")))?;
-    if bytes[..8] != MAGIC {
-        return Err(Error::comm("the other end is no process of hpctrain"));
+/// Checks magic and version.
+fn check_prefix(bytes: &[u8]) -> Result<()> {
+    if bytes[..MAGIC.len()] != MAGIC {
+        return Err(Error::comm("the other end is not a process of hpctrain"));
     }
     let version = u32::from_le_bytes([8, 9, 10, 11].map(|i| bytes[i]));
     if version != VERSION {
         return Err(Error::comm(format!("the other end speaks version {version}, this program version {VERSION}"))
             .hint("start all processes of a run with the same program"));
     }
+    Ok(())
+}
+
+/// Returns the other end's nonce.
+fn nonce_of(opening: &[u8]) -> Result<[u8; NONCE]> {
+    check_prefix(opening)?;
     let mut nonce = [0; NONCE];
-    nonce.copy_from_slice(&bytes[12..]);
+    nonce.copy_from_slice(&opening[PREFIX..OPENING]);
     Ok(nonce)
 }
 
@@ -193,25 +296,41 @@ fn refused() -> Error {
     Error::comm("the other end does not know this run's secret")
 }
 
-fn limit(stream: &TcpStream, time: Option<Duration>) -> Result<()> {
-    let set = stream.set_read_timeout(time).and_then(|()| stream.set_write_timeout(time));
-    set.map_err(|e| Error::comm(format!("a connection was lost at its start: {e}")))
-}
-
 #[cfg(test)]
 mod tests {
-    use std::net::TcpListener;
+    use std::net::{Shutdown, TcpListener};
 
     use super::*;
 
+    fn soon() -> Instant {
+        Instant::now() + HANDSHAKE_TIMEOUT
+    }
+
+    /// Returns both ends of a connection: the connecting one first.
+    fn connection() -> [TcpStream; 2] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let caller = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        [caller, listener.accept().unwrap().0]
+    }
+
+    /// Advances a handshake to its end.
+    fn answer(stream: TcpStream, secret: &Secret) -> Result<Caller> {
+        let mut handshake = Handshake::begin(stream)?;
+        loop {
+            match handshake.advance(secret)? {
+                Some(caller) => return Ok(caller),
+                None => std::thread::yield_now(),
+            }
+        }
+    }
+
     /// The results of both ends, each with a secret.
     fn greet(calls: &[u8], answers: &[u8]) -> (Result<()>, Result<Caller>) {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let address = listener.local_addr().unwrap();
+        let [calling, called] = connection();
         let [calls, answers] = [calls, answers].map(|secret| Secret::new(secret.to_vec()).unwrap());
         let caller = Caller { rank: 3, ranks: 4, lane: 1 };
-        let calling = std::thread::spawn(move || call(&mut TcpStream::connect(address).unwrap(), &calls, caller));
-        let answered = answer(&mut listener.accept().unwrap().0, &answers);
+        let calling = std::thread::spawn(move || call(&calling, &calls, caller, soon()));
+        let answered = answer(called, &answers);
         (calling.join().unwrap(), answered)
     }
 
@@ -229,20 +348,36 @@ mod tests {
         assert!(Secret::new(vec![1; 15]).is_err());
 
         let secret = Secret::new(vec![7; 32]).unwrap();
-        let other_version = [&MAGIC[..], &9u32.to_le_bytes(), &[0; 100]].concat();
+        let other_version = [&MAGIC[..], &9u32.to_le_bytes()].concat();
         let words: [(&[u8], &str); 4] = [
-            (b"GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: curl/8.0 and more\r\n\r\n", "no process of hpctrain"),
-            (&[0xff; 200], "no process of hpctrain"),
+            (b"GET / HTTP/1.1\r\nHost: x\r\nUser-Agent: curl/8.0 and more\r\n\r\n", "not a process of hpctrain"),
+            (&[0xff; 12], "not a process of hpctrain"),
             (&other_version, "speaks version 9, this program version 1"),
-            (b"hpctrain", "does not greet"),
+            (b"hpctrain", "ended within its handshake"),
         ];
         for (said, told) in words {
-            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-            let mut stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let [mut stranger, called] = connection();
             stranger.write_all(said).unwrap();
-            stranger.shutdown(std::net::Shutdown::Write).unwrap();
-            let error = answer(&mut listener.accept().unwrap().0, &secret).unwrap_err().to_string();
+            stranger.shutdown(Shutdown::Write).unwrap();
+            let error = answer(called, &secret).unwrap_err().to_string();
             assert!(error.contains(told), "{error}");
         }
+    }
+
+    #[test]
+    fn bytes_that_dribble_do_not_lengthen_a_handshake() {
+        let [mut impostor, calling] = connection();
+        let dribble = std::thread::spawn(move || {
+            // Until the other end has given up.
+            while impostor.write_all(&MAGIC[..1]).is_ok() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        });
+        let secret = Secret::new(vec![7; 32]).unwrap();
+        let deadline = Instant::now() + Duration::from_millis(200);
+        let error = call(&calling, &secret, Caller { rank: 0, ranks: 0, lane: 0 }, deadline).unwrap_err().to_string();
+        assert!(error.contains("did not begin the handshake in time"), "{error}");
+        drop(calling);
+        dribble.join().unwrap();
     }
 }

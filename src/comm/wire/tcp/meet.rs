@@ -5,22 +5,18 @@ use std::fs;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use super::greeting::{Caller, Secret, answer, call};
+use super::acceptor::Acceptor;
+use super::greeting::{Caller, HANDSHAKE_TIMEOUT, Secret, call};
 use crate::error::{Error, Result};
 
 /// Connections between two ranks: one for exchanges, one for posted messages.
 pub const LANES: usize = 2;
 
-/// Interval at which files and callers are looked for.
+/// Interval at which files are looked for.
 const LOOK: Duration = Duration::from_millis(5);
-
-/// Greetings at a time: more callers are sent away.
-const GREETINGS: usize = 64;
 
 /// Time by which all ranks must have met.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -93,10 +89,13 @@ pub fn meet(meeting: &Meeting) -> Result<(Vec<Connected>, String)> {
             *stream = Some(reach(other, address, &secret, caller, until)?);
         }
     }
-    let reception = Reception::open(listener, secret)?;
+    let (tell, known) = channel();
+    let met = || Error::comm("all ranks have met");
+    let _acceptor =
+        Acceptor::open(listener, secret, move |caller, stream| tell.send((caller, stream)).map_err(|_| met()))?;
     for _ in 0..LANES * (ranks - 1 - rank) {
         let left = until.saturating_duration_since(Instant::now());
-        let Ok((Caller { rank: other, ranks: of, lane }, stream)) = reception.known.recv_timeout(left) else {
+        let Ok((Caller { rank: other, ranks: of, lane }, stream)) = known.recv_timeout(left) else {
             let late = (rank + 1..ranks).find(|other| lanes[*other].iter().any(Option::is_none));
             return Err(Error::comm(format!("rank {} has not called", late.unwrap_or(ranks))));
         };
@@ -116,59 +115,12 @@ pub fn meet(meeting: &Meeting) -> Result<(Vec<Connected>, String)> {
 fn reach(other: usize, address: &SocketAddr, secret: &Secret, caller: Caller, until: Instant) -> Result<TcpStream> {
     loop {
         let connected = TcpStream::connect(address).map_err(|e| Error::comm(e.to_string()));
-        match connected.and_then(|mut stream| call(&mut stream, secret, caller).map(|()| stream)) {
+        let deadline = Instant::now() + HANDSHAKE_TIMEOUT;
+        match connected.and_then(|stream| call(&stream, secret, caller, deadline).map(|()| stream)) {
             Ok(stream) => return Ok(stream),
             Err(_) if Instant::now() < until => std::thread::sleep(LOOK),
             Err(e) => return Err(Error::comm(format!("cannot reach rank {other} at {address}: {e}"))),
         }
-    }
-}
-
-/// Greets all that connect, each on a thread of its own, so that a silent stranger holds up nobody, until it is dropped.
-struct Reception {
-    /// Those that know the secret.
-    known: Receiver<(Caller, TcpStream)>,
-    over: Arc<AtomicBool>,
-}
-
-impl Reception {
-    fn open(listener: TcpListener, secret: Secret) -> Result<Self> {
-        let ((tell, known), over) = (channel(), Arc::new(AtomicBool::new(false)));
-        listener.set_nonblocking(true).map_err(|e| network("listen", e))?;
-        let (ends, greetings) = (over.clone(), Arc::new(()));
-        let body = move || {
-            while !ends.load(Ordering::Relaxed) {
-                let Ok((stream, _)) = listener.accept() else {
-                    std::thread::sleep(LOOK);
-                    continue;
-                };
-                if Arc::strong_count(&greetings) > GREETINGS {
-                    continue;
-                }
-                let (tell, secret, greeting) = (tell.clone(), secret.clone(), greetings.clone());
-                let greet = move || {
-                    let mut stream = stream;
-                    if stream.set_nonblocking(false).is_ok()
-                        && let Ok(caller) = answer(&mut stream, &secret)
-                    {
-                        // Nobody takes it any more when all have met.
-                        let _ = tell.send((caller, stream));
-                    }
-                    drop(greeting);
-                };
-                // If the system refuses a thread the connection ends, and a rank calls again.
-                let _ = std::thread::Builder::new().name("greeting".into()).spawn(greet);
-            }
-        };
-        let thread = std::thread::Builder::new().name("reception".into()).spawn(body);
-        thread.map_err(|e| network("start a thread", e))?;
-        Ok(Self { known, over })
-    }
-}
-
-impl Drop for Reception {
-    fn drop(&mut self) {
-        self.over.store(true, Ordering::Relaxed);
     }
 }
 

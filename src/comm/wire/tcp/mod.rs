@@ -4,6 +4,7 @@
 //! which go on in the background. A message is a header and its bytes; it is read straight into its memory where that is
 //! known when it arrives, else kept until it is asked for. All sockets are polled, as [`Backoff`] has it.
 
+mod acceptor;
 mod greeting;
 mod meet;
 mod message;
@@ -14,7 +15,8 @@ use std::num::NonZero;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-pub use greeting::{Caller, Secret, answer, call, write_secret};
+pub use acceptor::Acceptor;
+pub use greeting::{Caller, HANDSHAKE_TIMEOUT, Handshake, Secret, call, write_secret};
 pub use meet::{MEETING, Meeting};
 
 use meet::meet;

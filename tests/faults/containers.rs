@@ -1,0 +1,178 @@
+//! Limits of containers and users: little room in `/dev/shm`, PID namespaces, nodes with other files, few threads. Skipped, with the
+//! reason, where this user may not make namespaces or become another user.
+
+use std::process::Command;
+
+use crate::common::launch::Transport::{Alone, Mpirun, Simulate};
+use crate::common::launch::{Ended, finish, mpirun, program, test_name};
+use crate::common::runs::{Run, RunFiles};
+use crate::{lines, refused};
+
+/// A shell script that makes `/dev/shm` small, and runs its arguments.
+const LITTLE_SHARED: &str = "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec \"$@\"";
+
+/// Whether this system lets a command such as `unshare` work; says so if it does not.
+fn may(command: &[&str]) -> bool {
+    let output = Command::new(command[0]).args(&command[1..]).output();
+    let may = output.is_ok_and(|output| output.status.success());
+    if !may {
+        println!("SKIPPED: {}: this system refuses `{}`", test_name(), command.join(" "));
+    }
+    may
+}
+
+/// The program and the arguments of a command.
+fn words(command: &Command) -> Vec<String> {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| word.to_str().unwrap().to_string()).collect()
+}
+
+/// Another command with the environment of `command`.
+fn in_its_environment(command: &Command, program: &str, args: &[&str]) -> Command {
+    let mut other = Command::new(program);
+    other.args(args);
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => other.env(name, value),
+            None => other.env_remove(name),
+        };
+    }
+    other
+}
+
+/// Runs a command where `/dev/shm` has 64 KiB.
+fn with_little_shared(command: &Command) -> Ended {
+    let mut outer = in_its_environment(command, "unshare", &["--mount", "sh", "-c", LITTLE_SHARED, "mpirun"]);
+    finish(outer.args(words(command)))
+}
+
+#[test]
+fn jobs_run_without_room_in_dev_shm() {
+    if !may(&["unshare", "--mount", "sh", "-c", "mount -t tmpfs -o size=64k tmpfs /dev/shm"]) {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let settings = ["parallel.lanes=2"];
+    let reference = Run::new(Simulate(2), root.path(), "reference", &settings).succeeds();
+    let run = Run::new(Mpirun(2), root.path(), "little", &settings);
+    let ended = with_little_shared(&run.command()).succeeded();
+    assert!(ended.stdout.contains("shared memory inside a node"), "{ended}");
+    run.files().same_as(&reference, 6, "little");
+
+    let hpctrain = words(&program([] as [&str; 0])).remove(0);
+    let mut doctor = mpirun(2);
+    doctor.args([&hpctrain, "doctor", "--run-root"]).arg(root.path());
+    let report = with_little_shared(&doctor);
+    assert!(report.stdout.contains("64.0 KiB free: MPI and NCCL"), "{report}");
+    assert!(report.stdout.contains("--shm-size"), "{report}");
+
+    let mut eval = mpirun(2);
+    eval.args([&hpctrain, "eval", "--checkpoint"]).arg(run.files().path("checkpoints/latest"));
+    with_little_shared(&eval).succeeded();
+}
+
+/// Runs a rank and, after `before`, another one; each with the same arguments and these options of `mpirun`.
+fn two_ranks(run: &Run, options: [&[&str]; 2], before: &[&str]) -> Ended {
+    let one = words(&run.command());
+    let mut command = in_its_environment(&mpirun(1), "mpirun", options[0]);
+    command.args(["-np", "1"]).args(&one).arg(":").args(options[1]).args(["-np", "1"]).args(before).args(&one);
+    finish(&mut command)
+}
+
+/// The environment of one rank may differ from that of another.
+#[test]
+fn ranks_of_a_machine_agree_on_the_ranks_of_a_node() {
+    let root = tempfile::tempdir().unwrap();
+    let run = |name: &str| Run::new(Alone, root.path(), name, &["parallel.lanes=2"]);
+    let ended = two_ranks(&run("agreed"), [&["-x", "HPCTRAIN_RANKS_PER_NODE=1"], &[]], &[]).succeeded();
+    assert!(!ended.stdout.contains("shared memory inside a node"), "{ended}");
+    let ended = two_ranks(&run("refused"), [&[], &["-x", "HPCTRAIN_RANKS_PER_NODE=none"]], &[]);
+    assert_ne!(ended.code(), 0, "{ended}");
+    assert!(ended.stderr.contains("HPCTRAIN_RANKS_PER_NODE=none is not a number of ranks"), "{ended}");
+}
+
+#[test]
+fn ranks_that_do_not_see_each_other_exchange_by_messages() {
+    let unshare = ["unshare", "--pid", "--fork", "--mount-proc"];
+    if !may(&[&unshare[..], &["true"]].concat()) {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let reference = Run::new(Simulate(2), root.path(), "reference", &["parallel.lanes=2"]).succeeds();
+    let run = Run::new(Alone, root.path(), "apart", &["parallel.lanes=2"]);
+    // MPI itself would copy from the memory of a process that it does not see.
+    let no_copies = ["--mca", "btl_vader_single_copy_mechanism", "none"];
+    let ended = two_ranks(&run, [&no_copies, &[]], &unshare).succeeded();
+    assert!(!ended.stdout.contains("shared memory inside a node"), "{ended}");
+    assert_eq!(ended.stderr.matches("the ranks of this node exchange by messages").count(), 1, "{ended}");
+    run.files().same_as(&reference, 6, "apart");
+}
+
+#[test]
+fn a_node_with_other_data_of_the_same_size_is_noticed() {
+    if !may(&["unshare", "--mount", "true"]) {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let text = "The quick brown fox jumps over the lazy dog. ".repeat(400);
+    let import = |name: &str, text: &str| {
+        let path = root.path().join(format!("{name}.txt"));
+        std::fs::write(&path, text).unwrap();
+        let mut command = program(["data", "import", "text"]);
+        command.arg(&path).args(["--tokenizer", "byte", "--out"]).arg(root.path().join(name));
+        finish(&mut command).succeeded();
+    };
+    import("here", &text);
+    import("same", &text);
+    import("other", &text.replace("fox", "cat"));
+    let of = |name: &str| root.path().join(name).display().to_string();
+    let train = |there: &str| {
+        let path = format!("data.path={}", of("here"));
+        let run = Run::new(Alone, root.path(), there, &[&path, "parallel.lanes=2"]);
+        // Each rank counts as a node.
+        let bind = format!("mount --bind {} {} && exec \"$@\"", of(there), of("here"));
+        let before = ["unshare", "--mount", "sh", "-c", &bind, "sh"];
+        let alone = ["-x", "HPCTRAIN_RANKS_PER_NODE=1"];
+        (two_ranks(&run, [&alone, &alone], &before), run.files())
+    };
+    train("same").0.succeeded();
+    let (ended, files) = train("other");
+    refused(&ended, &["has other content than on the node of rank 0", "copy the same files to every node"]);
+    assert!(!files.path("metrics.jsonl").exists(), "{ended}");
+}
+
+/// A user that has no other processes.
+const USER: &str = "54321";
+
+#[test]
+fn a_limit_on_threads_ends_no_run_at_its_first_checkpoint() {
+    let (user, group) = (format!("--reuid={USER}"), format!("--regid={USER}"));
+    let become_user = ["setpriv", &user, &group, "--clear-groups"];
+    if !may(&[&become_user[..], &[&words(&program([] as [&str; 0]))[0], "--version"]].concat()) {
+        return;
+    }
+    let root = tempfile::tempdir().unwrap();
+    let everyone = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+    std::fs::set_permissions(root.path(), everyone).unwrap();
+    let mut outcomes = [0, 0];
+    for limit in 1..=8 {
+        let name = format!("limit-{limit}");
+        let settings = ["checkpoint.every=2", "run.threads=1"];
+        let run = Run::new(Alone, root.path(), &name, &settings);
+        let script = format!("ulimit -u {limit} && exec \"$@\"");
+        let inner = run.command();
+        let mut command = in_its_environment(&inner, "bash", &["-c", &script, "bash"]);
+        command.env("XDG_CACHE_HOME", root.path().join("cache"));
+        let ended = finish(command.args(become_user).args(words(&inner)));
+        let files: RunFiles = run.files();
+        if ended.code() == 0 {
+            outcomes[0] += 1;
+            assert!(files.checkpoint(6).exists(), "{ended}");
+        } else {
+            outcomes[1] += 1;
+            refused(&ended, &["cannot start the thread", &format!("ulimit -u is {limit}"), "lower run.threads"]);
+            assert_eq!(lines(&files.path("metrics.jsonl")), 0, "{ended}");
+        }
+    }
+    assert!(outcomes.iter().all(|count| *count > 0), "{outcomes:?} runs succeeded and were refused");
+}
