@@ -52,7 +52,7 @@ pub fn readable_rate(tflops: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::nn::Gpt;
+    use crate::nn::gpt::Gpt;
 
     /// GPT-2 124M with a vocabulary padded to 50,304.
     fn gpt2() -> Network {

@@ -101,15 +101,17 @@ impl RunFiles {
         self.path(&format!("checkpoints/step-{step:08}"))
     }
 
-    /// The lines of `metrics.jsonl` without times and memory. Numbers are printed so that other bits are another text.
+    /// The lines of `metrics.jsonl` without times, memory, and the rates and energy that some machines add. Numbers are printed so that
+    /// other bits are another text.
     pub fn steps(&self) -> Vec<String> {
         let parts = ["compute_ms", "comm_exposed_ms", "comm_hidden_ms", "loader_ms", "optimizer_ms"];
-        self.lines("metrics.jsonl", &[&["step_ms", "tokens_per_second", "peak_bytes", "time"], &parts[..]].concat())
+        let always = [&["step_ms", "tokens_per_second", "peak_bytes", "time"], &parts[..]].concat();
+        self.lines("metrics.jsonl", &always, &["tflops_per_rank", "mfu", "joules_per_token", "energy_kwh"])
     }
 
     /// The lines of `eval.jsonl` without times.
     pub fn evaluations(&self) -> Vec<String> {
-        self.lines("eval.jsonl", &["time"])
+        self.lines("eval.jsonl", &["time"], &[])
     }
 
     /// The same without the name of the data, where one was evaluated: what other files of the same samples give.
@@ -122,13 +124,15 @@ impl RunFiles {
         self.evaluations().iter().map(nameless).collect()
     }
 
-    fn lines(&self, name: &str, without: &[&str]) -> Vec<String> {
+    /// The lines of a file without keys that each has, and others that it may have.
+    fn lines(&self, name: &str, without: &[&str], nor: &[&str]) -> Vec<String> {
         let text = self.text(name);
         let lines = text.lines().map(|line| {
             let mut value: Value = serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {line}"));
             for key in without {
                 value.as_object_mut().unwrap().remove(*key).unwrap_or_else(|| panic!("no {key}: {line}"));
             }
+            value.as_object_mut().unwrap().retain(|key, _| !nor.contains(&key.as_str()));
             value.to_string()
         });
         lines.collect()
@@ -136,7 +140,7 @@ impl RunFiles {
 
     /// A number of every line of a file of JSON lines.
     pub fn numbers(&self, name: &str, key: &str) -> Vec<f64> {
-        self.lines(name, &[])
+        self.lines(name, &[], &[])
             .iter()
             .map(|line| serde_json::from_str::<Value>(line).unwrap()[key].as_f64().unwrap())
             .collect()
