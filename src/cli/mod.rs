@@ -33,6 +33,7 @@ use crate::comm::Launch;
 use crate::descriptors;
 use crate::error::{Error, Result};
 use crate::job::{self, fail};
+use crate::signals;
 use crate::telemetry;
 
 /// Trains neural networks on clusters that speak MPI.
@@ -139,12 +140,12 @@ impl Command {
 pub fn run() -> i32 {
     descriptors::raise();
     comm::can_be_tried();
-    let launch = match comm::launched(|name| std::env::var(name).ok()) {
-        Ok(launch) => launch,
-        Err(e) => return fail(&e),
-    };
-    // Every rank reads the same arguments: one of them speaks for all.
-    let speaks = launch.as_ref().is_none_or(|launch| launch.rank.unwrap_or(0) == 0);
+    if let Err(e) = signals::survive_file_size_limit() {
+        return fail(&e);
+    }
+    let launch = comm::launched(|name| std::env::var(name).ok());
+    // Every rank reads the same arguments: one of them speaks for all. Processes without ranks speak for themselves.
+    let speaks = !matches!(&launch, Ok(Some(launch)) if launch.rank.unwrap_or(0) > 0);
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => {
@@ -155,8 +156,14 @@ pub fn run() -> i32 {
             return e.exit_code();
         }
     };
-    job::name_console(launch.as_ref());
     let command = cli.command.unwrap_or(Command::Train(cli.train));
+    let launch = match launch {
+        Ok(launch) => launch,
+        Err(e) if command.has_ranks() => return fail(&e),
+        // A command without ranks needs no launcher that can start them.
+        Err(_) => None,
+    };
+    job::name_console(launch.as_ref());
     if let Some(ranks) = cli.spawn {
         match launch.as_ref() {
             None if !command.has_ranks() => {

@@ -36,7 +36,7 @@ pub fn begin(job: &Arc<Job>, fleet: &Fleet, generation: u64, cut: u64, progress:
             job.checkpoints.abandon(&staging);
         }
         published?;
-        job.retain();
+        job.retain(None);
         Ok(Published { progress, took: begun.elapsed() })
     };
     let thread = std::thread::Builder::new().name("publisher".into()).spawn(write);

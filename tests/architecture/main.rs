@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// Modules by level, lowest first. A module may use those of lower levels.
 const LEVELS: [&[&str]; 13] = [
     &["activity", "energy", "error", "histogram", "pattern", "random", "regular_files", "simd", "tree", "visible"],
-    &["descriptors", "hdf5_files", "layout", "mesh", "private", "signals"],
+    &["descriptors", "hdf5_files", "layout", "mesh", "own_files", "private", "signals"],
     &["backend"],
     &["comm", "data"],
     &["nn", "optim"],

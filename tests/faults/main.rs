@@ -8,11 +8,13 @@
 mod common;
 
 mod audits;
+mod copied_runs;
 mod disks;
 mod evaluators;
 mod input;
 mod kills;
 mod observer;
+mod planted;
 mod servers;
 mod signals;
 mod soak;
