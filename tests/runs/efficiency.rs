@@ -123,8 +123,8 @@ fn energy_of_counters_that_wrap_is_recorded_across_starts() {
     assert!(all.is_sorted() && all[3] > first[2] && all[5] <= grown, "{all:?} of {grown} J");
 
     let report = root.path().join("report.html");
-    let page = ["report", "--out", report.to_str().unwrap(), files.path("").to_str().unwrap()];
-    finish(&mut program(page)).succeeded();
+    let directory = files.path("");
+    finish(program(["report", "--out"]).args([&report, &directory])).succeeded();
     let page = std::fs::read_to_string(report).unwrap();
     assert!(page.contains("J/token") && page.contains("kWh"), "the report has no energy");
 }
